@@ -1,0 +1,3 @@
+"""jaxkern: GPU training kernels for JAX."""
+
+__version__ = "0.1.0"
