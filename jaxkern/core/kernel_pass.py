@@ -1,0 +1,316 @@
+"""One pass of an op: a GPU kernel and its plain-JAX twin, under every JAX transformation.
+
+A :class:`KernelPass` is a function of arrays that runs ``kernel`` where the program is lowered for
+an NVIDIA GPU and ``reference`` elsewhere. From one line that names the dimensions of every array
+(``"m n", "n" -> "m n", "m"``; a letter is a *factor*) it derives how the pass behaves
+
+* on a mesh: a factor may be split between devices unless it is in ``whole``; an output that lacks
+  a split factor is a sum over it, so the devices' parts are added (``psum``);
+* under ``vmap``: a new leading factor on the batched arrays;
+* under differentiation (an op's ``custom_vjp`` covers the first order; the second differentiates
+  the passes themselves): the derivative of ``reference``.
+
+From the inside out, a call goes through
+
+1. ``_local``: the choice between kernel and reference at lowering time, on one device's arrays;
+2. ``_on_mesh``: ``shard_map`` where the mesh has Explicit axes, ``custom_partitioning`` (a Shardy
+   rule) for Auto ones; without them the compiler would gather the kernel's operands;
+3. ``_batchable``: ``custom_vmap``, as ``custom_partitioning`` has no batching rule;
+4. ``__call__``: ``custom_jvp``, as neither of those can be differentiated.
+"""
+
+import dataclasses
+import functools
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxkern.core.dispatch import Mode, output_types, refuse
+
+Arrays = tuple[Any, ...]
+MeshAxes = dict[str, tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KernelPass:
+    """A pass of an op, called with arrays; ``None`` stands for an absent optional array.
+
+    Attributes:
+      name: for messages, e.g. ``"rms_norm_bwd"``.
+      mode: what runs, from :func:`jaxkern.core.dispatch.resolve`.
+      kernel: launches the GPU kernel on local arrays; takes every argument, returns a tuple with
+        one entry per output (``None`` for an absent one).
+      reference: the same function in plain JAX, differentiable.
+      ins: the factors of each argument, one letter per dimension: ``("m n", "n")``. A dimension
+        that is nobody's factor may be written as ``.`` (it is never split).
+      outs: the factors of each output.
+      whole: factors that are not split between devices; a split one is gathered first.
+    """
+
+    name: str
+    mode: Mode
+    kernel: Callable[..., Arrays]
+    reference: Callable[..., Arrays]
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+    whole: str = ""
+
+    def __call__(self, *args: Any) -> Arrays:
+        if len(args) != len(self.ins):
+            raise TypeError(f"{self.name} takes {len(self.ins)} arrays, got {len(args)}")
+        here = [i for i, a in enumerate(args) if a is not None]
+        out_shapes = output_types(self.reference, *args)
+        out_here = [i for i, o in enumerate(out_shapes) if o is not None]
+
+        def dense(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
+            """`f` as a function of the present arrays to the present outputs."""
+
+            def dense_f(*present: Any) -> Arrays:
+                full = [None] * len(args)
+                for i, a in zip(here, present, strict=True):
+                    full[i] = a
+                outs = f(*full)
+                return tuple(outs[i] for i in out_here)
+
+            return dense_f
+
+        present = _Present(
+            mode=self.mode,
+            kernel=dense(self.kernel),
+            reference=dense(self.reference),
+            ins=tuple(self.ins[i].split() for i in here),
+            outs=tuple(self.outs[i].split() for i in out_here),
+            whole=frozenset(self.whole.split()),
+        )
+        results = present.differentiable()(*(args[i] for i in here))
+        full: list[Any] = [None] * len(out_shapes)
+        for i, r in zip(out_here, results, strict=True):
+            full[i] = r
+        return tuple(full)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Present:
+    """A pass over present arrays only; `ins` and `outs` are lists of factors."""
+
+    mode: Mode
+    kernel: Callable[..., Arrays]
+    reference: Callable[..., Arrays]
+    ins: tuple[list[str], ...]
+    outs: tuple[list[str], ...]
+    whole: frozenset[str]
+
+    def differentiable(self) -> Callable[..., Arrays]:
+        call = jax.custom_jvp(self.batchable())
+
+        @call.defjvp
+        def jvp(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
+            plain = dataclasses.replace(self, mode="xla")
+            return jax.jvp(plain.on_mesh, primals, tangents)
+
+        return call
+
+    def batchable(self) -> Callable[..., Arrays]:
+        call = custom_vmap(self.on_mesh)
+
+        @call.def_vmap
+        def vmap(axis_size: int, in_batched: Sequence[bool], *args: Any) -> tuple[Any, Any]:
+            del axis_size
+            used = {f for factors in (*self.ins, *self.outs) for f in factors}
+            new = next(c for c in string.ascii_uppercase if c not in used)
+            in_axes = tuple(0 if b else None for b in in_batched)
+            batched = dataclasses.replace(
+                self,
+                kernel=jax.vmap(self.kernel, in_axes),
+                reference=jax.vmap(self.reference, in_axes),
+                ins=tuple([new, *f] if b else f for f, b in zip(self.ins, in_batched, strict=True)),
+                outs=tuple([new, *f] for f in self.outs),
+            )
+            return batched.batchable()(*args), tuple(True for _ in self.outs)
+
+        return call
+
+    def on_mesh(self, *args: Any) -> Arrays:
+        meshes = [jax.typeof(a).sharding.mesh for a in args]
+        mesh = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
+        if mesh is not None:
+            return self._on_explicit_mesh(mesh, args)
+        if self.mode == "xla" or any(AxisType.Manual in m.axis_types for m in meshes):
+            return self.local(*args)
+        return self._on_auto_mesh(args)
+
+    def _on_explicit_mesh(self, mesh: Any, args: Arrays) -> Arrays:
+        specs = [jax.typeof(a).sharding.spec for a in args]
+        axes = self._mesh_axes(dict(mesh.shape), specs, [a.shape for a in args])
+        in_specs = tuple(_spec(factors, axes) for factors in self.ins)
+        args = tuple(
+            jax.sharding.reshard(a, NamedSharding(mesh, spec))
+            for a, spec in zip(args, in_specs, strict=True)
+        )
+        return jax.shard_map(
+            functools.partial(self._local_summed, axes),
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=tuple(_spec(factors, axes) for factors in self.outs),
+            axis_names={
+                name
+                for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+                if kind != AxisType.Manual
+            },
+        )(*args)
+
+    def _on_auto_mesh(self, args: Arrays) -> Arrays:
+        def partition(mesh: Any, arg_shapes: Arrays, result_shapes: Arrays):
+            del result_shapes
+            specs = [_spec_of(a.sharding) for a in arg_shapes]
+            axes = self._mesh_axes(dict(mesh.shape), specs, [a.shape for a in arg_shapes])
+            shard = functools.partial(NamedSharding, mesh)
+            return (
+                mesh,
+                functools.partial(self._local_summed, axes),
+                tuple(shard(_spec(factors, axes)) for factors in self.outs),
+                tuple(shard(_spec(factors, axes)) for factors in self.ins),
+            )
+
+        call = custom_partitioning(lambda *args: self.local(*args))
+        rule, whole = self._shardy_rule()
+        call.def_partition(
+            partition=partition, sharding_rule=rule, need_replication_factors=tuple(whole)
+        )
+        return call(*args)
+
+    def _shardy_rule(self) -> tuple[str, list[str]]:
+        """The einsum-like rule, whose factors Shardy wants named in order of appearance."""
+        names: dict[str, str] = {}
+        whole: list[str] = []
+
+        def name(factor: str) -> str:
+            key = f".{len(names)}" if factor == "." else factor
+            if key not in names:
+                names[key] = _factor_name(len(names))
+                if factor == "." or factor in self.whole:
+                    whole.append(names[key])
+            return names[key]
+
+        sides = [
+            ", ".join(" ".join(name(f) for f in factors) for factors in side)
+            for side in (self.ins, self.outs)
+        ]
+        return " -> ".join(sides), whole
+
+    def _mesh_axes(
+        self, mesh_shape: dict[str, int], specs: Sequence[Any], shapes: Sequence[Any]
+    ) -> MeshAxes:
+        """The mesh axes over which each factor is split: the first array's word counts."""
+        axes: MeshAxes = {}
+        used: set[str] = set()
+        for factors, spec, shape in zip(self.ins, specs, shapes, strict=True):
+            for factor, entry, size in zip(
+                factors, _padded(spec, len(factors)), shape, strict=True
+            ):
+                if factor in axes or factor == "." or factor in self.whole or not entry:
+                    continue
+                names = tuple(n for n in _names(entry) if n not in used)
+                parts = 1
+                for n in names:
+                    parts *= mesh_shape[n]
+                if names and size % parts == 0:
+                    axes[factor] = names
+                    used.update(names)
+        return axes
+
+    def _local_summed(self, axes: MeshAxes, *args: Any) -> Arrays:
+        """One device's part; outputs that lack a split factor are sums over its devices."""
+        outs = []
+        for out, factors in zip(self.local(*args), self.outs, strict=True):
+            missing = [n for f, names in axes.items() if f not in factors for n in names]
+            outs.append(lax.psum(out, tuple(missing)) if missing else out)
+        return tuple(outs)
+
+    def local(self, *args: Any) -> Arrays:
+        """Kernel or reference, on the arrays of one device."""
+        # All inputs vary alike, or a derivative taken inside `reference` would already sum over the
+        # devices; all outputs do, as a kernel's vary over nothing by their type.
+        varying = frozenset[str]().union(*(_varying(a) for a in args))
+        args = tuple(vary_over(a, varying) for a in args)
+
+        def cast(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
+            return lambda *a: tuple(vary_over(o, varying) for o in f(*a))
+
+        def interpreted(*a: Any) -> Arrays:
+            with plgpu.force_gpu_interpret_mode():
+                return self.kernel(*a)
+
+        match self.mode:
+            case "xla":
+                return cast(self.reference)(*args)
+            case "interpret":
+                return cast(interpreted)(*args)
+            case "mosaic":
+                elsewhere = lambda *a: refuse(self.reference, *a)  # noqa: E731
+                return lax.platform_dependent(
+                    *args, cuda=cast(self.kernel), default=cast(elsewhere)
+                )
+            case "auto":
+                return lax.platform_dependent(
+                    *args, cuda=cast(self.kernel), default=cast(self.reference)
+                )
+
+
+def vary_over(x: Any, axes: frozenset[str]) -> Any:
+    """`x` typed as varying over the manual mesh axes `axes` (those it already varies over stay)."""
+    missing = tuple(sorted(axes - _varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def match_primal(grad: Any, primal: Any) -> Any:
+    """`grad` with the type that `primal` has on a mesh.
+
+    Inside ``shard_map(check_vma=True)`` it is summed over the axes on which `primal` is one for all
+    devices. With ``check_vma=False`` JAX knows of no such axes, and a gradient stays each device's.
+    """
+    if grad is None:
+        return None
+    extra = tuple(sorted(_varying(grad) - _varying(primal)))
+    grad = lax.psum(grad, extra) if extra else grad
+    return match_sharding(vary_over(grad, _varying(primal)), primal)
+
+
+def match_sharding(x: Any, like: Any) -> Any:
+    """`x` split over the Explicit mesh axes as `like` is, where a pass had to gather a factor."""
+    sharding = jax.typeof(like).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types or jax.typeof(x).sharding == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _padded(spec: Any, ndim: int) -> tuple[Any, ...]:
+    return (*spec, *(None,) * (ndim - len(spec)))
+
+
+def _spec(factors: Sequence[str], axes: MeshAxes) -> PartitionSpec:
+    return PartitionSpec(*(axes.get(f) for f in factors))
+
+
+def _spec_of(sharding: Any) -> Any:
+    return sharding.spec if isinstance(sharding, NamedSharding) else ()
+
+
+def _factor_name(i: int) -> str:
+    letters = string.ascii_lowercase
+    return letters[i] if i < len(letters) else f"{letters[i % 26]}{i // 26}"
