@@ -215,7 +215,7 @@ def _to_chunks(tokens: _Tokens) -> tuple[_Tokens, Array | None]:
 
     def split(v: Array) -> Array:
         v = jnp.pad(v, ((0, 0), (0, pad), (0, 0)))
-        return jnp.moveaxis(v.reshape(v.shape[0], -1, k, v.shape[2]), 1, 0)
+        return jnp.moveaxis(v.reshape(v.shape[0], v.shape[1] // k, k, v.shape[2]), 1, 0)
 
     valid = (jnp.arange(length + pad) < length).reshape(-1, k) if pad else None
     return jax.tree.map(split, tokens), valid
@@ -224,7 +224,7 @@ def _to_chunks(tokens: _Tokens) -> tuple[_Tokens, Array | None]:
 def _from_chunks(v: Array, length: int) -> Array:
     """Undoes :func:`_to_chunks`: ``(c, B, k, ·)`` to ``(B, L, ·)``."""
     v = jnp.moveaxis(v, 0, 1)
-    return v.reshape(v.shape[0], -1, v.shape[3])[:, :length]
+    return v.reshape(v.shape[0], v.shape[1] * v.shape[2], v.shape[3])[:, :length]
 
 
 def _acc_dtype(*arrays: Array) -> jnp.dtype:
