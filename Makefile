@@ -1,0 +1,59 @@
+# Every target sets up what it needs: see `make help`.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+ARGS ?=
+EXTRA ?=
+PYTHON ?=
+export EXTRA PYTHON
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+# The environment of every day has the newest JAX; the other proves the oldest supported one.
+VENV := .venv
+VENV_OLDEST := .venv-oldest
+RUN := $(VENV)/bin/python -m
+RUN_OLDEST := $(VENV_OLDEST)/bin/python -m
+DEV := lm,test,lint
+
+.PHONY: help
+help:
+	@echo 'make train   train the language model    make train ARGS="--steps 50"'
+	@echo 'make test    lint, types and all tests; on a GPU also the compiled kernels'
+	@echo 'make bench   time the kernels            make bench ARGS="--help"'
+	@echo 'make lint    formatting, lint and types'
+	@echo 'make clean   remove environments and caches; runs/ stays'
+	@echo
+	@echo 'Each sets up its own environment in $(VENV), with JAX for the GPU that nvidia-smi shows.'
+	@echo 'EXTRA=cuda13, cuda12 or cpu chooses the build of JAX, PYTHON=… the interpreter (3.12 or newer).'
+
+.PHONY: train
+train:
+	@.make/setup $(VENV) constraints/newest.txt lm
+	$(RUN) jaxkern train $(ARGS)
+
+.PHONY: bench
+bench:
+	@.make/setup $(VENV) constraints/newest.txt lm
+	$(RUN) bench $(ARGS)
+
+.PHONY: lint
+lint:
+	@.make/setup $(VENV) constraints/newest.txt $(DEV)
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) pyright
+
+.PHONY: test
+test: lint
+	@EXTRA=cpu .make/setup $(VENV_OLDEST) constraints/oldest.txt test
+	JAX_PLATFORMS=cpu $(RUN) pytest -m 'not gpu' $(ARGS)
+	JAX_PLATFORMS=cpu $(RUN_OLDEST) pytest -m 'not gpu' $(ARGS)
+	@if nvidia-smi >/dev/null 2>&1 && tail -n 1 $(VENV)/.jaxkern | grep -q cuda; then \
+		set -x; $(RUN) pytest -m gpu $(ARGS); \
+	else echo 'No GPU here: the tests marked gpu did not run.'; fi
+
+.PHONY: clean
+clean:
+	rm -rf $(VENV) $(VENV_OLDEST) build dist .pytest_cache .ruff_cache .hypothesis
+	find jaxkern tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
