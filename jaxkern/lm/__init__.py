@@ -1,0 +1,13 @@
+"""The main job: a byte-level Mamba language model, from the command line.
+
+cli         flags, subcommands, one-line errors
+config      presets, the configuration of a run
+data        text files -> a packed byte corpus -> batches
+model       the Mamba language model (flax.nnx) on jaxkern's ops
+step        one optimizer step and one evaluation, as pure functions
+checkpoint  what a run directory holds; save, restore, resume
+report      progress, metrics.jsonl, loss.png
+train       the training loop
+sample      decoding from a run
+doctor      what would run on this machine, and why
+"""

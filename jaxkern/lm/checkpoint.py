@@ -1,0 +1,210 @@
+"""What a run directory holds, and saving and restoring it.
+
+    config.json      the configuration, written first: its presence makes the directory a run
+    corpus/          the packed text
+    metrics.jsonl    one line per step
+    checkpoints/N/   the state after N steps: params/ and optimizer/ by orbax, manifest.json
+    loss.png
+
+A checkpoint is written under another name and renamed when it is whole and on disk, so one that has
+its name is whole, whenever the process was killed. Its manifest lists the SHA-256 of every file, so
+that damage done later is told from a good file before anything is read into the model. Nothing is
+pickled: orbax stores arrays and JSON.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxkern.lm.config import ModelConfig, RunError
+from jaxkern.lm.data import write_atomically
+
+FORMAT = "jaxkern-lm-1"
+_KEPT = 3
+
+
+def check_fresh(out: Path) -> None:
+    """Refuse a directory that already holds a run or anything else, or is no directory."""
+    if out.exists() and not out.is_dir():
+        raise RunError(f"--out {out} is a file; name a new folder")
+    if (out / "config.json").exists():
+        raise RunError(
+            f"--out {out} already holds a run; add --resume to continue it, or name a new folder"
+        )
+    # A run that was stopped before it began leaves these.
+    if out.exists() and {path.name for path in out.iterdir()} - {"corpus", ".lock"}:
+        raise RunError(f"--out {out} is not empty; name a new folder")
+
+
+@contextlib.contextmanager
+def only_process(out: Path) -> Iterator[None]:
+    """Hold the run directory; a second process that trains in it is refused.
+
+    The lock belongs to the process, so a killed one leaves none behind.
+    """
+    import fcntl
+
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"another process is training in {out}; stop it first or name another --out"
+            ) from None
+        yield
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """config.json of a run directory."""
+    path = run / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        if config["format"] != FORMAT:
+            raise ValueError
+    except FileNotFoundError:
+        raise RunError(
+            f"{run} holds no run (no config.json); give the --out folder of a jaxkern train"
+        ) from None
+    except (ValueError, KeyError, TypeError, NotADirectoryError):
+        raise RunError(f"{path} was not written by this version of jaxkern") from None
+    return config
+
+
+def save(run: Path, step: int, *, params: Any, optimizer: Any, model: ModelConfig) -> None:
+    """Write the checkpoint of a step, then drop all but the last few.
+
+    Args:
+        run: the run directory.
+        step: steps done.
+        params: pytree of arrays; read alone for sampling.
+        optimizer: pytree of arrays; whatever else a resumed run needs.
+        model: the model's shape, to be compared when the checkpoint is read.
+    """
+    folder = run / "checkpoints"
+    partial = folder / f"{step}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        with _orbax() as checkpointer:
+            checkpointer.save(partial.resolve() / "params", params)
+            checkpointer.save(partial.resolve() / "optimizer", optimizer)
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "model": dataclasses.asdict(model),
+            "files": _digests(partial),
+        }
+        write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    os.rename(partial, folder / str(step))
+    _sync(folder)
+    for old in steps(run)[:-_KEPT]:
+        _remove(folder / str(old))
+
+
+def check(run: Path, step: int, model: ModelConfig) -> None:
+    """Refuse a checkpoint that is damaged, not one of jaxkern's, or of another model.
+
+    Raises:
+        RunError: with what is wrong and what to do.
+    """
+    path = run / "checkpoints" / str(step)
+    earlier = [other for other in steps(run) if other < step]
+    remedy = "start a new run"
+    if earlier:
+        remedy = f"delete that folder to go back to step {earlier[-1]}"
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        if manifest["format"] != FORMAT or manifest["step"] != step:
+            raise ValueError("another format")
+        stored, files = manifest["model"], manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RunError(
+            f"checkpoint {path} was not written by this version of jaxkern; {remedy}"
+        ) from None
+    if stored != dataclasses.asdict(model):
+        raise RunError(f"checkpoint {path} is of another model, {stored}; {remedy}")
+    if _digests(path) != files:
+        raise RunError(
+            f"checkpoint {path} is damaged: its files are not those that were written; {remedy}"
+        )
+
+
+def restore(run: Path, step: int, name: str, like: Any) -> Any:
+    """Read a part of a checkpoint that `check` has passed.
+
+    Args:
+        run: the run directory.
+        step: which checkpoint.
+        name: "params" or "optimizer".
+        like: pytree of jax.ShapeDtypeStruct with shardings, as `abstract` makes it.
+    """
+    path = (run / "checkpoints" / str(step) / name).resolve()
+    with _orbax() as checkpointer:
+        return checkpointer.restore(path, like)
+
+
+def steps(run: Path) -> list[int]:
+    """The steps of the finished checkpoints of a run, ascending."""
+    names = (path.name for path in (run / "checkpoints").glob("*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+def clean(run: Path) -> None:
+    """Remove what a killed process left half-written or half-removed."""
+    for suffix in ("partial", "removed"):
+        for path in (run / "checkpoints").glob(f"*.{suffix}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Shapes, dtypes and one sharding for all, as `restore` wants them."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )
+
+
+@contextlib.contextmanager
+def _orbax() -> Iterator[ocp.StandardCheckpointer]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with ocp.StandardCheckpointer() as checkpointer:  # waits for its writes on leaving
+            yield checkpointer
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.parent / path.name != folder / "manifest.json":
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digests[path.relative_to(folder).as_posix()] = digest
+    return digests
+
+
+def _remove(folder: Path) -> None:
+    # Renamed first: a half-removed checkpoint must not keep a finished one's name.
+    removed = folder.with_name(folder.name + ".removed")
+    os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,288 @@
+"""The command line: jaxkern train, sample, doctor.
+
+Whatever a user can put right ends as one line on stderr and exit code 1 (2 for a wrong flag), never
+as a stack trace. jax and flax are imported only by the command that needs them.
+"""
+
+import argparse
+import errno
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jaxkern
+from jaxkern.lm.config import DEFAULTS, PRESETS, RunError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"jaxkern: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: arguments; those of the process by default.
+
+    Returns:
+        The exit code: 0, or 1 after an error told on stderr.
+
+    Raises:
+        SystemExit: on --help, --version and wrong flags.
+    """
+    args = vars(_parser().parse_args(argv))
+    command: Callable[[dict[str, Any]], None] = args.pop("command")
+    try:
+        command(args)
+    except RunError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("stopped", code=130)
+    except BrokenPipeError:  # jaxkern sample | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        message = _explain(error)
+        if message is None:
+            raise
+        return _fail(message)
+    return 0
+
+
+def _fail(message: str, code: int = 1) -> int:
+    print(f"jaxkern: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def _explain(error: BaseException) -> str | None:
+    """One line for an error of the machine or of a kernel that cannot; None for a bug."""
+    text = str(error)
+    full = os.strerror(errno.ENOSPC)
+    if getattr(error, "errno", None) == errno.ENOSPC or full in text:
+        return (
+            "the disk is full; finished checkpoints are whole: free some space and go on with "
+            "--resume"
+        )
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        from jaxkern.lm.memory import REMEDY
+
+        return f"out of memory; {REMEDY}"
+    if isinstance(error, NotImplementedError):
+        return text
+    return None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="jaxkern",
+        description="Train and sample a byte-level Mamba language model on jaxkern's kernels.",
+    )
+    parser.add_argument("--version", action="version", version=f"jaxkern {jaxkern.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands.add_parser("train", help="train a language model on text"))
+    _add_sample(commands.add_parser("sample", help="write text with a trained model"))
+    doctor = commands.add_parser("doctor", help="show what would run on this machine, and why")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Train a byte-level Mamba language model. Without flags: a tiny one, on the sources of "
+        "Python's standard library, in some minutes on a CPU."
+    )
+    parser.formatter_class = argparse.RawTextHelpFormatter
+
+    def add(name: str, help: str, default: str | None = None, **options: Any) -> None:
+        # Left out of the result when not given, so that --resume can tell.
+        key = name.lstrip("-").replace("-", "_")
+        default = str(DEFAULTS[key]) if default is None else default
+        parser.add_argument(
+            name, help=f"{help}\n(default: {default})", default=argparse.SUPPRESS, **options
+        )
+
+    def by_preset(field: str) -> str:
+        return ", ".join(f"{name} {getattr(p, field):g}" for name, p in PRESETS.items())
+
+    add("--preset", f"model size: {', '.join(PRESETS)}", choices=PRESETS, metavar="NAME")
+    add(
+        "--data",
+        "text files or folders of them",
+        "Python's standard library",
+        nargs="+",
+        metavar="PATH",
+    )
+    add("--out", "new folder for the run", "runs/PRESET-DATE-TIME", type=Path, metavar="DIR")
+    add(
+        "--resume",
+        "continue the run in --out from its last checkpoint;\nof the other flags, only "
+        "--steps may change, and grow",
+        "off",
+        action="store_true",
+    )
+    add("--steps", "optimizer steps", by_preset("steps"), type=_positive, metavar="N")
+    add("--batch-size", "sequences per step", by_preset("batch_size"), type=_positive, metavar="N")
+    add("--seq-len", "bytes per sequence", by_preset("seq_len"), type=_positive, metavar="N")
+    add(
+        "--lr",
+        "peak learning rate, after a linear warm-up and before\na cosine to a tenth of it",
+        by_preset("lr"),
+        type=_positive_float,
+        metavar="X",
+    )
+    add(
+        "--grad-accum",
+        "parts that a batch is computed in, one after another",
+        type=_positive,
+        metavar="K",
+    )
+    add(
+        "--mixed-precision",
+        "fp32, bf16, fp16 (with loss scaling), or for example\n"
+        "params=float32,compute=bfloat16,output=float32",
+        metavar="POLICY",
+    )
+    add(
+        "--remat",
+        "recompute each layer in the backward pass to save memory",
+        "off",
+        action="store_true",
+    )
+    add(
+        "--implementation",
+        "of the ops: auto (the fastest), mosaic (GPU kernels), xla",
+        choices=("auto", "mosaic", "xla"),
+        metavar="NAME",
+    )
+    add(
+        "--devices",
+        "how many devices share each batch, or all",
+        "all GPUs, or one CPU",
+        type=_devices,
+        metavar="N",
+    )
+    add("--seed", "of the parameters and of the order of the data", type=_seed, metavar="N")
+    add("--log-every", "steps between two reports", type=_positive, metavar="N")
+    add(
+        "--eval-every",
+        "steps between two validations",
+        by_preset("eval_every"),
+        type=_positive,
+        metavar="N",
+    )
+    add("--eval-batches", "batches per validation", type=_positive, metavar="N")
+    add("--checkpoint-every", "steps between two checkpoints", type=_positive, metavar="N")
+    parser.set_defaults(command=_train)
+
+
+def _add_sample(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write text with a trained model, from its last checkpoint."
+
+    def add(name: str, help: str, default: Any, **options: Any) -> None:
+        parser.add_argument(name, help=f"{help} (default: {default!r})", default=default, **options)
+
+    parser.add_argument(
+        "--run", required=True, type=Path, metavar="DIR", help="the --out folder of jaxkern train"
+    )
+    add("--prompt", "what the text begins with", "", metavar="TEXT")
+    add("--length", "bytes to write", 400, type=_positive, metavar="N")
+    add(
+        "--temperature",
+        "lower is less random, 0 is not at all",
+        0.8,
+        type=_non_negative_float,
+        metavar="X",
+    )
+    add(
+        "--top-k",
+        "draw from the K likeliest bytes, 0 from all",
+        40,
+        type=_non_negative,
+        metavar="K",
+    )
+    add("--seed", "of the draws", 0, type=_seed, metavar="N")
+    parser.set_defaults(command=_sample)
+
+
+def _train(flags: dict[str, Any]) -> None:
+    _need_extra("train")
+    resume = flags.pop("resume", False)
+    out = flags.pop("out", None)
+    if out is None:
+        if resume:
+            raise RunError("--resume needs --out, the folder of the run to continue")
+        preset = flags.get("preset", DEFAULTS["preset"])
+        out = Path("runs", f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if "data" in flags:
+        flags["data"] = tuple(flags["data"])
+    from jaxkern.lm.train import train
+
+    train(flags, out, resume=resume)
+
+
+def _sample(flags: dict[str, Any]) -> None:
+    _need_extra("sample")
+    from jaxkern.lm.sample import sample
+
+    sample(flags.pop("run"), flags.pop("prompt"), **flags)
+
+
+def _doctor(flags: dict[str, Any]) -> None:
+    from jaxkern.lm.doctor import doctor
+
+    doctor()
+
+
+def _need_extra(command: str) -> None:
+    packages = {
+        "flax": "flax",
+        "orbax-checkpoint": "orbax",
+        "matplotlib": "matplotlib",
+        "tqdm": "tqdm",
+    }
+    missing = [name for name, module in packages.items() if not importlib.util.find_spec(module)]
+    if missing:
+        raise RunError(
+            f'jaxkern {command} needs {", ".join(missing)}; run: pip install "jaxkern[lm]"'
+        )
+
+
+def _number(text: str, kind: Callable[[str], Any], rule: str, holds: Callable[[Any], bool]) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not holds(value):
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+    return value
+
+
+def _positive(text: str) -> int:
+    return _number(text, int, "a whole number, at least 1", lambda n: n >= 1)
+
+
+def _non_negative(text: str) -> int:
+    return _number(text, int, "a whole number, at least 0", lambda n: n >= 0)
+
+
+def _seed(text: str) -> int:
+    return _number(text, int, "a whole number from 0 to 2^31 - 1", lambda n: 0 <= n < 2**31)
+
+
+def _positive_float(text: str) -> float:
+    return _number(text, float, "a number above 0", lambda x: 0 < x < float("inf"))
+
+
+def _non_negative_float(text: str) -> float:
+    return _number(text, float, "a number, at least 0", lambda x: 0 <= x < float("inf"))
+
+
+def _devices(text: str) -> str:
+    return text if text == "all" else str(_positive(text))

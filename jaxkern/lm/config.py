@@ -1,0 +1,149 @@
+"""Presets and the configuration of a run. Imports nothing heavy, so that --help is quick."""
+
+import dataclasses
+import math
+from typing import Any
+
+
+class RunError(Exception):
+    """Something the user can put right; shown as one line, without a stack trace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the language model, in the names of the Mamba paper (arXiv 2312.00752)."""
+
+    d_model: int
+    n_layers: int
+    d_state: int = 16
+    expand: int = 2
+    d_conv: int = 4
+    vocab_size: int = 256
+
+    @property
+    def d_inner(self) -> int:
+        return self.expand * self.d_model
+
+    @property
+    def dt_rank(self) -> int:
+        return math.ceil(self.d_model / 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A model shape and the training defaults that suit it."""
+
+    model: ModelConfig
+    steps: int
+    batch_size: int
+    seq_len: int
+    lr: float
+    eval_every: int
+
+
+PRESETS = {
+    "tiny": Preset(ModelConfig(128, 4), 300, 8, 256, 5e-3, 50),
+    "130m": Preset(ModelConfig(768, 24), 10_000, 8, 2048, 6e-4, 500),
+    "370m": Preset(ModelConfig(1024, 48), 10_000, 8, 2048, 3e-4, 500),
+    "1.4b": Preset(ModelConfig(2048, 48), 10_000, 8, 2048, 2e-4, 500),
+    # Compiles and steps in no time: for trying the machinery out, and for the tests.
+    "micro": Preset(ModelConfig(16, 2, d_state=4), 20, 4, 32, 1e-2, 10),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that determines a training run."""
+
+    preset: str
+    data: tuple[str, ...]
+    steps: int
+    batch_size: int
+    seq_len: int
+    lr: float
+    grad_accum: int
+    mixed_precision: str
+    remat: bool
+    implementation: str
+    devices: str
+    seed: int
+    log_every: int
+    eval_every: int
+    eval_batches: int
+    checkpoint_every: int
+
+    @property
+    def model(self) -> ModelConfig:
+        return PRESETS[self.preset].model
+
+    @property
+    def warmup(self) -> int:
+        """Steps of linear warm-up: a tenth of the run, at most 500."""
+        return max(1, min(500, self.steps // 10))
+
+    @classmethod
+    def from_flags(cls, flags: dict[str, Any]) -> "TrainConfig":
+        """Fill flags that were not given with the preset's and the general defaults."""
+        name = flags.get("preset", DEFAULTS["preset"])
+        if name not in PRESETS:
+            raise RunError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
+        preset = PRESETS[name]
+        by_preset = {field: getattr(preset, field) for field in PRESET_FLAGS}
+        config = cls(**(DEFAULTS | by_preset | flags))
+        if config.batch_size % config.grad_accum:
+            raise RunError(
+                f"--batch-size {config.batch_size} cannot be split into --grad-accum "
+                f"{config.grad_accum} equal parts; choose a multiple of it"
+            )
+        return config
+
+
+PRESET_FLAGS = ("steps", "batch_size", "seq_len", "lr", "eval_every")
+
+DEFAULTS: dict[str, Any] = {
+    "preset": "tiny",
+    "data": (),
+    "grad_accum": 1,
+    "mixed_precision": "fp32",
+    "remat": False,
+    "implementation": "auto",
+    "devices": "auto",
+    "seed": 0,
+    "log_every": 10,
+    "eval_batches": 16,
+    "checkpoint_every": 100,
+}
+
+
+def resume_config(stored: dict[str, Any], flags: dict[str, Any]) -> TrainConfig:
+    """The configuration of a resumed run: the stored one, with at most more steps.
+
+    Raises:
+        RunError: if a flag differs from the run's, except a greater --steps.
+    """
+    try:
+        config = TrainConfig(**(stored | {"data": tuple(stored["data"])}))
+        known = config.preset in PRESETS
+    except (KeyError, TypeError):
+        known = False
+    if not known:
+        raise RunError(
+            "config.json was not written by this version of jaxkern; start a new run with "
+            "another --out"
+        )
+    for name, value in flags.items():
+        old = getattr(config, name)
+        if name == "steps" and value > old:
+            config = dataclasses.replace(config, steps=value)
+        elif value != old:
+            flag = "--" + name.replace("_", "-")
+            rule = "can only grow" if name == "steps" else "cannot change"
+            raise RunError(
+                f"{flag} {_show(value)} differs from the run's {_show(old)} and {rule} on "
+                f"--resume; leave it out, or start a new run with another --out"
+            )
+    return config
+
+
+def _show(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,59 @@
+"""Whether a compiled step fits, before it runs: on a CPU the system kills what does not."""
+
+from pathlib import Path
+
+import jax
+
+from jaxkern.lm.config import RunError
+
+REMEDY = "lower --batch-size or --seq-len, raise --grad-accum, or add --remat"
+
+
+def check_memory(compiled: jax.stages.Compiled, device: jax.Device) -> None:
+    """Raise RunError if the program needs more memory than `device` has left."""
+    analysis = compiled.memory_analysis()
+    available = available_memory(device)
+    if analysis is None or available is None:
+        return
+    needed = (
+        analysis.temp_size_in_bytes
+        + analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
+    if needed > available:
+        raise RunError(
+            f"a step needs {_gib(needed)} of memory and {device.device_kind} has "
+            f"{_gib(available)}; {REMEDY}"
+        )
+
+
+def available_memory(device: jax.Device) -> int | None:
+    """Bytes that a program may use on `device`, or None if it cannot be told."""
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    limits = []
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            limits.append(int(line.split()[1]) * 1024)
+    limit = _number("/sys/fs/cgroup/memory.max")
+    used = _number("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        limits.append(limit - used)
+    return min(limits, default=None)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: str) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

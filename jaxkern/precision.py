@@ -1,0 +1,257 @@
+"""Mixed precision: which dtype holds the parameters, the arithmetic and the results.
+
+A `Policy` names three dtypes. Parameters stay in `params` (where the optimizer adds small updates
+to them), are cast to `compute` where they are used, and results such as logits leave in `output`.
+fp16 has 5 exponent bits, so gradients below 6e-8 vanish; `DynamicLossScale` multiplies the loss by
+a power of two before differentiation and divides the gradients by it after.
+
+References:
+    Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_DTYPES = {
+    "float64": "float64",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
+_FIELDS = ("params", "compute", "output")
+
+
+def _float_dtype(name: str, value: Any) -> np.dtype:
+    if isinstance(value, str):
+        if value not in _DTYPES:
+            raise ValueError(
+                f"Policy: {name}={value!r} is not a known floating dtype; use one of "
+                f"{', '.join(_DTYPES)}"
+            )
+        value = _DTYPES[value]
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(
+            f"Policy: {name}={value!r} is not a dtype; use for example jnp.float32 or 'float32'"
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"Policy: {name}={dtype.name} must be a floating dtype; use for example jnp.float32"
+        )
+    return dtype
+
+
+def _cast[Tree](tree: Tree, dtype: np.dtype) -> Tree:
+    def cast(leaf):
+        floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(dtype) if floating else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The dtypes of parameters, computation and output.
+
+    Args:
+        params: dtype in which parameters are stored and updated.
+        compute: dtype to which parameters and inputs are cast where they are used.
+        output: dtype of results (logits, losses).
+
+    Raises:
+        TypeError: if a field is not a dtype.
+        ValueError: if a field is not a floating dtype.
+
+    Example:
+        >>> policy = Policy.parse("bf16")
+        >>> str(policy)
+        'params=float32,compute=bfloat16,output=float32'
+        >>> policy.cast_to_compute({"w": jnp.ones(2), "n": 3})["w"].dtype
+        dtype(bfloat16)
+    """
+
+    params: Any = "float32"
+    compute: Any = "float32"
+    output: Any = "float32"
+
+    def __post_init__(self):
+        for name in _FIELDS:
+            object.__setattr__(self, name, _float_dtype(name, getattr(self, name)))
+
+    @classmethod
+    def parse(cls, text: str) -> "Policy":
+        """Read a policy from text.
+
+        Args:
+            text: "params=float32,compute=bfloat16,output=float32" (all three, in any order), or
+                a shorthand: "fp32" (all float32), "bf16" or "fp16" (params and output float32,
+                compute bfloat16 or float16).
+
+        Returns:
+            The policy; `Policy.parse(str(policy)) == policy`.
+
+        Raises:
+            TypeError: if `text` is not a string.
+            ValueError: if a field is unknown, missing or given twice, or names no floating dtype.
+
+        Example:
+            >>> Policy.parse("fp16").compute
+            dtype('float16')
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"Policy.parse: text must be a string, got {type(text).__name__}")
+        form = '"params=float32,compute=bfloat16,output=float32", "fp32", "bf16" or "fp16"'
+        text = text.strip()
+        if text in ("fp32", "bf16", "fp16"):
+            return cls(compute=text)
+        fields: dict[str, str] = {}
+        for part in text.split(","):
+            name, equals, value = (word.strip() for word in part.partition("="))
+            if not equals or name not in _FIELDS:
+                raise ValueError(f"Policy.parse: cannot read {part!r} in {text!r}; write {form}")
+            if name in fields:
+                raise ValueError(f"Policy.parse: {name} is given twice in {text!r}; write it once")
+            fields[name] = value
+        missing = [name for name in _FIELDS if name not in fields]
+        if missing:
+            raise ValueError(
+                f"Policy.parse: {', '.join(missing)} missing in {text!r}; write {form}"
+            )
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={getattr(self, name).name}" for name in _FIELDS)
+
+    def cast_to_params[Tree](self, tree: Tree) -> Tree:
+        """Cast the floating leaves of `tree` to `params`; other leaves are kept."""
+        return _cast(tree, self.params)
+
+    def cast_to_compute[Tree](self, tree: Tree) -> Tree:
+        """Cast the floating leaves of `tree` to `compute`; other leaves are kept."""
+        return _cast(tree, self.compute)
+
+    def cast_to_output[Tree](self, tree: Tree) -> Tree:
+        """Cast the floating leaves of `tree` to `output`; other leaves are kept."""
+        return _cast(tree, self.output)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Tell on the device whether every floating leaf is free of NaN and infinity.
+
+    Args:
+        tree: any pytree of arrays.
+
+    Returns:
+        A boolean scalar; true for a tree with no floating leaf.
+
+    Example:
+        >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf])}))
+        False
+    """
+    finite = jnp.array(True)
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            finite &= jnp.isfinite(leaf).all()
+    return finite
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that halves on overflow and doubles after a quiet period.
+
+    `loss_scale` s and `counter` c follow, for each step's `finite`:
+
+        finite and c + 1 < period:   s' = s                        c' = c + 1
+        finite and c + 1 = period:   s' = min(s · factor, max)     c' = 0
+        not finite:                  s' = max(s / factor, min)     c' = 0
+
+    It is a pytree: the two numbers are leaves and pass through jit, scan and checkpoints, the
+    rule's constants are static. With powers of two, scaling and unscaling are exact.
+
+    Args:
+        loss_scale: () float32, the current scale.
+        counter: () int32, finite steps since the scale last changed.
+        period: finite steps after which the scale grows.
+        factor: by how much the scale grows and shrinks.
+        min_scale: lower bound of the scale.
+        max_scale: upper bound of the scale.
+
+    Raises:
+        ValueError: from `create`, if a constant is out of range.
+
+    Example:
+        >>> scale = DynamicLossScale.create(1024.0)
+        >>> float(scale.adjust(jnp.array(False)).loss_scale)
+        512.0
+    """
+
+    loss_scale: jax.Array
+    counter: jax.Array
+    period: int = dataclasses.field(default=2000, metadata={"static": True})
+    factor: float = dataclasses.field(default=2.0, metadata={"static": True})
+    min_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    max_scale: float = dataclasses.field(default=2.0**24, metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        loss_scale: float = 2.0**15,
+        *,
+        period: int = 2000,
+        factor: float = 2.0,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+    ) -> "DynamicLossScale":
+        """Make a loss scale from Python numbers, checked."""
+        if period < 1:
+            raise ValueError(f"DynamicLossScale: period={period} must be at least 1")
+        if not factor > 1:
+            raise ValueError(f"DynamicLossScale: factor={factor} must be greater than 1")
+        if not 0 < min_scale <= loss_scale <= max_scale:
+            raise ValueError(
+                "DynamicLossScale: needs 0 < min_scale <= loss_scale <= max_scale, got "
+                f"min_scale={min_scale}, loss_scale={loss_scale}, max_scale={max_scale}"
+            )
+        return cls(jnp.float32(loss_scale), jnp.int32(0), period, factor, min_scale, max_scale)
+
+    def scale[Tree](self, tree: Tree) -> Tree:
+        """Multiply the floating leaves (the loss) by the scale, each in its own dtype."""
+        return self._multiply(tree, self.loss_scale)
+
+    def unscale[Tree](self, tree: Tree) -> Tree:
+        """Divide the floating leaves (the gradients) by the scale, each in its own dtype."""
+        return self._multiply(tree, 1 / self.loss_scale)
+
+    def adjust(self, finite: jax.Array) -> "DynamicLossScale":
+        """Return the scale for the next step, given whether this step's gradients were finite."""
+        grow = self.counter + 1 >= self.period
+        grown = jnp.minimum(self.loss_scale * self.factor, self.max_scale)
+        shrunk = jnp.maximum(self.loss_scale / self.factor, self.min_scale)
+        kept = jnp.where(grow, grown, self.loss_scale)
+        counter = jnp.where(finite & ~grow, self.counter + 1, 0)
+        return dataclasses.replace(
+            self,
+            loss_scale=jnp.where(finite, kept, shrunk).astype(jnp.float32),
+            counter=counter.astype(jnp.int32),
+        )
+
+    @staticmethod
+    def _multiply[Tree](tree: Tree, by: jax.Array) -> Tree:
+        def multiply(leaf):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                return leaf
+            leaf = jnp.asarray(leaf)
+            # In fp32 at least: a scale of 2^16 or more is not finite as fp16.
+            wide = jnp.promote_types(leaf.dtype, jnp.float32)
+            return (leaf.astype(wide) * by.astype(wide)).astype(leaf.dtype)
+
+        return jax.tree.map(multiply, tree)
