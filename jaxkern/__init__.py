@@ -1,3 +1,17 @@
-"""jaxkern: GPU training kernels for JAX."""
+"""jaxkern: GPU training kernels for JAX.
+
+Functions like those of ``jax.nn``. On an NVIDIA GPU a call runs a Pallas kernel forward and
+backward; elsewhere the same call is plain JAX.
+
+Dimensions, in every docstring: B batch, L length, D channels, N elements of a normalised row or
+states of a scan, W width of a convolution, M rows (all axes but the last, together).
+"""
+
+from jaxkern import precision as precision
+from jaxkern.ops.causal_conv1d import causal_conv1d as causal_conv1d
+from jaxkern.ops.causal_conv1d import causal_conv1d_step as causal_conv1d_step
+from jaxkern.ops.norm import rms_norm as rms_norm
+from jaxkern.ops.selective_scan import selective_scan as selective_scan
+from jaxkern.ops.selective_scan import selective_scan_step as selective_scan_step
 
 __version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Benchmarks of jaxkern: ``python -m bench --help``."""

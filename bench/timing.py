@@ -1,0 +1,93 @@
+"""Device time of compiled programs, and the limits of the machine they ran on.
+
+On an NVIDIA GPU a program's time is the sum of its kernels' durations, as CUPTI records them: launch
+gaps are not in it. Every call takes another set of arguments, and all sets together are several times
+the L2 cache, so what a call reads comes from memory. Elsewhere the time is wall-clock time.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+FOOTPRINT = 512 << 20
+"""Bytes that the sets of arguments take together: over eight times an H200's L2 cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call, over many calls."""
+
+    median: float
+    low: float
+    high: float
+    calls: int
+    kernels: tuple[str, ...]
+
+    @classmethod
+    def of(cls, times: Sequence[float], kernels: Sequence[str] = ()) -> "Timing":
+        """Median and 10th and 90th percentiles."""
+        ordered = sorted(times)
+        last = len(ordered) - 1
+        return cls(
+            median=statistics.median(ordered),
+            low=ordered[round(0.1 * last)],
+            high=ordered[round(0.9 * last)],
+            calls=len(ordered),
+            kernels=tuple(kernels),
+        )
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def sets_needed(bytes_per_set: int) -> int:
+    return max(2, -(-FOOTPRINT // max(1, bytes_per_set))) if on_gpu() else 1
+
+
+def measure(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]], calls: int) -> Timing:
+    """Time `program`, compiled, on `calls` of the argument `sets` in turn."""
+    for args in sets:
+        jax.block_until_ready(program(*args))
+    order = [sets[i % len(sets)] for i in range(calls)]
+    return (_measure_cupti if on_gpu() else _measure_wall)(program, order)
+
+
+def _measure_cupti(program: Callable[..., Any], order: Sequence[tuple[Any, ...]]) -> Timing:
+    from jax._src.lib import mosaic_gpu  # the only door to CUPTI that takes several arguments sets
+
+    cupti = mosaic_gpu._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        for args in order:
+            out = program(*args)
+        jax.block_until_ready(out)
+    finally:
+        records = cupti._cupti_get_timings(False)
+    per_call, rest = divmod(len(records), len(order))
+    if rest or not per_call:
+        raise RuntimeError(f"{len(records)} kernels were recorded for {len(order)} calls")
+    calls = [records[i : i + per_call] for i in range(0, len(records), per_call)]
+    return Timing.of([sum(ms for _, ms in call) for call in calls], [name for name, _ in calls[0]])
+
+
+def _measure_wall(program: Callable[..., Any], order: Sequence[tuple[Any, ...]]) -> Timing:
+    times = []
+    for args in order:
+        start = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        times.append((time.perf_counter() - start) * 1e3)
+    return Timing.of(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of the fastest read-and-write of a large array, both counted."""
+    size = 1 << 30 if on_gpu() else 1 << 24
+    sets = [(jnp.full((size // 4,), i, jnp.float32),) for i in range(2)]
+    plus_one = jax.jit(lambda x: x + 1).lower(*sets[0]).compile()
+    return 2 * size / (measure(plus_one, sets, calls=20).median * 1e-3)

@@ -1,0 +1,44 @@
+"""Checks of a public function's arguments; each error names the argument, the value and the remedy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def check_floating(name: str, x: Any) -> jax.Array:
+    """`x` as an array of a real floating dtype."""
+    try:
+        array = jnp.asarray(x)
+    except TypeError as e:
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}") from e
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"{name} must have a floating dtype (bfloat16, float16, float32), got {array.dtype}; "
+            f"convert it first, e.g. {name}.astype(jnp.float32)"
+        )
+    return array
+
+
+def check_array(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
+    """`x` as a floating array of `shape`, which `meaning` puts in words: ``"(D, N), D of x"``."""
+    array = check_floating(name, x)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape} = {meaning}; got {array.shape}")
+    return array
+
+
+def check_number(name: str, x: Any, *, minimum: float | None = None) -> float:
+    """`x` as a Python float: it is compiled into the kernel."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be a Python number, as it is compiled into the kernel; got {x}. Mark it "
+            "static (jax.jit(..., static_argnames=...)) or close over it"
+        )
+    try:
+        number = float(x)
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"{name} must be a Python number, got {x!r}") from e
+    if minimum is not None and not number >= minimum:
+        raise ValueError(f"{name} must be at least {minimum:g}, got {x!r}")
+    return number
