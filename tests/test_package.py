@@ -78,10 +78,25 @@ def test_readme_examples_run():
         exec(compile(example, "README.md", "exec"), {})
 
 
+def test_readme_names_only_commands_and_flags_that_exist(capsys):
+    from jaxkern.__main__ import main
+
+    named = re.findall(
+        r"^(?:jaxkern|make) (train|sample|doctor)\b(.*?)(?:#.*)?$", README, re.MULTILINE
+    )
+    assert {command for command, _ in named} == {"train", "sample", "doctor"}
+    for command, rest in named:
+        with pytest.raises(SystemExit) as exit:
+            main([command, "--help"])
+        assert exit.value.code == 0
+        flags = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+        assert set(re.findall(r"--[a-z-]+", rest)) <= flags, command
+
+
 def test_readme_names_only_make_targets_that_exist():
     targets = set(re.findall(r"^\.PHONY: (\w+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"\bmake ([a-z]+)", README))
-    assert {"train", "test"} <= named <= targets
+    assert {"train", "test", "bench"} <= named <= targets
 
 
 # The set-up runs in a copy of the repository, on a PATH that holds only the tools it needs and an
