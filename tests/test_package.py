@@ -136,6 +136,7 @@ class Checkout:
     def command(self, name, text, folder=None):
         path = (folder or self.bin) / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # or the text would go through a link into the real tool
         path.write_text(text)
         path.chmod(0o755)
         return path
