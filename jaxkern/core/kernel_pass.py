@@ -142,7 +142,9 @@ class _Present:
         mesh = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
         if mesh is not None:
             return self._on_explicit_mesh(mesh, args)
-        if self.mode == "xla" or any(AxisType.Manual in m.axis_types for m in meshes):
+        if any(AxisType.Manual in m.axis_types for m in meshes):
+            return self.local(*args)
+        if self.mode in ("xla", "interpret"):  # XLA splits the one; the other's effects it cannot
             return self.local(*args)
         return self._on_auto_mesh(args)
 

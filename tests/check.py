@@ -1,0 +1,475 @@
+"""The suite that every op goes through: accuracy against float64, and every JAX transformation.
+
+An op is described once, as an :class:`Op`. :func:`check_accuracy` holds it to the float64 oracle,
+:func:`check_transformation` runs one cell of the matrix (:data:`TRANSFORMATIONS`), and
+:func:`check_op` runs them all and prints the matrix.
+
+``implementation`` is ``"mosaic"`` for the kernels (compiled on a GPU, in Pallas's interpreter
+elsewhere), ``None`` for the choice at lowering time, ``"xla"`` for plain JAX.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkern.core.dispatch import interpret_kernels
+
+ON_GPU = jax.default_backend() == "gpu"
+Arrays = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An op under test, as functions of its arrays alone (options are closed over).
+
+    Attributes:
+      name: what the matrix calls it.
+      call: ``call(*arrays, implementation=...)``, the public function; returns one array.
+      reference: the same in plain JAX, with no custom rule of any kind.
+      arrays: fp32 arrays for the matrix, small, from a key. Leading axes that are split or mapped
+        have 4 elements or a multiple.
+      kernels: names of the forward and the backward kernel in lowered text.
+      rows: one ``PartitionSpec`` an array and one for the output, splitting over ``"data"`` what can
+        be split with no gather.
+      features: the same for axes whose split is legal but gathered; ``None`` if there are none.
+      all_reduces: how many sums over devices value-and-gradient needs, split by `rows`.
+      vmaps: ``in_axes`` to map with; a mapped array is stacked from variations of itself.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    reference: Callable[..., Any]
+    arrays: Callable[[Any], Arrays]
+    kernels: tuple[str, str]
+    rows: tuple[Any, ...]
+    features: tuple[Any, ...] | None
+    all_reduces: int
+    vmaps: Sequence[tuple[int | None, ...]]
+
+
+# Accuracy
+
+
+def relative_error(got: Any, want: Any, floor: float = 0.0) -> float:
+    """‖got − want‖ / ‖want‖ in float64; NaN counts as infinite."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, (got.shape, want.shape)
+    if got.size == 0:
+        return 0.0
+    error = np.linalg.norm(got - want) / max(float(np.linalg.norm(want)), floor, 1e-300)
+    return float(error) if np.isfinite(error) else float("inf")
+
+
+def check_accuracy(
+    call: Callable[..., Any],
+    plain: Callable[..., Any],
+    oracle: Callable[..., tuple[Any, Arrays]],
+    arrays: Arrays,
+    *,
+    magnitudes: Sequence[float] | None = None,
+) -> None:
+    """Output and gradients of `call` are at most twice as far from the truth as plain JAX's.
+
+    Args:
+      call: the op, a function of `arrays`.
+      plain: the plain expression that a user would write, computed in the dtypes of `arrays`.
+      oracle: ``oracle(*arrays, dout) -> (out, grads)`` in float64 NumPy.
+      arrays: the arguments.
+      magnitudes: per output and gradient, the size of the terms it is summed from, where they may
+        cancel; an error below 4 fp32 roundings of that is no error. Default: the result's own size.
+    """
+    out, vjp = jax.vjp(call, *arrays)
+    dout = jax.random.normal(jax.random.key(17), out.shape).astype(out.dtype)
+    plain_out, plain_vjp = jax.vjp(plain, *arrays)
+    plain_grads = plain_vjp(dout.astype(plain_out.dtype))
+    wide = [np.asarray(a).astype(np.float64) for a in (*arrays, dout)]
+    want_out, want_grads = oracle(*wide)
+    assert out.dtype == arrays[0].dtype
+    rows = [("out", out, plain_out, want_out)] + [
+        (f"gradient {i}", g, p, w)
+        for i, (g, p, w) in enumerate(zip(vjp(dout), plain_grads, want_grads, strict=True))
+    ]
+    for i, (name, got, by_plain, want) in enumerate(rows):
+        size = float(np.linalg.norm(want)) if magnitudes is None else magnitudes[i]
+        rounding = 4 * 2.0**-24 * size
+        ours = relative_error(got, want, size)
+        theirs = relative_error(by_plain, want, size)
+        assert ours <= 2 * theirs + rounding / max(size, 1e-300), (
+            f"{name}: error {ours:.2e}, plain JAX's {theirs:.2e}"
+        )
+
+
+# Transformations
+
+
+@contextlib.contextmanager
+def running(implementation: str | None) -> Iterator[None]:
+    """Kernels in the interpreter where no GPU can run them."""
+    with interpret_kernels() if implementation == "mosaic" and not ON_GPU else _nothing():
+        yield
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    """Every leaf within `tolerance` of `want`, relative in norm: fp32 sums in another order."""
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got) == len(want)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        error = relative_error(g, w)
+        assert error <= tolerance, f"leaf {i}: relative error {error:.2e}"
+
+
+class _Cell:
+    """What a cell of the matrix works with."""
+
+    def __init__(self, op: Op, implementation: str | None):
+        self.op = op
+        self.implementation = implementation
+        self.arrays = op.arrays(jax.random.key(0))
+        self.argnums = tuple(range(len(self.arrays)))
+        self.cotangent = jax.random.normal(
+            jax.random.key(1), jax.eval_shape(op.reference, *self.arrays).shape
+        )
+
+    def f(self, *arrays: Any) -> Any:
+        with running(self.implementation):
+            return self.op.call(*arrays, implementation=self.implementation)
+
+    def loss(self, f: Callable[..., Any], cotangent: Any = None) -> Callable[..., Any]:
+        """A scalar with a gradient, and a second one, that is different everywhere."""
+        weights = self.cotangent if cotangent is None else cotangent
+        return lambda *a: jnp.sum(jnp.sin(f(*a)) * weights)
+
+    def grad(self, f: Callable[..., Any], cotangent: Any = None) -> Callable[..., Any]:
+        return jax.grad(self.loss(f, cotangent), self.argnums)
+
+    def stacked(self, in_axes: Sequence[int | None], size: int = 3) -> Arrays:
+        return tuple(
+            a if axis is None else jnp.stack([a * (1 + 0.1 * i) for i in range(size)], axis)
+            for a, axis in zip(self.arrays, in_axes, strict=True)
+        )
+
+    def lowered_for_cuda(self, f: Callable[..., Any], *args: Any) -> str:
+        call = functools.partial(self.op.call, implementation="mosaic")
+        return jax.jit(f(call)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+    def kernel_counts(self, text: str) -> tuple[int, int]:
+        """How often the forward and the backward kernel are called in lowered text."""
+        calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+        return tuple(  # type: ignore[return-value]
+            sum(
+                f'"{name}"' in line or f"{name}_" in line or f"{name}\\22" in line for line in calls
+            )
+            for name in self.op.kernels
+        )
+
+
+def _value(c: _Cell) -> None:
+    assert_close(c.f(*c.arrays), c.op.reference(*c.arrays))
+
+
+def _jit(c: _Cell) -> None:
+    assert_close(jax.jit(c.f)(*c.arrays), c.op.reference(*c.arrays))
+
+
+def _grad(c: _Cell) -> None:
+    want = c.grad(c.op.reference)(*c.arrays)
+    assert_close(c.grad(c.f)(*c.arrays), want)
+    assert_close(jax.jit(c.grad(c.f))(*c.arrays), want)
+
+
+def _grad_of_one(c: _Cell) -> None:
+    """The gradient of each argument alone, with the others not differentiated."""
+    want = c.grad(c.op.reference)(*c.arrays)
+    for i in c.argnums:
+        assert_close(jax.grad(c.loss(c.f), i)(*c.arrays), want[i])
+
+
+def _vmap(c: _Cell) -> None:
+    for in_axes in c.op.vmaps:
+        arrays = c.stacked(in_axes)
+        want = jax.vmap(c.op.reference, in_axes)(*arrays)
+        assert_close(jax.vmap(c.f, in_axes)(*arrays), want)
+
+
+def _vmap_grad(c: _Cell) -> None:
+    """Per-example gradients, of shared arguments too."""
+    for in_axes in c.op.vmaps:
+        arrays = c.stacked(in_axes)
+        want = jax.vmap(c.grad(c.op.reference), in_axes)(*arrays)
+        assert_close(jax.jit(jax.vmap(c.grad(c.f), in_axes))(*arrays), want)
+
+
+def _vmap_vmap(c: _Cell) -> None:
+    inner, outer = c.op.vmaps[0], c.op.vmaps[-1]
+    twice = lambda f: jax.vmap(jax.vmap(f, inner), outer)
+    arrays = tuple(
+        a if axis is None else jnp.stack([a, 0.5 * a], axis)
+        for a, axis in zip(c.stacked(inner, size=2), outer, strict=True)
+    )
+    assert_close(twice(c.f)(*arrays), twice(c.op.reference)(*arrays))
+
+
+def _grad_grad(c: _Cell) -> None:
+    def second(f: Callable[..., Any]) -> Callable[..., Any]:
+        squares = lambda *a: sum(jnp.sum(g * g) for g in c.grad(f)(*a))
+        return jax.grad(squares, c.argnums)
+
+    assert_close(second(c.f)(*c.arrays), second(c.op.reference)(*c.arrays), 2e-4)
+
+
+def _jvp(c: _Cell) -> None:
+    """Forward mode through plain JAX; a kernel says that it has none."""
+    tangents = tuple(jax.random.normal(jax.random.key(i), a.shape) for i, a in enumerate(c.arrays))
+    if c.implementation != "xla":
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(c.f, c.arrays, tangents)
+        return
+    want = jax.jvp(c.op.reference, c.arrays, tangents)
+    assert_close(jax.jvp(c.f, c.arrays, tangents), want)
+    along = lambda f: jax.jvp(c.grad(f), c.arrays, tangents)  # forward over reverse
+    assert_close(along(c.f), along(c.op.reference), 2e-4)
+
+
+def _checkpoint(c: _Cell) -> None:
+    if c.implementation != "mosaic" or ON_GPU:  # the interpreter cannot be rematerialised
+        again = jax.checkpoint(c.f)
+        assert_close(jax.jit(c.grad(again))(*c.arrays), c.grad(c.op.reference)(*c.arrays))
+    text = c.lowered_for_cuda(lambda f: c.grad(jax.checkpoint(f)), *c.arrays)
+    assert c.kernel_counts(text) == (2, 1), "the forward kernel runs once again in the backward"
+    twice = lambda f: c.grad(lambda *a: jax.checkpoint(f)(jnp.sin(f(*a)), *a[1:]))
+    text = c.lowered_for_cuda(twice, *c.arrays)
+    assert c.kernel_counts(text) == (3, 2)
+
+
+def _scan(c: _Cell) -> None:
+    """Applied again and again, the output fed back as the first argument."""
+
+    def repeated(f: Callable[..., Any]) -> Callable[..., Any]:
+        def run(first: Any, *rest: Any) -> Any:
+            step = lambda x, _: (jnp.sin(f(x, *rest)), None)
+            return jax.lax.scan(step, first, length=3)[0]
+
+        return run
+
+    want = c.grad(repeated(c.op.reference))(*c.arrays)
+    assert_close(jax.jit(c.grad(repeated(c.f)))(*c.arrays), want, 1e-4)
+
+
+def _mesh(kind: AxisType) -> Any:
+    devices = jax.devices()
+    count = 4 if len(devices) >= 4 else len(devices)
+    return jax.make_mesh((count,), ("data",), axis_types=(kind,), devices=devices[:count])
+
+
+def _placed(c: _Cell, mesh: Any, specs: Sequence[Any]) -> tuple[Arrays, Any]:
+    *ins, out = [NamedSharding(mesh, spec) for spec in specs]
+    arrays = tuple(jax.device_put(a, s) for a, s in zip(c.arrays, ins, strict=True))
+    return arrays, jax.device_put(c.cotangent, out)
+
+
+def _value_and_grad(c: _Cell, f: Callable[..., Any]) -> Callable[..., Any]:
+    def run(arrays: Arrays, cotangent: Any) -> Any:
+        out, vjp = jax.vjp(f, *arrays)
+        return out, vjp(cotangent)
+
+    return run
+
+
+def _on_mesh(c: _Cell, kind: AxisType, specs: Sequence[Any], local: bool) -> None:
+    mesh = _mesh(kind)
+    arrays, cotangent = _placed(c, mesh, specs)
+    want = _value_and_grad(c, c.op.reference)(c.arrays, c.cotangent)
+    compiled = jax.jit(_value_and_grad(c, c.f)).lower(arrays, cotangent).compile()
+    out, grads = compiled(arrays, cotangent)
+    assert_close((out, grads), want)
+    text = compiled.as_text()
+    if local and mesh.size > 1:
+        for collective in ("all-gather", "all-to-all", "collective-permute"):
+            assert f"{collective}(" not in text, f"{collective} in the program of a split batch"
+            assert f"{collective}-start(" not in text
+        reduces = text.count("all-reduce(") + text.count("all-reduce-start(")
+        assert reduces == c.op.all_reduces, f"{reduces} all-reduces"
+        assert len(out.sharding.device_set) == mesh.size
+        assert not out.sharding.is_fully_replicated
+
+
+def _auto_mesh(c: _Cell) -> None:
+    _on_mesh(c, AxisType.Auto, c.op.rows, local=c.implementation is None or ON_GPU)
+
+
+def _explicit_mesh(c: _Cell) -> None:
+    _on_mesh(c, AxisType.Explicit, c.op.rows, local=c.implementation is None or ON_GPU)
+    with jax.set_mesh(_mesh(AxisType.Explicit)):
+        _on_mesh(c, AxisType.Explicit, c.op.rows, local=c.implementation is None or ON_GPU)
+
+
+def _feature_mesh(c: _Cell) -> None:
+    if c.op.features is None:
+        pytest.skip("no axis of this op is gathered")
+    _on_mesh(c, AxisType.Auto, c.op.features, local=False)
+    _on_mesh(c, AxisType.Explicit, c.op.features, local=False)
+
+
+def _vmap_explicit_mesh(c: _Cell) -> None:
+    """Per-example gradients with the mapped axis whole and the rows split."""
+    mesh = _mesh(AxisType.Explicit)
+    in_axes = tuple(0 for _ in c.arrays)
+    stacked = c.stacked(in_axes, size=2)
+    specs = [P(None, *spec) for spec in c.op.rows[:-1]]
+    placed = tuple(
+        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(stacked, specs, strict=True)
+    )
+    grad = lambda f: jax.vmap(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), c.argnums), in_axes)
+    assert_close(jax.jit(grad(c.f))(*placed), grad(c.op.reference)(*stacked))
+
+
+def _shard_map(c: _Cell, check_vma: bool) -> None:
+    mesh = _mesh(AxisType.Auto)
+    *in_specs, out_spec = c.op.rows
+    arrays, cotangent = _placed(c, mesh, c.op.rows)
+    want = c.grad(c.op.reference)(*c.arrays)
+
+    def outside(arrays: Arrays, cotangent: Any) -> Any:
+        """Differentiated from outside: JAX sums what is shared."""
+
+        def local(cotangent: Any, *a: Any) -> Any:
+            return jax.lax.psum(c.loss(c.f, cotangent)(*a), "data")
+
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=(out_spec, *in_specs), out_specs=P(), check_vma=check_vma
+        )
+        return jax.grad(lambda *a: mapped(cotangent, *a), c.argnums)(*arrays)
+
+    def inside(arrays: Arrays, cotangent: Any) -> Any:
+        """Differentiated inside: with check_vma=False, the user sums what is shared."""
+
+        def local(cotangent: Any, *a: Any) -> Any:
+            grads = c.grad(c.f, cotangent)(*a)
+            if check_vma:
+                return grads
+            shared = ["data" not in str(spec) for spec in in_specs]
+            return tuple(
+                jax.lax.psum(g, "data") if s else g for g, s in zip(grads, shared, strict=True)
+            )
+
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(out_spec, *in_specs),
+            out_specs=tuple(in_specs),
+            check_vma=check_vma,
+        )(cotangent, *arrays)
+
+    assert_close(jax.jit(outside)(arrays, cotangent), want)
+    assert_close(jax.jit(inside)(arrays, cotangent), want)
+
+
+def _export(c: _Cell) -> None:
+    """One traced function, for a GPU that is not here and for the CPU."""
+    call = functools.partial(c.op.call, implementation=None)
+    program = jax.jit(c.grad(call))
+    for_gpu = jax.export.export(program, platforms=("cuda",))(*c.arrays)
+    assert c.kernel_counts(for_gpu.mlir_module()) == (1, 1)
+    here = "cuda" if ON_GPU else "cpu"
+    exported = jax.export.export(program, platforms=(here,))(*c.arrays)
+    again = jax.export.deserialize(exported.serialize())
+    assert_close(again.call(*c.arrays), c.grad(c.op.reference)(*c.arrays))
+
+
+def _kernels(c: _Cell) -> None:
+    """What is lowered for CUDA is the kernels, in both passes, and no kernel too many."""
+    assert c.kernel_counts(c.lowered_for_cuda(lambda f: f, *c.arrays)) == (1, 0)
+    assert c.kernel_counts(c.lowered_for_cuda(c.grad, *c.arrays)) == (1, 1)
+    in_axes = c.op.vmaps[0]
+    mapped = lambda f: jax.vmap(c.grad(f), in_axes)
+    assert c.kernel_counts(c.lowered_for_cuda(mapped, *c.stacked(in_axes))) == (1, 1)
+
+
+TRANSFORMATIONS: dict[str, Callable[[_Cell], None]] = {
+    "value": _value,
+    "jit": _jit,
+    "grad": _grad,
+    "grad of one argument": _grad_of_one,
+    "vmap": _vmap,
+    "vmap(vmap)": _vmap_vmap,
+    "vmap(grad)": _vmap_grad,
+    "grad(grad)": _grad_grad,
+    "jvp": _jvp,
+    "checkpoint": _checkpoint,
+    "scan": _scan,
+    "shard_map": functools.partial(_shard_map, check_vma=True),
+    "shard_map unchecked": functools.partial(_shard_map, check_vma=False),
+    "auto mesh": _auto_mesh,
+    "explicit mesh": _explicit_mesh,
+    "vmap(grad) on explicit mesh": _vmap_explicit_mesh,
+    "features split": _feature_mesh,
+    "export": _export,
+    "kernels lowered": _kernels,
+}
+
+WITHOUT_INTERPRETER = frozenset(
+    {"shard_map", "shard_map unchecked", "auto mesh", "explicit mesh", "features split"}
+    | {"vmap(grad) on explicit mesh", "scan"}
+)
+"""Cells whose kernels only a GPU can run; elsewhere they run with the choice at lowering time."""
+
+IMPLEMENTATIONS: tuple[str | None, ...] = ("mosaic", None, "xla")
+
+
+def check_transformation(op: Op, transformation: str, implementation: str | None) -> None:
+    if implementation == "mosaic" and not ON_GPU and transformation in WITHOUT_INTERPRETER:
+        pytest.skip("the interpreter cannot run this; on a GPU it runs compiled")
+    TRANSFORMATIONS[transformation](_Cell(op, implementation))
+
+
+def matrix(op: Op) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrises a test over the cells of `op`: ``test(cell, record_property)``."""
+    cells = [
+        pytest.param(
+            (op, name, implementation),
+            id=f"{name}-{implementation or 'auto'}",
+            marks=[pytest.mark.gpu] if implementation != "xla" else [],
+        )
+        for name in TRANSFORMATIONS
+        for implementation in IMPLEMENTATIONS
+    ]
+    return pytest.mark.parametrize("cell", cells)
+
+
+def check_cell(cell: tuple[Op, str, str | None], record_property: Callable[..., None]) -> None:
+    op, transformation, implementation = cell
+    record_property("cell", (transformation, f"{op.name} {implementation or 'auto'}"))
+    check_transformation(op, transformation, implementation)
+
+
+def check_op(op: Op) -> dict[tuple[str, str | None], str]:
+    """Runs the whole matrix of `op` and prints it; for a look without pytest."""
+    results: dict[tuple[str, str | None], str] = {}
+    for name in TRANSFORMATIONS:
+        for implementation in IMPLEMENTATIONS:
+            try:
+                check_transformation(op, name, implementation)
+                results[name, implementation] = "✓"
+            except pytest.skip.Exception:
+                results[name, implementation] = "–"
+            except Exception:
+                traceback.print_exc()
+                results[name, implementation] = "✗"
+        row = "  ".join(f"{i or 'auto'} {results[name, i]}" for i in IMPLEMENTATIONS)
+        print(f"{op.name:16} {name:28} {row}", flush=True)
+    return results
