@@ -1,8 +1,9 @@
 """Device time of compiled programs, and the limits of the machine they ran on.
 
-On an NVIDIA GPU a program's time is the sum of its kernels' durations, as CUPTI records them: launch
-gaps are not in it. Every call takes another set of arguments, and all sets together are several times
-the L2 cache, so what a call reads comes from memory. Elsewhere the time is wall-clock time.
+On an NVIDIA GPU a program's time is the sum of its kernels' durations, as CUPTI records them:
+launch gaps are not in it. Every call takes another set of arguments, and all sets together are
+several times the L2 cache, so what a call reads comes from memory. Elsewhere the time is wall-clock
+time.
 """
 
 import dataclasses
@@ -61,7 +62,7 @@ def measure(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]], calls:
 def _measure_cupti(program: Callable[..., Any], order: Sequence[tuple[Any, ...]]) -> Timing:
     from jax._src.lib import mosaic_gpu  # the only door to CUPTI that takes several arguments sets
 
-    cupti = mosaic_gpu._mosaic_gpu_ext
+    cupti = getattr(mosaic_gpu, "_mosaic_gpu_ext")
     cupti._cupti_init()
     try:
         for args in order:

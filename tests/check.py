@@ -36,11 +36,11 @@ class Op:
       name: what the matrix calls it.
       call: ``call(*arrays, implementation=...)``, the public function; returns one array.
       reference: the same in plain JAX, with no custom rule of any kind.
-      arrays: fp32 arrays for the matrix, small, from a key. Leading axes that are split or mapped
-        have 4 elements or a multiple.
+      arrays: small fp32 arrays for the matrix, from a key. Axes that are split over devices have
+        4 elements or a multiple.
       kernels: names of the forward and the backward kernel in lowered text.
-      rows: one ``PartitionSpec`` an array and one for the output, splitting over ``"data"`` what can
-        be split with no gather.
+      rows: a ``PartitionSpec`` for each array and one for the output, splitting over ``"data"``
+        what can be split with no gather.
       features: the same for axes whose split is legal but gathered; ``None`` if there are none.
       all_reduces: how many sums over devices value-and-gradient needs, split by `rows`.
       vmaps: ``in_axes`` to map with; a mapped array is stacked from variations of itself.

@@ -1,4 +1,4 @@
-"""Checks of a public function's arguments; each error names the argument, the value and the remedy."""
+"""Checks of a public function's arguments: errors name the argument, the value and the remedy."""
 
 from typing import Any
 
@@ -30,13 +30,13 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> jax.
 
 def check_number(name: str, x: Any, *, minimum: float | None = None) -> float:
     """`x` as a Python float: it is compiled into the kernel."""
-    if isinstance(x, jax.core.Tracer):
+    try:
+        number = float(x)
+    except jax.errors.ConcretizationTypeError as e:
         raise TypeError(
             f"{name} must be a Python number, as it is compiled into the kernel; got {x}. Mark it "
             "static (jax.jit(..., static_argnames=...)) or close over it"
-        )
-    try:
-        number = float(x)
+        ) from e
     except (TypeError, ValueError) as e:
         raise TypeError(f"{name} must be a Python number, got {x!r}") from e
     if minimum is not None and not number >= minimum:

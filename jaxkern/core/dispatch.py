@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -72,7 +73,7 @@ def device_unsupported() -> str | None:
     return None
 
 
-def compute_capability(device: jax.Device) -> float | None:
+def compute_capability(device: Any) -> float | None:
     """The CUDA compute capability of `device`, or ``None`` if it is no NVIDIA GPU."""
     if device.platform != "gpu":
         return None
@@ -86,7 +87,7 @@ def compute_capability(device: jax.Device) -> float | None:
 def interpret_kernels() -> Iterator[None]:
     """Inside, ``implementation="mosaic"`` runs kernels in Pallas's interpreter, on any device.
 
-    For tests on a machine without a GPU: it shows a kernel's logic, not its races, layouts or speed.
+    For tests where there is no GPU: it shows a kernel's logic, not its races, layouts or speed.
     """
     global _interpreting
     before, _interpreting = _interpreting, True
@@ -109,7 +110,7 @@ def refuse(reference: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
 
 
 _no_kernel_p = Primitive("no_kernel_for_this_platform")
-_no_kernel_p.def_abstract_eval(lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype))
+_no_kernel_p.def_abstract_eval(lambda *, shape, dtype: ShapedArray(shape, dtype))
 
 
 def _no_kernel_lowering(ctx: Any, **_: Any) -> Any:

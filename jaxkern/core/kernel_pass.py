@@ -256,7 +256,7 @@ class _Present:
             case "interpret":
                 return cast(interpreted)(*args)
             case "mosaic":
-                elsewhere = lambda *a: refuse(self.reference, *a)  # noqa: E731
+                elsewhere = lambda *a: refuse(self.reference, *a)
                 return lax.platform_dependent(
                     *args, cuda=cast(self.kernel), default=cast(elsewhere)
                 )

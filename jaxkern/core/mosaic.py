@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LANES = 128
-"""Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps one
-scratch for such sums per block, and two warpgroups would race for it."""
+"""Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
+one scratch for such sums per block, and two warpgroups would race for it."""
 
 _H200_SMS = 132
 _MAX_VECTOR_BYTES = 16

@@ -10,9 +10,9 @@ Backward, for the cotangent dy:
 
 Saved for the backward: x, w and rstd (fp32, one per row); x̂ is recomputed.
 
-Bytes per element of x, in units of its size: 2 forward (read x, write y), 3 backward (read x and dy,
-write dx). A row takes about 4 operations per element forward and 12 backward, so at 4.3 TB/s both
-passes wait for memory alone.
+Bytes per element of x, in units of its size: 2 forward (read x, write y), 3 backward (read x and
+dy, write dx). With about 4 operations per element forward and 12 backward, both passes wait for
+memory alone.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, arXiv:1910.07467.
 """
@@ -94,7 +94,7 @@ def rms_norm(
     )
     if options.mode == "xla":
         return rms_norm_reference(x, weight, eps=eps, weight_offset=weight_offset)
-    return _rms_norm(x, weight, options)
+    return _rms_norm_jit(x, weight, options)
 
 
 def _unsupported(x: Any, weight: Any) -> str | None:
@@ -119,7 +119,6 @@ class _Options:
     mode: Mode
 
 
-@functools.partial(jax.jit, static_argnums=2)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rms_norm(x: jax.Array, weight: jax.Array | None, options: _Options) -> jax.Array:
     return _rms_norm_fwd(x, weight, options)[0]
@@ -136,7 +135,8 @@ def _rms_norm_bwd(options, res, dout):
     return match_primal(dx, x), match_primal(dweight, weight)
 
 
-_rms_norm.__wrapped__.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+_rms_norm_jit = jax.jit(_rms_norm, static_argnums=2)
 
 
 @functools.cache
@@ -171,15 +171,15 @@ def _backward_pass(options: _Options, ndim: int) -> KernelPass:
 
 
 _FWD_RESIDENT = 16384
-"""Longest row that the forward holds in registers: 128 elements per thread, 64 registers in bf16. A
-longer one is read twice, the second time from the L2 cache."""
+"""Longest row that the forward holds in registers: 128 elements per thread, 64 registers in bf16.
+A longer one is read twice, the second time from the L2 cache."""
 
 _BWD_RESIDENT = 8192
-"""Longest row for which the backward holds its part of dw in registers, 64 per thread. Beyond it, dx
-and dw are two kernels."""
+"""Longest row for which the backward holds its part of dw in registers, 64 per thread. Beyond it,
+dx and dw are two kernels."""
 
 _CHUNK = 8192
-"""Elements of a longer row in registers at a time. Forward at 65536, % of copy bandwidth on an H200:
+"""Elements of a longer row in registers at a time. Forward at 65536, % of an H200's copy bandwidth:
 58 with 4096, 63 with 8192 and with 16384."""
 
 _BOX = 256
@@ -213,11 +213,11 @@ class Tiles:
 def tiles(n: int, itemsize: int) -> Tiles:
     """The fastest on an H200 over 16384 rows in bf16; % of the copy bandwidth, best of each sweep.
 
-    Forward: one row per block reaches 94 at 2048 and 96 at 4096; two rows gain 2 at 1024 (90) and 3
-    at 8192 (97), and lose 2 at 4096. Backward: 8 / 2 / 1 blocks per multiprocessor reach 82 / 97 / 91
-    at 1024 / 4096 / 8192; with one block more at 4096 it is 83, as the registers (dw and, up to 4096,
-    the weight) no longer fit. At 8192 four stages make up for the single block: 91 against 59 with
-    three, and the weight is better read again from the L1 cache (57 when kept).
+    Forward: one row per block reaches 94 at 2048 and 96 at 4096; two rows gain 2 at 1024 (90) and
+    3 at 8192 (97), and lose 2 at 4096. Backward: 8 / 2 / 1 blocks per multiprocessor reach 82 / 97
+    / 91 at 1024 / 4096 / 8192; with one block more at 4096 it is 83, as the registers (dw and, up
+    to 4096, the weight) no longer fit. At 8192 four stages make up for the single block: 91 against
+    59 with three, and the weight is better read again from the L1 cache (57 when kept).
     """
     blocks = max(1, min(8, 8192 // n))
     stages = 4 if blocks == 1 else 2
@@ -333,13 +333,13 @@ def _launch_bwd(
     weights = [] if weight is None else [_rows(weight)[0]]
     dx, partial_dweight = launch(options, tile, n, _rows(x), weights, rstd.reshape(-1), _rows(dout))
     dx = dx[:, :n].reshape(x.shape)
-    if weight is None:
+    if partial_dweight is None:
         return dx, None
     return dx, jnp.sum(partial_dweight, axis=0)[:n].astype(weight.dtype)
 
 
 def _launch_bwd_ring(options, tile, n, x, weights, rstd, dout):
-    """Every block's rows stream through a ring of slots in shared memory, ahead of the arithmetic."""
+    """A block's rows stream through a ring of slots in shared memory, ahead of the arithmetic."""
     m = x.shape[0]
     row = (n // _BOX, _BOX)
     blocks = min(m, num_sms() * tile.bwd_blocks_per_sm)
