@@ -62,7 +62,7 @@ def measure(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]], calls:
 def _measure_cupti(program: Callable[..., Any], order: Sequence[tuple[Any, ...]]) -> Timing:
     from jax._src.lib import mosaic_gpu  # the only door to CUPTI that takes several arguments sets
 
-    cupti = getattr(mosaic_gpu, "_mosaic_gpu_ext")
+    cupti = mosaic_gpu._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
     cupti._cupti_init()
     try:
         for args in order:

@@ -333,7 +333,7 @@ def _launch_bwd(
     weights = [] if weight is None else [_rows(weight)[0]]
     dx, partial_dweight = launch(options, tile, n, _rows(x), weights, rstd.reshape(-1), _rows(dout))
     dx = dx[:, :n].reshape(x.shape)
-    if partial_dweight is None:
+    if weight is None or partial_dweight is None:
         return dx, None
     return dx, jnp.sum(partial_dweight, axis=0)[:n].astype(weight.dtype)
 
