@@ -372,8 +372,8 @@ def test_make_test_runs_everything_on_both_versions_of_jax(ready):
         "-m pyright",
         "venv",
         ".[test] by constraints/oldest.txt",
-        "-m pytest -m not gpu",
-        "-m pytest -m not gpu",
+        "-m pytest -n 2",
+        "-m pytest -n 2",
     ]
 
 
