@@ -7,6 +7,7 @@ as a stack trace. jax and flax are imported only by the command that needs them.
 import argparse
 import errno
 import importlib.util
+import io
 import os
 import sys
 import time
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: on --help, --version and wrong flags.
     """
     args = vars(_parser().parse_args(argv))
+    # Text of any language is sampled, and not every terminal can show it.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     command: Callable[[dict[str, Any]], None] = args.pop("command")
     try:
         command(args)

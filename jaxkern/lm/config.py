@@ -42,7 +42,7 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(ModelConfig(128, 4), 300, 8, 256, 5e-3, 50),
+    "tiny": Preset(ModelConfig(128, 4), 240, 8, 256, 5e-3, 40),
     "130m": Preset(ModelConfig(768, 24), 10_000, 8, 2048, 6e-4, 500),
     "370m": Preset(ModelConfig(1024, 48), 10_000, 8, 2048, 3e-4, 500),
     "1.4b": Preset(ModelConfig(2048, 48), 10_000, 8, 2048, 2e-4, 500),
@@ -89,7 +89,8 @@ class TrainConfig:
             raise RunError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
         preset = PRESETS[name]
         by_preset = {field: getattr(preset, field) for field in PRESET_FLAGS}
-        config = cls(**(DEFAULTS | by_preset | flags))
+        values: dict[str, Any] = DEFAULTS | by_preset | flags
+        config = cls(**values)
         if config.batch_size % config.grad_accum:
             raise RunError(
                 f"--batch-size {config.batch_size} cannot be split into --grad-accum "
@@ -122,7 +123,9 @@ def resume_config(stored: dict[str, Any], flags: dict[str, Any]) -> TrainConfig:
         RunError: if a flag differs from the run's, except a greater --steps.
     """
     try:
-        config = TrainConfig(**(stored | {"data": tuple(stored["data"])}))
+        values: dict[str, Any] = dict(stored)
+        values["data"] = tuple(stored["data"])
+        config = TrainConfig(**values)
         known = config.preset in PRESETS
     except (KeyError, TypeError):
         known = False

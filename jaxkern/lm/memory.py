@@ -1,6 +1,7 @@
 """Whether a compiled step fits, before it runs: on a CPU the system kills what does not."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -9,7 +10,7 @@ from jaxkern.lm.config import RunError
 REMEDY = "lower --batch-size or --seq-len, raise --grad-accum, or add --remat"
 
 
-def check_memory(compiled: jax.stages.Compiled, device: jax.Device) -> None:
+def check_memory(compiled: jax.stages.Compiled, device: Any) -> None:
     """Raise RunError if the program needs more memory than `device` has left."""
     analysis = compiled.memory_analysis()
     available = available_memory(device)
@@ -28,7 +29,7 @@ def check_memory(compiled: jax.stages.Compiled, device: jax.Device) -> None:
         )
 
 
-def available_memory(device: jax.Device) -> int | None:
+def available_memory(device: Any) -> int | None:
     """Bytes that a program may use on `device`, or None if it cannot be told."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")

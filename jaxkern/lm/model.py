@@ -17,17 +17,17 @@ dt_bias enter the scan in the parameters' dtype.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import jaxkern
+from jaxkern.core.dispatch import Implementation
 from jaxkern.lm.config import ModelConfig
 from jaxkern.precision import Policy
 
-Implementation = Literal["mosaic", "xla"] | None
 DECAYED = frozenset(
     {"embedding", "in_proj", "conv_weight", "x_proj", "dt_proj", "out_proj"}
 )  # weight decay leaves norms, biases, A_log and D alone
@@ -38,7 +38,7 @@ class Options:
     """How the model runs, as opposed to what it is."""
 
     policy: Policy = dataclasses.field(default_factory=Policy)
-    implementation: Implementation = None
+    implementation: Implementation | None = None
     remat: bool = False
 
 

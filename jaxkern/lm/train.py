@@ -117,14 +117,8 @@ class Trainer:
         else:
             one = SingleDeviceSharding(self.devices[0])
             self.replicated = self.first_split = self.second_split = one
-        self.graphdef = make_model(
-            config.model,
-            Options(
-                self.policy,
-                None if config.implementation == "auto" else config.implementation,
-                config.remat,
-            ),
-        )
+        implementation: Any = None if config.implementation == "auto" else config.implementation
+        self.graphdef = make_model(config.model, Options(self.policy, implementation, config.remat))
 
     def run(self, corpus: data.Corpus) -> None:
         """Train from the last checkpoint, if there is one, to the last step."""
@@ -311,7 +305,7 @@ class Speed:
         return self._tokens * sum(n for n, _ in segments) / sum(s for _, s in segments)
 
 
-def _devices(config: TrainConfig) -> list[jax.Device]:
+def _devices(config: TrainConfig) -> list[Any]:
     """The devices to train on."""
     available = jax.local_devices()
     if config.devices == "auto":

@@ -1,0 +1,132 @@
+"""What this machine has, and for every op what would run on it and why nothing else.
+
+Nothing here is decided a second time: each op is lowered for the default device, and the program
+says whether it holds kernels. The reasons are the words with which the op itself refuses.
+"""
+
+import inspect
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxkern
+
+_PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
+_CUDA_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+def doctor() -> None:
+    """Print the report."""
+    print(f"jaxkern  {jaxkern.__version__}, Python {platform.python_version()}")
+    print(f"system   {platform.system()} {platform.machine()}")
+    print("packages " + ", ".join(_version(name) for name in _PACKAGES))
+    plugins = [_version(name) for name in _CUDA_PACKAGES if _installed(name)]
+    print("CUDA     " + (", ".join(plugins) or "JAX's CUDA build is not installed"))
+    driver = _driver()
+    print(f"driver   {driver or 'none (nvidia-smi does not answer)'}")
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as error:
+        print(f"devices  JAX cannot start: {_line(error)}")
+        return
+    for device in devices:
+        print(f"device   {device.id}: {_describe(device)}")
+    if driver and devices[0].platform == "cpu":
+        print(
+            'advice   there is a GPU, and JAX does not use it: pip install "jaxkern[cuda12]" '
+            "(or [cuda13] for a driver from 580 on)"
+        )
+    if not all(_installed(name) for name in _PACKAGES):
+        print('advice   jaxkern train and sample need: pip install "jaxkern[lm]"')
+    print("\nEach op on bfloat16 arrays of a Mamba 130m layer, implementation=None:")
+    width = max(map(len, _CALLS))
+    for name, shapes in _CALLS.items():
+        chosen, why = _choice(getattr(jaxkern, name), *shapes)
+        print(f"  {name:{width}}  {chosen:6}  {why}")
+
+
+def _array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+# B 8, L 2048, D 1536, N 16, W 4: arguments by position.
+_CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
+    "rms_norm": (_array(8, 2048, 768), _array(768)),
+    "selective_scan": (
+        _array(8, 2048, 1536),
+        _array(8, 2048, 1536),
+        _array(1536, 16),
+        _array(8, 2048, 16),
+        _array(8, 2048, 16),
+    ),
+    "selective_scan_step": (
+        jax.ShapeDtypeStruct((8, 1536, 16), jnp.float32),
+        _array(8, 1536),
+        _array(8, 1536),
+        _array(1536, 16),
+        _array(8, 16),
+        _array(8, 16),
+    ),
+    "causal_conv1d": (_array(8, 2048, 1536), _array(1536, 4)),
+    "causal_conv1d_step": (_array(8, 3, 1536), _array(8, 1536), _array(1536, 4)),
+}
+
+
+def _choice(op: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> tuple[str, str]:
+    """What `op` runs on the default device, and why not another implementation."""
+    if "implementation" not in inspect.signature(op).parameters:
+        return "xla", "it has no kernel: XLA fuses it"
+    if "mosaic_gpu" in jax.jit(op).lower(*shapes).as_text():
+        return "mosaic", 'kernels forward and backward; "xla" is there too, and slower'
+    try:
+        jax.jit(lambda *args: op(*args, implementation="mosaic")).lower(*shapes)
+    except NotImplementedError as error:
+        return "xla", f"not mosaic: {_line(error).partition(' Use implementation=')[0]}"
+    return "xla", "mosaic would run too, and is measured slower here"
+
+
+def _describe(device: Any) -> str:
+    text = f"{device.device_kind} ({device.platform})"
+    capability = getattr(device, "compute_capability", None)
+    if capability:
+        text += f", compute capability {capability}"
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return text + (f", {limit / 2**30:.0f} GiB for JAX" if limit else "")
+
+
+def _driver() -> str | None:
+    """NVIDIA's driver and GPUs as nvidia-smi tells them."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines() if row]
+    if not rows or any(len(row) != 3 for row in rows):
+        return None
+    return f"{rows[0][0]}: " + "; ".join(f"{name}, {memory}" for _, name, memory in rows)
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _version(name: str) -> str:
+    return f"{name} {metadata.version(name)}" if _installed(name) else f"{name} missing"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
