@@ -69,8 +69,8 @@ def _explain(error: BaseException) -> str | None:
     full = os.strerror(errno.ENOSPC)
     if getattr(error, "errno", None) == errno.ENOSPC or full in text:
         return (
-            "the disk is full; finished checkpoints are whole: free some space and go on with "
-            "--resume"
+            "the disk is full; free some space (a run that had begun has whole checkpoints, "
+            "and goes on with --resume)"
         )
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"

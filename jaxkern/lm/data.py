@@ -113,8 +113,9 @@ def check_length(corpus: Corpus, seq_len: int) -> None:
     for name in ("train", "validation"):
         size = len(getattr(corpus, name))
         if size < seq_len + 1:
+            word = {"train": "training"}.get(name, name)
             raise RunError(
-                f"the {name} data has {size} bytes, fewer than the {seq_len + 1} that "
+                f"the {word} data has {size} bytes, fewer than the {seq_len + 1} that "
                 f"--seq-len {seq_len} needs; lower --seq-len or give more text to --data"
             )
 

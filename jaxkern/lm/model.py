@@ -196,7 +196,10 @@ class MambaLM(nnx.Module):
         )
 
     def _embed(self, tokens):
-        return self.embedding[...][tokens.astype(jnp.int32)].astype(jnp.float32)
+        # A product, exact here, because its transpose is one too: that of an indexed read adds with
+        # atomics on a GPU, in another order on every run.
+        chosen = one_hot(tokens, self.config.vocab_size).astype(jnp.float32)
+        return jnp.matmul(chosen, self.embedding[...].astype(jnp.float32), precision="highest")
 
     def _head(self, x):
         policy = self.options.policy
@@ -205,6 +208,11 @@ class MambaLM(nnx.Module):
         )
         logits = policy.cast_to_compute(x) @ policy.cast_to_compute(self.embedding[...]).T
         return policy.cast_to_output(logits)
+
+
+def one_hot(tokens: jax.Array, size: int) -> jax.Array:
+    """Tokens (...) of any integer dtype -> (..., size) bool."""
+    return tokens[..., None] == jnp.arange(size, dtype=tokens.dtype)
 
 
 def count_params(params) -> int:

@@ -25,6 +25,7 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, records: list[dict[str, Any]]) -> None:
+        records = [_without_infinities(record) for record in records]
         self.records += records
         self._file.write("".join(map(_line, records)))
         self._file.flush()
@@ -52,12 +53,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    # JSON has no infinity; a step that fp16 skipped may have such a loss.
-    finite = {
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _without_infinities(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has neither NaN nor infinity, and the loss of a step that fp16 skipped may be one."""
+    return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
     }
-    return json.dumps(finite) + "\n"
 
 
 class Progress:

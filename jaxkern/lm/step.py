@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from jaxkern.lm.config import ModelConfig, TrainConfig
-from jaxkern.lm.model import DECAYED, MambaLM, Options
+from jaxkern.lm.model import DECAYED, MambaLM, Options, one_hot
 from jaxkern.precision import DynamicLossScale, Policy, all_finite
 
 Params = Any  # nested dict of arrays
@@ -74,8 +74,8 @@ def init_state(config: TrainConfig, policy: Policy) -> TrainState:
 def loss_fn(graphdef: nnx.GraphDef, params: Params, windows: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats of bytes 1…L of each window (B, L + 1), given those before."""
     logits = nnx.merge(graphdef, params)(windows[:, :-1]).astype(jnp.float32)
-    labels = windows[:, 1:].astype(jnp.int32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    labels = one_hot(windows[:, 1:], logits.shape[-1])
+    return -jnp.sum(jax.nn.log_softmax(logits), axis=-1, where=labels).mean()
 
 
 def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):

@@ -8,7 +8,7 @@ import math
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -46,20 +46,41 @@ def train(flags: dict[str, Any], out: Path, *, resume: bool) -> None:
         config = TrainConfig.from_flags(flags)
         checkpoint.check_fresh(out)
     trainer = Trainer(config, out)
+    created = not out.exists()
     with checkpoint.only_process(out):
-        corpus = _resumed_corpus(stored, out) if stored else _new_corpus(config, out)
-        if stored is None or stored["flags"] != _flags(config):
-            _write_config(trainer, corpus)
-        trainer.run(corpus)
+        with _nothing_left_if_refused(out, fresh=not resume, created=created):
+            corpus = _resumed_corpus(stored, out) if stored else _new_corpus(config, out)
+            done = max(checkpoint.steps(out), default=0)
+            print(f"data     {corpus.describe()}")
+            print(f"run      {out}" + (f", continued from step {done}" if done else ""))
+            if done >= config.steps:
+                print(f"already trained for {done} steps; give a greater --steps to go on")
+                return
+            train_step = trainer.compile_step()
+            state = trainer.restore(done) if done else trainer.initial_state()
+            if stored is None or stored["flags"] != _flags(config):
+                _write_config(trainer, corpus)
+        trainer.run(train_step, state, done, corpus)
+
+
+@contextlib.contextmanager
+def _nothing_left_if_refused(out: Path, *, fresh: bool, created: bool) -> Iterator[None]:
+    """Leave a folder where a new run could not begin as it was, to be named again."""
+    try:
+        yield
+    except BaseException:
+        if fresh:
+            shutil.rmtree(out / "corpus", ignore_errors=True)
+            (out / ".lock").unlink(missing_ok=True)
+        if fresh and created:
+            with contextlib.suppress(OSError):
+                out.rmdir()
+        raise
 
 
 def _new_corpus(config: TrainConfig, out: Path) -> data.Corpus:
-    try:
-        corpus = data.build_corpus(config.data, out / "corpus")
-        data.check_length(corpus, config.seq_len)
-    except BaseException:
-        shutil.rmtree(out / "corpus", ignore_errors=True)
-        raise
+    corpus = data.build_corpus(config.data, out / "corpus")
+    data.check_length(corpus, config.seq_len)
     return corpus
 
 
@@ -120,37 +141,31 @@ class Trainer:
         implementation: Any = None if config.implementation == "auto" else config.implementation
         self.graphdef = make_model(config.model, Options(self.policy, implementation, config.remat))
 
-    def run(self, corpus: data.Corpus) -> None:
-        """Train from the last checkpoint, if there is one, to the last step."""
-        config = self.config
-        done = max(checkpoint.steps(self.out), default=0)
-        print(f"data     {corpus.describe()}")
-        print(f"run      {self.out}" + (f", continued from step {done}" if done else ""))
-        if done >= config.steps:
-            print(f"already trained for {done} steps; give a greater --steps to go on")
-            return
-        state = self._restore(done) if done else self._initial_state()
+    def run(self, train_step: Callable, state: TrainState, done: int, corpus: data.Corpus) -> None:
+        """Train from step `done` to the last, and leave the results in the run directory."""
         kinds = ", ".join(sorted({device.device_kind for device in self.devices}))
-        print(f"model    {config.preset}, {count_params(state.params):,} parameters")
-        print(f"device   {len(self.devices)} × {kinds}, {config.mixed_precision}", flush=True)
+        print(f"model    {self.config.preset}, {count_params(state.params):,} parameters")
+        print(f"device   {len(self.devices)} × {kinds}, {self.config.mixed_precision}", flush=True)
         with contextlib.closing(MetricsLog(self.out / "metrics.jsonl", resume_at=done)) as log:
-            state, speed = self._loop(state, done, corpus, log)
+            state, speed = self._loop(train_step, state, done, corpus, log)
             self._finish(state, log, speed)
 
     def _loop(
-        self, state: TrainState, done: int, corpus: data.Corpus, log: MetricsLog
+        self,
+        train_step: Callable,
+        state: TrainState,
+        done: int,
+        corpus: data.Corpus,
+        log: MetricsLog,
     ) -> tuple[TrainState, float]:
         """Returns the final state and the tokens per second of the steps alone."""
         config = self.config
-        began = time.perf_counter()
-        train_step = self._compiled_step(state)
         evaluate = self._evaluation(corpus.validation)
         if not done:
             first = {"step": 0} | evaluate(state.params)
             log.write([first])
-            print(f"untrained: validation {first['validation_bits_per_byte']:.3f} bits/byte")
-        print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
-
+            bits = first["validation_bits_per_byte"]
+            print(f"untrained: validation {bits:.3f} bits/byte", flush=True)
         speed = Speed(config.batch_size * config.seq_len)
         pending: list[tuple[int, dict[str, jax.Array]]] = []
         with contextlib.closing(Progress(start=done, steps=config.steps)) as progress:
@@ -207,29 +222,31 @@ class Trainer:
             records.append(record)
         return records
 
-    def _initial_state(self) -> TrainState:
-        init = jax.jit(self._init, out_shardings=self.replicated)
-        return init()
+    def initial_state(self) -> TrainState:
+        """The state before the first step."""
+        return jax.jit(self._init, out_shardings=self.replicated)()
+
+    def compile_step(self) -> jax.stages.Compiled:
+        """Compile the training step, and refuse one that memory cannot hold."""
+        config = self.config
+        began = time.perf_counter()
+        per_part = config.batch_size // config.grad_accum
+        windows = jax.ShapeDtypeStruct(
+            (config.grad_accum, per_part, config.seq_len + 1), np.uint8, sharding=self.second_split
+        )
+        step = jax.jit(
+            make_train_step(config, self.graphdef), donate_argnums=0, out_shardings=self.replicated
+        )
+        compiled = step.lower(self._abstract_state(), windows).compile()
+        check_memory(compiled, self.devices[0])
+        print(f"compiled the step in {time.perf_counter() - began:.1f} s", flush=True)
+        return compiled
 
     def _init(self) -> TrainState:
         return init_state(self.config, self.policy)
 
-    def _compiled_step(self, state: TrainState) -> jax.stages.Compiled:
-        config = self.config
-        shape = (
-            config.grad_accum,
-            config.batch_size // config.grad_accum,
-            config.seq_len + 1,
-        )
-        windows = jax.ShapeDtypeStruct(shape, np.uint8, sharding=self.second_split)
-        step = jax.jit(
-            make_train_step(config, self.graphdef),
-            donate_argnums=0,
-            out_shardings=self.replicated,
-        )
-        compiled = step.lower(checkpoint.abstract(state, self.replicated), windows).compile()
-        check_memory(compiled, self.devices[0])
-        return compiled
+    def _abstract_state(self) -> TrainState:
+        return checkpoint.abstract(jax.eval_shape(self._init), self.replicated)
 
     def _evaluation(self, text: np.ndarray) -> Callable[[Any], dict[str, float]]:
         """A function of the parameters: loss on a fixed part of the validation data."""
@@ -258,12 +275,12 @@ class Trainer:
             self.out, step, params=state.params, optimizer=rest, model=self.config.model
         )
 
-    def _restore(self, step: int) -> TrainState:
-        like = checkpoint.abstract(jax.eval_shape(self._init), self.replicated)
-        rest = {key: value for key, value in like._asdict().items() if key != "params"}
+    def restore(self, step: int) -> TrainState:
+        """The state of a checkpoint."""
         checkpoint.check(self.out, step, self.config.model)
-        params = checkpoint.restore(self.out, step, "params", like.params)
-        rest = checkpoint.restore(self.out, step, "optimizer", rest)
+        like = self._abstract_state()._asdict()
+        params = checkpoint.restore(self.out, step, "params", like.pop("params"))
+        rest = checkpoint.restore(self.out, step, "optimizer", like)
         return TrainState(params=params, **rest)
 
     def _finish(self, state: TrainState, log: MetricsLog, speed: float) -> None:
@@ -316,8 +333,8 @@ def _devices(config: TrainConfig) -> list[Any]:
         count = int(config.devices)
     if count > len(available):
         raise RunError(
-            f"--devices {count}: there are {len(available)} ({available[0].device_kind}); "
-            f"choose at most that, or all"
+            f"--devices {count} is more than this machine's {len(available)} "
+            f"({available[0].device_kind}); choose at most that, or all"
         )
     if config.batch_size % (config.grad_accum * count):
         raise RunError(
