@@ -14,10 +14,14 @@ pickled: orbax stores arrays and JSON.
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
+import logging
 import os
 import shutil
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,10 +183,26 @@ def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 @contextlib.contextmanager
 def _orbax() -> Iterator[ocp.StandardCheckpointer]:
+    """A checkpointer that has written everything when the block ends.
+
+    An error reaches the caller as an exception; orbax's threads would also print it, with its stack
+    trace, through the log and through the hooks of threads and of collected coroutines.
+    """
+    hooks = threading.excepthook, sys.unraisablehook
+    logged = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with ocp.StandardCheckpointer() as checkpointer:  # waits for its writes on leaving
-            yield checkpointer
+        try:
+            threading.excepthook = sys.unraisablehook = lambda _: None
+            logging.disable(logging.CRITICAL)
+            with ocp.StandardCheckpointer() as checkpointer:
+                yield checkpointer
+        except Exception:
+            gc.collect()  # the coroutines left behind complain when they are collected
+            raise
+        finally:
+            threading.excepthook, sys.unraisablehook = hooks
+            logging.disable(logged)
 
 
 def _digests(folder: Path) -> dict[str, str]:
