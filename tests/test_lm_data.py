@@ -1,0 +1,195 @@
+"""The language model's data: what is read, how it is split, which windows make a batch."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxkern.lm.config import RunError
+from jaxkern.lm.data import (
+    build_corpus,
+    check_length,
+    open_corpus,
+    train_batch,
+    validation_batches,
+)
+
+
+def write_files(folder, count=40, size=100):
+    for i in range(count):
+        path = folder / f"part{i % 3}" / f"file{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"<{i}>" + "é" * size + f"</{i}>")
+    return folder
+
+
+def documents(data):
+    return {bytes(part) for part in bytes(data).split(b"\0") if part}
+
+
+def test_split_by_file_is_whole_and_disjoint(tmp_path):
+    root = write_files(tmp_path / "text")
+    corpus = build_corpus((str(root),), tmp_path / "corpus")
+    train, validation = documents(corpus.train), documents(corpus.validation)
+    expected = {path.read_bytes() for path in root.rglob("*.txt")}
+    assert train | validation == expected
+    assert train.isdisjoint(validation)
+    assert train
+    assert validation
+    assert corpus.info["documents"] == 40
+    assert corpus.info["split"] == "by file"
+
+
+def test_split_is_the_same_elsewhere_and_moves_no_file_when_one_is_added(tmp_path):
+    root = write_files(tmp_path / "here")
+    first = build_corpus((str(root),), tmp_path / "c1")
+    other = tmp_path / "there" / "deeper"
+    shutil.copytree(root, other)
+    second = build_corpus((str(other),), tmp_path / "c2")
+    assert first.info["fingerprint"] == second.info["fingerprint"]
+    np.testing.assert_array_equal(first.validation, second.validation)
+    (other / "new.txt").write_text("new")
+    third = build_corpus((str(other),), tmp_path / "c3")
+    assert documents(first.validation) <= documents(third.validation)
+    assert documents(first.train) <= documents(third.train)
+    assert third.info["fingerprint"] != first.info["fingerprint"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_a_small_corpus_has_both_parts(tmp_path, count):
+    corpus = build_corpus((str(write_files(tmp_path / "t", count)),), tmp_path / "c")
+    assert len(documents(corpus.train)) + len(documents(corpus.validation)) == count
+    assert len(documents(corpus.validation)) >= 1
+    assert len(documents(corpus.train)) >= 1
+
+
+def test_one_file_is_split_by_position(tmp_path):
+    path = tmp_path / "book.txt"
+    text = bytes(range(32, 127)) * 20
+    path.write_bytes(text)
+    corpus = build_corpus((str(path),), tmp_path / "c")
+    assert bytes(corpus.train) + bytes(corpus.validation) == b"\0" + text
+    assert len(corpus.validation) == len(b"\0" + text) // 20
+    assert "one file" in corpus.describe()
+
+
+def test_a_file_named_twice_is_read_once(tmp_path):
+    root = write_files(tmp_path / "t", 3)
+    file = next(root.rglob("*.txt"))
+    corpus = build_corpus((str(root), str(file), str(root)), tmp_path / "c")
+    assert corpus.info["documents"] == 3
+
+
+def test_folders_skip_what_is_not_text(tmp_path):
+    root = write_files(tmp_path / "t", 5)
+    (root / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    (root / "zeros.bin").write_bytes(b"abc\0def")
+    (root / "empty.txt").write_bytes(b"")
+    (root / "cut.txt").write_bytes("é".encode()[:1])
+    (root / ".git").mkdir()
+    (root / ".git" / "config").write_text("hidden")
+    (root / "loop").symlink_to(root)
+    corpus = build_corpus((str(root),), tmp_path / "c")
+    assert corpus.info["documents"] == 5
+    assert corpus.info["skipped"] == 4
+    assert "4 files that are not text were skipped" in corpus.describe()
+    assert b"hidden" not in bytes(corpus.train) + bytes(corpus.validation)
+
+
+def test_text_is_told_from_binary_across_read_boundaries(tmp_path):
+    """A character that lies across two 1 MiB reads is no damage."""
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"a" * ((1 << 20) - 1) + "é".encode() + b"b")
+    corpus = build_corpus((str(path),), tmp_path / "c")
+    assert len(corpus.train) + len(corpus.validation) == path.stat().st_size + 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no such file"),
+        (b"", "an empty file"),
+        (b"\xff\xfe\x00", "binary"),
+        (b"text\0text", "zero bytes"),
+    ],
+)
+def test_a_named_file_must_be_text(tmp_path, content, words):
+    path = tmp_path / "input"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RunError, match=words) as caught:
+        build_corpus((str(path),), tmp_path / "c")
+    assert str(path) in str(caught.value)
+
+
+def test_folders_without_text_are_refused(tmp_path):
+    (tmp_path / "t").mkdir()
+    with pytest.raises(RunError, match="no text to train on"):
+        build_corpus((str(tmp_path / "t"),), tmp_path / "c")
+    (tmp_path / "t" / "x.bin").write_bytes(b"\xff")
+    with pytest.raises(RunError, match="1 files there are empty or not text"):
+        build_corpus((str(tmp_path / "t"),), tmp_path / "c")
+
+
+def test_too_short_data_is_refused(tmp_path):
+    corpus = build_corpus((str(write_files(tmp_path / "t", 2, 20)),), tmp_path / "c")
+    size = min(len(corpus.train), len(corpus.validation))
+    check_length(corpus, size - 1)
+    with pytest.raises(RunError, match="--seq-len"):
+        check_length(corpus, size)
+
+
+def test_a_corpus_is_opened_again_only_unchanged(tmp_path):
+    corpus = build_corpus((str(write_files(tmp_path / "t")),), tmp_path / "c")
+    again = open_corpus(tmp_path / "c")
+    np.testing.assert_array_equal(again.train, corpus.train)
+    assert again.info == corpus.info
+    assert isinstance(again.train, np.memmap)
+    path = tmp_path / "c" / "train.bin"
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(RunError, match="has changed"):
+        open_corpus(tmp_path / "c")
+    (tmp_path / "c" / "corpus.json").write_text(json.dumps([]))
+    with pytest.raises(RunError, match="missing or has changed"):
+        open_corpus(tmp_path / "c")
+
+
+def test_batches_depend_on_seed_and_step_alone():
+    data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
+
+    def batch(seed, step):
+        return train_batch(data, batch_size=4, seq_len=16, seed=seed, step=step)
+
+    np.testing.assert_array_equal(batch(3, 8), batch(3, 8))
+    assert not np.array_equal(batch(3, 8), batch(3, 9))
+    assert not np.array_equal(batch(3, 8), batch(4, 8))
+    assert batch(3, 8).shape == (4, 17)
+    assert batch(3, 8).dtype == np.uint8
+
+
+def test_batches_cover_the_data_to_its_last_byte():
+    data = np.arange(20, dtype=np.uint8)
+    batch = train_batch(data, batch_size=2000, seq_len=7, seed=0, step=0)
+    np.testing.assert_array_equal(batch - batch[:, :1], np.tile(np.arange(8), (2000, 1)))
+    assert set(batch[:, 0]) == set(range(13))
+    whole = train_batch(data, batch_size=3, seq_len=19, seed=0, step=0)
+    np.testing.assert_array_equal(whole, np.tile(data, (3, 1)))
+
+
+def test_validation_batches_are_fixed_windows_over_the_whole_data():
+    data = np.arange(256, dtype=np.uint8)
+
+    def windows(batches):
+        return np.stack(list(validation_batches(data, batch_size=2, seq_len=8, batches=batches)))
+
+    four = windows(4)
+    assert four.shape == (4, 2, 9)
+    starts = four.reshape(-1, 9)[:, 0]
+    assert starts[0] == 0
+    assert four.reshape(-1, 9)[-1, -1] == 255
+    assert (np.diff(starts.astype(int)) >= 8).all()  # no byte is predicted twice
+    np.testing.assert_array_equal(four, windows(4))
+    assert windows(1000).shape == (15, 2, 9)  # no more than the data holds
