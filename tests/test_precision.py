@@ -49,7 +49,7 @@ def test_parse_refuses(text, words):
 def test_policy_refuses_other_than_floating_dtypes():
     with pytest.raises(ValueError, match="compute=int32 must be a floating dtype"):
         Policy(compute=jnp.int32)
-    with pytest.raises(TypeError, match="output=1.5 is not a dtype"):
+    with pytest.raises(TypeError, match=r"output=1\.5 is not a dtype"):
         Policy(output=1.5)
     with pytest.raises(TypeError, match="text must be a string, got NoneType"):
         Policy.parse(None)  # pyright: ignore[reportArgumentType]

@@ -109,7 +109,7 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
         after = after._replace(step=state.step + 1)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": _global_norm(grads),
             "learning_rate": schedule(state.step - state.skipped),
         }
         if state.loss_scale:
@@ -117,6 +117,11 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
         return after, metrics
 
     return train_step
+
+
+def _global_norm(tree: Any) -> jax.Array:
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
 def _mean_over_microbatches(gradients, windows: jax.Array):

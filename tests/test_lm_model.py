@@ -1,0 +1,302 @@
+"""The language model and its training step, as functions."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxkern.lm import sample
+from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
+from jaxkern.lm.model import DECAYED, Options, count_params
+from jaxkern.lm.step import (
+    init_state,
+    learning_rate,
+    loss_fn,
+    make_model,
+    make_optimizer,
+    make_train_step,
+)
+from jaxkern.precision import DynamicLossScale, Policy
+
+MICRO = PRESETS["micro"].model
+CONFIG = TrainConfig.from_flags({"preset": "micro"})
+FP32 = Policy()
+
+
+@functools.cache
+def initial(seed=0):
+    config = dataclasses.replace(CONFIG, seed=seed)
+    return jax.jit(lambda: init_state(config, FP32))()
+
+
+def windows(batch=4, length=24, seed=0):
+    return np.random.default_rng(seed).integers(1, 256, (batch, length + 1), dtype=np.uint8)
+
+
+def logits_float64(params, tokens):
+    """The model of one sequence as the paper writes it, in NumPy, one step after another."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    n, rank, width = MICRO.d_state, MICRO.dt_rank, MICRO.d_conv
+
+    def rms_norm(x, weight):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
+
+    def silu(x):
+        return x / (1 + np.exp(-x))
+
+    x = p["embedding"][tokens]  # (L, d_model)
+    for layer in range(MICRO.n_layers):
+        b = {name: value[layer] for name, value in p["blocks"].items()}
+        u, z = np.split(rms_norm(x, b["norm"]) @ b["in_proj"], 2, axis=-1)
+        padded = np.concatenate([np.zeros((width - 1, u.shape[1])), u])
+        u = silu(
+            b["conv_bias"]
+            + sum(b["conv_weight"][:, w] * padded[w : w + len(u)] for w in range(width))
+        )
+        r, B, C = np.split(u @ b["x_proj"], [rank, rank + n], axis=-1)
+        dt = np.log1p(np.exp(r @ b["dt_proj"] + b["dt_bias"]))
+        A = -np.exp(b["A_log"])  # (D, N)
+        h, ys = np.zeros_like(A), []
+        for t in range(len(u)):
+            h = np.exp(dt[t][:, None] * A) * h + (dt[t] * u[t])[:, None] * B[t]
+            ys.append(h @ C[t] + b["D"] * u[t])
+        x = x + (np.stack(ys) * silu(z)) @ b["out_proj"]
+    return rms_norm(x, p["norm"]) @ p["embedding"].T
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Parameters away from their initial symmetries."""
+    leaves, tree = jax.tree.flatten(initial().params)
+    keys = jax.random.split(jax.random.key(5), len(leaves))
+    moved = [
+        leaf + 0.1 * jax.random.normal(key, leaf.shape)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, moved)
+
+
+@pytest.fixture(scope="module")
+def forward():
+    return jax.jit(lambda params, tokens: nnx.merge(make_model(MICRO, Options()), params)(tokens))
+
+
+def test_model_is_the_papers(trained, forward):
+    tokens = windows()[:, :-1]
+    out = forward(trained, tokens)
+    assert out.shape == (4, 24, 256)
+    assert out.dtype == jnp.float32
+    expected = np.stack([logits_float64(trained, row) for row in tokens])
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_loss_is_the_mean_cross_entropy(trained):
+    w = windows()
+    logits = np.stack([logits_float64(trained, row) for row in w[:, :-1]])
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_probs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(log_probs, w[:, 1:, None].astype(int), -1).mean()
+    loss = loss_fn(make_model(MICRO, Options()), trained, jnp.asarray(w))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_steps_give_the_logits_of_the_whole_sequence(trained, forward):
+    tokens = jnp.asarray(windows(2, 17)[:, :-1])
+    graphdef = make_model(MICRO, Options())
+
+    @jax.jit
+    def stepwise(params, tokens):
+        model = nnx.merge(graphdef, params)
+
+        def step(state, token):
+            logits, state = model.step(token, state)
+            return state, logits
+
+        return jax.lax.scan(step, model.init_state(2), tokens.T)[1]
+
+    whole = forward(trained, tokens)
+    np.testing.assert_allclose(
+        stepwise(trained, tokens).swapaxes(0, 1), whole, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_no_byte_sees_those_after_it(trained, forward):
+    tokens = windows()[:, :-1]
+    changed = tokens.copy()
+    changed[:, 10] ^= 255
+    before, after = forward(trained, tokens), forward(trained, changed)
+    np.testing.assert_array_equal(before[:, :10], after[:, :10])
+    assert not np.array_equal(before[:, 10:], after[:, 10:])
+
+
+def test_remat_changes_memory_and_not_gradients(trained):
+    w = jnp.asarray(windows())
+
+    def gradients(remat):
+        graphdef = make_model(MICRO, Options(remat=remat))
+        traced = jax.jit(jax.grad(functools.partial(loss_fn, graphdef))).trace(trained, w)
+        return traced.lower().compile()(trained, w), str(traced.jaxpr)
+
+    (plain, plain_text), (remat, remat_text) = gradients(False), gradients(True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, remat)
+    assert remat_text.count("remat") > plain_text.count("remat")
+
+
+@pytest.mark.parametrize(
+    ("name", "paper"), [("130m", 129_135_360), ("370m", 371_516_416), ("1.4b", 1_372_178_432)]
+)
+def test_presets_have_the_papers_sizes(name, paper):
+    """The published checkpoints' parameters, less their vocabulary of 50280 plus ours of 256."""
+    config = TrainConfig.from_flags({"preset": name})
+    shapes = jax.eval_shape(lambda: init_state(config, FP32)).params
+    assert count_params(shapes) == paper - (50_280 - 256) * config.model.d_model
+
+
+def test_initialisation_is_the_papers():
+    config = ModelConfig(d_model=64, n_layers=3)
+    preset = dataclasses.replace(PRESETS["micro"], model=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "micro", preset)
+        params = jax.jit(lambda: init_state(CONFIG, FP32))().params
+    blocks = params["blocks"]
+    dt = jax.nn.softplus(blocks["dt_bias"])
+    assert 0.9e-3 < dt.min() < 2e-3
+    assert 5e-2 < dt.max() < 1.1e-1
+    np.testing.assert_allclose(
+        jnp.exp(blocks["A_log"]), np.broadcast_to(np.arange(1, 17), (3, 128, 16)), rtol=1e-6
+    )
+    assert (blocks["D"] == 1).all()
+    assert (blocks["norm"] == 1).all()
+    bound = 128**-0.5 / 3**0.5
+    assert 0.98 * bound < jnp.abs(blocks["out_proj"]).max() <= bound
+    assert not np.array_equal(blocks["in_proj"][0], blocks["in_proj"][1])  # layers differ
+
+
+def test_weight_decay_is_on_matrices_only():
+    params = initial().params
+    names = set(params["blocks"]) | set(params) - {"blocks"}
+    assert names - DECAYED == {"norm", "conv_bias", "dt_bias", "A_log", "D"}
+    assert names >= DECAYED
+    optimizer = make_optimizer(CONFIG)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    ones = jax.tree.map(jnp.ones_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(ones), ones)
+    for path, update in jax.tree.leaves_with_path(updates):
+        assert (update != 0).all() == (path[-1].key in DECAYED), path
+
+
+def test_learning_rate_warms_up_and_decays():
+    config = dataclasses.replace(CONFIG, steps=200, lr=1e-2)
+    rates = np.array([learning_rate(config)(step) for step in range(201)])
+    assert config.warmup == 20
+    np.testing.assert_allclose(rates[:20], 1e-2 * np.arange(1, 21) / 20, rtol=1e-5)
+    assert (np.diff(rates[20:]) <= 0).all()
+    np.testing.assert_allclose(rates[110], 5.5e-3, rtol=1e-5)
+    np.testing.assert_allclose(rates[200], 1e-3, rtol=1e-4)
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch():
+    w = windows(8)
+    whole, parts = (
+        jax.jit(make_train_step(CONFIG, make_model(MICRO, Options())))(
+            initial(), w.reshape(k, -1, 25)
+        )
+        for k in (1, 4)
+    )
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(whole[1][name], parts[1][name], rtol=2e-6)
+    # After one step, mu is a tenth of the clipped gradient.
+    mu = [state.opt_state[1][0].mu for state, _ in (whole, parts)]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * np.abs(a).max()), *mu
+    )
+
+
+@pytest.fixture(scope="module")
+def fp16_step():
+    policy = Policy.parse("fp16")
+    step = jax.jit(make_train_step(CONFIG, make_model(MICRO, Options(policy))))
+    return step, jax.jit(lambda: init_state(CONFIG, policy))()
+
+
+def test_fp16_skips_a_step_with_infinite_gradients(fp16_step):
+    step, state = fp16_step
+    w = windows()[None]
+    too_high = state._replace(loss_scale=DynamicLossScale.create(2.0**60, max_scale=2.0**60))
+    after, metrics = step(too_high, w)
+    same = jax.tree.map(np.array_equal, (after.params, after.opt_state), too_high[:2])
+    assert all(jax.tree.leaves(same))
+    assert not np.isfinite(metrics["grad_norm"])
+    assert np.isfinite(metrics["loss"])
+    assert metrics["skipped"] == after.skipped == 1
+    assert after.step == 1
+    assert after.loss_scale.loss_scale == 2.0**59
+
+    after, metrics = step(state, w)
+    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), after.params, state.params)
+    assert all(jax.tree.leaves(changed))
+    assert metrics["skipped"] == 0
+    assert after.loss_scale.counter == 1
+
+
+@functools.cache
+def learn(precision):
+    policy = Policy.parse(precision)
+    step = jax.jit(make_train_step(CONFIG, make_model(MICRO, Options(policy))), donate_argnums=0)
+    state = jax.jit(lambda: init_state(CONFIG, policy))()
+    losses = []
+    for _ in range(30):
+        state, metrics = step(state, windows(8)[None])
+        losses.append(float(metrics["loss"]))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_learns_as_fp32_does(precision):
+    """Thirty steps on eight windows, which a model can begin to learn by heart."""
+    full, low = learn("fp32"), learn(precision)
+    assert full[-1] < full[0] - 0.3
+    np.testing.assert_allclose(low, full, rtol=0.01)
+    assert not np.array_equal(low, full)
+
+
+def test_decoding(trained, forward):
+    graphdef = sample.decoder(MICRO)
+
+    def text(**options):
+        return b"".join(sample.generate(graphdef, trained, b"def ", **options))
+
+    greedy = text(length=21, temperature=0.0)
+    assert len(greedy) == 21
+    fed = np.frombuffer(b"\0def " + greedy, np.uint8)
+    logits = np.array(forward(trained, jnp.asarray(fed[None, :-1])))[0, 4:]
+    logits[:, 0] = -np.inf  # the separator is never drawn
+    assert logits.argmax(-1).astype(np.uint8).tobytes() == greedy
+    assert text(length=21, top_k=1) == greedy
+
+    drawn = text(length=40, seed=1, top_k=0)
+    assert drawn == text(length=40, seed=1, top_k=0)
+    assert drawn != text(length=40, seed=2, top_k=0)
+    assert 0 not in drawn
+    assert len(text(length=1)) == 1
+
+
+def test_draws_follow_temperature_and_top_k():
+    logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))  # byte 0 is the separator
+    keys = jax.random.split(jax.random.key(0), 4000)
+
+    def counts(**options):
+        draws = jax.vmap(lambda key: sample._draw(logits, key, **options)[0])(keys)
+        return np.bincount(draws, minlength=4) / len(keys)
+
+    np.testing.assert_allclose(
+        counts(temperature=1.0, top_k=0), [0, 1 / 2, 1 / 3, 1 / 6], atol=0.03
+    )
+    np.testing.assert_allclose(counts(temperature=1.0, top_k=2), [0, 0.6, 0.4, 0], atol=0.03)
+    weights = np.array([0, 0.3, 0.2, 0.1]) ** 2
+    np.testing.assert_allclose(counts(temperature=0.5, top_k=0), weights / weights.sum(), atol=0.03)
