@@ -93,6 +93,13 @@ def test_readme_names_only_commands_and_flags_that_exist(capsys):
         assert set(re.findall(r"--[a-z-]+", rest)) <= flags, command
 
 
+def test_documents_name_only_files_that_exist():
+    text = README + (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"\b(?:jaxkern|tests|bench|constraints)/[\w/]+\.\w+", text))
+    assert len(named) >= 4
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_readme_names_only_make_targets_that_exist():
     targets = set(re.findall(r"^\.PHONY: (\w+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"\bmake ([a-z]+)", README))
