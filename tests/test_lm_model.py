@@ -25,12 +25,14 @@ from jaxkern.precision import Policy
 MICRO = PRESETS["micro"].model
 CONFIG = TrainConfig.from_flags({"preset": "micro"})
 FP32 = Policy()
+# Most of the time here is compilation; unoptimised code of the same program is made much sooner.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
 def initial(seed=0):
     config = dataclasses.replace(CONFIG, seed=seed)
-    return jax.jit(lambda: init_state(config, FP32))()
+    return jit(lambda: init_state(config, FP32))()
 
 
 def windows(batch=4, length=24, seed=0):
@@ -82,7 +84,7 @@ def trained():
 
 @pytest.fixture(scope="module")
 def forward():
-    return jax.jit(lambda params, tokens: nnx.merge(make_model(MICRO, Options()), params)(tokens))
+    return jit(lambda params, tokens: nnx.merge(make_model(MICRO, Options()), params)(tokens))
 
 
 def test_model_is_the_papers(trained, forward):
@@ -108,7 +110,7 @@ def test_steps_give_the_logits_of_the_whole_sequence(trained, forward):
     tokens = jnp.asarray(windows(2, 17)[:, :-1])
     graphdef = make_model(MICRO, Options())
 
-    @jax.jit
+    @jit
     def stepwise(params, tokens):
         model = nnx.merge(graphdef, params)
 
@@ -138,7 +140,7 @@ def test_remat_changes_memory_and_not_gradients(trained):
 
     def gradients(remat):
         graphdef = make_model(MICRO, Options(remat=remat))
-        traced = jax.jit(jax.grad(functools.partial(loss_fn, graphdef))).trace(trained, w)
+        traced = jit(jax.grad(functools.partial(loss_fn, graphdef))).trace(trained, w)
         return traced.lower().compile()(trained, w), str(traced.jaxpr)
 
     (plain, plain_text), (remat, remat_text) = gradients(False), gradients(True)
@@ -161,7 +163,7 @@ def test_initialisation_is_the_papers():
     preset = dataclasses.replace(PRESETS["micro"], model=config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "micro", preset)
-        params = jax.jit(lambda: init_state(CONFIG, FP32))().params
+        params = jit(lambda: init_state(CONFIG, FP32))().params
     blocks = params["blocks"]
     dt = jax.nn.softplus(blocks["dt_bias"])
     assert 0.9e-3 < dt.min() < 2e-3
@@ -203,17 +205,15 @@ def test_learning_rate_warms_up_and_decays():
 def train_step(precision):
     """The compiled step on windows (1, 8, 25), and the state before the first."""
     policy = Policy.parse(precision)
-    step = jax.jit(make_train_step(CONFIG, make_model(MICRO, Options(policy))))
-    return step, jax.jit(lambda: init_state(CONFIG, policy))()
+    step = jit(make_train_step(CONFIG, make_model(MICRO, Options(policy))))
+    return step, jit(lambda: init_state(CONFIG, policy))()
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch():
     w = windows(8)
     step, state = train_step("fp32")
     whole = step(state, w[None])
-    parts = jax.jit(make_train_step(CONFIG, make_model(MICRO, Options())))(
-        state, w.reshape(4, 2, -1)
-    )
+    parts = jit(make_train_step(CONFIG, make_model(MICRO, Options())))(state, w.reshape(4, 2, -1))
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(whole[1][name], parts[1][name], rtol=2e-6)
     # After one step, mu is a tenth of the clipped gradient.

@@ -1,0 +1,220 @@
+"""The command line: flags, help, and one clear line for every mistake."""
+
+import errno
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jaxkern
+from jaxkern.lm import cli, memory
+from jaxkern.lm.config import DEFAULTS, PRESETS, RunError, TrainConfig, resume_config
+from jaxkern.lm.doctor import doctor
+
+
+def fails(capsys, *argv, code=1):
+    """Run a command that must fail, and return its one line."""
+    try:
+        returned = cli.main([str(arg) for arg in argv])
+    except SystemExit as stop:
+        returned = stop.code
+    captured = capsys.readouterr()
+    assert returned == code, captured
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("jaxkern: error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "'fly'"),
+        (["train", "--preset", "huge"], "'130m'"),
+        (["train", "--steps", "0"], "--steps: must be a whole number, at least 1, got '0'"),
+        (["train", "--lr", "nan"], "--lr: must be a number above 0, got 'nan'"),
+        (["train", "--seed", "-1"], "--seed"),
+        (["train", "--devices", "none"], "--devices"),
+        (["train", "--implementation", "cuda"], "mosaic"),
+        (["train", "--speed", "9"], "--speed"),
+        (["sample"], "--run"),
+        (["sample", "--run", "x", "--temperature", "-1"], "--temperature"),
+    ],
+)
+def test_wrong_flags(capsys, argv, words):
+    line = fails(capsys, *argv, code=2)
+    assert words in line
+    assert "--help" in line
+
+
+def test_what_a_run_cannot_begin_with(capsys, tmp_path):
+    """Each is told in one line, and leaves no folder behind."""
+    out = tmp_path / "run"
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 500)
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "binary").write_bytes(b"\x7fELF\xff")
+    micro = ["train", "--preset", "micro", "--out", out, "--data"]
+    for argv, words in [
+        ([*micro, tmp_path / "nowhere"], "no such file"),
+        ([*micro, tmp_path / "binary"], "binary"),
+        ([*micro, tmp_path / "short.txt"], "--seq-len"),
+        ([*micro, text, "--grad-accum", "3"], "--grad-accum 3"),
+        ([*micro, text, "--devices", "4096"], "--devices 4096 is more than this machine's"),
+        ([*micro, text, "--mixed-precision", "fp8"], "--mixed-precision fp8"),
+        (["train", "--resume"], "--resume needs --out"),
+        (["train", "--resume", "--out", out], "holds no run"),
+        (["sample", "--run", out], "holds no run"),
+        (["train", "--preset", "micro", "--out", text], "is a file"),
+        (["train", "--preset", "micro", "--out", tmp_path], "is not empty"),
+    ]:
+        assert words in fails(capsys, *argv)
+        assert not out.exists()
+
+
+def test_a_step_that_memory_cannot_hold_is_refused(capsys, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("some words " * 500)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+    argv = ["train", "--preset", "micro", "--data", text, "--out", tmp_path / "run"]
+    line = fails(capsys, *argv)
+    assert "0.0 GiB" in line
+    assert "--batch-size" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_memory_of_this_machine_is_known():
+    available = memory.available_memory(jax.local_devices()[0])
+    assert available is not None
+    assert 2**20 < available < 2**50
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "the disk is full"),
+        (
+            ValueError("RESOURCE_EXHAUSTED: Failed: No space left on device [28]"),
+            "the disk is full",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "/x/y"), "/x/y: Permission denied"),
+        (MemoryError(), "out of memory; lower --batch-size"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out of memory"),
+        (NotImplementedError("no kernel\nhere"), "no kernel here"),
+        (RunError("two\nlines"), "two lines"),
+        (KeyboardInterrupt(), "stopped"),
+    ],
+)
+def test_errors_of_the_machine_are_one_line(capsys, monkeypatch, error, words):
+    def broken(flags):
+        raise error
+
+    monkeypatch.setattr(cli, "_train", broken)
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    assert words in fails(capsys, "train", code=code)
+
+
+def test_a_bug_keeps_its_stack_trace(monkeypatch):
+    def broken(flags):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_train", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train"])
+
+
+def test_a_missing_extra_is_named(capsys, monkeypatch):
+    find = importlib.util.find_spec
+    missing = ("flax", "orbax")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else find(name)
+    )
+    for argv in (["train"], ["sample", "--run", "x"]):
+        line = fails(capsys, *argv)
+        assert "flax, orbax-checkpoint" in line
+        assert 'pip install "jaxkern[lm]"' in line
+
+
+def test_help_shows_every_flag_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    flags = [*DEFAULTS, "steps", "batch_size", "seq_len", "lr", "eval_every", "out", "resume"]
+    parts = text.split("\n  --")[1:]
+    shown = {part.split()[0].replace("-", "_"): part for part in parts}
+    assert shown.keys() == set(flags)
+    for name, part in shown.items():
+        assert "(default: " in part, name
+    assert "(default: tiny)" in shown["preset"]
+    assert "tiny 240" in shown["steps"]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"jaxkern {jaxkern.__version__}\n"
+
+
+def test_help_and_doctor_need_no_extra():
+    """With flax, orbax, matplotlib and tqdm out of reach, both still answer."""
+    code = (
+        "import sys\n"
+        "for name in ('flax', 'orbax', 'matplotlib', 'tqdm'): sys.modules[name] = None\n"
+        "from jaxkern.__main__ import main\n"
+        "main(['doctor'])\n"
+        "main(['--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "usage: jaxkern" in done.stdout
+    assert "selective_scan " in done.stdout
+
+
+def test_doctor_names_every_op_and_a_reason(capsys):
+    doctor()
+    text = capsys.readouterr().out
+    assert f"jax {jax.__version__}" in text
+    assert jax.local_devices()[0].device_kind in text
+    ops = [name for name in dir(jaxkern) if callable(getattr(jaxkern, name))]
+    assert len(ops) >= 5
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in text.splitlines() if line}
+    for op in ops:
+        chosen, why = rows[op]
+        assert chosen in ("mosaic", "xla")
+        assert len(why) > 10
+    if jax.default_backend() == "cpu":
+        assert rows["rms_norm"][0] == "xla"
+        assert "NVIDIA" in rows["rms_norm"][1]
+
+
+def test_resumed_configuration():
+    config = TrainConfig.from_flags({"preset": "micro", "data": ("a", "b")})
+    stored = json.loads(json.dumps(vars(config)))
+    assert resume_config(stored, {}) == config
+    assert resume_config(stored, {"data": ("a", "b"), "lr": config.lr}) == config
+    assert resume_config(stored, {"steps": 99}).steps == 99
+    for flags, words in (
+        ({"steps": 3}, "--steps 3 differs from the run's 20 and can only grow"),
+        ({"lr": 1.0}, "--lr 1.0 differs from the run's 0.01 and cannot change"),
+        ({"batch_size": 8}, "--batch-size 8"),
+        ({"data": ("a",)}, "--data a differs from the run's a b"),
+    ):
+        with pytest.raises(RunError, match=words.replace(".", r"\.")):
+            resume_config(stored, flags)
+    for broken in ({}, stored | {"unknown": 1}, stored | {"preset": "gone"}):
+        with pytest.raises(RunError, match="not written by this version"):
+            resume_config(broken, {})
+
+
+def test_presets_are_whole():
+    assert list(PRESETS) == ["tiny", "130m", "370m", "1.4b", "micro"]
+    for name, preset in PRESETS.items():
+        config = TrainConfig.from_flags({"preset": name})
+        assert config.model == preset.model
+        assert 1 <= config.warmup < config.steps
