@@ -170,9 +170,9 @@ def selective_scan_step(
     """
     x, dt, A, B, C, D, z, dt_bias = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
     state = check_array("state", state, (*x.shape, A.shape[1]), "(B, D, N) of x and A")
-    h = jnp.swapaxes(state.astype(_acc_dtype(x, dt, A, B, C)), 1, 2)  # (B, N, D)
-    tokens = jax.tree.map(lambda v: v[:, None], _Tokens(x, dt, B, C, z))
-    h, out = _run_chunk(h, tokens, _Params(A, D, dt_bias), dt_softplus)
+    tokens, params = _split(x, dt, A, B, C, D, z, dt_bias)
+    h = jnp.swapaxes(state.astype(params.A.dtype), 1, 2)  # (B, N, D)
+    h, out = _run_chunk(h, jax.tree.map(lambda v: v[:, None], tokens), params, dt_softplus)
     return out[:, 0], jnp.swapaxes(h, 1, 2)
 
 
@@ -730,11 +730,18 @@ class _Tokens(NamedTuple):
 
 
 class _Params(NamedTuple):
-    """The arrays without one."""
+    """The arrays without one, in the dtype of the arithmetic."""
 
     A: Any
     D: Any
     dt_bias: Any
+
+
+def _split(x, dt, A, B, C, D, z, dt_bias) -> tuple[_Tokens, _Params]:
+    # Cast before the scan over chunks, whose backward adds these arrays' gradients up.
+    acc = jnp.result_type(jnp.float32, x, dt, A, B, C)
+    params = jax.tree.map(lambda v: v.astype(acc), _Params(A, D, dt_bias))
+    return _Tokens(x, dt, B, C, z), params
 
 
 def selective_scan_reference(
@@ -756,7 +763,7 @@ def selective_scan_reference(
     """
     if x.shape[1] == 0:
         return jnp.zeros_like(x)
-    tokens, params = _Tokens(x, dt, B, C, z), _Params(A, D, dt_bias)
+    tokens, params = _split(x, dt, A, B, C, D, z, dt_bias)
 
     @jax.checkpoint
     def body(h, chunk):
@@ -767,7 +774,7 @@ def selective_scan_reference(
 
 
 def _reference_fwd(options: _Options, save: bool, x, dt, A, B, C, D, z, dt_bias):
-    tokens, params = _Tokens(x, dt, B, C, z), _Params(A, D, dt_bias)
+    tokens, params = _split(x, dt, A, B, C, D, z, dt_bias)
     if x.shape[1] == 0:
         empty = jnp.zeros((x.shape[0], 0, A.shape[1], A.shape[0]), jnp.float32)
         return jnp.zeros_like(x), empty if save else None
@@ -784,8 +791,7 @@ def _reference_fwd(options: _Options, save: bool, x, dt, A, B, C, D, z, dt_bias)
 def _reference_bwd(options: _Options, x, dt, A, B, C, D, z, dt_bias, states, dout):
     """The gradients; those that sum over channels, batch rows or time are left in fp32."""
     f32 = states.dtype
-    tokens = _Tokens(x, dt, B.astype(f32), C.astype(f32), z)
-    params = jax.tree.map(lambda v: v.astype(f32), _Params(A, D, dt_bias))
+    tokens, params = _split(x, dt, A, B.astype(f32), C.astype(f32), D, z, dt_bias)
     if x.shape[1] == 0:
         zeros = jax.tree.map(jnp.zeros_like, (tokens, params))
         return _as_arguments(*zeros)
@@ -823,12 +829,12 @@ def _run_chunk(h, tokens: _Tokens, params: _Params, dt_softplus: bool, valid: An
     acc = h.dtype
     x, dt, B, C = (v.astype(acc) for v in tokens[:4])
     if params.dt_bias is not None:
-        dt = dt + params.dt_bias.astype(acc)
+        dt = dt + params.dt_bias
     if dt_softplus:
         dt = jax.nn.softplus(dt)
     if valid is not None:
         dt = jnp.where(valid[:, None], dt, 0)
-    A = params.A.astype(acc).T  # (N, D): channels last, so that loops run along them
+    A = params.A.T  # (N, D): channels last, so that loops run along them
     dtx = dt * x
     ys = []
     for t in range(x.shape[1]):
@@ -838,7 +844,7 @@ def _run_chunk(h, tokens: _Tokens, params: _Params, dt_softplus: bool, valid: An
         ys.append(jnp.einsum("bnd,bn->bd", h, C[:, t], precision="highest"))
     y = jnp.stack(ys, axis=1)
     if params.D is not None:
-        y = y + params.D.astype(acc) * x
+        y = y + params.D * x
     if tokens.z is not None:
         y = y * jax.nn.silu(tokens.z.astype(acc))
     return h, y.astype(tokens.x.dtype)
@@ -848,7 +854,7 @@ def _initial_state(tokens: _Tokens, params: _Params) -> jax.Array:
     """Zeros (B, N, D), distributed over devices as the states will be."""
     x, dt, B, C, _ = tokens
     like = (x * dt)[:, 0, None, :] * (B * C)[:, 0, :, None] * params.A.T
-    return jnp.where(True, jnp.zeros((), _acc_dtype(x, dt, params.A, B, C)), like)
+    return jnp.where(True, jnp.zeros((), params.A.dtype), like.astype(params.A.dtype))
 
 
 def _to_chunks(tokens: Any) -> tuple[Any, jax.Array | None]:
@@ -869,8 +875,3 @@ def _from_chunks(v: jax.Array, length: int) -> jax.Array:
     """(c, B, k, ·) as (B, L, ·)."""
     v = jnp.moveaxis(v, 0, 1)
     return v.reshape(v.shape[0], v.shape[1] * v.shape[2], v.shape[3])[:, :length]
-
-
-def _acc_dtype(*arrays: jax.Array) -> Any:
-    """The dtype of the arithmetic: float32, or float64 where an argument is."""
-    return jnp.result_type(jnp.float32, *arrays)
