@@ -678,7 +678,9 @@ def _bwd_kernel(options, length, *refs, **scratch):
             smem.y[t] = y
             return tuple(h)
 
-        before = tuple(_load(states_ref.at[batch, c, n, channels]) for n in group)
+        # Under shard_map what is loaded from an argument is typed as varying over the mesh, and
+        # what is computed in a kernel is not; a loop needs one type.
+        before = tuple(1.0 * _load(states_ref.at[batch, c, n, channels]) for n in group)
         lax.fori_loop(0, _CHUNK, up, before)
         sum_over_lanes(grads.dC.at[block, batch, c, g])
 
