@@ -264,6 +264,19 @@ def test_low_precision_learns_as_fp32_does(precision):
     assert not np.array_equal(low, full)
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_training_on_a_gpu_runs_the_kernels(remat):
+    """The 130m preset's step in bf16, lowered for CUDA: kernels forward and backward."""
+    config = TrainConfig.from_flags({"preset": "130m"})
+    policy = Policy.parse("bf16")
+    step = make_train_step(config, make_model(config.model, Options(policy, remat=remat)))
+    state = jax.eval_shape(lambda: init_state(config, policy))
+    batch = jax.ShapeDtypeStruct((1, config.batch_size, config.seq_len + 1), np.uint8)
+    text = jax.jit(step).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in ("rms_norm_fwd", "rms_norm_bwd", "selective_scan_fwd", "selective_scan_bwd"):
+        assert kernel in text, kernel
+
+
 def test_decoding(trained, forward):
     graphdef = sample.decoder(MICRO)
 

@@ -117,8 +117,10 @@ def test_kill_and_resume_gives_the_same_losses(finished, text, tmp_path):
     assert "continued from step" in printed
     assert losses(out) == losses(finished[0])
 
+    (out / "loss.png").unlink()  # as if killed between the last checkpoint and the picture
     printed = run("train", "--resume", "--out", out)
     assert f"already trained for {STEPS} steps" in printed
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_finished_run_goes_on_with_more_steps(finished, tmp_path):

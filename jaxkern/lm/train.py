@@ -22,7 +22,7 @@ from jaxkern.lm import checkpoint, data, sample
 from jaxkern.lm.config import RunError, TrainConfig, resume_config
 from jaxkern.lm.memory import check_memory
 from jaxkern.lm.model import Options, count_params
-from jaxkern.lm.report import BITS, MetricsLog, Progress, plot_losses
+from jaxkern.lm.report import BITS, MetricsLog, Progress, plot_losses, read_metrics
 from jaxkern.lm.step import TrainState, init_state, loss_fn, make_model, make_train_step
 from jaxkern.precision import Policy
 
@@ -55,6 +55,8 @@ def train(flags: dict[str, Any], out: Path, *, resume: bool) -> None:
             print(f"run      {out}" + (f", continued from step {done}" if done else ""))
             if done >= config.steps:
                 print(f"already trained for {done} steps; give a greater --steps to go on")
+                if not (out / "loss.png").exists():  # killed just before drawing it
+                    _plot(config, read_metrics(out / "metrics.jsonl"), out)
                 return
             train_step = trainer.compile_step()
             state = trainer.restore(done) if done else trainer.initial_state()
@@ -285,8 +287,7 @@ class Trainer:
 
     def _finish(self, state: TrainState, log: MetricsLog, speed: float) -> None:
         config = self.config
-        title = f"Mamba {config.preset} on bytes"
-        plot_losses(log.records, self.out / "loss.png", title=title)
+        _plot(config, log.records, self.out)
         bits = log.records[-1]["validation_bits_per_byte"]
         print(f"\nvalidation {bits:.3f} bits/byte after {config.steps} steps")
         print(f"{speed:,.0f} tokens/s (steps alone, without compilation and validation)")
@@ -320,6 +321,10 @@ class Speed:
         """Over all segments but the first, which may hold one-time work, if there are others."""
         segments = self._segments[1:] or self._segments
         return self._tokens * sum(n for n, _ in segments) / sum(s for _, s in segments)
+
+
+def _plot(config: TrainConfig, records: list[dict[str, Any]], out: Path) -> None:
+    plot_losses(records, out / "loss.png", title=f"Mamba {config.preset} on bytes")
 
 
 def _devices(config: TrainConfig) -> list[Any]:
