@@ -1,166 +1,144 @@
 """Causal depthwise convolution along time, the short filter in front of a Mamba scan.
 
-Forward, for every batch row b and channel d, with zeros before the start of the sequence::
+Forward, for a batch row b and a channel d, with x = 0 before the start of the sequence:
 
-    s[t]   = bias + Σ_w weight[w] · x[t − (W−1) + w]        w = 0 … W−1
-    out[t] = s[t]            or            s[t] · sigmoid(s[t])   (activation="silu")
+    s[t]   = bias + Σ_w weight[w] · x[t − (W−1) + w]                              w = 0 … W−1
+    out[t] = s[t],   or   s[t] · sigmoid(s[t])   for activation="silu"
 
-Plain JAX: W shifted multiply-adds that XLA fuses into one pass over x, accumulated in float32.
-Only the inputs are saved for the backward.  Memory is the limit: 2 tensors forward, 3 backward.
+Plain JAX: W shifted multiply-adds, which XLA fuses into one pass over x, in fp32. Only the
+arguments are kept for the backward. At W = 4 both passes wait for memory: 2 arrays forward (read x,
+write out), 3 backward (read x and dout, write dx).
+
+Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
+arXiv:2312.00752.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jax.typing import ArrayLike
 
-__all__ = ["causal_conv1d", "causal_conv1d_step"]
-
-Activation = Literal["silu"]
+from jaxkern.core.arguments import check_array, check_floating
 
 
 def causal_conv1d(
-    x: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
     *,
-    activation: Activation | None = None,
-) -> Array:
-    """Convolves each channel with its own causal filter along time.
+    activation: Literal["silu"] | None = None,
+) -> jax.Array:
+    r"""Convolve every channel with its own short filter, looking back in time only.
 
-    ``out[b, t, d] = f(bias[d] + Σ_w weight[d, w] · x[b, t − (W−1) + w, d])``, where x is 0 before
-    the start of the sequence and f is the identity or SiLU.  ``weight[:, W−1]`` meets the current
-    input.  Sums are kept in float32 whatever the dtype of x.
+    .. math:: \text{out}_t = f\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \, x_{t-(W-1)+w}\Bigr)
+
+    for every batch row and channel, where x is 0 before the start and f is the identity or SiLU;
+    ``weight[:, W-1]`` meets the current input. Products and sums are computed in fp32, whatever the
+    dtypes; the result is rounded once, to the dtype of `x`. Differentiable in both modes and to any
+    order.
+
+    On a mesh, batch and channels may be split between devices.
 
     Args:
-        x: Inputs ``(B, L, D)``, floating point.
-        weight: Filters ``(D, W)``, floating point, W ≥ 1.
-        bias: ``(D,)``, or None for no bias.
-        activation: ``"silu"`` or None.
+      x: (B, L, D), any floating dtype.
+      weight: (D, W), any floating dtype, W at least 1.
+      bias: (D,), any floating dtype; ``None`` stands for zeros.
+      activation: ``"silu"`` or ``None``.
 
     Returns:
-        Array ``(B, L, D)`` in the dtype of x.
+      (B, L, D), the dtype of `x`.
 
     Raises:
-        TypeError: If an argument is not floating point.
-        ValueError: If shapes do not fit together or the activation is unknown.
+      TypeError: an argument is not an array of a real floating dtype.
+      ValueError: a shape does not fit, or `activation` is unknown.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> x = jnp.arange(4.0).reshape(1, 4, 1)
-        >>> causal_conv1d(x, jnp.array([[1.0, 10.0]]))[0, :, 0]
-        Array([ 0., 10., 21., 32.], dtype=float32)
+      >>> import jax.numpy as jnp, jaxkern
+      >>> x = jnp.arange(4.0).reshape(1, 4, 1)
+      >>> jaxkern.causal_conv1d(x, jnp.array([[1.0, 10.0]]))[0, :, 0]
+      Array([ 0., 10., 21., 32.], dtype=float32)
 
     References:
-        Gu and Dao, `Mamba: Linear-Time Sequence Modeling with Selective State Spaces
-        <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.4.
+      Gu and Dao, `Mamba: Linear-Time Sequence Modeling with Selective State Spaces
+      <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.4.
     """
-    x, weight, bias = _check("causal_conv1d", x, weight, bias, activation, ndim=3)
+    x, weight, bias = _check(("B", "L"), x, weight, bias, activation)
     length, width = x.shape[1], weight.shape[1]
-    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    padded = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0))).astype(acc_dtype)  # (B, W-1+L, D)
-    taps = weight.astype(acc_dtype)
-    acc = jnp.zeros((), acc_dtype) if bias is None else bias.astype(acc_dtype)
-    for w in range(width):
-        acc = acc + taps[:, w] * padded[:, w : w + length]
-    return _activate(acc, activation).astype(x.dtype)
+    padded = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))  # (B, W − 1 + L, D)
+    windows = [padded[:, w : w + length] for w in range(width)]
+    return _filter(windows, weight, bias, activation).astype(x.dtype)
 
 
 def causal_conv1d_step(
-    state: ArrayLike,
-    x: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None = None,
+    state: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
     *,
-    activation: Activation | None = None,
-) -> tuple[Array, Array]:
-    """Runs :func:`causal_conv1d` for one token, for step-by-step decoding.
+    activation: Literal["silu"] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Run :func:`causal_conv1d` for one token, to decode step by step.
 
-    The state holds the last W−1 inputs, oldest first; start with zeros.  Stepping over a sequence
-    gives the outputs of :func:`causal_conv1d` on it.
+    .. math:: \text{out}_t = f\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \, x_{t-(W-1)+w}\Bigr)
 
     Args:
-        state: The last inputs ``(B, W−1, D)``, floating point.
-        x: Current inputs ``(B, D)``, floating point.
-        weight: Filters ``(D, W)``, floating point.
-        bias: ``(D,)``, or None for no bias.
-        activation: ``"silu"`` or None.
+      state: (B, W − 1, D), any floating dtype, the inputs before this one, oldest first; zeros to
+        begin with.
+      x: (B, D), any floating dtype.
+      weight: (D, W), any floating dtype.
+      bias: (D,), any floating dtype; ``None`` stands for zeros.
+      activation: ``"silu"`` or ``None``.
 
     Returns:
-        Outputs ``(B, D)`` in the dtype of x, and the next state ``(B, W−1, D)`` in its own dtype.
+      The output, (B, D), the dtype of `x`; and the next state, (B, W − 1, D), the dtype of `state`.
 
     Raises:
-        TypeError: If an argument is not floating point.
-        ValueError: If shapes do not fit together or the activation is unknown.
+      TypeError: an argument is not an array of a real floating dtype.
+      ValueError: a shape does not fit, or `activation` is unknown.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> state, weight = jnp.zeros((1, 1, 1)), jnp.array([[1.0, 10.0]])
-        >>> for token in (1.0, 2.0):
-        ...     out, state = causal_conv1d_step(state, jnp.full((1, 1), token), weight)
-        >>> out
-        Array([[21.]], dtype=float32)
+      >>> import jax.numpy as jnp, jaxkern
+      >>> state, weight = jnp.zeros((1, 1, 1)), jnp.array([[1.0, 10.0]])
+      >>> for token in (1.0, 2.0):
+      ...     out, state = jaxkern.causal_conv1d_step(state, jnp.full((1, 1), token), weight)
+      >>> out
+      Array([[21.]], dtype=float32)
 
     References:
-        Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023.
+      Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.4.
     """
-    x, weight, bias = _check("causal_conv1d_step", x, weight, bias, activation, ndim=2)
-    state = jnp.asarray(state)
+    x, weight, bias = _check(("B",), x, weight, bias, activation)
     (batch, dim), width = x.shape, weight.shape[1]
-    if not jnp.issubdtype(state.dtype, jnp.floating):
-        raise TypeError(f"causal_conv1d_step: state must be floating point, got {state.dtype}.")
-    if state.shape != (batch, width - 1, dim):
+    before = (batch, width - 1, dim)
+    state = check_array("state", state, before, "(B, W - 1, D) of x and weight")
+    windows = [*jnp.unstack(state, axis=1), x]
+    out = _filter(windows, weight, bias, activation).astype(x.dtype)
+    following = jnp.concatenate([state, x[:, None].astype(state.dtype)], axis=1)[:, 1:]
+    return out, following
+
+
+def _filter(windows: list[jax.Array], weight: jax.Array, bias: Any, activation: Any) -> jax.Array:
+    """f(bias + Σ_w weight[:, w] · windows[w]), in fp32, or float64 where an argument is."""
+    acc = jnp.result_type(jnp.float32, weight, *windows)
+    total = jnp.zeros((), acc) if bias is None else bias.astype(acc)
+    for tap, window in zip(weight.astype(acc).T, windows, strict=True):
+        total = total + tap * window.astype(acc)
+    return jax.nn.silu(total) if activation == "silu" else total
+
+
+def _check(lead: tuple[str, ...], x, weight, bias, activation) -> tuple[Any, Any, Any]:
+    """The arguments as arrays; `lead` names the dimensions of x before the channels."""
+    x, weight = check_floating("x", x), check_floating("weight", weight)
+    if x.ndim != len(lead) + 1:
+        raise ValueError(f"x must have shape ({', '.join(lead)}, D), got {x.shape}")
+    channels = x.shape[-1:]
+    if weight.ndim != 2 or weight.shape[:1] != channels or weight.shape[1] == 0:
         raise ValueError(
-            f"causal_conv1d_step: state must hold the last W-1 inputs, shape (B, W-1, D) = "
-            f"{(batch, width - 1, dim)}, got {state.shape}. Start from zeros of that shape."
+            f"weight must have shape (D, W), D the {channels[0]} channels of x and W at least 1; "
+            f"got {weight.shape}"
         )
-    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    window = jnp.concatenate(
-        [state.astype(acc_dtype), x[:, None].astype(acc_dtype)], axis=1
-    )  # (B, W, D)
-    taps = weight.astype(acc_dtype)
-    acc = jnp.zeros((), acc_dtype) if bias is None else bias.astype(acc_dtype)
-    for w in range(width):
-        acc = acc + taps[:, w] * window[:, w]
-    next_state = jnp.concatenate([state, x[:, None].astype(state.dtype)], axis=1)[:, 1:]
-    return _activate(acc, activation).astype(x.dtype), next_state
-
-
-def _activate(s: Array, activation: Activation | None) -> Array:
-    return jax.nn.silu(s) if activation == "silu" else s
-
-
-def _check(
-    name: str,
-    x: ArrayLike,
-    weight: ArrayLike,
-    bias: ArrayLike | None,
-    activation: Activation | None,
-    *,
-    ndim: int,
-) -> tuple[Array, Array, Array | None]:
-    """Returns the arguments as arrays, or says which one breaks which rule."""
-    x, weight = jnp.asarray(x), jnp.asarray(weight)
-    bias = None if bias is None else jnp.asarray(bias)
-    for label, value in (("x", x), ("weight", weight), ("bias", bias)):
-        if value is not None and not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(
-                f"{name}: {label} must be floating point, got {value.dtype}. "
-                f"Cast it, e.g. {label}.astype(jnp.float32)."
-            )
-    if x.ndim != ndim:
-        want = "(B, L, D)" if ndim == 3 else "(B, D)"
-        raise ValueError(f"{name}: x must have shape {want}, got {x.shape}.")
-    dim = x.shape[-1]
-    if weight.ndim != 2 or weight.shape[0] != dim or weight.shape[1] < 1:
-        raise ValueError(
-            f"{name}: weight must have shape (D, W) with D = {dim} channels of x and W >= 1, "
-            f"got {weight.shape}. A (W, D) filter needs weight.T."
-        )
-    if bias is not None and bias.shape != (dim,):
-        raise ValueError(f"{name}: bias must have shape (D,) = ({dim},), got {bias.shape}.")
+    if bias is not None:
+        bias = check_array("bias", bias, channels, "(D,) of x")
     if activation not in (None, "silu"):
-        raise ValueError(f'{name}: activation must be None or "silu", got {activation!r}.')
+        raise ValueError(f'activation must be "silu" or None, got {activation!r}')
     return x, weight, bias

@@ -542,7 +542,7 @@ def _launch_bwd(options: _Options, x, dt, A, B, C, D, z, dt_bias, states, dout):
     if has_z:
         scratch["z"] = _ring(_CHUNK, LANES, z.dtype)
     dx, ddt, dA, dB, dC, dD, ddt_bias, *dz = plgpu.kernel(
-        functools.partial(_bwd_kernel, options, length),
+        functools.partial(_bwd_kernel, options, length, A.shape[1]),
         out_type=(
             shape(arrays.x.shape, x.dtype),
             shape(arrays.x.shape, dt.dtype),
@@ -576,12 +576,12 @@ def _launch_bwd(options: _Options, x, dt, A, B, C, D, z, dt_bias, states, dout):
     )
 
 
-def _bwd_kernel(options, length, *refs, **scratch):
+def _bwd_kernel(options, length, states, *refs, **scratch):
     smem = types.SimpleNamespace(**scratch)
     has_z = hasattr(smem, "z")
     arrays, (states_ref, dout_ref) = _Arrays(*refs[:8]), refs[8:10]
     grads = _Gradients(*refs[10:])
-    padded, states = arrays.x.shape[1], arrays.rate.shape[0]
+    padded, padded_states = arrays.x.shape[1], arrays.rate.shape[0]
     chunks = padded // _CHUNK
     batch, block, channels = _block()
 
@@ -601,7 +601,7 @@ def _bwd_kernel(options, length, *refs, **scratch):
     fetch(chunks - 1, 0)
     D, dt_bias = _load(arrays.D.at[channels]), _load(arrays.dt_bias.at[channels])
 
-    @pl.loop(0, states)
+    @pl.loop(0, padded_states)
     def _(n):
         smem.dh[n] = _zeros()
         smem.dA[n] = _zeros()
@@ -637,7 +637,7 @@ def _bwd_kernel(options, length, *refs, **scratch):
             for sum_smem in (smem.y, smem.dh_b, smem.v_a):
                 sum_smem[t] = _zeros()
 
-        @pl.loop(0, states // _GROUP)
+        @pl.loop(0, padded_states // _GROUP)
         def _(g):
             run_group(c, slot, g)
 
@@ -663,7 +663,7 @@ def _bwd_kernel(options, length, *refs, **scratch):
 
     def run_group(c, slot, g):
         """_GROUP states through the chunk: up, to recompute them, and down with their gradients."""
-        group = [g * _GROUP + n for n in range(_GROUP)]
+        group = [g * _GROUP + n for n in range(min(states, _GROUP))]
         rate = [_load(arrays.rate.at[n, channels]) for n in group]
 
         def up(t, h):
@@ -713,7 +713,7 @@ def _bwd_kernel(options, length, *refs, **scratch):
     grads.dD[batch, channels] = dD
     grads.ddt_bias[batch, channels] = ddt_bias
 
-    @pl.loop(0, states)
+    @pl.loop(0, padded_states)
     def _(n):
         grads.dA[batch, n, channels] = _load(smem.dA.at[n])
 
