@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import jaxkern
 from jaxkern.lm import cli, memory
 from jaxkern.lm.config import DEFAULTS, PRESETS, RunError, TrainConfig, resume_config
 from jaxkern.lm.doctor import doctor
+from jaxkern.lm.report import Progress
 
 
 def fails(capsys, *argv, code=1):
@@ -154,6 +156,32 @@ def test_help_shows_every_flag_with_its_default(capsys, monkeypatch):
         assert "(default: " in part, name
     assert "(default: tiny)" in shown["preset"]
     assert "tiny 240" in shown["steps"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress(capsys, monkeypatch, terminal):
+    class Stream(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    progress = Progress(start=10, steps=30)
+    progress.update(
+        [
+            {"step": 19, "loss": 1.0, "tokens_per_second": 4.0},
+            {"step": 20, "loss": 3.0, "tokens_per_second": 1234.5, "validation_bits_per_byte": 2.5},
+        ]
+    )
+    progress.close()
+    shown = "loss 2.000 · 2.885 bits/byte · 1,234 tokens/s · "
+    plain = capsys.readouterr().out
+    if terminal:
+        assert "20/30 · " + shown in stream.getvalue()
+        assert plain == "step 20 · validation 2.500 bits/byte\n"
+    else:
+        assert stream.getvalue() == ""
+        assert plain == f"step 20/30 · {shown}0:00 left · validation 2.500 bits/byte\n"
 
 
 def test_version(capsys):

@@ -80,8 +80,7 @@ class Progress:
                 total=steps,
                 unit="step",
                 dynamic_ncols=True,
-                bar_format="{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} · "
-                "{postfix}{remaining} left",
+                bar_format="{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} · {desc}{remaining} left",
             )
 
     def update(self, records: list[dict[str, Any]]) -> None:
@@ -96,7 +95,7 @@ class Progress:
         validation = records[-1].get("validation_bits_per_byte")
         held_out = "" if validation is None else f"validation {validation:.3f} bits/byte"
         if self._bar is not None:
-            self._bar.set_postfix_str(text + " · ", refresh=False)
+            self._bar.set_description_str(text + " · ", refresh=False)
             self._bar.update(step - self._bar.n)
             if held_out:
                 self._bar.write(f"step {step} · {held_out}")
