@@ -7,6 +7,7 @@ model       the Mamba language model (flax.nnx) on jaxkern's ops
 step        one optimizer step and one evaluation, as pure functions
 checkpoint  what a run directory holds; save, restore, resume
 report      progress, metrics.jsonl, loss.png
+memory      whether a step fits, before it runs
 train       the training loop
 sample      decoding from a run
 doctor      what would run on this machine, and why

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
-        return _fail("stopped", code=130)
+        return _fail("stopped; a training run goes on with --resume --out its folder", code=130)
     except BrokenPipeError:  # jaxkern sample | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
