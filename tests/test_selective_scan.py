@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.ops import selective_scan as module
+from jaxkern.ops.selective_scan import reference
 from tests import check
 
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
@@ -213,11 +213,11 @@ def test_selective_scan_passes_in_plain_jax():
     arrays = inputs(2, 21, 5, 3)
     dout = jax.random.normal(jax.random.key(1), arrays[0].shape)
     out, grads = value_and_grads(functools.partial(scan, implementation="xla"))(arrays, dout)
-    options = module._Options(dt_softplus=True, mode="xla")
-    again, states = module._reference_fwd(options, True, *arrays)
+    options = reference.Options(dt_softplus=True, mode="xla")
+    again, states = reference.reference_fwd(options, True, *arrays)
     check.assert_close(again, out, 2e-7)
     assert states.shape == (2, 3, 3, 5)
-    backward = jax.jit(functools.partial(module._reference_bwd, options))
+    backward = jax.jit(functools.partial(reference.reference_bwd, options))
     check.assert_close(backward(*arrays, states, dout), grads, 1e-6)
 
 
@@ -492,7 +492,7 @@ CHANNELS = {
 SELECTIVE_SCAN = check.Op(
     name="selective_scan",
     call=scan,
-    reference=lambda *a: module.selective_scan_reference(*a, dt_softplus=True),
+    reference=lambda *a: reference.selective_scan_reference(*a, dt_softplus=True),
     arrays=lambda key: inputs(4, 3, 4, 2, seed=3),
     kernels=("selective_scan_fwd", "selective_scan_bwd"),
     rows=(*ROWS, P("data")),

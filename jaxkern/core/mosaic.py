@@ -2,12 +2,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 LANES = 128
 """Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
@@ -105,3 +111,94 @@ def windows(n: int, max_size: int, itemsize: int) -> Windows:
                 choices.append((cost, count, Windows(n, size, vec, count)))
         vec //= 2
     return min(choices, key=lambda c: c[:2])[2]
+
+
+def warp_sums(values: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
+    """The sums of each of `values` over the 32 lanes of each warp, side by side in the lanes.
+
+    Every step halves the values that a lane holds: it keeps the one half, sends the other to a
+    partner lane and adds what comes back, so that R values take R − 1 shuffles and not 5 · R. The
+    order of the additions is fixed.
+
+    Args:
+      values: R = 1, 2, 4, 8, 16 or 32 arrays (LANES,), fp32, one element per lane.
+      interpret: whether this runs in Pallas's interpreter, which has no shuffles.
+
+    Returns:
+      (LANES,): lane l of warp w holds the sum over that warp's lanes of value ⌊l · R / 32⌋.
+    """
+    count = len(values)
+    assert count in (1, 2, 4, 8, 16, 32), count
+    if interpret:
+        sums = jnp.stack([v.reshape(-1, 32).sum(-1) for v in values], axis=1)
+        return jnp.repeat(sums, 32 // count, axis=1).reshape(LANES)
+    f32 = np.dtype(np.float32)
+    row: Any = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(row,) * count,
+        return_type=plgpu.ShapeDtypeStruct((LANES,), f32, layout=row),
+    )
+    def shuffled(ctx: Any, *arrays: Any) -> Any:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+
+        def constant(k: int) -> Any:
+            return arith.constant(i32, k)
+
+        held = [_element(a.registers.item(), 0) for a in arrays]
+        distance = 16
+        while distance:
+            upper = arith.cmpi(
+                arith.CmpIPredicate.ne,
+                arith.andi(mgpu_utils.thread_idx(), constant(distance)),
+                constant(0),
+            )
+            if len(held) == 1:
+                pairs = [(held[0], held[0])]
+            else:
+                half = len(held) // 2
+                pairs = [
+                    (arith.select(upper, b, a), arith.select(upper, a, b))
+                    for a, b in zip(held[:half], held[half:], strict=True)
+                ]
+            held = [arith.addf(a, mgpu_utils.shfl_bfly(b, distance)) for a, b in pairs]
+            distance //= 2
+        register = vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), held[0])
+        registers = np.full(arrays[0].registers.shape, register, dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=arrays[0].layout, _is_signed=None)
+
+    return shuffled(*values)
+
+
+def shared_scalars(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
+    """The first `count` numbers of a row in shared memory as scalars, read four at a time.
+
+    Args:
+      ref: (n,), fp32, in shared memory, n a multiple of 4, at a multiple of 16 bytes.
+      count: how many, at most n.
+      interpret: whether this runs in Pallas's interpreter.
+    """
+    if interpret:
+        return [ref[i] for i in range(count)]
+    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.float32), layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(scalar,) * count)
+    def read(ctx: Any, row: Any) -> Any:
+        del ctx
+        f32 = ir.F32Type.get()
+        four = ir.VectorType.get((4,), f32)
+        pointer = mgpu_utils.memref_ptr(row)
+        scalars = []
+        for start in range(0, count, 4):
+            loaded = llvm.load(four, mgpu_utils.getelementptr(pointer, [start], f32), alignment=16)
+            scalars += [_element(loaded, k) for k in range(min(4, count - start))]
+        return tuple(mgpu.FragmentedArray.splat(s, ()) for s in scalars)
+
+    return list(read(ref))  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
+
+
+def _element(values: Any, k: int) -> Any:
+    """Element `k` of an MLIR vector."""
+    position = ir.DenseI64ArrayAttr.get([k])
+    return vector.extract(values, dynamic_position=[], static_position=position)
