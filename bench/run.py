@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 IMPLEMENTATIONS = ("mosaic", "xla")
 
 
-def machine() -> dict[str, Any]:
+def machine(commit: str) -> dict[str, Any]:
     """Where the figures come from: without it they mean nothing."""
     device = jax.devices()[0]
     return {
@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "jax": jax.__version__,
         "jaxkern": jaxkern.__version__,
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -154,10 +154,11 @@ def parser() -> argparse.ArgumentParser:
         description="Time jaxkern's ops, forward and backward, beside plain JAX.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    p.add_argument("--op", action="append", help="only this op (repeat for more)")
+    p.add_argument("--op", action="append", help="only this op; repeat for more")
     p.add_argument("--shape", action="append", help="only this shape, as the table writes it")
     p.add_argument("--vs", default="xla", help="implementations beside mosaic, comma-separated")
     p.add_argument("--calls", type=int, default=30, help="timed calls a measurement")
+    p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
     p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-<op>.json)")
     return p
 
@@ -174,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         known = ", ".join(sorted({f"{c.op} {c.shape}" for c in cases(small=not gpu)}))
         print(f"bench: error: no such case; there are: {known}", file=sys.stderr)
         return 2
-    where = machine()
+    where = machine(args.commit)
     copy = timing.copy_bandwidth()
     clock = (
         "device time (CUPTI), cold L2" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"

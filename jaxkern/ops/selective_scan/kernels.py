@@ -215,7 +215,7 @@ def softplus(v: jax.Array, exact: bool) -> jax.Array:
 
 
 def _unroll(states: int) -> int:
-    """Steps unrolled in a loop: with four, the forward is 10% faster at N = 16; code grows with N."""
+    """Steps unrolled in a loop: at N = 16 four make the forward 10% faster; code grows with N."""
     return max(1, min(4, 64 // states))
 
 
