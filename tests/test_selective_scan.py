@@ -477,8 +477,9 @@ def test_selective_scan_beyond_int32():
     dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, out)
     last = tuple(v[-2:] if v.ndim == 3 else v for v in arrays)
     want, want_vjp = jax.vjp(lambda x: scan(x, *last[1:], implementation="mosaic"), last[0])
-    np.testing.assert_array_equal(out[-2:], want)
-    np.testing.assert_array_equal(dx[-2:], want_vjp(want)[0])
+    # Two rows alone are cut into segments, which rounds differently.
+    check.assert_close(out[-2:], want, 2.0**-9)
+    check.assert_close(dx[-2:], want_vjp(want)[0], 2.0**-9)
     check.assert_close(want, scan(*last, implementation="xla"), 4e-3)
 
 
