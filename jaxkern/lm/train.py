@@ -226,7 +226,7 @@ class Trainer:
 
     def initial_state(self) -> TrainState:
         """The state before the first step."""
-        return jax.jit(self._init, out_shardings=self.replicated)()
+        return self._jit(self._init)()
 
     def compile_step(self) -> jax.stages.Compiled:
         """Compile the training step, and refuse one that memory cannot hold."""
@@ -236,13 +236,24 @@ class Trainer:
         windows = jax.ShapeDtypeStruct(
             (config.grad_accum, per_part, config.seq_len + 1), np.uint8, sharding=self.second_split
         )
-        step = jax.jit(
-            make_train_step(config, self.graphdef), donate_argnums=0, out_shardings=self.replicated
-        )
+        step = self._jit(make_train_step(config, self.graphdef), donate_argnums=0)
         compiled = step.lower(self._abstract_state(), windows).compile()
         check_memory(compiled, self.devices[0])
         print(f"compiled the step in {time.perf_counter() - began:.1f} s", flush=True)
         return compiled
+
+    def _jit(self, f: Callable[..., Any], **options: Any) -> Any:
+        """`f` compiled to the same arithmetic in every process, or a resumed run would drift.
+
+        On a GPU the compiler else picks the matrix products by timing them.
+        """
+        on_gpu = self.devices[0].platform == "gpu"
+        return jax.jit(
+            f,
+            out_shardings=self.replicated,
+            compiler_options={"xla_gpu_deterministic_ops": True} if on_gpu else None,
+            **options,
+        )
 
     def _init(self) -> TrainState:
         return init_state(self.config, self.policy)
@@ -262,7 +273,7 @@ class Trainer:
                 batches=config.eval_batches * config.grad_accum,
             )
         ]
-        loss = jax.jit(functools.partial(loss_fn, self.graphdef), out_shardings=self.replicated)
+        loss = self._jit(functools.partial(loss_fn, self.graphdef))
 
         def evaluate(params: Any) -> dict[str, float]:
             losses = jax.device_get([loss(params, batch) for batch in batches])
