@@ -488,7 +488,7 @@ def launch_bwd(options: Options, x, dt, A, B, C, D, z, dt_bias, states, dout) ->
     ring = _ring(scan, CHUNK, arrays, "x dt B C z", dout=dout, **more)
     rows = plgpu.SMEM((CHUNK, LANES), f32)
     scratch = ring.scratch() | {
-        "h": plgpu.SMEM((CHUNK - 1, min(n, GROUP), LANES), f32),
+        "h": plgpu.SMEM((CHUNK - (groups == 1), min(n, GROUP), LANES), f32),
         **dict.fromkeys(("step", "dy", "sums"), rows),
     }
     if groups > 1:
@@ -664,7 +664,7 @@ def _bwd_kernel(scan, ring, *refs, **scratch):
             # computed one is not; a loop's carry needs one type.
             return tuple(1.0 * _load(states_ref.at[batch, c, n, channels]) for n in group)
 
-        def up(t, h, keep):
+        def up(t, h, row):
             x = _load(smem.x.at[slot, t])
             dy, dsilu = None, None
             if is_first or is_last:
@@ -683,8 +683,8 @@ def _bwd_kernel(scan, ring, *refs, **scratch):
             dtx = dt * x
             h = list(h)
             for k in each:
-                if keep:
-                    smem.h[t - 1, k] = h[k]
+                if row is not None:
+                    smem.h[row, k] = h[k]
                 h[k] = jnp.exp2(dt * rate[k]) * h[k] + dtx * B[k]
                 if scan.gated:
                     y = y + h[k] * C[k]
@@ -695,9 +695,13 @@ def _bwd_kernel(scan, ring, *refs, **scratch):
                 grads.dz[token] = (dsilu * y).astype(grads.dz.dtype)
             return tuple(h)
 
-        # The state before the first step was saved, those before the others are in smem.h.
-        h = up(0, before(), keep=False)
-        after = lax.fori_loop(1, CHUNK, lambda t, h: up(t, h, keep=True), h)
+        # The states before each step go to smem.h. That before the first is in the ring already, and
+        # where shared memory is what limits the blocks on a multiprocessor it stays there.
+        if groups == 1:
+            h = up(0, before(), None)
+            after = lax.fori_loop(1, CHUNK, lambda t, h: up(t, h, t - 1), h)
+        else:
+            after = lax.fori_loop(0, CHUNK, lambda t, h: up(t, h, t), before())
 
         def down(t, carry, h):
             dh, dA, after, sums = (list(v) for v in carry)
@@ -732,13 +736,16 @@ def _bwd_kernel(scan, ring, *refs, **scratch):
                 sums = [sums[0] + dy * x, sums[1] + ddt]
             return tuple(dh), tuple(dA), tuple(h), tuple(sums)
 
-        def later_step(i, carry):
+        def from_smem(i, carry):
             t = CHUNK - 1 - i
-            return down(t, carry, [_load(smem.h.at[t - 1, k]) for k in each])
+            row = t - (groups == 1)
+            return down(t, carry, [_load(smem.h.at[row, k]) for k in each])
 
         carry = (*get(group, kept), after, sums)
-        carry = lax.fori_loop(0, CHUNK - 1, later_step, carry)
-        dh, dA, _, sums = down(0, carry, before())
+        carry = lax.fori_loop(0, CHUNK - (groups == 1), from_smem, carry)
+        if groups == 1:
+            carry = down(0, carry, before())
+        dh, dA, _, sums = carry
         plgpu.commit_smem()
         layout = plgpu.Layout.WG_STRIDED((CHUNK, 32), vec_size=2)
         warps = [
