@@ -129,9 +129,22 @@ def check_case(arrays, implementation, dt_softplus=True):
     for name, like, got, other, truth in rows:
         assert got.dtype == like.dtype, name
         ours, theirs = check.relative_error(got, truth), check.relative_error(other, truth)
-        assert ours <= 2 * theirs + 4 * 2.0**-24, f"{name}: {ours:.1e}, plain JAX {theirs:.1e}"
+        roundings = 4 * 2.0**-24
+        if name == "D":
+            roundings *= cancellation(arrays, dout, truth)
+        assert ours <= 2 * theirs + roundings, f"{name}: {ours:.1e}, plain JAX {theirs:.1e}"
         rounding = float(jnp.finfo(got.dtype).eps) / 2
         assert ours <= rounding + 3e-6, f"{name}: relative error {ours:.1e}"
+
+
+def cancellation(arrays, dout, dD):
+    """How much larger the terms of dD = Σ dout · silu(z) · x are than their sum.
+
+    Rounding a term in fp32 is no error of the kernel's, and with few tokens the sum can be small.
+    """
+    x, z, dout = (np.asarray(v, np.float64) for v in (arrays[0], arrays[6], dout))
+    terms = np.abs(dout * z / (1 + np.exp(-z)) * x).sum((0, 1))
+    return np.linalg.norm(terms) / np.linalg.norm(dD)
 
 
 def flat(value_and_grads):

@@ -695,8 +695,8 @@ def _bwd_kernel(scan, ring, *refs, **scratch):
                 grads.dz[token] = (dsilu * y).astype(grads.dz.dtype)
             return tuple(h)
 
-        # The states before each step go to smem.h. That before the first is in the ring already, and
-        # where shared memory is what limits the blocks on a multiprocessor it stays there.
+        # The states before each step go to smem.h. That before the first is in the ring already;
+        # with one group, shared memory limits a multiprocessor's blocks, and it stays there.
         if groups == 1:
             h = up(0, before(), None)
             after = lax.fori_loop(1, CHUNK, lambda t, h: up(t, h, t - 1), h)
