@@ -379,6 +379,35 @@ def _shard_map(c: _Cell, check_vma: bool) -> None:
     assert_close(jax.jit(inside)(arrays, cotangent), want)
 
 
+def _axis_names(c: _Cell) -> None:
+    """A device mesh axis named as a kernel might name a grid axis changes nothing.
+
+    A kernel that takes the one for the other asks for the device's number; ours never should.
+    """
+    from jax.experimental.mosaic.gpu import launch_context
+
+    def no_device_id(self: Any) -> Any:
+        raise AssertionError("a kernel takes an axis of the device mesh for one of its grid")
+
+    def on_mesh(f: Callable[..., Any], name: str) -> Callable[..., Any]:
+        mesh = jax.make_mesh((1,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+        specs = jax.tree.map(
+            lambda spec: P(*(name if entry == "data" else entry for entry in spec)),
+            c.op.rows[:-1],
+            is_leaf=lambda spec: isinstance(spec, P),
+        )
+        return jax.shard_map(c.grad(f), mesh=mesh, in_specs=specs, out_specs=specs)
+
+    for name in ("block", "batch", "segment", "column"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch_context.LaunchContext, "device_id", no_device_id)
+            text = c.lowered_for_cuda(functools.partial(on_mesh, name=name), *c.arrays)
+        assert c.kernel_counts(text) == (1, 1)
+        if ON_GPU:
+            got = jax.jit(on_mesh(c.f, name))(*c.arrays)
+            assert_close(got, c.grad(c.op.reference)(*c.arrays))
+
+
 def _export(c: _Cell) -> None:
     """One traced function, for a GPU that is not here and for the CPU."""
     call = functools.partial(c.op.call, implementation=None)
@@ -418,6 +447,7 @@ TRANSFORMATIONS: dict[str, Callable[[_Cell], None]] = {
     "explicit mesh": _explicit_mesh,
     "vmap(grad) on explicit mesh": _vmap_explicit_mesh,
     "features split": _feature_mesh,
+    "mesh axis names": _axis_names,
     "export": _export,
     "kernels lowered": _kernels,
 }

@@ -19,6 +19,21 @@ LANES = 128
 """Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
 one scratch for such sums per block, and two warpgroups would race for it."""
 
+
+class GridAxis:
+    """The name of a grid axis, equal to itself alone.
+
+    Inside a kernel an axis of the user's device mesh hides a grid axis of an equal name, and
+    ``lax.axis_index`` then silently gives the device's index: a string is never safe.
+    """
+
+    def __init__(self, label: str):
+        self.label = label
+
+    def __repr__(self) -> str:
+        return f"GridAxis({self.label!r})"
+
+
 _H200_SMS = 132
 _MAX_VECTOR_BYTES = 16
 

@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.core.arguments import check_array, check_floating, check_number
 from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
-from jaxkern.core.mosaic import LANES, lane_vector, num_sms, windows
+from jaxkern.core.mosaic import LANES, GridAxis, lane_vector, num_sms, windows
 
 
 def rms_norm(
@@ -167,6 +167,9 @@ def _backward_pass(options: _Options, ndim: int) -> KernelPass:
     )
 
 
+_BLOCK, _COLUMN, _SEGMENT = GridAxis("block"), GridAxis("column"), GridAxis("segment")
+
+
 # Tiles
 
 
@@ -262,7 +265,7 @@ def _launch_fwd(options: _Options, x: Any, weight: Any, *, tile: Tiles | None = 
             jax.ShapeDtypeStruct((m,), jnp.float32),
         ),
         grid=(-(-m // per_block),),
-        grid_names=("block",),
+        grid_names=(_BLOCK,),
         kernel_name="rms_norm_fwd",
     )(rows, *weights)
     return out[:, :n].reshape(x.shape), rstd.reshape(x.shape[:-1])
@@ -271,7 +274,7 @@ def _launch_fwd(options: _Options, x: Any, weight: Any, *, tile: Tiles | None = 
 def _fwd_kernel(options, row, n, per_block, x_ref, *refs):
     *weight_ref, out_ref, rstd_ref = refs  # x, out (M, N); weight (N,); rstd (M,)
     # The last block's surplus rows repeat the last row.
-    first = lax.axis_index("block") * per_block
+    first = lax.axis_index(_BLOCK) * per_block
     indices = [jnp.minimum(first + r, x_ref.shape[0] - 1) for r in range(per_block)]
     xs = [[row.load(x_ref.at[m], i) for i in range(row.count)] for m in indices]
     scales = [_scale(options, row, weight_ref, i) for i in range(row.count)]
@@ -287,7 +290,7 @@ def _fwd_kernel(options, row, n, per_block, x_ref, *refs):
 def _fwd_long_kernel(options, row, n, per_block, x_ref, *refs):
     del per_block
     *weight_ref, out_ref, rstd_ref = refs
-    m = lax.axis_index("block")
+    m = lax.axis_index(_BLOCK)
 
     def add_squares(i, squares):
         v = row.load(x_ref.at[m], i).astype(jnp.float32)
@@ -356,7 +359,7 @@ def _launch_bwd_ring(options, tile, n, x, weights, rstd, dout):
         ),
         scratch_types=ring,
         grid=(blocks,),
-        grid_names=("block",),
+        grid_names=(_BLOCK,),
         kernel_name="rms_norm_bwd",
     )(x.reshape(m, *row), rstd, dout.reshape(m, *row), *(w.reshape(row) for w in weights))
     return dx.reshape(m, n), partial[0].reshape(blocks, n) if partial else None
@@ -367,7 +370,7 @@ def _bwd_ring_kernel(options, n, tile, has_weight, x_ref, rstd_ref, dout_ref, *r
     *partial_ref, x_smem, dout_smem, arrived = refs[1 + has_weight :]
     m, *shape = x_ref.shape
     stages = tile.bwd_stages
-    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    block, blocks = lax.axis_index(_BLOCK), lax.axis_size(_BLOCK)
     rows = (m - block + blocks - 1) // blocks
     layout = plgpu.Layout.WG_STRIDED(tuple(shape), vec_size=lane_vector(n, x_ref.dtype.itemsize))
 
@@ -418,7 +421,7 @@ def _launch_bwd_direct(options, tile, n, x, weights, rstd, dout):
             *(jax.ShapeDtypeStruct((blocks, width), jnp.float32) for _ in weights),
         ),
         grid=(blocks,),
-        grid_names=("block",),
+        grid_names=(_BLOCK,),
         kernel_name="rms_norm_bwd",
     )(x, rstd, dout, *weights)
     return dx, partial[0] if partial else None
@@ -427,7 +430,7 @@ def _launch_bwd_direct(options, tile, n, x, weights, rstd, dout):
 def _bwd_direct_kernel(options, row, n, has_weight, x_ref, rstd_ref, dout_ref, *refs):
     *weight_ref, dx_ref = refs[: 1 + has_weight]  # x, dout, dx (M, N)
     partial_ref = refs[1 + has_weight :]  # (blocks, N)
-    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    block, blocks = lax.axis_index(_BLOCK), lax.axis_size(_BLOCK)
     rows = (x_ref.shape[0] - block + blocks - 1) // blocks
     each = range(row.count)
 
@@ -457,7 +460,7 @@ def _launch_bwd_split(options, tile, n, x, weights, rstd, dout):
         functools.partial(_bwd_dx_kernel, options, row, n),
         out_type=jax.ShapeDtypeStruct((m, width), x.dtype),
         grid=(m,),
-        grid_names=("block",),
+        grid_names=(_BLOCK,),
         kernel_name="rms_norm_bwd",
     )(x, rstd, dout, *weights)
     if not weights:
@@ -468,7 +471,7 @@ def _launch_bwd_split(options, tile, n, x, weights, rstd, dout):
         functools.partial(_bwd_dweight_kernel, columns),
         out_type=jax.ShapeDtypeStruct((segments, width), jnp.float32),
         grid=(columns.count, segments),
-        grid_names=("column", "segment"),
+        grid_names=(_COLUMN, _SEGMENT),
         kernel_name="rms_norm_bwd_dweight",
     )(x, rstd, dout)
     return dx, partial
@@ -476,7 +479,7 @@ def _launch_bwd_split(options, tile, n, x, weights, rstd, dout):
 
 def _bwd_dx_kernel(options, row, n, x_ref, rstd_ref, dout_ref, *refs):
     *weight_ref, dx_ref = refs
-    m = lax.axis_index("block")
+    m = lax.axis_index(_BLOCK)
     rstd = rstd_ref[m]
 
     def g_and_xhat(i):
@@ -498,8 +501,8 @@ def _bwd_dx_kernel(options, row, n, x_ref, rstd_ref, dout_ref, *refs):
 
 def _bwd_dweight_kernel(columns, x_ref, rstd_ref, dout_ref, partial_ref):
     m = x_ref.shape[0]
-    column = lax.axis_index("column")
-    segment, segments = lax.axis_index("segment"), lax.axis_size("segment")
+    column = lax.axis_index(_COLUMN)
+    segment, segments = lax.axis_index(_SEGMENT), lax.axis_size(_SEGMENT)
 
     def add_row(k, partial):
         index = segment + k * segments

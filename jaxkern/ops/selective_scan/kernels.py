@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, num_sms, shared_scalars, warp_sums
+from jaxkern.core.mosaic import LANES, GridAxis, num_sms, shared_scalars, warp_sums
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_bwd, reference_fwd
 
 GROUP = 16
@@ -39,6 +39,7 @@ GROUP = 16
 MAX_STATES = 64
 """The forward holds two registers per state, the backward two rows in shared memory."""
 
+_BLOCK, _BATCH, _SEGMENT = GridAxis("block"), GridAxis("batch"), GridAxis("segment")
 _LOG2E = 1.4426950408889634
 _ROW = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
@@ -187,8 +188,8 @@ def _zeros() -> jax.Array:
 
 def _block() -> tuple[Any, Any, Any]:
     """This block's batch row, its number among the blocks of channels, and its channels."""
-    block = lax.axis_index("block")
-    return lax.axis_index("batch"), block, pl.ds(block * LANES, LANES)
+    block = lax.axis_index(_BLOCK)
+    return lax.axis_index(_BATCH), block, pl.ds(block * LANES, LANES)
 
 
 def softplus(v: jax.Array, exact: bool) -> jax.Array:
@@ -332,7 +333,7 @@ def launch_fwd(options: Options, save: bool, x, dt, A, B, C, D, z, dt_bias) -> t
         out_type=tuple(out_type),
         scratch_types=ring.scratch(),
         grid=(channels // LANES, batch, scan.segments.count),
-        grid_names=("block", "batch", "segment"),
+        grid_names=(_BLOCK, _BATCH, _SEGMENT),
         kernel_name="selective_scan_fwd",
         compiler_params=_COMPILER_PARAMS,
     )(*arrays, *passed)
@@ -345,7 +346,7 @@ def _fwd_kernel(scan, ring, *refs, **scratch):
     arrays, refs = Arrays(*refs[:8]), refs[8:]
     passed, (out_ref, *states_ref) = _split_passed(scan, refs)
     batch, _, channels = _block()
-    segment = lax.axis_index("segment")
+    segment = lax.axis_index(_SEGMENT)
     per_tile = ring.steps // CHUNK
     first = scan.segments.first(segment) // per_tile
     rate = [_load(arrays.rate.at[n, channels]) for n in range(scan.states)]
@@ -410,7 +411,7 @@ def _launch_carry(scan: Scan, arrays: Arrays, ring: Ring, kernel: Any, name: str
         ),
         scratch_types=ring.scratch(),
         grid=(channels // LANES, batch, between),
-        grid_names=("block", "batch", "segment"),
+        grid_names=(_BLOCK, _BATCH, _SEGMENT),
         kernel_name=name,
         compiler_params=_COMPILER_PARAMS,
     )(*arrays, *more)
@@ -426,7 +427,7 @@ def _fwd_carry_kernel(scan, ring, *refs, **scratch):
     smem = types.SimpleNamespace(**scratch)
     arrays, (h_ref, total_ref) = Arrays(*refs[:8]), refs[8:]
     batch, _, channels = _block()
-    segment = lax.axis_index("segment")
+    segment = lax.axis_index(_SEGMENT)
     per_tile = ring.steps // CHUNK
     first = scan.segments.first(segment) // per_tile
     rate = [_load(arrays.rate.at[n, channels]) for n in range(scan.states)]
@@ -507,7 +508,7 @@ def launch_bwd(options: Options, x, dt, A, B, C, D, z, dt_bias, states, dout) ->
         ),
         scratch_types=scratch,
         grid=(blocks, batch, segments),
-        grid_names=("block", "batch", "segment"),
+        grid_names=(_BLOCK, _BATCH, _SEGMENT),
         kernel_name="selective_scan_bwd",
         compiler_params=_COMPILER_PARAMS,
     )(*arrays, *passed, states, dout)
@@ -559,7 +560,7 @@ def _bwd_carry_kernel(scan, ring, *refs, **scratch):
     smem = types.SimpleNamespace(**scratch)
     arrays, (dout_ref, dh_ref, total_ref) = Arrays(*refs[:8]), refs[8:]
     batch, _, channels = _block()
-    between = lax.axis_index("segment")
+    between = lax.axis_index(_SEGMENT)
     first = scan.segments.first(between + 1)
     rate = [_load(arrays.rate.at[n, channels]) for n in range(scan.states)]
     dt_bias = _load(arrays.dt_bias.at[channels])
@@ -602,7 +603,7 @@ def _bwd_kernel(scan, ring, *refs, **scratch):
     grads = Gradients(*refs)
     groups = -(-scan.states // GROUP)
     batch, block, channels = _block()
-    segment = lax.axis_index("segment")
+    segment = lax.axis_index(_SEGMENT)
     first, count = scan.segments.first(segment), scan.segments.size(segment)
     D, dt_bias = _load(arrays.D.at[channels]), _load(arrays.dt_bias.at[channels])
 
