@@ -34,6 +34,11 @@ class GridAxis:
         return f"GridAxis({self.label!r})"
 
 
+def grid_axes(*labels: str) -> tuple[Any, ...]:
+    """A new :class:`GridAxis` for each label, for ``plgpu.kernel`` and ``lax.axis_index``."""
+    return tuple(GridAxis(label) for label in labels)
+
+
 _H200_SMS = 132
 _MAX_VECTOR_BYTES = 16
 

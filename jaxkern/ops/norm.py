@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.core.arguments import check_array, check_floating, check_number
 from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
-from jaxkern.core.mosaic import LANES, GridAxis, lane_vector, num_sms, windows
+from jaxkern.core.mosaic import LANES, grid_axes, lane_vector, num_sms, windows
 
 
 def rms_norm(
@@ -167,7 +167,7 @@ def _backward_pass(options: _Options, ndim: int) -> KernelPass:
     )
 
 
-_BLOCK, _COLUMN, _SEGMENT = GridAxis("block"), GridAxis("column"), GridAxis("segment")
+_BLOCK, _COLUMN, _SEGMENT = grid_axes("block", "column", "segment")
 
 
 # Tiles

@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, GridAxis, num_sms, shared_scalars, warp_sums
+from jaxkern.core.mosaic import LANES, grid_axes, num_sms, shared_scalars, warp_sums
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_bwd, reference_fwd
 
 GROUP = 16
@@ -39,7 +39,7 @@ GROUP = 16
 MAX_STATES = 64
 """The forward holds two registers per state, the backward two rows in shared memory."""
 
-_BLOCK, _BATCH, _SEGMENT = GridAxis("block"), GridAxis("batch"), GridAxis("segment")
+_BLOCK, _BATCH, _SEGMENT = grid_axes("block", "batch", "segment")
 _LOG2E = 1.4426950408889634
 _ROW = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
