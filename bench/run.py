@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ class Row:
     """One measurement: a pass of an op at a shape by an implementation.
 
     Times are device time in microseconds per call on a GPU, wall-clock time elsewhere; `gb_s` and
-    `percent` (of the copy bandwidth measured in the same run) count each array of the pass once.
+    `percent` (of the copy bandwidth measured in the same run) count each array of the pass once;
+    `kernels` tells how often a call launches each.
     """
 
     op: str
@@ -73,7 +75,7 @@ class Row:
     percent: float
     compile_s: float
     temp_bytes: int
-    kernels: tuple[str, ...]
+    kernels: dict[str, int]
 
 
 def measure_case(case: Case, implementation: str, copy: float, calls: int) -> Iterator[Row]:
@@ -144,7 +146,7 @@ def _row(
         percent=round(100 * rate / copy, 1),
         compile_s=round(compile_s, 2),
         temp_bytes=getattr(memory, "temp_size_in_bytes", 0),
-        kernels=timed.kernels,
+        kernels=dict(Counter(timed.kernels)),
     )
 
 

@@ -107,7 +107,7 @@ def _unsupported(x: Any, weight: Any) -> str | None:
 
 def _slower(n: int) -> str | None:
     """Why XLA is faster than the kernels for rows of `n`."""
-    if n < LANES:
+    if n < LANES:  # on an H200 at 64, forward 13.5 µs against 2.2 and backward 22.2 against 8.1
         return f"a row of {n} elements is padded to {LANES} for the kernel"
     return None
 

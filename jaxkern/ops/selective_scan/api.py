@@ -22,7 +22,8 @@ Saved for the backward: the arguments, and the state before every 8th step, (B, 
 Per element of x the forward takes N exponentials, and 2 more for the gate and the softplus; the
 backward 2·N, once to recompute the states and once on the way back. At N = 16 the exponential unit
 of an H200 (16 per clock and multiprocessor) is the limit: it needs longer than the memory does for
-the 8 bytes (bf16; 16 with states) of the forward and the 22 of the backward.
+the 8 bytes (bf16; 16 with states) of the forward and the 22 of the backward. Where batch rows and
+channels are too few to fill the GPU, the sequence is cut into segments, at N exponentials more.
 
 Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
 arXiv:2312.00752.
