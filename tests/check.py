@@ -104,6 +104,7 @@ def check_accuracy(
         rounding = 4 * 2.0**-24 * size
         ours = relative_error(got, want, size)
         theirs = relative_error(by_plain, want, size)
+        assert np.isfinite(theirs), f"{name}: plain JAX is not finite and bounds nothing"
         assert ours <= 2 * theirs + rounding / max(size, 1e-300), (
             f"{name}: error {ours:.2e}, plain JAX's {theirs:.2e}"
         )

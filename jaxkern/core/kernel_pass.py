@@ -12,11 +12,11 @@ an NVIDIA GPU and ``reference`` elsewhere. From one line that names the dimensio
 
 From the inside out, a call goes through
 
-1. ``_local``: the choice between kernel and reference at lowering time, on one device's arrays;
-2. ``_on_mesh``: ``shard_map`` where the mesh has Explicit axes, ``custom_partitioning`` (a Shardy
+1. ``local``: the choice between kernel and reference at lowering time, on one device's arrays;
+2. ``on_mesh``: ``shard_map`` where the mesh has Explicit axes, ``custom_partitioning`` (a Shardy
    rule) for Auto ones; without them the compiler would gather the kernel's operands;
-3. ``_batchable``: ``custom_vmap``, as ``custom_partitioning`` has no batching rule;
-4. ``__call__``: ``custom_jvp``, as neither of those can be differentiated.
+3. ``batchable``: ``custom_vmap``, as ``custom_partitioning`` has no batching rule;
+4. ``differentiable``: ``custom_jvp``, as neither of those can be differentiated.
 """
 
 import dataclasses
@@ -48,8 +48,7 @@ class KernelPass:
       kernel: launches the GPU kernel on local arrays; takes every argument, returns a tuple with
         one entry per output (``None`` for an absent one).
       reference: the same function in plain JAX, differentiable.
-      ins: the factors of each argument, one letter per dimension: ``("m n", "n")``. A dimension
-        that is nobody's factor may be written as ``.`` (it is never split).
+      ins: the factors of each argument, one letter per dimension: ``("m n", "n")``.
       outs: the factors of each output.
       whole: factors that are not split between devices; a split one is gathered first.
     """
@@ -194,12 +193,11 @@ class _Present:
         whole: list[str] = []
 
         def name(factor: str) -> str:
-            key = f".{len(names)}" if factor == "." else factor
-            if key not in names:
-                names[key] = _factor_name(len(names))
-                if factor == "." or factor in self.whole:
-                    whole.append(names[key])
-            return names[key]
+            if factor not in names:
+                names[factor] = _factor_name(len(names))
+                if factor in self.whole:
+                    whole.append(names[factor])
+            return names[factor]
 
         sides = [
             ", ".join(" ".join(name(f) for f in factors) for factors in side)
@@ -217,7 +215,7 @@ class _Present:
             for factor, entry, size in zip(
                 factors, _padded(spec, len(factors)), shape, strict=True
             ):
-                if factor in axes or factor == "." or factor in self.whole or not entry:
+                if factor in axes or factor in self.whole or not entry:
                     continue
                 names = tuple(n for n in _names(entry) if n not in used)
                 parts = 1

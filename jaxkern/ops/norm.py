@@ -245,11 +245,11 @@ def _rows(x: jax.Array) -> jax.Array:
 # Forward
 
 
-def _launch_fwd(options: _Options, x: Any, weight: Any, *, tile: Tiles | None = None):
+def _launch_fwd(options: _Options, x: Any, weight: Any):
     if x.size == 0:
         return _reference_fwd(options, x, weight)
     n = x.shape[-1]
-    tile = tile or tiles(n, x.dtype.itemsize)
+    tile = tiles(n, x.dtype.itemsize)
     rows, weights = _rows(x), [] if weight is None else [_rows(weight)[0]]
     m, width = rows.shape
     resident = width <= _FWD_RESIDENT
@@ -320,13 +320,11 @@ def _times(x, scale):
 # Backward
 
 
-def _launch_bwd(
-    options: _Options, x: Any, weight: Any, rstd: Any, dout: Any, *, tile: Tiles | None = None
-):
+def _launch_bwd(options: _Options, x: Any, weight: Any, rstd: Any, dout: Any):
     if x.size == 0:
         return _reference_bwd(options, x, weight, rstd, dout)
     n = x.shape[-1]
-    tile = tile or tiles(n, x.dtype.itemsize)
+    tile = tiles(n, x.dtype.itemsize)
     if n > _BWD_RESIDENT:
         launch = _launch_bwd_split
     elif n % _BOX == 0:
