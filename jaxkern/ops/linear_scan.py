@@ -26,6 +26,7 @@ Simplified State Space Layers for Sequence Modeling, 2022, arXiv:2208.04933.
 
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -242,6 +243,9 @@ _COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 """Pallas would put a barrier around every access. The kernels place their own (commit_smem) before
 a slot is copied to again; no lane reads what another writes."""
 
+_UNROLL = 8
+"""Steps unrolled in a loop."""
+
 _FOLD = 8
 """Segments whose carries are loaded together, to wait for memory once."""
 
@@ -317,9 +321,20 @@ class _Scan:
         first = jnp.minimum(chunk * self.steps, self.length - self.steps)
         return self.length - self.steps - first if self.reverse else first
 
-    def row(self, k: int) -> int:
+    def row(self, k: Any) -> Any:
         """Where step k of a chunk is in it."""
         return self.steps - 1 - k if self.reverse else k
+
+    def loop(
+        self, valid: int, step: Callable[..., Any], carry: Any, backwards: bool = False
+    ) -> Any:
+        """``carry = step(row, carry)`` for the last `valid` steps of a chunk."""
+
+        def body(i, carry):
+            k = self.steps - 1 - i if backwards else self.steps - valid + i
+            return step(self.row(k), carry)
+
+        return lax.fori_loop(0, valid, body, carry, unroll=math.gcd(_UNROLL, valid))
 
     def range(self, segment: Any) -> tuple[Any, Any, Any]:
         """First chunk of a segment, its number of whole ones, and of chunks with a tail's."""
@@ -450,17 +465,16 @@ def _carry_kernel(scan, transposed, a_ref, x_ref, product_ref, state_ref, **scra
     first, _, count = scan.range(between + transposed)
 
     def steps(valid):
-        order = range(scan.steps - valid, scan.steps)
-
         def body(c, slot, carry):
             del c
-            product, state = carry
-            for k in reversed(order) if transposed else order:
-                a = scan.load(smem.a.at[slot, scan.row(k)])
-                x = scan.load(smem.x.at[slot, scan.row(k)])
+
+            def step(row, carry):
+                product, state = carry
+                a, x = (scan.load(ref.at[slot, row]) for ref in (smem.a, smem.x))
                 state = a * (state + x) if transposed else a * state + x
-                product = scan.multiply(product, a)
-            return product, state
+                return scan.multiply(product, a), state
+
+            return scan.loop(valid, step, carry, backwards=transposed)
 
         return body
 
@@ -538,11 +552,13 @@ def _fwd_kernel(scan, has_initial, has_handed, a_ref, b_ref, *refs, **scratch):
             if states_ref:
                 states_ref[0][batch, c, channels] = h
             start = scan.start(c)
-            for k in range(scan.steps - valid, scan.steps):
-                row = scan.row(k)
+
+            def step(row, h):
                 h = scan.load(smem.a.at[slot, row]) * h + scan.load(smem.b.at[slot, row])
                 out_ref[batch, start + row, channels] = h.astype(out_ref.dtype)
-            return h
+                return h
+
+            return scan.loop(valid, step, h)
 
         return body
 
@@ -632,6 +648,12 @@ def _bwd_kernel(scan, has_handed, a_ref, b_ref, states_ref, dout_ref, *refs, **s
 # Plain JAX
 
 
+_CHUNK = 8
+"""Steps from one saved state to the next. On 2 CPU cores forward and backward at (8, 512, 1536) in
+fp32 took 135 ms and 2.2 temporary arrays of the size of a; with chunks of 4 138 ms, of 16 192; an
+associative scan 245 ms and 5.2 arrays."""
+
+
 def linear_scan_reference(
     a: jax.Array, b: jax.Array, initial_state: jax.Array | None = None, *, reverse: bool = False
 ) -> jax.Array:
@@ -640,25 +662,26 @@ def linear_scan_reference(
     Differentiable in both modes and to any order. The backward keeps the state before each chunk of
     steps and runs the chunk again.
     """
-    return _chunked(_Options(reverse, "xla").steps(a, b), reverse, a, b, initial_state, b.dtype)[0]
+    return _chunked(_CHUNK, reverse, a, b, initial_state, b.dtype)[0]
 
 
 def _reference_fwd(options: _Options, save: bool, a, b, initial_state):
     steps = options.steps(a, b)
-    out, states = _chunked(steps, options.reverse, a, b, initial_state, b.dtype)
-    return out, states if save else None
+    size = math.gcd(_CHUNK, steps)
+    out, states = _chunked(size, options.reverse, a, b, initial_state, b.dtype)
+    return out, states[:, :: steps // size] if save else None
 
 
 def _reference_bwd(options: _Options, a, b, states, dout):
     if a.size == 0:
         return jnp.zeros_like(a), jnp.zeros_like(b), jnp.zeros_like(a[:, :1]).sum(1)
-    steps, acc = options.steps(a, b), states.dtype
+    acc = states.dtype
     if options.reverse:
         a, b, dout = (jnp.flip(v, 1) for v in (a, b, dout))
-    h, _ = _chunked(steps, False, a, b, states[:, 0], acc)
+    h, _ = _chunked(_CHUNK, False, a, b, states[:, 0], acc)
     before = jnp.concatenate([states[:, :1], h[:, :-1]], axis=1)
     after = jnp.concatenate([a[:, 1:], jnp.zeros_like(a[:, :1])], axis=1)
-    dh, _ = _chunked(steps, True, after, dout.astype(acc), None, acc)
+    dh, _ = _chunked(_CHUNK, True, after, dout.astype(acc), None, acc)
     da, db = (dh * before).astype(a.dtype), dh.astype(b.dtype)
     dstate = a[:, 0].astype(acc) * dh[:, 0]
     if options.reverse:
@@ -669,6 +692,7 @@ def _reference_bwd(options: _Options, a, b, states, dout):
 def _chunked(steps: int, reverse: bool, a, b, initial_state, dtype) -> tuple[Any, Any]:
     """All states, (B, L, D), in `dtype`, and the state before every chunk of `steps`, (B, C, D)."""
     batch, length, dim = a.shape
+    steps = max(1, min(steps, length))
     more = () if initial_state is None else (initial_state,)
     acc = jnp.result_type(jnp.float32, a, b, *more)
     if length == 0:
@@ -689,7 +713,7 @@ def _chunked(steps: int, reverse: bool, a, b, initial_state, dtype) -> tuple[Any
         return h, (jnp.stack(outs, axis=1), before)
 
     whole = length // steps * steps
-    split = lambda v: jnp.moveaxis(v[:, :whole].reshape(batch, -1, steps, dim), 1, 0)
+    split = lambda v: jnp.moveaxis(v[:, :whole].reshape(batch, length // steps, steps, dim), 1, 0)
     h, (outs, states) = lax.scan(chunk, h, (split(a), split(b)))
     out, states = jnp.moveaxis(outs, 0, 1).reshape(batch, whole, dim), jnp.moveaxis(states, 0, 1)
     if whole < length:

@@ -1,0 +1,530 @@
+"""linear_scan: cases for the common suite, and what is its own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxkern
+from jaxkern.core.dispatch import Mode
+from jaxkern.ops import linear_scan as ls
+from tests import check
+
+NAMES = ("a", "b", "initial_state")
+
+
+def oracle(a, b, initial_state, dout, reverse=False):
+    """Output and gradients in float64 NumPy: one step at a time, there and back."""
+    order = range(a.shape[1])[:: -1 if reverse else 1]
+    h, before, out = initial_state, np.empty_like(a), np.empty_like(b)
+    for t in order:
+        before[:, t] = h
+        h = a[:, t] * h + b[:, t]
+        out[:, t] = h
+    da, db, dh = np.empty_like(a), np.empty_like(b), np.zeros_like(initial_state)
+    for t in reversed(order):
+        dh = dh + dout[:, t]
+        da[:, t], db[:, t] = dh * before[:, t], dh
+        dh = a[:, t] * dh
+    return out, (da, db, dh)
+
+
+def plain(a, b, initial_state, reverse=False):
+    """What a user would write: a scan over time, in the dtype of b."""
+    a, initial_state = a.astype(b.dtype), initial_state.astype(b.dtype)
+
+    def step(h, ab):
+        h = ab[0] * h + ab[1]
+        return h, h
+
+    by_time = (jnp.moveaxis(a, 1, 0), jnp.moveaxis(b, 1, 0))
+    return jnp.moveaxis(jax.lax.scan(step, initial_state, by_time, reverse=reverse)[1], 0, 1)
+
+
+def inputs(batch, length, dim, dtype="float32", b_dtype=None, seed=0):
+    """Decays near 1, as in a trained recurrence, of either sign."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    a = jax.nn.sigmoid(jax.random.normal(keys[0], (batch, length, dim)) + 2)
+    a = jnp.where(jax.random.bernoulli(keys[1], 0.2, a.shape), -a, a)
+    b = jax.random.normal(keys[2], (batch, length, dim))
+    state = jax.random.normal(keys[3], (batch, dim))
+    return a.astype(dtype), b.astype(b_dtype or dtype), state.astype(b_dtype or dtype)
+
+
+def scan(a, b, initial_state=None, *, implementation=None, reverse=False, tiles=None):
+    if tiles is None:
+        return jaxkern.linear_scan(
+            a, b, initial_state=initial_state, reverse=reverse, implementation=implementation
+        )
+    mode: Mode = "mosaic" if check.ON_GPU else "interpret"
+    return ls._linear_scan_jit(a, b, initial_state, ls._Options(reverse, mode, tiles))
+
+
+def value_and_grads(f):
+    """``run(arrays, dout) -> (out, gradients)``, compiled once."""
+
+    @jax.jit
+    def run(arrays, dout):
+        out, vjp = jax.vjp(f, *arrays)
+        return out, vjp(dout.astype(out.dtype))
+
+    return run
+
+
+def check_case(arrays, implementation=None, reverse=False, tiles=None):
+    """At most twice plain JAX's error, and no more than rounding the result once costs.
+
+    In bf16 plain JAX keeps its states in bf16 and is far off, so that twice its error would let
+    much pass; the second bound sees a state that is not fp32.
+    """
+    dout = jax.random.normal(jax.random.key(17), arrays[1].shape).astype(arrays[1].dtype)
+    call = functools.partial(scan, implementation=implementation, reverse=reverse, tiles=tiles)
+    with check.running(implementation):
+        out, grads = value_and_grads(call)(arrays, dout)
+    by_plain = value_and_grads(functools.partial(plain, reverse=reverse))(arrays, dout)
+    want = oracle(*(np.asarray(v, np.float64) for v in (*arrays, dout)), reverse)
+    rows = zip(
+        ("out", *NAMES),
+        (arrays[1], *arrays),
+        (out, *grads),
+        *((v[0], *v[1]) for v in (by_plain, want)),
+        strict=True,
+    )
+    for name, like, got, other, truth in rows:
+        assert got.dtype == like.dtype, name
+        ours, theirs = check.relative_error(got, truth), check.relative_error(other, truth)
+        assert np.isfinite(theirs), f"{name}: plain JAX is not finite and bounds nothing"
+        assert ours <= 2 * theirs + 4 * 2.0**-24, f"{name}: {ours:.1e}, plain JAX {theirs:.1e}"
+        rounding = float(jnp.finfo(got.dtype).eps) / 2
+        assert ours <= rounding + 1e-6, f"{name}: relative error {ours:.1e}"
+
+
+BOTH = pytest.mark.parametrize(
+    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
+)
+
+
+def sizes(*both, gpu=(), interpreted=()):
+    """Cases (size, implementation): `both` for plain JAX and for kernels on a GPU, `gpu` for the
+    kernels on a GPU alone, `interpreted` for the kernels anywhere."""
+    marks = [(*both, *gpu), [pytest.mark.compiled]], [interpreted, [pytest.mark.gpu]]
+    name = lambda size: "x".join(map(str, size))
+    cases = [pytest.param(size, "xla", id=f"{name(size)}-xla") for size in both] + [
+        pytest.param(size, "mosaic", marks=mark, id=f"{name(size)}-mosaic")
+        for group, mark in marks
+        for size in group
+    ]
+    return pytest.mark.parametrize(("size", "implementation"), cases)
+
+
+REVERSE = pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+
+
+# Accuracy
+
+
+@sizes(
+    *[(1, 1, 1), (2, 2, 3), (2, 63, 287), (2, 1000, 130)],
+    gpu=[(3, 1000, 1), (1, 33, 128), (2, 65, 129), (2, 64, 512), (1, 5000, 256), (300, 40, 3)],
+    interpreted=[(1, 1, 1), (2, 18, 130)],
+)
+@REVERSE
+def test_linear_scan_accuracy(size, implementation, reverse):
+    check_case(inputs(*size), implementation, reverse)
+
+
+@sizes((2, 300, 130), gpu=[(2, 64, 512)], interpreted=[(1, 3, 2)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_linear_scan_half_precision(size, implementation, dtype):
+    check_case(inputs(*size, dtype), implementation)
+
+
+@sizes((2, 65, 130), interpreted=[(1, 3, 2)])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "float16")])
+def test_linear_scan_mixed_dtypes(size, implementation, dtypes):
+    check_case(inputs(*size, *dtypes), implementation)
+
+
+TILES = [
+    ((1, 7, 3), ls.Tiles(2, segments=3)),
+    ((2, 7, 300), ls.Tiles(3, vec=2, slots=3, segments=2)),
+    ((1, 11, 1), ls.Tiles(1, slots=2, segments=10)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "tiles"), TILES)
+@REVERSE
+def test_linear_scan_tiles(size, tiles, reverse):
+    """However the sequence is cut, with steps left over or none, the result is the same."""
+    check_case(inputs(*size), reverse=reverse, tiles=tiles)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 31])
+@pytest.mark.parametrize("vec", [1, 2])
+@REVERSE
+def test_linear_scan_segments(count, vec, reverse):
+    tiles = ls.Tiles(32, vec=vec, segments=count)
+    check_case(inputs(2, 1000, 296, "bfloat16"), reverse=reverse, tiles=tiles)
+    check_case(inputs(2, 1024, 512), reverse=reverse, tiles=tiles)
+
+
+@sizes((1, 1000, 8), gpu=[(2, 1000, 128)])
+def test_linear_scan_long_memory(size, implementation):
+    """States that forget nothing: rounding errors add up over the whole sequence."""
+    a, b, state = inputs(*size)
+    check_case((1 - 1e-4 * jnp.abs(a), b, state), implementation)
+
+
+@REVERSE
+def test_linear_scan_reference_in_float64(reverse):
+    """The specification itself, gradients included, far below fp32's rounding."""
+    with jax.enable_x64(True):
+        arrays = tuple(jnp.asarray(np.asarray(v, np.float64)) for v in inputs(2, 13, 3))
+        dout = np.random.default_rng(0).normal(size=arrays[0].shape)
+        got = value_and_grads(functools.partial(scan, reverse=reverse))(arrays, jnp.asarray(dout))
+        assert got[0].dtype == jnp.float64
+        want = oracle(*(np.asarray(v) for v in arrays), dout, reverse=reverse)
+        check.assert_close(got, want, 1e-14)
+        with pytest.raises(NotImplementedError, match="a is float64"):
+            scan(*arrays, implementation="mosaic")
+
+
+@REVERSE
+def test_linear_scan_complex(reverse):
+    """S5's complex rates, from plain JAX: h as NumPy has it, gradients as for their real parts."""
+    real, imaginary = inputs(2, 13, 3, seed=1), inputs(2, 13, 3, seed=2)
+    a, b, state = (x + 1j * y for x, y in zip(real, imaginary, strict=True))
+    a = 0.7 * a
+    out = scan(a, b, state, reverse=reverse)
+    assert out.dtype == jnp.complex64
+    wide = [np.asarray(v, np.complex128) for v in (a, b, state)]
+    want, _ = oracle(*wide, wide[1], reverse)
+    assert np.linalg.norm(out - want) <= 1e-6 * np.linalg.norm(want)
+
+    def loss(a_real, a_imaginary):
+        out = scan(a_real + 1j * a_imaginary, b, state, reverse=reverse)
+        return jnp.sum(jnp.real(out * jnp.conj(b)))
+
+    def slope(a, da, h=1e-6):
+        ends = [oracle(a + s * h * da, *wide[1:], wide[1], reverse)[0] for s in (1, -1)]
+        return np.sum(((ends[0] - ends[1]) * np.conj(wide[1])).real) / (2 * h)
+
+    grads = jax.grad(loss, (0, 1))(a.real, a.imag)
+    for grad, unit in zip(grads, (1, 1j), strict=True):
+        step = np.asarray(real[1], np.float64)
+        np.testing.assert_allclose(np.sum(grad * step), slope(wide[0], unit * step), rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="a is complex64, and the kernels take"):
+        scan(a, b, state, implementation="mosaic")
+
+
+@REVERSE
+def test_linear_scan_passes_in_plain_jax(reverse):
+    """The pair that stands in for the kernels where there is no GPU is the reference's gradient."""
+    arrays = inputs(2, 37, 5)
+    dout = jax.random.normal(jax.random.key(1), arrays[0].shape)
+    call = functools.partial(scan, implementation="xla", reverse=reverse)
+    out, grads = value_and_grads(call)(arrays, dout)
+    options = ls._Options(reverse, "xla")
+    again, states = ls._reference_fwd(options, True, *arrays)
+    check.assert_close(again, out, 1e-7)
+    steps = out[:, ::-1] if reverse else out
+    check.assert_close(states, jnp.stack([arrays[2], steps[:, 15], steps[:, 31]], 1), 1e-7)
+    check.assert_close(ls._reference_bwd(options, *arrays[:2], states, dout), grads, 1e-6)
+
+
+@BOTH
+@REVERSE
+def test_linear_scan_finite_differences(implementation, reverse):
+    """Slopes of the float64 recurrence along a random direction of every argument."""
+    arrays = inputs(1, 4, 2)
+    wide = [np.asarray(v, np.float64) for v in arrays]
+    rng = np.random.default_rng(0)
+    dout = rng.normal(size=wide[0].shape)
+    run = value_and_grads(functools.partial(scan, implementation=implementation, reverse=reverse))
+    with check.running(implementation):
+        _, grads = run(arrays, jnp.asarray(dout, jnp.float32))
+    for i, grad in enumerate(grads):
+        step = rng.normal(size=wide[i].shape)
+
+        def loss(size, i=i, step=step):
+            moved = [v + size * step if k == i else v for k, v in enumerate(wide)]
+            return np.sum(oracle(*moved, dout, reverse)[0] * dout)
+
+        slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
+        np.testing.assert_allclose(np.sum(np.asarray(grad) * step), slope, rtol=1e-5)
+
+
+# What the recurrence promises
+
+
+@sizes((2, 50, 3), gpu=[(2, 2000, 256)], interpreted=[(1, 5, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_linear_scan_is_its_steps(size, implementation, dtype):
+    """A loop over single steps, with the state in fp32, rounded once."""
+    a, b, state = inputs(*size, dtype)
+    h, outs = np.asarray(state, np.float32), []
+    for t in range(size[1]):
+        h = np.float32(a[:, t]) * h + np.float32(b[:, t])
+        outs.append(h)
+    with check.running(implementation):
+        out = jax.jit(functools.partial(scan, implementation=implementation))(a, b, state)
+    # A multiply-add may round once and not twice, and a rounding to bf16 may then fall elsewhere.
+    tolerance = 1e-6 if dtype == "float32" else 3e-4
+    check.assert_close(out, jnp.asarray(np.stack(outs, 1)).astype(dtype), tolerance)
+
+
+@sizes((2, 40, 3), gpu=[(2, 2000, 256)], interpreted=[(1, 6, 2)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear_scan_in_two_parts(size, implementation, reverse):
+    """[0, k) and then [k, L) from the state is one run, gradients included."""
+    arrays = inputs(*size)
+    k = size[1] // 3
+    run = functools.partial(scan, implementation=implementation, reverse=reverse)
+
+    def parts(a, b, state):
+        if reverse:
+            last = run(a[:, k:], b[:, k:], state)
+            return jnp.concatenate([run(a[:, :k], b[:, :k], last[:, 0]), last], axis=1)
+        first = run(a[:, :k], b[:, :k], state)
+        return jnp.concatenate([first, run(a[:, k:], b[:, k:], first[:, -1])], axis=1)
+
+    with check.running(implementation):
+        got = value_and_grads(parts)(arrays, arrays[0])
+        want = value_and_grads(run)(arrays, arrays[0])
+    check.assert_close(got, want, 1e-6)
+
+
+@sizes((2, 40, 3), gpu=[(2, 2000, 256)], interpreted=[(1, 5, 2)])
+def test_linear_scan_reverse_is_flipped(size, implementation):
+    arrays = inputs(*size)
+    run = functools.partial(scan, implementation=implementation)
+    flip = lambda v: jnp.flip(v, 1)
+    flipped = lambda a, b, state: flip(run(flip(a), flip(b), state))
+    with check.running(implementation):
+        got = value_and_grads(functools.partial(run, reverse=True))(arrays, arrays[0])
+        want = value_and_grads(flipped)(arrays, arrays[0])
+    check.assert_close(got, want, 3e-7)
+
+
+@BOTH
+def test_linear_scan_without_initial_state(implementation):
+    a, b, _ = inputs(1, 5, 3)
+    run = functools.partial(scan, implementation=implementation)
+    with check.running(implementation):
+        got = value_and_grads(run)((a, b), a)
+        out, grads = value_and_grads(run)((a, b, jnp.zeros((1, 3))), a)
+    for x, y in zip(jax.tree.leaves(got), (out, *grads[:2]), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (2, 5, 0), (0, 0, 0)])
+def test_linear_scan_empty(shape, implementation):
+    arrays = inputs(*shape, "bfloat16")
+    with check.running(implementation):
+        out, vjp = jax.vjp(functools.partial(scan, implementation=implementation), *arrays)
+        grads = vjp(out)
+    assert out.shape == shape
+    assert out.dtype == jnp.bfloat16
+    for grad, array in zip(grads, arrays, strict=True):
+        assert grad.dtype == array.dtype
+        np.testing.assert_array_equal(grad, np.zeros(array.shape))
+
+
+CUT = pytest.mark.parametrize("tiles", [None, ls.Tiles(2, segments=3)], ids=["", "segments"])
+"""The reference, and kernels that cut 6 steps into 3 segments."""
+
+
+@pytest.mark.gpu
+@CUT
+def test_linear_scan_resets(tiles):
+    """a = 0 forgets: what comes after a reset is a run of its own, even if growth came before."""
+    a, b, state = inputs(1, 6, 3)
+    a = a.at[:, 3].set(0.0)
+    check_case((a, b, state), tiles=tiles)
+    # Within the first segment the product of a overflows and is forgotten.
+    a, b = a.at[0, :2, 0].set(jnp.array([1e30, 0.0])), b.at[0, 0, 0].set(1e-30)
+    a, b = a.at[0, 2:4, 1].set(jnp.array([1e38, 0.0])), b.at[0, 2, 1].set(0.0)
+    check_case((a, b, state), tiles=tiles)
+
+
+@pytest.mark.gpu
+@CUT
+def test_linear_scan_grows_from_nothing(tiles):
+    """A product that overflows does not touch a state that is 0."""
+    a, b = jnp.full((1, 6, 2), 1e25), jnp.zeros((1, 6, 2)).at[:, 5].set(3.0)
+    out, (da, db, dstate) = value_and_grads(functools.partial(scan, tiles=tiles))(
+        (a, b, jnp.zeros((1, 2))), b.at[:, 5].set(0.0).at[:, 0].set(2.0)
+    )
+    np.testing.assert_array_equal(out, b)
+    np.testing.assert_array_equal(da, 0.0)
+    np.testing.assert_array_equal(db[:, 0], 2.0)
+    np.testing.assert_array_equal(db[:, 1:], 0.0)
+    np.testing.assert_allclose(dstate, 2e25, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@CUT
+def test_linear_scan_underflows(tiles):
+    """Decays whose product is below fp32's range hand on 0."""
+    a, b, state = inputs(1, 6, 3)
+    check_case((1e-25 * a, b, state), tiles=tiles)
+
+
+@pytest.mark.gpu
+@CUT
+def test_linear_scan_infinite_state(tiles):
+    """0 · inf is NaN, as in plain JAX: a reset does not forget an infinite state."""
+    a, b = jnp.ones((1, 6, 2)).at[0, 4, 0].set(0.0), jnp.ones((1, 6, 2)).at[0, 1, 0].set(jnp.inf)
+    for f in (functools.partial(scan, tiles=tiles), lambda *args: plain(*args)):
+        out = f(a, b, jnp.zeros((1, 2)))
+        np.testing.assert_array_equal(out[0, :, 0], [1, np.inf, np.inf, np.inf, np.nan, np.nan])
+        np.testing.assert_array_equal(out[0, :, 1], np.arange(1.0, 7))
+
+
+@pytest.mark.gpu
+@CUT
+@REVERSE
+def test_linear_scan_bad_channel_stays_alone(tiles, reverse):
+    """A NaN leaves every other channel, row and earlier step alone."""
+    arrays = inputs(2, 6, 3)
+    dout = jnp.ones_like(arrays[0])
+    run = value_and_grads(functools.partial(scan, tiles=tiles, reverse=reverse))
+    others = np.ones((2, 3), bool)
+    others[1, 2] = False
+    want = jax.tree.leaves(run(arrays, dout))
+    for i in (0, 1):
+        bad = list(arrays)
+        bad[i] = bad[i].at[1, 3, 2].set(np.nan)
+        got = jax.tree.leaves(run(tuple(bad), dout))
+        for x, y in zip(got, want, strict=True):
+            x, y = (np.moveaxis(v, 1, -1) if v.ndim == 3 else v for v in (x, y))
+            np.testing.assert_array_equal(x[others], y[others])
+        earlier = slice(4, None) if reverse else slice(None, 3)
+        np.testing.assert_array_equal(got[0][1, earlier, 2], want[0][1, earlier, 2])
+        assert np.isnan(np.delete(got[0][1, :, 2], earlier)).all()
+
+
+def test_linear_scan_keeps_its_state_in_float32():
+    """Ten thousand additions of 1e-3, each lost if the state were bf16."""
+    b = jnp.full((1, 10_000, 1), 1e-3, jnp.bfloat16)
+    out = scan(jnp.ones_like(b), b)
+    np.testing.assert_allclose(float(out[0, -1, 0]), 1e4 * float(b[0, 0, 0]), rtol=2.0**-8)
+
+
+# Calls
+
+
+def test_linear_scan_errors():
+    a, b, state = inputs(2, 5, 3)
+    run = jaxkern.linear_scan
+    with pytest.raises(TypeError, match=r"a must have a floating dtype.*got int32.*astype"):
+        run(jnp.ones((2, 5, 3), jnp.int32), b)
+    with pytest.raises(TypeError, match="b must be an array, got str"):
+        run(a, "ones")
+    with pytest.raises(ValueError, match=r"a must have shape \(B, L, D\), got \(5, 3\)"):
+        run(a[0], b)
+    with pytest.raises(ValueError, match=r"b must have shape \(2, 5, 3\).*got \(2, 4, 3\)"):
+        run(a, b[:, :4])
+    with pytest.raises(ValueError, match=r"initial_state must have shape \(2, 3\).*got \(3,\)"):
+        run(a, b, initial_state=state[0])
+    with pytest.raises(TypeError, match=r"b must be complex where a is.*float32.*astype\(complex"):
+        run(a.astype(jnp.complex64), b)
+    with pytest.raises(TypeError, match=r"b must be complex where initial_state is"):
+        run(a, b, initial_state=state.astype(jnp.complex64))
+    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
+        run(a, b, implementation="triton")
+    if not check.ON_GPU:
+        with pytest.raises(NotImplementedError, match=r"lowered for cpu. Use implementation="):
+            run(a, b, implementation="mosaic")
+
+
+# Kernels
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "length", "reverse"),
+    [
+        (("bfloat16", None), 1000, True),
+        (("float16", "float32"), 1000, False),
+        (("float32",), 9, True),
+    ],
+)
+def test_linear_scan_lowers_for_cuda(dtypes, length, reverse):
+    """The kernels' layouts are accepted, with no GPU here: one segment, and several."""
+    arrays = inputs(1, length, 130, *dtypes)
+    grad = jax.grad(lambda *a: scan(*a, reverse=reverse).astype(jnp.float32).sum(), (0, 1, 2))
+    text = jax.jit(grad).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("linear_scan_fwd", "linear_scan_bwd"):
+        assert name in text
+        assert (f"{name}_carry" in text) == (length > 9)
+
+
+def test_linear_scan_segments_fit():
+    """The segments are as many as were asked for or fewer, and hold every chunk."""
+    for chunks in (1, 2, 3, 7, 64, 2048):
+        for columns in (1, 2, 8, 64, 128, 1000):
+            for nbytes in (1 << 10, 1 << 24, 1 << 28):
+                count = ls.segments(columns, chunks, 3, nbytes)
+                assert 1 <= count <= chunks
+                assert count == 1 or columns < 132
+    assert ls.segments(128, 64, 3, 1 << 26) == 1
+    assert ls.segments(8, 2048, 3, 1 << 27) > 8
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("shape", [(4, 1000, 640), (1, 16384, 256)])
+def test_linear_scan_same_bits(shape):
+    arrays = inputs(*shape, "bfloat16")
+    run = value_and_grads(functools.partial(scan, implementation="mosaic"))
+    first = jax.tree.leaves(run(arrays, arrays[0]))
+    for _ in range(20):
+        for x, y in zip(first, jax.tree.leaves(run(arrays, arrays[0])), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("shape", [((1 << 12) + 3, 64, 8192), (1, (1 << 21) + 40, 1024)])
+def test_linear_scan_beyond_int32(shape):
+    """More than 2³¹ elements: the last rows and the last steps are right."""
+    batch, length, dim = shape
+    few = inputs(min(batch, 2), min(length, 128), dim, "bfloat16")
+    tile = lambda v: jnp.tile(v, (-(-batch // v.shape[0]), -(-length // v.shape[1]), 1))
+    a, b = (tile(v)[:batch, :length] for v in few[:2])
+    run = jax.jit(lambda a, b: jax.vjp(functools.partial(scan, implementation="mosaic"), a, b))
+    out, vjp = run(a, b)
+    da, db = jax.jit(lambda vjp, dout: vjp(dout))(vjp, out)
+    # Over 1000 steps nothing is left of an earlier state or a later gradient.
+    steps = slice(max(0, length - 2000), None)
+    last = tuple(v[-2:, steps] for v in (a, b))
+    want, want_vjp = jax.vjp(functools.partial(scan, implementation="xla"), *last)
+    tail = slice(-min(length, 1000), None)
+    check.assert_close(out[-2:, tail], want[:, tail], 4e-3)
+    dout = out[-2:, steps]
+    for got, expected in zip((da, db), want_vjp(dout), strict=True):
+        check.assert_close(got[-2:, tail], expected[:, tail], 4e-3)
+
+
+ROWS, CHANNELS = P("data"), P(None, None, "data")
+
+LINEAR_SCAN = check.Op(
+    name="linear_scan",
+    call=scan,
+    reference=lambda *a: ls.linear_scan_reference(*a),
+    arrays=lambda key: inputs(4, 3, 4, seed=3),
+    kernels=("linear_scan_fwd", "linear_scan_bwd"),
+    rows=(ROWS, ROWS, ROWS, ROWS),
+    features=(CHANNELS, CHANNELS, P(None, "data"), CHANNELS),
+    all_reduces=0,
+    vmaps=[(0, 0, 0), (None, 1, None), (0, None, 1)],
+)
+
+
+@check.matrix(LINEAR_SCAN)
+def test_linear_scan_transformations(cell, record_property):
+    check.check_cell(cell, record_property)
