@@ -1,4 +1,4 @@
-"""causal_conv1d and its step, held to float64 NumPy."""
+"""causal_conv1d and its step: cases for the common suite, and what is their own."""
 
 import functools
 
@@ -10,37 +10,43 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
+from jaxkern.ops.causal_conv1d import causal_conv1d_reference
 from tests import check
 
 
-def oracle(x, weight, bias, dout, activation):
-    """Output and gradients in float64, one tap at a time."""
-    length, width = x.shape[1], weight.shape[1]
+def oracle(x, weight, bias, state, dout, activation=None, segment_ids=None):
+    """Output and gradients in float64, one tap of one token at a time."""
+    (batch, length, _), width = x.shape, weight.shape[1]
+    if segment_ids is None:
+        segment_ids = np.zeros((batch, length))
+    inputs = np.concatenate([state, x], axis=1)
+    segments = np.cumsum(np.diff(np.asarray(segment_ids), axis=1, prepend=0) != 0, axis=1)
+    segments -= segments[:, :1]
+    segments = np.pad(segments, ((0, 0), (width - 1, 0)))
+    seen = lambda t, w: (segments[:, t + w] == segments[:, t + width - 1])[:, None]
     s = np.zeros_like(x) + bias
     for t in range(length):
         for w in range(width):
-            if t - (width - 1) + w >= 0:
-                s[:, t] += weight[:, w] * x[:, t - (width - 1) + w]
+            s[:, t] += weight[:, w] * np.where(seen(t, w), inputs[:, t + w], 0)
     gate = 1 / (1 + np.exp(-s))
     out = s * gate if activation else s
     ds = dout * (gate + s * gate * (1 - gate)) if activation else dout
-    dx, dweight = np.zeros_like(x), np.zeros_like(weight)
+    dinputs, dweight = np.zeros_like(inputs), np.zeros_like(weight)
     for t in range(length):
         for w in range(width):
-            if t - (width - 1) + w >= 0:
-                dx[:, t - (width - 1) + w] += weight[:, w] * ds[:, t]
-                dweight[:, w] += np.sum(ds[:, t] * x[:, t - (width - 1) + w], axis=0)
-    return out, (dx, dweight, ds.sum((0, 1)))
+            dinputs[:, t + w] += np.where(seen(t, w), weight[:, w] * ds[:, t], 0)
+            dweight[:, w] += np.sum(np.where(seen(t, w), ds[:, t] * inputs[:, t + w], 0), axis=0)
+    dstate, dx = dinputs[:, : width - 1], dinputs[:, width - 1 :]
+    return out, (dx, dweight, ds.sum((0, 1)), dstate)
 
 
-def plain(x, weight, bias, activation):
+def plain(x, weight, bias, state, activation=None):
     """What a user would write: XLA's depthwise convolution, in the dtype of x."""
-    width = weight.shape[1]
     out = jax.lax.conv_general_dilated(
-        x,
+        jnp.concatenate([state.astype(x.dtype), x], axis=1),
         weight.T[:, None, :].astype(x.dtype),
         window_strides=(1,),
-        padding=[(width - 1, 0)],
+        padding="VALID",
         dimension_numbers=("NWC", "WIO", "NWC"),
         feature_group_count=x.shape[-1],
     )
@@ -48,112 +54,303 @@ def plain(x, weight, bias, activation):
     return jax.nn.silu(out) if activation else out
 
 
-def inputs(batch, length, dim, width, dtype="float32", weight_dtype=None):
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = (batch, length, dim), (dim, width), (dim,)
-    arrays = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
-    dtypes = (dtype, *[weight_dtype or dtype] * 2)
-    return tuple(a.astype(t) for a, t in zip(arrays, dtypes, strict=True))
+def plain_packed(x, weight, bias, state, segment_ids, activation=None):
+    """The same, tap by tap, with a mask for the inputs of other segments."""
+    length, width = x.shape[1], weight.shape[1]
+    inputs = jnp.concatenate([state.astype(x.dtype), x], axis=1)
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    segments = jnp.cumsum(jnp.pad(changes, ((0, 0), (width, 0))), axis=1)
+    out = jnp.broadcast_to(bias.astype(x.dtype), x.shape)
+    for w in range(width):
+        seen = segments[:, w : w + length] == segments[:, width - 1 :]
+        tap = jnp.where(seen[..., None], inputs[:, w : w + length], 0)
+        out = out + weight[:, w].astype(x.dtype) * tap
+    return jax.nn.silu(out) if activation else out
 
 
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("size", [(2, 33, 5, 4), (1, 1, 3, 4), (2, 2, 3, 8), (3, 17, 130, 2)])
-def test_causal_conv1d_accuracy(size, activation):
-    check.check_accuracy(
-        functools.partial(jaxkern.causal_conv1d, activation=activation),
-        functools.partial(plain, activation=activation),
-        functools.partial(oracle, activation=activation),
-        inputs(*size),
+def inputs(batch, length, dim, width, dtype="float32", weight_dtype=None, seed=0):
+    """x, weight, bias and initial state."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    shapes = (batch, length, dim), (dim, width), (dim,), (batch, width - 1, dim)
+    dtypes = (dtype, *[weight_dtype or dtype] * 2, dtype)
+    return tuple(
+        jax.random.normal(k, s).astype(t) for k, s, t in zip(keys, shapes, dtypes, strict=True)
     )
 
 
-@pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float16", None), ("bfloat16", "float32")])
-def test_causal_conv1d_half_precision(dtypes):
-    """The error of one rounding of the result: products and sums are fp32."""
-    arrays = inputs(2, 300, 7, 4, *dtypes)
-    out, vjp = jax.vjp(functools.partial(jaxkern.causal_conv1d, activation="silu"), *arrays)
+def segments_of(batch, length, seed=0):
+    """Segments of 1 to 7 tokens, with one that bears the number of an earlier one."""
+    generator = np.random.default_rng(seed)
+    ids = [
+        np.repeat(np.arange(length) % 3, generator.integers(1, 8, length))[:length]
+        for _ in range(batch)
+    ]
+    return jnp.asarray(np.stack(ids), jnp.int32)
+
+
+def convolve(x, weight, bias=None, state=None, **options):
+    return jaxkern.causal_conv1d(x, weight, bias, initial_state=state, **options)
+
+
+def check_case(arrays, implementation, *, segment_ids=None, activation="silu"):
+    by_user = functools.partial(plain, activation=activation)
+    if segment_ids is not None:
+        by_user = functools.partial(plain_packed, segment_ids=segment_ids, activation=activation)
+    with check.running(implementation):
+        check.check_accuracy(
+            functools.partial(
+                convolve,
+                activation=activation,
+                segment_ids=segment_ids,
+                implementation=implementation,
+            ),
+            by_user,
+            functools.partial(oracle, activation=activation, segment_ids=segment_ids),
+            arrays,
+        )
+
+
+BOTH = pytest.mark.parametrize(
+    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
+)
+
+
+WHOLE = pytest.mark.parametrize(
+    "implementation", [pytest.param("mosaic", marks=pytest.mark.compiled), "xla"]
+)
+"""What takes the interpreter too long."""
+
+
+@BOTH
+@pytest.mark.parametrize("size", [(2, 9, 130, 4), (2, 2, 5, 8)])
+def test_causal_conv1d_accuracy(size, implementation):
+    check_case(inputs(*size), implementation)
+
+
+@WHOLE
+@pytest.mark.parametrize("size", [(1, 1, 3, 4), (1, 5, 3, 1), (3, 17, 130, 2)])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_causal_conv1d_accuracy_at_the_ends(size, activation, implementation):
+    check_case(inputs(*size), implementation, activation=activation)
+
+
+@BOTH
+def test_causal_conv1d_packed_accuracy(implementation):
+    check_case(inputs(2, 13, 3, 4), implementation, segment_ids=segments_of(2, 13))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("length", [1, 2, 63, 65, 1000])
+@pytest.mark.parametrize("dim", [3, 130, 287, 768, 1024])
+@pytest.mark.parametrize("packed", [False, True])
+def test_causal_conv1d_accuracy_compiled(length, dim, packed):
+    segment_ids = segments_of(3, length) if packed else None
+    check_case(inputs(3, length, dim, 4), "mosaic", segment_ids=segment_ids)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_causal_conv1d_widths_compiled(width, activation):
+    arrays = inputs(2, 300, 260, width)
+    check_case(arrays, "mosaic", activation=activation)
+    segment_ids = segments_of(2, 300)
+    check_case(arrays, "mosaic", activation=activation, segment_ids=segment_ids)
+
+
+@pytest.mark.compiled
+def test_causal_conv1d_many_short_sequences():
+    """A block of the backward adds up several of them."""
+    check_case(inputs(301, 5, 130, 4), "mosaic")
+
+
+@pytest.mark.compiled
+def test_causal_conv1d_large_sums():
+    """Where SiLU is flat and where it is steep, its slope is exact to fp32."""
+    x, weight, bias, state = inputs(2, 200, 256, 4)
+    check_case((30 * x, weight, bias, 30 * state), "mosaic")
+
+
+def check_rounding(arrays, implementation):
+    """The error is that of one rounding of the result: products and sums are fp32."""
+    x = arrays[0]
+    with check.running(implementation):
+        out, vjp = jax.vjp(
+            functools.partial(convolve, activation="silu", implementation=implementation), *arrays
+        )
+        grads = vjp(out)
     wide = [np.asarray(a, np.float64) for a in (*arrays, out)]
     want_out, want_grads = oracle(*wide, "silu")
-    for got, want, like in zip(
-        (out, *vjp(out)), (want_out, *want_grads), (arrays[0], *arrays), strict=True
-    ):
+    for got, want, like in zip((out, *grads), (want_out, *want_grads), (x, *arrays), strict=True):
         assert got.dtype == like.dtype
         rounding = float(jnp.finfo(got.dtype).eps) / 2
-        assert check.relative_error(got, want) <= rounding + 1e-6
+        assert check.relative_error(got, want) <= rounding + 2e-6
+
+
+DTYPES = pytest.mark.parametrize(
+    "dtypes", [("bfloat16", None), ("float16", None), ("bfloat16", "float32")]
+)
+
+
+@DTYPES
+def test_causal_conv1d_half_precision(dtypes):
+    check_rounding(inputs(2, 300, 7, 4, *dtypes), "xla")
+
+
+@pytest.mark.compiled
+@DTYPES
+def test_causal_conv1d_half_precision_compiled(dtypes):
+    check_rounding(inputs(2, 300, 7, 4, *dtypes), "mosaic")
+    check_rounding(inputs(2, 300, 1024, 4, *dtypes), "mosaic")
 
 
 def test_causal_conv1d_width_one_and_no_bias():
-    x, weight, _ = inputs(2, 5, 3, 1)
+    x, weight, _, state = inputs(2, 5, 3, 1)
     np.testing.assert_array_equal(jaxkern.causal_conv1d(x, weight), x * weight[:, 0])
+    out, final = convolve(x, weight, state=state, return_final_state=True)
+    np.testing.assert_array_equal(out, x * weight[:, 0])
+    assert final.shape == (2, 0, 3)
 
 
-def test_causal_conv1d_looks_back_only():
+@WHOLE
+def test_causal_conv1d_without_bias_and_state(implementation):
+    """Absent ones are zeros, and have no gradient."""
+    x, weight, bias, state = inputs(1, 6, 3, 3)
+    with check.running(implementation):
+        f = functools.partial(convolve, activation="silu", implementation=implementation)
+        out, vjp = jax.vjp(f, x, weight)
+        want, want_vjp = jax.vjp(f, x, weight, 0 * bias, 0 * state)
+        check.assert_close((out, vjp(x)), (want, want_vjp(x)[:2]), 1e-6)
+
+
+@WHOLE
+def test_causal_conv1d_looks_back_only(implementation):
     """An output does not change with a later input, nor a gradient with an earlier cotangent."""
-    x, weight, bias = inputs(1, 10, 2, 4)
-    run = jax.jit(functools.partial(jaxkern.causal_conv1d, activation="silu"))
-    out, later = run(x, weight, bias), run(x.at[:, 6:].set(np.nan), weight, bias)
+    x, weight, bias, _ = inputs(1, 10, 2, 4)
+    with check.running(implementation):
+        run = functools.partial(convolve, activation="silu", implementation=implementation)
+        out, later = run(x, weight, bias), run(x.at[:, 6:].set(np.nan), weight, bias)
+        grad = jax.grad(lambda x: jnp.sum(run(x, weight, bias)[:, 4]))(x)
     np.testing.assert_array_equal(out[:, :6], later[:, :6])
     assert np.isnan(later[:, 6:]).all()
-    grad = jax.grad(lambda x: jnp.sum(run(x, weight, bias)[:, 4]))(x)
     assert np.all(grad[:, 1:5] != 0)
     np.testing.assert_array_equal(grad[:, :1], 0)
     np.testing.assert_array_equal(grad[:, 5:], 0)
 
 
+@WHOLE
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_causal_conv1d_bad_input_stays_alone(bad, implementation):
+    """In its channel, its batch row, its segment, and the W tokens that see it."""
+    x, weight, _, _ = inputs(2, 9, 3, 3)
+    ids = jnp.asarray([[0] * 5 + [1] * 4] * 2)
+    with check.running(implementation):
+        f = functools.partial(
+            convolve, activation="silu", segment_ids=ids, implementation=implementation
+        )
+        out, vjp = jax.vjp(lambda x: f(x, weight), x)
+        bad_out, bad_vjp = jax.vjp(lambda x: f(x, weight), x.at[1, 4, 2].set(bad))
+        dx, bad_dx = vjp(x)[0], bad_vjp(x)[0]
+    others = np.ones(x.shape, bool)
+    others[1, 4, 2] = False
+    np.testing.assert_array_equal(bad_out[others], out[others])
+    assert not np.isfinite(bad_out[1, 4, 2]) or bad_out[1, 4, 2] == 0
+    others[1, 2:5, 2] = False
+    np.testing.assert_array_equal(bad_dx[others], dx[others])
+
+
+@BOTH
 @pytest.mark.parametrize("shape", [(0, 4, 3, 2), (2, 0, 3, 2), (2, 4, 0, 2)])
-def test_causal_conv1d_empty(shape):
+def test_causal_conv1d_empty(shape, implementation):
     arrays = inputs(*shape)
-    out, vjp = jax.vjp(jaxkern.causal_conv1d, *arrays)
+    with check.running(implementation):
+        out, vjp = jax.vjp(functools.partial(convolve, implementation=implementation), *arrays)
+        grads = vjp(out)
     assert out.shape == shape[:3]
-    for grad, array in zip(vjp(out), arrays, strict=True):
+    for grad, array in zip(grads, arrays, strict=True):
         np.testing.assert_array_equal(grad, np.zeros(array.shape))
+    final = convolve(*arrays, return_final_state=True)[1]
+    want = np.concatenate([arrays[3], arrays[0]], axis=1)[:, shape[1] :]
+    np.testing.assert_array_equal(final, want)
+
+
+def test_causal_conv1d_packed_is_separate():
+    """Values and gradients; the initial state is the first segment's."""
+    x, weight, bias, state = inputs(1, 12, 3, 4)
+    cuts = [(0, 5), (5, 6), (6, 12)]
+    ids = jnp.asarray([[7] * 5 + [2] + [7] * 6])
+    f = functools.partial(convolve, activation="silu")
+
+    def separate(x, weight, bias, state):
+        outs = [f(x[:, a:b], weight, bias, state if a == 0 else None) for a, b in cuts]
+        return jnp.concatenate(outs, axis=1)
+
+    packed = functools.partial(f, segment_ids=ids)
+    out, vjp = jax.vjp(packed, x, weight, bias, state)
+    want, want_vjp = jax.vjp(separate, x, weight, bias, state)
+    check.assert_close((out, vjp(x)), (want, want_vjp(x)), 1e-6)
+    final = f(x, weight, bias, segment_ids=ids, return_final_state=True)[1]
+    np.testing.assert_array_equal(final, x[:, 9:])
+
+
+@pytest.mark.parametrize(
+    ("cut", "ids"),
+    [
+        *((cut, None) for cut in (0, 1, 2, 5, 8)),
+        *((cut, [3, 3, 3, 3, 3, 4, 4, 4]) for cut in (1, 4, 6, 7)),
+        *((cut, [3, 3, 4, 4, 4, 4, 4, 4]) for cut in (3, 4, 7)),
+    ],
+)
+def test_causal_conv1d_goes_on_from_its_state(cut, ids):
+    """Two runs, the second from the state of the first, are one; gradients included."""
+    x, weight, bias, state = inputs(1, 8, 3, 4)
+    if ids is not None:
+        ids = jnp.asarray([ids])
+    part = lambda span: None if ids is None else ids[:, span]
+
+    def halves(x, weight, bias, state):
+        first, second = slice(0, cut), slice(cut, 8)
+        out, state = convolve(
+            x[:, first], weight, bias, state, segment_ids=part(first), return_final_state=True
+        )
+        rest = convolve(x[:, second], weight, bias, state, segment_ids=part(second))
+        return jnp.concatenate([out, rest], axis=1)
+
+    whole = functools.partial(convolve, segment_ids=ids)
+    out, vjp = jax.vjp(whole, x, weight, bias, state)
+    got, got_vjp = jax.vjp(halves, x, weight, bias, state)
+    check.assert_close((got, got_vjp(x)), (out, vjp(x)), 1e-6)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_causal_conv1d_is_its_steps(width, dtype):
-    x, weight, bias = inputs(2, 9, 3, width, dtype)
-    state, outs = jnp.zeros((2, width - 1, 3), dtype), []
+    x, weight, bias, state = inputs(2, 9, 3, width, dtype)
+    after, outs = state, []
     for t in range(9):
-        out, state = jaxkern.causal_conv1d_step(state, x[:, t], weight, bias, activation="silu")
+        out, after = jaxkern.causal_conv1d_step(after, x[:, t], weight, bias, activation="silu")
         outs.append(out)
-    want = jaxkern.causal_conv1d(x, weight, bias, activation="silu")
-    assert out.dtype == state.dtype == x.dtype
+    want, final = convolve(x, weight, bias, state, activation="silu", return_final_state=True)
+    assert out.dtype == after.dtype == final.dtype == x.dtype
     check.assert_close(jnp.stack(outs, 1), want, 1e-6 if dtype == "float32" else 4e-3)
-    np.testing.assert_array_equal(state, x[:, 9 - (width - 1) :])
+    np.testing.assert_array_equal(after, final)
+    np.testing.assert_array_equal(final, x[:, 9 - (width - 1) :])
 
 
 def test_causal_conv1d_step_gradients():
     """Of every argument, through three steps."""
-    x, weight, bias = inputs(2, 3, 4, 3)
+    arrays = inputs(2, 3, 4, 3)
 
-    def stepped(x, weight, bias):
-        state, outs = jnp.zeros((2, 2, 4)), []
+    def stepped(x, weight, bias, state):
+        outs = []
         for t in range(3):
             out, state = jaxkern.causal_conv1d_step(state, x[:, t], weight, bias)
             outs.append(out)
         return jnp.stack(outs, 1)
 
-    _, vjp = jax.vjp(stepped, x, weight, bias)
-    _, want_vjp = jax.vjp(jaxkern.causal_conv1d, x, weight, bias)
-    check.assert_close(vjp(x), want_vjp(x), 1e-6)
-
-
-def test_causal_conv1d_transformations():
-    """Plain JAX, so one look at each kind: vmap, jvp, grad of grad, scan, checkpoint."""
-    x, weight, bias = inputs(2, 6, 3, 3)
-    f = functools.partial(jaxkern.causal_conv1d, activation="silu")
-    mapped = jax.vmap(f, (0, None, None))(jnp.stack([x, 2 * x]), weight, bias)
-    check.assert_close(mapped[1], f(2 * x, weight, bias), 1e-6)
-    plain_f = functools.partial(plain, activation="silu")
-    args = (x, weight, bias)
-    check.assert_close(jax.jvp(f, args, args), jax.jvp(plain_f, args, args), 1e-5)
-    second = lambda f: jax.grad(
-        lambda w: jnp.sum(jax.grad(lambda w: jnp.sum(f(x, w, bias)))(w) ** 2)
-    )
-    check.assert_close(second(f)(weight), second(plain_f)(weight), 1e-5)
-    again = lambda f: jax.lax.scan(lambda x, _: (f(x, weight, bias), None), x, length=3)[0]
-    check.assert_close(again(jax.checkpoint(f)), again(plain_f), 1e-5)
+    _, vjp = jax.vjp(stepped, *arrays)
+    _, want_vjp = jax.vjp(convolve, *arrays)
+    check.assert_close(vjp(arrays[0]), want_vjp(arrays[0]), 1e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -164,34 +361,40 @@ def test_causal_conv1d_on_a_mesh(kind):
     mesh = jax.make_mesh(
         (parts, parts), ("data", "model"), (kind,) * 2, devices=devices[: parts**2]
     )
-    arrays = inputs(4, 6, 4, 3)
-    specs = (P("data", None, "model"), P("model"), P("model"))
-    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+    arrays = inputs(4, 6, 256, 3)
+    specs = (P("data", None, "model"), P("model"), P("model"), P("data", None, "model"))
+    ids = segments_of(4, 6)
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, s))
+        for a, s in zip((*arrays, ids), (*specs, P("data")), strict=True)
+    ]
 
-    def run(x, weight, bias):
-        out, vjp = jax.vjp(
-            functools.partial(jaxkern.causal_conv1d, activation="silu"), x, weight, bias
-        )
+    def run(x, weight, bias, state, ids):
+        f = functools.partial(convolve, activation="silu", segment_ids=ids)
+        out, vjp = jax.vjp(f, x, weight, bias, state)
         return out, vjp(x)
 
     compiled = jax.jit(run).lower(*placed).compile()
-    check.assert_close(compiled(*placed), run(*arrays), 1e-6)
+    check.assert_close(compiled(*placed), run(*arrays, ids), 1e-6)
     assert "all-gather" not in compiled.as_text()
 
 
 def test_causal_conv1d_float64():
     with jax.enable_x64(True):
         arrays = [np.asarray(a, np.float64) for a in inputs(2, 9, 3, 4)]
-        out, vjp = jax.vjp(
-            functools.partial(jaxkern.causal_conv1d, activation="silu"), *map(jnp.asarray, arrays)
-        )
+        ids = segments_of(2, 9)
+        f = functools.partial(convolve, activation="silu", segment_ids=ids)
+        out, vjp = jax.vjp(f, *map(jnp.asarray, arrays))
         assert out.dtype == jnp.float64
-        want = oracle(*arrays, arrays[0], "silu")
+        want = oracle(*arrays, arrays[0], "silu", ids)
         check.assert_close((out, vjp(jnp.asarray(arrays[0]))), want, 1e-14)
+        with pytest.raises(NotImplementedError, match="x is float64"):
+            f(*map(jnp.asarray, arrays), implementation="mosaic")
 
 
 def test_causal_conv1d_errors():
-    x, weight, bias = inputs(2, 6, 3, 4)
+    x, weight, bias, state = inputs(2, 6, 3, 4)
+    ids = segments_of(2, 6)
     with pytest.raises(TypeError, match=r"x must have a floating dtype.*got int32"):
         jaxkern.causal_conv1d(x.astype(jnp.int32), weight)
     with pytest.raises(ValueError, match=r"x must have shape \(B, L, D\), got \(6, 3\)"):
@@ -203,8 +406,108 @@ def test_causal_conv1d_errors():
     with pytest.raises(ValueError, match=r"bias must have shape \(3,\).*got \(2,\)"):
         jaxkern.causal_conv1d(x, weight, bias[:2])
     with pytest.raises(ValueError, match="activation must be \"silu\" or None, got 'relu'"):
-        jaxkern.causal_conv1d(x, weight, activation="relu")
+        jaxkern.causal_conv1d(x, weight, activation="relu")  # pyright: ignore
+    with pytest.raises(ValueError, match=r"initial_state must have shape \(2, 3, 3\) = .*\(2, 2,"):
+        convolve(x, weight, state=state[:, 1:])
+    with pytest.raises(ValueError, match=r"segment_ids must have shape \(2, 6\) = .*got \(6,\)"):
+        convolve(x, weight, segment_ids=ids[0])
+    with pytest.raises(TypeError, match=r"segment_ids must have an integer dtype, got float32"):
+        convolve(x, weight, segment_ids=ids * 1.0)
+    with pytest.raises(TypeError, match="segment_ids must be an array, got str"):
+        convolve(x, weight, segment_ids="ids")
+    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
+        convolve(x, weight, implementation="triton")
+    with pytest.raises(NotImplementedError, match=r"filter has 9 taps, and the kernels .* 8"):
+        convolve(x, jnp.ones((3, 9)), implementation="mosaic")
+    assert convolve(x, jnp.ones((3, 9))).shape == x.shape
     with pytest.raises(ValueError, match=r"state must have shape \(2, 3, 3\) = \(B, W - 1, D\)"):
         jaxkern.causal_conv1d_step(x[:, :2], x[:, 0], weight)
     with pytest.raises(ValueError, match=r"x must have shape \(B, D\), got \(2, 6, 3\)"):
         jaxkern.causal_conv1d_step(x[:, :3], x, weight)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [((1, 300, 287, 8), "bfloat16"), ((2, 300, 2048, 4), "float32")]
+)
+def test_causal_conv1d_lowers_for_cuda(size, dtype):
+    """The kernels' layouts are accepted, with no GPU here."""
+    ids = segments_of(*size[:2])
+    f = functools.partial(convolve, activation="silu", segment_ids=ids)
+    loss = lambda *a: f(*a).astype(jnp.float32).sum()
+    run = jax.value_and_grad(loss, (0, 1, 2, 3))
+    text = jax.jit(run).trace(*inputs(*size, dtype)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "causal_conv1d_fwd" in text
+    assert "causal_conv1d_bwd" in text
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dim", [130, 2048])
+def test_causal_conv1d_same_bits(dim):
+    x, weight, bias, state = inputs(3, 2000, dim, 4, "bfloat16")
+    f = functools.partial(convolve, activation="silu", segment_ids=segments_of(3, 2000))
+    run = jax.jit(lambda d, *a: jax.vjp(f, *a)[1](d))
+    first = run(x, x, weight, bias, state)
+    for _ in range(20):
+        for a, b in zip(first, run(x, x, weight, bias, state), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.compiled
+def test_causal_conv1d_beyond_int32():
+    """More than 2³¹ elements: the first and the last batch rows are right."""
+    batch, length, dim = 3, (1 << 18) + 5, 4096
+    x = jax.random.normal(jax.random.key(0), (batch, length, dim), jnp.bfloat16)
+    _, weight, bias, _ = inputs(1, 1, dim, 4)
+    run = jax.jit(lambda x: jax.vjp(lambda x: convolve(x, weight, bias, activation="silu"), x))
+    out, vjp = run(x)
+    dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, x)
+    for b in range(batch):
+        for rows in (slice(0, 64), slice(length - 64, length)):
+            start = max(0, rows.start - 3)
+            part = x[b : b + 1, start : rows.stop]
+            f = lambda x: causal_conv1d_reference(x, weight, bias, activation="silu")
+            want, want_vjp = jax.vjp(f, part)
+            skip, whole = rows.start - start, rows.stop == length
+            check.assert_close(out[b : b + 1, rows], want[:, skip:], 2.0**-8)
+            # The gradient of a part misses what comes after it, and its first tokens' history.
+            inner = slice(2 * skip, None if whole else -3)
+            got = dx[b : b + 1, start : rows.stop][:, inner]
+            check.assert_close(got, want_vjp(part)[0][:, inner], 2.0**-8)
+
+
+CAUSAL_CONV1D = check.Op(
+    name="causal_conv1d",
+    call=functools.partial(convolve, activation="silu"),
+    reference=lambda x, w, b, s: plain(x, w, b, s, "silu"),
+    arrays=lambda key: inputs(4, 4, 128, 2, seed=3),
+    kernels=("causal_conv1d_fwd", "causal_conv1d_bwd"),
+    rows=(P("data"), P(), P(), P("data"), P("data")),
+    features=(P(None, "data"), P(), P(), P(), P(None, "data")),
+    all_reduces=1,
+    vmaps=[(0, None, None, None), (None, 0, 1, 0), (1, 0, None, 2)],
+)
+
+
+def check_checkpoint(implementation):
+    """Nothing of the forward is saved but the arguments, so it is not run again."""
+    arrays = CAUSAL_CONV1D.arrays(jax.random.key(0))
+    f = functools.partial(CAUSAL_CONV1D.call, implementation=implementation)
+    loss = lambda f: lambda *a: jnp.sum(jnp.sin(f(*a)))
+    grad = lambda f: jax.jit(jax.grad(loss(f), (0, 1, 2, 3)))
+    if implementation != "mosaic" or check.ON_GPU:  # the interpreter cannot be rematerialised
+        want = grad(CAUSAL_CONV1D.reference)(*arrays)
+        check.assert_close(grad(jax.checkpoint(f))(*arrays), want)
+    if implementation == "mosaic":
+        lowered = grad(jax.checkpoint(f)).trace(*arrays).lower(lowering_platforms=("cuda",))
+        calls = [line for line in lowered.as_text().splitlines() if "@mosaic_gpu_v2" in line]
+        assert len(calls) == 2, "one kernel forward and one backward"
+
+
+@check.matrix(CAUSAL_CONV1D)
+def test_causal_conv1d_transformations(cell, record_property):
+    _, transformation, implementation = cell
+    if transformation != "checkpoint":
+        check.check_cell(cell, record_property)
+        return
+    record_property("cell", (transformation, f"causal_conv1d {implementation or 'auto'}"))
+    check_checkpoint(implementation)

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
@@ -140,9 +141,11 @@ def causal_conv1d(
         initial_state = check_array(
             "initial_state", initial_state, before, "(B, W - 1, D) of x and weight"
         )
-    look_back = None
     if segment_ids is not None:
-        look_back = _look_back(_check_segments(segment_ids, (batch, length)), width)
+        segment_ids = _check_segments(segment_ids, (batch, length))
+    given = x
+    x, initial_state, segment_ids = map(_whole_length, (x, initial_state, segment_ids))
+    look_back = None if segment_ids is None else _look_back(segment_ids, width)
     options = _Options(
         activation=activation,
         mode=resolve(
@@ -156,6 +159,7 @@ def causal_conv1d(
         (out,) = _reference_fwd(options, x, weight, bias, initial_state, look_back)
     else:
         out = _causal_conv1d_jit(x, weight, bias, initial_state, look_back, options)
+    out = match_sharding(out, given)
     if return_final_state:
         return out, _final_state(x, width, initial_state, look_back)
     return out
@@ -243,6 +247,17 @@ def _check_segments(segment_ids: Any, shape: tuple[int, int]) -> jax.Array:
             f"segment_ids must have shape {shape} = (B, L) of x; got {segment_ids.shape}"
         )
     return segment_ids
+
+
+def _whole_length(v: Any) -> Any:
+    """`v` (B, L, ...) with its length gathered, where an Explicit mesh splits it."""
+    if v is None:
+        return None
+    sharding = jax.typeof(v).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types or sharding.spec[1] is None:
+        return v
+    spec = PartitionSpec(sharding.spec[0], None, *sharding.spec[2:])
+    return jax.sharding.reshard(v, NamedSharding(sharding.mesh, spec))
 
 
 def _look_back(segment_ids: jax.Array, width: int) -> jax.Array:
@@ -389,8 +404,8 @@ class Tiles:
         assert self.tiles_per_block >= 1, self
 
 
-def forward_tiles(width: int) -> Tiles:
-    return Tiles(channels=512 if width <= 4 else 256, rows=64, unroll=8)
+def forward_tiles(length: int, width: int) -> Tiles:
+    return Tiles(channels=512 if width <= 4 else 256, rows=64, unroll=min(8, length))
 
 
 def backward_tiles(batch: int, length: int, dim: int, width: int) -> Tiles:
@@ -403,7 +418,7 @@ def backward_tiles(batch: int, length: int, dim: int, width: int) -> Tiles:
     rows = batch * length * columns // (4 * num_sms())
     count = max(1, length // max(64, min(512, rows)))
     rows = max(MAX_WIDTH, -(-length // count))
-    return Tiles(channels, rows, unroll=4, tiles_per_block=max(1, 64 // rows))
+    return Tiles(channels, rows, unroll=min(4, length), tiles_per_block=max(1, 64 // rows))
 
 
 def _widened(v: jax.Array) -> jax.Array:
@@ -542,7 +557,7 @@ def _launch_fwd(options: _Options, x, weight, bias, state, look_back, tile: Tile
     if x.size == 0:
         return _reference_fwd(options, x, weight, bias, state, look_back)
     dim, width = weight.shape
-    tile = tile or forward_tiles(width)
+    tile = tile or forward_tiles(x.shape[1], width)
     state = None if width == 1 else state
     call, arrays = _prepare(
         options, tile, x=x, weight=weight, bias=bias, state=state, look_back=look_back
