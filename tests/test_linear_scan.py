@@ -150,8 +150,8 @@ def test_linear_scan_mixed_dtypes(size, implementation, dtypes):
 
 TILES = [
     ((1, 7, 3), ls.Tiles(2, segments=3)),
-    ((2, 7, 300), ls.Tiles(3, vec=2, slots=3, segments=2)),
-    ((1, 11, 1), ls.Tiles(1, slots=2, segments=10)),
+    ((2, 7, 300), ls.Tiles(3, vec=2, bwd_slots=2, segments=2)),
+    ((1, 11, 1), ls.Tiles(1, fwd_slots=2, segments=10)),
 ]
 
 

@@ -12,8 +12,8 @@ Backward, for the cotangent dout, time running down from dh[L] = 0:
 With ``reverse`` time runs the other way, in both.
 
 Saved for the backward: a, b and the state before every 32nd step in fp32 (every 16th if a or b is
-fp32), 1/16 of the bytes of b. The states in between are recomputed in registers from a and b, so
-that no gradient sees h rounded to 16 bits.
+fp32), 1/16 of the bytes of b. The states in between are recomputed from a and b, so that no
+gradient sees h rounded to 16 bits.
 
 Bytes per element, in units of its size: 3 forward (read a and b, write h), 5 backward (read a, b
 and dout, write da and db), and 1/16 for the states. With 2 operations per element forward and 5
@@ -153,23 +153,29 @@ class Tiles:
     Attributes:
       steps: of time that are copied to shared memory at once, and from one saved state to the next.
       vec: channels per lane.
-      slots: of `steps` steps on their way through shared memory, per block.
+      fwd_slots: of `steps` steps on their way through shared memory, per block of the forward.
+      bwd_slots: the same for the backward.
       segments: that the sequence is cut into; ``None`` for what the cost model finds.
     """
 
     steps: int
     vec: int = 1
-    slots: int = 4
+    fwd_slots: int = 4
+    bwd_slots: int = 3
     segments: int | None = None
 
     def __post_init__(self) -> None:
         assert self.steps >= 1, self
         assert self.vec in (1, 2), self  # a TMA copy has at most 256 elements along a dimension
-        assert self.slots >= 2, self
+        assert min(self.fwd_slots, self.bwd_slots) >= 2, self
 
 
 def tiles(a: Any, b: Any) -> Tiles:
-    """64 bytes per channel and array in each slot: 16 KB, of which three are in flight."""
+    """64 bytes per channel and array in each slot, so that two blocks fit on a multiprocessor.
+
+    On their way are 48 KB per block, in both passes; an H200 at full speed needs about 32 KB per
+    multiprocessor.
+    """
     return Tiles(steps=64 // max(a.dtype.itemsize, b.dtype.itemsize))
 
 
@@ -362,7 +368,8 @@ class _Scan:
         return jnp.where(state == 0, self.zeros(), product * state)
 
 
-def _scan_of(options: _Options, arrays: int, a: Any, b: Any) -> _Scan:
+def _scan_of(options: _Options, a: Any, b: Any, *, arrays: int) -> _Scan:
+    """The call as the forward (3 arrays) or the backward (5) sees it."""
     tile = options.tiles or tiles(a, b)
     batch, length, dim = a.shape
     scan = _Scan(
@@ -370,7 +377,7 @@ def _scan_of(options: _Options, arrays: int, a: Any, b: Any) -> _Scan:
         dim=dim,
         steps=options.steps(a, b),
         vec=tile.vec if dim >= LANES * tile.vec else 1,
-        slots=tile.slots,
+        slots=tile.fwd_slots if arrays == 3 else tile.bwd_slots,
         reverse=options.reverse,
         per_segment=1,
     )
@@ -519,7 +526,7 @@ def _launch_fwd(options: _Options, save: bool, a: Any, b: Any, initial_state: An
         return _reference_fwd(options, save, a, b, initial_state)
     batch, _, dim = a.shape
     a, b, initial_state = _padded(a, b, initial_state)
-    scan = _scan_of(options, 3, a, b)
+    scan = _scan_of(options, a, b, arrays=3)
     handed = ()
     if scan.segments > 1:
         handed = _launch_carry(scan, "linear_scan_fwd_carry", a, b, transposed=False)
@@ -582,7 +589,7 @@ def _launch_bwd(options: _Options, a: Any, b: Any, states: Any, dout: Any):
         return _reference_bwd(options, a, b, states, dout)
     batch, _, dim = a.shape
     a, b, states, dout = _padded(a, b, states, dout)
-    scan = _scan_of(options, 5, a, b)
+    scan = _scan_of(options, a, b, arrays=5)
     handed = ()
     if scan.segments > 1:
         handed = _launch_carry(scan, "linear_scan_bwd_carry", a, dout, transposed=True)
@@ -593,7 +600,10 @@ def _launch_bwd(options: _Options, a: Any, b: Any, states: Any, dout: Any):
             jax.ShapeDtypeStruct(b.shape, b.dtype),
             jax.ShapeDtypeStruct((batch, scan.dim), jnp.float32),
         ),
-        scratch_types=_scratch(scan, a=a, b=b, dout=dout, before=states),
+        scratch_types={
+            **_scratch(scan, a=a, b=b, dout=dout, before=states),
+            "h": plgpu.SMEM((scan.steps, scan.width), jnp.float32),  # before every step
+        },
         grid=(scan.segments, batch * scan.columns),
         grid_names=(_SEGMENT, _BLOCK),
         kernel_name="linear_scan_bwd",
@@ -610,23 +620,23 @@ def _bwd_kernel(scan, has_handed, a_ref, b_ref, states_ref, dout_ref, *refs, **s
     first, whole, count = scan.range(segment)
 
     def steps(valid):
-        order = range(scan.steps - valid, scan.steps)
-
         def body(c, slot, passed):  # passed = a[t+1] · dh[t+1]
             start = scan.start(c)
-            h = scan.load(smem.before.at[slot])
-            decays, before = {}, {}
-            for k in order:
-                row = scan.row(k)
-                decays[k], before[k] = scan.load(smem.a.at[slot, row]), h
-                h = decays[k] * h + scan.load(smem.b.at[slot, row])
-            for k in reversed(order):
-                row = scan.row(k)
+
+            def up(row, h):
+                smem.h[row] = h
+                return scan.load(smem.a.at[slot, row]) * h + scan.load(smem.b.at[slot, row])
+
+            def down(row, passed):
                 dh = scan.load(smem.dout.at[slot, row]) + passed
+                da = dh * scan.load(smem.h.at[row])
                 db_ref[batch, start + row, channels] = dh.astype(db_ref.dtype)
-                da_ref[batch, start + row, channels] = (dh * before[k]).astype(da_ref.dtype)
-                passed = decays[k] * dh
-            return passed
+                da_ref[batch, start + row, channels] = da.astype(da_ref.dtype)
+                return scan.load(smem.a.at[slot, row]) * dh
+
+            before = 1.0 * scan.load(smem.before.at[slot])
+            scan.loop(valid, up, before)
+            return scan.loop(valid, down, passed, backwards=True)
 
         return body
 
