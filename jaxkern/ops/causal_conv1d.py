@@ -1,7 +1,7 @@
 """Causal depthwise convolution along time, the short filter in front of a Mamba scan.
 
-Forward, for a batch row and a channel, with k[t] = bias + …, x before the start of the sequence
-taken from the initial state, or 0, and j = W − 1 − w the taps' look-back:
+Forward, for a batch row and a channel, where tap w looks back by j = W − 1 − w tokens, and x before
+the start of the sequence is the initial state, or 0:
 
     s[t]   = bias + Σ_w weight[w] · x[t − j]                                      w = 0 … W−1
     out[t] = s[t],   or   s[t] · sigmoid(s[t])   for activation="silu"
@@ -265,10 +265,9 @@ def _look_back(segment_ids: jax.Array, width: int) -> jax.Array:
 
     The tokens of the first segment may see all of the initial state.
     """
-    same = segment_ids[:, 1:] == segment_ids[:, :-1]
-    padding = ((0, 0), (width, 0))
-    same = jnp.pad(same, padding, constant_values=True)[:, -segment_ids.shape[1] - width :]
     length, unbroken = segment_ids.shape[1], True
+    same = segment_ids[:, 1:] == segment_ids[:, :-1]
+    same = jnp.pad(same, ((0, 0), (width, 0)), constant_values=True)
     count = jnp.zeros(segment_ids.shape, jnp.float32)
     for j in range(width - 1):
         unbroken = unbroken & same[:, width - 1 - j : width - 1 - j + length]
@@ -293,7 +292,7 @@ def _final_state(x: jax.Array, width: int, state: Any, look_back: Any) -> jax.Ar
 
 
 MAX_WIDTH = 8
-"""The kernels hold 5 · W registers per channel."""
+"""The backward holds about 4 · W registers per channel of a lane."""
 
 
 def _unsupported(x: Any, weight: Any, bias: Any, state: Any) -> str | None:
@@ -404,21 +403,33 @@ class Tiles:
         assert self.tiles_per_block >= 1, self
 
 
-def forward_tiles(length: int, width: int) -> Tiles:
-    return Tiles(channels=512 if width <= 4 else 256, rows=64, unroll=min(8, length))
+def forward_tiles(batch: int, length: int, dim: int, width: int) -> Tiles:
+    """At least eight blocks on a multiprocessor, of up to 64 tokens each."""
+    channels, unroll = _channels(width), min(8, length)
+    rows = batch * length * -(-dim // channels) // (8 * num_sms())
+    rows = max(16, min(64, -(-rows // unroll) * unroll))
+    return Tiles(channels, rows, unroll)
 
 
 def backward_tiles(batch: int, length: int, dim: int, width: int) -> Tiles:
-    """About four blocks on a multiprocessor, of 64 to 512 tokens each.
+    """About four blocks on a multiprocessor, of 32 to 512 tokens each.
 
-    A block leaves 4 · (W + 1) bytes per channel of partial sums, which are read once more.
+    A block leaves 4 · (W + 1) bytes per channel of partial sums, which are read once more. Several
+    short sequences share one where there are blocks enough.
     """
-    channels = 512 if width <= 4 else 256
+    channels, sms = _channels(width), num_sms()
     columns = -(-dim // channels)
-    rows = batch * length * columns // (4 * num_sms())
-    count = max(1, length // max(64, min(512, rows)))
-    rows = max(MAX_WIDTH, -(-length // count))
-    return Tiles(channels, rows, unroll=min(4, length), tiles_per_block=max(1, 64 // rows))
+    rows = batch * length * columns // (4 * sms)
+    tiles = max(1, length // max(32, min(512, rows)))
+    rows = -(-length // tiles)
+    spare = batch * tiles * columns // (8 * sms)
+    per_block = max(1, min(64 // rows, spare))
+    return Tiles(channels, max(MAX_WIDTH, rows), min(4, length), per_block)
+
+
+def _channels(width: int) -> int:
+    """Most channels of a block: four of a lane, or two where the filter needs the registers."""
+    return 512 if width <= 4 else 256
 
 
 def _widened(v: jax.Array) -> jax.Array:
@@ -503,9 +514,9 @@ class _Filter:
 
 
 def _wide(v: jax.Array) -> jax.Array:
-    # Under shard_map what a load returns is typed as varying over the mesh and a product is not; a
-    # loop's carry needs one type.
-    return 1.0 * v.astype(jnp.float32)
+    # Under shard_map what a load returns is typed as varying over the mesh and what is computed is
+    # not; a loop's carry needs one type.
+    return 1.0 * v if v.dtype == jnp.float32 else v.astype(jnp.float32)
 
 
 def _prepare(options: _Options, tile: Tiles, **arrays: Any) -> tuple[_Filter, tuple[Any, ...]]:
@@ -557,7 +568,7 @@ def _launch_fwd(options: _Options, x, weight, bias, state, look_back, tile: Tile
     if x.size == 0:
         return _reference_fwd(options, x, weight, bias, state, look_back)
     dim, width = weight.shape
-    tile = tile or forward_tiles(x.shape[1], width)
+    tile = tile or forward_tiles(x.shape[0], x.shape[1], dim, width)
     state = None if width == 1 else state
     call, arrays = _prepare(
         options, tile, x=x, weight=weight, bias=bias, state=state, look_back=look_back
