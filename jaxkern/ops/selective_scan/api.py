@@ -1,23 +1,31 @@
 """Selective scan: the recurrence of Mamba (S6), a diagonal linear system with per-token weights.
 
-Forward, for a batch row b and a channel d, n running over the N states and h[−1] = 0:
+Forward, for a batch row b and a channel d, n running over the N states and h[−1] = initial_state:
 
-    dt[t]  = softplus(dt[t] + dt_bias)                                 (softplus only if asked for)
-    h[t,n] = a[t,n] · h[t−1,n] + dt[t] · x[t] · B[t,n]                 a[t,n] = exp(dt[t] · A[n])
+    raw[t] = dt[t] + dt_bias                    or softplus(dt[t] + dt_bias), if asked for
+    s[t]   = min(max(raw[t], low), high)        (low, high) = dt_limit
+    h[t,n] = a[t,n] · k[t] · h[t−1,n] + s[t] · x[t] · B[t,n]        a[t,n] = exp(s[t] · A[n])
     y[t]   = Σ_n C[t,n] · h[t,n] + D · x[t]
     out[t] = y[t] · silu(z[t])
 
-Backward, for the cotangent dout, time running down from dh[L] = 0:
+where k[t] = 0 if the segment id of token t is not that of the token before, else 1. With groups, B
+and C are those of the group that d is in.
 
-    dy[t]   = dout[t] · silu(z[t])                     dz[t] = dout[t] · y[t] · silu'(z[t])
-    dh[t,n] = a[t+1,n] · dh[t+1,n] + C[t,n] · dy[t]    v[t,n] = dh[t,n] · a[t,n] · h[t−1,n]
-    dx[t]   = dt[t] · Σ_n dh[t,n] · B[t,n] + D · dy[t]
-    ddt[t]  = (Σ_n v[t,n] · A[n] + x[t] · Σ_n dh[t,n] · B[t,n]) · softplus'
-    dB[t,n] = Σ_d dh[t,n] · dt[t] · x[t]               dC[t,n] = Σ_d dy[t] · h[t,n]
-    dA[n]   = Σ_bt v[t,n] · dt[t]       dD = Σ_bt dy[t] · x[t]       ddt_bias = Σ_bt ddt[t]
+Backward, for the cotangents dout and dfinal, time running down from dh[L] = dfinal (a[L] = 1):
 
-Saved for the backward: the arguments, and the state before every 8th step, (B, L/8, N, D) in fp32:
-4·N/8 bytes per element of x, 8 at N = 16. The states in between are recomputed, 8 steps at a time.
+    dy[t]   = dout[t] · silu(z[t])                  dz[t] = dout[t] · y[t] · silu'(z[t])
+    dh[t,n] = k[t+1] · a[t+1,n] · dh[t+1,n] + C[t,n] · dy[t]
+    v[t,n]  = dh[t,n] · a[t,n] · k[t] · h[t−1,n]
+    dx[t]   = s[t] · Σ_n dh[t,n] · B[t,n] + D · dy[t]
+    ds[t]   = Σ_n v[t,n] · A[n] + x[t] · Σ_n dh[t,n] · B[t,n]
+    ddt[t]  = ds[t] · softplus'  where low ≤ raw[t] ≤ high, else 0
+    dB[t,n] = Σ_d dh[t,n] · s[t] · x[t]             dC[t,n] = Σ_d dy[t] · h[t,n]
+    dA[n]   = Σ_bt v[t,n] · s[t]       dD = Σ_bt dy[t] · x[t]       ddt_bias = Σ_bt ddt[t]
+    dinitial_state[n] = k[0] · a[0,n] · dh[0,n]     (k[0] = 1)
+
+Saved for the backward: the arguments, and the state before every k-th step, k = checkpoint_every,
+(B, L/k, D, N) in fp32: 4·N/k bytes per element of x, 1 at N = 16 and k = 64. The states in between
+are recomputed.
 
 Per element of x the forward takes N exponentials, and 2 more for the gate and the softplus; the
 backward 2·N, once to recompute the states and once on the way back. At N = 16 the exponential unit
@@ -30,16 +38,21 @@ arXiv:2312.00752.
 """
 
 import functools
+import math
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.arguments import check_array, check_floating, check_number
 from jaxkern.core.dispatch import Implementation, device_unsupported, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
 from jaxkern.ops.selective_scan.kernels import MAX_STATES, launch_bwd, launch_fwd
 from jaxkern.ops.selective_scan.reference import (
+    CHUNK,
+    DEFAULT_CHECKPOINT_EVERY,
     Options,
     reference_bwd,
     reference_fwd,
@@ -59,47 +72,69 @@ def selective_scan(
     *,
     dt_bias: jax.Array | None = None,
     dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: jax.Array | None = None,
+    return_final_state: bool = False,
+    segment_ids: jax.Array | None = None,
+    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> Any:
     r"""Run Mamba's selective state space recurrence along time.
 
     .. math::
         h_t = \exp(\Delta_t A) \, h_{t-1} + \Delta_t x_t B_t, \qquad
         \text{out}_t = (C_t \cdot h_t + D \, x_t) \cdot \operatorname{silu}(z_t)
 
-    for every batch row and channel, with N states each, from :math:`h_{-1} = 0`, where
-    :math:`\Delta` is ``softplus(dt + dt_bias)`` or ``dt + dt_bias``. All of it is computed in fp32,
-    whatever the dtypes; the result is rounded once, to the dtype of `x`. Any real `A` is taken; a
-    positive one makes the state grow.
+    for every batch row and channel, with N states each, from :math:`h_{-1}` = `initial_state`,
+    where :math:`\Delta` is ``softplus(dt + dt_bias)`` or ``dt + dt_bias``, limited to `dt_limit`.
+    All of it is computed in fp32, whatever the dtypes; the result is rounded once, to the dtype of
+    `x`. Any real `A` is taken; a positive one makes the state grow.
 
-    For the backward, the arguments and the state before every 8th step are kept, ``4 * N / 8``
-    bytes per element of `x`; nothing of size B·L·D·N is ever held. A NaN in one channel of one
-    batch row stays there, but for the gradients that sum over channels (`B`, `C`) or over batch
-    rows (`A`, `D`, `dt_bias`). The bits are the same on every run.
+    Every floating argument has a gradient, `initial_state` too, and the final state passes one on.
+    For the backward, the arguments and the state before every `checkpoint_every`-th step are kept:
+    ``4 * N / checkpoint_every`` bytes per element of `x`. Unless it is 1, nothing of size B·L·D·N
+    is ever held. The result does not depend on it, but for rounding.
 
-    On a mesh, batch and channels may be split between devices; a split L or N is gathered.
+    A NaN in one channel of one batch row stays there, but for the gradients that sum over channels
+    (`B`, `C`) or over batch rows (`A`, `D`, `dt_bias`); it does not get past the end of its
+    segment. The bits are the same on every run.
+
+    On a mesh, batch and channels may be split between devices; a split L or N is gathered. With
+    several groups, channels are split in parts of whole groups; others are gathered on a mesh with
+    Explicit axes, and not possible with Auto ones.
 
     Args:
       x: (B, L, D), bfloat16, float16 or float32.
       dt: (B, L, D), the step sizes before `dt_bias` and softplus; any of those dtypes, as are
-        all arguments below.
+        all floating arguments below.
       A: (D, N), the states' rates, negative in Mamba.
-      B: (B, L, N), how x enters the states.
-      C: (B, L, N), how the states are read.
+      B: (B, L, N), how x enters the states; or (B, L, G, N), where channel d is in group
+        d // (D / G).
+      C: the shape of `B`, how the states are read.
       D: (D,), the weight of `x` in the output; ``None`` stands for zeros.
       z: (B, L, D), the gate; ``None`` for no gate.
       dt_bias: (D,), added to `dt`; ``None`` stands for zeros.
       dt_softplus: whether the step size is the softplus of that sum.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels (N up to 64), ``"xla"`` for plain JAX
+      dt_limit: the least and the largest step size. One outside is set to the limit and has no
+        gradient; so by default, without softplus, a negative step size counts as 0.
+      initial_state: (B, D, N), the state before the first token; ``None`` stands for zeros.
+      return_final_state: whether to return the state after the last token, too.
+      segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
+        before a token whose id is not that of the token before. `initial_state` is for the first.
+      checkpoint_every: how many steps apart states are saved for the backward: 1 for all states, a
+        multiple of 8, or ``None`` for none at all, where the backward runs the forward again.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels (N up to 512), ``"xla"`` for plain JAX
         (the only one that supports forward-mode differentiation), ``None`` for the fastest: the
         kernels on an NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
 
     Returns:
-      (B, L, D), the dtype of `x`.
+      (B, L, D), the dtype of `x`; with `return_final_state` a pair of it and the final state,
+      (B, D, N), float32.
 
     Raises:
-      TypeError: an argument is not an array of a real floating dtype.
-      ValueError: shapes do not fit, or `implementation` is unknown.
+      TypeError: an argument is not an array of a real floating dtype (`segment_ids`: integer), or
+        an option is not a Python number.
+      ValueError: shapes do not fit, or an option has a value that it cannot have.
       NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
@@ -109,17 +144,34 @@ def selective_scan(
       >>> jaxkern.selective_scan(x, dt, A, B, C, z=z, dt_softplus=True).shape
       (2, 64, 256)
       >>> dA = jax.grad(lambda a: jaxkern.selective_scan(x, dt, a, B, C).sum())(A)
+      >>> half = lambda s, **kw: jaxkern.selective_scan(
+      ...     x[:, s], dt[:, s], A, B[:, s], C[:, s], return_final_state=True, **kw
+      ... )
+      >>> first, state = half(slice(0, 32))
+      >>> second, state = half(slice(32, 64), initial_state=state)
 
     References:
       Gu and Dao, `Mamba: Linear-Time Sequence Modeling with Selective State Spaces
       <https://arxiv.org/abs/2312.00752>`_, 2023.
     """
     args = _check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
-    mode = resolve(implementation, _unsupported(args), op="selective_scan")
-    options = Options(dt_softplus=bool(dt_softplus), mode=mode)
+    x, A = args[0], args[2]
+    if initial_state is not None:
+        shape = (x.shape[0], *A.shape)
+        initial_state = check_array("initial_state", initial_state, shape, _STATE_SHAPE)
+        initial_state = initial_state.astype(jnp.promote_types(initial_state.dtype, jnp.float32))
+    keep = _keep(segment_ids, x)
+    every = _check_checkpoint_every(checkpoint_every)
+    limit = _check_dt_limit(dt_limit)
+    mode = resolve(implementation, _unsupported((*args, initial_state)), op="selective_scan")
+    options = Options(bool(dt_softplus), limit, bool(return_final_state), every, mode)
+    grouped = (*_by_group((*args, initial_state)), keep)
     if mode == "xla":
-        return selective_scan_reference(*args, dt_softplus=options.dt_softplus)
-    return _jitted(*args, options)
+        out, final = selective_scan_reference(options, *grouped)
+    else:
+        out, final = _jitted(*grouped, options)
+    out = _join_channels(out, 2)
+    return (out, _join_channels(final, 1)) if options.final else out
 
 
 def selective_scan_step(
@@ -134,6 +186,7 @@ def selective_scan_step(
     *,
     dt_bias: jax.Array | None = None,
     dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> tuple[jax.Array, jax.Array]:
     r"""Run :func:`selective_scan` for one token, to decode step by step. Plain JAX, differentiable.
 
@@ -146,19 +199,21 @@ def selective_scan_step(
       x: (B, D), any floating dtype, as are all arguments below.
       dt: (B, D).
       A: (D, N).
-      B: (B, N).
-      C: (B, N).
+      B: (B, N), or (B, G, N) where channel d is in group d // (D / G).
+      C: the shape of `B`.
       D: (D,) or ``None``.
       z: (B, D) or ``None``.
       dt_bias: (D,) or ``None``.
       dt_softplus: whether the step size is ``softplus(dt + dt_bias)``.
+      dt_limit: the least and the largest step size; one outside is set to the limit.
 
     Returns:
       The output, (B, D), the dtype of `x`; and :math:`h_t`, (B, D, N), float32.
 
     Raises:
-      TypeError: an argument is not an array of a real floating dtype.
-      ValueError: shapes do not fit.
+      TypeError: an argument is not an array of a real floating dtype, or `dt_limit` not two
+        Python numbers.
+      ValueError: shapes do not fit, or `dt_limit` is no range.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
@@ -171,14 +226,20 @@ def selective_scan_step(
     References:
       Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.
     """
-    x, dt, A, B, C, D, z, dt_bias = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
-    state = check_array("state", state, (*x.shape, A.shape[1]), "(B, D, N) of x and A")
-    return step(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus=dt_softplus)
+    args = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
+    state = check_array("state", state, (args[0].shape[0], *args[2].shape), _STATE_SHAPE)
+    limit = _check_dt_limit(dt_limit)
+    options = Options(bool(dt_softplus), limit, final=True, checkpoint_every=None, mode="xla")
+    out, state = step(options, *_by_group((*args, state)))
+    return _join_channels(out, 1), _join_channels(state, 1)
 
 
-def _check(lead: tuple[str, ...], x, dt, A, B, C, D, z, dt_bias) -> tuple[Any, ...]:
+_STATE_SHAPE = "(B, D, N) of x and A"
+
+
+def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
     """The arguments as arrays; `lead` names the dimensions before the last of those with tokens."""
-    x, A = check_floating("x", x), check_floating("A", A)
+    x, A, B = check_floating("x", x), check_floating("A", A), check_floating("B", B)
     tokens = ", ".join(lead)
     if x.ndim != len(lead) + 1:
         raise ValueError(f"x must have shape ({tokens}, D), got {x.shape}")
@@ -188,7 +249,16 @@ def _check(lead: tuple[str, ...], x, dt, A, B, C, D, z, dt_bias) -> tuple[Any, .
             f"A must have shape (D, N), D the {channels[0]} channels of x and N at least 1; "
             f"got {A.shape}"
         )
-    states = (*x.shape[:-1], A.shape[1])
+    states, meaning = (*x.shape[:-1], A.shape[1]), f"({tokens}, N) of x and A"
+    if B.ndim == x.ndim + 1:
+        groups = B.shape[-2]
+        if groups == 0 or channels[0] % groups:
+            raise ValueError(
+                f"B must have a number of groups that divides the {channels[0]} channels of x; "
+                f"got {groups}, in shape {B.shape}"
+            )
+        states = (*x.shape[:-1], groups, A.shape[1])
+        meaning = f"({tokens}, G, N) of x, B and A"
 
     def check(name, value, shape, meaning):
         return None if value is None else check_array(name, value, shape, meaning)
@@ -197,17 +267,116 @@ def _check(lead: tuple[str, ...], x, dt, A, B, C, D, z, dt_bias) -> tuple[Any, .
         x,
         check_array("dt", dt, x.shape, f"({tokens}, D) of x"),
         A,
-        check_array("B", B, states, f"({tokens}, N) of x and A"),
-        check_array("C", C, states, f"({tokens}, N) of x and A"),
+        check_array("B", B, states, meaning),
+        check_array("C", C, states, f"{meaning}, as B"),
         check("D", D, channels, "(D,) of x"),
         check("z", z, x.shape, f"({tokens}, D) of x"),
         check("dt_bias", dt_bias, channels, "(D,) of x"),
     )
 
 
+def _check_dt_limit(dt_limit: Any) -> tuple[float, float]:
+    try:
+        low, high = dt_limit
+    except (TypeError, ValueError) as e:
+        raise TypeError(f"dt_limit must be two numbers, (low, high); got {dt_limit!r}") from e
+    low, high = check_number("dt_limit[0]", low), check_number("dt_limit[1]", high)
+    if not low <= high:
+        raise ValueError(
+            f"dt_limit must be (low, high) with low <= high, got {dt_limit!r}; "
+            "(-inf, inf) stands for no limit"
+        )
+    return low, high
+
+
+def _check_checkpoint_every(every: Any) -> int | None:
+    if every is None:
+        return None
+    try:
+        steps = operator.index(every)
+    except TypeError as e:
+        raise TypeError(f"checkpoint_every must be an int or None, got {every!r}") from e
+    if steps != 1 and (steps <= 0 or steps % CHUNK):
+        raise ValueError(
+            f"checkpoint_every must be 1, a multiple of {CHUNK} or None, got {steps}; "
+            f"try {max(CHUNK, steps // CHUNK * CHUNK)}"
+        )
+    return steps
+
+
+def _keep(segment_ids: Any, x: jax.Array) -> jax.Array | None:
+    """(B, L): 0 where a token's segment is not that of the token before, else 1."""
+    if segment_ids is None:
+        return None
+    ids = jnp.asarray(segment_ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(
+            f"segment_ids must have an integer dtype, got {ids.dtype}; "
+            "convert it first, e.g. segment_ids.astype(jnp.int32)"
+        )
+    if ids.shape != x.shape[:2]:
+        raise ValueError(
+            f"segment_ids must have shape {x.shape[:2]} = (B, L) of x; got {ids.shape}"
+        )
+    ids = _gather(ids, 1)
+    before = jnp.concatenate([ids[:, :1], ids], axis=1)[:, :-1]
+    return (ids == before).astype(jnp.float32)
+
+
+def _by_group(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with channels as (G, P): P in each of the G groups of B and C."""
+    x, dt, A, B, C, D, z, dt_bias, state = args
+    groups = B.shape[-2] if B.ndim == x.ndim + 1 else 1
+
+    def channels(v, axis=-1):
+        return None if v is None else _split_channels(v, axis % v.ndim, groups)
+
+    def weights(v):
+        return v if v.ndim == x.ndim + 1 else jnp.expand_dims(v, -2)
+
+    return (
+        channels(x),
+        channels(dt),
+        channels(A, 0),
+        weights(B),
+        weights(C),
+        channels(D),
+        channels(z),
+        channels(dt_bias),
+        channels(state, 1),
+    )
+
+
+def _split_channels(v: jax.Array, axis: int, groups: int) -> jax.Array:
+    if groups == 1:  # a new axis leaves channels split as they are on a mesh
+        return jnp.expand_dims(v, axis)
+    v = _gather(v, axis, unless_parts_of=groups)
+    return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
+
+
+def _join_channels(v: jax.Array, axis: int) -> jax.Array:
+    if v.shape[axis] == 1:
+        return jnp.squeeze(v, axis)
+    return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
+
+
+def _gather(v: jax.Array, axis: int, *, unless_parts_of: int = 1) -> jax.Array:
+    """`v` with `axis` whole on an Explicit mesh, unless it is in parts that divide a number."""
+    sharding = jax.typeof(v).sharding
+    spec = [*sharding.spec, *[None] * (v.ndim - len(sharding.spec))]
+    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
+    if (
+        spec[axis] is None
+        or unless_parts_of % math.prod(sharding.mesh.shape[n] for n in names) == 0
+    ):
+        return v
+    spec[axis] = None
+    return jax.sharding.reshard(v, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
 def _unsupported(args: tuple[Any, ...]) -> str | None:
     """Why the kernels, forward and backward, cannot take this call."""
-    for name, array in zip(("x", "dt", "A", "B", "C", "D", "z", "dt_bias"), args, strict=True):
+    for name, array in zip(_FLOATING, args, strict=True):
         if array is not None and array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
     states = args[2].shape[1]
@@ -216,32 +385,39 @@ def _unsupported(args: tuple[Any, ...]) -> str | None:
     return device_unsupported()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
-def _selective_scan(x, dt, A, B, C, D, z, dt_bias, options):
-    out, _ = _forward_pass(options, save=False)(x, dt, A, B, C, D, z, dt_bias)
-    return match_sharding(out, x)
+_FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
-def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, options):
-    args = (x, dt, A, B, C, D, z, dt_bias)
-    out, states = _forward_pass(options, save=True)(*args)
-    return match_sharding(out, x), (args, states)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(10,))
+def _selective_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, options):
+    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
+    out, final, _ = _forward_pass(options, save=False)(*args)
+    return match_sharding(out, x), final
 
 
-def _selective_scan_bwd(options, res, dout):
+def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, options):
+    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
+    out, final, states = _forward_pass(options, save=True)(*args)
+    return (match_sharding(out, x), final), (args, states)
+
+
+def _selective_scan_bwd(options, res, cotangents):
     args, states = res
-    grads = _backward_pass(options)(*args, states, dout)
+    grads = _backward_pass(options)(*args, states, *cotangents)
     return tuple(
-        None if arg is None else match_primal(grad, arg).astype(arg.dtype)
+        None if grad is None else match_primal(grad, arg).astype(arg.dtype)
         for grad, arg in zip(grads, args, strict=True)
     )
 
 
 _selective_scan.defvjp(_selective_scan_fwd, _selective_scan_bwd)
-_jitted = jax.jit(_selective_scan, static_argnums=8)
+_jitted = jax.jit(_selective_scan, static_argnums=10)
 
-_ARGUMENTS = ("b l d", "b l d", "d n", "b l n", "b l n", "d", "b l d", "d")
-_STATES = "b c n d"
+_ARGUMENTS = (
+    *("b l g p", "b l g p", "g p n", "b l g n", "b l g n", "g p", "b l g p", "g p"),
+    *("b g p n", "b l"),
+)
+_STATES = "b c g p n"
 
 
 @functools.cache
@@ -252,7 +428,7 @@ def _forward_pass(options: Options, *, save: bool) -> KernelPass:
         kernel=functools.partial(launch_fwd, options, save),
         reference=functools.partial(reference_fwd, options, save),
         ins=_ARGUMENTS,
-        outs=("b l d", _STATES),
+        outs=("b l g p", "b g p n", _STATES),
         whole="l n c",
     )
 
@@ -264,7 +440,7 @@ def _backward_pass(options: Options) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(launch_bwd, options),
         reference=functools.partial(reference_bwd, options),
-        ins=(*_ARGUMENTS, _STATES, "b l d"),
+        ins=(*_ARGUMENTS, _STATES, "b l g p", "b g p n"),
         outs=_ARGUMENTS,
         whole="l n c",
     )

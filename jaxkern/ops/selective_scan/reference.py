@@ -1,10 +1,15 @@
 """The selective scan in plain JAX: the specification and the ``"xla"`` implementation.
 
-A scan over chunks of CHUNK steps that never holds an array of size B·L·D·N; the backward recomputes
-the states of a chunk from the one before it.
+A scan over chunks of CHUNK steps. For the backward, the state before every block of
+`checkpoint_every` steps is kept; a block runs once more to find the states before its chunks, and a
+chunk once more to find those in between. No array has the size B·L·D·N, unless all states are to be
+saved.
+
+Arrays here have the channels in groups: D = G·P, channels of a group with the same B and C.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +24,21 @@ and 540 ms at (B, L, D, N) = (8, 256, 256, 16) and (8, 512, 1536, 16); with 4 st
 16 steps 44 and 630; a scan of single steps 87 and 890, an associative scan of 16 157 and 1840. In
 the kernels, 16 would leave a multiprocessor no room for the states of a second block's chunk."""
 
+DEFAULT_CHECKPOINT_EVERY = 64
+"""Steps from one saved state to the next, where the caller does not say."""
+
+
+_checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The static arguments of a call."""
 
     dt_softplus: bool
+    dt_limit: tuple[float, float]
+    final: bool
+    checkpoint_every: int | None
     mode: Mode
 
 
@@ -38,127 +52,233 @@ class _Tokens(NamedTuple):
     z: Any
 
 
+class _Masks(NamedTuple):
+    """What is no number: whether the state is zeroed before a token, and which are no padding."""
+
+    reset: Any
+    valid: Any
+
+
 class _Params(NamedTuple):
-    """The arrays without one, in the dtype of the arithmetic."""
+    """The arrays without a time axis, in the dtype of the arithmetic; A as (G, N, P)."""
 
     A: Any
     D: Any
     dt_bias: Any
 
 
-def _split(x, dt, A, B, C, D, z, dt_bias) -> tuple[_Tokens, _Params]:
-    # Cast before the scan over chunks, whose backward adds these arrays' gradients up.
-    acc = jnp.result_type(jnp.float32, x, dt, A, B, C)
-    params = jax.tree.map(lambda v: v.astype(acc), _Params(A, D, dt_bias))
-    return _Tokens(x, dt, B, C, z), params
+def selective_scan_reference(options: Options, *args: Any) -> tuple[Any, Any]:
+    """:func:`selective_scan` in plain JAX: out (B, L, G, P), and the final state if wanted.
 
-
-def selective_scan_reference(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
-    z: jax.Array | None = None,
-    dt_bias: jax.Array | None = None,
-    *,
-    dt_softplus: bool = False,
-) -> jax.Array:
-    """:func:`selective_scan` in plain JAX: a scan over chunks of 8 steps.
-
-    Differentiable in both modes and to any order. The backward keeps the state before each chunk
-    and runs the chunk again, so that it holds no more than the kernels do.
+    Differentiable in both modes and to any order. The backward keeps the states that the options
+    say and runs the steps in between again.
     """
-    if x.shape[1] == 0:
-        return jnp.zeros_like(x)
-    tokens, params = _split(x, dt, A, B, C, D, z, dt_bias)
-
-    @jax.checkpoint
-    def body(h, chunk):
-        return _run_chunk(h, chunk[0], params, dt_softplus, chunk[1])
-
-    _, out = lax.scan(body, _initial_state(tokens, params), _to_chunks(tokens))
-    return _from_chunks(out, x.shape[1])
+    run = functools.partial(reference_fwd, options, False)
+    if options.checkpoint_every is None:
+        run = jax.checkpoint(run)
+    return run(*args)[:2]
 
 
-def step(state, x, dt, A, B, C, D, z, dt_bias, *, dt_softplus: bool) -> tuple[Any, Any]:
-    """One token, x (B, D): its output and the next state, (B, D, N)."""
-    tokens, params = _split(x, dt, A, B, C, D, z, dt_bias)
-    h = jnp.swapaxes(state.astype(params.A.dtype), 1, 2)  # (B, N, D)
-    h, out = _run_chunk(h, jax.tree.map(lambda v: v[:, None], tokens), params, dt_softplus)
-    return out[:, 0], jnp.swapaxes(h, 1, 2)
+def reference_fwd(options: Options, save: bool, *args: Any) -> tuple[Any, Any, Any]:
+    """Output, final state (B, G, P, N) and, to save, states (B, c, G, P, N); or ``None``."""
+    tokens, masks, params, h = _split(*args)
+    length = tokens.x.shape[1]
+    save = save and options.checkpoint_every is not None
+    if length == 0:
+        out, states = jnp.zeros_like(tokens.x), jnp.zeros((h.shape[0], 0, *h.shape[1:]), h.dtype)
+    else:
+        sizes = _Sizes.of(length, options.checkpoint_every)
+
+        @_checkpoint
+        def body(h, block):
+            tokens, masks = block
+            after, out = _run_block(options, sizes, h, tokens, masks, params)
+            return after, (out, h if save else None)
+
+        h = _start(options, h, tokens, masks, params)
+        masks = masks._replace(valid=sizes.valid())
+        h, (out, states) = lax.scan(body, h, sizes.to_blocks((tokens, masks)))
+        out = sizes.from_blocks(out)
+        states = jnp.moveaxis(states, 0, 1) if save else None
+    final = _states_last(h) if options.final else None
+    return out, final, _states_last(states) if save else None
 
 
-def reference_fwd(options: Options, save: bool, x, dt, A, B, C, D, z, dt_bias):
-    tokens, params = _split(x, dt, A, B, C, D, z, dt_bias)
-    if x.shape[1] == 0:
-        empty = jnp.zeros((x.shape[0], 0, A.shape[1], A.shape[0]), jnp.float32)
-        return jnp.zeros_like(x), empty if save else None
-
-    @jax.checkpoint
-    def body(h, chunk):
-        after, out = _run_chunk(h, chunk[0], params, options.dt_softplus, chunk[1])
-        return after, (out, h if save else None)
-
-    _, (out, states) = lax.scan(body, _initial_state(tokens, params), _to_chunks(tokens))
-    return _from_chunks(out, x.shape[1]), jnp.moveaxis(states, 0, 1) if save else None
-
-
-def reference_bwd(options: Options, x, dt, A, B, C, D, z, dt_bias, states, dout):
+def reference_bwd(
+    options: Options, x, dt, A, B, C, D, z, dt_bias, initial_state, keep, states, dout, dfinal
+) -> tuple[Any, ...]:
     """The gradients; those that sum over channels, batch rows or time are left in fp32."""
-    f32 = states.dtype
-    tokens, params = _split(x, dt, A, B.astype(f32), C.astype(f32), D, z, dt_bias)
-    if x.shape[1] == 0:
-        zeros = jax.tree.map(jnp.zeros_like, (tokens, params))
-        return _as_arguments(*zeros)
+    args = x, dt, A, B, C, D, z, dt_bias, initial_state, keep
+    if states is None:
+        every = dataclasses.replace(options, checkpoint_every=DEFAULT_CHECKPOINT_EVERY)
+        *_, states = reference_fwd(every, True, *args)
+    acc = states.dtype
+    tokens, masks, params, h = _split(
+        x, dt, A, B.astype(acc), C.astype(acc), D, z, dt_bias, initial_state, keep
+    )
+    dh = jnp.zeros_like(h) if dfinal is None else _states_last(dfinal)
+    length = x.shape[1]
+    if length == 0:
+        dtokens, dparams = jax.tree.map(jnp.zeros_like, (tokens, params))
+    else:
+        sizes = _Sizes.of(length, options.checkpoint_every)
 
-    @jax.checkpoint
-    def body(carry, chunk):
-        dh, dparams = carry
-        tokens, valid, before, dout = chunk
+        @_checkpoint
+        def body(carry, block):
+            dh, dparams = carry
+            tokens, masks, before, dout = block
 
-        def run(h, tokens, params):
-            return _run_chunk(h, tokens, params, options.dt_softplus, valid)
+            def run(h, tokens, params):
+                return _run_block(options, sizes, h, tokens, masks, params)
 
-        _, vjp = jax.vjp(run, before, tokens, params)
-        dh, dtokens, more = vjp((dh, dout))
-        return (dh, jax.tree.map(jnp.add, dparams, more)), dtokens
+            _, vjp = jax.vjp(run, before, tokens, params)
+            dh, dtokens, more = vjp((dh, dout))
+            return (dh, jax.tree.map(jnp.add, dparams, more)), dtokens
 
-    (chunks, valid), (douts, _) = _to_chunks(tokens), _to_chunks(dout)
-    zeros = jax.tree.map(jnp.zeros_like, (states[:, 0], params))
-    xs = (chunks, valid, jnp.moveaxis(states, 1, 0), douts)
-    (_, dparams), dtokens = lax.scan(body, zeros, xs, reverse=True)
-    return _as_arguments(jax.tree.map(lambda v: _from_chunks(v, x.shape[1]), dtokens), dparams)
+        masks = masks._replace(valid=sizes.valid())
+        tokens, masks, dout = sizes.to_blocks((tokens, masks, dout))
+        states = _states_last(jnp.moveaxis(states, 1, 0))
+        dparams = jax.tree.map(jnp.zeros_like, params)
+        dh = jnp.where(True, dh, states[0])
+        (dh, dparams), dtokens = lax.scan(
+            body, (dh, dparams), (tokens, masks, states, dout), reverse=True
+        )
+        dtokens = jax.tree.map(sizes.from_blocks, dtokens)
+    dx, ddt, dB, dC, dz = dtokens
+    dA, dD, ddt_bias = dparams
+    dinitial = None if initial_state is None else _states_last(dh)
+    return dx, ddt, _states_last(dA), dB, dC, dD, dz, ddt_bias, dinitial, None
 
 
-def _as_arguments(tokens: _Tokens, params: _Params) -> tuple[Any, ...]:
-    x, dt, B, C, z = tokens
-    A, D, dt_bias = params
-    return x, dt, A, B, C, D, z, dt_bias
+def step(options: Options, x, dt, A, B, C, D, z, dt_bias, state) -> tuple[Any, Any]:
+    """One token, x (B, G, P): its output and the next state, (B, G, P, N)."""
+    tokens, masks, params, h = _split(x, dt, A, B, C, D, z, dt_bias, state, None)
+    tokens = jax.tree.map(lambda v: v[:, None], tokens)
+    h, out = _run_chunk(options, h, tokens, masks, params)
+    return out[:, 0], _states_last(h)
 
 
-def _run_chunk(h, tokens: _Tokens, params: _Params, dt_softplus: bool, valid: Any = None):
-    """k steps from the state h, (B, N, D), to the state after them and out, (B, k, D).
+def _split(
+    x, dt, A, B, C, D, z, dt_bias, initial_state, keep
+) -> tuple[_Tokens, _Masks, _Params, jax.Array]:
+    """The arguments by kind; the state is (B, G, N, P), channels last: loops run along them."""
+    floats = [v for v in (x, dt, A, B, C, D, z, dt_bias, initial_state) if v is not None]
+    acc = jnp.result_type(jnp.float32, *floats)
+    # Cast before the scan over chunks, whose backward adds these arrays' gradients up.
+    params = jax.tree.map(lambda v: v.astype(acc), _Params(_states_last(A), D, dt_bias))
+    if initial_state is None:
+        h = jnp.zeros((x.shape[0], *params.A.shape), acc)
+    else:
+        h = _states_last(initial_state.astype(acc))
+    masks = _Masks(None if keep is None else keep == 0, None)
+    return _Tokens(x, dt, B, C, z), masks, params, h
 
-    Steps that are not `valid`, (k,), leave the state as it is.
-    """
+
+def _states_last(h: Any) -> Any:
+    """(…, N, P) as (…, P, N), and back."""
+    return jnp.swapaxes(h, -1, -2)
+
+
+def _start(options, h, tokens, masks, params) -> jax.Array:
+    """`h`, distributed over devices as the states after it will be."""
+    first, masks = jax.tree.map(lambda v: v[:, :1], (tokens, masks))
+    after, _ = _run_chunk(options, h, first, masks, params)
+    return jnp.where(True, h, lax.stop_gradient(after))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """A sequence cut into blocks, from one saved state to the next, of chunks of steps."""
+
+    length: int
+    chunk: int  # steps
+    block: int  # chunks
+
+    @classmethod
+    def of(cls, length: int, checkpoint_every: int | None) -> "_Sizes":
+        every = min(checkpoint_every or DEFAULT_CHECKPOINT_EVERY, length)
+        chunk = min(CHUNK, every)
+        return cls(length, chunk, -(-every // chunk))
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.length // (self.chunk * self.block))
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return (self.blocks, self.block) if self.block > 1 else (self.blocks,)
+
+    @property
+    def padding(self) -> int:
+        return self.blocks * self.block * self.chunk - self.length
+
+    def to_blocks(self, tree: Any) -> Any:
+        """(B, L, …) as (blocks, chunks, B, steps, …), with zeros after the end.
+
+        Without the second axis where a block is a chunk.
+        """
+        n = len(self.lead)
+
+        def split(v):
+            v = jnp.pad(v, ((0, 0), (0, self.padding), *[(0, 0)] * (v.ndim - 2)))
+            v = v.reshape(v.shape[0], *self.lead, self.chunk, *v.shape[2:])
+            return jnp.moveaxis(v, 0, n)
+
+        return jax.tree.map(split, tree)
+
+    def from_blocks(self, v: jax.Array) -> jax.Array:
+        """Back to (B, L, …)."""
+        n = len(self.lead)
+        v = jnp.moveaxis(v, n, 0)
+        v = v.reshape(v.shape[0], self.length + self.padding, *v.shape[n + 2 :])
+        return v[:, : self.length]
+
+    def valid(self) -> jax.Array | None:
+        """(1, L): ones, to be padded with zeros; ``None`` where nothing is padded."""
+        return jnp.ones((1, self.length), bool) if self.padding else None
+
+
+def _run_block(options, sizes, h, tokens, masks, params) -> tuple[jax.Array, jax.Array]:
+    """The chunks of a block; only the states before them are kept for the backward."""
+    if sizes.block == 1:
+        return _run_chunk(options, h, tokens, masks, params)
+
+    @_checkpoint
+    def body(h, chunk):
+        tokens, masks = chunk
+        return _run_chunk(options, h, tokens, masks, params)
+
+    return lax.scan(body, h, (tokens, masks))
+
+
+def _run_chunk(options, h, tokens: _Tokens, masks: _Masks, params: _Params):
+    """k steps from the state h, (B, G, N, P), to the state after them and out, (B, k, G, P)."""
+    if h.shape[1] > 1:
+        return _run_steps(options, h, tokens, masks, params)
+    # With no axis of size 1 in its products, XLA's program for a CPU is a third faster.
+    squeeze = functools.partial(jax.tree.map, lambda v: jnp.squeeze(v, -2))
+    params = squeeze(params._replace(A=None))._replace(A=jnp.squeeze(params.A, -3))
+    h, out = _run_steps(options, jnp.squeeze(h, -3), squeeze(tokens), masks, params)
+    return jnp.expand_dims(h, -3), jnp.expand_dims(out, -2)
+
+
+def _run_steps(options, h, tokens: _Tokens, masks: _Masks, params: _Params):
+    """The same; all arrays may lack the axis G."""
     acc = h.dtype
+    along = lambda mask, ndim: mask.reshape(*mask.shape, *[1] * (ndim - mask.ndim))
     x, dt, B, C = (v.astype(acc) for v in tokens[:4])
-    if params.dt_bias is not None:
-        dt = dt + params.dt_bias
-    if dt_softplus:
-        dt = jax.nn.softplus(dt)
-    if valid is not None:
-        dt = jnp.where(valid[:, None], dt, 0)
-    A = params.A.T  # (N, D): channels last, so that loops run along them
+    dt = _step_size(options, dt, params.dt_bias)
+    if masks.valid is not None:  # a step of no size keeps the state as it is
+        dt = jnp.where(along(masks.valid, dt.ndim), dt, 0)
     dtx = dt * x
     ys = []
     for t in range(x.shape[1]):
-        decay = jnp.exp(dt[:, t, None, :] * A)
-        h = decay * h + jnp.einsum("bd,bn->bnd", dtx[:, t], B[:, t])
+        if masks.reset is not None:
+            h = jnp.where(along(masks.reset[:, t], h.ndim), 0, h)
+        decay = jnp.exp(dt[:, t, ..., None, :] * params.A)
+        h = decay * h + jnp.einsum("b...p,b...n->b...np", dtx[:, t], B[:, t])
         # As a dot, for its transpose is a sum over channels, which is slow as a sum on a CPU.
-        ys.append(jnp.einsum("bnd,bn->bd", h, C[:, t], precision="highest"))
+        ys.append(jnp.einsum("b...np,b...n->b...p", h, C[:, t], precision="highest"))
     y = jnp.stack(ys, axis=1)
     if params.D is not None:
         y = y + params.D * x
@@ -167,28 +287,15 @@ def _run_chunk(h, tokens: _Tokens, params: _Params, dt_softplus: bool, valid: An
     return h, y.astype(tokens.x.dtype)
 
 
-def _initial_state(tokens: _Tokens, params: _Params) -> jax.Array:
-    """Zeros (B, N, D), distributed over devices as the states will be."""
-    x, dt, B, C, _ = tokens
-    like = (x * dt)[:, 0, None, :] * (B * C)[:, 0, :, None] * params.A.T
-    return jnp.where(True, jnp.zeros((), params.A.dtype), like.astype(params.A.dtype))
-
-
-def _to_chunks(tokens: Any) -> tuple[Any, jax.Array | None]:
-    """(B, L, ·) as (⌈L/k⌉, B, k, ·) with zeros after the end; and which steps are no such zeros."""
-    length = jax.tree.leaves(tokens)[0].shape[1]
-    k = min(CHUNK, length)
-    pad = -length % k
-
-    def split(v):
-        v = jnp.pad(v, ((0, 0), (0, pad), (0, 0)))
-        return jnp.moveaxis(v.reshape(v.shape[0], v.shape[1] // k, k, v.shape[2]), 1, 0)
-
-    valid = (jnp.arange(length + pad) < length).reshape(-1, k) if pad else None
-    return jax.tree.map(split, tokens), valid
-
-
-def _from_chunks(v: jax.Array, length: int) -> jax.Array:
-    """(c, B, k, ·) as (B, L, ·)."""
-    v = jnp.moveaxis(v, 0, 1)
-    return v.reshape(v.shape[0], v.shape[1] * v.shape[2], v.shape[3])[:, :length]
+def _step_size(options: Options, dt: jax.Array, dt_bias: jax.Array | None) -> jax.Array:
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if options.dt_softplus:
+        dt = jax.nn.softplus(dt)
+    low, high = options.dt_limit
+    # Not jnp.clip, which halves the gradient of a value at a limit.
+    if low > (0 if options.dt_softplus else -jnp.inf):
+        dt = jnp.where(dt < low, low, dt)
+    if high < jnp.inf:
+        dt = jnp.where(dt > high, high, dt)
+    return dt
