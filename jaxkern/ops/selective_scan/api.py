@@ -40,7 +40,7 @@ arXiv:2312.00752.
 import functools
 import math
 import operator
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,48 @@ from jaxkern.ops.selective_scan.reference import (
     selective_scan_reference,
     step,
 )
+
+
+@overload
+def selective_scan(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    z: jax.Array | None = None,
+    *,
+    dt_bias: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: jax.Array | None = None,
+    return_final_state: Literal[False] = False,
+    segment_ids: jax.Array | None = None,
+    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def selective_scan(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    z: jax.Array | None = None,
+    *,
+    dt_bias: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: jax.Array | None = None,
+    return_final_state: Literal[True],
+    segment_ids: jax.Array | None = None,
+    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def selective_scan(
@@ -308,7 +350,11 @@ def _keep(segment_ids: Any, x: jax.Array) -> jax.Array | None:
     """(B, L): 0 where a token's segment is not that of the token before, else 1."""
     if segment_ids is None:
         return None
-    ids = jnp.asarray(segment_ids)
+    try:
+        ids = jnp.asarray(segment_ids)
+    except TypeError as e:
+        name = type(segment_ids).__name__
+        raise TypeError(f"segment_ids must be an array, got {name}") from e
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(
             f"segment_ids must have an integer dtype, got {ids.dtype}; "
