@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,32 +134,153 @@ def windows(n: int, max_size: int, itemsize: int) -> Windows:
     return min(choices, key=lambda c: c[:2])[2]
 
 
-def warp_sums(values: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
-    """The sums of each of `values` over the 32 lanes of each warp, side by side in the lanes.
+VOLATILE = 0
+_ROW: Any = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 
-    Every step halves the values that a lane holds: it keeps the one half, sends the other to a
-    partner lane and adds what comes back, so that R values take R − 1 shuffles and not 5 · R. The
-    order of the additions is fixed.
+
+@dataclasses.dataclass(frozen=True)
+class LaneOffsets:
+    """Where each lane of a warpgroup reads or writes, as a number whose digits are the lane's.
+
+    Lane l is `start` elements, and the sum over `digits`, (divisor, size, stride), of (⌊l /
+    divisor⌋ mod size) · stride, from the beginning; divisor and size are powers of two.
+    """
+
+    digits: tuple[tuple[int, int, int], ...] = ()
+    start: int = 0
+
+    def of_lanes(self) -> jax.Array:
+        lanes = jnp.arange(LANES)
+        digits = (lanes // d % size * stride for d, size, stride in self.digits)
+        return sum(digits, jnp.full_like(lanes, self.start))
+
+    def of_this_lane(self) -> Any:
+        """The same in a kernel's MLIR, as an i32."""
+        i32 = ir.IntegerType.get_signless(32)
+
+        def constant(k: int) -> Any:
+            return arith.constant(i32, k)
+
+        total, lane = constant(self.start), mgpu_utils.thread_idx()
+        for divisor, size, stride in self.digits:
+            digit = arith.shrui(lane, constant(divisor.bit_length() - 1))
+            digit = arith.andi(digit, constant(size - 1))
+            total = arith.addi(total, arith.muli(digit, constant(stride)))
+        return total
+
+    def vector(self, count: int, itemsize: int) -> int:
+        """Elements that one access may take of `count` in a row, if the reference is aligned."""
+        strides = [stride for _, size, stride in self.digits if size > 1]
+        return math.gcd(_MAX_VECTOR_BYTES // itemsize, count, self.start, *strides)
+
+
+def load_lanes(
+    ref: Any, offsets: LaneOffsets, count: int = 1, *, interpret: bool, fresh: bool = False
+) -> list[jax.Array]:
+    """What each lane reads: `count` neighbouring elements, from its offset on.
 
     Args:
-      values: R = 1, 2, 4, 8, 16 or 32 arrays (LANES,), fp32, one element per lane.
-      interpret: whether this runs in Pallas's interpreter, which has no shuffles.
+      ref: contiguous, in shared or global memory, fp32, bf16 or fp16; it and the offsets are
+        aligned for the widest access that `count` and the strides allow.
+      offsets: of each lane, in elements.
+      count: elements of a lane.
+      interpret: whether this runs in Pallas's interpreter.
 
     Returns:
-      (LANES,): lane l of warp w holds the sum over that warp's lanes of value ⌊l · R / 32⌋.
+      `count` arrays (LANES,), fp32.
     """
-    count = len(values)
-    assert count in (1, 2, 4, 8, 16, 32), count
     if interpret:
-        sums = jnp.stack([v.reshape(-1, 32).sum(-1) for v in values], axis=1)
-        return jnp.repeat(sums, 32 // count, axis=1).reshape(LANES)
-    f32 = np.dtype(np.float32)
-    row: Any = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+        flat = ref[...].reshape(-1).astype(jnp.float32)
+        return [flat[offsets.of_lanes() + i] for i in range(count)]
+    vec = offsets.vector(count, ref.dtype.itemsize)
+    row = plgpu.ShapeDtypeStruct((LANES,), np.dtype(np.float32), layout=_ROW)
 
-    @plgpu.inline_mgpu(
-        arg_types=(row,) * count,
-        return_type=plgpu.ShapeDtypeStruct((LANES,), f32, layout=row),
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * count)
+    def load(ctx: Any, source: Any) -> Any:
+        del ctx
+        dtype = ir.MemRefType(source.type).element_type
+        pointer = _pointer(source, offsets)
+        loaded = []
+        for start in range(0, count, vec):
+            address = mgpu_utils.getelementptr(pointer, [start], dtype)
+            values = llvm.load(
+                ir.VectorType.get((vec,), dtype), address, alignment=vec * ref.dtype.itemsize, volatile_=bool(VOLATILE and fresh)
+            )
+            loaded += [_widened(_element(values, k)) for k in range(vec)]
+        return tuple(_fragmented(value) for value in loaded)
+
+    return list(load(ref))  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
+
+
+def store_lanes(
+    ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array], *, interpret: bool
+) -> None:
+    """Writes what :func:`load_lanes` would read; lanes with equal offsets have equal values."""
+    if interpret:
+        flat = ref[...].reshape(-1)
+        for i, value in enumerate(values):
+            flat = flat.at[offsets.of_lanes() + i].set(value.astype(ref.dtype))
+        ref[...] = flat.reshape(ref[...].shape)
+        return
+    vec = offsets.vector(len(values), ref.dtype.itemsize)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_ROW] * len(values)))
+    def store(ctx: Any, target: Any, *arrays: Any) -> None:
+        del ctx
+        dtype = ir.MemRefType(target.type).element_type
+        pointer = _pointer(target, offsets)
+        scalars = [_narrowed(_element(a.registers.item(), 0), dtype) for a in arrays]
+        for start in range(0, len(scalars), vec):
+            address = mgpu_utils.getelementptr(pointer, [start], dtype)
+            packed = vector.from_elements(
+                ir.VectorType.get((vec,), dtype), scalars[start : start + vec]
+            )
+            llvm.store(packed, address, alignment=vec * ref.dtype.itemsize)
+
+    store(ref, *values)  # pyright: ignore[reportCallIssue]
+
+
+def sync_warp(*, interpret: bool) -> None:
+    """Lanes of a warp see what the others wrote to shared memory before."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(ctx: Any) -> None:
+        del ctx
+        mgpu_utils.warp_barrier()
+
+    barrier()  # pyright: ignore[reportCallIssue]
+
+
+def sum_lanes(
+    values: Sequence[jax.Array], distances: Sequence[int], *, interpret: bool
+) -> list[jax.Array]:
+    """The sums of each of `values` over lanes at `distances`, powers of two from large to small.
+
+    With several values a step halves those that a lane holds: it keeps the one half, sends the
+    other to its partner and adds what comes back, so that 8 values over 8 lanes take 7 shuffles and
+    not 24. The last value goes to and fro. The order of the additions is fixed.
+
+    Returns:
+      The values left, V / 2^len(distances) of V but at least one. Of the distance of 16 the lanes
+      with that bit set hold the later half, and so on.
+    """
+    if not distances:
+        return list(values)
+    if interpret:
+        held, lanes = list(values), jnp.arange(LANES)
+        for distance in distances:
+            upper = lanes & distance != 0
+            half = len(held) // 2
+            pairs = list(zip(held[:half], held[half:])) or [(held[0], held[0])]  # noqa: B905
+            from_partner = lambda v: v.reshape(-1, 2, distance)[:, ::-1].reshape(LANES)  # noqa: B023
+            held = [jnp.where(upper, b, a) + from_partner(jnp.where(upper, a, b)) for a, b in pairs]
+        return held
+    left = max(1, len(values) >> len(distances))
+    row = plgpu.ShapeDtypeStruct((LANES,), np.dtype(np.float32), layout=_ROW)
+
+    @plgpu.inline_mgpu(arg_types=(_ROW,) * len(values), return_type=(row,) * left)
     def shuffled(ctx: Any, *arrays: Any) -> Any:
         del ctx
         i32 = ir.IntegerType.get_signless(32)
@@ -167,55 +289,48 @@ def warp_sums(values: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
             return arith.constant(i32, k)
 
         held = [_element(a.registers.item(), 0) for a in arrays]
-        distance = 16
-        while distance:
-            upper = arith.cmpi(
-                arith.CmpIPredicate.ne,
-                arith.andi(mgpu_utils.thread_idx(), constant(distance)),
-                constant(0),
-            )
+        for distance in distances:
             if len(held) == 1:
                 pairs = [(held[0], held[0])]
             else:
+                upper = arith.cmpi(
+                    arith.CmpIPredicate.ne,
+                    arith.andi(mgpu_utils.thread_idx(), constant(distance)),
+                    constant(0),
+                )
                 half = len(held) // 2
                 pairs = [
                     (arith.select(upper, b, a), arith.select(upper, a, b))
                     for a, b in zip(held[:half], held[half:], strict=True)
                 ]
             held = [arith.addf(a, mgpu_utils.shfl_bfly(b, distance)) for a, b in pairs]
-            distance //= 2
-        register = vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), held[0])
-        registers = np.full(arrays[0].registers.shape, register, dtype=object)
-        return mgpu.FragmentedArray(_registers=registers, _layout=arrays[0].layout, _is_signed=None)
+        return tuple(_fragmented(value) for value in held)
 
-    return shuffled(*values)
+    return list(shuffled(*values))
 
 
-def shared_scalars(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
-    """The first `count` numbers of a row in shared memory as scalars, read four at a time.
+def _pointer(ref: Any, offsets: LaneOffsets) -> Any:
+    dtype = ir.MemRefType(ref.type).element_type
+    return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [offsets.of_this_lane()], dtype)
 
-    Args:
-      ref: (n,), fp32, in shared memory, n a multiple of 4, at a multiple of 16 bytes.
-      count: how many, at most n.
-      interpret: whether this runs in Pallas's interpreter.
-    """
-    if interpret:
-        return [ref[i] for i in range(count)]
-    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.float32), layout=plgpu.Layout.WG_SPLAT)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(scalar,) * count)
-    def read(ctx: Any, row: Any) -> Any:
-        del ctx
-        f32 = ir.F32Type.get()
-        four = ir.VectorType.get((4,), f32)
-        pointer = mgpu_utils.memref_ptr(row)
-        scalars = []
-        for start in range(0, count, 4):
-            loaded = llvm.load(four, mgpu_utils.getelementptr(pointer, [start], f32), alignment=16)
-            scalars += [_element(loaded, k) for k in range(min(4, count - start))]
-        return tuple(mgpu.FragmentedArray.splat(s, ()) for s in scalars)
+def _widened(value: Any) -> Any:
+    f32 = ir.F32Type.get()
+    return value if value.type == f32 else arith.extf(f32, value)
 
-    return list(read(ref))  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
+
+def _narrowed(value: Any, dtype: Any) -> Any:
+    return value if value.type == dtype else arith.truncf(dtype, value)
+
+
+def _fragmented(value: Any) -> Any:
+    """A scalar of each lane as a (LANES,) array."""
+    register = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+    return mgpu.FragmentedArray(
+        _registers=np.full((1,), register, dtype=object),
+        _layout=mgpu.WGStridedFragLayout((LANES,), 1),
+        _is_signed=None,
+    )
 
 
 def _element(values: Any, k: int) -> Any:

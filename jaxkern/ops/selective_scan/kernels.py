@@ -1,28 +1,35 @@
 """The Mosaic kernels of the selective scan.
 
-A block is one warpgroup and works on LANES channels of one batch row, one channel per lane, through
-one segment of the sequence: a (LANES,) array in the _ROW layout is one register, and what a lane
-writes to shared memory in that layout only the same lane reads. The arrays of the tokens come
-through a ring of two slots, copied by the TMA while the block works on the other slot; B and C are
-read as scalars, the same for all lanes.
+A block is one warpgroup and works on some channels of one batch row through one segment of the
+sequence. A :class:`Tile` says how its lanes share the states: S lanes hold the N states of R
+channels, K states each, in registers, and each of them holds the same states of those channels. So
+the lanes of a channel read B and C with one access each, sums over states (y) take S lanes and sums
+over channels (dB, dC) the other lanes of the warp, and what is computed once per token and channel
+(step size, gate, output, their derivatives) is dealt out to the S lanes: each owns one of the R · J
+values of a round of J = S / R steps, and what the others need of it passes through shared memory.
+
+The arrays of the tokens come through a ring of two slots, copied by the TMA while the block works
+on the other slot.
 
 Where batch rows and channels are too few to fill the GPU, the sequence is cut into segments. A
 first kernel finds, for every segment at once, what it passes on if nothing comes in, and the sum of
 its step sizes, for the decay over a segment is exp(Σdt · A). Every block of the main kernel folds
 the segments before it (in the backward: after it) into the state that it starts from.
 
-Sums over channels (dB, dC) are shuffled within the warps, 32 values at a time, so that lane l is
-left with the sum of value l; the four warps are added through shared memory, the blocks outside.
+The backward runs every chunk of CHUNK steps up, from the state before it to those before each step,
+and down with their gradients. Where states were saved further apart than that, it first runs from
+one saved state to the next and puts down the state before every chunk.
 
-Pallas would put a barrier around every store. The kernels place their own instead (commit_smem),
-where one lane reads what another, or the TMA, writes: before a slot is copied to again, and around
-the sums over warps.
+Pallas would put a barrier around every store. The kernels place their own instead: commit_smem
+where a slot is copied to again and where warps exchange sums, sync_warp where lanes of a warp do.
 """
 
 import dataclasses
 import functools
+import math
 import types
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,143 +37,246 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, grid_axes, num_sms, shared_scalars, warp_sums
+from jaxkern.core.mosaic import (
+    LANES,
+    LaneOffsets,
+    grid_axes,
+    load_lanes,
+    num_sms,
+    store_lanes,
+    sum_lanes,
+    sync_warp,
+)
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_bwd, reference_fwd
 
-GROUP = 16
-"""States that the backward works on at a time, in registers."""
-
-MAX_STATES = 64
-"""The forward holds two registers per state, the backward two rows in shared memory."""
+MAX_STATES = 512
+"""32 lanes hold 16 states each."""
 
 _BLOCK, _BATCH, _SEGMENT = grid_axes("block", "batch", "segment")
 _LOG2E = 1.4426950408889634
+_WARPS = LANES // 32
 _ROW = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+Rows = list[jax.Array]
+"""Arrays (LANES,), fp32: registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a warpgroup's lanes share channels and states.
+
+    From the lowest digit, a lane's number is its place among the S lanes of a channel, the number
+    of its channels among the warp's, and its warp.
+    """
+
+    lanes: int  # S, that share a channel's states
+    states: int  # K, of a lane and channel
+    channels: int  # R, of a lane
+
+    def __post_init__(self) -> None:
+        assert self.channels <= self.lanes <= 32, self
+
+    @property
+    def all_states(self) -> int:
+        return self.lanes * self.states
+
+    @property
+    def groups(self) -> int:
+        """Groups of R channels in a warp."""
+        return 32 // self.lanes
+
+    @property
+    def width(self) -> int:
+        """Channels of the warpgroup."""
+        return _WARPS * self.groups * self.channels
+
+    @property
+    def steps(self) -> int:
+        """J, the steps of a round."""
+        return min(CHUNK, self.lanes // self.channels)
+
+    @property
+    def owners(self) -> int:
+        """Lanes that own the same value; more than one where S > R · CHUNK."""
+        return self.lanes // (self.channels * self.steps)
+
+    def of_channels(self, stride: int = 1) -> tuple[tuple[int, int, int], ...]:
+        """Where a lane's first channel is, `stride` elements from one channel to the next."""
+        group = self.channels * stride
+        return (self.lanes, self.groups, group), (32, _WARPS, self.groups * group)
+
+    def of_states(self) -> tuple[int, int, int]:
+        return 1, self.lanes, self.states
+
+    def owned(self, step: int, channel: int = 1) -> tuple[tuple[int, int, int], ...]:
+        """Where the value that a lane owns is, by the strides of steps and channels."""
+        return (
+            *self.of_channels(channel),
+            (self.owners, self.channels, channel),
+            (self.owners * self.channels, self.steps, step),
+        )
+
+    @property
+    def over_states(self) -> list[int]:
+        """The distances of the lanes of one channel: each is left with the value it owns."""
+        return [d for d in (16, 8, 4, 2, 1) if d < self.lanes]
+
+    @property
+    def over_channels(self) -> list[int]:
+        """The distances of a warp's lanes with the same states."""
+        return [d for d in (16, 8, 4, 2, 1) if d >= self.lanes]
+
+    @property
+    def over_steps(self) -> list[int]:
+        """The distances of the lanes that own values of the same channel."""
+        return [d for d in self.over_states if d >= self.owners * self.channels]
+
+    @property
+    def sums(self) -> int:
+        """Sums over channels, of dB and dC, that a lane is left with."""
+        return max(1, 2 * self.states // self.groups)
+
+
+def _tile(states: int, channels: int) -> Tile:
+    """The tile for N states and R channels of a lane, or more where a row of 8 needs them."""
+    lanes = 4 if states <= 16 else 8 if states <= 64 else 16 if states <= 128 else 32
+    each = next(k for k in (1, 2, 4, 8, 12, 16) if k * lanes >= states)
+    return Tile(lanes, each, max(channels, lanes // 16))
+
+
+def forward_tile(states: int) -> Tile:
+    return _tile(states, 1)
+
+
+def backward_tile(states: int) -> Tile:
+    return _tile(states, 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """`chunks` of the sequence in `count` segments of `length`, the last one perhaps shorter."""
+    """`units` of the sequence in `count` segments of `length`, the last one perhaps shorter."""
 
-    chunks: int
+    units: int
     length: int
 
     @property
     def count(self) -> int:
-        return -(-self.chunks // self.length)
+        return -(-self.units // self.length)
 
     def first(self, segment: Any) -> Any:
         return segment * self.length
 
     def size(self, segment: Any) -> Any:
-        return jnp.minimum(self.length, self.chunks - segment * self.length)
+        return jnp.minimum(self.length, self.units - segment * self.length)
 
 
-def forward_segments(columns: int, chunks: int) -> Segments:
-    """How the forward cuts a sequence of `chunks`, for `columns` blocks of channels and batch rows.
-
-    Segments cost a second pass of exponentials. With 128 columns on an H200's 132 multiprocessors
-    one segment takes 0.30 ms at (8, 2048, 2048, 16) and four 0.41; with 16 columns at (1, 16384,
-    2048, 16) one takes 2.5, 16 segments 0.47.
-    """
+def _segments(columns: int, units: int, wanted: int) -> Segments:
+    """Segments enough for `wanted` blocks, if `columns` blocks are fewer than 3/4 of the GPU's."""
     if 4 * columns >= 3 * num_sms():
-        return Segments(chunks, chunks)
-    wanted = min(2 * num_sms() // columns, chunks // 2)
-    return Segments(chunks, -(-chunks // max(1, wanted)))
-
-
-def backward_segments(columns: int, chunks: int) -> Segments:
-    """The same for the backward, of which two blocks are resident on a multiprocessor.
-
-    The time is that of the waves of blocks, each as long as its segment; the pass that finds what
-    the segments hand on adds a fifth. Fewer segments win where the waves are within 3%.
-    """
-    resident = 2 * num_sms()
-
-    def cost(count: int) -> float:
-        return -(-columns * count // resident) / count * (1.0 if count == 1 else 1.2)
-
-    counts = range(1, max(2, min(64, chunks // 4 + 1)))
-    best = min(cost(count) for count in counts)
-    count = next(count for count in counts if cost(count) <= 1.03 * best)
-    return Segments(chunks, -(-chunks // count))
-
-
-class Arrays(NamedTuple):
-    """The arguments padded to whole chunks and blocks; D and dt_bias are always there."""
-
-    x: Any  # (B, L, D)
-    dt: Any  # (B, L, D)
-    rate: Any  # (N, D), fp32: A · log2(e), so that a decay is one exp2
-    B: Any  # (B, L, N), fp32
-    C: Any  # (B, L, N), fp32
-    D: Any  # (D,), fp32
-    dt_bias: Any  # (D,), fp32
-    z: Any  # (B, L, D); without a gate x stands in, unread
+        return Segments(units, units)
+    count = max(1, min(wanted // columns, units // 2))
+    return Segments(units, -(-units // count))
 
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
     """What the kernels know about a call while they are compiled."""
 
+    options: Options
+    tile: Tile
     length: int  # of the sequence, before padding
     padded: int
-    states: int
-    gated: bool
-    softplus: bool
+    channels: int  # D, padded
+    blocks_per_group: int  # of channels, that share B and C
     exact: bool  # fp32 tokens: no shortcut in softplus and sigmoid
+    every: int  # steps from one saved state to the next
     segments: Segments
     interpret: bool
 
-    def step_size(self, raw: jax.Array, t: Any) -> jax.Array:
-        """dt after the softplus; 0 beyond the end of the sequence, where it keeps the state."""
-        dt = softplus(raw, self.exact) if self.softplus else raw
-        return dt if self.length == self.padded else dt * jnp.where(t < self.length, 1.0, 0.0)
+    def load(self, ref: Any, *digits: Any, start: int = 0, count: int = 1, fresh=False) -> Rows:
+        return load_lanes(
+            ref, LaneOffsets(digits, start), count, interpret=self.interpret, fresh=fresh
+        )
 
-    def scalars(self, ref: Any, count: int) -> list[Any]:
-        return shared_scalars(ref, count, interpret=self.interpret)
+    def load1(self, ref: Any, *digits: Any, start: int = 0) -> jax.Array:
+        return self.load(ref, *digits, start=start)[0]
+
+    def store(self, ref: Any, values: Sequence[jax.Array], *digits: Any, start: int = 0) -> None:
+        store_lanes(ref, LaneOffsets(digits, start), values, interpret=self.interpret)
+
+    def sum(self, values: Sequence[jax.Array], distances: Sequence[int]) -> Rows:
+        return sum_lanes(values, distances, interpret=self.interpret)
+
+    @property
+    def token_stride(self) -> int:
+        """From token to token in a block's part of (B, L, D); the interpreter's views are compact."""
+        return self.tile.width if self.interpret else self.channels
+
+    def load_states(self, ref: Any) -> list[Rows]:
+        """[R][K] from a block's part of states, (width, S · K)."""
+        t, n = self.tile, self.tile.all_states
+        digits = (*t.of_channels(n), t.of_states())
+        return [self.load(ref, *digits, start=r * n, count=t.states) for r in range(t.channels)]
+
+    def store_states(self, ref: Any, h: Sequence[Rows]) -> None:
+        t, n = self.tile, self.tile.all_states
+        for r, row in enumerate(h):
+            self.store(ref, row, *t.of_channels(n), t.of_states(), start=r * n)
+
+    def load_lane(self, ref: Any, start: int, count: int) -> Rows:
+        """`count` values of a lane's own, put there by :meth:`store_lane`."""
+        vec = math.gcd(4, count)
+        return [
+            v
+            for i in range(start, start + count, vec)
+            for v in self.load(ref, (1, LANES, vec), start=i * LANES, count=vec)
+        ]
+
+    def store_lane(self, ref: Any, start: int, values: Rows) -> None:
+        vec = math.gcd(4, len(values))
+        for i in range(0, len(values), vec):
+            self.store(ref, values[i : i + vec], (1, LANES, vec), start=(start + i) * LANES)
+
+    def constants(self, refs: Any) -> tuple[list[Rows], jax.Array, jax.Array]:
+        """A · log2(e), so that a decay is one exp2, and D and dt_bias, of the block's channels."""
+        channels = _Place(self).channels
+        owned = self.tile.owned(step=0)
+        D, dt_bias = (self.load1(ref.at[channels], *owned) for ref in (refs.D, refs.dt_bias))
+        return _map(lambda a: a * _LOG2E, self.load_states(refs.A.at[channels])), *_read(
+            [D, dt_bias]
+        )
+
+    def load_channels(self, ref: Any) -> Rows:
+        """[R] from a block's part of (D,)."""
+        return self.load(ref, *self.tile.of_channels(), count=self.tile.channels)
+
+    def step_size(self, raw: jax.Array, token: Any) -> tuple[jax.Array, Any]:
+        """dt after softplus and clamp, and where its slope counts (None: everywhere).
+
+        `token` is the first of a round. Beyond the end of the sequence dt is 0 and keeps the state.
+        """
+        lo, hi = self.options.dt_limit
+        dt, inside = raw, None
+        if self.options.dt_softplus:
+            dt = softplus(raw, self.exact)
+        if lo > (0 if self.options.dt_softplus else -float("inf")):
+            inside = dt >= lo
+            dt = jnp.where(dt < lo, lo, dt)
+        if hi < float("inf"):
+            below = dt <= hi
+            inside = below if inside is None else inside & below
+            dt = jnp.where(dt > hi, hi, dt)
+        if self.length != self.padded:
+            lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=_ROW)
+            each = self.tile.owners * self.tile.channels
+            valid = token + (lane % self.tile.lanes) // each < self.length
+            inside = valid if inside is None else inside & valid
+            dt = jnp.where(valid, dt, 0.0)
+        return dt, inside
 
 
-def _prepare(options, segments, x, dt, A, B, C, D, z, dt_bias) -> tuple[Scan, Arrays]:
-    f32 = jnp.float32
-    channels = jnp.zeros(x.shape[-1:], f32)
-
-    def tokens(v):
-        return _pad(v, (1, CHUNK), (2, LANES))
-
-    def weights(v):
-        # Scalars are read four at a time.
-        return _pad(v.astype(f32), (1, CHUNK), (2, 4))
-
-    def per_channel(v):
-        return _pad(channels if v is None else v.astype(f32), (0, LANES))
-
-    length, states = x.shape[1], A.shape[1]
-    exact = any(v is not None and v.dtype == jnp.float32 for v in (x, dt, z))
-    x = tokens(x)
-    arrays = Arrays(
-        x=x,
-        dt=tokens(dt),
-        rate=_pad(A.astype(f32).T * _LOG2E, (0, 4), (1, LANES)),
-        B=weights(B),
-        C=weights(C),
-        D=per_channel(D),
-        dt_bias=per_channel(dt_bias),
-        z=x if z is None else tokens(z),
-    )
-    columns = x.shape[0] * (x.shape[2] // LANES)
-    scan = Scan(
-        length=length,
-        padded=x.shape[1],
-        states=states,
-        gated=z is not None,
-        softplus=options.dt_softplus,
-        exact=exact,
-        segments=segments(columns, x.shape[1] // CHUNK),
-        interpret=options.mode == "interpret",
-    )
-    return scan, arrays
+# Launching
 
 
 def _pad(v: Any, *multiples: tuple[int, int]) -> Any:
@@ -177,19 +287,206 @@ def _pad(v: Any, *multiples: tuple[int, int]) -> Any:
     return jnp.pad(v, widths)
 
 
-def _load(ref: Any) -> jax.Array:
-    """A (LANES,) row of shared or global memory, one element per lane, in fp32."""
-    return plgpu.load(ref, layout=_ROW, optimized=False).astype(jnp.float32)
+class _Call:
+    """The arrays of a call as the kernels take them: whole chunks and blocks, groups in a row."""
+
+    def __init__(
+        self, options: Options, tile: Tile, every: int, x, dt, A, B, C, D, z, dt_bias, keep
+    ):
+        f32 = jnp.float32
+        self.tile = tile
+        self.batch, self.length, self.groups, self.dim = x.shape
+        self.states = A.shape[-1]
+        exact = any(v is not None and v.dtype == f32 for v in (x, dt, z))
+        none = jnp.zeros((self.groups, self.dim), f32)
+        self.arrays = {
+            "x": self.pad_tokens(x),
+            "dt": self.pad_tokens(dt),
+            "z": None if z is None else self.pad_tokens(z),
+            "B": self.pad_weights(B),
+            "C": self.pad_weights(C),
+            "A": self.pad_states(A.astype(f32)),
+            "D": self.pad_channels((none if D is None else D).astype(f32), 1),
+            "dt_bias": self.pad_channels((none if dt_bias is None else dt_bias).astype(f32), 1),
+            "keep": None if keep is None else 1 - _pad(1 - keep.astype(f32), (1, CHUNK)),
+        }
+        padded, channels = self.arrays["x"].shape[1:]
+        self.blocks = channels // tile.width
+        self.scan = Scan(
+            options=options,
+            tile=tile,
+            length=self.length,
+            padded=padded,
+            channels=channels,
+            blocks_per_group=self.blocks // self.groups,
+            exact=exact,
+            every=every,
+            segments=Segments(1, 1),
+            interpret=options.mode == "interpret",
+        )
+
+    def pad_channels(self, v: Any, axis: int) -> Any:
+        """(…, G, P, …) with P at `axis` as (…, D, …), every group in whole blocks."""
+        v = _pad(v, (axis, self.tile.width))
+        return v.reshape(
+            *v.shape[: axis - 1], v.shape[axis - 1] * v.shape[axis], *v.shape[axis + 1 :]
+        )
+
+    def pad_tokens(self, v: Any) -> Any:
+        return self.pad_channels(_pad(v, (1, CHUNK)), 3)
+
+    def pad_states(self, v: Any) -> Any:
+        return self.pad_channels(_pad(v, (v.ndim - 1, self.tile.all_states)), v.ndim - 2)
+
+    def pad_weights(self, v: Any) -> Any:
+        """(B, L, G, N) in fp32, N in parts of at most 256: the most that the TMA takes."""
+        v = _pad(v.astype(jnp.float32), (1, CHUNK), (3, self.tile.all_states))
+        parts = -(-self.tile.all_states // 256)
+        return v.reshape(*v.shape[:3], parts, v.shape[3] // parts)
+
+    def cut_channels(self, v: Any, axis: int) -> Any:
+        """Undoes pad_channels, `axis` that of D."""
+        v = v.reshape(
+            *v.shape[:axis], self.groups, v.shape[axis] // self.groups, *v.shape[axis + 1 :]
+        )
+        return lax.slice_in_dim(v, 0, self.dim, axis=axis + 1)
+
+    def cut_tokens(self, v: Any) -> Any:
+        return self.cut_channels(v[:, : self.length], 2)
+
+    def cut_states(self, v: Any) -> Any:
+        return self.cut_channels(v[..., : self.states], v.ndim - 2)
+
+    def states_like(self, *lead: int) -> Any:
+        return _f32(*lead, self.scan.channels, self.tile.all_states)
+
+    def run(
+        self,
+        name: str,
+        kernel: Callable[..., None],
+        segments: Segments,
+        ins: dict[str, Any],
+        outs: dict[str, Any],
+        scratch: dict[str, Any],
+        count: int | None = None,
+    ) -> dict[str, Any]:
+        """Launches `kernel` for `count` of the segments, on arrays by name; absent ones are None."""
+        scan = dataclasses.replace(self.scan, segments=segments)
+        ins = {k: v for k, v in ins.items() if v is not None}
+        names = [*ins, *outs]
+
+        def body(*refs: Any, **smem: Any) -> None:
+            every = dict.fromkeys(_NAMES) | dict(zip(names, refs, strict=True))
+            kernel(scan, types.SimpleNamespace(**every), types.SimpleNamespace(**smem))
+
+        results = plgpu.kernel(
+            body,
+            out_type=tuple(outs.values()),
+            scratch_types=scratch,
+            grid=(self.blocks, self.batch, segments.count if count is None else count),
+            grid_names=(_BLOCK, _BATCH, _SEGMENT),
+            kernel_name=name,
+            compiler_params=_COMPILER_PARAMS,
+        )(*ins.values())
+        return dict(zip(outs, results, strict=True))
+
+    def pick(self, names: str) -> dict[str, Any]:
+        return {name: self.arrays[name] for name in names.split()}
 
 
-def _zeros() -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), _ROW)
+_NAMES = (
+    "x dt z B C A D dt_bias keep initial passed total states dout dfinal "
+    "out final dx ddt dz dA sums dD ddt_bias_sum dinitial chunk_states"
+).split()
 
 
-def _block() -> tuple[Any, Any, Any]:
-    """This block's batch row, its number among the blocks of channels, and its channels."""
-    block = lax.axis_index(_BLOCK)
-    return lax.axis_index(_BATCH), block, pl.ds(block * LANES, LANES)
+def _f32(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+class Ring:
+    """Two slots in shared memory for `steps` of some token arrays, filled by the TMA."""
+
+    def __init__(self, scan: Scan, prefix: str, steps: int, arrays: dict[str, Any]):
+        self.scan = scan
+        self.prefix = prefix
+        self.steps = steps
+        self.arrays = {k: v for k, v in arrays.items() if v is not None}
+
+    def scratch(self) -> dict[str, Any]:
+        slots = {
+            self.prefix + name: plgpu.SMEM((2, *self._tile(name)), array.dtype)
+            for name, array in self.arrays.items()
+        }
+        arrived = plgpu.Barrier(num_arrivals=len(slots), num_barriers=2)
+        return {**slots, f"{self.prefix}arrived": arrived}
+
+    def _tile(self, name: str) -> tuple[int, ...]:
+        if name in ("B", "C"):
+            return self.steps, *self.arrays[name].shape[3:]
+        if name == "keep":
+            return (max(self.steps, 32),)  # the TMA writes at multiples of 128 bytes
+        return self.steps, self.scan.tile.width
+
+    def fetch(self, refs: Any, smem: Any, tile: Any, turn: Any) -> None:
+        """Starts copying tile number `tile` of the sequence; `turn` counts this ring's copies."""
+        at, slot = _Place(self.scan), lax.rem(turn, 2)
+        time = pl.ds(tile * self.steps, self.steps)
+        arrived = getattr(smem, f"{self.prefix}arrived").at[slot]
+        for name in self.arrays:
+            ref = getattr(refs, name)
+            if name in ("B", "C"):
+                source = ref.at[at.batch, time, at.group]
+            elif name == "keep":
+                source = ref.at[at.batch, time]
+            else:
+                source = ref.at[at.batch, time, at.channels]
+            target = getattr(smem, self.prefix + name).at[slot, pl.ds(0, self.steps)]
+            plgpu.copy_gmem_to_smem(source, target, arrived)
+
+    def wait(self, smem: Any, turn: Any) -> None:
+        plgpu.barrier_wait(getattr(smem, f"{self.prefix}arrived").at[lax.rem(turn, 2)])
+
+    def tile(self, smem: Any, turn: Any) -> Any:
+        return self._views(smem, turn, 0, self.steps)
+
+    def chunk(self, smem: Any, turn: Any, chunk: Any) -> Any:
+        return self._views(smem, turn, chunk * CHUNK, CHUNK)
+
+    def _views(self, smem: Any, turn: Any, start: Any, steps: int) -> Any:
+        at = lax.rem(turn, 2), pl.ds(start, steps)
+        views = {name: getattr(smem, self.prefix + name).at[at] for name in self.arrays}
+        return types.SimpleNamespace(**(dict.fromkeys(_NAMES) | views))
+
+    def stream(self, refs: Any, smem: Any, first: Any, count: Any, body: Any, init: Any) -> Any:
+        """``init = body(i, init)`` for tile ``first + i``, i below `count`, as it arrives."""
+        self.fetch(refs, smem, first, 0)
+
+        def run(i, carry):
+            plgpu.commit_smem()  # all lanes are done with the other slot
+
+            @pl.when(i + 1 < count)
+            def _():
+                self.fetch(refs, smem, first + i + 1, i + 1)
+
+            self.wait(smem, i)
+            return body(i, carry)
+
+        return lax.fori_loop(0, count, run, init)
+
+
+class _Place:
+    """Where in the arrays a block is."""
+
+    def __init__(self, scan: Scan):
+        self.block = lax.axis_index(_BLOCK)
+        self.batch = lax.axis_index(_BATCH)
+        self.segment = lax.axis_index(_SEGMENT)
+        self.channels = pl.ds(self.block * scan.tile.width, scan.tile.width)
+        self.group = self.block // scan.blocks_per_group
+
+
+# Arithmetic
 
 
 def softplus(v: jax.Array, exact: bool) -> jax.Array:
@@ -244,536 +541,739 @@ def _reciprocal(d: jax.Array) -> jax.Array:
     return r * (2 - d * r)
 
 
-def _unroll(states: int) -> int:
-    """Steps unrolled in a loop: at N = 16 four make the forward 10% faster; code grows with N."""
-    return 4 if states <= 16 else 2 if states <= 32 else 1
+def _zeros() -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), _ROW)
 
 
-class Ring:
-    """Two slots in shared memory for `steps` of some token arrays, filled by the TMA."""
+def _read(values: Any) -> Any:
+    """`values` once they are there.
 
-    def __init__(self, steps: int, **arrays: Any):
-        self.steps = steps
-        self.arrays = arrays
-
-    def scratch(self) -> dict[str, Any]:
-        slots = {
-            name: plgpu.SMEM((2, *self._tile(array)), array.dtype)
-            for name, array in self.arrays.items()
-        }
-        arrived = plgpu.Barrier(num_arrivals=len(slots), num_barriers=2)
-        return {**slots, "arrived": arrived}
-
-    def _tile(self, array: Any) -> tuple[int, int]:
-        """(steps, channels or states) of tokens; (states, channels) of saved states."""
-        if array.ndim == 4:
-            return array.shape[2], LANES
-        return self.steps, min(array.shape[2], LANES)
-
-    def stream(self, smem: Any, refs: dict[str, Any], where: Any, count: Any, body: Any, init: Any):
-        """``init = body(i, slot, init)`` for i below `count`, with tile ``where(i)`` in `slot`."""
-        batch, _, channels = _block()
-
-        def fetch(i, slot):
-            tile = where(i)
-            time = pl.ds(tile * self.steps, self.steps)
-            for name, ref in refs.items():
-                if len(ref.shape) == 4:
-                    source = ref.at[batch, tile, :, channels]
-                elif name in ("B", "C"):
-                    source = ref.at[batch, time]
-                else:
-                    source = ref.at[batch, time, channels]
-                target = getattr(smem, name)
-                plgpu.copy_gmem_to_smem(source, target.at[slot], smem.arrived.at[slot])
-
-        fetch(0, 0)
-
-        def run(i, carry):
-            slot = lax.rem(i, 2)
-            plgpu.commit_smem()  # all lanes are done with the other slot
-
-            @pl.when(i + 1 < count)
-            def _():
-                fetch(i + 1, 1 - slot)
-
-            plgpu.barrier_wait(smem.arrived.at[slot])
-            return body(i, slot, carry)
-
-        return lax.fori_loop(0, count, run, init)
+    A value that is loaded before a loop and used in it would be waited for in every round, together
+    with the round's own loads.
+    """
+    return _map(lambda v: v + 0.0, values)
 
 
-def _ring(scan: Scan, steps: int, arrays: Arrays, names: str, **more: Any) -> Ring:
-    chosen = {n: getattr(arrays, n) for n in names.split() if n != "z" or scan.gated}
-    return Ring(steps, **chosen, **more)
+def _map(f: Callable[..., Any], *states: Any) -> Any:
+    """`f` over each state of each channel."""
+    return jax.tree.map(f, *states)
 
 
-def _chunks_per_tile(segments: Segments) -> int:
-    """Chunks that the forward has in shared memory at a time."""
-    return next(k for k in (4, 2, 1) if segments.length % k == 0 and segments.chunks % k == 0)
+def _zero_states(scan: Scan) -> list[Rows]:
+    return [[_zeros() for _ in range(scan.tile.states)] for _ in range(scan.tile.channels)]
+
+
+def _where_kept(keep: Any, h: list[Rows]) -> list[Rows]:
+    """The states, zero where the sequence starts anew."""
+    return h if keep is None else _map(lambda v: jnp.where(keep > 0.5, v, 0.0), h)
+
+
+def _decayed(total: Rows, rate: list[Rows], h: list[Rows], resets: bool) -> list[Rows]:
+    """The states after steps of the sizes `total` in sum; an infinite sum stands for a reset."""
+
+    def decayed(t, a, v):
+        v = jnp.exp2(t * a) * v
+        return jnp.where(t < float("inf"), v, 0.0) if resets else v
+
+    return [
+        [decayed(t, a, v) for a, v in zip(*rows, strict=True)]
+        for t, *rows in zip(total, rate, h, strict=True)
+    ]
+
+
+def _dot(a: Rows, b: Rows) -> jax.Array:
+    return functools.reduce(jnp.add, (v * w for v, w in zip(a, b, strict=True)))
+
+
+def _plus(total: Any, value: jax.Array) -> jax.Array:
+    return value if total is None else total + value
+
+
+# Steps
+
+
+class _Steps:
+    """Some steps in shared memory, and how their values are dealt out to the lanes."""
+
+    def __init__(self, scan: Scan, tokens: Any, token: Any, count: int = CHUNK):
+        self.scan = scan
+        self.tokens = tokens
+        self.token = token  # the first one's number in the sequence
+        self.rounds = range(count // scan.tile.steps)
+
+    def steps(self, round: int) -> range:
+        return range(round * self.scan.tile.steps, (round + 1) * self.scan.tile.steps)
+
+    def owned(self, name: str, round: int) -> jax.Array:
+        """The value of a token array that the lane owns."""
+        t = self.scan.tile
+        start = round * t.steps * t.width
+        return self.scan.load1(getattr(self.tokens, name), *t.owned(step=t.width), start=start)
+
+    def share(self, ref: Any, round: int, values: Rows) -> None:
+        """Puts owned values into `ref`, (steps, width, len(values)), for :meth:`shared`."""
+        t, n = self.scan.tile, len(values)
+        start = round * t.steps * t.width * n
+        self.scan.store(ref, values, *t.owned(step=t.width * n, channel=n), start=start)
+
+    def shared(self, ref: Any, step: int, n: int, fresh=False) -> list[Rows]:
+        """[n][R]: the values of a step for the lane's channels."""
+        t = self.scan.tile
+        start = step * t.width * n
+        flat = self.scan.load(
+            ref, *t.of_channels(n), start=start, count=t.channels * n, fresh=fresh
+        )
+        return [flat[i::n] for i in range(n)]
+
+    def weights(self, name: str, step: int) -> Rows:
+        """[K] of B or C at a step."""
+        t, ref = self.scan.tile, getattr(self.tokens, name)
+        return self.scan.load(ref, t.of_states(), start=step * t.all_states, count=t.states)
+
+    def keep(self, step: int) -> Any:
+        return None if self.tokens.keep is None else self.scan.load1(self.tokens.keep, start=step)
+
+    def write(self, ref: Any, round: int, value: jax.Array) -> None:
+        """Writes the owned values to (B, L, D) in global memory."""
+        at, t, stride = _Place(self.scan), self.scan.tile, self.scan.token_stride
+        part = ref.at[at.batch, pl.ds(self.token, CHUNK), at.channels]
+        self.scan.store(part, [value], *t.owned(step=stride), start=round * t.steps * stride)
+
+    def all_owned(self, *names: str) -> Iterator[tuple[Any, ...]]:
+        """Of each round (its number, the values owned), None for arrays that are not there.
+
+        All are read at once: a read of shared memory stays behind the writes before it, so that a
+        round that writes at its end would have the next one wait for memory.
+        """
+        read = lambda name, r: None if getattr(self.tokens, name) is None else self.owned(name, r)
+        return iter([(r, *(read(name, r) for name in names)) for r in self.rounds])
+
+    def step_size(self, round: int, raw: jax.Array) -> tuple[jax.Array, Any]:
+        return self.scan.step_size(raw, self.token + round * self.scan.tile.steps)
+
+    def gate(self, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """z · sigmoid(z), and its derivative."""
+        gate = sigmoid(z, self.scan.exact)
+        return z * gate, gate * (1 + z * (1 - gate))
+
+    def over_states(self, parts: list[jax.Array]) -> jax.Array:
+        """The sums over states of a round's [J · R] values: to each lane the one it owns."""
+        (own,) = self.scan.sum(parts, self.scan.tile.over_states)
+        return own
+
+
+def _loaded_ahead(steps: Sequence[int], load: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
+    """(step, load(step)), each loaded before the step before it is worked on, and writes."""
+    ahead = load(steps[0])
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        now, ahead = ahead, None if following is None else load(following)
+        yield step, now
+
+
+DEFER = 1
+
+
+class _Later:
+    """Work in stages, one for each of the steps to come: shuffles take long, and are not waited for."""
+
+    def __init__(self):
+        self.stages: list[Iterator[None]] = []
+
+    def add(self, stages: Iterator[None]) -> None:
+        self.stages.append(stages)
+
+    def advance(self) -> None:
+        done = object()
+        self.stages = [s for s in self.stages if next(s, done) is not done]
+
+    def finish(self) -> None:
+        while self.stages:
+            self.advance()
+
+
+def _decays(dt: Rows, rate: list[Rows]) -> list[Rows]:
+    """exp(dt · A)."""
+    return [[jnp.exp2(d * a) for a in row] for d, row in zip(dt, rate, strict=True)]
+
+
+def _advance(decay: list[Rows], dtx: Rows, B: Rows, h: list[Rows]) -> list[Rows]:
+    """h = exp(dt · A) · h + dt · x · B."""
+    return [
+        [a * v + d * b for a, v, b in zip(decays, row, B, strict=True)]
+        for decays, d, row in zip(decay, dtx, h, strict=True)
+    ]
+
+
+def _share_step_sizes(steps: _Steps, shared: Any, dt_bias: jax.Array) -> None:
+    for round, x, raw in steps.all_owned("x", "dt"):
+        dt, _ = steps.step_size(round, raw + dt_bias)
+        steps.share(shared, round, [dt, dt * x])
+    sync_warp(interpret=steps.scan.interpret)
+
+
+def _advance_chunk(chunk: _Steps, shared: Any, rate: Any, h: Any, total: Any = None):
+    """The states after a chunk and, where asked for, Σdt; no outputs."""
+
+    def load(step):
+        dt, dtx = chunk.shared(shared, step, 2)
+        return dt, dtx, _decays(dt, rate), chunk.weights("B", step), chunk.keep(step)
+
+    for _, (dt, dtx, decay, B, keep) in _loaded_ahead(range(CHUNK), load):
+        h = _advance(decay, dtx, B, _where_kept(keep, h))
+        if total is not None:
+            total = _add_reset(total, keep, dt)
+    return h, total
+
+
+def _add_reset(total: Rows, keep: Any, dt: Rows) -> Rows:
+    if keep is not None:
+        total = [jnp.where(keep > 0.5, t, float("inf")) for t in total]
+    return [t + d for t, d in zip(total, dt, strict=True)]
 
 
 # Forward
 
 
-def launch_fwd(options: Options, save: bool, x, dt, A, B, C, D, z, dt_bias) -> tuple[Any, Any]:
-    """Output (B, L, D), and with `save` the states before every chunk, (B, L / CHUNK, N, D)."""
+def _chunks_per_tile(segments: Segments) -> int:
+    """Chunks that the forward has in shared memory at a time."""
+    return next(k for k in (4, 2, 1) if segments.length % k == 0 and segments.units % k == 0)
+
+
+def launch_fwd(
+    options: Options, save: bool, x, dt, A, B, C, D, z, dt_bias, initial_state, keep
+) -> tuple[Any, Any, Any]:
+    """Output, final state and, with `save`, the states before every k-th step."""
     if x.size == 0:
-        return reference_fwd(options, save, x, dt, A, B, C, D, z, dt_bias)
-    scan, arrays = _prepare(options, forward_segments, x, dt, A, B, C, D, z, dt_bias)
-    batch, padded, channels = arrays.x.shape
-    passed = _launch_fwd_carry(scan, arrays) if scan.segments.count > 1 else ()
-    out_type = [jax.ShapeDtypeStruct(arrays.x.shape, x.dtype)]
-    if save:
-        shape = (batch, padded // CHUNK, scan.states, channels)
-        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    ring = _ring(scan, _chunks_per_tile(scan.segments) * CHUNK, arrays, "x dt B C z")
-    out, *saved = plgpu.kernel(
-        functools.partial(_fwd_kernel, scan, ring),
-        out_type=tuple(out_type),
-        scratch_types=ring.scratch(),
-        grid=(channels // LANES, batch, scan.segments.count),
-        grid_names=(_BLOCK, _BATCH, _SEGMENT),
-        kernel_name="selective_scan_fwd",
-        compiler_params=_COMPILER_PARAMS,
-    )(*arrays, *passed)
-    length, dim = x.shape[1:]
-    return out[:, :length, :dim], saved[0][..., :dim] if save else None
+        return reference_fwd(options, save, x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
+    every = options.checkpoint_every if save else None
+    call = _Call(
+        options, forward_tile(A.shape[-1]), every or 0, x, dt, A, B, C, D, z, dt_bias, keep
+    )
+    chunks = call.scan.padded // CHUNK
+    segments = _segments(call.batch * call.blocks, chunks, 4 * num_sms())
+    steps = _chunks_per_tile(segments) * CHUNK
+    ring = Ring(call.scan, "", steps, call.pick("x dt z B C keep"))
+    initial = None if initial_state is None else call.pad_states(initial_state.astype(jnp.float32))
+    ins = call.pick("x dt z B C A D dt_bias keep") | {"initial": initial}
+    if segments.count > 1:
+        ins |= _launch_fwd_carry(call, segments, steps)
+    outs = {"out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype)}
+    if options.final:
+        outs["final"] = call.states_like(call.batch)
+    if every:
+        outs["states"] = call.states_like(call.batch, -(-call.length // every))
+    scratch = ring.scratch() | {
+        "shared": _shared(call.tile, steps),
+        "own": plgpu.SMEM((steps // call.tile.steps * 2 * LANES,), jnp.float32),
+    }
+    kernel = functools.partial(_fwd_kernel, ring)
+    got = call.run("selective_scan_fwd", kernel, segments, ins, outs, scratch)
+    return (
+        call.cut_tokens(got["out"]),
+        call.cut_states(got["final"]) if options.final else None,
+        call.cut_states(got["states"]) if every else None,
+    )
 
 
-def _fwd_kernel(scan, ring, *refs, **scratch):
-    smem = types.SimpleNamespace(**scratch)
-    arrays, refs = Arrays(*refs[:8]), refs[8:]
-    passed, (out_ref, *states_ref) = _split_passed(scan, refs)
-    batch, _, channels = _block()
-    segment = lax.axis_index(_SEGMENT)
+def _shared(tile: Tile, steps: int) -> Any:
+    return plgpu.SMEM((steps * tile.width * 2,), jnp.float32)
+
+
+def _fwd_kernel(ring: Ring, scan: Scan, refs: Any, smem: Any) -> None:
+    at, tile = _Place(scan), scan.tile
     per_tile = ring.steps // CHUNK
-    first = scan.segments.first(segment) // per_tile
-    rate = [_load(arrays.rate.at[n, channels]) for n in range(scan.states)]
-    D, dt_bias = _load(arrays.D.at[channels]), _load(arrays.dt_bias.at[channels])
+    first = scan.segments.first(at.segment) // per_tile
+    rate, D, dt_bias = scan.constants(refs)
 
-    def run_tile(i, slot, h):
-        def run_chunk(c, h):
-            chunk = (first + i) * per_tile + c
-            for n in range(scan.states if states_ref else 0):
-                states_ref[0][batch, chunk, n, channels] = h[n]
+    def save(token, h):
+        plane = (at.batch, token // scan.every, at.channels)
+        scan.store_states(refs.states.at[plane], h)
 
-            def step(k, h):
-                t = c * CHUNK + k
-                token = chunk * CHUNK + k
-                x = _load(smem.x.at[slot, t])
-                dt = scan.step_size(_load(smem.dt.at[slot, t]) + dt_bias, token)
-                B = scan.scalars(smem.B.at[slot, t], scan.states)
-                C = scan.scalars(smem.C.at[slot, t], scan.states)
-                dtx, y = dt * x, D * x
-                h = list(h)
-                for n in range(scan.states):
-                    h[n] = jnp.exp2(dt * rate[n]) * h[n] + dtx * B[n]
-                    y = y + h[n] * C[n]
-                if scan.gated:
-                    z = _load(smem.z.at[slot, t])
-                    y = y * z * sigmoid(z, scan.exact)
-                out_ref[batch, token, channels] = y.astype(out_ref.dtype)
-                return tuple(h)
+    def prepare(steps):
+        """What is computed once per token and channel: for the steps, and for the output."""
+        for round, x, raw, z in steps.all_owned("x", "dt", "z"):
+            dt, _ = steps.step_size(round, raw + dt_bias)
+            steps.share(smem.shared, round, [dt, dt * x])
+            own = [D * x] if z is None else [D * x, steps.gate(z)[0]]
+            scan.store_lane(smem.own, len(own) * round, own)
+        sync_warp(interpret=scan.interpret)
 
-            return lax.fori_loop(0, CHUNK, step, h, unroll=_unroll(scan.states))
+    def run_chunk(c, chunk, h):
+        shared = smem.shared.at[pl.ds(c * CHUNK * tile.width * 2, CHUNK * tile.width * 2)]
+        each = 1 if refs.z is None else 2
+        size = len(chunk.rounds) * each * LANES
+        own_ref = smem.own.at[pl.ds(c * size, size)]
 
-        return lax.fori_loop(0, per_tile, run_chunk, h)
+        def load(step):
+            dt, dtx = chunk.shared(shared, step, 2)
+            weights = chunk.weights("B", step), chunk.weights("C", step)
+            return dtx, _decays(dt, rate), *weights, chunk.keep(step)
 
-    def fold(s, h):
-        total = _load(passed[1].at[s, batch, channels])
-        return tuple(
-            _load(passed[0].at[s, batch, n, channels]) + jnp.exp2(total * rate[n]) * h[n]
-            for n in range(scan.states)
-        )
+        def finish(round, parts):
+            for distance in tile.over_states:
+                yield
+                parts = scan.sum(parts, [distance])
+            yield
+            dx, *gate = scan.load_lane(own_ref, each * round, each)
+            y = parts[0] + dx
+            chunk.write(refs.out, round, y * gate[0] if gate else y)
 
-    h = tuple(_zeros() for _ in range(scan.states))
-    if passed:
-        h = lax.fori_loop(0, segment, fold, h)
-    refs = {name: getattr(arrays, name) for name in ring.arrays}
-    count = scan.segments.size(segment) // per_tile
-    ring.stream(smem, refs, lambda i: first + i, count, run_tile, h)
+        parts, later = [], _Later()
+        for step, (dtx, decay, B, C, keep) in _loaded_ahead(range(CHUNK), load):
+            if 0 < scan.every < CHUNK:
+                save_step(chunk.token + step, h)
+            h = _advance(decay, dtx, B, _where_kept(keep, h))
+            parts += [_dot(row, C) for row in h]
+            later.advance()
+            if (step + 1) % tile.steps == 0:
+                later.add(finish(step // tile.steps, parts))
+                parts = []
+        later.finish()
+        return h
+
+    def save_step(token, h):
+        @pl.when(token < scan.length)
+        def _():
+            save(token, h)
+
+    def run_tile(i, h):
+        def run(c, h):
+            token = ((first + i) * per_tile + c) * CHUNK
+            if scan.every >= CHUNK:
+
+                @pl.when(lax.rem(token, scan.every) == 0)
+                def _():
+                    save(token, h)
+
+            return run_chunk(c, _Steps(scan, ring.chunk(smem, i, c), token), h)
+
+        prepare(_Steps(scan, ring.tile(smem, i), (first + i) * ring.steps, ring.steps))
+        return lax.fori_loop(0, per_tile, run, h)
+
+    h = _zero_states(scan)
+    if refs.initial is not None:
+        h = _read(scan.load_states(refs.initial.at[at.batch, at.channels]))
+    if refs.passed is not None:
+        h = lax.fori_loop(0, at.segment, functools.partial(_fold, scan, refs, rate), h)
+    count = scan.segments.size(at.segment) // per_tile
+    h = ring.stream(refs, smem, first, count, run_tile, h)
+    if refs.final is not None:
+
+        @pl.when(at.segment == scan.segments.count - 1)
+        def _():
+            scan.store_states(refs.final.at[at.batch, at.channels], h)
 
 
-def _split_passed(scan: Scan, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """References to what segments pass on, (S − 1, B, N, D) and (S − 1, B, D), and the others."""
-    return (refs[:2], refs[2:]) if scan.segments.count > 1 else ((), refs)
+def _fold(scan: Scan, refs: Any, rate: list[Rows], s: Any, h: list[Rows]) -> list[Rows]:
+    """The state (or its gradient) on the other side of segment `s`."""
+    at = _Place(scan)
+    total = scan.load_channels(refs.total.at[s, at.batch, at.channels])
+    passed = scan.load_states(refs.passed.at[s, at.batch, at.channels])
+    return _map(jnp.add, passed, _decayed(total, rate, h, refs.keep is not None))
 
 
-def _launch_carry(scan: Scan, arrays: Arrays, ring: Ring, kernel: Any, name: str, *more: Any):
-    batch, _, channels = arrays.x.shape
-    between = scan.segments.count - 1
-    return plgpu.kernel(
-        functools.partial(kernel, scan, ring),
-        out_type=(
-            jax.ShapeDtypeStruct((between, batch, scan.states, channels), jnp.float32),
-            jax.ShapeDtypeStruct((between, batch, channels), jnp.float32),
-        ),
-        scratch_types=ring.scratch(),
-        grid=(channels // LANES, batch, between),
-        grid_names=(_BLOCK, _BATCH, _SEGMENT),
-        kernel_name=name,
-        compiler_params=_COMPILER_PARAMS,
-    )(*arrays, *more)
-
-
-def _launch_fwd_carry(scan: Scan, arrays: Arrays):
+def _launch_fwd_carry(call: _Call, segments: Segments, steps: int) -> dict[str, Any]:
     """The last state of every segment but the last, from zeros, and the sum of its dt."""
-    ring = _ring(scan, _chunks_per_tile(scan.segments) * CHUNK, arrays, "x dt B")
-    return _launch_carry(scan, arrays, ring, _fwd_carry_kernel, "selective_scan_fwd_carry")
+    ring = Ring(call.scan, "", steps, call.pick("x dt B keep"))
+    return _launch_carry(
+        call, "selective_scan_fwd_carry", _fwd_carry_kernel, segments, ring, "x dt B", {}
+    )
 
 
-def _fwd_carry_kernel(scan, ring, *refs, **scratch):
-    smem = types.SimpleNamespace(**scratch)
-    arrays, (h_ref, total_ref) = Arrays(*refs[:8]), refs[8:]
-    batch, _, channels = _block()
-    segment = lax.axis_index(_SEGMENT)
+def _launch_carry(call, name, kernel, segments, ring, names, more) -> dict[str, Any]:
+    between = segments.count - 1
+    return call.run(
+        name,
+        functools.partial(kernel, ring),
+        segments,
+        call.pick(f"{names} A D dt_bias keep") | more,
+        {
+            "passed": call.states_like(between, call.batch),
+            "total": _f32(between, call.batch, call.scan.channels),
+        },
+        ring.scratch() | {"shared": _shared(call.tile, ring.steps)},
+        count=between,
+    )
+
+
+def _store_carry(scan: Scan, refs: Any, total: Rows, h: list[Rows]) -> None:
+    at = _Place(scan)
+    scan.store_states(refs.passed.at[at.segment, at.batch, at.channels], h)
+    scan.store(refs.total.at[at.segment, at.batch, at.channels], total, *scan.tile.of_channels())
+
+
+def _fwd_carry_kernel(ring: Ring, scan: Scan, refs: Any, smem: Any) -> None:
+    at, tile = _Place(scan), scan.tile
     per_tile = ring.steps // CHUNK
-    first = scan.segments.first(segment) // per_tile
-    rate = [_load(arrays.rate.at[n, channels]) for n in range(scan.states)]
-    dt_bias = _load(arrays.dt_bias.at[channels])
+    first = scan.segments.first(at.segment) // per_tile
+    rate, _, dt_bias = scan.constants(refs)
 
-    def run_tile(i, slot, carry):
-        del i  # a segment that passes on holds no padding
+    def run_tile(i, carry):
+        def run(c, carry):
+            h, total = carry
+            shared = smem.shared.at[pl.ds(c * CHUNK * tile.width * 2, CHUNK * tile.width * 2)]
+            chunk = _Steps(scan, ring.chunk(smem, i, c), ((first + i) * per_tile + c) * CHUNK)
+            return _advance_chunk(chunk, shared, rate, h, total)
 
-        def step(t, carry):
-            total, h = carry
-            dt = scan.step_size(_load(smem.dt.at[slot, t]) + dt_bias, 0)
-            dtx = dt * _load(smem.x.at[slot, t])
-            B = scan.scalars(smem.B.at[slot, t], scan.states)
-            h = tuple(jnp.exp2(dt * rate[n]) * h[n] + dtx * B[n] for n in range(scan.states))
-            return total + dt, h
+        tokens = _Steps(scan, ring.tile(smem, i), (first + i) * ring.steps, ring.steps)
+        _share_step_sizes(tokens, smem.shared, dt_bias)
+        return lax.fori_loop(0, per_tile, run, carry)
 
-        return lax.fori_loop(0, ring.steps, step, carry, unroll=_unroll(scan.states))
-
-    refs = {name: getattr(arrays, name) for name in ring.arrays}
-    init = _zeros(), tuple(_zeros() for _ in range(scan.states))
+    init = _zero_states(scan), [_zeros() for _ in range(scan.tile.channels)]
     count = scan.segments.length // per_tile
-    total, h = ring.stream(smem, refs, lambda i: first + i, count, run_tile, init)
-    total_ref[segment, batch, channels] = total
-    for n in range(scan.states):
-        h_ref[segment, batch, n, channels] = h[n]
+    h, total = ring.stream(refs, smem, first, count, run_tile, init)
+    _store_carry(scan, refs, total, h)
 
 
 # Backward
 
 
-class Gradients(NamedTuple):
-    """What the backward kernel writes; sums over channels, batch or time as one part per block."""
-
-    dx: Any  # (B, L, D)
-    ddt: Any  # (B, L, D)
-    dA: Any  # (S, B, N, D), fp32
-    sums: Any  # (D / LANES, B, L / CHUNK, N / GROUP, CHUNK, 32), fp32: see _sums
-    dD: Any  # (S, B, D), fp32
-    ddt_bias: Any  # (S, B, D), fp32
-    dz: Any = None  # (B, L, D)
-
-
-def launch_bwd(options: Options, x, dt, A, B, C, D, z, dt_bias, states, dout) -> tuple[Any, ...]:
+def launch_bwd(
+    options: Options, x, dt, A, B, C, D, z, dt_bias, initial_state, keep, states, dout, dfinal
+) -> tuple[Any, ...]:
     """The gradients in the order of the arguments; those that are sums in fp32."""
+    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
     if x.size == 0:
-        return reference_bwd(options, x, dt, A, B, C, D, z, dt_bias, states, dout)
+        return reference_bwd(options, *args, states, dout, dfinal)
     f32 = jnp.float32
-    scan, arrays = _prepare(options, backward_segments, x, dt, A, B, C, D, z, dt_bias)
-    batch, padded, channels = arrays.x.shape
-    blocks, chunks, n = channels // LANES, padded // CHUNK, scan.states
-    segments = scan.segments.count
-    groups = -(-n // GROUP)
-    states = _pad(states, (3, LANES))
-    dout = _pad(dout, (1, CHUNK), (2, LANES))
-    passed = _launch_bwd_carry(scan, arrays, dout) if segments > 1 else ()
-    shape = jax.ShapeDtypeStruct
-    # Shared memory has no room for two slots of the saved states of several groups.
-    more = {"before": states} if groups == 1 else {}
-    ring = _ring(scan, CHUNK, arrays, "x dt B C z", dout=dout, **more)
-    rows = plgpu.SMEM((CHUNK, LANES), f32)
-    scratch = ring.scratch() | {
-        "h": plgpu.SMEM((CHUNK - (groups == 1), min(n, GROUP), LANES), f32),
-        **dict.fromkeys(("step", "dy", "sums"), rows),
+    if states is None:
+        options = dataclasses.replace(options, checkpoint_every=_RECOMPUTED_EVERY)
+        _, _, states = launch_fwd(dataclasses.replace(options, final=False), True, *args)
+    every = options.checkpoint_every
+    assert every is not None
+    call = _Call(options, backward_tile(A.shape[-1]), every, x, dt, A, B, C, D, z, dt_bias, keep)
+    tile, batch, padded, channels = call.tile, call.batch, call.scan.padded, call.scan.channels
+    chunks = padded // CHUNK
+    per_unit = max(1, every // CHUNK)
+    segments = _segments(batch * call.blocks, -(-chunks // per_unit), 2 * num_sms())
+    dout = call.pad_tokens(dout)
+    ins = call.pick("x dt z B C A D dt_bias keep") | {
+        "dout": dout,
+        "states": call.pad_states(states),
+        "dfinal": None if dfinal is None else call.pad_states(dfinal.astype(f32)),
     }
-    if groups > 1:
-        scratch |= dict.fromkeys(("y", "dh_b", "v_a"), rows)
-        scratch |= dict.fromkeys(("dh", "dA"), plgpu.SMEM((n, LANES), f32))
-    grads = plgpu.kernel(
-        functools.partial(_bwd_kernel, scan, ring),
-        out_type=(
-            shape(arrays.x.shape, x.dtype),
-            shape(arrays.x.shape, dt.dtype),
-            shape((segments, batch, n, channels), f32),
-            shape((blocks, batch, chunks, groups, CHUNK, 32), f32),
-            shape((segments, batch, channels), f32),
-            shape((segments, batch, channels), f32),
-            *([shape(arrays.x.shape, z.dtype)] if scan.gated else []),
-        ),
-        scratch_types=scratch,
-        grid=(blocks, batch, segments),
-        grid_names=(_BLOCK, _BATCH, _SEGMENT),
-        kernel_name="selective_scan_bwd",
-        compiler_params=_COMPILER_PARAMS,
-    )(*arrays, *passed, states, dout)
-    g = Gradients(*grads)
-    length, dim = x.shape[1:]
-    dB, dC = _sums(scan, g.sums)
+    if segments.count > 1:
+        ins |= _launch_bwd_carry(call, segments, dout)
+    ring = Ring(call.scan, "", CHUNK, call.pick("x dt z B C keep") | {"dout": dout})
+    before = Ring(call.scan, "before_", CHUNK, call.pick("x dt B keep"))
+    scratch = ring.scratch() | {
+        "h": plgpu.SMEM((CHUNK * tile.channels * tile.states * LANES,), f32),
+        "shared": _shared(tile, CHUNK),
+        "dy": plgpu.SMEM((CHUNK * tile.width,), f32),
+        "sums": plgpu.SMEM((CHUNK, LANES * tile.sums), f32),
+    }
+    if per_unit > 1:
+        scratch |= before.scratch()
+    like = lambda v: jax.ShapeDtypeStruct(call.arrays["x"].shape, v.dtype)
+    outs = {
+        "dx": like(x),
+        "ddt": like(dt),
+        "dA": call.states_like(segments.count, batch),
+        "sums": _f32(call.blocks, batch, chunks, CHUNK, 32 * tile.sums),
+        "dD": _f32(segments.count, batch, channels),
+        "ddt_bias_sum": _f32(segments.count, batch, channels),
+    }
+    if z is not None:
+        outs["dz"] = like(z)
+    if initial_state is not None:
+        outs["dinitial"] = call.states_like(batch)
+    if per_unit > 1:
+        outs["chunk_states"] = call.states_like(segments.count, batch, per_unit)
+    kernel = functools.partial(_bwd_kernel, ring, before)
+    g = call.run("selective_scan_bwd", kernel, segments, ins, outs, scratch)
+    dB, dC = _sums(call, g["sums"])
     return (
-        g.dx[:, :length, :dim],
-        g.ddt[:, :length, :dim],
-        g.dA.sum((0, 1)).T[:dim],
+        call.cut_tokens(g["dx"]),
+        call.cut_tokens(g["ddt"]),
+        call.cut_states(g["dA"].sum((0, 1))),
         dB,
         dC,
-        None if D is None else g.dD.sum((0, 1))[:dim],
-        g.dz[:, :length, :dim] if scan.gated else None,
-        None if dt_bias is None else g.ddt_bias.sum((0, 1))[:dim],
+        None if D is None else call.cut_channels(g["dD"].sum((0, 1)), 0),
+        None if z is None else call.cut_tokens(g["dz"]),
+        None if dt_bias is None else call.cut_channels(g["ddt_bias_sum"].sum((0, 1)), 0),
+        None if initial_state is None else call.cut_states(g["dinitial"]),
+        None,
     )
 
 
-def _group(scan: Scan, g: int) -> range:
-    return range(g * GROUP, min(scan.states, (g + 1) * GROUP))
+_RECOMPUTED_EVERY = 64
+"""Steps between the states that the backward puts down first where none were saved."""
 
 
-def _width(group: range) -> int:
-    """States of a group, up to a power of two: what warp_sums takes."""
-    return 1 << (len(group) - 1).bit_length()
+def _sums(call: _Call, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dB and dC, (B, L, G, N), from the sums of each block: fixed order, fp32."""
+    t, n = call.tile, call.states
+    parts = parts.reshape(call.groups, call.scan.blocks_per_group, *parts.shape[1:])
+    total = parts.sum(1)  # (G, B, L / CHUNK, CHUNK, 32 · sums), lanes as in sum_lanes
+    total = total.reshape(call.groups, call.batch, -1, t.groups, t.lanes, t.sums)
+    total = total[:, :, : call.length]
+    copies = t.groups * t.sums // (2 * t.states)
+    total = total[:, :, :, ::copies]  # (G, B, L, groups, S, sums): value groups · sums of lane S
+    total = jnp.moveaxis(total, 0, 2).swapaxes(3, 4)  # (B, L, G, S, groups, sums)
+    total = total.reshape(*total.shape[:4], 2, t.states)
+    dB, dC = (total[..., i, :].reshape(*total.shape[:3], -1)[..., :n] for i in (0, 1))
+    return dB, dC
 
 
-def _sums(scan: Scan, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """dB and dC, (B, L, N), from the sums of each block: fixed order, fp32."""
-    total = parts.sum(0)  # (B, L / CHUNK, groups, CHUNK, 32)
-    dB, dC = [], []
-    for g in range(total.shape[2]):
-        group = _group(scan, g)
-        width = _width(group)
-        values = total[:, :, g].reshape(total.shape[0], scan.padded, 2 * width, -1)[..., 0]
-        dB.append(values[..., : len(group)])
-        dC.append(values[..., width : width + len(group)])
-    return tuple(jnp.concatenate(v, -1)[:, : scan.length] for v in (dB, dC))  # type: ignore
-
-
-def _launch_bwd_carry(scan: Scan, arrays: Arrays, dout: jax.Array):
+def _launch_bwd_carry(call: _Call, segments: Segments, dout: jax.Array) -> dict[str, Any]:
     """What every segment but the first passes to the one before, and the sum of its dt."""
-    ring = _ring(scan, CHUNK, arrays, "dt C z", dout=dout)
-    return _launch_carry(scan, arrays, ring, _bwd_carry_kernel, "selective_scan_bwd_carry", dout)
+    ring = Ring(call.scan, "", CHUNK, call.pick("dt z C keep") | {"dout": dout})
+    name = "selective_scan_bwd_carry"
+    return _launch_carry(call, name, _bwd_carry_kernel, segments, ring, "dt z C", {"dout": dout})
 
 
-def _bwd_carry_kernel(scan, ring, *refs, **scratch):
+def _segment_chunks(scan: Scan, segment: Any) -> tuple[Any, Any]:
+    """The first chunk of a segment of the backward, and how many there are."""
+    per_unit = max(1, scan.every // CHUNK)
+    first = scan.segments.first(segment) * per_unit
+    return first, jnp.minimum(scan.segments.length * per_unit, scan.padded // CHUNK - first)
+
+
+def _bwd_carry_kernel(ring: Ring, scan: Scan, refs: Any, smem: Any) -> None:
     """Σ_t C[t] · dy[t] · Π a over the segment's steps up to t = Σ_t C[t] · dy[t] · exp(A · Σdt)."""
-    smem = types.SimpleNamespace(**scratch)
-    arrays, (dout_ref, dh_ref, total_ref) = Arrays(*refs[:8]), refs[8:]
-    batch, _, channels = _block()
-    between = lax.axis_index(_SEGMENT)
-    first = scan.segments.first(between + 1)
-    rate = [_load(arrays.rate.at[n, channels]) for n in range(scan.states)]
-    dt_bias = _load(arrays.dt_bias.at[channels])
+    at = _Place(scan)
+    first, count = _segment_chunks(scan, at.segment + 1)
+    rate, _, dt_bias = scan.constants(refs)
 
-    def run_chunk(i, slot, carry):
-        def step(t, carry):
-            total, dh = carry
-            token = (first + i) * CHUNK + t
-            total = total + scan.step_size(_load(smem.dt.at[slot, t]) + dt_bias, token)
-            dy, _ = _gated(scan, smem, slot, t)
-            C = scan.scalars(smem.C.at[slot, t], scan.states)
-            dh = tuple(dh[n] + jnp.exp2(total * rate[n]) * (dy * C[n]) for n in range(scan.states))
-            return total, dh
+    def run_chunk(i, carry):
+        dh, total = carry
+        chunk = _Steps(scan, ring.chunk(smem, i, 0), (first + i) * CHUNK)
+        for round, raw, dout, z in chunk.all_owned("dt", "dout", "z"):
+            dt, _ = chunk.step_size(round, raw + dt_bias)
+            dy = dout if z is None else dout * chunk.gate(z)[0]
+            chunk.share(smem.shared, round, [dt, dy])
+        sync_warp(interpret=scan.interpret)
 
-        return lax.fori_loop(0, CHUNK, step, carry, unroll=_unroll(scan.states))
+        def load(step):
+            shared = chunk.shared(smem.shared, step, 2)
+            return *shared, chunk.weights("C", step), chunk.keep(step)
 
-    refs = {name: getattr(arrays, name, dout_ref) for name in ring.arrays}
-    init = _zeros(), tuple(_zeros() for _ in range(scan.states))
-    count = scan.segments.size(between + 1)
-    total, dh = ring.stream(smem, refs, lambda i: first + i, count, run_chunk, init)
-    total_ref[between, batch, channels] = total
-    for n in range(scan.states):
-        dh_ref[between, batch, n, channels] = dh[n]
+        for _, (dt, dy, C, keep) in _loaded_ahead(range(CHUNK), load):
+            total = _add_reset(total, keep, dt)
+            enters = [[d * c for c in C] for d in dy]
+            dh = _map(jnp.add, dh, _decayed(total, rate, enters, refs.keep is not None))
+        return dh, total
 
-
-def _gated(scan: Scan, smem: Any, slot: Any, t: Any) -> tuple[jax.Array, Any]:
-    """dy = dout · silu(z), and of z what dz = dout · y · silu'(z) needs: dout · silu'(z)."""
-    dout = _load(smem.dout.at[slot, t])
-    if not scan.gated:
-        return dout, None
-    z = _load(smem.z.at[slot, t])
-    gate = sigmoid(z, scan.exact)
-    return dout * z * gate, dout * (gate * (1 + z * (1 - gate)))
+    init = _zero_states(scan), [_zeros() for _ in range(scan.tile.channels)]
+    dh, total = ring.stream(refs, smem, first, count, run_chunk, init)
+    _store_carry(scan, refs, total, dh)
 
 
-def _bwd_kernel(scan, ring, *refs, **scratch):
-    smem = types.SimpleNamespace(**scratch)
-    arrays, refs = Arrays(*refs[:8]), refs[8:]
-    passed, (states_ref, dout_ref, *refs) = _split_passed(scan, refs)
-    grads = Gradients(*refs)
-    groups = -(-scan.states // GROUP)
-    batch, block, channels = _block()
-    segment = lax.axis_index(_SEGMENT)
-    first, count = scan.segments.first(segment), scan.segments.size(segment)
-    D, dt_bias = _load(arrays.D.at[channels]), _load(arrays.dt_bias.at[channels])
+def _bwd_kernel(ring: Ring, before: Ring, scan: Scan, refs: Any, smem: Any) -> None:
+    at, tile = _Place(scan), scan.tile
+    per_unit = max(1, scan.every // CHUNK)
+    rate, D, dt_bias = scan.constants(refs)
+    if per_unit > 1:
+        units = scan.segments.size(at.segment)
+    else:  # the state before every chunk was saved, and the whole segment is one unit
+        units = 1
+    # The state after the last step is not among those saved, nor any beyond the end.
+    read_all = scan.every < CHUNK and scan.length == scan.padded
 
-    def rates(group):
-        return [_load(arrays.rate.at[n, channels]) for n in group]
+    def unit(i):
+        """First chunk and number of chunks of the i-th unit from the segment's end."""
+        if per_unit == 1:
+            return _segment_chunks(scan, at.segment)
+        first = (scan.segments.first(at.segment) + units - 1 - i) * per_unit
+        return first, jnp.minimum(per_unit, scan.padded // CHUNK - first)
 
-    # dh and dA of a single group stay in registers from chunk to chunk; of several, they wait their
-    # turn in shared memory.
-    def put(group, dh, dA):
-        if groups == 1:
-            return dh, dA
-        for k, n in enumerate(group):
-            smem.dh[n] = dh[k]
-            smem.dA[n] = dA[k]
-        return ()
+    def fetch_unit(i, up, down):
+        first, count = unit(i)
+        if per_unit > 1:
 
-    def get(group, kept):
-        if groups == 1:
-            return kept
-        return tuple(tuple(_load(rows.at[n]) for n in group) for rows in (smem.dh, smem.dA))
+            @pl.when(count > 1)
+            def _():
+                before.fetch(refs, smem, first, up)
 
-    def incoming(group):
-        """dh as the segments after this one pass it on."""
+        ring.fetch(refs, smem, first + count - 1, down)
 
-        def fold(i, dh):
-            s = scan.segments.count - 2 - i
-            total = _load(passed[1].at[s, batch, channels])
-            return tuple(
-                _load(passed[0].at[s, batch, n, channels]) + jnp.exp2(total * r) * dh[k]
-                for k, (n, r) in enumerate(zip(group, rates(group), strict=True))
-            )
+    def run_unit(i, carry):
+        up, down, *carry = carry
+        first, count = unit(i)
+        if per_unit > 1:
+            put_down_states(first, count, up)
+            up = up + count - 1
 
-        dh = tuple(_zeros() for _ in group)
-        if passed:
-            dh = lax.fori_loop(0, scan.segments.count - 1 - segment, fold, dh)
-        return dh
+        def state_before(c):
+            if per_unit == 1:
+                return saved((first + c) * CHUNK)
+            return scan.load_states(refs.chunk_states.at[at.segment, at.batch, c, at.channels])
 
-    def run_chunk(i, slot, carry):
-        kept, sums = carry
-        for g in range(groups):
-            kept, sums = run_group(first + count - 1 - i, slot, g, kept, sums)
-        return kept, sums
+        def run(j, carry):
+            h, *carry = carry
+            plgpu.commit_smem()  # all lanes are done with the other slot
+            c = count - 1 - j
 
-    def run_group(c, slot, g, kept, sums):
-        """A group of states through the chunk: up, to recompute them, and down with their dh."""
-        group = _group(scan, g)
-        each = range(len(group))
-        is_first, is_last = g == 0, g == groups - 1
-        rate = rates(group)
+            @pl.when(c > 0)
+            def _():
+                ring.fetch(refs, smem, first + c - 1, down + j + 1)
 
-        def weights(ref, t):
-            aligned = -(-len(group) // 4) * 4
-            return scan.scalars(ref.at[slot, t, pl.ds(g * GROUP, aligned)], aligned)
+            @pl.when((c == 0) & (i + 1 < units))
+            def _():
+                fetch_unit(i + 1, up, down + j + 1)
 
-        def before():
-            if groups == 1:
-                return tuple(_load(smem.before.at[slot, n]) for n in group)
-            # Under shard_map a value read from an argument is typed as varying over the mesh and a
-            # computed one is not; a loop's carry needs one type.
-            return tuple(1.0 * _load(states_ref.at[batch, c, n, channels]) for n in group)
+            ring.wait(smem, down + j)
+            chunk = _Steps(scan, ring.tile(smem, down + j), (first + c) * CHUNK)
+            return run_chunk(chunk, h, lambda: state_before(jnp.maximum(c - 1, 0)), carry)
 
-        def up(t, h, row):
-            x = _load(smem.x.at[slot, t])
-            dy, dsilu = None, None
-            if is_first or is_last:
-                dy, dsilu = _gated(scan, smem, slot, t)
-            if is_first:
-                raw = _load(smem.dt.at[slot, t]) + dt_bias
-                dt = scan.step_size(raw, c * CHUNK + t)
-                smem.step[t] = dt
-                smem.dy[t] = dy
-                y = D * x
-            else:
-                dt = _load(smem.step.at[t])
-                y = _load(smem.y.at[t])
-            B = weights(smem.B, t)
-            C = weights(smem.C, t) if scan.gated else []
-            dtx = dt * x
-            h = list(h)
-            for k in each:
-                if row is not None:
-                    smem.h[row, k] = h[k]
-                h[k] = jnp.exp2(dt * rate[k]) * h[k] + dtx * B[k]
-                if scan.gated:
-                    y = y + h[k] * C[k]
-            if not is_last:
-                smem.y[t] = y
-            elif dsilu is not None:
-                token = (batch, c * CHUNK + t, channels)
-                grads.dz[token] = (dsilu * y).astype(grads.dz.dtype)
-            return tuple(h)
+        carry = lax.fori_loop(0, count, run, (state_before(count - 1), *carry))
+        return up, down + count, *carry[1:]
 
-        # The states before each step go to smem.h. That before the first is in the ring already;
-        # with one group, shared memory limits a multiprocessor's blocks, and it stays there.
-        if groups == 1:
-            h = up(0, before(), None)
-            after = lax.fori_loop(1, CHUNK, lambda t, h: up(t, h, t - 1), h)
-        else:
-            after = lax.fori_loop(0, CHUNK, lambda t, h: up(t, h, t), before())
+    def put_down_states(first, count, up):
+        """The state before every chunk of the unit, from the saved one."""
+        h = _read(saved(first * CHUNK))
+        put = lambda c, h: scan.store_states(
+            refs.chunk_states.at[at.segment, at.batch, c, at.channels], h
+        )
+        put(0, h)
 
-        def down(t, carry, h):
-            dh, dA, after, sums = (list(v) for v in carry)
-            dt, dy = _load(smem.step.at[t]), _load(smem.dy.at[t])
-            x = _load(smem.x.at[slot, t])
-            dh_b, v_a = 0.0, 0.0
-            if not is_first:
-                dh_b, v_a = _load(smem.dh_b.at[t]), _load(smem.v_a.at[t])
-            B, C = weights(smem.B, t), weights(smem.C, t)
-            dtx = dt * x
-            dB, dC = ([_zeros()] * _width(group) for _ in range(2))
-            for k in each:
-                dh[k] = dh[k] + dy * C[k]
-                dB[k] = dh[k] * dtx
-                dC[k] = dy * after[k]
-                dh_b = dh_b + dh[k] * B[k]
-                dh[k] = dh[k] * jnp.exp2(dt * rate[k])
-                v = dh[k] * h[k]
-                v_a = v_a + v * rate[k]
-                dA[k] = dA[k] + v * dt
-            smem.sums[t] = warp_sums([*dB, *dC], interpret=scan.interpret)
-            if not is_last:
-                smem.dh_b[t] = dh_b
-                smem.v_a[t] = v_a
-            else:
-                token = (batch, c * CHUNK + t, channels)
-                grads.dx[token] = (dt * dh_b + D * dy).astype(grads.dx.dtype)
-                ddt = v_a * (1 / _LOG2E) + x * dh_b
-                if scan.softplus:
-                    ddt = ddt * softplus_slope(dt)
-                grads.ddt[token] = ddt.astype(grads.ddt.dtype)
-                sums = [sums[0] + dy * x, sums[1] + ddt]
-            return tuple(dh), tuple(dA), tuple(h), tuple(sums)
-
-        def from_smem(i, carry):
-            t = CHUNK - 1 - i
-            row = t - (groups == 1)
-            return down(t, carry, [_load(smem.h.at[row, k]) for k in each])
-
-        carry = (*get(group, kept), after, sums)
-        carry = lax.fori_loop(0, CHUNK - (groups == 1), from_smem, carry)
-        if groups == 1:
-            carry = down(0, carry, before())
-        dh, dA, _, sums = carry
-        plgpu.commit_smem()
-        layout = plgpu.Layout.WG_STRIDED((CHUNK, 32), vec_size=2)
-        warps = [
-            plgpu.load(smem.sums.at[:, pl.ds(32 * w, 32)], layout=layout, optimized=False)
-            for w in range(LANES // 32)
-        ]
-        grads.sums[block, batch, c, g] = sum(warps)
-        if not is_last:
+        def run(c, h):
             plgpu.commit_smem()
-        return put(group, dh, dA), sums
 
-    init: Any = ()
-    for g in range(groups):
-        group = _group(scan, g)
-        init = put(group, incoming(group), tuple(_zeros() for _ in group))
-    refs = {"dout": dout_ref, "before": states_ref} | arrays._asdict()
-    kept, (dD, ddt_bias) = ring.stream(
-        smem,
-        {name: refs[name] for name in ring.arrays},
-        lambda i: first + count - 1 - i,
-        count,
-        run_chunk,
-        (init, (_zeros(), _zeros())),
-    )
-    grads.dD[segment, batch, channels] = dD
-    grads.ddt_bias[segment, batch, channels] = ddt_bias
-    for g in range(groups):
-        group = _group(scan, g)
-        for n, dA in zip(group, get(group, kept)[1], strict=True):
-            grads.dA[segment, batch, n, channels] = dA
+            @pl.when(c + 1 < count - 1)
+            def _():
+                before.fetch(refs, smem, first + c + 1, up + c + 1)
+
+            before.wait(smem, up + c)
+            chunk = _Steps(scan, before.tile(smem, up + c), (first + c) * CHUNK)
+            _share_step_sizes(chunk, smem.shared, dt_bias)
+            h, _ = _advance_chunk(chunk, smem.shared, rate, h)
+            put(c + 1, h)
+            return h
+
+        lax.fori_loop(0, count - 1, run, h)
+
+    def run_chunk(chunk, h, load_following, carry):
+        """Up, to the states before each step, and down with their gradients."""
+        dh, dA, dD, ddt_bias = carry
+        gated = refs.z is not None
+        each = [(r, k) for r in range(tile.channels) for k in range(tile.states)]
+        own = []
+        for round, x, raw, dout, z in chunk.all_owned("x", "dt", "dout", "z"):
+            dt, inside = chunk.step_size(round, raw + dt_bias)
+            silu, slope = chunk.gate(z) if gated else (1.0, 0.0)
+            dy = dout * silu
+            chunk.share(smem.shared, round, [dt, dt * x])
+            chunk.share(smem.dy, round, [dy])
+            own.append((x, dt, inside, dy, dout * slope))
+        sync_warp(interpret=scan.interpret)
+
+        def load_up(step):
+            C = chunk.weights("C", step) if gated else None
+            following = saved(chunk.token + step + 1) if read_all and step < CHUNK - 1 else None
+            dt, dtx = chunk.shared(smem.shared, step, 2)
+            B, keep = chunk.weights("B", step), chunk.keep(step)
+            return dtx, _decays(dt, rate), B, C, keep, following
+
+        parts = []
+        for step, (dtx, decay, B, C, keep, following) in _loaded_ahead(range(CHUNK), load_up):
+            scan.store_lane(smem.h, step * len(each), [v for row in h for v in row])
+            h = following or _advance(decay, dtx, B, _where_kept(keep, h))
+            if gated:
+                parts += [_dot(row, C) for row in h]
+                if (step + 1) % tile.steps == 0:
+                    round = step // tile.steps
+                    x, *_, dsilu = own[round]
+                    chunk.write(refs.dz, round, dsilu * (chunk.over_states(parts) + D * x))
+                    parts = []
+
+        # In time for the next round, and not waited for together with this one's.
+        following_h = load_following()
+
+        def load_down(step):
+            flat = scan.load_lane(smem.h, step * len(each), len(each))
+            before = [flat[r * tile.states :][: tile.states] for r in range(tile.channels)]
+            shared = *chunk.shared(smem.shared, step, 2, True), *chunk.shared(smem.dy, step, 1)
+            weights = chunk.weights("B", step), chunk.weights("C", step)
+            return before, *shared, _decays(shared[0], rate), *weights, chunk.keep(step)
+
+        def finish_sums(step, sums):
+            for distance in tile.over_channels:
+                yield
+                sums = scan.sum(sums, [distance])
+            yield
+            scan.store(smem.sums.at[step], sums, (1, LANES, tile.sums))
+
+        def finish(round, into, ddecay):
+            nonlocal dD, ddt_bias
+            for distance in tile.over_states:
+                yield
+                into, ddecay = scan.sum(into, [distance]), scan.sum(ddecay, [distance])
+            yield
+            x, dt, inside, dy, _ = own[round]
+            chunk.write(refs.dx, round, dt * into[0] + D * dy)
+            ddt = ddecay[0] * (1 / _LOG2E) + x * into[0]
+            if scan.options.dt_softplus:
+                ddt = ddt * softplus_slope(dt)
+            if inside is not None:
+                ddt = jnp.where(inside, ddt, 0.0)
+            chunk.write(refs.ddt, round, ddt)
+            dD, ddt_bias = dD + dy * x, ddt_bias + ddt
+
+        later = _Later()
+        after = h
+        dh, dA = _map(lambda v: v, (dh, dA))
+        into, ddecay = [], []  # Σ_n dh · B and Σ_n v · A · log2(e), [J · R]
+        for step, loaded in _loaded_ahead(range(CHUNK)[::-1], load_down):
+            before, dt, dtx, dy, decay, B, C, keep = loaded
+            reached = _where_kept(keep, before)
+            dB, dC = ([None] * tile.states for _ in range(2))
+            into_step, ddecay_step = ([None] * tile.channels for _ in range(2))
+            for r, k in each:
+                g = dh[r][k] + dy[r] * C[k]
+                dB[k] = _plus(dB[k], g * dtx[r])
+                dC[k] = _plus(dC[k], dy[r] * after[r][k])
+                into_step[r] = _plus(into_step[r], g * B[k])
+                g = g * decay[r][k]
+                v = g * reached[r][k]
+                ddecay_step[r] = _plus(ddecay_step[r], v * rate[r][k])
+                dA[r][k] = dA[r][k] + v * dt[r]
+                dh[r][k] = g
+            dh, after = _where_kept(keep, dh), before
+            later.advance()
+            later.add(finish_sums(step, dB + dC))
+            if not DEFER:
+                later.finish()
+            into, ddecay = into_step + into, ddecay_step + ddecay
+            if step % tile.steps == 0:
+                later.add(finish(step // tile.steps, into, ddecay))
+                into, ddecay = [], []
+                if not DEFER:
+                    later.finish()
+        later.finish()
+        write_sums(chunk.token)
+        return following_h, dh, dA, dD, ddt_bias
+
+    def saved(token):
+        return scan.load_states(refs.states.at[at.batch, token // scan.every, at.channels])
+
+    def write_sums(token):
+        """Adds the sums over each warp's channels, in order of the warps."""
+        plgpu.commit_smem()
+        size = 32 * tile.sums
+        layout = plgpu.Layout.WG_STRIDED((CHUNK, size), vec_size=2)
+        warps = [
+            plgpu.load(smem.sums.at[:, pl.ds(size * w, size)], layout=layout, optimized=False)
+            for w in range(_WARPS)
+        ]
+        refs.sums[at.block, at.batch, token // CHUNK] = sum(warps)
+
+    dh = _zero_states(scan)
+    if refs.dfinal is not None:
+        dh = _read(scan.load_states(refs.dfinal.at[at.batch, at.channels]))
+    if refs.passed is not None:
+        later = scan.segments.count - 1 - at.segment
+        back = lambda i, dh: _fold(scan, refs, rate, scan.segments.count - 2 - i, dh)
+        dh = lax.fori_loop(0, later, back, dh)
+    fetch_unit(0, 0, 0)
+    init = 0, 0, dh, _zero_states(scan), _zeros(), _zeros()
+    _, _, dh, dA, dD, ddt_bias = lax.fori_loop(0, units, run_unit, init)
+    scan.store_states(refs.dA.at[at.segment, at.batch, at.channels], dA)
+    for ref, value in ((refs.dD, dD), (refs.ddt_bias_sum, ddt_bias)):
+        (total,) = scan.sum([value], tile.over_steps)
+        scan.store(ref.at[at.segment, at.batch, at.channels], [total], *tile.owned(step=0))
+    if refs.dinitial is not None:
+
+        @pl.when(at.segment == 0)
+        def _():
+            scan.store_states(refs.dinitial.at[at.batch, at.channels], dh)
