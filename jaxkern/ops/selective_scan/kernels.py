@@ -40,6 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.core.mosaic import (
     LANES,
     LaneOffsets,
+    fast_reciprocal,
     grid_axes,
     load_lanes,
     num_sms,
@@ -49,8 +50,8 @@ from jaxkern.core.mosaic import (
 )
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_bwd, reference_fwd
 
-MAX_STATES = 512
-"""32 lanes hold 16 states each."""
+MAX_STATES = 384
+"""32 lanes hold 12 states each; more would not fit into shared memory in the backward."""
 
 _BLOCK, _BATCH, _SEGMENT = grid_axes("block", "batch", "segment")
 _LOG2E = 1.4426950408889634
@@ -138,19 +139,38 @@ class Tile:
         return max(1, 2 * self.states // self.groups)
 
 
-def _tile(states: int, channels: int) -> Tile:
-    """The tile for N states and R channels of a lane, or more where a row of 8 needs them."""
+def _tile(states: int, registers: int) -> Tile:
+    """The tile for N states, with about `registers` of them in a lane."""
     lanes = 4 if states <= 16 else 8 if states <= 64 else 16 if states <= 128 else 32
-    each = next(k for k in (1, 2, 4, 8, 12, 16) if k * lanes >= states)
-    return Tile(lanes, each, max(channels, lanes // 16))
+    each = next(k for k in (1, 2, 4, 8, 12) if k * lanes >= states)
+    # Of 32 lanes' channels there are two, for a row of 8 is the least that the TMA copies.
+    return Tile(lanes, each, 2 if lanes == 32 or 2 * each <= registers else 1)
 
 
-def forward_tile(states: int) -> Tile:
-    return _tile(states, 1)
+def forward_tile(batch: int, channels: int, states: int) -> Tile:
+    """Two channels a lane, which halve the reads of B and C, if the blocks fill the GPU evenly.
+
+    On an H200 with N = 16, S · K · R = 4 · 4 · 2 takes 0.251 ms at (8, 2048, 2048), two blocks a
+    multiprocessor, and 8 · 2 · 2, twice the blocks, 0.280; at (4, 4096, 5120), where some have
+    three blocks and some two, 0.686 and 0.666.
+    """
+    wide = _tile(states, 16)
+    if wide.lanes > 8 or wide.states == 1:
+        return wide
+    even = Tile(2 * wide.lanes, wide.states // 2, wide.channels)
+
+    def time(tile: Tile) -> float:
+        blocks = batch * -(-channels // tile.width)
+        return -(-blocks // num_sms()) / blocks * tile.width
+
+    if batch * -(-channels // wide.width) < num_sms():
+        return wide
+    return wide if time(wide) <= 1.12 * time(even) else even
 
 
 def backward_tile(states: int) -> Tile:
-    return _tile(states, 2)
+    """At most 8 states a lane: of each there are 4 values and the decays of a whole chunk."""
+    return _tile(states, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,11 +191,32 @@ class Segments:
         return jnp.minimum(self.length, self.units - segment * self.length)
 
 
-def _segments(columns: int, units: int, wanted: int) -> Segments:
-    """Segments enough for `wanted` blocks, if `columns` blocks are fewer than 3/4 of the GPU's."""
+def forward_segments(columns: int, chunks: int) -> Segments:
+    """How the forward cuts a sequence of `chunks`, for `columns` blocks of channels and batch rows.
+
+    Segments cost a second pass of exponentials, so it does only where blocks are few: with 16
+    segments (1, 16384, 2048, 16) takes 0.43 ms on an H200, with one 2.5.
+    """
     if 4 * columns >= 3 * num_sms():
-        return Segments(units, units)
-    count = max(1, min(wanted // columns, units // 2))
+        return Segments(chunks, chunks)
+    count = max(1, min(4 * num_sms() // columns, chunks // 2))
+    return Segments(chunks, -(-chunks // count))
+
+
+def backward_segments(columns: int, units: int) -> Segments:
+    """The same for the backward, of which two blocks are resident on a multiprocessor.
+
+    The time is that of the waves of blocks, each as long as its segment; the pass that finds what
+    the segments hand on adds a fifth. Fewer segments win where the waves are within 3%.
+    """
+    resident = 2 * num_sms()
+
+    def cost(count: int) -> float:
+        return -(-columns * count // resident) / count * (1.0 if count == 1 else 1.2)
+
+    counts = range(1, max(2, min(64, units // 2 + 1)))
+    best = min(cost(count) for count in counts)
+    count = next(count for count in counts if cost(count) <= 1.03 * best)
     return Segments(units, -(-units // count))
 
 
@@ -194,10 +235,8 @@ class Scan:
     segments: Segments
     interpret: bool
 
-    def load(self, ref: Any, *digits: Any, start: int = 0, count: int = 1, fresh=False) -> Rows:
-        return load_lanes(
-            ref, LaneOffsets(digits, start), count, interpret=self.interpret, fresh=fresh
-        )
+    def load(self, ref: Any, *digits: Any, start: int = 0, count: int = 1) -> Rows:
+        return load_lanes(ref, LaneOffsets(digits, start), count, interpret=self.interpret)
 
     def load1(self, ref: Any, *digits: Any, start: int = 0) -> jax.Array:
         return self.load(ref, *digits, start=start)[0]
@@ -210,7 +249,7 @@ class Scan:
 
     @property
     def token_stride(self) -> int:
-        """From token to token in a block's part of (B, L, D); the interpreter's views are compact."""
+        """From token to token in a block's part of (B, L, D); the interpreter's copy is compact."""
         return self.tile.width if self.interpret else self.channels
 
     def load_states(self, ref: Any) -> list[Rows]:
@@ -370,7 +409,7 @@ class _Call:
         scratch: dict[str, Any],
         count: int | None = None,
     ) -> dict[str, Any]:
-        """Launches `kernel` for `count` of the segments, on arrays by name; absent ones are None."""
+        """Launches `kernel` for `count` segments, on arrays by name; those absent are None."""
         scan = dataclasses.replace(self.scan, segments=segments)
         ins = {k: v for k, v in ins.items() if v is not None}
         names = [*ins, *outs]
@@ -395,9 +434,10 @@ class _Call:
 
 
 _NAMES = (
-    "x dt z B C A D dt_bias keep initial passed total states dout dfinal "
-    "out final dx ddt dz dA sums dD ddt_bias_sum dinitial chunk_states"
-).split()
+    *("x", "dt", "z", "B", "C", "A", "D", "dt_bias", "keep", "initial", "passed", "total"),
+    *("states", "dout", "dfinal", "out", "final", "dx", "ddt", "dz", "dA", "sums", "dD"),
+    *("ddt_bias_sum", "dinitial", "chunk_states"),
+)
 
 
 def _f32(*shape: int) -> Any:
@@ -514,10 +554,10 @@ def softplus_slope(dt: jax.Array) -> jax.Array:
     return jnp.where(dt < 0.25, dt * series, 1 - jnp.exp2(-_LOG2E * dt))
 
 
-def sigmoid(v: jax.Array, exact: bool) -> jax.Array:
+def sigmoid(v: jax.Array, exact: bool, interpret: bool) -> jax.Array:
     """1 / (1 + exp(−v)), to fp32 accuracy relative to the result, or with fast division."""
     if not exact:
-        return jax.nn.sigmoid(v)
+        return fast_reciprocal(1 + jnp.exp2(-_LOG2E * v), interpret=interpret)
     e = _exp_of_minus(jnp.abs(v))
     inverse = _reciprocal(1 + e)
     return jnp.where(v < 0, e * inverse, inverse)
@@ -585,6 +625,11 @@ def _dot(a: Rows, b: Rows) -> jax.Array:
     return functools.reduce(jnp.add, (v * w for v, w in zip(a, b, strict=True)))
 
 
+def _nones(count: int) -> list[Any]:
+    """Sums of nothing yet, for :func:`_plus`."""
+    return [None] * count
+
+
 def _plus(total: Any, value: jax.Array) -> jax.Array:
     return value if total is None else total + value
 
@@ -616,13 +661,11 @@ class _Steps:
         start = round * t.steps * t.width * n
         self.scan.store(ref, values, *t.owned(step=t.width * n, channel=n), start=start)
 
-    def shared(self, ref: Any, step: int, n: int, fresh=False) -> list[Rows]:
+    def shared(self, ref: Any, step: int, n: int) -> list[Rows]:
         """[n][R]: the values of a step for the lane's channels."""
         t = self.scan.tile
         start = step * t.width * n
-        flat = self.scan.load(
-            ref, *t.of_channels(n), start=start, count=t.channels * n, fresh=fresh
-        )
+        flat = self.scan.load(ref, *t.of_channels(n), start=start, count=t.channels * n)
         return [flat[i::n] for i in range(n)]
 
     def weights(self, name: str, step: int) -> Rows:
@@ -653,7 +696,7 @@ class _Steps:
 
     def gate(self, z: jax.Array) -> tuple[jax.Array, jax.Array]:
         """z · sigmoid(z), and its derivative."""
-        gate = sigmoid(z, self.scan.exact)
+        gate = sigmoid(z, self.scan.exact, self.scan.interpret)
         return z * gate, gate * (1 + z * (1 - gate))
 
     def over_states(self, parts: list[jax.Array]) -> jax.Array:
@@ -670,11 +713,8 @@ def _loaded_ahead(steps: Sequence[int], load: Callable[[int], Any]) -> Iterator[
         yield step, now
 
 
-DEFER = 1
-
-
 class _Later:
-    """Work in stages, one for each of the steps to come: shuffles take long, and are not waited for."""
+    """Work in stages, one after each step to come, so that no shuffle's result is waited for."""
 
     def __init__(self):
         self.stages: list[Iterator[None]] = []
@@ -747,10 +787,21 @@ def launch_fwd(
         return reference_fwd(options, save, x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
     every = options.checkpoint_every if save else None
     call = _Call(
-        options, forward_tile(A.shape[-1]), every or 0, x, dt, A, B, C, D, z, dt_bias, keep
+        options,
+        forward_tile(x.shape[0], x.shape[2] * x.shape[3], A.shape[-1]),
+        every or 0,
+        x,
+        dt,
+        A,
+        B,
+        C,
+        D,
+        z,
+        dt_bias,
+        keep,
     )
     chunks = call.scan.padded // CHUNK
-    segments = _segments(call.batch * call.blocks, chunks, 4 * num_sms())
+    segments = forward_segments(call.batch * call.blocks, chunks)
     steps = _chunks_per_tile(segments) * CHUNK
     ring = Ring(call.scan, "", steps, call.pick("x dt z B C keep"))
     initial = None if initial_state is None else call.pad_states(initial_state.astype(jnp.float32))
@@ -779,6 +830,11 @@ def _shared(tile: Tile, steps: int) -> Any:
     return plgpu.SMEM((steps * tile.width * 2,), jnp.float32)
 
 
+def _shared_chunk(smem: Any, tile: Tile, c: Any) -> Any:
+    size = CHUNK * tile.width * 2
+    return smem.shared.at[pl.ds(c * size, size)]
+
+
 def _fwd_kernel(ring: Ring, scan: Scan, refs: Any, smem: Any) -> None:
     at, tile = _Place(scan), scan.tile
     per_tile = ring.steps // CHUNK
@@ -799,7 +855,7 @@ def _fwd_kernel(ring: Ring, scan: Scan, refs: Any, smem: Any) -> None:
         sync_warp(interpret=scan.interpret)
 
     def run_chunk(c, chunk, h):
-        shared = smem.shared.at[pl.ds(c * CHUNK * tile.width * 2, CHUNK * tile.width * 2)]
+        shared = _shared_chunk(smem, tile, c)
         each = 1 if refs.z is None else 2
         size = len(chunk.rounds) * each * LANES
         own_ref = smem.own.at[pl.ds(c * size, size)]
@@ -911,7 +967,7 @@ def _fwd_carry_kernel(ring: Ring, scan: Scan, refs: Any, smem: Any) -> None:
     def run_tile(i, carry):
         def run(c, carry):
             h, total = carry
-            shared = smem.shared.at[pl.ds(c * CHUNK * tile.width * 2, CHUNK * tile.width * 2)]
+            shared = _shared_chunk(smem, tile, c)
             chunk = _Steps(scan, ring.chunk(smem, i, c), ((first + i) * per_tile + c) * CHUNK)
             return _advance_chunk(chunk, shared, rate, h, total)
 
@@ -945,7 +1001,7 @@ def launch_bwd(
     tile, batch, padded, channels = call.tile, call.batch, call.scan.padded, call.scan.channels
     chunks = padded // CHUNK
     per_unit = max(1, every // CHUNK)
-    segments = _segments(batch * call.blocks, -(-chunks // per_unit), 2 * num_sms())
+    segments = backward_segments(batch * call.blocks, -(-chunks // per_unit))
     dout = call.pad_tokens(dout)
     ins = call.pick("x dt z B C A D dt_bias keep") | {
         "dout": dout,
@@ -955,12 +1011,14 @@ def launch_bwd(
     if segments.count > 1:
         ins |= _launch_bwd_carry(call, segments, dout)
     ring = Ring(call.scan, "", CHUNK, call.pick("x dt z B C keep") | {"dout": dout})
-    before = Ring(call.scan, "before_", CHUNK, call.pick("x dt B keep"))
+    # Longer tiles where shared memory has room for B, and no tile crosses a unit or the end.
+    whole = chunks % 4 == 0 and per_unit % 4 == 0 and tile.all_states <= 64
+    before = Ring(call.scan, "before_", (4 if whole else 1) * CHUNK, call.pick("x dt B keep"))
     scratch = ring.scratch() | {
         "h": plgpu.SMEM((CHUNK * tile.channels * tile.states * LANES,), f32),
-        "shared": _shared(tile, CHUNK),
+        "shared": _shared(tile, before.steps if per_unit > 1 else CHUNK),
         "dy": plgpu.SMEM((CHUNK * tile.width,), f32),
-        "sums": plgpu.SMEM((CHUNK, LANES * tile.sums), f32),
+        "sums": plgpu.SMEM((_sum_steps(tile), LANES * tile.sums), f32),
     }
     if per_unit > 1:
         scratch |= before.scratch()
@@ -998,6 +1056,11 @@ def launch_bwd(
 
 _RECOMPUTED_EVERY = 64
 """Steps between the states that the backward puts down first where none were saved."""
+
+
+def _sum_steps(tile: Tile) -> int:
+    """Steps whose sums over channels are in shared memory at a time."""
+    return CHUNK if tile.sums <= 8 else CHUNK // 2
 
 
 def _sums(call: _Call, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -1061,7 +1124,7 @@ def _bwd_carry_kernel(ring: Ring, scan: Scan, refs: Any, smem: Any) -> None:
 
 def _bwd_kernel(ring: Ring, before: Ring, scan: Scan, refs: Any, smem: Any) -> None:
     at, tile = _Place(scan), scan.tile
-    per_unit = max(1, scan.every // CHUNK)
+    per_unit, sum_steps = max(1, scan.every // CHUNK), _sum_steps(tile)
     rate, D, dt_bias = scan.constants(refs)
     if per_unit > 1:
         units = scan.segments.size(at.segment)
@@ -1083,7 +1146,7 @@ def _bwd_kernel(ring: Ring, before: Ring, scan: Scan, refs: Any, smem: Any) -> N
 
             @pl.when(count > 1)
             def _():
-                before.fetch(refs, smem, first, up)
+                before.fetch(refs, smem, first // (before.steps // CHUNK), up)
 
         ring.fetch(refs, smem, first + count - 1, down)
 
@@ -1091,8 +1154,7 @@ def _bwd_kernel(ring: Ring, before: Ring, scan: Scan, refs: Any, smem: Any) -> N
         up, down, *carry = carry
         first, count = unit(i)
         if per_unit > 1:
-            put_down_states(first, count, up)
-            up = up + count - 1
+            up = put_down_states(first, count, up)
 
         def state_before(c):
             if per_unit == 1:
@@ -1127,21 +1189,32 @@ def _bwd_kernel(ring: Ring, before: Ring, scan: Scan, refs: Any, smem: Any) -> N
         )
         put(0, h)
 
-        def run(c, h):
+        per_tile = before.steps // CHUNK
+        tiles = (count - 1 + per_tile - 1) // per_tile
+
+        def run_tile(i, h):
             plgpu.commit_smem()
+            start = i * per_tile
 
-            @pl.when(c + 1 < count - 1)
+            @pl.when(i + 1 < tiles)
             def _():
-                before.fetch(refs, smem, first + c + 1, up + c + 1)
+                before.fetch(refs, smem, first // per_tile + i + 1, up + i + 1)
 
-            before.wait(smem, up + c)
-            chunk = _Steps(scan, before.tile(smem, up + c), (first + c) * CHUNK)
-            _share_step_sizes(chunk, smem.shared, dt_bias)
-            h, _ = _advance_chunk(chunk, smem.shared, rate, h)
-            put(c + 1, h)
-            return h
+            before.wait(smem, up + i)
+            token = (first + start) * CHUNK
+            steps = _Steps(scan, before.tile(smem, up + i), token, before.steps)
+            _share_step_sizes(steps, smem.shared, dt_bias)
 
-        lax.fori_loop(0, count - 1, run, h)
+            def run(c, h):
+                chunk = _Steps(scan, before.chunk(smem, up + i, c), token + c * CHUNK)
+                h, _ = _advance_chunk(chunk, _shared_chunk(smem, tile, c), rate, h)
+                put(start + c + 1, h)
+                return h
+
+            return lax.fori_loop(0, jnp.minimum(per_tile, count - 1 - start), run, h)
+
+        lax.fori_loop(0, tiles, run_tile, h)
+        return up + tiles
 
     def run_chunk(chunk, h, load_following, carry):
         """Up, to the states before each step, and down with their gradients."""
@@ -1183,42 +1256,18 @@ def _bwd_kernel(ring: Ring, before: Ring, scan: Scan, refs: Any, smem: Any) -> N
         def load_down(step):
             flat = scan.load_lane(smem.h, step * len(each), len(each))
             before = [flat[r * tile.states :][: tile.states] for r in range(tile.channels)]
-            shared = *chunk.shared(smem.shared, step, 2, True), *chunk.shared(smem.dy, step, 1)
+            shared = *chunk.shared(smem.shared, step, 2), *chunk.shared(smem.dy, step, 1)
             weights = chunk.weights("B", step), chunk.weights("C", step)
             return before, *shared, _decays(shared[0], rate), *weights, chunk.keep(step)
 
-        def finish_sums(step, sums):
-            for distance in tile.over_channels:
-                yield
-                sums = scan.sum(sums, [distance])
-            yield
-            scan.store(smem.sums.at[step], sums, (1, LANES, tile.sums))
-
-        def finish(round, into, ddecay):
-            nonlocal dD, ddt_bias
-            for distance in tile.over_states:
-                yield
-                into, ddecay = scan.sum(into, [distance]), scan.sum(ddecay, [distance])
-            yield
-            x, dt, inside, dy, _ = own[round]
-            chunk.write(refs.dx, round, dt * into[0] + D * dy)
-            ddt = ddecay[0] * (1 / _LOG2E) + x * into[0]
-            if scan.options.dt_softplus:
-                ddt = ddt * softplus_slope(dt)
-            if inside is not None:
-                ddt = jnp.where(inside, ddt, 0.0)
-            chunk.write(refs.ddt, round, ddt)
-            dD, ddt_bias = dD + dy * x, ddt_bias + ddt
-
-        later = _Later()
         after = h
         dh, dA = _map(lambda v: v, (dh, dA))
         into, ddecay = [], []  # Σ_n dh · B and Σ_n v · A · log2(e), [J · R]
         for step, loaded in _loaded_ahead(range(CHUNK)[::-1], load_down):
             before, dt, dtx, dy, decay, B, C, keep = loaded
             reached = _where_kept(keep, before)
-            dB, dC = ([None] * tile.states for _ in range(2))
-            into_step, ddecay_step = ([None] * tile.channels for _ in range(2))
+            dB, dC = _nones(tile.states), _nones(tile.states)
+            into_step, ddecay_step = _nones(tile.channels), _nones(tile.channels)
             for r, k in each:
                 g = dh[r][k] + dy[r] * C[k]
                 dB[k] = _plus(dB[k], g * dtx[r])
@@ -1230,33 +1279,43 @@ def _bwd_kernel(ring: Ring, before: Ring, scan: Scan, refs: Any, smem: Any) -> N
                 dA[r][k] = dA[r][k] + v * dt[r]
                 dh[r][k] = g
             dh, after = _where_kept(keep, dh), before
-            later.advance()
-            later.add(finish_sums(step, dB + dC))
-            if not DEFER:
-                later.finish()
+            sums = scan.sum(dB + dC, tile.over_channels)
+            slot = step % sum_steps
+            scan.store(smem.sums.at[slot], sums, (1, LANES, tile.sums))
+            if slot == 0:
+                write_sums(chunk.token, step)
             into, ddecay = into_step + into, ddecay_step + ddecay
             if step % tile.steps == 0:
-                later.add(finish(step // tile.steps, into, ddecay))
+                round = step // tile.steps
+                x, dt, inside, dy, _ = own[round]
+                into, ddecay = chunk.over_states(into), chunk.over_states(ddecay)
+                chunk.write(refs.dx, round, dt * into + D * dy)
+                ddt = ddecay * (1 / _LOG2E) + x * into
+                if scan.options.dt_softplus:
+                    ddt = ddt * softplus_slope(dt)
+                if inside is not None:
+                    ddt = jnp.where(inside, ddt, 0.0)
+                chunk.write(refs.ddt, round, ddt)
+                dD, ddt_bias = dD + dy * x, ddt_bias + ddt
                 into, ddecay = [], []
-                if not DEFER:
-                    later.finish()
-        later.finish()
-        write_sums(chunk.token)
         return following_h, dh, dA, dD, ddt_bias
 
     def saved(token):
         return scan.load_states(refs.states.at[at.batch, token // scan.every, at.channels])
 
-    def write_sums(token):
-        """Adds the sums over each warp's channels, in order of the warps."""
+    def write_sums(token, step):
+        """Adds the sums over each warp's channels, in order of the warps, from `step` on."""
         plgpu.commit_smem()
         size = 32 * tile.sums
-        layout = plgpu.Layout.WG_STRIDED((CHUNK, size), vec_size=2)
+        layout = plgpu.Layout.WG_STRIDED((sum_steps, size), vec_size=2)
         warps = [
             plgpu.load(smem.sums.at[:, pl.ds(size * w, size)], layout=layout, optimized=False)
             for w in range(_WARPS)
         ]
-        refs.sums[at.block, at.batch, token // CHUNK] = sum(warps)
+        part = pl.ds(step, sum_steps)
+        refs.sums[at.block, at.batch, token // CHUNK, part] = functools.reduce(jnp.add, warps)
+        if step:
+            plgpu.commit_smem()
 
     dh = _zero_states(scan)
     if refs.dfinal is not None:
