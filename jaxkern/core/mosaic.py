@@ -174,7 +174,12 @@ class LaneOffsets:
 
 
 def load_lanes(
-    ref: Any, offsets: LaneOffsets, count: int = 1, *, interpret: bool
+    ref: Any,
+    offsets: LaneOffsets,
+    count: int = 1,
+    *,
+    interpret: bool,
+    volatile: bool = False,
 ) -> list[jax.Array]:
     """What each lane reads: `count` neighbouring elements, from its offset on.
 
@@ -184,6 +189,7 @@ def load_lanes(
       offsets: of each lane, in elements.
       count: elements of a lane.
       interpret: whether this runs in Pallas's interpreter.
+      volatile: read again even what was read before, and what follows from it is computed again.
 
     Returns:
       `count` arrays (LANES,), fp32.
@@ -203,7 +209,10 @@ def load_lanes(
         for start in range(0, count, vec):
             address = mgpu_utils.getelementptr(pointer, [start], dtype)
             values = llvm.load(
-                ir.VectorType.get((vec,), dtype), address, alignment=vec * ref.dtype.itemsize
+                ir.VectorType.get((vec,), dtype),
+                address,
+                alignment=vec * ref.dtype.itemsize,
+                volatile_=volatile,
             )
             loaded += [_widened(_element(values, k)) for k in range(vec)]
         return tuple(_fragmented(value) for value in loaded)

@@ -161,7 +161,7 @@ def forward_tile(batch: int, channels: int, states: int) -> Tile:
 
     def time(tile: Tile) -> float:
         blocks = batch * -(-channels // tile.width)
-        return -(-blocks // num_sms()) / blocks * tile.width
+        return -(-blocks // num_sms()) * tile.width
 
     if batch * -(-channels // wide.width) < num_sms():
         return wide
@@ -235,8 +235,11 @@ class Scan:
     segments: Segments
     interpret: bool
 
-    def load(self, ref: Any, *digits: Any, start: int = 0, count: int = 1) -> Rows:
-        return load_lanes(ref, LaneOffsets(digits, start), count, interpret=self.interpret)
+    def load(
+        self, ref: Any, *digits: Any, start: int = 0, count: int = 1, volatile: bool = False
+    ) -> Rows:
+        offsets = LaneOffsets(digits, start)
+        return load_lanes(ref, offsets, count, interpret=self.interpret, volatile=volatile)
 
     def load1(self, ref: Any, *digits: Any, start: int = 0) -> jax.Array:
         return self.load(ref, *digits, start=start)[0]
@@ -661,11 +664,13 @@ class _Steps:
         start = round * t.steps * t.width * n
         self.scan.store(ref, values, *t.owned(step=t.width * n, channel=n), start=start)
 
-    def shared(self, ref: Any, step: int, n: int) -> list[Rows]:
+    def shared(self, ref: Any, step: int, n: int, volatile: bool = False) -> list[Rows]:
         """[n][R]: the values of a step for the lane's channels."""
         t = self.scan.tile
         start = step * t.width * n
-        flat = self.scan.load(ref, *t.of_channels(n), start=start, count=t.channels * n)
+        flat = self.scan.load(
+            ref, *t.of_channels(n), start=start, count=t.channels * n, volatile=volatile
+        )
         return [flat[i::n] for i in range(n)]
 
     def weights(self, name: str, step: int) -> Rows:
@@ -1256,7 +1261,10 @@ def _bwd_kernel(ring: Ring, before: Ring, scan: Scan, refs: Any, smem: Any) -> N
         def load_down(step):
             flat = scan.load_lane(smem.h, step * len(each), len(each))
             before = [flat[r * tile.states :][: tile.states] for r in range(tile.channels)]
-            shared = *chunk.shared(smem.shared, step, 2), *chunk.shared(smem.dy, step, 1)
+            # Up to 8 states a lane the compiler keeps the decays of the way up in registers; of
+            # more it would spill them, unless dt might have changed.
+            dt, dtx = chunk.shared(smem.shared, step, 2, volatile=len(each) > 8)
+            shared = dt, dtx, *chunk.shared(smem.dy, step, 1)
             weights = chunk.weights("B", step), chunk.weights("C", step)
             return before, *shared, _decays(shared[0], rate), *weights, chunk.keep(step)
 
