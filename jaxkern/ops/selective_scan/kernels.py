@@ -48,7 +48,13 @@ from jaxkern.core.mosaic import (
     sum_lanes,
     sync_warp,
 )
-from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_bwd, reference_fwd
+from jaxkern.ops.selective_scan.reference import (
+    CHUNK,
+    RECOMPUTED_EVERY,
+    Options,
+    reference_bwd,
+    reference_fwd,
+)
 
 MAX_STATES = 384
 """32 lanes hold 12 states each; more would not fit into shared memory in the backward."""
@@ -549,12 +555,14 @@ def softplus(v: jax.Array, exact: bool) -> jax.Array:
     return jnp.maximum(v, 0.0) + 2 * s * series
 
 
-def softplus_slope(dt: jax.Array) -> jax.Array:
+def softplus_slope(dt: jax.Array, exact: bool) -> jax.Array:
     """softplus'(v) = 1 − exp(−dt) from dt = softplus(v), by its series where that would cancel."""
-    series = 1 / 720
-    for k in (120, 24, 6, 2, 1):
+    limit, divisors = (0.25, (720, 120, 24, 6, 2, 1)) if exact else (1 / 32, (6, 2, 1))
+    first, *others = divisors
+    series: Any = 1 / first
+    for k in others:
         series = 1 / k - dt * series
-    return jnp.where(dt < 0.25, dt * series, 1 - jnp.exp2(-_LOG2E * dt))
+    return jnp.where(dt < limit, dt * series, 1 - jnp.exp2(-_LOG2E * dt))
 
 
 def sigmoid(v: jax.Array, exact: bool, interpret: bool) -> jax.Array:
@@ -998,7 +1006,7 @@ def launch_bwd(
         return reference_bwd(options, *args, states, dout, dfinal)
     f32 = jnp.float32
     if states is None:
-        options = dataclasses.replace(options, checkpoint_every=_RECOMPUTED_EVERY)
+        options = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY)
         _, _, states = launch_fwd(dataclasses.replace(options, final=False), True, *args)
     every = options.checkpoint_every
     assert every is not None
@@ -1057,10 +1065,6 @@ def launch_bwd(
         None if initial_state is None else call.cut_states(g["dinitial"]),
         None,
     )
-
-
-_RECOMPUTED_EVERY = 64
-"""Steps between the states that the backward puts down first where none were saved."""
 
 
 def _sum_steps(tile: Tile) -> int:
@@ -1300,7 +1304,7 @@ def _bwd_kernel(ring: Ring, before: Ring, scan: Scan, refs: Any, smem: Any) -> N
                 chunk.write(refs.dx, round, dt * into + D * dy)
                 ddt = ddecay * (1 / _LOG2E) + x * into
                 if scan.options.dt_softplus:
-                    ddt = ddt * softplus_slope(dt)
+                    ddt = ddt * softplus_slope(dt, scan.exact)
                 if inside is not None:
                     ddt = jnp.where(inside, ddt, 0.0)
                 chunk.write(refs.ddt, round, ddt)
