@@ -53,7 +53,9 @@ def _rms_norm(m: int, n: int, dtype: str) -> Case:
     )
 
 
-def _selective_scan(b: int, l: int, d: int, n: int, dtype: str) -> Case:
+def _selective_scan(
+    b: int, l: int, d: int, n: int, dtype: str, checkpoint_every: int | None = 8
+) -> Case:
     itemsize = jnp.dtype(dtype).itemsize
 
     def arrays(key: Any) -> tuple[Any, ...]:
@@ -65,13 +67,17 @@ def _selective_scan(b: int, l: int, d: int, n: int, dtype: str) -> Case:
 
     def call(x, dt, A, B, C, D, z, dt_bias, implementation):
         return jaxkern.selective_scan(
-            x, dt, A, B, C, D, z, dt_bias=dt_bias, dt_softplus=True, implementation=implementation
+            *(x, dt, A, B, C, D, z),
+            dt_bias=dt_bias,
+            dt_softplus=True,
+            checkpoint_every=checkpoint_every,
+            implementation=implementation,
         )
 
     wide, narrow = b * l * d * itemsize, b * l * n * itemsize
     return Case(
         op="selective_scan",
-        shape=f"{b}x{l}x{d}x{n}",
+        shape=f"{b}x{l}x{d}x{n}" + ("" if checkpoint_every == 8 else f"/{checkpoint_every}"),
         dtype=dtype,
         arrays=arrays,
         call=call,
@@ -80,25 +86,80 @@ def _selective_scan(b: int, l: int, d: int, n: int, dtype: str) -> Case:
     )
 
 
+def _causal_conv1d(b: int, l: int, d: int, w: int, dtype: str) -> Case:
+    nbytes = b * l * d * jnp.dtype(dtype).itemsize
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        k = jax.random.split(key, 3)
+        x = jax.random.normal(k[0], (b, l, d), dtype)
+        return x, 0.5 * jax.random.normal(k[1], (d, w)), 0.1 * jax.random.normal(k[2], (d,))
+
+    def call(x, weight, bias, implementation):
+        return jaxkern.causal_conv1d(
+            x, weight, bias, activation="silu", implementation=implementation
+        )
+
+    return Case(
+        op="causal_conv1d",
+        shape=f"{b}x{l}x{d}x{w}",
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=2 * nbytes,
+        bytes_backward=3 * nbytes,
+    )
+
+
+def _linear_scan(b: int, l: int, d: int, dtype: str) -> Case:
+    nbytes = b * l * d * jnp.dtype(dtype).itemsize
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        a, x = jax.random.split(key)
+        decay = jax.nn.sigmoid(jax.random.normal(a, (b, l, d)) + 2)
+        return decay.astype(dtype), jax.random.normal(x, (b, l, d), dtype)
+
+    return Case(
+        op="linear_scan",
+        shape=f"{b}x{l}x{d}",
+        dtype=dtype,
+        arrays=arrays,
+        call=lambda a, b, implementation: jaxkern.linear_scan(a, b, implementation=implementation),
+        bytes_forward=3 * nbytes,
+        bytes_backward=5 * nbytes,
+    )
+
+
 def cases(small: bool) -> Sequence[Case]:
     """All cases; `small` ones for a machine without a GPU, where no kernel is timed."""
     if small:
-        return [_rms_norm(256, 4096, "float32"), _selective_scan(2, 256, 256, 16, "float32")]
+        return [
+            _rms_norm(256, 4096, "float32"),
+            _selective_scan(2, 256, 256, 16, "float32"),
+            _causal_conv1d(2, 256, 256, 4, "float32"),
+            _linear_scan(2, 256, 256, "float32"),
+        ]
     elements = 1 << 27
     sizes = [64, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 11008, 16384, 65536]
     norms = [_rms_norm(min(16384, elements // n), n, "bfloat16") for n in sizes]
     norms += [_rms_norm(16384, n, dtype) for n in (4096, 8192) for dtype in ("float32", "float16")]
     norms += [_rms_norm(4096, 1024, "bfloat16"), _rms_norm(16384, 1000, "bfloat16")]
-    scans = [
-        _selective_scan(*shape, "bfloat16")
-        for shape in (
-            (8, 2048, 2048, 16),
-            (4, 4096, 5120, 16),
-            (1, 16384, 2048, 16),
-            (2, 512, 512, 16),
-        )
+    bf16 = "bfloat16"
+    square, large, thin = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
+    scans = [_selective_scan(*s, 16, bf16) for s in (square, large, thin, (2, 512, 512))]
+    scans += [_selective_scan(*square, 16, dtype) for dtype in ("float32", "float16")]
+    scans += [_selective_scan(*square, 16, bf16, every) for every in (1, 64, None)]
+    scans += [_selective_scan(*large, 16, bf16, 64), _selective_scan(1, 65536, 2048, 16, bf16)]
+    scans += [_selective_scan(*square, n, bf16) for n in (64, 128)]
+    convolutions = [_causal_conv1d(*s, 4, bf16) for s in (square, large, thin, (8, 2048, 4096))]
+    convolutions += [_causal_conv1d(*square, w, bf16) for w in (2, 8)]
+    convolutions += [_causal_conv1d(*square, 4, "float32")]
+    linear = [
+        _linear_scan(*shape, dtype)
+        for shape in (square, large, (1, 65536, 1024))
+        for dtype in (bf16, "float32")
     ]
-    return [*norms, *scans]
+    linear += [_linear_scan(*s, bf16) for s in ((1, 16384, 256), (64, 100, 128))]
+    return [*norms, *scans, *convolutions, *linear]
 
 
 def bytes_of(arrays: Any) -> int:
