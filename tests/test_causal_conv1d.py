@@ -138,8 +138,8 @@ def test_causal_conv1d_accuracy_at_the_ends(size, activation, implementation):
 @BOTH
 def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
     """Over the ends of tiles too, of which a block of the backward has two."""
-    tiles = causal_conv1d.Tiles(channels=128, rows=8, unroll=4)
-    twice = causal_conv1d.Tiles(channels=128, rows=8, unroll=3, tiles_per_block=2)
+    tiles = causal_conv1d.Tiles(rows=4, slots=2, chunks=4)
+    twice = causal_conv1d.Tiles(rows=8, slots=2, chunks=2, tiles_per_block=2)
     monkeypatch.setattr(causal_conv1d, "forward_tiles", lambda *_: tiles)
     monkeypatch.setattr(causal_conv1d, "backward_tiles", lambda *_: twice)
     check_case(inputs(1, 19, 3, 3), implementation, segment_ids=segments_of(1, 19))
