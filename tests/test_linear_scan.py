@@ -150,7 +150,7 @@ def test_linear_scan_mixed_dtypes(size, implementation, dtypes):
 
 TILES = [
     ((1, 7, 3), ls.Tiles(2, segments=3)),
-    ((2, 7, 300), ls.Tiles(3, vec=2, bwd_slots=2, segments=2)),
+    ((2, 7, 150), ls.Tiles(3, bwd_slots=2, segments=2)),
     ((1, 11, 1), ls.Tiles(1, fwd_slots=2, segments=10)),
 ]
 
@@ -165,10 +165,9 @@ def test_linear_scan_tiles(size, tiles, reverse):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 31])
-@pytest.mark.parametrize("vec", [1, 2])
 @REVERSE
-def test_linear_scan_segments(count, vec, reverse):
-    tiles = ls.Tiles(32, vec=vec, segments=count)
+def test_linear_scan_segments(count, reverse):
+    tiles = ls.Tiles(32, segments=count)
     check_case(inputs(2, 1000, 296, "bfloat16"), reverse=reverse, tiles=tiles)
     check_case(inputs(2, 1024, 512), reverse=reverse, tiles=tiles)
 

@@ -309,7 +309,7 @@ def packed_ids(batch, length):
     return jnp.asarray(ids, jnp.int32)
 
 
-@sizes((2, 3, 2, 300), gpu=[(1, 9, 3, 256), (1, 100, 130, 512)])
+@sizes((2, 3, 2, 300), gpu=[(1, 9, 3, 256), (1, 100, 130, 384)])
 def test_selective_scan_accuracy_of_many_states(size, implementation):
     check_case(inputs_and_state(*size), implementation)
 

@@ -159,21 +159,18 @@ class Tiles:
 
     Attributes:
       steps: of time that are copied to shared memory at once, and from one saved state to the next.
-      vec: channels per lane.
       fwd_slots: of `steps` steps on their way through shared memory, per block of the forward.
       bwd_slots: the same for the backward.
       segments: that the sequence is cut into; ``None`` for what the cost model finds.
     """
 
     steps: int
-    vec: int = 1
     fwd_slots: int = 3
     bwd_slots: int = 3
     segments: int | None = None
 
     def __post_init__(self) -> None:
         assert self.steps >= 1, self
-        assert self.vec in (1, 2), self  # a TMA copy has at most 256 elements along a dimension
         assert min(self.fwd_slots, self.bwd_slots) >= 2, self
 
 
@@ -286,6 +283,9 @@ def segments(columns: int, chunks: int, arrays: int, nbytes: int) -> int:
     return min(range(1, min(chunks, 256) + 1), key=lambda count: (round(cost(count), 1), count))
 
 
+_ROW = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Scan:
     """What the kernels know about a call while they are compiled.
@@ -298,7 +298,6 @@ class _Scan:
     length: int
     dim: int
     steps: int
-    vec: int
     slots: int
     reverse: bool
     per_segment: int  # whole chunks
@@ -320,16 +319,8 @@ class _Scan:
         return -(-self.whole // self.per_segment)
 
     @property
-    def width(self) -> int:
-        return LANES * self.vec
-
-    @property
     def columns(self) -> int:
-        return -(-self.dim // self.width)
-
-    @property
-    def layout(self) -> Any:
-        return plgpu.Layout.WG_STRIDED((self.width,), vec_size=self.vec)
+        return -(-self.dim // LANES)
 
     def start(self, chunk: Any) -> Any:
         """Where a chunk starts in memory."""
@@ -362,15 +353,15 @@ class _Scan:
         """This block's batch row and channels; the last block of a row overlaps the one before."""
         block = lax.axis_index(_BLOCK)
         column = lax.rem(block, self.columns)
-        start = jnp.minimum(column * self.width, self.dim - self.width)
-        return lax.div(block, self.columns), pl.ds(start, self.width)
+        start = jnp.minimum(column * LANES, self.dim - LANES)
+        return lax.div(block, self.columns), pl.ds(start, LANES)
 
     def load(self, ref: Any) -> jax.Array:
-        """A (width,) row of shared or global memory in fp32."""
-        return plgpu.load(ref, layout=self.layout, optimized=False).astype(jnp.float32)
+        """A (LANES,) row of shared or global memory in fp32."""
+        return plgpu.load(ref, layout=_ROW, optimized=False).astype(jnp.float32)
 
     def zeros(self) -> jax.Array:
-        return plgpu.layout_cast(jnp.zeros((self.width,), jnp.float32), self.layout)
+        return plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), _ROW)
 
     def multiply(self, product: jax.Array, state: jax.Array) -> jax.Array:
         """product · state, where a factor of 0 makes 0 of an infinite product."""
@@ -385,7 +376,6 @@ def _scan_of(options: _Options, a: Any, b: Any, *, arrays: int) -> _Scan:
         length=length,
         dim=dim,
         steps=options.steps(a, b),
-        vec=tile.vec if dim >= LANES * tile.vec else 1,
         slots=tile.fwd_slots if arrays == 3 else tile.bwd_slots,
         reverse=options.reverse,
         per_segment=1,
@@ -410,7 +400,7 @@ def _scratch(scan: _Scan, **arrays: Any) -> dict[str, Any]:
     """Slots for a chunk of each array (B, L, D), and for one state of (B, C, D) named before."""
     slots = {
         name: plgpu.SMEM(
-            (scan.slots, *([] if name == "before" else [scan.steps]), scan.width), array.dtype
+            (scan.slots, *([] if name == "before" else [scan.steps]), LANES), array.dtype
         )
         for name, array in arrays.items()
     }
@@ -611,7 +601,7 @@ def _launch_bwd(options: _Options, a: Any, b: Any, states: Any, dout: Any):
         ),
         scratch_types={
             **_scratch(scan, a=a, b=b, dout=dout, before=states),
-            "h": plgpu.SMEM((scan.steps, scan.width), jnp.float32),  # before every step
+            "h": plgpu.SMEM((scan.steps, LANES), jnp.float32),  # before every step
         },
         grid=(scan.segments, batch * scan.columns),
         grid_names=(_SEGMENT, _BLOCK),
