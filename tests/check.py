@@ -194,9 +194,13 @@ def _grad(c: _Cell) -> None:
 
 
 def _grad_of_one(c: _Cell) -> None:
-    """The gradient of each argument alone, with the others not differentiated."""
+    """The gradient of each argument alone, with the others not differentiated.
+
+    The interpreter takes its time: there, of the first and the last.
+    """
     want = c.grad(c.op.reference)(*c.arrays)
-    for i in c.argnums:
+    interpreted = c.implementation == "mosaic" and not ON_GPU
+    for i in c.argnums[:: len(c.argnums) - 1] if interpreted else c.argnums:
         assert_close(jax.grad(c.loss(c.f), i)(*c.arrays), want[i])
 
 
