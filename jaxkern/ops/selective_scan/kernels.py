@@ -154,9 +154,9 @@ def _tile(states: int, most: tuple[int, int, int]) -> Tile:
 def forward_tile(batch: int, channels: int, states: int) -> Tile:
     """Two channels a lane, which halve the reads of B and C, if the blocks fill the GPU evenly.
 
-    On an H200 with N = 16, S · K · R = 4 · 4 · 2 takes 0.251 ms at (8, 2048, 2048), two blocks a
-    multiprocessor, and 8 · 2 · 2, twice the blocks, 0.280; at (4, 4096, 5120), where some have
-    three blocks and some two, 0.686 and 0.666.
+    On an H200 with N = 16, S · K · R = 4 · 4 · 2 takes 0.239 ms at (8, 2048, 2048), two blocks a
+    multiprocessor, and 8 · 2 · 2, twice the blocks, 0.276; at (4, 4096, 5120), where some have
+    three blocks and some two, 0.686 and 0.665.
     """
     wide = _tile(states, (16, 64, 128))
     if wide.lanes > 8 or wide.states == 1:
@@ -801,20 +801,8 @@ def launch_fwd(
     if x.size == 0:
         return reference_fwd(options, save, x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
     every = options.checkpoint_every if save else None
-    call = _Call(
-        options,
-        forward_tile(x.shape[0], x.shape[2] * x.shape[3], A.shape[-1]),
-        every or 0,
-        x,
-        dt,
-        A,
-        B,
-        C,
-        D,
-        z,
-        dt_bias,
-        keep,
-    )
+    tile = forward_tile(x.shape[0], x.shape[2] * x.shape[3], A.shape[-1])
+    call = _Call(options, tile, every or 0, x, dt, A, B, C, D, z, dt_bias, keep)
     chunks = call.scan.padded // CHUNK
     segments = forward_segments(call.batch * call.blocks, chunks)
     steps = _chunks_per_tile(segments) * CHUNK
