@@ -73,6 +73,7 @@ _CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
         _array(8, 16),
         _array(8, 16),
     ),
+    "linear_scan": (_array(8, 2048, 1536), _array(8, 2048, 1536)),
     "causal_conv1d": (_array(8, 2048, 1536), _array(1536, 4)),
     "causal_conv1d_step": (_array(8, 3, 1536), _array(8, 1536), _array(1536, 4)),
 }
