@@ -24,7 +24,7 @@ use then.
 On an H200 (bf16, JAX 0.11.2) the forward runs at 96% of the copy bandwidth at (8, 2048, 2048) and
 94% at (4, 4096, 5120), the backward at 81%. A Triton kernel with ``tl.associative_scan``
 (jax-triton 0.3.1, Triton 3.6) reached 46% and 42% forward, in fp32 87% where this one has 93%, and
-11% at (1, 65536, 1024) where this one has 54%; it was ahead where this one has to pad: 38 against
+11% at (1, 65536, 1024) where this one has 56%; it was ahead where this one has to pad: 38 against
 94 µs at (64, 2048, 64), 61 against 103 at (8, 2048, 1023). So there is no Triton implementation.
 
 Sources: Blelloch, Prefix Sums and Their Applications, 1990; Smith, Warrington and Linderman,
@@ -75,7 +75,8 @@ def linear_scan(
     The kernels may cut a long sequence into segments and multiply `a` over each: a product that
     underflows is 0, and one that overflows, with some \|a\| > 1, is infinite, and can make a state
     infinite or NaN that a loop over the steps would keep finite. It cannot where that state is 0 or
-    is forgotten within the segment.
+    is forgotten within the segment. Plain JAX on an NVIDIA GPU multiplies `a` over any range of
+    steps, and there a state of 0 and a reset are no exception.
 
     On a mesh, batch and channels may be split between devices; a split L is gathered.
 
@@ -260,27 +261,48 @@ _FOLD = 8
 """Segments whose carries are loaded together, to wait for memory once."""
 
 
-def segments(columns: int, chunks: int, arrays: int, nbytes: int) -> int:
-    """How many segments of a sequence are the fastest, by a model of the time in microseconds.
+def segments(columns: int, chunks: int, steps: int, arrays: int, nbytes: int) -> int:
+    """How many segments of a sequence are the fastest, by a model of the time.
+
+    A pass waits for memory, at 4.2 TB/s, or for the chain of steps in a block, 13 ns each forward
+    and 43 backward; where these are about equal, for a part of both. More than one segment costs a
+    pass that reads 2 arrays at 13 ns a step, 1 µs to launch it, and 50 ns per segment to fold what
+    was handed on. No multiprocessor gets more than 2 blocks, the most that were measured.
+
+    On an H200 in bf16 these took, in µs, and the model is within 15%:
+
+    ================  ========  =======  ========
+    (B, L, D)         segments  forward  backward
+    ================  ========  =======  ========
+    (1, 65536, 1024)         8      212       491
+    (1, 65536, 1024)        17      173       274
+    (1, 65536, 1024)        33      168       241
+    (1, 16384, 256)         16     27.8      64.4
+    (1, 16384, 256)         64     15.2      24.1
+    (1, 16384, 256)        128     17.6      22.0
+    (2, 512, 512)            1      9.2      24.0
+    (2, 512, 512)           16      4.7       5.9
+    ================  ========  =======  ========
 
     Args:
       columns: blocks of channels, in all batch rows.
       chunks: whole tiles of the sequence.
-      arrays: that the pass reads and writes with one segment; more segments read 2 once more.
+      steps: of a chunk.
+      arrays: that the pass reads and writes with one segment: 3 forward, 5 backward.
       nbytes: of one such array.
     """
 
-    def cost(count: int) -> float:
-        count = -(-chunks // -(-chunks // count))
-        moved = (arrays + 2 * (count > 1)) * nbytes / 4.2e6
-        # A block for every multiprocessor keeps enough copies in flight. On an H200 forward and
-        # backward of (1, 65536, 1024) took 212 and 491 µs in 8 segments, 168 and 309 in 12, 173 and
-        # 274 in 17, 168 and 241 in 33; those of (1, 16384, 256) 15 and 24 in 64.
-        spread = max(1.0, num_sms() / (columns * count))
-        return moved * spread + (count > 1) * (3.0 + 0.1 * count)
+    def wait(length: int, arrays: int) -> float:
+        memory, chain = arrays * nbytes / 4.2e6, length * (0.043 if arrays == 5 else 0.013)
+        return (memory**4 + chain**4) ** 0.25
 
+    def cost(count: int) -> float:
+        length = steps * -(-chunks // count)
+        return wait(length, arrays) + (count > 1) * (wait(length, 2) + 1.0 + 0.05 * count)
+
+    most = max(1, min(chunks, 2 * num_sms() // columns))
     # Few segments win where the model sees little difference.
-    return min(range(1, min(chunks, 256) + 1), key=lambda count: (round(cost(count), 1), count))
+    return min(range(1, most + 1), key=lambda count: (round(cost(count), 1), count))
 
 
 _ROW = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
@@ -381,7 +403,7 @@ def _scan_of(options: _Options, a: Any, b: Any, *, arrays: int) -> _Scan:
         per_segment=1,
     )
     nbytes = a.size * max(a.dtype.itemsize, b.dtype.itemsize)
-    count = tile.segments or segments(batch * scan.columns, scan.whole, arrays, nbytes)
+    count = tile.segments or segments(batch * scan.columns, scan.whole, scan.steps, arrays, nbytes)
     return dataclasses.replace(scan, per_segment=-(-scan.whole // count))
 
 
@@ -668,16 +690,19 @@ def linear_scan_reference(
 ) -> jax.Array:
     """:func:`linear_scan` in plain JAX, differentiable in both modes and to any order.
 
-    One step after the other, where the backward keeps the state before each chunk of steps and runs
-    the chunk again; on a GPU an associative scan, which at (8, 2048, 2048) takes 0.21 ms on an H200
-    where the steps take 1.3.
+    One step after the other; the backward keeps the state before each chunk of steps and runs the
+    chunk again. Where the program is lowered for CUDA, an associative scan, of which the backward
+    keeps the arguments: at (8, 2048, 2048) in bf16 it took an H200 0.21 ms, and the steps 1.3 ms.
     """
     if a.size == 0:
         return _chunked(_CHUNK, reverse, a, b, initial_state, b.dtype)[0]
     given = () if initial_state is None else (initial_state,)
+    # A gradient outside of jit keeps what either branch needs, 0 where it is not the one that runs:
+    # 4 arrays of the size of a with this checkpoint, 9 without.
+    associative = jax.checkpoint(functools.partial(_associative, reverse))
     return lax.platform_dependent(
         *(a, b, *given),
-        cuda=functools.partial(_associative, reverse),
+        cuda=associative,
         default=lambda a, b, *h: _chunked(_CHUNK, reverse, a, b, h[0] if h else None, b.dtype)[0],
     )
 
