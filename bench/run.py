@@ -59,7 +59,8 @@ class Row:
 
     Times are device time in microseconds per call on a GPU, wall-clock time elsewhere; `gb_s` and
     `percent` (of the copy bandwidth measured in the same run) count each array of the pass once;
-    `kernels` tells how often a call launches each.
+    `temp_bytes` is what the program needs beside its arguments and results; `kernels` tells how
+    often a call launches each.
     """
 
     op: str
@@ -79,7 +80,7 @@ class Row:
 
 
 def measure_case(case: Case, implementation: str, copy: float, calls: int) -> Iterator[Row]:
-    """The forward, and the backward from the residuals that the forward saves."""
+    """The forward, the backward from what the forward saves, and both in one program."""
 
     def call(*arrays: Any) -> Any:
         return case.call(*arrays, implementation)
@@ -93,13 +94,20 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> It
     sets = [case.arrays(k) for k in jax.random.split(key, count)]
     _check(case, call, sets[0])
     yield _row(case, implementation, "forward", call, sets, case.bytes_forward, copy, calls)
+
+    def both(arrays: Any, dout: Any) -> Any:
+        out, vjp = forward(*arrays)
+        return out, vjp(dout)
+
+    out = jax.eval_shape(call, *sets[0])
+    keys = [jax.random.key(i) for i in range(len(sets))]
+    douts = [jax.random.normal(key, out.shape, out.dtype) for key in keys]
+    with_dout = list(zip(sets, douts, strict=True))
+    nbytes = case.bytes_forward + case.bytes_backward
+    yield _row(case, implementation, "both", both, with_dout, nbytes, copy, calls)
     save = jax.jit(forward)
-    saved = []
-    for i, arrays in enumerate(sets):
-        out, vjp = save(*arrays)
-        dout = jax.random.normal(jax.random.key(i), out.shape, out.dtype)
-        saved.append((vjp, dout))
-    del sets
+    saved = [(save(*arrays)[1], dout) for arrays, dout in with_dout]
+    del sets, with_dout
 
     def backward(vjp: Any, dout: Any) -> Any:
         return vjp(dout)

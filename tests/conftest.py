@@ -8,6 +8,8 @@ if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     )
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# The interpreter's warpgroups wait for each other on threads of XLA's pool, of one per core.
+os.environ.setdefault("NPROC", "8")
 
 import jax
 import pytest

@@ -138,8 +138,8 @@ def test_causal_conv1d_accuracy_at_the_ends(size, activation, implementation):
 @BOTH
 def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
     """Over the ends of tiles too, of which a block of the backward has two."""
-    tiles = causal_conv1d.Tiles(channels=128, rows=8, unroll=4)
-    twice = causal_conv1d.Tiles(channels=128, rows=8, unroll=3, tiles_per_block=2)
+    tiles = causal_conv1d.Tiles(rows=4, slots=2, chunks=4)
+    twice = causal_conv1d.Tiles(rows=8, slots=2, chunks=2, tiles_per_block=2)
     monkeypatch.setattr(causal_conv1d, "forward_tiles", lambda *_: tiles)
     monkeypatch.setattr(causal_conv1d, "backward_tiles", lambda *_: twice)
     check_case(inputs(1, 19, 3, 3), implementation, segment_ids=segments_of(1, 19))
@@ -193,14 +193,12 @@ def check_rounding(arrays, implementation):
         assert check.relative_error(got, want) <= rounding + 2e-6
 
 
-DTYPES = pytest.mark.parametrize(
-    "dtypes", [("bfloat16", None), ("float16", None), ("bfloat16", "float32")]
-)
+DTYPES = pytest.mark.parametrize("dtypes", [("float16", None), ("bfloat16", "float32")])
 
 
 @DTYPES
 def test_causal_conv1d_half_precision(dtypes):
-    check_rounding(inputs(2, 300, 7, 4, *dtypes), "xla")
+    check_rounding(inputs(2, 60, 7, 4, *dtypes), "xla")
 
 
 @pytest.mark.compiled
@@ -302,9 +300,9 @@ def test_causal_conv1d_packed_is_separate():
 @pytest.mark.parametrize(
     ("cut", "ids"),
     [
-        *((cut, None) for cut in (0, 1, 2, 5, 8)),
-        *((cut, [3, 3, 3, 3, 3, 4, 4, 4]) for cut in (1, 4, 6, 7)),
-        *((cut, [3, 3, 4, 4, 4, 4, 4, 4]) for cut in (3, 4, 7)),
+        *((cut, None) for cut in (0, 2, 8)),
+        *((cut, [3, 3, 3, 3, 3, 4, 4, 4]) for cut in (1, 4, 6)),
+        (4, [3, 3, 4, 4, 4, 4, 4, 4]),
     ],
 )
 def test_causal_conv1d_goes_on_from_its_state(cut, ids):
@@ -328,8 +326,7 @@ def test_causal_conv1d_goes_on_from_its_state(cut, ids):
     check.assert_close((got, got_vjp(x)), (out, vjp(x)), 1e-6)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("width", "dtype"), [(1, "float32"), (4, "float32"), (4, "bfloat16")])
 def test_causal_conv1d_is_its_steps(width, dtype):
     x, weight, bias, state = inputs(2, 9, 3, width, dtype)
     after, outs = state, []

@@ -150,7 +150,10 @@ class LaneOffsets:
 
     def of_lanes(self) -> jax.Array:
         lanes = jnp.arange(LANES)
-        digits = (lanes // d % size * stride for d, size, stride in self.digits)
+        digits = (
+            ((lanes >> (d.bit_length() - 1)) & (size - 1)) * stride
+            for d, size, stride in self.digits
+        )
         return sum(digits, jnp.full_like(lanes, self.start))
 
     def of_this_lane(self) -> Any:
@@ -262,13 +265,16 @@ def sync_warp(*, interpret: bool) -> None:
 
 
 def sum_lanes(
-    values: Sequence[jax.Array], distances: Sequence[int], *, interpret: bool
+    values: Sequence[jax.Array], distances: Sequence[int], *, swapped: int = 0, interpret: bool
 ) -> list[jax.Array]:
     """The sums of each of `values` over lanes at `distances`, powers of two from large to small.
 
     With several values a step halves those that a lane holds: it keeps the one half, sends the
     other to its partner and adds what comes back, so that 8 values over 8 lanes take 7 shuffles and
     not 24. The last value goes to and fro. The order of the additions is fixed.
+
+    The choice of what to keep takes two selections a value. It takes none at the first `swapped`
+    distances, where the lanes with that bit set have the halves of their values swapped.
 
     Returns:
       The values left, V / 2^len(distances) of V but at least one. Of the distance of 16 the lanes
@@ -278,8 +284,8 @@ def sum_lanes(
         return list(values)
     if interpret:
         held, lanes = list(values), jnp.arange(LANES)
-        for distance in distances:
-            upper = lanes & distance != 0
+        for i, distance in enumerate(distances):
+            upper = (lanes & distance != 0) & (i >= swapped)
             half = len(held) // 2
             pairs = list(zip(held[:half], held[half:])) or [(held[0], held[0])]  # noqa: B905
             from_partner = lambda v: v.reshape(-1, 2, distance)[:, ::-1].reshape(LANES)  # noqa: B023
@@ -297,16 +303,18 @@ def sum_lanes(
             return arith.constant(i32, k)
 
         held = [_element(a.registers.item(), 0) for a in arrays]
-        for distance in distances:
+        for i, distance in enumerate(distances):
+            half = len(held) // 2
             if len(held) == 1:
                 pairs = [(held[0], held[0])]
+            elif i < swapped:
+                pairs = list(zip(held[:half], held[half:], strict=True))
             else:
                 upper = arith.cmpi(
                     arith.CmpIPredicate.ne,
                     arith.andi(mgpu_utils.thread_idx(), constant(distance)),
                     constant(0),
                 )
-                half = len(held) // 2
                 pairs = [
                     (arith.select(upper, b, a), arith.select(upper, a, b))
                     for a, b in zip(held[:half], held[half:], strict=True)

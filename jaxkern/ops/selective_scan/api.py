@@ -52,7 +52,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxkern.core.arguments import check_array, check_floating, check_number
 from jaxkern.core.dispatch import Implementation, device_unsupported, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
-from jaxkern.ops.selective_scan.kernels import MAX_STATES, launch_bwd, launch_fwd
+from jaxkern.ops.selective_scan.backward import launch_bwd
+from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.reference import (
     CHUNK,
     DEFAULT_CHECKPOINT_EVERY,
@@ -62,6 +63,7 @@ from jaxkern.ops.selective_scan.reference import (
     selective_scan_reference,
     step,
 )
+from jaxkern.ops.selective_scan.tiling import MAX_STATES
 
 
 @overload

@@ -1,0 +1,480 @@
+"""What a block is given: the call's arrays, its place in them, and its shared memory.
+
+The arrays of the tokens come through rings of two slots, copied by the TMA while the block works on
+the other slot.
+
+Pallas would put a barrier around every store. The kernels place their own instead: commit_smem
+where a slot is copied to again and where warps exchange sums, sync_warp where lanes of a warp do.
+"""
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.core.mosaic import (
+    LANES,
+    LaneOffsets,
+    grid_axes,
+    load_lanes,
+    store_lanes,
+    sum_lanes,
+)
+from jaxkern.ops.selective_scan.arithmetic import LOG2E, softplus
+from jaxkern.ops.selective_scan.reference import (
+    CHUNK,
+    Options,
+)
+from jaxkern.ops.selective_scan.tiling import Parts, Tile
+
+PART, _WARPGROUP = grid_axes("part", "warpgroup")
+ROW = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+Rows = list[jax.Array]
+"""Arrays (LANES,), fp32: registers."""
+
+
+def read(values: Any) -> Any:
+    """`values` once they are there.
+
+    A value that is loaded before a loop and used in it would be waited for in every round, together
+    with the round's own loads.
+    """
+    return map_states(lambda v: v + 0.0, values)
+
+
+def map_states(f: Callable[..., Any], *states: Any) -> Any:
+    """`f` over each state of each channel."""
+    return jax.tree.map(f, *states)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """What the kernels know about a call while they are compiled."""
+
+    options: Options
+    tile: Tile
+    length: int  # of the sequence, before padding
+    padded: int
+    channels: int  # D, padded
+    blocks: int  # of channels
+    blocks_per_group: int  # that share B and C
+    warpgroups: int  # of a block, each with a tile of its channels
+    exact: bool  # fp32 tokens: no shortcut in softplus and sigmoid
+    every: int  # steps from one saved state to the next
+    parts: Parts
+    interpret: bool
+
+    def load(
+        self,
+        ref: Any,
+        *digits: Any,
+        start: int = 0,
+        count: int = 1,
+        volatile: bool = False,
+    ) -> Rows:
+        offsets = LaneOffsets(digits, start)
+        return load_lanes(ref, offsets, count, interpret=self.interpret, volatile=volatile)
+
+    def load1(self, ref: Any, *digits: Any, start: int = 0) -> jax.Array:
+        return self.load(ref, *digits, start=start)[0]
+
+    def store(self, ref: Any, values: Sequence[jax.Array], *digits: Any, start: int = 0) -> None:
+        store_lanes(ref, LaneOffsets(digits, start), values, interpret=self.interpret)
+
+    def sum(self, values: Sequence[jax.Array], distances: Sequence[int], swapped: int = 0) -> Rows:
+        return sum_lanes(values, distances, swapped=swapped, interpret=self.interpret)
+
+    @property
+    def token_stride(self) -> int:
+        """From token to token in a tile's part of (B, L, D); the interpreter's copy is compact."""
+        return self.tile.width if self.interpret else self.channels
+
+    def load_states(self, ref: Any) -> list[Rows]:
+        """[R][K] from a block's part of states, (width, S · K)."""
+        return self.swapped(self.load_unswapped(ref))
+
+    def load_unswapped(self, ref: Any) -> list[Rows]:
+        """The same, for :meth:`swapped` when they are needed: it waits for them."""
+        t = self.tile
+        rows = [t.of_channel(r, t.all_states) for r in range(t.channels)]
+        return [self.load_pairs(ref, 1, *digits, start=start) for start, digits in rows]
+
+    def load_pairs(self, ref: Any, copies: int, *digits: Any, start: int) -> Rows:
+        """[K] states of as many copies."""
+        t = self.tile
+        pairs = [i * t.pair * t.lanes * copies for i in range(t.states // t.pair)]
+        load = lambda at: self.load(ref, *digits, t.of_states(), start=start + at, count=t.pair)
+        return [v for at in pairs for v in load(at)]
+
+    def store_states(self, ref: Any, h: Sequence[Rows]) -> None:
+        t = self.tile
+        for r, row in enumerate(self.swapped(h)):
+            start, digits = t.of_channel(r, t.all_states)
+            for k in range(0, t.states, t.pair):
+                at = start + k * t.lanes
+                self.store(ref, row[k : k + t.pair], *digits, t.of_states(), start=at)
+
+    def swapped(self, h: Sequence[Rows]) -> list[Rows]:
+        """States from their own order to the lane's, or back."""
+        rows = [list(row) for row in h]
+        for distance, d in self.tile.state_swaps:
+            upper = self.lane() & distance != 0
+            rows = [[jnp.where(upper, row[k ^ d], v) for k, v in enumerate(row)] for row in rows]
+        return rows
+
+    def lane(self) -> jax.Array:
+        return plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=ROW)
+
+    def load_lane(self, ref: Any, start: int, count: int) -> Rows:
+        """`count` values of a lane's own, put there by :meth:`store_lane`."""
+        vec = math.gcd(4, count)
+        return [
+            v
+            for i in range(start, start + count, vec)
+            for v in self.load(ref, (1, LANES, vec), start=i * LANES, count=vec)
+        ]
+
+    def store_lane(self, ref: Any, start: int, values: Rows) -> None:
+        vec = math.gcd(4, len(values))
+        for i in range(0, len(values), vec):
+            self.store(ref, values[i : i + vec], (1, LANES, vec), start=(start + i) * LANES)
+
+    def constants(self, refs: Any) -> tuple[list[Rows], jax.Array, jax.Array]:
+        """A · log2(e), so that a decay is one exp2, and D and dt_bias, of the block's channels."""
+        channels = Place(self).channels
+        owned = self.tile.owned(step=0)
+        D, dt_bias = (self.load1(ref.at[channels], *owned) for ref in (refs.D, refs.dt_bias))
+        return map_states(lambda a: a * LOG2E, self.load_states(refs.A.at[channels])), *read(
+            [D, dt_bias]
+        )
+
+    def load_channels(self, ref: Any) -> Rows:
+        """[R] from a block's part of (D,)."""
+        return [row[0] for row in self.load_per_channel(ref, 1)]
+
+    def load_per_channel(self, ref: Any, n: int, start: int = 0, volatile: bool = False) -> Any:
+        """[R][n] from (width, n)."""
+        rows = [self.tile.of_channel(r, n) for r in range(self.tile.channels)]
+        return [
+            self.load(ref, *digits, start=start + at, count=n, volatile=volatile)
+            for at, digits in rows
+        ]
+
+    def step_size(self, raw: jax.Array, token: Any) -> tuple[jax.Array, Any]:
+        """dt after softplus and clamp, and where its slope counts (None: everywhere).
+
+        `token` is the first of a round. Beyond the end of the sequence dt is 0 and keeps the state.
+        """
+        lo, hi = self.options.dt_limit
+        dt, inside = raw, None
+        if self.options.dt_softplus:
+            dt = softplus(raw, self.exact)
+        if lo > (0 if self.options.dt_softplus else -float("inf")):
+            inside = dt >= lo
+            dt = jnp.where(dt < lo, lo, dt)
+        if hi < float("inf"):
+            below = dt <= hi
+            inside = below if inside is None else inside & below
+            dt = jnp.where(dt > hi, hi, dt)
+        if self.length != self.padded:
+            each = self.tile.owners * self.tile.channels
+            valid = token + (self.lane() % self.tile.lanes) // each < self.length
+            inside = valid if inside is None else inside & valid
+            dt = jnp.where(valid, dt, 0.0)
+        return dt, inside
+
+
+def _pad(v: Any, *multiples: tuple[int, int]) -> Any:
+    """`v` with zeros after its end along each (axis, multiple)."""
+    widths = [(0, 0)] * v.ndim
+    for axis, multiple in multiples:
+        widths[axis] = (0, -v.shape[axis] % multiple)
+    return jnp.pad(v, widths)
+
+
+class Call:
+    """The arrays of a call as the kernels take them: whole chunks and blocks, groups in a row."""
+
+    def __init__(
+        self,
+        options: Options,
+        tile: Tile,
+        warpgroups: int,
+        every: int,
+        *arrays: Any,
+    ):
+        x, dt, A, B, C, D, z, dt_bias, keep = arrays
+        f32 = jnp.float32
+        self.tile = tile
+        self.width = tile.width * warpgroups  # of a block
+        self.batch, self.length, self.groups, self.dim = x.shape
+        self.states = A.shape[-1]
+        exact = any(v is not None and v.dtype == f32 for v in (x, dt, z))
+        none = jnp.zeros((self.groups, self.dim), f32)
+        self.arrays = {
+            "x": self.pad_tokens(x),
+            "dt": self.pad_tokens(dt),
+            "z": None if z is None else self.pad_tokens(z),
+            "B": self.pad_weights(B),
+            "C": self.pad_weights(C),
+            "A": self.pad_states(A.astype(f32)),
+            "D": self.pad_channels((none if D is None else D).astype(f32), 1),
+            "dt_bias": self.pad_channels((none if dt_bias is None else dt_bias).astype(f32), 1),
+            "keep": None if keep is None else 1 - _pad(1 - keep.astype(f32), (1, CHUNK)),
+        }
+        padded, channels = self.arrays["x"].shape[1:]
+        self.blocks = channels // self.width
+        self.scan = Scan(
+            options=options,
+            tile=tile,
+            length=self.length,
+            padded=padded,
+            channels=channels,
+            blocks=self.blocks,
+            blocks_per_group=self.blocks // self.groups,
+            warpgroups=warpgroups,
+            exact=exact,
+            every=every,
+            parts=Parts(1, 1, 1, 1),
+            interpret=options.mode == "interpret",
+        )
+
+    def pad_channels(self, v: Any, axis: int) -> Any:
+        """(…, G, P, …) with P at `axis` as (…, D, …), every group in whole blocks."""
+        v = _pad(v, (axis, self.width))
+        return v.reshape(
+            *v.shape[: axis - 1], v.shape[axis - 1] * v.shape[axis], *v.shape[axis + 1 :]
+        )
+
+    def pad_tokens(self, v: Any) -> Any:
+        return self.pad_channels(_pad(v, (1, CHUNK)), 3)
+
+    def pad_states(self, v: Any) -> Any:
+        return self.pad_channels(_pad(v, (v.ndim - 1, self.tile.all_states)), v.ndim - 2)
+
+    def pad_weights(self, v: Any) -> Any:
+        """(B, L, G, N) in fp32, N in parts of at most 256: the most that the TMA takes."""
+        v = self.tile.copies(_pad(v.astype(jnp.float32), (1, CHUNK), (3, self.tile.all_states)))
+        parts = -(-v.shape[3] // 256)
+        return v.reshape(*v.shape[:3], parts, v.shape[3] // parts)
+
+    def cut_channels(self, v: Any, axis: int) -> Any:
+        """Undoes pad_channels, `axis` that of D."""
+        v = v.reshape(
+            *v.shape[:axis], self.groups, v.shape[axis] // self.groups, *v.shape[axis + 1 :]
+        )
+        return lax.slice_in_dim(v, 0, self.dim, axis=axis + 1)
+
+    def cut_tokens(self, v: Any) -> Any:
+        return self.cut_channels(v[:, : self.length], 2)
+
+    def cut_states(self, v: Any) -> Any:
+        return self.cut_channels(v[..., : self.states], v.ndim - 2)
+
+    @property
+    def columns(self) -> int:
+        return self.batch * self.blocks
+
+    def cut(self, parts: Parts) -> Scan:
+        self.scan = dataclasses.replace(self.scan, parts=parts)
+        return self.scan
+
+    def states_like(self, *lead: int) -> Any:
+        return fp32_array(*lead, self.scan.channels, self.tile.all_states)
+
+    def of_parts(self, *lead: int) -> Any:
+        return fp32_array(*lead, self.width, self.tile.all_states)
+
+    def sum_parts(self, parts: Parts, v: jax.Array) -> jax.Array:
+        """(D, ...) from (parts, width, ...): the sums over batch rows and segments."""
+        v = parts.sum(v)
+        return v.reshape(self.batch, self.scan.channels, *v.shape[2:]).sum(0)
+
+    def run(
+        self,
+        name: str,
+        kernel: Callable[..., None],
+        scan: Scan,
+        ins: dict[str, Any],
+        outs: dict[str, Any],
+        rings: Sequence["Ring"],
+        own: dict[str, tuple[int, ...]],
+        common: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Launches `kernel` on the parts of `scan` and on arrays by name; those absent are None.
+
+        In shared memory there are the rings, fp32 arrays of each warpgroup's `own`, and what they
+        have in `common`.
+        """
+        ins = {k: v for k, v in ins.items() if v is not None}
+        names = [*ins, *outs]
+
+        def body(*refs: Any, **smem: Any) -> None:
+            every = dict.fromkeys(_NAMES) | dict(zip(names, refs, strict=True))
+            smem |= {name: smem[name].at[Place(scan).warpgroup] for name in own}
+            named = types.SimpleNamespace(**every)
+            space = types.SimpleNamespace(**smem)
+            kernel(scan, named, space, *(FilledRing(ring, named, space) for ring in rings))
+
+        scratch = {k: plgpu.SMEM((scan.warpgroups, *v), jnp.float32) for k, v in own.items()}
+        for ring in rings:
+            scratch |= ring.scratch()
+        threads: dict[str, Any] = {}
+        if scan.warpgroups > 1:
+            threads = {"num_threads": scan.warpgroups, "thread_name": _WARPGROUP}
+        results = plgpu.kernel(
+            body,
+            out_type=tuple(outs.values()),
+            scratch_types=scratch | (common or {}),
+            **threads,
+            grid=(scan.parts.count,),
+            grid_names=(PART,),
+            kernel_name=name,
+            compiler_params=_COMPILER_PARAMS,
+        )(*ins.values())
+        return dict(zip(outs, results, strict=True))
+
+    def pick(self, names: str) -> dict[str, Any]:
+        return {name: self.arrays[name] for name in names.split()}
+
+
+_NAMES = (
+    *("x", "dt", "z", "B", "C", "A", "D", "dt_bias", "keep", "initial", "passed", "total"),
+    *("states", "dout", "dfinal", "out", "final", "dx", "ddt", "dz", "dA", "sums", "dD"),
+    *("ddt_bias_sum", "dinitial", "chunk_states"),
+)
+
+
+def fp32_array(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+class Ring:
+    """Two slots in shared memory for `steps` of some token arrays, filled by the TMA.
+
+    Each warpgroup has its own.
+    """
+
+    def __init__(self, scan: Scan, prefix: str, steps: int, arrays: dict[str, Any]):
+        self.scan = scan
+        self.prefix = prefix
+        self.steps = steps
+        self.arrays = {k: v for k, v in arrays.items() if v is not None}
+
+    def scratch(self) -> dict[str, Any]:
+        count = 2 * self.scan.warpgroups
+        slots = {
+            self.prefix + name: plgpu.SMEM((count, *self._tile(name)), array.dtype)
+            for name, array in self.arrays.items()
+        }
+        arrived = plgpu.Barrier(num_arrivals=len(slots), num_barriers=count)
+        return {**slots, f"{self.prefix}arrived": arrived}
+
+    def bytes(self) -> int:
+        """Of shared memory, for one warpgroup."""
+        sizes = [math.prod(self._tile(k)) * v.dtype.itemsize for k, v in self.arrays.items()]
+        return 2 * sum(sizes)
+
+    def _tile(self, name: str) -> tuple[int, ...]:
+        if name in ("B", "C"):
+            return self.steps, *self.arrays[name].shape[3:]
+        if name == "keep":
+            return (max(self.steps, 32),)  # the TMA writes at multiples of 128 bytes
+        return self.steps, self.scan.tile.width
+
+
+class FilledRing:
+    """A ring in a kernel."""
+
+    def __init__(self, ring: Ring, refs: Any, smem: Any):
+        self.steps = ring.steps
+        self.at = Place(ring.scan)
+        self.sources = {name: getattr(refs, name) for name in ring.arrays}
+        self.slots = {name: getattr(smem, ring.prefix + name) for name in ring.arrays}
+        self.arrived = getattr(smem, f"{ring.prefix}arrived")
+
+    def _slot(self, turn: Any) -> Any:
+        return 2 * self.at.warpgroup + lax.rem(turn, 2)
+
+    def fetch(self, tile: Any, turn: Any) -> None:
+        """Starts copying tile number `tile` of the sequence; `turn` counts this ring's copies."""
+        at, slot = self.at, self._slot(turn)
+        time = pl.ds(tile * self.steps, self.steps)
+        for name, ref in self.sources.items():
+            if name in ("B", "C"):
+                source = ref.at[at.batch, time, at.group]
+            elif name == "keep":
+                source = ref.at[at.batch, time]
+            else:
+                source = ref.at[at.batch, time, at.channels]
+            target = self.slots[name].at[slot, pl.ds(0, self.steps)]
+            plgpu.copy_gmem_to_smem(source, target, self.arrived.at[slot])
+
+    def wait(self, turn: Any) -> None:
+        plgpu.barrier_wait(self.arrived.at[self._slot(turn)])
+
+    def tile(self, turn: Any) -> Any:
+        return self._views(turn, 0, self.steps)
+
+    def chunk(self, turn: Any, chunk: Any) -> Any:
+        return self._views(turn, chunk * CHUNK, CHUNK)
+
+    def _views(self, turn: Any, start: Any, steps: int) -> Any:
+        at = self._slot(turn), pl.ds(start, steps)
+        views = {name: slots.at[at] for name, slots in self.slots.items()}
+        return types.SimpleNamespace(**(dict.fromkeys(_NAMES) | views))
+
+    def stream(self, first: Any, count: Any, body: Any, init: Any) -> Any:
+        """``init = body(i, init)`` for tile ``first + i``, i below `count`, as it arrives."""
+        self.fetch(first, 0)
+
+        def run(i, carry):
+            plgpu.commit_smem()  # all lanes are done with the other slot
+
+            @pl.when(i + 1 < count)
+            def _():
+                self.fetch(first + i + 1, i + 1)
+
+            self.wait(i)
+            return body(i, carry)
+
+        return lax.fori_loop(0, count, run, init)
+
+
+class Place:
+    """Where in the arrays a block is."""
+
+    def __init__(self, scan: Scan):
+        parts, width = scan.parts, scan.tile.width
+        self.part = lax.axis_index(PART) + parts.skipped
+        other = self.part - parts.whole
+        if not parts.rest:
+            self.rest, self.segment, column = 0, 0, self.part
+        else:
+            self.rest, self.segment = lax.rem(other, parts.rest), lax.div(other, parts.rest)
+            column = parts.whole + self.rest
+            if parts.whole:
+                self.segment = jnp.where(other < 0, 0, self.segment)
+                column = jnp.where(other < 0, self.part, column)
+        is_whole = other < 0 if parts.whole else not parts.rest
+        self.first = self.segment * parts.length
+        self.units = jnp.where(
+            is_whole, parts.units, jnp.minimum(parts.length, parts.units - self.first)
+        )
+        self.later = jnp.where(is_whole, 0, parts.segments - 1 - self.segment)
+        block = lax.rem(column, scan.blocks)
+        self.block, self.batch = block, lax.div(column, scan.blocks)
+        self.group = lax.div(block, scan.blocks_per_group)
+        self.warpgroup = lax.axis_index(_WARPGROUP) if scan.warpgroups > 1 else 0
+        start = self.warpgroup * width
+        self.local = pl.ds(start, width)  # among the block's channels
+        self.channels = pl.ds(block * scan.warpgroups * width + start, width)

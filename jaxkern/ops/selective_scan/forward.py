@@ -1,0 +1,240 @@
+"""The forward kernel.
+
+A tile of up to 32 steps is prepared at once: step sizes, their products with x, gates. Then the
+states advance step by step; what a step reads is loaded, and its decays are computed, while the
+step before it is worked on, and the sums over states are shuffled while later steps are.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxkern.core.mosaic import (
+    LANES,
+    sync_warp,
+)
+from jaxkern.ops.selective_scan.blocks import PART, Call, FilledRing, Place, Ring, Scan, read
+from jaxkern.ops.selective_scan.carry import fold, launch_carry, store_carry
+from jaxkern.ops.selective_scan.reference import (
+    CHUNK,
+    Options,
+    reference_fwd,
+)
+from jaxkern.ops.selective_scan.steps import (
+    Steps,
+    advance,
+    advance_chunks,
+    decays,
+    dot,
+    over_chunks,
+    share_step_sizes,
+    shared_chunk,
+    shared_size,
+    where_kept,
+    zero_states,
+    zeros,
+)
+from jaxkern.ops.selective_scan.tiling import Parts, forward_parts, forward_tile, half
+
+
+def _chunks_per_tile(parts: Parts) -> int:
+    """Chunks that the forward has in shared memory at a time."""
+    return math.gcd(2 if parts.halved else 4, parts.length, parts.units)
+
+
+def launch_fwd(
+    options: Options, save: bool, x, dt, A, B, C, D, z, dt_bias, initial_state, keep
+) -> tuple[Any, Any, Any]:
+    """Output, final state and, with `save`, the states before every k-th step."""
+    if x.size == 0:
+        return reference_fwd(options, save, x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
+    every = options.checkpoint_every if save else None
+    tile = forward_tile(A.shape[-1])
+    call = Call(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep)
+    parts = forward_parts(call.columns, call.scan.padded // CHUNK, half(tile) is not None)
+    scan = call.cut(parts)
+    steps = _chunks_per_tile(parts) * CHUNK
+    tokens = call.pick("x dt z B C keep")
+    rings = [Ring(scan, "", steps, tokens)]
+    if parts.halved:
+        rings.append(Ring(_halved(scan), "half_", steps, tokens))
+    initial = None if initial_state is None else call.pad_states(initial_state.astype(jnp.float32))
+    ins = call.pick("x dt z B C A D dt_bias keep") | {"initial": initial}
+    if parts.rest:
+        ins |= _launch_fwd_carry(call, steps)
+    outs = {"out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype)}
+    if options.final:
+        outs["final"] = call.states_like(call.batch)
+    if every:
+        outs["states"] = call.states_like(call.batch, -(-call.length // every))
+    own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
+    kernel = _halved_fwd_kernel if parts.halved else _fwd_kernel
+    got = call.run("selective_scan_fwd", kernel, scan, ins, outs, rings, own)
+    return (
+        call.cut_tokens(got["out"]),
+        call.cut_states(got["final"]) if options.final else None,
+        call.cut_states(got["states"]) if every else None,
+    )
+
+
+def _halved(scan: Scan) -> Scan:
+    """For the halved columns."""
+    tile = half(scan.tile)
+    assert tile is not None
+    return dataclasses.replace(
+        scan,
+        tile=tile,
+        blocks=2 * scan.blocks,
+        blocks_per_group=2 * scan.blocks_per_group,
+        parts=scan.parts.of_halves(),
+    )
+
+
+def _halved_fwd_kernel(
+    scan: Scan, refs: Any, smem: Any, ring: FilledRing, halves: FilledRing
+) -> None:
+    is_half = lax.axis_index(PART) >= scan.parts.whole - scan.parts.halved
+    pl.when(~is_half)(lambda: _fwd_kernel(scan, refs, smem, ring))
+    pl.when(is_half)(lambda: _fwd_kernel(_halved(scan), refs, smem, halves))
+
+
+class _Later:
+    """Work in stages, one after each step to come, so that no shuffle's result is waited for."""
+
+    def __init__(self):
+        self.stages: list[Iterator[None]] = []
+
+    def add(self, stages: Iterator[None]) -> None:
+        self.stages.append(stages)
+
+    def advance(self) -> None:
+        done = object()
+        self.stages = [s for s in self.stages if next(s, done) is not done]
+
+    def finish(self) -> None:
+        while self.stages:
+            self.advance()
+
+
+def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
+    at, tile = Place(scan), scan.tile
+    per_tile = ring.steps // CHUNK
+    first = at.first // per_tile
+    rate, D, dt_bias = scan.constants(refs)
+
+    def save(token, h):
+        plane = (at.batch, token // scan.every, at.channels)
+        scan.store_states(refs.states.at[plane], h)
+
+    def prepare(steps):
+        """What is computed once per token and channel: for the steps, and for the output."""
+        for round, x, raw, z in steps.all_owned("x", "dt", "z"):
+            dt, _ = steps.step_size(round, raw + dt_bias)
+            steps.share(smem.shared, round, [dt, dt * x])
+            own = [D * x] if z is None else [D * x, steps.gate(z)[0]]
+            scan.store_lane(smem.own, len(own) * round, own)
+        sync_warp(interpret=scan.interpret)
+
+    def run_chunk(c, chunk, steps, h):
+        each = 1 if refs.z is None else 2
+        size = len(chunk.rounds) * each * LANES
+        own_ref = smem.own.at[pl.ds(c * size, size)]
+
+        def finish(round, parts):
+            for distance in tile.over_states:
+                yield
+                parts = scan.sum(parts, [distance])
+            yield
+            dx, *gate = scan.load_lane(own_ref, each * round, each)
+            y = parts[0] + dx
+            chunk.write(refs.out, round, y * gate[0] if gate else y)
+
+        parts, later = [], _Later()
+        for step, (dtx, decay, B, C, keep) in steps:
+            if 0 < scan.every < CHUNK:
+                save_step(chunk.token + step, h)
+            h = advance(decay, dtx, B, where_kept(keep, h))
+            parts += [dot(row, C) for row in h]
+            later.advance()
+            if (step + 1) % tile.steps == 0:
+                later.add(finish(step // tile.steps, parts))
+                parts = []
+        later.finish()
+        return h
+
+    def save_step(token, h):
+        @pl.when(token < scan.length)
+        def _():
+            save(token, h)
+
+    def run_tile(i, h):
+        def at_chunk(c):
+            token = ((first + i) * per_tile + c) * CHUNK
+            return Steps(scan, ring.chunk(i, c), token)
+
+        def load(c, step):
+            chunk = at_chunk(c)
+            dt, dtx = chunk.shared(shared_chunk(smem, tile, c), step, 2)
+            weights = chunk.weights("B", step), chunk.weights("C", step)
+            return dtx, decays(dt, rate), *weights, chunk.keep(step)
+
+        def run(c, steps, h):
+            chunk = at_chunk(c)
+            if scan.every >= CHUNK:
+
+                @pl.when(lax.rem(chunk.token, scan.every) == 0)
+                def _():
+                    save(chunk.token, h)
+
+            return run_chunk(c, chunk, steps, h)
+
+        prepare(Steps(scan, ring.tile(i), (first + i) * ring.steps, ring.steps))
+        return over_chunks(per_tile, per_tile, load, run, h)
+
+    h = zero_states(scan)
+    if refs.initial is not None:
+        h = read(scan.load_states(refs.initial.at[at.batch, at.channels]))
+    if refs.passed is not None:
+        h = lax.fori_loop(0, at.segment, functools.partial(fold, scan, refs, rate), h)
+    count = at.units // per_tile
+    h = ring.stream(first, count, run_tile, h)
+    if refs.final is not None:
+
+        @pl.when(at.later == 0)
+        def _():
+            scan.store_states(refs.final.at[at.batch, at.channels], h)
+
+
+def _launch_fwd_carry(call: Call, steps: int) -> dict[str, Any]:
+    """The last state of every segment but the last, from zeros, and the sum of its dt."""
+    return launch_carry(
+        call, "selective_scan_fwd_carry", _fwd_carry_kernel, steps, call.pick("x dt B keep")
+    )
+
+
+def _fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
+    at, tile = Place(scan), scan.tile
+    per_tile = ring.steps // CHUNK
+    first = at.first // per_tile
+    rate, _, dt_bias = scan.constants(refs)
+
+    def run_tile(i, carry):
+        def at_chunk(c):
+            token = ((first + i) * per_tile + c) * CHUNK
+            return Steps(scan, ring.chunk(i, c), token), shared_chunk(smem, tile, c)
+
+        tokens = Steps(scan, ring.tile(i), (first + i) * ring.steps, ring.steps)
+        share_step_sizes(tokens, smem.shared, dt_bias)
+        return advance_chunks(per_tile, per_tile, at_chunk, rate, *carry)
+
+    init = zero_states(scan), [zeros() for _ in range(scan.tile.channels)]
+    count = scan.parts.length // per_tile
+    h, total = ring.stream(first, count, run_tile, init)
+    store_carry(scan, refs, total, h)

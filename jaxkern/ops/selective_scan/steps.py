@@ -1,0 +1,213 @@
+"""Steps of the recurrence, which both directions take."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.core.mosaic import (
+    LANES,
+    sync_warp,
+)
+from jaxkern.ops.selective_scan.arithmetic import sigmoid
+from jaxkern.ops.selective_scan.blocks import ROW, Place, Rows, Scan, map_states
+from jaxkern.ops.selective_scan.reference import CHUNK
+from jaxkern.ops.selective_scan.tiling import Tile
+
+
+def zeros() -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
+
+
+def zero_states(scan: Scan) -> list[Rows]:
+    return [[zeros() for _ in range(scan.tile.states)] for _ in range(scan.tile.channels)]
+
+
+def where_kept(keep: Any, h: list[Rows]) -> list[Rows]:
+    """The states, zero where the sequence starts anew."""
+    return h if keep is None else map_states(lambda v: jnp.where(keep > 0.5, v, 0.0), h)
+
+
+def decayed(total: Rows, rate: list[Rows], h: list[Rows], resets: bool) -> list[Rows]:
+    """The states after steps of the sizes `total` in sum; an infinite sum stands for a reset."""
+
+    def decayed(t, a, v):
+        v = jnp.exp2(t * a) * v
+        return jnp.where(t < float("inf"), v, 0.0) if resets else v
+
+    return [
+        [decayed(t, a, v) for a, v in zip(*rows, strict=True)]
+        for t, *rows in zip(total, rate, h, strict=True)
+    ]
+
+
+def dot(a: Rows, b: Rows) -> jax.Array:
+    return functools.reduce(jnp.add, (v * w for v, w in zip(a, b, strict=True)))
+
+
+def shared_size(tile: Tile, steps: int) -> tuple[int]:
+    return (steps * tile.row(2),)
+
+
+def shared_chunk(smem: Any, tile: Tile, c: Any) -> Any:
+    size = CHUNK * tile.row(2)
+    return smem.shared.at[pl.ds(c * size, size)]
+
+
+class Steps:
+    """Some steps in shared memory, and how their values are dealt out to the lanes."""
+
+    def __init__(self, scan: Scan, tokens: Any, token: Any, count: int = CHUNK):
+        self.scan = scan
+        self.tokens = tokens
+        self.token = token  # the first one's number in the sequence
+        self.rounds = range(count // scan.tile.steps)
+
+    def steps(self, round: int) -> range:
+        return range(round * self.scan.tile.steps, (round + 1) * self.scan.tile.steps)
+
+    def owned(self, name: str, round: int) -> jax.Array:
+        """The value of a token array that the lane owns."""
+        t = self.scan.tile
+        start = round * t.steps * t.width
+        return self.scan.load1(getattr(self.tokens, name), *t.owned(step=t.width), start=start)
+
+    def share(self, ref: Any, round: int, values: Rows) -> None:
+        """Puts owned values into `ref`, (steps, row(len(values))), for :meth:`shared`."""
+        t, n = self.scan.tile, len(values)
+        start = round * t.steps * t.row(n)
+        self.scan.store(ref, values, *t.owned(step=t.row(n), channel=n), start=start)
+
+    def shared(self, ref: Any, step: int, n: int, volatile: bool = False) -> list[Rows]:
+        """[n][R]: the values of a step for the lane's channels."""
+        start = step * self.scan.tile.row(n)
+        rows = self.scan.load_per_channel(ref, n, start, volatile)
+        return [[row[i] for row in rows] for i in range(n)]
+
+    def weights(self, name: str, step: int) -> Rows:
+        """[K] of B or C at a step."""
+        t, ref = self.scan.tile, getattr(self.tokens, name)
+        copies = 1 << len(t.state_swaps)
+        start = step * t.all_states * copies
+        return self.scan.load_pairs(ref, copies, *t.of_copy(), start=start)
+
+    def keep(self, step: int) -> Any:
+        return None if self.tokens.keep is None else self.scan.load1(self.tokens.keep, start=step)
+
+    def write(self, ref: Any, round: int, value: jax.Array) -> None:
+        """Writes the owned values to (B, L, D) in global memory."""
+        at, t, stride = Place(self.scan), self.scan.tile, self.scan.token_stride
+        part = ref.at[at.batch, pl.ds(self.token, CHUNK), at.channels]
+        self.scan.store(part, [value], *t.owned(step=stride), start=round * t.steps * stride)
+
+    def all_owned(self, *names: str) -> Iterator[tuple[Any, ...]]:
+        """Of each round (its number, the values owned), None for arrays that are not there.
+
+        All are read at once: a read of shared memory stays behind the writes before it, so that a
+        round that writes at its end would have the next one wait for memory.
+        """
+        read = lambda name, r: None if getattr(self.tokens, name) is None else self.owned(name, r)
+        return iter([(r, *(read(name, r) for name in names)) for r in self.rounds])
+
+    def step_size(self, round: int, raw: jax.Array) -> tuple[jax.Array, Any]:
+        return self.scan.step_size(raw, self.token + round * self.scan.tile.steps)
+
+    def gate(self, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """z · sigmoid(z), and its derivative."""
+        gate = sigmoid(z, self.scan.exact, self.scan.interpret)
+        return z * gate, gate * (1 + z * (1 - gate))
+
+    def over_states(self, parts: list[jax.Array]) -> jax.Array:
+        """The sums over states of a round's [J · R] values: to each lane the one it owns."""
+        t = self.scan.tile
+        if t.channel_swap:
+            parts = parts[0::2] + parts[1::2]
+        (own,) = self.scan.sum(parts, t.over_states, swapped=int(t.channel_swap))
+        return own
+
+
+def over_chunks(
+    count: Any, per_tile: int, load: Callable[[Any, int], Any], body: Callable[..., Any], init: Any
+) -> Any:
+    """``init = body(c, steps, init)`` over `count` chunks of a tile, `steps` (step, load(c, step)).
+
+    Loaded ahead over the ends of chunks, too.
+    """
+
+    def run(c, state):
+        carry, ahead = state
+
+        def steps():
+            nonlocal ahead
+            for step in range(CHUNK):
+                now = ahead
+                following = jnp.minimum(c + 1, per_tile - 1)
+                ahead = load(c, step + 1) if step + 1 < CHUNK else load(following, 0)
+                yield step, now
+
+        carry = body(c, steps(), carry)
+        return carry, ahead
+
+    return lax.fori_loop(0, count, run, (init, load(0, 0)))[0]
+
+
+def decays(dt: Rows, rate: list[Rows]) -> list[Rows]:
+    """exp(dt · A)."""
+    return [[jnp.exp2(d * a) for a in row] for d, row in zip(dt, rate, strict=True)]
+
+
+def advance(decay: list[Rows], dtx: Rows, B: Rows, h: list[Rows]) -> list[Rows]:
+    """h = exp(dt · A) · h + dt · x · B."""
+    return [
+        [a * v + d * b for a, v, b in zip(decays, row, B, strict=True)]
+        for decays, d, row in zip(decay, dtx, h, strict=True)
+    ]
+
+
+def share_step_sizes(steps: Steps, shared: Any, dt_bias: jax.Array) -> None:
+    for round, x, raw in steps.all_owned("x", "dt"):
+        dt, _ = steps.step_size(round, raw + dt_bias)
+        steps.share(shared, round, [dt, dt * x])
+    sync_warp(interpret=steps.scan.interpret)
+
+
+def advance_chunks(
+    count: Any,
+    per_tile: int,
+    at: Callable[[Any], tuple[Steps, Any]],
+    rate: list[Rows],
+    h: list[Rows],
+    total: Any = None,
+    after: Callable[[Any, list[Rows]], None] = lambda c, h: None,
+) -> tuple[list[Rows], Any]:
+    """The states after `count` chunks, each given to `after`, and, where asked for, Σdt.
+
+    ``at(c)`` are the chunk's steps and their shared sizes.
+    """
+
+    def load(c, step):
+        chunk, shared = at(c)
+        dt, dtx = chunk.shared(shared, step, 2)
+        return dt, dtx, decays(dt, rate), chunk.weights("B", step), chunk.keep(step)
+
+    def body(c, steps, carry):
+        h, total = carry
+        for _, (dt, dtx, decay, B, keep) in steps:
+            h = advance(decay, dtx, B, where_kept(keep, h))
+            if total is not None:
+                total = add_reset(total, keep, dt)
+        after(c, h)
+        return h, total
+
+    return over_chunks(count, per_tile, load, body, (h, total))
+
+
+def add_reset(total: Rows, keep: Any, dt: Rows) -> Rows:
+    if keep is not None:
+        total = [jnp.where(keep > 0.5, t, float("inf")) for t in total]
+    return [t + d for t, d in zip(total, dt, strict=True)]

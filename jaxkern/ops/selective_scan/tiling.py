@@ -1,0 +1,305 @@
+"""How states, channels and time are spread over the lanes, warpgroups and blocks of a GPU.
+
+A warpgroup works on some channels of one batch row. A :class:`Tile` says how its lanes share the
+states: S lanes hold the N states of R channels, K states each, in registers, and each of them
+holds the same states of those channels. So the lanes of a channel read B and C with few accesses,
+sums over states (y) take S lanes and sums over channels (dB, dC) the other lanes of the warp, and
+what is computed once per token and channel (step size, gate, output, their derivatives) is dealt
+out to the S lanes: each owns one of the R · J values of a round of J = S / R steps, and what the
+others need of it passes through shared memory.
+
+:class:`Parts` are the blocks: a column of channels and a batch row for the whole sequence, or for a
+segment of it where columns are too few to fill the GPU, or do not fill it evenly.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.core.mosaic import (
+    LANES,
+    num_sms,
+)
+from jaxkern.ops.selective_scan.reference import (
+    CHUNK,
+)
+
+WARPS = LANES // 32
+
+MAX_STATES = 384
+"""32 lanes hold 12 states each; more would not fit into shared memory in the backward."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a warpgroup's lanes share channels and states.
+
+    From the lowest digit, a lane's number is its place among the S lanes of a channel, the number
+    of its channels among the warp's, and its warp.
+    """
+
+    lanes: int  # S, that share a channel's states
+    states: int  # K, of a lane and channel
+    channels: int  # R, of a lane
+    swapped: bool = False  # lanes hold them in other orders, so that sums need no selections
+
+    def __post_init__(self) -> None:
+        assert self.channels <= self.lanes <= 32, self
+        assert self.channels <= 2 or not self.swapped, self
+
+    @property
+    def all_states(self) -> int:
+        return self.lanes * self.states
+
+    @property
+    def groups(self) -> int:
+        """Groups of R channels in a warp."""
+        return 32 // self.lanes
+
+    @property
+    def width(self) -> int:
+        """Channels of the warpgroup."""
+        return WARPS * self.groups * self.channels
+
+    @property
+    def steps(self) -> int:
+        """J, the steps of a round."""
+        return min(CHUNK, self.lanes // self.channels)
+
+    @property
+    def owners(self) -> int:
+        """Lanes that own the same value; more than one where S > R · CHUNK."""
+        return self.lanes // (self.channels * self.steps)
+
+    def of_channels(self, stride: int = 1) -> tuple[tuple[int, int, int], ...]:
+        """Where a lane's first channel is, `stride` elements from one channel to the next."""
+        group = 1 if self.swapped else self.channels
+        warp = self.groups * self.channels
+        return (self.lanes, self.groups, group * stride), (32, WARPS, warp * stride)
+
+    @property
+    def to_next(self) -> int:
+        """From one of a lane's channels to the next.
+
+        Swapped ones are apart, and so are pairs of swapped states: the compiler would read
+        neighbours with one access of 16 bytes, for which shared memory takes four turns, where for
+        lanes that read the same 8 bytes it takes one.
+        """
+        return self.groups if self.swapped else 1
+
+    @property
+    def pair(self) -> int:
+        """Of a lane's states, those next to each other."""
+        return min(2, self.states) if self.swapped else self.states
+
+    def of_states(self) -> tuple[int, int, int]:
+        """Where a lane's first pair of states is; the others follow at a distance of pair · S."""
+        return 1, self.lanes, self.pair
+
+    @property
+    def state_swaps(self) -> list[tuple[int, int]]:
+        """(distance between lanes, distance between the states that the upper ones have swapped).
+
+        Before the lanes at that distance add up their sums over channels, each hands over those of
+        half its states: as they are swapped, the later half in every lane.
+        """
+        if not self.swapped or self.states & (self.states - 1):
+            return []
+        halves = [self.states >> i for i in range(1, self.states.bit_length())]
+        return list(zip(self.over_channels, halves, strict=False))
+
+    @property
+    def channel_swap(self) -> bool:
+        """The same for the two channels of lanes that are `owners` lanes apart."""
+        return self.swapped and self.channels == 2
+
+    def of_channel(self, r: int, stride: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+        """Offset and digits of a lane's r-th channel."""
+        to_next = self.to_next * stride
+        swap = [(self.owners, 2, (1 - 2 * r) * to_next)] if self.channel_swap else []
+        return r * to_next, (*self.of_channels(stride), *swap)
+
+    def of_copy(self) -> list[tuple[int, int, int]]:
+        """Where the copy of B or C is whose order is the lane's, see `copies`."""
+        size = self.lanes * self.pair
+        return [(lane, 2, size << i) for i, (lane, _) in enumerate(self.state_swaps)]
+
+    def copies(self, v: jax.Array) -> jax.Array:
+        """(…, S · K) with its states in the order of each lane: (…, copies · S · K).
+
+        The first pairs of every copy come first, so that all lanes together read neighbours.
+        """
+        size = self.lanes * self.pair
+        for _, d in self.state_swaps:
+            d = d if d < self.pair else d * self.lanes
+            halves = v.reshape(*v.shape[:-1], v.shape[-1] // (2 * d), 2, d)
+            v = jnp.concatenate([v, halves[..., ::-1, :].reshape(v.shape)], axis=-1)
+        shape = *v.shape[:-1], 1 << len(self.state_swaps), self.all_states // size, size
+        return v.reshape(shape).swapaxes(-3, -2).reshape(v.shape)
+
+    def owned(self, step: int, channel: int = 1) -> tuple[tuple[int, int, int], ...]:
+        """Where the value that a lane owns is, by the strides of steps and channels."""
+        return (
+            *self.of_channels(channel),
+            (self.owners, self.channels, self.to_next * channel),
+            (self.owners * self.channels, self.steps, step),
+        )
+
+    def row(self, n: int) -> int:
+        """Elements from step to step of fp32 values, n a channel, written by their owners.
+
+        Steps of a round would else fall on the same banks of shared memory.
+        """
+        return self.width * n + max(4, 32 * self.channels // self.lanes)
+
+    @property
+    def over_states(self) -> list[int]:
+        """The distances of the lanes of one channel: each is left with the value it owns."""
+        distances = [d for d in (16, 8, 4, 2, 1) if d < self.lanes]
+        if self.channel_swap:
+            distances.remove(self.owners)
+            distances.insert(0, self.owners)
+        return distances
+
+    @property
+    def over_channels(self) -> list[int]:
+        """The distances of a warp's lanes with the same states."""
+        return [d for d in (16, 8, 4, 2, 1) if d >= self.lanes]
+
+    @property
+    def over_steps(self) -> list[int]:
+        """The distances of the lanes that own values of the same channel."""
+        return [d for d in (16, 8, 4, 2, 1) if self.owners * self.channels <= d < self.lanes]
+
+    @property
+    def sums(self) -> int:
+        """Sums over channels, of dB and dC, that a lane is left with."""
+        return max(1, 2 * self.states // self.groups)
+
+
+def _tile(states: int, most: tuple[int, int, int]) -> Tile:
+    """Two channels a lane; 4, 8 or 16 lanes up to the states that `most` says, 32 beyond."""
+    lanes = next((s for s, n in zip((4, 8, 16), most, strict=True) if states <= n), 32)
+    return Tile(lanes, next(k for k in (1, 2, 4, 8, 12) if k * lanes >= states), 2)
+
+
+def forward_tile(states: int) -> Tile:
+    return _tile(states, (16, 64, 128))
+
+
+def half(tile: Tile) -> Tile | None:
+    """With as many values a lane, but half the channels, if that can be."""
+    if tile.lanes == 32 or tile.states == 1:
+        return None
+    return Tile(2 * tile.lanes, tile.states // 2, tile.channels)
+
+
+def backward_tile(states: int) -> Tile:
+    """8 states a lane, if that will do: of each there are 4 values and a chunk's decays to keep.
+
+    On an H200 at (8, 2048, 2048, 64), S · K · R = 16 · 4 · 2 takes 2.9 ms, 8 · 8 · 2 3.0 and
+    8 · 8 · 1 4.2; with N = 128, 32 · 4 · 2 takes 7.8 and 16 · 8 · 1 9.5.
+    """
+    return dataclasses.replace(_tile(states, (16, 32, 64)), swapped=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The blocks of a kernel: `columns` of channels and batch rows, each `units` of time long.
+
+    The first `whole` columns have one block each, the others one for each of their segments.
+    """
+
+    columns: int
+    units: int
+    whole: int
+    length: int  # of a segment, in units; the last one may be shorter
+    halved: int = 0  # whole columns, the last, with two blocks of half the channels each
+    skipped: int = 0  # parts that have no blocks, the first
+    passing: bool = False  # nor have the last segments
+
+    @classmethod
+    def cut(cls, columns: int, units: int, whole: int, segments: int) -> "Parts":
+        """All but the first `whole` columns in `segments`, or less where that does as well."""
+        if segments == 1:
+            whole = columns
+        return cls(columns, units, whole, -(-units // segments))
+
+    @property
+    def rest(self) -> int:
+        return self.columns - self.whole
+
+    @property
+    def segments(self) -> int:
+        """Of each of the other columns."""
+        return -(-self.units // self.length) if self.rest else 1
+
+    @property
+    def count(self) -> int:
+        others = self.rest * (self.segments - self.passing)
+        return self.whole + self.halved + others - self.skipped
+
+    def that_pass_on(self) -> "Parts":
+        """The segments that others follow."""
+        return dataclasses.replace(self, skipped=self.whole, passing=True)
+
+    def of_halves(self) -> "Parts":
+        """Those of the halved columns, in columns of half the channels."""
+        columns = 2 * self.columns
+        return Parts(columns, self.units, columns, self.units, skipped=self.whole - self.halved)
+
+    def sum(self, parts: jax.Array) -> jax.Array:
+        """(columns, ...) from (count, ...): the sums over segments."""
+        if not self.rest:
+            return parts
+        others = parts[self.whole :].reshape(self.segments, self.rest, *parts.shape[1:]).sum(0)
+        return jnp.concatenate([parts[: self.whole], others])
+
+
+def forward_parts(columns: int, chunks: int, halves: bool) -> Parts:
+    """How the forward cuts a sequence of `chunks`, if columns can be halved or not.
+
+    Segments cost a second pass of exponentials, so it does only where blocks are few: with 16
+    segments (1, 16384, 2048, 16) takes 0.43 ms on an H200, with one 2.5. Where columns fill the
+    multiprocessors and some are left over, halves of these fill them once more.
+    """
+    if 4 * columns < 3 * num_sms():
+        segments = max(1, min(4 * num_sms() // columns, chunks // 2))
+        return Parts.cut(columns, chunks, 0, segments)
+    left = columns % num_sms()
+    whole = Parts.cut(columns, chunks, columns, 1)
+    if halves and num_sms() <= columns and 2 * left <= num_sms():
+        return dataclasses.replace(whole, halved=left)
+    return whole
+
+
+def backward_warpgroups(tile: Tile, channels: int, every: int) -> int:
+    """Two, where that can be and memory counts: they halve the partial sums of dB and dC.
+
+    At (8, 2048, 2048, 16) with a state saved every 8 steps, one takes 0.64 ms and two 0.69.
+    """
+    even = -(-channels // tile.width) % 2 == 0
+    return 2 if even and tile.sums <= 4 and (every >= 64 or tile.all_states > 16) else 1
+
+
+def backward_parts(columns: int, units: int, warpgroups: int) -> Parts:
+    """The same for the backward, of which two warpgroups are resident on a multiprocessor.
+
+    The time is that of the waves of blocks, each as long as its segment, and of the pass that finds
+    what the segments hand on, a third of theirs. So columns that fill the GPU evenly stay whole.
+    """
+    resident = 2 // warpgroups * num_sms()
+
+    def time(parts: Parts) -> float:
+        waves = -(-parts.whole // resident)
+        waves += -(-parts.rest * parts.segments // resident) * parts.length / parts.units
+        handed = parts.rest * (parts.segments - 1) / parts.segments
+        return waves + handed / resident / 3
+
+    if columns % resident == 0:
+        return Parts.cut(columns, units, columns, 1)
+    counts = range(1, max(2, min(64, units // 2 + 1)))
+    whole = columns - columns % resident
+    tried = [Parts.cut(columns, units, w, count) for w in {0, whole} for count in counts]
+    return min(tried, key=time)
