@@ -147,10 +147,10 @@ def cases(small: bool) -> Sequence[Case]:
     square, large, thin = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
     scans = [_selective_scan(*s, 16, bf16) for s in (square, large, thin, (2, 512, 512))]
     scans += [_selective_scan(*square, 16, dtype) for dtype in ("float32", "float16")]
-    scans += [_selective_scan(*square, 16, bf16, every) for every in (1, 64, None)]
     scans += [_selective_scan(*large, 16, bf16, every) for every in (64, 128)]
-    scans += [_selective_scan(1, 65536, 2048, 16, bf16)]
     scans += [_selective_scan(*square, n, bf16) for n in (64, 128)]
+    scans += [_selective_scan(1, 65536, 2048, 16, bf16)]
+    scans += [_selective_scan(*square, 16, bf16, every) for every in (64, None, 1)]
     convolutions = [_causal_conv1d(*s, 4, bf16) for s in (square, large, thin, (8, 2048, 4096))]
     convolutions += [_causal_conv1d(*square, w, bf16) for w in (2, 8)]
     convolutions += [_causal_conv1d(*square, 4, "float32")]

@@ -158,6 +158,11 @@ def _row(
     )
 
 
+def _write(out: Path, report: dict[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m bench",
@@ -192,13 +197,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(f"{where['device']}, JAX {where['jax']}, copy {copy / 1e9:.0f} GB/s, {clock}", flush=True)
     print(f"{'op':15}{'shape':18}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}")
-    rows, failed = [], 0
+    device = str(where["device"]).lower().replace(" ", "-")
+    ops = "-".join(sorted({c.op for c in chosen}))
+    out = args.out or RESULTS / f"{device}-{ops}.json"
+    report = {**where, "copy_gb_s": round(copy / 1e9, 1), "clock": clock, "rows": []}
+    failed = 0
     names = ["mosaic"] * gpu + [v for v in args.vs.split(",") if v]
     for case in chosen:
         for implementation in names:
             try:
                 for row in measure_case(case, implementation, copy, args.calls):
-                    rows.append(row)
+                    report["rows"].append(dataclasses.asdict(row))
                     spread = (row.us_high - row.us_low) / 2
                     print(
                         f"{row.op:15}{row.shape:18}{row.dtype:10}{row.direction:10}"
@@ -210,16 +219,6 @@ def main(argv: list[str] | None = None) -> int:
                 reason = str(e).splitlines()[0]
                 print(f"{case.op:15}{case.shape:18}{case.dtype:10}{implementation}: {reason}")
             gc.collect()
-    device = str(where["device"]).lower().replace(" ", "-")
-    ops = "-".join(sorted({c.op for c in chosen}))
-    out = args.out or RESULTS / f"{device}-{ops}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    report = {
-        **where,
-        "copy_gb_s": round(copy / 1e9, 1),
-        "clock": clock,
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    out.write_text(json.dumps(report, indent=1) + "\n")
+            _write(out, report)  # after every case: a run that is stopped keeps what it has
     print(f"wrote {out}")
     return 1 if failed else 0

@@ -256,6 +256,14 @@ def _plus(total: Any, value: jax.Array) -> jax.Array:
     return value if total is None else total + value
 
 
+def _add(total: tuple[jax.Array, jax.Array], value: Any) -> tuple[jax.Array, jax.Array]:
+    """Kahan's sum: the total, and what rounding it has added too much."""
+    before, excess = total
+    value = value - excess
+    after = before + value
+    return after, (after - before) - value
+
+
 def _bwd_kernel(
     scan: Scan, refs: Any, smem: Any, ring: FilledRing, before: FilledRing | None = None
 ) -> None:
@@ -415,6 +423,7 @@ def _bwd_kernel(
         after = h
         dh, dA = map_states(lambda v: v, (dh, dA))
         into, ddecay = [], []  # Σ_n dh · B and Σ_n v · A · log2(e), [J · R]
+        of_chunk = _nones(2)  # the sums for dD and ddt_bias
         for step, loaded in _loaded_ahead(range(CHUNK)[::-1], load_down):
             dy, dt, dtx, decay, B, C, keep = loaded
             reached = where_kept(keep, before[step])
@@ -450,9 +459,11 @@ def _bwd_kernel(
                 if inside is not None:
                     ddt = jnp.where(inside, ddt, 0.0)
                 chunk.write(refs.ddt, round, ddt)
-                dD, ddt_bias = dD + dy * x, ddt_bias + ddt
+                chunk_sums = [
+                    _plus(*terms) for terms in zip(chunk_sums, (dy * x, ddt), strict=True)
+                ]
                 into, ddecay = [], []
-        return following_h, dh, dA, dD, ddt_bias
+        return following_h, dh, dA, _add(dD, of_chunk[0]), _add(ddt_bias, of_chunk[1])
 
     def unswapped(token):
         return scan.load_unswapped(refs.states.at[at.batch, token // scan.every, at.channels])
@@ -508,12 +519,12 @@ def _bwd_kernel(
         back = lambda i, dh: fold(scan, refs, rate, scan.parts.segments - 2 - i, dh)
         dh = lax.fori_loop(0, at.later, back, dh)
     fetch_unit(0, 0, 0)
-    init = 0, 0, dh, zero_states(scan), zeros(), zeros()
+    init = 0, 0, dh, zero_states(scan), (zeros(), zeros()), (zeros(), zeros())
     _, turns, dh, dA, dD, ddt_bias = lax.fori_loop(0, units, run_unit, init)
     if scan.warpgroups > 1:
         add_others_sums(unit(units - 1)[0] * CHUNK, turns - 1)
     scan.store_states(refs.dA.at[at.part, at.local], dA)
-    for ref, value in ((refs.dD, dD), (refs.ddt_bias_sum, ddt_bias)):
+    for ref, (value, _) in ((refs.dD, dD), (refs.ddt_bias_sum, ddt_bias)):
         (total,) = scan.sum([value], tile.over_steps)
         scan.store(ref.at[at.part, at.local], [total], *tile.owned(step=0))
     if refs.dinitial is not None:
