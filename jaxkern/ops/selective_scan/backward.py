@@ -459,9 +459,7 @@ def _bwd_kernel(
                 if inside is not None:
                     ddt = jnp.where(inside, ddt, 0.0)
                 chunk.write(refs.ddt, round, ddt)
-                chunk_sums = [
-                    _plus(*terms) for terms in zip(chunk_sums, (dy * x, ddt), strict=True)
-                ]
+                of_chunk = [_plus(of_chunk[0], dy * x), _plus(of_chunk[1], ddt)]
                 into, ddecay = [], []
         return following_h, dh, dA, _add(dD, of_chunk[0]), _add(ddt_bias, of_chunk[1])
 
