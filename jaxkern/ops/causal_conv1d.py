@@ -18,7 +18,7 @@ Saved for the backward: the arguments; s is recomputed.
 Bytes per element of x, in units of its size: 2 forward (read x, write out), 3 backward (read x and
 dout, write dx). A tile of the sequence also reads the W − 1 tokens before it and, in the backward,
 after it, mostly from the L2 cache, and leaves W + 1 fp32 sums per channel for dweight and dbias:
-about 2% of the bytes for tiles of 256. At W = 4 with SiLU the forward takes about 15 instructions
+about 3% of the bytes for tiles of 128. At W = 4 with SiLU the forward takes about 15 instructions
 per element and the backward 30: both passes wait for memory.
 
 Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,

@@ -26,15 +26,15 @@ Backward, for the cotangents dout and dfinal, time running down from dh[L] = dfi
 Saved for the backward: the arguments, and the state before every k-th step, k = checkpoint_every,
 (B, L/k, D, N) in fp32: 4·N/k bytes per element of x, 8 at N = 16 and the default, k = 8. The
 states in between are recomputed. While the backward runs, it also holds the sums of dB and dC over
-each block of channels (64 at N = 16), 8·N/64 bytes per element of x.
+each block of channels (64 at N = 16, or 128 where k is 64 or more), 8·N/64 bytes per element of x.
 
 Per element of x the forward takes N exponentials and 4 operations of the same unit for softplus and
-gate, and some 73 instructions; the backward as many exponentials (of up to 8 states a lane it keeps
-the decays of a chunk) and some 215 instructions, both at N = 16 and for 16 channels a warp. On an
-H200 (16 exponentials and 4 instructions per clock and multiprocessor, 1.97 GHz) the unit's limit at
-(8, 2048, 2048, 16) is 0.17 ms forward, the instructions' 0.15 and 0.43; the memory needs 0.06 and
-0.17. Where batch rows and channels are too few to fill the GPU, the sequence is cut into segments,
-at N exponentials more.
+gate, the backward 2·N and 5, for it computes the decays of a chunk twice. At N = 16 a warp takes 71
+and 206 instructions for a step of 16 channels. On an H200 (16 exponentials and 4 instructions per
+clock and multiprocessor, 1.97 GHz) the unit's limits at (8, 2048, 2048, 16) are 0.16 and 0.30 ms,
+the instructions' 0.14 and 0.42, and the memory needs 0.06 and 0.17; the kernels take 0.23 and 0.60.
+Where batch rows and channels are too few to fill the GPU, or do not fill it evenly, sequences are
+cut into segments, at N exponentials more.
 
 Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
 arXiv:2312.00752.
@@ -170,7 +170,7 @@ def selective_scan(
         before a token whose id is not that of the token before. `initial_state` is for the first.
       checkpoint_every: how many steps apart states are saved for the backward: 1 for all states, a
         multiple of 8, or ``None`` for none at all, where the backward runs the forward again. 8 is
-        the fastest; 64 takes an eighth of the memory and a fifth more time.
+        the fastest; 64 takes an eighth of the memory and a quarter more time.
       implementation: ``"mosaic"`` for the Pallas GPU kernels (N up to 384), ``"xla"`` for plain JAX
         (the only one that supports forward-mode differentiation), ``None`` for the fastest: the
         kernels on an NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.

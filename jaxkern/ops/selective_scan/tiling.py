@@ -280,7 +280,7 @@ def backward_warpgroups(tile: Tile, channels: int, every: int) -> int:
     At (8, 2048, 2048, 16) with a state saved every 8 steps, one takes 0.64 ms and two 0.69.
     """
     even = -(-channels // tile.width) % 2 == 0
-    return 2 if even and tile.sums <= 4 and (every >= 64 or tile.all_states > 16) else 1
+    return 2 if even and tile.sums <= 4 and every >= 64 else 1
 
 
 def backward_parts(columns: int, units: int, warpgroups: int) -> Parts:
@@ -301,5 +301,7 @@ def backward_parts(columns: int, units: int, warpgroups: int) -> Parts:
         return Parts.cut(columns, units, columns, 1)
     counts = range(1, max(2, min(64, units // 2 + 1)))
     whole = columns - columns % resident
-    tried = [Parts.cut(columns, units, w, count) for w in {0, whole} for count in counts]
-    return min(tried, key=time)
+    tried = [Parts.cut(columns, units, w, count) for w in (whole, 0) for count in counts]
+    # A part also takes memory: a few per cent of the time for fewer, where that counts.
+    most = min(map(time, tried)) * (1.04 if warpgroups > 1 else 1.0)
+    return min((parts for parts in tried if time(parts) <= most), key=lambda parts: parts.count)
