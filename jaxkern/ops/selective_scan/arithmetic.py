@@ -5,9 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.mosaic import (
-    fast_reciprocal,
-)
+from jaxkern.core.mosaic import fast_reciprocal
 
 LOG2E = 1.4426950408889634
 

@@ -22,10 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import (
-    LANES,
-    sync_warp,
-)
+from jaxkern.core.mosaic import LANES, sync_warp
 from jaxkern.ops.selective_scan.arithmetic import LOG2E, softplus_slope
 from jaxkern.ops.selective_scan.blocks import (
     Call,
@@ -39,12 +36,7 @@ from jaxkern.ops.selective_scan.blocks import (
 )
 from jaxkern.ops.selective_scan.carry import fold, launch_carry, store_carry
 from jaxkern.ops.selective_scan.forward import launch_fwd
-from jaxkern.ops.selective_scan.reference import (
-    CHUNK,
-    RECOMPUTED_EVERY,
-    Options,
-    reference_bwd,
-)
+from jaxkern.ops.selective_scan.reference import CHUNK, RECOMPUTED_EVERY, Options, reference_bwd
 from jaxkern.ops.selective_scan.steps import (
     Steps,
     add_reset,

@@ -19,19 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import (
-    LANES,
-    LaneOffsets,
-    grid_axes,
-    load_lanes,
-    store_lanes,
-    sum_lanes,
-)
+from jaxkern.core.mosaic import LANES, LaneOffsets, grid_axes, load_lanes, store_lanes, sum_lanes
 from jaxkern.ops.selective_scan.arithmetic import LOG2E, softplus
-from jaxkern.ops.selective_scan.reference import (
-    CHUNK,
-    Options,
-)
+from jaxkern.ops.selective_scan.reference import CHUNK, Options
 from jaxkern.ops.selective_scan.tiling import Parts, Tile
 
 PART, _WARPGROUP = grid_axes("part", "warpgroup")

@@ -16,17 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkern.core.mosaic import (
-    LANES,
-    sync_warp,
-)
+from jaxkern.core.mosaic import LANES, sync_warp
 from jaxkern.ops.selective_scan.blocks import PART, Call, FilledRing, Place, Ring, Scan, read
 from jaxkern.ops.selective_scan.carry import fold, launch_carry, store_carry
-from jaxkern.ops.selective_scan.reference import (
-    CHUNK,
-    Options,
-    reference_fwd,
-)
+from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_fwd
 from jaxkern.ops.selective_scan.steps import (
     Steps,
     advance,

@@ -10,10 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import (
-    LANES,
-    sync_warp,
-)
+from jaxkern.core.mosaic import LANES, sync_warp
 from jaxkern.ops.selective_scan.arithmetic import sigmoid
 from jaxkern.ops.selective_scan.blocks import ROW, Place, Rows, Scan, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
@@ -67,9 +64,6 @@ class Steps:
         self.tokens = tokens
         self.token = token  # the first one's number in the sequence
         self.rounds = range(count // scan.tile.steps)
-
-    def steps(self, round: int) -> range:
-        return range(round * self.scan.tile.steps, (round + 1) * self.scan.tile.steps)
 
     def owned(self, name: str, round: int) -> jax.Array:
         """The value of a token array that the lane owns."""

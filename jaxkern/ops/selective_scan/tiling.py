@@ -17,18 +17,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.mosaic import (
-    LANES,
-    num_sms,
-)
-from jaxkern.ops.selective_scan.reference import (
-    CHUNK,
-)
+from jaxkern.core.mosaic import LANES, num_sms
+from jaxkern.ops.selective_scan.reference import CHUNK
 
 WARPS = LANES // 32
 
 MAX_STATES = 384
-"""32 lanes hold 12 states each; more would not fit into shared memory in the backward."""
+"""32 lanes hold 12 states each; of more, those of a chunk would not fit into registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,18 +180,27 @@ def _tile(states: int, most: tuple[int, int, int]) -> Tile:
 
 
 def forward_tile(states: int) -> Tile:
+    """Two channels a lane halve the reads of B and C.
+
+    On an H200 at (8, 2048, 2048, 16), S · K · R = 4 · 4 · 2 takes 0.23 ms and 8 · 2 · 2, a half of
+    it, 0.28.
+    """
     return _tile(states, (16, 64, 128))
 
 
 def half(tile: Tile) -> Tile | None:
-    """With as many values a lane, but half the channels, if that can be."""
+    """Of half the channels, in twice the lanes with half the states each; None if that cannot be.
+
+    Its blocks fill what is left of the multiprocessors: (4, 4096, 5120, 16) takes 0.61 ms, in whole
+    columns 0.68 and in halves alone 0.64.
+    """
     if tile.lanes == 32 or tile.states == 1:
         return None
     return Tile(2 * tile.lanes, tile.states // 2, tile.channels)
 
 
 def backward_tile(states: int) -> Tile:
-    """8 states a lane, if that will do: of each there are 4 values and a chunk's decays to keep.
+    """8 states a lane, if that will do: of each, those of a chunk and 3 values are in registers.
 
     On an H200 at (8, 2048, 2048, 64), S · K · R = 16 · 4 · 2 takes 2.9 ms, 8 · 8 · 2 3.0 and
     8 · 8 · 1 4.2; with N = 128, 32 · 4 · 2 takes 7.8 and 16 · 8 · 1 9.5.
