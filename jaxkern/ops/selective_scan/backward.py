@@ -373,6 +373,7 @@ def _bwd_kernel(
         dh, dA, dD, ddt_bias = carry
         gated = refs.z is not None
         own = []
+        sync_warp(interpret=scan.interpret)  # all lanes are done with the chunk before
         for round, x, raw, dout, z in chunk.all_owned("x", "dt", "dout", "z"):
             dt, inside = chunk.step_size(round, raw + dt_bias)
             silu, slope = chunk.gate(z) if gated else (1.0, 0.0)
