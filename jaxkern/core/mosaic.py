@@ -267,7 +267,7 @@ def sync_warp(*, interpret: bool) -> None:
 def sum_lanes(
     values: Sequence[jax.Array], distances: Sequence[int], *, swapped: int = 0, interpret: bool
 ) -> list[jax.Array]:
-    """The sums of each of `values` over lanes at `distances`, powers of two from large to small.
+    """The sums of each of `values` over lanes at `distances`, powers of two, in their order.
 
     With several values a step halves those that a lane holds: it keeps the one half, sends the
     other to its partner and adds what comes back, so that 8 values over 8 lanes take 7 shuffles and
@@ -277,7 +277,7 @@ def sum_lanes(
     distances, where the lanes with that bit set have the halves of their values swapped.
 
     Returns:
-      The values left, V / 2^len(distances) of V but at least one. Of the distance of 16 the lanes
+      The values left, V / 2^len(distances) of V but at least one. Of the first distance the lanes
       with that bit set hold the later half, and so on.
     """
     if not distances:

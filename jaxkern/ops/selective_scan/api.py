@@ -169,8 +169,8 @@ def selective_scan(
       segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
         before a token whose id is not that of the token before. `initial_state` is for the first.
       checkpoint_every: how many steps apart states are saved for the backward: 1 for all states, a
-        multiple of 8, or ``None`` for none at all, where the backward runs the forward again. 8 is
-        the fastest; 64 takes an eighth of the memory and a quarter more time.
+        multiple of 8, or ``None`` for none at all, where the backward runs the forward again. With
+        more than 8 the backward runs the steps in between once more, and needs less memory.
       implementation: ``"mosaic"`` for the Pallas GPU kernels (N up to 384), ``"xla"`` for plain JAX
         (the only one that supports forward-mode differentiation), ``None`` for the fastest: the
         kernels on an NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.

@@ -180,11 +180,7 @@ def _tile(states: int, most: tuple[int, int, int]) -> Tile:
 
 
 def forward_tile(states: int) -> Tile:
-    """Two channels a lane halve the reads of B and C.
-
-    On an H200 at (8, 2048, 2048, 16), S · K · R = 4 · 4 · 2 takes 0.23 ms and 8 · 2 · 2, a half of
-    it, 0.28.
-    """
+    """Two channels a lane, which halve the reads of B and C."""
     return _tile(states, (16, 64, 128))
 
 
@@ -200,11 +196,7 @@ def half(tile: Tile) -> Tile | None:
 
 
 def backward_tile(states: int) -> Tile:
-    """8 states a lane, if that will do: of each, those of a chunk and 3 values are in registers.
-
-    On an H200 at (8, 2048, 2048, 64), S · K · R = 16 · 4 · 2 takes 2.9 ms, 8 · 8 · 2 3.0 and
-    8 · 8 · 1 4.2; with N = 128, 32 · 4 · 2 takes 7.8 and 16 · 8 · 1 9.5.
-    """
+    """8 states a lane, if that will do: of each, those of a chunk and 3 values are in registers."""
     return dataclasses.replace(_tile(states, (16, 32, 64)), swapped=True)
 
 
@@ -264,8 +256,8 @@ class Parts:
 def forward_parts(columns: int, chunks: int, halves: bool) -> Parts:
     """How the forward cuts a sequence of `chunks`, if columns can be halved or not.
 
-    Segments cost a second pass of exponentials, so it does only where blocks are few: with 16
-    segments (1, 16384, 2048, 16) takes 0.43 ms on an H200, with one 2.5. Where columns fill the
+    Segments cost a second pass of exponentials, so it does only where blocks are few: of the
+    0.41 ms that (1, 16384, 2048, 16) takes on an H200, 0.18. Where columns fill the
     multiprocessors and some are left over, halves of these fill them once more.
     """
     if 4 * columns < 3 * num_sms():
@@ -281,7 +273,7 @@ def forward_parts(columns: int, chunks: int, halves: bool) -> Parts:
 def backward_warpgroups(tile: Tile, channels: int, every: int) -> int:
     """Two, where that can be and memory counts: they halve the partial sums of dB and dC.
 
-    At (8, 2048, 2048, 16) with a state saved every 8 steps, one takes 0.64 ms and two 0.69.
+    At (8, 2048, 2048, 16) with a state saved every 8 steps, two take 5% longer on an H200.
     """
     even = -(-channels // tile.width) % 2 == 0
     return 2 if even and tile.sums <= 4 and every >= 64 else 1
