@@ -78,7 +78,7 @@ def launch_bwd(
     warpgroups = backward_warpgroups(tile, x.shape[-1], every)
     call = Call(options, tile, warpgroups, every, x, dt, A, B, C, D, z, dt_bias, keep)
     batch, chunks = call.batch, call.scan.padded // CHUNK
-    per_unit = max(1, every // CHUNK)
+    per_unit = call.scan.per_unit
     parts = backward_parts(call.columns, -(-chunks // per_unit), warpgroups)
     dout = call.pad_tokens(dout)
     ins = call.pick("x dt z B C A D dt_bias keep") | {
@@ -131,7 +131,7 @@ def _bwd_scratch(call: Call, dout: jax.Array) -> tuple[Any, Any, Any]:
     the sequence nor what runs from a saved state ends within.
     """
     tile, scan = call.tile, call.scan
-    per_unit = max(1, scan.every // CHUNK)
+    per_unit = scan.per_unit
     whole = math.gcd(scan.padded // CHUNK, per_unit if per_unit > 1 else scan.parts.length)
     buffers = 1 if scan.warpgroups == 1 else _SUM_BUFFERS
     tokens = call.pick("x dt z B C keep") | {"dout": dout}
@@ -181,7 +181,7 @@ def _sums(call: Call, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _launch_bwd_carry(call: Call, dout: jax.Array) -> dict[str, Any]:
     """What every segment but the first passes to the one before, and the sum of its dt."""
     scan = call.scan
-    whole = math.gcd(scan.padded // CHUNK, scan.parts.length * max(1, scan.every // CHUNK))
+    whole = math.gcd(scan.padded // CHUNK, scan.parts.length * scan.per_unit)
     tokens = call.pick("dt z C keep") | {"dout": dout}
     name = "selective_scan_bwd_carry"
     return launch_carry(call, name, _bwd_carry_kernel, math.gcd(whole, 4) * CHUNK, tokens)
@@ -189,9 +189,8 @@ def _launch_bwd_carry(call: Call, dout: jax.Array) -> dict[str, Any]:
 
 def _segment_chunks(scan: Scan, first: Any, units: Any) -> tuple[Any, Any]:
     """The first chunk of `units` of the backward, and how many there are."""
-    per_unit = max(1, scan.every // CHUNK)
-    first = first * per_unit
-    return first, jnp.minimum(units * per_unit, scan.padded // CHUNK - first)
+    first = first * scan.per_unit
+    return first, jnp.minimum(units * scan.per_unit, scan.padded // CHUNK - first)
 
 
 def _bwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
@@ -260,7 +259,7 @@ def _bwd_kernel(
     scan: Scan, refs: Any, smem: Any, ring: FilledRing, before: FilledRing | None = None
 ) -> None:
     at, tile = Place(scan), scan.tile
-    per_unit, per_tile = max(1, scan.every // CHUNK), ring.steps // CHUNK
+    per_unit, per_tile = scan.per_unit, ring.steps // CHUNK
     sum_steps = smem.sums.shape[1]
     each = [(r, k) for r in range(tile.channels) for k in range(tile.states)]
     keeps_weights = tile.states <= 4  # of a chunk, in registers; more would spill

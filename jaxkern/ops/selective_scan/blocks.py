@@ -74,6 +74,11 @@ class Scan:
         offsets = LaneOffsets(digits, start)
         return load_lanes(ref, offsets, count, interpret=self.interpret, volatile=volatile)
 
+    @property
+    def per_unit(self) -> int:
+        """Chunks from one saved state to the next; 1 where there is one before every chunk."""
+        return max(1, self.every // CHUNK)
+
     def load1(self, ref: Any, *digits: Any, start: int = 0) -> jax.Array:
         return self.load(ref, *digits, start=start)[0]
 
