@@ -201,7 +201,7 @@ def load_lanes(
         flat = ref[...].reshape(-1).astype(jnp.float32)
         return [flat[offsets.of_lanes() + i] for i in range(count)]
     vec = offsets.vector(count, ref.dtype.itemsize)
-    row = plgpu.ShapeDtypeStruct((LANES,), np.dtype(np.float32), layout=_ROW)
+    row = _row(1)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * count)
     def load(ctx: Any, source: Any) -> Any:
@@ -292,7 +292,7 @@ def sum_lanes(
             held = [jnp.where(upper, b, a) + from_partner(jnp.where(upper, a, b)) for a, b in pairs]
         return held
     left = max(1, len(values) >> len(distances))
-    row = plgpu.ShapeDtypeStruct((LANES,), np.dtype(np.float32), layout=_ROW)
+    row = _row(1)
 
     @plgpu.inline_mgpu(arg_types=(_ROW,) * len(values), return_type=(row,) * left)
     def shuffled(ctx: Any, *arrays: Any) -> Any:
@@ -325,27 +325,48 @@ def sum_lanes(
     return list(shuffled(*values))
 
 
-def fast_reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """1 / x of (LANES,), fp32, to 1 unit in the last place, in one instruction.
+def join_lanes(parts: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
+    """(LANES · n,) of n arrays (LANES,), fp32: those of a lane next to each other."""
+    if interpret:
+        return jnp.stack(parts, axis=1).reshape(-1)
 
-    The division that ``approx_math`` makes of 1 / x takes five, as it cares for denormals.
+    @plgpu.inline_mgpu(arg_types=(_ROW,) * len(parts), return_type=_row(len(parts)))
+    def join(ctx: Any, *parts: Any) -> Any:
+        del ctx
+        return _fragmented(*(_element(part.registers.item(), 0) for part in parts))
+
+    return join(*parts)  # pyright: ignore[reportCallIssue]
+
+
+def fast_reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """1 / x of (LANES · n,), fp32, to 1 unit in the last place, in one instruction an element.
+
+    The division that ``approx_math`` makes of 1 / x takes five, as it cares for denormals; of an x
+    above 2¹²⁶ this is 0.
     """
     if interpret:
         return 1 / x
+    row = _row(x.size // LANES)
 
-    @plgpu.inline_mgpu(
-        arg_types=(_ROW,),
-        return_type=plgpu.ShapeDtypeStruct((LANES,), np.dtype(np.float32), layout=_ROW),
-    )
+    @plgpu.inline_mgpu(arg_types=(row.layout,), return_type=row)
     def reciprocal(ctx: Any, value: Any) -> Any:
         del ctx
-        x = _element(value.registers.item(), 0)
         f32 = ir.F32Type.get()
+        parts = [_element(value.registers.item(), k) for k in range(x.size // LANES)]
         return _fragmented(
-            llvm.inline_asm(f32, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f", asm_dialect=0)
+            *(llvm.inline_asm(f32, [p], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for p in parts)
         )
 
     return reciprocal(x)  # pyright: ignore[reportCallIssue]
+
+
+def once_read(values: Any) -> Any:
+    """`values` once they are there.
+
+    A value that is loaded before a loop and used in it would be waited for in every round, together
+    with the round's own loads.
+    """
+    return jax.tree.map(lambda v: v + 0.0, values)
 
 
 def _pointer(ref: Any, offsets: LaneOffsets) -> Any:
@@ -362,12 +383,20 @@ def _narrowed(value: Any, dtype: Any) -> Any:
     return value if value.type == dtype else arith.truncf(dtype, value)
 
 
-def _fragmented(value: Any) -> Any:
-    """A scalar of each lane as a (LANES,) array."""
-    register = vector.broadcast(ir.VectorType.get((1,), value.type), value)
+def _row(count: int) -> Any:
+    """(LANES · count,), fp32, with `count` neighbours a lane."""
+    size = LANES * count
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=count)
+    return plgpu.ShapeDtypeStruct((size,), np.dtype(np.float32), layout=layout)
+
+
+def _fragmented(*scalars: Any) -> Any:
+    """Scalars of each lane as a row."""
+    count = len(scalars)
+    register = vector.from_elements(ir.VectorType.get((count,), scalars[0].type), list(scalars))
     return mgpu.FragmentedArray(
         _registers=np.full((1,), register, dtype=object),
-        _layout=mgpu.WGStridedFragLayout((LANES,), 1),
+        _layout=mgpu.WGStridedFragLayout((LANES * count,), count),
         _is_signed=None,
     )
 

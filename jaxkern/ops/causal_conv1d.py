@@ -34,19 +34,24 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 
 from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.arithmetic import sigmoid
 from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
-from jaxkern.core.mosaic import LANES, LaneOffsets, grid_axes, load_lanes, num_sms
+from jaxkern.core.mosaic import (
+    LANES,
+    LaneOffsets,
+    grid_axes,
+    join_lanes,
+    load_lanes,
+    num_sms,
+    once_read,
+)
 
 Activation = Literal["silu"]
 
@@ -376,7 +381,6 @@ def _backward_pass(options: _Options) -> KernelPass:
 # Tiles
 
 (_BLOCK,) = grid_axes("block")
-_LOG2E = 1.4426950408889634
 
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 """Pallas would put a barrier around every access. The kernels place their own (commit_smem) before
@@ -547,49 +551,12 @@ class _Filter:
             count,
             interpret=self.interpret,
         )
-        weights = [self.joined(of_lane[w :: self.width]) for w in range(self.width)]
+        weights = [
+            join_lanes(of_lane[w :: self.width], interpret=self.interpret)
+            for w in range(self.width)
+        ]
         return weights, self.load(refs.bias.at[channels]) if "bias" in self.names else self.full(
             0.0
-        )
-
-    def joined(self, parts: list[Any]) -> jax.Array:
-        """One (size,) array of an array (LANES,) for each channel of a lane."""
-        if self.interpret:
-            return jnp.stack(parts, axis=1).reshape(self.size)
-        row = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-        whole = plgpu.ShapeDtypeStruct((self.size,), np.dtype(np.float32), layout=self.layout)
-
-        @plgpu.inline_mgpu(arg_types=(row,) * self.vec, return_type=whole)
-        def join(ctx: Any, *parts: Any) -> Any:
-            del ctx
-            return self.fragmented([_element(part.registers.item(), 0) for part in parts])
-
-        return join(*parts)  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
-
-    def reciprocal(self, v: jax.Array) -> jax.Array:
-        """1 / v in one instruction; of a v above 2¹²⁶ it is 0."""
-        if self.interpret:
-            return 1 / v
-        whole = plgpu.ShapeDtypeStruct((self.size,), np.dtype(np.float32), layout=self.layout)
-
-        @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=whole)
-        def invert(ctx: Any, v: Any) -> Any:
-            del ctx
-            parts = [_element(v.registers.item(), k) for k in range(self.vec)]
-            f32 = ir.F32Type.get()
-            return self.fragmented(
-                [llvm.inline_asm(f32, [p], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for p in parts]
-            )
-
-        return invert(v)  # pyright: ignore[reportCallIssue]
-
-    def fragmented(self, scalars: list[Any]) -> Any:
-        """Scalars of each lane as a (size,) array."""
-        register = vector.from_elements(ir.VectorType.get((self.vec,), ir.F32Type.get()), scalars)
-        return mgpu.FragmentedArray(
-            _registers=np.full((1,), register, dtype=object),
-            _layout=mgpu.WGStridedFragLayout((self.size,), self.vec),
-            _is_signed=None,
         )
 
     def history(self, refs: Any, batch: Any, first: Any, channels: Any) -> tuple[Any, ...]:
@@ -703,21 +670,6 @@ def _wide(v: jax.Array) -> jax.Array:
     return 1.0 * v if v.dtype == jnp.float32 else v.astype(jnp.float32)
 
 
-def _read(values: Any) -> Any:
-    """`values` once they are there.
-
-    A value that is loaded before a loop and used in it would be waited for in every round, together
-    with the round's own loads.
-    """
-    return jax.tree.map(lambda v: v + 0.0, values)
-
-
-def _element(values: Any, k: int) -> Any:
-    """Element `k` of an MLIR vector."""
-    position = ir.DenseI64ArrayAttr.get([k])
-    return vector.extract(values, dynamic_position=[], static_position=position)
-
-
 def _widened(name: str, v: jax.Array, dim: int) -> jax.Array:
     """`v` with zeros after its channels' end, `dim` in all."""
     if name == "look_back":
@@ -757,22 +709,6 @@ def _refs(call: _Filter, outs: str, refs: tuple[Any, ...]) -> Any:
     return types.SimpleNamespace(**dict(zip([*call.names, *outs.split()], refs, strict=True)))
 
 
-def _sigmoid(call: _Filter, v: jax.Array) -> jax.Array:
-    """1 / (1 + exp(−v)), to fp32 accuracy relative to the result, or with fast division."""
-    if not call.exact:
-        return call.reciprocal(1 + jnp.exp2(-_LOG2E * v))
-    # exp(−a) by exp2 in two parts, the first product exact: rounding a · log2(e) as a whole would
-    # cost up to 1e-6 of the result.
-    a = jnp.minimum(jnp.abs(v), 120.0)  # beyond, the result is 0 in fp32
-    head = a.astype(jnp.bfloat16).astype(jnp.float32)
-    log2e_head = 1.4453125
-    rest = head * (_LOG2E - log2e_head) + (a - head) * _LOG2E
-    e = jnp.exp2(-head * log2e_head) * jnp.exp2(-rest)
-    inverse = 1 / (1 + e)
-    inverse = inverse * (2 - (1 + e) * inverse)  # a Newton step: the division is 2 units off
-    return jnp.where(v < 0, e * inverse, inverse)
-
-
 # Forward
 
 
@@ -805,7 +741,7 @@ def _fwd_kernel(call: _Filter, *refs, smem):
     loaded = call.taps(refs, channels)
 
     def begin():
-        return _read((call.history(refs, batch, first, channels), loaded))
+        return once_read((call.history(refs, batch, first, channels), loaded))
 
     def run(t, rows, in_tail, carry):
         del in_tail
@@ -817,7 +753,7 @@ def _fwd_kernel(call: _Filter, *refs, smem):
             seen = [call.sees(look_back, v, w) for w, v in enumerate(taps)]
             s = call.sum(seen, weights, bias)
             if call.activation == "silu":
-                s = s * _sigmoid(call, s)
+                s = s * sigmoid(s, call.exact, call.interpret)
             refs.out[batch, t + u, channels] = s.astype(refs.out.dtype)
         return inputs, (weights, bias)
 
@@ -888,7 +824,7 @@ def _bwd_kernel(call: _Filter, per_block: int, *refs, smem):
         end = jnp.where(is_last, call.length, first + call.own)
 
         def begin():
-            taps = _read((call.history(refs, batch, first, channels), loaded))
+            taps = once_read((call.history(refs, batch, first, channels), loaded))
             return *taps, (zero,) * before, sums
 
         def run(t, rows, in_tail, carry):
@@ -909,7 +845,7 @@ def _bwd_kernel(call: _Filter, per_block: int, *refs, smem):
                 ds = dout
                 if call.activation == "silu":
                     s = call.sum(seen, weights, bias)
-                    gate = _sigmoid(call, s)
+                    gate = sigmoid(s, call.exact, call.interpret)
                     ds = ds * (gate * (1 + s * (1 - gate)))
                 own = ds
                 if call.tiles > 1 and not in_tail and not (known and u < count - before):

@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, sync_warp
-from jaxkern.ops.selective_scan.arithmetic import LOG2E, softplus_slope
+from jaxkern.core.arithmetic import LOG2E, softplus_slope
+from jaxkern.core.mosaic import LANES, once_read, sync_warp
 from jaxkern.ops.selective_scan.blocks import (
     Call,
     FilledRing,
@@ -32,7 +32,6 @@ from jaxkern.ops.selective_scan.blocks import (
     Scan,
     fp32_array,
     map_states,
-    read,
 )
 from jaxkern.ops.selective_scan.carry import fold, launch_carry, store_carry
 from jaxkern.ops.selective_scan.forward import launch_fwd
@@ -333,7 +332,7 @@ def _bwd_kernel(
 
     def put_down_states(before, first, count, up):
         """The state before every chunk of the unit, from the saved one."""
-        h = read(saved(first * CHUNK))
+        h = once_read(saved(first * CHUNK))
         put = lambda c, h: scan.store_lane(
             refs.chunk_states.at[at.part, c, at.warpgroup], 0, [v for row in h for v in row]
         )
@@ -504,7 +503,7 @@ def _bwd_kernel(
 
     dh = zero_states(scan)
     if refs.dfinal is not None:
-        dh = read(scan.load_states(refs.dfinal.at[at.batch, at.channels]))
+        dh = once_read(scan.load_states(refs.dfinal.at[at.batch, at.channels]))
     if refs.passed is not None:
         back = lambda i, dh: fold(scan, refs, rate, scan.parts.segments - 2 - i, dh)
         dh = lax.fori_loop(0, at.later, back, dh)

@@ -19,8 +19,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, LaneOffsets, grid_axes, load_lanes, store_lanes, sum_lanes
-from jaxkern.ops.selective_scan.arithmetic import LOG2E, softplus
+from jaxkern.core.arithmetic import LOG2E, softplus
+from jaxkern.core.mosaic import (
+    LANES,
+    LaneOffsets,
+    grid_axes,
+    load_lanes,
+    once_read,
+    store_lanes,
+    sum_lanes,
+)
 from jaxkern.ops.selective_scan.reference import CHUNK, Options
 from jaxkern.ops.selective_scan.tiling import Parts, Tile
 
@@ -30,15 +38,6 @@ _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barrier
 
 Rows = list[jax.Array]
 """Arrays (LANES,), fp32: registers."""
-
-
-def read(values: Any) -> Any:
-    """`values` once they are there.
-
-    A value that is loaded before a loop and used in it would be waited for in every round, together
-    with the round's own loads.
-    """
-    return map_states(lambda v: v + 0.0, values)
 
 
 def map_states(f: Callable[..., Any], *states: Any) -> Any:
@@ -148,9 +147,8 @@ class Scan:
         channels = Place(self).channels
         owned = self.tile.owned(step=0)
         D, dt_bias = (self.load1(ref.at[channels], *owned) for ref in (refs.D, refs.dt_bias))
-        return map_states(lambda a: a * LOG2E, self.load_states(refs.A.at[channels])), *read(
-            [D, dt_bias]
-        )
+        rate = map_states(lambda a: a * LOG2E, self.load_states(refs.A.at[channels]))
+        return rate, *once_read([D, dt_bias])
 
     def load_channels(self, ref: Any) -> Rows:
         """[R] from a block's part of (D,)."""

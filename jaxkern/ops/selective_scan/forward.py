@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkern.core.mosaic import LANES, sync_warp
-from jaxkern.ops.selective_scan.blocks import PART, Call, FilledRing, Place, Ring, Scan, read
+from jaxkern.core.mosaic import LANES, once_read, sync_warp
+from jaxkern.ops.selective_scan.blocks import PART, Call, FilledRing, Place, Ring, Scan
 from jaxkern.ops.selective_scan.carry import fold, launch_carry, store_carry
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_fwd
 from jaxkern.ops.selective_scan.steps import (
@@ -193,7 +193,7 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
 
     h = zero_states(scan)
     if refs.initial is not None:
-        h = read(scan.load_states(refs.initial.at[at.batch, at.channels]))
+        h = once_read(scan.load_states(refs.initial.at[at.batch, at.channels]))
     if refs.passed is not None:
         h = lax.fori_loop(0, at.segment, functools.partial(fold, scan, refs, rate), h)
     count = at.units // per_tile

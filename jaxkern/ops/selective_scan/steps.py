@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.core.arithmetic import sigmoid
 from jaxkern.core.mosaic import LANES, sync_warp
-from jaxkern.ops.selective_scan.arithmetic import sigmoid
 from jaxkern.ops.selective_scan.blocks import ROW, Place, Rows, Scan, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
 from jaxkern.ops.selective_scan.tiling import Tile
