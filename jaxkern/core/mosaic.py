@@ -14,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 LANES = 128
 """Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
@@ -323,6 +323,100 @@ def sum_lanes(
         return tuple(_fragmented(value) for value in held)
 
     return list(shuffled(*values))
+
+
+def sum_in_lanes(values: jax.Array, vec: int, *, interpret: bool) -> jax.Array:
+    """(LANES,): the sum of what each lane holds of `values`, fp32, in ``WG_STRIDED`` by `vec`."""
+    if interpret:
+        return jnp.sum(values.reshape(-1, LANES, vec), axis=(0, 2))
+    layout = plgpu.Layout.WG_STRIDED(values.shape, vec_size=vec)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=_row(1))
+    def add(ctx: Any, values: Any) -> Any:
+        del ctx
+        held = [_element(register, k) for register in values.registers.flat for k in range(vec)]
+        while len(held) > 1:
+            pairs = [arith.addf(a, b) for a, b in zip(held[::2], held[1::2], strict=False)]
+            held = pairs + held[2 * len(pairs) :]
+        return _fragmented(held[0])
+
+    return add(values)  # pyright: ignore[reportCallIssue]
+
+
+def uniform(value: jax.Array, *, interpret: bool) -> jax.Array:
+    """The scalar that all lanes hold in `value` (LANES,), fp32."""
+    if interpret:
+        return value[0]
+    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.float32), layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=(_ROW,), return_type=scalar)
+    def splat(ctx: Any, value: Any) -> Any:
+        del ctx
+        return mgpu.FragmentedArray.splat(_element(value.registers.item(), 0), shape=())
+
+    return splat(value)  # pyright: ignore[reportCallIssue]
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Writes an array of any layout, however few bytes a lane has; JAX 0.12 wants to be told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def store_in_cluster(
+    ref: Any, offsets: LaneOffsets, value: jax.Array, *, parts: int, blocks: int
+) -> None:
+    """Writes `value` (LANES,) to the shared memory of all `blocks` of a cluster of one axis.
+
+    Lane l of each warp writes to block ⌊l / parts⌋ while there is one, at its offset in that
+    block's `ref`. Others see it after :func:`arrive_in_cluster` here and :func:`wait_in_cluster`
+    there. Not for Pallas's interpreter.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW))
+    def send(ctx: Any, target: Any, value: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        lane = arith.andi(mgpu_utils.thread_idx(), arith.constant(i32, 31))
+        block = arith.divui(lane, arith.constant(i32, parts))
+        there = nvvm.mapa(llvm.PointerType.get(7), _pointer(target, offsets), block)
+        mgpu_utils.inline_ptx(
+            "st.shared::cluster.f32 [$0], $1;",
+            llvm.ptrtoint(i32, there),
+            _element(value.registers.item(), 0),
+            predicate=arith.cmpi(
+                arith.CmpIPredicate.ult, lane, arith.constant(i32, parts * blocks)
+            ),
+            has_side_effects=True,
+        )
+
+    send(ref, value)  # pyright: ignore[reportCallIssue]
+
+
+def sync_block() -> None:
+    """All warpgroups of a block wait for each other. Not for Pallas's interpreter."""
+    _ptx("bar.sync 0;")
+
+
+def arrive_in_cluster() -> None:
+    """Tells all blocks of the cluster that this thread's writes are done. Not interpreted."""
+    _ptx("barrier.cluster.arrive.release.aligned;")
+
+
+def wait_in_cluster() -> None:
+    """Waits until all threads of the cluster have arrived. Not for Pallas's interpreter."""
+    _ptx("barrier.cluster.wait.acquire.aligned;")
+
+
+def _ptx(instruction: str) -> None:
+    @plgpu.inline_mgpu()
+    def run(ctx: Any) -> None:
+        del ctx
+        mgpu_utils.inline_ptx(instruction, has_side_effects=True)
+
+    run()  # pyright: ignore[reportCallIssue]
 
 
 def join_lanes(parts: Sequence[jax.Array], *, interpret: bool) -> jax.Array:

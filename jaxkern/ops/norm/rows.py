@@ -1,0 +1,370 @@
+"""How rows lie on a warpgroup's lanes: several short ones, or a strip of one long one.
+
+Both offer the same to the kernels: a row comes in pieces, `each` of which is loaded into registers,
+worked on and stored; `totals` are sums over rows, `spread` makes them fit a piece again.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.core.mosaic import (
+    LANES,
+    LaneOffsets,
+    Windows,
+    arrive_in_cluster,
+    grid_axes,
+    load_lanes,
+    store,
+    store_in_cluster,
+    store_lanes,
+    sum_in_lanes,
+    sum_lanes,
+    sync_block,
+    uniform,
+    wait_in_cluster,
+)
+
+BLOCK, _CLUSTER, _WARPGROUP = grid_axes("block", "cluster", "warpgroup")
+_WARP = 32
+_WARPS = LANES // _WARP
+
+
+# Short rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """`rows` rows of `size` elements in the registers of a warpgroup; a row is in one warp."""
+
+    rows: int
+    size: int
+    vec: int
+
+    def __post_init__(self) -> None:
+        assert self.size % (self.lanes * self.vec) == 0, self
+        assert self.rows % self.unit == 0, self
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a row."""
+        return min(_WARP, self.size // self.vec)
+
+    @property
+    def unit(self) -> int:
+        """Rows that the warps hold side by side."""
+        return _WARPS * (_WARP // self.lanes)
+
+    @property
+    def pieces(self) -> int:
+        return 1
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        return {}
+
+    def scratch(self, sums: int, interpret: bool) -> dict[str, Any]:
+        del sums, interpret
+        return {}
+
+    def place(self, space: Any, interpret: bool) -> "TilePlace":
+        del space
+        return TilePlace(self, interpret)
+
+    def rows_of(self, m: int) -> int:
+        """How many tiles cover `m` rows; the last one ends at the last row."""
+        return -(-m // self.rows)
+
+    def buffer(self, boxes: int) -> tuple[int, ...]:
+        """Shape of a piece in shared memory, as TMA copies of `boxes` boxes a row."""
+        return (self.rows, boxes, self.size // boxes)
+
+
+@functools.cache
+def _tiled_layout(tile: Tile) -> Any:
+    lanes, deep = tile.lanes, _WARP // tile.lanes
+    width = lanes * tile.vec
+    layout = mgpu.TiledLayout(
+        fragmented_array.Tiling(((tile.unit, width), (deep, width), (1, tile.vec))),
+        (-6,),
+        (-4, -3),
+        -1,
+        _check_canonical=False,
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim
+    )
+
+
+def tile_for(size: int, elements: int, itemsize: int) -> Tile | None:
+    """A tile of about `elements` elements, or None if `size` does not fit a warp's lanes."""
+    vec = 16 // itemsize
+    while vec:
+        lanes = min(_WARP, size // vec)
+        if lanes and _WARP % lanes == 0 and size % (lanes * vec) == 0:
+            unit = _WARPS * (_WARP // lanes)
+            return Tile(max(1, elements // (unit * size)) * unit, size, vec)
+        vec //= 2
+    return None
+
+
+class TilePlace:
+    """A tile in a kernel."""
+
+    def __init__(self, tile: Tile, interpret: bool):
+        self.tile, self.layout, self.interpret = tile, _tiled_layout(tile), interpret
+        self.each = range(1)
+
+    def begin(self) -> None:
+        pass
+
+    def row(self, step: Any, m: int) -> Any:
+        return jnp.minimum(step * self.tile.rows, m - self.tile.rows)
+
+    def _rows(self, ref: Any, row: Any, group: Any) -> Any:
+        return ref.at[pl.ds(row, self.tile.rows), group]
+
+    def load(self, ref: Any, row: Any, group: Any, j: int) -> jax.Array:
+        del j
+        return plgpu.load(self._rows(ref, row, group), layout=self.layout, optimized=False)
+
+    def load_shared(self, ref: Any) -> jax.Array:
+        shape = (self.tile.rows, self.tile.size)
+        if self.interpret:
+            return ref[...].reshape(shape)
+        return plgpu.load(ref.reshape(*shape), layout=self.layout, optimized=False)
+
+    def source(self, ref: Any, row: Any, group: Any, j: int) -> Any:
+        del j
+        return ref.at[pl.ds(row, self.tile.rows), group]
+
+    def load_param(self, ref: Any, group: Any, j: int) -> jax.Array:
+        del j
+        param = plgpu.load(ref.at[group], layout=self.layout.reduce((0,)), optimized=False)
+        return self._broadcast(param.astype(jnp.float32), 1)
+
+    def load_stat(self, ref: Any, row: Any, group: Any) -> jax.Array:
+        stat = self._rows(ref, row, group)
+        return plgpu.load(stat, layout=self.layout.reduce((1,)), optimized=False)
+
+    def store(self, ref: Any, row: Any, group: Any, j: int, value: jax.Array) -> None:
+        del j
+        store(self._rows(ref, row, group), value.astype(ref.dtype))
+
+    def store_stat(self, ref: Any, row: Any, group: Any, value: jax.Array) -> None:
+        store(self._rows(ref, row, group), value)
+
+    def store_sum(self, ref: Any, part: Any, group: Any, j: int, value: jax.Array) -> None:
+        del j
+        store(ref.at[part, group], jnp.sum(value, axis=0))
+
+    def once(self, j: int, value: jax.Array) -> jax.Array:
+        del j
+        return value
+
+    def new(self, step: Any, m: int, value: jax.Array) -> jax.Array:
+        """`value` with zeros in rows that the tile before had."""
+        if m % self.tile.rows == 0:
+            return value
+        shape = (self.tile.rows, self.tile.size)
+        index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.layout)
+        index = index + self.row(step, m)
+        return jnp.where(index >= step * self.tile.rows, value, self.zeros())
+
+    def zeros(self) -> jax.Array:
+        shape = (self.tile.rows, self.tile.size)
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.layout)
+
+    def totals(self, slot: Any, values: list[jax.Array]) -> list[jax.Array]:
+        del slot
+        return [jnp.sum(v, axis=1) for v in values]
+
+    def spread(self, value: jax.Array) -> jax.Array:
+        return self._broadcast(value, 0)
+
+    def _broadcast(self, value: jax.Array, axis: int) -> jax.Array:
+        shape = (self.tile.rows, self.tile.size)
+        return plgpu.layout_cast(lax.broadcast_in_dim(value, shape, (axis,)), self.layout)
+
+
+# Long rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """One row, spread over `warpgroups` of each of `blocks` of a cluster.
+
+    Each has `pieces` of its windows. Windows beyond the row's last repeat it, masked in sums.
+
+    Attributes:
+      windows: of the row, padded where it is shorter than a window.
+      n: elements of the row without padding.
+    """
+
+    windows: Windows
+    n: int
+    warpgroups: int
+    blocks: int
+
+    def __post_init__(self) -> None:
+        parts = self.warpgroups * self.blocks
+        assert parts & (parts - 1) == 0, self
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.windows.count // (self.warpgroups * self.blocks))
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        if self.warpgroups > 1:
+            options |= {"num_threads": self.warpgroups, "thread_name": _WARPGROUP}
+        if self.blocks > 1:
+            options |= {"cluster": (self.blocks,), "cluster_names": (_CLUSTER,)}
+        return options
+
+    def scratch(self, sums: int, interpret: bool) -> dict[str, Any]:
+        """The mailboxes of two rounds of up to `sums` sums."""
+        parts = self.warpgroups * self.blocks
+        scratch: dict[str, Any] = {"mail": plgpu.SMEM((2, parts, sums, _WARPS), jnp.float32)}
+        if interpret and self.warpgroups > 1:
+            scratch["met"] = plgpu.Barrier(num_arrivals=self.warpgroups)
+        return scratch
+
+    def place(self, space: Any, interpret: bool) -> "StripPlace":
+        return StripPlace(self, space, interpret)
+
+    def rows_of(self, m: int) -> int:
+        return m
+
+    def buffer(self, boxes: int) -> tuple[int, ...]:
+        count = self.windows.size * boxes // self.windows.n
+        return (count, self.windows.size // count)
+
+
+class StripPlace:
+    """A strip in a kernel."""
+
+    def __init__(self, strip: Strip, space: Any, interpret: bool):
+        self.strip, self.space, self.interpret = strip, space, interpret
+        self.windows = strip.windows
+        self.each = range(strip.pieces)
+        self.warpgroup = lax.axis_index(_WARPGROUP) if strip.warpgroups > 1 else 0
+        self.rank = self.warpgroup
+        if strip.blocks > 1:
+            self.rank = self.rank + lax.axis_index(_CLUSTER) * strip.warpgroups
+
+    def begin(self) -> None:
+        if self.strip.blocks > 1:  # the others' shared memory is there once they run
+            arrive_in_cluster()
+            wait_in_cluster()
+
+    def _index(self, j: int) -> Any:
+        return self.rank * self.strip.pieces + j
+
+    def row(self, step: Any, m: int) -> Any:
+        del m
+        return step
+
+    def load(self, ref: Any, row: Any, group: Any, j: int) -> jax.Array:
+        return self.windows.load(ref.at[row, group], self._index(j))
+
+    def load_shared(self, ref: Any) -> jax.Array:
+        if self.interpret:
+            return ref[...].reshape(-1)
+        flat = ref.reshape(self.windows.size)
+        return plgpu.load(flat, layout=self.windows.layout, optimized=False)
+
+    def source(self, ref: Any, row: Any, group: Any, j: int) -> Any:
+        count, box = self.strip.buffer(ref.shape[-2])
+        return ref.at[row, group, pl.ds(self.windows.start(self._index(j)) // box, count)]
+
+    def load_param(self, ref: Any, group: Any, j: int) -> jax.Array:
+        return self.windows.load(ref.at[group], self._index(j)).astype(jnp.float32)
+
+    def load_stat(self, ref: Any, row: Any, group: Any) -> jax.Array:
+        return ref[row, group]
+
+    def store(self, ref: Any, row: Any, group: Any, j: int, value: jax.Array) -> None:
+        self.windows.store(ref.at[row, group], self._index(j), value)
+
+    def store_stat(self, ref: Any, row: Any, group: Any, value: jax.Array) -> None:
+        ref[row, group] = value
+
+    def store_sum(self, ref: Any, part: Any, group: Any, j: int, value: jax.Array) -> None:
+        self.store(ref, part, group, j, value)
+
+    def once(self, j: int, value: jax.Array) -> jax.Array:
+        """`value` with zeros where it is another window's too, or beyond the row's end."""
+        w, strip = self.windows, self.strip
+        whole = w.n % w.size == 0 and w.count == strip.pieces * strip.warpgroups * strip.blocks
+        if whole and strip.n == w.n:
+            return value
+        column = plgpu.broadcasted_iota(jnp.int32, (w.size,), 0, layout=w.layout)
+        column = column + w.start(self._index(j))
+        kept = column >= self._index(j) * w.size
+        if strip.n < w.n:
+            kept = kept & (column < strip.n)
+        return jnp.where(kept, value, self.zeros())
+
+    def new(self, step: Any, m: int, value: jax.Array) -> jax.Array:
+        del step, m
+        return value
+
+    def zeros(self) -> jax.Array:
+        return self.windows.full(0.0)
+
+    def totals(self, slot: Any, values: list[jax.Array]) -> list[jax.Array]:
+        """Sums over the row of one or two `values`.
+
+        Each warp posts its sums in the mailboxes of all blocks; two rounds take turns with `slot`,
+        so that the next post cannot meet the last one's readers.
+        """
+        strip, interpret, count = self.strip, self.interpret, len(values)
+        held = [sum_in_lanes(v, self.windows.vec, interpret=interpret) for v in values]
+        [held] = sum_lanes(held, (1, 2, 4, 8, 16), interpret=interpret)  # two: odd lanes the second
+        parts = strip.warpgroups * strip.blocks
+        mail = self.space.mail.at[slot]  # (parts, count, warps)
+        offsets = LaneOffsets(((_WARP, _WARPS, 1), (1, count, _WARPS)))
+        if strip.blocks > 1:
+            box = mail.at[self.rank]
+            store_in_cluster(box, offsets, held, parts=count, blocks=strip.blocks)
+            arrive_in_cluster()
+            wait_in_cluster()
+        else:
+            store_lanes(mail.at[self.rank], offsets, [held], interpret=interpret)
+            self._meet()
+        # Lanes read a warp's sum each, of up to 8 parts at a time.
+        side = min(parts, _WARP // _WARPS)
+        totals = []
+        for k in range(count):
+            total = jnp.zeros(())
+            for first in range(0, parts, side):
+                offsets = LaneOffsets(
+                    ((1, _WARPS, 1), (_WARPS, side, count * _WARPS)),
+                    start=(first * count + k) * _WARPS,
+                )
+                [read] = load_lanes(mail, offsets, interpret=interpret)
+                total = read if first == 0 else total + read
+            distances = tuple(1 << b for b in range((_WARPS * side).bit_length() - 1))
+            [total] = sum_lanes([total], distances, interpret=interpret)
+            totals.append(uniform(total, interpret=interpret))
+        return totals
+
+    def _meet(self) -> None:
+        if not self.interpret:
+            sync_block()
+        elif self.strip.warpgroups > 1:
+            plgpu.barrier_arrive(self.space.met)
+            plgpu.barrier_wait(self.space.met)
+
+    def spread(self, value: jax.Array) -> jax.Array:
+        return value

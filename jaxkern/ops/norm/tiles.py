@@ -1,0 +1,131 @@
+"""How rows are spread over the GPU: the choice of tiles."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxkern.core.mosaic import LANES, num_sms, windows
+from jaxkern.ops.norm.rows import Strip, Tile, tile_for
+
+BOX = 256
+"""Most elements along one dimension of a TMA copy."""
+
+_SHORT = 1024
+"""Longest row that one warp takes: 32 elements a lane."""
+
+_SHARED_BYTES = 224 << 10
+_MAX_WARPGROUPS = 8
+_MAX_CLUSTER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """Tiles of the forward.
+
+    Attributes:
+      rows: how a block's rows lie on its lanes.
+    """
+
+    rows: Tile | Strip
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """Tiles of the backward.
+
+    Attributes:
+      rows: how a block's rows lie on its lanes.
+      parts: blocks, or clusters, for each group; each sums its own part of dw and db.
+      stages: pieces on their way through shared memory per warpgroup, 0 to read global memory.
+      keep: whether g and x̂ stay in registers while the row's sums are taken, or are computed again.
+      keep_weight: whether the weight stays in registers from row to row.
+    """
+
+    rows: Tile | Strip
+    parts: int
+    stages: int
+    keep: bool
+    keep_weight: bool
+
+    def __post_init__(self) -> None:
+        assert self.parts >= 1, self
+        assert self.stages == 0 or self.stages >= self.rows.pieces, self
+
+
+def strip(
+    n: int, itemsize: int, per_lane: int, window: int, spread: int, interpret: bool
+) -> Strip:
+    """A row of `n`, `per_lane` elements a lane where the cluster is not at its limit.
+
+    Args:
+      n: elements of the row.
+      itemsize: bytes of an element of the narrowest array.
+      per_lane: elements of a row in a lane's registers.
+      window: elements of a lane's window.
+      spread: warpgroups before the row is split over blocks.
+      interpret: whether Pallas's interpreter runs it: it has no clusters, and few threads.
+    """
+    width = max(n, LANES)
+    parts = 1
+    while parts * per_lane * LANES < width and parts < _MAX_WARPGROUPS * _MAX_CLUSTER:
+        parts *= 2
+    warpgroups = min(parts, 2 if interpret else spread)
+    blocks = 1 if interpret else min(parts // warpgroups, _MAX_CLUSTER)
+    parts = warpgroups * blocks
+    return Strip(_windows(width, itemsize, parts, window * LANES), n, warpgroups, blocks)
+
+
+@functools.cache
+def _windows(width: int, itemsize: int, parts: int, most: int) -> Any:
+    """The windows that waste least on `parts` warpgroups."""
+    choices = []
+    for divide in (1, 2, 3, 4):
+        w = windows(width, min(width, most) // divide // LANES * LANES or LANES, itemsize)
+        work = -(-w.count // parts) * parts * w.size
+        choices.append((work * (1 + 1 / (w.vec * itemsize)), divide, w))
+    return min(choices, key=lambda c: c[:2])[2]
+
+
+@functools.cache
+def forward(m: int, n: int, groups: int, itemsize: int, arrays: int, interpret: bool) -> Forward:
+    """The tiles of the forward of (m, groups, n) with `arrays` inputs of that size."""
+    if n <= _SHORT:
+        tile = tile_for(n, 4096 // arrays, itemsize)
+        if tile and m >= tile.rows:
+            return Forward(tile)
+    few = m * groups * max(1, n // 8192) < num_sms()
+    per_lane = 8 if few else 32
+    return Forward(strip(n, itemsize, per_lane, 16, 8 if few else 4, interpret))
+
+
+@functools.cache
+def backward(
+    m: int, n: int, groups: int, itemsize: int, row_bytes: int, sums: int, plain: bool, interpret: bool
+) -> Backward:
+    """The tiles of the backward of (m, groups, n).
+
+    Args:
+      m, n, groups: sizes.
+      itemsize: bytes of an element of the narrowest array.
+      row_bytes: bytes of an element of all inputs together.
+      sums: parameters with a gradient, weight and bias.
+      plain: whether there is neither activation nor gate.
+    """
+    sms = num_sms()
+    boxed = n % BOX == 0
+    if n <= _SHORT:
+        tile = tile_for(n, 2048 if sums > 1 or not plain else 4096, itemsize)
+        if tile and m >= tile.rows:
+            per_sm, slot = 4, tile.rows * n * row_bytes
+            stages = max(2, min(3, _SHARED_BYTES // per_sm // slot)) if boxed else 0
+            parts = max(1, min(tile.rows_of(m), per_sm * sms // groups))
+            return Backward(tile, parts, stages, keep=True, keep_weight=n <= 256)
+    rows = strip(n, itemsize, 32, 32 if plain and sums < 2 else 16, 4, interpret)
+    warpgroups, blocks = rows.warpgroups, rows.blocks
+    slot = rows.windows.size * row_bytes
+    per_sm = max(1, min(8, 2 * LANES * 32 // max(n, LANES))) if warpgroups == 1 else 1
+    room = (_SHARED_BYTES // per_sm - 1024) // (warpgroups * slot)
+    stages = min(room, 4 * rows.pieces) if boxed and room > rows.pieces else 0
+    parts = max(1, min(m, per_sm * sms // (groups * blocks)))
+    long = rows.pieces * rows.windows.size * warpgroups > 8192
+    return Backward(rows, parts, stages, keep=not long, keep_weight=n <= 4096)
