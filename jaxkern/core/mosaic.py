@@ -325,22 +325,25 @@ def sum_lanes(
     return list(shuffled(*values))
 
 
-def sum_in_lanes(values: jax.Array, vec: int, *, interpret: bool) -> jax.Array:
-    """(LANES,): the sum of what each lane holds of `values`, fp32, in ``WG_STRIDED`` by `vec`."""
+def sum_in_lanes(values: Sequence[jax.Array], vec: int, *, interpret: bool) -> jax.Array:
+    """(LANES,): the sum of what each lane holds of `values`, fp32, in ``WG_STRIDED`` by `vec`.
+
+    Elements are added one after the other, in two strands, as products among them then are fused
+    with their additions.
+    """
     if interpret:
-        return jnp.sum(values.reshape(-1, LANES, vec), axis=(0, 2))
-    layout = plgpu.Layout.WG_STRIDED(values.shape, vec_size=vec)
+        return sum(jnp.sum(v.reshape(-1, LANES, vec), axis=(0, 2)) for v in values)
+    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=_row(1))
-    def add(ctx: Any, values: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=_row(1))
+    def add(ctx: Any, *arrays: Any) -> Any:
         del ctx
-        held = [_element(register, k) for register in values.registers.flat for k in range(vec)]
-        while len(held) > 1:
-            pairs = [arith.addf(a, b) for a, b in zip(held[::2], held[1::2], strict=False)]
-            held = pairs + held[2 * len(pairs) :]
-        return _fragmented(held[0])
+        fused = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
+        held = [_element(r, k) for a in arrays for r in a.registers.flat for k in range(vec)]
+        strands = [functools.reduce(fused, held[i::2]) for i in range(min(2, len(held)))]
+        return _fragmented(functools.reduce(arith.addf, strands))
 
-    return add(values)  # pyright: ignore[reportCallIssue]
+    return add(*values)  # pyright: ignore[reportCallIssue]
 
 
 def uniform(value: jax.Array, *, interpret: bool) -> jax.Array:
@@ -432,26 +435,49 @@ def join_lanes(parts: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
     return join(*parts)  # pyright: ignore[reportCallIssue]
 
 
-def fast_reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """1 / x of (LANES · n,), fp32, to 1 unit in the last place, in one instruction an element.
+def fast_reciprocal(x: jax.Array, *, layout: Any = None, interpret: bool) -> jax.Array:
+    """1 / x, fp32, to 1 unit in the last place, in one instruction an element.
 
-    The division that ``approx_math`` makes of 1 / x takes five, as it cares for denormals; of an x
-    above 2¹²⁶ this is 0.
+    `layout` is that of `x`, by default that of (LANES · n,) with n neighbours a lane. The division
+    that ``approx_math`` makes of 1 / x takes five, as it cares for denormals; of an x above 2¹²⁶
+    this is 0.
     """
     if interpret:
         return 1 / x
-    row = _row(x.size // LANES)
+    layout = _row(x.size // LANES).layout if layout is None else layout
+    result = plgpu.ShapeDtypeStruct(x.shape, np.dtype(np.float32), layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(row.layout,), return_type=row)
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
     def reciprocal(ctx: Any, value: Any) -> Any:
         del ctx
         f32 = ir.F32Type.get()
-        parts = [_element(value.registers.item(), k) for k in range(x.size // LANES)]
-        return _fragmented(
-            *(llvm.inline_asm(f32, [p], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for p in parts)
-        )
+        inverse = np.empty_like(value.registers)
+        for index, register in np.ndenumerate(value.registers):
+            count = ir.VectorType(register.type).shape[0]
+            parts = [
+                llvm.inline_asm(f32, [_element(register, k)], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+                for k in range(count)
+            ]
+            inverse[index] = vector.from_elements(register.type, parts)
+        return mgpu.FragmentedArray(_registers=inverse, _layout=value.layout, _is_signed=None)
 
     return reciprocal(x)  # pyright: ignore[reportCallIssue]
+
+
+def unknown_zero(*, interpret: bool) -> jax.Array:
+    """0, which the compiler does not know: what is read at an index plus it is read again."""
+    if interpret:
+        return jnp.zeros((), jnp.int32)
+    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(return_type=scalar)
+    def zero(ctx: Any) -> Any:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        value = mgpu_utils.inline_ptx("mov.b32 $0, 0;", result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
+
+    return zero()  # pyright: ignore[reportCallIssue]
 
 
 def once_read(values: Any) -> Any:

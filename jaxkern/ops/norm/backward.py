@@ -10,13 +10,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.arithmetic import sigmoid
-from jaxkern.core.mosaic import once_read
+from jaxkern.core.mosaic import once_read, unknown_zero
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.forward import (
     compiler_params,
     joined,
     narrowest,
+    place_sigmoid,
     scale_and_bias,
     split,
     wide,
@@ -91,11 +91,13 @@ def launch_bwd_tile(options: Options, tile: tiles.Backward, inputs: dict[str, An
     if tile.stages:
         boxes = width // tiles.BOX
         warpgroups = rows.warpgroups if isinstance(rows, Strip) else 1
-        count = warpgroups * tile.stages
         for k in streams:
-            scratch[k] = plgpu.SMEM((count, *rows.buffer(boxes)), inputs[k].dtype)
+            slots = (warpgroups, tile.stages, *rows.buffer(boxes))
+            scratch[k] = plgpu.SMEM(slots, inputs[k].dtype)
             inputs[k] = inputs[k].reshape(m, groups, boxes, tiles.BOX)
-        scratch["arrived"] = plgpu.Barrier(num_arrivals=len(streams), num_barriers=count)
+        scratch["arrived"] = plgpu.Barrier(
+            num_arrivals=len(streams) * warpgroups, num_barriers=tile.stages
+        )
     names = [*inputs, *outs]
 
     def body(*refs: Any, **space: Any) -> None:
@@ -149,13 +151,17 @@ def _bwd_kernel(
     count = tile.rows.rows_of(m)
     steps = lax.div(count - part + tile.parts - 1, tile.parts)
     each, pieces, stages = place.each, tile.rows.pieces, tile.stages
-    first_slot = getattr(place, "warpgroup", 0) * stages
-    sigma = functools.partial(
-        sigmoid, exact=options.x_dtype == "float32", interpret=place.interpret
-    )
+    warpgroup = getattr(place, "warpgroup", 0)
+    sigma = place_sigmoid(options, place)
 
     def slot_of(k: Any, j: int) -> Any:
-        return first_slot + lax.rem(k * pieces + j, stages)
+        if stages % pieces == 0:  # cheaper to compute, once a row
+            return lax.rem(k, stages // pieces) * pieces + j
+        return lax.rem(k * pieces + j, stages)
+
+    def unknown() -> Any:
+        """Added to an index, keeps reads where they are: hoisted, they would take registers."""
+        return 0 if tile.keep else unknown_zero(interpret=place.interpret)
 
     def fetch(k: Any, j: int) -> None:
         """Piece `j` of the block's row `k` on its way to shared memory."""
@@ -165,64 +171,64 @@ def _bwd_kernel(
             row, slot = place.row(part + k * tile.parts, m), slot_of(k, j)
             for name in streams:
                 source = place.source(getattr(ref, name), row, group, j)
-                target = getattr(smem, name).at[slot]
+                target = getattr(smem, name).at[warpgroup, slot]
                 plgpu.copy_gmem_to_smem(source, target, smem.arrived.at[slot])
 
-    def read(name: str, k: Any, row: Any, j: int) -> Any:
+    def read(name: str, k: Any, row: Any, j: int, zero: Any = 0) -> Any:
         if name not in streams:
             return None
         if stages:
-            return wide(place.load_shared(getattr(smem, name).at[slot_of(k, j)]))
-        return wide(place.load(getattr(ref, name), row, group, j))
+            slot = slot_of(k, j) + zero
+            return wide(place.load_shared(getattr(smem, name).at[warpgroup, slot]))
+        return wide(place.load(getattr(ref, name), row + zero, group, j))
 
-    params = functools.partial(scale_and_bias, options, place, ref, group)
+    def params(j: int, zero: Any = 0) -> Any:
+        return scale_and_bias(options, place, ref, group + zero, j)
+
     kept_params = [once_read(params(j)) for j in each] if tile.keep_weight else None
-    scales = lambda j: params(j) if kept_params is None else kept_params[j]
 
-    def start(k: Any, row: Any, j: int, mean: Any, rstd: Any) -> Any:
-        """x̂, dy, g and what else of a piece goes on."""
-        h, gate = read("h", k, row, j), read("gate", k, row, j)
-        dout = read("dout", k, row, j)
+    def start(k: Any, row: Any, j: int, mean: Any, rstd: Any, zero: Any = 0) -> Any:
+        """v − mean, dy, g and what else of a piece goes on."""
+        h, gate, dout = (read(name, k, row, j, zero) for name in ("h", "gate", "dout"))
         v = gated_input(options, h, gate, sigma)
-        xhat = (v if mean is None else v - mean) * rstd
-        scale, bias = scales(j)
-        dy, dgate = output_backward(options, xhat, scale, bias, gate, dout, sigma)
-        return xhat, dy, times(dy, scale), dgate, h, gate
+        d = v if mean is None else v - mean
+        scale, bias = params(j, zero) if kept_params is None else kept_params[j]
+        dy, dgate = output_backward(options, d, rstd, scale, bias, gate, dout, sigma)
+        return d, dy, times(dy, scale), dgate, h, gate
 
     def step(k: Any, sums: Any) -> Any:
-        row = place.row(part + k * tile.parts, m)
-        rstd = place.spread(place.load_stat(ref.rstd, row, group))
-        mean = None
+        tile_index = part + k * tile.parts
+        row = place.row(tile_index, m)
+        rstd_of_row = place.load_stat(ref.rstd, row, group)
+        rstd, mean = place.spread(rstd_of_row), None
         if options.centered:
             mean = place.spread(place.load_stat(ref.mean, row, group))
         dweight, dbias = (list(s) for s in sums)
-        kept, products, gs = [], [], []
+        kept, lane_sums = [], []
         for j in each:
             if stages:
                 plgpu.barrier_wait(smem.arrived.at[slot_of(k, j)])
-            xhat, dy, g, dgate, h, gate = start(k, row, j, mean, rstd)
+            d, dy, g, dgate, h, gate = start(k, row, j, mean, rstd, unknown())
             if dgate is not None:
                 place.store(ref.dgate, row, group, j, dgate)
-            new = place.new(part + k * tile.parts, m, dy)
             if dweight:
-                dweight[j] = dweight[j] + new * xhat
+                dweight[j] = place.add(dweight[j], place.new(tile_index, m, dy * rstd * d))
             if dbias:
-                dbias[j] = dbias[j] + new
-            products.append(place.once(j, g * xhat))
-            gs.append(place.once(j, g))
-            kept.append((xhat, g, h, gate) if tile.keep else None)
-        wanted = [sum(products), sum(gs)] if options.centered else [sum(products)]
-        means = [
-            place.spread(total * (1 / options.group_size))
-            for total in place.totals(lax.rem(k, 2), wanted)
-        ]
+                dbias[j] = place.add(dbias[j], place.new(tile_index, m, dy))
+            here = [place.lane_sum(j, v) for v in ([g * d, g] if options.centered else [g * d])]
+            lane_sums = [a + b for a, b in zip(lane_sums, here, strict=True)] if j else here
+            kept.append((d, g, h, gate) if tile.keep else None)
+        # dv = rstd · (g − mean(g) − d · rstd² · mean(g · d))
+        totals = place.totals(lax.rem(k, 2), lane_sums)
+        slope = place.spread(totals[0] * (1 / options.group_size) * rstd_of_row * rstd_of_row)
+        g_mean = place.spread(totals[1] * (1 / options.group_size)) if options.centered else None
         for j in each:
             if tile.keep:
-                xhat, g, h, gate = kept[j]
+                d, g, h, gate = kept[j]
             else:
-                xhat, _, g, _, h, gate = start(k, row, j, mean, rstd)
-            dv = g - xhat * means[0]
-            dv = (dv - means[1] if options.centered else dv) * rstd
+                d, _, g, _, h, gate = start(k, row, j, mean, rstd, unknown())
+            dv = g - d * slope
+            dv = (dv if g_mean is None else dv - g_mean) * rstd
             dx, dgate = gated_input_backward(options, h, gate, dv, sigma)
             if dgate is not None:
                 place.store(ref.dgate, row, group, j, dgate)
@@ -235,10 +241,15 @@ def _bwd_kernel(
                 fetch(k + (j + stages) // pieces, (j + stages) % pieces)
         return tuple(dweight), tuple(dbias)
 
-    for s in range(stages):
-        fetch(s // pieces, s % pieces)
+    if stages:
+
+        @pl.loop(0, -(-stages // pieces))
+        def _(k):
+            for j in each:
+                pl.when(k * pieces + j < stages)(functools.partial(fetch, k, j))
+
     place.begin()
-    zeros = lambda target: tuple(place.zeros() for _ in each) if target is not None else ()
+    zeros = lambda target: tuple(place.zero_sum() for _ in each) if target is not None else ()
     dweight, dbias = lax.fori_loop(0, steps, step, (zeros(ref.dweight), zeros(ref.dbias)))
     for target, sums in ((ref.dweight, dweight), (ref.dbias, dbias)):
         for j, value in enumerate(sums):

@@ -14,7 +14,7 @@ from jaxkern.core.mosaic import LANES
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.pointwise import Options, gated_input, output
 from jaxkern.ops.norm.reference import reference_fwd
-from jaxkern.ops.norm.rows import BLOCK, Strip
+from jaxkern.ops.norm.rows import BLOCK, Strip, Tile
 
 
 def launch_fwd(options: Options, x: Any, residual: Any, weight: Any, bias: Any, gate: Any):
@@ -56,7 +56,7 @@ def launch_fwd_tile(options: Options, tile: tiles.Forward, inputs: dict[str, Any
     results = plgpu.kernel(
         body,
         out_type=tuple(outs.values()),
-        scratch_types=rows.scratch(1, interpret),
+        scratch_types=rows.scratch(0 if isinstance(rows, Tile) else 1, interpret),
         grid=(rows.rows_of(m) * groups,),
         grid_names=(BLOCK,),
         kernel_name=f"{options.op}_fwd",
@@ -85,9 +85,7 @@ def _fwd_kernel(options: Options, place: Any, m: int, groups: int, ref: Any) -> 
         None if source is None else place.load(source, row, group, j) for j in each
     ]
     h, residual, gate = read(ref.x), read(ref.residual), read(ref.gate)
-    sigma = functools.partial(
-        sigmoid, exact=options.x_dtype == "float32", interpret=place.interpret
-    )
+    sigma = place_sigmoid(options, place)
     place.begin()
     if ref.residual is not None:
         h = [
@@ -98,15 +96,16 @@ def _fwd_kernel(options: Options, place: Any, m: int, groups: int, ref: Any) -> 
     v = [gated_input(options, wide(h[j]), wide(gate[j]), sigma) for j in each]
 
     def mean_of(slot: int, values: list[jax.Array]) -> jax.Array:
-        [total] = place.totals(slot, [sum(values)])
+        sums = [place.lane_sum(j, value) for j, value in zip(each, values, strict=True)]
+        [total] = place.totals(slot, [sum(sums[1:], start=sums[0])])
         return total * (1 / options.group_size)
 
     if options.centered:
-        mean = mean_of(1, [place.once(j, v[j]) for j in each])
+        mean = mean_of(1, v)
         place.store_stat(ref.mean, row, group, mean)
         mean = place.spread(mean)
         v = [value - mean for value in v]
-    square = mean_of(0, [place.once(j, v[j] * v[j]) for j in each])
+    square = mean_of(0, [value * value for value in v])
     rstd = lax.rsqrt(square + options.eps)
     place.store_stat(ref.rstd, row, group, rstd)
     rstd = place.spread(rstd)
@@ -117,6 +116,13 @@ def _fwd_kernel(options: Options, place: Any, m: int, groups: int, ref: Any) -> 
 
 
 # What both directions share
+
+
+def place_sigmoid(options: Options, place: Any) -> Any:
+    exact = options.x_dtype == "float32"
+    return functools.partial(
+        sigmoid, exact=exact, interpret=place.interpret, layout=place.layout
+    )
 
 
 def wide(x: Any) -> Any:
@@ -155,4 +161,4 @@ def joined(options: Options, a: Any, shape: tuple[int, ...]) -> Any:
 
 def compiler_params(options: Options, gated: bool) -> Any:
     """Fast exponentials where there are any."""
-    return plgpu.CompilerParams(approx_math=gated or options.activation in ("silu", "gelu"))
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=gated or options.activation in ("silu", "gelu"))

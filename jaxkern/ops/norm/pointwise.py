@@ -78,13 +78,23 @@ def output(
 
 
 def output_backward(
-    options: Options, xhat: Any, scale: Any, bias: Any, gate: Any, dout: Any, sigmoid: Sigmoid
+    options: Options,
+    d: Any,
+    rstd: Any,
+    scale: Any,
+    bias: Any,
+    gate: Any,
+    dout: Any,
+    sigmoid: Sigmoid,
 ) -> Any:
-    """(dy, dgate) from dout, y the affine part; dgate is None where the gate comes before."""
+    """(dy, dgate) from dout, y the affine part; dgate is None where the gate comes before.
+
+    x̂ = d · rstd, which is needed only where there is an activation or a gate.
+    """
     gated = gate is not None and options.norm_before_gate
     if options.activation is None and not gated:
         return dout, None
-    out, slope = _activated(options.activation, affine(xhat, scale, bias), sigmoid)
+    out, slope = _activated(options.activation, affine(d * rstd, scale, bias), sigmoid)
     dgate = None
     if gated:
         s = sigmoid(gate)

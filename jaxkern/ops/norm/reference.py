@@ -47,11 +47,13 @@ def reference_bwd(
     """(dx, dresidual, dweight, dbias, dgate); dresidual is None where it is dx."""
     shape, wide_gate, dout = h.shape, _wide(gate), _wide(dout)
     v = _groups(options, gated_input(options, _wide(h), wide_gate, jax.nn.sigmoid))
-    xhat = v if mean is None else v - mean[..., None]
-    xhat = xhat * rstd[..., None]
+    d = v if mean is None else v - mean[..., None]
+    xhat = d * rstd[..., None]
     scale = _scale(options, weight)
+    one = jnp.ones((), xhat.dtype)
+    flat = xhat.reshape(shape)
     dy, dgate = output_backward(
-        options, xhat.reshape(shape), scale, _wide(bias), wide_gate, dout, jax.nn.sigmoid
+        options, flat, one, scale, _wide(bias), wide_gate, dout, jax.nn.sigmoid
     )
     g = _groups(options, times(dy, scale))
     dv = g - xhat * jnp.mean(g * xhat, axis=-1, keepdims=True)
@@ -65,7 +67,7 @@ def reference_bwd(
     return (
         dx.astype(options.x_dtype),
         dx.astype(options.residual_dtype) if options.separate_dresidual else None,
-        None if weight is None else jnp.sum(dy * xhat.reshape(shape), rows).astype(weight.dtype),
+        None if weight is None else jnp.sum(dy * flat, rows).astype(weight.dtype),
         None if bias is None else jnp.sum(dy, rows).astype(bias.dtype),
         None if gate is None else dgate.astype(gate.dtype),
     )

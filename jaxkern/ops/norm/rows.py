@@ -72,12 +72,12 @@ class Tile:
         return {}
 
     def scratch(self, sums: int, interpret: bool) -> dict[str, Any]:
-        del sums, interpret
-        return {}
+        """Where the warps add up what they have of the sums over rows."""
+        del interpret
+        return {"columns": plgpu.SMEM((self.unit, self.size), jnp.float32)} if sums else {}
 
     def place(self, space: Any, interpret: bool) -> "TilePlace":
-        del space
-        return TilePlace(self, interpret)
+        return TilePlace(self, space, interpret)
 
     def rows_of(self, m: int) -> int:
         """How many tiles cover `m` rows; the last one ends at the last row."""
@@ -119,9 +119,9 @@ def tile_for(size: int, elements: int, itemsize: int) -> Tile | None:
 class TilePlace:
     """A tile in a kernel."""
 
-    def __init__(self, tile: Tile, interpret: bool):
+    def __init__(self, tile: Tile, space: Any, interpret: bool):
         self.tile, self.layout, self.interpret = tile, _tiled_layout(tile), interpret
-        self.each = range(1)
+        self.space, self.each = space, range(1)
 
     def begin(self) -> None:
         pass
@@ -164,11 +164,14 @@ class TilePlace:
 
     def store_sum(self, ref: Any, part: Any, group: Any, j: int, value: jax.Array) -> None:
         del j
-        store(ref.at[part, group], jnp.sum(value, axis=0))
-
-    def once(self, j: int, value: jax.Array) -> jax.Array:
-        del j
-        return value
+        columns = self.space.columns
+        store(columns, value)
+        layout = self.layout.reduce((0,))
+        rows = [
+            plgpu.load(columns.at[r], layout=layout, optimized=False)
+            for r in range(self.tile.unit)
+        ]
+        store(ref.at[part, group], sum(rows[1:], start=rows[0]))
 
     def new(self, step: Any, m: int, value: jax.Array) -> jax.Array:
         """`value` with zeros in rows that the tile before had."""
@@ -179,11 +182,27 @@ class TilePlace:
         index = index + self.row(step, m)
         return jnp.where(index >= step * self.tile.rows, value, self.zeros())
 
-    def zeros(self) -> jax.Array:
-        shape = (self.tile.rows, self.tile.size)
+    def zeros(self, rows: int | None = None) -> jax.Array:
+        shape = (rows or self.tile.rows, self.tile.size)
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.layout)
 
+    def zero_sum(self) -> jax.Array:
+        return self.zeros(self.tile.unit)
+
+    def add(self, total: jax.Array, value: jax.Array) -> jax.Array:
+        """`total` and the rows of `value` that the same lanes hold."""
+        for first in range(0, self.tile.rows, self.tile.unit):
+            part = value[first : first + self.tile.unit]
+            total = plgpu.layout_cast(total + plgpu.layout_cast(part, self.layout), self.layout)
+        return total
+
+    def lane_sum(self, j: int, value: jax.Array) -> jax.Array:
+        """What may be added up over pieces before :meth:`totals`."""
+        del j
+        return value
+
     def totals(self, slot: Any, values: list[jax.Array]) -> list[jax.Array]:
+        """(rows,), the sums of each of `values` over a row."""
         del slot
         return [jnp.sum(v, axis=1) for v in values]
 
@@ -223,6 +242,12 @@ class Strip:
         return -(-self.windows.count // (self.warpgroups * self.blocks))
 
     @property
+    def even(self) -> bool:
+        """Whether no window meets another."""
+        w = self.windows
+        return self.pieces * self.warpgroups * self.blocks * w.size == w.n
+
+    @property
     def launch(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
         if self.warpgroups > 1:
@@ -255,7 +280,7 @@ class StripPlace:
 
     def __init__(self, strip: Strip, space: Any, interpret: bool):
         self.strip, self.space, self.interpret = strip, space, interpret
-        self.windows = strip.windows
+        self.windows, self.layout = strip.windows, strip.windows.layout
         self.each = range(strip.pieces)
         self.warpgroup = lax.axis_index(_WARPGROUP) if strip.warpgroups > 1 else 0
         self.rank = self.warpgroup
@@ -270,12 +295,20 @@ class StripPlace:
     def _index(self, j: int) -> Any:
         return self.rank * self.strip.pieces + j
 
+    def _window(self, ref: Any, j: int) -> Any:
+        return ref.at[pl.ds(self._start(j), self.windows.size)]
+
+    def _start(self, j: int) -> Any:
+        size = self.windows.size
+        return self._index(j) * size if self.strip.even else self.windows.start(self._index(j))
+
     def row(self, step: Any, m: int) -> Any:
         del m
         return step
 
     def load(self, ref: Any, row: Any, group: Any, j: int) -> jax.Array:
-        return self.windows.load(ref.at[row, group], self._index(j))
+        window = self._window(ref.at[row, group], j)
+        return plgpu.load(window, layout=self.layout, optimized=False)
 
     def load_shared(self, ref: Any) -> jax.Array:
         if self.interpret:
@@ -285,16 +318,17 @@ class StripPlace:
 
     def source(self, ref: Any, row: Any, group: Any, j: int) -> Any:
         count, box = self.strip.buffer(ref.shape[-2])
-        return ref.at[row, group, pl.ds(self.windows.start(self._index(j)) // box, count)]
+        return ref.at[row, group, pl.ds(self._start(j) // box, count)]
 
     def load_param(self, ref: Any, group: Any, j: int) -> jax.Array:
-        return self.windows.load(ref.at[group], self._index(j)).astype(jnp.float32)
+        window = self._window(ref.at[group], j)
+        return plgpu.load(window, layout=self.layout, optimized=False).astype(jnp.float32)
 
     def load_stat(self, ref: Any, row: Any, group: Any) -> jax.Array:
         return ref[row, group]
 
     def store(self, ref: Any, row: Any, group: Any, j: int, value: jax.Array) -> None:
-        self.windows.store(ref.at[row, group], self._index(j), value)
+        self._window(ref.at[row, group], j)[...] = value.astype(ref.dtype)
 
     def store_stat(self, ref: Any, row: Any, group: Any, value: jax.Array) -> None:
         ref[row, group] = value
@@ -302,18 +336,17 @@ class StripPlace:
     def store_sum(self, ref: Any, part: Any, group: Any, j: int, value: jax.Array) -> None:
         self.store(ref, part, group, j, value)
 
-    def once(self, j: int, value: jax.Array) -> jax.Array:
-        """`value` with zeros where it is another window's too, or beyond the row's end."""
+    def lane_sum(self, j: int, value: jax.Array) -> jax.Array:
+        """(LANES,): sums of what is in no other window and not beyond the row's end."""
         w, strip = self.windows, self.strip
-        whole = w.n % w.size == 0 and w.count == strip.pieces * strip.warpgroups * strip.blocks
-        if whole and strip.n == w.n:
-            return value
-        column = plgpu.broadcasted_iota(jnp.int32, (w.size,), 0, layout=w.layout)
-        column = column + w.start(self._index(j))
-        kept = column >= self._index(j) * w.size
-        if strip.n < w.n:
-            kept = kept & (column < strip.n)
-        return jnp.where(kept, value, self.zeros())
+        if not strip.even or strip.n < w.n:
+            column = plgpu.broadcasted_iota(jnp.int32, (w.size,), 0, layout=w.layout)
+            column = column + w.start(self._index(j))
+            kept = column >= self._index(j) * w.size
+            if strip.n < w.n:
+                kept = kept & (column < strip.n)
+            value = jnp.where(kept, value, self.zeros())
+        return sum_in_lanes([value], w.vec, interpret=self.interpret)
 
     def new(self, step: Any, m: int, value: jax.Array) -> jax.Array:
         del step, m
@@ -322,15 +355,20 @@ class StripPlace:
     def zeros(self) -> jax.Array:
         return self.windows.full(0.0)
 
+    zero_sum = zeros
+
+    def add(self, total: jax.Array, value: jax.Array) -> jax.Array:
+        return total + value
+
     def totals(self, slot: Any, values: list[jax.Array]) -> list[jax.Array]:
-        """Sums over the row of one or two `values`.
+        """The sums of one or two `values` (LANES,) over the row.
 
         Each warp posts its sums in the mailboxes of all blocks; two rounds take turns with `slot`,
         so that the next post cannot meet the last one's readers.
         """
         strip, interpret, count = self.strip, self.interpret, len(values)
-        held = [sum_in_lanes(v, self.windows.vec, interpret=interpret) for v in values]
-        [held] = sum_lanes(held, (1, 2, 4, 8, 16), interpret=interpret)  # two: odd lanes the second
+        # Of two, odd lanes hold the second.
+        [held] = sum_lanes(values, (1, 2, 4, 8, 16), interpret=interpret)
         parts = strip.warpgroups * strip.blocks
         mail = self.space.mail.at[slot]  # (parts, count, warps)
         offsets = LaneOffsets(((_WARP, _WARPS, 1), (1, count, _WARPS)))

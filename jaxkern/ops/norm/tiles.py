@@ -13,6 +13,7 @@ BOX = 256
 _SHORT = 1024
 """Longest row that one warp takes: 32 elements a lane."""
 
+_MAX_BARRIERS = 32
 _SHARED_BYTES = 224 << 10
 _MAX_WARPGROUPS = 8
 _MAX_CLUSTER = 8
@@ -94,8 +95,8 @@ def forward(m: int, n: int, groups: int, itemsize: int, arrays: int, interpret: 
         if tile and m >= tile.rows:
             return Forward(tile)
     few = m * groups * max(1, n // 8192) < num_sms()
-    per_lane = 8 if few else 32
-    return Forward(strip(n, itemsize, per_lane, 16, 8 if few else 4, interpret))
+    per_lane = 8 if few else 32 if arrays == 1 else 16
+    return Forward(strip(n, itemsize, per_lane, 8 if n > 8192 else 16, 8 if few else 4, interpret))
 
 
 @functools.cache
@@ -114,18 +115,21 @@ def backward(
     sms = num_sms()
     boxed = n % BOX == 0
     if n <= _SHORT:
-        tile = tile_for(n, 2048 if sums > 1 or not plain else 4096, itemsize)
+        tile = tile_for(n, 2048, itemsize)
         if tile and m >= tile.rows:
-            per_sm, slot = 4, tile.rows * n * row_bytes
+            per_sm = 4 if tile.rows * n <= 2048 else 3 if plain and sums < 2 else 2
+            slot = tile.rows * n * row_bytes
             stages = max(2, min(3, _SHARED_BYTES // per_sm // slot)) if boxed else 0
             parts = max(1, min(tile.rows_of(m), per_sm * sms // groups))
             return Backward(tile, parts, stages, keep=True, keep_weight=n <= 256)
-    rows = strip(n, itemsize, 32, 32 if plain and sums < 2 else 16, 4, interpret)
+    rows = strip(n, itemsize, 32, 8 if n > 8192 else 32 if plain and sums < 2 else 16, 4, interpret)
     warpgroups, blocks = rows.warpgroups, rows.blocks
     slot = rows.windows.size * row_bytes
     per_sm = max(1, min(8, 2 * LANES * 32 // max(n, LANES))) if warpgroups == 1 else 1
     room = (_SHARED_BYTES // per_sm - 1024) // (warpgroups * slot)
-    stages = min(room, 4 * rows.pieces) if boxed and room > rows.pieces else 0
+    stages = min(room, 4 * rows.pieces, _MAX_BARRIERS) if boxed and room > rows.pieces else 0
+    if stages >= 2 * rows.pieces:
+        stages -= stages % rows.pieces
     parts = max(1, min(m, per_sm * sms // (groups * blocks)))
     long = rows.pieces * rows.windows.size * warpgroups > 8192
     return Backward(rows, parts, stages, keep=not long, keep_weight=n <= 4096)
