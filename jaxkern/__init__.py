@@ -11,6 +11,7 @@ from jaxkern import precision as precision
 from jaxkern.ops.causal_conv1d import causal_conv1d as causal_conv1d
 from jaxkern.ops.causal_conv1d import causal_conv1d_step as causal_conv1d_step
 from jaxkern.ops.linear_scan import linear_scan as linear_scan
+from jaxkern.ops.norm import layer_norm as layer_norm
 from jaxkern.ops.norm import rms_norm as rms_norm
 from jaxkern.ops.selective_scan import selective_scan as selective_scan
 from jaxkern.ops.selective_scan import selective_scan_step as selective_scan_step

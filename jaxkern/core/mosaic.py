@@ -464,6 +464,37 @@ def fast_reciprocal(x: jax.Array, *, layout: Any = None, interpret: bool) -> jax
     return reciprocal(x)  # pyright: ignore[reportCallIssue]
 
 
+def computed_here(values: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """`values`, fp32 in `layout`, computed before the barriers that follow.
+
+    The compiler would put off what is first used after them, and keep what it is computed from.
+    """
+    if interpret:
+        return values
+    result = plgpu.ShapeDtypeStruct(values.shape, np.dtype(np.float32), layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def pin(ctx: Any, values: Any) -> Any:
+        del ctx
+        f32 = ir.F32Type.get()
+        pinned = np.empty_like(values.registers)
+        for index, register in np.ndenumerate(values.registers):
+            count = ir.VectorType(register.type).shape[0]
+            parts = [
+                mgpu_utils.inline_ptx(
+                    "mov.b32 $0, $1;",
+                    _element(register, k),
+                    result_types=f32,
+                    has_side_effects=True,
+                )
+                for k in range(count)
+            ]
+            pinned[index] = vector.from_elements(register.type, parts)
+        return mgpu.FragmentedArray(_registers=pinned, _layout=values.layout, _is_signed=None)
+
+    return pin(values)  # pyright: ignore[reportCallIssue]
+
+
 def unknown_zero(*, interpret: bool) -> jax.Array:
     """0, which the compiler does not know: what is read at an index plus it is read again."""
     if interpret:

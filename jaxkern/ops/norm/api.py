@@ -306,9 +306,7 @@ def _norm(
     if gate is not None:
         gate = check_array("gate", gate, x.shape, "the shape of x")
     if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f'activation must be "silu", "gelu", "relu" or None, got {activation!r}'
-        )
+        raise ValueError(f'activation must be "silu", "gelu", "relu" or None, got {activation!r}')
     group_size = n if group_size is None else _check_group_size(group_size, n)
     options = Options(
         op=op,

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import once_read, unknown_zero
+from jaxkern.core.mosaic import computed_here, once_read, unknown_zero
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.forward import (
     compiler_params,
@@ -185,6 +185,7 @@ def _bwd_kernel(
     def params(j: int, zero: Any = 0) -> Any:
         return scale_and_bias(options, place, ref, group + zero, j)
 
+    pinned = functools.partial(computed_here, layout=place.layout, interpret=place.interpret)
     kept_params = [once_read(params(j)) for j in each] if tile.keep_weight else None
 
     def start(k: Any, row: Any, j: int, mean: Any, rstd: Any, zero: Any = 0) -> Any:
@@ -212,9 +213,9 @@ def _bwd_kernel(
             if dgate is not None:
                 place.store(ref.dgate, row, group, j, dgate)
             if dweight:
-                dweight[j] = place.add(dweight[j], place.new(tile_index, m, dy * rstd * d))
+                dweight[j] = pinned(place.add(dweight[j], place.new(tile_index, m, dy * rstd * d)))
             if dbias:
-                dbias[j] = place.add(dbias[j], place.new(tile_index, m, dy))
+                dbias[j] = pinned(place.add(dbias[j], place.new(tile_index, m, dy)))
             here = [place.lane_sum(j, v) for v in ([g * d, g] if options.centered else [g * d])]
             lane_sums = [a + b for a, b in zip(lane_sums, here, strict=True)] if j else here
             kept.append((d, g, h, gate) if tile.keep else None)

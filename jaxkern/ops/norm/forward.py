@@ -24,7 +24,9 @@ def launch_fwd(options: Options, x: Any, residual: Any, weight: Any, bias: Any, 
     groups = x.shape[-1] // options.group_size
     m = x.size // x.shape[-1]
     arrays = sum(a is not None for a in (x, residual, gate))
-    tile = tiles.forward(m, options.group_size, groups, narrowest(inputs), arrays, options.mode == "interpret")
+    tile = tiles.forward(
+        m, options.group_size, groups, narrowest(inputs), arrays, options.mode == "interpret"
+    )
     return launch_fwd_tile(options, tile, inputs)
 
 
@@ -88,9 +90,7 @@ def _fwd_kernel(options: Options, place: Any, m: int, groups: int, ref: Any) -> 
     sigma = place_sigmoid(options, place)
     place.begin()
     if ref.residual is not None:
-        h = [
-            (wide(a) + wide(b)).astype(ref.h.dtype) for a, b in zip(h, residual, strict=True)
-        ]
+        h = [(wide(a) + wide(b)).astype(ref.h.dtype) for a, b in zip(h, residual, strict=True)]
         for j in each:
             place.store(ref.h, row, group, j, h[j])
     v = [gated_input(options, wide(h[j]), wide(gate[j]), sigma) for j in each]
@@ -120,9 +120,7 @@ def _fwd_kernel(options: Options, place: Any, m: int, groups: int, ref: Any) -> 
 
 def place_sigmoid(options: Options, place: Any) -> Any:
     exact = options.x_dtype == "float32"
-    return functools.partial(
-        sigmoid, exact=exact, interpret=place.interpret, layout=place.layout
-    )
+    return functools.partial(sigmoid, exact=exact, interpret=place.interpret, layout=place.layout)
 
 
 def wide(x: Any) -> Any:
@@ -161,4 +159,7 @@ def joined(options: Options, a: Any, shape: tuple[int, ...]) -> Any:
 
 def compiler_params(options: Options, gated: bool) -> Any:
     """Fast exponentials where there are any."""
-    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=gated or options.activation in ("silu", "gelu"))
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        approx_math=gated or options.activation in ("silu", "gelu"),
+    )

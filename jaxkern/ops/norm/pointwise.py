@@ -66,9 +66,7 @@ def gated_input_backward(options: Options, h: Any, gate: Any, dv: Any, sigmoid: 
     return dv * (gate * s), dv * h * _silu_slope(gate, s)
 
 
-def output(
-    options: Options, xhat: Any, scale: Any, bias: Any, gate: Any, sigmoid: Sigmoid
-) -> Any:
+def output(options: Options, xhat: Any, scale: Any, bias: Any, gate: Any, sigmoid: Sigmoid) -> Any:
     """From x̂ to the result."""
     out = affine(xhat, scale, bias)
     out = _activated(options.activation, out, sigmoid)[0]

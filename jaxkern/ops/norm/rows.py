@@ -99,9 +99,7 @@ def _tiled_layout(tile: Tile) -> Any:
         -1,
         _check_canonical=False,
     ).canonicalize()
-    return plgpu.Layout.TILED(
-        layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim
-    )
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
 def tile_for(size: int, elements: int, itemsize: int) -> Tile | None:
@@ -168,8 +166,7 @@ class TilePlace:
         store(columns, value)
         layout = self.layout.reduce((0,))
         rows = [
-            plgpu.load(columns.at[r], layout=layout, optimized=False)
-            for r in range(self.tile.unit)
+            plgpu.load(columns.at[r], layout=layout, optimized=False) for r in range(self.tile.unit)
         ]
         store(ref.at[part, group], sum(rows[1:], start=rows[0]))
 

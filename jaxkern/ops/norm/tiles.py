@@ -53,9 +53,7 @@ class Backward:
         assert self.stages == 0 or self.stages >= self.rows.pieces, self
 
 
-def strip(
-    n: int, itemsize: int, per_lane: int, window: int, spread: int, interpret: bool
-) -> Strip:
+def strip(n: int, itemsize: int, per_lane: int, window: int, spread: int, interpret: bool) -> Strip:
     """A row of `n`, `per_lane` elements a lane where the cluster is not at its limit.
 
     Args:
@@ -101,7 +99,14 @@ def forward(m: int, n: int, groups: int, itemsize: int, arrays: int, interpret: 
 
 @functools.cache
 def backward(
-    m: int, n: int, groups: int, itemsize: int, row_bytes: int, sums: int, plain: bool, interpret: bool
+    m: int,
+    n: int,
+    groups: int,
+    itemsize: int,
+    row_bytes: int,
+    sums: int,
+    plain: bool,
+    interpret: bool,
 ) -> Backward:
     """The tiles of the backward of (m, groups, n).
 
