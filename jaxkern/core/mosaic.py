@@ -332,7 +332,7 @@ def sum_in_lanes(values: Sequence[jax.Array], vec: int, *, interpret: bool) -> j
     with their additions.
     """
     if interpret:
-        return sum(jnp.sum(v.reshape(-1, LANES, vec), axis=(0, 2)) for v in values)
+        return sum((v.reshape(-1, LANES, vec).sum((0, 2)) for v in values), jnp.zeros(LANES))
     layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
 
     @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=_row(1))

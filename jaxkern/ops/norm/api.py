@@ -24,9 +24,9 @@ Bytes per element of x, in units of its size: 2 forward (read x, write out), 3 b
 dout, write dx). A residual adds 2 and 1, a gate 1 and 2. With some 5 operations per element forward
 and 15 backward, both passes wait for memory alone.
 
-Sources: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, arXiv:1910.07467. Ba, Kiros
-and Hinton, Layer Normalization, 2016, arXiv:1607.06450. The gate and the groups are those of Dao and
-Gu, Transformers are SSMs, 2024, arXiv:2405.21060.
+Sources: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, arXiv:1910.07467; Ba, Kiros
+and Hinton, Layer Normalization, 2016, arXiv:1607.06450; for the gate and the groups Dao and Gu,
+Transformers are SSMs, 2024, arXiv:2405.21060.
 """
 
 import functools

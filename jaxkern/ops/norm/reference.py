@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from jaxkern.ops.norm.pointwise import (
     Options,
@@ -80,6 +81,9 @@ def _scale(options: Options, weight: Any) -> Any:
 def _groups(options: Options, x: Any) -> Any:
     """(..., N) as (..., G, group size)."""
     groups = x.shape[-1] // options.group_size if options.group_size else 1
+    sharding = jax.typeof(x).sharding
+    if groups > 1 and AxisType.Explicit in sharding.mesh.axis_types:
+        x = reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], None)))
     return x.reshape(*x.shape[:-1], groups, options.group_size)
 
 
