@@ -368,26 +368,72 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def store_in_cluster(
-    ref: Any, offsets: LaneOffsets, value: jax.Array, *, parts: int, blocks: int
-) -> None:
-    """Writes `value` (LANES,) to the shared memory of all `blocks` of a cluster of one axis.
+def sync_block() -> None:
+    """All warpgroups of a block wait for each other. Not for Pallas's interpreter."""
+    _ptx("bar.sync 0;")
 
-    Lane l of each warp writes to block ⌊l / parts⌋ while there is one, at its offset in that
-    block's `ref`. Others see it after :func:`arrive_in_cluster` here and :func:`wait_in_cluster`
-    there. Not for Pallas's interpreter.
+
+def start_arrivals(refs: Sequence[Any]) -> None:
+    """Makes `refs`, each (2,) int32 in shared memory, count bytes that blocks of a cluster send.
+
+    At the start of a kernel; then in every round :func:`expect_arrivals`, :func:`send_in_cluster`
+    of all that is expected, and :func:`wait_for_arrivals`. That neither fences nor waits for other
+    writes, as a barrier of the cluster would. None is for Pallas's interpreter.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW))
-    def send(ctx: Any, target: Any, value: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def start(ctx: Any, *refs: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        for ref in refs:
+            nvvm.mbarrier_init(
+                mgpu_utils.memref_ptr(ref), arith.constant(i32, 1), predicate=_first_thread()
+            )
+
+    start(*refs)  # pyright: ignore[reportCallIssue]
+    _ptx("fence.mbarrier_init.release.cluster;")
+    _ptx("barrier.cluster.arrive.aligned;")
+    _ptx("barrier.cluster.wait.aligned;")
+
+
+def expect_arrivals(ref: Any, nbytes: int) -> None:
+    """Says how many bytes this block gets in this round."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def expect(ctx: Any, ref: Any) -> None:
+        del ctx
+        mgpu_utils.inline_ptx(
+            f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};",
+            _shared_address(mgpu_utils.memref_ptr(ref)),
+            predicate=_first_thread(),
+            has_side_effects=True,
+        )
+
+    expect(ref)  # pyright: ignore[reportCallIssue]
+
+
+def send_in_cluster(
+    ref: Any, arrivals: Any, offsets: LaneOffsets, value: jax.Array, *, parts: int, blocks: int
+) -> None:
+    """Writes `value` (LANES,), fp32, to the shared memory of all `blocks` of a cluster.
+
+    Lane l of each warp writes 4 bytes to block ⌊l / parts⌋ while there is one, at its offset in
+    that block's `ref`, and they count in that block's `arrivals`.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _ROW))
+    def send(ctx: Any, target: Any, arrivals: Any, value: Any) -> None:
         del ctx
         i32 = ir.IntegerType.get_signless(32)
         lane = arith.andi(mgpu_utils.thread_idx(), arith.constant(i32, 31))
         block = arith.divui(lane, arith.constant(i32, parts))
-        there = nvvm.mapa(llvm.PointerType.get(7), _pointer(target, offsets), block)
+        there = [
+            _shared_address(nvvm.mapa(llvm.PointerType.get(7), pointer, block))
+            for pointer in (_pointer(target, offsets), mgpu_utils.memref_ptr(arrivals))
+        ]
         mgpu_utils.inline_ptx(
-            "st.shared::cluster.f32 [$0], $1;",
-            llvm.ptrtoint(i32, there),
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [$0], $2, [$1];",
+            *there,
             _element(value.registers.item(), 0),
             predicate=arith.cmpi(
                 arith.CmpIPredicate.ult, lane, arith.constant(i32, parts * blocks)
@@ -395,22 +441,30 @@ def store_in_cluster(
             has_side_effects=True,
         )
 
-    send(ref, value)  # pyright: ignore[reportCallIssue]
+    send(ref, arrivals, value)  # pyright: ignore[reportCallIssue]
 
 
-def sync_block() -> None:
-    """All warpgroups of a block wait for each other. Not for Pallas's interpreter."""
-    _ptx("bar.sync 0;")
+def wait_for_arrivals(ref: Any, parity: jax.Array) -> None:
+    """Until all bytes of a round are there; `parity` is 0 in the first round, 1, 0, 1 ..."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    def wait(ctx: Any, ref: Any, parity: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        nvvm.mbarrier_try_wait_parity(
+            mgpu_utils.memref_ptr(ref), parity.registers.item(), arith.constant(i32, 10_000_000)
+        )
+
+    wait(ref, parity)  # pyright: ignore[reportCallIssue]
 
 
-def arrive_in_cluster() -> None:
-    """Tells all blocks of the cluster that this thread's writes are done. Not interpreted."""
-    _ptx("barrier.cluster.arrive.release.aligned;")
+def _first_thread() -> Any:
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), arith.constant(i32, 0))
 
 
-def wait_in_cluster() -> None:
-    """Waits until all threads of the cluster have arrived. Not for Pallas's interpreter."""
-    _ptx("barrier.cluster.wait.acquire.aligned;")
+def _shared_address(pointer: Any) -> Any:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), pointer)
 
 
 def _ptx(instruction: str) -> None:

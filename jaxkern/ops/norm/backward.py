@@ -220,7 +220,7 @@ def _bwd_kernel(
             lane_sums = [a + b for a, b in zip(lane_sums, here, strict=True)] if j else here
             kept.append((d, g, h, gate) if tile.keep else None)
         # dv = rstd · (g − mean(g) − d · rstd² · mean(g · d))
-        totals = place.totals(lax.rem(k, 2), lane_sums)
+        totals = place.totals(k, lane_sums)
         slope = place.spread(totals[0] * (1 / options.group_size) * rstd_of_row * rstd_of_row)
         g_mean = place.spread(totals[1] * (1 / options.group_size)) if options.centered else None
         for j in each:

@@ -95,17 +95,17 @@ def _fwd_kernel(options: Options, place: Any, m: int, groups: int, ref: Any) -> 
             place.store(ref.h, row, group, j, h[j])
     v = [gated_input(options, wide(h[j]), wide(gate[j]), sigma) for j in each]
 
-    def mean_of(slot: int, values: list[jax.Array]) -> jax.Array:
+    def mean_of(rounds: int, values: list[jax.Array]) -> jax.Array:
         sums = [place.lane_sum(j, value) for j, value in zip(each, values, strict=True)]
-        [total] = place.totals(slot, [sum(sums[1:], start=sums[0])])
+        [total] = place.totals(rounds, [sum(sums[1:], start=sums[0])])
         return total * (1 / options.group_size)
 
     if options.centered:
-        mean = mean_of(1, v)
+        mean = mean_of(0, v)
         place.store_stat(ref.mean, row, group, mean)
         mean = place.spread(mean)
         v = [value - mean for value in v]
-    square = mean_of(0, [value * value for value in v])
+    square = mean_of(int(options.centered), [value * value for value in v])
     rstd = lax.rsqrt(square + options.eps)
     place.store_stat(ref.rstd, row, group, rstd)
     rstd = place.spread(rstd)

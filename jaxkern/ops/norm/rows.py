@@ -20,17 +20,18 @@ from jaxkern.core.mosaic import (
     LANES,
     LaneOffsets,
     Windows,
-    arrive_in_cluster,
+    expect_arrivals,
     grid_axes,
     load_lanes,
+    send_in_cluster,
+    start_arrivals,
     store,
-    store_in_cluster,
     store_lanes,
     sum_in_lanes,
     sum_lanes,
     sync_block,
     uniform,
-    wait_in_cluster,
+    wait_for_arrivals,
 )
 
 BLOCK, _CLUSTER, _WARPGROUP = grid_axes("block", "cluster", "warpgroup")
@@ -198,9 +199,9 @@ class TilePlace:
         del j
         return value
 
-    def totals(self, slot: Any, values: list[jax.Array]) -> list[jax.Array]:
+    def totals(self, rounds: Any, values: list[jax.Array]) -> list[jax.Array]:
         """(rows,), the sums of each of `values` over a row."""
-        del slot
+        del rounds
         return [jnp.sum(v, axis=1) for v in values]
 
     def spread(self, value: jax.Array) -> jax.Array:
@@ -259,6 +260,8 @@ class Strip:
         scratch: dict[str, Any] = {"mail": plgpu.SMEM((2, parts, sums, _WARPS), jnp.float32)}
         if interpret and self.warpgroups > 1:
             scratch["met"] = plgpu.Barrier(num_arrivals=self.warpgroups)
+        if self.blocks > 1:
+            scratch["arrivals"] = plgpu.SMEM((2, 2), jnp.int32)
         return scratch
 
     def place(self, space: Any, interpret: bool) -> "StripPlace":
@@ -285,9 +288,8 @@ class StripPlace:
             self.rank = self.rank + lax.axis_index(_CLUSTER) * strip.warpgroups
 
     def begin(self) -> None:
-        if self.strip.blocks > 1:  # the others' shared memory is there once they run
-            arrive_in_cluster()
-            wait_in_cluster()
+        if self.strip.blocks > 1:
+            start_arrivals([self.space.arrivals.at[i] for i in range(2)])
 
     def _index(self, j: int) -> Any:
         return self.rank * self.strip.pieces + j
@@ -357,23 +359,25 @@ class StripPlace:
     def add(self, total: jax.Array, value: jax.Array) -> jax.Array:
         return total + value
 
-    def totals(self, slot: Any, values: list[jax.Array]) -> list[jax.Array]:
-        """The sums of one or two `values` (LANES,) over the row.
+    def totals(self, rounds: Any, values: list[jax.Array]) -> list[jax.Array]:
+        """The sums of one or two `values` (LANES,) over the row; `rounds` were before.
 
-        Each warp posts its sums in the mailboxes of all blocks; two rounds take turns with `slot`,
-        so that the next post cannot meet the last one's readers.
+        Each warp posts its sums in the mailboxes of all blocks. There are two, used in turns, so
+        that what is posted next cannot meet the readers of this round.
         """
         strip, interpret, count = self.strip, self.interpret, len(values)
         # Of two, odd lanes hold the second.
         [held] = sum_lanes(values, (1, 2, 4, 8, 16), interpret=interpret)
         parts = strip.warpgroups * strip.blocks
+        slot = lax.rem(jnp.int32(rounds), 2)
         mail = self.space.mail.at[slot]  # (parts, count, warps)
         offsets = LaneOffsets(((_WARP, _WARPS, 1), (1, count, _WARPS)))
         if strip.blocks > 1:
             box = mail.at[self.rank]
-            store_in_cluster(box, offsets, held, parts=count, blocks=strip.blocks)
-            arrive_in_cluster()
-            wait_in_cluster()
+            arrivals = self.space.arrivals.at[slot]
+            expect_arrivals(arrivals, 4 * parts * count * _WARPS)
+            send_in_cluster(box, arrivals, offsets, held, parts=count, blocks=strip.blocks)
+            wait_for_arrivals(arrivals, lax.rem(lax.div(jnp.int32(rounds), 2), 2))
         else:
             store_lanes(mail.at[self.rank], offsets, [held], interpret=interpret)
             self._meet()
@@ -387,7 +391,7 @@ class StripPlace:
                     ((1, _WARPS, 1), (_WARPS, side, count * _WARPS)),
                     start=(first * count + k) * _WARPS,
                 )
-                [read] = load_lanes(mail, offsets, interpret=interpret)
+                [read] = load_lanes(mail, offsets, interpret=interpret, volatile=True)
                 total = read if first == 0 else total + read
             distances = tuple(1 << b for b in range((_WARPS * side).bit_length() - 1))
             [total] = sum_lanes([total], distances, interpret=interpret)
