@@ -100,8 +100,8 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> It
         return out, vjp(dout)
 
     out = jax.eval_shape(call, *sets[0])
-    keys = [jax.random.key(i) for i in range(len(sets))]
-    douts = [jax.random.normal(key, out.shape, out.dtype) for key in keys]
+    draw = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
+    douts = [draw(jax.random.key(i)) for i in range(len(sets))]
     with_dout = list(zip(sets, douts, strict=True))
     nbytes = case.bytes_forward + case.bytes_backward
     yield _row(case, implementation, "both", both, with_dout, nbytes, copy, calls)
@@ -117,11 +117,14 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> It
 
 def _check(case: Case, call: Any, arrays: tuple[Any, ...]) -> None:
     """No speed from a wrong result: the first call must agree with plain JAX."""
-    got = jax.jit(call)(*arrays).astype(jnp.float32)
-    want = jax.jit(lambda *a: case.call(*a, "xla"))(*arrays).astype(jnp.float32)
-    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-    if not error < 1e-2:
-        raise RuntimeError(f"{case.op} {case.shape}: relative error {error:.1e} against plain JAX")
+    got = jax.tree.leaves(jax.jit(call)(*arrays))
+    want = jax.tree.leaves(jax.jit(lambda *a: case.call(*a, "xla"))(*arrays))
+    for g, w in zip(got, want, strict=True):
+        g, w = g.astype(jnp.float32), w.astype(jnp.float32)
+        error = float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
+        if not error < 1e-2:
+            what = f"{case.op} {case.shape}"
+            raise RuntimeError(f"{what}: relative error {error:.1e} against plain JAX")
 
 
 def _row(
