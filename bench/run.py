@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
         "device time (CUPTI), cold L2" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
     )
     print(f"{where['device']}, JAX {where['jax']}, copy {copy / 1e9:.0f} GB/s, {clock}", flush=True)
-    print(f"{'op':15}{'shape':18}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}")
+    print(f"{'op':15}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}")
     device = str(where["device"]).lower().replace(" ", "-")
     ops = "-".join(sorted({c.op for c in chosen}))
     out = args.out or RESULTS / f"{device}-{ops}.json"
@@ -213,14 +213,14 @@ def main(argv: list[str] | None = None) -> int:
                     report["rows"].append(dataclasses.asdict(row))
                     spread = (row.us_high - row.us_low) / 2
                     print(
-                        f"{row.op:15}{row.shape:18}{row.dtype:10}{row.direction:10}"
+                        f"{row.op:15}{row.shape:24}{row.dtype:10}{row.direction:10}"
                         f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}",
                         flush=True,
                     )
             except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as e:
                 failed += 1
                 reason = str(e).splitlines()[0]
-                print(f"{case.op:15}{case.shape:18}{case.dtype:10}{implementation}: {reason}")
+                print(f"{case.op:15}{case.shape:24}{case.dtype:10}{implementation}: {reason}")
             gc.collect()
             _write(out, report)  # after every case: a run that is stopped keeps what it has
     print(f"wrote {out}")
