@@ -533,7 +533,7 @@ def test_norm_lowers_for_cuda(op, n):
 def test_norm_sums_of_bounded_size(m):
     """The parts of dw and db do not grow with the rows."""
     for n in (64, 256, 1000, 1024, 4096, 16384, 262144):
-        tile = tiles.backward(m, n, 1, 2, 4, 1, True, False)
+        tile = tiles.backward(m, n, 1, 2, 4, 4, 1, True, False)
         assert tile.parts <= 8 * 132
         assert tile.parts * n <= max(132 * 4096 * 2, 132 * n)
 

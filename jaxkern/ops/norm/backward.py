@@ -59,6 +59,7 @@ def launch_bwd(
         h.shape[-1] // options.group_size,
         narrowest({k: v for k, v in inputs.items() if k not in ("mean", "rstd")}),
         sum(inputs[k].dtype.itemsize for k in _STREAMS if inputs[k] is not None),
+        0 if weight is None else weight.dtype.itemsize,
         (weight is not None) + (bias is not None),
         gate is None and options.activation is None,
         options.mode == "interpret",
@@ -98,6 +99,9 @@ def launch_bwd_tile(options: Options, tile: tiles.Backward, inputs: dict[str, An
         scratch["arrived"] = plgpu.Barrier(
             num_arrivals=len(streams) * warpgroups, num_barriers=tile.stages
         )
+    if tile.weight == "shared" and weight is not None and isinstance(rows, Strip):
+        shape_of_own = (rows.warpgroups, rows.pieces, rows.windows.size)
+        scratch["weight"] = plgpu.SMEM(shape_of_own, weight.dtype)
     names = [*inputs, *outs]
 
     def body(*refs: Any, **space: Any) -> None:
@@ -183,10 +187,20 @@ def _bwd_kernel(
         return wide(place.load(getattr(ref, name), row + zero, group, j))
 
     def params(j: int, zero: Any = 0) -> Any:
+        if tile.weight == "shared" and ref.weight is not None:
+            scale = wide(place.load_own(smem.weight.at[warpgroup, j + zero]))
+            scale = scale + options.weight_offset if options.weight_offset else scale
+            bias = None if ref.bias is None else place.load_param(ref.bias, group + zero, j)
+            return scale, bias
         return scale_and_bias(options, place, ref, group + zero, j)
 
     pinned = functools.partial(computed_here, layout=place.layout, interpret=place.interpret)
-    kept_params = [once_read(params(j)) for j in each] if tile.keep_weight else None
+    kept_params = [once_read(params(j)) for j in each] if tile.weight == "registers" else None
+    if tile.weight == "shared" and ref.weight is not None:
+        for j in each:
+            smem.weight[warpgroup, j] = place.load_param(ref.weight, group, j).astype(
+                ref.weight.dtype
+            )
 
     def start(k: Any, row: Any, j: int, mean: Any, rstd: Any, zero: Any = 0) -> Any:
         """v − mean, dy, g and what else of a piece goes on."""
@@ -197,13 +211,18 @@ def _bwd_kernel(
         dy, dgate = output_backward(options, d, rstd, scale, bias, gate, dout, sigma)
         return d, dy, times(dy, scale), dgate, h, gate
 
-    def step(k: Any, sums: Any) -> Any:
+    def stats(k: Any) -> tuple[Any, ...]:
+        row = place.row(part + jnp.minimum(k, steps - 1) * tile.parts, m)
+        refs = (ref.rstd, ref.mean) if options.centered else (ref.rstd,)
+        return tuple(place.load_stat(r, row, group) for r in refs)
+
+    def step(k: Any, carry: Any) -> Any:
+        (rstd_of_row, *mean), *sums = carry
         tile_index = part + k * tile.parts
         row = place.row(tile_index, m)
-        rstd_of_row = place.load_stat(ref.rstd, row, group)
-        rstd, mean = place.spread(rstd_of_row), None
-        if options.centered:
-            mean = place.spread(place.load_stat(ref.mean, row, group))
+        next_stats = stats(k + 1)  # on their way during this row
+        rstd = place.spread(rstd_of_row)
+        mean = place.spread(mean[0]) if options.centered else None
         dweight, dbias = (list(s) for s in sums)
         kept, lane_sums = [], []
         for j in each:
@@ -240,7 +259,7 @@ def _bwd_kernel(
                 place.store(ref.dresidual, row, group, j, dx)
             if stages:
                 fetch(k + (j + stages) // pieces, (j + stages) % pieces)
-        return tuple(dweight), tuple(dbias)
+        return next_stats, tuple(dweight), tuple(dbias)
 
     if stages:
 
@@ -251,7 +270,8 @@ def _bwd_kernel(
 
     place.begin()
     zeros = lambda target: tuple(place.zero_sum() for _ in each) if target is not None else ()
-    dweight, dbias = lax.fori_loop(0, steps, step, (zeros(ref.dweight), zeros(ref.dbias)))
+    carry = stats(0), zeros(ref.dweight), zeros(ref.dbias)
+    _, dweight, dbias = lax.fori_loop(0, steps, step, carry)
     for target, sums in ((ref.dweight, dweight), (ref.dbias, dbias)):
         for j, value in enumerate(sums):
             place.store_sum(target, part, group, j, value)

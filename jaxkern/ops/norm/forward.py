@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arithmetic import sigmoid
@@ -53,13 +54,13 @@ def launch_fwd_tile(options: Options, tile: tiles.Forward, inputs: dict[str, Any
     def body(*refs: Any, **space: Any) -> None:
         every = dict.fromkeys(_NAMES) | dict(zip(names, refs, strict=True))
         place = rows.place(types.SimpleNamespace(**space), interpret)
-        _fwd_kernel(options, place, m, groups, types.SimpleNamespace(**every))
+        _fwd_kernel(options, tile, place, m, groups, types.SimpleNamespace(**every))
 
     results = plgpu.kernel(
         body,
         out_type=tuple(outs.values()),
         scratch_types=rows.scratch(0 if isinstance(rows, Tile) else 1, interpret),
-        grid=(rows.rows_of(m) * groups,),
+        grid=((tile.parts or rows.rows_of(m)) * groups,),
         grid_names=(BLOCK,),
         kernel_name=f"{options.op}_fwd",
         compiler_params=compiler_params(options, "gate" in inputs),
@@ -78,9 +79,26 @@ def launch_fwd_tile(options: Options, tile: tiles.Forward, inputs: dict[str, Any
 _NAMES = ("x", "residual", "weight", "bias", "gate", "out", "h", "mean", "rstd")
 
 
-def _fwd_kernel(options: Options, place: Any, m: int, groups: int, ref: Any) -> None:
+def _fwd_kernel(
+    options: Options, tile: tiles.Forward, place: Any, m: int, groups: int, ref: Any
+) -> None:
     block = lax.axis_index(BLOCK)
-    step, group = lax.div(block, groups), lax.rem(block, groups)
+    part, group = lax.div(block, groups), lax.rem(block, groups)
+    rows = functools.partial(_fwd_rows, options, place, m, group, ref)
+    place.begin()
+    if not tile.parts:
+        rows(part, 0)
+        return
+    count, rounds = tile.rows.rows_of(m), 1 + options.centered
+
+    @pl.loop(0, lax.div(count - part + tile.parts - 1, tile.parts))
+    def _(k):
+        rows(part + k * tile.parts, k * rounds)
+
+
+def _fwd_rows(
+    options: Options, place: Any, m: int, group: Any, ref: Any, step: Any, rounds: Any
+) -> None:
     row = place.row(step, m)
     each = place.each
     read = lambda source: [
@@ -88,24 +106,23 @@ def _fwd_kernel(options: Options, place: Any, m: int, groups: int, ref: Any) -> 
     ]
     h, residual, gate = read(ref.x), read(ref.residual), read(ref.gate)
     sigma = place_sigmoid(options, place)
-    place.begin()
     if ref.residual is not None:
         h = [(wide(a) + wide(b)).astype(ref.h.dtype) for a, b in zip(h, residual, strict=True)]
         for j in each:
             place.store(ref.h, row, group, j, h[j])
     v = [gated_input(options, wide(h[j]), wide(gate[j]), sigma) for j in each]
 
-    def mean_of(rounds: int, values: list[jax.Array]) -> jax.Array:
+    def mean_of(rounds: Any, values: list[jax.Array]) -> jax.Array:
         sums = [place.lane_sum(j, value) for j, value in zip(each, values, strict=True)]
         [total] = place.totals(rounds, [sum(sums[1:], start=sums[0])])
         return total * (1 / options.group_size)
 
     if options.centered:
-        mean = mean_of(0, v)
+        mean = mean_of(rounds, v)
         place.store_stat(ref.mean, row, group, mean)
         mean = place.spread(mean)
         v = [value - mean for value in v]
-    square = mean_of(int(options.centered), [value * value for value in v])
+    square = mean_of(rounds + options.centered, [value * value for value in v])
     rstd = lax.rsqrt(square + options.eps)
     place.store_stat(ref.rstd, row, group, rstd)
     rstd = place.spread(rstd)

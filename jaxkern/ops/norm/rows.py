@@ -323,6 +323,10 @@ class StripPlace:
         window = self._window(ref.at[group], j)
         return plgpu.load(window, layout=self.layout, optimized=False).astype(jnp.float32)
 
+    def load_own(self, ref: Any) -> jax.Array:
+        """A piece (size,) in this warpgroup's shared memory."""
+        return plgpu.load(ref, layout=self.layout, optimized=False)
+
     def load_stat(self, ref: Any, row: Any, group: Any) -> jax.Array:
         return ref[row, group]
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 from jaxkern.core.mosaic import LANES, num_sms, windows
 from jaxkern.ops.norm.rows import Strip, Tile, tile_for
@@ -25,9 +25,12 @@ class Forward:
 
     Attributes:
       rows: how a block's rows lie on its lanes.
+      parts: clusters for each group, which go through the rows and read the same strip of the
+        weight again and again; 0 for a block for each row or tile.
     """
 
     rows: Tile | Strip
+    parts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +42,18 @@ class Backward:
       parts: blocks, or clusters, for each group; each sums its own part of dw and db.
       stages: pieces on their way through shared memory per warpgroup, 0 to read global memory.
       keep: whether g and x̂ stay in registers while the row's sums are taken, or are computed again.
-      keep_weight: whether the weight stays in registers from row to row.
+      weight: where the weight stays from row to row, or whether it is read again.
     """
 
     rows: Tile | Strip
     parts: int
     stages: int
     keep: bool
-    keep_weight: bool
+    weight: Literal["registers", "shared", "again"]
 
     def __post_init__(self) -> None:
         assert self.parts >= 1, self
+        assert self.weight != "shared" or isinstance(self.rows, Strip), self
         assert self.stages == 0 or self.stages >= self.rows.pieces, self
 
 
@@ -94,7 +98,9 @@ def forward(m: int, n: int, groups: int, itemsize: int, arrays: int, interpret: 
             return Forward(tile)
     few = m * groups * max(1, n // 8192) < num_sms()
     per_lane = 8 if few else 32 if arrays == 1 else 16
-    return Forward(strip(n, itemsize, per_lane, 8 if n > 8192 else 16, 8 if few else 4, interpret))
+    rows = strip(n, itemsize, per_lane, 8 if n > 8192 else 16, 8 if few else 4, interpret)
+    parts = max(1, min(m, clusters(2, rows.blocks) // groups)) if rows.blocks > 1 else 0
+    return Forward(rows, parts)
 
 
 @functools.cache
@@ -104,6 +110,7 @@ def backward(
     groups: int,
     itemsize: int,
     row_bytes: int,
+    weight_bytes: int,
     sums: int,
     plain: bool,
     interpret: bool,
@@ -114,6 +121,7 @@ def backward(
       m, n, groups: sizes.
       itemsize: bytes of an element of the narrowest array.
       row_bytes: bytes of an element of all inputs together.
+      weight_bytes: bytes of an element of the weight, 0 without one.
       sums: parameters with a gradient, weight and bias.
       plain: whether there is neither activation nor gate.
     """
@@ -126,15 +134,31 @@ def backward(
             slot = tile.rows * n * row_bytes
             stages = max(2, min(3, _SHARED_BYTES // per_sm // slot)) if boxed else 0
             parts = max(1, min(tile.rows_of(m), per_sm * sms // groups))
-            return Backward(tile, parts, stages, keep=True, keep_weight=n <= 256)
+            return Backward(tile, parts, stages, True, "registers" if n <= 256 else "again")
     rows = strip(n, itemsize, 32, 8 if n > 8192 else 32 if plain and sums < 2 else 16, 4, interpret)
     warpgroups, blocks = rows.warpgroups, rows.blocks
-    slot = rows.windows.size * row_bytes
-    per_sm = max(1, min(8, 2 * LANES * 32 // max(n, LANES))) if warpgroups == 1 else 1
-    room = (_SHARED_BYTES // per_sm - 1024) // (warpgroups * slot)
-    stages = min(room, 4 * rows.pieces, _MAX_BARRIERS) if boxed and room > rows.pieces else 0
-    if stages >= 2 * rows.pieces:
-        stages -= stages % rows.pieces
-    parts = max(1, min(m, per_sm * sms // (groups * blocks)))
     long = rows.pieces * rows.windows.size * warpgroups > 8192
-    return Backward(rows, parts, stages, keep=not long, keep_weight=n <= 4096)
+    per_sm = max(1, min(8, 2 * LANES * 32 // max(n, LANES))) if warpgroups == 1 else 1
+    weight = "registers" if n <= 4096 else "again"
+    stages = ring(rows, row_bytes, per_sm) if boxed else 0
+    if long and boxed and (fewer := ring(rows, row_bytes, 1, weight_bytes)):
+        stages, weight = fewer, "shared"
+    parts = max(1, min(m, clusters(per_sm, blocks) // groups))
+    return Backward(rows, parts, stages, not long, weight)
+
+
+def clusters(per_sm: int, blocks: int) -> int:
+    """Clusters that run at a time. Each is in one GPC, of 16 or 18 multiprocessors on an H200."""
+    sms = num_sms()
+    return per_sm * (sms - sms % 16 if blocks * 2 > 4 * per_sm else sms) // blocks
+
+
+def ring(rows: Strip, row_bytes: int, per_sm: int, weight_bytes: int = 0) -> int:
+    """Pieces of a warpgroup that fit in shared memory beside its weight, 0 for too few."""
+    slot = rows.windows.size * row_bytes
+    room = _SHARED_BYTES // per_sm // rows.warpgroups - 1024
+    stages = (room - rows.pieces * rows.windows.size * weight_bytes) // slot
+    if stages <= rows.pieces:
+        return 0
+    stages = min(stages, 4 * rows.pieces, _MAX_BARRIERS)
+    return stages - stages % rows.pieces if stages >= 2 * rows.pieces else stages
