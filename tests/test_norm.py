@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core.dispatch import output_types
 from jaxkern.core.mosaic import LANES
 from jaxkern.ops.norm import tiles
+from jaxkern.ops.norm.forward import launch_fwd_tile
+from jaxkern.ops.norm.pointwise import Options
 from tests import check
 
 OPS = {"rms_norm": jaxkern.rms_norm, "layer_norm": jaxkern.layer_norm}
@@ -591,6 +594,19 @@ def test_strips_cover_every_element_once():
                 column = np.arange(start, start + w.size)
                 seen[column[column >= i * w.size]] += 1
             np.testing.assert_array_equal(seen, 1)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_forward_in_parts(ahead):
+    """What clusters do, one block of two warpgroups at a time: part by part through the rows."""
+    arrays = inputs("layer_norm", (5, 512), "float32", "gate")
+    rows = tiles.strip(512, 4, 2, 1, 2, True)
+    assert (rows.warpgroups, rows.pieces) == (2, 2)
+    options = Options("layer_norm", True, 1e-5, 0.0, None, True, 512, "float32", None, "interpret")
+    with plgpu.force_gpu_interpret_mode():
+        tile = tiles.Forward(rows, 2, ahead)
+        got = launch_fwd_tile(options, tile, {"residual": None, **arrays})[0]
+    check.assert_close(got, jaxkern.layer_norm(**arrays, implementation="xla"), 1e-6)
 
 
 RMS_NORM = check.Op(

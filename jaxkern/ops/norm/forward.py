@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arithmetic import sigmoid
@@ -26,7 +25,13 @@ def launch_fwd(options: Options, x: Any, residual: Any, weight: Any, bias: Any, 
     m = x.size // x.shape[-1]
     arrays = sum(a is not None for a in (x, residual, gate))
     tile = tiles.forward(
-        m, options.group_size, groups, narrowest(inputs), arrays, options.mode == "interpret"
+        m,
+        options.group_size,
+        groups,
+        narrowest(inputs),
+        arrays,
+        options.centered,
+        options.mode == "interpret",
     )
     return launch_fwd_tile(options, tile, inputs)
 
@@ -84,27 +89,46 @@ def _fwd_kernel(
 ) -> None:
     block = lax.axis_index(BLOCK)
     part, group = lax.div(block, groups), lax.rem(block, groups)
-    rows = functools.partial(_fwd_rows, options, place, m, group, ref)
-    place.begin()
-    if not tile.parts:
-        rows(part, 0)
-        return
     count, rounds = tile.rows.rows_of(m), 1 + options.centered
 
-    @pl.loop(0, lax.div(count - part + tile.parts - 1, tile.parts))
-    def _(k):
-        rows(part + k * tile.parts, k * rounds)
+    def read(step: Any) -> list[Any]:
+        """The pieces of x, residual and gate."""
+        row = place.row(step, m)
+        return [
+            [None if source is None else place.load(source, row, group, j) for j in place.each]
+            for source in (ref.x, ref.residual, ref.gate)
+        ]
+
+    rows = functools.partial(_fwd_rows, options, place, m, group, ref)
+    if not tile.parts:
+        read_before_waiting = read(part)
+        place.begin()
+        rows(read_before_waiting, part, 0)
+        return
+    place.begin()
+    steps = lax.div(count - part + tile.parts - 1, tile.parts)
+    row_of = lambda k: part + jnp.minimum(k, steps - 1) * tile.parts
+
+    def step(k: Any, held: Any) -> Any:
+        following = read(row_of(k + 1)) if tile.ahead else ()
+        rows(held if tile.ahead else read(row_of(k)), row_of(k), k * rounds)
+        return following
+
+    lax.fori_loop(0, steps, step, read(row_of(0)) if tile.ahead else ())
 
 
 def _fwd_rows(
-    options: Options, place: Any, m: int, group: Any, ref: Any, step: Any, rounds: Any
+    options: Options,
+    place: Any,
+    m: int,
+    group: Any,
+    ref: Any,
+    held: list[Any],
+    step: Any,
+    rounds: Any,
 ) -> None:
-    row = place.row(step, m)
-    each = place.each
-    read = lambda source: [
-        None if source is None else place.load(source, row, group, j) for j in each
-    ]
-    h, residual, gate = read(ref.x), read(ref.residual), read(ref.gate)
+    row, each = place.row(step, m), place.each
+    h, residual, gate = held
     sigma = place_sigmoid(options, place)
     if ref.residual is not None:
         h = [(wide(a) + wide(b)).astype(ref.h.dtype) for a, b in zip(h, residual, strict=True)]

@@ -27,10 +27,12 @@ class Forward:
       rows: how a block's rows lie on its lanes.
       parts: clusters for each group, which go through the rows and read the same strip of the
         weight again and again; 0 for a block for each row or tile.
+      ahead: whether a part loads its next row before it works on one.
     """
 
     rows: Tile | Strip
     parts: int = 0
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +92,18 @@ def _windows(width: int, itemsize: int, parts: int, most: int) -> Any:
 
 
 @functools.cache
-def forward(m: int, n: int, groups: int, itemsize: int, arrays: int, interpret: bool) -> Forward:
-    """The tiles of the forward of (m, groups, n) with `arrays` inputs of that size."""
+def forward(
+    m: int, n: int, groups: int, itemsize: int, arrays: int, centered: bool, interpret: bool
+) -> Forward:
+    """The tiles of the forward of (m, groups, n).
+
+    Args:
+      m, n, groups: sizes.
+      itemsize: bytes of an element of the narrowest array.
+      arrays: how many inputs have that size.
+      centered: whether the mean is subtracted, which takes registers.
+      interpret: whether Pallas's interpreter runs it.
+    """
     if n <= _SHORT:
         tile = tile_for(n, 4096 // arrays, itemsize)
         if tile and m >= tile.rows:
@@ -99,8 +111,12 @@ def forward(m: int, n: int, groups: int, itemsize: int, arrays: int, interpret: 
     few = m * groups * max(1, n // 8192) < num_sms()
     per_lane = 8 if few else 32 if arrays == 1 else 16
     rows = strip(n, itemsize, per_lane, 8 if n > 8192 else 16, 8 if few else 4, interpret)
-    parts = max(1, min(m, clusters(2, rows.blocks) // groups)) if rows.blocks > 1 else 0
-    return Forward(rows, parts)
+    if rows.blocks == 1:
+        return Forward(rows)
+    # Where one block fills a multiprocessor, nobody else reads while it writes.
+    alone = centered or rows.pieces * rows.windows.size > 32 * LANES
+    parts = max(1, min(m, clusters(1 if alone else 2, rows.blocks) // groups))
+    return Forward(rows, parts, ahead=alone)
 
 
 @functools.cache
