@@ -212,7 +212,7 @@ def test_norm_accuracy(i, implementation):
 @BOTH
 @pytest.mark.parametrize(
     ("op", "n"),
-    [("rms_norm", 11008), ("layer_norm", 16384), ("layer_norm", 20003)],
+    [("rms_norm", 11008), ("layer_norm", 16384)],
 )
 def test_norm_long_rows(op, n, implementation):
     check_case(op, inputs(op, (2, n), "bfloat16"), implementation)
@@ -231,8 +231,7 @@ def test_norm_longest_rows(op, m, n):
 @pytest.mark.parametrize(
     ("op", "m", "n"),
     [
-        *(("rms_norm", 1, 256), ("layer_norm", 3, 256), ("rms_norm", 131, 64)),
-        *(("layer_norm", 133, 128), ("rms_norm", 70, 200)),
+        *(("rms_norm", 1, 256), ("rms_norm", 131, 64), ("layer_norm", 33, 200)),
     ],
 )
 def test_norm_row_counts(op, m, n, implementation):
@@ -358,8 +357,7 @@ def test_norm_large_mean(op, dtype, implementation):
 
 
 @BOTH
-@pytest.mark.parametrize("n", [256, 1000])
-@EACH
+@pytest.mark.parametrize(("op", "n"), [("rms_norm", 256), ("layer_norm", 300)])
 def test_norm_without_parameters(op, n, implementation):
     arrays = inputs(op, (4, n), "float32")
     x = arrays["x"]
@@ -435,8 +433,9 @@ def test_norm_extreme_rows(op, implementation):
 
 
 @BOTH
-@pytest.mark.parametrize("variant", ["residual", "gate before", "all, gate after"])
-@EACH
+@pytest.mark.parametrize(
+    ("op", "variant"), [("rms_norm", "gate before"), ("layer_norm", "all, gate after")]
+)
 def test_norm_finite_differences(op, variant, implementation):
     """dx couples the elements of a row; only a random cotangent sees it."""
     v = VARIANTS[variant]
