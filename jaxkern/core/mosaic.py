@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -80,31 +79,8 @@ class Windows:
             return min(i * self.size, self.n - self.size)
         return jnp.minimum(i * self.size, self.n - self.size)
 
-    def load(self, row_ref: Any, i: Any) -> jax.Array:
-        """Window `i` of a row in global memory: (size,)."""
-        window = row_ref.at[pl.ds(self.start(i), self.size)]
-        return plgpu.load(window, layout=self.layout, optimized=False)
-
-    def store(self, row_ref: Any, i: Any, value: jax.Array) -> None:
-        row_ref[pl.ds(self.start(i), self.size)] = value.astype(row_ref.dtype)
-
     def full(self, value: float) -> jax.Array:
         return plgpu.layout_cast(jnp.full((self.size,), value, jnp.float32), self.layout)
-
-    def once(self, i: Any, value: jax.Array) -> jax.Array:
-        """`value` with zeros where window `i` repeats elements of the one before."""
-        if self.n % self.size == 0 or (isinstance(i, int) and i + 1 < self.count):
-            return value
-        column = plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout)
-        return jnp.where(column + self.start(i) >= i * self.size, value, self.full(0.0))
-
-
-def lane_vector(size: int, itemsize: int) -> int:
-    """Elements per load when the lanes share `size` elements evenly: up to 16 bytes."""
-    vec = _MAX_VECTOR_BYTES // itemsize
-    while size % (LANES * vec):
-        vec //= 2
-    return vec
 
 
 @functools.cache

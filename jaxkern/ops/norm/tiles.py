@@ -166,7 +166,8 @@ def backward(
 def clusters(per_sm: int, blocks: int) -> int:
     """Clusters that run at a time. Each is in one GPC, of 16 or 18 multiprocessors on an H200."""
     sms = num_sms()
-    return per_sm * (sms - sms % 16 if blocks * 2 > 4 * per_sm else sms) // blocks
+    used = sms - sms % 16 if blocks > 2 * per_sm else sms
+    return per_sm * used // blocks
 
 
 def ring(rows: Strip, row_bytes: int, per_sm: int, weight_bytes: int = 0) -> int:
