@@ -17,9 +17,10 @@ Saved for the backward: the arguments; s is recomputed.
 
 Bytes per element of x, in units of its size: 2 forward (read x, write out), 3 backward (read x and
 dout, write dx). A tile of the sequence also reads the W − 1 tokens before it and, in the backward,
-after it, mostly from the L2 cache, and leaves W + 1 fp32 sums per channel for dweight and dbias:
-about 3% of the bytes for tiles of 128. At W = 4 with SiLU the forward takes about 15 instructions
-per element and the backward 30: both passes wait for memory.
+after it, mostly from the L2 cache. Two tiles leave W + 1 fp32 sums per channel for dweight and
+dbias, about 3% of the bytes for tiles of 64, which a small second kernel adds up. With SiLU the
+forward takes about 15 instructions per element at W = 4 and 19 at W = 8, the backward 28 and 41:
+up to W = 4 both passes wait for memory.
 
 Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
 arXiv:2312.00752.
@@ -884,7 +885,8 @@ def _bwd_kernel(call: _Filter, turns: int, *refs, smem):
             Those of the tile before are not: they get theirs from that one's halo.
             """
             inputs, (weights, bias), dxs, (dweight, dbias) = carry
-            look_backs = call.look_backs(refs, batch, t, len(rows["x"]))
+            count, early = len(rows["x"]), []
+            look_backs = call.look_backs(refs, batch, t, count)
             tokens = zip(rows["x"], rows["dout"], look_backs, strict=True)
             for u, (x, dout, look_back) in enumerate(tokens):
                 taps = [*inputs, x]
@@ -901,20 +903,26 @@ def _bwd_kernel(call: _Filter, turns: int, *refs, smem):
                 dxs = [
                     d + call.sees(look_back, ds, w) * weights[w] for w, d in enumerate((*dxs, zero))
                 ]
-                done, dx, dxs = t + u - before, dxs[0], tuple(dxs[1:])
-
-                def store(done=done, dx=dx):
-                    refs.dx[batch, done, channels] = dx.astype(refs.dx.dtype)
-
                 if in_halo or u >= before:
-                    store()
-                    continue
-                pl.when(done >= first)(store)
+                    refs.dx[batch, t + u - before, channels] = dxs[0].astype(refs.dx.dtype)
+                else:
+                    early.append((t + u, dxs[0]))
+                dxs = tuple(dxs[1:])
+            groups = [early] if count >= before else [[token] for token in early]
+            for group in filter(None, groups):
+                last, _ = group[-1]  # a whole group is of the tile's first tokens, or none is
+
+                @pl.when(last - before >= first)
+                def _(group=group):
+                    for at, dx in group:
+                        refs.dx[batch, at - before, channels] = dx.astype(refs.dx.dtype)
+
                 if "state" in call.names:
 
-                    @pl.when(done < 0)
-                    def _(row=t + u, dx=dx):
-                        refs.dstate[batch, row, channels] = dx
+                    @pl.when(last < before)
+                    def _(group=group):
+                        for at, dx in group:
+                            refs.dstate[batch, at, channels] = dx
 
             return inputs, (weights, bias), dxs, (dweight, dbias)
 
