@@ -18,7 +18,7 @@ Saved for the backward: the arguments; s is recomputed.
 Bytes per element of x, in units of its size: 2 forward (read x, write out), 3 backward (read x and
 dout, write dx). A tile of the sequence also reads the W − 1 tokens before it and, in the backward,
 after it, mostly from the L2 cache. Two tiles leave W + 1 fp32 sums per channel for dweight and
-dbias, about 3% of the bytes for tiles of 64, which a small second kernel adds up. With SiLU the
+dbias, about 1% of the bytes for tiles of 256, which a small second kernel adds up. With SiLU the
 forward takes about 15 instructions per element at W = 4 and 19 at W = 8, the backward 28 and 41:
 up to W = 4 both passes wait for memory.
 
@@ -428,34 +428,35 @@ class Tiles:
         assert self.turns >= 1, self
 
 
-def forward_tiles(batch: int, length: int, dim: int, itemsize: int) -> Tiles:
+def forward_tiles(batch: int, length: int, dim: int, width: int, itemsize: int) -> Tiles:
     """64 blocks for a multiprocessor, which holds 9 at a time, of at least 16 tokens each.
 
     Nothing is carried from block to block, so many short ones keep more copies on their way than
-    four that stay: 92% of the copy bandwidth on an H200, where those reach 77%.
+    four that stay: 92% of the copy bandwidth on an H200, where those reach 77%. They read W − 1
+    tokens again, and so are of 4 · W tokens or more.
     """
-    vec, columns = _columns(dim)
-    tiles = _tiles_per_row(64, batch * columns, length, shortest=2 * MAX_WIDTH)
+    vec, columns = _columns(dim, 2)
+    tiles = _tiles_per_row(64, batch * columns, length, shortest=max(2 * MAX_WIDTH, 4 * width))
     rows = 32 // itemsize
     return Tiles(rows=rows, slots=3, chunks=_chunks(length, tiles, rows), vec=vec)
 
 
-_BACKWARD_TILES = 16
-
-
-def backward_tiles(batch: int, length: int, dim: int, itemsize: int) -> Tiles:
-    """Sixteen tiles for a multiprocessor, which holds four at a time, of at least 32 tokens each.
+def backward_tiles(batch: int, length: int, dim: int, width: int, itemsize: int) -> Tiles:
+    """8 tiles of a channel per lane for a multiprocessor, which holds 4, of 32 to 256 tokens each.
 
     A block of two leaves 4 · (W + 1) bytes per channel of partial sums, which are read once more.
-    Several short sequences take turns where there are tiles enough.
+    Several short sequences take turns where there are tiles enough. A lane with one channel has
+    more of its lines in flight, with two it has fewer instructions, which count where W > 4.
     """
-    vec, columns = _columns(dim)
-    tiles = _tiles_per_row(_BACKWARD_TILES, batch * columns, length, shortest=32)
-    rows = 32 // itemsize
-    spare = batch * tiles * columns // (_BACKWARD_TILES * num_sms())
+    vec, columns = _columns(dim, 1 if width <= 4 else 2)
+    per_sm = 8 // vec
+    tiles = _tiles_per_row(per_sm, batch * columns, length, shortest=32)
+    tiles = max(tiles, -(-length // 256))
+    spare = batch * tiles * columns // (per_sm * num_sms())
+    rows = 64 // (vec * itemsize)
     return Tiles(
         rows=rows,
-        slots=3,
+        slots=4 - vec,
         chunks=_chunks(length, tiles, rows),
         vec=vec,
         warpgroups=min(2, batch * tiles),
@@ -463,10 +464,10 @@ def backward_tiles(batch: int, length: int, dim: int, itemsize: int) -> Tiles:
     )
 
 
-def _columns(dim: int) -> tuple[int, int]:
-    """Channels per lane and blocks side by side, for `dim` channels."""
+def _columns(dim: int, most: int) -> tuple[int, int]:
+    """Channels per lane, up to `most`, and blocks side by side, for `dim` channels."""
     dim = max(dim, LANES)
-    blocks = {vec: -(-dim // (LANES * vec)) for vec in (1, 2) if LANES * vec <= dim}
+    blocks = {vec: -(-dim // (LANES * vec)) for vec in range(1, most + 1) if LANES * vec <= dim}
     vec = min(blocks, key=lambda vec: (vec * blocks[vec], -vec))
     return vec, blocks[vec]
 
@@ -760,7 +761,7 @@ def _launch_fwd(options: _Options, x, weight, bias, state, look_back, tile: Tile
     if x.size == 0:
         return _reference_fwd(options, x, weight, bias, state, look_back)
     (batch, length, dim), width = x.shape, weight.shape[1]
-    tile = tile or forward_tiles(batch, length, dim, x.dtype.itemsize)
+    tile = tile or forward_tiles(batch, length, dim, width, x.dtype.itemsize)
     state = None if width == 1 else state
     call, arrays = _prepare(
         options, tile, 0, x=x, weight=weight, bias=bias, state=state, look_back=look_back
@@ -813,7 +814,7 @@ def _launch_bwd(
     if x.size == 0:
         return _reference_bwd(options, x, weight, bias, state, look_back, dout)
     (batch, length, dim), width = x.shape, weight.shape[1]
-    tile = tile or backward_tiles(batch, length, dim, x.dtype.itemsize)
+    tile = tile or backward_tiles(batch, length, dim, width, x.dtype.itemsize)
     kept = None if width == 1 else state
     call, (x, *arrays) = _prepare(
         options,
