@@ -166,7 +166,8 @@ def _sums(call: Call, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """dB and dC, (B, L, G, N), from the sums of each block: fixed order, fp32."""
     t, n = call.tile, call.states
     parts = parts.reshape(call.groups, call.scan.blocks_per_group, *parts.shape[1:])
-    total = parts.sum(1)  # (G, B, L, 32 · sums), lanes as in sum_lanes
+    # (G, B, L, 32 · sums), lanes as in sum_lanes. XLA would add up all again for dB and for dC.
+    total = lax.optimization_barrier(parts.sum(1))
     lanes = t.groups // t.low, t.lanes, t.low
     total = total.reshape(call.groups, call.batch, -1, *lanes, t.sums)[:, :, : call.length]
     total = jnp.moveaxis(total, 0, 2).swapaxes(3, 4)  # (B, L, G, S, …): of each state lane
