@@ -43,7 +43,7 @@ def exp2_by_polynomial(x: jax.Array) -> jax.Array:
     # one less than the exponent, whose highest value stands for inf.
     shift = 1.5 * 2**23 + 126
     shifted = x + shift
-    fraction = x - (shifted - shift)
+    fraction = x - (jnp.abs(shifted) - shift)  # abs, for XLA may take x + shift − shift for x
     power = lax.shift_left(lax.bitcast_convert_type(shifted, jnp.int32), 23)
     twice = [2 * c for c in _EXP2]
     return lax.bitcast_convert_type(power, jnp.float32) * _polynomial(twice, fraction)
