@@ -32,8 +32,8 @@ class Tile:
 
     From the lowest digit, a lane's number is the last bit of that of its channels, its place among
     the S lanes of a channel, the rest of the number of its channels among the warp's, and its warp.
-    So neighbours read the same B and C, and lanes that are two apart the same channels: where
-    either is so, shared memory serves an access of 8 bytes in one turn and not in two.
+    So neighbours read the same B and C, and shared memory serves an access of 8 bytes in one turn
+    and not in two.
     """
 
     lanes: int  # S, that share a channel's states
