@@ -168,7 +168,7 @@ def cases(small: bool) -> Sequence[Case]:
     scans += [_selective_scan(*square, 16, dtype) for dtype in ("float32", "float16")]
     scans += [_selective_scan(*large, 16, bf16, every) for every in (64, 128)]
     scans += [_selective_scan(*square, n, bf16) for n in (64, 128)]
-    scans += [_selective_scan(1, 65536, 2048, 16, bf16)]
+    scans += [_selective_scan(*s, 16, bf16) for s in ((1, 65536, 2048), (8, 36864, 8192))]
     scans += [_selective_scan(*square, 16, bf16, every) for every in (64, None, 1)]
     convolutions = [_causal_conv1d(*s, 4, bf16) for s in (square, large, thin, (8, 2048, 4096))]
     convolutions += [_causal_conv1d(*square, w, bf16) for w in (2, 8)]

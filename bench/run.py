@@ -1,14 +1,19 @@
 """Runs the cases, forward and backward, for each implementation, and writes table and JSON."""
 
 import argparse
+import contextlib
 import dataclasses
 import gc
+import itertools
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,47 +84,81 @@ class Row:
     kernels: dict[str, int]
 
 
-def measure_case(case: Case, implementation: str, copy: float, calls: int) -> Iterator[Row]:
+class _Program:
+    """A function compiled for arguments of some shapes."""
+
+    def __init__(self, f: Callable[..., Any], *shapes: Any):
+        start = time.perf_counter()
+        self.run = jax.jit(f).lower(*shapes).compile()
+        self.compile_s = time.perf_counter() - start
+
+
+_turn: Any = contextlib.nullcontext()
+"""Held while the device is used: of several processes only one at a time."""
+
+
+def measure_case(case: Case, implementation: str, copy: float, calls: int) -> list[Row]:
     """The forward, the backward from what the forward saves, and both in one program."""
 
     def call(*arrays: Any) -> Any:
         return case.call(*arrays, implementation)
 
-    def forward(*arrays: Any) -> Any:
+    def plain(*arrays: Any) -> Any:
+        return case.call(*arrays, "xla")
+
+    def save(arrays: Any) -> Any:
         return jax.vjp(call, *arrays)
 
-    key = jax.random.key(0)
-    shapes = jax.eval_shape(case.arrays, key)
-    count = timing.sets_needed(bytes_of(shapes))
-    sets = [case.arrays(k) for k in jax.random.split(key, count)]
-    _check(case, call, sets[0])
-    yield _row(case, implementation, "forward", call, sets, case.bytes_forward, copy, calls)
-
     def both(arrays: Any, dout: Any) -> Any:
-        out, vjp = forward(*arrays)
+        out, vjp = save(arrays)
         return out, vjp(dout)
-
-    out = jax.eval_shape(call, *sets[0])
-    draw = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
-    douts = [draw(jax.random.key(i)) for i in range(len(sets))]
-    with_dout = list(zip(sets, douts, strict=True))
-    nbytes = case.bytes_forward + case.bytes_backward
-    yield _row(case, implementation, "both", both, with_dout, nbytes, copy, calls)
-    save = jax.jit(forward)
-    saved = [(save(*arrays)[1], dout) for arrays, dout in with_dout]
-    del sets, with_dout
 
     def backward(vjp: Any, dout: Any) -> Any:
         return vjp(dout)
 
-    yield _row(case, implementation, "backward", backward, saved, case.bytes_backward, copy, calls)
+    def row(direction: str, program: _Program, sets: list[tuple[Any, ...]], nbytes: int) -> Row:
+        timed = timing.measure(program.run, sets, calls)
+        rate = nbytes / (timed.median * 1e-3)
+        return Row(
+            op=case.op,
+            shape=case.shape,
+            dtype=case.dtype,
+            implementation=implementation,
+            direction=direction,
+            us=round(timed.median * 1e3, 2),
+            us_low=round(timed.low * 1e3, 2),
+            us_high=round(timed.high * 1e3, 2),
+            calls=timed.calls,
+            gb_s=round(rate / 1e9, 1),
+            percent=round(100 * rate / copy, 1),
+            compile_s=round(program.compile_s, 2),
+            temp_bytes=getattr(program.run.memory_analysis(), "temp_size_in_bytes", 0),
+            kernels=dict(Counter(timed.kernels)),
+        )
+
+    shapes = jax.eval_shape(case.arrays, jax.random.key(0))
+    out, vjp = jax.eval_shape(save, shapes)
+    of_call, of_plain = _Program(call, *shapes), _Program(plain, *shapes)
+    of_save, of_both = _Program(save, shapes), _Program(both, shapes, out)
+    of_backward = _Program(backward, vjp, out)
+    with _turn:
+        keys = jax.random.split(jax.random.key(0), timing.sets_needed(bytes_of(shapes)))
+        sets = [case.arrays(k) for k in keys]
+        _check(case, of_call.run(*sets[0]), of_plain.run(*sets[0]))
+        rows = [row("forward", of_call, sets, case.bytes_forward)]
+        draw = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
+        douts = [draw(key) for key in keys]
+        with_dout = list(zip(sets, douts, strict=True))
+        rows.append(row("both", of_both, with_dout, case.bytes_forward + case.bytes_backward))
+        saved = [(of_save.run(arrays)[1], dout) for arrays, dout in with_dout]
+        del sets, with_dout
+        rows.append(row("backward", of_backward, saved, case.bytes_backward))
+    return rows
 
 
-def _check(case: Case, call: Any, arrays: tuple[Any, ...]) -> None:
+def _check(case: Case, got: Any, want: Any) -> None:
     """No speed from a wrong result: the first call must agree with plain JAX."""
-    got = jax.tree.leaves(jax.jit(call)(*arrays))
-    want = jax.tree.leaves(jax.jit(lambda *a: case.call(*a, "xla"))(*arrays))
-    for g, w in zip(got, want, strict=True):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         g, w = g.astype(jnp.float32), w.astype(jnp.float32)
         error = float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
         if not error < 1e-2:
@@ -127,38 +166,37 @@ def _check(case: Case, call: Any, arrays: tuple[Any, ...]) -> None:
             raise RuntimeError(f"{what}: relative error {error:.1e} against plain JAX")
 
 
-def _row(
-    case: Case,
-    implementation: str,
-    direction: str,
-    f: Any,
-    sets: list[tuple[Any, ...]],
-    nbytes: int,
-    copy: float,
-    calls: int,
-) -> Row:
-    start = time.perf_counter()
-    program = jax.jit(f).lower(*sets[0]).compile()
-    compile_s = time.perf_counter() - start
-    timed = timing.measure(program, sets, calls)
-    memory = program.memory_analysis()
-    rate = nbytes / (timed.median * 1e-3)
-    return Row(
-        op=case.op,
-        shape=case.shape,
-        dtype=case.dtype,
-        implementation=implementation,
-        direction=direction,
-        us=round(timed.median * 1e3, 2),
-        us_low=round(timed.low * 1e3, 2),
-        us_high=round(timed.high * 1e3, 2),
-        calls=timed.calls,
-        gb_s=round(rate / 1e9, 1),
-        percent=round(100 * rate / copy, 1),
-        compile_s=round(compile_s, 2),
-        temp_bytes=getattr(memory, "temp_size_in_bytes", 0),
-        kernels=dict(Counter(timed.kernels)),
+def _attempt(index: int, implementation: str, copy: float, calls: int) -> list[Row] | str:
+    """The rows of a case, or why there are none."""
+    case = cases(small=not timing.on_gpu())[index]
+    try:
+        return measure_case(case, implementation, copy, calls)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as e:
+        return str(e).splitlines()[0]
+    finally:
+        gc.collect()
+
+
+def _begin(lock: Any) -> None:
+    global _turn
+    _turn = lock
+
+
+def _attempts(jobs: int, tasks: list[tuple[int, str, float, int]]) -> Iterator[list[Row] | str]:
+    """What :func:`_attempt` gives for each task, in order."""
+    if jobs == 1:
+        yield from itertools.starmap(_attempt, tasks)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        jobs,
+        mp_context=context,
+        initializer=_begin,
+        initargs=(context.Lock(),),
+        max_tasks_per_child=1,
     )
+    with pool:
+        yield from pool.map(_attempt, *zip(*tasks, strict=True))
 
 
 def _write(out: Path, report: dict[str, Any]) -> None:
@@ -176,6 +214,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shape", action="append", help="only this shape, as the table writes it")
     p.add_argument("--vs", default="xla", help="implementations beside mosaic, comma-separated")
     p.add_argument("--calls", type=int, default=30, help="timed calls a measurement")
+    p.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="processes that compile; they time in turn, but their compile times are of no use",
+    )
     p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
     p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-<op>.json)")
     return p
@@ -183,15 +227,18 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.jobs > 1:  # before JAX takes hold of the device: they share its memory
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     gpu = timing.on_gpu()
+    known = list(enumerate(cases(small=not gpu)))
     chosen = [
-        case
-        for case in cases(small=not gpu)
+        (index, case)
+        for index, case in known
         if (not args.op or case.op in args.op) and (not args.shape or case.shape in args.shape)
     ]
     if not chosen:
-        known = ", ".join(sorted({f"{c.op} {c.shape}" for c in cases(small=not gpu)}))
-        print(f"bench: error: no such case; there are: {known}", file=sys.stderr)
+        names = ", ".join(sorted({f"{case.op} {case.shape}" for _, case in known}))
+        print(f"bench: error: no such case; there are: {names}", file=sys.stderr)
         return 2
     where = machine(args.commit)
     copy = timing.copy_bandwidth()
@@ -201,27 +248,26 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{where['device']}, JAX {where['jax']}, copy {copy / 1e9:.0f} GB/s, {clock}", flush=True)
     print(f"{'op':15}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}")
     device = str(where["device"]).lower().replace(" ", "-")
-    ops = "-".join(sorted({c.op for c in chosen}))
+    ops = "-".join(sorted({case.op for _, case in chosen}))
     out = args.out or RESULTS / f"{device}-{ops}.json"
     report = {**where, "copy_gb_s": round(copy / 1e9, 1), "clock": clock, "rows": []}
     failed = 0
     names = ["mosaic"] * gpu + [v for v in args.vs.split(",") if v]
-    for case in chosen:
-        for implementation in names:
-            try:
-                for row in measure_case(case, implementation, copy, args.calls):
-                    report["rows"].append(dataclasses.asdict(row))
-                    spread = (row.us_high - row.us_low) / 2
-                    print(
-                        f"{row.op:15}{row.shape:24}{row.dtype:10}{row.direction:10}"
-                        f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}",
-                        flush=True,
-                    )
-            except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as e:
-                failed += 1
-                reason = str(e).splitlines()[0]
-                print(f"{case.op:15}{case.shape:24}{case.dtype:10}{implementation}: {reason}")
-            gc.collect()
-            _write(out, report)  # after every case: a run that is stopped keeps what it has
+    work = [(index, case, name) for index, case in chosen for name in names]
+    tasks = [(index, name, copy, args.calls) for index, _, name in work]
+    for (_, case, name), got in zip(work, _attempts(args.jobs, tasks), strict=True):
+        if isinstance(got, str):
+            failed += 1
+            print(f"{case.op:15}{case.shape:24}{case.dtype:10}{name}: {got}", flush=True)
+            continue
+        for row in got:
+            report["rows"].append(dataclasses.asdict(row))
+            spread = (row.us_high - row.us_low) / 2
+            print(
+                f"{row.op:15}{row.shape:24}{row.dtype:10}{row.direction:10}"
+                f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}",
+                flush=True,
+            )
+        _write(out, report)  # after every case: a run that is stopped keeps what it has
     print(f"wrote {out}")
     return 1 if failed else 0

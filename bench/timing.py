@@ -48,7 +48,7 @@ def on_gpu() -> bool:
 
 
 def sets_needed(bytes_per_set: int) -> int:
-    return max(2, -(-FOOTPRINT // max(1, bytes_per_set))) if on_gpu() else 1
+    return -(-FOOTPRINT // max(1, bytes_per_set)) if on_gpu() else 1
 
 
 def measure(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]], calls: int) -> Timing:

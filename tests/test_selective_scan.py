@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxkern
-from jaxkern.ops.selective_scan import backward, reference, tiling
+from jaxkern.ops.selective_scan import backward, forward, reference, tiling
 from jaxkern.ops.selective_scan.tiling import MAX_STATES
 from tests import check
 
@@ -575,7 +575,10 @@ def test_selective_scan_of_any_checkpoint_every(size, implementation):
 
 @pytest.mark.gpu
 def test_selective_scan_in_uneven_parts(monkeypatch):
-    """Columns of blocks halved, in segments and whole side by side, and of two warpgroups."""
+    """Columns of blocks halved, in segments and whole side by side, and of two warpgroups.
+
+    Tiles of four chunks, of which there are five, so that the last tile overlaps another.
+    """
     monkeypatch.setattr(tiling, "num_sms", lambda: 3)
     monkeypatch.setattr(backward, "backward_warpgroups", lambda *_: 2)
     cut = lambda columns, units, warpgroups: tiling.Parts.cut(columns, units, 1, 2)
@@ -585,6 +588,20 @@ def test_selective_scan_in_uneven_parts(monkeypatch):
     split = cut(2, 3, 2)
     assert (split.whole, split.rest, split.segments, split.count) == (1, 1, 2, 3)
     check_case(inputs_and_state(2, 40, 128, 16), "mosaic", checkpoint_every=16)
+
+
+@pytest.mark.gpu
+def test_selective_scan_in_pieces(monkeypatch):
+    """Segments whose carries are found in pieces, the last of which is short."""
+    cut = lambda columns, units, _: tiling.Parts.cut(columns, units, 0, 2, 3)
+    monkeypatch.setattr(forward, "forward_parts", cut)
+    monkeypatch.setattr(backward, "backward_parts", cut)
+    parts = cut(1, 11, None)
+    assert (parts.length, parts.segments, parts.that_pass_on().count) == (6, 2, 3)
+    # The backward's last piece of two chunks has one.
+    assert parts.that_pass_on().segments == 6
+    assert 11 % parts.that_pass_on().length == 1
+    check_case(inputs_and_state(1, 88, 34, 9), "mosaic")
 
 
 @sizes(gpu=[(2, 70, 270, 16)])

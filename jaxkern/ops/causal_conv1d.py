@@ -17,9 +17,10 @@ Saved for the backward: the arguments; s is recomputed.
 
 Bytes per element of x, in units of its size: 2 forward (read x, write out), 3 backward (read x and
 dout, write dx). A tile of the sequence also reads the W − 1 tokens before it and, in the backward,
-after it, mostly from the L2 cache, and leaves W + 1 fp32 sums per channel for dweight and dbias:
-about 3% of the bytes for tiles of 128. At W = 4 with SiLU the forward takes about 15 instructions
-per element and the backward 30: both passes wait for memory.
+after it, mostly from the L2 cache. Two tiles leave W + 1 fp32 sums per channel for dweight and
+dbias, about 1% of the bytes for tiles of 256, which a small second kernel adds up. With SiLU the
+forward takes about 15 instructions per element at W = 4 and 19 at W = 8, the backward 28 and 41:
+up to W = 4 both passes wait for memory.
 
 Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
 arXiv:2312.00752.
@@ -51,6 +52,8 @@ from jaxkern.core.mosaic import (
     load_lanes,
     num_sms,
     once_read,
+    store_lanes,
+    sum_lanes,
 )
 
 Activation = Literal["silu"]
@@ -380,7 +383,7 @@ def _backward_pass(options: _Options) -> KernelPass:
 
 # Tiles
 
-(_BLOCK,) = grid_axes("block")
+_BLOCK, _WARPGROUP = grid_axes("block", "warpgroup")
 
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 """Pallas would put a barrier around every access. The kernels place their own (commit_smem) before
@@ -389,75 +392,82 @@ a slot is copied to again; no lane reads what another writes."""
 _UNROLL = 8
 """Tokens unrolled in a loop."""
 
+_LANE = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """How tokens and channels are spread over the GPU.
 
-    A block is one warpgroup: a lane owns `vec` channels next to each other and marches along a tile
-    of the sequence, with the last W − 1 inputs in registers. A ring of slots in shared memory is
-    filled ahead of it.
+    A lane of a warpgroup owns `vec` channels next to each other and marches along a tile of the
+    sequence, with the last W − 1 inputs in registers. A ring of slots in shared memory is filled
+    ahead of it.
 
     Attributes:
       rows: tokens of a slot, copied to shared memory at once.
-      slots: of the ring.
+      slots: of a warpgroup's ring.
       chunks: slots' fills that a tile is long.
       vec: channels per lane, for as many channels as one TMA copy takes at most, 256.
-      tiles_per_block: tiles whose part of dweight a block of the backward adds up.
+      warpgroups: of a block of the backward, which adds up their parts of dweight.
+      turns: tiles that each of them takes, one after the other.
     """
 
     rows: int
     slots: int
     chunks: int
     vec: int = 2
-    tiles_per_block: int = 1
+    warpgroups: int = 1
+    turns: int = 1
 
     def __post_init__(self) -> None:
         assert self.rows >= 1, self
         assert self.rows * self.chunks >= 2 * MAX_WIDTH, self  # a tile looks back into one other
         assert self.slots >= 2, self
         assert self.vec in (1, 2), self
-        assert self.tiles_per_block >= 1, self
+        assert self.warpgroups >= 1, self
+        assert self.turns >= 1, self
 
 
-def forward_tiles(batch: int, length: int, dim: int, itemsize: int) -> Tiles:
+def forward_tiles(batch: int, length: int, dim: int, width: int, itemsize: int) -> Tiles:
     """64 blocks for a multiprocessor, which holds 9 at a time, of at least 16 tokens each.
 
     Nothing is carried from block to block, so many short ones keep more copies on their way than
-    four that stay: 92% of the copy bandwidth on an H200, where those reach 77%.
+    four that stay: 92% of the copy bandwidth on an H200, where those reach 77%. They read W − 1
+    tokens again, and so are of 4 · W tokens or more.
     """
-    vec, columns = _columns(dim)
-    tiles = _tiles_per_row(64, batch * columns, length, shortest=2 * MAX_WIDTH)
+    vec, columns = _columns(dim, 2)
+    tiles = _tiles_per_row(64, batch * columns, length, shortest=max(2 * MAX_WIDTH, 4 * width))
     rows = 32 // itemsize
     return Tiles(rows=rows, slots=3, chunks=_chunks(length, tiles, rows), vec=vec)
 
 
-_BACKWARD_BLOCKS = 8
-
-
 def backward_tiles(batch: int, length: int, dim: int, width: int, itemsize: int) -> Tiles:
-    """Eight blocks for a multiprocessor, which holds two at a time, of at least 64 tokens each.
+    """8 tiles of a channel per lane for a multiprocessor, which holds 4, of 32 to 256 tokens each.
 
-    64 KB of each are on their way. A block leaves 4 · (W + 1) bytes per channel of partial sums,
-    which are read once more. Several short sequences share one where there are blocks enough.
+    A block of two leaves 4 · (W + 1) bytes per channel of partial sums, which are read once more.
+    Several short sequences take turns where there are tiles enough. A lane with one channel has
+    more of its lines in flight, with two it has fewer instructions, which count where W > 4.
     """
-    vec, columns = _columns(dim)
-    tiles = _tiles_per_row(_BACKWARD_BLOCKS, batch * columns, length, shortest=64)
-    rows = 32 // itemsize
-    spare = batch * tiles * columns // (_BACKWARD_BLOCKS * num_sms())
+    vec, columns = _columns(dim, 1 if width <= 4 else 2)
+    per_sm = 8 // vec
+    tiles = _tiles_per_row(per_sm, batch * columns, length, shortest=32)
+    tiles = max(tiles, -(-length // 256))
+    spare = batch * tiles * columns // (per_sm * num_sms())
+    rows = 64 // (vec * itemsize)
     return Tiles(
         rows=rows,
-        slots=5,
-        chunks=_chunks(length + (width - 1) * (tiles - 1), tiles, rows),
+        slots=4 - vec,
+        chunks=_chunks(length, tiles, rows),
         vec=vec,
-        tiles_per_block=max(1, min(256 * tiles // length, spare)),
+        warpgroups=min(2, batch * tiles),
+        turns=max(1, min(128 * tiles // length, spare)),
     )
 
 
-def _columns(dim: int) -> tuple[int, int]:
-    """Channels per lane and blocks side by side, for `dim` channels."""
+def _columns(dim: int, most: int) -> tuple[int, int]:
+    """Channels per lane, up to `most`, and blocks side by side, for `dim` channels."""
     dim = max(dim, LANES)
-    blocks = {vec: -(-dim // (LANES * vec)) for vec in (1, 2) if LANES * vec <= dim}
+    blocks = {vec: -(-dim // (LANES * vec)) for vec in range(1, most + 1) if LANES * vec <= dim}
     vec = min(blocks, key=lambda vec: (vec * blocks[vec], -vec))
     return vec, blocks[vec]
 
@@ -476,9 +486,9 @@ def _chunks(length: int, tiles: int, rows: int) -> int:
 class _Filter:
     """What the kernels know about a call while they are compiled.
 
-    A tile marches over `chunks` · `rows` tokens, of which the last `after` are the first of the
-    next tile. The last tile has none after it and ends with the sequence: its last `tail` tokens,
-    where they fill no chunk, are the last of one that overlaps the chunk before.
+    A tile is `chunks` · `rows` tokens, and the `after` tokens behind it are read as well, its halo.
+    The last tile has none and ends with the sequence: its last `tail` tokens, where they fill no
+    chunk, are the last of one that overlaps the chunk before.
     """
 
     activation: Activation | None
@@ -491,16 +501,21 @@ class _Filter:
     slots: int
     chunks: int
     vec: int
+    warpgroups: int
     after: int
     names: tuple[str, ...]  # of the references
 
+    def __post_init__(self) -> None:
+        assert self.tiles == 1 or self.after <= self.rows, self  # a slot takes the halo
+
     @property
     def own(self) -> int:
-        """Tokens of a tile that are not the next tile's, but for the last tile."""
-        return max(1, self.chunks * self.rows - self.after)
+        """Tokens of a tile, but for the last."""
+        return self.chunks * self.rows
 
     @property
     def tiles(self) -> int:
+        """So many that the last is longer than a halo."""
         return max(1, -(-(self.length - self.after) // self.own))
 
     @property
@@ -529,6 +544,9 @@ class _Filter:
         block = lax.axis_index(_BLOCK)
         start = jnp.minimum(lax.rem(block, self.columns) * self.size, self.dim - self.size)
         return lax.div(block, self.columns), pl.ds(start, self.size)
+
+    def warpgroup(self) -> Any:
+        return lax.axis_index(_WARPGROUP) if self.warpgroups > 1 else jnp.int32(0)
 
     def place(self, index: Any) -> tuple[Any, Any, Any]:
         """Batch row and first token of tile `index`, and whether it is the last of the row."""
@@ -594,11 +612,11 @@ class _Filter:
 
     def scratch(self, **arrays: Any) -> dict[str, Any]:
         """The slots of each array, and a barrier for each slot of all."""
+        count = self.warpgroups * self.slots
         slots = {
-            name: plgpu.SMEM((self.slots, self.rows, self.size), a.dtype)
-            for name, a in arrays.items()
+            name: plgpu.SMEM((count, self.rows, self.size), a.dtype) for name, a in arrays.items()
         }
-        arrived = plgpu.Barrier(num_arrivals=len(slots), num_barriers=self.slots)
+        arrived = plgpu.Barrier(num_arrivals=len(slots), num_barriers=count)
         return {**slots, "arrived": arrived}
 
     def march(
@@ -610,7 +628,7 @@ class _Filter:
         begin: Callable[[], Any],
         run: Callable[..., Any],
     ) -> Any:
-        """``carry = run(t, rows, in_tail, carry)`` along a tile, for a few tokens from `t` on.
+        """``carry = run(t, rows, in_halo, carry)`` along a tile, for a few tokens from `t` on.
 
         Args:
           refs: the arrays in global memory.
@@ -618,41 +636,60 @@ class _Filter:
           place: of the tile.
           channels: of the block.
           begin: the first carry, loaded while the first slots fill.
-          run: its `rows` are the (size,) arrays of these tokens, by the names of `smem`; `in_tail`
-            says whether the tokens are of the last tile's tail.
+          run: its `rows` are the (size,) arrays of these tokens, by the names of `smem`; `in_halo`
+            says whether the tokens are the next tile's.
         """
         batch, first, is_last = place
         arrived = smem["arrived"]
         slots = {name: slot for name, slot in smem.items() if name != "arrived"}
         whole = jnp.where(is_last, self.whole, self.chunks)
         total = whole + jnp.where(is_last, min(self.tail, 1), 0)
+        halo = self.after if self.tiles > 1 else 0
+        ring = self.warpgroup() * self.slots
+
+        def slot_of(i):
+            return ring + lax.rem(i, self.slots)
 
         def start(i):
             return jnp.minimum(first + i * self.rows, self.length - self.rows)
 
+        def copy(i, start, count):
+            slot = slot_of(i)
+            for name, target in slots.items():
+                source = getattr(refs, name).at[batch, pl.ds(start, count), channels]
+                plgpu.copy_gmem_to_smem(source, target.at[slot, pl.ds(0, count)], arrived.at[slot])
+
         def fetch(i):
             @pl.when(i < total)
             def _():
-                slot = lax.rem(i, self.slots)
-                for name, target in slots.items():
-                    source = getattr(refs, name).at[batch, pl.ds(start(i), self.rows), channels]
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], arrived.at[slot])
+                copy(i, start(i), self.rows)
+
+            if halo:
+
+                @pl.when((i == total) & ~is_last)
+                def _():
+                    copy(i, first + self.own, halo)
+
+        def wait(i):
+            plgpu.barrier_wait(arrived.at[slot_of(i)])
+
+        def load(i, row, count):
+            slot = slot_of(i)
+            return {
+                name: [self.load(ref.at[slot, row + u]) for u in range(count)]
+                for name, ref in slots.items()
+            }
 
         def chunk(valid, i, carry):
-            slot = lax.rem(i, self.slots)
-            if self.chunks >= self.slots:
+            if self.chunks + min(self.after, 1) >= self.slots:
                 plgpu.commit_smem()  # all lanes are done with the slot before
                 fetch(i + self.slots - 1)
-            plgpu.barrier_wait(arrived.at[slot])
+            wait(i)
             unroll = math.gcd(_UNROLL, valid)
 
             def group(g, carry):
                 row = self.rows - valid + g * unroll
-                rows = {
-                    name: [self.load(ref.at[slot, row + u]) for u in range(unroll)]
-                    for name, ref in slots.items()
-                }
-                return run(start(i) + row, rows, valid < self.rows, carry)
+                return run(start(i) + row, load(i, row, unroll), False, carry)
 
             return lax.fori_loop(0, valid // unroll, group, carry)
 
@@ -661,6 +698,13 @@ class _Filter:
         carry = lax.fori_loop(0, whole, functools.partial(chunk, self.rows), begin())
         if self.tail:
             carry = lax.fori_loop(whole, total, functools.partial(chunk, self.tail), carry)
+        if halo:
+
+            def next_tile(i, carry):
+                wait(i)
+                return run(first + self.own, load(i, 0, halo), True, carry)
+
+            carry = lax.fori_loop(total, jnp.where(is_last, total, total + 1), next_tile, carry)
         return carry
 
 
@@ -699,6 +743,7 @@ def _prepare(
         slots=tile.slots,
         chunks=tile.chunks,
         vec=tile.vec if dim >= LANES * tile.vec else 1,
+        warpgroups=tile.warpgroups,
         after=after,
         names=tuple(present),
     )
@@ -716,7 +761,7 @@ def _launch_fwd(options: _Options, x, weight, bias, state, look_back, tile: Tile
     if x.size == 0:
         return _reference_fwd(options, x, weight, bias, state, look_back)
     (batch, length, dim), width = x.shape, weight.shape[1]
-    tile = tile or forward_tiles(batch, length, dim, x.dtype.itemsize)
+    tile = tile or forward_tiles(batch, length, dim, width, x.dtype.itemsize)
     state = None if width == 1 else state
     call, arrays = _prepare(
         options, tile, 0, x=x, weight=weight, bias=bias, state=state, look_back=look_back
@@ -743,8 +788,8 @@ def _fwd_kernel(call: _Filter, *refs, smem):
     def begin():
         return once_read((call.history(refs, batch, first, channels), loaded))
 
-    def run(t, rows, in_tail, carry):
-        del in_tail
+    def run(t, rows, in_halo, carry):
+        del in_halo
         inputs, (weights, bias) = carry
         look_backs = call.look_backs(refs, batch, t, len(rows["x"]))
         for u, (x, look_back) in enumerate(zip(rows["x"], look_backs, strict=True)):
@@ -782,26 +827,34 @@ def _launch_bwd(
         look_back=look_back,
         dout=dout,
     )
-    blocks = -(-batch * call.tiles // tile.tiles_per_block)
+    blocks = -(-batch * call.tiles // (tile.warpgroups * tile.turns))
+    totals = width + (bias is not None)
     f32 = jnp.float32
-    dx, sums, *dstate = plgpu.kernel(
-        functools.partial(_bwd_kernel, call, tile.tiles_per_block),
+    smem = call.scratch(x=x, dout=dout)
+    threads: dict[str, Any] = {}
+    if tile.warpgroups > 1:
+        threads = {"num_threads": tile.warpgroups, "thread_name": _WARPGROUP}
+        smem["sums"] = plgpu.SMEM((tile.warpgroups - 1, totals, call.size), f32)
+        smem["summed"] = plgpu.Barrier(num_arrivals=tile.warpgroups - 1)
+    dx, parts, *dstate = plgpu.kernel(
+        functools.partial(_bwd_kernel, call, tile.turns),
         out_type=(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((blocks, width + 1, call.dim), f32),
+            jax.ShapeDtypeStruct((-(-blocks // _SHARES) * _SHARES, totals, call.dim), f32),
             *([] if kept is None else [jax.ShapeDtypeStruct((batch, width - 1, call.dim), f32)]),
         ),
-        scratch_types={"smem": call.scratch(x=x, dout=dout)},
+        scratch_types={"smem": smem},
         grid=(call.columns * blocks,),
         grid_names=(_BLOCK,),
+        **threads,
         kernel_name="causal_conv1d_bwd",
         compiler_params=_COMPILER_PARAMS,
     )(x, *arrays)
-    *dweight, dbias = sums.sum(0)[:, :dim]
+    dweight, *dbias = _sum_parts(call, parts, blocks, weight.dtype, bias)
     return (
         dx[..., :dim],
-        jnp.stack(dweight, axis=1).astype(weight.dtype),
-        None if bias is None else dbias.astype(bias.dtype),
+        dweight[:dim],
+        dbias[0][:dim] if dbias else None,
         dstate[0][..., :dim].astype(state.dtype) if dstate else _none_or_zeros(state),
     )
 
@@ -810,33 +863,31 @@ def _none_or_zeros(v: Any) -> Any:
     return None if v is None else jnp.zeros_like(v)
 
 
-def _bwd_kernel(call: _Filter, per_block: int, *refs, smem):
-    outs = "dx sums" + " dstate" * ("state" in call.names)
-    refs = _refs(call, outs, refs)  # as forward; sums (blocks, W + 1, D) of dweight and dbias
+def _bwd_kernel(call: _Filter, turns: int, *refs, smem):
+    outs = "dx parts" + " dstate" * ("state" in call.names)
+    refs = _refs(call, outs, refs)  # as forward; parts (blocks, W + 1, D) of dweight and dbias
     before = call.width - 1
     part, channels = call.block()
-    tiles = refs.x.shape[0] * call.tiles
+    warpgroup = call.warpgroup()
     zero = call.full(0.0)
     loaded = call.taps(refs, channels)
+    rings = {name: smem[name] for name in ("x", "dout", "arrived")}
 
     def run_tile(index, sums):
         place = batch, first, is_last = call.place(index)
-        end = jnp.where(is_last, call.length, first + call.own)
 
         def begin():
             taps = once_read((call.history(refs, batch, first, channels), loaded))
             return *taps, (zero,) * before, sums
 
-        def run(t, rows, in_tail, carry):
+        def run(t, rows, in_halo, carry):
             """Token t adds its ds to the dx of the tokens t − (W − 1) … t; the first is complete.
 
-            A tile's first W − 1 tokens complete a dx of the tile before, which that one's halo
-            completes too: in its place goes one of token `first`, which a later one overwrites.
+            Those of the tile before are not: they get theirs from that one's halo.
             """
             inputs, (weights, bias), dxs, (dweight, dbias) = carry
-            count = len(rows["x"])
+            count, early = len(rows["x"]), []
             look_backs = call.look_backs(refs, batch, t, count)
-            known = count >= before and not in_tail  # which tokens are at the tile's ends
             tokens = zip(rows["x"], rows["dout"], look_backs, strict=True)
             for u, (x, dout, look_back) in enumerate(tokens):
                 taps = [*inputs, x]
@@ -846,31 +897,39 @@ def _bwd_kernel(call: _Filter, per_block: int, *refs, smem):
                 if call.activation == "silu":
                     s = call.sum(seen, weights, bias)
                     gate = sigmoid(s, call.exact, call.interpret)
-                    ds = ds * (gate * (1 + s * (1 - gate)))
-                own = ds
-                if call.tiles > 1 and not in_tail and not (known and u < count - before):
-                    own = call.where(t + u < end, ds, zero)
-                dweight = tuple(d + own * v for d, v in zip(dweight, seen, strict=True))
-                dbias = dbias + own
+                    ds = ds * (gate + gate * (s - s * gate))
+                if not in_halo:
+                    dweight = tuple(d + ds * v for d, v in zip(dweight, seen, strict=True))
+                    dbias = dbias + ds
                 dxs = [
                     d + call.sees(look_back, ds, w) * weights[w] for w, d in enumerate((*dxs, zero))
                 ]
-                done = t + u - before
-                at_start = before and not (known and u >= before)
-                if at_start and "state" in call.names:
-
-                    @pl.when((first == 0) & (done < 0))
-                    def _(row=t + u, dx=dxs[0]):
-                        refs.dstate[batch, row, channels] = dx
-
-                done = jnp.maximum(done, first) if at_start else done
-                refs.dx[batch, done, channels] = dxs[0].astype(refs.dx.dtype)
+                if in_halo or u >= before:
+                    refs.dx[batch, t + u - before, channels] = dxs[0].astype(refs.dx.dtype)
+                else:
+                    early.append((t + u, dxs[0]))
                 dxs = tuple(dxs[1:])
+            groups = [early] if count >= before else [[token] for token in early]
+            for group in filter(None, groups):
+                last, _ = group[-1]  # a whole group is of the tile's first tokens, or none is
+
+                @pl.when(last - before >= first)
+                def _(group=group):
+                    for at, dx in group:
+                        refs.dx[batch, at - before, channels] = dx.astype(refs.dx.dtype)
+
+                if "state" in call.names:
+
+                    @pl.when(last < before)
+                    def _(group=group):
+                        for at, dx in group:
+                            refs.dstate[batch, at, channels] = dx
+
             return inputs, (weights, bias), dxs, (dweight, dbias)
 
-        if per_block > 1:
+        if turns > 1:
             plgpu.commit_smem()  # all lanes are done with the tile before
-        _, _, dxs, sums = call.march(refs, smem, place, channels, begin, run)
+        _, _, dxs, sums = call.march(refs, rings, place, channels, begin, run)
 
         @pl.when(is_last)
         def _():
@@ -883,16 +942,118 @@ def _bwd_kernel(call: _Filter, per_block: int, *refs, smem):
 
         return sums
 
+    tiles = refs.x.shape[0] * call.tiles
+    per_block = call.warpgroups * turns
+    start = part * per_block + warpgroup
     sums = (zero,) * call.width, zero
-    if per_block == 1:
-        sums = run_tile(part, sums)
+    if turns == 1 and tiles % per_block == 0:
+        sums = run_tile(start, sums)
     else:
-        start = part * per_block
-        stop = jnp.minimum(start + per_block, tiles)
-        sums = lax.fori_loop(start, stop, run_tile, sums)
+        stop = jnp.minimum(part * per_block + per_block, tiles)
+        count = lax.div(stop - start + call.warpgroups - 1, call.warpgroups)
+        turn = lambda i, sums: run_tile(start + i * call.warpgroups, sums)
+        sums = lax.fori_loop(0, count, turn, sums)
     dweight, dbias = sums
-    for i, total in enumerate([*dweight, dbias]):
-        refs.sums[part, i, channels] = total
+    totals = [*dweight, *([dbias] if "bias" in call.names else [])]
+
+    def write():
+        others = () if call.warpgroups == 1 else range(call.warpgroups - 1)
+        for i, total in enumerate(totals):
+            for k in others:
+                total = total + call.load(smem["sums"].at[k, i])
+            refs.parts[part, i, channels] = total
+
+    if call.warpgroups == 1:
+        write()
+        return
+
+    @pl.when(warpgroup > 0)
+    def _():
+        for i, total in enumerate(totals):
+            smem["sums"][warpgroup - 1, i] = total
+        plgpu.barrier_arrive(smem["summed"])
+
+    @pl.when(warpgroup == 0)
+    def _():
+        plgpu.barrier_wait(smem["summed"])
+        write()
+
+
+_SHARES = 16
+"""Groups of lanes that share the parts of dweight among them."""
+
+
+def _sum_parts(call: _Filter, parts: jax.Array, count: int, dtype: Any, bias: Any) -> Any:
+    """dweight (D, W) and, where there is a bias, dbias (D,): sums of the first `count` of `parts`.
+
+    One small kernel. XLA takes two: a sum, and another for the order of dweight.
+    """
+    out_type = [jax.ShapeDtypeStruct((call.dim * call.width,), dtype)]
+    if bias is not None:
+        out_type.append(jax.ShapeDtypeStruct((call.dim,), bias.dtype))
+    dweight, *dbias = plgpu.kernel(
+        functools.partial(_sum_kernel, call, count, parts.shape[1]),
+        out_type=tuple(out_type),
+        scratch_types={"smem": plgpu.SMEM((parts.shape[1], LANES), jnp.float32)},
+        grid=(-(-call.dim // (LANES // _SHARES)),),
+        grid_names=(_BLOCK,),
+        kernel_name="causal_conv1d_sum",
+        compiler_params=_COMPILER_PARAMS,
+    )(parts.reshape(-1))
+    return dweight.reshape(call.dim, call.width), *dbias
+
+
+def _sum_kernel(call: _Filter, count: int, totals: int, parts, *outs, smem):
+    """A lane adds up every 16th part of one channel; then the sums of 16 lanes are added."""
+    columns = LANES // _SHARES
+    first = jnp.minimum(lax.axis_index(_BLOCK) * columns, call.dim - columns)
+    of_part = totals * call.dim
+    lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=_LANE)
+    zero = plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), _LANE)
+
+    def add(j, sums):
+        """Adds the parts from `j` · 16 on."""
+        offsets = LaneOffsets(((1, columns, 1), (columns, _SHARES, of_part)))
+        span = (_SHARES - 1) * of_part + columns
+        added = []
+        for i, total in enumerate(sums):
+            at = parts.at[pl.ds(j * _SHARES * of_part + i * call.dim + first, span)]
+            (part,) = load_lanes(at, offsets, interpret=call.interpret)
+            if isinstance(j, int) and (j + 1) * _SHARES > count:
+                part = jnp.where(lane < (count - j * _SHARES) * columns, part, zero)
+            added.append(total + part)
+        return tuple(added)
+
+    def group(g, sums):
+        for u in range(_UNROLL):
+            sums = add(g * _UNROLL + u, sums)
+        return sums
+
+    groups = count // (_SHARES * _UNROLL)
+    sums = lax.fori_loop(0, groups, group, (zero,) * totals)
+    for j in range(groups * _UNROLL, -(-count // _SHARES)):
+        sums = add(j, sums)
+    channel = LaneOffsets(((1, columns, 1),))
+    within = [d for d in (1, 2, 4, 8, 16) if d >= columns]
+    for i, total in enumerate(sums):
+        (of_warp,) = sum_lanes([total], within, interpret=call.interpret)
+        every = LaneOffsets(((1, LANES, 1),))
+        store_lanes(smem.at[i], every, [of_warp], interpret=call.interpret)
+    plgpu.commit_smem()
+    for i in range(totals):
+        of_warps = [
+            load_lanes(
+                smem.at[i], dataclasses.replace(channel, start=start), interpret=call.interpret
+            )[0]
+            for start in range(0, LANES, 32)
+        ]
+        total = functools.reduce(jnp.add, of_warps)
+        if i < call.width:
+            at = outs[0].at[pl.ds(first * call.width, columns * call.width)]
+            to = LaneOffsets(((1, columns, call.width),), i)
+        else:
+            at, to = outs[1].at[pl.ds(first, columns)], channel
+        store_lanes(at, to, [total], interpret=call.interpret)
 
 
 # Reference

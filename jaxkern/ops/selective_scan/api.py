@@ -28,13 +28,13 @@ Saved for the backward: the arguments, and the state before every k-th step, k =
 states in between are recomputed. While the backward runs, it also holds the sums of dB and dC over
 each block of channels (64 at N = 16, or 128 where k is 64 or more), 8·N/64 bytes per element of x.
 
-Per element of x the forward takes N exponentials and 4 operations of the same unit for softplus and
-gate, the backward 2·N and 5, for it computes the decays of a chunk twice. At N = 16 a warp takes 71
-and 206 instructions for a step of 16 channels. On an H200 (16 exponentials and 4 instructions per
-clock and multiprocessor, 1.97 GHz) the unit's limits at (8, 2048, 2048, 16) are 0.16 and 0.30 ms,
-the instructions' 0.14 and 0.42, and the memory needs 0.06 and 0.17; the kernels take 0.23 and 0.60.
+Per element of x the forward takes N exponentials and 3 operations of the same unit for softplus and
+gate, the backward 2·N and 4, for it computes the decays of a chunk twice. At N = 16 a warp takes 74
+and 205 instructions for a step of 16 channels. On an H200 (16 exponentials and 4 instructions per
+clock and multiprocessor, 1.97 GHz) the unit's limits at (8, 2048, 2048, 16) are 0.15 and 0.29 ms,
+the instructions' 0.15 and 0.41, and the memory needs 0.06 and 0.17; the kernels take 0.23 and 0.60.
 Where batch rows and channels are too few to fill the GPU, or do not fill it evenly, sequences are
-cut into segments, at N exponentials more.
+cut into segments, at N exponentials more, an eighth of which are polynomials.
 
 Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
 arXiv:2312.00752.

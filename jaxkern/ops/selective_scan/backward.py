@@ -28,12 +28,11 @@ from jaxkern.ops.selective_scan.blocks import (
     Call,
     FilledRing,
     Place,
-    Ring,
     Scan,
     fp32_array,
     map_states,
 )
-from jaxkern.ops.selective_scan.carry import fold, launch_carry, store_carry
+from jaxkern.ops.selective_scan.carry import fold_after, launch_carry, store_carry
 from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.reference import CHUNK, RECOMPUTED_EVERY, Options, reference_bwd
 from jaxkern.ops.selective_scan.steps import (
@@ -45,6 +44,7 @@ from jaxkern.ops.selective_scan.steps import (
     decays,
     dot,
     over_chunks,
+    polynomials,
     share_step_sizes,
     shared_chunk,
     shared_size,
@@ -57,6 +57,7 @@ from jaxkern.ops.selective_scan.tiling import (
     backward_parts,
     backward_tile,
     backward_warpgroups,
+    tile_chunks,
 )
 
 
@@ -76,9 +77,8 @@ def launch_bwd(
     tile = backward_tile(A.shape[-1])
     warpgroups = backward_warpgroups(tile, x.shape[-1], every)
     call = Call(options, tile, warpgroups, every, x, dt, A, B, C, D, z, dt_bias, keep)
-    batch, chunks = call.batch, call.scan.padded // CHUNK
-    per_unit = call.scan.per_unit
-    parts = backward_parts(call.columns, -(-chunks // per_unit), warpgroups)
+    batch, per_unit = call.batch, call.scan.per_unit
+    parts = backward_parts(call.columns, -(-call.scan.chunks // per_unit), warpgroups)
     dout = call.pad_tokens(dout)
     ins = call.pick("x dt z B C A D dt_bias keep") | {
         "dout": dout,
@@ -87,7 +87,8 @@ def launch_bwd(
     }
     scan = call.cut(parts)
     if parts.rest:
-        ins |= _launch_bwd_carry(call, dout)
+        name = "selective_scan_bwd_carry"
+        ins |= launch_carry(call, name, _bwd_carry_kernel, "dt z C keep", dout=dout)
     rings, own, common = _bwd_scratch(call, dout)
     like = lambda v: jax.ShapeDtypeStruct(call.arrays["x"].shape, v.dtype)
     outs = {
@@ -126,19 +127,17 @@ def launch_bwd(
 def _bwd_scratch(call: Call, dout: jax.Array) -> tuple[Any, Any, Any]:
     """The rings, the shared memory of a warpgroup, and that of the block.
 
-    As many chunks at a time as there is room for, two warpgroups on a multiprocessor, if neither
-    the sequence nor what runs from a saved state ends within.
+    As many chunks at a time as there is room for, two warpgroups on a multiprocessor.
     """
     tile, scan = call.tile, call.scan
     per_unit = scan.per_unit
-    whole = math.gcd(scan.padded // CHUNK, per_unit if per_unit > 1 else scan.parts.length)
+    chunks = tile_chunks(min(scan.chunks, per_unit if per_unit > 1 else scan.parts.length))
     buffers = 1 if scan.warpgroups == 1 else _SUM_BUFFERS
-    tokens = call.pick("x dt z B C keep") | {"dout": dout}
-    for chunks in (4, 2, 1):
+    while True:
         steps = chunks * CHUNK
-        rings = [Ring(scan, "", steps, tokens)]
+        rings = [call.ring("", chunks, "x dt z B C keep", dout=dout)]
         if per_unit > 1:
-            rings.append(Ring(scan, "before_", steps, call.pick("x dt B keep")))
+            rings.append(call.ring("before_", chunks, "x dt B keep"))
         own = {
             "shared": shared_size(tile, steps if per_unit > 1 else CHUNK),
             "dy": (CHUNK * tile.row(1),),
@@ -147,8 +146,9 @@ def _bwd_scratch(call: Call, dout: jax.Array) -> tuple[Any, Any, Any]:
         sums = buffers, sum_steps, scan.warpgroups * LANES * tile.sums
         size = sum(ring.bytes() for ring in rings) + 4 * math.prod(sums) // scan.warpgroups
         size += 4 * sum(math.prod(shape) for shape in own.values())
-        if chunks == 1 or (whole % chunks == 0 and size <= _ROOM):
+        if chunks == 1 or size <= _ROOM:
             break
+        chunks //= 2
     common: dict[str, Any] = {"sums": plgpu.SMEM(sums, jnp.float32)}
     if scan.warpgroups > 1:
         common["summed"] = plgpu.Barrier(num_arrivals=scan.warpgroups, num_barriers=buffers)
@@ -166,43 +166,35 @@ def _sums(call: Call, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """dB and dC, (B, L, G, N), from the sums of each block: fixed order, fp32."""
     t, n = call.tile, call.states
     parts = parts.reshape(call.groups, call.scan.blocks_per_group, *parts.shape[1:])
-    total = parts.sum(1)  # (G, B, L, 32 · sums), lanes as in sum_lanes
-    total = total.reshape(call.groups, call.batch, -1, t.groups, t.lanes, t.sums)
-    total = total[:, :, : call.length]
+    # (G, B, L, 32 · sums), lanes as in sum_lanes. XLA would add up all again for dB and for dC.
+    total = lax.optimization_barrier(parts.sum(1))
+    lanes = t.groups // t.low, t.lanes, t.low
+    total = total.reshape(call.groups, call.batch, -1, *lanes, t.sums)[:, :, : call.length]
+    total = jnp.moveaxis(total, 0, 2).swapaxes(3, 4)  # (B, L, G, S, …): of each state lane
     copies = t.groups * t.sums // (2 * t.states)
-    total = total[:, :, :, ::copies]  # (G, B, L, groups, S, sums): value groups · sums of lane S
-    total = jnp.moveaxis(total, 0, 2).swapaxes(3, 4)  # (B, L, G, S, groups, sums)
+    total = total.reshape(*total.shape[:4], t.groups, t.sums)[:, :, :, :, ::copies]
     total = total.reshape(*total.shape[:4], t.states // t.pair, t.pair, 2).swapaxes(3, 4)
     total = total.reshape(*total.shape[:3], t.all_states, 2)
     return total[..., :n, 0], total[..., :n, 1]
 
 
-def _launch_bwd_carry(call: Call, dout: jax.Array) -> dict[str, Any]:
-    """What every segment but the first passes to the one before, and the sum of its dt."""
-    scan = call.scan
-    whole = math.gcd(scan.padded // CHUNK, scan.parts.length * scan.per_unit)
-    tokens = call.pick("dt z C keep") | {"dout": dout}
-    name = "selective_scan_bwd_carry"
-    return launch_carry(call, name, _bwd_carry_kernel, math.gcd(whole, 4) * CHUNK, tokens)
-
-
 def _segment_chunks(scan: Scan, first: Any, units: Any) -> tuple[Any, Any]:
     """The first chunk of `units` of the backward, and how many there are."""
     first = first * scan.per_unit
-    return first, jnp.minimum(units * scan.per_unit, scan.padded // CHUNK - first)
+    return first, jnp.minimum(units * scan.per_unit, scan.chunks - first)
 
 
 def _bwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
-    """Σ_t C[t] · dy[t] · Π a over the segment's steps up to t = Σ_t C[t] · dy[t] · exp(A · Σdt)."""
-    at, tile = Place(scan), scan.tile
-    per_tile = ring.steps // CHUNK
-    length = scan.parts.length
-    first, count = _segment_chunks(scan, at.first + length, length)
-    first = first // per_tile
+    """What a piece passes on to those before it, from zeros after it.
+
+    Σ_t C[t] · dy[t] · Π a over its steps up to t = Σ_t C[t] · dy[t] · exp(A · Σdt).
+    """
+    at, tile, parts = Place(scan), scan.tile, scan.parts
+    first, count = _segment_chunks(scan, at.first + parts.left_out * parts.length, parts.length)
     rate, _, dt_bias = scan.constants(refs)
 
-    def run_tile(i, carry):
-        steps = Steps(scan, ring.tile(i), (first + i) * ring.steps, ring.steps)
+    def run_tile(turn, span, carry):
+        steps = Steps(scan, ring.tile(turn), span.start * CHUNK, ring.steps)
         for round, raw, dout, z in steps.all_owned("dt", "dout", "z"):
             dt, _ = steps.step_size(round, raw + dt_bias)
             dy = dout if z is None else dout * steps.gate(z)[0]
@@ -210,22 +202,23 @@ def _bwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> Non
         sync_warp(interpret=scan.interpret)
 
         def load(c, step):
-            chunk = Steps(scan, ring.chunk(i, c), ((first + i) * per_tile + c) * CHUNK)
+            chunk = Steps(scan, ring.chunk(turn, c), (span.start + c) * CHUNK)
             dt, dy = chunk.shared(shared_chunk(smem, tile, c), step, 2)
             return dt, dy, chunk.weights("C", step), chunk.keep(step)
 
-        return over_chunks(per_tile, per_tile, load, run_chunk, carry)
+        return over_chunks(span, ring.chunks, load, run_chunk, carry)
 
     def run_chunk(c, steps, carry):
         dh, total = carry
         for _, (dt, dy, C, keep) in steps:
             total = add_reset(total, keep, dt)
             enters = [[d * c for c in C] for d in dy]
-            dh = map_states(jnp.add, dh, decayed(total, rate, enters, refs.keep is not None))
+            decay = decays(total, rate, polynomials(tile))
+            dh = map_states(jnp.add, dh, decayed(total, decay, enters, refs.keep is not None))
         return dh, total
 
     init = zero_states(scan), [zeros() for _ in range(tile.channels)]
-    dh, total = ring.stream(first, count // per_tile, run_tile, init)
+    dh, total = ring.stream(first, count, run_tile, init)
     store_carry(scan, refs, total, dh)
 
 
@@ -258,7 +251,7 @@ def _bwd_kernel(
     scan: Scan, refs: Any, smem: Any, ring: FilledRing, before: FilledRing | None = None
 ) -> None:
     at, tile = Place(scan), scan.tile
-    per_unit, per_tile = scan.per_unit, ring.steps // CHUNK
+    per_unit, per_tile = scan.per_unit, ring.chunks
     sum_steps = smem.sums.shape[1]
     each = [(r, k) for r in range(tile.channels) for k in range(tile.states)]
     keeps_weights = tile.states <= 4  # of a chunk, in registers; more would spill
@@ -275,60 +268,70 @@ def _bwd_kernel(
         if per_unit == 1:
             return _segment_chunks(scan, at.first, at.units)
         first = (at.first + units - 1 - i) * per_unit
-        return first, jnp.minimum(per_unit, scan.padded // CHUNK - first)
+        return first, jnp.minimum(per_unit, scan.chunks - first)
 
     def fetch_unit(i, up, down):
         first, count = unit(i)
         if before is not None:
-            tile_before = first // (before.steps // CHUNK)
-            pl.when(count > 1)(functools.partial(before.fetch, tile_before, up))
+            start = before.upward(first, count - 1, 0).start
+            pl.when(count > 1)(functools.partial(before.fetch, start, up))
 
-        ring.fetch((first + count) // per_tile - 1, down)
+        fetch_below(first + count, down)
+
+    def fetch_below(end, turn):
+        ring.fetch(start_below(end), turn)
+
+    def start_below(end):
+        """Of the tile that ends before chunk `end`, or with the sequence's first tile."""
+        return jnp.maximum(end - per_tile, 0)
 
     def run_unit(i, carry):
-        up, down, *carry = carry
+        up, down, flushing, *carry = carry
         first, count = unit(i)
         if before is not None:
             up = put_down_states(before, first, count, up)
 
         def state_before(c):
             if per_unit == 1:
-                return unswapped((first + c) * CHUNK)
-            flat = scan.load_lane(refs.chunk_states.at[at.part, c, at.warpgroup], 0, len(each))
+                return unswapped(c * CHUNK)
+            of_unit = refs.chunk_states.at[at.part, c - first, at.warpgroup]
+            flat = scan.load_lane(of_unit, 0, len(each))
             return [flat[r * tile.states :][: tile.states] for r in range(tile.channels)]
 
-        tiles = count // per_tile
+        tiles = ring.tiles(count)
 
         def run_tile(j, carry):
+            flushing, carry = carry[0], carry[1:]
             plgpu.commit_smem()  # all lanes are done with the other slot
-            t, turn = tiles - 1 - j, down + j
+            end, turn = first + count - j * per_tile, down + j
 
-            @pl.when(t > 0)
+            @pl.when(j + 1 < tiles)
             def _():
-                ring.fetch(first // per_tile + t - 1, turn + 1)
+                fetch_below(end - per_tile, turn + 1)
 
-            @pl.when((t == 0) & (i + 1 < units))
+            @pl.when((j + 1 == tiles) & (i + 1 < units))
             def _():
                 fetch_unit(i + 1, up, turn + 1)
 
             ring.wait(turn)
+            start, chunks = start_below(end), jnp.minimum(per_tile, end - first)
 
             def run(k, carry):
                 h, *carry = carry
                 h = scan.swapped(h) if per_unit == 1 else h
-                of_tile = per_tile - 1 - k
-                c = t * per_tile + of_tile
-                chunk = Steps(scan, ring.chunk(turn, of_tile), (first + c) * CHUNK)
-                following = lambda: state_before(jnp.maximum(c - 1, 0))
-                return run_chunk(chunk, of_tile, turn, h, following, carry)
+                c = end - 1 - k
+                chunk = Steps(scan, ring.chunk(turn, c - start), c * CHUNK)
+                following = lambda: state_before(jnp.maximum(c - 1, first))
+                return run_chunk(chunk, k, turn, h, following, carry)
 
-            carry = lax.fori_loop(0, per_tile, run, carry)
+            carry = lax.fori_loop(0, chunks, run, carry)
             if sum_steps >= CHUNK:
-                write_sums((first + t * per_tile) * CHUNK, turn)
-            return carry
+                write_sums(end, chunks, turn, flushing)
+            return chunks, *carry
 
-        carry = lax.fori_loop(0, tiles, run_tile, (state_before(count - 1), *carry))
-        return up, down + tiles, *carry[1:]
+        init = (flushing, state_before(first + count - 1), *carry)
+        flushing, _, *carry = lax.fori_loop(0, tiles, run_tile, init)
+        return up, down + tiles, flushing, *carry
 
     def put_down_states(before, first, count, up):
         """The state before every chunk of the unit, from the saved one."""
@@ -338,19 +341,18 @@ def _bwd_kernel(
         )
         put(0, h)
 
-        per_tile = before.steps // CHUNK
-        tiles = (count - 1 + per_tile - 1) // per_tile
+        tiles = before.tiles(count - 1)
 
         def run_tile(i, h):
             plgpu.commit_smem()
-            start = i * per_tile
 
             @pl.when(i + 1 < tiles)
             def _():
-                before.fetch(first // per_tile + i + 1, up + i + 1)
+                before.fetch(before.upward(first, count - 1, i + 1).start, up + i + 1)
 
             before.wait(up + i)
-            token = (first + start) * CHUNK
+            span = before.upward(first, count - 1, i)
+            token = span.start * CHUNK
             steps = Steps(scan, before.tile(up + i), token, before.steps)
             share_step_sizes(steps, smem.shared, dt_bias)
 
@@ -358,16 +360,18 @@ def _bwd_kernel(
                 chunk = Steps(scan, before.chunk(up + i, c), token + c * CHUNK)
                 return chunk, shared_chunk(smem, tile, c)
 
-            chunks = jnp.minimum(per_tile, count - 1 - start)
-            after = lambda c, h: put(start + c + 1, h)
-            h, _ = advance_chunks(chunks, per_tile, at_chunk, rate, h, after=after)
+            after = lambda c, h: put(span.start + c + 1 - first, h)
+            h, _ = advance_chunks(span, before.chunks, at_chunk, rate, h, after=after)
             return h
 
         lax.fori_loop(0, tiles, run_tile, h)
         return up + tiles
 
-    def run_chunk(chunk, of_tile, turn, h, load_following, carry):
-        """Up, to the states before each step, and down with their gradients."""
+    def run_chunk(chunk, from_end, turn, h, load_following, carry):
+        """Up, to the states before each step, and down with their gradients.
+
+        Before the end of its tile there are `from_end` other chunks.
+        """
         dh, dA, dD, ddt_bias = carry
         gated = refs.z is not None
         own = []
@@ -433,10 +437,11 @@ def _bwd_kernel(
             dh, after = where_kept(keep, dh), before[step]
             pairs = [v for pair in zip(dB, dC, strict=True) for v in pair]
             sums = scan.sum(pairs, tile.over_channels, swapped=len(tile.state_swaps))
-            row = of_tile * CHUNK + step if sum_steps >= CHUNK else step % sum_steps
+            row = from_end * CHUNK + step if sum_steps >= CHUNK else step % sum_steps
             scan.store(smem.sums.at[sum_buffer(turn), row, my_sums], sums, (1, LANES, tile.sums))
             if sum_steps < CHUNK and row == 0:
-                write_sums(chunk.token + step, turn)
+                plgpu.commit_smem()
+                write_rows(chunk.token + step, sums_of_warps(0, 0, sum_steps))
                 plgpu.commit_smem()
             into, ddecay = into_step + into, ddecay_step + ddecay
             if step % tile.steps == 0:
@@ -465,53 +470,59 @@ def _bwd_kernel(
     def sum_buffer(turn):
         return 0 if scan.warpgroups == 1 else lax.rem(turn, _SUM_BUFFERS)
 
-    def write_sums(token, turn):
-        """Adds the sums over each warp's channels, in order of the warps, from `token` on.
+    def write_sums(end, chunks, turn, flushing):
+        """Adds the sums over each warp's channels, in order of the warps: of `chunks` up to `end`.
 
-        A block of several warpgroups does so a tile later: none has to wait for the others.
+        A block of several warpgroups does so a tile later, for the `flushing` chunks of that one:
+        none has to wait for the others.
         """
         if scan.warpgroups == 1:
             plgpu.commit_smem()
-            add_sums(token, 0)
+            add_sums(end, chunks, 0)
             return
 
         @pl.when(turn > 0)
         def _():
-            add_others_sums(token + sum_steps, turn - 1)
+            add_others_sums(end + flushing, flushing, turn - 1)
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.summed.at[sum_buffer(turn)])
 
-    def add_others_sums(token, turn):
+    def add_others_sums(end, chunks, turn):
         plgpu.barrier_wait(smem.summed.at[sum_buffer(turn)])
-        add_sums(token, sum_buffer(turn))
+        add_sums(end, chunks, sum_buffer(turn))
 
-    def add_sums(token, buffer):
-        size, rows = 32 * tile.sums, sum_steps // scan.warpgroups
-        layout = plgpu.Layout.WG_STRIDED((rows, size), vec_size=min(2, rows * size // LANES))
+    def add_sums(end, chunks, buffer):
+        rows = CHUNK // scan.warpgroups
         mine = at.warpgroup * rows
+        sums = [sums_of_warps(buffer, k * CHUNK + mine, rows) for k in range(per_tile)]
+        for k, rows in enumerate(sums):
+            token = (end - 1 - k) * CHUNK + mine
+            pl.when(k < chunks)(functools.partial(write_rows, token, rows))
+
+    def sums_of_warps(buffer, start, rows):
+        size = 32 * tile.sums
+        layout = plgpu.Layout.WG_STRIDED((rows, size), vec_size=min(2, rows * size // LANES))
+        part = smem.sums.at[buffer, pl.ds(start, rows)]
         warps = [
-            plgpu.load(
-                smem.sums.at[buffer, pl.ds(mine, rows), pl.ds(size * w, size)],
-                layout=layout,
-                optimized=False,
-            )
+            plgpu.load(part.at[:, pl.ds(size * w, size)], layout=layout, optimized=False)
             for w in range(scan.warpgroups * WARPS)
         ]
-        part = pl.ds(token + mine, rows)
-        refs.sums[at.block, at.batch, part] = functools.reduce(jnp.add, warps)
+        return functools.reduce(jnp.add, warps)
+
+    def write_rows(token, rows):
+        refs.sums[at.block, at.batch, pl.ds(token, rows.shape[0])] = rows
 
     dh = zero_states(scan)
     if refs.dfinal is not None:
         dh = once_read(scan.load_states(refs.dfinal.at[at.batch, at.channels]))
     if refs.passed is not None:
-        back = lambda i, dh: fold(scan, refs, rate, scan.parts.segments - 2 - i, dh)
-        dh = lax.fori_loop(0, at.later, back, dh)
+        dh = fold_after(scan, refs, rate, dh)
     fetch_unit(0, 0, 0)
-    init = 0, 0, dh, zero_states(scan), (zeros(), zeros()), (zeros(), zeros())
-    _, turns, dh, dA, dD, ddt_bias = lax.fori_loop(0, units, run_unit, init)
+    init = 0, 0, 0, dh, zero_states(scan), (zeros(), zeros()), (zeros(), zeros())
+    _, turns, flushing, dh, dA, dD, ddt_bias = lax.fori_loop(0, units, run_unit, init)
     if scan.warpgroups > 1:
-        add_others_sums(unit(units - 1)[0] * CHUNK, turns - 1)
+        add_others_sums(unit(units - 1)[0] + flushing, flushing, turns - 1)
     scan.store_states(refs.dA.at[at.part, at.local], dA)
     for ref, (value, _) in ((refs.dD, dD), (refs.ddt_bias_sum, ddt_bias)):
         (total,) = scan.sum([value], tile.over_steps)

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,7 @@ class Scan:
     exact: bool  # fp32 tokens: no shortcut in softplus and sigmoid
     every: int  # steps from one saved state to the next
     parts: Parts
+    slot_width: int  # channels of a ring's slots: those of the tile, or more
     interpret: bool
 
     def load(
@@ -91,6 +92,15 @@ class Scan:
     def token_stride(self) -> int:
         """From token to token in a tile's part of (B, L, D); the interpreter's copy is compact."""
         return self.tile.width if self.interpret else self.channels
+
+    @property
+    def slot_stride(self) -> int:
+        """The same in a ring's slot."""
+        return self.tile.width if self.interpret else self.slot_width
+
+    @property
+    def chunks(self) -> int:
+        return self.padded // CHUNK
 
     def load_states(self, ref: Any) -> list[Rows]:
         """[R][K] from a block's part of states, (width, S · K)."""
@@ -180,7 +190,7 @@ class Scan:
             dt = jnp.where(dt > hi, hi, dt)
         if self.length != self.padded:
             each = self.tile.owners * self.tile.channels
-            valid = token + (self.lane() % self.tile.lanes) // each < self.length
+            valid = token + (self.lane() // self.tile.low % self.tile.lanes) // each < self.length
             inside = valid if inside is None else inside & valid
             dt = jnp.where(valid, dt, 0.0)
         return dt, inside
@@ -217,8 +227,7 @@ class Call:
             "x": self.pad_tokens(x),
             "dt": self.pad_tokens(dt),
             "z": None if z is None else self.pad_tokens(z),
-            "B": self.pad_weights(B),
-            "C": self.pad_weights(C),
+            "weights": self.pad_weights(jnp.concatenate([B, C])),
             "A": self.pad_states(A.astype(f32)),
             "D": self.pad_channels((none if D is None else D).astype(f32), 1),
             "dt_bias": self.pad_channels((none if dt_bias is None else dt_bias).astype(f32), 1),
@@ -238,6 +247,7 @@ class Call:
             exact=exact,
             every=every,
             parts=Parts(1, 1, 1, 1),
+            slot_width=tile.width,
             interpret=options.mode == "interpret",
         )
 
@@ -255,7 +265,7 @@ class Call:
         return self.pad_channels(_pad(v, (v.ndim - 1, self.tile.all_states)), v.ndim - 2)
 
     def pad_weights(self, v: Any) -> Any:
-        """(B, L, G, N) in fp32, N in parts of at most 256: the most that the TMA takes."""
+        """(2B, L, G, N) in fp32, N in parts of at most 256: the most that the TMA takes."""
         v = self.tile.copies(_pad(v.astype(jnp.float32), (1, CHUNK), (3, self.tile.all_states)))
         parts = -(-v.shape[3] // 256)
         return v.reshape(*v.shape[:3], parts, v.shape[3] // parts)
@@ -316,7 +326,7 @@ class Call:
             smem |= {name: smem[name].at[Place(scan).warpgroup] for name in own}
             named = types.SimpleNamespace(**every)
             space = types.SimpleNamespace(**smem)
-            kernel(scan, named, space, *(FilledRing(ring, named, space) for ring in rings))
+            kernel(scan, named, space, *(FilledRing(r, named, space, scan) for r in rings))
 
         scratch = {k: plgpu.SMEM((scan.warpgroups, *v), jnp.float32) for k, v in own.items()}
         for ring in rings:
@@ -337,12 +347,21 @@ class Call:
         return dict(zip(outs, results, strict=True))
 
     def pick(self, names: str) -> dict[str, Any]:
-        return {name: self.arrays[name] for name in names.split()}
+        """The arrays of these names; B and C are the two halves of one."""
+        return {_stored(name): self.arrays[_stored(name)] for name in names.split()}
+
+    def ring(self, prefix: str, chunks: int, names: str, **others: Any) -> "Ring":
+        arrays = {name: self.arrays[_stored(name)] for name in names.split()} | others
+        return Ring(self.scan, prefix, chunks, arrays)
+
+
+def _stored(name: str) -> str:
+    return "weights" if name in ("B", "C") else name
 
 
 _NAMES = (
-    *("x", "dt", "z", "B", "C", "A", "D", "dt_bias", "keep", "initial", "passed", "total"),
-    *("states", "dout", "dfinal", "out", "final", "dx", "ddt", "dz", "dA", "sums", "dD"),
+    *("x", "dt", "z", "B", "C", "weights", "A", "D", "dt_bias", "keep", "initial", "passed"),
+    *("total", "states", "dout", "dfinal", "out", "final", "dx", "ddt", "dz", "dA", "sums", "dD"),
     *("ddt_bias_sum", "dinitial", "chunk_states"),
 )
 
@@ -352,15 +371,16 @@ def fp32_array(*shape: int) -> Any:
 
 
 class Ring:
-    """Two slots in shared memory for `steps` of some token arrays, filled by the TMA.
+    """Two slots in shared memory for some chunks of token arrays, filled by the TMA.
 
     Each warpgroup has its own.
     """
 
-    def __init__(self, scan: Scan, prefix: str, steps: int, arrays: dict[str, Any]):
+    def __init__(self, scan: Scan, prefix: str, chunks: int, arrays: dict[str, Any]):
         self.scan = scan
         self.prefix = prefix
-        self.steps = steps
+        self.chunks = chunks
+        self.steps = chunks * CHUNK
         self.arrays = {k: v for k, v in arrays.items() if v is not None}
 
     def scratch(self) -> dict[str, Any]:
@@ -382,33 +402,41 @@ class Ring:
             return self.steps, *self.arrays[name].shape[3:]
         if name == "keep":
             return (max(self.steps, 32),)  # the TMA writes at multiples of 128 bytes
-        return self.steps, self.scan.tile.width
+        return self.steps, self.scan.slot_width
 
 
 class FilledRing:
-    """A ring in a kernel."""
+    """A ring in a kernel, for the blocks of `scan`."""
 
-    def __init__(self, ring: Ring, refs: Any, smem: Any):
-        self.steps = ring.steps
-        self.at = Place(ring.scan)
-        self.sources = {name: getattr(refs, name) for name in ring.arrays}
+    def __init__(self, ring: Ring, refs: Any, smem: Any, scan: Scan):
+        self.ring, self.refs, self.smem, self.scan = ring, refs, smem, scan
+        self.chunks, self.steps = ring.chunks, ring.steps
+        self.at = Place(scan)
         self.slots = {name: getattr(smem, ring.prefix + name) for name in ring.arrays}
         self.arrived = getattr(smem, f"{ring.prefix}arrived")
+
+    def of_blocks(self, scan: Scan) -> "FilledRing":
+        return FilledRing(self.ring, self.refs, self.smem, scan)
 
     def _slot(self, turn: Any) -> Any:
         return 2 * self.at.warpgroup + lax.rem(turn, 2)
 
-    def fetch(self, tile: Any, turn: Any) -> None:
-        """Starts copying tile number `tile` of the sequence; `turn` counts this ring's copies."""
-        at, slot = self.at, self._slot(turn)
-        time = pl.ds(tile * self.steps, self.steps)
-        for name, ref in self.sources.items():
+    def fetch(self, chunk: Any, turn: Any) -> None:
+        """Starts copying the tile from `chunk` on; `turn` counts this ring's copies."""
+        at, slot, width = self.at, self._slot(turn), self.scan.slot_width
+        time = pl.ds(chunk * CHUNK, self.steps)
+        channels = at.channels
+        if width > self.scan.tile.width:
+            channels = pl.ds(lax.div(channels.start, width) * width, width)
+        for name in self.slots:
+            ref = getattr(self.refs, _stored(name))
             if name in ("B", "C"):
-                source = ref.at[at.batch, time, at.group]
+                row = at.batch + (ref.shape[0] // 2 if name == "C" else 0)
+                source = ref.at[row, time, at.group]
             elif name == "keep":
                 source = ref.at[at.batch, time]
             else:
-                source = ref.at[at.batch, time, at.channels]
+                source = ref.at[at.batch, time, channels]
             target = self.slots[name].at[slot, pl.ds(0, self.steps)]
             plgpu.copy_gmem_to_smem(source, target, self.arrived.at[slot])
 
@@ -422,25 +450,51 @@ class FilledRing:
         return self._views(turn, chunk * CHUNK, CHUNK)
 
     def _views(self, turn: Any, start: Any, steps: int) -> Any:
-        at = self._slot(turn), pl.ds(start, steps)
+        at, width = (self._slot(turn), pl.ds(start, steps)), self.scan.tile.width
         views = {name: slots.at[at] for name, slots in self.slots.items()}
+        if width < self.scan.slot_width:
+            mine = pl.ds(lax.rem(self.at.channels.start, self.scan.slot_width), width)
+            for name in views.keys() - {"B", "C", "keep"}:
+                views[name] = self.slots[name].at[(*at, mine)]
         return types.SimpleNamespace(**(dict.fromkeys(_NAMES) | views))
 
+    def upward(self, first: Any, count: Any, i: Any) -> "Span":
+        """The i-th tile of `count` chunks from `first` on."""
+        chunk = first + i * self.chunks
+        start = jnp.minimum(chunk, self.scan.chunks - self.chunks)
+        return Span(start, chunk - start, jnp.minimum(self.chunks, first + count - start))
+
+    def tiles(self, count: Any) -> Any:
+        """How many cover `count` chunks."""
+        return lax.div(count + self.chunks - 1, self.chunks)
+
     def stream(self, first: Any, count: Any, body: Any, init: Any) -> Any:
-        """``init = body(i, init)`` for tile ``first + i``, i below `count`, as it arrives."""
-        self.fetch(first, 0)
+        """``init = body(turn, span, init)`` for the tiles of those chunks, as they arrive."""
+        tiles = self.tiles(count)
+        self.fetch(self.upward(first, count, 0).start, 0)
 
         def run(i, carry):
             plgpu.commit_smem()  # all lanes are done with the other slot
 
-            @pl.when(i + 1 < count)
+            @pl.when(i + 1 < tiles)
             def _():
-                self.fetch(first + i + 1, i + 1)
+                self.fetch(self.upward(first, count, i + 1).start, i + 1)
 
             self.wait(i)
-            return body(i, carry)
+            return body(i, self.upward(first, count, i), carry)
 
-        return lax.fori_loop(0, count, run, init)
+        return lax.fori_loop(0, tiles, run, init)
+
+
+class Span(NamedTuple):
+    """The chunks of a tile that are worked on.
+
+    The last tile of a sequence ends with it, so its first chunks may be those of the tile before.
+    """
+
+    start: Any  # the tile's first chunk in the sequence
+    first: Any  # in the tile
+    stop: Any
 
 
 class Place:

@@ -6,8 +6,6 @@ step before it is worked on, and the sums over states are shuffled while later s
 """
 
 import dataclasses
-import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkern.core.mosaic import LANES, once_read, sync_warp
-from jaxkern.ops.selective_scan.blocks import PART, Call, FilledRing, Place, Ring, Scan
-from jaxkern.ops.selective_scan.carry import fold, launch_carry, store_carry
+from jaxkern.ops.selective_scan.blocks import PART, Call, FilledRing, Place, Scan
+from jaxkern.ops.selective_scan.carry import fold_before, launch_carry, store_carry
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_fwd
 from jaxkern.ops.selective_scan.steps import (
     Steps,
@@ -34,12 +32,7 @@ from jaxkern.ops.selective_scan.steps import (
     zero_states,
     zeros,
 )
-from jaxkern.ops.selective_scan.tiling import Parts, forward_parts, forward_tile, half
-
-
-def _chunks_per_tile(parts: Parts) -> int:
-    """Chunks that the forward has in shared memory at a time."""
-    return math.gcd(2 if parts.halved else 4, parts.length, parts.units)
+from jaxkern.ops.selective_scan.tiling import forward_parts, forward_tile, half, tile_chunks
 
 
 def launch_fwd(
@@ -51,17 +44,14 @@ def launch_fwd(
     every = options.checkpoint_every if save else None
     tile = forward_tile(A.shape[-1])
     call = Call(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep)
-    parts = forward_parts(call.columns, call.scan.padded // CHUNK, half(tile) is not None)
+    parts = forward_parts(call.columns, call.scan.chunks, half(tile) is not None)
     scan = call.cut(parts)
-    steps = _chunks_per_tile(parts) * CHUNK
-    tokens = call.pick("x dt z B C keep")
-    rings = [Ring(scan, "", steps, tokens)]
-    if parts.halved:
-        rings.append(Ring(_halved(scan), "half_", steps, tokens))
+    chunks = tile_chunks(min(parts.length, parts.units))
+    steps = chunks * CHUNK
     initial = None if initial_state is None else call.pad_states(initial_state.astype(jnp.float32))
     ins = call.pick("x dt z B C A D dt_bias keep") | {"initial": initial}
     if parts.rest:
-        ins |= _launch_fwd_carry(call, steps)
+        ins |= launch_carry(call, "selective_scan_fwd_carry", _fwd_carry_kernel, "x dt B keep")
     outs = {"out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype)}
     if options.final:
         outs["final"] = call.states_like(call.batch)
@@ -69,6 +59,7 @@ def launch_fwd(
         outs["states"] = call.states_like(call.batch, -(-call.length // every))
     own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
     kernel = _halved_fwd_kernel if parts.halved else _fwd_kernel
+    rings = [call.ring("", chunks, "x dt z B C keep")]
     got = call.run("selective_scan_fwd", kernel, scan, ins, outs, rings, own)
     return (
         call.cut_tokens(got["out"]),
@@ -90,12 +81,11 @@ def _halved(scan: Scan) -> Scan:
     )
 
 
-def _halved_fwd_kernel(
-    scan: Scan, refs: Any, smem: Any, ring: FilledRing, halves: FilledRing
-) -> None:
+def _halved_fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
+    halves = _halved(scan)
     is_half = lax.axis_index(PART) >= scan.parts.whole - scan.parts.halved
     pl.when(~is_half)(lambda: _fwd_kernel(scan, refs, smem, ring))
-    pl.when(is_half)(lambda: _fwd_kernel(_halved(scan), refs, smem, halves))
+    pl.when(is_half)(lambda: _fwd_kernel(halves, refs, smem, ring.of_blocks(halves)))
 
 
 class _Later:
@@ -118,8 +108,6 @@ class _Later:
 
 def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
     at, tile = Place(scan), scan.tile
-    per_tile = ring.steps // CHUNK
-    first = at.first // per_tile
     rate, D, dt_bias = scan.constants(refs)
 
     def save(token, h):
@@ -141,9 +129,9 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
         own_ref = smem.own.at[pl.ds(c * size, size)]
 
         def finish(round, parts):
-            for distance in tile.over_states:
+            for shuffle in chunk.shuffles_over_states():
                 yield
-                parts = scan.sum(parts, [distance])
+                parts = shuffle(parts)
             yield
             dx, *gate = scan.load_lane(own_ref, each * round, each)
             y = parts[0] + dx
@@ -167,10 +155,9 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
         def _():
             save(token, h)
 
-    def run_tile(i, h):
+    def run_tile(turn, span, h):
         def at_chunk(c):
-            token = ((first + i) * per_tile + c) * CHUNK
-            return Steps(scan, ring.chunk(i, c), token)
+            return Steps(scan, ring.chunk(turn, c), (span.start + c) * CHUNK)
 
         def load(c, step):
             chunk = at_chunk(c)
@@ -188,16 +175,15 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
 
             return run_chunk(c, chunk, steps, h)
 
-        prepare(Steps(scan, ring.tile(i), (first + i) * ring.steps, ring.steps))
-        return over_chunks(per_tile, per_tile, load, run, h)
+        prepare(Steps(scan, ring.tile(turn), span.start * CHUNK, ring.steps))
+        return over_chunks(span, ring.chunks, load, run, h)
 
     h = zero_states(scan)
     if refs.initial is not None:
         h = once_read(scan.load_states(refs.initial.at[at.batch, at.channels]))
     if refs.passed is not None:
-        h = lax.fori_loop(0, at.segment, functools.partial(fold, scan, refs, rate), h)
-    count = at.units // per_tile
-    h = ring.stream(first, count, run_tile, h)
+        h = fold_before(scan, refs, rate, h)
+    h = ring.stream(at.first, at.units, run_tile, h)
     if refs.final is not None:
 
         @pl.when(at.later == 0)
@@ -205,29 +191,20 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
             scan.store_states(refs.final.at[at.batch, at.channels], h)
 
 
-def _launch_fwd_carry(call: Call, steps: int) -> dict[str, Any]:
-    """The last state of every segment but the last, from zeros, and the sum of its dt."""
-    return launch_carry(
-        call, "selective_scan_fwd_carry", _fwd_carry_kernel, steps, call.pick("x dt B keep")
-    )
-
-
 def _fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
+    """The last state of a piece, from zeros."""
     at, tile = Place(scan), scan.tile
-    per_tile = ring.steps // CHUNK
-    first = at.first // per_tile
     rate, _, dt_bias = scan.constants(refs)
 
-    def run_tile(i, carry):
+    def run_tile(turn, span, carry):
         def at_chunk(c):
-            token = ((first + i) * per_tile + c) * CHUNK
-            return Steps(scan, ring.chunk(i, c), token), shared_chunk(smem, tile, c)
+            steps = Steps(scan, ring.chunk(turn, c), (span.start + c) * CHUNK)
+            return steps, shared_chunk(smem, tile, c)
 
-        tokens = Steps(scan, ring.tile(i), (first + i) * ring.steps, ring.steps)
+        tokens = Steps(scan, ring.tile(turn), span.start * CHUNK, ring.steps)
         share_step_sizes(tokens, smem.shared, dt_bias)
-        return advance_chunks(per_tile, per_tile, at_chunk, rate, *carry)
+        return advance_chunks(span, ring.chunks, at_chunk, rate, *carry)
 
-    init = zero_states(scan), [zeros() for _ in range(scan.tile.channels)]
-    count = scan.parts.length // per_tile
-    h, total = ring.stream(first, count, run_tile, init)
+    init = zero_states(scan), [zeros() for _ in range(tile.channels)]
+    h, total = ring.stream(at.first, scan.parts.length, run_tile, init)
     store_carry(scan, refs, total, h)

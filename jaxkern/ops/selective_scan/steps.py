@@ -10,9 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.arithmetic import sigmoid
+from jaxkern.core.arithmetic import exp2_by_polynomial, sigmoid
 from jaxkern.core.mosaic import LANES, sync_warp
-from jaxkern.ops.selective_scan.blocks import ROW, Place, Rows, Scan, map_states
+from jaxkern.ops.selective_scan.blocks import ROW, Place, Rows, Scan, Span, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
 from jaxkern.ops.selective_scan.tiling import Tile
 
@@ -30,16 +30,15 @@ def where_kept(keep: Any, h: list[Rows]) -> list[Rows]:
     return h if keep is None else map_states(lambda v: jnp.where(keep > 0.5, v, 0.0), h)
 
 
-def decayed(total: Rows, rate: list[Rows], h: list[Rows], resets: bool) -> list[Rows]:
+def decayed(total: Rows, decay: list[Rows], h: list[Rows], resets: bool) -> list[Rows]:
     """The states after steps of the sizes `total` in sum; an infinite sum stands for a reset."""
 
     def decayed(t, a, v):
-        v = jnp.exp2(t * a) * v
-        return jnp.where(t < float("inf"), v, 0.0) if resets else v
+        return jnp.where(t < float("inf"), a * v, 0.0) if resets else a * v
 
     return [
         [decayed(t, a, v) for a, v in zip(*rows, strict=True)]
-        for t, *rows in zip(total, rate, h, strict=True)
+        for t, *rows in zip(total, decay, h, strict=True)
     ]
 
 
@@ -68,8 +67,9 @@ class Steps:
     def owned(self, name: str, round: int) -> jax.Array:
         """The value of a token array that the lane owns."""
         t = self.scan.tile
-        start = round * t.steps * t.width
-        return self.scan.load1(getattr(self.tokens, name), *t.owned(step=t.width), start=start)
+        stride = self.scan.slot_stride
+        start = round * t.steps * stride
+        return self.scan.load1(getattr(self.tokens, name), *t.owned(step=stride), start=start)
 
     def share(self, ref: Any, round: int, values: Rows) -> None:
         """Puts owned values into `ref`, (steps, row(len(values))), for :meth:`shared`."""
@@ -116,19 +116,23 @@ class Steps:
         gate = sigmoid(z, self.scan.exact, self.scan.interpret)
         return z * gate, gate * (1 + z * (1 - gate))
 
-    def over_states(self, parts: list[jax.Array]) -> jax.Array:
+    def over_states(self, parts: Rows) -> jax.Array:
         """The sums over states of a round's [J · R] values: to each lane the one it owns."""
-        t = self.scan.tile
-        if t.channel_swap:
-            parts = parts[0::2] + parts[1::2]
-        (own,) = self.scan.sum(parts, t.over_states, swapped=int(t.channel_swap))
+        for shuffle in self.shuffles_over_states():
+            parts = shuffle(parts)
+        (own,) = parts
         return own
+
+    def shuffles_over_states(self) -> list[Callable[[Rows], Rows]]:
+        first, *others = self.scan.tile.over_states
+        swapped = lambda parts: self.scan.sum(parts[0::2] + parts[1::2], [first], swapped=1)
+        return [swapped, *(functools.partial(self.scan.sum, distances=[d]) for d in others)]
 
 
 def over_chunks(
-    count: Any, per_tile: int, load: Callable[[Any, int], Any], body: Callable[..., Any], init: Any
+    span: Span, per_tile: int, load: Callable[[Any, int], Any], body: Callable[..., Any], init: Any
 ) -> Any:
-    """``init = body(c, steps, init)`` over `count` chunks of a tile, `steps` (step, load(c, step)).
+    """``init = body(c, steps, init)`` over the chunks of a tile, `steps` (step, load(c, step)).
 
     Loaded ahead over the ends of chunks, too.
     """
@@ -147,12 +151,21 @@ def over_chunks(
         carry = body(c, steps(), carry)
         return carry, ahead
 
-    return lax.fori_loop(0, count, run, (init, load(0, 0)))[0]
+    return lax.fori_loop(span.first, span.stop, run, (init, load(span.first, 0)))[0]
 
 
-def decays(dt: Rows, rate: list[Rows]) -> list[Rows]:
-    """exp(dt · A)."""
-    return [[jnp.exp2(d * a) for a in row] for d, row in zip(dt, rate, strict=True)]
+def decays(dt: Rows, rate: list[Rows], by_polynomial: int = 0) -> list[Rows]:
+    """exp(dt · A), of a lane's first states by polynomials: the exponential unit has the others."""
+    exp2 = lambda k: exp2_by_polynomial if k < by_polynomial else jnp.exp2
+    return [
+        [exp2(r * len(row) + k)(d * a) for k, a in enumerate(row)]
+        for r, (d, row) in enumerate(zip(dt, rate, strict=True))
+    ]
+
+
+def polynomials(tile: Tile) -> int:
+    """Of a lane's decays, where there is little else to do: an eighth evens out the two units."""
+    return tile.channels * tile.states // 8
 
 
 def advance(decay: list[Rows], dtx: Rows, B: Rows, h: list[Rows]) -> list[Rows]:
@@ -171,7 +184,7 @@ def share_step_sizes(steps: Steps, shared: Any, dt_bias: jax.Array) -> None:
 
 
 def advance_chunks(
-    count: Any,
+    span: Span,
     per_tile: int,
     at: Callable[[Any], tuple[Steps, Any]],
     rate: list[Rows],
@@ -179,7 +192,7 @@ def advance_chunks(
     total: Any = None,
     after: Callable[[Any, list[Rows]], None] = lambda c, h: None,
 ) -> tuple[list[Rows], Any]:
-    """The states after `count` chunks, each given to `after`, and, where asked for, Σdt.
+    """The states after the chunks, each given to `after`, and, where asked for, Σdt.
 
     ``at(c)`` are the chunk's steps and their shared sizes.
     """
@@ -187,7 +200,8 @@ def advance_chunks(
     def load(c, step):
         chunk, shared = at(c)
         dt, dtx = chunk.shared(shared, step, 2)
-        return dt, dtx, decays(dt, rate), chunk.weights("B", step), chunk.keep(step)
+        decay = decays(dt, rate, polynomials(chunk.scan.tile))
+        return dt, dtx, decay, chunk.weights("B", step), chunk.keep(step)
 
     def body(c, steps, carry):
         h, total = carry
@@ -198,7 +212,7 @@ def advance_chunks(
         after(c, h)
         return h, total
 
-    return over_chunks(count, per_tile, load, body, (h, total))
+    return over_chunks(span, per_tile, load, body, (h, total))
 
 
 def add_reset(total: Rows, keep: Any, dt: Rows) -> Rows:

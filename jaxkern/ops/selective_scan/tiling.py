@@ -30,18 +30,19 @@ MAX_STATES = 384
 class Tile:
     """How a warpgroup's lanes share channels and states.
 
-    From the lowest digit, a lane's number is its place among the S lanes of a channel, the number
-    of its channels among the warp's, and its warp.
+    From the lowest digit, a lane's number is the last bit of that of its channels, its place among
+    the S lanes of a channel, the rest of the number of its channels among the warp's, and its warp.
+    So neighbours read the same B and C, and shared memory serves an access of 8 bytes in one turn
+    and not in two.
     """
 
     lanes: int  # S, that share a channel's states
     states: int  # K, of a lane and channel
     channels: int  # R, of a lane
-    swapped: bool = False  # lanes hold them in other orders, so that sums need no selections
+    summed: bool = False  # over channels, too, for which lanes hold states in other orders
 
     def __post_init__(self) -> None:
-        assert self.channels <= self.lanes <= 32, self
-        assert self.channels <= 2 or not self.swapped, self
+        assert self.channels == 2 <= self.lanes <= 32, self
 
     @property
     def all_states(self) -> int:
@@ -67,30 +68,33 @@ class Tile:
         """Lanes that own the same value; more than one where S > R · CHUNK."""
         return self.lanes // (self.channels * self.steps)
 
+    @property
+    def low(self) -> int:
+        """The lowest digit's size."""
+        return min(2, self.groups)
+
     def of_channels(self, stride: int = 1) -> tuple[tuple[int, int, int], ...]:
         """Where a lane's first channel is, `stride` elements from one channel to the next."""
-        group = 1 if self.swapped else self.channels
-        warp = self.groups * self.channels
-        return (self.lanes, self.groups, group * stride), (32, WARPS, warp * stride)
+        rest = self.low * self.lanes, self.groups // self.low, self.low * stride
+        return (1, self.low, stride), rest, (32, WARPS, self.groups * self.channels * stride)
 
     @property
     def to_next(self) -> int:
         """From one of a lane's channels to the next.
 
-        Swapped ones are apart, and so are pairs of swapped states: the compiler would read
-        neighbours with one access of 16 bytes, for which shared memory takes four turns, where for
-        lanes that read the same 8 bytes it takes one.
+        They are apart, and so are pairs of states: the compiler would read neighbours with one
+        access of 16 bytes, for which shared memory always takes four turns.
         """
-        return self.groups if self.swapped else 1
+        return self.groups
 
     @property
     def pair(self) -> int:
         """Of a lane's states, those next to each other."""
-        return min(2, self.states) if self.swapped else self.states
+        return min(2, self.states)
 
     def of_states(self) -> tuple[int, int, int]:
         """Where a lane's first pair of states is; the others follow at a distance of pair · S."""
-        return 1, self.lanes, self.pair
+        return self.low, self.lanes, self.pair
 
     @property
     def state_swaps(self) -> list[tuple[int, int]]:
@@ -99,21 +103,19 @@ class Tile:
         Before the lanes at that distance add up their sums over channels, each hands over those of
         half its states: as they are swapped, the later half in every lane.
         """
-        if not self.swapped or self.states & (self.states - 1):
+        if not self.summed or self.states & (self.states - 1):
             return []
         halves = [self.states >> i for i in range(1, self.states.bit_length())]
         return list(zip(self.over_channels, halves, strict=False))
 
-    @property
-    def channel_swap(self) -> bool:
-        """The same for the two channels of lanes that are `owners` lanes apart."""
-        return self.swapped and self.channels == 2
-
     def of_channel(self, r: int, stride: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-        """Offset and digits of a lane's r-th channel."""
+        """Offset and digits of a lane's r-th channel.
+
+        The two are swapped in lanes that are `owners` lanes apart, for the sums over states.
+        """
         to_next = self.to_next * stride
-        swap = [(self.owners, 2, (1 - 2 * r) * to_next)] if self.channel_swap else []
-        return r * to_next, (*self.of_channels(stride), *swap)
+        swap = self.low * self.owners, 2, (1 - 2 * r) * to_next
+        return r * to_next, (*self.of_channels(stride), swap)
 
     def of_copy(self) -> list[tuple[int, int, int]]:
         """Where the copy of B or C is whose order is the lane's, see `copies`."""
@@ -135,10 +137,11 @@ class Tile:
 
     def owned(self, step: int, channel: int = 1) -> tuple[tuple[int, int, int], ...]:
         """Where the value that a lane owns is, by the strides of steps and channels."""
+        each = self.low * self.owners
         return (
             *self.of_channels(channel),
-            (self.owners, self.channels, self.to_next * channel),
-            (self.owners * self.channels, self.steps, step),
+            (each, self.channels, self.to_next * channel),
+            (each * self.channels, self.steps, step),
         )
 
     def row(self, n: int) -> int:
@@ -146,26 +149,24 @@ class Tile:
 
         Steps of a round would else fall on the same banks of shared memory.
         """
-        return self.width * n + max(4, 32 * self.channels // self.lanes)
+        return self.width * n + max(4, 32 * self.channels // (self.lanes * n))
 
     @property
     def over_states(self) -> list[int]:
         """The distances of the lanes of one channel: each is left with the value it owns."""
-        distances = [d for d in (16, 8, 4, 2, 1) if d < self.lanes]
-        if self.channel_swap:
-            distances.remove(self.owners)
-            distances.insert(0, self.owners)
-        return distances
+        swapped, states = self.low * self.owners, _between(self.low, self.low * self.lanes)
+        return [swapped, *(d for d in states if d != swapped)]
 
     @property
     def over_channels(self) -> list[int]:
         """The distances of a warp's lanes with the same states."""
-        return [d for d in (16, 8, 4, 2, 1) if d >= self.lanes]
+        return _between(self.low * self.lanes, 32) + _between(1, self.low)
 
     @property
     def over_steps(self) -> list[int]:
         """The distances of the lanes that own values of the same channel."""
-        return [d for d in (16, 8, 4, 2, 1) if self.owners * self.channels <= d < self.lanes]
+        each = self.low * self.owners * self.channels
+        return _between(each, self.low * self.lanes)
 
     @property
     def sums(self) -> int:
@@ -173,31 +174,36 @@ class Tile:
         return max(1, 2 * self.states // self.groups)
 
 
-def _tile(states: int, most: tuple[int, int, int]) -> Tile:
+def _between(first: int, stop: int) -> list[int]:
+    """Distances of lanes, the largest first."""
+    return [d for d in (16, 8, 4, 2, 1) if first <= d < stop]
+
+
+def _tile(states: int, most: tuple[int, int, int], summed: bool) -> Tile:
     """Two channels a lane; 4, 8 or 16 lanes up to the states that `most` says, 32 beyond."""
     lanes = next((s for s, n in zip((4, 8, 16), most, strict=True) if states <= n), 32)
-    return Tile(lanes, next(k for k in (1, 2, 4, 8, 12) if k * lanes >= states), 2)
+    return Tile(lanes, next(k for k in (1, 2, 4, 8, 12) if k * lanes >= states), 2, summed)
 
 
 def forward_tile(states: int) -> Tile:
     """Two channels a lane, which halve the reads of B and C."""
-    return _tile(states, (16, 64, 128))
+    return _tile(states, (16, 64, 128), summed=False)
 
 
 def half(tile: Tile) -> Tile | None:
     """Of half the channels, in twice the lanes with half the states each; None if that cannot be.
 
-    Its blocks fill what is left of the multiprocessors: (4, 4096, 5120, 16) takes 0.61 ms, in whole
-    columns 0.68 and in halves alone 0.64.
+    Its blocks fill what is left of the multiprocessors: (4, 4096, 5120, 16) takes 0.58 ms, in whole
+    columns 0.68.
     """
     if tile.lanes == 32 or tile.states == 1:
         return None
-    return Tile(2 * tile.lanes, tile.states // 2, tile.channels)
+    return dataclasses.replace(tile, lanes=2 * tile.lanes, states=tile.states // 2)
 
 
 def backward_tile(states: int) -> Tile:
     """8 states a lane, if that will do: of each, those of a chunk and 3 values are in registers."""
-    return dataclasses.replace(_tile(states, (16, 32, 64)), swapped=True)
+    return _tile(states, (16, 32, 64), summed=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,16 +217,17 @@ class Parts:
     units: int
     whole: int
     length: int  # of a segment, in units; the last one may be shorter
+    pieces: int = 1  # in which the pass that finds what segments hand on works on a segment
     halved: int = 0  # whole columns, the last, with two blocks of half the channels each
     skipped: int = 0  # parts that have no blocks, the first
-    passing: bool = False  # nor have the last segments
+    left_out: int = 0  # segments of a column that have no blocks, the last
 
     @classmethod
-    def cut(cls, columns: int, units: int, whole: int, segments: int) -> "Parts":
+    def cut(cls, columns: int, units: int, whole: int, segments: int, pieces: int = 1) -> "Parts":
         """All but the first `whole` columns in `segments`, or less where that does as well."""
         if segments == 1:
-            whole = columns
-        return cls(columns, units, whole, -(-units // segments))
+            return cls(columns, units, columns, units)
+        return cls(columns, units, whole, pieces * -(-units // (segments * pieces)), pieces)
 
     @property
     def rest(self) -> int:
@@ -233,12 +240,15 @@ class Parts:
 
     @property
     def count(self) -> int:
-        others = self.rest * (self.segments - self.passing)
+        others = self.rest * (self.segments - self.left_out)
         return self.whole + self.halved + others - self.skipped
 
     def that_pass_on(self) -> "Parts":
-        """The segments that others follow."""
-        return dataclasses.replace(self, skipped=self.whole, passing=True)
+        """The pieces of all segments but one: what they pass on starts the others."""
+        length = self.length // self.pieces
+        return Parts(
+            self.columns, self.units, self.whole, length, skipped=self.whole, left_out=self.pieces
+        )
 
     def of_halves(self) -> "Parts":
         """Those of the halved columns, in columns of half the channels."""
@@ -252,17 +262,30 @@ class Parts:
         others = parts[self.whole :].reshape(self.segments, self.rest, *parts.shape[1:]).sum(0)
         return jnp.concatenate([parts[: self.whole], others])
 
+    def with_pieces(self) -> "Parts":
+        """With segments in pieces, where these are dealt out to the multiprocessors more evenly."""
+
+        def time(pieces: int) -> float:
+            blocks = pieces * self.rest * (self.segments - 1)
+            return -(-blocks // num_sms()) / pieces
+
+        fits = [k for k in range(1, 5) if self.length >= 8 * k]
+        best = min(fits, key=time, default=1)
+        if best == 1 or time(best) > 0.9 * time(1):
+            return self
+        return Parts.cut(self.columns, self.units, self.whole, self.segments, best)
+
 
 def forward_parts(columns: int, chunks: int, halves: bool) -> Parts:
     """How the forward cuts a sequence of `chunks`, if columns can be halved or not.
 
-    Segments cost a second pass of exponentials, so it does only where blocks are few: of the
-    0.41 ms that (1, 16384, 2048, 16) takes on an H200, 0.18. Where columns fill the
-    multiprocessors and some are left over, halves of these fill them once more.
+    Segments cost a second pass of exponentials, so it does only where blocks are few, up to two for
+    a multiprocessor: more would not be faster. Where columns fill the multiprocessors and some are
+    left over, halves of these fill them once more.
     """
     if 4 * columns < 3 * num_sms():
-        segments = max(1, min(4 * num_sms() // columns, chunks // 2))
-        return Parts.cut(columns, chunks, 0, segments)
+        segments = max(1, min(2 * num_sms() // columns, chunks // 2))
+        return Parts.cut(columns, chunks, 0, segments).with_pieces()
     left = columns % num_sms()
     whole = Parts.cut(columns, chunks, columns, 1)
     if halves and num_sms() <= columns and 2 * left <= num_sms():
@@ -300,4 +323,10 @@ def backward_parts(columns: int, units: int, warpgroups: int) -> Parts:
     tried = [Parts.cut(columns, units, w, count) for w in (whole, 0) for count in counts]
     # A part also takes memory: a few per cent of the time for fewer, where that counts.
     most = min(map(time, tried)) * (1.04 if warpgroups > 1 else 1.0)
-    return min((parts for parts in tried if time(parts) <= most), key=lambda parts: parts.count)
+    fewest = min((parts for parts in tried if time(parts) <= most), key=lambda parts: parts.count)
+    return fewest.with_pieces()
+
+
+def tile_chunks(most: int) -> int:
+    """Chunks in shared memory at a time, where more than `most` are of no use."""
+    return next(count for count in (4, 2, 1) if count <= most)
