@@ -322,6 +322,77 @@ def sum_in_lanes(values: Sequence[jax.Array], vec: int, *, interpret: bool) -> j
     return add(*values)  # pyright: ignore[reportCallIssue]
 
 
+def moments_in_lanes(
+    values: Sequence[jax.Array], vec: int, *, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """(LANES,) each: the mean of what a lane holds, and the sum of squares of what differs from it.
+
+    Of `values` as for :func:`sum_in_lanes`; for :func:`merged_moments`.
+    """
+    count = sum(v.size for v in values) // LANES
+    if interpret:
+        held = jnp.concatenate([v.reshape(-1, LANES, vec) for v in values])
+        mean = held.sum((0, 2)) * (1 / count)
+        return mean, ((held - mean[:, None]) ** 2).sum((0, 2))
+    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
+
+    @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=(_row(1), _row(1)))
+    def moments(ctx: Any, *arrays: Any) -> Any:
+        del ctx
+        fused = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
+        times = functools.partial(arith.mulf, fastmath=arith.FastMathFlags.contract)
+
+        def total(parts: list[Any]) -> Any:
+            strands = [functools.reduce(fused, parts[i::4]) for i in range(min(4, len(parts)))]
+            return functools.reduce(arith.addf, strands)
+
+        held = [_element(r, k) for a in arrays for r in a.registers.flat for k in range(vec)]
+        scale = arith.constant(ir.F32Type.get(), 1 / count)
+        mean = arith.mulf(total(held), scale)
+        apart = [arith.subf(v, mean) for v in held]
+        return _fragmented(mean), _fragmented(total([times(d, d) for d in apart]))
+
+    return moments(*values)  # pyright: ignore[reportCallIssue]
+
+
+def merged_moments(
+    mean: jax.Array, squares: jax.Array, others: tuple[jax.Array, jax.Array], count: float
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and sum of squares around it of two sets of `count` numbers, from those of each."""
+    apart = mean - others[0]
+    return (mean + others[0]) * 0.5, (squares + others[1]) + apart * apart * (count / 2)
+
+
+def swap_lanes(value: jax.Array, distance: int, *, interpret: bool) -> jax.Array:
+    """`value` (LANES,), fp32, of the lane at `distance`, a power of two below 32."""
+    if interpret:
+        return value.reshape(-1, 2, distance)[:, ::-1].reshape(LANES)
+
+    @plgpu.inline_mgpu(arg_types=(_ROW,), return_type=_row(1))
+    def swapped(ctx: Any, value: Any) -> Any:
+        del ctx
+        held = _element(value.registers.item(), 0)
+        return _fragmented(mgpu_utils.shfl_bfly(held, distance))
+
+    return swapped(value)  # pyright: ignore[reportCallIssue]
+
+
+def alternate_lanes(even: jax.Array, odd: jax.Array, *, interpret: bool) -> jax.Array:
+    """`even` in lanes of even number, `odd` in the others; all (LANES,), fp32."""
+    if interpret:
+        return jnp.where(jnp.arange(LANES) % 2 == 0, even, odd)
+
+    @plgpu.inline_mgpu(arg_types=(_ROW, _ROW), return_type=_row(1))
+    def choose(ctx: Any, even: Any, odd: Any) -> Any:
+        del ctx
+        i1 = ir.IntegerType.get_signless(1)
+        is_odd = arith.trunci(i1, mgpu_utils.thread_idx())
+        of_odd, of_even = (_element(a.registers.item(), 0) for a in (odd, even))
+        return _fragmented(arith.select(is_odd, of_odd, of_even))
+
+    return choose(even, odd)  # pyright: ignore[reportCallIssue]
+
+
 def uniform(value: jax.Array, *, interpret: bool) -> jax.Array:
     """The scalar that all lanes hold in `value` (LANES,), fp32."""
     if interpret:
@@ -347,6 +418,19 @@ def store(ref: Any, value: jax.Array) -> None:
 def sync_block() -> None:
     """All warpgroups of a block wait for each other. Not for Pallas's interpreter."""
     _ptx("bar.sync 0;")
+
+
+def sync_warpgroup(*, interpret: bool) -> None:
+    """Lanes of a warpgroup wait for each other."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(ctx: Any) -> None:
+        del ctx
+        mgpu_utils.warpgroup_barrier()
+
+    barrier()  # pyright: ignore[reportCallIssue]
 
 
 def start_arrivals(refs: Sequence[Any]) -> None:
@@ -492,6 +576,34 @@ def fast_reciprocal(x: jax.Array, *, layout: Any = None, interpret: bool) -> jax
         return mgpu.FragmentedArray(_registers=inverse, _layout=value.layout, _is_signed=None)
 
     return reciprocal(x)  # pyright: ignore[reportCallIssue]
+
+
+def widened(values: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """`values`, bf16 in `layout`, as fp32: an instruction an element, not one and a half."""
+    if interpret:
+        return values.astype(jnp.float32)
+    result = plgpu.ShapeDtypeStruct(values.shape, np.dtype(np.float32), layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def widen(ctx: Any, values: Any) -> Any:
+        del ctx
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        wide = np.empty_like(values.registers)
+        for index, register in np.ndenumerate(values.registers):
+            count = ir.VectorType(register.type).shape[0]
+            if count % 2:
+                parts = [_widened(_element(register, k)) for k in range(count)]
+            else:
+                pairs = vector.bitcast(ir.VectorType.get((count // 2,), i32), register)
+                parts = []
+                for pair in (_element(pairs, k) for k in range(count // 2)):
+                    low = arith.shli(pair, arith.constant(i32, 16))
+                    high = arith.andi(pair, arith.constant(i32, -(1 << 16)))
+                    parts += [arith.bitcast(f32, low), arith.bitcast(f32, high)]
+            wide[index] = vector.from_elements(ir.VectorType.get((count,), f32), parts)
+        return mgpu.FragmentedArray(_registers=wide, _layout=values.layout, _is_signed=None)
+
+    return widen(values)  # pyright: ignore[reportCallIssue]
 
 
 def computed_here(values: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arithmetic import sigmoid
@@ -15,6 +16,7 @@ from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.pointwise import Options, gated_input, output
 from jaxkern.ops.norm.reference import reference_fwd
 from jaxkern.ops.norm.rows import BLOCK, Strip, Tile
+from jaxkern.ops.norm.stream import Params, Rows, param_scratch, ring_scratch, wide
 
 
 def launch_fwd(options: Options, x: Any, residual: Any, weight: Any, bias: Any, gate: Any):
@@ -23,14 +25,14 @@ def launch_fwd(options: Options, x: Any, residual: Any, weight: Any, bias: Any, 
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias, "gate": gate}
     groups = x.shape[-1] // options.group_size
     m = x.size // x.shape[-1]
-    arrays = sum(a is not None for a in (x, residual, gate))
+    sizes = {k: v.dtype.itemsize for k, v in inputs.items() if v is not None}
     tile = tiles.forward(
         m,
         options.group_size,
         groups,
-        narrowest(inputs),
-        arrays,
-        options.centered,
+        min(sizes.values()),
+        tuple(sizes[k] for k in _STREAMS if k in sizes),
+        tuple(sizes[k] for k in _PARAMS if k in sizes),
         options.mode == "interpret",
     )
     return launch_fwd_tile(options, tile, inputs)
@@ -53,18 +55,22 @@ def launch_fwd_tile(options: Options, tile: tiles.Forward, inputs: dict[str, Any
     if options.centered:
         outs["mean"] = jax.ShapeDtypeStruct((m, groups), jnp.float32)
     outs["rstd"] = jax.ShapeDtypeStruct((m, groups), jnp.float32)
-    names = [*inputs, *outs]
     interpret = options.mode == "interpret"
+    sums = 0 if isinstance(rows, Tile) else 1 + options.centered
+    scratch = rows.scratch(sums, interpret) | param_scratch(tile, inputs, _PARAMS)
+    scratch |= ring_scratch(tile, inputs, _STREAMS)
+    names = [*inputs, *outs]
 
     def body(*refs: Any, **space: Any) -> None:
         every = dict.fromkeys(_NAMES) | dict(zip(names, refs, strict=True))
-        place = rows.place(types.SimpleNamespace(**space), interpret)
-        _fwd_kernel(options, tile, place, m, groups, types.SimpleNamespace(**every))
+        smem = types.SimpleNamespace(**space)
+        place = rows.place(smem, interpret)
+        _fwd_kernel(options, tile, place, m, groups, types.SimpleNamespace(**every), smem)
 
     results = plgpu.kernel(
         body,
         out_type=tuple(outs.values()),
-        scratch_types=rows.scratch(0 if isinstance(rows, Tile) else 1, interpret),
+        scratch_types=scratch,
         grid=((tile.parts or rows.rows_of(m)) * groups,),
         grid_names=(BLOCK,),
         kernel_name=f"{options.op}_fwd",
@@ -81,79 +87,63 @@ def launch_fwd_tile(options: Options, tile: tiles.Forward, inputs: dict[str, Any
     )
 
 
-_NAMES = ("x", "residual", "weight", "bias", "gate", "out", "h", "mean", "rstd")
+_STREAMS = ["x", "residual", "gate"]
+_PARAMS = ["weight", "bias"]
+_NAMES = (*_STREAMS, *_PARAMS, "out", "h", "mean", "rstd")
 
 
 def _fwd_kernel(
-    options: Options, tile: tiles.Forward, place: Any, m: int, groups: int, ref: Any
+    options: Options, tile: tiles.Forward, place: Any, m: int, groups: int, ref: Any, smem: Any
 ) -> None:
     block = lax.axis_index(BLOCK)
     part, group = lax.div(block, groups), lax.rem(block, groups)
-    count, rounds = tile.rows.rows_of(m), 1 + options.centered
-
-    def read(step: Any) -> list[Any]:
-        """The pieces of x, residual and gate."""
-        row = place.row(step, m)
-        return [
-            [None if source is None else place.load(source, row, group, j) for j in place.each]
-            for source in (ref.x, ref.residual, ref.gate)
-        ]
-
-    rows = functools.partial(_fwd_rows, options, place, m, group, ref)
-    if not tile.parts:
-        read_before_waiting = read(part)
-        place.begin()
-        rows(read_before_waiting, part, 0)
-        return
-    place.begin()
-    steps = lax.div(count - part + tile.parts - 1, tile.parts)
-    row_of = lambda k: part + jnp.minimum(k, steps - 1) * tile.parts
-
-    def step(k: Any, held: Any) -> Any:
-        following = read(row_of(k + 1)) if tile.ahead else ()
-        rows(held if tile.ahead else read(row_of(k)), row_of(k), k * rounds)
-        return following
-
-    lax.fori_loop(0, steps, step, read(row_of(0)) if tile.ahead else ())
-
-
-def _fwd_rows(
-    options: Options,
-    place: Any,
-    m: int,
-    group: Any,
-    ref: Any,
-    held: list[Any],
-    step: Any,
-    rounds: Any,
-) -> None:
-    row, each = place.row(step, m), place.each
-    h, residual, gate = held
+    rows = Rows(tile, place, _STREAMS, m, part, group, ref, smem)
     sigma = place_sigmoid(options, place)
-    if ref.residual is not None:
-        h = [(wide(a) + wide(b)).astype(ref.h.dtype) for a, b in zip(h, residual, strict=True)]
-        for j in each:
-            place.store(ref.h, row, group, j, h[j])
-    v = [gated_input(options, wide(h[j]), wide(gate[j]), sigma) for j in each]
 
-    def mean_of(rounds: Any, values: list[jax.Array]) -> jax.Array:
-        sums = [place.lane_sum(j, value) for j, value in zip(each, values, strict=True)]
-        [total] = place.totals(rounds, [sum(sums[1:], start=sums[0])])
-        return total * (1 / options.group_size)
+    def load(k: Any) -> list[Any]:
+        """v and the gate by pieces; the sum, where there is one, is on its way."""
+        row = place.row(rows.tile_of(k), m)
+        h, residual, gate = ([rows.read(name, k, j) for j in place.each] for name in _STREAMS)
+        if ref.residual is not None:
+            h = [(a + b).astype(ref.h.dtype) for a, b in zip(h, residual, strict=True)]
+            for j in place.each:
+                place.store(ref.h, row, group, j, h[j])
+            h = [wide(place, v) for v in h]
+        return [(gated_input(options, *both, sigma), both[1]) for both in zip(h, gate, strict=True)]
 
-    if options.centered:
-        mean = mean_of(rounds, v)
-        place.store_stat(ref.mean, row, group, mean)
-        mean = place.spread(mean)
-        v = [value - mean for value in v]
-    square = mean_of(rounds + options.centered, [value * value for value in v])
-    rstd = lax.rsqrt(square + options.eps)
-    place.store_stat(ref.rstd, row, group, rstd)
-    rstd = place.spread(rstd)
-    for j in each:
-        scale, bias = scale_and_bias(options, place, ref, group, j)
-        out = output(options, v[j] * rstd, scale, bias, wide(gate[j]), sigma)
-        place.store(ref.out, row, group, j, out)
+    def finish(k: Any, held: list[Any], rounds: Any) -> None:
+        row, v = place.row(rows.tile_of(k), m), [v for v, _ in held]
+        mean = None
+        if options.centered:
+            mean, square = place.moments(rounds, v)
+            place.store_stat(ref.mean, row, group, mean)
+            mean = place.spread(mean)
+        else:
+            square = place.total(rounds, [a * a for a in v]) * (1 / options.group_size)
+        rstd = lax.rsqrt(square + options.eps)
+        place.store_stat(ref.rstd, row, group, rstd)
+        rstd = place.spread(rstd)
+        rows.refill(k)
+        for j, (value, gate) in enumerate(held):
+            scale, bias = params.piece(j)
+            xhat = (value if mean is None else value - mean) * rstd
+            place.store(ref.out, row, group, j, output(options, xhat, scale, bias, gate, sigma))
+
+    if not tile.parts:
+        held = load(0)
+        params = Params(options, tile.weight, place, group, ref, smem)
+        place.begin()
+        finish(0, held, 0)
+        return
+    rows.start()
+    params = Params(options, tile.weight, place, group, ref, smem)
+    place.begin()
+    rounds = place.rounds(options.centered)
+
+    @pl.loop(0, rows.steps)
+    def _(k):
+        rows.wait(k)
+        finish(k, load(k), k * rounds)
 
 
 # What both directions share
@@ -162,26 +152,6 @@ def _fwd_rows(
 def place_sigmoid(options: Options, place: Any) -> Any:
     exact = options.x_dtype == "float32"
     return functools.partial(sigmoid, exact=exact, interpret=place.interpret, layout=place.layout)
-
-
-def wide(x: Any) -> Any:
-    return None if x is None else x.astype(jnp.float32)
-
-
-def scale_and_bias(options: Options, place: Any, ref: Any, group: Any, j: int) -> Any:
-    """w + o and b of a piece in fp32, None where there are none."""
-    scale = bias = None
-    if ref.weight is not None:
-        scale = place.load_param(ref.weight, group, j)
-        scale = scale + options.weight_offset if options.weight_offset else scale
-    if ref.bias is not None:
-        bias = place.load_param(ref.bias, group, j)
-    return scale, bias
-
-
-def narrowest(arrays: dict[str, Any]) -> int:
-    """Bytes of an element of the narrowest array."""
-    return min(a.dtype.itemsize for a in arrays.values() if a is not None)
 
 
 def split(options: Options, rows: Any, a: Any, param: bool) -> Any:
@@ -202,5 +172,6 @@ def compiler_params(options: Options, gated: bool) -> Any:
     """Fast exponentials where there are any."""
     return plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane,
+        unsafe_no_auto_barriers=True,  # a ring's slots and the mailboxes are guarded by hand
         approx_math=gated or options.activation in ("silu", "gelu"),
     )

@@ -77,22 +77,18 @@ def output(options: Options, xhat: Any, scale: Any, bias: Any, gate: Any, sigmoi
 
 def output_backward(
     options: Options,
-    d: Any,
-    rstd: Any,
+    xhat: Any,
     scale: Any,
     bias: Any,
     gate: Any,
     dout: Any,
     sigmoid: Sigmoid,
 ) -> Any:
-    """(dy, dgate) from dout, y the affine part; dgate is None where the gate comes before.
-
-    x̂ = d · rstd, which is needed only where there is an activation or a gate.
-    """
+    """(dy, dgate) from dout, y the affine part; dgate is None where the gate comes before."""
     gated = gate is not None and options.norm_before_gate
     if options.activation is None and not gated:
         return dout, None
-    out, slope = _activated(options.activation, affine(d * rstd, scale, bias), sigmoid)
+    out, slope = _activated(options.activation, affine(xhat, scale, bias), sigmoid)
     dgate = None
     if gated:
         s = sigmoid(gate)

@@ -51,11 +51,8 @@ def reference_bwd(
     d = v if mean is None else v - mean[..., None]
     xhat = d * rstd[..., None]
     scale = _scale(options, weight)
-    one = jnp.ones((), xhat.dtype)
     flat = xhat.reshape(shape)
-    dy, dgate = output_backward(
-        options, flat, one, scale, _wide(bias), wide_gate, dout, jax.nn.sigmoid
-    )
+    dy, dgate = output_backward(options, flat, scale, _wide(bias), wide_gate, dout, jax.nn.sigmoid)
     g = _groups(options, times(dy, scale))
     dv = g - xhat * jnp.mean(g * xhat, axis=-1, keepdims=True)
     if options.centered:

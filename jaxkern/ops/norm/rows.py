@@ -20,16 +20,21 @@ from jaxkern.core.mosaic import (
     LANES,
     LaneOffsets,
     Windows,
+    alternate_lanes,
     expect_arrivals,
     grid_axes,
     load_lanes,
+    merged_moments,
+    moments_in_lanes,
     send_in_cluster,
     start_arrivals,
     store,
     store_lanes,
     sum_in_lanes,
     sum_lanes,
+    swap_lanes,
     sync_block,
+    sync_warpgroup,
     uniform,
     wait_for_arrivals,
 )
@@ -69,6 +74,21 @@ class Tile:
         return 1
 
     @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return LANES
+
+    @property
+    def held(self) -> int:
+        """Elements of a lane."""
+        return self.rows * self.size // LANES
+
+    @property
+    def own(self) -> int:
+        """Elements of a parameter that a lane reads."""
+        return self.size // self.lanes
+
+    @property
     def launch(self) -> dict[str, Any]:
         return {}
 
@@ -84,8 +104,17 @@ class Tile:
         """How many tiles cover `m` rows; the last one ends at the last row."""
         return -(-m // self.rows)
 
-    def buffer(self, boxes: int) -> tuple[int, ...]:
-        """Shape of a piece in shared memory, as TMA copies of `boxes` boxes a row."""
+    @property
+    def copies(self) -> int:
+        """TMA copies that a warpgroup's part of a row takes."""
+        return 1
+
+    def boxes(self, boxes: int) -> tuple[int, ...]:
+        """Shape of a row in global memory, `boxes` boxes, for TMA copies."""
+        return (boxes, self.size // boxes)
+
+    def slot(self, boxes: int) -> tuple[int, ...]:
+        """Shape of what a warpgroup has of a row, in shared memory."""
         return (self.rows, boxes, self.size // boxes)
 
 
@@ -135,15 +164,16 @@ class TilePlace:
         del j
         return plgpu.load(self._rows(ref, row, group), layout=self.layout, optimized=False)
 
-    def load_shared(self, ref: Any) -> jax.Array:
+    def load_shared(self, slot: Any, j: int) -> jax.Array:
+        del j
         shape = (self.tile.rows, self.tile.size)
         if self.interpret:
-            return ref[...].reshape(shape)
-        return plgpu.load(ref.reshape(*shape), layout=self.layout, optimized=False)
+            return slot[...].reshape(shape)
+        return plgpu.load(slot.reshape(*shape), layout=self.layout, optimized=False)
 
-    def source(self, ref: Any, row: Any, group: Any, j: int) -> Any:
-        del j
-        return ref.at[pl.ds(row, self.tile.rows), group]
+    def copies(self, ref: Any, slot: Any, row: Any, group: Any) -> list[tuple[Any, Any]]:
+        """What the TMA copies, from where to where."""
+        return [(self._rows(ref, row, group), slot)]
 
     def load_param(self, ref: Any, group: Any, j: int) -> jax.Array:
         del j
@@ -165,10 +195,12 @@ class TilePlace:
         del j
         columns = self.space.columns
         store(columns, value)
+        sync_warpgroup(interpret=self.interpret)
         layout = self.layout.reduce((0,))
         rows = [
             plgpu.load(columns.at[r], layout=layout, optimized=False) for r in range(self.tile.unit)
         ]
+        sync_warpgroup(interpret=self.interpret)
         store(ref.at[part, group], sum(rows[1:], start=rows[0]))
 
     def new(self, step: Any, m: int, value: jax.Array) -> jax.Array:
@@ -199,10 +231,26 @@ class TilePlace:
         del j
         return value
 
+    def rounds(self, centered: bool) -> int:
+        """How often :meth:`totals` or :meth:`moments` of a row exchange sums."""
+        del centered
+        return 0
+
     def totals(self, rounds: Any, values: list[jax.Array]) -> list[jax.Array]:
         """(rows,), the sums of each of `values` over a row."""
         del rounds
         return [jnp.sum(v, axis=1) for v in values]
+
+    def total(self, rounds: Any, values: list[jax.Array]) -> jax.Array:
+        """(rows,), the sum of `values` over a row."""
+        return self.totals(rounds, values)[0]
+
+    def moments(self, rounds: Any, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """(rows,), the mean of `values` over a row, and of the squares of what differs from it."""
+        [value], scale = values, 1 / self.tile.size
+        mean = self.total(rounds, [value]) * scale
+        apart = value - self.spread(mean)
+        return mean, self.total(rounds, [apart * apart]) * scale
 
     def spread(self, value: jax.Array) -> jax.Array:
         return self._broadcast(value, 0)
@@ -240,6 +288,16 @@ class Strip:
         return -(-self.windows.count // (self.warpgroups * self.blocks))
 
     @property
+    def threads(self) -> int:
+        return self.warpgroups * LANES
+
+    @property
+    def held(self) -> int:
+        return self.pieces * self.windows.size // LANES
+
+    own = held
+
+    @property
     def even(self) -> bool:
         """Whether no window meets another."""
         w = self.windows
@@ -270,9 +328,17 @@ class Strip:
     def rows_of(self, m: int) -> int:
         return m
 
-    def buffer(self, boxes: int) -> tuple[int, ...]:
-        count = self.windows.size * boxes // self.windows.n
-        return (count, self.windows.size // count)
+    @property
+    def copies(self) -> int:
+        return 1 if self.even else self.pieces
+
+    def boxes(self, boxes: int) -> tuple[int, ...]:
+        box = self.windows.n // boxes
+        return (self.windows.count, self.windows.size // box, box) if self.even else (boxes, box)
+
+    def slot(self, boxes: int) -> tuple[int, ...]:
+        box = self.windows.n // boxes
+        return (self.pieces, self.windows.size // box, box)
 
 
 class StripPlace:
@@ -309,15 +375,20 @@ class StripPlace:
         window = self._window(ref.at[row, group], j)
         return plgpu.load(window, layout=self.layout, optimized=False)
 
-    def load_shared(self, ref: Any) -> jax.Array:
+    def load_shared(self, slot: Any, j: int) -> jax.Array:
         if self.interpret:
-            return ref[...].reshape(-1)
-        flat = ref.reshape(self.windows.size)
-        return plgpu.load(flat, layout=self.windows.layout, optimized=False)
+            return slot[j].reshape(-1)
+        flat = slot.at[j].reshape(self.windows.size)
+        return plgpu.load(flat, layout=self.layout, optimized=False)
 
-    def source(self, ref: Any, row: Any, group: Any, j: int) -> Any:
-        count, box = self.strip.buffer(ref.shape[-2])
-        return ref.at[row, group, pl.ds(self._start(j) // box, count)]
+    def copies(self, ref: Any, slot: Any, row: Any, group: Any) -> list[tuple[Any, Any]]:
+        if self.strip.even:
+            own = pl.ds(self._index(0), self.strip.pieces)
+            return [(ref.at[row, group, own], slot)]
+        *_, count, box = slot.shape
+        return [
+            (ref.at[row, group, pl.ds(self._start(j) // box, count)], slot.at[j]) for j in self.each
+        ]
 
     def load_param(self, ref: Any, group: Any, j: int) -> jax.Array:
         window = self._window(ref.at[group], j)
@@ -363,44 +434,101 @@ class StripPlace:
     def add(self, total: jax.Array, value: jax.Array) -> jax.Array:
         return total + value
 
-    def totals(self, rounds: Any, values: list[jax.Array]) -> list[jax.Array]:
-        """The sums of one or two `values` (LANES,) over the row; `rounds` were before.
+    @property
+    def _whole(self) -> bool:
+        """Whether all lanes hold the same number of the row's elements, each once."""
+        return self.strip.even and self.strip.n == self.windows.n
 
-        Each warp posts its sums in the mailboxes of all blocks. There are two, used in turns, so
-        that what is posted next cannot meet the readers of this round.
-        """
-        strip, interpret, count = self.strip, self.interpret, len(values)
+    def total(self, rounds: Any, values: list[jax.Array]) -> jax.Array:
+        """The sum of the pieces `values` over the row."""
+        sums = [self.lane_sum(j, v) for j, v in zip(self.each, values, strict=True)]
+        return self.totals(rounds, [sum(sums[1:], start=sums[0])])[0]
+
+    def rounds(self, centered: bool) -> int:
+        return 2 if centered and not self._whole else 1
+
+    def totals(self, rounds: Any, values: list[jax.Array]) -> list[jax.Array]:
+        """The sums of one or two `values` (LANES,) over the row; `rounds` were before."""
         # Of two, odd lanes hold the second.
-        [held] = sum_lanes(values, (1, 2, 4, 8, 16), interpret=interpret)
+        [held] = sum_lanes(values, (1, 2, 4, 8, 16), interpret=self.interpret)
+        self._post(rounds, held, len(values))
+        totals = []
+        for k in range(len(values)):
+            reads = self._posted(rounds, k)
+            total = sum(reads[1:], start=reads[0])
+            [total] = sum_lanes([total], self._distances, interpret=self.interpret)
+            totals.append(uniform(total, interpret=self.interpret))
+        return totals
+
+    def moments(self, rounds: Any, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        strip, interpret, scale = self.strip, self.interpret, 1 / self.strip.n
+        if not self._whole:
+            mean = self.total(rounds, values) * scale
+            apart = [v - mean for v in values]
+            return mean, self.total(rounds + 1, [v * v for v in apart]) * scale
+        mean, squares = moments_in_lanes(values, self.windows.vec, interpret=interpret)
+        count = strip.pieces * self.windows.size / LANES
+        swap = functools.partial(swap_lanes, interpret=interpret)
+
+        def over_lanes(mean: Any, squares: Any, count: float, distances: Any) -> Any:
+            for distance in distances:
+                others = swap(mean, distance), swap(squares, distance)
+                mean, squares = merged_moments(mean, squares, others, count)
+                count *= 2
+            return mean, squares
+
+        mean, squares = over_lanes(mean, squares, count, (1, 2, 4, 8, 16))
+        self._post(rounds, alternate_lanes(mean, squares, interpret=interpret), 2)
+        count *= _WARP
+        held = list(zip(*(self._posted(rounds, k) for k in range(2)), strict=True))
+        while len(held) > 1:
+            pairs = zip(held[::2], held[1::2], strict=True)
+            held = [merged_moments(*a, b, count) for a, b in pairs]
+            count *= 2
+        mean, squares = over_lanes(held[0][0], held[0][1], count, self._distances)
+        return uniform(mean, interpret=interpret), uniform(squares, interpret=interpret) * scale
+
+    def _post(self, rounds: Any, held: jax.Array, count: int) -> None:
+        """Each warp posts its `count` sums to all blocks; lane l holds number l mod count.
+
+        There are two mailboxes, used in turns, so that what is posted next cannot meet the readers
+        of this round.
+        """
+        strip = self.strip
         parts = strip.warpgroups * strip.blocks
         slot = lax.rem(jnp.int32(rounds), 2)
-        mail = self.space.mail.at[slot]  # (parts, count, warps)
+        box = self.space.mail.at[slot, self.rank]  # (count, warps)
         offsets = LaneOffsets(((_WARP, _WARPS, 1), (1, count, _WARPS)))
         if strip.blocks > 1:
-            box = mail.at[self.rank]
             arrivals = self.space.arrivals.at[slot]
             expect_arrivals(arrivals, 4 * parts * count * _WARPS)
             send_in_cluster(box, arrivals, offsets, held, parts=count, blocks=strip.blocks)
             wait_for_arrivals(arrivals, lax.rem(lax.div(jnp.int32(rounds), 2), 2))
         else:
-            store_lanes(mail.at[self.rank], offsets, [held], interpret=interpret)
+            store_lanes(box, offsets, [held], interpret=self.interpret)
             self._meet()
-        # Lanes read a warp's sum each, of up to 8 parts at a time.
-        side = min(parts, _WARP // _WARPS)
-        totals = []
-        for k in range(count):
-            total = jnp.zeros(())
-            for first in range(0, parts, side):
-                offsets = LaneOffsets(
-                    ((1, _WARPS, 1), (_WARPS, side, count * _WARPS)),
-                    start=(first * count + k) * _WARPS,
-                )
-                [read] = load_lanes(mail, offsets, interpret=interpret, volatile=True)
-                total = read if first == 0 else total + read
-            distances = tuple(1 << b for b in range((_WARPS * side).bit_length() - 1))
-            [total] = sum_lanes([total], distances, interpret=interpret)
-            totals.append(uniform(total, interpret=interpret))
-        return totals
+
+    @property
+    def _side(self) -> int:
+        """Parts whose sums the lanes of a warp read at a time, one each."""
+        return min(self.strip.warpgroups * self.strip.blocks, _WARP // _WARPS)
+
+    @property
+    def _distances(self) -> tuple[int, ...]:
+        return tuple(1 << b for b in range((_WARPS * self._side).bit_length() - 1))
+
+    def _posted(self, rounds: Any, k: int) -> list[jax.Array]:
+        """The `k`-th sums of all warps, by groups of parts."""
+        mail = self.space.mail.at[lax.rem(jnp.int32(rounds), 2)]
+        parts, sums, _ = mail.shape
+        reads = []
+        for first in range(0, parts, self._side):
+            offsets = LaneOffsets(
+                ((1, _WARPS, 1), (_WARPS, self._side, sums * _WARPS)),
+                start=(first * sums + k) * _WARPS,
+            )
+            reads += load_lanes(mail, offsets, interpret=self.interpret, volatile=True)
+        return reads
 
     def _meet(self) -> None:
         if not self.interpret:

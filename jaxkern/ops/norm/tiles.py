@@ -13,10 +13,10 @@ BOX = 256
 _SHORT = 1024
 """Longest row that one warp takes: 32 elements a lane."""
 
-_MAX_BARRIERS = 32
+_MAX_STAGES = 4
 _SHARED_BYTES = 224 << 10
 _MAX_WARPGROUPS = 8
-_MAX_CLUSTER = 8
+_MAX_CLUSTER = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +25,21 @@ class Forward:
 
     Attributes:
       rows: how a block's rows lie on its lanes.
-      parts: clusters for each group, which go through the rows and read the same strip of the
-        weight again and again; 0 for a block for each row or tile.
-      ahead: whether a part loads its next row before it works on one.
+      parts: blocks, or clusters, for each group, which go through the rows; 0 for one for each row
+        or tile.
+      stages: rows or tiles on their way through shared memory, 0 to read global memory.
+      weight: where weight and bias stay from row to row, or whether they are read again; without
+        parts, whether they are read before the row's sums, into registers, or after.
     """
 
     rows: Tile | Strip
     parts: int = 0
-    ahead: bool = False
+    stages: int = 0
+    weight: Literal["registers", "shared", "again"] = "registers"
+
+    def __post_init__(self) -> None:
+        assert self.weight != "shared" or isinstance(self.rows, Strip), self
+        assert self.parts or not self.stages, self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +49,8 @@ class Backward:
     Attributes:
       rows: how a block's rows lie on its lanes.
       parts: blocks, or clusters, for each group; each sums its own part of dw and db.
-      stages: pieces on their way through shared memory per warpgroup, 0 to read global memory.
-      keep: whether g and x̂ stay in registers while the row's sums are taken, or are computed again.
+      stages: rows or tiles on their way through shared memory, 0 to read global memory.
+      keep: whether v and g stay in registers while the row's sums are taken, or are computed again.
       weight: where the weight stays from row to row, or whether it is read again.
     """
 
@@ -56,7 +63,6 @@ class Backward:
     def __post_init__(self) -> None:
         assert self.parts >= 1, self
         assert self.weight != "shared" or isinstance(self.rows, Strip), self
-        assert self.stages == 0 or self.stages >= self.rows.pieces, self
 
 
 def strip(n: int, itemsize: int, per_lane: int, window: int, spread: int, interpret: bool) -> Strip:
@@ -93,30 +99,38 @@ def _windows(width: int, itemsize: int, parts: int, most: int) -> Any:
 
 @functools.cache
 def forward(
-    m: int, n: int, groups: int, itemsize: int, arrays: int, centered: bool, interpret: bool
+    m: int,
+    n: int,
+    groups: int,
+    itemsize: int,
+    streams: tuple[int, ...],
+    params: tuple[int, ...],
+    interpret: bool,
 ) -> Forward:
     """The tiles of the forward of (m, groups, n).
 
     Args:
       m, n, groups: sizes.
       itemsize: bytes of an element of the narrowest array.
-      arrays: how many inputs have that size.
-      centered: whether the mean is subtracted, which takes registers.
+      streams: bytes of an element of each input of that size.
+      params: bytes of an element of the weight and of the bias, where there are.
       interpret: whether Pallas's interpreter runs it.
     """
-    if n <= _SHORT:
-        tile = tile_for(n, 4096 // arrays, itemsize)
-        if tile and m >= tile.rows:
-            return Forward(tile)
-    few = m * groups * max(1, n // 8192) < num_sms()
-    per_lane = 8 if few else 32 if arrays == 1 else 16
-    rows = strip(n, itemsize, per_lane, 8 if n > 8192 else 16, 8 if few else 4, interpret)
-    if rows.blocks == 1:
-        return Forward(rows)
-    # Where one block fills a multiprocessor, nobody else reads while it writes.
-    alone = centered or rows.pieces * rows.windows.size > 32 * LANES
-    parts = max(1, min(m, clusters(1 if alone else 2, rows.blocks) // groups))
-    return Forward(rows, parts, ahead=alone)
+    per_lane = 32 // len(streams)
+    rows = tile_for(n, per_lane * LANES, itemsize) if n <= _SHORT else None
+    if rows is None or m < rows.rows:
+        few = m * groups * max(1, n // 8192) < num_sms()
+        rows = strip(n, itemsize, 8 if few else per_lane, 32, 8 if few else 4, interpret)
+    per_sm = max(1, 4 * LANES // rows.threads)
+    in_registers = rows.own <= 32 and (rows.threads == LANES or len(params) < 2)
+    parts = max(1, min(rows.rows_of(m), clusters(per_sm, rows) // groups))
+    if rows.rows_of(m) < 3 * parts and (isinstance(rows, Tile) or rows.blocks == 1):
+        return Forward(rows, weight="registers" if rows.own <= 32 else "again")
+    boxed, row_bytes = n % BOX == 0, sum(streams)
+    if not in_registers and boxed and (stages := ring(rows, row_bytes, per_sm, sum(params))):
+        return Forward(rows, parts, stages, "shared")
+    stages = ring(rows, row_bytes, per_sm) if boxed else 0
+    return Forward(rows, parts, stages, "registers" if in_registers else "again")
 
 
 @functools.cache
@@ -125,8 +139,8 @@ def backward(
     n: int,
     groups: int,
     itemsize: int,
-    row_bytes: int,
-    weight_bytes: int,
+    streams: tuple[int, ...],
+    params: tuple[int, ...],
     sums: int,
     plain: bool,
     interpret: bool,
@@ -136,46 +150,51 @@ def backward(
     Args:
       m, n, groups: sizes.
       itemsize: bytes of an element of the narrowest array.
-      row_bytes: bytes of an element of all inputs together.
-      weight_bytes: bytes of an element of the weight, 0 without one.
+      streams: bytes of an element of each input of that size.
+      params: bytes of an element of the parameters that are read.
       sums: parameters with a gradient, weight and bias.
       plain: whether there is neither activation nor gate.
+      interpret: whether Pallas's interpreter runs it.
     """
-    sms = num_sms()
-    boxed = n % BOX == 0
+    boxed, row_bytes = n % BOX == 0, sum(streams)
+    simple = plain and sums < 2
     if n <= _SHORT:
         tile = tile_for(n, 2048, itemsize)
         if tile and m >= tile.rows:
-            per_sm = 4 if tile.rows * n <= 2048 else 3 if plain and sums < 2 else 2
-            slot = tile.rows * n * row_bytes
-            stages = max(2, min(3, _SHARED_BYTES // per_sm // slot)) if boxed else 0
-            parts = max(1, min(tile.rows_of(m), per_sm * sms // groups))
-            return Backward(tile, parts, stages, True, "registers" if n <= 256 else "again")
-    rows = strip(n, itemsize, 32, 8 if n > 8192 else 32 if plain and sums < 2 else 16, 4, interpret)
-    warpgroups, blocks = rows.warpgroups, rows.blocks
-    long = rows.pieces * rows.windows.size * warpgroups > 8192
-    per_sm = max(1, min(8, 2 * LANES * 32 // max(n, LANES))) if warpgroups == 1 else 1
-    weight = "registers" if n <= 4096 else "again"
+            stages = ring(tile, row_bytes, 2) if boxed else 0
+            parts = max(1, min(tile.rows_of(m), clusters(2, tile) // groups))
+            return Backward(tile, parts, stages, True, "registers")
+    per_lane = 64 if simple and 4096 < n <= 8192 else 32
+    long, window = n > 8192, 64 if simple and n <= 8192 else 8 if n > 8192 else 16
+    rows = strip(n, itemsize, per_lane, window, 4, interpret)
+    if long and boxed:
+        # As many blocks as hold two rows and the weight in shared memory.
+        while per_lane > 4 and not ring(rows, row_bytes, 1, sum(params)):
+            per_lane //= 2
+            rows = strip(n, itemsize, per_lane, window, 4, interpret)
+    per_sm = max(1, min(8, 2 * LANES * 32 // max(n, LANES))) if rows.threads == LANES else 1
+    parts = max(1, min(m, clusters(per_sm, rows) // groups))
+    if long and boxed and (stages := ring(rows, row_bytes, 1, sum(params))):
+        return Backward(rows, parts, stages, simple, "shared")
+    weight = "registers" if per_lane == 32 and not long else "again"
     stages = ring(rows, row_bytes, per_sm) if boxed else 0
-    if long and boxed and (fewer := ring(rows, row_bytes, 1, weight_bytes)):
-        stages, weight = fewer, "shared"
-    parts = max(1, min(m, clusters(per_sm, blocks) // groups))
     return Backward(rows, parts, stages, not long, weight)
 
 
-def clusters(per_sm: int, blocks: int) -> int:
-    """Clusters that run at a time. Each is in one GPC, of 16 or 18 multiprocessors on an H200."""
-    sms = num_sms()
-    used = sms - sms % 16 if blocks > 2 * per_sm else sms
-    return per_sm * used // blocks
+def clusters(per_sm: int, rows: Tile | Strip) -> int:
+    """How many of a block, or of a cluster, run at a time.
+
+    A cluster is in one GPC. Which of an H200's 132 multiprocessors are in which differs from chip
+    to chip: one ran 30 clusters of 4 blocks that fill a multiprocessor each, 15 of 8, 7 of 16.
+    Counted here are 7 GPCs of 18 and a rest, which is no more than any chip holds.
+    """
+    sms, blocks = num_sms(), getattr(rows, "blocks", 1)
+    full, rest = divmod(sms, 18)
+    return per_sm * max(1, full * (18 // blocks) + rest // blocks)
 
 
-def ring(rows: Strip, row_bytes: int, per_sm: int, weight_bytes: int = 0) -> int:
-    """Pieces of a warpgroup that fit in shared memory beside its weight, 0 for too few."""
-    slot = rows.windows.size * row_bytes
-    room = _SHARED_BYTES // per_sm // rows.warpgroups - 1024
-    stages = (room - rows.pieces * rows.windows.size * weight_bytes) // slot
-    if stages <= rows.pieces:
-        return 0
-    stages = min(stages, 4 * rows.pieces, _MAX_BARRIERS)
-    return stages - stages % rows.pieces if stages >= 2 * rows.pieces else stages
+def ring(rows: Tile | Strip, row_bytes: int, per_sm: int, param_bytes: int = 0) -> int:
+    """Rows that fit in shared memory beside a block's parameters, 0 for too few."""
+    room = _SHARED_BYTES // per_sm - 2048 - rows.threads * rows.own * param_bytes
+    stages = room // (rows.threads * rows.held * row_bytes)
+    return min(stages, _MAX_STAGES) if stages >= 2 else 0
