@@ -17,6 +17,7 @@ from jaxkern.ops.norm.forward import (
     place_sigmoid,
     split,
 )
+from jaxkern.ops.norm.parts import sum_parts
 from jaxkern.ops.norm.pointwise import (
     Options,
     gated_input,
@@ -108,11 +109,12 @@ def launch_bwd_tile(options: Options, tile: tiles.Backward, inputs: dict[str, An
     )(*inputs.values())
     results = dict(zip(outs, results, strict=True))
 
-    def summed(name: str, param: Any) -> Any:
-        if param is None:
-            return None
-        total = jnp.sum(results[name], axis=0)  # (G, N / G)
-        return joined(options, total, param.shape).astype(param.dtype)
+    params = {k: v for k, v in (("dweight", weight), ("dbias", bias)) if v is not None}
+    sums = sum_parts(options, [results[k] for k in params], [v.dtype for v in params.values()])
+    summed = dict(zip(params, sums, strict=True))
+
+    def param(name: str) -> Any:
+        return joined(options, summed[name], params[name].shape) if name in params else None
 
     def whole(name: str) -> Any:
         return joined(options, results[name], shape) if name in results else None
@@ -120,8 +122,8 @@ def launch_bwd_tile(options: Options, tile: tiles.Backward, inputs: dict[str, An
     return (
         whole("dx"),
         whole("dresidual"),
-        summed("dweight", weight),
-        summed("dbias", bias),
+        param("dweight"),
+        param("dbias"),
         whole("dgate"),
     )
 

@@ -338,6 +338,7 @@ class Strip:
 
     def slot(self, boxes: int) -> tuple[int, ...]:
         box = self.windows.n // boxes
+        assert self.windows.size % box == 0, self
         return (self.pieces, self.windows.size // box, box)
 
 

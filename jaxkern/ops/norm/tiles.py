@@ -13,7 +13,9 @@ BOX = 256
 _SHORT = 1024
 """Longest row that one warp takes: 32 elements a lane."""
 
-_MAX_STAGES = 4
+_STAGES = 4
+"""Rows on their way to a multiprocessor, where they fit, and two to a block."""
+
 _SHARED_BYTES = 224 << 10
 _MAX_WARPGROUPS = 8
 _MAX_CLUSTER = 16
@@ -159,7 +161,7 @@ def backward(
     boxed, row_bytes = n % BOX == 0, sum(streams)
     simple = plain and sums < 2
     if n <= _SHORT:
-        tile = tile_for(n, 2048, itemsize)
+        tile = tile_for(n, 4096 * 4 // max(4, row_bytes), itemsize)
         if tile and m >= tile.rows:
             stages = ring(tile, row_bytes, 2) if boxed else 0
             parts = max(1, min(tile.rows_of(m), clusters(2, tile) // groups))
@@ -197,4 +199,4 @@ def ring(rows: Tile | Strip, row_bytes: int, per_sm: int, param_bytes: int = 0) 
     """Rows that fit in shared memory beside a block's parameters, 0 for too few."""
     room = _SHARED_BYTES // per_sm - 2048 - rows.threads * rows.own * param_bytes
     stages = room // (rows.threads * rows.held * row_bytes)
-    return min(stages, _MAX_STAGES) if stages >= 2 else 0
+    return min(stages, max(2, _STAGES // per_sm)) if stages >= 2 else 0
