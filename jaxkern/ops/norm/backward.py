@@ -155,14 +155,15 @@ def _bwd_kernel(
         return 0 if tile.keep else unknown_zero(interpret=place.interpret)
 
     def start(k: Any, j: int, mean: Any, rstd: Any) -> Any:
-        """v, dy, g and what else of a piece goes on."""
+        """d = v − mean, x̂, dy, g and what else of a piece goes on."""
         zero = unknown()
         h, gate, dout = (rows.read(name, k, j, zero) for name in ("h", "gate", "dout"))
         v = gated_input(options, h, gate, sigma)
-        xhat = v * rstd if mean is None else v * rstd - mean * rstd
+        d = v if mean is None else v - mean
+        xhat = d * rstd
         scale, bias = params.piece(j, zero)
         dy, dgate = output_backward(options, xhat, scale, bias, gate, dout, sigma)
-        return v, xhat, dy, times(dy, scale), dgate, h, gate
+        return d, xhat, dy, times(dy, scale), dgate, h, gate
 
     def stats(k: Any) -> tuple[Any, ...]:
         row = place.row(rows.tile_of(jnp.minimum(k, steps - 1)), m)
@@ -179,7 +180,7 @@ def _bwd_kernel(
         kept, lane_sums = [], []
         rows.wait(k)
         for j in each:
-            v, xhat, dy, g, dgate, h, gate = start(k, j, mean, rstd)
+            d, xhat, dy, g, dgate, h, gate = start(k, j, mean, rstd)
             if dgate is not None:
                 place.store(ref.dgate, row, group, j, dgate)
             if dweight:
@@ -190,23 +191,22 @@ def _bwd_kernel(
             products = [g * xhat, g] if options.centered else [g * xhat]
             here = [place.lane_sum(j, p) for p in products]
             lane_sums = [a + b for a, b in zip(lane_sums, here, strict=True)] if j else here
-            kept.append((v, g, h, gate) if tile.keep else None)
-        # dv = rstd · (g − mean(g) − x̂ · mean(g · x̂)) = rstd · g − (slope · v + offset)
+            kept.append((d, g, h, gate) if tile.keep else None)
+        # dv = rstd · (g − mean(g) − x̂ · mean(g · x̂)) = rstd · g − (slope · d + offset)
         totals = place.totals(k, lane_sums)
         if tile.keep and ref.dh is None:
             rows.refill(k)
         slope = rstd_of_row * rstd_of_row * (totals[0] * (1 / options.group_size))
         offset = None
         if options.centered:
-            offset = totals[1] * (1 / options.group_size) * rstd_of_row - slope * carry[0][1]
-            offset = place.spread(offset)
+            offset = place.spread(totals[1] * (1 / options.group_size) * rstd_of_row)
         slope = place.spread(slope)
         for j in each:
             if tile.keep:
-                v, g, h, gate = kept[j]
+                d, g, h, gate = kept[j]
             else:
-                v, _, _, g, _, h, gate = start(k, j, mean, rstd)
-            dv = g * rstd - (v * slope if offset is None else v * slope + offset)
+                d, _, _, g, _, h, gate = start(k, j, mean, rstd)
+            dv = g * rstd - (d * slope if offset is None else d * slope + offset)
             dx, dgate = gated_input_backward(options, h, gate, dv, sigma)
             if dgate is not None:
                 place.store(ref.dgate, row, group, j, dgate)

@@ -92,6 +92,11 @@ class Tile:
     def launch(self) -> dict[str, Any]:
         return {}
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The most that :meth:`scratch` takes."""
+        return 4 * self.unit * self.size
+
     def scratch(self, sums: int, interpret: bool) -> dict[str, Any]:
         """Where the warps add up what they have of the sums over rows."""
         del interpret
@@ -311,6 +316,10 @@ class Strip:
         if self.blocks > 1:
             options |= {"cluster": (self.blocks,), "cluster_names": (_CLUSTER,)}
         return options
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 4 * 2 * self.warpgroups * self.blocks * 2 * _WARPS
 
     def scratch(self, sums: int, interpret: bool) -> dict[str, Any]:
         """The mailboxes of two rounds of up to `sums` sums."""

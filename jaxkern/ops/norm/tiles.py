@@ -52,7 +52,8 @@ class Backward:
       rows: how a block's rows lie on its lanes.
       parts: blocks, or clusters, for each group; each sums its own part of dw and db.
       stages: rows or tiles on their way through shared memory, 0 to read global memory.
-      keep: whether v and g stay in registers while the row's sums are taken, or are computed again.
+      keep: whether v − mean and g stay in registers while the row's sums are taken, or are
+        computed again.
       weight: where the weight stays from row to row, or whether it is read again.
     """
 
@@ -174,7 +175,9 @@ def backward(
         while per_lane > 4 and not ring(rows, row_bytes, 1, sum(params)):
             per_lane //= 2
             rows = strip(n, itemsize, per_lane, window, 4, interpret)
-    per_sm = max(1, min(8, 2 * LANES * 32 // max(n, LANES))) if rows.threads == LANES else 1
+    per_sm = 1
+    if rows.threads == LANES and n <= 4096:
+        per_sm = min(8, 8192 // n) if simple else max(2, min(4, 4096 // n))
     parts = max(1, min(m, clusters(per_sm, rows) // groups))
     if long and boxed and (stages := ring(rows, row_bytes, 1, sum(params))):
         return Backward(rows, parts, stages, simple, "shared")
@@ -188,7 +191,8 @@ def clusters(per_sm: int, rows: Tile | Strip) -> int:
 
     A cluster is in one GPC. Which of an H200's 132 multiprocessors are in which differs from chip
     to chip: one ran 30 clusters of 4 blocks that fill a multiprocessor each, 15 of 8, 7 of 16.
-    Counted here are 7 GPCs of 18 and a rest, which is no more than any chip holds.
+    Counted here are 7 GPCs of 18 and a rest, which is less: one cluster too many
+    would have a second wave to itself.
     """
     sms, blocks = num_sms(), getattr(rows, "blocks", 1)
     full, rest = divmod(sms, 18)
@@ -197,6 +201,7 @@ def clusters(per_sm: int, rows: Tile | Strip) -> int:
 
 def ring(rows: Tile | Strip, row_bytes: int, per_sm: int, param_bytes: int = 0) -> int:
     """Rows that fit in shared memory beside a block's parameters, 0 for too few."""
-    room = _SHARED_BYTES // per_sm - 2048 - rows.threads * rows.own * param_bytes
+    room = _SHARED_BYTES // per_sm - 2048 - rows.scratch_bytes
+    room -= rows.threads * rows.own * param_bytes
     stages = room // (rows.threads * rows.held * row_bytes)
     return min(stages, max(2, _STAGES // per_sm)) if stages >= 2 else 0
