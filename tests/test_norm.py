@@ -603,17 +603,28 @@ def test_strips_cover_every_element_once():
             np.testing.assert_array_equal(seen, 1)
 
 
-@pytest.mark.parametrize(("stages", "weight"), [(2, "shared"), (3, "registers"), (0, "again")])
-def test_forward_in_parts(stages, weight):
+@pytest.mark.parametrize(
+    ("stages", "weight", "waves", "ahead"),
+    [
+        (2, "shared", (), False),
+        (3, "registers", (2, 1), False),
+        (0, "again", (1, 1, 1), False),
+        (3, "registers", (), True),
+    ],
+)
+def test_forward_in_parts(stages, weight, waves, ahead):
     """What clusters do, one block of two warpgroups at a time: part by part through the rows."""
-    arrays = inputs("layer_norm", (5, 1024), "float32", "gate")
+    arrays = inputs("layer_norm", (5, 1024), "float32", "residual gate")
     rows = tiles.strip(1024, 4, 4, 2, 2, True)
     assert (rows.warpgroups, rows.pieces) == (2, 2)
-    options = Options("layer_norm", True, 1e-5, 0.0, None, True, 1024, "float32", None, "interpret")
+    dtype = "float32"
+    options = Options("layer_norm", True, 1e-5, 0.0, None, True, 1024, dtype, dtype, "interpret")
     with plgpu.force_gpu_interpret_mode():
-        tile = tiles.Forward(rows, 2, stages, weight)
-        got = launch_fwd_tile(options, tile, {"residual": None, **arrays})[0]
-    check.assert_close(got, jaxkern.layer_norm(**arrays, implementation="xla"), 1e-6)
+        tile = tiles.Forward(rows, 2, stages, weight, waves, ahead)
+        got = launch_fwd_tile(options, tile, arrays)[:2]
+    want = jaxkern.layer_norm(**arrays, implementation="xla")
+    for a, b in zip(got, want, strict=True):
+        check.assert_close(a, b, 1e-6)
 
 
 RMS_NORM = check.Op(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.mosaic import computed_here, unknown_zero
@@ -171,9 +172,15 @@ def _bwd_kernel(
         return tuple(place.load_stat(r, row, group) for r in refs)
 
     def step(k: Any, carry: Any) -> Any:
-        (rstd_of_row, *mean), *sums = carry
+        read, *sums = carry
         row = place.row(rows.tile_of(k), m)
-        next_stats = stats(k + 1)  # on their way during this row
+        if tile.paced:
+            pl.when(k > 0)(lambda: rows.refill(k - 1))
+            rstd_of_row, *mean = stats(k)
+            next_stats = ()
+        else:
+            rstd_of_row, *mean = read
+            next_stats = stats(k + 1)  # on their way during this row
         rstd = place.spread(rstd_of_row)
         mean = place.spread(mean[0]) if options.centered else None
         dweight, dbias = (list(s) for s in sums)
@@ -194,7 +201,8 @@ def _bwd_kernel(
             kept.append((d, g, h, gate) if tile.keep else None)
         # dv = rstd · (g − mean(g) − x̂ · mean(g · x̂)) = rstd · g − (slope · d + offset)
         totals = place.totals(k, lane_sums)
-        if tile.keep and ref.dh is None:
+        done = tile.keep and ref.dh is None
+        if done and not tile.paced:
             rows.refill(k)
         slope = rstd_of_row * rstd_of_row * (totals[0] * (1 / options.group_size))
         offset = None
@@ -215,7 +223,7 @@ def _bwd_kernel(
             place.store(ref.dx, row, group, j, dx)
             if ref.dresidual is not None:
                 place.store(ref.dresidual, row, group, j, dx)
-        if not tile.keep or ref.dh is not None:
+        if not (done or tile.paced):
             rows.refill(k)
         return next_stats, tuple(dweight), tuple(dbias)
 
@@ -223,7 +231,7 @@ def _bwd_kernel(
     params = Params(options, tile.weight, place, group, ref, smem)
     place.begin()
     zeros = lambda target: tuple(place.zero_sum() for _ in each) if target is not None else ()
-    carry = stats(0), zeros(ref.dweight), zeros(ref.dbias)
+    carry = () if tile.paced else stats(0), zeros(ref.dweight), zeros(ref.dbias)
     _, dweight, dbias = lax.fori_loop(0, steps, step, carry)
     for target, sums in ((ref.dweight, dweight), (ref.dbias, dbias)):
         for j, value in enumerate(sums):

@@ -71,7 +71,7 @@ def launch_fwd_tile(options: Options, tile: tiles.Forward, inputs: dict[str, Any
         body,
         out_type=tuple(outs.values()),
         scratch_types=scratch,
-        grid=((tile.parts or rows.rows_of(m)) * groups,),
+        grid=(tile.blocks(m) * groups,),
         grid_names=(BLOCK,),
         kernel_name=f"{options.op}_fwd",
         compiler_params=compiler_params(options, "gate" in inputs),
@@ -98,52 +98,80 @@ def _fwd_kernel(
     block = lax.axis_index(BLOCK)
     part, group = lax.div(block, groups), lax.rem(block, groups)
     rows = Rows(tile, place, _STREAMS, m, part, group, ref, smem)
-    sigma = place_sigmoid(options, place)
+    sigma, centered = place_sigmoid(options, place), options.centered
 
-    def load(k: Any) -> list[Any]:
-        """v and the gate by pieces; the sum, where there is one, is on its way."""
-        row = place.row(rows.tile_of(k), m)
-        h, residual, gate = ([rows.read(name, k, j) for j in place.each] for name in _STREAMS)
+    def load(k: Any, pieces: Any = place.each) -> list[tuple[Any, Any, Any]]:
+        """v, the gate and the sum with the residual, by pieces."""
+        h, residual, gate = ([rows.read(name, k, j) for j in pieces] for name in _STREAMS)
+        sums = [None for _ in pieces]
         if ref.residual is not None:
-            h = [(a + b).astype(ref.h.dtype) for a, b in zip(h, residual, strict=True)]
-            for j in place.each:
-                place.store(ref.h, row, group, j, h[j])
-            h = [wide(place, v) for v in h]
-        return [(gated_input(options, *both, sigma), both[1]) for both in zip(h, gate, strict=True)]
+            sums = [(a + b).astype(ref.h.dtype) for a, b in zip(h, residual, strict=True)]
+            h = [wide(place, v) for v in sums]
+        v = [gated_input(options, *both, sigma) for both in zip(h, gate, strict=True)]
+        return list(zip(v, gate, sums, strict=True))
 
-    def finish(k: Any, held: list[Any], rounds: Any) -> None:
-        row, v = place.row(rows.tile_of(k), m), [v for v, _ in held]
-        mean = None
-        if options.centered:
-            mean, square = place.moments(rounds, v)
+    def store_sums(k: Any, held: list[tuple[Any, Any, Any]], pieces: Any = place.each) -> None:
+        for j, (_, _, total) in zip(pieces, held, strict=True):
+            if total is not None:
+                place.store(ref.h, place.row(rows.tile_of(k), m), group, j, total)
+
+    def scales(k: Any, mean: Any, square: Any) -> tuple[Any, Any]:
+        """Mean and rstd, stored and ready to be used."""
+        row = place.row(rows.tile_of(k), m)
+        rstd = lax.rsqrt(square + options.eps)
+        if centered:
             place.store_stat(ref.mean, row, group, mean)
             mean = place.spread(mean)
-        else:
-            square = place.total(rounds, [a * a for a in v]) * (1 / options.group_size)
-        rstd = lax.rsqrt(square + options.eps)
         place.store_stat(ref.rstd, row, group, rstd)
-        rstd = place.spread(rstd)
+        return mean, place.spread(rstd)
+
+    def store(k: Any, j: int, held: tuple[Any, Any, Any], mean: Any, rstd: Any) -> None:
+        v, gate, _ = held
+        xhat = (v if mean is None else v - mean) * rstd
+        out = output(options, xhat, *params.piece(j), gate, sigma)
+        place.store(ref.out, place.row(rows.tile_of(k), m), group, j, out)
+
+    def whole(k: Any, held: list[tuple[Any, Any, Any]]) -> None:
+        """A row that is in registers."""
+        mean, rstd = scales(k, *place.statistics(k, [v for v, _, _ in held], centered))
         rows.refill(k)
-        for j, (value, gate) in enumerate(held):
-            scale, bias = params.piece(j)
-            xhat = (value if mean is None else value - mean) * rstd
-            place.store(ref.out, row, group, j, output(options, xhat, scale, bias, gate, sigma))
+        for j, piece in enumerate(held):
+            store(k, j, piece, mean, rstd)
 
     if not tile.parts:
         held = load(0)
+        store_sums(0, held)
         params = Params(options, tile.weight, place, group, ref, smem)
         place.begin()
-        finish(0, held, 0)
+        whole(0, held)
         return
     rows.start()
     params = Params(options, tile.weight, place, group, ref, smem)
     place.begin()
-    rounds = place.rounds(options.centered)
+
+    def send(k: Any) -> None:
+        rows.wait(k)
+        place.send(k, [v for v, _, _ in load(k)], centered)
+
+    if tile.ahead:
+        pl.when(rows.steps > 0)(lambda: send(0))
 
     @pl.loop(0, rows.steps)
     def _(k):
-        rows.wait(k)
-        finish(k, load(k), k * rounds)
+        if not tile.ahead:
+            rows.wait(k)
+            held = load(k)
+            store_sums(k, held)
+            whole(k, held)
+            return
+        # The sums of the next row are on their way while this one is finished.
+        pl.when(k + 1 < rows.steps)(lambda: send(k + 1))
+        mean, rstd = scales(k, *place.receive(k, centered))
+        for j in place.each:
+            held = load(k, [j])
+            store_sums(k, held, [j])
+            store(k, j, held[0], mean, rstd)
+        rows.refill(k)
 
 
 # What both directions share

@@ -42,6 +42,9 @@ from jaxkern.core.mosaic import (
 BLOCK, _CLUSTER, _WARPGROUP = grid_axes("block", "cluster", "warpgroup")
 _WARP = 32
 _WARPS = LANES // _WARP
+_BOXES = 4
+"""Mailboxes, used in turns. A block may have sent a row's sums, and the next row's, while another
+still reads those of the row before; three would do where no row is sent ahead."""
 
 
 # Short rows
@@ -182,8 +185,11 @@ class TilePlace:
 
     def load_param(self, ref: Any, group: Any, j: int) -> jax.Array:
         del j
-        param = plgpu.load(ref.at[group], layout=self.layout.reduce((0,)), optimized=False)
-        return self._broadcast(param.astype(jnp.float32), 1)
+        return self._broadcast(self.load_row(ref.at[group]).astype(jnp.float32), 1)
+
+    def load_row(self, ref: Any) -> jax.Array:
+        """(size,), every warp all of it."""
+        return plgpu.load(ref, layout=self.layout.reduce((0,)), optimized=False)
 
     def load_stat(self, ref: Any, row: Any, group: Any) -> jax.Array:
         stat = self._rows(ref, row, group)
@@ -201,10 +207,7 @@ class TilePlace:
         columns = self.space.columns
         store(columns, value)
         sync_warpgroup(interpret=self.interpret)
-        layout = self.layout.reduce((0,))
-        rows = [
-            plgpu.load(columns.at[r], layout=layout, optimized=False) for r in range(self.tile.unit)
-        ]
+        rows = [self.load_row(columns.at[r]) for r in range(self.tile.unit)]
         sync_warpgroup(interpret=self.interpret)
         store(ref.at[part, group], sum(rows[1:], start=rows[0]))
 
@@ -236,26 +239,18 @@ class TilePlace:
         del j
         return value
 
-    def rounds(self, centered: bool) -> int:
-        """How often :meth:`totals` or :meth:`moments` of a row exchange sums."""
-        del centered
-        return 0
-
-    def totals(self, rounds: Any, values: list[jax.Array]) -> list[jax.Array]:
+    def totals(self, k: Any, values: list[jax.Array]) -> list[jax.Array]:
         """(rows,), the sums of each of `values` over a row."""
-        del rounds
+        del k
         return [jnp.sum(v, axis=1) for v in values]
 
-    def total(self, rounds: Any, values: list[jax.Array]) -> jax.Array:
-        """(rows,), the sum of `values` over a row."""
-        return self.totals(rounds, values)[0]
-
-    def moments(self, rounds: Any, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """(rows,), the mean of `values` over a row, and of the squares of what differs from it."""
-        [value], scale = values, 1 / self.tile.size
-        mean = self.total(rounds, [value]) * scale
-        apart = value - self.spread(mean)
-        return mean, self.total(rounds, [apart * apart]) * scale
+    def statistics(self, k: Any, values: list[jax.Array], centered: bool) -> tuple[Any, jax.Array]:
+        """(rows,), a row's mean, None if not `centered`, and the mean square apart from it."""
+        [value], mean = values, None
+        if centered:
+            mean = self.totals(k, [value])[0] * (1 / self.tile.size)
+            value = value - self.spread(mean)
+        return mean, self.totals(k, [value * value])[0] * (1 / self.tile.size)
 
     def spread(self, value: jax.Array) -> jax.Array:
         return self._broadcast(value, 0)
@@ -319,16 +314,16 @@ class Strip:
 
     @property
     def scratch_bytes(self) -> int:
-        return 4 * 2 * self.warpgroups * self.blocks * 2 * _WARPS
+        return 4 * _BOXES * self.warpgroups * self.blocks * 2 * _WARPS
 
     def scratch(self, sums: int, interpret: bool) -> dict[str, Any]:
-        """The mailboxes of two rounds of up to `sums` sums."""
+        """The mailboxes for up to `sums` sums."""
         parts = self.warpgroups * self.blocks
-        scratch: dict[str, Any] = {"mail": plgpu.SMEM((2, parts, sums, _WARPS), jnp.float32)}
+        scratch: dict[str, Any] = {"mail": plgpu.SMEM((_BOXES, parts, sums, _WARPS), jnp.float32)}
         if interpret and self.warpgroups > 1:
             scratch["met"] = plgpu.Barrier(num_arrivals=self.warpgroups)
         if self.blocks > 1:
-            scratch["arrivals"] = plgpu.SMEM((2, 2), jnp.int32)
+            scratch["arrivals"] = plgpu.SMEM((_BOXES, 2), jnp.int32)
         return scratch
 
     def place(self, space: Any, interpret: bool) -> "StripPlace":
@@ -365,7 +360,7 @@ class StripPlace:
 
     def begin(self) -> None:
         if self.strip.blocks > 1:
-            start_arrivals([self.space.arrivals.at[i] for i in range(2)])
+            start_arrivals([self.space.arrivals.at[i] for i in range(_BOXES)])
 
     def _index(self, j: int) -> Any:
         return self.rank * self.strip.pieces + j
@@ -449,71 +444,85 @@ class StripPlace:
         """Whether all lanes hold the same number of the row's elements, each once."""
         return self.strip.even and self.strip.n == self.windows.n
 
-    def total(self, rounds: Any, values: list[jax.Array]) -> jax.Array:
-        """The sum of the pieces `values` over the row."""
-        sums = [self.lane_sum(j, v) for j, v in zip(self.each, values, strict=True)]
-        return self.totals(rounds, [sum(sums[1:], start=sums[0])])[0]
+    def totals(self, k: Any, values: list[jax.Array]) -> list[jax.Array]:
+        """The sums of one or two `values` (LANES,) over the row; `k` exchanges were before."""
+        self._send_sums(k, values)
+        return [self._received_sum(k, i) for i in range(len(values))]
 
-    def rounds(self, centered: bool) -> int:
-        return 2 if centered and not self._whole else 1
-
-    def totals(self, rounds: Any, values: list[jax.Array]) -> list[jax.Array]:
-        """The sums of one or two `values` (LANES,) over the row; `rounds` were before."""
-        # Of two, odd lanes hold the second.
-        [held] = sum_lanes(values, (1, 2, 4, 8, 16), interpret=self.interpret)
-        self._post(rounds, held, len(values))
-        totals = []
-        for k in range(len(values)):
-            reads = self._posted(rounds, k)
-            total = sum(reads[1:], start=reads[0])
-            [total] = sum_lanes([total], self._distances, interpret=self.interpret)
-            totals.append(uniform(total, interpret=self.interpret))
-        return totals
-
-    def moments(self, rounds: Any, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        strip, interpret, scale = self.strip, self.interpret, 1 / self.strip.n
-        if not self._whole:
-            mean = self.total(rounds, values) * scale
+    def statistics(self, k: Any, values: list[jax.Array], centered: bool) -> tuple[Any, jax.Array]:
+        """The row's mean, None if not `centered`, and its mean square apart from it."""
+        if centered and not self._whole:
+            mean = self.totals(2 * k, [self._lane_total(values)])[0] * (1 / self.strip.n)
             apart = [v - mean for v in values]
-            return mean, self.total(rounds + 1, [v * v for v in apart]) * scale
-        mean, squares = moments_in_lanes(values, self.windows.vec, interpret=interpret)
-        count = strip.pieces * self.windows.size / LANES
-        swap = functools.partial(swap_lanes, interpret=interpret)
+            squares = self._lane_total([v * v for v in apart])
+            return mean, self.totals(2 * k + 1, [squares])[0] * (1 / self.strip.n)
+        self.send(k, values, centered)
+        return self.receive(k, centered)
 
-        def over_lanes(mean: Any, squares: Any, count: float, distances: Any) -> Any:
-            for distance in distances:
-                others = swap(mean, distance), swap(squares, distance)
-                mean, squares = merged_moments(mean, squares, others, count)
-                count *= 2
-            return mean, squares
+    def send(self, k: Any, values: list[jax.Array], centered: bool) -> None:
+        """Sends what the other warps need for :meth:`receive`."""
+        if not centered:
+            self._send_sums(k, [self._lane_total([v * v for v in values])])
+            return
+        assert self._whole
+        mean, squares = moments_in_lanes(values, self.windows.vec, interpret=self.interpret)
+        mean, squares = self._over_lanes(mean, squares, self._per_lane, (1, 2, 4, 8, 16))
+        self._post(k, alternate_lanes(mean, squares, interpret=self.interpret), 2)
 
-        mean, squares = over_lanes(mean, squares, count, (1, 2, 4, 8, 16))
-        self._post(rounds, alternate_lanes(mean, squares, interpret=interpret), 2)
-        count *= _WARP
-        held = list(zip(*(self._posted(rounds, k) for k in range(2)), strict=True))
+    def receive(self, k: Any, centered: bool) -> tuple[Any, jax.Array]:
+        """:meth:`statistics` of what was sent."""
+        if not centered:
+            return None, self._received_sum(k, 0) * (1 / self.strip.n)
+        count = self._per_lane * _WARP
+        held = list(zip(*(self._posted(k, i) for i in range(2)), strict=True))
         while len(held) > 1:
             pairs = zip(held[::2], held[1::2], strict=True)
             held = [merged_moments(*a, b, count) for a, b in pairs]
             count *= 2
-        mean, squares = over_lanes(held[0][0], held[0][1], count, self._distances)
-        return uniform(mean, interpret=interpret), uniform(squares, interpret=interpret) * scale
+        mean, squares = (
+            uniform(v, interpret=self.interpret)
+            for v in self._over_lanes(held[0][0], held[0][1], count, self._distances)
+        )
+        return mean, squares * (1 / self.strip.n)
 
-    def _post(self, rounds: Any, held: jax.Array, count: int) -> None:
-        """Each warp posts its `count` sums to all blocks; lane l holds number l mod count.
+    def _lane_total(self, values: list[jax.Array]) -> jax.Array:
+        sums = [self.lane_sum(j, v) for j, v in zip(self.each, values, strict=True)]
+        return sum(sums[1:], start=sums[0])
 
-        There are two mailboxes, used in turns, so that what is posted next cannot meet the readers
-        of this round.
-        """
+    @property
+    def _per_lane(self) -> float:
+        return self.strip.pieces * self.windows.size / LANES
+
+    def _over_lanes(self, mean: Any, squares: Any, count: float, distances: Any) -> Any:
+        swap = functools.partial(swap_lanes, interpret=self.interpret)
+        for distance in distances:
+            others = swap(mean, distance), swap(squares, distance)
+            mean, squares = merged_moments(mean, squares, others, count)
+            count *= 2
+        return mean, squares
+
+    def _send_sums(self, k: Any, values: list[jax.Array]) -> None:
+        # Of two, odd lanes hold the second.
+        [held] = sum_lanes(values, (1, 2, 4, 8, 16), interpret=self.interpret)
+        self._post(k, held, len(values))
+
+    def _received_sum(self, k: Any, i: int) -> jax.Array:
+        reads = self._posted(k, i)
+        total = sum(reads[1:], start=reads[0])
+        [total] = sum_lanes([total], self._distances, interpret=self.interpret)
+        return uniform(total, interpret=self.interpret)
+
+    def _post(self, k: Any, held: jax.Array, count: int) -> None:
+        """Each warp posts its `count` sums to all blocks; lane l holds number l mod count."""
         strip = self.strip
         parts = strip.warpgroups * strip.blocks
-        slot = lax.rem(jnp.int32(rounds), 2)
+        slot = lax.rem(jnp.int32(k), _BOXES)
         box = self.space.mail.at[slot, self.rank]  # (count, warps)
         offsets = LaneOffsets(((_WARP, _WARPS, 1), (1, count, _WARPS)))
         if strip.blocks > 1:
             arrivals = self.space.arrivals.at[slot]
             expect_arrivals(arrivals, 4 * parts * count * _WARPS)
             send_in_cluster(box, arrivals, offsets, held, parts=count, blocks=strip.blocks)
-            wait_for_arrivals(arrivals, lax.rem(lax.div(jnp.int32(rounds), 2), 2))
         else:
             store_lanes(box, offsets, [held], interpret=self.interpret)
             self._meet()
@@ -527,15 +536,19 @@ class StripPlace:
     def _distances(self) -> tuple[int, ...]:
         return tuple(1 << b for b in range((_WARPS * self._side).bit_length() - 1))
 
-    def _posted(self, rounds: Any, k: int) -> list[jax.Array]:
-        """The `k`-th sums of all warps, by groups of parts."""
-        mail = self.space.mail.at[lax.rem(jnp.int32(rounds), 2)]
+    def _posted(self, k: Any, i: int) -> list[jax.Array]:
+        """The `i`-th sums of all warps, by groups of parts."""
+        slot = lax.rem(jnp.int32(k), _BOXES)
+        if self.strip.blocks > 1 and i == 0:
+            parity = lax.rem(lax.div(jnp.int32(k), _BOXES), 2)
+            wait_for_arrivals(self.space.arrivals.at[slot], parity)
+        mail = self.space.mail.at[slot]
         parts, sums, _ = mail.shape
         reads = []
         for first in range(0, parts, self._side):
             offsets = LaneOffsets(
                 ((1, _WARPS, 1), (_WARPS, self._side, sums * _WARPS)),
-                start=(first * sums + k) * _WARPS,
+                start=(first * sums + i) * _WARPS,
             )
             reads += load_lanes(mail, offsets, interpret=self.interpret, volatile=True)
         return reads

@@ -35,12 +35,22 @@ class Rows:
         self.part, self.group, self.ref, self.smem = part, group, ref, smem
         self.names = [name for name in names if getattr(ref, name) is not None]
         self.warpgroup = getattr(place, "warpgroup", 0)
-        self.parts = tile.parts or 1  # a block a row has one step
-        self.steps = lax.div(tile.rows.rows_of(m) - part + self.parts - 1, self.parts)
+        self.parts = tile.parts or tile.blocks(m)
+        self.first, longest = part, None
+        if len(tile.waves) > 1:
+            wave, first = lax.div(part, tile.parts), 0
+            self.first, longest = lax.rem(part, tile.parts), tile.waves[0]
+            for i, length in enumerate(tile.waves[1:], 1):
+                first += tile.waves[i - 1]
+                self.first += jnp.where(wave == i, first * tile.parts, 0)
+                longest = jnp.where(wave == i, length, longest)
+        self.steps = lax.div(tile.rows.rows_of(m) - self.first + self.parts - 1, self.parts)
+        if longest is not None:
+            self.steps = jnp.clip(self.steps, 0, longest)
 
     def tile_of(self, k: Any) -> Any:
         """Which tile is the `k`-th of the part."""
-        return self.part + k * self.parts
+        return self.first + k * self.parts
 
     def _slot(self, k: Any) -> Any:
         return lax.rem(k, self.tile.stages)

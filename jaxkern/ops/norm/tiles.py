@@ -32,16 +32,27 @@ class Forward:
       stages: rows or tiles on their way through shared memory, 0 to read global memory.
       weight: where weight and bias stay from row to row, or whether they are read again; without
         parts, whether they are read before the row's sums, into registers, or after.
+      waves: rows of each block, of the first `parts` blocks, of the next as many, and so on; empty
+        where the first ones share all rows.
+      ahead: whether a row's sums are sent before the row before is finished, which is then read
+        from shared memory once more.
     """
 
     rows: Tile | Strip
     parts: int = 0
     stages: int = 0
     weight: Literal["registers", "shared", "again"] = "registers"
+    waves: tuple[int, ...] = ()
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         assert self.weight != "shared" or isinstance(self.rows, Strip), self
-        assert self.parts or not self.stages, self
+        assert self.parts or not (self.stages or self.waves or self.ahead), self
+        assert self.stages or not self.ahead, self
+
+    def blocks(self, m: int) -> int:
+        """How many go through a group's `m` rows."""
+        return self.parts * max(1, len(self.waves)) or self.rows.rows_of(m)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +66,9 @@ class Backward:
       keep: whether v − mean and g stay in registers while the row's sums are taken, or are
         computed again.
       weight: where the weight stays from row to row, or whether it is read again.
+      paced: whether a row's statistics are read when it is its turn, and its slot is filled again
+        when it is the next one's. Blocks that wait for nothing but their rows get unequal shares
+        of the bandwidth, and the last one is waited for.
     """
 
     rows: Tile | Strip
@@ -62,6 +76,13 @@ class Backward:
     stages: int
     keep: bool
     weight: Literal["registers", "shared", "again"]
+    paced: bool = False
+    waves = ()
+
+    def blocks(self, m: int) -> int:
+        """How many go through a group's `m` rows."""
+        del m
+        return self.parts
 
     def __post_init__(self) -> None:
         assert self.parts >= 1, self
@@ -119,21 +140,54 @@ def forward(
       params: bytes of an element of the weight and of the bias, where there are.
       interpret: whether Pallas's interpreter runs it.
     """
-    per_lane = 32 // len(streams)
-    rows = tile_for(n, per_lane * LANES, itemsize) if n <= _SHORT else None
-    if rows is None or m < rows.rows:
-        few = m * groups * max(1, n // 8192) < num_sms()
-        rows = strip(n, itemsize, 8 if few else per_lane, 32, 8 if few else 4, interpret)
-    per_sm = max(1, 4 * LANES // rows.threads)
-    in_registers = rows.own <= 32 and (rows.threads == LANES or len(params) < 2)
-    parts = max(1, min(rows.rows_of(m), clusters(per_sm, rows) // groups))
-    if rows.rows_of(m) < 3 * parts and (isinstance(rows, Tile) or rows.blocks == 1):
-        return Forward(rows, weight="registers" if rows.own <= 32 else "again")
-    boxed, row_bytes = n % BOX == 0, sum(streams)
-    if not in_registers and boxed and (stages := ring(rows, row_bytes, per_sm, sum(params))):
-        return Forward(rows, parts, stages, "shared")
-    stages = ring(rows, row_bytes, per_sm) if boxed else 0
-    return Forward(rows, parts, stages, "registers" if in_registers else "again")
+    boxed, row_bytes, per_lane = n % BOX == 0, sum(streams), 32 // len(streams)
+    one = len(params) < 2
+    tile = tile_for(n, per_lane * LANES, itemsize) if n <= _SHORT else None
+    if tile and m >= tile.rows:
+        parts = max(1, clusters(4, tile) // groups)
+        if boxed and tile.rows_of(m) >= 3 * parts and (stages := ring(tile, row_bytes, 4)):
+            return Forward(tile, parts, stages, waves=_waves(tile.rows_of(m), parts, 0.8))
+        return Forward(tile, weight="registers" if one else "again")
+    if m * groups * max(1, n // 8192) < num_sms():
+        return _forward_clusters(strip(n, itemsize, 8, 32, 8, interpret), m, groups, row_bytes)
+    rows = strip(n, itemsize, per_lane, 32, 4, interpret)
+    if rows.blocks > 1:
+        return _forward_clusters(rows, m, groups, row_bytes)
+    if n <= 8192 and boxed and not (one and n <= 4096):
+        each = 2 if one or n <= 4096 else 3
+        if ring(rows, row_bytes, 2):
+            return Forward(rows, -(-m // each), 2)
+    if n > 8192 and not one and boxed:
+        rows = strip(n, itemsize, 2 * per_lane, 32, 2, interpret)
+        parts = max(1, clusters(2, rows) // groups)
+        if m >= 3 * parts and (stages := ring(rows, row_bytes, 2)):
+            return Forward(rows, parts, stages, waves=_waves(m, parts, 0.9))
+    if n <= 4096 and one:
+        return Forward(rows)
+    return Forward(strip(n, itemsize, per_lane, 8, 4, interpret), weight="again")
+
+
+def _forward_clusters(rows: Strip, m: int, groups: int, row_bytes: int) -> Forward:
+    """The forward of few rows, or of rows of several blocks each."""
+    if rows.blocks == 1:
+        return Forward(rows)
+    parts = max(1, min(m, clusters(1, rows) // groups))
+    if rows.n % BOX or not (stages := ring(rows, row_bytes, 1)):
+        return Forward(rows, parts, weight="again")
+    return Forward(rows, parts, stages, ahead=rows.even and stages > 2)
+
+
+def _waves(count: int, parts: int, first: float) -> tuple[int, ...]:
+    """Shares of `count` rows for `parts` blocks at a time, most of them in the first wave.
+
+    Static shares of the rows take unequal times, as multiprocessors get unequal shares of the
+    bandwidth; the blocks of later waves start wherever others have ended.
+    """
+    each = -(-count // parts)
+    waves = [max(1, round(first * each))]
+    while sum(waves) < each:
+        waves.append((each - sum(waves) + 1) // 2)
+    return tuple(waves)
 
 
 @functools.cache
@@ -167,23 +221,42 @@ def backward(
             stages = ring(tile, row_bytes, 2) if boxed else 0
             parts = max(1, min(tile.rows_of(m), clusters(2, tile) // groups))
             return Backward(tile, parts, stages, True, "registers")
-    per_lane = 64 if simple and 4096 < n <= 8192 else 32
-    long, window = n > 8192, 64 if simple and n <= 8192 else 8 if n > 8192 else 16
-    rows = strip(n, itemsize, per_lane, window, 4, interpret)
-    if long and boxed:
-        # As many blocks as hold two rows and the weight in shared memory.
-        while per_lane > 4 and not ring(rows, row_bytes, 1, sum(params)):
-            per_lane //= 2
-            rows = strip(n, itemsize, per_lane, window, 4, interpret)
-    per_sm = 1
-    if rows.threads == LANES and n <= 4096:
-        per_sm = min(8, 8192 // n) if simple else max(2, min(4, 4096 // n))
-    parts = max(1, min(m, clusters(per_sm, rows) // groups))
-    if long and boxed and (stages := ring(rows, row_bytes, 1, sum(params))):
-        return Backward(rows, parts, stages, simple, "shared")
-    weight = "registers" if per_lane == 32 and not long else "again"
-    stages = ring(rows, row_bytes, per_sm) if boxed else 0
-    return Backward(rows, parts, stages, not long, weight)
+
+    def choice(per_lane: int, window: int, spread: int, weight: Any, keep: bool, **k: Any) -> Any:
+        """With as many stages as fit, of at most so many."""
+        rows = strip(n, itemsize, per_lane, window, spread, interpret)
+        per_sm, most = k.pop("per_sm", 1), k.pop("most", _STAGES)
+        parts = max(1, min(m, clusters(per_sm, rows) // groups))
+        kept = sum(params) if weight == "shared" else 0
+        stages = min(most, ring(rows, row_bytes, per_sm, kept, most)) if boxed else 0
+        if not boxed and weight == "shared":
+            weight = "again"
+        return Backward(rows, parts, stages, keep, weight, **k)
+
+    if n <= 4096 and simple:
+        return choice(32, 32, 4, "registers", True, per_sm=min(8, 8192 // n), most=2, paced=True)
+    if n <= 4096:
+        return choice(32, 16, 4, "registers", True, per_sm=max(2, min(4, 4096 // n)))
+    if n <= 8192 and plain:
+        return choice(32, 8, 2, "registers", True, paced=simple)
+    if n <= 8192:
+        return choice(32, 16, 4, "registers", True)
+    if not boxed:
+        return choice(32, 8, 4, "again", simple)
+    tried = []
+    if plain:
+        # dw, db, the weight and the row in registers take clusters; longer rows, shared memory.
+        if simple and n <= 16384:
+            tried.append(choice(64, 8, 2, "shared", False, paced=True))
+        elif n <= (131072 if simple else 65536):
+            tried.append(choice(32, 8, 2, "registers", True))
+        elif not simple:
+            tried.append(choice(64, 8, 2, "shared", False))
+    per_lane = 32
+    while per_lane >= 4:
+        tried.append(choice(per_lane, 8, 4, "shared", simple))
+        per_lane //= 2
+    return next((t for t in tried if t.stages), tried[-1])
 
 
 def clusters(per_sm: int, rows: Tile | Strip) -> int:
@@ -199,9 +272,11 @@ def clusters(per_sm: int, rows: Tile | Strip) -> int:
     return per_sm * max(1, full * (18 // blocks) + rest // blocks)
 
 
-def ring(rows: Tile | Strip, row_bytes: int, per_sm: int, param_bytes: int = 0) -> int:
+def ring(
+    rows: Tile | Strip, row_bytes: int, per_sm: int, param_bytes: int = 0, most: int = 0
+) -> int:
     """Rows that fit in shared memory beside a block's parameters, 0 for too few."""
     room = _SHARED_BYTES // per_sm - 2048 - rows.scratch_bytes
     room -= rows.threads * rows.own * param_bytes
     stages = room // (rows.threads * rows.held * row_bytes)
-    return min(stages, max(2, _STAGES // per_sm)) if stages >= 2 else 0
+    return min(stages, most or max(2, _STAGES // per_sm)) if stages >= 2 else 0
