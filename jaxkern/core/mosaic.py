@@ -322,59 +322,31 @@ def sum_in_lanes(values: Sequence[jax.Array], vec: int, *, interpret: bool) -> j
     return add(*values)  # pyright: ignore[reportCallIssue]
 
 
-def moments_in_lanes(
-    values: Sequence[jax.Array], vec: int, *, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """(LANES,) each: the mean of what a lane holds, and the sum of squares of what differs from it.
+def squares_in_lanes(
+    values: Sequence[jax.Array], center: jax.Array, vec: int, *, interpret: bool
+) -> jax.Array:
+    """(LANES,): the sum of squares of what differs from the lane's `center` (LANES,).
 
-    Of `values` as for :func:`sum_in_lanes`; for :func:`merged_moments`.
+    Of `values` as for :func:`sum_in_lanes`.
     """
-    count = sum(v.size for v in values) // LANES
     if interpret:
         held = jnp.concatenate([v.reshape(-1, LANES, vec) for v in values])
-        mean = held.sum((0, 2)) * (1 / count)
-        return mean, ((held - mean[:, None]) ** 2).sum((0, 2))
+        return ((held - center[:, None]) ** 2).sum((0, 2))
     layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
 
-    @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=(_row(1), _row(1)))
-    def moments(ctx: Any, *arrays: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(_ROW, *layouts), return_type=_row(1))
+    def add(ctx: Any, center: Any, *arrays: Any) -> Any:
         del ctx
         fused = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
         times = functools.partial(arith.mulf, fastmath=arith.FastMathFlags.contract)
-
-        def total(parts: list[Any]) -> Any:
-            strands = [functools.reduce(fused, parts[i::4]) for i in range(min(4, len(parts)))]
-            return functools.reduce(arith.addf, strands)
-
+        middle = _element(center.registers.item(), 0)
         held = [_element(r, k) for a in arrays for r in a.registers.flat for k in range(vec)]
-        scale = arith.constant(ir.F32Type.get(), 1 / count)
-        mean = arith.mulf(total(held), scale)
-        apart = [arith.subf(v, mean) for v in held]
-        return _fragmented(mean), _fragmented(total([times(d, d) for d in apart]))
+        apart = [arith.subf(v, middle) for v in held]
+        squares = [times(d, d) for d in apart]
+        strands = [functools.reduce(fused, squares[i::2]) for i in range(min(2, len(squares)))]
+        return _fragmented(functools.reduce(arith.addf, strands))
 
-    return moments(*values)  # pyright: ignore[reportCallIssue]
-
-
-def merged_moments(
-    mean: jax.Array, squares: jax.Array, others: tuple[jax.Array, jax.Array], count: float
-) -> tuple[jax.Array, jax.Array]:
-    """Mean and sum of squares around it of two sets of `count` numbers, from those of each."""
-    apart = mean - others[0]
-    return (mean + others[0]) * 0.5, (squares + others[1]) + apart * apart * (count / 2)
-
-
-def swap_lanes(value: jax.Array, distance: int, *, interpret: bool) -> jax.Array:
-    """`value` (LANES,), fp32, of the lane at `distance`, a power of two below 32."""
-    if interpret:
-        return value.reshape(-1, 2, distance)[:, ::-1].reshape(LANES)
-
-    @plgpu.inline_mgpu(arg_types=(_ROW,), return_type=_row(1))
-    def swapped(ctx: Any, value: Any) -> Any:
-        del ctx
-        held = _element(value.registers.item(), 0)
-        return _fragmented(mgpu_utils.shfl_bfly(held, distance))
-
-    return swapped(value)  # pyright: ignore[reportCallIssue]
+    return add(center, *values)  # pyright: ignore[reportCallIssue]
 
 
 def alternate_lanes(even: jax.Array, odd: jax.Array, *, interpret: bool) -> jax.Array:

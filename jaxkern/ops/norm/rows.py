@@ -24,15 +24,13 @@ from jaxkern.core.mosaic import (
     expect_arrivals,
     grid_axes,
     load_lanes,
-    merged_moments,
-    moments_in_lanes,
     send_in_cluster,
+    squares_in_lanes,
     start_arrivals,
     store,
     store_lanes,
     sum_in_lanes,
     sum_lanes,
-    swap_lanes,
     sync_block,
     sync_warpgroup,
     uniform,
@@ -464,42 +462,38 @@ class StripPlace:
         if not centered:
             self._send_sums(k, [self._lane_total([v * v for v in values])])
             return
+        # Of a warp's elements, the mean and the squares around it: sums around a mean that is far
+        # from the row's lose nothing, as the difference is made up for in the end.
         assert self._whole
-        mean, squares = moments_in_lanes(values, self.windows.vec, interpret=self.interpret)
-        mean, squares = self._over_lanes(mean, squares, self._per_lane, (1, 2, 4, 8, 16))
+        over_warp = functools.partial(
+            sum_lanes, distances=(1, 2, 4, 8, 16), interpret=self.interpret
+        )
+        vec = self.windows.vec
+        [mean] = over_warp([sum_in_lanes(values, vec, interpret=self.interpret)])
+        mean = mean * (1 / self._per_warp)
+        [squares] = over_warp([squares_in_lanes(values, mean, vec, interpret=self.interpret)])
         self._post(k, alternate_lanes(mean, squares, interpret=self.interpret), 2)
 
     def receive(self, k: Any, centered: bool) -> tuple[Any, jax.Array]:
         """:meth:`statistics` of what was sent."""
         if not centered:
             return None, self._received_sum(k, 0) * (1 / self.strip.n)
-        count = self._per_lane * _WARP
-        held = list(zip(*(self._posted(k, i) for i in range(2)), strict=True))
-        while len(held) > 1:
-            pairs = zip(held[::2], held[1::2], strict=True)
-            held = [merged_moments(*a, b, count) for a, b in pairs]
-            count *= 2
-        mean, squares = (
-            uniform(v, interpret=self.interpret)
-            for v in self._over_lanes(held[0][0], held[0][1], count, self._distances)
+        means, squares = (self._posted(k, i) for i in range(2))
+        mean = self._over_parts(means) * (self._per_warp / self.strip.n)
+        apart = [m - mean for m in means]
+        square = self._over_parts(
+            [s + d * d * self._per_warp for s, d in zip(squares, apart, strict=True)]
         )
-        return mean, squares * (1 / self.strip.n)
+        square = square * (1 / self.strip.n)
+        return uniform(mean, interpret=self.interpret), uniform(square, interpret=self.interpret)
 
     def _lane_total(self, values: list[jax.Array]) -> jax.Array:
         sums = [self.lane_sum(j, v) for j, v in zip(self.each, values, strict=True)]
         return sum(sums[1:], start=sums[0])
 
     @property
-    def _per_lane(self) -> float:
-        return self.strip.pieces * self.windows.size / LANES
-
-    def _over_lanes(self, mean: Any, squares: Any, count: float, distances: Any) -> Any:
-        swap = functools.partial(swap_lanes, interpret=self.interpret)
-        for distance in distances:
-            others = swap(mean, distance), swap(squares, distance)
-            mean, squares = merged_moments(mean, squares, others, count)
-            count *= 2
-        return mean, squares
+    def _per_warp(self) -> int:
+        return self.strip.pieces * self.windows.size // _WARPS
 
     def _send_sums(self, k: Any, values: list[jax.Array]) -> None:
         # Of two, odd lanes hold the second.
@@ -507,10 +501,12 @@ class StripPlace:
         self._post(k, held, len(values))
 
     def _received_sum(self, k: Any, i: int) -> jax.Array:
-        reads = self._posted(k, i)
+        return uniform(self._over_parts(self._posted(k, i)), interpret=self.interpret)
+
+    def _over_parts(self, reads: list[jax.Array]) -> jax.Array:
+        """(LANES,), the same everywhere: the sum over what the warps posted."""
         total = sum(reads[1:], start=reads[0])
-        [total] = sum_lanes([total], self._distances, interpret=self.interpret)
-        return uniform(total, interpret=self.interpret)
+        return sum_lanes([total], self._distances, interpret=self.interpret)[0]
 
     def _post(self, k: Any, held: jax.Array, count: int) -> None:
         """Each warp posts its `count` sums to all blocks; lane l holds number l mod count."""

@@ -129,6 +129,7 @@ def forward(
     itemsize: int,
     streams: tuple[int, ...],
     params: tuple[int, ...],
+    activated: bool,
     interpret: bool,
 ) -> Forward:
     """The tiles of the forward of (m, groups, n).
@@ -138,22 +139,27 @@ def forward(
       itemsize: bytes of an element of the narrowest array.
       streams: bytes of an element of each input of that size.
       params: bytes of an element of the weight and of the bias, where there are.
+      activated: whether there is an activation.
       interpret: whether Pallas's interpreter runs it.
     """
-    boxed, row_bytes, per_lane = n % BOX == 0, sum(streams), 32 // len(streams)
+    boxed, row_bytes, per_lane = n % BOX == 0, sum(streams), 32 // (len(streams) + activated)
     one = len(params) < 2
     tile = tile_for(n, per_lane * LANES, itemsize) if n <= _SHORT else None
     if tile and m >= tile.rows:
         parts = max(1, clusters(4, tile) // groups)
-        if boxed and tile.rows_of(m) >= 3 * parts and (stages := ring(tile, row_bytes, 4)):
+        many = tile.rows_of(m) >= 3 * parts
+        if boxed and many and not activated and (stages := ring(tile, row_bytes, 4)):
             return Forward(tile, parts, stages, waves=_waves(tile.rows_of(m), parts, 0.8))
-        return Forward(tile, weight="registers" if one else "again")
+        if n <= _SHORT // 2 or not boxed:
+            return Forward(tile, weight="registers" if one else "again")
+        rows = strip(n, itemsize, 8, 32, 1, interpret)
+        return Forward(rows, -(-m // 4), 2) if many else Forward(rows)
     if m * groups * max(1, n // 8192) < num_sms():
         return _forward_clusters(strip(n, itemsize, 8, 32, 8, interpret), m, groups, row_bytes)
     rows = strip(n, itemsize, per_lane, 32, 4, interpret)
     if rows.blocks > 1:
         return _forward_clusters(rows, m, groups, row_bytes)
-    if n <= 8192 and boxed and not (one and n <= 4096):
+    if n <= 8192 and boxed and not (one and n < 4096):
         each = 2 if one or n <= 4096 else 3
         if ring(rows, row_bytes, 2):
             return Forward(rows, -(-m // each), 2)
@@ -162,7 +168,7 @@ def forward(
         parts = max(1, clusters(2, rows) // groups)
         if m >= 3 * parts and (stages := ring(rows, row_bytes, 2)):
             return Forward(rows, parts, stages, waves=_waves(m, parts, 0.9))
-    if n <= 4096 and one:
+    if n < 4096 and one:
         return Forward(rows)
     return Forward(strip(n, itemsize, per_lane, 8, 4, interpret), weight="again")
 
@@ -235,6 +241,11 @@ def backward(
 
     if n <= 4096 and simple:
         return choice(32, 32, 4, "registers", True, per_sm=min(8, 8192 // n), most=2, paced=True)
+    if n <= 4096 and plain:
+        return choice(32, 16, 4, "registers", True, per_sm=max(2, min(4, 4096 // n)))
+    if n <= 4096 and len(streams) == 2:
+        # With an activation, more warps hide its latency.
+        return choice(8, 8, 4, "registers", True, per_sm=max(1, min(4, 4096 // n)))
     if n <= 4096:
         return choice(32, 16, 4, "registers", True, per_sm=max(2, min(4, 4096 // n)))
     if n <= 8192 and plain:
@@ -254,7 +265,8 @@ def backward(
             tried.append(choice(64, 8, 2, "shared", False))
     per_lane = 32
     while per_lane >= 4:
-        tried.append(choice(per_lane, 8, 4, "shared", simple))
+        keep = simple or (per_lane <= 16 and len(streams) == 2)
+        tried.append(choice(per_lane, 8, 4, "shared", keep))
         per_lane //= 2
     return next((t for t in tried if t.stages), tried[-1])
 
