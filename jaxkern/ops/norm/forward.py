@@ -33,7 +33,7 @@ def launch_fwd(options: Options, x: Any, residual: Any, weight: Any, bias: Any, 
         min(sizes.values()),
         tuple(sizes[k] for k in _STREAMS if k in sizes),
         tuple(sizes[k] for k in _PARAMS if k in sizes),
-        options.activation is not None,
+        options.activation is not None or gate is not None,
         options.mode == "interpret",
     )
     return launch_fwd_tile(options, tile, inputs)
