@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
-from bench import timing
+from bench import peers, plot, timing
 from bench.cases import Case, bytes_of, cases
 
 RESULTS = Path(__file__).parent / "results"
@@ -64,8 +65,8 @@ class Row:
 
     Times are device time in microseconds per call on a GPU, wall-clock time elsewhere; `gb_s` and
     `percent` (of the copy bandwidth measured in the same run) count each array of the pass once;
-    `temp_bytes` is what the program needs beside its arguments and results; `kernels` tells how
-    often a call launches each.
+    `temp_bytes` is what the program needs beside its arguments and results (0 for PyTorch's);
+    `kernels` tells how often a call launches each.
     """
 
     op: str
@@ -100,8 +101,11 @@ _turn: Any = contextlib.nullcontext()
 def measure_case(case: Case, implementation: str, copy: float, calls: int) -> list[Row]:
     """The forward, the backward from what the forward saves, and both in one program."""
 
+    of_jaxkern = implementation in IMPLEMENTATIONS
+    call_peer = None if of_jaxkern else peers.jax_call(case, implementation)
+
     def call(*arrays: Any) -> Any:
-        return case.call(*arrays, implementation)
+        return call_peer(*arrays) if call_peer else case.call(*arrays, implementation)
 
     def plain(*arrays: Any) -> Any:
         return case.call(*arrays, "xla")
@@ -116,24 +120,11 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
     def backward(vjp: Any, dout: Any) -> Any:
         return vjp(dout)
 
-    def row(direction: str, program: _Program, sets: list[tuple[Any, ...]], nbytes: int) -> Row:
-        timed = timing.measure(program.run, sets, calls)
-        rate = nbytes / (timed.median * 1e-3)
-        return Row(
-            op=case.op,
-            shape=case.shape,
-            dtype=case.dtype,
-            implementation=implementation,
-            direction=direction,
-            us=round(timed.median * 1e3, 2),
-            us_low=round(timed.low * 1e3, 2),
-            us_high=round(timed.high * 1e3, 2),
-            calls=timed.calls,
-            gb_s=round(rate / 1e9, 1),
-            percent=round(100 * rate / copy, 1),
+    def row(direction: str, program: _Program, sets: list[tuple[Any, ...]]) -> Row:
+        return dataclasses.replace(
+            _row(case, implementation, direction, timing.measure(program.run, sets, calls), copy),
             compile_s=round(program.compile_s, 2),
             temp_bytes=getattr(program.run.memory_analysis(), "temp_size_in_bytes", 0),
-            kernels=dict(Counter(timed.kernels)),
         )
 
     shapes = jax.eval_shape(case.arrays, jax.random.key(0))
@@ -145,15 +136,36 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
         keys = jax.random.split(jax.random.key(0), timing.sets_needed(bytes_of(shapes)))
         sets = [case.arrays(k) for k in keys]
         _check(case, of_call.run(*sets[0]), of_plain.run(*sets[0]))
-        rows = [row("forward", of_call, sets, case.bytes_forward)]
+        rows = [row("forward", of_call, sets)]
         draw = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
         douts = [draw(key) for key in keys]
         with_dout = list(zip(sets, douts, strict=True))
-        rows.append(row("both", of_both, with_dout, case.bytes_forward + case.bytes_backward))
+        rows.append(row("both", of_both, with_dout))
         saved = [(of_save.run(arrays)[1], dout) for arrays, dout in with_dout]
         del sets, with_dout
-        rows.append(row("backward", of_backward, saved, case.bytes_backward))
+        rows.append(row("backward", of_backward, saved))
     return rows
+
+
+def _row(case: Case, implementation: str, direction: str, timed: timing.Timing, copy: float) -> Row:
+    nbytes = {"forward": case.bytes_forward, "backward": case.bytes_backward}
+    rate = nbytes.get(direction, sum(nbytes.values())) / (timed.median * 1e-3)
+    return Row(
+        op=case.op,
+        shape=case.shape,
+        dtype=case.dtype,
+        implementation=implementation,
+        direction=direction,
+        us=round(timed.median * 1e3, 2),
+        us_low=round(timed.low * 1e3, 2),
+        us_high=round(timed.high * 1e3, 2),
+        calls=timed.calls,
+        gb_s=round(rate / 1e9, 1),
+        percent=round(100 * rate / copy, 1),
+        compile_s=0.0,
+        temp_bytes=0,
+        kernels=dict(Counter(timed.kernels)),
+    )
 
 
 def _check(case: Case, got: Any, want: Any) -> None:
@@ -170,9 +182,17 @@ def _attempt(index: int, implementation: str, copy: float, calls: int) -> list[R
     """The rows of a case, or why there are none."""
     case = cases(small=not timing.on_gpu())[index]
     try:
+        if peers.is_torch(implementation):
+            check = functools.partial(_check, case)
+            times = peers.measure_torch(case, implementation, calls, _turn, check)
+            return [_row(case, implementation, k, t, copy) for k, t in times.items()]
         return measure_case(case, implementation, copy, calls)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as e:
-        return str(e).splitlines()[0]
+    except NotImplementedError as e:
+        return [] if implementation in peers.installed() else str(e)
+    except Exception as e:  # a peer may raise anything, and the other cases go on
+        if implementation in IMPLEMENTATIONS and not isinstance(e, RuntimeError):
+            raise
+        return (str(e).splitlines() or [type(e).__name__])[0]
     finally:
         gc.collect()
 
@@ -212,7 +232,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--op", action="append", help="only this op; repeat for more")
     p.add_argument("--shape", action="append", help="only this shape, as the table writes it")
-    p.add_argument("--vs", default="xla", help="implementations beside mosaic, comma-separated")
+    p.add_argument(
+        "--vs",
+        default=",".join(["xla", *peers.installed()]),
+        help="whom to time beside mosaic, comma-separated: xla and peers that are installed",
+    )
     p.add_argument("--calls", type=int, default=30, help="timed calls a measurement")
     p.add_argument(
         "--jobs",
@@ -270,4 +294,8 @@ def main(argv: list[str] | None = None) -> int:
             )
         _write(out, report)  # after every case: a run that is stopped keeps what it has
     print(f"wrote {out}")
+    with contextlib.suppress(ImportError):  # matplotlib is not needed to time
+        picture = out.with_suffix(".svg")
+        if plot.draw(report, picture):
+            print(f"wrote {picture}")
     return 1 if failed else 0
