@@ -101,7 +101,8 @@ def rms_norm(
     Squares, their mean and the products are computed in fp32, whatever the dtypes; the result is
     rounded once, to the dtype of `x`. For the backward, the arguments and one fp32 number per row
     are kept. A row with a NaN or an infinity does not touch the others' results or gradients (but
-    for the gradient of `weight`, which sums over rows). The bits are the same on every run.
+    for the gradient of `weight`, which sums over rows). Squares overflow beyond 1e19, which bf16
+    and float32 hold: such a row becomes 0. The bits are the same on every run.
 
     On a mesh, the rows may be split between devices in any way; a split last axis is gathered.
 
@@ -214,7 +215,8 @@ def layer_norm(
     the differences to the mean, so that a large mean does it no harm; the result is rounded once,
     to the dtype of `x`. For the backward, the arguments and two fp32 numbers per row are kept. A
     row with a NaN or an infinity does not touch the others' results or gradients (but for those of
-    `weight` and `bias`, which sum over rows). The bits are the same on every run.
+    `weight` and `bias`, which sum over rows). Where squares of the differences overflow, beyond
+    1e19, which bf16 and float32 hold, a row becomes `bias`. The bits are the same on every run.
 
     On a mesh, the rows may be split between devices in any way; a split last axis is gathered.
 
