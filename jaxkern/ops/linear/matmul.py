@@ -1,0 +1,308 @@
+"""The matrix product on Hopper's tensor cores, with what follows it in the epilogue.
+
+A warpgroup fetches tiles of both operands by TMA into a ring in shared memory; two others multiply
+them, 64 or 128 rows of the result each, from shared memory with ``wgmma``, and write the result
+while the next tile's operands are on their way. Blocks stay on their multiprocessors and go through
+the result's tiles in an order that keeps operands in the L2 cache; pairs of blocks share what they
+fetch.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.core.mosaic import grid_axes, num_sms, store
+
+_CLUSTERS, _PAIR, _WARPGROUP = grid_axes("clusters", "pair", "warpgroup")
+_CONSUMERS = 2
+_SWIZZLE = 128
+_BYTES = 2
+_BOX = _SWIZZLE // _BYTES
+_accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Tiles of the product.
+
+    Attributes:
+      m, n: of the result, for a block.
+      k: of the contraction, for a step.
+      stages: steps on their way through shared memory.
+      share: which of a pair's blocks' operands they share: ``"lhs"`` where they lie side by side in
+        a row, ``"rhs"`` in a column; None for blocks alone.
+      width: tiles in a band; bands are gone through one after the other.
+    """
+
+    m: int = 128
+    n: int = 256
+    k: int = 64
+    stages: int = 4
+    share: str | None = "rhs"
+    width: int = 8
+
+    def __post_init__(self) -> None:
+        assert self.m % (64 * _CONSUMERS) == 0, self
+        assert self.n % _BOX == 0, self
+        assert self.k % _BOX == 0, self
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Blocks of a cluster, along the rows and the columns of the result."""
+        return (1 + (self.share == "rhs"), 1 + (self.share == "lhs"))
+
+
+Epilogue = Callable[[list[Any], list[Any]], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Products a · b of one a with several b, and what becomes of them.
+
+    Attributes:
+      lhs_transposed: whether a is stored as (K, M).
+      rhs_transposed: whether the b are stored as (N, K).
+      out_dtypes: of the results.
+      epilogue: takes the products' tiles in fp32 and the tiles, one row, of what is added per
+        column; gives the tiles of the results.
+      name: of the kernel.
+      interpret: whether Pallas's interpreter runs it: it has no clusters.
+    """
+
+    lhs_transposed: bool
+    rhs_transposed: bool
+    out_dtypes: tuple[str, ...]
+    epilogue: Epilogue
+    name: str = "matmul"
+    interpret: bool = False
+
+
+def matmul(
+    product: Product,
+    tile: Tile,
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    rows: Sequence[jax.Array] = (),
+    accumulator: jax.Array | None = None,
+) -> list[jax.Array]:
+    """The results, (M, N) each, of a (M, K) and each of `bs` (K, N), 16-bit floats.
+
+    Args:
+      product: what is computed.
+      tile: how.
+      a, bs: operands, as they are stored.
+      rows: (N,) each, for the epilogue.
+      accumulator: (M, N) float32, added to the first result in its own memory, where XLA can give
+        it away.
+    """
+    k, m = a.shape if product.lhs_transposed else a.shape[::-1]
+    n = bs[0].shape[0 if product.rhs_transposed else 1]
+    pair_m, pair_n = tile.pair
+    pair = pair_m * pair_n
+    swizzled: Any = _swizzled()
+    a_tile = (tile.k, tile.m) if product.lhs_transposed else (tile.m, tile.k)
+    b_tile = (tile.n, tile.k) if product.rhs_transposed else (tile.k, tile.n)
+    slots = functools.partial(plgpu.SMEM, transforms=swizzled)
+    staged = [t for t in product.out_dtypes if jnp.dtype(t).itemsize == _BYTES]
+    scratch: dict[str, Any] = {
+        "a_slots": slots((tile.stages, *a_tile), a.dtype),
+        "b_slots": slots((len(bs), tile.stages, *b_tile), bs[0].dtype),
+        "full": plgpu.Barrier(num_arrivals=1 + len(bs), num_barriers=tile.stages),
+    }
+    if staged:
+        scratch["out_slots"] = slots((_CONSUMERS, 2, 64, _BOX), jnp.dtype(staged[0]))
+    launch: dict[str, Any] = {}
+    barrier: Any = plgpu.Barrier
+    if pair > 1:
+        launch = {"cluster": (pair,), "cluster_names": (_PAIR,)}
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=(_PAIR,))
+    scratch["empty"] = barrier(num_arrivals=_CONSUMERS, num_barriers=tile.stages)
+    tiles = -(-m // (tile.m * pair_m)) * -(-n // (tile.n * pair_n))
+    held = [] if accumulator is None else [jax.new_ref(accumulator)]
+    outs = product.out_dtypes[len(held) :]
+    results = plgpu.kernel(
+        functools.partial(_kernel, product, tile, (m, n, k), len(bs), len(rows)),
+        out_type=tuple(jax.ShapeDtypeStruct((m, n), jnp.dtype(t)) for t in outs),
+        scratch_types=scratch,
+        grid=(min(num_sms() // pair, tiles),),
+        grid_names=(_CLUSTERS,),
+        num_threads=_CONSUMERS + 1,
+        thread_name=_WARPGROUP,
+        kernel_name=product.name,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        **launch,
+    )(a, *bs, *rows, *held)
+    return [*(jax.freeze(r) for r in held), *results]
+
+
+def _kernel(
+    product: Product,
+    tile: Tile,
+    sizes: tuple[int, int, int],
+    rhs_count: int,
+    row_count: int,
+    a: Any,
+    *refs: Any,
+    a_slots: Any,
+    b_slots: Any,
+    full: Any,
+    empty: Any,
+    out_slots: Any = None,
+) -> None:
+    bs, row_refs = refs[:rhs_count], refs[rhs_count : rhs_count + row_count]
+    outs = refs[rhs_count + row_count :]
+    m, n, k = sizes
+    pair_m, pair_n = tile.pair
+    paired = pair_m * pair_n > 1
+    rows, columns = -(-m // (tile.m * pair_m)), -(-n // (tile.n * pair_n))
+    steps = -(-k // tile.k)
+    warpgroup, clusters = lax.axis_index(_WARPGROUP), lax.axis_size(_CLUSTERS)
+    first = lax.axis_index(_CLUSTERS)
+    mine = lax.div(rows * columns - first + clusters - 1, clusters)
+    in_pair = lax.axis_index(_PAIR) if paired else 0
+
+    def corner(i: Any) -> tuple[Any, Any]:
+        """Row and column of the block's `i`-th tile of the result."""
+        row, column = _banded(first + i * clusters, rows, columns, tile.width)
+        row = row * pair_m + (in_pair if pair_m > 1 else 0)
+        column = column * pair_n + (in_pair if pair_n > 1 else 0)
+        return row * tile.m, column * tile.n
+
+    def fetch() -> None:
+        def one(step: Any, _: Any) -> None:
+            i, part = lax.div(step, steps), lax.rem(step, steps) * tile.k
+            slot = lax.rem(step, tile.stages)
+            row, column = corner(i)
+
+            @pl.when(step >= tile.stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            depth = pl.ds(part, tile.k)
+            a_index, b_index = (pl.ds(row, tile.m), depth), (depth, pl.ds(column, tile.n))
+            copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
+            copy(
+                a.at[a_index[::-1] if product.lhs_transposed else a_index],
+                a_slots.at[slot],
+                full.at[slot],
+                collective_axes=(_PAIR,) if tile.share == "lhs" else None,
+            )
+            for i, b in enumerate(bs):
+                copy(
+                    b.at[b_index[::-1] if product.rhs_transposed else b_index],
+                    b_slots.at[i, slot],
+                    full.at[slot],
+                    collective_axes=(_PAIR,) if tile.share == "rhs" else None,
+                )
+
+        total = mine * steps
+        lax.fori_loop(0, total, one, None)
+        if paired:  # the other block's consumers still arrive here
+
+            def drain(step: Any, _: Any) -> None:
+                plgpu.barrier_wait(empty.at[lax.rem(step, tile.stages)])
+
+            lax.fori_loop(jnp.maximum(total - tile.stages, 0), total, drain, None)
+
+    own = tile.m // _CONSUMERS
+
+    def multiply(i: Any, *accumulators: Any) -> list[Any]:
+        def step(j: Any, _: Any) -> None:
+            index = i * steps + j
+            slot = lax.rem(index, tile.stages)
+            plgpu.barrier_wait(full.at[slot])
+            part = pl.ds(warpgroup * own, own)
+            if product.lhs_transposed:
+                lhs = plgpu.transpose_ref(a_slots.at[slot, :, part], (1, 0))
+            else:
+                lhs = a_slots.at[slot, part]
+            for b, accumulator in enumerate(accumulators):
+                rhs = b_slots.at[b, slot]
+                if product.rhs_transposed:
+                    rhs = plgpu.transpose_ref(rhs, (1, 0))
+                plgpu.wgmma(accumulator, lhs, rhs)
+            plgpu.wgmma_wait(len(accumulators))
+
+            @pl.when(j > 0)
+            def _():
+                plgpu.barrier_arrive(empty.at[lax.rem(index - 1, tile.stages)])
+
+        lax.fori_loop(0, steps, step, None)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(empty.at[lax.rem((i + 1) * steps - 1, tile.stages)])
+        return [accumulator[...] for accumulator in accumulators]
+
+    def finish(i: Any, _: Any) -> None:
+        row, column = corner(i)
+        row = row + warpgroup * own
+        types = [_accumulator((own, tile.n), jnp.float32)] * rhs_count
+        products = pl.run_scoped(functools.partial(multiply, i), *types)
+        turn = 0
+        for r in range(0, own, 64):
+            for c in range(0, tile.n, _BOX):
+                there = (pl.ds(row + r, 64), pl.ds(column + c, _BOX))
+                parts = [p[r : r + 64, c : c + _BOX] for p in products]
+                added = [_columns(ref, column + c, n) for ref in row_refs]
+                results = product.epilogue(parts, added)
+                for out, result in zip(outs, results, strict=True):
+                    if jnp.dtype(out.dtype).itemsize != _BYTES:
+                        _add_to(out, there, result)
+                        continue
+                    slot = out_slots.at[warpgroup, turn % 2]
+                    turn += 1
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    slot[...] = result.astype(out.dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(slot, out.at[there])
+
+    @pl.when(warpgroup == _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        fetch()
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        lax.fori_loop(0, mine, finish, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _swizzled() -> tuple[Any, ...]:
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, _BOX)), swizzle(_SWIZZLE)
+
+
+def _columns(ref: Any, first: Any, n: int) -> Any:
+    """(64, _BOX): `_BOX` elements of a row of `n`, the same in each row."""
+    del n
+    layout = plgpu.Layout.WGMMA.reduce(0)
+    row = plgpu.load(ref.at[pl.ds(first, _BOX)], layout=layout, optimized=False)
+    shape = (64, _BOX)
+    return plgpu.layout_cast(
+        lax.broadcast_in_dim(row.astype(jnp.float32), shape, (1,)), plgpu.Layout.WGMMA
+    )
+
+
+def _add_to(out: Any, there: Any, result: Any) -> None:
+    tile = out.at[there]
+    held = plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=False)
+    store(tile, held + result)
+
+
+def _banded(index: Any, rows: int, columns: int, width: int) -> tuple[Any, Any]:
+    """Row and column of the `index`-th tile, in bands of `width` columns, row by row in a band."""
+    width = min(width, columns)
+    band = lax.div(index, rows * width)
+    within = index - band * rows * width
+    here = jnp.minimum(columns - band * width, width)
+    return lax.div(within, here), band * width + lax.rem(within, here)
