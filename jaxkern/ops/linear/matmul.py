@@ -9,6 +9,7 @@ fetch.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import grid_axes, num_sms, store
+from jaxkern.core.mosaic import grid_axes, num_sms
 
 _CLUSTERS, _PAIR, _WARPGROUP = grid_axes("clusters", "pair", "warpgroup")
 _CONSUMERS = 2
@@ -106,18 +107,20 @@ def matmul(
     n = bs[0].shape[0 if product.rhs_transposed else 1]
     pair_m, pair_n = tile.pair
     pair = pair_m * pair_n
-    swizzled: Any = _swizzled()
+    swizzled = _swizzled(_BOX)
     a_tile = (tile.k, tile.m) if product.lhs_transposed else (tile.m, tile.k)
     b_tile = (tile.n, tile.k) if product.rhs_transposed else (tile.k, tile.n)
     slots = functools.partial(plgpu.SMEM, transforms=swizzled)
-    staged = [t for t in product.out_dtypes if jnp.dtype(t).itemsize == _BYTES]
     scratch: dict[str, Any] = {
         "a_slots": slots((tile.stages, *a_tile), a.dtype),
         "b_slots": slots((len(bs), tile.stages, *b_tile), bs[0].dtype),
         "full": plgpu.Barrier(num_arrivals=1 + len(bs), num_barriers=tile.stages),
     }
-    if staged:
-        scratch["out_slots"] = slots((_CONSUMERS, 2, 64, _BOX), jnp.dtype(staged[0]))
+    for t in set(product.out_dtypes):
+        box = _SWIZZLE // jnp.dtype(t).itemsize
+        scratch[f"out_{t}"] = plgpu.SMEM(
+            (_CONSUMERS, 2, 64, box), jnp.dtype(t), transforms=_swizzled(box)
+        )
     launch: dict[str, Any] = {}
     barrier: Any = plgpu.Barrier
     if pair > 1:
@@ -128,7 +131,7 @@ def matmul(
     held = [] if accumulator is None else [jax.new_ref(accumulator)]
     outs = product.out_dtypes[len(held) :]
     results = plgpu.kernel(
-        functools.partial(_kernel, product, tile, (m, n, k), len(bs), len(rows)),
+        functools.partial(_kernel, product, tile, (m, n, k), len(bs), len(rows), len(held)),
         out_type=tuple(jax.ShapeDtypeStruct((m, n), jnp.dtype(t)) for t in outs),
         scratch_types=scratch,
         grid=(min(num_sms() // pair, tiles),),
@@ -150,16 +153,17 @@ def _kernel(
     sizes: tuple[int, int, int],
     rhs_count: int,
     row_count: int,
+    held_count: int,
     a: Any,
     *refs: Any,
     a_slots: Any,
     b_slots: Any,
     full: Any,
     empty: Any,
-    out_slots: Any = None,
+    **out_slots: Any,
 ) -> None:
     bs, row_refs = refs[:rhs_count], refs[rhs_count : rhs_count + row_count]
-    outs = refs[rhs_count + row_count :]
+    outs = refs[rhs_count + row_count :]  # the accumulator comes first
     m, n, k = sizes
     pair_m, pair_n = tile.pair
     paired = pair_m * pair_n > 1
@@ -196,10 +200,10 @@ def _kernel(
                 full.at[slot],
                 collective_axes=(_PAIR,) if tile.share == "lhs" else None,
             )
-            for i, b in enumerate(bs):
+            for which, b in enumerate(bs):
                 copy(
                     b.at[b_index[::-1] if product.rhs_transposed else b_index],
-                    b_slots.at[i, slot],
+                    b_slots.at[which, slot],
                     full.at[slot],
                     collective_axes=(_PAIR,) if tile.share == "rhs" else None,
                 )
@@ -222,13 +226,13 @@ def _kernel(
             plgpu.barrier_wait(full.at[slot])
             part = pl.ds(warpgroup * own, own)
             if product.lhs_transposed:
-                lhs = plgpu.transpose_ref(a_slots.at[slot, :, part], (1, 0))
+                lhs = a_slots.at[slot, :, part].transpose((1, 0))
             else:
                 lhs = a_slots.at[slot, part]
             for b, accumulator in enumerate(accumulators):
                 rhs = b_slots.at[b, slot]
                 if product.rhs_transposed:
-                    rhs = plgpu.transpose_ref(rhs, (1, 0))
+                    rhs = rhs.transpose((1, 0))
                 plgpu.wgmma(accumulator, lhs, rhs)
             plgpu.wgmma_wait(len(accumulators))
 
@@ -246,23 +250,24 @@ def _kernel(
         row = row + warpgroup * own
         types = [_accumulator((own, tile.n), jnp.float32)] * rhs_count
         products = pl.run_scoped(functools.partial(multiply, i), *types)
-        turn = 0
-        for r in range(0, own, 64):
-            for c in range(0, tile.n, _BOX):
-                there = (pl.ds(row + r, 64), pl.ds(column + c, _BOX))
-                parts = [p[r : r + 64, c : c + _BOX] for p in products]
-                added = [_columns(ref, column + c, n) for ref in row_refs]
-                results = product.epilogue(parts, added)
-                for out, result in zip(outs, results, strict=True):
-                    if jnp.dtype(out.dtype).itemsize != _BYTES:
-                        _add_to(out, there, result)
-                        continue
-                    slot = out_slots.at[warpgroup, turn % 2]
-                    turn += 1
+        turns = dict.fromkeys(out_slots, 0)
+        for r, c in itertools.product(range(0, own, 64), range(0, tile.n, _BOX)):
+            parts = [p[r : r + 64, c : c + _BOX] for p in products]
+            added = [_columns(ref, jnp.minimum(column + c, n - _BOX)) for ref in row_refs]
+            results = product.epilogue(parts, added)
+            for o, (out, result) in enumerate(zip(outs, results, strict=True)):
+                name = f"out_{out.dtype}"
+                box = out_slots[name].shape[-1]
+                for b in range(0, _BOX, box):
+                    slot = out_slots[name].at[warpgroup, turns[name] % 2]
+                    turns[name] += 1
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    slot[...] = result.astype(out.dtype)
+                    slot[...] = result[:, b : b + box].astype(out.dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(slot, out.at[there])
+                    there = (pl.ds(row + r, 64), pl.ds(column + c + b, box))
+                    plgpu.copy_smem_to_gmem(
+                        slot, out.at[there], reduction_op="add" if o < held_count else None
+                    )
 
     @pl.when(warpgroup == _CONSUMERS)
     def _():
@@ -276,27 +281,19 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _swizzled() -> tuple[Any, ...]:
+def _swizzled(box: int) -> Any:
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    return tiling((8, _BOX)), swizzle(_SWIZZLE)
+    return tiling((8, box)), swizzle(_SWIZZLE)
 
 
-def _columns(ref: Any, first: Any, n: int) -> Any:
-    """(64, _BOX): `_BOX` elements of a row of `n`, the same in each row."""
-    del n
+def _columns(ref: Any, first: Any) -> Any:
+    """(64, _BOX): `_BOX` elements of a row, the same in each row."""
     layout = plgpu.Layout.WGMMA.reduce(0)
     row = plgpu.load(ref.at[pl.ds(first, _BOX)], layout=layout, optimized=False)
-    shape = (64, _BOX)
     return plgpu.layout_cast(
-        lax.broadcast_in_dim(row.astype(jnp.float32), shape, (1,)), plgpu.Layout.WGMMA
+        lax.broadcast_in_dim(row.astype(jnp.float32), (64, _BOX), (1,)), plgpu.Layout.WGMMA
     )
-
-
-def _add_to(out: Any, there: Any, result: Any) -> None:
-    tile = out.at[there]
-    held = plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=False)
-    store(tile, held + result)
 
 
 def _banded(index: Any, rows: int, columns: int, width: int) -> tuple[Any, Any]:

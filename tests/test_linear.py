@@ -1,0 +1,214 @@
+"""linear and accumulate_weight_grad: cases for the common suite, and what is their own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxkern
+from jaxkern.core.dispatch import interpret_kernels
+from jaxkern.ops.linear import matmul
+from tests import check
+
+
+def activated(activation, y):
+    """f(y) and f'(y) in float64."""
+    match activation:
+        case None:
+            return y, np.ones_like(y)
+        case "relu":
+            return np.maximum(y, 0), (y > 0).astype(float)
+        case "silu":
+            s = 1 / (1 + np.exp(-y))
+            return y * s, s + y * s * (1 - s)
+        case "gelu":
+            c = np.sqrt(2 / np.pi)
+            t = np.tanh(c * (y + 0.044715 * y**3))
+            slope = (1 + t) / 2 + y / 2 * (1 - t**2) * c * (1 + 3 * 0.044715 * y**2)
+            return y / 2 * (1 + t), slope
+
+
+def oracle(x, w, b, dout, *, activation=None):
+    """Output and gradients in float64."""
+    out, slope = activated(activation, x @ w + b)
+    dy = dout * slope
+    rows = tuple(range(x.ndim - 1))
+    dw = np.tensordot(x, dy, (rows, rows))
+    return out, (dy @ w.T, dw, dy.sum(rows))
+
+
+def plain(x, w, b, *, activation=None):
+    """What a user would write, in the dtype of x."""
+    y = x @ w.astype(x.dtype) + b.astype(x.dtype)
+    return y if activation is None else getattr(jax.nn, activation)(y)
+
+
+def inputs(m, k, n, dtype, weight_dtype=None, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda shape, t: jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(t)
+    weight_dtype = weight_dtype or dtype
+    return draw((m, k), dtype), draw((k, n), weight_dtype) / 8, draw((n,), weight_dtype)
+
+
+def accurate(arrays, implementation, **options):
+    call = functools.partial(jaxkern.linear, implementation=implementation, **options)
+    if implementation == "mosaic" and not check.ON_GPU:
+        with interpret_kernels():
+            check.check_accuracy(
+                call,
+                functools.partial(plain, **options),
+                functools.partial(oracle, **options),
+                arrays,
+            )
+        return
+    check.check_accuracy(
+        call, functools.partial(plain, **options), functools.partial(oracle, **options), arrays
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "k", "n"), [(8, 64, 64), (130, 72, 65), (1, 16, 200)])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_linear_kernels(m, k, n, activation):
+    accurate(inputs(m, k, n, "bfloat16"), "mosaic", activation=activation)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("m", "k", "n"),
+    [(4096, 4096, 4096), (1000, 1016, 2040), (1, 4096, 512), (4096, 16, 4096), (4096, 4096, 16)],
+)
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+def test_linear_compiled(m, k, n, activation):
+    accurate(inputs(m, k, n, "bfloat16"), "mosaic", activation=activation)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+def test_linear_plain(dtype, activation):
+    accurate(inputs(6, 40, 24, dtype), "xla", activation=activation)
+
+
+@pytest.mark.gpu
+def test_weight_of_another_dtype():
+    """It keeps its dtype in the gradient, which is not rounded to that of x on the way."""
+    arrays = inputs(8, 64, 64, "bfloat16", "float32")
+    accurate(arrays, "mosaic")
+    with interpret_kernels():
+        _, dw, _ = jax.grad(
+            lambda *a: jaxkern.linear(*a, implementation="mosaic").sum(dtype=jnp.float32), (0, 1, 2)
+        )(*arrays)
+    assert dw.dtype == jnp.float32
+    assert not np.array_equal(dw, dw.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("shape", [(0, 8, 4), (3, 0, 4), (3, 8, 0)])
+def test_empty(shape, implementation):
+    m, k, n = shape
+    x, w, b = jnp.ones((m, k), jnp.bfloat16), jnp.ones((k, n)), jnp.ones(n)
+    call = functools.partial(jaxkern.linear, implementation=implementation)
+    out, vjp = jax.vjp(call, x, w, b)
+    np.testing.assert_array_equal(out, np.ones((m, n)))
+    for got, like in zip(vjp(out), (x, w, b), strict=True):
+        assert got.shape == like.shape
+
+
+def test_cotangents_stay_in_sixteen_bits():
+    """No product of the backward has an operand in fp32."""
+    x, w, _ = inputs(8, 16, 32, "bfloat16", "float32")
+
+    def loss(x, w):
+        return jnp.sum(jaxkern.linear(x, w).astype(jnp.float32) ** 2)
+
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(x, w).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 3
+    for line in products:
+        operands = line.split(" : ")[-1].split("->")[0]
+        assert "f32" not in operands.replace("bf16", ""), line
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(128, 64, 64), (24, 40, 72)])
+def test_accumulation(shape):
+    m, k, n = shape
+    x, _, _ = inputs(m, k, n, "bfloat16")
+    dout = inputs(m, n, 1, "bfloat16", seed=1)[0]
+    start = jax.random.normal(jax.random.key(0), (k, n))
+    with interpret_kernels():
+        got = jaxkern.accumulate_weight_grad(start, x, dout, implementation="mosaic")
+    wide = [np.asarray(v).astype(np.float64) for v in (start, x, dout)]
+    want = wide[0] + wide[1].T @ wide[2]
+    assert check.relative_error(got, want) < 1e-6
+
+
+def test_accumulation_over_microbatches():
+    """Carried through a scan, it is the gradient of the whole batch."""
+    x = jax.random.normal(jax.random.key(0), (4, 8, 16))
+    dout = jax.random.normal(jax.random.key(1), (4, 8, 24))
+
+    def step(acc, micro):
+        return jaxkern.accumulate_weight_grad(acc, *micro), None
+
+    got, _ = jax.lax.scan(step, jnp.zeros((16, 24)), (x, dout))
+    want = np.einsum("bmk,bmn->kn", np.asarray(x, np.float64), np.asarray(dout, np.float64))
+    assert check.relative_error(got, want) < 1e-6
+
+
+def test_tiles_of_the_result_are_each_taken_once():
+    for rows, columns, width in ((1, 1, 8), (5, 7, 3), (16, 16, 8), (3, 20, 8)):
+        seen = {
+            tuple(int(v) for v in matmul._banded(i, rows, columns, width))
+            for i in range(rows * columns)
+        }
+        assert seen == {(r, c) for r in range(rows) for c in range(columns)}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": jnp.ones((2, 3), jnp.int32)}, TypeError, "x must have a floating dtype"),
+        ({"weight": jnp.ones((4, 5))}, ValueError, r"weight must have shape \(K, N\), K = 3"),
+        ({"bias": jnp.ones(4)}, ValueError, r"bias must have shape \(5,\)"),
+        ({"activation": "tanh"}, ValueError, "activation must be"),
+        ({"implementation": "mosaic"}, NotImplementedError, "x is float32"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be"),
+    ],
+)
+def test_errors(change, error, words):
+    arguments = {"x": jnp.ones((2, 3)), "weight": jnp.ones((3, 5)), **change}
+    with pytest.raises(error, match=words):
+        jaxkern.linear(**arguments)
+
+
+def call(x, w, b, implementation="xla"):
+    """In bf16, of small numbers with few bits: the products and their sums are exact."""
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    out = jaxkern.linear(x, w, b, activation="relu", implementation=implementation)
+    return out.astype(jnp.float32)
+
+
+LINEAR = check.Op(
+    name="linear",
+    call=call,
+    reference=call,
+    arrays=lambda key: tuple(
+        jax.random.randint(jax.random.fold_in(key, i), shape, -3, 4).astype(jnp.float32) / 4
+        for i, shape in enumerate([(4, 2, 8), (8, 8), (8,)])
+    ),
+    kernels=("linear_fwd", "linear_dx"),
+    rows=(P("data"), P(), P(), P("data")),
+    features=(P(None, None, "data"), P("data"), P(), P()),
+    all_reduces=1,
+    vmaps=[(0, None, None), (None, 0, None), (1, 0, 0)],
+    tolerance=2.0**-8,  # gradients are rounded to bf16, and to its neighbours where sums differ
+)
+
+
+@check.matrix(LINEAR)
+def test_linear_transformations(cell, record_property):
+    check.check_cell(cell, record_property)
