@@ -1,5 +1,7 @@
 """linear and accumulate_weight_grad: cases for the common suite, and what is their own."""
 
+import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -207,6 +209,127 @@ LINEAR = check.Op(
     vmaps=[(0, None, None), (None, 0, None), (1, 0, 0)],
     tolerance=2.0**-8,  # gradients are rounded to bf16, and to its neighbours where sums differ
 )
+
+
+def gated_oracle(x, w_gate, w_up, dout, *, activation):
+    """Output and gradients in float64."""
+    gate, up = x @ w_gate, x @ w_up
+    value, slope = activated(activation, gate)
+    dgate, dup = dout * up * slope, dout * value
+    return value * up, (dgate @ w_gate.T + dup @ w_up.T, x.T @ dgate, x.T @ dup)
+
+
+def gated_plain(x, w_gate, w_up, *, activation):
+    w_gate, w_up = w_gate.astype(x.dtype), w_up.astype(x.dtype)
+    return getattr(jax.nn, activation)(x @ w_gate) * (x @ w_up)
+
+
+def gated_accurate(arrays, implementation, activation, recompute):
+    call = functools.partial(
+        jaxkern.gated_linear_unit,
+        activation=activation,
+        recompute=recompute,
+        implementation=implementation,
+    )
+    with interpret_kernels() if not check.ON_GPU else contextlib.nullcontext():
+        check.check_accuracy(
+            call,
+            functools.partial(gated_plain, activation=activation),
+            functools.partial(gated_oracle, activation=activation),
+            arrays,
+        )
+
+
+def gated_inputs(m, k, n, dtype):
+    return (*inputs(m, k, n, dtype)[:2], inputs(m, k, n, dtype, seed=1)[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", [(8, 64, 64), (130, 72, 65)])
+def test_gated_kernels(shape, recompute):
+    gated_accurate(gated_inputs(*shape, "bfloat16"), "mosaic", "silu", recompute)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_gated_compiled(activation, recompute):
+    arrays = gated_inputs(2000, 1024, 1536 + 8, "bfloat16")
+    gated_accurate(arrays, "mosaic", activation, recompute)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+def test_gated_plain(activation):
+    gated_accurate(gated_inputs(6, 40, 24, "float32"), "xla", activation, True)
+
+
+def gated_call(x, w_gate, w_up, implementation="xla"):
+    """As `call`; the gate is ReLU's."""
+    arrays = (v.astype(jnp.bfloat16) for v in (x, w_gate, w_up))
+    out = jaxkern.gated_linear_unit(*arrays, activation="relu", implementation=implementation)
+    return out.astype(jnp.float32)
+
+
+GATED = dataclasses.replace(
+    LINEAR,
+    name="gated_linear_unit",
+    call=gated_call,
+    reference=gated_call,
+    arrays=lambda key: tuple(
+        jax.random.randint(jax.random.fold_in(key, i), shape, -3, 4).astype(jnp.float32) / 4
+        for i, shape in enumerate([(4, 2, 8), (8, 8), (8, 8)])
+    ),
+    kernels=("gated_fwd", "gated_dx"),
+    tolerance=2.0**-7,  # the projections, too, are rounded where they are kept
+)
+
+
+def test_norm_and_linear_keep_their_arguments_alone():
+    """And the backward computes the norm again, but no product of the forward."""
+    x = jnp.ones((512, 256), jnp.bfloat16)
+    weight, bias, w = jnp.ones(256), jnp.zeros(256), jnp.ones((256, 128), jnp.bfloat16)
+
+    def call(*arrays, implementation=None):
+        return jaxkern.layer_norm_linear(*arrays, implementation=implementation)
+
+    kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(call, *a)[1], x, weight, bias, w))
+    assert sorted(v.shape for v in kept if v.size > 1) == sorted(
+        v.shape for v in (x, weight, bias, w)
+    )
+
+    def loss(*arrays):
+        return call(*arrays, implementation="mosaic").astype(jnp.float32).sum()
+
+    grad = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(x, weight, bias, w)
+    text = grad.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+    count = lambda name: sum(name in line for line in calls)
+    assert (count("layer_norm_fwd"), count("layer_norm_bwd")) == (1, 1)
+    assert [count(f"linear_{name}") for name in ("fwd", "dx", "dweight")] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("op", ["rms_norm_linear", "layer_norm_linear"])
+def test_norm_and_linear_are_both(op):
+    x, w, b = inputs(6, 32, 24, "float32")
+    params = (1 + w[:, 0], w[:, 1])[: 1 + (op == "layer_norm_linear")]
+
+    def fused(x, w, b, *params):
+        return jnp.sum(jnp.sin(getattr(jaxkern, op)(x, *params, w, b, activation="gelu")))
+
+    def apart(x, w, b, *params):
+        y = getattr(jaxkern, op.removesuffix("_linear"))(x, *params)
+        return jnp.sum(jnp.sin(jaxkern.linear(y, w, b, activation="gelu")))
+
+    arrays = (x, w, b, *params)
+    argnums = tuple(range(len(arrays)))
+    got, want = (jax.value_and_grad(f, argnums)(*arrays) for f in (fused, apart))
+    check.assert_close(got, want, 1e-6)
+
+
+@check.matrix(GATED)
+def test_gated_transformations(cell, record_property):
+    check.check_cell(cell, record_property)
 
 
 @check.matrix(LINEAR)

@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
-from jaxkern.core.dispatch import Implementation, device_unsupported, resolve
+from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, match_sharding
 from jaxkern.ops.linear import products
-from jaxkern.ops.linear.products import ACTIVATIONS, Options, activated
+from jaxkern.ops.linear.products import ACTIVATIONS, Options, activated, rows_of, unsupported
 
 
 def linear(
@@ -86,7 +86,7 @@ def linear(
         bias = check_array("bias", bias, weight.shape[1:], "(N,), N the last axis of weight")
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f'activation must be "relu", "silu", "gelu" or None, got {activation!r}')
-    mode = resolve(implementation, _unsupported(x), op="linear")
+    mode = resolve(implementation, unsupported(x), op="linear")
     options = Options(activation, False, precision, mode)
     if mode == "xla":
         return products.reference_forward(options, x, weight, bias)[0]
@@ -140,18 +140,12 @@ def accumulate_weight_grad(
     accumulator = check_array("accumulator", accumulator, shape, "(K, N) of x and dout")
     if accumulator.dtype != jnp.float32:
         raise TypeError(f"accumulator must be float32, got {accumulator.dtype}; convert it first")
-    mode = resolve(implementation, _unsupported(x), op="accumulate_weight_grad")
+    mode = resolve(implementation, unsupported(x), op="accumulate_weight_grad")
     options = Options(None, False, precision, mode)
     dout = dout.astype(x.dtype)
     if mode == "xla":
         return products.reference_accumulate(options, accumulator, x, dout)[0]
     return match_sharding(_accumulate_pass(options, x.ndim)(accumulator, x, dout)[0], accumulator)
-
-
-def _unsupported(x: Any) -> str | None:
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"x is {x.dtype}, and the kernels multiply bfloat16 and float16"
-    return device_unsupported()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -185,13 +179,9 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 _linear_jit = jax.jit(_linear, static_argnums=3)
 
 
-def _rows(ndim: int) -> str:
-    return " ".join("abcdefghij"[: ndim - 1])
-
-
 @functools.cache
 def _forward_pass(options: Options, ndim: int) -> KernelPass:
-    rows = _rows(ndim)
+    rows = rows_of(ndim)
     plain = Options(None, False, options.precision, options.mode)
 
     def alone(forward: Any) -> Any:
@@ -221,7 +211,7 @@ def _forward_pass(options: Options, ndim: int) -> KernelPass:
 
 @functools.cache
 def _dx_pass(options: Options, ndim: int) -> KernelPass:
-    rows = _rows(ndim)
+    rows = rows_of(ndim)
     return KernelPass(
         name="linear_dx",
         mode=options.mode,
@@ -234,7 +224,7 @@ def _dx_pass(options: Options, ndim: int) -> KernelPass:
 
 @functools.cache
 def _dweight_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
-    rows = _rows(ndim)
+    rows = rows_of(ndim)
     return KernelPass(
         name="linear_dweight",
         mode=options.mode,
@@ -247,7 +237,7 @@ def _dweight_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
 
 @functools.cache
 def _accumulate_pass(options: Options, ndim: int) -> KernelPass:
-    rows = _rows(ndim)
+    rows = rows_of(ndim)
     drop = lambda f: lambda accumulator, x, dy: f(options, "float32", x, dy)
     return KernelPass(
         name="linear_accumulate",

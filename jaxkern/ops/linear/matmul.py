@@ -60,19 +60,21 @@ class Tile:
         return (1 + (self.share == "rhs"), 1 + (self.share == "lhs"))
 
 
-Epilogue = Callable[[list[Any], list[Any]], list[Any]]
+Epilogue = Callable[[list[Any], list[Any], list[Any]], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Products a · b of one a with several b, and what becomes of them.
+    """Products a · b, and what becomes of them.
+
+    Of one a with several b, each for itself; of several a with as many b, their sum.
 
     Attributes:
-      lhs_transposed: whether a is stored as (K, M).
+      lhs_transposed: whether the a are stored as (K, M).
       rhs_transposed: whether the b are stored as (N, K).
       out_dtypes: of the results.
-      epilogue: takes the products' tiles in fp32 and the tiles, one row, of what is added per
-        column; gives the tiles of the results.
+      epilogue: takes tiles in fp32, of the products, of what is the same in every row, and of what
+        is not; gives the tiles of the results.
       name: of the kernel.
       interpret: whether Pallas's interpreter runs it: it has no clusters.
     """
@@ -88,23 +90,28 @@ class Product:
 def matmul(
     product: Product,
     tile: Tile,
-    a: jax.Array,
-    bs: Sequence[jax.Array],
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
     rows: Sequence[jax.Array] = (),
+    tiles: Sequence[jax.Array] = (),
     accumulator: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """The results, (M, N) each, of a (M, K) and each of `bs` (K, N), 16-bit floats.
+    """The results, (M, N) each, of operands (M, K) and (K, N), 16-bit floats.
 
     Args:
       product: what is computed.
       tile: how.
-      a, bs: operands, as they are stored.
+      lhs, rhs: operands, as they are stored.
       rows: (N,) each, for the epilogue.
+      tiles: (M, N) each, 16-bit floats, for the epilogue.
       accumulator: (M, N) float32, added to the first result in its own memory, where XLA can give
         it away.
     """
-    k, m = a.shape if product.lhs_transposed else a.shape[::-1]
-    n = bs[0].shape[0 if product.rhs_transposed else 1]
+    k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
+    n = rhs[0].shape[0 if product.rhs_transposed else 1]
+    summed = len(lhs) > 1
+    assert not summed or len(lhs) == len(rhs)
+    products = 1 if summed else len(rhs)
     pair_m, pair_n = tile.pair
     pair = pair_m * pair_n
     swizzled = _swizzled(_BOX)
@@ -112,10 +119,13 @@ def matmul(
     b_tile = (tile.n, tile.k) if product.rhs_transposed else (tile.k, tile.n)
     slots = functools.partial(plgpu.SMEM, transforms=swizzled)
     scratch: dict[str, Any] = {
-        "a_slots": slots((tile.stages, *a_tile), a.dtype),
-        "b_slots": slots((len(bs), tile.stages, *b_tile), bs[0].dtype),
-        "full": plgpu.Barrier(num_arrivals=1 + len(bs), num_barriers=tile.stages),
+        "a_slots": slots((tile.stages, *a_tile), lhs[0].dtype),
+        "b_slots": slots((products, tile.stages, *b_tile), rhs[0].dtype),
+        "full": plgpu.Barrier(num_arrivals=1 + products, num_barriers=tile.stages),
     }
+    if tiles:
+        scratch["in_slots"] = slots((_CONSUMERS, len(tiles), 64, _BOX), tiles[0].dtype)
+        scratch["loaded"] = plgpu.Barrier(num_arrivals=len(tiles), num_barriers=_CONSUMERS)
     for t in set(product.out_dtypes):
         box = _SWIZZLE // jnp.dtype(t).itemsize
         scratch[f"out_{t}"] = plgpu.SMEM(
@@ -127,14 +137,15 @@ def matmul(
         launch = {"cluster": (pair,), "cluster_names": (_PAIR,)}
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=(_PAIR,))
     scratch["empty"] = barrier(num_arrivals=_CONSUMERS, num_barriers=tile.stages)
-    tiles = -(-m // (tile.m * pair_m)) * -(-n // (tile.n * pair_n))
+    count = -(-m // (tile.m * pair_m)) * -(-n // (tile.n * pair_n))
     held = [] if accumulator is None else [jax.new_ref(accumulator)]
     outs = product.out_dtypes[len(held) :]
+    counts = tuple(len(v) for v in (lhs, rhs, rows, tiles, held))
     results = plgpu.kernel(
-        functools.partial(_kernel, product, tile, (m, n, k), len(bs), len(rows), len(held)),
+        functools.partial(_kernel, product, tile, (m, n, k), counts),
         out_type=tuple(jax.ShapeDtypeStruct((m, n), jnp.dtype(t)) for t in outs),
         scratch_types=scratch,
-        grid=(min(num_sms() // pair, tiles),),
+        grid=(min(num_sms() // pair, count),),
         grid_names=(_CLUSTERS,),
         num_threads=_CONSUMERS + 1,
         thread_name=_WARPGROUP,
@@ -143,7 +154,7 @@ def matmul(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         **launch,
-    )(a, *bs, *rows, *held)
+    )(*lhs, *rhs, *rows, *tiles, *held)
     return [*(jax.freeze(r) for r in held), *results]
 
 
@@ -151,24 +162,30 @@ def _kernel(
     product: Product,
     tile: Tile,
     sizes: tuple[int, int, int],
-    rhs_count: int,
-    row_count: int,
-    held_count: int,
-    a: Any,
+    counts: tuple[int, ...],
     *refs: Any,
     a_slots: Any,
     b_slots: Any,
     full: Any,
     empty: Any,
+    in_slots: Any = None,
+    loaded: Any = None,
     **out_slots: Any,
 ) -> None:
-    bs, row_refs = refs[:rhs_count], refs[rhs_count : rhs_count + row_count]
-    outs = refs[rhs_count + row_count :]  # the accumulator comes first
+    ends = list(itertools.accumulate(counts[:-1]))
+    lhs, rhs, row_refs, tile_refs, outs = (
+        refs[first:last] for first, last in zip([0, *ends], [*ends, None], strict=True)
+    )
+    held_count = counts[-1]  # accumulators are the first results
+    terms: list[Any] = [(lhs[0], rhs)]
+    if len(lhs) > 1:
+        terms = [(a, (b,)) for a, b in zip(lhs, rhs, strict=True)]
     m, n, k = sizes
     pair_m, pair_n = tile.pair
     paired = pair_m * pair_n > 1
     rows, columns = -(-m // (tile.m * pair_m)), -(-n // (tile.n * pair_n))
-    steps = -(-k // tile.k)
+    depth = -(-k // tile.k)
+    steps = depth * len(terms)
     warpgroup, clusters = lax.axis_index(_WARPGROUP), lax.axis_size(_CLUSTERS)
     first = lax.axis_index(_CLUSTERS)
     mine = lax.div(rows * columns - first + clusters - 1, clusters)
@@ -183,7 +200,7 @@ def _kernel(
 
     def fetch() -> None:
         def one(step: Any, _: Any) -> None:
-            i, part = lax.div(step, steps), lax.rem(step, steps) * tile.k
+            i, part = lax.div(step, steps), lax.rem(step, steps)
             slot = lax.rem(step, tile.stages)
             row, column = corner(i)
 
@@ -191,22 +208,30 @@ def _kernel(
             def _():
                 plgpu.barrier_wait(empty.at[slot])
 
-            depth = pl.ds(part, tile.k)
-            a_index, b_index = (pl.ds(row, tile.m), depth), (depth, pl.ds(column, tile.n))
+            within = pl.ds(lax.rem(part, depth) * tile.k, tile.k)
+            a_index, b_index = (pl.ds(row, tile.m), within), (within, pl.ds(column, tile.n))
             copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
-            copy(
-                a.at[a_index[::-1] if product.lhs_transposed else a_index],
-                a_slots.at[slot],
-                full.at[slot],
-                collective_axes=(_PAIR,) if tile.share == "lhs" else None,
-            )
-            for which, b in enumerate(bs):
+
+            def fetch_term(a: Any, bs: Any) -> None:
                 copy(
-                    b.at[b_index[::-1] if product.rhs_transposed else b_index],
-                    b_slots.at[which, slot],
+                    a.at[a_index[::-1] if product.lhs_transposed else a_index],
+                    a_slots.at[slot],
                     full.at[slot],
-                    collective_axes=(_PAIR,) if tile.share == "rhs" else None,
+                    collective_axes=(_PAIR,) if tile.share == "lhs" else None,
                 )
+                for which, b in enumerate(bs):
+                    copy(
+                        b.at[b_index[::-1] if product.rhs_transposed else b_index],
+                        b_slots.at[which, slot],
+                        full.at[slot],
+                        collective_axes=(_PAIR,) if tile.share == "rhs" else None,
+                    )
+
+            for t, term in enumerate(terms):
+                if len(terms) == 1:
+                    fetch_term(*term)
+                else:
+                    pl.when(lax.div(part, depth) == t)(functools.partial(fetch_term, *term))
 
         total = mine * steps
         lax.fori_loop(0, total, one, None)
@@ -245,16 +270,29 @@ def _kernel(
         plgpu.barrier_arrive(empty.at[lax.rem((i + 1) * steps - 1, tile.stages)])
         return [accumulator[...] for accumulator in accumulators]
 
+    def slots_of(tiles: Any) -> list[Any]:
+        return [in_slots.at[warpgroup, t] for t in range(len(tiles))]
+
     def finish(i: Any, _: Any) -> None:
         row, column = corner(i)
         row = row + warpgroup * own
-        types = [_accumulator((own, tile.n), jnp.float32)] * rhs_count
+        types = [_accumulator((own, tile.n), jnp.float32)] * len(terms[0][1])
         products = pl.run_scoped(functools.partial(multiply, i), *types)
         turns = dict.fromkeys(out_slots, 0)
         for r, c in itertools.product(range(0, own, 64), range(0, tile.n, _BOX)):
             parts = [p[r : r + 64, c : c + _BOX] for p in products]
-            added = [_columns(ref, jnp.minimum(column + c, n - _BOX)) for ref in row_refs]
-            results = product.epilogue(parts, added)
+            same = [_columns(ref, jnp.minimum(column + c, n - _BOX)) for ref in row_refs]
+            there = (pl.ds(row + r, 64), pl.ds(column + c, _BOX))
+            for ref, slot in zip(tile_refs, slots_of(tile_refs), strict=True):
+                mode = plgpu.OOBFillMode.ZEROS
+                plgpu.copy_gmem_to_smem(ref.at[there], slot, loaded.at[warpgroup], oob_mode=mode)
+            if tile_refs:
+                plgpu.barrier_wait(loaded.at[warpgroup])
+            tiles = [
+                plgpu.load(slot, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                for slot in slots_of(tile_refs)
+            ]
+            results = product.epilogue(parts, same, tiles)
             for o, (out, result) in enumerate(zip(outs, results, strict=True)):
                 name = f"out_{out.dtype}"
                 box = out_slots[name].shape[-1]
@@ -264,9 +302,9 @@ def _kernel(
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                     slot[...] = result[:, b : b + box].astype(out.dtype)
                     plgpu.commit_smem()
-                    there = (pl.ds(row + r, 64), pl.ds(column + c + b, box))
+                    part = out.at[pl.ds(row + r, 64), pl.ds(column + c + b, box)]
                     plgpu.copy_smem_to_gmem(
-                        slot, out.at[there], reduction_op="add" if o < held_count else None
+                        slot, part, reduction_op="add" if o < held_count else None
                     )
 
     @pl.when(warpgroup == _CONSUMERS)

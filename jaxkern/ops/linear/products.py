@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxkern.core.dispatch import Mode
+from jaxkern.core.dispatch import Mode, device_unsupported
 from jaxkern.core.mosaic import num_sms
 from jaxkern.ops.linear.matmul import Product, Tile, matmul
 
@@ -63,17 +63,18 @@ def activated(activation: str | None, y: Any) -> tuple[Any, Any]:
 
 def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
     dtype = str(x.dtype)
-    if not _any(x, weight):
+    if not any_elements(x, weight):
         return reference_forward(options, x, weight, bias)
 
-    def epilogue(products: list[Any], rows: list[Any]) -> list[Any]:
+    def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+        del tiles
         y = products[0] + rows[0] if rows else products[0]
         return [activated(options.activation, y)[0], *([y] if options.save else [])]
 
     outs = launch(
         Product(False, False, (dtype,) * (1 + options.save), epilogue, "linear_fwd"),
         options.mode,
-        _flat(x),
+        [flat(x)],
         [weight.astype(x.dtype)],
         [] if bias is None else [bias.astype(jnp.float32)],
     )
@@ -83,7 +84,7 @@ def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[An
 
 def reference_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
     plain = bias is None and options.activation is None
-    y = _dot(options, x, weight.astype(x.dtype), x.ndim - 1, 0, x.dtype if plain else None)
+    y = dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, x.dtype if plain else None)
     if bias is not None:
         y = y + bias.astype(y.dtype)
     out = activated(options.activation, y)[0].astype(x.dtype)
@@ -104,40 +105,40 @@ def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, 
 
 
 def kernel_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
-    if not _any(dy, weight):
+    if not any_elements(dy, weight):
         return reference_dx(options, dy, weight)
     product = Product(False, True, (str(dy.dtype),), _as_it_is, "linear_dx")
-    [dx] = launch(product, options.mode, _flat(dy), [weight.astype(dy.dtype)])
+    [dx] = launch(product, options.mode, [flat(dy)], [weight.astype(dy.dtype)])
     return (dx.reshape(*dy.shape[:-1], weight.shape[0]),)
 
 
 def reference_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
-    return (_dot(options, dy, weight.astype(dy.dtype), dy.ndim - 1, 1, dy.dtype),)
+    return (dot(options.precision, dy, weight.astype(dy.dtype), dy.ndim - 1, 1, dy.dtype),)
 
 
 # xᵀ · dy
 
 
 def kernel_dweight(options: Options, dtype: Any, x: Any, dy: Any) -> tuple[Any]:
-    if not _any(x, dy):
+    if not any_elements(x, dy):
         return reference_dweight(options, dtype, x, dy)
     product = Product(True, False, (str(dtype),), _as_it_is, "linear_dweight")
-    [dweight] = launch(product, options.mode, _flat(x), [_flat(dy)])
+    [dweight] = launch(product, options.mode, [flat(x)], [flat(dy)])
     return (dweight,)
 
 
 def reference_dweight(options: Options, dtype: Any, x: Any, dy: Any) -> tuple[Any]:
-    return (_dot(options, _flat(x), _flat(dy), 0, 0, dtype),)
+    return (dot(options.precision, flat(x), flat(dy), 0, 0, dtype),)
 
 
 def kernel_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    if not _any(x, dy):
+    if not any_elements(x, dy):
         return reference_accumulate(options, accumulator, x, dy)
     product = Product(True, False, ("float32",), _as_it_is, "linear_accumulate")
     if options.mode == "interpret":  # it has no reductions of the TMA
-        [total] = launch(product, options.mode, _flat(x), [_flat(dy)])
+        [total] = launch(product, options.mode, [flat(x)], [flat(dy)])
         return (accumulator + total,)
-    [total] = launch(product, options.mode, _flat(x), [_flat(dy)], accumulator=accumulator)
+    [total] = launch(product, options.mode, [flat(x)], [flat(dy)], accumulator=accumulator)
     return (total,)
 
 
@@ -151,29 +152,34 @@ def reference_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) ->
 def launch(
     product: Product,
     mode: Mode,
-    a: jax.Array,
-    bs: Sequence[jax.Array],
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
     rows: Sequence[jax.Array] = (),
+    tiles: Sequence[jax.Array] = (),
     accumulator: jax.Array | None = None,
 ) -> list[jax.Array]:
     """:func:`matmul` of any sizes: the TMA takes rows of 64 elements, and 8 of them."""
-    k, m = a.shape if product.lhs_transposed else a.shape[::-1]
-    n = bs[0].shape[0 if product.rhs_transposed else 1]
-    sizes = tuple(-(-s // _COLUMNS) * _COLUMNS for s in (m, n, k))
+    k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
+    n = rhs[0].shape[0 if product.rhs_transposed else 1]
+    deep, wide = (-(-s // _COLUMNS) * _COLUMNS for s in (k, n))
+    high = _COLUMNS if product.lhs_transposed else _ROWS
+    high = -(-m // high) * high
 
     def padded(v: jax.Array, *to: int) -> jax.Array:
         return jnp.pad(v, [(0, t - s) for s, t in zip(v.shape, to, strict=True)])
 
-    big_m, big_n, big_k = sizes
-    if not product.lhs_transposed:
-        big_m = -(-m // _ROWS) * _ROWS
-    a = padded(a, *((big_k, big_m) if product.lhs_transposed else (big_m, big_k)))
-    bs = [padded(b, *((big_n, big_k) if product.rhs_transposed else (big_k, big_n))) for b in bs]
-    rows = [padded(r, big_n) for r in rows]
-    if accumulator is not None:
-        accumulator = padded(accumulator, big_m, big_n)
-    tile = tile_for(big_m, big_n, len(bs), mode == "interpret")
-    outs = matmul(product, tile, a, bs, rows, accumulator)
+    a_shape = (deep, high) if product.lhs_transposed else (high, deep)
+    b_shape = (wide, deep) if product.rhs_transposed else (deep, wide)
+    products = 1 if len(lhs) > 1 else len(rhs)
+    outs = matmul(
+        product,
+        tile_for(high, wide, products, mode == "interpret"),
+        [padded(a, *a_shape) for a in lhs],
+        [padded(b, *b_shape) for b in rhs],
+        [padded(r, wide) for r in rows],
+        [padded(t, high, wide) for t in tiles],
+        None if accumulator is None else padded(accumulator, high, wide),
+    )
     return [out[:m, :n] for out in outs]
 
 
@@ -188,14 +194,14 @@ def tile_for(m: int, n: int, rhs_count: int, interpret: bool) -> Tile:
     return Tile(128, 128, 64, 4, None)
 
 
-def _dot(options: Options, a: Any, b: Any, over_a: int, over_b: int, dtype: Any) -> Any:
+def dot(precision: Any, a: Any, b: Any, over_a: int, over_b: int, dtype: Any) -> Any:
     """The contraction, summed in fp32; None for `dtype` leaves it there."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     return lax.dot_general(
         a,
         b,
         (((over_a,), (over_b,)), ((), ())),
-        precision=options.precision,
+        precision=precision,
         preferred_element_type=dtype or wide,
         out_sharding=_sharding(a, b, over_a, over_b),
     )
@@ -216,14 +222,28 @@ def _sharding(a: Any, b: Any, over_a: int, over_b: int) -> Any:
     return None if split is None else NamedSharding(mesh, PartitionSpec(*spec_a, *spec_b))
 
 
-def _flat(x: Any) -> Any:
+def rows_of(ndim: int) -> str:
+    """The factors of all axes but the last."""
+    return " ".join("abcdefghij"[: ndim - 1])
+
+
+def unsupported(x: Any) -> str | None:
+    """Why the kernels cannot take this call."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x is {x.dtype}, and the kernels multiply bfloat16 and float16"
+    return device_unsupported()
+
+
+def flat(x: Any) -> Any:
+    """(M, K), M all axes but the last."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _any(*arrays: Any) -> bool:
+def any_elements(*arrays: Any) -> bool:
+    """Whether none of `arrays` is empty."""
     return all(a.size for a in arrays)
 
 
-def _as_it_is(products: list[Any], rows: list[Any]) -> list[Any]:
-    del rows
+def _as_it_is(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+    del rows, tiles
     return products
