@@ -23,6 +23,8 @@ class Case:
       call: ``call(*arrays, implementation)``.
       bytes_forward: bytes that the forward must read and write, each array once.
       bytes_backward: the same for the backward, from the saved residuals.
+      operations_forward, operations_backward: multiplications and additions of the products, where
+        these are what takes the time.
     """
 
     op: str
@@ -32,6 +34,8 @@ class Case:
     call: Callable[..., Any]
     bytes_forward: int
     bytes_backward: int
+    operations_forward: int = 0
+    operations_backward: int = 0
 
 
 def _norm(op: str, m: int, n: int, dtype: str, extra: str = "", **options: Any) -> Case:
@@ -141,6 +145,65 @@ def _linear_scan(b: int, l: int, d: int, dtype: str) -> Case:
     )
 
 
+def _linear(m: int, k: int, n: int, dtype: str, **options: Any) -> Case:
+    """With a bias where there is an activation."""
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        keys = jax.random.split(key, 3)
+        x = jax.random.normal(keys[0], (m, k), dtype)
+        weight = jax.random.normal(keys[1], (k, n), dtype) / math.sqrt(k)
+        return (x, weight, jax.random.normal(keys[2], (n,))) if options else (x, weight)
+
+    call = lambda *a: jaxkern.linear(*a[:-1], **options, implementation=a[-1])
+    return _products("linear", (m, k, n), dtype, arrays, call, 1, options)
+
+
+def _gated_linear_unit(m: int, k: int, n: int, dtype: str, **options: Any) -> Case:
+    def arrays(key: Any) -> tuple[Any, ...]:
+        keys = jax.random.split(key, 3)
+        weights = (jax.random.normal(i, (k, n), dtype) / math.sqrt(k) for i in keys[1:])
+        return jax.random.normal(keys[0], (m, k), dtype), *weights
+
+    call = lambda *a: jaxkern.gated_linear_unit(*a[:-1], **options, implementation=a[-1])
+    return _products("gated_linear_unit", (m, k, n), dtype, arrays, call, 2, options)
+
+
+def _layer_norm_linear(m: int, k: int, n: int, dtype: str) -> Case:
+    def arrays(key: Any) -> tuple[Any, ...]:
+        x, w = jax.random.split(key)
+        weight = jax.random.normal(w, (k, n), dtype) / math.sqrt(k)
+        return jax.random.normal(x, (m, k), dtype), jnp.ones(k), jnp.zeros(k), weight
+
+    call = lambda *a: jaxkern.layer_norm_linear(*a[:-1], implementation=a[-1])
+    return _products("layer_norm_linear", (m, k, n), dtype, arrays, call, 1, {})
+
+
+def _products(
+    op: str,
+    sizes: tuple[int, int, int],
+    dtype: str,
+    arrays: Callable[[Any], tuple[Any, ...]],
+    call: Callable[..., Any],
+    count: int,
+    options: dict[str, Any],
+) -> Case:
+    m, k, n = sizes
+    itemsize = jnp.dtype(dtype).itemsize
+    once = (m * k + count * k * n + m * n) * itemsize
+    words = [word if isinstance(word, str) else name for name, word in options.items() if word]
+    return Case(
+        op=op,
+        shape="-".join([f"{m}x{k}x{n}", *words]),
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=once,
+        bytes_backward=2 * once,
+        operations_forward=2 * count * m * k * n,
+        operations_backward=4 * count * m * k * n,
+    )
+
+
 def cases(small: bool) -> Sequence[Case]:
     """All cases; `small` ones for a machine without a GPU, where no kernel is timed."""
     if small:
@@ -150,6 +213,9 @@ def cases(small: bool) -> Sequence[Case]:
             _selective_scan(2, 256, 256, 16, "float32"),
             _causal_conv1d(2, 256, 256, 4, "float32"),
             _linear_scan(2, 256, 256, "float32"),
+            _linear(256, 256, 256, "float32", activation="gelu"),
+            _gated_linear_unit(256, 256, 256, "float32"),
+            _layer_norm_linear(256, 256, 256, "float32"),
         ]
     elements = 1 << 27
     bf16 = "bfloat16"
@@ -179,7 +245,14 @@ def cases(small: bool) -> Sequence[Case]:
         for dtype in (bf16, "float32")
     ]
     linear += [_linear_scan(*s, bf16) for s in ((1, 16384, 256), (64, 100, 128))]
-    return [*norms, *scans, *convolutions, *linear]
+    layers = [_linear(8192, 8192, 8192, bf16), _linear(8192, 4096, 4096, bf16)]
+    layers += [_linear(16384, 4096, n, bf16) for n in (4096, 11008, 14336)]
+    layers += [_linear(16384, 4096, 4096, bf16, activation=a) for a in ("relu", "silu", "gelu")]
+    layers += [_linear(16384, 4096, 16, bf16), _linear(16384, 16, 4096, bf16)]
+    layers += [_linear(8192, 4096, 4096, "float16")]
+    layers += [_gated_linear_unit(8192, 4096, 14336, bf16, recompute=r) for r in (False, True)]
+    layers += [_layer_norm_linear(16384, 4096, 4096, bf16)]
+    return [*norms, *scans, *convolutions, *linear, *layers]
 
 
 def _powers(first: int, last: int) -> list[int]:

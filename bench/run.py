@@ -64,7 +64,8 @@ class Row:
     """One measurement: a pass of an op at a shape by an implementation.
 
     Times are device time in microseconds per call on a GPU, wall-clock time elsewhere; `gb_s` and
-    `percent` (of the copy bandwidth measured in the same run) count each array of the pass once;
+    `percent` (of the copy bandwidth measured in the same run) count each array of the pass once,
+    `tflop_s` the operations of its products (0 where those do not count);
     `temp_bytes` is what the program needs beside its arguments and results (0 for PyTorch's);
     `kernels` tells how often a call launches each.
     """
@@ -80,6 +81,7 @@ class Row:
     calls: int
     gb_s: float
     percent: float
+    tflop_s: float
     compile_s: float
     temp_bytes: int
     kernels: dict[str, int]
@@ -149,7 +151,10 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
 
 def _row(case: Case, implementation: str, direction: str, timed: timing.Timing, copy: float) -> Row:
     nbytes = {"forward": case.bytes_forward, "backward": case.bytes_backward}
-    rate = nbytes.get(direction, sum(nbytes.values())) / (timed.median * 1e-3)
+    operations = {"forward": case.operations_forward, "backward": case.operations_backward}
+    seconds = timed.median * 1e-3
+    rate = nbytes.get(direction, sum(nbytes.values())) / seconds
+    tflop_s = operations.get(direction, sum(operations.values())) / seconds * 1e-12
     return Row(
         op=case.op,
         shape=case.shape,
@@ -162,6 +167,7 @@ def _row(case: Case, implementation: str, direction: str, timed: timing.Timing, 
         calls=timed.calls,
         gb_s=round(rate / 1e9, 1),
         percent=round(100 * rate / copy, 1),
+        tflop_s=round(tflop_s, 1),
         compile_s=0.0,
         temp_bytes=0,
         kernels=dict(Counter(timed.kernels)),
@@ -270,7 +276,11 @@ def main(argv: list[str] | None = None) -> int:
         "device time (CUPTI), cold L2" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
     )
     print(f"{where['device']}, JAX {where['jax']}, copy {copy / 1e9:.0f} GB/s, {clock}", flush=True)
-    print(f"{'op':15}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}")
+    print(
+        f"{'op':18}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}"
+        f"{'TFLOP/s':>9}",
+        flush=True,
+    )
     device = str(where["device"]).lower().replace(" ", "-")
     ops = "-".join(sorted({case.op for _, case in chosen}))
     out = args.out or RESULTS / f"{device}-{ops}.json"
@@ -282,14 +292,15 @@ def main(argv: list[str] | None = None) -> int:
     for (_, case, name), got in zip(work, _attempts(args.jobs, tasks), strict=True):
         if isinstance(got, str):
             failed += 1
-            print(f"{case.op:15}{case.shape:24}{case.dtype:10}{name}: {got}", flush=True)
+            print(f"{case.op:18}{case.shape:24}{case.dtype:10}{name}: {got}", flush=True)
             continue
         for row in got:
             report["rows"].append(dataclasses.asdict(row))
             spread = (row.us_high - row.us_low) / 2
             print(
-                f"{row.op:15}{row.shape:24}{row.dtype:10}{row.direction:10}"
-                f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}",
+                f"{row.op:18}{row.shape:24}{row.dtype:10}{row.direction:10}"
+                f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}"
+                f"{row.tflop_s or '':>9}",
                 flush=True,
             )
         _write(out, report)  # after every case: a run that is stopped keeps what it has
