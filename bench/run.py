@@ -193,10 +193,10 @@ def _attempt(index: int, implementation: str, copy: float, calls: int) -> list[R
             times = peers.measure_torch(case, implementation, calls, _turn, check)
             return [_row(case, implementation, k, t, copy) for k, t in times.items()]
         return measure_case(case, implementation, copy, calls)
-    except NotImplementedError as e:
-        return [] if implementation in peers.installed() else str(e)
     except Exception as e:  # a peer may raise anything, and the other cases go on
-        if implementation in IMPLEMENTATIONS and not isinstance(e, RuntimeError):
+        if implementation in IMPLEMENTATIONS and not isinstance(
+            e, RuntimeError | NotImplementedError
+        ):
             raise
         return (str(e).splitlines() or [type(e).__name__])[0]
     finally:
@@ -287,7 +287,12 @@ def main(argv: list[str] | None = None) -> int:
     report = {**where, "copy_gb_s": round(copy / 1e9, 1), "clock": clock, "rows": []}
     failed = 0
     names = ["mosaic"] * gpu + [v for v in args.vs.split(",") if v]
-    work = [(index, case, name) for index, case in chosen for name in names]
+    work = [
+        (index, case, name)
+        for index, case in chosen
+        for name in names
+        if name not in peers.installed() or peers.has(case, name)
+    ]
     tasks = [(index, name, copy, args.calls) for index, _, name in work]
     for (_, case, name), got in zip(work, _attempts(args.jobs, tasks), strict=True):
         if isinstance(got, str):
