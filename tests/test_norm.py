@@ -226,7 +226,7 @@ LONGEST = [16384, 32768, 65536, 131072, 262144, 100000, 200003]
 @each_way([], LONGEST)
 def test_norm_longest_rows(case, implementation):
     for op, dtype in in_turn(LONGEST.index(case)):
-        check_case(op, inputs(op, (8, case), dtype), implementation)
+        check_case(op, inputs(op, (2, case), dtype), implementation)
 
 
 @pytest.mark.compiled
