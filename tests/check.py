@@ -44,6 +44,8 @@ class Op:
       features: the same for axes whose split is legal but gathered; ``None`` if there are none.
       all_reduces: how many sums over devices value-and-gradient needs, split by `rows`.
       vmaps: ``in_axes`` to map with; a mapped array is stacked from variations of itself.
+      runs_again: whether the backward needs more than the arguments, so that ``jax.checkpoint``
+        has the forward kernel run a second time.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Op:
     features: tuple[Any, ...] | None
     all_reduces: int
     vmaps: Sequence[tuple[int | None, ...]]
+    runs_again: bool = True
 
 
 # Accuracy
@@ -276,14 +279,15 @@ def _jvp(c: _Cell) -> None:
 
 def _checkpoint(c: _Cell) -> None:
     if not c.interpreted:  # the interpreter cannot be rematerialised
-        again = jax.checkpoint(c.f)
-        assert_close(jax.jit(c.grad(again))(*c.arrays), c.want_grad())
+        saving = jax.checkpoint(c.f)
+        assert_close(jax.jit(c.grad(saving))(*c.arrays), c.want_grad())
     if c.implementation == "mosaic":
         text = c.lowered_for_cuda(lambda f: c.grad(jax.checkpoint(f)), *c.arrays)
-        assert c.kernel_counts(text) == (2, 1), "the forward kernel runs once again in the backward"
+        again = c.op.runs_again
+        assert c.kernel_counts(text) == (1 + again, 1), "in the backward the forward kernel runs"
         twice = lambda f: c.grad(lambda *a: jax.checkpoint(f)(jnp.sin(f(*a)), *a[1:]))
         text = c.lowered_for_cuda(twice, *c.arrays)
-        assert c.kernel_counts(text) == (3, 2)
+        assert c.kernel_counts(text) == (2 + again, 2)
 
 
 def _scan(c: _Cell) -> None:

@@ -1,0 +1,358 @@
+"""Activations and gated units: cases for the common suite, and what is their own."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxkern
+from jaxkern.ops import elementwise, gated
+from tests import check
+
+erf = np.vectorize(math.erf)
+
+BOTH = pytest.mark.parametrize(
+    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
+)
+ELEMENTWISE = {
+    "relu": (jaxkern.relu, jax.nn.relu),
+    "relu_squared": (jaxkern.relu_squared, lambda x: jnp.square(jax.nn.relu(x))),
+    "silu": (jaxkern.silu, jax.nn.silu),
+    "gelu_tanh": (jaxkern.gelu, jax.nn.gelu),
+    "gelu_erf": (
+        functools.partial(jaxkern.gelu, approximate=False),
+        functools.partial(jax.nn.gelu, approximate=False),
+    ),
+}
+GATED = {
+    "silu": (jaxkern.swiglu, jaxkern.silu_and_mul),
+    "gelu_tanh": (jaxkern.geglu, jaxkern.gelu_and_mul),
+    "gelu_erf": (
+        functools.partial(jaxkern.geglu, approximate=False),
+        functools.partial(jaxkern.gelu_and_mul, approximate=False),
+    ),
+    "relu": (jaxkern.reglu, None),
+}
+
+
+def curve(name, v):
+    """Value and slope in float64 NumPy."""
+    sigmoid = lambda z: 1 / (1 + np.exp(-z))
+    match name:
+        case "relu":
+            return np.maximum(v, 0), (v > 0) * 1.0
+        case "relu_squared":
+            return np.maximum(v, 0) ** 2, 2 * np.maximum(v, 0)
+        case "silu":
+            s = sigmoid(v)
+            return v * s, s + v * s * (1 - s)
+        case "gelu_tanh":
+            c = math.sqrt(2 / math.pi)
+            t = np.tanh(c * (v + 0.044715 * v**3))
+            slope = 0.5 * (1 + t) + 0.5 * v * (1 - t**2) * c * (1 + 3 * 0.044715 * v**2)
+            return 0.5 * v * (1 + t), slope
+        case "gelu_erf":
+            cdf = 0.5 * (1 + erf(v / math.sqrt(2)))
+            return v * cdf, cdf + v * np.exp(-(v**2) / 2) / math.sqrt(2 * math.pi)
+    raise KeyError(name)
+
+
+def pointwise_oracle(name, x, dout):
+    value, slope = curve(name, x)
+    return value, (dout * slope,)
+
+
+def gated_oracle(name, gate, up, dout):
+    value, slope = curve(name, gate)
+    return value * up, (dout * up * slope, dout * value)
+
+
+def halves_oracle(name, gate_up, dout):
+    out, grads = gated_oracle(name, *np.split(gate_up, 2, -1), dout)
+    return out, (np.concatenate(grads, -1),)
+
+
+def normal(shape, dtype, seed=0, scale=2.0):
+    return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+
+
+def check_case(implementation, call, plain, oracle, *arrays):
+    with check.running(implementation):
+        run = functools.partial(call, implementation=implementation)
+        check.check_accuracy(run, plain, oracle, arrays)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_activation_accuracy(name, dtype, implementation):
+    call, plain = ELEMENTWISE[name]
+    oracle = functools.partial(pointwise_oracle, name)
+    check_case(implementation, call, plain, oracle, normal((3, 700), dtype))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", GATED)
+def test_gated_accuracy(name, dtype, implementation):
+    pair, _ = GATED[name]
+    plain = lambda g, u: ELEMENTWISE[name][1](g) * u
+    arrays = normal((3, 700), dtype), normal((3, 700), dtype, seed=1)
+    check_case(implementation, pair, plain, functools.partial(gated_oracle, name), *arrays)
+
+
+def plain_halves(name, x):
+    gate, up = jnp.split(x, 2, -1)
+    return ELEMENTWISE[name][1](gate) * up
+
+
+@BOTH
+@pytest.mark.parametrize("h", [1, 3, 8, 100, 130, 1000, 1375])
+def test_silu_and_mul_accuracy(h, implementation):
+    """Rows that end inside a lane's unit, inside a warp's, and beyond a block's."""
+    check_case(
+        implementation,
+        jaxkern.silu_and_mul,
+        functools.partial(plain_halves, "silu"),
+        functools.partial(halves_oracle, "silu"),
+        normal((5, 2 * h), "bfloat16", seed=h),
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["gelu_tanh", "gelu_erf"])
+def test_gelu_and_mul_accuracy(name, implementation):
+    check_case(
+        implementation,
+        GATED[name][1],
+        functools.partial(plain_halves, name),
+        functools.partial(halves_oracle, name),
+        normal((2, 3, 144), "float32"),
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(1,), (7,), (), (257, 3), (1, 2, 1031)])
+def test_gated_shapes(shape, implementation):
+    """Sizes that no access width divides, and more blocks than one."""
+    plain = lambda g, u: jax.nn.silu(g) * u
+    arrays = normal(shape, "float32"), normal(shape, "float32", seed=1)
+    oracle = functools.partial(gated_oracle, "silu")
+    check_case(implementation, jaxkern.swiglu, plain, oracle, *arrays)
+
+
+@BOTH
+def test_gated_mixed_dtypes(implementation):
+    gate, up = normal((4, 40), "bfloat16"), normal((4, 40), "float32", seed=1)
+    with check.running(implementation):
+        run = functools.partial(jaxkern.swiglu, implementation=implementation)
+        out, vjp = jax.vjp(run, gate, up)
+        dgate, dup = vjp(jnp.ones_like(out))
+    assert (out.dtype, dgate.dtype, dup.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    wide = gate.astype(jnp.float32)
+    np.testing.assert_allclose(dup, jax.nn.silu(wide), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(out, (jax.nn.silu(wide) * up).astype(jnp.bfloat16))
+
+
+EXTREMES = {
+    "float16": [1e4, 65504.0, 1e-6, np.inf],
+    "bfloat16": [1e4, 3e38, 1e-40, np.inf],
+    "float32": [1e4, 3e38, 1e-40, 88.0, 104.0, np.inf],
+}
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", EXTREMES)
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu_erf", "relu"])
+def test_activation_extremes(name, dtype, implementation):
+    """Where the curve is 0 or x, it and its slope are so, at infinity too; a NaN stays one."""
+    far = np.asarray(EXTREMES[dtype])
+    x = jnp.asarray(np.concatenate([far, -far, [0.0, np.nan]]), dtype)
+    with check.running(implementation):
+        call = ELEMENTWISE[name][0]
+        out, vjp = jax.vjp(functools.partial(call, implementation=implementation), x)
+        (dx,) = vjp(jnp.ones_like(out))
+    x, out, dx = (np.asarray(a, np.float64) for a in (x, out, dx))
+    assert np.isnan(out[-1])
+    assert np.isfinite(dx[:-1]).all()
+    large, small = np.abs(x) > 80, np.abs(x) < 1e-5
+    np.testing.assert_array_equal(out[large & (x > 0)], x[large & (x > 0)])
+    np.testing.assert_array_equal(dx[large & (x > 0)], 1)
+    np.testing.assert_allclose(out[large & (x < 0)], 0, atol=1e-35)
+    np.testing.assert_allclose(dx[large & (x < 0)], 0, atol=1e-35)
+    if name != "relu":
+        np.testing.assert_allclose(out[small], x[small] / 2, atol=1.2e-38, rtol=0.5)
+        np.testing.assert_allclose(dx[small], 0.5, rtol=1e-6)
+
+
+@BOTH
+def test_swiglu_extremes(implementation):
+    gate = jnp.asarray([1e4, -1e4, np.inf, -np.inf, np.nan, 1.0], jnp.float16)
+    up = jnp.asarray([2.0, 2.0, 2.0, 2.0, 2.0, np.inf], jnp.float16)
+    with check.running(implementation):
+        run = functools.partial(jaxkern.swiglu, implementation=implementation)
+        out, vjp = jax.vjp(run, gate, up)
+        dgate, dup = vjp(jnp.ones_like(out))
+    np.testing.assert_array_equal(out, [20000, 0, np.inf, 0, np.nan, np.inf])
+    np.testing.assert_array_equal(dgate, [2, 0, 2, 0, np.nan, np.inf])
+    np.testing.assert_array_equal(dup[:5], [1e4, 0, np.inf, 0, np.nan])
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 6)])
+def test_gated_empty(shape, implementation):
+    x = jnp.ones(shape, jnp.bfloat16)
+    with check.running(implementation):
+        run = functools.partial(jaxkern.silu_and_mul, implementation=implementation)
+        out, vjp = jax.vjp(run, x)
+        assert out.shape == (*shape[:-1], shape[-1] // 2)
+        assert vjp(out)[0].shape == shape
+        pair, vjp = jax.vjp(functools.partial(jaxkern.swiglu, implementation=implementation), x, x)
+        assert pair.shape == vjp(pair)[1].shape == shape
+        assert jaxkern.silu(x, implementation=implementation).shape == shape
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_finite_differences(name):
+    gate, up = (np.asarray(normal((50,), "float32", seed), np.float64) for seed in (3, 4))
+    gate[np.abs(gate) < 1e-3] = 1.0  # relu has a corner
+    dout, h = np.ones(50), 1e-5
+    slopes = gated_oracle(name, gate, up, dout)[1]
+    value = lambda g, u: gated_oracle(name, g, u, dout)[0]
+    numeric = [value(gate + h, up) - value(gate - h, up), value(gate, up + h) - value(gate, up - h)]
+    grads = jax.grad(lambda *a: GATED[name][0](*a).sum(), (0, 1))(*map(jnp.float32, (gate, up)))
+    for slope, difference, grad in zip(slopes, numeric, grads, strict=True):
+        np.testing.assert_allclose(slope, difference / (2 * h), rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(grad, slope, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("function", [jaxkern.silu, functools.partial(jaxkern.swiglu, up=1.5)])
+def test_plain_backward_keeps_only_the_arguments(function):
+    """No sigmoid is saved, at any precision."""
+    x = normal((4, 32), "bfloat16")
+    if isinstance(function, functools.partial):
+        function = functools.partial(jaxkern.swiglu, up=x)
+    _, vjp = jax.vjp(lambda x: function(x, implementation="xla"), x)
+    assert {(a.shape, a.dtype) for a in jax.tree.leaves(vjp)} <= {(x.shape, x.dtype)}
+
+
+def test_activations_choose_xla():
+    """Alone it is as fast and fuses; a gated unit has kernels both ways."""
+    x = jnp.ones((64, 256), jnp.bfloat16)
+    lowered = lambda f, *a: jax.jit(f).trace(*a).lower(lowering_platforms=("cuda",)).as_text()
+    for call, _ in ELEMENTWISE.values():
+        assert "mosaic_gpu" not in lowered(jax.grad(lambda x: call(x).sum()), x)  # noqa: B023
+        grad = jax.grad(lambda x: call(x, implementation="mosaic").sum())  # noqa: B023
+        assert "_bwd" in lowered(grad, x)
+    for pair, halves in GATED.values():
+        for function in filter(None, (lambda x, f=pair: f(x, x), halves)):
+            text = lowered(jax.value_and_grad(lambda x: function(x).sum()), x)  # noqa: B023
+            assert text.count("@mosaic_gpu_v2") == 2
+            assert "stablehlo.concatenate" not in text.replace("custom_partitioning", "")
+
+
+def test_kernels_refuse_float64():
+    with jax.enable_x64(True):
+        x = jnp.linspace(-700.0, 700.0, 11, dtype=jnp.float64)
+        np.testing.assert_allclose(jaxkern.swiglu(x, x), x * curve("silu", np.asarray(x))[0], 1e-13)
+        with pytest.raises(NotImplementedError, match="gate is float64"):
+            jaxkern.swiglu(x, x, implementation="mosaic")
+
+
+def test_activation_errors():
+    x = jnp.ones((2, 5))
+    with pytest.raises(TypeError, match=r"x must have a floating dtype.*got int32"):
+        jaxkern.silu(jnp.ones(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"up must have the shape of gate, \(2, 5\); got \(5,\)"):
+        jaxkern.swiglu(x, x[0])
+    with pytest.raises(ValueError, match=r"last axis of even size.*got shape \(2, 5\)"):
+        jaxkern.silu_and_mul(x)
+    with pytest.raises(ValueError, match=r"last axis of even size.*got shape \(\)"):
+        jaxkern.gelu_and_mul(1.0)
+    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
+        jaxkern.reglu(x, x, implementation="triton")
+    if not check.ON_GPU:
+        with pytest.raises(NotImplementedError, match=r"lowered for cpu. Use implementation="):
+            jaxkern.relu(x, implementation="mosaic")
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("shape", [(1000, 4096), (1001, 1001)])
+def test_gated_same_bits(shape):
+    gate, up, dout = (normal(shape, "bfloat16", seed) for seed in range(3))
+    run = jax.jit(lambda g, u, d: jax.vjp(jaxkern.swiglu, g, u)[1](d))
+    first = run(gate, up, dout)
+    for _ in range(20):
+        for a, b in zip(first, run(gate, up, dout), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.compiled
+def test_gated_beyond_int32():
+    """More than 2³¹ elements in one array: the last rows are right."""
+    m, h = (1 << 17) + 3, 8192 + 256
+    x = jax.random.normal(jax.random.key(0), (m, 2 * h), jnp.bfloat16)
+    assert x.size > 2**31
+    out, vjp = jax.jit(lambda x: jax.vjp(jaxkern.silu_and_mul, x))(x)
+    dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, out)
+    for rows in (slice(0, 5), slice(m // 2, m // 2 + 5), slice(m - 5, m)):
+        want, want_vjp = jax.vjp(functools.partial(gated.gated_reference, "silu"), x[rows])
+        check.assert_close(out[rows], want, 2.0**-9)
+        check.assert_close(dx[rows], want_vjp(out[rows])[0], 2.0**-9)
+
+
+def test_launch_takes_a_whole_unit_of_any_size():
+    array = jax.ShapeDtypeStruct((24,), jnp.bfloat16)
+    assert [elementwise.unit(n, array) for n in (1, 2, 12, 24)] == [1, 2, 4, 8]
+    assert elementwise.unit(24, array, jax.ShapeDtypeStruct((24,), jnp.float32)) == 4
+
+
+def arrays(key):
+    return tuple(jax.random.normal(k, (8, 2, 40)) for k in jax.random.split(key))
+
+
+SWIGLU = check.Op(
+    name="swiglu",
+    call=jaxkern.swiglu,
+    reference=lambda g, u: jax.nn.silu(g) * u,
+    arrays=arrays,
+    kernels=("swiglu_fwd", "swiglu_bwd"),
+    rows=(P("data"), P("data"), P("data")),
+    features=(P(None, None, "data"), P(None, None, "data"), P(None, None, "data")),
+    all_reduces=0,
+    vmaps=[(0, None), (None, 0), (1, 0)],
+    runs_again=False,
+)
+SILU_AND_MUL = check.Op(
+    name="silu_and_mul",
+    call=jaxkern.silu_and_mul,
+    reference=lambda x: jax.nn.silu(x[..., :40]) * x[..., 40:],
+    arrays=lambda key: (jax.random.normal(key, (8, 2, 80)),),
+    kernels=("silu_and_mul_fwd", "silu_and_mul_bwd"),
+    rows=(P("data"), P("data")),
+    features=(P(None, None, "data"), P(None, None, "data")),
+    all_reduces=0,
+    vmaps=[(0,), (1,)],
+    runs_again=False,
+)
+
+
+@check.matrix(SWIGLU)
+def test_swiglu_transformations(cell, record_property):
+    check.check_cell(cell, record_property)
+
+
+# Its matrix beside swiglu's: what its other shapes could break.
+CELLS = {"vmap", "vmap(grad)", "auto mesh", "explicit mesh", "features split", "kernels lowered"}
+
+
+@pytest.mark.parametrize("name", sorted(CELLS))
+@pytest.mark.parametrize(
+    "implementation", [pytest.param(i, marks=pytest.mark.gpu) for i in ("mosaic", None)]
+)
+def test_silu_and_mul_transformations(name, implementation, record_property):
+    check.check_cell((SILU_AND_MUL, name, implementation), record_property)

@@ -1,0 +1,400 @@
+"""dropout: the generator, the mask's independence of everything but key, rate and place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkern
+from jaxkern.core.dispatch import interpret_kernels
+from jaxkern.ops import dropout as op
+from tests import check
+from tests.test_activations import ELEMENTWISE, curve, normal
+
+KEY = jax.random.key(5)
+BOTH = pytest.mark.parametrize(
+    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
+)
+
+
+def philox(counter, key):
+    """Philox-4x32-10 in Python's integers."""
+    a, b, c, d = counter
+    k, l = key
+    for _ in range(10):
+        low, high = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (
+            (high >> 32) ^ b ^ k,
+            high % 2**32,
+            (low >> 32) ^ d ^ l,
+            low % 2**32,
+        )
+        k, l = (k + 0x9E3779B9) % 2**32, (l + 0xBB67AE85) % 2**32
+    return [a, b, c, d]
+
+
+def keep(key, rate, shape):
+    """The mask by its definition."""
+    words = [int(w) for w in np.asarray(jax.random.key_data(key))]
+    words += [0] * (4 - len(words))
+    size, threshold = int(np.prod(shape)), round(float(np.float32(rate)) * 65536)
+    bits = []
+    for group in range(-(-size // 8)):
+        drawn = philox((group % 2**32, group >> 32, *words[2:]), words[:2])
+        bits += [half for w in drawn for half in (w & 0xFFFF, w >> 16)]
+    p = threshold / 65536
+    return (np.asarray(bits[:size]) >= threshold).reshape(shape), 1 / (1 - p) if p < 1 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([2**32 - 1] * 4, [2**32 - 1] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_generator_gives_the_published_numbers(counter, key, words):
+    """The known answers that come with Random123."""
+    got = op.philox([jnp.uint32(c) for c in counter], [jnp.uint32(k) for k in key])
+    assert " ".join(f"{int(w):08x}" for w in got) == words
+    assert " ".join(f"{w:08x}" for w in philox(counter, key)) == words
+
+
+@BOTH
+@pytest.mark.parametrize("generator", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("shape", [(3, 1000), (5, 33), (7,), (), (2, 3, 44)])
+def test_mask_is_as_defined(shape, generator, implementation):
+    key = jax.random.key(11, impl=generator)
+    x = jnp.ones(shape)
+    with check.running(implementation):
+        out = jaxkern.dropout(x, 0.3, key, implementation=implementation)
+    mask, scale = keep(key, 0.3, shape)
+    np.testing.assert_array_equal(out, np.where(mask, np.float32(scale), 0))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("activation", [None, "relu", "relu_squared", "silu", "gelu"])
+def test_dropout_accuracy(activation, dtype, implementation):
+    x = normal((3, 300), dtype)
+    mask, scale = keep(KEY, 0.25, x.shape)
+    name = "gelu_tanh" if activation == "gelu" else activation
+
+    def plain(x):
+        value = ELEMENTWISE[name][1](x) if name else x
+        return jnp.where(mask, value / jnp.asarray(0.75, dtype), jnp.zeros((), dtype))
+
+    def oracle(x, dout):
+        value, slope = curve(name, x) if name else (x, np.ones_like(x))
+        return mask * scale * value, (mask * scale * dout * slope,)
+
+    with check.running(implementation):
+        call = lambda x: jaxkern.dropout(
+            x, 0.25, KEY, activation=activation, implementation=implementation
+        )
+        check.check_accuracy(call, plain, oracle, (x,))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")]
+)
+def test_dropout_add_accuracy(dtype, wide, implementation):
+    x, residual = normal((3, 300), dtype), normal((3, 300), wide, seed=1)
+    mask, scale = keep(KEY, 0.25, x.shape)
+    with check.running(implementation):
+        call = lambda r, x: jaxkern.dropout_add(x, r, 0.25, KEY, implementation=implementation)
+        plain = lambda r, x: (r + jnp.where(mask, x / jnp.asarray(0.75, dtype), 0)).astype(wide)
+        oracle = lambda r, x, d: (r + mask * scale * x, (d, mask * scale * d))
+        check.check_accuracy(call, plain, oracle, (residual, x))
+        dx = jax.vjp(lambda x: call(residual, x), x)[1](residual)[0]
+    assert dx.dtype == x.dtype
+
+
+@BOTH
+def test_rates_of_zero_and_one(implementation):
+    x = jnp.asarray([1.0, -2.5, np.inf, np.nan, 1e-37, 3e38] * 30)
+    with check.running(implementation):
+        run = lambda rate: jax.vjp(
+            lambda x: jaxkern.dropout(x, rate, KEY, implementation=implementation), x
+        )
+        for rates in (0, 1), (jnp.float32(0), jnp.float32(1)):
+            all_kept, vjp = run(rates[0])
+            np.testing.assert_array_equal(all_kept, x)
+            np.testing.assert_array_equal(vjp(x)[0], x)
+            none_kept, vjp = run(rates[1])
+            np.testing.assert_array_equal(none_kept, jnp.zeros_like(x))
+            np.testing.assert_array_equal(vjp(x)[0], jnp.zeros_like(x))
+
+
+@BOTH
+def test_rate_may_be_traced(implementation):
+    x = jnp.ones(500)
+    with check.running(implementation):
+        run = lambda rate: jaxkern.dropout(x, rate, KEY, implementation=implementation)
+        np.testing.assert_array_equal(jax.jit(run)(0.3), run(0.3))
+        np.testing.assert_array_equal(jax.jit(run)(1.5), 0 * x)
+        assert jax.grad(lambda rate: jax.jit(run)(rate).sum())(0.3) == 0
+        rates = jnp.asarray([0.0, 0.3, 1.0])
+        each = jax.vmap(run)(rates)
+    np.testing.assert_array_equal(each, jnp.stack([run_plain(x, rate) for rate in rates]))
+
+
+def run_plain(x, rate=0.3, key=KEY):
+    return jaxkern.dropout(x, rate, key, implementation="xla")
+
+
+@BOTH
+def test_dropout_drops_bad_values(implementation):
+    """A NaN or an infinity that is dropped is a zero; one that is kept stays in its place."""
+    x = jnp.ones(400).at[::2].set(np.nan)
+    mask, scale = keep(KEY, 0.5, x.shape)
+    with check.running(implementation):
+        out = jaxkern.dropout(x, 0.5, KEY, implementation=implementation)
+    np.testing.assert_array_equal(out, np.where(mask, x * scale, 0))
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_drop_fraction(rate):
+    """Within five standard deviations of the rate, over 2²¹ elements, for several keys."""
+    n = 1 << 21
+    run = jax.jit(lambda key: jnp.mean(run_plain(jnp.ones(n), rate, key) == 0))
+    for seed in range(3):
+        deviation = (float(run(jax.random.key(seed))) - rate) / np.sqrt(rate * (1 - rate) / n)
+        assert abs(deviation) < 5, deviation
+
+
+def test_masks_are_independent():
+    """Of neighbours, of other places in a group, of other keys, split keys and other rows."""
+    n = 1 << 20
+    draw = jax.jit(lambda key: run_plain(jnp.ones(n), 0.5, key) - 1)  # ±1
+    base = np.asarray(draw(KEY))
+    others = [np.roll(base, shift) for shift in (*range(1, 18), 64, 1024, 4096)]
+    keys = [jax.random.key(4), jax.random.key(6), *jax.random.split(KEY, 4)]
+    keys += [jax.random.fold_in(KEY, 1), jax.random.key(5 + 2**16)]
+    others += [np.asarray(draw(key)) for key in keys]
+    for i, other in enumerate(others):
+        deviation = float(np.sum(base * other)) / np.sqrt(n)
+        assert abs(deviation) < 5, (i, deviation)
+    # All 256 patterns of a group are equally frequent.
+    patterns = np.packbits((base > 0).reshape(-1, 8), axis=1).reshape(-1)
+    expected = patterns.size / 256
+    chi_squared = np.sum((np.bincount(patterns, minlength=256) - expected) ** 2 / expected)
+    assert abs(chi_squared - 255) < 5 * np.sqrt(2 * 255), chi_squared
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_mask_is_one_whatever_the_devices(kind, implementation):
+    """The same bits from 1, 2 and 4 devices, eager and under jit, and nothing is gathered."""
+    run = lambda x: jaxkern.dropout(x, 0.3, KEY, implementation=implementation)
+    for shape in ((8, 4, 32), (4, 8, 12)):
+        x = normal(shape, "float32")
+        want = run(x)
+        np.testing.assert_array_equal(want, np.where(*mask_and(x, shape)))
+        np.testing.assert_array_equal(jax.jit(run)(x), want)
+        for count in (2, 4):
+            if count > len(jax.devices()):
+                continue
+            mesh = jax.make_mesh(
+                (2, count // 2), ("a", "b"), (kind,) * 2, devices=jax.devices()[:count]
+            )
+            for spec in (P(("a", "b")), P("b", None, "a"), P(None, "a", "b")):
+                placed = jax.device_put(x, NamedSharding(mesh, spec))
+                compiled = jax.jit(run).lower(placed).compile()
+                np.testing.assert_array_equal(compiled(placed), want)
+                text = compiled.as_text()
+                for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+                    assert f"{collective}(" not in text, (spec, collective)
+
+
+def mask_and(x, shape):
+    mask, scale = keep(KEY, 0.3, shape)
+    return mask, x * np.float32(scale), np.float32(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((4, 6, 32), (2, 1, 1)), ((4, 6, 32), (1, 2, 2)), ((4, 6, 12), (1, 3, 3)), ((6, 21), (2, 7))],
+)
+def test_kernel_of_a_part_draws_the_part(shape, parts):
+    """What a device of a mesh launches, for each of its blocks of the array in turn."""
+    x = normal(shape, "float32")
+    want = run_plain(x)
+    mode = "mosaic" if check.ON_GPU else "interpret"
+    options = op._Options("dropout", None, mode, shape)
+    seed = jnp.concatenate([op._key_words(KEY), op._threshold(0.3)])
+    sizes = [n // p for n, p in zip(shape, parts, strict=True)]
+    for block in np.ndindex(*parts):
+        where = tuple(slice(b * n, (b + 1) * n) for b, n in zip(block, sizes, strict=True))
+        positions = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in where]
+        with interpret_kernels() if mode == "interpret" else check._nothing():
+            launch = functools.partial(op._launch_fwd, options)
+            (got,) = interpreted(launch, mode)(x[where], None, seed, *positions)
+        np.testing.assert_array_equal(got, want[where])
+
+
+def interpreted(f, mode):
+    def run(*args):
+        if mode != "interpret":
+            return f(*args)
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        with plgpu.force_gpu_interpret_mode():
+            return f(*args)
+
+    return run
+
+
+def test_positions_beyond_32_bits():
+    """Where an array has more than 2³⁵ elements the counter's second word counts on."""
+    seed = jnp.concatenate([op._key_words(KEY), op._threshold(0.5)])
+    row = 2**19 + 3
+    positions = jnp.asarray([row], jnp.uint32), jnp.arange(16, dtype=jnp.uint32)
+    options = op._Options("dropout", None, "xla", (2**20, 2**17))
+    bits = op._random(options, seed, positions)
+    groups = [(row * 2**17 + c) // 8 for c in (0, 8)]
+    assert groups[0] > 2**32
+    words = np.asarray(jax.random.key_data(KEY))
+    drawn = [philox((g % 2**32, g >> 32, 0, 0), [int(w) for w in words]) for g in groups]
+    want = [half for four in drawn for w in four for half in (w & 0xFFFF, w >> 16)]
+    np.testing.assert_array_equal(bits[0], want)
+
+
+@BOTH
+def test_vmap_of_keys(implementation):
+    keys = jax.random.split(KEY, 3)
+    x = normal((3, 70), "float32")
+    with check.running(implementation):
+        run = lambda x, key: jaxkern.dropout(x, 0.3, key, implementation=implementation)
+        shared = jax.vmap(run, (None, 0))(x[0], keys)
+        each = jax.vmap(run)(x, keys)
+        same_key = jax.vmap(run, (0, None))(x, KEY)
+        grads = jax.jit(jax.vmap(jax.grad(lambda x, key: run(x, key).sum())))(x, keys)
+    for i in range(3):
+        np.testing.assert_array_equal(shared[i], run_plain(x[0], key=keys[i]))
+        np.testing.assert_array_equal(each[i], run_plain(x[i], key=keys[i]))
+        np.testing.assert_array_equal(same_key[i], run_plain(x[i]))
+        np.testing.assert_array_equal(grads[i], run_plain(jnp.ones(70), key=keys[i]))
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_dropout_empty(shape, implementation):
+    x = jnp.ones(shape, jnp.bfloat16)
+    with check.running(implementation):
+        run = lambda x: jaxkern.dropout(x, 0.5, KEY, implementation=implementation)
+        out, vjp = jax.vjp(run, x)
+    assert out.shape == vjp(out)[0].shape == shape
+
+
+def test_backward_saves_no_mask():
+    x = normal((4, 64), "bfloat16")
+    large = lambda f: [a for a in jax.tree.leaves(jax.vjp(f, x)[1]) if a.size >= x.size]
+    for implementation in (None, "xla"):
+        run = functools.partial(jaxkern.dropout, rate=0.5, key=KEY, implementation=implementation)
+        assert large(run) == []
+        assert [a.dtype for a in large(functools.partial(run, activation="silu"))] == [x.dtype]
+
+
+def test_dropout_errors():
+    x = jnp.ones((2, 4))
+    with pytest.raises(ValueError, match=r"rate must be between 0 and 1, got 1.5"):
+        jaxkern.dropout(x, 1.5, KEY)
+    with pytest.raises(ValueError, match="rate must be between 0 and 1, got nan"):
+        jaxkern.dropout(x, float("nan"), KEY)
+    with pytest.raises(TypeError, match=r"rate must be a number, got an array of shape \(2,\)"):
+        jaxkern.dropout(x, jnp.zeros(2), KEY)
+    with pytest.raises(TypeError, match="rate must be a number, got str"):
+        jaxkern.dropout(x, "half", KEY)
+    with pytest.raises(TypeError, match=r"key must be a key of jax\.random, got int"):
+        jaxkern.dropout(x, 0.5, 3)
+    with pytest.raises(TypeError, match=r"one key of jax.random.*shape \(3,\).*jax.vmap"):
+        jaxkern.dropout(x, 0.5, jax.random.split(KEY, 3))
+    with pytest.raises(ValueError, match=r'activation must be "relu".*got \'tanh\''):
+        jaxkern.dropout(x, 0.5, KEY, activation="tanh")
+    with pytest.raises(ValueError, match=r"residual must have shape \(2, 4\).*got \(4,\)"):
+        jaxkern.dropout_add(x, x[0], 0.5, KEY)
+    with pytest.raises(TypeError, match="x must have a floating dtype"):
+        jaxkern.dropout(jnp.ones(3, jnp.int32), 0.5, KEY)
+    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
+        jaxkern.dropout(x, 0.5, KEY, implementation="triton")
+
+
+def test_old_style_keys():
+    x = jnp.ones(100)
+    np.testing.assert_array_equal(run_plain(x, key=jax.random.PRNGKey(5)), run_plain(x))
+
+
+@pytest.mark.compiled
+def test_dropout_beyond_int32():
+    """More than 2³¹ elements: the last are right."""
+    m, n = (1 << 19) + 3, 4096 + 256
+    x = jnp.ones((m, n), jnp.bfloat16)
+    out = jax.jit(lambda x: jaxkern.dropout(x, 0.5, KEY))(x)
+    options = op._Options("dropout", None, "xla", (m, n))
+    seed = jnp.concatenate([op._key_words(KEY), op._threshold(0.5)])
+    for first in (0, m // 2, m - 5):
+        positions = jnp.arange(first, first + 5, dtype=jnp.uint32), jnp.arange(n, dtype=jnp.uint32)
+        want = 2 * (op._random(options, seed, positions) >= 32768)
+        np.testing.assert_array_equal(out[first : first + 5].astype(jnp.int32), want)
+
+
+MASK = keep(KEY, 0.25, (8, 2, 40))[0]
+DROPOUT = check.Op(
+    name="dropout",
+    call=lambda x, implementation: jaxkern.dropout(
+        x, 0.25, KEY, activation="silu", implementation=implementation
+    ),
+    reference=lambda x: jnp.where(MASK, jax.nn.silu(x) / 0.75, 0),
+    arrays=lambda key: (jax.random.normal(key, (8, 2, 40)),),
+    kernels=("dropout_fwd", "dropout_bwd"),
+    rows=(P("data"), P("data")),
+    features=(P(None, None, "data"), P(None, None, "data")),
+    all_reduces=0,
+    vmaps=[(0,), (1,)],
+    runs_again=False,
+)
+
+
+@check.matrix(DROPOUT)
+def test_dropout_transformations(cell, record_property):
+    if cell[1].startswith("shard_map"):
+        pytest.skip("each shard is a whole array, and draws its own mask")
+    check.check_cell(cell, record_property)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_dropout_in_shard_map(check_vma):
+    """Each shard draws as an array of its own; a gradient of what is shared is summed."""
+    count = min(4, len(jax.devices()))
+    mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=jax.devices()[:count])
+    x, residual = normal((8, 40), "float32"), normal((8 // count, 40), "float32", seed=1)
+
+    def local(x, residual):
+        key = jax.random.fold_in(KEY, jax.lax.axis_index("data"))
+        return jaxkern.dropout_add(x, residual, 0.3, key)
+
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": check_vma}
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
+    shards = x.reshape(count, -1, 40)
+    keys = [jax.random.fold_in(KEY, i) for i in range(count)]
+    drop = jax.vmap(lambda x, key: run_plain(x, key=key))
+    want = (residual + drop(shards, jnp.stack(keys))).reshape(8, 40)
+    check.assert_close(mapped(x, residual), want, 1e-6)
+    dx, dresidual = jax.grad(lambda *a: jnp.sum(mapped(*a)), (0, 1))(x, residual)
+    np.testing.assert_array_equal(dresidual, jnp.full_like(residual, count))
+    ones = drop(jnp.ones_like(shards), jnp.stack(keys)).reshape(8, 40)
+    check.assert_close(dx, ones, 1e-6)
