@@ -129,6 +129,69 @@ def _linear_scan(b: int, l: int, d: int, dtype: str) -> Case:
     )
 
 
+def _gated(op: str, m: int, h: int, dtype: str) -> Case:
+    """A gated unit of two arrays, or of one that holds both."""
+    nbytes = m * h * jnp.dtype(dtype).itemsize
+    shape = (m, 2 * h) if op.endswith("_and_mul") else (m, h)
+    count = 1 if op.endswith("_and_mul") else 2
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        return tuple(jax.random.normal(k, shape, dtype) for k in jax.random.split(key, count))
+
+    def call(*args):
+        *arrays, implementation = args
+        return getattr(jaxkern, op)(*arrays, implementation=implementation)
+
+    return Case(
+        op=op,
+        shape=f"{m}x{h}",
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=3 * nbytes,
+        bytes_backward=5 * nbytes,
+    )
+
+
+def _pointwise(op: str, m: int, n: int, dtype: str, **options: Any) -> Case:
+    nbytes = m * n * jnp.dtype(dtype).itemsize
+    return Case(
+        op=op,
+        shape=f"{m}x{n}" + "".join(f"/{value}" for value in options.values()),
+        dtype=dtype,
+        arrays=lambda key: (jax.random.normal(key, (m, n), dtype),),
+        call=lambda x, implementation: getattr(jaxkern, op)(
+            x, implementation=implementation, **options
+        ),
+        bytes_forward=2 * nbytes,
+        bytes_backward=3 * nbytes,
+    )
+
+
+def _dropout(m: int, n: int, dtype: str, *, add: bool = False, activation: Any = None) -> Case:
+    nbytes = m * n * jnp.dtype(dtype).itemsize
+
+    def call(*args):
+        *arrays, implementation = args
+        where = {"rate": 0.1, "key": jax.random.key(0), "implementation": implementation}
+        if add:
+            return jaxkern.dropout_add(*arrays, **where)
+        return jaxkern.dropout(*arrays, activation=activation, **where)
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        return tuple(jax.random.normal(k, (m, n), dtype) for k in jax.random.split(key, 1 + add))
+
+    return Case(
+        op="dropout_add" if add else "dropout",
+        shape=f"{m}x{n}" + (f"/{activation}" if activation else ""),
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=(2 + add) * nbytes,
+        bytes_backward=(2 + bool(activation)) * nbytes,
+    )
+
+
 def cases(small: bool) -> Sequence[Case]:
     """All cases; `small` ones for a machine without a GPU, where no kernel is timed."""
     if small:
@@ -137,6 +200,8 @@ def cases(small: bool) -> Sequence[Case]:
             _selective_scan(2, 256, 256, 16, "float32"),
             _causal_conv1d(2, 256, 256, 4, "float32"),
             _linear_scan(2, 256, 256, "float32"),
+            _gated("swiglu", 256, 1024, "float32"),
+            _dropout(256, 1024, "float32"),
         ]
     elements = 1 << 27
     sizes = [64, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 11008, 16384, 65536]
@@ -160,7 +225,17 @@ def cases(small: bool) -> Sequence[Case]:
         for dtype in (bf16, "float32")
     ]
     linear += [_linear_scan(*s, bf16) for s in ((1, 16384, 256), (64, 100, 128))]
-    return [*norms, *scans, *convolutions, *linear]
+    widths = (4096, 11008, 14336, 13000)
+    gated = [_gated(op, 16384, h, bf16) for h in widths for op in ("swiglu", "silu_and_mul")]
+    gated += [_gated(op, 16384, 4096, bf16) for op in ("geglu", "reglu", "gelu_and_mul")]
+    gated += [_gated("swiglu", 16384, 4096, dtype) for dtype in ("float32", "float16")]
+    curves = ("relu", "relu_squared", "silu", "gelu")
+    pointwise = [_pointwise(op, 16384, 8192, bf16) for op in curves]
+    pointwise += [_pointwise("gelu", 16384, 8192, bf16, approximate=False)]
+    dropped = [_dropout(16384, n, bf16) for n in (4096, 8192, 13000)]
+    dropped += [_dropout(16384, 8192, bf16, activation="silu")]
+    dropped += [_dropout(16384, 8192, bf16, add=True), _dropout(16384, 8192, "float32")]
+    return [*norms, *scans, *convolutions, *linear, *gated, *pointwise, *dropped]
 
 
 def bytes_of(arrays: Any) -> int:

@@ -234,7 +234,7 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
     want = run_plain(x)
     mode = "mosaic" if check.ON_GPU else "interpret"
     options = op._Options("dropout", None, mode, shape)
-    seed = jnp.concatenate([op._key_words(KEY), op._threshold(0.3)])
+    seed = op._seed(KEY, 0.3)
     sizes = [n // p for n, p in zip(shape, parts, strict=True)]
     for block in np.ndindex(*parts):
         where = tuple(slice(b * n, (b + 1) * n) for b, n in zip(block, sizes, strict=True))
@@ -259,7 +259,7 @@ def interpreted(f, mode):
 
 def test_positions_beyond_32_bits():
     """Where an array has more than 2³⁵ elements the counter's second word counts on."""
-    seed = jnp.concatenate([op._key_words(KEY), op._threshold(0.5)])
+    seed = op._seed(KEY, 0.5)
     row = 2**19 + 3
     positions = jnp.asarray([row], jnp.uint32), jnp.arange(16, dtype=jnp.uint32)
     options = op._Options("dropout", None, "xla", (2**20, 2**17))
@@ -344,7 +344,7 @@ def test_dropout_beyond_int32():
     x = jnp.ones((m, n), jnp.bfloat16)
     out = jax.jit(lambda x: jaxkern.dropout(x, 0.5, KEY))(x)
     options = op._Options("dropout", None, "xla", (m, n))
-    seed = jnp.concatenate([op._key_words(KEY), op._threshold(0.5)])
+    seed = op._seed(KEY, 0.5)
     for first in (0, m // 2, m - 5):
         positions = jnp.arange(first, first + 5, dtype=jnp.uint32), jnp.arange(n, dtype=jnp.uint32)
         want = 2 * (op._random(options, seed, positions) >= 32768)

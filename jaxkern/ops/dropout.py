@@ -48,6 +48,7 @@ from jaxkern.ops.activations import (
     curve,
     factors,
     kernel_functions,
+    recomputing,
     unsupported,
     wide,
 )
@@ -174,7 +175,7 @@ class _Options:
 
 
 def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: _Options) -> jax.Array:
-    seed = jnp.concatenate([_key_words(key), _threshold(rate)])
+    seed = _seed(key, rate)
     if x.ndim == 0:
         as_row = None if residual is None else residual.reshape(1)
         return _dropped_array(x.reshape(1), as_row, seed, options).reshape(())
@@ -183,11 +184,22 @@ def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: _Options) -> j
 
 def _dropped_array(x: Any, residual: Any, seed: Any, options: _Options) -> jax.Array:
     options = dataclasses.replace(options, shape=x.shape)
-    positions = tuple(jnp.arange(n, dtype=jnp.uint32) for n in x.shape)
     if options.mode == "xla":
-        plain = functools.partial(_reference_fwd, options)
-        return jax.checkpoint(plain, prevent_cse=False)(x, residual, seed, *positions)[0]
-    return _dropout_jit(x, residual, seed, positions, options)
+        plain = lambda *args: _reference_fwd(options, *args, *_positions(x.shape))[0]
+        return recomputing(plain)(x, residual, seed)
+    return _dropout_jit(x, residual, seed, options)
+
+
+def _positions(shape: tuple[int, ...]) -> list[jax.Array]:
+    """The indices along each axis: split as the axis is, they tell a device what part it has."""
+    return [jnp.arange(n, dtype=jnp.uint32) for n in shape]
+
+
+def _seed(key: Any, rate: Any) -> jax.Array:
+    """(6,), uint32: the key (4), the threshold, and the bits of 1 / (1 − p)."""
+    threshold = _threshold(rate)
+    scale = lax.bitcast_convert_type(_scale(threshold, jnp.float32), jnp.uint32)
+    return jnp.concatenate([_key_words(key), threshold, scale])
 
 
 def _key_words(key: Any) -> jax.Array:
@@ -226,26 +238,26 @@ def _scale(threshold: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(kept > 0, 65536.0 / jnp.maximum(kept, 1).astype(dtype), 0.0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _dropout(x: Any, residual: Any, seed: Any, positions: Any, options: _Options) -> jax.Array:
-    return _dropout_fwd(x, residual, seed, positions, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _dropout(x: Any, residual: Any, seed: Any, options: _Options) -> jax.Array:
+    return _dropout_fwd(x, residual, seed, options)[0]
 
 
-def _dropout_fwd(x, residual, seed, positions, options):
-    (out,) = _forward_pass(options, x.dtype)(x, residual, seed, *positions)
+def _dropout_fwd(x, residual, seed, options):
+    (out,) = _forward_pass(options)(x, residual, seed, *_positions(options.shape))
     types = _Types(x.dtype, *(None if a is None else jax.typeof(a) for a in (x, residual)))
-    return match_sharding(out, x), (x if options.curve else None, types, seed, positions)
+    return match_sharding(out, x), (x if options.curve else None, types, seed)
 
 
 def _dropout_bwd(options, res, dout):
-    x, types, seed, positions = res
-    (dx,) = _backward_pass(options, types.dtype)(x, dout, seed, *positions)
+    x, types, seed = res
+    (dx,) = _backward_pass(options, types.dtype)(x, dout, seed, *_positions(options.shape))
     dresidual = None if types.residual is None else match_primal(dout, types.residual)
-    return match_primal(dx, types.x), dresidual, None, None
+    return match_primal(dx, types.x), dresidual, None
 
 
 _dropout.defvjp(_dropout_fwd, _dropout_bwd)
-_dropout_jit = jax.jit(_dropout, static_argnums=4)
+_dropout_jit = jax.jit(_dropout, static_argnums=3)
 
 
 @jax.tree_util.register_static
@@ -259,7 +271,7 @@ class _Types:
 
 
 @functools.cache
-def _forward_pass(options: _Options, dtype: Any) -> KernelPass:
+def _forward_pass(options: _Options) -> KernelPass:
     dims = factors(len(options.shape))
     return KernelPass(
         name=f"{options.op}_fwd",
@@ -325,9 +337,7 @@ def _launch_bwd(options: _Options, dtype: Any, x: Any, dout: Any, seed: Any, *po
 
 
 def _launch(name, options, levels, body, ins, out, seed, positions):
-    """With the kernel's seed: key (4), threshold, scale, and where the device's part begins."""
-    scale = lax.bitcast_convert_type(_scale(seed[4:], jnp.float32), jnp.uint32)
-    seed = jnp.concatenate([seed, scale])
+    """With the kernel's seed: to that of the op comes where the device's part begins."""
     if not levels.whole:
         strides = _strides(options.shape)
         begins = [_multiply(p[0], s) for p, s in zip(positions, strides, strict=True)]
