@@ -87,8 +87,10 @@ def check_case(implementation, call, plain, oracle, *arrays):
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((n, d) for n in ELEMENTWISE for d in ("bfloat16", "float32")), ("silu", "float16")],
+)
 def test_activation_accuracy(name, dtype, implementation):
     call, plain = ELEMENTWISE[name]
     oracle = functools.partial(pointwise_oracle, name)
@@ -96,8 +98,10 @@ def test_activation_accuracy(name, dtype, implementation):
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((n, d) for n in GATED for d in ("bfloat16", "float32")), ("silu", "float16")],
+)
 def test_gated_accuracy(name, dtype, implementation):
     pair, _ = GATED[name]
     plain = lambda g, u: ELEMENTWISE[name][1](g) * u
@@ -111,7 +115,7 @@ def plain_halves(name, x):
 
 
 @BOTH
-@pytest.mark.parametrize("h", [1, 3, 8, 100, 130, 1000, 1375])
+@pytest.mark.parametrize("h", [1, 3, 130, 1375])
 def test_silu_and_mul_accuracy(h, implementation):
     """Rows that end inside a lane's unit, inside a warp's, and beyond a block's."""
     check_case(

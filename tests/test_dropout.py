@@ -82,8 +82,14 @@ def test_mask_is_as_defined(shape, generator, implementation):
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("activation", [None, "relu", "relu_squared", "silu", "gelu"])
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        *((None, dtype) for dtype in ("bfloat16", "float16", "float32")),
+        *((name, "float32") for name in ("relu", "relu_squared", "silu", "gelu")),
+        ("silu", "bfloat16"),
+    ],
+)
 def test_dropout_accuracy(activation, dtype, implementation):
     x = normal((3, 300), dtype)
     mask, scale = keep(KEY, 0.25, x.shape)
@@ -198,7 +204,8 @@ def test_masks_are_independent():
 def test_mask_is_one_whatever_the_devices(kind, implementation):
     """The same bits from 1, 2 and 4 devices, eager and under jit, and nothing is gathered."""
     run = lambda x: jaxkern.dropout(x, 0.3, KEY, implementation=implementation)
-    for shape in ((8, 4, 32), (4, 8, 12)):
+    # Of the second, a device's columns begin inside a group of the generator.
+    for shape, spec in (((8, 4, 32), P("b", None, "a")), ((4, 8, 12), P(None, "b", "a"))):
         x = normal(shape, "float32")
         want = run(x)
         np.testing.assert_array_equal(want, np.where(*mask_and(x, shape)))
@@ -209,13 +216,12 @@ def test_mask_is_one_whatever_the_devices(kind, implementation):
             mesh = jax.make_mesh(
                 (2, count // 2), ("a", "b"), (kind,) * 2, devices=jax.devices()[:count]
             )
-            for spec in (P(("a", "b")), P("b", None, "a"), P(None, "a", "b")):
-                placed = jax.device_put(x, NamedSharding(mesh, spec))
-                compiled = jax.jit(run).lower(placed).compile()
-                np.testing.assert_array_equal(compiled(placed), want)
-                text = compiled.as_text()
-                for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
-                    assert f"{collective}(" not in text, (spec, collective)
+            placed = jax.device_put(x, NamedSharding(mesh, spec))
+            compiled = jax.jit(run).lower(placed).compile()
+            np.testing.assert_array_equal(compiled(placed), want)
+            text = compiled.as_text()
+            for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+                assert f"{collective}(" not in text, (spec, collective)
 
 
 def mask_and(x, shape):
@@ -236,7 +242,7 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
     options = op._Options("dropout", None, mode, shape)
     seed = op._seed(KEY, 0.3)
     sizes = [n // p for n, p in zip(shape, parts, strict=True)]
-    for block in np.ndindex(*parts):
+    for block in (np.zeros(len(parts), int), np.asarray(parts) - 1):
         where = tuple(slice(b * n, (b + 1) * n) for b, n in zip(block, sizes, strict=True))
         positions = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in where]
         with interpret_kernels() if mode == "interpret" else check._nothing():
@@ -372,6 +378,8 @@ DROPOUT = check.Op(
 def test_dropout_transformations(cell, record_property):
     if cell[1].startswith("shard_map"):
         pytest.skip("each shard is a whole array, and draws its own mask")
+    if cell[2] == "xla" and cell[1] not in ("jvp", "grad(grad)", "checkpoint", "auto mesh"):
+        pytest.skip("plain JAX with no rule of ours")
     check.check_cell(cell, record_property)
 
 
