@@ -240,14 +240,14 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
     want = run_plain(x)
     mode = "mosaic" if check.ON_GPU else "interpret"
     options = op._Options("dropout", None, mode, shape)
-    seed = op._seed(KEY, 0.3)
+    seeds = op._key_words(KEY), op._rate_words(0.3)
     sizes = [n // p for n, p in zip(shape, parts, strict=True)]
     for block in (np.zeros(len(parts), int), np.asarray(parts) - 1):
         where = tuple(slice(b * n, (b + 1) * n) for b, n in zip(block, sizes, strict=True))
         positions = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in where]
         with interpret_kernels() if mode == "interpret" else check._nothing():
             launch = functools.partial(op._launch_fwd, options)
-            (got,) = interpreted(launch, mode)(x[where], None, seed, *positions)
+            (got,) = interpreted(launch, mode)(x[where], None, *seeds, *positions)
         np.testing.assert_array_equal(got, want[where])
 
 
@@ -265,11 +265,11 @@ def interpreted(f, mode):
 
 def test_positions_beyond_32_bits():
     """Where an array has more than 2³⁵ elements the counter's second word counts on."""
-    seed = op._seed(KEY, 0.5)
+    key = op._key_words(KEY)
     row = 2**19 + 3
     positions = jnp.asarray([row], jnp.uint32), jnp.arange(16, dtype=jnp.uint32)
     options = op._Options("dropout", None, "xla", (2**20, 2**17))
-    bits = op._random(options, seed, positions)
+    bits = op._random(options, key, positions)
     groups = [(row * 2**17 + c) // 8 for c in (0, 8)]
     assert groups[0] > 2**32
     words = np.asarray(jax.random.key_data(KEY))
@@ -317,7 +317,7 @@ def test_backward_saves_no_mask():
 def test_dropout_errors():
     x = jnp.ones((2, 4))
     with pytest.raises(ValueError, match=r"rate must be between 0 and 1, got 1.5"):
-        jaxkern.dropout(x, 1.5, KEY)
+        jax.jit(lambda x: jaxkern.dropout(x, 1.5, KEY))(x)
     with pytest.raises(ValueError, match="rate must be between 0 and 1, got nan"):
         jaxkern.dropout(x, float("nan"), KEY)
     with pytest.raises(TypeError, match=r"rate must be a number, got an array of shape \(2,\)"):
@@ -350,10 +350,10 @@ def test_dropout_beyond_int32():
     x = jnp.ones((m, n), jnp.bfloat16)
     out = jax.jit(lambda x: jaxkern.dropout(x, 0.5, KEY))(x)
     options = op._Options("dropout", None, "xla", (m, n))
-    seed = op._seed(KEY, 0.5)
+    key = op._key_words(KEY)
     for first in (0, m // 2, m - 5):
         positions = jnp.arange(first, first + 5, dtype=jnp.uint32), jnp.arange(n, dtype=jnp.uint32)
-        want = 2 * (op._random(options, seed, positions) >= 32768)
+        want = 2 * (op._random(options, key, positions) >= 32768)
         np.testing.assert_array_equal(out[first : first + 5].astype(jnp.int32), want)
 
 

@@ -400,9 +400,13 @@ def store_units(
 
 
 def load_shared(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
-    """The first `count` words of an array in global memory, uint32, each as (LANES,)."""
+    """The words of an array in global memory, uint32, each as (LANES,), and zeros up to `count`.
+
+    A zero made by arithmetic would be a constant, whose layout no ``inline_mgpu`` takes.
+    """
+    size = ref.shape[0]
     if interpret:
-        words = ref[...]
+        words = jnp.pad(ref[...], (0, count - size))
         return [jnp.broadcast_to(words[i], (LANES,)) for i in range(count)]
     row = _row(1, np.uint32)
 
@@ -411,8 +415,10 @@ def load_shared(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
         del ctx
         dtype = ir.MemRefType(source.type).element_type
         pointer = mgpu_utils.memref_ptr(source)
-        addresses = [mgpu_utils.getelementptr(pointer, [i], dtype) for i in range(count)]
-        return tuple(_fragmented(llvm.load(dtype, a), signed=False) for a in addresses)
+        addresses = [mgpu_utils.getelementptr(pointer, [i], dtype) for i in range(size)]
+        words = [llvm.load(dtype, a) for a in addresses]
+        words += [arith.constant(dtype, 0)] * (count - size)
+        return tuple(_fragmented(word, signed=False) for word in words)
 
     return list(load(ref))  # pyright: ignore[reportCallIssue]
 

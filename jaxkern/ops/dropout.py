@@ -63,6 +63,9 @@ _GROUP = 8
 _Pair = tuple[Any, Any]
 """The lower and the upper 32 bits of an integer."""
 
+_Seeds = tuple[jax.Array, jax.Array]
+"""The words of the key, and those of the rate."""
+
 _Wide = Callable[[Any, int], _Pair]
 """(a, b) -> the upper and the lower half of a · b."""
 
@@ -175,19 +178,19 @@ class _Options:
 
 
 def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: _Options) -> jax.Array:
-    seed = _seed(key, rate)
+    seeds = _key_words(key), _rate_words(rate)
     if x.ndim == 0:
         as_row = None if residual is None else residual.reshape(1)
-        return _dropped_array(x.reshape(1), as_row, seed, options).reshape(())
-    return _dropped_array(x, residual, seed, options)
+        return _dropped_array(x.reshape(1), as_row, seeds, options).reshape(())
+    return _dropped_array(x, residual, seeds, options)
 
 
-def _dropped_array(x: Any, residual: Any, seed: Any, options: _Options) -> jax.Array:
+def _dropped_array(x: Any, residual: Any, seeds: _Seeds, options: _Options) -> jax.Array:
     options = dataclasses.replace(options, shape=x.shape)
     if options.mode == "xla":
         plain = lambda *args: _reference_fwd(options, *args, *_positions(x.shape))[0]
-        return recomputing(plain)(x, residual, seed)
-    return _dropout_jit(x, residual, seed, options)
+        return recomputing(plain)(x, residual, *seeds)
+    return _dropout_jit(x, residual, seeds, options)
 
 
 def _positions(shape: tuple[int, ...]) -> list[jax.Array]:
@@ -195,15 +198,8 @@ def _positions(shape: tuple[int, ...]) -> list[jax.Array]:
     return [jnp.arange(n, dtype=jnp.uint32) for n in shape]
 
 
-def _seed(key: Any, rate: Any) -> jax.Array:
-    """(6,), uint32: the key (4), the threshold, and the bits of 1 / (1 − p)."""
-    threshold = _threshold(rate)
-    scale = lax.bitcast_convert_type(_scale(threshold, jnp.float32), jnp.uint32)
-    return jnp.concatenate([_key_words(key), threshold, scale])
-
-
 def _key_words(key: Any) -> jax.Array:
-    """(4,), uint32: the words of a key, with zeros after a shorter one's."""
+    """(k,), uint32: the words of a key, 4 at most."""
     try:
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         shape, words = key.shape, jax.random.key_data(key) if typed else jnp.asarray(key)
@@ -214,22 +210,31 @@ def _key_words(key: Any) -> jax.Array:
             f"key must be one key of jax.random, or its words, (k,) and uint32; got {words.dtype} "
             f"of shape {shape}. Split keys are for jax.vmap, or index them"
         )
+    if words.size <= 4:
+        return words
     words = jnp.pad(words, (0, -words.size % 4)).reshape(-1, 4)
     return functools.reduce(jnp.bitwise_xor, [words[i] for i in range(words.shape[0])])
 
 
+def _rate_words(rate: Any) -> jax.Array:
+    """(2,), uint32: the threshold and the bits of 1 / (1 − p)."""
+    threshold = _threshold(rate)
+    scale = lax.bitcast_convert_type(_scale(threshold, jnp.float32), jnp.uint32)
+    return jnp.stack([threshold, scale])
+
+
 def _threshold(rate: Any) -> jax.Array:
-    """(1,), uint32: of 2¹⁶ values of the random bits those below it drop their element."""
+    """uint32: of 2¹⁶ values of the random bits those below it drop their element."""
     try:
         array = jnp.asarray(rate, jnp.float32)
     except (TypeError, ValueError) as e:
         raise TypeError(f"rate must be a number, got {type(rate).__name__}") from e
     if array.ndim:
         raise TypeError(f"rate must be a number, got an array of shape {array.shape}")
-    if not isinstance(array, Tracer) and not 0 <= float(array) <= 1:
+    if not isinstance(rate, Tracer) and not 0 <= float(rate) <= 1:
         raise ValueError(f"rate must be between 0 and 1, got {rate!r}")
     within = jnp.clip(lax.stop_gradient(array), 0.0, 1.0)
-    return jnp.round(within * 65536.0).astype(jnp.uint32).reshape(1)
+    return jnp.round(within * 65536.0).astype(jnp.uint32)
 
 
 def _scale(threshold: jax.Array, dtype: Any) -> jax.Array:
@@ -239,21 +244,21 @@ def _scale(threshold: jax.Array, dtype: Any) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dropout(x: Any, residual: Any, seed: Any, options: _Options) -> jax.Array:
-    return _dropout_fwd(x, residual, seed, options)[0]
+def _dropout(x: Any, residual: Any, seeds: _Seeds, options: _Options) -> jax.Array:
+    return _dropout_fwd(x, residual, seeds, options)[0]
 
 
-def _dropout_fwd(x, residual, seed, options):
-    (out,) = _forward_pass(options)(x, residual, seed, *_positions(options.shape))
+def _dropout_fwd(x, residual, seeds, options):
+    (out,) = _forward_pass(options)(x, residual, *seeds, *_positions(options.shape))
     types = _Types(x.dtype, *(None if a is None else jax.typeof(a) for a in (x, residual)))
-    return match_sharding(out, x), (x if options.curve else None, types, seed)
+    return match_sharding(out, x), (x if options.curve else None, types, seeds)
 
 
 def _dropout_bwd(options, res, dout):
-    x, types, seed = res
-    (dx,) = _backward_pass(options, types.dtype)(x, dout, seed, *_positions(options.shape))
+    x, types, seeds = res
+    (dx,) = _backward_pass(options, types.dtype)(x, dout, *seeds, *_positions(options.shape))
     dresidual = None if types.residual is None else match_primal(dout, types.residual)
-    return match_primal(dx, types.x), dresidual, None
+    return match_primal(dx, types.x), dresidual, (None, None)
 
 
 _dropout.defvjp(_dropout_fwd, _dropout_bwd)
@@ -278,9 +283,9 @@ def _forward_pass(options: _Options) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_launch_fwd, options),
         reference=functools.partial(_reference_fwd, options),
-        ins=(dims, dims, "z", *dims.split()),
+        ins=(dims, dims, "y", "z", *dims.split()),
         outs=(dims,),
-        whole="z",
+        whole="y z",
     )
 
 
@@ -292,18 +297,18 @@ def _backward_pass(options: _Options, dtype: Any) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_launch_bwd, options, dtype),
         reference=functools.partial(_reference_bwd, options, dtype),
-        ins=(dims, dims, "z", *dims.split()),
+        ins=(dims, dims, "y", "z", *dims.split()),
         outs=(dims,),
-        whole="z",
+        whole="y z",
     )
 
 
 # Kernels
 
 
-def _launch_fwd(options: _Options, x: Any, residual: Any, seed: Any, *positions: Any):
+def _launch_fwd(options: _Options, x: Any, residual: Any, *where: Any):
     if x.size == 0:
-        return _reference_fwd(options, x, residual, seed, *positions)
+        return _reference_fwd(options, x, residual, *where)
     exact = x.dtype == jnp.float32
     levels = _levels(options.shape, x.shape)
 
@@ -315,12 +320,12 @@ def _launch_fwd(options: _Options, x: Any, residual: Any, seed: Any, *positions:
 
     ins = [x] if residual is None else [x, residual]
     out = jax.ShapeDtypeStruct(x.shape, ins[-1].dtype)
-    return _launch(f"{options.op}_fwd", options, levels, body, ins, out, seed, positions)
+    return _launch(f"{options.op}_fwd", options, levels, body, ins, out, *where)
 
 
-def _launch_bwd(options: _Options, dtype: Any, x: Any, dout: Any, seed: Any, *positions: Any):
+def _launch_bwd(options: _Options, dtype: Any, x: Any, dout: Any, *where: Any):
     if dout.size == 0:
-        return _reference_bwd(options, dtype, x, dout, seed, *positions)
+        return _reference_bwd(options, dtype, x, dout, *where)
     exact = dtype == jnp.float32
     levels = _levels(options.shape, dout.shape)
 
@@ -333,22 +338,23 @@ def _launch_bwd(options: _Options, dtype: Any, x: Any, dout: Any, seed: Any, *po
 
     ins = [dout] if x is None else [dout, x]
     dx = jax.ShapeDtypeStruct(dout.shape, dtype)
-    return _launch(f"{options.op}_bwd", options, levels, body, ins, dx, seed, positions)
+    return _launch(f"{options.op}_bwd", options, levels, body, ins, dx, *where)
 
 
-def _launch(name, options, levels, body, ins, out, seed, positions):
-    """With the kernel's seed: to that of the op comes where the device's part begins."""
+def _launch(name, options, levels, body, ins, out, key, rate, *positions):
+    """With the key, the rate, and where in the whole array the device's part begins."""
+    seeds = [key, rate]
     if not levels.whole:
         strides = _strides(options.shape)
         begins = [_multiply(p[0], s) for p, s in zip(positions, strides, strict=True)]
         begin = _shift_right(functools.reduce(_add, begins), levels.vec.bit_length() - 1)
-        seed = jnp.concatenate([seed, jnp.stack(begin)])
+        seeds.append(jnp.stack(begin))
     return launch(
         name,
         body,
         ins,
         [out],
-        seed=seed,
+        seeds=seeds,
         vec=levels.vec,
         interpret=options.mode == "interpret",
     )
@@ -388,7 +394,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 def _drop_in_kernel(lanes: Lanes, levels: _Levels, v: jax.Array) -> jax.Array:
     """m · v / (1 − p) of (LANES · vec,)."""
     product = functools.partial(multiply_wide, interpret=lanes.interpret)
-    key, threshold, scale = lanes.seed[:4], *lanes.seed[4:6]
+    key, (threshold, scale, *_) = lanes.seeds[:2]
     units, per_group = _units_in_whole(lanes, levels, product), _GROUP // lanes.vec
     low, high = _shift_right(units, per_group.bit_length() - 1)
     bits = _random_bits(low, high, key, product)
@@ -409,7 +415,8 @@ def _units_in_whole(lanes: Lanes, levels: _Levels, product: _Wide) -> _Pair:
     """The lanes' units, counted in the whole array."""
     if levels.whole:
         return lanes.units, lanes.units & jnp.uint32(0)
-    total, rest = (lanes.seed[6], lanes.seed[7]), lanes.units
+    (low, high, *_), rest = lanes.seeds[2], lanes.units
+    total = low, high
     for i, (size, stride) in enumerate(levels.digits):
         size, stride = (size // lanes.vec, 1) if i == 0 else (size, stride // lanes.vec)
         digit = rest if i + 1 == len(levels.digits) else lax.rem(rest, jnp.uint32(size))
@@ -481,12 +488,12 @@ def dropout_reference(
     return _dropped(x, residual, rate, key, _Options("dropout", curve_name, "xla"))
 
 
-def _drop(options: _Options, seed: Any, positions: Sequence[Any], v: jax.Array) -> jax.Array:
-    scale = _scale(seed[4], v.dtype)
-    return jnp.where(_random(options, seed, positions) >= seed[4], v * scale, 0.0)
+def _drop(options: _Options, key: Any, rate: Any, positions: Any, v: jax.Array) -> jax.Array:
+    scale = _scale(rate[0], v.dtype)
+    return jnp.where(_random(options, key, positions) >= rate[0], v * scale, 0.0)
 
 
-def _random(options: _Options, seed: Any, positions: Sequence[Any]) -> jax.Array:
+def _random(options: _Options, key: Any, positions: Sequence[Any]) -> jax.Array:
     """16 random bits for each element of the part of an array that is at `positions`."""
     whole, part = options.shape, tuple(p.size for p in positions)
     grouped = whole[-1] % _GROUP == part[-1] % _GROUP == 0
@@ -497,25 +504,25 @@ def _random(options: _Options, seed: Any, positions: Sequence[Any]) -> jax.Array
         axes = [e for e in range(len(whole)) if e != d]
         index = _add(index, _multiply(jnp.expand_dims(place, axes), stride))
     group = _shift_right(index, _GROUP.bit_length() - 1)
-    bits = _random_bits(*group, [seed[i] for i in range(4)])
+    bits = _random_bits(*group, [*key, *[jnp.uint32(0)] * (4 - key.size)])
     if grouped:
         return jnp.stack(bits, axis=-1).reshape(part)
     which = index[0] & (_GROUP - 1)
     return functools.reduce(lambda a, k: jnp.where(which == k, bits[k], a), range(1, 8), bits[0])
 
 
-def _reference_fwd(options, x, residual, seed, *positions):
+def _reference_fwd(options, x, residual, key, rate, *positions):
     f32 = wide(*(a for a in (x, residual) if a is not None))
     v = x.astype(f32)
-    out = _drop(options, seed, positions, curve(options.curve, v) if options.curve else v)
+    out = _drop(options, key, rate, positions, curve(options.curve, v) if options.curve else v)
     if residual is None:
         return (out.astype(x.dtype),)
     return ((residual.astype(f32) + out).astype(residual.dtype),)
 
 
-def _reference_bwd(options, dtype, x, dout, seed, *positions):
+def _reference_bwd(options, dtype, x, dout, key, rate, *positions):
     f32 = wide(dout if x is None else x, dout)
-    dropped = _drop(options, seed, positions, dout.astype(f32))
+    dropped = _drop(options, key, rate, positions, dout.astype(f32))
     if x is not None:
         dropped = dropped * CURVES[options.curve](x.astype(f32), PLAIN)[1]
     return (dropped.astype(dtype),)

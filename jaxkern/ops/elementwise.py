@@ -35,13 +35,13 @@ class Lanes:
     Attributes:
       units: (LANES,), uint32, which unit of the arrays each lane has.
       vec: elements of a unit.
-      seed: the words of the launch's seed, each (LANES,).
+      seeds: the 4 words of each of the launch's seeds, each word (LANES,).
       interpret: whether this runs in Pallas's interpreter.
     """
 
     units: jax.Array
     vec: int
-    seed: Sequence[jax.Array]
+    seeds: Sequence[Sequence[jax.Array]]
     interpret: bool
 
 
@@ -52,7 +52,7 @@ def launch(
     outs: Sequence[jax.ShapeDtypeStruct],
     *,
     columns: int = 0,
-    seed: jax.Array | None = None,
+    seeds: Sequence[jax.Array] = (),
     vec: int | None = None,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
@@ -65,7 +65,7 @@ def launch(
         side by side: (..., 2 · columns).
       outs: shapes and dtypes of the results, of which some may be two in the same way.
       columns: elements of a row, where an array is two.
-      seed: (k,), uint32, words that every lane reads.
+      seeds: arrays (k,), uint32, of up to 4 words that every lane reads; zeros make up the rest.
       vec: elements of a unit; by default as many as make 16 bytes of the widest dtype.
       interpret: whether to run in Pallas's interpreter.
     """
@@ -82,7 +82,7 @@ def launch(
         row=columns // vec,
         parts=parts,
         inputs=sum(parts[: len(ins)]),
-        seeds=0 if seed is None else seed.size,
+        seeds=len(seeds),
         interpret=interpret,
     )
     results = plgpu.kernel(
@@ -92,7 +92,7 @@ def launch(
         grid_names=(_BLOCK,),
         kernel_name=name,
         compiler_params=_COMPILER_PARAMS,
-    )(*([] if seed is None else [seed]), *(a.reshape(-1) for a in ins))
+    )(*seeds, *(a.reshape(-1) for a in ins))
     return tuple(r.reshape(o.shape) for r, o in zip(results, outs, strict=True))
 
 
@@ -113,8 +113,8 @@ class _Plan:
 
 
 def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> None:
-    seed = load_shared(refs[0], plan.seeds, interpret=plan.interpret) if plan.seeds else []
-    refs = refs[bool(plan.seeds) :]
+    seeds = [load_shared(ref, 4, interpret=plan.interpret) for ref in refs[: plan.seeds]]
+    refs = refs[plan.seeds :]
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
     lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
     first = lax.axis_index(_BLOCK).astype(jnp.uint32) * jnp.uint32(LANES * UNITS)
@@ -138,7 +138,7 @@ def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> No
         where = places(units)
         load = functools.partial(load_units, vec=plan.vec, interpret=plan.interpret)
         values = [load(ref, at) for ref, at in where[: plan.inputs]]
-        work.append((Lanes(units, plan.vec, seed, plan.interpret), values, where[plan.inputs :]))
+        work.append((Lanes(units, plan.vec, seeds, plan.interpret), values, where[plan.inputs :]))
     for lanes, values, where in work:
         for (ref, at), value in zip(where, body(lanes, *values), strict=True):
             store_units(ref, at, value, plan.vec, interpret=plan.interpret)
