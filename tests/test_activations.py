@@ -310,9 +310,21 @@ def test_gated_beyond_int32():
 
 
 def test_launch_takes_a_whole_unit_of_any_size():
-    array = jax.ShapeDtypeStruct((24,), jnp.bfloat16)
-    assert [elementwise.unit(n, array) for n in (1, 2, 12, 24)] == [1, 2, 4, 8]
-    assert elementwise.unit(24, array, jax.ShapeDtypeStruct((24,), jnp.float32)) == 4
+    array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
+    assert [elementwise.unit(array(n)) for n in (1, 2, 12, 24)] == [1, 2, 4, 8]
+    assert elementwise.unit(array(24), array(24, dtype=jnp.float32)) == 4
+    assert elementwise.unit(array(16, 24), columns=12) == 4
+
+
+@pytest.mark.parametrize(("h", "fits"), [(2**16, True), (2**16 + 1, False)])
+def test_halves_beyond_32_bits_of_units(h, fits):
+    """The rows of the one begin at multiples of 16 bytes; the other's elements are too many."""
+    x = jax.ShapeDtypeStruct((2**16, 2 * h), jnp.bfloat16)
+    lowered = jax.jit(jaxkern.silu_and_mul).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in lowered) is fits
+    if not fits:
+        with pytest.raises(NotImplementedError, match="1 at a time"):
+            jax.eval_shape(functools.partial(jaxkern.silu_and_mul, implementation="mosaic"), x)
 
 
 def arrays(key):

@@ -33,7 +33,7 @@ from jaxkern.core.arguments import check_floating
 from jaxkern.core.arithmetic import normal, sigmoid
 from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
-from jaxkern.ops.elementwise import MAX_UNITS, Lanes, launch, unit
+from jaxkern.ops.elementwise import Lanes, launch, too_large, unit
 
 
 def relu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
@@ -165,14 +165,13 @@ def _activation(op: str, curve: str, x: Any, implementation: Any) -> jax.Array:
     return _pointwise_jit(x, options)
 
 
-def unsupported(**arrays: jax.Array) -> str | None:
-    """Why kernels that work element by element cannot take `arrays`."""
+def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
+    """Why kernels that work element by element, or on halves of rows, cannot take `arrays`."""
     for name, a in arrays.items():
         if a.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} is {a.dtype}, and the kernels take bfloat16, float16 and float32"
-        if a.size // unit(a.size, a) > MAX_UNITS:
-            return f"{name} has {a.size} elements, and the kernels take {MAX_UNITS} of an odd size"
-    return device_unsupported()
+    present = arrays.values()
+    return too_large(unit(*present, columns=columns), *present) or device_unsupported()
 
 
 # Curves

@@ -68,13 +68,16 @@ def launch(
       seeds: arrays (k,), uint32, of up to 4 words that every lane reads; zeros make up the rest.
       vec: elements of a unit; by default as many as make 16 bytes of the widest dtype.
       interpret: whether to run in Pallas's interpreter.
+
+    Raises:
+      NotImplementedError: an array has more than `MAX_UNITS` units.
     """
     arrays = [*ins, *outs]
     size = min(a.size for a in arrays)
     if vec is None:
-        vec = unit(size, *arrays)
-    if columns:
-        vec = math.gcd(vec, columns)
+        vec = unit(*arrays, columns=columns)
+    if reason := too_large(vec, *arrays):
+        raise NotImplementedError(f'{name}: {reason}. Use implementation="xla".')
     parts = tuple(a.size // size for a in arrays)
     plan = _Plan(
         count=size // vec,
@@ -96,9 +99,21 @@ def launch(
     return tuple(r.reshape(o.shape) for r, o in zip(results, outs, strict=True))
 
 
-def unit(size: int, *arrays: Any) -> int:
-    """Elements of a unit of arrays with `size` elements, as many as make 16 bytes if they can."""
-    return math.gcd(16 // max(a.dtype.itemsize for a in arrays), size)
+def unit(*arrays: Any, columns: int = 0) -> int:
+    """Elements of a unit of `arrays` and `columns`: as many as make 16 bytes, if they divide both.
+
+    Args and meaning are those of :func:`launch`.
+    """
+    size = min(a.size for a in arrays)
+    return math.gcd(16 // max(a.dtype.itemsize for a in arrays), size, columns)
+
+
+def too_large(vec: int, *arrays: Any) -> str | None:
+    """Why a kernel cannot count the units, of `vec` elements, of `arrays`."""
+    size = max(a.size for a in arrays)
+    if size <= vec * MAX_UNITS:
+        return None
+    return f"its {size} elements can be accessed {vec} at a time, and the kernels count to 2^32"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -224,7 +224,8 @@ def _halves(op: str, curve_name: str, gate_up: Any, implementation: Any) -> jax.
             "gate_up must have a last axis of even size, gate and up side by side; got shape "
             f"{gate_up.shape}"
         )
-    mode = resolve(implementation, unsupported(gate_up=gate_up), op=op)
+    reason = unsupported(columns=gate_up.shape[-1] // 2, gate_up=gate_up)
+    mode = resolve(implementation, reason, op=op)
     if mode == "xla":
         return recomputing(functools.partial(gated_reference, curve_name))(gate_up)
     return _unit_jit((gate_up,), _Options(op, curve_name, mode))
