@@ -89,7 +89,11 @@ def check_case(implementation, call, plain, oracle, *arrays):
 @BOTH
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((n, d) for n in ELEMENTWISE for d in ("bfloat16", "float32")), ("silu", "float16")],
+    [
+        *((n, "bfloat16") for n in ELEMENTWISE),
+        *((n, "float32") for n in ("silu", "gelu_tanh", "gelu_erf")),
+        ("silu", "float16"),
+    ],
 )
 def test_activation_accuracy(name, dtype, implementation):
     call, plain = ELEMENTWISE[name]
@@ -100,7 +104,11 @@ def test_activation_accuracy(name, dtype, implementation):
 @BOTH
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((n, d) for n in GATED for d in ("bfloat16", "float32")), ("silu", "float16")],
+    [
+        *(("silu", dtype) for dtype in ("bfloat16", "float16", "float32")),
+        *((n, "bfloat16") for n in ("gelu_tanh", "relu")),
+        ("gelu_erf", "float32"),
+    ],
 )
 def test_gated_accuracy(name, dtype, implementation):
     pair, _ = GATED[name]
@@ -115,7 +123,7 @@ def plain_halves(name, x):
 
 
 @BOTH
-@pytest.mark.parametrize("h", [1, 3, 130, 1375])
+@pytest.mark.parametrize("h", [3, 130, 1375])
 def test_silu_and_mul_accuracy(h, implementation):
     """Rows that end inside a lane's unit, inside a warp's, and beyond a block's."""
     check_case(
@@ -140,7 +148,7 @@ def test_gelu_and_mul_accuracy(name, implementation):
 
 
 @BOTH
-@pytest.mark.parametrize("shape", [(1,), (7,), (), (257, 3), (1, 2, 1031)])
+@pytest.mark.parametrize("shape", [(), (7,), (257, 3)])
 def test_gated_shapes(shape, implementation):
     """Sizes that no access width divides, and more blocks than one."""
     plain = lambda g, u: jax.nn.silu(g) * u
@@ -170,8 +178,14 @@ EXTREMES = {
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", EXTREMES)
-@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu_erf", "relu"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("silu", dtype) for dtype in EXTREMES),
+        *((n, d) for n in ("gelu_tanh", "gelu_erf") for d in ("float16", "float32")),
+        ("relu", "bfloat16"),
+    ],
+)
 def test_activation_extremes(name, dtype, implementation):
     """Where the curve is 0 or x, it and its slope are so, at infinity too; a NaN stays one."""
     far = np.asarray(EXTREMES[dtype])

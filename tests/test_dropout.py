@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.core.dispatch import interpret_kernels
 from jaxkern.ops import dropout as op
 from tests import check
 from tests.test_activations import ELEMENTWISE, curve, normal
@@ -70,8 +70,10 @@ def test_generator_gives_the_published_numbers(counter, key, words):
 
 
 @BOTH
-@pytest.mark.parametrize("generator", ["threefry2x32", "rbg"])
-@pytest.mark.parametrize("shape", [(3, 1000), (5, 33), (7,), (), (2, 3, 44)])
+@pytest.mark.parametrize(
+    ("shape", "generator"),
+    [((3, 1000), "rbg"), *((s, "threefry2x32") for s in ((5, 33), (), (2, 3, 44)))],
+)
 def test_mask_is_as_defined(shape, generator, implementation):
     key = jax.random.key(11, impl=generator)
     x = jnp.ones(shape)
@@ -86,8 +88,8 @@ def test_mask_is_as_defined(shape, generator, implementation):
     ("activation", "dtype"),
     [
         *((None, dtype) for dtype in ("bfloat16", "float16", "float32")),
-        *((name, "float32") for name in ("relu", "relu_squared", "silu", "gelu")),
-        ("silu", "bfloat16"),
+        *((name, "float32") for name in ("relu_squared", "silu")),
+        ("gelu", "bfloat16"),
     ],
 )
 def test_dropout_accuracy(activation, dtype, implementation):
@@ -111,9 +113,7 @@ def test_dropout_accuracy(activation, dtype, implementation):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("dtype", "wide"), [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")]
-)
+@pytest.mark.parametrize(("dtype", "wide"), [("bfloat16", "float32"), ("float32", "float32")])
 def test_dropout_add_accuracy(dtype, wide, implementation):
     x, residual = normal((3, 300), dtype), normal((3, 300), wide, seed=1)
     mask, scale = keep(KEY, 0.25, x.shape)
@@ -199,8 +199,10 @@ def test_masks_are_independent():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [(AxisType.Auto, None), (AxisType.Explicit, None), (AxisType.Auto, "xla")],
+)
 def test_mask_is_one_whatever_the_devices(kind, implementation):
     """The same bits from 1, 2 and 4 devices, eager and under jit, and nothing is gathered."""
     run = lambda x: jaxkern.dropout(x, 0.3, KEY, implementation=implementation)
@@ -232,31 +234,28 @@ def mask_and(x, shape):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "parts"),
-    [((4, 6, 32), (2, 1, 1)), ((4, 6, 32), (1, 2, 2)), ((4, 6, 12), (1, 3, 3)), ((6, 21), (2, 7))],
+    [((4, 6, 32), (2, 2, 1)), ((4, 6, 12), (1, 3, 3)), ((6, 21), (2, 7))],
 )
 def test_kernel_of_a_part_draws_the_part(shape, parts):
-    """What a device of a mesh launches, for each of its blocks of the array in turn."""
+    """What a device of a mesh launches for its block of the array, here the last one."""
     x = normal(shape, "float32")
     want = run_plain(x)
     mode = "mosaic" if check.ON_GPU else "interpret"
     options = op._Options("dropout", None, mode, shape)
     seeds = op._key_words(KEY), op._rate_words(0.3)
     sizes = [n // p for n, p in zip(shape, parts, strict=True)]
-    for block in (np.zeros(len(parts), int), np.asarray(parts) - 1):
-        where = tuple(slice(b * n, (b + 1) * n) for b, n in zip(block, sizes, strict=True))
-        positions = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in where]
-        with interpret_kernels() if mode == "interpret" else check._nothing():
-            launch = functools.partial(op._launch_fwd, options)
-            (got,) = interpreted(launch, mode)(x[where], None, *seeds, *positions)
-        np.testing.assert_array_equal(got, want[where])
+    where = tuple(slice(n - size, n) for n, size in zip(shape, sizes, strict=True))
+    positions = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in where]
+    with check.running("mosaic"):
+        launch = functools.partial(op._launch_fwd, options)
+        (got,) = interpreted(launch, mode)(x[where], None, *seeds, *positions)
+    np.testing.assert_array_equal(got, want[where])
 
 
 def interpreted(f, mode):
     def run(*args):
         if mode != "interpret":
             return f(*args)
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         with plgpu.force_gpu_interpret_mode():
             return f(*args)
 
@@ -378,8 +377,10 @@ DROPOUT = check.Op(
 def test_dropout_transformations(cell, record_property):
     if cell[1].startswith("shard_map"):
         pytest.skip("each shard is a whole array, and draws its own mask")
-    if cell[2] == "xla" and cell[1] not in ("jvp", "grad(grad)", "checkpoint", "auto mesh"):
-        pytest.skip("plain JAX with no rule of ours")
+    _, name, implementation = cell
+    here = None if name in check.WITHOUT_INTERPRETER else "mosaic"
+    if not check.ON_GPU and implementation != here and name not in (*check.ALONE, "jvp"):
+        pytest.skip("a CPU runs each once: the kernels, or where it cannot, what is chosen")
     check.check_cell(cell, record_property)
 
 
