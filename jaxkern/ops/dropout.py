@@ -13,9 +13,10 @@ least t = round(2¹⁶ · rate), so that p = t / 2¹⁶ is the rate to within 2�
 divides, the expectation of out is exact. A rate of 0 keeps everything and a rate of 1 nothing.
 
 The bits are Philox-4x32-10's. Its key and the upper half of its counter are the words of the user's
-key, of whatever generator; the lower half is ⌊i / 8⌋. The result's 128 bits serve 8 elements, in
-order of their words and from the lower half of a word to the upper. A mask therefore depends on
-key, rate and i alone: on no block size, device, sharding or implementation.
+key, of whatever generator, and zeros after a shorter one's; the lower half is ⌊i / 8⌋. The result's
+128 bits serve 8 elements, in order of their words and from the lower half of a word to the upper. A
+mask therefore depends on key, rate and i alone: on no block size, device, sharding or
+implementation.
 
 Saved for the backward: the key's words, and x where there is an activation.
 
