@@ -249,7 +249,7 @@ def store_lanes(
             )
             llvm.store(packed, address, alignment=vec * ref.dtype.itemsize)
 
-    store(ref, *values)  # pyright: ignore[reportCallIssue]
+    store(ref, *map(_laid_out, values))  # pyright: ignore[reportCallIssue]
 
 
 def sync_warp(*, interpret: bool) -> None:
@@ -323,7 +323,7 @@ def sum_lanes(
             held = [arith.addf(a, mgpu_utils.shfl_bfly(b, distance)) for a, b in pairs]
         return tuple(_fragmented(value) for value in held)
 
-    return list(shuffled(*values))
+    return list(shuffled(*map(_laid_out, values)))
 
 
 def join_lanes(parts: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
@@ -338,24 +338,27 @@ def join_lanes(parts: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
         del ctx
         return _fragmented(*(_element(p.registers.item(), 0) for p in parts), signed=signed)
 
-    return join(*parts)  # pyright: ignore[reportCallIssue]
+    return join(*map(_laid_out, parts))  # pyright: ignore[reportCallIssue]
 
 
-def load_units(ref: Any, units: jax.Array, vec: int, *, interpret: bool) -> jax.Array:
+def load_units(ref: Any, units: jax.Array, vec: int, count: int, *, interpret: bool) -> jax.Array:
     """What each lane reads of an array in global memory: its unit, `vec` neighbouring elements.
 
     Args:
       ref: contiguous, aligned to 16 bytes, fp32, bf16 or fp16.
       units: (LANES,), uint32; unit u begins at element u · vec.
-      vec: a power of two; more than 16 bytes are several accesses.
+      vec: a power of two, 16 bytes at most.
+      count: elements of a unit that are there; the others are zeros. If they are all, they are one
+        access.
       interpret: whether this runs in Pallas's interpreter.
 
     Returns:
       (LANES · vec,), fp32.
     """
     if interpret:
-        return ref[...].reshape(-1, vec)[units].reshape(-1).astype(jnp.float32)
-    step = min(vec, _MAX_VECTOR_BYTES // ref.dtype.itemsize)
+        elements = ref[...].astype(jnp.float32)[_elements(units, vec)[:, :count]]
+        return jnp.pad(elements, ((0, 0), (0, vec - count))).reshape(-1)
+    step = vec if count == vec else 1
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW), return_type=_row(vec))
     def load(ctx: Any, source: Any, units: Any) -> Any:
@@ -363,64 +366,65 @@ def load_units(ref: Any, units: jax.Array, vec: int, *, interpret: bool) -> jax.
         dtype = ir.MemRefType(source.type).element_type
         pointer = _unit_pointer(source, units, vec)
         values = []
-        for start in range(0, vec, step):
+        for start in range(0, count, step):
             address = mgpu_utils.getelementptr(pointer, [start], dtype)
             shape = ir.VectorType.get((step,), dtype)
             loaded = llvm.load(shape, address, alignment=step * ref.dtype.itemsize)
             values += [_widened(_element(loaded, i)) for i in range(step)]
+        values += [arith.constant(ir.F32Type.get(), 0.0)] * (vec - count)
         return _fragmented(*values)
 
-    return load(ref, units)  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
+    return load(ref, _laid_out(units))  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's
 
 
 def store_units(
-    ref: Any, units: jax.Array, values: jax.Array, vec: int, *, interpret: bool
+    ref: Any, units: jax.Array, values: jax.Array, vec: int, count: int, *, interpret: bool
 ) -> None:
     """Writes what :func:`load_units` would read; lanes with equal units have equal values."""
     if interpret:
-        table = ref[...].reshape(-1, vec)
-        ref[...] = table.at[units].set(values.reshape(-1, vec).astype(ref.dtype)).reshape(-1)
+        elements = values.reshape(-1, vec)[:, :count].astype(ref.dtype)
+        ref[...] = ref[...].at[_elements(units, vec)[:, :count]].set(elements)
         return
-    step = min(vec, _MAX_VECTOR_BYTES // ref.dtype.itemsize)
+    step = vec if count == vec else 1
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW, _row(vec).layout))
     def store(ctx: Any, target: Any, units: Any, values: Any) -> None:
         del ctx
         dtype = ir.MemRefType(target.type).element_type
         pointer = _unit_pointer(target, units, vec)
-        narrow = [_narrowed(_element(values.registers.item(), i), dtype) for i in range(vec)]
-        for start in range(0, vec, step):
+        narrow = [_narrowed(_element(values.registers.item(), i), dtype) for i in range(count)]
+        for start in range(0, count, step):
             address = mgpu_utils.getelementptr(pointer, [start], dtype)
             packed = vector.from_elements(
                 ir.VectorType.get((step,), dtype), narrow[start : start + step]
             )
             llvm.store(packed, address, alignment=step * ref.dtype.itemsize)
 
-    store(ref, units, values)  # pyright: ignore[reportCallIssue]
+    store(ref, _laid_out(units), _laid_out(values))  # pyright: ignore[reportCallIssue]
+
+
+def _elements(units: jax.Array, vec: int) -> jax.Array:
+    """(LANES, vec): the indices of the units' elements."""
+    return units[:, None] * vec + jnp.arange(vec, dtype=units.dtype)
 
 
 def load_shared(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
-    """The words of an array in global memory, uint32, each as (LANES,), and zeros up to `count`.
-
-    A zero made by arithmetic would be a constant, whose layout no ``inline_mgpu`` takes.
-    """
+    """The words of an array in global memory, uint32, each as (LANES,), and zeros up to `count`."""
     size = ref.shape[0]
+    zeros = [jnp.zeros((LANES,), jnp.uint32)] * (count - size)
     if interpret:
-        words = jnp.pad(ref[...], (0, count - size))
-        return [jnp.broadcast_to(words[i], (LANES,)) for i in range(count)]
+        return [*(jnp.broadcast_to(ref[i], (LANES,)) for i in range(size)), *zeros]
     row = _row(1, np.uint32)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * count)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * size)
     def load(ctx: Any, source: Any) -> Any:
         del ctx
         dtype = ir.MemRefType(source.type).element_type
         pointer = mgpu_utils.memref_ptr(source)
         addresses = [mgpu_utils.getelementptr(pointer, [i], dtype) for i in range(size)]
-        words = [llvm.load(dtype, a) for a in addresses]
-        words += [arith.constant(dtype, 0)] * (count - size)
-        return tuple(_fragmented(word, signed=False) for word in words)
+        return tuple(_fragmented(llvm.load(dtype, a), signed=False) for a in addresses)
 
-    return list(load(ref))  # pyright: ignore[reportCallIssue]
+    return [*load(ref), *zeros]  # pyright: ignore[reportCallIssue]
 
 
 def multiply_wide(a: jax.Array, b: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -439,7 +443,7 @@ def multiply_wide(a: jax.Array, b: int, *, interpret: bool) -> tuple[jax.Array, 
         lower = arith.trunci(i32, product)
         return _fragmented(upper, signed=False), _fragmented(lower, signed=False)
 
-    return multiply(a)  # pyright: ignore[reportCallIssue]
+    return multiply(_laid_out(a))  # pyright: ignore[reportCallIssue]
 
 
 def _unit_pointer(ref: Any, units: Any, vec: int) -> Any:
@@ -469,7 +473,7 @@ def fast_reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
             *(llvm.inline_asm(f32, [p], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for p in parts)
         )
 
-    return reciprocal(x)  # pyright: ignore[reportCallIssue]
+    return reciprocal(_laid_out(x))  # pyright: ignore[reportCallIssue]
 
 
 def once_read(values: Any) -> Any:
@@ -500,6 +504,14 @@ def _row(count: int, dtype: Any = np.float32) -> Any:
     size = LANES * count
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=count)
     return plgpu.ShapeDtypeStruct((size,), np.dtype(dtype), layout=layout)
+
+
+def _laid_out(row: jax.Array) -> jax.Array:
+    """`row` with its layout: an ``inline_mgpu`` takes no constant, which has another.
+
+    A size of one is enough for the compiler to find out that an index is a constant.
+    """
+    return plgpu.layout_cast(row, _row(row.size // LANES).layout)
 
 
 def _fragmented(*scalars: Any, signed: bool | None = None) -> Any:
