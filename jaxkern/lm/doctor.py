@@ -97,7 +97,7 @@ def _choice(op: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> tuple[str,
         jax.jit(lambda *args: op(*args, implementation="mosaic")).lower(*shapes)
     except NotImplementedError as error:
         return "xla", f"not mosaic: {_line(error).partition(' Use implementation=')[0]}"
-    return "xla", "mosaic would run too, and is measured slower here"
+    return "xla", "mosaic would run too; by the measurements XLA is the better choice here"
 
 
 def _describe(device: Any) -> str:
