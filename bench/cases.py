@@ -229,10 +229,11 @@ def cases(small: bool) -> Sequence[Case]:
     gated = [_gated(op, 16384, h, bf16) for h in widths for op in ("swiglu", "silu_and_mul")]
     gated += [_gated(op, 16384, 4096, bf16) for op in ("geglu", "reglu", "gelu_and_mul")]
     gated += [_gated("swiglu", 16384, 4096, dtype) for dtype in ("float32", "float16")]
+    gated += [_gated("swiglu", 16383, 4097, bf16), _gated("silu_and_mul", 16384, 4097, bf16)]
     curves = ("relu", "relu_squared", "silu", "gelu")
     pointwise = [_pointwise(op, 16384, 8192, bf16) for op in curves]
     pointwise += [_pointwise("gelu", 16384, 8192, bf16, approximate=False)]
-    dropped = [_dropout(16384, n, bf16) for n in (4096, 8192, 13000)]
+    dropped = [_dropout(16384, n, bf16) for n in (*widths, 8192)] + [_dropout(16383, 4097, bf16)]
     dropped += [_dropout(16384, 8192, bf16, activation="silu")]
     dropped += [_dropout(16384, 8192, bf16, add=True), _dropout(16384, 8192, "float32")]
     return [*norms, *scans, *convolutions, *linear, *gated, *pointwise, *dropped]
