@@ -127,7 +127,7 @@ def plain_halves(name, x):
 @BOTH
 @pytest.mark.parametrize("h", [6, 1375])
 def test_silu_and_mul_accuracy(h, implementation):
-    """Rows that end inside a lane's unit, inside a warp's, and beyond a block's."""
+    """Rows of which an access takes two elements, and one."""
     check_case(
         implementation,
         jaxkern.silu_and_mul,
