@@ -61,6 +61,7 @@ _KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
 # B 8, L 2048, D 1536, N 16, W 4: arguments by position.
 _CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
     "rms_norm": (_array(8, 2048, 768), _array(768)),
+    "layer_norm": (_array(8, 2048, 768), _array(768), _array(768)),
     "selective_scan": (
         _array(8, 2048, 1536),
         _array(8, 2048, 1536),

@@ -42,7 +42,7 @@ from jax.core import Tracer
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding
 from jaxkern.core.mosaic import join_lanes, multiply_wide
 from jaxkern.ops.activations import (
     CURVES,
@@ -257,7 +257,7 @@ def _dropout(x: Any, residual: Any, seeds: _Seeds, options: _Options) -> jax.Arr
 
 def _dropout_fwd(x, residual, seeds, options):
     (out,) = _forward_pass(options)(x, residual, *seeds, *_positions(options.shape))
-    types = _Types(x.dtype, *(None if a is None else jax.typeof(a) for a in (x, residual)))
+    types = _Types(x.dtype, *(None if a is None else TypeOf(jax.typeof(a)) for a in (x, residual)))
     return match_sharding(out, x), (x if options.curve else None, types, seeds)
 
 
