@@ -663,7 +663,7 @@ def fast_reciprocal(x: jax.Array, *, layout: Any = None, interpret: bool) -> jax
             inverse[index] = vector.from_elements(register.type, parts)
         return mgpu.FragmentedArray(_registers=inverse, _layout=value.layout, _is_signed=None)
 
-    return reciprocal(_laid_out(x))  # pyright: ignore[reportCallIssue]
+    return reciprocal(plgpu.layout_cast(x, layout))  # pyright: ignore[reportCallIssue]
 
 
 def widened(values: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
