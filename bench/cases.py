@@ -204,6 +204,69 @@ def _products(
     )
 
 
+def _gated(op: str, m: int, h: int, dtype: str) -> Case:
+    """A gated unit of two arrays, or of one that holds both."""
+    nbytes = m * h * jnp.dtype(dtype).itemsize
+    shape = (m, 2 * h) if op.endswith("_and_mul") else (m, h)
+    count = 1 if op.endswith("_and_mul") else 2
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        return tuple(jax.random.normal(k, shape, dtype) for k in jax.random.split(key, count))
+
+    def call(*args):
+        *arrays, implementation = args
+        return getattr(jaxkern, op)(*arrays, implementation=implementation)
+
+    return Case(
+        op=op,
+        shape=f"{m}x{h}",
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=3 * nbytes,
+        bytes_backward=5 * nbytes,
+    )
+
+
+def _pointwise(op: str, m: int, n: int, dtype: str, **options: Any) -> Case:
+    nbytes = m * n * jnp.dtype(dtype).itemsize
+    return Case(
+        op=op,
+        shape=f"{m}x{n}" + "".join(f"/{value}" for value in options.values()),
+        dtype=dtype,
+        arrays=lambda key: (jax.random.normal(key, (m, n), dtype),),
+        call=lambda x, implementation: getattr(jaxkern, op)(
+            x, implementation=implementation, **options
+        ),
+        bytes_forward=2 * nbytes,
+        bytes_backward=3 * nbytes,
+    )
+
+
+def _dropout(m: int, n: int, dtype: str, *, add: bool = False, activation: Any = None) -> Case:
+    nbytes = m * n * jnp.dtype(dtype).itemsize
+
+    def call(*args):
+        *arrays, implementation = args
+        where = {"rate": 0.1, "key": jax.random.key(0), "implementation": implementation}
+        if add:
+            return jaxkern.dropout_add(*arrays, **where)
+        return jaxkern.dropout(*arrays, activation=activation, **where)
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        return tuple(jax.random.normal(k, (m, n), dtype) for k in jax.random.split(key, 1 + add))
+
+    return Case(
+        op="dropout_add" if add else "dropout",
+        shape=f"{m}x{n}" + (f"/{activation}" if activation else ""),
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=(2 + add) * nbytes,
+        bytes_backward=(2 + bool(activation)) * nbytes,
+    )
+
+
 def cases(small: bool) -> Sequence[Case]:
     """All cases; `small` ones for a machine without a GPU, where no kernel is timed."""
     if small:
@@ -216,6 +279,8 @@ def cases(small: bool) -> Sequence[Case]:
             _linear(256, 256, 256, "float32", activation="gelu"),
             _gated_linear_unit(256, 256, 256, "float32"),
             _layer_norm_linear(256, 256, 256, "float32"),
+            _gated("swiglu", 256, 1024, "float32"),
+            _dropout(256, 1024, "float32"),
         ]
     elements = 1 << 27
     bf16 = "bfloat16"
@@ -252,7 +317,18 @@ def cases(small: bool) -> Sequence[Case]:
     layers += [_linear(8192, 4096, 4096, "float16")]
     layers += [_gated_linear_unit(8192, 4096, 14336, bf16, recompute=r) for r in (False, True)]
     layers += [_layer_norm_linear(16384, 4096, 4096, bf16)]
-    return [*norms, *scans, *convolutions, *linear, *layers]
+    widths = (4096, 11008, 14336, 13000)
+    gated = [_gated(op, 16384, h, bf16) for h in widths for op in ("swiglu", "silu_and_mul")]
+    gated += [_gated(op, 16384, 4096, bf16) for op in ("geglu", "reglu", "gelu_and_mul")]
+    gated += [_gated("swiglu", 16384, 4096, dtype) for dtype in ("float32", "float16")]
+    gated += [_gated("swiglu", 16383, 4097, bf16), _gated("silu_and_mul", 16384, 4097, bf16)]
+    curves = ("relu", "relu_squared", "silu", "gelu")
+    pointwise = [_pointwise(op, 16384, 8192, bf16) for op in curves]
+    pointwise += [_pointwise("gelu", 16384, 8192, bf16, approximate=False)]
+    dropped = [_dropout(16384, n, bf16) for n in (*widths, 8192)] + [_dropout(16383, 4097, bf16)]
+    dropped += [_dropout(16384, 8192, bf16, activation="silu")]
+    dropped += [_dropout(16384, 8192, bf16, add=True), _dropout(16384, 8192, "float32")]
+    return [*norms, *scans, *convolutions, *linear, *layers, *gated, *pointwise, *dropped]
 
 
 def _powers(first: int, last: int) -> list[int]:

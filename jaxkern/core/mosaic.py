@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -224,7 +225,7 @@ def store_lanes(
             )
             llvm.store(packed, address, alignment=vec * ref.dtype.itemsize)
 
-    store(ref, *values)  # pyright: ignore[reportCallIssue]
+    store(ref, *map(_laid_out, values))  # pyright: ignore[reportCallIssue]
 
 
 def sync_warp(*, interpret: bool) -> None:
@@ -298,7 +299,7 @@ def sum_lanes(
             held = [arith.addf(a, mgpu_utils.shfl_bfly(b, distance)) for a, b in pairs]
         return tuple(_fragmented(value) for value in held)
 
-    return list(shuffled(*values))
+    return list(shuffled(*map(_laid_out, values)))
 
 
 def sum_in_lanes(values: Sequence[jax.Array], vec: int, *, interpret: bool) -> jax.Array:
@@ -509,16 +510,131 @@ def _ptx(instruction: str) -> None:
 
 
 def join_lanes(parts: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
-    """(LANES · n,) of n arrays (LANES,), fp32: those of a lane next to each other."""
+    """(LANES · n,) of n arrays (LANES,), fp32 or uint32: those of a lane next to each other."""
     if interpret:
         return jnp.stack(parts, axis=1).reshape(-1)
+    dtype = parts[0].dtype
+    signed = False if dtype == jnp.uint32 else None
 
-    @plgpu.inline_mgpu(arg_types=(_ROW,) * len(parts), return_type=_row(len(parts)))
+    @plgpu.inline_mgpu(arg_types=(_ROW,) * len(parts), return_type=_row(len(parts), dtype))
     def join(ctx: Any, *parts: Any) -> Any:
         del ctx
-        return _fragmented(*(_element(part.registers.item(), 0) for part in parts))
+        return _fragmented(*(_element(p.registers.item(), 0) for p in parts), signed=signed)
 
-    return join(*parts)  # pyright: ignore[reportCallIssue]
+    return join(*map(_laid_out, parts))  # pyright: ignore[reportCallIssue]
+
+
+def load_units(ref: Any, units: jax.Array, vec: int, count: int, *, interpret: bool) -> jax.Array:
+    """What each lane reads of an array in global memory: its unit, `vec` neighbouring elements.
+
+    Args:
+      ref: contiguous, aligned to 16 bytes, fp32, bf16 or fp16.
+      units: (LANES,), uint32; unit u begins at element u · vec.
+      vec: a power of two, 16 bytes at most.
+      count: elements of a unit that are there; the others are zeros. If they are all, they are one
+        access.
+      interpret: whether this runs in Pallas's interpreter.
+
+    Returns:
+      (LANES · vec,), fp32.
+    """
+    if interpret:
+        elements = ref[...].astype(jnp.float32)[_elements(units, vec)[:, :count]]
+        return jnp.pad(elements, ((0, 0), (0, vec - count))).reshape(-1)
+    step = vec if count == vec else 1
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW), return_type=_row(vec))
+    def load(ctx: Any, source: Any, units: Any) -> Any:
+        del ctx
+        dtype = ir.MemRefType(source.type).element_type
+        pointer = _unit_pointer(source, units, vec)
+        values = []
+        for start in range(0, count, step):
+            address = mgpu_utils.getelementptr(pointer, [start], dtype)
+            shape = ir.VectorType.get((step,), dtype)
+            loaded = llvm.load(shape, address, alignment=step * ref.dtype.itemsize)
+            values += [_widened(_element(loaded, i)) for i in range(step)]
+        values += [arith.constant(ir.F32Type.get(), 0.0)] * (vec - count)
+        return _fragmented(*values)
+
+    return load(ref, _laid_out(units))  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's
+
+
+def store_units(
+    ref: Any, units: jax.Array, values: jax.Array, vec: int, count: int, *, interpret: bool
+) -> None:
+    """Writes what :func:`load_units` would read; lanes with equal units have equal values."""
+    if interpret:
+        elements = values.reshape(-1, vec)[:, :count].astype(ref.dtype)
+        ref[...] = ref[...].at[_elements(units, vec)[:, :count]].set(elements)
+        return
+    step = vec if count == vec else 1
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW, _row(vec).layout))
+    def store(ctx: Any, target: Any, units: Any, values: Any) -> None:
+        del ctx
+        dtype = ir.MemRefType(target.type).element_type
+        pointer = _unit_pointer(target, units, vec)
+        narrow = [_narrowed(_element(values.registers.item(), i), dtype) for i in range(count)]
+        for start in range(0, count, step):
+            address = mgpu_utils.getelementptr(pointer, [start], dtype)
+            packed = vector.from_elements(
+                ir.VectorType.get((step,), dtype), narrow[start : start + step]
+            )
+            llvm.store(packed, address, alignment=step * ref.dtype.itemsize)
+
+    store(ref, _laid_out(units), _laid_out(values))  # pyright: ignore[reportCallIssue]
+
+
+def _elements(units: jax.Array, vec: int) -> jax.Array:
+    """(LANES, vec): the indices of the units' elements."""
+    return units[:, None] * vec + jnp.arange(vec, dtype=units.dtype)
+
+
+def load_shared(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
+    """The words of an array in global memory, uint32, each as (LANES,), and zeros up to `count`."""
+    size = ref.shape[0]
+    zeros = [jnp.zeros((LANES,), jnp.uint32)] * (count - size)
+    if interpret:
+        return [*(jnp.broadcast_to(ref[i], (LANES,)) for i in range(size)), *zeros]
+    row = _row(1, np.uint32)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * size)
+    def load(ctx: Any, source: Any) -> Any:
+        del ctx
+        dtype = ir.MemRefType(source.type).element_type
+        pointer = mgpu_utils.memref_ptr(source)
+        addresses = [mgpu_utils.getelementptr(pointer, [i], dtype) for i in range(size)]
+        return tuple(_fragmented(llvm.load(dtype, a), signed=False) for a in addresses)
+
+    return [*load(ref), *zeros]  # pyright: ignore[reportCallIssue]
+
+
+def multiply_wide(a: jax.Array, b: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """The upper and the lower 32 bits of a · b, of an array (LANES,), uint32."""
+    if interpret:
+        return lax.mulhi(a, jnp.full_like(a, b)), a * jnp.uint32(b)
+    row = _row(1, np.uint32)
+
+    @plgpu.inline_mgpu(arg_types=(_ROW,), return_type=(row, row))
+    def multiply(ctx: Any, a: Any) -> Any:
+        del ctx
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        factor = arith.extui(i64, _element(a.registers.item(), 0))
+        product = arith.muli(factor, arith.constant(i64, b))
+        upper = arith.trunci(i32, arith.shrui(product, arith.constant(i64, 32)))
+        lower = arith.trunci(i32, product)
+        return _fragmented(upper, signed=False), _fragmented(lower, signed=False)
+
+    return multiply(_laid_out(a))  # pyright: ignore[reportCallIssue]
+
+
+def _unit_pointer(ref: Any, units: Any, vec: int) -> Any:
+    i64 = ir.IntegerType.get_signless(64)
+    unit = arith.extui(i64, _element(units.registers.item(), 0))
+    element = arith.muli(unit, arith.constant(i64, vec))
+    dtype = ir.MemRefType(ref.type).element_type
+    return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [element], dtype)
 
 
 def fast_reciprocal(x: jax.Array, *, layout: Any = None, interpret: bool) -> jax.Array:
@@ -547,7 +663,7 @@ def fast_reciprocal(x: jax.Array, *, layout: Any = None, interpret: bool) -> jax
             inverse[index] = vector.from_elements(register.type, parts)
         return mgpu.FragmentedArray(_registers=inverse, _layout=value.layout, _is_signed=None)
 
-    return reciprocal(x)  # pyright: ignore[reportCallIssue]
+    return reciprocal(plgpu.layout_cast(x, layout))  # pyright: ignore[reportCallIssue]
 
 
 def widened(values: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
@@ -648,21 +764,29 @@ def _narrowed(value: Any, dtype: Any) -> Any:
     return value if value.type == dtype else arith.truncf(dtype, value)
 
 
-def _row(count: int) -> Any:
-    """(LANES · count,), fp32, with `count` neighbours a lane."""
+def _row(count: int, dtype: Any = np.float32) -> Any:
+    """(LANES · count,), with `count` neighbours a lane."""
     size = LANES * count
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=count)
-    return plgpu.ShapeDtypeStruct((size,), np.dtype(np.float32), layout=layout)
+    return plgpu.ShapeDtypeStruct((size,), np.dtype(dtype), layout=layout)
 
 
-def _fragmented(*scalars: Any) -> Any:
-    """Scalars of each lane as a row."""
+def _laid_out(row: jax.Array) -> jax.Array:
+    """`row` with its layout: an ``inline_mgpu`` takes no constant, which has another.
+
+    A size of one is enough for the compiler to find out that an index is a constant.
+    """
+    return plgpu.layout_cast(row, _row(row.size // LANES).layout)
+
+
+def _fragmented(*scalars: Any, signed: bool | None = None) -> Any:
+    """Scalars of each lane as a row; of integers, whether they are signed."""
     count = len(scalars)
     register = vector.from_elements(ir.VectorType.get((count,), scalars[0].type), list(scalars))
     return mgpu.FragmentedArray(
         _registers=np.full((1,), register, dtype=object),
         _layout=mgpu.WGStridedFragLayout((LANES * count,), count),
-        _is_signed=None,
+        _is_signed=signed,
     )
 
 
