@@ -8,12 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core.dispatch import interpret_kernels
-from jaxkern.ops.linear import matmul
+from jaxkern.ops.linear import choice, matmul
 from tests import check
+
+
+@pytest.fixture(scope="module", autouse=True)
+def faster_kernels():
+    """Where matrices are small, ``None`` picks the kernels, as where they are measured faster."""
+    small = choice.Measured(8, 8, 8, speed=2.0, tile=matmul.Tile(128, 64, 64, 2, None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "MEASURED", dict.fromkeys(choice.MEASURED, (small,)))
+        yield
 
 
 def activated(activation, y):
@@ -161,6 +171,210 @@ def test_accumulation_over_microbatches():
     assert check.relative_error(got, want) < 1e-6
 
 
+@pytest.mark.parametrize("implementation", ["xla", None, "mosaic"])
+def test_accumulators_over_microbatches(implementation):
+    """Gradients with respect to them are sums over micro-batches, with no other memory for them."""
+    k, n = 16, 24
+    x, w, _ = inputs(4 * 8, k, n, "float32")
+    w_gate, w_up = (inputs(4, n, n, "float32", seed=i)[1] for i in (1, 2))
+
+    def loss(x, w, w_gate, w_up, sums, implementation=implementation):
+        x, w, w_gate, w_up = (v.astype("bfloat16") for v in (x, w, w_gate, w_up))
+        w_sum, *gated_sums = sums or (None,)
+        h = jaxkern.linear(
+            x, w, activation="silu", accumulator=w_sum, implementation=implementation
+        )
+        out = jaxkern.gated_linear_unit(
+            h, w_gate, w_up, accumulators=gated_sums or None, implementation=implementation
+        )
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    sums = tuple(jnp.zeros(v.shape) for v in (w, w_gate, w_up))
+
+    def accumulate(sums, micro):
+        return jax.grad(loss, 4)(micro, w, w_gate, w_up, sums), None
+
+    over_all = lambda x: jax.lax.scan(accumulate, sums, x.reshape(4, 8, k))[0]
+    if implementation == "mosaic":
+        text = jax.jit(over_all).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+        assert not any("_dweight" in line for line in calls)
+        sums_of = [line for line in calls if "_accumulate" in line]
+        assert [line.count("output_operand_alias<") for line in sums_of] == [2, 1]
+        return
+    want = jax.grad(loss, (1, 2, 3))(x, w, w_gate, w_up, None)
+    check.assert_close(jax.jit(over_all)(x), want, 2.0**-7)
+    zeros = jax.grad(loss, 1)(x, w, w_gate, w_up, sums)
+    np.testing.assert_array_equal(zeros, np.zeros_like(w))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_accumulators_shared_by_devices(dtype):
+    """Inside a shard_map the devices' gradients are added to what they have in common, once."""
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    x, w, _ = inputs(8, 16, 24, dtype)
+    start = jnp.ones(w.shape)
+
+    def grad(x, w, start):
+        f = lambda a: jnp.sum(jaxkern.linear(x, w, accumulator=a).astype(jnp.float32))
+        return jax.grad(f)(start)
+
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    split = jax.shard_map(grad, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P())
+    check.assert_close(jax.jit(split)(x, w, start), grad(x, w, start), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_devices_add(dtype):
+    """Parts of sums have `accumulate_dtype` between devices; results keep theirs."""
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    x, w, b = inputs(8, 16, 24, "bfloat16")
+    put = lambda v, *spec: jax.device_put(v, jax.NamedSharding(mesh, P(*spec)))
+    call = functools.partial(jaxkern.linear, accumulate_dtype=dtype)
+
+    def results(x, w, b):
+        out, vjp = jax.vjp(call, x, w, b)
+        return out, vjp(out)
+
+    for placed in (
+        (put(x, "data"), put(w), put(b)),
+        (put(x, None, "data"), put(w, "data"), put(b)),
+        (put(x), put(w, None, "data"), put(b, "data")),
+    ):
+        lowered = jax.jit(results).lower(*placed)
+        assert {v.dtype for v in jax.tree.leaves(lowered.out_info)} == {jnp.dtype("bfloat16")}
+        text = lowered.as_text().split('"stablehlo.all_reduce"')[1:]
+        summed = [part.split(") -> ")[1].split(">")[0].split("x")[-1] for part in text]
+        assert summed == [{"float32": "f32", "bfloat16": "bf16"}[dtype]], summed
+
+
+def test_choice_follows_the_table(monkeypatch):
+    """None near nothing measured or near what is slower; else the nearest row's tile."""
+    slow, fast = matmul.Tile(128, 128), matmul.Tile(128, 256)
+    rows = (
+        choice.Measured(4096, 4096, 4096, speed=0.9, tile=slow),
+        choice.Measured(16384, 4096, 4096, speed=1.1, tile=fast),
+    )
+    monkeypatch.setattr(choice, "MEASURED", {"linear_fwd": rows})
+    pick = functools.partial(choice.tile_for, "linear_fwd")
+    assert pick("auto", 16384, 4096, 5000) == fast
+    assert pick("auto", 4096, 4096, 4096) is None
+    assert pick("mosaic", 4096, 4096, 4096) == slow
+    assert pick("auto", 100000, 4096, 4096) is None
+    assert pick("mosaic", 100000, 4096, 4096) is not None
+    assert pick("mosaic", 0, 4096, 4096) is None
+
+
+def test_kernels_fit_the_shared_memory():
+    """And none of them pads matrices whose sizes are multiples of 64, or those of a LoRA."""
+    bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    for m, k, n in ((512, 256, 512), (512, 256, 16), (3, 16, 256)):
+        x, w, w_up = bf16((m, k)), bf16((k, n)), jax.ShapeDtypeStruct((k, n), jnp.float32)
+
+        def loss(x, w, w_up):
+            options = {"implementation": "mosaic"}
+            out = jaxkern.linear(x, w, activation="gelu", **options)
+            for recompute in (False, True):
+                out += jaxkern.gated_linear_unit(x, w, w_up, recompute=recompute, **options)
+            return jnp.sum(out.astype(jnp.float32))
+
+        grad = jax.jit(jax.grad(loss, (0, 1, 2)))
+        text = grad.trace(x, w, w_up).lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo.pad" not in text
+        calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+        count = lambda name, calls=calls: sum(name in line for line in calls)
+        names = ("linear_fwd", "linear_dx", "linear_dweight")
+        assert [count(name) for name in names] == [1, 1, 1]
+        names = ("gated_fwd", "gated_silu_bwd", "gated_bwd", "gated_dx", "gated_dweights")
+        assert [count(name) for name in names] == [1, 1, 1, 2, 2]
+
+
+def extreme(call, truth, arrays, dout):
+    """Whatever fits its dtype in float64 is finite; output and gradients, and the true ones."""
+    with interpret_kernels() if not check.ON_GPU else contextlib.nullcontext():
+        out, vjp = jax.vjp(call, *arrays)
+        got = (out, *vjp(dout))
+    want_out, want_grads = truth(*(np.asarray(v).astype(np.float64) for v in (*arrays, dout)))
+    want = (want_out, *want_grads)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        fits = np.abs(w) <= 0.999 * float(jnp.finfo(g.dtype).max)
+        assert fits.any()
+        assert np.isfinite(np.asarray(g, np.float32)[fits]).all(), f"result {i}"
+    return got, want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_large_gradients(implementation):
+    """Those of 1e5 come through like small ones."""
+    dtype = "bfloat16" if implementation == "mosaic" else "float32"
+    arrays = inputs(16, 64, 64, dtype)
+    dout = (1e5 * inputs(16, 64, 64, "float32", seed=1)[0]).astype(dtype)
+    for activation in (None, "gelu"):
+        options = {"activation": activation, "implementation": implementation}
+        call = functools.partial(jaxkern.linear, **options)
+        truth = functools.partial(oracle, activation=activation)
+        for got, want in zip(*extreme(call, truth, arrays, dout), strict=True):
+            assert check.relative_error(got, want) < (1e-2 if dtype == "bfloat16" else 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_float16_near_overflow(implementation):
+    """Sums whose parts pass 65504 on the way, and results that stay below."""
+    x, w, b = inputs(64, 64, 64, "float16")
+    signs = jnp.where(jnp.arange(64) < 32, 1, -1).astype(jnp.float16)
+    x, w, dout = x / 8 + 180 * signs, w / 8 + 180 * signs, w / 8 + 180 * signs[:, None]
+    call = functools.partial(jaxkern.linear, implementation=implementation)
+    for got, want in zip(*extreme(call, oracle, (x, w, b), dout), strict=True):
+        assert check.relative_error(got, want) < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_float16_gates_beyond_overflow(implementation, recompute):
+    """A gate of 8e4 times a small projection fits, and so do its gradients, zeros among them."""
+    x, w, _ = inputs(16, 64, 64, "float16")
+    x, w_gate, w_up = 20 + 0 * x, 62.5 + 0 * w, w / 1024
+    dout = jnp.where(jnp.arange(64) % 2, 0.001, 0).astype(jnp.float16) + 0 * x
+    options = {"recompute": recompute, "implementation": implementation}
+    call = functools.partial(jaxkern.gated_linear_unit, **options)
+    got, want = extreme(
+        call, functools.partial(gated_oracle, activation="silu"), (x, w_gate, w_up), dout
+    )
+    limit = 2e-3 if recompute or implementation == "xla" else 0.2  # what is kept ends at 65504
+    for g, v in zip(got, want, strict=True):
+        assert check.relative_error(g, v) < limit
+
+
+PRECISIONS = {"highest": 1e-6, "tensorfloat32": 2e-3}
+if check.ON_GPU:
+    PRECISIONS["TF32_TF32_F32"] = 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_transposed_operands(precision):
+    """Neither tf32 nor true fp32 minds how the matrices lie in memory."""
+    x, w, b = inputs(24, 40, 72, "float32")
+
+    @jax.jit
+    def results(xt, wt, b, dout):
+        call = lambda xt, wt, b: jaxkern.linear(xt.T, wt.T, b, precision=precision)
+        out, vjp = jax.vjp(call, xt, wt, b)
+        dxt, dwt, db = vjp(dout)
+        return out, dxt.T, dwt.T, db
+
+    dout = inputs(24, 72, 1, "float32", seed=1)[0] * 1e5
+    out, grads = oracle(*(np.asarray(v, np.float64) for v in (x, w, b, dout)))
+    for got, want in zip(results(x.T, w.T, b, dout), (out, *grads), strict=True):
+        assert check.relative_error(got, want) < PRECISIONS[precision]
+
+
 def test_tiles_of_the_result_are_each_taken_once():
     for rows, columns, width in ((1, 1, 8), (5, 7, 3), (16, 16, 8), (3, 20, 8)):
         seen = {
@@ -177,6 +391,9 @@ def test_tiles_of_the_result_are_each_taken_once():
         ({"weight": jnp.ones((4, 5))}, ValueError, r"weight must have shape \(K, N\), K = 3"),
         ({"bias": jnp.ones(4)}, ValueError, r"bias must have shape \(5,\)"),
         ({"activation": "tanh"}, ValueError, "activation must be"),
+        ({"accumulator": jnp.ones((5, 3))}, ValueError, r"accumulator must have shape \(3, 5\)"),
+        ({"accumulator": jnp.ones((3, 5), "bfloat16")}, TypeError, "accumulator must be float32"),
+        ({"accumulate_dtype": "bfloat16"}, ValueError, "accumulate_dtype must be float32 or"),
         ({"implementation": "mosaic"}, NotImplementedError, "x is float32"),
         ({"implementation": "cuda"}, ValueError, "implementation must be"),
     ],

@@ -26,6 +26,9 @@ _CONSUMERS = 2
 _SWIZZLE = 128
 _BYTES = 2
 _BOX = _SWIZZLE // _BYTES
+_SLOT = 64 * _SWIZZLE
+_SHARED = 226 << 10
+"""Bytes of an epilogue's slot, and of shared memory for all slots."""
 _accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -36,7 +39,7 @@ class Tile:
     Attributes:
       m, n: of the result, for a block.
       k: of the contraction, for a step.
-      stages: steps on their way through shared memory.
+      stages: most steps on their way through shared memory; fewer where it has no room for them.
       share: which of a pair's blocks' operands they share: ``"lhs"`` where they lie side by side in
         a row, ``"rhs"`` in a column; None for blocks alone.
       width: tiles in a band; bands are gone through one after the other.
@@ -76,15 +79,13 @@ class Product:
       epilogue: takes tiles in fp32, of the products, of what is the same in every row, and of what
         is not; gives the tiles of the results.
       name: of the kernel.
-      interpret: whether Pallas's interpreter runs it: it has no clusters.
     """
 
     lhs_transposed: bool
     rhs_transposed: bool
     out_dtypes: tuple[str, ...]
     epilogue: Epilogue
-    name: str = "matmul"
-    interpret: bool = False
+    name: str
 
 
 def matmul(
@@ -94,18 +95,21 @@ def matmul(
     rhs: Sequence[jax.Array],
     rows: Sequence[jax.Array] = (),
     tiles: Sequence[jax.Array] = (),
-    accumulator: jax.Array | None = None,
+    accumulators: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """The results, (M, N) each, of operands (M, K) and (K, N), 16-bit floats.
+
+    The TMA takes them as they lie if the first size of each array is below 8 or a multiple of 8,
+    and the last one 8, 16, 24, 32 or a multiple of 64.
 
     Args:
       product: what is computed.
       tile: how.
       lhs, rhs: operands, as they are stored.
-      rows: (N,) each, for the epilogue.
+      rows: (N,) each, or padded to a multiple of 64, for the epilogue.
       tiles: (M, N) each, 16-bit floats, for the epilogue.
-      accumulator: (M, N) float32, added to the first result in its own memory, where XLA can give
-        it away.
+      accumulators: (M, N) float32 each, for as many results, which are added to them in their
+        memory, where XLA can give it away.
     """
     k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
     n = rhs[0].shape[0 if product.rhs_transposed else 1]
@@ -117,6 +121,10 @@ def matmul(
     swizzled = _swizzled(_BOX)
     a_tile = (tile.k, tile.m) if product.lhs_transposed else (tile.m, tile.k)
     b_tile = (tile.n, tile.k) if product.rhs_transposed else (tile.k, tile.n)
+    outs_slots = 2 * len(set(product.out_dtypes))
+    room = _SHARED - _CONSUMERS * (len(tiles) + outs_slots) * _SLOT
+    fitting = room // (_BYTES * tile.k * (tile.m + products * tile.n))
+    tile = dataclasses.replace(tile, stages=min(tile.stages, fitting))
     slots = functools.partial(plgpu.SMEM, transforms=swizzled)
     scratch: dict[str, Any] = {
         "a_slots": slots((tile.stages, *a_tile), lhs[0].dtype),
@@ -138,7 +146,7 @@ def matmul(
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=(_PAIR,))
     scratch["empty"] = barrier(num_arrivals=_CONSUMERS, num_barriers=tile.stages)
     count = -(-m // (tile.m * pair_m)) * -(-n // (tile.n * pair_n))
-    held = [] if accumulator is None else [jax.new_ref(accumulator)]
+    held = [jax.new_ref(a) for a in accumulators]
     outs = product.out_dtypes[len(held) :]
     counts = tuple(len(v) for v in (lhs, rhs, rows, tiles, held))
     results = plgpu.kernel(
@@ -283,7 +291,7 @@ def _kernel(
         turns = dict.fromkeys(out_slots, 0)
         for r, c in itertools.product(range(0, own, 64), range(0, tile.n, _BOX)):
             parts = [p[r : r + 64, c : c + _BOX] for p in products]
-            same = [_columns(ref, jnp.minimum(column + c, n - _BOX)) for ref in row_refs]
+            same = [_columns(ref, jnp.minimum(column + c, ref.shape[0] - _BOX)) for ref in row_refs]
             there = (pl.ds(row + r, 64), pl.ds(column + c, _BOX))
             for ref, slot in zip(tile_refs, slots_of(tile_refs), strict=True):
                 mode = plgpu.OOBFillMode.ZEROS

@@ -1,7 +1,6 @@
 """The products of linear layers, by kernel and in plain JAX."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxkern.core.arguments import check_array
 from jaxkern.core.dispatch import Mode, device_unsupported
-from jaxkern.core.mosaic import num_sms
-from jaxkern.ops.linear.matmul import Product, Tile, matmul
+from jaxkern.ops.activations import ACTIVATION_CURVES, CURVES, Functions, curve, kernel_functions
+from jaxkern.ops.linear.choice import tile_for
+from jaxkern.ops.linear.matmul import Product, matmul
 
-ACTIVATIONS = ("relu", "silu", "gelu")
-_ROWS = 8
-_COLUMNS = 64
+_ROWS, _COLUMNS = 8, 64
+"""Elements of an array's axes that the TMA takes together: first and last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,122 +29,115 @@ class Options:
       activation: after the bias, or None.
       save: whether the forward gives what the activation is applied to, for the backward.
       precision: of products of float32, as for ``jax.lax.dot_general``.
+      accumulate_dtype: of the parts of a product that devices add.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
     """
 
     activation: str | None
     save: bool
     precision: Any
+    accumulate_dtype: str
     mode: Mode
 
 
-def activated(activation: str | None, y: Any) -> tuple[Any, Any]:
-    """f(y) and f'(y) of a float32 array, None for 1; a NaN stays one."""
-    match activation:
-        case None:
-            return y, None
-        case "relu":
-            return jnp.where(y <= 0, 0.0, y), jnp.where(y > 0, 1.0, 0.0)
-        case "silu":
-            s = 1 / (1 + jnp.exp(-y))
-            return y * s, s * (1 + y * (1 - s))
-        case "gelu":
-            # y · sigmoid(2u) = y / 2 · (1 + tanh(u)), u = √(2/π) (y + 0.044715 y³). Beyond 16 the
-            # sigmoid is 0 or 1, and the limit of y² keeps the slope's last term finite.
-            square = jnp.minimum(y * y, 256.0)
-            c = 2 * math.sqrt(2 / math.pi)
-            s = 1 / (1 + jnp.exp(-(c * y * (1 + 0.044715 * square))))
-            return y * s, s + y * s * (1 - s) * (c * (1 + 0.134145 * square))
-        case _:
-            raise ValueError(activation)
+def in_epilogue(mode: Mode) -> Functions:
+    """What curves are made of where a product's tiles are at hand."""
+    return kernel_functions(False, mode == "interpret", plgpu.Layout.WGMMA)
 
 
 # x · w and what follows
 
 
 def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-    dtype = str(x.dtype)
-    if not any_elements(x, weight):
-        return reference_forward(options, x, weight, bias)
+    curve_name = options.activation and ACTIVATION_CURVES[options.activation]
 
     def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
         del tiles
         y = products[0] + rows[0] if rows else products[0]
-        return [activated(options.activation, y)[0], *([y] if options.save else [])]
+        out = CURVES[curve_name](y, in_epilogue(options.mode))[0] if curve_name else y
+        return [out, *([y] if options.save else [])]
 
     outs = launch(
-        Product(False, False, (dtype,) * (1 + options.save), epilogue, "linear_fwd"),
+        Product(False, False, (str(x.dtype),) * (1 + options.save), epilogue, "linear_fwd"),
         options.mode,
         [flat(x)],
         [weight.astype(x.dtype)],
         [] if bias is None else [bias.astype(jnp.float32)],
     )
+    if outs is None:
+        return reference_forward(options, x, weight, bias)
     out, *saved = (v.reshape(*x.shape[:-1], weight.shape[1]) for v in outs)
     return out, saved[0] if saved else None
 
 
 def reference_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-    plain = bias is None and options.activation is None
-    y = dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, x.dtype if plain else None)
-    if bias is not None:
-        y = y + bias.astype(y.dtype)
-    out = activated(options.activation, y)[0].astype(x.dtype)
-    return out, y.astype(x.dtype) if options.save else None
+    if bias is None and options.activation is None:
+        out = dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, x.dtype)
+        return out, out if options.save else None
+    y = dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, None)
+    return finish_forward(options, x, weight, bias, y, None)
 
 
 def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, _: Any) -> Any:
-    """What comes after the sum over devices that share the contraction."""
+    """What comes after the product, or after the sum over devices that share the contraction."""
     del weight
     y = sums.astype(jnp.promote_types(sums.dtype, jnp.float32))
     if bias is not None:
         y = y + bias.astype(y.dtype)
-    out = activated(options.activation, y)[0].astype(x.dtype)
-    return out, y.astype(x.dtype) if options.save else None
+    out = y if options.activation is None else curve(ACTIVATION_CURVES[options.activation], y)
+    return out.astype(x.dtype), y.astype(x.dtype) if options.save else None
+
+
+def kernel_product(options: Options, dtype: str, x: Any, weight: Any) -> Any:
+    """x · w alone."""
+    product = Product(False, False, (dtype,), as_it_is, "linear_fwd")
+    outs = launch(product, options.mode, [flat(x)], [weight.astype(x.dtype)])
+    if outs is None:
+        return reference_product(options, dtype, x, weight)
+    return outs[0].reshape(*x.shape[:-1], weight.shape[1])
+
+
+def reference_product(options: Options, dtype: str, x: Any, weight: Any) -> Any:
+    return dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, jnp.dtype(dtype))
 
 
 # dy · wᵀ
 
 
-def kernel_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
-    if not any_elements(dy, weight):
-        return reference_dx(options, dy, weight)
-    product = Product(False, True, (str(dy.dtype),), _as_it_is, "linear_dx")
-    [dx] = launch(product, options.mode, [flat(dy)], [weight.astype(dy.dtype)])
-    return (dx.reshape(*dy.shape[:-1], weight.shape[0]),)
+def kernel_dx(options: Options, dtype: str, dy: Any, weight: Any) -> tuple[Any]:
+    product = Product(False, True, (dtype,), as_it_is, "linear_dx")
+    outs = launch(product, options.mode, [flat(dy)], [weight.astype(dy.dtype)])
+    if outs is None:
+        return reference_dx(options, dtype, dy, weight)
+    return (outs[0].reshape(*dy.shape[:-1], weight.shape[0]),)
 
 
-def reference_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
-    return (dot(options.precision, dy, weight.astype(dy.dtype), dy.ndim - 1, 1, dy.dtype),)
+def reference_dx(options: Options, dtype: str, dy: Any, weight: Any) -> tuple[Any]:
+    weight = weight.astype(dy.dtype)
+    return (dot(options.precision, dy, weight, dy.ndim - 1, 1, jnp.dtype(dtype)),)
 
 
 # xᵀ · dy
 
 
-def kernel_dweight(options: Options, dtype: Any, x: Any, dy: Any) -> tuple[Any]:
-    if not any_elements(x, dy):
-        return reference_dweight(options, dtype, x, dy)
-    product = Product(True, False, (str(dtype),), _as_it_is, "linear_dweight")
-    [dweight] = launch(product, options.mode, [flat(x)], [flat(dy)])
-    return (dweight,)
+def kernel_dweight(options: Options, dtype: str, x: Any, dy: Any) -> tuple[Any]:
+    product = Product(True, False, (dtype,), as_it_is, "linear_dweight")
+    outs = launch(product, options.mode, [flat(x)], [flat(dy)])
+    return reference_dweight(options, dtype, x, dy) if outs is None else (outs[0],)
 
 
-def reference_dweight(options: Options, dtype: Any, x: Any, dy: Any) -> tuple[Any]:
-    return (dot(options.precision, flat(x), flat(dy), 0, 0, dtype),)
+def reference_dweight(options: Options, dtype: str, x: Any, dy: Any) -> tuple[Any]:
+    return (dot(options.precision, flat(x), flat(dy), 0, 0, jnp.dtype(dtype)),)
 
 
 def kernel_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    if not any_elements(x, dy):
-        return reference_accumulate(options, accumulator, x, dy)
-    product = Product(True, False, ("float32",), _as_it_is, "linear_accumulate")
-    if options.mode == "interpret":  # it has no reductions of the TMA
-        [total] = launch(product, options.mode, [flat(x)], [flat(dy)])
-        return (accumulator + total,)
-    [total] = launch(product, options.mode, [flat(x)], [flat(dy)], accumulator=accumulator)
-    return (total,)
+    product = Product(True, False, ("float32",), as_it_is, "linear_accumulate")
+    sums = launch(product, options.mode, [flat(x)], [flat(dy)], accumulators=[accumulator])
+    return reference_accumulate(options, accumulator, x, dy) if sums is None else (sums[0],)
 
 
 def reference_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    return (accumulator + reference_dweight(options, accumulator.dtype, x, dy)[0],)
+    return (accumulator + reference_dweight(options, "float32", x, dy)[0],)
 
 
 # How
@@ -156,42 +150,47 @@ def launch(
     rhs: Sequence[jax.Array],
     rows: Sequence[jax.Array] = (),
     tiles: Sequence[jax.Array] = (),
-    accumulator: jax.Array | None = None,
-) -> list[jax.Array]:
-    """:func:`matmul` of any sizes: the TMA takes rows of 64 elements, and 8 of them."""
+    accumulators: Sequence[jax.Array] = (),
+) -> list[jax.Array] | None:
+    """:func:`matmul` of any sizes; None where plain JAX is to compute it."""
     k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
     n = rhs[0].shape[0 if product.rhs_transposed else 1]
-    deep, wide = (-(-s // _COLUMNS) * _COLUMNS for s in (k, n))
-    high = _COLUMNS if product.lhs_transposed else _ROWS
-    high = -(-m // high) * high
+    tile = tile_for(product.name, mode, m, n, k)
+    if tile is None:
+        return None
+    if mode == "interpret" and accumulators:  # it has no reductions of the TMA
+        outs = launch(product, mode, lhs, rhs, rows, tiles)
+        assert outs is not None
+        return [a + o for a, o in zip(accumulators, outs, strict=True)]
 
-    def padded(v: jax.Array, *to: int) -> jax.Array:
-        return jnp.pad(v, [(0, t - s) for s, t in zip(v.shape, to, strict=True)])
+    def padded(v: jax.Array, *sizes: int) -> jax.Array:
+        if v.shape == sizes:
+            return v
+        return jnp.pad(v, [(0, size - s) for s, size in zip(v.shape, sizes, strict=True)])
 
+    k_first = product.lhs_transposed and not product.rhs_transposed
+    deep = _fitting(k, _ROWS if k_first else _COLUMNS)
+    high = _fitting(m, _COLUMNS if product.lhs_transposed else _ROWS)
+    wide = _fitting(n, _COLUMNS)
     a_shape = (deep, high) if product.lhs_transposed else (high, deep)
     b_shape = (wide, deep) if product.rhs_transposed else (deep, wide)
-    products = 1 if len(lhs) > 1 else len(rhs)
     outs = matmul(
         product,
-        tile_for(high, wide, products, mode == "interpret"),
+        tile,
         [padded(a, *a_shape) for a in lhs],
         [padded(b, *b_shape) for b in rhs],
-        [padded(r, wide) for r in rows],
+        [padded(r, -(-n // _COLUMNS) * _COLUMNS) for r in rows],
         [padded(t, high, wide) for t in tiles],
-        None if accumulator is None else padded(accumulator, high, wide),
+        [padded(a, high, wide) for a in accumulators],
     )
-    return [out[:m, :n] for out in outs]
+    return [out if out.shape == (m, n) else out[:m, :n] for out in outs]
 
 
-@functools.cache
-def tile_for(m: int, n: int, rhs_count: int, interpret: bool) -> Tile:
-    """A tile for a product of (m, n): the largest of which there are enough."""
-    if interpret:
-        return Tile(128, 64, 64, 2, None)
-    wide = 256 // rhs_count
-    if -(-m // 128) * -(-n // wide) >= num_sms() or wide == 128:
-        return Tile(128, wide, 64, 4, "rhs" if m > 128 else None)
-    return Tile(128, 128, 64, 4, None)
+def _fitting(size: int, unit: int) -> int:
+    """The size of an axis, or the next one that :func:`matmul` takes: then the array is copied."""
+    if size < _ROWS if unit == _ROWS else size <= 32 and size % 8 == 0:
+        return size
+    return -(-size // unit) * unit
 
 
 def dot(precision: Any, a: Any, b: Any, over_a: int, over_b: int, dtype: Any) -> Any:
@@ -234,16 +233,25 @@ def unsupported(x: Any) -> str | None:
     return device_unsupported()
 
 
+def check_accumulator(name: str, a: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
+    """`a` as the sum of weight gradients of `shape`, as for :func:`check_array`."""
+    a = check_array(name, a, shape, meaning)
+    if a.dtype != jnp.float32:
+        raise TypeError(f"{name} must be float32, got {a.dtype}; convert it first")
+    return a
+
+
 def flat(x: Any) -> Any:
     """(M, K), M all axes but the last."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def any_elements(*arrays: Any) -> bool:
-    """Whether none of `arrays` is empty."""
-    return all(a.size for a in arrays)
+def varies_more(x: Any, than: Any) -> bool:
+    """Whether, inside a ``shard_map``, `x` differs between devices that have the same `than`."""
+    varying = lambda v: frozenset(jax.typeof(v).manual_axis_type.varying)
+    return bool(varying(x) - varying(than))
 
 
-def _as_it_is(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+def as_it_is(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
     del rows, tiles
     return products
