@@ -25,6 +25,7 @@ class Case:
       bytes_backward: the same for the backward, from the saved residuals.
       operations_forward, operations_backward: multiplications and additions of the products, where
         these are what takes the time.
+      differentiated: whether there is a backward.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Case:
     bytes_backward: int
     operations_forward: int = 0
     operations_backward: int = 0
+    differentiated: bool = True
 
 
 def _norm(op: str, m: int, n: int, dtype: str, extra: str = "", **options: Any) -> Case:
@@ -178,6 +180,70 @@ def _layer_norm_linear(m: int, k: int, n: int, dtype: str) -> Case:
     return _products("layer_norm_linear", (m, k, n), dtype, arrays, call, 1, {})
 
 
+def _accumulate_weight_grad(batches: int, m: int, k: int, n: int, dtype: str) -> Case:
+    """Over micro-batches, of which each reads and writes the accumulator."""
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        x, dout = jax.random.split(key)
+        return (
+            jax.random.normal(x, (batches, m, k), dtype),
+            jax.random.normal(dout, (batches, m, n), dtype),
+        )
+
+    def call(x: Any, dout: Any, implementation: Any) -> Any:
+        def step(accumulator: Any, micro: Any) -> Any:
+            add = jaxkern.accumulate_weight_grad
+            return add(accumulator, *micro, implementation=implementation), None
+
+        return jax.lax.scan(step, jnp.zeros((k, n)), (x, dout))[0]
+
+    return Case(
+        op="accumulate_weight_grad",
+        shape=f"{batches}x{m}x{k}x{n}",
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=batches * (m * (k + n) * jnp.dtype(dtype).itemsize + 8 * k * n),
+        bytes_backward=0,
+        operations_forward=2 * batches * m * k * n,
+        differentiated=False,
+    )
+
+
+def _mlp(m: int, d: int, h: int, dtype: str) -> Case:
+    """A block: layer norm and linear layer, gated projections, linear layer, residual."""
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        keys = jax.random.split(key, 5)
+        sizes = ((d, d), (d, h), (d, h), (h, d))
+        weights = (
+            jax.random.normal(k, s, dtype) / math.sqrt(s[0])
+            for k, s in zip(keys[1:], sizes, strict=True)
+        )
+        return jax.random.normal(keys[0], (m, d), dtype), jnp.ones(d), jnp.zeros(d), *weights
+
+    def call(*args: Any) -> Any:
+        x, scale, bias, w, w_gate, w_up, w_down, implementation = args
+        options = {"implementation": implementation}
+        y = jaxkern.layer_norm_linear(x, scale, bias, w, **options)
+        hidden = jaxkern.gated_linear_unit(y, w_gate, w_up, **options)
+        return x + jaxkern.linear(hidden, w_down, **options)
+
+    weights = d * d + 3 * d * h
+    once = (4 * m * d + 2 * m * h + weights) * jnp.dtype(dtype).itemsize
+    return Case(
+        op="mlp",
+        shape=f"{m}x{d}x{h}",
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=once,
+        bytes_backward=2 * once,
+        operations_forward=2 * m * weights,
+        operations_backward=4 * m * weights,
+    )
+
+
 def _products(
     op: str,
     sizes: tuple[int, int, int],
@@ -279,6 +345,8 @@ def cases(small: bool) -> Sequence[Case]:
             _linear(256, 256, 256, "float32", activation="gelu"),
             _gated_linear_unit(256, 256, 256, "float32"),
             _layer_norm_linear(256, 256, 256, "float32"),
+            _accumulate_weight_grad(2, 256, 256, 256, "float32"),
+            _mlp(256, 256, 512, "float32"),
             _gated("swiglu", 256, 1024, "float32"),
             _dropout(256, 1024, "float32"),
         ]
@@ -317,6 +385,8 @@ def cases(small: bool) -> Sequence[Case]:
     layers += [_linear(8192, 4096, 4096, "float16")]
     layers += [_gated_linear_unit(8192, 4096, 14336, bf16, recompute=r) for r in (False, True)]
     layers += [_layer_norm_linear(16384, 4096, 4096, bf16)]
+    layers += [_accumulate_weight_grad(4, m, 4096, 4096, bf16) for m in (512, 2048)]
+    layers += [_mlp(16384, 4096, 11008, bf16)]
     widths = (4096, 11008, 14336, 13000)
     gated = [_gated(op, 16384, h, bf16) for h in widths for op in ("swiglu", "silu_and_mul")]
     gated += [_gated(op, 16384, 4096, bf16) for op in ("geglu", "reglu", "gelu_and_mul")]

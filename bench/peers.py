@@ -72,6 +72,11 @@ def _product(x: Any, w: Any) -> Any:
 _JAX: dict[str, Callable[..., Any]] = {
     "linear": lambda x, w: _product(x, w).astype(x.dtype),
     "linear-gelu": lambda x, w, b: jax.nn.gelu(_product(x, w) + b).astype(x.dtype),
+    "accumulate_weight_grad": lambda x, d: jax.lax.scan(
+        lambda acc, both: (acc + _product(both[0].T, both[1]), None),
+        jnp.zeros((x.shape[2], d.shape[2])),
+        (x, d),
+    )[0],
     "gated_linear_unit": lambda x, g, u: (jax.nn.silu(_product(x, g)) * _product(x, u)).astype(
         x.dtype
     ),
@@ -207,9 +212,22 @@ def _normed_formula(x: Any, weight: Any, bias: Any, w: Any) -> Any:
     return _layer_norm_formula(x, weight, bias) @ w
 
 
+def _normed_apart(x: Any, weight: Any, bias: Any, w: Any) -> Any:
+    from torch.nn.functional import layer_norm  # pyright: ignore[reportMissingImports]
+
+    return layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype)) @ w
+
+
+def _mlp_formula(x: Any, weight: Any, bias: Any, w: Any, gate: Any, up: Any, down: Any) -> Any:
+    return x + _gated_formula(_normed_apart(x, weight, bias, w), gate, up) @ down
+
+
 _TORCH: dict[tuple[str, str], Callable[[], Any]] = {
     ("torch", "linear"): lambda: _linear_formula,
     ("torch", "gated_linear_unit"): lambda: _gated_formula,
+    ("torch", "layer_norm_linear"): lambda: _normed_apart,
+    ("torch", "mlp"): lambda: _mlp_formula,
+    ("compile", "mlp"): _compiled(_mlp_formula),
     ("compile", "gated_linear_unit"): _compiled(_gated_formula),
     ("compile", "layer_norm_linear"): _compiled(_normed_formula),
     ("liger", "rms_norm"): _liger_rms_norm,

@@ -130,8 +130,14 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
         )
 
     shapes = jax.eval_shape(case.arrays, jax.random.key(0))
-    out, vjp = jax.eval_shape(save, shapes)
     of_call, of_plain = _Program(call, *shapes), _Program(plain, *shapes)
+    if not case.differentiated:
+        with _turn:
+            keys = jax.random.split(jax.random.key(0), timing.sets_needed(bytes_of(shapes)))
+            sets = [case.arrays(k) for k in keys]
+            _check(case, of_call.run(*sets[0]), of_plain.run(*sets[0]))
+            return [row("forward", of_call, sets)]
+    out, vjp = jax.eval_shape(save, shapes)
     of_save, of_both = _Program(save, shapes), _Program(both, shapes, out)
     of_backward = _Program(backward, vjp, out)
     with _turn:
@@ -277,8 +283,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(f"{where['device']}, JAX {where['jax']}, copy {copy / 1e9:.0f} GB/s, {clock}", flush=True)
     print(
-        f"{'op':18}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}"
-        f"{'TFLOP/s':>9}",
+        f"{'op':24}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}"
+        f"{'TFLOP/s':>9}{'temp MB':>9}",
         flush=True,
     )
     device = str(where["device"]).lower().replace(" ", "-")
@@ -297,15 +303,15 @@ def main(argv: list[str] | None = None) -> int:
     for (_, case, name), got in zip(work, _attempts(args.jobs, tasks), strict=True):
         if isinstance(got, str):
             failed += 1
-            print(f"{case.op:18}{case.shape:24}{case.dtype:10}{name}: {got}", flush=True)
+            print(f"{case.op:24}{case.shape:24}{case.dtype:10}{name}: {got}", flush=True)
             continue
         for row in got:
             report["rows"].append(dataclasses.asdict(row))
             spread = (row.us_high - row.us_low) / 2
             print(
-                f"{row.op:18}{row.shape:24}{row.dtype:10}{row.direction:10}"
+                f"{row.op:24}{row.shape:24}{row.dtype:10}{row.direction:10}"
                 f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}"
-                f"{row.tflop_s or '':>9}",
+                f"{row.tflop_s or '':>9}{row.temp_bytes / 1e6:9.0f}",
                 flush=True,
             )
         _write(out, report)  # after every case: a run that is stopped keeps what it has

@@ -1,6 +1,5 @@
 """linear and accumulate_weight_grad: cases for the common suite, and what is their own."""
 
-import contextlib
 import dataclasses
 import functools
 
@@ -12,7 +11,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.core.dispatch import interpret_kernels
 from jaxkern.ops.linear import choice, matmul
 from tests import check
 
@@ -67,18 +65,9 @@ def inputs(m, k, n, dtype, weight_dtype=None, seed=0):
 
 def accurate(arrays, implementation, **options):
     call = functools.partial(jaxkern.linear, implementation=implementation, **options)
-    if implementation == "mosaic" and not check.ON_GPU:
-        with interpret_kernels():
-            check.check_accuracy(
-                call,
-                functools.partial(plain, **options),
-                functools.partial(oracle, **options),
-                arrays,
-            )
-        return
-    check.check_accuracy(
-        call, functools.partial(plain, **options), functools.partial(oracle, **options), arrays
-    )
+    by_plain, truth = (functools.partial(f, **options) for f in (plain, oracle))
+    with check.running(implementation):
+        check.check_accuracy(call, by_plain, truth, arrays)
 
 
 @pytest.mark.gpu
@@ -91,7 +80,10 @@ def test_linear_kernels(m, k, n, activation):
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     ("m", "k", "n"),
-    [(4096, 4096, 4096), (1000, 1016, 2040), (1, 4096, 512), (4096, 16, 4096), (4096, 4096, 16)],
+    [
+        *((4096, 4096, 4096), (1000, 1016, 2040), (1, 4096, 512), (4096, 16, 4096)),
+        *((4096, 4096, 16), (5, 24, 48), (1001, 999, 1003)),
+    ],
 )
 @pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
 def test_linear_compiled(m, k, n, activation):
@@ -109,7 +101,7 @@ def test_weight_of_another_dtype():
     """It keeps its dtype in the gradient, which is not rounded to that of x on the way."""
     arrays = inputs(8, 64, 64, "bfloat16", "float32")
     accurate(arrays, "mosaic")
-    with interpret_kernels():
+    with check.running("mosaic"):
         _, dw, _ = jax.grad(
             lambda *a: jaxkern.linear(*a, implementation="mosaic").sum(dtype=jnp.float32), (0, 1, 2)
         )(*arrays)
@@ -151,7 +143,7 @@ def test_accumulation(shape):
     x, _, _ = inputs(m, k, n, "bfloat16")
     dout = inputs(m, n, 1, "bfloat16", seed=1)[0]
     start = jax.random.normal(jax.random.key(0), (k, n))
-    with interpret_kernels():
+    with check.running("mosaic"):
         got = jaxkern.accumulate_weight_grad(start, x, dout, implementation="mosaic")
     wide = [np.asarray(v).astype(np.float64) for v in (start, x, dout)]
     want = wide[0] + wide[1].T @ wide[2]
@@ -294,7 +286,7 @@ def test_kernels_fit_the_shared_memory():
 
 def extreme(call, truth, arrays, dout):
     """Whatever fits its dtype in float64 is finite; output and gradients, and the true ones."""
-    with interpret_kernels() if not check.ON_GPU else contextlib.nullcontext():
+    with check.running("mosaic"):
         out, vjp = jax.vjp(call, *arrays)
         got = (out, *vjp(dout))
     want_out, want_grads = truth(*(np.asarray(v).astype(np.float64) for v in (*arrays, dout)))
@@ -448,7 +440,7 @@ def gated_accurate(arrays, implementation, activation, recompute):
         recompute=recompute,
         implementation=implementation,
     )
-    with interpret_kernels() if not check.ON_GPU else contextlib.nullcontext():
+    with check.running("mosaic"):
         check.check_accuracy(
             call,
             functools.partial(gated_plain, activation=activation),
