@@ -121,16 +121,20 @@ def test_empty(shape, implementation):
         assert got.shape == like.shape
 
 
-def test_cotangents_stay_in_sixteen_bits():
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_cotangents_stay_in_sixteen_bits(implementation):
     """No product of the backward has an operand in fp32."""
-    x, w, _ = inputs(8, 16, 32, "bfloat16", "float32")
+    x, w, b = inputs(8, 16, 32, "bfloat16", "float32")
 
-    def loss(x, w):
-        return jnp.sum(jaxkern.linear(x, w).astype(jnp.float32) ** 2)
+    def loss(x, w, b):
+        plain = jaxkern.linear(x, w, implementation=implementation)
+        out = jaxkern.linear(x, w, b, activation="gelu", implementation=implementation)
+        gated = jaxkern.gated_linear_unit(x, w, w, implementation=implementation)
+        return jnp.sum((plain + out + gated).astype(jnp.float32) ** 2)
 
-    text = jax.jit(jax.grad(loss, (0, 1))).lower(x, w).as_text()
+    text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, w, b).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
-    assert len(products) == 3
+    assert len(products) == 12
     for line in products:
         operands = line.split(" : ")[-1].split("->")[0]
         assert "f32" not in operands.replace("bf16", ""), line

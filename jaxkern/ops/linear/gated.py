@@ -44,6 +44,7 @@ from jaxkern.ops.linear.products import (
     rows_of,
     unsupported,
     varies_more,
+    wide_product,
 )
 
 
@@ -202,9 +203,8 @@ def _kernel_projections(options: _Options, x: Any, w_gate: Any, w_up: Any) -> An
 
 
 def _reference_projections(options: _Options, x: Any, w_gate: Any, w_up: Any) -> Any:
-    gate, up = (
-        dot(options.precision, x, w.astype(x.dtype), x.ndim - 1, 0, None) for w in (w_gate, w_up)
-    )
+    product = wide_product(options.precision)
+    gate, up = (product(x, w.astype(x.dtype)) for w in (w_gate, w_up))
     return gate, gate, up
 
 

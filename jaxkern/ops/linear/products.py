@@ -1,8 +1,9 @@
 """The products of linear layers, by kernel and in plain JAX."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -74,7 +75,7 @@ def reference_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple
     if bias is None and options.activation is None:
         out = dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, x.dtype)
         return out, out if options.save else None
-    y = dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, None)
+    y = wide_product(options.precision)(x, weight.astype(x.dtype))
     return finish_forward(options, x, weight, bias, y, None)
 
 
@@ -86,6 +87,23 @@ def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, 
         y = y + bias.astype(y.dtype)
     out = y if options.activation is None else curve(ACTIVATION_CURVES[options.activation], y)
     return out.astype(x.dtype), y.astype(x.dtype) if options.save else None
+
+
+@functools.cache
+def wide_product(precision: Any) -> Callable[..., Any]:
+    """x · w in fp32, the gradients of which are products in the dtype of x and w."""
+
+    def product(x: Any, weight: Any, dtype: Any = None) -> Any:
+        return dot(precision, x, weight, x.ndim - 1, 0, dtype)
+
+    def narrow(x: Any, weight: Any, like: Any) -> Any:
+        return product(x, weight, x.dtype).astype(like.dtype)
+
+    wide = jax.custom_jvp(lambda x, weight: product(x, weight))
+    wide.defjvps(
+        lambda dx, y, x, weight: narrow(dx, weight, y), lambda dw, y, x, weight: narrow(x, dw, y)
+    )
+    return wide
 
 
 def kernel_product(options: Options, dtype: str, x: Any, weight: Any) -> Any:
