@@ -17,9 +17,12 @@ from tests import check
 
 @pytest.fixture(scope="module", autouse=True)
 def faster_kernels():
-    """Where matrices are small, ``None`` picks the kernels, as where they are measured faster."""
+    """Where matrices are small, ``None`` picks the kernels, as where they are measured faster.
+
+    And where a test does not say otherwise, GPUs multiply fp32 as such and not as tf32.
+    """
     small = choice.Measured(8, 8, 8, speed=2.0, tile=matmul.Tile(128, 64, 64, 2, None))
-    with pytest.MonkeyPatch.context() as patch:
+    with jax.default_matmul_precision("highest"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "MEASURED", dict.fromkeys(choice.MEASURED, (small,)))
         yield
 

@@ -243,14 +243,13 @@ def _kernel(
                 else:
                     pl.when(lax.div(part, depth) == t)(functools.partial(fetch_term, *term))
 
+        def drain(step: Any, _: Any) -> None:
+            plgpu.barrier_wait(empty.at[lax.rem(step, tile.stages)])
+
         total = mine * steps
         lax.fori_loop(0, total, one, None)
-        if paired:  # the other block's consumers still arrive here
-
-            def drain(step: Any, _: Any) -> None:
-                plgpu.barrier_wait(empty.at[lax.rem(step, tile.stages)])
-
-            lax.fori_loop(jnp.maximum(total - tile.stages, 0), total, drain, None)
+        # Consumers still arrive, the other block's among them.
+        lax.fori_loop(jnp.maximum(total - tile.stages, 0), total, drain, None)
 
     own = tile.m // _CONSUMERS
 
