@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -248,6 +249,22 @@ def test_what_devices_add(dtype):
         text = lowered.as_text().split('"stablehlo.all_reduce"')[1:]
         summed = [part.split(") -> ")[1].split(">")[0].split("x")[-1] for part in text]
         assert summed == [{"float32": "f32", "bfloat16": "bf16"}[dtype]], summed
+
+
+def test_epilogue_of_several_boxes():
+    """Each box of a tile meets its part of what the epilogue reads, in each of several tiles."""
+    key = functools.partial(jax.random.fold_in, jax.random.key(0))
+    a, b = (jax.random.normal(key(i), (256, 128), jnp.bfloat16) for i in range(2))
+    c = jax.random.normal(key(2), (256, 256), jnp.bfloat16)
+    product = matmul.Product(
+        False, True, ("float32", "bfloat16"), lambda p, r, t: [p[0] + t[0], p[0] * t[0]], "test"
+    )
+    with plgpu.force_gpu_interpret_mode():
+        tile = matmul.Tile(128, 128, 64, 2, None)
+        got = jax.jit(lambda *v: matmul.matmul(product, tile, *v))([a], [b], (), [c])
+    a, b, c = (np.asarray(v, np.float64) for v in (a, b, c))
+    assert check.relative_error(got[0], a @ b.T + c) < 1e-6
+    assert check.relative_error(got[1], (a @ b.T) * c) < 2.0**-8
 
 
 def test_choice_follows_the_table(monkeypatch):

@@ -58,6 +58,16 @@ class Tile:
         assert self.k % _BOX == 0, self
 
     @property
+    def own(self) -> int:
+        """Rows of the result for a warpgroup."""
+        return self.m // _CONSUMERS
+
+    @property
+    def boxes(self) -> list[tuple[int, int]]:
+        """Corners of the parts that a warpgroup finishes at a time."""
+        return list(itertools.product(range(0, self.own, 64), range(0, self.n, _BOX)))
+
+    @property
     def pair(self) -> tuple[int, int]:
         """Blocks of a cluster, along the rows and the columns of the result."""
         return (1 + (self.share == "rhs"), 1 + (self.share == "lhs"))
@@ -122,7 +132,8 @@ def matmul(
     a_tile = (tile.k, tile.m) if product.lhs_transposed else (tile.m, tile.k)
     b_tile = (tile.n, tile.k) if product.rhs_transposed else (tile.k, tile.n)
     outs_slots = 2 * len(set(product.out_dtypes))
-    room = _SHARED - _CONSUMERS * (len(tiles) + outs_slots) * _SLOT
+    boxes = len(tile.boxes)
+    room = _SHARED - _CONSUMERS * (len(tiles) * boxes + outs_slots) * _SLOT
     fitting = room // (_BYTES * tile.k * (tile.m + products * tile.n))
     tile = dataclasses.replace(tile, stages=min(tile.stages, fitting))
     slots = functools.partial(plgpu.SMEM, transforms=swizzled)
@@ -132,8 +143,8 @@ def matmul(
         "full": plgpu.Barrier(num_arrivals=1 + products, num_barriers=tile.stages),
     }
     if tiles:
-        scratch["in_slots"] = slots((_CONSUMERS, len(tiles), 64, _BOX), tiles[0].dtype)
-        scratch["loaded"] = plgpu.Barrier(num_arrivals=len(tiles), num_barriers=_CONSUMERS)
+        scratch["in_slots"] = slots((_CONSUMERS, boxes, len(tiles), 64, _BOX), tiles[0].dtype)
+        scratch["loaded"] = plgpu.Barrier(num_arrivals=len(tiles), num_barriers=_CONSUMERS * boxes)
     for t in set(product.out_dtypes):
         box = _SWIZZLE // jnp.dtype(t).itemsize
         scratch[f"out_{t}"] = plgpu.SMEM(
@@ -251,7 +262,7 @@ def _kernel(
         # Consumers still arrive, the other block's among them.
         lax.fori_loop(jnp.maximum(total - tile.stages, 0), total, drain, None)
 
-    own = tile.m // _CONSUMERS
+    own = tile.own
 
     def multiply(i: Any, *accumulators: Any) -> list[Any]:
         def step(j: Any, _: Any) -> None:
@@ -279,39 +290,53 @@ def _kernel(
         plgpu.barrier_arrive(empty.at[lax.rem((i + 1) * steps - 1, tile.stages)])
         return [accumulator[...] for accumulator in accumulators]
 
-    def slots_of(tiles: Any) -> list[Any]:
-        return [in_slots.at[warpgroup, t] for t in range(len(tiles))]
+    def arrival(box: int) -> Any:
+        return loaded.at[warpgroup * len(tile.boxes) + box]
+
+    def stores(name: str) -> int:
+        """Of a tile, through the slots `name`."""
+        boxes = len(tile.boxes) * _BOX // out_slots[name].shape[-1]
+        return boxes * sum(f"out_{out.dtype}" == name for out in outs)
 
     def finish(i: Any, _: Any) -> None:
         row, column = corner(i)
         row = row + warpgroup * own
+        # What the epilogue reads arrives during the product. The last epilogue is done with the
+        # slots, as its results passed a barrier.
+        for (box, (r, c)), (t, ref) in itertools.product(
+            enumerate(tile.boxes), enumerate(tile_refs)
+        ):
+            plgpu.copy_gmem_to_smem(
+                ref.at[pl.ds(row + r, 64), pl.ds(column + c, _BOX)],
+                in_slots.at[warpgroup, box, t],
+                arrival(box),
+                oob_mode=plgpu.OOBFillMode.ZEROS,
+            )
         types = [_accumulator((own, tile.n), jnp.float32)] * len(terms[0][1])
         products = pl.run_scoped(functools.partial(multiply, i), *types)
-        turns = dict.fromkeys(out_slots, 0)
-        for r, c in itertools.product(range(0, own, 64), range(0, tile.n, _BOX)):
+        turns = {name: i * stores(name) for name in out_slots}
+        for box, (r, c) in enumerate(tile.boxes):
             parts = [p[r : r + 64, c : c + _BOX] for p in products]
             same = [_columns(ref, jnp.minimum(column + c, ref.shape[0] - _BOX)) for ref in row_refs]
-            there = (pl.ds(row + r, 64), pl.ds(column + c, _BOX))
-            for ref, slot in zip(tile_refs, slots_of(tile_refs), strict=True):
-                mode = plgpu.OOBFillMode.ZEROS
-                plgpu.copy_gmem_to_smem(ref.at[there], slot, loaded.at[warpgroup], oob_mode=mode)
             if tile_refs:
-                plgpu.barrier_wait(loaded.at[warpgroup])
+                plgpu.barrier_wait(arrival(box))
             tiles = [
-                plgpu.load(slot, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                for slot in slots_of(tile_refs)
+                plgpu.load(in_slots.at[warpgroup, box, t], layout=plgpu.Layout.WGMMA).astype(
+                    jnp.float32
+                )
+                for t in range(len(tile_refs))
             ]
             results = product.epilogue(parts, same, tiles)
             for o, (out, result) in enumerate(zip(outs, results, strict=True)):
                 name = f"out_{out.dtype}"
-                box = out_slots[name].shape[-1]
-                for b in range(0, _BOX, box):
-                    slot = out_slots[name].at[warpgroup, turns[name] % 2]
-                    turns[name] += 1
+                wide = out_slots[name].shape[-1]
+                for b in range(0, _BOX, wide):
+                    slot = out_slots[name].at[warpgroup, lax.rem(turns[name], 2)]
+                    turns[name] = turns[name] + 1
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    slot[...] = result[:, b : b + box].astype(out.dtype)
+                    slot[...] = result[:, b : b + wide].astype(out.dtype)
                     plgpu.commit_smem()
-                    part = out.at[pl.ds(row + r, 64), pl.ds(column + c + b, box)]
+                    part = out.at[pl.ds(row + r, 64), pl.ds(column + c + b, wide)]
                     plgpu.copy_smem_to_gmem(
                         slot, part, reduction_op="add" if o < held_count else None
                     )
