@@ -332,6 +332,7 @@ def _forward_pass(options: _Options, ndim: int) -> KernelPass:
         name=f"{options.curve}_fwd",
         mode=options.mode,
         kernel=functools.partial(_launch_fwd, options),
+        kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
         reference=lambda x: (activation_reference(options.curve, x),),
         ins=(factors(ndim),),
         outs=(factors(ndim),),
@@ -344,13 +345,14 @@ def _backward_pass(options: _Options, ndim: int) -> KernelPass:
         name=f"{options.curve}_bwd",
         mode=options.mode,
         kernel=functools.partial(_launch_bwd, options),
+        kernel_of_slices=functools.partial(_launch_bwd, options, sliced=True),
         reference=functools.partial(_reference_bwd, options.curve),
         ins=(factors(ndim),) * 2,
         outs=(factors(ndim),),
     )
 
 
-def _launch_fwd(options: _Options, x: Any):
+def _launch_fwd(options: _Options, x: Any, *, sliced: bool = False):
     if x.size == 0:
         return (x,)
 
@@ -361,10 +363,10 @@ def _launch_fwd(options: _Options, x: Any):
     exact = x.dtype == jnp.float32
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     interpret = options.mode == "interpret"
-    return launch(f"{options.curve}_fwd", body, [x], [out], interpret=interpret)
+    return launch(f"{options.curve}_fwd", body, [x], [out], sliced=sliced, interpret=interpret)
 
 
-def _launch_bwd(options: _Options, x: Any, dout: Any):
+def _launch_bwd(options: _Options, x: Any, dout: Any, *, sliced: bool = False):
     if x.size == 0:
         return (x,)
 
@@ -375,7 +377,7 @@ def _launch_bwd(options: _Options, x: Any, dout: Any):
     exact = x.dtype == jnp.float32
     dx = jax.ShapeDtypeStruct(x.shape, x.dtype)
     interpret = options.mode == "interpret"
-    return launch(f"{options.curve}_bwd", body, [x, dout], [dx], interpret=interpret)
+    return launch(f"{options.curve}_bwd", body, [x, dout], [dx], sliced=sliced, interpret=interpret)
 
 
 # Reference
