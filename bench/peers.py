@@ -82,7 +82,8 @@ def measure_torch(
 
     key = jax.random.key(0)
     arrays = case.arrays(key)
-    first = tensors(arrays)
+    # Copies: some write their gradients where their arguments were.
+    first = [t.detach().clone().requires_grad_() for t in tensors(arrays)]
     out = forward(*first)
     dout = torch.randn_like(out)
     both(dout, *first)
