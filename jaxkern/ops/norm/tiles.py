@@ -141,8 +141,8 @@ def forward(
     * 1024: 89, 87. Rows through the ring, in waves; 87, 84 in equal shares.
     * 2048: 96, 90. A block a row; two rows a block with a bias, as it would be read again.
     * 4096: 96, 94. Two rows a block; 86 in equal shares.
-    * 8192: 96, 93. Two rows a block, three with a bias; 88 in equal shares.
-    * 16384: 94, 92. A block a row, reading the weight again; in waves with a bias.
+    * 8192: 96, 96. Two rows a block; a row, reading weight and bias again, with a bias.
+    * 16384: 96, 92. A block a row, reading the weight again; in waves with a bias.
     * 32768, 65536: 90, 88. Clusters with two rows on their way each; 87 with more.
     * 131072: 88, 81. The next row's sums sent ahead with a bias; 76 otherwise.
     * 262144: 87, 76. Sums sent ahead; 84, 62 otherwise.
@@ -193,9 +193,11 @@ def forward(
         best = None if activated else in_waves(strips(per_lane), 2, 0.8)
     elif one and n < 4096:
         best = Forward(strips(per_lane))
-    else:
-        best = in_blocks(strips(per_lane), 2 if one or n <= 4096 else 3)
-    return best or Forward(strips(per_lane, 8), weight="again")
+    elif one or n <= 4096:
+        best = in_blocks(strips(per_lane), 2)
+    # Lanes of 8 bf16 would read half of every sector of an fp32 weight at a time.
+    again = strip(n, max(4, itemsize), per_lane, 8, 4, interpret)
+    return best or Forward(again, weight="again")
 
 
 def _forward_clusters(
