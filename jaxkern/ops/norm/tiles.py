@@ -295,7 +295,10 @@ def backward(
     if n <= 8192 and not plain and len(streams) > 2:
         return choice(16, 8, 2, "registers", True, per_sm=max(1, min(4, 4096 // n)))
     if n <= 4096:
-        return choice(32, 16, 4, "registers", True, per_sm=max(2, min(4, 4096 // n)))
+        several = max(2, min(4, 4096 // n))
+        if plain or n <= 2048:
+            return choice(32, 16, 4, "registers", True, per_sm=several)
+        return choice(16 if sums < 2 else 32, 8, 4, "registers", True, per_sm=several)
     if n <= 8192 and plain:
         return choice(32, 8, 2, "registers", True, paced=simple)
     if not boxed:
