@@ -261,6 +261,14 @@ def backward(
       two sums.
     * 262144: 93, 79. The largest clusters, the weight in shared memory.
 
+    With SiLU:
+
+    * 2048: 89, 78. Four blocks a multiprocessor, two with two sums.
+    * 4096: 88, 91; with GELU 90 by two sums. Windows of 8: wider ones, 85, 80 and 75, leave
+      registers too few.
+    * 8192: 99, 94. Half a row a lane, in shared memory; two warpgroups with two sums, 88 otherwise.
+    * 16384: 97, 92. Half a row a lane.
+
     Args:
       m, n, groups: sizes.
       itemsize: bytes of an element of the narrowest array.
@@ -294,13 +302,12 @@ def backward(
         return choice(32, 32, 4, "registers", True, per_sm=min(8, 8192 // n), most=2, paced=True)
     if n <= 8192 and not plain and len(streams) > 2:
         return choice(16, 8, 2, "registers", True, per_sm=max(1, min(4, 4096 // n)))
+    if n <= 4096 and (plain or sums == 2 and n <= 2048):
+        return choice(32, 16, 4, "registers", True, per_sm=max(2, min(4, 4096 // n)))
     if n <= 4096:
-        several = max(2, min(4, 4096 // n))
-        if plain or n <= 2048:
-            return choice(32, 16, 4, "registers", True, per_sm=several)
-        return choice(16 if sums < 2 else 32, 8, 4, "registers", True, per_sm=several)
-    if n <= 8192 and plain:
-        return choice(32, 8, 2, "registers", True, paced=simple)
+        return choice(32, 8, 4, "registers", True, per_sm=min(4, 8192 // n))
+    if n <= 8192 and (plain or sums == 2):
+        return choice(32, 8, 2 if plain else 4, "registers", True, paced=simple)
     if not boxed:
         return choice(32, 8, 4, "again", simple)
     tried = []
