@@ -302,7 +302,7 @@ def backward(
         return choice(32, 32, 4, "registers", True, per_sm=min(8, 8192 // n), most=2, paced=True)
     if n <= 8192 and not plain and len(streams) > 2:
         return choice(16, 8, 2, "registers", True, per_sm=max(1, min(4, 4096 // n)))
-    if n <= 4096 and (plain or sums == 2 and n <= 2048):
+    if n <= 4096 and (plain or (sums == 2 and n <= 2048)):
         return choice(32, 16, 4, "registers", True, per_sm=max(2, min(4, 4096 // n)))
     if n <= 4096:
         return choice(32, 8, 4, "registers", True, per_sm=min(4, 8192 // n))
