@@ -141,8 +141,8 @@ def forward(
     * 1024: 89, 87. Rows through the ring, in waves; 87, 84 in equal shares.
     * 2048: 96, 90. A block a row; two rows a block with a bias, as it would be read again.
     * 4096: 96, 94. Two rows a block; 86 in equal shares.
-    * 8192: 96, 93. Two rows a block, three with a bias; 88 in equal shares.
-    * 16384: 94, 92. A block a row, reading the weight again; in waves with a bias.
+    * 8192: 96, 96. Two rows a block; a row, reading weight and bias again, with a bias.
+    * 16384: 96, 92. A block a row, reading the weight again; in waves with a bias.
     * 32768, 65536: 90, 88. Clusters with two rows on their way each; 87 with more.
     * 131072: 88, 81. The next row's sums sent ahead with a bias; 76 otherwise.
     * 262144: 87, 76. Sums sent ahead; 84, 62 otherwise.
@@ -193,9 +193,11 @@ def forward(
         best = None if activated else in_waves(strips(per_lane), 2, 0.8)
     elif one and n < 4096:
         best = Forward(strips(per_lane))
-    else:
-        best = in_blocks(strips(per_lane), 2 if one or n <= 4096 else 3)
-    return best or Forward(strips(per_lane, 8), weight="again")
+    elif one or n <= 4096:
+        best = in_blocks(strips(per_lane), 2)
+    # Lanes of 8 bf16 would read half of every sector of an fp32 weight at a time.
+    again = strip(n, max(4, itemsize), per_lane, 8, 4, interpret)
+    return best or Forward(again, weight="again")
 
 
 def _forward_clusters(
@@ -259,6 +261,14 @@ def backward(
       two sums.
     * 262144: 93, 79. The largest clusters, the weight in shared memory.
 
+    With SiLU:
+
+    * 2048: 89, 78. Four blocks a multiprocessor, two with two sums.
+    * 4096: 88, 91; with GELU 90 by two sums. Windows of 8: wider ones, 85, 80 and 75, leave
+      registers too few.
+    * 8192: 99, 94. Half a row a lane, in shared memory; two warpgroups with two sums, 88 otherwise.
+    * 16384: 97, 92. Half a row a lane.
+
     Args:
       m, n, groups: sizes.
       itemsize: bytes of an element of the narrowest array.
@@ -292,10 +302,12 @@ def backward(
         return choice(32, 32, 4, "registers", True, per_sm=min(8, 8192 // n), most=2, paced=True)
     if n <= 8192 and not plain and len(streams) > 2:
         return choice(16, 8, 2, "registers", True, per_sm=max(1, min(4, 4096 // n)))
-    if n <= 4096:
+    if n <= 4096 and (plain or (sums == 2 and n <= 2048)):
         return choice(32, 16, 4, "registers", True, per_sm=max(2, min(4, 4096 // n)))
-    if n <= 8192 and plain:
-        return choice(32, 8, 2, "registers", True, paced=simple)
+    if n <= 4096:
+        return choice(32, 8, 4, "registers", True, per_sm=min(4, 8192 // n))
+    if n <= 8192 and (plain or sums == 2):
+        return choice(32, 8, 2 if plain else 4, "registers", True, paced=simple)
     if not boxed:
         return choice(32, 8, 4, "again", simple)
     tried = []
