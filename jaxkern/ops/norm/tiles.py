@@ -198,11 +198,14 @@ def forward(
         return _forward_clusters(strips(per_lane), m, groups, row_bytes, one, several)
     best = None
     if n > 8192:
-        best = None if one else in_waves(strips(2 * per_lane, spread=2), 2, 0.9)
+        even = one and n % (per_lane * LANES) == 0
+        best = None if even else in_waves(strips(2 * per_lane, spread=2), 2, 0.9)
     elif costly:
         best = None if activated else in_waves(strips(per_lane), 2, 0.8)
     elif one and n < 4096:
         best = Forward(strips(per_lane))
+    elif 4096 < n <= 6144:
+        best = in_blocks(strips(2 * per_lane), 2 if one else 3)
     elif one or n <= 4096:
         best = in_blocks(strips(per_lane), 2)
     # Lanes of 8 bf16 would read half of every sector of an fp32 weight at a time.
