@@ -89,7 +89,15 @@ class Backward:
         assert self.weight != "shared" or isinstance(self.rows, Strip), self
 
 
-def strip(n: int, itemsize: int, per_lane: int, window: int, spread: int, interpret: bool) -> Strip:
+def strip(
+    n: int,
+    itemsize: int,
+    per_lane: int,
+    window: int,
+    spread: int,
+    interpret: bool,
+    widest: int = 8,
+) -> Strip:
     """A row of `n`, `per_lane` elements a lane where the cluster is not at its limit.
 
     Args:
@@ -99,6 +107,7 @@ def strip(n: int, itemsize: int, per_lane: int, window: int, spread: int, interp
       window: elements of a lane's window.
       spread: warpgroups before the row is split over blocks.
       interpret: whether Pallas's interpreter runs it: it has no clusters, and few threads.
+      widest: most neighbouring elements that a lane reads at a time.
     """
     width = max(n, LANES)
     parts = 1
@@ -107,15 +116,16 @@ def strip(n: int, itemsize: int, per_lane: int, window: int, spread: int, interp
     warpgroups = min(parts, 2 if interpret else spread)
     blocks = 1 if interpret else min(parts // warpgroups, _MAX_CLUSTER)
     parts = warpgroups * blocks
-    return Strip(_windows(width, itemsize, parts, window * LANES), n, warpgroups, blocks)
+    return Strip(_windows(width, itemsize, parts, window * LANES, widest), n, warpgroups, blocks)
 
 
 @functools.cache
-def _windows(width: int, itemsize: int, parts: int, most: int) -> Any:
+def _windows(width: int, itemsize: int, parts: int, most: int, widest: int) -> Any:
     """The windows that waste least on `parts` warpgroups."""
     choices = []
     for divide in (1, 2, 3, 4):
-        w = windows(width, min(width, most) // divide // LANES * LANES or LANES, itemsize)
+        size = min(width, most) // divide // LANES * LANES or LANES
+        w = windows(width, size, max(itemsize, 16 // widest))
         work = -(-w.count // parts) * parts * w.size
         choices.append((work * (1 + 1 / (w.vec * itemsize)), divide, w))
     return min(choices, key=lambda c: c[:2])[2]
@@ -188,15 +198,18 @@ def forward(
         return _forward_clusters(strips(per_lane), m, groups, row_bytes, one, several)
     best = None
     if n > 8192:
-        best = None if one else in_waves(strips(2 * per_lane, spread=2), 2, 0.9)
+        even = one and n % (per_lane * LANES) == 0
+        best = None if even else in_waves(strips(2 * per_lane, spread=2), 2, 0.9)
     elif costly:
         best = None if activated else in_waves(strips(per_lane), 2, 0.8)
     elif one and n < 4096:
         best = Forward(strips(per_lane))
+    elif 4096 < n <= 6144:
+        best = in_blocks(strips(2 * per_lane), 2 if one else 3)
     elif one or n <= 4096:
         best = in_blocks(strips(per_lane), 2)
     # Lanes of 8 bf16 would read half of every sector of an fp32 weight at a time.
-    again = strip(n, max(4, itemsize), per_lane, 8, 4, interpret)
+    again = strip(n, itemsize, per_lane, 8, 4, interpret, widest=4)
     return best or Forward(again, weight="again")
 
 
