@@ -151,7 +151,10 @@ def forward(
     * 1024: 89, 87. Rows through the ring, in waves; 87, 84 in equal shares.
     * 2048: 96, 90. A block a row; two rows a block with a bias, as it would be read again.
     * 4096: 96, 94. Two rows a block; 86 in equal shares.
+    * 5120: 96, 93. The same by 40 elements a lane, three rows with a bias; 81, 79 by two
+      warpgroups.
     * 8192: 96, 96. Two rows a block; a row, reading weight and bias again, with a bias.
+    * 11008: 90, 82. Two warpgroups, in waves; 59 reading the weight again.
     * 16384: 96, 92. A block a row, reading the weight again; in waves with a bias.
     * 32768, 65536: 90, 88. Clusters with two rows on their way each; 87 with more.
     * 131072: 88, 81. The next row's sums sent ahead with a bias; 76 otherwise.
