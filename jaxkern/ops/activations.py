@@ -19,10 +19,10 @@ XLA takes longer alone, but fuses them with their neighbours, and an array that 
 nor read again decides the choice. Both passes over 16384 × 8192 in bf16 on one H200, JAX 0.11.2:
 
                             kernels    XLA alone    XLA fused (alone less 4 arrays' traffic)
-    relu, relu_squared       312 µs       346 µs      96 µs
-    silu                     312          369        119
-    gelu                     311          419        169
-    gelu, error function     319          873        623: here None picks the kernels
+    relu, relu_squared       311 µs       347 µs      97 µs
+    silu                     310          371        121
+    gelu                     311          421        171
+    gelu, error function     345          876        626: here None picks the kernels
 
 Sources: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, arXiv:1606.08415; Elfwing, Uchibe
 and Doya, 2017, arXiv:1702.03118 (SiLU); So et al., Primer, 2021, arXiv:2109.08668 (squared ReLU).
