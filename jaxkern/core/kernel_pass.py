@@ -51,6 +51,8 @@ class KernelPass:
       ins: the factors of each argument, one letter per dimension: ``("m n", "n")``.
       outs: the factors of each output.
       whole: factors that are not split between devices; a split one is gathered first.
+      kernel_of_slices: `kernel` for what ``vmap`` gives it, slices of arrays, which begin wherever
+        the one before ends; by default `kernel`.
     """
 
     name: str
@@ -60,6 +62,7 @@ class KernelPass:
     ins: tuple[str, ...]
     outs: tuple[str, ...]
     whole: str = ""
+    kernel_of_slices: Callable[..., Arrays] | None = None
 
     def __call__(self, *args: Any) -> Arrays:
         if len(args) != len(self.ins):
@@ -83,6 +86,7 @@ class KernelPass:
         present = _Present(
             mode=self.mode,
             kernel=dense(self.kernel),
+            kernel_of_slices=dense(self.kernel_of_slices or self.kernel),
             reference=dense(self.reference),
             ins=tuple(self.ins[i].split() for i in here),
             outs=tuple(self.outs[i].split() for i in out_here),
@@ -101,6 +105,7 @@ class _Present:
 
     mode: Mode
     kernel: Callable[..., Arrays]
+    kernel_of_slices: Callable[..., Arrays]
     reference: Callable[..., Arrays]
     ins: tuple[list[str], ...]
     outs: tuple[list[str], ...]
@@ -125,9 +130,11 @@ class _Present:
             used = {f for factors in (*self.ins, *self.outs) for f in factors}
             new = next(c for c in string.ascii_uppercase if c not in used)
             in_axes = tuple(0 if b else None for b in in_batched)
+            kernel = jax.vmap(self.kernel_of_slices, in_axes)
             batched = dataclasses.replace(
                 self,
-                kernel=jax.vmap(self.kernel, in_axes),
+                kernel=kernel,
+                kernel_of_slices=kernel,
                 reference=jax.vmap(self.reference, in_axes),
                 ins=tuple([new, *f] if b else f for f, b in zip(self.ins, in_batched, strict=True)),
                 outs=tuple([new, *f] for f in self.outs),
@@ -270,8 +277,16 @@ def vary_over(x: Any, axes: frozenset[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class TypeOf:
+    """The type of an array, saved for :func:`match_primal` where the array itself is not needed."""
+
+    aval: Any
+
+
 def match_primal(grad: Any, primal: Any) -> Any:
-    """`grad` with the type that `primal` has on a mesh.
+    """`grad` with the type that `primal`, an array or its :class:`TypeOf`, has on a mesh.
 
     Inside ``shard_map(check_vma=True)`` it is summed over the axes on which `primal` is one for all
     devices. With ``check_vma=False`` JAX knows of no such axes, and a gradient stays each device's.
@@ -285,14 +300,18 @@ def match_primal(grad: Any, primal: Any) -> Any:
 
 def match_sharding(x: Any, like: Any) -> Any:
     """`x` split over the Explicit mesh axes as `like` is, where a pass had to gather a factor."""
-    sharding = jax.typeof(like).sharding
+    sharding = _type_of(like).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types or jax.typeof(x).sharding == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
+def _type_of(x: Any) -> Any:
+    return x.aval if isinstance(x, TypeOf) else jax.typeof(x)
+
+
 def _varying(x: Any) -> frozenset[str]:
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+    return frozenset(_type_of(x).manual_axis_type.varying)
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -55,9 +55,13 @@ def _array(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
+_RATE = jax.ShapeDtypeStruct((), jnp.float32)
+_KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
+
 # B 8, L 2048, D 1536, N 16, W 4: arguments by position.
 _CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
     "rms_norm": (_array(8, 2048, 768), _array(768)),
+    "layer_norm": (_array(8, 2048, 768), _array(768), _array(768)),
     "selective_scan": (
         _array(8, 2048, 1536),
         _array(8, 2048, 1536),
@@ -76,6 +80,11 @@ _CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
     "linear_scan": (_array(8, 2048, 1536), _array(8, 2048, 1536)),
     "causal_conv1d": (_array(8, 2048, 1536), _array(1536, 4)),
     "causal_conv1d_step": (_array(8, 3, 1536), _array(8, 1536), _array(1536, 4)),
+    **{name: (_array(8, 2048, 1536),) for name in ("relu", "relu_squared", "silu", "gelu")},
+    **{name: (_array(8, 2048, 1536),) * 2 for name in ("swiglu", "geglu", "reglu")},
+    **{name: (_array(8, 2048, 3072),) for name in ("silu_and_mul", "gelu_and_mul")},
+    "dropout": (_array(8, 2048, 768), _RATE, _KEY),
+    "dropout_add": (_array(8, 2048, 768), _array(8, 2048, 768), _RATE, _KEY),
 }
 
 
@@ -89,7 +98,7 @@ def _choice(op: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> tuple[str,
         jax.jit(lambda *args: op(*args, implementation="mosaic")).lower(*shapes)
     except NotImplementedError as error:
         return "xla", f"not mosaic: {_line(error).partition(' Use implementation=')[0]}"
-    return "xla", "mosaic would run too, and is measured slower here"
+    return "xla", "mosaic would run too; by the measurements XLA is the better choice here"
 
 
 def _describe(device: Any) -> str:

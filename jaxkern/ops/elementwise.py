@@ -1,0 +1,201 @@
+"""The kernel behind every op that works element by element: registers between loads and stores.
+
+A block is one warpgroup. Each lane loads, from every input, a *unit* of neighbouring elements in
+one access of up to 16 bytes, computes in fp32, and stores; nothing passes between lanes. One unit
+is enough to keep an H200's memory busy, and leaves registers for as many warps as an SM can hold;
+where units are small, a lane takes several.
+
+Units past the last whole one repeat it. Where the size is no multiple of a unit, a block of its own
+takes the elements that are left, one by one.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.core.mosaic import LANES, grid_axes, load_shared, load_units, store_units
+
+_BLOCK = grid_axes("block")[0]
+_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+_BYTES = 16
+"""What a lane has on its way at a time at least, and of one array at most."""
+
+MAX_UNITS = 2**32 - 2**16
+"""Most units of an array: a lane counts them in 32 bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """What a kernel's body knows of the elements it is given.
+
+    Attributes:
+      units: (LANES,), uint32, which unit of the arrays each lane has; the last may have elements
+        past the end, which are zeros and are not stored.
+      vec: elements of a unit.
+      seeds: the 4 words of each of the launch's seeds, each word (LANES,).
+      interpret: whether this runs in Pallas's interpreter.
+    """
+
+    units: jax.Array
+    vec: int
+    seeds: Sequence[Sequence[jax.Array]]
+    interpret: bool
+
+
+def launch(
+    name: str,
+    body: Callable[..., tuple[Any, ...]],
+    ins: Sequence[jax.Array],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    columns: int = 0,
+    seeds: Sequence[jax.Array] = (),
+    vec: int | None = None,
+    sliced: bool = False,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Runs `body` over arrays of equally many elements, not 0.
+
+    Args:
+      name: of the kernel.
+      body: ``body(lanes, *ins) -> outs`` on fp32 arrays (LANES · vec,).
+      ins: arrays. One of twice the elements is two inputs whose rows, of `columns` elements, lie
+        side by side: (..., 2 · columns).
+      outs: shapes and dtypes of the results, of which some may be two in the same way.
+      columns: elements of a row, where an array is two.
+      seeds: arrays (k,), uint32, of up to 4 words that every lane reads; zeros make up the rest.
+      vec: elements of a unit; by default as many as make 16 bytes of the widest dtype.
+      sliced: whether the arrays are slices of others, and aligned as their sizes are.
+      interpret: whether to run in Pallas's interpreter.
+
+    Raises:
+      NotImplementedError: an array has more than `MAX_UNITS` units.
+    """
+    arrays = [*ins, *outs]
+    size = min(a.size for a in arrays)
+    if vec is None:
+        vec = unit(*arrays, columns=columns)
+    if reason := too_large(vec, *arrays):
+        raise NotImplementedError(f'{name}: {reason}. Use implementation="xla".')
+    parts = tuple(a.size // size for a in arrays)
+    inputs = sum(a.size * a.dtype.itemsize for a in ins) // size  # bytes of an element of all
+    plan = _Plan(
+        size=size,
+        vec=vec,
+        step=math.gcd(vec, *(a.size for a in arrays)) if sliced else vec,
+        each=max(1, _BYTES // (vec * inputs)),
+        row=columns // vec,
+        parts=parts,
+        inputs=sum(parts[: len(ins)]),
+        seeds=len(seeds),
+        interpret=interpret,
+    )
+    results = plgpu.kernel(
+        functools.partial(_kernel, plan, body),
+        out_type=tuple(jax.ShapeDtypeStruct((o.size,), o.dtype) for o in outs),
+        grid=(plan.blocks + (plan.rest > 0),),
+        grid_names=(_BLOCK,),
+        kernel_name=name,
+        compiler_params=_COMPILER_PARAMS,
+    )(*seeds, *(a.reshape(-1) for a in ins))
+    return tuple(r.reshape(o.shape) for r, o in zip(results, outs, strict=True))
+
+
+def unit(*arrays: Any, columns: int = 0) -> int:
+    """Elements of a unit of `arrays`: as many as make 16 bytes, if they divide `columns`.
+
+    Args and meaning are those of :func:`launch`.
+    """
+    return math.gcd(_BYTES // max(a.dtype.itemsize for a in arrays), columns)
+
+
+def too_large(vec: int, *arrays: Any) -> str | None:
+    """Why a kernel cannot count the units, of `vec` elements, of `arrays`."""
+    size = max(a.size for a in arrays)
+    if size <= vec * MAX_UNITS:
+        return None
+    return f"its {size} elements can be accessed {vec} at a time, and the kernels count to 2^32"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    size: int  # elements of an input
+    vec: int  # elements of a unit
+    step: int  # elements of an access
+    each: int  # units of a lane
+    row: int  # units of a row, where an array is two inputs
+    parts: tuple[int, ...]  # inputs or outputs in each array
+    inputs: int
+    seeds: int
+    interpret: bool
+
+    @property
+    def units(self) -> int:
+        return self.size // self.vec
+
+    @property
+    def rest(self) -> int:
+        """Elements after the last whole unit."""
+        return self.size % self.vec
+
+    @property
+    def blocks(self) -> int:
+        """Those of whole units."""
+        return -(-self.units // (LANES * self.each))
+
+
+def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> None:
+    seeds = [load_shared(ref, 4, interpret=plan.interpret) for ref in refs[: plan.seeds]]
+    refs = refs[plan.seeds :]
+    block = lax.axis_index(_BLOCK)
+    layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+
+    def places(units: jax.Array) -> list[tuple[Any, jax.Array]]:
+        """Where `units` of every input and output are."""
+        found = []
+        for ref, parts in zip(refs, plan.parts, strict=True):
+            if parts == 1:
+                found.append((ref, units))
+                continue
+            row_start = lax.div(units, jnp.uint32(plan.row)) * jnp.uint32(plan.row)
+            found += [(ref, units + row_start + jnp.uint32(i * plan.row)) for i in range(parts)]
+        return found
+
+    def compute(units_of_lane: Sequence[jax.Array], count: int, step: int) -> None:
+        """`body` on the first `count` elements of each of the units, `step` an access."""
+        options = {"vec": plan.vec, "count": count, "step": step, "interpret": plan.interpret}
+        work = []
+        for units in units_of_lane:
+            where = places(units)
+            values = [load_units(ref, at, **options) for ref, at in where[: plan.inputs]]
+            lanes = Lanes(units, plan.vec, seeds, plan.interpret)
+            work.append((lanes, values, where[plan.inputs :]))
+        for lanes, values, where in work:
+            for (ref, at), value in zip(where, body(lanes, *values), strict=True):
+                store_units(ref, at, value, **options)
+
+    def whole_units() -> None:
+        lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
+        first = block.astype(jnp.uint32) * jnp.uint32(LANES * plan.each)
+        units = [lane + (first + jnp.uint32(k * LANES)) for k in range(plan.each)]
+        if plan.units % (LANES * plan.each):
+            units = [jnp.minimum(u, jnp.uint32(plan.units - 1)) for u in units]
+        compute(units, plan.vec, plan.step)
+
+    def rest() -> None:
+        compute([jnp.full((LANES,), plan.units, jnp.uint32)], plan.rest, 1)
+
+    if plan.units and plan.rest:
+        pl.when(block < plan.blocks)(whole_units)
+        pl.when(block == plan.blocks)(rest)
+    else:
+        (whole_units if plan.units else rest)()

@@ -1,0 +1,371 @@
+r"""Gated linear units: an activation of one half of the channels times the other half.
+
+Forward, for gate g, up u and an activation f:
+
+    out = f(g) · u
+
+Backward:
+
+    dg = dout · u · f'(g)          du = dout · f(g)
+
+Saved for the backward: g and u alone; f(g) is recomputed. dg and du come from one kernel; where g
+and u are the halves of one array, they are written into the halves of one, and nothing is
+concatenated.
+
+Bytes per element of out, in units of its size: 3 forward (read g and u, write out), 5 backward
+(read g, u and dout, write dg and du). With about 10 operations forward and 20 backward, both passes
+wait for memory alone.
+
+Source: Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.core.arguments import check_floating
+from jaxkern.core.dispatch import Implementation, Mode, resolve
+from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
+from jaxkern.ops.activations import (
+    CURVES,
+    PLAIN,
+    curve,
+    factors,
+    gelu_curve,
+    kernel_functions,
+    recomputing,
+    unsupported,
+    wide,
+)
+from jaxkern.ops.elementwise import Lanes, launch
+
+
+def swiglu(
+    gate: jax.Array, up: jax.Array, *, implementation: Implementation | None = None
+) -> jax.Array:
+    r"""SiLU of `gate` times `up`.
+
+    .. math:: y = \frac{g}{1 + e^{-g}} \, u
+
+    Computed in fp32, rounded once. For the backward `gate` and `up` are kept. On a mesh any axis
+    may be split between devices.
+
+    Args:
+      gate: any shape, bfloat16, float16 or float32.
+      up: the shape of `gate`, any of those dtypes.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
+        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
+        NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
+
+    Returns:
+      The shape and dtype of `gate`.
+
+    Raises:
+      TypeError: an argument is not an array of a floating dtype.
+      ValueError: the shapes differ, or `implementation` is unknown.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> print(jaxkern.swiglu(jnp.array([0.0, 100.0]), jnp.array([2.0, 3.0])))
+      [  0. 300.]
+
+    References:
+      Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
+    """
+    return _gated("swiglu", "silu", gate, up, implementation)
+
+
+def geglu(
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    approximate: bool = True,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    r"""GELU of `gate` times `up`.
+
+    .. math:: y = \operatorname{gelu}(g) \, u
+
+    Args:
+      gate: any shape, bfloat16, float16 or float32.
+      up: the shape of `gate`, any of those dtypes.
+      approximate: the form of GELU, as for :func:`jaxkern.gelu`.
+      implementation: as for :func:`jaxkern.swiglu`.
+
+    Returns:
+      The shape and dtype of `gate`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.swiglu` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> print(jaxkern.geglu(jnp.array([0.0, 100.0]), jnp.array([2.0, 3.0])))
+      [  0. 300.]
+
+    References:
+      Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
+    """
+    return _gated("geglu", gelu_curve(approximate), gate, up, implementation)
+
+
+def reglu(
+    gate: jax.Array, up: jax.Array, *, implementation: Implementation | None = None
+) -> jax.Array:
+    r"""ReLU of `gate` times `up`.
+
+    .. math:: y = \max(g, 0) \, u
+
+    Args:
+      gate: any shape, bfloat16, float16 or float32.
+      up: the shape of `gate`, any of those dtypes.
+      implementation: as for :func:`jaxkern.swiglu`.
+
+    Returns:
+      The shape and dtype of `gate`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.swiglu` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> print(jaxkern.reglu(jnp.array([-1.0, 100.0]), jnp.array([2.0, 3.0])))
+      [  0. 300.]
+
+    References:
+      Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
+    """
+    return _gated("reglu", "relu", gate, up, implementation)
+
+
+def silu_and_mul(gate_up: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
+    r"""SiLU of the first half of the last axis times the second half.
+
+    .. math:: y = \frac{g}{1 + e^{-g}} \, u, \qquad [g, u] = x
+
+    It is :func:`jaxkern.swiglu` for a gate and an up projection that are one matrix product. The
+    gradient is written into one array of the shape of `gate_up`. On a mesh all axes but the last
+    may be split between devices; a split last axis is gathered, as its halves belong together.
+
+    Args:
+      gate_up: (..., 2H), bfloat16, float16 or float32.
+      implementation: as for :func:`jaxkern.swiglu`.
+
+    Returns:
+      (..., H), the dtype of `gate_up`.
+
+    Raises:
+      TypeError: `gate_up` is not an array of a floating dtype.
+      ValueError: its last axis has no halves, or `implementation` is unknown.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> print(jaxkern.silu_and_mul(jnp.array([0.0, 100.0, 2.0, 3.0])))
+      [  0. 300.]
+
+    References:
+      Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
+    """
+    return _halves("silu_and_mul", "silu", gate_up, implementation)
+
+
+def gelu_and_mul(
+    gate_up: jax.Array,
+    *,
+    approximate: bool = True,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    r"""GELU of the first half of the last axis times the second half.
+
+    .. math:: y = \operatorname{gelu}(g) \, u, \qquad [g, u] = x
+
+    Args:
+      gate_up: (..., 2H), bfloat16, float16 or float32.
+      approximate: the form of GELU, as for :func:`jaxkern.gelu`.
+      implementation: as for :func:`jaxkern.swiglu`.
+
+    Returns:
+      (..., H), the dtype of `gate_up`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.silu_and_mul` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> print(jaxkern.gelu_and_mul(jnp.array([0.0, 100.0, 2.0, 3.0])))
+      [  0. 300.]
+
+    References:
+      Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
+    """
+    return _halves("gelu_and_mul", gelu_curve(approximate), gate_up, implementation)
+
+
+def _gated(op: str, curve_name: str, gate: Any, up: Any, implementation: Any) -> jax.Array:
+    gate, up = check_floating("gate", gate), check_floating("up", up)
+    if up.shape != gate.shape:
+        raise ValueError(f"up must have the shape of gate, {gate.shape}; got {up.shape}")
+    mode = resolve(implementation, unsupported(gate=gate, up=up), op=op)
+    if mode == "xla":
+        return recomputing(functools.partial(gated_reference, curve_name))(gate, up)
+    return _unit_jit((gate, up), _Options(op, curve_name, mode))
+
+
+def _halves(op: str, curve_name: str, gate_up: Any, implementation: Any) -> jax.Array:
+    gate_up = check_floating("gate_up", gate_up)
+    if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
+        raise ValueError(
+            "gate_up must have a last axis of even size, gate and up side by side; got shape "
+            f"{gate_up.shape}"
+        )
+    reason = unsupported(columns=gate_up.shape[-1] // 2, gate_up=gate_up)
+    mode = resolve(implementation, reason, op=op)
+    if mode == "xla":
+        return recomputing(functools.partial(gated_reference, curve_name))(gate_up)
+    return _unit_jit((gate_up,), _Options(op, curve_name, mode))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    op: str
+    curve: str
+    mode: Mode
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _unit(ins: tuple[jax.Array, ...], options: _Options) -> jax.Array:
+    return _unit_fwd(ins, options)[0]
+
+
+def _unit_fwd(ins, options):
+    (out,) = _forward_pass(options, ins[0].ndim, len(ins))(*ins)
+    return _match_split(out, ins[0]), ins
+
+
+def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
+    """`out` split as `like`, where half of its last axis can be."""
+    sharding = jax.typeof(like).sharding
+    split = sharding.spec[-1] if out.ndim == len(sharding.spec) > 0 else None
+    names = split if isinstance(split, tuple) else (split,)
+    parts = math.prod(sharding.mesh.shape[name] for name in names if name)
+    return out if parts > 1 and out.shape[-1] % parts else match_sharding(out, like)
+
+
+def _unit_bwd(options, ins, dout):
+    grads = _backward_pass(options, dout.ndim, len(ins))(*ins, dout)
+    return (tuple(match_primal(g, a) for g, a in zip(grads, ins, strict=True)),)
+
+
+_unit.defvjp(_unit_fwd, _unit_bwd)
+_unit_jit = jax.jit(_unit, static_argnums=1)
+
+
+def _factors(ndim: int, arrays: int) -> tuple[str, str, str]:
+    """Those of the inputs, of the output, and those that are not split."""
+    if arrays == 2:
+        return factors(ndim), factors(ndim), ""
+    rows = factors(ndim - 1)
+    return f"{rows} y", f"{rows} z", "y z"
+
+
+@functools.cache
+def _forward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
+    of_in, of_out, whole = _factors(ndim, arrays)
+    return KernelPass(
+        name=f"{options.op}_fwd",
+        mode=options.mode,
+        kernel=functools.partial(_launch_fwd, options),
+        kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
+        reference=lambda *ins: (gated_reference(options.curve, *ins),),
+        ins=(of_in,) * arrays,
+        outs=(of_out,),
+        whole=whole,
+    )
+
+
+@functools.cache
+def _backward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
+    of_in, of_out, whole = _factors(ndim, arrays)
+    return KernelPass(
+        name=f"{options.op}_bwd",
+        mode=options.mode,
+        kernel=functools.partial(_launch_bwd, options),
+        kernel_of_slices=functools.partial(_launch_bwd, options, sliced=True),
+        reference=functools.partial(_reference_bwd, options.curve),
+        ins=(*(of_in,) * arrays, of_out),
+        outs=(of_in,) * arrays,
+        whole=whole,
+    )
+
+
+# Kernels
+
+
+def _launch_fwd(options: _Options, *ins: Any, sliced: bool = False):
+    out = jax.eval_shape(functools.partial(gated_reference, options.curve), *ins)
+    if out.size == 0:
+        return (jnp.zeros(out.shape, out.dtype),)
+    exact = out.dtype == jnp.float32
+
+    def body(lanes: Lanes, gate: jax.Array, up: jax.Array):
+        of = kernel_functions(exact, lanes.interpret)
+        return (CURVES[options.curve](gate, of)[0] * up,)
+
+    return launch(
+        f"{options.op}_fwd",
+        body,
+        ins,
+        [jax.ShapeDtypeStruct(out.shape, out.dtype)],
+        columns=out.shape[-1] if len(ins) == 1 else 0,
+        sliced=sliced,
+        interpret=options.mode == "interpret",
+    )
+
+
+def _launch_bwd(options: _Options, *args: Any, sliced: bool = False):
+    *ins, dout = args
+    grads = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ins]
+    if dout.size == 0:
+        return tuple(jnp.zeros(g.shape, g.dtype) for g in grads)
+    exact = dout.dtype == jnp.float32
+
+    def body(lanes: Lanes, gate: jax.Array, up: jax.Array, dout: jax.Array):
+        of = kernel_functions(exact, lanes.interpret)
+        value, times_slope = CURVES[options.curve](gate, of)
+        return times_slope(dout * up), dout * value
+
+    return launch(
+        f"{options.op}_bwd",
+        body,
+        [*ins, dout],
+        grads,
+        columns=dout.shape[-1] if len(ins) == 1 else 0,
+        sliced=sliced,
+        interpret=options.mode == "interpret",
+    )
+
+
+# Reference
+
+
+def gated_reference(name: str, *ins: jax.Array) -> jax.Array:
+    """curve(gate) · up in plain JAX, of two arrays or of one with both side by side."""
+    gate, up = ins if len(ins) == 2 else jnp.split(ins[0], 2, axis=-1)
+    f32 = wide(gate, up)
+    return (curve(name, gate.astype(f32)) * up.astype(f32)).astype(gate.dtype)
+
+
+def _reference_bwd(name, *args):
+    *ins, dout = args
+    gate, up = ins if len(ins) == 2 else jnp.split(ins[0], 2, axis=-1)
+    f32 = wide(gate, up)
+    value, times_slope = CURVES[name](gate.astype(f32), PLAIN)
+    dout = dout.astype(f32)
+    grads = (times_slope(dout * up.astype(f32)).astype(gate.dtype), (dout * value).astype(up.dtype))
+    return grads if len(ins) == 2 else (jnp.concatenate(grads, axis=-1),)

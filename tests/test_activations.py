@@ -1,0 +1,507 @@
+"""Activations and gated units: cases for the common suite, and what is their own."""
+
+import functools
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jaxlib.mlir.ir import WalkResult
+
+import jaxkern
+from jaxkern.ops import elementwise, gated
+from tests import check
+
+erf = np.vectorize(math.erf)
+
+BOTH = pytest.mark.parametrize(
+    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
+)
+ELEMENTWISE = {
+    "relu": (jaxkern.relu, jax.nn.relu),
+    "relu_squared": (jaxkern.relu_squared, lambda x: jnp.square(jax.nn.relu(x))),
+    "silu": (jaxkern.silu, jax.nn.silu),
+    "gelu_tanh": (jaxkern.gelu, jax.nn.gelu),
+    "gelu_erf": (
+        functools.partial(jaxkern.gelu, approximate=False),
+        functools.partial(jax.nn.gelu, approximate=False),
+    ),
+}
+GATED = {
+    "silu": (jaxkern.swiglu, jaxkern.silu_and_mul),
+    "gelu_tanh": (jaxkern.geglu, jaxkern.gelu_and_mul),
+    "gelu_erf": (
+        functools.partial(jaxkern.geglu, approximate=False),
+        functools.partial(jaxkern.gelu_and_mul, approximate=False),
+    ),
+    "relu": (jaxkern.reglu, None),
+}
+
+
+def curve(name, v):
+    """Value and slope in float64 NumPy."""
+    sigmoid = lambda z: 1 / (1 + np.exp(-z))
+    match name:
+        case "relu":
+            return np.maximum(v, 0), (v > 0) * 1.0
+        case "relu_squared":
+            return np.maximum(v, 0) ** 2, 2 * np.maximum(v, 0)
+        case "silu":
+            s = sigmoid(v)
+            return v * s, s + v * s * (1 - s)
+        case "gelu_tanh":
+            c = math.sqrt(2 / math.pi)
+            t = np.tanh(c * (v + 0.044715 * v**3))
+            slope = 0.5 * (1 + t) + 0.5 * v * (1 - t**2) * c * (1 + 3 * 0.044715 * v**2)
+            return 0.5 * v * (1 + t), slope
+        case "gelu_erf":
+            cdf = 0.5 * (1 + erf(v / math.sqrt(2)))
+            return v * cdf, cdf + v * np.exp(-(v**2) / 2) / math.sqrt(2 * math.pi)
+    raise KeyError(name)
+
+
+def pointwise_oracle(name, x, dout):
+    value, slope = curve(name, x)
+    return value, (dout * slope,)
+
+
+def gated_oracle(name, gate, up, dout):
+    value, slope = curve(name, gate)
+    return value * up, (dout * up * slope, dout * value)
+
+
+def halves_oracle(name, gate_up, dout):
+    out, grads = gated_oracle(name, *np.split(gate_up, 2, -1), dout)
+    return out, (np.concatenate(grads, -1),)
+
+
+def normal(shape, dtype, seed=0, scale=2.0):
+    return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+
+
+def check_case(implementation, call, plain, oracle, *arrays):
+    with check.running(implementation):
+        run = functools.partial(call, implementation=implementation)
+        check.check_accuracy(run, plain, oracle, arrays)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((n, "bfloat16") for n in ELEMENTWISE),
+        *((n, "float32") for n in ("silu", "gelu_tanh", "gelu_erf")),
+    ],
+)
+def test_activation_accuracy(name, dtype, implementation):
+    call, plain = ELEMENTWISE[name]
+    oracle = functools.partial(pointwise_oracle, name)
+    check_case(implementation, call, plain, oracle, normal((3, 704), dtype))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("silu", dtype) for dtype in ("bfloat16", "float16", "float32")),
+        *((n, "bfloat16") for n in ("gelu_tanh", "relu")),
+        ("gelu_erf", "float32"),
+    ],
+)
+def test_gated_accuracy(name, dtype, implementation):
+    pair, _ = GATED[name]
+    plain = lambda g, u: ELEMENTWISE[name][1](g) * u
+    arrays = normal((3, 704), dtype), normal((3, 704), dtype, seed=1)
+    check_case(implementation, pair, plain, functools.partial(gated_oracle, name), *arrays)
+
+
+def plain_halves(name, x):
+    gate, up = jnp.split(x, 2, -1)
+    return ELEMENTWISE[name][1](gate) * up
+
+
+@BOTH
+@pytest.mark.parametrize("h", [6, 1375])
+def test_silu_and_mul_accuracy(h, implementation):
+    """Rows of which an access takes two elements, and one."""
+    check_case(
+        implementation,
+        jaxkern.silu_and_mul,
+        functools.partial(plain_halves, "silu"),
+        functools.partial(halves_oracle, "silu"),
+        normal((5, 2 * h), "bfloat16", seed=h),
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["gelu_tanh", "gelu_erf"])
+def test_gelu_and_mul_accuracy(name, implementation):
+    check_case(
+        implementation,
+        GATED[name][1],
+        functools.partial(plain_halves, name),
+        functools.partial(halves_oracle, name),
+        normal((2, 3, 144), "float32"),
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(), (7,), (257, 3)])
+def test_gated_shapes(shape, implementation):
+    """Sizes that no access width divides: below one access, below one block, above."""
+    plain = lambda g, u: jax.nn.silu(g) * u
+    arrays = normal(shape, "float32"), normal(shape, "float32", seed=1)
+    oracle = functools.partial(gated_oracle, "silu")
+    check_case(implementation, jaxkern.swiglu, plain, oracle, *arrays)
+
+
+@BOTH
+def test_gated_mixed_dtypes(implementation):
+    gate, up = normal((4, 40), "bfloat16"), normal((4, 40), "float32", seed=1)
+    with check.running(implementation):
+        run = functools.partial(jaxkern.swiglu, implementation=implementation)
+        out, vjp = jax.vjp(run, gate, up)
+        dgate, dup = vjp(jnp.ones_like(out))
+    assert (out.dtype, dgate.dtype, dup.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    wide = gate.astype(jnp.float32)
+    np.testing.assert_allclose(dup, jax.nn.silu(wide), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(out, (jax.nn.silu(wide) * up).astype(jnp.bfloat16))
+
+
+EXTREMES = {
+    "float16": [1e4, 65504.0, 1e-6, np.inf],
+    "bfloat16": [1e4, 3e38, 1e-40, np.inf],
+    "float32": [1e4, 3e38, 1e-40, 88.0, 104.0, np.inf],
+}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("silu", dtype) for dtype in EXTREMES),
+        *((n, d) for n in ("gelu_tanh", "gelu_erf") for d in ("float16", "float32")),
+        ("relu", "bfloat16"),
+    ],
+)
+def test_activation_extremes(name, dtype, implementation):
+    """Where the curve is 0 or x, it and its slope are so, at infinity too; a NaN stays one."""
+    far = np.asarray(EXTREMES[dtype])
+    x = jnp.asarray(np.concatenate([far, -far, [0.0, np.nan]]), dtype)
+    with check.running(implementation):
+        call = ELEMENTWISE[name][0]
+        out, vjp = jax.vjp(functools.partial(call, implementation=implementation), x)
+        (dx,) = vjp(jnp.ones_like(out))
+    x, out, dx = (np.asarray(a, np.float64) for a in (x, out, dx))
+    assert np.isnan(out[-1])
+    assert np.isfinite(dx[:-1]).all()
+    large, small = np.abs(x) > 80, np.abs(x) < 1e-5
+    np.testing.assert_array_equal(out[large & (x > 0)], x[large & (x > 0)])
+    np.testing.assert_array_equal(dx[large & (x > 0)], 1)
+    np.testing.assert_allclose(out[large & (x < 0)], 0, atol=1e-35)
+    np.testing.assert_allclose(dx[large & (x < 0)], 0, atol=1e-35)
+    if name != "relu":
+        np.testing.assert_allclose(out[small], x[small] / 2, atol=1.2e-38, rtol=0.5)
+        np.testing.assert_allclose(dx[small], 0.5, rtol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["relu", "relu_squared"])
+def test_relu_lets_nothing_past_its_corner(name, implementation):
+    """Where the slope is 0 the gradient is, of an infinite cotangent too, as in JAX."""
+    x = jnp.asarray([-1.0, 0.0, 2.0, -np.inf, np.inf, np.nan] * 2)
+    dout = jnp.asarray([np.inf] * 6 + [np.nan] * 6)
+    ours, plain = ELEMENTWISE[name]
+    with check.running(implementation):
+        (dx,) = jax.vjp(functools.partial(ours, implementation=implementation), x)[1](dout)
+    np.testing.assert_array_equal(dx, jax.vjp(plain, x)[1](dout)[0])
+
+
+@BOTH
+def test_reglu_lets_nothing_past_its_corner(implementation):
+    gate = jnp.asarray([-1.0, 0.0, 2.0, -1.0, 2.0])
+    up = jnp.asarray([np.inf, np.nan, 3.0, 1.0, np.inf])
+    dout = jnp.asarray([1.0, 1.0, 1.0, np.inf, 1.0])
+    with check.running(implementation):
+        run = functools.partial(jaxkern.reglu, implementation=implementation)
+        grads = jax.vjp(run, gate, up)[1](dout)
+    want = jax.vjp(lambda g, u: jax.nn.relu(g) * u, gate, up)[1](dout)
+    np.testing.assert_array_equal(grads[0], want[0])
+    np.testing.assert_array_equal(grads[1], want[1])
+
+
+@BOTH
+def test_swiglu_extremes(implementation):
+    gate = jnp.asarray([1e4, -1e4, np.inf, -np.inf, np.nan, 1.0], jnp.float16)
+    up = jnp.asarray([2.0, 2.0, 2.0, 2.0, 2.0, np.inf], jnp.float16)
+    with check.running(implementation):
+        run = functools.partial(jaxkern.swiglu, implementation=implementation)
+        out, vjp = jax.vjp(run, gate, up)
+        dgate, dup = vjp(jnp.ones_like(out))
+    np.testing.assert_array_equal(out, [20000, 0, np.inf, 0, np.nan, np.inf])
+    np.testing.assert_array_equal(dgate, [2, 0, 2, 0, np.nan, np.inf])
+    np.testing.assert_array_equal(dup[:5], [1e4, 0, np.inf, 0, np.nan])
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 6)])
+def test_gated_empty(shape, implementation):
+    x = jnp.ones(shape, jnp.bfloat16)
+    with check.running(implementation):
+        run = functools.partial(jaxkern.silu_and_mul, implementation=implementation)
+        out, vjp = jax.vjp(run, x)
+        assert out.shape == (*shape[:-1], shape[-1] // 2)
+        assert vjp(out)[0].shape == shape
+        pair, vjp = jax.vjp(functools.partial(jaxkern.swiglu, implementation=implementation), x, x)
+        assert pair.shape == vjp(pair)[1].shape == shape
+        assert jaxkern.silu(x, implementation=implementation).shape == shape
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_finite_differences(name):
+    gate, up = (np.asarray(normal((50,), "float32", seed), np.float64) for seed in (3, 4))
+    gate[np.abs(gate) < 1e-3] = 1.0  # relu has a corner
+    dout, h = np.ones(50), 1e-5
+    slopes = gated_oracle(name, gate, up, dout)[1]
+    value = lambda g, u: gated_oracle(name, g, u, dout)[0]
+    numeric = [value(gate + h, up) - value(gate - h, up), value(gate, up + h) - value(gate, up - h)]
+    grads = jax.grad(lambda *a: GATED[name][0](*a).sum(), (0, 1))(*map(jnp.float32, (gate, up)))
+    for slope, difference, grad in zip(slopes, numeric, grads, strict=True):
+        np.testing.assert_allclose(slope, difference / (2 * h), rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(grad, slope, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("function", [jaxkern.silu, functools.partial(jaxkern.swiglu, up=1.5)])
+def test_plain_backward_keeps_only_the_arguments(function):
+    """No sigmoid is saved, at any precision."""
+    x = normal((4, 32), "bfloat16")
+    if isinstance(function, functools.partial):
+        function = functools.partial(jaxkern.swiglu, up=x)
+    _, vjp = jax.vjp(lambda x: function(x, implementation="xla"), x)
+    assert {(a.shape, a.dtype) for a in jax.tree.leaves(vjp)} <= {(x.shape, x.dtype)}
+
+
+def test_what_is_chosen():
+    """XLA for what it fuses at little cost; a gated unit has kernels both ways."""
+    x = jnp.ones((64, 256), jnp.bfloat16)
+    lowered = lambda f, *a: jax.jit(f).trace(*a).lower(lowering_platforms=("cuda",)).as_text()
+    for name, (call, _) in ELEMENTWISE.items():
+        by_itself = lowered(jax.grad(lambda x: call(x).sum()), x)  # noqa: B023
+        assert ("mosaic_gpu" in by_itself) is (name == "gelu_erf")
+        grad = jax.grad(lambda x: call(x, implementation="mosaic").sum())  # noqa: B023
+        assert "_bwd" in lowered(grad, x)
+    for pair, halves in GATED.values():
+        for function in filter(None, (lambda x, f=pair: f(x, x), halves)):
+            text = lowered(jax.value_and_grad(lambda x: function(x).sum()), x)  # noqa: B023
+            assert text.count("@mosaic_gpu_v2") == 2
+            assert "stablehlo.concatenate" not in text.replace("custom_partitioning", "")
+
+
+def test_kernels_refuse_float64():
+    with jax.enable_x64(True):
+        x = jnp.linspace(-700.0, 700.0, 11, dtype=jnp.float64)
+        np.testing.assert_allclose(jaxkern.swiglu(x, x), x * curve("silu", np.asarray(x))[0], 1e-13)
+        with pytest.raises(NotImplementedError, match="gate is float64"):
+            jaxkern.swiglu(x, x, implementation="mosaic")
+
+
+def test_activation_errors():
+    x = jnp.ones((2, 5))
+    with pytest.raises(TypeError, match=r"x must have a floating dtype.*got int32"):
+        jaxkern.silu(jnp.ones(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"up must have the shape of gate, \(2, 5\); got \(5,\)"):
+        jaxkern.swiglu(x, x[0])
+    with pytest.raises(ValueError, match=r"last axis of even size.*got shape \(2, 5\)"):
+        jaxkern.silu_and_mul(x)
+    with pytest.raises(ValueError, match=r"last axis of even size.*got shape \(\)"):
+        jaxkern.gelu_and_mul(1.0)
+    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
+        jaxkern.reglu(x, x, implementation="triton")
+    if not check.ON_GPU:
+        with pytest.raises(NotImplementedError, match=r"lowered for cpu. Use implementation="):
+            jaxkern.relu(x, implementation="mosaic")
+
+
+OF_FEW = {
+    "silu": lambda x, i: jaxkern.silu(x, implementation=i),
+    "swiglu": lambda x, i: jaxkern.swiglu(x, x + 1, implementation=i),
+    "silu_and_mul": lambda x, i: jaxkern.silu_and_mul(jnp.stack([x, x, x, x]), implementation=i),
+    "dropout": lambda x, i: jaxkern.dropout(x, 0.5, jax.random.key(0), implementation=i),
+    "dropout_add": lambda x, i: jaxkern.dropout_add(
+        x, x.astype(jnp.float32), 0.5, jax.random.key(0), implementation=i
+    ),
+}
+
+
+def of_few(name, implementation):
+    """Value and gradient, where the elements are so few that an index may be a constant."""
+
+    def run(x):
+        x = jnp.tile(x, 2) if name == "silu_and_mul" else x
+        out, vjp = jax.vjp(lambda x: OF_FEW[name](x, implementation), x)
+        return out, vjp(jnp.ones_like(out))
+
+    return run
+
+
+@pytest.mark.parametrize("name", OF_FEW)
+def test_few_elements_lower(name):
+    for n in (1, 9):  # of one element, and of one access and an element
+        x = jax.ShapeDtypeStruct((n,), jnp.bfloat16)
+        check.assert_layouts_agree(of_few(name, "mosaic"), x)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", OF_FEW)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 8, 31, 127, 129])
+def test_few_elements(n, name, dtype):
+    x = normal((n,), dtype, seed=n)
+    got, want = (jax.jit(of_few(name, i))(x) for i in ("mosaic", "xla"))
+    ulp = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2e-5}[dtype]  # a tie either way
+    check.assert_close(got, want, ulp)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("shape", [(1000, 4096), (1001, 1001)])
+def test_gated_same_bits(shape):
+    gate, up, dout = (normal(shape, "bfloat16", seed) for seed in range(3))
+    run = jax.jit(lambda g, u, d: jax.vjp(jaxkern.swiglu, g, u)[1](d))
+    first = run(gate, up, dout)
+    for _ in range(20):
+        for a, b in zip(first, run(gate, up, dout), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.compiled
+def test_gated_beyond_int32():
+    """More than 2³¹ elements in one array: the last rows are right."""
+    m, h = (1 << 17) + 3, 8192 + 256
+    x = jax.random.normal(jax.random.key(0), (m, 2 * h), jnp.bfloat16)
+    assert x.size > 2**31
+    out, vjp = jax.jit(lambda x: jax.vjp(jaxkern.silu_and_mul, x))(x)
+    dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, out)
+    for rows in (slice(0, 5), slice(m // 2, m // 2 + 5), slice(m - 5, m)):
+        want, want_vjp = jax.vjp(functools.partial(gated.gated_reference, "silu"), x[rows])
+        check.assert_close(out[rows], want, 2.0**-9)
+        check.assert_close(dx[rows], want_vjp(out[rows])[0], 2.0**-9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "accesses"),
+    [
+        ((1024,), "bfloat16", {"8xbf16": 1}),
+        ((1027,), "bfloat16", {"8xbf16": 1, "1xbf16": 3}),
+        ((1027,), "float32", {"4xf32": 1, "1xf32": 3}),
+        ((3,), "float16", {"1xf16": 3}),
+        ((2, 1024), "bfloat16", {"8xbf16": 1}),
+        ((2, 1028), "bfloat16", {"4xbf16": 2, "1xbf16": 4}),
+        ((2, 1027), "float32", {"1xf32": 4 + 3}),
+    ],
+)
+def test_accesses_are_as_wide_as_they_may_be(shape, dtype, accesses):
+    """Whatever the size; of slices, which ``vmap`` makes of rows, as wide as those are aligned."""
+    run = functools.partial(jaxkern.silu, implementation="mosaic")
+    run = jax.vmap(run) if len(shape) > 1 else run
+    (module,) = check.kernel_modules(run, jax.ShapeDtypeStruct(shape, dtype))
+    loads = Counter()
+
+    def visit(op):
+        found = re.fullmatch(r"vector<(\w+)>", str(op.results[0].type)) if op.results else None
+        if op.name.endswith("llvm.load") and found:
+            loads[found[1]] += 1
+        return WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    assert loads == accesses
+
+
+def test_unit_divides_the_columns():
+    array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
+    assert elementwise.unit(array(24), array(24, dtype=jnp.float32)) == 4
+    assert [elementwise.unit(array(16, 2 * h), columns=h) for h in (24, 12, 5)] == [8, 4, 1]
+
+
+@pytest.mark.parametrize(("h", "fits"), [(2**16, True), (2**16 + 1, False)])
+def test_halves_beyond_32_bits_of_units(h, fits):
+    """The rows of the one begin at multiples of 16 bytes; the other's elements are too many."""
+    x = jax.ShapeDtypeStruct((2**16, 2 * h), jnp.bfloat16)
+    lowered = jax.jit(jaxkern.silu_and_mul).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in lowered) is fits
+    if not fits:
+        with pytest.raises(NotImplementedError, match="1 at a time"):
+            jax.eval_shape(functools.partial(jaxkern.silu_and_mul, implementation="mosaic"), x)
+
+
+def arrays(key):
+    return tuple(jax.random.normal(k, (8, 2, 40)) for k in jax.random.split(key))
+
+
+SWIGLU = check.Op(
+    name="swiglu",
+    call=jaxkern.swiglu,
+    reference=lambda g, u: jax.nn.silu(g) * u,
+    arrays=arrays,
+    kernels=("swiglu_fwd", "swiglu_bwd"),
+    rows=(P("data"), P("data"), P("data")),
+    features=(P(None, None, "data"), P(None, None, "data"), P(None, None, "data")),
+    all_reduces=0,
+    vmaps=[(0, None), (None, 0), (1, 0)],
+    runs_again=False,
+)
+SILU_AND_MUL = check.Op(
+    name="silu_and_mul",
+    call=jaxkern.silu_and_mul,
+    reference=lambda x: jax.nn.silu(x[..., :40]) * x[..., 40:],
+    arrays=lambda key: (jax.random.normal(key, (8, 2, 80)),),
+    kernels=("silu_and_mul_fwd", "silu_and_mul_bwd"),
+    rows=(P("data"), P("data")),
+    features=(P(None, None, "data"), P(None, None, "data")),
+    all_reduces=0,
+    vmaps=[(0,), (1,)],
+    runs_again=False,
+)
+
+
+@check.matrix(SWIGLU)
+def test_swiglu_transformations(cell, record_property):
+    check.skip_repeats(cell)
+    check.check_cell(cell, record_property)
+
+
+GELU = check.Op(
+    name="gelu",
+    call=functools.partial(jaxkern.gelu, approximate=False),
+    reference=functools.partial(jax.nn.gelu, approximate=False),
+    arrays=lambda key: (jax.random.normal(key, (8, 2, 40)),),
+    kernels=("gelu_erf_fwd", "gelu_erf_bwd"),
+    rows=(P("data"), P("data")),
+    features=(P(None, None, "data"), P(None, None, "data")),
+    all_reduces=0,
+    vmaps=[(0,), (1,)],
+    runs_again=False,
+)
+
+# Their matrices beside swiglu's: what their other shapes could break.
+CELLS = {"vmap", "vmap(grad)", "auto mesh", "explicit mesh", "features split", "kernels lowered"}
+CELLS_OF_GELU = {"grad(grad)", "explicit mesh", "kernels lowered"}
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        *((SILU_AND_MUL, name) for name in sorted(CELLS)),
+        *((GELU, name) for name in sorted(CELLS_OF_GELU)),
+    ],
+    ids=lambda v: v if isinstance(v, str) else v.name,
+)
+@pytest.mark.parametrize(
+    "implementation", [pytest.param(i, marks=pytest.mark.gpu) for i in ("mosaic", None)]
+)
+def test_other_transformations(op, name, implementation, record_property):
+    check.skip_repeats((op, name, implementation))
+    check.check_cell((op, name, implementation), record_property)

@@ -1,0 +1,415 @@
+"""dropout: the generator, the mask's independence of everything but key, rate and place."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkern
+from jaxkern.ops import dropout as op
+from tests import check
+from tests.test_activations import ELEMENTWISE, curve, normal
+
+KEY = jax.random.key(5)
+BOTH = pytest.mark.parametrize(
+    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
+)
+
+
+def philox(counter, key):
+    """Philox-4x32-10 in Python's integers."""
+    a, b, c, d = counter
+    k, l = key
+    for _ in range(10):
+        low, high = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (
+            (high >> 32) ^ b ^ k,
+            high % 2**32,
+            (low >> 32) ^ d ^ l,
+            low % 2**32,
+        )
+        k, l = (k + 0x9E3779B9) % 2**32, (l + 0xBB67AE85) % 2**32
+    return [a, b, c, d]
+
+
+def keep(key, rate, shape):
+    """The mask by its definition."""
+    words = [int(w) for w in np.asarray(jax.random.key_data(key))]
+    words += [0] * (4 - len(words))
+    size, threshold = int(np.prod(shape)), round(float(np.float32(rate)) * 65536)
+    bits = []
+    for group in range(-(-size // 8)):
+        drawn = philox((group % 2**32, group >> 32, *words[2:]), words[:2])
+        bits += [half for w in drawn for half in (w & 0xFFFF, w >> 16)]
+    p = threshold / 65536
+    return (np.asarray(bits[:size]) >= threshold).reshape(shape), 1 / (1 - p) if p < 1 else 0.0
+
+
+def dropped(x, rate=0.3, key=KEY):
+    mask, scale = keep(key, rate, x.shape)
+    return np.where(mask, np.asarray(x) * np.float32(scale), np.float32(0))
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([2**32 - 1] * 4, [2**32 - 1] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_generator_gives_the_published_numbers(counter, key, words):
+    """The known answers that come with Random123."""
+    got = op.philox([jnp.uint32(c) for c in counter], [jnp.uint32(k) for k in key])
+    assert " ".join(f"{int(w):08x}" for w in got) == words
+    assert " ".join(f"{w:08x}" for w in philox(counter, key)) == words
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("shape", "key"),
+    [
+        ((5, 33), jax.random.key(11)),
+        ((), jax.random.key(11)),
+        ((3, 1000), jax.random.key(11, impl="rbg")),
+        ((2, 3, 44), jax.random.PRNGKey(11)),
+    ],
+)
+def test_mask_is_as_defined(shape, key, implementation):
+    x = jnp.ones(shape)
+    with check.running(implementation):
+        out = jaxkern.dropout(x, 0.3, key, implementation=implementation)
+    np.testing.assert_array_equal(out, dropped(x, 0.3, key))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        (None, "bfloat16"),
+        *((name, "float32") for name in ("relu_squared", "silu")),
+        ("gelu", "bfloat16"),
+    ],
+)
+def test_dropout_accuracy(activation, dtype, implementation):
+    x = normal((3, 304), dtype)
+    mask, scale = keep(KEY, 0.25, x.shape)
+    name = "gelu_tanh" if activation == "gelu" else activation
+
+    def plain(x):
+        value = ELEMENTWISE[name][1](x) if name else x
+        return jnp.where(mask, value / jnp.asarray(0.75, dtype), jnp.zeros((), dtype))
+
+    def oracle(x, dout):
+        value, slope = curve(name, x) if name else (x, np.ones_like(x))
+        return mask * scale * value, (mask * scale * dout * slope,)
+
+    with check.running(implementation):
+        call = lambda x: jaxkern.dropout(
+            x, 0.25, KEY, activation=activation, implementation=implementation
+        )
+        check.check_accuracy(call, plain, oracle, (x,))
+
+
+@BOTH
+def test_dropout_add_accuracy(implementation):
+    x, residual = normal((3, 304), "bfloat16"), normal((3, 304), "float32", seed=1)
+    mask, scale = keep(KEY, 0.25, x.shape)
+    with check.running(implementation):
+        call = lambda r, x: jaxkern.dropout_add(x, r, 0.25, KEY, implementation=implementation)
+        plain = lambda r, x: r + jnp.where(mask, x / jnp.bfloat16(0.75), 0)
+        oracle = lambda r, x, d: (r + mask * scale * x, (d, mask * scale * d))
+        check.check_accuracy(call, plain, oracle, (residual, x))
+
+
+@BOTH
+def test_rates_of_zero_and_one(implementation):
+    x = jnp.asarray([1.0, -2.5, np.inf, np.nan, 1e-37, 3e38] * 30)
+    with check.running(implementation):
+        run = lambda rate: jax.vjp(
+            lambda x: jaxkern.dropout(x, rate, KEY, implementation=implementation), x
+        )
+        for rates in (0, 1), (jnp.float32(0), jnp.float32(1)):
+            all_kept, vjp = run(rates[0])
+            np.testing.assert_array_equal(all_kept, x)
+            np.testing.assert_array_equal(vjp(x)[0], x)
+            none_kept, vjp = run(rates[1])
+            np.testing.assert_array_equal(none_kept, jnp.zeros_like(x))
+            np.testing.assert_array_equal(vjp(x)[0], jnp.zeros_like(x))
+
+
+@BOTH
+def test_rate_may_be_traced(implementation):
+    x = jnp.ones(500)
+    with check.running(implementation):
+        run = jax.jit(lambda rate: jaxkern.dropout(x, rate, KEY, implementation=implementation))
+        np.testing.assert_array_equal(run(0.3), dropped(x, 0.3))
+        np.testing.assert_array_equal(run(1.5), 0 * x)
+        assert jax.jit(jax.grad(lambda rate: run(rate).sum()))(0.3) == 0
+        rates = 0.0, 0.3, 1.0
+        each = jax.vmap(run)(jnp.asarray(rates))
+    np.testing.assert_array_equal(each, np.stack([dropped(x, rate) for rate in rates]))
+
+
+@BOTH
+def test_dropout_drops_bad_values(implementation):
+    """A NaN or an infinity that is dropped is a zero; one that is kept stays in its place."""
+    x = jnp.ones(400).at[::2].set(np.nan)
+    with check.running(implementation):
+        out = jaxkern.dropout(x, 0.5, KEY, activation="silu", implementation=implementation)
+    np.testing.assert_allclose(out, dropped(jax.nn.silu(x), 0.5), rtol=1e-6)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def many(n, rate, key):
+    return jaxkern.dropout(jnp.ones(n), rate, key, implementation="xla")
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_drop_fraction(rate):
+    """Within five standard deviations of the rate, over 2²⁰ elements, for several keys."""
+    n = 1 << 20
+    for seed in range(3):
+        zeros = np.mean(np.asarray(many(n, rate, jax.random.key(seed))) == 0)
+        deviation = (zeros - rate) / np.sqrt(rate * (1 - rate) / n)
+        assert abs(deviation) < 5, deviation
+
+
+def test_masks_are_independent():
+    """Of neighbours, of other places in a group, of other keys, split keys and other rows."""
+    n = 1 << 20
+    draw = lambda key: np.asarray(many(n, 0.5, key)) - 1  # ±1
+    base = draw(KEY)
+    others = [np.roll(base, shift) for shift in (*range(1, 18), 64, 1024, 4096)]
+    keys = [jax.random.key(4), jax.random.key(6), *jax.random.split(KEY, 4)]
+    keys += [jax.random.fold_in(KEY, 1), jax.random.key(5 + 2**16)]
+    others += [draw(key) for key in keys]
+    for i, other in enumerate(others):
+        deviation = float(np.sum(base * other)) / np.sqrt(n)
+        assert abs(deviation) < 5, (i, deviation)
+    # All 256 patterns of a group are equally frequent.
+    patterns = np.packbits((base > 0).reshape(-1, 8), axis=1).reshape(-1)
+    expected = patterns.size / 256
+    chi_squared = np.sum((np.bincount(patterns, minlength=256) - expected) ** 2 / expected)
+    assert abs(chi_squared - 255) < 5 * np.sqrt(2 * 255), chi_squared
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "implementation", "shape", "spec"),
+    [
+        (AxisType.Auto, None, (8, 4, 32), P("b", None, "a")),
+        # A device's columns begin inside a group of the generator.
+        (AxisType.Explicit, None, (4, 8, 12), P(None, "b", "a")),
+        (AxisType.Auto, "xla", (4, 8, 12), P(None, "b", "a")),
+    ],
+)
+def test_mask_is_one_whatever_the_devices(kind, implementation, shape, spec):
+    """The same bits from 1, 2 and 4 devices, and nothing is gathered."""
+    run = jax.jit(lambda x: jaxkern.dropout(x, 0.3, KEY, implementation=implementation))
+    x = normal(shape, "float32")
+    want = dropped(x)
+    np.testing.assert_array_equal(run(x), want)
+    for count in (2, 4):
+        if count > len(jax.devices()):
+            continue
+        mesh = jax.make_mesh(
+            (2, count // 2), ("a", "b"), (kind,) * 2, devices=jax.devices()[:count]
+        )
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        compiled = run.lower(placed).compile()
+        np.testing.assert_array_equal(compiled(placed), want)
+        text = compiled.as_text()
+        for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+            assert f"{collective}(" not in text, (spec, collective)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((4, 6, 32), (2, 2, 1)), ((4, 6, 12), (1, 3, 3)), ((6, 21), (2, 7))],
+)
+def test_kernel_of_a_part_draws_the_part(shape, parts):
+    """What a device of a mesh launches for its block of the array, here the last one."""
+    x = normal(shape, "float32")
+    want = dropped(x)
+    mode = "mosaic" if check.ON_GPU else "interpret"
+    options = op._Options("dropout", None, mode, shape)
+    seeds = op._key_words(KEY), op._rate_words(0.3)
+    sizes = [n // p for n, p in zip(shape, parts, strict=True)]
+    where = tuple(slice(n - size, n) for n, size in zip(shape, sizes, strict=True))
+    positions = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in where]
+    with check.running("mosaic"):
+        launch = functools.partial(op._launch_fwd, options)
+        (got,) = interpreted(launch, mode)(x[where], None, *seeds, *positions)
+    np.testing.assert_array_equal(got, want[where])
+    launch = functools.partial(op._launch_fwd, dataclasses.replace(options, mode="mosaic"))
+    check.assert_layouts_agree(launch, x[where], None, *seeds, *positions)
+
+
+def interpreted(f, mode):
+    def run(*args):
+        if mode != "interpret":
+            return f(*args)
+        with plgpu.force_gpu_interpret_mode():
+            return f(*args)
+
+    return run
+
+
+def test_positions_beyond_32_bits():
+    """Where an array has more than 2³⁵ elements the counter's second word counts on."""
+    key = op._key_words(KEY)
+    row = 2**19 + 3
+    positions = jnp.asarray([row], jnp.uint32), jnp.arange(16, dtype=jnp.uint32)
+    options = op._Options("dropout", None, "xla", (2**20, 2**17))
+    bits = op._random(options, key, positions)
+    groups = [(row * 2**17 + c) // 8 for c in (0, 8)]
+    assert groups[0] > 2**32
+    words = np.asarray(jax.random.key_data(KEY))
+    drawn = [philox((g % 2**32, g >> 32, 0, 0), [int(w) for w in words]) for g in groups]
+    want = [half for four in drawn for w in four for half in (w & 0xFFFF, w >> 16)]
+    np.testing.assert_array_equal(bits[0], want)
+
+
+@BOTH
+def test_vmap_of_keys(implementation):
+    keys = jax.random.split(KEY, 3)
+    x = normal((3, 70), "float32")
+    with check.running(implementation):
+        run = lambda x, key: jaxkern.dropout(x, 0.3, key, implementation=implementation)
+        same_key = jax.jit(jax.vmap(run, (0, None)))(x, KEY)
+        shared = jax.jit(jax.vmap(run, (None, 0)))(x[0], keys)
+        each, grads = jax.jit(jax.vmap(lambda x, key: with_grad(lambda x: run(x, key), x)))(x, keys)
+    for i in range(3):
+        np.testing.assert_array_equal(shared[i], dropped(x[0], key=keys[i]))
+        np.testing.assert_array_equal(each[i], dropped(x[i], key=keys[i]))
+        np.testing.assert_array_equal(same_key[i], dropped(x[i]))
+        np.testing.assert_array_equal(grads[i], dropped(jnp.ones(70), key=keys[i]))
+
+
+def with_grad(f, x):
+    out, vjp = jax.vjp(f, x)
+    return out, vjp(jnp.ones_like(out))[0]
+
+
+@BOTH
+def test_dropout_empty(implementation):
+    x = jnp.ones((3, 0), jnp.bfloat16)
+    with check.running(implementation):
+        run = lambda x: jaxkern.dropout(x, 0.5, KEY, implementation=implementation)
+        out, grad = jax.jit(functools.partial(with_grad, run))(x)
+    assert out.shape == grad.shape == (3, 0)
+
+
+def test_backward_saves_no_mask():
+    x = normal((4, 64), "bfloat16")
+    saved = lambda f: jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(f, x)[1], x))
+    large = lambda f: [a for a in saved(f) if a.size >= x.size]
+    for implementation in (None, "xla"):
+        run = functools.partial(jaxkern.dropout, rate=0.5, key=KEY, implementation=implementation)
+        assert large(run) == []
+        assert [a.dtype for a in large(functools.partial(run, activation="silu"))] == [x.dtype]
+
+
+def test_dropout_errors():
+    x = jnp.ones((2, 4))
+    with pytest.raises(ValueError, match=r"rate must be between 0 and 1, got 1.5"):
+        jax.jit(lambda x: jaxkern.dropout(x, 1.5, KEY))(x)
+    with pytest.raises(ValueError, match="rate must be between 0 and 1, got nan"):
+        jaxkern.dropout(x, float("nan"), KEY)
+    with pytest.raises(TypeError, match=r"rate must be a number, got an array of shape \(2,\)"):
+        jaxkern.dropout(x, jnp.zeros(2), KEY)
+    with pytest.raises(TypeError, match="rate must be a number, got str"):
+        jaxkern.dropout(x, "half", KEY)
+    with pytest.raises(TypeError, match=r"key must be a key of jax\.random, got int"):
+        jaxkern.dropout(x, 0.5, 3)
+    with pytest.raises(TypeError, match=r"one key of jax.random.*shape \(3,\).*jax.vmap"):
+        jaxkern.dropout(x, 0.5, jax.random.split(KEY, 3))
+    with pytest.raises(ValueError, match=r'activation must be "relu".*got \'tanh\''):
+        jaxkern.dropout(x, 0.5, KEY, activation="tanh")
+    with pytest.raises(ValueError, match=r"residual must have shape \(2, 4\).*got \(4,\)"):
+        jaxkern.dropout_add(x, x[0], 0.5, KEY)
+    with pytest.raises(TypeError, match="x must have a floating dtype"):
+        jaxkern.dropout(jnp.ones(3, jnp.int32), 0.5, KEY)
+    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
+        jaxkern.dropout(x, 0.5, KEY, implementation="triton")
+
+
+@pytest.mark.compiled
+def test_dropout_beyond_int32():
+    """More than 2³¹ elements: the last are right."""
+    m, n = (1 << 19) + 3, 4096 + 256
+    x = jnp.ones((m, n), jnp.bfloat16)
+    out = jax.jit(lambda x: jaxkern.dropout(x, 0.5, KEY))(x)
+    options = op._Options("dropout", None, "xla", (m, n))
+    key = op._key_words(KEY)
+    for first in (0, m // 2, m - 5):
+        positions = jnp.arange(first, first + 5, dtype=jnp.uint32), jnp.arange(n, dtype=jnp.uint32)
+        want = 2 * (op._random(options, key, positions) >= 32768)
+        np.testing.assert_array_equal(out[first : first + 5].astype(jnp.int32), want)
+
+
+MASK = keep(KEY, 0.25, (8, 2, 40))[0]
+DROPOUT = check.Op(
+    name="dropout",
+    call=lambda x, implementation: jaxkern.dropout(
+        x, 0.25, KEY, activation="silu", implementation=implementation
+    ),
+    reference=lambda x: jnp.where(MASK, jax.nn.silu(x) / 0.75, 0),
+    arrays=lambda key: (jax.random.normal(key, (8, 2, 40)),),
+    kernels=("dropout_fwd", "dropout_bwd"),
+    rows=(P("data"), P("data")),
+    features=(P(None, None, "data"), P(None, None, "data")),
+    all_reduces=0,
+    vmaps=[(0,), (1,)],
+    runs_again=False,
+)
+
+
+@check.matrix(DROPOUT)
+def test_dropout_transformations(cell, record_property):
+    if cell[1].startswith("shard_map"):
+        pytest.skip("each shard is a whole array, and draws its own mask")
+    check.skip_repeats(cell)
+    check.check_cell(cell, record_property)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_dropout_in_shard_map(check_vma):
+    """Each shard draws as an array of its own; a gradient of what is shared is summed."""
+    count = min(4, len(jax.devices()))
+    mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=jax.devices()[:count])
+    x, residual = normal((8, 40), "float32"), normal((8 // count, 40), "float32", seed=1)
+
+    def local(x, residual):
+        key = jax.random.fold_in(KEY, jax.lax.axis_index("data"))
+        return jaxkern.dropout_add(x, residual, 0.3, key)
+
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": check_vma}
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
+    keys = [jax.random.fold_in(KEY, i) for i in range(count)]
+    drop = lambda x: np.stack(
+        [dropped(shard, key=key) for shard, key in zip(np.split(x, count), keys, strict=True)]
+    )
+
+    @jax.jit
+    def run(x, residual):
+        out, vjp = jax.vjp(mapped, x, residual)
+        return out, *vjp(jnp.ones_like(out))
+
+    out, dx, dresidual = run(x, residual)
+    check.assert_close(out, (residual + drop(x)).reshape(8, 40), 1e-6)
+    np.testing.assert_array_equal(dresidual, jnp.full_like(residual, count))
+    np.testing.assert_array_equal(dx, drop(jnp.ones_like(x)).reshape(8, 40))
