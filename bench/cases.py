@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 import jaxkern
 
+DROP_RATE = 0.1
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -26,6 +28,7 @@ class Case:
       operations_forward, operations_backward: multiplications and additions of the products, where
         these are what takes the time.
       differentiated: whether there is a backward.
+      drawn: whether the result is random, and another library's another one.
     """
 
     op: str
@@ -38,6 +41,7 @@ class Case:
     operations_forward: int = 0
     operations_backward: int = 0
     differentiated: bool = True
+    drawn: bool = False
 
 
 def _norm(op: str, m: int, n: int, dtype: str, extra: str = "", **options: Any) -> Case:
@@ -298,7 +302,7 @@ def _pointwise(op: str, m: int, n: int, dtype: str, **options: Any) -> Case:
     nbytes = m * n * jnp.dtype(dtype).itemsize
     return Case(
         op=op,
-        shape=f"{m}x{n}" + "".join(f"/{value}" for value in options.values()),
+        shape=f"{m}x{n}" + ("" if options.get("approximate", True) else "-erf"),
         dtype=dtype,
         arrays=lambda key: (jax.random.normal(key, (m, n), dtype),),
         call=lambda x, implementation: getattr(jaxkern, op)(
@@ -314,7 +318,7 @@ def _dropout(m: int, n: int, dtype: str, *, add: bool = False, activation: Any =
 
     def call(*args):
         *arrays, implementation = args
-        where = {"rate": 0.1, "key": jax.random.key(0), "implementation": implementation}
+        where = {"rate": DROP_RATE, "key": jax.random.key(0), "implementation": implementation}
         if add:
             return jaxkern.dropout_add(*arrays, **where)
         return jaxkern.dropout(*arrays, activation=activation, **where)
@@ -324,10 +328,11 @@ def _dropout(m: int, n: int, dtype: str, *, add: bool = False, activation: Any =
 
     return Case(
         op="dropout_add" if add else "dropout",
-        shape=f"{m}x{n}" + (f"/{activation}" if activation else ""),
+        shape=f"{m}x{n}" + (f"-{activation}" if activation else ""),
         dtype=dtype,
         arrays=arrays,
         call=call,
+        drawn=True,
         bytes_forward=(2 + add) * nbytes,
         bytes_backward=(2 + bool(activation)) * nbytes,
     )

@@ -67,6 +67,8 @@ class KernelPass:
       whole: factors that are not split between devices; a split one is gathered first.
       partial: what a device computes where an output is a sum over devices, if that is not the pass
         itself on its part (a product without what is added to it).
+      kernel_of_slices: `kernel` for what ``vmap`` gives it, slices of arrays, which begin wherever
+        the one before ends; by default `kernel`.
     """
 
     name: str
@@ -77,6 +79,7 @@ class KernelPass:
     outs: tuple[str, ...]
     whole: str = ""
     partial: "Partial | None" = None
+    kernel_of_slices: Callable[..., Arrays] | None = None
 
     def __call__(self, *args: Any) -> Arrays:
         if len(args) != len(self.ins):
@@ -109,6 +112,7 @@ class KernelPass:
         present = _Present(
             mode=self.mode,
             kernel=dense(self.kernel),
+            kernel_of_slices=dense(self.kernel_of_slices or self.kernel),
             reference=dense(self.reference),
             ins=tuple(self.ins[i].split() for i in here),
             outs=tuple(self.outs[i].split() for i in out_here),
@@ -133,6 +137,7 @@ class _Present:
 
     mode: Mode
     kernel: Callable[..., Arrays]
+    kernel_of_slices: Callable[..., Arrays]
     reference: Callable[..., Arrays]
     ins: tuple[list[str], ...]
     outs: tuple[list[str], ...]
@@ -165,9 +170,11 @@ class _Present:
                     reference=jax.vmap(partial.reference, in_axes),
                     finish=jax.vmap(partial.finish, (*in_axes, *(0 for _ in self.outs))),
                 )
+            kernel = jax.vmap(self.kernel_of_slices, in_axes)
             batched = dataclasses.replace(
                 self,
-                kernel=jax.vmap(self.kernel, in_axes),
+                kernel=kernel,
+                kernel_of_slices=kernel,
                 reference=jax.vmap(self.reference, in_axes),
                 partial=partial,
                 ins=tuple([new, *f] if b else f for f, b in zip(self.ins, in_batched, strict=True)),

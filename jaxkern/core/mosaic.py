@@ -524,15 +524,17 @@ def join_lanes(parts: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
     return join(*map(_laid_out, parts))  # pyright: ignore[reportCallIssue]
 
 
-def load_units(ref: Any, units: jax.Array, vec: int, count: int, *, interpret: bool) -> jax.Array:
+def load_units(
+    ref: Any, units: jax.Array, vec: int, count: int, step: int, *, interpret: bool
+) -> jax.Array:
     """What each lane reads of an array in global memory: its unit, `vec` neighbouring elements.
 
     Args:
-      ref: contiguous, aligned to 16 bytes, fp32, bf16 or fp16.
+      ref: contiguous, fp32, bf16 or fp16.
       units: (LANES,), uint32; unit u begins at element u · vec.
       vec: a power of two, 16 bytes at most.
-      count: elements of a unit that are there; the others are zeros. If they are all, they are one
-        access.
+      count: elements of a unit that are there; the others are zeros.
+      step: elements of one access, a divisor of `vec` and `count` to which `ref` is aligned.
       interpret: whether this runs in Pallas's interpreter.
 
     Returns:
@@ -541,7 +543,6 @@ def load_units(ref: Any, units: jax.Array, vec: int, count: int, *, interpret: b
     if interpret:
         elements = ref[...].astype(jnp.float32)[_elements(units, vec)[:, :count]]
         return jnp.pad(elements, ((0, 0), (0, vec - count))).reshape(-1)
-    step = vec if count == vec else 1
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW), return_type=_row(vec))
     def load(ctx: Any, source: Any, units: Any) -> Any:
@@ -561,14 +562,20 @@ def load_units(ref: Any, units: jax.Array, vec: int, count: int, *, interpret: b
 
 
 def store_units(
-    ref: Any, units: jax.Array, values: jax.Array, vec: int, count: int, *, interpret: bool
+    ref: Any,
+    units: jax.Array,
+    values: jax.Array,
+    vec: int,
+    count: int,
+    step: int,
+    *,
+    interpret: bool,
 ) -> None:
     """Writes what :func:`load_units` would read; lanes with equal units have equal values."""
     if interpret:
         elements = values.reshape(-1, vec)[:, :count].astype(ref.dtype)
         ref[...] = ref[...].at[_elements(units, vec)[:, :count]].set(elements)
         return
-    step = vec if count == vec else 1
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW, _row(vec).layout))
     def store(ctx: Any, target: Any, units: Any, values: Any) -> None:
