@@ -184,7 +184,7 @@ def _summary(by_op: dict[str, list[Line]]) -> Iterator[str]:
         cells = [f"[`{op}`](#{op})", *counts, _times(statistics.median(beside) if beside else None)]
         rows.append([*cells, _times(best), _times(worst)])
     yield "## Summary"
-    yield _table(["op", *_VERDICTS, "median over plain JAX", "most over all others", "least"], rows)
+    yield table(["op", *_VERDICTS, "median over plain JAX", "most over all others", "least"], rows)
     yield "![memory beside arguments and results](pictures/memory.svg)"
     lost = sorted(
         (line for of in by_op.values() for line in of if line.verdict == "slower"),
@@ -200,7 +200,7 @@ def _summary(by_op: dict[str, list[Line]]) -> Iterator[str]:
         times = [_figure(line.figures[OURS]), f"{NAMES.get(name, name)}, {_figure(by)}"]
         where = [f"`{line.op}`", line.shape, line.dtype, line.direction]
         rows.append([*where, *times, _times(line.speedup)])
-    yield _table(["op", "shape", "dtype", "pass", "jaxkern", "fastest", "speed-up"], rows)
+    yield table(["op", "shape", "dtype", "pass", "jaxkern", "fastest", "speed-up"], rows)
 
 
 _VERDICTS = ("faster", "even", "slower", "alone")
@@ -224,7 +224,7 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
     head = ["shape", "dtype", "pass", *(NAMES.get(n, n) for n in names), "speed-up", "from"]
     if products:
         yield "After the semicolon, TFLOP/s of the products."
-    yield _table(head, rows)
+    yield table(head, rows)
 
 
 def _others(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
@@ -236,7 +236,7 @@ def _others(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
         yield f"## {name.removesuffix('.json')}"
         yield "; ".join(f"{k} {v}" for k, v in report.items() if _plain(v) and k not in _OF_FILE)
         keys = [key for key, value in rows[0].items() if _plain(value)]
-        yield _table(keys, [[_cell(row.get(key)) for key in keys] for row in rows])
+        yield table(keys, [[_cell(row.get(key)) for key in keys] for row in rows])
 
 
 _OF_FILE = ("device", "driver", "jax", "jaxkern", "commit", "date", "clock", "copy_gb_s")
@@ -249,7 +249,7 @@ def _files(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
         told = [report.get(key, "") for key in ("device", "driver", "jax", "commit", "date")]
         rows.append([number, f"[{name}](results/{name})", *told, copy, report.get("clock", "")])
     yield "## Files"
-    yield _table(["", "file", "device", "driver", "JAX", "commit", "date", "copy", "clock"], rows)
+    yield table(["", "file", "device", "driver", "JAX", "commit", "date", "copy", "clock"], rows)
 
 
 def _plain(value: Any) -> bool:
@@ -274,7 +274,8 @@ def _times(ratio: float | None) -> str:
     return f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.1f}×"
 
 
-def _table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
     table = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in table)
 
