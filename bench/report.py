@@ -160,7 +160,7 @@ def text(reports: Sequence[tuple[str, dict[str, Any]]]) -> str:
         "kernels, also where `implementation=None` would choose XLA. *Speed-up* is the fastest "
         "other's time over ours: ▼ marks where we are slower, and less than "
         f"{EVEN:.0%} is even. *From* numbers the [files](#files); after the first come those that "
-        "lend others' figures, measured at another time.",
+        "lend others' figures, measured at another time. Errors are in [accuracy.md](accuracy.md).",
         *_summary(by_op),
         *(part for op in sorted(by_op) for part in _section(op, by_op[op])),
         *_others(reports),
