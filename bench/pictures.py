@@ -88,7 +88,8 @@ def ledger(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str,
     return {label: by for label, by in held.items() if max(by.values()) >= 1}
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib for small SVGs, the same bytes on every run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,15 +103,16 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, out: Path) -> None:
+def save(figure: Any, out: Path) -> None:
+    """Writes and closes `figure`."""
     figure.tight_layout()
     figure.savefig(out, metadata={"Date": None})
-    _pyplot().close(figure)
+    pyplot().close(figure)
 
 
 def draw_roofline(op: str, of: Roofline, out: Path) -> None:
     """Writes the roofline of `op`."""
-    plt = _pyplot()
+    plt = pyplot()
     drawn = [d for d in DIRECTIONS if of.points[d]]
     figure, axes = plt.subplots(
         1, len(drawn), figsize=(3.6 * len(drawn), 2.9), sharex=True, sharey=True, squeeze=False
@@ -135,12 +137,12 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("TFLOP/s" if of.products else "GB/s")
     axes[0, 0].legend(fontsize=6)
-    _save(figure, out)
+    save(figure, out)
 
 
 def draw_ledger(held: dict[str, dict[str, float]], out: Path) -> None:
     """Writes the memory ledger as bars."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(6.8, 0.7 + 0.3 * len(held)))
     names = [name for name in OF_JAX if any(name in by for by in held.values())]
     for i, name in enumerate(names):
@@ -154,7 +156,7 @@ def draw_ledger(held: dict[str, dict[str, float]], out: Path) -> None:
     axis.set(xscale="log", xlim=(1, 3 * max(mb for by in held.values() for mb in by.values())))
     axis.set_xlabel("MB beside arguments and results, forward and backward in one program")
     axis.legend(fontsize=6)
-    _save(figure, out)
+    save(figure, out)
 
 
 def main() -> int:

@@ -39,7 +39,7 @@ NAMES = {
 EVEN = 0.01
 """Times that differ by less than this part are even."""
 
-LONGEST = 40
+LONGEST = 60
 """Rows of a file without ops that the report repeats."""
 
 _VARIANTS = {
