@@ -12,13 +12,14 @@ at most 0.5. On a CPU there are no kernels; ``--interpret`` runs them in Pallas'
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def _scan_arrays(b: int, l: int, d: int, n: int) -> Callable[[Any], Arrays]:
     return arrays
 
 
+@functools.cache
 def subjects(small: bool) -> Sequence[Subject]:
     """All ops; `small` for a machine without a GPU."""
     m, n = (16, 256) if small else (512, 4096)
@@ -239,17 +241,23 @@ def truth(subject: Subject, arrays: Arrays, dout: Any) -> list[np.ndarray]:
         return [np.asarray(r) for r in results]
 
 
-def measure(subject: Subject, dtype: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for the result and each gradient by each implementation."""
+def measure(op: str, dtype: str, names: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """A row for the result and each gradient of `op` by each implementation, and what failed."""
+    small = jax.default_backend() != "gpu"
+    (subject,) = (s for s in subjects(small) if s.op == op)
     key = jax.random.key(3)
     arrays = subject.cast(key, dtype)
     shape = jax.eval_shape(subject.expression, *arrays)
     dout = jax.random.normal(jax.random.fold_in(key, 2), shape.shape).astype(arrays[0].dtype)
     want = truth(subject, arrays, dout)
-    rows = []
+    rows, failed = [], []
     for name in names:
         by_us = lambda *a, name=name: subject.call(*a, name)
-        got = _both(subject.expression if name == EXPRESSION else by_us)(arrays, dout)
+        try:
+            got = _both(subject.expression if name == EXPRESSION else by_us)(arrays, dout)
+        except (RuntimeError, NotImplementedError) as e:  # the others go on
+            failed.append(f"{op} {dtype} {name}: {[*str(e).splitlines(), ''][0]}")
+            continue
         labels = ["out", *(f"d{argument}" for argument in subject.names)]
         for label, g, w in zip(labels, got, want, strict=True):
             errors = ulps(g, w)
@@ -264,7 +272,7 @@ def measure(subject: Subject, dtype: str, names: Sequence[str]) -> list[dict[str
                     "mean_ulp": float(f"{errors.mean():.4g}"),
                 }
             )
-    return rows
+    return rows, failed
 
 
 def text(report: dict[str, Any]) -> str:
@@ -311,34 +319,44 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--op", action="append", help="only this op; repeat for more")
     p.add_argument("--dtype", default=",".join(DTYPES), help="comma-separated")
     p.add_argument("--interpret", action="store_true", help="run the kernels without a GPU, slowly")
-    p.add_argument("--jobs", type=int, default=1, help="threads that compile")
+    p.add_argument("--jobs", type=int, default=1, help="processes")
     p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
     p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-accuracy.json)")
     p.add_argument("--table", type=Path, default=ACCURACY, help="the document")
     args = p.parse_args(argv)
+    if args.jobs > 1:  # before JAX takes hold of the device: they share its memory
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     gpu = jax.default_backend() == "gpu"
-    chosen = [s for s in subjects(small=not gpu) if not args.op or s.op in args.op]
+    known = [s.op for s in subjects(small=not gpu)]
+    chosen = [op for op in known if not args.op or op in args.op]
     if not chosen:
-        known = "; ".join(s.op for s in subjects(small=True))
-        print(f"bench.accuracy: error: no such op; there are: {known}", file=sys.stderr)
+        print(f"bench.accuracy: error: no such op; there are: {'; '.join(known)}", file=sys.stderr)
         return 2
     names = IMPLEMENTATIONS if gpu or args.interpret else IMPLEMENTATIONS[1:]
     clock = "KERNELS IN THE INTERPRETER ON A CPU" if args.interpret else "PLAIN JAX ON A CPU"
-    tasks = [(s, dtype, names) for dtype in args.dtype.split(",") for s in chosen]
-    interpreting = interpret_kernels() if args.interpret and not gpu else contextlib.nullcontext()
-    with interpreting, ThreadPoolExecutor(1 if args.interpret else args.jobs) as pool:
-        found = list(pool.map(measure, *zip(*tasks, strict=True)))
+    # The last ops take longest to compile, and begin.
+    tasks = [(op, dtype, names) for op in chosen[::-1] for dtype in args.dtype.split(",")]
+    if args.interpret and not gpu:
+        with interpret_kernels():
+            found = [measure(*task) for task in tasks]
+    elif args.jobs == 1:
+        found = [measure(*task) for task in tasks]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(args.jobs, context) as pool:
+            found = list(pool.map(measure, *zip(*tasks, strict=True)))
+    place = lambda row: (known.index(row["op"]), DTYPES.index(row["dtype"]))
+    rows = sorted((row for of_task, _ in found for row in of_task), key=place)
+    failed = [line for _, of_task in found for line in of_task]
     where = machine(args.commit)
-    order = [s.op for s in chosen]
-    rows = sorted((r for rows in found for r in rows), key=lambda r: order.index(r["op"]))
     report = {**where, "clock": "compiled kernels" if gpu else clock, "rows": rows}
     device = str(where["device"]).lower().replace(" ", "-")
     out = args.out or RESULTS / f"{device}-accuracy.json"
     out.write_text(json.dumps(report, indent=1) + "\n")
     args.table.write_text(text(report))
     print(args.table.read_text())
-    print(f"wrote {out} and {args.table}")
-    return 0
+    print(*failed, f"wrote {out} and {args.table}", sep="\n")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

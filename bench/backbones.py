@@ -16,14 +16,17 @@ Adam's update. `wall_us` is what a step takes in the training loop, launches inc
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +300,46 @@ def measure(job: Job, programs: dict[str, Any], s: Sizes, steps: int, calls: int
     }
 
 
+_all_compiled: Callable[[], Any] = lambda: None
+_turn: Any = contextlib.nullcontext()
+
+
+def _begin(barrier: Any, lock: Any) -> None:
+    global _all_compiled, _turn
+    _all_compiled, _turn = functools.partial(barrier.wait, timeout=600), lock
+
+
+def _measure_all(jobs: list[Job], s: Sizes, steps: int, calls: int) -> list[dict[str, Any] | str]:
+    """Rows, or why there are none; of several processes all compile, then each measures alone."""
+    compiled = [job.programs(s) for job in jobs]
+    _all_compiled()
+    rows = []
+    with _turn:
+        for job, programs in zip(jobs, compiled, strict=True):
+            try:
+                fails = isinstance(programs, str)
+                rows.append(programs if fails else measure(job, programs, s, steps, calls))
+            except RuntimeError as e:
+                rows.append(_first_line(e))
+    return rows
+
+
+def _spread(jobs: list[Job], processes: int, *args: Any) -> list[dict[str, Any] | str]:
+    """:func:`_measure_all` in several processes, with a share of `jobs` each."""
+    processes = min(processes, len(jobs))
+    if processes == 1:
+        return _measure_all(jobs, *args)
+    context = multiprocessing.get_context("spawn")
+    sync = (context.Barrier(processes), context.Lock())
+    pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=sync)
+    with pool:
+        shares = [pool.submit(_measure_all, jobs[i::processes], *args) for i in range(processes)]
+        rows: list[Any] = [None] * len(jobs)
+        for i, share in enumerate(shares):
+            rows[i::processes] = share.result()
+    return rows
+
+
 def text(report: dict[str, Any]) -> str:
     """The tables: every backbone's times, and what bf16 and the kernels gain."""
     rows = report["rows"]
@@ -382,12 +425,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--precision", default=",".join(PRECISIONS), help="comma-separated")
     p.add_argument("--steps", type=int, help="of training (100; without a GPU 10)")
     p.add_argument("--calls", type=int, default=20, help="timed calls of each pass")
-    p.add_argument("--jobs", type=int, default=1, help="threads that compile")
+    p.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile; they measure in turn"
+    )
     p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
     p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-backbones.json)")
     p.add_argument("--table", type=Path, default=DOCUMENT, help="the document")
     p.add_argument("--picture", type=Path, default=PICTURE, help="the plot, an SVG")
     args = p.parse_args(argv)
+    if args.jobs > 1:  # before JAX takes hold of the device: they share its memory
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     gpu = timing.on_gpu()
     s = Sizes() if gpu else Sizes(batch=4, embed=32, hidden=64)
     lengths = [int(word) for word in (args.length or ("60,120,180" if gpu else "16,32")).split(",")]
@@ -399,18 +446,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.backbone.split(","), args.precision.split(","), implementations, lengths
         )
     ]
-    rows, failed = [], []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        # Mamba's kernels take longest to lower, and begin.
-        compiled = list(pool.map(lambda job: job.programs(s), reversed(jobs)))[::-1]
-    for job, programs in zip(jobs, compiled, strict=True):
-        try:
-            if isinstance(programs, str):
-                raise RuntimeError(programs)
-            rows.append(measure(job, programs, s, steps, args.calls))
-        except RuntimeError as e:
-            name = f"{job.backbone}, {job.precision}, {job.implementation}, length {job.length}"
-            failed.append(f"{name}: {_first_line(e)}")
+    found = _spread(jobs, args.jobs, s, steps, args.calls)
+    rows = [row for row in found if isinstance(row, dict)]
+    failed = [
+        f"{job.backbone}, {job.precision}, {job.implementation}, length {job.length}: {row}"
+        for job, row in zip(jobs, found, strict=True)
+        if isinstance(row, str)
+    ]
     where = machine(args.commit)
     clock = "device time (CUPTI)" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
     sizes = dataclasses.asdict(s)
