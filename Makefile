@@ -16,8 +16,9 @@ RUN := $(VENV)/bin/python -m
 RUN_OLDEST := $(VENV_OLDEST)/bin/python -m
 DEV := lm,test,lint
 # The interpreter is slow: on the oldest JAX it runs rms_norm's kernels under every transformation,
-# and those of the other ops are lowered for CUDA; their cases in plain JAX run on the newest.
-SUBSET_OLDEST := -k 'not (mosaic or auto or xla) or kernels or (rms_norm and transformations)'
+# and those of the other ops are lowered for CUDA; their cases in plain JAX, the notebooks and the
+# backbones of the bench run on the newest.
+SUBSET_OLDEST := -k 'not (mosaic or auto or xla or notebook or backbone) or kernels or (rms_norm and transformations)'
 
 .PHONY: help
 help:
