@@ -41,7 +41,7 @@ def test_package_extras():
     extras = PROJECT["optional-dependencies"]
     assert extras["cuda12"] == ["jax[cuda12]"]
     assert extras["cuda13"] == ["jax[cuda13]"]
-    for name in ("triton", "lm", "equinox", "notebooks", "test", "lint"):
+    for name in ("triton", "lm", "equinox", "docs", "notebooks", "test", "lint"):
         assert extras[name]
 
 
@@ -98,6 +98,16 @@ def test_documents_name_only_files_that_exist():
     named = set(re.findall(r"\b(?:jaxkern|tests|bench|constraints)/[\w/]+\.\w+", text))
     assert len(named) >= 4
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_pages_of_the_site_exist():
+    site = ROOT / ".site"
+    text = "".join(path.read_text() for path in site.glob("*.md"))
+    pages = re.findall(r"^[a-z]+(?:/\w+)?$", text, re.MULTILINE)
+    assert {"ops", "notebooks/01_quickstart", "bench/report"} <= set(pages)
+    assert [page for page in pages if not list(site.glob(f"{page}.*"))] == []
+    included = re.findall(r"{include} (\S+)", text)
+    assert [name for name in included if not (site / name).exists()] == []
 
 
 def test_readme_names_only_make_targets_that_exist():
@@ -370,6 +380,14 @@ def test_make_passes_arguments_on(ready):
     assert ready.calls == ["-m bench --help"]
 
 
+def test_make_docs(ready):
+    assert ready.run("make", "docs")[0] == 0
+    assert ready.calls == [
+        ".[docs,lm] by constraints/newest.txt",
+        "-m sphinx -q -W --keep-going -d build/doctrees .site build/site",
+    ]
+
+
 def test_make_test_runs_everything_on_both_versions_of_jax(ready):
     assert ready.run("make", "test")[0] == 0
     assert ready.calls == [
@@ -397,7 +415,7 @@ def test_make_test_runs_compiled_kernels_on_a_gpu(ready):
 def test_make_alone_explains_itself(checkout):
     assert checkout.run("make") == (0, "")
     done = subprocess.run(["make"], cwd=checkout.root, capture_output=True, text=True, check=True)
-    for target in ("train", "test", "bench", "lint"):
+    for target in ("train", "test", "bench", "docs", "lint"):
         assert f"make {target}" in done.stdout
 
 
