@@ -15,8 +15,9 @@ from flax import nnx
 from jaxkern.lm import checkpoint
 from jaxkern.lm.config import ModelConfig, RunError, TrainConfig, resume_config
 from jaxkern.lm.data import SEPARATOR
-from jaxkern.lm.model import DecodeState, Options
+from jaxkern.lm.model import Options
 from jaxkern.lm.step import init_state, make_model
+from jaxkern.nn.mamba import Cache
 from jaxkern.precision import Policy
 
 _CHUNK = 16  # bytes decoded between two prints
@@ -114,7 +115,7 @@ def _prefill(graphdef, params, tokens):
     return jax.lax.scan(feed, (first, state), tokens)[0]
 
 
-def _decode(graphdef, draw, params, logits, state: DecodeState, key):
+def _decode(graphdef, draw, params, logits, state: Cache, key):
     """The next _CHUNK bytes, given the logits of the first of them."""
     model = nnx.merge(graphdef, params)
 
