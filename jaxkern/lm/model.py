@@ -1,4 +1,4 @@
-"""The Mamba language model (arXiv 2312.00752) over bytes, in flax.nnx on jaxkern's ops.
+"""The Mamba language model (arXiv 2312.00752), in flax.nnx on jaxkern's ops.
 
     x = embedding[tokens]                                     (B, L, d_model)
     for each layer:
@@ -31,7 +31,6 @@ from jaxkern.precision import Policy
 DECAYED = frozenset(
     {"embedding", "in_proj", "conv_weight", "x_proj", "dt_proj", "out_proj"}
 )  # weight decay leaves norms, biases, A_log and D alone
-
 
 EPS = 1e-5  # of every norm
 
@@ -122,16 +121,55 @@ class MambaLM(nnx.Module):
         return jax.tree.map(lambda a: jnp.tile(a, (self.config.n_layers, *[1] * a.ndim)), cache)
 
     def _embed(self, tokens):
-        # A product, exact here, because its transpose is one too: that of an indexed read adds with
-        # atomics on a GPU, in another order on every run.
+        table = self.embedding[...].astype(jnp.float32)
+        if self.config.vocab_size > _PRODUCT_UP_TO:
+            return rows_of(table, tokens)
         chosen = one_hot(tokens, self.config.vocab_size).astype(jnp.float32)
-        return jnp.matmul(chosen, self.embedding[...].astype(jnp.float32), precision="highest")
+        return jnp.matmul(chosen, table, precision="highest")
 
     def _head(self, x):
         policy = self.options.policy
         x = jaxkern.rms_norm(x, self.norm[...], eps=EPS, implementation=self.options.implementation)
         logits = policy.cast_to_compute(x) @ policy.cast_to_compute(self.embedding[...]).T
         return policy.cast_to_output(logits)
+
+
+# An indexed read's own gradient adds with atomics on a GPU, in another order on every run. For
+# bytes a product does instead, exact here and its transpose one too; for large vocabularies
+# `rows_of`.
+_PRODUCT_UP_TO = 1024
+
+
+@jax.custom_vjp
+def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of a table (V, D) fp32 for tokens (...): (..., D), with the same gradient on every run.
+
+    The gradient's rows are sorted by token, added up by a scan that starts anew at each token's
+    first, and each token's last sum is written to its row.
+    """
+    return table[tokens]
+
+
+def _rows_fwd(table, tokens):
+    return table[tokens], (table, tokens)
+
+
+def _rows_bwd(res, dout):
+    table, tokens = res
+    size, dim = table.shape
+    order = jnp.argsort(tokens.reshape(-1))
+    token, rows = tokens.reshape(-1)[order], dout.reshape(-1, dim)[order]
+    again = token == jnp.roll(token, 1)
+    again = again.at[:1].set(False)
+    sums = jaxkern.linear_scan(
+        jnp.broadcast_to(again[:, None], rows.shape).astype(rows.dtype)[None], rows[None]
+    )[0]
+    last = jnp.roll(~again, -1).at[-1:].set(True)
+    written = jnp.where(last, token, size)
+    return jnp.zeros_like(table).at[written].set(sums, mode="drop"), None
+
+
+rows_of.defvjp(_rows_fwd, _rows_bwd)
 
 
 def one_hot(tokens: jax.Array, size: int) -> jax.Array:
