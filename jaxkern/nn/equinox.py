@@ -11,7 +11,7 @@ Parameters have the dtype given to the constructor, and results that of the inpu
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +141,17 @@ class Dropout(eqx.nn.Dropout):
 
 class Linear(eqx.nn.Linear):
     """``eqx.nn.Linear`` on jaxkern's linear layer, with its arguments."""
+
+    def __init__(
+        self,
+        in_features: int | Literal["scalar"],
+        out_features: int | Literal["scalar"],
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        key: jax.Array,
+    ):
+        super().__init__(in_features, out_features, use_bias, dtype, key=key)
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         """x (..., in_features) -> (..., out_features)."""

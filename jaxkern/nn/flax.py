@@ -47,7 +47,7 @@ class RMSNorm(nnx.RMSNorm):
         self, num_features: int, *, implementation: Implementation | None = None, **options: Any
     ):
         super().__init__(num_features, **options)
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
@@ -72,7 +72,7 @@ class LayerNorm(nnx.LayerNorm):
         self, num_features: int, *, implementation: Implementation | None = None, **options: Any
     ):
         super().__init__(num_features, **options)
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
@@ -100,7 +100,7 @@ class Dropout(nnx.Dropout):
         self, rate: float, *, implementation: Implementation | None = None, **options: Any
     ):
         super().__init__(rate, **options)
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
 
     def __call__(
         self, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None
@@ -173,7 +173,7 @@ class SwiGLU(nnx.Module):
         self.gate_proj = Linear(features, hidden_features, **options, rngs=rngs)
         self.up_proj = Linear(features, hidden_features, **options, rngs=rngs)
         self.down_proj = Linear(hidden_features, features, **options, rngs=rngs)
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x (..., K) -> the same shape."""
@@ -229,7 +229,7 @@ class Mamba(nnx.Module):
         self.sizes = mamba.Sizes(d_model, d_state, d_conv, expand, dt_rank)
         self.dtype = dtype
         self.param_dtype = param_dtype
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
         for name, (init, shape) in mamba.initializers(self.sizes, n_layers).items():
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
 

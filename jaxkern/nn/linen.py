@@ -115,7 +115,8 @@ class Dense(nn.Dense):
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
-        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        inputs, kernel, bias = promoted
         return linear(inputs, kernel, bias, precision=self.precision)
 
 

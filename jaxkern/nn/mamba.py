@@ -138,14 +138,14 @@ def mamba(
         "return_final_state": return_cache,
         "implementation": implementation,
     }
-    conv, state = (None, None) if cache is None else cache
-    u = jaxkern.causal_conv1d(
+    conv: Any = None if cache is None else cache.conv
+    u: Any = jaxkern.causal_conv1d(
         u, *_filter(weights, u.dtype), activation="silu", initial_state=conv, **options
     )
     if return_cache:
         u, conv = u
     dt, B, C = _parameters(weights, u)
-    y = jaxkern.selective_scan(
+    y: Any = jaxkern.selective_scan(
         u,
         dt,
         -jnp.exp(weights.A_log),
@@ -155,7 +155,7 @@ def mamba(
         z,
         dt_bias=weights.dt_bias,
         dt_softplus=True,
-        initial_state=state,
+        initial_state=None if cache is None else cache.scan,
         **options,
     )
     if not return_cache:
