@@ -56,13 +56,13 @@ def of_nnx(module, name, **options):
     size = (K, 24) if name == "Linear" else (K,)
     layer = getattr(module, name)(*size, **options, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(layer)
-    return nnx.to_pure_dict(params), jit(lambda params, x: nnx.merge(graphdef, params)(x))
+    return nnx.to_pure_dict(params), lambda params, x: nnx.merge(graphdef, params)(x)
 
 
 def of_linen(module, name, **options):
     name, size = ("Dense", (24,)) if name == "Linear" else (name, ())
     layer = getattr(module, name)(*size, **options)
-    return layer.init(jax.random.key(0), jnp.ones((1, K))), jit(layer.apply)
+    return layer.init(jax.random.key(0), jnp.ones((1, K))), layer.apply
 
 
 def of_equinox(module, name, **options):
@@ -78,7 +78,7 @@ def of_equinox(module, name, **options):
         return jax.vmap(jax.vmap(layer))(x)
 
     params_of = params
-    return jax.tree.leaves(params), jit(run)
+    return jax.tree.leaves(params), run
 
 
 LIBRARIES = {
@@ -129,8 +129,6 @@ def norm_float64(name, params, x):
         (BF16, {}),
         (FP16, {"param_dtype": FP16}),
         (FP32, {"dtype": BF16}),
-        (BF16, {"dtype": BF16, "param_dtype": BF16}),
-        (FP16, {"dtype": FP32}),
     ],
 )
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
@@ -139,7 +137,7 @@ def test_dtypes_are_those_of_flax(library, name, x_dtype, options):
     (theirs, run_theirs), (ours, run_ours) = pair(library, name, **options)
     same(theirs, ours)
     x, params = normal(64, K, dtype=x_dtype), moved(theirs)
-    expected, found = run_theirs(params, x), run_ours(params, x)
+    expected, found = jit(run_theirs)(params, x), jit(run_ours)(params, x)
     assert found.dtype == expected.dtype
     true = norm_float64(name, jax.tree.leaves_with_path(params), x)
     errors = [np.abs(np.asarray(y, np.float64) - true).max() for y in (expected, found)]
@@ -154,7 +152,7 @@ def test_linear_in_low_precision(library):
     if library == "equinox":
         params = Policy.parse("bf16").cast_to_compute(params)
     x = normal(2, 3, K, dtype=BF16)
-    expected, found = run_theirs(params, x), run_ours(params, x)
+    expected, found = jit(run_theirs)(params, x), jit(run_ours)(params, x)
     assert found.dtype == expected.dtype == BF16
     np.testing.assert_allclose(found.astype(FP32), expected.astype(FP32), rtol=2**-7, atol=0.05)
 
@@ -162,26 +160,23 @@ def test_linear_in_low_precision(library):
 def test_a_policy_sets_the_dtypes():
     policy = Policy.parse("params=bfloat16,compute=float16,output=float32")
     options = {"dtype": policy.compute, "param_dtype": policy.params}
-    for name in ("RMSNorm", "SwiGLU", "Mamba"):
-        size = (16, 32) if name == "SwiGLU" else (16,)
-        make = functools.partial(getattr(jk_nnx, name), *size, **options)
-        layer = nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0)))
-        assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(layer))} == {jnp.dtype(BF16)}
-        graphdef, params = nnx.split(layer)
-        run = lambda params, graphdef=graphdef: nnx.merge(graphdef, params)(jnp.ones((1, 2, 16)))
-        assert jax.eval_shape(run, params).dtype == FP16
+    layer = nnx.eval_shape(lambda: jk_nnx.Mamba(16, **options, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(layer)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(BF16)}
+    run = lambda params: nnx.merge(graphdef, params)(jnp.ones((1, 2, 16)))
+    assert jax.eval_shape(run, params).dtype == FP16
     mlp = jk_equinox.SwiGLU(16, 32, key=jax.random.key(0))
-    assert policy.cast_to_compute(mlp)(jnp.ones((2, 16), FP16)).dtype == FP16
+    assert jax.eval_shape(policy.cast_to_compute(mlp), jnp.ones((2, 16), FP16)).dtype == FP16
 
 
-@pytest.mark.parametrize("use", ["scale", "bias", "nothing"])
+@pytest.mark.parametrize("use", ["scale", "nothing"])
 def test_norms_without_some_parameters(use):
     x = normal(3, K)
-    options = {"use_scale": use == "scale", "use_bias": use == "bias"}
+    options = {"use_scale": use == "scale", "use_bias": False}
     for library in ("nnx", "linen"):
         (theirs, run_theirs), (ours, run_ours) = pair(library, "LayerNorm", **options)
         same(theirs, ours)
-        np.testing.assert_allclose(run_ours(ours, x), run_theirs(theirs, x), atol=2e-6)
+        np.testing.assert_allclose(jit(run_ours)(ours, x), jit(run_theirs)(theirs, x), atol=2e-6)
     options["use_weight"] = options.pop("use_scale")
     for name in ("RMSNorm", "LayerNorm"):
         theirs, ours = (getattr(m, name)(K, **options) for m in (eqx.nn, jk_equinox))
@@ -194,7 +189,7 @@ def test_what_the_ops_do_not_compute_flax_does(library, name):
     x, mask = normal(3, 5, K), jnp.arange(K) % 3 > 0
     (params, run_theirs), (ours, run_ours) = pair(library, name, reduction_axes=(1, -1))
     same(params, ours)
-    np.testing.assert_array_equal(run_ours(params, x), run_theirs(params, x))
+    np.testing.assert_array_equal(jit(run_ours)(params, x), jit(run_theirs)(params, x))
 
     _, _, module = LIBRARIES[library]
     if library == "nnx":
@@ -256,7 +251,7 @@ def test_linear_with_options_of_its_own_is_flaxs():
     x = normal(3, K)
     for library in ("nnx", "linen"):
         (params, run_theirs), (_, run_ours) = pair(library, "Linear", dot_general=doubled)
-        np.testing.assert_array_equal(run_ours(params, x), run_theirs(params, x))
+        np.testing.assert_array_equal(jit(run_ours)(params, x), jit(run_theirs)(params, x))
 
 
 # Dropout
