@@ -1,7 +1,9 @@
 """Checkpoints in the layout of Hugging Face: read, run, written back, sampled from."""
 
 import functools
+import importlib.util
 import json
+import sys
 import warnings
 
 import jax
@@ -215,9 +217,26 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     (stored / "model.safetensors").unlink()
     with pytest.raises(RunError, match=r"holds no model.safetensors"):
         hf.load(stored)
+    (stored / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(RunError, match=r"index.json is no index of weights"):
+        hf.load(stored)
     (stored / "config.json").write_text("[]")
     with pytest.raises(RunError, match=r"config.json is no configuration"):
         hf.load(stored)
+
+
+def test_what_is_missing_is_named(stored, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    missing = ("safetensors", "tokenizers")
+    hide = lambda name: None if name in missing else find(name)
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
+    assert cli.main(["sample", "--hf", str(stored)]) == 1
+    said = 'sample --hf needs safetensors, tokenizers; run: pip install "jaxkern[hf]"'
+    assert said in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.delitem(sys.modules, "jaxkern.lm.hf")
+    with pytest.raises(ImportError, match=r'pip install "jaxkern\[hf\]"'):
+        importlib.import_module("jaxkern.lm.hf")
 
 
 def greedy(tensors, tokens, length):

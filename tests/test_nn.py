@@ -96,7 +96,8 @@ def pair(library, name, **options):
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "Linear"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_layers_have_the_parameters_and_results_of_the_librarys_own(library, name):
-    (theirs, run_theirs), (ours, run_ours) = pair(library, name)
+    options = {"eps" if library == "equinox" else "epsilon": 0.1} if name != "Linear" else {}
+    (theirs, run_theirs), (ours, run_ours) = pair(library, name, **options)
     same(theirs, ours)
     x, params = normal(3, 5, K), moved(theirs)
 
@@ -202,6 +203,24 @@ def test_what_the_ops_do_not_compute_flax_does(library, name):
     np.testing.assert_array_equal(found(x, mask=mask), theirs(x, mask=mask))
     with pytest.raises(NotImplementedError, match="the kernels take no mask"):
         mosaic(x, mask=mask)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "Dropout", "SwiGLU", "Mamba"])
+def test_layers_hand_on_the_implementation(name):
+    x, key, options = jnp.ones((1, 2, 8)), jax.random.key(0), {"implementation": "cuda"}
+    size = {"Dropout": (0.5,), "SwiGLU": (8, 8)}.get(name, (8,))
+    off = {"deterministic": False} if name == "Dropout" else {}
+    sizes = {"Dropout": (0.5,), "SwiGLU": (8,), "Mamba": (8,)}.get(name, ())
+    in_linen = getattr(jk_linen, name)(*sizes, **options, **off)
+    rngs = {"params": key, "dropout": key}
+    made = {"key": key} if name in ("SwiGLU", "Mamba") else {}
+    for make in (
+        lambda: getattr(jk_nnx, name)(*size, **options, rngs=nnx.Rngs(0))(x),
+        lambda: in_linen.init(rngs, x),
+        lambda: getattr(jk_equinox, name)(*size, **options, **made)(x, key=key),
+    ):
+        with pytest.raises(ValueError, match="implementation must be"):
+            jax.eval_shape(make)
 
 
 def test_axes_in_any_spelling_are_the_last():
@@ -418,6 +437,9 @@ def test_mamba_of_packed_sequences(blocks):
     packed = jit(block)(x, segment_ids=jnp.array([[0, 0, 0, 1, 1, 1, 1]]))
     apart = np.concatenate([block_float64(blocks[1], row) for row in (x[0, :3], x[0, 3:])])
     np.testing.assert_allclose(packed[0], apart, rtol=1e-5, atol=1e-5)
+    for block in blocks[0].values():
+        with pytest.raises(ValueError, match="segment_ids"):
+            block(x, segment_ids=jnp.zeros((1, 6), int))
 
 
 def test_mamba_of_one_sequence_in_equinox(blocks):

@@ -224,8 +224,11 @@ class _Tensors:
         self._folder = folder
         paths = [folder / _WEIGHTS]
         if (folder / _INDEX).exists():
-            index = json.loads((folder / _INDEX).read_text())
-            paths = [folder / name for name in sorted(set(index["weight_map"].values()))]
+            try:
+                index = json.loads((folder / _INDEX).read_text())
+                paths = [folder / name for name in sorted(set(index["weight_map"].values()))]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise RunError(f"{folder / _INDEX} is no index of weights") from None
         self._files: dict[str, Any] = {}
         for path in paths:
             if not path.exists():
