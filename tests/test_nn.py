@@ -142,7 +142,7 @@ def test_dtypes_are_those_of_flax(library, name, x_dtype, options):
     assert found.dtype == expected.dtype
     true = norm_float64(name, jax.tree.leaves_with_path(params), x)
     errors = [np.abs(np.asarray(y, np.float64) - true).max() for y in (expected, found)]
-    assert errors[1] <= 2 * errors[0]
+    assert errors[1] <= (2 if found.dtype == FP32 else 1.05) * errors[0]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -299,7 +299,9 @@ def test_dropout_draws_from_the_librarys_streams():
     drawn = layer.apply({}, x, deterministic=False, rngs=rngs)
     assert set(np.unique(drawn)) == {0, 2}
     same(layer.apply({}, x, deterministic=True), x)
-    same(eqx.nn.inference_mode(jk_equinox.Dropout(0.5))(x), x)
+    off = eqx.nn.inference_mode(jk_equinox.Dropout(0.5))
+    same(off(x, key=jax.random.key(0)), x)
+    assert set(np.unique(off(x, key=jax.random.key(0), inference=False))) == {0, 2}
 
 
 def test_dropout_refuses_and_leaves_what_the_library_does():

@@ -108,8 +108,8 @@ class Dropout(nnx.Dropout):
         """Any shape -> the same."""
         left = left_to_flax(self, dropout_reason(self))
         stream = self.rngs if rngs is None else rngs
-        dropping = self.deterministic if deterministic is None else deterministic
-        if left or dropping is not False or self.rate == 0 or stream is None:
+        keeping = self.deterministic if deterministic is None else deterministic
+        if left or keeping is None or keeping or self.rate == 0 or stream is None:
             return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
         if isinstance(stream, nnx.Rngs):
             stream = stream[self.rng_collection]
