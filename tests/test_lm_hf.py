@@ -253,9 +253,9 @@ def test_sample(stored, capsys):
     tokenizer = Tokenizer(models.WordLevel(names, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(stored / "tokenizer.json"))
-    argv = ["sample", "--hf", str(stored), "--temperature", "0", "--length", "6"]
+    argv = ["sample", "--hf", str(stored), "--temperature", "0", "--length", "20"]
     assert cli.main([*argv, "--prompt", "w5 w9"]) == 0
-    tokens = greedy(weights(), [5, 9], 6)
+    tokens = greedy(weights(), [5, 9], 20)
     assert capsys.readouterr().out == " ".join(f"w{token}" for token in tokens) + "\n"
 
     write(stored, eos_token_id=[tokens[4], 3])
