@@ -159,12 +159,11 @@ def _rows_bwd(res, dout):
     size, dim = table.shape
     order = jnp.argsort(tokens.reshape(-1))
     token, rows = tokens.reshape(-1)[order], dout.reshape(-1, dim)[order]
-    again = token == jnp.roll(token, 1)
-    again = again.at[:1].set(False)
+    again = (token == jnp.roll(token, 1)).at[:1].set(False)
     sums = jaxkern.linear_scan(
         jnp.broadcast_to(again[:, None], rows.shape).astype(rows.dtype)[None], rows[None]
     )[0]
-    last = jnp.roll(~again, -1).at[-1:].set(True)
+    last = jnp.roll(~again, -1)
     written = jnp.where(last, token, size)
     return jnp.zeros_like(table).at[written].set(sums, mode="drop"), None
 
