@@ -145,7 +145,8 @@ def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows of a table (V, D) fp32 for tokens (...): (..., D), with the same gradient on every run.
 
     The gradient's rows are sorted by token, added up by a scan that starts anew at each token's
-    first, and each token's last sum is written to its row.
+    first, and each token's last sum is written to its row. A NaN or an infinity in one of them
+    reaches the sums of the tokens sorted after it, in its column.
     """
     return table[tokens]
 
