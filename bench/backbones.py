@@ -384,7 +384,7 @@ def text(report: dict[str, Any]) -> str:
 
 def plot(report: dict[str, Any], out: Path) -> None:
     """Step time over length, a panel for each precision."""
-    from bench.pictures import pyplot, save
+    from bench.plot import pyplot, save
 
     found = {row["precision"] for row in report["rows"]}
     drawn = [p for p in PRECISIONS if p in found]

@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.plot import DIRECTIONS, MARKERS, pyplot, save
 from bench.report import FOLDER, NAMES, OURS
 
 PICTURES = FOLDER / "pictures"
-DIRECTIONS = ("forward", "backward")
 
 PEAK_TFLOP_S = 812.0
-"""Of bf16 matrix products on an H200, as measured at 8192³."""
+"""Of bf16 matrix products on an H200: the most that cuBLAS reached at 8192³, cold; then 673."""
 
 OF_JAX = (OURS, "xla", "tokamax")
 """Whose memory is known: JAX's compiler tells it."""
-
-_MARKERS = "osD^vPX*h<>"
 
 Point = tuple[float, float]
 
@@ -88,28 +86,6 @@ def ledger(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str,
     return {label: by for label, by in held.items() if max(by.values()) >= 1}
 
 
-def pyplot() -> Any:
-    """matplotlib for small SVGs, the same bytes on every run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {
-        "svg.hashsalt": "jaxkern",
-        "svg.fonttype": "none",
-        "font.size": 8,
-    }
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def save(figure: Any, out: Path) -> None:
-    """Writes and closes `figure`."""
-    figure.tight_layout()
-    figure.savefig(out, metadata={"Date": None})
-    pyplot().close(figure)
-
-
 def draw_roofline(op: str, of: Roofline, out: Path) -> None:
     """Writes the roofline of `op`."""
     plt = pyplot()
@@ -130,7 +106,7 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
         for i, name in enumerate(order):
             if at := of.points[direction].get(name):
                 size = 26 if name == OURS else 14
-                marker, label = _MARKERS[i % len(_MARKERS)], NAMES.get(name, name)
+                marker, label = MARKERS[i % len(MARKERS)], NAMES.get(name, name)
                 axis.scatter(*zip(*at, strict=True), s=size, marker=marker, label=label, alpha=0.8)
         axis.set(xscale="log", yscale="log", title=f"{op}, {direction}")
         axis.set_xlabel("operations per byte" if of.products else "MB that the pass must move")
