@@ -35,15 +35,55 @@ class Measured:
         return max(abs(math.log2(a / b)) for a, b in ((m, self.m), (n, self.n), (k, self.k)))
 
 
+_BANDS = Tile(128, 256, 64, 4, "rhs", 8)
+_BROAD_BANDS = Tile(128, 256, 64, 4, "rhs", 16)
+_ALONE = Tile(128, 256, 64, 4, None, 8)
+_PAIR_BANDS = Tile(128, 128, 64, 4, "rhs", 8)
+_PAIR_ALONE = Tile(128, 128, 64, 4, None, 8)
+
 MEASURED: dict[str, tuple[Measured, ...]] = {
-    "linear_fwd": (),
-    "linear_dx": (),
-    "linear_dweight": (),
-    "linear_accumulate": (),
-    "gated_fwd": (),
-    "gated_bwd": (),
-    "gated_dx": (),
-    "gated_dweights": (),
+    "linear_fwd": (
+        Measured(16384, 11008, 4096, 0.980, _BANDS),
+        Measured(16384, 14336, 4096, 0.958, _ALONE),
+        Measured(16384, 4096, 4096, 0.957, Tile(128, 256, 64, 3, "rhs", 8)),
+        Measured(8192, 4096, 4096, 0.957, _ALONE),
+        Measured(8192, 8192, 8192, 0.978, _BANDS),
+    ),
+    "linear_dx": (
+        Measured(16384, 4096, 11008, 0.969, _BROAD_BANDS),
+        Measured(16384, 4096, 14336, 0.979, _BANDS),
+        Measured(16384, 4096, 4096, 0.950, _BROAD_BANDS),
+        Measured(8192, 4096, 4096, 0.984, Tile(128, 256, 64, 4, "lhs", 8)),
+        Measured(8192, 8192, 8192, 0.959, Tile(128, 256, 64, 4, "lhs", 8)),
+    ),
+    "linear_dweight": (
+        Measured(4096, 11008, 16384, 0.979, _BANDS),
+        Measured(4096, 14336, 16384, 0.974, _BANDS),
+        Measured(4096, 4096, 16384, 0.978, Tile(128, 256, 64, 3, "rhs", 8)),
+        Measured(4096, 4096, 8192, 1.020, Tile(256, 128, 64, 4, "lhs", 8)),
+        Measured(8192, 8192, 8192, 0.962, _ALONE),
+    ),
+    "linear_accumulate": (
+        Measured(4096, 4096, 2048, 1.008, _BROAD_BANDS),
+        Measured(4096, 4096, 512, 1.044, _BROAD_BANDS),
+        Measured(4096, 4096, 8192, 0.990, _BROAD_BANDS),
+    ),
+    "gated_fwd": (
+        Measured(16384, 11008, 4096, 1.045, _PAIR_BANDS),
+        Measured(8192, 14336, 4096, 1.042, _PAIR_BANDS),
+    ),
+    "gated_bwd": (
+        Measured(16384, 11008, 4096, 0.929, _PAIR_BANDS),
+        Measured(8192, 14336, 4096, 0.919, _PAIR_BANDS),
+    ),
+    "gated_dx": (
+        Measured(16384, 4096, 11008, 0.996, _ALONE),
+        Measured(8192, 4096, 14336, 0.996, _BANDS),
+    ),
+    "gated_dweights": (
+        Measured(4096, 11008, 16384, 1.004, _PAIR_ALONE),
+        Measured(4096, 14336, 8192, 0.973, _PAIR_ALONE),
+    ),
     "gated_accumulate": (),
 }
 """By kernel name."""

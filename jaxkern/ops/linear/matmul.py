@@ -336,10 +336,17 @@ def _kernel(
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                     slot[...] = result[:, b : b + wide].astype(out.dtype)
                     plgpu.commit_smem()
-                    part = out.at[pl.ds(row + r, 64), pl.ds(column + c + b, wide)]
-                    plgpu.copy_smem_to_gmem(
-                        slot, part, reduction_op="add" if o < held_count else None
+                    start = column + c + b
+                    store = functools.partial(
+                        plgpu.copy_smem_to_gmem,
+                        slot,
+                        out.at[pl.ds(row + r, 64), pl.ds(start, wide)],
+                        reduction_op="add" if o < held_count else None,
                     )
+                    if n > wide:
+                        store()
+                    else:  # Mosaic drops the only box's index, and with it the TMA's clipping
+                        pl.when(start == 0)(store)
 
     @pl.when(warpgroup == _CONSUMERS)
     def _():
