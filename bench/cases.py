@@ -25,6 +25,9 @@ class Case:
       call: ``call(*arrays, implementation)``.
       bytes_forward: bytes that the forward must read and write, each array once.
       bytes_backward: the same for the backward, from the saved residuals.
+      operations_forward, operations_backward: multiplications and additions of the products, where
+        these are what takes the time.
+      differentiated: whether there is a backward.
       drawn: whether the result is random, and another library's another one.
     """
 
@@ -35,6 +38,9 @@ class Case:
     call: Callable[..., Any]
     bytes_forward: int
     bytes_backward: int
+    operations_forward: int = 0
+    operations_backward: int = 0
+    differentiated: bool = True
     drawn: bool = False
 
 
@@ -145,6 +151,129 @@ def _linear_scan(b: int, l: int, d: int, dtype: str) -> Case:
     )
 
 
+def _linear(m: int, k: int, n: int, dtype: str, **options: Any) -> Case:
+    """With a bias where there is an activation."""
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        keys = jax.random.split(key, 3)
+        x = jax.random.normal(keys[0], (m, k), dtype)
+        weight = jax.random.normal(keys[1], (k, n), dtype) / math.sqrt(k)
+        return (x, weight, jax.random.normal(keys[2], (n,))) if options else (x, weight)
+
+    call = lambda *a: jaxkern.linear(*a[:-1], **options, implementation=a[-1])
+    return _products("linear", (m, k, n), dtype, arrays, call, 1, options)
+
+
+def _gated_linear_unit(m: int, k: int, n: int, dtype: str, **options: Any) -> Case:
+    def arrays(key: Any) -> tuple[Any, ...]:
+        keys = jax.random.split(key, 3)
+        weights = (jax.random.normal(i, (k, n), dtype) / math.sqrt(k) for i in keys[1:])
+        return jax.random.normal(keys[0], (m, k), dtype), *weights
+
+    call = lambda *a: jaxkern.gated_linear_unit(*a[:-1], **options, implementation=a[-1])
+    return _products("gated_linear_unit", (m, k, n), dtype, arrays, call, 2, options)
+
+
+def _layer_norm_linear(m: int, k: int, n: int, dtype: str) -> Case:
+    def arrays(key: Any) -> tuple[Any, ...]:
+        x, w = jax.random.split(key)
+        weight = jax.random.normal(w, (k, n), dtype) / math.sqrt(k)
+        return jax.random.normal(x, (m, k), dtype), jnp.ones(k), jnp.zeros(k), weight
+
+    call = lambda *a: jaxkern.layer_norm_linear(*a[:-1], implementation=a[-1])
+    return _products("layer_norm_linear", (m, k, n), dtype, arrays, call, 1, {})
+
+
+def _accumulate_weight_grad(batches: int, m: int, k: int, n: int, dtype: str) -> Case:
+    """Over micro-batches, of which each reads and writes the accumulator."""
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        x, dout = jax.random.split(key)
+        return (
+            jax.random.normal(x, (batches, m, k), dtype),
+            jax.random.normal(dout, (batches, m, n), dtype),
+        )
+
+    def call(x: Any, dout: Any, implementation: Any) -> Any:
+        def step(accumulator: Any, micro: Any) -> Any:
+            add = jaxkern.accumulate_weight_grad
+            return add(accumulator, *micro, implementation=implementation), None
+
+        return jax.lax.scan(step, jnp.zeros((k, n)), (x, dout))[0]
+
+    return Case(
+        op="accumulate_weight_grad",
+        shape=f"{batches}x{m}x{k}x{n}",
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=batches * (m * (k + n) * jnp.dtype(dtype).itemsize + 8 * k * n),
+        bytes_backward=0,
+        operations_forward=2 * batches * m * k * n,
+        differentiated=False,
+    )
+
+
+def _mlp(m: int, d: int, h: int, dtype: str) -> Case:
+    """A block: layer norm and linear layer, gated projections, linear layer, residual."""
+
+    def arrays(key: Any) -> tuple[Any, ...]:
+        keys = jax.random.split(key, 5)
+        sizes = ((d, d), (d, h), (d, h), (h, d))
+        weights = (
+            jax.random.normal(k, s, dtype) / math.sqrt(s[0])
+            for k, s in zip(keys[1:], sizes, strict=True)
+        )
+        return jax.random.normal(keys[0], (m, d), dtype), jnp.ones(d), jnp.zeros(d), *weights
+
+    def call(*args: Any) -> Any:
+        x, scale, bias, w, w_gate, w_up, w_down, implementation = args
+        options = {"implementation": implementation}
+        y = jaxkern.layer_norm_linear(x, scale, bias, w, **options)
+        hidden = jaxkern.gated_linear_unit(y, w_gate, w_up, **options)
+        return x + jaxkern.linear(hidden, w_down, **options)
+
+    weights = d * d + 3 * d * h
+    once = (4 * m * d + 2 * m * h + weights) * jnp.dtype(dtype).itemsize
+    return Case(
+        op="mlp",
+        shape=f"{m}x{d}x{h}",
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=once,
+        bytes_backward=2 * once,
+        operations_forward=2 * m * weights,
+        operations_backward=4 * m * weights,
+    )
+
+
+def _products(
+    op: str,
+    sizes: tuple[int, int, int],
+    dtype: str,
+    arrays: Callable[[Any], tuple[Any, ...]],
+    call: Callable[..., Any],
+    count: int,
+    options: dict[str, Any],
+) -> Case:
+    m, k, n = sizes
+    itemsize = jnp.dtype(dtype).itemsize
+    once = (m * k + count * k * n + m * n) * itemsize
+    words = [word if isinstance(word, str) else name for name, word in options.items() if word]
+    return Case(
+        op=op,
+        shape="-".join([f"{m}x{k}x{n}", *words]),
+        dtype=dtype,
+        arrays=arrays,
+        call=call,
+        bytes_forward=once,
+        bytes_backward=2 * once,
+        operations_forward=2 * count * m * k * n,
+        operations_backward=4 * count * m * k * n,
+    )
+
+
 def _gated(op: str, m: int, h: int, dtype: str) -> Case:
     """A gated unit of two arrays, or of one that holds both."""
     nbytes = m * h * jnp.dtype(dtype).itemsize
@@ -218,6 +347,11 @@ def cases(small: bool) -> Sequence[Case]:
             _selective_scan(2, 256, 256, 16, "float32"),
             _causal_conv1d(2, 256, 256, 4, "float32"),
             _linear_scan(2, 256, 256, "float32"),
+            _linear(256, 256, 256, "float32", activation="gelu"),
+            _gated_linear_unit(256, 256, 256, "float32"),
+            _layer_norm_linear(256, 256, 256, "float32"),
+            _accumulate_weight_grad(2, 256, 256, 256, "float32"),
+            _mlp(256, 256, 512, "float32"),
             _gated("swiglu", 256, 1024, "float32"),
             _dropout(256, 1024, "float32"),
         ]
@@ -249,6 +383,15 @@ def cases(small: bool) -> Sequence[Case]:
         for dtype in (bf16, "float32")
     ]
     linear += [_linear_scan(*s, bf16) for s in ((1, 16384, 256), (64, 100, 128))]
+    layers = [_linear(8192, 8192, 8192, bf16), _linear(8192, 4096, 4096, bf16)]
+    layers += [_linear(16384, 4096, n, bf16) for n in (4096, 11008, 14336)]
+    layers += [_linear(16384, 4096, 4096, bf16, activation=a) for a in ("relu", "silu", "gelu")]
+    layers += [_linear(16384, 4096, 16, bf16), _linear(16384, 16, 4096, bf16)]
+    layers += [_linear(8192, 4096, 4096, "float16")]
+    layers += [_gated_linear_unit(8192, 4096, 14336, bf16, recompute=r) for r in (False, True)]
+    layers += [_layer_norm_linear(16384, 4096, 4096, bf16)]
+    layers += [_accumulate_weight_grad(4, m, 4096, 4096, bf16) for m in (512, 2048)]
+    layers += [_mlp(16384, 4096, 11008, bf16)]
     widths = (4096, 11008, 14336, 13000)
     gated = [_gated(op, 16384, h, bf16) for h in widths for op in ("swiglu", "silu_and_mul")]
     gated += [_gated(op, 16384, 4096, bf16) for op in ("geglu", "reglu", "gelu_and_mul")]
@@ -260,7 +403,7 @@ def cases(small: bool) -> Sequence[Case]:
     dropped = [_dropout(16384, n, bf16) for n in (*widths, 8192)] + [_dropout(16383, 4097, bf16)]
     dropped += [_dropout(16384, 8192, bf16, activation="silu")]
     dropped += [_dropout(16384, 8192, bf16, add=True), _dropout(16384, 8192, "float32")]
-    return [*norms, *scans, *convolutions, *linear, *gated, *pointwise, *dropped]
+    return [*norms, *scans, *convolutions, *linear, *layers, *gated, *pointwise, *dropped]
 
 
 def _powers(first: int, last: int) -> list[int]:

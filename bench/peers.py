@@ -11,17 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from bench import timing
 from bench.cases import DROP_RATE, Case, bytes_of
 
 _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 _MODULES = {
+    "jax": "jax",
+    "torch": "torch",
     "tokamax": "tokamax",
     "liger": "liger_kernel",
     "fla": "fla",
     "quack": "quack",
-    "torch": "torch",
     "compile": "torch",
 }
 
@@ -29,24 +31,57 @@ _MODULES = {
 def installed() -> list[str]:
     """The peers that can be imported.
 
-    ``torch`` is the formula in PyTorch's own functions, ``compile`` that through ``torch.compile``.
+    ``jax`` is what a user would write who wants sums in fp32, ``torch`` the formula in PyTorch's
+    own functions, and ``compile`` that through ``torch.compile``.
     """
     return [name for name, module in _MODULES.items() if importlib.util.find_spec(module)]
 
 
+def has(case: Case, name: str) -> bool:
+    """Whether a peer has what the case computes."""
+    if name == "tokamax":
+        return _key(case) in _EPS
+    return (_key(case) in _JAX) if name == "jax" else (name, _key(case)) in _TORCH
+
+
+def _key(case: Case) -> str:
+    """The op and its options."""
+    return "-".join([case.op, *case.shape.split("-")[1:]])
+
+
 def is_torch(name: str) -> bool:
-    return name in _MODULES and name != "tokamax"
+    return name in _MODULES and name not in ("jax", "tokamax")
 
 
 def jax_call(case: Case, name: str) -> Callable[..., Any]:
     """The case's function in a library for JAX."""
-    if name == "tokamax" and case.op in _EPS and "-" not in case.shape:
+    if not has(case, name):
+        raise NotImplementedError(f"{name} does not have it")
+    if name == "tokamax":
         import tokamax  # pyright: ignore[reportMissingImports]
 
         centered = case.op == "layer_norm"
         norm = functools.partial(tokamax.layer_norm, epsilon=_EPS[case.op], subtract_mean=centered)
         return lambda x, w, b=None: norm(x, w, b)
-    raise NotImplementedError(f"{name} does not have it")
+    return _JAX[_key(case)]
+
+
+def _product(x: Any, w: Any) -> Any:
+    return jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+
+_JAX: dict[str, Callable[..., Any]] = {
+    "linear": lambda x, w: _product(x, w).astype(x.dtype),
+    "linear-gelu": lambda x, w, b: jax.nn.gelu(_product(x, w) + b).astype(x.dtype),
+    "accumulate_weight_grad": lambda x, d: jax.lax.scan(
+        lambda acc, both: (acc + _product(both[0].T, both[1]), None),
+        jnp.zeros((x.shape[2], d.shape[2])),
+        (x, d),
+    )[0],
+    "gated_linear_unit": lambda x, g, u: (jax.nn.silu(_product(x, g)) * _product(x, u)).astype(
+        x.dtype
+    ),
+}
 
 
 def measure_torch(
@@ -63,7 +98,7 @@ def measure_torch(
     """
     import torch  # pyright: ignore[reportMissingImports]
 
-    f = _torch_call(case, name)
+    f = _TORCH[name, _key(case)]()
     timed = functools.partial(timing.measure, calls=calls, wait=lambda _: torch.cuda.synchronize())
 
     def tensors(arrays: Any) -> list[Any]:
@@ -99,13 +134,6 @@ def measure_torch(
         saved = [(f(*args), d, *args) for d, args in zip(douts, sets, strict=True)]
         times["backward"] = timed(backward, saved)
     return times
-
-
-def _torch_call(case: Case, name: str) -> Callable[..., Any]:
-    make = _TORCH.get((name, "-".join([case.op, *case.shape.split("-")[1:]])))
-    if make is None:
-        raise NotImplementedError(f"{name} does not have it")
-    return make()
 
 
 def _liger_rms_norm() -> Any:
@@ -172,6 +200,30 @@ def _layer_norm_formula(x: Any, w: Any, b: Any) -> Any:
     return (v * (v.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * w + b).to(x.dtype)
 
 
+def _linear_formula(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+def _gated_formula(x: Any, gate: Any, up: Any) -> Any:
+    from torch.nn.functional import silu  # pyright: ignore[reportMissingImports]
+
+    return silu(x @ gate) * (x @ up)
+
+
+def _normed_formula(x: Any, weight: Any, bias: Any, w: Any) -> Any:
+    return _layer_norm_formula(x, weight, bias) @ w
+
+
+def _normed_apart(x: Any, weight: Any, bias: Any, w: Any) -> Any:
+    from torch.nn.functional import layer_norm  # pyright: ignore[reportMissingImports]
+
+    return layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype)) @ w
+
+
+def _mlp_formula(x: Any, weight: Any, bias: Any, w: Any, gate: Any, up: Any, down: Any) -> Any:
+    return x + _gated_formula(_normed_apart(x, weight, bias, w), gate, up) @ down
+
+
 def _liger_gated(module: str, name: str) -> Callable[[], Any]:
     return lambda: getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name).apply
 
@@ -208,6 +260,13 @@ _EAGER = ("dropout", "dropout-silu", "dropout_add")
 """What PyTorch has kernels for, and is faster in some than what it compiles."""
 
 _TORCH: dict[tuple[str, str], Callable[[], Any]] = {
+    ("torch", "linear"): lambda: _linear_formula,
+    ("torch", "gated_linear_unit"): lambda: _gated_formula,
+    ("torch", "layer_norm_linear"): lambda: _normed_apart,
+    ("torch", "mlp"): lambda: _mlp_formula,
+    ("compile", "mlp"): _compiled(_mlp_formula),
+    ("compile", "gated_linear_unit"): _compiled(_gated_formula),
+    ("compile", "layer_norm_linear"): _compiled(_normed_formula),
     ("liger", "rms_norm"): _liger_rms_norm,
     ("liger", "layer_norm"): _liger_layer_norm,
     ("fla", "rms_norm"): _fla_rms_norm,

@@ -64,7 +64,8 @@ class Row:
     """One measurement: a pass of an op at a shape by an implementation.
 
     Times are device time in microseconds per call on a GPU, wall-clock time elsewhere; `gb_s` and
-    `percent` (of the copy bandwidth measured in the same run) count each array of the pass once;
+    `percent` (of the copy bandwidth measured in the same run) count each array of the pass once,
+    `tflop_s` the operations of its products (0 where those do not count);
     `temp_bytes` is what the program needs beside its arguments and results (0 for PyTorch's);
     `kernels` tells how often a call launches each.
     """
@@ -80,6 +81,7 @@ class Row:
     calls: int
     gb_s: float
     percent: float
+    tflop_s: float
     compile_s: float
     temp_bytes: int
     kernels: dict[str, int]
@@ -128,8 +130,14 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
         )
 
     shapes = jax.eval_shape(case.arrays, jax.random.key(0))
-    out, vjp = jax.eval_shape(save, shapes)
     of_call, of_plain = _Program(call, *shapes), _Program(plain, *shapes)
+    if not case.differentiated:
+        with _turn:
+            keys = jax.random.split(jax.random.key(0), timing.sets_needed(bytes_of(shapes)))
+            sets = [case.arrays(k) for k in keys]
+            _check(case, of_call.run(*sets[0]), of_plain.run(*sets[0]))
+            return [row("forward", of_call, sets)]
+    out, vjp = jax.eval_shape(save, shapes)
     of_save, of_both = _Program(save, shapes), _Program(both, shapes, out)
     of_backward = _Program(backward, vjp, out)
     with _turn:
@@ -149,7 +157,10 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
 
 def _row(case: Case, implementation: str, direction: str, timed: timing.Timing, copy: float) -> Row:
     nbytes = {"forward": case.bytes_forward, "backward": case.bytes_backward}
-    rate = nbytes.get(direction, sum(nbytes.values())) / (timed.median * 1e-3)
+    operations = {"forward": case.operations_forward, "backward": case.operations_backward}
+    seconds = timed.median * 1e-3
+    rate = nbytes.get(direction, sum(nbytes.values())) / seconds
+    tflop_s = operations.get(direction, sum(operations.values())) / seconds * 1e-12
     return Row(
         op=case.op,
         shape=case.shape,
@@ -162,6 +173,7 @@ def _row(case: Case, implementation: str, direction: str, timed: timing.Timing, 
         calls=timed.calls,
         gb_s=round(rate / 1e9, 1),
         percent=round(100 * rate / copy, 1),
+        tflop_s=round(tflop_s, 1),
         compile_s=0.0,
         temp_bytes=0,
         kernels=dict(Counter(timed.kernels)),
@@ -191,10 +203,10 @@ def _attempt(index: int, implementation: str, copy: float, calls: int) -> list[R
             times = peers.measure_torch(case, implementation, calls, _turn, check)
             return [_row(case, implementation, k, t, copy) for k, t in times.items()]
         return measure_case(case, implementation, copy, calls)
-    except NotImplementedError as e:
-        return [] if implementation in peers.installed() else str(e)
     except Exception as e:  # a peer may raise anything, and the other cases go on
-        if implementation in IMPLEMENTATIONS and not isinstance(e, RuntimeError):
+        if implementation in IMPLEMENTATIONS and not isinstance(
+            e, RuntimeError | NotImplementedError
+        ):
             raise
         return (str(e).splitlines() or [type(e).__name__])[0]
     finally:
@@ -275,26 +287,36 @@ def main(argv: list[str] | None = None) -> int:
         "device time (CUPTI), cold L2" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
     )
     print(f"{where['device']}, JAX {where['jax']}, copy {copy / 1e9:.0f} GB/s, {clock}", flush=True)
-    print(f"{'op':15}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}")
+    print(
+        f"{'op':24}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}"
+        f"{'TFLOP/s':>9}{'temp MB':>9}",
+        flush=True,
+    )
     device = str(where["device"]).lower().replace(" ", "-")
     ops = "-".join(sorted({case.op for _, case in chosen}))
     out = args.out or RESULTS / f"{device}-{ops}.json"
     report = {**where, "copy_gb_s": round(copy / 1e9, 1), "clock": clock, "rows": []}
     failed = 0
     names = ["mosaic"] * gpu + [v for v in args.vs.split(",") if v]
-    work = [(index, case, name) for index, case in chosen for name in names]
+    work = [
+        (index, case, name)
+        for index, case in chosen
+        for name in names
+        if name not in peers.installed() or peers.has(case, name)
+    ]
     tasks = [(index, name, copy, args.calls) for index, _, name in work]
     for (_, case, name), got in zip(work, _attempts(args.jobs, tasks), strict=True):
         if isinstance(got, str):
             failed += 1
-            print(f"{case.op:15}{case.shape:24}{case.dtype:10}{name}: {got}", flush=True)
+            print(f"{case.op:24}{case.shape:24}{case.dtype:10}{name}: {got}", flush=True)
             continue
         for row in got:
             report["rows"].append(dataclasses.asdict(row))
             spread = (row.us_high - row.us_low) / 2
             print(
-                f"{row.op:15}{row.shape:24}{row.dtype:10}{row.direction:10}"
-                f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}",
+                f"{row.op:24}{row.shape:24}{row.dtype:10}{row.direction:10}"
+                f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}"
+                f"{row.tflop_s or '':>9}{row.temp_bytes / 1e6:9.0f}",
                 flush=True,
             )
         _write(out, report)  # after every case: a run that is stopped keeps what it has

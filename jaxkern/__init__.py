@@ -22,6 +22,11 @@ from jaxkern.ops.gated import gelu_and_mul as gelu_and_mul
 from jaxkern.ops.gated import reglu as reglu
 from jaxkern.ops.gated import silu_and_mul as silu_and_mul
 from jaxkern.ops.gated import swiglu as swiglu
+from jaxkern.ops.linear import accumulate_weight_grad as accumulate_weight_grad
+from jaxkern.ops.linear import gated_linear_unit as gated_linear_unit
+from jaxkern.ops.linear import layer_norm_linear as layer_norm_linear
+from jaxkern.ops.linear import linear as linear
+from jaxkern.ops.linear import rms_norm_linear as rms_norm_linear
 from jaxkern.ops.linear_scan import linear_scan as linear_scan
 from jaxkern.ops.norm import layer_norm as layer_norm
 from jaxkern.ops.norm import rms_norm as rms_norm

@@ -7,7 +7,7 @@ from bench import plot, run
 
 def report(percents):
     """A report of rms_norm over rows of 2^k elements."""
-    row = run.Row("rms_norm", "", "bfloat16", "xla", "forward", 1, 1, 1, 1, 1, 0, 0, 0, {})
+    row = run.Row("rms_norm", "", "bfloat16", "xla", "forward", 1, 1, 1, 1, 1, 0, 0, 0, 0, {})
     rows = [
         dataclasses.replace(row, shape=f"{m}x{n}", percent=percent)
         for (m, n), percent in percents.items()

@@ -39,6 +39,20 @@ MeshAxes = dict[str, tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Partial:
+    """A pass in two steps around the sum over devices.
+
+    Attributes:
+      kernel, reference: give what is summed, as many arrays as the pass and shaped like them.
+      finish: takes the pass's arguments and the sums, and gives the results.
+    """
+
+    kernel: Callable[..., Arrays]
+    reference: Callable[..., Arrays]
+    finish: Callable[..., Arrays]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class KernelPass:
     """A pass of an op, called with arrays; ``None`` stands for an absent optional array.
 
@@ -51,6 +65,8 @@ class KernelPass:
       ins: the factors of each argument, one letter per dimension: ``("m n", "n")``.
       outs: the factors of each output.
       whole: factors that are not split between devices; a split one is gathered first.
+      partial: what a device computes where an output is a sum over devices, if that is not the pass
+        itself on its part (a product without what is added to it).
       kernel_of_slices: `kernel` for what ``vmap`` gives it, slices of arrays, which begin wherever
         the one before ends; by default `kernel`.
     """
@@ -62,6 +78,7 @@ class KernelPass:
     ins: tuple[str, ...]
     outs: tuple[str, ...]
     whole: str = ""
+    partial: "Partial | None" = None
     kernel_of_slices: Callable[..., Arrays] | None = None
 
     def __call__(self, *args: Any) -> Arrays:
@@ -83,6 +100,15 @@ class KernelPass:
 
             return dense_f
 
+        def finished(*present: Any) -> Arrays:
+            arrays, sums = present[: len(here)], present[len(here) :]
+            full_sums: list[Any] = [None] * len(out_shapes)
+            for i, v in zip(out_here, sums, strict=True):
+                full_sums[i] = v
+            finish = self.partial.finish if self.partial else None
+            assert finish is not None
+            return dense(lambda *a: finish(*a, *full_sums))(*arrays)
+
         present = _Present(
             mode=self.mode,
             kernel=dense(self.kernel),
@@ -91,6 +117,12 @@ class KernelPass:
             ins=tuple(self.ins[i].split() for i in here),
             outs=tuple(self.outs[i].split() for i in out_here),
             whole=frozenset(self.whole.split()),
+            partial=self.partial
+            and Partial(
+                kernel=dense(self.partial.kernel),
+                reference=dense(self.partial.reference),
+                finish=finished,
+            ),
         )
         results = present.differentiable()(*(args[i] for i in here))
         full: list[Any] = [None] * len(out_shapes)
@@ -110,6 +142,7 @@ class _Present:
     ins: tuple[list[str], ...]
     outs: tuple[list[str], ...]
     whole: frozenset[str]
+    partial: Partial | None
 
     def differentiable(self) -> Callable[..., Arrays]:
         call = jax.custom_jvp(self.batchable())
@@ -130,12 +163,20 @@ class _Present:
             used = {f for factors in (*self.ins, *self.outs) for f in factors}
             new = next(c for c in string.ascii_uppercase if c not in used)
             in_axes = tuple(0 if b else None for b in in_batched)
+            partial = self.partial
+            if partial is not None:
+                partial = Partial(
+                    kernel=jax.vmap(partial.kernel, in_axes),
+                    reference=jax.vmap(partial.reference, in_axes),
+                    finish=jax.vmap(partial.finish, (*in_axes, *(0 for _ in self.outs))),
+                )
             kernel = jax.vmap(self.kernel_of_slices, in_axes)
             batched = dataclasses.replace(
                 self,
                 kernel=kernel,
                 kernel_of_slices=kernel,
                 reference=jax.vmap(self.reference, in_axes),
+                partial=partial,
                 ins=tuple([new, *f] if b else f for f, b in zip(self.ins, in_batched, strict=True)),
                 outs=tuple([new, *f] for f in self.outs),
             )
@@ -235,11 +276,19 @@ class _Present:
 
     def _local_summed(self, axes: MeshAxes, *args: Any) -> Arrays:
         """One device's part; outputs that lack a split factor are sums over its devices."""
-        outs = []
-        for out, factors in zip(self.local(*args), self.outs, strict=True):
-            missing = [n for f, names in axes.items() if f not in factors for n in names]
-            outs.append(lax.psum(out, tuple(missing)) if missing else out)
-        return tuple(outs)
+        missing = [
+            tuple(n for f, names in axes.items() if f not in factors for n in names)
+            for factors in self.outs
+        ]
+        partial = self.partial if any(missing) else None
+        part = self
+        if partial is not None:
+            part = dataclasses.replace(self, kernel=partial.kernel, reference=partial.reference)
+        outs = tuple(
+            lax.psum(out, names) if names else out
+            for out, names in zip(part.local(*args), missing, strict=True)
+        )
+        return outs if partial is None else partial.finish(*args, *outs)
 
     def local(self, *args: Any) -> Arrays:
         """Kernel or reference, on the arrays of one device."""

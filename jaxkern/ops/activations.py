@@ -204,10 +204,13 @@ def _plain_normal(v: jax.Array) -> tuple[jax.Array, jax.Array]:
 PLAIN = Functions(jax.nn.sigmoid, _plain_normal)
 
 
-def kernel_functions(exact: bool, interpret: bool) -> Functions:
-    """Those of a kernel, `exact` ones to fp32 accuracy."""
+def kernel_functions(exact: bool, interpret: bool, layout: Any = None) -> Functions:
+    """Those of a kernel, `exact` ones to fp32 accuracy.
+
+    `layout` is that of sigmoid's argument, as for :func:`jaxkern.core.arithmetic.sigmoid`.
+    """
     return Functions(
-        functools.partial(sigmoid, exact=exact, interpret=interpret),
+        functools.partial(sigmoid, exact=exact, interpret=interpret, layout=layout),
         functools.partial(normal, exact=exact, interpret=interpret),
     )
 
@@ -222,29 +225,29 @@ def _clipped(v: jax.Array) -> tuple[jax.Array, jax.Array]:
     return above, jnp.minimum(above, far)
 
 
-_Curve = tuple[jax.Array, Callable[[jax.Array], jax.Array]]
+Curve = tuple[jax.Array, Callable[[jax.Array], jax.Array]]
 """f(v), and d -> d · f'(v): 0 where f is constant, whatever d is."""
 
 
-def _relu(v: jax.Array, of: Functions) -> _Curve:
+def _relu(v: jax.Array, of: Functions) -> Curve:
     del of
     return jnp.maximum(v, 0.0), lambda d: jnp.where(v > 0.0, d, 0.0)
 
 
-def _relu_squared(v: jax.Array, of: Functions) -> _Curve:
+def _relu_squared(v: jax.Array, of: Functions) -> Curve:
     del of
     positive = jnp.maximum(v, 0.0)
     slope = jnp.where(v > 0.0, 2.0 * v, 0.0)
     return positive * positive, lambda d: jnp.where(v > 0.0, d * slope, 0.0)
 
 
-def _silu(v: jax.Array, of: Functions) -> _Curve:
+def _silu(v: jax.Array, of: Functions) -> Curve:
     above, near = _clipped(v)
     s = of.sigmoid(v)
     return above * s, lambda d: d * (s * (1.0 + near * (1.0 - s)))
 
 
-def _gelu_tanh(v: jax.Array, of: Functions) -> _Curve:
+def _gelu_tanh(v: jax.Array, of: Functions) -> Curve:
     a = 2 * math.sqrt(2 / math.pi)
     b = 0.044715 * a
     above, near = _clipped(v)
@@ -253,19 +256,28 @@ def _gelu_tanh(v: jax.Array, of: Functions) -> _Curve:
     return above * s, lambda d: d * (s * (1.0 + near * slope * (1.0 - s)))
 
 
-def _gelu_erf(v: jax.Array, of: Functions) -> _Curve:
+def _gelu_erf(v: jax.Array, of: Functions) -> Curve:
     above, near = _clipped(v)
     cdf, density = of.normal(v)
     return above * cdf, lambda d: d * (cdf + near * density)
 
 
-CURVES: dict[str, Callable[[jax.Array, Functions], _Curve]] = {
+CURVES: dict[str, Callable[[jax.Array, Functions], Curve]] = {
     "relu": _relu,
     "relu_squared": _relu_squared,
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
     "gelu_erf": _gelu_erf,
 }
+
+
+ACTIVATION_CURVES = {
+    "relu": "relu",
+    "relu_squared": "relu_squared",
+    "silu": "silu",
+    "gelu": "gelu_tanh",
+}
+"""The curves by what other ops' ``activation`` argument calls them."""
 
 
 def gelu_curve(approximate: bool) -> str:
@@ -282,6 +294,11 @@ def curve(name: str, v: jax.Array) -> jax.Array:
 def _curve_jvp(name: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
     value, times_slope = CURVES[name](primals[0], PLAIN)
     return value, times_slope(tangents[0])
+
+
+def curve_value(name: str, v: Any, of: Functions) -> Any:
+    """The curve of `v`, differentiable in plain JAX."""
+    return curve(name, v) if of is PLAIN else CURVES[name](v, of)[0]
 
 
 def wide(*arrays: jax.Array) -> Any:

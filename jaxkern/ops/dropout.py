@@ -45,6 +45,7 @@ from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding
 from jaxkern.core.mosaic import join_lanes, multiply_wide
 from jaxkern.ops.activations import (
+    ACTIVATION_CURVES,
     CURVES,
     PLAIN,
     curve,
@@ -57,7 +58,6 @@ from jaxkern.ops.activations import (
 from jaxkern.ops.elementwise import Lanes, launch, unit
 
 Activation = Literal["relu", "relu_squared", "silu", "gelu"]
-_CURVE_OF = {"relu": "relu", "relu_squared": "relu_squared", "silu": "silu", "gelu": "gelu_tanh"}
 
 _GROUP = 8
 """Elements that one call of the generator serves."""
@@ -122,11 +122,13 @@ def dropout(
       et al., `Parallel Random Numbers <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     x = check_floating("x", x)
-    if activation is not None and activation not in _CURVE_OF:
-        names = ", ".join(f'"{name}"' for name in _CURVE_OF)
+    if activation is not None and activation not in ACTIVATION_CURVES:
+        names = ", ".join(f'"{name}"' for name in ACTIVATION_CURVES)
         raise ValueError(f"activation must be {names} or None, got {activation!r}")
     mode = resolve(implementation, unsupported(x=x), op="dropout")
-    options = _Options("dropout", None if activation is None else _CURVE_OF[activation], mode)
+    options = _Options(
+        "dropout", None if activation is None else ACTIVATION_CURVES[activation], mode
+    )
     return _dropped(x, None, rate, key, options)
 
 
@@ -509,7 +511,7 @@ def dropout_reference(
     residual: jax.Array | None = None,
 ) -> jax.Array:
     """:func:`dropout` and :func:`dropout_add` in plain JAX, computed in fp32 and rounded once."""
-    curve_name = None if activation is None else _CURVE_OF[activation]
+    curve_name = None if activation is None else ACTIVATION_CURVES[activation]
     return _dropped(x, residual, rate, key, _Options("dropout", curve_name, "xla"))
 
 

@@ -31,6 +31,7 @@ from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
 from jaxkern.ops.activations import (
+    ACTIVATION_CURVES,
     CURVES,
     PLAIN,
     curve,
@@ -260,6 +261,14 @@ def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
 def _unit_bwd(options, ins, dout):
     grads = _backward_pass(options, dout.ndim, len(ins))(*ins, dout)
     return (tuple(match_primal(g, a) for g, a in zip(grads, ins, strict=True)),)
+
+
+def gated_backward(
+    activation: str, mode: Mode, gate: jax.Array, up: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, ...]:
+    """dg and du of ``activation(gate) * up`` by the gated units' kernel, for other ops' rules."""
+    options = _Options(f"gated_{activation}", ACTIVATION_CURVES[activation], mode)
+    return _backward_pass(options, dout.ndim, 2)(gate, up, dout)
 
 
 _unit.defvjp(_unit_fwd, _unit_bwd)

@@ -15,7 +15,7 @@ from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.forward import (
     compiler_params,
     joined,
-    place_sigmoid,
+    place_functions,
     split,
 )
 from jaxkern.ops.norm.parts import sum_parts
@@ -148,7 +148,7 @@ def _bwd_kernel(
     part, group = lax.div(block, groups), lax.rem(block, groups)
     rows = Rows(tile, place, _STREAMS, m, part, group, ref, smem)
     each, steps = place.each, rows.steps
-    sigma = place_sigmoid(options, place)
+    of = place_functions(options, place)
     pinned = functools.partial(computed_here, layout=place.layout, interpret=place.interpret)
 
     def unknown() -> Any:
@@ -159,11 +159,11 @@ def _bwd_kernel(
         """d = v − mean, x̂, dy, g and what else of a piece goes on."""
         zero = unknown()
         h, gate, dout = (rows.read(name, k, j, zero) for name in ("h", "gate", "dout"))
-        v = gated_input(options, h, gate, sigma)
+        v = gated_input(options, h, gate, of)
         d = v if mean is None else v - mean
         xhat = d * rstd
         scale, bias = params.piece(j, zero)
-        dy, dgate = output_backward(options, xhat, scale, bias, gate, dout, sigma)
+        dy, dgate = output_backward(options, xhat, scale, bias, gate, dout, of)
         return d, xhat, dy, times(dy, scale), dgate, h, gate
 
     def stats(k: Any) -> tuple[Any, ...]:
@@ -215,7 +215,7 @@ def _bwd_kernel(
             else:
                 d, _, _, g, _, h, gate = start(k, j, mean, rstd)
             dv = g * rstd - (d * slope if offset is None else d * slope + offset)
-            dx, dgate = gated_input_backward(options, h, gate, dv, sigma)
+            dx, dgate = gated_input_backward(options, h, gate, dv, of)
             if dgate is not None:
                 place.store(ref.dgate, row, group, j, dgate)
             dh = rows.read("dh", k, j)

@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.arithmetic import sigmoid
 from jaxkern.core.mosaic import LANES
+from jaxkern.ops.activations import Functions, kernel_functions
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.pointwise import Options, gated_input, output
 from jaxkern.ops.norm.reference import reference_fwd
@@ -99,7 +99,7 @@ def _fwd_kernel(
     block = lax.axis_index(BLOCK)
     part, group = lax.div(block, groups), lax.rem(block, groups)
     rows = Rows(tile, place, _STREAMS, m, part, group, ref, smem)
-    sigma, centered = place_sigmoid(options, place), options.centered
+    of, centered = place_functions(options, place), options.centered
 
     def load(k: Any, pieces: Any = place.each) -> list[tuple[Any, Any, Any]]:
         """v, the gate and the sum with the residual, by pieces."""
@@ -108,7 +108,7 @@ def _fwd_kernel(
         if ref.residual is not None:
             sums = [(a + b).astype(ref.h.dtype) for a, b in zip(h, residual, strict=True)]
             h = [wide(place, v) for v in sums]
-        v = [gated_input(options, *both, sigma) for both in zip(h, gate, strict=True)]
+        v = [gated_input(options, *both, of) for both in zip(h, gate, strict=True)]
         return list(zip(v, gate, sums, strict=True))
 
     def store_sums(k: Any, held: list[tuple[Any, Any, Any]], pieces: Any = place.each) -> None:
@@ -129,7 +129,7 @@ def _fwd_kernel(
     def store(k: Any, j: int, held: tuple[Any, Any, Any], mean: Any, rstd: Any) -> None:
         v, gate, _ = held
         xhat = (v if mean is None else v - mean) * rstd
-        out = output(options, xhat, *params.piece(j), gate, sigma)
+        out = output(options, xhat, *params.piece(j), gate, of)
         place.store(ref.out, place.row(rows.tile_of(k), m), group, j, out)
 
     def whole(k: Any, held: list[tuple[Any, Any, Any]]) -> None:
@@ -178,9 +178,9 @@ def _fwd_kernel(
 # What both directions share
 
 
-def place_sigmoid(options: Options, place: Any) -> Any:
+def place_functions(options: Options, place: Any) -> Functions:
     exact = options.x_dtype == "float32"
-    return functools.partial(sigmoid, exact=exact, interpret=place.interpret, layout=place.layout)
+    return kernel_functions(exact, place.interpret, place.layout)
 
 
 def split(options: Options, rows: Any, a: Any, param: bool) -> Any:

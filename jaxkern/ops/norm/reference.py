@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
+from jaxkern.ops.activations import PLAIN
 from jaxkern.ops.norm.pointwise import (
     Options,
     gated_input,
@@ -24,13 +25,13 @@ def reference_fwd(options: Options, x: Any, residual: Any, weight: Any, bias: An
         dtype = jnp.promote_types(x.dtype, residual.dtype)
         h = (_wide(x) + _wide(residual)).astype(dtype)
     gate = _wide(gate)
-    v = _groups(options, gated_input(options, _wide(h), gate, jax.nn.sigmoid))
+    v = _groups(options, gated_input(options, _wide(h), gate, PLAIN))
     mean = jnp.mean(v, axis=-1) if options.centered else None
     xhat = v if mean is None else v - mean[..., None]
     rstd = lax.rsqrt(jnp.mean(xhat * xhat, axis=-1) + options.eps)
     xhat = (xhat * rstd[..., None]).reshape(x.shape)
     scale = _scale(options, weight)
-    out = output(options, xhat, scale, _wide(bias), gate, jax.nn.sigmoid).astype(x.dtype)
+    out = output(options, xhat, scale, _wide(bias), gate, PLAIN).astype(x.dtype)
     return out, None if residual is None else h, mean, rstd
 
 
@@ -47,18 +48,18 @@ def reference_bwd(
 ):
     """(dx, dresidual, dweight, dbias, dgate); dresidual is None where it is dx."""
     shape, wide_gate, dout = h.shape, _wide(gate), _wide(dout)
-    v = _groups(options, gated_input(options, _wide(h), wide_gate, jax.nn.sigmoid))
+    v = _groups(options, gated_input(options, _wide(h), wide_gate, PLAIN))
     d = v if mean is None else v - mean[..., None]
     xhat = d * rstd[..., None]
     scale = _scale(options, weight)
     flat = xhat.reshape(shape)
-    dy, dgate = output_backward(options, flat, scale, _wide(bias), wide_gate, dout, jax.nn.sigmoid)
+    dy, dgate = output_backward(options, flat, scale, _wide(bias), wide_gate, dout, PLAIN)
     g = _groups(options, times(dy, scale))
     dv = g - xhat * jnp.mean(g * xhat, axis=-1, keepdims=True)
     if options.centered:
         dv = dv - jnp.mean(g, axis=-1, keepdims=True)
     dv = (dv * rstd[..., None]).reshape(shape)
-    dx, dgate_before = gated_input_backward(options, _wide(h), wide_gate, dv, jax.nn.sigmoid)
+    dx, dgate_before = gated_input_backward(options, _wide(h), wide_gate, dv, PLAIN)
     dgate = dgate_before if dgate is None else dgate
     dx = dx if dh is None else dx + _wide(dh)
     rows = tuple(range(h.ndim - 1))

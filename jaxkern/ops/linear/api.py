@@ -1,0 +1,312 @@
+r"""Linear layers: products with weights, forward and backward.
+
+Forward, with x (M, K), weight w (K, N), bias b and activation f:
+
+    y = x · w + b          out = f(y)
+
+Backward, for the cotangent dout:
+
+    dy = dout · f'(y)          dx = dy · wᵀ          dw = xᵀ · dy          db = Σ_rows dy
+
+Saved for the backward: x, w and, with an activation, y in the dtype of x (out itself for ReLU,
+which is kept anyway). With an accumulator a of the weight's gradient, a + dw takes the place of dw,
+in the memory of a.
+
+All products take the dtype of x and are summed in fp32: a cotangent that JAX leaves in fp32, where
+a product was asked for in fp32, would take its two products off the 16-bit tensor cores. dy and db,
+elementwise and a sum in fixed order, are XLA's.
+
+Operations: 2·M·N·K a product, one forward and two backward. What a bias or an activation would read
+and write by itself, 2·M·N elements, happens in the epilogue of the first; dy costs 3·M·N, and an
+accumulator 2·K·N in fp32.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, match_sharding
+from jaxkern.ops.activations import ACTIVATION_CURVES, CURVES, PLAIN
+from jaxkern.ops.linear import products
+from jaxkern.ops.linear.products import Options, check_accumulator, rows_of, unsupported
+
+
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+    accumulator: jax.Array | None = None,
+    accumulate_dtype: Any = jnp.float32,
+    precision: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    r"""A linear layer, ``activation(x @ weight + bias)``.
+
+    .. math:: y = f(x w + b)
+
+    Products take the dtype of `x` (a weight of another one is converted) and are summed in fp32;
+    bias and activation are applied to that sum, and the result is rounded once. So are the
+    gradients: the cotangent's products run on the same tensor cores as the forward's.
+
+    On a mesh, the rows, K and N may be split between devices in any way: the devices' parts of a
+    split K are added, before bias and activation.
+
+    With an `accumulator`, the gradient with respect to it is `accumulator` plus the gradient of
+    `weight`, which itself gets zeros: over micro-batches, each a gradient with respect to the
+    accumulators of the one before, gradients add up where they lie
+    (:func:`jaxkern.accumulate_weight_grad`). `weight` is to be used once in a micro-batch.
+
+    Args:
+      x: (..., K), bfloat16, float16 or float32.
+      weight: (K, N), any of those dtypes.
+      bias: (N,), any of those dtypes, or ``None``.
+      activation: ``"relu"``, ``"relu_squared"``, ``"silu"``, ``"gelu"`` (by tanh, as
+        ``jax.nn.gelu``) or ``None``.
+      accumulator: (K, N), float32, the gradient of `weight` so far, or ``None``.
+      accumulate_dtype: in which the devices' parts of a sum are rounded and added: of a split K in
+        the forward, of split rows in the weight's gradient, of a split N in that of `x`. float32,
+        or the dtype of `x` for half the bytes between devices. On one device all sums are in fp32
+        until they are rounded to the result. With ``implementation="xla"`` the compiler decides.
+      precision: of products of float32, as for ``jax.lax.dot_general``: ``"highest"`` for true
+        fp32, ``"TF32_TF32_F32"`` for tf32.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
+        that supports forward-mode differentiation), ``None`` for the kernels on an NVIDIA GPU of
+        compute capability 9.0 or newer, at sizes where they are measured faster than cuBLAS.
+
+    Returns:
+      (..., N), the dtype of `x`.
+
+    Raises:
+      TypeError: an argument is not an array of a floating dtype, or `accumulator` not float32.
+      ValueError: a shape does not fit, or `activation`, `accumulate_dtype` or `implementation` is
+        unknown.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxkern
+      >>> x, weight = jnp.ones((2, 8, 64), jnp.bfloat16), jnp.ones((64, 128))
+      >>> jaxkern.linear(x, weight, jnp.zeros(128), activation="gelu").shape
+      (2, 8, 128)
+    """
+    x, weight = check_floating("x", x), check_floating("weight", weight)
+    if x.ndim < 1:
+        raise ValueError("x must have at least one axis, the one that weight multiplies; got ()")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"weight must have shape (K, N), K = {x.shape[-1]} the last axis of x; "
+            f"got {weight.shape}. A weight stored as (N, K) goes in as weight.T"
+        )
+    if bias is not None:
+        bias = check_array("bias", bias, weight.shape[1:], "(N,), N the last axis of weight")
+    if activation is not None and activation not in ACTIVATION_CURVES:
+        names = ", ".join(f'"{name}"' for name in ACTIVATION_CURVES)
+        raise ValueError(f"activation must be {names} or None, got {activation!r}")
+    if accumulator is not None:
+        accumulator = check_accumulator(
+            "accumulator", accumulator, weight.shape, "the shape of weight"
+        )
+    summed = jnp.dtype(accumulate_dtype)
+    if summed not in (jnp.float32, x.dtype):
+        raise ValueError(
+            f"accumulate_dtype must be float32 or the dtype of x, {x.dtype}; got {summed}"
+        )
+    mode = resolve(implementation, unsupported(x), op="linear")
+    options = Options(activation, False, precision, str(summed), mode)
+    if mode == "xla" and accumulator is None:
+        return products.reference_forward(options, x, weight, bias)[0]
+    return _linear_jit(x, weight, bias, accumulator, options)
+
+
+def accumulate_weight_grad(
+    accumulator: jax.Array,
+    x: jax.Array,
+    dout: jax.Array,
+    *,
+    precision: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    r"""Add a linear layer's weight gradient to what earlier micro-batches gave.
+
+    .. math:: a \leftarrow a + x^\top \mathrm{dout}
+
+    The kernel adds to the accumulator where it lies: a gradient tree that is carried through a
+    ``lax.scan`` over micro-batches, or donated, is read and written once for each, with no gradient
+    of the micro-batch beside it. A model's backward does so by the `accumulator` of
+    :func:`jaxkern.linear` and the `accumulators` of :func:`jaxkern.gated_linear_unit`.
+
+    Args:
+      accumulator: (K, N), float32.
+      x: (..., K), bfloat16, float16 or float32.
+      dout: (..., N), converted to the dtype of `x`.
+      precision: as for :func:`linear`.
+      implementation: as for :func:`linear`.
+
+    Returns:
+      (K, N), float32.
+
+    Raises:
+      TypeError: an argument is not an array of a floating dtype, or `accumulator` not float32.
+      ValueError: a shape does not fit.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> x, dout = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((8, 128), jnp.bfloat16)
+      >>> jaxkern.accumulate_weight_grad(jnp.zeros((64, 128)), x, dout)[0, 0]
+      Array(8., dtype=float32)
+    """
+    x, dout = check_floating("x", x), check_floating("dout", dout)
+    if x.ndim < 1 or dout.shape[:-1] != x.shape[:-1] or dout.ndim != x.ndim:
+        raise ValueError(
+            f"dout must have shape (..., N) with the leading axes of x, {x.shape[:-1]}; "
+            f"got {dout.shape}"
+        )
+    shape = (x.shape[-1], dout.shape[-1])
+    accumulator = check_accumulator("accumulator", accumulator, shape, "(K, N) of x and dout")
+    mode = resolve(implementation, unsupported(x), op="accumulate_weight_grad")
+    options = Options(None, False, precision, "float32", mode)
+    dout = dout.astype(x.dtype)
+    if mode == "xla":
+        return products.reference_accumulate(options, accumulator, x, dout)[0]
+    return match_sharding(_accumulate_pass(options, x.ndim)(accumulator, x, dout)[0], accumulator)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear(x: Any, weight: Any, bias: Any, accumulator: Any, options: Options) -> Any:
+    del accumulator
+    return _forward_pass(options, x.ndim)(x, weight, bias)[0]
+
+
+def _linear_fwd(x, weight, bias, accumulator, options):
+    saving = options.activation not in (None, "relu")
+    out, y = _forward_pass(dataclasses.replace(options, save=saving), x.ndim)(x, weight, bias)
+    return out, (x, weight, bias, accumulator, out if options.activation == "relu" else y)
+
+
+def _linear_bwd(options, res, dout):
+    x, weight, bias, accumulator, y = res
+    dy = dout
+    if options.activation is not None:
+        times_slope = CURVES[ACTIVATION_CURVES[options.activation]](y.astype(jnp.float32), PLAIN)[1]
+        dy = times_slope(dout.astype(jnp.float32)).astype(dout.dtype)
+    [dx] = _dx_pass(options, str(dy.dtype), x.ndim)(dy, weight)
+    dbias = None
+    if bias is not None:
+        over = tuple(range(dy.ndim - 1))
+        dbias = jnp.sum(dy, over, dtype=jnp.float32).astype(bias.dtype)
+    dweight = total = None
+    if accumulator is None:
+        [dweight] = _dweight_pass(options, str(weight.dtype), x.ndim)(x, dy)
+    else:
+        total = _accumulated(options, accumulator, x, dy)
+    return (
+        match_primal(dx, x),
+        match_primal(dweight, weight),
+        match_primal(dbias, bias),
+        match_primal(total, accumulator),
+    )
+
+
+def _accumulated(options: Options, accumulator: Any, x: Any, dy: Any) -> Any:
+    """accumulator + xᵀ · dy, the product summed over devices that have the same accumulator."""
+    if products.varies_more(x, accumulator) or products.varies_more(dy, accumulator):
+        [dweight] = _dweight_pass(options, "float32", x.ndim)(x, dy)
+        return accumulator + match_primal(dweight, accumulator)
+    return _accumulate_pass(options, x.ndim)(accumulator, x, dy)[0]
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
+_linear_jit = jax.jit(_linear, static_argnums=4)
+
+
+@functools.cache
+def _forward_pass(options: Options, ndim: int) -> KernelPass:
+    rows = rows_of(ndim)
+
+    def alone(product: Any) -> Any:
+        """The product without bias, as often as the pass has outputs."""
+
+        def parts(x: Any, weight: Any, bias: Any) -> Any:
+            del bias
+            out = product(options, options.accumulate_dtype, x, weight)
+            return out, out if options.save else None
+
+        return parts
+
+    return KernelPass(
+        name="linear_fwd",
+        mode=options.mode,
+        kernel=functools.partial(products.kernel_forward, options),
+        reference=functools.partial(products.reference_forward, options),
+        ins=(f"{rows} k", "k n", "n"),
+        outs=(f"{rows} n", f"{rows} n"),
+        partial=Partial(
+            kernel=alone(products.kernel_product),
+            reference=alone(products.reference_product),
+            finish=functools.partial(products.finish_forward, options),
+        ),
+    )
+
+
+@functools.cache
+def _dx_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
+    rows = rows_of(ndim)
+    return KernelPass(
+        name="linear_dx",
+        mode=options.mode,
+        kernel=functools.partial(products.kernel_dx, options, dtype),
+        reference=functools.partial(products.reference_dx, options, dtype),
+        ins=(f"{rows} n", "k n"),
+        outs=(f"{rows} k",),
+        partial=Partial(
+            kernel=functools.partial(products.kernel_dx, options, options.accumulate_dtype),
+            reference=functools.partial(products.reference_dx, options, options.accumulate_dtype),
+            finish=lambda dy, weight, dx: (dx.astype(dtype),),
+        ),
+    )
+
+
+@functools.cache
+def _dweight_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
+    rows = rows_of(ndim)
+    summed = options.accumulate_dtype
+    return KernelPass(
+        name="linear_dweight",
+        mode=options.mode,
+        kernel=functools.partial(products.kernel_dweight, options, dtype),
+        reference=functools.partial(products.reference_dweight, options, dtype),
+        ins=(f"{rows} k", f"{rows} n"),
+        outs=("k n",),
+        partial=Partial(
+            kernel=functools.partial(products.kernel_dweight, options, summed),
+            reference=functools.partial(products.reference_dweight, options, summed),
+            finish=lambda x, dy, dweight: (dweight.astype(dtype),),
+        ),
+    )
+
+
+@functools.cache
+def _accumulate_pass(options: Options, ndim: int) -> KernelPass:
+    rows = rows_of(ndim)
+    summed = options.accumulate_dtype
+    drop = lambda f: lambda accumulator, x, dy: f(options, summed, x, dy)
+    return KernelPass(
+        name="linear_accumulate",
+        mode=options.mode,
+        kernel=functools.partial(products.kernel_accumulate, options),
+        reference=functools.partial(products.reference_accumulate, options),
+        ins=("k n", f"{rows} k", f"{rows} n"),
+        outs=("k n",),
+        partial=Partial(
+            kernel=drop(products.kernel_dweight),
+            reference=drop(products.reference_dweight),
+            finish=lambda accumulator, x, dy, total: (accumulator + total.astype(jnp.float32),),
+        ),
+    )

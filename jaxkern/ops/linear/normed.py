@@ -1,0 +1,107 @@
+"""A norm and the linear layer behind it, with nothing of the norm's result kept.
+
+Saved for the backward: the arguments. It normalises again, in one pass over x (2 tensors), for the
+weight's gradient; the norm and the products are those of their own ops.
+"""
+
+from typing import Any
+
+import jax
+
+from jaxkern.core.dispatch import Implementation
+from jaxkern.ops.linear.api import linear
+from jaxkern.ops.norm import layer_norm, rms_norm
+
+
+def rms_norm_linear(
+    x: jax.Array,
+    weight: jax.Array | None,
+    w: jax.Array,
+    b: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    activation: str | None = None,
+    precision: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    r"""RMS norm and a linear layer: ``linear(rms_norm(x, weight), w, b)``.
+
+    The normalised x is not kept for the backward: 2·M·K bytes less in 16 bits.
+
+    Args:
+      x: (..., K), bfloat16, float16 or float32.
+      weight: (K,), of the norm, or ``None``.
+      w: (K, N), of the linear layer.
+      b: (N,) or ``None``.
+      eps, weight_offset: as for :func:`jaxkern.rms_norm`.
+      activation, precision: as for :func:`jaxkern.linear`.
+      implementation: of both, as for each.
+
+    Returns:
+      (..., N), the dtype of `x`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as both.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> x, w = jnp.ones((2, 8, 64), jnp.bfloat16), jnp.ones((64, 128))
+      >>> jaxkern.rms_norm_linear(x, jnp.ones(64), w).shape
+      (2, 8, 128)
+    """
+
+    def call(x: Any, weight: Any, w: Any, b: Any) -> Any:
+        y = rms_norm(x, weight, eps=eps, weight_offset=weight_offset, implementation=implementation)
+        return linear(
+            y, w, b, activation=activation, precision=precision, implementation=implementation
+        )
+
+    return jax.checkpoint(call)(x, weight, w, b)
+
+
+def layer_norm_linear(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    w: jax.Array,
+    b: jax.Array | None = None,
+    *,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    precision: Any = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    r"""Layer norm and a linear layer: ``linear(layer_norm(x, weight, bias), w, b)``.
+
+    The normalised x is not kept for the backward: 2·M·K bytes less in 16 bits.
+
+    Args:
+      x: (..., K), bfloat16, float16 or float32.
+      weight, bias: (K,), of the norm, or ``None``.
+      w: (K, N), of the linear layer.
+      b: (N,) or ``None``.
+      eps: as for :func:`jaxkern.layer_norm`.
+      activation, precision: as for :func:`jaxkern.linear`.
+      implementation: of both, as for each.
+
+    Returns:
+      (..., N), the dtype of `x`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as both.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> x, w = jnp.ones((2, 8, 64), jnp.bfloat16), jnp.ones((64, 128))
+      >>> jaxkern.layer_norm_linear(x, jnp.ones(64), jnp.zeros(64), w).shape
+      (2, 8, 128)
+    """
+
+    def call(x: Any, weight: Any, bias: Any, w: Any, b: Any) -> Any:
+        y = layer_norm(x, weight, bias, eps=eps, implementation=implementation)
+        return linear(
+            y, w, b, activation=activation, precision=precision, implementation=implementation
+        )
+
+    return jax.checkpoint(call)(x, weight, bias, w, b)

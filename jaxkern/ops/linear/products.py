@@ -1,0 +1,275 @@
+"""The products of linear layers, by kernel and in plain JAX."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxkern.core.arguments import check_array
+from jaxkern.core.dispatch import Mode, device_unsupported
+from jaxkern.ops.activations import ACTIVATION_CURVES, CURVES, Functions, curve, kernel_functions
+from jaxkern.ops.linear.choice import tile_for
+from jaxkern.ops.linear.matmul import Product, matmul
+
+_ROWS, _COLUMNS = 8, 64
+"""Elements of an array's axes that the TMA takes together: first and last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is computed, and by whom.
+
+    Attributes:
+      activation: after the bias, or None.
+      save: whether the forward gives what the activation is applied to, for the backward.
+      precision: of products of float32, as for ``jax.lax.dot_general``.
+      accumulate_dtype: of the parts of a product that devices add.
+      mode: from :func:`jaxkern.core.dispatch.resolve`.
+    """
+
+    activation: str | None
+    save: bool
+    precision: Any
+    accumulate_dtype: str
+    mode: Mode
+
+
+def in_epilogue(mode: Mode) -> Functions:
+    """What curves are made of where a product's tiles are at hand."""
+    return kernel_functions(False, mode == "interpret", plgpu.Layout.WGMMA)
+
+
+# x · w and what follows
+
+
+def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+    curve_name = options.activation and ACTIVATION_CURVES[options.activation]
+
+    def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+        del tiles
+        y = products[0] + rows[0] if rows else products[0]
+        out = CURVES[curve_name](y, in_epilogue(options.mode))[0] if curve_name else y
+        return [out, *([y] if options.save else [])]
+
+    outs = launch(
+        Product(False, False, (str(x.dtype),) * (1 + options.save), epilogue, "linear_fwd"),
+        options.mode,
+        [flat(x)],
+        [weight.astype(x.dtype)],
+        [] if bias is None else [bias.astype(jnp.float32)],
+    )
+    if outs is None:
+        return reference_forward(options, x, weight, bias)
+    out, *saved = (v.reshape(*x.shape[:-1], weight.shape[1]) for v in outs)
+    return out, saved[0] if saved else None
+
+
+def reference_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+    if bias is None and options.activation is None:
+        out = dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, x.dtype)
+        return out, out if options.save else None
+    y = wide_product(options.precision)(x, weight.astype(x.dtype))
+    return finish_forward(options, x, weight, bias, y, None)
+
+
+def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, _: Any) -> Any:
+    """What comes after the product, or after the sum over devices that share the contraction."""
+    del weight
+    y = sums.astype(jnp.promote_types(sums.dtype, jnp.float32))
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    out = y if options.activation is None else curve(ACTIVATION_CURVES[options.activation], y)
+    return out.astype(x.dtype), y.astype(x.dtype) if options.save else None
+
+
+@functools.cache
+def wide_product(precision: Any) -> Callable[..., Any]:
+    """x · w in fp32, the gradients of which are products in the dtype of x and w."""
+
+    def product(x: Any, weight: Any, dtype: Any = None) -> Any:
+        return dot(precision, x, weight, x.ndim - 1, 0, dtype)
+
+    def narrow(x: Any, weight: Any, like: Any) -> Any:
+        return product(x, weight, x.dtype).astype(like.dtype)
+
+    wide = jax.custom_jvp(lambda x, weight: product(x, weight))
+    wide.defjvps(
+        lambda dx, y, x, weight: narrow(dx, weight, y), lambda dw, y, x, weight: narrow(x, dw, y)
+    )
+    return wide
+
+
+def kernel_product(options: Options, dtype: str, x: Any, weight: Any) -> Any:
+    """x · w alone."""
+    product = Product(False, False, (dtype,), as_it_is, "linear_fwd")
+    outs = launch(product, options.mode, [flat(x)], [weight.astype(x.dtype)])
+    if outs is None:
+        return reference_product(options, dtype, x, weight)
+    return outs[0].reshape(*x.shape[:-1], weight.shape[1])
+
+
+def reference_product(options: Options, dtype: str, x: Any, weight: Any) -> Any:
+    return dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, jnp.dtype(dtype))
+
+
+# dy · wᵀ
+
+
+def kernel_dx(options: Options, dtype: str, dy: Any, weight: Any) -> tuple[Any]:
+    product = Product(False, True, (dtype,), as_it_is, "linear_dx")
+    outs = launch(product, options.mode, [flat(dy)], [weight.astype(dy.dtype)])
+    if outs is None:
+        return reference_dx(options, dtype, dy, weight)
+    return (outs[0].reshape(*dy.shape[:-1], weight.shape[0]),)
+
+
+def reference_dx(options: Options, dtype: str, dy: Any, weight: Any) -> tuple[Any]:
+    weight = weight.astype(dy.dtype)
+    return (dot(options.precision, dy, weight, dy.ndim - 1, 1, jnp.dtype(dtype)),)
+
+
+# xᵀ · dy
+
+
+def kernel_dweight(options: Options, dtype: str, x: Any, dy: Any) -> tuple[Any]:
+    product = Product(True, False, (dtype,), as_it_is, "linear_dweight")
+    outs = launch(product, options.mode, [flat(x)], [flat(dy)])
+    return reference_dweight(options, dtype, x, dy) if outs is None else (outs[0],)
+
+
+def reference_dweight(options: Options, dtype: str, x: Any, dy: Any) -> tuple[Any]:
+    return (dot(options.precision, flat(x), flat(dy), 0, 0, jnp.dtype(dtype)),)
+
+
+def kernel_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
+    product = Product(True, False, ("float32",), as_it_is, "linear_accumulate")
+    sums = launch(product, options.mode, [flat(x)], [flat(dy)], accumulators=[accumulator])
+    return reference_accumulate(options, accumulator, x, dy) if sums is None else (sums[0],)
+
+
+def reference_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
+    return (accumulator + reference_dweight(options, "float32", x, dy)[0],)
+
+
+# How
+
+
+def launch(
+    product: Product,
+    mode: Mode,
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    rows: Sequence[jax.Array] = (),
+    tiles: Sequence[jax.Array] = (),
+    accumulators: Sequence[jax.Array] = (),
+) -> list[jax.Array] | None:
+    """:func:`matmul` of any sizes; None where plain JAX is to compute it."""
+    k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
+    n = rhs[0].shape[0 if product.rhs_transposed else 1]
+    tile = tile_for(product.name, mode, m, n, k)
+    if tile is None:
+        return None
+    if mode == "interpret" and accumulators:  # it has no reductions of the TMA
+        outs = launch(product, mode, lhs, rhs, rows, tiles)
+        assert outs is not None
+        return [a + o for a, o in zip(accumulators, outs, strict=True)]
+
+    def padded(v: jax.Array, *sizes: int) -> jax.Array:
+        if v.shape == sizes:
+            return v
+        return jnp.pad(v, [(0, size - s) for s, size in zip(v.shape, sizes, strict=True)])
+
+    k_first = product.lhs_transposed and not product.rhs_transposed
+    deep = _fitting(k, _ROWS if k_first else _COLUMNS)
+    high = _fitting(m, _COLUMNS if product.lhs_transposed else _ROWS)
+    wide = _fitting(n, _COLUMNS)
+    a_shape = (deep, high) if product.lhs_transposed else (high, deep)
+    b_shape = (wide, deep) if product.rhs_transposed else (deep, wide)
+    outs = matmul(
+        product,
+        tile,
+        [padded(a, *a_shape) for a in lhs],
+        [padded(b, *b_shape) for b in rhs],
+        [padded(r, -(-n // _COLUMNS) * _COLUMNS) for r in rows],
+        [padded(t, high, wide) for t in tiles],
+        [padded(a, high, wide) for a in accumulators],
+    )
+    return [out if out.shape == (m, n) else out[:m, :n] for out in outs]
+
+
+def _fitting(size: int, unit: int) -> int:
+    """The size of an axis, or the next one that :func:`matmul` takes: then the array is copied."""
+    if size < _ROWS if unit == _ROWS else size <= 32 and size % 8 == 0:
+        return size
+    return -(-size // unit) * unit
+
+
+def dot(precision: Any, a: Any, b: Any, over_a: int, over_b: int, dtype: Any) -> Any:
+    """The contraction, summed in fp32; None for `dtype` leaves it there."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return lax.dot_general(
+        a,
+        b,
+        (((over_a,), (over_b,)), ((), ())),
+        precision=precision,
+        preferred_element_type=dtype or wide,
+        out_sharding=_sharding(a, b, over_a, over_b),
+    )
+
+
+def _sharding(a: Any, b: Any, over_a: int, over_b: int) -> Any:
+    """How a contraction over a split axis lies on Explicit mesh axes, which JAX will not guess."""
+    mesh = jax.typeof(a).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return None
+    (spec_a, split), (spec_b, _) = (
+        ([*spec[:over], *spec[over + 1 :]], spec[over])
+        for spec, over in (
+            (jax.typeof(a).sharding.spec, over_a),
+            (jax.typeof(b).sharding.spec, over_b),
+        )
+    )
+    return None if split is None else NamedSharding(mesh, PartitionSpec(*spec_a, *spec_b))
+
+
+def rows_of(ndim: int) -> str:
+    """The factors of all axes but the last."""
+    return " ".join("abcdefghij"[: ndim - 1])
+
+
+def unsupported(x: Any) -> str | None:
+    """Why the kernels cannot take this call."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x is {x.dtype}, and the kernels multiply bfloat16 and float16"
+    return device_unsupported()
+
+
+def check_accumulator(name: str, a: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
+    """`a` as the sum of weight gradients of `shape`, as for :func:`check_array`."""
+    a = check_array(name, a, shape, meaning)
+    if a.dtype != jnp.float32:
+        raise TypeError(f"{name} must be float32, got {a.dtype}; convert it first")
+    return a
+
+
+def flat(x: Any) -> Any:
+    """(M, K), M all axes but the last."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def varies_more(x: Any, than: Any) -> bool:
+    """Whether, inside a ``shard_map``, `x` differs between devices that have the same `than`."""
+    varying = lambda v: frozenset(jax.typeof(v).manual_axis_type.varying)
+    return bool(varying(x) - varying(than))
+
+
+def as_it_is(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+    del rows, tiles
+    return products
