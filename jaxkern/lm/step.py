@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.model import DECAYED, MambaLM, Options, one_hot
-from jaxkern.precision import DynamicLossScale, Policy, all_finite
+from jaxkern.precision import DynamicLossScale, Policy, all_finite, select_tree
 
 Params = Any  # nested dict of arrays
 
@@ -65,7 +65,7 @@ def init_state(config: TrainConfig, policy: Policy) -> TrainState:
     return TrainState(
         params=params,
         opt_state=make_optimizer(config).init(params),
-        loss_scale=DynamicLossScale.create() if policy.compute == jnp.float16 else None,
+        loss_scale=DynamicLossScale() if policy.compute == jnp.float16 else None,
         step=jnp.int32(0),
         skipped=jnp.int32(0),
     )
@@ -101,7 +101,7 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
         )
         if state.loss_scale:
             finite = all_finite(grads)
-            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+            after = select_tree(finite, after, state)
             after = after._replace(
                 loss_scale=state.loss_scale.adjust(finite),
                 skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
