@@ -1,7 +1,8 @@
 """jaxkern: GPU training kernels for JAX.
 
 Functions like those of ``jax.nn``. On an NVIDIA GPU a call runs a Pallas kernel forward and
-backward; elsewhere the same call is plain JAX.
+backward; elsewhere the same call is plain JAX. The optimizers are Optax transformations, and
+``apply`` does a step of one.
 
 Dimensions, in every docstring: B batch, L length, D channels, N elements of a normalised row or
 states of a scan, H outputs of a gated unit, W width of a convolution, M rows (all axes but the
@@ -26,5 +27,9 @@ from jaxkern.ops.linear_scan import linear_scan as linear_scan
 from jaxkern.ops.norm import rms_norm as rms_norm
 from jaxkern.ops.selective_scan import selective_scan as selective_scan
 from jaxkern.ops.selective_scan import selective_scan_step as selective_scan_step
+from jaxkern.optim.transforms import apply as apply
+from jaxkern.optim.transforms import fused_adam as fused_adam
+from jaxkern.optim.transforms import fused_adamw as fused_adamw
+from jaxkern.optim.transforms import fused_sgd as fused_sgd
 
 __version__ = "0.1.0"

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 LANES = 128
 """Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
@@ -43,6 +43,7 @@ def grid_axes(*labels: str) -> tuple[Any, ...]:
 
 _H200_SMS = 132
 _MAX_VECTOR_BYTES = 16
+_GLOBAL_MEMORY = 1  # the address space of NVPTX
 
 
 def num_sms() -> int:
@@ -341,11 +342,99 @@ def join_lanes(parts: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
     return join(*parts)  # pyright: ignore[reportCallIssue]
 
 
+@dataclasses.dataclass(frozen=True)
+class ChosenRef:
+    """An array in global memory that a block chose among several of the same dtype.
+
+    Attributes:
+      dtype: of its elements.
+      address: the lower and the upper word of its address, (LANES,), uint32.
+    """
+
+    dtype: Any
+    address: tuple[jax.Array, jax.Array]
+
+
+def with_chosen(
+    body: Callable[..., None],
+    block: jax.Array,
+    rows: Sequence[Sequence[Any]],
+    starts: Sequence[int],
+    numbers: Sequence[Sequence[int]],
+    *,
+    interpret: bool,
+) -> None:
+    """Runs ``body(refs, numbers)`` with the row of references that a block is to work on.
+
+    The row is found by a tree of branches that all lanes take alike, of which each loads only its
+    own addresses, and `body` is compiled once.
+
+    Args:
+      body: takes what :func:`load_units` and :func:`store_units` take as references, and each
+        number of the row as (LANES,), uint32.
+      block: (), the index of the block.
+      rows: references in global memory; the dtypes of each row are the same.
+      starts: the first block of each row, increasing from 0.
+      numbers: of each row, below 2^32.
+      interpret: whether this runs in Pallas's interpreter.
+    """
+    if interpret:
+        lanes = lambda n: jnp.full((LANES,), n, jnp.uint32)
+        branches = [
+            lambda _, row=row, of_row=of_row: body(row, [lanes(n) for n in of_row])
+            for row, of_row in zip(rows, numbers, strict=True)
+        ]
+        row = sum((block >= start).astype(jnp.int32) for start in starts[1:])
+        lax.switch(row, branches, None) if len(rows) > 1 else branches[0](None)
+        return
+    width, count = len(rows[0]), len(numbers[0])
+    uniform = plgpu.Layout.WG_SPLAT
+    word = _row(1, np.uint32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(uniform, [[plgpu.RefType()] * width for _ in rows]),
+        return_type=(word,) * (2 * width + count),
+    )
+    def choose(ctx: Any, block: Any, rows: Any) -> Any:
+        del ctx
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        index = block.registers.item()
+
+        def values(first: int, last: int) -> list[Any]:
+            if last == first + 1:
+                addresses = [llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)) for ref in rows[first]]
+                # Signed as MLIR reads it; the bits are those of the number.
+                return addresses + [
+                    arith.constant(i32, n - 2**32 if n >= 2**31 else n) for n in numbers[first]
+                ]
+            middle = (first + last) // 2
+            before = arith.cmpi(arith.CmpIPredicate.ult, index, arith.constant(i32, starts[middle]))
+            branch = scf.IfOp(before, [i64] * width + [i32] * count, has_else=True)
+            parts = ((branch.then_block, first, middle), (branch.else_block, middle, last))
+            for inside, *part in parts:
+                with ir.InsertionPoint(inside):  # pyright: ignore
+                    scf.yield_(values(*part))
+            return list(branch.results)
+
+        found = values(0, len(rows))
+        words = []
+        for address in found[:width]:
+            upper = arith.shrui(address, arith.constant(i64, 32))
+            words += [arith.trunci(i32, address), arith.trunci(i32, upper)]
+        return tuple(_fragmented(w, signed=False) for w in (*words, *found[width:]))
+
+    words = choose(block, [list(row) for row in rows])  # pyright: ignore[reportCallIssue]
+    chosen = [
+        ChosenRef(ref.dtype, (words[2 * i], words[2 * i + 1])) for i, ref in enumerate(rows[0])
+    ]
+    body(chosen, list(words[2 * width :]))
+
+
 def load_units(ref: Any, units: jax.Array, vec: int, *, interpret: bool) -> jax.Array:
     """What each lane reads of an array in global memory: its unit, `vec` neighbouring elements.
 
     Args:
-      ref: contiguous, aligned to 16 bytes, fp32, bf16 or fp16.
+      ref: contiguous, aligned to 16 bytes, fp32, bf16 or fp16; or a :class:`ChosenRef`.
       units: (LANES,), uint32; unit u begins at element u · vec.
       vec: a power of two; more than 16 bytes are several accesses.
       interpret: whether this runs in Pallas's interpreter.
@@ -356,12 +445,12 @@ def load_units(ref: Any, units: jax.Array, vec: int, *, interpret: bool) -> jax.
     if interpret:
         return ref[...].reshape(-1, vec)[units].reshape(-1).astype(jnp.float32)
     step = min(vec, _MAX_VECTOR_BYTES // ref.dtype.itemsize)
+    where, types = _place(ref)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW), return_type=_row(vec))
-    def load(ctx: Any, source: Any, units: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(types, _ROW), return_type=_row(vec))
+    def load(ctx: Any, where: Any, units: Any) -> Any:
         del ctx
-        dtype = ir.MemRefType(source.type).element_type
-        pointer = _unit_pointer(source, units, vec)
+        pointer, dtype = _unit_pointer(where, ref.dtype, units, vec)
         values = []
         for start in range(0, vec, step):
             address = mgpu_utils.getelementptr(pointer, [start], dtype)
@@ -370,33 +459,56 @@ def load_units(ref: Any, units: jax.Array, vec: int, *, interpret: bool) -> jax.
             values += [_widened(_element(loaded, i)) for i in range(step)]
         return _fragmented(*values)
 
-    return load(ref, units)  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
+    return load(where, units)  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
 
 
 def store_units(
-    ref: Any, units: jax.Array, values: jax.Array, vec: int, *, interpret: bool
+    ref: Any,
+    units: jax.Array,
+    values: jax.Array,
+    vec: int,
+    *,
+    below: jax.Array | None = None,
+    interpret: bool,
 ) -> None:
-    """Writes what :func:`load_units` would read; lanes with equal units have equal values."""
+    """Writes what :func:`load_units` would read; lanes with equal units have equal values.
+
+    With `below`, (LANES,) and uint32, a lane whose unit is not below its number writes nothing.
+    """
     if interpret:
         table = ref[...].reshape(-1, vec)
-        ref[...] = table.at[units].set(values.reshape(-1, vec).astype(ref.dtype)).reshape(-1)
+        where = units if below is None else jnp.where(units < below, units, table.shape[0])
+        values = values.reshape(-1, vec).astype(ref.dtype)
+        ref[...] = table.at[where].set(values, mode="drop").reshape(-1)
         return
     step = min(vec, _MAX_VECTOR_BYTES // ref.dtype.itemsize)
+    where, types = _place(ref)
+    limit = () if below is None else (below,)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW, _row(vec).layout))
-    def store(ctx: Any, target: Any, units: Any, values: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(types, _ROW, _row(vec).layout, (_ROW,) * len(limit)))
+    def store(ctx: Any, where: Any, units: Any, values: Any, limit: Any) -> None:
         del ctx
-        dtype = ir.MemRefType(target.type).element_type
-        pointer = _unit_pointer(target, units, vec)
-        narrow = [_narrowed(_element(values.registers.item(), i), dtype) for i in range(vec)]
-        for start in range(0, vec, step):
-            address = mgpu_utils.getelementptr(pointer, [start], dtype)
-            packed = vector.from_elements(
-                ir.VectorType.get((step,), dtype), narrow[start : start + step]
-            )
-            llvm.store(packed, address, alignment=step * ref.dtype.itemsize)
 
-    store(ref, units, values)  # pyright: ignore[reportCallIssue]
+        def write() -> None:
+            pointer, dtype = _unit_pointer(where, ref.dtype, units, vec)
+            narrow = [_narrowed(_element(values.registers.item(), i), dtype) for i in range(vec)]
+            for start in range(0, vec, step):
+                address = mgpu_utils.getelementptr(pointer, [start], dtype)
+                packed = vector.from_elements(
+                    ir.VectorType.get((step,), dtype), narrow[start : start + step]
+                )
+                llvm.store(packed, address, alignment=step * ref.dtype.itemsize)
+
+        if not limit:
+            write()
+            return
+        unit, end = (_element(a.registers.item(), 0) for a in (units, *limit))
+        branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, unit, end))
+        with ir.InsertionPoint(branch.then_block):
+            write()
+            scf.yield_([])
+
+    store(where, units, values, limit)  # pyright: ignore[reportCallIssue]
 
 
 def load_shared(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
@@ -442,12 +554,26 @@ def multiply_wide(a: jax.Array, b: int, *, interpret: bool) -> tuple[jax.Array, 
     return multiply(a)  # pyright: ignore[reportCallIssue]
 
 
-def _unit_pointer(ref: Any, units: Any, vec: int) -> Any:
+def _place(ref: Any) -> tuple[Any, Any]:
+    """What an ``inline_mgpu`` is given of a reference, and its types."""
+    if isinstance(ref, ChosenRef):
+        return ref.address, (_ROW, _ROW)
+    return (ref,), (plgpu.RefType(),)
+
+
+def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> tuple[Any, Any]:
+    """To the unit of each lane, and the type of an element."""
     i64 = ir.IntegerType.get_signless(64)
-    unit = arith.extui(i64, _element(units.registers.item(), 0))
-    element = arith.muli(unit, arith.constant(i64, vec))
-    dtype = ir.MemRefType(ref.type).element_type
-    return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [element], dtype)
+    wide = lambda a: arith.extui(i64, _element(a.registers.item(), 0))
+    element = mgpu_utils.dtype_to_ir_type(dtype)
+    if len(where) == 1:
+        pointer = mgpu_utils.memref_ptr(where[0])
+    else:
+        low, high = map(wide, where)
+        address = arith.ori(low, arith.shli(high, arith.constant(i64, 32)))
+        pointer = llvm.inttoptr(llvm.PointerType.get(_GLOBAL_MEMORY), address)
+    offset = arith.muli(wide(units), arith.constant(i64, vec))
+    return mgpu_utils.getelementptr(pointer, [offset], element), element
 
 
 def fast_reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:

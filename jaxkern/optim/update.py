@@ -1,0 +1,522 @@
+r"""The arithmetic of an optimizer's step over many leaves: a kernel and its plain-JAX twin.
+
+For a gradient g, a weight p (the master copy where there is one), and per-step numbers in device
+memory, with s = unscale factor · clip factor:
+
+    g  = s · grad
+    Adam, AdamW
+    mu = b1 · mu + (1 − b1) · g
+    nu = b2 · nu + (1 − b2) · g²
+    p  = p − lr · (mu / (1 − b1ᵗ) / (√(nu / (1 − b2ᵗ)) + eps) + weight_decay · p)
+    SGD, of which `trace` takes the place of mu
+    mu = momentum · mu + g
+    p  = p − lr · (mu, or g + momentum · mu with Nesterov's)
+    copy = p in the parameters' dtype
+
+Where the flag `finite` is false everything stays as it is. All is computed in fp32 and rounded
+once, to nearest or, to bfloat16, stochastically (`jaxkern.optim.rounding`); the step takes mu and
+nu as they are before they are rounded.
+
+Bytes per element, of a gradient, weight, mu and nu of G, P, M and V bytes: G + 2P + 2M + 2V, 28 in
+fp32, and those of the copy, which is not read. Operations: about 25, and 15 more an element for the
+bits of stochastic rounding; on an H200 memory leaves time for 200 at 28 bytes.
+
+The kernel works in place: weight, mu and nu are references (`pl.run_state`), which XLA aliases
+from input to output, copying only what the caller has not donated. A block is one warpgroup. Each
+lane loads `ELEMENTS` elements of every array, in accesses of up to 16 bytes,
+computes and stores; lanes past a leaf's end store nothing. Leaves of equal dtypes share a launch,
+whose blocks find their leaf in a tree of branches; large leaves, and all leaves of a program that
+the compiler may split over devices, have their own.
+
+Sources: Kingma and Ba, Adam, ICLR 2015; Loshchilov and Hutter, Decoupled Weight Decay
+Regularization, ICLR 2019.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.custom_batching import custom_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AxisType
+
+from jaxkern.core.dispatch import Mode, device_unsupported
+from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.core.mosaic import (
+    LANES,
+    grid_axes,
+    join_lanes,
+    load_shared,
+    load_units,
+    multiply_wide,
+    store_units,
+    with_chosen,
+)
+from jaxkern.ops.elementwise import MAX_UNITS
+from jaxkern.optim.rounding import GROUP, group_words, halves, leaf_words, round_to_bfloat16
+
+_BLOCK = grid_axes("block")[0]
+_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+ELEMENTS = 8
+"""Elements of each array on their way to a lane at a time, in one unit or several."""
+
+MAX_REFS = 128
+"""Most arrays of one launch. From 256 on the branches that choose among them take registers."""
+
+LARGE = 2**22
+"""Elements from which a leaf has a launch of its own: it takes 25 µs and the launch 2."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which optimizer, as far as it is compiled in.
+
+    Attributes:
+      kind: of the update.
+      nesterov: for SGD.
+      stochastic: round what is stored in bfloat16 stochastically, but for a copy.
+    """
+
+    kind: Literal["adam", "sgd"]
+    nesterov: bool = False
+    stochastic: bool = False
+
+
+class Numbers(NamedTuple):
+    """The numbers of a step, (): fp32, or fp64 for fp64 parameters."""
+
+    finite: Any  # 1, or 0 to leave all as it is
+    scale: Any  # of the gradients
+    rate: Any  # the learning rate
+    decay: Any  # the weight decay
+    b1: Any  # or SGD's momentum
+    one_minus_b1: Any
+    b2: Any
+    one_minus_b2: Any
+    mu_scale: Any  # 1 / (1 − b1^t)
+    nu_scale: Any  # 1 / √(1 − b2^t)
+    eps: Any
+
+
+class Leaf(NamedTuple):
+    """The arrays of a parameter, of one shape; ``None`` for those that there are not."""
+
+    grad: Any
+    weight: Any
+    mu: Any
+    nu: Any
+    copy: Any  # the parameter, where weight is its master copy
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is compiled in of a leaf: its number in the tree, and whether it decays."""
+
+    number: int
+    decays: bool
+
+
+def update_leaves(
+    rule: Rule,
+    mode: Mode,
+    numbers: Numbers,
+    seed: jax.Array,
+    leaves: Sequence[Leaf],
+    statics: Sequence[Static],
+) -> list[Leaf]:
+    """The leaves after a step, their gradients ``None``.
+
+    Args:
+      rule: the optimizer.
+      mode: what runs, from :func:`jaxkern.core.dispatch.resolve`.
+      numbers: of the step.
+      seed: (3,), uint32, the seed's two words and the step, for the stochastic rounding.
+      leaves: floating arrays.
+      statics: of each leaf.
+    """
+    return _update_jit(rule, mode, tuple(statics), numbers, seed, list(leaves))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _update_jit(rule, mode, statics, numbers, seed, leaves):
+    done: list[Any] = [None] * len(leaves)
+    by_kernel = []
+    for i, (leaf, static) in enumerate(zip(leaves, statics, strict=True)):
+        if mode == "xla" or (mode == "auto" and leaf_unsupported(leaf)) or leaf.weight.size == 0:
+            done[i] = updated(rule, static.decays, numbers, seed, static.number, leaf)
+        else:
+            by_kernel.append(i)
+    if not by_kernel:
+        return done
+    words = lax.bitcast_convert_type(jnp.stack(numbers).astype(jnp.float32), jnp.uint32)
+    for group in _groups(leaves, by_kernel, statics, may_be_split(leaves)):
+        first = statics[group[0]]
+        offsets = tuple(statics[i].number - first.number for i in group)
+        header = jnp.concatenate([words, seed, jnp.array([first.number], jnp.uint32)])
+        results = _run(rule, mode, offsets, first.decays, header, [leaves[i] for i in group])
+        for i, leaf in zip(group, results, strict=True):
+            done[i] = leaf
+    return done
+
+
+def leaf_unsupported(leaf: Leaf) -> str | None:
+    """Why the kernel cannot take a leaf."""
+    arrays = [a for a in leaf if a is not None]
+    for a in arrays:
+        if a.dtype.name not in _DTYPES:
+            return f"it has dtype {a.dtype}, and the kernel takes {', '.join(_DTYPES)}"
+    if leaf.weight.size > _vector(leaf) * MAX_UNITS:
+        return (
+            f"its {leaf.weight.size} elements can be accessed {_vector(leaf)} at a time, and the "
+            "kernel counts to 2^32"
+        )
+    return device_unsupported()
+
+
+def may_be_split(leaves: Sequence[Leaf]) -> bool:
+    """Whether the compiler, or an Explicit mesh, may split the arrays over devices."""
+    types = {t for leaf in leaves for t in jax.typeof(leaf.weight).sharding.mesh.axis_types}
+    return AxisType.Manual not in types and (bool(types) or jax.device_count() > 1)
+
+
+def _vector(leaf: Leaf) -> int:
+    """Elements of a unit: as many as make 16 bytes of the widest array, if they divide the size."""
+    widest = max(a.dtype.itemsize for a in leaf if a is not None)
+    return math.gcd(16 // widest, leaf.weight.size)
+
+
+def _groups(
+    leaves: Sequence[Leaf], which: Sequence[int], statics: Sequence[Static], alone: bool
+) -> list[list[int]]:
+    """The leaves of each launch, by their index."""
+    groups: list[list[int]] = []
+    alike: dict[Any, list[int]] = {}
+    for i in which:
+        leaf = leaves[i]
+        if alone or leaf.weight.size >= LARGE:
+            groups.append([i])
+            continue
+        dtypes = tuple(None if a is None else a.dtype for a in leaf)
+        # In a shard_map, where all results of a launch vary as its operands do together.
+        types = (jax.typeof(a).manual_axis_type for a in leaf if a is not None)
+        varying = frozenset().union(*(t.varying for t in types))
+        alike.setdefault((dtypes, _vector(leaf), statics[i].decays, varying), []).append(i)
+    for members in alike.values():
+        arrays = sum(a is not None for a in leaves[members[0]])
+        groups += [list(part) for part in itertools.batched(members, MAX_REFS // arrays)]
+    return groups
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run(rule, mode, offsets, decays, header, leaves) -> list[Leaf]:
+    """The kernel over leaves of equal dtypes, or its twin where it cannot run.
+
+    A program traces and lowers it once for all leaves that have a launch of their own and are
+    alike: their number is in the header.
+    """
+    shapes = [leaf.weight.shape for leaf in leaves]
+    if len(leaves) > 1 or not shapes[0]:
+        leaves = [Leaf(*(None if a is None else a.reshape(-1) for a in leaf)) for leaf in leaves]
+    factors = [
+        " ".join(f"l{i}d{d}" for d in range(leaf.weight.ndim)) for i, leaf in enumerate(leaves)
+    ]
+    width = len(Leaf._fields)
+
+    def reference(header, *arrays):
+        words = lax.bitcast_convert_type(header[: len(Numbers._fields)], jnp.float32)
+        *seed, number = header[len(Numbers._fields) :]
+        done = [
+            updated(
+                rule, decays, Numbers(*words), jnp.stack(seed), number + jnp.uint32(offset), leaf
+            )
+            for leaf, offset in zip(_leaves(arrays), offsets, strict=True)
+        ]
+        return tuple(a for leaf in done for a in leaf[1:])
+
+    def kernel(header, *arrays):
+        """Under ``vmap`` the twin: the kernel's references have no batching rule."""
+        here = [i for i, a in enumerate(arrays) if a is not None]
+
+        def full(present):
+            filled = [None] * len(arrays)
+            for i, a in zip(here, present, strict=True):
+                filled[i] = a
+            return filled
+
+        dense = lambda outs: tuple(a for a in outs if a is not None)
+
+        @custom_vmap
+        def launch(header, *present):
+            return dense(_launch(rule, mode, offsets, decays, header, _leaves(full(present))))
+
+        @launch.def_vmap
+        def batched(axis_size, in_batched, header, *present):
+            del axis_size
+            if mode != "auto":
+                raise NotImplementedError(
+                    'implementation="mosaic" cannot take this call: the kernel has no vmap. Use '
+                    'implementation="xla", or None to have it chosen.'
+                )
+            plain = lambda header, *present: dense(reference(header, *full(present)))
+            axes = tuple(0 if b else None for b in in_batched)
+            outs = jax.vmap(plain, axes)(header, *present)
+            return outs, tuple(True for _ in outs)
+
+        outs = iter(launch(header, *(arrays[i] for i in here)))
+        wanted = [a for i, a in enumerate(arrays) if i % width]
+        return tuple(None if a is None else next(outs) for a in wanted)
+
+    outs = KernelPass(
+        name=f"fused_{rule.kind}",
+        mode=mode,
+        kernel=kernel,
+        reference=reference,
+        ins=("h", *(f for f in factors for _ in range(width))),
+        outs=tuple(f for f in factors for _ in range(width - 1)),
+        whole="h",
+    )(header, *(a for leaf in leaves for a in leaf))
+    done = itertools.batched(outs, width - 1)
+    return [
+        Leaf(None, *(None if a is None else a.reshape(shape) for a in arrays))
+        for arrays, shape in zip(done, shapes, strict=True)
+    ]
+
+
+def _leaves(arrays: Sequence[Any]) -> list[Leaf]:
+    return [Leaf(*part) for part in itertools.batched(arrays, len(Leaf._fields))]
+
+
+# The step of some elements, in the kernel and outside
+
+
+def _step(rule: Rule, n: Numbers, decays: bool, g: Any, p: Any, mu: Any, nu: Any):
+    """The change of p, and mu and nu; p may be ``None`` where nothing decays."""
+    g = g * n.scale
+    if rule.kind == "adam":
+        mu = n.b1 * mu + n.one_minus_b1 * g
+        nu = n.b2 * nu + n.one_minus_b2 * (g * g)
+        step = mu * n.mu_scale / (jnp.sqrt(nu) * n.nu_scale + n.eps)
+    else:
+        step = g
+        if mu is not None:
+            mu = n.b1 * mu + g
+            step = g + n.b1 * mu if rule.nesterov else mu
+    if decays:
+        step = step + n.decay * p
+    return -n.rate * step, mu, nu
+
+
+def _streams(rule: Rule, leaf: Leaf) -> tuple[bool, bool]:
+    """Whether a leaf needs random bits for mu and nu, and for its weight."""
+    rounded = lambda a: rule.stochastic and a is not None and a.dtype == jnp.bfloat16
+    return rounded(leaf.mu) or rounded(leaf.nu), rounded(leaf.weight)
+
+
+def _rounded(rule: Rule, dtype: Any, x: jax.Array, bits: Any) -> jax.Array:
+    if rule.stochastic and dtype == jnp.bfloat16:
+        return round_to_bfloat16(x, bits)
+    return x
+
+
+# Reference
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def changed(
+    rule: Rule, decays: bool, numbers: Numbers, seed: jax.Array, number: Any, leaf: Leaf
+) -> tuple[Leaf, jax.Array]:
+    """The leaf after a step, and what the step adds to the parameter, in fp32.
+
+    A leaf without a weight is left without one.
+    """
+    some = [a for a in leaf if a is not None]
+    f32 = functools.reduce(jnp.promote_types, (a.dtype for a in some), jnp.float32)
+    numbers = Numbers(*(jnp.asarray(n).astype(f32) for n in numbers))
+    g, p, mu, nu, _ = (None if a is None else a.astype(f32) for a in leaf)
+    of_state, of_weight = _streams(rule, leaf)
+
+    def words(stream: int) -> jax.Array:
+        return leaf_words(leaf.grad.size, number, list(seed), stream).reshape(leaf.grad.shape)
+
+    low, high = halves(words(0)) if of_state else (None, None)
+    delta, new_mu, new_nu = _step(rule, numbers, decays, g, p, mu, nu)
+    kept = numbers.finite > 0
+
+    def stored(old: Any, new: Any, like: Any, bits: Any) -> Any:
+        if old is None:
+            return None
+        rounded = _rounded(rule, like.dtype, jnp.where(kept, new, old), bits)
+        return rounded.astype(like.dtype)
+
+    new_p = None if p is None else p + delta
+    weight = stored(p, new_p, leaf.weight, halves(words(1))[0] if of_weight else None)
+    after = Leaf(
+        None,
+        weight,
+        stored(mu, new_mu, leaf.mu, low),
+        stored(nu, new_nu, leaf.nu, high),
+        None if leaf.copy is None else weight.astype(leaf.copy.dtype),
+    )
+    if leaf.copy is not None:
+        delta = after.copy.astype(f32) - leaf.copy.astype(f32)
+    elif leaf.weight is not None and leaf.weight.dtype != f32:
+        delta = after.weight.astype(f32) - p
+    else:
+        delta = jnp.where(kept, delta, 0.0)
+    return after, delta
+
+
+def updated(rule, decays, numbers, seed, number, leaf) -> Leaf:
+    """The leaf after a step, in plain JAX."""
+    return changed(rule, decays, numbers, seed, number, leaf)[0]
+
+
+# Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    rule: Rule
+    leaf: Leaf  # the dtypes of the leaves
+    decays: bool
+    vec: int  # elements of a unit
+    interpret: bool
+
+    @property
+    def per_lane(self) -> int:
+        """Units of a lane."""
+        return min(4, ELEMENTS // self.vec)
+
+
+def _launch(rule, mode, offsets, decays, header, leaves):
+    """The arrays of the leaves after the step, but for the gradients."""
+    vec = _vector(leaves[0])
+    plan = _Plan(
+        rule=rule,
+        leaf=Leaf(*(None if a is None else jax.ShapeDtypeStruct((), a.dtype) for a in leaves[0])),
+        decays=decays,
+        vec=vec,
+        interpret=mode == "interpret",
+    )
+    units = [leaf.weight.size // vec for leaf in leaves]
+    blocks = [-(-n // (LANES * plan.per_lane)) for n in units]
+    starts = list(itertools.accumulate(blocks, initial=0))
+    numbers = list(zip(starts, units, offsets, strict=False))
+    grads = [leaf.grad.reshape(-1) for leaf in leaves]
+    written = [a.reshape(-1) for leaf in leaves for a in leaf[1:] if a is not None]
+    width = len(written) // len(leaves)
+
+    def run(header: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        grads, written = arrays[: len(leaves)], list(arrays[len(leaves) :])
+
+        @pl.run_state
+        def in_place(refs: Any) -> None:
+            rows = zip(grads, itertools.batched(refs, width), strict=True)
+            plgpu.kernel(
+                functools.partial(_kernel, plan, starts[:-1], numbers),
+                out_type=(),
+                grid=(starts[-1],),
+                grid_names=(_BLOCK,),
+                kernel_name=f"fused_{rule.kind}",
+                compiler_params=_COMPILER_PARAMS,
+            )(header, *(ref for grad, row in rows for ref in (grad, *row)))
+
+        return in_place(written)
+
+    run = run if plan.interpret else functools.partial(_launch_p.bind, grads=len(grads), run=run)
+    done = iter(run(header, *grads, *written))
+    return [None if a is None else next(done).reshape(a.shape) for leaf in leaves for a in leaf[1:]]
+
+
+def _lower_launch(ctx: Any, *operands: Any, grads: int, run: Callable[..., Any]) -> Any:
+    del grads
+    plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+    return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
+
+
+_launch_p = Primitive("fused_update")
+"""``run``, of arrays that may vary over manual mesh axes, which references may not."""
+_launch_p.multiple_results = True
+_launch_p.def_abstract_eval(
+    lambda header, *arrays, grads, run: [ShapedArray(a.shape, a.dtype) for a in arrays[grads:]]
+)
+mlir.register_lowering(_launch_p, _lower_launch)
+
+
+def _kernel(plan: _Plan, starts: Sequence[int], numbers: Any, *refs: Any) -> None:
+    header, refs = refs[0], refs[1:]
+    block = lax.axis_index(_BLOCK)
+    rows = list(itertools.batched(refs, len(refs) // len(starts)))
+    body = functools.partial(_block, plan, header, block)
+    with_chosen(body, block, rows, starts, numbers, interpret=plan.interpret)
+
+
+def _block(plan: _Plan, header: Any, block: jax.Array, refs: Sequence[Any], row: Any) -> None:
+    count = len(Numbers._fields)
+    words = load_shared(header, count + 4, interpret=plan.interpret)
+    spread = lambda word: join_lanes([word] * plan.vec, interpret=plan.interpret)
+    numbers = Numbers(
+        *(spread(lax.bitcast_convert_type(word, jnp.float32)) for word in words[:count])
+    )
+    *seed, number = words[count:]
+    start, units, offset = row
+    present = iter(refs)
+    where = Leaf(*(None if a is None else next(present) for a in plan.leaf))
+    layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
+    first = (block.astype(jnp.uint32) - start) * jnp.uint32(LANES * plan.per_lane) + lane
+    load = functools.partial(load_units, vec=plan.vec, interpret=plan.interpret)
+    work = []
+    for k in range(plan.per_lane):
+        unit = first + jnp.uint32(k * LANES)
+        inside = jnp.minimum(unit, units - jnp.uint32(1))
+        work.append((unit, [None if r is None else load(r, inside) for r in where[:4]]))
+    for unit, (g, p, mu, nu) in work:
+        store = functools.partial(store_units, vec=plan.vec, below=units, interpret=plan.interpret)
+        delta, new_mu, new_nu = _step(plan.rule, numbers, plan.decays, g, p, mu, nu)
+        of_state, of_weight = _streams(plan.rule, plan.leaf)
+        bits = functools.partial(_bits, plan, unit, number + offset, seed)
+        low, high = halves(bits(0)) if of_state else (None, None)
+        random = [halves(bits(1))[0] if of_weight else None, low, high]
+        for role, old, new, draw in zip(
+            ("weight", "mu", "nu"), (p, mu, nu), (p + delta, new_mu, new_nu), random, strict=True
+        ):
+            ref = getattr(where, role)
+            if ref is None:
+                continue
+            value = jnp.where(numbers.finite > 0, new, old)  # pyright: ignore[reportArgumentType]
+            store(ref, unit, _rounded(plan.rule, ref.dtype, value, draw))
+            if role == "weight" and where.copy is not None:
+                store(where.copy, unit, value)
+
+
+def _bits(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int) -> jax.Array:
+    """(LANES · vec,), uint32: a word for each element of the lanes' units."""
+    product = functools.partial(multiply_wide, interpret=plan.interpret)
+    draw = lambda group: group_words(group, leaf, seed, stream, product)
+    if plan.vec >= GROUP:
+        per_unit = plan.vec // GROUP
+        first = unit * jnp.uint32(per_unit)
+        words = [w for j in range(per_unit) for w in draw(first + jnp.uint32(j))]
+    else:
+        per_group = GROUP // plan.vec
+        group = draw(unit >> (per_group.bit_length() - 1))
+        which = unit & jnp.uint32(per_group - 1)
+        words = group[: plan.vec]
+        for k in range(1, per_group):
+            others = group[k * plan.vec : (k + 1) * plan.vec]
+            words = [jnp.where(which == k, b, a) for a, b in zip(words, others, strict=True)]
+    return join_lanes(words, interpret=plan.interpret)
