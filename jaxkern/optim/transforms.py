@@ -260,7 +260,7 @@ def fused_adam(
     Example:
       >>> import jax.numpy as jnp, jaxkern
       >>> tx = jaxkern.fused_adam(0.5)
-      >>> jaxkern.apply(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[0]
+      >>> jaxkern.apply(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[0].round(3)
       Array([0.5, 0.5], dtype=float32)
     """
     return fused_adamw(
