@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core.dispatch import interpret_kernels
-from jaxkern.optim import rounding, update
+from jaxkern.optim import quantise, rounding, update
 from jaxkern.optim.update import Leaf, Numbers, Rule, Static, update_leaves
 from jaxkern.precision import DynamicLossScale, StaticLossScale
 
@@ -337,7 +337,11 @@ def test_refuses_wrong_trees():
         ({"b2": -0.1}, ValueError, "b2 must be"),
         ({"eps": -1e-8}, ValueError, "eps must be"),
         ({"clip_norm": -1.0}, ValueError, "clip_norm must be"),
-        ({"mu_dtype": jnp.int8}, ValueError, "mu_dtype must be float32, bfloat16 or float16"),
+        (
+            {"mu_dtype": jnp.uint8},
+            ValueError,
+            "mu_dtype must be float32, bfloat16, float16 or int8",
+        ),
         ({"nu_dtype": "half way"}, TypeError, "nu_dtype must be a dtype"),
         ({"master_dtype": BF16}, ValueError, "master_dtype must be float32 or None"),
         ({"implementation": "cuda"}, ValueError, "implementation must be"),
@@ -416,8 +420,9 @@ def test_bfloat16_nu_decays_only_if_rounded_stochastically():
         (BF16, {"master_dtype": F32}),
         (BF16, {"stochastic_rounding": True}),
         (BF16, {"mu_dtype": BF16, "nu_dtype": BF16, "stochastic_rounding": True}),
+        (F32, {"mu_dtype": "int8", "nu_dtype": "uint8"}),
     ],
-    ids=["bf16-state", "master", "stochastic", "all-bf16"],
+    ids=["bf16-state", "master", "stochastic", "all-bf16", "8-bit"],
 )
 def test_low_precision_trains_like_fp32(dtype, options):
     """A noisy regression: the loss curve stays with fp32's, where plain bf16's does not."""
@@ -445,6 +450,72 @@ def test_low_precision_trains_like_fp32(dtype, options):
     assert np.abs(plain - exact).max() > 1
 
 
+# Codes of 8 bits
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_codes_are_unbiased(dtype):
+    """Over all 2^16 bits exactly; each result is one of the two codes around the value."""
+    scale = jnp.float32(0.7)
+    bits = jnp.arange(2**16, dtype=jnp.uint32)
+    levels = np.float64(
+        quantise.value(dtype, jnp.arange(-127.0 if dtype == jnp.int8 else 0.0, 256.0), scale)
+    )
+    assert (np.diff(levels) > 0).all()
+    for x in (0.7, 0.699, 0.35, 0.0123, 1e-6, 0.7 * 2 ** (-100 / 12), 0.7 / 127):
+        draw = jax.jit(functools.partial(quantise.code, dtype))
+        codes = draw(jnp.full(2**16, x, F32), jnp.full(2**16, scale), bits)
+        got = np.float64(quantise.value(dtype, codes, scale))
+        np.testing.assert_allclose(got.mean(), x, rtol=2e-6, atol=2e-8)
+        i = np.searchsorted(levels, x * (1 - 1e-6))
+        np.testing.assert_array_less(np.abs(got - x), (1 + 1e-5) * (levels[i] - levels[i - 1]))
+        assert codes.min() >= -127
+        assert codes.max() <= 255
+    exact = jnp.arange(0.0, 128.0) + (0 if dtype == jnp.int8 else 128)
+    some = quantise.value(dtype, exact, scale)
+    back = quantise.code(dtype, some, jnp.full(128, scale), jnp.full(128, 2**15, jnp.uint32))
+    assert np.abs(np.float64(back - exact)).max() <= (dtype == jnp.uint8)
+
+
+def test_state_in_8_bits():
+    """Large leaves of whole blocks; zeros stay zeros; what is skipped stays as it is."""
+    tx = jaxkern.fused_adamw(0.1, mu_dtype="int8", nu_dtype="uint8", skip_nonfinite=True)
+    params = {"w": jnp.ones((64, 128)), "small": jnp.ones((8, 256)), "odd": jnp.ones((64, 65))}
+    state = tx.init(params)
+    assert (state.mu["w"].codes.dtype, state.nu["w"].codes.dtype) == (jnp.int8, jnp.uint8)
+    assert state.mu["w"].codes.shape == (64, 128)
+    assert state.nu["w"].scale.shape == (32,)
+    assert state.mu["small"].dtype == state.nu["odd"].dtype == F32
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    step = jax.jit(functools.partial(jaxkern.apply, tx))
+    after, state = step(zeros, state, params)
+    assert state.mu["w"].scale.max() == state.nu["w"].scale.max() == 0
+    assert_close(after["w"], params["w"] * (1 - 0.1 * 1e-4))
+    grads = grads_of(params)
+    grads["w"] = grads["w"].at[:2].set(0.0)
+    after, state = step(grads, state, after)
+    np.testing.assert_allclose(after["w"][:2], (1 - 1e-5) ** 2, rtol=1e-7)
+    broken = grads | {"odd": grads["odd"].at[0].set(jnp.nan)}
+    again, skipped = step(broken, state, after)
+    assert_same((again, skipped.mu, skipped.nu), (after, state.mu, state.nu))
+    updates, _ = jax.jit(tx.update)(grads, state, after)
+    assert_close(optax.apply_updates(after, updates), step(grads, state, after)[0])
+
+
+def test_nu_in_8_bits_decays():
+    """Gradients of zero but for one in each block, which keeps its scale."""
+    params = jnp.zeros(4096)
+    grads = params.at[::256].set(1.0)
+    tx = jaxkern.fused_adam(0.0, nu_dtype="uint8")
+    state = tx.init(params)
+    state = state._replace(nu=quantise.Quantised(jnp.full(4096, 255, jnp.uint8), jnp.ones(16, F32)))
+    step = lambda state, _: (jaxkern.apply(tx, grads, state, params)[1], None)
+    nu = jax.jit(lambda s: jax.lax.scan(step, s, length=500)[0])(state).nu
+    got = np.float64(quantise.value(jnp.uint8, nu.codes.astype(F32), nu.scale.repeat(256)))
+    np.testing.assert_allclose(got.reshape(16, 256)[:, 1:].mean(), 0.999**500, rtol=0.02)
+    np.testing.assert_allclose(got[::256], 1.0, rtol=1e-4)
+
+
 # The kernel
 
 
@@ -458,11 +529,23 @@ def numbers(**changes):
         "one_minus_b1": 0.1,
         "b2": 0.99,
         "one_minus_b2": 0.01,
-        "mu_scale": 10,
-        "nu_scale": 10,
+        "mu_factor": 10,
+        "nu_factor": 10,
         "eps": 1e-8,
     }
     return Numbers(*(jnp.float32(v) for v in (values | changes).values()))
+
+
+def coded_leaf(shape, dtypes, i=0):
+    """With mu and nu as codes where their dtype is of 8 bits."""
+    leaf = leaf_of(shape, [F32 if d in (jnp.int8, jnp.uint8) else d for d in dtypes], i)
+    for field, dtype in zip(("mu", "nu"), dtypes[2:4], strict=True):
+        if dtype in (jnp.int8, jnp.uint8):
+            scale = quantise.largest(getattr(leaf, field))
+            every, bits = quantise.spread(scale, shape), jnp.full(shape, 2**15, jnp.uint32)
+            codes = quantise.code(dtype, getattr(leaf, field), every, bits).astype(dtype)
+            leaf = leaf._replace(**{field: codes, f"{field}_scale": scale})
+    return leaf
 
 
 def leaf_of(shape, dtypes, i=0):
@@ -485,6 +568,8 @@ KERNEL_CASES = {
     "skipped": (ADAM, [(40, (BF16, F32, F32, F32, BF16))], {"finite": 0}),
     "sgd": (SGD, [(40, (BF16, F32, F32, None, None)), (9, (F32, F32, None, None, None))], {}),
     "random": (RANDOM, [(40, (BF16, F32, BF16, BF16, None))], {}),
+    "8-bit": (ADAM, [((3, 256), (BF16, F32, jnp.int8, jnp.uint8, BF16))], {}),
+    "8-bit-skipped": (ADAM, [((256,), (F32, F32, F32, jnp.uint8, None))], {"finite": 0}),
     "random-odd": (RANDOM, [((3, 2), (BF16, BF16, BF16, BF16, None))], {}),
 }
 
@@ -496,7 +581,7 @@ def test_kernel_is_its_twin(case, monkeypatch):
     monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
     rule, shapes, changes = KERNEL_CASES[case]
     leaves = [
-        leaf_of(s if isinstance(s, tuple) else (s,), dtypes, i)
+        coded_leaf(s if isinstance(s, tuple) else (s,), dtypes, i)
         for i, (s, dtypes) in enumerate(shapes)
     ]
     statics = [Static(i + 2, i != 1) for i in range(len(leaves))]
@@ -512,6 +597,11 @@ def test_kernel_is_its_twin(case, monkeypatch):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             if changes.get("finite") == 0:
                 np.testing.assert_array_equal(a, before)
+            if update.is_code(a):
+                off = np.abs(np.float64(a) - np.float64(b))
+                assert off.max() <= 1
+                assert (off > 0).mean() < 0.01
+                continue
             steps = 2.0 ** {F32: -22, BF16: -7, F16: -10}[a.dtype.type]
             np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=steps, atol=1e-7)
 

@@ -16,6 +16,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import math as mlir_math
 
 LANES = 128
 """Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
@@ -434,7 +435,8 @@ def load_units(ref: Any, units: jax.Array, vec: int, *, interpret: bool) -> jax.
     """What each lane reads of an array in global memory: its unit, `vec` neighbouring elements.
 
     Args:
-      ref: contiguous, aligned to 16 bytes, fp32, bf16 or fp16; or a :class:`ChosenRef`.
+      ref: contiguous, aligned to 16 bytes, fp32, bf16, fp16, int8 or uint8; or a
+        :class:`ChosenRef`.
       units: (LANES,), uint32; unit u begins at element u · vec.
       vec: a power of two; more than 16 bytes are several accesses.
       interpret: whether this runs in Pallas's interpreter.
@@ -456,7 +458,7 @@ def load_units(ref: Any, units: jax.Array, vec: int, *, interpret: bool) -> jax.
             address = mgpu_utils.getelementptr(pointer, [start], dtype)
             shape = ir.VectorType.get((step,), dtype)
             loaded = llvm.load(shape, address, alignment=step * ref.dtype.itemsize)
-            values += [_widened(_element(loaded, i)) for i in range(step)]
+            values += [_from_memory(_element(loaded, i), ref.dtype) for i in range(step)]
         return _fragmented(*values)
 
     return load(where, units)  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
@@ -472,6 +474,8 @@ def store_units(
     interpret: bool,
 ) -> None:
     """Writes what :func:`load_units` would read; lanes with equal units have equal values.
+
+    To integers the values are whole numbers that they can hold.
 
     With `below`, (LANES,) and uint32, a lane whose unit is not below its number writes nothing.
     """
@@ -491,7 +495,8 @@ def store_units(
 
         def write() -> None:
             pointer, dtype = _unit_pointer(where, ref.dtype, units, vec)
-            narrow = [_narrowed(_element(values.registers.item(), i), dtype) for i in range(vec)]
+            parts = [_element(values.registers.item(), i) for i in range(vec)]
+            narrow = [_to_memory(part, ref.dtype) for part in parts]
             for start in range(0, vec, step):
                 address = mgpu_utils.getelementptr(pointer, [start], dtype)
                 packed = vector.from_elements(
@@ -509,6 +514,29 @@ def store_units(
             scf.yield_([])
 
     store(where, units, values, limit)  # pyright: ignore[reportCallIssue]
+
+
+def largest_of_warp(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """(LANES,): the largest magnitude among all elements of a lane's warp; NaN if there is one.
+
+    Args:
+      x: (LANES · vec,), fp32.
+      interpret: whether this runs in Pallas's interpreter.
+    """
+    vec = x.size // LANES
+    if interpret:
+        return jnp.repeat(jnp.abs(x).reshape(LANES // 32, -1).max(axis=1), 32)
+
+    @plgpu.inline_mgpu(arg_types=(_row(vec).layout,), return_type=_row(1))
+    def reduce(ctx: Any, x: Any) -> Any:
+        del ctx
+        parts = [_element(x.registers.item(), i) for i in range(vec)]
+        largest = functools.reduce(arith.maximumf, map(mlir_math.absf, parts))
+        for distance in (1, 2, 4, 8, 16):
+            largest = arith.maximumf(largest, mgpu_utils.shfl_bfly(largest, distance))
+        return _fragmented(largest)
+
+    return reduce(x)  # pyright: ignore[reportCallIssue]
 
 
 def load_shared(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
@@ -582,20 +610,30 @@ def fast_reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
     The division that ``approx_math`` makes of 1 / x takes five, as it cares for denormals; of an x
     above 2¹²⁶ this is 0.
     """
-    if interpret:
-        return 1 / x
+    return 1 / x if interpret else _one_instruction("rcp.approx.ftz.f32", x)
+
+
+def fast_exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """2^x of (LANES · n,), fp32, in one instruction an element; 0 where it is denormal."""
+    return jnp.exp2(x) if interpret else _one_instruction("ex2.approx.ftz.f32", x)
+
+
+def fast_log2(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """log2(x) of (LANES · n,), fp32, in one instruction an element; −inf of a denormal."""
+    return jnp.log2(x) if interpret else _one_instruction("lg2.approx.ftz.f32", x)
+
+
+def _one_instruction(name: str, x: jax.Array) -> jax.Array:
     row = _row(x.size // LANES)
 
     @plgpu.inline_mgpu(arg_types=(row.layout,), return_type=row)
-    def reciprocal(ctx: Any, value: Any) -> Any:
+    def run(ctx: Any, value: Any) -> Any:
         del ctx
         f32 = ir.F32Type.get()
         parts = [_element(value.registers.item(), k) for k in range(x.size // LANES)]
-        return _fragmented(
-            *(llvm.inline_asm(f32, [p], "rcp.approx.ftz.f32 $0, $1;", "=f,f") for p in parts)
-        )
+        return _fragmented(*(llvm.inline_asm(f32, [p], f"{name} $0, $1;", "=f,f") for p in parts))
 
-    return reciprocal(x)  # pyright: ignore[reportCallIssue]
+    return run(x)  # pyright: ignore[reportCallIssue]
 
 
 def once_read(values: Any) -> Any:
@@ -619,6 +657,33 @@ def _widened(value: Any) -> Any:
 
 def _narrowed(value: Any, dtype: Any) -> Any:
     return value if value.type == dtype else arith.truncf(dtype, value)
+
+
+_INTEGERS = 2.0**23
+"""From here on the lowest bits of an fp32's mantissa are those of a whole number."""
+
+
+def _from_memory(value: Any, dtype: Any) -> Any:
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return _widened(value)
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    word, offset = arith.extui(i32, value), _INTEGERS
+    if dtype == jnp.int8:
+        word, offset = arith.xori(word, arith.constant(i32, 128)), offset + 128
+    bits = arith.constant(i32, int(np.float32(_INTEGERS).view(np.int32)))
+    return arith.subf(arith.bitcast(f32, arith.ori(word, bits)), arith.constant(f32, offset))
+
+
+def _to_memory(value: Any, dtype: Any) -> Any:
+    element = mgpu_utils.dtype_to_ir_type(dtype)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return _narrowed(value, element)
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    offset = _INTEGERS + (128 if dtype == jnp.int8 else 0)
+    word = arith.bitcast(i32, arith.addf(value, arith.constant(f32, offset)))
+    if dtype == jnp.int8:
+        word = arith.xori(word, arith.constant(i32, 128))
+    return arith.trunci(element, word)
 
 
 def _row(count: int, dtype: Any = np.float32) -> Any:

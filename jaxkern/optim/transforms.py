@@ -31,6 +31,7 @@ import numpy as np
 import optax
 
 from jaxkern.core.dispatch import Implementation, device_unsupported, resolve
+from jaxkern.optim.quantise import BLOCK, Quantised, quantisable
 from jaxkern.optim.update import (
     Leaf,
     Numbers,
@@ -182,9 +183,13 @@ def fused_adamw(
       weight_decay: λ, or a schedule. It is decoupled, and multiplied by η.
       mask: a tree of booleans, or a function of the parameters to one: which leaves decay. A
         boolean may stand for a subtree.
-      mu_dtype: of m: float32 (the default), bfloat16 or float16.
+      mu_dtype: of m: float32 (the default), bfloat16, float16, or int8, for codes of 8 bits with a
+        scale for each 256 elements (:class:`jaxkern.optim.quantise.Quantised`), always rounded
+        stochastically. Leaves of fewer than 4096 elements, or not of a multiple of 256, stay
+        float32. A NaN takes its block with it.
       nu_dtype: of v. A bfloat16 that is rounded to nearest cannot shrink by less than 1/512: with
-        b2 of 0.999 it never decays. Let it be rounded stochastically.
+        b2 of 0.999 it never decays. Let it be rounded stochastically. With uint8 it is codes of
+        8 bits, 6% apart, of the same blocks.
       master_dtype: float32 keeps fp32 weights in the state for parameters of lower precision,
         which are then their rounded copy. They begin as the parameters are when ``init`` is called.
       stochastic_rounding: round what is stored in bfloat16 up or down at random, so that the
@@ -229,8 +234,8 @@ def fused_adamw(
             eps=_in_range("eps", eps, 0),
             weight_decay=_decay(weight_decay),
             mask=mask,
-            mu_dtype=_state_dtype("mu_dtype", mu_dtype, stochastic_rounding),
-            nu_dtype=_state_dtype("nu_dtype", nu_dtype, stochastic_rounding),
+            mu_dtype=_state_dtype("mu_dtype", mu_dtype, stochastic_rounding, "int8"),
+            nu_dtype=_state_dtype("nu_dtype", nu_dtype, stochastic_rounding, "uint8"),
             master=_master(master_dtype),
             seed=seed,
             clip_norm=_in_range("clip_norm", clip_norm, 0),
@@ -304,7 +309,7 @@ def fused_sgd(
       learning_rate: η, or a schedule.
       momentum: μ; ``None`` for none, and no state.
       nesterov: whether the step looks ahead.
-      accumulator_dtype: of m: float32 (the default), bfloat16 or float16.
+      accumulator_dtype: of m: float32 (the default), bfloat16, float16 or int8, as `mu_dtype`.
       master_dtype: as for :func:`fused_adamw`; so are those below.
       stochastic_rounding: round what is stored in bfloat16 at random.
       seed: of the random bits.
@@ -335,7 +340,9 @@ def fused_sgd(
             rule=Rule("sgd", nesterov=bool(nesterov), stochastic=bool(stochastic_rounding)),
             learning_rate=learning_rate,
             b1=_in_range("momentum", momentum, 0, 1),
-            mu_dtype=_state_dtype("accumulator_dtype", accumulator_dtype, stochastic_rounding),
+            mu_dtype=_state_dtype(
+                "accumulator_dtype", accumulator_dtype, stochastic_rounding, "int8"
+            ),
             master=_master(master_dtype),
             seed=seed,
             clip_norm=_in_range("clip_norm", clip_norm, 0),
@@ -417,7 +424,12 @@ def _fused(options: _Options) -> FusedTransformation:
     return FusedTransformation(init, update, apply_step)
 
 
-def _zeros(param: jax.Array, dtype: Any) -> jax.Array:
+def _zeros(param: jax.Array, dtype: Any) -> Any:
+    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+        if quantisable(param.shape):
+            scale = jnp.zeros(param.size // BLOCK, jnp.float32)
+            return Quantised(jnp.zeros_like(param, dtype=dtype), scale)
+        dtype = None
     return jnp.zeros_like(param, dtype=dtype or jnp.promote_types(param.dtype, jnp.float32))
 
 
@@ -467,19 +479,23 @@ def _prepare(
     like_leaves, treedef = _floating_leaves(name, like)
 
     def aligned(what: str, tree: Tree) -> list[jax.Array]:
-        leaves, structure = _floating_leaves(what, tree)
+        if what == "grads":
+            _floating_leaves(what, tree)
+        structure = jax.tree.structure(tree, is_leaf=lambda a: isinstance(a, Quantised))
         if structure != treedef:
             raise ValueError(
                 f"{options.name}: {what} must have the structure of {name}, {treedef}; got "
                 f"{structure}"
             )
-        for leaf, other, path in zip(leaves, like_leaves, _paths(like), strict=True):
+        nodes = treedef.flatten_up_to(tree)
+        for node, other, path in zip(nodes, like_leaves, _paths(like), strict=True):
+            leaf = node.codes if isinstance(node, Quantised) else node
             if leaf.shape != other.shape:
                 raise ValueError(
                     f"{options.name}: {what}{path} must have shape {other.shape}, that of "
                     f"{name}{path}; got {leaf.shape}"
                 )
-        return leaves
+        return nodes
 
     nothing = [None] * len(like_leaves)
     grad_leaves = aligned("grads", grads)
@@ -497,7 +513,9 @@ def _prepare(
                 f"{'a' if has_master else 'no'} master copy of it; init the state for parameters "
                 "of this dtype"
             )
-        leaves.append(Leaf(g, master, m, v, p) if has_master else Leaf(g, p, m, v, None))
+        (m, m_scale), (v, v_scale) = (a if isinstance(a, Quantised) else (a, None) for a in (m, v))
+        weight, copy = (master, p) if has_master else (p, None)
+        leaves.append(Leaf(g, weight, m, v, copy, m_scale, v_scale))
     decays = _decays(options, params, treedef) if decaying else [False] * len(leaves)
     statics = [Static(i, d) for i, d in enumerate(decays)]
     f32 = jnp.float32
@@ -508,7 +526,10 @@ def _prepare(
     seed = jnp.stack([*_seed_words(options.seed), state.count.astype(jnp.uint32)])
 
     def new_state(after: list[Leaf]) -> Any:
-        column = lambda field: treedef.unflatten([getattr(leaf, field) for leaf in after])
+        def column(field: str) -> Tree:
+            pairs = [(getattr(leaf, field), getattr(leaf, f"{field}_scale")) for leaf in after]
+            return treedef.unflatten([a if s is None else Quantised(a, s) for a, s in pairs])
+
         count = optax.safe_increment(state.count)
         changes: dict[str, Any] = {"count": count}
         if options.skip_nonfinite:
@@ -562,8 +583,8 @@ def _numbers(options: _Options, count: Any, scale: Any, finite: Any, f32: Any) -
         one_minus_b1=1 - b1,
         b2=options.b2,
         one_minus_b2=1 - options.b2,
-        mu_scale=1 / _one_minus_power(b1, step),
-        nu_scale=jax.lax.rsqrt(_one_minus_power(options.b2, step)),
+        mu_factor=1 / _one_minus_power(b1, step),
+        nu_factor=jax.lax.rsqrt(_one_minus_power(options.b2, step)),
         eps=options.eps,
     )
     return Numbers(*(jnp.asarray(n).astype(f32) for n in numbers))
@@ -621,15 +642,15 @@ def _decay(value: Any) -> Any:
     return None if isinstance(value, (int, float)) and value == 0 else value
 
 
-def _state_dtype(name: str, dtype: Any, stochastic: bool) -> Any:
+def _state_dtype(name: str, dtype: Any, stochastic: bool, code: str) -> Any:
     if dtype is None:
         return None
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         raise TypeError(f"{name} must be a dtype, got {dtype!r}; e.g. jnp.bfloat16") from None
-    if found.name not in ("float32", "bfloat16", "float16", "float64"):
-        raise ValueError(f"{name} must be float32, bfloat16 or float16, got {found.name}")
+    if found.name not in ("float32", "bfloat16", "float16", "float64", code):
+        raise ValueError(f"{name} must be float32, bfloat16, float16 or {code}, got {found.name}")
     if stochastic and found == jnp.float16:
         raise ValueError(
             f"{name}=float16 cannot be rounded stochastically; use bfloat16, or leave "

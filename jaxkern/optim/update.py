@@ -14,8 +14,8 @@ memory, with s = unscale factor · clip factor:
     copy = p in the parameters' dtype
 
 Where the flag `finite` is false everything stays as it is. All is computed in fp32 and rounded
-once, to nearest or, to bfloat16, stochastically (`jaxkern.optim.rounding`); the step takes mu and
-nu as they are before they are rounded.
+once, to nearest or, to bfloat16, stochastically (`jaxkern.optim.rounding`); mu and nu may be codes
+of 8 bits (`jaxkern.optim.quantise`). The step takes mu and nu as they are before they are rounded.
 
 Bytes per element, of a gradient, weight, mu and nu of G, P, M and V bytes: G + 2P + 2M + 2V, 28 in
 fp32, and those of the copy, which is not read. Operations: about 25, and 15 more an element for the
@@ -54,8 +54,11 @@ from jaxkern.core.dispatch import Mode, device_unsupported
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mosaic import (
     LANES,
+    fast_exp2,
+    fast_log2,
     grid_axes,
     join_lanes,
+    largest_of_warp,
     load_shared,
     load_units,
     multiply_wide,
@@ -63,6 +66,7 @@ from jaxkern.core.mosaic import (
     with_chosen,
 )
 from jaxkern.ops.elementwise import MAX_UNITS
+from jaxkern.optim import quantise
 from jaxkern.optim.rounding import GROUP, group_words, halves, leaf_words, round_to_bfloat16
 
 _BLOCK = grid_axes("block")[0]
@@ -106,8 +110,8 @@ class Numbers(NamedTuple):
     one_minus_b1: Any
     b2: Any
     one_minus_b2: Any
-    mu_scale: Any  # 1 / (1 − b1^t)
-    nu_scale: Any  # 1 / √(1 − b2^t)
+    mu_factor: Any  # 1 / (1 − b1^t)
+    nu_factor: Any  # 1 / √(1 − b2^t)
     eps: Any
 
 
@@ -119,6 +123,8 @@ class Leaf(NamedTuple):
     mu: Any
     nu: Any
     copy: Any  # the parameter, where weight is its master copy
+    mu_scale: Any = None  # of each block, where mu is codes of 8 bits
+    nu_scale: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +180,12 @@ def _update_jit(rule, mode, statics, numbers, seed, leaves):
 
 def leaf_unsupported(leaf: Leaf) -> str | None:
     """Why the kernel cannot take a leaf."""
-    arrays = [a for a in leaf if a is not None]
-    for a in arrays:
-        if a.dtype.name not in _DTYPES:
+    codes = [a for a in (leaf.mu, leaf.nu) if a is not None and is_code(a)]
+    for a in leaf:
+        if a is not None and not is_code(a) and a.dtype.name not in _DTYPES:
             return f"it has dtype {a.dtype}, and the kernel takes {', '.join(_DTYPES)}"
+    if codes and may_be_split([leaf]):
+        return "blocks of 8-bit codes may be split over devices; use jax.shard_map"
     if leaf.weight.size > _vector(leaf) * MAX_UNITS:
         return (
             f"its {leaf.weight.size} elements can be accessed {_vector(leaf)} at a time, and the "
@@ -192,8 +200,18 @@ def may_be_split(leaves: Sequence[Leaf]) -> bool:
     return AxisType.Manual not in types and (bool(types) or jax.device_count() > 1)
 
 
+def is_code(a: Any) -> bool:
+    """Whether an average is in 8 bits."""
+    return jnp.issubdtype(a.dtype, jnp.integer)
+
+
 def _vector(leaf: Leaf) -> int:
-    """Elements of a unit: as many as make 16 bytes of the widest array, if they divide the size."""
+    """Elements of a unit: as many as make 16 bytes of the widest array, if they divide the size.
+
+    With 8-bit codes 8, so that a warp has a block.
+    """
+    if leaf.mu_scale is not None or leaf.nu_scale is not None:
+        return quantise.BLOCK // 32
     widest = max(a.dtype.itemsize for a in leaf if a is not None)
     return math.gcd(16 // widest, leaf.weight.size)
 
@@ -227,13 +245,14 @@ def _run(rule, mode, offsets, decays, header, leaves) -> list[Leaf]:
     A program traces and lowers it once for all leaves that have a launch of their own and are
     alike: their number is in the header.
     """
-    shapes = [leaf.weight.shape for leaf in leaves]
-    if len(leaves) > 1 or not shapes[0]:
+    before = leaves
+    if len(leaves) > 1 or not leaves[0].weight.shape:
         leaves = [Leaf(*(None if a is None else a.reshape(-1) for a in leaf)) for leaf in leaves]
-    factors = [
-        " ".join(f"l{i}d{d}" for d in range(leaf.weight.ndim)) for i, leaf in enumerate(leaves)
-    ]
     width = len(Leaf._fields)
+    factors = []
+    for i, leaf in enumerate(leaves):
+        dims = " ".join(f"l{i}d{d}" for d in range(leaf.weight.ndim))
+        factors.append([dims] * (width - 2) + [f"l{i}s"] * 2)
 
     def reference(header, *arrays):
         words = lax.bitcast_convert_type(header[: len(Numbers._fields)], jnp.float32)
@@ -284,14 +303,14 @@ def _run(rule, mode, offsets, decays, header, leaves) -> list[Leaf]:
         mode=mode,
         kernel=kernel,
         reference=reference,
-        ins=("h", *(f for f in factors for _ in range(width))),
-        outs=tuple(f for f in factors for _ in range(width - 1)),
+        ins=("h", *itertools.chain(*factors)),
+        outs=tuple(itertools.chain(*(of_leaf[1:] for of_leaf in factors))),
         whole="h",
     )(header, *(a for leaf in leaves for a in leaf))
     done = itertools.batched(outs, width - 1)
     return [
-        Leaf(None, *(None if a is None else a.reshape(shape) for a in arrays))
-        for arrays, shape in zip(done, shapes, strict=True)
+        Leaf(None, *(None if a is None else a.reshape(o.shape) for a, o in zip(new, old[1:])))  # noqa: B905
+        for new, old in zip(done, before, strict=True)
     ]
 
 
@@ -308,7 +327,7 @@ def _step(rule: Rule, n: Numbers, decays: bool, g: Any, p: Any, mu: Any, nu: Any
     if rule.kind == "adam":
         mu = n.b1 * mu + n.one_minus_b1 * g
         nu = n.b2 * nu + n.one_minus_b2 * (g * g)
-        step = mu * n.mu_scale / (jnp.sqrt(nu) * n.nu_scale + n.eps)
+        step = mu * n.mu_factor / (jnp.sqrt(nu) * n.nu_factor + n.eps)
     else:
         step = g
         if mu is not None:
@@ -321,7 +340,9 @@ def _step(rule: Rule, n: Numbers, decays: bool, g: Any, p: Any, mu: Any, nu: Any
 
 def _streams(rule: Rule, leaf: Leaf) -> tuple[bool, bool]:
     """Whether a leaf needs random bits for mu and nu, and for its weight."""
-    rounded = lambda a: rule.stochastic and a is not None and a.dtype == jnp.bfloat16
+    rounded = lambda a: (
+        a is not None and (is_code(a) or (rule.stochastic and a.dtype == jnp.bfloat16))
+    )
     return rounded(leaf.mu) or rounded(leaf.nu), rounded(leaf.weight)
 
 
@@ -342,10 +363,18 @@ def changed(
 
     A leaf without a weight is left without one.
     """
-    some = [a for a in leaf if a is not None]
+    some = [a for a in leaf if a is not None and not is_code(a)]
     f32 = functools.reduce(jnp.promote_types, (a.dtype for a in some), jnp.float32)
     numbers = Numbers(*(jnp.asarray(n).astype(f32) for n in numbers))
-    g, p, mu, nu, _ = (None if a is None else a.astype(f32) for a in leaf)
+    g, p = (None if a is None else a.astype(f32) for a in leaf[:2])
+    mu, nu = (
+        None
+        if a is None
+        else a.astype(f32)
+        if scale is None
+        else quantise.value(a.dtype, a.astype(f32), quantise.spread(scale, a.shape))
+        for a, scale in ((leaf.mu, leaf.mu_scale), (leaf.nu, leaf.nu_scale))
+    )
     of_state, of_weight = _streams(rule, leaf)
 
     def words(stream: int) -> jax.Array:
@@ -361,14 +390,28 @@ def changed(
         rounded = _rounded(rule, like.dtype, jnp.where(kept, new, old), bits)
         return rounded.astype(like.dtype)
 
+    def average(old: Any, new: Any, like: Any, scale: Any, bits: Any) -> tuple[Any, Any]:
+        if scale is None:
+            return stored(old, new, like, bits), None
+        new_scale = quantise.largest(new)
+        new = quantise.code(like.dtype, new, quantise.spread(new_scale, new.shape), bits)
+        return (
+            jnp.where(kept, new.astype(like.dtype), like),
+            jnp.where(kept, new_scale.astype(scale.dtype), scale),
+        )
+
+    after_mu = average(mu, new_mu, leaf.mu, leaf.mu_scale, low)
+    after_nu = average(nu, new_nu, leaf.nu, leaf.nu_scale, high)
     new_p = None if p is None else p + delta
     weight = stored(p, new_p, leaf.weight, halves(words(1))[0] if of_weight else None)
     after = Leaf(
         None,
         weight,
-        stored(mu, new_mu, leaf.mu, low),
-        stored(nu, new_nu, leaf.nu, high),
+        after_mu[0],
+        after_nu[0],
         None if leaf.copy is None else weight.astype(leaf.copy.dtype),
+        after_mu[1],
+        after_nu[1],
     )
     if leaf.copy is not None:
         delta = after.copy.astype(f32) - leaf.copy.astype(f32)
@@ -467,10 +510,9 @@ def _kernel(plan: _Plan, starts: Sequence[int], numbers: Any, *refs: Any) -> Non
 def _block(plan: _Plan, header: Any, block: jax.Array, refs: Sequence[Any], row: Any) -> None:
     count = len(Numbers._fields)
     words = load_shared(header, count + 4, interpret=plan.interpret)
-    spread = lambda word: join_lanes([word] * plan.vec, interpret=plan.interpret)
-    numbers = Numbers(
-        *(spread(lax.bitcast_convert_type(word, jnp.float32)) for word in words[:count])
-    )
+    of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[:count]]
+    finite = of_lanes[0]
+    numbers = Numbers(*(_spread(plan, value) for value in of_lanes))
     *seed, number = words[count:]
     start, units, offset = row
     present = iter(refs)
@@ -483,24 +525,52 @@ def _block(plan: _Plan, header: Any, block: jax.Array, refs: Sequence[Any], row:
     for k in range(plan.per_lane):
         unit = first + jnp.uint32(k * LANES)
         inside = jnp.minimum(unit, units - jnp.uint32(1))
-        work.append((unit, [None if r is None else load(r, inside) for r in where[:4]]))
-    for unit, (g, p, mu, nu) in work:
-        store = functools.partial(store_units, vec=plan.vec, below=units, interpret=plan.interpret)
-        delta, new_mu, new_nu = _step(plan.rule, numbers, plan.decays, g, p, mu, nu)
+        values = [None if r is None else load(r, inside) for r in where[:4]]
+        scales = [
+            None if r is None else load_units(r, inside >> 5, 1, interpret=plan.interpret)
+            for r in where[5:]
+        ]
+        work.append((unit, values, scales))
+    for unit, (g, p, *averages), scales in work:
+        store = functools.partial(store_units, interpret=plan.interpret)
         of_state, of_weight = _streams(plan.rule, plan.leaf)
         bits = functools.partial(_bits, plan, unit, number + offset, seed)
-        low, high = halves(bits(0)) if of_state else (None, None)
-        random = [halves(bits(1))[0] if of_weight else None, low, high]
-        for role, old, new, draw in zip(
-            ("weight", "mu", "nu"), (p, mu, nu), (p + delta, new_mu, new_nu), random, strict=True
+        draws = halves(bits(0)) if of_state else (None, None)
+        kept = numbers.finite > 0
+        codes = averages
+        exp2 = functools.partial(fast_exp2, interpret=plan.interpret)
+        log2 = functools.partial(fast_log2, interpret=plan.interpret)
+        averages = [
+            a if scale is None else quantise.value(like.dtype, a, _spread(plan, scale), exp2)
+            for a, scale, like in zip(averages, scales, plan.leaf[2:4], strict=True)
+        ]
+        delta, *new_averages = _step(plan.rule, numbers, plan.decays, g, p, *averages)
+        weight = jnp.where(kept, p + delta, p)
+        draw = halves(bits(1))[0] if of_weight else None
+        rounded = _rounded(plan.rule, where.weight.dtype, weight, draw)
+        store(where.weight, unit, rounded, plan.vec, below=units)
+        if where.copy is not None:
+            store(where.copy, unit, weight, plan.vec, below=units)
+        for ref, scale_ref, old, new, code, scale, draw in zip(
+            where[2:4], where[5:], averages, new_averages, codes, scales, draws, strict=True
         ):
-            ref = getattr(where, role)
             if ref is None:
                 continue
-            value = jnp.where(numbers.finite > 0, new, old)  # pyright: ignore[reportArgumentType]
-            store(ref, unit, _rounded(plan.rule, ref.dtype, value, draw))
-            if role == "weight" and where.copy is not None:
-                store(where.copy, unit, value)
+            if scale is None:
+                out = _rounded(plan.rule, ref.dtype, jnp.where(kept, new, old), draw)
+            else:
+                largest = largest_of_warp(new, interpret=plan.interpret)
+                out = quantise.code(ref.dtype, new, _spread(plan, largest), draw, exp2, log2)
+                out = jnp.where(kept, out, code)
+                largest = jnp.where(finite > 0, largest, scale)
+                block, blocks = unit >> 5, units >> 5
+                store(scale_ref, block, largest, 1, below=blocks)
+            store(ref, unit, out, plan.vec, below=units)
+
+
+def _spread(plan: _Plan, of_lanes: jax.Array) -> jax.Array:
+    """(LANES · vec,) of (LANES,)."""
+    return join_lanes([of_lanes] * plan.vec, interpret=plan.interpret)
 
 
 def _bits(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int) -> jax.Array:

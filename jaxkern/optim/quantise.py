@@ -1,0 +1,104 @@
+r"""Eight-bit codes for the averages of Adam and SGD, in blocks of 256 elements with a scale each.
+
+With the block's largest magnitude a, in float32:
+
+    mu   int8, linear:        m = a · c / 127                 c from −127 to 127
+    nu   uint8, logarithmic:  v = a · 2^((c − 255) / 12)      c from 0 to 255
+
+so that nu's codes are 6% apart from a down to a / 2^21; what is smaller counts as that. Both round
+stochastically between the two codes around a value, with probabilities that make the expectation
+the value: to nearest, an average that moves by 0.1% a step would stay at its code for ever.
+
+Sources: Dettmers, Lewis, Shleifer and Zettlemoyer, 8-bit Optimizers via Block-wise Quantization,
+ICLR 2022 (blocks and their scale; their codes are other ones).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK = 256
+"""Elements of a block: those of a warp, 8 to a lane."""
+
+SMALLEST = 4096
+"""Elements from which a leaf is quantised: those of smaller ones are few."""
+
+_PER_OCTAVE = 12
+_STEP = 2 ** (1 / _PER_OCTAVE) - 1
+
+
+class Quantised(NamedTuple):
+    """An average in 8 bits.
+
+    Attributes:
+      codes: the shape of the parameter, int8 (linear) or uint8 (logarithmic).
+      scale: (elements / 256,), float32, the largest magnitude of each block.
+    """
+
+    codes: Any
+    scale: Any
+
+
+def quantisable(shape: tuple[int, ...]) -> bool:
+    """Whether an array of `shape` is kept in 8 bits: whole blocks, and not few."""
+    size = 1
+    for n in shape:
+        size *= n
+    return size >= SMALLEST and size % BLOCK == 0
+
+
+def value(dtype: Any, code: jax.Array, scale: jax.Array, exp2: Any = jnp.exp2) -> jax.Array:
+    """What a code stands for; code and scale in float32, of one shape."""
+    if dtype == jnp.int8:
+        return code * (scale * (1 / 127))
+    return scale * exp2((code - 255.0) * (1 / _PER_OCTAVE))
+
+
+def code(
+    dtype: Any,
+    x: jax.Array,
+    scale: jax.Array,
+    bits: jax.Array,
+    exp2: Any = jnp.exp2,
+    log2: Any = jnp.log2,
+) -> jax.Array:
+    """A code for x, of at most the magnitude of scale, in float32.
+
+    The limits keep what rounding adds within the codes.
+
+    Args:
+      dtype: int8 or uint8.
+      x: float32, for uint8 not negative.
+      scale: of each element.
+      bits: uint32 below 2^16.
+      exp2: 2^x.
+      log2: its inverse.
+    """
+    # (bits + 1/2) / 2^16, by its mantissa.
+    mantissa = (bits << jnp.uint32(7)) | jnp.uint32(0x3F800000)
+    uniform = lax.bitcast_convert_type(mantissa, jnp.float32) - (1 - 2.0**-17)
+    inverse = jnp.where(scale > 0, 1 / scale, 0.0)
+    if dtype == jnp.int8:
+        return _nearest(x * (inverse * 126.99996) + (uniform - 0.5))
+    ratio = jnp.maximum(x * inverse, 2.0 ** (-254.99 / _PER_OCTAVE))
+    below = _nearest(log2(ratio) * _PER_OCTAVE + 254.5)
+    above = (ratio * exp2((255.0 - below) * (1 / _PER_OCTAVE)) - 1) * (1 / _STEP)
+    return below + jnp.where(uniform < above, 1.0, 0.0)
+
+
+def _nearest(x: jax.Array) -> jax.Array:
+    """x, below 2^22, rounded to an integer."""
+    shift = 1.5 * 2**23
+    return jnp.abs(x + shift) - shift  # abs, for XLA may take x + shift − shift for x
+
+
+def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The scale of each element."""
+    return jnp.repeat(scale, BLOCK).reshape(shape)
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """(elements / 256,): the largest magnitude of each block."""
+    return jnp.abs(x).reshape(-1, BLOCK).max(axis=1)
