@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -197,6 +198,16 @@ def test_flax_train_state():
     for _ in range(3):
         states = [step(s) for s in states]
     assert_close(states[0].params, states[1].params)
+
+
+def test_flax_nnx_optimizer():
+    models = [nnx.Linear(3, 2, rngs=nnx.Rngs(0)) for _ in range(2)]
+    for model, tx in zip(models, (jaxkern.fused_adamw(0.1), optax.adamw(0.1)), strict=True):
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        for _ in range(2):
+            grads = nnx.grad(lambda m: (m(jnp.ones(3)) ** 2).sum())(model)
+            optimizer.update(model, grads)
+    assert_close(models[0].kernel[...], models[1].kernel[...], rtol=1e-4)
 
 
 def test_low_precision_parameters_are_updated_alike_by_both_ways():

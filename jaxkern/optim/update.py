@@ -168,11 +168,13 @@ def _update_jit(rule, mode, statics, numbers, seed, leaves):
     if not by_kernel:
         return done
     words = lax.bitcast_convert_type(jnp.stack(numbers).astype(jnp.float32), jnp.uint32)
+    header = jnp.concatenate([words, seed])
     for group in _groups(leaves, by_kernel, statics, may_be_split(leaves)):
         first = statics[group[0]]
         offsets = tuple(statics[i].number - first.number for i in group)
-        header = jnp.concatenate([words, seed, jnp.array([first.number], jnp.uint32)])
-        results = _run(rule, mode, offsets, first.decays, header, [leaves[i] for i in group])
+        number = jnp.array([first.number], jnp.uint32)
+        members = [leaves[i] for i in group]
+        results = _run(rule, mode, offsets, first.decays, header, number, members)
         for i, leaf in zip(group, results, strict=True):
             done[i] = leaf
     return done
@@ -239,11 +241,11 @@ def _groups(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _run(rule, mode, offsets, decays, header, leaves) -> list[Leaf]:
+def _run(rule, mode, offsets, decays, header, number, leaves) -> list[Leaf]:
     """The kernel over leaves of equal dtypes, or its twin where it cannot run.
 
     A program traces and lowers it once for all leaves that have a launch of their own and are
-    alike: their number is in the header.
+    alike, as their number is an argument.
     """
     before = leaves
     if len(leaves) > 1 or not leaves[0].weight.shape:
@@ -254,18 +256,16 @@ def _run(rule, mode, offsets, decays, header, leaves) -> list[Leaf]:
         dims = " ".join(f"l{i}d{d}" for d in range(leaf.weight.ndim))
         factors.append([dims] * (width - 2) + [f"l{i}s"] * 2)
 
-    def reference(header, *arrays):
+    def reference(header, number, *arrays):
         words = lax.bitcast_convert_type(header[: len(Numbers._fields)], jnp.float32)
-        *seed, number = header[len(Numbers._fields) :]
+        numbers, seed = Numbers(*words), header[len(Numbers._fields) :]
         done = [
-            updated(
-                rule, decays, Numbers(*words), jnp.stack(seed), number + jnp.uint32(offset), leaf
-            )
+            updated(rule, decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)
             for leaf, offset in zip(_leaves(arrays), offsets, strict=True)
         ]
         return tuple(a for leaf in done for a in leaf[1:])
 
-    def kernel(header, *arrays):
+    def kernel(header, number, *arrays):
         """Under ``vmap`` the twin: the kernel's references have no batching rule."""
         here = [i for i, a in enumerate(arrays) if a is not None]
 
@@ -278,23 +278,26 @@ def _run(rule, mode, offsets, decays, header, leaves) -> list[Leaf]:
         dense = lambda outs: tuple(a for a in outs if a is not None)
 
         @custom_vmap
-        def launch(header, *present):
-            return dense(_launch(rule, mode, offsets, decays, header, _leaves(full(present))))
+        def launch(header, number, *present):
+            leaves = _leaves(full(present))
+            return dense(_launch(rule, mode, offsets, decays, header, number, leaves))
 
         @launch.def_vmap
-        def batched(axis_size, in_batched, header, *present):
+        def batched(axis_size, in_batched, *args):
             del axis_size
             if mode != "auto":
                 raise NotImplementedError(
                     'implementation="mosaic" cannot take this call: the kernel has no vmap. Use '
                     'implementation="xla", or None to have it chosen.'
                 )
-            plain = lambda header, *present: dense(reference(header, *full(present)))
+            plain = lambda header, number, *present: dense(
+                reference(header, number, *full(present))
+            )
             axes = tuple(0 if b else None for b in in_batched)
-            outs = jax.vmap(plain, axes)(header, *present)
+            outs = jax.vmap(plain, axes)(*args)
             return outs, tuple(True for _ in outs)
 
-        outs = iter(launch(header, *(arrays[i] for i in here)))
+        outs = iter(launch(header, number, *(arrays[i] for i in here)))
         wanted = [a for i, a in enumerate(arrays) if i % width]
         return tuple(None if a is None else next(outs) for a in wanted)
 
@@ -303,10 +306,10 @@ def _run(rule, mode, offsets, decays, header, leaves) -> list[Leaf]:
         mode=mode,
         kernel=kernel,
         reference=reference,
-        ins=("h", *itertools.chain(*factors)),
+        ins=("h", "n", *itertools.chain(*factors)),
         outs=tuple(itertools.chain(*(of_leaf[1:] for of_leaf in factors))),
-        whole="h",
-    )(header, *(a for leaf in leaves for a in leaf))
+        whole="h n",
+    )(header, number, *(a for leaf in leaves for a in leaf))
     done = itertools.batched(outs, width - 1)
     return [
         Leaf(None, *(None if a is None else a.reshape(o.shape) for a, o in zip(new, old[1:])))  # noqa: B905
@@ -444,7 +447,7 @@ class _Plan:
         return min(4, ELEMENTS // self.vec)
 
 
-def _launch(rule, mode, offsets, decays, header, leaves):
+def _launch(rule, mode, offsets, decays, header, number, leaves):
     """The arrays of the leaves after the step, but for the gradients."""
     vec = _vector(leaves[0])
     plan = _Plan(
@@ -462,7 +465,7 @@ def _launch(rule, mode, offsets, decays, header, leaves):
     written = [a.reshape(-1) for leaf in leaves for a in leaf[1:] if a is not None]
     width = len(written) // len(leaves)
 
-    def run(header: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    def run(header: jax.Array, number: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         grads, written = arrays[: len(leaves)], list(arrays[len(leaves) :])
 
         @pl.run_state
@@ -475,12 +478,12 @@ def _launch(rule, mode, offsets, decays, header, leaves):
                 grid_names=(_BLOCK,),
                 kernel_name=f"fused_{rule.kind}",
                 compiler_params=_COMPILER_PARAMS,
-            )(header, *(ref for grad, row in rows for ref in (grad, *row)))
+            )(header, number, *(ref for grad, row in rows for ref in (grad, *row)))
 
         return in_place(written)
 
     run = run if plan.interpret else functools.partial(_launch_p.bind, grads=len(grads), run=run)
-    done = iter(run(header, *grads, *written))
+    done = iter(run(header, number, *grads, *written))
     return [None if a is None else next(done).reshape(a.shape) for leaf in leaves for a in leaf[1:]]
 
 
@@ -494,26 +497,31 @@ _launch_p = Primitive("fused_update")
 """``run``, of arrays that may vary over manual mesh axes, which references may not."""
 _launch_p.multiple_results = True
 _launch_p.def_abstract_eval(
-    lambda header, *arrays, grads, run: [ShapedArray(a.shape, a.dtype) for a in arrays[grads:]]
+    lambda header, number, *arrays, grads, run: [
+        ShapedArray(a.shape, a.dtype) for a in arrays[grads:]
+    ]
 )
 mlir.register_lowering(_launch_p, _lower_launch)
 
 
 def _kernel(plan: _Plan, starts: Sequence[int], numbers: Any, *refs: Any) -> None:
-    header, refs = refs[0], refs[1:]
+    header, number, *rest = refs
     block = lax.axis_index(_BLOCK)
-    rows = list(itertools.batched(refs, len(refs) // len(starts)))
-    body = functools.partial(_block, plan, header, block)
+    rows = list(itertools.batched(rest, len(rest) // len(starts)))
+    body = functools.partial(_block, plan, header, number, block)
     with_chosen(body, block, rows, starts, numbers, interpret=plan.interpret)
 
 
-def _block(plan: _Plan, header: Any, block: jax.Array, refs: Sequence[Any], row: Any) -> None:
+def _block(
+    plan: _Plan, header: Any, number: Any, block: jax.Array, refs: Sequence[Any], row: Any
+) -> None:
     count = len(Numbers._fields)
-    words = load_shared(header, count + 4, interpret=plan.interpret)
+    words = load_shared(header, count + 3, interpret=plan.interpret)
     of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[:count]]
     finite = of_lanes[0]
     numbers = Numbers(*(_spread(plan, value) for value in of_lanes))
-    *seed, number = words[count:]
+    seed = words[count:]
+    (first_leaf,) = load_shared(number, 1, interpret=plan.interpret)
     start, units, offset = row
     present = iter(refs)
     where = Leaf(*(None if a is None else next(present) for a in plan.leaf))
@@ -534,7 +542,7 @@ def _block(plan: _Plan, header: Any, block: jax.Array, refs: Sequence[Any], row:
     for unit, (g, p, *averages), scales in work:
         store = functools.partial(store_units, interpret=plan.interpret)
         of_state, of_weight = _streams(plan.rule, plan.leaf)
-        bits = functools.partial(_bits, plan, unit, number + offset, seed)
+        bits = functools.partial(_bits, plan, unit, first_leaf + offset, seed)
         draws = halves(bits(0)) if of_state else (None, None)
         kept = numbers.finite > 0
         codes = averages
