@@ -13,6 +13,7 @@ Sources: Dettmers, Lewis, Shleifer and Zettlemoyer, 8-bit Optimizers via Block-w
 ICLR 2022 (blocks and their scale; their codes are other ones).
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -49,20 +50,26 @@ def quantisable(shape: tuple[int, ...]) -> bool:
     return size >= SMALLEST and size % BLOCK == 0
 
 
-def value(dtype: Any, code: jax.Array, scale: jax.Array, exp2: Any = jnp.exp2) -> jax.Array:
+class Functions(NamedTuple):
+    """What a kernel computes its own way."""
+
+    exp2: Callable[[jax.Array], jax.Array]
+    log2: Callable[[jax.Array], jax.Array]
+    nearest: Callable[[jax.Array], jax.Array]  # whole number, of magnitudes below 2^22
+
+
+PLAIN = Functions(jnp.exp2, jnp.log2, jnp.round)
+
+
+def value(dtype: Any, code: jax.Array, scale: jax.Array, of: Functions = PLAIN) -> jax.Array:
     """What a code stands for; code and scale in float32, of one shape."""
     if dtype == jnp.int8:
         return code * (scale * (1 / 127))
-    return scale * exp2((code - 255.0) * (1 / _PER_OCTAVE))
+    return scale * of.exp2((code - 255.0) * (1 / _PER_OCTAVE))
 
 
 def code(
-    dtype: Any,
-    x: jax.Array,
-    scale: jax.Array,
-    bits: jax.Array,
-    exp2: Any = jnp.exp2,
-    log2: Any = jnp.log2,
+    dtype: Any, x: jax.Array, scale: jax.Array, bits: jax.Array, of: Functions = PLAIN
 ) -> jax.Array:
     """A code for x, of at most the magnitude of scale, in float32.
 
@@ -73,25 +80,18 @@ def code(
       x: float32, for uint8 not negative.
       scale: of each element.
       bits: uint32 below 2^16.
-      exp2: 2^x.
-      log2: its inverse.
+      of: the functions to use.
     """
     # (bits + 1/2) / 2^16, by its mantissa.
     mantissa = (bits << jnp.uint32(7)) | jnp.uint32(0x3F800000)
     uniform = lax.bitcast_convert_type(mantissa, jnp.float32) - (1 - 2.0**-17)
     inverse = jnp.where(scale > 0, 1 / scale, 0.0)
     if dtype == jnp.int8:
-        return _nearest(x * (inverse * 126.99996) + (uniform - 0.5))
+        return of.nearest(x * (inverse * 126.99996) + (uniform - 0.5))
     ratio = jnp.maximum(x * inverse, 2.0 ** (-254.99 / _PER_OCTAVE))
-    below = _nearest(log2(ratio) * _PER_OCTAVE + 254.5)
-    above = (ratio * exp2((255.0 - below) * (1 / _PER_OCTAVE)) - 1) * (1 / _STEP)
+    below = of.nearest(of.log2(ratio) * _PER_OCTAVE + 254.5)
+    above = (ratio * of.exp2((255.0 - below) * (1 / _PER_OCTAVE)) - 1) * (1 / _STEP)
     return below + jnp.where(uniform < above, 1.0, 0.0)
-
-
-def _nearest(x: jax.Array) -> jax.Array:
-    """x, below 2^22, rounded to an integer."""
-    shift = 1.5 * 2**23
-    return jnp.abs(x + shift) - shift  # abs, for XLA may take x + shift − shift for x
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:

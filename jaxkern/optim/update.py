@@ -546,10 +546,9 @@ def _block(
         draws = halves(bits(0)) if of_state else (None, None)
         kept = numbers.finite > 0
         codes = averages
-        exp2 = functools.partial(fast_exp2, interpret=plan.interpret)
-        log2 = functools.partial(fast_log2, interpret=plan.interpret)
+        of = quantise.PLAIN if plan.interpret else _FAST
         averages = [
-            a if scale is None else quantise.value(like.dtype, a, _spread(plan, scale), exp2)
+            a if scale is None else quantise.value(like.dtype, a, _spread(plan, scale), of)
             for a, scale, like in zip(averages, scales, plan.leaf[2:4], strict=True)
         ]
         delta, *new_averages = _step(plan.rule, numbers, plan.decays, g, p, *averages)
@@ -568,12 +567,24 @@ def _block(
                 out = _rounded(plan.rule, ref.dtype, jnp.where(kept, new, old), draw)
             else:
                 largest = largest_of_warp(new, interpret=plan.interpret)
-                out = quantise.code(ref.dtype, new, _spread(plan, largest), draw, exp2, log2)
+                out = quantise.code(ref.dtype, new, _spread(plan, largest), draw, of)
                 out = jnp.where(kept, out, code)
                 largest = jnp.where(finite > 0, largest, scale)
                 block, blocks = unit >> 5, units >> 5
                 store(scale_ref, block, largest, 1, below=blocks)
             store(ref, unit, out, plan.vec, below=units)
+
+
+def _nearest(x: jax.Array) -> jax.Array:
+    shift = 1.5 * 2**23
+    return (x + shift) - shift
+
+
+_FAST = quantise.Functions(
+    functools.partial(fast_exp2, interpret=False),
+    functools.partial(fast_log2, interpret=False),
+    _nearest,
+)
 
 
 def _spread(plan: _Plan, of_lanes: jax.Array) -> jax.Array:
