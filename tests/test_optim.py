@@ -1,5 +1,6 @@
 """jaxkern.fused_adamw, fused_adam, fused_sgd and apply."""
 
+import contextlib
 import functools
 import re
 
@@ -198,6 +199,15 @@ def test_flax_train_state():
     for _ in range(3):
         states = [step(s) for s in states]
     assert_close(states[0].params, states[1].params)
+
+
+def test_it_is_a_pytree_as_any_transformation():
+    """As when it is an argument of a function that Equinox jits."""
+    tx = jaxkern.fused_sgd(0.1, implementation="mosaic")
+    again = jax.tree.map(lambda leaf: leaf, tx)
+    assert again == tx
+    with pytest.raises(NotImplementedError) if not ON_GPU else contextlib.nullcontext():
+        jaxkern.apply(again, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
 def test_flax_nnx_optimizer():
@@ -622,14 +632,11 @@ def test_apply_runs_the_kernel():
     tx = functools.partial(jaxkern.fused_adamw, 0.1, clip_norm=1.0, master_dtype=F32)
     params = {"w": params_of(BF16)["w"]}
     grads = grads_of(params)
-    context = interpret_kernels if not ON_GPU else None
+    context = contextlib.nullcontext if ON_GPU else interpret_kernels
     plain = tx(implementation="xla")
     want = jaxkern.apply(plain, grads, plain.init(params), params)
     kernel = tx(implementation="mosaic")
-    if context:
-        with context():
-            got = jaxkern.apply(kernel, grads, kernel.init(params), params)
-    else:
+    with context():
         got = jaxkern.apply(kernel, grads, kernel.init(params), params)
     assert_close(got, want)
 

@@ -83,15 +83,15 @@ class FusedSgdState(NamedTuple):
     total_notfinite: Any = None
 
 
-class FusedTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation that :func:`apply` runs in one pass."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedUpdate:
+    """The ``update`` of a transformation that :func:`apply` runs in one pass, by `step`."""
 
+    update: Callable[..., tuple[Tree, Any]]
     step: Callable[..., tuple[Tree, Any]]
 
-    def __new__(cls, init, update, step):
-        self = super().__new__(cls, init, update)
-        self.step = step
-        return self
+    def __call__(self, updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any):
+        return self.update(updates, state, params, **extra_args)
 
 
 def apply(
@@ -139,8 +139,8 @@ def apply(
       >>> params["w"]
       Array([0.5, 0.5], dtype=float32)
     """
-    if isinstance(tx, FusedTransformation):
-        return tx.step(grads, state, params, loss_scale=loss_scale, grad_norm=grad_norm)
+    if isinstance(tx.update, FusedUpdate):
+        return tx.update.step(grads, state, params, loss_scale=loss_scale, grad_norm=grad_norm)
     if loss_scale is not None:
         grads = loss_scale.unscale(grads)
     tx = optax.with_extra_args_support(tx)
@@ -164,7 +164,7 @@ def fused_adamw(
     clip_norm: Number | None = None,
     skip_nonfinite: bool = False,
     implementation: Implementation | None = None,
-) -> FusedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""AdamW, whose step :func:`jaxkern.apply` does in one pass.
 
     .. math::
@@ -186,7 +186,8 @@ def fused_adamw(
       mu_dtype: of m: float32 (the default), bfloat16, float16, or int8, for codes of 8 bits with a
         scale for each 256 elements (:class:`jaxkern.optim.quantise.Quantised`), always rounded
         stochastically. Leaves of fewer than 4096 elements, or not of a multiple of 256, stay
-        float32. A NaN takes its block with it.
+        float32. A NaN takes its block with it. On several devices the kernel takes them inside
+        ``jax.shard_map`` alone.
       nu_dtype: of v. A bfloat16 that is rounded to nearest cannot shrink by less than 1/512: with
         b2 of 0.999 it never decays. Let it be rounded stochastically. With uint8 it is codes of
         8 bits, 6% apart, of the same blocks.
@@ -259,7 +260,7 @@ def fused_adam(
     clip_norm: Number | None = None,
     skip_nonfinite: bool = False,
     implementation: Implementation | None = None,
-) -> FusedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Adam: :func:`fused_adamw` without weight decay.
 
     Example:
@@ -297,7 +298,7 @@ def fused_sgd(
     clip_norm: Number | None = None,
     skip_nonfinite: bool = False,
     implementation: Implementation | None = None,
-) -> FusedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient descent, whose step :func:`jaxkern.apply` does in one pass.
 
     .. math:: m = \mu m + g, \qquad p = p - \eta m
@@ -375,7 +376,7 @@ class _Options:
         return self.b1 is not None
 
 
-def _fused(options: _Options) -> FusedTransformation:
+def _fused(options: _Options) -> optax.GradientTransformationExtraArgs:
     if options.implementation not in (None, "mosaic", "xla"):
         resolve(options.implementation, None, op=options.name)
 
@@ -421,7 +422,7 @@ def _fused(options: _Options) -> FusedTransformation:
         params = [leaf.weight if leaf.copy is None else leaf.copy for leaf in after]
         return step.treedef.unflatten(params), step.new_state(after)
 
-    return FusedTransformation(init, update, apply_step)
+    return optax.GradientTransformationExtraArgs(init, FusedUpdate(update, apply_step))
 
 
 def _zeros(param: jax.Array, dtype: Any) -> Any:
