@@ -17,7 +17,7 @@ RUN_OLDEST := $(VENV_OLDEST)/bin/python -m
 DEV := lm,test,lint
 # The interpreter is slow: on the oldest JAX it runs rms_norm's kernels under every transformation,
 # and those of the other ops are lowered for CUDA; their cases in plain JAX run on the newest.
-SUBSET_OLDEST := -k 'not (mosaic or auto or xla) or kernels or (norm and transformations)'
+SUBSET_OLDEST := -k 'not (mosaic or auto or xla) or kernels or (rms_norm and transformations)'
 
 .PHONY: help
 help:

@@ -34,22 +34,34 @@ class Case:
     bytes_backward: int
 
 
-def _rms_norm(m: int, n: int, dtype: str) -> Case:
+def _norm(op: str, m: int, n: int, dtype: str, extra: str = "", **options: Any) -> Case:
+    """`extra` names what of residual and gate the norm takes."""
     itemsize = jnp.dtype(dtype).itemsize
+    names = extra.split()
 
     def arrays(key: Any) -> tuple[Any, ...]:
-        x, w = jax.random.split(key)
-        weight = 1 + 0.1 * jax.random.normal(w, (n,))
-        return jax.random.normal(x, (m, n), dtype), weight
+        k = jax.random.split(key, 5)
+        weight = 1 + 0.1 * jax.random.normal(k[0], (n,))
+        params = (weight, 0.1 * jax.random.normal(k[1], (n,)))[: 1 + (op == "layer_norm")]
+        full = [jax.random.normal(i, (m, n), dtype) for i in k[2 : 3 + len(names)]]
+        return full[0], *params, *full[1:]
 
+    def call(x: Any, *rest: Any, implementation: Any) -> Any:
+        count = len(rest) - len(names)
+        named = dict(zip(names, rest[count:], strict=True))
+        norm = getattr(jaxkern, op)
+        return norm(x, *rest[:count], **named, **options, implementation=implementation)
+
+    gated, summed = "gate" in names, "residual" in names
+    words = [*names, *(str(v) for v in options.values())]
     return Case(
-        op="rms_norm",
-        shape=f"{m}x{n}",
+        op=op,
+        shape="-".join([f"{m}x{n}", *words]),
         dtype=dtype,
         arrays=arrays,
-        call=lambda x, w, implementation: jaxkern.rms_norm(x, w, implementation=implementation),
-        bytes_forward=2 * m * n * itemsize,
-        bytes_backward=3 * m * n * itemsize,
+        call=lambda *a: call(*a[:-1], implementation=a[-1]),
+        bytes_forward=(2 + gated + 2 * summed) * m * n * itemsize,
+        bytes_backward=(3 + 2 * gated + summed) * m * n * itemsize,
     )
 
 
@@ -196,7 +208,8 @@ def cases(small: bool) -> Sequence[Case]:
     """All cases; `small` ones for a machine without a GPU, where no kernel is timed."""
     if small:
         return [
-            _rms_norm(256, 4096, "float32"),
+            _norm("rms_norm", 256, 4096, "float32"),
+            _norm("layer_norm", 256, 4096, "float32", "residual gate"),
             _selective_scan(2, 256, 256, 16, "float32"),
             _causal_conv1d(2, 256, 256, 4, "float32"),
             _linear_scan(2, 256, 256, "float32"),
@@ -204,11 +217,17 @@ def cases(small: bool) -> Sequence[Case]:
             _dropout(256, 1024, "float32"),
         ]
     elements = 1 << 27
-    sizes = [64, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 11008, 16384, 65536]
-    norms = [_rms_norm(min(16384, elements // n), n, "bfloat16") for n in sizes]
-    norms += [_rms_norm(16384, n, dtype) for n in (4096, 8192) for dtype in ("float32", "float16")]
-    norms += [_rms_norm(4096, 1024, "bfloat16"), _rms_norm(16384, 1000, "bfloat16")]
     bf16 = "bfloat16"
+    norms = [
+        _norm(op, min(16384, elements // n), n, bf16)
+        for op in ("rms_norm", "layer_norm")
+        for n in (64, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 11008, *_powers(16384, 262144))
+    ]
+    for op in ("rms_norm", "layer_norm"):
+        norms += [_norm(op, 16384, n, d) for n in (4096, 8192) for d in ("float32", "float16")]
+        norms += [_norm(op, 4096, 1024, bf16), _norm(op, 16384, 1000, bf16)]
+        norms += [_norm(op, 16384, 4096, bf16, extra) for extra in ("residual", "gate")]
+        norms += [_norm(op, 16384, 4096, bf16, activation="silu")]
     square, large, thin = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
     scans = [_selective_scan(*s, 16, bf16) for s in (square, large, thin, (2, 512, 512))]
     scans += [_selective_scan(*square, 16, dtype) for dtype in ("float32", "float16")]
@@ -229,13 +248,19 @@ def cases(small: bool) -> Sequence[Case]:
     gated = [_gated(op, 16384, h, bf16) for h in widths for op in ("swiglu", "silu_and_mul")]
     gated += [_gated(op, 16384, 4096, bf16) for op in ("geglu", "reglu", "gelu_and_mul")]
     gated += [_gated("swiglu", 16384, 4096, dtype) for dtype in ("float32", "float16")]
+    gated += [_gated("swiglu", 16383, 4097, bf16), _gated("silu_and_mul", 16384, 4097, bf16)]
     curves = ("relu", "relu_squared", "silu", "gelu")
     pointwise = [_pointwise(op, 16384, 8192, bf16) for op in curves]
     pointwise += [_pointwise("gelu", 16384, 8192, bf16, approximate=False)]
-    dropped = [_dropout(16384, n, bf16) for n in (4096, 8192, 13000)]
+    dropped = [_dropout(16384, n, bf16) for n in (*widths, 8192)] + [_dropout(16383, 4097, bf16)]
     dropped += [_dropout(16384, 8192, bf16, activation="silu")]
     dropped += [_dropout(16384, 8192, bf16, add=True), _dropout(16384, 8192, "float32")]
     return [*norms, *scans, *convolutions, *linear, *gated, *pointwise, *dropped]
+
+
+def _powers(first: int, last: int) -> list[int]:
+    """`first` and its doubles up to `last`."""
+    return [first << i for i in range((last // first).bit_length())]
 
 
 def bytes_of(arrays: Any) -> int:

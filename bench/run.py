@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
-from bench import timing
+from bench import peers, plot, timing
 from bench.cases import Case, bytes_of, cases
 
 RESULTS = Path(__file__).parent / "results"
@@ -64,8 +65,8 @@ class Row:
 
     Times are device time in microseconds per call on a GPU, wall-clock time elsewhere; `gb_s` and
     `percent` (of the copy bandwidth measured in the same run) count each array of the pass once;
-    `temp_bytes` is what the program needs beside its arguments and results; `kernels` tells how
-    often a call launches each.
+    `temp_bytes` is what the program needs beside its arguments and results (0 for PyTorch's);
+    `kernels` tells how often a call launches each.
     """
 
     op: str
@@ -100,8 +101,11 @@ _turn: Any = contextlib.nullcontext()
 def measure_case(case: Case, implementation: str, copy: float, calls: int) -> list[Row]:
     """The forward, the backward from what the forward saves, and both in one program."""
 
+    of_jaxkern = implementation in IMPLEMENTATIONS
+    call_peer = None if of_jaxkern else peers.jax_call(case, implementation)
+
     def call(*arrays: Any) -> Any:
-        return case.call(*arrays, implementation)
+        return call_peer(*arrays) if call_peer else case.call(*arrays, implementation)
 
     def plain(*arrays: Any) -> Any:
         return case.call(*arrays, "xla")
@@ -116,24 +120,11 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
     def backward(vjp: Any, dout: Any) -> Any:
         return vjp(dout)
 
-    def row(direction: str, program: _Program, sets: list[tuple[Any, ...]], nbytes: int) -> Row:
-        timed = timing.measure(program.run, sets, calls)
-        rate = nbytes / (timed.median * 1e-3)
-        return Row(
-            op=case.op,
-            shape=case.shape,
-            dtype=case.dtype,
-            implementation=implementation,
-            direction=direction,
-            us=round(timed.median * 1e3, 2),
-            us_low=round(timed.low * 1e3, 2),
-            us_high=round(timed.high * 1e3, 2),
-            calls=timed.calls,
-            gb_s=round(rate / 1e9, 1),
-            percent=round(100 * rate / copy, 1),
+    def row(direction: str, program: _Program, sets: list[tuple[Any, ...]]) -> Row:
+        return dataclasses.replace(
+            _row(case, implementation, direction, timing.measure(program.run, sets, calls), copy),
             compile_s=round(program.compile_s, 2),
             temp_bytes=getattr(program.run.memory_analysis(), "temp_size_in_bytes", 0),
-            kernels=dict(Counter(timed.kernels)),
         )
 
     shapes = jax.eval_shape(case.arrays, jax.random.key(0))
@@ -145,31 +136,63 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
         keys = jax.random.split(jax.random.key(0), timing.sets_needed(bytes_of(shapes)))
         sets = [case.arrays(k) for k in keys]
         _check(case, of_call.run(*sets[0]), of_plain.run(*sets[0]))
-        rows = [row("forward", of_call, sets, case.bytes_forward)]
-        douts = [jax.random.normal(key, out.shape, out.dtype) for key in keys]
+        rows = [row("forward", of_call, sets)]
+        draw = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
+        douts = [draw(key) for key in keys]
         with_dout = list(zip(sets, douts, strict=True))
-        rows.append(row("both", of_both, with_dout, case.bytes_forward + case.bytes_backward))
+        rows.append(row("both", of_both, with_dout))
         saved = [(of_save.run(arrays)[1], dout) for arrays, dout in with_dout]
         del sets, with_dout
-        rows.append(row("backward", of_backward, saved, case.bytes_backward))
+        rows.append(row("backward", of_backward, saved))
     return rows
 
 
-def _check(case: Case, got: jax.Array, want: jax.Array) -> None:
+def _row(case: Case, implementation: str, direction: str, timed: timing.Timing, copy: float) -> Row:
+    nbytes = {"forward": case.bytes_forward, "backward": case.bytes_backward}
+    rate = nbytes.get(direction, sum(nbytes.values())) / (timed.median * 1e-3)
+    return Row(
+        op=case.op,
+        shape=case.shape,
+        dtype=case.dtype,
+        implementation=implementation,
+        direction=direction,
+        us=round(timed.median * 1e3, 2),
+        us_low=round(timed.low * 1e3, 2),
+        us_high=round(timed.high * 1e3, 2),
+        calls=timed.calls,
+        gb_s=round(rate / 1e9, 1),
+        percent=round(100 * rate / copy, 1),
+        compile_s=0.0,
+        temp_bytes=0,
+        kernels=dict(Counter(timed.kernels)),
+    )
+
+
+def _check(case: Case, got: Any, want: Any) -> None:
     """No speed from a wrong result: the first call must agree with plain JAX."""
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-    if not error < 1e-2:
-        raise RuntimeError(f"{case.op} {case.shape}: relative error {error:.1e} against plain JAX")
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        g, w = g.astype(jnp.float32), w.astype(jnp.float32)
+        error = float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
+        if not error < 1e-2:
+            what = f"{case.op} {case.shape}"
+            raise RuntimeError(f"{what}: relative error {error:.1e} against plain JAX")
 
 
 def _attempt(index: int, implementation: str, copy: float, calls: int) -> list[Row] | str:
     """The rows of a case, or why there are none."""
     case = cases(small=not timing.on_gpu())[index]
     try:
+        if peers.is_torch(implementation):
+            check = functools.partial(_check, case)
+            times = peers.measure_torch(case, implementation, calls, _turn, check)
+            return [_row(case, implementation, k, t, copy) for k, t in times.items()]
         return measure_case(case, implementation, copy, calls)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as e:
-        return str(e).splitlines()[0]
+    except NotImplementedError as e:
+        return [] if implementation in peers.installed() else str(e)
+    except Exception as e:  # a peer may raise anything, and the other cases go on
+        if implementation in IMPLEMENTATIONS and not isinstance(e, RuntimeError):
+            raise
+        return (str(e).splitlines() or [type(e).__name__])[0]
     finally:
         gc.collect()
 
@@ -209,7 +232,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--op", action="append", help="only this op; repeat for more")
     p.add_argument("--shape", action="append", help="only this shape, as the table writes it")
-    p.add_argument("--vs", default="xla", help="implementations beside mosaic, comma-separated")
+    p.add_argument(
+        "--vs",
+        default=",".join(["xla", *peers.installed()]),
+        help="whom to time beside mosaic, comma-separated: xla and peers that are installed",
+    )
     p.add_argument("--calls", type=int, default=30, help="timed calls a measurement")
     p.add_argument(
         "--jobs",
@@ -243,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
         "device time (CUPTI), cold L2" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
     )
     print(f"{where['device']}, JAX {where['jax']}, copy {copy / 1e9:.0f} GB/s, {clock}", flush=True)
-    print(f"{'op':15}{'shape':18}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}")
+    print(f"{'op':15}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}")
     device = str(where["device"]).lower().replace(" ", "-")
     ops = "-".join(sorted({case.op for _, case in chosen}))
     out = args.out or RESULTS / f"{device}-{ops}.json"
@@ -255,16 +282,20 @@ def main(argv: list[str] | None = None) -> int:
     for (_, case, name), got in zip(work, _attempts(args.jobs, tasks), strict=True):
         if isinstance(got, str):
             failed += 1
-            print(f"{case.op:15}{case.shape:18}{case.dtype:10}{name}: {got}", flush=True)
+            print(f"{case.op:15}{case.shape:24}{case.dtype:10}{name}: {got}", flush=True)
             continue
         for row in got:
             report["rows"].append(dataclasses.asdict(row))
             spread = (row.us_high - row.us_low) / 2
             print(
-                f"{row.op:15}{row.shape:18}{row.dtype:10}{row.direction:10}"
+                f"{row.op:15}{row.shape:24}{row.dtype:10}{row.direction:10}"
                 f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}",
                 flush=True,
             )
         _write(out, report)  # after every case: a run that is stopped keeps what it has
     print(f"wrote {out}")
+    with contextlib.suppress(ImportError):  # matplotlib is not needed to time
+        picture = out.with_suffix(".svg")
+        if plot.draw(report, picture):
+            print(f"wrote {picture}")
     return 1 if failed else 0

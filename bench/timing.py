@@ -51,15 +51,22 @@ def sets_needed(bytes_per_set: int) -> int:
     return -(-FOOTPRINT // max(1, bytes_per_set)) if on_gpu() else 1
 
 
-def measure(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]], calls: int) -> Timing:
-    """Time `program`, compiled, on `calls` of the argument `sets` in turn."""
+def measure(
+    program: Callable[..., Any],
+    sets: Sequence[tuple[Any, ...]],
+    calls: int,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> Timing:
+    """Time `program`, compiled, on `calls` of the argument `sets` in turn; `wait` for results."""
     for args in sets:
-        jax.block_until_ready(program(*args))
+        wait(program(*args))
     order = [sets[i % len(sets)] for i in range(calls)]
-    return (_measure_cupti if on_gpu() else _measure_wall)(program, order)
+    return (_measure_cupti if on_gpu() else _measure_wall)(program, order, wait)
 
 
-def _measure_cupti(program: Callable[..., Any], order: Sequence[tuple[Any, ...]]) -> Timing:
+def _measure_cupti(
+    program: Callable[..., Any], order: Sequence[tuple[Any, ...]], wait: Callable[[Any], Any]
+) -> Timing:
     from jax._src.lib import mosaic_gpu  # the only door to CUPTI that takes several arguments sets
 
     cupti = mosaic_gpu._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
@@ -67,7 +74,7 @@ def _measure_cupti(program: Callable[..., Any], order: Sequence[tuple[Any, ...]]
     try:
         for args in order:
             out = program(*args)
-        jax.block_until_ready(out)
+        wait(out)
     finally:
         records = cupti._cupti_get_timings(False)
     per_call, rest = divmod(len(records), len(order))
@@ -77,11 +84,13 @@ def _measure_cupti(program: Callable[..., Any], order: Sequence[tuple[Any, ...]]
     return Timing.of([sum(ms for _, ms in call) for call in calls], [name for name, _ in calls[0]])
 
 
-def _measure_wall(program: Callable[..., Any], order: Sequence[tuple[Any, ...]]) -> Timing:
+def _measure_wall(
+    program: Callable[..., Any], order: Sequence[tuple[Any, ...]], wait: Callable[[Any], Any]
+) -> Timing:
     times = []
     for args in order:
         start = time.perf_counter()
-        jax.block_until_ready(program(*args))
+        wait(program(*args))
         times.append((time.perf_counter() - start) * 1e3)
     return Timing.of(times)
 

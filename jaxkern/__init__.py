@@ -24,6 +24,7 @@ from jaxkern.ops.gated import reglu as reglu
 from jaxkern.ops.gated import silu_and_mul as silu_and_mul
 from jaxkern.ops.gated import swiglu as swiglu
 from jaxkern.ops.linear_scan import linear_scan as linear_scan
+from jaxkern.ops.norm import layer_norm as layer_norm
 from jaxkern.ops.norm import rms_norm as rms_norm
 from jaxkern.ops.selective_scan import selective_scan as selective_scan
 from jaxkern.ops.selective_scan import selective_scan_step as selective_scan_step

@@ -113,6 +113,52 @@ def check_accuracy(
         )
 
 
+# Modules
+
+
+def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:
+    """The Mosaic modules of the kernels that `f` calls, as lowered for CUDA."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib import mosaic_gpu_dialect
+    from jaxlib.mlir import ir
+
+    lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).compiler_ir()
+    texts = []
+
+    def visit(op: Any) -> Any:
+        if "mosaic_gpu" in str(op.attributes.get("call_target_name")):
+            texts.append(op.attributes["mhlo.backend_config"]["module"].value_bytes)
+        return ir.WalkResult.ADVANCE
+
+    lowered.operation.walk(visit)
+    context = mlir.make_ir_context()
+    mosaic_gpu_dialect.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    return [ir.Module.parse(text, context) for text in texts]
+
+
+def assert_layouts_agree(f: Callable[..., Any], *args: Any) -> None:
+    """In no kernel of `f` a value with one layout is taken for one with another.
+
+    Lowering lets it pass, and XLA then cannot compile it.
+    """
+    from jaxlib.mlir import ir
+
+    casts = 0
+
+    def visit(op: Any) -> Any:
+        nonlocal casts
+        if op.name.endswith("unrealized_conversion_cast") and "registers_shape" in op.attributes:
+            casts += 1
+            made_as = op.operands[0].owner.attributes["layout"]
+            assert made_as == op.attributes["layout"], f"{made_as} taken for another: {op}"
+        return ir.WalkResult.ADVANCE
+
+    for module in kernel_modules(f, *args):
+        module.operation.walk(visit)
+    assert casts
+
+
 # Transformations
 
 
@@ -494,6 +540,9 @@ WITHOUT_INTERPRETER = frozenset(
 )
 """Cells whose kernels only a GPU can run; elsewhere they run with the choice at lowering time."""
 
+OF_JAX = frozenset({"jit", "grad of one argument", "vmap", "vmap(vmap)", "checkpoint", "scan"})
+"""Cells in which plain JAX, which has no rule of ours, is JAX's own affair: one op shows them."""
+
 IMPLEMENTATIONS: tuple[str | None, ...] = ("mosaic", None, "xla")
 
 ALONE: dict[str, str | None] = {
@@ -515,7 +564,17 @@ def _cells() -> list[tuple[str, str | None]]:
 def check_transformation(op: Op, transformation: str, implementation: str | None) -> None:
     if implementation == "mosaic" and not ON_GPU and transformation in WITHOUT_INTERPRETER:
         pytest.skip("the interpreter cannot run this; on a GPU it runs compiled")
+    if implementation == "xla" and transformation in OF_JAX and op.name != "rms_norm":
+        pytest.skip("plain JAX under JAX's own rules, as rms_norm shows")
     TRANSFORMATIONS[transformation](_Cell(op, implementation))
+
+
+def skip_repeats(cell: tuple[Op, str, str | None]) -> None:
+    """On a CPU a cell runs once: its kernels, or where it cannot, what is chosen."""
+    _, name, implementation = cell
+    once = None if name in WITHOUT_INTERPRETER else "mosaic"
+    if not ON_GPU and implementation != once and name not in (*ALONE, "jvp"):
+        pytest.skip("a CPU runs each once")
 
 
 def matrix(op: Op) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,276 +1,630 @@
-"""rms_norm: cases for the common suite, and what is its own."""
+"""rms_norm and layer_norm: cases for the common suite, and what is their own."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.ops import norm
+from jaxkern.core.dispatch import output_types
+from jaxkern.core.mosaic import LANES
+from jaxkern.ops.norm import tiles
+from jaxkern.ops.norm.forward import launch_fwd_tile
+from jaxkern.ops.norm.pointwise import Options
 from tests import check
 
-
-def oracle(x, weight, dout, eps=1e-6, weight_offset=0.0):
-    """Output and gradients in float64 NumPy, by the formulas of the paper, row by row."""
-    n = x.shape[-1]
-    rows, douts = x.reshape(-1, n), dout.reshape(-1, n)
-    scale = weight + weight_offset
-    out, dx, dweight = np.empty_like(rows), np.empty_like(rows), np.zeros(n)
-    for i, (row, d) in enumerate(zip(rows, douts, strict=True)):
-        rms = np.sqrt(np.sum(row**2) / n + eps)
-        out[i] = row / rms * scale
-        # d(row_k / rms) / d row_j = δ_kj / rms − row_k row_j / (n rms³)
-        dx[i] = d * scale / rms - row * np.sum(d * scale * row) / (n * rms**3)
-        dweight += d * row / rms
-    return out.reshape(x.shape), (dx.reshape(x.shape), dweight)
+OPS = {"rms_norm": jaxkern.rms_norm, "layer_norm": jaxkern.layer_norm}
 
 
-def plain(x, weight, eps=1e-6, weight_offset=0.0):
+def sigmoid(v):
+    return 1 / (1 + np.exp(-v))
+
+
+def activated(activation, y):
+    """f(y) and f'(y) in float64."""
+    match activation:
+        case None:
+            return y, np.ones_like(y)
+        case "relu":
+            return np.maximum(y, 0), (y > 0).astype(float)
+        case "silu":
+            s = sigmoid(y)
+            return y * s, s + y * s * (1 - s)
+        case "gelu":
+            c = math.sqrt(2 / math.pi)
+            t = np.tanh(c * (y + 0.044715 * y**3))
+            slope = (1 + t) / 2 + y / 2 * (1 - t**2) * c * (1 + 3 * 0.044715 * y**2)
+            return y / 2 * (1 + t), slope
+
+
+def oracle(
+    op,
+    a,
+    dout,
+    dsum=None,
+    *,
+    eps=None,
+    weight_offset=0.0,
+    activation=None,
+    norm_before_gate=True,
+    group_size=None,
+):
+    """Outputs, gradients by name and the norm of what dx is summed from, in float64 NumPy."""
+    centered = op == "layer_norm"
+    eps = (1e-5 if centered else 1e-6) if eps is None else eps
+    n = a["x"].shape[-1]
+    size = group_size or n
+    h = a["x"] + a.get("residual", 0)
+    z = a.get("gate")
+    scale = a.get("weight", np.ones(n)) + (weight_offset if "weight" in a else 0)
+    bias = a.get("bias", np.zeros(n))
+    v = h if z is None or norm_before_gate else h * z * sigmoid(z)
+    out, dv, xhats = np.empty_like(v), np.empty_like(v), np.empty_like(v)
+    silu = 1.0 if z is None else activated("silu", z)[0]
+    after = silu if norm_before_gate else 1.0
+    dys, inner, terms = (np.empty_like(v) for _ in range(3))
+    for row in np.ndindex(v.shape[:-1]):
+        for first in range(0, n, size):
+            at = (*row, slice(first, first + size))
+            r = v[at] - (v[at].mean() if centered else 0)
+            std = np.sqrt(np.sum(r**2) / size + eps)
+            xhats[at] = r / std
+            inner[at], slope = activated(activation, xhats[at] * scale[at[-1]] + bias[at[-1]])
+            factor = after if np.ndim(after) == 0 else after[at]
+            out[at] = inner[at] * factor
+            dys[at] = dout[at] * factor * slope
+            g = dys[at] * scale[at[-1]]
+            # d x̂_k / d v_j = (δ_kj − 1/n) / std − x̂_k x̂_j / (n std)
+            terms[at] = g / std
+            dv[at] = (g - xhats[at] * np.sum(g * xhats[at]) / size) / std
+            if centered:
+                dv[at] -= np.sum(g) / size / std
+    rows = tuple(range(v.ndim - 1))
+    grads = {"weight": np.sum(dys * xhats, rows), "bias": np.sum(dys, rows)}
+    if z is not None:
+        slope = activated("silu", z)[1]
+        grads["gate"] = (dout * inner if norm_before_gate else dv * h) * slope
+        dv, terms = (dv, terms) if norm_before_gate else (dv * silu, terms * silu)
+    dv = dv if dsum is None else dv + dsum
+    grads |= {"x": dv, "residual": dv}
+    return (out, h), {k: grads[k] for k in a}, float(np.linalg.norm(terms))
+
+
+def plain(op, a, *, eps, weight_offset=0.0, activation=None, norm_before_gate=True, group_size=0):
     """What a user would write, in the dtype of x."""
-    rms = jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.asarray(eps, x.dtype))
-    return x / rms * (weight + jnp.asarray(weight_offset, weight.dtype)).astype(x.dtype)
+    x = a["x"]
+    cast = lambda name: a[name].astype(x.dtype)
+    h = x if "residual" not in a else x + cast("residual")
+    v = h
+    if "gate" in a and not norm_before_gate:
+        v = v * jax.nn.silu(cast("gate"))
+    v = v.reshape(*x.shape[:-1], -1, group_size or x.shape[-1])
+    if op == "layer_norm":
+        v = v - jnp.mean(v, axis=-1, keepdims=True)
+    square = jnp.mean(v * v, axis=-1, keepdims=True)
+    y = (v / jnp.sqrt(square + jnp.asarray(eps, x.dtype))).reshape(x.shape)
+    if "weight" in a:
+        y = y * (a["weight"] + jnp.asarray(weight_offset, a["weight"].dtype)).astype(x.dtype)
+    if "bias" in a:
+        y = y + cast("bias")
+    if activation:
+        y = getattr(jax.nn, activation)(y)
+    if "gate" in a and norm_before_gate:
+        y = y * jax.nn.silu(cast("gate"))
+    return (y, h) if "residual" in a else (y, None)
 
 
-def inputs(shape, dtype, weight_dtype=None, offset=0.0, seed=0):
-    keys = jax.random.split(jax.random.key(seed))
-    x = (jax.random.normal(keys[0], shape) + offset).astype(dtype)
-    weight = 1 + 0.1 * jax.random.normal(keys[1], shape[-1:])
-    return x, weight.astype(weight_dtype or dtype)
+def inputs(op, shape, dtype, extra="", weight_dtype=None, offset=0.0, seed=0):
+    """Arrays by name: x, weight, the bias of layer_norm, and those in `extra`."""
+    names = ["x", "weight", *(["bias"] if op == "layer_norm" else []), *extra.split()]
+    arrays = {}
+    for i, name in enumerate(names):
+        # Drawn by NumPy: nothing to compile for every shape.
+        rng = np.random.default_rng([seed, i])
+        if name in ("weight", "bias"):
+            array = (name == "weight") + 0.1 * rng.standard_normal(shape[-1:])
+            arrays[name] = jnp.asarray(array, weight_dtype or dtype)
+        else:
+            array = rng.standard_normal(shape) + (offset if name == "x" else 0)
+            arrays[name] = jnp.asarray(array, jnp.float32).astype(dtype)
+    return arrays
 
 
-def check_case(arrays, implementation, **options):
-    x = arrays[0]
-    dout_norm = np.sqrt(x.size)  # the suite's cotangents are standard normal
-    rstd = 1 / np.sqrt(np.mean(np.asarray(x, np.float64) ** 2, -1) + options.get("eps", 1e-6))
+def run(op, arrays, implementation, **options):
+    """(out, sum or None) of the op."""
+    out = OPS[op](**arrays, implementation=implementation, **options)
+    return out if "residual" in arrays else (out, None)
+
+
+def check_case(op, arrays, implementation, **options):
+    """Outputs and gradients at most twice as far from the truth as plain JAX's."""
+    options.setdefault("eps", 1e-5)
+    names = list(arrays)
+    call = lambda *a: run(op, dict(zip(names, a, strict=True)), implementation, **options)
+    naive = lambda *a: plain(op, dict(zip(names, a, strict=True)), **options)
+    values = tuple(arrays.values())
+    wide = {k: np.asarray(v).astype(np.float64) for k, v in arrays.items()}
+    rng = np.random.default_rng(17)
+    draw = lambda o: jnp.asarray(rng.standard_normal(o.shape), jnp.float32).astype(o.dtype)
     with check.running(implementation):
-        check.check_accuracy(
-            lambda x, w: jaxkern.rms_norm(x, w, implementation=implementation, **options),
-            lambda x, w: plain(x, w, **options),
-            lambda x, w, d: oracle(x, w, d, **options),
-            arrays,
-            magnitudes=(np.sqrt(x.size), dout_norm * float(rstd.max(initial=0)), dout_norm),
+        outs, vjp = jax.vjp(call, *values)
+        cotangents = jax.tree.map(draw, outs)
+        grads = vjp(cotangents)
+    assert outs[0].dtype == arrays["x"].dtype
+    naive_outs, naive_vjp = jax.vjp(naive, *values)
+    like = jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, naive_outs)
+    naive_grads = naive_vjp(like)
+    dout, dsum = (None if c is None else np.asarray(c).astype(np.float64) for c in cotangents)
+    want_outs, want, terms = oracle(op, wide, dout, dsum, **options)
+    rows = [("out", outs[0], naive_outs[0], want_outs[0])]
+    if outs[1] is not None:
+        rows.append(("sum", outs[1], naive_outs[1], want_outs[1]))
+    for name, got, by_plain in zip(names, grads, naive_grads, strict=True):
+        assert got.dtype == arrays[name].dtype
+        rows.append((f"d{name}", got, by_plain, want[name]))
+    for name, got, by_plain, truth in rows:
+        # In rows of one or two elements the terms of dx cancel.
+        size = max(float(np.linalg.norm(truth)), terms if name in ("dx", "dresidual") else 0.0)
+        ours = check.relative_error(got, truth, size)
+        theirs = check.relative_error(by_plain, truth, size)
+        assert np.isfinite(theirs), f"{name}: plain JAX is not finite and bounds nothing"
+        assert ours <= 2 * theirs + 4 * 2.0**-24, (
+            f"{name}: error {ours:.2e}, plain JAX's {theirs:.2e}"
         )
 
 
 BOTH = pytest.mark.parametrize(
     "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
 )
-SIZES = [1, 2, 127, 128, 129, 256, 287, 760, 768, 1128, 4096, 5120, 8192]
+EACH = pytest.mark.parametrize("op", list(OPS))
+DTYPES = ["bfloat16", "float16", "float32"]
 
 
-@BOTH
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_rms_norm_accuracy(n, dtype, implementation):
-    check_case(inputs((2, 3, n), dtype), implementation)
+def each_way(interpreted, compiled=()):
+    """Cases for the kernels, of which the interpreter, slow as it is, takes some; all for XLA."""
+    kernels = [(interpreted, pytest.mark.gpu), (compiled, pytest.mark.compiled)]
+    cases = [pytest.param(c, "mosaic", marks=mark) for cs, mark in kernels for c in cs]
+    cases += [pytest.param(c, "xla") for c in (*interpreted, *compiled)]
+    return pytest.mark.parametrize(("case", "implementation"), cases)
 
 
-@BOTH
-@pytest.mark.parametrize("n", [11008, 16384, 20000, 65536])
-def test_rms_norm_long_rows(n, implementation):
-    check_case(inputs((3, n), "bfloat16"), implementation)
+def in_turn(i):
+    """Every op and dtype on a GPU, elsewhere one after the other as `i` grows."""
+    every = [(op, dtype) for dtype in DTYPES for op in OPS]
+    return every if check.ON_GPU else [every[i % 6]]
 
 
-@BOTH
-@pytest.mark.parametrize("m", [1, 3, 131, 133, 300])
-def test_rms_norm_row_counts(m, implementation):
-    """More rows than one wave of blocks, and counts that no block size divides."""
-    check_case(inputs((m, 256), "bfloat16", seed=m), implementation)
+SIZES = [1, 42, 127, 255, 256, 760, 769, 1128, 4096]
+MORE_SIZES = [2, 7, 128, 129, 257, 287, 5120, 8192]
+
+
+@each_way(SIZES, MORE_SIZES)
+def test_norm_accuracy(case, implementation):
+    for op, dtype in in_turn([*SIZES, *MORE_SIZES].index(case)):
+        check_case(op, inputs(op, (2, 3, case), dtype), implementation)
 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("dtype", "weight_dtype"),
-    [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")],
+    ("op", "n"),
+    [("rms_norm", 11008), ("layer_norm", 16384)],
 )
-def test_rms_norm_mixed_dtypes(dtype, weight_dtype, implementation):
-    check_case(inputs((5, 768), dtype, weight_dtype), implementation)
-    check_case(inputs((5, 300), dtype, weight_dtype), implementation)
+def test_norm_long_rows(op, n, implementation):
+    check_case(op, inputs(op, (2, n), "bfloat16"), implementation)
+
+
+LONGEST = [16384, 32768, 65536, 131072, 262144, 100000, 200003]
+
+
+@each_way([], LONGEST)
+def test_norm_longest_rows(case, implementation):
+    for op, dtype in in_turn(LONGEST.index(case)):
+        check_case(op, inputs(op, (2, case), dtype), implementation)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("n", LONGEST)
+@pytest.mark.parametrize("m", [1, 300])
+@EACH
+def test_norm_longest_rows_counts(op, m, n):
+    check_case(op, inputs(op, (m, n), "bfloat16"), "mosaic")
+
+
+@each_way(
+    [("rms_norm", 1, 256), ("rms_norm", 131, 64), ("layer_norm", 33, 200)],
+    [("layer_norm", 1199, 256), ("rms_norm", 133, 1000)],
+)
+def test_norm_row_counts(case, implementation):
+    """Counts that no tile divides."""
+    op, m, n = case
+    check_case(op, inputs(op, (m, n), "bfloat16", seed=m), implementation)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("m", [132, 133, 1199, 65537])
+@pytest.mark.parametrize("n", [256, 1000, 1024])
+@EACH
+def test_norm_many_rows(op, m, n):
+    check_case(op, inputs(op, (m, n), "bfloat16", seed=m), "mosaic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    extra: str = ""
+    options: Any = ()
+
+
+VARIANTS = {
+    "residual": Variant("residual"),
+    "silu": Variant(options={"activation": "silu"}),
+    "gelu": Variant(options={"activation": "gelu"}),
+    "relu": Variant(options={"activation": "relu"}),
+    "gate after": Variant("gate"),
+    "gate before": Variant("gate", {"norm_before_gate": False}),
+    "groups": Variant(options={"group_size": 128}),
+    "all, gate after": Variant("residual gate", {"activation": "silu", "group_size": 384}),
+    "all, gate before": Variant(
+        "residual gate", {"activation": "gelu", "norm_before_gate": False, "group_size": 96}
+    ),
+}
 
 
 @BOTH
-def test_rms_norm_options(implementation):
-    check_case(inputs((4, 512), "float32"), implementation, eps=0.1, weight_offset=1.0)
-    check_case(inputs((4, 200), "float32"), implementation, eps=0.1, weight_offset=-0.5)
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_norm_variants(variant, implementation):
+    v = VARIANTS[variant]
+    for op, dtype in in_turn(list(VARIANTS).index(variant)):
+        arrays = inputs(op, (5, 768), dtype, v.extra)
+        check_case(op, arrays, implementation, **dict(v.options))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("n", [256, 1000, 4096, 8192, 16384, 65536])
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@EACH
+def test_norm_variants_compiled(op, variant, n):
+    v = VARIANTS[variant]
+    options = dict(v.options)
+    if "group_size" in options:
+        options["group_size"] = n // 2
+    check_case(op, inputs(op, (70, n), "bfloat16", v.extra), "mosaic", **options)
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rms_norm_large_offset(dtype, implementation):
-    """x near 1e4: its mean square is far from its variance."""
-    check_case(inputs((4, 760), dtype, offset=1e4), implementation)
-    check_case(inputs((4, 1024), dtype, offset=1e4), implementation)
+@pytest.mark.parametrize(
+    ("op", "dtype", "other"),
+    [
+        *(("layer_norm", "bfloat16", "float32"), ("rms_norm", "float32", "bfloat16")),
+        ("layer_norm", "float16", "float32"),
+    ],
+)
+def test_norm_mixed_dtypes(op, dtype, other, implementation):
+    check_case(op, inputs(op, (5, 768), dtype, weight_dtype=other), implementation)
+    arrays = inputs(op, (5, 300), dtype, "residual gate", weight_dtype=other)
+    arrays["residual"] = arrays["residual"].astype(other)
+    outs, grads = run_vjp(op, arrays, implementation)
+    # As in JAX: the sum has the dtype of x + residual, every gradient that of its array.
+    assert outs[1].dtype == jnp.promote_types(dtype, other)
+    np.testing.assert_array_equal(
+        outs[1],
+        (arrays["x"].astype("float32") + arrays["residual"].astype("float32")).astype(
+            outs[1].dtype
+        ),
+    )
+    for name, grad in grads.items():
+        assert grad.dtype == arrays[name].dtype
+    narrow = min(dtype, other, key=lambda d: jnp.dtype(d).itemsize)
+    np.testing.assert_array_equal(grads["x"].astype(narrow), grads["residual"].astype(narrow))
 
 
-@BOTH
-@pytest.mark.parametrize("n", [100, 256, 9000])
-def test_rms_norm_without_weight(n, implementation):
-    x, weight = inputs((3, n), "float32")
-    ones = jnp.ones_like(weight)
+def run_vjp(op, arrays, implementation, **options):
+    """Outputs, and gradients by name for cotangents that are all different."""
+    names = list(arrays)
+    call = lambda *a: run(op, dict(zip(names, a, strict=True)), implementation, **options)
+    rng = np.random.default_rng(3)
     with check.running(implementation):
-        norm_of = lambda *a: jaxkern.rms_norm(*a, implementation=implementation)
-        out, vjp = jax.vjp(norm_of, x)
-        want, want_vjp = jax.vjp(norm_of, x, ones)
-        np.testing.assert_array_equal(out, want)
-        np.testing.assert_allclose(vjp(x + 1)[0], want_vjp(x + 1)[0], rtol=0, atol=1e-6)
+        outs, vjp = jax.vjp(call, *arrays.values())
+        draw = lambda o: jnp.asarray(rng.standard_normal(o.shape), jnp.float32).astype(o.dtype)
+        grads = vjp(jax.tree.map(draw, outs))
+    return outs, dict(zip(names, grads, strict=True))
+
+
+@BOTH
+@EACH
+def test_norm_of_the_sum_it_returns(op, implementation):
+    """out, h = norm(x, residual=r) is norm(h), to the bit."""
+    arrays = inputs(op, (6, 256), "bfloat16", "residual")
+    with check.running(implementation):
+        out, h = OPS[op](**arrays, implementation=implementation)
+        rest = {k: arrays[k] for k in arrays if k not in ("x", "residual")}
+        again = OPS[op](h, **rest, implementation=implementation)
+    np.testing.assert_array_equal(out, again)
+
+
+@BOTH
+def test_norm_options(implementation):
+    arrays = inputs("rms_norm", (4, 512), "float32")
+    check_case("rms_norm", arrays, implementation, eps=0.1, weight_offset=1.0)
+    arrays = inputs("layer_norm", (4, 200), "float32")
+    check_case("layer_norm", arrays, implementation, eps=0.1)
+
+
+@BOTH
+@pytest.mark.parametrize(("op", "dtype"), [("layer_norm", "float32"), ("rms_norm", "bfloat16")])
+def test_norm_large_mean(op, dtype, implementation):
+    """x near 1e4: its mean square is far from its variance."""
+    n = 760 if dtype == "float32" else 1024
+    check_case(op, inputs(op, (8, n), dtype, offset=1e4), implementation)
+
+
+@BOTH
+@pytest.mark.parametrize(("op", "n"), [("rms_norm", 256), ("layer_norm", 300)])
+def test_norm_without_parameters(op, n, implementation):
+    arrays = inputs(op, (4, n), "float32")
+    x = arrays["x"]
+    trivial = {"x": x, "weight": jnp.ones(n)}
+    if op == "layer_norm":
+        trivial["bias"] = jnp.zeros(n)
+    (out, _), grads = run_vjp(op, {"x": x}, implementation)
+    (want, _), want_grads = run_vjp(op, trivial, implementation)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_allclose(grads["x"], want_grads["x"], rtol=0, atol=1e-6)
+    if op == "layer_norm":
+        (out, _), grads = run_vjp(op, {"x": x, "bias": arrays["bias"]}, implementation)
+        np.testing.assert_allclose(out, want + arrays["bias"], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(grads["bias"], want_grads["bias"], rtol=1e-6, atol=1e-6)
 
 
 @BOTH
 @pytest.mark.parametrize("shape", [(0, 256), (2, 0, 300), (3, 0), (0,), (0, 0)])
-def test_rms_norm_empty(shape, implementation):
-    x, weight = jnp.ones(shape, jnp.bfloat16), jnp.ones(shape[-1:])
-    with check.running(implementation):
-        out, vjp = jax.vjp(
-            lambda *a: jaxkern.rms_norm(*a, implementation=implementation), x, weight
-        )
-        dx, dweight = vjp(out)
-    assert out.shape == dx.shape == shape
-    assert out.dtype == dx.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(dweight, np.zeros(shape[-1:], np.float32))
+def test_norm_empty(shape, implementation):
+    arrays = {k: jnp.ones(shape, jnp.bfloat16) for k in ("x", "residual", "gate")}
+    arrays |= {k: jnp.ones(shape[-1:]) for k in ("weight", "bias")}
+    (out, h), grads = run_vjp("layer_norm", arrays, implementation)
+    assert out.shape == h.shape == grads["x"].shape == grads["gate"].shape == shape
+    assert out.dtype == grads["residual"].dtype == jnp.bfloat16
+    for name in ("weight", "bias"):
+        np.testing.assert_array_equal(grads[name], np.zeros(shape[-1:], np.float32))
 
 
 @BOTH
-@pytest.mark.parametrize("shape", [(256,), (1, 1, 2, 256)])
-def test_rms_norm_rank(shape, implementation):
-    x, weight = inputs(shape, "float32")
+@pytest.mark.parametrize("shape", [(256,), (1, 1, 8, 256)])
+def test_norm_rank(shape, implementation):
+    arrays = inputs("rms_norm", shape, "float32")
     with check.running(implementation):
-        out = jaxkern.rms_norm(x, weight, implementation=implementation)
-    rows = jaxkern.rms_norm(x.reshape(-1, 256), weight, implementation="xla")
+        out = jaxkern.rms_norm(**arrays, implementation=implementation)
+    rows = jaxkern.rms_norm(arrays["x"].reshape(-1, 256), arrays["weight"], implementation="xla")
     np.testing.assert_allclose(out, rows.reshape(shape), rtol=3e-7, atol=0)
 
 
 @BOTH
-@pytest.mark.parametrize("n", [127, 256, 700, 20000])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_rms_norm_bad_row_stays_alone(n, bad, implementation):
-    x, weight = inputs((7, n), "float32")
-    poisoned = x.at[3, n // 2].set(bad)
-    others = np.arange(7) != 3
-    with check.running(implementation):
-        norm_of = lambda x: jaxkern.rms_norm(x, weight, implementation=implementation)
-        out, vjp = jax.vjp(norm_of, x)
-        bad_out, bad_vjp = jax.vjp(norm_of, poisoned)
-        dx, bad_dx = vjp(x)[0], bad_vjp(x)[0]
+@pytest.mark.parametrize(
+    ("op", "n", "bad"),
+    [("layer_norm", 127, np.nan), ("rms_norm", 256, np.inf), ("layer_norm", 256, np.nan)],
+)
+def test_norm_bad_row_stays_alone(op, n, bad, implementation):
+    arrays = inputs(op, (9, n), "float32", "gate")
+    poisoned = arrays | {"x": arrays["x"].at[3, n // 2].set(bad)}
+    others = np.arange(9) != 3
+    (out, _), grads = run_vjp(op, arrays, implementation, activation="relu")
+    (bad_out, _), bad_grads = run_vjp(op, poisoned, implementation, activation="relu")
     np.testing.assert_array_equal(bad_out[others], out[others])
-    np.testing.assert_array_equal(bad_dx[others], dx[others])
+    for name in ("x", "gate"):
+        np.testing.assert_array_equal(bad_grads[name][others], grads[name][others])
+        assert np.isnan(bad_grads[name][3]).any()
     assert np.isnan(bad_out[3]).any()
-    assert np.isnan(bad_dx[3]).any()
 
 
 @BOTH
-def test_rms_norm_constant_and_zero_rows(implementation):
-    x = jnp.concatenate([jnp.zeros((1, 256)), jnp.full((1, 256), 3.0), jnp.full((1, 256), 1e-20)])
-    weight = jnp.ones(256)
-    with check.running(implementation):
-        out, vjp = jax.vjp(
-            lambda *a: jaxkern.rms_norm(*a, implementation=implementation), x, weight
-        )
-        dx, _ = vjp(jnp.ones_like(x))
+@EACH
+def test_norm_extreme_rows(op, implementation):
+    """Zero, constant, denormal and large rows."""
+    rng = np.random.default_rng(0).standard_normal(256)
+    rows = [0 * rng, 0 * rng + 3, 1e-20 * rng, 1e-40 * rng, 1e18 * rng]
+    x = jnp.asarray(np.stack(rows * 2), jnp.float32)
+    (out, _), grads = run_vjp(op, {"x": x, "weight": jnp.ones(256)}, implementation)
     np.testing.assert_array_equal(out[0], 0)
-    np.testing.assert_allclose(out[1], 1, rtol=1e-6)
-    np.testing.assert_allclose(dx[0], 1e3, rtol=1e-6)  # 1 / sqrt(eps)
-    np.testing.assert_allclose(dx[1], 0, atol=1e-6)
-    assert np.isfinite(dx).all()
+    np.testing.assert_allclose(out[1], 0 if op == "layer_norm" else 1, rtol=1e-6, atol=1e-6)
+    tiny = x[2] - x[2].mean() if op == "layer_norm" else x[2]
+    eps = 1e-5 if op == "layer_norm" else 1e-6
+    np.testing.assert_allclose(out[2], tiny / math.sqrt(eps), rtol=1e-5, atol=1e-24)
+    assert abs(float(jnp.mean(out[4] ** 2)) - 1) < 1e-4
+    assert np.isfinite(grads["x"]).all()
+    assert np.isfinite(grads["weight"]).all()
 
 
 @BOTH
-def test_rms_norm_finite_differences(implementation):
+@pytest.mark.parametrize(
+    ("op", "variant"), [("rms_norm", "gate before"), ("layer_norm", "all, gate after")]
+)
+def test_norm_finite_differences(op, variant, implementation):
     """dx couples the elements of a row; only a random cotangent sees it."""
-    x, weight = inputs((2, 128), "float32")
-    dout = np.asarray(jax.random.normal(jax.random.key(5), x.shape), np.float64)
-    step = np.asarray(jax.random.normal(jax.random.key(6), x.shape), np.float64)
-    with check.running(implementation):
-        norm_of = lambda x: jaxkern.rms_norm(x, weight, implementation=implementation)
-        dx = np.asarray(jax.vjp(norm_of, x)[1](jnp.asarray(dout, jnp.float32))[0], np.float64)
-    wide, w = np.asarray(x, np.float64), np.asarray(weight, np.float64)
-    loss = lambda x: np.sum(oracle(x, w, dout)[0] * dout)
+    v = VARIANTS[variant]
+    options = {k: 64 if k == "group_size" else o for k, o in dict(v.options).items()}
+    arrays = inputs(op, (2, 128), "float32", v.extra)
+    outs, grads = run_vjp(op, arrays, implementation, **options)
+    rng = np.random.default_rng(3)  # the cotangents of run_vjp
+    cotangents = [rng.standard_normal(o.shape) for o in outs if o is not None]
+    wide = {k: np.asarray(a, np.float64) for k, a in arrays.items()}
+    zero = np.zeros_like(wide["x"])
+
+    def loss(arrays):
+        outs = oracle(op, arrays, zero, **options)[0]
+        return sum(np.sum(o * c) for o, c in zip(outs, cotangents, strict=False))
+
+    rng = np.random.default_rng(6)
     h = 1e-5
-    slope = (loss(wide + h * step) - loss(wide - h * step)) / (2 * h)
-    np.testing.assert_allclose(np.sum(dx * step), slope, rtol=1e-5)
+    for name, a in wide.items():
+        step = rng.standard_normal(a.shape)
+        slope = loss(wide | {name: a + h * step}) - loss(wide | {name: a - h * step})
+        slope /= 2 * h
+        got = float(np.sum(np.asarray(grads[name], np.float64) * step))
+        np.testing.assert_allclose(got, slope, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("n", [127, 256, 4096, 11008])
-def test_rms_norm_reference_is_the_formula(n):
-    """The specification itself, held to float64."""
-    x, weight = inputs((3, n), "float32")
-    want, _ = oracle(*(np.asarray(a, np.float64) for a in (x, weight, x)), weight_offset=0.5)
-    got = norm.rms_norm_reference(x, weight, weight_offset=0.5)
-    np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
-
-
-def test_rms_norm_float64():
+@EACH
+def test_norm_float64(op):
     """x64 users get float64 arithmetic, from plain JAX."""
     with jax.enable_x64(True):
         x = jax.random.normal(jax.random.key(0), (3, 200), jnp.float64)
         weight = jnp.ones(200, jnp.float64)
-        got = jaxkern.rms_norm(x, weight)
+        got = OPS[op](x, weight, activation="gelu")
         assert got.dtype == jnp.float64
-        want, _ = oracle(np.asarray(x), np.asarray(weight), np.asarray(x))
-        np.testing.assert_allclose(got, want, rtol=1e-14)
+        wide = {"x": np.asarray(x), "weight": np.asarray(weight)}
+        want = oracle(op, wide, wide["x"], activation="gelu")[0][0]
+        np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-15)
         with pytest.raises(NotImplementedError, match="x is float64"):
-            jaxkern.rms_norm(x, weight, implementation="mosaic")
+            OPS[op](x, weight, implementation="mosaic")
 
 
-def test_rms_norm_errors():
+@EACH
+def test_norm_errors(op):
+    f = OPS[op]
     x = jnp.ones((2, 4))
     with pytest.raises(TypeError, match=r"x must have a floating dtype.*got int32.*astype"):
-        jaxkern.rms_norm(jnp.ones((2, 4), jnp.int32))
+        f(jnp.ones((2, 4), jnp.int32))
     with pytest.raises(TypeError, match="weight must be an array, got str"):
-        jaxkern.rms_norm(x, "ones")
+        f(x, "ones")
     with pytest.raises(ValueError, match=r"weight must have shape \(4,\).*got \(2,\)"):
-        jaxkern.rms_norm(x, jnp.ones(2))
+        f(x, jnp.ones(2))
+    for name in ("residual", "gate"):
+        with pytest.raises(ValueError, match=rf"{name} must have shape \(2, 4\).*got \(4,\)"):
+            f(x, **{name: jnp.ones(4)})
     with pytest.raises(ValueError, match="at least one axis"):
-        jaxkern.rms_norm(1.0)
+        f(1.0)
     with pytest.raises(ValueError, match=r"eps must be at least 0, got -1e-06"):
-        jaxkern.rms_norm(x, eps=-1e-6)
+        f(x, eps=-1e-6)
     with pytest.raises(ValueError, match="eps must be at least 0, got nan"):
-        jaxkern.rms_norm(x, eps=float("nan"))
+        f(x, eps=float("nan"))
     with pytest.raises(TypeError, match=r"eps must be a Python number.*static"):
-        jax.jit(lambda eps: jaxkern.rms_norm(x, eps=eps))(1e-6)
+        jax.jit(lambda eps: f(x, eps=eps))(1e-6)
+    with pytest.raises(ValueError, match=r'"relu" or None, got \'tanh\''):
+        f(x, activation="tanh")
+    with pytest.raises(ValueError, match="positive divisor of the last axis of x, 4; got 3"):
+        f(x, group_size=3)
+    with pytest.raises(TypeError, match=r"group_size must be a Python integer, got 2\.0"):
+        f(x, group_size=2.0)
     with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
-        jaxkern.rms_norm(x, implementation="triton")
+        f(x, implementation="triton")
     if not check.ON_GPU:
         with pytest.raises(NotImplementedError, match=r"lowered for cpu. Use implementation="):
-            jaxkern.rms_norm(x, implementation="mosaic")
+            f(x, implementation="mosaic")
 
 
-@pytest.mark.parametrize("n", [129, 4096, 65536])
-def test_rms_norm_lowers_for_cuda(n):
-    """The kernels' layouts are accepted for every dtype, with no GPU here."""
-    for dtype in ("bfloat16", "float16", "float32"):
-        x, weight = inputs((3, n), dtype)
-        grad = jax.grad(lambda *a: jaxkern.rms_norm(*a).astype(jnp.float32).sum(), (0, 1))
-        text = jax.jit(grad).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
-        assert "rms_norm_fwd" in text
-        assert "rms_norm_bwd" in text
+def test_layer_norm_bias_error():
+    with pytest.raises(ValueError, match=r"bias must have shape \(4,\).*got \(2,\)"):
+        jaxkern.layer_norm(jnp.ones((2, 4)), None, jnp.ones(2))
+
+
+@pytest.mark.parametrize("n", [64, 129, 1024, 4096, 65536, 262144])
+@EACH
+def test_norm_lowers_for_cuda(op, n):
+    """The kernels' layouts are accepted, with no GPU here, and so are clusters."""
+    for dtype, extra in (("bfloat16", "residual gate"), ("float32", "")):
+        arrays = inputs(op, (40, n), dtype, extra) if n < 2**17 else {"x": jnp.ones((40, n), dtype)}
+
+        def loss(arrays):
+            out = run(op, arrays, "mosaic")[0]
+            return out.astype(jnp.float32).sum()
+
+        text = jax.jit(jax.grad(loss)).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+        assert f"{op}_fwd" in text
+        assert f"{op}_bwd" in text
+
+
+@pytest.mark.parametrize("m", [1, 100, 1 << 20])
+def test_norm_sums_of_bounded_size(m):
+    """The parts of dw and db do not grow with the rows."""
+    for n in (64, 256, 1000, 1024, 4096, 16384, 262144):
+        tile = tiles.backward(m, n, 1, 2, (2, 2), (4,), 1, True, False)
+        assert tile.parts <= 8 * 132
+        assert tile.parts * n <= max(132 * 4096 * 2, 132 * n)
+
+
+def test_norm_saves_no_more_than_its_arguments():
+    """For the backward, beside the arguments and the sum that is returned: two numbers per row."""
+    a = inputs("layer_norm", (6, 512), "bfloat16", "residual gate")
+
+    def saved(*arrays):
+        f = lambda *v: run("layer_norm", dict(zip(a, v, strict=True)), None)
+        return jax.vjp(f, *arrays)[1]
+
+    held = jax.tree.leaves(output_types(saved, *a.values()))
+    full = [v for v in held if v.size == 6 * 512]
+    assert len(full) == 2  # the sum and the gate
+    assert sum(v.size for v in held if v.size < 6 * 512) <= 2 * 512 + 2 * 6
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("n", [1000, 4096, 8192, 16384])
-def test_rms_norm_same_bits(n):
-    x, weight = inputs((2000, n), "bfloat16")
-    run = jax.jit(lambda x, w, d: jax.vjp(jaxkern.rms_norm, x, w)[1](d))
-    first = run(x, weight, x)
+@pytest.mark.parametrize("n", [256, 1000, 1024, 4096, 8192, 16384, 65536, 262144])
+@EACH
+def test_norm_same_bits(op, n):
+    arrays = inputs(op, (400, n), "bfloat16", "gate")
+    step = jax.jit(lambda a: jax.vjp(lambda a: run(op, a, "mosaic")[0], a)[1](a["x"]))
+    first = step(arrays)
     for _ in range(20):
-        for a, b in zip(first, run(x, weight, x), strict=True):
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(step(arrays)), strict=True):
             np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.compiled
-def test_rms_norm_beyond_int32():
+def test_norm_beyond_int32():
     """More than 2³¹ elements: the last rows are right."""
     m, n = (1 << 19) + 3, 4096 + 256
     x = jax.random.normal(jax.random.key(0), (m, n), jnp.bfloat16)
     weight = jnp.ones(n)
-    run = jax.jit(lambda x: jax.vjp(lambda x: jaxkern.rms_norm(x, weight), x))
-    out, vjp = run(x)
+    out, vjp = jax.jit(lambda x: jax.vjp(lambda x: jaxkern.layer_norm(x, weight), x))(x)
     dout = jnp.cos(x)
     dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, dout)
+    plain = functools.partial(jaxkern.layer_norm, weight=weight, implementation="xla")
     for rows in (slice(0, 5), slice(m // 2, m // 2 + 5), slice(m - 5, m)):
-        want, want_vjp = jax.vjp(lambda x: norm.rms_norm_reference(x, weight), x[rows])
+        want, want_vjp = jax.vjp(plain, x[rows])
         check.assert_close(out[rows], want, 2.0**-9)
         check.assert_close(dx[rows], want_vjp(dout[rows])[0], 2.0**-9)
+
+
+def test_strips_cover_every_element_once():
+    """Over warpgroups and blocks, windows cover a row, and their masks count every element once."""
+    for n in (128, 287, 1128, 8192, 11008, 20000, 100000, 200003, 262144):
+        for few in (False, True):
+            strip = tiles.strip(n, 2, 8 if few else 32, 8, 8 if few else 4, False)
+            w, seen = strip.windows, np.zeros(max(n, LANES), int)
+            for i in range(strip.pieces * strip.warpgroups * strip.blocks):
+                start = int(w.start(min(i, 10**6)))
+                column = np.arange(start, start + w.size)
+                seen[column[column >= i * w.size]] += 1
+            np.testing.assert_array_equal(seen, 1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "weight", "waves", "ahead"),
+    [
+        (2, "shared", (), False),
+        (3, "registers", (2, 1), False),
+        (0, "again", (1, 1, 1), False),
+        (3, "registers", (), True),
+    ],
+)
+def test_forward_in_parts(stages, weight, waves, ahead):
+    """What clusters do, one block of two warpgroups at a time: part by part through the rows."""
+    arrays = inputs("layer_norm", (5, 1024), "float32", "residual gate")
+    rows = tiles.strip(1024, 4, 4, 2, 2, True)
+    assert (rows.warpgroups, rows.pieces) == (2, 2)
+    dtype = "float32"
+    options = Options("layer_norm", True, 1e-5, 0.0, None, True, 1024, dtype, dtype, "interpret")
+    with plgpu.force_gpu_interpret_mode():
+        tile = tiles.Forward(rows, 2, stages, weight, waves, ahead)
+        got = launch_fwd_tile(options, tile, arrays)[:2]
+    want = jaxkern.layer_norm(**arrays, implementation="xla")
+    for a, b in zip(got, want, strict=True):
+        check.assert_close(a, b, 1e-6)
 
 
 RMS_NORM = check.Op(
@@ -278,8 +632,10 @@ RMS_NORM = check.Op(
     call=lambda x, w, implementation: jaxkern.rms_norm(
         x, w, eps=1e-3, weight_offset=0.5, implementation=implementation
     ),
-    reference=lambda x, w: norm.rms_norm_reference(x, w, eps=1e-3, weight_offset=0.5),
-    arrays=lambda key: inputs((8, 2, 256), "float32", seed=3),
+    reference=lambda x, w: jaxkern.rms_norm(
+        x, w, eps=1e-3, weight_offset=0.5, implementation="xla"
+    ),
+    arrays=lambda key: tuple(inputs("rms_norm", (8, 2, 256), "float32", seed=3).values()),
     kernels=("rms_norm_fwd", "rms_norm_bwd"),
     rows=(P("data"), P(), P("data")),
     features=(P(None, None, "data"), P("data"), P(None, None, "data")),
@@ -290,4 +646,40 @@ RMS_NORM = check.Op(
 
 @check.matrix(RMS_NORM)
 def test_rms_norm_transformations(cell, record_property):
+    check.check_cell(cell, record_property)
+
+
+def layer_norm_of(x, weight, bias, residual, gate, implementation="xla"):
+    """Everything at once, as one array."""
+    out, h = jaxkern.layer_norm(
+        x,
+        weight,
+        bias,
+        eps=1e-3,
+        residual=residual,
+        gate=gate,
+        activation="silu",
+        group_size=128,
+        implementation=implementation,
+    )
+    return out + h
+
+
+LAYER_NORM = check.Op(
+    name="layer_norm",
+    call=layer_norm_of,
+    reference=layer_norm_of,
+    arrays=lambda key: tuple(
+        inputs("layer_norm", (8, 2, 256), "float32", "residual gate", seed=3).values()
+    ),
+    kernels=("layer_norm_fwd", "layer_norm_bwd"),
+    rows=(P("data"), P(), P(), P("data"), P("data"), P("data")),
+    features=tuple(P(None, None, "data") if full else P("data") for full in (1, 0, 0, 1, 1, 1)),
+    all_reduces=1,
+    vmaps=[(0, None, None, 0, None), (None, 0, None, None, 0), (1, 0, 0, 1, 1)],
+)
+
+
+@check.matrix(LAYER_NORM)
+def test_layer_norm_transformations(cell, record_property):
     check.check_cell(cell, record_property)

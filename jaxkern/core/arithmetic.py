@@ -67,10 +67,13 @@ def softplus_slope(dt: jax.Array, exact: bool) -> jax.Array:
     return jnp.where(dt < limit, dt * series, 1 - jnp.exp2(-LOG2E * dt))
 
 
-def sigmoid(v: jax.Array, exact: bool, interpret: bool) -> jax.Array:
-    """1 / (1 + exp(−v)), to fp32 accuracy relative to the result, or with fast division."""
+def sigmoid(v: jax.Array, exact: bool, interpret: bool, layout: Any = None) -> jax.Array:
+    """1 / (1 + exp(−v)), to fp32 accuracy relative to the result, or with fast division.
+
+    `layout` is that of `v`, as for :func:`jaxkern.core.mosaic.fast_reciprocal`.
+    """
     if not exact:
-        return fast_reciprocal(1 + jnp.exp2(-LOG2E * v), interpret=interpret)
+        return fast_reciprocal(1 + jnp.exp2(-LOG2E * v), layout=layout, interpret=interpret)
     e = _exp_of_minus(jnp.abs(v))
     inverse = _reciprocal(1 + e)
     return jnp.where(v < 0, e * inverse, inverse)

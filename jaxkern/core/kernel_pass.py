@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -271,8 +270,16 @@ def vary_over(x: Any, axes: frozenset[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class TypeOf:
+    """The type of an array, saved for :func:`match_primal` where the array itself is not needed."""
+
+    aval: Any
+
+
 def match_primal(grad: Any, primal: Any) -> Any:
-    """`grad` with the type that `primal`, an array or its type, has on a mesh.
+    """`grad` with the type that `primal`, an array or its :class:`TypeOf`, has on a mesh.
 
     Inside ``shard_map(check_vma=True)`` it is summed over the axes on which `primal` is one for all
     devices. With ``check_vma=False`` JAX knows of no such axes, and a gradient stays each device's.
@@ -286,18 +293,18 @@ def match_primal(grad: Any, primal: Any) -> Any:
 
 def match_sharding(x: Any, like: Any) -> Any:
     """`x` split over the Explicit mesh axes as `like` is, where a pass had to gather a factor."""
-    sharding = _type(like).sharding
+    sharding = _type_of(like).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types or jax.typeof(x).sharding == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
+def _type_of(x: Any) -> Any:
+    return x.aval if isinstance(x, TypeOf) else jax.typeof(x)
+
+
 def _varying(x: Any) -> frozenset[str]:
-    return frozenset(_type(x).manual_axis_type.varying)
-
-
-def _type(x: Any) -> Any:
-    return x if isinstance(x, ShapedArray) else jax.typeof(x)
+    return frozenset(_type_of(x).manual_axis_type.varying)
 
 
 def _names(entry: Any) -> tuple[str, ...]:

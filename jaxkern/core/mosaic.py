@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
 LANES = 128
@@ -83,31 +82,8 @@ class Windows:
             return min(i * self.size, self.n - self.size)
         return jnp.minimum(i * self.size, self.n - self.size)
 
-    def load(self, row_ref: Any, i: Any) -> jax.Array:
-        """Window `i` of a row in global memory: (size,)."""
-        window = row_ref.at[pl.ds(self.start(i), self.size)]
-        return plgpu.load(window, layout=self.layout, optimized=False)
-
-    def store(self, row_ref: Any, i: Any, value: jax.Array) -> None:
-        row_ref[pl.ds(self.start(i), self.size)] = value.astype(row_ref.dtype)
-
     def full(self, value: float) -> jax.Array:
         return plgpu.layout_cast(jnp.full((self.size,), value, jnp.float32), self.layout)
-
-    def once(self, i: Any, value: jax.Array) -> jax.Array:
-        """`value` with zeros where window `i` repeats elements of the one before."""
-        if self.n % self.size == 0 or (isinstance(i, int) and i + 1 < self.count):
-            return value
-        column = plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout)
-        return jnp.where(column + self.start(i) >= i * self.size, value, self.full(0.0))
-
-
-def lane_vector(size: int, itemsize: int) -> int:
-    """Elements per load when the lanes share `size` elements evenly: up to 16 bytes."""
-    vec = _MAX_VECTOR_BYTES // itemsize
-    while size % (LANES * vec):
-        vec //= 2
-    return vec
 
 
 @functools.cache
@@ -251,7 +227,7 @@ def store_lanes(
             )
             llvm.store(packed, address, alignment=vec * ref.dtype.itemsize)
 
-    store(ref, *values)  # pyright: ignore[reportCallIssue]
+    store(ref, *map(_laid_out, values))  # pyright: ignore[reportCallIssue]
 
 
 def sync_warp(*, interpret: bool) -> None:
@@ -325,7 +301,214 @@ def sum_lanes(
             held = [arith.addf(a, mgpu_utils.shfl_bfly(b, distance)) for a, b in pairs]
         return tuple(_fragmented(value) for value in held)
 
-    return list(shuffled(*values))
+    return list(shuffled(*map(_laid_out, values)))
+
+
+def sum_in_lanes(values: Sequence[jax.Array], vec: int, *, interpret: bool) -> jax.Array:
+    """(LANES,): the sum of what each lane holds of `values`, fp32, in ``WG_STRIDED`` by `vec`.
+
+    Elements are added one after the other, in two strands, as products among them then are fused
+    with their additions.
+    """
+    if interpret:
+        return sum((v.reshape(-1, LANES, vec).sum((0, 2)) for v in values), jnp.zeros(LANES))
+    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
+
+    @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=_row(1))
+    def add(ctx: Any, *arrays: Any) -> Any:
+        del ctx
+        fused = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
+        held = [_element(r, k) for a in arrays for r in a.registers.flat for k in range(vec)]
+        strands = [functools.reduce(fused, held[i::2]) for i in range(min(2, len(held)))]
+        return _fragmented(functools.reduce(arith.addf, strands))
+
+    return add(*values)  # pyright: ignore[reportCallIssue]
+
+
+def squares_in_lanes(
+    values: Sequence[jax.Array], center: jax.Array, vec: int, *, interpret: bool
+) -> jax.Array:
+    """(LANES,): the sum of squares of what differs from the lane's `center` (LANES,).
+
+    Of `values` as for :func:`sum_in_lanes`.
+    """
+    if interpret:
+        held = jnp.concatenate([v.reshape(-1, LANES, vec) for v in values])
+        return ((held - center[:, None]) ** 2).sum((0, 2))
+    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
+
+    @plgpu.inline_mgpu(arg_types=(_ROW, *layouts), return_type=_row(1))
+    def add(ctx: Any, center: Any, *arrays: Any) -> Any:
+        del ctx
+        fused = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
+        times = functools.partial(arith.mulf, fastmath=arith.FastMathFlags.contract)
+        middle = _element(center.registers.item(), 0)
+        held = [_element(r, k) for a in arrays for r in a.registers.flat for k in range(vec)]
+        apart = [arith.subf(v, middle) for v in held]
+        squares = [times(d, d) for d in apart]
+        strands = [functools.reduce(fused, squares[i::2]) for i in range(min(2, len(squares)))]
+        return _fragmented(functools.reduce(arith.addf, strands))
+
+    return add(center, *values)  # pyright: ignore[reportCallIssue]
+
+
+def alternate_lanes(even: jax.Array, odd: jax.Array, *, interpret: bool) -> jax.Array:
+    """`even` in lanes of even number, `odd` in the others; all (LANES,), fp32."""
+    if interpret:
+        return jnp.where(jnp.arange(LANES) % 2 == 0, even, odd)
+
+    @plgpu.inline_mgpu(arg_types=(_ROW, _ROW), return_type=_row(1))
+    def choose(ctx: Any, even: Any, odd: Any) -> Any:
+        del ctx
+        i1 = ir.IntegerType.get_signless(1)
+        is_odd = arith.trunci(i1, mgpu_utils.thread_idx())
+        of_odd, of_even = (_element(a.registers.item(), 0) for a in (odd, even))
+        return _fragmented(arith.select(is_odd, of_odd, of_even))
+
+    return choose(even, odd)  # pyright: ignore[reportCallIssue]
+
+
+def uniform(value: jax.Array, *, interpret: bool) -> jax.Array:
+    """The scalar that all lanes hold in `value` (LANES,), fp32."""
+    if interpret:
+        return value[0]
+    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.float32), layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=(_ROW,), return_type=scalar)
+    def splat(ctx: Any, value: Any) -> Any:
+        del ctx
+        return mgpu.FragmentedArray.splat(_element(value.registers.item(), 0), shape=())
+
+    return splat(value)  # pyright: ignore[reportCallIssue]
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Writes an array of any layout, however few bytes a lane has; JAX 0.12 wants to be told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def sync_block() -> None:
+    """All warpgroups of a block wait for each other. Not for Pallas's interpreter."""
+    _ptx("bar.sync 0;")
+
+
+def sync_warpgroup(*, interpret: bool) -> None:
+    """Lanes of a warpgroup wait for each other."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(ctx: Any) -> None:
+        del ctx
+        mgpu_utils.warpgroup_barrier()
+
+    barrier()  # pyright: ignore[reportCallIssue]
+
+
+def start_arrivals(refs: Sequence[Any]) -> None:
+    """Makes `refs`, each (2,) int32 in shared memory, count bytes that blocks of a cluster send.
+
+    At the start of a kernel; then in every round :func:`expect_arrivals`, :func:`send_in_cluster`
+    of all that is expected, and :func:`wait_for_arrivals`. That neither fences nor waits for other
+    writes, as a barrier of the cluster would. None is for Pallas's interpreter.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def start(ctx: Any, *refs: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        for ref in refs:
+            nvvm.mbarrier_init(
+                mgpu_utils.memref_ptr(ref), arith.constant(i32, 1), predicate=_first_thread()
+            )
+
+    start(*refs)  # pyright: ignore[reportCallIssue]
+    _ptx("fence.mbarrier_init.release.cluster;")
+    _ptx("barrier.cluster.arrive.aligned;")
+    _ptx("barrier.cluster.wait.aligned;")
+
+
+def expect_arrivals(ref: Any, nbytes: int) -> None:
+    """Says how many bytes this block gets in this round."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def expect(ctx: Any, ref: Any) -> None:
+        del ctx
+        mgpu_utils.inline_ptx(
+            f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};",
+            _shared_address(mgpu_utils.memref_ptr(ref)),
+            predicate=_first_thread(),
+            has_side_effects=True,
+        )
+
+    expect(ref)  # pyright: ignore[reportCallIssue]
+
+
+def send_in_cluster(
+    ref: Any, arrivals: Any, offsets: LaneOffsets, value: jax.Array, *, parts: int, blocks: int
+) -> None:
+    """Writes `value` (LANES,), fp32, to the shared memory of all `blocks` of a cluster.
+
+    Lane l of each warp writes 4 bytes to block ⌊l / parts⌋ while there is one, at its offset in
+    that block's `ref`, and they count in that block's `arrivals`.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _ROW))
+    def send(ctx: Any, target: Any, arrivals: Any, value: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        lane = arith.andi(mgpu_utils.thread_idx(), arith.constant(i32, 31))
+        block = arith.divui(lane, arith.constant(i32, parts))
+        there = [
+            _shared_address(nvvm.mapa(llvm.PointerType.get(7), pointer, block))
+            for pointer in (_pointer(target, offsets), mgpu_utils.memref_ptr(arrivals))
+        ]
+        mgpu_utils.inline_ptx(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [$0], $2, [$1];",
+            *there,
+            _element(value.registers.item(), 0),
+            predicate=arith.cmpi(
+                arith.CmpIPredicate.ult, lane, arith.constant(i32, parts * blocks)
+            ),
+            has_side_effects=True,
+        )
+
+    send(ref, arrivals, value)  # pyright: ignore[reportCallIssue]
+
+
+def wait_for_arrivals(ref: Any, parity: jax.Array) -> None:
+    """Until all bytes of a round are there; `parity` is 0 in the first round, 1, 0, 1 ..."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    def wait(ctx: Any, ref: Any, parity: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        nvvm.mbarrier_try_wait_parity(
+            mgpu_utils.memref_ptr(ref), parity.registers.item(), arith.constant(i32, 10_000_000)
+        )
+
+    wait(ref, parity)  # pyright: ignore[reportCallIssue]
+
+
+def _first_thread() -> Any:
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), arith.constant(i32, 0))
+
+
+def _shared_address(pointer: Any) -> Any:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), pointer)
+
+
+def _ptx(instruction: str) -> None:
+    @plgpu.inline_mgpu()
+    def run(ctx: Any) -> None:
+        del ctx
+        mgpu_utils.inline_ptx(instruction, has_side_effects=True)
+
+    run()  # pyright: ignore[reportCallIssue]
 
 
 def join_lanes(parts: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
@@ -340,7 +523,7 @@ def join_lanes(parts: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
         del ctx
         return _fragmented(*(_element(p.registers.item(), 0) for p in parts), signed=signed)
 
-    return join(*parts)  # pyright: ignore[reportCallIssue]
+    return join(*map(_laid_out, parts))  # pyright: ignore[reportCallIssue]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,7 +614,9 @@ def with_chosen(
     body(chosen, list(words[2 * width :]))
 
 
-def load_units(ref: Any, units: jax.Array, vec: int, *, interpret: bool) -> jax.Array:
+def load_units(
+    ref: Any, units: jax.Array, vec: int, count: int | None = None, *, interpret: bool
+) -> jax.Array:
     """What each lane reads of an array in global memory: its unit, `vec` neighbouring elements.
 
     Args:
@@ -439,14 +624,18 @@ def load_units(ref: Any, units: jax.Array, vec: int, *, interpret: bool) -> jax.
         :class:`ChosenRef`.
       units: (LANES,), uint32; unit u begins at element u · vec.
       vec: a power of two; more than 16 bytes are several accesses.
+      count: elements of a unit that are there, by default all; the others are zeros, and those that
+        are there take an access each.
       interpret: whether this runs in Pallas's interpreter.
 
     Returns:
       (LANES · vec,), fp32.
     """
+    count = vec if count is None else count
     if interpret:
-        return ref[...].reshape(-1, vec)[units].reshape(-1).astype(jnp.float32)
-    step = min(vec, _MAX_VECTOR_BYTES // ref.dtype.itemsize)
+        elements = ref[...].astype(jnp.float32)[_elements(units, vec)[:, :count]]
+        return jnp.pad(elements, ((0, 0), (0, vec - count))).reshape(-1)
+    step = _vector(ref, vec, count)
     where, types = _place(ref)
 
     @plgpu.inline_mgpu(arg_types=(types, _ROW), return_type=_row(vec))
@@ -454,14 +643,15 @@ def load_units(ref: Any, units: jax.Array, vec: int, *, interpret: bool) -> jax.
         del ctx
         pointer, dtype = _unit_pointer(where, ref.dtype, units, vec)
         values = []
-        for start in range(0, vec, step):
+        for start in range(0, count, step):
             address = mgpu_utils.getelementptr(pointer, [start], dtype)
             shape = ir.VectorType.get((step,), dtype)
             loaded = llvm.load(shape, address, alignment=step * ref.dtype.itemsize)
             values += [_from_memory(_element(loaded, i), ref.dtype) for i in range(step)]
+        values += [arith.constant(ir.F32Type.get(), 0.0)] * (vec - count)
         return _fragmented(*values)
 
-    return load(where, units)  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
+    return load(where, _laid_out(units))  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's
 
 
 def store_units(
@@ -469,6 +659,7 @@ def store_units(
     units: jax.Array,
     values: jax.Array,
     vec: int,
+    count: int | None = None,
     *,
     below: jax.Array | None = None,
     interpret: bool,
@@ -479,15 +670,17 @@ def store_units(
 
     With `below`, (LANES,) and uint32, a lane whose unit is not below its number writes nothing.
     """
+    count = vec if count is None else count
     if interpret:
-        table = ref[...].reshape(-1, vec)
-        where = units if below is None else jnp.where(units < below, units, table.shape[0])
-        values = values.reshape(-1, vec).astype(ref.dtype)
-        ref[...] = table.at[where].set(values, mode="drop").reshape(-1)
+        elements = _elements(units, vec)[:, :count]
+        if below is not None:
+            elements = jnp.where((units < below)[:, None], elements, ref.shape[0])
+        values = values.reshape(-1, vec)[:, :count].astype(ref.dtype)
+        ref[...] = ref[...].at[elements].set(values, mode="drop")
         return
-    step = min(vec, _MAX_VECTOR_BYTES // ref.dtype.itemsize)
+    step = _vector(ref, vec, count)
     where, types = _place(ref)
-    limit = () if below is None else (below,)
+    limit = () if below is None else (_laid_out(below),)
 
     @plgpu.inline_mgpu(arg_types=(types, _ROW, _row(vec).layout, (_ROW,) * len(limit)))
     def store(ctx: Any, where: Any, units: Any, values: Any, limit: Any) -> None:
@@ -495,9 +688,9 @@ def store_units(
 
         def write() -> None:
             pointer, dtype = _unit_pointer(where, ref.dtype, units, vec)
-            parts = [_element(values.registers.item(), i) for i in range(vec)]
+            parts = [_element(values.registers.item(), i) for i in range(count)]
             narrow = [_to_memory(part, ref.dtype) for part in parts]
-            for start in range(0, vec, step):
+            for start in range(0, count, step):
                 address = mgpu_utils.getelementptr(pointer, [start], dtype)
                 packed = vector.from_elements(
                     ir.VectorType.get((step,), dtype), narrow[start : start + step]
@@ -513,7 +706,7 @@ def store_units(
             write()
             scf.yield_([])
 
-    store(where, units, values, limit)  # pyright: ignore[reportCallIssue]
+    store(where, _laid_out(units), _laid_out(values), limit)  # pyright: ignore[reportCallIssue]
 
 
 def largest_of_warp(x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -536,31 +729,36 @@ def largest_of_warp(x: jax.Array, *, interpret: bool) -> jax.Array:
             largest = arith.maximumf(largest, mgpu_utils.shfl_bfly(largest, distance))
         return _fragmented(largest)
 
-    return reduce(x)  # pyright: ignore[reportCallIssue]
+    return reduce(_laid_out(x))  # pyright: ignore[reportCallIssue]
+
+
+def _elements(units: jax.Array, vec: int) -> jax.Array:
+    """(LANES, vec): the indices of the units' elements."""
+    return units[:, None] * vec + jnp.arange(vec, dtype=units.dtype)
+
+
+def _vector(ref: Any, vec: int, count: int) -> int:
+    """Elements of an access to `count` elements of a unit."""
+    return min(vec, _MAX_VECTOR_BYTES // ref.dtype.itemsize) if count == vec else 1
 
 
 def load_shared(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
-    """The words of an array in global memory, uint32, each as (LANES,), and zeros up to `count`.
-
-    A zero made by arithmetic would be a constant, whose layout no ``inline_mgpu`` takes.
-    """
+    """The words of an array in global memory, uint32, each as (LANES,), and zeros up to `count`."""
     size = ref.shape[0]
+    zeros = [jnp.zeros((LANES,), jnp.uint32)] * (count - size)
     if interpret:
-        words = jnp.pad(ref[...], (0, count - size))
-        return [jnp.broadcast_to(words[i], (LANES,)) for i in range(count)]
+        return [*(jnp.broadcast_to(ref[i], (LANES,)) for i in range(size)), *zeros]
     row = _row(1, np.uint32)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * count)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * size)
     def load(ctx: Any, source: Any) -> Any:
         del ctx
         dtype = ir.MemRefType(source.type).element_type
         pointer = mgpu_utils.memref_ptr(source)
         addresses = [mgpu_utils.getelementptr(pointer, [i], dtype) for i in range(size)]
-        words = [llvm.load(dtype, a) for a in addresses]
-        words += [arith.constant(dtype, 0)] * (count - size)
-        return tuple(_fragmented(word, signed=False) for word in words)
+        return tuple(_fragmented(llvm.load(dtype, a), signed=False) for a in addresses)
 
-    return list(load(ref))  # pyright: ignore[reportCallIssue]
+    return [*load(ref), *zeros]  # pyright: ignore[reportCallIssue]
 
 
 def multiply_wide(a: jax.Array, b: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -579,7 +777,7 @@ def multiply_wide(a: jax.Array, b: int, *, interpret: bool) -> tuple[jax.Array, 
         lower = arith.trunci(i32, product)
         return _fragmented(upper, signed=False), _fragmented(lower, signed=False)
 
-    return multiply(a)  # pyright: ignore[reportCallIssue]
+    return multiply(_laid_out(a))  # pyright: ignore[reportCallIssue]
 
 
 def _place(ref: Any) -> tuple[Any, Any]:
@@ -604,36 +802,126 @@ def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> tuple[Any, An
     return mgpu_utils.getelementptr(pointer, [offset], element), element
 
 
-def fast_reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """1 / x of (LANES · n,), fp32, to 1 unit in the last place, in one instruction an element.
+def fast_reciprocal(x: jax.Array, *, layout: Any = None, interpret: bool) -> jax.Array:
+    """1 / x, fp32, to 1 unit in the last place, in one instruction an element.
 
-    The division that ``approx_math`` makes of 1 / x takes five, as it cares for denormals; of an x
-    above 2¹²⁶ this is 0.
+    `layout` is that of `x`, by default that of (LANES · n,) with n neighbours a lane. The division
+    that ``approx_math`` makes of 1 / x takes five, as it cares for denormals; of an x above 2¹²⁶
+    this is 0.
     """
-    return 1 / x if interpret else _one_instruction("rcp.approx.ftz.f32", x)
+    if interpret:
+        return 1 / x
+    layout = _row(x.size // LANES).layout if layout is None else layout
+    return _one_instruction("rcp.approx.ftz.f32", x, layout)
 
 
 def fast_exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
     """2^x of (LANES · n,), fp32, in one instruction an element; 0 where it is denormal."""
-    return jnp.exp2(x) if interpret else _one_instruction("ex2.approx.ftz.f32", x)
+    if interpret:
+        return jnp.exp2(x)
+    return _one_instruction("ex2.approx.ftz.f32", x, _row(x.size // LANES).layout)
 
 
 def fast_log2(x: jax.Array, *, interpret: bool) -> jax.Array:
     """log2(x) of (LANES · n,), fp32, in one instruction an element; −inf of a denormal."""
-    return jnp.log2(x) if interpret else _one_instruction("lg2.approx.ftz.f32", x)
+    if interpret:
+        return jnp.log2(x)
+    return _one_instruction("lg2.approx.ftz.f32", x, _row(x.size // LANES).layout)
 
 
-def _one_instruction(name: str, x: jax.Array) -> jax.Array:
-    row = _row(x.size // LANES)
+def _one_instruction(name: str, x: jax.Array, layout: Any) -> jax.Array:
+    result = plgpu.ShapeDtypeStruct(x.shape, np.dtype(np.float32), layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(row.layout,), return_type=row)
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
     def run(ctx: Any, value: Any) -> Any:
         del ctx
         f32 = ir.F32Type.get()
-        parts = [_element(value.registers.item(), k) for k in range(x.size // LANES)]
-        return _fragmented(*(llvm.inline_asm(f32, [p], f"{name} $0, $1;", "=f,f") for p in parts))
+        results = np.empty_like(value.registers)
+        for index, register in np.ndenumerate(value.registers):
+            count = ir.VectorType(register.type).shape[0]
+            parts = [
+                llvm.inline_asm(f32, [_element(register, k)], f"{name} $0, $1;", "=f,f")
+                for k in range(count)
+            ]
+            results[index] = vector.from_elements(register.type, parts)
+        return mgpu.FragmentedArray(_registers=results, _layout=value.layout, _is_signed=None)
 
-    return run(x)  # pyright: ignore[reportCallIssue]
+    return run(plgpu.layout_cast(x, layout))  # pyright: ignore[reportCallIssue]
+
+
+def widened(values: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """`values`, bf16 in `layout`, as fp32: an instruction an element, not one and a half."""
+    if interpret:
+        return values.astype(jnp.float32)
+    result = plgpu.ShapeDtypeStruct(values.shape, np.dtype(np.float32), layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def widen(ctx: Any, values: Any) -> Any:
+        del ctx
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        wide = np.empty_like(values.registers)
+        for index, register in np.ndenumerate(values.registers):
+            count = ir.VectorType(register.type).shape[0]
+            if count % 2:
+                parts = [_widened(_element(register, k)) for k in range(count)]
+            else:
+                pairs = vector.bitcast(ir.VectorType.get((count // 2,), i32), register)
+                parts = []
+                for pair in (_element(pairs, k) for k in range(count // 2)):
+                    low = arith.shli(pair, arith.constant(i32, 16))
+                    high = arith.andi(pair, arith.constant(i32, -(1 << 16)))
+                    parts += [arith.bitcast(f32, low), arith.bitcast(f32, high)]
+            wide[index] = vector.from_elements(ir.VectorType.get((count,), f32), parts)
+        return mgpu.FragmentedArray(_registers=wide, _layout=values.layout, _is_signed=None)
+
+    return widen(values)  # pyright: ignore[reportCallIssue]
+
+
+def computed_here(values: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """`values`, fp32 in `layout`, computed before the barriers that follow.
+
+    The compiler would put off what is first used after them, and keep what it is computed from.
+    """
+    if interpret:
+        return values
+    result = plgpu.ShapeDtypeStruct(values.shape, np.dtype(np.float32), layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def pin(ctx: Any, values: Any) -> Any:
+        del ctx
+        f32 = ir.F32Type.get()
+        pinned = np.empty_like(values.registers)
+        for index, register in np.ndenumerate(values.registers):
+            count = ir.VectorType(register.type).shape[0]
+            parts = [
+                mgpu_utils.inline_ptx(
+                    "mov.b32 $0, $1;",
+                    _element(register, k),
+                    result_types=f32,
+                    has_side_effects=True,
+                )
+                for k in range(count)
+            ]
+            pinned[index] = vector.from_elements(register.type, parts)
+        return mgpu.FragmentedArray(_registers=pinned, _layout=values.layout, _is_signed=None)
+
+    return pin(values)  # pyright: ignore[reportCallIssue]
+
+
+def unknown_zero(*, interpret: bool) -> jax.Array:
+    """0, which the compiler does not know: what is read at an index plus it is read again."""
+    if interpret:
+        return jnp.zeros((), jnp.int32)
+    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(return_type=scalar)
+    def zero(ctx: Any) -> Any:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        value = mgpu_utils.inline_ptx("mov.b32 $0, 0;", result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
+
+    return zero()  # pyright: ignore[reportCallIssue]
 
 
 def once_read(values: Any) -> Any:
@@ -691,6 +979,14 @@ def _row(count: int, dtype: Any = np.float32) -> Any:
     size = LANES * count
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=count)
     return plgpu.ShapeDtypeStruct((size,), np.dtype(dtype), layout=layout)
+
+
+def _laid_out(row: jax.Array) -> jax.Array:
+    """`row` with its layout: an ``inline_mgpu`` takes no constant, which has another.
+
+    A size of one is enough for the compiler to find out that an index is a constant.
+    """
+    return plgpu.layout_cast(row, _row(row.size // LANES).layout)
 
 
 def _fragmented(*scalars: Any, signed: bool | None = None) -> Any:

@@ -21,8 +21,9 @@ implementation.
 Saved for the backward: the key's words, and x where there is an activation.
 
 Bytes per element, in units of its size: 2 forward and backward (3 with a residual forward, 3 with
-an activation backward). Operations: 40 of integers for 8 elements, and about 5 an element around
-them; on an H200 memory leaves time for 28.
+an activation backward). Operations: 60 of integers for the 8 elements of a lane, or the 4 of fp32,
+which leave half of their bits unused, and about 6 an element around them; on an H200 memory leaves
+time for 28, or for 57 of fp32.
 
 Sources: Srivastava et al., Dropout, JMLR 15, 2014; Salmon, Moraes, Dror and Shaw, Parallel Random
 Numbers: As Easy as 1, 2, 3, SC 2011 (Philox).
@@ -41,7 +42,7 @@ from jax.core import Tracer
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding
 from jaxkern.core.mosaic import join_lanes, multiply_wide
 from jaxkern.ops.activations import (
     CURVES,
@@ -53,7 +54,7 @@ from jaxkern.ops.activations import (
     unsupported,
     wide,
 )
-from jaxkern.ops.elementwise import Lanes, launch
+from jaxkern.ops.elementwise import Lanes, launch, unit
 
 Activation = Literal["relu", "relu_squared", "silu", "gelu"]
 _CURVE_OF = {"relu": "relu", "relu_squared": "relu_squared", "silu": "silu", "gelu": "gelu_tanh"}
@@ -189,9 +190,14 @@ def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: _Options) -> j
 def _dropped_array(x: Any, residual: Any, seeds: _Seeds, options: _Options) -> jax.Array:
     options = dataclasses.replace(options, shape=x.shape)
     if options.mode == "xla":
-        plain = lambda *args: _reference_fwd(options, *args, *_positions(x.shape))[0]
-        return recomputing(plain)(x, residual, *seeds)
+        return _plain_dropout(options, x, residual, *seeds)
     return _dropout_jit(x, residual, seeds, options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _plain_dropout(options: _Options, *args: Any) -> jax.Array:
+    plain = lambda *args: _reference_fwd(options, *args, *_positions(options.shape))[0]
+    return recomputing(plain)(*args)
 
 
 def _positions(shape: tuple[int, ...]) -> list[jax.Array]:
@@ -251,7 +257,7 @@ def _dropout(x: Any, residual: Any, seeds: _Seeds, options: _Options) -> jax.Arr
 
 def _dropout_fwd(x, residual, seeds, options):
     (out,) = _forward_pass(options)(x, residual, *seeds, *_positions(options.shape))
-    types = _Types(x.dtype, *(None if a is None else jax.typeof(a) for a in (x, residual)))
+    types = _Types(x.dtype, *(None if a is None else TypeOf(jax.typeof(a)) for a in (x, residual)))
     return match_sharding(out, x), (x if options.curve else None, types, seeds)
 
 
@@ -311,16 +317,16 @@ def _launch_fwd(options: _Options, x: Any, residual: Any, *where: Any):
     if x.size == 0:
         return _reference_fwd(options, x, residual, *where)
     exact = x.dtype == jnp.float32
-    levels = _levels(options.shape, x.shape)
-
-    def body(lanes: Lanes, x: jax.Array, *residual: jax.Array):
-        if options.curve:
-            x = CURVES[options.curve](x, kernel_functions(exact, lanes.interpret))[0]
-        dropped = _drop_in_kernel(lanes, levels, x)
-        return (residual[0] + dropped if residual else dropped,)
-
     ins = [x] if residual is None else [x, residual]
     out = jax.ShapeDtypeStruct(x.shape, ins[-1].dtype)
+    levels = _levels(options.shape, *ins, out)
+
+    def body(lanes: Lanes, x: jax.Array, *residual: jax.Array):
+        x, scale = _drop_in_kernel(lanes, levels, x)
+        if options.curve:  # of 0 it is 0
+            x = CURVES[options.curve](x, kernel_functions(exact, lanes.interpret))[0]
+        return (residual[0] + x * scale if residual else x * scale,)
+
     return _launch(f"{options.op}_fwd", options, levels, body, ins, out, *where)
 
 
@@ -328,17 +334,17 @@ def _launch_bwd(options: _Options, dtype: Any, x: Any, dout: Any, *where: Any):
     if dout.size == 0:
         return _reference_bwd(options, dtype, x, dout, *where)
     exact = dtype == jnp.float32
-    levels = _levels(options.shape, dout.shape)
-
-    def body(lanes: Lanes, dout: jax.Array, *x: jax.Array):
-        dropped = _drop_in_kernel(lanes, levels, dout)
-        if options.curve:
-            of = kernel_functions(exact, lanes.interpret)
-            dropped = dropped * CURVES[options.curve](x[0], of)[1]
-        return (dropped,)
-
     ins = [dout] if x is None else [dout, x]
     dx = jax.ShapeDtypeStruct(dout.shape, dtype)
+    levels = _levels(options.shape, *ins, dx)
+
+    def body(lanes: Lanes, dout: jax.Array, *x: jax.Array):
+        dout, scale = _drop_in_kernel(lanes, levels, dout)
+        if options.curve:
+            of = kernel_functions(exact, lanes.interpret)
+            dout = CURVES[options.curve](x[0], of)[1](dout)
+        return (dout * scale,)
+
     return _launch(f"{options.op}_bwd", options, levels, body, ins, dx, *where)
 
 
@@ -374,7 +380,9 @@ class _Levels:
     whole: bool  # the part is all of the array
 
 
-def _levels(whole: tuple[int, ...], part: tuple[int, ...]) -> _Levels:
+def _levels(whole: tuple[int, ...], *arrays: Any) -> _Levels:
+    """Those of a part that `arrays` are."""
+    part, vec = arrays[0].shape, unit(*arrays)
     digits: list[tuple[int, int]] = []
     begins = []
     for size, full, stride in reversed([*zip(part, whole, _strides(whole), strict=True)]):
@@ -384,32 +392,39 @@ def _levels(whole: tuple[int, ...], part: tuple[int, ...]) -> _Levels:
             digits.append((size, stride))
         if size != full:
             begins.append(size * stride)
-    aligned = [digits[0][0], *(stride for _, stride in digits[1:]), *begins]
-    return _Levels(tuple(digits), math.gcd(_GROUP, *aligned), part == whole)
+    if begins:
+        vec = math.gcd(vec, digits[0][0], *(stride for _, stride in digits[1:]), *begins)
+    return _Levels(tuple(digits), vec, part == whole)
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
-def _drop_in_kernel(lanes: Lanes, levels: _Levels, v: jax.Array) -> jax.Array:
-    """m · v / (1 − p) of (LANES · vec,)."""
+def _drop_in_kernel(lanes: Lanes, levels: _Levels, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """m · v and 1 / (1 − p), (LANES · vec,)."""
     product = functools.partial(multiply_wide, interpret=lanes.interpret)
+    join = functools.partial(join_lanes, interpret=lanes.interpret)
     key, (threshold, scale, *_) = lanes.seeds[:2]
-    units, per_group = _units_in_whole(lanes, levels, product), _GROUP // lanes.vec
-    low, high = _shift_right(units, per_group.bit_length() - 1)
-    bits = _random_bits(low, high, key, product)
-    mine, which = bits[: lanes.vec], units[0] & jnp.uint32(per_group - 1)
-    for k in range(1, per_group):
-        others = bits[k * lanes.vec : (k + 1) * lanes.vec]
-        mine = [jnp.where(which == k, b, a) for a, b in zip(mine, others, strict=True)]
+    units = _units_in_whole(lanes, levels, product)
+    group = _shift_right(units, (_GROUP // lanes.vec).bit_length() - 1)
+    bits = _of_unit(_random_words(*group, key, product), units[0], lanes.vec)
+    keep = join(bits) >= join([threshold] * lanes.vec)
+    scales = join([lax.bitcast_convert_type(scale, jnp.float32)] * lanes.vec)
+    return jnp.where(keep, v, 0.0), scales
 
-    def of_elements(values: Sequence[jax.Array]) -> jax.Array:
-        return join_lanes(values, interpret=lanes.interpret)
 
-    scale = lax.bitcast_convert_type(scale, jnp.float32)
-    keep = of_elements(mine) >= of_elements([threshold] * lanes.vec)
-    return jnp.where(keep, v * of_elements([scale] * lanes.vec), 0.0)
+def _of_unit(words: list[Any], unit: Any, vec: int) -> list[Any]:
+    """The 16 bits of each of a unit's elements, of the words of the group that it lies in."""
+    half = 4
+    while half >= vec:
+        upper = unit & jnp.uint32(half // vec) != 0
+        if half == 1:
+            return [jnp.where(upper, words[0] >> 16, words[0] & jnp.uint32(0xFFFF))]
+        a, b = words[: half // 2], words[half // 2 :]
+        words = [jnp.where(upper, y, x) for x, y in zip(a, b, strict=True)]
+        half //= 2
+    return _halves(words)
 
 
 def _units_in_whole(lanes: Lanes, levels: _Levels, product: _Wide) -> _Pair:
@@ -465,11 +480,15 @@ def philox(counter: Sequence[Any], key: Sequence[Any], product: _Wide = wide_pro
     return [a, b, c, d]
 
 
-def _random_bits(
+def _random_words(
     low: Any, high: Any, key: Sequence[Any], product: _Wide = wide_product
 ) -> list[Any]:
-    """16 bits for each element of a group."""
-    words = philox((low, high, *key[2:]), key[:2], product)
+    """The random bits of group number (low, high), of two elements in each word."""
+    return philox((low, high, *key[2:]), key[:2], product)
+
+
+def _halves(words: Sequence[Any]) -> list[Any]:
+    """The 16 bits of each element."""
     return [half for w in words for half in (w & jnp.uint32(0xFFFF), w >> 16)]
 
 
@@ -505,7 +524,7 @@ def _random(options: _Options, key: Any, positions: Sequence[Any]) -> jax.Array:
         axes = [e for e in range(len(whole)) if e != d]
         index = _add(index, _multiply(jnp.expand_dims(place, axes), stride))
     group = _shift_right(index, _GROUP.bit_length() - 1)
-    bits = _random_bits(*group, [*key, *[jnp.uint32(0)] * (4 - key.size)])
+    bits = _halves(_random_words(*group, [*key, *[jnp.uint32(0)] * (4 - key.size)]))
     if grouped:
         return jnp.stack(bits, axis=-1).reshape(part)
     which = index[0] & (_GROUP - 1)
@@ -525,5 +544,5 @@ def _reference_bwd(options, dtype, x, dout, key, rate, *positions):
     f32 = wide(dout if x is None else x, dout)
     dropped = _drop(options, key, rate, positions, dout.astype(f32))
     if x is not None:
-        dropped = dropped * CURVES[options.curve](x.astype(f32), PLAIN)[1]
+        dropped = CURVES[options.curve](x.astype(f32), PLAIN)[1](dropped)
     return (dropped.astype(dtype),)

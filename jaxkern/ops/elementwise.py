@@ -1,8 +1,12 @@
 """The kernel behind every op that works element by element: registers between loads and stores.
 
-A block is one warpgroup. Each lane loads, from every input, a few *units* of neighbouring elements
-in accesses of up to 16 bytes, computes in fp32, and stores; nothing passes between lanes. Units
-past the end repeat the last one, so every size runs without a tail.
+A block is one warpgroup. Each lane loads, from every input, a *unit* of neighbouring elements in
+one access of up to 16 bytes, computes in fp32, and stores; nothing passes between lanes. One unit
+is enough to keep an H200's memory busy, and leaves registers for as many warps as an SM can hold;
+where units are small, a lane takes several.
+
+Units past the last whole one repeat it. Where the size is no multiple of a unit, a block of its own
+takes the elements that are left, one by one.
 """
 
 import dataclasses
@@ -14,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.mosaic import LANES, grid_axes, load_shared, load_units, store_units
@@ -21,8 +26,8 @@ from jaxkern.core.mosaic import LANES, grid_axes, load_shared, load_units, store
 _BLOCK = grid_axes("block")[0]
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
-UNITS = 2
-"""Units of each input on their way to a lane at a time."""
+_BYTES = 16
+"""What a lane has on its way at a time at least, and of one array at most."""
 
 MAX_UNITS = 2**32 - 2**16
 """Most units of an array: a lane counts them in 32 bits."""
@@ -33,7 +38,8 @@ class Lanes:
     """What a kernel's body knows of the elements it is given.
 
     Attributes:
-      units: (LANES,), uint32, which unit of the arrays each lane has.
+      units: (LANES,), uint32, which unit of the arrays each lane has; the last may have elements
+        past the end, which are zeros and are not stored.
       vec: elements of a unit.
       seeds: the 4 words of each of the launch's seeds, each word (LANES,).
       interpret: whether this runs in Pallas's interpreter.
@@ -79,9 +85,11 @@ def launch(
     if reason := too_large(vec, *arrays):
         raise NotImplementedError(f'{name}: {reason}. Use implementation="xla".')
     parts = tuple(a.size // size for a in arrays)
+    inputs = sum(a.size * a.dtype.itemsize for a in ins) // size  # bytes of an element of all
     plan = _Plan(
-        count=size // vec,
+        size=size,
         vec=vec,
+        each=max(1, _BYTES // (vec * inputs)),
         row=columns // vec,
         parts=parts,
         inputs=sum(parts[: len(ins)]),
@@ -91,7 +99,7 @@ def launch(
     results = plgpu.kernel(
         functools.partial(_kernel, plan, body),
         out_type=tuple(jax.ShapeDtypeStruct((o.size,), o.dtype) for o in outs),
-        grid=(-(-plan.count // (LANES * UNITS)),),
+        grid=(plan.blocks + (plan.rest > 0),),
         grid_names=(_BLOCK,),
         kernel_name=name,
         compiler_params=_COMPILER_PARAMS,
@@ -100,12 +108,11 @@ def launch(
 
 
 def unit(*arrays: Any, columns: int = 0) -> int:
-    """Elements of a unit of `arrays` and `columns`: as many as make 16 bytes, if they divide both.
+    """Elements of a unit of `arrays`: as many as make 16 bytes, if they divide `columns`.
 
     Args and meaning are those of :func:`launch`.
     """
-    size = min(a.size for a in arrays)
-    return math.gcd(16 // max(a.dtype.itemsize for a in arrays), size, columns)
+    return math.gcd(_BYTES // max(a.dtype.itemsize for a in arrays), columns)
 
 
 def too_large(vec: int, *arrays: Any) -> str | None:
@@ -118,21 +125,35 @@ def too_large(vec: int, *arrays: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    count: int  # units of an input
+    size: int  # elements of an input
     vec: int  # elements of a unit
+    each: int  # units of a lane
     row: int  # units of a row, where an array is two inputs
     parts: tuple[int, ...]  # inputs or outputs in each array
     inputs: int
     seeds: int
     interpret: bool
 
+    @property
+    def units(self) -> int:
+        return self.size // self.vec
+
+    @property
+    def rest(self) -> int:
+        """Elements after the last whole unit."""
+        return self.size % self.vec
+
+    @property
+    def blocks(self) -> int:
+        """Those of whole units."""
+        return -(-self.units // (LANES * self.each))
+
 
 def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> None:
     seeds = [load_shared(ref, 4, interpret=plan.interpret) for ref in refs[: plan.seeds]]
     refs = refs[plan.seeds :]
+    block = lax.axis_index(_BLOCK)
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
-    first = lax.axis_index(_BLOCK).astype(jnp.uint32) * jnp.uint32(LANES * UNITS)
 
     def places(units: jax.Array) -> list[tuple[Any, jax.Array]]:
         """Where `units` of every input and output are."""
@@ -145,15 +166,32 @@ def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> No
             found += [(ref, units + row_start + jnp.uint32(i * plan.row)) for i in range(parts)]
         return found
 
-    work = []
-    for k in range(UNITS):
-        units = lane + (first + jnp.uint32(k * LANES))
-        if plan.count % (LANES * UNITS):
-            units = jnp.minimum(units, jnp.uint32(plan.count - 1))
-        where = places(units)
-        load = functools.partial(load_units, vec=plan.vec, interpret=plan.interpret)
-        values = [load(ref, at) for ref, at in where[: plan.inputs]]
-        work.append((Lanes(units, plan.vec, seeds, plan.interpret), values, where[plan.inputs :]))
-    for lanes, values, where in work:
-        for (ref, at), value in zip(where, body(lanes, *values), strict=True):
-            store_units(ref, at, value, plan.vec, interpret=plan.interpret)
+    def compute(units_of_lane: Sequence[jax.Array], count: int) -> None:
+        """`body` on the first `count` elements of each of the units."""
+        options = {"vec": plan.vec, "count": count, "interpret": plan.interpret}
+        work = []
+        for units in units_of_lane:
+            where = places(units)
+            values = [load_units(ref, at, **options) for ref, at in where[: plan.inputs]]
+            lanes = Lanes(units, plan.vec, seeds, plan.interpret)
+            work.append((lanes, values, where[plan.inputs :]))
+        for lanes, values, where in work:
+            for (ref, at), value in zip(where, body(lanes, *values), strict=True):
+                store_units(ref, at, value, **options)
+
+    def whole_units() -> None:
+        lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
+        first = block.astype(jnp.uint32) * jnp.uint32(LANES * plan.each)
+        units = [lane + (first + jnp.uint32(k * LANES)) for k in range(plan.each)]
+        if plan.units % (LANES * plan.each):
+            units = [jnp.minimum(u, jnp.uint32(plan.units - 1)) for u in units]
+        compute(units, plan.vec)
+
+    def rest() -> None:
+        compute([jnp.full((LANES,), plan.units, jnp.uint32)], plan.rest)
+
+    if plan.units and plan.rest:
+        pl.when(block < plan.blocks)(whole_units)
+        pl.when(block == plan.blocks)(rest)
+    else:
+        (whole_units if plan.units else rest)()

@@ -333,8 +333,9 @@ def _launch_bwd(options: _Options, *args: Any):
     exact = dout.dtype == jnp.float32
 
     def body(lanes: Lanes, gate: jax.Array, up: jax.Array, dout: jax.Array):
-        value, slope = CURVES[options.curve](gate, kernel_functions(exact, lanes.interpret))
-        return dout * up * slope, dout * value
+        of = kernel_functions(exact, lanes.interpret)
+        value, times_slope = CURVES[options.curve](gate, of)
+        return times_slope(dout * up), dout * value
 
     return launch(
         f"{options.op}_bwd",
@@ -360,7 +361,7 @@ def _reference_bwd(name, *args):
     *ins, dout = args
     gate, up = ins if len(ins) == 2 else jnp.split(ins[0], 2, axis=-1)
     f32 = wide(gate, up)
-    value, slope = CURVES[name](gate.astype(f32), PLAIN)
+    value, times_slope = CURVES[name](gate.astype(f32), PLAIN)
     dout = dout.astype(f32)
-    grads = ((dout * up.astype(f32) * slope).astype(gate.dtype), (dout * value).astype(up.dtype))
+    grads = (times_slope(dout * up.astype(f32)).astype(gate.dtype), (dout * value).astype(up.dtype))
     return grads if len(ins) == 2 else (jnp.concatenate(grads, axis=-1),)

@@ -1,0 +1,178 @@
+"""Other libraries' kernels on the same cases, where they are installed.
+
+Those of PyTorch get JAX's arrays without a copy, and are timed as JAX's are: by the durations of
+their kernels, with arguments that are not in the cache.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from bench import timing
+from bench.cases import Case, bytes_of
+
+_EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
+_MODULES = {
+    "tokamax": "tokamax",
+    "liger": "liger_kernel",
+    "fla": "fla",
+    "quack": "quack",
+    "compile": "torch",
+}
+
+
+def installed() -> list[str]:
+    """The peers that can be imported; ``compile`` is ``torch.compile`` of the formula."""
+    return [name for name, module in _MODULES.items() if importlib.util.find_spec(module)]
+
+
+def is_torch(name: str) -> bool:
+    return name in _MODULES and name != "tokamax"
+
+
+def jax_call(case: Case, name: str) -> Callable[..., Any]:
+    """The case's function in a library for JAX."""
+    if name == "tokamax" and case.op in _EPS and "-" not in case.shape:
+        import tokamax  # pyright: ignore[reportMissingImports]
+
+        centered = case.op == "layer_norm"
+        norm = functools.partial(tokamax.layer_norm, epsilon=_EPS[case.op], subtract_mean=centered)
+        return lambda x, w, b=None: norm(x, w, b)
+    raise NotImplementedError(f"{name} does not have it")
+
+
+def measure_torch(
+    case: Case, name: str, calls: int, turn: Any, check: Callable[[Any, Any], None]
+) -> dict[str, timing.Timing]:
+    """Times of the case's passes in a library for PyTorch.
+
+    Args:
+      case: what to compute.
+      name: whose kernels.
+      calls: timed calls of each pass.
+      turn: held while the device is used; not while the kernels are compiled.
+      check: raises if the first result is not the second, plain JAX's.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    f = _torch_call(case, name)
+    timed = functools.partial(timing.measure, calls=calls, wait=lambda _: torch.cuda.synchronize())
+
+    def tensors(arrays: Any) -> list[Any]:
+        arrays = jax.block_until_ready(arrays)
+        return [torch.from_dlpack(a).requires_grad_() for a in arrays]
+
+    def forward(*args: Any) -> Any:
+        with torch.no_grad():
+            return f(*args)
+
+    def backward(out: Any, dout: Any, *args: Any) -> Any:
+        return torch.autograd.grad(out, args, dout, retain_graph=True)
+
+    def both(dout: Any, *args: Any) -> Any:
+        return torch.autograd.grad(f(*args), args, dout)
+
+    key = jax.random.key(0)
+    arrays = case.arrays(key)
+    first = tensors(arrays)
+    out = forward(*first)
+    dout = torch.randn_like(out)
+    both(dout, *first)
+    torch.cuda.synchronize()
+    with turn:
+        check(jax.dlpack.from_dlpack(out), jax.jit(lambda a: case.call(*a, "xla"))(arrays))
+        keys = jax.random.split(key, timing.sets_needed(bytes_of(arrays)))
+        sets = [tuple(tensors(case.arrays(k))) for k in keys]
+        douts = [torch.randn_like(out) for _ in sets]
+        times = {"forward": timed(forward, sets)}
+        with_dout = [(d, *args) for d, args in zip(douts, sets, strict=True)]
+        times["both"] = timed(both, with_dout)
+        saved = [(f(*args), d, *args) for d, args in zip(douts, sets, strict=True)]
+        times["backward"] = timed(backward, saved)
+    return times
+
+
+def _torch_call(case: Case, name: str) -> Callable[..., Any]:
+    make = _TORCH.get((name, "-".join([case.op, *case.shape.split("-")[1:]])))
+    if make is None:
+        raise NotImplementedError(f"{name} does not have it")
+    return make()
+
+
+def _liger_rms_norm() -> Any:
+    from liger_kernel.ops.rms_norm import (  # pyright: ignore[reportMissingImports]
+        LigerRMSNormFunction,
+    )
+
+    return lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
+
+
+def _liger_layer_norm() -> Any:
+    from liger_kernel.ops.layer_norm import (  # pyright: ignore[reportMissingImports]
+        LigerLayerNormFunction,
+    )
+
+    return lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5)
+
+
+def _fla_rms_norm() -> Any:
+    from fla.modules.norm.layernorm import rms_norm  # pyright: ignore[reportMissingImports]
+
+    return lambda x, w: rms_norm(x, w, None, eps=1e-6)
+
+
+def _fla_layer_norm() -> Any:
+    from fla.modules.norm.layernorm import layer_norm  # pyright: ignore[reportMissingImports]
+
+    return lambda x, w, b: layer_norm(x, w, b, eps=1e-5)
+
+
+def _fla_gated() -> Any:
+    from fla.modules.norm.fused_norm_gate import (  # pyright: ignore[reportMissingImports]
+        rms_norm_gated,
+    )
+
+    return lambda x, w, gate: rms_norm_gated(x, gate, w, None, eps=1e-6)
+
+
+def _quack_rms_norm() -> Any:
+    from quack.rmsnorm import rmsnorm  # pyright: ignore[reportMissingImports]
+
+    return lambda x, w: rmsnorm(x, w, eps=1e-6)
+
+
+def _compiled(formula: Callable[..., Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        import torch  # pyright: ignore[reportMissingImports]
+        from torch._functorch import config  # pyright: ignore[reportMissingImports]
+
+        config.donated_buffer = False  # the backward runs many times
+        return torch.compile(formula, dynamic=False)
+
+    return make
+
+
+def _rms_norm_formula(x: Any, w: Any) -> Any:
+    v = x.float()
+    return (v * (v.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * w).to(x.dtype)
+
+
+def _layer_norm_formula(x: Any, w: Any, b: Any) -> Any:
+    v = x.float()
+    v = v - v.mean(-1, keepdim=True)
+    return (v * (v.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * w + b).to(x.dtype)
+
+
+_TORCH: dict[tuple[str, str], Callable[[], Any]] = {
+    ("liger", "rms_norm"): _liger_rms_norm,
+    ("liger", "layer_norm"): _liger_layer_norm,
+    ("fla", "rms_norm"): _fla_rms_norm,
+    ("fla", "layer_norm"): _fla_layer_norm,
+    ("fla", "rms_norm-gate"): _fla_gated,
+    ("quack", "rms_norm"): _quack_rms_norm,
+    ("compile", "rms_norm"): _compiled(_rms_norm_formula),
+    ("compile", "layer_norm"): _compiled(_layer_norm_formula),
+}

@@ -1,0 +1,427 @@
+r"""Root-mean-square and layer normalisation: the ops.
+
+Forward, for a row of N elements (or each group of `group_size` of it), with h = x + residual:
+
+    v    = h,   or   h · silu(gate)   where the gate comes first
+    mean = Σv / N  (layer norm; 0 for RMS norm)          rstd = 1 / sqrt(Σ(v − mean)² / N + eps)
+    x̂    = (v − mean) · rstd          y = x̂ · (w + o) + b
+    out  = f(y),   or   f(y) · silu(gate)   where the gate comes last
+
+with weight w, its offset o, bias b and activation f. Backward, for the cotangents dout and dh:
+
+    dy = dout · silu(gate) · f'(y)          dgate = dout · f(y) · silu'(gate)
+    g  = dy · (w + o)                       dw = Σ_rows dy · x̂          db = Σ_rows dy
+    dv = rstd · (g − mean(g) − x̂ · mean(g · x̂))        (RMS norm: without mean(g))
+    dx = dresidual = dv + dh
+
+and where the gate comes first, dy = dout · f'(y), dx = dv · silu(gate) + dh, dgate = dv · h ·
+silu'(gate).
+
+Saved for the backward: the arguments (with a residual, h in place of x and residual: it is returned
+anyway), mean and rstd (fp32, one each per row or group); the rest is recomputed.
+
+Bytes per element of x, in units of its size: 2 forward (read x, write out), 3 backward (read x and
+dout, write dx). A residual adds 2 and 1, a gate 1 and 2. With some 5 operations per element forward
+and 15 backward, both passes wait for memory alone.
+
+Sources: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, arXiv:1910.07467; Ba, Kiros
+and Hinton, Layer Normalization, 2016, arXiv:1607.06450; for the gate and the groups Dao and Gu,
+Transformers are SSMs, 2024, arXiv:2405.21060.
+"""
+
+import functools
+import operator
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.core.arguments import check_array, check_floating, check_number
+from jaxkern.core.dispatch import Implementation, device_unsupported, resolve
+from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding
+from jaxkern.core.mosaic import LANES
+from jaxkern.ops.norm.backward import launch_bwd
+from jaxkern.ops.norm.forward import launch_fwd
+from jaxkern.ops.norm.pointwise import ACTIVATIONS, Activation, Options
+from jaxkern.ops.norm.reference import reference_bwd, reference_fwd
+
+
+@overload
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: None = None,
+    activation: Activation | None = None,
+    gate: jax.Array | None = None,
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: jax.Array,
+    activation: Activation | None = None,
+    gate: jax.Array | None = None,
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: jax.Array | None = None,
+    activation: Activation | None = None,
+    gate: jax.Array | None = None,
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    implementation: Implementation | None = None,
+) -> Any:
+    r"""Normalise the last axis of `x` by its root mean square.
+
+    .. math:: y = \frac{x}{\sqrt{\operatorname{mean}(x^2) + \epsilon}} \cdot (w + o)
+
+    With `residual`, x + residual takes the place of x and is returned, too; with `activation`, the
+    result is f(y); with `gate`, it is multiplied by silu(gate), or the input is.
+
+    Squares, their mean and the products are computed in fp32, whatever the dtypes; the result is
+    rounded once, to the dtype of `x`. For the backward, the arguments and one fp32 number per row
+    are kept. A row with a NaN or an infinity does not touch the others' results or gradients (but
+    for the gradient of `weight`, which sums over rows). Squares overflow beyond 1e19, which bf16
+    and float32 hold: such a row becomes 0. The bits are the same on every run.
+
+    On a mesh, the rows may be split between devices in any way; a split last axis is gathered.
+
+    Args:
+      x: (..., N), bfloat16, float16 or float32.
+      weight: (N,), any of those dtypes; ``None`` stands for ones, without `weight_offset`.
+      eps: added to the mean square.
+      weight_offset: added to `weight` in fp32; 1.0 for models that store ``weight - 1``.
+      residual: the shape of `x`, any of those dtypes. The sum is rounded to the dtype that ``x +
+        residual`` has in JAX before it is normalised, so that it is what it is returned as: a
+        float32 residual keeps a stream of bfloat16 blocks exact.
+      activation: ``"silu"``, ``"gelu"`` (by tanh, as ``jax.nn.gelu``), ``"relu"`` or ``None``.
+      gate: the shape of `x`, any of those dtypes.
+      norm_before_gate: whether the gate multiplies the result or, if false, the input.
+      group_size: elements that are normalised together, a divisor of N; ``None`` for all N.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
+        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
+        NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
+
+    Returns:
+      (..., N), the dtype of `x`. With `residual`, also the sum x + residual.
+
+    Raises:
+      TypeError: an argument is not an array of a floating dtype, or not a Python number.
+      ValueError: a shape or `group_size` does not fit, or `activation` or `implementation` is
+        unknown.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxkern
+      >>> x, weight = jnp.ones((2, 8, 256), jnp.bfloat16), jnp.ones(256)
+      >>> jaxkern.rms_norm(x, weight).shape
+      (2, 8, 256)
+      >>> dweight = jax.grad(lambda w: jaxkern.rms_norm(x, w).sum())(weight)
+      >>> out, x = jaxkern.rms_norm(x, weight, residual=x)
+
+    References:
+      Zhang and Sennrich, `Root Mean Square Layer Normalization
+      <https://arxiv.org/abs/1910.07467>`_, 2019.
+    """
+    return _norm(
+        "rms_norm",
+        x,
+        weight,
+        None,
+        eps=eps,
+        weight_offset=weight_offset,
+        residual=residual,
+        activation=activation,
+        gate=gate,
+        norm_before_gate=norm_before_gate,
+        group_size=group_size,
+        implementation=implementation,
+    )
+
+
+@overload
+def layer_norm(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: None = None,
+    activation: Activation | None = None,
+    gate: jax.Array | None = None,
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def layer_norm(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: jax.Array,
+    activation: Activation | None = None,
+    gate: jax.Array | None = None,
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def layer_norm(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: jax.Array | None = None,
+    activation: Activation | None = None,
+    gate: jax.Array | None = None,
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    implementation: Implementation | None = None,
+) -> Any:
+    r"""Normalise the last axis of `x` to mean 0 and variance 1.
+
+    .. math:: y = \frac{x - \operatorname{mean}(x)}{\sqrt{\operatorname{var}(x) + \epsilon}} w + b
+
+    With `residual`, x + residual takes the place of x and is returned, too; with `activation`, the
+    result is f(y); with `gate`, it is multiplied by silu(gate), or the input is.
+
+    Mean, variance and the products are computed in fp32, whatever the dtypes, the variance from
+    the differences to the mean, so that a large mean does it no harm; the result is rounded once,
+    to the dtype of `x`. For the backward, the arguments and two fp32 numbers per row are kept. A
+    row with a NaN or an infinity does not touch the others' results or gradients (but for those of
+    `weight` and `bias`, which sum over rows). Where squares of the differences overflow, beyond
+    1e19, which bf16 and float32 hold, a row becomes `bias`. The bits are the same on every run.
+
+    On a mesh, the rows may be split between devices in any way; a split last axis is gathered.
+
+    Args:
+      x: (..., N), bfloat16, float16 or float32.
+      weight: (N,), any of those dtypes; ``None`` stands for ones.
+      bias: (N,), any of those dtypes; ``None`` stands for zeros.
+      eps: added to the variance.
+      residual: the shape of `x`, any of those dtypes; as for :func:`rms_norm`.
+      activation: ``"silu"``, ``"gelu"`` (by tanh, as ``jax.nn.gelu``), ``"relu"`` or ``None``.
+      gate: the shape of `x`, any of those dtypes.
+      norm_before_gate: whether the gate multiplies the result or, if false, the input.
+      group_size: elements that are normalised together, a divisor of N; ``None`` for all N.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
+        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
+        NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
+
+    Returns:
+      (..., N), the dtype of `x`. With `residual`, also the sum x + residual.
+
+    Raises:
+      TypeError: an argument is not an array of a floating dtype, or not a Python number.
+      ValueError: a shape or `group_size` does not fit, or `activation` or `implementation` is
+        unknown.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> x, weight, bias = jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.array([0.0, 10.0])
+      >>> jaxkern.layer_norm(x, weight, bias).round(3)
+      Array([[-1., 11.]], dtype=float32)
+
+    References:
+      Ba, Kiros and Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
+    """
+    return _norm(
+        "layer_norm",
+        x,
+        weight,
+        bias,
+        eps=eps,
+        weight_offset=0.0,
+        residual=residual,
+        activation=activation,
+        gate=gate,
+        norm_before_gate=norm_before_gate,
+        group_size=group_size,
+        implementation=implementation,
+    )
+
+
+def rms_norm_reference(x: jax.Array, weight: jax.Array | None = None, **options: Any) -> Any:
+    """:func:`rms_norm` in plain JAX, with every step in fp32 and one rounding at the end."""
+    return rms_norm(x, weight, **options, implementation="xla")
+
+
+def layer_norm_reference(
+    x: jax.Array, weight: jax.Array | None = None, bias: jax.Array | None = None, **options: Any
+) -> Any:
+    """:func:`layer_norm` in plain JAX, with every step in fp32 and one rounding at the end."""
+    return layer_norm(x, weight, bias, **options, implementation="xla")
+
+
+def _norm(
+    op: str,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    *,
+    eps: Any,
+    weight_offset: Any,
+    residual: Any,
+    activation: Any,
+    gate: Any,
+    norm_before_gate: Any,
+    group_size: Any,
+    implementation: Any,
+) -> Any:
+    x = check_floating("x", x)
+    if x.ndim == 0:
+        raise ValueError("x must have at least one axis to normalise, got a scalar")
+    n = x.shape[-1]
+    if weight is not None:
+        weight = check_array("weight", weight, (n,), "(N,), N the last axis of x")
+    if bias is not None:
+        bias = check_array("bias", bias, (n,), "(N,), N the last axis of x")
+    if residual is not None:
+        residual = check_array("residual", residual, x.shape, "the shape of x")
+    if gate is not None:
+        gate = check_array("gate", gate, x.shape, "the shape of x")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f'activation must be "silu", "gelu", "relu" or None, got {activation!r}')
+    group_size = n if group_size is None else _check_group_size(group_size, n)
+    options = Options(
+        op=op,
+        centered=op == "layer_norm",
+        eps=check_number("eps", eps, minimum=0.0),
+        weight_offset=check_number("weight_offset", weight_offset),
+        activation=activation,
+        norm_before_gate=bool(norm_before_gate),
+        group_size=group_size,
+        x_dtype=str(x.dtype),
+        residual_dtype=None if residual is None else str(residual.dtype),
+        mode=resolve(
+            implementation,
+            _unsupported(x=x, weight=weight, bias=bias, residual=residual, gate=gate),
+            op=op,
+            slower=_slower(group_size),
+        ),
+    )
+    arrays = (x, residual, weight, bias, gate)
+    if options.mode == "xla":
+        out, h, _, _ = reference_fwd(options, *arrays)
+    else:
+        out, h = _pair_jit(*arrays, options)
+    return out if residual is None else (out, h)
+
+
+def _check_group_size(group_size: Any, n: int) -> int:
+    try:
+        size = operator.index(group_size)
+    except TypeError as e:
+        raise TypeError(f"group_size must be a Python integer, got {group_size!r}") from e
+    if size < 1 or n % size:
+        raise ValueError(
+            f"group_size must be a positive divisor of the last axis of x, {n}; got {size}"
+        )
+    return size
+
+
+def _unsupported(**arrays: Any) -> str | None:
+    """Why the kernels, forward and backward, cannot take this call."""
+    for name, array in arrays.items():
+        if array is not None and array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
+    return device_unsupported()
+
+
+def _slower(n: int) -> str | None:
+    """Why XLA is faster than the kernels for rows or groups of `n`."""
+    if n < LANES:
+        return f"rows of {n} elements, fewer than {LANES}, are not measured faster in the kernel"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _pair(x: Any, residual: Any, weight: Any, bias: Any, gate: Any, options: Options) -> Any:
+    return _pair_fwd(x, residual, weight, bias, gate, options)[0]
+
+
+def _pair_fwd(x, residual, weight, bias, gate, options):
+    out, h, mean, rstd = _forward_pass(options, x.ndim)(x, residual, weight, bias, gate)
+    out = match_sharding(out, x)
+    if h is None:
+        return (out, None), (x, None, weight, bias, gate, mean, rstd)
+    h = match_sharding(h, x)
+    summands = TypeOf(jax.typeof(x)), TypeOf(jax.typeof(residual))
+    return (out, h), (h, summands, weight, bias, gate, mean, rstd)
+
+
+def _pair_bwd(options, res, cotangents):
+    h, summands, weight, bias, gate, mean, rstd = res
+    x, residual = (h, None) if summands is None else summands
+    dout, dh = cotangents
+    arrays = (h, weight, bias, gate, mean, rstd, dout, dh)
+    dx, dresidual, dweight, dbias, dgate = _backward_pass(options, h.ndim)(*arrays)
+    if residual is not None and dresidual is None:
+        dresidual = dx
+    return (
+        match_primal(dx, x),
+        match_primal(dresidual, residual),
+        match_primal(dweight, weight),
+        match_primal(dbias, bias),
+        match_primal(dgate, gate),
+    )
+
+
+_pair.defvjp(_pair_fwd, _pair_bwd)
+_pair_jit = jax.jit(_pair, static_argnums=5)
+
+
+@functools.cache
+def _forward_pass(options: Options, ndim: int) -> KernelPass:
+    rows = " ".join("abcdefghijklm"[: ndim - 1])
+    return KernelPass(
+        name=f"{options.op}_fwd",
+        mode=options.mode,
+        kernel=functools.partial(launch_fwd, options),
+        reference=functools.partial(reference_fwd, options),
+        ins=(f"{rows} n", f"{rows} n", "n", "n", f"{rows} n"),
+        outs=(f"{rows} n", f"{rows} n", f"{rows} s", f"{rows} s"),
+        whole="n s",
+    )
+
+
+@functools.cache
+def _backward_pass(options: Options, ndim: int) -> KernelPass:
+    rows = " ".join("abcdefghijklm"[: ndim - 1])
+    full, groups = f"{rows} n", f"{rows} s"
+    return KernelPass(
+        name=f"{options.op}_bwd",
+        mode=options.mode,
+        kernel=functools.partial(launch_bwd, options),
+        reference=functools.partial(reference_bwd, options),
+        ins=(full, "n", "n", full, groups, groups, full, full),
+        outs=(full, full, "n", "n", full),
+        whole="n s",
+    )

@@ -1,0 +1,38 @@
+"""The bench's report: what is drawn of it, and what becomes of a peer that is not there."""
+
+import dataclasses
+
+from bench import plot, run
+
+
+def report(percents):
+    """A report of rms_norm over rows of 2^k elements."""
+    row = run.Row("rms_norm", "", "bfloat16", "xla", "forward", 1, 1, 1, 1, 1, 0, 0, 0, {})
+    rows = [
+        dataclasses.replace(row, shape=f"{m}x{n}", percent=percent)
+        for (m, n), percent in percents.items()
+    ]
+    return {
+        "device": "GPU",
+        "jax": "1",
+        "commit": "c",
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+
+
+def test_picture_has_the_most_rows_of_each_length(tmp_path):
+    sizes = {(8, 64): 10.0, (16, 64): 20.0, (8, 128): 30.0, (8, 256): 40.0}
+    got = report(sizes)
+    line = plot.points(got["rows"])["rms_norm"]["forward"]["xla"]
+    assert line == [(64, 20.0), (128, 30.0), (256, 40.0)]
+    assert plot.draw(got, tmp_path / "a.svg")
+    assert "rms_norm, forward" in (tmp_path / "a.svg").read_text()
+    assert not plot.draw(report({(8, 64): 10.0}), tmp_path / "b.svg")
+
+
+def test_absent_peer_is_named(tmp_path, capsys):
+    """It is an error to ask for one, and the others are timed."""
+    out = tmp_path / "r.json"
+    args = ["--op", "rms_norm", "--calls", "1", "--vs", "nobody", "--out", str(out)]
+    assert run.main(args) == 1
+    assert "nobody does not have it" in capsys.readouterr().out
