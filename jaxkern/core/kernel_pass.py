@@ -51,6 +51,7 @@ class KernelPass:
       ins: the factors of each argument, one letter per dimension: ``("m n", "n")``.
       outs: the factors of each output.
       whole: factors that are not split between devices; a split one is gathered first.
+      batched: whether the kernel can run under ``vmap``; if not, the reference does.
     """
 
     name: str
@@ -60,6 +61,7 @@ class KernelPass:
     ins: tuple[str, ...]
     outs: tuple[str, ...]
     whole: str = ""
+    batched: bool = True
 
     def __call__(self, *args: Any) -> Arrays:
         if len(args) != len(self.ins):
@@ -81,12 +83,14 @@ class KernelPass:
             return dense_f
 
         present = _Present(
+            name=self.name,
             mode=self.mode,
             kernel=dense(self.kernel),
             reference=dense(self.reference),
             ins=tuple(self.ins[i].split() for i in here),
             outs=tuple(self.outs[i].split() for i in out_here),
             whole=frozenset(self.whole.split()),
+            batched=self.batched,
         )
         results = present.differentiable()(*(args[i] for i in here))
         full: list[Any] = [None] * len(out_shapes)
@@ -99,12 +103,14 @@ class KernelPass:
 class _Present:
     """A pass over present arrays only; `ins` and `outs` are lists of factors."""
 
+    name: str
     mode: Mode
     kernel: Callable[..., Arrays]
     reference: Callable[..., Arrays]
     ins: tuple[list[str], ...]
     outs: tuple[list[str], ...]
     whole: frozenset[str]
+    batched: bool
 
     def differentiable(self) -> Callable[..., Arrays]:
         call = jax.custom_jvp(self.batchable())
@@ -125,8 +131,14 @@ class _Present:
             used = {f for factors in (*self.ins, *self.outs) for f in factors}
             new = next(c for c in string.ascii_uppercase if c not in used)
             in_axes = tuple(0 if b else None for b in in_batched)
+            if not self.batched and self.mode in ("mosaic", "interpret"):
+                raise NotImplementedError(
+                    f'{self.name}: implementation="mosaic" cannot take this call: the kernel has '
+                    'no vmap. Use implementation="xla", or None to have it chosen.'
+                )
             batched = dataclasses.replace(
                 self,
+                mode=self.mode if self.batched else "xla",
                 kernel=jax.vmap(self.kernel, in_axes),
                 reference=jax.vmap(self.reference, in_axes),
                 ins=tuple([new, *f] if b else f for f, b in zip(self.ins, in_batched, strict=True)),

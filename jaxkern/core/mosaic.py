@@ -15,7 +15,6 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
-from jaxlib.mlir.dialects import math as mlir_math
 
 LANES = 128
 """Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
@@ -716,18 +715,34 @@ def largest_of_warp(x: jax.Array, *, interpret: bool) -> jax.Array:
       x: (LANES · vec,), fp32.
       interpret: whether this runs in Pallas's interpreter.
     """
-    vec = x.size // LANES
     if interpret:
         return jnp.repeat(jnp.abs(x).reshape(LANES // 32, -1).max(axis=1), 32)
+    return _of_warp(jnp.abs(x), arith.maximumf)
+
+
+def sum_of_warp(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """(LANES,): the sum of all elements of a lane's warp, in a fixed order.
+
+    Args:
+      x: (LANES · vec,), fp32.
+      interpret: whether this runs in Pallas's interpreter.
+    """
+    if interpret:
+        return jnp.repeat(x.reshape(LANES // 32, -1).sum(axis=1), 32)
+    return _of_warp(x, arith.addf)
+
+
+def _of_warp(x: jax.Array, combine: Callable[[Any, Any], Any]) -> jax.Array:
+    vec = x.size // LANES
 
     @plgpu.inline_mgpu(arg_types=(_row(vec).layout,), return_type=_row(1))
     def reduce(ctx: Any, x: Any) -> Any:
         del ctx
         parts = [_element(x.registers.item(), i) for i in range(vec)]
-        largest = functools.reduce(arith.maximumf, map(mlir_math.absf, parts))
+        result = functools.reduce(combine, parts)
         for distance in (1, 2, 4, 8, 16):
-            largest = arith.maximumf(largest, mgpu_utils.shfl_bfly(largest, distance))
-        return _fragmented(largest)
+            result = combine(result, mgpu_utils.shfl_bfly(result, distance))
+        return _fragmented(result)
 
     return reduce(_laid_out(x))  # pyright: ignore[reportCallIssue]
 

@@ -30,7 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxkern.core.dispatch import Implementation, device_unsupported, resolve
+from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
+from jaxkern.optim.gradients import floating_leaves, leaf_paths, sum_of_squares
 from jaxkern.optim.quantise import BLOCK, Quantised, quantisable
 from jaxkern.optim.update import (
     Leaf,
@@ -381,7 +382,7 @@ def _fused(options: _Options) -> optax.GradientTransformationExtraArgs:
         resolve(options.implementation, None, op=options.name)
 
     def init(params):
-        leaves, treedef = _floating_leaves("params", params)
+        leaves, treedef = floating_leaves("params", params)
         zeros = lambda dtype: treedef.unflatten([_zeros(p, dtype) for p in leaves])
         masters = [p.astype(jnp.float32) if _has_master(p) else optax.MaskedNode() for p in leaves]
         common = {
@@ -396,7 +397,7 @@ def _fused(options: _Options) -> optax.GradientTransformationExtraArgs:
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
-        step = _prepare(options, updates, state, params, None, None)
+        step = _prepare(options, "xla", updates, state, params, None, None)
         after, deltas = [], []
         for leaf, static in zip(step.leaves, step.statics, strict=True):
             new, delta = changed(
@@ -410,12 +411,11 @@ def _fused(options: _Options) -> optax.GradientTransformationExtraArgs:
     def apply_step(grads, state, params, *, loss_scale, grad_norm):
         if params is None:
             raise ValueError("params must be the parameters, got None")
-        step = _prepare(options, grads, state, params, loss_scale, grad_norm)
-        unsupported = device_unsupported()
+        mode = resolve(options.implementation, device_unsupported(), op=options.name)
+        step = _prepare(options, mode, grads, state, params, loss_scale, grad_norm)
         if options.implementation == "mosaic":
             reasons = (leaf_unsupported(leaf) for leaf in step.leaves)
-            unsupported = next((r for r in reasons if r), unsupported)
-        mode = resolve(options.implementation, unsupported, op=options.name)
+            resolve("mosaic", next((r for r in reasons if r), None), op=options.name)
         after = update_leaves(
             options.rule, mode, step.numbers, step.seed, step.leaves, step.statics
         )
@@ -450,6 +450,7 @@ class _Prepared:
 
 def _prepare(
     options: _Options,
+    mode: Mode,
     grads: Tree,
     state: Any,
     params: Tree | None,
@@ -477,11 +478,11 @@ def _prepare(
         )
     like = grads if params is None else params
     name = "grads" if params is None else "params"
-    like_leaves, treedef = _floating_leaves(name, like)
+    like_leaves, treedef = floating_leaves(name, like)
 
     def aligned(what: str, tree: Tree) -> list[jax.Array]:
         if what == "grads":
-            _floating_leaves(what, tree)
+            floating_leaves(what, tree)
         structure = jax.tree.structure(tree, is_leaf=lambda a: isinstance(a, Quantised))
         if structure != treedef:
             raise ValueError(
@@ -489,7 +490,7 @@ def _prepare(
                 f"{structure}"
             )
         nodes = treedef.flatten_up_to(tree)
-        for node, other, path in zip(nodes, like_leaves, _paths(like), strict=True):
+        for node, other, path in zip(nodes, like_leaves, leaf_paths(like), strict=True):
             leaf = node.codes if isinstance(node, Quantised) else node
             if leaf.shape != other.shape:
                 raise ValueError(
@@ -522,7 +523,7 @@ def _prepare(
     f32 = jnp.float32
     if any(a.dtype == jnp.float64 for leaf in leaves for a in leaf if a is not None):
         f32 = jnp.float64
-    scale, finite = _gradient_scale(options, grad_leaves, loss_scale, grad_norm, f32)
+    scale, finite = _gradient_scale(options, mode, grad_leaves, loss_scale, grad_norm, f32)
     numbers = _numbers(options, state.count, scale, finite, f32)
     seed = jnp.stack([*_seed_words(options.seed), state.count.astype(jnp.uint32)])
 
@@ -553,7 +554,7 @@ def _prepare(
 
 
 def _gradient_scale(
-    options: _Options, grads: list[jax.Array], loss_scale: Any, grad_norm: Any, f32: Any
+    options: _Options, mode: Mode, grads: list[jax.Array], loss_scale: Any, norm: Any, f32: Any
 ) -> tuple[Any, Any]:
     """What the gradients are multiplied by, and whether their norm is finite."""
     scale = jnp.ones((), f32)
@@ -561,10 +562,9 @@ def _gradient_scale(
         scale = 1 / jnp.asarray(loss_scale.loss_scale, f32)
     if options.clip_norm is None and not options.skip_nonfinite:
         return scale, jnp.array(True)
-    if grad_norm is None:
-        squares = [jnp.sum(jnp.square(g.astype(f32))) for g in grads]
-        grad_norm = jnp.sqrt(sum(squares, jnp.zeros((), f32)))
-    norm = jnp.asarray(grad_norm, f32) * scale
+    if norm is None:
+        norm = jnp.sqrt(sum_of_squares(mode, grads, f32))
+    norm = jnp.asarray(norm, f32) * scale
     if options.clip_norm is not None:
         limit = jnp.asarray(options.clip_norm, f32)
         scale = jnp.where(norm < limit, scale, scale * (limit / norm))
@@ -610,25 +610,6 @@ def _decays(options: _Options, params: Tree, treedef: Any) -> list[bool]:
     mask = options.mask(params) if callable(options.mask) else options.mask
     spread = jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), mask, params)
     return jax.tree.leaves(spread)
-
-
-def _floating_leaves(name: str, tree: Tree) -> tuple[list[jax.Array], Any]:
-    leaves, treedef = jax.tree.flatten(tree)
-    arrays = []
-    for leaf, path in zip(leaves, _paths(tree) if leaves else [], strict=True):
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            what = type(leaf).__name__ if dtype is None else dtype
-            raise TypeError(
-                f"{name}{path} must be a floating array, got {what}; keep what is not trained out "
-                "of the tree, or wrap the transformation in optax.masked"
-            )
-        arrays.append(jnp.asarray(leaf))
-    return arrays, treedef
-
-
-def _paths(tree: Tree) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _in_range(name: str, value: Any, low: float, high: float = math.inf) -> Any:

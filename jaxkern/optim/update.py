@@ -36,19 +36,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
-from jax.custom_batching import custom_vmap
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
-from jax.sharding import AxisType
 
 from jaxkern.core.dispatch import Mode, device_unsupported
 from jaxkern.core.kernel_pass import KernelPass
@@ -56,7 +50,6 @@ from jaxkern.core.mosaic import (
     LANES,
     fast_exp2,
     fast_log2,
-    grid_axes,
     join_lanes,
     largest_of_warp,
     load_shared,
@@ -67,21 +60,14 @@ from jaxkern.core.mosaic import (
 )
 from jaxkern.ops.elementwise import MAX_UNITS
 from jaxkern.optim import quantise
+from jaxkern.optim.launch import BLOCK, DTYPES, MAX_REFS, launch_in_place, may_be_split, varying
 from jaxkern.optim.rounding import GROUP, group_words, halves, leaf_words, round_to_bfloat16
-
-_BLOCK = grid_axes("block")[0]
-_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 ELEMENTS = 8
 """Elements of each array on their way to a lane at a time, in one unit or several."""
 
-MAX_REFS = 128
-"""Most arrays of one launch. From 256 on the branches that choose among them take registers."""
-
 LARGE = 2**22
 """Elements from which a leaf has a launch of its own: it takes 25 µs and the launch 2."""
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +155,8 @@ def _update_jit(rule, mode, statics, numbers, seed, leaves):
         return done
     words = lax.bitcast_convert_type(jnp.stack(numbers).astype(jnp.float32), jnp.uint32)
     header = jnp.concatenate([words, seed])
-    for group in _groups(leaves, by_kernel, statics, may_be_split(leaves)):
+    alone = may_be_split([leaf.weight for leaf in leaves])
+    for group in _groups(leaves, by_kernel, statics, alone):
         first = statics[group[0]]
         offsets = tuple(statics[i].number - first.number for i in group)
         number = jnp.array([first.number], jnp.uint32)
@@ -184,9 +171,9 @@ def leaf_unsupported(leaf: Leaf) -> str | None:
     """Why the kernel cannot take a leaf."""
     codes = [a for a in (leaf.mu, leaf.nu) if a is not None and is_code(a)]
     for a in leaf:
-        if a is not None and not is_code(a) and a.dtype.name not in _DTYPES:
-            return f"it has dtype {a.dtype}, and the kernel takes {', '.join(_DTYPES)}"
-    if codes and may_be_split([leaf]):
+        if a is not None and not is_code(a) and a.dtype.name not in DTYPES:
+            return f"it has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
+    if codes and may_be_split([leaf.weight]):
         return "blocks of 8-bit codes may be split over devices; use jax.shard_map"
     if leaf.weight.size > _vector(leaf) * MAX_UNITS:
         return (
@@ -194,12 +181,6 @@ def leaf_unsupported(leaf: Leaf) -> str | None:
             "kernel counts to 2^32"
         )
     return device_unsupported()
-
-
-def may_be_split(leaves: Sequence[Leaf]) -> bool:
-    """Whether the compiler, or an Explicit mesh, may split the arrays over devices."""
-    types = {t for leaf in leaves for t in jax.typeof(leaf.weight).sharding.mesh.axis_types}
-    return AxisType.Manual not in types and (bool(types) or jax.device_count() > 1)
 
 
 def is_code(a: Any) -> bool:
@@ -230,10 +211,7 @@ def _groups(
             groups.append([i])
             continue
         dtypes = tuple(None if a is None else a.dtype for a in leaf)
-        # In a shard_map, where all results of a launch vary as its operands do together.
-        types = (jax.typeof(a).manual_axis_type for a in leaf if a is not None)
-        varying = frozenset().union(*(t.varying for t in types))
-        alike.setdefault((dtypes, _vector(leaf), statics[i].decays, varying), []).append(i)
+        alike.setdefault((dtypes, _vector(leaf), statics[i].decays, varying(*leaf)), []).append(i)
     for members in alike.values():
         arrays = sum(a is not None for a in leaves[members[0]])
         groups += [list(part) for part in itertools.batched(members, MAX_REFS // arrays)]
@@ -266,40 +244,7 @@ def _run(rule, mode, offsets, decays, header, number, leaves) -> list[Leaf]:
         return tuple(a for leaf in done for a in leaf[1:])
 
     def kernel(header, number, *arrays):
-        """Under ``vmap`` the twin: the kernel's references have no batching rule."""
-        here = [i for i, a in enumerate(arrays) if a is not None]
-
-        def full(present):
-            filled = [None] * len(arrays)
-            for i, a in zip(here, present, strict=True):
-                filled[i] = a
-            return filled
-
-        dense = lambda outs: tuple(a for a in outs if a is not None)
-
-        @custom_vmap
-        def launch(header, number, *present):
-            leaves = _leaves(full(present))
-            return dense(_launch(rule, mode, offsets, decays, header, number, leaves))
-
-        @launch.def_vmap
-        def batched(axis_size, in_batched, *args):
-            del axis_size
-            if mode != "auto":
-                raise NotImplementedError(
-                    'implementation="mosaic" cannot take this call: the kernel has no vmap. Use '
-                    'implementation="xla", or None to have it chosen.'
-                )
-            plain = lambda header, number, *present: dense(
-                reference(header, number, *full(present))
-            )
-            axes = tuple(0 if b else None for b in in_batched)
-            outs = jax.vmap(plain, axes)(*args)
-            return outs, tuple(True for _ in outs)
-
-        outs = iter(launch(header, number, *(arrays[i] for i in here)))
-        wanted = [a for i, a in enumerate(arrays) if i % width]
-        return tuple(None if a is None else next(outs) for a in wanted)
+        return tuple(_launch(rule, mode, offsets, decays, header, number, _leaves(arrays)))
 
     outs = KernelPass(
         name=f"fused_{rule.kind}",
@@ -309,6 +254,7 @@ def _run(rule, mode, offsets, decays, header, number, leaves) -> list[Leaf]:
         ins=("h", "n", *itertools.chain(*factors)),
         outs=tuple(itertools.chain(*(of_leaf[1:] for of_leaf in factors))),
         whole="h n",
+        batched=False,
     )(header, number, *(a for leaf in leaves for a in leaf))
     done = itertools.batched(outs, width - 1)
     return [
@@ -465,49 +411,27 @@ def _launch(rule, mode, offsets, decays, header, number, leaves):
     written = [a.reshape(-1) for leaf in leaves for a in leaf[1:] if a is not None]
     width = len(written) // len(leaves)
 
-    def run(header: jax.Array, number: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        grads, written = arrays[: len(leaves)], list(arrays[len(leaves) :])
+    def body(header: Any, number: Any, *refs: Any) -> None:
+        rows = zip(refs[: len(grads)], itertools.batched(refs[len(grads) :], width), strict=True)
+        _kernel(plan, starts[:-1], numbers, header, number, [(g, *row) for g, row in rows])
 
-        @pl.run_state
-        def in_place(refs: Any) -> None:
-            rows = zip(grads, itertools.batched(refs, width), strict=True)
-            plgpu.kernel(
-                functools.partial(_kernel, plan, starts[:-1], numbers),
-                out_type=(),
-                grid=(starts[-1],),
-                grid_names=(_BLOCK,),
-                kernel_name=f"fused_{rule.kind}",
-                compiler_params=_COMPILER_PARAMS,
-            )(header, number, *(ref for grad, row in rows for ref in (grad, *row)))
-
-        return in_place(written)
-
-    run = run if plan.interpret else functools.partial(_launch_p.bind, grads=len(grads), run=run)
-    done = iter(run(header, number, *grads, *written))
+    done = iter(
+        launch_in_place(
+            f"fused_{rule.kind}",
+            body,
+            starts[-1],
+            [header, number, *grads],
+            written,
+            interpret=plan.interpret,
+        )
+    )
     return [None if a is None else next(done).reshape(a.shape) for leaf in leaves for a in leaf[1:]]
 
 
-def _lower_launch(ctx: Any, *operands: Any, grads: int, run: Callable[..., Any]) -> Any:
-    del grads
-    plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-    return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
-
-
-_launch_p = Primitive("fused_update")
-"""``run``, of arrays that may vary over manual mesh axes, which references may not."""
-_launch_p.multiple_results = True
-_launch_p.def_abstract_eval(
-    lambda header, number, *arrays, grads, run: [
-        ShapedArray(a.shape, a.dtype) for a in arrays[grads:]
-    ]
-)
-mlir.register_lowering(_launch_p, _lower_launch)
-
-
-def _kernel(plan: _Plan, starts: Sequence[int], numbers: Any, *refs: Any) -> None:
-    header, number, *rest = refs
-    block = lax.axis_index(_BLOCK)
-    rows = list(itertools.batched(rest, len(rest) // len(starts)))
+def _kernel(
+    plan: _Plan, starts: Sequence[int], numbers: Any, header: Any, number: Any, rows: Any
+) -> None:
+    block = lax.axis_index(BLOCK)
     body = functools.partial(_block, plan, header, number, block)
     with_chosen(body, block, rows, starts, numbers, interpret=plan.interpret)
 
