@@ -17,6 +17,9 @@ From the inside out, a call goes through
    rule) for Auto ones; without them the compiler would gather the kernel's operands;
 3. ``batchable``: ``custom_vmap``, as ``custom_partitioning`` has no batching rule;
 4. ``differentiable``: ``custom_jvp``, as neither of those can be differentiated.
+
+The results of a forward pass have a name, the op's, by which the policies of ``jax.checkpoint``
+keep them or drop them: what the backward needs beside the arguments, and the output itself.
 """
 
 import dataclasses
@@ -27,6 +30,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -52,6 +56,8 @@ class KernelPass:
       outs: the factors of each output.
       whole: factors that are not split between devices; a split one is gathered first.
       batched: whether the kernel can run under ``vmap``; if not, the reference does.
+      saved_as: the results' name for the policies of ``jax.checkpoint``; by default ``"rms_norm"``
+        of a pass ``"rms_norm_fwd"``, and none of other passes.
     """
 
     name: str
@@ -62,6 +68,7 @@ class KernelPass:
     outs: tuple[str, ...]
     whole: str = ""
     batched: bool = True
+    saved_as: str | None = None
 
     def __call__(self, *args: Any) -> Arrays:
         if len(args) != len(self.ins):
@@ -96,7 +103,8 @@ class KernelPass:
         full: list[Any] = [None] * len(out_shapes)
         for i, r in zip(out_here, results, strict=True):
             full[i] = r
-        return tuple(full)
+        op = self.saved_as or (self.name.endswith("_fwd") and self.name.removesuffix("_fwd"))
+        return named(op, tuple(full)) if op else tuple(full)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -274,6 +282,11 @@ class _Present:
                 return lax.platform_dependent(
                     *args, cuda=cast(self.kernel), default=cast(self.reference)
                 )
+
+
+def named(op: str, outs: Any) -> Any:
+    """`outs` with the name by which the policies of ``jax.checkpoint`` find what `op` computed."""
+    return jax.tree.map(lambda a: checkpoint_name(a, op), outs)
 
 
 def vary_over(x: Any, axes: frozenset[str]) -> Any:

@@ -45,8 +45,8 @@ def doctor() -> None:
     if not all(_installed(name) for name in _PACKAGES):
         print('advice   jaxkern train and sample need: pip install "jaxkern[lm]"')
     print("\nEach op on bfloat16 arrays of a Mamba 130m layer, implementation=None:")
-    width = max(map(len, _CALLS))
-    for name, shapes in _CALLS.items():
+    width = max(map(len, CALLS))
+    for name, shapes in CALLS.items():
         chosen, why = _choice(getattr(jaxkern, name), *shapes)
         print(f"  {name:{width}}  {chosen:6}  {why}")
 
@@ -59,7 +59,7 @@ _RATE = jax.ShapeDtypeStruct((), jnp.float32)
 _KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
 # B 8, L 2048, D 1536, N 16, W 4: arguments by position.
-_CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
+CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
     "rms_norm": (_array(8, 2048, 768), _array(768)),
     "layer_norm": (_array(8, 2048, 768), _array(768), _array(768)),
     "selective_scan": (

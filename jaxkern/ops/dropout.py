@@ -42,7 +42,7 @@ from jax.core import Tracer
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
-from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
 from jaxkern.core.mosaic import join_lanes, multiply_wide
 from jaxkern.ops.activations import (
     CURVES,
@@ -190,7 +190,7 @@ def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: _Options) -> j
 def _dropped_array(x: Any, residual: Any, seeds: _Seeds, options: _Options) -> jax.Array:
     options = dataclasses.replace(options, shape=x.shape)
     if options.mode == "xla":
-        return _plain_dropout(options, x, residual, *seeds)
+        return named(options.op, _plain_dropout(options, x, residual, *seeds))
     return _dropout_jit(x, residual, seeds, options)
 
 
