@@ -28,6 +28,7 @@ from jaxkern.ops.norm import layer_norm as layer_norm
 from jaxkern.ops.norm import rms_norm as rms_norm
 from jaxkern.ops.selective_scan import selective_scan as selective_scan
 from jaxkern.ops.selective_scan import selective_scan_step as selective_scan_step
+from jaxkern.optim.accumulation import accumulate_gradients as accumulate_gradients
 from jaxkern.optim.gradients import scale_gradients as scale_gradients
 from jaxkern.optim.transforms import apply as apply
 from jaxkern.optim.transforms import fused_adam as fused_adam
