@@ -13,6 +13,7 @@ import jax
 
 from bench import timing
 from bench.cases import Case, bytes_of
+from bench.steps import Step
 
 _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 _MODULES = {
@@ -21,16 +22,22 @@ _MODULES = {
     "fla": "fla",
     "quack": "quack",
     "compile": "torch",
+    "torch": "torch",
+    "optax": "optax",
 }
+_OF_JAX = ("tokamax", "optax")
 
 
 def installed() -> list[str]:
-    """The peers that can be imported; ``compile`` is ``torch.compile`` of the formula."""
+    """The peers that can be imported; ``compile`` is ``torch.compile`` of the formula.
+
+    ``optax`` and ``torch`` have optimizers alone.
+    """
     return [name for name, module in _MODULES.items() if importlib.util.find_spec(module)]
 
 
 def is_torch(name: str) -> bool:
-    return name in _MODULES and name != "tokamax"
+    return name in _MODULES and name not in _OF_JAX
 
 
 def jax_call(case: Case, name: str) -> Callable[..., Any]:
@@ -93,6 +100,25 @@ def measure_torch(
         saved = [(f(*args), d, *args) for d, args in zip(douts, sets, strict=True)]
         times["backward"] = timed(backward, saved)
     return times
+
+
+def measure_torch_step(step: Step, name: str, calls: int, turn: Any) -> timing.Timing:
+    """Time of a step of PyTorch's fused AdamW."""
+    if step.op != "fused_adamw" or step.options or name != "torch":
+        raise NotImplementedError(f"{name} does not have it")
+    import torch  # pyright: ignore[reportMissingImports]
+
+    with turn:
+        draw = lambda shape: torch.randn(*shape, device="cuda", dtype=getattr(torch, step.dtype))
+        params = [torch.nn.Parameter(draw(shape)) for shape in step.shapes]
+        for p in params:
+            p.grad = draw(p.shape)
+        groups = [
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-3, fused=True)
+        return timing.measure(optimizer.step, [()], calls, lambda _: torch.cuda.synchronize())
 
 
 def _torch_call(case: Case, name: str) -> Callable[..., Any]:

@@ -1,8 +1,11 @@
 """The bench's report: what is drawn of it, and what becomes of a peer that is not there."""
 
 import dataclasses
+import json
 
-from bench import plot, run
+import pytest
+
+from bench import plot, run, steps
 
 
 def report(percents):
@@ -36,3 +39,36 @@ def test_absent_peer_is_named(tmp_path, capsys):
     args = ["--op", "rms_norm", "--calls", "1", "--vs", "nobody", "--out", str(out)]
     assert run.main(args) == 1
     assert "nobody does not have it" in capsys.readouterr().out
+
+
+def test_optimizer_steps_are_timed_beside_optax(tmp_path, capsys):
+    out = tmp_path / "r.json"
+    args = ["--op", "fused_adamw", "--calls", "1", "--vs", "xla,optax,nobody", "--out", str(out)]
+    assert run.main(args) == 1
+    assert "nobody does not have it" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["implementation"], r["direction"]) for r in rows] == [
+        ("xla", "step"),
+        ("optax", "step"),
+    ]
+
+
+def test_optax_does_the_same_steps():
+    found = {s.shape: s for s in steps.steps(small=False) if s.op == "fused_adamw"}
+    for shape in ("100M", "100M-master", "100M-folded"):
+        steps.check(found[shape], "optax")
+    with pytest.raises(NotImplementedError, match="no state of these dtypes"):
+        steps.check(found["100M-8-bit-state"], "optax")
+
+
+def test_a_wrong_step_is_not_timed(monkeypatch):
+    right = steps.program
+
+    def wrong(step, name):
+        init, go = right(step, name)
+        monkeypatch.setattr(steps, "program", right)
+        return init, lambda g, s, p: go(g, s, [0.9 * a for a in p])
+
+    monkeypatch.setattr(steps, "program", wrong)
+    with pytest.raises(RuntimeError, match="against plain JAX"):
+        steps.check(steps.steps(small=True)[0], "xla")
