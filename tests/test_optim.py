@@ -351,6 +351,41 @@ def test_refuses_wrong_trees():
         jaxkern.apply(mastered, params, mastered.init(params), jax.tree.map(BF16, params))
 
 
+def test_refuses_a_state_of_wrong_arrays():
+    """As one read from a checkpoint into a tree of something else may be."""
+    params = {"w": jnp.ones((16, 256), BF16), "b": jnp.ones(3)}
+    tx = jaxkern.fused_adamw(0.1, mu_dtype="int8", nu_dtype="uint8", master_dtype=F32)
+    state = tx.init(params)
+    mu, nu, master = state.mu, state.nu, state.master
+    assert master["b"] == optax.MaskedNode()
+    for wrong, error, words in (
+        ({"nu": nu | {"b": jnp.ones(3, jnp.int32)}}, TypeError, "floating array, got int32"),
+        ({"nu": mu}, TypeError, "must be uint8 codes with a float32 scale for each 256"),
+        ({"mu": mu | {"w": mu["w"]._replace(scale=jnp.ones(15))}}, TypeError, "(16,); got int8"),
+        ({"mu": mu | {"w": mu["w"].codes}}, TypeError, "floating array, got int8"),
+        ({"master": master | {"w": params["w"]}}, TypeError, "float32 array, got bfloat16"),
+        ({"master": master | {"w": jnp.ones(4096)}}, ValueError, "must have shape (16, 256)"),
+        ({"mu": mu | {"b": jnp.ones(4)}}, ValueError, "mu['b'] must have shape (3,)"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            jaxkern.apply(tx, params, state._replace(**wrong), params)
+
+
+def test_donated_buffers_are_used_once():
+    """A second step from donated arrays is an error, and the first one's results stay."""
+    tx = jaxkern.fused_adamw(0.1)
+    step = jax.jit(functools.partial(jaxkern.apply, tx), donate_argnums=(1, 2))
+    params, grads = {"w": jnp.ones((8, 4))}, {"w": jnp.full((8, 4), 2.0)}
+    state = tx.init(params)
+    want = jax.jit(functools.partial(jaxkern.apply, tx))(grads, state, params)
+    got = step(grads, state, params)
+    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+        step(grads, state, params)
+    with pytest.raises((RuntimeError, ValueError), match=r"donate|deleted"):
+        step(got[0], got[1], got[0])
+    assert_same(got, want)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -110,13 +110,18 @@ def floating_leaves(name: str, tree: Any) -> tuple[list[jax.Array], Any]:
     leaves, treedef = jax.tree.flatten(tree)
     for i, leaf in enumerate(leaves):
         dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        if not is_floating(leaf):
             what = type(leaf).__name__ if dtype is None else dtype
             raise TypeError(
                 f"{name}{leaf_paths(tree)[i]} must be a floating array, got {what}; keep what is "
                 "not trained out of the tree, or wrap the transformation in optax.masked"
             )
     return [jnp.asarray(leaf) for leaf in leaves], treedef
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether it is an array of real floating numbers."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def leaf_paths(tree: Any) -> list[str]:

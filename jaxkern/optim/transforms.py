@@ -31,7 +31,7 @@ import numpy as np
 import optax
 
 from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
-from jaxkern.optim.gradients import floating_leaves, leaf_paths, sum_of_squares
+from jaxkern.optim.gradients import floating_leaves, is_floating, leaf_paths, sum_of_squares
 from jaxkern.optim.quantise import BLOCK, Quantised, quantisable
 from jaxkern.optim.update import (
     Leaf,
@@ -434,6 +434,21 @@ def _zeros(param: jax.Array, dtype: Any) -> Any:
     return jnp.zeros_like(param, dtype=dtype or jnp.promote_types(param.dtype, jnp.float32))
 
 
+def _wrong_dtype(what: str, node: Any) -> str | None:
+    """What is wrong with a gradient, an average or a master copy, a leaf or codes."""
+    if not isinstance(node, Quantised):
+        right = node.dtype == jnp.float32 if what == "master" else is_floating(node)
+        wanted = "float32" if what == "master" else "floating"
+        return None if right else f"must be a {wanted} array, got {node.dtype}"
+    code, scales = "uint8" if what == "nu" else "int8", (node.codes.size // BLOCK,)
+    if (node.codes.dtype, node.scale.dtype, node.scale.shape) == (code, jnp.float32, scales):
+        return None
+    return (
+        f"must be {code} codes with a float32 scale for each {BLOCK}, {scales}; got "
+        f"{node.codes.dtype} and {node.scale.dtype}{list(node.scale.shape)}"
+    )
+
+
 def _has_master(param: jax.Array) -> bool:
     return jnp.finfo(param.dtype).bits < 32
 
@@ -483,7 +498,8 @@ def _prepare(
     def aligned(what: str, tree: Tree) -> list[jax.Array]:
         if what == "grads":
             floating_leaves(what, tree)
-        structure = jax.tree.structure(tree, is_leaf=lambda a: isinstance(a, Quantised))
+        whole = (Quantised, optax.MaskedNode) if what == "master" else Quantised
+        structure = jax.tree.structure(tree, is_leaf=lambda a: isinstance(a, whole))
         if structure != treedef:
             raise ValueError(
                 f"{options.name}: {what} must have the structure of {name}, {treedef}; got "
@@ -491,7 +507,11 @@ def _prepare(
             )
         nodes = treedef.flatten_up_to(tree)
         for node, other, path in zip(nodes, like_leaves, leaf_paths(like), strict=True):
+            if isinstance(node, optax.MaskedNode):
+                continue
             leaf = node.codes if isinstance(node, Quantised) else node
+            if wrong := _wrong_dtype(what, node):
+                raise TypeError(f"{options.name}: {what}{path} {wrong}; init the state anew")
             if leaf.shape != other.shape:
                 raise ValueError(
                     f"{options.name}: {what}{path} must have shape {other.shape}, that of "
@@ -505,7 +525,7 @@ def _prepare(
     sums = state.trace if isinstance(state, FusedSgdState) else state.mu
     mu = aligned("mu", sums) if options.has_mu else nothing
     nu = aligned("nu", state.nu) if isinstance(state, FusedAdamState) else nothing
-    masters = treedef.flatten_up_to(state.master) if options.master else nothing
+    masters = aligned("master", state.master) if options.master else nothing
     leaves = []
     for g, p, m, v, master in zip(grad_leaves, param_leaves, mu, nu, masters, strict=True):
         has_master = master is not None and not isinstance(master, optax.MaskedNode)
