@@ -665,7 +665,7 @@ def store_units(
 ) -> None:
     """Writes what :func:`load_units` would read; lanes with equal units have equal values.
 
-    To integers the values are whole numbers that they can hold.
+    To integers the values are rounded, to numbers that they can hold.
 
     With `below`, (LANES,) and uint32, a lane whose unit is not below its number writes nothing.
     """
@@ -674,6 +674,8 @@ def store_units(
         elements = _elements(units, vec)[:, :count]
         if below is not None:
             elements = jnp.where((units < below)[:, None], elements, ref.shape[0])
+        if jnp.issubdtype(ref.dtype, jnp.integer):
+            values = jnp.round(values)
         values = values.reshape(-1, vec)[:, :count].astype(ref.dtype)
         ref[...] = ref[...].at[elements].set(values, mode="drop")
         return
@@ -844,6 +846,13 @@ def fast_log2(x: jax.Array, *, interpret: bool) -> jax.Array:
     return _one_instruction("lg2.approx.ftz.f32", x, _row(x.size // LANES).layout)
 
 
+def fast_sqrt(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """√x of (LANES · n,), fp32, in one instruction an element; 0 where x is denormal."""
+    if interpret:
+        return jnp.sqrt(x)
+    return _one_instruction("sqrt.approx.ftz.f32", x, _row(x.size // LANES).layout)
+
+
 def _one_instruction(name: str, x: jax.Array, layout: Any) -> jax.Array:
     result = plgpu.ShapeDtypeStruct(x.shape, np.dtype(np.float32), layout=layout)
 
@@ -982,7 +991,8 @@ def _to_memory(value: Any, dtype: Any) -> Any:
     if not jnp.issubdtype(dtype, jnp.integer):
         return _narrowed(value, element)
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    offset = _INTEGERS + (128 if dtype == jnp.int8 else 0)
+    # In the middle between 2^23 and 2^24 a number that is rounded to 0 from below comes to 0 too.
+    offset = 1.5 * _INTEGERS + (128 if dtype == jnp.int8 else 0)
     word = arith.bitcast(i32, arith.addf(value, arith.constant(f32, offset)))
     if dtype == jnp.int8:
         word = arith.xori(word, arith.constant(i32, 128))

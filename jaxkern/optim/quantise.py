@@ -27,7 +27,8 @@ SMALLEST = 4096
 """Elements from which a leaf is quantised: those of smaller ones are few."""
 
 _PER_OCTAVE = 12
-_STEP = 2 ** (1 / _PER_OCTAVE) - 1
+_ABOVE = (0.97139855, 0.0280454105, 0.000556039346)
+"""Of a polynomial that is 0 at 0, 1 at 1, and off by 9e-8 of the code's step at most between."""
 
 
 class Quantised(NamedTuple):
@@ -73,8 +74,6 @@ def code(
 ) -> jax.Array:
     """A code for x, of at most the magnitude of scale, in float32.
 
-    The limits keep what rounding adds within the codes.
-
     Args:
       dtype: int8 or uint8.
       x: float32, for uint8 not negative.
@@ -82,16 +81,26 @@ def code(
       bits: uint32 below 2^16.
       of: the functions to use.
     """
-    # (bits + 1/2) / 2^16, by its mantissa.
-    mantissa = (bits << jnp.uint32(7)) | jnp.uint32(0x3F800000)
-    uniform = lax.bitcast_convert_type(mantissa, jnp.float32) - (1 - 2.0**-17)
+    return jnp.round(before_rounding(dtype, x, scale, bits, of))
+
+
+def before_rounding(
+    dtype: Any, x: jax.Array, scale: jax.Array, bits: jax.Array, of: Functions = PLAIN
+) -> jax.Array:
+    """What is rounded to the code: its limits keep what is added at random within the codes."""
+    # 1 + bits / 2^23, by its mantissa; (bits + 1/2) / 2^16 is uniform.
+    above_one = lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32)
+    small = above_one - (1 - 2.0**-24)
     inverse = jnp.where(scale > 0, 1 / scale, 0.0)
     if dtype == jnp.int8:
-        return of.nearest(x * (inverse * 126.99996) + (uniform - 0.5))
-    ratio = jnp.maximum(x * inverse, 2.0 ** (-254.99 / _PER_OCTAVE))
-    below = of.nearest(of.log2(ratio) * _PER_OCTAVE + 254.5)
-    above = (ratio * of.exp2((255.0 - below) * (1 / _PER_OCTAVE)) - 1) * (1 / _STEP)
-    return below + jnp.where(uniform < above, 1.0, 0.0)
+        return x * (inverse * 126.99996) + (small * 128.0 - 0.5)
+    octaves = of.log2(jnp.maximum(x * inverse, 2.0 ** (-254.99 / _PER_OCTAVE)))
+    twelfths = octaves * _PER_OCTAVE + 255.0
+    below = of.nearest(twelfths - 0.5)
+    rest = twelfths - below
+    # (2^(rest / 12) - 1) / (2^(1 / 12) - 1): the probability of the code above.
+    above = rest * (_ABOVE[0] + rest * (_ABOVE[1] + rest * _ABOVE[2]))
+    return jnp.minimum((above + (0.5 - small * 128.0)) + below, 255.4)
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
