@@ -318,8 +318,8 @@ def _block(
         functools.reduce(jnp.maximum, map(jnp.abs, scaled)), interpret=plan.interpret
     )
     bad = jnp.where(largest < _overflow(plan.dtype), jnp.uint32(0), jnp.uint32(1))
-    zero = lane & jnp.uint32(0)
-    store_units(number, zero, largest * 0.0 + 1.0, 1, below=bad, interpret=plan.interpret)
+    first_of_all, one = jnp.zeros((LANES,), jnp.uint32), jnp.ones((LANES,), jnp.float32)
+    store_units(number, first_of_all, one, 1, below=bad, interpret=plan.interpret)
 
 
 def _overflow(dtype: Any) -> float:
