@@ -11,7 +11,8 @@ power of two before differentiation and divides the gradients by it after:
     scale     loss_scale = loss_scale.adjust(finite)
 
 `NoOpLossScale`, `StaticLossScale` and `DynamicLossScale` have the same three methods. Nothing here
-waits for the device. `jaxkern.apply` does the second and third line in its one pass.
+waits for the device. `jaxkern.scale_gradients` does the second line in one pass, `jaxkern.apply`
+the second and the third in the optimizer's.
 
 References:
     Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740

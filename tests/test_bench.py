@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bench import plot, run, steps
+from bench import plot, precision, run, steps
 
 
 def report(percents):
@@ -72,3 +72,16 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
     monkeypatch.setattr(steps, "program", wrong)
     with pytest.raises(RuntimeError, match="against plain JAX"):
         steps.check(steps.steps(small=True)[0], "xla")
+
+
+def test_losses_are_compared_with_fp32_seed_by_seed():
+    losses = {"fp32": (2.0, 3.0), "bf16": (2.1, 3.1), "fp16": (1.9, 3.0)}
+    rows = [
+        {"precision": name, "seed": seed, "validation_loss": loss}
+        for name, of_seed in losses.items()
+        for seed, loss in enumerate(of_seed)
+    ]
+    got = {row["precision"]: row for row in precision.summary(rows)}
+    assert [round(got[name]["to_fp32"], 6) for name in losses] == [0.0, 0.1, -0.05]
+    assert round(got["bf16"]["mean"], 6) == 2.6
+    assert round(got["fp32"]["spread"], 6) == 0.707107
