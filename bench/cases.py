@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import jaxkern
 from bench.steps import Step, steps
 
+DROP_RATE = 0.1
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -24,6 +26,7 @@ class Case:
       call: ``call(*arrays, implementation)``.
       bytes_forward: bytes that the forward must read and write, each array once.
       bytes_backward: the same for the backward, from the saved residuals.
+      drawn: whether the result is random, and another library's another one.
     """
 
     op: str
@@ -33,6 +36,7 @@ class Case:
     call: Callable[..., Any]
     bytes_forward: int
     bytes_backward: int
+    drawn: bool = False
 
 
 def _norm(op: str, m: int, n: int, dtype: str, extra: str = "", **options: Any) -> Case:
@@ -170,7 +174,7 @@ def _pointwise(op: str, m: int, n: int, dtype: str, **options: Any) -> Case:
     nbytes = m * n * jnp.dtype(dtype).itemsize
     return Case(
         op=op,
-        shape=f"{m}x{n}" + "".join(f"/{value}" for value in options.values()),
+        shape=f"{m}x{n}" + ("" if options.get("approximate", True) else "-erf"),
         dtype=dtype,
         arrays=lambda key: (jax.random.normal(key, (m, n), dtype),),
         call=lambda x, implementation: getattr(jaxkern, op)(
@@ -186,7 +190,7 @@ def _dropout(m: int, n: int, dtype: str, *, add: bool = False, activation: Any =
 
     def call(*args):
         *arrays, implementation = args
-        where = {"rate": 0.1, "key": jax.random.key(0), "implementation": implementation}
+        where = {"rate": DROP_RATE, "key": jax.random.key(0), "implementation": implementation}
         if add:
             return jaxkern.dropout_add(*arrays, **where)
         return jaxkern.dropout(*arrays, activation=activation, **where)
@@ -196,10 +200,11 @@ def _dropout(m: int, n: int, dtype: str, *, add: bool = False, activation: Any =
 
     return Case(
         op="dropout_add" if add else "dropout",
-        shape=f"{m}x{n}" + (f"/{activation}" if activation else ""),
+        shape=f"{m}x{n}" + (f"-{activation}" if activation else ""),
         dtype=dtype,
         arrays=arrays,
         call=call,
+        drawn=True,
         bytes_forward=(2 + add) * nbytes,
         bytes_backward=(2 + bool(activation)) * nbytes,
     )

@@ -5,6 +5,7 @@ their kernels, with arguments that are not in the cache.
 """
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 
 from bench import timing
-from bench.cases import Case, bytes_of
+from bench.cases import DROP_RATE, Case, bytes_of
 from bench.steps import Step
 
 _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
@@ -21,17 +22,18 @@ _MODULES = {
     "liger": "liger_kernel",
     "fla": "fla",
     "quack": "quack",
-    "compile": "torch",
     "torch": "torch",
+    "compile": "torch",
     "optax": "optax",
 }
 _OF_JAX = ("tokamax", "optax")
 
 
 def installed() -> list[str]:
-    """The peers that can be imported; ``compile`` is ``torch.compile`` of the formula.
+    """The peers that can be imported.
 
-    ``optax`` and ``torch`` have optimizers alone.
+    ``torch`` is the formula in PyTorch's own functions, ``compile`` that through ``torch.compile``.
+    ``optax`` has optimizers alone.
     """
     return [name for name, module in _MODULES.items() if importlib.util.find_spec(module)]
 
@@ -84,7 +86,8 @@ def measure_torch(
 
     key = jax.random.key(0)
     arrays = case.arrays(key)
-    first = tensors(arrays)
+    # Copies: some write their gradients where their arguments were.
+    first = [t.detach().clone().requires_grad_() for t in tensors(arrays)]
     out = forward(*first)
     dout = torch.randn_like(out)
     both(dout, *first)
@@ -192,6 +195,41 @@ def _layer_norm_formula(x: Any, w: Any, b: Any) -> Any:
     return (v * (v.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * w + b).to(x.dtype)
 
 
+def _liger_gated(module: str, name: str) -> Callable[[], Any]:
+    return lambda: getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name).apply
+
+
+def _functional() -> dict[str, Callable[..., Any]]:
+    """The formulas that are PyTorch's own functions."""
+    import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+
+    tanh, erf = (functools.partial(F.gelu, approximate=how) for how in ("tanh", "none"))
+    drop = functools.partial(F.dropout, p=DROP_RATE, training=True)
+    return {
+        "swiglu": lambda gate, up: F.silu(gate) * up,
+        "geglu": lambda gate, up: tanh(gate) * up,
+        "reglu": lambda gate, up: F.relu(gate) * up,
+        "silu_and_mul": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+        "gelu_and_mul": lambda x: tanh(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+        "relu": F.relu,
+        "relu_squared": lambda x: F.relu(x).square(),
+        "silu": F.silu,
+        "gelu": tanh,
+        "gelu-erf": erf,
+        "dropout": drop,
+        "dropout-silu": lambda x: drop(F.silu(x)),
+        "dropout_add": lambda x, residual: residual + drop(x),
+    }
+
+
+_FUNCTIONAL = (
+    *("swiglu", "geglu", "reglu", "silu_and_mul", "gelu_and_mul"),
+    *("relu", "relu_squared", "silu", "gelu", "gelu-erf"),
+    *("dropout", "dropout-silu", "dropout_add"),
+)
+_EAGER = ("dropout", "dropout-silu", "dropout_add")
+"""What PyTorch has kernels for, and is faster in some than what it compiles."""
+
 _TORCH: dict[tuple[str, str], Callable[[], Any]] = {
     ("liger", "rms_norm"): _liger_rms_norm,
     ("liger", "layer_norm"): _liger_layer_norm,
@@ -201,4 +239,9 @@ _TORCH: dict[tuple[str, str], Callable[[], Any]] = {
     ("quack", "rms_norm"): _quack_rms_norm,
     ("compile", "rms_norm"): _compiled(_rms_norm_formula),
     ("compile", "layer_norm"): _compiled(_layer_norm_formula),
+    ("liger", "swiglu"): _liger_gated("swiglu", "LigerSiLUMulFunction"),
+    ("liger", "silu_and_mul"): _liger_gated("swiglu", "LigerFusedGateUpSiLUMulFunction"),
+    ("liger", "geglu"): _liger_gated("geglu", "LigerGELUMulFunction"),
+    **{("compile", k): lambda k=k: _compiled(_functional()[k])() for k in _FUNCTIONAL},
+    **{("torch", k): lambda k=k: _functional()[k] for k in _EAGER},
 }

@@ -39,7 +39,7 @@ def draw(report: dict[str, Any], out: Path) -> bool:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "jaxkern"
+    matplotlib.rcParams |= {"svg.hashsalt": "jaxkern", "svg.fonttype": "none"}
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(

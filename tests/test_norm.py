@@ -208,7 +208,9 @@ MORE_SIZES = [2, 7, 128, 129, 257, 287, 5120, 8192]
 @each_way(SIZES, MORE_SIZES)
 def test_norm_accuracy(case, implementation):
     for op, dtype in in_turn([*SIZES, *MORE_SIZES].index(case)):
-        check_case(op, inputs(op, (2, 3, case), dtype), implementation)
+        # Rows of one element are constant: with a smaller eps plain JAX's 1 / std³ overflows fp16.
+        eps = 1e-3 if case == 1 else 1e-5
+        check_case(op, inputs(op, (2, 3, case), dtype), implementation, eps=eps)
 
 
 @BOTH

@@ -55,6 +55,8 @@ class KernelPass:
       ins: the factors of each argument, one letter per dimension: ``("m n", "n")``.
       outs: the factors of each output.
       whole: factors that are not split between devices; a split one is gathered first.
+      kernel_of_slices: `kernel` for what ``vmap`` gives it, slices of arrays, which begin wherever
+        the one before ends; by default `kernel`.
       batched: whether the kernel can run under ``vmap``; if not, the reference does.
       saved_as: the results' name for the policies of ``jax.checkpoint``; by default ``"rms_norm"``
         of a pass ``"rms_norm_fwd"``, and none of other passes.
@@ -67,6 +69,7 @@ class KernelPass:
     ins: tuple[str, ...]
     outs: tuple[str, ...]
     whole: str = ""
+    kernel_of_slices: Callable[..., Arrays] | None = None
     batched: bool = True
     saved_as: str | None = None
 
@@ -93,6 +96,7 @@ class KernelPass:
             name=self.name,
             mode=self.mode,
             kernel=dense(self.kernel),
+            kernel_of_slices=dense(self.kernel_of_slices or self.kernel),
             reference=dense(self.reference),
             ins=tuple(self.ins[i].split() for i in here),
             outs=tuple(self.outs[i].split() for i in out_here),
@@ -114,6 +118,7 @@ class _Present:
     name: str
     mode: Mode
     kernel: Callable[..., Arrays]
+    kernel_of_slices: Callable[..., Arrays]
     reference: Callable[..., Arrays]
     ins: tuple[list[str], ...]
     outs: tuple[list[str], ...]
@@ -144,10 +149,12 @@ class _Present:
                     f'{self.name}: implementation="mosaic" cannot take this call: the kernel has '
                     'no vmap. Use implementation="xla", or None to have it chosen.'
                 )
+            kernel = jax.vmap(self.kernel_of_slices, in_axes)
             batched = dataclasses.replace(
                 self,
                 mode=self.mode if self.batched else "xla",
-                kernel=jax.vmap(self.kernel, in_axes),
+                kernel=kernel,
+                kernel_of_slices=kernel,
                 reference=jax.vmap(self.reference, in_axes),
                 ins=tuple([new, *f] if b else f for f, b in zip(self.ins, in_batched, strict=True)),
                 outs=tuple([new, *f] for f in self.outs),

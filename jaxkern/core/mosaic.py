@@ -614,27 +614,33 @@ def with_chosen(
 
 
 def load_units(
-    ref: Any, units: jax.Array, vec: int, count: int | None = None, *, interpret: bool
+    ref: Any,
+    units: jax.Array,
+    vec: int,
+    count: int | None = None,
+    step: int | None = None,
+    *,
+    interpret: bool,
 ) -> jax.Array:
     """What each lane reads of an array in global memory: its unit, `vec` neighbouring elements.
 
     Args:
-      ref: contiguous, aligned to 16 bytes, fp32, bf16, fp16, int8 or uint8; or a
-        :class:`ChosenRef`.
+      ref: contiguous, fp32, bf16, fp16, int8 or uint8; or a :class:`ChosenRef`.
       units: (LANES,), uint32; unit u begins at element u · vec.
-      vec: a power of two; more than 16 bytes are several accesses.
-      count: elements of a unit that are there, by default all; the others are zeros, and those that
-        are there take an access each.
+      vec: a power of two.
+      count: elements of a unit that are there, by default all; the others are zeros.
+      step: elements of one access, a divisor of `vec` and `count` to which `ref` is aligned; by
+        default of up to 16 bytes.
       interpret: whether this runs in Pallas's interpreter.
 
     Returns:
       (LANES · vec,), fp32.
     """
     count = vec if count is None else count
+    step = min(count, _MAX_VECTOR_BYTES // ref.dtype.itemsize) if step is None else step
     if interpret:
         elements = ref[...].astype(jnp.float32)[_elements(units, vec)[:, :count]]
         return jnp.pad(elements, ((0, 0), (0, vec - count))).reshape(-1)
-    step = _vector(ref, vec, count)
     where, types = _place(ref)
 
     @plgpu.inline_mgpu(arg_types=(types, _ROW), return_type=_row(vec))
@@ -659,6 +665,7 @@ def store_units(
     values: jax.Array,
     vec: int,
     count: int | None = None,
+    step: int | None = None,
     *,
     below: jax.Array | None = None,
     interpret: bool,
@@ -670,6 +677,7 @@ def store_units(
     With `below`, (LANES,) and uint32, a lane whose unit is not below its number writes nothing.
     """
     count = vec if count is None else count
+    step = min(count, _MAX_VECTOR_BYTES // ref.dtype.itemsize) if step is None else step
     if interpret:
         elements = _elements(units, vec)[:, :count]
         if below is not None:
@@ -679,7 +687,6 @@ def store_units(
         values = values.reshape(-1, vec)[:, :count].astype(ref.dtype)
         ref[...] = ref[...].at[elements].set(values, mode="drop")
         return
-    step = _vector(ref, vec, count)
     where, types = _place(ref)
     limit = () if below is None else (_laid_out(below),)
 
@@ -752,11 +759,6 @@ def _of_warp(x: jax.Array, combine: Callable[[Any, Any], Any]) -> jax.Array:
 def _elements(units: jax.Array, vec: int) -> jax.Array:
     """(LANES, vec): the indices of the units' elements."""
     return units[:, None] * vec + jnp.arange(vec, dtype=units.dtype)
-
-
-def _vector(ref: Any, vec: int, count: int) -> int:
-    """Elements of an access to `count` elements of a unit."""
-    return min(vec, _MAX_VECTOR_BYTES // ref.dtype.itemsize) if count == vec else 1
 
 
 def load_shared(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:

@@ -19,10 +19,10 @@ XLA takes longer alone, but fuses them with their neighbours, and an array that 
 nor read again decides the choice. Both passes over 16384 × 8192 in bf16 on one H200, JAX 0.11.2:
 
                             kernels    XLA alone    XLA fused (alone less 4 arrays' traffic)
-    relu, relu_squared       312 µs       346 µs      96 µs
-    silu                     312          369        119
-    gelu                     311          419        169
-    gelu, error function     319          873        623: here None picks the kernels
+    relu, relu_squared       311 µs       347 µs      97 µs
+    silu                     310          371        121
+    gelu                     311          421        171
+    gelu, error function     345          876        626: here None picks the kernels
 
 Sources: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, arXiv:1606.08415; Elfwing, Uchibe
 and Doya, 2017, arXiv:1702.03118 (SiLU); So et al., Primer, 2021, arXiv:2109.08668 (squared ReLU).
@@ -338,6 +338,7 @@ def _forward_pass(options: _Options, ndim: int) -> KernelPass:
         saved_as=options.op,
         mode=options.mode,
         kernel=functools.partial(_launch_fwd, options),
+        kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
         reference=lambda x: (activation_reference(options.curve, x),),
         ins=(factors(ndim),),
         outs=(factors(ndim),),
@@ -350,13 +351,14 @@ def _backward_pass(options: _Options, ndim: int) -> KernelPass:
         name=f"{options.curve}_bwd",
         mode=options.mode,
         kernel=functools.partial(_launch_bwd, options),
+        kernel_of_slices=functools.partial(_launch_bwd, options, sliced=True),
         reference=functools.partial(_reference_bwd, options.curve),
         ins=(factors(ndim),) * 2,
         outs=(factors(ndim),),
     )
 
 
-def _launch_fwd(options: _Options, x: Any):
+def _launch_fwd(options: _Options, x: Any, *, sliced: bool = False):
     if x.size == 0:
         return (x,)
 
@@ -367,10 +369,10 @@ def _launch_fwd(options: _Options, x: Any):
     exact = x.dtype == jnp.float32
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     interpret = options.mode == "interpret"
-    return launch(f"{options.curve}_fwd", body, [x], [out], interpret=interpret)
+    return launch(f"{options.curve}_fwd", body, [x], [out], sliced=sliced, interpret=interpret)
 
 
-def _launch_bwd(options: _Options, x: Any, dout: Any):
+def _launch_bwd(options: _Options, x: Any, dout: Any, *, sliced: bool = False):
     if x.size == 0:
         return (x,)
 
@@ -381,7 +383,7 @@ def _launch_bwd(options: _Options, x: Any, dout: Any):
     exact = x.dtype == jnp.float32
     dx = jax.ShapeDtypeStruct(x.shape, x.dtype)
     interpret = options.mode == "interpret"
-    return launch(f"{options.curve}_bwd", body, [x, dout], [dx], interpret=interpret)
+    return launch(f"{options.curve}_bwd", body, [x, dout], [dx], sliced=sliced, interpret=interpret)
 
 
 # Reference

@@ -289,6 +289,7 @@ def _forward_pass(options: _Options) -> KernelPass:
         name=f"{options.op}_fwd",
         mode=options.mode,
         kernel=functools.partial(_launch_fwd, options),
+        kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
         reference=functools.partial(_reference_fwd, options),
         ins=(dims, dims, "y", "z", *dims.split()),
         outs=(dims,),
@@ -303,6 +304,7 @@ def _backward_pass(options: _Options, dtype: Any) -> KernelPass:
         name=f"{options.op}_bwd",
         mode=options.mode,
         kernel=functools.partial(_launch_bwd, options, dtype),
+        kernel_of_slices=functools.partial(_launch_bwd, options, dtype, sliced=True),
         reference=functools.partial(_reference_bwd, options, dtype),
         ins=(dims, dims, "y", "z", *dims.split()),
         outs=(dims,),
@@ -313,7 +315,7 @@ def _backward_pass(options: _Options, dtype: Any) -> KernelPass:
 # Kernels
 
 
-def _launch_fwd(options: _Options, x: Any, residual: Any, *where: Any):
+def _launch_fwd(options: _Options, x: Any, residual: Any, *where: Any, sliced: bool = False):
     if x.size == 0:
         return _reference_fwd(options, x, residual, *where)
     exact = x.dtype == jnp.float32
@@ -327,10 +329,12 @@ def _launch_fwd(options: _Options, x: Any, residual: Any, *where: Any):
             x = CURVES[options.curve](x, kernel_functions(exact, lanes.interpret))[0]
         return (residual[0] + x * scale if residual else x * scale,)
 
-    return _launch(f"{options.op}_fwd", options, levels, body, ins, out, *where)
+    return _launch(f"{options.op}_fwd", options, levels, body, ins, out, *where, sliced=sliced)
 
 
-def _launch_bwd(options: _Options, dtype: Any, x: Any, dout: Any, *where: Any):
+def _launch_bwd(
+    options: _Options, dtype: Any, x: Any, dout: Any, *where: Any, sliced: bool = False
+):
     if dout.size == 0:
         return _reference_bwd(options, dtype, x, dout, *where)
     exact = dtype == jnp.float32
@@ -345,10 +349,10 @@ def _launch_bwd(options: _Options, dtype: Any, x: Any, dout: Any, *where: Any):
             dout = CURVES[options.curve](x[0], of)[1](dout)
         return (dout * scale,)
 
-    return _launch(f"{options.op}_bwd", options, levels, body, ins, dx, *where)
+    return _launch(f"{options.op}_bwd", options, levels, body, ins, dx, *where, sliced=sliced)
 
 
-def _launch(name, options, levels, body, ins, out, key, rate, *positions):
+def _launch(name, options, levels, body, ins, out, key, rate, *positions, sliced):
     """With the key, the rate, and where in the whole array the device's part begins."""
     seeds = [key, rate]
     if not levels.whole:
@@ -363,6 +367,7 @@ def _launch(name, options, levels, body, ins, out, key, rate, *positions):
         [out],
         seeds=seeds,
         vec=levels.vec,
+        sliced=sliced,
         interpret=options.mode == "interpret",
     )
 

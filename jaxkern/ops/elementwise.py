@@ -60,6 +60,7 @@ def launch(
     columns: int = 0,
     seeds: Sequence[jax.Array] = (),
     vec: int | None = None,
+    sliced: bool = False,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """Runs `body` over arrays of equally many elements, not 0.
@@ -73,6 +74,7 @@ def launch(
       columns: elements of a row, where an array is two.
       seeds: arrays (k,), uint32, of up to 4 words that every lane reads; zeros make up the rest.
       vec: elements of a unit; by default as many as make 16 bytes of the widest dtype.
+      sliced: whether the arrays are slices of others, and aligned as their sizes are.
       interpret: whether to run in Pallas's interpreter.
 
     Raises:
@@ -89,6 +91,7 @@ def launch(
     plan = _Plan(
         size=size,
         vec=vec,
+        step=math.gcd(vec, *(a.size for a in arrays)) if sliced else vec,
         each=max(1, _BYTES // (vec * inputs)),
         row=columns // vec,
         parts=parts,
@@ -127,6 +130,7 @@ def too_large(vec: int, *arrays: Any) -> str | None:
 class _Plan:
     size: int  # elements of an input
     vec: int  # elements of a unit
+    step: int  # elements of an access
     each: int  # units of a lane
     row: int  # units of a row, where an array is two inputs
     parts: tuple[int, ...]  # inputs or outputs in each array
@@ -166,9 +170,9 @@ def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> No
             found += [(ref, units + row_start + jnp.uint32(i * plan.row)) for i in range(parts)]
         return found
 
-    def compute(units_of_lane: Sequence[jax.Array], count: int) -> None:
-        """`body` on the first `count` elements of each of the units."""
-        options = {"vec": plan.vec, "count": count, "interpret": plan.interpret}
+    def compute(units_of_lane: Sequence[jax.Array], count: int, step: int) -> None:
+        """`body` on the first `count` elements of each of the units, `step` an access."""
+        options = {"vec": plan.vec, "count": count, "step": step, "interpret": plan.interpret}
         work = []
         for units in units_of_lane:
             where = places(units)
@@ -185,10 +189,10 @@ def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> No
         units = [lane + (first + jnp.uint32(k * LANES)) for k in range(plan.each)]
         if plan.units % (LANES * plan.each):
             units = [jnp.minimum(u, jnp.uint32(plan.units - 1)) for u in units]
-        compute(units, plan.vec)
+        compute(units, plan.vec, plan.step)
 
     def rest() -> None:
-        compute([jnp.full((LANES,), plan.units, jnp.uint32)], plan.rest)
+        compute([jnp.full((LANES,), plan.units, jnp.uint32)], plan.rest, 1)
 
     if plan.units and plan.rest:
         pl.when(block < plan.blocks)(whole_units)

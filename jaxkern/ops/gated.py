@@ -281,6 +281,7 @@ def _forward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
         name=f"{options.op}_fwd",
         mode=options.mode,
         kernel=functools.partial(_launch_fwd, options),
+        kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
         reference=lambda *ins: (gated_reference(options.curve, *ins),),
         ins=(of_in,) * arrays,
         outs=(of_out,),
@@ -295,6 +296,7 @@ def _backward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
         name=f"{options.op}_bwd",
         mode=options.mode,
         kernel=functools.partial(_launch_bwd, options),
+        kernel_of_slices=functools.partial(_launch_bwd, options, sliced=True),
         reference=functools.partial(_reference_bwd, options.curve),
         ins=(*(of_in,) * arrays, of_out),
         outs=(of_in,) * arrays,
@@ -305,7 +307,7 @@ def _backward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
 # Kernels
 
 
-def _launch_fwd(options: _Options, *ins: Any):
+def _launch_fwd(options: _Options, *ins: Any, sliced: bool = False):
     out = jax.eval_shape(functools.partial(gated_reference, options.curve), *ins)
     if out.size == 0:
         return (jnp.zeros(out.shape, out.dtype),)
@@ -321,11 +323,12 @@ def _launch_fwd(options: _Options, *ins: Any):
         ins,
         [jax.ShapeDtypeStruct(out.shape, out.dtype)],
         columns=out.shape[-1] if len(ins) == 1 else 0,
+        sliced=sliced,
         interpret=options.mode == "interpret",
     )
 
 
-def _launch_bwd(options: _Options, *args: Any):
+def _launch_bwd(options: _Options, *args: Any, sliced: bool = False):
     *ins, dout = args
     grads = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ins]
     if dout.size == 0:
@@ -343,6 +346,7 @@ def _launch_bwd(options: _Options, *args: Any):
         [*ins, dout],
         grads,
         columns=dout.shape[-1] if len(ins) == 1 else 0,
+        sliced=sliced,
         interpret=options.mode == "interpret",
     )
 

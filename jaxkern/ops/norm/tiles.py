@@ -89,7 +89,15 @@ class Backward:
         assert self.weight != "shared" or isinstance(self.rows, Strip), self
 
 
-def strip(n: int, itemsize: int, per_lane: int, window: int, spread: int, interpret: bool) -> Strip:
+def strip(
+    n: int,
+    itemsize: int,
+    per_lane: int,
+    window: int,
+    spread: int,
+    interpret: bool,
+    widest: int = 8,
+) -> Strip:
     """A row of `n`, `per_lane` elements a lane where the cluster is not at its limit.
 
     Args:
@@ -99,6 +107,7 @@ def strip(n: int, itemsize: int, per_lane: int, window: int, spread: int, interp
       window: elements of a lane's window.
       spread: warpgroups before the row is split over blocks.
       interpret: whether Pallas's interpreter runs it: it has no clusters, and few threads.
+      widest: most neighbouring elements that a lane reads at a time.
     """
     width = max(n, LANES)
     parts = 1
@@ -107,15 +116,16 @@ def strip(n: int, itemsize: int, per_lane: int, window: int, spread: int, interp
     warpgroups = min(parts, 2 if interpret else spread)
     blocks = 1 if interpret else min(parts // warpgroups, _MAX_CLUSTER)
     parts = warpgroups * blocks
-    return Strip(_windows(width, itemsize, parts, window * LANES), n, warpgroups, blocks)
+    return Strip(_windows(width, itemsize, parts, window * LANES, widest), n, warpgroups, blocks)
 
 
 @functools.cache
-def _windows(width: int, itemsize: int, parts: int, most: int) -> Any:
+def _windows(width: int, itemsize: int, parts: int, most: int, widest: int) -> Any:
     """The windows that waste least on `parts` warpgroups."""
     choices = []
     for divide in (1, 2, 3, 4):
-        w = windows(width, min(width, most) // divide // LANES * LANES or LANES, itemsize)
+        size = min(width, most) // divide // LANES * LANES or LANES
+        w = windows(width, size, max(itemsize, 16 // widest))
         work = -(-w.count // parts) * parts * w.size
         choices.append((work * (1 + 1 / (w.vec * itemsize)), divide, w))
     return min(choices, key=lambda c: c[:2])[2]
@@ -141,8 +151,11 @@ def forward(
     * 1024: 89, 87. Rows through the ring, in waves; 87, 84 in equal shares.
     * 2048: 96, 90. A block a row; two rows a block with a bias, as it would be read again.
     * 4096: 96, 94. Two rows a block; 86 in equal shares.
-    * 8192: 96, 93. Two rows a block, three with a bias; 88 in equal shares.
-    * 16384: 94, 92. A block a row, reading the weight again; in waves with a bias.
+    * 5120: 96, 93. The same by 40 elements a lane, three rows with a bias; 81, 79 by two
+      warpgroups.
+    * 8192: 96, 96. Two rows a block; a row, reading weight and bias again, with a bias.
+    * 11008: 90, 82. Two warpgroups, in waves; 59 reading the weight again.
+    * 16384: 96, 92. A block a row, reading the weight again; in waves with a bias.
     * 32768, 65536: 90, 88. Clusters with two rows on their way each; 87 with more.
     * 131072: 88, 81. The next row's sums sent ahead with a bias; 76 otherwise.
     * 262144: 87, 76. Sums sent ahead; 84, 62 otherwise.
@@ -188,14 +201,19 @@ def forward(
         return _forward_clusters(strips(per_lane), m, groups, row_bytes, one, several)
     best = None
     if n > 8192:
-        best = None if one else in_waves(strips(2 * per_lane, spread=2), 2, 0.9)
+        even = one and n % (per_lane * LANES) == 0
+        best = None if even else in_waves(strips(2 * per_lane, spread=2), 2, 0.9)
     elif costly:
         best = None if activated else in_waves(strips(per_lane), 2, 0.8)
     elif one and n < 4096:
         best = Forward(strips(per_lane))
-    else:
-        best = in_blocks(strips(per_lane), 2 if one or n <= 4096 else 3)
-    return best or Forward(strips(per_lane, 8), weight="again")
+    elif 4096 < n <= 6144:
+        best = in_blocks(strips(2 * per_lane), 2 if one else 3)
+    elif one or n <= 4096:
+        best = in_blocks(strips(per_lane), 2)
+    # Lanes of 8 bf16 would read half of every sector of an fp32 weight at a time.
+    again = strip(n, itemsize, per_lane, 8, 4, interpret, widest=4)
+    return best or Forward(again, weight="again")
 
 
 def _forward_clusters(
@@ -259,6 +277,14 @@ def backward(
       two sums.
     * 262144: 93, 79. The largest clusters, the weight in shared memory.
 
+    With SiLU:
+
+    * 2048: 89, 78. Four blocks a multiprocessor, two with two sums.
+    * 4096: 88, 91; with GELU 90 by two sums. Windows of 8: wider ones, 85, 80 and 75, leave
+      registers too few.
+    * 8192: 99, 94. Half a row a lane, in shared memory; two warpgroups with two sums, 88 otherwise.
+    * 16384: 97, 92. Half a row a lane.
+
     Args:
       m, n, groups: sizes.
       itemsize: bytes of an element of the narrowest array.
@@ -292,10 +318,12 @@ def backward(
         return choice(32, 32, 4, "registers", True, per_sm=min(8, 8192 // n), most=2, paced=True)
     if n <= 8192 and not plain and len(streams) > 2:
         return choice(16, 8, 2, "registers", True, per_sm=max(1, min(4, 4096 // n)))
-    if n <= 4096:
+    if n <= 4096 and (plain or (sums == 2 and n <= 2048)):
         return choice(32, 16, 4, "registers", True, per_sm=max(2, min(4, 4096 // n)))
-    if n <= 8192 and plain:
-        return choice(32, 8, 2, "registers", True, paced=simple)
+    if n <= 4096:
+        return choice(32, 8, 4, "registers", True, per_sm=min(4, 8192 // n))
+    if n <= 8192 and (plain or sums == 2):
+        return choice(32, 8, 2 if plain else 4, "registers", True, paced=simple)
     if not boxed:
         return choice(32, 8, 4, "again", simple)
     tried = []
