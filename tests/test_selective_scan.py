@@ -237,6 +237,7 @@ ONE_PROGRAM = (2, 9, 66, 5)
 BOTH = pytest.mark.parametrize(
     "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
 )
+KERNELS = pytest.mark.parametrize("implementation", [pytest.param("mosaic", marks=pytest.mark.gpu)])
 
 
 def interpreted(implementation):
@@ -573,8 +574,8 @@ def test_selective_scan_of_any_checkpoint_every(size, implementation):
         check.assert_close(run(arrays, cotangents), want, 2e-6)
 
 
-@pytest.mark.gpu
-def test_selective_scan_in_uneven_parts(monkeypatch):
+@KERNELS
+def test_selective_scan_in_uneven_parts(monkeypatch, implementation):
     """Columns of blocks halved, in segments and whole side by side, and of two warpgroups.
 
     Tiles of four chunks, of which there are five, so that the last tile overlaps another.
@@ -587,11 +588,11 @@ def test_selective_scan_in_uneven_parts(monkeypatch):
     assert (halved.whole, halved.halved, halved.count) == (4, 1, 5)
     split = cut(2, 3, 2)
     assert (split.whole, split.rest, split.segments, split.count) == (1, 1, 2, 3)
-    check_case(inputs_and_state(2, 40, 128, 16), "mosaic", checkpoint_every=16)
+    check_case(inputs_and_state(2, 40, 128, 16), implementation, checkpoint_every=16)
 
 
-@pytest.mark.gpu
-def test_selective_scan_in_pieces(monkeypatch):
+@KERNELS
+def test_selective_scan_in_pieces(monkeypatch, implementation):
     """Segments whose carries are found in pieces, the last of which is short."""
     cut = lambda columns, units, _: tiling.Parts.cut(columns, units, 0, 2, 3)
     monkeypatch.setattr(forward, "forward_parts", cut)
@@ -601,7 +602,7 @@ def test_selective_scan_in_pieces(monkeypatch):
     # The backward's last piece of two chunks has one.
     assert parts.that_pass_on().segments == 6
     assert 11 % parts.that_pass_on().length == 1
-    check_case(inputs_and_state(1, 88, 34, 9), "mosaic")
+    check_case(inputs_and_state(1, 88, 34, 9), implementation)
 
 
 @sizes(gpu=[(2, 70, 270, 16)])
