@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DIRECTIONS = ("forward", "backward")
-_MARKERS = "osD^vPX"
+MARKERS = "osD^vPX*h<>"
 
 
 def points(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[tuple[int, float]]]]]:
@@ -30,19 +30,31 @@ def points(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[tup
     return lines
 
 
+def pyplot() -> Any:
+    """matplotlib for small SVGs, the same bytes on every run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "jaxkern", "svg.fonttype": "none", "font.size": 8}
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, out: Path) -> None:
+    """Writes and closes `figure`."""
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+    pyplot().close(figure)
+
+
 def draw(report: dict[str, Any], out: Path) -> bool:
     """Writes a picture of `report` to `out`; False if there are no three lengths to draw."""
     lines = points(report["rows"])
     lines = {op: by for op, by in lines.items() if any(len(p) > 2 for p in _all(by))}
     if not lines:
         return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "jaxkern", "svg.fonttype": "none"}
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(
+    figure, axes = pyplot().subplots(
         2, len(lines), figsize=(5.2 * len(lines), 6.4), sharex=True, sharey=True, squeeze=False
     )
     implementations = sorted({name for by in lines.values() for d in by.values() for name in d})
@@ -54,7 +66,7 @@ def draw(report: dict[str, Any], out: Path) -> bool:
                     n, percent = zip(*by[direction][name], strict=True)
                     label = "jaxkern" if name == "mosaic" else name
                     width = 2.2 if name == "mosaic" else 1.2
-                    marker = _MARKERS[i % len(_MARKERS)]
+                    marker = MARKERS[i % len(MARKERS)]
                     axis.plot(n, percent, marker=marker, ms=4, lw=width, label=label)
             axis.set(ylim=(0, 105), title=f"{op}, {direction}")
             axis.set_xscale("log", base=2)
@@ -64,9 +76,7 @@ def draw(report: dict[str, Any], out: Path) -> bool:
     axes[0, 0].legend(loc="lower right", fontsize=8)
     title = f"{report['device']}, JAX {report['jax']}, bf16, commit {report['commit']}"
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
-    plt.close(figure)
+    save(figure, out)
     return True
 
 

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import jaxkern
 from bench import peers, plot, steps, timing
 from bench.cases import Case, bytes_of, cases
+from bench.report import RESULTS, write_csv
 from bench.steps import Step
 
-RESULTS = Path(__file__).parent / "results"
 IMPLEMENTATIONS = ("mosaic", "xla")
 
 
@@ -268,6 +268,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
     p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-<op>.json)")
+    p.add_argument("--csv", type=Path, help="also write the timings here, comma-separated")
     return p
 
 
@@ -316,6 +317,9 @@ def main(argv: list[str] | None = None) -> int:
             )
         _write(out, report)  # after every case: a run that is stopped keeps what it has
     print(f"wrote {out}")
+    if args.csv:
+        write_csv(report["rows"], args.csv)
+        print(f"wrote {args.csv}")
     with contextlib.suppress(ImportError):  # matplotlib is not needed to time
         picture = out.with_suffix(".svg")
         if plot.draw(report, picture):

@@ -79,6 +79,7 @@ def test_what_a_run_cannot_begin_with(capsys, tmp_path):
         assert not out.exists()
 
 
+@pytest.mark.newest
 def test_a_step_that_memory_cannot_hold_is_refused(capsys, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("some words " * 500)

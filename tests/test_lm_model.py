@@ -265,8 +265,11 @@ def test_low_precision_learns_as_fp32_does(precision):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_training_on_a_gpu_runs_the_kernels(remat):
-    """The 130m preset's step in bf16, lowered for CUDA: kernels forward and backward."""
+def test_training_on_a_gpu_runs_the_kernels(remat, monkeypatch):
+    """Two layers of the 130m preset, a step in bf16 lowered for CUDA: kernels both ways."""
+    preset = PRESETS["130m"]
+    two = dataclasses.replace(preset, model=dataclasses.replace(preset.model, n_layers=2))
+    monkeypatch.setitem(PRESETS, "130m", two)
     config = TrainConfig.from_flags({"preset": "130m"})
     policy = Policy.parse("bf16")
     step = make_train_step(config, make_model(config.model, Options(policy, remat=remat)))

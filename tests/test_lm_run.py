@@ -99,6 +99,7 @@ def test_a_run_learns_and_leaves_its_results(finished, text):
     assert " the " in sample
 
 
+@pytest.mark.newest
 def test_kill_and_resume_gives_the_same_losses(finished, text, tmp_path):
     """Killed twice with SIGKILL, once in the middle of whatever it was doing."""
     out = tmp_path / "killed"
@@ -123,6 +124,7 @@ def test_kill_and_resume_gives_the_same_losses(finished, text, tmp_path):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.newest
 def test_a_finished_run_goes_on_with_more_steps(finished, tmp_path):
     out = tmp_path / "longer"
     subprocess.run(["cp", "-r", finished[0], out], check=True)
@@ -144,6 +146,7 @@ def test_a_run_is_not_overwritten_nor_changed(finished, tmp_path):
     assert after == before
 
 
+@pytest.mark.newest
 def test_resuming_from_a_damaged_checkpoint_is_one_line(finished, tmp_path):
     out = tmp_path / "damaged"
     subprocess.run(["cp", "-r", finished[0], out], check=True)
@@ -168,6 +171,7 @@ def test_sample(finished):
     assert greedy != first
 
 
+@pytest.mark.newest
 def test_two_devices_give_the_losses_of_one(text, tmp_path):
     argv = [*MICRO, "--data", text, "--steps", "5"]
     run(*argv, "--out", tmp_path / "one", devices=2)

@@ -761,7 +761,7 @@ def _elements(units: jax.Array, vec: int) -> jax.Array:
     return units[:, None] * vec + jnp.arange(vec, dtype=units.dtype)
 
 
-def load_shared(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
+def load_words(ref: Any, count: int, *, interpret: bool) -> list[jax.Array]:
     """The words of an array in global memory, uint32, each as (LANES,), and zeros up to `count`."""
     size = ref.shape[0]
     zeros = [jnp.zeros((LANES,), jnp.uint32)] * (count - size)

@@ -187,16 +187,22 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sample(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Write text with a trained model, from its last checkpoint."
+    parser.description = "Write text with a trained model."
 
     def add(name: str, help: str, default: Any, **options: Any) -> None:
         parser.add_argument(name, help=f"{help} (default: {default!r})", default=default, **options)
 
-    parser.add_argument(
-        "--run", required=True, type=Path, metavar="DIR", help="the --out folder of jaxkern train"
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--run", type=Path, metavar="DIR", help="the --out folder of jaxkern train")
+    model.add_argument(
+        "--hf",
+        type=Path,
+        metavar="DIR",
+        help="a Mamba checkpoint in the layout of Hugging Face: config.json, model.safetensors and "
+        "tokenizer.json",
     )
     add("--prompt", "what the text begins with", "", metavar="TEXT")
-    add("--length", "bytes to write", 400, type=_positive, metavar="N")
+    add("--length", "bytes to write, tokens with --hf", 400, type=_positive, metavar="N")
     add(
         "--temperature",
         "lower is less random, 0 is not at all",
@@ -206,7 +212,7 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--top-k",
-        "draw from the K likeliest bytes, 0 from all",
+        "draw from the K likeliest of them, 0 from all",
         40,
         type=_non_negative,
         metavar="K",
@@ -232,10 +238,17 @@ def _train(flags: dict[str, Any]) -> None:
 
 
 def _sample(flags: dict[str, Any]) -> None:
-    _need_extra("sample")
-    from jaxkern.lm.sample import sample
+    run, folder, prompt = (flags.pop(name) for name in ("run", "hf", "prompt"))
+    if folder is None:
+        _need_extra("sample")
+        from jaxkern.lm.sample import sample
 
-    sample(flags.pop("run"), flags.pop("prompt"), **flags)
+        sample(run, prompt, **flags)
+    else:
+        _need_extra("sample --hf", "hf", safetensors="safetensors", tokenizers="tokenizers")
+        from jaxkern.lm.sample import sample_hf
+
+        sample_hf(folder, prompt, **flags)
 
 
 def _doctor(flags: dict[str, Any]) -> None:
@@ -244,17 +257,18 @@ def _doctor(flags: dict[str, Any]) -> None:
     doctor()
 
 
-def _need_extra(command: str) -> None:
+def _need_extra(command: str, extra: str = "lm", **more: str) -> None:
     packages = {
         "flax": "flax",
         "orbax-checkpoint": "orbax",
         "matplotlib": "matplotlib",
         "tqdm": "tqdm",
+        **more,
     }
     missing = [name for name, module in packages.items() if not importlib.util.find_spec(module)]
     if missing:
         raise RunError(
-            f'jaxkern {command} needs {", ".join(missing)}; run: pip install "jaxkern[lm]"'
+            f'jaxkern {command} needs {", ".join(missing)}; run: pip install "jaxkern[{extra}]"'
         )
 
 

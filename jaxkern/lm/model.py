@@ -1,4 +1,4 @@
-"""The Mamba language model (arXiv 2312.00752) over bytes, in flax.nnx on jaxkern's ops.
+"""The Mamba language model (arXiv 2312.00752), in flax.nnx on jaxkern's ops.
 
     x = embedding[tokens]                                     (B, L, d_model)
     for each layer:
@@ -16,8 +16,6 @@ dt_bias enter the scan in the parameters' dtype.
 """
 
 import dataclasses
-import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +24,15 @@ from flax import nnx
 import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.lm.config import ModelConfig
+from jaxkern.nn.flax import Mamba
+from jaxkern.nn.mamba import Cache
 from jaxkern.precision import Policy
 
 DECAYED = frozenset(
     {"embedding", "in_proj", "conv_weight", "x_proj", "dt_proj", "out_proj"}
 )  # weight decay leaves norms, biases, A_log and D alone
+
+EPS = 1e-5  # of every norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,105 +44,34 @@ class Options:
     remat: bool = False
 
 
-class MambaBlock(nnx.Module):
+class MambaBlock(Mamba):
     """One layer: norm, Mamba mixer, residual."""
 
     def __init__(self, config: ModelConfig, options: Options, *, rngs: nnx.Rngs):
-        d, di, n, r = config.d_model, config.d_inner, config.d_state, config.dt_rank
-        self.config = config
-        self.options = options
-
-        def uniform(shape: tuple[int, ...], bound: float) -> nnx.Param:
-            value = jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
-            return nnx.Param(value)
-
-        self.norm = nnx.Param(jnp.ones(d))
-        self.in_proj = uniform((d, 2 * di), d**-0.5)
-        self.conv_weight = uniform((di, config.d_conv), config.d_conv**-0.5)
-        self.conv_bias = uniform((di,), config.d_conv**-0.5)
-        self.x_proj = uniform((di, r + 2 * n), di**-0.5)
-        self.dt_proj = uniform((r, di), r**-0.5)
-        # softplus(dt_bias) is log-uniform in [1e-3, 1e-1].
-        low, high = math.log(1e-3), math.log(1e-1)
-        dt = jnp.exp(jax.random.uniform(rngs.params(), (di,), minval=low, maxval=high))
-        self.dt_bias = nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
-        self.A_log = nnx.Param(jnp.log(jnp.tile(jnp.arange(1.0, n + 1), (di, 1))))
-        self.D = nnx.Param(jnp.ones(di))
-        # Each layer adds to the residual stream once: keep its variance independent of depth.
-        self.out_proj = uniform((di, d), di**-0.5 * config.n_layers**-0.5)
+        super().__init__(
+            config.d_model,
+            d_state=config.d_state,
+            d_conv=config.d_conv,
+            expand=config.expand,
+            dt_rank=config.dt_rank,
+            n_layers=config.n_layers,
+            dtype=options.policy.compute,
+            implementation=options.implementation,
+            rngs=rngs,
+        )
+        self.norm = nnx.Param(jnp.ones(config.d_model))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x (B, L, d_model) fp32 -> the same."""
-        u, z = self._inputs(x)
-        u = jaxkern.causal_conv1d(
-            u, self._compute(self.conv_weight), self._compute(self.conv_bias), activation="silu"
-        )
-        dt, b, c = self._parameters(u)
-        y = jaxkern.selective_scan(
-            u,
-            dt,
-            -jnp.exp(self.A_log[...]),
-            b,
-            c,
-            self.D[...],
-            z,
-            dt_bias=self.dt_bias[...],
-            dt_softplus=True,
-            implementation=self.options.implementation,
-        )
-        return self._add(x, y)
+        return x + super().__call__(self._normalised(x)).astype(x.dtype)
 
-    def step(
-        self, x: jax.Array, conv_state: jax.Array, scan_state: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """One token: x (B, d_model), states (B, d_conv - 1, d_inner), (B, d_inner, d_state)."""
-        u, z = self._inputs(x)
-        u, conv_state = jaxkern.causal_conv1d_step(
-            conv_state,
-            u,
-            self._compute(self.conv_weight),
-            self._compute(self.conv_bias),
-            activation="silu",
-        )
-        dt, b, c = self._parameters(u)
-        y, scan_state = jaxkern.selective_scan_step(
-            scan_state,
-            u,
-            dt,
-            -jnp.exp(self.A_log[...]),
-            b,
-            c,
-            self.D[...],
-            z,
-            dt_bias=self.dt_bias[...],
-            dt_softplus=True,
-        )
-        return self._add(x, y), conv_state, scan_state
+    def step(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """One token: x (B, d_model)."""
+        out, cache = super().step(self._normalised(x), cache)
+        return x + out.astype(x.dtype), cache
 
-    def _compute(self, param: nnx.Param) -> jax.Array:
-        return param[...].astype(self.options.policy.compute)
-
-    def _inputs(self, x):
-        x = jaxkern.rms_norm(
-            x, self.norm[...], eps=1e-5, implementation=self.options.implementation
-        )
-        xz = self.options.policy.cast_to_compute(x) @ self._compute(self.in_proj)
-        return jnp.split(xz, 2, axis=-1)
-
-    def _parameters(self, u):
-        r, n = self.config.dt_rank, self.config.d_state
-        low_rank, b, c = jnp.split(u @ self._compute(self.x_proj), [r, r + n], axis=-1)
-        return low_rank @ self._compute(self.dt_proj), b, c
-
-    def _add(self, x, y):
-        return x + (y @ self._compute(self.out_proj)).astype(x.dtype)
-
-
-class DecodeState(NamedTuple):
-    """What decoding carries from token to token."""
-
-    conv: jax.Array  # (n_layers, B, d_conv - 1, d_inner)
-    scan: jax.Array  # (n_layers, B, d_inner, d_state) fp32
+    def _normalised(self, x):
+        return jaxkern.rms_norm(x, self.norm[...], eps=EPS, implementation=self.implementation)
 
 
 class MambaLM(nnx.Module):
@@ -173,41 +104,72 @@ class MambaLM(nnx.Module):
         x, _ = jax.lax.scan(layer, self._embed(tokens), params)
         return self._head(x)
 
-    def step(self, tokens: jax.Array, state: DecodeState) -> tuple[jax.Array, DecodeState]:
+    def step(self, tokens: jax.Array, state: Cache) -> tuple[jax.Array, Cache]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
         graphdef, params = nnx.split(self.blocks)
 
-        def layer(x, params_and_state):
-            params, conv, scan = params_and_state
-            x, conv, scan = nnx.merge(graphdef, params).step(x, conv, scan)
-            return x, (conv, scan)
+        def layer(x, params_and_cache):
+            params, cache = params_and_cache
+            return nnx.merge(graphdef, params).step(x, cache)
 
-        x, states = jax.lax.scan(layer, self._embed(tokens), (params, *state))
-        return self._head(x), DecodeState(*states)
+        x, state = jax.lax.scan(layer, self._embed(tokens), (params, state))
+        return self._head(x), state
 
-    def init_state(self, batch_size: int) -> DecodeState:
-        """The state before the first token."""
-        c = self.config
-        return DecodeState(
-            jnp.zeros(
-                (c.n_layers, batch_size, c.d_conv - 1, c.d_inner), self.options.policy.compute
-            ),
-            jnp.zeros((c.n_layers, batch_size, c.d_inner, c.d_state), jnp.float32),
-        )
+    def init_state(self, batch_size: int) -> Cache:
+        """The state before the first token, that of all layers stacked."""
+        cache = self.blocks.init_cache(batch_size)
+        return jax.tree.map(lambda a: jnp.tile(a, (self.config.n_layers, *[1] * a.ndim)), cache)
 
     def _embed(self, tokens):
-        # A product, exact here, because its transpose is one too: that of an indexed read adds with
-        # atomics on a GPU, in another order on every run.
+        table = self.embedding[...].astype(jnp.float32)
+        if self.config.vocab_size > _PRODUCT_UP_TO:
+            return rows_of(table, tokens)
         chosen = one_hot(tokens, self.config.vocab_size).astype(jnp.float32)
-        return jnp.matmul(chosen, self.embedding[...].astype(jnp.float32), precision="highest")
+        return jnp.matmul(chosen, table, precision="highest")
 
     def _head(self, x):
         policy = self.options.policy
-        x = jaxkern.rms_norm(
-            x, self.norm[...], eps=1e-5, implementation=self.options.implementation
-        )
+        x = jaxkern.rms_norm(x, self.norm[...], eps=EPS, implementation=self.options.implementation)
         logits = policy.cast_to_compute(x) @ policy.cast_to_compute(self.embedding[...]).T
         return policy.cast_to_output(logits)
+
+
+# An indexed read's own gradient adds with atomics on a GPU, in another order on every run. For
+# bytes a product does instead, exact here and its transpose one too; for large vocabularies
+# `rows_of`.
+_PRODUCT_UP_TO = 1024
+
+
+@jax.custom_vjp
+def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of a table (V, D) fp32 for tokens (...): (..., D), with the same gradient on every run.
+
+    The gradient's rows are sorted by token, added up by a scan that starts anew at each token's
+    first, and each token's last sum is written to its row. A NaN or an infinity in one of them
+    reaches the sums of the tokens sorted after it, in its column.
+    """
+    return table[tokens]
+
+
+def _rows_fwd(table, tokens):
+    return table[tokens], (table, tokens)
+
+
+def _rows_bwd(res, dout):
+    table, tokens = res
+    size, dim = table.shape
+    order = jnp.argsort(tokens.reshape(-1))
+    token, rows = tokens.reshape(-1)[order], dout.reshape(-1, dim)[order]
+    again = (token == jnp.roll(token, 1)).at[:1].set(False)
+    sums = jaxkern.linear_scan(
+        jnp.broadcast_to(again[:, None], rows.shape).astype(rows.dtype)[None], rows[None]
+    )[0]
+    last = jnp.roll(~again, -1)
+    written = jnp.where(last, token, size)
+    return jnp.zeros_like(table).at[written].set(sums, mode="drop"), None
+
+
+rows_of.defvjp(_rows_fwd, _rows_bwd)
 
 
 def one_hot(tokens: jax.Array, size: int) -> jax.Array:

@@ -77,14 +77,15 @@ def relu_squared(x: jax.Array, *, implementation: Implementation | None = None) 
 
     .. math:: y = \max(x, 0)^2
 
-    Args, errors and implementations are those of :func:`jaxkern.relu`.
-
     Args:
       x: any shape, bfloat16, float16 or float32.
       implementation: as for :func:`jaxkern.relu`.
 
     Returns:
       The shape and dtype of `x`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern

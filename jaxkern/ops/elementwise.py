@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, grid_axes, load_shared, load_units, store_units
+from jaxkern.core.mosaic import LANES, grid_axes, load_units, load_words, store_units
 
 _BLOCK = grid_axes("block")[0]
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
@@ -154,7 +154,7 @@ class _Plan:
 
 
 def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> None:
-    seeds = [load_shared(ref, 4, interpret=plan.interpret) for ref in refs[: plan.seeds]]
+    seeds = [load_words(ref, 4, interpret=plan.interpret) for ref in refs[: plan.seeds]]
     refs = refs[plan.seeds :]
     block = lax.axis_index(_BLOCK)
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)

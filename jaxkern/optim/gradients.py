@@ -30,8 +30,8 @@ from jaxkern.core.mosaic import (
     LANES,
     join_lanes,
     largest_of_warp,
-    load_shared,
     load_units,
+    load_words,
     store_units,
     sum_of_warp,
     with_chosen,
@@ -309,7 +309,7 @@ def _block(
             number, of_grid * jnp.uint32(_WARPS) + (lane >> 5), total, 1, interpret=plan.interpret
         )
         return
-    (word,) = load_shared(header, 1, interpret=plan.interpret)
+    (word,) = load_words(header, 1, interpret=plan.interpret)
     factor = spread(lax.bitcast_convert_type(word, jnp.float32))
     scaled = [v * factor for v in values]
     for unit, value in zip(of_lane, scaled, strict=True):

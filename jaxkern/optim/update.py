@@ -55,8 +55,8 @@ from jaxkern.core.mosaic import (
     fast_sqrt,
     join_lanes,
     largest_of_warp,
-    load_shared,
     load_units,
+    load_words,
     multiply_wide,
     store_units,
     with_chosen,
@@ -456,11 +456,11 @@ def _block(
     plan: _Plan, header: Any, number: Any, block: jax.Array, refs: Sequence[Any], row: Any
 ) -> None:
     count = len(Numbers._fields)
-    words = load_shared(header, count + 3, interpret=plan.interpret)
+    words = load_words(header, count + 3, interpret=plan.interpret)
     of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[:count]]
     numbers = Numbers(*(_spread(plan, value) for value in of_lanes))
     seed = words[count:]
-    (first_leaf,) = load_shared(number, 1, interpret=plan.interpret)
+    (first_leaf,) = load_words(number, 1, interpret=plan.interpret)
     start, units, offset = row
     present = iter(refs)
     where = Leaf(*(None if a is None else next(present) for a in plan.leaf))

@@ -147,18 +147,18 @@ def forward(
     The fastest on an H200 in bf16 over 16384 rows, and 2²⁷ elements beyond 8192; in percent of the
     copy bandwidth, with one parameter and with two:
 
-    * 256: 83, 73. A block for 16 rows, all in one wave: what needs a second one loses 12.
-    * 1024: 89, 87. Rows through the ring, in waves; 87, 84 in equal shares.
-    * 2048: 96, 90. A block a row; two rows a block with a bias, as it would be read again.
-    * 4096: 96, 94. Two rows a block; 86 in equal shares.
+    * 256: 82, 73. A block for 16 rows, all in one wave: what needs a second one loses 12.
+    * 1024: 89, 86. Rows through the ring, in waves; 87, 84 in equal shares.
+    * 2048: 95, 90. A block a row; two rows a block with a bias, as it would be read again.
+    * 4096: 94, 94. Two rows a block; 86 in equal shares.
     * 5120: 96, 93. The same by 40 elements a lane, three rows with a bias; 81, 79 by two
       warpgroups.
     * 8192: 96, 96. Two rows a block; a row, reading weight and bias again, with a bias.
     * 11008: 90, 82. Two warpgroups, in waves; 59 reading the weight again.
     * 16384: 96, 92. A block a row, reading the weight again; in waves with a bias.
-    * 32768, 65536: 90, 88. Clusters with two rows on their way each; 87 with more.
-    * 131072: 88, 81. The next row's sums sent ahead with a bias; 76 otherwise.
-    * 262144: 87, 76. Sums sent ahead; 84, 62 otherwise.
+    * 32768, 65536: 89 and 90, 89 and 87. Clusters with two rows on their way each; 87 with more.
+    * 131072: 89, 82. The next row's sums sent ahead with a bias; 76 otherwise.
+    * 262144: 87, 79. Sums sent ahead; 84, 62 otherwise.
 
     Args:
       m, n, groups: sizes.
@@ -267,20 +267,20 @@ def backward(
     The fastest on an H200 in bf16 over 16384 rows, and 2²⁷ elements beyond 8192; in percent of the
     copy bandwidth, with one sum and with two:
 
-    * 256: 61, 56. Two blocks a multiprocessor; more cost more to add up than they gain.
-    * 1024: 84, 78. The same.
-    * 2048: 90, 81. Four blocks, two with two sums.
-    * 4096: 96, 93. Two blocks; paced, which with two sums loses 4 and with one gains 6.
-    * 8192: 95, 97. One block of two warpgroups; paced with one sum.
-    * 16384: 96, 96. 64 elements a lane, paced; with two sums clusters and 32 elements.
-    * 32768 to 131072: 91 to 98, 94 and 88. Clusters, 32 elements a lane; from 131072 on 64 with
+    * 256: 62, 55. Two blocks a multiprocessor; more cost more to add up than they gain.
+    * 1024: 83, 78. The same.
+    * 2048: 89, 81. Four blocks, two with two sums.
+    * 4096: 95, 92. Two blocks; paced, which with two sums loses 4 and with one gains 6.
+    * 8192: 95, 96. One block of two warpgroups; paced with one sum.
+    * 16384: 95, 93. 64 elements a lane, paced; with two sums clusters and 32 elements.
+    * 32768 to 131072: 91 to 97, 95 to 87. Clusters, 32 elements a lane; from 131072 on 64 with
       two sums.
-    * 262144: 93, 79. The largest clusters, the weight in shared memory.
+    * 262144: 92, 78. The largest clusters, the weight in shared memory.
 
     With SiLU:
 
     * 2048: 89, 78. Four blocks a multiprocessor, two with two sums.
-    * 4096: 88, 91; with GELU 90 by two sums. Windows of 8: wider ones, 85, 80 and 75, leave
+    * 4096: 85 to 88, 91; with GELU 90 by two sums. Windows of 8: wider ones, 85, 80 and 75, leave
       registers too few.
     * 8192: 99, 94. Half a row a lane, in shared memory; two warpgroups with two sums, 88 otherwise.
     * 16384: 97, 92. Half a row a lane.

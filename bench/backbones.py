@@ -1,0 +1,472 @@
+"""Sequence policies side by side: ``python -m bench.backbones`` trains five backbones.
+
+An observation of `embed` numbers a step, a backbone of `hidden` channels, logits over actions:
+
+    x = observation · W_in;   x = x + backbone(rms_norm(x));   logits = rms_norm(x) · W_out
+
+with an MLP (SwiGLU), an LSTM, a GRU, causal attention or a Mamba block as the backbone. The task:
+say which of 8 fixed directions the exponential average of the observations so far points along
+most, by cross-entropy, with Adam; it needs a memory, so that an MLP learns less of it.
+
+Every backbone runs on plain JAX (``xla``) and with this library's kernels (``mosaic``): the norm,
+the MLP's gate, Mamba's convolution and scan. Times are of one call, on a GPU the sum of the
+durations of its kernels, with arguments as they lie, in the cache or not: of the loss (forward) and
+of loss and gradients in one program; backward is the difference, and a step is that program and
+Adam's update. `wall_us` is what a step takes in the training loop, launches included.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxkern
+from bench import timing
+from bench.report import FOLDER, OURS, RESULTS, table
+from bench.run import machine
+from jaxkern.precision import Policy
+
+DOCUMENT = FOLDER / "backbones.md"
+PICTURE = FOLDER / "pictures" / "backbones.svg"
+PRECISIONS = ("fp32", "bf16")
+
+Params = dict[str, jax.Array]
+
+_WIDE = ("A_log", "D", "dt_bias")  # the scan takes them in fp32
+_BATCHES = 8
+_OPTIMIZER = optax.adam(3e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The policy's shape."""
+
+    batch: int = 32
+    embed: int = 287
+    hidden: int = 256
+    state: int = 16
+    heads: int = 4
+    actions: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Backbone:
+    """``init(key, sizes)`` and ``apply(params, x, sizes, implementation)``, (B, L, hidden)."""
+
+    init: Callable[[Any, Sizes], Params]
+    apply: Callable[[Params, jax.Array, Sizes, str], jax.Array]
+
+
+def _dense(key: Any, **shapes: tuple[int, int]) -> Params:
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: jax.random.normal(k, shape) * shape[0] ** -0.5
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def _mlp_init(key: Any, s: Sizes) -> Params:
+    wide = (s.hidden, 4 * s.hidden)
+    return _dense(key, gate=wide, up=wide, down=(4 * s.hidden, s.hidden))
+
+
+def _mlp(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
+    del s
+    return jaxkern.swiglu(x @ p["gate"], x @ p["up"], implementation=implementation) @ p["down"]
+
+
+def _lstm_init(key: Any, s: Sizes) -> Params:
+    wide = (s.hidden, 4 * s.hidden)
+    return _dense(key, of_x=wide, of_h=wide) | {"bias": jnp.zeros(wide[1])}
+
+
+def _lstm(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
+    del implementation
+
+    def step(state: Any, now: jax.Array) -> Any:
+        h, c = state
+        i, f, g, o = jnp.split(now + h @ p["of_h"], 4, axis=-1)
+        c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    start = jnp.zeros((x.shape[0], s.hidden), x.dtype)
+    return _along(step, (start, start), x @ p["of_x"] + p["bias"])
+
+
+def _gru_init(key: Any, s: Sizes) -> Params:
+    gates, new = (s.hidden, 2 * s.hidden), (s.hidden, s.hidden)
+    params = _dense(key, of_x=(s.hidden, 3 * s.hidden), of_h=gates, of_reset=new)
+    return params | {"bias": jnp.zeros(3 * s.hidden)}
+
+
+def _gru(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
+    del implementation
+
+    def step(h: jax.Array, now: jax.Array) -> Any:
+        r, z, n = jnp.split(now, 3, axis=-1)
+        of_r, of_z = jnp.split(h @ p["of_h"], 2, axis=-1)
+        new = jnp.tanh(n + (jax.nn.sigmoid(r + of_r) * h) @ p["of_reset"])
+        z = jax.nn.sigmoid(z + of_z)
+        h = (1 - z) * new + z * h
+        return h, h
+
+    start = jnp.zeros((x.shape[0], s.hidden), x.dtype)
+    return _along(step, start, x @ p["of_x"] + p["bias"])
+
+
+def _along(step: Callable[..., Any], start: Any, x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(jax.lax.scan(step, start, jnp.moveaxis(x, 1, 0))[1], 0, 1)
+
+
+def _attention_init(key: Any, s: Sizes) -> Params:
+    return _dense(key, qkv=(s.hidden, 3 * s.hidden), out=(s.hidden, s.hidden))
+
+
+def _attention(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
+    """cuDNN's, where it applies: in half precision on a GPU, whoever runs the rest."""
+    del implementation
+    heads = (*x.shape[:2], s.heads, -1)
+    q, k, v = (a.reshape(heads) for a in jnp.split(x @ p["qkv"], 3, axis=-1))
+    cudnn = timing.on_gpu() and x.dtype != jnp.float32
+    y = jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, implementation="cudnn" if cudnn else None
+    )
+    return y.reshape(x.shape) @ p["out"]
+
+
+def _mamba_init(key: Any, s: Sizes) -> Params:
+    inner, rank = 2 * s.hidden, s.hidden // 16
+    params = _dense(
+        key,
+        of_x=(s.hidden, 2 * inner),
+        conv=(4, inner),
+        select=(inner, rank + 2 * s.state),
+        dt=(rank, inner),
+        out=(inner, s.hidden),
+    )
+    dt = jnp.geomspace(1e-3, 1e-1, inner)
+    return params | {
+        "conv": params["conv"].T,
+        "conv_bias": jnp.zeros(inner),
+        "A_log": jnp.log(jnp.tile(jnp.arange(1.0, s.state + 1), (inner, 1))),
+        "D": jnp.ones(inner),
+        "dt_bias": dt + jnp.log(-jnp.expm1(-dt)),
+    }
+
+
+def _mamba(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
+    u, z = jnp.split(x @ p["of_x"], 2, axis=-1)
+    u = jaxkern.causal_conv1d(
+        u, p["conv"], p["conv_bias"], activation="silu", implementation=implementation
+    )
+    rank = p["dt"].shape[0]
+    low, B, C = jnp.split(u @ p["select"], [rank, rank + s.state], axis=-1)
+    y = jaxkern.selective_scan(
+        *(u, low @ p["dt"], -jnp.exp(p["A_log"]), B, C, p["D"], z),
+        dt_bias=p["dt_bias"],
+        dt_softplus=True,
+        implementation=implementation,
+    )
+    return y @ p["out"]
+
+
+BACKBONES = {
+    "mlp": Backbone(_mlp_init, _mlp),
+    "lstm": Backbone(_lstm_init, _lstm),
+    "gru": Backbone(_gru_init, _gru),
+    "attention": Backbone(_attention_init, _attention),
+    "mamba": Backbone(_mamba_init, _mamba),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def init(key: Any, backbone: str, s: Sizes) -> Params:
+    """The policy's parameters, fp32."""
+    ends, middle = jax.random.split(key)
+    params = BACKBONES[backbone].init(middle, s)
+    params |= _dense(ends, w_in=(s.embed, s.hidden), w_out=(s.hidden, s.actions))
+    return params | {"norm_in": jnp.ones(s.hidden), "norm_out": jnp.ones(s.hidden)}
+
+
+def logits(
+    backbone: str, policy: Policy, implementation: Any, s: Sizes, params: Params, x: jax.Array
+) -> jax.Array:
+    """(B, L, embed) -> (B, L, actions)."""
+    p = {k: v if k in _WIDE else policy.cast_to_compute(v) for k, v in params.items()}
+    norm = functools.partial(jaxkern.rms_norm, implementation=implementation)
+    x = policy.cast_to_compute(x) @ p["w_in"]
+    x = x + BACKBONES[backbone].apply(p, norm(x, p["norm_in"]), s, implementation)
+    return policy.cast_to_output(norm(x, p["norm_out"]) @ p["w_out"])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def draw(key: Any, length: int, s: Sizes) -> tuple[jax.Array, jax.Array]:
+    """A batch of the task: observations (B, L, embed) and actions (B, L)."""
+    x = jax.random.normal(key, (s.batch, length, s.embed))
+    directions = jax.random.normal(jax.random.key(99), (s.embed, s.actions))
+    average = _along(
+        lambda m, now: (0.9 * m + now, 0.9 * m + now),
+        jnp.zeros((s.batch, s.actions)),
+        x @ directions,
+    )
+    return x, jnp.argmax(average, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A backbone to time."""
+
+    backbone: str
+    precision: str
+    implementation: str
+    length: int
+
+    def programs(self, s: Sizes) -> dict[str, Any] | str:
+        """Compiled forward, both and update; or why there are none."""
+        policy = Policy.parse(self.precision)
+
+        def loss(params: Params, batch: Any) -> jax.Array:
+            x, actions = batch
+            out = logits(self.backbone, policy, self.implementation, s, params, x)
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(out, actions))
+
+        def update(params: Params, state: Any, grads: Params) -> Any:
+            updates, state = _OPTIMIZER.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        params = jax.eval_shape(lambda: init(jax.random.key(0), self.backbone, s))
+        batch = jax.eval_shape(lambda: draw(jax.random.key(0), self.length, s))
+        state = jax.eval_shape(_OPTIMIZER.init, params)
+        try:
+            return {
+                "forward": jax.jit(loss).lower(params, batch).compile(),
+                "both": jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile(),
+                "update": jax.jit(update).lower(params, state, params).compile(),
+            }
+        except Exception as e:  # the other jobs go on
+            return _first_line(e)
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e).splitlines() or [type(e).__name__])[0]
+
+
+def measure(job: Job, programs: dict[str, Any], s: Sizes, steps: int, calls: int) -> dict[str, Any]:
+    """Trains for `steps`, then times the programs."""
+    params = init(jax.random.key(0), job.backbone, s)
+    state = _OPTIMIZER.init(params)
+    keys = jax.random.split(jax.random.key(1), _BATCHES + 1)
+    unseen, *batches = jax.block_until_ready([draw(key, job.length, s) for key in keys])
+    before = float(programs["forward"](params, unseen))
+    warm, start = steps // 5, 0.0
+    for i in range(steps):
+        if i == warm:
+            jax.block_until_ready(params)
+            start = time.perf_counter()
+        _, grads = programs["both"](params, batches[i % _BATCHES])
+        params, state = programs["update"](params, state, grads)
+    jax.block_until_ready(params)
+    wall = (time.perf_counter() - start) / (steps - warm)
+    after = float(programs["forward"](params, unseen))
+    _, grads = programs["both"](params, unseen)
+    args = {"update": (params, state, grads)}
+    us = {
+        name: 1e3 * timing.measure(f, [args.get(name, (params, unseen))], calls).median
+        for name, f in programs.items()
+    }
+    return {
+        **dataclasses.asdict(job),
+        "forward_us": round(us["forward"], 1),
+        "backward_us": round(us["both"] - us["forward"], 1),
+        "step_us": round(us["both"] + us["update"], 1),
+        "wall_us": round(wall * 1e6, 1),
+        "loss_before": round(before, 3),
+        "loss_after": round(after, 3),
+    }
+
+
+_all_compiled: Callable[[], Any] = lambda: None
+_turn: Any = contextlib.nullcontext()
+
+
+def _begin(barrier: Any, lock: Any) -> None:
+    global _all_compiled, _turn
+    _all_compiled, _turn = functools.partial(barrier.wait, timeout=600), lock
+
+
+def _measure_all(jobs: list[Job], s: Sizes, steps: int, calls: int) -> list[dict[str, Any] | str]:
+    """Rows, or why there are none; of several processes all compile, then each measures alone."""
+    compiled = [job.programs(s) for job in jobs]
+    _all_compiled()
+    rows = []
+    with _turn:
+        for job, programs in zip(jobs, compiled, strict=True):
+            try:
+                fails = isinstance(programs, str)
+                rows.append(programs if fails else measure(job, programs, s, steps, calls))
+            except RuntimeError as e:
+                rows.append(_first_line(e))
+    return rows
+
+
+def _spread(jobs: list[Job], processes: int, *args: Any) -> list[dict[str, Any] | str]:
+    """:func:`_measure_all` in several processes, with a share of `jobs` each."""
+    processes = min(processes, len(jobs))
+    if processes == 1:
+        return _measure_all(jobs, *args)
+    context = multiprocessing.get_context("spawn")
+    sync = (context.Barrier(processes), context.Lock())
+    pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=sync)
+    with pool:
+        shares = [pool.submit(_measure_all, jobs[i::processes], *args) for i in range(processes)]
+        rows: list[Any] = [None] * len(jobs)
+        for i, share in enumerate(shares):
+            rows[i::processes] = share.result()
+    return rows
+
+
+def text(report: dict[str, Any]) -> str:
+    """The tables: every backbone's times, and what bf16 and the kernels gain."""
+    rows = report["rows"]
+    steps = {
+        tuple(r[k] for k in ("backbone", "length", "precision", "implementation")): r["step_us"]
+        for r in rows
+    }
+
+    def gain(row: dict[str, Any], **slow: str) -> str:
+        other = row | slow
+        key = tuple(other[k] for k in ("backbone", "length", "precision", "implementation"))
+        return f"{steps[key] / row['step_us']:.2f}×" if key in steps and other != row else ""
+
+    keys = ("backbone", "length", "precision", "implementation")
+    times = ("forward_us", "backward_us", "step_us", "wall_us")
+    cells = [
+        [
+            *(row[k] for k in keys),
+            *(f"{row[k]:,.0f}" for k in times),
+            gain(row, precision="fp32"),
+            gain(row, implementation="xla"),
+            f"{row['loss_before']:.2f} → {row['loss_after']:.2f}",
+        ]
+        for row in rows
+    ]
+    head = [*keys, *(k.replace("_us", ", µs") for k in times), "over fp32", "over xla", "loss"]
+    told = ", ".join(f"{k} {report[k]}" for k in ("device", "jax", "commit", "date"))
+    sizes = ", ".join(f"{k} {v}" for k, v in report["sizes"].items())
+    parts = [
+        "# Backbones",
+        "Generated by `python -m bench.backbones`; do not edit.",
+        f"{told}; {report['clock']}; {sizes}; {report['steps']} steps of training.",
+        "*Step* is forward, backward and Adam; *wall* a step of the training loop. *Over fp32* and "
+        "*over xla* say how many times faster the step is than in fp32, and than on plain JAX. "
+        "The loss is that of unseen sequences, before and after.",
+        "![milliseconds a step by length](pictures/backbones.svg)",
+        table(head, cells),
+        *(f"Not run: {line}." for line in report["failed"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def plot(report: dict[str, Any], out: Path) -> None:
+    """Step time over length, a panel for each precision."""
+    from bench.plot import pyplot, save
+
+    found = {row["precision"] for row in report["rows"]}
+    drawn = [p for p in PRECISIONS if p in found]
+    figure, axes = pyplot().subplots(
+        1, len(drawn), figsize=(3.6 * len(drawn), 3), sharey=True, squeeze=False
+    )
+    names = [b for b in BACKBONES if any(row["backbone"] == b for row in report["rows"])]
+    for axis, precision in zip(axes[0], drawn, strict=True):
+        for (i, name), how in itertools.product(enumerate(names), ("xla", OURS)):
+            want = {"backbone": name, "precision": precision, "implementation": how}
+            line = [r for r in report["rows"] if want.items() <= r.items()]
+            if line:
+                style = "-" if how == OURS else ":"
+                axis.plot(
+                    [r["length"] for r in line],
+                    [r["step_us"] / 1e3 for r in line],
+                    color=f"C{i}",
+                    ls=style,
+                    marker="o",
+                    ms=3,
+                    label=f"{name}, {'jaxkern' if how == OURS else 'plain JAX'}",
+                )
+        axis.set(yscale="log", title=precision, xlabel="length")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("ms a step")
+    axes[0, -1].legend(fontsize=6)
+    save(figure, out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        prog="python -m bench.backbones",
+        description="Train five sequence policies, and time them.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--backbone", default=",".join(BACKBONES), help="comma-separated")
+    p.add_argument("--length", help="comma-separated (60,120,180; without a GPU 16,32)")
+    p.add_argument("--precision", default=",".join(PRECISIONS), help="comma-separated")
+    p.add_argument("--steps", type=int, help="of training (100; without a GPU 10)")
+    p.add_argument("--calls", type=int, default=20, help="timed calls of each pass")
+    p.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile; they measure in turn"
+    )
+    p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
+    p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-backbones.json)")
+    p.add_argument("--table", type=Path, default=DOCUMENT, help="the document")
+    p.add_argument("--picture", type=Path, default=PICTURE, help="the plot, an SVG")
+    args = p.parse_args(argv)
+    if args.jobs > 1:  # before JAX takes hold of the device: they share its memory
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    gpu = timing.on_gpu()
+    s = Sizes() if gpu else Sizes(batch=4, embed=32, hidden=64)
+    lengths = [int(word) for word in (args.length or ("60,120,180" if gpu else "16,32")).split(",")]
+    steps = args.steps or (100 if gpu else 10)
+    implementations = ("xla", OURS) if gpu else ("xla",)
+    jobs = [
+        Job(*job)
+        for job in itertools.product(
+            args.backbone.split(","), args.precision.split(","), implementations, lengths
+        )
+    ]
+    found = _spread(jobs, args.jobs, s, steps, args.calls)
+    rows = [row for row in found if isinstance(row, dict)]
+    failed = [
+        f"{job.backbone}, {job.precision}, {job.implementation}, length {job.length}: {row}"
+        for job, row in zip(jobs, found, strict=True)
+        if isinstance(row, str)
+    ]
+    where = machine(args.commit)
+    clock = "device time (CUPTI)" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
+    sizes = dataclasses.asdict(s)
+    report = {**where, "clock": clock, "sizes": sizes, "steps": steps, "failed": failed}
+    report["rows"] = rows
+    device = str(where["device"]).lower().replace(" ", "-")
+    out = args.out or RESULTS / f"{device}-backbones.json"
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    args.table.write_text(text(report))
+    plot(report, args.picture)
+    print(args.table.read_text())
+    print(f"wrote {out}, {args.table} and {args.picture}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Pictures of all results: ``python -m bench.pictures`` writes bench/pictures/*.svg.
+
+For every op that was timed at three sizes a roofline: the bandwidth that each pass reaches over the
+bytes that it must move, under the bandwidth of a copy; for ops of matrix products TFLOP/s over
+operations per byte, under the tensor cores' limit too. And the memory ledger: what forward and
+backward in one program need beside their arguments and results.
+"""
+
+import dataclasses
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.plot import DIRECTIONS, MARKERS, pyplot, save
+from bench.report import FOLDER, NAMES, OURS
+
+PICTURES = FOLDER / "pictures"
+
+PEAK_TFLOP_S = 812.0
+"""Of bf16 matrix products on an H200: the most that cuBLAS reached at 8192³, cold; then 673."""
+
+OF_JAX = (OURS, "xla", "tokamax")
+"""Whose memory is known: JAX's compiler tells it."""
+
+Point = tuple[float, float]
+
+
+@dataclasses.dataclass
+class Roofline:
+    """An op's points by direction and implementation, under a copy's bandwidth.
+
+    A point is (MB, GB/s), or (FLOP/byte, TFLOP/s) for an op of matrix `products`.
+    """
+
+    copy_gb_s: float = 0.0
+    products: bool = False
+    points: Any = dataclasses.field(
+        default_factory=lambda: {d: defaultdict(list) for d in DIRECTIONS}
+    )
+
+    def sizes(self) -> int:
+        """How many different x our points have."""
+        return len({round(x, 3) for by in self.points.values() for x, _ in by.get(OURS, [])})
+
+
+def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofline]:
+    """All rooflines by op."""
+    found: defaultdict[str, Roofline] = defaultdict(Roofline)
+    for line in report.lines(reports):
+        copy = reports[line.files[0] - 1][1]["copy_gb_s"]
+        for name, m in line.figures.items():
+            if line.direction not in DIRECTIONS or not m.percent:
+                continue
+            roofline, gb_s = found[line.op], m.percent / 100 * copy
+            roofline.copy_gb_s = max(roofline.copy_gb_s, copy)
+            roofline.products |= m.tflop_s > 0
+            point = (m.tflop_s * 1e3 / gb_s, m.tflop_s) if m.tflop_s else (m.us * gb_s / 1e3, gb_s)
+            roofline.points[line.direction][name].append(point)
+    return found
+
+
+def ledger(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """MB by case and implementation, for each op the shape that was timed in most variants.
+
+    That is: temporary memory of the program that runs forward and backward. Cases in which nobody
+    needs as much as a megabyte are left out.
+    """
+    groups: dict[tuple[str, str, str], dict[str, dict[str, float]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for _, one in reports:
+        for row in report.timings(one):
+            if row["direction"] == "both" and row.get("implementation") in OF_JAX:
+                base = re.split("[-/]", row["shape"])[0]
+                label = f"{row['op']} {row['shape']} {row['dtype']}"
+                group = groups[row["op"], base, row["dtype"]]
+                group[label][row["implementation"]] = row["temp_bytes"] / 1e6
+    most: dict[str, dict[str, dict[str, float]]] = {}
+    for (op, _, _), group in groups.items():
+        most[op] = max(most.get(op, {}), group, key=lambda g: sum(map(len, g.values())))
+    held = {label: by for op in sorted(most) for label, by in sorted(most[op].items())}
+    return {label: by for label, by in held.items() if max(by.values()) >= 1}
+
+
+def draw_roofline(op: str, of: Roofline, out: Path) -> None:
+    """Writes the roofline of `op`."""
+    plt = pyplot()
+    drawn = [d for d in DIRECTIONS if of.points[d]]
+    figure, axes = plt.subplots(
+        1, len(drawn), figsize=(3.6 * len(drawn), 2.9), sharex=True, sharey=True, squeeze=False
+    )
+    names = {name for by in of.points.values() for name in by}
+    order = [n for n in NAMES if n in names] + sorted(names - set(NAMES))
+    xs = [x for by in of.points.values() for at in by.values() for x, _ in at]
+    left, right = min(xs) / 1.5, max(xs) * 1.5
+    ridge = PEAK_TFLOP_S * 1e3 / of.copy_gb_s
+    roof = sorted([left, ridge, right]) if of.products else [left, right]
+    height = [min(PEAK_TFLOP_S, x / ridge * PEAK_TFLOP_S) for x in roof]
+    for axis, direction in zip(axes[0], drawn, strict=True):
+        limit = height if of.products else [of.copy_gb_s] * 2
+        axis.plot(roof, limit, color="black", lw=1, label="limit")
+        for i, name in enumerate(order):
+            if at := of.points[direction].get(name):
+                size = 26 if name == OURS else 14
+                marker, label = MARKERS[i % len(MARKERS)], NAMES.get(name, name)
+                axis.scatter(*zip(*at, strict=True), s=size, marker=marker, label=label, alpha=0.8)
+        axis.set(xscale="log", yscale="log", title=f"{op}, {direction}")
+        axis.set_xlabel("operations per byte" if of.products else "MB that the pass must move")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("TFLOP/s" if of.products else "GB/s")
+    axes[0, 0].legend(fontsize=6)
+    save(figure, out)
+
+
+def draw_ledger(held: dict[str, dict[str, float]], out: Path) -> None:
+    """Writes the memory ledger as bars."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(6.8, 0.7 + 0.3 * len(held)))
+    names = [name for name in OF_JAX if any(name in by for by in held.values())]
+    for i, name in enumerate(names):
+        bars = [(row, by[name]) for row, by in enumerate(held.values()) if name in by]
+        at = [row + (i - (len(names) - 1) / 2) * 0.8 / len(names) for row, _ in bars]
+        axis.barh(at, [mb for _, mb in bars], height=0.75 / len(names), label=NAMES[name])
+        for y, (_, mb) in zip(at, bars, strict=True):
+            axis.annotate(f" {mb:,.0f}", (max(mb, 1), y), va="center", fontsize=6)
+    axis.set_yticks(range(len(held)), list(held))
+    axis.invert_yaxis()
+    axis.set(xscale="log", xlim=(1, 3 * max(mb for by in held.values() for mb in by.values())))
+    axis.set_xlabel("MB beside arguments and results, forward and backward in one program")
+    axis.legend(fontsize=6)
+    save(figure, out)
+
+
+def main() -> int:
+    reports = report.load()
+    PICTURES.mkdir(exist_ok=True)
+    for op, roofline in rooflines(reports).items():
+        if roofline.sizes() > 2:
+            draw_roofline(op, roofline, PICTURES / f"{op}.svg")
+    draw_ledger(ledger(reports), PICTURES / "memory.svg")
+    print(f"wrote {PICTURES}/*.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

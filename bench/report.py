@@ -1,0 +1,321 @@
+"""Every measurement as tables: ``python -m bench.report`` writes bench/report.md.
+
+The report is made from bench/results/*.json and nothing else. A line of a table is an op's pass at
+a shape, as one file has it; a file that holds only others' figures lends them to the lines that
+lack them.
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+REPORT = FOLDER / "report.md"
+
+OURS = "mosaic"
+NAMES = {
+    OURS: "jaxkern",
+    "xla": "plain JAX",
+    "associative_scan": "associative_scan",
+    "optax": "optax",
+    "tokamax": "tokamax",
+    "compile": "torch.compile",
+    "torch": "PyTorch",
+    "liger": "Liger",
+    "fla": "fla",
+    "quack": "quack",
+    "triton": "Triton",
+}
+"""Whom the tables know, in the order of their columns; others follow by name."""
+
+EVEN = 0.01
+"""Times that differ by less than this part are even."""
+
+LONGEST = 60
+"""Rows of a file without ops that the report repeats."""
+
+_VARIANTS = {
+    "mosaic default": OURS,
+    "XLA lax.scan": "xla",
+    "XLA associative_scan": "associative_scan",
+    "xla": "xla",
+    "triton": "triton",
+}
+"""How the variants of older files begin, and who that is; tile sizes that were tried are nobody."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One implementation's figures."""
+
+    us: float
+    percent: float | None
+    tflop_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """An op's pass at a shape: figures by implementation, and the files that they are from."""
+
+    op: str
+    shape: str
+    dtype: str
+    direction: str
+    figures: dict[str, Measured]
+    files: tuple[int, ...]
+
+    @property
+    def others(self) -> dict[str, Measured]:
+        return {name: m for name, m in self.figures.items() if name != OURS}
+
+    @property
+    def speedup(self) -> float | None:
+        """The fastest other's time over ours."""
+        if OURS not in self.figures or not self.others:
+            return None
+        return min(m.us for m in self.others.values()) / self.figures[OURS].us
+
+    @property
+    def verdict(self) -> str:
+        ratio = self.speedup
+        if ratio is None:
+            return "alone"
+        return "even" if abs(ratio - 1) < EVEN else "faster" if ratio > 1 else "slower"
+
+
+def load(folder: Path = RESULTS) -> list[tuple[str, dict[str, Any]]]:
+    """The reports in `folder` by name."""
+    return [(path.name, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+
+
+def implementation(row: dict[str, Any]) -> str | None:
+    """Whose the row is, or None if it is a try."""
+    if "implementation" in row:
+        return row["implementation"]
+    return next((who for begin, who in _VARIANTS.items() if row["variant"].startswith(begin)), None)
+
+
+def timings(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of a report that time an op."""
+    return (row for row in report["rows"] if "op" in row and "us" in row)
+
+
+_Place = tuple[str, str, str, str]
+"""Op, shape, dtype and pass."""
+
+
+def lines(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Line]:
+    """All lines, by op, shape, dtype and pass, in the order in which the files have them.
+
+    Of several figures of one implementation in one file the fastest counts. Wall-clock times of a
+    CPU, where no kernel runs, are left out.
+    """
+    found: dict[_Place, dict[int, dict[str, Measured]]] = defaultdict(lambda: defaultdict(dict))
+    for number, (_, report) in enumerate(reports, 1):
+        for row in timings(report):
+            who = implementation(row)
+            if who is None or report["device"] == "cpu":
+                continue
+            figures = found[row["op"], row["shape"], row["dtype"], row["direction"]][number]
+            m = Measured(row["us"], row.get("percent"), row.get("tflop_s", 0.0))
+            figures[who] = min(m, figures.get(who, m), key=lambda m: m.us)
+    result = []
+    for place, by_file in found.items():
+        lent = {number: f for number, f in by_file.items() if OURS not in f}
+        sittings = {number: f for number, f in by_file.items() if OURS in f} or lent
+        for number, figures in sittings.items():
+            merged, files = dict(figures), [number]
+            for other, more in lent.items():
+                if new := {who: m for who, m in more.items() if who not in merged}:
+                    merged |= new
+                    files.append(other)
+            result.append(Line(*place, merged, tuple(files)))
+    places = {place: i for i, place in enumerate(dict.fromkeys((x.shape, x.dtype) for x in result))}
+    passes = list(dict.fromkeys(["forward", "backward", "both", *(x.direction for x in result)]))
+    order = lambda x: (places[x.shape, x.dtype], x.files[0], passes.index(x.direction))
+    return sorted(result, key=order)
+
+
+def text(reports: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """The report."""
+    every = lines(reports)
+    by_op: dict[str, list[Line]] = defaultdict(list)
+    for line in every:
+        by_op[line.op].append(line)
+    parts = [
+        "# Benchmarks",
+        "Generated by `python -m bench.report` from bench/results; do not edit.",
+        "Times are microseconds of one call; in brackets, percent of the bandwidth of a copy "
+        "measured in the same run, each array of the pass counted once. *Both* is forward and "
+        "backward in one program, where a compiler may merge them and read once what each of them "
+        "reads: that is more than 100%. *jaxkern* is the Mosaic "
+        "kernels, also where `implementation=None` would choose XLA. *Speed-up* is the fastest "
+        "other's time over ours: ▼ marks where we are slower, and less than "
+        f"{EVEN:.0%} is even. *From* numbers the [files](#files); after the first come those that "
+        "lend others' figures, measured at another time. Errors are in [accuracy.md](accuracy.md).",
+        *_summary(by_op),
+        *(part for op in sorted(by_op) for part in _section(op, by_op[op])),
+        *_others(reports),
+        *_files(reports),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(by_op: dict[str, list[Line]]) -> Iterator[str]:
+    rows = []
+    for op in sorted(by_op):
+        compared = [line for line in by_op[op] if line.speedup is not None]
+        counts = [sum(line.verdict == v for line in by_op[op]) for v in _VERDICTS]
+        beside = [
+            line.figures["xla"].us / line.figures[OURS].us
+            for line in compared
+            if "xla" in line.figures
+        ]
+        best = max((line.speedup or 0 for line in compared), default=None)
+        worst = min((line.speedup or 0 for line in compared), default=None)
+        cells = [f"[`{op}`](#{op})", *counts, _times(statistics.median(beside) if beside else None)]
+        rows.append([*cells, _times(best), _times(worst)])
+    yield "## Summary"
+    yield table(["op", *_VERDICTS, "median over plain JAX", "most over all others", "least"], rows)
+    yield "![memory beside arguments and results](pictures/memory.svg)"
+    lost = sorted(
+        (line for of in by_op.values() for line in of if line.verdict == "slower"),
+        key=lambda line: line.speedup or 0,
+    )
+    yield f"### Where we are slower ({len(lost)})"
+    if not lost:
+        yield "Nowhere."
+        return
+    rows = []
+    for line in lost:
+        name, by = min(line.others.items(), key=lambda item: item[1].us)
+        times = [_figure(line.figures[OURS]), f"{NAMES.get(name, name)}, {_figure(by)}"]
+        where = [f"`{line.op}`", line.shape, line.dtype, line.direction]
+        rows.append([*where, *times, _times(line.speedup)])
+    yield table(["op", "shape", "dtype", "pass", "jaxkern", "fastest", "speed-up"], rows)
+
+
+_VERDICTS = ("faster", "even", "slower", "alone")
+
+
+def _section(op: str, of_op: list[Line]) -> Iterator[str]:
+    yield f"## {op}"
+    picture = FOLDER / "pictures" / f"{op}.svg"
+    if picture.exists():
+        yield f"![{op}: what its passes reach under the machine's limits](pictures/{picture.name})"
+    present = {name for line in of_op for name in line.figures}
+    names = [name for name in NAMES if name in present]
+    names += sorted(present - set(names))
+    products = any(m.tflop_s for line in of_op for m in line.figures.values())
+    rows = []
+    for line in of_op:
+        cells = [line.shape, line.dtype, line.direction]
+        cells += [_figure(line.figures.get(name), products) for name in names]
+        mark = " ▼" if line.verdict == "slower" else ""
+        rows.append([*cells, _times(line.speedup) + mark, ", ".join(map(str, line.files))])
+    head = ["shape", "dtype", "pass", *(NAMES.get(n, n) for n in names), "speed-up", "from"]
+    if products:
+        yield "After the semicolon, TFLOP/s of the products."
+    yield table(head, rows)
+
+
+def _others(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    """What the files hold that is no op's time: whole training steps, losses, …"""
+    for name, report in reports:
+        rows = [row for row in report["rows"] if "us" not in row]
+        if not 0 < len(rows) <= LONGEST:
+            continue
+        yield f"## {name.removesuffix('.json')}"
+        yield "; ".join(f"{k} {v}" for k, v in report.items() if _plain(v) and k not in _OF_FILE)
+        keys = [key for key, value in rows[0].items() if _plain(value)]
+        yield table(keys, [[_cell(row.get(key)) for key in keys] for row in rows])
+
+
+_OF_FILE = ("device", "driver", "jax", "jaxkern", "commit", "date", "clock", "copy_gb_s")
+
+
+def _files(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    rows = []
+    for number, (name, report) in enumerate(reports, 1):
+        copy = f"{report['copy_gb_s']:.0f} GB/s" if "copy_gb_s" in report else ""
+        told = [report.get(key, "") for key in ("device", "driver", "jax", "commit", "date")]
+        rows.append([number, f"[{name}](results/{name})", *told, copy, report.get("clock", "")])
+    yield "## Files"
+    yield table(["", "file", "device", "driver", "JAX", "commit", "date", "copy", "clock"], rows)
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, str | int | float)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str("" if value is None else value)
+
+
+def _figure(m: Measured | None, products: bool = False) -> str:
+    if m is None:
+        return ""
+    us = f"{m.us:.1f}" if m.us < 100 else f"{m.us:,.0f}"
+    percent = "" if m.percent is None else f" ({m.percent:.0f}%)"
+    return us + percent + (f"; {m.tflop_s:.0f}" if products and m.tflop_s else "")
+
+
+def _times(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.1f}×"
+
+
+def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    table = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in table)
+
+
+def write_csv(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """Timings as comma-separated values; what a column lacks is left empty, `kernels` is JSON."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            flat = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in row.items()}
+            writer.writerow(flat)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        prog="python -m bench.report",
+        description="Make tables and pictures of bench/results.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--out", type=Path, default=REPORT, help="the report")
+    p.add_argument("--csv", type=Path, help="also write all timings here, with their files")
+    args = p.parse_args(argv)
+    reports = load()
+    args.out.write_text(text(reports))
+    print(f"wrote {args.out}")
+    if args.csv:
+        keys = ("device", "jax", "commit")
+        write_csv(
+            [
+                {"file": name, **{key: report[key] for key in keys}, **row}
+                for name, report in reports
+                for row in timings(report)
+            ],
+            args.csv,
+        )
+        print(f"wrote {args.csv}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""Layers for equinox on jaxkern's ops.
+
+`RMSNorm`, `LayerNorm`, `Dropout` and `Linear` are Equinox's own classes with another `__call__`:
+the same arguments, leaves and initial values, and `implementation` besides. Where Equinox's take a
+single example, these take leading axes, too: ``layer(x)`` for x (B, L, N) is one launch of all
+rows, and adds up the gradients of its parameters in the kernel; ``jax.vmap(layer)(x)`` works, but
+writes those gradients for every row before it adds them up.
+
+Parameters have the dtype given to the constructor, and results that of the input, as in Equinox.
+:class:`jaxkern.precision.Policy` casts a module as it does any pytree.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import jaxkern
+from jaxkern.core.dispatch import Implementation
+from jaxkern.nn import mamba
+from jaxkern.nn.linear import linear, swiglu
+
+try:
+    import equinox as eqx
+except ImportError as error:
+    raise ImportError(
+        'jaxkern.nn.equinox needs equinox; run: pip install "jaxkern[equinox]"'
+    ) from error
+
+_ABSENT: Any = object()
+
+
+class RMSNorm(eqx.nn.RMSNorm):
+    """``eqx.nn.RMSNorm`` on :func:`jaxkern.rms_norm`.
+
+    Args:
+      shape: of what is normalised together: the last axis or the last axes of the input.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
+      *args, **options: those of ``eqx.nn.RMSNorm``; with `use_bias`, which is its default, the bias
+        is added to the rounded result.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxkern.nn.equinox import RMSNorm
+      >>> layer = RMSNorm(256, use_bias=False)
+      >>> layer(jnp.ones((2, 8, 256), jnp.bfloat16)).dtype
+      dtype(bfloat16)
+    """
+
+    implementation: Implementation | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        *args: Any,
+        implementation: Implementation | None = None,
+        **options: Any,
+    ):
+        super().__init__(shape, *args, **options)
+        self.implementation = implementation
+
+    def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
+        """x (..., *shape) -> the same shape; a `state` is handed through."""
+        rows = _rows(self, x)
+        out = jaxkern.rms_norm(
+            rows, _flat(self.weight), eps=self.eps, implementation=self.implementation
+        ).reshape(x.shape)
+        if self.bias is not None:
+            out = (out + self.bias).astype(x.dtype)
+        return out if state is _ABSENT else (out, state)
+
+
+class LayerNorm(eqx.nn.LayerNorm):
+    """``eqx.nn.LayerNorm`` on :func:`jaxkern.layer_norm`.
+
+    Args:
+      shape: of what is normalised together: the last axis or the last axes of the input.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
+      *args, **options: those of ``eqx.nn.LayerNorm``.
+    """
+
+    implementation: Implementation | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        *args: Any,
+        implementation: Implementation | None = None,
+        **options: Any,
+    ):
+        super().__init__(shape, *args, **options)
+        self.implementation = implementation
+
+    def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
+        """x (..., *shape) -> the same shape; a `state` is handed through."""
+        out = jaxkern.layer_norm(
+            _rows(self, x),
+            _flat(self.weight),
+            _flat(self.bias),
+            eps=self.eps,
+            implementation=self.implementation,
+        ).reshape(x.shape)
+        return out if state is _ABSENT else (out, state)
+
+
+class Dropout(eqx.nn.Dropout):
+    """``eqx.nn.Dropout`` on :func:`jaxkern.dropout`, which stores no mask.
+
+    The mask is drawn by another generator than Equinox's, so that it is another one for the same
+    key.
+
+    Args:
+      p: probability of a zero.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
+      *args, **options: those of ``eqx.nn.Dropout``.
+    """
+
+    implementation: Implementation | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        p: float = 0.5,
+        *args: Any,
+        implementation: Implementation | None = None,
+        **options: Any,
+    ):
+        super().__init__(p, *args, **options)
+        self.implementation = implementation
+
+    def __call__(
+        self, x: jax.Array, *, key: Any = None, inference: bool | None = None, **deprecated: Any
+    ) -> jax.Array:
+        """Any shape -> the same."""
+        off = self.inference if inference is None else inference
+        never = isinstance(self.p, int | float) and self.p == 0
+        if off or never or key is None or deprecated:
+            return super().__call__(x, key=key, inference=inference, **deprecated)
+        return jaxkern.dropout(x, self.p, key, implementation=self.implementation)
+
+
+class Linear(eqx.nn.Linear):
+    """``eqx.nn.Linear`` on jaxkern's linear layer, with its arguments."""
+
+    def __init__(
+        self,
+        in_features: int | Literal["scalar"],
+        out_features: int | Literal["scalar"],
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        key: jax.Array,
+    ):
+        super().__init__(in_features, out_features, use_bias, dtype, key=key)
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        """x (..., in_features) -> (..., out_features)."""
+        if "scalar" in (self.in_features, self.out_features):
+            return super().__call__(x)
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"x must have shape (..., {self.in_features}), its last axis that of in_features; "
+                f"got {x.shape}"
+            )
+        x = x.astype(jnp.result_type(x, self.weight))
+        return linear(x, self.weight.T, self.bias)
+
+
+class SwiGLU(eqx.Module):
+    """The gated unit of Llama's blocks, down(silu(gate(x)) · up(x)).
+
+    Args:
+      features: K, the last axis of input and output.
+      hidden_features: H, between the projections.
+      use_bias: whether the projections have biases.
+      dtype: of the parameters; by default Equinox's.
+      implementation: of :func:`jaxkern.swiglu`.
+      key: from which the initial values are drawn.
+    """
+
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+    implementation: Implementation | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        use_bias: bool = False,
+        dtype: Any = None,
+        *,
+        implementation: Implementation | None = None,
+        key: jax.Array,
+    ):
+        gate, up, down = jax.random.split(key, 3)
+        self.gate_proj = Linear(features, hidden_features, use_bias, dtype, key=gate)
+        self.up_proj = Linear(features, hidden_features, use_bias, dtype, key=up)
+        self.down_proj = Linear(hidden_features, features, use_bias, dtype, key=down)
+        self.implementation = implementation
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        """x (..., K) -> the same shape."""
+        return swiglu(x, self.gate_proj, self.up_proj, self.down_proj, self.implementation)
+
+
+class Mamba(eqx.Module):
+    """The Mamba block, for whole sequences and token by token.
+
+    Its leaves are those of :class:`jaxkern.nn.mamba.Weights`.
+
+    Args:
+      d_model, d_state, d_conv, expand, dt_rank, n_layers, implementation: as for
+        :class:`jaxkern.nn.flax.Mamba`.
+      dtype: of the parameters.
+      key: from which the initial values are drawn.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxkern.nn.equinox import Mamba
+      >>> block, x = Mamba(32, key=jax.random.key(0)), jnp.ones((5, 32))
+      >>> out, cache = block(x, return_cache=True)
+      >>> out, cache = block.step(x[0], cache)  # the sixth token
+      >>> out.shape
+      (32,)
+    """
+
+    weights: mamba.Weights
+    sizes: mamba.Sizes = eqx.field(static=True)
+    implementation: Implementation | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: int | None = None,
+        n_layers: int = 1,
+        dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        key: jax.Array,
+    ):
+        self.sizes = mamba.Sizes(d_model, d_state, d_conv, expand, dt_rank)
+        inits = mamba.initializers(self.sizes, n_layers)
+        keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
+        self.weights = mamba.Weights(
+            **{name: init(keys[name], shape, dtype) for name, (init, shape) in inits.items()}
+        )
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: mamba.Cache | None = None,
+        *,
+        return_cache: bool = False,
+        segment_ids: jax.Array | None = None,
+        key: Any = None,
+    ) -> Any:
+        """x (L, D) or (B, L, D) -> the same shape; with `return_cache`, also the cache."""
+        single = x.ndim == 2
+        if single:
+            x, cache, segment_ids = jax.tree.map(lambda a: a[None], (x, cache, segment_ids))
+        out = mamba.mamba(
+            self.weights,
+            x,
+            cache,
+            return_cache=return_cache,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
+        return jax.tree.map(lambda a: a[0], out) if single else out
+
+    def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
+        """One token: x (D,) or (B, D) -> the same shape, and the next cache."""
+        if x.ndim == 2:
+            return mamba.mamba_step(self.weights, x, cache)
+        x, cache = jax.tree.map(lambda a: a[None], (x, cache))
+        return jax.tree.map(lambda a: a[0], mamba.mamba_step(self.weights, x, cache))
+
+    def init_cache(self, batch_size: int | None = None) -> mamba.Cache:
+        """The cache before the first token; without `batch_size` that of a single sequence."""
+        cache = mamba.init_cache(self.sizes, 1 if batch_size is None else batch_size, jnp.float32)
+        return cache if batch_size is not None else jax.tree.map(lambda a: a[0], cache)
+
+
+def _rows(layer: Any, x: jax.Array) -> jax.Array:
+    """`x` with the axes that are normalised as one."""
+    lead = x.ndim - len(layer.shape)
+    if lead < 0 or x.shape[lead:] != layer.shape:
+        raise ValueError(
+            f"x must have shape (..., {', '.join(map(str, layer.shape))}), its last axes those of "
+            f"the layer; got {x.shape}"
+        )
+    return x.reshape(*x.shape[:lead], -1)
+
+
+def _flat(param: jax.Array | None) -> jax.Array | None:
+    return None if param is None else param.reshape(-1)

@@ -1,0 +1,269 @@
+"""Layers for flax.nnx on jaxkern's ops.
+
+`RMSNorm`, `LayerNorm`, `Dropout` and `Linear` are flax's own classes with another `__call__`: the
+same arguments, parameters and initial values, and `implementation` besides. What the ops do not
+compute (statistics over other axes than the last, masks, means over a named axis, dropout masks
+that are broadcast, another `dot_general`) flax does, as before.
+
+`dtype` and `param_dtype` mean what they mean in flax, and so do the fields of a
+:class:`jaxkern.precision.Policy`: ``dtype=policy.compute, param_dtype=policy.params``.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxkern
+from jaxkern.core.dispatch import Implementation
+from jaxkern.nn import mamba
+from jaxkern.nn.common import dropout_reason, left_to_flax, norm_reason
+from jaxkern.nn.linear import linear, swiglu
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise ImportError('jaxkern.nn.flax needs flax; run: pip install "jaxkern[flax]"') from error
+
+
+class RMSNorm(nnx.RMSNorm):
+    """``nnx.RMSNorm`` on :func:`jaxkern.rms_norm`.
+
+    Args:
+      num_features: N, the last axis of the input.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
+      **options: those of ``nnx.RMSNorm``, `rngs` among them.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxkern.nn.flax import RMSNorm
+      >>> layer = RMSNorm(256, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 8, 256), jnp.bfloat16)).dtype  # as flax: x and float32 parameters
+      dtype('float32')
+    """
+
+    def __init__(
+        self, num_features: int, *, implementation: Implementation | None = None, **options: Any
+    ):
+        super().__init__(num_features, **options)
+        self.implementation: Implementation | None = implementation
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """x (..., N) -> the same shape."""
+        if left_to_flax(self, norm_reason(self, x, mask)):
+            return super().__call__(x, mask=mask)
+        scale = _value(self.scale)
+        x = self.promote_dtype((x, scale), dtype=self.dtype)[0]
+        return jaxkern.rms_norm(x, scale, eps=self.epsilon, implementation=self.implementation)
+
+
+class LayerNorm(nnx.LayerNorm):
+    """``nnx.LayerNorm`` on :func:`jaxkern.layer_norm`.
+
+    Args:
+      num_features: N, the last axis of the input.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
+      **options: those of ``nnx.LayerNorm``, `rngs` among them; the variance is always summed from
+        the differences to the mean, whatever `use_fast_variance` says.
+    """
+
+    def __init__(
+        self, num_features: int, *, implementation: Implementation | None = None, **options: Any
+    ):
+        super().__init__(num_features, **options)
+        self.implementation: Implementation | None = implementation
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """x (..., N) -> the same shape."""
+        if left_to_flax(self, norm_reason(self, x, mask)):
+            return super().__call__(x, mask=mask)
+        scale, bias = _value(self.scale), _value(self.bias)
+        x = self.promote_dtype((x, scale, bias), dtype=self.dtype)[0]
+        return jaxkern.layer_norm(
+            x, scale, bias, eps=self.epsilon, implementation=self.implementation
+        )
+
+
+class Dropout(nnx.Dropout):
+    """``nnx.Dropout`` on :func:`jaxkern.dropout`, which stores no mask.
+
+    The mask is drawn by another generator than flax's, so that it is another one for the same key.
+
+    Args:
+      rate: probability of a zero.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
+      **options: those of ``nnx.Dropout``.
+    """
+
+    def __init__(
+        self, rate: float, *, implementation: Implementation | None = None, **options: Any
+    ):
+        super().__init__(rate, **options)
+        self.implementation: Implementation | None = implementation
+
+    def __call__(
+        self, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None
+    ) -> jax.Array:
+        """Any shape -> the same."""
+        left = left_to_flax(self, dropout_reason(self))
+        stream = self.rngs if rngs is None else rngs
+        keeping = self.deterministic if deterministic is None else deterministic
+        if left or keeping is None or keeping or self.rate == 0 or stream is None:
+            return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
+        if isinstance(stream, nnx.Rngs):
+            stream = stream[self.rng_collection]
+        key = stream if isinstance(stream, jax.Array) else stream()
+        return jaxkern.dropout(inputs, self.rate, key, implementation=self.implementation)
+
+
+class Linear(nnx.Linear):
+    """``nnx.Linear`` on jaxkern's linear layer, with its arguments."""
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """inputs (..., K) -> (..., N)."""
+        changed = self.dot_general is not jax.lax.dot_general
+        if changed or self.preferred_element_type is not None or out_sharding is not None:
+            return super().__call__(inputs, out_sharding=out_sharding)
+        kernel, bias = _value(self.kernel), _value(self.bias)
+        inputs, kernel, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
+        return linear(inputs, kernel, bias, precision=self.precision)
+
+
+class SwiGLU(nnx.Module):
+    """The gated unit of Llama's blocks, down(silu(gate(x)) · up(x)).
+
+    Its three :class:`Linear` layers have the names of Llama's weights.
+
+    Args:
+      features: K, the last axis of input and output.
+      hidden_features: H, between the projections.
+      use_bias: whether the projections have biases.
+      dtype: of the computation, as in ``nnx.Linear``.
+      param_dtype: of the parameters.
+      implementation: of :func:`jaxkern.swiglu`.
+      rngs: where the initial values are drawn from.
+      **options: others of ``nnx.Linear``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxkern.nn.flax import SwiGLU
+      >>> mlp = SwiGLU(64, 256, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+      >>> mlp(jnp.ones((2, 8, 64))).dtype
+      dtype(bfloat16)
+
+    References:
+      Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        options |= {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype}
+        self.gate_proj = Linear(features, hidden_features, **options, rngs=rngs)
+        self.up_proj = Linear(features, hidden_features, **options, rngs=rngs)
+        self.down_proj = Linear(hidden_features, features, **options, rngs=rngs)
+        self.implementation: Implementation | None = implementation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x (..., K) -> the same shape."""
+        return swiglu(x, self.gate_proj, self.up_proj, self.down_proj, self.implementation)
+
+
+class Mamba(nnx.Module):
+    """The Mamba block, for whole sequences and token by token.
+
+    Its parameters are those of :class:`jaxkern.nn.mamba.Weights`.
+
+    Args:
+      d_model: D, the last axis of input and output.
+      d_state: N, states a channel.
+      d_conv: W, taps of the convolution.
+      expand: inner channels, E = expand · D.
+      dt_rank: R, the rank of the step sizes; by default D / 16, rounded up.
+      n_layers: blocks that add to one residual stream; the output projection begins smaller by its
+        root.
+      dtype: of the products; by default what input and parameters promote to.
+      param_dtype: of the parameters.
+      implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
+      rngs: where the initial values are drawn from.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxkern.nn.flax import Mamba
+      >>> block, x = Mamba(32, rngs=nnx.Rngs(0)), jnp.ones((1, 5, 32))
+      >>> out, cache = block(x, return_cache=True)
+      >>> out, cache = block.step(x[:, 0], cache)  # the sixth token
+      >>> out.shape
+      (1, 32)
+
+    References:
+      Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.4.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: int | None = None,
+        n_layers: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.sizes = mamba.Sizes(d_model, d_state, d_conv, expand, dt_rank)
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.implementation: Implementation | None = implementation
+        for name, (init, shape) in mamba.initializers(self.sizes, n_layers).items():
+            setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: mamba.Cache | None = None,
+        *,
+        return_cache: bool = False,
+        segment_ids: jax.Array | None = None,
+    ) -> Any:
+        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows."""
+        return mamba.mamba(
+            self._weights(),
+            x,
+            cache,
+            return_cache=return_cache,
+            dtype=self.dtype,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
+
+    def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
+        """One token: x (B, D) -> the same shape, and the next cache."""
+        return mamba.mamba_step(self._weights(), x, cache, dtype=self.dtype)
+
+    def init_cache(self, batch_size: int) -> mamba.Cache:
+        """The cache before the first token."""
+        dtype = jnp.float32 if self.dtype is None else self.dtype
+        return mamba.init_cache(self.sizes, batch_size, dtype)
+
+    def _weights(self) -> mamba.Weights:
+        return mamba.Weights(*(getattr(self, name)[...] for name in mamba.Weights._fields))
+
+
+def _value(param: nnx.Param | None) -> Any:
+    return None if param is None else param[...]

@@ -1,0 +1,211 @@
+r"""The Mamba block: functions of arrays, shared by the layers and the language model.
+
+    u, z = in_proj(x)                                        (B, L, E) each
+    u    = silu(causal_conv1d(u))
+    r, B, C = x_proj(u)                                      (B, L, R), 2 × (B, L, N)
+    y    = selective_scan(u, dt_proj(r), A, B, C, D, z)      A = −exp(A_log), the step sizes
+    out  = out_proj(y)                                       softplus(dt + dt_bias)
+
+with E inner channels, R the rank of the step sizes, N states. Products, convolution and gate run in
+the compute dtype; A, D and dt_bias enter the scan in their own.
+
+Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
+arXiv:2312.00752; the initial values are those of the paper's own code.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxkern
+from jaxkern.core.dispatch import Implementation
+from jaxkern.nn.linear import linear
+
+
+class Weights(NamedTuple):
+    """A block's parameters; matrices multiply from the right, as in ``x @ in_proj``."""
+
+    in_proj: jax.Array  # (D, 2 E)
+    conv_weight: jax.Array  # (E, W)
+    conv_bias: jax.Array  # (E,)
+    x_proj: jax.Array  # (E, R + 2 N)
+    dt_proj: jax.Array  # (R, E)
+    dt_bias: jax.Array  # (E,)
+    A_log: jax.Array  # (E, N)
+    D: jax.Array  # (E,)
+    out_proj: jax.Array  # (E, D)
+
+
+class Cache(NamedTuple):
+    """What a block carries from token to token: zeros to begin with."""
+
+    conv: jax.Array  # (B, W - 1, E), the convolution's last inputs
+    scan: jax.Array  # (B, E, N), float32, the state
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A block's dimensions, in the names of the paper's own code."""
+
+    d_model: int  # D
+    d_state: int = 16  # N
+    d_conv: int = 4  # W
+    expand: int = 2  # E = expand · D
+    dt_rank: int | None = None  # R; D / 16, rounded up, if not given
+
+    @property
+    def d_inner(self) -> int:
+        return self.expand * self.d_model
+
+    @property
+    def rank(self) -> int:
+        return math.ceil(self.d_model / 16) if self.dt_rank is None else self.dt_rank
+
+
+Initializer = Callable[[Any, tuple[int, ...], Any], jax.Array]
+"""(key, shape, dtype) -> initial values."""
+
+
+def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, tuple[Initializer, tuple[int, ...]]]:
+    """How every one of :class:`Weights` begins, and its shape.
+
+    Args:
+      sizes: the block's dimensions.
+      n_layers: how many blocks add to one residual stream; `out_proj` begins smaller by its root,
+        so that the stream's variance does not grow with depth.
+    """
+    d, e, n, w, r = sizes.d_model, sizes.d_inner, sizes.d_state, sizes.d_conv, sizes.rank
+    return {
+        "in_proj": (_uniform(d**-0.5), (d, 2 * e)),
+        "conv_weight": (_uniform(w**-0.5), (e, w)),
+        "conv_bias": (_uniform(w**-0.5), (e,)),
+        "x_proj": (_uniform(e**-0.5), (e, r + 2 * n)),
+        "dt_proj": (_uniform(r**-0.5), (r, e)),
+        "dt_bias": (_dt_bias, (e,)),
+        "out_proj": (_uniform(e**-0.5 * n_layers**-0.5), (e, d)),
+        "A_log": (_a_log, (e, n)),
+        "D": (lambda key, shape, dtype: jnp.ones(shape, dtype), (e,)),
+    }
+
+
+def _uniform(bound: float) -> Initializer:
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def _dt_bias(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """So that softplus(dt_bias) is log-uniform in [1e-3, 1e-1]."""
+    low, high = math.log(1e-3), math.log(1e-1)
+    dt = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
+    return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)
+
+
+def _a_log(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    del key
+    return jnp.log(jnp.tile(jnp.arange(1.0, shape[1] + 1), (shape[0], 1))).astype(dtype)
+
+
+def mamba(
+    weights: Weights,
+    x: jax.Array,
+    cache: Cache | None = None,
+    *,
+    return_cache: bool = False,
+    dtype: Any = None,
+    segment_ids: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> Any:
+    """A Mamba block over whole sequences.
+
+    Args:
+      weights: the parameters.
+      x: (B, L, D).
+      cache: what earlier tokens left; ``None`` for none.
+      return_cache: whether to return the cache for the tokens that follow, too.
+      dtype: of the products; by default what `x` and `in_proj` promote to.
+      segment_ids: (B, L), integers, for packed sequences.
+      implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
+
+    Returns:
+      (B, L, D), in `dtype`; with `return_cache` a pair of it and the cache.
+    """
+    u, z = _inputs(weights, x, dtype)
+    options: dict[str, Any] = {
+        "segment_ids": segment_ids,
+        "return_final_state": return_cache,
+        "implementation": implementation,
+    }
+    conv: Any = None if cache is None else cache.conv
+    u: Any = jaxkern.causal_conv1d(
+        u, *_filter(weights, u.dtype), activation="silu", initial_state=conv, **options
+    )
+    if return_cache:
+        u, conv = u
+    dt, B, C = _parameters(weights, u)
+    y: Any = jaxkern.selective_scan(
+        u,
+        dt,
+        -jnp.exp(weights.A_log),
+        B,
+        C,
+        weights.D,
+        z,
+        dt_bias=weights.dt_bias,
+        dt_softplus=True,
+        initial_state=None if cache is None else cache.scan,
+        **options,
+    )
+    if not return_cache:
+        return linear(y, weights.out_proj)
+    y, state = y
+    return linear(y, weights.out_proj), Cache(conv, state)
+
+
+def mamba_step(
+    weights: Weights, x: jax.Array, cache: Cache, *, dtype: Any = None
+) -> tuple[jax.Array, Cache]:
+    """A Mamba block for one token, x (B, D): its output (B, D) and the next cache."""
+    u, z = _inputs(weights, x, dtype)
+    u, conv = jaxkern.causal_conv1d_step(
+        cache.conv, u, *_filter(weights, u.dtype), activation="silu"
+    )
+    dt, B, C = _parameters(weights, u)
+    y, state = jaxkern.selective_scan_step(
+        cache.scan,
+        u,
+        dt,
+        -jnp.exp(weights.A_log),
+        B,
+        C,
+        weights.D,
+        z,
+        dt_bias=weights.dt_bias,
+        dt_softplus=True,
+    )
+    return linear(y, weights.out_proj), Cache(conv, state)
+
+
+def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
+    """The cache before the first token; `dtype` is that of the products."""
+    return Cache(
+        jnp.zeros((batch_size, sizes.d_conv - 1, sizes.d_inner), dtype),
+        jnp.zeros((batch_size, sizes.d_inner, sizes.d_state), jnp.float32),
+    )
+
+
+def _inputs(weights: Weights, x: jax.Array, dtype: Any) -> list[jax.Array]:
+    x = x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
+    return jnp.split(linear(x, weights.in_proj), 2, axis=-1)
+
+
+def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return weights.conv_weight.astype(dtype), weights.conv_bias.astype(dtype)
+
+
+def _parameters(weights: Weights, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    r, n = weights.dt_proj.shape[0], weights.A_log.shape[1]
+    low_rank, B, C = jnp.split(linear(u, weights.x_proj), [r, r + n], axis=-1)
+    return linear(low_rank, weights.dt_proj), B, C

@@ -1,0 +1,116 @@
+"""bench/report.md and the pictures: that it is up to date, and what they say of results."""
+
+import csv
+import json
+
+import pytest
+
+from bench import pictures, report
+
+
+def timing(who, us, *, op="rms_norm", shape="8x64", direction="forward", **rest):
+    row = {"op": op, "shape": shape, "dtype": "bfloat16", "implementation": who, "us": us}
+    row |= {"direction": direction, "percent": 1e4 / us, "gb_s": 4e5 / us, "temp_bytes": 0}
+    return row | rest
+
+
+def results(*rows, **told):
+    about = {"device": "NVIDIA H200", "jax": "1", "commit": "c", "copy_gb_s": 4000.0}
+    return {**about, **told, "rows": list(rows)}
+
+
+def test_committed_report_is_up_to_date():
+    assert report.REPORT.read_text() == report.text(report.load()), "run: python -m bench.report"
+
+
+def test_every_timing_is_in_the_report():
+    """Whatever the shape, and whoever is faster."""
+    reports = report.load()
+    found = {
+        (x.op, x.shape, x.dtype, x.direction, who)
+        for x in report.lines(reports)
+        for who in x.figures
+    }
+    rows = [row for _, one in reports for row in report.timings(one) if one["device"] != "cpu"]
+    named = [(row, report.implementation(row)) for row in rows]
+    want = {(r["op"], r["shape"], r["dtype"], r["direction"], who) for r, who in named if who}
+    assert found == want
+    assert len(want) > 500
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"), [(90.0, "faster"), (99.5, "even"), (100.5, "even"), (110.0, "slower")]
+)
+def test_verdict_is_against_the_fastest_other(ours, verdict):
+    reports = [("a", results(timing("mosaic", ours), timing("xla", 300.0), timing("fla", 100.0)))]
+    (line,) = report.lines(reports)
+    assert line.verdict == verdict
+    assert line.speedup == pytest.approx(100 / ours)
+    text = report.text(reports)
+    assert ("▼ |" in text) == (verdict == "slower")
+    assert ("### Where we are slower (1)" in text) == (verdict == "slower")
+    if verdict == "slower":
+        assert "fla, 100 (100%) | 0.91× |" in text
+
+
+def test_figures_of_others_are_lent_and_of_tries_left_out():
+    old = {"op": "rms_norm", "shape": "8x64", "dtype": "bfloat16", "direction": "forward"}
+    reports = [
+        ("a", results({**old, "variant": "xla", "us": 20.0})),
+        ("b", results(timing("mosaic", 10.0))),
+        ("c", results(timing("mosaic", 11.0), timing("xla", 21.0))),
+        ("d", results({**old, "variant": "T32 vec1", "us": 1.0})),
+        ("e", results(timing("mosaic", 0.1), device="cpu")),
+    ]
+    lines = report.lines(reports)
+    assert [line.files for line in lines] == [(2, 1), (3,)]
+    assert [line.figures["xla"].us for line in lines] == [20.0, 21.0]
+    assert "| 10.0 (1000%) | 20.0 | 2.00× | 2, 1 |" in report.text(reports)
+
+
+def test_products_have_their_rate():
+    text = report.text([("a", results(timing("mosaic", 50.0, tflop_s=700.4)))])
+    assert "| 50.0 (200%); 700 |" in text
+
+
+def test_rows_without_an_op_are_a_table_of_their_own():
+    text = report.text([("h-lm.json", results({"implementation": "xla", "tokens": 5}, preset="a"))])
+    assert "## h-lm\n\npreset a\n\n| implementation | tokens |\n| --- | --- |\n| xla | 5 |" in text
+
+
+def test_csv_keeps_every_figure(tmp_path):
+    rows = [timing("mosaic", 1.5, kernels={"k": 2}), timing("xla", 2.5, tflop_s=3.0)]
+    report.write_csv(rows, tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert (first["us"], second["us"], second["tflop_s"]) == ("1.5", "2.5", "3.0")
+    assert json.loads(first["kernels"]) == {"k": 2}
+    assert first["tflop_s"] == second["kernels"] == ""
+
+
+def test_pictures(tmp_path):
+    rows = [
+        timing(who, us, shape=f"8x{n}", direction=direction, percent=50.0, temp_bytes=n << 20)
+        for direction in ("forward", "backward", "both")
+        for n in (64, 128, 256)
+        for who, us in (("mosaic", n / 10), ("xla", n / 5))
+    ]
+    rows.append(timing("mosaic", 50.0, op="linear", tflop_s=700.0))
+    rows.append(timing("mosaic", 9.0, shape="8x128-gate", direction="both", temp_bytes=5e6))
+    rows.append(timing("mosaic", 9.0, shape="8x128-silu", direction="both", temp_bytes=5e5))
+    reports = [("a", results(*rows))]
+    found = pictures.rooflines(reports)
+    assert found["rms_norm"].sizes() == 3
+    assert found["linear"].products
+    assert found["linear"].points["forward"]["mosaic"] == [(pytest.approx(87.5), 700.0)]
+    pictures.draw_roofline("rms_norm", found["rms_norm"], tmp_path / "r.svg")
+    pictures.draw_roofline("linear", found["linear"], tmp_path / "l.svg")
+    assert "rms_norm, backward" in (tmp_path / "r.svg").read_text()
+    assert "operations per byte" in (tmp_path / "l.svg").read_text()
+    held = pictures.ledger(reports)
+    assert held == {
+        "rms_norm 8x128 bfloat16": {"mosaic": pytest.approx(134.2, 1e-3), "xla": 128 * 2**20 / 1e6},
+        "rms_norm 8x128-gate bfloat16": {"mosaic": 5.0},
+    }
+    pictures.draw_ledger(held, tmp_path / "m.svg")
+    assert "plain JAX" in (tmp_path / "m.svg").read_text()

@@ -1,0 +1,311 @@
+"""Checkpoints in the layout of Hugging Face: read, run, written back, sampled from."""
+
+import functools
+import importlib.util
+import json
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from jaxkern.lm import cli, hf, sample
+from jaxkern.lm.config import ModelConfig, RunError
+from jaxkern.lm.model import Options, rows_of
+from jaxkern.lm.step import make_model
+
+SIZE = ModelConfig(24, 2, d_state=5, expand=3, d_conv=3, vocab_size=1100)
+CONFIG = {
+    "model_type": "mamba",
+    "architectures": ["MambaForCausalLM"],
+    "vocab_size": SIZE.vocab_size,
+    "hidden_size": SIZE.d_model,
+    "num_hidden_layers": SIZE.n_layers,
+    "state_size": SIZE.d_state,
+    "expand": SIZE.expand,
+    "conv_kernel": SIZE.d_conv,
+    "time_step_rank": SIZE.dt_rank,
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 7,
+    "initializer_range": 0.1,
+}
+# Unoptimised code of the same program is made much sooner.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def weights(size=SIZE):
+    """Random tensors by the names and shapes of the layout, away from any symmetry."""
+    d, e, n, r = size.d_model, size.d_inner, size.d_state, size.dt_rank
+    layer = {
+        "norm.weight": (d,),
+        "mixer.in_proj.weight": (2 * e, d),
+        "mixer.conv1d.weight": (e, 1, size.d_conv),
+        "mixer.conv1d.bias": (e,),
+        "mixer.x_proj.weight": (r + 2 * n, e),
+        "mixer.dt_proj.weight": (e, r),
+        "mixer.dt_proj.bias": (e,),
+        "mixer.A_log": (e, n),
+        "mixer.D": (e,),
+        "mixer.out_proj.weight": (d, e),
+    }
+    shapes = {"backbone.embeddings.weight": (size.vocab_size, d), "backbone.norm_f.weight": (d,)}
+    for i in range(size.n_layers):
+        shapes |= {f"backbone.layers.{i}.{name}": shape for name, shape in layer.items()}
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.normal(size=shape, scale=0.5).astype(np.float32) for name, shape in shapes.items()
+    }
+
+
+def logits_float64(tensors, tokens, size=SIZE):
+    """The model on one sequence, from the stored tensors, one token after another."""
+    w = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+
+    def rms_norm(x, weight):
+        return weight * x / np.sqrt(np.mean(x**2) + 1e-5)
+
+    def silu(x):
+        return x / (1 + np.exp(-x))
+
+    logits, n, r = [], size.d_state, size.dt_rank
+    window = np.zeros((size.n_layers, size.d_inner, size.d_conv))
+    state = np.zeros((size.n_layers, size.d_inner, n))
+    for token in tokens:
+        x = w["backbone.embeddings.weight"][token]
+        for i in range(size.n_layers):
+            p = {
+                name.removeprefix(f"backbone.layers.{i}."): tensor
+                for name, tensor in w.items()
+                if name.startswith(f"backbone.layers.{i}.")
+            }
+            uz = p["mixer.in_proj.weight"] @ rms_norm(x, p["norm.weight"])
+            window[i] = np.column_stack([window[i][:, 1:], uz[: size.d_inner]])
+            taps = p["mixer.conv1d.weight"][:, 0]
+            u = silu((window[i] * taps).sum(1) + p["mixer.conv1d.bias"])
+            rbc = p["mixer.x_proj.weight"] @ u
+            dt = p["mixer.dt_proj.weight"] @ rbc[:r] + p["mixer.dt_proj.bias"]
+            dt = np.logaddexp(0, dt)[:, None]
+            decay = np.exp(-np.exp(p["mixer.A_log"]) * dt)
+            state[i] = decay * state[i] + dt * u[:, None] * rbc[None, r : r + n]
+            y = state[i] @ rbc[r + n :] + p["mixer.D"] * u
+            x = x + p["mixer.out_proj.weight"] @ (y * silu(uz[size.d_inner :]))
+        logits.append(w["backbone.embeddings.weight"] @ rms_norm(x, w["backbone.norm_f.weight"]))
+    return np.array(logits)
+
+
+def write(folder, tensors=None, **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    save_file(weights() if tensors is None else tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def stored(tmp_path):
+    return write(tmp_path / "stored")
+
+
+def forward(config, params, tokens):
+    return jit(lambda p, t: nnx.merge(make_model(config, Options()), p)(t))(params, tokens)
+
+
+TOKENS = np.random.default_rng(1).integers(0, SIZE.vocab_size, (2, 9))
+
+
+def test_logits_are_those_of_float64(stored):
+    config, params = hf.load(stored)
+    assert config == SIZE
+    logits = forward(config, params, TOKENS)
+    expected = np.stack([logits_float64(weights(), row) for row in TOKENS])
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=3e-6 * np.abs(expected).max())
+
+
+def test_logits_are_those_of_transformers(tmp_path):
+    reason = "transformers and torch are not installed"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch = pytest.importorskip("torch", reason=reason)
+        transformers = pytest.importorskip("transformers", reason=reason)
+        torch.manual_seed(0)
+        theirs = transformers.MambaForCausalLM(transformers.MambaConfig(**CONFIG)).eval()
+        theirs.save_pretrained(tmp_path / "theirs")
+
+        def logits(model):
+            with torch.no_grad():
+                return model(torch.from_numpy(TOKENS)).logits.numpy()
+
+        expected = logits(theirs)
+        config, params = hf.load(tmp_path / "theirs")
+        ours = forward(config, params, TOKENS)
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=3e-6 * np.abs(expected).max())
+
+        hf.save(tmp_path / "ours", config, params, like=tmp_path / "theirs")
+        read = transformers.MambaForCausalLM.from_pretrained(tmp_path / "ours")
+        np.testing.assert_array_equal(logits(read), expected)
+
+
+def test_save_writes_what_load_read(stored, tmp_path):
+    (stored / "tokenizer.json").write_text("{}")
+    config, params = hf.load(stored)
+    hf.save(tmp_path / "saved", config, params, like=stored)
+    before, after = weights(), load_file(tmp_path / "saved" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(tensor, after[name])
+    written = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert written.items() >= CONFIG.items()
+    assert (tmp_path / "saved" / "tokenizer.json").read_text() == "{}"
+    assert hf.load(tmp_path / "saved")[0] == config
+
+    hf.save(tmp_path / "alone", config, jax.tree.map(jnp.asarray, params))
+    assert hf.load(tmp_path / "alone")[0] == config
+
+
+def test_load_takes_shards_older_names_a_stored_head_and_bfloat16(tmp_path):
+    tensors = {name: t.astype(ml_dtypes.bfloat16) for name, t in weights().items()}
+    folder = write(tmp_path, tensors, torch_dtype="bfloat16")
+    _, expected = hf.load(folder)
+    assert {leaf.dtype for leaf in jax.tree.leaves(expected)} == {np.dtype(np.float32)}
+
+    embedding = tensors.pop("backbone.embeddings.weight")
+    tensors |= {"backbone.embedding.weight": embedding, "lm_head.weight": embedding}
+    parts = {f"part-{i}.safetensors": dict(list(tensors.items())[i::2]) for i in (0, 1)}
+    for name, part in parts.items():
+        save_file(part, folder / name)
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    index = json.dumps({"weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
+    jax.tree.map(np.testing.assert_array_equal, hf.load(folder)[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mamba2"}, "model_type is 'mamba2', and here it is 'mamba'"),
+        ({"use_bias": True}, "use_bias is True"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
+        ({"time_step_rank": 9}, "time_step_rank is 9, and here it is 2"),
+        ({"intermediate_size": 9}, "intermediate_size is 9"),
+        ({"state_size": 6}, "the weights have shapes"),
+        ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2.norm.weight"),
+        ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
+    ],
+)
+def test_models_of_another_kind_are_refused(tmp_path, config, words):
+    with pytest.raises(RunError, match=words.replace(".", r"\.")):
+        hf.load(write(tmp_path, **config))
+
+
+def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
+    with pytest.raises(RunError, match=r"holds no checkpoint \(no config.json\)"):
+        hf.load(tmp_path / "nowhere")
+    save_file(weights() | {"lm_head.weight": np.ones((1, 1))}, stored / "model.safetensors")
+    with pytest.raises(RunError, match=r"lm_head.weight differs from the embedding"):
+        hf.load(stored)
+    (stored / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(RunError, match=r"model.safetensors is damaged"):
+        hf.load(stored)
+    (stored / "model.safetensors").unlink()
+    with pytest.raises(RunError, match=r"holds no model.safetensors"):
+        hf.load(stored)
+    (stored / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(RunError, match=r"index.json is no index of weights"):
+        hf.load(stored)
+    (stored / "config.json").write_text("[]")
+    with pytest.raises(RunError, match=r"config.json is no configuration"):
+        hf.load(stored)
+
+
+def test_what_is_missing_is_named(stored, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    missing = ("safetensors", "tokenizers")
+    hide = lambda name: None if name in missing else find(name)
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
+    assert cli.main(["sample", "--hf", str(stored)]) == 1
+    said = 'sample --hf needs safetensors, tokenizers; run: pip install "jaxkern[hf]"'
+    assert said in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.delitem(sys.modules, "jaxkern.lm.hf")
+    with pytest.raises(ImportError, match=r'pip install "jaxkern\[hf\]"'):
+        importlib.import_module("jaxkern.lm.hf")
+
+
+def greedy(tensors, tokens, length):
+    """The likeliest continuation, by float64."""
+    tokens = list(tokens)
+    for _ in range(length):
+        tokens.append(int(logits_float64(tensors, tokens)[-1].argmax()))
+    return tokens
+
+
+def test_sample(stored, capsys):
+    """With a tokenizer whose tokens are words, the text is the likeliest and ends in time."""
+    names = {f"w{i}": i for i in range(SIZE.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(names, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(stored / "tokenizer.json"))
+    argv = ["sample", "--hf", str(stored), "--temperature", "0", "--length", "20"]
+    assert cli.main([*argv, "--prompt", "w5 w9"]) == 0
+    tokens = greedy(weights(), [5, 9], 20)
+    assert capsys.readouterr().out == " ".join(f"w{token}" for token in tokens) + "\n"
+
+    write(stored, eos_token_id=[tokens[4], 3])
+    cut = tokens[: 2 + tokens[2:].index(tokens[4])]
+    assert cli.main([*argv, "--prompt", "w5 w9"]) == 0
+    assert capsys.readouterr().out == " ".join(f"w{token}" for token in cut) + "\n"
+
+    assert cli.main(argv) == 0  # no prompt: the text begins with bos_token_id
+    shown = capsys.readouterr().out.split()
+    assert shown == [f"w{token}" for token in greedy(weights(), [0], len(shown))[1:]]
+
+
+def test_sample_of_bytes_needs_no_tokenizer(tmp_path, stored, capsys):
+    assert cli.main(["sample", "--hf", str(stored)]) == 1
+    assert "holds no tokenizer.json" in capsys.readouterr().err
+    size = ModelConfig(16, 1, d_state=4)
+    tensors = weights(size)
+    config = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    config |= {"expand": 2, "conv_kernel": 4, "time_step_rank": "auto"}
+    folder = write(tmp_path / "bytes", tensors, **config)
+    argv = ["sample", "--hf", str(folder), "--prompt", "ab", "--length", "20"]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.startswith("ab")
+
+
+def test_characters_of_several_tokens_are_shown_whole(monkeypatch, capsys):
+    class Bytes:
+        def encode(self, text):
+            return type("Encoding", (), {"ids": list(text.encode())})
+
+        def decode(self, ids):
+            return bytes(ids).decode(errors="replace")
+
+    rest = "né€ 🙂".encode()
+    pieces = [np.array([token]) for token in rest]
+    monkeypatch.setattr(sample, "generate_tokens", lambda *args, **options: iter(pieces))
+    writes = []
+    monkeypatch.setattr(sample.sys.stdout, "write", writes.append)
+    sample._stream_tokens(None, None, "a", Bytes(), {"vocab_size": 256})
+    assert writes == ["a", "n", "é", "€", " ", "🙂", ""]
+
+
+@pytest.mark.parametrize("count", [0, 1, 60])
+def test_gradient_of_the_embedding(count):
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(11, 4)), jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, 11, (count // 2, 2) if count > 1 else (count,)))
+    dout = rng.normal(size=(*tokens.shape, 4)).astype(np.float32)
+    out, vjp = jax.vjp(lambda table: rows_of(table, tokens), table)
+    np.testing.assert_array_equal(out, np.asarray(table)[np.asarray(tokens)])
+    expected = np.zeros((11, 4))
+    np.add.at(expected, np.asarray(tokens), dout)
+    np.testing.assert_allclose(vjp(jnp.asarray(dout))[0], expected, rtol=1e-5, atol=1e-5)
