@@ -19,6 +19,13 @@ PARAMS = {
 BATCH = {"x": jax.random.normal(jax.random.key(2), (24, 5)), "label": jnp.arange(24) % 3}
 
 
+@pytest.fixture(autouse=True)
+def exact_products():
+    """GPUs multiply fp32 as such and not as tf32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def loss_fn(params, batch):
     logits = jnp.tanh(batch["x"].astype(params["w"].dtype)) @ params["w"] + params["b"]
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["label"][:, None], 1)

@@ -107,8 +107,10 @@ def apply(
 ) -> tuple[Tree, Any]:
     """Do a step of `tx`: its update and ``optax.apply_updates``, in one pass where it is fused.
 
-    The kernels work in place. Call it under ``jax.jit`` with `state` and `params` donated, or XLA
-    copies them first.
+    The kernels work in place. Call it under ``jax.jit`` with `params` and `state` donated, or XLA
+    copies them first. JAX gives donated buffers away in the order of the arguments, each to the
+    first result of its shape and dtype: arguments in the order of the results, `params` before
+    `state`, keep theirs, where others are copied.
 
     Args:
       tx: any Optax transformation. Those of this module themselves take one pass; any other, also

@@ -378,10 +378,11 @@ def changed(
         after_mu[1],
         after_nu[1],
     )
+    # Barriers, as XLA may leave out the rounding of what it widens again.
     if leaf.copy is not None:
-        delta = after.copy.astype(f32) - leaf.copy.astype(f32)
+        delta = lax.optimization_barrier(after.copy).astype(f32) - leaf.copy.astype(f32)
     elif leaf.weight is not None and leaf.weight.dtype != f32:
-        delta = after.weight.astype(f32) - p
+        delta = lax.optimization_barrier(after.weight).astype(f32) - p
     else:
         delta = jnp.where(kept, delta, 0.0)
     return after, delta
