@@ -91,6 +91,16 @@ def _layer_norm(x: Any, weight: Any, bias: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * weight + bias
 
 
+def _linear_arrays(m: int, k: int, n: int) -> Callable[[Any], Arrays]:
+    """x, what a norm has, and two weights."""
+
+    def arrays(key: Any) -> Arrays:
+        x, scale, bias, w, v = _normal((m, k), (k,), (k,), (k, n), (k, n))(key)
+        return x, 1 + 0.1 * scale, 0.1 * bias, w / k**0.5, v / k**0.5
+
+    return arrays
+
+
 def _causal_conv1d(x: Any, weight: Any, bias: Any) -> Any:
     width = weight.shape[1]
     padded = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
@@ -167,6 +177,8 @@ def subjects(small: bool) -> Sequence[Subject]:
     chosen = np.asarray(kept)
     drop = lambda x: jnp.where(chosen, x / (1 - _RATE), 0)
     x, gate = ("x",), ("x", "weight", "gate")
+    products = _linear_arrays(m, 128 if small else 1024, 256 if small else 1024)
+    pick = lambda *which: lambda key: tuple(products(key)[i] for i in which)
     scan = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
     rms = lambda key: normed(key)[:2]
     with_gate = lambda x, w, gate, how: jaxkern.rms_norm(x, w, gate=gate, implementation=how)
@@ -180,6 +192,36 @@ def subjects(small: bool) -> Sequence[Subject]:
             lambda x, w, gate: _rms_norm(x, w) * jax.nn.silu(gate),
         ),
         Subject("layer_norm", ("x", "weight", "bias"), normed, _op("layer_norm"), _layer_norm),
+        Subject("linear", ("x", "weight"), pick(0, 3), _op("linear"), jnp.matmul),
+        Subject(
+            "gated_linear_unit",
+            ("x", "w_gate", "w_up"),
+            pick(0, 3, 4),
+            _op("gated_linear_unit"),
+            lambda x, w_gate, w_up: jax.nn.silu(x @ w_gate) * (x @ w_up),
+        ),
+        Subject(
+            "rms_norm_linear",
+            ("x", "weight", "w"),
+            pick(0, 1, 3),
+            _op("rms_norm_linear"),
+            lambda x, weight, w: _rms_norm(x, weight) @ w,
+        ),
+        Subject(
+            "layer_norm_linear",
+            ("x", "weight", "bias", "w"),
+            pick(0, 1, 2, 3),
+            _op("layer_norm_linear"),
+            lambda x, weight, bias, w: _layer_norm(x, weight, bias) @ w,
+        ),
+        Subject(
+            "accumulate_weight_grad",
+            ("accumulator", "x", "dout"),
+            _normal((128, 256), (m, 128), (m, 256)),
+            _op("accumulate_weight_grad"),
+            lambda total, x, dout: total + (x.T @ dout).astype(total.dtype),
+            wide=("accumulator",),
+        ),
         Subject("relu", x, one, _op("relu"), jax.nn.relu),
         Subject("relu_squared", x, one, _op("relu_squared"), lambda x: jax.nn.relu(x) ** 2),
         Subject("silu", x, one, _op("silu"), jax.nn.silu),

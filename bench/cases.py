@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
+from bench.steps import Step, steps
 
 DROP_RATE = 0.1
 
@@ -338,7 +339,7 @@ def _dropout(m: int, n: int, dtype: str, *, add: bool = False, activation: Any =
     )
 
 
-def cases(small: bool) -> Sequence[Case]:
+def cases(small: bool) -> Sequence[Case | Step]:
     """All cases; `small` ones for a machine without a GPU, where no kernel is timed."""
     if small:
         return [
@@ -354,6 +355,7 @@ def cases(small: bool) -> Sequence[Case]:
             _mlp(256, 256, 512, "float32"),
             _gated("swiglu", 256, 1024, "float32"),
             _dropout(256, 1024, "float32"),
+            *steps(small),
         ]
     elements = 1 << 27
     bf16 = "bfloat16"
@@ -403,7 +405,17 @@ def cases(small: bool) -> Sequence[Case]:
     dropped = [_dropout(16384, n, bf16) for n in (*widths, 8192)] + [_dropout(16383, 4097, bf16)]
     dropped += [_dropout(16384, 8192, bf16, activation="silu")]
     dropped += [_dropout(16384, 8192, bf16, add=True), _dropout(16384, 8192, "float32")]
-    return [*norms, *scans, *convolutions, *linear, *layers, *gated, *pointwise, *dropped]
+    return [
+        *norms,
+        *scans,
+        *convolutions,
+        *linear,
+        *layers,
+        *gated,
+        *pointwise,
+        *dropped,
+        *steps(small),
+    ]
 
 
 def _powers(first: int, last: int) -> list[int]:

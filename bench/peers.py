@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from bench import timing
 from bench.cases import DROP_RATE, Case, bytes_of
+from bench.steps import Step
 
 _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 _MODULES = {
@@ -25,20 +26,26 @@ _MODULES = {
     "fla": "fla",
     "quack": "quack",
     "compile": "torch",
+    "optax": "optax",
 }
+_OF_JAX = ("jax", "tokamax", "optax")
 
 
 def installed() -> list[str]:
     """The peers that can be imported.
 
     ``jax`` is what a user would write who wants sums in fp32, ``torch`` the formula in PyTorch's
-    own functions, and ``compile`` that through ``torch.compile``.
+    own functions, and ``compile`` that through ``torch.compile``; ``optax`` has optimizers alone.
     """
     return [name for name, module in _MODULES.items() if importlib.util.find_spec(module)]
 
 
-def has(case: Case, name: str) -> bool:
+def has(case: Case | Step, name: str) -> bool:
     """Whether a peer has what the case computes."""
+    if isinstance(case, Step):
+        of_optax = not {"mu_dtype", "nu_dtype"} & case.options.keys()
+        has_it = {"optax": of_optax, "torch": not case.options}
+        return case.op == "fused_adamw" and has_it.get(name, False)
     if name == "tokamax":
         return _key(case) in _EPS
     return (_key(case) in _JAX) if name == "jax" else (name, _key(case)) in _TORCH
@@ -50,7 +57,7 @@ def _key(case: Case) -> str:
 
 
 def is_torch(name: str) -> bool:
-    return name in _MODULES and name not in ("jax", "tokamax")
+    return name in _MODULES and name not in _OF_JAX
 
 
 def jax_call(case: Case, name: str) -> Callable[..., Any]:
@@ -134,6 +141,23 @@ def measure_torch(
         saved = [(f(*args), d, *args) for d, args in zip(douts, sets, strict=True)]
         times["backward"] = timed(backward, saved)
     return times
+
+
+def measure_torch_step(step: Step, calls: int, turn: Any) -> timing.Timing:
+    """Time of a step of PyTorch's fused AdamW."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    with turn:
+        draw = lambda shape: torch.randn(*shape, device="cuda", dtype=getattr(torch, step.dtype))
+        params = [torch.nn.Parameter(draw(shape)) for shape in step.shapes]
+        for p in params:
+            p.grad = draw(p.shape)
+        groups = [
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-3, fused=True)
+        return timing.measure(optimizer.step, [()], calls, lambda _: torch.cuda.synchronize())
 
 
 def _liger_rms_norm() -> Any:

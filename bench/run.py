@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
-from bench import peers, plot, timing
+from bench import peers, plot, steps, timing
 from bench.cases import Case, bytes_of, cases
 from bench.report import RESULTS, write_csv
+from bench.steps import Step
 
 IMPLEMENTATIONS = ("mosaic", "xla")
 
@@ -61,7 +62,7 @@ def _output(*command: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement: a pass of an op at a shape by an implementation.
+    """One measurement: a pass of an op, or an optimizer's step, at a shape by an implementation.
 
     Times are device time in microseconds per call on a GPU, wall-clock time elsewhere; `gb_s` and
     `percent` (of the copy bandwidth measured in the same run) count each array of the pass once,
@@ -155,7 +156,20 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
     return rows
 
 
-def _row(case: Case, implementation: str, direction: str, timed: timing.Timing, copy: float) -> Row:
+def measure_step(step: Step, implementation: str, copy: float, calls: int) -> Row:
+    """A step of an optimizer."""
+    if peers.is_torch(implementation):
+        timed = peers.measure_torch_step(step, calls, _turn)
+        return _row(step, implementation, "step", timed, copy)
+    steps.check(step, implementation)
+    timed, seconds, temp_bytes = steps.measure(step, implementation, calls, _turn)
+    row = _row(step, implementation, "step", timed, copy)
+    return dataclasses.replace(row, compile_s=round(seconds, 2), temp_bytes=temp_bytes)
+
+
+def _row(
+    case: Case | Step, implementation: str, direction: str, timed: timing.Timing, copy: float
+) -> Row:
     nbytes = {"forward": case.bytes_forward, "backward": case.bytes_backward}
     operations = {"forward": case.operations_forward, "backward": case.operations_backward}
     seconds = timed.median * 1e-3
@@ -198,6 +212,8 @@ def _attempt(index: int, implementation: str, copy: float, calls: int) -> list[R
     """The rows of a case, or why there are none."""
     case = cases(small=not timing.on_gpu())[index]
     try:
+        if isinstance(case, Step):
+            return [measure_step(case, implementation, copy, calls)]
         if peers.is_torch(implementation):
             check = functools.partial(_check, case, drawn=case.drawn)
             times = peers.measure_torch(case, implementation, calls, _turn, check)

@@ -1,7 +1,8 @@
 """jaxkern: GPU training kernels for JAX.
 
 Functions like those of ``jax.nn``. On an NVIDIA GPU a call runs a Pallas kernel forward and
-backward; elsewhere the same call is plain JAX.
+backward; elsewhere the same call is plain JAX. The optimizers are Optax transformations, and
+``apply`` does a step of one.
 
 Dimensions, in every docstring: B batch, L length, D channels, N elements of a normalised row or
 states of a scan, H outputs of a gated unit, W width of a convolution, M rows (all axes but the
@@ -32,5 +33,11 @@ from jaxkern.ops.norm import layer_norm as layer_norm
 from jaxkern.ops.norm import rms_norm as rms_norm
 from jaxkern.ops.selective_scan import selective_scan as selective_scan
 from jaxkern.ops.selective_scan import selective_scan_step as selective_scan_step
+from jaxkern.optim.accumulation import accumulate_gradients as accumulate_gradients
+from jaxkern.optim.gradients import scale_gradients as scale_gradients
+from jaxkern.optim.transforms import apply as apply
+from jaxkern.optim.transforms import fused_adam as fused_adam
+from jaxkern.optim.transforms import fused_adamw as fused_adamw
+from jaxkern.optim.transforms import fused_sgd as fused_sgd
 
 __version__ = "0.1.0"

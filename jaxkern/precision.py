@@ -2,14 +2,26 @@
 
 A `Policy` names three dtypes. Parameters stay in `params` (where the optimizer adds small updates
 to them), are cast to `compute` where they are used, and results such as logits leave in `output`.
-fp16 has 5 exponent bits, so gradients below 6e-8 vanish; `DynamicLossScale` multiplies the loss by
-a power of two before differentiation and divides the gradients by it after.
+fp16 has 5 exponent bits, so gradients below 6e-8 vanish; a loss scale multiplies the loss by a
+power of two before differentiation and divides the gradients by it after:
+
+    loss      grads = jax.grad(lambda p: loss_scale.scale(loss(p)))(params)
+    grads     grads = loss_scale.unscale(grads); finite = all_finite(grads)
+    step      params, state = select_tree(finite, (new_params, new_state), (params, state))
+    scale     loss_scale = loss_scale.adjust(finite)
+
+`NoOpLossScale`, `StaticLossScale` and `DynamicLossScale` have the same three methods. Nothing here
+waits for the device. `jaxkern.scale_gradients` does the second line in one pass, `jaxkern.apply`
+the second and the third in the optimizer's.
 
 References:
     Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
 """
 
 import dataclasses
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -142,6 +154,55 @@ class Policy:
         """Cast the floating leaves of `tree` to `output`; other leaves are kept."""
         return _cast(tree, self.output)
 
+    def wrap(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Have `f` take its arguments and parameters in `compute` and return in `output`.
+
+        The parameters stay as they are where `f` keeps them: the copy in `compute` lives for one
+        call, and gradients flow through the cast back to `params`.
+
+        Args:
+            f: a function, such as the `apply` of a Flax linen module, whose floating arguments are
+                cast; a Flax nnx module, whose `nnx.Param` are cast too, while its other variables
+                (statistics, random counts) keep their dtype and their updates; or a module that is
+                a pytree, as Equinox's are, whose floating leaves are cast too.
+
+        Returns:
+            A function of the same arguments.
+
+        Raises:
+            TypeError: if `f` cannot be called.
+
+        Example:
+            >>> dot = Policy.parse("bf16").wrap(lambda params, x: x @ params["w"])
+            >>> dot({"w": jnp.ones((2, 3))}, jnp.ones(2)).dtype
+            dtype('float32')
+        """
+        if not callable(f):
+            raise TypeError(
+                f"Policy.wrap: f must be a function or a module that can be called, got "
+                f"{type(f).__name__}; of a linen module pass module.apply"
+            )
+        nnx = sys.modules.get("flax.nnx")
+        if nnx is not None and isinstance(f, nnx.Module):
+            call = functools.partial(self._call_nnx, nnx, f)
+        elif jax.tree.leaves(f) != [f]:
+            call = lambda *args, **kwargs: self.cast_to_compute(f)(*args, **kwargs)
+        else:
+            call = f
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.cast_to_compute((args, kwargs))
+            return self.cast_to_output(call(*args, **kwargs))
+
+        return functools.wraps(f)(wrapped) if hasattr(f, "__name__") else wrapped
+
+    def _call_nnx(self, nnx: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+        copy = nnx.merge(graphdef, self.cast_to_compute(params), rest)
+        out = copy(*args, **kwargs)
+        nnx.update(module, nnx.state(copy, nnx.Not(nnx.Param)))
+        return out
+
 
 def all_finite(tree: Any) -> jax.Array:
     """Tell on the device whether every floating leaf is free of NaN and infinity.
@@ -163,6 +224,96 @@ def all_finite(tree: Any) -> jax.Array:
     return finite
 
 
+def select_tree[Tree](take_first: jax.Array, first: Tree, second: Tree) -> Tree:
+    """Choose one of two trees of arrays on the device.
+
+    Args:
+        take_first: a boolean scalar.
+        first: the result where `take_first` is true.
+        second: the result elsewhere, of the structure, shapes and dtypes of `first`.
+
+    Returns:
+        One of the two, leaf by leaf.
+
+    Raises:
+        ValueError: if the trees differ in structure.
+
+    Example:
+        >>> select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"]
+        Array([0., 0.], dtype=float32)
+    """
+    return jax.tree.map(lambda a, b: jnp.where(take_first, a, b), first, second)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale:
+    """A loss scale of 1 that computes nothing, for bf16 and fp32.
+
+    Example:
+        >>> float(NoOpLossScale().scale(jnp.float32(2)))
+        2.0
+    """
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """() float32, 1."""
+        return jnp.float32(1)
+
+    def scale[Tree](self, tree: Tree) -> Tree:
+        """Return `tree`."""
+        return tree
+
+    def unscale[Tree](self, tree: Tree) -> Tree:
+        """Return `tree`."""
+        return tree
+
+    def adjust(self, finite: jax.Array) -> "NoOpLossScale":
+        """Return itself."""
+        del finite
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
+    """A loss scale that stays what it is.
+
+    Args:
+        loss_scale: () float32, or a positive Python number.
+
+    Raises:
+        ValueError: if a Python number is not positive and finite.
+
+    Example:
+        >>> float(StaticLossScale(1024.0).scale(jnp.float32(2)))
+        2048.0
+    """
+
+    loss_scale: Any
+
+    def __post_init__(self):
+        if isinstance(self.loss_scale, (int, float)):
+            if not 0 < self.loss_scale < float("inf"):
+                raise ValueError(
+                    f"StaticLossScale: loss_scale={self.loss_scale} must be positive and finite"
+                )
+            object.__setattr__(self, "loss_scale", jnp.float32(self.loss_scale))
+
+    def scale[Tree](self, tree: Tree) -> Tree:
+        """Multiply the floating leaves (the loss) by the scale, each in its own dtype."""
+        return _multiply(tree, self.loss_scale)
+
+    def unscale[Tree](self, tree: Tree) -> Tree:
+        """Divide the floating leaves (the gradients) by the scale, each in its own dtype."""
+        return _multiply(tree, 1 / self.loss_scale)
+
+    def adjust(self, finite: jax.Array) -> "StaticLossScale":
+        """Return itself."""
+        del finite
+        return self
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
@@ -170,66 +321,67 @@ class DynamicLossScale:
 
     `loss_scale` s and `counter` c follow, for each step's `finite`:
 
-        finite and c + 1 < period:   s' = s                        c' = c + 1
-        finite and c + 1 = period:   s' = min(s · factor, max)     c' = 0
-        not finite:                  s' = max(s / factor, min)     c' = 0
+        finite and c + 1 < period:   s' = s                              c' = c + 1
+        finite and c + 1 = period:   s' = min(s · factor, max_scale)     c' = 0
+        not finite:                  s' = max(s / factor, min_scale)     c' = 0
 
-    It is a pytree: the two numbers are leaves and pass through jit, scan and checkpoints, the
-    rule's constants are static. With powers of two, scaling and unscaling are exact.
+    It is a pytree: the two numbers are leaves and pass through jit, scan, shard_map and
+    checkpoints, the rule's constants are static and stay with them. With powers of two, scaling and
+    unscaling are exact.
 
     Args:
-        loss_scale: () float32, the current scale.
-        counter: () int32, finite steps since the scale last changed.
+        loss_scale: () float32, the current scale, or a Python number.
+        counter: () int32, finite steps since the scale last changed, or a Python number.
         period: finite steps after which the scale grows.
         factor: by how much the scale grows and shrinks.
         min_scale: lower bound of the scale.
         max_scale: upper bound of the scale.
 
     Raises:
-        ValueError: from `create`, if a constant is out of range.
+        ValueError: if a Python number is out of range.
 
     Example:
-        >>> scale = DynamicLossScale.create(1024.0)
+        >>> scale = DynamicLossScale(1024.0, period=100)
         >>> float(scale.adjust(jnp.array(False)).loss_scale)
         512.0
     """
 
-    loss_scale: jax.Array
-    counter: jax.Array
+    loss_scale: Any = 2.0**15
+    counter: Any = 0
     period: int = dataclasses.field(default=2000, metadata={"static": True})
     factor: float = dataclasses.field(default=2.0, metadata={"static": True})
     min_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     max_scale: float = dataclasses.field(default=2.0**24, metadata={"static": True})
 
-    @classmethod
-    def create(
-        cls,
-        loss_scale: float = 2.0**15,
-        *,
-        period: int = 2000,
-        factor: float = 2.0,
-        min_scale: float = 1.0,
-        max_scale: float = 2.0**24,
-    ) -> "DynamicLossScale":
-        """Make a loss scale from Python numbers, checked."""
-        if period < 1:
-            raise ValueError(f"DynamicLossScale: period={period} must be at least 1")
-        if not factor > 1:
-            raise ValueError(f"DynamicLossScale: factor={factor} must be greater than 1")
-        if not 0 < min_scale <= loss_scale <= max_scale:
+    def __post_init__(self):
+        if self.period < 1:
+            raise ValueError(f"DynamicLossScale: period={self.period} must be at least 1")
+        if not self.factor > 1:
+            raise ValueError(f"DynamicLossScale: factor={self.factor} must be greater than 1")
+        if not 0 < self.min_scale <= self.max_scale < float("inf"):
             raise ValueError(
-                "DynamicLossScale: needs 0 < min_scale <= loss_scale <= max_scale, got "
-                f"min_scale={min_scale}, loss_scale={loss_scale}, max_scale={max_scale}"
+                "DynamicLossScale: needs 0 < min_scale <= max_scale < inf, got "
+                f"min_scale={self.min_scale}, max_scale={self.max_scale}"
             )
-        return cls(jnp.float32(loss_scale), jnp.int32(0), period, factor, min_scale, max_scale)
+        if isinstance(self.loss_scale, (int, float)):
+            if not self.min_scale <= self.loss_scale <= self.max_scale:
+                raise ValueError(
+                    f"DynamicLossScale: loss_scale={self.loss_scale} must be between "
+                    f"min_scale={self.min_scale} and max_scale={self.max_scale}"
+                )
+            object.__setattr__(self, "loss_scale", jnp.float32(self.loss_scale))
+        if isinstance(self.counter, int):
+            if self.counter < 0:
+                raise ValueError(f"DynamicLossScale: counter={self.counter} must be at least 0")
+            object.__setattr__(self, "counter", jnp.int32(self.counter))
 
     def scale[Tree](self, tree: Tree) -> Tree:
         """Multiply the floating leaves (the loss) by the scale, each in its own dtype."""
-        return self._multiply(tree, self.loss_scale)
+        return _multiply(tree, self.loss_scale)
 
     def unscale[Tree](self, tree: Tree) -> Tree:
         """Divide the floating leaves (the gradients) by the scale, each in its own dtype."""
-        return self._multiply(tree, 1 / self.loss_scale)
+        return _multiply(tree, 1 / self.loss_scale)
 
     def adjust(self, finite: jax.Array) -> "DynamicLossScale":
         """Return the scale for the next step, given whether this step's gradients were finite."""
@@ -244,14 +396,17 @@ class DynamicLossScale:
             counter=counter.astype(jnp.int32),
         )
 
-    @staticmethod
-    def _multiply[Tree](tree: Tree, by: jax.Array) -> Tree:
-        def multiply(leaf):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                return leaf
-            leaf = jnp.asarray(leaf)
-            # In fp32 at least: a scale of 2^16 or more is not finite as fp16.
-            wide = jnp.promote_types(leaf.dtype, jnp.float32)
-            return (leaf.astype(wide) * by.astype(wide)).astype(leaf.dtype)
 
-        return jax.tree.map(multiply, tree)
+LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
+
+
+def _multiply[Tree](tree: Tree, by: jax.Array) -> Tree:
+    def multiply(leaf):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            return leaf
+        leaf = jnp.asarray(leaf)
+        # In fp32 at least: a scale of 2^16 or more is not finite as fp16.
+        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        return (leaf.astype(wide) * by.astype(wide)).astype(leaf.dtype)
+
+    return jax.tree.map(multiply, tree)

@@ -1,8 +1,11 @@
 """The bench's report: what is drawn of it, and what becomes of a peer that is not there."""
 
 import dataclasses
+import json
 
-from bench import plot, run
+import pytest
+
+from bench import peers, plot, precision, run, steps
 
 
 def report(percents):
@@ -36,3 +39,49 @@ def test_absent_peer_is_named(tmp_path, capsys):
     args = ["--op", "rms_norm", "--calls", "1", "--vs", "nobody", "--out", str(out)]
     assert run.main(args) == 1
     assert "nobody does not have it" in capsys.readouterr().out
+
+
+def test_optimizer_steps_are_timed_beside_optax(tmp_path, monkeypatch):
+    out = tmp_path / "r.json"
+    args = ["--op", "fused_adamw", "--calls", "1", "--vs", "xla,optax,liger", "--out", str(out)]
+    monkeypatch.setattr(peers, "installed", lambda: ["optax", "liger"])
+    assert run.main(args) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["implementation"], r["direction"]) for r in rows] == [
+        ("xla", "step"),
+        ("optax", "step"),
+    ]
+
+
+def test_optax_does_the_same_steps():
+    found = {s.shape: s for s in steps.steps(small=False) if s.op == "fused_adamw"}
+    for shape in ("100M", "100M-master", "100M-folded"):
+        steps.check(found[shape], "optax")
+    assert peers.has(found["100M-folded"], "optax")
+    assert not peers.has(found["100M-8-bit-state"], "optax")
+
+
+def test_a_wrong_step_is_not_timed(monkeypatch):
+    right = steps.program
+
+    def wrong(step, name):
+        init, go = right(step, name)
+        monkeypatch.setattr(steps, "program", right)
+        return init, lambda g, s, p: go(g, s, [0.9 * a for a in p])
+
+    monkeypatch.setattr(steps, "program", wrong)
+    with pytest.raises(RuntimeError, match="against plain JAX"):
+        steps.check(steps.steps(small=True)[0], "xla")
+
+
+def test_losses_are_compared_with_fp32_seed_by_seed():
+    losses = {"fp32": (2.0, 3.0), "bf16": (2.1, 3.1), "fp16": (1.9, 3.0)}
+    rows = [
+        {"precision": name, "seed": seed, "validation_loss": loss}
+        for name, of_seed in losses.items()
+        for seed, loss in enumerate(of_seed)
+    ]
+    got = {row["precision"]: row for row in precision.summary(rows)}
+    assert [round(got[name]["to_fp32"], 6) for name in losses] == [0.0, 0.1, -0.05]
+    assert round(got["bf16"]["mean"], 6) == 2.6
+    assert round(got["fp32"]["spread"], 6) == 0.707107

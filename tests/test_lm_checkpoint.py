@@ -20,7 +20,7 @@ MODEL = ModelConfig(d_model=8, n_layers=1)
 PARAMS = {"w": jnp.arange(1000.0) / 7, "b": {"half": jnp.ones((3, 5), jnp.bfloat16)}}
 REST = {
     "opt_state": ({"mu": jnp.full((7,), 1e-30)}, None),
-    "loss_scale": DynamicLossScale.create(4.0, period=3),
+    "loss_scale": DynamicLossScale(4.0, period=3),
     "step": jnp.int32(9),
 }
 

@@ -1,11 +1,21 @@
 """jaxkern.precision: policies and loss scaling."""
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern.precision import DynamicLossScale, Policy, all_finite
+from jaxkern.precision import (
+    DynamicLossScale,
+    NoOpLossScale,
+    Policy,
+    StaticLossScale,
+    all_finite,
+    select_tree,
+)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +101,13 @@ def test_all_finite(bad):
 
 
 def test_scaling_and_unscaling_are_exact():
-    scale = DynamicLossScale.create(2.0**15)
+    scale = DynamicLossScale(2.0**15)
     grads = {"w": jax.random.normal(jax.random.key(0), (64,)), "n": jnp.arange(3)}
     back = scale.unscale(scale.scale(grads))
     np.testing.assert_array_equal(back["w"], grads["w"])
     np.testing.assert_array_equal(back["n"], grads["n"])
     # 2^17 itself is not finite in fp16, its product with a small gradient is.
-    half = DynamicLossScale.create(2.0**17).scale(jnp.float16(2.0**-10))
+    half = DynamicLossScale(2.0**17).scale(jnp.float16(2.0**-10))
     assert half.dtype == jnp.float16
     assert half == 128
 
@@ -112,14 +122,14 @@ def test_scaling_keeps_gradients_that_fp16_loses():
 
         return scale.unscale(jax.grad(loss)(weight).astype(jnp.float32))
 
-    assert gradient(DynamicLossScale.create(1.0)) == 0
-    np.testing.assert_allclose(gradient(DynamicLossScale.create(2.0**15)), 1e-8, rtol=1e-3)
+    assert gradient(DynamicLossScale(1.0)) == 0
+    np.testing.assert_allclose(gradient(DynamicLossScale(2.0**15)), 1e-8, rtol=1e-3)
 
 
 def test_adjust_follows_its_rule():
     """Against a Python loop, over a run of finite and overflowing steps, under jit and scan."""
     finite = [True, True, True, False, True, True, True, True, True, True] + [False] * 9
-    scale = DynamicLossScale.create(8.0, period=3, factor=2.0, min_scale=0.5, max_scale=16.0)
+    scale = DynamicLossScale(8.0, period=3, factor=2.0, min_scale=0.5, max_scale=16.0)
     value, counter, expected = 8.0, 0, []
     for ok in finite:
         if not ok:
@@ -154,4 +164,134 @@ def test_adjust_follows_its_rule():
 )
 def test_loss_scale_refuses(options, words):
     with pytest.raises(ValueError, match=words):
-        DynamicLossScale.create(**options)
+        DynamicLossScale(**options)
+
+
+SCALES = [NoOpLossScale(), StaticLossScale(512.0), DynamicLossScale(512.0, 1, 5, 4.0, 2.0, 1024.0)]
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=lambda s: type(s).__name__)
+def test_loss_scales_keep_every_field(scale, tmp_path):
+    """Through jit, scan, shard_map, donation, a checkpoint and back."""
+    import orbax.checkpoint as ocp
+
+    def same(other):
+        assert jax.tree.structure(other) == jax.tree.structure(scale)
+        assert [(a.dtype, a) for a in jax.tree.leaves(other)] == [
+            (a.dtype, a) for a in jax.tree.leaves(scale)
+        ]
+
+    same(jax.jit(lambda s: s)(scale))
+    same(jax.lax.scan(lambda s, _: (s, None), scale, length=2)[0])
+    mesh = jax.make_mesh((1,), ("data",))
+    spec = jax.sharding.PartitionSpec()
+    same(jax.shard_map(lambda s: s, mesh=mesh, in_specs=spec, out_specs=spec)(scale))
+    tree = {"scale": scale, "step": jnp.int32(3)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "scale", tree)
+        checkpointer.wait_until_finished()
+        same(checkpointer.restore(tmp_path / "scale", jax.eval_shape(lambda: tree))["scale"])
+
+
+def test_loss_scales_agree():
+    """Static is dynamic that does not move, and no-op is static of 1."""
+    tree = {"loss": jnp.float16(3), "n": jnp.int32(2)}
+    for scale, factor in zip(SCALES, (1, 512, 512), strict=True):
+        scaled = scale.scale(tree)
+        assert (scaled["loss"], scaled["n"]) == (3 * factor, 2)
+        assert scale.unscale(scaled)["loss"] == 3
+        assert scale.loss_scale == factor
+    for scale in SCALES[:2]:
+        assert scale.adjust(jnp.array(False)) is scale
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: StaticLossScale(0.0), "loss_scale=0.0 must be positive"),
+        (lambda: StaticLossScale(float("nan")), "loss_scale=nan must be positive"),
+        (lambda: DynamicLossScale(period=0), "period=0 must be at least 1"),
+        (lambda: DynamicLossScale(factor=1.0), "factor=1.0 must be greater than 1"),
+        (lambda: DynamicLossScale(0.5), "loss_scale=0.5 must be between min_scale=1.0"),
+        (lambda: DynamicLossScale(min_scale=0), "min_scale=0, max_scale"),
+        (lambda: DynamicLossScale(counter=-1), "counter=-1 must be at least 0"),
+    ],
+)
+def test_loss_scales_refuse(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_select_tree_chooses_on_the_device():
+    old, new = (
+        {"w": jnp.zeros(2), "n": jnp.int32(1)},
+        {"w": jnp.full(2, jnp.nan), "n": jnp.int32(2)},
+    )
+    choose = jax.jit(select_tree)
+    for finite, expected in ((True, new), (False, old)):
+        jax.tree.map(np.testing.assert_array_equal, choose(jnp.array(finite), new, old), expected)
+
+
+POLICY = Policy("float32", "bfloat16", "float16")
+
+
+def test_wrap_casts_a_function():
+    seen = []
+
+    def f(params, x, *, n):
+        seen.append((params["w"].dtype, x.dtype, n.dtype))
+        return x * params["w"], n
+
+    out, n = POLICY.wrap(f)({"w": jnp.ones(2)}, jnp.ones(2), n=jnp.arange(2))
+    assert seen == [(jnp.bfloat16, jnp.bfloat16, jnp.int32)]
+    assert (out.dtype, n.dtype) == (jnp.float16, jnp.int32)
+    assert POLICY.wrap(f).__name__ == "f"
+    with pytest.raises(TypeError, match="got dict; of a linen module"):
+        POLICY.wrap({})  # pyright: ignore[reportArgumentType]
+
+
+def test_wrap_casts_flax_modules():
+    from flax import linen, nnx
+
+    dense = linen.Dense(3, dtype=None)
+    x = jnp.ones((2, 4))
+    variables = dense.init(jax.random.key(0), x)
+    assert POLICY.wrap(dense.apply)(variables, x).dtype == jnp.float16
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+            self.calls = nnx.BatchStat(jnp.float32(1))
+
+        def __call__(self, x):
+            assert self.dense.kernel.dtype == x.dtype == jnp.bfloat16
+            self.calls[...] = self.calls[...] + 2.0**-12
+            return self.dense(x)
+
+    net = Net()
+    loss = lambda net: POLICY.wrap(net)(x).astype(jnp.float32).sum()
+    grads = nnx.grad(loss)(net)
+    assert grads["dense"]["kernel"].dtype == net.dense.kernel.dtype == jnp.float32
+    assert loss(net).dtype == jnp.float32
+    assert net.calls[...] == 1 + 2.0**-11  # bf16 has no such number
+    assert net.calls.dtype == jnp.float32
+
+
+def test_wrap_casts_modules_that_are_pytrees():
+    """As Equinox's are, with functions among the leaves."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        weight: jax.Array
+        activation: Callable
+
+        def __call__(self, x):
+            assert self.weight.dtype == x.dtype == jnp.bfloat16
+            return self.activation(x @ self.weight)
+
+    layer = Layer(jnp.ones((2, 2)), jnp.tanh)
+    assert POLICY.wrap(layer)(jnp.ones(2)).dtype == jnp.float16
+    loss = lambda w: POLICY.wrap(dataclasses.replace(layer, weight=w))(jnp.ones(2)).sum()
+    assert jax.grad(lambda w: loss(w).astype(jnp.float32))(layer.weight).dtype == jnp.float32
+    assert layer.weight.dtype == jnp.float32

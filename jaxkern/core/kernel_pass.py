@@ -17,6 +17,9 @@ From the inside out, a call goes through
    rule) for Auto ones; without them the compiler would gather the kernel's operands;
 3. ``batchable``: ``custom_vmap``, as ``custom_partitioning`` has no batching rule;
 4. ``differentiable``: ``custom_jvp``, as neither of those can be differentiated.
+
+The results of a forward pass have a name, the op's, by which the policies of ``jax.checkpoint``
+keep them or drop them: what the backward needs beside the arguments, and the output itself.
 """
 
 import dataclasses
@@ -27,6 +30,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -69,6 +73,9 @@ class KernelPass:
         itself on its part (a product without what is added to it).
       kernel_of_slices: `kernel` for what ``vmap`` gives it, slices of arrays, which begin wherever
         the one before ends; by default `kernel`.
+      batched: whether the kernel can run under ``vmap``; if not, the reference does.
+      saved_as: the results' name for the policies of ``jax.checkpoint``; by default ``"rms_norm"``
+        of a pass ``"rms_norm_fwd"``, and none of other passes.
     """
 
     name: str
@@ -80,6 +87,8 @@ class KernelPass:
     whole: str = ""
     partial: "Partial | None" = None
     kernel_of_slices: Callable[..., Arrays] | None = None
+    batched: bool = True
+    saved_as: str | None = None
 
     def __call__(self, *args: Any) -> Arrays:
         if len(args) != len(self.ins):
@@ -110,6 +119,7 @@ class KernelPass:
             return dense(lambda *a: finish(*a, *full_sums))(*arrays)
 
         present = _Present(
+            name=self.name,
             mode=self.mode,
             kernel=dense(self.kernel),
             kernel_of_slices=dense(self.kernel_of_slices or self.kernel),
@@ -123,18 +133,21 @@ class KernelPass:
                 reference=dense(self.partial.reference),
                 finish=finished,
             ),
+            batched=self.batched,
         )
         results = present.differentiable()(*(args[i] for i in here))
         full: list[Any] = [None] * len(out_shapes)
         for i, r in zip(out_here, results, strict=True):
             full[i] = r
-        return tuple(full)
+        op = self.saved_as or (self.name.endswith("_fwd") and self.name.removesuffix("_fwd"))
+        return named(op, tuple(full)) if op else tuple(full)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Present:
     """A pass over present arrays only; `ins` and `outs` are lists of factors."""
 
+    name: str
     mode: Mode
     kernel: Callable[..., Arrays]
     kernel_of_slices: Callable[..., Arrays]
@@ -143,6 +156,7 @@ class _Present:
     outs: tuple[list[str], ...]
     whole: frozenset[str]
     partial: Partial | None
+    batched: bool
 
     def differentiable(self) -> Callable[..., Arrays]:
         call = jax.custom_jvp(self.batchable())
@@ -163,6 +177,11 @@ class _Present:
             used = {f for factors in (*self.ins, *self.outs) for f in factors}
             new = next(c for c in string.ascii_uppercase if c not in used)
             in_axes = tuple(0 if b else None for b in in_batched)
+            if not self.batched and self.mode in ("mosaic", "interpret"):
+                raise NotImplementedError(
+                    f'{self.name}: implementation="mosaic" cannot take this call: the kernel has '
+                    'no vmap. Use implementation="xla", or None to have it chosen.'
+                )
             partial = self.partial
             if partial is not None:
                 partial = Partial(
@@ -173,6 +192,7 @@ class _Present:
             kernel = jax.vmap(self.kernel_of_slices, in_axes)
             batched = dataclasses.replace(
                 self,
+                mode=self.mode if self.batched else "xla",
                 kernel=kernel,
                 kernel_of_slices=kernel,
                 reference=jax.vmap(self.reference, in_axes),
@@ -318,6 +338,11 @@ class _Present:
                 return lax.platform_dependent(
                     *args, cuda=cast(self.kernel), default=cast(self.reference)
                 )
+
+
+def named(op: str, outs: Any) -> Any:
+    """`outs` with the name by which the policies of ``jax.checkpoint`` find what `op` computed."""
+    return jax.tree.map(lambda a: checkpoint_name(a, op), outs)
 
 
 def vary_over(x: Any, axes: frozenset[str]) -> Any:

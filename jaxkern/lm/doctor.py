@@ -4,6 +4,7 @@ Nothing here is decided a second time: each op is lowered for the default device
 says whether it holds kernels. The reasons are the words with which the op itself refuses.
 """
 
+import functools
 import inspect
 import platform
 import shutil
@@ -16,6 +17,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
+from jaxkern.core.dispatch import Implementation
+from jaxkern.precision import NoOpLossScale
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
 _CUDA_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -45,9 +48,12 @@ def doctor() -> None:
     if not all(_installed(name) for name in _PACKAGES):
         print('advice   jaxkern train and sample need: pip install "jaxkern[lm]"')
     print("\nEach op on bfloat16 arrays of a Mamba 130m layer, implementation=None:")
-    width = max(map(len, _CALLS))
-    for name, shapes in _CALLS.items():
+    width = max(map(len, (*CALLS, *_STEPS)))
+    for name, shapes in CALLS.items():
         chosen, why = _choice(getattr(jaxkern, name), *shapes)
+        print(f"  {name:{width}}  {chosen:6}  {why}")
+    for name, step in _STEPS.items():
+        chosen, why = _choice(step, _array(768, 3072))
         print(f"  {name:{width}}  {chosen:6}  {why}")
 
 
@@ -59,9 +65,18 @@ _RATE = jax.ShapeDtypeStruct((), jnp.float32)
 _KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
 # B 8, L 2048, D 1536, N 16, W 4: arguments by position.
-_CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
+CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
     "rms_norm": (_array(8, 2048, 768), _array(768)),
     "layer_norm": (_array(8, 2048, 768), _array(768), _array(768)),
+    "linear": (_array(8, 2048, 768), _array(768, 3072)),
+    "accumulate_weight_grad": (
+        jax.ShapeDtypeStruct((768, 3072), jnp.float32),
+        _array(8, 2048, 768),
+        _array(8, 2048, 3072),
+    ),
+    "gated_linear_unit": (_array(8, 2048, 768), _array(768, 3072), _array(768, 3072)),
+    "rms_norm_linear": (_array(8, 2048, 768), _array(768), _array(768, 3072)),
+    "layer_norm_linear": (_array(8, 2048, 768), _array(768), _array(768), _array(768, 3072)),
     "selective_scan": (
         _array(8, 2048, 1536),
         _array(8, 2048, 1536),
@@ -88,12 +103,35 @@ _CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
 }
 
 
+def _step(
+    optimizer: Callable[..., Any],
+    params: jax.Array,
+    *,
+    implementation: Implementation | None = None,
+) -> Any:
+    tx = optimizer(1e-3, implementation=implementation)
+    return jaxkern.apply(tx, params, tx.init(params), params)
+
+
+def _scale(grads: jax.Array, *, implementation: Implementation | None = None) -> Any:
+    return jaxkern.scale_gradients(grads, NoOpLossScale(), implementation=implementation)
+
+
+_STEPS = {
+    "fused_adamw": functools.partial(_step, jaxkern.fused_adamw),
+    "fused_adam": functools.partial(_step, jaxkern.fused_adam),
+    "fused_sgd": functools.partial(_step, jaxkern.fused_sgd),
+    "scale_gradients": _scale,
+}
+"""Of an array of parameters or gradients; an optimizer's is that of `jaxkern.apply`."""
+
+
 def _choice(op: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> tuple[str, str]:
     """What `op` runs on the default device, and why not another implementation."""
     if "implementation" not in inspect.signature(op).parameters:
         return "xla", "it has no kernel: XLA fuses it"
     if "mosaic_gpu" in jax.jit(op).lower(*shapes).as_text():
-        return "mosaic", 'kernels forward and backward; "xla" is there too, and slower'
+        return "mosaic", 'kernels; "xla" is there too, and slower'
     try:
         jax.jit(lambda *args: op(*args, implementation="mosaic")).lower(*shapes)
     except NotImplementedError as error:

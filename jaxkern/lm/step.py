@@ -16,7 +16,8 @@ from flax import nnx
 
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.model import DECAYED, MambaLM, Options, one_hot
-from jaxkern.precision import DynamicLossScale, Policy, all_finite
+from jaxkern.optim.accumulation import accumulate_gradients
+from jaxkern.precision import DynamicLossScale, Policy, all_finite, select_tree
 
 Params = Any  # nested dict of arrays
 
@@ -65,7 +66,7 @@ def init_state(config: TrainConfig, policy: Policy) -> TrainState:
     return TrainState(
         params=params,
         opt_state=make_optimizer(config).init(params),
-        loss_scale=DynamicLossScale.create() if policy.compute == jnp.float16 else None,
+        loss_scale=DynamicLossScale() if policy.compute == jnp.float16 else None,
         step=jnp.int32(0),
         skipped=jnp.int32(0),
     )
@@ -88,11 +89,7 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
             loss = loss_fn(graphdef, params, windows)
             return (state.loss_scale.scale(loss) if state.loss_scale else loss), loss
 
-        def gradients(windows):
-            grads, loss = jax.grad(scaled_loss, has_aux=True)(state.params, windows)
-            return grads, loss
-
-        grads, loss = _mean_over_microbatches(gradients, windows)
+        (_, losses), grads = accumulate_gradients(scaled_loss, state.params, windows, has_aux=True)
         if state.loss_scale:
             grads = state.loss_scale.unscale(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -101,14 +98,14 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
         )
         if state.loss_scale:
             finite = all_finite(grads)
-            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+            after = select_tree(finite, after, state)
             after = after._replace(
                 loss_scale=state.loss_scale.adjust(finite),
                 skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
             )
         after = after._replace(step=state.step + 1)
         metrics = {
-            "loss": loss,
+            "loss": losses.mean(),
             "grad_norm": _global_norm(grads),
             "learning_rate": schedule(state.step - state.skipped),
         }
@@ -122,17 +119,3 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
 def _global_norm(tree: Any) -> jax.Array:
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, jnp.float32(0)))
-
-
-def _mean_over_microbatches(gradients, windows: jax.Array):
-    """Means over the leading axis of `windows`, the sums kept in fp32."""
-    if windows.shape[0] == 1:
-        return gradients(windows[0])
-    example = jax.eval_shape(gradients, windows[0])
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), example)
-
-    def add(total, windows):
-        return jax.tree.map(lambda t, new: t + new.astype(t.dtype), total, gradients(windows)), None
-
-    total, _ = jax.lax.scan(add, zeros, windows)
-    return jax.tree.map(lambda t, e: (t / windows.shape[0]).astype(e.dtype), total, example)

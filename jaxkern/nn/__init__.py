@@ -4,7 +4,6 @@ flax      flax.nnx
 linen     flax.linen
 equinox   equinox
 mamba     the Mamba block itself, functions of arrays that the three share
-linear    the linear layer, likewise
 
 A layer that the library has, too, has its name, its arguments and its parameters: what one was
 saved from loads into the other.

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import mamba
-from jaxkern.nn.linear import linear, swiglu
 
 try:
     import equinox as eqx
@@ -163,7 +162,7 @@ class Linear(eqx.nn.Linear):
                 f"got {x.shape}"
             )
         x = x.astype(jnp.result_type(x, self.weight))
-        return linear(x, self.weight.T, self.bias)
+        return jaxkern.linear(x, self.weight.T, self.bias)
 
 
 class SwiGLU(eqx.Module):
@@ -201,7 +200,8 @@ class SwiGLU(eqx.Module):
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         """x (..., K) -> the same shape."""
-        return swiglu(x, self.gate_proj, self.up_proj, self.down_proj, self.implementation)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(jaxkern.swiglu(gate, up, implementation=self.implementation))
 
 
 class Mamba(eqx.Module):

@@ -18,7 +18,6 @@ import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import mamba
 from jaxkern.nn.common import dropout_reason, left_to_flax, norm_reason
-from jaxkern.nn.linear import linear, swiglu
 
 try:
     from flax import nnx
@@ -126,8 +125,8 @@ class Linear(nnx.Linear):
         if changed or self.preferred_element_type is not None or out_sharding is not None:
             return super().__call__(inputs, out_sharding=out_sharding)
         kernel, bias = _value(self.kernel), _value(self.bias)
-        inputs, kernel, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
-        return linear(inputs, kernel, bias, precision=self.precision)
+        inputs, *_ = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
+        return jaxkern.linear(inputs, kernel, bias, precision=self.precision)
 
 
 class SwiGLU(nnx.Module):
@@ -177,7 +176,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x (..., K) -> the same shape."""
-        return swiglu(x, self.gate_proj, self.up_proj, self.down_proj, self.implementation)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(jaxkern.swiglu(gate, up, implementation=self.implementation))
 
 
 class Mamba(nnx.Module):

@@ -14,7 +14,6 @@ import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import mamba
 from jaxkern.nn.common import dropout_reason, left_to_flax, norm_reason
-from jaxkern.nn.linear import linear, swiglu
 
 try:
     from flax import linen as nn
@@ -116,8 +115,7 @@ class Dense(nn.Dense):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
         promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        inputs, kernel, bias = promoted
-        return linear(inputs, kernel, bias, precision=self.precision)
+        return jaxkern.linear(promoted[0], kernel, bias, precision=self.precision)
 
 
 class SwiGLU(nn.Module):
@@ -144,13 +142,9 @@ class SwiGLU(nn.Module):
         def dense(features: int, name: str) -> Dense:
             return Dense(features, self.use_bias, self.dtype, self.param_dtype, name=name)
 
-        return swiglu(
-            x,
-            dense(self.hidden_features, "gate_proj"),
-            dense(self.hidden_features, "up_proj"),
-            dense(x.shape[-1], "down_proj"),
-            self.implementation,
-        )
+        gate, up = (dense(self.hidden_features, name)(x) for name in ("gate_proj", "up_proj"))
+        hidden = jaxkern.swiglu(gate, up, implementation=self.implementation)
+        return dense(x.shape[-1], "down_proj")(hidden)
 
 
 class Mamba(nn.Module):

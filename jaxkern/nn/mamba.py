@@ -23,7 +23,6 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn.linear import linear
 
 
 class Weights(NamedTuple):
@@ -159,9 +158,9 @@ def mamba(
         **options,
     )
     if not return_cache:
-        return linear(y, weights.out_proj)
+        return jaxkern.linear(y, weights.out_proj)
     y, state = y
-    return linear(y, weights.out_proj), Cache(conv, state)
+    return jaxkern.linear(y, weights.out_proj), Cache(conv, state)
 
 
 def mamba_step(
@@ -185,7 +184,7 @@ def mamba_step(
         dt_bias=weights.dt_bias,
         dt_softplus=True,
     )
-    return linear(y, weights.out_proj), Cache(conv, state)
+    return jaxkern.linear(y, weights.out_proj), Cache(conv, state)
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
@@ -198,7 +197,7 @@ def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
 
 def _inputs(weights: Weights, x: jax.Array, dtype: Any) -> list[jax.Array]:
     x = x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
-    return jnp.split(linear(x, weights.in_proj), 2, axis=-1)
+    return jnp.split(jaxkern.linear(x, weights.in_proj), 2, axis=-1)
 
 
 def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -207,5 +206,5 @@ def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 def _parameters(weights: Weights, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     r, n = weights.dt_proj.shape[0], weights.A_log.shape[1]
-    low_rank, B, C = jnp.split(linear(u, weights.x_proj), [r, r + n], axis=-1)
-    return linear(low_rank, weights.dt_proj), B, C
+    low_rank, B, C = jnp.split(jaxkern.linear(u, weights.x_proj), [r, r + n], axis=-1)
+    return jaxkern.linear(low_rank, weights.dt_proj), B, C

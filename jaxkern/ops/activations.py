@@ -41,7 +41,7 @@ from jax import lax
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.arithmetic import normal, sigmoid
 from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.ops.elementwise import Lanes, launch, too_large, unit
 
 
@@ -172,7 +172,7 @@ def _activation(op: str, curve: str, x: Any, implementation: Any) -> jax.Array:
     slower = None if curve == "gelu_erf" else "XLA fuses it, which saves more than the kernels do"
     mode = resolve(implementation, unsupported(x=x), op=op, slower=slower)
     if mode == "xla":
-        return recomputing(functools.partial(activation_reference, curve))(x)
+        return named(op, recomputing(functools.partial(activation_reference, curve))(x))
     return _pointwise_jit(x, _Options(curve, mode))
 
 
@@ -319,6 +319,11 @@ class _Options:
     curve: str
     mode: Mode
 
+    @property
+    def op(self) -> str:
+        """The public function's name."""
+        return "gelu" if self.curve in (gelu_curve(True), gelu_curve(False)) else self.curve
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _pointwise(x: jax.Array, options: _Options) -> jax.Array:
@@ -348,6 +353,7 @@ def factors(ndim: int) -> str:
 def _forward_pass(options: _Options, ndim: int) -> KernelPass:
     return KernelPass(
         name=f"{options.curve}_fwd",
+        saved_as=options.op,
         mode=options.mode,
         kernel=functools.partial(_launch_fwd, options),
         kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),

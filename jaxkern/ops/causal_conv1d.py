@@ -43,7 +43,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.arithmetic import sigmoid
 from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.core.mosaic import (
     LANES,
     LaneOffsets,
@@ -171,7 +171,8 @@ def causal_conv1d(
         ),
     )
     if options.mode == "xla":
-        (out,) = _reference_fwd(options, x, weight, bias, initial_state, look_back)
+        plain = _reference_fwd(options, x, weight, bias, initial_state, look_back)
+        (out,) = named("causal_conv1d", plain)
     else:
         out = _causal_conv1d_jit(x, weight, bias, initial_state, look_back, options)
     out = match_sharding(out, given)

@@ -42,7 +42,7 @@ from jax.core import Tracer
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
-from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
 from jaxkern.core.mosaic import join_lanes, multiply_wide
 from jaxkern.ops.activations import (
     ACTIVATION_CURVES,
@@ -192,7 +192,7 @@ def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: _Options) -> j
 def _dropped_array(x: Any, residual: Any, seeds: _Seeds, options: _Options) -> jax.Array:
     options = dataclasses.replace(options, shape=x.shape)
     if options.mode == "xla":
-        return _plain_dropout(options, x, residual, *seeds)
+        return named(options.op, _plain_dropout(options, x, residual, *seeds))
     return _dropout_jit(x, residual, seeds, options)
 
 
@@ -476,11 +476,17 @@ def _shift_right(a: _Pair, bits: int) -> _Pair:
     return (a[0] >> bits) | (a[1] << (32 - bits)), a[1] >> bits
 
 
-def philox(counter: Sequence[Any], key: Sequence[Any], product: _Wide = wide_product) -> list[Any]:
-    """Philox-4x32-10 of Salmon et al.: four words of 32 random bits, from four and a key of two."""
+def philox(
+    counter: Sequence[Any],
+    key: Sequence[Any],
+    product: _Wide = wide_product,
+    *,
+    rounds: int = 10,
+) -> list[Any]:
+    """Philox-4x32 of Salmon et al.: four words of 32 random bits, from four and a key of two."""
     a, b, c, d = counter
     k, l = key
-    for _ in range(10):
+    for _ in range(rounds):
         (high_a, low_a), (high_c, low_c) = product(a, 0xD2511F53), product(c, 0xCD9E8D57)
         a, b, c, d = high_c ^ b ^ k, low_c, high_a ^ d ^ l, low_a
         k, l = k + jnp.uint32(0x9E3779B9), l + jnp.uint32(0xBB67AE85)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.ops.activations import (
     ACTIVATION_CURVES,
     CURVES,
@@ -214,7 +214,7 @@ def _gated(op: str, curve_name: str, gate: Any, up: Any, implementation: Any) ->
         raise ValueError(f"up must have the shape of gate, {gate.shape}; got {up.shape}")
     mode = resolve(implementation, unsupported(gate=gate, up=up), op=op)
     if mode == "xla":
-        return recomputing(functools.partial(gated_reference, curve_name))(gate, up)
+        return named(op, recomputing(functools.partial(gated_reference, curve_name))(gate, up))
     return _unit_jit((gate, up), _Options(op, curve_name, mode))
 
 
@@ -228,7 +228,7 @@ def _halves(op: str, curve_name: str, gate_up: Any, implementation: Any) -> jax.
     reason = unsupported(columns=gate_up.shape[-1] // 2, gate_up=gate_up)
     mode = resolve(implementation, reason, op=op)
     if mode == "xla":
-        return recomputing(functools.partial(gated_reference, curve_name))(gate_up)
+        return named(op, recomputing(functools.partial(gated_reference, curve_name))(gate_up))
     return _unit_jit((gate_up,), _Options(op, curve_name, mode))
 
 

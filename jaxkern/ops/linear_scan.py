@@ -47,7 +47,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.core.mosaic import LANES, grid_axes, num_sms
 
 
@@ -113,7 +113,8 @@ def linear_scan(
     a, b, initial_state = _check(a, b, initial_state)
     mode = resolve(implementation, _unsupported(a, b, initial_state), op="linear_scan")
     if mode == "xla":
-        return linear_scan_reference(a, b, initial_state, reverse=bool(reverse))
+        plain = linear_scan_reference(a, b, initial_state, reverse=bool(reverse))
+        return named("linear_scan", plain)
     return _linear_scan_jit(a, b, initial_state, _Options(bool(reverse), mode))
 
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, resolve
-from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, match_sharding, named
 from jaxkern.ops.activations import ACTIVATION_CURVES, CURVES, PLAIN
 from jaxkern.ops.linear import products
 from jaxkern.ops.linear.products import Options, check_accumulator, rows_of, unsupported
@@ -120,7 +120,7 @@ def linear(
     mode = resolve(implementation, unsupported(x), op="linear")
     options = Options(activation, False, precision, str(summed), mode)
     if mode == "xla" and accumulator is None:
-        return products.reference_forward(options, x, weight, bias)[0]
+        return named("linear", products.reference_forward(options, x, weight, bias)[0])
     return _linear_jit(x, weight, bias, accumulator, options)
 
 
@@ -174,8 +174,10 @@ def accumulate_weight_grad(
     options = Options(None, False, precision, "float32", mode)
     dout = dout.astype(x.dtype)
     if mode == "xla":
-        return products.reference_accumulate(options, accumulator, x, dout)[0]
-    return match_sharding(_accumulate_pass(options, x.ndim)(accumulator, x, dout)[0], accumulator)
+        total = products.reference_accumulate(options, accumulator, x, dout)[0]
+    else:
+        total = _accumulate_pass(options, x.ndim)(accumulator, x, dout)[0]
+    return named("accumulate_weight_grad", match_sharding(total, accumulator))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

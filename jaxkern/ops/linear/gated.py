@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
-from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal
+from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, named
 from jaxkern.ops.activations import ACTIVATION_CURVES, CURVES, PLAIN, Functions, curve_value
 from jaxkern.ops.gated import gated_backward
 from jaxkern.ops.linear.matmul import Product
@@ -137,7 +137,7 @@ def gated_linear_unit(
     if mode == "xla" and accumulators is None:
         f = functools.partial(_reference_forward, options)
         out = (jax.checkpoint(f) if recompute else f)(x, w_gate, w_up)
-        return out[0]
+        return named("gated_linear_unit", out[0])
     return _gated_jit(x, w_gate, w_up, accumulators, options)
 
 
@@ -367,6 +367,7 @@ def _forward_pass(options: _Options, ndim: int) -> KernelPass:
         outs=(f"{rows} n",) * 3,
         whole="" if options.save else "k",
         partial=partial,
+        saved_as="gated_linear_unit",
     )
 
 

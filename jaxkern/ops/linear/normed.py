@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxkern.core.dispatch import Implementation
+from jaxkern.core.kernel_pass import named
 from jaxkern.ops.linear.api import linear
 from jaxkern.ops.norm import layer_norm, rms_norm
 
@@ -57,7 +58,7 @@ def rms_norm_linear(
             y, w, b, activation=activation, precision=precision, implementation=implementation
         )
 
-    return jax.checkpoint(call)(x, weight, w, b)
+    return named("rms_norm_linear", jax.checkpoint(call)(x, weight, w, b))
 
 
 def layer_norm_linear(
@@ -104,4 +105,4 @@ def layer_norm_linear(
             y, w, b, activation=activation, precision=precision, implementation=implementation
         )
 
-    return jax.checkpoint(call)(x, weight, bias, w, b)
+    return named("layer_norm_linear", jax.checkpoint(call)(x, weight, bias, w, b))

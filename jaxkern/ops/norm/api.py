@@ -38,7 +38,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, check_number
 from jaxkern.core.dispatch import Implementation, device_unsupported, resolve
-from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
 from jaxkern.core.mosaic import LANES
 from jaxkern.ops.norm.backward import launch_bwd
 from jaxkern.ops.norm.forward import launch_fwd
@@ -329,7 +329,7 @@ def _norm(
     )
     arrays = (x, residual, weight, bias, gate)
     if options.mode == "xla":
-        out, h, _, _ = reference_fwd(options, *arrays)
+        out, h, _, _ = named(op, reference_fwd(options, *arrays))
     else:
         out, h = _pair_jit(*arrays, options)
     return out if residual is None else (out, h)

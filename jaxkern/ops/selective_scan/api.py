@@ -51,7 +51,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern.core.arguments import check_array, check_floating, check_number
 from jaxkern.core.dispatch import Implementation, device_unsupported, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding
+from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.ops.selective_scan.backward import launch_bwd
 from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.reference import (
@@ -215,7 +215,7 @@ def selective_scan(
     options = Options(bool(dt_softplus), limit, bool(return_final_state), every, mode)
     grouped = (*_by_group((*args, initial_state)), keep)
     if mode == "xla":
-        out, final = selective_scan_reference(options, *grouped)
+        out, final = named("selective_scan", selective_scan_reference(options, *grouped))
     else:
         out, final = _jitted(*grouped, options)
     out = _join_channels(out, 2)

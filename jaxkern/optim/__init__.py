@@ -1,0 +1,1 @@
+"""Optimizers that update parameters and state in one pass, as Optax transformations."""

@@ -1,0 +1,113 @@
+r"""Eight-bit codes for the averages of Adam and SGD, in blocks of 256 elements with a scale each.
+
+With the block's largest magnitude a, in float32:
+
+    mu   int8, linear:        m = a · c / 127                 c from −127 to 127
+    nu   uint8, logarithmic:  v = a · 2^((c − 255) / 12)      c from 0 to 255
+
+so that nu's codes are 6% apart from a down to a / 2^21; what is smaller counts as that. Both round
+stochastically between the two codes around a value, with probabilities that make the expectation
+the value: to nearest, an average that moves by 0.1% a step would stay at its code for ever.
+
+Sources: Dettmers, Lewis, Shleifer and Zettlemoyer, 8-bit Optimizers via Block-wise Quantization,
+ICLR 2022 (blocks and their scale; their codes are other ones).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK = 256
+"""Elements of a block: those of a warp, 8 to a lane."""
+
+SMALLEST = 4096
+"""Elements from which a leaf is quantised: those of smaller ones are few."""
+
+_PER_OCTAVE = 12
+_ABOVE = (0.97139855, 0.0280454105, 0.000556039346)
+"""Of a polynomial that is 0 at 0, 1 at 1, and off by 9e-8 of the code's step at most between."""
+
+
+class Quantised(NamedTuple):
+    """An average in 8 bits.
+
+    Attributes:
+      codes: the shape of the parameter, int8 (linear) or uint8 (logarithmic).
+      scale: (elements / 256,), float32, the largest magnitude of each block.
+    """
+
+    codes: Any
+    scale: Any
+
+
+def quantisable(shape: tuple[int, ...]) -> bool:
+    """Whether an array of `shape` is kept in 8 bits: whole blocks, and not few."""
+    size = 1
+    for n in shape:
+        size *= n
+    return size >= SMALLEST and size % BLOCK == 0
+
+
+class Functions(NamedTuple):
+    """What a kernel computes its own way."""
+
+    exp2: Callable[[jax.Array], jax.Array]
+    log2: Callable[[jax.Array], jax.Array]
+    nearest: Callable[[jax.Array], jax.Array]  # whole number, of magnitudes below 2^22
+
+
+PLAIN = Functions(jnp.exp2, jnp.log2, jnp.round)
+
+
+def value(dtype: Any, code: jax.Array, scale: jax.Array, of: Functions = PLAIN) -> jax.Array:
+    """What a code stands for; code and scale in float32, of one shape."""
+    if dtype == jnp.int8:
+        return code * (scale * (1 / 127))
+    return scale * of.exp2((code - 255.0) * (1 / _PER_OCTAVE))
+
+
+def code(
+    dtype: Any, x: jax.Array, scale: jax.Array, bits: jax.Array, of: Functions = PLAIN
+) -> jax.Array:
+    """A code for x, of at most the magnitude of scale, in float32.
+
+    Args:
+      dtype: int8 or uint8.
+      x: float32, for uint8 not negative.
+      scale: of each element.
+      bits: uint32 below 2^16.
+      of: the functions to use.
+    """
+    return jnp.round(before_rounding(dtype, x, scale, bits, of))
+
+
+def before_rounding(
+    dtype: Any, x: jax.Array, scale: jax.Array, bits: jax.Array, of: Functions = PLAIN
+) -> jax.Array:
+    """What is rounded to the code: its limits keep what is added at random within the codes."""
+    # 1 + bits / 2^23, by its mantissa; (bits + 1/2) / 2^16 is uniform.
+    above_one = lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32)
+    small = above_one - (1 - 2.0**-24)
+    inverse = jnp.where(scale > 0, 1 / scale, 0.0)
+    if dtype == jnp.int8:
+        return x * (inverse * 126.99996) + (small * 128.0 - 0.5)
+    octaves = of.log2(jnp.maximum(x * inverse, 2.0 ** (-254.99 / _PER_OCTAVE)))
+    twelfths = octaves * _PER_OCTAVE + 255.0
+    below = of.nearest(twelfths - 0.5)
+    rest = twelfths - below
+    # (2^(rest / 12) - 1) / (2^(1 / 12) - 1): the probability of the code above.
+    above = rest * (_ABOVE[0] + rest * (_ABOVE[1] + rest * _ABOVE[2]))
+    return jnp.minimum((above + (0.5 - small * 128.0)) + below, 255.4)
+
+
+def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The scale of each element."""
+    return jnp.repeat(scale, BLOCK).reshape(shape)
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """(elements / 256,): the largest magnitude of each block."""
+    return jnp.abs(x).reshape(-1, BLOCK).max(axis=1)

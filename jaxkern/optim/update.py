@@ -1,0 +1,559 @@
+r"""The arithmetic of an optimizer's step over many leaves: a kernel and its plain-JAX twin.
+
+For a gradient g, a weight p (the master copy where there is one), and per-step numbers in device
+memory, with s = unscale factor · clip factor:
+
+    g  = s · grad
+    Adam, AdamW
+    mu = b1 · mu + (1 − b1) · g
+    nu = b2 · nu + (1 − b2) · g²
+    p  = p − lr · (mu / (1 − b1ᵗ) / (√(nu / (1 − b2ᵗ)) + eps) + weight_decay · p)
+    SGD, of which `trace` takes the place of mu
+    mu = momentum · mu + g
+    p  = p − lr · (mu, or g + momentum · mu with Nesterov's)
+    copy = p in the parameters' dtype
+
+Where the flag `finite` is false everything stays as it is. All is computed in fp32 and rounded
+once, to nearest or, to bfloat16, stochastically (`jaxkern.optim.rounding`); mu and nu may be codes
+of 8 bits (`jaxkern.optim.quantise`). The step takes mu and nu as they are before they are rounded.
+
+Bytes per element, of a gradient, weight, mu and nu of G, P, M and V bytes: G + 2P + 2M + 2V, 28 in
+fp32, and those of the copy, which is not read. Instructions per element: 20 in fp32, 41 to 52 with
+stochastic rounding, 77 with codes of 8 bits; an H200's memory leaves time for 200 at 28 bytes, 100
+at 14 and 72 at the 10 of bf16 with codes.
+
+The kernel works in place: weight, mu and nu are references (`pl.run_state`), which XLA aliases
+from input to output, copying only what the caller has not donated. A block is one warpgroup. Each
+lane loads `ELEMENTS` elements of every array, in accesses of up to 16 bytes, computes and stores;
+lanes past a leaf's end store nothing, nor does any in a step that is skipped. Leaves of equal
+dtypes share a launch, whose blocks find their leaf in a tree of branches; large leaves, and all
+leaves of a program that the compiler may split over devices, have their own.
+
+Sources: Kingma and Ba, Adam, ICLR 2015; Loshchilov and Hutter, Decoupled Weight Decay
+Regularization, ICLR 2019.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.core.dispatch import Mode, device_unsupported
+from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.core.mosaic import (
+    LANES,
+    fast_exp2,
+    fast_log2,
+    fast_reciprocal,
+    fast_sqrt,
+    join_lanes,
+    largest_of_warp,
+    load_units,
+    load_words,
+    multiply_wide,
+    store_units,
+    with_chosen,
+)
+from jaxkern.ops.elementwise import MAX_UNITS
+from jaxkern.optim import quantise
+from jaxkern.optim.launch import BLOCK, DTYPES, MAX_REFS, launch_in_place, may_be_split, varying
+from jaxkern.optim.rounding import GROUP, group_words, halves, leaf_words, round_to_bfloat16
+
+ELEMENTS = 8
+"""Elements of each array on their way to a lane at a time, in one unit or several."""
+
+LARGE = 2**22
+"""Elements from which a leaf has a launch of its own: it takes 25 µs and the launch 2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Which optimizer, as far as it is compiled in.
+
+    Attributes:
+      kind: of the update.
+      nesterov: for SGD.
+      stochastic: round what is stored in bfloat16 stochastically, but for a copy.
+    """
+
+    kind: Literal["adam", "sgd"]
+    nesterov: bool = False
+    stochastic: bool = False
+
+
+class Numbers(NamedTuple):
+    """The numbers of a step, (): fp32, or fp64 for fp64 parameters."""
+
+    finite: Any  # 1, or 0 to leave all as it is
+    scale: Any  # of the gradients
+    rate: Any  # the learning rate
+    decay: Any  # the weight decay
+    b1: Any  # or SGD's momentum
+    one_minus_b1: Any
+    b2: Any
+    one_minus_b2: Any
+    mu_factor: Any  # 1 / (1 − b1^t)
+    nu_factor: Any  # 1 / √(1 − b2^t)
+    eps: Any
+
+
+class Leaf(NamedTuple):
+    """The arrays of a parameter, of one shape; ``None`` for those that there are not."""
+
+    grad: Any
+    weight: Any
+    mu: Any
+    nu: Any
+    copy: Any  # the parameter, where weight is its master copy
+    mu_scale: Any = None  # of each block, where mu is codes of 8 bits
+    nu_scale: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is compiled in of a leaf: its number in the tree, and whether it decays."""
+
+    number: int
+    decays: bool
+
+
+def update_leaves(
+    rule: Rule,
+    mode: Mode,
+    numbers: Numbers,
+    seed: jax.Array,
+    leaves: Sequence[Leaf],
+    statics: Sequence[Static],
+) -> list[Leaf]:
+    """The leaves after a step, their gradients ``None``.
+
+    Args:
+      rule: the optimizer.
+      mode: what runs, from :func:`jaxkern.core.dispatch.resolve`.
+      numbers: of the step.
+      seed: (3,), uint32, the seed's two words and the step, for the stochastic rounding.
+      leaves: floating arrays.
+      statics: of each leaf.
+    """
+    return _update_jit(rule, mode, tuple(statics), numbers, seed, list(leaves))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _update_jit(rule, mode, statics, numbers, seed, leaves):
+    done: list[Any] = [None] * len(leaves)
+    by_kernel = []
+    for i, (leaf, static) in enumerate(zip(leaves, statics, strict=True)):
+        if mode == "xla" or (mode == "auto" and leaf_unsupported(leaf)) or leaf.weight.size == 0:
+            done[i] = updated(rule, static.decays, numbers, seed, static.number, leaf)
+        else:
+            by_kernel.append(i)
+    if not by_kernel:
+        return done
+    words = lax.bitcast_convert_type(jnp.stack(numbers).astype(jnp.float32), jnp.uint32)
+    header = jnp.concatenate([words, seed])
+    alone = may_be_split([leaf.weight for leaf in leaves])
+    for group in _groups(leaves, by_kernel, statics, alone):
+        first = statics[group[0]]
+        offsets = tuple(statics[i].number - first.number for i in group)
+        number = jnp.array([first.number], jnp.uint32)
+        members = [leaves[i] for i in group]
+        results = _run(rule, mode, offsets, first.decays, header, number, members)
+        for i, leaf in zip(group, results, strict=True):
+            done[i] = leaf
+    return done
+
+
+def leaf_unsupported(leaf: Leaf) -> str | None:
+    """Why the kernel cannot take a leaf."""
+    codes = [a for a in (leaf.mu, leaf.nu) if a is not None and is_code(a)]
+    for a in leaf:
+        if a is not None and not is_code(a) and a.dtype.name not in DTYPES:
+            return f"it has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
+    if codes and may_be_split([leaf.weight]):
+        return "blocks of 8-bit codes may be split over devices; use jax.shard_map"
+    if leaf.weight.size > _vector(leaf) * MAX_UNITS:
+        return (
+            f"its {leaf.weight.size} elements can be accessed {_vector(leaf)} at a time, and the "
+            "kernel counts to 2^32"
+        )
+    return device_unsupported()
+
+
+def is_code(a: Any) -> bool:
+    """Whether an average is in 8 bits."""
+    return jnp.issubdtype(a.dtype, jnp.integer)
+
+
+def _vector(leaf: Leaf) -> int:
+    """Elements of a unit: as many as make 16 bytes of the widest array, if they divide the size.
+
+    With 8-bit codes 8, so that a warp has a block.
+    """
+    if leaf.mu_scale is not None or leaf.nu_scale is not None:
+        return quantise.BLOCK // 32
+    widest = max(a.dtype.itemsize for a in leaf if a is not None)
+    return math.gcd(16 // widest, leaf.weight.size)
+
+
+def _groups(
+    leaves: Sequence[Leaf], which: Sequence[int], statics: Sequence[Static], alone: bool
+) -> list[list[int]]:
+    """The leaves of each launch, by their index."""
+    groups: list[list[int]] = []
+    alike: dict[Any, list[int]] = {}
+    for i in which:
+        leaf = leaves[i]
+        if alone or leaf.weight.size >= LARGE:
+            groups.append([i])
+            continue
+        dtypes = tuple(None if a is None else a.dtype for a in leaf)
+        alike.setdefault((dtypes, _vector(leaf), statics[i].decays, varying(*leaf)), []).append(i)
+    for members in alike.values():
+        arrays = sum(a is not None for a in leaves[members[0]])
+        groups += [list(part) for part in itertools.batched(members, MAX_REFS // arrays)]
+    return groups
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run(rule, mode, offsets, decays, header, number, leaves) -> list[Leaf]:
+    """The kernel over leaves of equal dtypes, or its twin where it cannot run.
+
+    A program traces and lowers it once for all leaves that have a launch of their own and are
+    alike, as their number is an argument.
+    """
+    before = leaves
+    if len(leaves) > 1 or not leaves[0].weight.shape:
+        leaves = [Leaf(*(None if a is None else a.reshape(-1) for a in leaf)) for leaf in leaves]
+    width = len(Leaf._fields)
+    factors = []
+    for i, leaf in enumerate(leaves):
+        dims = " ".join(f"l{i}d{d}" for d in range(leaf.weight.ndim))
+        factors.append([dims] * (width - 2) + [f"l{i}s"] * 2)
+
+    def reference(header, number, *arrays):
+        words = lax.bitcast_convert_type(header[: len(Numbers._fields)], jnp.float32)
+        numbers, seed = Numbers(*words), header[len(Numbers._fields) :]
+        done = [
+            updated(rule, decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)
+            for leaf, offset in zip(_leaves(arrays), offsets, strict=True)
+        ]
+        return tuple(a for leaf in done for a in leaf[1:])
+
+    def kernel(header, number, *arrays):
+        return tuple(_launch(rule, mode, offsets, decays, header, number, _leaves(arrays)))
+
+    outs = KernelPass(
+        name=f"fused_{rule.kind}",
+        mode=mode,
+        kernel=kernel,
+        reference=reference,
+        ins=("h", "n", *itertools.chain(*factors)),
+        outs=tuple(itertools.chain(*(of_leaf[1:] for of_leaf in factors))),
+        whole="h n",
+        batched=False,
+    )(header, number, *(a for leaf in leaves for a in leaf))
+    done = itertools.batched(outs, width - 1)
+    return [
+        Leaf(None, *(None if a is None else a.reshape(o.shape) for a, o in zip(new, old[1:])))  # noqa: B905
+        for new, old in zip(done, before, strict=True)
+    ]
+
+
+def _leaves(arrays: Sequence[Any]) -> list[Leaf]:
+    return [Leaf(*part) for part in itertools.batched(arrays, len(Leaf._fields))]
+
+
+# The step of some elements, in the kernel and outside
+
+
+def _plain_ratio(n: Numbers, mu: Any, nu: Any) -> Any:
+    return mu * n.mu_factor / (jnp.sqrt(nu) * n.nu_factor + n.eps)
+
+
+def _step(
+    rule: Rule,
+    n: Numbers,
+    decays: bool,
+    g: Any,
+    p: Any,
+    mu: Any,
+    nu: Any,
+    ratio: Callable[[Numbers, Any, Any], Any] = _plain_ratio,
+):
+    """The change of p, and mu and nu; p may be ``None`` where nothing decays."""
+    g = g * n.scale
+    if rule.kind == "adam":
+        mu = n.b1 * mu + n.one_minus_b1 * g
+        nu = n.b2 * nu + n.one_minus_b2 * (g * g)
+        step = ratio(n, mu, nu)
+    else:
+        step = g
+        if mu is not None:
+            mu = n.b1 * mu + g
+            step = g + n.b1 * mu if rule.nesterov else mu
+    if decays:
+        step = step + n.decay * p
+    return -n.rate * step, mu, nu
+
+
+def _streams(rule: Rule, leaf: Leaf) -> tuple[bool, bool]:
+    """Whether a leaf needs random bits for mu and nu, and for its weight."""
+    rounded = lambda a: (
+        a is not None and (is_code(a) or (rule.stochastic and a.dtype == jnp.bfloat16))
+    )
+    return rounded(leaf.mu) or rounded(leaf.nu), rounded(leaf.weight)
+
+
+def _rounded(rule: Rule, dtype: Any, x: jax.Array, bits: Any) -> jax.Array:
+    if rule.stochastic and dtype == jnp.bfloat16:
+        return round_to_bfloat16(x, bits)
+    return x
+
+
+# Reference
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def changed(
+    rule: Rule, decays: bool, numbers: Numbers, seed: jax.Array, number: Any, leaf: Leaf
+) -> tuple[Leaf, jax.Array]:
+    """The leaf after a step, and what the step adds to the parameter, in fp32.
+
+    A leaf without a weight is left without one.
+    """
+    some = [a for a in leaf if a is not None and not is_code(a)]
+    f32 = functools.reduce(jnp.promote_types, (a.dtype for a in some), jnp.float32)
+    numbers = Numbers(*(jnp.asarray(n).astype(f32) for n in numbers))
+    g, p = (None if a is None else a.astype(f32) for a in leaf[:2])
+    mu, nu = (
+        None
+        if a is None
+        else a.astype(f32)
+        if scale is None
+        else quantise.value(a.dtype, a.astype(f32), quantise.spread(scale, a.shape))
+        for a, scale in ((leaf.mu, leaf.mu_scale), (leaf.nu, leaf.nu_scale))
+    )
+    of_state, of_weight = _streams(rule, leaf)
+
+    def words(stream: int) -> jax.Array:
+        return leaf_words(leaf.grad.size, number, list(seed), stream).reshape(leaf.grad.shape)
+
+    low, high = halves(words(0)) if of_state else (None, None)
+    delta, new_mu, new_nu = _step(rule, numbers, decays, g, p, mu, nu)
+    kept = numbers.finite > 0
+
+    def stored(old: Any, new: Any, like: Any, bits: Any) -> Any:
+        if old is None:
+            return None
+        rounded = _rounded(rule, like.dtype, jnp.where(kept, new, old), bits)
+        return rounded.astype(like.dtype)
+
+    def average(old: Any, new: Any, like: Any, scale: Any, bits: Any) -> tuple[Any, Any]:
+        if scale is None:
+            return stored(old, new, like, bits), None
+        new_scale = quantise.largest(new)
+        new = quantise.code(like.dtype, new, quantise.spread(new_scale, new.shape), bits)
+        return (
+            jnp.where(kept, new.astype(like.dtype), like),
+            jnp.where(kept, new_scale.astype(scale.dtype), scale),
+        )
+
+    after_mu = average(mu, new_mu, leaf.mu, leaf.mu_scale, low)
+    after_nu = average(nu, new_nu, leaf.nu, leaf.nu_scale, high)
+    new_p = None if p is None else p + delta
+    weight = stored(p, new_p, leaf.weight, halves(words(1))[0] if of_weight else None)
+    after = Leaf(
+        None,
+        weight,
+        after_mu[0],
+        after_nu[0],
+        None if leaf.copy is None else weight.astype(leaf.copy.dtype),
+        after_mu[1],
+        after_nu[1],
+    )
+    # Barriers, as XLA may leave out the rounding of what it widens again.
+    if leaf.copy is not None:
+        delta = lax.optimization_barrier(after.copy).astype(f32) - leaf.copy.astype(f32)
+    elif leaf.weight is not None and leaf.weight.dtype != f32:
+        delta = lax.optimization_barrier(after.weight).astype(f32) - p
+    else:
+        delta = jnp.where(kept, delta, 0.0)
+    return after, delta
+
+
+def updated(rule, decays, numbers, seed, number, leaf) -> Leaf:
+    """The leaf after a step, in plain JAX."""
+    return changed(rule, decays, numbers, seed, number, leaf)[0]
+
+
+# Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    rule: Rule
+    leaf: Leaf  # the dtypes of the leaves
+    decays: bool
+    vec: int  # elements of a unit
+    interpret: bool
+
+    @property
+    def per_lane(self) -> int:
+        """Units of a lane."""
+        return min(4, ELEMENTS // self.vec)
+
+
+def _launch(rule, mode, offsets, decays, header, number, leaves):
+    """The arrays of the leaves after the step, but for the gradients."""
+    vec = _vector(leaves[0])
+    plan = _Plan(
+        rule=rule,
+        leaf=Leaf(*(None if a is None else jax.ShapeDtypeStruct((), a.dtype) for a in leaves[0])),
+        decays=decays,
+        vec=vec,
+        interpret=mode == "interpret",
+    )
+    units = [leaf.weight.size // vec for leaf in leaves]
+    blocks = [-(-n // (LANES * plan.per_lane)) for n in units]
+    starts = list(itertools.accumulate(blocks, initial=0))
+    numbers = list(zip(starts, units, offsets, strict=False))
+    grads = [leaf.grad.reshape(-1) for leaf in leaves]
+    written = [a.reshape(-1) for leaf in leaves for a in leaf[1:] if a is not None]
+    width = len(written) // len(leaves)
+
+    def body(header: Any, number: Any, *refs: Any) -> None:
+        rows = zip(refs[: len(grads)], itertools.batched(refs[len(grads) :], width), strict=True)
+        _kernel(plan, starts[:-1], numbers, header, number, [(g, *row) for g, row in rows])
+
+    done = iter(
+        launch_in_place(
+            f"fused_{rule.kind}",
+            body,
+            starts[-1],
+            [header, number, *grads],
+            written,
+            interpret=plan.interpret,
+        )
+    )
+    return [None if a is None else next(done).reshape(a.shape) for leaf in leaves for a in leaf[1:]]
+
+
+def _kernel(
+    plan: _Plan, starts: Sequence[int], numbers: Any, header: Any, number: Any, rows: Any
+) -> None:
+    block = lax.axis_index(BLOCK)
+    body = functools.partial(_block, plan, header, number, block)
+    with_chosen(body, block, rows, starts, numbers, interpret=plan.interpret)
+
+
+def _block(
+    plan: _Plan, header: Any, number: Any, block: jax.Array, refs: Sequence[Any], row: Any
+) -> None:
+    count = len(Numbers._fields)
+    words = load_words(header, count + 3, interpret=plan.interpret)
+    of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[:count]]
+    numbers = Numbers(*(_spread(plan, value) for value in of_lanes))
+    seed = words[count:]
+    (first_leaf,) = load_words(number, 1, interpret=plan.interpret)
+    start, units, offset = row
+    present = iter(refs)
+    where = Leaf(*(None if a is None else next(present) for a in plan.leaf))
+    layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
+    # A step that is skipped stores nothing.
+    below = jnp.where(of_lanes[0] > 0, units, jnp.uint32(0))
+    first = (block.astype(jnp.uint32) - start) * jnp.uint32(LANES * plan.per_lane) + lane
+    load = functools.partial(load_units, vec=plan.vec, interpret=plan.interpret)
+    work = []
+    for k in range(plan.per_lane):
+        unit = first + jnp.uint32(k * LANES)
+        inside = jnp.minimum(unit, units - jnp.uint32(1))
+        values = [None if r is None else load(r, inside) for r in where[:4]]
+        scales = [
+            None if r is None else load_units(r, inside >> 5, 1, interpret=plan.interpret)
+            for r in where[5:]
+        ]
+        work.append((unit, values, scales))
+    for unit, (g, p, *averages), scales in work:
+        store = functools.partial(store_units, below=below, interpret=plan.interpret)
+        of_state, of_weight = _streams(plan.rule, plan.leaf)
+        bits = functools.partial(_bits, plan, unit, first_leaf + offset, seed)
+        draws = halves(bits(0)) if of_state else (None, None)
+        of = quantise.PLAIN if plan.interpret else _FAST
+        averages = [
+            a if scale is None else quantise.value(like.dtype, a, _spread(plan, scale), of)
+            for a, scale, like in zip(averages, scales, plan.leaf[2:4], strict=True)
+        ]
+        ratio = _plain_ratio if plan.interpret else _fast_ratio
+        mu, nu = averages
+        delta, mu, nu = _step(plan.rule, numbers, plan.decays, g, p, mu, nu, ratio)
+        weight = p + delta
+        draw = halves(bits(1))[0] if of_weight else None
+        rounded = _rounded(plan.rule, where.weight.dtype, weight, draw)
+        store(where.weight, unit, rounded, plan.vec)
+        if where.copy is not None:
+            store(where.copy, unit, weight, plan.vec)
+        for ref, scale_ref, new, draw in zip(where[2:4], where[5:], (mu, nu), draws, strict=True):
+            if new is None:
+                continue
+            if scale_ref is None or draw is None:
+                out = _rounded(plan.rule, ref.dtype, new, draw)
+            else:
+                largest = largest_of_warp(new, interpret=plan.interpret)
+                every = _spread(plan, largest)
+                out = quantise.before_rounding(ref.dtype, new, every, draw, of)
+                store_units(
+                    scale_ref, unit >> 5, largest, 1, below=below >> 5, interpret=plan.interpret
+                )
+            store(ref, unit, out, plan.vec)
+
+
+def _nearest(x: jax.Array) -> jax.Array:
+    shift = 1.5 * 2**23
+    return (x + shift) - shift
+
+
+_SMALLEST_NORMAL = 2.0**-126
+
+_FAST = quantise.Functions(
+    functools.partial(fast_exp2, interpret=False),
+    functools.partial(fast_log2, interpret=False),
+    _nearest,
+)
+
+
+def _fast_ratio(n: Numbers, mu: jax.Array, nu: jax.Array) -> jax.Array:
+    """By instructions that take denormals for 0, which nu must not become with an eps of 0."""
+    root = fast_sqrt(jnp.maximum(nu, _SMALLEST_NORMAL), interpret=False)
+    return mu * n.mu_factor * fast_reciprocal(root * n.nu_factor + n.eps, interpret=False)
+
+
+def _spread(plan: _Plan, of_lanes: jax.Array) -> jax.Array:
+    """(LANES · vec,) of (LANES,)."""
+    return join_lanes([of_lanes] * plan.vec, interpret=plan.interpret)
+
+
+def _bits(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int) -> jax.Array:
+    """(LANES · vec,), uint32: a word for each element of the lanes' units."""
+    product = functools.partial(multiply_wide, interpret=plan.interpret)
+    draw = lambda group: group_words(group, leaf, seed, stream, product)
+    if plan.vec >= GROUP:
+        per_unit = plan.vec // GROUP
+        first = unit * jnp.uint32(per_unit)
+        words = [w for j in range(per_unit) for w in draw(first + jnp.uint32(j))]
+    else:
+        per_group = GROUP // plan.vec
+        group = draw(unit >> (per_group.bit_length() - 1))
+        which = unit & jnp.uint32(per_group - 1)
+        words = group[: plan.vec]
+        for k in range(1, per_group):
+            others = group[k * plan.vec : (k + 1) * plan.vec]
+            words = [jnp.where(which == k, b, a) for a, b in zip(words, others, strict=True)]
+    return join_lanes(words, interpret=plan.interpret)

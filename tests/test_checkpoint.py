@@ -1,0 +1,40 @@
+"""The names by which the policies of jax.checkpoint keep or drop what the ops compute."""
+
+import functools
+import inspect
+
+import jax
+import pytest
+
+import jaxkern
+from jaxkern.lm.doctor import CALLS
+
+OPS = [
+    name
+    for name in CALLS
+    if "implementation" in inspect.signature(getattr(jaxkern, name)).parameters
+]
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("op", OPS)
+def test_results_of_an_op_have_its_name(op, implementation):
+    call = functools.partial(getattr(jaxkern, op), implementation=implementation)
+    assert f"name[name={op}]" in str(jax.make_jaxpr(call)(*CALLS[op]))
+
+
+def test_policy_chooses_between_ops():
+    """One op's kernel runs once, the other's again in the backward."""
+
+    def f(x):
+        x = jaxkern.rms_norm(x, implementation="mosaic")
+        return jaxkern.swiglu(x, x, implementation="mosaic") ** 2
+
+    x = jax.ShapeDtypeStruct((8, 128), "float32")
+    for kept, counts in (("rms_norm", (1, 2)), ("swiglu", (2, 1)), ("", (2, 2))):
+        policy = jax.checkpoint_policies.save_only_these_names(kept)
+        grad = jax.jit(jax.grad(lambda x: (jax.checkpoint(f, policy=policy)(x) ** 2).sum()))  # noqa: B023
+        text = grad.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+        found = tuple(sum(f"{op}_fwd" in c for c in calls) for op in ("rms_norm", "swiglu"))
+        assert found == counts

@@ -1,0 +1,785 @@
+"""jaxkern.fused_adamw, fused_adam, fused_sgd and apply."""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkern
+from jaxkern.core.dispatch import interpret_kernels
+from jaxkern.optim import gradients, quantise, rounding, update
+from jaxkern.optim.update import Leaf, Numbers, Rule, Static, update_leaves
+from jaxkern.precision import DynamicLossScale, StaticLossScale
+
+ON_GPU = jax.default_backend() == "gpu"
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+def params_of(dtype=F32):
+    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, F32).astype(dtype)
+    return {"w": normal(0, 6, 4), "b": [normal(1, 4), normal(2)], "none": None}
+
+
+def grads_of(params, step=0, dtype=None):
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(9), step), len(leaves))
+    draw = lambda k, p: jax.random.normal(k, p.shape).astype(dtype or p.dtype)
+    return treedef.unflatten([draw(k, p) for k, p in zip(keys, leaves, strict=True)])
+
+
+def run(tx, params, steps=3, *, step=None, grads=grads_of):
+    """The parameters and the state after some steps."""
+    step = step or jax.jit(functools.partial(jaxkern.apply, tx))
+    state = tx.init(params)
+    for i in range(steps):
+        params, state = step(grads(params, i), state, params)
+    return params, state
+
+
+def optax_step(tx):
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step)
+
+
+def assert_close(got, want, rtol=3e-6, atol=1e-7):
+    if jax.config.jax_enable_x64:
+        rtol, atol = 1e-10, 1e-12
+    close = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
+    jax.tree.map(lambda a, b: close(np.float64(a), np.float64(b)), got, want)
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+MASK = {"w": True, "b": False, "none": None}
+SCHEDULE = optax.linear_schedule(0.1, 0.01, 5)
+PAIRS = {
+    "adamw": (
+        jaxkern.fused_adamw(0.05, 0.8, 0.99, 1e-6, 0.1, mask=MASK),
+        optax.adamw(0.05, 0.8, 0.99, 1e-6, weight_decay=0.1, mask=MASK),
+    ),
+    "adamw-schedules": (
+        jaxkern.fused_adamw(SCHEDULE, weight_decay=SCHEDULE),
+        optax.adamw(SCHEDULE, weight_decay=SCHEDULE),
+    ),
+    "adam": (jaxkern.fused_adam(SCHEDULE, b1=0.0), optax.adam(SCHEDULE, b1=0.0)),
+    "sgd": (jaxkern.fused_sgd(0.05), optax.sgd(0.05)),
+    "momentum": (jaxkern.fused_sgd(SCHEDULE, 0.9), optax.sgd(SCHEDULE, 0.9)),
+    "nesterov": (jaxkern.fused_sgd(0.05, 0.9, True), optax.sgd(0.05, 0.9, True)),
+    "clip": (
+        jaxkern.fused_adamw(0.05, clip_norm=0.5),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05)),
+    ),
+    "clip-loose": (
+        jaxkern.fused_sgd(0.05, clip_norm=1e3),
+        optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(0.05)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_step_is_that_of_optax(name):
+    """By `apply`, and by `update` as any transformation; in float64 to its rounding."""
+    ours, theirs = PAIRS[name]
+    with jax.enable_x64(True):
+        compare_with_optax(ours, theirs, name)
+
+
+def compare_with_optax(ours, theirs, name):
+    params = params_of(jnp.float64)
+    want, want_state = run(theirs, params, 7, step=optax_step(theirs))
+    applied, state = run(ours, params, 7)
+    updated, updated_state = run(ours, params, 7, step=optax_step(ours))
+    assert_close(applied, want)
+    assert_close(updated, want)
+    assert_close(updated_state, state)
+    assert state.count == 7
+    for field in {"mu", "nu", "trace"} & set(type(state)._fields):
+        if getattr(state, field) is not None:
+            assert_close(optax.tree.get(state, field), optax.tree.get(want_state, field))
+
+
+def test_trajectory_of_1000_steps_is_that_of_optax():
+    """In float64 to its rounding, in float32 no further from it than Optax's."""
+    target = jnp.linspace(-2.0, 2.0, 24).reshape(6, 4)
+
+    def losses(tx, step, dtype):
+        def body(carry, i):
+            params, state = carry
+            noise = jnp.sin(7.0 * i + jnp.arange(24.0)).reshape(6, 4).astype(dtype)
+            grads = {"w": (params["w"] - target.astype(dtype)) ** 3 + 0.1 * noise}
+            params, state = step(tx, grads, state, params)
+            return (params, state), params["w"]
+
+        params = {"w": jnp.zeros((6, 4), dtype)}
+        steps = jnp.arange(1000, dtype=dtype)
+        return np.float64(jax.lax.scan(body, (params, tx.init(params)), steps)[1])
+
+    def plain(tx, grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    options = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.01}
+    ours = jaxkern.fused_adamw(optax.cosine_decay_schedule(0.05, 1000), **options)
+    theirs = optax.adamw(optax.cosine_decay_schedule(0.05, 1000), **options)
+    with jax.enable_x64(True):
+        oracle = losses(theirs, plain, jnp.float64)
+        np.testing.assert_allclose(
+            losses(ours, jaxkern.apply, jnp.float64), oracle, rtol=1e-9, atol=1e-9
+        )
+    error = np.abs(losses(ours, jaxkern.apply, F32) - oracle)
+    optax_error = np.abs(losses(theirs, plain, F32) - oracle)
+    assert optax_error.max() > 1e-7
+    assert error.max() <= 2 * optax_error.max()
+    assert error.mean() <= 2 * optax_error.mean()
+
+
+# As an Optax transformation
+
+
+def wrapped(tx_of):
+    """Ways that Optax wraps a transformation."""
+    labels = {"w": "a", "b": ["b", "b"], "none": None}
+    return {
+        "chain": optax.chain(optax.clip(0.5), tx_of(), optax.scale(0.5)),
+        "masked": optax.masked(tx_of(), {"w": True, "b": [False, True], "none": None}),
+        "multi_transform": optax.multi_transform({"a": tx_of(), "b": tx_of(0.01)}, labels),
+        "MultiSteps": optax.MultiSteps(tx_of(), 2, accumulator_dtype=jnp.float64),
+        "apply_if_finite": optax.apply_if_finite(tx_of(), 2),
+        "flatten": optax.flatten(tx_of()),
+    }
+
+
+WRAPPERS = tuple(wrapped(lambda *a: optax.sgd(*a or (0.1,))))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_optax_wraps_it(name):
+    """The same as with Optax's own; `apply` takes the long way."""
+    make = lambda f: lambda lr=0.05: f(lr, weight_decay=0.1)
+    with jax.enable_x64(True):
+        ours, theirs = (wrapped(make(f))[name] for f in (jaxkern.fused_adamw, optax.adamw))
+        params = params_of(jnp.float64)
+        want = run(theirs, params, 4, step=optax_step(theirs))[0]
+        assert_close(run(ours, params, 4)[0], want)
+
+
+def test_inject_hyperparams():
+    make = lambda f: optax.inject_hyperparams(f)(learning_rate=SCHEDULE, b2=0.99, weight_decay=0.1)
+    ours, theirs = make(jaxkern.fused_adamw), make(optax.adamw)
+    want, want_state = run(theirs, params_of(), 4, step=optax_step(theirs))
+    got, state = run(ours, params_of(), 4, step=optax_step(ours))
+    assert_close(got, want)
+    assert state.hyperparams["learning_rate"] == want_state.hyperparams["learning_rate"]
+    state.hyperparams["b2"] = jnp.float32(0.5)
+    ours.update(grads_of(got), state, got)
+
+
+def test_flax_train_state():
+    params = {"w": jnp.ones((3, 2))}
+    states = [
+        TrainState.create(apply_fn=lambda: None, params=params, tx=tx)
+        for tx in (jaxkern.fused_adamw(0.1), optax.adamw(0.1))
+    ]
+    step = jax.jit(lambda s: s.apply_gradients(grads={"w": s.params["w"] ** 2}))
+    for _ in range(3):
+        states = [step(s) for s in states]
+    assert_close(states[0].params, states[1].params)
+
+
+def test_it_is_a_pytree_as_any_transformation():
+    """As when it is an argument of a function that Equinox jits."""
+    tx = jaxkern.fused_sgd(0.1, implementation="mosaic")
+    again = jax.tree.map(lambda leaf: leaf, tx)
+    assert again == tx
+    with pytest.raises(NotImplementedError) if not ON_GPU else contextlib.nullcontext():
+        jaxkern.apply(again, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
+def test_flax_nnx_optimizer():
+    models = [nnx.Linear(3, 2, rngs=nnx.Rngs(0)) for _ in range(2)]
+    for model, tx in zip(models, (jaxkern.fused_adamw(0.1), optax.adamw(0.1)), strict=True):
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        for _ in range(2):
+            grads = nnx.grad(lambda m: (m(jnp.ones(3)) ** 2).sum())(model)
+            optimizer.update(model, grads)
+    assert_close(models[0].kernel[...], models[1].kernel[...], rtol=1e-4)
+
+
+def test_low_precision_parameters_are_updated_alike_by_both_ways():
+    """Bit for bit, under wrappers that want updates of the gradients' dtype too."""
+    for options in ({}, {"master_dtype": F32}, {"stochastic_rounding": True}):
+        tx = jaxkern.fused_adamw(2.0**-8, **options)
+        params = params_of(BF16)
+        grads = grads_of(params)
+        state = tx.init(params)
+        assert {m.dtype for m in jax.tree.leaves(state.mu)} == {jnp.dtype(F32)}
+        updates, state_a = jax.jit(tx.update)(grads, state, params)
+        applied, state_b = jax.jit(functools.partial(jaxkern.apply, tx))(grads, state, params)
+        assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(BF16)}
+        assert_same(optax.apply_updates(params, updates), applied)
+        assert_close(state_a, state_b)
+        finite = optax.apply_if_finite(tx, 1)
+        run(finite, params, 2, step=optax_step(finite))
+
+
+# Folded in
+
+
+def test_unscaling_is_folded_in():
+    params = params_of()
+    grads = grads_of(params)
+    scale = StaticLossScale(1024.0)
+    for tx in (jaxkern.fused_adamw(0.1, clip_norm=1.0, skip_nonfinite=True), optax.adamw(0.1)):
+        state = tx.init(params)
+        want = jaxkern.apply(tx, grads, state, params)
+        assert_same(jaxkern.apply(tx, scale.scale(grads), state, params, loss_scale=scale), want)
+    tx = jaxkern.fused_sgd(1.0, clip_norm=1.0)
+    norm = optax.tree.norm(grads)
+    known = jaxkern.apply(tx, grads, tx.init(params), params, grad_norm=norm)
+    assert_same(known, jaxkern.apply(tx, grads, tx.init(params), params))
+    other = jaxkern.apply(tx, grads, tx.init(params), params, grad_norm=2 * norm)
+    moved = lambda p: optax.tree.norm(jax.tree.map(lambda a, b: a - b, p, params))
+    np.testing.assert_allclose(moved(known[0]), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(moved(other[0]), 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("make", [jaxkern.fused_adamw, jaxkern.fused_sgd])
+def test_steps_that_are_not_finite_are_skipped_and_counted(make, bad):
+    """On the device: under jit with nothing read back; the scale follows the state's flag."""
+    tx = make(0.1, skip_nonfinite=True)
+    params = params_of(F16)
+    state, scale = tx.init(params), DynamicLossScale(4.0, period=2)
+
+    @jax.jit
+    def step(grads, state, params, scale):
+        params, state = jaxkern.apply(tx, grads, state, params, loss_scale=scale)
+        return params, state, scale.adjust(state.last_finite)
+
+    good = grads_of(params)
+    broken = good | {"b": [good["b"][0].at[2].set(bad), good["b"][1]]}
+    for grads, count, skipped, value in (
+        (good, 1, 0, 4.0),
+        (broken, 1, 1, 2.0),
+        (broken, 1, 2, 1.0),
+        (good, 2, 2, 1.0),
+    ):
+        before, state_before = params, state
+        params, state, scale = step(grads, state, params, scale)
+        assert (state.count, state.total_notfinite) == (count, skipped)
+        assert state.last_finite == (grads is good)
+        assert scale.loss_scale == value
+        fixed = {"last_finite": state.last_finite, "total_notfinite": state.total_notfinite}
+        if grads is broken:
+            assert_same(params, before)
+            assert_same(state, state_before._replace(**fixed))
+        else:
+            assert not np.array_equal(params["w"], before["w"])
+
+
+def test_without_skipping_nan_stays_where_it_is():
+    tx = jaxkern.fused_adamw(0.1)
+    params = params_of()
+    grads = grads_of(params)
+    grads["w"] = grads["w"].at[1, 2].set(jnp.nan)
+    after, _ = jaxkern.apply(tx, grads, tx.init(params), params)
+    assert np.isnan(after["w"]).sum() == np.isnan(after["w"][1, 2]) == 1
+    assert np.isfinite(jax.tree.leaves(after["b"])[0]).all()
+
+
+def test_master_copy():
+    """bf16 parameters are the rounding of an fp32 run on the same gradients."""
+    grads = lambda params, i: grads_of(params, i, BF16)
+    tx = jaxkern.fused_adamw(1e-3, master_dtype=F32)
+    start = params_of(BF16) | {"own": jnp.ones(3)}
+    params, state = run(tx, start, 20, grads=grads)
+    exact, _ = run(jaxkern.fused_adamw(1e-3), jax.tree.map(F32, start), 20, grads=grads)
+    assert state.master["own"] == optax.MaskedNode()
+    assert params["w"].dtype == BF16
+    assert_close(state.master["w"], exact["w"])
+    assert_same(params["w"], state.master["w"].astype(BF16))
+    assert_close(params["own"], exact["own"])
+    without = run(jaxkern.fused_adamw(1e-3), start, 20, grads=grads)[0]
+    assert not np.array_equal(without["w"], params["w"])
+
+
+# Wrong calls
+
+
+def test_refuses_wrong_trees():
+    tx = jaxkern.fused_adamw(0.1)
+    params = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    state = tx.init(params)
+    go = functools.partial(jaxkern.apply, tx)
+    with pytest.raises(ValueError, match="grads must have the structure of params"):
+        go({"w": jnp.ones(2)}, state, params)
+    with pytest.raises(ValueError, match=r"grads\['b'\] must have shape \(3,\)"):
+        go({"w": jnp.ones(2), "b": jnp.ones(2)}, state, params)
+    with pytest.raises(TypeError, match=r"grads\['b'\] must be a floating array, got int32"):
+        go({"w": jnp.ones(2), "b": jnp.ones(3, jnp.int32)}, state, params)
+    with pytest.raises(TypeError, match=r"params\['n'\] must be a floating array, got int"):
+        tx.init({"n": 3})
+    with pytest.raises(TypeError, match=r"params\['n'\] must be a floating array, got complex64"):
+        tx.init({"n": jnp.ones(2, jnp.complex64)})
+    with pytest.raises(TypeError, match="state must be a FusedAdamState"):
+        go(params, optax.adamw(0.1).init(params), params)
+    with pytest.raises(ValueError, match="update needs params"):
+        tx.update(params, state)
+    with pytest.raises(ValueError, match="params must be the parameters"):
+        go(params, state, None)
+    with pytest.raises(ValueError, match="mu must have the structure"):
+        go(params, state._replace(mu={"w": jnp.ones(2)}), params)
+    with pytest.raises(ValueError, match="another master_dtype or skip_nonfinite"):
+        jaxkern.apply(jaxkern.fused_adamw(0.1, skip_nonfinite=True), params, state, params)
+    mastered = jaxkern.fused_adamw(0.1, master_dtype=F32)
+    with pytest.raises(ValueError, match="parameter is bfloat16 and the state has no master"):
+        jaxkern.apply(mastered, params, mastered.init(params), jax.tree.map(BF16, params))
+
+
+def test_refuses_a_state_of_wrong_arrays():
+    """As one read from a checkpoint into a tree of something else may be."""
+    params = {"w": jnp.ones((16, 256), BF16), "b": jnp.ones(3)}
+    tx = jaxkern.fused_adamw(0.1, mu_dtype="int8", nu_dtype="uint8", master_dtype=F32)
+    state = tx.init(params)
+    mu, nu, master = state.mu, state.nu, state.master
+    assert master["b"] == optax.MaskedNode()
+    for wrong, error, words in (
+        ({"nu": nu | {"b": jnp.ones(3, jnp.int32)}}, TypeError, "floating array, got int32"),
+        ({"nu": mu}, TypeError, "must be uint8 codes with a float32 scale for each 256"),
+        ({"mu": mu | {"w": mu["w"]._replace(scale=jnp.ones(15))}}, TypeError, "(16,); got int8"),
+        ({"mu": mu | {"w": mu["w"].codes}}, TypeError, "floating array, got int8"),
+        ({"master": master | {"w": params["w"]}}, TypeError, "float32 array, got bfloat16"),
+        ({"master": master | {"w": jnp.ones(4096)}}, ValueError, "must have shape (16, 256)"),
+        ({"mu": mu | {"b": jnp.ones(4)}}, ValueError, "mu['b'] must have shape (3,)"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            jaxkern.apply(tx, params, state._replace(**wrong), params)
+
+
+def test_donated_buffers_are_used_once():
+    """A second step from donated arrays is an error, and the first one's results stay."""
+    tx = jaxkern.fused_adamw(0.1)
+    step = jax.jit(functools.partial(jaxkern.apply, tx), donate_argnums=(1, 2))
+    params, grads = {"w": jnp.ones((8, 4))}, {"w": jnp.full((8, 4), 2.0)}
+    state = tx.init(params)
+    want = jax.jit(functools.partial(jaxkern.apply, tx))(grads, state, params)
+    got = step(grads, state, params)
+    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+        step(grads, state, params)
+    with pytest.raises((RuntimeError, ValueError), match=r"donate|deleted"):
+        step(got[0], got[1], got[0])
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"b1": 1.0}, ValueError, "b1 must be at least 0 and below 1, got 1.0"),
+        ({"b2": -0.1}, ValueError, "b2 must be"),
+        ({"eps": -1e-8}, ValueError, "eps must be"),
+        ({"clip_norm": -1.0}, ValueError, "clip_norm must be"),
+        (
+            {"mu_dtype": jnp.uint8},
+            ValueError,
+            "mu_dtype must be float32, bfloat16, float16 or int8",
+        ),
+        ({"nu_dtype": "half way"}, TypeError, "nu_dtype must be a dtype"),
+        ({"master_dtype": BF16}, ValueError, "master_dtype must be float32 or None"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be"),
+        (
+            {"mu_dtype": F16, "stochastic_rounding": True},
+            ValueError,
+            "mu_dtype=float16 cannot be rounded stochastically",
+        ),
+    ],
+)
+def test_refuses_wrong_options(options, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        jaxkern.fused_adamw(0.1, **options)
+
+
+def test_zero_size_leaves_and_empty_trees():
+    tx = jaxkern.fused_adamw(0.1, clip_norm=1.0)
+    params = {"w": jnp.ones((0, 3)), "b": jnp.ones(2)}
+    after, state = jaxkern.apply(tx, params, tx.init(params), params)
+    assert after["w"].shape == state.mu["w"].shape == (0, 3)
+    assert jaxkern.apply(tx, {}, tx.init({}), {})[0] == {}
+
+
+# Stochastic rounding
+
+
+def test_rounding_is_unbiased():
+    """Over all 2^16 bits exactly: the mean is x, and each result a neighbour of x."""
+    bits = jnp.arange(2**16, dtype=jnp.uint32)
+    for x in (1.0, 1.00390625, -3.14159, 1e-20, 6.1e-39, -0.0, 0.99999994):
+        out = np.float64(rounding.round_to_bfloat16(jnp.full(2**16, x, F32), bits))
+        np.testing.assert_allclose(out.mean(), np.float64(np.float32(x)), rtol=1e-12)
+        low = np.float64(jnp.float32(x).view(jnp.uint32) >> 16 << 16).astype(np.uint32)
+        assert set(out) <= {np.float64((low + np.uint32(k << 16)).view(np.float32)) for k in (0, 1)}
+    special = jnp.array([jnp.inf, -jnp.inf, jnp.nan])
+    out = rounding.round_to_bfloat16(special, jnp.full(3, 2**16 - 1, jnp.uint32))
+    np.testing.assert_array_equal(out, special)
+    nan = jnp.full(1, 0x7FFFFFFF, jnp.uint32).view(F32)
+    assert np.isnan(rounding.round_to_bfloat16(nan, jnp.full(1, 2**16 - 1, jnp.uint32)))[0]
+
+
+def test_random_bits_are_uniform_and_independent():
+    """Halves of a word, streams, leaves and steps; an odd size has the bits of a longer leaf."""
+    n = 2**14
+    draw = lambda leaf, seed, stream: rounding.leaf_words(n, leaf, seed, stream)
+    seed = [jnp.uint32(s) for s in (1, 2, 3)]
+    later = [*seed[:2], jnp.uint32(4)]
+    words = [draw(0, seed, 0), draw(1, seed, 0), draw(0, seed, 1), draw(0, later, 0)]
+    sets = [np.float64(h) / 2**16 - 0.5 for w in words for h in rounding.halves(w)]
+    for i, a in enumerate(sets):
+        assert abs(a.mean()) < 5 / np.sqrt(12 * n)
+        assert abs(a.var() - 1 / 12) < 0.005
+        for b in sets[:i]:
+            assert abs((a * b).mean()) < 5 / 12 / np.sqrt(n)
+    assert_same(rounding.leaf_words(7, 0, seed, 0), words[0][:7])
+
+
+def test_bfloat16_nu_decays_only_if_rounded_stochastically():
+    """Gradients of zero: nu should shrink by 0.999 a step."""
+    params = jnp.zeros(512)
+    decayed = {}
+    for stochastic in (False, True):
+        tx = jaxkern.fused_adamw(0.0, nu_dtype=BF16, stochastic_rounding=stochastic)
+        state = tx.init(params)._replace(nu=jnp.ones(512, BF16))
+        step = lambda state, _: (jaxkern.apply(tx, params, state, params)[1], None)  # noqa: B023
+        state = jax.jit(lambda s: jax.lax.scan(step, s, length=500)[0])(state)  # noqa: B023
+        decayed[stochastic] = np.float64(state.nu).mean()
+    assert decayed[False] == 1.0
+    np.testing.assert_allclose(decayed[True], 0.999**500, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (F32, {"mu_dtype": BF16, "nu_dtype": BF16, "stochastic_rounding": True}),
+        (BF16, {"master_dtype": F32}),
+        (BF16, {"stochastic_rounding": True}),
+        (BF16, {"mu_dtype": BF16, "nu_dtype": BF16, "stochastic_rounding": True}),
+        (F32, {"mu_dtype": "int8", "nu_dtype": "uint8"}),
+    ],
+    ids=["bf16-state", "master", "stochastic", "all-bf16", "8-bit"],
+)
+def test_low_precision_trains_like_fp32(dtype, options):
+    """A noisy regression: the loss curve stays with fp32's, where plain bf16's does not."""
+    key = jax.random.key(0)
+    true = jax.random.normal(key, (32,))
+
+    def curve(tx, dtype):
+        def body(carry, i):
+            params, state = carry
+            x = jax.random.normal(jax.random.fold_in(key, i), (16, 32))
+            loss = lambda w: jnp.mean((x @ (w.astype(F32) - true)) ** 2)
+            value, grad = jax.value_and_grad(loss)(params)
+            return jaxkern.apply(tx, grad, state, params), value
+
+        params = jnp.full(32, 4.0, dtype)
+        steps = jnp.arange(1500)
+        return np.asarray(jax.jit(lambda p: jax.lax.scan(body, (p, tx.init(p)), steps)[1])(params))
+
+    make = functools.partial(jaxkern.fused_adamw, 3e-3, b2=0.99, weight_decay=0.0)
+    exact, got, plain = (
+        np.log(np.convolve(c, np.ones(100) / 100, "valid")[::100])
+        for c in (curve(make(), F32), curve(make(**options), dtype), curve(make(), BF16))
+    )
+    assert np.abs(got[:10] - exact[:10]).max() < 0.1
+    assert np.abs(plain - exact).max() > 1
+
+
+# Codes of 8 bits
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_codes_are_unbiased(dtype):
+    """Over all 2^16 bits exactly; each result is one of the two codes around the value."""
+    scale = jnp.float32(0.7)
+    bits = jnp.arange(2**16, dtype=jnp.uint32)
+    levels = np.float64(
+        quantise.value(dtype, jnp.arange(-127.0 if dtype == jnp.int8 else 0.0, 256.0), scale)
+    )
+    assert (np.diff(levels) > 0).all()
+    for x in (0.7, 0.699, 0.35, 0.0123, 1e-6, 0.7 * 2 ** (-100 / 12), 0.7 / 127):
+        draw = jax.jit(functools.partial(quantise.code, dtype))
+        codes = draw(jnp.full(2**16, x, F32), jnp.full(2**16, scale), bits)
+        got = np.float64(quantise.value(dtype, codes, scale))
+        np.testing.assert_allclose(got.mean(), x, rtol=2e-6, atol=2e-8)
+        i = np.searchsorted(levels, x * (1 - 1e-6))
+        step = 1.06 * (levels[i] - levels[i - 1])  # to the code above too, of an x that is a code
+        np.testing.assert_array_less(np.abs(got - x), step)
+        assert codes.min() >= -127
+        assert codes.max() <= 255
+    exact = jnp.arange(0.0, 128.0) + (0 if dtype == jnp.int8 else 128)
+    some = quantise.value(dtype, exact, scale)
+    back = quantise.code(dtype, some, jnp.full(128, scale), jnp.full(128, 2**15, jnp.uint32))
+    assert np.abs(np.float64(back - exact)).max() <= (dtype == jnp.uint8)
+
+
+def test_state_in_8_bits():
+    """Large leaves of whole blocks; zeros stay zeros; what is skipped stays as it is."""
+    tx = jaxkern.fused_adamw(0.1, mu_dtype="int8", nu_dtype="uint8", skip_nonfinite=True)
+    params = {"w": jnp.ones((64, 128)), "small": jnp.ones((8, 256)), "odd": jnp.ones((64, 65))}
+    state = tx.init(params)
+    assert (state.mu["w"].codes.dtype, state.nu["w"].codes.dtype) == (jnp.int8, jnp.uint8)
+    assert state.mu["w"].codes.shape == (64, 128)
+    assert state.nu["w"].scale.shape == (32,)
+    assert state.mu["small"].dtype == state.nu["odd"].dtype == F32
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    step = jax.jit(functools.partial(jaxkern.apply, tx))
+    after, state = step(zeros, state, params)
+    assert state.mu["w"].scale.max() == state.nu["w"].scale.max() == 0
+    assert_close(after["w"], params["w"] * (1 - 0.1 * 1e-4))
+    grads = grads_of(params)
+    grads["w"] = grads["w"].at[:2].set(0.0)
+    after, state = step(grads, state, after)
+    np.testing.assert_allclose(after["w"][:2], (1 - 1e-5) ** 2, rtol=1e-7)
+    broken = grads | {"odd": grads["odd"].at[0].set(jnp.nan)}
+    again, skipped = step(broken, state, after)
+    assert_same((again, skipped.mu, skipped.nu), (after, state.mu, state.nu))
+    updates, _ = jax.jit(tx.update)(grads, state, after)
+    assert_close(optax.apply_updates(after, updates), step(grads, state, after)[0])
+
+
+def test_nu_in_8_bits_decays():
+    """Gradients of zero but for one in each block, which keeps its scale."""
+    params = jnp.zeros(4096)
+    grads = params.at[::256].set(1.0)
+    tx = jaxkern.fused_adam(0.0, nu_dtype="uint8")
+    state = tx.init(params)
+    state = state._replace(nu=quantise.Quantised(jnp.full(4096, 255, jnp.uint8), jnp.ones(16, F32)))
+    step = lambda state, _: (jaxkern.apply(tx, grads, state, params)[1], None)
+    nu = jax.jit(lambda s: jax.lax.scan(step, s, length=500)[0])(state).nu
+    got = np.float64(quantise.value(jnp.uint8, nu.codes.astype(F32), nu.scale.repeat(256)))
+    np.testing.assert_allclose(got.reshape(16, 256)[:, 1:].mean(), 0.999**500, rtol=0.02)
+    np.testing.assert_allclose(got[::256], 1.0, rtol=1e-4)
+
+
+# The kernel
+
+
+def numbers(**changes):
+    values = {
+        "finite": 1,
+        "scale": 0.5,
+        "rate": 0.01,
+        "decay": 0.1,
+        "b1": 0.9,
+        "one_minus_b1": 0.1,
+        "b2": 0.99,
+        "one_minus_b2": 0.01,
+        "mu_factor": 10,
+        "nu_factor": 10,
+        "eps": 1e-8,
+    }
+    return Numbers(*(jnp.float32(v) for v in (values | changes).values()))
+
+
+def coded_leaf(shape, dtypes, i=0):
+    """With mu and nu as codes where their dtype is of 8 bits."""
+    leaf = leaf_of(shape, [F32 if d in (jnp.int8, jnp.uint8) else d for d in dtypes], i)
+    for field, dtype in zip(("mu", "nu"), dtypes[2:4], strict=True):
+        if dtype in (jnp.int8, jnp.uint8):
+            scale = quantise.largest(getattr(leaf, field))
+            every, bits = quantise.spread(scale, shape), jnp.full(shape, 2**15, jnp.uint32)
+            codes = quantise.code(dtype, getattr(leaf, field), every, bits).astype(dtype)
+            leaf = leaf._replace(**{field: codes, f"{field}_scale": scale})
+    return leaf
+
+
+def leaf_of(shape, dtypes, i=0):
+    """dtypes of grad, weight, mu, nu, copy."""
+    keys = jax.random.split(jax.random.key(i), 4)
+    arrays = [
+        None if d is None else jax.random.normal(k, shape).astype(d)
+        for k, d in zip(keys, dtypes, strict=False)
+    ]
+    arrays[3] = None if arrays[3] is None else jnp.abs(arrays[3])
+    return Leaf(*arrays, None if dtypes[4] is None else arrays[1].astype(dtypes[4]))
+
+
+ADAM, SGD = Rule("adam"), Rule("sgd", nesterov=True)
+RANDOM = Rule("adam", stochastic=True)
+FULL = (F32, F32, F32, F32, None)
+KERNEL_CASES = {
+    "sizes": (ADAM, [((), FULL), ((3, 5), FULL), (0, FULL), (1100, FULL), (12, FULL)], {}),
+    "master": (ADAM, [(40, (BF16, F32, F32, F32, BF16)), (24, (F16, F32, F32, F32, F16))], {}),
+    "skipped": (ADAM, [(40, (BF16, F32, F32, F32, BF16))], {"finite": 0}),
+    "sgd": (SGD, [(40, (BF16, F32, F32, None, None)), (9, (F32, F32, None, None, None))], {}),
+    "random": (RANDOM, [(n, (BF16, F32, BF16, BF16, None)) for n in (12, 4)], {}),
+    "8-bit": (ADAM, [((3, 256), (BF16, F32, jnp.int8, jnp.uint8, BF16))], {}),
+    "8-bit-skipped": (ADAM, [((256,), (F32, F32, F32, jnp.uint8, None))], {"finite": 0}),
+    "random-odd": (RANDOM, [((3, 2), (BF16, BF16, BF16, BF16, None))], {}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_kernel_is_its_twin(case, monkeypatch):
+    """Several leaves in a launch; rounded at random, the same bits."""
+    monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
+    rule, shapes, changes = KERNEL_CASES[case]
+    leaves = [
+        coded_leaf(s if isinstance(s, tuple) else (s,), dtypes, i)
+        for i, (s, dtypes) in enumerate(shapes)
+    ]
+    statics = [Static(i + 2, i != 3) for i in range(len(leaves))]
+    seed = jnp.array([5, 6, 7], jnp.uint32)
+    plain = update_leaves(rule, "xla", numbers(**changes), seed, leaves, statics)
+    mode = "mosaic" if ON_GPU else "interpret"
+    kernel = update_leaves(rule, mode, numbers(**changes), seed, leaves, statics)
+    for got, want, old in zip(kernel, plain, leaves, strict=True):
+        assert [a is None for a in got] == [a is None for a in want]
+        for a, b, before in zip(got, want, old, strict=True):
+            if b is None:
+                continue
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            if changes.get("finite") == 0:
+                np.testing.assert_array_equal(a, before)
+            if update.is_code(a):
+                off = np.abs(np.float64(a) - np.float64(b))
+                assert off.max() <= 1
+                assert (off > 0).mean() < 0.01
+                continue
+            if a.dtype != F32:
+                assert np.mean(np.asarray(a) != np.asarray(b)) <= 0.05
+            steps = 2.0 ** {F32: -22, BF16: -7, F16: -10}[a.dtype.type]
+            np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=steps, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_apply_runs_the_kernel():
+    tx = functools.partial(jaxkern.fused_adamw, 0.1, clip_norm=1.0, master_dtype=F32)
+    params = {"w": params_of(BF16)["w"]}
+    grads = grads_of(params)
+    context = contextlib.nullcontext if ON_GPU else interpret_kernels
+    plain = tx(implementation="xla")
+    want = jaxkern.apply(plain, grads, plain.init(params), params)
+    kernel = tx(implementation="mosaic")
+    with context():
+        got = jaxkern.apply(kernel, grads, kernel.init(params), params)
+    assert_close(got, want)
+
+
+def lowered(f, *args, donate=()):
+    """As CUDA gets it, without the kernels' own code."""
+    program = jax.jit(f, donate_argnums=donate).trace(*args)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    return re.sub(r'module = "[^"]*"', "", text)
+
+
+def calls(text):
+    return len(re.findall(r"custom_call @mosaic_gpu", text))
+
+
+def test_kernel_works_in_place(monkeypatch):
+    """Every array that is written is aliased to its operand, in few launches."""
+    for module in (gradients, update):
+        monkeypatch.setattr(module, "may_be_split", lambda leaves: False)
+    monkeypatch.setattr(update, "LARGE", 1000)
+    tx = jaxkern.fused_adamw(0.1, clip_norm=1.0, mask=lambda p: jax.tree.map(lambda a: True, p))
+    params = {f"w{i}": jnp.ones((8, 4 + i)) for i in range(40)} | {"large": jnp.ones(1024)}
+    text = lowered(
+        functools.partial(jaxkern.apply, tx), params, tx.init(params), params, donate=(1, 2)
+    )
+    operands = 4 * 40
+    norm, large = 1, 1
+    assert calls(text) == norm + large + -(-operands // update.MAX_REFS)
+    assert text.count("output_operand_alias<") == 3 * 41
+    assert text.count("tf.aliasing_output") == 3 * 41 + 1  # and the count
+    plain = jaxkern.fused_adamw(0.1, implementation="xla")
+    assert (
+        calls(lowered(functools.partial(jaxkern.apply, plain), params, plain.init(params), params))
+        == 0
+    )
+
+
+def test_mosaic_refuses_what_it_cannot():
+    tx = jaxkern.fused_adamw(0.1, implementation="mosaic")
+    params = {"w": jnp.ones(4)}
+    with jax.enable_x64(True):
+        wide = {"w": jnp.ones(4, jnp.float64)}
+        with pytest.raises(NotImplementedError, match="dtype float64"):
+            jaxkern.apply(tx, wide, tx.init(wide), wide)
+    go = lambda g: jaxkern.apply(tx, {"w": g}, tx.init(params), params)[0]
+    with interpret_kernels(), pytest.raises(NotImplementedError, match="has no vmap"):
+        jax.vmap(go)(jnp.ones((2, 4)))
+    if not ON_GPU:
+        with pytest.raises(NotImplementedError, match="for NVIDIA GPUs"):
+            jax.jit(go)(jnp.ones(4))
+
+
+def test_vmap_and_gradients_take_the_twin():
+    """Of a program for CUDA too."""
+    tx = jaxkern.fused_adamw(0.1)
+    params = jnp.ones(4)
+    go = lambda g: jaxkern.apply(tx, g, tx.init(params), params)[0]
+    batch = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+    assert_close(jax.vmap(go)(batch), jnp.stack([go(g) for g in batch]))
+    slope = jax.grad(lambda g: go(g).sum())
+    plain = jaxkern.fused_adamw(0.1, implementation="xla")
+    want = jax.grad(lambda g: jaxkern.apply(plain, g, plain.init(params), params)[0].sum())
+    assert_close(slope(batch[0]), want(batch[0]))
+    assert calls(lowered(jax.vmap(go), batch)) == calls(lowered(slope, batch[0])) == 0
+    assert calls(lowered(go, batch[0])) == 1
+
+
+# Meshes
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
+def test_on_a_mesh(kind):
+    """Split parameters stay split, and the step is that of one device.
+
+    In shard_map leaves that vary alike share a launch; the others keep their types.
+    """
+    axis_type = AxisType.Explicit if kind == "Explicit" else AxisType.Auto
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    specs = {"w": P("data", None), "b": P(None), "c": P("data")}
+    params = {"w": jax.random.normal(jax.random.key(0), (8, 3)), "b": jnp.ones(6)}
+    params["c"] = jnp.ones(8)
+    tx = jaxkern.fused_adamw(0.1, clip_norm=None if kind == "shard_map" else 0.5)
+    want = jaxkern.apply(tx, params, tx.init(params), params)
+    place = lambda tree: jax.tree.map(
+        lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), tree, specs
+    )
+    step = functools.partial(jaxkern.apply, tx)
+    state = tx.init(params)
+    state = state._replace(mu=place(state.mu), nu=place(state.nu))
+    if kind == "shard_map":
+        state_specs = type(state)(P(), specs, specs, None, None, None)
+        args = (specs, state_specs, specs)
+        step = jax.shard_map(step, mesh=mesh, in_specs=args, out_specs=(specs, state_specs))
+    program = jax.jit(step)
+    args = (place(params), state, place(params))
+    launch = "CustomSPMDPartitioning" if kind == "Auto" else "mosaic_gpu"
+    with jax.set_mesh(mesh):
+        got = program(*args)
+        text = program.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        compiled = program.lower(*args).compile().as_text()
+    assert_close(got, want)
+    assert got[0]["w"].sharding.spec[0] == got[1].mu["w"].sharding.spec[0] == "data"
+    assert "all-gather" not in compiled
+    norms = len(params)
+    assert len(re.findall(f"custom_call @{launch}", text)) == (
+        2 if kind == "shard_map" else norms + len(params)
+    )
