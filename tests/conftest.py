@@ -7,6 +7,8 @@ if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     )
+if os.environ.get("JAX_PLATFORMS") == "cpu":  # most of the time is LLVM's, for programs run once
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # The interpreter's warpgroups wait for each other on threads of XLA's pool, of one per core.
 os.environ.setdefault("NPROC", "8")
