@@ -440,19 +440,20 @@ def test_rounding_is_unbiased():
 
 
 def test_random_bits_are_uniform_and_independent():
-    """Halves of a word, streams, leaves and steps; an odd size has the bits of a longer leaf."""
+    """An element's draws, streams, leaves and steps; an odd size has the bits of a longer leaf."""
     n = 2**14
-    draw = lambda leaf, seed, stream: rounding.leaf_words(n, leaf, seed, stream)
+    draw = lambda leaf, seed, stream: rounding.leaf_draws((n,), leaf, seed, stream)
     seed = [jnp.uint32(s) for s in (1, 2, 3)]
     later = [*seed[:2], jnp.uint32(4)]
-    words = [draw(0, seed, 0), draw(1, seed, 0), draw(0, seed, 1), draw(0, later, 0)]
-    sets = [np.float64(h) / 2**16 - 0.5 for w in words for h in rounding.halves(w)]
+    draws = [draw(0, seed, 0), draw(1, seed, 0), draw(0, seed, 1), draw(0, later, 0)]
+    sets = [np.float64(bits) / 2**16 - 0.5 for pair in draws for bits in pair]
     for i, a in enumerate(sets):
         assert abs(a.mean()) < 5 / np.sqrt(12 * n)
         assert abs(a.var() - 1 / 12) < 0.005
         for b in sets[:i]:
             assert abs((a * b).mean()) < 5 / 12 / np.sqrt(n)
-    assert_same(rounding.leaf_words(7, 0, seed, 0), words[0][:7])
+    few = rounding.Draws(*(bits[:7] for bits in draws[0]))
+    assert_same(rounding.leaf_draws((7,), 0, seed, 0), few)
 
 
 def test_bfloat16_nu_decays_only_if_rounded_stochastically():

@@ -27,8 +27,8 @@ SMALLEST = 4096
 """Elements from which a leaf is quantised: those of smaller ones are few."""
 
 _PER_OCTAVE = 12
-_ABOVE = (0.97139855, 0.0280454105, 0.000556039346)
-"""Of a polynomial that is 0 at 0, 1 at 1, and off by 9e-8 of the code's step at most between."""
+_ABOVE = (0.49278013254, 0.99986099001, 0.028879469519, 0.000556039346)
+"""Of a polynomial that is 0 at −1/2, 1 at 1/2, and off by 9e-8 of a code's step at most between."""
 
 
 class Quantised(NamedTuple):
@@ -95,12 +95,13 @@ def before_rounding(
     if dtype == jnp.int8:
         return x * (inverse * 126.99996) + (small * 128.0 - 0.5)
     octaves = of.log2(jnp.maximum(x * inverse, 2.0 ** (-254.99 / _PER_OCTAVE)))
-    twelfths = octaves * _PER_OCTAVE + 255.0
-    below = of.nearest(twelfths - 0.5)
+    twelfths = octaves * _PER_OCTAVE + 254.5
+    below = of.nearest(twelfths)
     rest = twelfths - below
-    # (2^(rest / 12) - 1) / (2^(1 / 12) - 1): the probability of the code above.
-    above = rest * (_ABOVE[0] + rest * (_ABOVE[1] + rest * _ABOVE[2]))
-    return jnp.minimum((above + (0.5 - small * 128.0)) + below, 255.4)
+    # The probability of the code above, less _ABOVE[0]:
+    # (2^((rest + 1/2) / 12) - 1) / (2^(1/12) - 1).
+    above = rest * (_ABOVE[1] + rest * (_ABOVE[2] + rest * _ABOVE[3]))
+    return jnp.minimum((below + (_ABOVE[0] + 0.5)) + above - small * 128.0, 255.4)
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:

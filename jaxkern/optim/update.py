@@ -64,7 +64,7 @@ from jaxkern.core.mosaic import (
 from jaxkern.ops.elementwise import MAX_UNITS
 from jaxkern.optim import quantise
 from jaxkern.optim.launch import BLOCK, DTYPES, MAX_REFS, launch_in_place, may_be_split, varying
-from jaxkern.optim.rounding import GROUP, group_words, halves, leaf_words, round_to_bfloat16
+from jaxkern.optim.rounding import GROUP, Draws, group_draws, leaf_draws, round_to_bfloat16
 
 ELEMENTS = 8
 """Elements of each array on their way to a lane at a time, in one unit or several."""
@@ -342,10 +342,12 @@ def changed(
     )
     of_state, of_weight = _streams(rule, leaf)
 
-    def words(stream: int) -> jax.Array:
-        return leaf_words(leaf.grad.size, number, list(seed), stream).reshape(leaf.grad.shape)
+    def draws(stream: int, needed: bool) -> Draws:
+        if not needed:
+            return Draws(None, None)
+        return leaf_draws(leaf.grad.shape, number, list(seed), stream)
 
-    low, high = halves(words(0)) if of_state else (None, None)
+    for_mu, for_nu = draws(0, of_state)
     delta, new_mu, new_nu = _step(rule, numbers, decays, g, p, mu, nu)
     kept = numbers.finite > 0
 
@@ -365,10 +367,10 @@ def changed(
             jnp.where(kept, new_scale.astype(scale.dtype), scale),
         )
 
-    after_mu = average(mu, new_mu, leaf.mu, leaf.mu_scale, low)
-    after_nu = average(nu, new_nu, leaf.nu, leaf.nu_scale, high)
+    after_mu = average(mu, new_mu, leaf.mu, leaf.mu_scale, for_mu)
+    after_nu = average(nu, new_nu, leaf.nu, leaf.nu_scale, for_nu)
     new_p = None if p is None else p + delta
-    weight = stored(p, new_p, leaf.weight, halves(words(1))[0] if of_weight else None)
+    weight = stored(p, new_p, leaf.weight, draws(1, of_weight).first)
     after = Leaf(
         None,
         weight,
@@ -484,8 +486,8 @@ def _block(
     for unit, (g, p, *averages), scales in work:
         store = functools.partial(store_units, below=below, interpret=plan.interpret)
         of_state, of_weight = _streams(plan.rule, plan.leaf)
-        bits = functools.partial(_bits, plan, unit, first_leaf + offset, seed)
-        draws = halves(bits(0)) if of_state else (None, None)
+        draw = functools.partial(_draws, plan, unit, first_leaf + offset, seed)
+        draws = draw(0) if of_state else Draws(None, None)
         of = quantise.PLAIN if plan.interpret else _FAST
         averages = [
             a if scale is None else quantise.value(like.dtype, a, _spread(plan, scale), of)
@@ -495,20 +497,20 @@ def _block(
         mu, nu = averages
         delta, mu, nu = _step(plan.rule, numbers, plan.decays, g, p, mu, nu, ratio)
         weight = p + delta
-        draw = halves(bits(1))[0] if of_weight else None
-        rounded = _rounded(plan.rule, where.weight.dtype, weight, draw)
+        bits = draw(1).first if of_weight else None
+        rounded = _rounded(plan.rule, where.weight.dtype, weight, bits)
         store(where.weight, unit, rounded, plan.vec)
         if where.copy is not None:
             store(where.copy, unit, weight, plan.vec)
-        for ref, scale_ref, new, draw in zip(where[2:4], where[5:], (mu, nu), draws, strict=True):
+        for ref, scale_ref, new, bits in zip(where[2:4], where[5:], (mu, nu), draws, strict=True):
             if new is None:
                 continue
-            if scale_ref is None or draw is None:
-                out = _rounded(plan.rule, ref.dtype, new, draw)
+            if scale_ref is None or bits is None:
+                out = _rounded(plan.rule, ref.dtype, new, bits)
             else:
                 largest = largest_of_warp(new, interpret=plan.interpret)
                 every = _spread(plan, largest)
-                out = quantise.before_rounding(ref.dtype, new, every, draw, of)
+                out = quantise.before_rounding(ref.dtype, new, every, bits, of)
                 store_units(
                     scale_ref, unit >> 5, largest, 1, below=below >> 5, interpret=plan.interpret
                 )
@@ -540,20 +542,18 @@ def _spread(plan: _Plan, of_lanes: jax.Array) -> jax.Array:
     return join_lanes([of_lanes] * plan.vec, interpret=plan.interpret)
 
 
-def _bits(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int) -> jax.Array:
-    """(LANES · vec,), uint32: a word for each element of the lanes' units."""
+def _draws(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int) -> Draws:
+    """(LANES · vec,) each, for the elements of the lanes' units."""
+    per_group = GROUP // plan.vec
     product = functools.partial(multiply_wide, interpret=plan.interpret)
-    draw = lambda group: group_words(group, leaf, seed, stream, product)
-    if plan.vec >= GROUP:
-        per_unit = plan.vec // GROUP
-        first = unit * jnp.uint32(per_unit)
-        words = [w for j in range(per_unit) for w in draw(first + jnp.uint32(j))]
-    else:
-        per_group = GROUP // plan.vec
-        group = draw(unit >> (per_group.bit_length() - 1))
-        which = unit & jnp.uint32(per_group - 1)
-        words = group[: plan.vec]
-        for k in range(1, per_group):
-            others = group[k * plan.vec : (k + 1) * plan.vec]
-            words = [jnp.where(which == k, b, a) for a, b in zip(words, others, strict=True)]
-    return join_lanes(words, interpret=plan.interpret)
+    group = unit >> jnp.uint32(per_group.bit_length() - 1)
+    which = unit & jnp.uint32(per_group - 1)
+
+    def own(draws: list[jax.Array]) -> jax.Array:
+        units = list(itertools.batched(draws, plan.vec))
+        mine = list(units[0])
+        for k, others in enumerate(units[1:], 1):
+            mine = [jnp.where(which == k, b, a) for a, b in zip(mine, others, strict=True)]
+        return join_lanes(mine, interpret=plan.interpret)
+
+    return Draws(*map(own, group_draws(group, leaf, seed, stream, product)))
