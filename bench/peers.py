@@ -122,18 +122,19 @@ def measure_torch(
     def both(dout: Any, *args: Any) -> Any:
         return torch.autograd.grad(f(*args), args, dout)
 
-    key = jax.random.key(0)
-    arrays = case.arrays(key)
+    key, make = jax.random.key(0), jax.jit(case.arrays)
+    arrays = make(key)
     # Copies: some write their gradients where their arguments were.
     first = [t.detach().clone().requires_grad_() for t in tensors(arrays)]
     out = forward(*first)
     dout = torch.randn_like(out)
     both(dout, *first)
     torch.cuda.synchronize()
+    plain = jax.jit(lambda a: case.call(*a, "xla")).lower(arrays).compile()
     with turn:
-        check(jax.dlpack.from_dlpack(out), jax.jit(lambda a: case.call(*a, "xla"))(arrays))
+        check(jax.dlpack.from_dlpack(out), plain(arrays))
         keys = jax.random.split(key, timing.sets_needed(bytes_of(arrays)))
-        sets = [tuple(tensors(case.arrays(k))) for k in keys]
+        sets = [tuple(tensors(make(k))) for k in keys]
         douts = [torch.randn_like(out) for _ in sets]
         times = {"forward": timed(forward, sets)}
         with_dout = [(d, *args) for d, args in zip(douts, sets, strict=True)]

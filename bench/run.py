@@ -27,7 +27,8 @@ from bench.cases import Case, bytes_of, cases
 from bench.report import RESULTS, write_csv
 from bench.steps import Step
 
-IMPLEMENTATIONS = ("mosaic", "xla")
+IMPLEMENTATIONS = ("mosaic", "xla", "auto")
+"""Of jaxkern; ``"auto"`` is what ``None`` picks."""
 
 
 def machine(commit: str) -> dict[str, Any]:
@@ -104,11 +105,13 @@ _turn: Any = contextlib.nullcontext()
 def measure_case(case: Case, implementation: str, copy: float, calls: int) -> list[Row]:
     """The forward, the backward from what the forward saves, and both in one program."""
 
-    of_jaxkern = implementation in IMPLEMENTATIONS
-    call_peer = None if of_jaxkern else peers.jax_call(case, implementation)
+    call_peer = None
+    if implementation not in IMPLEMENTATIONS:
+        call_peer = peers.jax_call(case, implementation)
+    how: Any = None if implementation == "auto" else implementation
 
     def call(*arrays: Any) -> Any:
-        return call_peer(*arrays) if call_peer else case.call(*arrays, implementation)
+        return call_peer(*arrays) if call_peer else case.call(*arrays, how)
 
     def plain(*arrays: Any) -> Any:
         return case.call(*arrays, "xla")
@@ -130,24 +133,27 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
             temp_bytes=getattr(program.run.memory_analysis(), "temp_size_in_bytes", 0),
         )
 
-    shapes = jax.eval_shape(case.arrays, jax.random.key(0))
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(case.arrays, key)
+    keys = jax.random.split(key, timing.sets_needed(bytes_of(shapes)))
     of_call, of_plain = _Program(call, *shapes), _Program(plain, *shapes)
+    out = jax.eval_shape(call, *shapes)
+    make, compare = _Program(case.arrays, key).run, _Program(_error, out, out).run
     if not case.differentiated:
         with _turn:
-            keys = jax.random.split(jax.random.key(0), timing.sets_needed(bytes_of(shapes)))
-            sets = [case.arrays(k) for k in keys]
-            _check(case, of_call.run(*sets[0]), of_plain.run(*sets[0]))
+            sets = [make(k) for k in keys]
+            _check(case, compare(of_call.run(*sets[0]), of_plain.run(*sets[0])))
             return [row("forward", of_call, sets)]
     out, vjp = jax.eval_shape(save, shapes)
     of_save, of_both = _Program(save, shapes), _Program(both, shapes, out)
     of_backward = _Program(backward, vjp, out)
+    normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
+    draw = _Program(normal, key).run
     with _turn:
-        keys = jax.random.split(jax.random.key(0), timing.sets_needed(bytes_of(shapes)))
-        sets = [case.arrays(k) for k in keys]
-        _check(case, of_call.run(*sets[0]), of_plain.run(*sets[0]))
+        sets = [make(k) for k in keys]
+        _check(case, compare(of_call.run(*sets[0]), of_plain.run(*sets[0])))
         rows = [row("forward", of_call, sets)]
-        draw = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
-        douts = [draw(key) for key in keys]
+        douts = [draw(k) for k in keys]
         with_dout = list(zip(sets, douts, strict=True))
         rows.append(row("both", of_both, with_dout))
         saved = [(of_save.run(arrays)[1], dout) for arrays, dout in with_dout]
@@ -194,18 +200,21 @@ def _row(
     )
 
 
-def _check(case: Case, got: Any, want: Any, drawn: bool = False) -> None:
-    """No speed from a wrong result: the first call must agree with plain JAX.
-
-    Of results that are drawn differently the norms agree.
-    """
+def _error(got: Any, want: Any, drawn: bool = False) -> jax.Array:
+    """The largest relative error of several results; if they are `drawn` apart, of their norms."""
+    errors = []
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         g, w = g.astype(jnp.float32), w.astype(jnp.float32)
         g, w = (jnp.linalg.norm(g), jnp.linalg.norm(w)) if drawn else (g, w)
-        error = float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
-        if not error < 1e-2:
-            what = f"{case.op} {case.shape}"
-            raise RuntimeError(f"{what}: relative error {error:.1e} against plain JAX")
+        errors.append(jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
+    return jnp.max(jnp.stack(errors))
+
+
+def _check(case: Case, error: Any) -> None:
+    """No speed from a wrong result: the first call must agree with plain JAX."""
+    if not float(error) < 1e-2:
+        what = f"{case.op} {case.shape}"
+        raise RuntimeError(f"{what}: relative error {float(error):.1e} against plain JAX")
 
 
 def _attempt(index: int, implementation: str, copy: float, calls: int) -> list[Row] | str:
@@ -215,7 +224,8 @@ def _attempt(index: int, implementation: str, copy: float, calls: int) -> list[R
         if isinstance(case, Step):
             return [measure_step(case, implementation, copy, calls)]
         if peers.is_torch(implementation):
-            check = functools.partial(_check, case, drawn=case.drawn)
+            compare = jax.jit(functools.partial(_error, drawn=case.drawn))
+            check = lambda got, want: _check(case, compare(got, want))
             times = peers.measure_torch(case, implementation, calls, _turn, check)
             return [_row(case, implementation, k, t, copy) for k, t in times.items()]
         return measure_case(case, implementation, copy, calls)

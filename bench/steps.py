@@ -20,6 +20,10 @@ Shapes = tuple[tuple[int, ...], ...]
 _RATE, _DECAY, _SCALE = 1e-3, 0.1, StaticLossScale(1024.0)
 
 
+_normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+"""Compiled once for a shape, as a program of hundreds takes minutes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A step over a tree; attributes that are not told of here are those of `bench.cases.Case`.
@@ -45,14 +49,10 @@ class Step:
     operations_forward: int = 0
     operations_backward: int = 0
 
-    def arrays(self, key: Any) -> list[jax.Array]:
-        """A tree of the parameters' shapes."""
+    def arrays(self, key: Any, normal: Callable[..., jax.Array] = _normal) -> list[jax.Array]:
+        """A tree of the parameters' shapes, by ``jax.random.normal`` or what is in its place."""
         keys = jax.random.split(key, len(self.shapes))
-        return [_normal(k, s, self.dtype) for k, s in zip(keys, self.shapes, strict=True)]
-
-
-_normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
-"""Compiled once for a shape, as a program of hundreds takes minutes."""
+        return [normal(k, s, self.dtype) for k, s in zip(keys, self.shapes, strict=True)]
 
 
 def steps(small: bool) -> Sequence[Step]:
@@ -158,12 +158,16 @@ def measure(step: Step, name: str, calls: int, turn: Any) -> tuple[timing.Timing
     in_place = lambda params, state, grads: run(grads, state, params)
     shapes = jax.eval_shape(step.arrays, jax.random.key(0))
     states = jax.eval_shape(init, shapes)
+    key = jax.random.key(0)
+    draws = {s: _normal.lower(key, s, step.dtype).compile() for s in set(step.shapes)}
+    draw = lambda key, shape, _: draws[shape](key)
+    begin = jax.jit(init).lower(shapes).compile()
     start = time.perf_counter()
     compiled = jax.jit(in_place, donate_argnums=(0, 1)).lower(shapes, states, shapes).compile()
     seconds = time.perf_counter() - start
     with turn:
-        grads, params = (step.arrays(jax.random.key(i)) for i in range(2))
-        held: list[Any] = [params, jax.jit(init)(params)]
+        grads, params = (step.arrays(jax.random.key(i), draw) for i in range(2))
+        held: list[Any] = [params, begin(params)]
         del params
 
         def advance() -> Any:
