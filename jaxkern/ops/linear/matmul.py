@@ -27,8 +27,9 @@ _SWIZZLE = 128
 _BYTES = 2
 _BOX = _SWIZZLE // _BYTES
 _SLOT = 64 * _SWIZZLE
+_PIECES = 2
 _SHARED = 226 << 10
-"""Bytes of an epilogue's slot, and of shared memory for all slots."""
+"""Bytes of an epilogue's slot, how many of them a box takes in fp32, bytes of shared memory."""
 _accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -43,6 +44,8 @@ class Tile:
       share: which of a pair's blocks' operands they share: ``"lhs"`` where they lie side by side in
         a row, ``"rhs"`` in a column; None for blocks alone.
       width: tiles in a band; bands are gone through one after the other.
+      prefetch: whether accumulators are fetched during the product, for short contractions, where
+        product and memory take as long; otherwise the L2 cache adds to them.
     """
 
     m: int = 128
@@ -51,6 +54,7 @@ class Tile:
     stages: int = 4
     share: str | None = "rhs"
     width: int = 8
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         assert self.m % (64 * _CONSUMERS) == 0, self
@@ -133,7 +137,8 @@ def matmul(
     b_tile = (tile.n, tile.k) if product.rhs_transposed else (tile.k, tile.n)
     outs_slots = 2 * len(set(product.out_dtypes))
     boxes = len(tile.boxes)
-    room = _SHARED - _CONSUMERS * (len(tiles) * boxes + outs_slots) * _SLOT
+    fetched = len(accumulators) * _PIECES if tile.prefetch else 0
+    room = _SHARED - _CONSUMERS * ((len(tiles) + fetched) * boxes + outs_slots) * _SLOT
     fitting = room // (_BYTES * tile.k * (tile.m + products * tile.n))
     tile = dataclasses.replace(tile, stages=min(tile.stages, fitting))
     slots = functools.partial(plgpu.SMEM, transforms=swizzled)
@@ -144,7 +149,13 @@ def matmul(
     }
     if tiles:
         scratch["in_slots"] = slots((_CONSUMERS, boxes, len(tiles), 64, _BOX), tiles[0].dtype)
-        scratch["loaded"] = plgpu.Barrier(num_arrivals=len(tiles), num_barriers=_CONSUMERS * boxes)
+    if fetched:
+        wide = _BOX // _PIECES
+        scratch["held_slots"] = plgpu.SMEM(
+            (_CONSUMERS, boxes, fetched, 64, wide), jnp.float32, transforms=_swizzled(wide)
+        )
+    if arrivals := len(tiles) + fetched:
+        scratch["loaded"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=_CONSUMERS * boxes)
     for t in set(product.out_dtypes):
         box = _SWIZZLE // jnp.dtype(t).itemsize
         scratch[f"out_{t}"] = plgpu.SMEM(
@@ -190,6 +201,7 @@ def _kernel(
     full: Any,
     empty: Any,
     in_slots: Any = None,
+    held_slots: Any = None,
     loaded: Any = None,
     **out_slots: Any,
 ) -> None:
@@ -312,13 +324,24 @@ def _kernel(
                 arrival(box),
                 oob_mode=plgpu.OOBFillMode.ZEROS,
             )
+        if held_slots is not None:
+            wide = _BOX // _PIECES
+            for (box, (r, c)), o, b in itertools.product(
+                enumerate(tile.boxes), range(held_count), range(_PIECES)
+            ):
+                plgpu.copy_gmem_to_smem(
+                    outs[o].at[pl.ds(row + r, 64), pl.ds(column + c + b * wide, wide)],
+                    held_slots.at[warpgroup, box, o * _PIECES + b],
+                    arrival(box),
+                    oob_mode=plgpu.OOBFillMode.ZEROS,
+                )
         types = [_accumulator((own, tile.n), jnp.float32)] * len(terms[0][1])
         products = pl.run_scoped(functools.partial(multiply, i), *types)
         turns = {name: i * stores(name) for name in out_slots}
         for box, (r, c) in enumerate(tile.boxes):
             parts = [p[r : r + 64, c : c + _BOX] for p in products]
             same = [_columns(ref, jnp.minimum(column + c, ref.shape[0] - _BOX)) for ref in row_refs]
-            if tile_refs:
+            if loaded is not None:
                 plgpu.barrier_wait(arrival(box))
             tiles = [
                 plgpu.load(in_slots.at[warpgroup, box, t], layout=plgpu.Layout.WGMMA).astype(
@@ -334,14 +357,19 @@ def _kernel(
                     slot = out_slots[name].at[warpgroup, lax.rem(turns[name], 2)]
                     turns[name] = turns[name] + 1
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    slot[...] = result[:, b : b + wide].astype(out.dtype)
+                    value = result[:, b : b + wide].astype(out.dtype)
+                    adds = o < held_count
+                    if adds and held_slots is not None:
+                        held = held_slots.at[warpgroup, box, o * _PIECES + b // wide]
+                        value, adds = value + plgpu.load(held, layout=plgpu.Layout.WGMMA), False
+                    slot[...] = value
                     plgpu.commit_smem()
                     start = column + c + b
                     store = functools.partial(
                         plgpu.copy_smem_to_gmem,
                         slot,
                         out.at[pl.ds(row + r, 64), pl.ds(start, wide)],
-                        reduction_op="add" if o < held_count else None,
+                        reduction_op="add" if adds else None,
                     )
                     if n > wide:
                         store()

@@ -176,10 +176,6 @@ def launch(
     tile = tile_for(product.name, mode, m, n, k)
     if tile is None:
         return None
-    if mode == "interpret" and accumulators:  # it has no reductions of the TMA
-        outs = launch(product, mode, lhs, rhs, rows, tiles)
-        assert outs is not None
-        return [a + o for a, o in zip(accumulators, outs, strict=True)]
 
     def padded(v: jax.Array, *sizes: int) -> jax.Array:
         if v.shape == sizes:
