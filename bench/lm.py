@@ -1,73 +1,387 @@
-"""Tokens per second of training the language model, on the kernels and on plain JAX.
+"""Training the language model, end to end, beside PyTorch: ``python -m bench.lm``.
 
-Runs ``jaxkern train`` once for each implementation, in a process of its own, and reads what it
-logged: ``python -m bench.lm --preset 130m --batch-size 8 --seq-len 2048``.
+A step is forward, backward and AdamW of a preset of :mod:`jaxkern.lm.config` on random tokens.
+Products are in bf16; parameters, gradients, the optimizer's state and the residual stream in fp32.
+Gradients are not clipped, and activations not checkpointed, but for what a contender's own kernels
+compute again in the backward.
+
+    jaxkern     the model of ``jaxkern train`` and fused_adamw, on kernels where they are fastest
+    xla         the same with every op in plain JAX
+    mamba_ssm   its MambaLMHeadModel under torch.autocast, with its fused add and norm, and
+                torch.optim.AdamW(fused=True)
+
+Each trains in a process of its own, one after the other. The host is a step ahead of the device, as
+in training, and a step takes from the end of the one before to its own end. The tokens have a
+skewed distribution, token i with probability ~ 1/(i + 1), so that a loss that does not fall shows a
+contender that does not learn. A batch that does not fit in memory is halved, in JAX.
 """
 
 import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from bench.run import RESULTS, machine
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxkern
+from bench import timing
+from bench.report import FOLDER, RESULTS
+from bench.run import machine
+from jaxkern.lm.config import PRESETS, ModelConfig, RunError
+from jaxkern.lm.memory import check_memory
+from jaxkern.lm.model import DECAYED, MambaLM, Options, count_params
+from jaxkern.lm.step import loss_fn, make_model
+from jaxkern.precision import Policy
+
+OTHERS = ("xla", "mamba_ssm")
+
+_RATE, _BETAS, _DECAY = 1e-3, (0.9, 0.95), 0.1
+_BATCHES = 4
+_GIB = 2**30
 
 
-def measure(args: argparse.Namespace, implementation: str) -> dict[str, object]:
-    """Trains for a few steps; the median over them leaves out the first, which may hold set-up."""
-    steps = {"auto": args.steps, "xla": args.steps_xla}[implementation]
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        flags = {
-            "--preset": args.preset,
-            "--mixed-precision": args.mixed_precision,
-            "--batch-size": args.batch_size,
-            "--seq-len": args.seq_len,
-            "--steps": steps,
-            "--log-every": max(1, steps // 4),
-            "--eval-batches": 1,
-            "--implementation": implementation,
-            "--out": run,
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to train, and by whom.
+
+    Attributes:
+      contender: ``"jaxkern"``, ``"xla"`` or ``"mamba_ssm"``.
+      preset: the model's shape.
+      length: tokens a sequence.
+      tokens: a step, at most; at least one sequence.
+      steps: to time.
+      warmup: steps before them.
+    """
+
+    contender: str
+    preset: str
+    length: int
+    tokens: int
+    steps: int
+    warmup: int
+
+    @property
+    def model(self) -> ModelConfig:
+        return PRESETS[self.preset].model
+
+    @property
+    def batch(self) -> int:
+        return max(1, self.tokens // self.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """A model that is ready to train.
+
+    Attributes:
+      batch: sequences a step.
+      parameters: how many.
+      step: starts step i, and returns what to `wait` for.
+      wait: until a step has ended.
+      loss: of a step that has ended.
+      told: after all steps, what else belongs in the row.
+    """
+
+    batch: int
+    parameters: int
+    step: Callable[[int], Any]
+    wait: Callable[[Any], Any]
+    loss: Callable[[Any], float]
+    told: Callable[[], dict[str, Any]]
+
+
+def draw(job: Job, batch: int) -> list[np.ndarray]:
+    """Batches of windows (batch, length + 1), int32."""
+    weights = 1 / np.arange(1, job.model.vocab_size + 1)
+    rng = np.random.default_rng(0)
+    shape = (batch, job.length + 1)
+    p = weights / weights.sum()
+    return [rng.choice(len(p), shape, p=p).astype(np.int32) for _ in range(_BATCHES)]
+
+
+def product_operations(model: ModelConfig) -> int:
+    """Operations of the matrix products a token: two a weight, forward, and four, backward."""
+    d, e, r = model.d_model, model.d_inner, model.dt_rank
+    layer = d * 2 * e + e * (r + 2 * model.d_state) + r * e + e * d
+    return 6 * (model.n_layers * layer + model.vocab_size * d)
+
+
+def of_jax(job: Job) -> Trainer:
+    """The library's own model and optimizer."""
+    implementation = "xla" if job.contender == "xla" else None
+    graphdef = make_model(job.model, Options(Policy.parse("bf16"), implementation))
+    tx = jaxkern.fused_adamw(
+        _RATE,
+        *_BETAS,
+        weight_decay=_DECAY,
+        mask=lambda params: jax.tree.map_with_path(lambda path, _: path[-1].key in DECAYED, params),
+        implementation=implementation,
+    )
+
+    def init() -> Any:
+        params = nnx.to_pure_dict(nnx.state(MambaLM(job.model, rngs=nnx.Rngs(0))))
+        return params, tx.init(params)
+
+    def step(params: Any, state: Any, windows: Any) -> Any:
+        loss, grads = jax.value_and_grad(functools.partial(loss_fn, graphdef))(params, windows)
+        return *jaxkern.apply(tx, grads, state, params), loss
+
+    device = jax.local_devices()[0]
+    shapes = jax.eval_shape(init)
+    compiled: Any = None
+    batch, seconds = 2 * job.batch, 0.0
+    while compiled is None:
+        batch //= 2
+        windows = jax.ShapeDtypeStruct((batch, job.length + 1), jnp.int32)
+        start = time.perf_counter()
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*shapes, windows)
+        if implementation == "xla" and "mosaic_gpu" in lowered.as_text():
+            raise RuntimeError("there is a kernel in the program of plain JAX")
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - start
+        try:
+            check_memory(compiled, device)
+        except RunError:
+            if batch == 1:
+                raise
+            compiled = None
+    held = list(jax.jit(init)())
+    parameters = count_params(held[0])
+    batches = [jax.device_put(windows, device) for windows in draw(job, batch)]
+
+    def advance(i: int) -> Any:
+        *held[:], loss = compiled(*held, batches[i % _BATCHES])
+        return loss
+
+    def told() -> dict[str, Any]:
+        m = compiled.memory_analysis()
+        needed = m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+        return {
+            "peak_gib": peak and round(peak / _GIB, 2),
+            "program_gib": round((needed - m.alias_size_in_bytes) / _GIB, 2),
+            "compile_s": round(seconds, 1),
+            "versions": _versions("jax"),
         }
-        words = [str(word) for flag in flags.items() for word in flag]
-        subprocess.run([sys.executable, "-m", "jaxkern", "train", *words], check=True)
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
+
+    return Trainer(batch, parameters, advance, jax.block_until_ready, float, told)
+
+
+def of_torch(job: Job) -> Trainer:
+    """The model of mamba_ssm."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import torch.nn.functional as nn  # pyright: ignore[reportMissingImports]
+    from mamba_ssm.models.config_mamba import (  # pyright: ignore[reportMissingImports]
+        MambaConfig,
+    )
+    from mamba_ssm.models.mixer_seq_simple import (  # pyright: ignore[reportMissingImports]
+        MambaLMHeadModel,
+    )
+
+    torch.manual_seed(0)
+    m = job.model
+    mixer = {"layer": "Mamba1", "d_state": m.d_state, "d_conv": m.d_conv, "expand": m.expand}
+    config = MambaConfig(
+        d_model=m.d_model,
+        n_layer=m.n_layers,
+        vocab_size=m.vocab_size,
+        ssm_cfg=mixer,
+        rms_norm=True,
+        residual_in_fp32=True,
+        fused_add_norm=True,
+    )
+    model = MambaLMHeadModel(config, device="cuda")
+    matrices = lambda name, p: p.ndim > 1 and not name.endswith("A_log")
+    groups = [
+        {
+            "params": [p for name, p in model.named_parameters() if matrices(name, p) == decayed],
+            "weight_decay": _DECAY if decayed else 0.0,
+        }
+        for decayed in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=_RATE, betas=_BETAS, fused=True)
+    batches = [torch.from_numpy(windows).cuda().long() for windows in draw(job, job.batch)]
+    first_step: list[float] = []
+
+    def advance(i: int) -> Any:
+        start = time.perf_counter()
+        windows = batches[i % _BATCHES]
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(windows[:, :-1]).logits
+        loss = nn.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end = torch.cuda.Event()
+        end.record()
+        if not first_step:
+            end.synchronize()
+            first_step.append(time.perf_counter() - start)
+        return end, loss.detach()
+
+    def told() -> dict[str, Any]:
+        return {
+            "peak_gib": round(torch.cuda.max_memory_allocated() / _GIB, 2),
+            "compile_s": round(first_step[0], 1),
+            "versions": _versions("torch", "triton", "mamba_ssm", "causal_conv1d"),
+        }
+
+    parameters = sum(p.numel() for p in model.parameters())
+    wait = lambda handle: handle[0].synchronize()
+    return Trainer(job.batch, parameters, advance, wait, lambda h: float(h[1]), told)
+
+
+def _versions(*names: str) -> str:
+    return ", ".join(f"{name} {_version(name)}" for name in names)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # built in a folder, without metadata
+        return getattr(importlib.import_module(name), "__version__", "")
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Trains, and returns the row."""
+    trainer = of_torch(job) if job.contender == "mamba_ssm" else of_jax(job)
+    started, ends = [], []
+    for i in range(job.warmup + job.steps):
+        started.append(trainer.step(i))
+        if i:
+            trainer.wait(started[i - 1])
+            ends.append(time.perf_counter())
+    trainer.wait(started[-1])
+    ends.append(time.perf_counter())
+    times = [1e3 * (after - before) for before, after in itertools.pairwise(ends)]
+    ms = timing.Timing.of(times[-job.steps :])
+    per_second = 1e3 * trainer.batch * job.length / ms.median
     return {
-        "implementation": implementation,
-        "steps": steps,
-        "tokens_per_second": round(statistics.median(speeds[len(speeds) // 4 :])),
-        "last_loss": records[-1]["loss"],
+        "preset": job.preset,
+        "length": job.length,
+        "batch": trainer.batch,
+        "contender": job.contender,
+        "tokens_per_second": round(per_second),
+        "ms": round(ms.median, 2),
+        "ms_low": round(ms.low, 2),
+        "ms_high": round(ms.high, 2),
+        "steps": ms.calls,
+        "tflop_s": round(per_second * product_operations(job.model) * 1e-12, 1),
+        "parameters": trainer.parameters,
+        "first_loss": round(trainer.loss(started[0]), 3),
+        "last_loss": round(statistics.mean(map(trainer.loss, started[-_BATCHES:])), 3),
+        **trainer.told(),
     }
 
 
-def main(argv: list[str] | None = None) -> int:
+def attempt(job: Job, limit: float) -> dict[str, Any] | str:
+    """:func:`measure` in a process of its own, or why there is no row."""
+    if importlib.util.find_spec("mamba_ssm") is None and job.contender == "mamba_ssm":
+        return "not installed"
+    words = json.dumps(dataclasses.asdict(job))
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "bench.lm", "--job", words],
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            env=os.environ | memory,
+            cwd=FOLDER.parent,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done within {limit:.0f} s"
+    if run.returncode == 0:
+        return json.loads(run.stdout.splitlines()[-1])
+    told = [line.strip() for line in run.stderr.splitlines() if line.strip()]
+    errors = [line for line in told if "Error" in line.split(":")[0]]
+    return ([*told[-1:], *errors[-1:]] or [f"ended with status {run.returncode}"])[-1][:300]
+
+
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="python -m bench.lm", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog="python -m bench.lm",
+        description="Time training steps of the language model, beside plain JAX and mamba_ssm.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    p.add_argument("--preset", default="130m", help="the model's shape")
-    p.add_argument("--mixed-precision", default="bf16", help="fp32, bf16 or fp16")
-    p.add_argument("--batch-size", type=int, default=8, help="sequences a step")
-    p.add_argument("--seq-len", type=int, default=2048, help="bytes a sequence")
-    p.add_argument("--steps", type=int, default=40, help="steps on the kernels")
-    p.add_argument("--steps-xla", type=int, default=12, help="steps on plain JAX")
+    p.add_argument("--preset", action="append", help="repeat for more (130m; without a GPU tiny)")
+    p.add_argument(
+        "--length", action="append", type=int, help="repeat for more (2048; without a GPU 64)"
+    )
+    found = [name for name in OTHERS if name == "xla" or importlib.util.find_spec(name)]
+    p.add_argument("--vs", default=",".join(found), help="whom to train beside, comma-separated")
+    p.add_argument("--only", help="contenders, comma-separated, where not jaxkern and --vs")
+    p.add_argument("--tokens", type=int, help="a step (16384; without a GPU 512)")
+    p.add_argument("--steps", type=int, default=20, help="to time")
+    p.add_argument("--steps-xla", type=int, default=10, help="to time on plain JAX")
+    p.add_argument("--warmup", type=int, default=3, help="steps before them, at least one")
+    p.add_argument("--limit", type=float, default=240, help="seconds that a contender may take")
     p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
     p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-lm.json)")
-    args = p.parse_args(argv)
-    rows = [measure(args, implementation) for implementation in ("auto", "xla")]
+    p.add_argument("--job", help=argparse.SUPPRESS)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.job:
+        print(json.dumps(measure(Job(**json.loads(args.job)))))
+        return 0
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process trains nothing
+    gpu = timing.on_gpu()
+    names = args.only.split(",") if args.only else ["jaxkern", *filter(None, args.vs.split(","))]
+    jobs = [
+        Job(
+            contender=name,
+            preset=preset,
+            length=length,
+            tokens=args.tokens or (16384 if gpu else 512),
+            steps=args.steps_xla if name == "xla" else args.steps,
+            warmup=max(1, args.warmup),
+        )
+        for preset in args.preset or ["130m" if gpu else "tiny"]
+        for length in args.length or [2048 if gpu else 64]
+        for name in names
+    ]
+    clock = "wall-clock time of steps" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
     where = machine(args.commit)
     device = str(where["device"]).lower().replace(" ", "-")
     out = args.out or RESULTS / f"{device}-lm.json"
-    keys = ("preset", "mixed_precision", "batch_size", "seq_len")
-    report = {**where, **{key: getattr(args, key) for key in keys}, "rows": rows}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    for row in rows:
-        print(f"{row['implementation']:6} {row['tokens_per_second']:>10,} tokens/s")
+    report: dict[str, Any] = {**where, "clock": clock, "failed": [], "rows": []}
+    print(f"{where['device']}, JAX {where['jax']}, {clock}", flush=True)
+    for job in jobs:
+        row = attempt(job, args.limit)
+        if isinstance(row, str):
+            line = f"{job.contender}, {job.preset}, length {job.length}: {row}"
+            report["failed"].append(line)
+            print(line, flush=True)
+        else:
+            report["rows"].append(row)
+            print(
+                f"{job.contender:10} {job.preset:6}{row['batch']:4} × {job.length:<6}"
+                f"{row['tokens_per_second']:10,} tokens/s {row['ms']:9.1f} ms"
+                f" {row['peak_gib'] or 0:7.2f} GiB  compiled in {row['compile_s']:.1f} s"
+                f"  loss {row['first_loss']:.2f} → {row['last_loss']:.2f}",
+                flush=True,
+            )
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n")  # a run that is stopped keeps its rows
     print(f"wrote {out}")
-    return 0
+    return 1 if report["failed"] else 0
 
 
 if __name__ == "__main__":

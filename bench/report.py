@@ -163,6 +163,7 @@ def text(reports: Sequence[tuple[str, dict[str, Any]]]) -> str:
         "lend others' figures, measured at another time. Errors are in [accuracy.md](accuracy.md).",
         *_summary(by_op),
         *(part for op in sorted(by_op) for part in _section(op, by_op[op])),
+        *_training(reports),
         *_others(reports),
         *_files(reports),
     ]
@@ -227,10 +228,52 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
     yield table(head, rows)
 
 
+def _training(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    """Training steps of the language model, from files of bench.lm."""
+    rows, failed = [], []
+    for number, (_, report) in enumerate(reports, 1):
+        found = [row for row in report["rows"] if "contender" in row]
+        ours = {(r["preset"], r["length"]): r for r in found if r["contender"] == "jaxkern"}
+        for row in found:
+            own = ours.get((row["preset"], row["length"]))
+            ratio = own and own["tokens_per_second"] / row["tokens_per_second"]
+            half = (row["ms_high"] - row["ms_low"]) / 2
+            rows.append(
+                [
+                    f"{row['preset']}, {row['batch']} × {row['length']}",
+                    NAMES.get(row["contender"], row["contender"]),
+                    f"{row['tokens_per_second']:,}",
+                    _times(ratio if own is not row else None),
+                    f"{row['ms']:,.1f} ± {half:.1f}",
+                    row["tflop_s"],
+                    *("" if row.get(k) is None else row[k] for k in ("peak_gib", "program_gib")),
+                    row["compile_s"],
+                    f"{row['first_loss']:.2f} → {row['last_loss']:.2f}",
+                    row["versions"],
+                    number,
+                ]
+            )
+        failed += report["failed"] if found else []
+    if not rows:
+        return
+    yield "## Training, end to end"
+    yield (
+        "Steps of the language model on random tokens, by `python -m bench.lm`: forward, backward "
+        "and AdamW, with products in bf16 and parameters and state in fp32, nothing checkpointed "
+        "by the caller; every contender in a process of its own. *TFLOP/s* are those of the matrix "
+        "products, *peak* is what the allocator gave out at most, *program* what JAX's compiled "
+        "step needs, *compile* for PyTorch the first step. Without a GPU no kernel runs."
+    )
+    head = ["model, batch", "by", "tokens/s", "jaxkern's speed-up", "ms a step", "TFLOP/s"]
+    head += ["peak, GiB", "program, GiB", "compile, s", "loss", "versions", "from"]
+    yield table(head, rows)
+    yield from (f"Not run: {line}." for line in failed)
+
+
 def _others(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    """What the files hold that is no op's time: whole training steps, losses, …"""
+    """What the files hold that is no op's time: losses, older files' training steps, …"""
     for name, report in reports:
-        rows = [row for row in report["rows"] if "us" not in row]
+        rows = [row for row in report["rows"] if "us" not in row and "contender" not in row]
         if not 0 < len(rows) <= LONGEST:
             continue
         yield f"## {name.removesuffix('.json')}"

@@ -1,0 +1,79 @@
+"""The bench of training steps: a short run on a CPU, and its table."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from bench import lm, report
+from jaxkern.lm.config import PRESETS
+
+pytestmark = pytest.mark.newest
+JOB = lm.Job("jaxkern", "micro", length=16, tokens=70, steps=12, warmup=2)
+
+
+def row(contender, tokens_per_second, **rest):
+    told = {"preset": "130m", "length": 2048, "batch": 8, "ms": 80.0, "ms_low": 79.0}
+    told |= {"ms_high": 82.0, "tflop_s": 90.5, "compile_s": 30.0, "versions": "jax 1"}
+    told |= {"first_loss": 5.5, "last_loss": 4.5, "peak_gib": 20.25}
+    return {**told, "contender": contender, "tokens_per_second": tokens_per_second, **rest}
+
+
+def test_tokens_are_skewed_and_fill_the_batch():
+    batches = lm.draw(JOB, JOB.batch)
+    assert {(b.shape, b.dtype) for b in batches} == {((4, 17), np.dtype(np.int32))}
+    large = np.stack(lm.draw(dataclasses.replace(JOB, length=999), 10))
+    assert large.max() < 256
+    share = 1 / np.sum(1 / np.arange(1, 257))
+    assert np.mean(large == 0) == pytest.approx(share, rel=0.05)
+    assert np.mean(large == 1) == pytest.approx(share / 2, rel=0.05)
+
+
+def test_operations_of_the_products():
+    """Six for each weight of a matrix, as in the model that has no others of two axes but A."""
+    model = PRESETS["130m"].model
+    shapes = [(768, 3072), (1536, 48 + 32), (48, 1536), (1536, 768)]
+    weights = 24 * sum(a * b for a, b in shapes) + 256 * 768
+    assert lm.product_operations(model) == 6 * weights
+
+
+def test_plain_jax_learns_in_this_process():
+    found = lm.measure(dataclasses.replace(JOB, contender="xla"))
+    assert found["last_loss"] < found["first_loss"] - 0.05
+    assert found["first_loss"] == pytest.approx(np.log(256), abs=0.05)
+    assert found["steps"] == 12
+    assert found["tokens_per_second"] == pytest.approx(64e3 / found["ms"], rel=0.02)
+    assert (found["batch"], found["parameters"]) == (4, 8560)
+
+
+def test_contenders_have_processes_of_their_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(lm.importlib.util, "find_spec", lambda name: None)
+    words = f"--preset micro --length 16 --tokens 64 --vs mamba_ssm --out {tmp_path / 'a.json'}"
+    assert lm.main(words.split()) == 1
+    assert "WALL-CLOCK TIME ON A CPU" in capsys.readouterr().out
+    told = json.loads((tmp_path / "a.json").read_text())
+    assert told["failed"] == ["mamba_ssm, micro, length 16: not installed"]
+    assert [r["contender"] for r in told["rows"]] == ["jaxkern"]
+    assert told["rows"][0]["last_loss"] < told["rows"][0]["first_loss"]
+    text = report.text([("cpu-lm.json", told)])
+    assert "Not run: mamba_ssm, micro, length 16: not installed." in text
+
+
+def test_failing_contender_leaves_its_reason():
+    assert "KeyError: 'none'" in lm.attempt(dataclasses.replace(JOB, preset="none"), 60)
+    assert lm.attempt(JOB, 0.01) == "not done within 0 s"
+
+
+def test_table_has_the_speed_up_over_each():
+    rows = [row("jaxkern", 195_000, program_gib=18.5), row("xla", 39_000, peak_gib=None)]
+    rows.append(row("mamba_ssm", 150_000))
+    rows.append(row("mamba_ssm", 150_000, preset="370m"))
+    about = {"device": "NVIDIA H200", "jax": "1", "commit": "c", "failed": []}
+    text = report.text([("a-lm.json", {**about, "rows": rows})])
+    assert "| 130m, 8 × 2048 | jaxkern | 195,000 |  | 80.0 ± 1.5 | 90.5 | 20.25 | 18.5 |" in text
+    assert "| plain JAX | 39,000 | 5.00× | 80.0 ± 1.5 | 90.5 |  |  | 30.0 | 5.50 → 4.50 |" in text
+    assert "| 130m, 8 × 2048 | mamba_ssm | 150,000 | 1.30× |" in text
+    assert "| 370m, 8 × 2048 | mamba_ssm | 150,000 |  |" in text
+    assert "## a-lm" not in text
