@@ -167,7 +167,6 @@ def measure_step(step: Step, implementation: str, copy: float, calls: int) -> Ro
     if peers.is_torch(implementation):
         timed = peers.measure_torch_step(step, calls, _turn)
         return _row(step, implementation, "step", timed, copy)
-    steps.check(step, implementation)
     timed, seconds, temp_bytes = steps.measure(step, implementation, calls, _turn)
     row = _row(step, implementation, "step", timed, copy)
     return dataclasses.replace(row, compile_s=round(seconds, 2), temp_bytes=temp_bytes)

@@ -151,6 +151,8 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
 def measure(step: Step, name: str, calls: int, turn: Any) -> tuple[timing.Timing, float, int]:
     """Time of a step, seconds to compile it, and bytes it needs beside arguments and results.
 
+    No speed from a wrong step: the change of a small tree must be that of plain JAX.
+
     Parameters and state are donated, and each step takes those that the one before it left. They
     are in the order of the results, in which JAX hands their memory on.
     """
@@ -165,7 +167,9 @@ def measure(step: Step, name: str, calls: int, turn: Any) -> tuple[timing.Timing
     start = time.perf_counter()
     compiled = jax.jit(in_place, donate_argnums=(0, 1)).lower(shapes, states, shapes).compile()
     seconds = time.perf_counter() - start
+    change = changes_of(step, name), changes_of(step, "xla")
     with turn:
+        check(step, *(f() for f in change))
         grads, params = (step.arrays(jax.random.key(i), draw) for i in range(2))
         held: list[Any] = [params, begin(params)]
         del params
@@ -178,19 +182,24 @@ def measure(step: Step, name: str, calls: int, turn: Any) -> tuple[timing.Timing
     return timed, seconds, getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
 
 
-def check(step: Step, name: str) -> None:
-    """No speed from a wrong step: the change of a small tree must be that of plain JAX."""
+def changes_of(step: Step, name: str) -> Callable[[], jax.Array]:
+    """What gives the change of a small tree's parameters, compiled."""
     small = dataclasses.replace(step, shapes=((64, 128), (96,)))
-    grads, params = (small.arrays(jax.random.key(i)) for i in range(2))
-    changes = []
-    for other in (name, "xla"):
-        init, run = program(small, other)
-        after, state = jax.jit(run)(grads, jax.jit(init)(params), params)
+    init, run = program(small, name)
+    flat = lambda tree: jnp.concatenate([jnp.float32(a).ravel() for a in jax.tree.leaves(tree)])
+
+    def changes() -> jax.Array:
+        grads, params = (small.arrays(jax.random.key(i)) for i in range(2))
+        after, state = run(grads, init(params), params)
         weights = getattr(state, "master", None) or after
-        weights = state[0] if other == "optax" and state[0] is not None else weights
-        flat = lambda tree: jnp.concatenate([jnp.float32(a).ravel() for a in jax.tree.leaves(tree)])
-        changes.append(flat(weights)[: flat(params).size] - flat(params))
-    got, want = changes
+        weights = state[0] if name == "optax" and state[0] is not None else weights
+        return flat(weights)[: flat(params).size] - flat(params)
+
+    return jax.jit(changes).lower().compile()
+
+
+def check(step: Step, got: jax.Array, want: jax.Array) -> None:
+    """That changes are those of plain JAX."""
     error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
     if not error < 1e-2:
         what = f"{step.op} {step.shape}"

@@ -1,5 +1,6 @@
 """The bench's report: what is drawn of it, and what becomes of a peer that is not there."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -56,7 +57,8 @@ def test_optimizer_steps_are_timed_beside_optax(tmp_path, monkeypatch):
 def test_optax_does_the_same_steps():
     found = {s.shape: s for s in steps.steps(small=False) if s.op == "fused_adamw"}
     for shape in ("100M", "100M-master", "100M-folded"):
-        steps.check(found[shape], "optax")
+        changes = (steps.changes_of(found[shape], name)() for name in ("optax", "xla"))
+        steps.check(found[shape], *changes)
     assert peers.has(found["100M-folded"], "optax")
     assert not peers.has(found["100M-8-bit-state"], "optax")
 
@@ -66,12 +68,13 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
 
     def wrong(step, name):
         init, go = right(step, name)
-        monkeypatch.setattr(steps, "program", right)
+        if name == "xla":
+            return init, go
         return init, lambda g, s, p: go(g, s, [0.9 * a for a in p])
 
     monkeypatch.setattr(steps, "program", wrong)
     with pytest.raises(RuntimeError, match="against plain JAX"):
-        steps.check(steps.steps(small=True)[0], "xla")
+        steps.measure(steps.steps(small=True)[0], "optax", 1, contextlib.nullcontext())
 
 
 def test_losses_are_compared_with_fp32_seed_by_seed():

@@ -14,6 +14,7 @@ arXiv:2312.00752; the initial values are those of the paper's own code.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -131,7 +132,10 @@ def mamba(
     Returns:
       (B, L, D), in `dtype`; with `return_cache` a pair of it and the cache.
     """
-    u, z = _inputs(weights, x, dtype)
+    # The kernels of `"mosaic"` do not take float32: it is left to the products' measurements.
+    of_products = "xla" if implementation == "xla" else None
+    project = functools.partial(jaxkern.linear, implementation=of_products)
+    u, z = _inputs(weights, x, dtype, project)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
@@ -143,7 +147,7 @@ def mamba(
     )
     if return_cache:
         u, conv = u
-    dt, B, C = _parameters(weights, u)
+    dt, B, C = _parameters(weights, u, project)
     y: Any = jaxkern.selective_scan(
         u,
         dt,
@@ -158,20 +162,20 @@ def mamba(
         **options,
     )
     if not return_cache:
-        return jaxkern.linear(y, weights.out_proj)
+        return project(y, weights.out_proj)
     y, state = y
-    return jaxkern.linear(y, weights.out_proj), Cache(conv, state)
+    return project(y, weights.out_proj), Cache(conv, state)
 
 
 def mamba_step(
     weights: Weights, x: jax.Array, cache: Cache, *, dtype: Any = None
 ) -> tuple[jax.Array, Cache]:
     """A Mamba block for one token, x (B, D): its output (B, D) and the next cache."""
-    u, z = _inputs(weights, x, dtype)
+    u, z = _inputs(weights, x, dtype, jaxkern.linear)
     u, conv = jaxkern.causal_conv1d_step(
         cache.conv, u, *_filter(weights, u.dtype), activation="silu"
     )
-    dt, B, C = _parameters(weights, u)
+    dt, B, C = _parameters(weights, u, jaxkern.linear)
     y, state = jaxkern.selective_scan_step(
         cache.scan,
         u,
@@ -195,16 +199,20 @@ def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
     )
 
 
-def _inputs(weights: Weights, x: jax.Array, dtype: Any) -> list[jax.Array]:
+def _inputs(
+    weights: Weights, x: jax.Array, dtype: Any, project: Callable[..., jax.Array]
+) -> list[jax.Array]:
     x = x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
-    return jnp.split(jaxkern.linear(x, weights.in_proj), 2, axis=-1)
+    return jnp.split(project(x, weights.in_proj), 2, axis=-1)
 
 
 def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return weights.conv_weight.astype(dtype), weights.conv_bias.astype(dtype)
 
 
-def _parameters(weights: Weights, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _parameters(
+    weights: Weights, u: jax.Array, project: Callable[..., jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     r, n = weights.dt_proj.shape[0], weights.A_log.shape[1]
-    low_rank, B, C = jnp.split(jaxkern.linear(u, weights.x_proj), [r, r + n], axis=-1)
-    return jaxkern.linear(low_rank, weights.dt_proj), B, C
+    low_rank, B, C = jnp.split(project(u, weights.x_proj), [r, r + n], axis=-1)
+    return project(low_rank, weights.dt_proj), B, C
