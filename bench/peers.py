@@ -34,7 +34,8 @@ _OF_JAX = ("jax", "tokamax", "optax")
 def installed() -> list[str]:
     """The peers that can be imported.
 
-    ``jax`` is what a user would write who wants sums in fp32, ``torch`` the formula in PyTorch's
+    ``jax`` is what a user would write, with sums of products in fp32 but for ``acc + x.T @ dout``,
+    ``torch`` the formula in PyTorch's
     own functions, and ``compile`` that through ``torch.compile``; ``optax`` has optimizers alone.
     """
     return [name for name, module in _MODULES.items() if importlib.util.find_spec(module)]
@@ -81,7 +82,7 @@ _JAX: dict[str, Callable[..., Any]] = {
     "linear": lambda x, w: _product(x, w).astype(x.dtype),
     "linear-gelu": lambda x, w, b: jax.nn.gelu(_product(x, w) + b).astype(x.dtype),
     "accumulate_weight_grad": lambda x, d: jax.lax.scan(
-        lambda acc, both: (acc + _product(both[0].T, both[1]), None),
+        lambda acc, both: (acc + both[0].T @ both[1], None),
         jnp.zeros((x.shape[2], d.shape[2])),
         (x, d),
     )[0],

@@ -416,7 +416,7 @@ def _fused(options: _Options) -> optax.GradientTransformationExtraArgs:
         mode = resolve(options.implementation, device_unsupported(), op=options.name)
         step = _prepare(options, mode, grads, state, params, loss_scale, grad_norm)
         if options.implementation == "mosaic":
-            reasons = (leaf_unsupported(leaf) for leaf in step.leaves)
+            reasons = (leaf_unsupported(options.rule, leaf) for leaf in step.leaves)
             resolve("mosaic", next((r for r in reasons if r), None), op=options.name)
         after = update_leaves(
             options.rule, mode, step.numbers, step.seed, step.leaves, step.statics

@@ -69,8 +69,8 @@ from jaxkern.optim.rounding import GROUP, Draws, group_draws, leaf_draws, round_
 ELEMENTS = 8
 """Elements of each array on their way to a lane at a time, in one unit or several."""
 
-LARGE = 2**22
-"""Elements from which a leaf has a launch of its own: it takes 25 µs and the launch 2."""
+LARGE = 2**24
+"""Elements from which a leaf has a launch of its own: it takes 100 µs, of which 2 are its ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,11 @@ def _update_jit(rule, mode, statics, numbers, seed, leaves):
     done: list[Any] = [None] * len(leaves)
     by_kernel = []
     for i, (leaf, static) in enumerate(zip(leaves, statics, strict=True)):
-        if mode == "xla" or (mode == "auto" and leaf_unsupported(leaf)) or leaf.weight.size == 0:
+        if (
+            mode == "xla"
+            or (mode == "auto" and leaf_unsupported(rule, leaf))
+            or leaf.weight.size == 0
+        ):
             done[i] = updated(rule, static.decays, numbers, seed, static.number, leaf)
         else:
             by_kernel.append(i)
@@ -159,7 +163,7 @@ def _update_jit(rule, mode, statics, numbers, seed, leaves):
     words = lax.bitcast_convert_type(jnp.stack(numbers).astype(jnp.float32), jnp.uint32)
     header = jnp.concatenate([words, seed])
     alone = may_be_split([leaf.weight for leaf in leaves])
-    for group in _groups(leaves, by_kernel, statics, alone):
+    for group in _groups(rule, leaves, by_kernel, statics, alone):
         first = statics[group[0]]
         offsets = tuple(statics[i].number - first.number for i in group)
         number = jnp.array([first.number], jnp.uint32)
@@ -170,7 +174,7 @@ def _update_jit(rule, mode, statics, numbers, seed, leaves):
     return done
 
 
-def leaf_unsupported(leaf: Leaf) -> str | None:
+def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
     """Why the kernel cannot take a leaf."""
     codes = [a for a in (leaf.mu, leaf.nu) if a is not None and is_code(a)]
     for a in leaf:
@@ -178,10 +182,11 @@ def leaf_unsupported(leaf: Leaf) -> str | None:
             return f"it has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
     if codes and may_be_split([leaf.weight]):
         return "blocks of 8-bit codes may be split over devices; use jax.shard_map"
-    if leaf.weight.size > _vector(leaf) * MAX_UNITS:
+    vec = _vector(rule, leaf)
+    if leaf.weight.size > vec * MAX_UNITS:
         return (
-            f"its {leaf.weight.size} elements can be accessed {_vector(leaf)} at a time, and the "
-            "kernel counts to 2^32"
+            f"its {leaf.weight.size} elements can be accessed {vec} at a time, and the kernel "
+            "counts to 2^32"
         )
     return device_unsupported()
 
@@ -191,19 +196,22 @@ def is_code(a: Any) -> bool:
     return jnp.issubdtype(a.dtype, jnp.integer)
 
 
-def _vector(leaf: Leaf) -> int:
+def _vector(rule: Rule, leaf: Leaf) -> int:
     """Elements of a unit: as many as make 16 bytes of the widest array, if they divide the size.
 
-    With 8-bit codes 8, so that a warp has a block.
+    With 8-bit codes 8, so that a warp has a block, and where random bits are drawn as many as one
+    call of the generator serves.
     """
     if leaf.mu_scale is not None or leaf.nu_scale is not None:
         return quantise.BLOCK // 32
+    if any(_streams(rule, leaf)):
+        return math.gcd(GROUP, leaf.weight.size)
     widest = max(a.dtype.itemsize for a in leaf if a is not None)
     return math.gcd(16 // widest, leaf.weight.size)
 
 
 def _groups(
-    leaves: Sequence[Leaf], which: Sequence[int], statics: Sequence[Static], alone: bool
+    rule: Rule, leaves: Sequence[Leaf], which: Sequence[int], statics: Sequence[Static], alone: bool
 ) -> list[list[int]]:
     """The leaves of each launch, by their index."""
     groups: list[list[int]] = []
@@ -214,7 +222,9 @@ def _groups(
             groups.append([i])
             continue
         dtypes = tuple(None if a is None else a.dtype for a in leaf)
-        alike.setdefault((dtypes, _vector(leaf), statics[i].decays, varying(*leaf)), []).append(i)
+        alike.setdefault(
+            (dtypes, _vector(rule, leaf), statics[i].decays, varying(*leaf)), []
+        ).append(i)
     for members in alike.values():
         arrays = sum(a is not None for a in leaves[members[0]])
         groups += [list(part) for part in itertools.batched(members, MAX_REFS // arrays)]
@@ -414,7 +424,7 @@ class _Plan:
 
 def _launch(rule, mode, offsets, decays, header, number, leaves):
     """The arrays of the leaves after the step, but for the gradients."""
-    vec = _vector(leaves[0])
+    vec = _vector(rule, leaves[0])
     plan = _Plan(
         rule=rule,
         leaf=Leaf(*(None if a is None else jax.ShapeDtypeStruct((), a.dtype) for a in leaves[0])),

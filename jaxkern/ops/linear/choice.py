@@ -64,8 +64,9 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
         Measured(8192, 8192, 8192, 0.962, _ALONE),
     ),
     "linear_accumulate": (
-        Measured(4096, 4096, 2048, 1.008, _BROAD_BANDS),
-        Measured(4096, 4096, 512, 1.044, _BROAD_BANDS),
+        Measured(4096, 4096, 512, 1.094, Tile(128, 128, 64, 4, "rhs", 8, prefetch=True)),
+        Measured(4096, 4096, 1024, 1.044, Tile(128, 128, 64, 4, "lhs", 16, prefetch=True)),
+        Measured(4096, 4096, 2048, 1.003, _BROAD_BANDS),
         Measured(4096, 4096, 8192, 0.990, _BROAD_BANDS),
     ),
     "gated_fwd": (
@@ -84,7 +85,11 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
         Measured(4096, 11008, 16384, 1.004, _PAIR_ALONE),
         Measured(4096, 14336, 8192, 0.973, _PAIR_ALONE),
     ),
-    "gated_accumulate": (),
+    "gated_accumulate": (
+        Measured(4096, 11008, 512, 1.026, _PAIR_BANDS),
+        Measured(4096, 11008, 1024, 1.085, Tile(128, 128, 64, 4, "rhs", 16)),
+        Measured(4096, 11008, 2048, 1.115, _PAIR_BANDS),
+    ),
 }
 """By kernel name."""
 

@@ -156,6 +156,8 @@ def forward(
     * 8192: 96, 96. Two rows a block; a row, reading weight and bias again, with a bias.
     * 11008: 90, 82. Two warpgroups, in waves; 59 reading the weight again.
     * 16384: 96, 92. A block a row, reading the weight again; in waves with a bias.
+    * 20480, 24576, 28672: 94, 95 and 94, 74, 86 and 76. Two rows a block, 64 elements a lane, where
+      clusters give 82 to 90; clusters with a bias.
     * 32768: 90, 89. A block a row by 64 elements a lane; clusters with a bias, 72 otherwise.
     * 65536: 90, 87. Clusters with two rows on their way each; 87 with more.
     * 131072: 89, 82. The next row's sums sent ahead with a bias; 76 otherwise.
@@ -203,8 +205,10 @@ def forward(
         return _forward_clusters(strips(8, spread=8), m, groups, row_bytes, one)
     if strips(per_lane).blocks > 1:
         several = len(streams) > 1
-        if one and not costly and not several and (rows := rereading(2 * per_lane)).blocks == 1:
-            return Forward(rows, weight="again")
+        wide = rereading(2 * per_lane)
+        if one and not costly and not several and wide.blocks == 1:
+            blocks = in_blocks(strips(2 * per_lane), 2) if n < 32768 else None
+            return blocks or Forward(wide, weight="again")
         return _forward_clusters(strips(per_lane), m, groups, row_bytes, one, several)
     best = None
     if n > 8192:
