@@ -35,8 +35,8 @@ def installed() -> list[str]:
     """The peers that can be imported.
 
     ``jax`` is what a user would write, with sums of products in fp32 but for ``acc + x.T @ dout``,
-    ``torch`` the formula in PyTorch's
-    own functions, and ``compile`` that through ``torch.compile``; ``optax`` has optimizers alone.
+    ``torch`` the formula in PyTorch's own functions, and ``compile`` that through
+    ``torch.compile``; ``optax`` has optimizers alone.
     """
     return [name for name, module in _MODULES.items() if importlib.util.find_spec(module)]
 

@@ -62,6 +62,7 @@ def steps(small: bool) -> Sequence[Step]:
         return [_adamw("tree", ((256, 64),) * 4 + ((64,),) * 3, fp32, 28)]
     one = ((24414, 4096),)
     tree = _llama()
+    small_leaves = ((256, 256),) * 300
     master: dict[str, Any] = {"master_dtype": fp32}
     averages: dict[str, Any] = {"mu_dtype": bf16, "nu_dtype": bf16, "stochastic_rounding": True}
     codes: dict[str, Any] = {"mu_dtype": "int8", "nu_dtype": "uint8"}
@@ -81,7 +82,8 @@ def steps(small: bool) -> Sequence[Step]:
         _adamw("100M-master-bf16-state", one, bf16, 20, **master, **averages),
         _adamw("100M-bf16-all", one, bf16, 14, **averages),
         _adamw("100M-bf16-8-bit-state", one, bf16, 10, **codes),
-        _adamw("20M-300-leaves", ((256, 256),) * 300, fp32, 28),
+        _adamw("20M-300-leaves", small_leaves, fp32, 28),
+        _adamw("20M-300-leaves-folded", small_leaves, fp32, 32, scaled=True, **folded),
     ]
 
 

@@ -418,8 +418,9 @@ class _Plan:
 
     @property
     def per_lane(self) -> int:
-        """Units of a lane."""
-        return min(4, ELEMENTS // self.vec)
+        """Units of a lane: more elements of few bytes."""
+        codes = self.leaf.mu_scale is not None or self.leaf.nu_scale is not None
+        return min(4, (2 if codes else 1) * ELEMENTS // self.vec)
 
 
 def _launch(rule, mode, offsets, decays, header, number, leaves):
