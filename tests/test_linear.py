@@ -314,6 +314,23 @@ def test_kernels_fit_the_shared_memory():
         assert [count(name) for name in names] == [1, 1, 1, 2, 2]
 
 
+MEASURED = choice.MEASURED
+
+
+def test_measured_tiles_lower_for_cuda(monkeypatch):
+    """With accumulators, whose tiles take shared memory beside the operands'."""
+    monkeypatch.setattr(choice, "MEASURED", MEASURED)
+    call = functools.partial(jaxkern.accumulate_weight_grad, implementation="mosaic")
+    for row in MEASURED["linear_accumulate"]:
+        of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+        arrays = (
+            of((row.m, row.n), "float32"),
+            *(of((row.k, size), "bfloat16") for size in (row.m, row.n)),
+        )
+        lowered = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",))
+        assert "linear_accumulate" in lowered.as_text()
+
+
 def extreme(call, truth, arrays, dout):
     """Whatever fits its dtype in float64 is finite; output and gradients, and the true ones."""
     with check.running("mosaic"):
