@@ -91,7 +91,13 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
+# In Optax 0.2.6 a schedule of the decay stands still.
+OF_NEWEST = {"adamw-schedules": pytest.mark.newest}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=OF_NEWEST.get(name, ())) for name in PAIRS]
+)
 def test_a_step_is_that_of_optax(name):
     """By `apply`, and by `update` as any transformation; in float64 to its rounding."""
     ours, theirs = PAIRS[name]
@@ -158,7 +164,7 @@ def wrapped(tx_of):
         "chain": optax.chain(optax.clip(0.5), tx_of(), optax.scale(0.5)),
         "masked": optax.masked(tx_of(), {"w": True, "b": [False, True], "none": None}),
         "multi_transform": optax.multi_transform({"a": tx_of(), "b": tx_of(0.01)}, labels),
-        "MultiSteps": optax.MultiSteps(tx_of(), 2, accumulator_dtype=jnp.float64),
+        "MultiSteps": optax.MultiSteps(tx_of(), 2),
         "apply_if_finite": optax.apply_if_finite(tx_of(), 2),
         "flatten": optax.flatten(tx_of()),
     }

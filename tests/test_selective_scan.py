@@ -864,13 +864,10 @@ def test_selective_scan_of_too_many_states():
 # Kernels
 
 
+@pytest.mark.newest  # the transformations lower it by every version of JAX
 @pytest.mark.parametrize(
     ("dtype", "states", "gated"),
-    [
-        ("bfloat16", 16, True),
-        pytest.param("float16", 1, False, marks=pytest.mark.newest),
-        pytest.param("float32", 64, True, marks=pytest.mark.newest),
-    ],
+    [("bfloat16", 16, True), ("float16", 1, False), ("float32", 64, True)],
 )
 def test_selective_scan_lowers_for_cuda(dtype, states, gated):
     """The kernels' layouts are accepted, with no GPU here."""
