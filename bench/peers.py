@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from bench import timing
 from bench.cases import DROP_RATE, Case, bytes_of
 from bench.steps import Step
+from bench.turns import Alone, Turns
 
 _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 _MODULES = {
@@ -93,7 +94,7 @@ _JAX: dict[str, Callable[..., Any]] = {
 
 
 def measure_torch(
-    case: Case, name: str, calls: int, turn: Any, check: Callable[[Any, Any], None]
+    case: Case, name: str, calls: int, turn: Alone | Turns, check: Callable[[Any, Any], None]
 ) -> dict[str, timing.Timing]:
     """Times of the case's passes in a library for PyTorch.
 
@@ -101,7 +102,7 @@ def measure_torch(
       case: what to compute.
       name: whose kernels.
       calls: timed calls of each pass.
-      turn: held while the device is used; not while the kernels are compiled.
+      turn: held while the device is used.
       check: raises if the first result is not the second, plain JAX's.
     """
     import torch  # pyright: ignore[reportMissingImports]
@@ -124,14 +125,15 @@ def measure_torch(
         return torch.autograd.grad(f(*args), args, dout)
 
     key, make = jax.random.key(0), jax.jit(case.arrays)
-    arrays = make(key)
-    # Copies: some write their gradients where their arguments were.
-    first = [t.detach().clone().requires_grad_() for t in tensors(arrays)]
-    out = forward(*first)
-    dout = torch.randn_like(out)
-    both(dout, *first)
-    torch.cuda.synchronize()
-    plain = jax.jit(lambda a: case.call(*a, "xla")).lower(arrays).compile()
+    with turn.compiling():
+        arrays = make(key)
+        # Copies: some write their gradients where their arguments were.
+        first = [t.detach().clone().requires_grad_() for t in tensors(arrays)]
+        out = forward(*first)
+        dout = torch.randn_like(out)
+        both(dout, *first)
+        torch.cuda.synchronize()
+        plain = jax.jit(lambda a: case.call(*a, "xla")).lower(arrays).compile()
     with turn:
         check(jax.dlpack.from_dlpack(out), plain(arrays))
         keys = jax.random.split(key, timing.sets_needed(bytes_of(arrays)))
@@ -145,7 +147,7 @@ def measure_torch(
     return times
 
 
-def measure_torch_step(step: Step, calls: int, turn: Any) -> timing.Timing:
+def measure_torch_step(step: Step, calls: int, turn: Alone | Turns) -> timing.Timing:
     """Time of a step of PyTorch's fused AdamW."""
     import torch  # pyright: ignore[reportMissingImports]
 

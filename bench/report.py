@@ -20,8 +20,9 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 REPORT = FOLDER / "report.md"
 
-OURS = "mosaic"
+OURS, CHOSEN = "mosaic", "auto"
 NAMES = {
+    CHOSEN: "jaxkern's choice",
     OURS: "jaxkern",
     "xla": "plain JAX",
     "associative_scan": "associative_scan",
@@ -73,15 +74,20 @@ class Line:
     files: tuple[int, ...]
 
     @property
+    def own(self) -> Measured | None:
+        """What a user gets: the choice of ``None`` where it was timed, else the kernels."""
+        return self.figures.get(CHOSEN, self.figures.get(OURS))
+
+    @property
     def others(self) -> dict[str, Measured]:
-        return {name: m for name, m in self.figures.items() if name != OURS}
+        return {name: m for name, m in self.figures.items() if name not in (OURS, CHOSEN)}
 
     @property
     def speedup(self) -> float | None:
         """The fastest other's time over ours."""
-        if OURS not in self.figures or not self.others:
+        if self.own is None or not self.others:
             return None
-        return min(m.us for m in self.others.values()) / self.figures[OURS].us
+        return min(m.us for m in self.others.values()) / self.own.us
 
     @property
     def verdict(self) -> str:
@@ -157,8 +163,9 @@ def text(reports: Sequence[tuple[str, dict[str, Any]]]) -> str:
         "measured in the same run, each array of the pass counted once. *Both* is forward and "
         "backward in one program, where a compiler may merge them and read once what each of them "
         "reads: that is more than 100%. *jaxkern* is the Mosaic "
-        "kernels, also where `implementation=None` would choose XLA. *Speed-up* is the fastest "
-        "other's time over ours: ▼ marks where we are slower, and less than "
+        "kernels, also where `implementation=None` would choose XLA; *jaxkern's choice* is what "
+        "that runs, where it was timed. *Speed-up* is the fastest other's time over ours, that of "
+        "the choice if there is one: ▼ marks where we are slower, and less than "
         f"{EVEN:.0%} is even. *From* numbers the [files](#files); after the first come those that "
         "lend others' figures, measured at another time. Errors are in [accuracy.md](accuracy.md).",
         *_summary(by_op),
@@ -176,9 +183,9 @@ def _summary(by_op: dict[str, list[Line]]) -> Iterator[str]:
         compared = [line for line in by_op[op] if line.speedup is not None]
         counts = [sum(line.verdict == v for line in by_op[op]) for v in _VERDICTS]
         beside = [
-            line.figures["xla"].us / line.figures[OURS].us
+            line.figures["xla"].us / line.own.us
             for line in compared
-            if "xla" in line.figures
+            if line.own and "xla" in line.figures
         ]
         best = max((line.speedup or 0 for line in compared), default=None)
         worst = min((line.speedup or 0 for line in compared), default=None)
@@ -198,7 +205,7 @@ def _summary(by_op: dict[str, list[Line]]) -> Iterator[str]:
     rows = []
     for line in lost:
         name, by = min(line.others.items(), key=lambda item: item[1].us)
-        times = [_figure(line.figures[OURS]), f"{NAMES.get(name, name)}, {_figure(by)}"]
+        times = [_figure(line.own), f"{NAMES.get(name, name)}, {_figure(by)}"]
         where = [f"`{line.op}`", line.shape, line.dtype, line.direction]
         rows.append([*where, *times, _times(line.speedup)])
     yield table(["op", "shape", "dtype", "pass", "jaxkern", "fastest", "speed-up"], rows)

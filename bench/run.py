@@ -26,6 +26,7 @@ from bench import peers, plot, steps, timing
 from bench.cases import Case, bytes_of, cases
 from bench.report import RESULTS, write_csv
 from bench.steps import Step
+from bench.turns import Alone, Turns
 
 IMPLEMENTATIONS = ("mosaic", "xla", "auto")
 """Of jaxkern; ``"auto"`` is what ``None`` picks."""
@@ -98,8 +99,8 @@ class _Program:
         self.compile_s = time.perf_counter() - start
 
 
-_turn: Any = contextlib.nullcontext()
-"""Held while the device is used: of several processes only one at a time."""
+_turn: Alone | Turns = Alone()
+"""Held while the device is used."""
 
 
 def measure_case(case: Case, implementation: str, copy: float, calls: int) -> list[Row]:
@@ -136,19 +137,20 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
     key = jax.random.key(0)
     shapes = jax.eval_shape(case.arrays, key)
     keys = jax.random.split(key, timing.sets_needed(bytes_of(shapes)))
-    of_call, of_plain = _Program(call, *shapes), _Program(plain, *shapes)
-    out = jax.eval_shape(call, *shapes)
-    make, compare = _Program(case.arrays, key).run, _Program(_error, out, out).run
+    with _turn.compiling():
+        of_call, of_plain = _Program(call, *shapes), _Program(plain, *shapes)
+        out = jax.eval_shape(call, *shapes)
+        make, compare = _Program(case.arrays, key).run, _Program(_error, out, out).run
     if not case.differentiated:
         with _turn:
             sets = [make(k) for k in keys]
             _check(case, compare(of_call.run(*sets[0]), of_plain.run(*sets[0])))
             return [row("forward", of_call, sets)]
     out, vjp = jax.eval_shape(save, shapes)
-    of_save, of_both = _Program(save, shapes), _Program(both, shapes, out)
-    of_backward = _Program(backward, vjp, out)
     normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
-    draw = _Program(normal, key).run
+    with _turn.compiling():
+        of_save, of_both = _Program(save, shapes), _Program(both, shapes, out)
+        of_backward, draw = _Program(backward, vjp, out), _Program(normal, key).run
     with _turn:
         sets = [make(k) for k in keys]
         _check(case, compare(of_call.run(*sets[0]), of_plain.run(*sets[0])))
@@ -238,9 +240,9 @@ def _attempt(index: int, implementation: str, copy: float, calls: int) -> list[R
         gc.collect()
 
 
-def _begin(lock: Any) -> None:
+def _begin(turns: Turns) -> None:
     global _turn
-    _turn = lock
+    _turn = turns
 
 
 def _attempts(jobs: int, tasks: list[tuple[int, str, float, int]]) -> Iterator[list[Row] | str]:
@@ -253,7 +255,7 @@ def _attempts(jobs: int, tasks: list[tuple[int, str, float, int]]) -> Iterator[l
         jobs,
         mp_context=context,
         initializer=_begin,
-        initargs=(context.Lock(),),
+        initargs=(Turns(context),),
         max_tasks_per_child=1,
     )
     with pool:

@@ -13,6 +13,7 @@ import optax
 
 import jaxkern
 from bench import timing
+from bench.turns import Alone, Turns
 from jaxkern.precision import StaticLossScale
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -150,7 +151,9 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
     return init, run
 
 
-def measure(step: Step, name: str, calls: int, turn: Any) -> tuple[timing.Timing, float, int]:
+def measure(
+    step: Step, name: str, calls: int, turn: Alone | Turns
+) -> tuple[timing.Timing, float, int]:
     """Time of a step, seconds to compile it, and bytes it needs beside arguments and results.
 
     No speed from a wrong step: the change of a small tree must be that of plain JAX.
@@ -163,13 +166,14 @@ def measure(step: Step, name: str, calls: int, turn: Any) -> tuple[timing.Timing
     shapes = jax.eval_shape(step.arrays, jax.random.key(0))
     states = jax.eval_shape(init, shapes)
     key = jax.random.key(0)
-    draws = {s: _normal.lower(key, s, step.dtype).compile() for s in set(step.shapes)}
+    with turn.compiling():
+        draws = {s: _normal.lower(key, s, step.dtype).compile() for s in set(step.shapes)}
+        begin = jax.jit(init).lower(shapes).compile()
+        start = time.perf_counter()
+        compiled = jax.jit(in_place, donate_argnums=(0, 1)).lower(shapes, states, shapes).compile()
+        seconds = time.perf_counter() - start
+        change = changes_of(step, name), changes_of(step, "xla")
     draw = lambda key, shape, _: draws[shape](key)
-    begin = jax.jit(init).lower(shapes).compile()
-    start = time.perf_counter()
-    compiled = jax.jit(in_place, donate_argnums=(0, 1)).lower(shapes, states, shapes).compile()
-    seconds = time.perf_counter() - start
-    change = changes_of(step, name), changes_of(step, "xla")
     with turn:
         check(step, *(f() for f in change))
         grads, params = (step.arrays(jax.random.key(i), draw) for i in range(2))

@@ -1,12 +1,14 @@
 """The bench's report: what is drawn of it, and what becomes of a peer that is not there."""
 
-import contextlib
 import dataclasses
 import json
+import multiprocessing
+import threading
+import time
 
 import pytest
 
-from bench import peers, plot, precision, run, steps
+from bench import peers, plot, precision, run, steps, turns
 
 
 def report(percents):
@@ -74,7 +76,7 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(steps, "program", wrong)
     with pytest.raises(RuntimeError, match="against plain JAX"):
-        steps.measure(steps.steps(small=True)[0], "optax", 1, contextlib.nullcontext())
+        steps.measure(steps.steps(small=True)[0], "optax", 1, turns.Alone())
 
 
 def test_losses_are_compared_with_fp32_seed_by_seed():
@@ -88,3 +90,33 @@ def test_losses_are_compared_with_fp32_seed_by_seed():
     assert [round(got[name]["to_fp32"], 6) for name in losses] == [0.0, 0.1, -0.05]
     assert round(got["bf16"]["mean"], 6) == 2.6
     assert round(got["fp32"]["spread"], 6) == 0.707107
+
+
+def test_who_times_is_alone_and_goes_before_those_who_compile():
+    shared = turns.Turns(multiprocessing.get_context("fork"))
+    order = []
+
+    def compile_first():
+        with shared.compiling():
+            started.set()
+            time.sleep(0.2)
+            order.append("compiled")
+
+    def measure():
+        with shared:
+            order.append("timed")
+
+    def compile_later():
+        with shared.compiling():
+            order.append("compiled later")
+
+    started = threading.Event()
+    threads = [threading.Thread(target=f) for f in (compile_first, measure, compile_later)]
+    threads[0].start()
+    started.wait()
+    for thread in threads[1:]:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(5)
+    assert order == ["compiled", "timed", "compiled later"]

@@ -158,7 +158,7 @@ def forward(
     * 16384: 96, 92. A block a row, reading the weight again; in waves with a bias.
     * 20480, 24576, 28672: 94, 95 and 94, 74, 86 and 76. Two rows a block, 64 elements a lane, where
       clusters give 82 to 90; clusters with a bias.
-    * 32768: 90, 89. A block a row by 64 elements a lane; clusters with a bias, 72 otherwise.
+    * 32768: 89, 89. A block a row by 64 elements a lane; clusters with a bias, 72 otherwise.
     * 65536: 90, 87. Clusters with two rows on their way each; 87 with more.
     * 131072: 89, 82. The next row's sums sent ahead with a bias; 76 otherwise.
     * 262144: 87, 79. Sums sent ahead; 84, 62 otherwise.
