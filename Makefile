@@ -57,8 +57,8 @@ lint:
 .PHONY: test
 test: lint
 	@EXTRA=cpu .make/setup $(VENV_OLDEST) constraints/oldest.txt test
-	JAX_PLATFORMS=cpu $(RUN) pytest -n 3 $(ARGS)
-	JAX_PLATFORMS=cpu $(RUN_OLDEST) pytest -n 3 $(SUBSET_OLDEST) $(ARGS)
+	JAX_PLATFORMS=cpu $(RUN) pytest -n 2 $(ARGS)
+	JAX_PLATFORMS=cpu $(RUN_OLDEST) pytest -n 2 $(SUBSET_OLDEST) $(ARGS)
 	@if nvidia-smi >/dev/null 2>&1 && tail -n 1 $(VENV)/.jaxkern | grep -q cuda; then \
 		set -x; $(RUN) pytest -m gpu $(ARGS); \
 	else echo 'No GPU here: the kernels ran in the interpreter, not compiled.'; fi

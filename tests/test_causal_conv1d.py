@@ -429,6 +429,7 @@ def test_causal_conv1d_errors():
         jaxkern.causal_conv1d_step(x[:, :3], x, weight)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("size", "dtype"), [((1, 300, 287, 5), "bfloat16"), ((2, 300, 2048, 4), "float32")]
 )

@@ -135,6 +135,7 @@ def test_no_byte_sees_those_after_it(trained, forward):
     assert not np.array_equal(before[:, 10:], after[:, 10:])
 
 
+@pytest.mark.newest
 def test_remat_changes_memory_and_not_gradients(trained):
     w = jnp.asarray(windows())
 
@@ -209,6 +210,7 @@ def train_step(precision):
     return step, jit(lambda: init_state(CONFIG, policy))()
 
 
+@pytest.mark.newest
 def test_accumulated_gradients_are_those_of_the_whole_batch():
     w = windows(8)
     step, state = train_step("fp32")
@@ -223,6 +225,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
     )
 
 
+@pytest.mark.newest
 def test_fp16_skips_a_step_with_infinite_gradients():
     step, state = train_step("fp16")
     w = windows(8)[None]
@@ -256,6 +259,7 @@ def learn(precision):
     return np.array(losses)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_learns_as_fp32_does(precision):
     full, low = learn("fp32"), learn(precision)
@@ -281,6 +285,7 @@ def test_training_on_a_gpu_runs_the_kernels(remat, monkeypatch):
         assert kernel in text, kernel
 
 
+@pytest.mark.newest
 def test_decoding(trained, forward):
     graphdef = sample.decoder(MICRO)
 

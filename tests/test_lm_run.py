@@ -161,6 +161,7 @@ def test_resuming_from_a_damaged_checkpoint_is_one_line(finished, tmp_path):
         assert f"delete that folder to go back to step {STEPS - EVERY}" in err
 
 
+@pytest.mark.newest
 def test_sample(finished):
     argv = ["sample", "--run", finished[0], "--prompt", "the ", "--length", 50]
     first = run(*argv, "--seed", 3)

@@ -402,8 +402,8 @@ def test_make_test_runs_everything_on_both_versions_of_jax(ready):
         "-m pyright",
         "venv",
         ".[test] by constraints/oldest.txt",
-        "-m pytest -n 3",
-        "-m pytest -n 3 -m not newest -k not (mosaic or auto or xla) or kernels"
+        "-m pytest -n 2",
+        "-m pytest -n 2 -m not newest -k not (mosaic or auto or xla) or kernels"
         " or (rms_norm and transformations)",
     ]
 

@@ -378,6 +378,7 @@ def test_selective_scan_by_finite_differences():
         )
 
 
+@pytest.mark.newest
 def test_selective_scan_passes_in_plain_jax():
     """The pair of passes that stands in for the kernels where there is no GPU."""
     arrays = inputs_and_state(2, 21, 4, 3, groups=2)
@@ -759,6 +760,7 @@ def test_selective_scan_grows(size, implementation):
     check_case((x, dt, -0.5 * A, B, C, D, z, dt_bias), implementation)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_selective_scan_memory(implementation):
     """The memory of value and gradient is far below one (B, L, D, N) array, unless asked for."""
