@@ -101,22 +101,19 @@ class KernelPass:
             """`f` as a function of the present arrays to the present outputs."""
 
             def dense_f(*present: Any) -> Arrays:
-                full = [None] * len(args)
-                for i, a in zip(here, present, strict=True):
-                    full[i] = a
-                outs = f(*full)
+                outs = f(*_placed(present, here, len(args)))
                 return tuple(outs[i] for i in out_here)
 
             return dense_f
 
-        def finished(*present: Any) -> Arrays:
-            arrays, sums = present[: len(here)], present[len(here) :]
-            full_sums: list[Any] = [None] * len(out_shapes)
-            for i, v in zip(out_here, sums, strict=True):
-                full_sums[i] = v
-            finish = self.partial.finish if self.partial else None
-            assert finish is not None
-            return dense(lambda *a: finish(*a, *full_sums))(*arrays)
+        def of_sums(finish: Callable[..., Arrays]) -> Callable[..., Arrays]:
+            """`finish` as a function of the present arrays and the present sums."""
+
+            def dense_finish(*present: Any) -> Arrays:
+                sums = _placed(present[len(here) :], out_here, len(out_shapes))
+                return dense(lambda *full: finish(*full, *sums))(*present[: len(here)])
+
+            return dense_finish
 
         present = _Present(
             name=self.name,
@@ -131,16 +128,14 @@ class KernelPass:
             and Partial(
                 kernel=dense(self.partial.kernel),
                 reference=dense(self.partial.reference),
-                finish=finished,
+                finish=of_sums(self.partial.finish),
             ),
             batched=self.batched,
         )
         results = present.differentiable()(*(args[i] for i in here))
-        full: list[Any] = [None] * len(out_shapes)
-        for i, r in zip(out_here, results, strict=True):
-            full[i] = r
+        full = tuple(_placed(results, out_here, len(out_shapes)))
         op = self.saved_as or (self.name.endswith("_fwd") and self.name.removesuffix("_fwd"))
-        return named(op, tuple(full)) if op else tuple(full)
+        return named(op, full) if op else full
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -338,6 +333,14 @@ class _Present:
                 return lax.platform_dependent(
                     *args, cuda=cast(self.kernel), default=cast(self.reference)
                 )
+
+
+def _placed(values: Sequence[Any], places: Sequence[int], count: int) -> list[Any]:
+    """`count` entries: the values at their places, ``None`` elsewhere."""
+    full: list[Any] = [None] * count
+    for place, value in zip(places, values, strict=True):
+        full[place] = value
+    return full
 
 
 def named(op: str, outs: Any) -> Any:
