@@ -27,9 +27,11 @@ _SWIZZLE = 128
 _BYTES = 2
 _BOX = _SWIZZLE // _BYTES
 _SLOT = 64 * _SWIZZLE
-_PIECES = 2
 _SHARED = 226 << 10
-"""Bytes of an epilogue's slot, how many of them a box takes in fp32, bytes of shared memory."""
+"""Bytes of an epilogue's slot, and of shared memory for all slots."""
+_BOX_F32 = _SWIZZLE // 4
+_PIECES = _BOX // _BOX_F32
+"""Columns of a slot in fp32, and slots of a box."""
 _accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -150,10 +152,9 @@ def matmul(
     if tiles:
         scratch["in_slots"] = slots((_CONSUMERS, boxes, len(tiles), 64, _BOX), tiles[0].dtype)
     if fetched:
-        wide = _BOX // _PIECES
-        scratch["held_slots"] = plgpu.SMEM(
-            (_CONSUMERS, boxes, fetched, 64, wide), jnp.float32, transforms=_swizzled(wide)
-        )
+        held_box = (_CONSUMERS, boxes, fetched, 64, _BOX_F32)
+        swizzled_f32 = _swizzled(_BOX_F32)
+        scratch["held_slots"] = plgpu.SMEM(held_box, jnp.float32, transforms=swizzled_f32)
     if arrivals := len(tiles) + fetched:
         scratch["loaded"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=_CONSUMERS * boxes)
     for t in set(product.out_dtypes):
@@ -325,12 +326,11 @@ def _kernel(
                 oob_mode=plgpu.OOBFillMode.ZEROS,
             )
         if held_slots is not None:
-            wide = _BOX // _PIECES
             for (box, (r, c)), o, b in itertools.product(
                 enumerate(tile.boxes), range(held_count), range(_PIECES)
             ):
                 plgpu.copy_gmem_to_smem(
-                    outs[o].at[pl.ds(row + r, 64), pl.ds(column + c + b * wide, wide)],
+                    outs[o].at[pl.ds(row + r, 64), pl.ds(column + c + b * _BOX_F32, _BOX_F32)],
                     held_slots.at[warpgroup, box, o * _PIECES + b],
                     arrival(box),
                     oob_mode=plgpu.OOBFillMode.ZEROS,
