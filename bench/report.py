@@ -28,6 +28,7 @@ NAMES = {
     "associative_scan": "associative_scan",
     "optax": "optax",
     "tokamax": "tokamax",
+    "jax": "JAX by hand",
     "compile": "torch.compile",
     "torch": "PyTorch",
     "liger": "Liger",
