@@ -11,6 +11,7 @@ elsewhere), ``None`` for the choice at lowering time, ``"xla"`` for plain JAX.
 import contextlib
 import dataclasses
 import functools
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -63,6 +64,32 @@ class Op:
 
 
 # Accuracy
+
+
+_erf = np.vectorize(math.erf)
+
+
+def activated(activation, y):
+    """f(y) and f'(y) in float64."""
+    match activation:
+        case None:
+            return y, np.ones_like(y)
+        case "relu":
+            return np.maximum(y, 0), (y > 0).astype(float)
+        case "relu_squared":
+            return np.maximum(y, 0) ** 2, 2 * np.maximum(y, 0)
+        case "silu":
+            s = 1 / (1 + np.exp(-y))
+            return y * s, s + y * s * (1 - s)
+        case "gelu" | "gelu_tanh":
+            c = np.sqrt(2 / np.pi)
+            t = np.tanh(c * (y + 0.044715 * y**3))
+            slope = (1 + t) / 2 + y / 2 * (1 - t**2) * c * (1 + 3 * 0.044715 * y**2)
+            return y / 2 * (1 + t), slope
+        case "gelu_erf":
+            cdf = 0.5 * (1 + _erf(y / np.sqrt(2)))
+            return y * cdf, cdf + y * np.exp(-(y**2) / 2) / np.sqrt(2 * np.pi)
+    raise KeyError(activation)
 
 
 def relative_error(got: Any, want: Any, floor: float = 0.0) -> float:

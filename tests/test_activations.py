@@ -1,7 +1,6 @@
 """Activations and gated units: cases for the common suite, and what is their own."""
 
 import functools
-import math
 import re
 from collections import Counter
 
@@ -15,8 +14,6 @@ from jaxlib.mlir.ir import WalkResult
 import jaxkern
 from jaxkern.ops import elementwise, gated
 from tests import check
-
-erf = np.vectorize(math.erf)
 
 BOTH = pytest.mark.parametrize(
     "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
@@ -42,35 +39,13 @@ GATED = {
 }
 
 
-def curve(name, v):
-    """Value and slope in float64 NumPy."""
-    sigmoid = lambda z: 1 / (1 + np.exp(-z))
-    match name:
-        case "relu":
-            return np.maximum(v, 0), (v > 0) * 1.0
-        case "relu_squared":
-            return np.maximum(v, 0) ** 2, 2 * np.maximum(v, 0)
-        case "silu":
-            s = sigmoid(v)
-            return v * s, s + v * s * (1 - s)
-        case "gelu_tanh":
-            c = math.sqrt(2 / math.pi)
-            t = np.tanh(c * (v + 0.044715 * v**3))
-            slope = 0.5 * (1 + t) + 0.5 * v * (1 - t**2) * c * (1 + 3 * 0.044715 * v**2)
-            return 0.5 * v * (1 + t), slope
-        case "gelu_erf":
-            cdf = 0.5 * (1 + erf(v / math.sqrt(2)))
-            return v * cdf, cdf + v * np.exp(-(v**2) / 2) / math.sqrt(2 * math.pi)
-    raise KeyError(name)
-
-
 def pointwise_oracle(name, x, dout):
-    value, slope = curve(name, x)
+    value, slope = check.activated(name, x)
     return value, (dout * slope,)
 
 
 def gated_oracle(name, gate, up, dout):
-    value, slope = curve(name, gate)
+    value, slope = check.activated(name, gate)
     return value * up, (dout * up * slope, dout * value)
 
 
@@ -305,7 +280,9 @@ def test_what_is_chosen():
 def test_kernels_refuse_float64():
     with jax.enable_x64(True):
         x = jnp.linspace(-700.0, 700.0, 11, dtype=jnp.float64)
-        np.testing.assert_allclose(jaxkern.swiglu(x, x), x * curve("silu", np.asarray(x))[0], 1e-13)
+        np.testing.assert_allclose(
+            jaxkern.swiglu(x, x), x * check.activated("silu", np.asarray(x))[0], 1e-13
+        )
         with pytest.raises(NotImplementedError, match="gate is float64"):
             jaxkern.swiglu(x, x, implementation="mosaic")
 

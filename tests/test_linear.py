@@ -28,28 +28,9 @@ def faster_kernels():
         yield
 
 
-def activated(activation, y):
-    """f(y) and f'(y) in float64."""
-    match activation:
-        case None:
-            return y, np.ones_like(y)
-        case "relu":
-            return np.maximum(y, 0), (y > 0).astype(float)
-        case "relu_squared":
-            return np.maximum(y, 0) ** 2, 2 * np.maximum(y, 0)
-        case "silu":
-            s = 1 / (1 + np.exp(-y))
-            return y * s, s + y * s * (1 - s)
-        case "gelu":
-            c = np.sqrt(2 / np.pi)
-            t = np.tanh(c * (y + 0.044715 * y**3))
-            slope = (1 + t) / 2 + y / 2 * (1 - t**2) * c * (1 + 3 * 0.044715 * y**2)
-            return y / 2 * (1 + t), slope
-
-
 def oracle(x, w, b, dout, *, activation=None):
     """Output and gradients in float64."""
-    out, slope = activated(activation, x @ w + b)
+    out, slope = check.activated(activation, x @ w + b)
     dy = dout * slope
     rows = tuple(range(x.ndim - 1))
     dw = np.tensordot(x, dy, (rows, rows))
@@ -468,7 +449,7 @@ LINEAR = check.Op(
 def gated_oracle(x, w_gate, w_up, dout, *, activation):
     """Output and gradients in float64."""
     gate, up = x @ w_gate, x @ w_up
-    value, slope = activated(activation, gate)
+    value, slope = check.activated(activation, gate)
     dgate, dup = dout * up * slope, dout * value
     return value * up, (dgate @ w_gate.T + dup @ w_up.T, x.T @ dgate, x.T @ dup)
 

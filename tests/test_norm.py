@@ -27,23 +27,6 @@ def sigmoid(v):
     return 1 / (1 + np.exp(-v))
 
 
-def activated(activation, y):
-    """f(y) and f'(y) in float64."""
-    match activation:
-        case None:
-            return y, np.ones_like(y)
-        case "relu":
-            return np.maximum(y, 0), (y > 0).astype(float)
-        case "silu":
-            s = sigmoid(y)
-            return y * s, s + y * s * (1 - s)
-        case "gelu":
-            c = math.sqrt(2 / math.pi)
-            t = np.tanh(c * (y + 0.044715 * y**3))
-            slope = (1 + t) / 2 + y / 2 * (1 - t**2) * c * (1 + 3 * 0.044715 * y**2)
-            return y / 2 * (1 + t), slope
-
-
 def oracle(
     op,
     a,
@@ -67,7 +50,7 @@ def oracle(
     bias = a.get("bias", np.zeros(n))
     v = h if z is None or norm_before_gate else h * z * sigmoid(z)
     out, dv, xhats = np.empty_like(v), np.empty_like(v), np.empty_like(v)
-    silu = 1.0 if z is None else activated("silu", z)[0]
+    silu = 1.0 if z is None else check.activated("silu", z)[0]
     after = silu if norm_before_gate else 1.0
     dys, inner, terms = (np.empty_like(v) for _ in range(3))
     for row in np.ndindex(v.shape[:-1]):
@@ -76,7 +59,7 @@ def oracle(
             r = v[at] - (v[at].mean() if centered else 0)
             std = np.sqrt(np.sum(r**2) / size + eps)
             xhats[at] = r / std
-            inner[at], slope = activated(activation, xhats[at] * scale[at[-1]] + bias[at[-1]])
+            inner[at], slope = check.activated(activation, xhats[at] * scale[at[-1]] + bias[at[-1]])
             factor = after if np.ndim(after) == 0 else after[at]
             out[at] = inner[at] * factor
             dys[at] = dout[at] * factor * slope
@@ -89,7 +72,7 @@ def oracle(
     rows = tuple(range(v.ndim - 1))
     grads = {"weight": np.sum(dys * xhats, rows), "bias": np.sum(dys, rows)}
     if z is not None:
-        slope = activated("silu", z)[1]
+        slope = check.activated("silu", z)[1]
         grads["gate"] = (dout * inner if norm_before_gate else dv * h) * slope
         dv, terms = (dv, terms) if norm_before_gate else (dv * silu, terms * silu)
     dv = dv if dsum is None else dv + dsum
