@@ -77,11 +77,30 @@ def _measure_cupti(
         wait(out)
     finally:
         records = cupti._cupti_get_timings(False)
-    per_call, rest = divmod(len(records), len(order))
-    if rest or not per_call:
-        raise RuntimeError(f"{len(records)} kernels were recorded for {len(order)} calls")
-    calls = [records[i : i + per_call] for i in range(0, len(records), per_call)]
-    return Timing.of([sum(ms for _, ms in call) for call in calls], [name for name, _ in calls[0]])
+    times, kernels = by_call(records, len(order))
+    return Timing.of(times, kernels)
+
+
+def by_call(records: Sequence[tuple[str, float]], calls: int) -> tuple[list[float], list[str]]:
+    """The time of each call, and the kernels that it launches.
+
+    Args:
+      records: name and duration of each kernel, those of one name in the order of the calls. What
+        other threads launch, as PyTorch's backward does, may stand after everything else.
+      calls: how many there were, alike.
+    """
+    by_name: dict[str, list[float]] = {}
+    for name, duration in records:
+        by_name.setdefault(name, []).append(duration)
+    if not records or any(len(durations) % calls for durations in by_name.values()):
+        raise RuntimeError(f"{len(records)} kernels were recorded for {calls} calls")
+    times, kernels = [0.0] * calls, []
+    for name, durations in by_name.items():
+        per_call = len(durations) // calls
+        kernels += [name] * per_call
+        for i in range(calls):
+            times[i] += sum(durations[i * per_call : (i + 1) * per_call])
+    return times, kernels
 
 
 def _measure_wall(

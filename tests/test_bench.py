@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from bench import peers, plot, precision, run, steps, turns
+from bench import peers, plot, precision, run, steps, timing, turns
 
 
 def report(percents):
@@ -120,3 +120,11 @@ def test_who_times_is_alone_and_goes_before_those_who_compile():
     for thread in threads:
         thread.join(5)
     assert order == ["compiled", "timed", "compiled later"]
+
+
+def test_kernels_of_other_threads_are_counted_to_their_calls():
+    """As a backward's, that CUPTI may report after all forwards."""
+    forward, backward = [("f", 1.0), ("f", 2.0)], [("g", 10.0), ("h", 5.0), ("g", 20.0), ("h", 5.0)]
+    assert timing.by_call(forward + backward, 2) == ([16.0, 27.0], ["f", "g", "h"])
+    with pytest.raises(RuntimeError, match="3 kernels were recorded for 2 calls"):
+        timing.by_call([*forward, ("g", 1.0)], 2)
