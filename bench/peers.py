@@ -136,7 +136,7 @@ def measure_torch(
         plain = jax.jit(lambda a: case.call(*a, "xla")).lower(arrays).compile()
     with turn:
         check(jax.dlpack.from_dlpack(out), plain(arrays))
-        keys = jax.random.split(key, timing.sets_needed(bytes_of(arrays)))
+        keys = jax.random.split(key, timing.sets_needed(bytes_of(arrays) + out.nbytes))
         sets = [tuple(tensors(make(k))) for k in keys]
         douts = [torch.randn_like(out) for _ in sets]
         times = {"forward": timed(forward, sets)}

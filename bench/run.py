@@ -136,10 +136,10 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
 
     key = jax.random.key(0)
     shapes = jax.eval_shape(case.arrays, key)
-    keys = jax.random.split(key, timing.sets_needed(bytes_of(shapes)))
+    out = jax.eval_shape(call, *shapes)
+    keys = jax.random.split(key, timing.sets_needed(bytes_of((shapes, out))))
     with _turn.compiling():
         of_call, of_plain = _Program(call, *shapes), _Program(plain, *shapes)
-        out = jax.eval_shape(call, *shapes)
         make, compare = _Program(case.arrays, key).run, _Program(_error, out, out).run
     if not case.differentiated:
         with _turn:

@@ -1,9 +1,9 @@
 """Device time of compiled programs, and the limits of the machine they ran on.
 
 On an NVIDIA GPU a program's time is the sum of its kernels' durations, as CUPTI records them:
-launch gaps are not in it. Every call takes another set of arguments, and all sets together are
-several times the L2 cache, so what a call reads comes from memory. Elsewhere the time is wall-clock
-time.
+launch gaps are not in it. Every call takes another set of arguments, and all sets and results
+together are several times the L2 cache, so what a call reads comes from memory. Elsewhere the time
+is wall-clock time.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 FOOTPRINT = 512 << 20
-"""Bytes that the sets of arguments take together: over eight times an H200's L2 cache."""
+"""Bytes that all arguments and results take together: over eight times an H200's L2 cache."""
 
 
 @dataclasses.dataclass(frozen=True)
