@@ -135,7 +135,11 @@ def mamba(
     # The kernels of `"mosaic"` do not take float32: it is left to the products' measurements.
     of_products = "xla" if implementation == "xla" else None
     project = functools.partial(jaxkern.linear, implementation=of_products)
-    u, z = _inputs(weights, x, dtype, project)
+    x = _cast(x, weights, dtype)
+    # Two products, as the halves of one would be copied apart, and their gradients together; XLA
+    # makes one of two that have an operand in common.
+    to_u, to_z = jnp.split(weights.in_proj, 2, axis=-1)
+    u, z = project(x, to_u), project(jax.lax.optimization_barrier(x), to_z)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
@@ -171,7 +175,8 @@ def mamba_step(
     weights: Weights, x: jax.Array, cache: Cache, *, dtype: Any = None
 ) -> tuple[jax.Array, Cache]:
     """A Mamba block for one token, x (B, D): its output (B, D) and the next cache."""
-    u, z = _inputs(weights, x, dtype, jaxkern.linear)
+    projected = jaxkern.linear(_cast(x, weights, dtype), weights.in_proj)
+    u, z = jnp.split(projected, 2, axis=-1)
     u, conv = jaxkern.causal_conv1d_step(
         cache.conv, u, *_filter(weights, u.dtype), activation="silu"
     )
@@ -199,11 +204,8 @@ def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
     )
 
 
-def _inputs(
-    weights: Weights, x: jax.Array, dtype: Any, project: Callable[..., jax.Array]
-) -> list[jax.Array]:
-    x = x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
-    return jnp.split(project(x, weights.in_proj), 2, axis=-1)
+def _cast(x: jax.Array, weights: Weights, dtype: Any) -> jax.Array:
+    return x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
 
 
 def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array]:
