@@ -136,17 +136,26 @@ def test_no_byte_sees_those_after_it(trained, forward):
 
 
 @pytest.mark.newest
-def test_remat_changes_memory_and_not_gradients(trained):
+@pytest.mark.parametrize("remat", [False, True])
+def test_loops_and_remat_change_memory_and_not_gradients(trained, remat):
     w = jnp.asarray(windows())
 
-    def gradients(remat):
-        graphdef = make_model(MICRO, Options(remat=remat))
+    def gradients(**how):
+        graphdef = make_model(MICRO, Options(**how))
         traced = jit(jax.grad(functools.partial(loss_fn, graphdef))).trace(trained, w)
-        return traced.lower().compile()(trained, w), str(traced.jaxpr)
+        lowered = traced.lower()
+        return lowered.compile()(trained, w), str(traced.jaxpr), lowered.as_text()
 
-    (plain, plain_text), (remat, remat_text) = gradients(False), gradients(True)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, remat)
-    assert remat_text.count("remat") > plain_text.count("remat")
+    plain, jaxpr, text = gradients()
+    for_loop, loop_jaxpr, loop_text = gradients(remat=remat, scan_layers=True)
+    in_turn, remat_jaxpr, _ = gradients(remat=remat)
+    for other in (for_loop, in_turn):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, other
+        )
+    assert loop_text.count("stablehlo.while") > text.count("stablehlo.while")
+    for other in (loop_jaxpr, remat_jaxpr):
+        assert (other.count("remat") > jaxpr.count("remat")) == remat
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,12 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         action="store_true",
     )
     add(
+        "--scan-layers",
+        "run the layers in a loop: compiles faster, steps slower",
+        "off",
+        action="store_true",
+    )
+    add(
         "--implementation",
         "of the ops: auto (the fastest), mosaic (GPU kernels), xla",
         choices=("auto", "mosaic", "xla"),

@@ -64,6 +64,7 @@ class TrainConfig:
     grad_accum: int
     mixed_precision: str
     remat: bool
+    scan_layers: bool
     implementation: str
     devices: str
     seed: int
@@ -107,6 +108,7 @@ DEFAULTS: dict[str, Any] = {
     "grad_accum": 1,
     "mixed_precision": "fp32",
     "remat": False,
+    "scan_layers": False,
     "implementation": "auto",
     "devices": "auto",
     "seed": 0,

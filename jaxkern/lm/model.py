@@ -9,10 +9,12 @@
         x = x + out_proj(y)
     logits = rms_norm(x) · embeddingᵀ                         (B, L, vocab_size)
 
-The layers' parameters are stacked along a leading axis and the layers run under `lax.scan`, so the
-program, and the time to compile it, do not grow with depth. The residual stream `x` is kept in
-fp32, as in the paper's own code; matrix products run in the policy's compute dtype; A, D and
-dt_bias enter the scan in the parameters' dtype.
+The layers' parameters are stacked along a leading axis. The layers follow one another in the
+program, or run in a loop, whose time to compile does not grow with depth: there, what a layer saves
+for the backward is copied to and from arrays that hold it for all. The residual stream `x` is kept
+in fp32, as in the paper's own code, and what a layer adds to it is added by the next one's norm;
+matrix products run in the policy's compute dtype; A, D and dt_bias enter the scan in the
+parameters' dtype.
 """
 
 import dataclasses
@@ -37,11 +39,19 @@ EPS = 1e-5  # of every norm
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How the model runs, as opposed to what it is."""
+    """How the model runs, as opposed to what it is.
+
+    Attributes:
+      policy: dtypes.
+      implementation: of the ops.
+      remat: whether the backward computes each layer again from its input.
+      scan_layers: whether the layers run in a loop.
+    """
 
     policy: Policy = dataclasses.field(default_factory=Policy)
     implementation: Implementation | None = None
     remat: bool = False
+    scan_layers: bool = False
 
 
 class MambaBlock(Mamba):
@@ -61,17 +71,18 @@ class MambaBlock(Mamba):
         )
         self.norm = nnx.Param(jnp.ones(config.d_model))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x (B, L, d_model) fp32 -> the same."""
-        return x + super().__call__(self._normalised(x)).astype(x.dtype)
+    def layer(self, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The stream x (B, L, d_model) fp32 and what to add to it -> the sum, and what to add."""
+        normalised, x = _add_and_normalise(x, out, self.norm, self.implementation)
+        return x, self(normalised)
 
-    def step(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """One token: x (B, d_model)."""
-        out, cache = super().step(self._normalised(x), cache)
-        return x + out.astype(x.dtype), cache
-
-    def _normalised(self, x):
-        return jaxkern.rms_norm(x, self.norm[...], eps=EPS, implementation=self.implementation)
+    def layer_step(
+        self, x: jax.Array, out: jax.Array, cache: Cache
+    ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
+        """The same for one token: x (B, d_model)."""
+        normalised, x = _add_and_normalise(x, out, self.norm, self.implementation)
+        out, cache = self.step(normalised, cache)
+        return (x, out), cache
 
 
 class MambaLM(nnx.Module):
@@ -95,25 +106,26 @@ class MambaLM(nnx.Module):
         """Tokens (B, L) of any integer dtype -> logits (B, L, vocab_size) in the output dtype."""
         graphdef, params = nnx.split(self.blocks)
 
-        def layer(x, params):
-            return nnx.merge(graphdef, params)(x), None
+        def layer(stream, params):
+            return nnx.merge(graphdef, params).layer(*stream), None
 
+        loop = self.options.scan_layers
         if self.options.remat:
-            # Under scan nothing can be shared across the barrier that prevent_cse would add.
-            layer = jax.checkpoint(layer, prevent_cse=False)
-        x, _ = jax.lax.scan(layer, self._embed(tokens), params)
-        return self._head(x)
+            # In a loop nothing can be shared across the barrier that prevent_cse would add.
+            layer = jax.checkpoint(layer, prevent_cse=not loop)
+        stream, _ = jax.lax.scan(layer, self._embed(tokens), params, unroll=1 if loop else True)
+        return self._head(*stream)
 
     def step(self, tokens: jax.Array, state: Cache) -> tuple[jax.Array, Cache]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
         graphdef, params = nnx.split(self.blocks)
 
-        def layer(x, params_and_cache):
+        def layer(stream, params_and_cache):
             params, cache = params_and_cache
-            return nnx.merge(graphdef, params).step(x, cache)
+            return nnx.merge(graphdef, params).layer_step(*stream, cache)
 
-        x, state = jax.lax.scan(layer, self._embed(tokens), (params, state))
-        return self._head(x), state
+        stream, state = jax.lax.scan(layer, self._embed(tokens), (params, state))
+        return self._head(*stream), state
 
     def init_state(self, batch_size: int) -> Cache:
         """The state before the first token, that of all layers stacked."""
@@ -121,17 +133,27 @@ class MambaLM(nnx.Module):
         return jax.tree.map(lambda a: jnp.tile(a, (self.config.n_layers, *[1] * a.ndim)), cache)
 
     def _embed(self, tokens):
+        """The stream, and nothing to add to it yet."""
         table = self.embedding[...].astype(jnp.float32)
         if self.config.vocab_size > _PRODUCT_UP_TO:
-            return rows_of(table, tokens)
-        chosen = one_hot(tokens, self.config.vocab_size).astype(jnp.float32)
-        return jnp.matmul(chosen, table, precision="highest")
+            x = rows_of(table, tokens)
+        else:
+            chosen = one_hot(tokens, self.config.vocab_size).astype(jnp.float32)
+            x = jnp.matmul(chosen, table, precision="highest")
+        return x, jnp.zeros(x.shape, self.options.policy.compute)
 
-    def _head(self, x):
+    def _head(self, x, out):
         policy = self.options.policy
-        x = jaxkern.rms_norm(x, self.norm[...], eps=EPS, implementation=self.options.implementation)
-        logits = policy.cast_to_compute(x) @ policy.cast_to_compute(self.embedding[...]).T
+        x, _ = _add_and_normalise(x, out, self.norm, self.options.implementation)
+        logits = x @ policy.cast_to_compute(self.embedding[...]).T
         return policy.cast_to_output(logits)
+
+
+def _add_and_normalise(
+    x: jax.Array, out: jax.Array, norm: nnx.Param, implementation: Implementation | None
+) -> tuple[jax.Array, jax.Array]:
+    """The normalised sum, in the dtype of `out`, and the sum, in that of the stream `x`."""
+    return jaxkern.rms_norm(out, norm[...], eps=EPS, residual=x, implementation=implementation)
 
 
 # An indexed read's own gradient adds with atomics on a GPU, in another order on every run. For

@@ -141,7 +141,8 @@ class Trainer:
             one = SingleDeviceSharding(self.devices[0])
             self.replicated = self.first_split = self.second_split = one
         implementation: Any = None if config.implementation == "auto" else config.implementation
-        self.graphdef = make_model(config.model, Options(self.policy, implementation, config.remat))
+        options = Options(self.policy, implementation, config.remat, config.scan_layers)
+        self.graphdef = make_model(config.model, options)
 
     def run(self, train_step: Callable, state: TrainState, done: int, corpus: data.Corpus) -> None:
         """Train from step `done` to the last, and leave the results in the run directory."""
