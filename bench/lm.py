@@ -5,10 +5,12 @@ Products are in bf16; parameters, gradients, the optimizer's state and the resid
 Gradients are not clipped, and activations not checkpointed, but for what a contender's own kernels
 compute again in the backward.
 
-    jaxkern     the model of ``jaxkern train`` and fused_adamw, on kernels where they are fastest
-    xla         the same with every op in plain JAX
-    mamba_ssm   its MambaLMHeadModel under torch.autocast, with its fused add and norm, and
-                torch.optim.AdamW(fused=True)
+    jaxkern       the model of ``jaxkern train`` and fused_adamw, on kernels where they are fastest
+    jaxkern-loop  the same with ``--scan-layers``
+    xla           the same as jaxkern with every op in plain JAX
+    xla-loop      the same with ``--scan-layers``
+    mamba_ssm     its MambaLMHeadModel under torch.autocast, with its fused add and norm, and
+                  torch.optim.AdamW(fused=True)
 
 Each trains in a process of its own, one after the other. The host is a step ahead of the device, as
 in training, and a step takes from the end of the one before to its own end. The tokens have a
@@ -47,7 +49,7 @@ from jaxkern.lm.model import DECAYED, MambaLM, Options, count_params
 from jaxkern.lm.step import loss_fn, make_model
 from jaxkern.precision import Policy
 
-OTHERS = ("xla", "mamba_ssm")
+OTHERS = ("jaxkern-loop", "xla", "xla-loop", "mamba_ssm")
 
 _RATE, _BETAS, _DECAY = 1e-3, (0.9, 0.95), 0.1
 _BATCHES = 4
@@ -59,7 +61,7 @@ class Job:
     """What to train, and by whom.
 
     Attributes:
-      contender: ``"jaxkern"``, ``"xla"`` or ``"mamba_ssm"``.
+      contender: who trains it.
       preset: the model's shape.
       length: tokens a sequence.
       tokens: a step, at most; at least one sequence.
@@ -122,8 +124,10 @@ def product_operations(model: ModelConfig) -> int:
 
 def of_jax(job: Job) -> Trainer:
     """The library's own model and optimizer."""
-    implementation = "xla" if job.contender == "xla" else None
-    graphdef = make_model(job.model, Options(Policy.parse("bf16"), implementation))
+    name, _, loop = job.contender.partition("-")
+    implementation = "xla" if name == "xla" else None
+    options = Options(Policy.parse("bf16"), implementation, scan_layers=bool(loop))
+    graphdef = make_model(job.model, options)
     tx = jaxkern.fused_adamw(
         _RATE,
         *_BETAS,
@@ -322,7 +326,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--length", action="append", type=int, help="repeat for more (2048; without a GPU 64)"
     )
-    found = [name for name in OTHERS if name == "xla" or importlib.util.find_spec(name)]
+    found = [n for n in OTHERS if n != "mamba_ssm" or importlib.util.find_spec(n)]
     p.add_argument("--vs", default=",".join(found), help="whom to train beside, comma-separated")
     p.add_argument("--only", help="contenders, comma-separated, where not jaxkern and --vs")
     p.add_argument("--tokens", type=int, help="a step (16384; without a GPU 512)")
@@ -350,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             preset=preset,
             length=length,
             tokens=args.tokens or (16384 if gpu else 512),
-            steps=args.steps_xla if name == "xla" else args.steps,
+            steps=args.steps_xla if name.startswith("xla") else args.steps,
             warmup=max(1, args.warmup),
         )
         for preset in args.preset or ["130m" if gpu else "tiny"]

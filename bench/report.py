@@ -24,7 +24,9 @@ OURS, CHOSEN = "mosaic", "auto"
 NAMES = {
     CHOSEN: "jaxkern's choice",
     OURS: "jaxkern",
+    "jaxkern-loop": "jaxkern, layers in a loop",
     "xla": "plain JAX",
+    "xla-loop": "plain JAX, layers in a loop",
     "associative_scan": "associative_scan",
     "optax": "optax",
     "tokamax": "tokamax",
