@@ -18,7 +18,7 @@ from jaxkern.precision import StaticLossScale
 
 Shapes = tuple[tuple[int, ...], ...]
 
-_RATE, _DECAY, _SCALE = 1e-3, 0.1, StaticLossScale(1024.0)
+_RATE, _DECAY = 1e-3, 0.1
 
 
 _normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
@@ -115,17 +115,20 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
         whether they were finite.
       name: by an implementation of jaxkern, or by ``"optax"``."""
     implementation: Any = name
+    loss_scale = StaticLossScale(1024.0)
     if step.op == "scale_gradients":
         scale = functools.partial(jaxkern.scale_gradients, implementation=implementation)
-        return lambda params: jnp.array(True), lambda grads, state, params: scale(params, _SCALE)
+        return lambda params: jnp.array(True), lambda grads, state, params: scale(
+            params, loss_scale
+        )
     decays = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
     if name != "optax":
         tx = jaxkern.fused_adamw(
             _RATE, weight_decay=_DECAY, mask=decays, implementation=implementation, **step.options
         )
-        scale = _SCALE if step.scaled else None
+        given = loss_scale if step.scaled else None
         return tx.init, lambda grads, state, params: jaxkern.apply(
-            tx, grads, state, params, loss_scale=scale
+            tx, grads, state, params, loss_scale=given
         )
     tx: Any = optax.adamw(_RATE, weight_decay=_DECAY, mask=decays)
     if "clip_norm" in step.options:
@@ -136,7 +139,7 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
 
     def run(grads: Any, state: Any, params: Any) -> Any:
         master, state = state
-        grads = _SCALE.unscale(grads) if step.scaled else grads
+        grads = loss_scale.unscale(grads) if step.scaled else grads
         weights = params if master is None else master
         updates, state = tx.update(grads if master is None else wide(grads), state, weights)
         weights = optax.apply_updates(weights, updates)

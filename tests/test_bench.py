@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 
@@ -34,6 +36,15 @@ def test_picture_has_the_most_rows_of_each_length(tmp_path):
     assert plot.draw(got, tmp_path / "a.svg")
     assert "rms_norm, forward" in (tmp_path / "a.svg").read_text()
     assert not plot.draw(report({(8, 64): 10.0}), tmp_path / "b.svg")
+
+
+def test_imports_leave_the_device_alone():
+    """Each process says by itself how much of the device's memory it takes, before it takes it."""
+    modules = "accuracy, backbones, lm, pictures, precision, report, run"
+    asked = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
+    command = [sys.executable, "-c", f"from bench import {modules}; {asked}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_absent_peer_is_named(tmp_path, capsys):
