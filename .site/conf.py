@@ -19,6 +19,7 @@ html_title = f"jaxkern {release}"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the shapes and dtypes in Args say more
 napoleon_use_rtype = False
+napoleon_use_ivar = True  # a class's own attributes are among its members
 nb_execution_mode = "off"  # as they were committed; tests/test_notebooks.py runs them
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3

@@ -1,4 +1,4 @@
-"""Mamba checkpoints in the layout of Hugging Face: a folder of config.json and safetensors.
+"""Mamba checkpoints in the layout of Hugging Face: a folder of config.json and safetensors::
 
     theirs, layer by layer                     ours, all layers stacked
     backbone.embeddings.weight  (V, D)         embedding            (V, D)
@@ -14,7 +14,7 @@
       mixer.A_log, mixer.D                     blocks.A_log, blocks.D
       mixer.out_proj.weight     (D, E)         blocks.out_proj      (layers, E, D)
 
-The output layer is the embedding, transposed. The checkpoints state-spaces/mamba-*-hf are of this
+The output layer is the embedding, transposed. The checkpoints ``state-spaces/mamba-*-hf`` are of this
 layout, and so is what ``transformers.MambaForCausalLM.save_pretrained`` writes.
 """
 

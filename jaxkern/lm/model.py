@@ -1,4 +1,4 @@
-"""The Mamba language model (arXiv 2312.00752), in flax.nnx on jaxkern's ops.
+"""The Mamba language model (arXiv 2312.00752), in flax.nnx on jaxkern's ops::
 
     x = embedding[tokens]                                     (B, L, d_model)
     for each layer:

@@ -36,8 +36,9 @@ class RMSNorm(eqx.nn.RMSNorm):
     Args:
       shape: of what is normalised together: the last axis or the last axes of the input.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      *args, **options: those of ``eqx.nn.RMSNorm``; with `use_bias`, which is its default, the bias
-        is added to the rounded result.
+      *args: as ``eqx.nn.RMSNorm`` takes them.
+      **options: likewise; with `use_bias`, which is its default, the bias is added to the rounded
+        result.
 
     Example:
       >>> import jax.numpy as jnp
@@ -60,7 +61,7 @@ class RMSNorm(eqx.nn.RMSNorm):
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
-        """x (..., *shape) -> the same shape; a `state` is handed through."""
+        """x, any axes and those of `shape` -> the same shape; a `state` is handed through."""
         rows = _rows(self, x)
         out = jaxkern.rms_norm(
             rows, _flat(self.weight), eps=self.eps, implementation=self.implementation
@@ -76,7 +77,8 @@ class LayerNorm(eqx.nn.LayerNorm):
     Args:
       shape: of what is normalised together: the last axis or the last axes of the input.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      *args, **options: those of ``eqx.nn.LayerNorm``.
+      *args: as ``eqx.nn.LayerNorm`` takes them.
+      **options: likewise.
     """
 
     implementation: Implementation | None = eqx.field(static=True)
@@ -92,7 +94,7 @@ class LayerNorm(eqx.nn.LayerNorm):
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
-        """x (..., *shape) -> the same shape; a `state` is handed through."""
+        """x, any axes and those of `shape` -> the same shape; a `state` is handed through."""
         out = jaxkern.layer_norm(
             _rows(self, x),
             _flat(self.weight),
@@ -112,7 +114,8 @@ class Dropout(eqx.nn.Dropout):
     Args:
       p: probability of a zero.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      *args, **options: those of ``eqx.nn.Dropout``.
+      *args: as ``eqx.nn.Dropout`` takes them.
+      **options: likewise.
     """
 
     implementation: Implementation | None = eqx.field(static=True)

@@ -1,4 +1,4 @@
-r"""The Mamba block: functions of arrays, shared by the layers and the language model.
+r"""The Mamba block: functions of arrays, shared by the layers and the language model::
 
     u, z = in_proj(x)                                        (B, L, E) each
     u    = silu(causal_conv1d(u))
