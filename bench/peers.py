@@ -4,10 +4,11 @@ Those of PyTorch get JAX's arrays without a copy, and are timed as JAX's are: by
 their kernels, with arguments that are not in the cache.
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ _MODULES = {
     "liger": "liger_kernel",
     "fla": "fla",
     "quack": "quack",
+    "mamba_ssm": "mamba_ssm",
     "compile": "torch",
     "optax": "optax",
 }
@@ -55,7 +57,9 @@ def has(case: Case | Step, name: str) -> bool:
 
 def _key(case: Case) -> str:
     """The op and its options."""
-    return "-".join([case.op, *case.shape.split("-")[1:]])
+    sizes, *options = case.shape.replace("/", "-/").split("-")
+    del sizes
+    return "-".join([case.op, *options])
 
 
 def is_torch(name: str) -> bool:
@@ -93,6 +97,21 @@ _JAX: dict[str, Callable[..., Any]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Arranged:
+    """A function in PyTorch of tensors that are laid out in its own way.
+
+    Attributes:
+      call: the function.
+      take: its arguments, from the case's; not timed.
+      give: the case's result, from its own.
+    """
+
+    call: Callable[..., Any]
+    take: Callable[..., Sequence[Any]] = lambda *tensors: tensors
+    give: Callable[[Any], Any] = lambda out: out
+
+
 def measure_torch(
     case: Case, name: str, calls: int, turn: Alone | Turns, check: Callable[[Any, Any], None]
 ) -> dict[str, timing.Timing]:
@@ -107,12 +126,14 @@ def measure_torch(
     """
     import torch  # pyright: ignore[reportMissingImports]
 
-    f = _TORCH[name, _key(case)]()
+    found = _TORCH[name, _key(case)]()
+    arranged = found if isinstance(found, _Arranged) else _Arranged(found)
+    f = arranged.call
     timed = functools.partial(timing.measure, calls=calls, wait=lambda _: torch.cuda.synchronize())
 
     def tensors(arrays: Any) -> list[Any]:
         arrays = jax.block_until_ready(arrays)
-        return [torch.from_dlpack(a).requires_grad_() for a in arrays]
+        return [t.requires_grad_() for t in arranged.take(*map(torch.from_dlpack, arrays))]
 
     def forward(*args: Any) -> Any:
         with torch.no_grad():
@@ -135,7 +156,7 @@ def measure_torch(
         torch.cuda.synchronize()
         plain = jax.jit(lambda a: case.call(*a, "xla")).lower(arrays).compile()
     with turn:
-        check(jax.dlpack.from_dlpack(out), plain(arrays))
+        check(jax.dlpack.from_dlpack(arranged.give(out)), plain(arrays))
         keys = jax.random.split(key, timing.sets_needed(bytes_of(arrays) + out.nbytes))
         sets = [tuple(tensors(make(k))) for k in keys]
         douts = [torch.randn_like(out) for _ in sets]
@@ -204,6 +225,58 @@ def _quack_rms_norm() -> Any:
     from quack.rmsnorm import rmsnorm  # pyright: ignore[reportMissingImports]
 
     return lambda x, w: rmsnorm(x, w, eps=1e-6)
+
+
+def _turned(x: Any) -> Any:
+    """(B, L, D) as (B, D, L), or the other way round, in memory too."""
+    return x.transpose(1, 2).contiguous()
+
+
+def _mamba_scan() -> Any:
+    from mamba_ssm.ops.selective_scan_interface import (  # pyright: ignore[reportMissingImports]
+        selective_scan_fn,
+    )
+
+    def take(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> list[Any]:
+        x, dt, B, C, z = map(_turned, (x, dt, B, C, z))
+        return [x, dt, A, B, C, D, z, dt_bias]
+
+    return _Arranged(functools.partial(selective_scan_fn, delta_softplus=True), take, _turned)
+
+
+def _mamba_conv() -> Any:
+    from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
+
+    return _Arranged(
+        lambda x, weight, bias: causal_conv1d_fn(x, weight, bias, activation="silu"),
+        lambda x, *rest: [_turned(x), *rest],
+        _turned,
+    )
+
+
+def _mamba_norm(name: str) -> Any:
+    norms = importlib.import_module("mamba_ssm.ops.triton.layer_norm")
+    norm = getattr(norms, f"{name}_fn")
+    return lambda x, w, b=None: norm(x, w, b, eps=_EPS[name])
+
+
+def _mamba_gated() -> Any:
+    from mamba_ssm.ops.triton.layernorm_gated import (  # pyright: ignore[reportMissingImports]
+        rmsnorm_fn,
+    )
+
+    return lambda x, w, gate: rmsnorm_fn(x, w, None, z=gate, eps=1e-6)
+
+
+def _mamba_normed() -> Any:
+    from mamba_ssm.ops.triton.layer_norm import (  # pyright: ignore[reportMissingImports]
+        layer_norm_linear_fn,
+    )
+
+    return _Arranged(
+        lambda x, weight, bias, w: layer_norm_linear_fn(x, weight, bias, w, None, eps=1e-5),
+        lambda *rest: [*rest[:-1], rest[-1].t().contiguous()],
+    )
 
 
 def _compiled(formula: Callable[..., Any]) -> Callable[[], Any]:
@@ -301,6 +374,12 @@ _TORCH: dict[tuple[str, str], Callable[[], Any]] = {
     ("fla", "layer_norm"): _fla_layer_norm,
     ("fla", "rms_norm-gate"): _fla_gated,
     ("quack", "rms_norm"): _quack_rms_norm,
+    ("mamba_ssm", "selective_scan"): _mamba_scan,
+    ("mamba_ssm", "causal_conv1d"): _mamba_conv,
+    ("mamba_ssm", "rms_norm"): lambda: _mamba_norm("rms_norm"),
+    ("mamba_ssm", "layer_norm"): lambda: _mamba_norm("layer_norm"),
+    ("mamba_ssm", "rms_norm-gate"): _mamba_gated,
+    ("mamba_ssm", "layer_norm_linear"): _mamba_normed,
     ("compile", "rms_norm"): _compiled(_rms_norm_formula),
     ("compile", "layer_norm"): _compiled(_layer_norm_formula),
     ("liger", "swiglu"): _liger_gated("swiglu", "LigerSiLUMulFunction"),

@@ -36,6 +36,7 @@ NAMES = {
     "liger": "Liger",
     "fla": "fla",
     "quack": "quack",
+    "mamba_ssm": "mamba_ssm",
     "triton": "Triton",
 }
 """Whom the tables know, in the order of their columns; others follow by name."""

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from bench import peers, plot, precision, run, steps, timing, turns
+from bench import cases, peers, plot, precision, run, steps, timing, turns
 
 
 def report(percents):
@@ -45,6 +45,16 @@ def test_imports_leave_the_device_alone():
     command = [sys.executable, "-c", f"from bench import {modules}; {asked}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_peers_have_an_op_with_its_options():
+    mine = {case.shape: case for case in cases.cases(small=False) if case.op == "selective_scan"}
+    assert peers.has(mine["8x2048x2048x16"], "mamba_ssm")
+    assert not peers.has(mine["8x2048x2048x16/64"], "mamba_ssm")
+    assert not peers.has(mine["8x2048x2048x16"], "liger")
+    step = steps.steps(small=False)[0]
+    assert peers.has(step, "optax")
+    assert not peers.has(step, "mamba_ssm")
 
 
 def test_absent_peer_is_named(tmp_path, capsys):
