@@ -14,8 +14,8 @@
       mixer.A_log, mixer.D                     blocks.A_log, blocks.D
       mixer.out_proj.weight     (D, E)         blocks.out_proj      (layers, E, D)
 
-The output layer is the embedding, transposed. The checkpoints ``state-spaces/mamba-*-hf`` are of this
-layout, and so is what ``transformers.MambaForCausalLM.save_pretrained`` writes.
+The output layer is the embedding, transposed. The checkpoints ``state-spaces/mamba-*-hf`` are of
+this layout, and so is what ``transformers.MambaForCausalLM.save_pretrained`` writes.
 """
 
 import json
