@@ -122,7 +122,8 @@ class MambaLM(nnx.Module):
 
         def layer(stream, params_and_cache):
             params, cache = params_and_cache
-            return nnx.merge(graphdef, params).layer_step(*stream, cache)
+            x, out = stream
+            return nnx.merge(graphdef, params).layer_step(x, out, cache)
 
         stream, state = jax.lax.scan(layer, self._embed(tokens), (params, state))
         return self._head(*stream), state
