@@ -2,11 +2,12 @@
 
 A step is forward, backward and AdamW of a preset of :mod:`jaxkern.lm.config` on random tokens.
 Products are in bf16; parameters, gradients, the optimizer's state and the residual stream in fp32.
-Gradients are not clipped, and activations not checkpointed, but for what a contender's own kernels
-compute again in the backward.
+Gradients are not clipped, and activations not checkpointed, but for ``jaxkern-remat`` and what a
+contender's own kernels compute again in the backward.
 
     jaxkern       the model of ``jaxkern train`` and fused_adamw, on kernels where they are fastest
-    jaxkern-loop  the same with ``--scan-layers``
+    jaxkern-remat the same with ``--remat``, each layer computed again in the backward
+    jaxkern-loop  the same as jaxkern with ``--scan-layers``
     xla           the same as jaxkern with every op in plain JAX
     xla-loop      the same with ``--scan-layers``
     mamba_ssm     its MambaLMHeadModel under torch.autocast, with its fused add and norm, and
@@ -49,7 +50,7 @@ from jaxkern.lm.model import DECAYED, MambaLM, Options, count_params
 from jaxkern.lm.step import loss_fn, make_model
 from jaxkern.precision import Policy
 
-OTHERS = ("jaxkern-loop", "xla", "xla-loop", "mamba_ssm")
+OTHERS = ("jaxkern-remat", "jaxkern-loop", "xla", "xla-loop", "mamba_ssm")
 
 _RATE, _BETAS, _DECAY = 1e-3, (0.9, 0.95), 0.1
 _BATCHES = 4
@@ -124,9 +125,9 @@ def product_operations(model: ModelConfig) -> int:
 
 def of_jax(job: Job) -> Trainer:
     """The library's own model and optimizer."""
-    name, _, loop = job.contender.partition("-")
+    name, _, how = job.contender.partition("-")
     implementation = "xla" if name == "xla" else None
-    options = Options(Policy.parse("bf16"), implementation, scan_layers=bool(loop))
+    options = Options(Policy.parse("bf16"), implementation, how == "remat", how == "loop")
     graphdef = make_model(job.model, options)
     tx = jaxkern.fused_adamw(
         _RATE,

@@ -24,6 +24,7 @@ OURS, CHOSEN = "mosaic", "auto"
 NAMES = {
     CHOSEN: "jaxkern's choice",
     OURS: "jaxkern",
+    "jaxkern-remat": "jaxkern, layers computed again",
     "jaxkern-loop": "jaxkern, layers in a loop",
     "xla": "plain JAX",
     "xla-loop": "plain JAX, layers in a loop",
@@ -271,9 +272,10 @@ def _training(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
     yield (
         "Steps of the language model on random tokens, by `python -m bench.lm`: forward, backward "
         "and AdamW, with products in bf16 and parameters and state in fp32, nothing checkpointed "
-        "by the caller; every contender in a process of its own. *TFLOP/s* are those of the matrix "
-        "products, *peak* is what the allocator gave out at most, *program* what JAX's compiled "
-        "step needs, *compile* for PyTorch the first step. Without a GPU no kernel runs."
+        "by the caller unless it says so; every contender in a process of its own. *TFLOP/s* are "
+        "those of the matrix products, *peak* is what the allocator gave out at most, *program* "
+        "what JAX's compiled step needs, *compile* for PyTorch the first step. Without a GPU no "
+        "kernel runs."
     )
     head = ["model, batch", "by", "tokens/s", "jaxkern's speed-up", "ms a step", "TFLOP/s"]
     head += ["peak, GiB", "program, GiB", "compile, s", "loss", "versions", "from"]

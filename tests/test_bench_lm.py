@@ -38,8 +38,9 @@ def test_operations_of_the_products():
     assert lm.product_operations(model) == 6 * weights
 
 
-def test_plain_jax_learns_in_this_process():
-    found = lm.measure(dataclasses.replace(JOB, contender="xla"))
+@pytest.mark.parametrize("contender", ["xla-loop", "jaxkern-remat"])
+def test_contenders_learn_in_this_process(contender):
+    found = lm.measure(dataclasses.replace(JOB, contender=contender))
     assert found["last_loss"] < found["first_loss"] - 0.05
     assert found["first_loss"] == pytest.approx(np.log(256), abs=0.05)
     assert found["steps"] == 12
