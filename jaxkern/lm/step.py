@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import jaxkern
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.model import DECAYED, MambaLM, Options, one_hot
-from jaxkern.optim.accumulation import accumulate_gradients
-from jaxkern.precision import DynamicLossScale, Policy, all_finite, select_tree
+from jaxkern.optim.transforms import FusedAdamState
+from jaxkern.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
 
 Params = Any  # nested dict of arrays
 
@@ -26,10 +27,9 @@ class TrainState(NamedTuple):
     """All that a step reads and writes."""
 
     params: Params
-    opt_state: optax.OptState
-    loss_scale: DynamicLossScale | None  # fp16 only
+    opt_state: FusedAdamState  # its total_notfinite is the number of steps left out
+    loss_scale: LossScale  # dynamic for fp16, else none
     step: jax.Array  # () int32, steps done, those left out included
-    skipped: jax.Array  # () int32, steps left out because a gradient was not finite
 
 
 def make_model(model: ModelConfig, options: Options) -> nnx.GraphDef:
@@ -41,9 +41,16 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     def decayed(params: Params) -> Any:
         return jax.tree.map_with_path(lambda path, _: path[-1].key in DECAYED, params)
 
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed),
+    implementation: Any = None if config.implementation == "auto" else config.implementation
+    return jaxkern.fused_adamw(
+        learning_rate(config),
+        b1=0.9,
+        b2=0.95,
+        weight_decay=0.1,
+        mask=decayed,
+        clip_norm=1.0,
+        skip_nonfinite=True,
+        implementation=implementation,
     )
 
 
@@ -63,12 +70,12 @@ def init_state(config: TrainConfig, policy: Policy) -> TrainState:
     """The state before the first step, from the seed alone. Run it under jit."""
     model = MambaLM(config.model, rngs=nnx.Rngs(config.seed))
     params = policy.cast_to_params(nnx.to_pure_dict(nnx.state(model)))
+    opt_state: Any = make_optimizer(config).init(params)
     return TrainState(
         params=params,
-        opt_state=make_optimizer(config).init(params),
-        loss_scale=DynamicLossScale() if policy.compute == jnp.float16 else None,
+        opt_state=opt_state,
+        loss_scale=DynamicLossScale() if policy.compute == jnp.float16 else NoOpLossScale(),
         step=jnp.int32(0),
-        skipped=jnp.int32(0),
     )
 
 
@@ -85,32 +92,34 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
     schedule = learning_rate(config)
 
     def train_step(state: TrainState, windows: jax.Array):
+        scale = state.loss_scale
+
         def scaled_loss(params, windows):
             loss = loss_fn(graphdef, params, windows)
-            return (state.loss_scale.scale(loss) if state.loss_scale else loss), loss
+            return scale.scale(loss), loss
 
-        (_, losses), grads = accumulate_gradients(scaled_loss, state.params, windows, has_aux=True)
-        if state.loss_scale:
-            grads = state.loss_scale.unscale(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        after = state._replace(
-            params=optax.apply_updates(state.params, updates), opt_state=opt_state
+        (_, losses), grads = jaxkern.accumulate_gradients(
+            scaled_loss, state.params, windows, has_aux=True
         )
-        if state.loss_scale:
-            finite = all_finite(grads)
-            after = select_tree(finite, after, state)
-            after = after._replace(
-                loss_scale=state.loss_scale.adjust(finite),
-                skipped=state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32),
-            )
-        after = after._replace(step=state.step + 1)
+        grad_norm = _global_norm(grads)
+        params, opt_state = jaxkern.apply(
+            optimizer,
+            grads,
+            state.opt_state,
+            state.params,
+            loss_scale=scale,
+            grad_norm=grad_norm,
+        )
+        next_scale = scale.adjust(opt_state.last_finite)
+        after = TrainState(params, opt_state, next_scale, state.step + 1)
         metrics = {
             "loss": losses.mean(),
-            "grad_norm": _global_norm(grads),
-            "learning_rate": schedule(state.step - state.skipped),
+            "grad_norm": scale.unscale(grad_norm),
+            "learning_rate": schedule(state.opt_state.count),
         }
-        if state.loss_scale:
-            metrics |= {"skipped": after.skipped, "loss_scale": state.loss_scale.loss_scale}
+        if isinstance(scale, DynamicLossScale):
+            skipped = opt_state.total_notfinite
+            metrics |= {"skipped": skipped, "loss_scale": scale.loss_scale}
         return after, metrics
 
     return train_step
