@@ -46,7 +46,7 @@ from bench.report import FOLDER, RESULTS
 from bench.run import machine
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.memory import check_memory
-from jaxkern.lm.model import DECAYED, MambaLM, Options, count_params
+from jaxkern.lm.model import MambaLM, Options, count_params, decayed
 from jaxkern.lm.step import loss_fn, make_model
 from jaxkern.precision import Policy
 
@@ -133,7 +133,7 @@ def of_jax(job: Job) -> Trainer:
         _RATE,
         *_BETAS,
         weight_decay=_DECAY,
-        mask=lambda params: jax.tree.map_with_path(lambda path, _: path[-1].key in DECAYED, params),
+        mask=decayed,
         implementation=implementation,
     )
 

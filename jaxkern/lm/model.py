@@ -18,6 +18,7 @@ parameters' dtype.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,11 @@ DECAYED = frozenset(
 )  # weight decay leaves norms, biases, A_log and D alone
 
 EPS = 1e-5  # of every norm
+
+
+def decayed(params: Any) -> Any:
+    """Which parameters decay: the mask of the optimizer, a boolean for each."""
+    return jax.tree.map_with_path(lambda path, _: path[-1].key in DECAYED, params)
 
 
 @dataclasses.dataclass(frozen=True)

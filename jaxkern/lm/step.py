@@ -16,7 +16,8 @@ from flax import nnx
 
 import jaxkern
 from jaxkern.lm.config import ModelConfig, TrainConfig
-from jaxkern.lm.model import DECAYED, MambaLM, Options, one_hot
+from jaxkern.lm.model import MambaLM, Options, decayed, one_hot
+from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.optim.transforms import FusedAdamState
 from jaxkern.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
 
@@ -38,9 +39,6 @@ def make_model(model: ModelConfig, options: Options) -> nnx.GraphDef:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    def decayed(params: Params) -> Any:
-        return jax.tree.map_with_path(lambda path, _: path[-1].key in DECAYED, params)
-
     implementation: Any = None if config.implementation == "auto" else config.implementation
     return jaxkern.fused_adamw(
         learning_rate(config),
@@ -90,6 +88,7 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
     """The function (state, windows (K, B/K, L + 1)) -> (state, metrics), K = grad_accum."""
     optimizer = make_optimizer(config)
     schedule = learning_rate(config)
+    mode: Any = config.implementation
 
     def train_step(state: TrainState, windows: jax.Array):
         scale = state.loss_scale
@@ -101,7 +100,7 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
         (_, losses), grads = jaxkern.accumulate_gradients(
             scaled_loss, state.params, windows, has_aux=True
         )
-        grad_norm = _global_norm(grads)
+        grad_norm = jnp.sqrt(sum_of_squares(mode, jax.tree.leaves(grads)))
         params, opt_state = jaxkern.apply(
             optimizer,
             grads,
@@ -123,8 +122,3 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
         return after, metrics
 
     return train_step
-
-
-def _global_norm(tree: Any) -> jax.Array:
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, jnp.float32(0)))
