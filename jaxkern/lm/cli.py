@@ -161,7 +161,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--scan-layers",
-        "run the layers in a loop: compiles faster, steps slower",
+        "run the layers in a loop: a smaller program, slower steps",
         "off",
         action="store_true",
     )
