@@ -57,9 +57,7 @@ def has(case: Case | Step, name: str) -> bool:
 
 def _key(case: Case) -> str:
     """The op and its options."""
-    sizes, *options = case.shape.replace("/", "-/").split("-")
-    del sizes
-    return "-".join([case.op, *options])
+    return "-".join([case.op, *case.shape.replace("/", "-/").split("-")[1:]])
 
 
 def is_torch(name: str) -> bool:
