@@ -33,6 +33,17 @@ class TrainState(NamedTuple):
     step: jax.Array  # () int32, steps done, those left out included
 
 
+def compiler_options(platform: str) -> dict[str, Any] | None:
+    """How XLA compiles what trains, to the same arithmetic in every process.
+
+    Else it times matrix products on the GPU and takes the fastest, and a resumed run would drift.
+    Without Triton's products two additions a layer become part of cuBLAS's.
+    """
+    if platform != "gpu":
+        return None
+    return {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
+
+
 def make_model(model: ModelConfig, options: Options) -> nnx.GraphDef:
     """The model's structure, to be merged with parameters; computes nothing."""
     return nnx.split(nnx.eval_shape(lambda: MambaLM(model, options, rngs=nnx.Rngs(0))))[0]

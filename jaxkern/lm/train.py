@@ -23,7 +23,14 @@ from jaxkern.lm.config import RunError, TrainConfig, resume_config
 from jaxkern.lm.memory import check_memory
 from jaxkern.lm.model import Options, count_params
 from jaxkern.lm.report import BITS, MetricsLog, Progress, plot_losses, read_metrics
-from jaxkern.lm.step import TrainState, init_state, loss_fn, make_model, make_train_step
+from jaxkern.lm.step import (
+    TrainState,
+    compiler_options,
+    init_state,
+    loss_fn,
+    make_model,
+    make_train_step,
+)
 from jaxkern.precision import Policy
 
 
@@ -244,15 +251,10 @@ class Trainer:
         return compiled
 
     def _jit(self, f: Callable[..., Any], **options: Any) -> Any:
-        """`f` compiled to the same arithmetic in every process, or a resumed run would drift.
-
-        On a GPU the compiler else picks the matrix products by timing them.
-        """
-        on_gpu = self.devices[0].platform == "gpu"
         return jax.jit(
             f,
             out_shardings=self.replicated,
-            compiler_options={"xla_gpu_deterministic_ops": True} if on_gpu else None,
+            compiler_options=compiler_options(self.devices[0].platform),
             **options,
         )
 
