@@ -13,7 +13,8 @@ contender's own kernels compute again in the backward.
     mamba_ssm     its MambaLMHeadModel under torch.autocast, with its fused add and norm, and
                   torch.optim.AdamW(fused=True)
 
-Each trains in a process of its own, one after the other. The host is a step ahead of the device, as
+Each trains in a process of its own, one after the other; with ``--jobs`` several compile at the
+same time, which takes each of them longer. The host is a step ahead of the device, as
 in training, and a step takes from the end of the one before to its own end. The tokens have a
 skewed distribution, token i with probability ~ 1/(i + 1), so that a loss that does not fall shows a
 contender that does not learn. A batch that does not fit in memory is halved, in JAX.
@@ -26,12 +27,12 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,12 @@ from flax import nnx
 
 import jaxkern
 from bench import timing
-from bench.report import FOLDER, RESULTS
+from bench.report import RESULTS
 from bench.run import machine
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.memory import check_memory
 from jaxkern.lm.model import MambaLM, Options, count_params, decayed
-from jaxkern.lm.step import loss_fn, make_model
+from jaxkern.lm.step import compiler_options, loss_fn, make_model
 from jaxkern.precision import Policy
 
 OTHERS = ("jaxkern-remat", "jaxkern-loop", "xla", "xla-loop", "mamba_ssm")
@@ -123,12 +124,12 @@ def product_operations(model: ModelConfig) -> int:
     return 6 * (model.n_layers * layer + model.vocab_size * d)
 
 
-def of_jax(job: Job) -> Trainer:
+def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
     """The library's own model and optimizer."""
     name, _, how = job.contender.partition("-")
     implementation = "xla" if name == "xla" else None
-    options = Options(Policy.parse("bf16"), implementation, how == "remat", how == "loop")
-    graphdef = make_model(job.model, options)
+    variant = Options(Policy.parse("bf16"), implementation, how == "remat", how == "loop")
+    graphdef = make_model(job.model, variant)
     tx = jaxkern.fused_adamw(
         _RATE,
         *_BETAS,
@@ -153,7 +154,9 @@ def of_jax(job: Job) -> Trainer:
         batch //= 2
         windows = jax.ShapeDtypeStruct((batch, job.length + 1), jnp.int32)
         start = time.perf_counter()
-        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*shapes, windows)
+        options = compiler_options(device.platform)
+        program = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
+        lowered = program.lower(*shapes, windows)
         if implementation == "xla" and "mosaic_gpu" in lowered.as_text():
             raise RuntimeError("there is a kernel in the program of plain JAX")
         compiled = lowered.compile()
@@ -164,6 +167,7 @@ def of_jax(job: Job) -> Trainer:
             if batch == 1:
                 raise
             compiled = None
+    wait()
     held = list(jax.jit(init)())
     parameters = count_params(held[0])
     batches = [jax.device_put(windows, device) for windows in draw(job, batch)]
@@ -186,8 +190,9 @@ def of_jax(job: Job) -> Trainer:
     return Trainer(batch, parameters, advance, jax.block_until_ready, float, told)
 
 
-def of_torch(job: Job) -> Trainer:
-    """The model of mamba_ssm."""
+def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
+    """The model of mamba_ssm, which compiles its kernels in its first step."""
+    wait()
     import torch  # pyright: ignore[reportMissingImports]
     import torch.nn.functional as nn  # pyright: ignore[reportMissingImports]
     from mamba_ssm.models.config_mamba import (  # pyright: ignore[reportMissingImports]
@@ -246,8 +251,14 @@ def of_torch(job: Job) -> Trainer:
         }
 
     parameters = sum(p.numel() for p in model.parameters())
-    wait = lambda handle: handle[0].synchronize()
-    return Trainer(job.batch, parameters, advance, wait, lambda h: float(h[1]), told)
+    return Trainer(
+        batch=job.batch,
+        parameters=parameters,
+        step=advance,
+        wait=lambda handle: handle[0].synchronize(),
+        loss=lambda handle: float(handle[1]),
+        told=told,
+    )
 
 
 def _versions(*names: str) -> str:
@@ -261,9 +272,9 @@ def _version(name: str) -> str:
         return getattr(importlib.import_module(name), "__version__", "")
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Trains, and returns the row."""
-    trainer = of_torch(job) if job.contender == "mamba_ssm" else of_jax(job)
+def measure(job: Job, wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Trains, and returns the row; waits when it has compiled, before it allocates anything."""
+    trainer = (of_torch if job.contender == "mamba_ssm" else of_jax)(job, wait)
     started, ends = [], []
     for i in range(job.warmup + job.steps):
         started.append(trainer.step(i))
@@ -293,28 +304,59 @@ def measure(job: Job) -> dict[str, Any]:
     }
 
 
-def attempt(job: Job, limit: float) -> dict[str, Any] | str:
-    """:func:`measure` in a process of its own, or why there is no row."""
-    if importlib.util.find_spec("mamba_ssm") is None and job.contender == "mamba_ssm":
-        return "not installed"
-    words = json.dumps(dataclasses.asdict(job))
-    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+def attempt(jobs: Sequence[Job], limit: float) -> Iterator[tuple[Job, dict[str, Any] | str]]:
+    """:func:`measure`, each in a process of its own, or why there is no row.
+
+    The processes compile at the same time; when all have, one after the other trains.
+    """
+    context = multiprocessing.get_context("spawn")
+    running: list[tuple[Job, Any, Any]] = []
     try:
-        run = subprocess.run(
-            [sys.executable, "-m", "bench.lm", "--job", words],
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            env=os.environ | memory,
-            cwd=FOLDER.parent,
-        )
-    except subprocess.TimeoutExpired:
+        for job in jobs:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(job, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            running.append((job, process, ours))
+        compiled = [_told(process, pipe, limit) for _, process, pipe in running]
+        for (job, process, pipe), reason in zip(running, compiled, strict=True):
+            if reason is None:
+                pipe.send("go")
+                yield job, _told(process, pipe, limit)
+            else:
+                yield job, reason
+            process.kill()
+            process.join()
+    finally:
+        for _, process, _ in running:
+            process.kill()
+
+
+def _work(job: Job, pipe: Any) -> None:
+    """What a process does: tells None when it has compiled, waits for its turn, tells the row."""
+
+    def wait() -> None:
+        pipe.send(None)
+        pipe.recv()
+
+    try:
+        if job.contender == "mamba_ssm" and importlib.util.find_spec("mamba_ssm") is None:
+            pipe.send("not installed")
+        else:
+            pipe.send(measure(job, wait))
+    except Exception as e:  # the others go on
+        pipe.send(f"{type(e).__name__}: {[*str(e).splitlines(), ''][0]}"[:300])
+
+
+def _told(process: Any, pipe: Any, limit: float) -> Any:
+    if not pipe.poll(limit):
+        process.kill()
         return f"not done within {limit:.0f} s"
-    if run.returncode == 0:
-        return json.loads(run.stdout.splitlines()[-1])
-    told = [line.strip() for line in run.stderr.splitlines() if line.strip()]
-    errors = [line for line in told if "Error" in line.split(":")[0]]
-    return ([*told[-1:], *errors[-1:]] or [f"ended with status {run.returncode}"])[-1][:300]
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join()
+        return f"ended with status {process.exitcode}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -334,19 +376,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=20, help="to time")
     p.add_argument("--steps-xla", type=int, default=10, help="to time on plain JAX")
     p.add_argument("--warmup", type=int, default=3, help="steps before them, at least one")
-    p.add_argument("--limit", type=float, default=240, help="seconds that a contender may take")
+    p.add_argument(
+        "--limit", type=float, default=240, help="seconds to compile in, and again to train in"
+    )
+    p.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile together; they train in turn"
+    )
     p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
     p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-lm.json)")
-    p.add_argument("--job", help=argparse.SUPPRESS)
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    if args.job:
-        print(json.dumps(measure(Job(**json.loads(args.job)))))
-        return 0
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process trains nothing
+    # This process trains nothing, and of the others one at a time.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
     gpu = timing.on_gpu()
     names = args.only.split(",") if args.only else ["jaxkern", *filter(None, args.vs.split(","))]
     jobs = [
@@ -368,8 +413,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or RESULTS / f"{device}-lm.json"
     report: dict[str, Any] = {**where, "clock": clock, "failed": [], "rows": []}
     print(f"{where['device']}, JAX {where['jax']}, {clock}", flush=True)
-    for job in jobs:
-        row = attempt(job, args.limit)
+    waves = itertools.batched(jobs, max(1, args.jobs))
+    for job, row in itertools.chain.from_iterable(attempt(wave, args.limit) for wave in waves):
         if isinstance(row, str):
             line = f"{job.contender}, {job.preset}, length {job.length}: {row}"
             report["failed"].append(line)
