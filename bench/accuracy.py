@@ -283,8 +283,13 @@ def truth(subject: Subject, arrays: Arrays, dout: Any) -> list[np.ndarray]:
         return [np.asarray(r) for r in results]
 
 
-def measure(op: str, dtype: str, names: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row for the result and each gradient of `op` by each implementation, and what failed."""
+def measure(
+    op: str, dtype: str, names: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """A row for the result and each gradient of `op` by each implementation.
+
+    Besides, who refused to compute it, and who failed, a line each with the reason.
+    """
     small = jax.default_backend() != "gpu"
     (subject,) = (s for s in subjects(small) if s.op == op)
     key = jax.random.key(3)
@@ -292,13 +297,14 @@ def measure(op: str, dtype: str, names: Sequence[str]) -> tuple[list[dict[str, A
     shape = jax.eval_shape(subject.expression, *arrays)
     dout = jax.random.normal(jax.random.fold_in(key, 2), shape.shape).astype(arrays[0].dtype)
     want = truth(subject, arrays, dout)
-    rows, failed = [], []
+    rows, refused, failed = [], [], []
     for name in names:
         by_us = lambda *a, name=name: subject.call(*a, name)
         try:
             got = _both(subject.expression if name == EXPRESSION else by_us)(arrays, dout)
         except (RuntimeError, NotImplementedError) as e:  # the others go on
-            failed.append(f"{op} {dtype} {name}: {[*str(e).splitlines(), ''][0]}")
+            lines = refused if isinstance(e, NotImplementedError) else failed
+            lines.append(f"{op} {dtype}, {NAMES.get(name, name)}: {[*str(e).splitlines(), ''][0]}")
             continue
         labels = ["out", *(f"d{argument}" for argument in subject.names)]
         for label, g, w in zip(labels, got, want, strict=True):
@@ -314,7 +320,7 @@ def measure(op: str, dtype: str, names: Sequence[str]) -> tuple[list[dict[str, A
                     "mean_ulp": float(f"{errors.mean():.4g}"),
                 }
             )
-    return rows, failed
+    return rows, refused, failed
 
 
 def text(report: dict[str, Any]) -> str:
@@ -326,7 +332,7 @@ def text(report: dict[str, Any]) -> str:
     cells = []
     for place, found in by.items():
         mark = " ▼" if _worse(found) else ""
-        cells.append([*place, *(_cell(found[n]) for n in present)])
+        cells.append([*place, *(_cell(found[n]) if n in found else "" for n in present)])
         cells[-1][3] += mark
     told = ", ".join(f"{key} {report[key]}" for key in ("device", "jax", "commit", "date"))
     head = ["op", "array", "dtype", *(NAMES.get(name, name) for name in present)]
@@ -339,6 +345,8 @@ def text(report: dict[str, Any]) -> str:
         "user would write, in the dtype of the arguments. ▼ marks a mean error of the first "
         "column over twice that of the expression.",
         table(head, cells),
+        *(f"Not computed: {line}" for line in report["refused"]),
+        *(f"Failed: {line}" for line in report["failed"]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -388,16 +396,18 @@ def main(argv: list[str] | None = None) -> int:
         with ProcessPoolExecutor(args.jobs, context) as pool:
             found = list(pool.map(measure, *zip(*tasks, strict=True)))
     place = lambda row: (known.index(row["op"]), DTYPES.index(row["dtype"]))
-    rows = sorted((row for of_task, _ in found for row in of_task), key=place)
-    failed = [line for _, of_task in found for line in of_task]
+    rows = sorted((row for of_task, _, _ in found for row in of_task), key=place)
+    refused = [line for _, of_task, _ in found for line in of_task]
+    failed = [line for _, _, of_task in found for line in of_task]
     where = machine(args.commit)
-    report = {**where, "clock": "compiled kernels" if gpu else clock, "rows": rows}
+    about = {"clock": "compiled kernels" if gpu else clock, "refused": refused, "failed": failed}
+    report = {**where, **about, "rows": rows}
     device = str(where["device"]).lower().replace(" ", "-")
     out = args.out or RESULTS / f"{device}-accuracy.json"
     out.write_text(json.dumps(report, indent=1) + "\n")
     args.table.write_text(text(report))
     print(args.table.read_text())
-    print(*failed, f"wrote {out} and {args.table}", sep="\n")
+    print(f"wrote {out} and {args.table}")
     return 1 if failed else 0
 
 

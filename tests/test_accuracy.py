@@ -10,6 +10,9 @@ import pytest
 import jaxkern
 from bench import accuracy
 
+ABOUT = {"device": "d", "jax": "1", "commit": "c", "date": "t", "clock": "k"}
+ABOUT |= {"refused": [], "failed": []}
+
 
 @pytest.mark.parametrize("dtype", accuracy.DTYPES)
 def test_an_ulp_is_the_distance_of_neighbours(dtype):
@@ -46,13 +49,24 @@ def test_ledger_of_an_op(tmp_path, capsys):
 
 def test_worse_than_twice_the_expression_is_marked():
     row = {"op": "silu", "array": "out", "dtype": "float32", "max_ulp": 4.0}
-    about = {"device": "d", "jax": "1", "commit": "c", "date": "t", "clock": "k"}
     for mean, marked in ((0.39, False), (0.41, True)):
         rows = [
             {**row, "implementation": "xla", "mean_ulp": mean},
             {**row, "implementation": "expression", "mean_ulp": 0.2},
         ]
-        assert ("▼ |" in accuracy.text({**about, "rows": rows})) == marked
+        assert ("▼ |" in accuracy.text({**ABOUT, "rows": rows})) == marked
+
+
+def test_who_refused_is_named():
+    rows, refused, failed = accuracy.measure("linear", "float32", ["mosaic", "xla"])
+    assert {row["implementation"] for row in rows} == {"xla"}
+    assert failed == []
+    assert refused[0].startswith("linear float32, jaxkern: ")
+    row = {"op": "silu", "array": "out", "dtype": "float32", "max_ulp": 4.0, "mean_ulp": 1.0}
+    rows = [*rows, {**row, "implementation": "mosaic"}]
+    document = accuracy.text({**ABOUT, "refused": refused, "rows": rows})
+    assert f"Not computed: {refused[0]}" in document
+    assert "| linear | out | float32 |  | " in document
 
 
 def test_ledger_has_every_op_and_is_up_to_date():
