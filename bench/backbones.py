@@ -25,8 +25,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,9 @@ class Job:
     implementation: str
     length: int
 
+    def __str__(self) -> str:
+        return f"{self.backbone}, {self.precision}, {self.implementation}, length {self.length}"
+
     def programs(self, s: Sizes) -> dict[str, Any] | str:
         """Compiled forward, both and update; or why there are none."""
         policy = Policy.parse(self.precision)
@@ -321,23 +324,28 @@ def _measure_all(jobs: list[Job], s: Sizes, steps: int, calls: int) -> list[dict
                 rows.append(programs if fails else measure(job, programs, s, steps, calls))
             except RuntimeError as e:
                 rows.append(_first_line(e))
+            found = f"{rows[-1]['step_us']:,.0f} µs a step" if isinstance(rows[-1], dict) else "✗"
+            print(f"{job}: {found}", file=sys.stderr, flush=True)
     return rows
 
 
-def _spread(jobs: list[Job], processes: int, *args: Any) -> list[dict[str, Any] | str]:
-    """:func:`_measure_all` in several processes, with a share of `jobs` each."""
+def _spread(
+    jobs: list[Job], processes: int, *args: Any
+) -> Iterator[dict[Job, dict[str, Any] | str]]:
+    """:func:`_measure_all` in several processes; each has a share of `jobs`, told when done."""
     processes = min(processes, len(jobs))
     if processes == 1:
-        return _measure_all(jobs, *args)
+        for job in jobs:
+            yield {job: _measure_all([job], *args)[0]}
+        return
     context = multiprocessing.get_context("spawn")
     sync = (context.Barrier(processes), context.Lock())
     pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=sync)
     with pool:
-        shares = [pool.submit(_measure_all, jobs[i::processes], *args) for i in range(processes)]
-        rows: list[Any] = [None] * len(jobs)
-        for i, share in enumerate(shares):
-            rows[i::processes] = share.result()
-    return rows
+        shares = [jobs[i::processes] for i in range(processes)]
+        futures = {pool.submit(_measure_all, share, *args): share for share in shares}
+        for done in as_completed(futures):
+            yield dict(zip(futures[done], done.result(), strict=True))
 
 
 def text(report: dict[str, Any]) -> str:
@@ -446,26 +454,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.backbone.split(","), args.precision.split(","), implementations, lengths
         )
     ]
-    found = _spread(jobs, args.jobs, s, steps, args.calls)
-    rows = [row for row in found if isinstance(row, dict)]
-    failed = [
-        f"{job.backbone}, {job.precision}, {job.implementation}, length {job.length}: {row}"
-        for job, row in zip(jobs, found, strict=True)
-        if isinstance(row, str)
-    ]
     where = machine(args.commit)
     clock = "device time (CUPTI)" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
-    sizes = dataclasses.asdict(s)
-    report = {**where, "clock": clock, "sizes": sizes, "steps": steps, "failed": failed}
-    report["rows"] = rows
+    report: dict[str, Any] = {**where, "clock": clock, "sizes": dataclasses.asdict(s)}
+    report |= {"steps": steps, "calls": args.calls, "failed": [], "rows": []}
     device = str(where["device"]).lower().replace(" ", "-")
     out = args.out or RESULTS / f"{device}-backbones.json"
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    found: dict[Job, Any] = {}
+    for share in _spread(jobs, args.jobs, s, steps, args.calls):
+        found |= share
+        rows = [(job, found[job]) for job in jobs if job in found]
+        report["rows"] = [row for _, row in rows if isinstance(row, dict)]
+        report["failed"] = [f"{job}: {row}" for job, row in rows if isinstance(row, str)]
+        out.write_text(json.dumps(report, indent=1) + "\n")  # a run that is stopped keeps its rows
     args.table.write_text(text(report))
     plot(report, args.picture)
     print(args.table.read_text())
     print(f"wrote {out}, {args.table} and {args.picture}")
-    return 1 if failed else 0
+    return 1 if report["failed"] else 0
 
 
 if __name__ == "__main__":
