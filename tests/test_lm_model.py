@@ -296,6 +296,32 @@ def test_training_on_a_gpu_runs_the_kernels(remat, monkeypatch):
     assert "fused_adam" in text
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_training_by_the_kernels_learns_as_plain_jax_does(precision, monkeypatch):
+    """Thirty steps on the same windows, with products that round alike."""
+    shape = dataclasses.replace(MICRO, d_model=128, d_state=16)
+    monkeypatch.setitem(PRESETS, "micro", dataclasses.replace(PRESETS["micro"], model=shape))
+    policy, batch = Policy.parse(precision), windows(8, 128)[None]
+
+    def losses(implementation):
+        config = dataclasses.replace(CONFIG, implementation=implementation or "auto")
+        model = make_model(shape, Options(policy, implementation))
+        state = jax.jit(lambda: init_state(config, policy))()
+        step = jax.jit(make_train_step(config, model), donate_argnums=0)
+        assert ("selective_scan_bwd" in step.lower(state, batch).as_text()) == (not implementation)
+        found = []
+        for _ in range(30):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        return np.array(found)
+
+    with jax.default_matmul_precision("highest"):
+        kernels, plain = losses(None), losses("xla")
+    assert kernels[-1] < kernels[0] - 0.3
+    np.testing.assert_allclose(kernels, plain, rtol=1e-3 if precision == "fp32" else 1e-2)
+
+
 @pytest.mark.newest
 def test_decoding(trained, forward):
     graphdef = sample.decoder(MICRO)

@@ -519,6 +519,49 @@ def test_layers_run_the_kernels(make, kernel):
     assert f"{kernel}_bwd" in text
 
 
+@pytest.mark.compiled
+@LIBRARY
+def test_mamba_by_the_kernels_is_that_of_plain_jax(library):
+    """Results, gradients of all weights, and tokens fed one by one after a prompt."""
+    inits = mamba.initializers(mamba.Sizes(128))
+    keys = jax.random.split(jax.random.key(0), len(inits))
+    weights = {
+        name: init(key, shape, FP32)
+        for key, (name, (init, shape)) in zip(keys, inits.items(), strict=True)
+    }
+    x, dout = normal(2, 100, 128), normal(2, 100, 128, seed=1)
+
+    def layer(implementation, weights):
+        made = in_every_library("Mamba", 128, weights=weights, implementation=implementation)
+        return made[library]
+
+    def loss(implementation, weights, x):
+        return jnp.sum(layer(implementation, weights)(x) * dout)
+
+    def both(implementation, weights, x):
+        out = layer(implementation, weights)(x)
+        return out, jax.grad(loss, (1, 2))(implementation, weights, x)
+
+    def decoded(weights, x):
+        block = layer(None, weights)
+        step = functools.partial(block, method="step") if library == "linen" else block.step
+        first, cache = block(x[:, :90], return_cache=True)
+        one = lambda cache, x: step(x, cache)[::-1]
+        _, rest = jax.lax.scan(one, cache, x[:, 90:].swapaxes(0, 1))
+        return jnp.concatenate([first, rest.swapaxes(0, 1)], 1)
+
+    with jax.default_matmul_precision("highest"):
+        kernels = jax.jit(functools.partial(both, None)).lower(weights, x)
+        for name in ("causal_conv1d", "selective_scan"):
+            assert f"{name}_bwd" in kernels.as_text()
+        found = kernels.compile()(weights, x)
+        expected = jax.jit(functools.partial(both, "xla"))(weights, x)
+        tokens = jax.jit(decoded)(weights, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+    np.testing.assert_allclose(tokens, expected[0], rtol=1e-4, atol=1e-4)
+
+
 # Missing libraries
 
 
