@@ -240,7 +240,7 @@ class Job:
         return f"{self.backbone}, {self.precision}, {self.implementation}, length {self.length}"
 
     def programs(self, s: Sizes) -> dict[str, Any] | str:
-        """Compiled forward, both and update; or why there are none."""
+        """Compiled: all that a measurement runs; or why there is nothing."""
         policy = Policy.parse(self.precision)
 
         def loss(params: Params, batch: Any) -> jax.Array:
@@ -252,15 +252,20 @@ class Job:
             updates, state = _OPTIMIZER.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        params = jax.eval_shape(lambda: init(jax.random.key(0), self.backbone, s))
-        batch = jax.eval_shape(lambda: draw(jax.random.key(0), self.length, s))
+        make = lambda seed: init(jax.random.key(seed), self.backbone, s)
+        sample = lambda seed: draw(jax.random.key(seed), self.length, s)
+        params, batch = jax.eval_shape(make, 0), jax.eval_shape(sample, 0)
         state = jax.eval_shape(_OPTIMIZER.init, params)
+        programs = {
+            "init": (make, 0),
+            "draw": (sample, 0),
+            "begin": (_OPTIMIZER.init, params),
+            "forward": (loss, params, batch),
+            "both": (jax.value_and_grad(loss), params, batch),
+            "update": (update, params, state, params),
+        }
         try:
-            return {
-                "forward": jax.jit(loss).lower(params, batch).compile(),
-                "both": jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile(),
-                "update": jax.jit(update).lower(params, state, params).compile(),
-            }
+            return {k: jax.jit(f).lower(*args).compile() for k, (f, *args) in programs.items()}
         except Exception as e:  # the other jobs go on
             return _first_line(e)
 
@@ -269,12 +274,11 @@ def _first_line(e: Exception) -> str:
     return (str(e).splitlines() or [type(e).__name__])[0]
 
 
-def measure(job: Job, programs: dict[str, Any], s: Sizes, steps: int, calls: int) -> dict[str, Any]:
+def measure(job: Job, programs: dict[str, Any], steps: int, calls: int) -> dict[str, Any]:
     """Trains for `steps`, then times the programs."""
-    params = init(jax.random.key(0), job.backbone, s)
-    state = _OPTIMIZER.init(params)
-    keys = jax.random.split(jax.random.key(1), _BATCHES + 1)
-    unseen, *batches = jax.block_until_ready([draw(key, job.length, s) for key in keys])
+    params = programs["init"](0)
+    state = programs["begin"](params)
+    unseen, *batches = jax.block_until_ready([programs["draw"](i) for i in range(_BATCHES + 1)])
     before = float(programs["forward"](params, unseen))
     warm, start = steps // 5, 0.0
     for i in range(steps):
@@ -287,11 +291,9 @@ def measure(job: Job, programs: dict[str, Any], s: Sizes, steps: int, calls: int
     wall = (time.perf_counter() - start) / (steps - warm)
     after = float(programs["forward"](params, unseen))
     _, grads = programs["both"](params, unseen)
-    args = {"update": (params, state, grads)}
-    us = {
-        name: 1e3 * timing.measure(f, [args.get(name, (params, unseen))], calls).median
-        for name, f in programs.items()
-    }
+    args: dict[str, tuple[Any, ...]] = dict.fromkeys(("forward", "both"), (params, unseen))
+    args["update"] = (params, state, grads)
+    us = {name: 1e3 * timing.measure(programs[name], [a], calls).median for name, a in args.items()}
     return {
         **dataclasses.asdict(job),
         "forward_us": round(us["forward"], 1),
@@ -321,7 +323,7 @@ def _measure_all(jobs: list[Job], s: Sizes, steps: int, calls: int) -> list[dict
         for job, programs in zip(jobs, compiled, strict=True):
             try:
                 fails = isinstance(programs, str)
-                rows.append(programs if fails else measure(job, programs, s, steps, calls))
+                rows.append(programs if fails else measure(job, programs, steps, calls))
             except RuntimeError as e:
                 rows.append(_first_line(e))
             found = f"{rows[-1]['step_us']:,.0f} µs a step" if isinstance(rows[-1], dict) else "✗"
