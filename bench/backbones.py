@@ -47,7 +47,6 @@ PRECISIONS = ("fp32", "bf16")
 Params = dict[str, jax.Array]
 
 _WIDE = ("A_log", "D", "dt_bias")  # the scan takes them in fp32
-_BATCHES = 8
 _OPTIMIZER = optax.adam(3e-3)
 
 
@@ -278,14 +277,14 @@ def measure(job: Job, programs: dict[str, Any], steps: int, calls: int) -> dict[
     """Trains for `steps`, then times the programs."""
     params = programs["init"](0)
     state = programs["begin"](params)
-    unseen, *batches = jax.block_until_ready([programs["draw"](i) for i in range(_BATCHES + 1)])
+    unseen, *batches = jax.block_until_ready([programs["draw"](i) for i in range(steps + 1)])
     before = float(programs["forward"](params, unseen))
     warm, start = steps // 5, 0.0
-    for i in range(steps):
+    for i, batch in enumerate(batches):
         if i == warm:
             jax.block_until_ready(params)
             start = time.perf_counter()
-        _, grads = programs["both"](params, batches[i % _BATCHES])
+        _, grads = programs["both"](params, batch)
         params, state = programs["update"](params, state, grads)
     jax.block_until_ready(params)
     wall = (time.perf_counter() - start) / (steps - warm)
