@@ -464,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[Job, Any] = {}
     for share in _spread(jobs, args.jobs, s, steps, args.calls):
         found |= share
-        rows = [(job, found[job]) for job in jobs if job in found]
+        rows = [(job, found.get(job, "the run was stopped")) for job in jobs]
         report["rows"] = [row for _, row in rows if isinstance(row, dict)]
         report["failed"] = [f"{job}: {row}" for job, row in rows if isinstance(row, str)]
         out.write_text(json.dumps(report, indent=1) + "\n")  # a run that is stopped keeps its rows
