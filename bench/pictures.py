@@ -2,8 +2,10 @@
 
 For every op that was timed at three sizes a roofline: the bandwidth that each pass reaches over the
 bytes that it must move, under the bandwidth of a copy; for ops of matrix products TFLOP/s over
-operations per byte, under the tensor cores' limit too. And the memory ledger: what forward and
-backward in one program need beside their arguments and results.
+operations per byte, under the tensor cores' limit too; for the selective scan, whose limit is
+another, also what exponentials alone would allow. For ops of rows, percent of the copy bandwidth
+over their length. And the memory ledger: what forward and backward in one program need beside
+their arguments and results.
 """
 
 import dataclasses
@@ -15,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.plot import DIRECTIONS, MARKERS, pyplot, save
-from bench.report import FOLDER, NAMES, OURS
+from bench.plot import DIRECTIONS, MARKERS, draw_lengths, plain, points, pyplot, save
+from bench.report import CHOSEN, FOLDER, NAMES, OURS
 
 PICTURES = FOLDER / "pictures"
 
 PEAK_TFLOP_S = 812.0
 """Of bf16 matrix products on an H200: the most that cuBLAS reached at 8192³, cold; then 673."""
+
+EXPONENTIALS_PER_S = 132 * 16 * 1.83e9
+"""Of an H200: 16 a clock on each multiprocessor, at the clock that a scan ran at."""
 
 OF_JAX = (OURS, "xla", "tokamax")
 """Whose memory is known: JAX's compiler tells it."""
@@ -33,11 +38,13 @@ Point = tuple[float, float]
 class Roofline:
     """An op's points by direction and implementation, under a copy's bandwidth.
 
-    A point is (MB, GB/s), or (FLOP/byte, TFLOP/s) for an op of matrix `products`.
+    A point is (MB, GB/s), or (FLOP/byte, TFLOP/s) for an op of matrix `products`. `lowered` has,
+    for the points of a selective scan, the GB/s at which an exponential a state takes all the time.
     """
 
     copy_gb_s: float = 0.0
     products: bool = False
+    lowered: Any = dataclasses.field(default_factory=lambda: {d: set() for d in DIRECTIONS})
     points: Any = dataclasses.field(
         default_factory=lambda: {d: defaultdict(list) for d in DIRECTIONS}
     )
@@ -60,7 +67,25 @@ def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofli
             roofline.products |= m.tflop_s > 0
             point = (m.tflop_s * 1e3 / gb_s, m.tflop_s) if m.tflop_s else (m.us * gb_s / 1e3, gb_s)
             roofline.points[line.direction][name].append(point)
+            if line.op == "selective_scan":
+                b, l, d, n = map(int, re.findall(r"\d+", line.shape)[:4])
+                gb_s = point[0] * 1e-3 * EXPONENTIALS_PER_S / (b * l * d * n)
+                roofline.lowered[line.direction].add((point[0], min(gb_s, copy)))
     return found
+
+
+def lengths(reports: Sequence[tuple[str, dict[str, Any]]]) -> Any:
+    """Percent of the copy bandwidth over the length of a row, as :func:`bench.plot.points`."""
+    keys = ("op", "shape", "dtype", "direction")
+    return points(
+        [
+            {key: getattr(line, key) for key in keys}
+            | {"implementation": who, "percent": m.percent}
+            for line in report.lines(reports)
+            for who, m in line.figures.items()
+            if m.percent and who != CHOSEN
+        ]
+    )
 
 
 def ledger(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
@@ -103,6 +128,10 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
     for axis, direction in zip(axes[0], drawn, strict=True):
         limit = height if of.products else [of.copy_gb_s] * 2
         axis.plot(roof, limit, color="black", lw=1, label="limit")
+        if of.lowered[direction]:
+            at = zip(*sorted(of.lowered[direction]), strict=True)
+            label = "limit of exponentials"
+            axis.scatter(*at, s=60, marker="_", color="black", label=label)
         for i, name in enumerate(order):
             if at := of.points[direction].get(name):
                 size = 26 if name == OURS else 14
@@ -111,6 +140,8 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
         axis.set(xscale="log", yscale="log", title=f"{op}, {direction}")
         axis.set_xlabel("operations per byte" if of.products else "MB that the pass must move")
         axis.grid(alpha=0.3)
+        plain(axis.xaxis)
+        plain(axis.yaxis)
     axes[0, 0].set_ylabel("TFLOP/s" if of.products else "GB/s")
     axes[0, 0].legend(fontsize=6)
     save(figure, out)
@@ -130,6 +161,7 @@ def draw_ledger(held: dict[str, dict[str, float]], out: Path) -> None:
     axis.set_yticks(range(len(held)), list(held))
     axis.invert_yaxis()
     axis.set(xscale="log", xlim=(1, 3 * max(mb for by in held.values() for mb in by.values())))
+    plain(axis.xaxis)
     axis.set_xlabel("MB beside arguments and results, forward and backward in one program")
     axis.legend(fontsize=6)
     save(figure, out)
@@ -141,6 +173,8 @@ def main() -> int:
     for op, roofline in rooflines(reports).items():
         if roofline.sizes() > 2:
             draw_roofline(op, roofline, PICTURES / f"{op}.svg")
+    for op, by in lengths(reports).items():
+        draw_lengths({op: by}, "bf16, the most rows of each length", PICTURES / f"{op}-lengths.svg")
     draw_ledger(ledger(reports), PICTURES / "memory.svg")
     print(f"wrote {PICTURES}/*.svg")
     return 0

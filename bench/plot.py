@@ -10,6 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from bench.report import NAMES, OURS
+
 DIRECTIONS = ("forward", "backward")
 MARKERS = "osD^vPX*h<>"
 
@@ -42,40 +44,54 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, out: Path) -> None:
-    """Writes and closes `figure`."""
+    """Writes and closes `figure`, with nothing cut off."""
     figure.tight_layout()
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+    metadata = {"Date": None} if out.suffix == ".svg" else None
+    figure.savefig(out, metadata=metadata, bbox_inches="tight")
     pyplot().close(figure)
+
+
+def plain(axis: Any) -> None:
+    """Ticks of a logarithmic `axis` written as numbers: 1, 10, 100, and of a short one 1, 2, 5."""
+    from matplotlib import ticker
+
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_locator(ticker.LogLocator(subs=(1,) if high > 300 * low else (1, 2, 5)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def draw(report: dict[str, Any], out: Path) -> bool:
     """Writes a picture of `report` to `out`; False if there are no three lengths to draw."""
-    lines = points(report["rows"])
+    title = f"{report['device']}, JAX {report['jax']}, bf16, commit {report['commit']}"
+    return draw_lengths(points(report["rows"]), title, out)
+
+
+def draw_lengths(lines: dict[str, Any], title: str, out: Path) -> bool:
+    """Writes :func:`points`, a row of panels for each op; False if there are no three lengths."""
     lines = {op: by for op, by in lines.items() if any(len(p) > 2 for p in _all(by))}
     if not lines:
         return False
     figure, axes = pyplot().subplots(
-        2, len(lines), figsize=(5.2 * len(lines), 6.4), sharex=True, sharey=True, squeeze=False
+        len(lines), 2, figsize=(7.2, 2.9 * len(lines)), sharex=True, sharey=True, squeeze=False
     )
-    implementations = sorted({name for by in lines.values() for d in by.values() for name in d})
-    implementations.sort(key=lambda name: name != "mosaic")
-    for column, (op, by) in enumerate(lines.items()):
-        for axis, direction in zip(axes[:, column], DIRECTIONS, strict=True):
+    found = {name for by in lines.values() for d in by.values() for name in d}
+    implementations = [name for name in NAMES if name in found] + sorted(found - set(NAMES))
+    for row, (op, by) in zip(axes, lines.items(), strict=True):
+        for axis, direction in zip(row, DIRECTIONS, strict=True):
             for i, name in enumerate(implementations):
                 if by[direction].get(name):
                     n, percent = zip(*by[direction][name], strict=True)
-                    label = "jaxkern" if name == "mosaic" else name
-                    width = 2.2 if name == "mosaic" else 1.2
-                    marker = MARKERS[i % len(MARKERS)]
+                    width = 2.2 if name == OURS else 1.2
+                    marker, label = MARKERS[i % len(MARKERS)], NAMES.get(name, name)
                     axis.plot(n, percent, marker=marker, ms=4, lw=width, label=label)
-            axis.set(ylim=(0, 105), title=f"{op}, {direction}")
-            axis.set_xscale("log", base=2)
+            axis.set(ylim=(0, 105), title=f"{op}, {direction}", xscale="log")
+            axis.set_xlabel("N, elements of a row")
             axis.grid(alpha=0.3)
-            axis.set_ylabel("% of copy bandwidth")
-        axes[1, column].set_xlabel("N, elements of a row")
-    axes[0, 0].legend(loc="lower right", fontsize=8)
-    title = f"{report['device']}, JAX {report['jax']}, bf16, commit {report['commit']}"
-    figure.suptitle(title, fontsize=10)
+            plain(axis.xaxis)
+        row[0].set_ylabel("% of copy bandwidth")
+    axes[0, 0].legend(fontsize=6)
+    figure.suptitle(title, fontsize=9)
     save(figure, out)
     return True
 

@@ -45,9 +45,6 @@ NAMES = {
 EVEN = 0.01
 """Times that differ by less than this part are even."""
 
-LONGEST = 60
-"""Rows of a file without ops that the report repeats."""
-
 _VARIANTS = {
     "mosaic default": OURS,
     "XLA lax.scan": "xla",
@@ -172,7 +169,8 @@ def text(reports: Sequence[tuple[str, dict[str, Any]]]) -> str:
         "that runs, where it was timed. *Speed-up* is the fastest other's time over ours, that of "
         "the choice if there is one: ▼ marks where we are slower, and less than "
         f"{EVEN:.0%} is even. *From* numbers the [files](#files); after the first come those that "
-        "lend others' figures, measured at another time. Errors are in [accuracy.md](accuracy.md).",
+        "lend others' figures, measured at another time. Errors are in [accuracy.md](accuracy.md), "
+        "sequence policies of several kinds in [backbones.md](backbones.md).",
         *_summary(by_op),
         *(part for op in sorted(by_op) for part in _section(op, by_op[op])),
         *_training(reports),
@@ -224,6 +222,9 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
     picture = FOLDER / "pictures" / f"{op}.svg"
     if picture.exists():
         yield f"![{op}: what its passes reach under the machine's limits](pictures/{picture.name})"
+    lengths = picture.with_stem(f"{op}-lengths")
+    if lengths.exists():
+        yield f"![{op}: bandwidth over the length of a row](pictures/{lengths.name})"
     present = {name for line in of_op for name in line.figures}
     names = [name for name in NAMES if name in present]
     names += sorted(present - set(names))
@@ -284,10 +285,10 @@ def _training(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
 
 
 def _others(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    """What the files hold that is no op's time: losses, older files' training steps, …"""
+    """What the files hold that is no op's time, and has no document of its own: losses, …"""
     for name, report in reports:
         rows = [row for row in report["rows"] if "us" not in row and "contender" not in row]
-        if not 0 < len(rows) <= LONGEST:
+        if not rows or name.removesuffix(".json").endswith(("-accuracy", "-backbones")):
             continue
         yield f"## {name.removesuffix('.json')}"
         yield "; ".join(f"{k} {v}" for k, v in report.items() if _plain(v) and k not in _OF_FILE)

@@ -107,6 +107,11 @@ def test_pictures(tmp_path):
     pictures.draw_roofline("linear", found["linear"], tmp_path / "l.svg")
     assert "rms_norm, backward" in (tmp_path / "r.svg").read_text()
     assert "operations per byte" in (tmp_path / "l.svg").read_text()
+    assert pictures.lengths(reports)["rms_norm"]["backward"]["xla"] == [
+        (64, 50.0),
+        (128, 50.0),
+        (256, 50.0),
+    ]
     held = pictures.ledger(reports)
     assert held == {
         "rms_norm 8x128 bfloat16": {"mosaic": pytest.approx(134.2, 1e-3), "xla": 128 * 2**20 / 1e6},
@@ -114,3 +119,13 @@ def test_pictures(tmp_path):
     }
     pictures.draw_ledger(held, tmp_path / "m.svg")
     assert "plain JAX" in (tmp_path / "m.svg").read_text()
+
+
+def test_exponentials_lower_the_scans_limit():
+    """2^18 exponentials, in the time of which 100 kB do not pass at a copy's bandwidth."""
+    row = timing("mosaic", 1.0, op="selective_scan", shape="2x64x128x16/64", percent=2.5)
+    (roofline,) = pictures.rooflines([("a", results(row))]).values()
+    ((mb, gb_s),) = roofline.lowered["forward"]
+    assert mb == pytest.approx(0.1)
+    assert gb_s == pytest.approx(1e-4 * 132 * 16 * 1.83e9 / 2**18)
+    assert gb_s < 4000
