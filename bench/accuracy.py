@@ -12,6 +12,7 @@ at most 0.5. On a CPU there are no kernels; ``--interpret`` runs them in Pallas'
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -323,6 +324,13 @@ def measure(
     return rows, refused, failed
 
 
+def _told(op: str, dtype: str, names: Sequence[str]) -> Any:
+    """:func:`measure`, and a line when it is done."""
+    found = measure(op, dtype, names)
+    print(f"{op}, {dtype}: measured", file=sys.stderr, flush=True)
+    return found
+
+
 def text(report: dict[str, Any]) -> str:
     """The ledger as a document."""
     by: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -386,15 +394,14 @@ def main(argv: list[str] | None = None) -> int:
     clock = "KERNELS IN THE INTERPRETER ON A CPU" if args.interpret else "PLAIN JAX ON A CPU"
     # The last ops take longest to compile, and begin.
     tasks = [(op, dtype, names) for op in chosen[::-1] for dtype in args.dtype.split(",")]
-    if args.interpret and not gpu:
-        with interpret_kernels():
-            found = [measure(*task) for task in tasks]
-    elif args.jobs == 1:
-        found = [measure(*task) for task in tasks]
+    interpret = args.interpret and not gpu
+    if interpret or args.jobs == 1:
+        with interpret_kernels() if interpret else contextlib.nullcontext():
+            found = [_told(*task) for task in tasks]
     else:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(args.jobs, context) as pool:
-            found = list(pool.map(measure, *zip(*tasks, strict=True)))
+            found = list(pool.map(_told, *zip(*tasks, strict=True)))
     place = lambda row: (known.index(row["op"]), DTYPES.index(row["dtype"]))
     rows = sorted((row for of_task, _, _ in found for row in of_task), key=place)
     refused = [line for _, of_task, _ in found for line in of_task]

@@ -78,6 +78,9 @@ class Job:
     steps: int
     warmup: int
 
+    def __str__(self) -> str:
+        return f"{self.contender}, {self.preset}, length {self.length}"
+
     @property
     def model(self) -> ModelConfig:
         return PRESETS[self.preset].model
@@ -313,6 +316,7 @@ def attempt(jobs: Sequence[Job], limit: float) -> Iterator[tuple[Job, dict[str, 
     running: list[tuple[Job, Any, Any]] = []
     try:
         for job in jobs:
+            print(f"{job}: compiling", file=sys.stderr, flush=True)
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(job, theirs), daemon=True)
             process.start()
@@ -416,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     waves = itertools.batched(jobs, max(1, args.jobs))
     for job, row in itertools.chain.from_iterable(attempt(wave, args.limit) for wave in waves):
         if isinstance(row, str):
-            line = f"{job.contender}, {job.preset}, length {job.length}: {row}"
+            line = f"{job}: {row}"
             report["failed"].append(line)
             print(line, flush=True)
         else:
