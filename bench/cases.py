@@ -30,6 +30,7 @@ class Case:
         these are what takes the time.
       differentiated: whether there is a backward.
       drawn: whether the result is random, and another library's another one.
+      models: names of models that have this shape, of :data:`MODELS`.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Case:
     operations_backward: int = 0
     differentiated: bool = True
     drawn: bool = False
+    models: tuple[str, ...] = ()
 
 
 def _norm(op: str, m: int, n: int, dtype: str, extra: str = "", **options: Any) -> Case:
@@ -405,17 +407,73 @@ def cases(small: bool) -> Sequence[Case | Step]:
     dropped = [_dropout(16384, n, bf16) for n in (*widths, 8192)] + [_dropout(16383, 4097, bf16)]
     dropped += [_dropout(16384, 8192, bf16, activation="silu")]
     dropped += [_dropout(16384, 8192, bf16, add=True), _dropout(16384, 8192, "float32")]
+    found = {
+        (case.op, case.shape, case.dtype): case
+        for case in (
+            *norms,
+            *scans,
+            *convolutions,
+            *linear,
+            *layers,
+            *gated,
+            *pointwise,
+            *dropped,
+        )
+    }
+    for name, of_model in MODELS.items():
+        for case in of_model():
+            key = (case.op, case.shape, case.dtype)
+            case = found.get(key, case)
+            found[key] = dataclasses.replace(case, models=(*case.models, name))
+    return [*found.values(), *steps(small)]
+
+
+def _mamba(width: int, batch: int = 8, length: int = 2048) -> list[Case]:
+    """The ops of a Mamba of this width, whose blocks are twice as wide inside."""
+    inside = (batch, length, 2 * width)
     return [
-        *norms,
-        *scans,
-        *convolutions,
-        *linear,
-        *layers,
-        *gated,
-        *pointwise,
-        *dropped,
-        *steps(small),
+        _norm("rms_norm", batch * length, width, "bfloat16"),
+        _norm("rms_norm", batch * length, width, "bfloat16", "residual"),
+        _causal_conv1d(*inside, 4, "bfloat16"),
+        _selective_scan(*inside, 16, "bfloat16"),
     ]
+
+
+def _llama(width: int, hidden: int) -> list[Case]:
+    """The ops of a Llama's layer with a gated unit of `hidden` channels."""
+    return [
+        _norm("rms_norm", 16384, width, "bfloat16"),
+        _norm("rms_norm", 16384, width, "bfloat16", "residual"),
+        _linear(16384, width, width, "bfloat16"),
+        _gated_linear_unit(8192, width, hidden, "bfloat16"),
+        _gated("swiglu", 16384, hidden, "bfloat16"),
+    ]
+
+
+def _gpt2() -> list[Case]:
+    """The ops of a layer of the small GPT-2."""
+    return [
+        _norm("layer_norm", 16384, 768, "bfloat16"),
+        _layer_norm_linear(16384, 768, 2304, "bfloat16"),
+        _linear(16384, 768, 3072, "bfloat16", activation="gelu"),
+        _dropout(16384, 768, "bfloat16", add=True),
+    ]
+
+
+MODELS: dict[str, Callable[[], list[Case]]] = {
+    "gpt2": _gpt2,
+    "llama-2-7b": lambda: _llama(4096, 11008),
+    "llama-3-8b": lambda: _llama(4096, 14336),
+    "mamba-130m": lambda: _mamba(768),
+    "mamba-370m": lambda: _mamba(1024),
+    "mamba-1.4b": lambda: _mamba(2048),
+    "mamba-2.8b": lambda: _mamba(2560, 4, 4096),
+}
+"""Models whose ops are timed, at 16384 tokens a step but where it says otherwise.
+
+Their widths are those of GPT-2 (124 million parameters), Llama (https://arxiv.org/abs/2307.09288,
+https://arxiv.org/abs/2407.21783) and Mamba (https://arxiv.org/abs/2312.00752).
+"""
 
 
 def _powers(first: int, last: int) -> list[int]:

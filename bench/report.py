@@ -236,9 +236,25 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
         mark = " ▼" if line.verdict == "slower" else ""
         rows.append([*cells, _times(line.speedup) + mark, ", ".join(map(str, line.files))])
     head = ["shape", "dtype", "pass", *(NAMES.get(n, n) for n in names), "speed-up", "from"]
+    if of_models := _models(op, of_op):
+        yield f"Shapes of models: {of_models}."
     if products:
         yield "After the semicolon, TFLOP/s of the products."
     yield table(head, rows)
+
+
+def _models(op: str, of_op: list[Line]) -> str:
+    """The shapes of `op` that models have, with their names."""
+    from bench.cases import Case, cases  # with JAX, which the rest has no need of
+
+    told = dict.fromkeys((line.shape, line.dtype) for line in of_op)
+    named = [
+        f"`{case.shape}` {', '.join(case.models)}"
+        for case in cases(small=False)
+        if isinstance(case, Case) and case.op == op and case.models
+        if (case.shape, case.dtype) in told
+    ]
+    return "; ".join(named)
 
 
 def _training(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 import jaxkern
 from bench import peers, plot, steps, timing
-from bench.cases import Case, bytes_of, cases
+from bench.cases import MODELS, Case, bytes_of, cases
 from bench.report import RESULTS, write_csv
 from bench.steps import Step
 from bench.turns import Alone, Turns
@@ -276,6 +276,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--op", action="append", help="only this op; repeat for more")
     p.add_argument("--shape", action="append", help="only this shape, as the table writes it")
     p.add_argument(
+        "--model",
+        action="append",
+        choices=list(MODELS),
+        help="only shapes of this model's ops; repeat for more",
+    )
+    p.add_argument(
         "--vs",
         default=",".join(["xla", *peers.installed()]),
         help="whom to time beside mosaic, comma-separated: xla and peers that are installed",
@@ -302,8 +308,13 @@ def main(argv: list[str] | None = None) -> int:
     chosen = [
         (index, case)
         for index, case in known
-        if (not args.op or case.op in args.op) and (not args.shape or case.shape in args.shape)
+        if (not args.op or case.op in args.op)
+        and (not args.shape or case.shape in args.shape)
+        and (not args.model or set(args.model) & set(getattr(case, "models", ())))
     ]
+    if args.model and not gpu:
+        print("bench: error: the shapes of a --model are for a GPU; leave it out", file=sys.stderr)
+        return 2
     if not chosen:
         names = ", ".join(sorted({f"{case.op} {case.shape}" for _, case in known}))
         print(f"bench: error: no such case; there are: {names}", file=sys.stderr)

@@ -57,6 +57,23 @@ def test_peers_have_an_op_with_its_options():
     assert not peers.has(step, "mamba_ssm")
 
 
+def test_shapes_of_models_are_cases():
+    """Once each, with the names of all that have them."""
+    every = cases.cases(small=False)
+    places = [(case.op, case.shape, case.dtype) for case in every]
+    assert len(set(places)) == len(places)
+    models = {place: getattr(case, "models", ()) for place, case in zip(places, every, strict=True)}
+    assert models["selective_scan", "8x2048x1536x16", "bfloat16"] == ("mamba-130m",)
+    assert models["rms_norm", "16384x4096", "bfloat16"] == ("llama-2-7b", "llama-3-8b")
+    assert {name for names in models.values() for name in names} == set(cases.MODELS)
+    assert not any(models["rms_norm", "16384x4096", dtype] for dtype in ("float32", "float16"))
+
+
+def test_models_are_for_a_gpu(capsys):
+    assert run.main(["--model", "mamba-130m"]) == 2
+    assert "for a GPU" in capsys.readouterr().err
+
+
 def test_absent_peer_is_named(tmp_path, capsys):
     """It is an error to ask for one, and the others are timed."""
     out = tmp_path / "r.json"
