@@ -9,6 +9,7 @@ their arguments and results.
 """
 
 import dataclasses
+import math
 import re
 import sys
 from collections import defaultdict
@@ -22,9 +23,6 @@ from bench.report import CHOSEN, FOLDER, NAMES, OURS
 
 PICTURES = FOLDER / "pictures"
 
-PEAK_TFLOP_S = 812.0
-"""Of bf16 matrix products on an H200: the most that cuBLAS reached at 8192³, cold; then 673."""
-
 EXPONENTIALS_PER_S = 132 * 16 * 1.83e9
 """Of an H200: 16 a clock on each multiprocessor, at the clock that a scan ran at."""
 
@@ -36,13 +34,14 @@ Point = tuple[float, float]
 
 @dataclasses.dataclass
 class Roofline:
-    """An op's points by direction and implementation, under a copy's bandwidth.
+    """An op's points by direction and implementation, under the machine's ceilings.
 
     A point is (MB, GB/s), or (FLOP/byte, TFLOP/s) for an op of matrix `products`. `lowered` has,
     for the points of a selective scan, the GB/s at which an exponential a state takes all the time.
     """
 
     copy_gb_s: float = 0.0
+    product_tflop_s: float = 0.0
     products: bool = False
     lowered: Any = dataclasses.field(default_factory=lambda: {d: set() for d in DIRECTIONS})
     points: Any = dataclasses.field(
@@ -58,12 +57,14 @@ def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofli
     """All rooflines by op."""
     found: defaultdict[str, Roofline] = defaultdict(Roofline)
     for line in report.lines(reports):
-        copy = reports[line.files[0] - 1][1]["copy_gb_s"]
+        one = reports[line.files[0] - 1][1]
+        copy, most = one["copy_gb_s"], one.get("product_tflop_s", 0.0)
         for name, m in line.figures.items():
             if line.direction not in DIRECTIONS or not m.percent:
                 continue
             roofline, gb_s = found[line.op], m.percent / 100 * copy
             roofline.copy_gb_s = max(roofline.copy_gb_s, copy)
+            roofline.product_tflop_s = max(roofline.product_tflop_s, most)
             roofline.products |= m.tflop_s > 0
             point = (m.tflop_s * 1e3 / gb_s, m.tflop_s) if m.tflop_s else (m.us * gb_s / 1e3, gb_s)
             roofline.points[line.direction][name].append(point)
@@ -122,9 +123,10 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
     order = [n for n in NAMES if n in names] + sorted(names - set(NAMES))
     xs = [x for by in of.points.values() for at in by.values() for x, _ in at]
     left, right = min(xs) / 1.5, max(xs) * 1.5
-    ridge = PEAK_TFLOP_S * 1e3 / of.copy_gb_s
-    roof = sorted([left, ridge, right]) if of.products else [left, right]
-    height = [min(PEAK_TFLOP_S, x / ridge * PEAK_TFLOP_S) for x in roof]
+    most = of.product_tflop_s or math.inf  # older files do not have it
+    ridge = [most * 1e3 / of.copy_gb_s] if of.products and of.product_tflop_s else []
+    roof = sorted([left, *ridge, right])
+    height = [min(most, x * of.copy_gb_s * 1e-3) for x in roof]
     for axis, direction in zip(axes[0], drawn, strict=True):
         limit = height if of.products else [of.copy_gb_s] * 2
         axis.plot(roof, limit, color="black", lw=1, label="limit")

@@ -68,9 +68,11 @@ class Row:
 
     Times are device time in microseconds per call on a GPU, wall-clock time elsewhere; `gb_s` and
     `percent` (of the copy bandwidth measured in the same run) count each array of the pass once,
-    `tflop_s` the operations of its products (0 where those do not count);
-    `temp_bytes` is what the program needs beside its arguments and results (0 for PyTorch's);
-    `kernels` tells how often a call launches each.
+    `tflop_s` and `percent_products` (of a large product's rate in the same run) the operations of
+    its products (0 where those do not count). `compile_s` is lowering and compilation, and
+    `first_call_s` the wall-clock time of the first call after it; `temp_bytes` is what the program
+    needs beside its arguments and results (these are 0 for PyTorch's); `kernels` tells how often a
+    call launches each.
     """
 
     op: str
@@ -85,7 +87,9 @@ class Row:
     gb_s: float
     percent: float
     tflop_s: float
+    percent_products: float
     compile_s: float
+    first_call_s: float
     temp_bytes: int
     kernels: dict[str, int]
 
@@ -97,13 +101,25 @@ class _Program:
         start = time.perf_counter()
         self.run = jax.jit(f).lower(*shapes).compile()
         self.compile_s = time.perf_counter() - start
+        self.first_call_s: float | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs it; the first time alone is measured."""
+        start = time.perf_counter()
+        out = self.run(*args)
+        if self.first_call_s is None:
+            jax.block_until_ready(out)
+            self.first_call_s = time.perf_counter() - start
+        return out
 
 
 _turn: Alone | Turns = Alone()
 """Held while the device is used."""
 
 
-def measure_case(case: Case, implementation: str, copy: float, calls: int) -> list[Row]:
+def measure_case(
+    case: Case, implementation: str, ceilings: timing.Ceilings, calls: int
+) -> list[Row]:
     """The forward, the backward from what the forward saves, and both in one program."""
 
     call_peer = None
@@ -128,9 +144,12 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
         return vjp(dout)
 
     def row(direction: str, program: _Program, sets: list[tuple[Any, ...]]) -> Row:
+        program(*sets[0])
+        timed = timing.measure(program.run, sets, calls)
         return dataclasses.replace(
-            _row(case, implementation, direction, timing.measure(program.run, sets, calls), copy),
+            _row(case, implementation, direction, timed, ceilings),
             compile_s=round(program.compile_s, 2),
+            first_call_s=round(program.first_call_s or 0.0, 4),
             temp_bytes=getattr(program.run.memory_analysis(), "temp_size_in_bytes", 0),
         )
 
@@ -144,7 +163,7 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
     if not case.differentiated:
         with _turn:
             sets = [make(k) for k in keys]
-            _check(case, compare(of_call.run(*sets[0]), of_plain.run(*sets[0])))
+            _check(case, compare(of_call(*sets[0]), of_plain.run(*sets[0])))
             return [row("forward", of_call, sets)]
     out, vjp = jax.eval_shape(save, shapes)
     normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
@@ -153,7 +172,7 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
         of_backward, draw = _Program(backward, vjp, out), _Program(normal, key).run
     with _turn:
         sets = [make(k) for k in keys]
-        _check(case, compare(of_call.run(*sets[0]), of_plain.run(*sets[0])))
+        _check(case, compare(of_call(*sets[0]), of_plain.run(*sets[0])))
         rows = [row("forward", of_call, sets)]
         douts = [draw(k) for k in keys]
         with_dout = list(zip(sets, douts, strict=True))
@@ -164,24 +183,28 @@ def measure_case(case: Case, implementation: str, copy: float, calls: int) -> li
     return rows
 
 
-def measure_step(step: Step, implementation: str, copy: float, calls: int) -> Row:
+def measure_step(step: Step, implementation: str, ceilings: timing.Ceilings, calls: int) -> Row:
     """A step of an optimizer."""
     if peers.is_torch(implementation):
         timed = peers.measure_torch_step(step, calls, _turn)
-        return _row(step, implementation, "step", timed, copy)
+        return _row(step, implementation, "step", timed, ceilings)
     timed, seconds, temp_bytes = steps.measure(step, implementation, calls, _turn)
-    row = _row(step, implementation, "step", timed, copy)
+    row = _row(step, implementation, "step", timed, ceilings)
     return dataclasses.replace(row, compile_s=round(seconds, 2), temp_bytes=temp_bytes)
 
 
 def _row(
-    case: Case | Step, implementation: str, direction: str, timed: timing.Timing, copy: float
+    case: Case | Step,
+    implementation: str,
+    direction: str,
+    timed: timing.Timing,
+    ceilings: timing.Ceilings,
 ) -> Row:
     nbytes = {"forward": case.bytes_forward, "backward": case.bytes_backward}
     operations = {"forward": case.operations_forward, "backward": case.operations_backward}
     seconds = timed.median * 1e-3
     rate = nbytes.get(direction, sum(nbytes.values())) / seconds
-    tflop_s = operations.get(direction, sum(operations.values())) / seconds * 1e-12
+    products = operations.get(direction, sum(operations.values())) / seconds
     return Row(
         op=case.op,
         shape=case.shape,
@@ -193,9 +216,11 @@ def _row(
         us_high=round(timed.high * 1e3, 2),
         calls=timed.calls,
         gb_s=round(rate / 1e9, 1),
-        percent=round(100 * rate / copy, 1),
-        tflop_s=round(tflop_s, 1),
+        percent=round(100 * rate / ceilings.copy, 1),
+        tflop_s=round(products * 1e-12, 1),
+        percent_products=round(100 * products / ceilings.products, 1) if products else 0.0,
         compile_s=0.0,
+        first_call_s=0.0,
         temp_bytes=0,
         kernels=dict(Counter(timed.kernels)),
     )
@@ -218,18 +243,20 @@ def _check(case: Case, error: Any) -> None:
         raise RuntimeError(f"{what}: relative error {float(error):.1e} against plain JAX")
 
 
-def _attempt(index: int, implementation: str, copy: float, calls: int) -> list[Row] | str:
+def _attempt(
+    index: int, implementation: str, ceilings: timing.Ceilings, calls: int
+) -> list[Row] | str:
     """The rows of a case, or why there are none."""
     case = cases(small=not timing.on_gpu())[index]
     try:
         if isinstance(case, Step):
-            return [measure_step(case, implementation, copy, calls)]
+            return [measure_step(case, implementation, ceilings, calls)]
         if peers.is_torch(implementation):
             compare = jax.jit(functools.partial(_error, drawn=case.drawn))
             check = lambda got, want: _check(case, compare(got, want))
             times = peers.measure_torch(case, implementation, calls, _turn, check)
-            return [_row(case, implementation, k, t, copy) for k, t in times.items()]
-        return measure_case(case, implementation, copy, calls)
+            return [_row(case, implementation, k, t, ceilings) for k, t in times.items()]
+        return measure_case(case, implementation, ceilings, calls)
     except Exception as e:  # a peer may raise anything, and the other cases go on
         if implementation in IMPLEMENTATIONS and not isinstance(
             e, RuntimeError | NotImplementedError
@@ -245,7 +272,9 @@ def _begin(turns: Turns) -> None:
     _turn = turns
 
 
-def _attempts(jobs: int, tasks: list[tuple[int, str, float, int]]) -> Iterator[list[Row] | str]:
+def _attempts(
+    jobs: int, tasks: list[tuple[int, str, timing.Ceilings, int]]
+) -> Iterator[list[Row] | str]:
     """What :func:`_attempt` gives for each task, in order."""
     if jobs == 1:
         yield from itertools.starmap(_attempt, tasks)
@@ -320,20 +349,29 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench: error: no such case; there are: {names}", file=sys.stderr)
         return 2
     where = machine(args.commit)
-    copy = timing.copy_bandwidth()
+    ceilings = timing.Ceilings.measured(any(case.operations_forward for _, case in chosen))
+    products = ceilings.products * 1e-12
     clock = (
         "device time (CUPTI), cold L2" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
     )
-    print(f"{where['device']}, JAX {where['jax']}, copy {copy / 1e9:.0f} GB/s, {clock}", flush=True)
+    print(
+        f"{where['device']}, JAX {where['jax']}, copy {ceilings.copy / 1e9:.0f} GB/s, "
+        + (f"products {products:.1f} TFLOP/s, " if products else "")
+        + clock,
+        flush=True,
+    )
     print(
         f"{'op':24}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}"
-        f"{'TFLOP/s':>9}{'temp MB':>9}",
+        f"{'TFLOP/s':>9}{'% max':>6}{'temp MB':>9}{'compile s':>11}{'first ms':>10}",
         flush=True,
     )
     device = str(where["device"]).lower().replace(" ", "-")
     ops = "-".join(sorted({case.op for _, case in chosen}))
     out = args.out or RESULTS / f"{device}-{ops}.json"
-    report = {**where, "copy_gb_s": round(copy / 1e9, 1), "clock": clock, "rows": []}
+    report: dict[str, Any] = {**where, "copy_gb_s": round(ceilings.copy / 1e9, 1)}
+    if products:
+        report["product_tflop_s"] = round(products, 1)
+    report |= {"clock": clock, "rows": []}
     failed = 0
     names = ["mosaic"] * gpu + [v for v in args.vs.split(",") if v]
     work = [
@@ -342,7 +380,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in names
         if name not in peers.installed() or peers.has(case, name)
     ]
-    tasks = [(index, name, copy, args.calls) for index, _, name in work]
+    tasks = [(index, name, ceilings, args.calls) for index, _, name in work]
     for (_, case, name), got in zip(work, _attempts(args.jobs, tasks), strict=True):
         if isinstance(got, str):
             failed += 1
@@ -354,7 +392,8 @@ def main(argv: list[str] | None = None) -> int:
             print(
                 f"{row.op:24}{row.shape:24}{row.dtype:10}{row.direction:10}"
                 f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}"
-                f"{row.tflop_s or '':>9}{row.temp_bytes / 1e6:9.0f}",
+                f"{row.tflop_s or '':>9}{row.percent_products or '':>6}{row.temp_bytes / 1e6:9.0f}"
+                f"{row.compile_s:11.1f}{row.first_call_s * 1e3:10.1f}",
                 flush=True,
             )
         _write(out, report)  # after every case: a run that is stopped keeps what it has

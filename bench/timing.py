@@ -114,6 +114,33 @@ def _measure_wall(
     return Timing.of(times)
 
 
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What the machine reaches at best.
+
+    Attributes:
+      copy: bytes a second, read and written, of a copy.
+      products: operations a second of matrix products; 0 where they are not asked for.
+    """
+
+    copy: float
+    products: float
+
+    @classmethod
+    def measured(cls, products: bool) -> "Ceilings":
+        """Measures both, or the copy alone."""
+        return cls(copy_bandwidth(), product_rate() if products else 0.0)
+
+
+def product_rate() -> float:
+    """Operations per second of XLA's product of two large square matrices, on a GPU in bf16."""
+    n, dtype = (8192, jnp.bfloat16) if on_gpu() else (512, jnp.float32)
+    draw = jax.jit(lambda i: jax.random.normal(jax.random.key(i), (2, n, n), dtype))
+    sets = [tuple(draw(i)) for i in range(2)]
+    product = jax.jit(jnp.matmul).lower(*sets[0]).compile()
+    return 2 * n**3 / (measure(product, sets, calls=20).median * 1e-3)
+
+
 def copy_bandwidth() -> float:
     """Bytes per second of the fastest read-and-write of a large array, both counted."""
     size = 1 << 30 if on_gpu() else 1 << 24

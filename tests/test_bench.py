@@ -15,7 +15,7 @@ from bench import cases, peers, plot, precision, run, steps, timing, turns
 
 def report(percents):
     """A report of rms_norm over rows of 2^k elements."""
-    row = run.Row("rms_norm", "", "bfloat16", "xla", "forward", 1, 1, 1, 1, 1, 0, 0, 0, 0, {})
+    row = run.Row("rms_norm", "", "bfloat16", "xla", "forward", *[1] * 5, *[0] * 6, {})
     rows = [
         dataclasses.replace(row, shape=f"{m}x{n}", percent=percent)
         for (m, n), percent in percents.items()
@@ -72,6 +72,21 @@ def test_shapes_of_models_are_cases():
 def test_models_are_for_a_gpu(capsys):
     assert run.main(["--model", "mamba-130m"]) == 2
     assert "for a GPU" in capsys.readouterr().err
+
+
+def test_products_are_beside_their_ceiling(tmp_path, capsys):
+    out = tmp_path / "r.json"
+    args = ["--op", "linear", "--calls", "2", "--vs", "xla", "--out", str(out)]
+    assert run.main(args) == 0
+    told = json.loads(out.read_text())
+    assert told["product_tflop_s"] > 0
+    assert "products " in capsys.readouterr().out
+    for row in told["rows"]:
+        rate = {"forward": 2, "backward": 4, "both": 6}[row["direction"]] * 256**3 / row["us"]
+        assert row["percent_products"] > 0
+        assert row["tflop_s"] == pytest.approx(rate * 1e-6, abs=0.1)
+        assert row["first_call_s"] > 0
+        assert row["compile_s"] >= 0
 
 
 def test_absent_peer_is_named(tmp_path, capsys):

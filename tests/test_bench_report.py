@@ -69,8 +69,11 @@ def test_figures_of_others_are_lent_and_of_tries_left_out():
 
 
 def test_products_have_their_rate():
-    text = report.text([("a", results(timing("mosaic", 50.0, tflop_s=700.4)))])
-    assert "| 50.0 (200%); 700 |" in text
+    known = timing("mosaic", 50.0, tflop_s=700.4, percent_products=87.6)
+    rows = [known, timing("xla", 80.0, tflop_s=437.5)]
+    text = report.text([("a", results(*rows, product_tflop_s=800.0))])
+    assert "| 50.0 (200%); 700 (88%) | 80.0 (125%); 438 |" in text
+    assert "4000 GB/s, 800 TFLOP/s" in text
 
 
 def test_rows_without_an_op_are_a_table_of_their_own():
