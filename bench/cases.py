@@ -28,6 +28,7 @@ class Case:
       bytes_backward: the same for the backward, from the saved residuals.
       operations_forward, operations_backward: multiplications and additions of the products, where
         these are what takes the time.
+      exponentials: that each pass must take at least, where these take longer than the bytes.
       differentiated: whether there is a backward.
       drawn: whether the result is random, and another library's another one.
       models: names of models that have this shape, of :data:`MODELS`.
@@ -42,6 +43,7 @@ class Case:
     bytes_backward: int
     operations_forward: int = 0
     operations_backward: int = 0
+    exponentials: int = 0
     differentiated: bool = True
     drawn: bool = False
     models: tuple[str, ...] = ()
@@ -108,6 +110,7 @@ def _selective_scan(
         call=call,
         bytes_forward=4 * wide + 2 * narrow,
         bytes_backward=7 * wide + 4 * narrow,
+        exponentials=b * l * d * n,
     )
 
 

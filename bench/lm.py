@@ -131,8 +131,8 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
     """The library's own model and optimizer."""
     name, _, how = job.contender.partition("-")
     implementation = "xla" if name == "xla" else None
-    variant = Options(Policy.parse("bf16"), implementation, how == "remat", how == "loop")
-    graphdef = make_model(job.model, variant)
+    options = Options(Policy.parse("bf16"), implementation, how == "remat", how == "loop")
+    graphdef = make_model(job.model, options)
     tx = jaxkern.fused_adamw(
         _RATE,
         *_BETAS,
@@ -150,6 +150,8 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
         return *jaxkern.apply(tx, grads, state, params), loss
 
     device = jax.local_devices()[0]
+    how_compiled = compiler_options(device.platform)
+    program = jax.jit(step, donate_argnums=(0, 1), compiler_options=how_compiled)
     shapes = jax.eval_shape(init)
     compiled: Any = None
     batch, seconds = 2 * job.batch, 0.0
@@ -157,8 +159,6 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
         batch //= 2
         windows = jax.ShapeDtypeStruct((batch, job.length + 1), jnp.int32)
         start = time.perf_counter()
-        options = compiler_options(device.platform)
-        program = jax.jit(step, donate_argnums=(0, 1), compiler_options=options)
         lowered = program.lower(*shapes, windows)
         if implementation == "xla" and "mosaic_gpu" in lowered.as_text():
             raise RuntimeError("there is a kernel in the program of plain JAX")

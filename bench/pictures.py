@@ -2,10 +2,10 @@
 
 For every op that was timed at three sizes a roofline: the bandwidth that each pass reaches over the
 bytes that it must move, under the bandwidth of a copy; for ops of matrix products TFLOP/s over
-operations per byte, under the tensor cores' limit too; for the selective scan, whose limit is
-another, also what exponentials alone would allow. For ops of rows, percent of the copy bandwidth
-over their length. And the memory ledger: what forward and backward in one program need beside
-their arguments and results.
+operations per byte, under the tensor cores' limit too; for the selective scan, also what its
+exponentials alone would allow. For ops of rows, percent of the copy bandwidth over their length.
+And the memory ledger: what forward and backward in one program need beside their arguments and
+results.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.cases import Case, cases
 from bench.plot import DIRECTIONS, MARKERS, draw_lengths, plain, points, pyplot, save
 from bench.report import CHOSEN, FOLDER, NAMES, OURS
 
@@ -36,8 +37,8 @@ Point = tuple[float, float]
 class Roofline:
     """An op's points by direction and implementation, under the machine's ceilings.
 
-    A point is (MB, GB/s), or (FLOP/byte, TFLOP/s) for an op of matrix `products`. `lowered` has,
-    for the points of a selective scan, the GB/s at which an exponential a state takes all the time.
+    A point is (MB, GB/s), or (FLOP/byte, TFLOP/s) for an op of matrix `products`. `lowered` has
+    the GB/s at which the exponentials of a case take all the time.
     """
 
     copy_gb_s: float = 0.0
@@ -55,6 +56,8 @@ class Roofline:
 
 def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofline]:
     """All rooflines by op."""
+    every = (case for case in cases(small=False) if isinstance(case, Case) and case.exponentials)
+    exponentials = {(case.op, case.shape, case.dtype): case.exponentials for case in every}
     found: defaultdict[str, Roofline] = defaultdict(Roofline)
     for line in report.lines(reports):
         one = reports[line.files[0] - 1][1]
@@ -68,9 +71,8 @@ def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofli
             roofline.products |= m.tflop_s > 0
             point = (m.tflop_s * 1e3 / gb_s, m.tflop_s) if m.tflop_s else (m.us * gb_s / 1e3, gb_s)
             roofline.points[line.direction][name].append(point)
-            if line.op == "selective_scan":
-                b, l, d, n = map(int, re.findall(r"\d+", line.shape)[:4])
-                gb_s = point[0] * 1e-3 * EXPONENTIALS_PER_S / (b * l * d * n)
+            if count := exponentials.get((line.op, line.shape, line.dtype)):
+                gb_s = point[0] * 1e-3 * EXPONENTIALS_PER_S / count
                 roofline.lowered[line.direction].add((point[0], min(gb_s, copy)))
     return found
 

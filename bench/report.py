@@ -317,18 +317,19 @@ def _others(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
         yield table(keys, [[_cell(row.get(key)) for key in keys] for row in rows])
 
 
-_OF_FILE = ("device", "driver", "jax", "jaxkern", "commit", "date", "clock")
-_OF_FILE += ("copy_gb_s", "product_tflop_s")
+_OF_FILE = (
+    *("device", "driver", "jax", "jaxkern", "commit", "date", "clock"),
+    *("copy_gb_s", "product_tflop_s"),
+)
 
 
 def _files(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
     rows = []
     for number, (name, report) in enumerate(reports, 1):
-        copy = f"{report['copy_gb_s']:.0f} GB/s" if "copy_gb_s" in report else ""
-        if "product_tflop_s" in report:
-            copy += f", {report['product_tflop_s']:.0f} TFLOP/s"
+        units = {"copy_gb_s": "GB/s", "product_tflop_s": "TFLOP/s"}
+        ceilings = ", ".join(f"{report[k]:.0f} {u}" for k, u in units.items() if k in report)
         told = [report.get(key, "") for key in ("device", "driver", "jax", "commit", "date")]
-        rows.append([number, f"[{name}](results/{name})", *told, copy, report.get("clock", "")])
+        rows.append([number, f"[{name}](results/{name})", *told, ceilings, report.get("clock", "")])
     yield "## Files"
     yield table(
         ["", "file", "device", "driver", "JAX", "commit", "date", "ceilings", "clock"], rows

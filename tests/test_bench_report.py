@@ -125,10 +125,10 @@ def test_pictures(tmp_path):
 
 
 def test_exponentials_lower_the_scans_limit():
-    """2^18 exponentials, in the time of which 100 kB do not pass at a copy's bandwidth."""
-    row = timing("mosaic", 1.0, op="selective_scan", shape="2x64x128x16/64", percent=2.5)
+    """2^23 of them, in the time of which 1 MB does not pass at a copy's bandwidth."""
+    row = timing("mosaic", 10.0, op="selective_scan", shape="2x512x512x16", percent=2.5)
     (roofline,) = pictures.rooflines([("a", results(row))]).values()
     ((mb, gb_s),) = roofline.lowered["forward"]
-    assert mb == pytest.approx(0.1)
-    assert gb_s == pytest.approx(1e-4 * 132 * 16 * 1.83e9 / 2**18)
+    assert mb == pytest.approx(1)
+    assert gb_s == pytest.approx(1e-3 * 132 * 16 * 1.83e9 / 2**23)
     assert gb_s < 4000
