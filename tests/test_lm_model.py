@@ -297,14 +297,15 @@ def test_training_on_a_gpu_runs_the_kernels(remat, monkeypatch):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_training_by_the_kernels_learns_as_plain_jax_does(precision, monkeypatch):
-    """Thirty steps on the same windows, with products that round alike."""
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_training_by_the_kernels_is_as_near_to_fp32_as_in_plain_jax(precision, monkeypatch):
+    """Losses of thirty steps on the same windows."""
     shape = dataclasses.replace(MICRO, d_model=128, d_state=16)
     monkeypatch.setitem(PRESETS, "micro", dataclasses.replace(PRESETS["micro"], model=shape))
-    policy, batch = Policy.parse(precision), windows(8, 128)[None]
+    batch = windows(8, 128)[None]
 
-    def losses(implementation):
+    def losses(precision, implementation):
+        policy = Policy.parse(precision)
         config = dataclasses.replace(CONFIG, implementation=implementation or "auto")
         model = make_model(shape, Options(policy, implementation))
         state = jax.jit(lambda: init_state(config, policy))()
@@ -317,9 +318,10 @@ def test_training_by_the_kernels_learns_as_plain_jax_does(precision, monkeypatch
         return np.array(found)
 
     with jax.default_matmul_precision("highest"):
-        kernels, plain = losses(None), losses("xla")
-    assert kernels[-1] < kernels[0] - 0.3
-    np.testing.assert_allclose(kernels, plain, rtol=1e-3 if precision == "fp32" else 1e-2)
+        truth, plain = losses("fp32", "xla"), losses(precision, "xla")
+        kernels = losses(precision, None)
+    assert truth[-1] < truth[0] - 0.3
+    assert 0 < check.relative_error(kernels, truth) <= 2 * check.relative_error(plain, truth)
 
 
 @pytest.mark.newest
