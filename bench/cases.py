@@ -389,7 +389,8 @@ def cases(small: bool) -> Sequence[Case | Step]:
         for shape in (square, large, (1, 65536, 1024))
         for dtype in (bf16, "float32")
     ]
-    linear += [_linear_scan(*s, bf16) for s in ((1, 16384, 256), (64, 100, 128))]
+    odd = ((1, 16384, 256), (64, 100, 128), (64, 2048, 64), (8, 2048, 1023))
+    linear += [_linear_scan(*s, bf16) for s in odd]
     layers = [_linear(8192, 8192, 8192, bf16), _linear(8192, 4096, 4096, bf16)]
     layers += [_linear(16384, 4096, n, bf16) for n in (4096, 11008, 14336)]
     layers += [_linear(16384, 4096, 4096, bf16, activation=a) for a in ("relu", "silu", "gelu")]

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -166,6 +167,13 @@ def measure_torch(
     return times
 
 
+def forget() -> None:
+    """Frees what PyTorch keeps: memory, and programs, of which it makes only so many a function."""
+    if torch := sys.modules.get("torch"):
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
 def measure_torch_step(step: Step, calls: int, turn: Alone | Turns) -> timing.Timing:
     """Time of a step of PyTorch's fused AdamW."""
     import torch  # pyright: ignore[reportMissingImports]
@@ -217,6 +225,14 @@ def _fla_gated() -> Any:
     )
 
     return lambda x, w, gate: rms_norm_gated(x, gate, w, None, eps=1e-6)
+
+
+def _fla_scan() -> Any:
+    from fla.ops.hgrn import chunk_hgrn  # pyright: ignore[reportMissingImports]
+
+    return _Arranged(
+        lambda log_decay, x: chunk_hgrn(x, log_decay)[0], lambda decay, x: [decay.log(), x]
+    )
 
 
 def _quack_rms_norm() -> Any:
@@ -371,6 +387,7 @@ _TORCH: dict[tuple[str, str], Callable[[], Any]] = {
     ("fla", "rms_norm"): _fla_rms_norm,
     ("fla", "layer_norm"): _fla_layer_norm,
     ("fla", "rms_norm-gate"): _fla_gated,
+    ("fla", "linear_scan"): _fla_scan,
     ("quack", "rms_norm"): _quack_rms_norm,
     ("mamba_ssm", "selective_scan"): _mamba_scan,
     ("mamba_ssm", "causal_conv1d"): _mamba_conv,

@@ -157,23 +157,20 @@ def measure_case(
     shapes = jax.eval_shape(case.arrays, key)
     out = jax.eval_shape(call, *shapes)
     keys = jax.random.split(key, timing.sets_needed(bytes_of((shapes, out))))
+    normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
     with _turn.compiling():
         of_call, of_plain = _Program(call, *shapes), _Program(plain, *shapes)
         make, compare = _Program(case.arrays, key).run, _Program(_error, out, out).run
-    if not case.differentiated:
-        with _turn:
-            sets = [make(k) for k in keys]
-            _check(case, compare(of_call(*sets[0]), of_plain.run(*sets[0])))
-            return [row("forward", of_call, sets)]
-    out, vjp = jax.eval_shape(save, shapes)
-    normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
-    with _turn.compiling():
-        of_save, of_both = _Program(save, shapes), _Program(both, shapes, out)
-        of_backward, draw = _Program(backward, vjp, out), _Program(normal, key).run
+        if case.differentiated:
+            _, vjp = jax.eval_shape(save, shapes)
+            of_save, of_both = _Program(save, shapes), _Program(both, shapes, out)
+            of_backward, draw = _Program(backward, vjp, out), _Program(normal, key).run
     with _turn:
         sets = [make(k) for k in keys]
         _check(case, compare(of_call(*sets[0]), of_plain.run(*sets[0])))
         rows = [row("forward", of_call, sets)]
+        if not case.differentiated:
+            return rows
         douts = [draw(k) for k in keys]
         with_dout = list(zip(sets, douts, strict=True))
         rows.append(row("both", of_both, with_dout))
@@ -264,7 +261,13 @@ def _attempt(
             raise
         return (str(e).splitlines() or [type(e).__name__])[0]
     finally:
+        jax.clear_caches()
+        peers.forget()
         gc.collect()
+
+
+_CHUNK = 4
+"""Tasks of one process, which takes as long to start as to do one, and keeps memory."""
 
 
 def _begin(turns: Turns) -> None:
@@ -285,10 +288,10 @@ def _attempts(
         mp_context=context,
         initializer=_begin,
         initargs=(Turns(context),),
-        max_tasks_per_child=1,
+        max_tasks_per_child=1,  # of a chunk
     )
     with pool:
-        yield from pool.map(_attempt, *zip(*tasks, strict=True))
+        yield from pool.map(_attempt, *zip(*tasks, strict=True), chunksize=_CHUNK)
 
 
 def _write(out: Path, report: dict[str, Any]) -> None:

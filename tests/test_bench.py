@@ -52,6 +52,8 @@ def test_peers_have_an_op_with_its_options():
     assert peers.has(mine["8x2048x2048x16"], "mamba_ssm")
     assert not peers.has(mine["8x2048x2048x16/64"], "mamba_ssm")
     assert not peers.has(mine["8x2048x2048x16"], "liger")
+    scan = next(case for case in cases.cases(small=False) if case.op == "linear_scan")
+    assert [name for name in ("fla", "mamba_ssm") if peers.has(scan, name)] == ["fla"]
     step = steps.steps(small=False)[0]
     assert peers.has(step, "optax")
     assert not peers.has(step, "mamba_ssm")
