@@ -102,7 +102,7 @@ def ledger(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str,
     )
     for _, one in reports:
         for row in report.timings(one):
-            if row["direction"] == "both" and row.get("implementation") in OF_JAX:
+            if row["direction"] == "both" and row["implementation"] in OF_JAX:
                 base = re.split("[-/]", row["shape"])[0]
                 label = f"{row['op']} {row['shape']} {row['dtype']}"
                 group = groups[row["op"], base, row["dtype"]]

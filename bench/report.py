@@ -28,7 +28,6 @@ NAMES = {
     "jaxkern-loop": "jaxkern, layers in a loop",
     "xla": "plain JAX",
     "xla-loop": "plain JAX, layers in a loop",
-    "associative_scan": "associative_scan",
     "optax": "optax",
     "tokamax": "tokamax",
     "jax": "JAX by hand",
@@ -44,15 +43,6 @@ NAMES = {
 
 EVEN = 0.01
 """Times that differ by less than this part are even."""
-
-_VARIANTS = {
-    "mosaic default": OURS,
-    "XLA lax.scan": "xla",
-    "XLA associative_scan": "associative_scan",
-    "xla": "xla",
-    "triton": "triton",
-}
-"""How the variants of older files begin, and who that is; tile sizes that were tried are nobody."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +95,6 @@ def load(folder: Path = RESULTS) -> list[tuple[str, dict[str, Any]]]:
     return [(path.name, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
 
 
-def implementation(row: dict[str, Any]) -> str | None:
-    """Whose the row is, or None if it is a try."""
-    if "implementation" in row:
-        return row["implementation"]
-    return next((who for begin, who in _VARIANTS.items() if row["variant"].startswith(begin)), None)
-
-
 def timings(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The rows of a report that time an op."""
     return (row for row in report["rows"] if "op" in row and "us" in row)
@@ -130,9 +113,9 @@ def lines(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Line]:
     found: dict[_Place, dict[int, dict[str, Measured]]] = defaultdict(lambda: defaultdict(dict))
     for number, (_, report) in enumerate(reports, 1):
         for row in timings(report):
-            who = implementation(row)
-            if who is None or report["device"] == "cpu":
+            if report["device"] == "cpu":
                 continue
+            who = row["implementation"]
             figures = found[row["op"], row["shape"], row["dtype"], row["direction"]][number]
             rates = (row.get("percent"), row.get("tflop_s", 0.0), row.get("percent_products"))
             m = Measured(row["us"], *rates)

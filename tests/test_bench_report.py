@@ -32,8 +32,8 @@ def test_every_timing_is_in_the_report():
         for who in x.figures
     }
     rows = [row for _, one in reports for row in report.timings(one) if one["device"] != "cpu"]
-    named = [(row, report.implementation(row)) for row in rows]
-    want = {(r["op"], r["shape"], r["dtype"], r["direction"], who) for r, who in named if who}
+    keys = ("op", "shape", "dtype", "direction", "implementation")
+    want = {tuple(row[key] for key in keys) for row in rows}
     assert found == want
     assert len(want) > 500
 
@@ -53,14 +53,12 @@ def test_verdict_is_against_the_fastest_other(ours, verdict):
         assert "fla, 100 (100%) | 0.91× |" in text
 
 
-def test_figures_of_others_are_lent_and_of_tries_left_out():
-    old = {"op": "rms_norm", "shape": "8x64", "dtype": "bfloat16", "direction": "forward"}
+def test_figures_of_others_are_lent_and_of_cpus_left_out():
     reports = [
-        ("a", results({**old, "variant": "xla", "us": 20.0})),
+        ("a", results(timing("xla", 20.0, percent=None))),
         ("b", results(timing("mosaic", 10.0))),
         ("c", results(timing("mosaic", 11.0), timing("xla", 21.0))),
-        ("d", results({**old, "variant": "T32 vec1", "us": 1.0})),
-        ("e", results(timing("mosaic", 0.1), device="cpu")),
+        ("d", results(timing("mosaic", 0.1), device="cpu")),
     ]
     lines = report.lines(reports)
     assert [line.files for line in lines] == [(2, 1), (3,)]
