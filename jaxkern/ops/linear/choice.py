@@ -41,13 +41,19 @@ _ALONE = Tile(128, 256, 64, 4, None, 8)
 _PAIR_BANDS = Tile(128, 128, 64, 4, "rhs", 8)
 _PAIR_ALONE = Tile(128, 128, 64, 4, None, 8)
 
+_FORWARD = (
+    Measured(16384, 11008, 4096, 0.980, _BANDS),
+    Measured(16384, 14336, 4096, 0.958, _ALONE),
+    Measured(16384, 4096, 4096, 0.957, Tile(128, 256, 64, 3, "rhs", 8)),
+    Measured(8192, 4096, 4096, 0.957, _ALONE),
+    Measured(8192, 8192, 8192, 0.978, _BANDS),
+)
+
 MEASURED: dict[str, tuple[Measured, ...]] = {
-    "linear_fwd": (
-        Measured(16384, 11008, 4096, 0.980, _BANDS),
-        Measured(16384, 14336, 4096, 0.958, _ALONE),
-        Measured(16384, 4096, 4096, 0.957, Tile(128, 256, 64, 3, "rhs", 8)),
-        Measured(8192, 4096, 4096, 0.957, _ALONE),
-        Measured(8192, 8192, 8192, 0.978, _BANDS),
+    "linear_fwd": _FORWARD,
+    "linear_activation_fwd": (
+        *_FORWARD,
+        Measured(16384, 3072, 768, 1.42, _BANDS),  # GELU
     ),
     "linear_dx": (
         Measured(16384, 4096, 11008, 0.969, _BROAD_BANDS),

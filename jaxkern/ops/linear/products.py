@@ -21,6 +21,9 @@ from jaxkern.ops.linear.matmul import Product, matmul
 _ROWS, _COLUMNS = 8, 64
 """Elements of an array's axes that the TMA takes together: first and last."""
 
+_OF_CUBLAS = (None, "relu")
+"""Activations that XLA leaves to cuBLAS; others it computes from fp32 sums in memory."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -58,8 +61,9 @@ def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[An
         out = CURVES[curve_name](y, in_epilogue(options.mode))[0] if curve_name else y
         return [out, *([y] if options.save else [])]
 
+    name = "linear_fwd" if options.activation in _OF_CUBLAS else "linear_activation_fwd"
     outs = launch(
-        Product(False, False, (str(x.dtype),) * (1 + options.save), epilogue, "linear_fwd"),
+        Product(False, False, (str(x.dtype),) * (1 + options.save), epilogue, name),
         options.mode,
         [flat(x)],
         [weight.astype(x.dtype)],
