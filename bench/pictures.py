@@ -1,11 +1,10 @@
 """Pictures of all results: ``python -m bench.pictures`` writes bench/pictures/*.svg.
 
-For every op that was timed at three sizes a roofline: the bandwidth that each pass reaches over the
-bytes that it must move, under the bandwidth of a copy; for ops of matrix products TFLOP/s over
-operations per byte, under the tensor cores' limit too; for the selective scan, also what its
-exponentials alone would allow. For ops of rows, percent of the copy bandwidth over their length.
-And the memory ledger: what forward and backward in one program need beside their arguments and
-results.
+For every op a roofline: the bandwidth that each pass reaches over the bytes that it must move,
+under the bandwidth of a copy; for ops of matrix products TFLOP/s over operations per byte, under
+the tensor cores' limit too; for the selective scan, also what its exponentials alone would allow.
+For ops of rows, percent of the copy bandwidth over their length. And the memory ledger: what
+forward and backward in one program need beside their arguments and results.
 """
 
 import dataclasses
@@ -23,6 +22,9 @@ from bench.plot import DIRECTIONS, MARKERS, draw_lengths, plain, points, pyplot,
 from bench.report import CHOSEN, FOLDER, NAMES, OURS
 
 PICTURES = FOLDER / "pictures"
+
+PASSES = (*DIRECTIONS, "step")
+"""Those of ops, and an optimizer's."""
 
 EXPONENTIALS_PER_S = 132 * 16 * 1.83e9
 """Of an H200: 16 a clock on each multiprocessor, at the clock that a scan ran at."""
@@ -44,14 +46,8 @@ class Roofline:
     copy_gb_s: float = 0.0
     product_tflop_s: float = 0.0
     products: bool = False
-    lowered: Any = dataclasses.field(default_factory=lambda: {d: set() for d in DIRECTIONS})
-    points: Any = dataclasses.field(
-        default_factory=lambda: {d: defaultdict(list) for d in DIRECTIONS}
-    )
-
-    def sizes(self) -> int:
-        """How many different x our points have."""
-        return len({round(x, 3) for by in self.points.values() for x, _ in by.get(OURS, [])})
+    lowered: Any = dataclasses.field(default_factory=lambda: {d: set() for d in PASSES})
+    points: Any = dataclasses.field(default_factory=lambda: {d: defaultdict(list) for d in PASSES})
 
 
 def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofline]:
@@ -63,7 +59,7 @@ def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofli
         one = reports[line.files[0] - 1][1]
         copy, most = one["copy_gb_s"], one.get("product_tflop_s", 0.0)
         for name, m in line.figures.items():
-            if line.direction not in DIRECTIONS or not m.percent:
+            if line.direction not in PASSES or not m.percent:
                 continue
             roofline, gb_s = found[line.op], m.percent / 100 * copy
             roofline.copy_gb_s = max(roofline.copy_gb_s, copy)
@@ -117,14 +113,20 @@ def ledger(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str,
 def draw_roofline(op: str, of: Roofline, out: Path) -> None:
     """Writes the roofline of `op`."""
     plt = pyplot()
-    drawn = [d for d in DIRECTIONS if of.points[d]]
+    drawn = [d for d in PASSES if of.points[d]]
     figure, axes = plt.subplots(
-        1, len(drawn), figsize=(3.6 * len(drawn), 2.9), sharex=True, sharey=True, squeeze=False
+        1,
+        len(drawn),
+        figsize=(max(3.6 * len(drawn), 5), 2.9),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
     )
     names = {name for by in of.points.values() for name in by}
     order = [n for n in NAMES if n in names] + sorted(names - set(NAMES))
     xs = [x for by in of.points.values() for at in by.values() for x, _ in at]
     left, right = min(xs) / 1.5, max(xs) * 1.5
+    least = min(y for by in of.points.values() for at in by.values() for _, y in at)
     most = of.product_tflop_s or math.inf  # older files do not have it
     ridge = [most * 1e3 / of.copy_gb_s] if of.products and of.product_tflop_s else []
     roof = sorted([left, *ridge, right])
@@ -142,6 +144,7 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
                 marker, label = MARKERS[i % len(MARKERS)], NAMES.get(name, name)
                 axis.scatter(*zip(*at, strict=True), s=size, marker=marker, label=label, alpha=0.8)
         axis.set(xscale="log", yscale="log", title=f"{op}, {direction}")
+        axis.set_ylim(min(least / 1.5, limit[-1] / 10), limit[-1] * 1.3)
         axis.set_xlabel("operations per byte" if of.products else "MB that the pass must move")
         axis.grid(alpha=0.3)
         plain(axis.xaxis)
@@ -175,8 +178,7 @@ def main() -> int:
     reports = report.load()
     PICTURES.mkdir(exist_ok=True)
     for op, roofline in rooflines(reports).items():
-        if roofline.sizes() > 2:
-            draw_roofline(op, roofline, PICTURES / f"{op}.svg")
+        draw_roofline(op, roofline, PICTURES / f"{op}.svg")
     for op, by in lengths(reports).items():
         draw_lengths({op: by}, "bf16, the most rows of each length", PICTURES / f"{op}-lengths.svg")
     draw_ledger(ledger(reports), PICTURES / "memory.svg")
