@@ -60,6 +60,7 @@ def accurate(arrays, implementation, **options):
 
 
 @pytest.mark.gpu
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("m", "k", "n", "activation"),
     [(130, 72, 65, None), (130, 72, 65, "gelu"), (1, 16, 200, "relu_squared")],
@@ -490,6 +491,7 @@ def gated_inputs(m, k, n, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.newest
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gated_kernels(recompute):
     gated_accurate(gated_inputs(130, 72, 65, "bfloat16"), "mosaic", "silu", recompute)
