@@ -582,7 +582,7 @@ WITHOUT_INTERPRETER = frozenset(
 AROUND_A_RULE = frozenset({"jit", "grad of one argument", "checkpoint"})
 """Cells that differ from others in what JAX does around an op's rule.
 
-The interpreter, which is slow, shows them with one op; the other ops run with the choice."""
+The interpreter, which is slow, shows them with one op."""
 
 OF_JAX = frozenset({"jit", "grad of one argument", "vmap", "vmap(vmap)", "checkpoint", "scan"})
 """Cells in which plain JAX, which has no rule of ours, is JAX's own affair: one op shows them."""
@@ -606,23 +606,24 @@ def _cells() -> list[tuple[str, str | None]]:
 
 
 def check_transformation(op: Op, transformation: str, implementation: str | None) -> None:
-    if implementation == "mosaic" and not ON_GPU and transformation in WITHOUT_INTERPRETER:
-        pytest.skip("the interpreter cannot run this; on a GPU it runs compiled")
-    if implementation == "mosaic" and not ON_GPU and _is_around(op, transformation):
-        pytest.skip("the interpreter is slow, and shows it with rms_norm")
+    if implementation == "mosaic" and not ON_GPU and not _interpreted(op, transformation):
+        pytest.skip("not for the interpreter: on a GPU it runs compiled")
     if implementation == "xla" and transformation in OF_JAX and op.name != "rms_norm":
         pytest.skip("plain JAX under JAX's own rules, as rms_norm shows")
     TRANSFORMATIONS[transformation](_Cell(op, implementation))
 
 
-def _is_around(op: Op, transformation: str) -> bool:
-    return transformation in AROUND_A_RULE and op.name != "rms_norm"
+def _interpreted(op: Op, transformation: str) -> bool:
+    """Whether the cell runs in the interpreter; otherwise, where no GPU is, by the choice."""
+    if transformation in AROUND_A_RULE:
+        return op.name == "rms_norm"
+    return transformation not in WITHOUT_INTERPRETER
 
 
 def skip_repeats(cell: tuple[Op, str, str | None]) -> None:
     """On a CPU a cell runs once: its kernels, or where it cannot, what is chosen."""
     op, name, implementation = cell
-    once = None if name in WITHOUT_INTERPRETER or _is_around(op, name) else "mosaic"
+    once = "mosaic" if _interpreted(op, name) else None
     if not ON_GPU and implementation != once and name not in (*ALONE, "jvp"):
         pytest.skip("a CPU runs each once")
 
