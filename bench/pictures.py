@@ -8,7 +8,6 @@ forward and backward in one program need beside their arguments and results.
 """
 
 import dataclasses
-import math
 import re
 import sys
 from collections import defaultdict
@@ -127,10 +126,9 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
     xs = [x for by in of.points.values() for at in by.values() for x, _ in at]
     left, right = min(xs) / 1.5, max(xs) * 1.5
     least = min(y for by in of.points.values() for at in by.values() for _, y in at)
-    most = of.product_tflop_s or math.inf  # older files do not have it
-    ridge = [most * 1e3 / of.copy_gb_s] if of.products and of.product_tflop_s else []
-    roof = sorted([left, *ridge, right])
-    height = [min(most, x * of.copy_gb_s * 1e-3) for x in roof]
+    ridge = of.product_tflop_s * 1e3 / of.copy_gb_s
+    roof = sorted([left, ridge, right]) if of.products else [left, right]
+    height = [min(of.product_tflop_s, x * of.copy_gb_s * 1e-3) for x in roof]
     for axis, direction in zip(axes[0], drawn, strict=True):
         limit = height if of.products else [of.copy_gb_s] * 2
         axis.plot(roof, limit, color="black", lw=1, label="limit")

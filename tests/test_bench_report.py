@@ -99,7 +99,7 @@ def test_pictures(tmp_path):
     rows.append(timing("mosaic", 50.0, op="linear", tflop_s=700.0))
     rows.append(timing("mosaic", 9.0, shape="8x128-gate", direction="both", temp_bytes=5e6))
     rows.append(timing("mosaic", 9.0, shape="8x128-silu", direction="both", temp_bytes=5e5))
-    reports = [("a", results(*rows))]
+    reports = [("a", results(*rows, product_tflop_s=800.0))]
     found = pictures.rooflines(reports)
     assert len(found["rms_norm"].points["forward"]["mosaic"]) == 3
     assert found["linear"].products
