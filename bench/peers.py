@@ -228,6 +228,7 @@ def _fla_gated() -> Any:
 
 
 def _fla_scan() -> Any:
+    """HGRN's recurrence: it takes the decay's logarithm, and gives the gradient of that."""
     from fla.ops.hgrn import chunk_hgrn  # pyright: ignore[reportMissingImports]
 
     return _Arranged(

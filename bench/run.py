@@ -267,7 +267,7 @@ def _attempt(
 
 
 _CHUNK = 4
-"""Tasks of one process, which takes as long to start as to do one, and keeps memory."""
+"""The most tasks of one process: starting one takes long, and it keeps memory."""
 
 
 def _begin(turns: Turns) -> None:
@@ -290,8 +290,9 @@ def _attempts(
         initargs=(Turns(context),),
         max_tasks_per_child=1,  # of a chunk
     )
+    chunk = max(1, min(_CHUNK, len(tasks) // jobs))
     with pool:
-        yield from pool.map(_attempt, *zip(*tasks, strict=True), chunksize=_CHUNK)
+        yield from pool.map(_attempt, *zip(*tasks, strict=True), chunksize=chunk)
 
 
 def _write(out: Path, report: dict[str, Any]) -> None:
