@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -268,13 +269,34 @@ class _Cell:
 
     def kernel_counts(self, text: str) -> tuple[int, int]:
         """How often the forward and the backward kernel are called in lowered text."""
-        calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+        calls = kernel_calls(text)
         return tuple(  # type: ignore[return-value]
             sum(
                 f'"{name}"' in line or f"{name}_" in line or f"{name}\\22" in line for line in calls
             )
             for name in self.op.kernels
         )
+
+
+def kernel_calls(text: str) -> list[str]:
+    """The lines of a lowered program that run a kernel, as often as they do outside of loops."""
+    functions: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if begins := re.search(r"func\.func \w+ @([\w.$-]+)", line):
+            functions[begins[1]] = body = []
+        elif functions:
+            body.append(line)
+
+    def of(name: str) -> list[str]:
+        found = []
+        for line in functions[name]:
+            if "@mosaic_gpu_v2" in line:
+                found.append(line)
+            elif called := re.search(r"\bcall @([\w.$-]+)\(", line):
+                found += of(called[1])
+        return found
+
+    return of("main")
 
 
 def _value(c: _Cell) -> None:

@@ -12,7 +12,8 @@ an NVIDIA GPU and ``reference`` elsewhere. From one line that names the dimensio
 
 From the inside out, a call goes through
 
-1. ``local``: the choice between kernel and reference at lowering time, on one device's arrays;
+1. ``local``: one operation on a device's arrays, which becomes kernel or reference when the program
+   is lowered (:mod:`jaxkern.core.lowering`);
 2. ``on_mesh``: ``shard_map`` where the mesh has Explicit axes, ``custom_partitioning`` (a Shardy
    rule) for Auto ones; without them the compiler would gather the kernel's operands;
 3. ``batchable``: ``custom_vmap``, as ``custom_partitioning`` has no batching rule;
@@ -36,7 +37,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxkern.core.dispatch import Mode, output_types, refuse
+from jaxkern.core.dispatch import Mode
+from jaxkern.core.lowering import Bound, Local, kernel_call, placed, result_types
 
 Arrays = tuple[Any, ...]
 MeshAxes = dict[str, tuple[str, ...]]
@@ -93,49 +95,56 @@ class KernelPass:
     def __call__(self, *args: Any) -> Arrays:
         if len(args) != len(self.ins):
             raise TypeError(f"{self.name} takes {len(self.ins)} arrays, got {len(args)}")
-        here = [i for i, a in enumerate(args) if a is not None]
-        out_shapes = output_types(self.reference, *args)
-        out_here = [i for i, o in enumerate(out_shapes) if o is not None]
+        here = tuple(i for i, a in enumerate(args) if a is not None)
+        arrays = [args[i] for i in here]
 
-        def dense(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
-            """`f` as a function of the present arrays to the present outputs."""
+        def local(f: Callable[..., Arrays]) -> Local:
+            return Local(Bound.of(f), len(args), here)
 
-            def dense_f(*present: Any) -> Arrays:
-                outs = f(*_placed(present, here, len(args)))
-                return tuple(outs[i] for i in out_here)
-
-            return dense_f
+        out_types = result_types(local(self.reference), *arrays)
+        out_here = tuple(i for i, o in enumerate(out_types) if o is not None)
+        count = len(out_types)
 
         def of_sums(finish: Callable[..., Arrays]) -> Callable[..., Arrays]:
             """`finish` as a function of the present arrays and the present sums."""
 
             def dense_finish(*present: Any) -> Arrays:
-                sums = _placed(present[len(here) :], out_here, len(out_shapes))
-                return dense(lambda *full: finish(*full, *sums))(*present[: len(here)])
+                full = placed(present[: len(here)], here, len(args))
+                outs = finish(*full, *placed(present[len(here) :], out_here, count))
+                return tuple(outs[i] for i in out_here)
 
             return dense_finish
 
         present = _Present(
             name=self.name,
             mode=self.mode,
-            kernel=dense(self.kernel),
-            kernel_of_slices=dense(self.kernel_of_slices or self.kernel),
-            reference=dense(self.reference),
+            kernel=local(self.kernel),
+            kernel_of_slices=local(self.kernel_of_slices or self.kernel),
+            reference=local(self.reference),
             ins=tuple(self.ins[i].split() for i in here),
             outs=tuple(self.outs[i].split() for i in out_here),
             whole=frozenset(self.whole.split()),
             partial=self.partial
-            and Partial(
-                kernel=dense(self.partial.kernel),
-                reference=dense(self.partial.reference),
+            and _PresentPartial(
+                kernel=local(self.partial.kernel),
+                reference=local(self.partial.reference),
                 finish=of_sums(self.partial.finish),
             ),
             batched=self.batched,
         )
-        results = present.differentiable()(*(args[i] for i in here))
-        full = tuple(_placed(results, out_here, len(out_shapes)))
+        results = present.differentiable()(*arrays)
+        full = tuple(placed(results, out_here, count))
         op = self.saved_as or (self.name.endswith("_fwd") and self.name.removesuffix("_fwd"))
         return named(op, full) if op else full
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _PresentPartial:
+    """A :class:`Partial` over present arrays only."""
+
+    kernel: Local
+    reference: Local
+    finish: Callable[..., Arrays]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,13 +153,13 @@ class _Present:
 
     name: str
     mode: Mode
-    kernel: Callable[..., Arrays]
-    kernel_of_slices: Callable[..., Arrays]
-    reference: Callable[..., Arrays]
+    kernel: Local
+    kernel_of_slices: Local
+    reference: Local
     ins: tuple[list[str], ...]
     outs: tuple[list[str], ...]
     whole: frozenset[str]
-    partial: Partial | None
+    partial: _PresentPartial | None
     batched: bool
 
     def differentiable(self) -> Callable[..., Arrays]:
@@ -179,18 +188,18 @@ class _Present:
                 )
             partial = self.partial
             if partial is not None:
-                partial = Partial(
-                    kernel=jax.vmap(partial.kernel, in_axes),
-                    reference=jax.vmap(partial.reference, in_axes),
+                partial = _PresentPartial(
+                    kernel=partial.kernel.batched(in_axes),
+                    reference=partial.reference.batched(in_axes),
                     finish=jax.vmap(partial.finish, (*in_axes, *(0 for _ in self.outs))),
                 )
-            kernel = jax.vmap(self.kernel_of_slices, in_axes)
+            kernel = self.kernel_of_slices.batched(in_axes)
             batched = dataclasses.replace(
                 self,
                 mode=self.mode if self.batched else "xla",
                 kernel=kernel,
                 kernel_of_slices=kernel,
-                reference=jax.vmap(self.reference, in_axes),
+                reference=self.reference.batched(in_axes),
                 partial=partial,
                 ins=tuple([new, *f] if b else f for f, b in zip(self.ins, in_batched, strict=True)),
                 outs=tuple([new, *f] for f in self.outs),
@@ -324,23 +333,11 @@ class _Present:
                 return cast(self.reference)(*args)
             case "interpret":
                 return cast(interpreted)(*args)
-            case "mosaic":
-                elsewhere = lambda *a: refuse(self.reference, *a)
-                return lax.platform_dependent(
-                    *args, cuda=cast(self.kernel), default=cast(elsewhere)
+            case "mosaic" | "auto":
+                call = functools.partial(
+                    kernel_call, self.name, self.kernel, self.reference, self.mode == "mosaic"
                 )
-            case "auto":
-                return lax.platform_dependent(
-                    *args, cuda=cast(self.kernel), default=cast(self.reference)
-                )
-
-
-def _placed(values: Sequence[Any], places: Sequence[int], count: int) -> list[Any]:
-    """`count` entries: the values at their places, ``None`` elsewhere."""
-    full: list[Any] = [None] * count
-    for place, value in zip(places, values, strict=True):
-        full[place] = value
-    return full
+                return cast(call)(*args)
 
 
 def named(op: str, outs: Any) -> Any:

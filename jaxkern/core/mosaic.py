@@ -16,6 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
+from jaxkern.core import target
+
 LANES = 128
 """Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
 one scratch for such sums per block, and two warpgroups would race for it."""
@@ -46,11 +48,9 @@ _GLOBAL_MEMORY = 1  # the address space of NVPTX
 
 
 def num_sms() -> int:
-    """Streaming multiprocessors of this process's GPU; an H200's where there is none to ask."""
-    for device in jax.local_devices():
-        if device.platform == "gpu":
-            return device.core_count
-    return _H200_SMS
+    """Streaming multiprocessors of the GPU that a kernel is lowered for."""
+    gpu = target.current()
+    return _H200_SMS if gpu is None else gpu.multiprocessors
 
 
 @dataclasses.dataclass(frozen=True)

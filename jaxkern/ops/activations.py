@@ -40,7 +40,7 @@ from jax import lax
 
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.arithmetic import normal, sigmoid
-from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
+from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.ops.elementwise import Lanes, launch, too_large, unit
 
@@ -182,7 +182,7 @@ def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
         if a.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} is {a.dtype}, and the kernels take bfloat16, float16 and float32"
     present = arrays.values()
-    return too_large(unit(*present, columns=columns), *present) or device_unsupported()
+    return too_large(unit(*present, columns=columns), *present)
 
 
 # Curves
@@ -357,7 +357,7 @@ def _forward_pass(options: _Options, ndim: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_launch_fwd, options),
         kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
-        reference=lambda x: (activation_reference(options.curve, x),),
+        reference=functools.partial(_reference_fwd, options.curve),
         ins=(factors(ndim),),
         outs=(factors(ndim),),
     )
@@ -410,6 +410,10 @@ def _launch_bwd(options: _Options, x: Any, dout: Any, *, sliced: bool = False):
 def activation_reference(name: str, x: jax.Array) -> jax.Array:
     """The curve `name` of `x` in plain JAX, computed in fp32 and rounded once."""
     return curve(name, x.astype(wide(x))).astype(x.dtype)
+
+
+def _reference_fwd(name, x):
+    return (activation_reference(name, x),)
 
 
 def _reference_bwd(name, x, dout):

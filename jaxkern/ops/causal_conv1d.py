@@ -42,7 +42,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.arithmetic import sigmoid
-from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
+from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.core.mosaic import (
     LANES,
@@ -319,7 +319,7 @@ def _unsupported(x: Any, weight: Any, bias: Any, state: Any) -> str | None:
             return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
     if weight.shape[1] > MAX_WIDTH:
         return f"the filter has {weight.shape[1]} taps, and the kernels take up to {MAX_WIDTH}"
-    return device_unsupported()
+    return None
 
 
 def _slower(dim: int) -> str | None:

@@ -291,7 +291,7 @@ def _forward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_launch_fwd, options),
         kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
-        reference=lambda *ins: (gated_reference(options.curve, *ins),),
+        reference=functools.partial(_reference_fwd, options.curve),
         ins=(of_in,) * arrays,
         outs=(of_out,),
         whole=whole,
@@ -368,6 +368,10 @@ def gated_reference(name: str, *ins: jax.Array) -> jax.Array:
     gate, up = ins if len(ins) == 2 else jnp.split(ins[0], 2, axis=-1)
     f32 = wide(gate, up)
     return (curve(name, gate.astype(f32)) * up.astype(f32)).astype(gate.dtype)
+
+
+def _reference_fwd(name, *ins):
+    return (gated_reference(name, *ins),)
 
 
 def _reference_bwd(name, *args):

@@ -46,7 +46,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arguments import check_floating
-from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
+from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.core.mosaic import LANES, grid_axes, num_sms
 
@@ -152,7 +152,7 @@ def _unsupported(a: Any, b: Any, initial_state: Any) -> str | None:
     for name, array in (("a", a), ("b", b), ("initial_state", initial_state)):
         if array is not None and array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
-    return device_unsupported()
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
+from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mosaic import (
     LANES,
@@ -133,9 +133,8 @@ def resolve_gradients(
     implementation: Implementation | None, leaves: Sequence[jax.Array], *, op: str
 ) -> Mode:
     """What runs; in ``"auto"`` leaves that the kernel cannot take go through plain JAX."""
-    unsupported = device_unsupported()
-    if implementation == "mosaic":
-        unsupported = next((r for r in map(_unsupported, leaves) if r), unsupported)
+    reasons = map(_unsupported, leaves) if implementation == "mosaic" else ()
+    unsupported = next((reason for reason in reasons if reason), None)
     return resolve(implementation, unsupported, op=op)
 
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxkern.core.dispatch import Implementation, Mode, device_unsupported, resolve
+from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.optim.gradients import floating_leaves, is_floating, leaf_paths, sum_of_squares
 from jaxkern.optim.quantise import BLOCK, Quantised, quantisable
 from jaxkern.optim.update import (
@@ -413,7 +413,7 @@ def _fused(options: _Options) -> optax.GradientTransformationExtraArgs:
     def apply_step(grads, state, params, *, loss_scale, grad_norm):
         if params is None:
             raise ValueError("params must be the parameters, got None")
-        mode = resolve(options.implementation, device_unsupported(), op=options.name)
+        mode = resolve(options.implementation, None, op=options.name)
         step = _prepare(options, mode, grads, state, params, loss_scale, grad_norm)
         if options.implementation == "mosaic":
             reasons = (leaf_unsupported(options.rule, leaf) for leaf in step.leaves)

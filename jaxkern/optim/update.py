@@ -45,7 +45,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.dispatch import Mode, device_unsupported
+from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mosaic import (
     LANES,
@@ -188,7 +188,7 @@ def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
             f"its {leaf.weight.size} elements can be accessed {vec} at a time, and the kernel "
             "counts to 2^32"
         )
-    return device_unsupported()
+    return None
 
 
 def is_code(a: Any) -> bool:
@@ -247,23 +247,11 @@ def _run(rule, mode, offsets, decays, header, number, leaves) -> list[Leaf]:
         dims = " ".join(f"l{i}d{d}" for d in range(leaf.weight.ndim))
         factors.append([dims] * (width - 2) + [f"l{i}s"] * 2)
 
-    def reference(header, number, *arrays):
-        words = lax.bitcast_convert_type(header[: len(Numbers._fields)], jnp.float32)
-        numbers, seed = Numbers(*words), header[len(Numbers._fields) :]
-        done = [
-            updated(rule, decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)
-            for leaf, offset in zip(_leaves(arrays), offsets, strict=True)
-        ]
-        return tuple(a for leaf in done for a in leaf[1:])
-
-    def kernel(header, number, *arrays):
-        return tuple(_launch(rule, mode, offsets, decays, header, number, _leaves(arrays)))
-
     outs = KernelPass(
         name=f"fused_{rule.kind}",
         mode=mode,
-        kernel=kernel,
-        reference=reference,
+        kernel=functools.partial(_launch, rule, mode, offsets, decays),
+        reference=functools.partial(_reference, rule, offsets, decays),
         ins=("h", "n", *itertools.chain(*factors)),
         outs=tuple(itertools.chain(*(of_leaf[1:] for of_leaf in factors))),
         whole="h n",
@@ -400,6 +388,17 @@ def changed(
     return after, delta
 
 
+def _reference(rule, offsets, decays, header, number, *arrays) -> tuple[Any, ...]:
+    """The leaves after a step, but for their gradients, one after the other."""
+    words = lax.bitcast_convert_type(header[: len(Numbers._fields)], jnp.float32)
+    numbers, seed = Numbers(*words), header[len(Numbers._fields) :]
+    done = [
+        updated(rule, decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)
+        for leaf, offset in zip(_leaves(arrays), offsets, strict=True)
+    ]
+    return tuple(a for leaf in done for a in leaf[1:])
+
+
 def updated(rule, decays, numbers, seed, number, leaf) -> Leaf:
     """The leaf after a step, in plain JAX."""
     return changed(rule, decays, numbers, seed, number, leaf)[0]
@@ -423,8 +422,9 @@ class _Plan:
         return min(4, (2 if codes else 1) * ELEMENTS // self.vec)
 
 
-def _launch(rule, mode, offsets, decays, header, number, leaves):
+def _launch(rule, mode, offsets, decays, header, number, *arrays) -> tuple[Any, ...]:
     """The arrays of the leaves after the step, but for the gradients."""
+    leaves = _leaves(arrays)
     vec = _vector(rule, leaves[0])
     plan = _Plan(
         rule=rule,
@@ -455,7 +455,9 @@ def _launch(rule, mode, offsets, decays, header, number, leaves):
             interpret=plan.interpret,
         )
     )
-    return [None if a is None else next(done).reshape(a.shape) for leaf in leaves for a in leaf[1:]]
+    return tuple(
+        None if a is None else next(done).reshape(a.shape) for leaf in leaves for a in leaf[1:]
+    )
 
 
 def _kernel(

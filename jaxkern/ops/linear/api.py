@@ -231,17 +231,6 @@ _linear_jit = jax.jit(_linear, static_argnums=4)
 @functools.cache
 def _forward_pass(options: Options, ndim: int) -> KernelPass:
     rows = rows_of(ndim)
-
-    def alone(product: Any) -> Any:
-        """The product without bias, as often as the pass has outputs."""
-
-        def parts(x: Any, weight: Any, bias: Any) -> Any:
-            del bias
-            out = product(options, options.accumulate_dtype, x, weight)
-            return out, out if options.save else None
-
-        return parts
-
     return KernelPass(
         name="linear_fwd",
         mode=options.mode,
@@ -250,11 +239,18 @@ def _forward_pass(options: Options, ndim: int) -> KernelPass:
         ins=(f"{rows} k", "k n", "n"),
         outs=(f"{rows} n", f"{rows} n"),
         partial=Partial(
-            kernel=alone(products.kernel_product),
-            reference=alone(products.reference_product),
+            kernel=functools.partial(_product_alone, products.kernel_product, options),
+            reference=functools.partial(_product_alone, products.reference_product, options),
             finish=functools.partial(products.finish_forward, options),
         ),
     )
+
+
+def _product_alone(product: Any, options: Options, x: Any, weight: Any, bias: Any) -> Any:
+    """The product without bias, as often as the forward pass has outputs."""
+    del bias
+    out = product(options, options.accumulate_dtype, x, weight)
+    return out, out if options.save else None
 
 
 @functools.cache
@@ -297,8 +293,6 @@ def _dweight_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
 @functools.cache
 def _accumulate_pass(options: Options, ndim: int) -> KernelPass:
     rows = rows_of(ndim)
-    summed = options.accumulate_dtype
-    drop = lambda f: lambda accumulator, x, dy: f(options, summed, x, dy)
     return KernelPass(
         name="linear_accumulate",
         mode=options.mode,
@@ -307,8 +301,14 @@ def _accumulate_pass(options: Options, ndim: int) -> KernelPass:
         ins=("k n", f"{rows} k", f"{rows} n"),
         outs=("k n",),
         partial=Partial(
-            kernel=drop(products.kernel_dweight),
-            reference=drop(products.reference_dweight),
+            kernel=functools.partial(_dweight_alone, products.kernel_dweight, options),
+            reference=functools.partial(_dweight_alone, products.reference_dweight, options),
             finish=lambda accumulator, x, dy, total: (accumulator + total.astype(jnp.float32),),
         ),
     )
+
+
+def _dweight_alone(dweight: Any, options: Options, accumulator: Any, x: Any, dy: Any) -> Any:
+    """What is added to the accumulator."""
+    del accumulator
+    return dweight(options, options.accumulate_dtype, x, dy)

@@ -426,7 +426,6 @@ def _dweights_pass(options: _Options, dtypes: _Dtypes, ndim: int) -> KernelPass:
 @functools.cache
 def _accumulate_pass(options: _Options, ndim: int) -> KernelPass:
     rows = rows_of(ndim)
-    drop = lambda f: lambda of_gate, of_up, *arrays: f(options, _WIDE, *arrays)
     return KernelPass(
         name="gated_accumulate",
         mode=options.mode,
@@ -435,11 +434,16 @@ def _accumulate_pass(options: _Options, ndim: int) -> KernelPass:
         ins=("k n", "k n", f"{rows} k", f"{rows} n", f"{rows} n"),
         outs=("k n", "k n"),
         partial=Partial(
-            kernel=drop(_kernel_dweights),
-            reference=drop(_reference_dweights),
+            kernel=functools.partial(_dweights_alone, _kernel_dweights, options),
+            reference=functools.partial(_dweights_alone, _reference_dweights, options),
             finish=lambda of_gate, of_up, x, dgate, dup, *sums: (
                 of_gate + sums[0],
                 of_up + sums[1],
             ),
         ),
     )
+
+
+def _dweights_alone(dweights: Any, options: _Options, *arrays: Any) -> Any:
+    """What is added to the two accumulators, the first of `arrays`."""
+    return dweights(options, _WIDE, *arrays[2:])

@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, check_number
-from jaxkern.core.dispatch import Implementation, device_unsupported, resolve
+from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
 from jaxkern.core.mosaic import LANES
 from jaxkern.ops.norm.backward import launch_bwd
@@ -352,7 +352,7 @@ def _unsupported(**arrays: Any) -> str | None:
     for name, array in arrays.items():
         if array is not None and array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
-    return device_unsupported()
+    return None
 
 
 def _slower(n: int) -> str | None:

@@ -50,7 +50,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern.core.arguments import check_array, check_floating, check_number
-from jaxkern.core.dispatch import Implementation, device_unsupported, resolve
+from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.ops.selective_scan.backward import launch_bwd
 from jaxkern.ops.selective_scan.forward import launch_fwd
@@ -434,7 +434,7 @@ def _unsupported(args: tuple[Any, ...]) -> str | None:
     states = args[2].shape[1]
     if states > MAX_STATES:
         return f"A has {states} states per channel, and the kernels hold at most {MAX_STATES}"
-    return device_unsupported()
+    return None
 
 
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")

@@ -1,0 +1,212 @@
+"""The GPU that a program is lowered for, which is not always one of this process.
+
+Kernels are fitted to a GPU when a program is lowered: their tiles, their grid, whether they run at
+all. :func:`of_program` finds out which GPU that is, :func:`current` tells the launchers.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+_KERNELS_NEED = (9, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+      name: the driver's, e.g. ``"NVIDIA H200"``.
+      capability: the CUDA compute capability, e.g. ``(9, 0)``.
+      multiprocessors: their number.
+      shared_memory: bytes that one block may have at most.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory: int
+
+    @property
+    def unsupported(self) -> str | None:
+        """Why the kernels do not run on this GPU; ``None`` if they do."""
+        if self.capability >= _KERNELS_NEED:
+            return None
+        return (
+            f"{self.name} has compute capability {_dotted(self.capability)}, and the kernels need "
+            f"{_dotted(_KERNELS_NEED)} (Hopper) or newer"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} (compute capability {_dotted(self.capability)}, "
+            f"{self.multiprocessors} multiprocessors)"
+        )
+
+
+_SHARED_MEMORY = {
+    (7, 0): 98304,
+    (7, 5): 65536,
+    (8, 0): 166912,
+    (8, 6): 101376,
+    (8, 7): 166912,
+    (8, 9): 101376,
+    (9, 0): 232448,
+    (10, 0): 232448,
+    (10, 3): 232448,
+    (11, 0): 232448,
+    (12, 0): 101376,
+    (12, 1): 101376,
+}
+"""Bytes of a block at most, by capability: CUDA Programming Guide, "Compute Capabilities"."""
+
+
+def _gpu(name: str, major: int, minor: int, multiprocessors: int) -> Gpu:
+    return Gpu(name, (major, minor), multiprocessors, _SHARED_MEMORY[major, minor])
+
+
+GPUS: dict[str, Gpu] = {
+    "a100": _gpu("NVIDIA A100-SXM4-80GB", 8, 0, 108),
+    "l40s": _gpu("NVIDIA L40S", 8, 9, 142),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 9, 0, 132),
+    "h200": _gpu("NVIDIA H200", 9, 0, 132),
+    "b200": _gpu("NVIDIA B200", 10, 0, 148),
+    "b300": _gpu("NVIDIA B300", 10, 3, 148),
+    "rtx-pro-6000": _gpu("NVIDIA RTX PRO 6000 Blackwell", 12, 0, 188),
+}
+"""GPUs that a program can be lowered for by name, where there is none to ask."""
+
+_DEFAULT = GPUS["h200"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described(AbstractDevice):
+    """The device of an abstract mesh, from which Mosaic reads the compute capability."""
+
+    compute_capability: str
+
+
+def _device(gpu: Gpu) -> _Described:
+    return _Described(gpu.name, gpu.multiprocessors, "cuda", _dotted(gpu.capability))
+
+
+_stated: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("stated", default=None)
+_current: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("current", default=None)
+
+
+@contextlib.contextmanager
+def lowering_for(gpu: str | Gpu) -> Iterator[Gpu]:
+    """Lower programs for a GPU that need not be there, e.g. to export them on another machine.
+
+    What is lowered inside runs on GPUs of this kind alone, whatever devices the process has.
+    Without it a program is lowered for the devices that it is placed on, else for the process's
+    own GPU, else for an H200.
+
+    Args:
+      gpu: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"b300"``, ``"l40s"``,
+        ``"rtx-pro-6000"``, or a description, :class:`Gpu`.
+
+    Yields:
+      The description.
+
+    Raises:
+      ValueError: no GPU of this name is known.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxkern
+      >>> from jax import export
+      >>> mosaic = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+      >>> x, weight = jnp.ones((1024, 4096), jnp.bfloat16), jnp.ones(4096)
+      >>> with jaxkern.lowering_for("h200"):
+      ...     exported = export.export(
+      ...         jax.jit(jaxkern.rms_norm), platforms=["cuda"], disabled_checks=[mosaic]
+      ...     )(x, weight)
+      >>> exported.platforms
+      ('cuda',)
+    """
+    if not isinstance(gpu, Gpu):
+        if gpu not in GPUS:
+            raise ValueError(
+                f"gpu must be one of {', '.join(GPUS)}, or a jaxkern.Gpu that describes another; "
+                f"got {gpu!r}"
+            )
+        gpu = GPUS[gpu]
+    token = _stated.set(gpu)
+    try:
+        # The mesh is part of the keys of JAX's caches, which would else return what was traced and
+        # lowered for another GPU.
+        mesh = jax.sharding.get_abstract_mesh().update(abstract_device=_device(gpu))
+        with jax.sharding.use_abstract_mesh(mesh):
+            yield gpu
+    finally:
+        _stated.reset(token)
+
+
+def of_program(axis_context: Any) -> Gpu:
+    """The GPU that a program is lowered for.
+
+    Args:
+      axis_context: ``ctx.module_context.axis_context`` of a lowering rule.
+    """
+    stated = _stated.get()
+    if stated is not None:
+        return stated
+    mesh = getattr(axis_context, "mesh", None)
+    placed = getattr(axis_context, "device_assignment", None) or ()
+    for device in (*placed, *getattr(mesh, "_flat_devices_tuple", ())):
+        if (gpu := describe(device)) is not None:
+            return gpu
+    abstract = getattr(mesh, "abstract_device", None)
+    known = (g for g in GPUS.values() if abstract is not None and g.name == abstract.device_kind)
+    return next(known, None) or of_process() or _DEFAULT
+
+
+def of_process() -> Gpu | None:
+    """The first GPU of this process."""
+    return next(_present(jax.local_devices()), None)
+
+
+def _present(devices: Iterable[Any]) -> Iterator[Gpu]:
+    return (gpu for gpu in map(describe, devices) if gpu is not None)
+
+
+@functools.cache
+def describe(device: Any) -> Gpu | None:
+    """An NVIDIA GPU of JAX's as a :class:`Gpu`; ``None`` for other devices."""
+    if device.platform != "gpu":
+        return None
+    try:
+        major, minor = map(int, device.compute_capability.split("."))
+    except (AttributeError, ValueError):  # ROCm says "gfx90a"
+        return None
+    # Capabilities newer than this table have at least what the smallest of their major one has.
+    same = [size for (m, _), size in _SHARED_MEMORY.items() if m == major]
+    size = _SHARED_MEMORY.get((major, minor), min(same, default=min(_SHARED_MEMORY.values())))
+    return Gpu(device.device_kind, (major, minor), device.core_count, size)
+
+
+def current() -> Gpu | None:
+    """The GPU whose kernels are being lowered; ``None`` while none is."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def fitting_to(gpu: Gpu) -> Iterator[None]:
+    """Inside, launchers fit kernels to `gpu`, and Mosaic lowers them for it."""
+    token = _current.set(gpu)
+    mesh = AbstractMesh((), (), abstract_device=_device(gpu))
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            yield
+    finally:
+        _current.reset(token)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
