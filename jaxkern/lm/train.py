@@ -15,23 +15,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxkern
 from jaxkern.lm import checkpoint, data, sample
 from jaxkern.lm.config import RunError, TrainConfig, resume_config
 from jaxkern.lm.memory import check_memory
-from jaxkern.lm.model import Options, count_params
-from jaxkern.lm.report import BITS, MetricsLog, Progress, plot_losses, read_metrics
-from jaxkern.lm.step import (
-    TrainState,
-    compiler_options,
-    init_state,
-    loss_fn,
-    make_model,
-    make_train_step,
+from jaxkern.lm.model import count_params
+from jaxkern.lm.program import (
+    Placement,
+    abstract_state,
+    lowered_step,
+    model_structure,
+    precision_policy,
 )
-from jaxkern.precision import Policy
+from jaxkern.lm.report import BITS, MetricsLog, Progress, plot_losses, read_metrics
+from jaxkern.lm.step import TrainState, init_state, loss_fn
 
 
 def train(flags: dict[str, Any], out: Path, *, resume: bool) -> None:
@@ -129,27 +127,10 @@ class Trainer:
     def __init__(self, config: TrainConfig, out: Path):
         self.config = config
         self.out = out
-        try:
-            self.policy = Policy.parse(config.mixed_precision)
-        except ValueError as error:
-            raise RunError(f"--mixed-precision {config.mixed_precision}: {error}") from None
+        self.policy = precision_policy(config)
         self.devices = _devices(config)
-        if len(self.devices) > 1:
-            mesh = jax.make_mesh(
-                (len(self.devices),),
-                ("batch",),
-                axis_types=(jax.sharding.AxisType.Auto,),
-                devices=self.devices,
-            )
-            self.replicated = NamedSharding(mesh, PartitionSpec())
-            self.first_split = NamedSharding(mesh, PartitionSpec("batch"))
-            self.second_split = NamedSharding(mesh, PartitionSpec(None, "batch"))
-        else:
-            one = SingleDeviceSharding(self.devices[0])
-            self.replicated = self.first_split = self.second_split = one
-        implementation: Any = None if config.implementation == "auto" else config.implementation
-        options = Options(self.policy, implementation, config.remat, config.scan_layers)
-        self.graphdef = make_model(config.model, options)
+        self.placement = Placement.on(self.devices)
+        self.graphdef = model_structure(config)
 
     def run(self, train_step: Callable, state: TrainState, done: int, corpus: data.Corpus) -> None:
         """Train from step `done` to the last, and leave the results in the run directory."""
@@ -187,7 +168,9 @@ class Trainer:
                     seed=config.seed,
                     step=done,
                 ).reshape(config.grad_accum, -1, config.seq_len + 1)
-                state, metrics = train_step(state, jax.device_put(windows, self.second_split))
+                state, metrics = train_step(
+                    state, jax.device_put(windows, self.placement.second_split)
+                )
                 done += 1
                 pending.append((done, metrics))
                 evaluating = done == config.steps or done % config.eval_every == 0
@@ -234,41 +217,24 @@ class Trainer:
 
     def initial_state(self) -> TrainState:
         """The state before the first step."""
-        return self._jit(self._init)()
+        return self.placement.jit(self._init)()
 
     def compile_step(self) -> jax.stages.Compiled:
         """Compile the training step, and refuse one that memory cannot hold."""
-        config = self.config
         began = time.perf_counter()
-        per_part = config.batch_size // config.grad_accum
-        windows = jax.ShapeDtypeStruct(
-            (config.grad_accum, per_part, config.seq_len + 1), np.uint8, sharding=self.second_split
-        )
-        step = self._jit(make_train_step(config, self.graphdef), donate_argnums=0)
-        compiled = step.lower(self._abstract_state(), windows).compile()
+        compiled = lowered_step(self.config, self.placement).compile()
         check_memory(compiled, self.devices[0])
         print(f"compiled the step in {time.perf_counter() - began:.1f} s", flush=True)
         return compiled
 
-    def _jit(self, f: Callable[..., Any], **options: Any) -> Any:
-        return jax.jit(
-            f,
-            out_shardings=self.replicated,
-            compiler_options=compiler_options(self.devices[0].platform),
-            **options,
-        )
-
     def _init(self) -> TrainState:
         return init_state(self.config, self.policy)
-
-    def _abstract_state(self) -> TrainState:
-        return checkpoint.abstract(jax.eval_shape(self._init), self.replicated)
 
     def _evaluation(self, text: np.ndarray) -> Callable[[Any], dict[str, float]]:
         """A function of the parameters: loss on a fixed part of the validation data."""
         config = self.config
         batches = [
-            jax.device_put(batch, self.first_split)
+            jax.device_put(batch, self.placement.first_split)
             for batch in data.validation_batches(
                 text,
                 batch_size=config.batch_size // config.grad_accum,
@@ -276,7 +242,7 @@ class Trainer:
                 batches=config.eval_batches * config.grad_accum,
             )
         ]
-        loss = self._jit(functools.partial(loss_fn, self.graphdef))
+        loss = self.placement.jit(functools.partial(loss_fn, self.graphdef))
 
         def evaluate(params: Any) -> dict[str, float]:
             losses = jax.device_get([loss(params, batch) for batch in batches])
@@ -294,7 +260,7 @@ class Trainer:
     def restore(self, step: int) -> TrainState:
         """The state of a checkpoint."""
         checkpoint.check(self.out, step, self.config.model)
-        like = self._abstract_state()._asdict()
+        like = abstract_state(self.config, self.placement)._asdict()
         params = checkpoint.restore(self.out, step, "params", like.pop("params"))
         rest = checkpoint.restore(self.out, step, "optimizer", like)
         return TrainState(params=params, **rest)

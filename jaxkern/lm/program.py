@@ -1,0 +1,84 @@
+"""The compiled programs of a run: where their arrays lie, and the training step before it is run.
+
+They are made from a configuration and devices alone, so that ``jaxkern warm``, and whoever compiles
+ahead of time, lowers the very programs that ``jaxkern train`` does.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxkern.lm import checkpoint
+from jaxkern.lm.config import RunError, TrainConfig
+from jaxkern.lm.model import Options
+from jaxkern.lm.step import compiler_options, init_state, make_model, make_train_step
+from jaxkern.precision import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the arrays of a run lie.
+
+    Attributes:
+      platform: of the devices.
+      replicated: parameters and all else that every device has whole.
+      first_split, second_split: arrays whose first or second axis is the batch.
+    """
+
+    platform: str
+    replicated: Any
+    first_split: Any
+    second_split: Any
+
+    @staticmethod
+    def on(devices: Sequence[Any]) -> "Placement":
+        """On one device, or with the batch split between several."""
+        platform = devices[0].platform
+        if len(devices) == 1:
+            one = SingleDeviceSharding(devices[0])
+            return Placement(platform, one, one, one)
+        mesh = Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,))
+        specs = PartitionSpec(), PartitionSpec("batch"), PartitionSpec(None, "batch")
+        return Placement(platform, *(NamedSharding(mesh, spec) for spec in specs))
+
+    def jit(self, f: Callable[..., Any], **options: Any) -> Any:
+        """`f` under ``jax.jit``, its results replicated."""
+        compiler = compiler_options(self.platform)
+        return jax.jit(f, out_shardings=self.replicated, compiler_options=compiler, **options)
+
+
+def precision_policy(config: TrainConfig) -> Policy:
+    """The dtypes of a run."""
+    try:
+        return Policy.parse(config.mixed_precision)
+    except ValueError as error:
+        raise RunError(f"--mixed-precision {config.mixed_precision}: {error}") from None
+
+
+def model_structure(config: TrainConfig) -> Any:
+    """The model of a run, to be merged with parameters."""
+    implementation: Any = None if config.implementation == "auto" else config.implementation
+    options = Options(precision_policy(config), implementation, config.remat, config.scan_layers)
+    return make_model(config.model, options)
+
+
+def abstract_state(config: TrainConfig, placement: Placement) -> Any:
+    """Shapes, dtypes and shardings of the training state."""
+    state = jax.eval_shape(lambda: init_state(config, precision_policy(config)))
+    return checkpoint.abstract(state, placement.replicated)
+
+
+def lowered_step(config: TrainConfig, placement: Placement) -> jax.stages.Lowered:
+    """The training step, (state, windows) -> (state, metrics), lowered and not yet compiled."""
+    per_part = config.batch_size // config.grad_accum
+    windows = jax.ShapeDtypeStruct(
+        (config.grad_accum, per_part, config.seq_len + 1),
+        np.uint8,
+        sharding=placement.second_split,
+    )
+    step = placement.jit(make_train_step(config, model_structure(config)), donate_argnums=0)
+    return step.lower(abstract_state(config, placement), windows)
