@@ -10,6 +10,8 @@ last, together).
 """
 
 from jaxkern import precision as precision
+from jaxkern.core.target import Gpu as Gpu
+from jaxkern.core.target import lowering_for as lowering_for
 from jaxkern.ops.activations import gelu as gelu
 from jaxkern.ops.activations import relu as relu
 from jaxkern.ops.activations import relu_squared as relu_squared

@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from pathlib import Path
 
 if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
@@ -10,6 +11,10 @@ if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "
 if os.environ.get("JAX_PLATFORMS") == "cpu":  # most of the time is LLVM's, for programs run once
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Kernels that a test lowers are kept from one run to the next, apart from the user's.
+os.environ.setdefault(
+    "JAXKERN_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jaxkern")
+)
 # The interpreter's warpgroups wait for each other on threads of XLA's pool, of one per core.
 os.environ.setdefault("NPROC", "8")
 

@@ -7,7 +7,7 @@ the user's alone.
 
 ``JAXKERN_CACHE_DIR`` names the folder, by default ``jaxkern`` in the user's cache folder
 (``XDG_CACHE_HOME`` or ``~/.cache``); ``JAXKERN_CACHE=0`` keeps nothing. Beyond 512 MiB the entries
-that were not used for longest go.
+that were not used for longest go. ``jaxkern train`` has XLA keep its compiled programs beside them.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from pathlib import Path
 _MAGIC = b"jaxkern kernel 1\n"
 _SUFFIX = ".kernel"
 _LARGEST = 512 * 2**20
+_LARGEST_PROGRAMS = 4 * 2**30
 _LEFT_AFTER_EVICTION = 0.8
 _USES = "uses"
 """A file with a letter for each look-up: "h" of an entry that was there, "m" of one that was not.
@@ -38,13 +39,22 @@ class UnsafeCacheWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What the cache holds: entries, their bytes, and how many look-ups found one or did not."""
+    """What the cache holds.
+
+    Attributes:
+      folder: where it is; ``None`` if it is switched off.
+      entries: kernels.
+      size: bytes of them.
+      hits, misses: look-ups that found a kernel, and that did not.
+      programs: bytes of XLA's compiled programs.
+    """
 
     folder: Path | None
     entries: int = 0
     size: int = 0
     hits: int = 0
     misses: int = 0
+    programs: int = 0
 
 
 def folder() -> Path | None:
@@ -60,9 +70,17 @@ def folder() -> Path | None:
     return caches / "jaxkern"
 
 
+def programs() -> Path | None:
+    """The folder for XLA's compiled programs; ``None`` where there is none to be used."""
+    place = _usable("programs")
+    if place is not None:
+        _evict(place, _LARGEST_PROGRAMS)
+    return place
+
+
 def load(key: str) -> bytes | None:
     """The content of the entry of `key`, or ``None`` if there is no whole one."""
-    if (place := _kernels()) is None:
+    if (place := _usable("kernels")) is None:
         return None
     path = place / (_digest(key) + _SUFFIX)
     content = None
@@ -75,7 +93,7 @@ def load(key: str) -> bytes | None:
 
 def store(key: str, content: bytes) -> None:
     """Keep `content` under `key`; does nothing where it cannot be written."""
-    if (place := _kernels()) is None:
+    if (place := _usable("kernels")) is None:
         return
     packed = b"".join((_MAGIC, hashlib.sha256(content).digest(), content))
     with contextlib.suppress(OSError):
@@ -87,37 +105,47 @@ def store(key: str, content: bytes) -> None:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-        _evict(place)
+        _evict(place, _LARGEST)
 
 
 def summary() -> Summary:
     """What the cache holds now."""
-    if (place := _kernels()) is None:
+    if (place := _usable("kernels")) is None:
         return Summary(folder())
     sizes = [size for _, size, _ in _entries(place)]
+    compiled = _usable("programs")
     uses = b""
     with contextlib.suppress(OSError):
         uses = (place / _USES).read_bytes()
-    return Summary(folder(), len(sizes), sum(sizes), uses.count(b"h"), uses.count(b"m"))
+    return Summary(
+        folder=folder(),
+        entries=len(sizes),
+        size=sum(sizes),
+        hits=uses.count(b"h"),
+        misses=uses.count(b"m"),
+        programs=sum(size for _, size, _ in _entries(compiled)) if compiled else 0,
+    )
 
 
 def empty() -> int:
-    """Remove all entries; how many there were."""
-    if (place := _kernels()) is None:
-        return 0
-    paths = [path for path, _, _ in _entries(place)]
-    for path in (*paths, place / _USES):
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return len(paths)
+    """Remove all kernels and programs; how many there were."""
+    count = 0
+    for room in ("kernels", "programs"):
+        if (place := _usable(room)) is not None:
+            for path, _, _ in list(_entries(place)):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    count += 1
+            (place / _USES).unlink(missing_ok=True)
+    return count
 
 
-def _kernels() -> Path | None:
-    """The folder of the entries, made if need be; ``None`` where there is none to be used."""
+def _usable(room: str) -> Path | None:
+    """A folder of the cache, made if need be; ``None`` where it cannot or must not be used."""
     root = folder()
     if root is None:
         return None
-    place = root / "kernels"
+    place = root / room
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         place.mkdir(mode=0o700, exist_ok=True)
@@ -163,21 +191,22 @@ def _digest(key: str) -> str:
 
 
 def _entries(place: Path) -> Iterator[tuple[Path, int, float]]:
-    """Each entry's path, size and time of last use; parts of writers that died are entries too."""
-    for path in place.iterdir():
+    """Each file's path, size and time of last use, also of what a writer that died has left."""
+    for path in place.rglob("*"):
         with contextlib.suppress(OSError):  # another process may remove it
-            if path.suffix in (_SUFFIX, ".part"):
-                about = path.stat()
-                yield path, about.st_size, about.st_mtime
+            about = path.stat()
+            if path.name != _USES and stat.S_ISREG(about.st_mode):
+                yield path, about.st_size, max(about.st_mtime, about.st_atime)
 
 
-def _evict(place: Path) -> None:
+def _evict(place: Path, largest: int) -> None:
+    """Remove what was not used for longest, beyond `largest` bytes."""
     entries = sorted(_entries(place), key=lambda entry: entry[2])
     total = sum(size for _, size, _ in entries)
-    if total <= _LARGEST:
+    if total <= largest:
         return
     for path, size, _ in entries:
-        if total <= _LEFT_AFTER_EVICTION * _LARGEST:
+        if total <= _LEFT_AFTER_EVICTION * largest:
             break
         path.unlink(missing_ok=True)
         total -= size

@@ -25,6 +25,7 @@ keep them or drop them: what the backward needs beside the arguments, and the ou
 
 import dataclasses
 import functools
+import hashlib
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +39,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.lowering import Bound, Local, kernel_call, placed, result_types
+from jaxkern.core.lowering import (
+    Bound,
+    Local,
+    describe,
+    kernel_call,
+    placed,
+    result_types,
+    surroundings,
+)
 
 Arrays = tuple[Any, ...]
 MeshAxes = dict[str, tuple[str, ...]]
@@ -257,7 +266,25 @@ class _Present:
         call.def_partition(
             partition=partition, sharding_rule=rule, need_replication_factors=tuple(whole)
         )
-        return call(*args)
+        return jax.jit(self._as(call))(*args)
+
+    def _as(self, call: Callable[..., Arrays]) -> Callable[..., Arrays]:
+        """`call` as a function whose name, in the program's text, tells what the pass does.
+
+        The text holds a pointer where the kernel will be once the arrays are split, and whoever
+        keeps compiled programs must tell two passes apart without it, as JAX does under
+        ``jax_remove_custom_partitioning_ptr_from_cache_key``.
+        """
+        precision = jax.config.jax_default_matmul_precision
+        parts = (self.kernel, self.reference, self.ins, self.outs, sorted(self.whole), precision)
+        what = describe(parts)
+        digest = hashlib.sha256(f"{what} {surroundings(self.kernel)}".encode()).hexdigest()
+
+        def named_call(*args: Any) -> Arrays:
+            return call(*args)
+
+        named_call.__name__ = f"{self.name}_{digest[:12]}"
+        return named_call
 
     def _shardy_rule(self) -> tuple[str, list[str]]:
         """The einsum-like rule, whose factors Shardy wants named in order of appearance."""

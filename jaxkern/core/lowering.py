@@ -204,6 +204,8 @@ _lock = threading.RLock()
 
 lowerings: dict[str, int] = {}
 """How often this process lowered a kernel, by the name of its pass; not those found on disk."""
+found_on_disk = 0
+"""How many kernels this process found there."""
 
 
 def lowered(
@@ -220,14 +222,17 @@ def lowered(
     """
     arrays = " ".join(f"{np.dtype(dtype).name}{list(shape)}" for shape, dtype in types)
     what = f"{name} {describe(kernel)}({arrays}) for {describe(gpu)} precision={precision}"
+    global found_on_disk
     with _lock:
         if what not in _lowered:
-            key = f"{what}\n{_surroundings(kernel.function.function)}"
+            key = f"{what}\n{surroundings(kernel)}"
             module = _from_disk(key)
             if module is None:
                 module = _export(name, kernel, types, gpu, precision)
                 lowerings[name] = lowerings.get(name, 0) + 1
                 cache.store(key, bytes(module.serialize()))
+            else:
+                found_on_disk += 1
             _lowered[what] = jax.jit(module.call)
         return _lowered[what]
 
@@ -300,13 +305,14 @@ def _named(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
-def _surroundings(function: Callable[..., Any]) -> str:
-    """What every kernel depends on beside its description."""
+def surroundings(kernel: Local) -> str:
+    """What a kernel depends on beside its description: versions, source, flags."""
     flags = {k: v for k, v in sorted(os.environ.items()) if k.startswith("MOSAIC_GPU_")}
     versions = (
         f"jaxkern {jaxkern.__version__} jax {jax.__version__} jaxlib {jaxlib.version.__version__}"
     )
-    return f"{versions} source {_source(inspect.getsourcefile(function))} flags {flags}"
+    source = _source(inspect.getsourcefile(kernel.function.function))
+    return f"{versions} source {source} flags {flags}"
 
 
 @functools.cache

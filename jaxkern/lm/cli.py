@@ -1,4 +1,4 @@
-"""The command line: jaxkern train, sample, doctor.
+"""The command line: jaxkern train, sample, warm, doctor.
 
 Whatever a user can put right ends as one line on stderr and exit code 1 (2 for a wrong flag), never
 as a stack trace. jax and flax are imported only by the command that needs them.
@@ -92,55 +92,33 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands.add_parser("train", help="train a language model on text"))
     _add_sample(commands.add_parser("sample", help="write text with a trained model"))
-    doctor = commands.add_parser("doctor", help="show what would run on this machine, and why")
-    doctor.set_defaults(command=_doctor)
+    _add_warm(commands.add_parser("warm", help="lower the kernels of a training run beforehand"))
+    _add_doctor(commands.add_parser("doctor", help="show what would run on this machine, and why"))
     return parser
 
 
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Train a byte-level Mamba language model. Without flags: a tiny one, on the sources of "
-        "Python's standard library, in some minutes on a CPU."
-    )
-    parser.formatter_class = argparse.RawTextHelpFormatter
+def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
+    """A function that adds a flag whose value is left out of the result when it is not given."""
 
     def add(name: str, help: str, default: str | None = None, **options: Any) -> None:
-        # Left out of the result when not given, so that --resume can tell.
         key = name.lstrip("-").replace("-", "_")
         default = str(DEFAULTS[key]) if default is None else default
         parser.add_argument(
             name, help=f"{help}\n(default: {default})", default=argparse.SUPPRESS, **options
         )
 
-    def by_preset(field: str) -> str:
-        return ", ".join(f"{name} {getattr(p, field):g}" for name, p in PRESETS.items())
+    return add
 
+
+def _by_preset(field: str) -> str:
+    return ", ".join(f"{name} {getattr(p, field):g}" for name, p in PRESETS.items())
+
+
+def _add_model(add: Callable[..., None]) -> None:
+    """The flags that decide what the training step computes."""
     add("--preset", f"model size: {', '.join(PRESETS)}", choices=PRESETS, metavar="NAME")
-    add(
-        "--data",
-        "text files or folders of them",
-        "Python's standard library",
-        nargs="+",
-        metavar="PATH",
-    )
-    add("--out", "new folder for the run", "runs/PRESET-DATE-TIME", type=Path, metavar="DIR")
-    add(
-        "--resume",
-        "continue the run in --out from its last checkpoint;\nof the other flags, only "
-        "--steps may change, and grow",
-        "off",
-        action="store_true",
-    )
-    add("--steps", "optimizer steps", by_preset("steps"), type=_positive, metavar="N")
-    add("--batch-size", "sequences per step", by_preset("batch_size"), type=_positive, metavar="N")
-    add("--seq-len", "bytes per sequence", by_preset("seq_len"), type=_positive, metavar="N")
-    add(
-        "--lr",
-        "peak learning rate, after a linear warm-up and before\na cosine to a tenth of it",
-        by_preset("lr"),
-        type=_positive_float,
-        metavar="X",
-    )
+    add("--batch-size", "sequences per step", _by_preset("batch_size"), type=_positive, metavar="N")
+    add("--seq-len", "bytes per sequence", _by_preset("seq_len"), type=_positive, metavar="N")
     add(
         "--grad-accum",
         "parts that a batch is computed in, one after another",
@@ -171,6 +149,39 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "mosaic", "xla"),
         metavar="NAME",
     )
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Train a byte-level Mamba language model. Without flags: a tiny one, on the sources of "
+        "Python's standard library, in some minutes on a CPU."
+    )
+    parser.formatter_class = argparse.RawTextHelpFormatter
+    add = _adder(parser)
+    _add_model(add)
+    add(
+        "--data",
+        "text files or folders of them",
+        "Python's standard library",
+        nargs="+",
+        metavar="PATH",
+    )
+    add("--out", "new folder for the run", "runs/PRESET-DATE-TIME", type=Path, metavar="DIR")
+    add(
+        "--resume",
+        "continue the run in --out from its last checkpoint;\nof the other flags, only "
+        "--steps may change, and grow",
+        "off",
+        action="store_true",
+    )
+    add("--steps", "optimizer steps", _by_preset("steps"), type=_positive, metavar="N")
+    add(
+        "--lr",
+        "peak learning rate, after a linear warm-up and before\na cosine to a tenth of it",
+        _by_preset("lr"),
+        type=_positive_float,
+        metavar="X",
+    )
     add(
         "--devices",
         "how many devices share each batch, or all",
@@ -183,13 +194,41 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add(
         "--eval-every",
         "steps between two validations",
-        by_preset("eval_every"),
+        _by_preset("eval_every"),
         type=_positive,
         metavar="N",
     )
     add("--eval-batches", "batches per validation", type=_positive, metavar="N")
     add("--checkpoint-every", "steps between two checkpoints", type=_positive, metavar="N")
     parser.set_defaults(command=_train)
+
+
+def _add_warm(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Lower the kernels that jaxkern train needs with the same flags, for a GPU that need not "
+        "be here, and keep them in the cache: in a container's image, or on a login node."
+    )
+    parser.formatter_class = argparse.RawTextHelpFormatter
+    add = _adder(parser)
+    _add_model(add)
+    add("--devices", "how many GPUs share each batch", "1", type=_positive, metavar="N")
+    parser.add_argument(
+        "--gpu",
+        required=True,
+        metavar="NAME",
+        help="that is trained on: a100, h100, h200, b200, b300, l40s, rtx-pro-6000",
+    )
+    parser.set_defaults(command=_warm)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show what this machine has, what would run on it and why, and the cache."
+    parser.add_argument(
+        "--empty-cache",
+        action="store_true",
+        help="remove the kernels and programs that are kept on disk, and do nothing else",
+    )
+    parser.set_defaults(command=_doctor)
 
 
 def _add_sample(parser: argparse.ArgumentParser) -> None:
@@ -257,7 +296,25 @@ def _sample(flags: dict[str, Any]) -> None:
         sample_hf(folder, prompt, **flags)
 
 
+def _warm(flags: dict[str, Any]) -> None:
+    _need_extra("warm")
+    gpu, devices = flags.pop("gpu"), flags.pop("devices", 1)
+    # What is lowered for several GPUs is partitioned between as many devices of this machine.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    )
+    from jaxkern.lm.warm import warm
+
+    warm(flags, gpu, devices)
+
+
 def _doctor(flags: dict[str, Any]) -> None:
+    if flags["empty_cache"]:
+        from jaxkern.core import cache
+
+        print(f"removed {cache.empty()} files from {cache.folder() or 'no cache: it is off'}")
+        return
     from jaxkern.lm.doctor import doctor
 
     doctor()

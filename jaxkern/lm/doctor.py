@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
+from jaxkern.core import cache
 from jaxkern.core.dispatch import Implementation
 from jaxkern.precision import NoOpLossScale
 
@@ -40,6 +41,7 @@ def doctor() -> None:
         return
     for device in devices:
         print(f"device   {device.id}: {_describe(device)}")
+    print(f"kernels  {_cache()}")
     if driver and devices[0].platform == "cpu":
         print(
             'advice   there is a GPU, and JAX does not use it: pip install "jaxkern[cuda12]" '
@@ -146,6 +148,18 @@ def _describe(device: Any) -> str:
         text += f", compute capability {capability}"
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return text + (f", {limit / 2**30:.0f} GiB for JAX" if limit else "")
+
+
+def _cache() -> str:
+    """What is kept on disk of lowered kernels and compiled programs."""
+    held = cache.summary()
+    if held.folder is None:
+        return "lowered anew in each process: the cache is switched off by JAXKERN_CACHE"
+    programs = f"; {held.programs / 2**20:.1f} MiB of XLA's programs" if held.programs else ""
+    return (
+        f"{held.entries} kept in {held.folder}, {held.size / 2**20:.1f} MiB, "
+        f"{held.hits} hits, {held.misses} misses{programs} (doctor --empty-cache removes them)"
+    )
 
 
 def _driver() -> str | None:

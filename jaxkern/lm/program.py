@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxkern.core import cache
 from jaxkern.lm import checkpoint
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.model import Options
@@ -72,8 +73,13 @@ def abstract_state(config: TrainConfig, placement: Placement) -> Any:
     return checkpoint.abstract(state, placement.replicated)
 
 
-def lowered_step(config: TrainConfig, placement: Placement) -> jax.stages.Lowered:
-    """The training step, (state, windows) -> (state, metrics), lowered and not yet compiled."""
+def lowered_step(
+    config: TrainConfig, placement: Placement, platform: str | None = None
+) -> jax.stages.Lowered:
+    """The training step, (state, windows) -> (state, metrics), lowered and not yet compiled.
+
+    `platform` is that of the placement's devices unless it is given.
+    """
     per_part = config.batch_size // config.grad_accum
     windows = jax.ShapeDtypeStruct(
         (config.grad_accum, per_part, config.seq_len + 1),
@@ -81,4 +87,17 @@ def lowered_step(config: TrainConfig, placement: Placement) -> jax.stages.Lowere
         sharding=placement.second_split,
     )
     step = placement.jit(make_train_step(config, model_structure(config)), donate_argnums=0)
-    return step.lower(abstract_state(config, placement), windows)
+    traced = step.trace(abstract_state(config, placement), windows)
+    return traced.lower(lowering_platforms=None if platform is None else (platform,))
+
+
+def keep_programs() -> None:
+    """Have XLA keep its compiled programs beside the kernels, unless JAX is told another folder."""
+    folder = cache.programs()
+    if folder is None or jax.config.jax_compilation_cache_dir is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    # A program for several devices holds pointers to how kernels are partitioned. The names of the
+    # functions that they stand in tell the kernels apart (KernelPass).
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)

@@ -24,6 +24,7 @@ from jaxkern.lm.model import count_params
 from jaxkern.lm.program import (
     Placement,
     abstract_state,
+    keep_programs,
     lowered_step,
     model_structure,
     precision_policy,
@@ -51,6 +52,7 @@ def train(flags: dict[str, Any], out: Path, *, resume: bool) -> None:
         config = TrainConfig.from_flags(flags)
         checkpoint.check_fresh(out)
     trainer = Trainer(config, out)
+    keep_programs()
     created = not out.exists()
     with checkpoint.only_process(out):
         with _nothing_left_if_refused(out, fresh=not resume, created=created):

@@ -1,0 +1,62 @@
+"""Lowers a training run's kernels beforehand, on a machine that need not have a GPU."""
+
+import time
+from typing import Any
+
+import jax
+
+from jaxkern.core import cache, lowering
+from jaxkern.core.target import GPUS, lowering_for
+from jaxkern.lm.config import RunError, TrainConfig
+from jaxkern.lm.program import Placement, lowered_step
+
+
+def warm(flags: dict[str, Any], gpu: str, devices: int) -> None:
+    """Keep the kernels of a training step in the cache.
+
+    Args:
+        flags: those of ``jaxkern train``, by their names in TrainConfig.
+        gpu: a name in ``jaxkern.core.target.GPUS``.
+        devices: how many GPUs share each batch.
+
+    Raises:
+        RunError: whatever the user can put right.
+    """
+    if gpu not in GPUS:
+        raise RunError(f"--gpu {gpu} is not known; choose one of {', '.join(GPUS)}")
+    if (reason := GPUS[gpu].unsupported) is not None:
+        raise RunError(f"--gpu {gpu} needs no kernels: {reason}")
+    folder = cache.folder()
+    if folder is None:
+        raise RunError("the cache is switched off by JAXKERN_CACHE; unset it to keep kernels")
+    config = TrainConfig.from_flags(flags)
+    if config.batch_size % (config.grad_accum * devices):
+        raise RunError(
+            f"--batch-size {config.batch_size} cannot be split over --grad-accum "
+            f"{config.grad_accum} × {devices} devices; choose a multiple of "
+            f"{config.grad_accum * devices}"
+        )
+    shared = f", split over {devices}" if devices > 1 else ""
+    print(f"lowering the training step of {config.preset}{shared} …", flush=True)
+    began = time.perf_counter()
+    with lowering_for(gpu):
+        step = lowered_step(config, Placement.on(jax.devices()), platform="cuda")
+        if devices > 1:
+            _partition(step)
+    made, found = sum(lowering.lowerings.values()), lowering.found_on_disk
+    seconds = time.perf_counter() - began
+    print(f"{made} kernels lowered for {GPUS[gpu]}, {found} were there, in {seconds:.0f} s")
+    print(f"they are in {folder}; {cache.summary().entries} kernels in all")
+
+
+def _partition(step: jax.stages.Lowered) -> None:
+    """Split the program between devices, which lowers the kernels of one device's part.
+
+    XLA does this first when it compiles, for whatever machine; then it finds that this one cannot
+    run the kernels.
+    """
+    try:
+        step.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "mosaic_gpu" not in str(error):
+            raise

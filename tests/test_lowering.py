@@ -1,0 +1,353 @@
+"""Kernels are lowered once, alone, for the GPU of the program that needs them."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkern
+from jaxkern.core import cache, lowering, target
+from jaxkern.core.target import GPUS
+from jaxkern.ops.norm.forward import launch_fwd
+from jaxkern.ops.norm.pointwise import Options
+from tests.check import kernel_calls, kernel_modules
+
+CUSTOM_CALL = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+
+
+@pytest.fixture(autouse=True)
+def nothing_lowered(tmp_path, monkeypatch):
+    """Neither in this process nor on disk."""
+    monkeypatch.setenv("JAXKERN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(lowering, "_lowered", {})
+    monkeypatch.setattr(lowering, "lowerings", {})
+
+
+def another_process(monkeypatch):
+    """What is on disk stays."""
+    jax.clear_caches()
+    monkeypatch.setattr(lowering, "_lowered", {})
+    monkeypatch.setattr(lowering, "lowerings", {})
+
+
+# A model of four layers
+
+
+def layer(x, weight, taps):
+    h = jaxkern.rms_norm(x, weight, implementation="mosaic")
+    h = jaxkern.causal_conv1d(h, taps, activation="silu", implementation="mosaic")
+    return x + jaxkern.swiglu(h, x, implementation="mosaic")
+
+
+def loss(x, weights, *, remat=False):
+    f = jax.checkpoint(layer) if remat else layer
+    for weight, taps in weights:
+        x = f(x, weight, taps)
+    return jnp.sum(x.astype(jnp.float32) ** 2)
+
+
+def arrays(batch, sharding=None, replicated=None, layers=4):
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    weights = [
+        (of((256,), sharding=replicated), of((256, 4), sharding=replicated)) for _ in range(layers)
+    ]
+    return of((batch, 32, 256), sharding=sharding), weights
+
+
+def lower(f, *args):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+EACH_ONCE = {
+    f"{op}_{way}": 1 for op in ("rms_norm", "causal_conv1d", "swiglu") for way in ("fwd", "bwd")
+}
+
+
+def split_by_xla(lowered):
+    """Lower what each device has: the partitioner is the first thing that compiling runs."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="mosaic_gpu"):  # the CPU has no such call
+        lowered.compile()
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_every_layer_and_program_shares_a_kernel(remat):
+    gradient = jax.grad(functools.partial(loss, remat=remat), (0, 1))
+    calls = kernel_calls(lower(gradient, *arrays(2)).as_text())
+    assert len(calls) >= 4 * len(EACH_ONCE)
+    assert lowering.lowerings == EACH_ONCE
+    lower(gradient, *arrays(2, layers=5))
+    lower(lambda *a: loss(*a, remat=remat), *arrays(2))
+    assert lowering.lowerings == EACH_ONCE
+
+
+def test_vmap_makes_a_kernel_of_its_own():
+    x, weights = arrays(2)
+    x = jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+    mapped = jax.vmap(jax.grad(loss, (0, 1)), (0, None))
+    for _ in range(2):
+        lower(mapped, x, weights)
+        assert lowering.lowerings == EACH_ONCE
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_every_device_shares_a_kernel(kind, remat):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    gradient = jax.grad(functools.partial(loss, remat=remat), (0, 1))
+    for layers in (4, 5):
+        lowered = lower(gradient, *arrays(8, split, whole, layers))
+        if kind == AxisType.Auto:
+            split_by_xla(lowered)
+        assert lowering.lowerings == EACH_ONCE
+    lower(gradient, *arrays(2))  # one device has as much as each of the four
+    assert lowering.lowerings == EACH_ONCE
+
+
+def test_shard_map_shares_a_kernel():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x, weights = arrays(8, NamedSharding(mesh, P("data")), NamedSharding(mesh, P()))
+    for check in (True, False):
+        on_each = jax.shard_map(
+            jax.grad(loss), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
+            check_vma=check,
+        )  # fmt: skip
+        lower(on_each, x, weights)
+        assert lowering.lowerings == EACH_ONCE
+
+
+def test_kernels_differ_where_anything_they_depend_on_does():
+    x, weight = jnp.ones((8, 256), jnp.bfloat16), jnp.ones(256)
+    norm = functools.partial(jaxkern.rms_norm, implementation="mosaic")
+    lower(norm, x, weight)
+    lower(functools.partial(norm, eps=1e-3), x, weight)
+    lower(norm, x.astype(jnp.float16), weight)
+    lower(norm, x[:7], weight)
+    lower(norm, x, weight.astype(jnp.bfloat16))
+    with jaxkern.lowering_for("h100"):
+        lower(norm, x, weight)
+    with jaxkern.lowering_for("b200"):
+        lower(norm, x, weight)
+    fewer = dataclasses.replace(GPUS["h200"], multiprocessors=66)
+    with jaxkern.lowering_for(fewer):
+        lower(norm, x, weight)
+    with jax.default_matmul_precision("highest"):
+        lower(norm, x, weight)
+    assert lowering.lowerings == {"rms_norm_fwd": 9}
+
+
+# On disk
+
+
+def test_another_process_finds_the_kernels(monkeypatch):
+    gradient = jax.grad(loss, (0, 1))
+    text = lower(gradient, *arrays(2)).as_text()
+    another_process(monkeypatch)
+    assert lower(gradient, *arrays(2)).as_text() == text
+    assert lowering.lowerings == {}
+    assert (cache.summary().entries, cache.summary().hits) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        (jaxkern, "__version__", "0.0"),
+        (jax, "__version__", "0.0"),
+        (lowering, "_source", lambda file: "another"),
+    ],
+    ids=["jaxkern", "jax", "source"],
+)
+def test_what_other_code_lowered_is_not_found(monkeypatch, where, name, value):
+    x, weight = jnp.ones((8, 256), jnp.bfloat16), jnp.ones(256)
+    norm = functools.partial(jaxkern.rms_norm, implementation="mosaic")
+    lower(norm, x, weight)
+    another_process(monkeypatch)
+    monkeypatch.setattr(where, name, value)
+    lower(norm, x, weight)
+    assert lowering.lowerings == {"rms_norm_fwd": 1}
+
+
+def test_flags_of_mosaic_are_part_of_the_key(monkeypatch):
+    x, weight = jnp.ones((8, 256), jnp.bfloat16), jnp.ones(256)
+    norm = functools.partial(jaxkern.rms_norm, implementation="mosaic")
+    lower(norm, x, weight)
+    another_process(monkeypatch)
+    monkeypatch.setenv("MOSAIC_GPU_SOME_FLAG", "1")
+    lower(norm, x, weight)
+    assert lowering.lowerings == {"rms_norm_fwd": 1}
+
+
+# The user's configuration of JAX
+
+
+@pytest.mark.parametrize(
+    "configured",
+    [
+        lambda: jax.enable_x64(True),
+        lambda: jax.numpy_rank_promotion("raise"),
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: jax.debug_nans(True),
+        lambda: jax.checking_leaks(),
+    ],
+    ids=["x64", "rank promotion", "dtype promotion", "nans", "leaks"],
+)
+def test_kernels_are_lowered_the_same_however_jax_is_configured(configured):
+    types = (((8, 2048), jnp.dtype("bfloat16")), ((2048,), jnp.dtype("float32")))
+    kernel = norm_kernel()
+    texts = []
+    for context in (contextlib.nullcontext, configured):
+        with context():
+            exported = lowering._export("rms_norm_fwd", kernel, types, GPUS["h200"], None)
+        texts.append(exported.mlir_module())
+    assert texts[0] == texts[1]
+
+
+def norm_kernel():
+    options = Options(
+        op="rms_norm",
+        centered=False,
+        eps=1e-6,
+        weight_offset=0.0,
+        activation=None,
+        norm_before_gate=True,
+        group_size=2048,
+        x_dtype=jnp.dtype("bfloat16"),
+        residual_dtype=None,
+        mode="mosaic",
+    )
+    launch = functools.partial(launch_fwd, options)
+    return lowering.Local(lowering.Bound.of(launch), 5, (0, 2))
+
+
+# The target
+
+
+def norm_text(gpu=None):
+    x, weight = jnp.ones((1024, 4096), jnp.bfloat16), jnp.ones(4096)
+    with jaxkern.lowering_for(gpu) if gpu else contextlib.nullcontext():
+        return lower(jaxkern.rms_norm, x, weight).as_text()
+
+
+def test_a_program_is_lowered_for_the_gpu_that_is_stated():
+    for gpu, major in (("h200", 9), ("b200", 10)):
+        x, weight = jnp.ones((1024, 4096), jnp.bfloat16), jnp.ones(4096)
+        with jaxkern.lowering_for(gpu):
+            (module,) = kernel_modules(jaxkern.rms_norm, x, weight)
+        assert module.operation.attributes["mosaic_gpu.arch_major"].value == major
+    assert norm_text("h200") != norm_text("b200")
+    assert "mosaic_gpu" not in norm_text("a100")
+    assert norm_text() == norm_text("h200")
+
+
+def test_the_same_jitted_function_is_lowered_for_each_gpu():
+    f = jax.jit(jaxkern.rms_norm)
+    x, weight = jnp.ones((1024, 4096), jnp.bfloat16), jnp.ones(4096)
+    texts = []
+    for gpu in ("h200", "a100", "h200"):
+        with jaxkern.lowering_for(gpu):
+            texts.append(f.trace(x, weight).lower(lowering_platforms=("cuda",)).as_text())
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_mosaic_says_what_a_gpu_lacks():
+    x, weight = jnp.ones((1024, 4096), jnp.bfloat16), jnp.ones(4096)
+    norm = functools.partial(jaxkern.rms_norm, implementation="mosaic")
+    words = "A100.*compute capability 8.0, and the kernels need 9.0 .Hopper. or newer.*xla"
+    with jaxkern.lowering_for("a100"), pytest.raises(NotImplementedError, match=words):
+        lower(norm, x, weight)
+
+
+def test_an_unknown_gpu_is_refused():
+    with (
+        pytest.raises(ValueError, match=r"gpu must be one of a100, .*got 'h300'"),
+        jaxkern.lowering_for("h300"),
+    ):
+        pass
+
+
+class Device:
+    """What JAX tells of a GPU."""
+
+    platform, device_kind, core_count, compute_capability = "gpu", "NVIDIA H100 PCIe", 114, "9.0"
+
+
+def test_the_programs_devices_come_first():
+    @dataclasses.dataclass
+    class Context:
+        device_assignment: tuple
+
+    assert target.of_program(Context((Device(),))).multiprocessors == 114
+    assert target.of_program(Context(tuple(jax.devices()))) == (target.of_process() or GPUS["h200"])
+    with jaxkern.lowering_for("b200"):
+        assert target.of_program(Context((Device(),))) == GPUS["b200"]
+    assert target.of_program(None) == (target.of_process() or GPUS["h200"])
+
+
+def test_a_mesh_without_devices_names_its_gpu():
+    @dataclasses.dataclass
+    class Context:
+        mesh: AbstractMesh
+
+    device = AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
+    mesh = AbstractMesh((2,), ("x",), abstract_device=device)
+    assert target.of_program(Context(mesh)) == GPUS["b200"]
+
+
+def test_gpus_are_described_by_what_jax_tells():
+    gpu = target.describe(Device())
+    assert gpu is not None
+    assert (gpu.capability, gpu.shared_memory, gpu.unsupported) == ((9, 0), 232448, None)
+    newer = type("Newer", (Device,), {"compute_capability": "12.9"})
+    assert target.describe(newer()).shared_memory == 101376  # pyright: ignore
+    rocm = type("Rocm", (Device,), {"compute_capability": "gfx90a"})
+    assert target.describe(rocm()) is None
+    assert target.describe(jax.devices("cpu")[0]) is None
+
+
+def test_one_export_serves_several_platforms():
+    f = jax.grad(lambda x, w: jnp.sum(jaxkern.rms_norm(x, w)))
+    x = jax.random.normal(jax.random.key(0), (8, 256))
+    weight = jnp.ones(256)
+    exported = export.export(jax.jit(f), platforms=["cuda", "cpu"], disabled_checks=[CUSTOM_CALL])(
+        x, weight
+    )
+    assert "mosaic_gpu" in exported.mlir_module()
+    again = export.deserialize(exported.serialize())
+    np.testing.assert_allclose(again.call(x, weight), f(x, weight), rtol=1e-6)
+
+
+# Static arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    eps: float
+    dtype: object
+
+
+def test_descriptions_tell_static_arguments_apart():
+    values = [
+        None, True, 1, 1.0, "1", (1,), (1, 1), ((1,), 1), jnp.float32, jnp.dtype("bfloat16"),
+        AxisType.Auto, Static(1.0, jnp.float32), Static(1.0, jnp.float16), loss, layer,
+        functools.partial(loss, remat=True), functools.partial(loss, remat=False),
+        functools.partial(loss, 1),
+    ]  # fmt: skip
+    texts = [lowering.describe(value) for value in values]
+    assert len(set(texts)) == len(texts)
+    assert lowering.describe(functools.partial(loss, remat=True)) == lowering.describe(
+        functools.partial(loss, remat=True)
+    )
+    assert not any(" at 0x" in text for text in texts)
+
+
+@pytest.mark.parametrize("value", [lambda: 0, object(), {1: 2}], ids=["lambda", "object", "dict"])
+def test_what_does_not_describe_itself_is_refused(value):
+    with pytest.raises(TypeError, match="a kernel's static arguments must tell what they are"):
+        lowering.describe(value)
