@@ -24,6 +24,7 @@ from jaxkern.core.mosaic import (
     LANES,
     LaneOffsets,
     grid_axes,
+    kernel_params,
     load_lanes,
     once_read,
     store_lanes,
@@ -34,7 +35,7 @@ from jaxkern.ops.selective_scan.tiling import Parts, Tile
 
 PART, _WARPGROUP = grid_axes("part", "warpgroup")
 ROW = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+_COMPILER_PARAMS = kernel_params(approx_math=True)
 
 Rows = list[jax.Array]
 """Arrays (LANES,), fp32: registers."""
