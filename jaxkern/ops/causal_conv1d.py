@@ -49,6 +49,7 @@ from jaxkern.core.mosaic import (
     LaneOffsets,
     grid_axes,
     join_lanes,
+    kernel_params,
     load_lanes,
     num_sms,
     once_read,
@@ -386,9 +387,9 @@ def _backward_pass(options: _Options) -> KernelPass:
 
 _BLOCK, _WARPGROUP = grid_axes("block", "warpgroup")
 
-_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
-"""Pallas would put a barrier around every access. The kernels place their own (commit_smem) before
-a slot is copied to again; no lane reads what another writes."""
+_COMPILER_PARAMS = kernel_params(approx_math=True)
+"""The kernels' barriers (commit_smem) come before a slot is copied to again; no lane reads what
+another writes."""
 
 _UNROLL = 8
 """Tokens unrolled in a loop."""
