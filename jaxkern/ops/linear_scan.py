@@ -48,7 +48,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.core.mosaic import LANES, grid_axes, num_sms
+from jaxkern.core.mosaic import LANES, grid_axes, kernel_params, num_sms
 
 
 def linear_scan(
@@ -251,9 +251,9 @@ def _backward_pass(options: _Options) -> KernelPass:
 
 _BLOCK, _SEGMENT = grid_axes("block", "segment")
 
-_COMPILER_PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
-"""Pallas would put a barrier around every access. The kernels place their own (commit_smem) before
-a slot is copied to again; no lane reads what another writes."""
+_COMPILER_PARAMS = kernel_params()
+"""The kernels' barriers (commit_smem) come before a slot is copied to again; no lane reads what
+another writes."""
 
 _UNROLL = 8
 """Steps unrolled in a loop."""
