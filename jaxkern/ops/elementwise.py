@@ -21,10 +21,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, grid_axes, load_units, load_words, store_units
+from jaxkern.core.mosaic import (
+    LANES,
+    grid_axes,
+    kernel_params,
+    load_units,
+    load_words,
+    store_units,
+)
 
 _BLOCK = grid_axes("block")[0]
-_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+_COMPILER_PARAMS = kernel_params(approx_math=True)
 
 _BYTES = 16
 """What a lane has on its way at a time at least, and of one array at most."""
