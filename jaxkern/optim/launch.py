@@ -11,10 +11,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from jaxkern.core.mosaic import grid_axes
+from jaxkern.core.mosaic import grid_axes, kernel_params
 
 BLOCK = grid_axes("block")[0]
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+COMPILER_PARAMS = kernel_params(approx_math=True)
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Of the arrays that the kernels take."""
