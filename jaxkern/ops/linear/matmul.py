@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import grid_axes, num_sms
+from jaxkern.core.mosaic import grid_axes, kernel_params, num_sms
 
 _CLUSTERS, _PAIR, _WARPGROUP = grid_axes("clusters", "pair", "warpgroup")
 _CONSUMERS = 2
@@ -181,11 +181,7 @@ def matmul(
         num_threads=_CONSUMERS + 1,
         thread_name=_WARPGROUP,
         kernel_name=product.name,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,  # the rings' slots are guarded by hand
-            approx_math=True,  # results have 16 bits
-        ),
+        compiler_params=kernel_params(approx_math=True),  # results have 16 bits
         **launch,
     )(*lhs, *rhs, *rows, *tiles, *held)
     return [*(jax.freeze(r) for r in held), *results]

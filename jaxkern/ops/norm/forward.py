@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES
+from jaxkern.core.mosaic import LANES, kernel_params
 from jaxkern.ops.activations import Functions, kernel_functions
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.pointwise import Options, gated_input, output
@@ -198,9 +198,5 @@ def joined(options: Options, a: Any, shape: tuple[int, ...]) -> Any:
 
 
 def compiler_params(options: Options, gated: bool) -> Any:
-    """Fast exponentials where there are any."""
-    return plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-        unsafe_no_auto_barriers=True,  # a ring's slots and the mailboxes are guarded by hand
-        approx_math=gated or options.activation in ("silu", "gelu"),
-    )
+    """Fast exponentials where there are any. Barriers guard a ring's slots and the mailboxes."""
+    return kernel_params(approx_math=gated or options.activation in ("silu", "gelu"))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import grid_axes, num_sms, store, sync_block
+from jaxkern.core.mosaic import grid_axes, kernel_params, num_sms, store, sync_block
 from jaxkern.ops.norm.pointwise import Options
 from jaxkern.ops.norm.rows import Tile
 
@@ -49,9 +49,7 @@ def sum_parts(options: Options, parts: list[jax.Array], dtypes: list[Any]) -> li
         num_threads=shares,
         thread_name=_SHARE,
         kernel_name=f"{options.op}_sum",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=kernel_params(),
     )(*(p.reshape(count, blocks, columns) for p in parts))
     return [s.reshape(shape) for s in sums]
 
