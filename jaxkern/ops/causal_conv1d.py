@@ -49,7 +49,7 @@ from jaxkern.core.mosaic import (
     LaneOffsets,
     grid_axes,
     join_lanes,
-    kernel_params,
+    launch_kernel,
     load_lanes,
     num_sms,
     once_read,
@@ -387,9 +387,8 @@ def _backward_pass(options: _Options) -> KernelPass:
 
 _BLOCK, _WARPGROUP = grid_axes("block", "warpgroup")
 
-_COMPILER_PARAMS = kernel_params(approx_math=True)
-"""The kernels' barriers (commit_smem) come before a slot is copied to again; no lane reads what
-another writes."""
+# Barriers (commit_smem) come before a slot is copied to again; no lane reads what another writes.
+
 
 _UNROLL = 8
 """Tokens unrolled in a loop."""
@@ -769,14 +768,14 @@ def _launch_fwd(options: _Options, x, weight, bias, state, look_back, tile: Tile
         options, tile, 0, x=x, weight=weight, bias=bias, state=state, look_back=look_back
     )
     x = arrays[0]
-    out = plgpu.kernel(
+    out = launch_kernel(
         functools.partial(_fwd_kernel, call),
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         scratch_types={"smem": call.scratch(x=x)},
         grid=(call.columns * batch * call.tiles,),
         grid_names=(_BLOCK,),
         kernel_name="causal_conv1d_fwd",
-        compiler_params=_COMPILER_PARAMS,
+        approx_math=True,
     )(*arrays)
     return (out[..., :dim],)
 
@@ -838,7 +837,7 @@ def _launch_bwd(
         threads = {"num_threads": tile.warpgroups, "thread_name": _WARPGROUP}
         smem["sums"] = plgpu.SMEM((tile.warpgroups - 1, totals, call.size), f32)
         smem["summed"] = plgpu.Barrier(num_arrivals=tile.warpgroups - 1)
-    dx, parts, *dstate = plgpu.kernel(
+    dx, parts, *dstate = launch_kernel(
         functools.partial(_bwd_kernel, call, tile.turns),
         out_type=(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -850,7 +849,7 @@ def _launch_bwd(
         grid_names=(_BLOCK,),
         **threads,
         kernel_name="causal_conv1d_bwd",
-        compiler_params=_COMPILER_PARAMS,
+        approx_math=True,
     )(x, *arrays)
     dweight, *dbias = _sum_parts(call, parts, blocks, weight.dtype, bias)
     return (
@@ -993,14 +992,14 @@ def _sum_parts(call: _Filter, parts: jax.Array, count: int, dtype: Any, bias: An
     out_type = [jax.ShapeDtypeStruct((call.dim * call.width,), dtype)]
     if bias is not None:
         out_type.append(jax.ShapeDtypeStruct((call.dim,), bias.dtype))
-    dweight, *dbias = plgpu.kernel(
+    dweight, *dbias = launch_kernel(
         functools.partial(_sum_kernel, call, count, parts.shape[1]),
         out_type=tuple(out_type),
         scratch_types={"smem": plgpu.SMEM((parts.shape[1], LANES), jnp.float32)},
         grid=(-(-call.dim // (LANES // _SHARES)),),
         grid_names=(_BLOCK,),
         kernel_name="causal_conv1d_sum",
-        compiler_params=_COMPILER_PARAMS,
+        approx_math=True,
     )(parts.reshape(-1))
     return dweight.reshape(call.dim, call.width), *dbias
 

@@ -24,14 +24,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.core.mosaic import (
     LANES,
     grid_axes,
-    kernel_params,
+    launch_kernel,
     load_units,
     load_words,
     store_units,
 )
 
 _BLOCK = grid_axes("block")[0]
-_COMPILER_PARAMS = kernel_params(approx_math=True)
 
 _BYTES = 16
 """What a lane has on its way at a time at least, and of one array at most."""
@@ -106,13 +105,13 @@ def launch(
         seeds=len(seeds),
         interpret=interpret,
     )
-    results = plgpu.kernel(
+    results = launch_kernel(
         functools.partial(_kernel, plan, body),
         out_type=tuple(jax.ShapeDtypeStruct((o.size,), o.dtype) for o in outs),
         grid=(plan.blocks + (plan.rest > 0),),
         grid_names=(_BLOCK,),
         kernel_name=name,
-        compiler_params=_COMPILER_PARAMS,
+        approx_math=True,
     )(*seeds, *(a.reshape(-1) for a in ins))
     return tuple(r.reshape(o.shape) for r, o in zip(results, outs, strict=True))
 

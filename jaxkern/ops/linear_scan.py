@@ -48,7 +48,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.core.mosaic import LANES, grid_axes, kernel_params, num_sms
+from jaxkern.core.mosaic import LANES, grid_axes, launch_kernel, num_sms
 
 
 def linear_scan(
@@ -251,9 +251,8 @@ def _backward_pass(options: _Options) -> KernelPass:
 
 _BLOCK, _SEGMENT = grid_axes("block", "segment")
 
-_COMPILER_PARAMS = kernel_params()
-"""The kernels' barriers (commit_smem) come before a slot is copied to again; no lane reads what
-another writes."""
+# Barriers (commit_smem) come before a slot is copied to again; no lane reads what another writes.
+
 
 _UNROLL = 8
 """Steps unrolled in a loop."""
@@ -476,14 +475,13 @@ def _launch_carry(scan: _Scan, name: str, a: Any, x: Any, *, transposed: bool) -
     Forward, all segments but the last hand on; transposed, all but the first.
     """
     handed = jax.ShapeDtypeStruct((scan.segments - 1, a.shape[0], scan.dim), jnp.float32)
-    return plgpu.kernel(
+    return launch_kernel(
         functools.partial(_carry_kernel, scan, transposed),
         out_type=(handed, handed),
         scratch_types=_scratch(scan, a=a, x=x),
         grid=(scan.segments - 1, a.shape[0] * scan.columns),
         grid_names=(_SEGMENT, _BLOCK),
         kernel_name=name,
-        compiler_params=_COMPILER_PARAMS,
     )(a, x)
 
 
@@ -556,14 +554,13 @@ def _launch_fwd(options: _Options, save: bool, a: Any, b: Any, initial_state: An
     out_type = [jax.ShapeDtypeStruct(b.shape, b.dtype)]
     if save:
         out_type.append(jax.ShapeDtypeStruct((batch, scan.chunks, scan.dim), jnp.float32))
-    out, *states = plgpu.kernel(
+    out, *states = launch_kernel(
         functools.partial(_fwd_kernel, scan, len(initial), len(handed)),
         out_type=tuple(out_type),
         scratch_types=_scratch(scan, a=a, b=b),
         grid=(scan.segments, batch * scan.columns),
         grid_names=(_SEGMENT, _BLOCK),
         kernel_name="linear_scan_fwd",
-        compiler_params=_COMPILER_PARAMS,
     )(a, b, *initial, *handed)
     return out[..., :dim], states[0][..., :dim] if save else None
 
@@ -615,7 +612,7 @@ def _launch_bwd(options: _Options, a: Any, b: Any, states: Any, dout: Any):
     handed = ()
     if scan.segments > 1:
         handed = _launch_carry(scan, "linear_scan_bwd_carry", a, dout, transposed=True)
-    da, db, dstate = plgpu.kernel(
+    da, db, dstate = launch_kernel(
         functools.partial(_bwd_kernel, scan, len(handed)),
         out_type=(
             jax.ShapeDtypeStruct(a.shape, a.dtype),
@@ -629,7 +626,6 @@ def _launch_bwd(options: _Options, a: Any, b: Any, states: Any, dout: Any):
         grid=(scan.segments, batch * scan.columns),
         grid_names=(_SEGMENT, _BLOCK),
         kernel_name="linear_scan_bwd",
-        compiler_params=_COMPILER_PARAMS,
     )(a, b, states, dout, *handed)
     return da[..., :dim], db[..., :dim], dstate[..., :dim]
 

@@ -30,6 +30,7 @@ from jaxkern.core.mosaic import (
     LANES,
     join_lanes,
     largest_of_warp,
+    launch_kernel,
     load_units,
     load_words,
     store_units,
@@ -39,7 +40,6 @@ from jaxkern.core.mosaic import (
 from jaxkern.ops.elementwise import MAX_UNITS
 from jaxkern.optim.launch import (
     BLOCK,
-    COMPILER_PARAMS,
     DTYPES,
     launch_in_place,
     may_be_split,
@@ -254,13 +254,13 @@ def _launch(
     flat = [a.reshape(-1) for a in leaves]
     kernel = functools.partial(_kernel, plan, starts, numbers)
     if kind == "norm":
-        sums = plgpu.kernel(
+        sums = launch_kernel(
             lambda *refs: kernel(None, refs[-1], refs[:-1]),
             out_type=jax.ShapeDtypeStruct((total * _WARPS,), jnp.float32),
             grid=(total,),
             grid_names=(BLOCK,),
             kernel_name="norm_gradients",
-            compiler_params=COMPILER_PARAMS,
+            approx_math=True,
         )(*flat)
         return (sums.sum(),)
     assert factor is not None

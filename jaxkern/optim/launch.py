@@ -6,15 +6,13 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from jaxkern.core.mosaic import grid_axes, kernel_params
+from jaxkern.core.mosaic import grid_axes, launch_kernel
 
 BLOCK = grid_axes("block")[0]
-COMPILER_PARAMS = kernel_params(approx_math=True)
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Of the arrays that the kernels take."""
@@ -63,13 +61,13 @@ def launch_in_place(
 
         @pl.run_state
         def in_place(refs: Any) -> None:
-            plgpu.kernel(
+            launch_kernel(
                 body,
                 out_type=(),
                 grid=(blocks,),
                 grid_names=(BLOCK,),
                 kernel_name=name,
-                compiler_params=COMPILER_PARAMS,
+                approx_math=True,
             )(*fixed_here, *refs)
 
         return in_place(written_here)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import grid_axes, kernel_params, num_sms
+from jaxkern.core.mosaic import grid_axes, launch_kernel, num_sms
 
 _CLUSTERS, _PAIR, _WARPGROUP = grid_axes("clusters", "pair", "warpgroup")
 _CONSUMERS = 2
@@ -172,7 +172,7 @@ def matmul(
     held = [jax.new_ref(a) for a in accumulators]
     outs = product.out_dtypes[len(held) :]
     counts = tuple(len(v) for v in (lhs, rhs, rows, tiles, held))
-    results = plgpu.kernel(
+    results = launch_kernel(
         functools.partial(_kernel, product, tile, (m, n, k), counts),
         out_type=tuple(jax.ShapeDtypeStruct((m, n), jnp.dtype(t)) for t in outs),
         scratch_types=scratch,
@@ -181,7 +181,7 @@ def matmul(
         num_threads=_CONSUMERS + 1,
         thread_name=_WARPGROUP,
         kernel_name=product.name,
-        compiler_params=kernel_params(approx_math=True),  # results have 16 bits
+        approx_math=True,  # results have 16 bits
         **launch,
     )(*lhs, *rhs, *rows, *tiles, *held)
     return [*(jax.freeze(r) for r in held), *results]

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import computed_here, unknown_zero
+from jaxkern.core.mosaic import computed_here, launch_kernel, unknown_zero
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.forward import (
-    compiler_params,
+    approx_math,
     joined,
     place_functions,
     split,
@@ -98,14 +97,14 @@ def launch_bwd_tile(options: Options, tile: tiles.Backward, inputs: dict[str, An
         place = rows.place(smem, options.mode == "interpret")
         _bwd_kernel(options, tile, place, m, groups, ref, smem)
 
-    results = plgpu.kernel(
+    results = launch_kernel(
         body,
         out_type=tuple(outs.values()),
         scratch_types=scratch,
         grid=(tile.parts * groups,),
         grid_names=(BLOCK,),
         kernel_name=f"{options.op}_bwd",
-        compiler_params=compiler_params(options, gate is not None),
+        approx_math=approx_math(options, gate is not None),
         **rows.launch,
     )(*inputs.values())
     results = dict(zip(outs, results, strict=True))

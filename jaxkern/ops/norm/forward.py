@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, kernel_params
+from jaxkern.core.mosaic import LANES, launch_kernel
 from jaxkern.ops.activations import Functions, kernel_functions
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.pointwise import Options, gated_input, output
@@ -68,14 +67,14 @@ def launch_fwd_tile(options: Options, tile: tiles.Forward, inputs: dict[str, Any
         place = rows.place(smem, interpret)
         _fwd_kernel(options, tile, place, m, groups, types.SimpleNamespace(**every), smem)
 
-    results = plgpu.kernel(
+    results = launch_kernel(
         body,
         out_type=tuple(outs.values()),
         scratch_types=scratch,
         grid=(tile.blocks(m) * groups,),
         grid_names=(BLOCK,),
         kernel_name=f"{options.op}_fwd",
-        compiler_params=compiler_params(options, "gate" in inputs),
+        approx_math=approx_math(options, "gate" in inputs),
         **rows.launch,
     )(*inputs.values())
     results = dict(zip(outs, results, strict=True))
@@ -197,6 +196,6 @@ def joined(options: Options, a: Any, shape: tuple[int, ...]) -> Any:
     return a[..., : options.group_size].reshape(shape)
 
 
-def compiler_params(options: Options, gated: bool) -> Any:
-    """Fast exponentials where there are any. Barriers guard a ring's slots and the mailboxes."""
-    return kernel_params(approx_math=gated or options.activation in ("silu", "gelu"))
+def approx_math(options: Options, gated: bool) -> bool:
+    """Whether a kernel has exponentials, which then are the fast ones."""
+    return gated or options.activation in ("silu", "gelu")

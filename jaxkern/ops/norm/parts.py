@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import grid_axes, kernel_params, num_sms, store, sync_block
+from jaxkern.core.mosaic import grid_axes, launch_kernel, num_sms, store, sync_block
 from jaxkern.ops.norm.pointwise import Options
 from jaxkern.ops.norm.rows import Tile
 
@@ -40,7 +40,7 @@ def sum_parts(options: Options, parts: list[jax.Array], dtypes: list[Any]) -> li
     if interpret:
         scratch["met"] = plgpu.Barrier(num_arrivals=shares)
     blocks = width // columns
-    sums = plgpu.kernel(
+    sums = launch_kernel(
         functools.partial(_sum_kernel, tile, count, shares, len(parts), interpret),
         out_type=tuple(jax.ShapeDtypeStruct((blocks, columns), t) for t in dtypes),
         scratch_types=scratch,
@@ -49,7 +49,6 @@ def sum_parts(options: Options, parts: list[jax.Array], dtypes: list[Any]) -> li
         num_threads=shares,
         thread_name=_SHARE,
         kernel_name=f"{options.op}_sum",
-        compiler_params=kernel_params(),
     )(*(p.reshape(count, blocks, columns) for p in parts))
     return [s.reshape(shape) for s in sums]
 

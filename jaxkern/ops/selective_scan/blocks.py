@@ -24,7 +24,7 @@ from jaxkern.core.mosaic import (
     LANES,
     LaneOffsets,
     grid_axes,
-    kernel_params,
+    launch_kernel,
     load_lanes,
     once_read,
     store_lanes,
@@ -35,7 +35,6 @@ from jaxkern.ops.selective_scan.tiling import Parts, Tile
 
 PART, _WARPGROUP = grid_axes("part", "warpgroup")
 ROW = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-_COMPILER_PARAMS = kernel_params(approx_math=True)
 
 Rows = list[jax.Array]
 """Arrays (LANES,), fp32: registers."""
@@ -335,7 +334,7 @@ class Call:
         threads: dict[str, Any] = {}
         if scan.warpgroups > 1:
             threads = {"num_threads": scan.warpgroups, "thread_name": _WARPGROUP}
-        results = plgpu.kernel(
+        results = launch_kernel(
             body,
             out_type=tuple(outs.values()),
             scratch_types=scratch | (common or {}),
@@ -343,7 +342,7 @@ class Call:
             grid=(scan.parts.count,),
             grid_names=(PART,),
             kernel_name=name,
-            compiler_params=_COMPILER_PARAMS,
+            approx_math=True,
         )(*ins.values())
         return dict(zip(outs, results, strict=True))
 
