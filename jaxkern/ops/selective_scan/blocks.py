@@ -231,7 +231,7 @@ class Call:
             "A": self.pad_states(A.astype(f32)),
             "D": self.pad_channels((none if D is None else D).astype(f32), 1),
             "dt_bias": self.pad_channels((none if dt_bias is None else dt_bias).astype(f32), 1),
-            "keep": None if keep is None else 1 - _pad(1 - keep.astype(f32), (1, CHUNK)),
+            "keep": None if keep is None else self.pad_keep(keep.astype(f32)),
         }
         padded, channels = self.arrays["x"].shape[1:]
         self.blocks = channels // self.width
@@ -260,6 +260,11 @@ class Call:
 
     def pad_tokens(self, v: Any) -> Any:
         return self.pad_channels(_pad(v, (1, CHUNK)), 3)
+
+    def pad_keep(self, v: Any) -> Any:
+        """(B, L) with ones after its end, as far as a copy into the last chunk's slot reads."""
+        missing = -v.shape[1] % CHUNK + _KEEP_STEPS - CHUNK
+        return jnp.pad(v, ((0, 0), (0, missing)), constant_values=1)
 
     def pad_states(self, v: Any) -> Any:
         return self.pad_channels(_pad(v, (v.ndim - 1, self.tile.all_states)), v.ndim - 2)
@@ -370,6 +375,11 @@ def fp32_array(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+_KEEP_STEPS = 32
+"""Tokens of `keep` in a slot, and the most of a tile: each lane of a warpgroup announces its share
+of a copy, which makes 128 bytes the least of one."""
+
+
 class Ring:
     """Two slots in shared memory for some chunks of token arrays, filled by the TMA.
 
@@ -401,7 +411,7 @@ class Ring:
         if name in ("B", "C"):
             return self.steps, *self.arrays[name].shape[3:]
         if name == "keep":
-            return (max(self.steps, 32),)  # the TMA writes at multiples of 128 bytes
+            return (_KEEP_STEPS,)
         return self.steps, self.scan.slot_width
 
 
@@ -424,12 +434,12 @@ class FilledRing:
     def fetch(self, chunk: Any, turn: Any) -> None:
         """Starts copying the tile from `chunk` on; `turn` counts this ring's copies."""
         at, slot, width = self.at, self._slot(turn), self.scan.slot_width
-        time = pl.ds(chunk * CHUNK, self.steps)
         channels = at.channels
         if width > self.scan.tile.width:
             channels = pl.ds(lax.div(channels.start, width) * width, width)
-        for name in self.slots:
+        for name, slots in self.slots.items():
             ref = getattr(self.refs, _stored(name))
+            time = pl.ds(chunk * CHUNK, slots.shape[1])
             if name in ("B", "C"):
                 row = at.batch + (ref.shape[0] // 2 if name == "C" else 0)
                 source = ref.at[row, time, at.group]
@@ -437,8 +447,7 @@ class FilledRing:
                 source = ref.at[at.batch, time]
             else:
                 source = ref.at[at.batch, time, channels]
-            target = self.slots[name].at[slot, pl.ds(0, self.steps)]
-            plgpu.copy_gmem_to_smem(source, target, self.arrived.at[slot])
+            plgpu.copy_gmem_to_smem(source, slots.at[slot], self.arrived.at[slot])
 
     def wait(self, turn: Any) -> None:
         plgpu.barrier_wait(self.arrived.at[self._slot(turn)])
