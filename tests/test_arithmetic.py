@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arithmetic import exp2_by_polynomial, softplus
+from jaxkern.core.mosaic import kernel_params
 from tests import check
 
 SIZE = 1024
@@ -23,7 +24,7 @@ def in_kernel(f, x):
         return plgpu.kernel(
             kernel,
             out_type=jax.ShapeDtypeStruct((SIZE,), jnp.float32),
-            compiler_params=plgpu.CompilerParams(approx_math=True),
+            compiler_params=kernel_params(approx_math=True),
         )(x)
 
 

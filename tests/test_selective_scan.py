@@ -869,17 +869,23 @@ def test_selective_scan_of_too_many_states():
 
 @pytest.mark.newest  # the transformations lower it by every version of JAX
 @pytest.mark.parametrize(
-    ("dtype", "states", "gated"),
-    [("bfloat16", 16, True), ("float16", 1, False), ("float32", 64, True)],
+    ("dtype", "states", "gated", "packed"),
+    [
+        ("bfloat16", 16, True, False),
+        ("float16", 1, False, True),
+        ("float32", 64, True, False),
+    ],
 )
-def test_selective_scan_lowers_for_cuda(dtype, states, gated):
+def test_selective_scan_lowers_for_cuda(dtype, states, gated, packed):
     """The kernels' layouts are accepted, with no GPU here."""
     x, dt, A, B, C, D, z, _ = inputs(2, 70, 130, states, dtype, weight_dtype="float32")
 
     def loss(*args):
-        out = jaxkern.selective_scan(*args, D, z if gated else None, implementation="mosaic")
+        optional = {"z": z if gated else None, "segment_ids": segment_ids if packed else None}
+        out = jaxkern.selective_scan(*args, D, **optional, implementation="mosaic")
         return out.astype(jnp.float32).sum()
 
+    segment_ids = jnp.broadcast_to(jnp.arange(70) // 9, (2, 70))
     program = jax.jit(jax.grad(loss, range(5)))
     text = program.trace(x, dt, A, B, C).lower(lowering_platforms=("cuda",)).as_text()
     assert "selective_scan_fwd" in text
