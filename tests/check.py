@@ -167,28 +167,6 @@ def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:
     return [ir.Module.parse(text, context) for text in texts]
 
 
-def assert_layouts_agree(f: Callable[..., Any], *args: Any) -> None:
-    """In no kernel of `f` a value with one layout is taken for one with another.
-
-    Lowering lets it pass, and XLA then cannot compile it.
-    """
-    from jaxlib.mlir import ir
-
-    casts = 0
-
-    def visit(op: Any) -> Any:
-        nonlocal casts
-        if op.name.endswith("unrealized_conversion_cast") and "registers_shape" in op.attributes:
-            casts += 1
-            made_as = op.operands[0].owner.attributes["layout"]
-            assert made_as == op.attributes["layout"], f"{made_as} taken for another: {op}"
-        return ir.WalkResult.ADVANCE
-
-    for module in kernel_modules(f, *args):
-        module.operation.walk(visit)
-    assert casts
-
-
 # Transformations
 
 

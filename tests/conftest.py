@@ -1,6 +1,9 @@
 """Four host devices for the tests of meshes, and the transformation matrix at the end of a run."""
 
+import fcntl
+import gc
 import os
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,6 +13,12 @@ if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "
     )
 if os.environ.get("JAX_PLATFORMS") == "cpu":  # most of the time is LLVM's, for programs run once
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+else:
+    # On a GPU: what is not timed need not be tuned, and memory is for whichever process needs it.
+    os.environ["XLA_FLAGS"] += (
+        " --xla_gpu_autotune_level=0 --xla_gpu_force_compilation_parallelism=1"
+    )
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Kernels that a test lowers are kept from one run to the next, apart from the user's.
 os.environ.setdefault(
@@ -21,11 +30,20 @@ os.environ.setdefault("NPROC", "8")
 import jax
 import pytest
 
+from jaxkern.core import cache
+
 ON_GPU = jax.default_backend() == "gpu"
+if ON_GPU and (programs := cache.programs()) is not None:
+    jax.config.update("jax_compilation_cache_dir", str(programs))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+_LONG = ("test_lm_model", "test_notebooks", "test_nn")
+"""Files whose tests take longest on a GPU."""
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "compiled: asks a GPU what the interpreter cannot tell")
+    config.addinivalue_line("markers", "large: needs much of a GPU's memory, as one test at a time")
 
 
 def pytest_collection_modifyitems(items):
@@ -35,6 +53,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if not ON_GPU:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if ON_GPU:  # so that no process is left with a long one at the end
+        items.sort(key=lambda item: item.path.stem not in _LONG)
+
+
+@pytest.fixture(autouse=True)
+def _one_large_test_at_a_time(request):
+    if not (ON_GPU and request.node.get_closest_marker("large")):
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / f"jaxkern-large-{os.getuid()}").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -273,7 +273,7 @@ def test_what_is_chosen():
     for pair, halves in GATED.values():
         for function in filter(None, (lambda x, f=pair: f(x, x), halves)):
             text = lowered(jax.value_and_grad(lambda x: function(x).sum()), x)  # noqa: B023
-            assert text.count("@mosaic_gpu_v2") == 2
+            assert len(check.kernel_calls(text)) == 2
             assert "stablehlo.concatenate" not in text.replace("custom_partitioning", "")
 
 
@@ -330,7 +330,7 @@ def of_few(name, implementation):
 def test_few_elements_lower(name):
     for n in (1, 9):  # of one element, and of one access and an element
         x = jax.ShapeDtypeStruct((n,), jnp.bfloat16)
-        check.assert_layouts_agree(of_few(name, "mosaic"), x)
+        assert len(check.kernel_modules(of_few(name, "mosaic"), x)) == 2
 
 
 @pytest.mark.compiled
@@ -356,6 +356,7 @@ def test_gated_same_bits(shape):
 
 
 @pytest.mark.compiled
+@pytest.mark.large
 def test_gated_beyond_int32():
     """More than 2³¹ elements in one array: the last rows are right."""
     m, h = (1 << 17) + 3, 8192 + 256

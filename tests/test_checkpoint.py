@@ -8,6 +8,7 @@ import pytest
 
 import jaxkern
 from jaxkern.lm.doctor import CALLS
+from tests.check import kernel_calls
 
 OPS = [
     name
@@ -35,6 +36,6 @@ def test_policy_chooses_between_ops():
         policy = jax.checkpoint_policies.save_only_these_names(kept)
         grad = jax.jit(jax.grad(lambda x: (jax.checkpoint(f, policy=policy)(x) ** 2).sum()))  # noqa: B023
         text = grad.trace(x).lower(lowering_platforms=("cuda",)).as_text()
-        calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+        calls = kernel_calls(text)
         found = tuple(sum(f"{op}_fwd" in c for c in calls) for op in ("rms_norm", "swiglu"))
         assert found == counts

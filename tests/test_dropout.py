@@ -254,7 +254,7 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
         (got,) = interpreted(launch, mode)(x[where], None, *seeds, *positions)
     np.testing.assert_array_equal(got, want[where])
     launch = functools.partial(op._launch_fwd, dataclasses.replace(options, mode="mosaic"))
-    check.assert_layouts_agree(launch, x[where], None, *seeds, *positions)
+    assert len(check.kernel_modules(launch, x[where], None, *seeds, *positions)) == 1
 
 
 def interpreted(f, mode):
@@ -347,6 +347,7 @@ def test_dropout_errors():
 
 
 @pytest.mark.compiled
+@pytest.mark.large
 def test_dropout_beyond_int32():
     """More than 2³¹ elements: the last are right."""
     m, n = (1 << 19) + 3, 4096 + 256

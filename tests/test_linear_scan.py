@@ -538,6 +538,7 @@ def test_linear_scan_same_bits(shape):
 
 
 @pytest.mark.compiled
+@pytest.mark.large
 @pytest.mark.parametrize("shape", [((1 << 12) + 3, 64, 8192), (1, (1 << 21) + 40, 1024)])
 def test_linear_scan_beyond_int32(shape):
     """More than 2³¹ elements: the last rows and the last steps are right."""

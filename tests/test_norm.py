@@ -559,6 +559,7 @@ def test_norm_same_bits(op, n):
 
 
 @pytest.mark.compiled
+@pytest.mark.large
 def test_norm_beyond_int32():
     """More than 2³¹ elements: the last rows are right."""
     m, n = (1 << 19) + 3, 4096 + 256

@@ -16,7 +16,13 @@ def cells(path, kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, id=p.stem, marks=[pytest.mark.large] if "train" in p.stem else [])
+        for p in NOTEBOOKS
+    ],
+)
 def test_notebook_runs(path, capsys):
     matplotlib.use("Agg")
     from matplotlib import pyplot

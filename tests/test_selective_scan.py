@@ -903,6 +903,7 @@ def test_selective_scan_same_bits():
 
 
 @pytest.mark.compiled
+@pytest.mark.large
 def test_selective_scan_beyond_int32():
     """More than 2³¹ elements: the last rows are right."""
     batch, length, dim, states = (1 << 12) + 3, 64, 8192, 8

@@ -25,13 +25,15 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import write_atomically
+
+if TYPE_CHECKING:  # orbax takes a second to import, which the first step need not wait for
+    import orbax.checkpoint as ocp
 
 FORMAT = "jaxkern-lm-1"
 _KEPT = 3
@@ -182,12 +184,14 @@ def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 @contextlib.contextmanager
-def _orbax() -> Iterator[ocp.StandardCheckpointer]:
+def _orbax() -> "Iterator[ocp.StandardCheckpointer]":
     """A checkpointer that has written everything when the block ends.
 
     An error reaches the caller as an exception; orbax's threads would also print it, with its stack
     trace, through the log and through the hooks of threads and of collected coroutines.
     """
+    import orbax.checkpoint as ocp
+
     hooks = threading.excepthook, sys.unraisablehook
     logged = logging.root.manager.disable
     with warnings.catch_warnings():

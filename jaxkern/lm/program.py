@@ -5,8 +5,10 @@ ahead of time, lowers the very programs that ``jaxkern train`` does.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from jaxkern.core import cache
 from jaxkern.lm import checkpoint
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.model import Options
-from jaxkern.lm.step import compiler_options, init_state, make_model, make_train_step
+from jaxkern.lm.step import compiler_options, init_state, loss_fn, make_model, make_train_step
 from jaxkern.precision import Policy
 
 
@@ -89,6 +91,47 @@ def lowered_step(
     step = placement.jit(make_train_step(config, model_structure(config)), donate_argnums=0)
     traced = step.trace(abstract_state(config, placement), windows)
     return traced.lower(lowering_platforms=None if platform is None else (platform,))
+
+
+class Programs(NamedTuple):
+    """What a run executes, compiled.
+
+    Attributes:
+      init: () -> the state before the first step; ``None`` for a run that has one.
+      step: (state, windows (K, B/K, L + 1)) -> (state, metrics).
+      loss: (parameters, windows (B/K, L + 1)) -> the mean cross-entropy.
+    """
+
+    init: Any
+    step: jax.stages.Compiled
+    loss: jax.stages.Compiled
+
+
+def compile_programs(config: TrainConfig, placement: Placement, *, fresh: bool) -> Programs:
+    """The programs of a run, compiled at the same time: XLA uses few cores for each."""
+    policy = precision_policy(config)
+
+    def init() -> Any:
+        if fresh:
+            return placement.jit(lambda: init_state(config, policy)).lower().compile()
+
+    def step() -> jax.stages.Compiled:
+        return lowered_step(config, placement).compile()
+
+    def loss() -> jax.stages.Compiled:
+        windows = jax.ShapeDtypeStruct(
+            (config.batch_size // config.grad_accum, config.seq_len + 1),
+            np.uint8,
+            sharding=placement.first_split,
+        )
+        params = abstract_state(config, placement).params
+        f = functools.partial(loss_fn, model_structure(config))
+        return placement.jit(f).lower(params, windows).compile()
+
+    with ThreadPoolExecutor() as pool:
+        return Programs(
+            *(future.result() for future in [pool.submit(f) for f in (init, step, loss)])
+        )
 
 
 def keep_programs() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import platform
@@ -23,14 +22,14 @@ from jaxkern.lm.memory import check_memory
 from jaxkern.lm.model import count_params
 from jaxkern.lm.program import (
     Placement,
+    Programs,
     abstract_state,
+    compile_programs,
     keep_programs,
-    lowered_step,
-    model_structure,
     precision_policy,
 )
 from jaxkern.lm.report import BITS, MetricsLog, Progress, plot_losses, read_metrics
-from jaxkern.lm.step import TrainState, init_state, loss_fn
+from jaxkern.lm.step import TrainState
 
 
 def train(flags: dict[str, Any], out: Path, *, resume: bool) -> None:
@@ -65,11 +64,11 @@ def train(flags: dict[str, Any], out: Path, *, resume: bool) -> None:
                 if not (out / "loss.png").exists():  # killed just before drawing it
                     _plot(config, read_metrics(out / "metrics.jsonl"), out)
                 return
-            train_step = trainer.compile_step()
-            state = trainer.restore(done) if done else trainer.initial_state()
+            programs = trainer.compile(fresh=not done)
+            state = trainer.restore(done) if done else programs.init()
             if stored is None or stored["flags"] != _flags(config):
                 _write_config(trainer, corpus)
-        trainer.run(train_step, state, done, corpus)
+        trainer.run(programs, state, done, corpus)
 
 
 @contextlib.contextmanager
@@ -132,20 +131,19 @@ class Trainer:
         self.policy = precision_policy(config)
         self.devices = _devices(config)
         self.placement = Placement.on(self.devices)
-        self.graphdef = model_structure(config)
 
-    def run(self, train_step: Callable, state: TrainState, done: int, corpus: data.Corpus) -> None:
+    def run(self, programs: Programs, state: TrainState, done: int, corpus: data.Corpus) -> None:
         """Train from step `done` to the last, and leave the results in the run directory."""
         kinds = ", ".join(sorted({device.device_kind for device in self.devices}))
         print(f"model    {self.config.preset}, {count_params(state.params):,} parameters")
         print(f"device   {len(self.devices)} × {kinds}, {self.config.mixed_precision}", flush=True)
         with contextlib.closing(MetricsLog(self.out / "metrics.jsonl", resume_at=done)) as log:
-            state, speed = self._loop(train_step, state, done, corpus, log)
+            state, speed = self._loop(programs, state, done, corpus, log)
             self._finish(state, log, speed)
 
     def _loop(
         self,
-        train_step: Callable,
+        programs: Programs,
         state: TrainState,
         done: int,
         corpus: data.Corpus,
@@ -153,7 +151,7 @@ class Trainer:
     ) -> tuple[TrainState, float]:
         """Returns the final state and the tokens per second of the steps alone."""
         config = self.config
-        evaluate = self._evaluation(corpus.validation)
+        evaluate = self._evaluation(programs, corpus.validation)
         if not done:
             first = {"step": 0} | evaluate(state.params)
             log.write([first])
@@ -170,9 +168,8 @@ class Trainer:
                     seed=config.seed,
                     step=done,
                 ).reshape(config.grad_accum, -1, config.seq_len + 1)
-                state, metrics = train_step(
-                    state, jax.device_put(windows, self.placement.second_split)
-                )
+                windows = jax.device_put(windows, self.placement.second_split)
+                state, metrics = programs.step(state, windows)
                 done += 1
                 pending.append((done, metrics))
                 evaluating = done == config.steps or done % config.eval_every == 0
@@ -217,22 +214,17 @@ class Trainer:
             records.append(record)
         return records
 
-    def initial_state(self) -> TrainState:
-        """The state before the first step."""
-        return self.placement.jit(self._init)()
-
-    def compile_step(self) -> jax.stages.Compiled:
-        """Compile the training step, and refuse one that memory cannot hold."""
+    def compile(self, *, fresh: bool) -> Programs:
+        """Compile what the run executes, and refuse a step that memory cannot hold."""
         began = time.perf_counter()
-        compiled = lowered_step(self.config, self.placement).compile()
-        check_memory(compiled, self.devices[0])
+        programs = compile_programs(self.config, self.placement, fresh=fresh)
+        check_memory(programs.step, self.devices[0])
         print(f"compiled the step in {time.perf_counter() - began:.1f} s", flush=True)
-        return compiled
+        return programs
 
-    def _init(self) -> TrainState:
-        return init_state(self.config, self.policy)
-
-    def _evaluation(self, text: np.ndarray) -> Callable[[Any], dict[str, float]]:
+    def _evaluation(
+        self, programs: Programs, text: np.ndarray
+    ) -> Callable[[Any], dict[str, float]]:
         """A function of the parameters: loss on a fixed part of the validation data."""
         config = self.config
         batches = [
@@ -244,10 +236,9 @@ class Trainer:
                 batches=config.eval_batches * config.grad_accum,
             )
         ]
-        loss = self.placement.jit(functools.partial(loss_fn, self.graphdef))
 
         def evaluate(params: Any) -> dict[str, float]:
-            losses = jax.device_get([loss(params, batch) for batch in batches])
+            losses = jax.device_get([programs.loss(params, batch) for batch in batches])
             mean = float(np.mean(losses, dtype=np.float64))
             return {"validation_loss": mean, "validation_bits_per_byte": mean * BITS}
 
