@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 import tempfile
+import zlib
 from collections import defaultdict
 from pathlib import Path
 
@@ -43,7 +44,10 @@ _LONG = ("test_lm_model", "test_notebooks", "test_nn")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "compiled: asks a GPU what the interpreter cannot tell")
-    config.addinivalue_line("markers", "large: needs much of a GPU's memory, as one test at a time")
+    config.addinivalue_line("markers", "large: needs a good part of a GPU's memory")
+
+    if ON_GPU and hasattr(config.option, "maxschedchunk"):  # pytest-xdist's
+        config.option.maxschedchunk = 1
 
 
 def pytest_collection_modifyitems(items):
@@ -53,16 +57,30 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if not ON_GPU:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-    if ON_GPU:  # so that no process is left with a long one at the end
-        items.sort(key=lambda item: item.path.stem not in _LONG)
+    if ON_GPU:
+        items[:] = _spread(items)
+
+
+def _spread(items):
+    """Long tests first, each beside a short one, and large ones apart, as processes share them."""
+    large = [i for i in items if i.get_closest_marker("large")]
+    long = [i for i in items if i.path.stem in _LONG and i not in large]
+    taken = {id(i) for i in (*large, *long)}
+    short = [i for i in items if id(i) not in taken]
+    spread = []
+    for n, item in enumerate(short):
+        spread += [*([long.pop(0)] if long else []), item]
+        spread += [large.pop(0)] if large and n % 8 == 7 else []
+    return [*spread, *long, *large]
 
 
 @pytest.fixture(autouse=True)
-def _one_large_test_at_a_time(request):
+def _two_large_tests_at_a_time(request):
     if not (ON_GPU and request.node.get_closest_marker("large")):
         yield
         return
-    with (Path(tempfile.gettempdir()) / f"jaxkern-large-{os.getuid()}").open("w") as file:
+    slot = zlib.crc32(request.node.nodeid.encode()) % 2
+    with (Path(tempfile.gettempdir()) / f"jaxkern-{os.getuid()}-{slot}").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
         gc.collect()
