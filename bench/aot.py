@@ -376,7 +376,7 @@ def main(argv: list[str] | None = None) -> int:
     for failure in failures:
         print(f"bench.aot: {failure}", file=sys.stderr)
     if failures and not args.write:
-        print('bench.aot: if this is meant, run make aot ARGS="--write"', file=sys.stderr)
+        print("bench.aot: if this is meant, run make aot ARGS=--write", file=sys.stderr)
     return 1 if failures else 0
 
 
