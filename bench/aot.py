@@ -349,7 +349,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     gpu = GPUS[args.gpu]
     print(f"for {gpu}, by JAX {versions['jax']}, ptxas {versions['ptxas']}", flush=True)
-    results, failures = run(args.gpu, names, args.jobs)
+    try:
+        results, failures = run(args.gpu, names, args.jobs)
+    except BrokenProcessPool as error:
+        print(f"bench.aot: error: {error}", file=sys.stderr)
+        return 1
     results.sort(key=lambda result: names.index(result.name))
     seconds = time.perf_counter() - start
     print(f"\n{table(results)}\n\n{len(results)} programs in {seconds:.0f} s")
@@ -384,6 +388,7 @@ def run(gpu: str, names: list[str], jobs: int) -> tuple[list[Result], list[str]]
     """Compiles tasks in processes of their own, and tells what became of each."""
     results: list[Result] = []
     failures: list[str] = []
+    done: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         # The kernels that one process lowers serve the others, and none is left from before.
         os.environ |= {
@@ -399,10 +404,11 @@ def run(gpu: str, names: list[str], jobs: int) -> tuple[list[Result], list[str]]
                 name = futures[future]
                 try:
                     result = future.result()
-                except BrokenProcessPool:
-                    left = [n for f, n in futures.items() if not f.done() or f.exception()]
-                    failures.append(f"{' or '.join(left[:jobs])}: the compiler ended its process")
-                    break
+                except BrokenProcessPool as error:  # as LLVM does where it cannot select code
+                    left = [n for n in names if n not in done][:jobs]
+                    what = f"the compiler ended its process at {' or '.join(left)}"
+                    raise BrokenProcessPool(what) from error
+                done.add(name)
                 if isinstance(result, Result):
                     results.append(result)
                     result = line_of(result)

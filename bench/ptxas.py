@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import dialect  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Kernel(NamedTuple):
@@ -129,7 +129,7 @@ def _launch(program: Any, module: bytes) -> tuple[str, int]:
       module: as Mosaic writes it.
     """
     program.context.allow_unregistered_dialects = True  # Mosaic's stable form of MLIR's own
-    mgpu.dialect.register_dialect(program.context)
+    dialect.register_dialect(program.context)
     kernel = type(program).parse(module, program.context)
     for function in kernel.body:
         for block in (block for region in function.regions for block in region):
