@@ -411,10 +411,11 @@ def run(gpu: str, names: list[str], jobs: int) -> tuple[list[Result], list[str]]
                 done.add(name)
                 if isinstance(result, Result):
                     results.append(result)
-                    result = line_of(result)
+                    line = line_of(result)
                 else:
                     failures.append(f"{name}: {result}")
-                print(f"[{count:3}/{len(names)}] {name:44} {result}", flush=True)
+                    line = "failed"
+                print(f"[{count:3}/{len(names)}] {name:44} {line}", flush=True)
     return results, failures
 
 
