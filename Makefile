@@ -9,11 +9,14 @@ PYTHON ?=
 export EXTRA PYTHON
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-# The environment of every day has the newest JAX; the other proves the oldest supported one.
+# The environment of every day has the newest JAX; another proves the oldest supported one, and one
+# has XLA's compiler for GPUs that are not there.
 VENV := .venv
 VENV_OLDEST := .venv-oldest
+VENV_AOT := .venv-aot
 RUN := $(VENV)/bin/python -m
 RUN_OLDEST := $(VENV_OLDEST)/bin/python -m
+RUN_AOT := $(VENV_AOT)/bin/python -m
 DEV := lm,test,lint
 # The interpreter is slow: on the oldest JAX it runs rms_norm's kernels under every transformation,
 # and those of the other ops are lowered for CUDA; their cases in plain JAX run on the newest.
@@ -24,6 +27,7 @@ help:
 	@echo 'make train   train the language model    make train ARGS="--steps 50"'
 	@echo 'make test    lint, types and all tests; on a GPU also the compiled kernels'
 	@echo 'make bench   time the kernels            make bench ARGS="--help"'
+	@echo 'make aot     compile ops and training steps for GPUs that are not there, and compare'
 	@echo 'make docs    the documentation as pages, in build/site'
 	@echo 'make lint    formatting, lint and types'
 	@echo 'make clean   remove environments and caches; runs/ stays'
@@ -40,6 +44,12 @@ train:
 bench:
 	@.make/setup $(VENV) constraints/newest.txt lm
 	$(RUN) bench $(ARGS)
+
+# JAX is for the CPU wherever this runs: the GPUs are described, none is used.
+.PHONY: aot
+aot:
+	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
+	$(RUN_AOT) bench.aot $(ARGS)
 
 .PHONY: docs
 docs:
@@ -65,5 +75,5 @@ test: lint
 
 .PHONY: clean
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_AOT) build dist .pytest_cache .ruff_cache .hypothesis
 	find jaxkern tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -91,8 +91,9 @@ class Line:
 
 
 def load(folder: Path = RESULTS) -> list[tuple[str, dict[str, Any]]]:
-    """The reports in `folder` by name."""
-    return [(path.name, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    """The reports in `folder` by name; what :mod:`bench.aot` compiled has not run, and is none."""
+    paths = (path for path in sorted(folder.glob("*.json")) if not path.name.startswith("aot-"))
+    return [(path.name, json.loads(path.read_text())) for path in paths]
 
 
 def timings(report: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -40,12 +40,13 @@ def machine(commit: str) -> dict[str, Any]:
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "jax": jax.__version__,
         "jaxkern": jaxkern.__version__,
-        "commit": commit or _commit(),
+        "commit": commit or tree(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
-def _commit() -> str:
+def tree() -> str:
+    """The commit of this tree, with a word where files differ from it."""
     commit = _output("git", "rev-parse", "--short=12", "HEAD")
     if not commit:
         return "unknown"

@@ -41,7 +41,7 @@ def test_package_extras():
     extras = PROJECT["optional-dependencies"]
     assert extras["cuda12"] == ["jax[cuda12]"]
     assert extras["cuda13"] == ["jax[cuda13]"]
-    named = ("triton", "lm", "hf", "flax", "equinox", "docs", "notebooks", "test", "lint")
+    named = ("triton", "aot", "lm", "hf", "flax", "equinox", "docs", "notebooks", "test", "lint")
     for name in named:
         assert extras[name]
 
@@ -55,6 +55,17 @@ def test_constraints_hold_the_ends_of_the_supported_range():
     assert newest.keys() >= oldest.keys()
     for name, version in oldest.items():
         assert version_key(version) <= version_key(newest[name]), name
+
+
+def test_compiler_for_absent_gpus_is_of_the_version_of_jax():
+    newest = constraints("newest")
+    assert PROJECT["optional-dependencies"]["aot"] == [
+        "jax-cuda12-pjrt",
+        "jax-cuda12-plugin",
+        "nvidia-cuda-nvcc-cu12",
+    ]
+    assert newest["jax-cuda12-pjrt"] == newest["jax-cuda12-plugin"] == newest["jax"]
+    assert "nvidia-cuda-nvcc-cu12" in newest
 
 
 def test_lower_bounds_are_tested_ones():
@@ -385,6 +396,17 @@ def test_make_passes_arguments_on(ready):
     assert ready.calls == ["-m bench --help"]
 
 
+def test_make_aot_has_an_environment_for_the_cpu_wherever_it_runs(checkout):
+    checkout.python("3.12")
+    checkout.driver("570.86.15")
+    assert checkout.run("make", "aot", "ARGS=--only tiny")[0] == 0
+    assert checkout.calls == [
+        "venv",
+        ".[lm,aot] by constraints/newest.txt",
+        "-m bench.aot --only tiny",
+    ]
+
+
 def test_make_docs(ready):
     assert ready.run("make", "docs")[0] == 0
     assert ready.calls == [
@@ -420,7 +442,7 @@ def test_make_test_runs_compiled_kernels_on_a_gpu(ready):
 def test_make_alone_explains_itself(checkout):
     assert checkout.run("make") == (0, "")
     done = subprocess.run(["make"], cwd=checkout.root, capture_output=True, text=True, check=True)
-    for target in ("train", "test", "bench", "docs", "lint"):
+    for target in ("train", "test", "bench", "aot", "docs", "lint"):
         assert f"make {target}" in done.stdout
 
 

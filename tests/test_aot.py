@@ -1,0 +1,324 @@
+"""Compiling for GPUs that are not there: what is read of compilers, and what counts as wrong."""
+
+import copy
+import ctypes
+import json
+import os
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+
+from bench import aot, gpus, ptxas
+from bench.aot import Result, Training
+from bench.ptxas import Kernel
+from jaxkern.core.target import GPUS
+from tests.test_package import constraints
+
+PTXAS = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'rms_norm_fwd_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for rms_norm_fwd_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 56 registers, used 1 barriers
+ptxas info    : Compile time = 9.545 ms
+
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'rms_norm_bwd_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for rms_norm_bwd_mosaic_gpu_kernel
+    24 bytes stack frame, 24 bytes spill stores, 36 bytes spill loads
+ptxas info    : Used 255 registers, used 2 barriers, 24 bytes cumulative stack size, 1025 bytes smem
+ptxas info    : Compile time = 27.950 ms
+"""
+
+HLO = """\
+HloModule jit_train_step, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%wrapped (p: f32[8]) -> f32[1] {
+  ROOT %reduce-scatter.1 = f32[1]{0} reduce-scatter(%p), to_apply=%add
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %all-reduce-start = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), to_apply=%add
+  %all-reduce-done = f32[8]{0} all-reduce-done(%all-reduce-start)
+  %named = f32[8]{0} negate(%p), metadata={op_name="jit(f)/ all-reduce(x)"}
+  %r = (f32[8]{0}, f32[8]{0}, /*index=2*/f32[8]{0}) all-reduce(%p, %p, %p), to_apply=%add
+  %collective-permute.3 = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1}}
+  %gathered = f32[8]{0} fusion(%all-gather.2), kind=kLoop, calls=%fused
+  ROOT %all-to-all = f32[8]{0} all-to-all(%p), dimensions={0}
+}
+"""
+
+
+def test_registers_spills_and_shared_memory_are_read():
+    assert ptxas.parsed(PTXAS) == [
+        ("rms_norm_fwd", Kernel(registers=56, spills=0, shared_memory=0)),
+        ("rms_norm_bwd", Kernel(registers=255, spills=60, shared_memory=1025)),
+    ]
+    assert ptxas.parsed("") == []
+
+
+@pytest.mark.parametrize("line", ["spill stores", "Used 255"])
+def test_what_cannot_be_read_is_told(line):
+    lines = [given for given in PTXAS.splitlines() if line not in given]
+    with pytest.raises(RuntimeError, match="not what ptxas tells"):
+        ptxas.parsed("\n".join(lines))
+
+
+def test_output_of_other_languages_is_caught(capfd):
+    with ptxas.standard_output() as printed:
+        ctypes.CDLL(None).puts(b"through C's buffer")
+        os.write(1, b"past it\n")
+    os.write(1, b"after\n")
+    assert sorted(printed().splitlines()) == ["past it", "through C's buffer"]
+    assert capfd.readouterr().out == "after\n"
+
+
+def test_modules_of_kernels_are_taken_from_a_text():
+    call = 'custom-call(%x), backend_config={{kernel_hash = "{}", module = "{}", cost = 1}}\n'
+    given = call.format("a", r"ML\EFR\\\22") + call.format("b", "other") + call.format("a", "ML")
+    text, modules = ptxas.without_modules(given)
+    assert text == 3 * "custom-call(%x), backend_config={, cost = 1}\n"
+    assert modules == {"a": b'ML\xefR\\"', "b": b"other"}
+
+
+class Lowered:
+    """A program whose compilation prints `said`, and whose kernels have the digests `kernels`."""
+
+    def __init__(self, kernels, said):
+        self.kernels, self.said = kernels, said
+
+    def compiler_ir(self):
+        return None
+
+    def compile(self):
+        os.write(1, self.said.encode())
+        calls = (f'kernel_hash = "{d}", module = "{name}"' for d, name in self.kernels)
+        text = "\n".join(calls)
+        return SimpleNamespace(as_text=lambda: text)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Of programs whose kernels' modules are their names, and ask for 1000 bytes."""
+    monkeypatch.setattr(ptxas, "_launch", lambda program, module: (module.decode(), 1000))
+    return ptxas.Compiler()
+
+
+def test_kernels_that_are_compiled_once_are_known_in_later_programs(compiler):
+    two = [("a", "rms_norm_fwd"), ("b", "rms_norm_bwd"), ("a", "rms_norm_fwd")]
+    forward = {"rms_norm_fwd": [Kernel(56, 0, 1000)]}
+    assert compiler(Lowered(two, PTXAS)).kernels == forward | {
+        "rms_norm_bwd": [Kernel(255, 60, 2025)]
+    }
+    assert compiler(Lowered(two[:1], "")).kernels == forward
+
+
+def test_kernels_of_one_name_are_told_of_in_order(compiler):
+    said = PTXAS.replace("bwd", "fwd")
+    got = compiler(Lowered([("a", "rms_norm_fwd"), ("b", "rms_norm_fwd")], said)).kernels
+    assert got == {"rms_norm_fwd": [Kernel(56, 0, 1000), Kernel(255, 60, 2025)]}
+    later = compiler(Lowered([("b", "rms_norm_fwd")], "")).kernels
+    assert later == {"rms_norm_fwd": [Kernel(255, 60, 2025)]}
+
+
+@pytest.mark.parametrize("said", ["", PTXAS])
+def test_kernels_that_ptxas_does_not_tell_of_are_an_error(compiler, said):
+    with pytest.raises(RuntimeError, match=r"new kernels are \['rms_norm_fwd'\]"):
+        compiler(Lowered([("a", "rms_norm_fwd")], said))
+
+
+def test_collectives_are_counted():
+    assert aot.collectives_in(HLO) == {
+        "all-reduce": 2,
+        "all-gather": 0,
+        "reduce-scatter": 1,
+        "all-to-all": 1,
+        "collective-permute": 1,
+    }
+
+
+def test_memory_counts_donated_arguments_once():
+    stats = SimpleNamespace(
+        argument_size_in_bytes=100,
+        output_size_in_bytes=90,
+        alias_size_in_bytes=80,
+        temp_size_in_bytes=7,
+    )
+    assert aot.memory_of(stats) == 117
+
+
+def test_gpus_are_described():
+    config = gpus.target_config(GPUS["h200"])
+    assert "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED" in config
+    assert "shared_memory_per_block_optin: 232448" in config
+    assert 'device_description_str: "NVIDIA H200"' in config
+    for gpu in GPUS.values():
+        assert f"core_count: {gpu.multiprocessors}\n" in gpus.target_config(gpu)
+    with pytest.raises(ValueError, match="multiple of it, got 12"):
+        gpus.described(GPUS["h200"], 12)
+
+
+NAMES = "rms_norm 8x8 bfloat16", "tiny x 8"
+
+
+def results():
+    """Of an op and of a training step."""
+    kernels = {"rms_norm_fwd": [Kernel(56, 0, 0), Kernel(57, 0, 0)], "old": [Kernel(255, 8, 0)]}
+    collectives = aot.collectives_in("") | {"all-reduce": 2}
+    return [
+        Result(NAMES[0], kernels, 1.0, 2.0),
+        Result(NAMES[1], kernels, 1.0, 2.0, 1 << 30, collectives),
+    ]
+
+
+@pytest.fixture
+def figures():
+    return {"jax": "1", **aot.figures(results())}
+
+
+def changed(figures, *path, to):
+    """A copy of `figures` with another value at `path`; without it if that is ``None``."""
+    new = copy.deepcopy(figures)
+    inner = new
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = to
+    if to is None:
+        del inner[path[-1]]
+    return new
+
+
+SPILLED = ("kernels", NAMES[0], "rms_norm_fwd", 1, 1), f"{NAMES[0]}: spills of rms_norm_fwd: was 0"
+REDUCED = (
+    ("training", NAMES[1], "collectives", "all-reduce"),
+    f"{NAMES[1]}: all-reduce: was 2, is 3",
+)
+GATHERED = ("training", NAMES[1], "collectives", "all-gather"), "all-gather: was 0, is 3"
+
+
+@pytest.mark.parametrize(
+    ("path", "to", "told"),
+    [
+        (SPILLED[0], 16, f"{SPILLED[1]} bytes, is 16"),
+        (REDUCED[0], 3, REDUCED[1]),
+        (GATHERED[0], 3, GATHERED[1]),
+        (("kernels", NAMES[0]), None, f"{NAMES[0]}: is missing"),
+        (("kernels", NAMES[0], "old"), None, "kernels old: was 1, is 0"),
+        (("kernels", NAMES[0], "new"), [[8, 0, 0]], "kernels new: was 0, is 1"),
+        (("kernels", NAMES[0], "rms_norm_fwd"), [[56, 0, 0]], "rms_norm_fwd: was 2, is 1"),
+        (("training", NAMES[1], "memory"), int(1.03 * 2**30), "was 1.00 GiB, is 1.03 GiB"),
+    ],
+)
+def test_what_got_worse_is_told(figures, path, to, told):
+    (got,) = aot.differences(figures, changed(figures, *path, to=to), NAMES)
+    assert told in got
+
+
+@pytest.mark.parametrize(
+    ("path", "to"),
+    [
+        (("kernels", NAMES[0], "rms_norm_fwd", 0, 0), 255),  # registers
+        (("kernels", NAMES[0], "rms_norm_fwd", 0, 2), 2048),  # shared memory
+        (("kernels", NAMES[0], "old", 0, 1), 9),  # it did spill
+        (("training", NAMES[1], "memory"), int(1.01 * 2**30)),
+        (("training", NAMES[1], "memory"), 1 << 29),
+    ],
+)
+def test_what_is_not_worse_is_not_told(figures, path, to):
+    assert aot.differences(figures, changed(figures, *path, to=to), NAMES) == []
+
+
+def test_new_tasks_are_told(figures):
+    was = changed(figures, "kernels", NAMES[0], to=None)
+    assert aot.differences(was, figures, NAMES) == [f"{NAMES[0]}: is new"]
+
+
+def test_another_jax_is_held_to_spills_and_collectives_alone(figures):
+    was = figures | {"jax": "2"}
+    for path, to, told in ((SPILLED[0], 16, SPILLED[1]), (REDUCED[0], 3, REDUCED[1])):
+        (got,) = aot.differences(was, changed(figures, *path, to=to), NAMES)
+        assert told in got
+    for path, to in (
+        (("kernels", NAMES[0]), None),
+        (("kernels", NAMES[0], "old"), None),
+        (("kernels", NAMES[0], "new"), [[8, 16, 0]]),
+        (("training", NAMES[1], "memory"), 1 << 31),
+    ):
+        assert aot.differences(was, changed(figures, *path, to=to), NAMES) == []
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """`bench.aot` with compilers that give :func:`results`, and a folder for its figures."""
+    tasks = {NAMES[0]: None, NAMES[1]: Training("tiny", 8)}
+    monkeypatch.setattr(aot, "tasks", lambda: tasks)
+    monkeypatch.setattr(aot, "RESULTS", tmp_path)
+    monkeypatch.setattr(metadata, "version", lambda name: "1")
+    told = SimpleNamespace(results=results(), failures=[])
+
+    def run(gpu, names, jobs):
+        return [r for r in told.results if r.name in names], list(told.failures)
+
+    monkeypatch.setattr(aot, "run", run)
+    return told
+
+
+def test_command_writes_and_compares(command, capsys, tmp_path):
+    assert aot.main([]) == 1
+    assert "aot-sm_90.json is missing" in capsys.readouterr().err
+    assert aot.main(["--write"]) == 0
+    text = (tmp_path / "aot-sm_90.json").read_text()
+    assert text == aot.text_of(json.loads(text))
+    assert aot.main([]) == 0
+    assert aot.main(["--only", "tiny"]) == 0
+    command.results.pop(0)
+    assert aot.main([]) == 1
+    said = capsys.readouterr().err
+    assert f"bench.aot: {NAMES[0]}: is missing\n" in said
+    assert "make aot ARGS=--write" in said
+
+
+def test_command_tells_of_what_does_not_compile(command, capsys):
+    assert aot.main(["--write"]) == 0
+    command.results.pop(0)
+    command.failures.append(f"{NAMES[0]}: ValueError: no")
+    for arguments in ([], ["--write"]):
+        assert aot.main(arguments) == 1
+        assert capsys.readouterr().err.count(NAMES[0]) == 1
+
+
+def test_command_renews_a_part(command, tmp_path):
+    assert aot.main(["--write"]) == 0
+    command.results[1] = Result(NAMES[1], {}, 1.0, 2.0, 1 << 31, aot.collectives_in(""))
+    assert aot.main(["--write", "--only", "tiny"]) == 0
+    held = json.loads((tmp_path / "aot-sm_90.json").read_text())
+    assert held["training"][NAMES[1]]["memory"] == 1 << 31
+    assert held["kernels"][NAMES[0]] == aot.figures(results())["kernels"][NAMES[0]]
+
+
+def test_command_needs_a_task_and_the_compiler(command, monkeypatch, capsys):
+    assert aot.main(["--only", "nothing"]) == 2
+    assert "no task's name has nothing" in capsys.readouterr().err
+
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert aot.main([]) == 2
+    assert "run make aot" in capsys.readouterr().err
+
+
+def test_committed_figures_are_of_every_task():
+    held = json.loads((aot.RESULTS / "aot-sm_90.json").read_text())
+    assert set(held["kernels"]) == set(aot.tasks())
+    trainings = {name for name, task in aot.tasks().items() if isinstance(task, Training)}
+    assert len(trainings) == 12
+    assert set(held["training"]) == trainings
+    newest = constraints("newest")
+    assert held["jax"] == newest["jax"]
+    assert held["ptxas"] == newest["nvidia-cuda-nvcc-cu12"]
