@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arithmetic import exp2_by_polynomial, softplus
-from jaxkern.core.mosaic import kernel_params
+from jaxkern.core.mosaic import launch_kernel
 from tests import check
 
 SIZE = 1024
@@ -21,10 +21,11 @@ def in_kernel(f, x):
         out_ref[...] = f(plgpu.load(x_ref, layout=LAYOUT, optimized=False))
 
     with contextlib.nullcontext() if check.ON_GPU else plgpu.force_gpu_interpret_mode():
-        return plgpu.kernel(
+        return launch_kernel(
             kernel,
             out_type=jax.ShapeDtypeStruct((SIZE,), jnp.float32),
-            compiler_params=kernel_params(approx_math=True),
+            kernel_name="arithmetic",
+            approx_math=True,
         )(x)
 
 
