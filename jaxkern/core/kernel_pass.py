@@ -84,6 +84,8 @@ class KernelPass:
         itself on its part (a product without what is added to it).
       kernel_of_slices: `kernel` for what ``vmap`` gives it, slices of arrays, which begin wherever
         the one before ends; by default `kernel`.
+      faster: tells of the types of one device's arrays whether the kernel is measured to be faster
+        for them; where it is not, ``implementation=None`` takes the reference. By default it is.
       batched: whether the kernel can run under ``vmap``; if not, the reference does.
       saved_as: the results' name for the policies of ``jax.checkpoint``; by default ``"rms_norm"``
         of a pass ``"rms_norm_fwd"``, and none of other passes.
@@ -98,6 +100,7 @@ class KernelPass:
     whole: str = ""
     partial: "Partial | None" = None
     kernel_of_slices: Callable[..., Arrays] | None = None
+    faster: Callable[..., bool] | None = None
     batched: bool = True
     saved_as: str | None = None
 
@@ -107,22 +110,12 @@ class KernelPass:
         here = tuple(i for i, a in enumerate(args) if a is not None)
         arrays = [args[i] for i in here]
 
-        def local(f: Callable[..., Arrays]) -> Local:
+        def local(f: Callable[..., Any]) -> Local:
             return Local(Bound.of(f), len(args), here)
 
         out_types = result_types(local(self.reference), *arrays)
         out_here = tuple(i for i, o in enumerate(out_types) if o is not None)
         count = len(out_types)
-
-        def of_sums(finish: Callable[..., Arrays]) -> Callable[..., Arrays]:
-            """`finish` as a function of the present arrays and the present sums."""
-
-            def dense_finish(*present: Any) -> Arrays:
-                full = placed(present[: len(here)], here, len(args))
-                outs = finish(*full, *placed(present[len(here) :], out_here, count))
-                return tuple(outs[i] for i in out_here)
-
-            return dense_finish
 
         present = _Present(
             name=self.name,
@@ -130,56 +123,84 @@ class KernelPass:
             kernel=local(self.kernel),
             kernel_of_slices=local(self.kernel_of_slices or self.kernel),
             reference=local(self.reference),
-            ins=tuple(self.ins[i].split() for i in here),
-            outs=tuple(self.outs[i].split() for i in out_here),
+            ins=tuple(tuple(self.ins[i].split()) for i in here),
+            outs=tuple(tuple(self.outs[i].split()) for i in out_here),
             whole=frozenset(self.whole.split()),
             partial=self.partial
             and _PresentPartial(
                 kernel=local(self.partial.kernel),
                 reference=local(self.partial.reference),
-                finish=of_sums(self.partial.finish),
+                finish=_Finish(Bound.of(self.partial.finish), len(args), here, count, out_here),
             ),
+            faster=local(self.faster) if self.faster else None,
             batched=self.batched,
         )
-        results = present.differentiable()(*arrays)
+        results = _differentiable(present)(*arrays)
         full = tuple(placed(results, out_here, count))
         op = self.saved_as or (self.name.endswith("_fwd") and self.name.removesuffix("_fwd"))
         return named(op, full) if op else full
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
+class _Finish:
+    """A :class:`Partial`'s `finish` as a function of the present arrays and the present sums."""
+
+    function: Bound
+    arguments: int
+    present: tuple[int, ...]
+    results: int
+    sums: tuple[int, ...]
+    in_axes: tuple[tuple[int | None, ...], ...] = ()
+
+    def __call__(self, *arrays: Any) -> Arrays:
+        call = self._of_one
+        for axes in self.in_axes:
+            call = jax.vmap(call, axes)
+        return call(*arrays)
+
+    def _of_one(self, *arrays: Any) -> Arrays:
+        count = len(self.present)
+        full = placed(arrays[:count], self.present, self.arguments)
+        outs = self.function(*full, *placed(arrays[count:], self.sums, self.results))
+        return tuple(outs[i] for i in self.sums)
+
+
+@dataclasses.dataclass(frozen=True)
 class _PresentPartial:
     """A :class:`Partial` over present arrays only."""
 
     kernel: Local
     reference: Local
-    finish: Callable[..., Arrays]
+    finish: _Finish
+
+    def batched(self, in_axes: tuple[int | None, ...]) -> "_PresentPartial":
+        finish_axes = (*in_axes, *(0 for _ in self.finish.sums))
+        return _PresentPartial(
+            kernel=self.kernel.batched(in_axes),
+            reference=self.reference.batched(in_axes),
+            finish=dataclasses.replace(self.finish, in_axes=(*self.finish.in_axes, finish_axes)),
+        )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class _Present:
-    """A pass over present arrays only; `ins` and `outs` are lists of factors."""
+    """A pass over present arrays only; `ins` and `outs` are lists of factors.
+
+    Equal ones are one function to JAX (:func:`_differentiable`), which so traces and lowers a pass
+    once for all layers of a model.
+    """
 
     name: str
     mode: Mode
     kernel: Local
     kernel_of_slices: Local
     reference: Local
-    ins: tuple[list[str], ...]
-    outs: tuple[list[str], ...]
+    ins: tuple[tuple[str, ...], ...]
+    outs: tuple[tuple[str, ...], ...]
     whole: frozenset[str]
     partial: _PresentPartial | None
+    faster: Local | None
     batched: bool
-
-    def differentiable(self) -> Callable[..., Arrays]:
-        call = jax.custom_jvp(self.batchable())
-
-        @call.defjvp
-        def jvp(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
-            plain = dataclasses.replace(self, mode="xla")
-            return jax.jvp(plain.on_mesh, primals, tangents)
-
-        return call
 
     def batchable(self) -> Callable[..., Arrays]:
         call = custom_vmap(self.on_mesh)
@@ -195,13 +216,6 @@ class _Present:
                     f'{self.name}: implementation="mosaic" cannot take this call: the kernel has '
                     'no vmap. Use implementation="xla", or None to have it chosen.'
                 )
-            partial = self.partial
-            if partial is not None:
-                partial = _PresentPartial(
-                    kernel=partial.kernel.batched(in_axes),
-                    reference=partial.reference.batched(in_axes),
-                    finish=jax.vmap(partial.finish, (*in_axes, *(0 for _ in self.outs))),
-                )
             kernel = self.kernel_of_slices.batched(in_axes)
             batched = dataclasses.replace(
                 self,
@@ -209,9 +223,10 @@ class _Present:
                 kernel=kernel,
                 kernel_of_slices=kernel,
                 reference=self.reference.batched(in_axes),
-                partial=partial,
-                ins=tuple([new, *f] if b else f for f, b in zip(self.ins, in_batched, strict=True)),
-                outs=tuple([new, *f] for f in self.outs),
+                partial=self.partial and self.partial.batched(in_axes),
+                faster=self.faster and self.faster.batched(in_axes),
+                ins=tuple((new, *f) if b else f for f, b in zip(self.ins, in_batched, strict=True)),
+                outs=tuple((new, *f) for f in self.outs),
             )
             return batched.batchable()(*args), tuple(True for _ in self.outs)
 
@@ -226,18 +241,19 @@ class _Present:
             return self.local(*args)
         if self.mode in ("xla", "interpret"):  # XLA splits the one; the other's effects it cannot
             return self.local(*args)
-        return self._on_auto_mesh(args)
+        precision = jax.config.jax_default_matmul_precision
+        return _on_auto_mesh(self, precision)(*args)
 
     def _on_explicit_mesh(self, mesh: Any, args: Arrays) -> Arrays:
         specs = [jax.typeof(a).sharding.spec for a in args]
-        axes = self._mesh_axes(dict(mesh.shape), specs, [a.shape for a in args])
+        axes = self.mesh_axes(dict(mesh.shape), specs, [a.shape for a in args])
         in_specs = tuple(_spec(factors, axes) for factors in self.ins)
         args = tuple(
             jax.sharding.reshard(a, NamedSharding(mesh, spec))
             for a, spec in zip(args, in_specs, strict=True)
         )
         return jax.shard_map(
-            functools.partial(self._local_summed, axes),
+            _part(self, tuple(axes.items())),
             mesh=mesh,
             in_specs=in_specs,
             out_specs=tuple(_spec(factors, axes) for factors in self.outs),
@@ -248,45 +264,7 @@ class _Present:
             },
         )(*args)
 
-    def _on_auto_mesh(self, args: Arrays) -> Arrays:
-        def partition(mesh: Any, arg_shapes: Arrays, result_shapes: Arrays):
-            del result_shapes
-            specs = [_spec_of(a.sharding) for a in arg_shapes]
-            axes = self._mesh_axes(dict(mesh.shape), specs, [a.shape for a in arg_shapes])
-            shard = functools.partial(NamedSharding, mesh)
-            return (
-                mesh,
-                functools.partial(self._local_summed, axes),
-                tuple(shard(_spec(factors, axes)) for factors in self.outs),
-                tuple(shard(_spec(factors, axes)) for factors in self.ins),
-            )
-
-        call = custom_partitioning(lambda *args: self.local(*args))
-        rule, whole = self._shardy_rule()
-        call.def_partition(
-            partition=partition, sharding_rule=rule, need_replication_factors=tuple(whole)
-        )
-        return jax.jit(self._as(call))(*args)
-
-    def _as(self, call: Callable[..., Arrays]) -> Callable[..., Arrays]:
-        """`call` as a function whose name, in the program's text, tells what the pass does.
-
-        The text holds a pointer where the kernel will be once the arrays are split, and whoever
-        keeps compiled programs must tell two passes apart without it, as JAX does under
-        ``jax_remove_custom_partitioning_ptr_from_cache_key``.
-        """
-        precision = jax.config.jax_default_matmul_precision
-        parts = (self.kernel, self.reference, self.ins, self.outs, sorted(self.whole), precision)
-        what = describe(parts)
-        digest = hashlib.sha256(f"{what} {surroundings(self.kernel)}".encode()).hexdigest()
-
-        def named_call(*args: Any) -> Arrays:
-            return call(*args)
-
-        named_call.__name__ = f"{self.name}_{digest[:12]}"
-        return named_call
-
-    def _shardy_rule(self) -> tuple[str, list[str]]:
+    def shardy_rule(self) -> tuple[str, list[str]]:
         """The einsum-like rule, whose factors Shardy wants named in order of appearance."""
         names: dict[str, str] = {}
         whole: list[str] = []
@@ -304,7 +282,7 @@ class _Present:
         ]
         return " -> ".join(sides), whole
 
-    def _mesh_axes(
+    def mesh_axes(
         self, mesh_shape: dict[str, int], specs: Sequence[Any], shapes: Sequence[Any]
     ) -> MeshAxes:
         """The mesh axes over which each factor is split: the first array's word counts."""
@@ -325,7 +303,7 @@ class _Present:
                     used.update(names)
         return axes
 
-    def _local_summed(self, axes: MeshAxes, *args: Any) -> Arrays:
+    def local_summed(self, axes: MeshAxes, *args: Any) -> Arrays:
         """One device's part; outputs that lack a split factor are sums over its devices."""
         missing = [
             tuple(n for f, names in axes.items() if f not in factors for n in names)
@@ -355,16 +333,80 @@ class _Present:
             with plgpu.force_gpu_interpret_mode():
                 return self.kernel(*a)
 
-        match self.mode:
+        mode = self.mode
+        if mode == "auto" and self.faster is not None and not self.faster.of_types(*args):
+            mode = "xla"
+        match mode:
             case "xla":
                 return cast(self.reference)(*args)
             case "interpret":
                 return cast(interpreted)(*args)
             case "mosaic" | "auto":
                 call = functools.partial(
-                    kernel_call, self.name, self.kernel, self.reference, self.mode == "mosaic"
+                    kernel_call, self.name, self.kernel, self.reference, mode == "mosaic"
                 )
                 return cast(call)(*args)
+
+
+@functools.lru_cache(maxsize=4096)
+def _differentiable(present: _Present) -> Callable[..., Arrays]:
+    """A pass as a function that JAX can transform."""
+    call = jax.custom_jvp(present.batchable())
+
+    @call.defjvp
+    def jvp(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
+        plain = dataclasses.replace(present, mode="xla")
+        return jax.jvp(plain.on_mesh, primals, tangents)
+
+    return call
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_auto_mesh(present: _Present, precision: str | None) -> Callable[..., Arrays]:
+    """A pass that the compiler splits between devices.
+
+    In the program's text there is a pointer where the kernel will be once the arrays are split.
+    Whoever keeps compiled programs must tell two passes apart without it, as JAX does under
+    ``jax_remove_custom_partitioning_ptr_from_cache_key``: so the name of the function around it
+    tells all that the pass depends on.
+    """
+
+    def partition(mesh: Any, arg_shapes: Arrays, result_shapes: Arrays):
+        del result_shapes
+        specs = [_spec_of(a.sharding) for a in arg_shapes]
+        axes = present.mesh_axes(dict(mesh.shape), specs, [a.shape for a in arg_shapes])
+        shard = functools.partial(NamedSharding, mesh)
+        return (
+            mesh,
+            _part(present, tuple(axes.items())),
+            tuple(shard(_spec(factors, axes)) for factors in present.outs),
+            tuple(shard(_spec(factors, axes)) for factors in present.ins),
+        )
+
+    call = custom_partitioning(lambda *args: present.local(*args))
+    rule, whole = present.shardy_rule()
+    call.def_partition(
+        partition=partition, sharding_rule=rule, need_replication_factors=tuple(whole)
+    )
+    what = (present.kernel, present.reference, present.ins, present.outs, sorted(present.whole))
+    told = f"{describe((*what, precision))} {surroundings(present.kernel)}"
+
+    def pass_on_mesh(*args: Any) -> Arrays:
+        return call(*args)
+
+    pass_on_mesh.__name__ = f"{present.name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    return jax.jit(pass_on_mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _part(
+    present: _Present, axes: tuple[tuple[str, tuple[str, ...]], ...]
+) -> Callable[..., Arrays]:
+    """What a device computes of a pass that is split over mesh axes, the same function each time.
+
+    So JAX traces it once, and not for every call that the compiler partitions.
+    """
+    return functools.partial(present.local_summed, dict(axes))
 
 
 def named(op: str, outs: Any) -> Any:

@@ -66,7 +66,7 @@ class Local:
       function: takes `arguments` arrays or ``None``, gives a tuple of arrays and ``None``.
       arguments: how many `function` takes.
       present: which of them are arrays.
-      in_axes: of the ``vmap``s around it, from the inside out.
+      in_axes: of the ``vmap``s around it, from the inside out: 0 or ``None``.
     """
 
     function: Bound
@@ -84,6 +84,16 @@ class Local:
     def __call__(self, *arrays: Any) -> Arrays:
         """The results that are present."""
         return tuple(out for out in self.full(*arrays) if out is not None)
+
+    def of_types(self, *arrays: Any) -> Any:
+        """What `function` tells of the types of arrays alone, within the ``vmap``s."""
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+        for axes in reversed(self.in_axes):
+            types = [
+                t if axis is None else jax.ShapeDtypeStruct(t.shape[1:], t.dtype)
+                for t, axis in zip(types, axes, strict=True)
+            ]
+        return self.function(*placed(types, self.present, self.arguments))
 
     def batched(self, in_axes: tuple[int | None, ...]) -> "Local":
         return dataclasses.replace(self, in_axes=(*self.in_axes, in_axes))

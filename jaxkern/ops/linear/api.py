@@ -236,6 +236,7 @@ def _forward_pass(options: Options, ndim: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(products.kernel_forward, options),
         reference=functools.partial(products.reference_forward, options),
+        faster=functools.partial(products.faster_forward, options),
         ins=(f"{rows} k", "k n", "n"),
         outs=(f"{rows} n", f"{rows} n"),
         partial=Partial(
@@ -261,6 +262,7 @@ def _dx_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(products.kernel_dx, options, dtype),
         reference=functools.partial(products.reference_dx, options, dtype),
+        faster=products.faster_dx,
         ins=(f"{rows} n", "k n"),
         outs=(f"{rows} k",),
         partial=Partial(
@@ -280,6 +282,7 @@ def _dweight_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(products.kernel_dweight, options, dtype),
         reference=functools.partial(products.reference_dweight, options, dtype),
+        faster=products.faster_dweight,
         ins=(f"{rows} k", f"{rows} n"),
         outs=("k n",),
         partial=Partial(
@@ -298,6 +301,7 @@ def _accumulate_pass(options: Options, ndim: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(products.kernel_accumulate, options),
         reference=functools.partial(products.reference_accumulate, options),
+        faster=products.faster_accumulate,
         ins=("k n", f"{rows} k", f"{rows} n"),
         outs=("k n",),
         partial=Partial(

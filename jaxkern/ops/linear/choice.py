@@ -100,6 +100,11 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
 """By kernel name."""
 
 
+def faster(name: str, m: int, n: int, k: int) -> bool:
+    """Whether the kernel `name` is what ``implementation=None`` takes for a product."""
+    return tile_for(name, "auto", m, n, k) is not None
+
+
 def tile_for(name: str, mode: Mode, m: int, n: int, k: int) -> Tile | None:
     """Tiles of the kernel `name` for a product of these sizes; None where plain JAX computes it."""
     if not m * n * k:

@@ -23,6 +23,7 @@ these, in the memory of the accumulators.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, named
 from jaxkern.ops.activations import ACTIVATION_CURVES, CURVES, PLAIN, Functions, curve_value
 from jaxkern.ops.gated import gated_backward
+from jaxkern.ops.linear.choice import faster
 from jaxkern.ops.linear.matmul import Product
 from jaxkern.ops.linear.products import (
     as_it_is,
@@ -363,6 +365,7 @@ def _forward_pass(options: _Options, ndim: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_kernel_forward, options),
         reference=functools.partial(_reference_forward, options),
+        faster=functools.partial(_faster, "gated_fwd"),
         ins=(f"{rows} k", "k n", "k n"),
         outs=(f"{rows} n",) * 3,
         whole="" if options.save else "k",
@@ -379,6 +382,7 @@ def _slopes_pass(options: _Options, ndim: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_kernel_slopes, options),
         reference=functools.partial(_reference_slopes, options),
+        faster=functools.partial(_faster, "gated_bwd"),
         ins=(f"{rows} k", "k n", "k n", f"{rows} n"),
         outs=(f"{rows} n",) * 2,
         whole="k",
@@ -393,6 +397,7 @@ def _dx_pass(options: _Options, dtype: str, ndim: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_kernel_dx, options, dtype),
         reference=functools.partial(_reference_dx, options, dtype),
+        faster=_faster_dx,
         ins=(f"{rows} n", f"{rows} n", "k n", "k n"),
         outs=(f"{rows} k",),
         partial=Partial(
@@ -411,6 +416,7 @@ def _dweights_pass(options: _Options, dtypes: _Dtypes, ndim: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_kernel_dweights, options, dtypes),
         reference=functools.partial(_reference_dweights, options, dtypes),
+        faster=_faster_dweights,
         ins=(f"{rows} k", f"{rows} n", f"{rows} n"),
         outs=("k n", "k n"),
         partial=Partial(
@@ -431,6 +437,7 @@ def _accumulate_pass(options: _Options, ndim: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_kernel_accumulate, options),
         reference=functools.partial(_reference_accumulate, options),
+        faster=_faster_accumulate,
         ins=("k n", "k n", f"{rows} k", f"{rows} n", f"{rows} n"),
         outs=("k n", "k n"),
         partial=Partial(
@@ -442,6 +449,26 @@ def _accumulate_pass(options: _Options, ndim: int) -> KernelPass:
             ),
         ),
     )
+
+
+def _faster(name: str, x: Any, w_gate: Any, *rest: Any) -> bool:
+    return faster(name, math.prod(x.shape[:-1]), w_gate.shape[1], w_gate.shape[0])
+
+
+def _faster_dx(dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> bool:
+    del dup, w_up
+    return faster("gated_dx", math.prod(dgate.shape[:-1]), w_gate.shape[0], w_gate.shape[1])
+
+
+def _faster_dweights(x: Any, dgate: Any, dup: Any) -> bool:
+    del dup
+    return faster("gated_dweights", x.shape[-1], dgate.shape[-1], math.prod(x.shape[:-1]))
+
+
+def _faster_accumulate(of_gate: Any, of_up: Any, x: Any, *rest: Any) -> bool:
+    del of_up
+    sizes = of_gate.shape[0], of_gate.shape[1], math.prod(x.shape[:-1])
+    return faster("gated_accumulate", *sizes)
 
 
 def _dweights_alone(dweights: Any, options: _Options, *arrays: Any) -> Any:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxkern.core.arguments import check_array
 from jaxkern.core.dispatch import Mode
 from jaxkern.ops.activations import ACTIVATION_CURVES, CURVES, Functions, curve, kernel_functions
-from jaxkern.ops.linear.choice import tile_for
+from jaxkern.ops.linear.choice import faster, tile_for
 from jaxkern.ops.linear.matmul import Product, matmul
 
 _ROWS, _COLUMNS = 8, 64
@@ -61,9 +61,10 @@ def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[An
         out = CURVES[curve_name](y, in_epilogue(options.mode))[0] if curve_name else y
         return [out, *([y] if options.save else [])]
 
-    name = "linear_fwd" if options.activation in _OF_CUBLAS else "linear_activation_fwd"
     outs = launch(
-        Product(False, False, (str(x.dtype),) * (1 + options.save), epilogue, name),
+        Product(
+            False, False, (str(x.dtype),) * (1 + options.save), epilogue, _forward_name(options)
+        ),
         options.mode,
         [flat(x)],
         [weight.astype(x.dtype)],
@@ -73,6 +74,20 @@ def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[An
         return reference_forward(options, x, weight, bias)
     out, *saved = (v.reshape(*x.shape[:-1], weight.shape[1]) for v in outs)
     return out, saved[0] if saved else None
+
+
+def faster_forward(options: Options, x: Any, weight: Any, bias: Any) -> bool:
+    del bias
+    return faster(_forward_name(options), _rows(x), weight.shape[1], weight.shape[0])
+
+
+def _forward_name(options: Options) -> str:
+    return "linear_fwd" if options.activation in _OF_CUBLAS else "linear_activation_fwd"
+
+
+def _rows(x: Any) -> int:
+    """M, all axes but the last."""
+    return math.prod(x.shape[:-1])
 
 
 def reference_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
@@ -134,6 +149,10 @@ def kernel_dx(options: Options, dtype: str, dy: Any, weight: Any) -> tuple[Any]:
     return (outs[0].reshape(*dy.shape[:-1], weight.shape[0]),)
 
 
+def faster_dx(dy: Any, weight: Any) -> bool:
+    return faster("linear_dx", _rows(dy), weight.shape[0], weight.shape[1])
+
+
 def reference_dx(options: Options, dtype: str, dy: Any, weight: Any) -> tuple[Any]:
     weight = weight.astype(dy.dtype)
     return (dot(options.precision, dy, weight, dy.ndim - 1, 1, jnp.dtype(dtype)),)
@@ -148,6 +167,10 @@ def kernel_dweight(options: Options, dtype: str, x: Any, dy: Any) -> tuple[Any]:
     return reference_dweight(options, dtype, x, dy) if outs is None else (outs[0],)
 
 
+def faster_dweight(x: Any, dy: Any) -> bool:
+    return faster("linear_dweight", x.shape[-1], dy.shape[-1], _rows(x))
+
+
 def reference_dweight(options: Options, dtype: str, x: Any, dy: Any) -> tuple[Any]:
     return (dot(options.precision, flat(x), flat(dy), 0, 0, jnp.dtype(dtype)),)
 
@@ -156,6 +179,10 @@ def kernel_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tu
     product = Product(True, False, ("float32",), as_it_is, "linear_accumulate")
     sums = launch(product, options.mode, [flat(x)], [flat(dy)], accumulators=[accumulator])
     return reference_accumulate(options, accumulator, x, dy) if sums is None else (sums[0],)
+
+
+def faster_accumulate(accumulator: Any, x: Any, dy: Any) -> bool:
+    return faster("linear_accumulate", accumulator.shape[0], accumulator.shape[1], _rows(x))
 
 
 def reference_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
@@ -261,7 +288,7 @@ def check_accumulator(name: str, a: Any, shape: tuple[int, ...], meaning: str) -
 
 def flat(x: Any) -> Any:
     """(M, K), M all axes but the last."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x.reshape(_rows(x), x.shape[-1])
 
 
 def varies_more(x: Any, than: Any) -> bool:
