@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,9 +13,12 @@ import jax
 import pytest
 
 import jaxkern
+from jaxkern.core import cache
 from jaxkern.lm import cli, memory
+from jaxkern.lm import doctor as doctor_module
 from jaxkern.lm.config import DEFAULTS, PRESETS, RunError, TrainConfig, resume_config
 from jaxkern.lm.doctor import doctor
+from jaxkern.lm.program import keep_programs
 from jaxkern.lm.report import Progress
 
 
@@ -248,3 +252,68 @@ def test_presets_are_whole():
         config = TrainConfig.from_flags({"preset": name})
         assert config.model == preset.model
         assert 1 <= config.warmup < config.steps
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXKERN_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_warm_keeps_the_kernels_of_a_run(own_cache):
+    def run(*flags):
+        command = [sys.executable, "-m", "jaxkern", "warm", "--preset", "micro", "--gpu", "h200"]
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
+        return re.search(r"(\d+) kernels lowered for NVIDIA H200.*, (\d+) were there", done.stdout)
+
+    lowered, found = map(int, run().groups())
+    assert lowered == len(list((own_cache / "kernels").glob("*.kernel"))) > 0 == found
+    assert tuple(map(int, run().groups())) == (0, lowered)
+    split, found = map(int, run("--devices", "2").groups())
+    assert split > 0  # the optimizer's, of every parameter alone
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--gpu", "h300"], "--gpu h300 is not known; choose one of a100, "),
+        (["--gpu", "a100"], "--gpu a100 needs no kernels: .* compute capability 8.0"),
+        (["--gpu", "h200", "--devices", "3"], "--batch-size 8 cannot be split .* 3 devices"),
+    ],
+)
+def test_warm_says_what_it_cannot(own_cache, flags, words):
+    del own_cache
+    command = [sys.executable, "-m", "jaxkern", "warm", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(f"jaxkern: error: {words}.*\n", done.stderr)
+
+
+def test_doctor_tells_of_the_cache_and_empties_it(own_cache, monkeypatch, capsys):
+    cache.store("a kernel", bytes(2**20))
+    assert cache.load("a kernel")
+    assert doctor_module._cache().startswith(f"1 kept in {own_cache}, 1.0 MiB, 1 hits, 0 misses")
+    assert cli.main(["doctor", "--empty-cache"]) == 0
+    assert f"removed 1 files from {own_cache}" in capsys.readouterr().out
+    assert cache.summary().entries == 0
+    monkeypatch.setenv("JAXKERN_CACHE", "0")
+    assert "switched off" in doctor_module._cache()
+
+
+def test_training_keeps_compiled_programs_beside_the_kernels(own_cache):
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_remove_custom_partitioning_ptr_from_cache_key",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        jax.config.update(names[0], "of the user")
+        keep_programs()
+        assert jax.config.jax_compilation_cache_dir == "of the user"
+        jax.config.update(names[0], None)
+        keep_programs()
+        assert jax.config.jax_compilation_cache_dir == str(own_cache / "programs")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

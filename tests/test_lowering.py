@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,34 @@ def test_kernels_differ_where_anything_they_depend_on_does():
     assert lowering.lowerings == {"rms_norm_fwd": 9}
 
 
+def test_where_no_kernel_runs_none_is_traced(monkeypatch):
+    def trace(*_, **__):
+        raise AssertionError("a kernel was traced")
+
+    monkeypatch.setattr(lowering, "_export", trace)
+    x, weight = jnp.ones((3, 8, 256)), jnp.ones(256)
+    loss = lambda x, w: jnp.sum(jaxkern.rms_norm(x, w))
+    jax.jit(jax.vmap(jax.grad(loss), (0, None))).lower(x, weight)
+    with pytest.raises(AssertionError, match="a kernel was traced"):
+        lower(jax.grad(loss), x, weight)
+
+
+def test_the_text_of_a_program_tells_its_kernels_apart_before_it_is_split():
+    """Who keeps compiled programs leaves the pointers out, which differ in each process."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((8, 256), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    weight = jax.ShapeDtypeStruct((256,), jnp.float32, sharding=NamedSharding(mesh, P()))
+
+    def text(**options):
+        f = functools.partial(jaxkern.rms_norm, implementation="mosaic", **options)
+        text = lower(lambda x, weight: f(x, weight), x, weight).as_text()
+        assert "CustomSPMDPartitioning" in text
+        return re.sub(r'backend_config = "\d+"', "", text)
+
+    assert text() == text()
+    assert len({text(), text(eps=1e-3), text(activation="silu")}) == 3
+
+
 # On disk
 
 
@@ -241,6 +270,9 @@ def test_a_program_is_lowered_for_the_gpu_that_is_stated():
         with jaxkern.lowering_for(gpu):
             (module,) = kernel_modules(jaxkern.rms_norm, x, weight)
         assert module.operation.attributes["mosaic_gpu.arch_major"].value == major
+        # What this generation alone has stands where no lane goes: another's compiler refuses it.
+        guard = {9: "nvvm.wgmma.fence", 10: "nvvm.tcgen05.relinquish"}[major]
+        assert guard in str(module)
     assert norm_text("h200") != norm_text("b200")
     assert "mosaic_gpu" not in norm_text("a100")
     assert norm_text() == norm_text("h200")

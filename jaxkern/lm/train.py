@@ -50,8 +50,8 @@ def train(flags: dict[str, Any], out: Path, *, resume: bool) -> None:
         stored = None
         config = TrainConfig.from_flags(flags)
         checkpoint.check_fresh(out)
-    trainer = Trainer(config, out)
     keep_programs()
+    trainer = Trainer(config, out)
     created = not out.exists()
     with checkpoint.only_process(out):
         with _nothing_left_if_refused(out, fresh=not resume, created=created):
