@@ -18,7 +18,7 @@ from jaxkern.core import cache, lowering, target
 from jaxkern.core.target import GPUS
 from jaxkern.ops.norm.forward import launch_fwd
 from jaxkern.ops.norm.pointwise import Options
-from tests.check import kernel_calls, kernel_modules
+from tests.check import kernel_calls
 
 CUSTOM_CALL = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 
@@ -216,6 +216,7 @@ def test_flags_of_mosaic_are_part_of_the_key(monkeypatch):
 # The user's configuration of JAX
 
 
+@pytest.mark.newest  # JAX 0.11 numbers the modules in their text
 @pytest.mark.parametrize(
     "configured",
     [
@@ -265,14 +266,9 @@ def norm_text(gpu=None):
 
 
 def test_a_program_is_lowered_for_the_gpu_that_is_stated():
-    for gpu, major in (("h200", 9), ("b200", 10)):
-        x, weight = jnp.ones((1024, 4096), jnp.bfloat16), jnp.ones(4096)
-        with jaxkern.lowering_for(gpu):
-            (module,) = kernel_modules(jaxkern.rms_norm, x, weight)
-        assert module.operation.attributes["mosaic_gpu.arch_major"].value == major
-        # What this generation alone has stands where no lane goes: another's compiler refuses it.
-        guard = {9: "nvvm.wgmma.fence", 10: "nvvm.tcgen05.relinquish"}[major]
-        assert guard in str(module)
+    # What a generation alone has stands where no lane goes: another's compiler refuses it.
+    assert "wgmma.fence.aligned" in norm_text("h200")
+    assert "tcgen05.relinquish_alloc_permit" in norm_text("b200")
     assert norm_text("h200") != norm_text("b200")
     assert "mosaic_gpu" not in norm_text("a100")
     assert norm_text() == norm_text("h200")

@@ -77,7 +77,6 @@ GPUS: dict[str, Gpu] = {
     "h100": _gpu("NVIDIA H100 80GB HBM3", 9, 0, 132),
     "h200": _gpu("NVIDIA H200", 9, 0, 132),
     "b200": _gpu("NVIDIA B200", 10, 0, 148),
-    "b300": _gpu("NVIDIA B300", 10, 3, 148),
     "rtx-pro-6000": _gpu("NVIDIA RTX PRO 6000 Blackwell", 12, 0, 188),
 }
 """GPUs that a program can be lowered for by name, where there is none to ask."""
@@ -109,7 +108,7 @@ def lowering_for(gpu: str | Gpu) -> Iterator[Gpu]:
     own GPU, else for an H200.
 
     Args:
-      gpu: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"b300"``, ``"l40s"``,
+      gpu: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``,
         ``"rtx-pro-6000"``, or a description, :class:`Gpu`.
 
     Yields:

@@ -216,7 +216,7 @@ def _add_warm(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         required=True,
         metavar="NAME",
-        help="that is trained on: a100, h100, h200, b200, b300, l40s, rtx-pro-6000",
+        help="that is trained on: a100, h100, h200, b200, l40s, rtx-pro-6000",
     )
     parser.set_defaults(command=_warm)
 
