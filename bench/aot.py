@@ -208,7 +208,7 @@ def collectives_in(text: str) -> dict[str, int]:
 
 
 def figures(results: Iterable[Result]) -> dict[str, Any]:
-    """What is committed of the results."""
+    """The part of the results that is committed."""
     found: dict[str, Any] = {"kernels": {}, "training": {}}
     for result in results:
         found["kernels"][result.name] = {
@@ -225,7 +225,7 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
 
 
 def differences(was: dict[str, Any], now: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """What is wrong with the figures `now`, beside those that `was` holds, of the tasks `names`.
+    """Compares the figures `now` with those that `was` holds, of the tasks `names`; tells faults.
 
     Each has ``"jax"``, a version, ``"kernels"`` and ``"training"``, as :func:`figures` has them.
     """

@@ -104,7 +104,7 @@ class Lowered:
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Of programs whose kernels' modules are their names, and ask for 1000 bytes."""
+    """Stands for programs whose kernels' modules are their names, and ask for 1000 bytes."""
     monkeypatch.setattr(ptxas, "_launch", lambda program, module: (module.decode(), 1000))
     return ptxas.Compiler()
 
@@ -167,7 +167,7 @@ NAMES = "rms_norm 8x8 bfloat16", "tiny x 8"
 
 
 def results():
-    """Of an op and of a training step."""
+    """Results of an op and of a training step."""
     kernels = {"rms_norm_fwd": [Kernel(56, 0, 0), Kernel(57, 0, 0)], "old": [Kernel(255, 8, 0)]}
     collectives = aot.collectives_in("") | {"all-reduce": 2}
     return [

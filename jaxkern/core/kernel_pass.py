@@ -388,8 +388,10 @@ def _on_auto_mesh(present: _Present, precision: str | None) -> Callable[..., Arr
     call.def_partition(
         partition=partition, sharding_rule=rule, need_replication_factors=tuple(whole)
     )
-    what = (present.kernel, present.reference, present.ins, present.outs, sorted(present.whole))
-    told = f"{describe((*what, precision))} {surroundings(present.kernel)}"
+    partial = present.partial and (present.partial.kernel, present.partial.reference)
+    factors = present.ins, present.outs, sorted(present.whole)
+    what = (present.mode, present.kernel, present.reference, partial, factors, precision)
+    told = f"{describe(what)} {surroundings(present.kernel)}"
 
     def pass_on_mesh(*args: Any) -> Arrays:
         return call(*args)

@@ -299,7 +299,7 @@ def _sample(flags: dict[str, Any]) -> None:
 def _warm(flags: dict[str, Any]) -> None:
     _need_extra("warm")
     gpu, devices = flags.pop("gpu"), flags.pop("devices", 1)
-    # What is lowered for several GPUs is partitioned between as many devices of this machine.
+    # The CPU stands for as many devices as there will be GPUs, so that XLA can split the program.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"

@@ -151,7 +151,7 @@ def _describe(device: Any) -> str:
 
 
 def _cache() -> str:
-    """What is kept on disk of lowered kernels and compiled programs."""
+    """Tells where the cache is, how large, and how often it was of use."""
     held = cache.summary()
     if held.folder is None:
         return "lowered anew in each process: the cache is switched off by JAXKERN_CACHE"

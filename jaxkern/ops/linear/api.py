@@ -313,6 +313,6 @@ def _accumulate_pass(options: Options, ndim: int) -> KernelPass:
 
 
 def _dweight_alone(dweight: Any, options: Options, accumulator: Any, x: Any, dy: Any) -> Any:
-    """What is added to the accumulator."""
+    """The gradient alone, without the accumulator that it is added to."""
     del accumulator
     return dweight(options, options.accumulate_dtype, x, dy)

@@ -472,5 +472,5 @@ def _faster_accumulate(of_gate: Any, of_up: Any, x: Any, *rest: Any) -> bool:
 
 
 def _dweights_alone(dweights: Any, options: _Options, *arrays: Any) -> Any:
-    """What is added to the two accumulators, the first of `arrays`."""
+    """The gradients alone, without the two accumulators that come first in `arrays`."""
     return dweights(options, _WIDE, *arrays[2:])
