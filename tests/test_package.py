@@ -1,5 +1,6 @@
 """The package's promises: its metadata, its README, and a Makefile that sets itself up."""
 
+import ast
 import importlib
 import os
 import re
@@ -30,6 +31,21 @@ def test_package_version_is_written_once():
     assert re.fullmatch(r"\d+\.\d+\.\d+", jaxkern.__version__)
     assert "version" in PROJECT["dynamic"]
     assert "version" not in PROJECT
+
+
+def test_star_brings_the_public_names_and_nothing_else():
+    names = {}
+    exec("from jaxkern import *", names)
+    names.pop("__builtins__")
+    assert set(names) == set(jaxkern.__all__)
+    assert len(set(jaxkern.__all__)) == len(jaxkern.__all__)
+    imported = {
+        alias.asname or alias.name
+        for statement in ast.parse(Path(jaxkern.__file__).read_text()).body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert set(jaxkern.__all__) == imported
 
 
 def test_package_entry_point_exists():
