@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.arithmetic import exp2_by_polynomial, softplus
+from jaxkern.core.arithmetic import exp2_by_polynomial, softplus, tanh
 from jaxkern.core.mosaic import launch_kernel
 from tests import check
 
@@ -62,3 +62,14 @@ def test_softplus(run, exact, error):
     want = np.logaddexp(0, np.asarray(x, np.float64))
     got = np.asarray(run(lambda v: softplus(v, exact), x), np.float64)
     assert abs(got / want - 1).max() < error
+
+
+@both
+@pytest.mark.parametrize(("exact", "error"), [(True, 4e-7), (False, 2e-6)])
+def test_tanh(run, exact, error):
+    """Of both signs, on both sides of where it becomes a polynomial, and far out."""
+    x = np.concatenate([np.geomspace(1e-30, 30, SIZE // 2 - 3), [0.0, np.inf, np.nan]])
+    x = jnp.asarray(np.concatenate([x, -x]), jnp.float32)
+    got = np.asarray(run(lambda v: tanh(v, exact, not check.ON_GPU, LAYOUT), x), np.float64)
+    want = np.tanh(np.asarray(x, np.float64))
+    np.testing.assert_allclose(got, want, rtol=error, atol=0)
