@@ -339,7 +339,7 @@ def in_every_library(name, *size, weights, **options):
     else:
         options.pop("dtype", None)
         make = functools.partial(jk_equinox.Mamba, *size, **options)
-        ours = [weights[part] for part in mamba.Weights._fields]
+        ours = [weights[part] for part in mamba.Weights._fields if part in weights]
     ours = jax.tree.unflatten(
         jax.tree.structure(eqx.filter_eval_shape(make, key=jax.random.key(0))), ours
     )
@@ -382,17 +382,22 @@ def _block(w, x):
 
     def token(carry, row):
         window, state = carry
-        u, z = jnp.split(row @ w.in_proj, 2)
+        u, z = jnp.split(row @ w.in_proj + (0 if w.in_bias is None else w.in_bias), 2)
         window = jnp.column_stack([window[:, 1:], u])
-        u = (window * w.conv_weight).sum(1) + w.conv_bias
+        u = (window * w.conv_weight).sum(1) + (0 if w.conv_bias is None else w.conv_bias)
         u = u / (1 + jnp.exp(-u))
         low, B, C = jnp.split(u @ w.x_proj, [rank, rank + n])
         dt = jnp.logaddexp(0, low @ w.dt_proj + w.dt_bias)[:, None]
         state = jnp.exp(-dt * jnp.exp(w.A_log)) * state + dt * u[:, None] * B
-        return (window, state), (state @ C + w.D * u) * z / (1 + jnp.exp(-z)) @ w.out_proj
+        out = (state @ C + w.D * u) * z / (1 + jnp.exp(-z)) @ w.out_proj
+        return (window, state), out + (0 if w.out_bias is None else w.out_bias)
 
     start = jnp.zeros(w.conv_weight.shape), jnp.zeros(w.A_log.shape)
     return jax.lax.scan(token, start, x)[1]
+
+
+def given(weights):
+    return {name: leaf for name, leaf in weights._asdict().items() if leaf is not None}
 
 
 def block_float64(w, x, dout=None):
@@ -404,7 +409,7 @@ def block_float64(w, x, dout=None):
         run = lambda x, w: jax.vmap(_block, (None, 0))(w, x)
         out, vjp = jax.vjp(jax.jit(run), x, w)
         dx, dw = vjp(jnp.asarray(dout))
-        return np.asarray(out), tuple(map(np.asarray, (dx, *dw)))
+        return np.asarray(out), tuple(map(np.asarray, jax.tree.leaves((dx, dw))))
 
 
 @pytest.fixture(scope="module")
@@ -470,6 +475,23 @@ def test_mamba_of_one_sequence_in_equinox(blocks):
     assert jax.tree.map(jnp.shape, single) == ((12,), jax.tree.map(jnp.shape, block.init_cache()))
 
 
+@LIBRARY
+def test_mamba_with_biases_of_the_projections_and_none_of_the_convolution(library):
+    options = OPTIONS | {"use_bias": True, "use_conv_bias": False}
+    inits = mamba.initializers(mamba.Sizes(12, **options))
+    assert inits.keys() == {*mamba.Weights._fields} - {"conv_bias"}
+    weights = {name: normal(*shape, scale=0.3) for name, (_, shape) in inits.items()}
+    block, x = in_every_library("Mamba", 12, weights=weights, **options)[library], normal(2, 5, 12)
+    wanted = mamba.Weights(**{"conv_bias": None, **weights})
+    expected = np.stack([block_float64(wanted, row) for row in x])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=3e-5)
+    close(jit(block)(x), expected)
+    step = functools.partial(block, method="step") if library == "linen" else block.step
+    first, cache = block(x[:, :-1], return_cache=True)
+    close(first, expected[:, :-1])
+    close(step(x[:, -1], cache)[0], expected[:, -1])
+
+
 def test_mamba_begins_as_in_the_papers_code():
     inits = mamba.initializers(mamba.Sizes(32), n_layers=4)
     key = jax.random.key(0)
@@ -483,21 +505,21 @@ def test_mamba_begins_as_in_the_papers_code():
     for leaf, bound in ((w.in_proj, 32**-0.5), (w.out_proj, 64**-0.5 / 2)):
         assert 0.97 * bound < float(jnp.abs(leaf).max()) <= bound
 
-    expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), w._asdict())
+    expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), given(w))
     assert expected["x_proj"][0] == (64, 2 + 2 * 16)
     x = jnp.ones((1, 1, 32))
     layer = nnx.eval_shape(lambda: jk_nnx.Mamba(32, n_layers=4, rngs=nnx.Rngs(0)))
     for made in (
         nnx.to_pure_dict(nnx.state(layer)),
         jax.eval_shape(jk_linen.Mamba(32, n_layers=4).init, key, x)["params"],
-        eqx.filter_eval_shape(jk_equinox.Mamba, 32, n_layers=4, key=key).weights._asdict(),
+        given(eqx.filter_eval_shape(jk_equinox.Mamba, 32, n_layers=4, key=key).weights),
     ):
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == expected
 
 
 @LIBRARY
 def test_mamba_in_bfloat16(blocks, library):
-    weights = blocks[1]._asdict()
+    weights = given(blocks[1])
     if library == "equinox":
         weights = Policy.parse("bf16").cast_to_compute(weights)
     block = in_every_library("Mamba", 12, weights=weights, dtype=BF16, **OPTIONS)[library]
@@ -556,7 +578,7 @@ def test_mamba_by_the_kernels_is_the_papers(library):
 
     def layer(implementation, weights):
         options_of = options | {"implementation": implementation}
-        return in_every_library("Mamba", width, weights=weights._asdict(), **options_of)[library]
+        return in_every_library("Mamba", width, weights=given(weights), **options_of)[library]
 
     def run(implementation, x, *weights):
         return layer(implementation, mamba.Weights(*weights))(x)
@@ -572,8 +594,8 @@ def test_mamba_by_the_kernels_is_the_papers(library):
     kernels, plain = (jax.jit(functools.partial(run, name)) for name in ("mosaic", "xla"))
     oracle = lambda x, *rest: block_float64(mamba.Weights(*rest[:-1]), x, rest[-1])
     with jax.default_matmul_precision("highest"), check.running("mosaic"):
-        check.check_accuracy(kernels, plain, oracle, (x, *weights))
-        tokens, whole = jax.jit(decoded)(weights, x), plain(x, *weights)
+        check.check_accuracy(kernels, plain, oracle, (x, *given(weights).values()))
+        tokens, whole = jax.jit(decoded)(weights, x), plain(x, *given(weights).values())
     want = np.stack([block_float64(weights, row) for row in x])
     errors = [check.relative_error(y, want) for y in (tokens, whole)]
     assert errors[0] <= 2 * errors[1] + 4 * 2.0**-24

@@ -213,8 +213,8 @@ class Mamba(eqx.Module):
     Its leaves are those of :class:`jaxkern.nn.mamba.Weights`.
 
     Args:
-      d_model, d_state, d_conv, expand, dt_rank, n_layers, implementation: as for
-        :class:`jaxkern.nn.flax.Mamba`.
+      d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias, n_layers,
+        implementation: as for :class:`jaxkern.nn.flax.Mamba`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
@@ -240,17 +240,18 @@ class Mamba(eqx.Module):
         d_conv: int = 4,
         expand: int = 2,
         dt_rank: int | None = None,
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
         n_layers: int = 1,
         dtype: Any = jnp.float32,
         implementation: Implementation | None = None,
         key: jax.Array,
     ):
-        self.sizes = mamba.Sizes(d_model, d_state, d_conv, expand, dt_rank)
+        self.sizes = mamba.Sizes(d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias)
         inits = mamba.initializers(self.sizes, n_layers)
         keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
-        self.weights = mamba.Weights(
-            **{name: init(keys[name], shape, dtype) for name, (init, shape) in inits.items()}
-        )
+        weights = {name: init(keys[name], shape, dtype) for name, (init, shape) in inits.items()}
+        self.weights = mamba.Weights(**{"conv_bias": None, **weights})
         self.implementation = implementation
 
     def __call__(

@@ -191,6 +191,8 @@ class Mamba(nnx.Module):
       d_conv: W, taps of the convolution.
       expand: inner channels, E = expand · D.
       dt_rank: R, the rank of the step sizes; by default D / 16, rounded up.
+      use_bias: whether the input and output projections have biases.
+      use_conv_bias: whether the convolution has one.
       n_layers: blocks that add to one residual stream; the output projection begins smaller by its
         root.
       dtype: of the products; by default what input and parameters promote to.
@@ -220,13 +222,15 @@ class Mamba(nnx.Module):
         d_conv: int = 4,
         expand: int = 2,
         dt_rank: int | None = None,
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
         n_layers: int = 1,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        self.sizes = mamba.Sizes(d_model, d_state, d_conv, expand, dt_rank)
+        self.sizes = mamba.Sizes(d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.implementation: Implementation | None = implementation
@@ -262,7 +266,8 @@ class Mamba(nnx.Module):
         return mamba.init_cache(self.sizes, batch_size, dtype)
 
     def _weights(self) -> mamba.Weights:
-        return mamba.Weights(*(getattr(self, name)[...] for name in mamba.Weights._fields))
+        weights = {name: _value(getattr(self, name, None)) for name in mamba.Weights._fields}
+        return mamba.Weights(**weights)
 
 
 def _value(param: nnx.Param | None) -> Any:

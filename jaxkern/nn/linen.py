@@ -174,6 +174,8 @@ class Mamba(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     implementation: Implementation | None = None
+    use_bias: bool = False
+    use_conv_bias: bool = True
 
     def setup(self):
         inits = mamba.initializers(self._sizes(), self.n_layers)
@@ -209,10 +211,12 @@ class Mamba(nn.Module):
         return mamba.init_cache(self._sizes(), batch_size, dtype)
 
     def _sizes(self) -> mamba.Sizes:
-        return mamba.Sizes(self.d_model, self.d_state, self.d_conv, self.expand, self.dt_rank)
+        sizes = self.d_model, self.d_state, self.d_conv, self.expand, self.dt_rank
+        return mamba.Sizes(*sizes, self.use_bias, self.use_conv_bias)
 
     def _weights(self) -> mamba.Weights:
-        return mamba.Weights(*(getattr(self, name) for name in mamba.Weights._fields))
+        weights: Any = {name: getattr(self, name, None) for name in mamba.Weights._fields}
+        return mamba.Weights(**weights)
 
 
 def _scale(layer: Any, x: jax.Array) -> jax.Array | None:

@@ -31,13 +31,15 @@ class Weights(NamedTuple):
 
     in_proj: jax.Array  # (D, 2 E)
     conv_weight: jax.Array  # (E, W)
-    conv_bias: jax.Array  # (E,)
+    conv_bias: jax.Array | None  # (E,)
     x_proj: jax.Array  # (E, R + 2 N)
     dt_proj: jax.Array  # (R, E)
     dt_bias: jax.Array  # (E,)
     A_log: jax.Array  # (E, N)
     D: jax.Array  # (E,)
     out_proj: jax.Array  # (E, D)
+    in_bias: jax.Array | None = None  # (2 E,)
+    out_bias: jax.Array | None = None  # (D,)
 
 
 class Cache(NamedTuple):
@@ -56,6 +58,8 @@ class Sizes:
     d_conv: int = 4  # W
     expand: int = 2  # E = expand · D
     dt_rank: int | None = None  # R; D / 16, rounded up, if not given
+    use_bias: bool = False  # of the input and output projections
+    use_conv_bias: bool = True
 
     @property
     def d_inner(self) -> int:
@@ -79,7 +83,7 @@ def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, tuple[Initializer
         so that the stream's variance does not grow with depth.
     """
     d, e, n, w, r = sizes.d_model, sizes.d_inner, sizes.d_state, sizes.d_conv, sizes.rank
-    return {
+    inits = {
         "in_proj": (_uniform(d**-0.5), (d, 2 * e)),
         "conv_weight": (_uniform(w**-0.5), (e, w)),
         "conv_bias": (_uniform(w**-0.5), (e,)),
@@ -90,10 +94,20 @@ def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, tuple[Initializer
         "A_log": (_a_log, (e, n)),
         "D": (lambda key, shape, dtype: jnp.ones(shape, dtype), (e,)),
     }
+    if not sizes.use_conv_bias:
+        del inits["conv_bias"]
+    if sizes.use_bias:
+        inits |= {"in_bias": (_zeros, (2 * e,)), "out_bias": (_zeros, (d,))}
+    return inits
 
 
 def _uniform(bound: float) -> Initializer:
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    del key
+    return jnp.zeros(shape, dtype)
 
 
 def _dt_bias(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -139,7 +153,8 @@ def mamba(
     # Two products, as the halves of one would be copied apart, and their gradients together; XLA
     # makes one of two that have an operand in common.
     to_u, to_z = jnp.split(weights.in_proj, 2, axis=-1)
-    u, z = project(x, to_u), project(jax.lax.optimization_barrier(x), to_z)
+    of_u, of_z = _halves(weights.in_bias)
+    u, z = project(x, to_u, of_u), project(jax.lax.optimization_barrier(x), to_z, of_z)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
@@ -166,16 +181,16 @@ def mamba(
         **options,
     )
     if not return_cache:
-        return project(y, weights.out_proj)
+        return project(y, weights.out_proj, weights.out_bias)
     y, state = y
-    return project(y, weights.out_proj), Cache(conv, state)
+    return project(y, weights.out_proj, weights.out_bias), Cache(conv, state)
 
 
 def mamba_step(
     weights: Weights, x: jax.Array, cache: Cache, *, dtype: Any = None
 ) -> tuple[jax.Array, Cache]:
     """A Mamba block for one token, x (B, D): its output (B, D) and the next cache."""
-    projected = jaxkern.linear(_cast(x, weights, dtype), weights.in_proj)
+    projected = jaxkern.linear(_cast(x, weights, dtype), weights.in_proj, weights.in_bias)
     u, z = jnp.split(projected, 2, axis=-1)
     u, conv = jaxkern.causal_conv1d_step(
         cache.conv, u, *_filter(weights, u.dtype), activation="silu"
@@ -193,7 +208,7 @@ def mamba_step(
         dt_bias=weights.dt_bias,
         dt_softplus=True,
     )
-    return jaxkern.linear(y, weights.out_proj), Cache(conv, state)
+    return jaxkern.linear(y, weights.out_proj, weights.out_bias), Cache(conv, state)
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
@@ -208,8 +223,13 @@ def _cast(x: jax.Array, weights: Weights, dtype: Any) -> jax.Array:
     return x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
 
 
-def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    return weights.conv_weight.astype(dtype), weights.conv_bias.astype(dtype)
+def _halves(bias: jax.Array | None) -> Any:
+    return (None, None) if bias is None else jnp.split(bias, 2)
+
+
+def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    bias = weights.conv_bias
+    return weights.conv_weight.astype(dtype), None if bias is None else bias.astype(dtype)
 
 
 def _parameters(
