@@ -136,12 +136,12 @@ def check(run: Path, step: int, model: ModelConfig) -> None:
         manifest = json.loads((path / "manifest.json").read_text())
         if manifest["format"] != FORMAT or manifest["step"] != step:
             raise ValueError("another format")
-        stored, files = manifest["model"], manifest["files"]
+        stored, files = ModelConfig(**manifest["model"]), manifest["files"]
     except (OSError, ValueError, KeyError, TypeError):
         raise RunError(
             f"checkpoint {path} was not written by this version of jaxkern; {remedy}"
         ) from None
-    if stored != dataclasses.asdict(model):
+    if stored != model:
         raise RunError(f"checkpoint {path} is of another model, {stored}; {remedy}")
     if _digests(path) != files:
         raise RunError(

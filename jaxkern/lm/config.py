@@ -11,7 +11,25 @@ class RunError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the language model, in the names of the Mamba paper (arXiv 2312.00752)."""
+    """Shape of the language model, in the names of the Mamba paper (arXiv 2312.00752).
+
+    Attributes:
+      d_model: width of the residual stream.
+      n_layers: Mamba blocks.
+      d_state: states a channel.
+      expand: inner channels of a block for each of `d_model`.
+      d_conv: taps of the convolution.
+      vocab_size: tokens that there are.
+      time_step_rank: rank of the step sizes; ``None`` for `d_model` / 16, rounded up.
+      use_bias: whether a block's input and output projections have biases.
+      use_conv_bias: whether its convolution has one.
+      tie_embeddings: whether the output layer is the embedding, transposed.
+      eps: of the norms.
+
+    Raises:
+      TypeError: a value is of another type.
+      ValueError: a size is less than 1, or `eps` not above 0.
+    """
 
     d_model: int
     n_layers: int
@@ -19,6 +37,25 @@ class ModelConfig:
     expand: int = 2
     d_conv: int = 4
     vocab_size: int = 256
+    time_step_rank: int | None = None
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    tie_embeddings: bool = True
+    eps: float = 1e-5
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), field.type
+            if kind == int | None and value is None:
+                continue
+            right = {bool: bool, float: (int, float)}.get(kind, int)
+            if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
+                name = getattr(kind, "__name__", str(kind))
+                raise TypeError(f"ModelConfig: {field.name} must be of type {name}, got {value!r}")
+            if kind is float and not 0 < value < math.inf:
+                raise ValueError(f"ModelConfig: {field.name} must be above 0, got {value!r}")
+            if right is int and value < 1:
+                raise ValueError(f"ModelConfig: {field.name} must be at least 1, got {value!r}")
 
     @property
     def d_inner(self) -> int:
@@ -26,7 +63,7 @@ class ModelConfig:
 
     @property
     def dt_rank(self) -> int:
-        return math.ceil(self.d_model / 16)
+        return self.time_step_rank or math.ceil(self.d_model / 16)
 
 
 @dataclasses.dataclass(frozen=True)
