@@ -213,8 +213,8 @@ class Mamba(eqx.Module):
     Its leaves are those of :class:`jaxkern.nn.mamba.Weights`.
 
     Args:
-      d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias, n_layers,
-        implementation: as for :class:`jaxkern.nn.flax.Mamba`.
+      d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias, n_layers, implementation:
+        as for :class:`jaxkern.nn.flax.Mamba`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
