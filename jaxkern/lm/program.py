@@ -5,13 +5,13 @@ ahead of time, lowers the very programs that ``jaxkern train`` does.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkern.core import cache
@@ -20,6 +20,9 @@ from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import compiler_options, init_state, loss_fn, make_model, make_train_step
 from jaxkern.precision import Policy
+
+_BATCH = "batch"
+"""The mesh axis between whose devices the batch is split."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +33,14 @@ class Placement:
       platform: of the devices.
       replicated: parameters and all else that every device has whole.
       first_split, second_split: arrays whose first or second axis is the batch.
+      mesh: of the devices between which the batch is split; ``None`` for one device.
     """
 
     platform: str
     replicated: Any
     first_split: Any
     second_split: Any
+    mesh: Mesh | None = None
 
     @staticmethod
     def on(devices: Sequence[Any]) -> "Placement":
@@ -44,14 +49,37 @@ class Placement:
         if len(devices) == 1:
             one = SingleDeviceSharding(devices[0])
             return Placement(platform, one, one, one)
-        mesh = Mesh(np.array(devices), ("batch",), axis_types=(AxisType.Auto,))
-        specs = PartitionSpec(), PartitionSpec("batch"), PartitionSpec(None, "batch")
-        return Placement(platform, *(NamedSharding(mesh, spec) for spec in specs))
+        mesh = Mesh(np.array(devices), (_BATCH,), axis_types=(AxisType.Auto,))
+        specs = PartitionSpec(), PartitionSpec(_BATCH), PartitionSpec(None, _BATCH)
+        replicated, first, second = (NamedSharding(mesh, spec) for spec in specs)
+        return Placement(platform, replicated, first, second, mesh)
 
     def jit(self, f: Callable[..., Any], **options: Any) -> Any:
         """`f` under ``jax.jit``, its results replicated."""
         compiler = compiler_options(self.platform)
         return jax.jit(f, out_shardings=self.replicated, compiler_options=compiler, **options)
+
+    @property
+    def axis_name(self) -> str | None:
+        """The mesh axis between whose devices the batch is split."""
+        return None if self.mesh is None else _BATCH
+
+    def on_each(self, f: Callable[..., Any], windows: Any) -> Callable[..., Any]:
+        """`f` of (state, windows) as the program of each device, with its part of the windows.
+
+        A device so runs the program that a single one would, and sums of gradients over devices.
+
+        Args:
+          f: gives arrays that are the same on every device.
+          windows: where they lie, `first_split` or `second_split`.
+        """
+        if self.mesh is None:
+            return f
+        specs = PartitionSpec(), windows.spec
+        # Without check_vma JAX adds no sums over devices to those that `f` asks for.
+        return jax.shard_map(
+            f, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+        )
 
 
 def precision_policy(config: TrainConfig) -> Policy:
@@ -88,8 +116,9 @@ def lowered_step(
         np.uint8,
         sharding=placement.second_split,
     )
-    step = placement.jit(make_train_step(config, model_structure(config)), donate_argnums=0)
-    traced = step.trace(abstract_state(config, placement), windows)
+    step = make_train_step(config, model_structure(config), placement.axis_name)
+    step = placement.on_each(step, placement.second_split)
+    traced = placement.jit(step, donate_argnums=0).trace(abstract_state(config, placement), windows)
     return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
 
@@ -125,7 +154,14 @@ def compile_programs(config: TrainConfig, placement: Placement, *, fresh: bool) 
             sharding=placement.first_split,
         )
         params = abstract_state(config, placement).params
-        f = functools.partial(loss_fn, model_structure(config))
+        structure = model_structure(config)
+
+        def mean_loss(params: Any, windows: Any) -> jax.Array:
+            loss = loss_fn(structure, params, windows)
+            axis_name = placement.axis_name
+            return loss if axis_name is None else lax.pmean(loss, axis_name)
+
+        f = placement.on_each(mean_loss, placement.first_split)
         return placement.jit(f).lower(params, windows).compile()
 
     with ThreadPoolExecutor() as pool:

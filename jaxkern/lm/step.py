@@ -7,12 +7,14 @@ lr      linear warm-up, then a cosine from lr down to lr / 10 at the last step
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 
 import jaxkern
 from jaxkern.lm.config import ModelConfig, TrainConfig
@@ -95,8 +97,14 @@ def loss_fn(graphdef: nnx.GraphDef, params: Params, windows: jax.Array) -> jax.A
     return -jnp.sum(jax.nn.log_softmax(logits), axis=-1, where=labels).mean()
 
 
-def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
-    """The function (state, windows (K, B/K, L + 1)) -> (state, metrics), K = grad_accum."""
+def make_train_step(
+    config: TrainConfig, graphdef: nnx.GraphDef, axis_name: str | None = None
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+    """The function (state, windows (K, B/K, L + 1)) -> (state, metrics), K = grad_accum.
+
+    Inside ``shard_map`` over the mesh axis `axis_name` the windows are one device's; losses and
+    gradients are means over all devices, and so are the same on each.
+    """
     optimizer = make_optimizer(config)
     schedule = learning_rate(config)
     mode: Any = config.implementation
@@ -109,8 +117,10 @@ def make_train_step(config: TrainConfig, graphdef: nnx.GraphDef):
             return scale.scale(loss), loss
 
         (_, losses), grads = jaxkern.accumulate_gradients(
-            scaled_loss, state.params, windows, has_aux=True
+            scaled_loss, state.params, windows, has_aux=True, axis_name=axis_name
         )
+        if axis_name is not None:
+            losses = lax.pmean(losses, axis_name)
         grad_norm = jnp.sqrt(sum_of_squares(mode, jax.tree.leaves(grads)))
         params, opt_state = jaxkern.apply(
             optimizer,
