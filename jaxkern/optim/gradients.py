@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -105,18 +106,36 @@ def sum_of_squares(mode: Mode, leaves: Sequence[jax.Array], f32: Any = jnp.float
     return _sum_of_squares(mode, f32, list(leaves))
 
 
-def floating_leaves(name: str, tree: Any) -> tuple[list[jax.Array], Any]:
-    """The leaves of a tree, all floating arrays, and its structure."""
+def floating_leaves(name: str, tree: Any, *, values: bool = True) -> tuple[list[Any], Any]:
+    """The leaves of a tree, all floating arrays, and its structure.
+
+    Args:
+      name: of the tree, for messages.
+      tree: arrays and Python floats; `values` says whether a ``jax.ShapeDtypeStruct`` will not do.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     for i, leaf in enumerate(leaves):
-        dtype = getattr(leaf, "dtype", None)
-        if not is_floating(leaf):
-            what = type(leaf).__name__ if dtype is None else dtype
+        if isinstance(leaf, float) and not isinstance(leaf, np.floating):
+            leaves[i] = jnp.asarray(leaf, float)
+            continue
+        struct = isinstance(leaf, jax.ShapeDtypeStruct)
+        if not is_floating(leaf) or (struct and values):
+            dtype = getattr(leaf, "dtype", None)
+            what = type(leaf).__name__ if dtype is None or struct else dtype
             raise TypeError(
-                f"{name}{leaf_paths(tree)[i]} must be a floating array, got {what}; keep what is "
-                "not trained out of the tree, or wrap the transformation in optax.masked"
+                f"{name}{leaf_paths(tree)[i]} must be a floating array, got {what}; "
+                f"{_instead(dtype, struct)}"
             )
-    return [jnp.asarray(leaf) for leaf in leaves], treedef
+        leaves[i] = leaf if struct else jnp.asarray(leaf)
+    return leaves, treedef
+
+
+def _instead(dtype: Any, struct: bool) -> str:
+    if struct:
+        return "this needs values, and jax.eval_shape gives shapes alone"
+    if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
+        return "keep real and imaginary parts apart, as optax.contrib.split_real_and_imaginary does"
+    return "keep what is not trained out of the tree, or wrap the transformation in optax.masked"
 
 
 def is_floating(leaf: Any) -> bool:

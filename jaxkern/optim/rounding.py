@@ -47,6 +47,20 @@ def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(x == x, rounded, x)
 
 
+@jax.custom_jvp
+def round_with_slope(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """:func:`round_to_bfloat16` with the derivative of its expectation, which is 1.
+
+    The bits that it works on have none, so that JAX would take the result for a constant.
+    """
+    return round_to_bfloat16(x, bits)
+
+
+@round_with_slope.defjvp
+def _round_with_slope_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return round_with_slope(*primals), tangents[0]
+
+
 class Draws(NamedTuple):
     """Uniform uint32 below 2^16, two for each element; those of one element are independent."""
 

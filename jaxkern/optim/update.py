@@ -1,26 +1,9 @@
-r"""The arithmetic of an optimizer's step over many leaves: a kernel and its plain-JAX twin.
+r"""An optimizer's step over many leaves: a kernel and its plain-JAX twin.
 
-For a gradient g, a weight p (the master copy where there is one), and per-step numbers in device
-memory, with s = unscale factor · clip factor:
-
-    g  = s · grad
-    Adam, AdamW
-    mu = b1 · mu + (1 − b1) · g
-    nu = b2 · nu + (1 − b2) · g²
-    p  = p − lr · (mu / (1 − b1ᵗ) / (√(nu / (1 − b2ᵗ)) + eps) + weight_decay · p)
-    SGD, of which `trace` takes the place of mu
-    mu = momentum · mu + g
-    p  = p − lr · (mu, or g + momentum · mu with Nesterov's)
-    copy = p in the parameters' dtype
-
-Where the flag `finite` is false everything stays as it is. All is computed in fp32 and rounded
-once, to nearest or, to bfloat16, stochastically (`jaxkern.optim.rounding`); mu and nu may be codes
-of 8 bits (`jaxkern.optim.quantise`). The step takes mu and nu as they are before they are rounded.
-
-Bytes per element, of a gradient, weight, mu and nu of G, P, M and V bytes: G + 2P + 2M + 2V, 28 in
-fp32, and those of the copy, which is not read. Instructions per element: 20 in fp32, 41 to 52 with
-stochastic rounding, 77 with codes of 8 bits; an H200's memory leaves time for 200 at 28 bytes, 100
-at 14 and 72 at the 10 of bf16 with codes.
+The arithmetic is in `jaxkern.optim.arithmetic`. Bytes per element, of a gradient, weight, mu and nu
+of G, P, M and V bytes: G + 2P + 2M + 2V, 28 in fp32, and those of the copy, which is not read.
+Instructions per element: 20 in fp32, 41 to 52 with stochastic rounding, 77 with codes of 8 bits; an
+H200's memory leaves time for 200 at 28 bytes, 100 at 14 and 72 at the 10 of bf16 with codes.
 
 The kernel works in place: weight, mu and nu are references (`pl.run_state`), which XLA aliases
 from input to output, copying only what the caller has not donated. A block is one warpgroup. Each
@@ -28,17 +11,14 @@ lane loads `ELEMENTS` elements of every array, in accesses of up to 16 bytes, co
 lanes past a leaf's end store nothing, nor does any in a step that is skipped. Leaves of equal
 dtypes share a launch, whose blocks find their leaf in a tree of branches; large leaves, and all
 leaves of a program that the compiler may split over devices, have their own.
-
-Sources: Kingma and Ba, Adam, ICLR 2015; Loshchilov and Hutter, Decoupled Weight Decay
-Regularization, ICLR 2019.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,65 +43,27 @@ from jaxkern.core.mosaic import (
 )
 from jaxkern.ops.elementwise import MAX_UNITS
 from jaxkern.optim import quantise
+from jaxkern.optim.arithmetic import (
+    Leaf,
+    Numbers,
+    Rule,
+    Static,
+    is_code,
+    number_names,
+    plain_ratio,
+    rounded,
+    step,
+    streams,
+    updated,
+)
 from jaxkern.optim.launch import BLOCK, DTYPES, MAX_REFS, launch_in_place, may_be_split, varying
-from jaxkern.optim.rounding import GROUP, Draws, group_draws, leaf_draws, round_to_bfloat16
+from jaxkern.optim.rounding import GROUP, Draws, group_draws
 
 ELEMENTS = 8
 """Elements of each array on their way to a lane at a time, in one unit or several."""
 
 LARGE = 2**24
 """Elements from which a leaf has a launch of its own: it takes 100 µs, of which 2 are its ends."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Which optimizer, as far as it is compiled in.
-
-    Attributes:
-      kind: of the update.
-      nesterov: for SGD.
-      stochastic: round what is stored in bfloat16 stochastically, but for a copy.
-    """
-
-    kind: Literal["adam", "sgd"]
-    nesterov: bool = False
-    stochastic: bool = False
-
-
-class Numbers(NamedTuple):
-    """The numbers of a step, (): fp32, or fp64 for fp64 parameters."""
-
-    finite: Any  # 1, or 0 to leave all as it is
-    scale: Any  # of the gradients
-    rate: Any  # the learning rate
-    decay: Any  # the weight decay
-    b1: Any  # or SGD's momentum
-    one_minus_b1: Any
-    b2: Any
-    one_minus_b2: Any
-    mu_factor: Any  # 1 / (1 − b1^t)
-    nu_factor: Any  # 1 / √(1 − b2^t)
-    eps: Any
-
-
-class Leaf(NamedTuple):
-    """The arrays of a parameter, of one shape; ``None`` for those that there are not."""
-
-    grad: Any
-    weight: Any
-    mu: Any
-    nu: Any
-    copy: Any  # the parameter, where weight is its master copy
-    mu_scale: Any = None  # of each block, where mu is codes of 8 bits
-    nu_scale: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """What is compiled in of a leaf: its number in the tree, and whether it decays."""
-
-    number: int
-    decays: bool
 
 
 def update_leaves(
@@ -160,15 +102,15 @@ def _update_jit(rule, mode, statics, numbers, seed, leaves):
             by_kernel.append(i)
     if not by_kernel:
         return done
-    words = lax.bitcast_convert_type(jnp.stack(numbers).astype(jnp.float32), jnp.uint32)
-    header = jnp.concatenate([words, seed])
+    values = jnp.stack([getattr(numbers, name) for name in number_names(rule)]).astype(jnp.float32)
+    header = jnp.concatenate([lax.bitcast_convert_type(values, jnp.uint32), seed])
     alone = may_be_split([leaf.weight for leaf in leaves])
     for group in _groups(rule, leaves, by_kernel, statics, alone):
         first = statics[group[0]]
         offsets = tuple(statics[i].number - first.number for i in group)
         number = jnp.array([first.number], jnp.uint32)
         members = [leaves[i] for i in group]
-        results = _run(rule, mode, offsets, first.decays, header, number, members)
+        results = _run(rule, mode, offsets, first.decays, header, values, number, members)
         for i, leaf in zip(group, results, strict=True):
             done[i] = leaf
     return done
@@ -191,11 +133,6 @@ def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
     return None
 
 
-def is_code(a: Any) -> bool:
-    """Whether an average is in 8 bits."""
-    return jnp.issubdtype(a.dtype, jnp.integer)
-
-
 def _vector(rule: Rule, leaf: Leaf) -> int:
     """Elements of a unit: as many as make 16 bytes of the widest array, if they divide the size.
 
@@ -204,7 +141,7 @@ def _vector(rule: Rule, leaf: Leaf) -> int:
     """
     if leaf.mu_scale is not None or leaf.nu_scale is not None:
         return quantise.BLOCK // 32
-    if any(_streams(rule, leaf)):
+    if any(streams(rule, leaf)):
         return math.gcd(GROUP, leaf.weight.size)
     widest = max(a.dtype.itemsize for a in leaf if a is not None)
     return math.gcd(16 // widest, leaf.weight.size)
@@ -232,11 +169,12 @@ def _groups(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _run(rule, mode, offsets, decays, header, number, leaves) -> list[Leaf]:
+def _run(rule, mode, offsets, decays, header, values, number, leaves) -> list[Leaf]:
     """The kernel over leaves of equal dtypes, or its twin where it cannot run.
 
     A program traces and lowers it once for all leaves that have a launch of their own and are
-    alike, as their number is an argument.
+    alike, as their number is an argument. The kernel takes the step's numbers from `header`, words
+    that have no derivatives; the twin, which is what is differentiated, from `values`.
     """
     before = leaves
     if len(leaves) > 1 or not leaves[0].weight.shape:
@@ -252,11 +190,11 @@ def _run(rule, mode, offsets, decays, header, number, leaves) -> list[Leaf]:
         mode=mode,
         kernel=functools.partial(_launch, rule, mode, offsets, decays),
         reference=functools.partial(_reference, rule, offsets, decays),
-        ins=("h", "n", *itertools.chain(*factors)),
+        ins=("h", "v", "n", *itertools.chain(*factors)),
         outs=tuple(itertools.chain(*(of_leaf[1:] for of_leaf in factors))),
-        whole="h n",
+        whole="h v n",
         batched=False,
-    )(header, number, *(a for leaf in leaves for a in leaf))
+    )(header, values, number, *(a for leaf in leaves for a in leaf))
     done = itertools.batched(outs, width - 1)
     return [
         Leaf(None, *(None if a is None else a.reshape(o.shape) for a, o in zip(new, old[1:])))  # noqa: B905
@@ -268,140 +206,18 @@ def _leaves(arrays: Sequence[Any]) -> list[Leaf]:
     return [Leaf(*part) for part in itertools.batched(arrays, len(Leaf._fields))]
 
 
-# The step of some elements, in the kernel and outside
-
-
-def _plain_ratio(n: Numbers, mu: Any, nu: Any) -> Any:
-    return mu * n.mu_factor / (jnp.sqrt(nu) * n.nu_factor + n.eps)
-
-
-def _step(
-    rule: Rule,
-    n: Numbers,
-    decays: bool,
-    g: Any,
-    p: Any,
-    mu: Any,
-    nu: Any,
-    ratio: Callable[[Numbers, Any, Any], Any] = _plain_ratio,
-):
-    """The change of p, and mu and nu; p may be ``None`` where nothing decays."""
-    g = g * n.scale
-    if rule.kind == "adam":
-        mu = n.b1 * mu + n.one_minus_b1 * g
-        nu = n.b2 * nu + n.one_minus_b2 * (g * g)
-        step = ratio(n, mu, nu)
-    else:
-        step = g
-        if mu is not None:
-            mu = n.b1 * mu + g
-            step = g + n.b1 * mu if rule.nesterov else mu
-    if decays:
-        step = step + n.decay * p
-    return -n.rate * step, mu, nu
-
-
-def _streams(rule: Rule, leaf: Leaf) -> tuple[bool, bool]:
-    """Whether a leaf needs random bits for mu and nu, and for its weight."""
-    rounded = lambda a: (
-        a is not None and (is_code(a) or (rule.stochastic and a.dtype == jnp.bfloat16))
-    )
-    return rounded(leaf.mu) or rounded(leaf.nu), rounded(leaf.weight)
-
-
-def _rounded(rule: Rule, dtype: Any, x: jax.Array, bits: Any) -> jax.Array:
-    if rule.stochastic and dtype == jnp.bfloat16:
-        return round_to_bfloat16(x, bits)
-    return x
-
-
 # Reference
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def changed(
-    rule: Rule, decays: bool, numbers: Numbers, seed: jax.Array, number: Any, leaf: Leaf
-) -> tuple[Leaf, jax.Array]:
-    """The leaf after a step, and what the step adds to the parameter, in fp32.
-
-    A leaf without a weight is left without one.
-    """
-    some = [a for a in leaf if a is not None and not is_code(a)]
-    f32 = functools.reduce(jnp.promote_types, (a.dtype for a in some), jnp.float32)
-    numbers = Numbers(*(jnp.asarray(n).astype(f32) for n in numbers))
-    g, p = (None if a is None else a.astype(f32) for a in leaf[:2])
-    mu, nu = (
-        None
-        if a is None
-        else a.astype(f32)
-        if scale is None
-        else quantise.value(a.dtype, a.astype(f32), quantise.spread(scale, a.shape))
-        for a, scale in ((leaf.mu, leaf.mu_scale), (leaf.nu, leaf.nu_scale))
-    )
-    of_state, of_weight = _streams(rule, leaf)
-
-    def draws(stream: int, needed: bool) -> Draws:
-        if not needed:
-            return Draws(None, None)
-        return leaf_draws(leaf.grad.shape, number, list(seed), stream)
-
-    for_mu, for_nu = draws(0, of_state)
-    delta, new_mu, new_nu = _step(rule, numbers, decays, g, p, mu, nu)
-    kept = numbers.finite > 0
-
-    def stored(old: Any, new: Any, like: Any, bits: Any) -> Any:
-        if old is None:
-            return None
-        rounded = _rounded(rule, like.dtype, jnp.where(kept, new, old), bits)
-        return rounded.astype(like.dtype)
-
-    def average(old: Any, new: Any, like: Any, scale: Any, bits: Any) -> tuple[Any, Any]:
-        if scale is None:
-            return stored(old, new, like, bits), None
-        new_scale = quantise.largest(new)
-        new = quantise.code(like.dtype, new, quantise.spread(new_scale, new.shape), bits)
-        return (
-            jnp.where(kept, new.astype(like.dtype), like),
-            jnp.where(kept, new_scale.astype(scale.dtype), scale),
-        )
-
-    after_mu = average(mu, new_mu, leaf.mu, leaf.mu_scale, for_mu)
-    after_nu = average(nu, new_nu, leaf.nu, leaf.nu_scale, for_nu)
-    new_p = None if p is None else p + delta
-    weight = stored(p, new_p, leaf.weight, draws(1, of_weight).first)
-    after = Leaf(
-        None,
-        weight,
-        after_mu[0],
-        after_nu[0],
-        None if leaf.copy is None else weight.astype(leaf.copy.dtype),
-        after_mu[1],
-        after_nu[1],
-    )
-    # Barriers, as XLA may leave out the rounding of what it widens again.
-    if leaf.copy is not None:
-        delta = lax.optimization_barrier(after.copy).astype(f32) - leaf.copy.astype(f32)
-    elif leaf.weight is not None and leaf.weight.dtype != f32:
-        delta = lax.optimization_barrier(after.weight).astype(f32) - p
-    else:
-        delta = jnp.where(kept, delta, 0.0)
-    return after, delta
-
-
-def _reference(rule, offsets, decays, header, number, *arrays) -> tuple[Any, ...]:
+def _reference(rule, offsets, decays, header, values, number, *arrays) -> tuple[Any, ...]:
     """The leaves after a step, but for their gradients, one after the other."""
-    words = lax.bitcast_convert_type(header[: len(Numbers._fields)], jnp.float32)
-    numbers, seed = Numbers(*words), header[len(Numbers._fields) :]
+    names = number_names(rule)
+    numbers, seed = Numbers(**dict(zip(names, values, strict=True))), header[len(names) :]
     done = [
         updated(rule, decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)
         for leaf, offset in zip(_leaves(arrays), offsets, strict=True)
     ]
     return tuple(a for leaf in done for a in leaf[1:])
-
-
-def updated(rule, decays, numbers, seed, number, leaf) -> Leaf:
-    """The leaf after a step, in plain JAX."""
-    return changed(rule, decays, numbers, seed, number, leaf)[0]
 
 
 # Kernel
@@ -422,8 +238,9 @@ class _Plan:
         return min(4, (2 if codes else 1) * ELEMENTS // self.vec)
 
 
-def _launch(rule, mode, offsets, decays, header, number, *arrays) -> tuple[Any, ...]:
+def _launch(rule, mode, offsets, decays, header, values, number, *arrays) -> tuple[Any, ...]:
     """The arrays of the leaves after the step, but for the gradients."""
+    del values
     leaves = _leaves(arrays)
     vec = _vector(rule, leaves[0])
     plan = _Plan(
@@ -471,11 +288,12 @@ def _kernel(
 def _block(
     plan: _Plan, header: Any, number: Any, block: jax.Array, refs: Sequence[Any], row: Any
 ) -> None:
-    count = len(Numbers._fields)
-    words = load_words(header, count + 3, interpret=plan.interpret)
-    of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[:count]]
-    numbers = Numbers(*(_spread(plan, value) for value in of_lanes))
-    seed = words[count:]
+    names = number_names(plan.rule)
+    words = load_words(header, len(names) + 3, interpret=plan.interpret)
+    of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[: len(names)]]
+    spread = [_spread(plan, value) for value in of_lanes]
+    numbers = Numbers(**dict(zip(names, spread, strict=True)))
+    seed = words[len(names) :]
     (first_leaf,) = load_words(number, 1, interpret=plan.interpret)
     start, units, offset = row
     present = iter(refs)
@@ -498,7 +316,7 @@ def _block(
         work.append((unit, values, scales))
     for unit, (g, p, *averages), scales in work:
         store = functools.partial(store_units, below=below, interpret=plan.interpret)
-        of_state, of_weight = _streams(plan.rule, plan.leaf)
+        of_state, of_weight = streams(plan.rule, plan.leaf)
         draw = functools.partial(_draws, plan, unit, first_leaf + offset, seed)
         draws = draw(0) if of_state else Draws(None, None)
         of = quantise.PLAIN if plan.interpret else _FAST
@@ -506,20 +324,24 @@ def _block(
             a if scale is None else quantise.value(like.dtype, a, _spread(plan, scale), of)
             for a, scale, like in zip(averages, scales, plan.leaf[2:4], strict=True)
         ]
-        ratio = _plain_ratio if plan.interpret else _fast_ratio
+        ratio = plain_ratio if plan.interpret else _fast_ratio
         mu, nu = averages
-        delta, mu, nu = _step(plan.rule, numbers, plan.decays, g, p, mu, nu, ratio)
+        delta, mu, nu = step(plan.rule, numbers, plan.decays, g, p, mu, nu, ratio)
         weight = p + delta
         bits = draw(1).first if of_weight else None
-        rounded = _rounded(plan.rule, where.weight.dtype, weight, bits)
-        store(where.weight, unit, rounded, plan.vec)
+        store(
+            where.weight,
+            unit,
+            rounded(plan.rule, where.weight.dtype, weight, bits),
+            plan.vec,
+        )
         if where.copy is not None:
             store(where.copy, unit, weight, plan.vec)
         for ref, scale_ref, new, bits in zip(where[2:4], where[5:], (mu, nu), draws, strict=True):
             if new is None:
                 continue
             if scale_ref is None or bits is None:
-                out = _rounded(plan.rule, ref.dtype, new, bits)
+                out = rounded(plan.rule, ref.dtype, new, bits)
             else:
                 largest = largest_of_warp(new, interpret=plan.interpret)
                 every = _spread(plan, largest)
@@ -544,10 +366,13 @@ _FAST = quantise.Functions(
 )
 
 
-def _fast_ratio(n: Numbers, mu: jax.Array, nu: jax.Array) -> jax.Array:
+def _fast_ratio(n: Numbers, m: jax.Array, nu: jax.Array) -> jax.Array:
     """By instructions that take denormals for 0, which nu must not become with an eps of 0."""
+    if n.eps_root is not None:
+        nu = nu * n.nu_factor + n.eps_root
     root = fast_sqrt(jnp.maximum(nu, _SMALLEST_NORMAL), interpret=False)
-    return mu * n.mu_factor * fast_reciprocal(root * n.nu_factor + n.eps, interpret=False)
+    scaled = root if n.eps_root is not None else root * n.nu_factor
+    return m * fast_reciprocal(scaled + n.eps, interpret=False)
 
 
 def _spread(plan: _Plan, of_lanes: jax.Array) -> jax.Array:

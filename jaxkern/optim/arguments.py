@@ -1,0 +1,162 @@
+"""The checks of an optimizer's arguments: when it is made, where whoever wrote them is told."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+Tree = Any
+Number = Any
+"""A Python number, a scalar array, or for a schedule a function of the count."""
+
+
+def check_number(
+    name: str,
+    value: Any,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    schedule: bool = False,
+) -> Any:
+    """`value`, if it is a number that an optimizer can take.
+
+    Args:
+      name: of the argument.
+      value: what was given. Of arrays of JAX only shape and dtype are looked at: they may be
+        traced, and are not waited for.
+      low: the least number allowed.
+      high: the least number above `low` that is not; NaN never is.
+      schedule: whether it may be a function of the count.
+
+    Raises:
+      TypeError: it is no number, or of a dtype that is not real.
+      ValueError: it is out of range, or has axes.
+    """
+    if callable(value):
+        if schedule:
+            return value
+        raise TypeError(
+            f"{name} must be a number, got {_told(value)}; functions of the count are for "
+            "learning_rate and weight_decay, and optax.inject_hyperparams makes them of others"
+        )
+    kinds = "a number or a scalar array" + (", or a schedule (a function)" if schedule else "")
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    else:
+        real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not real:
+        raise TypeError(f"{name} must be {kinds}, got {_told(value)}; {_remedy(name, value)}")
+    if np.shape(value) != ():
+        raise ValueError(
+            f"{name} must be {kinds}, got shape {np.shape(value)}; it is one for all parameters, "
+            "and optax.multi_transform has several"
+        )
+    if not isinstance(value, jax.Array):
+        below = f" and below {high}" if high < math.inf else ""
+        if not (low <= value < high or value == high == math.inf):
+            rule = f"at least {low}{below}" if low > -math.inf else "a number"
+            raise ValueError(f"{name} must be {rule}, got {value}")
+    return value
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value`, if it is a bool: a step is compiled for it."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {_told(value)}")
+    return bool(value)
+
+
+def check_seed(value: Any) -> Any:
+    """`value`, if it is an integer."""
+    dtype = getattr(value, "dtype", None)
+    whole = (
+        isinstance(value, int) and not isinstance(value, bool)
+        if dtype is None
+        else jnp.issubdtype(dtype, jnp.integer) and np.shape(value) == ()
+    )
+    if not whole:
+        raise TypeError(
+            f"seed must be an integer, got {_told(value)}; of a key of JAX's take "
+            "jax.random.bits(key)"
+        )
+    return value
+
+
+def check_mask(mask: Any) -> Any:
+    """`mask`, if it is a function, or a tree of booleans."""
+    if mask is None or callable(mask):
+        return mask
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
+        boolean = isinstance(leaf, (bool, np.bool_)) or (
+            getattr(leaf, "dtype", None) == jnp.bool_
+            and np.shape(leaf) == ()
+            and not isinstance(leaf, Tracer)
+        )
+        if not boolean:
+            raise TypeError(
+                f"mask{jax.tree_util.keystr(path)} must be True or False, got {_told(leaf)}; a "
+                "step is compiled for what decays"
+            )
+    return mask
+
+
+def check_state_dtype(name: str, dtype: Any, stochastic: bool, code: str) -> Any:
+    """The dtype of an average, or ``None``.
+
+    Args:
+      name: of the argument.
+      dtype: what was given.
+      stochastic: whether what is stored in bfloat16 is rounded stochastically.
+      code: the dtype of the average's codes of 8 bits.
+    """
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{name} must be a dtype, got {dtype!r}; e.g. jnp.bfloat16") from None
+    if found.name not in ("float32", "bfloat16", "float16", "float64", code):
+        raise ValueError(f"{name} must be float32, bfloat16, float16 or {code}, got {found.name}")
+    if stochastic and found == jnp.float16:
+        raise ValueError(
+            f"{name}=float16 cannot be rounded stochastically; use bfloat16, or leave "
+            "stochastic_rounding out"
+        )
+    return found
+
+
+def check_master_dtype(dtype: Any) -> bool:
+    """Whether there are master copies."""
+    if dtype is None:
+        return False
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"master_dtype must be float32 or None, got {dtype!r}; use jnp.float32"
+        ) from None
+    if found != jnp.float32:
+        raise ValueError(f"master_dtype must be float32 or None, got {found.name}")
+    return True
+
+
+def none_if_zero(value: Any) -> Any:
+    """``None`` for what is 0 whatever happens, which is compiled in."""
+    return None if isinstance(value, (int, float)) and value == 0 else value
+
+
+def _told(value: Any) -> str:
+    if getattr(value, "dtype", None) is not None:
+        return f"an array of dtype {value.dtype} and shape {np.shape(value)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _remedy(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"write {name}=float({value!r})"
+    return f"give {name} as a float"
