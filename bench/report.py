@@ -181,7 +181,12 @@ def _summary(by_op: dict[str, list[Line]]) -> Iterator[str]:
         cells = [f"[`{op}`](#{op})", *counts, _times(statistics.median(beside) if beside else None)]
         rows.append([*cells, _times(best), _times(worst)])
     yield "## Summary"
-    yield table(["op", *_VERDICTS, "median over plain JAX", "most over all others", "least"], rows)
+    yield (
+        "How many of an op's lines are faster than the fastest other, even with it, slower, or "
+        "alone, with nothing beside them; and the speed-ups of the rest."
+    )
+    speedups = ["over plain JAX, median", "over the fastest other, best", "worst"]
+    yield table(["op", *_VERDICTS, *speedups], rows)
     yield "![memory beside arguments and results](pictures/memory.svg)"
     lost = sorted(
         (line for of in by_op.values() for line in of if line.verdict == "slower"),
@@ -205,6 +210,8 @@ _VERDICTS = ("faster", "even", "slower", "alone")
 
 def _section(op: str, of_op: list[Line]) -> Iterator[str]:
     yield f"## {op}"
+    if op in SHAPES:
+        yield f"A shape is {SHAPES[op]}."
     picture = FOLDER / "pictures" / f"{op}.svg"
     if picture.exists():
         yield f"![{op}: what its passes reach under the machine's limits](pictures/{picture.name})"
@@ -230,6 +237,30 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
             "of two 8192 × 8192 matrices in the same run."
         )
     yield table(head, rows)
+
+
+_ROWS = "rows × elements of a row; a word behind it is what else the op does"
+_LEAVES = "the number of parameters, and in how many arrays they are if not in one"
+SHAPES = {
+    "accumulate_weight_grad": "micro-batches × rows × inputs × outputs",
+    "causal_conv1d": "batch × length × channels × taps",
+    "fused_adamw": f"{_LEAVES}. *Folded*: with unscaling, clipping and the check for finite "
+    "gradients; *master*: bf16 parameters and an fp32 copy",
+    "gated_linear_unit": "rows × inputs × outputs; with *recompute* both products are computed "
+    "again in the backward",
+    "layer_norm_linear": "rows × elements of a row × outputs",
+    "linear": "rows × inputs × outputs, and the activation",
+    "linear_scan": "batch × length × channels",
+    "mlp": "rows × elements of a row × hidden units, of a block of several ops: "
+    "`layer_norm_linear`, `gated_linear_unit`, `linear` and the residual",
+    "scale_gradients": _LEAVES,
+    "selective_scan": "batch × length × channels × states; behind a slash `checkpoint_every`, "
+    "where it is not 8",
+    **dict.fromkeys(("dropout", "dropout_add", "layer_norm", "rms_norm"), _ROWS),
+    **dict.fromkeys(("geglu", "gelu_and_mul", "reglu", "silu_and_mul", "swiglu"), _ROWS),
+    **dict.fromkeys(("gelu", "relu", "relu_squared", "silu"), _ROWS),
+}
+"""What the numbers of an op's shapes are."""
 
 
 def _models(op: str, of_op: list[Line]) -> str:
@@ -290,15 +321,48 @@ def _training(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
 
 
 def _others(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    """What the files hold that is no op's time, and has no document of its own: losses, …"""
+    """What the files hold that is no op's time, and has no document of its own: losses, …
+
+    The name of a file of :data:`TITLES` ends in its key; any other is its section's title.
+    """
     for name, report in reports:
         rows = [row for row in report["rows"] if "us" not in row and "contender" not in row]
-        if not rows or name.removesuffix(".json").endswith(("-accuracy", "-backbones")):
+        stem = name.removesuffix(".json")
+        if not rows or stem.endswith(("-accuracy", "-backbones")):
             continue
-        yield f"## {name.removesuffix('.json')}"
-        yield "; ".join(f"{k} {v}" for k, v in report.items() if _plain(v) and k not in _OF_FILE)
+        title, meaning = next((t for end, t in TITLES.items() if stem.endswith(end)), (stem, ""))
+        yield f"## {title}"
+        told = {k: v for k, v in report.items() if _plain(v) and k not in _OF_FILE}
+        if told := "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in told.items()):
+            meaning = f"{meaning} ({told}.)" if meaning else told
+        if meaning:
+            yield meaning
         keys = [key for key, value in rows[0].items() if _plain(value)]
-        yield table(keys, [[_cell(row.get(key)) for key in keys] for row in rows])
+        head = [_HEADS.get(key, key.replace("_", " ")) for key in keys]
+        yield table(head, [[_cell(row.get(key)) for key in keys] for row in rows])
+
+
+TITLES = {
+    "-precision": (
+        "Losses of the language model, by precision",
+        "Validation loss, in nats, after training with `--mixed-precision` and without it, by "
+        "`python -m bench.precision`.",
+    ),
+    "-first-step": (
+        "The first training step",
+        "From the start of `jaxkern train`'s process to the end of its first step, by `python -m "
+        "bench.first_step`: with jaxkern's and XLA's caches empty, and with them as an earlier "
+        "process left them. *Programs* is the part that lowering and compiling take.",
+    ),
+}
+"""Title and explanation of a section, by how the name of its file ends."""
+
+_HEADS = {
+    "first_step_s": "first step, s",
+    "programs_s": "programs, s",
+    "validation_loss": "validation loss, nats",
+}
+"""Columns of these sections whose key does not say their unit."""
 
 
 _OF_FILE = (

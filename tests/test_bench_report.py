@@ -79,6 +79,16 @@ def test_rows_without_an_op_are_a_table_of_their_own():
     assert "## h-lm\n\npreset a\n\n| implementation | tokens |\n| --- | --- |\n| xla | 5 |" in text
 
 
+def test_sections_say_what_they_are():
+    """Every measured op says what its shapes are; a file of no op has a title, not its name."""
+    text = report.REPORT.read_text()
+    assert {line.op for line in report.lines(report.load())} <= report.SHAPES.keys()
+    assert all(f"\n## {title}\n\n{about}" in text for title, about in report.TITLES.values())
+    stems = [name.removesuffix(".json") for name, _ in report.load()]
+    assert [stem for stem in stems if f"\n## {stem}" in text] == []
+    assert "| first step, s |" in text
+
+
 def test_csv_keeps_every_figure(tmp_path):
     rows = [timing("mosaic", 1.5, kernels={"k": 2}), timing("xla", 2.5, tflop_s=3.0)]
     report.write_csv(rows, tmp_path / "a.csv")
