@@ -28,7 +28,7 @@ help:
 	@echo 'make test    lint, types and all tests; on a GPU also the compiled kernels'
 	@echo 'make bench   time the kernels            make bench ARGS="--help"'
 	@echo 'make aot     compile ops and training steps for GPUs that are not there, and compare'
-	@echo 'make docs    the documentation as pages, in build/site'
+	@echo 'make docs    the documentation as pages, in build/site, and whether their links hold'
 	@echo 'make lint    formatting, lint and types'
 	@echo 'make clean   remove environments and caches; runs/ stays'
 	@echo
@@ -54,7 +54,7 @@ aot:
 .PHONY: docs
 docs:
 	@.make/setup $(VENV) constraints/newest.txt docs
-	JAX_PLATFORMS=cpu $(RUN) sphinx -q -W --keep-going -d build/doctrees .site build/site $(ARGS)
+	JAX_PLATFORMS=cpu $(VENV)/bin/python .site/pages.py $(ARGS)
 	@echo 'Open build/site/index.html'
 
 .PHONY: lint
