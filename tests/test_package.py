@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import jaxkern
 
@@ -45,6 +46,52 @@ def test_star_brings_the_public_names_and_nothing_else():
         for alias in statement.names
     }
     assert set(jaxkern.__all__) == imported
+
+
+def test_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation.keys() >= {"cff-version", "message", "title", "authors"}
+    assert citation["version"] == jaxkern.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert [author["name"] for author in PROJECT["authors"]] == [
+        author["name"] for author in citation["authors"]
+    ]
+
+
+def test_hosted_integration_runs_what_ours_does():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+@pytest.mark.parametrize("name", ["bug", "request"])
+def test_issue_forms_ask_for_something(name):
+    form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
+    assert form.keys() >= {"name", "description", "body"}
+    ids = [field["id"] for field in form["body"]]
+    assert len(set(ids)) == len(ids)
+    assert any(field.get("validations", {}).get("required") for field in form["body"])
+
+
+def test_source_distribution_holds_every_file_once():
+    """Hatchling follows links to folders, and packs what they lead to a second time."""
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    assert [line for line in listed.stdout.splitlines() if line.startswith("120000")] == []
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = included["targets"]["sdist"]["include"]
+    assert [name for name in included if not (ROOT / name.strip("/")).exists()] == []
+    packed = {"/README.md", "/CITATION.cff", "/.site", "/bench", "/notebooks", "/tests"}
+    assert packed <= set(included)
+
+
+def test_classifiers_name_the_supported_versions_of_python():
+    prefix = "Programming Language :: Python :: 3."
+    minors = [int(c[len(prefix) :]) for c in PROJECT["classifiers"] if c.startswith(prefix)]
+    assert minors == [12, 13]
+    assert PROJECT["requires-python"] == f">=3.{minors[0]}"
 
 
 def test_package_entry_point_exists():
