@@ -38,7 +38,7 @@ if ON_GPU and (programs := cache.programs()) is not None:
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
-_LONG = ("test_lm_model", "test_notebooks", "test_nn")
+_LONG = ("test_lm_model", "test_notebooks", "test_nn_blocks")
 """Files whose tests take longest on a GPU."""
 
 

@@ -1,0 +1,116 @@
+"""What the tests of layers share: each library's own and ours, made and run in the same way."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jaxkern.nn.equinox as jk_equinox
+import jaxkern.nn.flax as jk_nnx
+import jaxkern.nn.linen as jk_linen
+from jaxkern.nn import mamba
+
+K = 40  # features
+BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+def jit(f):
+    """Unoptimised code of the same program is made much sooner."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(lambda *args, **kwargs: f(*args, **kwargs), compiler_options=options)
+
+
+def normal(*shape, seed=0, dtype=FP32, scale=1.0):
+    values = scale * (np.random.default_rng(seed).normal(size=shape) + 0.3)
+    return jnp.asarray(values.astype(dtype))
+
+
+def moved(tree, seed=1):
+    """Parameters away from ones and zeros."""
+    leaves, treedef = jax.tree.flatten(tree)
+    noise = [normal(*leaf.shape, seed=seed + i, dtype=leaf.dtype) for i, leaf in enumerate(leaves)]
+    sums = [jnp.asarray(np.asarray(a) + np.asarray(b)) for a, b in zip(leaves, noise, strict=True)]
+    return jax.tree.unflatten(treedef, sums)
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+# Each library's own module of layers and ours; how one is made from a name and its options, and
+# run: (layer, its initial parameters, (parameters, x) -> result).
+
+
+def of_nnx(module, name, **options):
+    size = (K, 24) if name == "Linear" else (K,)
+    layer = getattr(module, name)(*size, **options, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+    return nnx.to_pure_dict(params), lambda params, x: nnx.merge(graphdef, params)(x)
+
+
+def of_linen(module, name, **options):
+    name, size = ("Dense", (24,)) if name == "Linear" else (name, ())
+    layer = getattr(module, name)(*size, **options)
+    return layer.init(jax.random.key(0), jnp.ones((1, K))), layer.apply
+
+
+def of_equinox(module, name, **options):
+    options.pop("param_dtype", None)
+    size = (K,)
+    if name == "Linear":
+        size, options["key"] = (K, 24), jax.random.key(0)
+    layer = getattr(module, name)(*size, **options)
+    params, rest = eqx.partition(layer, eqx.is_array)
+
+    def run(params, x):
+        layer = eqx.combine(jax.tree.unflatten(jax.tree.structure(params_of), params), rest)
+        return jax.vmap(jax.vmap(layer))(x)
+
+    params_of = params
+    return jax.tree.leaves(params), run
+
+
+LIBRARIES = {
+    "nnx": (of_nnx, nnx, jk_nnx),
+    "linen": (of_linen, linen, jk_linen),
+    "equinox": (of_equinox, eqx.nn, jk_equinox),
+}
+
+
+def pair(library, name, **options):
+    make, theirs, ours = LIBRARIES[library]
+    return make(theirs, name, **options), make(ours, name, **options)
+
+
+LIBRARY = pytest.mark.parametrize("library", LIBRARIES)
+
+
+def in_every_library(name, *size, weights, **options):
+    """The layer in each library as a function of x, from one dict of weights by nnx's names."""
+    make = functools.partial(getattr(jk_nnx, name), *size, **options)
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+    layer = nnx.merge(graphdef, weights)
+    sizes = size[1:] if name == "SwiGLU" else size
+    module = getattr(jk_linen, name)(*sizes, **options)
+    if name == "SwiGLU":
+        make = functools.partial(jk_equinox.SwiGLU, *size)
+        ours = [weights[part]["kernel"].T for part in ("gate_proj", "up_proj", "down_proj")]
+    else:
+        options.pop("dtype", None)
+        make = functools.partial(jk_equinox.Mamba, *size, **options)
+        ours = [weights[part] for part in mamba.Weights._fields if part in weights]
+    ours = jax.tree.unflatten(
+        jax.tree.structure(eqx.filter_eval_shape(make, key=jax.random.key(0))), ours
+    )
+    return {
+        "nnx": layer,
+        "linen": functools.partial(module.apply, {"params": weights}),
+        "equinox": ours,
+    }
