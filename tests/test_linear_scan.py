@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core.dispatch import Mode
-from jaxkern.ops import linear_scan as ls
+from jaxkern.ops.linear_scan import api, reference, tiling
 from tests import check
 
 NAMES = ("a", "b", "initial_state")
@@ -62,7 +62,9 @@ def scan(a, b, initial_state=None, *, implementation=None, reverse=False, tiles=
             a, b, initial_state=initial_state, reverse=reverse, implementation=implementation
         )
     mode: Mode = "mosaic" if check.ON_GPU else "interpret"
-    return ls._linear_scan_jit(a, b, initial_state, ls._Options(reverse, mode, tiles))
+    return api._linear_scan_jit(
+        a, b, initial_state, None, tiling.Options(reverse, mode, tiles=tiles)
+    )
 
 
 def value_and_grads(f):
@@ -169,8 +171,8 @@ def test_linear_scan_mixed_dtypes(size, implementation, dtypes):
 
 
 TILES = [
-    ((2, 7, 150), ls.Tiles(3, bwd_slots=2, segments=2), True),
-    ((1, 11, 1), ls.Tiles(1, fwd_slots=2, segments=10), False),
+    ((2, 7, 150), tiling.Tiles(3, bwd_slots=2, parts=2), True),
+    ((1, 11, 1), tiling.Tiles(1, fwd_slots=2, parts=10), False),
 ]
 
 
@@ -184,8 +186,8 @@ def test_linear_scan_tiles(size, tiles, reverse):
 @pytest.mark.compiled
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 31])
 @REVERSE
-def test_linear_scan_segments(count, reverse):
-    tiles = ls.Tiles(32, segments=count)
+def test_linear_scan_parts(count, reverse):
+    tiles = tiling.Tiles(32, parts=count)
     check_case(inputs(2, 1000, 296, "bfloat16"), reverse=reverse, tiles=tiles)
     check_case(inputs(2, 1024, 512), reverse=reverse, tiles=tiles)
 
@@ -246,13 +248,15 @@ def test_linear_scan_passes_in_plain_jax():
     dout = inputs(2, 37, 5, seed=1)[1]
     call = functools.partial(scan, implementation="xla", reverse=reverse)
     out, grads = value_and_grads(call)(arrays, dout)
-    options = ls._Options(reverse, "xla")
-    again, states = jax.jit(functools.partial(ls._reference_fwd, options, True))(*arrays)
+    options = tiling.Options(reverse, "xla")
+    again, states = jax.jit(functools.partial(reference.reference_fwd, options, True))(
+        *arrays, None
+    )
     check.assert_close(again, out, 1e-7)
     steps = out[:, ::-1]
     check.assert_close(states, jnp.stack([arrays[2], steps[:, 15], steps[:, 31]], 1), 1e-7)
-    backward = jax.jit(functools.partial(ls._reference_bwd, options))
-    check.assert_close(backward(*arrays[:2], states, dout), grads, 1e-6)
+    backward = jax.jit(functools.partial(reference.reference_bwd, options))
+    check.assert_close(backward(*arrays[:2], None, None, states, dout), grads, 1e-6)
 
 
 @pytest.mark.parametrize(("kind", "reverse"), [(jnp.float32, False), (jnp.complex64, True)])
@@ -273,9 +277,9 @@ def test_linear_scan_associative(kind, reverse):
 
         return jax.jvp(jax.grad(loss, (0, 1, 2), has_aux=True), arrays, tangents)
 
-    got = results(functools.partial(ls._associative, reverse))
+    got = results(functools.partial(reference.associative, reverse))
     want = results(
-        lambda a, b, state: ls._chunked(8, reverse, a, b, state, b.dtype)[0],
+        lambda a, b, state: reference.chunked(8, reverse, a, b, state, dtype=b.dtype)[0],
     )
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         check.assert_close((x.real, x.imag), (y.real, y.imag), 1e-5)
@@ -383,8 +387,8 @@ def test_linear_scan_empty(shape, implementation):
         np.testing.assert_array_equal(grad, np.zeros(array.shape))
 
 
-CUT = pytest.mark.parametrize("tiles", [None, ls.Tiles(2, segments=3)], ids=["", "segments"])
-"""The reference, and kernels that cut 6 steps into 3 segments. All cases have one shape, so that
+CUT = pytest.mark.parametrize("tiles", [None, tiling.Tiles(2, parts=3)], ids=["", "parts"])
+"""The reference, and kernels that cut 6 steps into 3 parts. All cases have one shape, so that
 the interpreter traces the kernels once."""
 
 
@@ -395,7 +399,7 @@ def test_linear_scan_resets(tiles):
     a, b, state = inputs(2, 6, 3)
     a = a.at[:, 3].set(0.0)
     check_case((a, b, state), tiles=tiles)
-    # Within the first segment the product of a overflows and is forgotten.
+    # Within the first part the product of a overflows and is forgotten.
     a, b = a.at[0, :2, 0].set(jnp.array([1e30, 0.0])), b.at[0, 0, 0].set(1e-30)
     a, b = a.at[0, 2:4, 1].set(jnp.array([1e38, 0.0])), b.at[0, 2, 1].set(0.0)
     check_case((a, b, state), tiles=tiles)
@@ -437,7 +441,7 @@ def test_linear_scan_infinite_state(tiles):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("tiles", "reverse"), [(None, True), (ls.Tiles(2, segments=3), False)], ids=["", "segments"]
+    ("tiles", "reverse"), [(None, True), (tiling.Tiles(2, parts=3), False)], ids=["", "parts"]
 )
 def test_linear_scan_bad_channel_stays_alone(tiles, reverse):
     """A NaN leaves every other channel, row and earlier step alone."""
@@ -504,7 +508,7 @@ def test_linear_scan_errors():
     ],
 )
 def test_linear_scan_lowers_for_cuda(dtypes, length, reverse):
-    """The kernels' layouts are accepted, with no GPU here: one segment, and several."""
+    """The kernels' layouts are accepted, with no GPU here: one part, and several."""
     arrays = inputs(1, length, 130, *dtypes)
     grad = jax.grad(lambda *a: scan(*a, reverse=reverse).astype(jnp.float32).sum(), (0, 1, 2))
     text = jax.jit(grad).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
@@ -513,17 +517,17 @@ def test_linear_scan_lowers_for_cuda(dtypes, length, reverse):
         assert (f"{name}_carry" in text) == (length > 9)
 
 
-def test_linear_scan_segments_fit():
-    """The segments are as many as were asked for or fewer, and hold every chunk."""
+def test_linear_scan_parts_fit():
+    """The parts are as many as were asked for or fewer, and hold every chunk."""
     for chunks in (1, 2, 3, 7, 64, 2048):
         for columns in (1, 2, 8, 64, 128, 1000):
             for nbytes in (1 << 10, 1 << 24, 1 << 28):
                 for arrays in (3, 5):
-                    count = ls.segments(columns, chunks, 32, arrays, nbytes)
+                    count = tiling.parts(columns, chunks, 32, arrays, nbytes)
                     assert 1 <= count <= chunks
                     assert count == 1 or columns <= 132
-    assert ls.segments(128, 64, 32, 3, 1 << 26) == 1
-    assert ls.segments(8, 2048, 32, 3, 1 << 27) > 8
+    assert tiling.parts(128, 64, 32, 3, 1 << 26) == 1
+    assert tiling.parts(8, 2048, 32, 3, 1 << 27) > 8
 
 
 @pytest.mark.compiled
@@ -565,7 +569,7 @@ ROWS, CHANNELS = P("data"), P(None, None, "data")
 LINEAR_SCAN = check.Op(
     name="linear_scan",
     call=scan,
-    reference=lambda *a: ls.linear_scan_reference(*a),
+    reference=lambda *a: jaxkern.ops.linear_scan.linear_scan_reference(*a),
     arrays=lambda key: inputs(4, 3, 4, seed=3),
     kernels=("linear_scan_fwd", "linear_scan_bwd"),
     rows=(ROWS, ROWS, ROWS, ROWS),

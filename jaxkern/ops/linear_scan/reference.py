@@ -1,0 +1,174 @@
+"""The linear scan in plain JAX: the specification and the ``"xla"`` implementation."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern.ops.linear_scan.tiling import Options
+from jaxkern.ops.segments import with_zeros
+
+CHUNK = 8
+"""Steps from one saved state to the next. On 2 CPU cores forward and backward at (8, 512, 1536) in
+fp32 took 135 ms and 2.2 temporary arrays of the size of a; with chunks of 4 138 ms, of 16 192; an
+associative scan 245 ms and 5.2 arrays."""
+
+
+def linear_scan_reference(
+    a: jax.Array,
+    b: jax.Array,
+    initial_state: jax.Array | None = None,
+    entered: jax.Array | None = None,
+    *,
+    reverse: bool = False,
+) -> jax.Array:
+    """:func:`linear_scan` in plain JAX, differentiable in both modes and to any order.
+
+    One step after the other; the backward keeps the state before each chunk of steps and runs the
+    chunk again. Where the program is lowered for CUDA, an associative scan, of which the backward
+    keeps the arguments: at (8, 2048, 2048) in bf16 it took an H200 0.21 ms, and the steps 1.3 ms.
+
+    `entered` says where segments begin (:func:`jaxkern.ops.segments.entered`).
+    """
+    steps = functools.partial(chunked, CHUNK, reverse, dtype=b.dtype)
+    if a.size == 0:
+        return steps(a, b, initial_state, entered)[0]
+    names = [n for n, v in (("h", initial_state), ("e", entered)) if v is not None]
+    given = [v for v in (initial_state, entered) if v is not None]
+
+    def optional(others: Any) -> tuple[Any, Any]:
+        by_name = dict(zip(names, others, strict=True))
+        return by_name.get("h"), by_name.get("e")
+
+    # A gradient outside of jit keeps what either branch needs, 0 where it is not the one that runs:
+    # 4 arrays of the size of a with this checkpoint, 9 without.
+    run = functools.partial(associative, reverse)
+    return lax.platform_dependent(
+        *(a, b, *given),
+        cuda=jax.checkpoint(lambda a, b, *others: run(a, b, *optional(others))),
+        default=lambda a, b, *others: steps(a, b, *optional(others))[0],
+    )
+
+
+def _starts(entered: Any, initial_state: Any, acc: Any) -> tuple[Any, Any]:
+    """Where segments begin, (B, L, 1), and from which states: (B, L, D), or 0."""
+    begins = entered[..., None] >= 0
+    if initial_state is None or initial_state.ndim == 2:
+        return begins, jnp.zeros((), acc)
+    number = jnp.maximum(entered, 0)[..., None]
+    return begins, jnp.take_along_axis(with_zeros(initial_state).astype(acc), number, axis=1)
+
+
+def associative(reverse: bool, a: Any, b: Any, initial_state: Any, entered: Any = None) -> Any:
+    """All states, by an associative scan."""
+    given = () if initial_state is None else (initial_state,)
+    acc = jnp.result_type(jnp.float32, a, b, *given)
+    first, dtype = -1 if reverse else 0, b.dtype
+    a, b = a.astype(acc), b.astype(acc)
+    if initial_state is not None and initial_state.ndim == 2:
+        b = b.at[:, first].add(a[:, first] * initial_state)
+    if entered is None:
+
+        def combine(one, two):
+            return two[0] * one[0], two[0] * one[1] + two[1]
+
+        return lax.associative_scan(combine, (a, b), reverse=reverse, axis=1)[1].astype(dtype)
+    begins, start = _starts(entered, initial_state, acc)
+    if start.ndim:
+        b = b + jnp.where(begins, a * start, 0)
+    a = jnp.where(begins, 0, a)
+
+    def combine_packed(one, two):
+        """What is before a segment's begin is not even multiplied by 0: it may be NaN."""
+        (begun, a, b), (begins, later_a, later_b) = one, two
+        a, b, by = (jnp.where(begins, 0, v) for v in (a, b, later_a))
+        return begun | begins, by * a, by * b + later_b
+
+    scanned = lax.associative_scan(combine_packed, (begins, a, b), reverse=reverse, axis=1)
+    return scanned[2].astype(dtype)
+
+
+def reference_fwd(options: Options, save: bool, a, b, initial_state, entered):
+    steps = options.steps(a, b)
+    size = math.gcd(CHUNK, steps)
+    out, states = chunked(size, options.reverse, a, b, initial_state, entered, dtype=b.dtype)
+    return out, states[:, :: steps // size] if save else None
+
+
+def reference_bwd(options: Options, a, b, initial_state, entered, states, dout):
+    count, (batch, _, dim), acc = options.num_segments, a.shape, states.dtype
+    if a.size == 0:
+        lead = (batch,) if count is None else (batch, count)
+        return jnp.zeros_like(a), jnp.zeros_like(b), jnp.zeros((*lead, dim), acc)
+    if options.reverse:
+        a, b, dout = (jnp.flip(v, 1) for v in (a, b, dout))
+        entered = None if entered is None else jnp.flip(entered, 1)
+    start = states[:, 0] if initial_state is None else initial_state
+    h, _ = chunked(CHUNK, False, a, b, start, entered, dtype=acc)
+    before = jnp.concatenate([states[:, :1], h[:, :-1]], axis=1)
+    after = jnp.concatenate([a[:, 1:], jnp.zeros_like(a[:, :1])], axis=1)
+    following = None
+    if entered is not None:
+        before = jnp.where(*_starts(entered, initial_state, acc), before)
+        following = jnp.pad(entered[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+        after = jnp.where(following[..., None] >= 0, 0, after)
+    dh, _ = chunked(CHUNK, True, after, dout.astype(acc), None, following, dtype=acc)
+    da, db = (dh * before).astype(a.dtype), dh.astype(b.dtype)
+    if count is None:
+        dstate = a[:, 0].astype(acc) * dh[:, 0]
+    else:
+        number = jnp.where(entered < 0, count, entered)
+        dstates = jnp.zeros((batch, count + 1, dim), acc)
+        dstate = dstates.at[jnp.arange(batch)[:, None], number].add(a.astype(acc) * dh)[:, :count]
+    if options.reverse:
+        da, db = jnp.flip(da, 1), jnp.flip(db, 1)
+    return da, db, dstate
+
+
+def chunked(
+    steps: int, reverse: bool, a, b, initial_state, entered=None, *, dtype
+) -> tuple[Any, Any]:
+    """All states, (B, L, D), in `dtype`, and the state before every chunk of `steps`, (B, C, D)."""
+    batch, length, dim = a.shape
+    steps = max(1, min(steps, length))
+    more = () if initial_state is None else (initial_state,)
+    acc = jnp.result_type(jnp.float32, a, b, *more)
+    if length == 0:
+        return jnp.zeros(a.shape, dtype), jnp.zeros((batch, 0, dim), acc)
+    arrays = (a, b) if entered is None else (a, b, entered)
+    if reverse:
+        arrays = tuple(jnp.flip(v, 1) for v in arrays)
+    if initial_state is None or initial_state.ndim == 3:
+        # Zeros, distributed over devices as the states will be.
+        h = jnp.where(True, jnp.zeros((), acc), (a * b)[:, 0].astype(acc))
+    else:
+        h = initial_state.astype(acc)
+
+    @jax.checkpoint
+    def chunk(h, arrays):
+        rates, inputs = (jnp.unstack(v.astype(acc), axis=1) for v in arrays[:2])
+        before, outs = h, []
+        begins = start = None
+        if entered is not None:
+            begins, start = _starts(arrays[2], initial_state, acc)
+        for k, (a, b) in enumerate(zip(rates, inputs, strict=True)):
+            if begins is not None:
+                h = jnp.where(begins[:, k], start[:, k] if start.ndim else start, h)
+            h = a * h + b
+            outs.append(h.astype(dtype))
+        return h, (jnp.stack(outs, axis=1), before)
+
+    whole = length // steps * steps
+    split = lambda v: jnp.moveaxis(
+        v[:, :whole].reshape(batch, length // steps, steps, *v.shape[2:]), 1, 0
+    )
+    h, (outs, states) = lax.scan(chunk, h, tuple(map(split, arrays)))
+    out, states = jnp.moveaxis(outs, 0, 1).reshape(batch, whole, dim), jnp.moveaxis(states, 0, 1)
+    if whole < length:
+        _, (tail, before) = chunk(h, tuple(v[:, whole:] for v in arrays))
+        out = jnp.concatenate([out, tail], axis=1)
+        states = jnp.concatenate([states, before[:, None]], axis=1)
+    return jnp.flip(out, 1) if reverse else out, states

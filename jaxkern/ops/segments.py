@@ -1,0 +1,173 @@
+"""Segments of packed sequences, as the ops that carry a state along time see them.
+
+Of a row's segment ids only the changes count: a segment begins where the id is not that of the
+token before, and runs from its own initial state. ``num_segments=S`` numbers these states: an id
+from 0 to S − 1 is the number of its segment's state, and any other id (of padding, say) has none.
+An id that comes back after another has its state in its first segment; later ones have none.
+"""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxkern.core.kernel_pass import KernelPass
+
+
+def check_segment_ids(segment_ids: Any, shape: tuple[int, int], like: str = "x") -> jax.Array:
+    """`segment_ids` as an array of integers, (B, L), its length whole on every device."""
+    try:
+        segment_ids = jnp.asarray(segment_ids)
+    except TypeError as e:
+        name = type(segment_ids).__name__
+        raise TypeError(f"segment_ids must be an array, got {name}") from e
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(
+            f"segment_ids must have an integer dtype, got {segment_ids.dtype}; "
+            "convert them first, e.g. segment_ids.astype(jnp.int32)"
+        )
+    if segment_ids.shape != shape:
+        raise ValueError(
+            f"segment_ids must have shape {shape} = (B, L) of {like}; got {segment_ids.shape}"
+        )
+    return whole_length(segment_ids)
+
+
+def check_num_segments(num_segments: Any, segment_ids: Any) -> int | None:
+    """`num_segments` as an int of at least 1, or ``None``."""
+    if num_segments is None:
+        return None
+    if isinstance(num_segments, jax.core.Tracer):
+        raise TypeError(
+            "num_segments must be an int or None, as shapes depend on it; got a traced array. Mark "
+            "it static (jax.jit(..., static_argnames=...)) or close over it"
+        )
+    try:
+        count = operator.index(num_segments)
+    except TypeError as e:
+        raise TypeError(f"num_segments must be an int or None, got {num_segments!r}") from e
+    if not 1 <= count <= _MAX_SEGMENTS:
+        raise ValueError(f"num_segments must be from 1 to {_MAX_SEGMENTS}, got {count}")
+    if segment_ids is None:
+        raise ValueError(
+            f"num_segments={count} needs segment_ids, which say whose the states are; got None. "
+            "Without them a row has one state: leave num_segments out"
+        )
+    return count
+
+
+_MAX_SEGMENTS = 1 << 15
+"""The numbers of two states fit into one int32."""
+
+
+def states_shape(batch: int, num_segments: int | None, *state: int) -> tuple[int, ...]:
+    """Of initial and final states: one for a row, or one for each of its segments."""
+    return (batch, *(() if num_segments is None else (num_segments,)), *state)
+
+
+def states_remedy(initial_state: jax.Array, ndim: int) -> str:
+    """What to do about an initial state of a wrong shape, where `ndim` is that of a right one."""
+    if initial_state.ndim == ndim + 1:
+        return ". For a state of every segment, give num_segments and segment_ids"
+    if initial_state.ndim == ndim - 1:
+        return ". For one state of a row, leave num_segments out"
+    return ""
+
+
+def whole_length(v: Any) -> Any:
+    """`v` (B, L, ...) with its length gathered, where an Explicit mesh splits it."""
+    if v is None:
+        return None
+    sharding = jax.typeof(v).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types or sharding.spec[1] is None:
+        return v
+    spec = PartitionSpec(sharding.spec[0], None, *sharding.spec[2:])
+    return jax.sharding.reshard(v, NamedSharding(sharding.mesh, spec))
+
+
+def begins(ids: jax.Array) -> jax.Array:
+    """(B, L): whether a token's id is not that of the token before; never for the first."""
+    before = jnp.concatenate([ids[:, :1], ids], axis=1)[:, :-1]
+    return ids != before
+
+
+class Spans(NamedTuple):
+    """The tokens of the segments that have a state, from `first` to before `stop`: (B, S), int32.
+
+    A segment that is absent is empty, at the end of the row.
+    """
+
+    first: jax.Array
+    stop: jax.Array
+
+
+def spans(ids: jax.Array, num_segments: int) -> Spans:
+    length = ids.shape[1]
+    # An id beyond int32 becomes one that is no state's, as is any below 0.
+    ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))[:, :, None]
+    has_id = ids == jnp.arange(num_segments, dtype=ids.dtype)  # (B, L, S)
+    time = jnp.arange(length, dtype=jnp.int32)[None, :, None]
+    earliest = functools.partial(jnp.min, axis=1, initial=length)
+    first = earliest(jnp.where(has_id, time, length))
+    stop = earliest(jnp.where(~has_id & (time > first[:, None]), time, length))
+    return Spans(first, stop)
+
+
+def entered(ids: jax.Array, num_segments: int | None) -> jax.Array:
+    """Which state a token begins from, (B, L), int32: −1 for that after the token before it.
+
+    Where a segment begins, the number of its initial state, or S if it has none and begins from
+    zeros. Without `num_segments`, S is 0, and the first token goes on from the row's initial state.
+    """
+    if num_segments is None:
+        return jnp.where(begins(ids), 0, -1).astype(jnp.int32)
+    time = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    return jnp.where(begins(ids) | (time == 0), _at(spans(ids, num_segments).first, time), -1)
+
+
+def left(ids: jax.Array, num_segments: int) -> jax.Array:
+    """Which segment ends before a token, (B, L), int32: S for one that has no state, or none."""
+    time = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    return _at(spans(ids, num_segments).stop, time)
+
+
+def _at(positions: jax.Array, time: jax.Array) -> jax.Array:
+    """(B, L): the s of ``positions[:, s] == time``, or S."""
+    count = positions.shape[1]
+    here = positions[:, None] == time[:, None]
+    numbers = jnp.where(here, jnp.arange(count, dtype=jnp.int32), count)
+    return jnp.min(numbers, axis=2, initial=count)
+
+
+def with_zeros(states: jax.Array, axis: int = 1) -> jax.Array:
+    """States with one of zeros behind them, number S."""
+    widths = [(0, int(i == axis)) for i in range(states.ndim)]
+    return jnp.pad(states, widths)
+
+
+def _last_tokens(v: jax.Array, last: jax.Array, absent: Any) -> tuple[jax.Array]:
+    shape = *last.shape, v.shape[2]
+    absent = jnp.zeros(shape, v.dtype) if absent is None else absent.astype(v.dtype)
+    if v.shape[1] == 0:
+        return (absent,)
+    last = last[..., None]
+    return (jnp.where(last >= 0, jnp.take_along_axis(v, jnp.maximum(last, 0), 1), absent),)
+
+
+_LAST_TOKENS = KernelPass(
+    name="last_tokens",
+    mode="xla",
+    kernel=_last_tokens,
+    reference=_last_tokens,
+    ins=("b l d", "b s", "b s d"),
+    outs=("b s d",),
+    whole="l s",
+)
+
+
+def last_tokens(v: jax.Array, last: jax.Array, absent: Any) -> jax.Array:
+    """(B, S, D): of `v` (B, L, D) the tokens `last` (B, S); where that is −1, `absent` or zeros."""
+    return _LAST_TOKENS(v, last, absent)[0]
