@@ -77,6 +77,18 @@ PAIRS = {
         jaxkern.fused_adamw(SCHEDULE, weight_decay=SCHEDULE),
         optax.adamw(SCHEDULE, weight_decay=SCHEDULE),
     ),
+    "adamw-eps-root": (
+        jaxkern.fused_adamw(0.05, 0.8, 0.99, 1e-6, 0.04, None, 0.1, MASK),
+        optax.adamw(0.05, 0.8, 0.99, 1e-6, 0.04, None, 0.1, MASK),
+    ),
+    "adamw-nesterov": (
+        jaxkern.fused_adamw(SCHEDULE, nesterov=True),
+        optax.adamw(SCHEDULE, nesterov=True),
+    ),
+    "adam-nesterov-eps-root": (
+        jaxkern.fused_adam(0.05, 0.8, 0.99, 1e-6, 0.04, nesterov=True),
+        optax.adam(0.05, 0.8, 0.99, 1e-6, 0.04, nesterov=True),
+    ),
     "adam": (jaxkern.fused_adam(SCHEDULE, b1=0.0), optax.adam(SCHEDULE, b1=0.0)),
     "sgd": (jaxkern.fused_sgd(0.05), optax.sgd(0.05)),
     "momentum": (jaxkern.fused_sgd(SCHEDULE, 0.9), optax.sgd(SCHEDULE, 0.9)),
@@ -597,6 +609,8 @@ def numbers(**changes):
         "mu_factor": 10,
         "nu_factor": 10,
         "eps": 1e-8,
+        "grad_factor": 0.3,
+        "eps_root": 0.2,
     }
     return Numbers(*(jnp.float32(v) for v in (values | changes).values()))
 
@@ -625,6 +639,7 @@ def leaf_of(shape, dtypes, i=0):
 
 
 ADAM, SGD = Rule("adam"), Rule("sgd", nesterov=True)
+AHEAD = Rule("adam", nesterov=True, eps_root=True)
 RANDOM = Rule("adam", stochastic=True)
 FULL = (F32, F32, F32, F32, None)
 KERNEL_CASES = {
@@ -635,6 +650,9 @@ KERNEL_CASES = {
     "random": (RANDOM, [(n, (BF16, F32, BF16, BF16, None)) for n in (12, 4)], {}),
     "8-bit": (ADAM, [((3, 256), (BF16, F32, jnp.int8, jnp.uint8, BF16))], {}),
     "8-bit-skipped": (ADAM, [((256,), (F32, F32, F32, jnp.uint8, None))], {"finite": 0}),
+    "nesterov": (Rule("adam", nesterov=True), [((3, 5), FULL)], {}),
+    "eps-root": (Rule("adam", eps_root=True), [(12, (BF16, F32, F32, F32, BF16))], {}),
+    "both-8-bit": (AHEAD, [((256,), (F32, F32, jnp.int8, jnp.uint8, None))], {}),
     "random-odd": (RANDOM, [((3, 2), (BF16, BF16, BF16, BF16, None))], {}),
 }
 

@@ -49,7 +49,8 @@ def check_number(
     else:
         real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not real:
-        raise TypeError(f"{name} must be {kinds}, got {_told(value)}; {_remedy(name, value)}")
+        remedy = f"float({value!r})" if isinstance(value, str) else "a float"
+        raise TypeError(f"{name} must be {kinds}, got {_told(value)}; pass {remedy}")
     if np.shape(value) != ():
         raise ValueError(
             f"{name} must be {kinds}, got shape {np.shape(value)}; it is one for all parameters, "
@@ -144,6 +145,16 @@ def check_master_dtype(dtype: Any) -> bool:
     return True
 
 
+def check_loss_scale(value: Any) -> Any:
+    """`value`, if it is a loss scale or ``None``."""
+    if not (value is None or (hasattr(value, "loss_scale") and hasattr(value, "unscale"))):
+        raise TypeError(
+            f"loss_scale must be one of jaxkern.precision, got {_told(value)}; pass for example "
+            "jaxkern.precision.StaticLossScale(1024.0)"
+        )
+    return value
+
+
 def none_if_zero(value: Any) -> Any:
     """``None`` for what is 0 whatever happens, which is compiled in."""
     return None if isinstance(value, (int, float)) and value == 0 else value
@@ -154,9 +165,3 @@ def _told(value: Any) -> str:
         return f"an array of dtype {value.dtype} and shape {np.shape(value)}"
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
-
-
-def _remedy(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return f"write {name}=float({value!r})"
-    return f"give {name} as a float"

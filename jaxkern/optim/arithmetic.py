@@ -185,8 +185,11 @@ def changed(
         return leaf_draws(leaf.grad.shape, number, list(seed), stream)
 
     for_mu, for_nu = draws(0, of_state)
-    delta, new_mu, new_nu = step(rule, numbers, decays, g, p, mu, nu)
     kept = numbers.finite > 0
+    # What a skipped step computes is finite, too, or it had no derivative.
+    safe = lambda a, instead: None if a is None else jnp.where(kept, a, instead)
+    usable = numbers._replace(scale=safe(numbers.scale, 1.0))
+    delta, new_mu, new_nu = step(rule, usable, decays, safe(g, 0.0), p, mu, safe(nu, 1.0))
 
     def stored(old: Any, new: Any, like: Any, bits: Any) -> Any:
         if old is None:

@@ -39,6 +39,7 @@ from jaxkern.core.mosaic import (
     with_chosen,
 )
 from jaxkern.ops.elementwise import MAX_UNITS
+from jaxkern.optim.arguments import check_loss_scale
 from jaxkern.optim.launch import (
     BLOCK,
     DTYPES,
@@ -72,15 +73,15 @@ def scale_gradients(
       grads: a tree of floating arrays. Under ``jax.jit`` they are overwritten unless they are
         needed otherwise.
       loss_scale: by which they are divided, exactly if it is a power of two.
-      implementation: ``"mosaic"`` for the Pallas GPU kernel, ``"xla"`` for plain JAX (the only one
-        that can be differentiated in forward mode), ``None`` for the fastest.
+      implementation: ``"mosaic"`` for the Pallas GPU kernel, ``"xla"`` for plain JAX, ``None`` for
+        the fastest. Derivatives are those of plain JAX.
 
     Returns:
       The gradients in their dtypes, and () bool, whether every element of the result is finite.
       Inside ``jax.shard_map`` it is of each device's part.
 
     Raises:
-      TypeError: a leaf is not a floating array.
+      TypeError: a leaf is not a floating array, or `loss_scale` no loss scale.
       ValueError: `implementation` is none.
       NotImplementedError: ``"mosaic"`` cannot take this call.
 
@@ -94,6 +95,7 @@ def scale_gradients(
     References:
       Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2017.
     """
+    check_loss_scale(loss_scale)
     leaves, treedef = floating_leaves("grads", grads)
     mode = resolve_gradients(implementation, leaves, op="scale_gradients")
     f32 = functools.reduce(jnp.promote_types, (a.dtype for a in leaves), jnp.dtype(jnp.float32))

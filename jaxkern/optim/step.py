@@ -171,14 +171,15 @@ def _difference(what: str, tree: Tree, name: str, like: Tree, is_leaf: Any) -> s
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     got = [jax.tree_util.keystr(path) for path, _ in found]
     want = leaf_paths(like)
+    if {path.removesuffix(".value") for path in got} == {p.removesuffix(".value") for p in want}:
+        if got != want:
+            return f"{what} or {name} holds nnx.Variables, of which nnx.as_pure makes arrays"
+        return f"the containers are of other types, as {type(tree).__name__} of {what} and " + (
+            f"{type(like).__name__} of {name}"
+        )
     if missing := next((path for path in want if path not in got), None):
         return f"{what}{missing} is missing"
-    if extra := next((path for path in got if path not in want), None):
-        return f"{what}{extra} is not in {name}"
-    return (
-        f"the same leaves are in other containers, as of {what}, a {type(tree).__name__}, and "
-        f"{name}, a {type(like).__name__}"
-    )
+    return f"{what}{next(path for path in got if path not in want)} is not in {name}"
 
 
 def _codes_and_scale(node: Any) -> tuple[Any, Any]:
@@ -244,16 +245,18 @@ def _gradient_scale(
         return scale, jnp.array(True)
     if norm is None:
         squares = sum_of_squares(mode, grads, f32)
-        # The root's derivative at 0 is infinite, and times 0 NaN.
-        positive = squares != 0
-        norm = jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1.0)), 0.0)
-    norm = jnp.asarray(norm, f32) * scale
+        # What is its own root has no derivative that is finite, and 0 times that is NaN.
+        between = (squares > 0) & (squares < jnp.inf)
+        norm = jnp.where(between, jnp.sqrt(jnp.where(between, squares, 1.0)), squares)
+    norm = jnp.asarray(norm, f32)
+    finite = jnp.isfinite(norm * scale) if options.skip_nonfinite else jnp.array(True)
     if options.clip_norm is not None:
         limit = jnp.asarray(options.clip_norm, f32)
+        norm = jnp.where(finite, norm, 1.0) * scale
         below = norm < limit
         divisor = jnp.where(below | (norm == 0), 1.0, norm)
         scale = jnp.where(below, scale, scale * (limit / divisor))
-    return scale, jnp.isfinite(norm) if options.skip_nonfinite else jnp.array(True)
+    return scale, finite
 
 
 def _numbers(options: Options, count: Any, scale: Any, finite: Any, f32: Any) -> Numbers:
@@ -261,7 +264,7 @@ def _numbers(options: Options, count: Any, scale: Any, finite: Any, f32: Any) ->
         number = getattr(options, name)
         if not callable(number):
             return number
-        return check_number(f"{name}, a schedule, at a step", number(count))
+        return check_number(f"the value of the schedule {name}", number(count))
 
     rule = options.rule
     b1 = 0.0 if options.b1 is None else options.b1

@@ -32,6 +32,7 @@ from jaxkern.optim.arguments import (
     Number,
     Tree,
     check_flag,
+    check_loss_scale,
     check_mask,
     check_master_dtype,
     check_number,
@@ -100,7 +101,7 @@ def apply(
     Raises:
       ValueError: the trees differ in structure or shapes, or `grad_norm` is given to another
         transformation than those of this module.
-      TypeError: a leaf is not floating, or `state` of another kind.
+      TypeError: a leaf is not floating, `state` of another kind, or `loss_scale` no loss scale.
       NotImplementedError: the transformation has ``implementation="mosaic"``, which cannot take
         this call, or it is differentiated by an average in 8 bits.
 
@@ -112,6 +113,7 @@ def apply(
       >>> params["w"]
       Array([0.5, 0.5], dtype=float32)
     """
+    check_loss_scale(loss_scale)
     if isinstance(tx.update, FusedUpdate):
         return tx.update.step(grads, state, params, loss_scale=loss_scale, grad_norm=grad_norm)
     if grad_norm is not None:
