@@ -62,15 +62,16 @@ def pytest_collection_modifyitems(items):
 
 
 def _spread(items):
-    """Long tests first, each beside a short one, and large ones apart, as processes share them."""
+    """Long tests first, each beside a short one; large ones far apart, as processes share them."""
     large = [i for i in items if i.get_closest_marker("large")]
     long = [i for i in items if i.path.stem in _LONG and i not in large]
     taken = {id(i) for i in (*large, *long)}
     short = [i for i in items if id(i) not in taken]
+    apart = len(short) // (len(large) + 1)
     spread = []
     for n, item in enumerate(short):
         spread += [*([long.pop(0)] if long else []), item]
-        spread += [large.pop(0)] if large and n % 8 == 7 else []
+        spread += [large.pop(0)] if large and n % apart == apart // 2 else []
     return [*spread, *long, *large]
 
 

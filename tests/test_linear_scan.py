@@ -323,9 +323,10 @@ def test_linear_scan_finite_differences(implementation):
 def test_linear_scan_is_its_steps(size, implementation, dtype):
     """A loop over single steps, with the state in fp32, rounded once."""
     a, b, state = inputs(*size, dtype)
-    h, outs = np.asarray(state, np.float32), []
+    decays, terms, h = (np.asarray(v, np.float32) for v in (a, b, state))
+    outs = []
     for t in range(size[1]):
-        h = np.float32(a[:, t]) * h + np.float32(b[:, t])
+        h = decays[:, t] * h + terms[:, t]
         outs.append(h)
     with check.running(implementation):
         out = jax.jit(functools.partial(scan, implementation=implementation))(a, b, state)
