@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from jaxkern.core.dispatch import interpret_kernels
 from jaxkern.optim import gradients, quantise, rounding, update
-from jaxkern.optim.arithmetic import Leaf, Numbers, Rule, Static, is_code
+from jaxkern.optim.arithmetic import Leaf, Numbers, Rule, Static, is_code, number_names
 from jaxkern.optim.update import update_leaves
 from jaxkern.precision import DynamicLossScale, StaticLossScale
 
@@ -596,7 +596,7 @@ def test_nu_in_8_bits_decays():
 # The kernel
 
 
-def numbers(**changes):
+def numbers(rule, **changes):
     values = {
         "finite": 1,
         "scale": 0.5,
@@ -612,7 +612,8 @@ def numbers(**changes):
         "grad_factor": 0.3,
         "eps_root": 0.2,
     }
-    return Numbers(*(jnp.float32(v) for v in (values | changes).values()))
+    values |= changes
+    return Numbers(**{name: jnp.float32(values[name]) for name in number_names(rule)})
 
 
 def coded_leaf(shape, dtypes, i=0):
@@ -669,9 +670,9 @@ def test_kernel_is_its_twin(case, monkeypatch):
     ]
     statics = [Static(i + 2, i != 3) for i in range(len(leaves))]
     seed = jnp.array([5, 6, 7], jnp.uint32)
-    plain = update_leaves(rule, "xla", numbers(**changes), seed, leaves, statics)
+    plain = update_leaves(rule, "xla", numbers(rule, **changes), seed, leaves, statics)
     mode = "mosaic" if ON_GPU else "interpret"
-    kernel = update_leaves(rule, mode, numbers(**changes), seed, leaves, statics)
+    kernel = update_leaves(rule, mode, numbers(rule, **changes), seed, leaves, statics)
     for got, want, old in zip(kernel, plain, leaves, strict=True):
         assert [a is None for a in got] == [a is None for a in want]
         for a, b, before in zip(got, want, old, strict=True):
