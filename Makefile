@@ -29,6 +29,7 @@ help:
 	@echo 'make bench   time the kernels            make bench ARGS="--help"'
 	@echo 'make aot     compile ops and training steps for GPUs that are not there, and compare'
 	@echo 'make docs    the documentation as pages, in build/site, and whether their links hold'
+	@echo 'make trial   install the package from nothing, and run every example under each mode of JAX'
 	@echo 'make lint    formatting, lint and types'
 	@echo 'make clean   remove environments and caches; runs/ stays'
 	@echo
@@ -72,6 +73,12 @@ test: lint
 	@if nvidia-smi >/dev/null 2>&1 && tail -n 1 $(VENV)/.jaxkern | grep -q cuda; then \
 		set -x; $(RUN) pytest -m gpu $(ARGS); \
 	else echo 'No GPU here: the kernels ran in the interpreter, not compiled.'; fi
+
+# From nothing: the package as a user installs it, in environments of its own.
+.PHONY: trial
+trial:
+	@.make/setup $(VENV) constraints/newest.txt lm
+	$(VENV)/bin/python tests/trial.py $(ARGS)
 
 .PHONY: clean
 clean:

@@ -1,5 +1,6 @@
 """The documents: examples that run, names that exist, links that hold on the site and off it."""
 
+import doctest
 import importlib.util
 import re
 import tomllib
@@ -8,29 +9,44 @@ from pathlib import Path
 import pytest
 
 import jaxkern
-from tests.documents import DOCUMENTS, ROOT, examples
+from tests.documents import DOCUMENTS, ROOT, RUN, docstrings, examples, modules
 
 README = ROOT / "README.md"
 EVERY = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 SITE = ROOT / ".site"
-WITH_A_RUN = "language_model.md"
 
 
-def module(path):
+def script(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
 
 
-pages = module(SITE / "pages.py")
+pages = script(SITE / "pages.py")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
 def test_examples_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if RUN in "".join(examples(path)):
+        from jaxkern.__main__ import main
+
+        (tmp_path / "text").write_text("def main(): pass\n" * 100)
+        options = ["--data", "text", "--steps", "1", "--batch-size", "2", "--seq-len", "16"]
+        assert main(["train", "--preset", "micro", "--out", RUN, *options]) in (0, None)
     for number, example in enumerate(examples(path)):
         exec(compile(example, f"{path.name}[{number}]", "exec"), {"__name__": "example"})
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("module", modules())
+def test_examples_of_docstrings_run(module):
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in docstrings(module):
+        runner.run(test)
+    assert runner.tries
+    assert runner.failures == 0
 
 
 def test_readme_is_short_and_has_an_example():

@@ -160,7 +160,7 @@ case "$1 $2" in
 "-m pip")
     echo "${{@: -1}} by ${{@: -3:1}}" >>calls
     if [[ -f pip-fails ]]; then cat pip-fails; exit 1; fi ;;
-"-m "* | .site/*) echo "$@" >>calls ;;
+"-m "* | .site/* | tests/*) echo "$@" >>calls ;;
 esac
 """
 TOOLS = "awk bash cat cksum cp df dirname grep make mkdir paste rm sort tail tee tr"
@@ -432,6 +432,11 @@ def test_make_docs(ready):
     ]
 
 
+def test_make_trial(ready):
+    assert ready.run("make", "trial", "ARGS=--mode x64")[0] == 0
+    assert ready.calls == ["tests/trial.py --mode x64"]
+
+
 def test_make_test_runs_everything_on_both_versions_of_jax(ready):
     assert ready.run("make", "test")[0] == 0
     assert ready.calls == [
@@ -459,7 +464,7 @@ def test_make_test_runs_compiled_kernels_on_a_gpu(ready):
 def test_make_alone_explains_itself(checkout):
     assert checkout.run("make") == (0, "")
     done = subprocess.run(["make"], cwd=checkout.root, capture_output=True, text=True, check=True)
-    for target in ("train", "test", "bench", "aot", "docs", "lint"):
+    for target in ("train", "test", "bench", "aot", "docs", "trial", "lint"):
         assert f"make {target}" in done.stdout
 
 
