@@ -108,8 +108,15 @@ def is_code(a: Any) -> bool:
 # The step of some elements, in the kernel and outside
 
 
-def plain_ratio(n: Numbers, m: Any, nu: Any) -> Any:
-    """Adam's step, of the average of the gradients that is scaled already."""
+def corrected(n: Numbers, g: Any, mu: Any) -> Any:
+    """The average of the gradients without its bias to 0, with Nesterov's a step ahead."""
+    m = mu * n.mu_factor
+    return m if n.grad_factor is None else m + g * n.grad_factor
+
+
+def plain_ratio(n: Numbers, g: Any, mu: Any, nu: Any) -> Any:
+    """Adam's step."""
+    m = corrected(n, g, mu)
     if n.eps_root is not None:
         return m / (jnp.sqrt(nu * n.nu_factor + n.eps_root) + n.eps)
     return m / (jnp.sqrt(nu) * n.nu_factor + n.eps)
@@ -123,15 +130,14 @@ def step(
     p: Any,
     mu: Any,
     nu: Any,
-    ratio: Callable[[Numbers, Any, Any], Any] = plain_ratio,
+    ratio: Callable[[Numbers, Any, Any, Any], Any] = plain_ratio,
 ):
     """The change of p, and mu and nu; p may be ``None`` where nothing decays."""
     g = g * n.scale
     if rule.kind == "adam":
         mu = n.b1 * mu + n.one_minus_b1 * g
         nu = n.b2 * nu + n.one_minus_b2 * (g * g)
-        m = mu * n.mu_factor
-        change = ratio(n, m + g * n.grad_factor if rule.nesterov else m, nu)
+        change = ratio(n, g, mu, nu)
     else:
         change = g
         if mu is not None:

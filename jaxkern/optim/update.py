@@ -48,6 +48,7 @@ from jaxkern.optim.arithmetic import (
     Numbers,
     Rule,
     Static,
+    corrected,
     is_code,
     number_names,
     plain_ratio,
@@ -366,11 +367,12 @@ _FAST = quantise.Functions(
 )
 
 
-def _fast_ratio(n: Numbers, m: jax.Array, nu: jax.Array) -> jax.Array:
+def _fast_ratio(n: Numbers, g: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.Array:
     """By instructions that take denormals for 0, which nu must not become with an eps of 0."""
     if n.eps_root is not None:
         nu = nu * n.nu_factor + n.eps_root
     root = fast_sqrt(jnp.maximum(nu, _SMALLEST_NORMAL), interpret=False)
+    m = corrected(n, g, mu)
     scaled = root if n.eps_root is not None else root * n.nu_factor
     return m * fast_reciprocal(scaled + n.eps, interpret=False)
 
