@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.ops import causal_conv1d
+from jaxkern.ops.causal_conv1d import causal_conv1d_reference, kernels, tiling
 from tests import check
 
 
@@ -138,10 +138,10 @@ def test_causal_conv1d_accuracy_at_the_ends(size, activation, implementation):
 @BOTH
 def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
     """Over the ends of tiles too: in the backward two warpgroups take three of 16, 16 and 3."""
-    tiles = causal_conv1d.Tiles(rows=4, slots=2, chunks=4)
-    twice = causal_conv1d.Tiles(rows=8, slots=2, chunks=2, warpgroups=2, turns=2)
-    monkeypatch.setattr(causal_conv1d, "forward_tiles", lambda *_: tiles)
-    monkeypatch.setattr(causal_conv1d, "backward_tiles", lambda *_: twice)
+    tiles = tiling.Tiles(rows=4, slots=2, chunks=4)
+    twice = tiling.Tiles(rows=8, slots=2, chunks=2, warpgroups=2, turns=2)
+    monkeypatch.setattr(kernels, "forward_tiles", lambda *_: tiles)
+    monkeypatch.setattr(kernels, "backward_tiles", lambda *_: twice)
     check_case(inputs(1, 35, 3, 3), implementation, segment_ids=segments_of(1, 35))
 
 
@@ -470,7 +470,7 @@ def test_causal_conv1d_beyond_int32():
         for rows in (slice(0, 64), slice(length - 64, length)):
             start = max(0, rows.start - 3)
             part = x[b : b + 1, start : rows.stop]
-            f = lambda x: causal_conv1d.causal_conv1d_reference(x, weight, bias, activation="silu")
+            f = lambda x: causal_conv1d_reference(x, weight, bias, activation="silu")
             want, want_vjp = jax.vjp(f, part)
             skip, whole = rows.start - start, rows.stop == length
             check.assert_close(out[b : b + 1, rows], want[:, skip:], 2.0**-8)

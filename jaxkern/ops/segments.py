@@ -142,6 +142,50 @@ def _at(positions: jax.Array, time: jax.Array) -> jax.Array:
     return jnp.min(numbers, axis=2, initial=count)
 
 
+def crossings(ids: jax.Array, num_segments: int) -> jax.Array:
+    """What happens before a token, (B, L), int32: −1 if its segment is that of the token before.
+
+    Else ``left * (S + 1) + entered``: the numbers of the segment that ends and of that which
+    begins, S for one without a state, and for none before the first token.
+    """
+    new, ended = entered(ids, num_segments), left(ids, num_segments)
+    return jnp.where(new < 0, -1, ended * (num_segments + 1) + new)
+
+
+class Seen(NamedTuple):
+    """Which segments a row has, and which of them end before it does: (B, S)."""
+
+    entered: jax.Array
+    left: jax.Array
+
+    @classmethod
+    def of(cls, crossed: jax.Array, num_segments: int) -> "Seen":
+        numbers = jnp.arange(num_segments, dtype=jnp.int32)
+        new, ended = crossed % (num_segments + 1), crossed // (num_segments + 1)
+        has = lambda v: jnp.any((crossed >= 0)[..., None] & (v[..., None] == numbers), axis=1)
+        return cls(has(new), has(ended))
+
+    def final(self, ends: Any, last: Any, initial: Any) -> jax.Array:
+        """Final states, (B, S, ...): those at `ends` of segments, that of the row, or `initial`."""
+        initial = jnp.zeros((), ends.dtype) if initial is None else initial.astype(ends.dtype)
+        own = jnp.where(_along(self.left, ends), ends, jnp.expand_dims(last, 1))
+        return jnp.where(_along(self.entered, ends), own, initial)
+
+    def of_row(self, dfinal: jax.Array) -> jax.Array:
+        """The cotangent of a row's final state, (B, ...), from those of its segments."""
+        is_last = self.entered & ~self.left
+        return jnp.sum(jnp.where(_along(is_last, dfinal), dfinal, 0), axis=1)
+
+    def initial(self, dstarts: jax.Array, dfinal: Any) -> jax.Array:
+        """The cotangents of initial states: of one whose segment is absent, its final state's."""
+        dfinal = jnp.zeros((), dstarts.dtype) if dfinal is None else dfinal.astype(dstarts.dtype)
+        return jnp.where(_along(self.entered, dstarts), dstarts, dfinal)
+
+
+def _along(mask: jax.Array, states: jax.Array) -> jax.Array:
+    return mask.reshape(*mask.shape, *[1] * (states.ndim - 2))
+
+
 def with_zeros(states: jax.Array, axis: int = 1) -> jax.Array:
     """States with one of zeros behind them, number S."""
     widths = [(0, int(i == axis)) for i in range(states.ndim)]

@@ -1,0 +1,356 @@
+"""Causal depthwise convolution along time, the short filter in front of a Mamba scan.
+
+Forward, for a batch row and a channel, where tap w looks back by j = W − 1 − w tokens, and x before
+the start of the sequence is the initial state, or 0:
+
+    s[t]   = bias + Σ_w weight[w] · x[t − j]                                      w = 0 … W−1
+    out[t] = s[t],   or   s[t] · sigmoid(s[t])   for activation="silu"
+
+Backward, for the cotangent dout, with f the activation:
+
+    ds[t]      = dout[t] · f'(s[t])          dx[t] = Σ_w weight[w] · ds[t + j]
+    dweight[w] = Σ_bt ds[t] · x[t − j]       dbias = Σ_bt ds[t]
+
+In packed sequences, the terms whose x lies in another segment than t are left out of all sums.
+
+Saved for the backward: the arguments; s is recomputed.
+
+Bytes per element of x, in units of its size: 2 forward (read x, write out), 3 backward (read x and
+dout, write dx). A tile of the sequence also reads the W − 1 tokens before it and, in the backward,
+after it, mostly from the L2 cache. Two tiles leave W + 1 fp32 sums per channel for dweight and
+dbias, about 1% of the bytes for tiles of 256, which a small second kernel adds up. With SiLU the
+forward takes about 15 instructions per element at W = 4 and 19 at W = 8, the backward 28 and 41:
+up to W = 4 both passes wait for memory.
+
+Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
+arXiv:2312.00752.
+"""
+
+import functools
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
+from jaxkern.core.mosaic import LANES
+from jaxkern.ops import segments
+from jaxkern.ops.causal_conv1d.kernels import launch_bwd, launch_fwd
+from jaxkern.ops.causal_conv1d.reference import (
+    filtered,
+    looks_back,
+    reference_bwd,
+    reference_fwd,
+)
+from jaxkern.ops.causal_conv1d.states import final_states, from_states
+from jaxkern.ops.causal_conv1d.tiling import MAX_WIDTH, Activation, Options
+
+
+@overload
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation | None = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    num_segments: int | None = None,
+    return_final_state: Literal[False] = False,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation | None = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    num_segments: int | None = None,
+    return_final_state: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def causal_conv1d(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation | None = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    num_segments: int | None = None,
+    return_final_state: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    r"""Convolve every channel with its own short filter, looking back in time only.
+
+    .. math:: \text{out}_t = f\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \, x_{t-(W-1)+w}\Bigr)
+
+    for every batch row and channel, where f is the identity or SiLU; ``weight[:, W-1]`` meets the
+    current input. Products and sums are computed in fp32, whatever the dtypes; the result is
+    rounded once, to the dtype of `x`. For the backward only the arguments are kept. A NaN in one
+    channel of one batch row stays there, but for the gradients of `weight` and `bias`, which sum
+    over batch rows. The bits are the same on every run.
+
+    The forward moves 2 bytes per byte of `x`, the backward 3: both wait for memory.
+
+    On a mesh, batch and channels may be split between devices; a split length is gathered.
+
+    Args:
+      x: (B, L, D), bfloat16, float16 or float32.
+      weight: (D, W), any of those dtypes, W at least 1; the kernels take W up to 8.
+      bias: (D,), any of those dtypes; ``None`` stands for zeros.
+      activation: ``"silu"`` or ``None``.
+      initial_state: (B, W - 1, D), or with `num_segments` (B, S, W - 1, D), any of those dtypes,
+        the inputs before the first, oldest first, in the segment of the first token; ``None``
+        stands for zeros.
+      segment_ids: (B, L), integers, for packed sequences: a segment ends where the number changes,
+        and inputs before the start of a token's segment count as zeros.
+      num_segments: S, for segments that each have an initial and a final state: of the segment with
+        id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
+        begins after zeros, and so does one whose id comes back after another.
+      return_final_state: whether to return the initial state for the tokens that follow, too.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
+        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
+        NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
+
+    Returns:
+      (B, L, D), the dtype of `x`. With `return_final_state`, also the last W - 1 inputs,
+      (B, W - 1, D), the dtype of `x`, with zeros for those before the last token's segment; with
+      `num_segments` (B, S, W - 1, D), those of every segment after its own initial state.
+
+    Raises:
+      TypeError: an argument is not an array of a real floating dtype, or `segment_ids` not one of
+        integers, or `num_segments` no int.
+      ValueError: a shape does not fit, `num_segments` is less than 1 or without `segment_ids`, or
+        `activation` or `implementation` is unknown.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> x, weight = jnp.arange(4.0).reshape(1, 4, 1), jnp.array([[1.0, 10.0]])
+      >>> jaxkern.causal_conv1d(x, weight)[0, :, 0]
+      Array([ 0., 10., 21., 32.], dtype=float32)
+      >>> out, state = jaxkern.causal_conv1d(x[:, :2], weight, return_final_state=True)
+      >>> jaxkern.causal_conv1d(x[:, 2:], weight, initial_state=state)[0, :, 0]
+      Array([21., 32.], dtype=float32)
+
+      Two sequences of 3 and 1 tokens in a row, each with its own states:
+
+      >>> ids, states = jnp.array([[0, 0, 0, 1]]), jnp.array([5.0, 7.0]).reshape(1, 2, 1, 1)
+      >>> out, states = jaxkern.causal_conv1d(
+      ...     x, weight, segment_ids=ids, num_segments=2,
+      ...     initial_state=states, return_final_state=True,
+      ... )
+      >>> out[0, :, 0], states[0, :, 0, 0]
+      (Array([ 5., 10., 21., 37.], dtype=float32), Array([2., 3.], dtype=float32))
+
+    References:
+      Gu and Dao, `Mamba: Linear-Time Sequence Modeling with Selective State Spaces
+      <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.4.
+    """
+    x, weight, bias = _check(("B", "L"), x, weight, bias, activation)
+    (batch, length, dim), width = x.shape, weight.shape[1]
+    count = segments.check_num_segments(num_segments, segment_ids)
+    initial_state = _check_initial_state(initial_state, batch, count, width, dim)
+    if segment_ids is not None:
+        segment_ids = segments.check_segment_ids(segment_ids, (batch, length))
+    options = Options(
+        activation=activation,
+        mode=resolve(
+            implementation,
+            _unsupported(x, weight, bias, initial_state),
+            op="causal_conv1d",
+            slower=_slower(dim),
+        ),
+    )
+    given, x = x, segments.whole_length(x)
+    if count is None:
+        initial_state = segments.whole_length(initial_state)
+    look_back = None if segment_ids is None else looks_back(segment_ids, width)
+    state = initial_state if count is None else None
+    if options.mode == "xla":
+        plain = reference_fwd(options, x, weight, bias, state, look_back)
+        (out,) = named("causal_conv1d", plain)
+    else:
+        out = _causal_conv1d_jit(x, weight, bias, state, look_back, options)
+    spans = None if segment_ids is None or count is None else segments.spans(segment_ids, count)
+    if spans is not None and initial_state is not None:
+        out = from_states(options, out, x, weight, bias, initial_state, spans)
+        out = named("causal_conv1d", out)
+    out = match_sharding(out, given)
+    if not return_final_state:
+        return out
+    if spans is not None:
+        return out, final_states(x, width, initial_state, spans)
+    return out, _final_state(x, width, initial_state, look_back)
+
+
+def causal_conv1d_step(
+    state: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Run :func:`causal_conv1d` for one token, to decode step by step.
+
+    .. math:: \text{out}_t = f\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \, x_{t-(W-1)+w}\Bigr)
+
+    Args:
+      state: (B, W - 1, D), any floating dtype, the inputs before this one, oldest first: zeros to
+        begin with, or what ``causal_conv1d(..., return_final_state=True)`` returns.
+      x: (B, D), any floating dtype.
+      weight: (D, W), any floating dtype.
+      bias: (D,), any floating dtype; ``None`` stands for zeros.
+      activation: ``"silu"`` or ``None``.
+
+    Returns:
+      The output, (B, D), the dtype of `x`; and the next state, (B, W - 1, D), the dtype of `state`.
+
+    Raises:
+      TypeError: an argument is not an array of a real floating dtype.
+      ValueError: a shape does not fit, or `activation` is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> state, weight = jnp.zeros((1, 1, 1)), jnp.array([[1.0, 10.0]])
+      >>> for token in (1.0, 2.0):
+      ...     out, state = jaxkern.causal_conv1d_step(state, jnp.full((1, 1), token), weight)
+      >>> out
+      Array([[21.]], dtype=float32)
+
+    References:
+      Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.4.
+    """
+    x, weight, bias = _check(("B",), x, weight, bias, activation)
+    (batch, dim), width = x.shape, weight.shape[1]
+    before = (batch, width - 1, dim)
+    state = check_array("state", state, before, "(B, W - 1, D) of x and weight")
+    taps = [*jnp.unstack(state, axis=1), x]
+    out = filtered(taps, weight, bias, activation).astype(x.dtype)
+    following = jnp.concatenate([state, x[:, None].astype(state.dtype)], axis=1)[:, 1:]
+    return out, following
+
+
+def _check(lead: tuple[str, ...], x, weight, bias, activation) -> tuple[Any, Any, Any]:
+    """The arguments as arrays; `lead` names the dimensions of x before the channels."""
+    x, weight = check_floating("x", x), check_floating("weight", weight)
+    if x.ndim != len(lead) + 1:
+        raise ValueError(f"x must have shape ({', '.join(lead)}, D), got {x.shape}")
+    channels = x.shape[-1:]
+    if weight.ndim != 2 or weight.shape[:1] != channels or weight.shape[1] == 0:
+        raise ValueError(
+            f"weight must have shape (D, W), D the {channels[0]} channels of x and W at least 1; "
+            f"got {weight.shape}"
+        )
+    if bias is not None:
+        bias = check_array("bias", bias, channels, "(D,) of x")
+    if activation not in (None, "silu"):
+        raise ValueError(f'activation must be "silu" or None, got {activation!r}')
+    return x, weight, bias
+
+
+def _check_initial_state(state: Any, batch: int, count: int | None, width: int, dim: int) -> Any:
+    if state is None:
+        return None
+    state = check_floating("initial_state", state)
+    shape = segments.states_shape(batch, count, width - 1, dim)
+    if state.shape != shape:
+        lead = "(B, " if count is None else "(B, S, "
+        remedy = segments.states_remedy(state, len(shape))
+        raise ValueError(
+            f"initial_state must have shape {shape} = {lead}W - 1, D) of x and weight; "
+            f"got {state.shape}{remedy}"
+        )
+    return state
+
+
+def _final_state(x: jax.Array, width: int, state: Any, look_back: Any) -> jax.Array:
+    """The last W − 1 inputs; zeros for those before the last token's segment."""
+    length, kept = x.shape[1], width - 1
+    if length < kept:
+        if state is None:
+            x = jnp.pad(x, ((0, 0), (kept, 0), (0, 0)))
+        else:
+            x = jnp.concatenate([state.astype(x.dtype), x], axis=1)
+    final = x[:, x.shape[1] - kept :]
+    if look_back is None or length == 0:
+        return final
+    ages = jnp.arange(kept)[::-1]
+    seen = look_back[:, -1:] >= ages
+    return jnp.where(seen[..., None], final, jnp.zeros((), x.dtype))
+
+
+def _unsupported(x: Any, weight: Any, bias: Any, state: Any) -> str | None:
+    """Why the kernels, forward and backward, cannot take this call."""
+    arrays = {"x": x, "weight": weight, "bias": bias, "initial_state": state}
+    for name, array in arrays.items():
+        if array is not None and array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
+    if weight.shape[1] > MAX_WIDTH:
+        return f"the filter has {weight.shape[1]} taps, and the kernels take up to {MAX_WIDTH}"
+    return None
+
+
+def _slower(dim: int) -> str | None:
+    """Why XLA is faster than the kernels for `dim` channels."""
+    if dim < LANES:
+        return f"{dim} channels are padded to {LANES} for the kernel"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _causal_conv1d(x, weight, bias, state, look_back, options: Options) -> jax.Array:
+    return _causal_conv1d_fwd(x, weight, bias, state, look_back, options)[0]
+
+
+def _causal_conv1d_fwd(x, weight, bias, state, look_back, options):
+    (out,) = _forward_pass(options)(x, weight, bias, state, look_back)
+    return match_sharding(out, x), (x, weight, bias, state, look_back)
+
+
+def _causal_conv1d_bwd(options, res, dout):
+    *primals, look_back = res
+    grads = _backward_pass(options)(*res, dout)
+    grads = [match_primal(g, p) for g, p in zip(grads, primals, strict=True)]
+    return *grads, None if look_back is None else jnp.zeros_like(look_back)
+
+
+_causal_conv1d.defvjp(_causal_conv1d_fwd, _causal_conv1d_bwd)
+_causal_conv1d_jit = jax.jit(_causal_conv1d, static_argnums=5)
+
+
+@functools.cache
+def _forward_pass(options: Options) -> KernelPass:
+    return KernelPass(
+        name="causal_conv1d_fwd",
+        mode=options.mode,
+        kernel=functools.partial(launch_fwd, options),
+        reference=functools.partial(reference_fwd, options),
+        ins=("b l d", "d w", "d", "b k d", "b l"),
+        outs=("b l d",),
+        whole="l w k",
+    )
+
+
+@functools.cache
+def _backward_pass(options: Options) -> KernelPass:
+    return KernelPass(
+        name="causal_conv1d_bwd",
+        mode=options.mode,
+        kernel=functools.partial(launch_bwd, options),
+        reference=functools.partial(reference_bwd, options),
+        ins=("b l d", "d w", "d", "b k d", "b l", "b l d"),
+        outs=("b l d", "d w", "d", "b k d"),
+        whole="l w k",
+    )

@@ -1,0 +1,73 @@
+"""The convolution in plain JAX: the specification and the ``"xla"`` implementation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.ops.causal_conv1d.tiling import Activation, Options
+
+
+def causal_conv1d_reference(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation | None = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """:func:`causal_conv1d` in plain JAX, with every step in fp32 and one rounding at the end."""
+    look_back = None if segment_ids is None else looks_back(segment_ids, weight.shape[1])
+    options = Options(activation, "xla")
+    return reference_fwd(options, x, weight, bias, initial_state, look_back)[0]
+
+
+def reference_fwd(options, x, weight, bias, state, look_back):
+    length, width = x.shape[1], weight.shape[1]
+    wide = x.astype(_accumulator(x, weight))
+    if state is None:
+        padded = jnp.pad(wide, ((0, 0), (width - 1, 0), (0, 0)))  # (B, W − 1 + L, D)
+    else:
+        padded = jnp.concatenate([state.astype(wide.dtype), wide], axis=1)
+    taps = [padded[:, w : w + length] for w in range(width)]
+    if look_back is not None:
+        seen = [look_back[..., None] >= width - 1 - w for w in range(width)]
+        zero = jnp.zeros((), wide.dtype)
+        taps = [jnp.where(s, tap, zero) for s, tap in zip(seen, taps, strict=True)]
+    return (filtered(taps, weight, bias, options.activation).astype(x.dtype),)
+
+
+def reference_bwd(options, x, weight, bias, state, look_back, dout):
+    def forward(x, weight, bias, state):
+        return reference_fwd(options, x, weight, bias, state, look_back)[0]
+
+    return jax.vjp(forward, x, weight, bias, state)[1](dout)
+
+
+def filtered(taps: list[jax.Array], weight: jax.Array, bias: Any, activation: Any) -> jax.Array:
+    """f(bias + Σ_w weight[:, w] · taps[w]), in fp32, or float64 where an argument is."""
+    acc = _accumulator(weight, *taps)
+    total = jnp.zeros((), acc) if bias is None else bias.astype(acc)
+    for weights, tap in zip(weight.astype(acc).T, taps, strict=True):
+        total = total + weights * tap.astype(acc)
+    return jax.nn.silu(total) if activation == "silu" else total
+
+
+def _accumulator(*arrays: Any) -> Any:
+    return jnp.result_type(jnp.float32, *arrays)
+
+
+def looks_back(segment_ids: jax.Array, width: int) -> jax.Array:
+    """How many inputs before each token its filter may see, at most W − 1: (B, L), fp32.
+
+    The tokens of the first segment may see all of the initial state.
+    """
+    length, unbroken = segment_ids.shape[1], True
+    same = segment_ids[:, 1:] == segment_ids[:, :-1]
+    same = jnp.pad(same, ((0, 0), (width, 0)), constant_values=True)
+    count = jnp.zeros(segment_ids.shape, jnp.float32)
+    for j in range(width - 1):
+        unbroken = unbroken & same[:, width - 1 - j : width - 1 - j + length]
+        count = count + unbroken
+    return count
