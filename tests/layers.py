@@ -58,7 +58,9 @@ def of_nnx(module, name, **options):
 def of_linen(module, name, **options):
     name, size = ("Dense", (24,)) if name == "Linear" else (name, ())
     layer = getattr(module, name)(*size, **options)
-    return layer.init(jax.random.key(0), jnp.ones((1, K))), layer.apply
+    # A module computes where its parameters are made, too, which "mosaic" does on a GPU alone.
+    made = layer.clone(implementation="xla") if "implementation" in options else layer
+    return made.init(jax.random.key(0), jnp.ones((1, K))), layer.apply
 
 
 def of_equinox(module, name, **options):

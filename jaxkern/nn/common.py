@@ -1,33 +1,46 @@
-"""What the layers for flax.nnx and flax.linen share: the calls that they leave to flax."""
+"""What the layers of the three libraries share: the calls that they leave to the library's own."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+
+from jaxkern.core.dispatch import Implementation, resolve
+
+_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 
 
-def left_to_flax(layer: Any, reason: str | None) -> bool:
-    """Whether flax computes this call, as the ops cannot for `reason`.
+def left_to_parent(layer: Any, reason: str | None) -> bool:
+    """Whether the class that `layer` stands in for computes a call that the ops cannot, and why.
 
     Raises:
+      ValueError: the layer's `implementation` is none.
       NotImplementedError: the layer was made for the kernels alone.
     """
     if reason is None:
         return False
-    if layer.implementation == "mosaic":
-        raise NotImplementedError(
-            f'{type(layer).__name__}(implementation="mosaic") cannot take this call: {reason}. '
-            'Use implementation="xla", or None to have it chosen.'
-        )
+    resolve(layer.implementation, reason, op=type(layer).__name__)
     return True
 
 
-def norm_reason(layer: Any, x: jax.Array, mask: Any) -> str | None:
-    """Why the ops cannot compute this call of a norm."""
-    last = (-1, x.ndim - 1)
+def dtype_reason(*dtypes: Any) -> str | None:
+    """Why the ops cannot compute in all of `dtypes`, those that are ``None`` left out."""
+    for dtype in [jax.dtypes.canonicalize_dtype(d) for d in dtypes if d is not None]:
+        if dtype not in _DTYPES:
+            return f"it computes with {dtype}, the kernels with bfloat16, float16 and float32"
+    return None
+
+
+def norm_reason(layer: Any, ndim: int, mask: Any) -> str | None:
+    """Why the ops cannot compute this call of a norm of flax, whatever its dtypes."""
+    if ndim == 0:
+        return "x is a scalar, which has no axis to normalise"
     for name in ("reduction_axes", "feature_axes"):
         axes = getattr(layer, name)
-        if axes not in last and tuple(axes) not in [(axis,) for axis in last]:
-            return f"{name} is {axes}, and the kernels normalise the last axis"
+        axes = tuple(axes) if isinstance(axes, Iterable) else (axes,)
+        if {axis + ndim if axis < 0 else axis for axis in axes} != {ndim - 1}:
+            return f"{name} is {getattr(layer, name)}, and the kernels normalise the last axis"
     if mask is not None:
         return "the kernels take no mask"
     if layer.axis_name is not None:
@@ -35,8 +48,16 @@ def norm_reason(layer: Any, x: jax.Array, mask: Any) -> str | None:
     return None
 
 
-def dropout_reason(layer: Any) -> str | None:
-    """Why the op cannot compute this dropout."""
+def dropout_reason(layer: Any, dtype: Any) -> str | None:
+    """Why the op cannot compute this dropout of flax."""
     if layer.broadcast_dims:
         return "the kernels draw a mask of their own for every element, without broadcast_dims"
-    return None
+    return dtype_reason(dtype)
+
+
+def implementation_of_products(implementation: Implementation | None) -> Literal["xla"] | None:
+    """What the products of a block made for `implementation` run.
+
+    The kernels of ``"mosaic"`` multiply no float32, so that only plain JAX is handed on.
+    """
+    return "xla" if implementation == "xla" else None

@@ -6,11 +6,17 @@ single example, these take leading axes, too: ``layer(x)`` for x (B, L, N) is on
 rows, and adds up the gradients of its parameters in the kernel; ``jax.vmap(layer)(x)`` works, but
 writes those gradients for every row before it adds them up.
 
+What the ops do not compute falls to Equinox's own computation, example by example: dtypes other
+than bfloat16, float16 and float32 (complex numbers, integers, float64, fp8) and linear layers of
+scalars. Only ``implementation="mosaic"`` raises there, a NotImplementedError with the reason.
+
 Parameters have the dtype given to the constructor, and results that of the input, as in Equinox.
-:class:`jaxkern.precision.Policy` casts a module as it does any pytree.
+For parameters in float32 and arithmetic in bfloat16, :class:`jaxkern.precision.Policy` casts a
+module as it does any pytree: ``policy.cast_to_compute(layer)(x)``.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,6 +25,7 @@ import jax.numpy as jnp
 import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import mamba
+from jaxkern.nn.common import dtype_reason, implementation_of_products, left_to_parent
 
 try:
     import equinox as eqx
@@ -37,8 +44,7 @@ class RMSNorm(eqx.nn.RMSNorm):
       shape: of what is normalised together: the last axis or the last axes of the input.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
       *args: as ``eqx.nn.RMSNorm`` takes them.
-      **options: likewise; with `use_bias`, which is its default, the bias is added to the rounded
-        result.
+      **options: likewise.
 
     Example:
       >>> import jax.numpy as jnp
@@ -62,12 +68,7 @@ class RMSNorm(eqx.nn.RMSNorm):
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
         """x, any axes and those of `shape` -> the same shape; a `state` is handed through."""
-        rows = _rows(self, x)
-        out = jaxkern.rms_norm(
-            rows, _flat(self.weight), eps=self.eps, implementation=self.implementation
-        ).reshape(x.shape)
-        if self.bias is not None:
-            out = (out + self.bias).astype(x.dtype)
+        out = _normalised(self, jaxkern.rms_norm, super().__call__, x)
         return out if state is _ABSENT else (out, state)
 
 
@@ -95,13 +96,7 @@ class LayerNorm(eqx.nn.LayerNorm):
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
         """x, any axes and those of `shape` -> the same shape; a `state` is handed through."""
-        out = jaxkern.layer_norm(
-            _rows(self, x),
-            _flat(self.weight),
-            _flat(self.bias),
-            eps=self.eps,
-            implementation=self.implementation,
-        ).reshape(x.shape)
+        out = _normalised(self, jaxkern.layer_norm, super().__call__, x)
         return out if state is _ABSENT else (out, state)
 
 
@@ -109,7 +104,8 @@ class Dropout(eqx.nn.Dropout):
     """``eqx.nn.Dropout`` on :func:`jaxkern.dropout`, which stores no mask.
 
     The mask is drawn by another generator than Equinox's, so that it is another one for the same
-    key.
+    key. For dtypes that the op does not take, and with the deprecated `deterministic` in a call, it
+    is Equinox's.
 
     Args:
       p: probability of a zero.
@@ -136,13 +132,27 @@ class Dropout(eqx.nn.Dropout):
         """Any shape -> the same."""
         off = self.inference if inference is None else inference
         never = isinstance(self.p, int | float) and self.p == 0
-        if off or never or key is None or deprecated:
+        if key is None or off or never or deprecated:
             return super().__call__(x, key=key, inference=inference, **deprecated)
+        if left_to_parent(self, dtype_reason(jnp.result_type(x))):
+            return super().__call__(x, key=key, inference=inference)
         return jaxkern.dropout(x, self.p, key, implementation=self.implementation)
 
 
 class Linear(eqx.nn.Linear):
-    """``eqx.nn.Linear`` on jaxkern's linear layer, with its arguments."""
+    """``eqx.nn.Linear`` on :func:`jaxkern.linear`.
+
+    Args:
+      in_features: K, the last axis of the input, or ``"scalar"``.
+      out_features: N, the last axis of the result, or ``"scalar"``.
+      use_bias: whether there is a bias.
+      dtype: of the parameters; by default Equinox's.
+      implementation: ``"mosaic"``, ``"xla"`` (the one with forward-mode derivatives) or ``None``
+        for the fastest.
+      key: from which the initial values are drawn.
+    """
+
+    implementation: Implementation | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -151,21 +161,28 @@ class Linear(eqx.nn.Linear):
         use_bias: bool = True,
         dtype: Any = None,
         *,
+        implementation: Implementation | None = None,
         key: jax.Array,
     ):
         super().__init__(in_features, out_features, use_bias, dtype, key=key)
+        self.implementation = implementation
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         """x (..., in_features) -> (..., out_features)."""
         if "scalar" in (self.in_features, self.out_features):
             return super().__call__(x)
+        x = jnp.asarray(x)
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"x must have shape (..., {self.in_features}), its last axis that of in_features; "
                 f"got {x.shape}"
             )
-        x = x.astype(jnp.result_type(x, self.weight))
-        return jaxkern.linear(x, self.weight.T, self.bias)
+        dtype = jnp.result_type(x, self.weight)
+        if left_to_parent(self, dtype_reason(dtype, *_dtypes(self))):
+            return _each(super().__call__, x, 1)
+        return jaxkern.linear(
+            x.astype(dtype), self.weight.T, self.bias, implementation=self.implementation
+        )
 
 
 class SwiGLU(eqx.Module):
@@ -176,7 +193,7 @@ class SwiGLU(eqx.Module):
       hidden_features: H, between the projections.
       use_bias: whether the projections have biases.
       dtype: of the parameters; by default Equinox's.
-      implementation: of :func:`jaxkern.swiglu`.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is that of the projections, too.
       key: from which the initial values are drawn.
     """
 
@@ -196,9 +213,10 @@ class SwiGLU(eqx.Module):
         key: jax.Array,
     ):
         gate, up, down = jax.random.split(key, 3)
-        self.gate_proj = Linear(features, hidden_features, use_bias, dtype, key=gate)
-        self.up_proj = Linear(features, hidden_features, use_bias, dtype, key=up)
-        self.down_proj = Linear(hidden_features, features, use_bias, dtype, key=down)
+        options: Any = {"implementation": implementation_of_products(implementation)}
+        self.gate_proj = Linear(features, hidden_features, use_bias, dtype, **options, key=gate)
+        self.up_proj = Linear(features, hidden_features, use_bias, dtype, **options, key=up)
+        self.down_proj = Linear(hidden_features, features, use_bias, dtype, **options, key=down)
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
@@ -263,7 +281,12 @@ class Mamba(eqx.Module):
         segment_ids: jax.Array | None = None,
         key: Any = None,
     ) -> Any:
-        """x (L, D) or (B, L, D) -> the same shape; with `return_cache`, also the cache."""
+        """x (L, D) or (B, L, D) -> the same shape; with `return_cache`, also the cache.
+
+        Sequences may be packed: `segment_ids` (L,) or (B, L), integers, change where one ends.
+        """
+        segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+        x = mamba.check_call(self.weights, x, cache, segment_ids, ("L D", "B L D"))
         single = x.ndim == 2
         if single:
             x, cache, segment_ids = jax.tree.map(lambda a: a[None], (x, cache, segment_ids))
@@ -279,10 +302,12 @@ class Mamba(eqx.Module):
 
     def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
         """One token: x (D,) or (B, D) -> the same shape, and the next cache."""
-        if x.ndim == 2:
-            return mamba.mamba_step(self.weights, x, cache)
-        x, cache = jax.tree.map(lambda a: a[None], (x, cache))
-        return jax.tree.map(lambda a: a[0], mamba.mamba_step(self.weights, x, cache))
+        x = mamba.check_call(self.weights, x, cache, None, ("D", "B D"))
+        single = x.ndim == 1
+        if single:
+            x, cache = jax.tree.map(lambda a: a[None], (x, cache))
+        out = mamba.mamba_step(self.weights, x, cache, implementation=self.implementation)
+        return jax.tree.map(lambda a: a[0], out) if single else out
 
     def init_cache(self, batch_size: int | None = None) -> mamba.Cache:
         """The cache before the first token; without `batch_size` that of a single sequence."""
@@ -290,16 +315,29 @@ class Mamba(eqx.Module):
         return cache if batch_size is not None else jax.tree.map(lambda a: a[0], cache)
 
 
-def _rows(layer: Any, x: jax.Array) -> jax.Array:
-    """`x` with the axes that are normalised as one."""
+def _normalised(layer: Any, op: Callable[..., Any], parent: Callable[..., Any], x: Any) -> Any:
+    """`x` normalised by `op` over the axes of the layer's shape, or else by `parent`."""
+    x = jnp.asarray(x)
     lead = x.ndim - len(layer.shape)
     if lead < 0 or x.shape[lead:] != layer.shape:
         raise ValueError(
             f"x must have shape (..., {', '.join(map(str, layer.shape))}), its last axes those of "
             f"the layer; got {x.shape}"
         )
-    return x.reshape(*x.shape[:lead], -1)
+    if left_to_parent(layer, dtype_reason(x.dtype, *_dtypes(layer))):
+        return _each(parent, x, len(layer.shape))
+    rows = x.reshape(*x.shape[:lead], math.prod(layer.shape))
+    params = (None if p is None else p.reshape(-1) for p in (layer.weight, layer.bias))
+    out = op(rows, *params, eps=layer.eps, implementation=layer.implementation)
+    return out.reshape(x.shape)
 
 
-def _flat(param: jax.Array | None) -> jax.Array | None:
-    return None if param is None else param.reshape(-1)
+def _each(parent: Callable[..., Any], x: jax.Array, ndim: int) -> jax.Array:
+    """Equinox's own computation for every example, of the last `ndim` axes of `x`."""
+    for _ in range(x.ndim - ndim):
+        parent = jax.vmap(parent)
+    return parent(x)
+
+
+def _dtypes(layer: Any) -> list[Any]:
+    return [param.dtype for param in (layer.weight, layer.bias) if param is not None]

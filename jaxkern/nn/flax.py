@@ -2,8 +2,11 @@
 
 `RMSNorm`, `LayerNorm`, `Dropout` and `Linear` are flax's own classes with another `__call__`: the
 same arguments, parameters and initial values, and `implementation` besides. What the ops do not
-compute (statistics over other axes than the last, masks, means over a named axis, dropout masks
-that are broadcast, another `dot_general`) flax does, as before.
+compute falls to flax's own computation: dtypes other than bfloat16, float16 and float32 (complex
+numbers, float64, fp8), statistics over other axes than the last, masks, means over a named axis,
+dropout masks that are broadcast, another `dot_general`, `preferred_element_type` or `out_sharding`,
+and a `promote_dtype` other than flax's. Only ``implementation="mosaic"`` raises there, a
+NotImplementedError with the reason.
 
 `dtype` and `param_dtype` mean what they mean in flax, and so do the fields of a
 :class:`jaxkern.precision.Policy`: ``dtype=policy.compute, param_dtype=policy.params``.
@@ -17,10 +20,17 @@ import jax.numpy as jnp
 import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import mamba
-from jaxkern.nn.common import dropout_reason, left_to_flax, norm_reason
+from jaxkern.nn.common import (
+    dropout_reason,
+    dtype_reason,
+    implementation_of_products,
+    left_to_parent,
+    norm_reason,
+)
 
 try:
     from flax import nnx
+    from flax.nnx.nn import dtypes
 except ImportError as error:
     raise ImportError('jaxkern.nn.flax needs flax; run: pip install "jaxkern[flax]"') from error
 
@@ -31,7 +41,8 @@ class RMSNorm(nnx.RMSNorm):
     Args:
       num_features: N, the last axis of the input.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      **options: those of ``nnx.RMSNorm``, `rngs` among them.
+      **options: those of ``nnx.RMSNorm``, `rngs` among them. With a mask, other axes than the last,
+        an `axis_name` or a `promote_dtype`, flax computes the result.
 
     Example:
       >>> import jax.numpy as jnp
@@ -50,9 +61,10 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
-        if left_to_flax(self, norm_reason(self, x, mask)):
-            return super().__call__(x, mask=mask)
         scale = _value(self.scale)
+        reason = norm_reason(self, jnp.ndim(x), mask) or _dtype_reason(self, x, scale)
+        if left_to_parent(self, reason):
+            return super().__call__(x, mask=mask)
         x = self.promote_dtype((x, scale), dtype=self.dtype)[0]
         return jaxkern.rms_norm(x, scale, eps=self.epsilon, implementation=self.implementation)
 
@@ -64,7 +76,8 @@ class LayerNorm(nnx.LayerNorm):
       num_features: N, the last axis of the input.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
       **options: those of ``nnx.LayerNorm``, `rngs` among them; the variance is always summed from
-        the differences to the mean, whatever `use_fast_variance` says.
+        the differences to the mean, whatever `use_fast_variance` says. With a mask, other axes than
+        the last, an `axis_name` or a `promote_dtype`, flax computes the result.
     """
 
     def __init__(
@@ -75,9 +88,10 @@ class LayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
-        if left_to_flax(self, norm_reason(self, x, mask)):
-            return super().__call__(x, mask=mask)
         scale, bias = _value(self.scale), _value(self.bias)
+        reason = norm_reason(self, jnp.ndim(x), mask) or _dtype_reason(self, x, scale, bias)
+        if left_to_parent(self, reason):
+            return super().__call__(x, mask=mask)
         x = self.promote_dtype((x, scale, bias), dtype=self.dtype)[0]
         return jaxkern.layer_norm(
             x, scale, bias, eps=self.epsilon, implementation=self.implementation
@@ -88,6 +102,7 @@ class Dropout(nnx.Dropout):
     """``nnx.Dropout`` on :func:`jaxkern.dropout`, which stores no mask.
 
     The mask is drawn by another generator than flax's, so that it is another one for the same key.
+    With `broadcast_dims`, and for dtypes that the op does not take, it is flax's.
 
     Args:
       rate: probability of a zero.
@@ -105,10 +120,12 @@ class Dropout(nnx.Dropout):
         self, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None
     ) -> jax.Array:
         """Any shape -> the same."""
-        left = left_to_flax(self, dropout_reason(self))
         stream = self.rngs if rngs is None else rngs
         keeping = self.deterministic if deterministic is None else deterministic
-        if left or keeping is None or keeping or self.rate == 0 or stream is None:
+        draws = not (keeping is None or keeping or self.rate in (0, 1))
+        drawable = isinstance(stream, nnx.Rngs | nnx.RngStream | jax.Array)
+        reason = dropout_reason(self, jnp.result_type(inputs)) if draws and drawable else None
+        if not (draws and drawable) or left_to_parent(self, reason):
             return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
         if isinstance(stream, nnx.Rngs):
             stream = stream[self.rng_collection]
@@ -117,16 +134,49 @@ class Dropout(nnx.Dropout):
 
 
 class Linear(nnx.Linear):
-    """``nnx.Linear`` on jaxkern's linear layer, with its arguments."""
+    """``nnx.Linear`` on :func:`jaxkern.linear`.
+
+    Args:
+      in_features: K, the last axis of the input.
+      out_features: N, the last axis of the result.
+      implementation: ``"mosaic"``, ``"xla"`` (the one with forward-mode derivatives) or ``None``
+        for the fastest.
+      **options: those of ``nnx.Linear``, `rngs` among them. With a `dot_general`,
+        `preferred_element_type` or `promote_dtype`, flax computes the result.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        implementation: Implementation | None = None,
+        **options: Any,
+    ):
+        super().__init__(in_features, out_features, **options)
+        self.implementation: Implementation | None = implementation
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """inputs (..., K) -> (..., N)."""
-        changed = self.dot_general is not jax.lax.dot_general
-        if changed or self.preferred_element_type is not None or out_sharding is not None:
-            return super().__call__(inputs, out_sharding=out_sharding)
         kernel, bias = _value(self.kernel), _value(self.bias)
+        reason = self._product_reason(out_sharding) or _dtype_reason(self, inputs, kernel, bias)
+        if left_to_parent(self, reason):
+            return super().__call__(inputs, out_sharding=out_sharding)
         inputs, *_ = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
-        return jaxkern.linear(inputs, kernel, bias, precision=self.precision)
+        return jaxkern.linear(
+            inputs, kernel, bias, precision=self.precision, implementation=self.implementation
+        )
+
+    def _product_reason(self, out_sharding: Any) -> str | None:
+        if self.dot_general is not jax.lax.dot_general:
+            return "dot_general is not that of JAX"
+        for name, value in (
+            ("preferred_element_type", self.preferred_element_type),
+            ("out_sharding", out_sharding),
+        ):
+            if value is not None:
+                return f"{name} is {value}, and the kernels' results are as their arguments"
+        return None
 
 
 class SwiGLU(nnx.Module):
@@ -140,7 +190,7 @@ class SwiGLU(nnx.Module):
       use_bias: whether the projections have biases.
       dtype: of the computation, as in ``nnx.Linear``.
       param_dtype: of the parameters.
-      implementation: of :func:`jaxkern.swiglu`.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is that of the projections, too.
       rngs: where the initial values are drawn from.
       **options: others of ``nnx.Linear``.
 
@@ -169,6 +219,7 @@ class SwiGLU(nnx.Module):
         **options: Any,
     ):
         options |= {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype}
+        options["implementation"] = implementation_of_products(implementation)
         self.gate_proj = Linear(features, hidden_features, **options, rngs=rngs)
         self.up_proj = Linear(features, hidden_features, **options, rngs=rngs)
         self.down_proj = Linear(hidden_features, features, **options, rngs=rngs)
@@ -245,7 +296,10 @@ class Mamba(nnx.Module):
         return_cache: bool = False,
         segment_ids: jax.Array | None = None,
     ) -> Any:
-        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows."""
+        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
+
+        Sequences may be packed: `segment_ids` (B, L), integers, change where one ends.
+        """
         return mamba.mamba(
             self._weights(),
             x,
@@ -258,7 +312,9 @@ class Mamba(nnx.Module):
 
     def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
         """One token: x (B, D) -> the same shape, and the next cache."""
-        return mamba.mamba_step(self._weights(), x, cache, dtype=self.dtype)
+        return mamba.mamba_step(
+            self._weights(), x, cache, dtype=self.dtype, implementation=self.implementation
+        )
 
     def init_cache(self, batch_size: int) -> mamba.Cache:
         """The cache before the first token."""
@@ -272,3 +328,11 @@ class Mamba(nnx.Module):
 
 def _value(param: nnx.Param | None) -> Any:
     return None if param is None else param[...]
+
+
+def _dtype_reason(layer: Any, x: Any, *params: Any) -> str | None:
+    """Why the ops cannot compute in the dtypes of a call."""
+    if layer.promote_dtype is not dtypes.promote_dtype:
+        return "promote_dtype is not that of flax, which the kernels' own conversions follow"
+    dtype = dtypes.canonicalize_dtype(x, *params, dtype=layer.dtype)
+    return dtype_reason(dtype, *(param.dtype for param in params if param is not None))

@@ -2,9 +2,13 @@
 
 `RMSNorm`, `LayerNorm`, `Dropout` and `Dense` are flax's own classes with another `__call__`: the
 same attributes, parameters and initial values, and `implementation` besides. What the ops do not
-compute, flax does, as in :mod:`jaxkern.nn.flax`; so do `dtype` and `param_dtype` mean the same.
+compute falls to flax's own computation, as in :mod:`jaxkern.nn.flax`: dtypes other than bfloat16,
+float16 and float32, other axes, masks, named axes, dropout masks that are broadcast, another
+`dot_general` or `promote_dtype`. `dtype` and `param_dtype` mean what they mean in flax.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,11 +17,17 @@ import jax.numpy as jnp
 import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import mamba
-from jaxkern.nn.common import dropout_reason, left_to_flax, norm_reason
+from jaxkern.nn.common import (
+    dropout_reason,
+    dtype_reason,
+    implementation_of_products,
+    left_to_parent,
+    norm_reason,
+)
 
 try:
     from flax import linen as nn
-    from flax.linen.dtypes import canonicalize_dtype
+    from flax.linen.dtypes import canonicalize_dtype, promote_dtype
 except ImportError as error:
     raise ImportError('jaxkern.nn.linen needs flax; run: pip install "jaxkern[flax]"') from error
 
@@ -25,9 +35,11 @@ except ImportError as error:
 class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` on :func:`jaxkern.rms_norm`.
 
+    With a mask, other axes than the last or an `axis_name`, flax computes the result.
+
     Attributes:
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are those of
-        ``nn.RMSNorm``.
+        ``nn.RMSNorm``. Statistics are always summed in float32.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -42,8 +54,9 @@ class RMSNorm(nn.RMSNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
-        if left_to_flax(self, norm_reason(self, x, mask)):
-            return super().__call__(x, mask=mask)
+        reason = norm_reason(self, jnp.ndim(x), mask) or _dtype_reason(self, x, "scale")
+        if left_to_parent(self, reason):
+            return _plain(super().__call__)(self, x, mask=mask)
         scale = _scale(self, x)
         x, dtype = _promoted(self.dtype, x, scale)
         out = jaxkern.rms_norm(x, scale, eps=self.epsilon, implementation=self.implementation)
@@ -52,6 +65,8 @@ class RMSNorm(nn.RMSNorm):
 
 class LayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` on :func:`jaxkern.layer_norm`.
+
+    With a mask, other axes than the last or an `axis_name`, flax computes the result.
 
     Attributes:
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are those of
@@ -63,8 +78,9 @@ class LayerNorm(nn.LayerNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
-        if left_to_flax(self, norm_reason(self, x, mask)):
-            return super().__call__(x, mask=mask)
+        reason = norm_reason(self, jnp.ndim(x), mask) or _dtype_reason(self, x, "scale", "bias")
+        if left_to_parent(self, reason):
+            return _plain(super().__call__)(self, x, mask=mask)
         scale = _scale(self, x)
         bias = None
         if self.use_bias:
@@ -80,6 +96,7 @@ class Dropout(nn.Dropout):
     """``nn.Dropout`` on :func:`jaxkern.dropout`, which stores no mask.
 
     The mask is drawn by another generator than flax's, so that it is another one for the same key.
+    With `broadcast_dims`, and for dtypes that the op does not take, it is flax's.
 
     Attributes:
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are those of
@@ -93,29 +110,56 @@ class Dropout(nn.Dropout):
         self, inputs: jax.Array, deterministic: bool | None = None, rng: Any = None
     ) -> jax.Array:
         """Any shape -> the same."""
-        left = left_to_flax(self, dropout_reason(self))
         given = (self.deterministic, deterministic)
-        if left or self.rate == 0 or not (False in given and None in given):
-            return super().__call__(inputs, deterministic=deterministic, rng=rng)
+        draws = False in given and None in given and self.rate not in (0, 1)
+        reason = dropout_reason(self, jnp.result_type(inputs)) if draws else None
+        if not draws or left_to_parent(self, reason):
+            return _plain(super().__call__)(self, inputs, deterministic=deterministic, rng=rng)
         key = self.make_rng(self.rng_collection) if rng is None else rng
         return jaxkern.dropout(inputs, self.rate, key, implementation=self.implementation)
 
 
 class Dense(nn.Dense):
-    """``nn.Dense`` on jaxkern's linear layer, with its attributes."""
+    """``nn.Dense`` on :func:`jaxkern.linear`.
+
+    With a `dot_general`, `dot_general_cls` or `promote_dtype`, flax computes the result.
+
+    Attributes:
+      implementation: ``"mosaic"``, ``"xla"`` (the one with forward-mode derivatives) or ``None``
+        for the fastest; the others are those of ``nn.Dense``.
+    """
+
+    implementation: Implementation | None = None
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """inputs (..., K) -> (..., N)."""
-        if self.dot_general is not None or self.dot_general_cls is not None:
-            return super().__call__(inputs)
-        shape = (inputs.shape[-1], self.features)
+        if left_to_parent(self, self._reason(inputs)):
+            return _plain(super().__call__)(self, inputs)
+        shape = (jnp.shape(inputs)[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
-        promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        return jaxkern.linear(promoted[0], kernel, bias, precision=self.precision)
+        promoted: Any = promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        return jaxkern.linear(
+            promoted[0],
+            kernel,
+            bias,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+    @nn.nowrap
+    def _reason(self, inputs: Any) -> str | None:
+        """Why the op cannot compute this call."""
+        if self.dot_general not in (None, jax.lax.dot_general) or self.dot_general_cls is not None:
+            return "dot_general is not that of JAX"
+        if self.promote_dtype is not promote_dtype:
+            return "promote_dtype is not that of flax, which the kernels' own conversions follow"
+        if jnp.ndim(inputs) == 0:
+            return "inputs is a scalar, which has no axis to multiply"
+        return _dtype_reason(self, inputs, "kernel", "bias")
 
 
 class SwiGLU(nn.Module):
@@ -126,7 +170,8 @@ class SwiGLU(nn.Module):
       use_bias: whether the projections have biases.
       dtype: of the computation, as in ``nn.Dense``.
       param_dtype: of the parameters.
-      implementation: of :func:`jaxkern.swiglu`.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is that of the projections, too.
+      precision, kernel_init, bias_init: of the projections, as in ``nn.Dense``.
     """
 
     hidden_features: int
@@ -134,13 +179,26 @@ class SwiGLU(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     implementation: Implementation | None = None
+    precision: Any = None
+    kernel_init: Any = nn.linear.default_kernel_init
+    bias_init: Any = nn.initializers.zeros_init()
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """x (..., K) -> the same shape."""
 
         def dense(features: int, name: str) -> Dense:
-            return Dense(features, self.use_bias, self.dtype, self.param_dtype, name=name)
+            return Dense(
+                features,
+                use_bias=self.use_bias,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                precision=self.precision,
+                kernel_init=self.kernel_init,
+                bias_init=self.bias_init,
+                implementation=implementation_of_products(self.implementation),
+                name=name,
+            )
 
         gate, up = (dense(self.hidden_features, name)(x) for name in ("gate_proj", "up_proj"))
         hidden = jaxkern.swiglu(gate, up, implementation=self.implementation)
@@ -178,7 +236,7 @@ class Mamba(nn.Module):
     use_conv_bias: bool = True
 
     def setup(self):
-        inits = mamba.initializers(self._sizes(), self.n_layers)
+        inits = mamba.initializers(_sizes(self), self.n_layers)
         for name, (init, shape) in inits.items():
             setattr(self, name, self.param(name, init, shape, self.param_dtype))
 
@@ -190,9 +248,12 @@ class Mamba(nn.Module):
         return_cache: bool = False,
         segment_ids: jax.Array | None = None,
     ) -> Any:
-        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows."""
+        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
+
+        Sequences may be packed: `segment_ids` (B, L), integers, change where one ends.
+        """
         return mamba.mamba(
-            self._weights(),
+            _weights(self),
             x,
             cache,
             return_cache=return_cache,
@@ -203,20 +264,33 @@ class Mamba(nn.Module):
 
     def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
         """One token: x (B, D) -> the same shape, and the next cache."""
-        return mamba.mamba_step(self._weights(), x, cache, dtype=self.dtype)
+        return mamba.mamba_step(
+            _weights(self), x, cache, dtype=self.dtype, implementation=self.implementation
+        )
 
+    @nn.nowrap
     def init_cache(self, batch_size: int) -> mamba.Cache:
         """The cache before the first token."""
         dtype = jnp.float32 if self.dtype is None else self.dtype
-        return mamba.init_cache(self._sizes(), batch_size, dtype)
+        return mamba.init_cache(_sizes(self), batch_size, dtype)
 
-    def _sizes(self) -> mamba.Sizes:
-        sizes = self.d_model, self.d_state, self.d_conv, self.expand, self.dt_rank
-        return mamba.Sizes(*sizes, self.use_bias, self.use_conv_bias)
 
-    def _weights(self) -> mamba.Weights:
-        weights: Any = {name: getattr(self, name, None) for name in mamba.Weights._fields}
-        return mamba.Weights(**weights)
+def _sizes(block: Mamba) -> mamba.Sizes:
+    sizes = block.d_model, block.d_state, block.d_conv, block.expand, block.dt_rank
+    return mamba.Sizes(*sizes, block.use_bias, block.use_conv_bias)
+
+
+def _weights(block: Mamba) -> mamba.Weights:
+    weights: Any = {name: getattr(block, name, None) for name in mamba.Weights._fields}
+    return mamba.Weights(**weights)
+
+
+def _plain(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's computation, (module, ...) -> result, which does not count as a call of its own.
+
+    Intermediates that are captured, and interceptors, would otherwise see two calls of the layer.
+    """
+    return inspect.unwrap(call)
 
 
 def _scale(layer: Any, x: jax.Array) -> jax.Array | None:
@@ -225,7 +299,18 @@ def _scale(layer: Any, x: jax.Array) -> jax.Array | None:
     return layer.param("scale", layer.scale_init, (x.shape[-1],), layer.param_dtype)
 
 
-def _promoted(dtype: Any, x: jax.Array, *params: Any) -> tuple[jax.Array, Any]:
+def _dtype_reason(layer: Any, x: Any, *names: str) -> str | None:
+    """Why the ops cannot compute with `x` and parameters, of whatever dtype they are stored in."""
+    stored = jax.tree.leaves([layer.get_variable("params", name) for name in names])
+    x = jnp.result_type(x)
+    inexact = x if jnp.issubdtype(x, jnp.inexact) else None
+    return dtype_reason(inexact, layer.dtype, layer.param_dtype, *map(jnp.result_type, stored))
+
+
+def _promoted(dtype: Any, x: Any, *params: Any) -> tuple[jax.Array, Any]:
     """`x` so that the result is rounded once, and the dtype that flax's result has."""
     dtype = canonicalize_dtype(x, *params, dtype=dtype)
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(jnp.float32)
     return x.astype(jnp.promote_types(x.dtype, dtype)), dtype

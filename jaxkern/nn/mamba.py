@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
+from jaxkern.nn.common import implementation_of_products
 
 
 class Weights(NamedTuple):
@@ -140,15 +141,22 @@ def mamba(
       cache: what earlier tokens left; ``None`` for none.
       return_cache: whether to return the cache for the tokens that follow, too.
       dtype: of the products; by default what `x` and `in_proj` promote to.
-      segment_ids: (B, L), integers, for packed sequences.
+      segment_ids: (B, L), integers, for packed sequences: where the number changes, convolution and
+        state begin anew. `cache` is of the segment of the first token.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
 
     Returns:
-      (B, L, D), in `dtype`; with `return_cache` a pair of it and the cache.
+      (B, L, D), in `dtype`; with `return_cache` a pair of it and the cache, in the dtypes of
+      `cache` if one is given.
+
+    Raises:
+      TypeError: `x` is complex, or `cache` not a cache.
+      ValueError: a shape does not fit.
     """
-    # The kernels of `"mosaic"` do not take float32: it is left to the products' measurements.
-    of_products = "xla" if implementation == "xla" else None
-    project = functools.partial(jaxkern.linear, implementation=of_products)
+    x = check_call(weights, x, cache, segment_ids, ("B L D",))
+    project = functools.partial(
+        jaxkern.linear, implementation=implementation_of_products(implementation)
+    )
     x = _cast(x, weights, dtype)
     # Two products, as the halves of one would be copied apart, and their gradients together; XLA
     # makes one of two that have an operand in common.
@@ -170,7 +178,7 @@ def mamba(
     y: Any = jaxkern.selective_scan(
         u,
         dt,
-        -jnp.exp(weights.A_log),
+        _rates(weights),
         B,
         C,
         weights.D,
@@ -183,24 +191,39 @@ def mamba(
     if not return_cache:
         return project(y, weights.out_proj, weights.out_bias)
     y, state = y
+    if cache is not None:  # so that a loop can carry it
+        conv, state = conv.astype(cache.conv.dtype), state.astype(cache.scan.dtype)
     return project(y, weights.out_proj, weights.out_bias), Cache(conv, state)
 
 
 def mamba_step(
-    weights: Weights, x: jax.Array, cache: Cache, *, dtype: Any = None
+    weights: Weights,
+    x: jax.Array,
+    cache: Cache,
+    *,
+    dtype: Any = None,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """A Mamba block for one token, x (B, D): its output (B, D) and the next cache."""
-    projected = jaxkern.linear(_cast(x, weights, dtype), weights.in_proj, weights.in_bias)
+    """A Mamba block for one token, x (B, D): its output (B, D) and the next cache.
+
+    Args and errors are those of :func:`mamba`; convolution and scan are plain JAX, whatever the
+    `implementation` of the products.
+    """
+    x = check_call(weights, x, cache, None, ("B D",))
+    project = functools.partial(
+        jaxkern.linear, implementation=implementation_of_products(implementation)
+    )
+    projected = project(_cast(x, weights, dtype), weights.in_proj, weights.in_bias)
     u, z = jnp.split(projected, 2, axis=-1)
     u, conv = jaxkern.causal_conv1d_step(
         cache.conv, u, *_filter(weights, u.dtype), activation="silu"
     )
-    dt, B, C = _parameters(weights, u, jaxkern.linear)
+    dt, B, C = _parameters(weights, u, project)
     y, state = jaxkern.selective_scan_step(
         cache.scan,
         u,
         dt,
-        -jnp.exp(weights.A_log),
+        _rates(weights),
         B,
         C,
         weights.D,
@@ -208,7 +231,59 @@ def mamba_step(
         dt_bias=weights.dt_bias,
         dt_softplus=True,
     )
-    return jaxkern.linear(y, weights.out_proj, weights.out_bias), Cache(conv, state)
+    state = state.astype(cache.scan.dtype)
+    return project(y, weights.out_proj, weights.out_bias), Cache(conv, state)
+
+
+def check_call(
+    weights: Weights, x: Any, cache: Cache | None, segment_ids: Any, forms: tuple[str, ...]
+) -> jax.Array:
+    """`x` as an array, of one of the shapes `forms`, each the names of its axes.
+
+    The last of the forms is ``"B L D"`` for sequences, or ``"B D"`` for tokens.
+
+    Raises:
+      TypeError: `x` is complex, or `cache` not a cache.
+      ValueError: a shape does not fit.
+    """
+    x, d, tokens = jnp.asarray(x), weights.in_proj.shape[0], forms[-1] == "B D"
+    if jnp.iscomplexobj(x):
+        raise TypeError(f"x must have a real dtype, got {x.dtype}; take x.real or jnp.abs(x)")
+    if x.ndim not in [len(form.split()) for form in forms] or x.shape[-1] != d:
+        shapes = " or ".join(f"({form.replace(' ', ', ')})" for form in forms)
+        remedy = (
+            "Sequences go into the block itself, their tokens into step as x[:, t]"
+            if tokens
+            else "One sequence goes in as x[None], one token of each sequence into step"
+        )
+        raise ValueError(
+            f"x must have shape {shapes} with D = {d}, the d_model of the block; got {x.shape}. "
+            f"{remedy}"
+        )
+    if segment_ids is not None and jnp.shape(segment_ids) != x.shape[:-1]:
+        raise ValueError(
+            f"segment_ids must have shape {x.shape[:-1]}, that of x without its last axis; "
+            f"got {jnp.shape(segment_ids)}"
+        )
+    if cache is not None or tokens:
+        _check_cache(weights, cache, x.shape[:-1] if tokens else x.shape[:-2])
+    return x
+
+
+def _check_cache(weights: Weights, cache: Any, batch: tuple[int, ...]) -> None:
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            "cache must be a jaxkern.nn.mamba.Cache, which init_cache and return_cache=True give; "
+            f"got {type(cache).__name__}"
+        )
+    (inner, width), states = weights.conv_weight.shape, weights.A_log.shape[1]
+    wanted = {"conv": (*batch, width - 1, inner), "scan": (*batch, inner, states)}
+    for name, shape in wanted.items():
+        if (got := jnp.shape(getattr(cache, name))) != shape:
+            raise ValueError(
+                f"cache.{name} must have shape {shape} for this block and x; got {got}. A cache is "
+                "of as many sequences as x: init_cache makes one"
+            )
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
@@ -225,6 +300,11 @@ def _cast(x: jax.Array, weights: Weights, dtype: Any) -> jax.Array:
 
 def _halves(bias: jax.Array | None) -> Any:
     return (None, None) if bias is None else jnp.split(bias, 2)
+
+
+def _rates(weights: Weights) -> jax.Array:
+    """A: exp would lose digits in a narrow dtype."""
+    return -jnp.exp(weights.A_log.astype(jnp.promote_types(weights.A_log.dtype, jnp.float32)))
 
 
 def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
