@@ -1,6 +1,7 @@
 """The language model's data: what is read, how it is split, which windows make a batch."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -38,7 +39,7 @@ def test_split_by_file_is_whole_and_disjoint(tmp_path):
     assert train
     assert validation
     assert corpus.info["documents"] == 40
-    assert corpus.info["split"] == "by file"
+    assert corpus.info["split"] == "by document"
 
 
 def test_split_is_the_same_elsewhere_and_moves_no_file_when_one_is_added(tmp_path):
@@ -93,8 +94,81 @@ def test_folders_skip_what_is_not_text(tmp_path):
     corpus = build_corpus((str(root),), tmp_path / "c")
     assert corpus.info["documents"] == 5
     assert corpus.info["skipped"] == 4
-    assert "4 files that are not text were skipped" in corpus.describe()
+    assert "4 files without readable text skipped" in corpus.describe()
     assert b"hidden" not in bytes(corpus.train) + bytes(corpus.validation)
+
+
+def write_lines(path, *records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_json_lines_are_their_texts(tmp_path):
+    texts = [f"text {i}: é\n" for i in range(200)]
+    path = write_lines(tmp_path / "shard.jsonl", *({"id": 7, "text": text} for text in texts))
+    with path.open("a") as file:
+        file.write('\n{"text": ""}\n')
+    corpus = build_corpus((str(path),), tmp_path / "c")
+    train, validation = documents(corpus.train), documents(corpus.validation)
+    assert train | validation == {text.encode() for text in texts}
+    assert train.isdisjoint(validation)
+    assert 1 <= len(validation) < 30
+    assert bytes(corpus.train).startswith(b"\0text ")
+    assert "1 file with 200 documents: " in corpus.describe()
+    # More lines move none of those before.
+    write_lines(path, *({"text": text} for text in [*texts, "one more"]))
+    more = build_corpus((str(path),), tmp_path / "c2")
+    assert documents(more.validation) >= validation
+    assert documents(more.train) >= train
+
+
+def test_json_without_text_is_named_and_beside_text_it_is_skipped(tmp_path):
+    bad = {
+        "no_text.jsonl": (
+            '{"content": "a"}\n',
+            "line 1 has no \"text\" of a document, but 'content'",
+        ),
+        "number.jsonl": ("\n17\n", 'line 2 has no "text"'),
+        "cut.jsonl": ('{"text": "a', "line 1 is not JSON"),
+        "zero.ndjson": ('{"text": "\\u0000"}', "line 1 has a zero byte"),
+        "half.jsonl": ('{"text": "\\ud800"}', "line 1 is not Unicode"),
+        "empty.jsonl": ('{"text": ""}\n', "a file without text"),
+        "list.json": ('[{"text": "a"}]', "JSON, whose syntax would be trained on"),
+    }
+    root = write_files(tmp_path / "t", 3)
+    for name, (content, words) in bad.items():
+        (root / name).write_text(content)
+        with pytest.raises(RunError, match=words) as caught:
+            build_corpus((str(root / name),), tmp_path / "c")
+        assert str(root / name) in str(caught.value)
+    corpus = build_corpus((str(root),), tmp_path / "c")
+    assert corpus.info["skipped"] == len(bad) - 1  # list.json is a text like a program's
+    # A file that begins as text and breaks off is not left out silently.
+    (root / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b')
+    with pytest.raises(RunError, match=r"cut\.jsonl: line 2 is not JSON"):
+        build_corpus((str(root),), tmp_path / "c")
+
+
+def test_files_of_one_name_are_divided(tmp_path):
+    """Their places are the same, so the end of both is held out."""
+    paths = [tmp_path / name / "x.txt" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(str(path) * 50)
+    corpus = build_corpus(tuple(map(str, paths)), tmp_path / "c")
+    assert len(corpus.train) > len(corpus.validation) > 0
+    assert corpus.info["split"] == "by position"
+
+
+def test_an_unreadable_folder_is_named(tmp_path, monkeypatch):
+    def walk(top, onerror):
+        onerror(PermissionError(13, "Permission denied", str(top / "private")))
+        return iter(())
+
+    monkeypatch.setattr(os, "walk", walk)
+    with pytest.raises(RunError, match=r"private: cannot be read \(Permission denied\)"):
+        build_corpus((str(tmp_path),), tmp_path / "c")
 
 
 def test_text_is_told_from_binary_across_read_boundaries(tmp_path):
@@ -128,7 +202,7 @@ def test_folders_without_text_are_refused(tmp_path):
     with pytest.raises(RunError, match="no text to train on"):
         build_corpus((str(tmp_path / "t"),), tmp_path / "c")
     (tmp_path / "t" / "x.bin").write_bytes(b"\xff")
-    with pytest.raises(RunError, match="1 files there are empty or not text"):
+    with pytest.raises(RunError, match="1 file there without readable text"):
         build_corpus((str(tmp_path / "t"),), tmp_path / "c")
 
 

@@ -3,7 +3,8 @@
 Every document is preceded by a zero byte, which text does not contain: it separates documents in
 training and starts the prompt in sampling. Documents are split into training and validation by a
 hash of their path below the folder that was named, so that the same corpus is split alike on every
-machine and adding a file moves no other. Batches are windows at random positions, drawn by a
+machine and adding a file moves no other. A file of JSON Lines holds a document in each line, its
+"text", which is named by the file and the line. Batches are windows at random positions, drawn by a
 counter-based generator from (seed, step) alone: any step's batch can be had without those before.
 """
 
@@ -26,13 +27,36 @@ VALIDATION_FRACTION = 0.05
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 # The standard library's own tests hold much deliberately odd text.
 _SKIPPED_IN_STDLIB = {"test", "tests", "idle_test"}
+_JSON_LINES = {".jsonl", ".ndjson"}
 _CHUNK = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Document:
+class File:
+    """A file of text, which is one document, or of JSON Lines, which are one each."""
+
     name: str  # path below the folder that was named, with forward slashes
     path: Path
+    texts: int | None = None  # of a file of JSON Lines: how many it holds
+
+    def names(self) -> Iterator[str]:
+        """The names of its documents, by which they are split."""
+        if self.texts is None:
+            yield self.name
+        else:
+            yield from (f"{self.name}:{i}" for i in range(self.texts))
+
+    def contents(self) -> Iterator[Iterable[bytes]]:
+        """Its documents' bytes, in pieces."""
+        if self.texts is None:
+            with open(self.path, "rb") as file:
+                yield iter(lambda: file.read(_CHUNK), b"")
+        else:
+            yield from ([text] for text in _json_texts(self.path))
+
+
+class _NotTextError(Exception):
+    """Why a file is no training text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +69,21 @@ class Corpus:
 
     def describe(self) -> str:
         info = self.info
-        text = (
-            f"{info['documents']:,} files: {len(self.train):,} bytes to train on, "
-            f"{len(self.validation):,} held out"
-        )
+        documents, skipped = info["documents"], info["skipped"]
+        files = info.get("files", documents)
+        text = _counted(files, "file")
+        if documents != files:
+            text += f" with {_counted(documents, 'document')}"
+        text += f": {len(self.train):,} bytes to train on, {len(self.validation):,} held out"
         if info["split"] == "by position":
-            text += " (one file: its end is held out)"
-        if info["skipped"]:
-            text += f"; {info['skipped']:,} files that are not text were skipped"
+            text += f" ({'one file: ' if files == 1 else ''}its end is held out)"
+        if skipped:
+            text += f"; {_counted(skipped, 'file')} without readable text skipped"
         return text
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def standard_library() -> Path:
@@ -70,19 +100,18 @@ def build_corpus(paths: tuple[str, ...], folder: Path) -> Corpus:
     Raises:
         RunError: if a path is missing, a named file is not text, or there is nothing to read.
     """
-    documents, skipped = _find_documents(paths)
+    files, skipped = _find_files(paths)
     folder.mkdir(parents=True, exist_ok=True)
-    train, validation = _split(documents)
-    _pack(train, folder / "train.bin")
-    if validation:
-        _pack(validation, folder / "validation.bin")
-    else:
+    held_out = _held_out(files)
+    documents = _pack(files, held_out, folder)
+    if held_out is None:
         _cut_end(folder / "train.bin", folder / "validation.bin")
     info = {
         "paths": [str(Path(path).resolve()) for path in paths] or ["standard library"],
-        "documents": len(documents),
+        "files": len(files),
+        "documents": documents,
         "skipped": skipped,
-        "split": "by file" if validation else "by position",
+        "split": "by position" if held_out is None else "by document",
         "fingerprint": _fingerprint(folder),
     }
     write_atomically(folder / "corpus.json", json.dumps(info, indent=2) + "\n")
@@ -151,35 +180,49 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _find_documents(paths: tuple[str, ...]) -> tuple[list[Document], int]:
-    """The documents below the named paths in a fixed order, and how many files are not text."""
-    documents: dict[Path, Document] = {}
+def _find_files(paths: tuple[str, ...]) -> tuple[list[File], int]:
+    """The files of text below the named paths in a fixed order, and how many others there are."""
+    files: dict[Path, File] = {}
     skipped = 0
     for root in [Path(path) for path in paths] or [standard_library()]:
         if not root.exists():
             raise RunError(f"--data {root}: no such file or folder")
         if root.is_dir():
             for path in _walk(root, only_python=not paths):
-                if _not_text(path):
+                try:
+                    texts = _texts(path)
+                except _NotTextError:
                     skipped += 1
                 else:
-                    document = Document(path.relative_to(root).as_posix(), path)
-                    documents.setdefault(path.resolve(), document)
+                    name = path.relative_to(root).as_posix()
+                    files.setdefault(path.resolve(), File(name, path, texts))
         else:
-            reason = _not_text(root)
-            if reason:
-                raise RunError(f"--data {root}: {reason}; give text files or folders of them")
-            documents.setdefault(root.resolve(), Document(root.name, root))
-    if not documents:
+            try:
+                if root.suffix.lower() == ".json":
+                    raise _NotTextError(
+                        "JSON, whose syntax would be trained on (rename it to .txt if that is "
+                        'meant, or write a .jsonl file with the "text" of a document in each line)'
+                    )
+                texts = _texts(root)
+            except _NotTextError as error:
+                raise RunError(
+                    f"--data {root}: {error}; give text files or folders of them"
+                ) from None
+            files.setdefault(root.resolve(), File(root.name, root, texts))
+    if not files:
         where = " ".join(paths) or str(standard_library())
-        passed = f" ({skipped} files there are empty or not text)" if skipped else ""
+        passed = f" ({_counted(skipped, 'file')} there without readable text)" if skipped else ""
         raise RunError(f"no text to train on in {where}{passed}; give text files to --data")
-    return sorted(documents.values(), key=lambda d: (d.name, str(d.path))), skipped
+    return sorted(files.values(), key=lambda f: (f.name, str(f.path))), skipped
 
 
 def _walk(root: Path, *, only_python: bool) -> Iterator[Path]:
+    def unreadable(error: OSError) -> None:
+        if not only_python:
+            raise RunError(f"--data {error.filename}: cannot be read ({error.strerror})")
+
     avoided = _SKIPPED_FOLDERS | (_SKIPPED_IN_STDLIB if only_python else set())
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=unreadable):
         folders[:] = sorted(f for f in folders if f not in avoided and not f.startswith("."))
         for file in sorted(files):
             path = Path(folder, file)
@@ -188,10 +231,34 @@ def _walk(root: Path, *, only_python: bool) -> Iterator[Path]:
                 yield path
 
 
-def _not_text(path: Path) -> str | None:
-    """Why a file is no training text, or None."""
+def _texts(path: Path) -> int | None:
+    """How many texts a file of JSON Lines holds; ``None`` for a file that is one text.
+
+    Raises:
+        _NotTextError: if it is neither.
+        RunError: if some lines of JSON have text and another does not.
+    """
     if not path.is_file():
-        return "not a regular file"
+        raise _NotTextError("not a regular file")
+    try:
+        if path.suffix.lower() in _JSON_LINES:
+            count = 0
+            try:
+                for _ in _json_texts(path):
+                    count += 1
+            except _NotTextError as error:
+                if count:
+                    raise RunError(f"--data {path}: {error}") from None
+                raise
+            if not count:
+                raise _NotTextError("a file without text")
+            return count
+        _check_text(path)
+    except OSError as error:
+        raise _NotTextError(f"cannot be read ({error.strerror})") from None
+
+
+def _check_text(path: Path) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
     try:
@@ -200,38 +267,73 @@ def _not_text(path: Path) -> str | None:
                 size += len(chunk)
                 decoder.decode(chunk)
                 if b"\0" in chunk:
-                    return "a binary file (it has zero bytes)"
+                    raise _NotTextError("a binary file (it has zero bytes)")
             decoder.decode(b"", final=True)
     except UnicodeDecodeError:
-        return "a binary file (it is not UTF-8 text)"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return None if size else "an empty file"
+        raise _NotTextError(
+            "a binary file (it is not UTF-8 text; iconv -t UTF-8 rewrites other encodings)"
+        ) from None
+    if not size:
+        raise _NotTextError("an empty file")
 
 
-def _split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Training and validation documents; validation is empty if there is but one document."""
-    if len(documents) == 1:
-        return documents, []
+def _json_texts(path: Path) -> Iterator[bytes]:
+    """The "text" of each line of a file of JSON Lines, those that are empty left out."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise _NotTextError(f"line {number} is not JSON ({error})") from None
+            text = record.get("text") if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                fields = ", ".join(map(str, record)) if isinstance(record, dict) else line[:40]
+                raise _NotTextError(
+                    f'line {number} has no "text" of a document, but {fields!r}; rename that field '
+                    "to text"
+                )
+            try:
+                content = text.encode()
+            except UnicodeEncodeError as error:
+                raise _NotTextError(f"line {number} is not Unicode text ({error.reason})") from None
+            if b"\0" in content:
+                raise _NotTextError(f"line {number} has a zero byte in its text")
+            if content:
+                yield content
 
-    def place(document: Document) -> float:
-        digest = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
-        return int.from_bytes(digest[:8], "big") / 2**64
 
-    ordered = sorted(documents, key=place)
-    held_out = sum(place(document) < VALIDATION_FRACTION for document in documents)
-    held_out = min(max(held_out, 1), len(documents) - 1)
-    validation = {document.path for document in ordered[:held_out]}
-    train = [document for document in documents if document.path not in validation]
-    return train, [document for document in documents if document.path in validation]
+def _place(name: str) -> float:
+    """A number from 0 to 1 by which a document is for training or held out."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _pack(documents: Iterable[Document], path: Path) -> None:
-    with open(path, "wb") as out:
-        for document in documents:
-            out.write(bytes([SEPARATOR]))
-            with open(document.path, "rb") as file:
-                shutil.copyfileobj(file, out, _CHUNK)
+def _held_out(files: list[File]) -> float | None:
+    """Documents with places below this are for validation: at least one, and not all.
+
+    ``None`` if no such number divides them: there is one document, or all have one name.
+    """
+    places = np.fromiter((_place(name) for file in files for name in file.names()), np.float64)
+    least, largest = places.min(), places.max()
+    if least == largest:
+        return None
+    return float(min(max(VALIDATION_FRACTION, np.nextafter(least, 1)), largest))
+
+
+def _pack(files: Iterable[File], held_out: float | None, folder: Path) -> int:
+    """Write train.bin and validation.bin; how many documents they hold."""
+    count = 0
+    with open(folder / "train.bin", "wb") as train, open(folder / "validation.bin", "wb") as other:
+        for file in files:
+            for name, content in zip(file.names(), file.contents(), strict=True):
+                held = held_out is not None and _place(name) < held_out
+                out = other if held else train
+                out.write(bytes([SEPARATOR]))
+                out.writelines(content)
+                count += 1
+    return count
 
 
 def _cut_end(train: Path, validation: Path) -> None:
