@@ -1,9 +1,9 @@
 """Checkpoints and metrics: whole or not there, and told from damaged ones."""
 
 import errno
+import fcntl
 import os
-import subprocess
-import sys
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxkern.lm import checkpoint
-from jaxkern.lm.config import ModelConfig, RunError
+from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.report import MetricsLog, read_metrics
 from jaxkern.precision import DynamicLossScale
 
@@ -78,30 +78,60 @@ def write_another_manifest(path):
     (path / "manifest.json").write_text('["something else"]')
 
 
+def name_it_another_step(path):
+    shutil.copytree(path, path.with_name("11"))
+    shutil.rmtree(path)
+    path.with_name("11").rename(path.with_name("12"))
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (damage_bytes, "is damaged"),
-        (cut_a_file, "is damaged"),
-        (remove_a_file, "is damaged"),
-        (remove_the_manifest, "not written by this version of jaxkern"),
-        (write_another_manifest, "not written by this version of jaxkern"),
+        (damage_bytes, "its files are not those that were written"),
+        (cut_a_file, "its files are not those that were written"),
+        (remove_a_file, "its files are not those that were written"),
+        (remove_the_manifest, "it has no manifest.json"),
+        (write_another_manifest, "is no manifest"),
+        (name_it_another_step, "by its manifest.json it is of step 10"),
     ],
 )
-def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path, harm, words):
+def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path, harm, words):
     save(tmp_path, 5, 10)
     harm(tmp_path / "checkpoints" / "10")
-    with pytest.raises(RunError, match=words) as caught:
-        restore(tmp_path, 10)
-    assert "checkpoints/10" in str(caught.value)
-    assert "back to step 5" in str(caught.value)
+    last = checkpoint.steps(tmp_path)[-1]
+    with pytest.raises(checkpoint.DamagedError, match=words) as caught:
+        restore(tmp_path, last)
+    assert f"checkpoints/{last} is damaged: " in str(caught.value)
+    assert "the one before is of step 5" in str(caught.value)
+    assert checkpoint.newest(tmp_path, MODEL) == (5, [str(caught.value)])
     restore(tmp_path, 5)
+
+    checkpoint.set_aside(tmp_path, 5)
+    assert set(os.listdir(tmp_path / "checkpoints")) == {"5", f"{last}.damaged"}
+    save(tmp_path, last)
+    assert checkpoint.newest(tmp_path, MODEL) == (last, [])
+
+    for step in (5, last):
+        damage_bytes(tmp_path / "checkpoints" / str(step))
+    with pytest.raises(RunError, match=r"no checkpoint of .* is whole; start a new run"):
+        checkpoint.newest(tmp_path, MODEL)
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
+    """Nothing is damaged, so that nothing is gone back from."""
     save(tmp_path, 5)
-    with pytest.raises(RunError, match="is of another model"):
-        checkpoint.check(tmp_path, 5, ModelConfig(d_model=16, n_layers=1))
+    model = PRESETS["micro"].model
+    words = "is of another model, and the run is of preset micro: d_model is 8, not 16, n_layers "
+    for read in (checkpoint.check, lambda run, step, model: checkpoint.newest(run, model)):
+        with pytest.raises(RunError, match=words) as caught:
+            read(tmp_path, 5, model)
+        assert not isinstance(caught.value, checkpoint.DamagedError)
+    manifest = tmp_path / "checkpoints" / "5" / "manifest.json"
+    content = manifest.read_text()
+    for old, new in (('"format": "jaxkern-lm-1"', '"format": "2"'), ("d_model", "width")):
+        manifest.write_text(content.replace(old, new))
+        with pytest.raises(RunError, match="not written by this version of jaxkern"):
+            checkpoint.newest(tmp_path, MODEL)
 
 
 @pytest.mark.parametrize("failing", ["save", "manifest"])
@@ -132,16 +162,21 @@ def test_leftovers_of_a_killed_process_are_no_checkpoints(tmp_path):
     assert checkpoint.steps(tmp_path) == [5, 10]
 
 
-def test_two_processes_cannot_train_in_one_folder(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from jaxkern.lm import checkpoint\n"
-        "with checkpoint.only_process(Path(sys.argv[1])): print('held')"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
+def test_two_processes_cannot_train_in_one_folder(tmp_path, monkeypatch):
+    with checkpoint.only_process(tmp_path):  # a lock is of an open file, not of a process
+        second = checkpoint.only_process(tmp_path)
+        with pytest.raises(RunError, match="another process is training"):
+            second.__enter__()
+
+        def unsupported(*args):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr(fcntl, "flock", unsupported)  # as some network file systems have it
+        with checkpoint.only_process(tmp_path):
+            pass
+    monkeypatch.undo()
     with checkpoint.only_process(tmp_path):
-        refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "another process is training" in refused.stderr
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "held\n"
+        pass
 
 
 def test_metrics_are_cut_back_to_the_step_of_the_checkpoint(tmp_path):
@@ -160,8 +195,19 @@ def test_metrics_are_cut_back_to_the_step_of_the_checkpoint(tmp_path):
     assert records[7]["loss"] is None
 
 
-def test_metrics_of_something_else_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "content"),
+    [
+        (1, b"hello\n"),
+        (1, b"\xff\n"),
+        (1, b"[1]\n"),
+        (1, b'{"step": "1"}\n'),
+        (2, b'{"step": 1}\n{"step": 2, "loss": "low"}\n'),
+        (3, b'{"step": 1}\n{"step": 2}\n{"step": 2}\n'),
+    ],
+)
+def test_metrics_of_something_else_are_refused(tmp_path, line, content):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("hello\n")
-    with pytest.raises(RunError, match="is not a metrics file"):
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=rf"metrics\.jsonl, line {line} is not a record"):
         read_metrics(path)

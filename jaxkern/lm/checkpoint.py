@@ -14,6 +14,7 @@ pickled: orbax stores arrays and JSON.
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import hashlib
 import json
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxkern.lm.config import ModelConfig, RunError
+from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.data import write_atomically
 
 if TYPE_CHECKING:  # orbax takes a second to import, which the first step need not wait for
@@ -37,6 +38,10 @@ if TYPE_CHECKING:  # orbax takes a second to import, which the first step need n
 
 FORMAT = "jaxkern-lm-1"
 _KEPT = 3
+
+
+class DamagedError(RunError):
+    """A checkpoint whose files are not those that were written."""
 
 
 def check_fresh(out: Path) -> None:
@@ -56,7 +61,8 @@ def check_fresh(out: Path) -> None:
 def only_process(out: Path) -> Iterator[None]:
     """Hold the run directory; a second process that trains in it is refused.
 
-    The lock belongs to the process, so a killed one leaves none behind.
+    The lock belongs to the process, so a killed one leaves none behind. A file system without locks
+    cannot tell of a second process.
     """
     import fcntl
 
@@ -68,22 +74,38 @@ def only_process(out: Path) -> Iterator[None]:
             raise RunError(
                 f"another process is training in {out}; stop it first or name another --out"
             ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                raise
         yield
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """config.json of a run directory."""
+    """config.json of a run directory.
+
+    Raises:
+        RunError: if it is missing, damaged or of another version.
+    """
     path = run / "config.json"
     try:
-        config = json.loads(path.read_text())
-        if config["format"] != FORMAT:
-            raise ValueError
-    except FileNotFoundError:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         raise RunError(
             f"{run} holds no run (no config.json); give the --out folder of a jaxkern train"
         ) from None
-    except (ValueError, KeyError, TypeError, NotADirectoryError):
-        raise RunError(f"{path} was not written by this version of jaxkern") from None
+    except ValueError as error:
+        raise RunError(
+            f"{path} is damaged ({error}); restore it, or start a new run with another --out"
+        ) from None
+    written = config.get("format") if isinstance(config, dict) else None
+    if written != FORMAT:
+        raise RunError(
+            f"{path} was not written by this version of jaxkern: its format is {written!r}, "
+            f"not {FORMAT!r}; start a new run with another --out"
+        )
+    for name in ("flags", "model", "data"):
+        if not isinstance(config.get(name), dict):
+            raise RunError(f'{path} is damaged: it has no "{name}"; start a new run')
     return config
 
 
@@ -121,32 +143,92 @@ def save(run: Path, step: int, *, params: Any, optimizer: Any, model: ModelConfi
         _remove(folder / str(old))
 
 
-def check(run: Path, step: int, model: ModelConfig) -> None:
-    """Refuse a checkpoint that is damaged, not one of jaxkern's, or of another model.
+def newest(run: Path, model: ModelConfig) -> tuple[int, list[str]]:
+    """The step of the last checkpoint that is whole, and what is wrong with those after it.
+
+    The step is 0 where there is no checkpoint.
 
     Raises:
-        RunError: with what is wrong and what to do.
+        RunError: if the run has checkpoints and none is whole, or if one is of another model.
+    """
+    wrong = []
+    for step in reversed(steps(run)):
+        try:
+            check(run, step, model)
+        except DamagedError as error:
+            wrong.append(str(error))
+        else:
+            return step, wrong
+    if wrong:
+        raise RunError(f"no checkpoint of {run} is whole; start a new run ({wrong[0]})")
+    return 0, []
+
+
+def check(run: Path, step: int, model: ModelConfig) -> None:
+    """Refuse a checkpoint that is damaged, of another version, or of another model.
+
+    Raises:
+        DamagedError: its files are not those that were written.
+        RunError: it is of another version or of another model.
     """
     path = run / "checkpoints" / str(step)
-    earlier = [other for other in steps(run) if other < step]
-    remedy = "start a new run"
-    if earlier:
-        remedy = f"delete that folder to go back to step {earlier[-1]}"
+    before = [other for other in steps(run) if other < step]
+    other = f"the one before is of step {before[-1]}" if before else "there is none before it"
+
+    def damaged(what: str) -> DamagedError:
+        return DamagedError(f"checkpoint {path} is damaged: {what}; {other}")
+
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        if manifest["format"] != FORMAT or manifest["step"] != step:
-            raise ValueError("another format")
-        stored, files = ModelConfig(**manifest["model"]), manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        written, at = manifest["format"], manifest["step"]
+        stored, files = manifest["model"], manifest["files"]
+    except FileNotFoundError:
+        raise damaged("it has no manifest.json") from None
+    except (ValueError, KeyError, TypeError):
+        raise damaged("its manifest.json is no manifest") from None
+    try:
+        stored = ModelConfig(**stored) if written == FORMAT else None
+    except (TypeError, ValueError):
+        stored = None
+    if stored is None:
         raise RunError(
-            f"checkpoint {path} was not written by this version of jaxkern; {remedy}"
-        ) from None
-    if stored != model:
-        raise RunError(f"checkpoint {path} is of another model, {stored}; {remedy}")
-    if _digests(path) != files:
-        raise RunError(
-            f"checkpoint {path} is damaged: its files are not those that were written; {remedy}"
+            f"checkpoint {path} was not written by this version of jaxkern, or its manifest.json "
+            f"was edited; move that folder away, and then {other}"
         )
+    if stored != model:
+        raise RunError(
+            f"checkpoint {path} is of {_preset(stored)}, and the run is of {_preset(model)}: "
+            f"{differences(stored, model)}; move that folder away, and then {other}"
+        )
+    if at != step:
+        raise damaged(f"by its manifest.json it is of step {at}")
+    if _digests(path) != files:
+        raise damaged("its files are not those that were written")
+
+
+def set_aside(run: Path, newest: int) -> None:
+    """Rename the damaged checkpoints after step `newest`, so that their steps can be saved."""
+    for step in steps(run):
+        if step > newest:
+            path = run / "checkpoints" / str(step)
+            aside = path.with_name(f"{step}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
+
+
+def differences(stored: ModelConfig, model: ModelConfig) -> str:
+    """Which fields of a stored model are not those of `model`."""
+    own = dataclasses.asdict(model).items()
+    return ", ".join(
+        f"{name} is {getattr(stored, name)}, not {value}"
+        for name, value in own
+        if getattr(stored, name) != value
+    )
+
+
+def _preset(model: ModelConfig) -> str:
+    names = (name for name, preset in PRESETS.items() if preset.model == model)
+    return next((f"preset {name}" for name in names), "another model")
 
 
 def restore(run: Path, step: int, name: str, like: Any) -> Any:
