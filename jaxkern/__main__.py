@@ -1,8 +1,23 @@
 """`jaxkern` and `python -m jaxkern`."""
 
+import os
 import sys
+from collections.abc import Sequence
 
-from jaxkern.lm.cli import main
+from jaxkern.lm import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command, and returns its exit code unless a signal ended it.
+
+    After a signal the process ends here: threads that compile cannot be interrupted, and the
+    interpreter would wait for them.
+    """
+    code = cli.main(argv)
+    if code > 128:
+        os._exit(code)
+    return code
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,24 +1,28 @@
 """The command line: flags, help, and one clear line for every mistake."""
 
+import dataclasses
 import errno
 import importlib.util
 import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
 
 import jaxkern
 from jaxkern.core import cache
-from jaxkern.lm import cli, memory
+from jaxkern.lm import cli, memory, stop
 from jaxkern.lm import doctor as doctor_module
+from jaxkern.lm import train as train_module
 from jaxkern.lm.config import DEFAULTS, PRESETS, RunError, TrainConfig, resume_config
 from jaxkern.lm.doctor import doctor
-from jaxkern.lm.program import keep_programs
+from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
 
 
@@ -42,13 +46,17 @@ def fails(capsys, *argv, code=1):
         ([], "COMMAND"),
         (["fly"], "'fly'"),
         (["train", "--preset", "huge"], "'130m'"),
-        (["train", "--steps", "0"], "--steps: must be a whole number, at least 1, got '0'"),
-        (["train", "--lr", "nan"], "--lr: must be a number above 0, got 'nan'"),
+        (["train", "--steps", "0"], "--steps: must be a whole number from 1 to 2^31 - 1, got '0'"),
+        (["train", "--lr", "nan"], "--lr: must be a number from 1e-30 to 1e+30, got 'nan'"),
         (["train", "--seed", "-1"], "--seed"),
         (["train", "--devices", "none"], "--devices"),
         (["train", "--implementation", "cuda"], "mosaic"),
         (["train", "--speed", "9"], "--speed"),
+        (["train", "--data", ""], "--data: must be a path, got ''"),
+        (["train", "--out", ""], "--out: must be a path, got ''"),
         (["sample"], "--run"),
+        (["sample", "--run", "x", "--temperature", "1e-9"], "must be 0, or a number from 0.0001"),
+        (["sample", "--run", "x", "--length", "9" * 9999], "--length: must be a whole number"),
         (["sample", "--run", "x", "--temperature", "-1"], "--temperature"),
     ],
 )
@@ -58,6 +66,26 @@ def test_wrong_flags(capsys, argv, words):
     assert "--help" in line
 
 
+NUMBERS = ["steps", "batch-size", "seq-len", "grad-accum", "lr", "seed", "log-every", "eval-every"]
+NUMBERS += ["eval-batches", "checkpoint-every"]
+
+
+@pytest.mark.parametrize("flag", NUMBERS)
+def test_numbers_have_limits(capsys, flag):
+    for text in (
+        "-1",
+        "1e400",
+        "inf",
+        "nan",
+        "2147483648" if flag != "lr" else "0",
+        "",
+        "9" * 9999,
+    ):
+        line = fails(capsys, "train", f"--{flag}", text, code=2)
+        assert f"argument --{flag}: must be a " in line
+        assert f"got '{text[:9]}" in line
+
+
 def test_what_a_run_cannot_begin_with(capsys, tmp_path):
     """Each is told in one line, and leaves no folder behind."""
     out = tmp_path / "run"
@@ -65,6 +93,7 @@ def test_what_a_run_cannot_begin_with(capsys, tmp_path):
     text.write_text("some words " * 500)
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "binary").write_bytes(b"\x7fELF\xff")
+    (tmp_path / "lines.jsonl").write_text('{"content": "some words"}\n')
     micro = ["train", "--preset", "micro", "--out", out, "--data"]
     for argv, words in [
         ([*micro, tmp_path / "nowhere"], "no such file"),
@@ -73,6 +102,10 @@ def test_what_a_run_cannot_begin_with(capsys, tmp_path):
         ([*micro, text, "--grad-accum", "3"], "--grad-accum 3"),
         ([*micro, text, "--devices", "4096"], "--devices 4096 is more than this machine's"),
         ([*micro, text, "--mixed-precision", "fp8"], "--mixed-precision fp8"),
+        ([*micro, tmp_path / "lines.jsonl"], 'lines.jsonl: line 1 has no "text" of a document'),
+        ([*micro, text, "--batch-size", 2**31 - 1], "GiB of memory"),
+        (["train", "--preset", "micro", "--out", text / "run"], "text.txt/run: Not a directory"),
+        (["train", "--preset", "micro", "--out", tmp_path / ("x" * 999)], "File name too long"),
         (["train", "--resume"], "--resume needs --out"),
         (["train", "--resume", "--out", out], "holds no run"),
         (["sample", "--run", out], "holds no run"),
@@ -83,15 +116,40 @@ def test_what_a_run_cannot_begin_with(capsys, tmp_path):
         assert not out.exists()
 
 
-@pytest.mark.newest
 def test_a_step_that_memory_cannot_hold_is_refused(capsys, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("some words " * 500)
-    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
+
+    class Compiled:
+        def memory_analysis(self):
+            sizes = {"temp": 2**40, "argument": 9, "output": 9, "alias": 9}
+            return types.SimpleNamespace(**{f"{k}_size_in_bytes": v for k, v in sizes.items()})
+
+    compiled = []
+
+    def compile_programs(*args, fresh):
+        compiled.append(fresh)
+        return Programs(None, Compiled(), None)
+
+    monkeypatch.setattr(train_module, "compile_programs", compile_programs)
     argv = ["train", "--preset", "micro", "--data", text, "--out", tmp_path / "run"]
-    line = fails(capsys, *argv)
-    assert "0.0 GiB" in line
-    assert "--batch-size" in line
+    for available, words in ((1000, "a step needs 0.0 GiB"), (2**30, "a step needs 1,024.0 GiB")):
+        monkeypatch.setattr(memory, "available_memory", lambda device, size=available: size)
+        line = fails(capsys, *argv)
+        assert words in line
+        assert "--batch-size" in line
+        assert not (tmp_path / "run").exists()
+    assert compiled == [True]  # the first is refused before
+
+
+def test_sizes_beyond_what_jax_counts_with_are_one_line(capsys, tmp_path, monkeypatch):
+    def compile_programs(*args, fresh):
+        raise OverflowError("Python int too large to convert to C long")
+
+    monkeypatch.setattr(train_module, "compile_programs", compile_programs)
+    line = fails(capsys, "train", "--preset", "micro", "--out", tmp_path / "run")
+    assert "the arrays of a step are too large (Python int too large to convert to C long)" in line
+    assert "lower --batch-size" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -109,12 +167,21 @@ def test_memory_of_this_machine_is_known():
             ValueError("RESOURCE_EXHAUSTED: Failed: No space left on device [28]"),
             "the disk is full",
         ),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "the quota is used up"),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), "/x/y: Permission denied"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        (
+            RuntimeError("Unable to initialize backend 'cuda': not in ['cpu']"),
+            "JAX cannot start: Unable to initialize backend 'cuda'",
+        ),
         (MemoryError(), "out of memory; lower --batch-size"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out of memory"),
         (NotImplementedError("no kernel\nhere"), "no kernel here"),
+        (
+            NotImplementedError('no kernel. Use implementation="xla", or None to have it chosen.'),
+            "no kernel. Use --implementation auto, or xla.",
+        ),
         (RunError("two\nlines"), "two lines"),
-        (KeyboardInterrupt(), "stopped"),
     ],
 )
 def test_errors_of_the_machine_are_one_line(capsys, monkeypatch, error, words):
@@ -122,8 +189,41 @@ def test_errors_of_the_machine_are_one_line(capsys, monkeypatch, error, words):
         raise error
 
     monkeypatch.setattr(cli, "_train", broken)
-    code = 130 if isinstance(error, KeyboardInterrupt) else 1
-    assert words in fails(capsys, "train", code=code)
+    assert words in fails(capsys, "train")
+
+
+def test_an_error_of_an_interrupted_import_is_the_interruption(capsys, monkeypatch):
+    def broken(flags):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ImportError("an extension could not be initialised") from None
+
+    monkeypatch.setattr(cli, "_train", broken)
+    assert cli.main(["train"]) == 143
+    assert capsys.readouterr().err == "jaxkern: stopped (SIGTERM)\n"
+
+
+def test_signals_that_are_ignored_or_handled_already_stay_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with stop.handled():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_checkpoint_of_hugging_face_must_be_a_folder(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, words in (
+        ("state-spaces/mamba-130m-hf", "hf download state-spaces/mamba-130m-hf --local-dir mamba"),
+        (tmp_path / "file", "is a file; give the folder"),
+        (tmp_path / "nowhere", "there is no such folder"),
+    ):
+        assert words in fails(capsys, "sample", "--hf", name)
 
 
 def test_a_bug_keeps_its_stack_trace(monkeypatch):
@@ -241,8 +341,23 @@ def test_resumed_configuration():
     ):
         with pytest.raises(RunError, match=words.replace(".", r"\.")):
             resume_config(stored, flags)
-    for broken in ({}, stored | {"unknown": 1}, stored | {"preset": "gone"}):
-        with pytest.raises(RunError, match="not written by this version"):
+    others = {"devices": "2", "implementation": "xla", "log_every": 1, "checkpoint_every": 7}
+    assert resume_config(stored, others) == dataclasses.replace(config, **others)
+    for broken, words in (
+        ({}, "flags.batch_size is missing"),
+        ([], '"flags" is \\[\\]'),
+        (stored | {"unknown": 1}, "flags.unknown is no flag of this version"),
+        (stored | {"preset": "gone"}, "flags.preset cannot be 'gone'"),
+        (stored | {"steps": 1.5}, "flags.steps cannot be 1.5"),
+        (stored | {"steps": True}, "flags.steps cannot be True"),
+        (stored | {"lr": "high"}, "flags.lr cannot be 'high'"),
+        (stored | {"remat": 1}, "flags.remat cannot be 1"),
+        (stored | {"data": "text"}, "flags.data cannot be 'text'"),
+        (stored | {"devices": "-1"}, "flags.devices cannot be '-1'"),
+        (stored | {"implementation": None}, "flags.implementation cannot be None"),
+        (stored | {"mixed_precision": 16}, "flags.mixed_precision cannot be 16"),
+    ):
+        with pytest.raises(RunError, match=words):
             resume_config(broken, {})
 
 
@@ -281,12 +396,11 @@ def test_warm_keeps_the_kernels_of_a_run(own_cache):
         (["--gpu", "h200", "--devices", "3"], "--batch-size 8 cannot be split .* 3 devices"),
     ],
 )
-def test_warm_says_what_it_cannot(own_cache, flags, words):
+def test_warm_says_what_it_cannot(own_cache, capsys, monkeypatch, flags, words):
     del own_cache
-    command = [sys.executable, "-m", "jaxkern", "warm", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert re.fullmatch(f"jaxkern: error: {words}.*\n", done.stderr)
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):  # warm sets them, for JAX to start with
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    assert re.search(words, fails(capsys, "warm", *flags))
 
 
 def test_doctor_tells_of_the_cache_and_empties_it(own_cache, monkeypatch, capsys):

@@ -5,10 +5,12 @@ as a stack trace. jax and flax are imported only by the command that needs them.
 """
 
 import argparse
+import contextlib
 import errno
 import importlib.util
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jaxkern
-from jaxkern.lm.config import DEFAULTS, PRESETS, RunError
+from jaxkern.lm import stop
+from jaxkern.lm.config import DEFAULTS, IMPLEMENTATIONS, LIMITS, PRESETS, Limits, RunError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; those of the process by default.
 
     Returns:
-        The exit code: 0, or 1 after an error told on stderr.
+        The exit code: 0; 1 after an error told on stderr; 128 and the signal's number after a
+        signal, 141 where the output of a training run was closed.
 
     Raises:
         SystemExit: on --help, --version and wrong flags.
@@ -41,45 +45,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     command: Callable[[dict[str, Any]], None] = args.pop("command")
-    try:
-        command(args)
-    except RunError as error:
-        return _fail(str(error))
-    except KeyboardInterrupt:
-        return _fail("stopped; a training run goes on with --resume --out its folder", code=130)
-    except BrokenPipeError:  # jaxkern sample | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        message = _explain(error)
-        if message is None:
-            raise
-        return _fail(message)
+    with stop.handled():
+        try:
+            command(args)
+        except RunError as error:
+            return _fail(f"error: {error}")
+        except stop.Stopped as stopped:
+            return _fail(str(stopped), stopped.code)
+        except BrokenPipeError:  # jaxkern sample | head
+            stop.discard_closed_output()
+        except Exception as error:
+            # An extension module that a signal interrupts may raise an error of its own.
+            if (signum := stop.requested()) is not None:
+                return _fail(str(stop.Stopped(signum)), 128 + signum)
+            message = _explain(error)
+            if message is None:
+                raise
+            return _fail(f"error: {message}")
     return 0
 
 
 def _fail(message: str, code: int = 1) -> int:
-    print(f"jaxkern: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    """Tell a line on stderr, on a line of its own even after half a line on stdout."""
+    stop.discard_closed_output()
+    with contextlib.suppress(OSError):
+        print(f"jaxkern: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
 
 def _explain(error: BaseException) -> str | None:
     """One line for an error of the machine or of a kernel that cannot; None for a bug."""
     text = str(error)
-    full = os.strerror(errno.ENOSPC)
-    if getattr(error, "errno", None) == errno.ENOSPC or full in text:
-        return (
-            "the disk is full; free some space (a run that had begun has whole checkpoints, "
-            "and goes on with --resume)"
-        )
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    number = getattr(error, "errno", None)
+    for full, what in ((errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the quota is used up")):
+        if number == full or os.strerror(full) in text:
+            return (
+                f"{what}; free some space (a run that had begun has whole checkpoints, "
+                "and goes on with --resume)"
+            )
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         from jaxkern.lm.memory import REMEDY
 
         return f"out of memory; {REMEDY}"
+    if isinstance(error, RuntimeError) and "nable to initialize backend" in text:
+        return f"JAX cannot start: {text}; see jaxkern doctor, and the variable JAX_PLATFORMS"
     if isinstance(error, NotImplementedError):
-        return text
+        reason, asked, _ = text.partition(" Use implementation=")
+        return f"{reason} Use --implementation auto, or xla." if asked else text
     return None
 
 
@@ -117,12 +131,24 @@ def _by_preset(field: str) -> str:
 def _add_model(add: Callable[..., None]) -> None:
     """The flags that decide what the training step computes."""
     add("--preset", f"model size: {', '.join(PRESETS)}", choices=PRESETS, metavar="NAME")
-    add("--batch-size", "sequences per step", _by_preset("batch_size"), type=_positive, metavar="N")
-    add("--seq-len", "bytes per sequence", _by_preset("seq_len"), type=_positive, metavar="N")
+    add(
+        "--batch-size",
+        "sequences per step",
+        _by_preset("batch_size"),
+        type=_limited("batch_size"),
+        metavar="N",
+    )
+    add(
+        "--seq-len",
+        "bytes per sequence",
+        _by_preset("seq_len"),
+        type=_limited("seq_len"),
+        metavar="N",
+    )
     add(
         "--grad-accum",
         "parts that a batch is computed in, one after another",
-        type=_positive,
+        type=_limited("grad_accum"),
         metavar="K",
     )
     add(
@@ -146,7 +172,7 @@ def _add_model(add: Callable[..., None]) -> None:
     add(
         "--implementation",
         "of the ops: auto (the fastest), mosaic (GPU kernels), xla",
-        choices=("auto", "mosaic", "xla"),
+        choices=IMPLEMENTATIONS,
         metavar="NAME",
     )
 
@@ -161,25 +187,26 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_model(add)
     add(
         "--data",
-        "text files or folders of them",
+        'text files or folders of them; of a .jsonl file, the\n"text" of each line',
         "Python's standard library",
         nargs="+",
+        type=_named,
         metavar="PATH",
     )
-    add("--out", "new folder for the run", "runs/PRESET-DATE-TIME", type=Path, metavar="DIR")
+    add("--out", "new folder for the run", "runs/PRESET-DATE-TIME", type=_path, metavar="DIR")
     add(
         "--resume",
-        "continue the run in --out from its last checkpoint;\nof the other flags, only "
-        "--steps may change, and grow",
+        "continue the run in --out from its last checkpoint;\nof the other flags, --steps may "
+        "grow, and\n--devices, --implementation, --log-every and\n--checkpoint-every may change",
         "off",
         action="store_true",
     )
-    add("--steps", "optimizer steps", _by_preset("steps"), type=_positive, metavar="N")
+    add("--steps", "optimizer steps", _by_preset("steps"), type=_limited("steps"), metavar="N")
     add(
         "--lr",
         "peak learning rate, after a linear warm-up and before\na cosine to a tenth of it",
         _by_preset("lr"),
-        type=_positive_float,
+        type=_limited("lr"),
         metavar="X",
     )
     add(
@@ -189,17 +216,27 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         type=_devices,
         metavar="N",
     )
-    add("--seed", "of the parameters and of the order of the data", type=_seed, metavar="N")
-    add("--log-every", "steps between two reports", type=_positive, metavar="N")
+    add(
+        "--seed",
+        "of the parameters and of the order of the data",
+        type=_limited("seed"),
+        metavar="N",
+    )
+    add("--log-every", "steps between two reports", type=_limited("log_every"), metavar="N")
     add(
         "--eval-every",
         "steps between two validations",
         _by_preset("eval_every"),
-        type=_positive,
+        type=_limited("eval_every"),
         metavar="N",
     )
-    add("--eval-batches", "batches per validation", type=_positive, metavar="N")
-    add("--checkpoint-every", "steps between two checkpoints", type=_positive, metavar="N")
+    add("--eval-batches", "batches per validation", type=_limited("eval_batches"), metavar="N")
+    add(
+        "--checkpoint-every",
+        "steps between two checkpoints",
+        type=_limited("checkpoint_every"),
+        metavar="N",
+    )
     parser.set_defaults(command=_train)
 
 
@@ -238,10 +275,10 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, help=f"{help} (default: {default!r})", default=default, **options)
 
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--run", type=Path, metavar="DIR", help="the --out folder of jaxkern train")
+    model.add_argument("--run", type=_path, metavar="DIR", help="the --out folder of jaxkern train")
     model.add_argument(
         "--hf",
-        type=Path,
+        type=_path,
         metavar="DIR",
         help="a Mamba checkpoint in the layout of Hugging Face: config.json, model.safetensors and "
         "tokenizer.json",
@@ -252,7 +289,7 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         "lower is less random, 0 is not at all",
         0.8,
-        type=_non_negative_float,
+        type=_temperature,
         metavar="X",
     )
     add(
@@ -262,7 +299,7 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
         type=_non_negative,
         metavar="K",
     )
-    add("--seed", "of the draws", 0, type=_seed, metavar="N")
+    add("--seed", "of the draws", 0, type=_limited("seed"), metavar="N")
     parser.set_defaults(command=_sample)
 
 
@@ -290,10 +327,25 @@ def _sample(flags: dict[str, Any]) -> None:
 
         sample(run, prompt, **flags)
     else:
+        _check_hf(folder)
         _need_extra("sample --hf", "hf", safetensors="safetensors", tokenizers="tokenizers")
         from jaxkern.lm.sample import sample_hf
 
         sample_hf(folder, prompt, **flags)
+
+
+def _check_hf(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    if folder.exists():
+        raise RunError(f"--hf {folder} is a file; give the folder that it is in")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        raise RunError(
+            f"--hf {folder}: there is no such folder here. If it is a model's name on the Hugging "
+            f"Face Hub, fetch it first: hf download {folder} --local-dir {folder.name}, and then "
+            f"give --hf {folder.name}"
+        )
+    raise RunError(f"--hf {folder}: there is no such folder")
 
 
 def _warm(flags: dict[str, Any]) -> None:
@@ -335,35 +387,39 @@ def _need_extra(command: str, extra: str = "lm", **more: str) -> None:
         )
 
 
-def _number(text: str, kind: Callable[[str], Any], rule: str, holds: Callable[[Any], bool]) -> Any:
+def _value(text: str, limits: Limits) -> Any:
     try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not holds(value):
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return value
+        return limits.check(limits.kind(text))
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r}") from None
+
+
+def _limited(name: str) -> Callable[[str], Any]:
+    return lambda text: _value(text, LIMITS[name])
 
 
 def _positive(text: str) -> int:
-    return _number(text, int, "a whole number, at least 1", lambda n: n >= 1)
+    return _value(text, Limits(int, 1))
 
 
 def _non_negative(text: str) -> int:
-    return _number(text, int, "a whole number, at least 0", lambda n: n >= 0)
+    return _value(text, Limits(int, 0))
 
 
-def _seed(text: str) -> int:
-    return _number(text, int, "a whole number from 0 to 2^31 - 1", lambda n: 0 <= n < 2**31)
-
-
-def _positive_float(text: str) -> float:
-    return _number(text, float, "a number above 0", lambda x: 0 < x < float("inf"))
-
-
-def _non_negative_float(text: str) -> float:
-    return _number(text, float, "a number, at least 0", lambda x: 0 <= x < float("inf"))
+def _temperature(text: str) -> float:
+    return _value(text, Limits(float, 1e-4, 1e4, zero=True))
 
 
 def _devices(text: str) -> str:
     return text if text == "all" else str(_positive(text))
+
+
+def _named(text: str) -> str:
+    """A path; an empty one, as of a variable that is not set, would be the folder one is in."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, got ''")
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(_named(text))

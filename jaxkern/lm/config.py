@@ -2,11 +2,60 @@
 
 import dataclasses
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 
 class RunError(Exception):
     """Something the user can put right; shown as one line, without a stack trace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a number may be."""
+
+    kind: Callable[[Any], Any]  # int or float
+    low: float
+    high: float = math.inf
+    zero: bool = False  # is allowed although it is lower
+
+    def check(self, value: Any) -> Any:
+        """`value`, or ValueError if it is not of the kind or not within the limits."""
+        whole = type(value) is int
+        if not (whole or (type(value) is float and self.kind is float)):
+            raise ValueError(value)
+        if not self.low <= value <= self.high and not (self.zero and value == 0):
+            raise ValueError(value)
+        if not whole and not math.isfinite(value):
+            raise ValueError(value)
+        return value
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.kind is int else "a number"
+        zero = "0, or " if self.zero else ""
+        if self.high == math.inf:
+            return f"{zero}{kind}, at least {self.low:g}"
+        high = "2^31 - 1" if self.high == _INT32 else f"{self.high:g}"
+        return f"{zero}{kind} from {self.low:g} to {high}"
+
+
+_INT32 = 2**31 - 1  # counters of steps, sizes of axes
+_COUNT = Limits(int, 1, _INT32)
+
+LIMITS = {
+    "steps": _COUNT,
+    "batch_size": _COUNT,
+    "seq_len": _COUNT,
+    "grad_accum": _COUNT,
+    "log_every": _COUNT,
+    "eval_every": _COUNT,
+    "eval_batches": _COUNT,
+    "checkpoint_every": _COUNT,
+    "seed": Limits(int, 0, _INT32),
+    "lr": Limits(float, 1e-30, 1e30),  # a float32, and its product with the schedule's factors
+}
+IMPLEMENTATIONS = ("auto", "mosaic", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +178,24 @@ class TrainConfig:
         by_preset = {field: getattr(preset, field) for field in PRESET_FLAGS}
         values: dict[str, Any] = DEFAULTS | by_preset | flags
         config = cls(**values)
-        if config.batch_size % config.grad_accum:
-            raise RunError(
-                f"--batch-size {config.batch_size} cannot be split into --grad-accum "
-                f"{config.grad_accum} equal parts; choose a multiple of it"
-            )
+        config.check_split(1)
         return config
+
+    def check_split(self, devices: int) -> None:
+        """Refuse a batch that cannot be split into equal parts for `devices` devices."""
+        parts = self.grad_accum * devices
+        if self.batch_size % parts == 0:
+            return
+        if devices == 1:
+            raise RunError(
+                f"--batch-size {self.batch_size} cannot be split into --grad-accum "
+                f"{self.grad_accum} equal parts; choose a multiple of it"
+            )
+        raise RunError(
+            f"--batch-size {self.batch_size} cannot be split over --grad-accum "
+            f"{self.grad_accum} × {devices} devices; choose a multiple of {parts}, or fewer "
+            "--devices"
+        )
 
 
 PRESET_FLAGS = ("steps", "batch_size", "seq_len", "lr", "eval_every")
@@ -155,36 +216,72 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def resume_config(stored: dict[str, Any], flags: dict[str, Any]) -> TrainConfig:
-    """The configuration of a resumed run: the stored one, with at most more steps.
+# What a resumed run may do otherwise: its arithmetic is the same, but for the order of sums.
+CHANGEABLE = ("devices", "implementation", "log_every", "checkpoint_every")
+
+
+def resume_config(stored: Any, flags: dict[str, Any]) -> TrainConfig:
+    """The configuration of a resumed run.
+
+    Args:
+        stored: "flags" of the run's config.json.
+        flags: those given with --resume.
 
     Raises:
-        RunError: if a flag differs from the run's, except a greater --steps.
+        RunError: if `stored` is no configuration, or a flag differs from the run's that must not.
     """
-    try:
-        values: dict[str, Any] = dict(stored)
-        values["data"] = tuple(stored["data"])
-        config = TrainConfig(**values)
-        known = config.preset in PRESETS
-    except (KeyError, TypeError):
-        known = False
-    if not known:
-        raise RunError(
-            "config.json was not written by this version of jaxkern; start a new run with "
-            "another --out"
-        )
+    config = _stored_config(stored)
     for name, value in flags.items():
         old = getattr(config, name)
-        if name == "steps" and value > old:
-            config = dataclasses.replace(config, steps=value)
-        elif value != old:
+        if value == old:
+            continue
+        if name not in CHANGEABLE and not (name == "steps" and value > old):
             flag = "--" + name.replace("_", "-")
             rule = "can only grow" if name == "steps" else "cannot change"
             raise RunError(
                 f"{flag} {_show(value)} differs from the run's {_show(old)} and {rule} on "
                 f"--resume; leave it out, or start a new run with another --out"
             )
+        config = dataclasses.replace(config, **{name: value})
     return config
+
+
+def _stored_config(stored: Any) -> TrainConfig:
+    """The configuration that config.json holds, every value of it checked."""
+    remedy = "put back what jaxkern wrote, or start a new run with another --out"
+    if not isinstance(stored, dict):
+        raise RunError(f'config.json: "flags" is {stored!r}, no table of flags; {remedy}')
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    if odd := stored.keys() ^ names:
+        name = min(odd)
+        what = "is missing" if name in names else "is no flag of this version of jaxkern"
+        raise RunError(f"config.json: flags.{name} {what}; {remedy}")
+    for name, value in stored.items():
+        if not _valid(name, value):
+            raise RunError(f"config.json: flags.{name} cannot be {value!r}; {remedy}")
+    values: dict[str, Any] = stored | {"data": tuple(stored["data"])}
+    return TrainConfig(**values)
+
+
+def _valid(name: str, value: Any) -> bool:
+    if name in LIMITS:
+        try:
+            LIMITS[name].check(value)
+        except ValueError:
+            return False
+        return True
+    match name:
+        case "preset":
+            return isinstance(value, str) and value in PRESETS
+        case "implementation":
+            return value in IMPLEMENTATIONS
+        case "devices":
+            return isinstance(value, str) and bool(re.fullmatch("auto|all|[1-9][0-9]{0,8}", value))
+        case "data":
+            return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
+        case "remat" | "scan_layers":
+            return isinstance(value, bool)
+    return isinstance(value, str)
 
 
 def _show(value: Any) -> str:

@@ -1,28 +1,42 @@
-"""Whether a compiled step fits, before it runs: on a CPU the system kills what does not."""
+"""Whether a step fits, before it runs: on a CPU the system kills what does not."""
 
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxkern.lm.config import RunError
+from jaxkern.lm.config import RunError, TrainConfig
 
 REMEDY = "lower --batch-size or --seq-len, raise --grad-accum, or add --remat"
+
+
+def check_least_memory(config: TrainConfig, devices: list[Any]) -> None:
+    """Raise RunError, before anything is compiled, if no program for this batch could fit.
+
+    A step holds at least the logits of one part of the batch, in two bytes or more each, and the
+    stream of one layer in four.
+    """
+    rows = config.batch_size // (config.grad_accum * len(devices))
+    model = config.model
+    _check(rows * config.seq_len * (2 * model.vocab_size + 4 * model.d_model), devices[0])
 
 
 def check_memory(compiled: jax.stages.Compiled, device: Any) -> None:
     """Raise RunError if the program needs more memory than `device` has left."""
     analysis = compiled.memory_analysis()
+    if analysis is not None:
+        _check(
+            analysis.temp_size_in_bytes
+            + analysis.argument_size_in_bytes
+            + analysis.output_size_in_bytes
+            - analysis.alias_size_in_bytes,
+            device,
+        )
+
+
+def _check(needed: int, device: Any) -> None:
     available = available_memory(device)
-    if analysis is None or available is None:
-        return
-    needed = (
-        analysis.temp_size_in_bytes
-        + analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-    )
-    if needed > available:
+    if available is not None and needed > available:
         raise RunError(
             f"a step needs {_gib(needed)} of memory and {device.device_kind} has "
             f"{_gib(available)}; {REMEDY}"

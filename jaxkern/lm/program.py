@@ -164,10 +164,13 @@ def compile_programs(config: TrainConfig, placement: Placement, *, fresh: bool) 
         f = placement.on_each(mean_loss, placement.first_split)
         return placement.jit(f).lower(params, windows).compile()
 
-    with ThreadPoolExecutor() as pool:
+    pool = ThreadPoolExecutor()
+    try:
         return Programs(
             *(future.result() for future in [pool.submit(f) for f in (init, step, loss)])
         )
+    finally:  # a signal does not wait for what compiles
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def keep_programs() -> None:

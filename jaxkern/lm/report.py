@@ -1,13 +1,16 @@
 """What a run says while it trains and leaves behind: progress, metrics.jsonl, loss.png."""
 
+import contextlib
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxkern.lm import stop
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data import write_atomically
 
@@ -39,17 +42,37 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line cut short by a kill is left out."""
+    """The records of a metrics.jsonl; a last line cut short by a kill is left out.
+
+    Raises:
+        RunError: if another line is no record, or the steps are not in order.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    try:
-        records = [json.loads(line) for line in lines if line.endswith("\n")]
-        for record in records:
-            record["step"]
-    except (ValueError, KeyError, TypeError):
-        raise RunError(f"{path} is not a metrics file of jaxkern; move it away") from None
+    records: list[dict[str, Any]] = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            record: Any = json.loads(line)
+        except ValueError:
+            record = None
+        if not _is_record(record) or (records and record["step"] <= records[-1]["step"]):
+            raise RunError(
+                f"{path}, line {number} is not a record of jaxkern; mend it, or move the file away "
+                "to go on without the earlier losses"
+            )
+        records.append(record)
     return records
+
+
+def _is_record(record: Any) -> bool:
+    return (
+        isinstance(record, dict)
+        and type(record.get("step")) is int
+        and all(value is None or type(value) in (int, float) for value in record.values())
+    )
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -72,6 +95,7 @@ class Progress:
         self._start = start
         self._began = time.perf_counter()
         self._bar = None
+        self._text = ""
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -94,21 +118,39 @@ class Progress:
         )
         validation = records[-1].get("validation_bits_per_byte")
         held_out = "" if validation is None else f"validation {validation:.3f} bits/byte"
+        self._text = text
         if self._bar is not None:
-            self._bar.set_description_str(text + " · ", refresh=False)
-            self._bar.update(step - self._bar.n)
-            if held_out:
-                self._bar.write(f"step {step} · {held_out}")
+            with stop.output_may_close():
+                self._bar.set_description_str(text + " · ", refresh=False)
+                self._bar.update(step - self._bar.n)
+                if held_out:
+                    self._bar.write(f"step {step} · {held_out}")
         else:
             done = step - self._start
             left = (time.perf_counter() - self._began) / done * (self._steps - step)
-            width = len(str(self._steps))
-            line = f"step {step:{width}}/{self._steps} · {text} · {_duration(left)} left"
-            print(f"{line} · {held_out}" if held_out else line, flush=True)
+            line = f"{self._at(step)} · {text} · {_duration(left)} left"
+            stop.say(f"{line} · {held_out}" if held_out else line)
+
+    @contextlib.contextmanager
+    def during(self, step: int, what: str) -> Iterator[None]:
+        """Show on a terminal that steps wait for `what`; elsewhere, afterwards, for how long."""
+        began = time.perf_counter()
+        if self._bar is not None:
+            with stop.output_may_close():
+                self._bar.set_description_str(f"{what} at step {step} · ")
+        yield
+        if self._bar is not None:
+            self._bar.set_description_str(self._text + " · ", refresh=False)
+        else:
+            stop.say(f"{self._at(step)} · {what} took {time.perf_counter() - began:.1f} s")
+
+    def _at(self, step: int) -> str:
+        return f"step {step:{len(str(self._steps))}}/{self._steps}"
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with stop.output_may_close():
+                self._bar.close()
 
 
 def _duration(seconds: float) -> str:
@@ -123,14 +165,18 @@ def plot_losses(records: list[dict[str, Any]], path: Path, *, title: str) -> Non
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     train = [(r["step"], r["bits_per_byte"]) for r in records if r.get("bits_per_byte")]
     name = "validation_bits_per_byte"
     validation = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     if train:
-        axes.plot(*zip(*train, strict=True), color="#9bb8d3", linewidth=0.8, label="training")
-        axes.plot(*_smooth(train), color="#1f5a94", linewidth=1.8, label="training, smoothed")
+        smooth = len(train) >= 2 * _SMOOTHED
+        color, width = ("#9bb8d3", 0.8) if smooth else ("#1f5a94", 1.8)
+        axes.plot(*zip(*train, strict=True), color=color, linewidth=width, label="training")
+        if smooth:
+            axes.plot(*_smooth(train), color="#1f5a94", linewidth=1.8, label="training, smoothed")
     if validation:
         axes.plot(
             *zip(*validation, strict=True),
@@ -139,33 +185,45 @@ def plot_losses(records: list[dict[str, Any]], path: Path, *, title: str) -> Non
             markersize=4,
             linewidth=1.8,
             label="validation",
+            clip_on=False,
         )
-        step, best = validation[-1]
+        last = validation[-1][1]
+        # Right of the axes, where no curve passes.
         axes.annotate(
-            f"{best:.3f}",
-            (step, best),
-            xytext=(0, 8),
+            f"{last:.3f}",
+            (1, last),
+            xycoords=("axes fraction", "data"),
+            xytext=(8, 0),
             textcoords="offset points",
-            ha="right",
+            ha="left",
+            va="center",
             color="#d1495b",
+            annotation_clip=False,
         )
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
     axes.set_title(title, loc="left")
     axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, max([step for step, _ in train + validation], default=0) or 1)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    if train or validation:
+        # Beside the title, where no curve passes either.
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+        axes.legend(frameon=False, ncols=3, **place)
     temporary = path.with_suffix(".tmp.png")
     figure.savefig(temporary, dpi=150)
     plt.close(figure)
     os.replace(temporary, path)
 
 
+_SMOOTHED = 50
+
+
 def _smooth(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
     """A running mean over a fiftieth of the run."""
-    window = max(1, len(points) // 50)
+    window = len(points) // _SMOOTHED
     steps, values = [], []
     for end in range(window, len(points) + 1):
         part = points[end - window : end]

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import platform
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,9 @@ import jax
 import numpy as np
 
 import jaxkern
-from jaxkern.lm import checkpoint, data, sample
-from jaxkern.lm.config import RunError, TrainConfig, resume_config
-from jaxkern.lm.memory import check_memory
+from jaxkern.lm import checkpoint, data, sample, stop
+from jaxkern.lm.config import ModelConfig, RunError, TrainConfig, resume_config
+from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory
 from jaxkern.lm.model import count_params
 from jaxkern.lm.program import (
     Placement,
@@ -30,6 +31,7 @@ from jaxkern.lm.program import (
 )
 from jaxkern.lm.report import BITS, MetricsLog, Progress, plot_losses, read_metrics
 from jaxkern.lm.step import TrainState
+from jaxkern.lm.stop import say
 
 
 def train(flags: dict[str, Any], out: Path, *, resume: bool) -> None:
@@ -42,33 +44,103 @@ def train(flags: dict[str, Any], out: Path, *, resume: bool) -> None:
 
     Raises:
         RunError: whatever the user can put right.
+        Stopped: a signal came; its message names the folder and the step that is saved.
     """
-    if resume:
-        stored = checkpoint.read_config(out)
-        config = resume_config(stored["flags"], flags)
+    try:
+        if resume:
+            stored = checkpoint.read_config(out)
+            config = resume_config(stored["flags"], flags)
+        else:
+            stored = None
+            config = TrainConfig.from_flags(flags)
+            checkpoint.check_fresh(out)
+        keep_programs()
+        trainer = Trainer(config, out)
+        created = not out.exists()
+        with checkpoint.only_process(out):
+            with _nothing_left_if_refused(out, fresh=not resume, created=created):
+                begun = _begin(trainer, stored)
+            if begun is not None:
+                trainer.run(*begun)
+    except stop.Stopped as stopped:
+        stopped.message = stopped.message or _where_it_stands(out)
+        raise
+
+
+def _begin(
+    trainer: "Trainer", stored: dict[str, Any] | None
+) -> tuple[Programs, TrainState, int, data.Corpus] | None:
+    """What the steps start from: all that may be refused, what costs little before the rest.
+
+    ``None`` for a run that has all its steps.
+    """
+    config, out, done = trainer.config, trainer.out, 0
+    if stored is None:
+        say("data     reading …")
+        corpus = data.build_corpus(config.data, out / "corpus")
+        data.check_length(corpus, config.seq_len)
     else:
-        stored = None
-        config = TrainConfig.from_flags(flags)
-        checkpoint.check_fresh(out)
-    keep_programs()
-    trainer = Trainer(config, out)
-    created = not out.exists()
-    with checkpoint.only_process(out):
-        with _nothing_left_if_refused(out, fresh=not resume, created=created):
-            corpus = _resumed_corpus(stored, out) if stored else _new_corpus(config, out)
-            done = max(checkpoint.steps(out), default=0)
-            print(f"data     {corpus.describe()}")
-            print(f"run      {out}" + (f", continued from step {done}" if done else ""))
-            if done >= config.steps:
-                print(f"already trained for {done} steps; give a greater --steps to go on")
-                if not (out / "loss.png").exists():  # killed just before drawing it
-                    _plot(config, read_metrics(out / "metrics.jsonl"), out)
-                return
-            programs = trainer.compile(fresh=not done)
-            state = trainer.restore(done) if done else programs.init()
-            if stored is None or stored["flags"] != _flags(config):
-                _write_config(trainer, corpus)
-        trainer.run(programs, state, done, corpus)
+        corpus, done = _resumed(trainer, stored)
+    say(f"data     {corpus.describe()}")
+    say(f"run      {out}" + (f", continued from step {done}" if done else ""))
+    if done >= config.steps:
+        say(f"already trained for {done} steps; give a greater --steps to go on")
+        if not (out / "loss.png").exists():  # killed just before drawing it
+            _plot(config, read_metrics(out / "metrics.jsonl"), out)
+        return None
+    programs = trainer.compile(fresh=not done)
+    with stop.deferred():
+        state = trainer.restore(done) if done else programs.init()
+    if stored is None or stored["flags"] != _flags(config):
+        _write_config(trainer, corpus)
+    return programs, state, done, corpus
+
+
+def _resumed(trainer: "Trainer", stored: dict[str, Any]) -> tuple[data.Corpus, int]:
+    """The data of a run and the step of its last whole checkpoint."""
+    out, precision = trainer.out, str(trainer.policy)
+    _check_model(out, stored["model"], trainer.config)
+    if stored.get("precision") != precision:
+        raise RunError(
+            f"{out / 'config.json'}: precision is {stored.get('precision')!r}, and by "
+            f"flags.mixed_precision it is {precision!r}; put it back, or start a new run"
+        )
+    checkpoint.clean(out)
+    corpus = data.open_corpus(out / "corpus")
+    if corpus.info["fingerprint"] != stored["data"].get("fingerprint"):
+        raise RunError(f"{out / 'corpus'} is not the data that this run began with")
+    read_metrics(out / "metrics.jsonl")
+    done, damaged = checkpoint.newest(out, trainer.config.model)
+    for line in damaged:
+        say(f"{line}; it is renamed to .damaged, and the run goes back to step {done}")
+    checkpoint.set_aside(out, done)
+    return corpus, done
+
+
+def _check_model(out: Path, stored: dict[str, Any], config: TrainConfig) -> None:
+    """Refuse a config.json whose model was edited, which would change nothing."""
+    try:
+        differing = checkpoint.differences(ModelConfig(**stored), config.model)
+    except (TypeError, ValueError) as error:
+        differing = str(error)
+    if differing:
+        raise RunError(
+            f"{out / 'config.json'}: model is not that of preset {config.preset}: {differing}. A "
+            "run's model is its preset's and cannot be edited; put it back, or start a new run"
+        )
+
+
+def _where_it_stands(out: Path) -> str:
+    """How a run that was stopped outside its steps is continued."""
+    if not (out / "config.json").exists():
+        return f"training had not begun, and nothing is kept in {out}"
+    last = max(checkpoint.steps(out), default=None)
+    saved = "no step is saved yet" if last is None else f"step {last} is saved"
+    return f"{saved} in {out}; {_continue(out)}"
+
+
+def _continue(out: Path) -> str:
+    return f"continue with: jaxkern train --resume --out {shlex.quote(str(out))}"
 
 
 @contextlib.contextmanager
@@ -84,20 +156,6 @@ def _nothing_left_if_refused(out: Path, *, fresh: bool, created: bool) -> Iterat
             with contextlib.suppress(OSError):
                 out.rmdir()
         raise
-
-
-def _new_corpus(config: TrainConfig, out: Path) -> data.Corpus:
-    corpus = data.build_corpus(config.data, out / "corpus")
-    data.check_length(corpus, config.seq_len)
-    return corpus
-
-
-def _resumed_corpus(stored: dict[str, Any], out: Path) -> data.Corpus:
-    checkpoint.clean(out)
-    corpus = data.open_corpus(out / "corpus")
-    if corpus.info["fingerprint"] != stored["data"]["fingerprint"]:
-        raise RunError(f"{out / 'corpus'} is not the data that this run began with")
-    return corpus
 
 
 def _flags(config: TrainConfig) -> dict[str, Any]:
@@ -122,6 +180,9 @@ def _write_config(trainer: "Trainer", corpus: data.Corpus) -> None:
     data.write_atomically(trainer.out / "config.json", text)
 
 
+_AHEAD = 32  # steps, at most, that the host is ahead of the device
+
+
 class Trainer:
     """A run's model, devices and compiled programs."""
 
@@ -135,11 +196,21 @@ class Trainer:
     def run(self, programs: Programs, state: TrainState, done: int, corpus: data.Corpus) -> None:
         """Train from step `done` to the last, and leave the results in the run directory."""
         kinds = ", ".join(sorted({device.device_kind for device in self.devices}))
-        print(f"model    {self.config.preset}, {count_params(state.params):,} parameters")
-        print(f"device   {len(self.devices)} × {kinds}, {self.config.mixed_precision}", flush=True)
-        with contextlib.closing(MetricsLog(self.out / "metrics.jsonl", resume_at=done)) as log:
-            state, speed = self._loop(programs, state, done, corpus, log)
+        say(f"model    {self.config.preset}, {count_params(state.params):,} parameters")
+        say(f"device   {len(self.devices)} × {kinds}, {self.config.mixed_precision}")
+        with stop.deferred():
+            path = self.out / "metrics.jsonl"
+            with contextlib.closing(MetricsLog(path, resume_at=done)) as log:
+                state, speed = self._loop(programs, state, done, corpus, log)
+            _plot(self.config, log.records, self.out)
+        try:
             self._finish(state, log, speed)
+        except stop.Stopped as stopped:
+            stopped.message = (
+                f"training is finished, and step {self.config.steps} is saved in {self.out}; "
+                f"sample with: jaxkern sample --run {shlex.quote(str(self.out))}"
+            )
+            raise
 
     def _loop(
         self,
@@ -149,32 +220,29 @@ class Trainer:
         corpus: data.Corpus,
         log: MetricsLog,
     ) -> tuple[TrainState, float]:
-        """Returns the final state and the tokens per second of the steps alone."""
+        """Returns the final state and the tokens per second of the steps alone.
+
+        A request to stop ends it after a step, which is saved.
+        """
         config = self.config
         evaluate = self._evaluation(programs, corpus.validation)
         if not done:
             first = {"step": 0} | evaluate(state.params)
             log.write([first])
-            bits = first["validation_bits_per_byte"]
-            print(f"untrained: validation {bits:.3f} bits/byte", flush=True)
+            say(f"untrained: validation {first['validation_bits_per_byte']:.3f} bits/byte")
         speed = Speed(config.batch_size * config.seq_len)
         pending: list[tuple[int, dict[str, jax.Array]]] = []
         with contextlib.closing(Progress(start=done, steps=config.steps)) as progress:
             while done < config.steps:
-                windows = data.train_batch(
-                    corpus.train,
-                    batch_size=config.batch_size,
-                    seq_len=config.seq_len,
-                    seed=config.seed,
-                    step=done,
-                ).reshape(config.grad_accum, -1, config.seq_len + 1)
-                windows = jax.device_put(windows, self.placement.second_split)
-                state, metrics = programs.step(state, windows)
+                state, metrics = programs.step(state, self._windows(corpus.train, done))
                 done += 1
                 pending.append((done, metrics))
+                if len(pending) > _AHEAD:  # so that a signal need not wait for many steps
+                    jax.block_until_ready(pending[-_AHEAD][1])
                 evaluating = done == config.steps or done % config.eval_every == 0
                 saving = done == config.steps or done % config.checkpoint_every == 0
-                if not (evaluating or saving or done % config.log_every == 0):
+                asked = stop.requested() is not None
+                if not (evaluating or saving or asked or done % config.log_every == 0):
                     continue  # the host runs ahead of the device
                 records = self._fetch(pending, speed)
                 pending = []
@@ -182,11 +250,27 @@ class Trainer:
                     records[-1] |= evaluate(state.params)
                 log.write(records)
                 progress.update(records)
-                if saving:
+                if saving or stop.requested() is not None:
                     log.sync()
-                    self._save(done, state)
+                    with progress.during(done, "saving"):
+                        self._save(done, state)
+                    if (signum := stop.requested()) is not None:
+                        saved = f"step {done} of {config.steps} is saved in {self.out}"
+                        raise stop.Stopped(signum, f"{saved}; {_continue(self.out)}")
                 speed.start()
         return state, speed.steady()
+
+    def _windows(self, text: np.ndarray, step: int) -> jax.Array:
+        """The batch of a step, in its parts."""
+        config = self.config
+        windows = data.train_batch(
+            text,
+            batch_size=config.batch_size,
+            seq_len=config.seq_len,
+            seed=config.seed,
+            step=step,
+        ).reshape(config.grad_accum, -1, config.seq_len + 1)
+        return jax.device_put(windows, self.placement.second_split)
 
     def _fetch(self, pending, speed: "Speed") -> list[dict[str, Any]]:
         """Wait for the pending steps and turn their metrics into records."""
@@ -216,10 +300,15 @@ class Trainer:
 
     def compile(self, *, fresh: bool) -> Programs:
         """Compile what the run executes, and refuse a step that memory cannot hold."""
+        check_least_memory(self.config, self.devices)
+        say("compiling …")
         began = time.perf_counter()
-        programs = compile_programs(self.config, self.placement, fresh=fresh)
+        try:
+            programs = compile_programs(self.config, self.placement, fresh=fresh)
+        except OverflowError as error:  # a size beyond what JAX or the kernels count with
+            raise RunError(f"the arrays of a step are too large ({error}); {REMEDY}") from None
         check_memory(programs.step, self.devices[0])
-        print(f"compiled the step in {time.perf_counter() - began:.1f} s", flush=True)
+        say(f"compiled the step in {time.perf_counter() - began:.1f} s")
         return programs
 
     def _evaluation(
@@ -251,8 +340,7 @@ class Trainer:
         )
 
     def restore(self, step: int) -> TrainState:
-        """The state of a checkpoint."""
-        checkpoint.check(self.out, step, self.config.model)
+        """The state of a checkpoint that `checkpoint.newest` has passed."""
         like = abstract_state(self.config, self.placement)._asdict()
         params = checkpoint.restore(self.out, step, "params", like.pop("params"))
         rest = checkpoint.restore(self.out, step, "optimizer", like)
@@ -260,17 +348,17 @@ class Trainer:
 
     def _finish(self, state: TrainState, log: MetricsLog, speed: float) -> None:
         config = self.config
-        _plot(config, log.records, self.out)
         bits = log.records[-1]["validation_bits_per_byte"]
-        print(f"\nvalidation {bits:.3f} bits/byte after {config.steps} steps")
-        print(f"{speed:,.0f} tokens/s (steps alone, without compilation and validation)")
-        print(f"{self.out}: config.json, metrics.jsonl, loss.png, checkpoints/{config.steps}")
+        say(f"\nvalidation {bits:.3f} bits/byte after {config.steps} steps")
+        say(f"{speed:,.0f} tokens/s (steps alone, without compilation and validation)")
+        say(f"{self.out}: config.json, metrics.jsonl, loss.png, checkpoints/{config.steps}")
         prompt = "" if config.data else "def "
-        print("a sample:\n")
+        say("a sample:\n")
         graphdef = sample.decoder(config.model)
         params = jax.device_put(state.params, self.devices[0])
         sample.stream(graphdef, params, prompt, length=300, seed=config.seed)
-        print(f"\n\nmore:  jaxkern sample --run {self.out} --prompt {prompt!r}")
+        run = shlex.quote(str(self.out))
+        say(f"\n\nmore:  jaxkern sample --run {run} --prompt {shlex.quote(prompt)}")
 
 
 class Speed:
@@ -314,10 +402,5 @@ def _devices(config: TrainConfig) -> list[Any]:
             f"--devices {count} is more than this machine's {len(available)} "
             f"({available[0].device_kind}); choose at most that, or all"
         )
-    if config.batch_size % (config.grad_accum * count):
-        raise RunError(
-            f"--batch-size {config.batch_size} cannot be split over --grad-accum "
-            f"{config.grad_accum} × {count} devices; choose a multiple of "
-            f"{config.grad_accum * count}, or fewer --devices"
-        )
+    config.check_split(count)
     return available[:count]

@@ -30,12 +30,7 @@ def warm(flags: dict[str, Any], gpu: str, devices: int) -> None:
     if folder is None:
         raise RunError("the cache is switched off by JAXKERN_CACHE; unset it to keep kernels")
     config = TrainConfig.from_flags(flags)
-    if config.batch_size % (config.grad_accum * devices):
-        raise RunError(
-            f"--batch-size {config.batch_size} cannot be split over --grad-accum "
-            f"{config.grad_accum} × {devices} devices; choose a multiple of "
-            f"{config.grad_accum * devices}"
-        )
+    config.check_split(devices)
     shared = f", split over {devices}" if devices > 1 else ""
     print(f"lowering the training step of {config.preset}{shared} …", flush=True)
     began = time.perf_counter()
