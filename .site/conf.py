@@ -8,7 +8,7 @@ from sphinx.util import logging
 import jaxkern
 
 project = "jaxkern"
-author = "The jaxkern authors"
+author = copyright = "The jaxkern authors"
 release = jaxkern.__version__
 
 extensions = [
