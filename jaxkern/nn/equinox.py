@@ -29,6 +29,8 @@ from jaxkern.nn.common import dtype_reason, implementation_of_products, left_to_
 
 try:
     import equinox as eqx
+
+    from jaxkern.nn.equinox_step import apply_gradients as apply_gradients
 except ImportError as error:
     raise ImportError(
         'jaxkern.nn.equinox needs equinox; run: pip install "jaxkern[equinox]"'

@@ -31,6 +31,8 @@ from jaxkern.nn.common import (
 try:
     from flax import nnx
     from flax.nnx.nn import dtypes
+
+    from jaxkern.nn.flax_optimizer import Optimizer as Optimizer
 except ImportError as error:
     raise ImportError('jaxkern.nn.flax needs flax; run: pip install "jaxkern[flax]"') from error
 

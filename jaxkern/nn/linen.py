@@ -28,6 +28,8 @@ from jaxkern.nn.common import (
 try:
     from flax import linen as nn
     from flax.linen.dtypes import canonicalize_dtype, promote_dtype
+
+    from jaxkern.nn.linen_train_state import TrainState as TrainState
 except ImportError as error:
     raise ImportError('jaxkern.nn.linen needs flax; run: pip install "jaxkern[flax]"') from error
 

@@ -178,6 +178,11 @@ def _difference(what: str, tree: Tree, name: str, like: Tree, is_leaf: Any) -> s
             f"{type(like).__name__} of {name}"
         )
     if missing := next((path for path in want if path not in got), None):
+        if f"{missing}['codes']" in got:
+            return (
+                f"nnx.Optimizer took the 8-bit average {what}{missing} apart; use "
+                "jaxkern.nn.flax.Optimizer"
+            )
         return f"{what}{missing} is missing"
     return f"{what}{next(path for path in got if path not in want)} is not in {name}"
 

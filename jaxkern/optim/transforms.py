@@ -128,6 +128,25 @@ def apply(
     return optax.apply_updates(params, updates), state
 
 
+def check_fused(tx: Any, user: str, instead: str) -> None:
+    """Refuse a transformation that does not take one pass, where that is what a class is for.
+
+    Args:
+      tx: what was given.
+      user: the name of the class.
+      instead: the name of the one that takes it.
+
+    Raises:
+      TypeError: `tx` is not one of this module.
+    """
+    if not isinstance(getattr(tx, "update", None), FusedUpdate):
+        raise TypeError(
+            f"{user}: tx must be jaxkern.fused_adamw, fused_adam or fused_sgd itself, got another "
+            f"transformation ({type(tx).__name__}) or one that wraps it, which takes no single "
+            f"pass; use their options (clip_norm, mask, ...), or {instead}"
+        )
+
+
 def fused_adamw(
     learning_rate: Number,
     b1: Number = 0.9,
