@@ -12,10 +12,10 @@ last, together).
 import jaxkern._command  # noqa: F401, before what takes seconds
 from jaxkern import precision
 from jaxkern.core.target import Gpu, lowering_for
-from jaxkern.ops.activations import gelu, relu, relu_squared, silu
+from jaxkern.ops.activations import gelu, quick_gelu, relu, relu_squared, sigmoid, silu, tanh
 from jaxkern.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 from jaxkern.ops.dropout import dropout, dropout_add
-from jaxkern.ops.gated import geglu, gelu_and_mul, reglu, silu_and_mul, swiglu
+from jaxkern.ops.gated import geglu, gelu_and_mul, glu, reglu, silu_and_mul, swiglu
 from jaxkern.ops.linear import (
     accumulate_weight_grad,
     gated_linear_unit,
@@ -52,12 +52,16 @@ __all__ = [  # noqa: RUF022, in the families of the documents
     "swiglu",
     "geglu",
     "reglu",
+    "glu",
     "silu_and_mul",
     "gelu_and_mul",
     "relu",
     "relu_squared",
     "silu",
     "gelu",
+    "quick_gelu",
+    "sigmoid",
+    "tanh",
     # Dropout
     "dropout",
     "dropout_add",

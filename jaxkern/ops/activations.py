@@ -1,17 +1,10 @@
-r"""Elementwise activations: their curves, for every op that has one, and as ops of their own.
+r"""Elementwise activations.
 
-Forward, with σ the logistic function, Φ and φ the normal distribution and its density, and
-z(x) = 2 √(2/π) (x + 0.044715 x³):
+Forward, with f a curve of :mod:`jaxkern.ops.curves`, and backward:
 
-    relu(x) = max(x, 0)         relu_squared(x) = max(x, 0)²         silu(x) = x σ(x)
-    gelu(x) = x Φ(x), or in its tanh form x σ(z(x))
+    out = f(x)          dx = dout · f'(x)
 
-Backward, dx = dout · f'(x):
-
-    relu' = [x > 0]     relu_squared' = 2 max(x, 0)     silu' = σ (1 + x (1 − σ))
-    gelu' = Φ + x φ, or σ(z) + x σ(z) (1 − σ(z)) z'
-
-Saved for the backward: x alone; σ and Φ are recomputed. Bytes per element, in units of its size: 2
+Saved for the backward: x alone; f is recomputed. Bytes per element, in units of its size: 2
 forward (read x, write out), 3 backward (read x and dout, write dx). At most about 25 operations
 each, for which memory leaves time: the kernels run at the speed of a copy.
 
@@ -30,18 +23,23 @@ and Doya, 2017, arXiv:1702.03118 (SiLU); So et al., Primer, 2021, arXiv:2109.086
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxkern.core.arguments import check_floating
-from jaxkern.core.arithmetic import normal, sigmoid
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
+from jaxkern.ops.curves import (
+    CURVES,
+    PLAIN,
+    curve,
+    gelu_curve,
+    kernel_functions,
+    recomputing,
+    wide,
+)
 from jaxkern.ops.elementwise import Lanes, launch, too_large, unit
 
 
@@ -167,6 +165,80 @@ def gelu(
     return _activation("gelu", gelu_curve(approximate), x, implementation)
 
 
+def quick_gelu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
+    r"""Gaussian error linear unit, approximated by the logistic function as in CLIP.
+
+    .. math:: y = \frac{x}{1 + e^{-1.702 x}}
+
+    Computed in fp32, rounded once; finite at ±∞ where the true value is.
+
+    Args:
+      x: any shape, bfloat16, float16 or float32.
+      implementation: as for :func:`jaxkern.relu`.
+
+    Returns:
+      The shape and dtype of `x`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> print(jaxkern.quick_gelu(jnp.array([-jnp.inf, 0.0, 100.0])))
+      [ -0.   0. 100.]
+
+    References:
+      Hendrycks and Gimpel, `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_, 2016.
+    """
+    return _activation("quick_gelu", "quick_gelu", x, implementation)
+
+
+def sigmoid(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
+    r"""Logistic function.
+
+    .. math:: y = \frac{1}{1 + e^{-x}}
+
+    Args:
+      x: any shape, bfloat16, float16 or float32.
+      implementation: as for :func:`jaxkern.relu`.
+
+    Returns:
+      The shape and dtype of `x`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> print(jaxkern.sigmoid(jnp.array([-jnp.inf, 0.0, 100.0])))
+      [0.  0.5 1. ]
+    """
+    return _activation("sigmoid", "sigmoid", x, implementation)
+
+
+def tanh(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
+    r"""Hyperbolic tangent.
+
+    .. math:: y = \frac{e^x - e^{-x}}{e^x + e^{-x}}
+
+    Args:
+      x: any shape, bfloat16, float16 or float32.
+      implementation: as for :func:`jaxkern.relu`.
+
+    Returns:
+      The shape and dtype of `x`.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> print(jaxkern.tanh(jnp.array([-jnp.inf, 0.0, 100.0])))
+      [-1.  0.  1.]
+    """
+    return _activation("tanh", "tanh", x, implementation)
+
+
 def _activation(op: str, curve: str, x: Any, implementation: Any) -> jax.Array:
     x = check_floating("x", x)
     slower = None if curve == "gelu_erf" else "XLA fuses it, which saves more than the kernels do"
@@ -183,132 +255,6 @@ def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
             return f"{name} is {a.dtype}, and the kernels take bfloat16, float16 and float32"
     present = arrays.values()
     return too_large(unit(*present, columns=columns), *present)
-
-
-# Curves
-
-
-@dataclasses.dataclass(frozen=True)
-class Functions:
-    """What the curves are made of, in a kernel or in plain JAX."""
-
-    sigmoid: Callable[[Any], Any]
-    normal: Callable[[Any], tuple[Any, Any]]  # distribution and density
-
-
-def _plain_normal(v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    density = jnp.exp(v * v * -0.5) * (1 / math.sqrt(2 * math.pi))
-    return 0.5 * lax.erfc(v * -math.sqrt(0.5)), density
-
-
-PLAIN = Functions(jax.nn.sigmoid, _plain_normal)
-
-
-def kernel_functions(exact: bool, interpret: bool, layout: Any = None) -> Functions:
-    """Those of a kernel, `exact` ones to fp32 accuracy.
-
-    `layout` is that of sigmoid's argument, as for :func:`jaxkern.core.arithmetic.sigmoid`.
-    """
-    return Functions(
-        functools.partial(sigmoid, exact=exact, interpret=interpret, layout=layout),
-        functools.partial(normal, exact=exact, interpret=interpret),
-    )
-
-
-def _clipped(v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`v` from below, and from both sides, where a curve of it has long reached 0 or v.
-
-    So that infinities meet no zero.
-    """
-    far = 800.0 if v.dtype == jnp.float64 else 128.0
-    above = jnp.maximum(v, -far)
-    return above, jnp.minimum(above, far)
-
-
-Curve = tuple[jax.Array, Callable[[jax.Array], jax.Array]]
-"""f(v), and d -> d · f'(v): 0 where f is constant, whatever d is."""
-
-
-def _relu(v: jax.Array, of: Functions) -> Curve:
-    del of
-    return jnp.maximum(v, 0.0), lambda d: jnp.where(v > 0.0, d, 0.0)
-
-
-def _relu_squared(v: jax.Array, of: Functions) -> Curve:
-    del of
-    positive = jnp.maximum(v, 0.0)
-    slope = jnp.where(v > 0.0, 2.0 * v, 0.0)
-    return positive * positive, lambda d: jnp.where(v > 0.0, d * slope, 0.0)
-
-
-def _silu(v: jax.Array, of: Functions) -> Curve:
-    above, near = _clipped(v)
-    s = of.sigmoid(v)
-    return above * s, lambda d: d * (s * (1.0 + near * (1.0 - s)))
-
-
-def _gelu_tanh(v: jax.Array, of: Functions) -> Curve:
-    a = 2 * math.sqrt(2 / math.pi)
-    b = 0.044715 * a
-    above, near = _clipped(v)
-    s = of.sigmoid(v * (a + b * (v * v)))
-    slope = a + 3 * b * (near * near)
-    return above * s, lambda d: d * (s * (1.0 + near * slope * (1.0 - s)))
-
-
-def _gelu_erf(v: jax.Array, of: Functions) -> Curve:
-    above, near = _clipped(v)
-    cdf, density = of.normal(v)
-    return above * cdf, lambda d: d * (cdf + near * density)
-
-
-CURVES: dict[str, Callable[[jax.Array, Functions], Curve]] = {
-    "relu": _relu,
-    "relu_squared": _relu_squared,
-    "silu": _silu,
-    "gelu_tanh": _gelu_tanh,
-    "gelu_erf": _gelu_erf,
-}
-
-
-ACTIVATION_CURVES = {
-    "relu": "relu",
-    "relu_squared": "relu_squared",
-    "silu": "silu",
-    "gelu": "gelu_tanh",
-}
-"""The curves by what other ops' ``activation`` argument calls them."""
-
-
-def gelu_curve(approximate: bool) -> str:
-    return "gelu_tanh" if approximate else "gelu_erf"
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def curve(name: str, v: jax.Array) -> jax.Array:
-    """The curve of `v` in plain JAX, whose derivative is finite too where the true one is."""
-    return CURVES[name](v, PLAIN)[0]
-
-
-@curve.defjvp
-def _curve_jvp(name: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    value, times_slope = CURVES[name](primals[0], PLAIN)
-    return value, times_slope(tangents[0])
-
-
-def curve_value(name: str, v: Any, of: Functions) -> Any:
-    """The curve of `v`, differentiable in plain JAX."""
-    return curve(name, v) if of is PLAIN else CURVES[name](v, of)[0]
-
-
-def wide(*arrays: jax.Array) -> Any:
-    """The dtype that plain JAX computes in."""
-    return functools.reduce(jnp.promote_types, [a.dtype for a in arrays], jnp.float32)
-
-
-def recomputing(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, of which the backward saves nothing but the arguments."""
-    return jax.checkpoint(f, prevent_cse=False)
 
 
 # The op

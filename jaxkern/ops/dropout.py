@@ -33,7 +33,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,20 +44,19 @@ from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
 from jaxkern.core.mosaic import join_lanes, multiply_wide
-from jaxkern.ops.activations import (
-    ACTIVATION_CURVES,
+from jaxkern.ops.activations import factors, unsupported
+from jaxkern.ops.curves import (
     CURVES,
+    NOT_THROUGH_ZERO,
     PLAIN,
+    Activation,
+    check_activation,
     curve,
-    factors,
     kernel_functions,
     recomputing,
-    unsupported,
     wide,
 )
 from jaxkern.ops.elementwise import Lanes, launch, unit
-
-Activation = Literal["relu", "relu_squared", "silu", "gelu"]
 
 _GROUP = 8
 """Elements that one call of the generator serves."""
@@ -97,8 +96,9 @@ def dropout(
       rate: probability of a zero, from 0 to 1; a number or a scalar array, which may be traced
         (one outside is then taken as 0 or 1).
       key: a key of ``jax.random``, of any generator, or its words, (k,), uint32.
-      activation: f, computed in the same pass: ``"relu"``, ``"relu_squared"``, ``"silu"``, or
-        ``"gelu"`` in its tanh form.
+      activation: f, computed in the same pass: ``"relu"``, ``"relu_squared"``, ``"silu"``,
+        ``"gelu"`` (by tanh; also ``"gelu_tanh"``), ``"gelu_erf"``, ``"quick_gelu"``,
+        ``"sigmoid"``, ``"tanh"`` or ``None``.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
         that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
         NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
@@ -122,14 +122,9 @@ def dropout(
       et al., `Parallel Random Numbers <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     x = check_floating("x", x)
-    if activation is not None and activation not in ACTIVATION_CURVES:
-        names = ", ".join(f'"{name}"' for name in ACTIVATION_CURVES)
-        raise ValueError(f"activation must be {names} or None, got {activation!r}")
+    curve_name = check_activation(activation)
     mode = resolve(implementation, unsupported(x=x), op="dropout")
-    options = _Options(
-        "dropout", None if activation is None else ACTIVATION_CURVES[activation], mode
-    )
-    return _dropped(x, None, rate, key, options)
+    return _dropped(x, None, rate, key, _Options("dropout", curve_name, mode))
 
 
 def dropout_add(
@@ -326,9 +321,13 @@ def _launch_fwd(options: _Options, x: Any, residual: Any, *where: Any, sliced: b
     levels = _levels(options.shape, *ins, out)
 
     def body(lanes: Lanes, x: jax.Array, *residual: jax.Array):
+        of = kernel_functions(exact, lanes.interpret)
+        early = options.curve in NOT_THROUGH_ZERO
+        if options.curve and early:
+            x = CURVES[options.curve](x, of)[0]
         x, scale = _drop_in_kernel(lanes, levels, x)
-        if options.curve:  # of 0 it is 0
-            x = CURVES[options.curve](x, kernel_functions(exact, lanes.interpret))[0]
+        if options.curve and not early:  # of 0 it is 0
+            x = CURVES[options.curve](x, of)[0]
         return (residual[0] + x * scale if residual else x * scale,)
 
     return _launch(f"{options.op}_fwd", options, levels, body, ins, out, *where, sliced=sliced)
@@ -517,7 +516,7 @@ def dropout_reference(
     residual: jax.Array | None = None,
 ) -> jax.Array:
     """:func:`dropout` and :func:`dropout_add` in plain JAX, computed in fp32 and rounded once."""
-    curve_name = None if activation is None else ACTIVATION_CURVES[activation]
+    curve_name = check_activation(activation)
     return _dropped(x, residual, rate, key, _Options("dropout", curve_name, "xla"))
 
 

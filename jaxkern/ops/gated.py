@@ -1,12 +1,16 @@
 r"""Gated linear units: an activation of one half of the channels times the other half.
 
-Forward, for gate g, up u and an activation f:
+Forward, for gate g, up u and an activation f (a curve of :mod:`jaxkern.ops.curves`):
 
     out = f(g) · u
 
 Backward:
 
     dg = dout · u · f'(g)          du = dout · f(g)
+
+With a limit, min(g, limit) and min(max(u, −limit), limit) take the place of g and u, and dg and du
+are 0 where that changes them; at the limit itself they are not. With an offset o, u + o takes the
+place of u, or of what the limit makes of it.
 
 Saved for the backward: g and u alone; f(g) is recomputed. dg and du come from one kernel; where g
 and u are the halves of one array, they are written into the halves of one, and nothing is
@@ -16,7 +20,9 @@ Bytes per element of out, in units of its size: 3 forward (read g and u, write o
 (read g, u and dout, write dg and du). With about 10 operations forward and 20 backward, both passes
 wait for memory alone.
 
-Source: Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202.
+Sources: Dauphin, Fan, Auli and Grangier, Language Modeling with Gated Convolutional Networks, 2016,
+arXiv:1612.08083; Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202; for limit and
+offset OpenAI, gpt-oss-120b and gpt-oss-20b Model Card, 2025, arXiv:2508.10925.
 """
 
 import dataclasses
@@ -30,27 +36,79 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.ops.activations import (
-    ACTIVATION_CURVES,
-    CURVES,
+from jaxkern.ops.activations import factors, unsupported
+from jaxkern.ops.curves import (
     PLAIN,
-    curve,
-    factors,
+    Activation,
+    Unit,
+    check_unit,
     gelu_curve,
     kernel_functions,
     recomputing,
-    unsupported,
     wide,
 )
 from jaxkern.ops.elementwise import Lanes, launch
 
 
+def glu(
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: Activation = "sigmoid",
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    r"""Gated linear unit: an activation of `gate`, by default the sigmoid, times `up`.
+
+    .. math:: y = f(g) \, u
+
+    ``jax.nn.glu`` and PyTorch's take one array with the gate in its second half:
+    ``jax.nn.glu(x)`` is ``glu(gate, up)`` of ``up, gate = jnp.split(x, 2, axis=-1)``.
+
+    Args:
+      gate: any shape, bfloat16, float16 or float32.
+      up: the shape of `gate`, any of those dtypes.
+      activation: f: ``"sigmoid"``, ``"tanh"``, ``"relu"``, ``"relu_squared"``, ``"silu"``,
+        ``"gelu"`` (by tanh, as ``jax.nn.gelu``; also ``"gelu_tanh"``), ``"gelu_erf"`` or
+        ``"quick_gelu"``.
+      implementation: as for :func:`jaxkern.swiglu`.
+
+    Returns:
+      The shape and dtype of `gate`.
+
+    Raises:
+      TypeError: an argument is not an array of a floating dtype.
+      ValueError: the shapes differ, or `activation` or `implementation` is unknown.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> print(jaxkern.glu(jnp.array([0.0, 100.0]), jnp.array([2.0, 3.0])))
+      [1. 3.]
+
+    References:
+      Dauphin et al., `Language Modeling with Gated Convolutional Networks
+      <https://arxiv.org/abs/1612.08083>`_, 2016.
+    """
+    return _gated("glu", check_unit(activation, 1.0, None, 0.0), gate, up, implementation)
+
+
 def swiglu(
-    gate: jax.Array, up: jax.Array, *, implementation: Implementation | None = None
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     r"""SiLU of `gate` times `up`.
 
-    .. math:: y = \frac{g}{1 + e^{-g}} \, u
+    .. math:: y = \frac{g}{1 + e^{-\alpha g}} \, (u + o)
+
+    With `limit`, :math:`\min(g, l)` and :math:`\min(\max(u, -l), l)` take the place of g and u; the
+    gradient of what is beyond the limit is 0. The clamped unit of gpt-oss is ``swiglu(gate, up,
+    alpha=1.702, limit=7.0, up_offset=1.0)``; its checkpoints store both projections interleaved
+    (see :func:`jaxkern.silu_and_mul`).
 
     Computed in fp32, rounded once. For the backward `gate` and `up` are kept. On a mesh any axis
     may be split between devices.
@@ -58,6 +116,9 @@ def swiglu(
     Args:
       gate: any shape, bfloat16, float16 or float32.
       up: the shape of `gate`, any of those dtypes.
+      alpha: the slope within the sigmoid, positive.
+      limit: positive, or ``None`` for no limit.
+      up_offset: o, added to `up`, after the limit.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
         that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
         NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
@@ -66,19 +127,25 @@ def swiglu(
       The shape and dtype of `gate`.
 
     Raises:
-      TypeError: an argument is not an array of a floating dtype.
-      ValueError: the shapes differ, or `implementation` is unknown.
+      TypeError: an argument is not an array of a floating dtype, or not a Python number.
+      ValueError: the shapes differ, `alpha`, `limit` or `up_offset` is out of range, or
+        `implementation` is unknown.
       NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
-      >>> print(jaxkern.swiglu(jnp.array([0.0, 100.0]), jnp.array([2.0, 3.0])))
+      >>> gate, up = jnp.array([0.0, 100.0]), jnp.array([2.0, 3.0])
+      >>> print(jaxkern.swiglu(gate, up))
       [  0. 300.]
+      >>> print(jaxkern.swiglu(gate, up, alpha=1.702, limit=7.0, up_offset=1.0).round(2))
+      [ 0. 28.]
 
     References:
-      Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
+      Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020; OpenAI,
+      `gpt-oss-120b and gpt-oss-20b Model Card <https://arxiv.org/abs/2508.10925>`_, 2025.
     """
-    return _gated("swiglu", "silu", gate, up, implementation)
+    unit = check_unit("silu", alpha, limit, up_offset)
+    return _gated("swiglu", unit, gate, up, implementation)
 
 
 def geglu(
@@ -112,7 +179,7 @@ def geglu(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return _gated("geglu", gelu_curve(approximate), gate, up, implementation)
+    return _gated("geglu", Unit(gelu_curve(approximate)), gate, up, implementation)
 
 
 def reglu(
@@ -141,28 +208,41 @@ def reglu(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return _gated("reglu", "relu", gate, up, implementation)
+    return _gated("reglu", Unit("relu"), gate, up, implementation)
 
 
-def silu_and_mul(gate_up: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
+def silu_and_mul(
+    gate_up: jax.Array,
+    *,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    implementation: Implementation | None = None,
+) -> jax.Array:
     r"""SiLU of the first half of the last axis times the second half.
 
-    .. math:: y = \frac{g}{1 + e^{-g}} \, u, \qquad [g, u] = x
+    .. math:: y = \frac{g}{1 + e^{-\alpha g}} \, (u + o), \qquad [g, u] = x
 
     It is :func:`jaxkern.swiglu` for a gate and an up projection that are one matrix product. The
     gradient is written into one array of the shape of `gate_up`. On a mesh all axes but the last
     may be split between devices; a split last axis is gathered, as its halves belong together.
 
+    Gate and up lie side by side. Where they are interleaved, g, u, g, u, ..., as in the checkpoints
+    of gpt-oss, reorder the weight (K, 2H) that makes them, once, and its bias likewise:
+    ``jnp.concatenate([w[:, 0::2], w[:, 1::2]], axis=1)``.
+
     Args:
       gate_up: (..., 2H), bfloat16, float16 or float32.
+      alpha, limit, up_offset: as for :func:`jaxkern.swiglu`.
       implementation: as for :func:`jaxkern.swiglu`.
 
     Returns:
       (..., H), the dtype of `gate_up`.
 
     Raises:
-      TypeError: `gate_up` is not an array of a floating dtype.
-      ValueError: its last axis has no halves, or `implementation` is unknown.
+      TypeError: `gate_up` is not an array of a floating dtype, or an option not a Python number.
+      ValueError: its last axis has no halves, `alpha`, `limit` or `up_offset` is out of range, or
+        `implementation` is unknown.
       NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
@@ -173,7 +253,8 @@ def silu_and_mul(gate_up: jax.Array, *, implementation: Implementation | None = 
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return _halves("silu_and_mul", "silu", gate_up, implementation)
+    unit = check_unit("silu", alpha, limit, up_offset)
+    return _halves("silu_and_mul", unit, gate_up, implementation)
 
 
 def gelu_and_mul(
@@ -205,20 +286,20 @@ def gelu_and_mul(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return _halves("gelu_and_mul", gelu_curve(approximate), gate_up, implementation)
+    return _halves("gelu_and_mul", Unit(gelu_curve(approximate)), gate_up, implementation)
 
 
-def _gated(op: str, curve_name: str, gate: Any, up: Any, implementation: Any) -> jax.Array:
+def _gated(op: str, unit: Unit, gate: Any, up: Any, implementation: Any) -> jax.Array:
     gate, up = check_floating("gate", gate), check_floating("up", up)
     if up.shape != gate.shape:
         raise ValueError(f"up must have the shape of gate, {gate.shape}; got {up.shape}")
     mode = resolve(implementation, unsupported(gate=gate, up=up), op=op)
     if mode == "xla":
-        return named(op, recomputing(functools.partial(gated_reference, curve_name))(gate, up))
-    return _unit_jit((gate, up), _Options(op, curve_name, mode))
+        return named(op, recomputing(functools.partial(gated_reference, unit))(gate, up))
+    return _unit_jit((gate, up), _Options(op, unit, mode))
 
 
-def _halves(op: str, curve_name: str, gate_up: Any, implementation: Any) -> jax.Array:
+def _halves(op: str, unit: Unit, gate_up: Any, implementation: Any) -> jax.Array:
     gate_up = check_floating("gate_up", gate_up)
     if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
         raise ValueError(
@@ -228,14 +309,14 @@ def _halves(op: str, curve_name: str, gate_up: Any, implementation: Any) -> jax.
     reason = unsupported(columns=gate_up.shape[-1] // 2, gate_up=gate_up)
     mode = resolve(implementation, reason, op=op)
     if mode == "xla":
-        return named(op, recomputing(functools.partial(gated_reference, curve_name))(gate_up))
-    return _unit_jit((gate_up,), _Options(op, curve_name, mode))
+        return named(op, recomputing(functools.partial(gated_reference, unit))(gate_up))
+    return _unit_jit((gate_up,), _Options(op, unit, mode))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
     op: str
-    curve: str
+    unit: Unit
     mode: Mode
 
 
@@ -264,11 +345,11 @@ def _unit_bwd(options, ins, dout):
 
 
 def gated_backward(
-    activation: str, mode: Mode, gate: jax.Array, up: jax.Array, dout: jax.Array
+    unit: Unit, mode: Mode, ins: tuple[jax.Array, ...], dout: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """dg and du of ``activation(gate) * up`` by the gated units' kernel, for other ops' rules."""
-    options = _Options(f"gated_{activation}", ACTIVATION_CURVES[activation], mode)
-    return _backward_pass(options, dout.ndim, 2)(gate, up, dout)
+    """Of gate and up, or of one array of both, the gradients, for other ops' rules."""
+    options = _Options(f"gated_{unit.curve}", unit, mode)
+    return _backward_pass(options, dout.ndim, len(ins))(*ins, dout)
 
 
 _unit.defvjp(_unit_fwd, _unit_bwd)
@@ -291,7 +372,7 @@ def _forward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_launch_fwd, options),
         kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
-        reference=functools.partial(_reference_fwd, options.curve),
+        reference=functools.partial(_reference_fwd, options.unit),
         ins=(of_in,) * arrays,
         outs=(of_out,),
         whole=whole,
@@ -306,7 +387,7 @@ def _backward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(_launch_bwd, options),
         kernel_of_slices=functools.partial(_launch_bwd, options, sliced=True),
-        reference=functools.partial(_reference_bwd, options.curve),
+        reference=functools.partial(_reference_bwd, options.unit),
         ins=(*(of_in,) * arrays, of_out),
         outs=(of_in,) * arrays,
         whole=whole,
@@ -317,14 +398,14 @@ def _backward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
 
 
 def _launch_fwd(options: _Options, *ins: Any, sliced: bool = False):
-    out = jax.eval_shape(functools.partial(gated_reference, options.curve), *ins)
+    out = jax.eval_shape(functools.partial(gated_reference, options.unit), *ins)
     if out.size == 0:
         return (jnp.zeros(out.shape, out.dtype),)
     exact = out.dtype == jnp.float32
 
     def body(lanes: Lanes, gate: jax.Array, up: jax.Array):
         of = kernel_functions(exact, lanes.interpret)
-        return (CURVES[options.curve](gate, of)[0] * up,)
+        return (options.unit.value(gate, up, of),)
 
     return launch(
         f"{options.op}_fwd",
@@ -346,8 +427,7 @@ def _launch_bwd(options: _Options, *args: Any, sliced: bool = False):
 
     def body(lanes: Lanes, gate: jax.Array, up: jax.Array, dout: jax.Array):
         of = kernel_functions(exact, lanes.interpret)
-        value, times_slope = CURVES[options.curve](gate, of)
-        return times_slope(dout * up), dout * value
+        return options.unit.slopes(gate, up, dout, of)
 
     return launch(
         f"{options.op}_bwd",
@@ -363,22 +443,21 @@ def _launch_bwd(options: _Options, *args: Any, sliced: bool = False):
 # Reference
 
 
-def gated_reference(name: str, *ins: jax.Array) -> jax.Array:
-    """curve(gate) · up in plain JAX, of two arrays or of one with both side by side."""
+def gated_reference(unit: Unit, *ins: jax.Array) -> jax.Array:
+    """`unit` in plain JAX, of two arrays or of one with both side by side."""
     gate, up = ins if len(ins) == 2 else jnp.split(ins[0], 2, axis=-1)
     f32 = wide(gate, up)
-    return (curve(name, gate.astype(f32)) * up.astype(f32)).astype(gate.dtype)
+    return unit.value(gate.astype(f32), up.astype(f32), PLAIN).astype(gate.dtype)
 
 
-def _reference_fwd(name, *ins):
-    return (gated_reference(name, *ins),)
+def _reference_fwd(unit, *ins):
+    return (gated_reference(unit, *ins),)
 
 
-def _reference_bwd(name, *args):
+def _reference_bwd(unit, *args):
     *ins, dout = args
     gate, up = ins if len(ins) == 2 else jnp.split(ins[0], 2, axis=-1)
     f32 = wide(gate, up)
-    value, times_slope = CURVES[name](gate.astype(f32), PLAIN)
-    dout = dout.astype(f32)
-    grads = (times_slope(dout * up.astype(f32)).astype(gate.dtype), (dout * value).astype(up.dtype))
+    dgate, dup = unit.slopes(gate.astype(f32), up.astype(f32), dout.astype(f32), PLAIN)
+    grads = dgate.astype(gate.dtype), dup.astype(up.dtype)
     return grads if len(ins) == 2 else (jnp.concatenate(grads, axis=-1),)

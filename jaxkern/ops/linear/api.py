@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, match_sharding, named
-from jaxkern.ops.activations import ACTIVATION_CURVES, CURVES, PLAIN
+from jaxkern.ops.curves import CURVES, PLAIN, Activation, check_activation
 from jaxkern.ops.linear import products
 from jaxkern.ops.linear.products import Options, check_accumulator, rows_of, unsupported
 
@@ -41,7 +41,7 @@ def linear(
     weight: jax.Array,
     bias: jax.Array | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
     accumulator: jax.Array | None = None,
     accumulate_dtype: Any = jnp.float32,
     precision: Any = None,
@@ -68,7 +68,8 @@ def linear(
       weight: (K, N), any of those dtypes.
       bias: (N,), any of those dtypes, or ``None``.
       activation: ``"relu"``, ``"relu_squared"``, ``"silu"``, ``"gelu"`` (by tanh, as
-        ``jax.nn.gelu``) or ``None``.
+        ``jax.nn.gelu``; also ``"gelu_tanh"``), ``"gelu_erf"``, ``"quick_gelu"``, ``"sigmoid"``,
+        ``"tanh"`` or ``None``.
       accumulator: (K, N), float32, the gradient of `weight` so far, or ``None``.
       accumulate_dtype: in which the devices' parts of a sum are rounded and added: of a split K in
         the forward, of split rows in the weight's gradient, of a split N in that of `x`. float32,
@@ -105,9 +106,7 @@ def linear(
         )
     if bias is not None:
         bias = check_array("bias", bias, weight.shape[1:], "(N,), N the last axis of weight")
-    if activation is not None and activation not in ACTIVATION_CURVES:
-        names = ", ".join(f'"{name}"' for name in ACTIVATION_CURVES)
-        raise ValueError(f"activation must be {names} or None, got {activation!r}")
+    curve = check_activation(activation)
     if accumulator is not None:
         accumulator = check_accumulator(
             "accumulator", accumulator, weight.shape, "the shape of weight"
@@ -118,7 +117,7 @@ def linear(
             f"accumulate_dtype must be float32 or the dtype of x, {x.dtype}; got {summed}"
         )
     mode = resolve(implementation, unsupported(x), op="linear")
-    options = Options(activation, False, precision, str(summed), mode)
+    options = Options(curve, False, precision, str(summed), mode)
     if mode == "xla" and accumulator is None:
         return named("linear", products.reference_forward(options, x, weight, bias)[0])
     return _linear_jit(x, weight, bias, accumulator, options)
@@ -196,18 +195,18 @@ def _linear_bwd(options, res, dout):
     x, weight, bias, accumulator, y = res
     dy = dout
     if options.activation is not None:
-        times_slope = CURVES[ACTIVATION_CURVES[options.activation]](y.astype(jnp.float32), PLAIN)[1]
+        times_slope = CURVES[options.activation](y.astype(jnp.float32), PLAIN)[1]
         dy = times_slope(dout.astype(jnp.float32)).astype(dout.dtype)
-    [dx] = _dx_pass(options, str(dy.dtype), x.ndim)(dy, weight)
+    [dx] = dx_pass(options, str(dy.dtype), x.ndim)(dy, weight)
     dbias = None
     if bias is not None:
         over = tuple(range(dy.ndim - 1))
         dbias = jnp.sum(dy, over, dtype=jnp.float32).astype(bias.dtype)
     dweight = total = None
     if accumulator is None:
-        [dweight] = _dweight_pass(options, str(weight.dtype), x.ndim)(x, dy)
+        [dweight] = dweight_pass(options, str(weight.dtype), x.ndim)(x, dy)
     else:
-        total = _accumulated(options, accumulator, x, dy)
+        total = accumulated(options, accumulator, x, dy)
     return (
         match_primal(dx, x),
         match_primal(dweight, weight),
@@ -216,10 +215,10 @@ def _linear_bwd(options, res, dout):
     )
 
 
-def _accumulated(options: Options, accumulator: Any, x: Any, dy: Any) -> Any:
+def accumulated(options: Options, accumulator: Any, x: Any, dy: Any) -> Any:
     """accumulator + xᵀ · dy, the product summed over devices that have the same accumulator."""
     if products.varies_more(x, accumulator) or products.varies_more(dy, accumulator):
-        [dweight] = _dweight_pass(options, "float32", x.ndim)(x, dy)
+        [dweight] = dweight_pass(options, "float32", x.ndim)(x, dy)
         return accumulator + match_primal(dweight, accumulator)
     return _accumulate_pass(options, x.ndim)(accumulator, x, dy)[0]
 
@@ -255,7 +254,7 @@ def _product_alone(product: Any, options: Options, x: Any, weight: Any, bias: An
 
 
 @functools.cache
-def _dx_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
+def dx_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
     rows = rows_of(ndim)
     return KernelPass(
         name="linear_dx",
@@ -274,7 +273,7 @@ def _dx_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
 
 
 @functools.cache
-def _dweight_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
+def dweight_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
     rows = rows_of(ndim)
     summed = options.accumulate_dtype
     return KernelPass(

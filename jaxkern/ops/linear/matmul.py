@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,8 @@ Epilogue = Callable[[list[Any], list[Any], list[Any]], list[Any]]
 class Product:
     """Products a · b, and what becomes of them.
 
-    Of one a with several b, each for itself; of several a with as many b, their sum.
+    Of one a with several b, each for itself; of several a with as many b, their sum. Two b may be
+    one array, side by side: its columns are then (2, N).
 
     Attributes:
       lhs_transposed: whether the a are stored as (K, M).
@@ -95,6 +96,7 @@ class Product:
       epilogue: takes tiles in fp32, of the products, of what is the same in every row, and of what
         is not; gives the tiles of the results.
       name: of the kernel.
+      pair: whether the last two results are one array (M, 2, N), side by side.
     """
 
     lhs_transposed: bool
@@ -102,6 +104,27 @@ class Product:
     out_dtypes: tuple[str, ...]
     epilogue: Epilogue
     name: str
+    pair: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.pair or self.out_dtypes[-1] == self.out_dtypes[-2], self
+
+
+class _Matrix(NamedTuple):
+    """An operand or a result: an array, or one half of an array that holds two side by side."""
+
+    ref: Any
+    half: int | None
+
+    def at(self, rows: Any, columns: Any) -> Any:
+        if self.half is None:
+            return self.ref.at[rows, columns]
+        return self.ref.at[rows, self.half, columns]
+
+
+def _matrices(refs: Sequence[Any]) -> list[_Matrix]:
+    halves = lambda ref: (0, 1) if len(ref.shape) == 3 else (None,)
+    return [_Matrix(ref, half) for ref in refs for half in halves(ref)]
 
 
 def matmul(
@@ -113,7 +136,7 @@ def matmul(
     tiles: Sequence[jax.Array] = (),
     accumulators: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """The results, (M, N) each, of operands (M, K) and (K, N), 16-bit floats.
+    """The results, (M, N) each, of operands (M, K) and (K, N) or (K, 2, N), 16-bit floats.
 
     The TMA takes them as they lie if the first size of each array is below 8 or a multiple of 8,
     and the last one 8, 16, 24, 32 or a multiple of 64.
@@ -128,10 +151,10 @@ def matmul(
         memory, where XLA can give it away.
     """
     k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
-    n = rhs[0].shape[0 if product.rhs_transposed else 1]
-    summed = len(lhs) > 1
-    assert not summed or len(lhs) == len(rhs)
-    products = 1 if summed else len(rhs)
+    n = rhs[0].shape[0 if product.rhs_transposed else -1]
+    summed, second = len(lhs) > 1, len(_matrices(rhs))
+    assert not summed or len(lhs) == second
+    products = 1 if summed else second
     pair_m, pair_n = tile.pair
     pair = pair_m * pair_n
     swizzled = _swizzled(_BOX)
@@ -170,11 +193,18 @@ def matmul(
     scratch["empty"] = barrier(num_arrivals=_CONSUMERS, num_barriers=tile.stages)
     count = -(-m // (tile.m * pair_m)) * -(-n // (tile.n * pair_n))
     held = [jax.new_ref(a) for a in accumulators]
-    outs = product.out_dtypes[len(held) :]
+    shapes: list[tuple[int, ...]] = [(m, n) for _ in product.out_dtypes[len(held) :]]
+    if product.pair:
+        assert not held, "accumulators of results that are one array"
+        shapes[-2:] = [(m, 2, n)]
+    outs = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(t))
+        for shape, t in zip(shapes, product.out_dtypes[len(held) :], strict=False)
+    ]
     counts = tuple(len(v) for v in (lhs, rhs, rows, tiles, held))
     results = launch_kernel(
         functools.partial(_kernel, product, tile, (m, n, k), counts),
-        out_type=tuple(jax.ShapeDtypeStruct((m, n), jnp.dtype(t)) for t in outs),
+        out_type=tuple(outs),
         scratch_types=scratch,
         grid=(min(num_sms() // pair, count),),
         grid_names=(_CLUSTERS,),
@@ -207,6 +237,7 @@ def _kernel(
         refs[first:last] for first, last in zip([0, *ends], [*ends, None], strict=True)
     )
     held_count = counts[-1]  # accumulators are the first results
+    lhs, rhs, outs = (_matrices(v) for v in (lhs, rhs, outs))
     terms: list[Any] = [(lhs[0], rhs)]
     if len(lhs) > 1:
         terms = [(a, (b,)) for a, b in zip(lhs, rhs, strict=True)]
@@ -244,14 +275,14 @@ def _kernel(
 
             def fetch_term(a: Any, bs: Any) -> None:
                 copy(
-                    a.at[a_index[::-1] if product.lhs_transposed else a_index],
+                    a.at(*(a_index[::-1] if product.lhs_transposed else a_index)),
                     a_slots.at[slot],
                     full.at[slot],
                     collective_axes=(_PAIR,) if tile.share == "lhs" else None,
                 )
                 for which, b in enumerate(bs):
                     copy(
-                        b.at[b_index[::-1] if product.rhs_transposed else b_index],
+                        b.at(*(b_index[::-1] if product.rhs_transposed else b_index)),
                         b_slots.at[which, slot],
                         full.at[slot],
                         collective_axes=(_PAIR,) if tile.share == "rhs" else None,
@@ -305,7 +336,7 @@ def _kernel(
     def stores(name: str) -> int:
         """Of a tile, through the slots `name`."""
         boxes = len(tile.boxes) * _BOX // out_slots[name].shape[-1]
-        return boxes * sum(f"out_{out.dtype}" == name for out in outs)
+        return boxes * sum(f"out_{out.ref.dtype}" == name for out in outs)
 
     def finish(i: Any, _: Any) -> None:
         row, column = corner(i)
@@ -326,7 +357,7 @@ def _kernel(
                 enumerate(tile.boxes), range(held_count), range(_PIECES)
             ):
                 plgpu.copy_gmem_to_smem(
-                    outs[o].at[pl.ds(row + r, 64), pl.ds(column + c + b * _BOX_F32, _BOX_F32)],
+                    outs[o].at(pl.ds(row + r, 64), pl.ds(column + c + b * _BOX_F32, _BOX_F32)),
                     held_slots.at[warpgroup, box, o * _PIECES + b],
                     arrival(box),
                     oob_mode=plgpu.OOBFillMode.ZEROS,
@@ -347,13 +378,14 @@ def _kernel(
             ]
             results = product.epilogue(parts, same, tiles)
             for o, (out, result) in enumerate(zip(outs, results, strict=True)):
-                name = f"out_{out.dtype}"
+                name = f"out_{out.ref.dtype}"
                 wide = out_slots[name].shape[-1]
                 for b in range(0, _BOX, wide):
                     slot = out_slots[name].at[warpgroup, lax.rem(turns[name], 2)]
                     turns[name] = turns[name] + 1
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    value = result[:, b : b + wide].astype(out.dtype)
+                    # Of a narrow result most is not stored: a slot's store may be the last one.
+                    plgpu.wait_smem_to_gmem(1 if n > wide else 0, wait_read_only=True)
+                    value = result[:, b : b + wide].astype(out.ref.dtype)
                     adds = o < held_count
                     if adds and held_slots is not None:
                         held = held_slots.at[warpgroup, box, o * _PIECES + b // wide]
@@ -364,7 +396,7 @@ def _kernel(
                     store = functools.partial(
                         plgpu.copy_smem_to_gmem,
                         slot,
-                        out.at[pl.ds(row + r, 64), pl.ds(start, wide)],
+                        out.at(pl.ds(row + r, 64), pl.ds(start, wide)),
                         reduction_op="add" if adds else None,
                     )
                     if n > wide:

@@ -10,6 +10,7 @@ import jax
 
 from jaxkern.core.dispatch import Implementation
 from jaxkern.core.kernel_pass import named
+from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear.api import linear
 from jaxkern.ops.norm import layer_norm, rms_norm
 
@@ -20,9 +21,10 @@ def rms_norm_linear(
     w: jax.Array,
     b: jax.Array | None = None,
     *,
+    bias: jax.Array | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
-    activation: str | None = None,
+    activation: Activation | None = None,
     precision: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -35,6 +37,7 @@ def rms_norm_linear(
       weight: (K,), of the norm, or ``None``.
       w: (K, N), of the linear layer.
       b: (N,) or ``None``.
+      bias: (K,), of the norm, or ``None``.
       eps, weight_offset: as for :func:`jaxkern.rms_norm`.
       activation, precision: as for :func:`jaxkern.linear`.
       implementation: of both, as for each.
@@ -52,13 +55,15 @@ def rms_norm_linear(
       (2, 8, 128)
     """
 
-    def call(x: Any, weight: Any, w: Any, b: Any) -> Any:
-        y = rms_norm(x, weight, eps=eps, weight_offset=weight_offset, implementation=implementation)
+    def call(x: Any, weight: Any, bias: Any, w: Any, b: Any) -> Any:
+        y = rms_norm(
+            x, weight, bias, eps=eps, weight_offset=weight_offset, implementation=implementation
+        )
         return linear(
             y, w, b, activation=activation, precision=precision, implementation=implementation
         )
 
-    return named("rms_norm_linear", jax.checkpoint(call)(x, weight, w, b))
+    return named("rms_norm_linear", jax.checkpoint(call)(x, weight, bias, w, b))
 
 
 def layer_norm_linear(
@@ -69,7 +74,8 @@ def layer_norm_linear(
     b: jax.Array | None = None,
     *,
     eps: float = 1e-5,
-    activation: str | None = None,
+    weight_offset: float = 0.0,
+    activation: Activation | None = None,
     precision: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -82,7 +88,7 @@ def layer_norm_linear(
       weight, bias: (K,), of the norm, or ``None``.
       w: (K, N), of the linear layer.
       b: (N,) or ``None``.
-      eps: as for :func:`jaxkern.layer_norm`.
+      eps, weight_offset: as for :func:`jaxkern.layer_norm`.
       activation, precision: as for :func:`jaxkern.linear`.
       implementation: of both, as for each.
 
@@ -100,7 +106,9 @@ def layer_norm_linear(
     """
 
     def call(x: Any, weight: Any, bias: Any, w: Any, b: Any) -> Any:
-        y = layer_norm(x, weight, bias, eps=eps, implementation=implementation)
+        y = layer_norm(
+            x, weight, bias, eps=eps, weight_offset=weight_offset, implementation=implementation
+        )
         return linear(
             y, w, b, activation=activation, precision=precision, implementation=implementation
         )

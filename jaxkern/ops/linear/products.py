@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxkern.core.arguments import check_array
 from jaxkern.core.dispatch import Mode
-from jaxkern.ops.activations import ACTIVATION_CURVES, CURVES, Functions, curve, kernel_functions
+from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
 from jaxkern.ops.linear.choice import faster, tile_for
 from jaxkern.ops.linear.matmul import Product, matmul
 
@@ -30,7 +30,7 @@ class Options:
     """What is computed, and by whom.
 
     Attributes:
-      activation: after the bias, or None.
+      activation: after the bias, a name in :data:`jaxkern.ops.curves.CURVES`, or None.
       save: whether the forward gives what the activation is applied to, for the backward.
       precision: of products of float32, as for ``jax.lax.dot_general``.
       accumulate_dtype: of the parts of a product that devices add.
@@ -53,12 +53,12 @@ def in_epilogue(mode: Mode) -> Functions:
 
 
 def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-    curve_name = options.activation and ACTIVATION_CURVES[options.activation]
+    activation = options.activation
 
     def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
         del tiles
         y = products[0] + rows[0] if rows else products[0]
-        out = CURVES[curve_name](y, in_epilogue(options.mode))[0] if curve_name else y
+        out = curve_value(activation, y, in_epilogue(options.mode)) if activation else y
         return [out, *([y] if options.save else [])]
 
     outs = launch(
@@ -104,7 +104,7 @@ def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, 
     y = sums.astype(jnp.promote_types(sums.dtype, jnp.float32))
     if bias is not None:
         y = y + bias.astype(y.dtype)
-    out = y if options.activation is None else curve(ACTIVATION_CURVES[options.activation], y)
+    out = y if options.activation is None else curve(options.activation, y)
     return out.astype(x.dtype), y.astype(x.dtype) if options.save else None
 
 
@@ -203,12 +203,14 @@ def launch(
 ) -> list[jax.Array] | None:
     """:func:`matmul` of any sizes; None where plain JAX is to compute it."""
     k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
-    n = rhs[0].shape[0 if product.rhs_transposed else 1]
+    n = rhs[0].shape[0 if product.rhs_transposed else -1]
     tile = tile_for(product.name, mode, m, n, k)
     if tile is None:
         return None
 
     def padded(v: jax.Array, *sizes: int) -> jax.Array:
+        if v.ndim > len(sizes):  # two matrices side by side
+            sizes = (sizes[0], v.shape[1], sizes[1])
         if v.shape == sizes:
             return v
         return jnp.pad(v, [(0, size - s) for s, size in zip(v.shape, sizes, strict=True)])
@@ -228,7 +230,7 @@ def launch(
         [padded(t, high, wide) for t in tiles],
         [padded(a, high, wide) for a in accumulators],
     )
-    return [out if out.shape == (m, n) else out[:m, :n] for out in outs]
+    return [out if out.shape[:: out.ndim - 1] == (m, n) else out[:m, ..., :n] for out in outs]
 
 
 def _fitting(size: int, unit: int) -> int:

@@ -2,20 +2,21 @@ r"""Root-mean-square and layer normalisation: the ops.
 
 Forward, for a row of N elements (or each group of `group_size` of it), with h = x + residual:
 
-    v    = h,   or   h · silu(gate)   where the gate comes first
+    v    = h,   or   h · s(gate)   where the gate comes first
     mean = Σv / N  (layer norm; 0 for RMS norm)          rstd = 1 / sqrt(Σ(v − mean)² / N + eps)
     x̂    = (v − mean) · rstd          y = x̂ · (w + o) + b
-    out  = f(y),   or   f(y) · silu(gate)   where the gate comes last
+    out  = f(y),   or   f(y) · s(gate)   where the gate comes last
 
-with weight w, its offset o, bias b and activation f. Backward, for the cotangents dout and dh:
+with weight w, its offset o, bias b and activations f and s, the latter by default SiLU. Backward,
+for the cotangents dout and dh:
 
-    dy = dout · silu(gate) · f'(y)          dgate = dout · f(y) · silu'(gate)
+    dy = dout · s(gate) · f'(y)             dgate = dout · f(y) · s'(gate)
     g  = dy · (w + o)                       dw = Σ_rows dy · x̂          db = Σ_rows dy
     dv = rstd · (g − mean(g) − x̂ · mean(g · x̂))        (RMS norm: without mean(g))
     dx = dresidual = dv + dh
 
-and where the gate comes first, dy = dout · f'(y), dx = dv · silu(gate) + dh, dgate = dv · h ·
-silu'(gate).
+and where the gate comes first, dy = dout · f'(y), dx = dv · s(gate) + dh, dgate = dv · h ·
+s'(gate).
 
 Saved for the backward: the arguments (with a residual, h in place of x and residual: it is returned
 anyway), mean and rstd (fp32, one each per row or group); the rest is recomputed.
@@ -40,9 +41,10 @@ from jaxkern.core.arguments import check_array, check_floating, check_number
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
 from jaxkern.core.mosaic import LANES
+from jaxkern.ops.curves import Activation, check_activation, named_curve
 from jaxkern.ops.norm.backward import launch_bwd
 from jaxkern.ops.norm.forward import launch_fwd
-from jaxkern.ops.norm.pointwise import ACTIVATIONS, Activation, Options
+from jaxkern.ops.norm.pointwise import Options
 from jaxkern.ops.norm.reference import reference_bwd, reference_fwd
 
 
@@ -50,12 +52,14 @@ from jaxkern.ops.norm.reference import reference_bwd, reference_fwd
 def rms_norm(
     x: jax.Array,
     weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
     *,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     residual: None = None,
     activation: Activation | None = None,
     gate: jax.Array | None = None,
+    gate_activation: Activation = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
     implementation: Implementation | None = None,
@@ -66,12 +70,14 @@ def rms_norm(
 def rms_norm(
     x: jax.Array,
     weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
     *,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     residual: jax.Array,
     activation: Activation | None = None,
     gate: jax.Array | None = None,
+    gate_activation: Activation = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
     implementation: Implementation | None = None,
@@ -81,41 +87,49 @@ def rms_norm(
 def rms_norm(
     x: jax.Array,
     weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
     *,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     residual: jax.Array | None = None,
     activation: Activation | None = None,
     gate: jax.Array | None = None,
+    gate_activation: Activation = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     r"""Normalise the last axis of `x` by its root mean square.
 
-    .. math:: y = \frac{x}{\sqrt{\operatorname{mean}(x^2) + \epsilon}} \cdot (w + o)
+    .. math:: y = \frac{x}{\sqrt{\operatorname{mean}(x^2) + \epsilon}} \cdot (w + o) + b
 
     With `residual`, x + residual takes the place of x and is returned, too; with `activation`, the
-    result is f(y); with `gate`, it is multiplied by silu(gate), or the input is.
+    result is f(y); with `gate`, it is multiplied by s(gate), or the input is, s being
+    `gate_activation`.
 
     Squares, their mean and the products are computed in fp32, whatever the dtypes; the result is
     rounded once, to the dtype of `x`. For the backward, the arguments and one fp32 number per row
     are kept. A row with a NaN or an infinity does not touch the others' results or gradients (but
-    for the gradient of `weight`, which sums over rows). Squares overflow beyond 1e19, which bf16
-    and float32 hold: such a row becomes 0. The bits are the same on every run.
+    for those of `weight` and `bias`, which sum over rows). Squares overflow beyond 1e19, which bf16
+    and float32 hold: such a row becomes 0, or `bias`. The bits are the same on every run.
 
     On a mesh, the rows may be split between devices in any way; a split last axis is gathered.
 
     Args:
       x: (..., N), bfloat16, float16 or float32.
       weight: (N,), any of those dtypes; ``None`` stands for ones, without `weight_offset`.
+      bias: (N,), any of those dtypes; ``None`` stands for zeros.
       eps: added to the mean square.
-      weight_offset: added to `weight` in fp32; 1.0 for models that store ``weight - 1``.
+      weight_offset: o, added to `weight` in fp32; 1.0 for models that store ``weight - 1``.
       residual: the shape of `x`, any of those dtypes. The sum is rounded to the dtype that ``x +
         residual`` has in JAX before it is normalised, so that it is what it is returned as: a
         float32 residual keeps a stream of bfloat16 blocks exact.
-      activation: ``"silu"``, ``"gelu"`` (by tanh, as ``jax.nn.gelu``), ``"relu"`` or ``None``.
+      activation: f: ``"silu"``, ``"gelu"`` (by tanh, as ``jax.nn.gelu``; also ``"gelu_tanh"``),
+        ``"gelu_erf"``, ``"quick_gelu"``, ``"relu"``, ``"relu_squared"``, ``"sigmoid"``, ``"tanh"``
+        or ``None``.
       gate: the shape of `x`, any of those dtypes.
+      gate_activation: s, one of these; ``"sigmoid"`` in Kimi's linear attention, ``"silu"`` in
+        Mamba-2.
       norm_before_gate: whether the gate multiplies the result or, if false, the input.
       group_size: elements that are normalised together, a divisor of N; ``None`` for all N.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
@@ -147,12 +161,13 @@ def rms_norm(
         "rms_norm",
         x,
         weight,
-        None,
+        bias,
         eps=eps,
         weight_offset=weight_offset,
         residual=residual,
         activation=activation,
         gate=gate,
+        gate_activation=gate_activation,
         norm_before_gate=norm_before_gate,
         group_size=group_size,
         implementation=implementation,
@@ -166,9 +181,11 @@ def layer_norm(
     bias: jax.Array | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     residual: None = None,
     activation: Activation | None = None,
     gate: jax.Array | None = None,
+    gate_activation: Activation = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
     implementation: Implementation | None = None,
@@ -182,9 +199,11 @@ def layer_norm(
     bias: jax.Array | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     residual: jax.Array,
     activation: Activation | None = None,
     gate: jax.Array | None = None,
+    gate_activation: Activation = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
     implementation: Implementation | None = None,
@@ -197,19 +216,23 @@ def layer_norm(
     bias: jax.Array | None = None,
     *,
     eps: float = 1e-5,
+    weight_offset: float = 0.0,
     residual: jax.Array | None = None,
     activation: Activation | None = None,
     gate: jax.Array | None = None,
+    gate_activation: Activation = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     r"""Normalise the last axis of `x` to mean 0 and variance 1.
 
-    .. math:: y = \frac{x - \operatorname{mean}(x)}{\sqrt{\operatorname{var}(x) + \epsilon}} w + b
+    .. math:: y = \frac{x - \operatorname{mean}(x)}{\sqrt{\operatorname{var}(x) + \epsilon}}
+        \cdot (w + o) + b
 
     With `residual`, x + residual takes the place of x and is returned, too; with `activation`, the
-    result is f(y); with `gate`, it is multiplied by silu(gate), or the input is.
+    result is f(y); with `gate`, it is multiplied by s(gate), or the input is, s being
+    `gate_activation`.
 
     Mean, variance and the products are computed in fp32, whatever the dtypes, the variance from
     the differences to the mean, so that a large mean does it no harm; the result is rounded once,
@@ -222,12 +245,17 @@ def layer_norm(
 
     Args:
       x: (..., N), bfloat16, float16 or float32.
-      weight: (N,), any of those dtypes; ``None`` stands for ones.
+      weight: (N,), any of those dtypes; ``None`` stands for ones, without `weight_offset`.
       bias: (N,), any of those dtypes; ``None`` stands for zeros.
       eps: added to the variance.
+      weight_offset: o, as for :func:`rms_norm`.
       residual: the shape of `x`, any of those dtypes; as for :func:`rms_norm`.
-      activation: ``"silu"``, ``"gelu"`` (by tanh, as ``jax.nn.gelu``), ``"relu"`` or ``None``.
+      activation: f: ``"silu"``, ``"gelu"`` (by tanh, as ``jax.nn.gelu``; also ``"gelu_tanh"``),
+        ``"gelu_erf"``, ``"quick_gelu"``, ``"relu"``, ``"relu_squared"``, ``"sigmoid"``, ``"tanh"``
+        or ``None``.
       gate: the shape of `x`, any of those dtypes.
+      gate_activation: s, one of these; ``"sigmoid"`` in Kimi's linear attention, ``"silu"`` in
+        Mamba-2.
       norm_before_gate: whether the gate multiplies the result or, if false, the input.
       group_size: elements that are normalised together, a divisor of N; ``None`` for all N.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
@@ -246,7 +274,7 @@ def layer_norm(
     Example:
       >>> import jax.numpy as jnp, jaxkern
       >>> x, weight, bias = jnp.array([[1.0, 3.0]]), jnp.ones(2), jnp.array([0.0, 10.0])
-      >>> jaxkern.layer_norm(x, weight, bias).round(3)
+      >>> jaxkern.layer_norm(x, weight, bias).round()
       Array([[-1., 11.]], dtype=float32)
 
     References:
@@ -258,19 +286,22 @@ def layer_norm(
         weight,
         bias,
         eps=eps,
-        weight_offset=0.0,
+        weight_offset=weight_offset,
         residual=residual,
         activation=activation,
         gate=gate,
+        gate_activation=gate_activation,
         norm_before_gate=norm_before_gate,
         group_size=group_size,
         implementation=implementation,
     )
 
 
-def rms_norm_reference(x: jax.Array, weight: jax.Array | None = None, **options: Any) -> Any:
+def rms_norm_reference(
+    x: jax.Array, weight: jax.Array | None = None, bias: jax.Array | None = None, **options: Any
+) -> Any:
     """:func:`rms_norm` in plain JAX, with every step in fp32 and one rounding at the end."""
-    return rms_norm(x, weight, **options, implementation="xla")
+    return rms_norm(x, weight, bias, **options, implementation="xla")
 
 
 def layer_norm_reference(
@@ -291,6 +322,7 @@ def _norm(
     residual: Any,
     activation: Any,
     gate: Any,
+    gate_activation: Any,
     norm_before_gate: Any,
     group_size: Any,
     implementation: Any,
@@ -307,15 +339,14 @@ def _norm(
         residual = check_array("residual", residual, x.shape, "the shape of x")
     if gate is not None:
         gate = check_array("gate", gate, x.shape, "the shape of x")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f'activation must be "silu", "gelu", "relu" or None, got {activation!r}')
     group_size = n if group_size is None else _check_group_size(group_size, n)
     options = Options(
         op=op,
         centered=op == "layer_norm",
         eps=check_number("eps", eps, minimum=0.0),
         weight_offset=check_number("weight_offset", weight_offset),
-        activation=activation,
+        activation=check_activation(activation),
+        gate_activation=named_curve(gate_activation, "gate_activation"),
         norm_before_gate=bool(norm_before_gate),
         group_size=group_size,
         x_dtype=str(x.dtype),

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkern.core.mosaic import LANES, launch_kernel
-from jaxkern.ops.activations import Functions, kernel_functions
+from jaxkern.ops.curves import WITHOUT_EXPONENTIALS, Functions, kernel_functions
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.pointwise import Options, gated_input, output
 from jaxkern.ops.norm.reference import reference_fwd
@@ -198,4 +198,5 @@ def joined(options: Options, a: Any, shape: tuple[int, ...]) -> Any:
 
 def approx_math(options: Options, gated: bool) -> bool:
     """Whether a kernel has exponentials, which then are the fast ones."""
-    return gated or options.activation in ("silu", "gelu")
+    used = [options.activation, options.gate_activation if gated else None]
+    return any(name not in (None, *WITHOUT_EXPONENTIALS) for name in used)

@@ -5,13 +5,10 @@ what curves are made of.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.ops.activations import ACTIVATION_CURVES, CURVES, Functions, curve_value
-
-Activation = Literal["silu", "gelu", "relu"]
-ACTIVATIONS = ("silu", "gelu", "relu")
+from jaxkern.ops.curves import CURVES, Functions, curve_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +20,8 @@ class Options:
       centered: whether the mean is subtracted: ``layer_norm``.
       eps: added to the variance or the mean square.
       weight_offset: added to the weight.
-      activation: after the affine part, or None.
+      activation: after the affine part, a name in :data:`jaxkern.ops.curves.CURVES`, or None.
+      gate_activation: of the gate, such a name.
       norm_before_gate: whether the gate multiplies the result or the input.
       group_size: elements that are normalised together.
       x_dtype: of `x` and its gradient.
@@ -35,7 +33,8 @@ class Options:
     centered: bool
     eps: float
     weight_offset: float
-    activation: Activation | None
+    activation: str | None
+    gate_activation: str
     norm_before_gate: bool
     group_size: int
     x_dtype: str
@@ -51,14 +50,14 @@ def gated_input(options: Options, h: Any, gate: Any, of: Functions) -> Any:
     """v, what is normalised."""
     if gate is None or options.norm_before_gate:
         return h
-    return h * curve_value("silu", gate, of)
+    return h * curve_value(options.gate_activation, gate, of)
 
 
 def gated_input_backward(options: Options, h: Any, gate: Any, dv: Any, of: Functions) -> Any:
     """(dh, dgate) from dv; dgate is None where the gate comes after."""
     if gate is None or options.norm_before_gate:
         return dv, None
-    value, times_slope = CURVES["silu"](gate, of)
+    value, times_slope = CURVES[options.gate_activation](gate, of)
     return dv * value, times_slope(dv * h)
 
 
@@ -66,10 +65,10 @@ def output(options: Options, xhat: Any, scale: Any, bias: Any, gate: Any, of: Fu
     """From x̂ to the result."""
     out = affine(xhat, scale, bias)
     if options.activation is not None:
-        out = curve_value(_curve(options), out, of)
+        out = curve_value(options.activation, out, of)
     if gate is None or not options.norm_before_gate:
         return out
-    return out * curve_value("silu", gate, of)
+    return out * curve_value(options.gate_activation, gate, of)
 
 
 def output_backward(
@@ -88,9 +87,9 @@ def output_backward(
     dgate = None
     times_slope = lambda d: d
     if options.activation is not None:
-        out, times_slope = CURVES[_curve(options)](out, of)
+        out, times_slope = CURVES[options.activation](out, of)
     if gate is not None and options.norm_before_gate:
-        value, gate_times_slope = CURVES["silu"](gate, of)
+        value, gate_times_slope = CURVES[options.gate_activation](gate, of)
         dgate = gate_times_slope(dout * out)
         dout = dout * value
     return times_slope(dout), dgate
@@ -103,8 +102,3 @@ def affine(xhat: Any, scale: Any, bias: Any) -> Any:
 
 def times(x: Any, scale: Any) -> Any:
     return x if scale is None else x * scale
-
-
-def _curve(options: Options) -> str:
-    assert options.activation is not None
-    return ACTIVATION_CURVES[options.activation]

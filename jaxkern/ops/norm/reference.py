@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
-from jaxkern.ops.activations import PLAIN
+from jaxkern.ops.curves import PLAIN
 from jaxkern.ops.norm.pointwise import (
     Options,
     gated_input,

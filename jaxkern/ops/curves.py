@@ -1,0 +1,277 @@
+r"""The activations: one table, for every op that has one; and what gated units make of them.
+
+With σ the logistic function, Φ and φ the normal distribution and its density, and
+z(x) = 2 √(2/π) (x + 0.044715 x³):
+
+    relu(x) = max(x, 0)         relu_squared(x) = max(x, 0)²     silu(x) = x σ(x)
+    gelu_erf(x) = x Φ(x)        gelu_tanh(x) = x σ(z(x))         quick_gelu(x) = x σ(1.702 x)
+    sigmoid(x) = σ(x)           tanh(x) = 2 σ(2x) − 1
+
+and their derivatives
+
+    relu' = [x > 0]             relu_squared' = 2 max(x, 0)      silu' = σ (1 + x (1 − σ))
+    gelu_erf' = Φ + x φ         gelu_tanh' = σ(z) + x σ(z) (1 − σ(z)) z'
+    sigmoid' = σ (1 − σ)        tanh' = 1 − tanh²
+
+An entry is written once and serves kernels and plain JAX, which differ in what it is made of
+(:class:`Functions`). A new activation is an entry of :data:`CURVES`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern.core import arithmetic
+from jaxkern.core.arguments import check_number
+
+Activation = Literal[
+    "relu",
+    "relu_squared",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "gelu_erf",
+    "quick_gelu",
+    "sigmoid",
+    "tanh",
+]
+"""What ``activation`` arguments take: the names of :data:`CURVES`, and "gelu" for "gelu_tanh"."""
+
+_QUICK_GELU = 1.702
+"""By how much σ is steeper in quick-GELU: x σ(1.702 x) is nearest to x Φ(x)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """What the curves are made of, in a kernel or in plain JAX."""
+
+    sigmoid: Callable[[Any], Any]
+    normal: Callable[[Any], tuple[Any, Any]]  # distribution and density
+    tanh: Callable[[Any], Any]
+
+
+def _plain_normal(v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    density = jnp.exp(v * v * -0.5) * (1 / math.sqrt(2 * math.pi))
+    return 0.5 * lax.erfc(v * -math.sqrt(0.5)), density
+
+
+PLAIN = Functions(jax.nn.sigmoid, _plain_normal, jnp.tanh)
+
+
+def kernel_functions(exact: bool, interpret: bool, layout: Any = None) -> Functions:
+    """Those of a kernel, `exact` ones to fp32 accuracy.
+
+    `layout` is that of their argument, as for :func:`jaxkern.core.arithmetic.sigmoid`.
+    """
+    options = {"exact": exact, "interpret": interpret, "layout": layout}
+    return Functions(
+        functools.partial(arithmetic.sigmoid, **options),
+        functools.partial(arithmetic.normal, **options),
+        functools.partial(arithmetic.tanh, **options),
+    )
+
+
+Curve = tuple[jax.Array, Callable[[jax.Array], jax.Array]]
+"""f(v), and d -> d · f'(v): 0 where f is constant, whatever d is."""
+
+
+def _clipped(v: jax.Array, alpha: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """`v` from below, and from both sides, where a curve of alpha · v has long reached 0 or v.
+
+    So that infinities meet no zero.
+    """
+    far = (800.0 if v.dtype == jnp.float64 else 128.0) / alpha
+    above = jnp.maximum(v, -far)
+    return above, jnp.minimum(above, far)
+
+
+def _relu(v: jax.Array, of: Functions) -> Curve:
+    del of
+    return jnp.maximum(v, 0.0), lambda d: jnp.where(v > 0.0, d, 0.0)
+
+
+def _relu_squared(v: jax.Array, of: Functions) -> Curve:
+    del of
+    positive = jnp.maximum(v, 0.0)
+    slope = jnp.where(v > 0.0, 2.0 * v, 0.0)
+    return positive * positive, lambda d: jnp.where(v > 0.0, d * slope, 0.0)
+
+
+def _silu(v: jax.Array, of: Functions) -> Curve:
+    above, near = _clipped(v)
+    s = of.sigmoid(v)
+    return above * s, lambda d: d * (s * (1.0 + near * (1.0 - s)))
+
+
+def _steeper_silu(alpha: float, v: jax.Array, of: Functions) -> Curve:
+    """v σ(alpha · v)."""
+    above, near = _clipped(v, alpha)
+    s = of.sigmoid(alpha * v)
+    return above * s, lambda d: d * (s * (1.0 + (alpha * near) * (1.0 - s)))
+
+
+def _gelu_tanh(v: jax.Array, of: Functions) -> Curve:
+    a = 2 * math.sqrt(2 / math.pi)
+    b = 0.044715 * a
+    above, near = _clipped(v)
+    s = of.sigmoid(v * (a + b * (v * v)))
+    slope = a + 3 * b * (near * near)
+    return above * s, lambda d: d * (s * (1.0 + near * slope * (1.0 - s)))
+
+
+def _gelu_erf(v: jax.Array, of: Functions) -> Curve:
+    above, near = _clipped(v)
+    cdf, density = of.normal(v)
+    return above * cdf, lambda d: d * (cdf + near * density)
+
+
+def _sigmoid(v: jax.Array, of: Functions) -> Curve:
+    s = of.sigmoid(v)
+    return s, lambda d: d * (s * (1.0 - s))
+
+
+def _tanh(v: jax.Array, of: Functions) -> Curve:
+    t = of.tanh(v)
+    return t, lambda d: d * (1.0 - t * t)
+
+
+CURVES: dict[str, Callable[[jax.Array, Functions], Curve]] = {
+    "relu": _relu,
+    "relu_squared": _relu_squared,
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_erf": _gelu_erf,
+    "quick_gelu": functools.partial(_steeper_silu, _QUICK_GELU),
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+}
+"""The activations."""
+
+WITHOUT_EXPONENTIALS = ("relu", "relu_squared")
+"""Those of which a kernel needs no fast instructions."""
+
+NOT_THROUGH_ZERO = ("sigmoid",)
+"""Those that make something of 0."""
+
+
+def gelu_curve(approximate: bool) -> str:
+    return "gelu_tanh" if approximate else "gelu_erf"
+
+
+def check_activation(activation: Any, name: str = "activation") -> str | None:
+    """The curve that the argument `name` of an op asks for; None for None."""
+    return None if activation is None else named_curve(activation, name, " or None")
+
+
+def named_curve(activation: Any, name: str = "activation", other: str = "") -> str:
+    """The curve that the argument `name` of an op asks for, one of the names or `other`."""
+    if activation == "gelu":
+        return gelu_curve(approximate=True)
+    if not isinstance(activation, str) or activation not in CURVES:
+        known = ", ".join(f'"{known}"' for known in get_args(Activation))
+        raise ValueError(f"{name} must be one of {known}{other}; got {activation!r}")
+    return activation
+
+
+def evaluate(name: str, v: jax.Array, of: Functions, alpha: float = 1.0) -> Curve:
+    """The curve `name` of `v`; for "silu", v σ(alpha · v)."""
+    if alpha == 1.0:
+        return CURVES[name](v, of)
+    assert name == "silu", name
+    return _steeper_silu(alpha, v, of)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
+def _plain(name: str, v: jax.Array, alpha: float) -> jax.Array:
+    return evaluate(name, v, PLAIN, alpha)[0]
+
+
+@_plain.defjvp
+def _plain_jvp(name: str, alpha: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    value, times_slope = evaluate(name, primals[0], PLAIN, alpha)
+    return value, times_slope(tangents[0])
+
+
+def curve(name: str, v: jax.Array, alpha: float = 1.0) -> jax.Array:
+    """The curve of `v` in plain JAX, whose derivative is finite too where the true one is."""
+    return _plain(name, v, alpha)
+
+
+def curve_value(name: str, v: Any, of: Functions, alpha: float = 1.0) -> Any:
+    """The curve of `v`, differentiable in plain JAX."""
+    return curve(name, v, alpha) if of is PLAIN else evaluate(name, v, of, alpha)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What a gated unit makes of gate and up, in a kernel and in plain JAX.
+
+    Attributes:
+      curve: f, a name in :data:`jaxkern.ops.curves.CURVES`.
+      alpha: of "silu", which is g σ(alpha · g).
+      limit: the largest gate, and the largest up of either sign; None for no limit.
+      up_offset: added to up.
+    """
+
+    curve: str
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+    def value(self, gate: Any, up: Any, of: Functions) -> Any:
+        gate, up = self._limited(gate, up)
+        return curve_value(self.curve, gate, of, self.alpha) * up
+
+    def slopes(self, gate: Any, up: Any, dout: Any, of: Functions) -> tuple[Any, Any]:
+        """dg and du."""
+        near, shifted = self._limited(gate, up)
+        value, times_slope = evaluate(self.curve, near, of, self.alpha)
+        dgate, dup = times_slope(dout * shifted), dout * value
+        if self.limit is None:
+            return dgate, dup
+        beyond = jnp.abs(up) > self.limit
+        return jnp.where(gate > self.limit, 0.0, dgate), jnp.where(beyond, 0.0, dup)
+
+    def _limited(self, gate: Any, up: Any) -> tuple[Any, Any]:
+        """Gate and up within the limit, and up with the offset. A NaN stays one."""
+        if self.limit is not None:
+            gate = jnp.where(gate > self.limit, self.limit, gate)
+            up = jnp.where(up > self.limit, self.limit, up)
+            up = jnp.where(up < -self.limit, -self.limit, up)
+        return gate, up + self.up_offset if self.up_offset else up
+
+
+def check_unit(activation: Any, alpha: Any, limit: Any, up_offset: Any) -> Unit:
+    """The unit that an op's arguments ask for."""
+    name = named_curve(activation)
+    alpha, up_offset = check_number("alpha", alpha), check_number("up_offset", up_offset)
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"alpha must be positive and finite, got {alpha!r}")
+    if alpha != 1 and name != "silu":
+        raise ValueError(
+            f'alpha is the slope within "silu", g · sigmoid(alpha · g); got alpha={alpha!r} with '
+            f"activation={activation!r}"
+        )
+    if limit is not None:
+        limit = check_number("limit", limit)
+        if not 0 < limit < math.inf:
+            raise ValueError(f"limit must be positive and finite, or None; got {limit!r}")
+    if not math.isfinite(up_offset):
+        raise ValueError(f"up_offset must be finite, got {up_offset!r}")
+    return Unit(name, alpha, limit, up_offset)
+
+
+def wide(*arrays: jax.Array) -> Any:
+    """The dtype that plain JAX computes in."""
+    return functools.reduce(jnp.promote_types, [a.dtype for a in arrays], jnp.float32)
+
+
+def recomputing(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`, of which the backward saves nothing but the arguments."""
+    return jax.checkpoint(f, prevent_cse=False)

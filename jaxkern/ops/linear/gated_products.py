@@ -1,0 +1,288 @@
+"""The products of gated projections, by kernel and in plain JAX.
+
+Both projections have a weight and perhaps a bias, or one array holds both weights side by side and
+another both biases. Then w_up and b_up are None, and so are up and dup: what is kept of the
+projections, and the gradients with respect to them, are one array, too.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkern.core.dispatch import Mode
+from jaxkern.ops.curves import PLAIN, Unit
+from jaxkern.ops.linear.choice import faster
+from jaxkern.ops.linear.matmul import Product
+from jaxkern.ops.linear.products import as_it_is, dot, flat, in_epilogue, launch, wide_product
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedOptions:
+    """What is computed, and by whom.
+
+    Attributes:
+      unit: what becomes of gate and up.
+      one_weight: whether one array holds the weights of both.
+      recompute: whether the backward computes both projections again.
+      save: whether the forward gives both projections, for the backward.
+      precision: of products of float32, as for ``jax.lax.dot_general``.
+      mode: from :func:`jaxkern.core.dispatch.resolve`.
+    """
+
+    unit: Unit
+    one_weight: bool
+    recompute: bool
+    save: bool
+    precision: Any
+    mode: Mode
+
+
+Dtypes = tuple[str, str]
+WIDE = ("float32", "float32")
+
+
+# Forward
+
+
+def kernel_forward(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
+) -> Any:
+    biases, rows_of_biases = _biases(options, b_gate, b_up)
+
+    def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+        del tiles
+        gate, up = biases(products, rows)
+        out = options.unit.value(gate, up, in_epilogue(options.mode))
+        return [out, *(_kept(v, x.dtype) for v in (gate, up) if options.save)]
+
+    dtypes = (str(x.dtype),) * (1 + 2 * options.save)
+    pair = options.one_weight and options.save
+    outs = launch(
+        Product(False, False, dtypes, epilogue, "gated_fwd", pair),
+        options.mode,
+        [flat(x)],
+        _weights(options, x.dtype, w_gate, w_up),
+        rows_of_biases,
+    )
+    if outs is None:
+        return reference_forward(options, x, w_gate, w_up, b_gate, b_up)
+    out, *saved = (v.reshape(*x.shape[:-1], -1) for v in outs)
+    return (out, *saved, None, None)[:3]
+
+
+def reference_forward(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
+) -> Any:
+    sums = reference_projections(options, x, w_gate, w_up, b_gate, b_up)
+    return finish_forward(options, x, w_gate, w_up, b_gate, b_up, *sums)
+
+
+def finish_forward(
+    options: GatedOptions,
+    x: Any,
+    w_gate: Any,
+    w_up: Any,
+    b_gate: Any,
+    b_up: Any,
+    _: Any,
+    gate: Any,
+    up: Any,
+) -> Any:
+    """What comes after the products, or after their sums over devices that share K."""
+    del w_gate, w_up
+    gate, up = (v if b is None else v + b.astype(v.dtype) for v, b in ((gate, b_gate), (up, b_up)))
+    kept = [gate, up]
+    if options.one_weight:
+        gate, up = jnp.split(gate, 2, axis=-1)
+    out = options.unit.value(gate, up, PLAIN).astype(x.dtype)
+    if not options.save:
+        return out, None, None
+    return out, *(None if v is None else _kept(v, x.dtype).astype(x.dtype) for v in kept)
+
+
+def _kept(v: Any, dtype: Any) -> Any:
+    """`v` as far as `dtype` goes: of an infinity, a cotangent of 0 would make a NaN."""
+    if dtype != jnp.float16:
+        return v
+    most = float(jnp.finfo(dtype).max)
+    return jnp.minimum(jnp.maximum(v, -most), most)
+
+
+def kernel_projections(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
+) -> Any:
+    """Both projections in fp32 without bias, and in the place of the result one again."""
+    outs = launch(
+        Product(False, False, WIDE, as_it_is, "gated_fwd", options.one_weight),
+        options.mode,
+        [flat(x)],
+        _weights(options, x.dtype, w_gate, w_up),
+    )
+    if outs is None:
+        return reference_projections(options, x, w_gate, w_up, b_gate, b_up)
+    return _projected(*(v.reshape(*x.shape[:-1], -1) for v in outs))
+
+
+def reference_projections(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
+) -> Any:
+    del b_gate, b_up
+    product = wide_product(options.precision)
+    weights = [w for w in (w_gate, w_up) if w is not None]
+    return _projected(*(product(x, w.astype(x.dtype)) for w in weights))
+
+
+def _projected(gate: Any, up: Any = None) -> Any:
+    return gate if up is not None else gate[..., : gate.shape[-1] // 2], gate, up
+
+
+def _weights(options: GatedOptions, dtype: Any, w_gate: Any, w_up: Any) -> list[Any]:
+    """As a kernel takes them: of one array, (K, 2, N)."""
+    if options.one_weight:
+        k, columns = w_gate.shape
+        return [w_gate.astype(dtype).reshape(k, 2, columns // 2)]
+    return [w_gate.astype(dtype), w_up.astype(dtype)]
+
+
+def _biases(options: GatedOptions, b_gate: Any, b_up: Any) -> tuple[Any, list[Any]]:
+    """A function that adds, in an epilogue, the biases that are there, and these."""
+    both = [b_gate, b_up]
+    if options.one_weight and b_gate is not None:
+        both = jnp.split(b_gate, 2)
+    here = [b is not None for b in both]
+
+    def added(products: list[Any], rows: list[Any]) -> list[Any]:
+        rest = iter(rows)
+        return [p + next(rest) if b else p for p, b in zip(products, here, strict=True)]
+
+    return added, [b.astype(jnp.float32) for b in both if b is not None]
+
+
+# Backward
+
+
+def kernel_slopes(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any, dout: Any
+) -> Any:
+    """dg and du, with both projections computed again."""
+    biases, rows_of_biases = _biases(options, b_gate, b_up)
+
+    def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+        gate, up = biases(products, rows)
+        return list(options.unit.slopes(gate, up, tiles[0], in_epilogue(options.mode)))
+
+    outs = launch(
+        Product(False, False, (str(x.dtype),) * 2, epilogue, "gated_bwd", options.one_weight),
+        options.mode,
+        [flat(x)],
+        _weights(options, x.dtype, w_gate, w_up),
+        rows_of_biases,
+        tiles=[flat(dout)],
+    )
+    if outs is None:
+        return reference_slopes(options, x, w_gate, w_up, b_gate, b_up, dout)
+    return (*(v.reshape(*dout.shape[:-1], -1) for v in outs), None)[:2]
+
+
+def reference_slopes(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any, dout: Any
+) -> Any:
+    _, gate, up = reference_projections(options, x, w_gate, w_up, b_gate, b_up)
+    gate, up = (v if b is None else v + b.astype(v.dtype) for v, b in ((gate, b_gate), (up, b_up)))
+    if options.one_weight:
+        gate, up = jnp.split(gate, 2, axis=-1)
+    slopes = options.unit.slopes(gate, up, dout.astype(gate.dtype), PLAIN)
+    dgate, dup = (v.astype(dout.dtype) for v in slopes)
+    return (jnp.concatenate([dgate, dup], axis=-1), None) if options.one_weight else (dgate, dup)
+
+
+def kernel_dx(
+    options: GatedOptions, dtype: str, dgate: Any, dup: Any, w_gate: Any, w_up: Any
+) -> Any:
+    outs = launch(
+        Product(False, True, (dtype,), as_it_is, "gated_dx"),
+        options.mode,
+        [flat(dgate), flat(dup)],
+        [w_gate.astype(dgate.dtype), w_up.astype(dgate.dtype)],
+    )
+    if outs is None:
+        return reference_dx(options, dtype, dgate, dup, w_gate, w_up)
+    return (outs[0].reshape(*dgate.shape[:-1], w_gate.shape[0]),)
+
+
+def reference_dx(
+    options: GatedOptions, dtype: str, dgate: Any, dup: Any, w_gate: Any, w_up: Any
+) -> Any:
+    last = dgate.ndim - 1
+    parts = [
+        dot(options.precision, d, w.astype(d.dtype), last, 1, None)
+        for d, w in ((dgate, w_gate), (dup, w_up))
+    ]
+    return ((parts[0] + parts[1]).astype(dtype),)
+
+
+def kernel_dweights(options: GatedOptions, dtypes: Dtypes, x: Any, dgate: Any, dup: Any) -> Any:
+    product = Product(True, False, dtypes, as_it_is, "gated_dweights")
+    outs = launch(product, options.mode, [flat(x)], [flat(dgate), flat(dup)])
+    return reference_dweights(options, dtypes, x, dgate, dup) if outs is None else tuple(outs)
+
+
+def reference_dweights(options: GatedOptions, dtypes: Dtypes, x: Any, dgate: Any, dup: Any) -> Any:
+    return tuple(
+        dot(options.precision, flat(x), flat(d), 0, 0, jnp.dtype(t))
+        for d, t in zip((dgate, dup), dtypes, strict=True)
+    )
+
+
+def kernel_accumulate(
+    options: GatedOptions, of_gate: Any, of_up: Any, x: Any, dgate: Any, dup: Any
+) -> Any:
+    sums = launch(
+        Product(True, False, WIDE, as_it_is, "gated_accumulate"),
+        options.mode,
+        [flat(x)],
+        [flat(dgate), flat(dup)],
+        accumulators=[of_gate, of_up],
+    )
+    if sums is None:
+        return reference_accumulate(options, of_gate, of_up, x, dgate, dup)
+    return tuple(sums)
+
+
+def reference_accumulate(
+    options: GatedOptions, of_gate: Any, of_up: Any, x: Any, dgate: Any, dup: Any
+) -> Any:
+    dw_gate, dw_up = reference_dweights(options, WIDE, x, dgate, dup)
+    return of_gate + dw_gate, of_up + dw_up
+
+
+# Where the kernels are faster
+
+
+def faster_projections(options: GatedOptions, name: str, x: Any, w_gate: Any, *rest: Any) -> bool:
+    del rest
+    k, columns = w_gate.shape
+    return faster(name, math.prod(x.shape[:-1]), columns // (1 + options.one_weight), k)
+
+
+def faster_dx(dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> bool:
+    del dup, w_up
+    return faster("gated_dx", math.prod(dgate.shape[:-1]), w_gate.shape[0], w_gate.shape[1])
+
+
+def faster_dweights(x: Any, dgate: Any, dup: Any) -> bool:
+    del dup
+    return faster("gated_dweights", x.shape[-1], dgate.shape[-1], math.prod(x.shape[:-1]))
+
+
+def faster_accumulate(of_gate: Any, of_up: Any, x: Any, *rest: Any) -> bool:
+    del of_up, rest
+    sizes = of_gate.shape[0], of_gate.shape[1], math.prod(x.shape[:-1])
+    return faster("gated_accumulate", *sizes)
+
+
+def dweights_alone(dweights: Any, options: GatedOptions, *arrays: Any) -> Any:
+    """The gradients alone, without the two accumulators that come first in `arrays`."""
+    return dweights(options, WIDE, *arrays[2:])
