@@ -92,6 +92,14 @@ def activated(activation, y):
         case "gelu_erf":
             cdf = 0.5 * (1 + _erf(y / np.sqrt(2)))
             return y * cdf, cdf + y * np.exp(-(y**2) / 2) / np.sqrt(2 * np.pi)
+        case "quick_gelu":
+            s = 1 / (1 + np.exp(-1.702 * y))
+            return y * s, s + 1.702 * y * s * (1 - s)
+        case "sigmoid":
+            s = 1 / (1 + np.exp(-y))
+            return s, s * (1 - s)
+        case "tanh":
+            return np.tanh(y), 1 / np.cosh(y) ** 2
     raise KeyError(activation)
 
 

@@ -1,8 +1,10 @@
 """Activations and gated units: cases for the common suite, and what is their own."""
 
+import dataclasses
 import functools
 import re
 from collections import Counter
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlib.mlir.ir import WalkResult
 
 import jaxkern
-from jaxkern.ops import elementwise, gated
+from jaxkern.ops import curves, elementwise, gated
 from tests import check
 
 BOTH = pytest.mark.parametrize(
@@ -27,6 +29,9 @@ ELEMENTWISE = {
         functools.partial(jaxkern.gelu, approximate=False),
         functools.partial(jax.nn.gelu, approximate=False),
     ),
+    "quick_gelu": (jaxkern.quick_gelu, lambda x: x * jax.nn.sigmoid(1.702 * x)),
+    "sigmoid": (jaxkern.sigmoid, jax.nn.sigmoid),
+    "tanh": (jaxkern.tanh, jnp.tanh),
 }
 GATED = {
     "silu": (jaxkern.swiglu, jaxkern.silu_and_mul),
@@ -36,7 +41,12 @@ GATED = {
         functools.partial(jaxkern.gelu_and_mul, approximate=False),
     ),
     "relu": (jaxkern.reglu, None),
+    **{
+        name: (functools.partial(jaxkern.glu, activation=name), None)
+        for name in ("sigmoid", "tanh", "quick_gelu", "relu_squared")
+    },
 }
+CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
 
 
 def pointwise_oracle(name, x, dout):
@@ -47,6 +57,22 @@ def pointwise_oracle(name, x, dout):
 def gated_oracle(name, gate, up, dout):
     value, slope = check.activated(name, gate)
     return value * up, (dout * up * slope, dout * value)
+
+
+def clamped_oracle(gate, up, dout):
+    near, shifted = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5) + 1
+    value, slope = check.activated("quick_gelu", near)
+    return value * shifted, (
+        dout * shifted * slope * (gate <= 1.5),
+        dout * value * (np.abs(up) <= 1.5),
+    )
+
+
+def clamped_plain(gate, up):
+    limit = jnp.asarray(1.5, gate.dtype)
+    near = jnp.where(gate > limit, limit, gate)  # whose slope at the limit is 1, as PyTorch's
+    up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
+    return near * jax.nn.sigmoid(1.702 * near) * (up + 1)
 
 
 def halves_oracle(name, gate_up, dout):
@@ -69,7 +95,8 @@ def check_case(implementation, call, plain, oracle, *arrays):
     ("name", "dtype"),
     [
         *((n, "bfloat16") for n in ELEMENTWISE),
-        *((n, "float32") for n in ("silu", "gelu_tanh", "gelu_erf")),
+        *((n, "float32") for n in ("silu", "gelu_tanh", "gelu_erf", "sigmoid", "tanh")),
+        *((n, "float16") for n in ("quick_gelu", "sigmoid", "tanh")),
     ],
 )
 def test_activation_accuracy(name, dtype, implementation):
@@ -85,6 +112,7 @@ def test_activation_accuracy(name, dtype, implementation):
         *(("silu", dtype) for dtype in ("bfloat16", "float16", "float32")),
         *((n, "bfloat16") for n in ("gelu_tanh", "relu")),
         ("gelu_erf", "float32"),
+        *(("tanh", "float16"), ("sigmoid", "bfloat16"), ("quick_gelu", "bfloat16")),
     ],
 )
 def test_gated_accuracy(name, dtype, implementation):
@@ -92,6 +120,62 @@ def test_gated_accuracy(name, dtype, implementation):
     plain = lambda g, u: ELEMENTWISE[name][1](g) * u
     arrays = normal((3, 704), dtype), normal((3, 704), dtype, seed=1)
     check_case(implementation, pair, plain, functools.partial(gated_oracle, name), *arrays)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_clamped_accuracy(dtype, implementation):
+    """Of gate and up apart, and side by side."""
+    gate, up = normal((3, 704), dtype), normal((3, 704), dtype, seed=1)
+    pair = functools.partial(jaxkern.swiglu, **CLAMPED)
+    check_case(implementation, pair, clamped_plain, clamped_oracle, gate, up)
+    halves = functools.partial(jaxkern.silu_and_mul, **CLAMPED)
+
+    def oracle(x, dout):
+        out, grads = clamped_oracle(*np.split(x, 2, -1), dout)
+        return out, (np.concatenate(grads, -1),)
+
+    plain = lambda x: clamped_plain(*jnp.split(x, 2, -1))
+    check_case(implementation, halves, plain, oracle, jnp.concatenate([gate, up], -1))
+
+
+def clamped_by_transformers(gate_up, alpha, limit):
+    """As GptOssExperts has it: gate and up interleaved."""
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return (up + 1) * gate / (1 + np.exp(-alpha * gate))
+
+
+def test_clamped_is_that_of_gpt_oss():
+    """And what the docstrings say of interleaved projections is so."""
+    x, w = np.asarray(normal((4, 8), "float32")), np.asarray(normal((8, 12), "float32", seed=1))
+    want = clamped_by_transformers(np.float64(x) @ np.float64(w), 1.702, 7.0)
+    assert (np.abs(x @ w) > 7).any()
+    ours = jnp.concatenate([w[:, 0::2], w[:, 1::2]], axis=1)
+    options = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+    with jax.default_matmul_precision("highest"):
+        for got in (
+            jaxkern.silu_and_mul(x @ ours, **options),
+            jaxkern.swiglu(*jnp.split(x @ ours, 2, -1), **options),
+            jaxkern.gated_linear_unit(x, ours, **options),
+        ):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+def test_clamped_extremes(implementation):
+    """At the limit the gradient passes, as PyTorch's clamp has it; a NaN stays one."""
+    gate = jnp.asarray([1.5, 1.6, -1.6, np.inf, -np.inf, np.nan, 1.0, 1.0, 1.0, 1.0])
+    up = jnp.asarray([1.5, 1.0, -1.5, 1.0, 1.0, 1.0, np.inf, -np.inf, np.nan, -1.6])
+    with check.running(implementation):
+        run = functools.partial(jaxkern.swiglu, **CLAMPED, implementation=implementation)
+        out, vjp = jax.vjp(run, gate, up)
+        dgate, dup = vjp(jnp.ones_like(out))
+    nan = np.isnan(gate) | np.isnan(up)
+    np.testing.assert_array_equal(np.isnan(out), nan)
+    assert np.isfinite(dup[~nan]).all()
+    np.testing.assert_array_equal((dgate == 0)[~nan], [0, 1, 0, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal((dup == 0)[~nan], [0, 0, 0, 0, 1, 1, 1, 1])
 
 
 def plain_halves(name, x):
@@ -160,7 +244,7 @@ EXTREMES = {
     [
         *(("silu", dtype) for dtype in EXTREMES),
         *((n, d) for n in ("gelu_tanh", "gelu_erf") for d in ("float16", "float32")),
-        ("relu", "bfloat16"),
+        *(("relu", "bfloat16"), ("quick_gelu", "bfloat16"), ("quick_gelu", "float32")),
     ],
 )
 def test_activation_extremes(name, dtype, implementation):
@@ -183,6 +267,24 @@ def test_activation_extremes(name, dtype, implementation):
         # Half of fp16's 17 smallest steps is 8 or 9 of them; denormal numbers of fp32 may be 0.
         np.testing.assert_allclose(out[small], x[small] / 2, atol=1.2e-38, rtol=0.06)
         np.testing.assert_allclose(dx[small], 0.5, rtol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ["sigmoid", "tanh"])
+def test_bounded_extremes(name, dtype, implementation):
+    """Far out they are constant, infinities included; near 0 they are as exact as elsewhere."""
+    x = jnp.asarray([1e4, np.inf, 1e-4, 1e-7, 0.0], dtype)
+    x = jnp.concatenate([x, -x, jnp.asarray([np.nan], dtype)])
+    with check.running(implementation):
+        call = functools.partial(ELEMENTWISE[name][0], implementation=implementation)
+        out, vjp = jax.vjp(call, x)
+        (dx,) = vjp(jnp.ones_like(out))
+    wide = np.asarray(x, np.float64)
+    with np.errstate(over="ignore"):
+        want, slope = check.activated(name, wide)
+    np.testing.assert_allclose(out, want, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-45)
+    np.testing.assert_allclose(dx, slope, rtol=2e-3, atol=1e-7)
 
 
 @BOTH
@@ -297,6 +399,20 @@ def test_activation_errors():
         jaxkern.silu_and_mul(x)
     with pytest.raises(ValueError, match=r"last axis of even size.*got shape \(\)"):
         jaxkern.gelu_and_mul(1.0)
+    with pytest.raises(ValueError, match=r'activation must be one of "relu".*; got \'mish\''):
+        jaxkern.glu(x, x, activation="mish")
+    with pytest.raises(ValueError, match=r'activation must be one of.*"tanh"; got None'):
+        jaxkern.glu(x, x, activation=None)
+    with pytest.raises(ValueError, match=r"alpha must be positive and finite, got 0\.0"):
+        jaxkern.swiglu(x, x, alpha=0.0)
+    with pytest.raises(ValueError, match=r"limit must be positive and finite, or None; got -7\.0"):
+        jaxkern.silu_and_mul(x[:, :4], limit=-7)
+    with pytest.raises(ValueError, match=r"up_offset must be finite, got nan"):
+        jaxkern.swiglu(x, x, up_offset=float("nan"))
+    with pytest.raises(TypeError, match=r"limit must be a Python number.*static"):
+        jax.jit(lambda limit: jaxkern.swiglu(x, x, limit=limit))(7.0)
+    with pytest.raises(ValueError, match=r'alpha is the slope within "silu".*activation=\'gelu\''):
+        jaxkern.gated_linear_unit(x, jnp.ones((5, 4)), activation="gelu", alpha=1.702)
     with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
         jaxkern.reglu(x, x, implementation="triton")
     if not check.ON_GPU:
@@ -365,7 +481,9 @@ def test_gated_beyond_int32():
     out, vjp = jax.jit(lambda x: jax.vjp(jaxkern.silu_and_mul, x))(x)
     dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, out)
     for rows in (slice(0, 5), slice(m // 2, m // 2 + 5), slice(m - 5, m)):
-        want, want_vjp = jax.vjp(functools.partial(gated.gated_reference, "silu"), x[rows])
+        want, want_vjp = jax.vjp(
+            functools.partial(gated.gated_reference, curves.Unit("silu")), x[rows]
+        )
         check.assert_close(out[rows], want, 2.0**-9)
         check.assert_close(dx[rows], want_vjp(out[rows])[0], 2.0**-9)
 
@@ -414,6 +532,50 @@ def test_halves_beyond_32_bits_of_units(h, fits):
     if not fits:
         with pytest.raises(NotImplementedError, match="1 at a time"):
             jax.eval_shape(functools.partial(jaxkern.silu_and_mul, implementation="mosaic"), x)
+
+
+@pytest.mark.parametrize("name", get_args(curves.Activation))
+def test_every_op_with_an_activation_takes_every_one(name):
+    """From the one table, and each computes what it says."""
+    x, w = normal((4, 256), "float32"), jnp.eye(256)
+    curve = "gelu_tanh" if name == "gelu" else name
+    value = check.activated(curve, np.asarray(x, np.float64))[0]
+    key = jax.random.key(0)
+    kept = jaxkern.dropout(jnp.ones_like(x), 0.25, key) != 0
+    with jax.default_matmul_precision("highest"):
+        for got, want in (
+            (jaxkern.glu(x, x, activation=name), value * x),
+            (jaxkern.linear(x, w, activation=name), value),
+            (jaxkern.gated_linear_unit(x, w, w, activation=name), value * x),
+            (jaxkern.dropout(x, 0.25, key, activation=name), kept * value / 0.75),
+            (jaxkern.rms_norm(x, activation=name), None),
+            (jaxkern.rms_norm(x, gate=x, gate_activation=name), jaxkern.rms_norm(x) * value),
+        ):
+            if want is None:
+                y = np.asarray(jaxkern.rms_norm(x), np.float64)
+                want = check.activated(curve, y)[0]
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", get_args(curves.Activation))
+def test_every_activation_lowers_for_cuda(name):
+    """In the layouts of rows of both kinds, and of a product's tiles."""
+    options = {"implementation": "mosaic"}
+
+    def loss(x, gate, w):
+        out = jaxkern.rms_norm(x, w[0], activation=name, gate=gate, gate_activation=name, **options)
+        out = jaxkern.linear(out, w, activation=name, **options)
+        out = jaxkern.gated_linear_unit(out, w, w, activation=name, recompute=True, **options)
+        return jnp.sum(out.astype(jnp.float32))
+
+    for n in (128, 2048):
+        x, w = jnp.ones((128, n), jnp.bfloat16), jnp.ones((n, n), jnp.bfloat16)
+        text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, w)
+        text = text.lower(lowering_platforms=("cuda",)).as_text()
+        calls = check.kernel_calls(text)
+        linear = "linear_fwd" if name == "relu" else "linear_activation_fwd"
+        for kernel in ("rms_norm_fwd", "rms_norm_bwd", linear, "gated_fwd", "gated_bwd"):
+            assert any(kernel in line for line in calls), kernel
 
 
 def arrays(key):
@@ -465,8 +627,16 @@ GELU = check.Op(
     runs_again=False,
 )
 
+CLAMPED_SWIGLU = dataclasses.replace(
+    SWIGLU,
+    name="swiglu, clamped",
+    call=functools.partial(jaxkern.swiglu, **CLAMPED),
+    reference=clamped_plain,
+)
+
 # Their matrices beside swiglu's: what their other shapes could break.
 CELLS = {"vmap", "vmap(grad)", "auto mesh", "explicit mesh", "features split", "kernels lowered"}
+CELLS_OF_CLAMPED = {"value", "grad(grad)", "kernels lowered", "jvp"}
 CELLS_OF_GELU = {"grad(grad)", "explicit mesh", "kernels lowered"}
 
 
@@ -475,6 +645,7 @@ CELLS_OF_GELU = {"grad(grad)", "explicit mesh", "kernels lowered"}
     [
         *((SILU_AND_MUL, name) for name in sorted(CELLS)),
         *((GELU, name) for name in sorted(CELLS_OF_GELU)),
+        *((CLAMPED_SWIGLU, name) for name in sorted(CELLS_OF_CLAMPED)),
     ],
     ids=lambda v: v if isinstance(v, str) else v.name,
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
+from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear import choice, matmul
 from tests import check
+from tests.test_activations import ELEMENTWISE
+
+PLAIN = {name: f for name, (_, f) in ELEMENTWISE.items()} | {"gelu": jax.nn.gelu}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,9 +45,7 @@ def oracle(x, w, b, dout, *, activation=None):
 def plain(x, w, b, *, activation=None):
     """What a user would write, in the dtype of x."""
     y = x @ w.astype(x.dtype) + b.astype(x.dtype)
-    if activation == "relu_squared":
-        return jnp.square(jax.nn.relu(y))
-    return y if activation is None else getattr(jax.nn, activation)(y)
+    return y if activation is None else PLAIN[activation](y)
 
 
 def inputs(m, k, n, dtype, weight_dtype=None, seed=0):
@@ -77,13 +80,13 @@ def test_linear_kernels(m, k, n, activation):
         *((4096, 4096, 16), (5, 24, 48), (1001, 999, 1003)),
     ],
 )
-@pytest.mark.parametrize("activation", [None, "relu", "relu_squared", "silu", "gelu"])
+@pytest.mark.parametrize("activation", [None, *get_args(Activation)])
 def test_linear_compiled(m, k, n, activation):
     accurate(inputs(m, k, n, "bfloat16"), "mosaic", activation=activation)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "sigmoid", "tanh"])
 def test_linear_plain(dtype, activation):
     accurate(inputs(6, 40, 24, dtype), "xla", activation=activation)
 
@@ -419,7 +422,7 @@ def test_tiles_of_the_result_are_each_taken_once():
         ({"x": jnp.ones((2, 3), jnp.int32)}, TypeError, "x must have a floating dtype"),
         ({"weight": jnp.ones((4, 5))}, ValueError, r"weight must have shape \(K, N\), K = 3"),
         ({"bias": jnp.ones(4)}, ValueError, r"bias must have shape \(5,\)"),
-        ({"activation": "tanh"}, ValueError, "activation must be"),
+        ({"activation": "mish"}, ValueError, r'activation must be one of "relu".* or None; got'),
         ({"accumulator": jnp.ones((5, 3))}, ValueError, r"accumulator must have shape \(3, 5\)"),
         ({"accumulator": jnp.ones((3, 5), "bfloat16")}, TypeError, "accumulator must be float32"),
         ({"accumulate_dtype": "bfloat16"}, ValueError, "accumulate_dtype must be float32 or"),
@@ -467,7 +470,7 @@ def gated_oracle(x, w_gate, w_up, dout, *, activation):
 
 def gated_plain(x, w_gate, w_up, *, activation):
     w_gate, w_up = w_gate.astype(x.dtype), w_up.astype(x.dtype)
-    return getattr(jax.nn, activation)(x @ w_gate) * (x @ w_up)
+    return PLAIN[activation](x @ w_gate) * (x @ w_up)
 
 
 def gated_accurate(arrays, implementation, activation, recompute):
@@ -499,7 +502,7 @@ def test_gated_kernels(recompute):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_erf", "sigmoid", "tanh"])
 def test_gated_compiled(activation, recompute):
     arrays = gated_inputs(2000, 1024, 1536 + 8, "bfloat16")
     gated_accurate(arrays, "mosaic", activation, recompute)
@@ -508,6 +511,170 @@ def test_gated_compiled(activation, recompute):
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 def test_gated_plain(activation):
     gated_accurate(gated_inputs(6, 40, 24, "float32"), "xla", activation, True)
+
+
+CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
+
+
+def clamped_oracle(x, w, b, dout):
+    """Output and gradients in float64 of the clamped unit, both weights and biases in one."""
+    gate, up = np.split(x @ w + b, 2, -1)
+    near, shifted = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5) + 1
+    value, slope = check.activated("quick_gelu", near)
+    dgate = dout * shifted * slope * (gate <= 1.5)
+    dup = dout * value * (np.abs(up) <= 1.5)
+    d = np.concatenate([dgate, dup], -1)
+    return value * shifted, (d @ w.T, x.T @ d, d.sum(0))
+
+
+def clamped_plain(x, w, b):
+    gate, up = jnp.split(x @ w.astype(x.dtype) + b.astype(x.dtype), 2, -1)
+    limit = jnp.asarray(1.5, x.dtype)
+    near = jnp.where(gate > limit, limit, gate)  # whose slope at the limit is 1, as PyTorch's
+    up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
+    return near * jax.nn.sigmoid(1.702 * near) * (up + 1)
+
+
+def in_one(x, w, b, **options):
+    return jaxkern.gated_linear_unit(x, w, None, b, **CLAMPED, **options)
+
+
+def apart(x, w, b, **options):
+    halves = (*jnp.split(w, 2, -1), *jnp.split(b, 2))
+    return jaxkern.gated_linear_unit(x, *halves, **CLAMPED, **options)
+
+
+def clamped_accurate(arrays, implementation, recompute, call):
+    options = {"recompute": recompute, "implementation": implementation}
+    with check.running(implementation):
+        check.check_accuracy(
+            functools.partial(call, **options), clamped_plain, clamped_oracle, arrays
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("shape", "recompute", "call"),
+    [
+        *(((130, 72, 65), False, in_one), ((24, 72, 64), True, in_one)),
+        ((24, 72, 64), False, apart),
+    ],
+)
+def test_clamped_kernels(shape, recompute, call):
+    """With biases, both weights in one array and apart, of columns that are padded and not."""
+    m, k, n = shape
+    clamped_accurate(inputs(m, k, 2 * n, "bfloat16", "float32"), "mosaic", recompute, call)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("n", [8, 16, 64, 200, 1536, 1544])
+def test_clamped_compiled(n, recompute):
+    for dtype in ("bfloat16", "float16"):
+        arrays = inputs(2000, 1024, 2 * n, dtype, "float32")
+        for call in (in_one, apart):
+            clamped_accurate(arrays, "mosaic", recompute, call)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("call", [in_one, apart])
+def test_clamped_plain(dtype, call):
+    clamped_accurate(inputs(6, 40, 48, dtype, "float32"), "xla", True, call)
+
+
+@pytest.mark.parametrize("which", ["b_gate", "b_up"])
+def test_one_bias_of_two(which):
+    x, w_gate, w_up = gated_inputs(6, 16, 24, "float32")
+    b = inputs(6, 16, 24, "float32")[2]
+    for implementation in ("xla", None):
+        run = functools.partial(jaxkern.gated_linear_unit, implementation=implementation)
+        out, vjp = jax.vjp(lambda b: run(x, w_gate, w_up, **{which: b}), b)  # noqa: B023
+        add = lambda y, name, b=b: y + b if name == which else y
+        want = jax.nn.silu(add(x @ w_gate, "b_gate")) * add(x @ w_up, "b_up")
+        check.assert_close(out, want, 1e-6)
+        assert np.linalg.norm(vjp(out)[0]) > 0
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("shape", [(0, 8, 4), (3, 0, 4), (3, 8, 0), (1, 1, 1)])
+def test_one_weight_of_few_elements(shape, implementation):
+    m, k, n = shape
+    x, w, b = jnp.ones((m, k), jnp.bfloat16), jnp.ones((k, 2 * n)), jnp.zeros(2 * n)
+    call = functools.partial(in_one, implementation=implementation)
+    out, vjp = jax.vjp(call, x, w, b)
+    assert out.shape == (m, n)
+    for got, like in zip(vjp(out), (x, w, b), strict=True):
+        assert (got.shape, got.dtype) == (like.shape, like.dtype)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_weight_is_read_as_it_lies(recompute):
+    """No half of it is copied, and its gradient, added to others or not, is one product."""
+    x, w = jnp.ones((512, 256), jnp.bfloat16), jnp.ones((256, 2 * 192), jnp.bfloat16)
+    options = {"recompute": recompute, "implementation": "mosaic"}
+
+    def loss(x, w, total):
+        out = jaxkern.gated_linear_unit(x, w, accumulators=total, **options)
+        return jnp.sum(out.astype(jnp.float32))
+
+    def lowered(argnums, total):
+        grad = jax.jit(jax.value_and_grad(loss, argnums)).trace(x, w, total)
+        return grad.lower(lowering_platforms=("cuda",)).as_text()
+
+    first = ["gated_fwd", "gated_bwd" if recompute else "gated_silu_bwd", "linear_dx"]
+    for text, names in (
+        (lowered((0, 1), None), [*first, "linear_dweight"]),
+        (lowered((0, 2), jnp.zeros(w.shape)), [*first, "linear_accumulate"]),
+    ):
+        for op in ("concatenate", "slice", "pad", "transpose"):
+            assert f"stablehlo.{op}" not in text, op
+        calls = check.kernel_calls(text)
+        assert [sum(name in line for line in calls) for name in names] == [1, 1, 1, 1]
+        assert len(calls) == 4
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_one_accumulator(implementation):
+    """The gradient with respect to it is the accumulator and that of the one weight."""
+    x, w, b = inputs(8, 16, 48, "float32")
+    start = jax.random.normal(jax.random.key(0), w.shape)
+
+    def loss(w, total, recompute):
+        options = {"recompute": recompute, "implementation": implementation}
+        return jnp.sum(jnp.sin(in_one(x, w, b, accumulators=total, **options)))
+
+    for recompute in (False, True):
+        zeros, total = jax.grad(loss, (0, 1))(w, start, recompute)
+        np.testing.assert_array_equal(zeros, np.zeros_like(w))
+        check.assert_close(total, start + jax.grad(loss)(w, None, recompute), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"w_gate": jnp.ones((3, 5)), "w_up": None}, ValueError, r"\(K, 2N\).*odd number"),
+        ({"w_gate": jnp.ones((4, 6))}, ValueError, r"w_gate must have shape \(K, N\), K = 3"),
+        ({"w_up": jnp.ones((3, 5))}, ValueError, r"w_up must have shape \(3, 6\)"),
+        ({"w_up": None, "b_up": jnp.ones(3)}, ValueError, r"b_up must be None without w_up"),
+        ({"b_gate": jnp.ones(3)}, ValueError, r"b_gate must have shape \(6,\)"),
+        ({"b_up": jnp.ones(3)}, ValueError, r"b_up must have shape \(6,\)"),
+        ({"b_up": jnp.ones(6, int)}, TypeError, "b_up must have a floating dtype"),
+        ({"activation": None}, ValueError, "activation must be one of"),
+        ({"limit": 0.0}, ValueError, "limit must be positive"),
+        ({"accumulators": jnp.ones((3, 6))}, ValueError, r"two arrays \(3, 6\).*got one array"),
+        ({"accumulators": (jnp.ones((3, 6)),)}, ValueError, "of w_gate and of w_up; got 1"),
+        (
+            {"w_up": None, "accumulators": jnp.ones((3, 3))},
+            ValueError,
+            r"accumulators must have shape \(3, 6\) = \(K, 2N\)",
+        ),
+    ],
+)
+def test_gated_errors(change, error, words):
+    arguments = {"x": jnp.ones((2, 3)), "w_gate": jnp.ones((3, 6)), "w_up": jnp.ones((3, 6))}
+    with pytest.raises(error, match=words):
+        jaxkern.gated_linear_unit(**arguments | change)
 
 
 def gated_call(x, w_gate, w_up, implementation="xla"):
@@ -528,6 +695,34 @@ GATED = dataclasses.replace(
     ),
     kernels=("gated_fwd", "gated_dx"),
     tolerance=2.0**-7,  # the projections, too, are rounded where they are kept
+)
+
+
+def one_weight_call(x, w, b, implementation="xla"):
+    arrays = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), None, b
+    out = jaxkern.gated_linear_unit(*arrays, activation="relu", implementation=implementation)
+    return out.astype(jnp.float32)
+
+
+ONE_WEIGHT = dataclasses.replace(
+    GATED,
+    name="gated_linear_unit, one weight",
+    call=one_weight_call,
+    reference=one_weight_call,
+    arrays=lambda key: tuple(
+        jax.random.randint(jax.random.fold_in(key, i), shape, -3, 4).astype(jnp.float32) / 4
+        for i, shape in enumerate([(4, 2, 8), (8, 16), (16,)])
+    ),
+    kernels=("gated_fwd", "linear_dx"),
+    features=(P(None, None, "data"), P("data"), P(), P()),
+)
+SPLIT_COLUMNS = dataclasses.replace(ONE_WEIGHT, features=(P(), P(None, "data"), P("data"), P()))
+
+# Beside the matrix of the two weights': what one array of both could break.
+CELLS_OF_ONE = (
+    *(("value", "mosaic"), ("vmap(grad)", "mosaic"), ("grad(grad)", "mosaic"), ("jvp", "xla")),
+    *(("shard_map", None), ("auto mesh", None), ("explicit mesh", None), ("features split", None)),
+    *(("kernels lowered", "mosaic"), ("features split", "xla")),
 )
 
 
@@ -558,19 +753,35 @@ def test_norm_and_linear_keep_their_arguments_alone():
 @pytest.mark.parametrize("op", ["rms_norm_linear", "layer_norm_linear"])
 def test_norm_and_linear_are_both(op):
     x, w, b = inputs(6, 32, 24, "float32")
-    params = (1 + w[:, 0], w[:, 1])[: 1 + (op == "layer_norm_linear")]
+    f, options = getattr(jaxkern, op), {"weight_offset": 0.5, "activation": "gelu"}
 
-    def fused(x, w, b, *params):
-        return jnp.sum(jnp.sin(getattr(jaxkern, op)(x, *params, w, b, activation="gelu")))
+    def fused(x, w, b, weight, bias):
+        if op == "layer_norm_linear":
+            return jnp.sum(jnp.sin(f(x, weight, bias, w, b, **options)))
+        return jnp.sum(jnp.sin(f(x, weight, w, b, bias=bias, **options)))
 
-    def apart(x, w, b, *params):
-        y = getattr(jaxkern, op.removesuffix("_linear"))(x, *params)
+    def apart(x, w, b, weight, bias):
+        norm = getattr(jaxkern, op.removesuffix("_linear"))
+        y = norm(x, weight, bias, weight_offset=0.5)
         return jnp.sum(jnp.sin(jaxkern.linear(y, w, b, activation="gelu")))
 
-    arrays = (x, w, b, *params)
+    arrays = (x, w, b, 1 + w[:, 0], w[:, 1])
     argnums = tuple(range(len(arrays)))
     got, want = (jax.value_and_grad(f, argnums)(*arrays) for f in (fused, apart))
     check.assert_close(got, want, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "name", "implementation"),
+    [
+        *((ONE_WEIGHT, *cell) for cell in CELLS_OF_ONE),
+        (SPLIT_COLUMNS, "features split", None),
+    ],
+    ids=lambda v: getattr(v, "name", v),
+)
+def test_one_weight_transformations(op, name, implementation, record_property):
+    check.check_cell((op, name, implementation), record_property)
 
 
 @check.matrix(GATED)

@@ -18,12 +18,10 @@ from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.forward import launch_fwd_tile
 from jaxkern.ops.norm.pointwise import Options
 from tests import check
+from tests.test_activations import ELEMENTWISE
 
 OPS = {"rms_norm": jaxkern.rms_norm, "layer_norm": jaxkern.layer_norm}
-
-
-def sigmoid(v):
-    return 1 / (1 + np.exp(-v))
+PLAIN = {name: f for name, (_, f) in ELEMENTWISE.items()} | {"gelu": jax.nn.gelu}
 
 
 def oracle(
@@ -35,6 +33,7 @@ def oracle(
     eps=None,
     weight_offset=0.0,
     activation=None,
+    gate_activation="silu",
     norm_before_gate=True,
     group_size=None,
 ):
@@ -47,10 +46,10 @@ def oracle(
     z = a.get("gate")
     scale = a.get("weight", np.ones(n)) + (weight_offset if "weight" in a else 0)
     bias = a.get("bias", np.zeros(n))
-    v = h if z is None or norm_before_gate else h * z * sigmoid(z)
+    opened, of_gate = (1.0, 0.0) if z is None else check.activated(gate_activation, z)
+    v = h if norm_before_gate else h * opened
     out, dv, xhats = np.empty_like(v), np.empty_like(v), np.empty_like(v)
-    silu = 1.0 if z is None else check.activated("silu", z)[0]
-    after = silu if norm_before_gate else 1.0
+    after = opened if norm_before_gate else 1.0
     dys, inner, terms = (np.empty_like(v) for _ in range(3))
     for row in np.ndindex(v.shape[:-1]):
         for first in range(0, n, size):
@@ -71,22 +70,31 @@ def oracle(
     rows = tuple(range(v.ndim - 1))
     grads = {"weight": np.sum(dys * xhats, rows), "bias": np.sum(dys, rows)}
     if z is not None:
-        slope = check.activated("silu", z)[1]
-        grads["gate"] = (dout * inner if norm_before_gate else dv * h) * slope
-        dv, terms = (dv, terms) if norm_before_gate else (dv * silu, terms * silu)
+        grads["gate"] = (dout * inner if norm_before_gate else dv * h) * of_gate
+        dv, terms = (dv, terms) if norm_before_gate else (dv * opened, terms * opened)
     dv = dv if dsum is None else dv + dsum
     grads |= {"x": dv, "residual": dv}
     return (out, h), {k: grads[k] for k in a}, float(np.linalg.norm(terms))
 
 
-def plain(op, a, *, eps, weight_offset=0.0, activation=None, norm_before_gate=True, group_size=0):
+def plain(
+    op,
+    a,
+    *,
+    eps,
+    weight_offset=0.0,
+    activation=None,
+    gate_activation="silu",
+    norm_before_gate=True,
+    group_size=0,
+):
     """What a user would write, in the dtype of x."""
     x = a["x"]
     cast = lambda name: a[name].astype(x.dtype)
     h = x if "residual" not in a else x + cast("residual")
     v = h
     if "gate" in a and not norm_before_gate:
-        v = v * jax.nn.silu(cast("gate"))
+        v = v * PLAIN[gate_activation](cast("gate"))
     v = v.reshape(*x.shape[:-1], -1, group_size or x.shape[-1])
     if op == "layer_norm":
         v = v - jnp.mean(v, axis=-1, keepdims=True)
@@ -97,15 +105,17 @@ def plain(op, a, *, eps, weight_offset=0.0, activation=None, norm_before_gate=Tr
     if "bias" in a:
         y = y + cast("bias")
     if activation:
-        y = getattr(jax.nn, activation)(y)
+        y = PLAIN[activation](y)
     if "gate" in a and norm_before_gate:
-        y = y * jax.nn.silu(cast("gate"))
+        y = y * PLAIN[gate_activation](cast("gate"))
     return (y, h) if "residual" in a else (y, None)
 
 
 def inputs(op, shape, dtype, extra="", weight_dtype=None, offset=0.0, seed=0):
     """Arrays by name: x, weight, the bias of layer_norm, and those in `extra`."""
-    names = ["x", "weight", *(["bias"] if op == "layer_norm" else []), *extra.split()]
+    extra = extra.split()
+    names = ["x", "weight", *(["bias"] if op == "layer_norm" and "bias" not in extra else [])]
+    names += extra
     arrays = {}
     for i, name in enumerate(names):
         # Drawn by NumPy: nothing to compile for every shape.
@@ -253,6 +263,21 @@ VARIANTS = {
     "gate after": Variant("gate"),
     "gate before": Variant("gate", {"norm_before_gate": False}),
     "groups": Variant(options={"group_size": 128}),
+    "bias and offset": Variant("bias", {"weight_offset": 1.0}),
+    "bias, sigmoid of a gate after": Variant("bias gate", {"gate_activation": "sigmoid"}),
+    "tanh, erf of a gate before": Variant(
+        "gate bias",
+        {"activation": "tanh", "gate_activation": "gelu_erf", "norm_before_gate": False},
+    ),
+    "all, bias and offset": Variant(
+        "bias residual gate",
+        {
+            "activation": "quick_gelu",
+            "gate_activation": "tanh",
+            "group_size": 384,
+            "weight_offset": 1.0,
+        },
+    ),
     "all, gate after": Variant("residual gate", {"activation": "silu", "group_size": 384}),
     "all, gate before": Variant(
         "residual gate", {"activation": "gelu", "norm_before_gate": False, "group_size": 96}
@@ -286,11 +311,11 @@ def test_norm_variants_compiled(op, variant, n):
     ("op", "dtype", "other"),
     [
         *(("layer_norm", "bfloat16", "float32"), ("rms_norm", "float32", "bfloat16")),
-        ("layer_norm", "float16", "float32"),
+        *(("layer_norm", "float16", "float32"), ("rms_norm", "bfloat16", "float32")),
     ],
 )
 def test_norm_mixed_dtypes(op, dtype, other, implementation):
-    check_case(op, inputs(op, (5, 768), dtype, weight_dtype=other), implementation)
+    check_case(op, inputs(op, (5, 768), dtype, "bias", weight_dtype=other), implementation)
     arrays = inputs(op, (5, 300), dtype, "residual gate", weight_dtype=other)
     arrays["residual"] = arrays["residual"].astype(other)
     outs, grads = run_vjp(op, arrays, implementation)
@@ -337,7 +362,7 @@ def test_norm_options(implementation):
     arrays = inputs("rms_norm", (4, 512), "float32")
     check_case("rms_norm", arrays, implementation, eps=0.1, weight_offset=1.0)
     arrays = inputs("layer_norm", (4, 200), "float32")
-    check_case("layer_norm", arrays, implementation, eps=0.1)
+    check_case("layer_norm", arrays, implementation, eps=0.1, weight_offset=1.0)
 
 
 @BOTH
@@ -489,8 +514,14 @@ def test_norm_errors(op):
         f(x, eps=float("nan"))
     with pytest.raises(TypeError, match=r"eps must be a Python number.*static"):
         jax.jit(lambda eps: f(x, eps=eps))(1e-6)
-    with pytest.raises(ValueError, match=r'"relu" or None, got \'tanh\''):
-        f(x, activation="tanh")
+    with pytest.raises(
+        ValueError, match=r'activation must be one of "relu".* or None; got \'mish\''
+    ):
+        f(x, activation="mish")
+    with pytest.raises(ValueError, match=r'gate_activation must be one of "relu".*; got \'mish\''):
+        f(x, gate=x, gate_activation="mish")
+    with pytest.raises(ValueError, match=r'gate_activation must be one of.*"tanh"; got None'):
+        f(x, gate=x, gate_activation=None)
     with pytest.raises(ValueError, match="positive divisor of the last axis of x, 4; got 3"):
         f(x, group_size=3)
     with pytest.raises(TypeError, match=r"group_size must be a Python integer, got 2\.0"):
@@ -502,9 +533,10 @@ def test_norm_errors(op):
             f(x, implementation="mosaic")
 
 
-def test_layer_norm_bias_error():
+@EACH
+def test_norm_bias_error(op):
     with pytest.raises(ValueError, match=r"bias must have shape \(4,\).*got \(2,\)"):
-        jaxkern.layer_norm(jnp.ones((2, 4)), None, jnp.ones(2))
+        OPS[op](jnp.ones((2, 4)), None, jnp.ones(2))
 
 
 @pytest.mark.parametrize("n", [64, 129, 1024, 4096, 65536, 262144])
@@ -553,9 +585,9 @@ def test_norm_same_bits(op, n):
     arrays = inputs(op, (400, n), "bfloat16", "gate")
     step = jax.jit(lambda a: jax.vjp(lambda a: run(op, a, "mosaic")[0], a)[1](a["x"]))
     first = step(arrays)
+    same = jax.jit(lambda a, b: jnp.array([(x == y).all() for x, y in zip(a, b, strict=True)]))
     for _ in range(20):
-        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(step(arrays)), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert same(jax.tree.leaves(first), jax.tree.leaves(step(arrays))).all()
 
 
 @pytest.mark.compiled
@@ -603,7 +635,9 @@ def test_forward_in_parts(stages, weight, waves, ahead):
     rows = tiles.strip(1024, 4, 4, 2, 2, True)
     assert (rows.warpgroups, rows.pieces) == (2, 2)
     dtype = "float32"
-    options = Options("layer_norm", True, 1e-5, 0.0, None, True, 1024, dtype, dtype, "interpret")
+    options = Options(
+        "layer_norm", True, 1e-5, 0.0, None, "silu", True, 1024, dtype, dtype, "interpret"
+    )
     with plgpu.force_gpu_interpret_mode():
         tile = tiles.Forward(rows, 2, stages, weight, waves, ahead)
         got = launch_fwd_tile(options, tile, arrays)[:2]
@@ -643,6 +677,8 @@ def layer_norm_of(x, weight, bias, residual, gate, implementation="xla"):
         eps=1e-3,
         residual=residual,
         gate=gate,
+        gate_activation="sigmoid",
+        weight_offset=0.5,
         activation="silu",
         group_size=128,
         implementation=implementation,
@@ -668,3 +704,28 @@ LAYER_NORM = check.Op(
 @check.matrix(LAYER_NORM)
 def test_layer_norm_transformations(cell, record_property):
     check.check_cell(cell, record_property)
+
+
+def rms_norm_of(x, weight, bias, implementation="xla"):
+    return jaxkern.rms_norm(x, weight, bias, eps=1e-3, implementation=implementation)
+
+
+RMS_NORM_WITH_BIAS = dataclasses.replace(
+    RMS_NORM,
+    name="rms_norm, bias",
+    call=rms_norm_of,
+    reference=rms_norm_of,
+    arrays=lambda key: tuple(inputs("rms_norm", (8, 2, 256), "float32", "bias", seed=3).values()),
+    rows=(P("data"), P(), P(), P("data")),
+    features=None,
+    vmaps=[(0, None, None), (None, 0, 0), (1, 0, None)],
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("auto mesh", None), ("kernels lowered", "mosaic"), ("vmap(grad)", "mosaic")],
+)
+def test_rms_norm_bias_transformations(name, implementation, record_property):
+    check.check_cell((RMS_NORM_WITH_BIAS, name, implementation), record_property)
