@@ -87,6 +87,16 @@ def _rms_norm(x: Any, weight: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * weight
 
 
+_CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
+
+
+def _clamped(gate: Any, up: Any) -> Any:
+    limit = jnp.asarray(1.5, gate.dtype)
+    near = jnp.where(gate > limit, limit, gate)  # whose slope at the limit is 1, as PyTorch's
+    up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
+    return near * jax.nn.sigmoid(1.702 * near) * (up + 1)
+
+
 def _layer_norm(x: Any, weight: Any, bias: Any) -> Any:
     x = x - jnp.mean(x, -1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * weight + bias
@@ -192,6 +202,13 @@ def subjects(small: bool) -> Sequence[Subject]:
             with_gate,
             lambda x, w, gate: _rms_norm(x, w) * jax.nn.silu(gate),
         ),
+        Subject(
+            "rms_norm, bias",
+            ("x", "weight", "bias"),
+            normed,
+            _op("rms_norm"),
+            lambda x, weight, bias: _rms_norm(x, weight) + bias,
+        ),
         Subject("layer_norm", ("x", "weight", "bias"), normed, _op("layer_norm"), _layer_norm),
         Subject("linear", ("x", "weight"), pick(0, 3), _op("linear"), jnp.matmul),
         Subject(
@@ -200,6 +217,15 @@ def subjects(small: bool) -> Sequence[Subject]:
             pick(0, 3, 4),
             _op("gated_linear_unit"),
             lambda x, w_gate, w_up: jax.nn.silu(x @ w_gate) * (x @ w_up),
+        ),
+        Subject(
+            "gated_linear_unit, one weight",
+            ("x", "w", "b"),
+            lambda key: (*pick(0, 3)(key), pick(4)(key)[0][0]),
+            lambda x, w, b, how: jaxkern.gated_linear_unit(
+                x, w, None, b, **_CLAMPED, implementation=how
+            ),
+            lambda x, w, b: _clamped(*jnp.split(x @ w + b, 2, -1)),
         ),
         Subject(
             "rms_norm_linear",
@@ -228,9 +254,14 @@ def subjects(small: bool) -> Sequence[Subject]:
         Subject("silu", x, one, _op("silu"), jax.nn.silu),
         Subject("gelu", x, one, _op("gelu"), gelu),
         Subject("gelu, erf", x, one, _op("gelu", approximate=False), erf),
+        Subject("quick_gelu", x, one, _op("quick_gelu"), lambda x: x * jax.nn.sigmoid(1.702 * x)),
+        Subject("sigmoid", x, one, _op("sigmoid"), jax.nn.sigmoid),
+        Subject("tanh", x, one, _op("tanh"), jnp.tanh),
         gated("swiglu", jax.nn.silu),
         gated("geglu", gelu),
         gated("reglu", jax.nn.relu),
+        gated("glu", jax.nn.sigmoid),
+        Subject("swiglu, clamped", ("gate", "up"), two, _op("swiglu", **_CLAMPED), _clamped),
         halved("silu_and_mul", jax.nn.silu),
         halved("gelu_and_mul", gelu),
         dropped("dropout", x, drop),
