@@ -9,7 +9,7 @@ states of a scan, H outputs of a gated unit, W width of a convolution, M rows (a
 last, together).
 """
 
-import jaxkern._command  # noqa: F401, before what takes seconds
+import jaxkern._command as _command  # noqa: F401, before what takes seconds
 from jaxkern import precision
 from jaxkern.core.target import Gpu, lowering_for
 from jaxkern.ops.activations import gelu, quick_gelu, relu, relu_squared, sigmoid, silu, tanh
