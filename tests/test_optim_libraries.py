@@ -1,0 +1,343 @@
+"""The fused step where people train: nnx.Optimizer, linen's TrainState, Equinox modules."""
+
+import functools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training import train_state
+
+import jaxkern
+from jaxkern.nn.equinox import apply_gradients
+from jaxkern.nn.flax import Optimizer
+from jaxkern.nn.linen import TrainState
+from jaxkern.optim import update
+from jaxkern.precision import DynamicLossScale
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+OPTIONS = {
+    "plain": {},
+    "folded": {"clip_norm": 0.5, "skip_nonfinite": True},
+    "master": {"master_dtype": F32},
+    "8-bit": {"mu_dtype": "int8", "nu_dtype": "uint8"},
+}
+
+
+def inputs():
+    return jax.random.normal(jax.random.key(0), (8, 64))
+
+
+class Net(nnx.Module):
+    """Two layers, with a statistic that is not trained."""
+
+    def __init__(self, dtype=F32):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(64, 64, rngs=rngs, param_dtype=dtype)
+        self.second = nnx.Linear(64, 4, rngs=rngs, param_dtype=dtype)
+        self.calls = nnx.BatchStat(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def nnx_loss(model):
+    return ((model(inputs()) - 1.0) ** 2).mean()
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def nnx_step(model, optimizer):
+    loss, grads = nnx.value_and_grad(nnx_loss)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@nnx.jit
+def nnx_update(model, optimizer, grads):
+    optimizer.update(model, grads)
+
+
+def gradients(params, step):
+    draw = lambda p: np.random.default_rng([step, p.size]).standard_normal(p.shape)
+    return jax.tree.map(lambda p: jnp.asarray(draw(p), p.dtype), params)
+
+
+def arrays(tree):
+    return jax.tree.map(lambda a: np.float64(a), jax.tree.leaves(tree))
+
+
+def assert_close(got, want, rtol=1e-6):
+    for a, b in zip(arrays(got), arrays(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-7)
+
+
+# nnx
+
+
+@pytest.mark.parametrize("name", ["plain", "folded", "master"])
+def test_nnx_steps_are_those_of_the_unfused_optimizer(name):
+    """In the same places, so that one's checkpoint is the other's."""
+    dtype = BF16 if name == "master" else F32
+    trained = []
+    for make in (Optimizer, nnx.Optimizer):
+        model = Net(dtype)
+        optimizer = make(model, jaxkern.fused_adamw(1e-2, **OPTIONS[name]), wrt=nnx.Param)
+        model(inputs())
+        for i in range(3):
+            nnx_update(model, optimizer, gradients(nnx.state(model, nnx.Param), i))
+        trained.append((nnx.state(model), nnx.state(optimizer)))
+    ours, theirs = trained
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    assert_close(ours[1], theirs[1])
+    if name == "master":  # which updates in bfloat16 do not add up to
+        theirs[0].update(jax.tree.map(BF16, nnx.as_pure(ours[1]["opt_state"]["master"])))
+    assert_close(ours[0], theirs[0])
+    assert ours[0]["calls"][...] == 1
+    assert ours[1]["step"][...] == 3
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nnx_state_keeps_its_structure(name):
+    """Averages in 8 bits and absent master copies stay what they are."""
+    model = Net(BF16)
+    optimizer = Optimizer(model, jaxkern.fused_adamw(1e-2, **OPTIONS[name]), wrt=nnx.Param)
+    before = jax.tree.structure(nnx.state(optimizer))
+    first, *_, last = [nnx_step(model, optimizer) for _ in range(4)]
+    assert jax.tree.structure(nnx.state(optimizer)) == before
+    assert last < first
+    if name == "8-bit":
+        assert optimizer.opt_state.mu["first"]["kernel"].get_value().codes.dtype == jnp.int8
+    restored = Optimizer(Net(BF16), optimizer.tx, wrt=nnx.Param)
+    nnx.update(restored, nnx.state(optimizer))
+    assert_close(nnx.state(restored), nnx.state(optimizer))
+
+
+def test_nnx_optimizer_works_in_place(monkeypatch):
+    """All that is donated is used again, by the kernel too."""
+    monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
+    model = Net()
+    optimizer = Optimizer(model, jaxkern.fused_sgd(1e-2, 0.9, True), wrt=nnx.Param)
+    donated = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
+    assert nnx_step.lower(model, optimizer).as_text().count("tf.aliasing_output") == len(donated)
+    nnx_step(model, optimizer)
+    assert all(a.is_deleted() for a in donated)
+
+    def step(split_model, split_optimizer):
+        model, optimizer = nnx.merge(*split_model), nnx.merge(*split_optimizer)
+        nnx_step.__wrapped__(model, optimizer)
+        return nnx.state(model), nnx.state(optimizer)
+
+    text = kernel_text(step, nnx.split(model), nnx.split(optimizer), donate=(0, 1))
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("output_operand_alias<") == 2 * 4
+
+
+def kernel_text(step, *arguments, donate):
+    program = jax.jit(step, donate_argnums=donate).trace(*arguments)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    return re.sub(r'module = "[^"]*"', "", text)
+
+
+def test_nnx_loss_scale():
+    """Unscaled in the pass; a step of no finite gradients is left out and the scale halved."""
+    model = Net()
+    tx = jaxkern.fused_adamw(1e-2, skip_nonfinite=True)
+    optimizer = Optimizer(model, tx, wrt=nnx.Param)
+    scale = DynamicLossScale(1024.0)
+
+    @nnx.jit
+    def step(model, optimizer, scale, factor):
+        grads = nnx.grad(lambda m: scale.scale(nnx_loss(m)) * factor)(model)
+        optimizer.update(model, grads, loss_scale=scale)
+        return scale.adjust(optimizer.opt_state.last_finite[...])
+
+    scale = step(model, optimizer, scale, 1.0)
+    plain = Net()
+    unscaled = Optimizer(plain, tx, wrt=nnx.Param)
+    unscaled.update(plain, nnx.grad(nnx_loss)(plain))
+    assert_close(nnx.state(model, nnx.Param), nnx.state(plain, nnx.Param), rtol=1e-5)
+    before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+    after = step(model, optimizer, scale, np.inf)
+    assert_close(nnx.state(model, nnx.Param), before)
+    assert (scale.loss_scale, after.loss_scale) == (1024.0, 512.0)
+    assert optimizer.opt_state.total_notfinite[...] == 1
+    known = Optimizer(plain, jaxkern.fused_sgd(1.0, clip_norm=1.0), wrt=nnx.Param)
+    before = nnx.as_pure(nnx.state(plain, nnx.Param))
+    grads = nnx.grad(nnx_loss)(plain)
+    known.update(plain, grads, grad_norm=4 * optax.tree.norm(nnx.as_pure(grads)))
+    moved = jax.tree.map(jnp.subtract, nnx.as_pure(nnx.state(plain, nnx.Param)), before)
+    np.testing.assert_allclose(optax.tree.norm(moved), 0.25, rtol=1e-5)
+
+
+def test_nnx_refuses_wrong_calls():
+    model, tx = Net(), jaxkern.fused_adam(1e-2)
+    for other in (optax.adam(1e-2), optax.chain(tx), optax.MultiSteps(tx, 2), None):
+        with pytest.raises(TypeError, match=r"Optimizer: tx must be jaxkern.fused_adamw.* itself"):
+            Optimizer(model, other, wrt=nnx.Param)
+    with pytest.raises(TypeError, match="wrt"):
+        Optimizer(model, tx)
+    optimizer, grads = Optimizer(model, tx, wrt=nnx.Param), nnx.grad(nnx_loss)(model)
+    with pytest.raises(TypeError, match="grads"):
+        optimizer.update(grads)
+    with pytest.raises(TypeError, match=r"call update\(model, grads\)"):
+        optimizer.update(grads, model)
+    with pytest.raises(ValueError, match=r"grads\['second'\].* is missing") as error:
+        optimizer.update(model, nnx.state({"first": grads["first"]}))
+    assert len(str(error.value)) < 160
+    of_first = Optimizer(model.first, tx, wrt=nnx.Param)
+    with pytest.raises(ValueError, match="must have the structure of params"):
+        of_first.update(model, grads)
+    # What nnx.Optimizer holds is Variables, and with 8 bits no longer what was put in.
+    params = nnx.state(model, nnx.Param)
+    with pytest.raises(TypeError, match=r"pass nnx.as_pure\(optimizer.opt_state\)") as error:
+        jaxkern.apply(tx, grads, optimizer.opt_state, params)
+    assert len(str(error.value)) < 250
+    pure = nnx.as_pure(optimizer.opt_state)
+    with pytest.raises(ValueError, match=r"holds nnx\.Variables"):
+        jaxkern.apply(tx, grads, pure, params)
+    jaxkern.apply(tx, nnx.as_pure(grads), pure, nnx.as_pure(params))
+    coded = nnx.Optimizer(model, jaxkern.fused_adam(1e-2, mu_dtype="int8"), wrt=nnx.Param)
+    coded.update(model, grads)
+    with pytest.raises(ValueError, match=r"use jaxkern.nn.flax.Optimizer"):
+        coded.update(model, grads)
+
+
+# linen
+
+
+class Mlp(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4)(jnp.tanh(linen.Dense(64)(x)))
+
+
+def linen_step(state, **kwargs):
+    loss = lambda p: ((state.apply_fn({"params": p}, inputs()) - 1.0) ** 2).mean()
+    return state.apply_gradients(grads=jax.grad(loss)(state.params), **kwargs)
+
+
+def linen_state(make, tx, **fields):
+    params = Mlp().init(jax.random.key(1), inputs())["params"]
+    return make.create(apply_fn=Mlp().apply, params=params, tx=tx, **fields)
+
+
+@pytest.mark.parametrize("name", ["plain", "folded", "8-bit"])
+def test_linen_steps_are_those_of_the_unfused_state(name):
+    tx = jaxkern.fused_adamw(1e-2, **OPTIONS[name])
+    ours, theirs = linen_state(TrainState, tx), linen_state(train_state.TrainState, tx)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for i in range(3):
+        ours, theirs = (step(s, gradients(s.params, i)) for s in (ours, theirs))
+    assert_close(ours.params, theirs.params)
+    assert ours.step == 3
+    assert jax.tree.structure(ours.opt_state) == jax.tree.structure(theirs.opt_state)
+
+
+def test_linen_state_works_in_place(monkeypatch):
+    monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
+    tx = jaxkern.fused_sgd(1e-2, 0.9, True)
+    state = linen_state(TrainState, tx).replace(step=jnp.int32(0))
+    text = kernel_text(linen_step, state, donate=0)
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("output_operand_alias<") == 2 * 4
+    donated = jax.tree.leaves(state)
+    assert text.count("tf.aliasing_output") == len(donated)
+    jax.jit(linen_step, donate_argnums=0)(state)
+    assert all(a.is_deleted() for a in donated)
+
+
+def test_linen_options_and_fields():
+    """The loss scale is of a call, and a subclass's fields are replaced as in Flax."""
+
+    class WithScale(TrainState):
+        scale: DynamicLossScale
+
+    tx = jaxkern.fused_adamw(1e-2, skip_nonfinite=True)
+    state = linen_state(WithScale, tx, scale=DynamicLossScale(8.0))
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    scaled = state.apply_gradients(
+        grads=jax.tree.map(lambda g: 8.0 * g, grads),
+        loss_scale=state.scale,
+        scale=state.scale.adjust(jnp.array(False)),
+    )
+    assert_close(scaled.params, state.apply_gradients(grads=grads).params)
+    assert scaled.scale.loss_scale == 4.0
+    for other in (optax.adam(1e-2), optax.chain(tx)):
+        with pytest.raises(TypeError, match=r"TrainState: tx must be jaxkern.fused_adamw"):
+            linen_state(TrainState, other)
+    with pytest.raises(ValueError, match=r"grads\['Dense_1'\]\['bias'\] is missing"):
+        state.apply_gradients(grads={"Dense_0": grads["Dense_0"]})
+
+
+def test_linen_parameters_that_gradients_overwrite():
+    """Scales of 8-bit products, which Flax keeps beside the parameters."""
+    name = "_overwrite_with_gradient"
+    params = {"params": {"w": jnp.ones(3)}, name: {"scale": jnp.ones(2)}}
+    grads = {"params": {"w": jnp.ones(3)}, name: {"scale": jnp.full(2, 7.0)}}
+    tx = jaxkern.fused_sgd(0.5)
+    states = [
+        make.create(apply_fn=None, params=params, tx=tx).apply_gradients(grads=grads)
+        for make in (TrainState, train_state.TrainState)
+    ]
+    assert_close(states[0], states[1])
+    np.testing.assert_array_equal(states[0].params[name]["scale"], 7.0)
+
+
+# Equinox
+
+
+def mlp():
+    return eqx.nn.MLP(64, 3, 64, 1, key=jax.random.key(0))
+
+
+def equinox_loss(model):
+    return ((jax.vmap(model)(inputs()) - 1.0) ** 2).mean()
+
+
+def test_equinox_steps_are_those_of_two_passes():
+    tx = jaxkern.fused_adamw(1e-2, clip_norm=0.5)
+
+    @eqx.filter_jit
+    def two_passes(model, state):
+        grads = eqx.filter_grad(equinox_loss)(model)
+        updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state
+
+    @eqx.filter_jit(donate="all")
+    def one_pass(model, state):
+        return apply_gradients(tx, eqx.filter_grad(equinox_loss)(model), state, model)
+
+    ours, theirs = (
+        (model := mlp(), tx.init(eqx.filter(model, eqx.is_inexact_array))) for _ in range(2)
+    )
+    for _ in range(3):
+        donated = jax.tree.leaves(eqx.filter(ours, eqx.is_array))
+        ours, theirs = one_pass(*ours), two_passes(*theirs)
+        assert all(a.is_deleted() for a in donated)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    of = functools.partial(eqx.filter, filter_spec=eqx.is_array)
+    assert_close(of(ours), of(theirs), rtol=1e-5)
+
+
+def test_equinox_trains_a_part():
+    """Where gradients are ``None`` the model stays as it is."""
+    model, tx = mlp(), jaxkern.fused_sgd(0.1)
+    frozen = jax.tree.map(lambda _: False, model)
+    spec = eqx.tree_at(lambda m: m.layers[-1].bias, frozen, True)
+    trained, rest = eqx.partition(model, spec)
+    grads = jax.grad(lambda t: equinox_loss(eqx.combine(t, rest)))(trained)
+    state = tx.init(eqx.filter(model, spec))
+    after, state = apply_gradients(tx, grads, state, model)
+    assert eqx.tree_equal(after.layers[0], model.layers[0])
+    assert not np.array_equal(after.layers[-1].bias, model.layers[-1].bias)
+    with pytest.raises(ValueError, match="structure of the model, with None for what is not"):
+        apply_gradients(tx, [jnp.ones(2)], state, model)
+    adam = jaxkern.fused_adam(0.1)
+    whole = adam.init(eqx.filter(model, eqx.is_inexact_array))
+    with pytest.raises(ValueError, match=r"mu\..* is not in params"):
+        apply_gradients(adam, grads, whole, model)
