@@ -1,8 +1,10 @@
 """Checkpoints in the layout of Hugging Face: read, run, written back, sampled from."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
+import re
 import sys
 import warnings
 
@@ -15,10 +17,11 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import jaxkern.lm
 from jaxkern.lm import cli, hf, sample
 from jaxkern.lm.config import ModelConfig, RunError
-from jaxkern.lm.model import Options, rows_of
-from jaxkern.lm.step import make_model
+from jaxkern.lm.model import Options, decayed, rows_of
+from jaxkern.lm.step import loss_fn, make_model
 
 SIZE = ModelConfig(24, 2, d_state=5, expand=3, d_conv=3, vocab_size=1100)
 CONFIG = {
@@ -40,6 +43,19 @@ CONFIG = {
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
+# What config.json may say otherwise, and the shape of that model.
+OTHERS = {
+    "epsilon": ({"layer_norm_epsilon": 0.3}, {"eps": 0.3}),
+    "bias": ({"use_bias": True}, {"use_bias": True}),
+    "no conv bias": ({"use_conv_bias": False}, {"use_conv_bias": False}),
+    "rank": ({"time_step_rank": 5}, {"time_step_rank": 5}),
+    "untied": ({"tie_word_embeddings": False}, {"tie_embeddings": False}),
+    "inner": ({"intermediate_size": 48}, {"expand": 2}),
+}
+ALL = {k: v for config, _ in OTHERS.values() for k, v in config.items()}
+ALL_SIZE = dataclasses.replace(SIZE, **{k: v for _, of in OTHERS.values() for k, v in of.items()})
+
+
 def weights(size=SIZE):
     """Random tensors by the names and shapes of the layout, away from any symmetry."""
     d, e, n, r = size.d_model, size.d_inner, size.d_state, size.dt_rank
@@ -55,9 +71,15 @@ def weights(size=SIZE):
         "mixer.D": (e,),
         "mixer.out_proj.weight": (d, e),
     }
+    if size.use_bias:
+        layer |= {"mixer.in_proj.bias": (2 * e,), "mixer.out_proj.bias": (d,)}
+    if not size.use_conv_bias:
+        del layer["mixer.conv1d.bias"]
     shapes = {"backbone.embeddings.weight": (size.vocab_size, d), "backbone.norm_f.weight": (d,)}
     for i in range(size.n_layers):
         shapes |= {f"backbone.layers.{i}.{name}": shape for name, shape in layer.items()}
+    if not size.tie_embeddings:
+        shapes["lm_head.weight"] = size.vocab_size, d
     rng = np.random.default_rng(0)
     return {
         name: rng.normal(size=shape, scale=0.5).astype(np.float32) for name, shape in shapes.items()
@@ -69,7 +91,7 @@ def logits_float64(tensors, tokens, size=SIZE):
     w = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
 
     def rms_norm(x, weight):
-        return weight * x / np.sqrt(np.mean(x**2) + 1e-5)
+        return weight * x / np.sqrt(np.mean(x**2) + size.eps)
 
     def silu(x):
         return x / (1 + np.exp(-x))
@@ -86,9 +108,10 @@ def logits_float64(tensors, tokens, size=SIZE):
                 if name.startswith(f"backbone.layers.{i}.")
             }
             uz = p["mixer.in_proj.weight"] @ rms_norm(x, p["norm.weight"])
+            uz = uz + p.get("mixer.in_proj.bias", 0)
             window[i] = np.column_stack([window[i][:, 1:], uz[: size.d_inner]])
             taps = p["mixer.conv1d.weight"][:, 0]
-            u = silu((window[i] * taps).sum(1) + p["mixer.conv1d.bias"])
+            u = silu((window[i] * taps).sum(1) + p.get("mixer.conv1d.bias", 0))
             rbc = p["mixer.x_proj.weight"] @ u
             dt = p["mixer.dt_proj.weight"] @ rbc[:r] + p["mixer.dt_proj.bias"]
             dt = np.logaddexp(0, dt)[:, None]
@@ -96,7 +119,9 @@ def logits_float64(tensors, tokens, size=SIZE):
             state[i] = decay * state[i] + dt * u[:, None] * rbc[None, r : r + n]
             y = state[i] @ rbc[r + n :] + p["mixer.D"] * u
             x = x + p["mixer.out_proj.weight"] @ (y * silu(uz[size.d_inner :]))
-        logits.append(w["backbone.embeddings.weight"] @ rms_norm(x, w["backbone.norm_f.weight"]))
+            x = x + p.get("mixer.out_proj.bias", 0)
+        head = w.get("lm_head.weight", w["backbone.embeddings.weight"])
+        logits.append(head @ rms_norm(x, w["backbone.norm_f.weight"]))
     return np.array(logits)
 
 
@@ -119,22 +144,55 @@ def forward(config, params, tokens):
 TOKENS = np.random.default_rng(1).integers(0, SIZE.vocab_size, (2, 9))
 
 
-def test_logits_are_those_of_float64(stored):
-    config, params = hf.load(stored)
-    assert config == SIZE
-    logits = forward(config, params, TOKENS)
-    expected = np.stack([logits_float64(weights(), row) for row in TOKENS])
+@pytest.mark.parametrize("which", ["none", "bias", "rank", "untied", "all"])
+def test_logits_are_those_of_float64(tmp_path, which):
+    config, size = ALL, ALL_SIZE
+    if which != "all":
+        config, size = OTHERS.get(which, ({}, {}))
+        size = dataclasses.replace(SIZE, **size)
+    tensors = weights(size)
+    loaded, params = hf.load(write(tmp_path, tensors, **config))
+    assert loaded == size
+    logits = forward(size, params, TOKENS)
+    expected = np.stack([logits_float64(tensors, row, size) for row in TOKENS])
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=3e-6 * np.abs(expected).max())
 
 
-def test_logits_are_those_of_transformers(tmp_path):
+def test_a_model_of_other_options_is_trained_saved_and_decoded(tmp_path):
+    tensors = weights(ALL_SIZE)
+    size, params = hf.load(write(tmp_path / "stored", tensors, **ALL))
+    graphdef = make_model(size, Options())
+    grads = jit(jax.grad(functools.partial(loss_fn, graphdef)))(params, TOKENS)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(grads))
+    decays = decayed(params)
+    assert decays["head"]
+    assert not decays["blocks"]["in_bias"]
+
+    hf.save(tmp_path / "saved", size, params, like=tmp_path / "stored")
+    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "saved")[1], params)
+    said = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert said.items() >= ALL.items()
+    with pytest.raises(ValueError, match=r"params has shapes.*blocks.in_bias"):
+        hf.save(tmp_path / "saved", dataclasses.replace(size, use_bias=False), params)
+
+    (chunk,) = sample.generate_tokens(graphdef, params, [TOKENS[0]], length=3, temperature=0)
+    assert [*TOKENS[0], *chunk[0]] == greedy(tensors, TOKENS[0], 3, size)
+
+
+@pytest.mark.parametrize("which", ["none", *OTHERS])
+def test_logits_are_those_of_transformers(tmp_path, which):
     reason = "transformers and torch are not installed"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch = pytest.importorskip("torch", reason=reason)
         transformers = pytest.importorskip("transformers", reason=reason)
         torch.manual_seed(0)
-        theirs = transformers.MambaForCausalLM(transformers.MambaConfig(**CONFIG)).eval()
+        options = CONFIG | OTHERS.get(which, ({},))[0]
+        theirs = transformers.MambaForCausalLM(transformers.MambaConfig(**options)).eval()
+        for name, bias in theirs.named_parameters():
+            if name.endswith("proj.bias"):
+                torch.nn.init.normal_(bias, std=0.3)
         theirs.save_pretrained(tmp_path / "theirs")
 
         def logits(model):
@@ -190,24 +248,46 @@ def test_load_takes_shards_older_names_a_stored_head_and_bfloat16(tmp_path):
     ("config", "words"),
     [
         ({"model_type": "mamba2"}, "model_type is 'mamba2', and here it is 'mamba'"),
-        ({"use_bias": True}, "use_bias is True"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
-        ({"time_step_rank": 9}, "time_step_rank is 9, and here it is 2"),
-        ({"intermediate_size": 9}, "intermediate_size is 9"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
+        ({"rms_norm": False}, "rms_norm is False"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        ({"use_bias": True}, "the weights have no backbone.layers.0.mixer.in_proj.bias"),
+        ({"use_bias": "no"}, "use_bias is 'no', and must be true or false"),
+        ({"use_conv_bias": False}, "the weights have backbone.layers.0.mixer.conv1d.bias"),
+        ({"tie_word_embeddings": False}, "the weights have no lm_head.weight"),
+        ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon is '1e-5', and must be a number"),
+        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0, and must be a number above 0"),
+        ({"time_step_rank": 9}, "the weights have shapes {'blocks.x_proj': (2, 72, 12), "),
+        ({"time_step_rank": "x"}, "time_step_rank is 'x', and must be \"auto\" or a whole number"),
+        ({"intermediate_size": 9}, "intermediate_size is 9, and here it is a multiple of hidden"),
+        ({"hidden_size": "x"}, "hidden_size is 'x', and must be a whole number, at least 1"),
+        ({"hidden_size": None}, "config.json does not say hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be a whole number, at least"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"vocab_size": 1100.0}, "vocab_size is 1100.0"),
+        ({"vocab_size": 1099}, "'embedding': (1100, 24)"),
         ({"state_size": 6}, "the weights have shapes"),
         ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2.norm.weight"),
         ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
     ],
 )
 def test_models_of_another_kind_are_refused(tmp_path, config, words):
-    with pytest.raises(RunError, match=words.replace(".", r"\.")):
+    with pytest.raises(RunError, match=re.escape(words)):
         hf.load(write(tmp_path, **config))
 
 
 def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
-    with pytest.raises(RunError, match=r"holds no checkpoint \(no config.json\)"):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match=r"holds no checkpoint \(no config.json\); .*hf download"):
+        hf.load(tmp_path / "empty")
+    with pytest.raises(RunError, match=r"there is no folder .*nowhere; give one that"):
         hf.load(tmp_path / "nowhere")
+    for load in (hf.load, jaxkern.lm.load):
+        with pytest.raises(RunError, match="hf download a/b --local-dir b and give the folder b"):
+            load("a/b")
+    tensors = weights() | {"backbone.layers.1.mixer.D": np.ones(72, np.int8)}
+    with pytest.raises(RunError, match=r"layers.1.mixer.D is of dtype I8, and here weights are"):
+        hf.load(write(tmp_path / "quantized", tensors))
     save_file(weights() | {"lm_head.weight": np.ones((1, 1))}, stored / "model.safetensors")
     with pytest.raises(RunError, match=r"lm_head.weight differs from the embedding"):
         hf.load(stored)
@@ -215,10 +295,20 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     with pytest.raises(RunError, match=r"model.safetensors is damaged"):
         hf.load(stored)
     (stored / "model.safetensors").unlink()
-    with pytest.raises(RunError, match=r"holds no model.safetensors"):
+    with pytest.raises(RunError, match=r"holds no model.safetensors; download it whole"):
+        hf.load(stored)
+    (stored / "pytorch_model.bin").touch()
+    with pytest.raises(RunError, match=r"pytorch_model.bin is not read; .*save_pretrained"):
         hf.load(stored)
     (stored / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(RunError, match=r"index.json is no index of weights"):
+        hf.load(stored)
+    of_mamba_ssm = {"d_model": 24, "n_layer": 2, "ssm_cfg": {}, "vocab_size": 1100}
+    (stored / "config.json").write_text(json.dumps(of_mamba_ssm))
+    with pytest.raises(RunError, match=r"layout of mamba_ssm; .* ends in -hf"):
+        hf.load(stored)
+    (stored / "config.json").write_text('{"format": "jaxkern-lm-1", "flags": {}}')
+    with pytest.raises(RunError, match=r"a run of jaxkern train; load it with jaxkern sample"):
         hf.load(stored)
     (stored / "config.json").write_text("[]")
     with pytest.raises(RunError, match=r"config.json is no configuration"):
@@ -239,11 +329,11 @@ def test_what_is_missing_is_named(stored, capsys, monkeypatch):
         importlib.import_module("jaxkern.lm.hf")
 
 
-def greedy(tensors, tokens, length):
+def greedy(tensors, tokens, length, size=SIZE):
     """The likeliest continuation, by float64."""
     tokens = list(tokens)
     for _ in range(length):
-        tokens.append(int(logits_float64(tensors, tokens)[-1].argmax()))
+        tokens.append(int(logits_float64(tensors, tokens, size)[-1].argmax()))
     return tokens
 
 
@@ -281,7 +371,7 @@ def test_sample_of_bytes_needs_no_tokenizer(tmp_path, stored, capsys):
     assert capsys.readouterr().out.startswith("ab")
 
 
-def test_characters_of_several_tokens_are_shown_whole(monkeypatch, capsys):
+def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
     class Bytes:
         def encode(self, text):
             return type("Encoding", (), {"ids": list(text.encode())})
@@ -290,12 +380,11 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch, capsys):
             return bytes(ids).decode(errors="replace")
 
     rest = "né€ 🙂".encode()
-    pieces = [np.array([token]) for token in rest]
+    pieces = [np.array([[token]]) for token in rest]
     monkeypatch.setattr(sample, "generate_tokens", lambda *args, **options: iter(pieces))
-    writes = []
-    monkeypatch.setattr(sample.sys.stdout, "write", writes.append)
-    sample._stream_tokens(None, None, "a", Bytes(), {"vocab_size": 256})
-    assert writes == ["a", "n", "é", "€", " ", "🙂", ""]
+    for codec in (sample.Tokens(Bytes(), {"vocab_size": 256}), sample.Bytes()):
+        written = [text for (text,) in sample.continuations(None, None, codec, ["a"])]
+        assert list(filter(None, written)) == ["n", "é", "€", " ", "🙂"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 60])

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxkern.lm import sample
 from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
-from jaxkern.lm.model import DECAYED, Options, count_params
+from jaxkern.lm.model import DECAYED, MambaLM, Options, count_params
 from jaxkern.lm.step import (
     init_state,
     learning_rate,
@@ -71,6 +70,12 @@ def logits_float64(params, tokens):
     return rms_norm(x, p["norm"]) @ p["embedding"].T
 
 
+def cross_entropy(logits, tokens):
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_probs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return -np.take_along_axis(log_probs, tokens[..., None].astype(int), -1)[..., 0]
+
+
 @pytest.fixture(scope="module")
 def trained():
     """Parameters away from their initial symmetries."""
@@ -100,9 +105,7 @@ def test_model_is_the_papers(trained, forward):
 def test_loss_is_the_mean_cross_entropy(trained):
     w = windows()
     logits = np.stack([logits_float64(trained, row) for row in w[:, :-1]])
-    shifted = logits - logits.max(-1, keepdims=True)
-    log_probs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    expected = -np.take_along_axis(log_probs, w[:, 1:, None].astype(int), -1).mean()
+    expected = cross_entropy(logits, w[:, 1:]).mean()
     loss = loss_fn(make_model(MICRO, Options()), trained, jnp.asarray(w))
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
@@ -125,6 +128,165 @@ def test_steps_give_the_logits_of_the_whole_sequence(trained, forward):
     np.testing.assert_allclose(
         stepwise(trained, tokens).swapaxes(0, 1), whole, rtol=1e-4, atol=1e-4
     )
+
+
+LENGTHS = 9, 1, 5, 14
+SEGMENTS = np.repeat([7, 3, 7, 9], LENGTHS)[None]  # not counted, as they need not be
+
+
+def rows_of_documents(row):
+    """The documents of a row padded to one length, and which tokens are theirs."""
+    tokens, mask = np.full((4, 14), -100), np.zeros((4, 14), bool)
+    documents = np.split(row, np.cumsum(LENGTHS)[:-1])
+    # On the right, nowhere to speak of, on the left, and nowhere.
+    for i, (document, start) in enumerate(zip(documents, (0, 6, 9, 0), strict=True)):
+        tokens[i, start : start + len(document)] = document
+        mask[i, start : start + len(document)] = True
+    return tokens, mask
+
+
+def test_documents_of_a_row_do_not_see_each_other_nor_padding(trained):
+    """Logits, loss and gradients: packed in a row, and as rows with padding."""
+    row = windows(1, 28)[0]
+    tokens, mask = rows_of_documents(row)
+
+    def loss_and_logits(options, params, tokens, segment_ids, mask):
+        graphdef = make_model(MICRO, options)
+        loss = loss_fn(graphdef, params, tokens, segment_ids=segment_ids, mask=mask)
+        call = nnx.merge(graphdef, params)
+        return loss, call(tokens, segment_ids=segment_ids, mask=mask)
+
+    def run(*arrays, **options):
+        f = functools.partial(loss_and_logits, Options(**options))
+        return jit(jax.value_and_grad(f, has_aux=True))(trained, *arrays)
+
+    packed = run(row[None], SEGMENTS, None)
+    looped = run(row[None], SEGMENTS, None, remat=True, scan_layers=True)
+    padded = run(tokens, None, mask)
+    both = run(
+        np.append(row, [300, 300])[None], np.append(SEGMENTS, [[9, 9]], 1), np.arange(31)[None] < 29
+    )
+
+    documents = [tokens[i][mask[i]] for i in range(4)]
+    expected = [logits_float64(trained, document) for document in documents]
+    losses = [cross_entropy(e[:-1], d[1:]) for e, d in zip(expected, documents, strict=True)]
+    for (loss, logits), _ in (packed, looped, padded, both):
+        np.testing.assert_allclose(loss, np.concatenate(losses).mean(), rtol=1e-5)
+        theirs = logits[mask] if len(logits) == 4 else logits[0, :29]
+        np.testing.assert_allclose(theirs, np.concatenate(expected), rtol=1e-4, atol=1e-4)
+    for _, grads in (looped, padded, both):
+        errors = jax.tree.map(check.relative_error, grads, packed[1])
+        assert max(jax.tree.leaves(errors)) < 3e-6
+
+
+def test_nothing_is_predicted_of_padding_and_of_documents_of_one_token(trained):
+    f = jit(functools.partial(loss_fn, make_model(MICRO, Options())))
+    tokens = windows(1, 7)
+    assert f(trained, tokens, mask=np.zeros((1, 8), np.int8)) == 0
+    assert f(trained, tokens, segment_ids=np.arange(8)[None]) == 0
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_prefill_is_as_steps_without_the_padding(trained, policy):
+    """Logits and states after prompts, one with padding in between, and one of padding alone."""
+    tokens, mask = rows_of_documents(windows(1, 28)[0])
+    mask[3, 5:7], mask[1] = False, False
+    graphdef = make_model(MICRO, Options(Policy.parse(policy)))
+
+    @jit
+    def stepwise(params, tokens, mask):
+        model = nnx.merge(graphdef, params)
+
+        def step(carry, column):
+            token, read = column
+            after = model.step(token, carry[1])
+            chosen = lambda axis, a, b: jnp.where(jnp.expand_dims(read, axis), a, b)
+            cache = jax.tree.map(functools.partial(chosen, (0, 2, 3)), after[1], carry[1])
+            return (chosen(1, after[0], carry[0]), cache), None
+
+        start = jnp.zeros((4, 256), jnp.float32), model.init_state(4)
+        return jax.lax.scan(step, start, (tokens.T, mask.T))[0]
+
+    prefill = jit(lambda params, *rows: nnx.merge(graphdef, params).prefill(rows[0], mask=rows[1]))
+    got, want = (f(trained, tokens, mask.astype(np.int8)) for f in (prefill, stepwise))
+    tol = 1e-4 if policy == "fp32" else 0.05
+    np.testing.assert_allclose(got[0][mask.any(1)], want[0][mask.any(1)], rtol=tol, atol=tol)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol), got[1], want[1])
+    assert jax.tree.map(lambda a: a.dtype, got[1]) == jax.tree.map(lambda a: a.dtype, want[1])
+
+
+def test_tokens_outside_the_vocabulary_are_not_passed_over(trained, forward):
+    tokens = np.tile(windows(1, 24)[:, :-1].astype(np.int32), (4, 1))
+    expected = forward(trained, tokens)
+    tokens[:3, 20] = -1, 256, 2**31 - 1
+    logits = np.asarray(forward(trained, tokens))
+    np.testing.assert_array_equal(logits[:, :20], expected[:, :20])
+    assert np.isnan(logits[:3, 20:]).all()
+    np.testing.assert_array_equal(logits[3], expected[3])
+    loss = jit(functools.partial(loss_fn, make_model(MICRO, Options())))
+    assert np.isnan(loss(trained, tokens[:1, :21]))  # as the last, which is only predicted
+    assert np.isfinite(loss(trained, tokens[3:, :21]))
+
+
+@pytest.mark.parametrize("size", [300, 1030])  # a product, and rows that are read
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16"])
+def test_tokens_of_any_integer_dtype_are_the_same(size, dtype):
+    model = MambaLM(ModelConfig(8, 1, d_state=2, vocab_size=size), rngs=nnx.Rngs(0))
+    tokens = np.array([[1, 44, 100, 127]])
+    np.testing.assert_array_equal(
+        model._embed(jnp.asarray(tokens, dtype))[0], model.embedding[...][tokens]
+    )
+    graphdef, params = nnx.split(model)
+    loss = jax.grad(lambda p, t: nnx.merge(graphdef, p)._embed(t)[0].sum())
+    grads = [loss(params, jnp.asarray(tokens, d))["embedding"][...] for d in (dtype, "int32")]
+    np.testing.assert_array_equal(*grads)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "call"),
+    [
+        (
+            ValueError,
+            r"tokens must have shape \(B, L\).*tokens\[None\]",
+            lambda m: m(np.ones(3, int)),
+        ),
+        (
+            TypeError,
+            "tokens must have an integer dtype, got float32",
+            lambda m: m(np.ones((1, 3), "f")),
+        ),
+        (
+            ValueError,
+            r"segment_ids must have shape \(1, 3\).* got \(1, 2\)",
+            lambda m: m(np.ones((1, 3), int), segment_ids=np.ones((1, 2), int)),
+        ),
+        (
+            TypeError,
+            "mask must have an integer dtype, got float32",
+            lambda m: m(np.ones((1, 3), int), mask=np.ones((1, 3), "f")),
+        ),
+        (ValueError, "at least one token a row", lambda m: m.prefill(np.ones((2, 0), int))),
+    ],
+)
+def test_wrong_calls_say_what_is_wrong(trained, error, words, call):
+    with pytest.raises(error, match=words):
+        call(nnx.merge(make_model(MICRO, Options()), trained))
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "sizes"),
+    [
+        (ValueError, "n_layers must be at least 1, got 0", {"n_layers": 0}),
+        (TypeError, "d_model must be of type int, got 'x'", {"d_model": "x"}),
+        (TypeError, "d_state must be of type int, got True", {"d_state": True}),
+        (TypeError, "use_bias must be of type bool, got 1", {"use_bias": 1}),
+        (ValueError, "eps must be above 0, got 0", {"eps": 0.0}),
+        (ValueError, "time_step_rank must be at least 1, got 0", {"time_step_rank": 0}),
+    ],
+)
+def test_shapes_that_no_model_has_are_refused(error, words, sizes):
+    with pytest.raises(error, match=f"ModelConfig: {words}"):
+        ModelConfig(**{"d_model": 8, "n_layers": 1} | sizes)
 
 
 def test_no_byte_sees_those_after_it(trained, forward):
@@ -189,9 +351,11 @@ def test_initialisation_is_the_papers():
 
 
 def test_weight_decay_is_on_matrices_only():
-    params = initial().params
+    shape = dataclasses.replace(MICRO, tie_embeddings=False, use_bias=True)
+    params = nnx.to_pure_dict(nnx.state(MambaLM(shape, rngs=nnx.Rngs(0))))
     names = set(params["blocks"]) | set(params) - {"blocks"}
-    assert names - DECAYED == {"norm", "conv_bias", "dt_bias", "A_log", "D"}
+    kept = {"norm", "conv_bias", "dt_bias", "A_log", "D", "in_bias", "out_bias"}
+    assert names - DECAYED == kept
     assert names >= DECAYED
     optimizer = make_optimizer(CONFIG)
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -322,41 +486,3 @@ def test_training_by_the_kernels_is_as_near_to_fp32_as_in_plain_jax(precision, m
         kernels = losses(precision, None)
     assert truth[-1] < truth[0] - 0.3
     assert 0 < check.relative_error(kernels, truth) <= 2 * check.relative_error(plain, truth)
-
-
-@pytest.mark.newest
-def test_decoding(trained, forward):
-    graphdef = sample.decoder(MICRO)
-
-    def text(**options):
-        return b"".join(sample.generate(graphdef, trained, b"def ", **options))
-
-    greedy = text(length=21, temperature=0.0)
-    assert len(greedy) == 21
-    fed = np.frombuffer(b"\0def " + greedy, np.uint8)
-    logits = np.array(forward(trained, jnp.asarray(fed[None, :-1])))[0, 4:]
-    logits[:, 0] = -np.inf  # the separator is never drawn
-    assert logits.argmax(-1).astype(np.uint8).tobytes() == greedy
-    assert text(length=21, top_k=1) == greedy
-
-    drawn = text(length=40, seed=1, top_k=0)
-    assert drawn == text(length=40, seed=1, top_k=0)
-    assert drawn != text(length=40, seed=2, top_k=0)
-    assert 0 not in drawn
-    assert len(text(length=1)) == 1
-
-
-def test_draws_follow_temperature_and_top_k():
-    logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))  # byte 0 is the separator
-    keys = jax.random.split(jax.random.key(0), 4000)
-
-    def counts(**options):
-        draws = jax.vmap(lambda key: sample._draw(logits, key, **options)[0])(keys)
-        return np.bincount(draws, minlength=4) / len(keys)
-
-    np.testing.assert_allclose(
-        counts(temperature=1.0, top_k=0), [0, 1 / 2, 1 / 3, 1 / 6], atol=0.03
-    )
-    np.testing.assert_allclose(counts(temperature=1.0, top_k=2), [0, 0.6, 0.4, 0], atol=0.03)
-    weights = np.array([0, 0.3, 0.2, 0.1]) ** 2
-    np.testing.assert_allclose(counts(temperature=0.5, top_k=0), weights / weights.sum(), atol=0.03)

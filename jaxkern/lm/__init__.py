@@ -10,6 +10,44 @@ hf          checkpoints in the layout of Hugging Face
 report      progress, metrics.jsonl, loss.png
 memory      whether a step fits, before it runs
 train       the training loop
-sample      decoding from a run
+sample      decoding, of several prompts at once
+loader      a trained model in Python: `load`
 doctor      what would run on this machine, and why
 """
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxkern.lm.loader import LanguageModel
+
+
+def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "LanguageModel":
+    """Load a trained language model: a run of ``jaxkern train``, or a Mamba of Hugging Face.
+
+    Args:
+      folder: the ``--out`` folder of a run, or one of config.json and model.safetensors, as
+        :func:`jaxkern.lm.hf.load` takes it.
+      step: which of a run's checkpoints; by default the newest. If that is damaged, the newest one
+        that is whole, with a warning.
+
+    Returns:
+      The model's shape, ``config``; its parameters, ``params``; and what calls it and samples from
+      it: ``model(tokens)`` gives logits, ``model.generate(prompts)`` texts, ``model.module()`` the
+      flax.nnx module.
+
+    Raises:
+      ImportError: flax or orbax is missing; ``pip install "jaxkern[lm]"``.
+      RunError: the folder holds no run and no checkpoint, one of another version of jaxkern, or
+        none that is whole.
+
+    Example:
+      >>> import jaxkern.lm
+      >>> model = jaxkern.lm.load("runs/tiny-20261122-120000")  # doctest: +SKIP
+      >>> logits = model(tokens)  # (B, L) integers -> (B, L, 256)  # doctest: +SKIP
+      >>> model.generate(["def ", "class Queue:"], length=200, temperature=0)  # doctest: +SKIP
+    """
+    from jaxkern.lm import loader
+
+    return loader.load(Path(folder), step=step)

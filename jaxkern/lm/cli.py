@@ -283,7 +283,15 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
         help="a Mamba checkpoint in the layout of Hugging Face: config.json, model.safetensors and "
         "tokenizer.json",
     )
-    add("--prompt", "what the text begins with", "", metavar="TEXT")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="what the text begins with (default: ''); given several times, several texts",
+    )
+    parser.add_argument(
+        "--prompts", type=_path, metavar="FILE", help="a file of prompts, one in each line"
+    )
     add("--length", "bytes to write, tokens with --hf", 400, type=_positive, metavar="N")
     add(
         "--temperature",
@@ -299,7 +307,20 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
         type=_non_negative,
         metavar="K",
     )
-    add("--seed", "of the draws", 0, type=_limited("seed"), metavar="N")
+    add(
+        "--top-p",
+        "draw from the likeliest that together have this probability",
+        1.0,
+        type=_probability,
+        metavar="P",
+    )
+    add(
+        "--seed",
+        "of the draws of the first text; the next has the next",
+        0,
+        type=_limited("seed"),
+        metavar="N",
+    )
     parser.set_defaults(command=_sample)
 
 
@@ -320,18 +341,19 @@ def _train(flags: dict[str, Any]) -> None:
 
 
 def _sample(flags: dict[str, Any]) -> None:
-    run, folder, prompt = (flags.pop(name) for name in ("run", "hf", "prompt"))
+    run, folder = flags.pop("run"), flags.pop("hf")
+    prompts = _prompts(flags.pop("prompt"), flags.pop("prompts"))
     if folder is None:
         _need_extra("sample")
         from jaxkern.lm.sample import sample
 
-        sample(run, prompt, **flags)
+        sample(run, prompts, **flags)
     else:
         _check_hf(folder)
         _need_extra("sample --hf", "hf", safetensors="safetensors", tokenizers="tokenizers")
         from jaxkern.lm.sample import sample_hf
 
-        sample_hf(folder, prompt, **flags)
+        sample_hf(folder, prompts, **flags)
 
 
 def _check_hf(folder: Path) -> None:
@@ -346,6 +368,16 @@ def _check_hf(folder: Path) -> None:
             f"give --hf {folder.name}"
         )
     raise RunError(f"--hf {folder}: there is no such folder")
+
+
+def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
+    prompts = given or []
+    if file is not None:
+        lines = file.read_bytes().decode("utf-8", "surrogateescape").split("\n")
+        prompts = prompts + [line.removesuffix("\r") for line in lines if line.strip()]
+        if not prompts:
+            raise RunError(f"--prompts {file} has no line of text; write one prompt in each")
+    return prompts or [""]
 
 
 def _warm(flags: dict[str, Any]) -> None:
@@ -408,6 +440,10 @@ def _non_negative(text: str) -> int:
 
 def _temperature(text: str) -> float:
     return _value(text, Limits(float, 1e-4, 1e4, zero=True))
+
+
+def _probability(text: str) -> float:
+    return _value(text, Limits(float, 1e-6, 1))
 
 
 def _devices(text: str) -> str:

@@ -14,11 +14,19 @@
       mixer.A_log, mixer.D                     blocks.A_log, blocks.D
       mixer.out_proj.weight     (D, E)         blocks.out_proj      (layers, E, D)
 
-The output layer is the embedding, transposed. The checkpoints ``state-spaces/mamba-*-hf`` are of
-this layout, and so is what ``transformers.MambaForCausalLM.save_pretrained`` writes.
+      mixer.in_proj.bias        (2 E,)         blocks.in_bias       (layers, 2 E)   use_bias
+      mixer.out_proj.bias       (D,)           blocks.out_bias      (layers, D)     use_bias
+    lm_head.weight              (V, D)         head                 (D, V)          untied
+
+The last three are there where config.json says ``use_bias`` and ``tie_word_embeddings: false``; a
+tied output layer is the embedding, transposed. The checkpoints ``state-spaces/mamba-*-hf`` are of
+this layout, and so is what ``transformers.MambaForCausalLM.save_pretrained`` writes. What
+config.json says of initial values (``initializer_range``, ``time_step_min`` and the like) and of
+how transformers runs the model does not matter here; the residual stream is always float32.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -29,7 +37,7 @@ import numpy as np
 
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import write_atomically
-from jaxkern.lm.model import EPS
+from jaxkern.lm.loader import how_to_get
 from jaxkern.nn.mamba import Sizes, initializers
 
 try:
@@ -58,15 +66,28 @@ _LAYER: dict[str, tuple[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
 _TOP = {"embedding": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight"}
 _HEAD = "lm_head.weight"
 
-# What config.json may say otherwise, and the model here cannot be.
-_FIXED = {
-    "model_type": "mamba",
-    "hidden_act": "silu",
-    "use_bias": False,
-    "use_conv_bias": True,
-    "layer_norm_epsilon": EPS,
-    "tie_word_embeddings": True,
+_BIASES = {
+    "in_bias": ("mixer.in_proj.bias", _SAME),
+    "out_bias": ("mixer.out_proj.bias", _SAME),
 }
+
+# What config.json may say otherwise, and the model here cannot be.
+_FIXED = {"model_type": ("mamba",), "hidden_act": ("silu", "swish"), "rms_norm": (True,)}
+# Fields of ModelConfig: what config.json calls them, and what they are if it does not say.
+_SIZES = {
+    "d_model": ("hidden_size", None),
+    "n_layers": ("num_hidden_layers", None),
+    "d_state": ("state_size", 16),
+    "expand": ("expand", 2),
+    "d_conv": ("conv_kernel", 4),
+    "vocab_size": ("vocab_size", None),
+}
+_FLAGS = {
+    "use_bias": ("use_bias", False),
+    "use_conv_bias": ("use_conv_bias", True),
+    "tie_embeddings": ("tie_word_embeddings", True),
+}
+_DTYPES = ("F64", "F32", "F16", "BF16")
 _WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
 
@@ -81,12 +102,14 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
       NumPy arrays, float32.
 
     Raises:
-      RunError: the folder holds no such checkpoint, or one of a model that this one cannot be.
+      RunError: the folder holds no such checkpoint, or one of a model that this one cannot be:
+        the message names the key and its value.
 
     Example:
       >>> from flax import nnx
       >>> from jaxkern.lm import hf
       >>> from jaxkern.lm.step import Options, make_model
+      >>> # hf download state-spaces/mamba-130m-hf --local-dir mamba-130m-hf
       >>> config, params = hf.load("mamba-130m-hf")  # doctest: +SKIP
       >>> model = nnx.merge(make_model(config, Options()), params)  # doctest: +SKIP
       >>> logits = model(tokens)  # doctest: +SKIP
@@ -95,10 +118,15 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     config = model_config(read_config(folder))
     tensors = _Tensors(folder)
     top = {ours: tensors.take(theirs) for ours, theirs in _TOP.items()}
-    if _HEAD in tensors and not np.array_equal(tensors.take(_HEAD), top["embedding"]):
-        raise RunError(f"{folder}: {_HEAD} differs from the embedding, and the model here has one")
+    if not config.tie_embeddings:
+        top["head"] = tensors.take(_HEAD).T
+    elif _HEAD in tensors and not np.array_equal(tensors.take(_HEAD), top["embedding"]):
+        raise RunError(
+            f"{folder}: {_HEAD} differs from the embedding, and by {_CONFIG} they are one; where "
+            f'the model has both, {_CONFIG} says "tie_word_embeddings": false'
+        )
     blocks = {}
-    for ours, (theirs, (here, _)) in _LAYER.items():
+    for ours, (theirs, (here, _)) in _layer(config).items():
         names = (f"backbone.layers.{i}.{theirs}" for i in range(config.n_layers))
         blocks[ours] = np.stack([here(tensors.take(name)) for name in names])
     params = {**top, "blocks": blocks}
@@ -118,11 +146,19 @@ def save(
       params: the parameters of :class:`jaxkern.lm.model.MambaLM`, in the dtypes that are written.
       like: the checkpoint that these parameters began as: what else its config.json says, and its
         tokenizer, are taken over.
+
+    Raises:
+      ValueError: the parameters are not those of a model of this shape.
     """
     folder = Path(folder)
+    found, expected = _shapes(params), _shapes_of(config)
+    if found != expected:
+        raise ValueError(f"params has shapes {_difference(found, expected)}, for {config}")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {theirs: params[ours] for ours, theirs in _TOP.items()}
-    for ours, (theirs, (_, back)) in _LAYER.items():
+    if not config.tie_embeddings:
+        tensors[_HEAD] = np.transpose(params["head"])
+    for ours, (theirs, (_, back)) in _layer(config).items():
         stacked = np.asarray(params["blocks"][ours])
         for i in range(config.n_layers):
             tensors[f"backbone.layers.{i}.{theirs}"] = back(stacked[i])
@@ -140,17 +176,16 @@ def save(
         for path in Path(like).iterdir():
             if path.suffix in (".json", ".txt") and path.name not in (_CONFIG, _INDEX):
                 shutil.copy(path, folder)
-    written |= _FIXED | {
+    for of_ours, (theirs, _) in (_SIZES | _FLAGS).items():
+        written[theirs] = getattr(config, of_ours)
+    written |= {
+        "model_type": "mamba",
+        "hidden_act": "silu",
         "architectures": ["MambaForCausalLM"],
         "dtype": str(tensors[_TOP["embedding"]].dtype),
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
         "intermediate_size": config.d_inner,
-        "num_hidden_layers": config.n_layers,
-        "state_size": config.d_state,
-        "expand": config.expand,
-        "conv_kernel": config.d_conv,
         "time_step_rank": config.dt_rank,
+        "layer_norm_epsilon": config.eps,
     }
     written.pop("torch_dtype", None)
     write_atomically(folder / _CONFIG, json.dumps(written, indent=2, sort_keys=True) + "\n")
@@ -164,9 +199,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError
     except FileNotFoundError:
+        if not folder.exists():
+            raise RunError(f"there is no folder {folder}; {how_to_get(folder)}") from None
         raise RunError(
-            f"{folder} holds no checkpoint (no {_CONFIG}); give a folder of the layout of "
-            "state-spaces/mamba-130m-hf"
+            f"{folder} holds no checkpoint (no {_CONFIG}); give a folder of {_CONFIG} and "
+            f"{_WEIGHTS}, such as hf download state-spaces/mamba-130m-hf --local-dir mamba-130m-hf "
+            "writes"
         ) from None
     except (ValueError, NotADirectoryError):
         raise RunError(f"{path} is no configuration of a model") from None
@@ -179,29 +217,68 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
     Raises:
       RunError: it is not one that the model here can be.
     """
-    for name, value in _FIXED.items():
-        if config.get(name, value) != value:
-            raise RunError(f"{_CONFIG}: {name} is {config[name]!r}, and here it is {value!r}")
-    try:
-        model = ModelConfig(
-            d_model=config["hidden_size"],
-            n_layers=config["num_hidden_layers"],
-            d_state=config.get("state_size", 16),
-            expand=config.get("expand", 2),
-            d_conv=config.get("conv_kernel", 4),
-            vocab_size=config["vocab_size"],
-        )
-    except KeyError as error:
-        raise RunError(f"{_CONFIG} does not say {error.args[0]}") from None
-    rank, inner = config.get("time_step_rank", "auto"), config.get("intermediate_size")
-    if rank not in ("auto", model.dt_rank):
+    _check_kind(config)
+    sizes = {ours: _size(config, *theirs) for ours, theirs in _SIZES.items()}
+    inner = _size(config, "intermediate_size", sizes["d_model"] * sizes["expand"])
+    if inner % sizes["d_model"]:
         raise RunError(
-            f"{_CONFIG}: time_step_rank is {rank!r}, and here it is {model.dt_rank}, a sixteenth "
-            "of hidden_size"
+            f"{_CONFIG}: intermediate_size is {inner}, and here it is a multiple of hidden_size, "
+            f"{sizes['d_model']}"
         )
-    if inner not in (None, model.d_inner):
-        raise RunError(f"{_CONFIG}: intermediate_size is {inner!r}, not expand · hidden_size")
-    return model
+    sizes["expand"] = inner // sizes["d_model"]
+    flags = {ours: config.get(*theirs) for ours, theirs in _FLAGS.items()}
+    for ours, (theirs, _) in _FLAGS.items():
+        if not isinstance(flags[ours], bool):
+            raise RunError(f"{_CONFIG}: {theirs} is {flags[ours]!r}, and must be true or false")
+    eps = config.get("layer_norm_epsilon", 1e-5)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
+        raise RunError(
+            f"{_CONFIG}: layer_norm_epsilon is {eps!r}, and must be a number above 0, such as 1e-5"
+        )
+    rank = config.get("time_step_rank", "auto")
+    rank = None if rank == "auto" else _size(config, "time_step_rank", None)
+    if rank == math.ceil(sizes["d_model"] / 16):
+        rank = None
+    return ModelConfig(**sizes, **flags, eps=eps, time_step_rank=rank)
+
+
+def _check_kind(config: dict[str, Any]) -> None:
+    """Refuse a model that is no Mamba of this layout."""
+    if "format" in config and "flags" in config:
+        raise RunError(
+            f"{_CONFIG} is that of a run of jaxkern train; load it with jaxkern sample --run, or "
+            "jaxkern.lm.load"
+        )
+    if "hidden_size" not in config and "d_model" in config:
+        raise RunError(
+            f"{_CONFIG} says d_model and no hidden_size: the checkpoint is in the layout of "
+            "mamba_ssm; take the one of the same name that ends in -hf, or convert it with the "
+            "script convert_mamba_ssm_checkpoint_to_pytorch.py of transformers"
+        )
+    for name, values in _FIXED.items():
+        if config.get(name, values[0]) not in values:
+            raise RunError(f"{_CONFIG}: {name} is {config[name]!r}, and here it is {values[0]!r}")
+    if config.get("quantization_config") is not None:
+        raise RunError(
+            f"{_CONFIG}: quantization_config is {config['quantization_config']!r}, and weights "
+            "here are bfloat16, float16 or float32; take the model that was quantized"
+        )
+
+
+def _size(config: dict[str, Any], name: str, default: int | None) -> int:
+    value = config.get(name, default)
+    if value is None:
+        raise RunError(f"{_CONFIG} does not say {name}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        rule = '"auto" or a whole number' if name == "time_step_rank" else "a whole number"
+        raise RunError(f"{_CONFIG}: {name} is {value!r}, and must be {rule}, at least 1")
+    return value
+
+
+def _layer(config: ModelConfig) -> dict[str, Any]:
+    """The parameters of a layer of this model: those of _LAYER, fewer or more."""
+    layer = _LAYER | (_BIASES if config.use_bias else {})
+    return {name: of for name, of in layer.items() if name != "conv_bias" or config.use_conv_bias}
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -215,6 +292,17 @@ def load_tokenizer(folder: Path) -> Any:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers has no exception of its own
         raise RunError(f"{path} cannot be read: {error}") from None
+
+
+def _in_safetensors(folder: Path) -> str:
+    """What to do about a folder without weights that can be read."""
+    others = sorted(path.name for path in folder.glob("*.bin"))
+    if not others:
+        return "download it whole, or give another folder"
+    return (
+        f"{others[0]} is not read; write safetensors with transformers: "
+        f"MambaForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+    )
 
 
 class _Tensors:
@@ -232,7 +320,7 @@ class _Tensors:
         self._files: dict[str, Any] = {}
         for path in paths:
             if not path.exists():
-                raise RunError(f"{folder} holds no {path.name}; only safetensors are read")
+                raise RunError(f"{folder} holds no {path.name}; {_in_safetensors(folder)}")
             try:
                 file = safe_open(path, framework="numpy")
             except SafetensorError as error:
@@ -251,6 +339,12 @@ class _Tensors:
             raise RunError(f"{self._folder}: the weights have no {name}")
         self._left.discard(name)
         file, stored = self._files[name]
+        dtype = file.get_slice(stored).get_dtype()
+        if dtype not in _DTYPES:
+            raise RunError(
+                f"{self._folder}: {name} is of dtype {dtype}, and here weights are of "
+                f"{', '.join(_DTYPES)}"
+            )
         return file.get_tensor(stored).astype(np.float32)
 
     def check_all_taken(self) -> None:
@@ -261,14 +355,39 @@ class _Tensors:
 
 
 def _check_shapes(folder: Path, config: ModelConfig, params: dict[str, Any]) -> None:
-    sizes = Sizes(config.d_model, config.d_state, config.d_conv, config.expand, config.dt_rank)
-    vector = (config.d_model,)
-    expected: dict[str, Any] = {"embedding": (config.vocab_size, *vector), "norm": vector}
-    layer = {name: shape for name, (_, shape) in initializers(sizes).items()} | {"norm": vector}
-    expected["blocks"] = {name: (config.n_layers, *shape) for name, shape in layer.items()}
-    found = {name: params[name].shape for name in _TOP}
-    found["blocks"] = {name: array.shape for name, array in params["blocks"].items()}
+    found, expected = _shapes(params), _shapes_of(config)
     if found != expected:
-        raise RunError(
-            f"{folder}: the weights have shapes {found}, and by {_CONFIG} they are {expected}"
-        )
+        raise RunError(f"{folder}: the weights have shapes {_difference(found, expected)}")
+
+
+def _shapes(params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter, all layers' together, by its name."""
+    top = {name: np.shape(leaf) for name, leaf in params.items() if name != "blocks"}
+    blocks = {f"blocks.{name}": np.shape(leaf) for name, leaf in params.get("blocks", {}).items()}
+    return top | blocks
+
+
+def _shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes that a model's parameters have."""
+    sizes = Sizes(
+        config.d_model,
+        config.d_state,
+        config.d_conv,
+        config.expand,
+        config.dt_rank,
+        config.use_bias,
+        config.use_conv_bias,
+    )
+    table = config.vocab_size, config.d_model
+    layer = {name: shape for name, (_, shape) in initializers(sizes).items()}
+    layer["norm"] = (config.d_model,)
+    top = {"embedding": table, "norm": layer["norm"]}
+    top |= {} if config.tie_embeddings else {"head": table[::-1]}
+    return top | {f"blocks.{name}": (config.n_layers, *of) for name, of in layer.items()}
+
+
+def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    """The shapes that are others than expected."""
+    names = [n for n in found | expected if found.get(n) != expected.get(n)]
+    told = lambda of: {name: of[name] for name in names if name in of}
+    return f"{told(found)}, and by the model's configuration they are {told(expected)}"

@@ -9,6 +9,7 @@
         x = x + out_proj(y)
     logits = rms_norm(x) · embeddingᵀ                         (B, L, vocab_size)
 
+The projections may have biases, and the output layer may be a matrix of its own, `head`.
 The layers' parameters are stacked along a leading axis. The layers follow one another in the
 program, or run in a loop, whose time to compile does not grow with depth: there, what a layer saves
 for the backward is copied to and from arrays that hold it for all. The residual stream `x` is kept
@@ -32,10 +33,8 @@ from jaxkern.nn.mamba import Cache
 from jaxkern.precision import Policy
 
 DECAYED = frozenset(
-    {"embedding", "in_proj", "conv_weight", "x_proj", "dt_proj", "out_proj"}
+    {"embedding", "in_proj", "conv_weight", "x_proj", "dt_proj", "out_proj", "head"}
 )  # weight decay leaves norms, biases, A_log and D alone
-
-EPS = 1e-5  # of every norm
 
 
 def decayed(params: Any) -> Any:
@@ -70,25 +69,41 @@ class MambaBlock(Mamba):
             d_conv=config.d_conv,
             expand=config.expand,
             dt_rank=config.dt_rank,
+            use_bias=config.use_bias,
+            use_conv_bias=config.use_conv_bias,
             n_layers=config.n_layers,
             dtype=options.policy.compute,
             implementation=options.implementation,
             rngs=rngs,
         )
         self.norm = nnx.Param(jnp.ones(config.d_model))
+        self.eps = config.eps
 
-    def layer(self, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def layer(
+        self, x: jax.Array, out: jax.Array, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         """The stream x (B, L, d_model) fp32 and what to add to it -> the sum, and what to add."""
-        normalised, x = _add_and_normalise(x, out, self.norm, self.implementation)
-        return x, self(normalised)
+        normalised, x = self._add_and_normalise(x, out)
+        return x, self(normalised, segment_ids=segment_ids)
+
+    def layer_prefill(
+        self, x: jax.Array, out: jax.Array, cache: Cache, segment_ids: jax.Array | None
+    ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
+        """The same after the tokens that left `cache`, and the cache for those that follow."""
+        normalised, x = self._add_and_normalise(x, out)
+        out, cache = self(normalised, cache, return_cache=True, segment_ids=segment_ids)
+        return (x, out), cache
 
     def layer_step(
         self, x: jax.Array, out: jax.Array, cache: Cache
     ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
         """The same for one token: x (B, d_model)."""
-        normalised, x = _add_and_normalise(x, out, self.norm, self.implementation)
+        normalised, x = self._add_and_normalise(x, out)
         out, cache = self.step(normalised, cache)
         return (x, out), cache
+
+    def _add_and_normalise(self, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _add_and_normalise(x, out, self.norm, self.eps, self.implementation)
 
 
 class MambaLM(nnx.Module):
@@ -100,6 +115,11 @@ class MambaLM(nnx.Module):
         shape = (config.vocab_size, config.d_model)
         self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
         self.norm = nnx.Param(jnp.ones(config.d_model))
+        if not config.tie_embeddings:
+            bound = config.d_model**-0.5
+            self.head = nnx.Param(
+                jax.random.uniform(rngs.params(), shape[::-1], minval=-bound, maxval=bound)
+            )
 
         @nnx.split_rngs(splits=config.n_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
@@ -108,12 +128,37 @@ class MambaLM(nnx.Module):
 
         self.blocks = stacked(rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens (B, L) of any integer dtype -> logits (B, L, vocab_size) in the output dtype."""
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Compute the logits of the token after each one.
+
+        Args:
+          tokens: (B, L), any integer dtype. One outside the vocabulary makes its logits NaN, and
+            those after it.
+          segment_ids: (B, L), integers, for packed documents: one ends where the number changes,
+            and its tokens have the logits that they have without the others.
+          mask: (B, L), booleans or integers, false or 0 for padding, on the left or the right: the
+            other tokens have the logits that they have without it, and those of padding mean
+            nothing. Padding between tokens parts them as the end of a document does.
+
+        Returns:
+          (B, L, vocab_size), the policy's output dtype.
+
+        Raises:
+          TypeError: an argument is not an array of integers, or `mask` also of booleans.
+          ValueError: a shape does not fit.
+        """
+        tokens, segment_ids = _check(tokens, segment_ids, mask)
         graphdef, params = nnx.split(self.blocks)
 
         def layer(stream, params):
-            return nnx.merge(graphdef, params).layer(*stream), None
+            x, out = stream
+            return nnx.merge(graphdef, params).layer(x, out, segment_ids), None
 
         loop = self.options.scan_layers
         if self.options.remat:
@@ -121,6 +166,46 @@ class MambaLM(nnx.Module):
             layer = jax.checkpoint(layer, prevent_cse=not loop)
         stream, _ = jax.lax.scan(layer, self._embed(tokens), params, unroll=1 if loop else True)
         return self._head(*stream)
+
+    def prefill(
+        self, tokens: jax.Array, state: Cache | None = None, *, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
+        """Read prompts, to go on from with :meth:`step`.
+
+        Args:
+          tokens: (B, L), any integer dtype, L at least 1.
+          state: what earlier tokens left, :meth:`init_state` for none.
+          mask: (B, L), booleans or integers, false or 0 for padding, wherever it stands: a row has
+            the logits and the state that it has without it. A row with padding begins anew,
+            whatever `state` it had; one of padding alone is left with the state before the first
+            token.
+
+        Returns:
+          The logits after every row's last token, (B, vocab_size) in the output dtype, and the
+          state there.
+
+        Raises:
+          TypeError: an argument is not an array of integers, or `mask` also of booleans.
+          ValueError: a shape does not fit.
+        """
+        if mask is not None:
+            tokens, mask = _padded_left(tokens, mask)
+        tokens, segment_ids = _check(tokens, None, mask)
+        if not tokens.shape[1]:
+            raise ValueError(f"tokens must have at least one token a row, got shape {tokens.shape}")
+        graphdef, params = nnx.split(self.blocks)
+
+        def layer(stream, params_and_cache):
+            params, cache = params_and_cache
+            x, out = stream
+            return nnx.merge(graphdef, params).layer_prefill(x, out, cache, segment_ids)
+
+        before = self.init_state(len(tokens)) if state is None else state
+        stream, after = jax.lax.scan(layer, self._embed(tokens), (params, before))
+        if mask is not None:
+            read = mask[None, :, -1, None, None]
+            after = jax.tree.map(lambda leaf: jnp.where(read, leaf, 0), after)
+        return self._head(*(leaf[:, -1] for leaf in stream)), after
 
     def step(self, tokens: jax.Array, state: Cache) -> tuple[jax.Array, Cache]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
@@ -141,26 +226,71 @@ class MambaLM(nnx.Module):
 
     def _embed(self, tokens):
         """The stream, and nothing to add to it yet."""
-        table = self.embedding[...].astype(jnp.float32)
-        if self.config.vocab_size > _PRODUCT_UP_TO:
-            x = rows_of(table, tokens)
+        table, size = self.embedding[...].astype(jnp.float32), self.config.vocab_size
+        if size > _PRODUCT_UP_TO:
+            x = rows_of(table, _counting_to(tokens, size + 1))
         else:
-            chosen = one_hot(tokens, self.config.vocab_size).astype(jnp.float32)
+            chosen = one_hot(tokens, size).astype(jnp.float32)
             x = jnp.matmul(chosen, table, precision="highest")
+        x = nan_if_unknown(x, tokens[..., None], size)
         return x, jnp.zeros(x.shape, self.options.policy.compute)
 
     def _head(self, x, out):
-        policy = self.options.policy
-        x, _ = _add_and_normalise(x, out, self.norm, self.options.implementation)
-        logits = x @ policy.cast_to_compute(self.embedding[...]).T
-        return policy.cast_to_output(logits)
+        policy, config = self.options.policy, self.config
+        x, _ = _add_and_normalise(x, out, self.norm, config.eps, self.options.implementation)
+        weight = self.embedding[...].T if config.tie_embeddings else self.head[...]
+        return policy.cast_to_output(x @ policy.cast_to_compute(weight))
 
 
 def _add_and_normalise(
-    x: jax.Array, out: jax.Array, norm: nnx.Param, implementation: Implementation | None
+    x: jax.Array, out: jax.Array, norm: nnx.Param, eps: float, implementation: Implementation | None
 ) -> tuple[jax.Array, jax.Array]:
     """The normalised sum, in the dtype of `out`, and the sum, in that of the stream `x`."""
-    return jaxkern.rms_norm(out, norm[...], eps=EPS, residual=x, implementation=implementation)
+    return jaxkern.rms_norm(out, norm[...], eps=eps, residual=x, implementation=implementation)
+
+
+def _check(tokens: Any, segment_ids: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The tokens, 0 where the mask says padding, and the segments that both arguments make."""
+    tokens = _integers("tokens", tokens)
+    if tokens.ndim != 2:
+        raise ValueError(
+            f"tokens must have shape (B, L), got {tokens.shape}; give one sequence as tokens[None]"
+        )
+    if segment_ids is not None:
+        segment_ids = _integers("segment_ids", segment_ids, tokens.shape)
+    if mask is None:
+        return tokens, segment_ids
+    mask = _booleans(mask, tokens.shape)
+    tokens = jnp.where(mask, tokens, 0)
+    if segment_ids is None:
+        return tokens, mask.astype(jnp.int32)
+    first = jnp.zeros((len(tokens), 1), bool)
+    ends = (segment_ids[:, 1:] != segment_ids[:, :-1]) | (mask[:, 1:] != mask[:, :-1])
+    return tokens, jnp.cumsum(jnp.concatenate([first, ends], axis=1), axis=1, dtype=jnp.int32)
+
+
+def _integers(name: str, value: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
+    if shape is not None and value.shape != shape:
+        raise ValueError(f"{name} must have shape {shape} = (B, L) of tokens, got {value.shape}")
+    return value
+
+
+def _booleans(mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    mask = jnp.asarray(mask)
+    if mask.dtype == bool:
+        mask = mask.astype(jnp.int32)
+    return _integers("mask", mask, shape) != 0
+
+
+def _padded_left(tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
+    """The same rows with the padding in front."""
+    tokens = _integers("tokens", tokens)
+    mask = _booleans(mask, tokens.shape)
+    order = jnp.argsort(mask, axis=-1, stable=True)
+    return jnp.take_along_axis(tokens, order, -1), jnp.take_along_axis(mask, order, -1)
 
 
 # An indexed read's own gradient adds with atomics on a GPU, in another order on every run. For
@@ -203,7 +333,22 @@ rows_of.defvjp(_rows_fwd, _rows_bwd)
 
 def one_hot(tokens: jax.Array, size: int) -> jax.Array:
     """Tokens (...) of any integer dtype -> (..., size) bool."""
+    tokens = _counting_to(tokens, size)
     return tokens[..., None] == jnp.arange(size, dtype=tokens.dtype)
+
+
+def _counting_to(tokens: jax.Array, size: int) -> jax.Array:
+    """The tokens in a dtype that holds all of `size`."""
+    return tokens if jnp.iinfo(tokens.dtype).max >= size - 1 else tokens.astype(jnp.int32)
+
+
+def nan_if_unknown(values: jax.Array, tokens: jax.Array, size: int) -> jax.Array:
+    """The values, but NaN for a token outside a vocabulary of `size`; shapes broadcast."""
+    limits = jnp.iinfo(tokens.dtype)
+    if limits.min >= 0 and limits.max < size:
+        return values
+    tokens = _counting_to(tokens, size)
+    return jnp.where((tokens >= 0) & (tokens <= size - 1), values, jnp.nan)
 
 
 def count_params(params) -> int:

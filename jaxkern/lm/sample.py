@@ -1,9 +1,16 @@
-"""Decoding: text from a trained model, token by token, with the states carried along."""
+"""Decoding: text from a trained model, token by token, with the states carried along.
+
+Prompts of unequal lengths are decoded together: shorter ones are padded on the left, and the
+padding leaves no trace in the state. Every row draws by a key of its own, made from its seed and
+the token's position, so that it goes on as it would alone.
+"""
 
 import codecs
 import functools
+import math
+import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,204 +19,364 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkern.lm import checkpoint
-from jaxkern.lm.config import ModelConfig, RunError, TrainConfig, resume_config
+from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import SEPARATOR
 from jaxkern.lm.model import Options
-from jaxkern.lm.step import init_state, make_model
+from jaxkern.lm.step import make_model
 from jaxkern.nn.mamba import Cache
-from jaxkern.precision import Policy
 
 _CHUNK = 16  # tokens decoded between two prints
+_PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
 
 
-def sample(
-    run: Path, prompt: str, *, length: int, temperature: float, top_k: int, seed: int
-) -> None:
-    """Load a run's last checkpoint and stream text to stdout.
+def sample(run: Path, prompts: Sequence[str], **options: Any) -> None:
+    """Load a run's last checkpoint and write text to stdout; with one prompt as it is decoded.
 
     Raises:
-        RunError: if the run has no checkpoint, or one that cannot be read.
+        RunError: if the run has no checkpoint, or none that can be read.
     """
-    config = resume_config(checkpoint.read_config(run)["flags"], {})
-    steps = checkpoint.steps(run)
-    if not steps:
-        raise RunError(f"{run} has no checkpoint yet; train it for longer")
-    params = load_params(run, steps[-1], config)
-    graphdef = decoder(config.model)
-    stream(graphdef, params, prompt, length=length, temperature=temperature, top_k=top_k, seed=seed)
-    print(flush=True)
+    from jaxkern.lm import loader
+
+    model, notes = loader.load_run(run)
+    for note in notes:
+        print(f"jaxkern: warning: {note}", file=sys.stderr, flush=True)
+    _write(decoder(model.config), model.params, model.codec, prompts, **options)
 
 
-def sample_hf(
-    folder: Path, prompt: str, *, length: int, temperature: float, top_k: int, seed: int
-) -> None:
-    """Load a checkpoint in the layout of Hugging Face and stream text to stdout.
+def sample_hf(folder: Path, prompts: Sequence[str], **options: Any) -> None:
+    """Load a checkpoint in the layout of Hugging Face and write text to stdout.
 
-    Its tokenizer.json says what its tokens are; without one they are bytes. The text ends at the
+    Its tokenizer.json says what its tokens are; without one they are bytes. A text ends at the
     checkpoint's end-of-text token, or after `length` tokens.
 
     Raises:
-      RunError: if it cannot be read, or its tokens are not known.
+        RunError: if it cannot be read, or its tokens are not known.
     """
-    from jaxkern.lm import hf
+    from jaxkern.lm import loader
 
-    config, params = hf.load(folder)
-    params = jax.tree.map(jnp.asarray, params)
-    graphdef = decoder(config)
-    options = {"length": length, "temperature": temperature, "top_k": top_k, "seed": seed}
-    tokenizer = hf.load_tokenizer(folder)
-    if tokenizer is not None:
-        _stream_tokens(graphdef, params, prompt, tokenizer, hf.read_config(folder), **options)
-    elif config.vocab_size == 256:
-        stream(graphdef, params, prompt, **options)
-    else:
-        raise RunError(
-            f"{folder} holds no tokenizer.json, which says what its {config.vocab_size} tokens are"
-        )
-    print(flush=True)
+    model = loader.load_hf(folder)
+    _write(decoder(model.config), model.params, model.codec, prompts, **options)
 
 
-def load_params(run: Path, step: int, config: TrainConfig) -> Any:
-    """The parameters of a checkpoint, on the default device."""
-    checkpoint.check(run, step, config.model)
-    policy = Policy.parse(config.mixed_precision)
-    like = jax.eval_shape(lambda: init_state(config, policy)).params
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return checkpoint.restore(run, step, "params", checkpoint.abstract(like, device))
+def _write(
+    graphdef: nnx.GraphDef, params: Any, codec: Any, prompts: Sequence[str], **options: Any
+) -> None:
+    if codec is None:
+        raise RunError("the checkpoint holds no tokenizer.json, which says what its tokens are")
+    if len(prompts) == 1:
+        stream(graphdef, params, prompts[0], codec=codec, **options)
+        print(flush=True)
+        return
+    pieces = list(continuations(graphdef, params, codec, prompts, **options))
+    for row, prompt in enumerate(prompts):
+        text = "".join(piece[row] for piece in pieces)
+        print(f"--- {row + 1}\n{prompt}{text}", flush=True)
 
 
 def decoder(model: ModelConfig) -> nnx.GraphDef:
-    """The model as decoding runs it: one row at a time, so in fp32, which costs nothing there."""
+    """The model as decoding runs it: in fp32, which costs nothing for a few rows at a time."""
     return make_model(model, Options())
 
 
-def stream(graphdef: nnx.GraphDef, params: Any, prompt: str, **options: Any) -> None:
+def stream(
+    graphdef: nnx.GraphDef, params: Any, prompt: str, *, codec: Any = None, **options: Any
+) -> None:
     """Write the prompt and what follows it to stdout as it is decoded."""
-    decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
     sys.stdout.write(prompt)
-    for chunk in generate(graphdef, params, prompt.encode("utf-8"), **options):
-        sys.stdout.write(decode(chunk))
+    for (piece,) in continuations(graphdef, params, codec or Bytes(), [prompt], **options):
+        sys.stdout.write(piece)
         sys.stdout.flush()
-    sys.stdout.write(decode(b"", final=True))
-    sys.stdout.flush()
 
 
-def _stream_tokens(
+def continuations(
     graphdef: nnx.GraphDef,
     params: Any,
-    prompt: str,
-    tokenizer: Any,
-    config: dict[str, Any],
+    codec: "Bytes | Tokens",
+    prompts: Sequence[str | bytes],
     **options: Any,
-) -> None:
-    ids = tokenizer.encode(prompt).ids
-    if not ids:
-        first = config.get("bos_token_id")
-        if first is None:
-            raise RunError("this model's text begins with no token of its own; give a --prompt")
-        ids = [first]
-    if max(ids) >= config["vocab_size"]:
-        raise RunError(f"tokenizer.json has tokens beyond the model's {config['vocab_size']}")
-    ends = config.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
-    sys.stdout.write(prompt)
-    shown = tokenizer.decode(ids)
-    for chunk in generate_tokens(graphdef, params, ids, **options):
-        stop = next((i for i, token in enumerate(chunk) if token in ends), None)
-        ids += [int(token) for token in chunk[:stop]]
-        text = tokenizer.decode(ids)
-        # A character of several tokens is not to be shown in part.
-        if stop is not None or not text.endswith("\ufffd"):
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
-            shown = text
-        if stop is not None:
-            return
-    sys.stdout.write(tokenizer.decode(ids)[len(shown) :])
+) -> Iterator[list[str]]:
+    """The texts after prompts, as they are decoded: the next piece of each.
 
-
-def generate(graphdef: nnx.GraphDef, params: Any, prompt: bytes, **options: Any) -> Iterator[bytes]:
-    """`generate_tokens` for a model of bytes: those after a prompt, which may be empty.
-
-    The separator of texts stands before the prompt and is never drawn.
+    Args:
+        graphdef: from `decoder`.
+        params: the model's parameters.
+        codec: how text becomes tokens.
+        prompts: texts, which may be empty.
+        **options: of `generate_tokens`.
     """
-    tokens = bytes([SEPARATOR]) + prompt
-    for chunk in generate_tokens(graphdef, params, tokens, never=SEPARATOR, **options):
-        yield chunk.astype(np.uint8).tobytes()
+    ids = [codec.encode(prompt) for prompt in prompts]
+    decode = [codec.decoder(tokens) for tokens in ids]
+    going = [True] * len(ids)
+    for chunk in generate_tokens(graphdef, params, ids, never=codec.never, **options):
+        pieces = [""] * len(ids)
+        for row in filter(going.__getitem__, range(len(ids))):
+            tokens = chunk[row].tolist()
+            stop = next((i for i, token in enumerate(tokens) if token in codec.ends), None)
+            going[row] = stop is None
+            pieces[row] = decode[row](tokens[:stop], not going[row])
+        yield pieces
+        if not any(going):
+            return
+    yield [decode[row]([], True) if going[row] else "" for row in range(len(ids))]
+
+
+class Bytes:
+    """The text of a model of bytes: UTF-8, after the separator of texts, which is never drawn."""
+
+    never: int | None = SEPARATOR
+    ends: frozenset[int] = frozenset()
+
+    def encode(self, prompt: str | bytes) -> list[int]:
+        """The tokens of a prompt; bytes that are no text came as lone surrogates."""
+        text = prompt.encode("utf-8", "surrogateescape") if isinstance(prompt, str) else prompt
+        return [SEPARATOR, *text]
+
+    def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
+        """A function (next tokens, whether they are the last) -> the text that they complete."""
+        del prompt
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        return lambda tokens, final: decode(bytes(tokens), final)
+
+
+class Tokens:
+    """The text of a model with a tokenizer.
+
+    Args:
+        tokenizer: a ``tokenizers.Tokenizer``.
+        config: config.json, which names the tokens that begin and end a text.
+    """
+
+    never: int | None = None
+
+    def __init__(self, tokenizer: Any, config: dict[str, Any]):
+        self._tokenizer = tokenizer
+        self._first: Any = config.get("bos_token_id")
+        self._size = config["vocab_size"]
+        ends = config.get("eos_token_id")
+        self.ends = frozenset(ends if isinstance(ends, list) else [ends])
+
+    def encode(self, prompt: str | bytes) -> list[int]:
+        """The tokens of a prompt, of one that is empty the first of any text."""
+        if isinstance(prompt, str):
+            prompt = prompt.encode("utf-8", "surrogateescape")
+        ids: list[int] = self._tokenizer.encode(prompt.decode("utf-8", "replace")).ids
+        if not ids and self._first is None:
+            raise RunError("this model's text begins with no token of its own; give a --prompt")
+        if not ids:
+            ids = [self._first]
+        if max(ids) >= self._size:
+            raise RunError(
+                f"tokenizer.json has token {max(ids)}, and the model has {self._size}; give the "
+                "tokenizer that the model was trained with"
+            )
+        return ids
+
+    def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
+        """A function (next tokens, whether they are the last) -> the text that they complete."""
+        ids = list(prompt)
+        shown = self._tokenizer.decode(ids)
+
+        def decode(tokens: Sequence[int], final: bool) -> str:
+            nonlocal shown
+            ids.extend(tokens)
+            text = self._tokenizer.decode(ids)
+            # A character of several tokens is not to be shown in part.
+            if text.endswith("\ufffd") and not final:
+                return ""
+            new, shown = text[len(shown) :], text
+            return new
+
+        return decode
 
 
 def generate_tokens(
     graphdef: nnx.GraphDef,
     params: Any,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
     never: int | None = None,
     length: int = 400,
     temperature: float = 0.8,
     top_k: int = 40,
+    top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[np.ndarray]:
-    """Decode `length` tokens after a prompt.
+    """Decode `length` tokens after each of several prompts, B, of any lengths.
 
     Args:
         graphdef: from `decoder`.
         params: the model's parameters.
-        prompt: at least one token.
+        prompts: sequences of tokens, each with at least one.
         never: a token that is not drawn.
         length: how many tokens to decode.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens; 0 for all.
-        seed: of the draws.
+        top_p: draw from the likeliest tokens that together have this probability, at least from
+            one.
+        seed: of the draws: prompt i is continued as it is alone with ``seed + i``.
 
     Yields:
-        The tokens after the prompt, in pieces, int32.
+        The tokens after the prompts, in pieces (B, n), int32.
+
+    Raises:
+        TypeError: an option or a prompt is not of numbers.
+        ValueError: an option has a value that it cannot have, or a prompt has no token, or one
+            outside the vocabulary.
+        RunError: the model's logits are not numbers.
     """
-    logits, state = _prefill(graphdef, params, jnp.asarray(list(prompt), jnp.int32))
-    draw = functools.partial(_draw, temperature=temperature, top_k=top_k, never=never)
-    step = jax.jit(functools.partial(_decode, graphdef, draw))
-    key = jax.random.key(seed)
+    size = nnx.merge(graphdef, params).config.vocab_size
+    ids = _check_prompts(prompts, size)
+    options = _check_options(length, temperature, top_k, top_p, seed)
+    length, temperature, top_k, top_p, seed = options
+    greedy = temperature < np.finfo(np.float32).tiny or top_k == 1
+    static = {"top_k": min(top_k, size), "never": never, "greedy": greedy, "nucleus": top_p < 1}
+    return _generate(graphdef, params, ids, length, temperature, top_p, seed, static)
+
+
+def _generate(graphdef, params, ids, length, temperature, top_p, seed, static):
+    keys = jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(
+        jnp.arange(seed, seed + len(ids), dtype=jnp.uint32)
+    )
+    logits, state = _read(graphdef, params, ids)
     for start in range(0, length, _CHUNK):
-        key, chunk_key = jax.random.split(key)
-        logits, state, chunk = step(params, logits, state, chunk_key)
-        yield np.asarray(chunk)[: length - start]
+        logits, state, chunk = _decode(
+            graphdef, params, logits, state, keys, start, temperature, top_p, **static
+        )
+        chunk = np.asarray(chunk)[:, : length - start]
+        if (chunk < 0).any():
+            raise RunError(
+                "the model's logits are not numbers: its parameters are damaged, or its training "
+                "diverged; take an earlier checkpoint"
+            )
+        yield chunk
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
+    if not len(prompts):
+        raise ValueError("prompts must have at least one prompt, got none")
+    if np.ndim(prompts[0]) == 0 or isinstance(prompts, (str, bytes)):
+        raise TypeError("prompts must be a sequence of prompts; give a single one as [prompt]")
+    ids = [np.asarray(prompt) for prompt in prompts]
+    for i, prompt in enumerate(ids):
+        if not prompt.size:
+            raise ValueError(f"prompts[{i}] must have at least one token, got none")
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise TypeError(
+                f"prompts[{i}] must be a sequence of integers, got shape {prompt.shape} and dtype "
+                f"{prompt.dtype}"
+            )
+        if prompt.min() < 0 or prompt.max() >= size:
+            wrong = prompt[(prompt < 0) | (prompt >= size)][0]
+            raise ValueError(f"prompts[{i}] has token {wrong}, and the model has 0 to {size - 1}")
+    return ids
+
+
+def _check_options(length, temperature, top_k, top_p, seed) -> tuple[int, float, int, float, int]:
+    def whole(name, value, least, below=None):
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} must be a whole number, got {value!r}") from None
+        if value < least or (below is not None and value >= below):
+            rule = f"at least {least}" if below is None else f"from {least} to {below - 1}"
+            raise ValueError(f"{name} must be {rule}, got {value}")
+        return value
+
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}; 1 draws from all")
+    length, top_k = whole("length", length, 0), whole("top_k", top_k, 0)
+    return length, float(temperature), top_k, float(top_p), whole("seed", seed, 0, 2**31)
+
+
+def _read(graphdef, params, ids: list[np.ndarray]) -> tuple[jax.Array, Cache]:
+    """Read prompts; logits (B, V) after the last token of each, and the state.
+
+    Padded to few lengths, as each is compiled.
+    """
+    longest = max(map(len, ids))
+    length = max(16, 1 << (longest - 1).bit_length())
+    if longest > _PART:
+        length = -(-longest // _PART) * _PART
+    tokens, mask = np.zeros((len(ids), length), np.int32), np.zeros((len(ids), length), bool)
+    for row, prompt in enumerate(ids):
+        tokens[row, length - len(prompt) :] = prompt
+        mask[row, length - len(prompt) :] = True
+    logits: Any = None
+    state: Any = None
+    for start in range(0, length, _PART):
+        part = np.s_[:, start : start + _PART]
+        logits, state = _prefill(graphdef, params, tokens[part], mask[part], state)
+    return logits, state
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(graphdef, params, tokens):
-    """Feed (T,) tokens; logits (1, V) after the last, and the state."""
-    model = nnx.merge(graphdef, params)
-    state = model.init_state(1)
-    first = jnp.zeros((1, model.config.vocab_size), model.options.policy.output)
-
-    def feed(carry, token):
-        _, state = carry
-        return model.step(token[None], state), None
-
-    return jax.lax.scan(feed, (first, state), tokens)[0]
+def _prefill(graphdef, params, tokens, mask, state):
+    with _exactly():
+        return nnx.merge(graphdef, params).prefill(tokens, state, mask=mask)
 
 
-def _decode(graphdef, draw, params, logits, state: Cache, key):
-    """The next _CHUNK tokens, given the logits of the first of them."""
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("top_k", "never", "greedy", "nucleus")
+)
+def _decode(graphdef, params, logits, state: Cache, keys, start, temperature, top_p, **static):
+    """The next _CHUNK tokens, (B, _CHUNK), given the logits of the first of them.
+
+    They are those after the first `start`. Where a row's logits are not numbers they are -1.
+    """
     model = nnx.merge(graphdef, params)
 
-    def one(carry, key):
+    def one(carry, position):
         logits, state = carry
-        token = draw(logits, key)
-        return model.step(token, state), token[0]
+        key = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
+        token = _draw(logits, key, temperature, top_p, **static)
+        return model.step(token, state), token
 
-    (logits, state), chunk = jax.lax.scan(one, (logits, state), jax.random.split(key, _CHUNK))
-    return logits, state, chunk
+    with _exactly():
+        positions = start + jnp.arange(_CHUNK)
+        (logits, state), chunk = jax.lax.scan(one, (logits, state), positions)
+    return logits, state, chunk.T
 
 
-def _draw(logits, key, *, temperature: float, top_k: int, never: int | None = SEPARATOR):
-    """One token per row of logits (B, V): (B,) int32."""
+def _exactly() -> Any:
+    """Products of fp32 as such: a GPU rounds their factors, by a choice for every batch size."""
+    return jax.default_matmul_precision("highest")
+
+
+def _draw(
+    logits,
+    keys,
+    temperature,
+    top_p=1.0,
+    *,
+    top_k: int = 0,
+    never: int | None = None,
+    greedy: bool = False,
+    nucleus: bool = False,
+):
+    """One token per row of logits (B, V), by its key (B,): (B,) int32."""
     logits = logits.astype(jnp.float32)
     if never is not None:
         logits = logits.at[:, never].set(-jnp.inf)
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if 0 < top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
+    most = jnp.max(logits, axis=-1, keepdims=True)
+    if greedy:
+        token = jnp.argmax(logits, axis=-1)
+    else:
+        # Of the differences, so that no temperature overflows.
+        scaled = (logits - most) / temperature
+        ranked = None
+        if top_k or nucleus:
+            scaled, ranked = jax.lax.top_k(scaled, top_k or scaled.shape[-1])
+        if nucleus:
+            probs = jax.nn.softmax(scaled)
+            likelier = jnp.cumsum(probs, axis=-1) - probs
+            first = jnp.arange(scaled.shape[-1]) == 0
+            scaled = jnp.where((likelier < top_p) | first, scaled, -jnp.inf)
+        token = jax.vmap(jax.random.categorical)(keys, scaled)
+        if ranked is not None:
+            token = jnp.take_along_axis(ranked, token[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.isfinite(most[:, 0]), token, -1).astype(jnp.int32)

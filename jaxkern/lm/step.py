@@ -18,7 +18,7 @@ from jax import lax
 
 import jaxkern
 from jaxkern.lm.config import ModelConfig, TrainConfig
-from jaxkern.lm.model import MambaLM, Options, decayed, one_hot
+from jaxkern.lm.model import MambaLM, Options, decayed, nan_if_unknown, one_hot
 from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.optim.transforms import FusedAdamState
 from jaxkern.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
@@ -90,11 +90,44 @@ def init_state(config: TrainConfig, policy: Policy) -> TrainState:
     )
 
 
-def loss_fn(graphdef: nnx.GraphDef, params: Params, windows: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats of bytes 1…L of each window (B, L + 1), given those before."""
-    logits = nnx.merge(graphdef, params)(windows[:, :-1]).astype(jnp.float32)
-    labels = one_hot(windows[:, 1:], logits.shape[-1])
-    return -jnp.sum(jax.nn.log_softmax(logits), axis=-1, where=labels).mean()
+def loss_fn(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    windows: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """Mean cross-entropy in nats of tokens 1…L of each window (B, L + 1), given those before.
+
+    Args:
+      graphdef: the model's structure, from `make_model`.
+      params: its parameters.
+      windows: (B, L + 1), any integer dtype.
+      segment_ids: (B, L + 1), integers, for packed documents: one ends where the number changes.
+        None sees another, and the first token of each is not predicted.
+      mask: (B, L + 1), booleans or integers, false or 0 for padding: neither it nor the first token
+        after it is predicted.
+
+    Returns:
+      (), float32, over the tokens that are predicted: 0 if there are none, NaN if one of them is
+      outside the vocabulary.
+    """
+    before = lambda leaf: None if leaf is None else leaf[:, :-1]
+    model = nnx.merge(graphdef, params)
+    logits = model(windows[:, :-1], segment_ids=before(segment_ids), mask=before(mask))
+    logits, targets = logits.astype(jnp.float32), windows[:, 1:]
+    labels = one_hot(targets, logits.shape[-1])
+    losses = -jnp.sum(jax.nn.log_softmax(logits), axis=-1, where=labels)
+    losses = nan_if_unknown(losses, targets, logits.shape[-1])
+    if segment_ids is None and mask is None:
+        return losses.mean()
+    counted = jnp.ones(targets.shape, bool)
+    if segment_ids is not None:
+        counted &= segment_ids[:, 1:] == segment_ids[:, :-1]
+    if mask is not None:
+        counted &= (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    return jnp.sum(losses, where=counted) / jnp.maximum(jnp.sum(counted), 1)
 
 
 def make_train_step(

@@ -1,0 +1,240 @@
+"""Trained models in Python: a run's newest checkpoint, or one of Hugging Face's layout."""
+
+import dataclasses
+import functools
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.lm import checkpoint
+from jaxkern.lm.config import ModelConfig, RunError
+
+try:
+    from flax import nnx
+
+    from jaxkern.lm import sample
+    from jaxkern.lm.model import MambaLM, Options
+    from jaxkern.lm.step import make_model
+except ImportError as error:
+    raise ImportError('jaxkern.lm.load needs flax; run: pip install "jaxkern[lm]"') from error
+
+from jaxkern.precision import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A trained language model, to be called and sampled from.
+
+    Attributes:
+      config: its shape.
+      params: its parameters, a nested dict of arrays; :meth:`module` says what they are of.
+      step: the optimizer steps that it has been trained for; ``None`` if that is not known.
+      codec: how text becomes tokens and tokens text; ``None`` if the checkpoint does not say.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxkern.lm.config import PRESETS
+      >>> from jaxkern.lm.loader import LanguageModel, initial
+      >>> model = initial(PRESETS["micro"].model)
+      >>> model(jnp.array([[100, 101, 102]])).shape  # (B, L) -> (B, L, vocab_size)
+      (1, 3, 256)
+      >>> [len(text) for text in model.generate(["def ", "a longer prompt"], length=8, top_k=1)]
+      [8, 8]
+    """
+
+    config: ModelConfig
+    params: Any = dataclasses.field(repr=False)
+    step: int | None = None
+    codec: Any = dataclasses.field(default=sample.Bytes(), repr=False)
+
+    def module(self, options: Options | None = None) -> MambaLM:
+        """The flax.nnx module with these parameters, to be trained further or changed.
+
+        Args:
+          options: how it runs: dtypes, implementation, recomputation.
+        """
+        return nnx.merge(make_model(self.config, options or Options()), self.params)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Tokens (B, L) -> logits (B, L, vocab_size), as :meth:`MambaLM.__call__`, compiled."""
+        graphdef = make_model(self.config, Options())
+        return _logits(graphdef, self.params, tokens, segment_ids, mask)
+
+    @overload
+    def generate(self, prompts: str, **options: Any) -> str: ...
+
+    @overload
+    def generate(self, prompts: Sequence[str], **options: Any) -> list[str]: ...
+
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> Any:
+        """Continue texts.
+
+        Args:
+          prompts: a text, or several of any lengths; each is continued as it is alone.
+          **options: `length` (tokens, 400), `temperature` (0.8; 0 takes the likeliest), `top_k`
+            (40; 0 for all), `top_p` (1), `seed` (0; text i draws by ``seed + i``).
+
+        Returns:
+          What follows the text, or a list of what follows each.
+
+        Raises:
+          TypeError, ValueError: an option has a value that it cannot have.
+          RunError: the checkpoint does not say what its tokens are, or has logits that are not
+            numbers.
+        """
+        several = [prompts] if isinstance(prompts, (str, bytes)) else list(prompts)
+        if not several:
+            return []
+        texts = [""] * len(several)
+        for pieces in self._continuations(several, **options):
+            texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+        return texts[0] if isinstance(prompts, (str, bytes)) else texts
+
+    def stream(self, prompt: str, **options: Any) -> Iterator[str]:
+        """What :meth:`generate` returns for one text, in pieces, as it is decoded."""
+        return (piece for (piece,) in self._continuations([prompt], **options))
+
+    def _continuations(self, prompts: Sequence[str], **options: Any) -> Iterator[list[str]]:
+        if self.codec is None:
+            raise RunError(
+                "the checkpoint holds no tokenizer.json, which says what its "
+                f"{self.config.vocab_size} tokens are"
+            )
+        graphdef = sample.decoder(self.config)
+        return sample.continuations(graphdef, self.params, self.codec, prompts, **options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(graphdef, params, tokens, segment_ids, mask):
+    return nnx.merge(graphdef, params)(tokens, segment_ids=segment_ids, mask=mask)
+
+
+def initial(config: ModelConfig, seed: int = 0) -> LanguageModel:
+    """A model of a given shape before any training."""
+    make = lambda: nnx.to_pure_dict(nnx.state(MambaLM(config, rngs=nnx.Rngs(seed))))
+    return LanguageModel(config, jax.jit(make)(), 0)
+
+
+def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
+    """Load a trained language model; see :func:`jaxkern.lm.load`."""
+    folder = Path(folder)
+    if not folder.exists():
+        raise RunError(f"there is no folder {folder}; {how_to_get(folder)}")
+    if _is_hf(folder):
+        if step is not None:
+            raise RunError(f"{folder} is no run, so that it has no step {step}; leave step out")
+        return load_hf(folder)
+    model, notes = load_run(folder, step=step)
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
+    return model
+
+
+def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list[str]]:
+    """Load a run's newest checkpoint that is whole, or that of a step.
+
+    Args:
+      run: the run's folder.
+      step: which checkpoint; by default the newest.
+
+    Returns:
+      The model, and what to tell of damaged checkpoints that are newer.
+
+    Raises:
+      RunError: with what is wrong and what to do.
+    """
+    run = Path(run)
+    _check_is_run(run)
+    stored = checkpoint.read_config(run)
+    try:
+        config = ModelConfig(**stored["model"])
+        policy = Policy.parse(stored["precision"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{run / 'config.json'} was written by {_version(stored)} of jaxkern, and this one "
+            f"cannot read it ({error}); install that one, or train again"
+        ) from None
+    steps = checkpoint.steps(run)
+    if not steps:
+        raise RunError(f"{run} has no checkpoint yet; train it for longer")
+    damaged = []
+    if step is None:
+        step, damaged = checkpoint.newest(run, config)
+    elif step in steps:
+        checkpoint.check(run, step, config)
+    else:
+        raise RunError(
+            f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
+        )
+    notes = [f"{what}; that of step {step} is loaded" for what in damaged]
+    return LanguageModel(config, _params(run, step, config, policy), step), notes
+
+
+def load_hf(folder: Path | str) -> LanguageModel:
+    """Load a checkpoint in the layout of Hugging Face; see :func:`jaxkern.lm.hf.load`.
+
+    Without a tokenizer.json a model of 256 tokens is one of bytes.
+    """
+    from jaxkern.lm import hf
+
+    config, params = hf.load(folder)
+    tokenizer = hf.load_tokenizer(Path(folder))
+    codec: Any = sample.Bytes() if config.vocab_size == 256 else None
+    if tokenizer is not None:
+        codec = sample.Tokens(tokenizer, hf.read_config(Path(folder)))
+    return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)
+
+
+def _params(run: Path, step: int, config: ModelConfig, policy: Policy) -> Any:
+    """The parameters of a checkpoint, on the default device."""
+    make = lambda: nnx.to_pure_dict(nnx.state(MambaLM(config, rngs=nnx.Rngs(0))))
+    like = jax.eval_shape(lambda: policy.cast_to_params(make()))
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return checkpoint.restore(run, step, "params", checkpoint.abstract(like, device))
+
+
+def _check_is_run(run: Path) -> None:
+    """Say which folder is meant, where it is another one."""
+    if run.parent.name == "checkpoints" and (run / "manifest.json").exists():
+        raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
+    if _is_hf(run):
+        raise RunError(
+            f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
+            "jaxkern sample --hf, or jaxkern.lm.load"
+        )
+
+
+def _is_hf(folder: Path) -> bool:
+    try:
+        content = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "format" not in content and "model_type" in content
+
+
+def how_to_get(folder: Path) -> str:
+    """What to do about a folder that is not there, which may be a name of Hugging Face's hub."""
+    name = folder.as_posix()
+    if len(folder.parts) == 2 and not folder.is_absolute() and folder.parts[0] not in ("..", "."):
+        return (
+            f"if it is a model of Hugging Face's hub, download it, for example by: hf download "
+            f"{name} --local-dir {folder.name} and give the folder {folder.name}"
+        )
+    return "give one that jaxkern train, transformers or hf download has written"
+
+
+def _version(stored: dict[str, Any]) -> str:
+    versions = stored.get("versions")
+    known = versions.get("jaxkern") if isinstance(versions, dict) else None
+    return "another version" if known is None else f"version {known}"
