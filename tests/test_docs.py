@@ -1,5 +1,6 @@
 """The documents: examples that run, names that exist, links that hold on the site and off it."""
 
+import ast
 import doctest
 import importlib.util
 import re
@@ -63,6 +64,22 @@ def test_readme_has_every_op_and_the_reference_every_name():
     ops = [name for name in described if name not in ("lowering_for", "Gpu")]
     assert [name for name in ops if f"`{name}`" not in table] == []
     assert table.index("`selective_scan`") < table.index("`gelu`")
+
+
+@pytest.mark.parametrize("library", ["flax", "linen", "equinox"])
+def test_reference_has_what_a_module_of_layers_takes_from_another(library):
+    """Sphinx describes by itself what the module defines, not what it hands on."""
+    tree = ast.parse((ROOT / "jaxkern" / "nn" / f"{library}.py").read_text())
+    names = [
+        alias.name
+        for statement in ast.walk(tree)
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+        if alias.asname == alias.name
+    ]
+    reference = (SITE / "layers.rst").read_text()
+    assert names
+    assert [name for name in names if f":: jaxkern.nn.{library}.{name}\n" not in reference] == []
 
 
 def test_documents_name_only_commands_and_flags_that_exist(capsys):
