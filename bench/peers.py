@@ -31,8 +31,9 @@ _MODULES = {
     "mamba_ssm": "mamba_ssm",
     "compile": "torch",
     "optax": "optax",
+    "update": "optax",
 }
-_OF_JAX = ("jax", "tokamax", "optax")
+_OF_JAX = ("jax", "tokamax", "optax", "update")
 
 
 def installed() -> list[str]:
@@ -40,7 +41,8 @@ def installed() -> list[str]:
 
     ``jax`` is what a user would write, with sums of products in fp32 but for ``acc + x.T @ dout``,
     ``torch`` the formula in PyTorch's own functions, and ``compile`` that through
-    ``torch.compile``; ``optax`` has optimizers alone.
+    ``torch.compile``; ``optax`` has optimizers alone, and so has ``update``, jaxkern's as Optax
+    runs any.
     """
     return [name for name, module in _MODULES.items() if importlib.util.find_spec(module)]
 
@@ -49,7 +51,7 @@ def has(case: Case | Step, name: str) -> bool:
     """Whether a peer has what the case computes."""
     if isinstance(case, Step):
         of_optax = not {"mu_dtype", "nu_dtype"} & case.options.keys()
-        has_it = {"optax": of_optax, "torch": not case.options}
+        has_it = {"optax": of_optax, "torch": not case.options, "update": True}
         return case.op == "fused_adamw" and has_it.get(name, False)
     if name == "tokamax":
         return _key(case) in _EPS

@@ -29,6 +29,7 @@ NAMES = {
     "xla": "plain JAX",
     "xla-loop": "plain JAX, layers in a loop",
     "optax": "optax",
+    "update": "jaxkern's update",
     "tokamax": "tokamax",
     "jax": "JAX by hand",
     "compile": "torch.compile",

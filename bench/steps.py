@@ -113,8 +113,10 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
     Args:
       step: what to do. ``"scale_gradients"`` scales what it is given as `params`, and its state is
         whether they were finite.
-      name: by an implementation of jaxkern, or by ``"optax"``."""
-    implementation: Any = name
+      name: by an implementation of jaxkern, by ``"optax"``, or by ``"update"``, jaxkern's as Optax
+        runs any: its ``update`` and ``optax.apply_updates``.
+    """
+    implementation: Any = None if name == "update" else name
     loss_scale = StaticLossScale(1024.0)
     if step.op == "scale_gradients":
         scale = functools.partial(jaxkern.scale_gradients, implementation=implementation)
@@ -127,6 +129,13 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
             _RATE, weight_decay=_DECAY, mask=decays, implementation=implementation, **step.options
         )
         given = loss_scale if step.scaled else None
+        if name == "update":
+
+            def two_passes(grads: Any, state: Any, params: Any) -> Any:
+                updates, state = tx.update(grads, state, params, loss_scale=given)
+                return optax.apply_updates(params, updates), state
+
+            return tx.init, two_passes
         return tx.init, lambda grads, state, params: jaxkern.apply(
             tx, grads, state, params, loss_scale=given
         )

@@ -101,21 +101,24 @@ def test_absent_peer_is_named(tmp_path, capsys):
 
 def test_optimizer_steps_are_timed_beside_optax(tmp_path, monkeypatch):
     out = tmp_path / "r.json"
-    args = ["--op", "fused_adamw", "--calls", "1", "--vs", "xla,optax,liger", "--out", str(out)]
-    monkeypatch.setattr(peers, "installed", lambda: ["optax", "liger"])
+    args = ["--op", "fused_adamw", "--calls", "1", "--vs", "xla,optax,update,liger"]
+    args += ["--out", str(out)]
+    monkeypatch.setattr(peers, "installed", lambda: ["optax", "update", "liger"])
     assert run.main(args) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(r["implementation"], r["direction"]) for r in rows] == [
         ("xla", "step"),
         ("optax", "step"),
+        ("update", "step"),
     ]
 
 
 def test_optax_does_the_same_steps():
     found = {s.shape: s for s in steps.steps(small=False) if s.op == "fused_adamw"}
     for shape in ("100M", "100M-master", "100M-folded"):
-        changes = (steps.changes_of(found[shape], name)() for name in ("optax", "xla"))
-        steps.check(found[shape], *changes)
+        for name in ("optax", "update"):
+            changes = (steps.changes_of(found[shape], by)() for by in (name, "xla"))
+            steps.check(found[shape], *changes)
     assert peers.has(found["100M-folded"], "optax")
     assert not peers.has(found["100M-8-bit-state"], "optax")
 
