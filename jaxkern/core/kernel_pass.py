@@ -46,6 +46,7 @@ from jaxkern.core.lowering import (
     kernel_call,
     placed,
     result_types,
+    standard_promotion,
     surroundings,
 )
 
@@ -156,7 +157,8 @@ class _Finish:
         call = self._of_one
         for axes in self.in_axes:
             call = jax.vmap(call, axes)
-        return call(*arrays)
+        with standard_promotion():
+            return call(*arrays)
 
     def _of_one(self, *arrays: Any) -> Arrays:
         count = len(self.present)

@@ -79,7 +79,8 @@ class Local:
         call = lambda *arrays: self.function(*placed(arrays, self.present, self.arguments))
         for axes in self.in_axes:
             call = jax.vmap(call, axes)
-        return call(*arrays)
+        with standard_promotion():
+            return call(*arrays)
 
     def __call__(self, *arrays: Any) -> Arrays:
         """The results that are present."""
@@ -267,12 +268,21 @@ def _export(name: str, kernel: Local, types: Any, gpu: Gpu, precision: Any) -> e
 
 
 @contextlib.contextmanager
+def standard_promotion() -> Iterator[None]:
+    """JAX's promotion of dtypes and ranks, which the package's own code relies on.
+
+    A user who has JAX refuse them means expressions of their own.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@contextlib.contextmanager
 def _configured(precision: str | None) -> Iterator[None]:
     """JAX as kernels are written for, however the user has configured it."""
     with (
+        standard_promotion(),
         jax.enable_x64(False),
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
         jax.default_matmul_precision(precision),
         jax.debug_nans(False),
         jax.debug_infs(False),

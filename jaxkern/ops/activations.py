@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
+from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops.curves import (
     CURVES,
     PLAIN,
@@ -43,6 +44,7 @@ from jaxkern.ops.curves import (
 from jaxkern.ops.elementwise import Lanes, launch, too_large, unit
 
 
+@standard_promotion()
 def relu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Rectified linear unit.
 
@@ -70,6 +72,7 @@ def relu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
     return _activation("relu", "relu", x, implementation)
 
 
+@standard_promotion()
 def relu_squared(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Square of the rectified linear unit.
 
@@ -96,6 +99,7 @@ def relu_squared(x: jax.Array, *, implementation: Implementation | None = None) 
     return _activation("relu_squared", "relu_squared", x, implementation)
 
 
+@standard_promotion()
 def silu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Sigmoid linear unit, also called swish.
 
@@ -128,6 +132,7 @@ def silu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
     return _activation("silu", "silu", x, implementation)
 
 
+@standard_promotion()
 def gelu(
     x: jax.Array, *, approximate: bool = True, implementation: Implementation | None = None
 ) -> jax.Array:
@@ -165,6 +170,7 @@ def gelu(
     return _activation("gelu", gelu_curve(approximate), x, implementation)
 
 
+@standard_promotion()
 def quick_gelu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Gaussian error linear unit, approximated by the logistic function as in CLIP.
 
@@ -193,6 +199,7 @@ def quick_gelu(x: jax.Array, *, implementation: Implementation | None = None) ->
     return _activation("quick_gelu", "quick_gelu", x, implementation)
 
 
+@standard_promotion()
 def sigmoid(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Logistic function.
 
@@ -216,6 +223,7 @@ def sigmoid(x: jax.Array, *, implementation: Implementation | None = None) -> ja
     return _activation("sigmoid", "sigmoid", x, implementation)
 
 
+@standard_promotion()
 def tanh(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Hyperbolic tangent.
 

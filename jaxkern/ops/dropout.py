@@ -43,6 +43,7 @@ from jax.core import Tracer
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
+from jaxkern.core.lowering import standard_promotion
 from jaxkern.core.mosaic import join_lanes, multiply_wide
 from jaxkern.ops.activations import factors, unsupported
 from jaxkern.ops.curves import (
@@ -71,6 +72,7 @@ _Wide = Callable[[Any, int], _Pair]
 """(a, b) -> the upper and the lower half of a · b."""
 
 
+@standard_promotion()
 def dropout(
     x: jax.Array,
     rate: Any,
@@ -127,6 +129,7 @@ def dropout(
     return _dropped(x, None, rate, key, _Options("dropout", curve_name, mode))
 
 
+@standard_promotion()
 def dropout_add(
     x: jax.Array,
     residual: jax.Array,

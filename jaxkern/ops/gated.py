@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
+from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops.activations import factors, unsupported
 from jaxkern.ops.curves import (
     PLAIN,
@@ -50,6 +51,7 @@ from jaxkern.ops.curves import (
 from jaxkern.ops.elementwise import Lanes, launch
 
 
+@standard_promotion()
 def glu(
     gate: jax.Array,
     up: jax.Array,
@@ -92,6 +94,7 @@ def glu(
     return _gated("glu", check_unit(activation, 1.0, None, 0.0), gate, up, implementation)
 
 
+@standard_promotion()
 def swiglu(
     gate: jax.Array,
     up: jax.Array,
@@ -148,6 +151,7 @@ def swiglu(
     return _gated("swiglu", unit, gate, up, implementation)
 
 
+@standard_promotion()
 def geglu(
     gate: jax.Array,
     up: jax.Array,
@@ -182,6 +186,7 @@ def geglu(
     return _gated("geglu", Unit(gelu_curve(approximate)), gate, up, implementation)
 
 
+@standard_promotion()
 def reglu(
     gate: jax.Array, up: jax.Array, *, implementation: Implementation | None = None
 ) -> jax.Array:
@@ -211,6 +216,7 @@ def reglu(
     return _gated("reglu", Unit("relu"), gate, up, implementation)
 
 
+@standard_promotion()
 def silu_and_mul(
     gate_up: jax.Array,
     *,
@@ -257,6 +263,7 @@ def silu_and_mul(
     return _halves("silu_and_mul", unit, gate_up, implementation)
 
 
+@standard_promotion()
 def gelu_and_mul(
     gate_up: jax.Array,
     *,

@@ -10,11 +10,13 @@ import jax
 
 from jaxkern.core.dispatch import Implementation
 from jaxkern.core.kernel_pass import named
+from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear.api import linear
 from jaxkern.ops.norm import layer_norm, rms_norm
 
 
+@standard_promotion()
 def rms_norm_linear(
     x: jax.Array,
     weight: jax.Array | None,
@@ -66,6 +68,7 @@ def rms_norm_linear(
     return named("rms_norm_linear", jax.checkpoint(call)(x, weight, bias, w, b))
 
 
+@standard_promotion()
 def layer_norm_linear(
     x: jax.Array,
     weight: jax.Array | None,

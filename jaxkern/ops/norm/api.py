@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, check_number
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
+from jaxkern.core.lowering import standard_promotion
 from jaxkern.core.mosaic import LANES
 from jaxkern.ops.curves import Activation, check_activation, named_curve
 from jaxkern.ops.norm.backward import launch_bwd
@@ -84,6 +85,7 @@ def rms_norm(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@standard_promotion()
 def rms_norm(
     x: jax.Array,
     weight: jax.Array | None = None,
@@ -210,6 +212,7 @@ def layer_norm(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@standard_promotion()
 def layer_norm(
     x: jax.Array,
     weight: jax.Array | None = None,
