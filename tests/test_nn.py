@@ -96,6 +96,69 @@ def test_a_policy_sets_the_dtypes():
     assert jax.eval_shape(policy.cast_to_compute(mlp), jnp.ones((2, 16), FP16)).dtype == FP16
 
 
+# Every layer of a library, as (layer, x) -> result, made for an implementation and with dtypes.
+
+NAMES = ("RMSNorm", "LayerNorm", "Linear", "Dropout", "SwiGLU", "Mamba")
+
+
+def every_nnx(name, key, implementation=None, **dtypes):
+    size = {"Linear": (8, 4), "Dropout": (0.5,), "SwiGLU": (8, 16)}.get(name, (8,))
+    options = dtypes | {"implementation": implementation}
+    graphdef, params = nnx.split(getattr(jk_nnx, name)(*size, **options, rngs=nnx.Rngs(0)))
+    keys = {"rngs": key} if name == "Dropout" else {}
+    return params, lambda params, x: nnx.merge(graphdef, params)(x, **keys)
+
+
+def every_linen(name, key, implementation=None, **dtypes):
+    size = {"Linear": (4,), "Dropout": (0.5,), "SwiGLU": (16,), "Mamba": (8,)}.get(name, ())
+    options = dtypes | ({"deterministic": False} if name == "Dropout" else {})
+    made = getattr(jk_linen, "Dense" if name == "Linear" else name)
+    layer = made(*size, **options, implementation=implementation)
+    rngs = {"params": key, "dropout": key}
+    params = jax.eval_shape(layer.init, rngs, jnp.ones((2, 3, 8)))
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), params)
+    return params, functools.partial(layer.apply, rngs={"dropout": key})
+
+
+def every_equinox(name, key, implementation=None, dtype=None, param_dtype=FP32):
+    size = {"Linear": (8, 4), "Dropout": (0.5,), "SwiGLU": (8, 16)}.get(name, (8,))
+    options = {} if name == "Dropout" else {"dtype": param_dtype}
+    options |= {} if name in ("RMSNorm", "LayerNorm", "Dropout") else {"key": key}
+    layer = getattr(jk_equinox, name)(*size, **options, implementation=implementation)
+    params, rest = eqx.partition(layer, eqx.is_inexact_array)
+    policy = Policy(param_dtype, dtype or FP32, FP32)
+
+    def run(params, x):
+        params, x = policy.cast_to_compute((params, x))
+        return eqx.combine(params, rest)(x, key=key)
+
+    return params, run
+
+
+EVERY = {"nnx": every_nnx, "linen": every_linen, "equinox": every_equinox}
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"Dropout"}))
+@pytest.mark.parametrize("library", EVERY)
+def test_arithmetic_in_bfloat16_with_parameters_in_float32(library, name):
+    """The parameters and their gradients stay what they are; results have the layer's dtype."""
+    params, run = EVERY[library](name, jax.random.key(0), dtype=BF16, param_dtype=FP32)
+    x = jnp.ones((2, 3, 8), BF16)
+    assert jax.eval_shape(run, params, x).dtype == BF16
+    grads = jax.eval_shape(jax.grad(lambda params: run(params, x).astype(FP32).sum()), params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} <= {jnp.dtype(FP32)}
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("library", EVERY)
+def test_plain_layers_have_forward_mode_derivatives(library, name):
+    params, run = EVERY[library](name, jax.random.key(0), implementation="xla")
+    x = normal(2, 3, 8)
+    out, tangent = jax.eval_shape(lambda x, t: jax.jvp(lambda x: run(params, x), (x,), (t,)), x, x)
+    assert (tangent.shape, tangent.dtype) == (out.shape, out.dtype)
+
+
 @pytest.mark.parametrize("use", ["scale", "nothing"])
 def test_norms_without_some_parameters(use):
     x = normal(3, K)

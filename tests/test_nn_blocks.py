@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
@@ -119,14 +119,88 @@ def test_mamba_goes_on_from_its_cache(blocks, library):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_mamba_of_packed_sequences(blocks):
-    block, x = blocks[0]["nnx"], normal(1, 7, 12)
-    packed = jit(block)(x, segment_ids=jnp.array([[0, 0, 0, 1, 1, 1, 1]]))
+@LIBRARY
+def test_mamba_of_packed_sequences(blocks, library):
+    block, x = blocks[0][library], normal(1, 7, 12)
+    ids = jnp.array([[0, 0, 0, 1, 1, 1, 1]])
+    run = jit(functools.partial(block, return_cache=True))
+    packed, cache = run(x, segment_ids=ids)
     apart = np.concatenate([block_float64(blocks[1], row) for row in (x[0, :3], x[0, 3:])])
     np.testing.assert_allclose(packed[0], apart, rtol=1e-5, atol=1e-5)
-    for block in blocks[0].values():
-        with pytest.raises(ValueError, match="segment_ids"):
-            block(x, segment_ids=jnp.zeros((1, 6), int))
+    _, last = run(x[:, 3:], segment_ids=ids[:, 3:])
+    for found, expected in zip(cache, last, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_sequences_do_not_touch_each_other(blocks):
+    block, x = blocks[0]["nnx"], normal(1, 7, 12)
+    ids = jnp.array([[0, 0, 0, 1, 1, 1, 1]])
+    dx = jit(jax.grad(lambda x: block(x, segment_ids=ids)[:, 3:].sum()))(x)
+    np.testing.assert_array_equal(dx[:, :3], 0)
+    assert (jnp.abs(dx[:, 3:]).max(-1) > 0).all()
+
+
+@pytest.mark.parametrize("lengths", [(1, 5, 2), (2, 0, 6)])
+def test_mamba_goes_on_in_unequal_parts(blocks, lengths):
+    block, x = blocks[0]["nnx"], normal(2, 8, 12)
+    run, outs, cache = jit(functools.partial(block, return_cache=True)), [], None
+    for part in jnp.split(x, np.cumsum(lengths)[:-1], axis=1):
+        out, cache = run(part, cache)
+        outs.append(out)
+    expected = np.stack([block_float64(blocks[1], row) for row in x])
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def step_of(block, library):
+    return functools.partial(block, method="step") if library == "linen" else block.step
+
+
+@LIBRARY
+def test_mamba_names_what_does_not_fit(blocks, library):
+    block, x, one = blocks[0][library], jnp.ones((2, 7, 12)), library == "equinox"
+    step, cache = step_of(block, library), mamba.init_cache(SIZES, 2, FP32)
+    sequences = r"\(L, D\) or \(B, L, D\)" if one else r"\(B, L, D\)"
+    tokens = r"\(D\) or \(B, D\)" if one else r"\(B, D\)"
+    flat = x[0, 0] if one else x[0]
+    for wrong, call, error, message in (
+        (flat, block, ValueError, rf"x must have shape {sequences} with D = 12.*One sequence goes"),
+        (x[..., 1:], block, ValueError, r"D = 12, the d_model of the block; got \(2, 7, 11\)"),
+        (1j * x, block, TypeError, "x must have a real dtype, got complex64"),
+        (x, functools.partial(step, cache=cache), ValueError, rf"{tokens} with D = 12.*x\[:, t\]"),
+        (x[:1], functools.partial(block, cache=cache), ValueError, r"cache.conv .*\(1, 2, 24\)"),
+        (x, functools.partial(block, cache=cache._replace(scan=x)), ValueError, "cache.scan must"),
+        (x, functools.partial(block, cache=x), TypeError, "cache must be a jaxkern.nn.mamba.Cache"),
+        (x[:, 0], functools.partial(step, cache=None), TypeError, "cache must be .*got NoneType"),
+        (
+            x,
+            functools.partial(block, segment_ids=jnp.zeros((2, 6), int)),
+            ValueError,
+            r"segment_ids must have shape \(2, 7\), that of x without its last axis; got \(2, 6\)",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call(wrong)
+    if one:
+        with pytest.raises(ValueError, match=r"segment_ids must have shape \(7,\)"):
+            block(x[0], segment_ids=jnp.zeros((1, 7), int))
+
+
+def test_mamba_is_one_row_of_a_table():
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            block = jk_linen.Mamba(12, **OPTIONS)
+            return block(x, block.init_cache(1))
+
+    x = jnp.ones((1, 2, 12))
+    rows = Model().tabulate(jax.random.key(0), x, console_kwargs={"width": 200, "no_color": True})
+    assert rows.count("Mamba_0") == 1
+    assert "Mamba (" not in rows  # as methods beside __call__ would be
+    block = nnx.eval_shape(lambda: jk_nnx.Mamba(12, rngs=nnx.Rngs(0)))
+    assert set(nnx.to_pure_dict(nnx.state(block))) == {*mamba.Weights._fields} - {
+        "in_bias",
+        "out_bias",
+    }
 
 
 def test_mamba_of_one_sequence_in_equinox(blocks):
@@ -194,6 +268,118 @@ def test_mamba_in_bfloat16(blocks, library):
     expected = np.stack([block_float64(blocks[1], row) for row in x])
     error = np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
     assert 0 < error < 4 * 2**-8
+
+
+@LIBRARY
+def test_a_loop_can_carry_a_cache(library):
+    """It keeps its dtypes, whatever those of parameters and tokens."""
+    options, key = OPTIONS, jax.random.key(0)
+    for dtype in (FP32, BF16):
+        tokens = jnp.ones((2, 12), dtype)
+        if library == "nnx":
+            block = jk_nnx.Mamba(12, **options, param_dtype=dtype, rngs=nnx.Rngs(0))
+        elif library == "linen":
+            module = jk_linen.Mamba(12, **options, param_dtype=dtype)
+            params = module.init(key, tokens[:, None])
+            block = module.bind(params)
+        else:
+            block = jk_equinox.Mamba(12, **options, dtype=dtype, key=key)
+        cache = block.init_cache(2)
+        for out, after in (
+            jax.eval_shape(block.step, tokens, cache),
+            jax.eval_shape(functools.partial(block, return_cache=True), tokens[:, None], cache),
+        ):
+            assert out.dtype == dtype
+            assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, cache)
+
+
+# Stacks of layers
+
+
+def in_nnx(x):
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = jk_nnx.RMSNorm(8, rngs=rngs)
+            self.mamba = jk_nnx.Mamba(8, d_state=2, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.mamba(self.norm(x))
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return Block(rngs)
+
+    blocks = make(nnx.Rngs(0))
+
+    @nnx.jit
+    def stacked(blocks, x):
+        def loss(blocks, x):
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            def run(block, x):
+                return nnx.remat(Block.__call__)(block, x)
+
+            return (run(blocks, x) ** 2).sum()
+
+        return nnx.value_and_grad(loss)(blocks, x)
+
+    loss, grads = stacked(blocks, x)
+    graphdef, params = nnx.split(blocks)
+    return loss, grads, params, lambda params, x: nnx.merge(graphdef, params)(x)
+
+
+def in_linen(x):
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x, _=None):
+            return x + jk_linen.Mamba(8, d_state=2)(jk_linen.RMSNorm()(x)), None
+
+    over = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+    stack = linen.scan(linen.remat(Block), **over)()
+    params = stack.init(jax.random.key(0), x)
+    loss = lambda params: (stack.apply(params, x)[0] ** 2).sum()
+    return *jit(jax.value_and_grad(loss))(params), params, lambda p, x: Block().apply(p, x)[0]
+
+
+def in_equinox(x):
+    class Block(eqx.Module):
+        norm: jk_equinox.RMSNorm
+        mamba: jk_equinox.Mamba
+
+        def __call__(self, x):
+            return x + self.mamba(self.norm(x))
+
+    def make(key):
+        return Block(jk_equinox.RMSNorm(8), jk_equinox.Mamba(8, d_state=2, key=key))
+
+    blocks = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 2))
+    params, static = eqx.partition(blocks, eqx.is_array)
+    run = lambda params, x: eqx.combine(params, static)(x)
+
+    def loss(params):
+        body = jax.checkpoint(lambda x, params: (run(params, x), None))
+        return (jax.lax.scan(body, x, params)[0] ** 2).sum()
+
+    return *jit(jax.value_and_grad(loss))(params), params, run
+
+
+@pytest.mark.parametrize("stacked", [in_nnx, in_linen, in_equinox])
+def test_stacks_are_scanned_and_rematerialised(stacked):
+    """As layer by layer, with `jax.vmap` over the batch."""
+    x = normal(2, 5, 8)
+    loss, grads, params, run = stacked(x)
+
+    def in_turn(params, x):
+        for i in range(2):
+            row = jax.tree.map(lambda leaf, i=i: leaf[i], params)
+            x = jax.vmap(lambda x, row=row: run(row, x[None])[0])(x)
+        return (x**2).sum()
+
+    expected, wanted = jit(jax.value_and_grad(in_turn))(params, x)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for found, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        assert found.shape[0] == 2
+        np.testing.assert_allclose(found, leaf, rtol=1e-4, atol=1e-4 * float(jnp.abs(leaf).max()))
 
 
 @pytest.mark.gpu
