@@ -207,7 +207,9 @@ def changes_of(step: Step, name: str) -> Callable[[], jax.Array]:
     flat = lambda tree: jnp.concatenate([jnp.float32(a).ravel() for a in jax.tree.leaves(tree)])
 
     def changes() -> jax.Array:
-        grads, params = (small.arrays(jax.random.key(i)) for i in range(2))
+        # As arguments are: rounded, which XLA leaves out of what it widens again.
+        draws = [small.arrays(jax.random.key(i)) for i in range(2)]
+        grads, params = jax.lax.optimization_barrier(draws)
         after, state = run(grads, init(params), params)
         weights = getattr(state, "master", None) or after
         weights = state[0] if name == "optax" and state[0] is not None else weights
