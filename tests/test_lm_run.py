@@ -33,14 +33,14 @@ def programs_are_compiled_once():
     compile_programs = train_module.compile_programs
 
     @functools.cache
-    def compiled(config, placement):
+    def compiled(config, placement, x64):
         return compile_programs(config, placement, fresh=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             train_module,
             "compile_programs",
-            lambda config, place, *, fresh: compiled(config, place),
+            lambda config, place, *, fresh: compiled(config, place, jax.config.jax_enable_x64),
         )
         patch.setattr(train_module, "keep_programs", lambda: None)
         yield
@@ -412,3 +412,20 @@ def test_sample(finished):
     assert run(*argv, "--seed", 3) == first
     greedy = run(*argv, "--temperature", 0)
     assert greedy != first
+
+
+@pytest.mark.newest
+def test_double_precision_changes_nothing(finished, argv, tmp_path, during):
+    """Under JAX_ENABLE_X64 the run's arrays are those that it has without."""
+    out = tmp_path / "run"
+    during(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert "step 6 of" in run(*argv, "--out", out, code=143)
+        assert len(run("sample", "--run", out, "--length", 16, "--temperature", 0)) > 1
+    finally:
+        jax.config.update("jax_enable_x64", before)
+    for wide, narrow in zip(losses(out), losses(finished[0])[:7], strict=True):
+        assert wide == pytest.approx(narrow, rel=1e-6)
+    assert "continued from step 6" in run("train", "--resume", "--out", out)  # float32, int32

@@ -76,7 +76,7 @@ class MambaBlock(Mamba):
             implementation=options.implementation,
             rngs=rngs,
         )
-        self.norm = nnx.Param(jnp.ones(config.d_model))
+        self.norm = nnx.Param(jnp.ones(config.d_model, jnp.float32))
         self.eps = config.eps
 
     def layer(
@@ -113,12 +113,12 @@ class MambaLM(nnx.Module):
         self.config = config
         self.options = options
         shape = (config.vocab_size, config.d_model)
-        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
-        self.norm = nnx.Param(jnp.ones(config.d_model))
+        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, jnp.float32))
+        self.norm = nnx.Param(jnp.ones(config.d_model, jnp.float32))
         if not config.tie_embeddings:
             bound = config.d_model**-0.5
             self.head = nnx.Param(
-                jax.random.uniform(rngs.params(), shape[::-1], minval=-bound, maxval=bound)
+                jax.random.uniform(rngs.params(), shape[::-1], jnp.float32, -bound, bound)
             )
 
         @nnx.split_rngs(splits=config.n_layers)

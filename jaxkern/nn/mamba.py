@@ -114,7 +114,7 @@ def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def _dt_bias(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """So that softplus(dt_bias) is log-uniform in [1e-3, 1e-1]."""
     low, high = math.log(1e-3), math.log(1e-1)
-    dt = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
+    dt = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
     return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)
 
 
