@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import types
 
 import jax
+import numpy as np
 import pytest
 
 import jaxkern
@@ -325,6 +327,32 @@ def test_doctor_names_every_op_and_a_reason(capsys):
     if jax.default_backend() == "cpu":
         assert rows["rms_norm"][0] == "xla"
         assert "NVIDIA" in rows["rms_norm"][1]
+
+
+def test_doctor_tells_what_a_report_of_a_bug_needs(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS_OF_THIS_TEST", "set")
+    monkeypatch.setattr(doctor_module, "CALLS", {})
+    monkeypatch.setattr(doctor_module, "_STEPS", {"none": None})
+    monkeypatch.setattr(doctor_module, "_choice", lambda *_: ("xla", ""))
+    jax.config.update("jax_numpy_rank_promotion", "warn")
+    try:
+        doctor()
+    finally:
+        jax.config.update("jax_numpy_rank_promotion", "allow")
+    told = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert re.search(r"0\.\d+\.\d+.*, Python 3\.", told["jaxkern"])
+    assert platform.release() in told["system"]
+    assert re.search(r"\d+ CPU cores, \d+ GiB of memory available, \d+ GiB of disk", told["system"])
+    assert f"numpy {np.__version__}" in told["besides"]
+    assert "XLA_FLAGS_OF_THIS_TEST=set" in told["environ"]
+    assert "jax_numpy_rank_promotion=warn" in told["config"]
+
+    def none():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "local_devices", lambda **_: none())
+    doctor()
+    assert "JAX cannot start: Unable to initialize backend 'cuda'" in capsys.readouterr().out
 
 
 def test_resumed_configuration():

@@ -6,11 +6,13 @@ says whether it holds kernels. The reasons are the words with which the op itsel
 
 import functools
 import inspect
+import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,17 +21,34 @@ import jax.numpy as jnp
 import jaxkern
 from jaxkern.core import cache
 from jaxkern.core.dispatch import Implementation
+from jaxkern.lm.memory import available_memory
 from jaxkern.precision import NoOpLossScale
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
+_OTHER_PACKAGES = ("numpy", "ml_dtypes", "equinox", "safetensors", "tokenizers", "torch")
 _CUDA_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+_VARIABLES = ("JAX", "XLA_", "CUDA_", "NVIDIA_VISIBLE", "NCCL_", "TF_GPU", "LD_LIBRARY_PATH")
+_CONFIG = {
+    "jax_enable_x64": False,
+    "jax_default_matmul_precision": None,
+    "jax_debug_nans": False,
+    "jax_disable_jit": False,
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_numpy_rank_promotion": "allow",
+}
+"""Settings that change what ops compute or refuse, as JAX has them by default."""
 
 
 def doctor() -> None:
-    """Print the report."""
-    print(f"jaxkern  {jaxkern.__version__}, Python {platform.python_version()}")
-    print(f"system   {platform.system()} {platform.machine()}")
+    """Print the report: what to paste into a report of a bug."""
+    print(f"jaxkern  {jaxkern.__version__}{_commit()}, Python {platform.python_version()}")
+    print(f"system   {platform.platform()}, {os.cpu_count()} CPU cores{_memory()}")
     print("packages " + ", ".join(_version(name) for name in _PACKAGES))
+    others = [_version(name) for name in _OTHER_PACKAGES if _installed(name)]
+    print("besides  " + ", ".join(others))
+    named = sorted(name for name in os.environ if name.startswith(_VARIABLES))
+    print("environ  " + (" ".join(f"{name}={os.environ[name]}" for name in named) or "nothing set"))
+    print("config   " + (", ".join(_changed_config()) or "JAX's defaults"))
     plugins = [_version(name) for name in _CUDA_PACKAGES if _installed(name)]
     print("CUDA     " + (", ".join(plugins) or "JAX's CUDA build is not installed"))
     driver = _driver()
@@ -38,6 +57,9 @@ def doctor() -> None:
         devices = jax.local_devices()
     except RuntimeError as error:
         print(f"devices  JAX cannot start: {_line(error)}")
+        print(
+            "advice   JAX_PLATFORMS=cpu has it start without a GPU; unset, it takes what is there"
+        )
         return
     for device in devices:
         print(f"device   {device.id}: {_describe(device)}")
@@ -57,6 +79,34 @@ def doctor() -> None:
     for name, step in _STEPS.items():
         chosen, why = _choice(step, _array(768, 3072))
         print(f"  {name:{width}}  {chosen:6}  {why}")
+
+
+def _changed_config() -> list[str]:
+    values = {name: getattr(jax.config, name, default) for name, default in _CONFIG.items()}
+    return [f"{name}={values[name]}" for name in _CONFIG if values[name] != _CONFIG[name]]
+
+
+def _commit() -> str:
+    """The commit of a checkout that is run in place; "" of an installed package."""
+    root = Path(jaxkern.__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f", commit {done.stdout.strip()}"
+
+
+def _memory() -> str:
+    free = shutil.disk_usage(Path.cwd()).free
+    try:
+        available = available_memory(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX is told of other platforms alone, or cannot start
+        available = None
+    memory = f", {available / 2**30:.0f} GiB of memory available" if available else ""
+    return f"{memory}, {free / 2**30:.0f} GiB of disk here"
 
 
 def _array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -97,8 +147,11 @@ CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
     "linear_scan": (_array(8, 2048, 1536), _array(8, 2048, 1536)),
     "causal_conv1d": (_array(8, 2048, 1536), _array(1536, 4)),
     "causal_conv1d_step": (_array(8, 3, 1536), _array(8, 1536), _array(1536, 4)),
-    **{name: (_array(8, 2048, 1536),) for name in ("relu", "relu_squared", "silu", "gelu")},
-    **{name: (_array(8, 2048, 1536),) * 2 for name in ("swiglu", "geglu", "reglu")},
+    **{
+        name: (_array(8, 2048, 1536),)
+        for name in ("relu", "relu_squared", "silu", "gelu", "quick_gelu", "sigmoid", "tanh")
+    },
+    **{name: (_array(8, 2048, 1536),) * 2 for name in ("swiglu", "geglu", "reglu", "glu")},
     **{name: (_array(8, 2048, 3072),) for name in ("silu_and_mul", "gelu_and_mul")},
     "dropout": (_array(8, 2048, 768), _RATE, _KEY),
     "dropout_add": (_array(8, 2048, 768), _array(8, 2048, 768), _RATE, _KEY),
