@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import jaxkern.lm
 from jaxkern.lm import cli, hf, sample
 from jaxkern.lm.config import ModelConfig, RunError
-from jaxkern.lm.model import Options, decayed, rows_of
+from jaxkern.lm.model import MambaLM, Options, decayed, rows_of
 from jaxkern.lm.step import loss_fn, make_model
 
 SIZE = ModelConfig(24, 2, d_state=5, expand=3, d_conv=3, vocab_size=1100)
@@ -48,7 +48,7 @@ OTHERS = {
     "epsilon": ({"layer_norm_epsilon": 0.3}, {"eps": 0.3}),
     "bias": ({"use_bias": True}, {"use_bias": True}),
     "no conv bias": ({"use_conv_bias": False}, {"use_conv_bias": False}),
-    "rank": ({"time_step_rank": 5}, {"time_step_rank": 5}),
+    "rank": ({"time_step_rank": 1}, {"time_step_rank": 1}),
     "untied": ({"tie_word_embeddings": False}, {"tie_embeddings": False}),
     "inner": ({"intermediate_size": 48}, {"expand": 2}),
 }
@@ -398,3 +398,33 @@ def test_gradient_of_the_embedding(count):
     expected = np.zeros((11, 4))
     np.add.at(expected, np.asarray(tokens), dout)
     np.testing.assert_allclose(vjp(jnp.asarray(dout))[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [300, 1030])  # a product, and rows that are read
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16"])
+def test_tokens_of_any_integer_dtype_are_the_same(size, dtype):
+    model = MambaLM(ModelConfig(8, 1, d_state=2, vocab_size=size), rngs=nnx.Rngs(0))
+    tokens = np.array([[1, 44, 100, 127]])
+    np.testing.assert_array_equal(
+        model._embed(jnp.asarray(tokens, dtype))[0], model.embedding[...][tokens]
+    )
+    graphdef, params = nnx.split(model)
+    loss = jax.grad(lambda p, t: nnx.merge(graphdef, p)._embed(t)[0].sum())
+    grads = [loss(params, jnp.asarray(tokens, d))["embedding"][...] for d in (dtype, "int32")]
+    np.testing.assert_array_equal(*grads)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "sizes"),
+    [
+        (ValueError, "n_layers must be at least 1, got 0", {"n_layers": 0}),
+        (TypeError, "d_model must be of type int, got 'x'", {"d_model": "x"}),
+        (TypeError, "d_state must be of type int, got True", {"d_state": True}),
+        (TypeError, "use_bias must be of type bool, got 1", {"use_bias": 1}),
+        (ValueError, "eps must be above 0, got 0", {"eps": 0.0}),
+        (ValueError, "time_step_rank must be at least 1, got 0", {"time_step_rank": 0}),
+    ],
+)
+def test_shapes_that_no_model_has_are_refused(error, words, sizes):
+    with pytest.raises(error, match=f"ModelConfig: {words}"):
+        ModelConfig(**{"d_model": 8, "n_layers": 1} | sizes)

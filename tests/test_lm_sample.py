@@ -55,6 +55,7 @@ def test_prompts_of_unequal_lengths_are_continued_as_each_is_alone(options, monk
         np.testing.assert_array_equal(together[i], alone[0])
 
 
+@pytest.mark.newest
 def test_decoding():
     model = trained()
     text = functools.partial(tokens_after, PROMPTS[0])
@@ -146,6 +147,7 @@ def test_top_k_beyond_the_vocabulary_is_all_of_it():
     )
 
 
+@pytest.mark.newest
 def test_decoding_in_bfloat16_and_between_devices():
     """What is drawn depends neither on where the parameters lie nor on how the layers run."""
     options = {"length": 12, "temperature": 0}
