@@ -401,7 +401,7 @@ def test_selective_scan_passes_in_plain_jax():
 def test_selective_scan_saved_states(every, shape):
     """What is kept for the backward, besides the arguments: ⌈L/k⌉ states."""
     x, dt, A, B, C, *_ = inputs(2, 21, 5, 3)
-    args = (x[:, :, None], dt[:, :, None], A[None], B[:, :, None], C[:, :, None], *[None] * 5)
+    args = (x[:, :, None], dt[:, :, None], A[None], B[:, :, None], C[:, :, None], *[None] * 6)
     options = reference.Options(True, (0.0, INF), False, every, "auto")
     run = lambda save: jax.eval_shape(lambda: reference.reference_fwd(options, save, *args))
     out, final, states = run(True)

@@ -226,11 +226,11 @@ def stream(scan: Scan, smem: Any, refs: dict[str, Any], chunk: Any, ranges: Any,
         def _():
             slot, c = lax.rem(i, scan.slots), chunk(i)
             for name, ref in given.items():
-                target, start = getattr(smem, name).at[slot], scan.start(c)
+                target = getattr(smem, name).at[slot]
                 if name == "entered":
-                    source = ref.at[batch, pl.ds(start, _ENTERED_STEPS)]
+                    source = ref.at[batch, pl.ds(scan.start(c), _ENTERED_STEPS)]
                 else:
-                    time = c if name == "before" else pl.ds(start, scan.steps)
+                    time = c if name == "before" else pl.ds(scan.start(c), scan.steps)
                     source = ref.at[batch, time, channels]
                 plgpu.copy_gmem_to_smem(source, target, smem.arrived.at[slot])
 

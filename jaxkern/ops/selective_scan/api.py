@@ -52,7 +52,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxkern.core.arguments import check_array, check_floating, check_number
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.core.lowering import standard_promotion
+from jaxkern.ops import segments
 from jaxkern.ops.selective_scan.backward import launch_bwd
 from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.reference import (
@@ -83,6 +83,7 @@ def selective_scan(
     initial_state: jax.Array | None = None,
     return_final_state: Literal[False] = False,
     segment_ids: jax.Array | None = None,
+    num_segments: int | None = None,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     implementation: Implementation | None = None,
 ) -> jax.Array: ...
@@ -104,12 +105,12 @@ def selective_scan(
     initial_state: jax.Array | None = None,
     return_final_state: Literal[True],
     segment_ids: jax.Array | None = None,
+    num_segments: int | None = None,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@standard_promotion()
 def selective_scan(
     x: jax.Array,
     dt: jax.Array,
@@ -125,6 +126,7 @@ def selective_scan(
     initial_state: jax.Array | None = None,
     return_final_state: bool = False,
     segment_ids: jax.Array | None = None,
+    num_segments: int | None = None,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -166,10 +168,14 @@ def selective_scan(
       dt_softplus: whether the step size is the softplus of that sum.
       dt_limit: the least and the largest step size. One outside is set to the limit and has no
         gradient; so by default, without softplus, a negative step size counts as 0.
-      initial_state: (B, D, N), the state before the first token; ``None`` stands for zeros.
+      initial_state: (B, D, N), or with `num_segments` (B, S, D, N), the state before the first
+        token; ``None`` stands for zeros.
       return_final_state: whether to return the state after the last token, too.
       segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
         before a token whose id is not that of the token before. `initial_state` is for the first.
+      num_segments: S, for segments that each have an initial and a final state: of the segment with
+        id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
+        begins from zeros, and so does one whose id comes back after another.
       checkpoint_every: how many steps apart states are saved for the backward: 1 for all states, a
         multiple of 8, or ``None`` for none at all, where the backward runs the forward again. With
         more than 8 the backward runs the steps in between once more, and needs less memory.
@@ -179,12 +185,14 @@ def selective_scan(
 
     Returns:
       (B, L, D), the dtype of `x`; with `return_final_state` a pair of it and the final state,
-      (B, D, N), float32.
+      (B, D, N), float32; with `num_segments` (B, S, D, N), where a segment that is absent leaves
+      its initial state as it is.
 
     Raises:
       TypeError: an argument is not an array of a real floating dtype (`segment_ids`: integer), or
         an option is not a Python number.
-      ValueError: shapes do not fit, or an option has a value that it cannot have.
+      ValueError: shapes do not fit, `num_segments` is without `segment_ids`, or an option has a
+        value that it cannot have.
       NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
@@ -200,31 +208,46 @@ def selective_scan(
       >>> first, state = half(slice(0, 32))
       >>> second, state = half(slice(32, 64), initial_state=state)
 
+      Prompts of 20, 30 and 10 tokens packed in a row, with padding behind them, and the state that
+      each is decoded from:
+
+      >>> ids = jnp.repeat(jnp.array([0, 1, 2, -1]), jnp.array([20, 30, 10, 4]))
+      >>> out, states = jaxkern.selective_scan(
+      ...     x, dt, A, B, C, segment_ids=jnp.stack([ids, ids]), num_segments=3,
+      ...     return_final_state=True,
+      ... )
+      >>> states.shape
+      (2, 3, 256, 16)
+
     References:
       Gu and Dao, `Mamba: Linear-Time Sequence Modeling with Selective State Spaces
       <https://arxiv.org/abs/2312.00752>`_, 2023.
     """
     args = _check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
     x, A = args[0], args[2]
-    if initial_state is not None:
-        shape = (x.shape[0], *A.shape)
-        initial_state = check_array("initial_state", initial_state, shape, _STATE_SHAPE)
-        initial_state = initial_state.astype(jnp.promote_types(initial_state.dtype, jnp.float32))
-    keep = _keep(segment_ids, x)
+    count = segments.check_num_segments(num_segments, segment_ids)
+    initial_state = _check_initial_state(initial_state, x, A, count)
+    keep = crossed = None
+    if segment_ids is not None:
+        ids = segments.check_segment_ids(segment_ids, x.shape[:2])
+        keep = 1 - segments.begins(ids).astype(jnp.float32)
+        crossed = None if count is None else segments.crossings(ids, count)
     every = _check_checkpoint_every(checkpoint_every)
     limit = _check_dt_limit(dt_limit)
     mode = resolve(implementation, _unsupported((*args, initial_state)), op="selective_scan")
-    options = Options(bool(dt_softplus), limit, bool(return_final_state), every, mode)
-    grouped = (*_by_group((*args, initial_state)), keep)
-    if mode == "xla":
+    options = Options(bool(dt_softplus), limit, bool(return_final_state), every, mode, count)
+    grouped = (*_by_group((*args, initial_state)), keep, crossed)
+    if mode != "xla":
+        out, final = _jitted(*grouped, options)
+    elif count is None:
         out, final = named("selective_scan", selective_scan_reference(options, *grouped))
     else:
-        out, final = _jitted(*grouped, options)
+        out, final = named("selective_scan", _plain_pass(options)(*grouped))
+        out = match_sharding(out, grouped[0])
     out = _join_channels(out, 2)
-    return (out, _join_channels(final, 1)) if options.final else out
+    return (out, _join_channels(final, final.ndim - 3)) if options.final else out
 
 
-@standard_promotion()
 def selective_scan_step(
     state: jax.Array,
     x: jax.Array,
@@ -286,6 +309,20 @@ def selective_scan_step(
 
 
 _STATE_SHAPE = "(B, D, N) of x and A"
+
+
+def _check_initial_state(state: Any, x: jax.Array, A: jax.Array, count: int | None) -> Any:
+    if state is None:
+        return None
+    state = check_floating("initial_state", state)
+    shape = segments.states_shape(x.shape[0], count, *A.shape)
+    if state.shape != shape:
+        meaning = _STATE_SHAPE if count is None else "(B, S, D, N) of x, num_segments and A"
+        remedy = segments.states_remedy(state, len(shape))
+        raise ValueError(
+            f"initial_state must have shape {shape} = {meaning}; got {state.shape}{remedy}"
+        )
+    return state.astype(jnp.promote_types(state.dtype, jnp.float32))
 
 
 def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
@@ -355,29 +392,6 @@ def _check_checkpoint_every(every: Any) -> int | None:
     return steps
 
 
-def _keep(segment_ids: Any, x: jax.Array) -> jax.Array | None:
-    """(B, L): 0 where a token's segment is not that of the token before, else 1."""
-    if segment_ids is None:
-        return None
-    try:
-        ids = jnp.asarray(segment_ids)
-    except TypeError as e:
-        name = type(segment_ids).__name__
-        raise TypeError(f"segment_ids must be an array, got {name}") from e
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(
-            f"segment_ids must have an integer dtype, got {ids.dtype}; "
-            "convert it first, e.g. segment_ids.astype(jnp.int32)"
-        )
-    if ids.shape != x.shape[:2]:
-        raise ValueError(
-            f"segment_ids must have shape {x.shape[:2]} = (B, L) of x; got {ids.shape}"
-        )
-    ids = _gather(ids, 1)
-    before = jnp.concatenate([ids[:, :1], ids], axis=1)[:, :-1]
-    return (ids == before).astype(jnp.float32)
-
-
 def _by_group(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with channels as (G, P): P in each of the G groups of B and C."""
     x, dt, A, B, C, D, z, dt_bias, state = args
@@ -398,7 +412,7 @@ def _by_group(args: tuple[Any, ...]) -> tuple[Any, ...]:
         channels(D),
         channels(z),
         channels(dt_bias),
-        channels(state, 1),
+        channels(state, -2),
     )
 
 
@@ -443,15 +457,15 @@ def _unsupported(args: tuple[Any, ...]) -> str | None:
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(10,))
-def _selective_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, options):
-    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(11,))
+def _selective_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, options):
+    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
     out, final, _ = _forward_pass(options, save=False)(*args)
     return match_sharding(out, x), final
 
 
-def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, options):
-    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
+def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, options):
+    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
     out, final, states = _forward_pass(options, save=True)(*args)
     return (match_sharding(out, x), final), (args, states)
 
@@ -466,13 +480,21 @@ def _selective_scan_bwd(options, res, cotangents):
 
 
 _selective_scan.defvjp(_selective_scan_fwd, _selective_scan_bwd)
-_jitted = jax.jit(_selective_scan, static_argnums=10)
+_jitted = jax.jit(_selective_scan, static_argnums=11)
 
-_ARGUMENTS = (
-    *("b l g p", "b l g p", "g p n", "b l g n", "b l g n", "g p", "b l g p", "g p"),
-    *("b g p n", "b l"),
-)
 _STATES = "b c g p n"
+
+
+def _arguments(options: Options) -> tuple[str, ...]:
+    return (
+        *("b l g p", "b l g p", "g p n", "b l g n", "b l g n", "g p", "b l g p", "g p"),
+        *(_ends(options), "b l", "b l"),
+    )
+
+
+def _ends(options: Options) -> str:
+    """The factors of initial and final states."""
+    return "b g p n" if options.num_segments is None else "b s g p n"
 
 
 @functools.cache
@@ -482,9 +504,9 @@ def _forward_pass(options: Options, *, save: bool) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(launch_fwd, options, save),
         reference=functools.partial(reference_fwd, options, save),
-        ins=_ARGUMENTS,
-        outs=("b l g p", "b g p n", _STATES),
-        whole="l n c",
+        ins=_arguments(options),
+        outs=("b l g p", _ends(options), _STATES),
+        whole="l n c s",
     )
 
 
@@ -495,7 +517,22 @@ def _backward_pass(options: Options) -> KernelPass:
         mode=options.mode,
         kernel=functools.partial(launch_bwd, options),
         reference=functools.partial(reference_bwd, options),
-        ins=(*_ARGUMENTS, _STATES, "b l g p", "b g p n"),
-        outs=_ARGUMENTS,
-        whole="l n c",
+        ins=(*_arguments(options), _STATES, "b l g p", _ends(options)),
+        outs=_arguments(options),
+        whole="l n c s",
+    )
+
+
+@functools.cache
+def _plain_pass(options: Options) -> KernelPass:
+    """Plain JAX for states of segments, whose gathers a mesh with Explicit axes cannot split."""
+    plain = functools.partial(selective_scan_reference, options)
+    return KernelPass(
+        name="selective_scan",
+        mode="xla",
+        kernel=plain,
+        reference=plain,
+        ins=_arguments(options),
+        outs=("b l g p", _ends(options)),
+        whole="l n s",
     )

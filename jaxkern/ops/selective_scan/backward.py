@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arithmetic import LOG2E, softplus_slope
 from jaxkern.core.mosaic import LANES, once_read, sync_warp
+from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import (
     Call,
     FilledRing,
@@ -40,15 +41,17 @@ from jaxkern.ops.selective_scan.steps import (
     add_reset,
     advance,
     advance_chunks,
+    begun,
     decayed,
     decays,
     dot,
+    end_gradients,
+    ended,
     over_chunks,
     polynomials,
     share_step_sizes,
     shared_chunk,
     shared_size,
-    where_kept,
     zero_states,
     zeros,
 )
@@ -62,10 +65,24 @@ from jaxkern.ops.selective_scan.tiling import (
 
 
 def launch_bwd(
-    options: Options, x, dt, A, B, C, D, z, dt_bias, initial_state, keep, states, dout, dfinal
+    options: Options,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    dt_bias,
+    initial_state,
+    keep,
+    crossed,
+    states,
+    dout,
+    dfinal,
 ) -> tuple[Any, ...]:
     """The gradients in the order of the arguments; those that are sums in fp32."""
-    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
+    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
     if x.size == 0:
         return reference_bwd(options, *args, states, dout, dfinal)
     f32 = jnp.float32
@@ -76,19 +93,27 @@ def launch_bwd(
     assert every is not None
     tile = backward_tile(A.shape[-1])
     warpgroups = backward_warpgroups(tile, x.shape[-1], every)
-    call = Call(options, tile, warpgroups, every, x, dt, A, B, C, D, z, dt_bias, keep)
+    call = Call(options, tile, warpgroups, every, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
     batch, per_unit = call.batch, call.scan.per_unit
     parts = backward_parts(call.columns, -(-call.scan.chunks // per_unit), warpgroups)
+    count, dlast, of_segments = options.num_segments, dfinal, {}
+    if count is not None:
+        seen = Seen.of(crossed, count)
+        dlast = None if dfinal is None else seen.of_row(dfinal)
+        starts, dends = call.of_segments(initial_state), call.of_segments(dfinal)
+        of_segments = {"starts": starts, "dends": dends}
     dout = call.pad_tokens(dout)
-    ins = call.pick("x dt z B C A D dt_bias keep") | {
+    ins = call.pick("x dt z B C A D dt_bias keep crossed") | {
         "dout": dout,
         "states": call.pad_states(states),
-        "dfinal": None if dfinal is None else call.pad_states(dfinal.astype(f32)),
+        "dfinal": None if dlast is None else call.pad_states(dlast.astype(f32)),
+        **of_segments,
     }
     scan = call.cut(parts)
     if parts.rest:
         name = "selective_scan_bwd_carry"
-        ins |= launch_carry(call, name, _bwd_carry_kernel, "dt z C keep", dout=dout)
+        tokens = "dt z C keep crossed"
+        ins |= launch_carry(call, name, _bwd_carry_kernel, tokens, of_segments, dout=dout)
     rings, own, common = _bwd_scratch(call, dout)
     like = lambda v: jax.ShapeDtypeStruct(call.arrays["x"].shape, v.dtype)
     outs = {
@@ -102,7 +127,8 @@ def launch_bwd(
     if z is not None:
         outs["dz"] = like(z)
     if initial_state is not None:
-        outs["dinitial"] = call.states_like(batch)
+        name = "dinitial" if count is None else "dstarts"
+        outs[name] = call.states_like(*initial_state.shape[: 1 if count is None else 2])
     if per_unit > 1:
         size = tile.channels * tile.states * LANES
         outs["chunk_states"] = fp32_array(parts.count, per_unit, warpgroups, size)
@@ -110,6 +136,11 @@ def launch_bwd(
     g = call.run(name, _bwd_kernel, scan, ins, outs, rings, own, common)
     dB, dC = _sums(call, g["sums"])
     dA, dD, ddt_bias = (call.sum_parts(parts, g[name]) for name in ("dA", "dD", "ddt_bias_sum"))
+    dinitial = None
+    if "dstarts" in g:
+        dinitial = seen.initial(call.cut_states(g["dstarts"]), dfinal)
+    elif "dinitial" in g:
+        dinitial = call.cut_states(g["dinitial"])
     return (
         call.cut_tokens(g["dx"]),
         call.cut_tokens(g["ddt"]),
@@ -119,7 +150,8 @@ def launch_bwd(
         None if D is None else call.cut_channels(dD, 0),
         None if z is None else call.cut_tokens(g["dz"]),
         None if dt_bias is None else call.cut_channels(ddt_bias, 0),
-        None if initial_state is None else call.cut_states(g["dinitial"]),
+        dinitial,
+        None,
         None,
     )
 
@@ -135,9 +167,9 @@ def _bwd_scratch(call: Call, dout: jax.Array) -> tuple[Any, Any, Any]:
     buffers = 1 if scan.warpgroups == 1 else _SUM_BUFFERS
     while True:
         steps = chunks * CHUNK
-        rings = [call.ring("", chunks, "x dt z B C keep", dout=dout)]
+        rings = [call.ring("", chunks, "x dt z B C keep crossed", dout=dout)]
         if per_unit > 1:
-            rings.append(call.ring("before_", chunks, "x dt B keep"))
+            rings.append(call.ring("before_", chunks, "x dt B keep crossed"))
         own = {
             "shared": shared_size(tile, steps if per_unit > 1 else CHUNK),
             "dy": (CHUNK * tile.row(1),),
@@ -208,13 +240,17 @@ def _bwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> Non
 
         return over_chunks(span, ring.chunks, load, run_chunk, carry)
 
+    def add_decayed(total, dh, enters):
+        held = decayed(total, decays(total, rate, polynomials(tile)), enters, refs.keep is not None)
+        return map_states(jnp.add, dh, held)
+
     def run_chunk(c, steps, carry):
         dh, total = carry
         for _, (dt, dy, C, keep) in steps:
+            add = functools.partial(add_decayed, total)
+            dh = end_gradients(scan, refs, keep, add, dh)
             total = add_reset(total, keep, dt)
-            enters = [[d * c for c in C] for d in dy]
-            decay = decays(total, rate, polynomials(tile))
-            dh = map_states(jnp.add, dh, decayed(total, decay, enters, refs.keep is not None))
+            dh = add_decayed(total, dh, [[d * c for c in C] for d in dy])
         return dh, total
 
     init = zero_states(scan), [zeros() for _ in range(tile.channels)]
@@ -361,7 +397,7 @@ def _bwd_kernel(
                 return chunk, shared_chunk(smem, tile, c)
 
             after = lambda c, h: put(span.start + c + 1 - first, h)
-            h, _ = advance_chunks(span, before.chunks, at_chunk, rate, h, after=after)
+            h, _ = advance_chunks(scan, refs, span, before.chunks, at_chunk, rate, h, after=after)
             return h
 
         lax.fori_loop(0, tiles, run_tile, h)
@@ -396,7 +432,7 @@ def _bwd_kernel(
             dtx, B, C, keep, decay, following = loaded
             before.append(h)
             passed.append((dtx, B, C, keep))
-            h = following or advance(decay, dtx, B, where_kept(keep, h))
+            h = following or advance(decay, dtx, B, begun(scan, refs, keep, h))
             if gated:
                 parts += [dot(row, C) for row in h]
                 if (step + 1) % tile.steps == 0:
@@ -421,7 +457,7 @@ def _bwd_kernel(
         of_chunk = _nones(2)  # the sums for dD and ddt_bias
         for step, loaded in _loaded_ahead(range(CHUNK)[::-1], load_down):
             dy, dt, dtx, decay, B, C, keep = loaded
-            reached = where_kept(keep, before[step])
+            reached = begun(scan, refs, keep, before[step])
             dB, dC = _nones(tile.states), _nones(tile.states)
             into_step, ddecay_step = _nones(tile.channels), _nones(tile.channels)
             for r, k in each:
@@ -434,7 +470,7 @@ def _bwd_kernel(
                 ddecay_step[r] = _plus(ddecay_step[r], v * rate[r][k])
                 dA[r][k] = dA[r][k] + v * dt[r]
                 dh[r][k] = g
-            dh, after = where_kept(keep, dh), before[step]
+            dh, after = ended(scan, refs, keep, dh), before[step]
             pairs = [v for pair in zip(dB, dC, strict=True) for v in pair]
             sums = scan.sum(pairs, tile.over_channels, swapped=len(tile.state_swaps))
             row = from_end * CHUNK + step if sum_steps >= CHUNK else step % sum_steps

@@ -30,6 +30,7 @@ from jaxkern.core.mosaic import (
     store_lanes,
     sum_lanes,
 )
+from jaxkern.ops.segments import with_zeros
 from jaxkern.ops.selective_scan.reference import CHUNK, Options
 from jaxkern.ops.selective_scan.tiling import Parts, Tile
 
@@ -215,7 +216,7 @@ class Call:
         every: int,
         *arrays: Any,
     ):
-        x, dt, A, B, C, D, z, dt_bias, keep = arrays
+        x, dt, A, B, C, D, z, dt_bias, keep, crossed = arrays
         f32 = jnp.float32
         self.tile = tile
         self.width = tile.width * warpgroups  # of a block
@@ -231,7 +232,8 @@ class Call:
             "A": self.pad_states(A.astype(f32)),
             "D": self.pad_channels((none if D is None else D).astype(f32), 1),
             "dt_bias": self.pad_channels((none if dt_bias is None else dt_bias).astype(f32), 1),
-            "keep": None if keep is None else self.pad_keep(keep.astype(f32)),
+            "keep": None if keep is None else self.pad_keep(keep.astype(f32), 1),
+            "crossed": None if crossed is None else self.pad_keep(crossed, -1),
         }
         padded, channels = self.arrays["x"].shape[1:]
         self.blocks = channels // self.width
@@ -261,10 +263,10 @@ class Call:
     def pad_tokens(self, v: Any) -> Any:
         return self.pad_channels(_pad(v, (1, CHUNK)), 3)
 
-    def pad_keep(self, v: Any) -> Any:
-        """(B, L) with ones after its end, as far as a copy into the last chunk's slot reads."""
+    def pad_keep(self, v: Any, value: int) -> Any:
+        """(B, L) with `value` after its end, as far as a copy into the last chunk's slot reads."""
         missing = -v.shape[1] % CHUNK + _KEEP_STEPS - CHUNK
-        return jnp.pad(v, ((0, 0), (0, missing)), constant_values=1)
+        return jnp.pad(v, ((0, 0), (0, missing)), constant_values=value)
 
     def pad_states(self, v: Any) -> Any:
         return self.pad_channels(_pad(v, (v.ndim - 1, self.tile.all_states)), v.ndim - 2)
@@ -295,6 +297,10 @@ class Call:
     def cut(self, parts: Parts) -> Scan:
         self.scan = dataclasses.replace(self.scan, parts=parts)
         return self.scan
+
+    def of_segments(self, states: Any) -> Any:
+        """Initial states of segments, or gradients of final ones, and one of zeros behind them."""
+        return None if states is None else with_zeros(self.pad_states(states.astype(jnp.float32)))
 
     def states_like(self, *lead: int) -> Any:
         return fp32_array(*lead, self.scan.channels, self.tile.all_states)
@@ -367,7 +373,7 @@ def _stored(name: str) -> str:
 _NAMES = (
     *("x", "dt", "z", "B", "C", "weights", "A", "D", "dt_bias", "keep", "initial", "passed"),
     *("total", "states", "dout", "dfinal", "out", "final", "dx", "ddt", "dz", "dA", "sums", "dD"),
-    *("ddt_bias_sum", "dinitial", "chunk_states"),
+    *("ddt_bias_sum", "dinitial", "chunk_states", "crossed", "starts", "ends", "dstarts", "dends"),
 )
 
 
@@ -375,8 +381,11 @@ def fp32_array(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+_PER_TOKEN = "keep", "crossed"
+"""Arrays (B, L)."""
+
 _KEEP_STEPS = 32
-"""Tokens of `keep` in a slot, and the most of a tile: each lane of a warpgroup announces its share
+"""Tokens of these in a slot, and the most of a tile: each lane of a warpgroup announces its share
 of a copy, which makes 128 bytes the least of one."""
 
 
@@ -410,7 +419,7 @@ class Ring:
     def _tile(self, name: str) -> tuple[int, ...]:
         if name in ("B", "C"):
             return self.steps, *self.arrays[name].shape[3:]
-        if name == "keep":
+        if name in _PER_TOKEN:
             return (_KEEP_STEPS,)
         return self.steps, self.scan.slot_width
 
@@ -443,7 +452,7 @@ class FilledRing:
             if name in ("B", "C"):
                 row = at.batch + (ref.shape[0] // 2 if name == "C" else 0)
                 source = ref.at[row, time, at.group]
-            elif name == "keep":
+            elif name in _PER_TOKEN:
                 source = ref.at[at.batch, time]
             else:
                 source = ref.at[at.batch, time, channels]
@@ -463,7 +472,7 @@ class FilledRing:
         views = {name: slots.at[at] for name, slots in self.slots.items()}
         if width < self.scan.slot_width:
             mine = pl.ds(lax.rem(self.at.channels.start, self.scan.slot_width), width)
-            for name in views.keys() - {"B", "C", "keep"}:
+            for name in views.keys() - {"B", "C", *_PER_TOKEN}:
                 views[name] = self.slots[name].at[(*at, mine)]
         return types.SimpleNamespace(**(dict.fromkeys(_NAMES) | views))
 

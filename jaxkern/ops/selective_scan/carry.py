@@ -20,9 +20,17 @@ from jaxkern.ops.selective_scan.tiling import tile_chunks
 
 
 def launch_carry(
-    call: Call, name: str, kernel: Callable[..., None], tokens: str, **others: Any
+    call: Call,
+    name: str,
+    kernel: Callable[..., None],
+    tokens: str,
+    of_segments: dict[str, Any],
+    **others: Any,
 ) -> dict[str, Any]:
-    """What the pieces of segments that others follow pass on, and the sums of their dt."""
+    """What the pieces of parts that others follow pass on, and the sums of their dt.
+
+    It reads `tokens` and `others` along time, and states `of_segments`.
+    """
     parts = call.scan.parts.that_pass_on()
     scan = dataclasses.replace(call.scan, parts=parts)
     chunks = tile_chunks(min(parts.length * scan.per_unit, scan.chunks))
@@ -31,7 +39,7 @@ def launch_carry(
         name,
         kernel,
         scan,
-        call.pick(tokens) | others | call.pick("A D dt_bias"),
+        call.pick(tokens) | others | of_segments | call.pick("A D dt_bias"),
         {
             "passed": call.of_parts(pieces, parts.rest),
             "total": fp32_array(pieces, parts.rest, call.width),

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkern.core.mosaic import LANES, once_read, sync_warp
+from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import PART, Call, FilledRing, Place, Scan
 from jaxkern.ops.selective_scan.carry import fold_before, launch_carry, store_carry
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_fwd
@@ -22,13 +23,14 @@ from jaxkern.ops.selective_scan.steps import (
     Steps,
     advance,
     advance_chunks,
+    begun,
     decays,
     dot,
+    end,
     over_chunks,
     share_step_sizes,
     shared_chunk,
     shared_size,
-    where_kept,
     zero_states,
     zeros,
 )
@@ -36,34 +38,45 @@ from jaxkern.ops.selective_scan.tiling import forward_parts, forward_tile, half,
 
 
 def launch_fwd(
-    options: Options, save: bool, x, dt, A, B, C, D, z, dt_bias, initial_state, keep
+    options: Options, save: bool, x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
 ) -> tuple[Any, Any, Any]:
     """Output, final state and, with `save`, the states before every k-th step."""
     if x.size == 0:
-        return reference_fwd(options, save, x, dt, A, B, C, D, z, dt_bias, initial_state, keep)
+        args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
+        return reference_fwd(options, save, *args)
     every = options.checkpoint_every if save else None
     tile = forward_tile(A.shape[-1])
-    call = Call(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep)
+    call = Call(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
     parts = forward_parts(call.columns, call.scan.chunks, half(tile) is not None)
     scan = call.cut(parts)
     chunks = tile_chunks(min(parts.length, parts.units))
     steps = chunks * CHUNK
-    initial = None if initial_state is None else call.pad_states(initial_state.astype(jnp.float32))
-    ins = call.pick("x dt z B C A D dt_bias keep") | {"initial": initial}
+    count, initial, starts = options.num_segments, None, None
+    if count is not None:
+        starts = call.of_segments(initial_state)
+    elif initial_state is not None:
+        initial = call.pad_states(initial_state.astype(jnp.float32))
+    ins = call.pick("x dt z B C A D dt_bias keep crossed") | {"initial": initial, "starts": starts}
     if parts.rest:
-        ins |= launch_carry(call, "selective_scan_fwd_carry", _fwd_carry_kernel, "x dt B keep")
+        name, tokens = "selective_scan_fwd_carry", "x dt B keep crossed"
+        ins |= launch_carry(call, name, _fwd_carry_kernel, tokens, {"starts": starts})
     outs = {"out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype)}
     if options.final:
         outs["final"] = call.states_like(call.batch)
+        if count is not None:
+            outs["ends"] = call.states_like(call.batch, count)
     if every:
         outs["states"] = call.states_like(call.batch, -(-call.length // every))
     own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
     kernel = _halved_fwd_kernel if parts.halved else _fwd_kernel
-    rings = [call.ring("", chunks, "x dt z B C keep")]
+    rings = [call.ring("", chunks, "x dt z B C keep crossed")]
     got = call.run("selective_scan_fwd", kernel, scan, ins, outs, rings, own)
+    final = call.cut_states(got["final"]) if options.final else None
+    if final is not None and count is not None:
+        final = Seen.of(crossed, count).final(call.cut_states(got["ends"]), final, initial_state)
     return (
         call.cut_tokens(got["out"]),
-        call.cut_states(got["final"]) if options.final else None,
+        final,
         call.cut_states(got["states"]) if every else None,
     )
 
@@ -141,7 +154,8 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
         for step, (dtx, decay, B, C, keep) in steps:
             if 0 < scan.every < CHUNK:
                 save_step(chunk.token + step, h)
-            h = advance(decay, dtx, B, where_kept(keep, h))
+            end(scan, refs, keep, h)
+            h = advance(decay, dtx, B, begun(scan, refs, keep, h))
             parts += [dot(row, C) for row in h]
             later.advance()
             if (step + 1) % tile.steps == 0:
@@ -203,7 +217,7 @@ def _fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> Non
 
         tokens = Steps(scan, ring.tile(turn), span.start * CHUNK, ring.steps)
         share_step_sizes(tokens, smem.shared, dt_bias)
-        return advance_chunks(span, ring.chunks, at_chunk, rate, *carry)
+        return advance_chunks(scan, refs, span, ring.chunks, at_chunk, rate, *carry)
 
     init = zero_states(scan), [zeros() for _ in range(tile.channels)]
     h, total = ring.stream(at.first, scan.parts.length, run_tile, init)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
+from jaxkern.ops.segments import Seen, with_zeros
 
 CHUNK = 8
 """Steps from one saved state to the next. In plain JAX on 2 CPU cores, forward + backward took 37
@@ -43,6 +44,7 @@ class Options:
     final: bool
     checkpoint_every: int | None
     mode: Mode
+    num_segments: int | None = None
 
 
 class _Tokens(NamedTuple):
@@ -56,18 +58,34 @@ class _Tokens(NamedTuple):
 
 
 class _Masks(NamedTuple):
-    """What is no number: whether the state is zeroed before a token, and which are no padding."""
+    """What is no number: whether the state is zeroed before a token, and which are no padding.
+
+    Where segments have states, `crossed` is one more than in :func:`jaxkern.ops.segments.crossings`
+    (so 0 in padding).
+    """
 
     reset: Any
     valid: Any
+    crossed: Any
 
 
 class _Params(NamedTuple):
-    """The arrays without a time axis, in the dtype of the arithmetic; A as (G, N, P)."""
+    """The arrays without a time axis, in the dtype of the arithmetic; A as (G, N, P).
+
+    `starts` are the initial states of segments, (B, S + 1, G, N, P), the last of zeros.
+    """
 
     A: Any
     D: Any
     dt_bias: Any
+    starts: Any
+
+
+class _States(NamedTuple):
+    """What is handed from token to token: the state, and the final ones of segments that ended."""
+
+    h: Any
+    ends: Any
 
 
 def selective_scan_reference(options: Options, *args: Any) -> tuple[Any, Any]:
@@ -83,9 +101,14 @@ def selective_scan_reference(options: Options, *args: Any) -> tuple[Any, Any]:
 
 
 def reference_fwd(options: Options, save: bool, *args: Any) -> tuple[Any, Any, Any]:
-    """Output, final state (B, G, P, N) and, to save, states (B, c, G, P, N); or ``None``."""
-    tokens, masks, params, h = _split(*args)
+    """Output, final state (B, G, P, N) and, to save, states (B, c, G, P, N); or ``None``.
+
+    With `num_segments` the final states are (B, S, G, P, N), as the initial ones.
+    """
+    *_, initial_state, _, crossed = args
+    tokens, masks, params, h = _split(options, *args)
     length = tokens.x.shape[1]
+    ends = _no_ends(options, h)
     save = save and options.checkpoint_every is not None
     if length == 0:
         out, states = jnp.zeros_like(tokens.x), jnp.zeros((h.shape[0], 0, *h.shape[1:]), h.dtype)
@@ -93,33 +116,55 @@ def reference_fwd(options: Options, save: bool, *args: Any) -> tuple[Any, Any, A
         sizes = _Sizes.of(length, options.checkpoint_every)
 
         @_checkpoint
-        def body(h, block):
+        def body(before, block):
             tokens, masks = block
-            after, out = _run_block(options, sizes, h, tokens, masks, params)
-            return after, (out, h if save else None)
+            after, out = _run_block(options, sizes, before, tokens, masks, params)
+            return after, (out, before.h if save else None)
 
         h = _start(options, h, tokens, masks, params)
         masks = masks._replace(valid=sizes.valid())
-        h, (out, states) = lax.scan(body, h, sizes.to_blocks((tokens, masks)))
+        before = _States(h, _no_ends(options, h))
+        (h, ends), (out, states) = lax.scan(body, before, sizes.to_blocks((tokens, masks)))
         out = sizes.from_blocks(out)
         states = jnp.moveaxis(states, 0, 1) if save else None
     final = _states_last(h) if options.final else None
+    if final is not None and options.num_segments is not None:
+        seen = Seen.of(crossed, options.num_segments)
+        final = seen.final(_states_last(ends), final, initial_state)
     return out, final, _states_last(states) if save else None
 
 
 def reference_bwd(
-    options: Options, x, dt, A, B, C, D, z, dt_bias, initial_state, keep, states, dout, dfinal
+    options: Options,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    dt_bias,
+    initial_state,
+    keep,
+    crossed,
+    states,
+    dout,
+    dfinal,
 ) -> tuple[Any, ...]:
     """The gradients; those that sum over channels, batch rows or time are left in fp32."""
-    args = x, dt, A, B, C, D, z, dt_bias, initial_state, keep
+    args = x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
+    seen = None if crossed is None else Seen.of(crossed, options.num_segments)
     if states is None:
         every = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY)
         *_, states = reference_fwd(every, True, *args)
     acc = states.dtype
     tokens, masks, params, h = _split(
-        x, dt, A, B.astype(acc), C.astype(acc), D, z, dt_bias, initial_state, keep
+        options,
+        *(x, dt, A, B.astype(acc), C.astype(acc), D, z, dt_bias, initial_state, keep, crossed),
     )
-    dh = jnp.zeros_like(h) if dfinal is None else _states_last(dfinal)
+    dlast = dfinal if dfinal is None or seen is None else seen.of_row(dfinal)
+    dh = jnp.zeros_like(h) if dlast is None else _states_last(dlast)
+    dends = None if dfinal is None or seen is None else _states_last(dfinal)
     length = x.shape[1]
     if length == 0:
         dtokens, dparams = jax.tree.map(jnp.zeros_like, (tokens, params))
@@ -128,52 +173,61 @@ def reference_bwd(
 
         @_checkpoint
         def body(carry, block):
-            dh, dparams = carry
+            dstates, dparams = carry
             tokens, masks, before, dout = block
 
-            def run(h, tokens, params):
-                return _run_block(options, sizes, h, tokens, masks, params)
+            def run(before, tokens, params):
+                return _run_block(options, sizes, before, tokens, masks, params)
 
+            before = _States(before, _no_ends(options, before))
             _, vjp = jax.vjp(run, before, tokens, params)
-            dh, dtokens, more = vjp((dh, dout))
-            return (dh, jax.tree.map(jnp.add, dparams, more)), dtokens
+            dstates, dtokens, more = vjp((dstates, dout))
+            return (dstates, jax.tree.map(jnp.add, dparams, more)), dtokens
 
         masks = masks._replace(valid=sizes.valid())
         tokens, masks, dout = sizes.to_blocks((tokens, masks, dout))
         states = _states_last(jnp.moveaxis(states, 1, 0))
         dparams = jax.tree.map(jnp.zeros_like, params)
         dh = jnp.where(True, dh, states[0])
-        (dh, dparams), dtokens = lax.scan(
-            body, (dh, dparams), (tokens, masks, states, dout), reverse=True
+        init = _States(dh, dends), dparams
+        ((dh, _), dparams), dtokens = lax.scan(
+            body, init, (tokens, masks, states, dout), reverse=True
         )
         dtokens = jax.tree.map(sizes.from_blocks, dtokens)
     dx, ddt, dB, dC, dz = dtokens
-    dA, dD, ddt_bias = dparams
+    dA, dD, ddt_bias, dstarts = dparams
     dinitial = None if initial_state is None else _states_last(dh)
-    return dx, ddt, _states_last(dA), dB, dC, dD, dz, ddt_bias, dinitial, None
+    if dinitial is not None and seen is not None:
+        dinitial = seen.initial(_states_last(dstarts[:, :-1]), dfinal)
+    return dx, ddt, _states_last(dA), dB, dC, dD, dz, ddt_bias, dinitial, None, None
 
 
 def step(options: Options, x, dt, A, B, C, D, z, dt_bias, state) -> tuple[Any, Any]:
     """One token, x (B, G, P): its output and the next state, (B, G, P, N)."""
-    tokens, masks, params, h = _split(x, dt, A, B, C, D, z, dt_bias, state, None)
+    tokens, masks, params, h = _split(options, x, dt, A, B, C, D, z, dt_bias, state, None, None)
     tokens = jax.tree.map(lambda v: v[:, None], tokens)
-    h, out = _run_chunk(options, h, tokens, masks, params)
+    (h, _), out = _run_chunk(options, _States(h, None), tokens, masks, params)
     return out[:, 0], _states_last(h)
 
 
 def _split(
-    x, dt, A, B, C, D, z, dt_bias, initial_state, keep
+    options, x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
 ) -> tuple[_Tokens, _Masks, _Params, jax.Array]:
     """The arguments by kind; the state is (B, G, N, P), channels last: loops run along them."""
     floats = [v for v in (x, dt, A, B, C, D, z, dt_bias, initial_state) if v is not None]
     acc = jnp.result_type(jnp.float32, *floats)
     # Cast before the scan over chunks, whose backward adds these arrays' gradients up.
-    params = jax.tree.map(lambda v: v.astype(acc), _Params(_states_last(A), D, dt_bias))
-    if initial_state is None:
+    of_segments = options.num_segments is not None
+    starts = None
+    if of_segments and initial_state is not None:
+        starts = with_zeros(_states_last(initial_state))
+    params = jax.tree.map(lambda v: v.astype(acc), _Params(_states_last(A), D, dt_bias, starts))
+    if initial_state is None or of_segments:
         h = jnp.zeros((x.shape[0], *params.A.shape), acc)
     else:
         h = _states_last(initial_state.astype(acc))
-    masks = _Masks(None if keep is None else keep == 0, None)
+    reset = None if keep is None else keep == 0
+    masks = _Masks(reset, None, crossed + 1) if of_segments else _Masks(reset, None, None)
     return _Tokens(x, dt, B, C, z), masks, params, h
 
 
@@ -185,8 +239,16 @@ def _states_last(h: Any) -> Any:
 def _start(options, h, tokens, masks, params) -> jax.Array:
     """`h`, distributed over devices as the states after it will be."""
     first, masks = jax.tree.map(lambda v: v[:, :1], (tokens, masks))
-    after, _ = _run_chunk(options, h, first, masks, params)
+    (after, _), _ = _run_chunk(options, _States(h, None), first, masks, params)
     return jnp.where(True, h, lax.stop_gradient(after))
+
+
+def _no_ends(options: Options, h: jax.Array) -> Any:
+    """Final states of no segment yet, (B, S, G, N, P)."""
+    if not options.final or options.num_segments is None:
+        return None
+    zeros = jnp.zeros_like(h)[:, None]
+    return jnp.broadcast_to(zeros, (h.shape[0], options.num_segments, *h.shape[1:]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,32 +303,35 @@ class _Sizes:
         return jnp.ones((1, self.length), bool) if self.padding else None
 
 
-def _run_block(options, sizes, h, tokens, masks, params) -> tuple[jax.Array, jax.Array]:
+def _run_block(options, sizes, before, tokens, masks, params) -> tuple[_States, jax.Array]:
     """The chunks of a block; only the states before them are kept for the backward."""
     if sizes.block == 1:
-        return _run_chunk(options, h, tokens, masks, params)
+        return _run_chunk(options, before, tokens, masks, params)
 
     @_checkpoint
-    def body(h, chunk):
+    def body(before, chunk):
         tokens, masks = chunk
-        return _run_chunk(options, h, tokens, masks, params)
+        return _run_chunk(options, before, tokens, masks, params)
 
-    return lax.scan(body, h, (tokens, masks))
+    return lax.scan(body, before, (tokens, masks))
 
 
-def _run_chunk(options, h, tokens: _Tokens, masks: _Masks, params: _Params):
-    """k steps from the state h, (B, G, N, P), to the state after them and out, (B, k, G, P)."""
-    if h.shape[1] > 1:
-        return _run_steps(options, h, tokens, masks, params)
+def _run_chunk(options, before: _States, tokens: _Tokens, masks: _Masks, params: _Params):
+    """k steps from the state, (B, G, N, P), to that after them and out, (B, k, G, P)."""
+    if before.h.shape[1] > 1:
+        return _run_steps(options, before, tokens, masks, params)
     # With no axis of size 1 in its products, XLA's program for a CPU is a third faster.
     squeeze = functools.partial(jax.tree.map, lambda v: jnp.squeeze(v, -2))
-    params = squeeze(params._replace(A=None))._replace(A=jnp.squeeze(params.A, -3))
-    h, out = _run_steps(options, jnp.squeeze(h, -3), squeeze(tokens), masks, params)
-    return jnp.expand_dims(h, -3), jnp.expand_dims(out, -2)
+    of_states = functools.partial(jax.tree.map, lambda v: jnp.squeeze(v, -3))
+    small = squeeze(params._replace(A=None, starts=None))
+    params = small._replace(A=of_states(params.A), starts=of_states(params.starts))
+    after, out = _run_steps(options, of_states(before), squeeze(tokens), masks, params)
+    return jax.tree.map(lambda v: jnp.expand_dims(v, -3), after), jnp.expand_dims(out, -2)
 
 
-def _run_steps(options, h, tokens: _Tokens, masks: _Masks, params: _Params):
+def _run_steps(options, before: _States, tokens: _Tokens, masks: _Masks, params: _Params):
     """The same; all arrays may lack the axis G."""
+    h, ends = before
     acc = h.dtype
     along = lambda mask, ndim: mask.reshape(*mask.shape, *[1] * (ndim - mask.ndim))
     x, dt, B, C = (v.astype(acc) for v in tokens[:4])
@@ -277,7 +342,7 @@ def _run_steps(options, h, tokens: _Tokens, masks: _Masks, params: _Params):
     ys = []
     for t in range(x.shape[1]):
         if masks.reset is not None:
-            h = jnp.where(along(masks.reset[:, t], h.ndim), 0, h)
+            h, ends = _cross(options, masks, params, t, h, ends)
         decay = jnp.exp(dt[:, t, ..., None, :] * params.A)
         h = decay * h + jnp.einsum("b...p,b...n->b...np", dtx[:, t], B[:, t])
         # As a dot, for its transpose is a sum over channels, which is slow as a sum on a CPU.
@@ -287,7 +352,24 @@ def _run_steps(options, h, tokens: _Tokens, masks: _Masks, params: _Params):
         y = y + params.D * x
     if tokens.z is not None:
         y = y * jax.nn.silu(tokens.z.astype(acc))
-    return h, y.astype(tokens.x.dtype)
+    return _States(h, ends), y.astype(tokens.x.dtype)
+
+
+def _cross(options, masks: _Masks, params: _Params, t: int, h, ends) -> tuple[Any, Any]:
+    """The state that token t begins from, and final states with that of a segment before it."""
+    reset, begin = masks.reset[:, t], 0
+    if options.num_segments is not None:
+        none = options.num_segments
+        crossed = masks.crossed[:, t] - 1
+        reset = crossed >= 0
+        if params.starts is not None:
+            number = jnp.where(reset, crossed % (none + 1), none)
+            begin = jax.vmap(lambda v, i: v[i])(params.starts, number)
+        if ends is not None:
+            number = jnp.where(reset, crossed // (none + 1), none)
+            put = lambda v, i, h: v.at[i].set(h, mode="drop")
+            ends = jax.vmap(put)(ends, number, h)
+    return jnp.where(reset.reshape(-1, *[1] * (h.ndim - 1)), begin, h), ends
 
 
 def _step_size(options: Options, dt: jax.Array, dt_bias: jax.Array | None) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,84 @@ def zero_states(scan: Scan) -> list[Rows]:
     return [[zeros() for _ in range(scan.tile.states)] for _ in range(scan.tile.channels)]
 
 
-def where_kept(keep: Any, h: list[Rows]) -> list[Rows]:
+class Keep(NamedTuple):
+    """Whether the sequence goes on at a step.
+
+    Attributes:
+      kept: (LANES,), 0 where a segment begins, else 1.
+      crossed: where segments have states, see :func:`jaxkern.ops.segments.crossings`: a scalar.
+    """
+
+    kept: jax.Array
+    crossed: Any
+
+
+def where_kept(keep: Keep | None, h: list[Rows]) -> list[Rows]:
     """The states, zero where the sequence starts anew."""
-    return h if keep is None else map_states(lambda v: jnp.where(keep > 0.5, v, 0.0), h)
+    return h if keep is None else map_states(lambda v: jnp.where(keep.kept > 0.5, v, 0.0), h)
+
+
+def begun(scan: Scan, refs: Any, keep: Keep | None, h: list[Rows]) -> list[Rows]:
+    """The states that a step begins from, those after the step before it being `h`."""
+    if keep is None or refs.starts is None:
+        return where_kept(keep, h)
+    return _taken(scan, refs.starts, keep, _entered(scan, keep), h)
+
+
+def ended(scan: Scan, refs: Any, keep: Keep | None, dh: list[Rows]) -> list[Rows]:
+    """The gradients of the states after the step before, of those that a step begins from."""
+    if keep is None:
+        return dh
+    put_down(scan, refs.dstarts, keep, _entered(scan, keep), dh)
+    if refs.dends is None:
+        return where_kept(keep, dh)
+    return _taken(scan, refs.dends, keep, _left(scan, keep), dh)
+
+
+def end(scan: Scan, refs: Any, keep: Keep | None, h: list[Rows]) -> None:
+    """Where a segment ends before a step, its final states."""
+    if keep is not None:
+        put_down(scan, refs.ends, keep, _left(scan, keep), h)
+
+
+def end_gradients(scan: Scan, refs: Any, keep: Keep | None, add: Callable[..., Any], dh: Any):
+    """``add(dh, gradients)`` where a segment ends before a step, else `dh`."""
+    if keep is None or refs.dends is None:
+        return dh
+    at, number = Place(scan), _left(scan, keep)
+    load = lambda: scan.load_states(refs.dends.at[at.batch, number, at.channels])
+    return lax.cond(keep.crossed >= 0, lambda: add(dh, load()), lambda: dh)
+
+
+def put_down(scan: Scan, ref: Any, keep: Keep, number: Any, states: list[Rows]) -> None:
+    """Stores states of the segment `number` where it ends, if it has any."""
+    if ref is None:
+        return
+    at = Place(scan)
+
+    @pl.when((keep.crossed >= 0) & (number < ref.shape[1]))
+    def _():
+        scan.store_states(ref.at[at.batch, number, at.channels], states)
+
+
+def _taken(scan: Scan, ref: Any, keep: Keep, number: Any, otherwise: list[Rows]) -> list[Rows]:
+    """The states of a segment where it begins or ends, `otherwise` elsewhere."""
+    at = Place(scan)
+    load = lambda: scan.load_states(ref.at[at.batch, number, at.channels])
+    return lax.cond(keep.crossed >= 0, load, lambda: otherwise)
+
+
+def _entered(scan: Scan, keep: Keep) -> Any:
+    return None if keep.crossed is None else lax.rem(keep.crossed, _numbers(scan))
+
+
+def _left(scan: Scan, keep: Keep) -> Any:
+    return None if keep.crossed is None else lax.div(keep.crossed, _numbers(scan))
+
+
+def _numbers(scan: Scan) -> Any:
+    assert scan.options.num_segments is not None
+    return jnp.int32(scan.options.num_segments + 1)
 
 
 def decayed(total: Rows, decay: list[Rows], h: list[Rows], resets: bool) -> list[Rows]:
@@ -90,8 +165,11 @@ class Steps:
         start = step * t.all_states * copies
         return self.scan.load_pairs(ref, copies, *t.of_copy(), start=start)
 
-    def keep(self, step: int) -> Any:
-        return None if self.tokens.keep is None else self.scan.load1(self.tokens.keep, start=step)
+    def keep(self, step: int) -> Keep | None:
+        if self.tokens.keep is None:
+            return None
+        crossed = None if self.tokens.crossed is None else self.tokens.crossed[step]
+        return Keep(self.scan.load1(self.tokens.keep, start=step), crossed)
 
     def write(self, ref: Any, round: int, value: jax.Array) -> None:
         """Writes the owned values to (B, L, D) in global memory."""
@@ -184,6 +262,8 @@ def share_step_sizes(steps: Steps, shared: Any, dt_bias: jax.Array) -> None:
 
 
 def advance_chunks(
+    scan: Scan,
+    refs: Any,
     span: Span,
     per_tile: int,
     at: Callable[[Any], tuple[Steps, Any]],
@@ -200,13 +280,13 @@ def advance_chunks(
     def load(c, step):
         chunk, shared = at(c)
         dt, dtx = chunk.shared(shared, step, 2)
-        decay = decays(dt, rate, polynomials(chunk.scan.tile))
+        decay = decays(dt, rate, polynomials(scan.tile))
         return dt, dtx, decay, chunk.weights("B", step), chunk.keep(step)
 
     def body(c, steps, carry):
         h, total = carry
         for _, (dt, dtx, decay, B, keep) in steps:
-            h = advance(decay, dtx, B, where_kept(keep, h))
+            h = advance(decay, dtx, B, begun(scan, refs, keep, h))
             if total is not None:
                 total = add_reset(total, keep, dt)
         after(c, h)
@@ -217,5 +297,5 @@ def advance_chunks(
 
 def add_reset(total: Rows, keep: Any, dt: Rows) -> Rows:
     if keep is not None:
-        total = [jnp.where(keep > 0.5, t, float("inf")) for t in total]
+        total = [jnp.where(keep.kept > 0.5, t, float("inf")) for t in total]
     return [t + d for t, d in zip(total, dt, strict=True)]
