@@ -43,6 +43,7 @@ import numpy as np
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
+from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops import segments
 from jaxkern.ops.linear_scan.kernels import launch_bwd, launch_fwd
 from jaxkern.ops.linear_scan.reference import linear_scan_reference, reference_bwd, reference_fwd
@@ -77,6 +78,7 @@ def linear_scan(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@standard_promotion()
 def linear_scan(
     a: jax.Array,
     b: jax.Array,
