@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core.dispatch import Mode
@@ -23,6 +25,7 @@ from jaxkern.ops.selective_scan import tiling as parts_of
 from tests import check, test_causal_conv1d, test_linear_scan, test_selective_scan
 
 BATCH, LENGTH, COUNT = 3, 21, 4
+CHANNELS = 8  # where they are split over devices
 
 IDS = np.array(
     [
@@ -357,3 +360,72 @@ def test_a_padded_batch_is_packed_and_unpacked():
         )
         check.assert_close(out[:, at : at + length], want, 1e-6)
         check.assert_close(final[:, row], last, 1e-6)
+
+
+# Meshes and calls
+
+
+@pytest.mark.parametrize("name", ["selective_scan", "causal_conv1d", "linear_scan"])
+@pytest.mark.parametrize(
+    ("kind", "split", "implementation"),
+    [
+        (AxisType.Explicit, "batch", None),
+        (AxisType.Explicit, "channels", "xla"),
+        (AxisType.Auto, "channels", None),
+    ],
+)
+def test_segments_on_a_mesh(name, kind, split, implementation):
+    """Split over batch rows or channels, the results are those of one device."""
+    op = OPS[name]
+    four = lambda v: jnp.concatenate([v, v[:1]]) if v.shape[0] == BATCH else v
+    arrays = tuple(map(four, op.arrays(dim=CHANNELS)))
+    ids = jnp.asarray(np.concatenate([IDS, IDS[:1]]))
+
+    @jax.jit
+    def run(ids, *arrays):
+        results, vjp = jax.vjp(
+            lambda *arrays: op.call(
+                *arrays,
+                segment_ids=ids,
+                num_segments=COUNT,
+                return_final_state=True,
+                implementation=implementation,
+            ),
+            *arrays,
+        )
+        return results, vjp(tuple(map(jnp.sin, results)))
+
+    want = run(ids, *arrays)
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
+    put = lambda v, spec: jax.device_put(v, NamedSharding(mesh, spec))
+    if split == "batch":
+        specs = [P("data") if v.ndim > 2 else P() for v in arrays]
+        ids = put(ids, P("data"))
+    else:
+        specs = [P(*("data" if n == CHANNELS else None for n in v.shape)) for v in arrays]
+    placed = (put(v, spec) for v, spec in zip(arrays, specs, strict=True))
+    check.assert_close(run(ids, *placed), want, 1e-5)
+
+
+@EVERY
+def test_segments_errors(name):
+    op = OPS[name]
+    *args, states = op.arrays()
+    run = functools.partial(op.call, *args)
+    ids = jnp.asarray(IDS)
+    with pytest.raises(ValueError, match="num_segments=4 needs segment_ids"):
+        run(states, num_segments=COUNT)
+    with pytest.raises(ValueError, match="num_segments must be from 1 to"):
+        run(None, num_segments=0, segment_ids=ids)
+    with pytest.raises(TypeError, match=r"num_segments must be an int or None, got 2\.0"):
+        run(None, num_segments=2.0, segment_ids=ids)
+    with pytest.raises(TypeError, match=r"num_segments must be an int.*got a traced array"):
+        jax.jit(lambda n: run(None, num_segments=n, segment_ids=ids))(2)
+    with pytest.raises(ValueError, match=r"initial_state must have shape.*give num_segments"):
+        run(states, segment_ids=ids)
+    with pytest.raises(ValueError, match=r"initial_state must have shape.*leave num_segments out"):
+        run(states[:, 0], segment_ids=ids, num_segments=COUNT)
+    with pytest.raises(ValueError, match=r"segment_ids must have shape \(3, 21\) = \(B, L\)"):
+        run(states, segment_ids=ids[0], num_segments=COUNT)
+    with pytest.raises(TypeError, match="segment_ids must have an integer dtype"):
+        run(states, segment_ids=ids * 1.0, num_segments=COUNT)

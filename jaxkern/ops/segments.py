@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxkern.core.kernel_pass import KernelPass
 
 
-def check_segment_ids(segment_ids: Any, shape: tuple[int, int], like: str = "x") -> jax.Array:
+def check_segment_ids(segment_ids: Any, shape: tuple[int, ...], like: str = "x") -> jax.Array:
     """`segment_ids` as an array of integers, (B, L), its length whole on every device."""
     try:
         segment_ids = jnp.asarray(segment_ids)
@@ -40,13 +40,13 @@ def check_num_segments(num_segments: Any, segment_ids: Any) -> int | None:
     """`num_segments` as an int of at least 1, or ``None``."""
     if num_segments is None:
         return None
-    if isinstance(num_segments, jax.core.Tracer):
+    try:
+        count = operator.index(num_segments)
+    except jax.errors.TracerIntegerConversionError as e:
         raise TypeError(
             "num_segments must be an int or None, as shapes depend on it; got a traced array. Mark "
             "it static (jax.jit(..., static_argnames=...)) or close over it"
-        )
-    try:
-        count = operator.index(num_segments)
+        ) from e
     except TypeError as e:
         raise TypeError(f"num_segments must be an int or None, got {num_segments!r}") from e
     if not 1 <= count <= _MAX_SEGMENTS:

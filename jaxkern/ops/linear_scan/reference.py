@@ -34,7 +34,7 @@ def linear_scan_reference(
     `entered` says where segments begin (:func:`jaxkern.ops.segments.entered`).
     """
     steps = functools.partial(chunked, CHUNK, reverse, dtype=b.dtype)
-    if a.size == 0:
+    if a.size == 0 or not isinstance(a.shape[1], int):  # none, or symbolic
         return steps(a, b, initial_state, entered)[0]
     names = [n for n, v in (("h", initial_state), ("e", entered)) if v is not None]
     given = [v for v in (initial_state, entered) if v is not None]
@@ -117,7 +117,7 @@ def reference_bwd(options: Options, a, b, initial_state, entered, states, dout):
         after = jnp.where(following[..., None] >= 0, 0, after)
     dh, _ = chunked(CHUNK, True, after, dout.astype(acc), None, following, dtype=acc)
     da, db = (dh * before).astype(a.dtype), dh.astype(b.dtype)
-    if count is None:
+    if count is None or entered is None:
         dstate = a[:, 0].astype(acc) * dh[:, 0]
     else:
         number = jnp.where(entered < 0, count, entered)
@@ -133,7 +133,8 @@ def chunked(
 ) -> tuple[Any, Any]:
     """All states, (B, L, D), in `dtype`, and the state before every chunk of `steps`, (B, C, D)."""
     batch, length, dim = a.shape
-    steps = max(1, min(steps, length))
+    # A symbolic length is cut into single steps: what is left over of chunks would be unrolled.
+    steps = max(1, min(steps, length)) if isinstance(length, int) else 1
     more = () if initial_state is None else (initial_state,)
     acc = jnp.result_type(jnp.float32, a, b, *more)
     if length == 0:
@@ -151,7 +152,8 @@ def chunked(
     def chunk(h, arrays):
         rates, inputs = (jnp.unstack(v.astype(acc), axis=1) for v in arrays[:2])
         before, outs = h, []
-        begins = start = None
+        begins: Any = None
+        start: Any = None
         if entered is not None:
             begins, start = _starts(arrays[2], initial_state, acc)
         for k, (a, b) in enumerate(zip(rates, inputs, strict=True)):

@@ -153,7 +153,8 @@ def reference_bwd(
 ) -> tuple[Any, ...]:
     """The gradients; those that sum over channels, batch rows or time are left in fp32."""
     args = x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
-    seen = None if crossed is None else Seen.of(crossed, options.num_segments)
+    count = options.num_segments
+    seen = None if count is None else Seen.of(crossed, count)
     if states is None:
         every = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY)
         *_, states = reference_fwd(every, True, *args)
@@ -261,7 +262,9 @@ class _Sizes:
 
     @classmethod
     def of(cls, length: int, checkpoint_every: int | None) -> "_Sizes":
-        every = min(checkpoint_every or RECOMPUTED_EVERY, length)
+        every = checkpoint_every or RECOMPUTED_EVERY
+        if isinstance(length, int):  # else it is symbolic
+            every = min(every, length)
         chunk = min(CHUNK, every)
         return cls(length, chunk, -(-every // chunk))
 
