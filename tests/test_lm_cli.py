@@ -172,10 +172,6 @@ def test_memory_of_this_machine_is_known():
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "the quota is used up"),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), "/x/y: Permission denied"),
         (OSError(errno.EIO, "Input/output error"), "Input/output error"),
-        (
-            RuntimeError("Unable to initialize backend 'cuda': not in ['cpu']"),
-            "JAX cannot start: Unable to initialize backend 'cuda'",
-        ),
         (MemoryError(), "out of memory; lower --batch-size"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out of memory"),
         (NotImplementedError("no kernel\nhere"), "no kernel here"),
@@ -218,14 +214,25 @@ def test_signals_that_are_ignored_or_handled_already_stay_so():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_checkpoint_of_hugging_face_must_be_a_folder(capsys, tmp_path):
-    (tmp_path / "file").write_text("")
-    for name, words in (
-        ("state-spaces/mamba-130m-hf", "hf download state-spaces/mamba-130m-hf --local-dir mamba"),
-        (tmp_path / "file", "is a file; give the folder"),
-        (tmp_path / "nowhere", "there is no such folder"),
-    ):
-        assert words in fails(capsys, "sample", "--hf", name)
+@pytest.mark.parametrize("error", [RuntimeError("Unknown backend cuda"), AssertionError()])
+def test_devices_that_are_not_there_are_one_line(capsys, monkeypatch, tmp_path, error):
+    def none(*args, **options):
+        raise error
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    for argv in (["train", "--out", tmp_path / "run"], ["sample", "--run", "x"]):
+        line = fails(capsys, *argv)
+        assert "JAX cannot start with JAX_PLATFORMS=cuda: " in line
+        assert (str(error) or "there is no such device") in line
+    assert not (tmp_path / "run").exists()
+    assert cli.main(["doctor"]) == 0
+    assert "devices  JAX cannot start: " in capsys.readouterr().out
+
+
+def test_a_name_of_the_hub_is_no_folder_here(capsys):
+    line = fails(capsys, "sample", "--hf", "state-spaces/mamba-130m-hf")
+    assert "hf download state-spaces/mamba-130m-hf --local-dir mamba-130m-hf" in line
 
 
 def test_a_bug_keeps_its_stack_trace(monkeypatch):
@@ -346,13 +353,6 @@ def test_doctor_tells_what_a_report_of_a_bug_needs(capsys, monkeypatch):
     assert f"numpy {np.__version__}" in told["besides"]
     assert "XLA_FLAGS_OF_THIS_TEST=set" in told["environ"]
     assert "jax_numpy_rank_promotion=warn" in told["config"]
-
-    def none():
-        raise RuntimeError("Unable to initialize backend 'cuda'")
-
-    monkeypatch.setattr(jax, "local_devices", lambda **_: none())
-    doctor()
-    assert "JAX cannot start: Unable to initialize backend 'cuda'" in capsys.readouterr().out
 
 
 def test_resumed_configuration():

@@ -10,7 +10,6 @@ import errno
 import importlib.util
 import io
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -66,9 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 1) -> int:
-    """Tell a line on stderr, on a line of its own even after half a line on stdout."""
+    """Tell a line on stderr; on a terminal it may come after half a line on stdout."""
     stop.discard_closed_output()
     with contextlib.suppress(OSError):
+        if code > 128 and sys.stdout.isatty() and sys.stderr.isatty():
+            print(file=sys.stderr)
         print(f"jaxkern: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
@@ -89,8 +90,6 @@ def _explain(error: BaseException) -> str | None:
         from jaxkern.lm.memory import REMEDY
 
         return f"out of memory; {REMEDY}"
-    if isinstance(error, RuntimeError) and "nable to initialize backend" in text:
-        return f"JAX cannot start: {text}; see jaxkern doctor, and the variable JAX_PLATFORMS"
     if isinstance(error, NotImplementedError):
         reason, asked, _ = text.partition(" Use implementation=")
         return f"{reason} Use --implementation auto, or xla." if asked else text
@@ -335,6 +334,7 @@ def _train(flags: dict[str, Any]) -> None:
         out = Path("runs", f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}")
     if "data" in flags:
         flags["data"] = tuple(flags["data"])
+    _start_jax()
     from jaxkern.lm.train import train
 
     train(flags, out, resume=resume)
@@ -345,29 +345,16 @@ def _sample(flags: dict[str, Any]) -> None:
     prompts = _prompts(flags.pop("prompt"), flags.pop("prompts"))
     if folder is None:
         _need_extra("sample")
+        _start_jax()
         from jaxkern.lm.sample import sample
 
         sample(run, prompts, **flags)
     else:
-        _check_hf(folder)
         _need_extra("sample --hf", "hf", safetensors="safetensors", tokenizers="tokenizers")
+        _start_jax()
         from jaxkern.lm.sample import sample_hf
 
         sample_hf(folder, prompts, **flags)
-
-
-def _check_hf(folder: Path) -> None:
-    if folder.is_dir():
-        return
-    if folder.exists():
-        raise RunError(f"--hf {folder} is a file; give the folder that it is in")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
-        raise RunError(
-            f"--hf {folder}: there is no such folder here. If it is a model's name on the Hugging "
-            f"Face Hub, fetch it first: hf download {folder} --local-dir {folder.name}, and then "
-            f"give --hf {folder.name}"
-        )
-    raise RunError(f"--hf {folder}: there is no such folder")
 
 
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
@@ -402,6 +389,20 @@ def _doctor(flags: dict[str, Any]) -> None:
     from jaxkern.lm.doctor import doctor
 
     doctor()
+
+
+def _start_jax() -> None:
+    """Have JAX find its devices, and say so where JAX_PLATFORMS asks for none that is there."""
+    import jax
+
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as error:
+        named = os.environ.get("JAX_PLATFORMS")
+        raise RunError(
+            f"JAX cannot start{f' with JAX_PLATFORMS={named}' if named else ''}: "
+            f"{str(error) or 'there is no such device'}; jaxkern doctor shows what there is"
+        ) from None
 
 
 def _need_extra(command: str, extra: str = "lm", **more: str) -> None:

@@ -55,8 +55,8 @@ def doctor() -> None:
     print(f"driver   {driver or 'none (nvidia-smi does not answer)'}")
     try:
         devices = jax.local_devices()
-    except RuntimeError as error:
-        print(f"devices  JAX cannot start: {_line(error)}")
+    except (RuntimeError, AssertionError) as error:
+        print(f"devices  JAX cannot start: {_line(error) or 'there is no device of JAX_PLATFORMS'}")
         print(
             "advice   JAX_PLATFORMS=cpu has it start without a GPU; unset, it takes what is there"
         )
@@ -103,7 +103,7 @@ def _memory() -> str:
     free = shutil.disk_usage(Path.cwd()).free
     try:
         available = available_memory(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX is told of other platforms alone, or cannot start
+    except (RuntimeError, AssertionError):  # JAX is told of other platforms alone, or cannot start
         available = None
     memory = f", {available / 2**30:.0f} GiB of memory available" if available else ""
     return f"{memory}, {free / 2**30:.0f} GiB of disk here"
