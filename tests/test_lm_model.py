@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
-from jaxkern.lm.model import DECAYED, MambaLM, Options, count_params
+from jaxkern.lm.model import DECAYED, MambaLM, Options, count_params, one_hot
 from jaxkern.lm.step import (
     init_state,
     learning_rate,
@@ -457,3 +457,9 @@ def test_training_by_the_kernels_is_as_near_to_fp32_as_in_plain_jax(precision, m
         kernels = losses(precision, None)
     assert truth[-1] < truth[0] - 0.3
     assert 0 < check.relative_error(kernels, truth) <= 2 * check.relative_error(plain, truth)
+
+
+def test_one_hot_does_without_rank_promotion():
+    with jax.numpy_rank_promotion("raise"):
+        found = one_hot(jnp.array([[1, 3]], jnp.uint8), 3)
+    assert found.tolist() == [[[False, True, False], [False, False, False]]]

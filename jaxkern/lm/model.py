@@ -334,7 +334,8 @@ rows_of.defvjp(_rows_fwd, _rows_bwd)
 def one_hot(tokens: jax.Array, size: int) -> jax.Array:
     """Tokens (...) of any integer dtype -> (..., size) bool."""
     tokens = _counting_to(tokens, size)
-    return tokens[..., None] == jnp.arange(size, dtype=tokens.dtype)
+    every = jnp.arange(size, dtype=tokens.dtype)
+    return tokens[..., None] == every.reshape((1,) * tokens.ndim + (size,))
 
 
 def _counting_to(tokens: jax.Array, size: int) -> jax.Array:
