@@ -9,6 +9,7 @@ checkpoint  what a run directory holds; save, restore, resume
 hf          checkpoints in the layout of Hugging Face
 report      progress, metrics.jsonl, loss.png
 memory      whether a step fits, before it runs
+stop        ends a command on a signal, or when its output closes
 train       the training loop
 sample      decoding, of several prompts at once
 loader      a trained model in Python: `load`
