@@ -374,7 +374,7 @@ def _draw(
         if nucleus:
             probs = jax.nn.softmax(scaled)
             likelier = jnp.cumsum(probs, axis=-1) - probs
-            first = jnp.arange(scaled.shape[-1]) == 0
+            first = jnp.arange(scaled.shape[-1])[None] == 0
             scaled = jnp.where((likelier < top_p) | first, scaled, -jnp.inf)
         token = jax.vmap(jax.random.categorical)(keys, scaled)
         if ranked is not None:
