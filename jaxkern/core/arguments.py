@@ -42,3 +42,17 @@ def check_number(name: str, x: Any, *, minimum: float | None = None) -> float:
     if minimum is not None and not number >= minimum:
         raise ValueError(f"{name} must be at least {minimum:g}, got {x!r}")
     return number
+
+
+def unfit(**arrays: Any) -> str | None:
+    """Why no kernel takes such arrays, ``None`` for absent ones: by dtype, or by symbolic shape."""
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
+        if not all(isinstance(size, int) for size in array.shape):
+            return (
+                f"{name} has the symbolic shape {array.shape}, and kernels are made for sizes"
+            )
+    return None

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_floating
+from jaxkern.core.arguments import check_floating, unfit
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.core.lowering import standard_promotion
@@ -258,9 +258,8 @@ def _activation(op: str, curve: str, x: Any, implementation: Any) -> jax.Array:
 
 def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
     """Why kernels that work element by element, or on halves of rows, cannot take `arrays`."""
-    for name, a in arrays.items():
-        if a.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"{name} is {a.dtype}, and the kernels take bfloat16, float16 and float32"
+    if reason := unfit(**arrays):
+        return reason
     present = arrays.values()
     return too_large(unit(*present, columns=columns), *present)
 

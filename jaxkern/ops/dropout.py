@@ -453,8 +453,8 @@ def _units_in_whole(lanes: Lanes, levels: _Levels, product: _Wide) -> _Pair:
 # The generator
 
 
-def wide_product(a: jax.Array, b: int) -> _Pair:
-    """In plain JAX, of 16-bit halves: Shardy does not know ``lax.mulhi``."""
+def wide_product(a: jax.Array, b: int | jax.Array) -> _Pair:
+    """The high and low words of a product, of 16-bit halves: Shardy does not know ``lax.mulhi``."""
     low, high = a & jnp.uint32(0xFFFF), a >> 16
     b_low, b_high = jnp.uint32(b & 0xFFFF), jnp.uint32(b >> 16)
     cross = high * b_low + (low * b_low >> 16)
@@ -465,6 +465,13 @@ def wide_product(a: jax.Array, b: int) -> _Pair:
 def _multiply(a: jax.Array, b: int, product: _Wide = wide_product) -> _Pair:
     high, low = product(a, b % 2**32)
     return low, high + a * jnp.uint32(b >> 32)
+
+
+def _times(a: _Pair, size: Any) -> _Pair:
+    """`a` times the size of an axis, which may be symbolic."""
+    factor = jnp.uint32(size) if isinstance(size, int) else jnp.asarray(size).astype(jnp.uint32)
+    high, low = wide_product(a[0], factor)
+    return low, high + a[1] * factor
 
 
 def _add(a: _Pair, b: _Pair) -> _Pair:
@@ -535,9 +542,10 @@ def _random(options: _Options, key: Any, positions: Sequence[Any]) -> jax.Array:
     *others, last = positions
     places = [*others, last[::_GROUP] if grouped else last]
     index: _Pair = (jnp.uint32(0), jnp.uint32(0))
-    for d, (place, stride) in enumerate(zip(places, _strides(whole), strict=True)):
+    for d, (place, size) in enumerate(zip(places, whole, strict=True)):
         axes = [e for e in range(len(whole)) if e != d]
-        index = _add(index, _multiply(jnp.expand_dims(place, axes), stride))
+        here = jnp.expand_dims(place, axes), jnp.uint32(0)
+        index = _add(_times(index, size), here)
     group = _shift_right(index, _GROUP.bit_length() - 1)
     bits = _halves(_random_words(*group, [*key, *[jnp.uint32(0)] * (4 - key.size)]))
     if grouped:

@@ -32,7 +32,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.arguments import check_array, check_floating, unfit
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.core.lowering import standard_promotion
@@ -296,10 +296,8 @@ def _final_state(x: jax.Array, width: int, state: Any, look_back: Any) -> jax.Ar
 
 def _unsupported(x: Any, weight: Any, bias: Any, state: Any) -> str | None:
     """Why the kernels, forward and backward, cannot take this call."""
-    arrays = {"x": x, "weight": weight, "bias": bias, "initial_state": state}
-    for name, array in arrays.items():
-        if array is not None and array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
+    if reason := unfit(x=x, weight=weight, bias=bias, initial_state=state):
+        return reason
     if weight.shape[1] > MAX_WIDTH:
         return f"the filter has {weight.shape[1]} taps, and the kernels take up to {MAX_WIDTH}"
     return None

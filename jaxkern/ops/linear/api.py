@@ -118,7 +118,7 @@ def linear(
         raise ValueError(
             f"accumulate_dtype must be float32 or the dtype of x, {x.dtype}; got {summed}"
         )
-    mode = resolve(implementation, unsupported(x), op="linear")
+    mode = resolve(implementation, unsupported(x=x, weight=weight), op="linear")
     options = Options(curve, False, precision, str(summed), mode)
     if mode == "xla" and accumulator is None:
         return named("linear", products.reference_forward(options, x, weight, bias)[0])
@@ -172,7 +172,7 @@ def accumulate_weight_grad(
         )
     shape = (x.shape[-1], dout.shape[-1])
     accumulator = check_accumulator("accumulator", accumulator, shape, "(K, N) of x and dout")
-    mode = resolve(implementation, unsupported(x), op="accumulate_weight_grad")
+    mode = resolve(implementation, unsupported(x=x, dout=dout), op="accumulate_weight_grad")
     options = Options(None, False, precision, "float32", mode)
     dout = dout.astype(x.dtype)
     if mode == "xla":

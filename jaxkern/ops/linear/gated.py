@@ -144,7 +144,8 @@ def gated_linear_unit(
     w_up, b_gate, b_up = _check_rest(w_gate, w_up, b_gate, b_up)
     accumulators = _check_accumulators(accumulators, w_gate, w_up)
     unit = check_unit(activation, alpha, limit, up_offset)
-    mode = resolve(implementation, unsupported(x), op="gated_linear_unit")
+    reason = unsupported(x=x, w_gate=w_gate, w_up=w_up)
+    mode = resolve(implementation, reason, op="gated_linear_unit")
     options = GatedOptions(unit, w_up is None, bool(recompute), False, precision, mode)
     arrays = (x, w_gate, w_up, b_gate, b_up)
     if mode == "xla" and accumulators is None:

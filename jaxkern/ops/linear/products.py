@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxkern.core.arguments import check_array
+from jaxkern.core.arguments import check_array, unfit
 from jaxkern.core.dispatch import Mode
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
 from jaxkern.ops.linear.choice import faster, tile_for
@@ -273,11 +273,12 @@ def rows_of(ndim: int) -> str:
     return " ".join("abcdefghij"[: ndim - 1])
 
 
-def unsupported(x: Any) -> str | None:
-    """Why the kernels cannot take this call."""
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"x is {x.dtype}, and the kernels multiply bfloat16 and float16"
-    return None
+def unsupported(**arrays: Any) -> str | None:
+    """Why the kernels cannot take this call, of which the first array gives the dtype."""
+    name, first = next(iter(arrays.items()))
+    if first.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{name} is {first.dtype}, and the kernels multiply bfloat16 and float16"
+    return unfit(**arrays)
 
 
 def check_accumulator(name: str, a: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.core.arguments import check_floating
+from jaxkern.core.arguments import check_floating, unfit
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.core.lowering import standard_promotion
@@ -227,20 +227,18 @@ def _check_inexact(name: str, x: Any) -> jax.Array:
 
 def _unsupported(a: Any, b: Any, initial_state: Any) -> str | None:
     """Why the kernels, forward and backward, cannot take this call."""
-    for name, array in (("a", a), ("b", b), ("initial_state", initial_state)):
-        if array is not None and array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
-    return None
+    return unfit(a=a, b=b, initial_state=initial_state)
 
 
 def _final_state(options: Options, out: Any, initial_state: Any, ids: Any) -> jax.Array:
     """The last state of a row, or of each segment of it: `ids` are in the order of time."""
     batch, length, _ = out.shape
-    of_row = options.num_segments is None
-    if of_row:
+    count = options.num_segments
+    of_row = count is None
+    if count is None:
         last = jnp.full((batch, 1), length - 1, jnp.int32)
     else:
-        first, stop = segments.spans(ids, options.num_segments)
+        first, stop = segments.spans(ids, count)
         last = jnp.where(first < length, stop - 1, -1)
     if options.reverse:
         last = jnp.where(last < 0, -1, length - 1 - last)

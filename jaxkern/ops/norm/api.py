@@ -35,9 +35,8 @@ import operator
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, check_number
+from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
 from jaxkern.core.lowering import standard_promotion
@@ -356,7 +355,7 @@ def _norm(
         residual_dtype=None if residual is None else str(residual.dtype),
         mode=resolve(
             implementation,
-            _unsupported(x=x, weight=weight, bias=bias, residual=residual, gate=gate),
+            unfit(x=x, weight=weight, bias=bias, residual=residual, gate=gate),
             op=op,
             slower=_slower(group_size),
         ),
@@ -379,14 +378,6 @@ def _check_group_size(group_size: Any, n: int) -> int:
             f"group_size must be a positive divisor of the last axis of x, {n}; got {size}"
         )
     return size
-
-
-def _unsupported(**arrays: Any) -> str | None:
-    """Why the kernels, forward and backward, cannot take this call."""
-    for name, array in arrays.items():
-        if array is not None and array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
-    return None
 
 
 def _slower(n: int) -> str | None:

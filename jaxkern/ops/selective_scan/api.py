@@ -49,7 +49,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkern.core.arguments import check_array, check_floating, check_number
+from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.core.lowering import standard_promotion
@@ -448,9 +448,8 @@ def _gather(v: jax.Array, axis: int, *, unless_parts_of: int = 1) -> jax.Array:
 
 def _unsupported(args: tuple[Any, ...]) -> str | None:
     """Why the kernels, forward and backward, cannot take this call."""
-    for name, array in zip(_FLOATING, args, strict=True):
-        if array is not None and array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
+    if reason := unfit(**dict(zip(_FLOATING, args, strict=True))):
+        return reason
     states = args[2].shape[1]
     if states > MAX_STATES:
         return f"A has {states} states per channel, and the kernels hold at most {MAX_STATES}"
