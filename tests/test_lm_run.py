@@ -312,9 +312,10 @@ def test_two_devices_give_the_losses_of_one_which_may_go_on_alone(finished, argv
     assert len(devices()) == 2
     for two, one in zip(losses(out), losses(finished[0])[:7], strict=True):
         assert two == pytest.approx(one, rel=2e-5)
-    assert "continued from step 6" in run("train", "--resume", "--out", out, "--devices", 1)
+    during(7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert "step 8 of" in run("train", "--resume", "--out", out, "--devices", 1, code=143)
     assert len(devices()) == 1
-    assert checkpoint.steps(out)[-1] == STEPS
+    assert checkpoint.steps(out) == [6, 8]
 
 
 def test_a_run_is_not_overwritten_nor_changed(finished):
@@ -428,4 +429,6 @@ def test_double_precision_changes_nothing(finished, argv, tmp_path, during):
         jax.config.update("jax_enable_x64", before)
     for wide, narrow in zip(losses(out), losses(finished[0])[:7], strict=True):
         assert wide == pytest.approx(narrow, rel=1e-6)
-    assert "continued from step 6" in run("train", "--resume", "--out", out)  # float32, int32
+    during(7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert "step 8 of" in run("train", "--resume", "--out", out, code=143)  # float32 and int32
+    assert checkpoint.steps(out) == [6, 8]
