@@ -164,7 +164,8 @@ def compile_programs(config: TrainConfig, placement: Placement, *, fresh: bool) 
         f = placement.on_each(mean_loss, placement.first_split)
         return placement.jit(f).lower(params, windows).compile()
 
-    pool = ThreadPoolExecutor()
+    # Under JAX_CHECK_TRACER_LEAKS threads share a list of traces, which holds for one of them.
+    pool = ThreadPoolExecutor(1 if jax.config.jax_check_tracer_leaks else None)
     try:
         return Programs(
             *(future.result() for future in [pool.submit(f) for f in (init, step, loss)])

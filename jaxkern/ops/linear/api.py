@@ -161,7 +161,8 @@ def accumulate_weight_grad(
     Example:
       >>> import jax.numpy as jnp, jaxkern
       >>> x, dout = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((8, 128), jnp.bfloat16)
-      >>> jaxkern.accumulate_weight_grad(jnp.zeros((64, 128)), x, dout)[0, 0]
+      >>> sums = jnp.zeros((64, 128), jnp.float32)
+      >>> jaxkern.accumulate_weight_grad(sums, x, dout)[0, 0]
       Array(8., dtype=float32)
     """
     x, dout = check_floating("x", x), check_floating("dout", dout)
