@@ -155,7 +155,6 @@ def test_rate_may_be_traced(implementation):
         run = jax.jit(lambda rate: jaxkern.dropout(x, rate, KEY, implementation=implementation))
         np.testing.assert_array_equal(run(0.3), dropped(x, 0.3))
         np.testing.assert_array_equal(run(1.5), 0 * x)
-        assert jax.jit(jax.grad(lambda rate: run(rate).sum()))(0.3) == 0
         rates = 0.0, 0.3, 1.0
         each = jax.vmap(run)(jnp.asarray(rates))
     np.testing.assert_array_equal(each, np.stack([dropped(x, rate) for rate in rates]))

@@ -6,16 +6,19 @@ import jax
 import jax.numpy as jnp
 
 
+_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+
+
 def check_floating(name: str, x: Any) -> jax.Array:
-    """`x` as an array of a real floating dtype."""
+    """`x` as an array of a real floating dtype of at least 16 bits."""
     try:
         array = jnp.asarray(x)
     except TypeError as e:
         raise TypeError(f"{name} must be an array, got {type(x).__name__}") from e
-    if not jnp.issubdtype(array.dtype, jnp.floating):
+    if array.dtype not in _FLOATS:
         raise TypeError(
-            f"{name} must have a floating dtype (bfloat16, float16, float32), got {array.dtype}; "
-            f"convert it first, e.g. {name}.astype(jnp.float32)"
+            f"{name} must have a floating dtype (bfloat16, float16, float32; float64 in plain "
+            f"JAX), got {array.dtype}; convert it first, e.g. {name}.astype(jnp.float32)"
         )
     return array
 

@@ -240,8 +240,23 @@ def _threshold(rate: Any) -> jax.Array:
         raise TypeError(f"rate must be a number, got an array of shape {array.shape}")
     if not isinstance(rate, Tracer) and not 0 <= float(rate) <= 1:
         raise ValueError(f"rate must be between 0 and 1, got {rate!r}")
-    within = jnp.clip(lax.stop_gradient(array), 0.0, 1.0)
+    within = jnp.clip(_without_derivative(array), 0.0, 1.0)
     return jnp.round(within * 65536.0).astype(jnp.uint32)
+
+
+@jax.custom_jvp
+def _without_derivative(rate: jax.Array) -> jax.Array:
+    """`rate`, by which the mask, and so the result, has no derivative."""
+    return rate
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise NotImplementedError(
+        "dropout has no derivative by rate, and rate depends on what is differentiated here; pass "
+        "jax.lax.stop_gradient(rate)"
+    )
 
 
 def _scale(threshold: jax.Array, dtype: Any) -> jax.Array:
