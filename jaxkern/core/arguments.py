@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
@@ -55,7 +54,5 @@ def unfit(**arrays: Any) -> str | None:
         if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} is {array.dtype}, and the kernels take bfloat16, float16 and float32"
         if not all(isinstance(size, int) for size in array.shape):
-            return (
-                f"{name} has the symbolic shape {array.shape}, and kernels are made for sizes"
-            )
+            return f"{name} has the symbolic shape {array.shape}, and kernels are made for sizes"
     return None
