@@ -138,7 +138,9 @@ class Dropout(eqx.nn.Dropout):
             return super().__call__(x, key=key, inference=inference, **deprecated)
         if left_to_parent(self, dtype_reason(jnp.result_type(x))):
             return super().__call__(x, key=key, inference=inference)
-        return jaxkern.dropout(x, self.p, key, implementation=self.implementation)
+        # An array of a module is a leaf that Equinox differentiates by, and here gives it zero.
+        rate = jax.lax.stop_gradient(self.p) if isinstance(self.p, jax.Array) else self.p
+        return jaxkern.dropout(x, rate, key, implementation=self.implementation)
 
 
 class Linear(eqx.nn.Linear):
