@@ -246,6 +246,7 @@ def norm_kernel():
         eps=1e-6,
         weight_offset=0.0,
         activation=None,
+        gate_activation="silu",
         norm_before_gate=True,
         group_size=2048,
         x_dtype=jnp.dtype("bfloat16"),

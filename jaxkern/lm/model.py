@@ -80,7 +80,7 @@ class MambaBlock(Mamba):
         self.eps = config.eps
 
     def layer(
-        self, x: jax.Array, out: jax.Array, segment_ids: jax.Array | None
+        self, x: jax.Array, out: jax.Array, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """The stream x (B, L, d_model) fp32 and what to add to it -> the sum, and what to add."""
         normalised, x = self._add_and_normalise(x, out)
