@@ -243,3 +243,12 @@ def test_dropout_is_not_differentiated_by_its_rate():
     for f in (jax.grad(loss), jax.jit(jax.grad(loss))):
         with pytest.raises(NotImplementedError, match=r"no derivative by rate.*stop_gradient"):
             f(0.5)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "linear", "linear_scan"])
+def test_hessian_needs_no_other_implementation(name):
+    """It is forward mode of a gradient, whose passes are differentiated as plain JAX."""
+    f, specs = CASES[name]
+    first, *rest = draw(types(specs, F32, {"b": 1, "t": 1}))
+    of = lambda **how: jax.hessian(lambda x: jnp.sum(f(x, *rest, **how) ** 2))(first)
+    check.assert_close(of(), of(implementation="xla"))
