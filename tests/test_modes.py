@@ -252,3 +252,13 @@ def test_hessian_needs_no_other_implementation(name):
     first, *rest = draw(types(specs, F32, {"b": 1, "t": 1}))
     of = lambda **how: jax.hessian(lambda x: jnp.sum(f(x, *rest, **how) ** 2))(first)
     check.assert_close(of(), of(implementation="xla"))
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu_and_mul", "linear_scan", "selective_scan"])
+def test_forward_mode_names_its_remedy(name):
+    f, specs = CASES[name]
+    first, *rest = draw(types(specs, F32, {"b": 1, "t": 2}))
+    run = lambda **how: jax.jvp(lambda x: f(x, *rest, **how), (first,), (first,))
+    with pytest.raises(TypeError, match=r'no forward-mode derivative.*implementation="xla"'):
+        run()
+    assert all(np.isfinite(a).all() for a in run(implementation="xla"))

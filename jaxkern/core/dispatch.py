@@ -1,13 +1,38 @@
 """Which implementation of an op runs, and the words for why another one does not."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Literal
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast
+
+from jaxkern.core.lowering import standard_promotion
 
 Implementation = Literal["mosaic", "xla"]
 Mode = Literal["auto", "mosaic", "interpret", "xla"]
 
 _interpreting = False
+
+
+def public_op[F: Callable[..., Any]](f: F) -> F:
+    """`f` as users call it: under JAX's standard promotion, and with a remedy for forward mode.
+
+    A program that is differentiated in forward mode inside of ``jit`` fails later, in JAX's words.
+    """
+
+    @functools.wraps(f)
+    def call(*args: Any, **keywords: Any) -> Any:
+        try:
+            with standard_promotion():
+                return f(*args, **keywords)
+        except TypeError as error:
+            if "custom_vjp" not in str(error):
+                raise
+            raise TypeError(
+                f"{f.__name__} has no forward-mode derivative (jvp, jacfwd) where it may run "
+                'kernels; use implementation="xla", which has'
+            ) from error
+
+    return cast(F, call)
 
 
 def resolve(

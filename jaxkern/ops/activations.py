@@ -29,9 +29,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating, unfit
-from jaxkern.core.dispatch import Implementation, Mode, resolve
+from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops.curves import (
     CURVES,
     PLAIN,
@@ -44,7 +43,7 @@ from jaxkern.ops.curves import (
 from jaxkern.ops.elementwise import Lanes, launch, too_large, unit
 
 
-@standard_promotion()
+@public_op
 def relu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Rectified linear unit.
 
@@ -72,7 +71,7 @@ def relu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
     return _activation("relu", "relu", x, implementation)
 
 
-@standard_promotion()
+@public_op
 def relu_squared(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Square of the rectified linear unit.
 
@@ -99,7 +98,7 @@ def relu_squared(x: jax.Array, *, implementation: Implementation | None = None) 
     return _activation("relu_squared", "relu_squared", x, implementation)
 
 
-@standard_promotion()
+@public_op
 def silu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Sigmoid linear unit, also called swish.
 
@@ -132,7 +131,7 @@ def silu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
     return _activation("silu", "silu", x, implementation)
 
 
-@standard_promotion()
+@public_op
 def gelu(
     x: jax.Array, *, approximate: bool = True, implementation: Implementation | None = None
 ) -> jax.Array:
@@ -170,7 +169,7 @@ def gelu(
     return _activation("gelu", gelu_curve(approximate), x, implementation)
 
 
-@standard_promotion()
+@public_op
 def quick_gelu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Gaussian error linear unit, approximated by the logistic function as in CLIP.
 
@@ -199,7 +198,7 @@ def quick_gelu(x: jax.Array, *, implementation: Implementation | None = None) ->
     return _activation("quick_gelu", "quick_gelu", x, implementation)
 
 
-@standard_promotion()
+@public_op
 def sigmoid(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Logistic function.
 
@@ -223,7 +222,7 @@ def sigmoid(x: jax.Array, *, implementation: Implementation | None = None) -> ja
     return _activation("sigmoid", "sigmoid", x, implementation)
 
 
-@standard_promotion()
+@public_op
 def tanh(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
     r"""Hyperbolic tangent.
 

@@ -41,9 +41,8 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxkern.core.arguments import check_array, check_floating
-from jaxkern.core.dispatch import Implementation, Mode, resolve
+from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.core.mosaic import join_lanes, multiply_wide
 from jaxkern.ops.activations import factors, unsupported
 from jaxkern.ops.curves import (
@@ -72,7 +71,7 @@ _Wide = Callable[[Any, int], _Pair]
 """(a, b) -> the upper and the lower half of a · b."""
 
 
-@standard_promotion()
+@public_op
 def dropout(
     x: jax.Array,
     rate: Any,
@@ -129,7 +128,7 @@ def dropout(
     return _dropped(x, None, rate, key, _Options("dropout", curve_name, mode))
 
 
-@standard_promotion()
+@public_op
 def dropout_add(
     x: jax.Array,
     residual: jax.Array,

@@ -34,9 +34,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating
-from jaxkern.core.dispatch import Implementation, Mode, resolve
+from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops.activations import factors, unsupported
 from jaxkern.ops.curves import (
     PLAIN,
@@ -51,7 +50,7 @@ from jaxkern.ops.curves import (
 from jaxkern.ops.elementwise import Lanes, launch
 
 
-@standard_promotion()
+@public_op
 def glu(
     gate: jax.Array,
     up: jax.Array,
@@ -94,7 +93,7 @@ def glu(
     return _gated("glu", check_unit(activation, 1.0, None, 0.0), gate, up, implementation)
 
 
-@standard_promotion()
+@public_op
 def swiglu(
     gate: jax.Array,
     up: jax.Array,
@@ -151,7 +150,7 @@ def swiglu(
     return _gated("swiglu", unit, gate, up, implementation)
 
 
-@standard_promotion()
+@public_op
 def geglu(
     gate: jax.Array,
     up: jax.Array,
@@ -186,7 +185,7 @@ def geglu(
     return _gated("geglu", Unit(gelu_curve(approximate)), gate, up, implementation)
 
 
-@standard_promotion()
+@public_op
 def reglu(
     gate: jax.Array, up: jax.Array, *, implementation: Implementation | None = None
 ) -> jax.Array:
@@ -216,7 +215,7 @@ def reglu(
     return _gated("reglu", Unit("relu"), gate, up, implementation)
 
 
-@standard_promotion()
+@public_op
 def silu_and_mul(
     gate_up: jax.Array,
     *,
@@ -263,7 +262,7 @@ def silu_and_mul(
     return _halves("silu_and_mul", unit, gate_up, implementation)
 
 
-@standard_promotion()
+@public_op
 def gelu_and_mul(
     gate_up: jax.Array,
     *,

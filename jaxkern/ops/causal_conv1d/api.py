@@ -33,9 +33,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, unfit
-from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.core.mosaic import LANES
 from jaxkern.ops import segments
 from jaxkern.ops.causal_conv1d.kernels import launch_bwd, launch_fwd
@@ -79,7 +78,7 @@ def causal_conv1d(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@standard_promotion()
+@public_op
 def causal_conv1d(
     x: jax.Array,
     weight: jax.Array,
@@ -196,7 +195,7 @@ def causal_conv1d(
     return out, _final_state(x, width, initial_state, look_back)
 
 
-@standard_promotion()
+@public_op
 def causal_conv1d_step(
     state: jax.Array,
     x: jax.Array,

@@ -29,15 +29,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
-from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, match_sharding, named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops.curves import CURVES, PLAIN, Activation, check_activation
 from jaxkern.ops.linear import products
 from jaxkern.ops.linear.products import Options, check_accumulator, rows_of, unsupported
 
 
-@standard_promotion()
+@public_op
 def linear(
     x: jax.Array,
     weight: jax.Array,
@@ -125,7 +124,7 @@ def linear(
     return _linear_jit(x, weight, bias, accumulator, options)
 
 
-@standard_promotion()
+@public_op
 def accumulate_weight_grad(
     accumulator: jax.Array,
     x: jax.Array,

@@ -36,9 +36,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
-from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops.curves import Activation, check_unit
 from jaxkern.ops.gated import gated_backward
 from jaxkern.ops.linear import api
@@ -53,7 +52,7 @@ from jaxkern.ops.linear.products import (
 )
 
 
-@standard_promotion()
+@public_op
 def gated_linear_unit(
     x: jax.Array,
     w_gate: jax.Array,

@@ -8,15 +8,14 @@ from typing import Any
 
 import jax
 
-from jaxkern.core.dispatch import Implementation
+from jaxkern.core.dispatch import Implementation, public_op
 from jaxkern.core.kernel_pass import named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear.api import linear
 from jaxkern.ops.norm import layer_norm, rms_norm
 
 
-@standard_promotion()
+@public_op
 def rms_norm_linear(
     x: jax.Array,
     weight: jax.Array | None,
@@ -68,7 +67,7 @@ def rms_norm_linear(
     return named("rms_norm_linear", jax.checkpoint(call)(x, weight, bias, w, b))
 
 
-@standard_promotion()
+@public_op
 def layer_norm_linear(
     x: jax.Array,
     weight: jax.Array | None,

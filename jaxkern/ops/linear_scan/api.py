@@ -41,9 +41,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.core.arguments import check_floating, unfit
-from jaxkern.core.dispatch import Implementation, Mode, resolve
+from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops import segments
 from jaxkern.ops.linear_scan.kernels import launch_bwd, launch_fwd
 from jaxkern.ops.linear_scan.reference import linear_scan_reference, reference_bwd, reference_fwd
@@ -78,7 +77,7 @@ def linear_scan(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@standard_promotion()
+@public_op
 def linear_scan(
     a: jax.Array,
     b: jax.Array,

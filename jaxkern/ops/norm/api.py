@@ -37,9 +37,8 @@ from typing import Any, overload
 import jax
 
 from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
-from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.core.mosaic import LANES
 from jaxkern.ops.curves import Activation, check_activation, named_curve
 from jaxkern.ops.norm.backward import launch_bwd
@@ -84,7 +83,7 @@ def rms_norm(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@standard_promotion()
+@public_op
 def rms_norm(
     x: jax.Array,
     weight: jax.Array | None = None,
@@ -211,7 +210,7 @@ def layer_norm(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@standard_promotion()
+@public_op
 def layer_norm(
     x: jax.Array,
     weight: jax.Array | None = None,

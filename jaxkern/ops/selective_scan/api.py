@@ -50,9 +50,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
-from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.ops import segments
 from jaxkern.ops.selective_scan.backward import launch_bwd
 from jaxkern.ops.selective_scan.forward import launch_fwd
@@ -112,7 +111,7 @@ def selective_scan(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
-@standard_promotion()
+@public_op
 def selective_scan(
     x: jax.Array,
     dt: jax.Array,
@@ -250,7 +249,7 @@ def selective_scan(
     return (out, _join_channels(final, final.ndim - 3)) if options.final else out
 
 
-@standard_promotion()
+@public_op
 def selective_scan_step(
     state: jax.Array,
     x: jax.Array,
