@@ -21,7 +21,7 @@ else:
     )
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Kernels that a test lowers are kept from one run to the next, apart from the user's.
+# Kernels and programs are kept from one run to the next, apart from the user's.
 os.environ.setdefault(
     "JAXKERN_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jaxkern")
 )
@@ -34,9 +34,9 @@ import pytest
 from jaxkern.core import cache
 
 ON_GPU = jax.default_backend() == "gpu"
-if ON_GPU and (programs := cache.programs()) is not None:
+if (programs := cache.programs()) is not None:
     jax.config.update("jax_compilation_cache_dir", str(programs))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if ON_GPU else 0.1)
 
 _LONG = ("test_lm_model", "test_notebooks", "test_nn_blocks")
 """Files whose tests take longest on a GPU."""
