@@ -87,7 +87,8 @@ def _rms_norm(x: Any, weight: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * weight
 
 
-_CLAMPED: dict[str, Any] = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
+# As gpt-oss's, of smaller numbers.
+_CLAMPED: dict[str, Any] = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}
 
 
 def _clamped(gate: Any, up: Any) -> Any:
