@@ -25,7 +25,7 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
             with standard_promotion():
                 return f(*args, **keywords)
         except TypeError as error:
-            if "custom_vjp" not in str(error):
+            if "forward-mode" not in str(error):
                 raise
             raise TypeError(
                 f"{f.__name__} has no forward-mode derivative (jvp, jacfwd) where it may run "

@@ -26,6 +26,7 @@ keep them or drop them: what the backward needs beside the arguments, and the ou
 import dataclasses
 import functools
 import hashlib
+import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,6 +105,18 @@ class KernelPass:
     faster: Callable[..., bool] | None = None
     batched: bool = True
     saved_as: str | None = None
+
+    @staticmethod
+    def plain(
+        name: str,
+        f: Callable[..., Arrays],
+        *,
+        ins: tuple[str, ...],
+        outs: tuple[str, ...],
+        whole: str = "",
+    ) -> "KernelPass":
+        """A pass that is plain JAX everywhere, for what JAX itself would not split on a mesh."""
+        return KernelPass(name, "xla", kernel=f, reference=f, ins=ins, outs=outs, whole=whole)
 
     def __call__(self, *args: Any) -> Arrays:
         if len(args) != len(self.ins):
@@ -443,6 +456,18 @@ def match_primal(grad: Any, primal: Any) -> Any:
     extra = tuple(sorted(_varying(grad) - _varying(primal)))
     grad = lax.psum(grad, extra) if extra else grad
     return match_sharding(vary_over(grad, _varying(primal)), primal)
+
+
+def gather(x: Any, axis: int, *, unless_parts_of: int = 1) -> Any:
+    """`x` with `axis` whole on an Explicit mesh, unless it is in parts that divide a number."""
+    sharding = jax.typeof(x).sharding
+    spec = [*_padded(sharding.spec, x.ndim)]
+    if spec[axis] is None:
+        return x
+    if unless_parts_of % math.prod(sharding.mesh.shape[n] for n in _names(spec[axis])) == 0:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def match_sharding(x: Any, like: Any) -> Any:

@@ -89,7 +89,7 @@ class MambaBlock(Mamba):
     def layer_prefill(
         self, x: jax.Array, out: jax.Array, cache: Cache, segment_ids: jax.Array | None
     ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
-        """The same after the tokens that left `cache`, and the cache for those that follow."""
+        """As `layer`, after the tokens that left `cache`; and the cache for those that follow."""
         normalised, x = self._add_and_normalise(x, out)
         out, cache = self(normalised, cache, return_cache=True, segment_ids=segment_ids)
         return (x, out), cache
@@ -286,7 +286,7 @@ def _booleans(mask: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _padded_left(tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
-    """The same rows with the padding in front."""
+    """Moves the padding of every row to its front."""
     tokens = _integers("tokens", tokens)
     mask = _booleans(mask, tokens.shape)
     order = jnp.argsort(mask, axis=-1, stable=True)

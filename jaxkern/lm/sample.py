@@ -366,7 +366,7 @@ def _draw(
     if greedy:
         token = jnp.argmax(logits, axis=-1)
     else:
-        # Of the differences, so that no temperature overflows.
+        # Differences are divided, so that no temperature overflows.
         scaled = (logits - most) / temperature
         ranked = None
         if top_k or nucleus:

@@ -65,7 +65,7 @@ PLAIN = Functions(jax.nn.sigmoid, _plain_normal, jnp.tanh)
 
 
 def kernel_functions(exact: bool, interpret: bool, layout: Any = None) -> Functions:
-    """Those of a kernel, `exact` ones to fp32 accuracy.
+    """The functions that a kernel has, to fp32 accuracy if `exact`.
 
     `layout` is that of their argument, as for :func:`jaxkern.core.arithmetic.sigmoid`.
     """
@@ -154,10 +154,10 @@ CURVES: dict[str, Callable[[jax.Array, Functions], Curve]] = {
 """The activations."""
 
 WITHOUT_EXPONENTIALS = ("relu", "relu_squared")
-"""Those of which a kernel needs no fast instructions."""
+"""The curves of which a kernel needs no fast instructions."""
 
 NOT_THROUGH_ZERO = ("sigmoid",)
-"""Those that make something of 0."""
+"""The curves that are not 0 at 0."""
 
 
 def gelu_curve(approximate: bool) -> str:

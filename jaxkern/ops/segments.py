@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.core.kernel_pass import KernelPass, gather
 
 
 def check_segment_ids(segment_ids: Any, shape: tuple[int, ...], like: str = "x") -> jax.Array:
@@ -33,7 +32,7 @@ def check_segment_ids(segment_ids: Any, shape: tuple[int, ...], like: str = "x")
         raise ValueError(
             f"segment_ids must have shape {shape} = (B, L) of {like}; got {segment_ids.shape}"
         )
-    return whole_length(segment_ids)
+    return gather(segment_ids, 1)
 
 
 def check_num_segments(num_segments: Any, segment_ids: Any) -> int | None:
@@ -75,17 +74,6 @@ def states_remedy(initial_state: jax.Array, ndim: int) -> str:
     if initial_state.ndim == ndim - 1:
         return ". For one state of a row, leave num_segments out"
     return ""
-
-
-def whole_length(v: Any) -> Any:
-    """`v` (B, L, ...) with its length gathered, where an Explicit mesh splits it."""
-    if v is None:
-        return None
-    sharding = jax.typeof(v).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types or sharding.spec[1] is None:
-        return v
-    spec = PartitionSpec(sharding.spec[0], None, *sharding.spec[2:])
-    return jax.sharding.reshard(v, NamedSharding(sharding.mesh, spec))
 
 
 def begins(ids: jax.Array) -> jax.Array:
@@ -201,11 +189,9 @@ def _last_tokens(v: jax.Array, last: jax.Array, absent: Any) -> tuple[jax.Array]
     return (jnp.where(last >= 0, jnp.take_along_axis(v, jnp.maximum(last, 0), 1), absent),)
 
 
-_LAST_TOKENS = KernelPass(
-    name="last_tokens",
-    mode="xla",
-    kernel=_last_tokens,
-    reference=_last_tokens,
+_LAST_TOKENS = KernelPass.plain(
+    "last_tokens",
+    _last_tokens,
     ins=("b l d", "b s", "b s d"),
     outs=("b s d",),
     whole="l s",

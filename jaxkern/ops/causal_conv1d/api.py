@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
+from jaxkern.core.kernel_pass import KernelPass, gather, match_primal, match_sharding, named
 from jaxkern.core.mosaic import LANES
 from jaxkern.ops import segments
 from jaxkern.ops.causal_conv1d.kernels import launch_bwd, launch_fwd
@@ -173,9 +173,9 @@ def causal_conv1d(
             slower=_slower(dim),
         ),
     )
-    given, x = x, segments.whole_length(x)
-    if count is None:
-        initial_state = segments.whole_length(initial_state)
+    given, x = x, gather(x, 1)
+    if count is None and initial_state is not None:
+        initial_state = gather(initial_state, 1)
     look_back = None if segment_ids is None else looks_back(segment_ids, width)
     state = initial_state if count is None else None
     if options.mode == "xla":

@@ -60,7 +60,7 @@ class Filter:
 
     @property
     def tiles(self) -> int:
-        """So many that the last is longer than a halo."""
+        """How many tiles there are: so many that the last is longer than a halo."""
         return max(1, -(-(self.length - self.after) // self.own))
 
     @property

@@ -41,11 +41,9 @@ def _from_states(activation, out, x, weight, bias, state, first, stop):
 @functools.cache
 def _from_states_pass(activation: Any) -> KernelPass:
     run = functools.partial(_from_states, activation)
-    return KernelPass(
-        name="causal_conv1d_states",
-        mode="xla",
-        kernel=run,
-        reference=run,
+    return KernelPass.plain(
+        "causal_conv1d_states",
+        run,
         ins=("b l d", "b l d", "d w", "d", "b s k d", "b s", "b s"),
         outs=("b l d",),
         whole="l w k s",
@@ -67,7 +65,7 @@ def _final_states(width, x, state, first, stop):
     back = jnp.arange(kept) - kept
     at = stop[..., None] + back  # (B, S, W − 1)
     tokens = x[jnp.arange(batch)[:, None, None], jnp.maximum(at, 0)]
-    # Of a segment of n tokens, the state without its first n inputs.
+    # A segment of n tokens has pushed the first n inputs out of its state.
     shifted = jnp.minimum(jnp.arange(kept) + (stop - first)[..., None], kept - 1)
     before = jnp.take_along_axis(state, shifted[..., None], axis=2)
     return (jnp.where((at >= first[..., None])[..., None], tokens, before),)
@@ -76,11 +74,9 @@ def _final_states(width, x, state, first, stop):
 @functools.cache
 def _final_states_pass(width: int) -> KernelPass:
     run = functools.partial(_final_states, width)
-    return KernelPass(
-        name="causal_conv1d_final_states",
-        mode="xla",
-        kernel=run,
-        reference=run,
+    return KernelPass.plain(
+        "causal_conv1d_final_states",
+        run,
         ins=("b l d", "b s k d", "b s", "b s"),
         outs=("b s k d",),
         whole="l k s",

@@ -318,11 +318,9 @@ def _plain_pass(options: Options) -> KernelPass:
     """Plain JAX for packed sequences, whose gathers a mesh with Explicit axes cannot split."""
     run = functools.partial(linear_scan_reference, reverse=options.reverse)
     plain = lambda *args: (run(*args),)
-    return KernelPass(
-        name="linear_scan",
-        mode="xla",
-        kernel=plain,
-        reference=plain,
+    return KernelPass.plain(
+        "linear_scan",
+        plain,
         ins=("b l d", "b l d", _states(options), "b l"),
         outs=("b l d",),
         whole="l s",

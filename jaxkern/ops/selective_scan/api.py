@@ -47,11 +47,10 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
+from jaxkern.core.kernel_pass import KernelPass, gather, match_primal, match_sharding, named
 from jaxkern.ops import segments
 from jaxkern.ops.selective_scan.backward import launch_bwd
 from jaxkern.ops.selective_scan.forward import launch_fwd
@@ -421,7 +420,7 @@ def _by_group(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _split_channels(v: jax.Array, axis: int, groups: int) -> jax.Array:
     if groups == 1:  # a new axis leaves channels split as they are on a mesh
         return jnp.expand_dims(v, axis)
-    v = _gather(v, axis, unless_parts_of=groups)
+    v = gather(v, axis, unless_parts_of=groups)
     return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
 
 
@@ -429,20 +428,6 @@ def _join_channels(v: jax.Array, axis: int) -> jax.Array:
     if v.shape[axis] == 1:
         return jnp.squeeze(v, axis)
     return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
-
-
-def _gather(v: jax.Array, axis: int, *, unless_parts_of: int = 1) -> jax.Array:
-    """`v` with `axis` whole on an Explicit mesh, unless it is in parts that divide a number."""
-    sharding = jax.typeof(v).sharding
-    spec = [*sharding.spec, *[None] * (v.ndim - len(sharding.spec))]
-    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
-    if (
-        spec[axis] is None
-        or unless_parts_of % math.prod(sharding.mesh.shape[n] for n in names) == 0
-    ):
-        return v
-    spec[axis] = None
-    return jax.sharding.reshard(v, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def _unsupported(args: tuple[Any, ...]) -> str | None:
@@ -528,11 +513,9 @@ def _backward_pass(options: Options) -> KernelPass:
 def _plain_pass(options: Options) -> KernelPass:
     """Plain JAX for states of segments, whose gathers a mesh with Explicit axes cannot split."""
     plain = functools.partial(selective_scan_reference, options)
-    return KernelPass(
-        name="selective_scan",
-        mode="xla",
-        kernel=plain,
-        reference=plain,
+    return KernelPass.plain(
+        "selective_scan",
+        plain,
         ins=_arguments(options),
         outs=("b l g p", _ends(options)),
         whole="l n s",
