@@ -50,16 +50,19 @@ class Case:
 
 
 def _norm(op: str, m: int, n: int, dtype: str, extra: str = "", **options: Any) -> Case:
-    """`extra` names what of residual and gate the norm takes."""
+    """`extra` names what the norm takes of bias, residual and gate."""
     itemsize = jnp.dtype(dtype).itemsize
     names = extra.split()
 
     def arrays(key: Any) -> tuple[Any, ...]:
         k = jax.random.split(key, 5)
-        weight = 1 + 0.1 * jax.random.normal(k[0], (n,))
-        params = (weight, 0.1 * jax.random.normal(k[1], (n,)))[: 1 + (op == "layer_norm")]
-        full = [jax.random.normal(i, (m, n), dtype) for i in k[2 : 3 + len(names)]]
-        return full[0], *params, *full[1:]
+        x, weight = jax.random.normal(k[2], (m, n), dtype), jax.random.normal(k[0], (n,))
+        bias = 0.1 * jax.random.normal(k[1], (n,))
+        full = iter(k[3:])
+        more = [
+            bias if v == "bias" else jax.random.normal(next(full), (m, n), dtype) for v in names
+        ]
+        return x, 1 + 0.1 * weight, *([bias] if op == "layer_norm" else []), *more
 
     def call(x: Any, *rest: Any, implementation: Any) -> Any:
         count = len(rest) - len(names)
@@ -80,8 +83,19 @@ def _norm(op: str, m: int, n: int, dtype: str, extra: str = "", **options: Any) 
     )
 
 
+def _segments(b: int, l: int) -> jax.Array:
+    """Eight sequences in each row, (b, l)."""
+    return jnp.broadcast_to(jnp.arange(l) // -(-l // 8), (b, l))
+
+
 def _selective_scan(
-    b: int, l: int, d: int, n: int, dtype: str, checkpoint_every: int | None = 8
+    b: int,
+    l: int,
+    d: int,
+    n: int,
+    dtype: str,
+    checkpoint_every: int | None = 8,
+    packed: bool = False,
 ) -> Case:
     itemsize = jnp.dtype(dtype).itemsize
 
@@ -97,6 +111,7 @@ def _selective_scan(
             *(x, dt, A, B, C, D, z),
             dt_bias=dt_bias,
             dt_softplus=True,
+            segment_ids=_segments(b, l) if packed else None,
             checkpoint_every=checkpoint_every,
             implementation=implementation,
         )
@@ -104,7 +119,9 @@ def _selective_scan(
     wide, narrow = b * l * d * itemsize, b * l * n * itemsize
     return Case(
         op="selective_scan",
-        shape=f"{b}x{l}x{d}x{n}" + ("" if checkpoint_every == 8 else f"/{checkpoint_every}"),
+        shape=f"{b}x{l}x{d}x{n}"
+        + ("" if checkpoint_every == 8 else f"/{checkpoint_every}")
+        + "-packed" * packed,
         dtype=dtype,
         arrays=arrays,
         call=call,
@@ -114,7 +131,7 @@ def _selective_scan(
     )
 
 
-def _causal_conv1d(b: int, l: int, d: int, w: int, dtype: str) -> Case:
+def _causal_conv1d(b: int, l: int, d: int, w: int, dtype: str, packed: bool = False) -> Case:
     nbytes = b * l * d * jnp.dtype(dtype).itemsize
 
     def arrays(key: Any) -> tuple[Any, ...]:
@@ -124,12 +141,15 @@ def _causal_conv1d(b: int, l: int, d: int, w: int, dtype: str) -> Case:
 
     def call(x, weight, bias, implementation):
         return jaxkern.causal_conv1d(
-            x, weight, bias, activation="silu", implementation=implementation
+            *(x, weight, bias),
+            activation="silu",
+            segment_ids=_segments(b, l) if packed else None,
+            implementation=implementation,
         )
 
     return Case(
         op="causal_conv1d",
-        shape=f"{b}x{l}x{d}x{w}",
+        shape=f"{b}x{l}x{d}x{w}" + "-packed" * packed,
         dtype=dtype,
         arrays=arrays,
         call=call,
@@ -138,7 +158,7 @@ def _causal_conv1d(b: int, l: int, d: int, w: int, dtype: str) -> Case:
     )
 
 
-def _linear_scan(b: int, l: int, d: int, dtype: str) -> Case:
+def _linear_scan(b: int, l: int, d: int, dtype: str, packed: bool = False) -> Case:
     nbytes = b * l * d * jnp.dtype(dtype).itemsize
 
     def arrays(key: Any) -> tuple[Any, ...]:
@@ -146,12 +166,16 @@ def _linear_scan(b: int, l: int, d: int, dtype: str) -> Case:
         decay = jax.nn.sigmoid(jax.random.normal(a, (b, l, d)) + 2)
         return decay.astype(dtype), jax.random.normal(x, (b, l, d), dtype)
 
+    def call(a: Any, x: Any, implementation: Any) -> Any:
+        ids = _segments(b, l) if packed else None
+        return jaxkern.linear_scan(a, x, segment_ids=ids, implementation=implementation)
+
     return Case(
         op="linear_scan",
-        shape=f"{b}x{l}x{d}",
+        shape=f"{b}x{l}x{d}" + "-packed" * packed,
         dtype=dtype,
         arrays=arrays,
-        call=lambda a, b, implementation: jaxkern.linear_scan(a, b, implementation=implementation),
+        call=call,
         bytes_forward=3 * nbytes,
         bytes_backward=5 * nbytes,
     )
@@ -170,14 +194,27 @@ def _linear(m: int, k: int, n: int, dtype: str, **options: Any) -> Case:
     return _products("linear", (m, k, n), dtype, arrays, call, 1, options)
 
 
-def _gated_linear_unit(m: int, k: int, n: int, dtype: str, **options: Any) -> Case:
+def _gated_linear_unit(
+    m: int, k: int, n: int, dtype: str, joined: bool = False, **options: Any
+) -> Case:
+    """Of two weights, or `joined` ones, with what gpt-oss adds to them: biases and limits."""
+
     def arrays(key: Any) -> tuple[Any, ...]:
         keys = jax.random.split(key, 3)
-        weights = (jax.random.normal(i, (k, n), dtype) / math.sqrt(k) for i in keys[1:])
-        return jax.random.normal(keys[0], (m, k), dtype), *weights
+        weights = [jax.random.normal(i, (k, n), dtype) / math.sqrt(k) for i in keys[1:]]
+        x = jax.random.normal(keys[0], (m, k), dtype)
+        return (x, jnp.concatenate(weights, 1), jnp.zeros(2 * n)) if joined else (x, *weights)
 
-    call = lambda *a: jaxkern.gated_linear_unit(*a[:-1], **options, implementation=a[-1])
-    return _products("gated_linear_unit", (m, k, n), dtype, arrays, call, 2, options)
+    def call(*args: Any) -> Any:
+        *arrays, implementation = args
+        if not joined:
+            return jaxkern.gated_linear_unit(*arrays, **options, implementation=implementation)
+        x, w, b = arrays
+        clamped: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+        return jaxkern.gated_linear_unit(x, w, None, b, **clamped, implementation=implementation)
+
+    words = {"joined": joined, **options}
+    return _products("gated_linear_unit", (m, k, n), dtype, arrays, call, 2, words)
 
 
 def _layer_norm_linear(m: int, k: int, n: int, dtype: str) -> Case:
@@ -280,8 +317,8 @@ def _products(
     )
 
 
-def _gated(op: str, m: int, h: int, dtype: str) -> Case:
-    """A gated unit of two arrays, or of one that holds both."""
+def _gated(op: str, m: int, h: int, dtype: str, **options: Any) -> Case:
+    """A gated unit of two arrays, or of one that holds both; `options` are gpt-oss's."""
     nbytes = m * h * jnp.dtype(dtype).itemsize
     shape = (m, 2 * h) if op.endswith("_and_mul") else (m, h)
     count = 1 if op.endswith("_and_mul") else 2
@@ -291,11 +328,11 @@ def _gated(op: str, m: int, h: int, dtype: str) -> Case:
 
     def call(*args):
         *arrays, implementation = args
-        return getattr(jaxkern, op)(*arrays, implementation=implementation)
+        return getattr(jaxkern, op)(*arrays, **options, implementation=implementation)
 
     return Case(
         op=op,
-        shape=f"{m}x{h}",
+        shape=f"{m}x{h}" + ("-clamped" if options else ""),
         dtype=dtype,
         arrays=arrays,
         call=call,
@@ -374,6 +411,7 @@ def cases(small: bool) -> Sequence[Case | Step]:
         norms += [_norm(op, 4096, 1024, bf16), _norm(op, 16384, 1000, bf16)]
         norms += [_norm(op, 16384, 4096, bf16, extra) for extra in ("residual", "gate")]
         norms += [_norm(op, 16384, 4096, bf16, activation="silu")]
+    norms += [_norm("rms_norm", 16384, 4096, bf16, "bias")]
     square, large, thin = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
     scans = [_selective_scan(*s, 16, bf16) for s in (square, large, thin, (2, 512, 512))]
     scans += [_selective_scan(*square, 16, dtype) for dtype in ("float32", "float16")]
@@ -381,9 +419,11 @@ def cases(small: bool) -> Sequence[Case | Step]:
     scans += [_selective_scan(*square, n, bf16) for n in (64, 128)]
     scans += [_selective_scan(*s, 16, bf16) for s in ((1, 65536, 2048), (8, 36864, 8192))]
     scans += [_selective_scan(*square, 16, bf16, every) for every in (64, None, 1)]
+    scans += [_selective_scan(*square, 16, bf16, packed=True)]
     convolutions = [_causal_conv1d(*s, 4, bf16) for s in (square, large, thin, (8, 2048, 4096))]
     convolutions += [_causal_conv1d(*square, w, bf16) for w in (2, 8)]
     convolutions += [_causal_conv1d(*square, 4, "float32")]
+    convolutions += [_causal_conv1d(*square, 4, bf16, packed=True)]
     linear = [
         _linear_scan(*shape, dtype)
         for shape in (square, large, (1, 65536, 1024))
@@ -391,18 +431,21 @@ def cases(small: bool) -> Sequence[Case | Step]:
     ]
     odd = ((1, 16384, 256), (64, 100, 128), (64, 2048, 64), (8, 2048, 1023))
     linear += [_linear_scan(*s, bf16) for s in odd]
+    linear += [_linear_scan(*square, bf16, packed=True)]
     layers = [_linear(8192, 8192, 8192, bf16), _linear(8192, 4096, 4096, bf16)]
     layers += [_linear(16384, 4096, n, bf16) for n in (4096, 11008, 14336)]
     layers += [_linear(16384, 4096, 4096, bf16, activation=a) for a in ("relu", "silu", "gelu")]
     layers += [_linear(16384, 4096, 16, bf16), _linear(16384, 16, 4096, bf16)]
     layers += [_linear(8192, 4096, 4096, "float16")]
     layers += [_gated_linear_unit(8192, 4096, 14336, bf16, recompute=r) for r in (False, True)]
+    layers += [_gated_linear_unit(8192, 4096, 14336, bf16, joined=True)]
     layers += [_layer_norm_linear(16384, 4096, 4096, bf16)]
     layers += [_accumulate_weight_grad(4, m, 4096, 4096, bf16) for m in (512, 2048)]
     layers += [_mlp(16384, 4096, 11008, bf16)]
     widths = (4096, 11008, 14336, 13000)
     gated = [_gated(op, 16384, h, bf16) for h in widths for op in ("swiglu", "silu_and_mul")]
-    gated += [_gated(op, 16384, 4096, bf16) for op in ("geglu", "reglu", "gelu_and_mul")]
+    gated += [_gated(op, 16384, 4096, bf16) for op in ("geglu", "reglu", "glu", "gelu_and_mul")]
+    gated += [_gated("swiglu", 16384, 4096, bf16, alpha=1.702, limit=7.0, up_offset=1.0)]
     gated += [_gated("swiglu", 16384, 4096, dtype) for dtype in ("float32", "float16")]
     gated += [_gated("swiglu", 16383, 4097, bf16), _gated("silu_and_mul", 16384, 4097, bf16)]
     curves = ("relu", "relu_squared", "silu", "gelu")

@@ -11,7 +11,6 @@ elsewhere), ``None`` for the choice at lowering time, ``"xla"`` for plain JAX.
 import contextlib
 import dataclasses
 import functools
-import math
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -69,9 +69,6 @@ class Op:
 # Accuracy
 
 
-_erf = np.vectorize(math.erf)
-
-
 def activated(activation, y):
     """f(y) and f'(y) in float64."""
     match activation:
@@ -90,7 +87,7 @@ def activated(activation, y):
             slope = (1 + t) / 2 + y / 2 * (1 - t**2) * c * (1 + 3 * 0.044715 * y**2)
             return y / 2 * (1 + t), slope
         case "gelu_erf":
-            cdf = 0.5 * (1 + _erf(y / np.sqrt(2)))
+            cdf = 0.5 * (1 + scipy.special.erf(y / np.sqrt(2)))
             return y * cdf, cdf + y * np.exp(-(y**2) / 2) / np.sqrt(2 * np.pi)
         case "quick_gelu":
             s = 1 / (1 + np.exp(-1.702 * y))

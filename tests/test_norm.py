@@ -24,6 +24,10 @@ OPS = {"rms_norm": jaxkern.rms_norm, "layer_norm": jaxkern.layer_norm}
 PLAIN = {name: f for name, (_, f) in ELEMENTWISE.items()} | {"gelu": jax.nn.gelu}
 
 
+_ORACLE_ROWS = 512
+"""Rows that the oracle takes at once, few enough for the host's caches."""
+
+
 def oracle(
     op,
     a,
@@ -48,25 +52,34 @@ def oracle(
     bias = a.get("bias", np.zeros(n))
     opened, of_gate = (1.0, 0.0) if z is None else check.activated(gate_activation, z)
     v = h if norm_before_gate else h * opened
-    out, dv, xhats = np.empty_like(v), np.empty_like(v), np.empty_like(v)
-    after = opened if norm_before_gate else 1.0
-    dys, inner, terms = (np.empty_like(v) for _ in range(3))
-    for row in np.ndindex(v.shape[:-1]):
-        for first in range(0, n, size):
-            at = (*row, slice(first, first + size))
-            r = v[at] - (v[at].mean() if centered else 0)
-            std = np.sqrt(np.sum(r**2) / size + eps)
-            xhats[at] = r / std
-            inner[at], slope = check.activated(activation, xhats[at] * scale[at[-1]] + bias[at[-1]])
-            factor = after if np.ndim(after) == 0 else after[at]
-            out[at] = inner[at] * factor
-            dys[at] = dout[at] * factor * slope
-            g = dys[at] * scale[at[-1]]
-            # d x̂_k / d v_j = (δ_kj − 1/n) / std − x̂_k x̂_j / (n std)
-            terms[at] = g / std
-            dv[at] = (g - xhats[at] * np.sum(g * xhats[at]) / size) / std
-            if centered:
-                dv[at] -= np.sum(g) / size / std
+    after = np.broadcast_to(opened if norm_before_gate else 1.0, v.shape)
+    out, dv, xhats, dys, inner, terms = (np.empty((v.size // n, n)) for _ in range(6))
+    total = lambda values: values.sum(-1, keepdims=True)
+    for first in range(0, len(out), _ORACLE_ROWS):
+        at = slice(first, first + _ORACLE_ROWS)
+        groups = lambda array, at=at: array.reshape(-1, n)[at].reshape(-1, n // size, size)
+        scales, factor = scale.reshape(-1, size), groups(after)
+        r = groups(v) - (total(groups(v)) / size if centered else 0)
+        std = np.sqrt(total(r**2) / size + eps)
+        xhat = r / std
+        y, slope = check.activated(activation, xhat * scales + bias.reshape(-1, size))
+        dy = groups(dout) * factor * slope
+        g = dy * scales
+        # d x̂_k / d v_j = (δ_kj − 1/n) / std − x̂_k x̂_j / (n std)
+        dr = (g - xhat * total(g * xhat) / size - (total(g) / size if centered else 0)) / std
+        results = (
+            (out, y * factor),
+            (dv, dr),
+            (xhats, xhat),
+            (dys, dy),
+            (inner, y),
+            (terms, g / std),
+        )
+        for rows, values in results:
+            rows[at] = values.reshape(-1, n)
+    out, dv, xhats, dys, inner, terms = (
+        rows.reshape(v.shape) for rows in (out, dv, xhats, dys, inner, terms)
+    )
     rows = tuple(range(v.ndim - 1))
     grads = {"weight": np.sum(dys * xhats, rows), "bias": np.sum(dys, rows)}
     if z is not None:

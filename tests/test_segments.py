@@ -204,16 +204,9 @@ KERNELS = pytest.param("mosaic", marks=pytest.mark.gpu)
 KERNELS_AND_PLAIN = pytest.mark.parametrize("implementation", [KERNELS, "xla"])
 
 
-def skip_if_compiled(name: str, implementation: str | None) -> None:
-    """Skips what the kernels of linear_scan do in the interpreter alone."""
-    if check.ON_GPU and implementation == "mosaic" and "linear_scan" in name:
-        pytest.skip("on a GPU plain JAX takes the segments of linear_scan")
-
-
 @EVERY
 @pytest.mark.parametrize("implementation", [KERNELS, None, "xla"])
 def test_segments_are_runs_of_their_own(name, implementation):
-    skip_if_compiled(name, implementation)
     op = OPS[name]
     arrays = op.arrays()
     with check.running(implementation):
@@ -228,7 +221,6 @@ def test_segments_of_one_state(name, implementation):
 
     The other ops' own tests show it.
     """
-    skip_if_compiled(name, implementation)
     op = OPS[name]
     *args, states = op.arrays()
     order = (lambda v: v[:, ::-1]) if op.reverse else (lambda v: v)
@@ -259,7 +251,6 @@ def test_nan_stays_in_its_segment(name, implementation):
 
     In the interpreter, of one array; of the others it is plain JAX that shows it.
     """
-    skip_if_compiled(name, implementation)
     op = OPS[name]
     args = op.arrays()
     run = packed(name, implementation)
@@ -282,23 +273,12 @@ def test_nan_stays_in_its_segment(name, implementation):
                 np.testing.assert_array_equal(got[1:], before[1:])
 
 
-def test_on_a_gpu_plain_jax_takes_the_segments_of_linear_scan():
-    a, b, states = OPS["linear_scan"].arrays()
-    segmented = functools.partial(
-        jaxkern.linear_scan, segment_ids=jnp.asarray(IDS), num_segments=COUNT
-    )
-    lowered = jax.jit(segmented).trace(a, b).lower(lowering_platforms=("cuda",))
-    assert not check.kernel_calls(lowered.as_text())
-    with pytest.raises(NotImplementedError, match=r"linear_scan.*segment_ids.*plain JAX"):
-        segmented(a, b, initial_state=states, implementation="mosaic")
-
-
-@pytest.mark.skipif(check.ON_GPU, reason="on a GPU plain JAX takes the segments of linear_scan")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("cut", "reverse"), [((2, 5), False), ((4, 4), True)])
 def test_linear_scan_segments_across_parts(cut, reverse):
     """However the sequence is cut into chunks and parts, where segments begin or in between."""
     op = OPS["linear_scan reverse" if reverse else "linear_scan"]
-    mode: Mode = "interpret"
+    mode: Mode = "mosaic" if check.ON_GPU else "interpret"
     options = tiling.Options(reverse, mode, COUNT, tiling.Tiles(cut[0], parts=cut[1]))
     order = (lambda v: jnp.flip(v, 1)) if reverse else (lambda v: v)
     ids = order(jnp.asarray(IDS))

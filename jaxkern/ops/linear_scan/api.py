@@ -41,7 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.core.arguments import check_floating, unfit
-from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
+from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.ops import segments
 from jaxkern.ops.linear_scan.kernels import launch_bwd, launch_fwd
@@ -119,7 +119,6 @@ def linear_scan(
       return_final_state: whether to return the state after the last step, too.
       segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
         before a step whose id is not that of the step before. `initial_state` is for the first.
-        On a GPU plain JAX takes such a call.
       num_segments: S, for segments that each have an initial and a final state: of the segment with
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins from zeros, and so does one whose id comes back after another.
@@ -168,7 +167,8 @@ def linear_scan(
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, a.shape[:2], "a")
     initial_state = _check_initial_state(initial_state, a, b, count)
-    mode = _mode(implementation, a, b, initial_state, segment_ids)
+    reason = unfit(a=a, b=b, initial_state=initial_state)
+    mode = resolve(implementation, reason, op="linear_scan")
     options = Options(reverse, mode, count)
     # Like everything about segments, in the order of time.
     ids = segment_ids if segment_ids is None or not reverse else jnp.flip(segment_ids, 1)
@@ -223,19 +223,6 @@ def _check_inexact(name: str, x: Any) -> jax.Array:
     if isinstance(x, jax.Array | np.ndarray) and jnp.iscomplexobj(x):
         return jnp.asarray(x)
     return check_floating(name, x)
-
-
-def _mode(implementation: Any, a: Any, b: Any, initial_state: Any, segment_ids: Any) -> Mode:
-    """What runs, from :func:`jaxkern.core.dispatch.resolve`.
-
-    Compiled for an H200, the kernels' branches for segments end in an illegal instruction, and are
-    right in the interpreter alone.
-    """
-    resolved = functools.partial(resolve, implementation, op="linear_scan")
-    mode = resolved(unfit(a=a, b=b, initial_state=initial_state))
-    if segment_ids is None or mode in ("xla", "interpret"):
-        return mode
-    return resolved("it has segment_ids, which plain JAX alone takes on a GPU")
 
 
 def _final_state(options: Options, out: Any, initial_state: Any, ids: Any) -> jax.Array:

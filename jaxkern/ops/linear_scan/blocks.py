@@ -27,10 +27,8 @@ _UNROLL = 8
 _FOLD = 8
 """Parts whose carries are loaded together, to wait for memory once."""
 
-_ENTERED_STEPS = 32
-"""Tokens of `entered` in a slot: each lane of a warpgroup announces its share of a copy, which
-makes 128 bytes the least of one."""
-
+_TOKENS = 32
+"""A copy of int32 is a multiple of so many: each of 128 lanes announces its share, whole bytes."""
 
 _ROW = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 
@@ -185,21 +183,33 @@ def padded(*arrays: Any) -> list[Any]:
     ]
 
 
-def padded_entered(entered: jax.Array | None) -> jax.Array | None:
-    """(B, L) with room behind it for what a copy of its last tokens reads."""
+def entered_by_chunk(scan: Scan, entered: jax.Array | None) -> jax.Array | None:
+    """(B, L) as the rows that are copied with each chunk, (B, C, T).
+
+    A chunk may start at any token, where the TMA cannot begin to copy.
+    """
     if entered is None:
         return None
-    length = entered.shape[1]
-    missing = -(-(length + _ENTERED_STEPS) // 4) * 4 - length
-    return jnp.pad(entered, ((0, 0), (0, missing)), constant_values=-1)
+    starts = scan.start(jnp.arange(scan.chunks))
+    rows = entered[:, starts[:, None] + jnp.arange(scan.steps)]  # (B, C, steps)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, -scan.steps % _TOKENS)), constant_values=-1)
 
 
 def scratch_of(scan: Scan, **arrays: Any) -> dict[str, Any]:
-    """Slots for a chunk of each array (B, L, D), for one state of (B, C, D) named before, and for a
-    chunk's tokens of (B, L) named entered; None is left out."""
-    shapes = {"before": (LANES,), "entered": (_ENTERED_STEPS,)}
+    """Slots for a chunk of each array (B, L, D), for one state of (B, C, D) named before, and for
+    one row of (B, C, T) named entered; None is left out."""
+
+    def slot(name: str, array: Any) -> tuple[int, ...]:
+        match name:
+            case "before":
+                return (LANES,)
+            case "entered":
+                return array.shape[2:]
+            case _:
+                return scan.steps, LANES
+
     slots = {
-        name: plgpu.SMEM((scan.slots, *shapes.get(name, (scan.steps, LANES))), array.dtype)
+        name: plgpu.SMEM((scan.slots, *slot(name, array)), array.dtype)
         for name, array in arrays.items()
         if array is not None
     }
@@ -228,7 +238,7 @@ def stream(scan: Scan, smem: Any, refs: dict[str, Any], chunk: Any, ranges: Any,
             for name, ref in given.items():
                 target = getattr(smem, name).at[slot]
                 if name == "entered":
-                    source = ref.at[batch, pl.ds(scan.start(c), _ENTERED_STEPS)]
+                    source = ref.at[batch, c]
                 else:
                     time = c if name == "before" else pl.ds(scan.start(c), scan.steps)
                     source = ref.at[batch, time, channels]

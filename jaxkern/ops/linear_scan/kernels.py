@@ -15,10 +15,10 @@ from jaxkern.ops.linear_scan.blocks import (
     BLOCK,
     PART,
     by_name,
+    entered_by_chunk,
     fold,
     launch_carry,
     padded,
-    padded_entered,
     present,
     scan_of,
     scratch_of,
@@ -38,8 +38,8 @@ def launch_fwd(options: Options, save: bool, a: Any, b: Any, initial_state: Any,
     batch, _, dim = a.shape
     a, b, initial = padded(a, b, initial_state)
     own = _own_states(options, initial)
-    entered = padded_entered(entered)
     scan = scan_of(options, a, b, arrays=3, packed=entered is not None)
+    entered = entered_by_chunk(scan, entered)
     handed = ()
     if scan.parts > 1:
         name = "linear_scan_fwd_carry"
@@ -122,8 +122,8 @@ def launch_bwd(
     own = _own_states(options, initial)
     lead = (batch,) if count is None else (batch, count)
     seen = None if count is None else _seen(entered, count)
-    entered = padded_entered(entered)
     scan = scan_of(options, a, b, arrays=5, packed=entered is not None)
+    entered = entered_by_chunk(scan, entered)
     handed = ()
     if scan.parts > 1:
         name = "linear_scan_bwd_carry"
