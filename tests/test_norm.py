@@ -157,15 +157,12 @@ def check_case(op, arrays, implementation, **options):
     values = tuple(arrays.values())
     wide = {k: np.asarray(v).astype(np.float64) for k, v in arrays.items()}
     rng = np.random.default_rng(17)
-    draw = lambda o: jnp.asarray(rng.standard_normal(o.shape), jnp.float32).astype(o.dtype)
+    draw = lambda o: rng.standard_normal(o.shape).astype(o.dtype)
+    cotangents = jax.tree.map(draw, jax.eval_shape(call, *values))
     with check.running(implementation):
-        outs, vjp = jax.vjp(call, *values)
-        cotangents = jax.tree.map(draw, outs)
-        grads = vjp(cotangents)
+        outs, grads = check.value_and_grads(call, values, cotangents)
     assert outs[0].dtype == arrays["x"].dtype
-    naive_outs, naive_vjp = jax.vjp(naive, *values)
-    like = jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, naive_outs)
-    naive_grads = naive_vjp(like)
+    naive_outs, naive_grads = check.value_and_grads(naive, values, cotangents)
     dout, dsum = (None if c is None else np.asarray(c).astype(np.float64) for c in cotangents)
     want_outs, want, terms = oracle(op, wide, dout, dsum, **options)
     rows = [("out", outs[0], naive_outs[0], want_outs[0])]
