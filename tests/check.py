@@ -11,6 +11,7 @@ elsewhere), ``None`` for the choice at lowering time, ``"xla"`` for plain JAX.
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -71,33 +72,48 @@ class Op:
 
 def activated(activation, y):
     """f(y) and f'(y) in float64."""
+    xp = jnp if isinstance(y, jax.Array) else np
     match activation:
         case None:
-            return y, np.ones_like(y)
+            return y, xp.ones_like(y)
         case "relu":
-            return np.maximum(y, 0), (y > 0).astype(float)
+            return xp.maximum(y, 0), (y > 0).astype(float)
         case "relu_squared":
-            return np.maximum(y, 0) ** 2, 2 * np.maximum(y, 0)
+            return xp.maximum(y, 0) ** 2, 2 * xp.maximum(y, 0)
         case "silu":
-            s = 1 / (1 + np.exp(-y))
+            s = 1 / (1 + xp.exp(-y))
             return y * s, s + y * s * (1 - s)
         case "gelu" | "gelu_tanh":
-            c = np.sqrt(2 / np.pi)
-            t = np.tanh(c * (y + 0.044715 * y**3))
+            c = math.sqrt(2 / math.pi)
+            t = xp.tanh(c * (y + 0.044715 * y**3))
             slope = (1 + t) / 2 + y / 2 * (1 - t**2) * c * (1 + 3 * 0.044715 * y**2)
             return y / 2 * (1 + t), slope
         case "gelu_erf":
-            cdf = 0.5 * (1 + scipy.special.erf(y / np.sqrt(2)))
-            return y * cdf, cdf + y * np.exp(-(y**2) / 2) / np.sqrt(2 * np.pi)
+            erf = (jax.scipy if xp is jnp else scipy).special.erf
+            cdf = 0.5 * (1 + erf(y / math.sqrt(2)))
+            return y * cdf, cdf + y * xp.exp(-(y**2) / 2) / math.sqrt(2 * math.pi)
         case "quick_gelu":
-            s = 1 / (1 + np.exp(-1.702 * y))
+            s = 1 / (1 + xp.exp(-1.702 * y))
             return y * s, s + 1.702 * y * s * (1 - s)
         case "sigmoid":
-            s = 1 / (1 + np.exp(-y))
+            s = 1 / (1 + xp.exp(-y))
             return s, s * (1 - s)
         case "tanh":
-            return np.tanh(y), 1 / np.cosh(y) ** 2
+            return xp.tanh(y), 1 / xp.cosh(y) ** 2
     raise KeyError(activation)
+
+
+def in_float64(f: Callable[..., Any], *args: Any) -> Any:
+    """``f(*args)`` of float64 arrays: NumPy's, or where they are large and a GPU is there, JAX's.
+
+    What a host computes in half a minute of float64, while the other processes of the tests wait
+    for it, takes a GPU milliseconds.
+    """
+    wide = jax.tree.map(lambda a: np.asarray(a).astype(np.float64), args)
+    if not ON_GPU or sum(a.size for a in jax.tree.leaves(wide)) < 1 << 20:
+        return f(*wide)
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        return jax.tree.map(np.asarray, jax.jit(f)(*wide))
 
 
 def relative_error(got: Any, want: Any, floor: float = 0.0) -> float:

@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import signal
 import tempfile
 import zlib
 from collections import defaultdict
@@ -45,7 +46,8 @@ _LONG = ("test_lm_model", "test_notebooks", "test_nn_blocks")
 def pytest_configure(config):
     config.addinivalue_line("markers", "compiled: asks a GPU what the interpreter cannot tell")
     config.addinivalue_line("markers", "large: needs a good part of a GPU's memory")
-
+    # A job in the background may ignore Ctrl-C; so would the commands that tests start and stop.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if ON_GPU and hasattr(config.option, "maxschedchunk"):  # pytest-xdist's
         config.option.maxschedchunk = 1
 

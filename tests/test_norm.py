@@ -24,10 +24,6 @@ OPS = {"rms_norm": jaxkern.rms_norm, "layer_norm": jaxkern.layer_norm}
 PLAIN = {name: f for name, (_, f) in ELEMENTWISE.items()} | {"gelu": jax.nn.gelu}
 
 
-_ORACLE_ROWS = 512
-"""Rows that the oracle takes at once, few enough for the host's caches."""
-
-
 def oracle(
     op,
     a,
@@ -41,7 +37,7 @@ def oracle(
     norm_before_gate=True,
     group_size=None,
 ):
-    """Outputs, gradients by name and the norm of what dx is summed from, in float64 NumPy."""
+    """Outputs, gradients by name and the norm of what dx is summed from, in float64."""
     centered = op == "layer_norm"
     eps = (1e-5 if centered else 1e-6) if eps is None else eps
     n = a["x"].shape[-1]
@@ -51,43 +47,28 @@ def oracle(
     scale = a.get("weight", np.ones(n)) + (weight_offset if "weight" in a else 0)
     bias = a.get("bias", np.zeros(n))
     opened, of_gate = (1.0, 0.0) if z is None else check.activated(gate_activation, z)
-    v = h if norm_before_gate else h * opened
-    after = np.broadcast_to(opened if norm_before_gate else 1.0, v.shape)
-    out, dv, xhats, dys, inner, terms = (np.empty((v.size // n, n)) for _ in range(6))
-    total = lambda values: values.sum(-1, keepdims=True)
-    for first in range(0, len(out), _ORACLE_ROWS):
-        at = slice(first, first + _ORACLE_ROWS)
-        groups = lambda array, at=at: array.reshape(-1, n)[at].reshape(-1, n // size, size)
-        scales, factor = scale.reshape(-1, size), groups(after)
-        r = groups(v) - (total(groups(v)) / size if centered else 0)
-        std = np.sqrt(total(r**2) / size + eps)
-        xhat = r / std
-        y, slope = check.activated(activation, xhat * scales + bias.reshape(-1, size))
-        dy = groups(dout) * factor * slope
-        g = dy * scales
-        # d x̂_k / d v_j = (δ_kj − 1/n) / std − x̂_k x̂_j / (n std)
-        dr = (g - xhat * total(g * xhat) / size - (total(g) / size if centered else 0)) / std
-        results = (
-            (out, y * factor),
-            (dv, dr),
-            (xhats, xhat),
-            (dys, dy),
-            (inner, y),
-            (terms, g / std),
-        )
-        for rows, values in results:
-            rows[at] = values.reshape(-1, n)
-    out, dv, xhats, dys, inner, terms = (
-        rows.reshape(v.shape) for rows in (out, dv, xhats, dys, inner, terms)
-    )
-    rows = tuple(range(v.ndim - 1))
-    grads = {"weight": np.sum(dys * xhats, rows), "bias": np.sum(dys, rows)}
+    groups = lambda array: array.reshape(*array.shape[:-1], n // size, size)
+    whole = lambda array: array.reshape(h.shape)
+    mean = lambda array: array.sum(-1, keepdims=True) / size
+    v = groups(h if norm_before_gate else h * opened)
+    r = v - (mean(v) if centered else 0)
+    std = (mean(r**2) + eps) ** 0.5
+    xhat = r / std
+    inner, slope = check.activated(activation, xhat * groups(scale) + groups(bias))
+    inner, dy = whole(inner), dout * (opened if norm_before_gate else 1.0) * whole(slope)
+    out = inner * (opened if norm_before_gate else 1.0)
+    g = groups(dy) * groups(scale)
+    terms = whole(g / std)
+    # d x̂_k / d v_j = (δ_kj − 1/n) / std − x̂_k x̂_j / (n std)
+    dv = whole((g - xhat * mean(g * xhat) - (mean(g) if centered else 0)) / std)
+    rows = tuple(range(h.ndim - 1))
+    grads = {"weight": (dy * whole(xhat)).sum(rows), "bias": dy.sum(rows)}
     if z is not None:
         grads["gate"] = (dout * inner if norm_before_gate else dv * h) * of_gate
         dv, terms = (dv, terms) if norm_before_gate else (dv * opened, terms * opened)
     dv = dv if dsum is None else dv + dsum
     grads |= {"x": dv, "residual": dv}
-    return (out, h), {k: grads[k] for k in a}, float(np.linalg.norm(terms))
+    return (out, h), {k: grads[k] for k in a}, (terms**2).sum() ** 0.5
 
 
 def plain(
@@ -155,7 +136,6 @@ def check_case(op, arrays, implementation, **options):
     call = lambda *a: run(op, dict(zip(names, a, strict=True)), implementation, **options)
     naive = lambda *a: plain(op, dict(zip(names, a, strict=True)), **options)
     values = tuple(arrays.values())
-    wide = {k: np.asarray(v).astype(np.float64) for k, v in arrays.items()}
     rng = np.random.default_rng(17)
     draw = lambda o: rng.standard_normal(o.shape).astype(o.dtype)
     cotangents = jax.tree.map(draw, jax.eval_shape(call, *values))
@@ -163,8 +143,8 @@ def check_case(op, arrays, implementation, **options):
         outs, grads = check.value_and_grads(call, values, cotangents)
     assert outs[0].dtype == arrays["x"].dtype
     naive_outs, naive_grads = check.value_and_grads(naive, values, cotangents)
-    dout, dsum = (None if c is None else np.asarray(c).astype(np.float64) for c in cotangents)
-    want_outs, want, terms = oracle(op, wide, dout, dsum, **options)
+    truth = functools.partial(oracle, op, **options)
+    want_outs, want, terms = check.in_float64(truth, arrays, *cotangents)
     rows = [("out", outs[0], naive_outs[0], want_outs[0])]
     if outs[1] is not None:
         rows.append(("sum", outs[1], naive_outs[1], want_outs[1]))
@@ -173,7 +153,9 @@ def check_case(op, arrays, implementation, **options):
         rows.append((f"d{name}", got, by_plain, want[name]))
     for name, got, by_plain, truth in rows:
         # In rows of one or two elements the terms of dx cancel.
-        size = max(float(np.linalg.norm(truth)), terms if name in ("dx", "dresidual") else 0.0)
+        size = max(
+            float(np.linalg.norm(truth)), float(terms) if name in ("dx", "dresidual") else 0.0
+        )
         ours = check.relative_error(got, truth, size)
         theirs = check.relative_error(by_plain, truth, size)
         assert np.isfinite(theirs), f"{name}: plain JAX is not finite and bounds nothing"
