@@ -16,7 +16,6 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,6 @@ import scipy.special
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern.core import lowering, target
 from jaxkern.core.dispatch import interpret_kernels
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -178,37 +176,6 @@ def check_accuracy(
         assert ours <= 2 * theirs + rounding / max(size, 1e-300), (
             f"{name}: error {ours:.2e}, plain JAX's {theirs:.2e}"
         )
-
-
-# Modules
-
-
-def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:
-    """The Mosaic modules of the kernels that `f` calls, as lowered for CUDA."""
-    from jax._src.interpreters import mlir
-    from jax._src.lib import mosaic_gpu_dialect
-    from jaxlib.mlir import ir
-
-    # In place: exported, they are written for older readers, and JAX 0.11's does not parse that.
-    in_place = lambda name, kernel, types, gpu, precision: kernel.full
-    with (
-        mock.patch.object(lowering, "lowered", in_place),
-        target.fitting_to(target.of_program(None)),
-    ):
-        traced = jax.jit(lambda *args: f(*args)).trace(*args)
-        lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
-    texts = []
-
-    def visit(op: Any) -> Any:
-        if "mosaic_gpu" in str(op.attributes.get("call_target_name")):
-            texts.append(op.attributes["mhlo.backend_config"]["module"].value_bytes)
-        return ir.WalkResult.ADVANCE
-
-    lowered.operation.walk(visit)
-    context = mlir.make_ir_context()
-    mosaic_gpu_dialect.register_dialect(context)
-    context.allow_unregistered_dialects = True
-    return [ir.Module.parse(text, context) for text in texts]
 
 
 # Transformations

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlib.mlir.ir import WalkResult
 
 import jaxkern
+from bench.modules import kernel_modules
 from jaxkern.ops import curves, elementwise, gated
 from tests import check
 
@@ -446,7 +447,7 @@ def of_few(name, implementation):
 def test_few_elements_lower(name):
     for n in (1, 9):  # of one element, and of one access and an element
         x = jax.ShapeDtypeStruct((n,), jnp.bfloat16)
-        assert len(check.kernel_modules(of_few(name, "mosaic"), x)) == 2
+        assert len(kernel_modules(of_few(name, "mosaic"), x)) == 2
 
 
 @pytest.mark.compiled
@@ -504,7 +505,7 @@ def test_accesses_are_as_wide_as_they_may_be(shape, dtype, accesses):
     """Whatever the size; of slices, which ``vmap`` makes of rows, as wide as those are aligned."""
     run = functools.partial(jaxkern.silu, implementation="mosaic")
     run = jax.vmap(run) if len(shape) > 1 else run
-    (module,) = check.kernel_modules(run, jax.ShapeDtypeStruct(shape, dtype))
+    (module,) = kernel_modules(run, jax.ShapeDtypeStruct(shape, dtype))
     loads = Counter()
 
     def visit(op):

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
+from bench.modules import kernel_modules
 from jaxkern.ops import dropout as op
 from tests import check
 from tests.test_activations import ELEMENTWISE, normal
@@ -253,7 +254,7 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
         (got,) = interpreted(launch, mode)(x[where], None, *seeds, *positions)
     np.testing.assert_array_equal(got, want[where])
     launch = functools.partial(op._launch_fwd, dataclasses.replace(options, mode="mosaic"))
-    assert len(check.kernel_modules(launch, x[where], None, *seeds, *positions)) == 1
+    assert len(kernel_modules(launch, x[where], None, *seeds, *positions)) == 1
 
 
 def interpreted(f, mode):
