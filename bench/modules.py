@@ -27,7 +27,7 @@ from jaxkern.core import lowering, target
 def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:
     """The Mosaic modules of the kernels that `f` calls, as lowered for CUDA."""
     from jax._src.interpreters import mlir
-    from jax._src.lib import mosaic_gpu_dialect
+    from jax._src.lib import mosaic_gpu_dialect  # pyright: ignore[reportPrivateImportUsage]
     from jaxlib.mlir import ir
 
     # In place: exported, they are written for older readers, and JAX 0.11's does not parse that.
@@ -37,7 +37,7 @@ def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:
         target.fitting_to(target.of_program(None)),
     ):
         traced = jax.jit(lambda *args: f(*args)).trace(*args)
-        lowered = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+        lowered: Any = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     texts = []
 
     def visit(op: Any) -> Any:

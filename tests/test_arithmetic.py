@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.arithmetic import exp2_by_polynomial, softplus, tanh
-from jaxkern.core.mosaic import launch_kernel
+from jaxkern.mosaic.arithmetic import exp2_by_polynomial, softplus, tanh
+from jaxkern.mosaic.launch import interpreter, launch_kernel
 from tests import check
 
 SIZE = 1024
@@ -20,7 +20,7 @@ def in_kernel(f, x):
     def kernel(x_ref, out_ref):
         out_ref[...] = f(plgpu.load(x_ref, layout=LAYOUT, optimized=False))
 
-    with contextlib.nullcontext() if check.ON_GPU else plgpu.force_gpu_interpret_mode():
+    with contextlib.nullcontext() if check.ON_GPU else interpreter():
         return launch_kernel(
             kernel,
             out_type=jax.ShapeDtypeStruct((SIZE,), jnp.float32),

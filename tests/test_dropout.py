@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from bench.modules import kernel_modules
+from jaxkern.mosaic.launch import interpreter
 from jaxkern.ops import dropout as op
 from tests import check
 from tests.test_activations import ELEMENTWISE, normal
@@ -261,7 +261,7 @@ def interpreted(f, mode):
     def run(*args):
         if mode != "interpret":
             return f(*args)
-        with plgpu.force_gpu_interpret_mode():
+        with interpreter():
             return f(*args)
 
     return run

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
+from jaxkern.mosaic.launch import interpreter
 from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear import choice, matmul
 from tests import check
@@ -251,7 +251,7 @@ def test_epilogue_of_several_boxes():
     product = matmul.Product(
         False, True, ("float32", "bfloat16"), lambda p, r, t: [p[0] + t[0], p[0] * t[0]], "test"
     )
-    with plgpu.force_gpu_interpret_mode():
+    with interpreter():
         tile = matmul.Tile(128, 128, 64, 2, None)
         got = jax.jit(lambda *v: matmul.matmul(product, tile, *v))([a], [b], (), [c])
     a, b, c = (np.asarray(v, np.float64) for v in (a, b, c))

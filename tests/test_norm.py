@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.core.mosaic import LANES
+from jaxkern.mosaic.launch import LANES, interpreter
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.forward import launch_fwd_tile
 from jaxkern.ops.norm.pointwise import Options
@@ -630,7 +629,7 @@ def test_forward_in_parts(stages, weight, waves, ahead):
     options = Options(
         "layer_norm", True, 1e-5, 0.0, None, "silu", True, 1024, dtype, dtype, "interpret"
     )
-    with plgpu.force_gpu_interpret_mode():
+    with interpreter():
         tile = tiles.Forward(rows, 2, stages, weight, waves, ahead)
         got = launch_fwd_tile(options, tile, arrays)[:2]
     want = jaxkern.layer_norm(**arrays, implementation="xla")

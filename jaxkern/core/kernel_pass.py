@@ -36,7 +36,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxkern.core.dispatch import Mode
@@ -50,6 +49,7 @@ from jaxkern.core.lowering import (
     standard_promotion,
     surroundings,
 )
+from jaxkern.mosaic.launch import interpreter
 
 Arrays = tuple[Any, ...]
 MeshAxes = dict[str, tuple[str, ...]]
@@ -345,7 +345,7 @@ class _Present:
             return lambda *a: tuple(vary_over(o, varying) for o in f(*a))
 
         def interpreted(*a: Any) -> Arrays:
-            with plgpu.force_gpu_interpret_mode():
+            with interpreter():
                 return self.kernel(*a)
 
         mode = self.mode

@@ -333,13 +333,12 @@ def _launch_fwd(options: _Options, x: Any, *, sliced: bool = False):
         return (x,)
 
     def body(lanes: Lanes, x: jax.Array):
-        of = kernel_functions(exact, lanes.interpret)
+        of = kernel_functions(exact)
         return (CURVES[options.curve](x, of)[0],)
 
     exact = x.dtype == jnp.float32
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    interpret = options.mode == "interpret"
-    return launch(f"{options.curve}_fwd", body, [x], [out], sliced=sliced, interpret=interpret)
+    return launch(f"{options.curve}_fwd", body, [x], [out], sliced=sliced)
 
 
 def _launch_bwd(options: _Options, x: Any, dout: Any, *, sliced: bool = False):
@@ -347,13 +346,12 @@ def _launch_bwd(options: _Options, x: Any, dout: Any, *, sliced: bool = False):
         return (x,)
 
     def body(lanes: Lanes, x: jax.Array, dout: jax.Array):
-        of = kernel_functions(exact, lanes.interpret)
+        of = kernel_functions(exact)
         return (CURVES[options.curve](x, of)[1](dout),)
 
     exact = x.dtype == jnp.float32
     dx = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    interpret = options.mode == "interpret"
-    return launch(f"{options.curve}_bwd", body, [x, dout], [dx], sliced=sliced, interpret=interpret)
+    return launch(f"{options.curve}_bwd", body, [x, dout], [dx], sliced=sliced)
 
 
 # Reference

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.core import arithmetic
 from jaxkern.core.arguments import check_number
+from jaxkern.mosaic import arithmetic
 
 Activation = Literal[
     "relu",
@@ -64,12 +64,12 @@ def _plain_normal(v: jax.Array) -> tuple[jax.Array, jax.Array]:
 PLAIN = Functions(jax.nn.sigmoid, _plain_normal, jnp.tanh)
 
 
-def kernel_functions(exact: bool, interpret: bool, layout: Any = None) -> Functions:
+def kernel_functions(exact: bool, layout: Any = None) -> Functions:
     """The functions that a kernel has, to fp32 accuracy if `exact`.
 
-    `layout` is that of their argument, as for :func:`jaxkern.core.arithmetic.sigmoid`.
+    `layout` is that of their argument, as for :func:`jaxkern.mosaic.arithmetic.sigmoid`.
     """
-    options = {"exact": exact, "interpret": interpret, "layout": layout}
+    options = {"exact": exact, "layout": layout}
     return Functions(
         functools.partial(arithmetic.sigmoid, **options),
         functools.partial(arithmetic.normal, **options),

@@ -43,7 +43,8 @@ from jax.core import Tracer
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
-from jaxkern.core.mosaic import join_lanes, multiply_wide
+from jaxkern.mosaic.instructions import multiply_wide
+from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.ops.activations import factors, unsupported
 from jaxkern.ops.curves import (
     CURVES,
@@ -338,7 +339,7 @@ def _launch_fwd(options: _Options, x: Any, residual: Any, *where: Any, sliced: b
     levels = _levels(options.shape, *ins, out)
 
     def body(lanes: Lanes, x: jax.Array, *residual: jax.Array):
-        of = kernel_functions(exact, lanes.interpret)
+        of = kernel_functions(exact)
         early = options.curve in NOT_THROUGH_ZERO
         if options.curve and early:
             x = CURVES[options.curve](x, of)[0]
@@ -363,7 +364,7 @@ def _launch_bwd(
     def body(lanes: Lanes, dout: jax.Array, *x: jax.Array):
         dout, scale = _drop_in_kernel(lanes, levels, dout)
         if options.curve:
-            of = kernel_functions(exact, lanes.interpret)
+            of = kernel_functions(exact)
             dout = CURVES[options.curve](x[0], of)[1](dout)
         return (dout * scale,)
 
@@ -386,7 +387,6 @@ def _launch(name, options, levels, body, ins, out, key, rate, *positions, sliced
         seeds=seeds,
         vec=levels.vec,
         sliced=sliced,
-        interpret=options.mode == "interpret",
     )
 
 
@@ -426,8 +426,8 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 def _drop_in_kernel(lanes: Lanes, levels: _Levels, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """m · v and 1 / (1 − p), (LANES · vec,)."""
-    product = functools.partial(multiply_wide, interpret=lanes.interpret)
-    join = functools.partial(join_lanes, interpret=lanes.interpret)
+    product = functools.partial(multiply_wide)
+    join = functools.partial(join_lanes)
     key, (threshold, scale, *_) = lanes.seeds[:2]
     units = _units_in_whole(lanes, levels, product)
     group = _shift_right(units, (_GROUP // lanes.vec).bit_length() - 1)

@@ -21,14 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import (
-    LANES,
-    grid_axes,
-    launch_kernel,
-    load_units,
-    load_words,
-    store_units,
-)
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
+from jaxkern.mosaic.units import load_units, load_words, store_units
 
 _BLOCK = grid_axes("block")[0]
 
@@ -48,13 +42,11 @@ class Lanes:
         past the end, which are zeros and are not stored.
       vec: elements of a unit.
       seeds: the 4 words of each of the launch's seeds, each word (LANES,).
-      interpret: whether this runs in Pallas's interpreter.
     """
 
     units: jax.Array
     vec: int
     seeds: Sequence[Sequence[jax.Array]]
-    interpret: bool
 
 
 def launch(
@@ -67,7 +59,6 @@ def launch(
     seeds: Sequence[jax.Array] = (),
     vec: int | None = None,
     sliced: bool = False,
-    interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """Runs `body` over arrays of equally many elements, not 0.
 
@@ -81,7 +72,6 @@ def launch(
       seeds: arrays (k,), uint32, of up to 4 words that every lane reads; zeros make up the rest.
       vec: elements of a unit; by default as many as make 16 bytes of the widest dtype.
       sliced: whether the arrays are slices of others, and aligned as their sizes are.
-      interpret: whether to run in Pallas's interpreter.
 
     Raises:
       NotImplementedError: an array has more than `MAX_UNITS` units.
@@ -103,7 +93,6 @@ def launch(
         parts=parts,
         inputs=sum(parts[: len(ins)]),
         seeds=len(seeds),
-        interpret=interpret,
     )
     results = launch_kernel(
         functools.partial(_kernel, plan, body),
@@ -142,7 +131,6 @@ class _Plan:
     parts: tuple[int, ...]  # inputs or outputs in each array
     inputs: int
     seeds: int
-    interpret: bool
 
     @property
     def units(self) -> int:
@@ -160,7 +148,7 @@ class _Plan:
 
 
 def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> None:
-    seeds = [load_words(ref, 4, interpret=plan.interpret) for ref in refs[: plan.seeds]]
+    seeds = [load_words(ref, 4) for ref in refs[: plan.seeds]]
     refs = refs[plan.seeds :]
     block = lax.axis_index(_BLOCK)
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
@@ -178,16 +166,16 @@ def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> No
 
     def compute(units_of_lane: Sequence[jax.Array], count: int, step: int) -> None:
         """`body` on the first `count` elements of each of the units, `step` an access."""
-        options = {"vec": plan.vec, "count": count, "step": step, "interpret": plan.interpret}
+        access = plan.vec, count, step
         work = []
         for units in units_of_lane:
             where = places(units)
-            values = [load_units(ref, at, **options) for ref, at in where[: plan.inputs]]
-            lanes = Lanes(units, plan.vec, seeds, plan.interpret)
+            values = [load_units(ref, at, *access) for ref, at in where[: plan.inputs]]
+            lanes = Lanes(units, plan.vec, seeds)
             work.append((lanes, values, where[plan.inputs :]))
         for lanes, values, where in work:
             for (ref, at), value in zip(where, body(lanes, *values), strict=True):
-                store_units(ref, at, value, **options)
+                store_units(ref, at, value, *access)
 
     def whole_units() -> None:
         lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)

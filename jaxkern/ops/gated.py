@@ -410,7 +410,7 @@ def _launch_fwd(options: _Options, *ins: Any, sliced: bool = False):
     exact = out.dtype == jnp.float32
 
     def body(lanes: Lanes, gate: jax.Array, up: jax.Array):
-        of = kernel_functions(exact, lanes.interpret)
+        of = kernel_functions(exact)
         return (options.unit.value(gate, up, of),)
 
     return launch(
@@ -420,7 +420,6 @@ def _launch_fwd(options: _Options, *ins: Any, sliced: bool = False):
         [jax.ShapeDtypeStruct(out.shape, out.dtype)],
         columns=out.shape[-1] if len(ins) == 1 else 0,
         sliced=sliced,
-        interpret=options.mode == "interpret",
     )
 
 
@@ -432,7 +431,7 @@ def _launch_bwd(options: _Options, *args: Any, sliced: bool = False):
     exact = dout.dtype == jnp.float32
 
     def body(lanes: Lanes, gate: jax.Array, up: jax.Array, dout: jax.Array):
-        of = kernel_functions(exact, lanes.interpret)
+        of = kernel_functions(exact)
         return options.unit.slopes(gate, up, dout, of)
 
     return launch(
@@ -442,7 +441,6 @@ def _launch_bwd(options: _Options, *args: Any, sliced: bool = False):
         grads,
         columns=dout.shape[-1] if len(ins) == 1 else 0,
         sliced=sliced,
-        interpret=options.mode == "interpret",
     )
 
 

@@ -27,11 +27,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.mosaic import (
-    LANES,
-    join_lanes,
+from jaxkern.mosaic.lanes import join_lanes
+from jaxkern.mosaic.launch import LANES, launch_kernel
+from jaxkern.mosaic.units import (
     largest_of_warp,
-    launch_kernel,
     load_units,
     load_words,
     store_units,
@@ -256,7 +255,6 @@ class _Plan:
     kind: Literal["scale", "norm"]
     dtype: Any
     vec: int  # elements of a unit
-    interpret: bool
 
     @property
     def per_lane(self) -> int:
@@ -267,7 +265,7 @@ class _Plan:
 def _launch(
     kind: Literal["scale", "norm"], mode: Mode, factor: jax.Array | None, *leaves: jax.Array
 ) -> tuple[jax.Array, ...]:
-    plan = _Plan(kind, leaves[0].dtype, _vector(leaves[0]), mode == "interpret")
+    plan = _Plan(kind, leaves[0].dtype, _vector(leaves[0]))
     units = [a.size // plan.vec for a in leaves]
     blocks = [-(-n // (LANES * plan.per_lane)) for n in units]
     *starts, total = itertools.accumulate(blocks, initial=0)
@@ -292,7 +290,6 @@ def _launch(
         total,
         [words],
         [*flat, jnp.zeros(1, jnp.float32)],
-        interpret=plan.interpret,
     )
     return *(a.reshape(b.shape) for a, b in zip(scaled, leaves, strict=True)), bad[0]
 
@@ -303,7 +300,7 @@ def _kernel(
     block = lax.axis_index(BLOCK)
     body: Callable[..., None] = functools.partial(_block, plan, header, number, block)
     rows = [(ref,) for ref in refs]
-    with_chosen(body, block, rows, starts, numbers, interpret=plan.interpret)
+    with_chosen(body, block, rows, starts, numbers)
 
 
 def _block(
@@ -317,29 +314,23 @@ def _block(
     first = (of_grid - start) * jnp.uint32(LANES * plan.per_lane) + lane
     of_lane = [first + jnp.uint32(k * LANES) for k in range(plan.per_lane)]
     last = units - jnp.uint32(1)
-    values = [
-        load_units(ref, jnp.minimum(u, last), plan.vec, interpret=plan.interpret) for u in of_lane
-    ]
-    spread = lambda a: join_lanes([a] * plan.vec, interpret=plan.interpret)
+    values = [load_units(ref, jnp.minimum(u, last), plan.vec) for u in of_lane]
+    spread = lambda a: join_lanes([a] * plan.vec)
     if plan.kind == "norm":
         inside = [spread(jnp.where(u < units, 1.0, 0.0)) > 0 for u in of_lane]
         squares = [jnp.where(i, v * v, 0.0) for i, v in zip(inside, values, strict=True)]
-        total = sum_of_warp(functools.reduce(jnp.add, squares), interpret=plan.interpret)
-        store_units(
-            number, of_grid * jnp.uint32(_WARPS) + (lane >> 5), total, 1, interpret=plan.interpret
-        )
+        total = sum_of_warp(functools.reduce(jnp.add, squares))
+        store_units(number, of_grid * jnp.uint32(_WARPS) + (lane >> 5), total, 1)
         return
-    (word,) = load_words(header, 1, interpret=plan.interpret)
+    (word,) = load_words(header, 1)
     factor = spread(lax.bitcast_convert_type(word, jnp.float32))
     scaled = [v * factor for v in values]
     for unit, value in zip(of_lane, scaled, strict=True):
-        store_units(ref, unit, value, plan.vec, below=units, interpret=plan.interpret)
-    largest = largest_of_warp(
-        functools.reduce(jnp.maximum, map(jnp.abs, scaled)), interpret=plan.interpret
-    )
+        store_units(ref, unit, value, plan.vec, below=units)
+    largest = largest_of_warp(functools.reduce(jnp.maximum, map(jnp.abs, scaled)))
     bad = jnp.where(largest < _overflow(plan.dtype), jnp.uint32(0), jnp.uint32(1))
     first_of_all, one = jnp.zeros((LANES,), jnp.uint32), jnp.ones((LANES,), jnp.float32)
-    store_units(number, first_of_all, one, 1, below=bad, interpret=plan.interpret)
+    store_units(number, first_of_all, one, 1, below=bad)
 
 
 def _overflow(dtype: Any) -> float:

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from jaxkern.core.mosaic import grid_axes, launch_kernel
+from jaxkern.mosaic.launch import grid_axes, interpreted, launch_kernel
 
 BLOCK = grid_axes("block")[0]
 
@@ -42,8 +42,6 @@ def launch_in_place(
     blocks: int,
     fixed: Sequence[jax.Array],
     written: Sequence[jax.Array],
-    *,
-    interpret: bool,
 ) -> list[jax.Array]:
     """`written` after a kernel that XLA lets work in place, but for what its caller still needs.
 
@@ -53,7 +51,6 @@ def launch_in_place(
       blocks: of the grid's axis `BLOCK`, each a warpgroup.
       fixed: arrays that are read.
       written: arrays that are read and written.
-      interpret: whether this runs in Pallas's interpreter.
     """
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
@@ -72,7 +69,7 @@ def launch_in_place(
 
         return in_place(written_here)
 
-    if interpret:
+    if interpreted():
         return run(*fixed, *written)
     return _launch_p.bind(*fixed, *written, fixed=len(fixed), run=run)
 

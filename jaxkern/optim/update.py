@@ -27,20 +27,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.mosaic import (
-    LANES,
+from jaxkern.mosaic.instructions import (
     fast_exp2,
     fast_log2,
     fast_reciprocal,
     fast_sqrt,
-    join_lanes,
-    largest_of_warp,
-    load_units,
-    load_words,
     multiply_wide,
-    store_units,
-    with_chosen,
 )
+from jaxkern.mosaic.lanes import join_lanes
+from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.mosaic.units import largest_of_warp, load_units, load_words, store_units, with_chosen
 from jaxkern.ops.elementwise import MAX_UNITS
 from jaxkern.optim import quantise
 from jaxkern.optim.arithmetic import (
@@ -230,7 +226,6 @@ class _Plan:
     leaf: Leaf  # the dtypes of the leaves
     decays: bool
     vec: int  # elements of a unit
-    interpret: bool
 
     @property
     def per_lane(self) -> int:
@@ -249,7 +244,6 @@ def _launch(rule, mode, offsets, decays, header, values, number, *arrays) -> tup
         leaf=Leaf(*(None if a is None else jax.ShapeDtypeStruct((), a.dtype) for a in leaves[0])),
         decays=decays,
         vec=vec,
-        interpret=mode == "interpret",
     )
     units = [leaf.weight.size // vec for leaf in leaves]
     blocks = [-(-n // (LANES * plan.per_lane)) for n in units]
@@ -270,7 +264,6 @@ def _launch(rule, mode, offsets, decays, header, values, number, *arrays) -> tup
             starts[-1],
             [header, number, *grads],
             written,
-            interpret=plan.interpret,
         )
     )
     return tuple(
@@ -283,19 +276,19 @@ def _kernel(
 ) -> None:
     block = lax.axis_index(BLOCK)
     body = functools.partial(_block, plan, header, number, block)
-    with_chosen(body, block, rows, starts, numbers, interpret=plan.interpret)
+    with_chosen(body, block, rows, starts, numbers)
 
 
 def _block(
     plan: _Plan, header: Any, number: Any, block: jax.Array, refs: Sequence[Any], row: Any
 ) -> None:
     names = number_names(plan.rule)
-    words = load_words(header, len(names) + 3, interpret=plan.interpret)
+    words = load_words(header, len(names) + 3)
     of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[: len(names)]]
     spread = [_spread(plan, value) for value in of_lanes]
     numbers = Numbers(**dict(zip(names, spread, strict=True)))
     seed = words[len(names) :]
-    (first_leaf,) = load_words(number, 1, interpret=plan.interpret)
+    (first_leaf,) = load_words(number, 1)
     start, units, offset = row
     present = iter(refs)
     where = Leaf(*(None if a is None else next(present) for a in plan.leaf))
@@ -304,28 +297,25 @@ def _block(
     # A step that is skipped stores nothing.
     below = jnp.where(of_lanes[0] > 0, units, jnp.uint32(0))
     first = (block.astype(jnp.uint32) - start) * jnp.uint32(LANES * plan.per_lane) + lane
-    load = functools.partial(load_units, vec=plan.vec, interpret=plan.interpret)
+    load = functools.partial(load_units, vec=plan.vec)
     work = []
     for k in range(plan.per_lane):
         unit = first + jnp.uint32(k * LANES)
         inside = jnp.minimum(unit, units - jnp.uint32(1))
         values = [None if r is None else load(r, inside) for r in where[:4]]
-        scales = [
-            None if r is None else load_units(r, inside >> 5, 1, interpret=plan.interpret)
-            for r in where[5:]
-        ]
+        scales = [None if r is None else load_units(r, inside >> 5, 1) for r in where[5:]]
         work.append((unit, values, scales))
     for unit, (g, p, *averages), scales in work:
-        store = functools.partial(store_units, below=below, interpret=plan.interpret)
+        store = functools.partial(store_units, below=below)
         of_state, of_weight = streams(plan.rule, plan.leaf)
         draw = functools.partial(_draws, plan, unit, first_leaf + offset, seed)
         draws = draw(0) if of_state else Draws(None, None)
-        of = quantise.PLAIN if plan.interpret else _FAST
+        of = quantise.PLAIN if interpreted() else _FAST
         averages = [
             a if scale is None else quantise.value(like.dtype, a, _spread(plan, scale), of)
             for a, scale, like in zip(averages, scales, plan.leaf[2:4], strict=True)
         ]
-        ratio = plain_ratio if plan.interpret else _fast_ratio
+        ratio = plain_ratio if interpreted() else _fast_ratio
         mu, nu = averages
         delta, mu, nu = step(plan.rule, numbers, plan.decays, g, p, mu, nu, ratio)
         weight = p + delta
@@ -344,12 +334,10 @@ def _block(
             if scale_ref is None or bits is None:
                 out = rounded(plan.rule, ref.dtype, new, bits)
             else:
-                largest = largest_of_warp(new, interpret=plan.interpret)
+                largest = largest_of_warp(new)
                 every = _spread(plan, largest)
                 out = quantise.before_rounding(ref.dtype, new, every, bits, of)
-                store_units(
-                    scale_ref, unit >> 5, largest, 1, below=below >> 5, interpret=plan.interpret
-                )
+                store_units(scale_ref, unit >> 5, largest, 1, below=below >> 5)
             store(ref, unit, out, plan.vec)
 
 
@@ -361,8 +349,8 @@ def _nearest(x: jax.Array) -> jax.Array:
 _SMALLEST_NORMAL = 2.0**-126
 
 _FAST = quantise.Functions(
-    functools.partial(fast_exp2, interpret=False),
-    functools.partial(fast_log2, interpret=False),
+    functools.partial(fast_exp2),
+    functools.partial(fast_log2),
     _nearest,
 )
 
@@ -371,21 +359,21 @@ def _fast_ratio(n: Numbers, g: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.A
     """By instructions that take denormals for 0, which nu must not become with an eps of 0."""
     if n.eps_root is not None:
         nu = nu * n.nu_factor + n.eps_root
-    root = fast_sqrt(jnp.maximum(nu, _SMALLEST_NORMAL), interpret=False)
+    root = fast_sqrt(jnp.maximum(nu, _SMALLEST_NORMAL))
     m = corrected(n, g, mu)
     scaled = root if n.eps_root is not None else root * n.nu_factor
-    return m * fast_reciprocal(scaled + n.eps, interpret=False)
+    return m * fast_reciprocal(scaled + n.eps)
 
 
 def _spread(plan: _Plan, of_lanes: jax.Array) -> jax.Array:
     """(LANES · vec,) of (LANES,)."""
-    return join_lanes([of_lanes] * plan.vec, interpret=plan.interpret)
+    return join_lanes([of_lanes] * plan.vec)
 
 
 def _draws(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int) -> Draws:
     """(LANES · vec,) each, for the elements of the lanes' units."""
     per_group = GROUP // plan.vec
-    product = functools.partial(multiply_wide, interpret=plan.interpret)
+    product = functools.partial(multiply_wide)
     group = unit >> jnp.uint32(per_group.bit_length() - 1)
     which = unit & jnp.uint32(per_group - 1)
 
@@ -394,6 +382,6 @@ def _draws(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int
         mine = list(units[0])
         for k, others in enumerate(units[1:], 1):
             mine = [jnp.where(which == k, b, a) for a, b in zip(mine, others, strict=True)]
-        return join_lanes(mine, interpret=plan.interpret)
+        return join_lanes(mine)
 
     return Draws(*map(own, group_draws(group, leaf, seed, stream, product)))

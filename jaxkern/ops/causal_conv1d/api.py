@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, gather, match_primal, match_sharding, named
-from jaxkern.core.mosaic import LANES
+from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
 from jaxkern.ops.causal_conv1d.kernels import launch_bwd, launch_fwd
 from jaxkern.ops.causal_conv1d.reference import (

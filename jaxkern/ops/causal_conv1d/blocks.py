@@ -16,7 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, LaneOffsets, grid_axes, join_lanes, load_lanes
+from jaxkern.mosaic.lanes import LaneOffsets, join_lanes, load_lanes
+from jaxkern.mosaic.launch import LANES, grid_axes
 from jaxkern.ops.causal_conv1d.tiling import Activation, Options, Tiles
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
@@ -39,7 +40,6 @@ class Filter:
     activation: Activation | None
     width: int
     exact: bool  # fp32 tokens: no shortcut in the sigmoid
-    interpret: bool
     length: int
     dim: int
     rows: int
@@ -112,12 +112,8 @@ class Filter:
             refs.weight.at[channels],
             LaneOffsets(((1, LANES, count),)),
             count,
-            interpret=self.interpret,
         )
-        weights = [
-            join_lanes(of_lane[w :: self.width], interpret=self.interpret)
-            for w in range(self.width)
-        ]
+        weights = [join_lanes(of_lane[w :: self.width]) for w in range(self.width)]
         return weights, self.load(refs.bias.at[channels]) if "bias" in self.names else self.full(
             0.0
         )
@@ -281,7 +277,6 @@ def prepare(
         activation=options.activation,
         width=width,
         exact=arrays["x"].dtype == jnp.float32,
-        interpret=options.mode == "interpret",
         length=length,
         dim=dim,
         rows=min(tile.rows, length),

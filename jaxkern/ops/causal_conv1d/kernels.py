@@ -10,16 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.arithmetic import sigmoid
-from jaxkern.core.mosaic import (
-    LANES,
-    LaneOffsets,
-    launch_kernel,
-    load_lanes,
-    once_read,
-    store_lanes,
-    sum_lanes,
-)
+from jaxkern.mosaic.arithmetic import sigmoid
+from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
+from jaxkern.mosaic.launch import LANES, launch_kernel
 from jaxkern.ops.causal_conv1d.blocks import (
     BLOCK,
     LANE,
@@ -76,7 +70,7 @@ def _fwd_kernel(call: Filter, *refs, smem):
             seen = [call.sees(look_back, v, w) for w, v in enumerate(taps)]
             s = call.sum(seen, weights, bias)
             if call.activation == "silu":
-                s = s * sigmoid(s, call.exact, call.interpret)
+                s = s * sigmoid(s, call.exact)
             refs.out[batch, t + u, channels] = s.astype(refs.out.dtype)
         return inputs, (weights, bias)
 
@@ -174,7 +168,7 @@ def _bwd_kernel(call: Filter, turns: int, *refs, smem):
                 ds = dout
                 if call.activation == "silu":
                     s = call.sum(seen, weights, bias)
-                    gate = sigmoid(s, call.exact, call.interpret)
+                    gate = sigmoid(s, call.exact)
                     ds = ds * (gate + gate * (s - s * gate))
                 if not in_halo:
                     dweight = tuple(d + ds * v for d, v in zip(dweight, seen, strict=True))
@@ -296,7 +290,7 @@ def _sum_kernel(call: Filter, count: int, totals: int, parts, *outs, smem):
         added = []
         for i, total in enumerate(sums):
             at = parts.at[pl.ds(j * _SHARES * of_part + i * call.dim + first, span)]
-            (part,) = load_lanes(at, offsets, interpret=call.interpret)
+            (part,) = load_lanes(at, offsets)
             if isinstance(j, int) and (j + 1) * _SHARES > count:
                 part = jnp.where(lane < (count - j * _SHARES) * columns, part, zero)
             added.append(total + part)
@@ -314,15 +308,13 @@ def _sum_kernel(call: Filter, count: int, totals: int, parts, *outs, smem):
     channel = LaneOffsets(((1, columns, 1),))
     within = [d for d in (1, 2, 4, 8, 16) if d >= columns]
     for i, total in enumerate(sums):
-        (of_warp,) = sum_lanes([total], within, interpret=call.interpret)
+        (of_warp,) = sum_lanes([total], within)
         every = LaneOffsets(((1, LANES, 1),))
-        store_lanes(smem.at[i], every, [of_warp], interpret=call.interpret)
+        store_lanes(smem.at[i], every, [of_warp])
     plgpu.commit_smem()
     for i in range(totals):
         of_warps = [
-            load_lanes(
-                smem.at[i], dataclasses.replace(channel, start=start), interpret=call.interpret
-            )[0]
+            load_lanes(smem.at[i], dataclasses.replace(channel, start=start))[0]
             for start in range(0, LANES, 32)
         ]
         total = functools.reduce(jnp.add, of_warps)
@@ -331,4 +323,4 @@ def _sum_kernel(call: Filter, count: int, totals: int, parts, *outs, smem):
             to = LaneOffsets(((1, columns, call.width),), i)
         else:
             at, to = outs[1].at[pl.ds(first, columns)], channel
-        store_lanes(at, to, [total], interpret=call.interpret)
+        store_lanes(at, to, [total])

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mosaic import LANES, num_sms
+from jaxkern.mosaic.launch import LANES, num_sms
 
 Activation = Literal["silu"]
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mosaic import num_sms
+from jaxkern.mosaic.launch import num_sms
 from jaxkern.ops.linear.matmul import Tile
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import grid_axes, launch_kernel, num_sms
+from jaxkern.mosaic.launch import grid_axes, launch_kernel, num_sms
 
 _CLUSTERS, _PAIR, _WARPGROUP = grid_axes("clusters", "pair", "warpgroup")
 _CONSUMERS = 2

@@ -46,7 +46,7 @@ class Options:
 
 def in_epilogue(mode: Mode) -> Functions:
     """What curves are made of where a product's tiles are at hand."""
-    return kernel_functions(False, mode == "interpret", plgpu.Layout.WGMMA)
+    return kernel_functions(False, plgpu.Layout.WGMMA)
 
 
 # x · w and what follows

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, grid_axes, launch_kernel
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
 from jaxkern.ops.linear_scan.tiling import Options, parts, tiles
 
 BLOCK, PART = grid_axes("block", "part")

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import LANES, launch_kernel
+from jaxkern.mosaic.launch import LANES, launch_kernel
 from jaxkern.ops.linear_scan.blocks import (
     BLOCK,
     PART,

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mosaic import num_sms
+from jaxkern.mosaic.launch import num_sms
 
 
 @dataclasses.dataclass(frozen=True)

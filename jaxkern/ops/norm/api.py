@@ -39,7 +39,7 @@ import jax
 from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
-from jaxkern.core.mosaic import LANES
+from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.curves import Activation, check_activation, named_curve
 from jaxkern.ops.norm.backward import launch_bwd
 from jaxkern.ops.norm.forward import launch_fwd

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkern.core.mosaic import computed_here, launch_kernel, unknown_zero
+from jaxkern.mosaic.instructions import computed_here, unknown_zero
+from jaxkern.mosaic.launch import launch_kernel
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.forward import (
     approx_math,
@@ -61,7 +62,6 @@ def launch_bwd(
         tuple(sizes[k] for k in _params(options, gate) if k in sizes),
         (weight is not None) + (bias is not None),
         gate is None and options.activation is None,
-        options.mode == "interpret",
     )
     return launch_bwd_tile(options, tile, inputs)
 
@@ -86,7 +86,7 @@ def launch_bwd_tile(options: Options, tile: tiles.Backward, inputs: dict[str, An
     for k in ("weight", "bias"):
         if k in inputs:
             outs[f"d{k}"] = jax.ShapeDtypeStruct((tile.parts, groups, width), jnp.float32)
-    scratch = rows.scratch(2 if options.centered else 1, options.mode == "interpret")
+    scratch = rows.scratch(2 if options.centered else 1)
     scratch |= param_scratch(tile, inputs, _params(options, gate))
     scratch |= ring_scratch(tile, inputs, _STREAMS)
     names = [*inputs, *outs]
@@ -94,7 +94,7 @@ def launch_bwd_tile(options: Options, tile: tiles.Backward, inputs: dict[str, An
     def body(*refs: Any, **space: Any) -> None:
         ref = types.SimpleNamespace(**dict.fromkeys(_NAMES) | dict(zip(names, refs, strict=True)))
         smem = types.SimpleNamespace(**space)
-        place = rows.place(smem, options.mode == "interpret")
+        place = rows.place(smem)
         _bwd_kernel(options, tile, place, m, groups, ref, smem)
 
     results = launch_kernel(
@@ -148,11 +148,11 @@ def _bwd_kernel(
     rows = Rows(tile, place, _STREAMS, m, part, group, ref, smem)
     each, steps = place.each, rows.steps
     of = place_functions(options, place)
-    pinned = functools.partial(computed_here, layout=place.layout, interpret=place.interpret)
+    pinned = functools.partial(computed_here, layout=place.layout)
 
     def unknown() -> Any:
         """Added to an index, keeps reads where they are: hoisted, they would take registers."""
-        return 0 if tile.keep else unknown_zero(interpret=place.interpret)
+        return 0 if tile.keep else unknown_zero()
 
     def start(k: Any, j: int, mean: Any, rstd: Any) -> Any:
         """d = v − mean, x̂, dy, g and what else of a piece goes on."""

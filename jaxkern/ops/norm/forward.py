@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkern.core.mosaic import LANES, launch_kernel
+from jaxkern.mosaic.launch import LANES, launch_kernel
 from jaxkern.ops.curves import WITHOUT_EXPONENTIALS, Functions, kernel_functions
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.pointwise import Options, gated_input, output
@@ -33,7 +33,6 @@ def launch_fwd(options: Options, x: Any, residual: Any, weight: Any, bias: Any, 
         tuple(sizes[k] for k in _STREAMS if k in sizes),
         tuple(sizes[k] for k in _PARAMS if k in sizes),
         options.activation is not None or gate is not None,
-        options.mode == "interpret",
     )
     return launch_fwd_tile(options, tile, inputs)
 
@@ -55,16 +54,15 @@ def launch_fwd_tile(options: Options, tile: tiles.Forward, inputs: dict[str, Any
     if options.centered:
         outs["mean"] = jax.ShapeDtypeStruct((m, groups), jnp.float32)
     outs["rstd"] = jax.ShapeDtypeStruct((m, groups), jnp.float32)
-    interpret = options.mode == "interpret"
     sums = 0 if isinstance(rows, Tile) else 1 + options.centered
-    scratch = rows.scratch(sums, interpret) | param_scratch(tile, inputs, _PARAMS)
+    scratch = rows.scratch(sums) | param_scratch(tile, inputs, _PARAMS)
     scratch |= ring_scratch(tile, inputs, _STREAMS)
     names = [*inputs, *outs]
 
     def body(*refs: Any, **space: Any) -> None:
         every = dict.fromkeys(_NAMES) | dict(zip(names, refs, strict=True))
         smem = types.SimpleNamespace(**space)
-        place = rows.place(smem, interpret)
+        place = rows.place(smem)
         _fwd_kernel(options, tile, place, m, groups, types.SimpleNamespace(**every), smem)
 
     results = launch_kernel(
@@ -179,7 +177,7 @@ def _fwd_kernel(
 
 def place_functions(options: Options, place: Any) -> Functions:
     exact = options.x_dtype == "float32"
-    return kernel_functions(exact, place.interpret, place.layout)
+    return kernel_functions(exact, place.layout)
 
 
 def split(options: Options, rows: Any, a: Any, param: bool) -> Any:

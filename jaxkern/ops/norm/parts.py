@@ -10,7 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import grid_axes, launch_kernel, num_sms, store, sync_block
+from jaxkern.mosaic.lanes import store, sync_block
+from jaxkern.mosaic.launch import grid_axes, interpreted, launch_kernel, num_sms
 from jaxkern.ops.norm.pointwise import Options
 from jaxkern.ops.norm.rows import Tile
 
@@ -30,18 +31,17 @@ def sum_parts(options: Options, parts: list[jax.Array], dtypes: list[Any]) -> li
     columns = 32 * vec
     if count < 4 or width % columns:
         return [jnp.sum(p, axis=0).astype(t) for p, t in zip(parts, dtypes, strict=True)]
-    interpret = options.mode == "interpret"
-    shares = min(2 if interpret else _MOST_SHARES, -(-count // _SHARE_ROWS))
+    shares = min(2 if interpreted() else _MOST_SHARES, -(-count // _SHARE_ROWS))
     # All of a warpgroup's parts are on their way at once.
     tile = Tile(4 * min(count // 4, -(-count // (4 * shares))), columns, vec)
     scratch: dict[str, Any] = {
         "shared": plgpu.SMEM((len(parts), shares * tile.unit, columns), jnp.float32)
     }
-    if interpret:
+    if interpreted():
         scratch["met"] = plgpu.Barrier(num_arrivals=shares)
     blocks = width // columns
     sums = launch_kernel(
-        functools.partial(_sum_kernel, tile, count, shares, len(parts), interpret),
+        functools.partial(_sum_kernel, tile, count, shares, len(parts)),
         out_type=tuple(jax.ShapeDtypeStruct((blocks, columns), t) for t in dtypes),
         scratch_types=scratch,
         grid=(blocks,),
@@ -57,11 +57,9 @@ def _enough(blocks: int) -> bool:
     return blocks >= num_sms() * 3 // 4
 
 
-def _sum_kernel(
-    tile: Tile, count: int, shares: int, sums: int, interpret: bool, *refs: Any, **smem: Any
-) -> None:
+def _sum_kernel(tile: Tile, count: int, shares: int, sums: int, *refs: Any, **smem: Any) -> None:
     share, column = lax.axis_index(_SHARE), lax.axis_index(_COLUMNS)
-    place = tile.place(types.SimpleNamespace(**smem), interpret)
+    place = tile.place(types.SimpleNamespace(**smem))
 
     def step(k: Any, totals: Any) -> Any:
         index = share + k * shares
@@ -75,7 +73,7 @@ def _sum_kernel(
     totals = lax.fori_loop(0, steps, step, (place.zero_sum(),) * sums)
     for i, total in enumerate(totals):
         store(smem["shared"].at[i, pl.ds(share * tile.unit, tile.unit)], total)
-    if not interpret:
+    if not interpreted():
         sync_block()
     else:
         plgpu.barrier_arrive(smem["met"])

@@ -16,17 +16,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import (
-    LANES,
-    LaneOffsets,
-    Windows,
-    alternate_lanes,
+from jaxkern.mosaic.cluster import (
     expect_arrivals,
-    grid_axes,
-    load_lanes,
     send_in_cluster,
-    squares_in_lanes,
     start_arrivals,
+    wait_for_arrivals,
+)
+from jaxkern.mosaic.lanes import (
+    LaneOffsets,
+    alternate_lanes,
+    load_lanes,
+    squares_in_lanes,
     store,
     store_lanes,
     sum_in_lanes,
@@ -34,8 +34,9 @@ from jaxkern.core.mosaic import (
     sync_block,
     sync_warpgroup,
     uniform,
-    wait_for_arrivals,
 )
+from jaxkern.mosaic.launch import LANES, grid_axes, interpreted
+from jaxkern.ops.norm.windows import Windows
 
 BLOCK, _CLUSTER, _WARPGROUP = grid_axes("block", "cluster", "warpgroup")
 _WARP = 32
@@ -98,13 +99,12 @@ class Tile:
         """The most that :meth:`scratch` takes."""
         return 4 * self.unit * self.size
 
-    def scratch(self, sums: int, interpret: bool) -> dict[str, Any]:
+    def scratch(self, sums: int) -> dict[str, Any]:
         """Where the warps add up what they have of the sums over rows."""
-        del interpret
         return {"columns": plgpu.SMEM((self.unit, self.size), jnp.float32)} if sums else {}
 
-    def place(self, space: Any, interpret: bool) -> "TilePlace":
-        return TilePlace(self, space, interpret)
+    def place(self, space: Any) -> "TilePlace":
+        return TilePlace(self, space)
 
     def rows_of(self, m: int) -> int:
         """How many tiles cover `m` rows; the last one ends at the last row."""
@@ -153,8 +153,8 @@ def tile_for(size: int, elements: int, itemsize: int) -> Tile | None:
 class TilePlace:
     """A tile in a kernel."""
 
-    def __init__(self, tile: Tile, space: Any, interpret: bool):
-        self.tile, self.layout, self.interpret = tile, _tiled_layout(tile), interpret
+    def __init__(self, tile: Tile, space: Any):
+        self.tile, self.layout = tile, _tiled_layout(tile)
         self.space, self.each = space, range(1)
 
     def begin(self) -> None:
@@ -173,7 +173,7 @@ class TilePlace:
     def load_shared(self, slot: Any, j: int) -> jax.Array:
         del j
         shape = (self.tile.rows, self.tile.size)
-        if self.interpret:
+        if interpreted():
             return slot[...].reshape(shape)
         return plgpu.load(slot.reshape(*shape), layout=self.layout, optimized=False)
 
@@ -204,9 +204,9 @@ class TilePlace:
         del j
         columns = self.space.columns
         store(columns, value)
-        sync_warpgroup(interpret=self.interpret)
+        sync_warpgroup()
         rows = [self.load_row(columns.at[r]) for r in range(self.tile.unit)]
-        sync_warpgroup(interpret=self.interpret)
+        sync_warpgroup()
         store(ref.at[part, group], sum(rows[1:], start=rows[0]))
 
     def new(self, step: Any, m: int, value: jax.Array) -> jax.Array:
@@ -314,18 +314,18 @@ class Strip:
     def scratch_bytes(self) -> int:
         return 4 * _BOXES * self.warpgroups * self.blocks * 2 * _WARPS
 
-    def scratch(self, sums: int, interpret: bool) -> dict[str, Any]:
+    def scratch(self, sums: int) -> dict[str, Any]:
         """The mailboxes for up to `sums` sums."""
         parts = self.warpgroups * self.blocks
         scratch: dict[str, Any] = {"mail": plgpu.SMEM((_BOXES, parts, sums, _WARPS), jnp.float32)}
-        if interpret and self.warpgroups > 1:
+        if interpreted() and self.warpgroups > 1:
             scratch["met"] = plgpu.Barrier(num_arrivals=self.warpgroups)
         if self.blocks > 1:
             scratch["arrivals"] = plgpu.SMEM((_BOXES, 2), jnp.int32)
         return scratch
 
-    def place(self, space: Any, interpret: bool) -> "StripPlace":
-        return StripPlace(self, space, interpret)
+    def place(self, space: Any) -> "StripPlace":
+        return StripPlace(self, space)
 
     def rows_of(self, m: int) -> int:
         return m
@@ -347,8 +347,8 @@ class Strip:
 class StripPlace:
     """A strip in a kernel."""
 
-    def __init__(self, strip: Strip, space: Any, interpret: bool):
-        self.strip, self.space, self.interpret = strip, space, interpret
+    def __init__(self, strip: Strip, space: Any):
+        self.strip, self.space = strip, space
         self.windows, self.layout = strip.windows, strip.windows.layout
         self.each = range(strip.pieces)
         self.warpgroup = lax.axis_index(_WARPGROUP) if strip.warpgroups > 1 else 0
@@ -379,7 +379,7 @@ class StripPlace:
         return plgpu.load(window, layout=self.layout, optimized=False)
 
     def load_shared(self, slot: Any, j: int) -> jax.Array:
-        if self.interpret:
+        if interpreted():
             return slot[j].reshape(-1)
         flat = slot.at[j].reshape(self.windows.size)
         return plgpu.load(flat, layout=self.layout, optimized=False)
@@ -423,7 +423,7 @@ class StripPlace:
             if strip.n < w.n:
                 kept = kept & (column < strip.n)
             value = jnp.where(kept, value, self.zeros())
-        return sum_in_lanes([value], w.vec, interpret=self.interpret)
+        return sum_in_lanes([value], w.vec)
 
     def new(self, step: Any, m: int, value: jax.Array) -> jax.Array:
         del step, m
@@ -465,14 +465,12 @@ class StripPlace:
         # Of a warp's elements, the mean and the squares around it: sums around a mean that is far
         # from the row's lose nothing, as the difference is made up for in the end.
         assert self._whole
-        over_warp = functools.partial(
-            sum_lanes, distances=(1, 2, 4, 8, 16), interpret=self.interpret
-        )
+        over_warp = functools.partial(sum_lanes, distances=(1, 2, 4, 8, 16))
         vec = self.windows.vec
-        [mean] = over_warp([sum_in_lanes(values, vec, interpret=self.interpret)])
+        [mean] = over_warp([sum_in_lanes(values, vec)])
         mean = mean * (1 / self._per_warp)
-        [squares] = over_warp([squares_in_lanes(values, mean, vec, interpret=self.interpret)])
-        self._post(k, alternate_lanes(mean, squares, interpret=self.interpret), 2)
+        [squares] = over_warp([squares_in_lanes(values, mean, vec)])
+        self._post(k, alternate_lanes(mean, squares), 2)
 
     def receive(self, k: Any, centered: bool) -> tuple[Any, jax.Array]:
         """:meth:`statistics` of what was sent."""
@@ -485,7 +483,7 @@ class StripPlace:
             [s + d * d * self._per_warp for s, d in zip(squares, apart, strict=True)]
         )
         square = square * (1 / self.strip.n)
-        return uniform(mean, interpret=self.interpret), uniform(square, interpret=self.interpret)
+        return uniform(mean), uniform(square)
 
     def _lane_total(self, values: list[jax.Array]) -> jax.Array:
         sums = [self.lane_sum(j, v) for j, v in zip(self.each, values, strict=True)]
@@ -497,16 +495,16 @@ class StripPlace:
 
     def _send_sums(self, k: Any, values: list[jax.Array]) -> None:
         # Of two, odd lanes hold the second.
-        [held] = sum_lanes(values, (1, 2, 4, 8, 16), interpret=self.interpret)
+        [held] = sum_lanes(values, (1, 2, 4, 8, 16))
         self._post(k, held, len(values))
 
     def _received_sum(self, k: Any, i: int) -> jax.Array:
-        return uniform(self._over_parts(self._posted(k, i)), interpret=self.interpret)
+        return uniform(self._over_parts(self._posted(k, i)))
 
     def _over_parts(self, reads: list[jax.Array]) -> jax.Array:
         """(LANES,), the same everywhere: the sum over what the warps posted."""
         total = sum(reads[1:], start=reads[0])
-        return sum_lanes([total], self._distances, interpret=self.interpret)[0]
+        return sum_lanes([total], self._distances)[0]
 
     def _post(self, k: Any, held: jax.Array, count: int) -> None:
         """Each warp posts its `count` sums to all blocks; lane l holds number l mod count."""
@@ -520,7 +518,7 @@ class StripPlace:
             expect_arrivals(arrivals, 4 * parts * count * _WARPS)
             send_in_cluster(box, arrivals, offsets, held, parts=count, blocks=strip.blocks)
         else:
-            store_lanes(box, offsets, [held], interpret=self.interpret)
+            store_lanes(box, offsets, [held])
             self._meet()
 
     @property
@@ -546,11 +544,11 @@ class StripPlace:
                 ((1, _WARPS, 1), (_WARPS, self._side, sums * _WARPS)),
                 start=(first * sums + i) * _WARPS,
             )
-            reads += load_lanes(mail, offsets, interpret=self.interpret, volatile=True)
+            reads += load_lanes(mail, offsets, volatile=True)
         return reads
 
     def _meet(self) -> None:
-        if not self.interpret:
+        if not interpreted():
             sync_block()
         elif self.strip.warpgroups > 1:
             plgpu.barrier_arrive(self.space.met)

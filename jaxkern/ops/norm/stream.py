@@ -7,7 +7,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.mosaic import once_read, sync_warpgroup, widened
+from jaxkern.mosaic.instructions import once_read, widened
+from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.ops.norm.pointwise import Options
 from jaxkern.ops.norm.rows import Strip
 from jaxkern.ops.norm.tiles import BOX, Backward, Forward
@@ -72,7 +73,7 @@ class Rows:
     def refill(self, k: Any) -> None:
         """The slot of the `k`-th, which no lane reads any more, for one to come."""
         if self.tile.stages:
-            sync_warpgroup(interpret=self.place.interpret)
+            sync_warpgroup()
             self.fetch(k + self.tile.stages)
 
     def start(self) -> None:
@@ -166,5 +167,5 @@ def wide(place: Any, x: Any) -> Any:
     if x is None:
         return None
     if x.dtype == jnp.bfloat16:
-        return widened(x, place.layout, interpret=place.interpret)
+        return widened(x, place.layout)
     return x.astype(jnp.float32)

@@ -4,8 +4,9 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
-from jaxkern.core.mosaic import LANES, num_sms, windows
+from jaxkern.mosaic.launch import LANES, interpreted, num_sms
 from jaxkern.ops.norm.rows import Strip, Tile, tile_for
+from jaxkern.ops.norm.windows import windows
 
 BOX = 256
 """Most elements along one dimension of a TMA copy."""
@@ -95,7 +96,6 @@ def strip(
     per_lane: int,
     window: int,
     spread: int,
-    interpret: bool,
     widest: int = 8,
 ) -> Strip:
     """A row of `n`, `per_lane` elements a lane where the cluster is not at its limit.
@@ -106,15 +106,14 @@ def strip(
       per_lane: elements of a row in a lane's registers.
       window: elements of a lane's window.
       spread: warpgroups before the row is split over blocks.
-      interpret: whether Pallas's interpreter runs it: it has no clusters, and few threads.
       widest: most neighbouring elements that a lane reads at a time.
     """
     width = max(n, LANES)
     parts = 1
     while parts * per_lane * LANES < width and parts < _MAX_WARPGROUPS * _MAX_CLUSTER:
         parts *= 2
-    warpgroups = min(parts, 2 if interpret else spread)
-    blocks = 1 if interpret else min(parts // warpgroups, _MAX_CLUSTER)
+    warpgroups = min(parts, 2 if interpreted() else spread)
+    blocks = 1 if interpreted() else min(parts // warpgroups, _MAX_CLUSTER)
     parts = warpgroups * blocks
     return Strip(_windows(width, itemsize, parts, window * LANES, widest), n, warpgroups, blocks)
 
@@ -131,7 +130,6 @@ def _windows(width: int, itemsize: int, parts: int, most: int, widest: int) -> A
     return min(choices, key=lambda c: c[:2])[2]
 
 
-@functools.cache
 def forward(
     m: int,
     n: int,
@@ -140,7 +138,6 @@ def forward(
     streams: tuple[int, ...],
     params: tuple[int, ...],
     costly: bool,
-    interpret: bool,
 ) -> Forward:
     """The tiles of the forward of (m, groups, n).
 
@@ -169,17 +166,16 @@ def forward(
       streams: bytes of an element of each input of that size.
       params: bytes of an element of the weight and of the bias, where there are.
       costly: whether there is an activation or a gate.
-      interpret: whether Pallas's interpreter runs it.
     """
     boxed, row_bytes, per_lane = n % BOX == 0, sum(streams), 32 // len(streams)
     one, activated = len(params) < 2, costly and len(streams) == 1
 
     def strips(per_lane: int, window: int = 32, spread: int = 4) -> Strip:
-        return strip(n, itemsize, per_lane, window, spread, interpret)
+        return strip(n, itemsize, per_lane, window, spread)
 
     def rereading(per_lane: int) -> Strip:
         """Lanes of 8 bf16 would read half of every sector of an fp32 weight at a time."""
-        return strip(n, itemsize, per_lane, 8, 4, interpret, widest=4)
+        return strip(n, itemsize, per_lane, 8, 4, widest=4)
 
     def in_blocks(rows: Strip, each: int) -> Forward | None:
         """`each` rows a block, two of them on their way at a time."""
@@ -259,7 +255,6 @@ def _waves(count: int, parts: int, first: float) -> tuple[int, ...]:
     return tuple(waves)
 
 
-@functools.cache
 def backward(
     m: int,
     n: int,
@@ -269,7 +264,6 @@ def backward(
     params: tuple[int, ...],
     sums: int,
     plain: bool,
-    interpret: bool,
 ) -> Backward:
     """The tiles of the backward of (m, groups, n).
 
@@ -301,7 +295,6 @@ def backward(
       params: bytes of an element of the parameters that are read.
       sums: parameters with a gradient, weight and bias.
       plain: whether there is neither activation nor gate.
-      interpret: whether Pallas's interpreter runs it.
     """
     boxed, row_bytes = n % BOX == 0, sum(streams)
     simple = plain and sums < 2
@@ -314,7 +307,7 @@ def backward(
 
     def choice(per_lane: int, window: int, spread: int, weight: Any, keep: bool, **k: Any) -> Any:
         """With as many stages as fit, of at most so many."""
-        rows = strip(n, itemsize, per_lane, window, spread, interpret)
+        rows = strip(n, itemsize, per_lane, window, spread)
         per_sm, most = k.pop("per_sm", 1), k.pop("most", _STAGES)
         parts = max(1, min(m, clusters(per_sm, rows) // groups))
         kept = sum(params) if weight == "shared" else 0

@@ -22,8 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.arithmetic import LOG2E, softplus_slope
-from jaxkern.core.mosaic import LANES, once_read, sync_warp
+from jaxkern.mosaic.arithmetic import LOG2E, softplus_slope
+from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.lanes import sync_warp
+from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import (
     Call,
@@ -231,7 +233,7 @@ def _bwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> Non
             dt, _ = steps.step_size(round, raw + dt_bias)
             dy = dout if z is None else dout * steps.gate(z)[0]
             steps.share(smem.shared, round, [dt, dy])
-        sync_warp(interpret=scan.interpret)
+        sync_warp()
 
         def load(c, step):
             chunk = Steps(scan, ring.chunk(turn, c), (span.start + c) * CHUNK)
@@ -411,7 +413,7 @@ def _bwd_kernel(
         dh, dA, dD, ddt_bias = carry
         gated = refs.z is not None
         own = []
-        sync_warp(interpret=scan.interpret)  # all lanes are done with the chunk before
+        sync_warp()  # all lanes are done with the chunk before
         for round, x, raw, dout, z in chunk.all_owned("x", "dt", "dout", "z"):
             dt, inside = chunk.step_size(round, raw + dt_bias)
             silu, slope = chunk.gate(z) if gated else (1.0, 0.0)
@@ -419,7 +421,7 @@ def _bwd_kernel(
             chunk.share(smem.shared, round, [dt, dt * x])
             chunk.share(smem.dy, round, [dy])
             own.append((x, dt, inside, dy, dout * slope))
-        sync_warp(interpret=scan.interpret)
+        sync_warp()
 
         def load(step):
             following = saved(chunk.token + step + 1) if read_all and step < CHUNK - 1 else None

@@ -19,17 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.arithmetic import LOG2E, softplus
-from jaxkern.core.mosaic import (
-    LANES,
-    LaneOffsets,
-    grid_axes,
-    launch_kernel,
-    load_lanes,
-    once_read,
-    store_lanes,
-    sum_lanes,
-)
+from jaxkern.mosaic.arithmetic import LOG2E, softplus
+from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
+from jaxkern.mosaic.launch import LANES, grid_axes, interpreted, launch_kernel
 from jaxkern.ops.segments import with_zeros
 from jaxkern.ops.selective_scan.reference import CHUNK, Options
 from jaxkern.ops.selective_scan.tiling import Parts, Tile
@@ -62,7 +55,6 @@ class Scan:
     every: int  # steps from one saved state to the next
     parts: Parts
     slot_width: int  # channels of a ring's slots: those of the tile, or more
-    interpret: bool
 
     def load(
         self,
@@ -73,7 +65,7 @@ class Scan:
         volatile: bool = False,
     ) -> Rows:
         offsets = LaneOffsets(digits, start)
-        return load_lanes(ref, offsets, count, interpret=self.interpret, volatile=volatile)
+        return load_lanes(ref, offsets, count, volatile=volatile)
 
     @property
     def per_unit(self) -> int:
@@ -84,20 +76,20 @@ class Scan:
         return self.load(ref, *digits, start=start)[0]
 
     def store(self, ref: Any, values: Sequence[jax.Array], *digits: Any, start: int = 0) -> None:
-        store_lanes(ref, LaneOffsets(digits, start), values, interpret=self.interpret)
+        store_lanes(ref, LaneOffsets(digits, start), values)
 
     def sum(self, values: Sequence[jax.Array], distances: Sequence[int], swapped: int = 0) -> Rows:
-        return sum_lanes(values, distances, swapped=swapped, interpret=self.interpret)
+        return sum_lanes(values, distances, swapped=swapped)
 
     @property
     def token_stride(self) -> int:
         """From token to token in a tile's part of (B, L, D); the interpreter's copy is compact."""
-        return self.tile.width if self.interpret else self.channels
+        return self.tile.width if interpreted() else self.channels
 
     @property
     def slot_stride(self) -> int:
         """The same in a ring's slot."""
-        return self.tile.width if self.interpret else self.slot_width
+        return self.tile.width if interpreted() else self.slot_width
 
     @property
     def chunks(self) -> int:
@@ -250,7 +242,6 @@ class Call:
             every=every,
             parts=Parts(1, 1, 1, 1),
             slot_width=tile.width,
-            interpret=options.mode == "interpret",
         )
 
     def pad_channels(self, v: Any, axis: int) -> Any:

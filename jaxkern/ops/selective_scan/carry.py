@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.core.mosaic import LANES
+from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.selective_scan.blocks import Call, Place, Rows, Scan, fp32_array, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
 from jaxkern.ops.selective_scan.steps import decayed, decays, shared_size

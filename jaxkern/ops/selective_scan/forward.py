@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkern.core.mosaic import LANES, once_read, sync_warp
+from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.lanes import sync_warp
+from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import PART, Call, FilledRing, Place, Scan
 from jaxkern.ops.selective_scan.carry import fold_before, launch_carry, store_carry
@@ -134,7 +136,7 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
             steps.share(smem.shared, round, [dt, dt * x])
             own = [D * x] if z is None else [D * x, steps.gate(z)[0]]
             scan.store_lane(smem.own, len(own) * round, own)
-        sync_warp(interpret=scan.interpret)
+        sync_warp()
 
     def run_chunk(c, chunk, steps, h):
         each = 1 if refs.z is None else 2

@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.arithmetic import exp2_by_polynomial, sigmoid
-from jaxkern.core.mosaic import LANES, sync_warp
+from jaxkern.mosaic.arithmetic import exp2_by_polynomial, sigmoid
+from jaxkern.mosaic.lanes import sync_warp
+from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.selective_scan.blocks import ROW, Place, Rows, Scan, Span, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
 from jaxkern.ops.selective_scan.tiling import Tile
@@ -191,7 +192,7 @@ class Steps:
 
     def gate(self, z: jax.Array) -> tuple[jax.Array, jax.Array]:
         """z · sigmoid(z), and its derivative."""
-        gate = sigmoid(z, self.scan.exact, self.scan.interpret)
+        gate = sigmoid(z, self.scan.exact)
         return z * gate, gate * (1 + z * (1 - gate))
 
     def over_states(self, parts: Rows) -> jax.Array:
@@ -258,7 +259,7 @@ def share_step_sizes(steps: Steps, shared: Any, dt_bias: jax.Array) -> None:
     for round, x, raw in steps.all_owned("x", "dt"):
         dt, _ = steps.step_size(round, raw + dt_bias)
         steps.share(shared, round, [dt, dt * x])
-    sync_warp(interpret=steps.scan.interpret)
+    sync_warp()
 
 
 def advance_chunks(

@@ -17,7 +17,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.mosaic import LANES, num_sms
+from jaxkern.mosaic.launch import LANES, num_sms
 from jaxkern.ops.selective_scan.reference import CHUNK
 
 WARPS = LANES // 32

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.core.mosaic import fast_reciprocal
+from jaxkern.mosaic.instructions import fast_reciprocal
 
 LOG2E = 1.4426950408889634
 
@@ -67,13 +67,13 @@ def softplus_slope(dt: jax.Array, exact: bool) -> jax.Array:
     return jnp.where(dt < limit, dt * series, 1 - jnp.exp2(-LOG2E * dt))
 
 
-def sigmoid(v: jax.Array, exact: bool, interpret: bool, layout: Any = None) -> jax.Array:
+def sigmoid(v: jax.Array, exact: bool, layout: Any = None) -> jax.Array:
     """1 / (1 + exp(−v)), to fp32 accuracy relative to the result, or with fast division.
 
-    `layout` is that of `v`, as for :func:`jaxkern.core.mosaic.fast_reciprocal`.
+    `layout` is that of `v`, as for :func:`jaxkern.mosaic.instructions.fast_reciprocal`.
     """
     if not exact:
-        return fast_reciprocal(1 + jnp.exp2(-LOG2E * v), layout=layout, interpret=interpret)
+        return fast_reciprocal(1 + jnp.exp2(-LOG2E * v), layout=layout)
     e = _exp_of_minus(jnp.abs(v))
     inverse = _reciprocal(1 + e)
     return jnp.where(v < 0, e * inverse, inverse)
@@ -92,7 +92,7 @@ _TANH = (
 """Up to which |v|, tanh(v) / v as a polynomial of v² of relative error 6e-7 or 5e-9."""
 
 
-def tanh(v: jax.Array, exact: bool, interpret: bool, layout: Any = None) -> jax.Array:
+def tanh(v: jax.Array, exact: bool, layout: Any = None) -> jax.Array:
     """tanh(v), to fp32 accuracy or to 1e-6, of the result.
 
     By a polynomial where 1 − 2 e / (1 + e), e = exp(−2 |v|), would cancel. `layout` is as for
@@ -105,7 +105,7 @@ def tanh(v: jax.Array, exact: bool, interpret: bool, layout: Any = None) -> jax.
         inverse = _reciprocal(1 + e)
     else:
         e = jnp.exp2(-2 * LOG2E * magnitude)
-        inverse = fast_reciprocal(1 + e, layout=layout, interpret=interpret)
+        inverse = fast_reciprocal(1 + e, layout=layout)
     far = 1 - 2 * e * inverse
     far = jnp.where(v < 0, -far, far)
     return jnp.where(magnitude < near, v * _polynomial(coefficients, v * v), far)
@@ -127,9 +127,7 @@ _TAIL = (
 or 3e-8."""
 
 
-def normal(
-    v: jax.Array, exact: bool, interpret: bool, layout: Any = None
-) -> tuple[jax.Array, jax.Array]:
+def normal(v: jax.Array, exact: bool, layout: Any = None) -> tuple[jax.Array, jax.Array]:
     """Φ(v) and φ(v), the normal distribution and its density, to fp32 accuracy or to 1e-5.
 
     `layout` is as for :func:`sigmoid`.
@@ -137,7 +135,7 @@ def normal(
     a, *coefficients = _TAIL[exact]
     e = jnp.exp2(v * v * (-0.5 * LOG2E))
     d = 1 + a * jnp.minimum(jnp.abs(v), 128.0)
-    k = _reciprocal(d) if exact else fast_reciprocal(d, layout=layout, interpret=interpret)
+    k = _reciprocal(d) if exact else fast_reciprocal(d, layout=layout)
     tail = e * (k * _polynomial(coefficients, k))
     return jnp.where(v < 0, tail, 1 - tail), e * 0.3989422804014327
 

@@ -1,0 +1,107 @@
+"""Blocks of a cluster send each other bytes, and wait for them; not for Pallas's interpreter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+from jaxkern.mosaic.lanes import LaneOffsets, pointer_of_lane
+from jaxkern.mosaic.registers import ROW, element, ptx
+
+
+def start_arrivals(refs: Sequence[Any]) -> None:
+    """Makes `refs`, each (2,) int32 in shared memory, count bytes that blocks of a cluster send.
+
+    At the start of a kernel; then in every round :func:`expect_arrivals`, :func:`send_in_cluster`
+    of all that is expected, and :func:`wait_for_arrivals`. That neither fences nor waits for other
+    writes, as a barrier of the cluster would. None is for Pallas's interpreter.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def start(ctx: Any, *refs: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        for ref in refs:
+            nvvm.mbarrier_init(
+                mgpu_utils.memref_ptr(ref), arith.constant(i32, 1), predicate=_first_thread()
+            )
+
+    start(*refs)  # pyright: ignore[reportCallIssue]
+    ptx("fence.mbarrier_init.release.cluster;")
+    ptx("barrier.cluster.arrive.aligned;")
+    ptx("barrier.cluster.wait.aligned;")
+
+
+def expect_arrivals(ref: Any, nbytes: int) -> None:
+    """Says how many bytes this block gets in this round."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def expect(ctx: Any, ref: Any) -> None:
+        del ctx
+        mgpu_utils.inline_ptx(
+            f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};",
+            _shared_address(mgpu_utils.memref_ptr(ref)),
+            predicate=_first_thread(),
+            has_side_effects=True,
+        )
+
+    expect(ref)  # pyright: ignore[reportCallIssue]
+
+
+def send_in_cluster(
+    ref: Any, arrivals: Any, offsets: LaneOffsets, value: jax.Array, *, parts: int, blocks: int
+) -> None:
+    """Writes `value` (LANES,), fp32, to the shared memory of all `blocks` of a cluster.
+
+    Lane l of each warp writes 4 bytes to block ⌊l / parts⌋ while there is one, at its offset in
+    that block's `ref`, and they count in that block's `arrivals`.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ROW))
+    def send(ctx: Any, target: Any, arrivals: Any, value: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        lane = arith.andi(mgpu_utils.thread_idx(), arith.constant(i32, 31))
+        block = arith.divui(lane, arith.constant(i32, parts))
+        there = [
+            _shared_address(nvvm.mapa(llvm.PointerType.get(7), pointer, block))
+            for pointer in (pointer_of_lane(target, offsets), mgpu_utils.memref_ptr(arrivals))
+        ]
+        mgpu_utils.inline_ptx(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [$0], $2, [$1];",
+            *there,
+            element(value.registers.item(), 0),
+            predicate=arith.cmpi(
+                arith.CmpIPredicate.ult, lane, arith.constant(i32, parts * blocks)
+            ),
+            has_side_effects=True,
+        )
+
+    send(ref, arrivals, value)  # pyright: ignore[reportCallIssue]
+
+
+def wait_for_arrivals(ref: Any, parity: jax.Array) -> None:
+    """Until all bytes of a round are there; `parity` is 0 in the first round, 1, 0, 1 ..."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    def wait(ctx: Any, ref: Any, parity: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        nvvm.mbarrier_try_wait_parity(
+            mgpu_utils.memref_ptr(ref), parity.registers.item(), arith.constant(i32, 10_000_000)
+        )
+
+    wait(ref, parity)  # pyright: ignore[reportCallIssue]
+
+
+def _first_thread() -> Any:
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), arith.constant(i32, 0))
+
+
+def _shared_address(pointer: Any) -> Any:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), pointer)

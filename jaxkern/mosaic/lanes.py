@@ -1,0 +1,335 @@
+"""What lanes of a warpgroup read, write, add up and wait for."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.mosaic.registers import (
+    ROW,
+    VECTOR_BYTES,
+    element,
+    fragmented,
+    laid_out,
+    narrowed,
+    ptx,
+    row_type,
+    to_fp32,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneOffsets:
+    """Where each lane of a warpgroup reads or writes, as a number whose digits are the lane's.
+
+    Lane l is `start` elements, and the sum over `digits`, (divisor, size, stride), of (⌊l /
+    divisor⌋ mod size) · stride, from the beginning; divisor and size are powers of two.
+    """
+
+    digits: tuple[tuple[int, int, int], ...] = ()
+    start: int = 0
+
+    def of_lanes(self) -> jax.Array:
+        lanes = jnp.arange(LANES)
+        digits = (
+            ((lanes >> (d.bit_length() - 1)) & (size - 1)) * stride
+            for d, size, stride in self.digits
+        )
+        return sum(digits, jnp.full_like(lanes, self.start))
+
+    def of_this_lane(self) -> Any:
+        """The same in a kernel's MLIR, as an i32."""
+        i32 = ir.IntegerType.get_signless(32)
+
+        def constant(k: int) -> Any:
+            return arith.constant(i32, k)
+
+        total, lane = constant(self.start), mgpu_utils.thread_idx()
+        for divisor, size, stride in self.digits:
+            digit = arith.shrui(lane, constant(divisor.bit_length() - 1))
+            digit = arith.andi(digit, constant(size - 1))
+            total = arith.addi(total, arith.muli(digit, constant(stride)))
+        return total
+
+    def vector(self, count: int, itemsize: int) -> int:
+        """Elements that one access may take of `count` in a row, if the reference is aligned."""
+        strides = [stride for _, size, stride in self.digits if size > 1]
+        return math.gcd(VECTOR_BYTES // itemsize, count, self.start, *strides)
+
+
+def load_lanes(
+    ref: Any,
+    offsets: LaneOffsets,
+    count: int = 1,
+    *,
+    volatile: bool = False,
+) -> list[jax.Array]:
+    """What each lane reads: `count` neighbouring elements, from its offset on.
+
+    Args:
+      ref: contiguous, in shared or global memory, fp32, bf16 or fp16; it and the offsets are
+        aligned for the widest access that `count` and the strides allow.
+      offsets: of each lane, in elements.
+      count: elements of a lane.
+      volatile: read again even what was read before, and what follows from it is computed again.
+
+    Returns:
+      `count` arrays (LANES,), fp32.
+    """
+    if interpreted():
+        flat = ref[...].reshape(-1).astype(jnp.float32)
+        return [flat[offsets.of_lanes() + i] for i in range(count)]
+    vec = offsets.vector(count, ref.dtype.itemsize)
+    row = row_type(1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * count)
+    def load(ctx: Any, source: Any) -> Any:
+        del ctx
+        dtype = ir.MemRefType(source.type).element_type
+        pointer = pointer_of_lane(source, offsets)
+        loaded = []
+        for start in range(0, count, vec):
+            address = mgpu_utils.getelementptr(pointer, [start], dtype)
+            values = llvm.load(
+                ir.VectorType.get((vec,), dtype),
+                address,
+                alignment=vec * ref.dtype.itemsize,
+                volatile_=volatile,
+            )
+            loaded += [to_fp32(element(values, k)) for k in range(vec)]
+        return tuple(fragmented(value) for value in loaded)
+
+    return list(load(ref))  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
+
+
+def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> None:
+    """Writes what :func:`load_lanes` would read; lanes with equal offsets have equal values."""
+    if interpreted():
+        flat = ref[...].reshape(-1)
+        for i, value in enumerate(values):
+            flat = flat.at[offsets.of_lanes() + i].set(value.astype(ref.dtype))
+        ref[...] = flat.reshape(ref[...].shape)
+        return
+    vec = offsets.vector(len(values), ref.dtype.itemsize)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[ROW] * len(values)))
+    def store(ctx: Any, target: Any, *arrays: Any) -> None:
+        del ctx
+        dtype = ir.MemRefType(target.type).element_type
+        pointer = pointer_of_lane(target, offsets)
+        scalars = [narrowed(element(a.registers.item(), 0), dtype) for a in arrays]
+        for start in range(0, len(scalars), vec):
+            address = mgpu_utils.getelementptr(pointer, [start], dtype)
+            packed = vector.from_elements(
+                ir.VectorType.get((vec,), dtype), scalars[start : start + vec]
+            )
+            llvm.store(packed, address, alignment=vec * ref.dtype.itemsize)
+
+    store(ref, *map(laid_out, values))  # pyright: ignore[reportCallIssue]
+
+
+def sync_warp() -> None:
+    """Lanes of a warp see what the others wrote to shared memory before."""
+    if interpreted():
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(ctx: Any) -> None:
+        del ctx
+        mgpu_utils.warp_barrier()
+
+    barrier()  # pyright: ignore[reportCallIssue]
+
+
+def sync_warpgroup() -> None:
+    """Lanes of a warpgroup wait for each other."""
+    if interpreted():
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(ctx: Any) -> None:
+        del ctx
+        mgpu_utils.warpgroup_barrier()
+
+    barrier()  # pyright: ignore[reportCallIssue]
+
+
+def sync_block() -> None:
+    """All warpgroups of a block wait for each other. Not for Pallas's interpreter."""
+    ptx("bar.sync 0;")
+
+
+def sum_lanes(
+    values: Sequence[jax.Array], distances: Sequence[int], *, swapped: int = 0
+) -> list[jax.Array]:
+    """The sums of each of `values` over lanes at `distances`, powers of two, in their order.
+
+    With several values a step halves those that a lane holds: it keeps the one half, sends the
+    other to its partner and adds what comes back, so that 8 values over 8 lanes take 7 shuffles and
+    not 24. The last value goes to and fro. The order of the additions is fixed.
+
+    The choice of what to keep takes two selections a value. It takes none at the first `swapped`
+    distances, where the lanes with that bit set have the halves of their values swapped.
+
+    Returns:
+      The values left, V / 2^len(distances) of V but at least one. Of the first distance the lanes
+      with that bit set hold the later half, and so on.
+    """
+    if not distances:
+        return list(values)
+    if interpreted():
+        held, lanes = list(values), jnp.arange(LANES)
+        for i, distance in enumerate(distances):
+            upper = (lanes & distance != 0) & (i >= swapped)
+            half = len(held) // 2
+            pairs = list(zip(held[:half], held[half:])) or [(held[0], held[0])]  # noqa: B905
+            from_partner = lambda v: v.reshape(-1, 2, distance)[:, ::-1].reshape(LANES)  # noqa: B023
+            held = [jnp.where(upper, b, a) + from_partner(jnp.where(upper, a, b)) for a, b in pairs]
+        return held
+    left = max(1, len(values) >> len(distances))
+    row = row_type(1)
+
+    @plgpu.inline_mgpu(arg_types=(ROW,) * len(values), return_type=(row,) * left)
+    def shuffled(ctx: Any, *arrays: Any) -> Any:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+
+        def constant(k: int) -> Any:
+            return arith.constant(i32, k)
+
+        held = [element(a.registers.item(), 0) for a in arrays]
+        for i, distance in enumerate(distances):
+            half = len(held) // 2
+            if len(held) == 1:
+                pairs = [(held[0], held[0])]
+            elif i < swapped:
+                pairs = list(zip(held[:half], held[half:], strict=True))
+            else:
+                upper = arith.cmpi(
+                    arith.CmpIPredicate.ne,
+                    arith.andi(mgpu_utils.thread_idx(), constant(distance)),
+                    constant(0),
+                )
+                pairs = [
+                    (arith.select(upper, b, a), arith.select(upper, a, b))
+                    for a, b in zip(held[:half], held[half:], strict=True)
+                ]
+            held = [arith.addf(a, mgpu_utils.shfl_bfly(b, distance)) for a, b in pairs]
+        return tuple(fragmented(value) for value in held)
+
+    return list(shuffled(*map(laid_out, values)))
+
+
+def sum_in_lanes(values: Sequence[jax.Array], vec: int) -> jax.Array:
+    """(LANES,): the sum of what each lane holds of `values`, fp32, in ``WG_STRIDED`` by `vec`.
+
+    Elements are added one after the other, in two strands, as products among them then are fused
+    with their additions.
+    """
+    if interpreted():
+        return sum((v.reshape(-1, LANES, vec).sum((0, 2)) for v in values), jnp.zeros(LANES))
+    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
+
+    @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=row_type(1))
+    def add(ctx: Any, *arrays: Any) -> Any:
+        del ctx
+        fused = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
+        held = [element(r, k) for a in arrays for r in a.registers.flat for k in range(vec)]
+        strands = [functools.reduce(fused, held[i::2]) for i in range(min(2, len(held)))]
+        return fragmented(functools.reduce(arith.addf, strands))
+
+    return add(*values)  # pyright: ignore[reportCallIssue]
+
+
+def squares_in_lanes(values: Sequence[jax.Array], center: jax.Array, vec: int) -> jax.Array:
+    """(LANES,): the sum of squares of what differs from the lane's `center` (LANES,).
+
+    Of `values` as for :func:`sum_in_lanes`.
+    """
+    if interpreted():
+        held = jnp.concatenate([v.reshape(-1, LANES, vec) for v in values])
+        return ((held - center[:, None]) ** 2).sum((0, 2))
+    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
+
+    @plgpu.inline_mgpu(arg_types=(ROW, *layouts), return_type=row_type(1))
+    def add(ctx: Any, center: Any, *arrays: Any) -> Any:
+        del ctx
+        fused = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
+        times = functools.partial(arith.mulf, fastmath=arith.FastMathFlags.contract)
+        middle = element(center.registers.item(), 0)
+        held = [element(r, k) for a in arrays for r in a.registers.flat for k in range(vec)]
+        apart = [arith.subf(v, middle) for v in held]
+        squares = [times(d, d) for d in apart]
+        strands = [functools.reduce(fused, squares[i::2]) for i in range(min(2, len(squares)))]
+        return fragmented(functools.reduce(arith.addf, strands))
+
+    return add(center, *values)  # pyright: ignore[reportCallIssue]
+
+
+def alternate_lanes(even: jax.Array, odd: jax.Array) -> jax.Array:
+    """`even` in lanes of even number, `odd` in the others; all (LANES,), fp32."""
+    if interpreted():
+        return jnp.where(jnp.arange(LANES) % 2 == 0, even, odd)
+
+    @plgpu.inline_mgpu(arg_types=(ROW, ROW), return_type=row_type(1))
+    def choose(ctx: Any, even: Any, odd: Any) -> Any:
+        del ctx
+        i1 = ir.IntegerType.get_signless(1)
+        is_odd = arith.trunci(i1, mgpu_utils.thread_idx())
+        of_odd, of_even = (element(a.registers.item(), 0) for a in (odd, even))
+        return fragmented(arith.select(is_odd, of_odd, of_even))
+
+    return choose(even, odd)  # pyright: ignore[reportCallIssue]
+
+
+def join_lanes(parts: Sequence[jax.Array]) -> jax.Array:
+    """(LANES · n,) of n arrays (LANES,), fp32 or uint32: those of a lane next to each other."""
+    if interpreted():
+        return jnp.stack(parts, axis=1).reshape(-1)
+    dtype = parts[0].dtype
+    signed = False if dtype == jnp.uint32 else None
+
+    @plgpu.inline_mgpu(arg_types=(ROW,) * len(parts), return_type=row_type(len(parts), dtype))
+    def join(ctx: Any, *parts: Any) -> Any:
+        del ctx
+        return fragmented(*(element(p.registers.item(), 0) for p in parts), signed=signed)
+
+    return join(*map(laid_out, parts))  # pyright: ignore[reportCallIssue]
+
+
+def uniform(value: jax.Array) -> jax.Array:
+    """The scalar that all lanes hold in `value` (LANES,), fp32."""
+    if interpreted():
+        return value[0]
+    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.float32), layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=(ROW,), return_type=scalar)
+    def splat(ctx: Any, value: Any) -> Any:
+        del ctx
+        return mgpu.FragmentedArray.splat(element(value.registers.item(), 0), shape=())
+
+    return splat(value)  # pyright: ignore[reportCallIssue]
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Writes an array of any layout, however few bytes a lane has; JAX 0.12 wants to be told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def pointer_of_lane(ref: Any, offsets: LaneOffsets) -> Any:
+    dtype = ir.MemRefType(ref.type).element_type
+    return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [offsets.of_this_lane()], dtype)

@@ -1,0 +1,127 @@
+"""What every kernel is launched with: grid axes, compiler parameters, the interpreter."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, scf
+
+from jaxkern.core import target
+
+LANES = 128
+"""Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
+one scratch for such sums per block, and two warpgroups would race for it."""
+
+
+class GridAxis:
+    """The name of a grid axis, equal to itself alone.
+
+    Inside a kernel an axis of the user's device mesh hides a grid axis of an equal name, and
+    ``lax.axis_index`` then silently gives the device's index: a string is never safe.
+    """
+
+    def __init__(self, label: str):
+        self.label = label
+
+    def __repr__(self) -> str:
+        return f"GridAxis({self.label!r})"
+
+
+def grid_axes(*labels: str) -> tuple[Any, ...]:
+    """A new :class:`GridAxis` for each label, for ``plgpu.kernel`` and ``lax.axis_index``."""
+    return tuple(GridAxis(label) for label in labels)
+
+
+def launch_kernel(body: Callable[..., None], *, approx_math: bool = False, **launch: Any) -> Any:
+    """``plgpu.kernel`` with what all kernels have in common.
+
+    Lane semantics take the layouts as the kernels state them. Mosaic's other semantics infer them,
+    and for the gradient of a selective scan that takes JAX 0.11 half a minute, to the same code.
+    Pallas puts no barrier around accesses of memory: the kernels place their own.
+
+    Args:
+      body: the kernel.
+      approx_math: whether exponentials, logarithms and divisions are those of the fast units.
+      **launch: the other arguments of ``plgpu.kernel``.
+    """
+
+    def guarded(*refs: Any, **scratch: Any) -> None:
+        gpu = target.current()
+        if gpu is not None:
+            _refuse_others(gpu, launch["kernel_name"])
+        body(*refs, **scratch)
+
+    params = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        unsafe_no_auto_barriers=True,
+        approx_math=approx_math,
+    )
+    return plgpu.kernel(guarded, compiler_params=params, **launch)
+
+
+_ONLY_ON = {9: nvvm.wgmma_fence_aligned, 10: nvvm.tcgen05_relinquish_alloc_permit}
+"""Operations that a generation has alone, by the major number of the compute capability."""
+
+
+def _refuse_others(gpu: target.Gpu, name: str) -> None:
+    """Have the compiler stop with an error where a kernel meets a GPU that it was not made for.
+
+    Else LLVM would find no instruction for parts of it, and abort the process. An operation that
+    only this generation has stands on a path that no lane takes, and that LLVM removes: MLIR looks
+    at it before, and says its location. JAX 0.12 looks no more, and aborts.
+    """
+    emit = _ONLY_ON.get(gpu.capability[0])
+    if emit is None:
+        return
+    told = f"jaxkern: {name} was lowered for {gpu}; lower the program for this GPU"
+
+    @plgpu.inline_mgpu()
+    def check(ctx: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        with ir.Location.name(told):
+            impossible = arith.cmpi(
+                arith.CmpIPredicate.ugt, mgpu_utils.thread_idx(), arith.constant(i32, 2**20)
+            )
+            branch = scf.IfOp(impossible)
+            with ir.InsertionPoint(branch.then_block):
+                emit()
+                scf.yield_([])
+
+    check()  # pyright: ignore[reportCallIssue]
+
+
+_H200_SMS = 132
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors of the GPU that a kernel is lowered for."""
+    gpu = target.current()
+    return _H200_SMS if gpu is None else gpu.multiprocessors
+
+
+_interpreting = contextvars.ContextVar("interpreting", default=False)
+
+
+@contextlib.contextmanager
+def interpreter() -> Iterator[None]:
+    """Inside, kernels that are launched run in Pallas's interpreter, and know it."""
+    token = _interpreting.set(True)
+    try:
+        with plgpu.force_gpu_interpret_mode():
+            yield
+    finally:
+        _interpreting.reset(token)
+
+
+def interpreted() -> bool:
+    """Whether the kernel that is being traced will run in Pallas's interpreter.
+
+    Instructions and barriers that the interpreter does not know stand beside the same in JAX's
+    terms, and this decides between them.
+    """
+    return _interpreting.get()

@@ -1,0 +1,325 @@
+"""Units: neighbouring elements that a lane loads or stores in one access, of one of many arrays."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.mosaic.registers import (
+    ROW,
+    VECTOR_BYTES,
+    element,
+    fragmented,
+    laid_out,
+    narrowed,
+    row_type,
+    to_fp32,
+)
+
+_GLOBAL_MEMORY = 1  # the address space of NVPTX
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenRef:
+    """An array in global memory that a block chose among several of the same dtype.
+
+    Attributes:
+      dtype: of its elements.
+      address: the lower and the upper word of its address, (LANES,), uint32.
+    """
+
+    dtype: Any
+    address: tuple[jax.Array, jax.Array]
+
+
+def with_chosen(
+    body: Callable[..., None],
+    block: jax.Array,
+    rows: Sequence[Sequence[Any]],
+    starts: Sequence[int],
+    numbers: Sequence[Sequence[int]],
+) -> None:
+    """Runs ``body(refs, numbers)`` with the row of references that a block is to work on.
+
+    The row is found by a tree of branches that all lanes take alike, of which each loads only its
+    own addresses, and `body` is compiled once.
+
+    Args:
+      body: takes what :func:`load_units` and :func:`store_units` take as references, and each
+        number of the row as (LANES,), uint32.
+      block: (), the index of the block.
+      rows: references in global memory; the dtypes of each row are the same.
+      starts: the first block of each row, increasing from 0.
+      numbers: of each row, below 2^32.
+    """
+    if interpreted():
+        lanes = lambda n: jnp.full((LANES,), n, jnp.uint32)
+        branches = [
+            lambda _, row=row, of_row=of_row: body(row, [lanes(n) for n in of_row])
+            for row, of_row in zip(rows, numbers, strict=True)
+        ]
+        row = sum((block >= start).astype(jnp.int32) for start in starts[1:])
+        lax.switch(row, branches, None) if len(rows) > 1 else branches[0](None)
+        return
+    width, count = len(rows[0]), len(numbers[0])
+    uniform = plgpu.Layout.WG_SPLAT
+    word = row_type(1, np.uint32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(uniform, [[plgpu.RefType()] * width for _ in rows]),
+        return_type=(word,) * (2 * width + count),
+    )
+    def choose(ctx: Any, block: Any, rows: Any) -> Any:
+        del ctx
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        index = block.registers.item()
+
+        def values(first: int, last: int) -> list[Any]:
+            if last == first + 1:
+                addresses = [llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)) for ref in rows[first]]
+                # Signed as MLIR reads it; the bits are those of the number.
+                return addresses + [
+                    arith.constant(i32, n - 2**32 if n >= 2**31 else n) for n in numbers[first]
+                ]
+            middle = (first + last) // 2
+            before = arith.cmpi(arith.CmpIPredicate.ult, index, arith.constant(i32, starts[middle]))
+            branch = scf.IfOp(before, [i64] * width + [i32] * count, has_else=True)
+            parts = ((branch.then_block, first, middle), (branch.else_block, middle, last))
+            for inside, *part in parts:
+                with ir.InsertionPoint(inside):  # pyright: ignore
+                    scf.yield_(values(*part))
+            return list(branch.results)
+
+        found = values(0, len(rows))
+        words = []
+        for address in found[:width]:
+            upper = arith.shrui(address, arith.constant(i64, 32))
+            words += [arith.trunci(i32, address), arith.trunci(i32, upper)]
+        return tuple(fragmented(w, signed=False) for w in (*words, *found[width:]))
+
+    words = choose(block, [list(row) for row in rows])  # pyright: ignore[reportCallIssue]
+    chosen = [
+        ChosenRef(ref.dtype, (words[2 * i], words[2 * i + 1])) for i, ref in enumerate(rows[0])
+    ]
+    body(chosen, list(words[2 * width :]))
+
+
+def load_units(
+    ref: Any,
+    units: jax.Array,
+    vec: int,
+    count: int | None = None,
+    step: int | None = None,
+) -> jax.Array:
+    """What each lane reads of an array in global memory: its unit, `vec` neighbouring elements.
+
+    Args:
+      ref: contiguous, fp32, bf16, fp16, int8 or uint8; or a :class:`ChosenRef`.
+      units: (LANES,), uint32; unit u begins at element u · vec.
+      vec: a power of two.
+      count: elements of a unit that are there, by default all; the others are zeros.
+      step: elements of one access, a divisor of `vec` and `count` to which `ref` is aligned; by
+        default of up to 16 bytes.
+
+    Returns:
+      (LANES · vec,), fp32.
+    """
+    count = vec if count is None else count
+    step = min(count, VECTOR_BYTES // ref.dtype.itemsize) if step is None else step
+    if interpreted():
+        elements = ref[...].astype(jnp.float32)[_elements(units, vec)[:, :count]]
+        return jnp.pad(elements, ((0, 0), (0, vec - count))).reshape(-1)
+    where, types = _place(ref)
+
+    @plgpu.inline_mgpu(arg_types=(types, ROW), return_type=row_type(vec))
+    def load(ctx: Any, where: Any, units: Any) -> Any:
+        del ctx
+        pointer, dtype = _unit_pointer(where, ref.dtype, units, vec)
+        values = []
+        for start in range(0, count, step):
+            address = mgpu_utils.getelementptr(pointer, [start], dtype)
+            shape = ir.VectorType.get((step,), dtype)
+            loaded = llvm.load(shape, address, alignment=step * ref.dtype.itemsize)
+            values += [_from_memory(element(loaded, i), ref.dtype) for i in range(step)]
+        values += [arith.constant(ir.F32Type.get(), 0.0)] * (vec - count)
+        return fragmented(*values)
+
+    return load(where, laid_out(units))  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's
+
+
+def store_units(
+    ref: Any,
+    units: jax.Array,
+    values: jax.Array,
+    vec: int,
+    count: int | None = None,
+    step: int | None = None,
+    *,
+    below: jax.Array | None = None,
+) -> None:
+    """Writes what :func:`load_units` would read; lanes with equal units have equal values.
+
+    To integers the values are rounded, to numbers that they can hold.
+
+    With `below`, (LANES,) and uint32, a lane whose unit is not below its number writes nothing.
+    """
+    count = vec if count is None else count
+    step = min(count, VECTOR_BYTES // ref.dtype.itemsize) if step is None else step
+    if interpreted():
+        elements = _elements(units, vec)[:, :count]
+        if below is not None:
+            elements = jnp.where((units < below)[:, None], elements, ref.shape[0])
+        if jnp.issubdtype(ref.dtype, jnp.integer):
+            values = jnp.round(values)
+        values = values.reshape(-1, vec)[:, :count].astype(ref.dtype)
+        ref[...] = ref[...].at[elements].set(values, mode="drop")
+        return
+    where, types = _place(ref)
+    limit = () if below is None else (laid_out(below),)
+
+    @plgpu.inline_mgpu(arg_types=(types, ROW, row_type(vec).layout, (ROW,) * len(limit)))
+    def store(ctx: Any, where: Any, units: Any, values: Any, limit: Any) -> None:
+        del ctx
+
+        def write() -> None:
+            pointer, dtype = _unit_pointer(where, ref.dtype, units, vec)
+            parts = [element(values.registers.item(), i) for i in range(count)]
+            narrow = [_to_memory(part, ref.dtype) for part in parts]
+            for start in range(0, count, step):
+                address = mgpu_utils.getelementptr(pointer, [start], dtype)
+                packed = vector.from_elements(
+                    ir.VectorType.get((step,), dtype), narrow[start : start + step]
+                )
+                llvm.store(packed, address, alignment=step * ref.dtype.itemsize)
+
+        if not limit:
+            write()
+            return
+        unit, end = (element(a.registers.item(), 0) for a in (units, *limit))
+        branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, unit, end))
+        with ir.InsertionPoint(branch.then_block):
+            write()
+            scf.yield_([])
+
+    store(where, laid_out(units), laid_out(values), limit)  # pyright: ignore[reportCallIssue]
+
+
+def load_words(ref: Any, count: int) -> list[jax.Array]:
+    """The words of an array in global memory, uint32, each as (LANES,), and zeros up to `count`."""
+    size = ref.shape[0]
+    zeros = [jnp.zeros((LANES,), jnp.uint32)] * (count - size)
+    if interpreted():
+        return [*(jnp.broadcast_to(ref[i], (LANES,)) for i in range(size)), *zeros]
+    row = row_type(1, np.uint32)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * size)
+    def load(ctx: Any, source: Any) -> Any:
+        del ctx
+        dtype = ir.MemRefType(source.type).element_type
+        pointer = mgpu_utils.memref_ptr(source)
+        addresses = [mgpu_utils.getelementptr(pointer, [i], dtype) for i in range(size)]
+        return tuple(fragmented(llvm.load(dtype, a), signed=False) for a in addresses)
+
+    return [*load(ref), *zeros]  # pyright: ignore[reportCallIssue]
+
+
+def largest_of_warp(x: jax.Array) -> jax.Array:
+    """(LANES,): the largest magnitude among all elements of a lane's warp; NaN if there is one.
+
+    Args:
+      x: (LANES · vec,), fp32.
+    """
+    if interpreted():
+        return jnp.repeat(jnp.abs(x).reshape(LANES // 32, -1).max(axis=1), 32)
+    return _of_warp(jnp.abs(x), arith.maximumf)
+
+
+def sum_of_warp(x: jax.Array) -> jax.Array:
+    """(LANES,): the sum of all elements of a lane's warp, in a fixed order.
+
+    Args:
+      x: (LANES · vec,), fp32.
+    """
+    if interpreted():
+        return jnp.repeat(x.reshape(LANES // 32, -1).sum(axis=1), 32)
+    return _of_warp(x, arith.addf)
+
+
+def _of_warp(x: jax.Array, combine: Callable[[Any, Any], Any]) -> jax.Array:
+    vec = x.size // LANES
+
+    @plgpu.inline_mgpu(arg_types=(row_type(vec).layout,), return_type=row_type(1))
+    def reduce(ctx: Any, x: Any) -> Any:
+        del ctx
+        parts = [element(x.registers.item(), i) for i in range(vec)]
+        result = functools.reduce(combine, parts)
+        for distance in (1, 2, 4, 8, 16):
+            result = combine(result, mgpu_utils.shfl_bfly(result, distance))
+        return fragmented(result)
+
+    return reduce(laid_out(x))  # pyright: ignore[reportCallIssue]
+
+
+def _elements(units: jax.Array, vec: int) -> jax.Array:
+    """(LANES, vec): the indices of the units' elements."""
+    return units[:, None] * vec + jnp.arange(vec, dtype=units.dtype)
+
+
+def _place(ref: Any) -> tuple[Any, Any]:
+    """What an ``inline_mgpu`` is given of a reference, and its types."""
+    if isinstance(ref, ChosenRef):
+        return ref.address, (ROW, ROW)
+    return (ref,), (plgpu.RefType(),)
+
+
+def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> tuple[Any, Any]:
+    """To the unit of each lane, and the type of what is there."""
+    i64 = ir.IntegerType.get_signless(64)
+    wide = lambda a: arith.extui(i64, element(a.registers.item(), 0))
+    kind = mgpu_utils.dtype_to_ir_type(dtype)
+    if len(where) == 1:
+        pointer = mgpu_utils.memref_ptr(where[0])
+    else:
+        low, high = map(wide, where)
+        address = arith.ori(low, arith.shli(high, arith.constant(i64, 32)))
+        pointer = llvm.inttoptr(llvm.PointerType.get(_GLOBAL_MEMORY), address)
+    offset = arith.muli(wide(units), arith.constant(i64, vec))
+    return mgpu_utils.getelementptr(pointer, [offset], kind), kind
+
+
+_INTEGERS = 2.0**23
+"""From here on the lowest bits of an fp32's mantissa are those of a whole number."""
+
+
+def _from_memory(value: Any, dtype: Any) -> Any:
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return to_fp32(value)
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    word, offset = arith.extui(i32, value), _INTEGERS
+    if dtype == jnp.int8:
+        word, offset = arith.xori(word, arith.constant(i32, 128)), offset + 128
+    bits = arith.constant(i32, int(np.float32(_INTEGERS).view(np.int32)))
+    return arith.subf(arith.bitcast(f32, arith.ori(word, bits)), arith.constant(f32, offset))
+
+
+def _to_memory(value: Any, dtype: Any) -> Any:
+    kind = mgpu_utils.dtype_to_ir_type(dtype)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return narrowed(value, kind)
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    # In the middle between 2^23 and 2^24 a number that is rounded to 0 from below comes to 0 too.
+    offset = 1.5 * _INTEGERS + (128 if dtype == jnp.int8 else 0)
+    word = arith.bitcast(i32, arith.addf(value, arith.constant(f32, offset)))
+    if dtype == jnp.int8:
+        word = arith.xori(word, arith.constant(i32, 128))
+    return arith.trunci(kind, word)
