@@ -1,5 +1,6 @@
 """linear_scan: cases for the common suite, and what is its own."""
 
+import dataclasses
 import functools
 
 import jax
@@ -249,9 +250,9 @@ def test_linear_scan_passes_in_plain_jax():
     call = functools.partial(scan, implementation="xla", reverse=reverse)
     out, grads = value_and_grads(call)(arrays, dout)
     options = tiling.Options(reverse, "xla")
-    again, states = jax.jit(functools.partial(reference.reference_fwd, options, True))(
-        *arrays, None
-    )
+    again, states = jax.jit(
+        functools.partial(reference.reference_fwd, dataclasses.replace(options, save=True))
+    )(*arrays, None)
     check.assert_close(again, out, 1e-7)
     steps = out[:, ::-1]
     check.assert_close(states, jnp.stack([arrays[2], steps[:, 15], steps[:, 31]], 1), 1e-7)

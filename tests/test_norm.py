@@ -623,7 +623,8 @@ def test_strips_cover_every_element_once():
 def test_forward_in_parts(stages, weight, waves, ahead):
     """What clusters do, one block of two warpgroups at a time: part by part through the rows."""
     arrays = inputs("layer_norm", (5, 1024), "float32", "residual gate")
-    rows = tiles.strip(1024, 4, 4, 2, 2, True)
+    with interpreter():
+        rows = tiles.strip(1024, 4, 4, 2, 2)
     assert (rows.warpgroups, rows.pieces) == (2, 2)
     dtype = "float32"
     options = Options(

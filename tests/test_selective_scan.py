@@ -1,5 +1,6 @@
 """selective_scan: cases for the common suite, and what is its own."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -403,7 +404,9 @@ def test_selective_scan_saved_states(every, shape):
     x, dt, A, B, C, *_ = inputs(2, 21, 5, 3)
     args = (x[:, :, None], dt[:, :, None], A[None], B[:, :, None], C[:, :, None], *[None] * 6)
     options = reference.Options(True, (0.0, INF), False, every, "auto")
-    run = lambda save: jax.eval_shape(lambda: reference.reference_fwd(options, save, *args))
+    run = lambda save: jax.eval_shape(
+        lambda: reference.reference_fwd(dataclasses.replace(options, save=save), *args)
+    )
     out, final, states = run(True)
     assert out.shape == (2, 21, 1, 5)
     assert final is None

@@ -1,8 +1,9 @@
 """One pass of an op: a GPU kernel and its plain-JAX twin, under every JAX transformation.
 
-A :class:`KernelPass` is a function of arrays that runs ``kernel`` where the program is lowered for
-an NVIDIA GPU and ``reference`` elsewhere. From one line that names the dimensions of every array
-(``"m n", "n" -> "m n", "m"``; a letter is a *factor*) it derives how the pass behaves
+A :class:`KernelPass` is a constant of its op's module. ``FORWARD(options, *arrays)`` runs its
+kernel where the program is lowered for an NVIDIA GPU and its reference elsewhere. From one line
+that names the dimensions of every array (``"... n", "n" -> "... n", "..."``; each name is a
+*factor*, and ``...`` any number of them) it derives how the pass behaves
 
 * on a mesh: a factor may be split between devices unless it is in ``whole``; an output that lacks
   a split factor is a sum over it, so the devices' parts are added (``psum``);
@@ -53,6 +54,8 @@ from jaxkern.mosaic.launch import interpreter
 
 Arrays = tuple[Any, ...]
 MeshAxes = dict[str, tuple[str, ...]]
+type OfOptions[T] = T | Callable[[Any], T]
+"""A value, or a function of a pass's options that gives it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,26 +63,33 @@ class Partial:
     """A pass in two steps around the sum over devices.
 
     Attributes:
-      kernel, reference: give what is summed, as many arrays as the pass and shaped like them.
-      finish: takes the pass's arguments and the sums, and gives the results.
+      finish: ``finish(options, *arrays, *sums)``, the arrays those of the pass, gives its results.
+      kernel, reference: give what is summed, as many arrays as the pass and shaped like them; by
+        default the pass's own.
+      options: gives, of the pass's options, those of `kernel` and `reference`.
     """
 
-    kernel: Callable[..., Arrays]
-    reference: Callable[..., Arrays]
     finish: Callable[..., Arrays]
+    kernel: Callable[..., Arrays] | None = None
+    reference: Callable[..., Arrays] | None = None
+    options: Callable[[Any], Any] = lambda options: options
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelPass:
-    """A pass of an op, called with arrays; ``None`` stands for an absent optional array.
+    """A pass of an op, called with options and arrays; ``None`` is an absent optional array.
+
+    The options are what is compiled in: a frozen dataclass of numbers, texts, dtypes and functions
+    of modules. Its ``mode`` says what runs, from :func:`jaxkern.core.dispatch.resolve`.
 
     Attributes:
-      name: for messages, e.g. ``"rms_norm_bwd"``.
-      mode: what runs, from :func:`jaxkern.core.dispatch.resolve`.
-      kernel: launches the GPU kernel on local arrays; takes every argument, returns a tuple with
-        one entry per output (``None`` for an absent one).
-      reference: the same function in plain JAX, differentiable.
-      ins: the factors of each argument, one letter per dimension: ``("m n", "n")``.
+      name: for messages, e.g. ``"rms_norm_bwd"``; ``{op}`` in it is the options' ``op``.
+      reference: the pass in plain JAX, differentiable, ``reference(options, *arrays)``; a tuple
+        with one entry per output (``None`` for an absent one).
+      kernel: the same by a GPU kernel, which it launches on the arrays of one device; ``None`` for
+        a pass that is plain JAX everywhere, of what JAX itself would not split on a mesh.
+      ins: the factors of each argument, one name per dimension: ``("... n", "n")``; those that
+        ``...`` stands for are .0, .1 and so on.
       outs: the factors of each output.
       whole: factors that are not split between devices; a split one is gathered first.
       partial: what a device computes where an output is a sum over devices, if that is not the pass
@@ -94,65 +104,80 @@ class KernelPass:
     """
 
     name: str
-    mode: Mode
-    kernel: Callable[..., Arrays]
+    _: dataclasses.KW_ONLY
     reference: Callable[..., Arrays]
-    ins: tuple[str, ...]
-    outs: tuple[str, ...]
-    whole: str = ""
-    partial: "Partial | None" = None
+    kernel: Callable[..., Arrays] | None = None
+    ins: OfOptions[tuple[str, ...]]
+    outs: OfOptions[tuple[str, ...]]
+    whole: OfOptions[str] = ""
+    partial: OfOptions[Partial | None] = None
     kernel_of_slices: Callable[..., Arrays] | None = None
     faster: Callable[..., bool] | None = None
     batched: bool = True
     saved_as: str | None = None
 
-    @staticmethod
-    def plain(
-        name: str,
-        f: Callable[..., Arrays],
-        *,
-        ins: tuple[str, ...],
-        outs: tuple[str, ...],
-        whole: str = "",
-    ) -> "KernelPass":
-        """A pass that is plain JAX everywhere, for what JAX itself would not split on a mesh."""
-        return KernelPass(name, "xla", kernel=f, reference=f, ins=ins, outs=outs, whole=whole)
+    def __call__(self, options: Any, *args: Any) -> Arrays:
+        def of_options(value: Any) -> Any:
+            return value(options) if callable(value) else value
 
-    def __call__(self, *args: Any) -> Arrays:
-        if len(args) != len(self.ins):
-            raise TypeError(f"{self.name} takes {len(self.ins)} arrays, got {len(args)}")
+        name = self.name.format(op=getattr(options, "op", ""))
+        ins, outs = of_options(self.ins), of_options(self.outs)
+        if len(args) != len(ins):
+            raise TypeError(f"{name} takes {len(ins)} arrays, got {len(args)}")
         here = tuple(i for i, a in enumerate(args) if a is not None)
         arrays = [args[i] for i in here]
+        rank = _ellipsis_rank([ins[i] for i in here], arrays)
 
-        def local(f: Callable[..., Any]) -> Local:
-            return Local(Bound.of(f), len(args), here)
+        def bound(f: Callable[..., Any], options: Any = options) -> Bound:
+            return Bound.of(functools.partial(f, options))
+
+        def local(f: Callable[..., Any], options: Any = options) -> Local:
+            return Local(bound(f, options), len(args), here)
 
         out_types = result_types(local(self.reference), *arrays)
         out_here = tuple(i for i, o in enumerate(out_types) if o is not None)
         count = len(out_types)
-
+        kernel = self.kernel or self.reference
+        partial: Partial | None = of_options(self.partial)
         present = _Present(
-            name=self.name,
-            mode=self.mode,
-            kernel=local(self.kernel),
-            kernel_of_slices=local(self.kernel_of_slices or self.kernel),
+            name=name,
+            mode=options.mode if self.kernel else "xla",
+            kernel=local(kernel),
+            kernel_of_slices=local(self.kernel_of_slices or kernel),
             reference=local(self.reference),
-            ins=tuple(tuple(self.ins[i].split()) for i in here),
-            outs=tuple(tuple(self.outs[i].split()) for i in out_here),
-            whole=frozenset(self.whole.split()),
-            partial=self.partial
+            ins=tuple(_factors(ins[i], rank) for i in here),
+            outs=tuple(_factors(outs[i], rank) for i in out_here),
+            whole=frozenset(of_options(self.whole).split()),
+            partial=partial
             and _PresentPartial(
-                kernel=local(self.partial.kernel),
-                reference=local(self.partial.reference),
-                finish=_Finish(Bound.of(self.partial.finish), len(args), here, count, out_here),
+                kernel=local(partial.kernel or kernel, partial.options(options)),
+                reference=local(partial.reference or self.reference, partial.options(options)),
+                finish=_Finish(bound(partial.finish), len(args), here, count, out_here),
             ),
             faster=local(self.faster) if self.faster else None,
             batched=self.batched,
         )
         results = _differentiable(present)(*arrays)
         full = tuple(placed(results, out_here, count))
-        op = self.saved_as or (self.name.endswith("_fwd") and self.name.removesuffix("_fwd"))
+        op = name.removesuffix("_fwd") if name.endswith("_fwd") else None
+        op = self.saved_as.format(op=getattr(options, "op", "")) if self.saved_as else op
         return named(op, full) if op else full
+
+
+def _ellipsis_rank(ins: Sequence[str], arrays: Sequence[Any]) -> int:
+    """How many factors ``...`` stands for."""
+    for factors, array in zip(ins, arrays, strict=True):
+        if "..." in factors:
+            return array.ndim - len(factors.split()) + 1
+    return 0
+
+
+def _factors(names: str, rank: int) -> tuple[str, ...]:
+    return tuple(
+        factor
+        for name in names.split()
+        for factor in ([f".{i}" for i in range(rank)] if name == "..." else [name])
+    )
 
 
 @dataclasses.dataclass(frozen=True)

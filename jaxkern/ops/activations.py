@@ -283,49 +283,17 @@ def _pointwise(x: jax.Array, options: _Options) -> jax.Array:
 
 
 def _pointwise_fwd(x, options):
-    (out,) = _forward_pass(options, x.ndim)(x)
+    (out,) = FORWARD(options, x)
     return match_sharding(out, x), x
 
 
 def _pointwise_bwd(options, x, dout):
-    (dx,) = _backward_pass(options, x.ndim)(x, dout)
+    (dx,) = BACKWARD(options, x, dout)
     return (match_primal(dx, x),)
 
 
 _pointwise.defvjp(_pointwise_fwd, _pointwise_bwd)
 _pointwise_jit = jax.jit(_pointwise, static_argnums=1)
-
-
-def factors(ndim: int) -> str:
-    """A factor of a :class:`KernelPass` for each dimension."""
-    return " ".join("abcdefghijklmnop"[:ndim])
-
-
-@functools.cache
-def _forward_pass(options: _Options, ndim: int) -> KernelPass:
-    return KernelPass(
-        name=f"{options.curve}_fwd",
-        saved_as=options.op,
-        mode=options.mode,
-        kernel=functools.partial(_launch_fwd, options),
-        kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
-        reference=functools.partial(_reference_fwd, options.curve),
-        ins=(factors(ndim),),
-        outs=(factors(ndim),),
-    )
-
-
-@functools.cache
-def _backward_pass(options: _Options, ndim: int) -> KernelPass:
-    return KernelPass(
-        name=f"{options.curve}_bwd",
-        mode=options.mode,
-        kernel=functools.partial(_launch_bwd, options),
-        kernel_of_slices=functools.partial(_launch_bwd, options, sliced=True),
-        reference=functools.partial(_reference_bwd, options.curve),
-        ins=(factors(ndim),) * 2,
-        outs=(factors(ndim),),
-    )
 
 
 def _launch_fwd(options: _Options, x: Any, *, sliced: bool = False):
@@ -362,11 +330,29 @@ def activation_reference(name: str, x: jax.Array) -> jax.Array:
     return curve(name, x.astype(wide(x))).astype(x.dtype)
 
 
-def _reference_fwd(name, x):
-    return (activation_reference(name, x),)
+def _reference_fwd(options, x):
+    return (activation_reference(options.curve, x),)
 
 
-def _reference_bwd(name, x, dout):
+def _reference_bwd(options, x, dout):
     f32 = wide(x, dout)
-    times_slope = CURVES[name](x.astype(f32), PLAIN)[1]
+    times_slope = CURVES[options.curve](x.astype(f32), PLAIN)[1]
     return (times_slope(dout.astype(f32)).astype(x.dtype),)
+
+
+FORWARD = KernelPass(
+    "{op}_fwd",
+    kernel=_launch_fwd,
+    kernel_of_slices=functools.partial(_launch_fwd, sliced=True),
+    reference=_reference_fwd,
+    ins=("...",),
+    outs=("...",),
+)
+BACKWARD = KernelPass(
+    "{op}_bwd",
+    kernel=_launch_bwd,
+    kernel_of_slices=functools.partial(_launch_bwd, sliced=True),
+    reference=_reference_bwd,
+    ins=("...", "..."),
+    outs=("...",),
+)

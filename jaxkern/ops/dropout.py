@@ -45,7 +45,7 @@ from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
 from jaxkern.mosaic.instructions import multiply_wide
 from jaxkern.mosaic.lanes import join_lanes
-from jaxkern.ops.activations import factors, unsupported
+from jaxkern.ops.activations import unsupported
 from jaxkern.ops.curves import (
     CURVES,
     NOT_THROUGH_ZERO,
@@ -177,6 +177,7 @@ class _Options:
     curve: str | None
     mode: Mode
     shape: tuple[int, ...] = ()  # of the whole array
+    dtype: Any = None  # of x, in the backward
 
 
 def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: _Options) -> jax.Array:
@@ -271,14 +272,15 @@ def _dropout(x: Any, residual: Any, seeds: _Seeds, options: _Options) -> jax.Arr
 
 
 def _dropout_fwd(x, residual, seeds, options):
-    (out,) = _forward_pass(options)(x, residual, *seeds, *_positions(options.shape))
+    (out,) = FORWARD(options, x, residual, *seeds, *_positions(options.shape))
     types = _Types(x.dtype, *(None if a is None else TypeOf(jax.typeof(a)) for a in (x, residual)))
     return match_sharding(out, x), (x if options.curve else None, types, seeds)
 
 
 def _dropout_bwd(options, res, dout):
     x, types, seeds = res
-    (dx,) = _backward_pass(options, types.dtype)(x, dout, *seeds, *_positions(options.shape))
+    options = dataclasses.replace(options, dtype=types.dtype)
+    (dx,) = BACKWARD(options, x, dout, *seeds, *_positions(options.shape))
     dresidual = None if types.residual is None else match_primal(dout, types.residual)
     return match_primal(dx, types.x), dresidual, (None, None)
 
@@ -295,36 +297,6 @@ class _Types:
     dtype: Any
     x: Any
     residual: Any
-
-
-@functools.cache
-def _forward_pass(options: _Options) -> KernelPass:
-    dims = factors(len(options.shape))
-    return KernelPass(
-        name=f"{options.op}_fwd",
-        mode=options.mode,
-        kernel=functools.partial(_launch_fwd, options),
-        kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
-        reference=functools.partial(_reference_fwd, options),
-        ins=(dims, dims, "y", "z", *dims.split()),
-        outs=(dims,),
-        whole="y z",
-    )
-
-
-@functools.cache
-def _backward_pass(options: _Options, dtype: Any) -> KernelPass:
-    dims = factors(len(options.shape))
-    return KernelPass(
-        name=f"{options.op}_bwd",
-        mode=options.mode,
-        kernel=functools.partial(_launch_bwd, options, dtype),
-        kernel_of_slices=functools.partial(_launch_bwd, options, dtype, sliced=True),
-        reference=functools.partial(_reference_bwd, options, dtype),
-        ins=(dims, dims, "y", "z", *dims.split()),
-        outs=(dims,),
-        whole="y z",
-    )
 
 
 # Kernels
@@ -351,14 +323,12 @@ def _launch_fwd(options: _Options, x: Any, residual: Any, *where: Any, sliced: b
     return _launch(f"{options.op}_fwd", options, levels, body, ins, out, *where, sliced=sliced)
 
 
-def _launch_bwd(
-    options: _Options, dtype: Any, x: Any, dout: Any, *where: Any, sliced: bool = False
-):
+def _launch_bwd(options: _Options, x: Any, dout: Any, *where: Any, sliced: bool = False):
     if dout.size == 0:
-        return _reference_bwd(options, dtype, x, dout, *where)
-    exact = dtype == jnp.float32
+        return _reference_bwd(options, x, dout, *where)
+    exact = options.dtype == jnp.float32
     ins = [dout] if x is None else [dout, x]
-    dx = jax.ShapeDtypeStruct(dout.shape, dtype)
+    dx = jax.ShapeDtypeStruct(dout.shape, options.dtype)
     levels = _levels(options.shape, *ins, dx)
 
     def body(lanes: Lanes, dout: jax.Array, *x: jax.Array):
@@ -577,9 +547,34 @@ def _reference_fwd(options, x, residual, key, rate, *positions):
     return ((residual.astype(f32) + out).astype(residual.dtype),)
 
 
-def _reference_bwd(options, dtype, x, dout, key, rate, *positions):
+def _reference_bwd(options, x, dout, key, rate, *positions):
     f32 = wide(dout if x is None else x, dout)
     dropped = _drop(options, key, rate, positions, dout.astype(f32))
     if x is not None:
         dropped = CURVES[options.curve](x.astype(f32), PLAIN)[1](dropped)
-    return (dropped.astype(dtype),)
+    return (dropped.astype(options.dtype),)
+
+
+def _factors_in(options: _Options) -> tuple[str, ...]:
+    """Two arrays, the words of key and rate, and an index for each axis."""
+    return "...", "...", "y", "z", *(f".{i}" for i in range(len(options.shape)))
+
+
+FORWARD = KernelPass(
+    "{op}_fwd",
+    kernel=_launch_fwd,
+    kernel_of_slices=functools.partial(_launch_fwd, sliced=True),
+    reference=_reference_fwd,
+    ins=_factors_in,
+    outs=("...",),
+    whole="y z",
+)
+BACKWARD = KernelPass(
+    "{op}_bwd",
+    kernel=_launch_bwd,
+    kernel_of_slices=functools.partial(_launch_bwd, sliced=True),
+    reference=_reference_bwd,
+    ins=_factors_in,
+    outs=("...",),
+    whole="y z",
+)

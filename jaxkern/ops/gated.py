@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.ops.activations import factors, unsupported
+from jaxkern.ops.activations import unsupported
 from jaxkern.ops.curves import (
     PLAIN,
     Activation,
@@ -302,7 +302,7 @@ def _gated(op: str, unit: Unit, gate: Any, up: Any, implementation: Any) -> jax.
     mode = resolve(implementation, unsupported(gate=gate, up=up), op=op)
     if mode == "xla":
         return named(op, recomputing(functools.partial(gated_reference, unit))(gate, up))
-    return _unit_jit((gate, up), _Options(op, unit, mode))
+    return _unit_jit((gate, up), _Options(op, unit, mode, joined=False))
 
 
 def _halves(op: str, unit: Unit, gate_up: Any, implementation: Any) -> jax.Array:
@@ -316,7 +316,7 @@ def _halves(op: str, unit: Unit, gate_up: Any, implementation: Any) -> jax.Array
     mode = resolve(implementation, reason, op=op)
     if mode == "xla":
         return named(op, recomputing(functools.partial(gated_reference, unit))(gate_up))
-    return _unit_jit((gate_up,), _Options(op, unit, mode))
+    return _unit_jit((gate_up,), _Options(op, unit, mode, joined=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,6 +324,7 @@ class _Options:
     op: str
     unit: Unit
     mode: Mode
+    joined: bool  # whether one array holds gate and up side by side
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -332,7 +333,7 @@ def _unit(ins: tuple[jax.Array, ...], options: _Options) -> jax.Array:
 
 
 def _unit_fwd(ins, options):
-    (out,) = _forward_pass(options, ins[0].ndim, len(ins))(*ins)
+    (out,) = FORWARD(options, *ins)
     return _match_split(out, ins[0]), ins
 
 
@@ -346,7 +347,7 @@ def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _unit_bwd(options, ins, dout):
-    grads = _backward_pass(options, dout.ndim, len(ins))(*ins, dout)
+    grads = BACKWARD(options, *ins, dout)
     return (tuple(match_primal(g, a) for g, a in zip(grads, ins, strict=True)),)
 
 
@@ -354,50 +355,12 @@ def gated_backward(
     unit: Unit, mode: Mode, ins: tuple[jax.Array, ...], dout: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Of gate and up, or of one array of both, the gradients, for other ops' rules."""
-    options = _Options(f"gated_{unit.curve}", unit, mode)
-    return _backward_pass(options, dout.ndim, len(ins))(*ins, dout)
+    options = _Options(f"gated_{unit.curve}", unit, mode, joined=len(ins) == 1)
+    return BACKWARD(options, *ins, dout)
 
 
 _unit.defvjp(_unit_fwd, _unit_bwd)
 _unit_jit = jax.jit(_unit, static_argnums=1)
-
-
-def _factors(ndim: int, arrays: int) -> tuple[str, str, str]:
-    """Those of the inputs, of the output, and those that are not split."""
-    if arrays == 2:
-        return factors(ndim), factors(ndim), ""
-    rows = factors(ndim - 1)
-    return f"{rows} y", f"{rows} z", "y z"
-
-
-@functools.cache
-def _forward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
-    of_in, of_out, whole = _factors(ndim, arrays)
-    return KernelPass(
-        name=f"{options.op}_fwd",
-        mode=options.mode,
-        kernel=functools.partial(_launch_fwd, options),
-        kernel_of_slices=functools.partial(_launch_fwd, options, sliced=True),
-        reference=functools.partial(_reference_fwd, options.unit),
-        ins=(of_in,) * arrays,
-        outs=(of_out,),
-        whole=whole,
-    )
-
-
-@functools.cache
-def _backward_pass(options: _Options, ndim: int, arrays: int) -> KernelPass:
-    of_in, of_out, whole = _factors(ndim, arrays)
-    return KernelPass(
-        name=f"{options.op}_bwd",
-        mode=options.mode,
-        kernel=functools.partial(_launch_bwd, options),
-        kernel_of_slices=functools.partial(_launch_bwd, options, sliced=True),
-        reference=functools.partial(_reference_bwd, options.unit),
-        ins=(*(of_in,) * arrays, of_out),
-        outs=(of_in,) * arrays,
-        whole=whole,
-    )
 
 
 # Kernels
@@ -454,14 +417,34 @@ def gated_reference(unit: Unit, *ins: jax.Array) -> jax.Array:
     return unit.value(gate.astype(f32), up.astype(f32), PLAIN).astype(gate.dtype)
 
 
-def _reference_fwd(unit, *ins):
-    return (gated_reference(unit, *ins),)
+def _reference_fwd(options, *ins):
+    return (gated_reference(options.unit, *ins),)
 
 
-def _reference_bwd(unit, *args):
+def _reference_bwd(options, *args):
     *ins, dout = args
     gate, up = ins if len(ins) == 2 else jnp.split(ins[0], 2, axis=-1)
     f32 = wide(gate, up)
-    dgate, dup = unit.slopes(gate.astype(f32), up.astype(f32), dout.astype(f32), PLAIN)
+    dgate, dup = options.unit.slopes(gate.astype(f32), up.astype(f32), dout.astype(f32), PLAIN)
     grads = dgate.astype(gate.dtype), dup.astype(up.dtype)
     return grads if len(ins) == 2 else (jnp.concatenate(grads, axis=-1),)
+
+
+FORWARD = KernelPass(
+    "{op}_fwd",
+    kernel=_launch_fwd,
+    kernel_of_slices=functools.partial(_launch_fwd, sliced=True),
+    reference=_reference_fwd,
+    ins=lambda options: ("... y",) if options.joined else ("...", "..."),
+    outs=lambda options: ("... z",) if options.joined else ("...",),
+    whole="y z",
+)
+BACKWARD = KernelPass(
+    "{op}_bwd",
+    kernel=_launch_bwd,
+    kernel_of_slices=functools.partial(_launch_bwd, sliced=True),
+    reference=_reference_bwd,
+    ins=lambda options: ("... y", "... z") if options.joined else ("...", "...", "..."),
+    outs=lambda options: ("... y",) if options.joined else ("...", "..."),
+    whole="y z",
+)

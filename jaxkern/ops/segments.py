@@ -180,7 +180,8 @@ def with_zeros(states: jax.Array, axis: int = 1) -> jax.Array:
     return jnp.pad(states, widths)
 
 
-def _last_tokens(v: jax.Array, last: jax.Array, absent: Any) -> tuple[jax.Array]:
+def _last_tokens(options: None, v: jax.Array, last: jax.Array, absent: Any) -> tuple[jax.Array]:
+    del options
     shape = *last.shape, v.shape[2]
     absent = jnp.zeros(shape, v.dtype) if absent is None else absent.astype(v.dtype)
     if v.shape[1] == 0:
@@ -189,9 +190,9 @@ def _last_tokens(v: jax.Array, last: jax.Array, absent: Any) -> tuple[jax.Array]
     return (jnp.where(last >= 0, jnp.take_along_axis(v, jnp.maximum(last, 0), 1), absent),)
 
 
-_LAST_TOKENS = KernelPass.plain(
+_LAST_TOKENS = KernelPass(
     "last_tokens",
-    _last_tokens,
+    reference=_last_tokens,
     ins=("b l d", "b s", "b s d"),
     outs=("b s d",),
     whole="l s",
@@ -200,4 +201,4 @@ _LAST_TOKENS = KernelPass.plain(
 
 def last_tokens(v: jax.Array, last: jax.Array, absent: Any) -> jax.Array:
     """(B, S, D): of `v` (B, L, D) the tokens `last` (B, S); where that is −1, `absent` or zeros."""
-    return _LAST_TOKENS(v, last, absent)[0]
+    return _LAST_TOKENS(None, v, last, absent)[0]

@@ -180,7 +180,7 @@ def _scale(mode, factor, leaves) -> tuple[list[jax.Array], jax.Array]:
     done, finite = list(leaves), jnp.array(True)
     for group in _groups(mode, leaves):
         members = [leaves[i] for i in group]
-        *scaled, bad = _pass("scale", mode, members, _scale_plain, factor)
+        *scaled, bad = _run(SCALE, mode, members, factor)
         finite &= bad == 0
         for i, a in zip(group, scaled, strict=True):
             done[i] = a
@@ -191,8 +191,7 @@ def _scale(mode, factor, leaves) -> tuple[list[jax.Array], jax.Array]:
 def _sum_of_squares(mode, f32, leaves) -> jax.Array:
     total = jnp.zeros((), f32)
     for group in _groups(mode, leaves):
-        plain = functools.partial(_squares_plain, f32)
-        (part,) = _pass("norm", mode, [leaves[i] for i in group], plain, None)
+        (part,) = _run(SQUARES, mode, [leaves[i] for i in group], None, f32)
         total += part.astype(f32)
     return total
 
@@ -209,41 +208,47 @@ def _groups(mode: Mode, leaves: Sequence[jax.Array]) -> list[list[int]]:
     return [list(p) for m in alike.values() for p in itertools.batched(m, MAX_LEAVES)]
 
 
-def _pass(kind, mode, leaves, plain, factor) -> tuple[jax.Array, ...]:
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    mode: Mode
+    ranks: tuple[int, ...]  # of the leaves
+    sums: Any  # their dtype, of squares in plain JAX
+
+    def factors(self) -> tuple[str, ...]:
+        """Of each leaf its own."""
+        ranks = enumerate(self.ranks)
+        return tuple(" ".join(f"l{i}d{d}" for d in range(rank)) for i, rank in ranks)
+
+
+def _run(
+    of_leaves: KernelPass, mode: Mode, leaves: Any, factor: Any, sums: Any = None
+) -> tuple[jax.Array, ...]:
     """A pass over leaves that are alike, or that plain JAX takes."""
     if mode == "auto" and any(_unsupported(a) for a in leaves):
         mode = "xla"
     shapes = [a.shape for a in leaves]
     if len(leaves) > 1 or not leaves[0].shape:
         leaves = [a.reshape(-1) for a in leaves]
-    dims = [" ".join(f"l{i}d{d}" for d in range(a.ndim)) for i, a in enumerate(leaves)]
     header = None if factor is None else factor.reshape(1)
-    *done, number = KernelPass(
-        name=f"{kind}_gradients",
-        mode=mode,
-        kernel=functools.partial(_launch, kind, mode),
-        reference=plain,
-        ins=("h", *dims),
-        outs=(*(dims if kind == "scale" else ()), ""),
-        whole="h",
-        batched=False,
-    )(header, *leaves)
+    options = _Options(mode, tuple(a.ndim for a in leaves), sums)
+    *done, number = of_leaves(options, header, *leaves)
     return *(a.reshape(shape) for a, shape in zip(done, shapes, strict=False)), number
 
 
 # Reference
 
 
-def _scale_plain(factor: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+def _scale_plain(options: _Options, factor: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
     """The scaled leaves, and a number that is 0 if they are finite."""
+    del options
     scaled = [(a.astype(factor.dtype) * factor[0]).astype(a.dtype) for a in leaves]
     bad = [jnp.where(jnp.isfinite(a).all(), 0.0, 1.0).astype(jnp.float32) for a in scaled]
     return *scaled, sum(bad[1:], bad[0])
 
 
-def _squares_plain(f32: Any, header: None, *leaves: jax.Array) -> tuple[jax.Array]:
+def _squares_plain(options: _Options, header: None, *leaves: jax.Array) -> tuple[jax.Array]:
     del header
-    squares = [jnp.sum(jnp.square(a.astype(f32))) for a in leaves]
+    squares = [jnp.sum(jnp.square(a.astype(options.sums))) for a in leaves]
     return (sum(squares[1:], squares[0]),)
 
 
@@ -262,27 +267,11 @@ class _Plan:
         return min(8, _BYTES // (self.vec * self.dtype.itemsize))
 
 
-def _launch(
-    kind: Literal["scale", "norm"], mode: Mode, factor: jax.Array | None, *leaves: jax.Array
+def _launch_scale(
+    options: _Options, factor: jax.Array, *leaves: jax.Array
 ) -> tuple[jax.Array, ...]:
-    plan = _Plan(kind, leaves[0].dtype, _vector(leaves[0]))
-    units = [a.size // plan.vec for a in leaves]
-    blocks = [-(-n // (LANES * plan.per_lane)) for n in units]
-    *starts, total = itertools.accumulate(blocks, initial=0)
-    numbers = list(zip(starts, units, strict=True))
-    flat = [a.reshape(-1) for a in leaves]
-    kernel = functools.partial(_kernel, plan, starts, numbers)
-    if kind == "norm":
-        sums = launch_kernel(
-            lambda *refs: kernel(None, refs[-1], refs[:-1]),
-            out_type=jax.ShapeDtypeStruct((total * _WARPS,), jnp.float32),
-            grid=(total,),
-            grid_names=(BLOCK,),
-            kernel_name="norm_gradients",
-            approx_math=True,
-        )(*flat)
-        return (sums.sum(),)
-    assert factor is not None
+    del options
+    total, kernel, flat = _work("scale", leaves)
     words = lax.bitcast_convert_type(factor.astype(jnp.float32), jnp.uint32)
     *scaled, bad = launch_in_place(
         "scale_gradients",
@@ -292,6 +281,31 @@ def _launch(
         [*flat, jnp.zeros(1, jnp.float32)],
     )
     return *(a.reshape(b.shape) for a, b in zip(scaled, leaves, strict=True)), bad[0]
+
+
+def _launch_squares(options: _Options, header: None, *leaves: jax.Array) -> tuple[jax.Array]:
+    del options, header
+    total, kernel, flat = _work("norm", leaves)
+    sums = launch_kernel(
+        lambda *refs: kernel(None, refs[-1], refs[:-1]),
+        out_type=jax.ShapeDtypeStruct((total * _WARPS,), jnp.float32),
+        grid=(total,),
+        grid_names=(BLOCK,),
+        kernel_name="norm_gradients",
+        approx_math=True,
+    )(*flat)
+    return (sums.sum(),)
+
+
+def _work(kind: Literal["scale", "norm"], leaves: Sequence[jax.Array]) -> tuple[int, Any, Any]:
+    """The blocks of a launch, its kernel, and the leaves as it takes them."""
+    plan = _Plan(kind, leaves[0].dtype, _vector(leaves[0]))
+    units = [a.size // plan.vec for a in leaves]
+    blocks = [-(-n // (LANES * plan.per_lane)) for n in units]
+    *starts, total = itertools.accumulate(blocks, initial=0)
+    numbers = list(zip(starts, units, strict=True))
+    kernel = functools.partial(_kernel, plan, starts, numbers)
+    return total, kernel, [a.reshape(-1) for a in leaves]
 
 
 def _kernel(
@@ -339,3 +353,23 @@ def _overflow(dtype: Any) -> float:
         return math.inf
     info = jnp.finfo(dtype)
     return float(info.max) * (1 + 2.0 ** -(info.nmant + 2))
+
+
+SCALE = KernelPass(
+    "scale_gradients",
+    kernel=_launch_scale,
+    reference=_scale_plain,
+    ins=lambda options: ("h", *options.factors()),
+    outs=lambda options: (*options.factors(), ""),
+    whole="h",
+    batched=False,
+)
+SQUARES = KernelPass(
+    "norm_gradients",
+    kernel=_launch_squares,
+    reference=_squares_plain,
+    ins=lambda options: ("h", *options.factors()),
+    outs=("",),
+    whole="h",
+    batched=False,
+)

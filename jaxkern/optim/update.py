@@ -165,6 +165,25 @@ def _groups(
     return groups
 
 
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    rule: Rule
+    mode: Mode
+    offsets: tuple[int, ...]  # of the leaves, from the number that a launch is given
+    decays: bool
+    ranks: tuple[int, ...]  # of the leaves
+
+    @property
+    def op(self) -> str:
+        return self.rule.kind
+
+    def factors(self) -> list[list[str]]:
+        """Of each leaf's arrays: its own dimensions, and those of its scales."""
+        dims = (" ".join(f"l{i}d{d}" for d in range(rank)) for i, rank in enumerate(self.ranks))
+        scaled = len(Leaf._fields) - 2
+        return [[of_leaf] * scaled + [f"l{i}s"] * 2 for i, of_leaf in enumerate(dims)]
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(rule, mode, offsets, decays, header, values, number, leaves) -> list[Leaf]:
     """The kernel over leaves of equal dtypes, or its twin where it cannot run.
@@ -177,21 +196,8 @@ def _run(rule, mode, offsets, decays, header, values, number, leaves) -> list[Le
     if len(leaves) > 1 or not leaves[0].weight.shape:
         leaves = [Leaf(*(None if a is None else a.reshape(-1) for a in leaf)) for leaf in leaves]
     width = len(Leaf._fields)
-    factors = []
-    for i, leaf in enumerate(leaves):
-        dims = " ".join(f"l{i}d{d}" for d in range(leaf.weight.ndim))
-        factors.append([dims] * (width - 2) + [f"l{i}s"] * 2)
-
-    outs = KernelPass(
-        name=f"fused_{rule.kind}",
-        mode=mode,
-        kernel=functools.partial(_launch, rule, mode, offsets, decays),
-        reference=functools.partial(_reference, rule, offsets, decays),
-        ins=("h", "v", "n", *itertools.chain(*factors)),
-        outs=tuple(itertools.chain(*(of_leaf[1:] for of_leaf in factors))),
-        whole="h v n",
-        batched=False,
-    )(header, values, number, *(a for leaf in leaves for a in leaf))
+    options = _Options(rule, mode, offsets, decays, tuple(leaf.weight.ndim for leaf in leaves))
+    outs = UPDATE(options, header, values, number, *(a for leaf in leaves for a in leaf))
     done = itertools.batched(outs, width - 1)
     return [
         Leaf(None, *(None if a is None else a.reshape(o.shape) for a, o in zip(new, old[1:])))  # noqa: B905
@@ -206,13 +212,14 @@ def _leaves(arrays: Sequence[Any]) -> list[Leaf]:
 # Reference
 
 
-def _reference(rule, offsets, decays, header, values, number, *arrays) -> tuple[Any, ...]:
+def _reference(options, header, values, number, *arrays) -> tuple[Any, ...]:
     """The leaves after a step, but for their gradients, one after the other."""
+    rule = options.rule
     names = number_names(rule)
     numbers, seed = Numbers(**dict(zip(names, values, strict=True))), header[len(names) :]
     done = [
-        updated(rule, decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)
-        for leaf, offset in zip(_leaves(arrays), offsets, strict=True)
+        updated(rule, options.decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)
+        for leaf, offset in zip(_leaves(arrays), options.offsets, strict=True)
     ]
     return tuple(a for leaf in done for a in leaf[1:])
 
@@ -234,21 +241,21 @@ class _Plan:
         return min(4, (2 if codes else 1) * ELEMENTS // self.vec)
 
 
-def _launch(rule, mode, offsets, decays, header, values, number, *arrays) -> tuple[Any, ...]:
+def _launch(options, header, values, number, *arrays) -> tuple[Any, ...]:
     """The arrays of the leaves after the step, but for the gradients."""
     del values
-    leaves = _leaves(arrays)
+    rule, leaves = options.rule, _leaves(arrays)
     vec = _vector(rule, leaves[0])
     plan = _Plan(
         rule=rule,
         leaf=Leaf(*(None if a is None else jax.ShapeDtypeStruct((), a.dtype) for a in leaves[0])),
-        decays=decays,
+        decays=options.decays,
         vec=vec,
     )
     units = [leaf.weight.size // vec for leaf in leaves]
     blocks = [-(-n // (LANES * plan.per_lane)) for n in units]
     starts = list(itertools.accumulate(blocks, initial=0))
-    numbers = list(zip(starts, units, offsets, strict=False))
+    numbers = list(zip(starts, units, options.offsets, strict=False))
     grads = [leaf.grad.reshape(-1) for leaf in leaves]
     written = [a.reshape(-1) for leaf in leaves for a in leaf[1:] if a is not None]
     width = len(written) // len(leaves)
@@ -385,3 +392,14 @@ def _draws(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int
         return join_lanes(mine)
 
     return Draws(*map(own, group_draws(group, leaf, seed, stream, product)))
+
+
+UPDATE = KernelPass(
+    "fused_{op}",
+    kernel=_launch,
+    reference=_reference,
+    ins=lambda options: ("h", "v", "n", *itertools.chain(*options.factors())),
+    outs=lambda options: tuple(itertools.chain(*(leaf[1:] for leaf in options.factors()))),
+    whole="h v n",
+    batched=False,
+)

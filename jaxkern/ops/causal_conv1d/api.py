@@ -315,13 +315,13 @@ def _causal_conv1d(x, weight, bias, state, look_back, options: Options) -> jax.A
 
 
 def _causal_conv1d_fwd(x, weight, bias, state, look_back, options):
-    (out,) = _forward_pass(options)(x, weight, bias, state, look_back)
+    (out,) = FORWARD(options, x, weight, bias, state, look_back)
     return match_sharding(out, x), (x, weight, bias, state, look_back)
 
 
 def _causal_conv1d_bwd(options, res, dout):
     *primals, look_back = res
-    grads = _backward_pass(options)(*res, dout)
+    grads = BACKWARD(options, *res, dout)
     grads = [match_primal(g, p) for g, p in zip(grads, primals, strict=True)]
     return *grads, None if look_back is None else jnp.zeros_like(look_back)
 
@@ -330,27 +330,19 @@ _causal_conv1d.defvjp(_causal_conv1d_fwd, _causal_conv1d_bwd)
 _causal_conv1d_jit = jax.jit(_causal_conv1d, static_argnums=5)
 
 
-@functools.cache
-def _forward_pass(options: Options) -> KernelPass:
-    return KernelPass(
-        name="causal_conv1d_fwd",
-        mode=options.mode,
-        kernel=functools.partial(launch_fwd, options),
-        reference=functools.partial(reference_fwd, options),
-        ins=("b l d", "d w", "d", "b k d", "b l"),
-        outs=("b l d",),
-        whole="l w k",
-    )
-
-
-@functools.cache
-def _backward_pass(options: Options) -> KernelPass:
-    return KernelPass(
-        name="causal_conv1d_bwd",
-        mode=options.mode,
-        kernel=functools.partial(launch_bwd, options),
-        reference=functools.partial(reference_bwd, options),
-        ins=("b l d", "d w", "d", "b k d", "b l", "b l d"),
-        outs=("b l d", "d w", "d", "b k d"),
-        whole="l w k",
-    )
+FORWARD = KernelPass(
+    "causal_conv1d_fwd",
+    kernel=launch_fwd,
+    reference=reference_fwd,
+    ins=("b l d", "d w", "d", "b k d", "b l"),
+    outs=("b l d",),
+    whole="l w k",
+)
+BACKWARD = KernelPass(
+    "causal_conv1d_bwd",
+    kernel=launch_bwd,
+    reference=reference_bwd,
+    ins=("b l d", "d w", "d", "b k d", "b l", "b l d"),
+    outs=("b l d", "d w", "d", "b k d"),
+    whole="l w k",
+)

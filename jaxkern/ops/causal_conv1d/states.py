@@ -4,7 +4,6 @@ The kernels know no states of segments: there, what is before a segment counts a
 first W − 1 outputs of a segment see its state, so these are computed again here, in plain JAX.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ def from_states(
     """`out` (B, L, D) where each segment begins after its state, (B, S, W − 1, D)."""
     if x.size == 0 or state.size == 0:
         return out
-    return _from_states_pass(options.activation)(out, x, weight, bias, state, *spans)[0]
+    return FROM_STATES(options.activation, out, x, weight, bias, state, *spans)[0]
 
 
 def _from_states(activation, out, x, weight, bias, state, first, stop):
@@ -38,21 +37,18 @@ def _from_states(activation, out, x, weight, bias, state, first, stop):
     return (out.at[batch, jnp.where(own, at, length)].set(seen, mode="drop"),)
 
 
-@functools.cache
-def _from_states_pass(activation: Any) -> KernelPass:
-    run = functools.partial(_from_states, activation)
-    return KernelPass.plain(
-        "causal_conv1d_states",
-        run,
-        ins=("b l d", "b l d", "d w", "d", "b s k d", "b s", "b s"),
-        outs=("b l d",),
-        whole="l w k s",
-    )
+FROM_STATES = KernelPass(
+    "causal_conv1d_states",
+    reference=_from_states,
+    ins=("b l d", "b l d", "d w", "d", "b s k d", "b s", "b s"),
+    outs=("b l d",),
+    whole="l w k s",
+)
 
 
 def final_states(x: jax.Array, width: int, state: Any, spans: Spans) -> jax.Array:
     """The last W − 1 inputs of each segment, (B, S, W − 1, D), its initial state before them."""
-    return _final_states_pass(width)(x, state, *spans)[0]
+    return FINAL_STATES(width, x, state, *spans)[0]
 
 
 def _final_states(width, x, state, first, stop):
@@ -71,13 +67,10 @@ def _final_states(width, x, state, first, stop):
     return (jnp.where((at >= first[..., None])[..., None], tokens, before),)
 
 
-@functools.cache
-def _final_states_pass(width: int) -> KernelPass:
-    run = functools.partial(_final_states, width)
-    return KernelPass.plain(
-        "causal_conv1d_final_states",
-        run,
-        ins=("b l d", "b s k d", "b s", "b s"),
-        outs=("b s k d",),
-        whole="l k s",
-    )
+FINAL_STATES = KernelPass(
+    "causal_conv1d_final_states",
+    reference=_final_states,
+    ins=("b l d", "b s k d", "b s", "b s"),
+    outs=("b s k d",),
+    whole="l k s",
+)

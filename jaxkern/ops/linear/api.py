@@ -33,7 +33,7 @@ from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, match_sharding, named
 from jaxkern.ops.curves import CURVES, PLAIN, Activation, check_activation
 from jaxkern.ops.linear import products
-from jaxkern.ops.linear.products import Options, check_accumulator, rows_of, unsupported
+from jaxkern.ops.linear.products import Options, check_accumulator, unsupported
 
 
 @public_op
@@ -178,19 +178,19 @@ def accumulate_weight_grad(
     if mode == "xla":
         total = products.reference_accumulate(options, accumulator, x, dout)[0]
     else:
-        total = _accumulate_pass(options, x.ndim)(accumulator, x, dout)[0]
+        total = ACCUMULATE(options, accumulator, x, dout)[0]
     return named("accumulate_weight_grad", match_sharding(total, accumulator))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _linear(x: Any, weight: Any, bias: Any, accumulator: Any, options: Options) -> Any:
     del accumulator
-    return _forward_pass(options, x.ndim)(x, weight, bias)[0]
+    return FORWARD(options, x, weight, bias)[0]
 
 
 def _linear_fwd(x, weight, bias, accumulator, options):
     saving = options.activation not in (None, "relu")
-    out, y = _forward_pass(dataclasses.replace(options, save=saving), x.ndim)(x, weight, bias)
+    out, y = FORWARD(dataclasses.replace(options, save=saving), x, weight, bias)
     return out, (x, weight, bias, accumulator, out if options.activation == "relu" else y)
 
 
@@ -200,14 +200,14 @@ def _linear_bwd(options, res, dout):
     if options.activation is not None:
         times_slope = CURVES[options.activation](y.astype(jnp.float32), PLAIN)[1]
         dy = times_slope(dout.astype(jnp.float32)).astype(dout.dtype)
-    [dx] = dx_pass(options, str(dy.dtype), x.ndim)(dy, weight)
+    [dx] = DX(dataclasses.replace(options, dtype=str(dy.dtype)), dy, weight)
     dbias = None
     if bias is not None:
         over = tuple(range(dy.ndim - 1))
         dbias = jnp.sum(dy, over, dtype=jnp.float32).astype(bias.dtype)
     dweight = total = None
     if accumulator is None:
-        [dweight] = dweight_pass(options, str(weight.dtype), x.ndim)(x, dy)
+        [dweight] = DWEIGHT(dataclasses.replace(options, dtype=str(weight.dtype)), x, dy)
     else:
         total = accumulated(options, accumulator, x, dy)
     return (
@@ -221,100 +221,66 @@ def _linear_bwd(options, res, dout):
 def accumulated(options: Options, accumulator: Any, x: Any, dy: Any) -> Any:
     """accumulator + xᵀ · dy, the product summed over devices that have the same accumulator."""
     if products.varies_more(x, accumulator) or products.varies_more(dy, accumulator):
-        [dweight] = dweight_pass(options, "float32", x.ndim)(x, dy)
+        [dweight] = DWEIGHT(options, x, dy)
         return accumulator + match_primal(dweight, accumulator)
-    return _accumulate_pass(options, x.ndim)(accumulator, x, dy)[0]
+    return ACCUMULATE(options, accumulator, x, dy)[0]
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
 _linear_jit = jax.jit(_linear, static_argnums=4)
 
 
-@functools.cache
-def _forward_pass(options: Options, ndim: int) -> KernelPass:
-    rows = rows_of(ndim)
-    return KernelPass(
-        name="linear_fwd",
-        mode=options.mode,
-        kernel=functools.partial(products.kernel_forward, options),
-        reference=functools.partial(products.reference_forward, options),
-        faster=functools.partial(products.faster_forward, options),
-        ins=(f"{rows} k", "k n", "n"),
-        outs=(f"{rows} n", f"{rows} n"),
-        partial=Partial(
-            kernel=functools.partial(_product_alone, products.kernel_product, options),
-            reference=functools.partial(_product_alone, products.reference_product, options),
-            finish=functools.partial(products.finish_forward, options),
+FORWARD = KernelPass(
+    "linear_fwd",
+    kernel=products.kernel_forward,
+    reference=products.reference_forward,
+    faster=products.faster_forward,
+    ins=("... k", "k n", "n"),
+    outs=("... n", "... n"),
+    partial=Partial(
+        kernel=products.kernel_product,
+        reference=products.reference_product,
+        options=Options.of_part,
+        finish=products.finish_forward,
+    ),
+)
+DX = KernelPass(
+    "linear_dx",
+    kernel=products.kernel_dx,
+    reference=products.reference_dx,
+    faster=products.faster_dx,
+    ins=("... n", "k n"),
+    outs=("... k",),
+    partial=Partial(
+        options=Options.of_part,
+        finish=lambda options, dy, weight, dx: (dx.astype(options.dtype),),
+    ),
+)
+DWEIGHT = KernelPass(
+    "linear_dweight",
+    kernel=products.kernel_dweight,
+    reference=products.reference_dweight,
+    faster=products.faster_dweight,
+    ins=("... k", "... n"),
+    outs=("k n",),
+    partial=Partial(
+        options=Options.of_part,
+        finish=lambda options, x, dy, dweight: (dweight.astype(options.dtype),),
+    ),
+)
+ACCUMULATE = KernelPass(
+    "linear_accumulate",
+    kernel=products.kernel_accumulate,
+    reference=products.reference_accumulate,
+    faster=products.faster_accumulate,
+    ins=("k n", "... k", "... n"),
+    outs=("k n",),
+    partial=Partial(
+        kernel=products.kernel_added,
+        reference=products.reference_added,
+        options=Options.of_part,
+        finish=lambda options, accumulator, x, dy, total: (
+            accumulator + total.astype(jnp.float32),
         ),
-    )
-
-
-def _product_alone(product: Any, options: Options, x: Any, weight: Any, bias: Any) -> Any:
-    """The product without bias, as often as the forward pass has outputs."""
-    del bias
-    out = product(options, options.accumulate_dtype, x, weight)
-    return out, out if options.save else None
-
-
-@functools.cache
-def dx_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
-    rows = rows_of(ndim)
-    return KernelPass(
-        name="linear_dx",
-        mode=options.mode,
-        kernel=functools.partial(products.kernel_dx, options, dtype),
-        reference=functools.partial(products.reference_dx, options, dtype),
-        faster=products.faster_dx,
-        ins=(f"{rows} n", "k n"),
-        outs=(f"{rows} k",),
-        partial=Partial(
-            kernel=functools.partial(products.kernel_dx, options, options.accumulate_dtype),
-            reference=functools.partial(products.reference_dx, options, options.accumulate_dtype),
-            finish=lambda dy, weight, dx: (dx.astype(dtype),),
-        ),
-    )
-
-
-@functools.cache
-def dweight_pass(options: Options, dtype: str, ndim: int) -> KernelPass:
-    rows = rows_of(ndim)
-    summed = options.accumulate_dtype
-    return KernelPass(
-        name="linear_dweight",
-        mode=options.mode,
-        kernel=functools.partial(products.kernel_dweight, options, dtype),
-        reference=functools.partial(products.reference_dweight, options, dtype),
-        faster=products.faster_dweight,
-        ins=(f"{rows} k", f"{rows} n"),
-        outs=("k n",),
-        partial=Partial(
-            kernel=functools.partial(products.kernel_dweight, options, summed),
-            reference=functools.partial(products.reference_dweight, options, summed),
-            finish=lambda x, dy, dweight: (dweight.astype(dtype),),
-        ),
-    )
-
-
-@functools.cache
-def _accumulate_pass(options: Options, ndim: int) -> KernelPass:
-    rows = rows_of(ndim)
-    return KernelPass(
-        name="linear_accumulate",
-        mode=options.mode,
-        kernel=functools.partial(products.kernel_accumulate, options),
-        reference=functools.partial(products.reference_accumulate, options),
-        faster=products.faster_accumulate,
-        ins=("k n", f"{rows} k", f"{rows} n"),
-        outs=("k n",),
-        partial=Partial(
-            kernel=functools.partial(_dweight_alone, products.kernel_dweight, options),
-            reference=functools.partial(_dweight_alone, products.reference_dweight, options),
-            finish=lambda accumulator, x, dy, total: (accumulator + total.astype(jnp.float32),),
-        ),
-    )
-
-
-def _dweight_alone(dweight: Any, options: Options, accumulator: Any, x: Any, dy: Any) -> Any:
-    """The gradient alone, without the accumulator that it is added to."""
-    del accumulator
-    return dweight(options, options.accumulate_dtype, x, dy)
+    ),
+)

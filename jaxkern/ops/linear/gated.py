@@ -42,11 +42,10 @@ from jaxkern.ops.curves import Activation, check_unit
 from jaxkern.ops.gated import gated_backward
 from jaxkern.ops.linear import api
 from jaxkern.ops.linear import gated_products as products
-from jaxkern.ops.linear.gated_products import WIDE, Dtypes, GatedOptions
+from jaxkern.ops.linear.gated_products import GatedOptions
 from jaxkern.ops.linear.products import (
     Options,
     check_accumulator,
-    rows_of,
     unsupported,
     varies_more,
 )
@@ -210,21 +209,21 @@ def _gated(
     options: GatedOptions,
 ) -> Any:
     del accumulators
-    return _forward_pass(options, x.ndim)(x, w_gate, w_up, b_gate, b_up)[0]
+    return FORWARD(options, x, w_gate, w_up, b_gate, b_up)[0]
 
 
 def _gated_fwd(x, w_gate, w_up, b_gate, b_up, accumulators, options):
     options = dataclasses.replace(options, save=not options.recompute)
     arrays = (x, w_gate, w_up, b_gate, b_up)
-    out, gate, up = _forward_pass(options, x.ndim)(*arrays)
+    out, gate, up = FORWARD(options, *arrays)
     return out, (arrays, accumulators, gate, up)
 
 
 def _gated_bwd(options, res, dout):
     arrays, accumulators, gate, up = res
-    x, _, _, b_gate, b_up = arrays
+    *_, b_gate, b_up = arrays
     if options.recompute:
-        dgate, dup = _slopes_pass(options, x.ndim)(*arrays, dout)
+        dgate, dup = SLOPES(options, *arrays, dout)
     else:
         projections = (gate,) if up is None else (gate, up)
         slopes = gated_backward(options.unit, options.mode, projections, dout)
@@ -251,9 +250,9 @@ def _of_one_weight(
     """dx, the weights' gradients and the accumulators with them, by a linear layer's products."""
     x, w, *_ = arrays
     of_linear = Options(None, False, options.precision, "float32", options.mode)
-    [dx] = api.dx_pass(of_linear, str(x.dtype), x.ndim)(d, w)
+    [dx] = api.DX(dataclasses.replace(of_linear, dtype=str(x.dtype)), d, w)
     if accumulators is None:
-        [dw] = api.dweight_pass(of_linear, str(w.dtype), x.ndim)(x, d)
+        [dw] = api.DWEIGHT(dataclasses.replace(of_linear, dtype=str(w.dtype)), x, d)
         return dx, (dw, None), None
     return dx, (None, None), (api.accumulated(of_linear, accumulators[0], x, d),)
 
@@ -263,20 +262,19 @@ def _of_two_weights(
 ) -> tuple[Any, Any, Any]:
     """As :func:`_of_one_weight`, by products of pairs."""
     x, w_gate, w_up, *_ = arrays
-    [dx] = _dx_pass(options, str(x.dtype), x.ndim)(dgate, dup, w_gate, w_up)
+    [dx] = DX(options.giving(x), dgate, dup, w_gate, w_up)
     if accumulators is None:
-        dtypes = str(w_gate.dtype), str(w_up.dtype)
-        return dx, _dweights_pass(options, dtypes, x.ndim)(x, dgate, dup), None
+        return dx, DWEIGHTS(options.giving(w_gate, w_up), x, dgate, dup), None
     return dx, (None, None), _accumulated(options, accumulators, x, dgate, dup)
 
 
 def _accumulated(options: GatedOptions, accumulators: Any, x: Any, dgate: Any, dup: Any) -> Any:
     """The accumulators and the weights' gradients, summed over devices that share the former."""
     if any(varies_more(v, a) for v in (x, dgate, dup) for a in accumulators):
-        dweights = _dweights_pass(options, WIDE, x.ndim)(x, dgate, dup)
+        dweights = DWEIGHTS(options, x, dgate, dup)
         pairs = zip(accumulators, dweights, strict=True)
         return tuple(a + match_primal(dw, a) for a, dw in pairs)
-    return _accumulate_pass(options, x.ndim)(*accumulators, x, dgate, dup)
+    return ACCUMULATE(options, *accumulators, x, dgate, dup)
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)
@@ -288,105 +286,82 @@ def _columns(options: GatedOptions) -> tuple[str, str]:
     return ("y", "y n") if options.one_weight else ("n", "")
 
 
-@functools.cache
-def _forward_pass(options: GatedOptions, ndim: int) -> KernelPass:
-    rows, (columns, whole) = rows_of(ndim), _columns(options)
-    # Without what it saves, the pass has nowhere to put the parts of a split K: it gathers K.
-    partial = None
-    if options.save:
-        partial = Partial(
-            kernel=functools.partial(products.kernel_projections, options),
-            reference=functools.partial(products.reference_projections, options),
-            finish=functools.partial(products.finish_forward, options),
-        )
-    return KernelPass(
-        name="gated_fwd",
-        mode=options.mode,
-        kernel=functools.partial(products.kernel_forward, options),
-        reference=functools.partial(products.reference_forward, options),
-        faster=functools.partial(products.faster_projections, options, "gated_fwd"),
-        ins=(f"{rows} k", f"k {columns}", "k n", columns, "n"),
-        outs=(f"{rows} n", f"{rows} {columns}", f"{rows} n"),
-        whole=whole if options.save else f"k {whole}",
-        partial=partial,
-        saved_as="gated_linear_unit",
+def _partial(options: GatedOptions) -> Partial | None:
+    """Without what it saves, the pass has nowhere to put the parts of a split K: it gathers K."""
+    if not options.save:
+        return None
+    return Partial(
+        kernel=products.kernel_projections,
+        reference=products.reference_projections,
+        finish=products.finish_forward,
     )
 
 
-@functools.cache
-def _slopes_pass(options: GatedOptions, ndim: int) -> KernelPass:
-    rows, (columns, whole) = rows_of(ndim), _columns(options)
-    return KernelPass(
-        name="gated_bwd",
-        mode=options.mode,
-        kernel=functools.partial(products.kernel_slopes, options),
-        reference=functools.partial(products.reference_slopes, options),
-        faster=functools.partial(products.faster_projections, options, "gated_bwd"),
-        ins=(f"{rows} k", f"k {columns}", "k n", columns, "n", f"{rows} n"),
-        outs=(f"{rows} {columns}", f"{rows} n"),
-        whole=f"k {whole}",
-    )
+def _arguments(options: GatedOptions) -> tuple[str, ...]:
+    """The factors of x, weights and biases."""
+    columns = _columns(options)[0]
+    return "... k", f"k {columns}", "k n", columns, "n"
 
 
-@functools.cache
-def _dx_pass(options: GatedOptions, dtype: str, ndim: int) -> KernelPass:
-    rows = rows_of(ndim)
-    return KernelPass(
-        name="gated_dx",
-        mode=options.mode,
-        kernel=functools.partial(products.kernel_dx, options, dtype),
-        reference=functools.partial(products.reference_dx, options, dtype),
-        faster=products.faster_dx,
-        ins=(f"{rows} n", f"{rows} n", "k n", "k n"),
-        outs=(f"{rows} k",),
-        partial=Partial(
-            kernel=functools.partial(products.kernel_dx, options, "float32"),
-            reference=functools.partial(products.reference_dx, options, "float32"),
-            finish=lambda dgate, dup, w_gate, w_up, dx: (dx.astype(dtype),),
+FORWARD = KernelPass(
+    "gated_fwd",
+    kernel=products.kernel_forward,
+    reference=products.reference_forward,
+    faster=products.faster_forward,
+    ins=_arguments,
+    outs=lambda options: ("... n", f"... {_columns(options)[0]}", "... n"),
+    whole=lambda options: _columns(options)[1] + ("" if options.save else " k"),
+    partial=_partial,
+    saved_as="gated_linear_unit",
+)
+SLOPES = KernelPass(
+    "gated_bwd",
+    kernel=products.kernel_slopes,
+    reference=products.reference_slopes,
+    faster=products.faster_slopes,
+    ins=lambda options: (*_arguments(options), "... n"),
+    outs=lambda options: (f"... {_columns(options)[0]}", "... n"),
+    whole=lambda options: f"k {_columns(options)[1]}",
+)
+DX = KernelPass(
+    "gated_dx",
+    kernel=products.kernel_dx,
+    reference=products.reference_dx,
+    faster=products.faster_dx,
+    ins=("... n", "... n", "k n", "k n"),
+    outs=("... k",),
+    partial=Partial(
+        options=GatedOptions.of_part,
+        finish=lambda options, dgate, dup, w_gate, w_up, dx: (dx.astype(options.dtypes[0]),),
+    ),
+)
+DWEIGHTS = KernelPass(
+    "gated_dweights",
+    kernel=products.kernel_dweights,
+    reference=products.reference_dweights,
+    faster=products.faster_dweights,
+    ins=("... k", "... n", "... n"),
+    outs=("k n", "k n"),
+    partial=Partial(
+        options=GatedOptions.of_part,
+        finish=lambda options, x, dgate, dup, *sums: tuple(
+            s.astype(t) for s, t in zip(sums, options.dtypes, strict=True)
         ),
-    )
-
-
-@functools.cache
-def _dweights_pass(options: GatedOptions, dtypes: Dtypes, ndim: int) -> KernelPass:
-    rows = rows_of(ndim)
-    return KernelPass(
-        name="gated_dweights",
-        mode=options.mode,
-        kernel=functools.partial(products.kernel_dweights, options, dtypes),
-        reference=functools.partial(products.reference_dweights, options, dtypes),
-        faster=products.faster_dweights,
-        ins=(f"{rows} k", f"{rows} n", f"{rows} n"),
-        outs=("k n", "k n"),
-        partial=Partial(
-            kernel=functools.partial(products.kernel_dweights, options, WIDE),
-            reference=functools.partial(products.reference_dweights, options, WIDE),
-            finish=lambda x, dgate, dup, *sums: tuple(
-                s.astype(t) for s, t in zip(sums, dtypes, strict=True)
-            ),
+    ),
+)
+ACCUMULATE = KernelPass(
+    "gated_accumulate",
+    kernel=products.kernel_accumulate,
+    reference=products.reference_accumulate,
+    faster=products.faster_accumulate,
+    ins=("k n", "k n", "... k", "... n", "... n"),
+    outs=("k n", "k n"),
+    partial=Partial(
+        kernel=products.kernel_added,
+        reference=products.reference_added,
+        finish=lambda options, of_gate, of_up, x, dgate, dup, *sums: (
+            of_gate + sums[0],
+            of_up + sums[1],
         ),
-    )
-
-
-@functools.cache
-def _accumulate_pass(options: GatedOptions, ndim: int) -> KernelPass:
-    rows = rows_of(ndim)
-    return KernelPass(
-        name="gated_accumulate",
-        mode=options.mode,
-        kernel=functools.partial(products.kernel_accumulate, options),
-        reference=functools.partial(products.reference_accumulate, options),
-        faster=products.faster_accumulate,
-        ins=("k n", "k n", f"{rows} k", f"{rows} n", f"{rows} n"),
-        outs=("k n", "k n"),
-        partial=Partial(
-            kernel=functools.partial(products.dweights_alone, products.kernel_dweights, options),
-            reference=functools.partial(
-                products.dweights_alone, products.reference_dweights, options
-            ),
-            finish=lambda of_gate, of_up, x, dgate, dup, *sums: (
-                of_gate + sums[0],
-                of_up + sums[1],
-            ),
-        ),
-    )
+    ),
+)

@@ -29,6 +29,7 @@ class GatedOptions:
       save: whether the forward gives both projections, for the backward.
       precision: of products of float32, as for ``jax.lax.dot_general``.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
+      dtypes: of the gradients that are computed, one or two.
     """
 
     unit: Unit
@@ -37,9 +38,17 @@ class GatedOptions:
     save: bool
     precision: Any
     mode: Mode
+    dtypes: tuple[str, ...] = ("float32", "float32")
+
+    def giving(self, *like: Any) -> "GatedOptions":
+        """Of gradients with the dtypes of arrays."""
+        return dataclasses.replace(self, dtypes=tuple(str(a.dtype) for a in like))
+
+    def of_part(self) -> "GatedOptions":
+        """Of what devices add, which is fp32."""
+        return dataclasses.replace(self, dtypes=("float32",) * len(self.dtypes))
 
 
-Dtypes = tuple[str, str]
 WIDE = ("float32", "float32")
 
 
@@ -198,41 +207,37 @@ def reference_slopes(
     return (jnp.concatenate([dgate, dup], axis=-1), None) if options.one_weight else (dgate, dup)
 
 
-def kernel_dx(
-    options: GatedOptions, dtype: str, dgate: Any, dup: Any, w_gate: Any, w_up: Any
-) -> Any:
+def kernel_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> Any:
     outs = launch(
-        Product(False, True, (dtype,), as_it_is, "gated_dx"),
+        Product(False, True, options.dtypes, as_it_is, "gated_dx"),
         options.mode,
         [flat(dgate), flat(dup)],
         [w_gate.astype(dgate.dtype), w_up.astype(dgate.dtype)],
     )
     if outs is None:
-        return reference_dx(options, dtype, dgate, dup, w_gate, w_up)
+        return reference_dx(options, dgate, dup, w_gate, w_up)
     return (outs[0].reshape(*dgate.shape[:-1], w_gate.shape[0]),)
 
 
-def reference_dx(
-    options: GatedOptions, dtype: str, dgate: Any, dup: Any, w_gate: Any, w_up: Any
-) -> Any:
+def reference_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> Any:
     last = dgate.ndim - 1
     parts = [
         dot(options.precision, d, w.astype(d.dtype), last, 1, None)
         for d, w in ((dgate, w_gate), (dup, w_up))
     ]
-    return ((parts[0] + parts[1]).astype(dtype),)
+    return ((parts[0] + parts[1]).astype(options.dtypes[0]),)
 
 
-def kernel_dweights(options: GatedOptions, dtypes: Dtypes, x: Any, dgate: Any, dup: Any) -> Any:
-    product = Product(True, False, dtypes, as_it_is, "gated_dweights")
+def kernel_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> Any:
+    product = Product(True, False, options.dtypes, as_it_is, "gated_dweights")
     outs = launch(product, options.mode, [flat(x)], [flat(dgate), flat(dup)])
-    return reference_dweights(options, dtypes, x, dgate, dup) if outs is None else tuple(outs)
+    return reference_dweights(options, x, dgate, dup) if outs is None else tuple(outs)
 
 
-def reference_dweights(options: GatedOptions, dtypes: Dtypes, x: Any, dgate: Any, dup: Any) -> Any:
+def reference_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> Any:
     return tuple(
         dot(options.precision, flat(x), flat(d), 0, 0, jnp.dtype(t))
-        for d, t in zip((dgate, dup), dtypes, strict=True)
+        for d, t in zip((dgate, dup), options.dtypes, strict=True)
     )
 
 
@@ -254,35 +259,50 @@ def kernel_accumulate(
 def reference_accumulate(
     options: GatedOptions, of_gate: Any, of_up: Any, x: Any, dgate: Any, dup: Any
 ) -> Any:
-    dw_gate, dw_up = reference_dweights(options, WIDE, x, dgate, dup)
+    dw_gate, dw_up = reference_dweights(options, x, dgate, dup)
     return of_gate + dw_gate, of_up + dw_up
+
+
+def kernel_added(options: GatedOptions, of_gate: Any, of_up: Any, *arrays: Any) -> Any:
+    """What is added to the accumulators, alone."""
+    del of_gate, of_up
+    return kernel_dweights(options, *arrays)
+
+
+def reference_added(options: GatedOptions, of_gate: Any, of_up: Any, *arrays: Any) -> Any:
+    del of_gate, of_up
+    return reference_dweights(options, *arrays)
 
 
 # Where the kernels are faster
 
 
-def faster_projections(options: GatedOptions, name: str, x: Any, w_gate: Any, *rest: Any) -> bool:
+def faster_forward(options: GatedOptions, x: Any, w_gate: Any, *rest: Any) -> bool:
     del rest
+    return _faster_projections("gated_fwd", options, x, w_gate)
+
+
+def faster_slopes(options: GatedOptions, x: Any, w_gate: Any, *rest: Any) -> bool:
+    del rest
+    return _faster_projections("gated_bwd", options, x, w_gate)
+
+
+def _faster_projections(name: str, options: GatedOptions, x: Any, w_gate: Any) -> bool:
     k, columns = w_gate.shape
     return faster(name, math.prod(x.shape[:-1]), columns // (1 + options.one_weight), k)
 
 
-def faster_dx(dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> bool:
-    del dup, w_up
+def faster_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> bool:
+    del options, dup, w_up
     return faster("gated_dx", math.prod(dgate.shape[:-1]), w_gate.shape[0], w_gate.shape[1])
 
 
-def faster_dweights(x: Any, dgate: Any, dup: Any) -> bool:
-    del dup
+def faster_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> bool:
+    del options, dup
     return faster("gated_dweights", x.shape[-1], dgate.shape[-1], math.prod(x.shape[:-1]))
 
 
-def faster_accumulate(of_gate: Any, of_up: Any, x: Any, *rest: Any) -> bool:
-    del of_up, rest
+def faster_accumulate(options: GatedOptions, of_gate: Any, of_up: Any, x: Any, *rest: Any) -> bool:
+    del options, of_up, rest
     sizes = of_gate.shape[0], of_gate.shape[1], math.prod(x.shape[:-1])
     return faster("gated_accumulate", *sizes)
-
-
-def dweights_alone(dweights: Any, options: GatedOptions, *arrays: Any) -> Any:
-    """The gradients alone, without the two accumulators that come first in `arrays`."""
-    return dweights(options, WIDE, *arrays[2:])

@@ -35,6 +35,7 @@ class Options:
       precision: of products of float32, as for ``jax.lax.dot_general``.
       accumulate_dtype: of the parts of a product that devices add.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
+      dtype: of a gradient that is computed.
     """
 
     activation: str | None
@@ -42,6 +43,11 @@ class Options:
     precision: Any
     accumulate_dtype: str
     mode: Mode
+    dtype: str = "float32"
+
+    def of_part(self) -> "Options":
+        """Of what devices add."""
+        return dataclasses.replace(self, dtype=self.accumulate_dtype)
 
 
 def in_epilogue(mode: Mode) -> Functions:
@@ -125,54 +131,60 @@ def wide_product(precision: Any) -> Callable[..., Any]:
     return wide
 
 
-def kernel_product(options: Options, dtype: str, x: Any, weight: Any) -> Any:
-    """x · w alone."""
-    product = Product(False, False, (dtype,), as_it_is, "linear_fwd")
+def kernel_product(options: Options, x: Any, weight: Any, bias: Any) -> Any:
+    """x · w without bias, as often as the forward pass has outputs."""
+    product = Product(False, False, (options.dtype,), as_it_is, "linear_fwd")
     outs = launch(product, options.mode, [flat(x)], [weight.astype(x.dtype)])
     if outs is None:
-        return reference_product(options, dtype, x, weight)
-    return outs[0].reshape(*x.shape[:-1], weight.shape[1])
+        return reference_product(options, x, weight, bias)
+    out = outs[0].reshape(*x.shape[:-1], weight.shape[1])
+    return out, out if options.save else None
 
 
-def reference_product(options: Options, dtype: str, x: Any, weight: Any) -> Any:
-    return dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, jnp.dtype(dtype))
+def reference_product(options: Options, x: Any, weight: Any, bias: Any) -> Any:
+    del bias
+    dtype = jnp.dtype(options.dtype)
+    out = dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, dtype)
+    return out, out if options.save else None
 
 
 # dy · wᵀ
 
 
-def kernel_dx(options: Options, dtype: str, dy: Any, weight: Any) -> tuple[Any]:
-    product = Product(False, True, (dtype,), as_it_is, "linear_dx")
+def kernel_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
+    product = Product(False, True, (options.dtype,), as_it_is, "linear_dx")
     outs = launch(product, options.mode, [flat(dy)], [weight.astype(dy.dtype)])
     if outs is None:
-        return reference_dx(options, dtype, dy, weight)
+        return reference_dx(options, dy, weight)
     return (outs[0].reshape(*dy.shape[:-1], weight.shape[0]),)
 
 
-def faster_dx(dy: Any, weight: Any) -> bool:
+def faster_dx(options: Options, dy: Any, weight: Any) -> bool:
+    del options
     return faster("linear_dx", _rows(dy), weight.shape[0], weight.shape[1])
 
 
-def reference_dx(options: Options, dtype: str, dy: Any, weight: Any) -> tuple[Any]:
+def reference_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
     weight = weight.astype(dy.dtype)
-    return (dot(options.precision, dy, weight, dy.ndim - 1, 1, jnp.dtype(dtype)),)
+    return (dot(options.precision, dy, weight, dy.ndim - 1, 1, jnp.dtype(options.dtype)),)
 
 
 # xᵀ · dy
 
 
-def kernel_dweight(options: Options, dtype: str, x: Any, dy: Any) -> tuple[Any]:
-    product = Product(True, False, (dtype,), as_it_is, "linear_dweight")
+def kernel_dweight(options: Options, x: Any, dy: Any) -> tuple[Any]:
+    product = Product(True, False, (options.dtype,), as_it_is, "linear_dweight")
     outs = launch(product, options.mode, [flat(x)], [flat(dy)])
-    return reference_dweight(options, dtype, x, dy) if outs is None else (outs[0],)
+    return reference_dweight(options, x, dy) if outs is None else (outs[0],)
 
 
-def faster_dweight(x: Any, dy: Any) -> bool:
+def faster_dweight(options: Options, x: Any, dy: Any) -> bool:
+    del options
     return faster("linear_dweight", x.shape[-1], dy.shape[-1], _rows(x))
 
 
-def reference_dweight(options: Options, dtype: str, x: Any, dy: Any) -> tuple[Any]:
-    return (dot(options.precision, flat(x), flat(dy), 0, 0, jnp.dtype(dtype)),)
+def reference_dweight(options: Options, x: Any, dy: Any) -> tuple[Any]:
+    return (dot(options.precision, flat(x), flat(dy), 0, 0, jnp.dtype(options.dtype)),)
 
 
 def kernel_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
@@ -181,12 +193,24 @@ def kernel_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tu
     return reference_accumulate(options, accumulator, x, dy) if sums is None else (sums[0],)
 
 
-def faster_accumulate(accumulator: Any, x: Any, dy: Any) -> bool:
+def faster_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> bool:
+    del options
     return faster("linear_accumulate", accumulator.shape[0], accumulator.shape[1], _rows(x))
 
 
 def reference_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    return (accumulator + reference_dweight(options, "float32", x, dy)[0],)
+    return (accumulator + reference_dweight(options, x, dy)[0],)
+
+
+def kernel_added(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
+    """What is added to the accumulator, alone."""
+    del accumulator
+    return kernel_dweight(options, x, dy)
+
+
+def reference_added(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
+    del accumulator
+    return reference_dweight(options, x, dy)
 
 
 # How
@@ -266,11 +290,6 @@ def _sharding(a: Any, b: Any, over_a: int, over_b: int) -> Any:
         )
     )
     return None if split is None else NamedSharding(mesh, PartitionSpec(*spec_a, *spec_b))
-
-
-def rows_of(ndim: int) -> str:
-    """The factors of all axes but the last."""
-    return " ".join("abcdefghij"[: ndim - 1])
 
 
 def unsupported(**arrays: Any) -> str | None:

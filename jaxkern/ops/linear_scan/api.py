@@ -33,6 +33,7 @@ Sources: Blelloch, Prefix Sums and Their Applications, 1990; Smith, Warrington a
 Simplified State Space Layers for Sequence Modeling, 2022, arXiv:2208.04933.
 """
 
+import dataclasses
 import functools
 from typing import Any, Literal, overload
 
@@ -180,7 +181,7 @@ def linear_scan(
     elif entered is None:
         out = named("linear_scan", linear_scan_reference(a, b, initial_state, reverse=reverse))
     else:
-        (out,) = _plain_pass(options)(a, b, initial_state, entered)
+        (out,) = PLAIN(options, a, b, initial_state, entered)
         out = match_sharding(named("linear_scan", out), b)
     return (out, _final_state(options, out, initial_state, ids)) if return_final_state else out
 
@@ -245,19 +246,19 @@ def _final_state(options: Options, out: Any, initial_state: Any, ids: Any) -> ja
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _linear_scan(a, b, initial_state, entered, options):
-    out, _ = _forward_pass(options, save=False)(a, b, initial_state, entered)
+    out, _ = FORWARD(options, a, b, initial_state, entered)
     return match_sharding(out, b)
 
 
 def _linear_scan_fwd(a, b, initial_state, entered, options):
-    out, states = _forward_pass(options, save=True)(a, b, initial_state, entered)
+    out, states = FORWARD(dataclasses.replace(options, save=True), a, b, initial_state, entered)
     return match_sharding(out, b), (a, b, initial_state, entered, states)
 
 
 def _linear_scan_bwd(options, res, dout):
     a, b, initial_state, entered, states = res
     own = None if options.num_segments is None else initial_state
-    da, db, dstate = _backward_pass(options)(a, b, own, entered, states, dout)
+    da, db, dstate = BACKWARD(options, a, b, own, entered, states, dout)
     if initial_state is not None:
         dstate = match_primal(dstate, initial_state).astype(initial_state.dtype)
     else:
@@ -274,41 +275,30 @@ def _states(options: Options) -> str:
     return "b d" if options.num_segments is None else "b s d"
 
 
-@functools.cache
-def _forward_pass(options: Options, *, save: bool) -> KernelPass:
-    return KernelPass(
-        name="linear_scan_fwd",
-        mode=options.mode,
-        kernel=functools.partial(launch_fwd, options, save),
-        reference=functools.partial(reference_fwd, options, save),
-        ins=("b l d", "b l d", _states(options), "b l"),
-        outs=("b l d", "b c d"),
-        whole="l c s",
-    )
+def _plain(options: Options, *args: Any) -> tuple[jax.Array]:
+    return (linear_scan_reference(*args, reverse=options.reverse),)
 
 
-@functools.cache
-def _backward_pass(options: Options) -> KernelPass:
-    return KernelPass(
-        name="linear_scan_bwd",
-        mode=options.mode,
-        kernel=functools.partial(launch_bwd, options),
-        reference=functools.partial(reference_bwd, options),
-        ins=("b l d", "b l d", _states(options), "b l", "b c d", "b l d"),
-        outs=("b l d", "b l d", _states(options)),
-        whole="l c s",
-    )
-
-
-@functools.cache
-def _plain_pass(options: Options) -> KernelPass:
-    """Plain JAX for packed sequences, whose gathers a mesh with Explicit axes cannot split."""
-    run = functools.partial(linear_scan_reference, reverse=options.reverse)
-    plain = lambda *args: (run(*args),)
-    return KernelPass.plain(
-        "linear_scan",
-        plain,
-        ins=("b l d", "b l d", _states(options), "b l"),
-        outs=("b l d",),
-        whole="l s",
-    )
+FORWARD = KernelPass(
+    "linear_scan_fwd",
+    kernel=launch_fwd,
+    reference=reference_fwd,
+    ins=lambda options: ("b l d", "b l d", _states(options), "b l"),
+    outs=("b l d", "b c d"),
+    whole="l c s",
+)
+BACKWARD = KernelPass(
+    "linear_scan_bwd",
+    kernel=launch_bwd,
+    reference=reference_bwd,
+    ins=lambda options: ("b l d", "b l d", _states(options), "b l", "b c d", "b l d"),
+    outs=lambda options: ("b l d", "b l d", _states(options)),
+    whole="l c s",
+)
+PLAIN = KernelPass(  # for packed sequences, whose gathers a mesh with Explicit axes cannot split
+    "linear_scan",
+    reference=_plain,
+    ins=lambda options: ("b l d", "b l d", _states(options), "b l"),
+    outs=("b l d",),
+    whole="l s",
+)

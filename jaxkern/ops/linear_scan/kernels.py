@@ -31,10 +31,10 @@ from jaxkern.ops.segments import with_zeros
 # Forward
 
 
-def launch_fwd(options: Options, save: bool, a: Any, b: Any, initial_state: Any, entered: Any):
-    """h (B, L, D), and with `save` the state before every chunk, (B, C, D), fp32."""
+def launch_fwd(options: Options, a: Any, b: Any, initial_state: Any, entered: Any):
+    """h (B, L, D), and to save the state before every chunk, (B, C, D), fp32."""
     if a.size == 0:
-        return reference_fwd(options, save, a, b, initial_state, entered)
+        return reference_fwd(options, a, b, initial_state, entered)
     batch, _, dim = a.shape
     a, b, initial = padded(a, b, initial_state)
     own = _own_states(options, initial)
@@ -46,7 +46,7 @@ def launch_fwd(options: Options, save: bool, a: Any, b: Any, initial_state: Any,
         handed = launch_carry(scan, name, a, b, own, entered, transposed=False)
     start = initial if options.num_segments is None else None
     out_type = [jax.ShapeDtypeStruct(b.shape, b.dtype)]
-    if save:
+    if options.save:
         out_type.append(jax.ShapeDtypeStruct((batch, scan.chunks, scan.dim), jnp.float32))
     given, names = present(a=a, b=b, start=start, initial=own, entered=entered)
     names = (*names, *_HANDED[: len(handed)], *("out", "states")[: len(out_type)])
@@ -58,7 +58,7 @@ def launch_fwd(options: Options, save: bool, a: Any, b: Any, initial_state: Any,
         grid_names=(PART, BLOCK),
         kernel_name="linear_scan_fwd",
     )(*given, *handed)
-    return out[..., :dim], states[0][..., :dim] if save else None
+    return out[..., :dim], states[0][..., :dim] if options.save else None
 
 
 _HANDED = "handed_product", "handed_state"

@@ -91,11 +91,11 @@ def associative(reverse: bool, a: Any, b: Any, initial_state: Any, entered: Any 
     return scanned[2].astype(dtype)
 
 
-def reference_fwd(options: Options, save: bool, a, b, initial_state, entered):
+def reference_fwd(options: Options, a, b, initial_state, entered):
     steps = options.steps(a, b)
     size = math.gcd(CHUNK, steps)
     out, states = chunked(size, options.reverse, a, b, initial_state, entered, dtype=b.dtype)
-    return out, states[:, :: steps // size] if save else None
+    return out, states[:, :: steps // size] if options.save else None
 
 
 def reference_bwd(options: Options, a, b, initial_state, entered, states, dout):

@@ -46,12 +46,14 @@ class Options:
       mode: what runs.
       num_segments: that have a state of their own; ``None`` where a row has one.
       tiles: for tests; ``None`` for those that are chosen.
+      save: whether the forward saves states for the backward.
     """
 
     reverse: bool
     mode: Mode
     num_segments: int | None = None
     tiles: Tiles | None = None
+    save: bool = False
 
     def steps(self, a: Any, b: Any) -> int:
         """Steps from one saved state to the next."""

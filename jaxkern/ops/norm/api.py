@@ -392,7 +392,7 @@ def _pair(x: Any, residual: Any, weight: Any, bias: Any, gate: Any, options: Opt
 
 
 def _pair_fwd(x, residual, weight, bias, gate, options):
-    out, h, mean, rstd = _forward_pass(options, x.ndim)(x, residual, weight, bias, gate)
+    out, h, mean, rstd = FORWARD(options, x, residual, weight, bias, gate)
     out = match_sharding(out, x)
     if h is None:
         return (out, None), (x, None, weight, bias, gate, mean, rstd)
@@ -406,7 +406,7 @@ def _pair_bwd(options, res, cotangents):
     x, residual = (h, None) if summands is None else summands
     dout, dh = cotangents
     arrays = (h, weight, bias, gate, mean, rstd, dout, dh)
-    dx, dresidual, dweight, dbias, dgate = _backward_pass(options, h.ndim)(*arrays)
+    dx, dresidual, dweight, dbias, dgate = BACKWARD(options, *arrays)
     if residual is not None and dresidual is None:
         dresidual = dx
     return (
@@ -422,30 +422,19 @@ _pair.defvjp(_pair_fwd, _pair_bwd)
 _pair_jit = jax.jit(_pair, static_argnums=5)
 
 
-@functools.cache
-def _forward_pass(options: Options, ndim: int) -> KernelPass:
-    rows = " ".join("abcdefghijklm"[: ndim - 1])
-    return KernelPass(
-        name=f"{options.op}_fwd",
-        mode=options.mode,
-        kernel=functools.partial(launch_fwd, options),
-        reference=functools.partial(reference_fwd, options),
-        ins=(f"{rows} n", f"{rows} n", "n", "n", f"{rows} n"),
-        outs=(f"{rows} n", f"{rows} n", f"{rows} s", f"{rows} s"),
-        whole="n s",
-    )
-
-
-@functools.cache
-def _backward_pass(options: Options, ndim: int) -> KernelPass:
-    rows = " ".join("abcdefghijklm"[: ndim - 1])
-    full, groups = f"{rows} n", f"{rows} s"
-    return KernelPass(
-        name=f"{options.op}_bwd",
-        mode=options.mode,
-        kernel=functools.partial(launch_bwd, options),
-        reference=functools.partial(reference_bwd, options),
-        ins=(full, "n", "n", full, groups, groups, full, full),
-        outs=(full, full, "n", "n", full),
-        whole="n s",
-    )
+FORWARD = KernelPass(
+    "{op}_fwd",
+    kernel=launch_fwd,
+    reference=reference_fwd,
+    ins=("... n", "... n", "n", "n", "... n"),
+    outs=("... n", "... n", "... s", "... s"),
+    whole="n s",
+)
+BACKWARD = KernelPass(
+    "{op}_bwd",
+    kernel=launch_bwd,
+    reference=reference_bwd,
+    ins=("... n", "n", "n", "... n", "... s", "... s", "... n", "... n"),
+    outs=("... n", "... n", "n", "n", "... n"),
+    whole="n s",
+)

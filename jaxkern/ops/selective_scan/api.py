@@ -40,6 +40,7 @@ Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Sp
 arXiv:2312.00752.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -242,7 +243,7 @@ def selective_scan(
     elif count is None:
         out, final = named("selective_scan", selective_scan_reference(options, *grouped))
     else:
-        out, final = named("selective_scan", _plain_pass(options)(*grouped))
+        out, final = named("selective_scan", PLAIN(options, *grouped))
         out = match_sharding(out, grouped[0])
     out = _join_channels(out, 2)
     return (out, _join_channels(final, final.ndim - 3)) if options.final else out
@@ -446,19 +447,19 @@ _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 @functools.partial(jax.custom_vjp, nondiff_argnums=(11,))
 def _selective_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, options):
     args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
-    out, final, _ = _forward_pass(options, save=False)(*args)
+    out, final, _ = FORWARD(options, *args)
     return match_sharding(out, x), final
 
 
 def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, options):
     args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
-    out, final, states = _forward_pass(options, save=True)(*args)
+    out, final, states = FORWARD(dataclasses.replace(options, save=True), *args)
     return (match_sharding(out, x), final), (args, states)
 
 
 def _selective_scan_bwd(options, res, cotangents):
     args, states = res
-    grads = _backward_pass(options)(*args, states, *cotangents)
+    grads = BACKWARD(options, *args, states, *cotangents)
     return tuple(
         None if grad is None else match_primal(grad, arg).astype(arg.dtype)
         for grad, arg in zip(grads, args, strict=True)
@@ -483,40 +484,26 @@ def _ends(options: Options) -> str:
     return "b g p n" if options.num_segments is None else "b s g p n"
 
 
-@functools.cache
-def _forward_pass(options: Options, *, save: bool) -> KernelPass:
-    return KernelPass(
-        name="selective_scan_fwd",
-        mode=options.mode,
-        kernel=functools.partial(launch_fwd, options, save),
-        reference=functools.partial(reference_fwd, options, save),
-        ins=_arguments(options),
-        outs=("b l g p", _ends(options), _STATES),
-        whole="l n c s",
-    )
-
-
-@functools.cache
-def _backward_pass(options: Options) -> KernelPass:
-    return KernelPass(
-        name="selective_scan_bwd",
-        mode=options.mode,
-        kernel=functools.partial(launch_bwd, options),
-        reference=functools.partial(reference_bwd, options),
-        ins=(*_arguments(options), _STATES, "b l g p", _ends(options)),
-        outs=_arguments(options),
-        whole="l n c s",
-    )
-
-
-@functools.cache
-def _plain_pass(options: Options) -> KernelPass:
-    """Plain JAX for states of segments, whose gathers a mesh with Explicit axes cannot split."""
-    plain = functools.partial(selective_scan_reference, options)
-    return KernelPass.plain(
-        "selective_scan",
-        plain,
-        ins=_arguments(options),
-        outs=("b l g p", _ends(options)),
-        whole="l n s",
-    )
+FORWARD = KernelPass(
+    "selective_scan_fwd",
+    kernel=launch_fwd,
+    reference=reference_fwd,
+    ins=_arguments,
+    outs=lambda options: ("b l g p", _ends(options), _STATES),
+    whole="l n c s",
+)
+BACKWARD = KernelPass(
+    "selective_scan_bwd",
+    kernel=launch_bwd,
+    reference=reference_bwd,
+    ins=lambda options: (*_arguments(options), _STATES, "b l g p", _ends(options)),
+    outs=_arguments,
+    whole="l n c s",
+)
+PLAIN = KernelPass(  # for states of segments, whose gathers an Explicit mesh cannot split
+    "selective_scan",
+    reference=selective_scan_reference,
+    ins=_arguments,
+    outs=lambda options: ("b l g p", _ends(options)),
+    whole="l n s",
+)

@@ -90,7 +90,7 @@ def launch_bwd(
     f32 = jnp.float32
     if states is None:
         options = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY)
-        _, _, states = launch_fwd(dataclasses.replace(options, final=False), True, *args)
+        _, _, states = launch_fwd(dataclasses.replace(options, final=False, save=True), *args)
     every = options.checkpoint_every
     assert every is not None
     tile = backward_tile(A.shape[-1])

@@ -40,13 +40,13 @@ from jaxkern.ops.selective_scan.tiling import forward_parts, forward_tile, half,
 
 
 def launch_fwd(
-    options: Options, save: bool, x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
+    options: Options, x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
 ) -> tuple[Any, Any, Any]:
-    """Output, final state and, with `save`, the states before every k-th step."""
+    """Output, final state and, to save, the states before every k-th step."""
     if x.size == 0:
         args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
-        return reference_fwd(options, save, *args)
-    every = options.checkpoint_every if save else None
+        return reference_fwd(options, *args)
+    every = options.checkpoint_every if options.save else None
     tile = forward_tile(A.shape[-1])
     call = Call(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
     parts = forward_parts(call.columns, call.scan.chunks, half(tile) is not None)

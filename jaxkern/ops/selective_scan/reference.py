@@ -45,6 +45,7 @@ class Options:
     checkpoint_every: int | None
     mode: Mode
     num_segments: int | None = None
+    save: bool = False  # states, for the backward
 
 
 class _Tokens(NamedTuple):
@@ -94,13 +95,13 @@ def selective_scan_reference(options: Options, *args: Any) -> tuple[Any, Any]:
     Differentiable in both modes and to any order. The backward keeps the states that the options
     say and runs the steps in between again.
     """
-    run = functools.partial(reference_fwd, options, False)
+    run = functools.partial(reference_fwd, dataclasses.replace(options, save=False))
     if options.checkpoint_every is None:
         run = jax.checkpoint(run)
     return run(*args)[:2]
 
 
-def reference_fwd(options: Options, save: bool, *args: Any) -> tuple[Any, Any, Any]:
+def reference_fwd(options: Options, *args: Any) -> tuple[Any, Any, Any]:
     """Output, final state (B, G, P, N) and, to save, states (B, c, G, P, N); or ``None``.
 
     With `num_segments` the final states are (B, S, G, P, N), as the initial ones.
@@ -109,7 +110,7 @@ def reference_fwd(options: Options, save: bool, *args: Any) -> tuple[Any, Any, A
     tokens, masks, params, h = _split(options, *args)
     length = tokens.x.shape[1]
     ends = _no_ends(options, h)
-    save = save and options.checkpoint_every is not None
+    save = options.save and options.checkpoint_every is not None
     if length == 0:
         out, states = jnp.zeros_like(tokens.x), jnp.zeros((h.shape[0], 0, *h.shape[1:]), h.dtype)
     else:
@@ -156,8 +157,8 @@ def reference_bwd(
     count = options.num_segments
     seen = None if count is None else Seen.of(crossed, count)
     if states is None:
-        every = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY)
-        *_, states = reference_fwd(every, True, *args)
+        every = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY, save=True)
+        *_, states = reference_fwd(every, *args)
     acc = states.dtype
     tokens, masks, params, h = _split(
         options,
