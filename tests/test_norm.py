@@ -602,7 +602,7 @@ def test_strips_cover_every_element_once():
     """Over warpgroups and blocks, windows cover a row, and their masks count every element once."""
     for n in (128, 287, 1128, 8192, 11008, 20000, 100000, 200003, 262144):
         for few in (False, True):
-            strip = tiles.strip(n, 2, 8 if few else 32, 8, 8 if few else 4, False)
+            strip = tiles.strip(n, 2, 8 if few else 32, 8, 8 if few else 4)
             w, seen = strip.windows, np.zeros(max(n, LANES), int)
             for i in range(strip.pieces * strip.warpgroups * strip.blocks):
                 start = int(w.start(min(i, 10**6)))
