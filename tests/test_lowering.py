@@ -380,3 +380,32 @@ def test_descriptions_tell_static_arguments_apart():
 def test_what_does_not_describe_itself_is_refused(value):
     with pytest.raises(TypeError, match="a kernel's static arguments must tell what they are"):
         lowering.describe(value)
+
+
+def norm_gradients(implementation=None):
+    def loss(x, weight):
+        out = jaxkern.rms_norm(x, weight, implementation=implementation)
+        return jnp.sum(out.astype(jnp.float32))
+
+    arrays = jnp.ones((8, 16384), jnp.bfloat16), jnp.ones(16384)
+    return lower(jax.grad(loss, (0, 1)), *arrays).as_text()
+
+
+def test_a_kernel_that_does_not_fit_a_gpu_is_plain_jax():
+    with jaxkern.lowering_for("b200"):
+        assert "rms_norm_bwd" in norm_gradients()
+    with jaxkern.lowering_for("rtx-pro-6000"):
+        text = norm_gradients()
+        assert not [line for line in kernel_calls(text) if "rms_norm_bwd" in line]
+        words = r"rms_norm_bwd: .*needs \d+ bytes of shared memory a block, and .*has 101376.*xla"
+        with pytest.raises(NotImplementedError, match=words):
+            norm_gradients("mosaic")
+
+
+def test_a_gpu_of_an_unknown_generation_gets_plain_jax_unless_the_user_asks():
+    unknown = jaxkern.Gpu("NVIDIA Z1", (14, 0), 200, 232448)
+    lowering._warn_once.cache_clear()
+    with jaxkern.lowering_for(unknown):
+        with pytest.warns(UserWarning, match=r"Z1 has compute capability 14.0, .*plain JAX runs"):
+            assert "mosaic_gpu" not in norm_text(unknown)
+        assert "mosaic_gpu" in norm_gradients("mosaic")

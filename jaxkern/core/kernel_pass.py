@@ -98,6 +98,8 @@ class KernelPass:
         the one before ends; by default `kernel`.
       faster: tells of the types of one device's arrays whether the kernel is measured to be faster
         for them; where it is not, ``implementation=None`` takes the reference. By default it is.
+      unfit: tells of the types of one device's arrays why the kernel cannot run on the GPU that the
+        program is lowered for, :func:`jaxkern.core.target.current`; ``None`` where it can.
       batched: whether the kernel can run under ``vmap``; if not, the reference does.
       saved_as: the results' name for the policies of ``jax.checkpoint``; by default ``"rms_norm"``
         of a pass ``"rms_norm_fwd"``, and none of other passes.
@@ -113,6 +115,7 @@ class KernelPass:
     partial: OfOptions[Partial | None] = None
     kernel_of_slices: Callable[..., Arrays] | None = None
     faster: Callable[..., bool] | None = None
+    unfit: Callable[..., str | None] | None = None
     batched: bool = True
     saved_as: str | None = None
 
@@ -155,6 +158,7 @@ class KernelPass:
                 finish=_Finish(bound(partial.finish), len(args), here, count, out_here),
             ),
             faster=local(self.faster) if self.faster else None,
+            unfit=local(self.unfit) if self.unfit else None,
             batched=self.batched,
         )
         results = _differentiable(present)(*arrays)
@@ -240,6 +244,7 @@ class _Present:
     whole: frozenset[str]
     partial: _PresentPartial | None
     faster: Local | None
+    unfit: Local | None
     batched: bool
 
     def batchable(self) -> Callable[..., Arrays]:
@@ -265,6 +270,7 @@ class _Present:
                 reference=self.reference.batched(in_axes),
                 partial=self.partial and self.partial.batched(in_axes),
                 faster=self.faster and self.faster.batched(in_axes),
+                unfit=self.unfit and self.unfit.batched(in_axes),
                 ins=tuple((new, *f) if b else f for f, b in zip(self.ins, in_batched, strict=True)),
                 outs=tuple((new, *f) for f in self.outs),
             )
@@ -383,7 +389,8 @@ class _Present:
                 return cast(interpreted)(*args)
             case "mosaic" | "auto":
                 call = functools.partial(
-                    kernel_call, self.name, self.kernel, self.reference, mode == "mosaic"
+                    kernel_call,
+                    *(self.name, self.kernel, self.reference, self.unfit, mode == "mosaic"),
                 )
                 return cast(call)(*args)
 

@@ -17,6 +17,7 @@ import hashlib
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
@@ -34,6 +35,7 @@ from jax.typing import DTypeLike
 import jaxkern
 from jaxkern.core import cache, target
 from jaxkern.core.target import Gpu
+from jaxkern.mosaic.launch import SharedMemoryError, shared_memory_of
 
 Arrays = tuple[Any, ...]
 Type = tuple[tuple[int, ...], DTypeLike]
@@ -108,13 +110,22 @@ def placed(values: Any, places: tuple[int, ...], count: int) -> list[Any]:
     return full
 
 
-def kernel_call(name: str, kernel: Local, reference: Local, required: bool, *arrays: Any) -> Arrays:
+def kernel_call(
+    name: str,
+    kernel: Local,
+    reference: Local,
+    unfit: Local | None,
+    required: bool,
+    *arrays: Any,
+) -> Arrays:
     """The results of a pass: of `kernel` where it runs, else of `reference`.
 
     Args:
       name: of the pass, e.g. ``"rms_norm_fwd"``.
       kernel: launches it; all it depends on beside the arrays is in its description.
       reference: the same in plain JAX.
+      unfit: tells of the types of `arrays` why the kernel cannot run on the GPU that it is lowered
+        for, :func:`jaxkern.core.target.current`.
       required: whether lowering fails where the kernel does not run.
       arrays: of one device.
     """
@@ -124,6 +135,7 @@ def kernel_call(name: str, kernel: Local, reference: Local, required: bool, *arr
             name=name,
             kernel=kernel,
             reference=reference,
+            unfit=unfit,
             required=required,
             precision=jax.config.jax_default_matmul_precision,
             outs=types_of([o for o in result_types(reference, *arrays) if o is not None]),
@@ -166,17 +178,37 @@ def _result_avals(*arrays: Any, outs: tuple[Type, ...], **_: Any) -> list[Shaped
     return [ShapedArray(shape, dtype) for shape, dtype in outs]
 
 
-def _lower_for_cuda(ctx: Any, *args: Any, name, kernel, reference, required, precision, outs):
+def _lower_for_cuda(
+    ctx: Any, *args: Any, name, kernel, reference, unfit, required, precision, outs
+):
     gpu = target.of_program(ctx.module_context.axis_context)
-    if gpu.unsupported is None:
-        types = types_of(ctx.avals_in)
-        return _lowered_plainly(ctx, lowered(name, kernel, types, gpu, precision), outs, args)
+    types = types_of(ctx.avals_in)
+    reason = gpu.unsupported or _unfit(unfit, types, gpu)
+    if reason is None and gpu.untried and not required:
+        _warn_once(f'{gpu.untried}: plain JAX runs. Use implementation="mosaic" to try them.')
+    elif reason is None:
+        try:
+            return _lowered_plainly(ctx, lowered(name, kernel, types, gpu, precision), outs, args)
+        except SharedMemoryError as error:
+            reason = str(error)
     if required:
         raise NotImplementedError(
-            f'{name}: implementation="mosaic" cannot take this call: {gpu.unsupported}. '
+            f'{name}: implementation="mosaic" cannot take this call: {reason}. '
             'Use implementation="xla", or None to have it chosen.'
         )
     return _lowered_plainly(ctx, _jitted(reference), outs, args)
+
+
+def _unfit(unfit: Local | None, types: tuple[Type, ...], gpu: Gpu) -> str | None:
+    if unfit is None:
+        return None
+    with target.fitting_to(gpu):
+        return unfit.of_types(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types))
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(f"jaxkern: {message}", stacklevel=2)
 
 
 def _lower_elsewhere(ctx: Any, *args: Any, reference, required, outs, **_: Any):
@@ -210,7 +242,7 @@ def _lowered_plainly(ctx: Any, f: Callable[..., Any], outs: Any, args: Any) -> A
 
 # Kernels lowered once
 
-_lowered: dict[str, Callable[..., Arrays]] = {}
+_lowered: dict[str, Callable[..., Arrays] | SharedMemoryError] = {}
 _lock = threading.RLock()
 
 lowerings: dict[str, int] = {}
@@ -230,6 +262,9 @@ def lowered(
       types: of its arrays.
       gpu: that it is fitted to.
       precision: of matrix products in plain JAX around the kernel, as JAX's configuration has it.
+
+    Raises:
+      SharedMemoryError: the kernel does not fit the GPU.
     """
     arrays = " ".join(f"{np.dtype(dtype).name}{list(shape)}" for shape, dtype in types)
     what = f"{name} {describe(kernel)}({arrays}) for {describe(gpu)} precision={precision}"
@@ -239,13 +274,20 @@ def lowered(
             key = f"{what}\n{surroundings(kernel)}"
             module = _from_disk(key)
             if module is None:
-                module = _export(name, kernel, types, gpu, precision)
+                try:
+                    module = _export(name, kernel, types, gpu, precision)
+                except SharedMemoryError as error:
+                    _lowered[what] = error
+                    raise
                 lowerings[name] = lowerings.get(name, 0) + 1
                 cache.store(key, bytes(module.serialize()))
             else:
                 found_on_disk += 1
             _lowered[what] = jax.jit(module.call)
-        return _lowered[what]
+        found = _lowered[what]
+    if isinstance(found, SharedMemoryError):
+        raise SharedMemoryError(*found.args)
+    return found
 
 
 def _from_disk(key: str) -> export.Exported | None:
@@ -262,7 +304,7 @@ def _export(name: str, kernel: Local, types: Any, gpu: Gpu, precision: Any) -> e
 
     launch.__name__ = name
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-    with target.fitting_to(gpu), _configured(precision):
+    with target.fitting_to(gpu), _configured(precision), shared_memory_of(gpu):
         exporting = export.export(jax.jit(launch), platforms=["cuda"], disabled_checks=[_MOSAIC])
         return exporting(*arrays)
 

@@ -16,6 +16,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 _KERNELS_NEED = (9, 0)
 
+_COMPILED = ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+"""Capabilities for which kernels were compiled, down to machine code."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -41,6 +44,16 @@ class Gpu:
         return (
             f"{self.name} has compute capability {_dotted(self.capability)}, and the kernels need "
             f"{_dotted(_KERNELS_NEED)} (Hopper) or newer"
+        )
+
+    @property
+    def untried(self) -> str | None:
+        """Why the kernels run on this GPU only when asked for; ``None`` if they do by default."""
+        if self.unsupported or self.capability in _COMPILED:
+            return None
+        return (
+            f"{self.name} has compute capability {_dotted(self.capability)}, for which no kernel "
+            "was ever compiled"
         )
 
     def __str__(self) -> str:
