@@ -1,4 +1,4 @@
-"""The checks of an optimizer's arguments: when it is made, where whoever wrote them is told."""
+"""The checks of an optimizer's arguments, made when it is constructed: there the caller sees why."""
 
 import math
 from typing import Any

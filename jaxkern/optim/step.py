@@ -167,7 +167,7 @@ def _leaves(
 
 
 def _difference(what: str, tree: Tree, name: str, like: Tree, is_leaf: Any) -> str:
-    """The first place where two trees differ, in few words whatever they hold."""
+    """Says where two trees differ first, in few words whatever they hold."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     got = [jax.tree_util.keystr(path) for path, _ in found]
     want = leaf_paths(like)
