@@ -1,4 +1,4 @@
-"""The checks of an optimizer's arguments, made when it is constructed: there the caller sees why."""
+"""The checks of an optimizer's arguments, made where its user constructs it."""
 
 import math
 from typing import Any

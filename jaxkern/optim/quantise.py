@@ -87,7 +87,7 @@ def code(
 def before_rounding(
     dtype: Any, x: jax.Array, scale: jax.Array, bits: jax.Array, of: Functions = PLAIN
 ) -> jax.Array:
-    """The number that is rounded to the code, with the random part added; it is within the codes."""
+    """The number that is rounded to the code, its random part added and its limits the codes'."""
     # 1 + bits / 2^23, by its mantissa; (bits + 1/2) / 2^16 is uniform.
     above_one = lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32)
     small = above_one - (1 - 2.0**-24)
