@@ -64,13 +64,7 @@ class MambaBlock(Mamba):
 
     def __init__(self, config: ModelConfig, options: Options, *, rngs: nnx.Rngs):
         super().__init__(
-            config.d_model,
-            d_state=config.d_state,
-            d_conv=config.d_conv,
-            expand=config.expand,
-            dt_rank=config.dt_rank,
-            use_bias=config.use_bias,
-            use_conv_bias=config.use_conv_bias,
+            **dataclasses.asdict(config.block),
             n_layers=config.n_layers,
             dtype=options.policy.compute,
             implementation=options.implementation,

@@ -273,7 +273,7 @@ class Mamba(eqx.Module):
         inits = mamba.initializers(self.sizes, n_layers)
         keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
         weights = {name: init(keys[name], shape, dtype) for name, (init, shape) in inits.items()}
-        self.weights = mamba.Weights(**{"conv_bias": None, **weights})
+        self.weights = mamba.weights_from(weights)
         self.implementation = implementation
 
     def __call__(
