@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 1) -> int:
-    """Tell a line on stderr; on a terminal it may come after half a line on stdout."""
+    """Print a line to stderr; on a terminal it may come after half a line on stdout."""
     stop.discard_closed_output()
     with contextlib.suppress(OSError):
         if code > 128 and sys.stdout.isatty() and sys.stderr.isatty():
@@ -83,7 +83,7 @@ def _fail(message: str, code: int = 1) -> int:
 
 
 def _explain(error: BaseException) -> str | None:
-    """One line for an error of the machine or of a kernel that cannot; None for a bug."""
+    """One line for an error of the machine, or of a kernel that cannot run; None for a bug."""
     text = str(error)
     number = getattr(error, "errno", None)
     for full, what in ((errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the quota is used up")):
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
-    """A function that adds a flag whose value is left out of the result when it is not given.
+    """Make a function that adds a flag whose value is left out when the flag is not given.
 
     Flags that have limits take numbers within them; by default the default is that of the run.
     """
@@ -142,7 +142,7 @@ def _by_preset(field: str) -> str:
 
 
 def _add_model(add: Callable[..., None]) -> None:
-    """The flags that decide what the training step computes."""
+    """Add the flags that decide what the training step computes."""
     add("--preset", f"model size: {', '.join(PRESETS)}", choices=PRESETS, metavar="NAME")
     add("--batch-size", "sequences per step")
     add("--seq-len", "bytes per sequence")
@@ -431,7 +431,7 @@ def _devices(text: str) -> str:
 
 
 def _named(text: str) -> str:
-    """A path; an empty one, as of a variable that is not set, would be the folder one is in."""
+    """Refuse an empty path, as of a variable that is not set: it would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("must be a path, got ''")
     return text

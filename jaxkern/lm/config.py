@@ -15,7 +15,7 @@ class RunError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a number may be."""
+    """The numbers that a flag may have."""
 
     kind: Callable[[Any], Any]  # int or float
     low: float
@@ -23,7 +23,7 @@ class Limits:
     zero: bool = False  # is allowed although it is lower
 
     def check(self, value: Any) -> Any:
-        """`value`, or ValueError if it is not of the kind or not within the limits."""
+        """Return `value`; raise ValueError if it is of another kind or not within the limits."""
         whole = type(value) is int
         if not (whole or (type(value) is float and self.kind is float)):
             raise ValueError(value)

@@ -192,7 +192,7 @@ def save(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint."""
+    """Reads config.json of a checkpoint."""
     path = folder / _CONFIG
     try:
         config = json.loads(path.read_text())
@@ -212,7 +212,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def model_config(config: dict[str, Any]) -> ModelConfig:
-    """The shape of the model that config.json tells of.
+    """The shape of the model that config.json describes.
 
     Raises:
       RunError: it is not one that the model here can be.
@@ -378,7 +378,7 @@ def _shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    """The shapes that are others than expected."""
+    """Says which shapes differ from those expected."""
     names = [n for n in found | expected if found.get(n) != expected.get(n)]
     told = lambda of: {name: of[name] for name in names if name in of}
     return f"{told(found)}, and by the model's configuration they are {told(expected)}"

@@ -34,7 +34,7 @@ class MetricsLog:
         self._file.flush()
 
     def sync(self) -> None:
-        """Have it on disk: a checkpoint must not be there before its steps' records."""
+        """Write all to disk: no checkpoint may be there before the records of its steps."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -321,7 +321,7 @@ class Mamba(nnx.Module):
 def _normalised(
     layer: Any, op: Callable[..., Any], parent: Callable[..., Any], x: Any, mask: Any, *params: Any
 ) -> jax.Array:
-    """`x` normalised by `op` over its last axis, or else by `parent`."""
+    """Normalises `x` by `op` over its last axis, or else by `parent`."""
     values = [_value(param) for param in params]
     reason = norm_reason(layer, jnp.ndim(x), mask) or _dtype_reason(layer, x, *values)
     if left_to_parent(layer, reason):

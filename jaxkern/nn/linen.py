@@ -269,7 +269,7 @@ def _weights(block: Mamba) -> mamba.Weights:
 
 
 def _plain(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's computation, (module, ...) -> result, which does not count as a call of its own.
+    """Unwraps a module's computation, (module, ...) -> result, so that it counts as no other call.
 
     Intermediates that are captured, and interceptors, would otherwise see two calls of the layer.
     """
@@ -279,7 +279,7 @@ def _plain(call: Callable[..., Any]) -> Callable[..., Any]:
 def _normalised(
     layer: Any, op: Callable[..., Any], parent: Callable[..., Any], x: Any, mask: Any, *names: str
 ) -> jax.Array:
-    """`x` normalised by `op` over its last axis, or else by `parent`; parameters by their names."""
+    """Normalises `x` by `op` over its last axis, or else by `parent`, with the named parameters."""
     reason = norm_reason(layer, jnp.ndim(x), mask) or _dtype_reason(layer, x, *names)
     if left_to_parent(layer, reason):
         return _plain(parent)(layer, x, mask=mask)
@@ -305,7 +305,7 @@ def _dtype_reason(layer: Any, x: Any, *names: str) -> str | None:
 
 
 def _promoted(dtype: Any, x: Any, *params: Any) -> tuple[jax.Array, Any]:
-    """`x` so that the result is rounded once, and the dtype that flax's result has."""
+    """Casts `x` so that the result is rounded once; returns it and the dtype of flax's result."""
     dtype = canonicalize_dtype(x, *params, dtype=dtype)
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):

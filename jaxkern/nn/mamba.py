@@ -50,7 +50,7 @@ def weights_from(params: Mapping[str, Any]) -> Weights:
 
 
 class Cache(NamedTuple):
-    """What a block carries from token to token: zeros to begin with."""
+    """The state that a block carries from token to token: zeros before the first."""
 
     conv: jax.Array  # (B, W - 1, E), the convolution's last inputs
     scan: jax.Array  # (B, E, N), float32, the state
@@ -244,7 +244,7 @@ def mamba_step(
 def check_call(
     weights: Weights, x: Any, cache: Cache | None, segment_ids: Any, forms: tuple[str, ...]
 ) -> jax.Array:
-    """`x` as an array, of one of the shapes `forms`, each the names of its axes.
+    """Returns `x` as an array if it has one of the shapes `forms`, each the names of its axes.
 
     The last of the forms is ``"B L D"`` for sequences, or ``"B D"`` for tokens.
 

@@ -107,12 +107,12 @@ def scale_gradients(
 
 
 def sum_of_squares(mode: Mode, leaves: Sequence[jax.Array], f32: Any = jnp.float32) -> jax.Array:
-    """() of dtype `f32`, of all elements of `leaves`."""
+    """The sum of the squares of all elements of `leaves`, () of dtype `f32`."""
     return _sum_of_squares(mode, f32, list(leaves))
 
 
 def floating_leaves(name: str, tree: Any, *, values: bool = True) -> tuple[list[Any], Any]:
-    """The leaves of a tree, all floating arrays, and its structure.
+    """Returns the leaves of a tree, all floating arrays, and its structure.
 
     Args:
       name: of the tree, for messages.
@@ -149,14 +149,14 @@ def is_floating(leaf: Any) -> bool:
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """Where each leaf is, as Python would write it."""
+    """The path of each leaf, as Python would write it."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def resolve_gradients(
     implementation: Implementation | None, leaves: Sequence[jax.Array], *, op: str
 ) -> Mode:
-    """What runs; in ``"auto"`` leaves that the kernel cannot take go through plain JAX."""
+    """Picks what runs; in ``"auto"``, plain JAX takes the leaves that the kernel cannot."""
     reasons = map(_unsupported, leaves) if implementation == "mosaic" else ()
     unsupported = next((reason for reason in reasons if reason), None)
     return resolve(implementation, unsupported, op=op)
@@ -171,7 +171,7 @@ def _unsupported(a: jax.Array) -> str | None:
 
 
 def _vector(a: Any) -> int:
-    """Elements of a unit: as many as make 16 bytes, if they divide the size."""
+    """The elements of a unit: as many as make 16 bytes, if they divide the size."""
     return math.gcd(16 // a.dtype.itemsize, a.size)
 
 
@@ -200,7 +200,7 @@ def _sum_of_squares(mode, f32, leaves) -> jax.Array:
 
 
 def _groups(mode: Mode, leaves: Sequence[jax.Array]) -> list[tuple[Mode, list[int]]]:
-    """What runs and the leaves of each pass, by their index; empty leaves are in none."""
+    """Assigns leaves, by their index, to passes with what runs each; empty leaves are in none."""
     alone = may_be_split(leaves)
     kinds: dict[int, Any] = {}
     for i, a in enumerate(leaves):
@@ -319,7 +319,7 @@ def _squares_block(
 def _loaded(
     per_lane: int, vec: int, block: jax.Array, ref: Any, start: jax.Array, units: jax.Array
 ) -> tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]:
-    """The block's and the lanes' numbers, the lanes' units, and their elements (LANES · vec,).
+    """Loads a block's part of a leaf: block, lane, the lanes' units, their elements (LANES · vec,).
 
     Units past the leaf's end repeat the last.
     """
@@ -333,7 +333,7 @@ def _loaded(
 
 
 def _overflow(dtype: Any) -> float:
-    """The least number that is rounded to infinity: half a step above the largest one."""
+    """The least number that is rounded to infinity, half a step above the largest finite one."""
     if dtype == jnp.float32:
         return math.inf
     info = jnp.finfo(dtype)

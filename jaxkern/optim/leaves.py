@@ -56,7 +56,7 @@ def too_large(size: int, vec: int) -> str | None:
 
 
 def grouped(kinds: Mapping[int, Hashable]) -> list[list[int]]:
-    """The leaves, by their index, whose kinds are equal."""
+    """Groups leaves, by their index, whose kinds are equal."""
     groups: dict[Hashable, list[int]] = {}
     for i, kind in kinds.items():
         groups.setdefault(kind, []).append(i)
@@ -64,7 +64,7 @@ def grouped(kinds: Mapping[int, Hashable]) -> list[list[int]]:
 
 
 def flattened(leaves: Sequence[Any]) -> Any:
-    """`leaves`, arrays or tuples of them, as a pass takes them: several as vectors.
+    """Makes vectors of several leaves, each an array or a tuple of arrays, for one pass.
 
     A leaf on its own keeps its axes, between which devices may split it, but for a scalar.
     """
@@ -74,12 +74,12 @@ def flattened(leaves: Sequence[Any]) -> Any:
 
 
 def reshaped(arrays: Any, like: Any) -> Any:
-    """A tree of arrays in the shapes that they had before :func:`flattened`."""
+    """Gives arrays the shapes of `like` back, which they had before :func:`flattened`."""
     return jax.tree.map(lambda a, b: a.reshape(b.shape), arrays, like)
 
 
 def leaf_factors(ranks: Sequence[int]) -> list[str]:
-    """The factors of each leaf of a :class:`~jaxkern.core.kernel_pass.KernelPass`, its own."""
+    """Names the dimensions of each leaf for a KernelPass: no two leaves share a factor."""
     return [" ".join(f"l{i}d{d}" for d in range(rank)) for i, rank in enumerate(ranks)]
 
 

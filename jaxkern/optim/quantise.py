@@ -52,7 +52,7 @@ def quantisable(shape: tuple[int, ...]) -> bool:
 
 
 class Functions(NamedTuple):
-    """What a kernel computes its own way."""
+    """Functions that a kernel computes by instructions of its own."""
 
     exp2: Callable[[jax.Array], jax.Array]
     log2: Callable[[jax.Array], jax.Array]
@@ -63,7 +63,7 @@ PLAIN = Functions(jnp.exp2, jnp.log2, jnp.round)
 
 
 def value(dtype: Any, code: jax.Array, scale: jax.Array, of: Functions = PLAIN) -> jax.Array:
-    """What a code stands for; code and scale in float32, of one shape."""
+    """The number that a code stands for; code and scale in float32, of one shape."""
     if dtype == jnp.int8:
         return code * (scale * (1 / 127))
     return scale * of.exp2((code - 255.0) * (1 / _PER_OCTAVE))
@@ -72,7 +72,7 @@ def value(dtype: Any, code: jax.Array, scale: jax.Array, of: Functions = PLAIN) 
 def code(
     dtype: Any, x: jax.Array, scale: jax.Array, bits: jax.Array, of: Functions = PLAIN
 ) -> jax.Array:
-    """A code for x, of at most the magnitude of scale, in float32.
+    """Rounds x, of at most the magnitude of scale, to a code, in float32.
 
     Args:
       dtype: int8 or uint8.
@@ -105,10 +105,10 @@ def before_rounding(
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The scale of each element."""
+    """Repeats each block's scale for its elements, in `shape`."""
     return jnp.repeat(scale, BLOCK).reshape(shape)
 
 
 def largest(x: jax.Array) -> jax.Array:
-    """(elements / 256,): the largest magnitude of each block."""
+    """The largest magnitude of each block, (elements / 256,)."""
     return jnp.abs(x).reshape(-1, BLOCK).max(axis=1)

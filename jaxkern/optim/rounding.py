@@ -37,7 +37,7 @@ GROUP = 8
 
 
 def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """float32 that bfloat16 holds, one of the two around x.
+    """Rounds x to one of the two bfloat16 around it, and returns that in float32.
 
     Args:
       x: float32.
@@ -63,7 +63,7 @@ def _round_with_slope_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.A
 
 
 class Draws(NamedTuple):
-    """Uniform uint32 below 2^16, two for each element; those of one element are independent."""
+    """Two uniform uint32 below 2^16 for each element, independent of each other."""
 
     first: Any
     second: Any

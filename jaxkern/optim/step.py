@@ -23,7 +23,7 @@ Number = Any
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A transformation's arguments, checked; those that Adam alone has have defaults."""
+    """A transformation's arguments, checked. What only Adam has comes last, with defaults."""
 
     name: str
     rule: Rule
@@ -49,7 +49,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a step takes, and `new_state`, which makes the state of the leaves after it."""
+    """The input of a step, and `new_state`, which makes the new state of the new leaves."""
 
     leaves: list[Leaf]
     statics: list[Static]
@@ -68,7 +68,7 @@ def prepare(
     loss_scale: LossScale | None,
     grad_norm: jax.Array | None,
 ) -> Prepared:
-    """The leaves and numbers of a step.
+    """Checks the trees of a step, and returns its leaves and numbers.
 
     Raises:
       TypeError, ValueError: trees, state and options do not belong together.
@@ -195,7 +195,7 @@ def _codes_and_scale(node: Any) -> tuple[Any, Any]:
 
 @jax.custom_jvp
 def _of_first_order(scale: jax.Array) -> jax.Array:
-    """The scale of codes, which has a tangent where the codes would have one if they could."""
+    """The scale of codes; as codes have no tangent, differentiating by it is refused."""
     return scale
 
 
@@ -242,7 +242,7 @@ def _gradient_scale(
     norm: Any,
     f32: Any,
 ) -> tuple[Any, Any]:
-    """What the gradients are multiplied by, and whether their norm is finite."""
+    """The factor of the gradients, and whether their norm is finite."""
     scale = jnp.ones((), f32)
     if loss_scale is not None:
         scale = 1 / jnp.asarray(loss_scale.loss_scale, f32)

@@ -129,7 +129,7 @@ def apply(
 
 
 def check_fused(tx: Any, user: str, instead: str) -> None:
-    """Refuse a transformation that does not take one pass, where that is what a class is for.
+    """Refuses a transformation that does not take one pass, for a class that is made for it.
 
     Args:
       tx: what was given.

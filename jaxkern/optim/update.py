@@ -82,7 +82,7 @@ def update_leaves(
     leaves: Sequence[Leaf],
     statics: Sequence[Static],
 ) -> list[Leaf]:
-    """The leaves after a step, their gradients ``None``.
+    """Does a step, and returns the new leaves, their gradients ``None``.
 
     Args:
       rule: the optimizer.
@@ -137,7 +137,7 @@ def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
 
 
 def _vector(rule: Rule, leaf: Leaf) -> int:
-    """Elements of a unit: as many as make 16 bytes of the widest array, if they divide the size.
+    """The elements of a unit: as many as make 16 bytes of the widest array, if they divide the size.
 
     With 8-bit codes 8, so that a warp has a block, and where random bits are drawn as many as one
     call of the generator serves.
@@ -153,7 +153,7 @@ def _vector(rule: Rule, leaf: Leaf) -> int:
 def _groups(
     rule: Rule, leaves: Sequence[Leaf], which: Sequence[int], statics: Sequence[Static], alone: bool
 ) -> list[list[int]]:
-    """The leaves of each launch, by their index."""
+    """Assigns leaves, by their index, to launches."""
     kinds: dict[int, Any] = {}
     for i in which:
         leaf = leaves[i]
@@ -192,7 +192,7 @@ class _Options:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(rule, mode, offsets, decays, header, values, number, leaves) -> list[Leaf]:
-    """The kernel over leaves of equal dtypes, or its twin where it cannot run.
+    """Runs the kernel over leaves of equal dtypes, or its twin where it cannot run.
 
     A program traces and lowers it once for all leaves that have a launch of their own and are
     alike, as their number is an argument. The kernel takes the step's numbers from `header`, words
@@ -213,7 +213,7 @@ def _leaves(arrays: Sequence[Any]) -> list[Leaf]:
 
 
 def _reference(options, header, values, number, *arrays) -> tuple[Any, ...]:
-    """The leaves after a step, but for their gradients, one after the other."""
+    """The arrays of the leaves after the step, but for the gradients, in plain JAX."""
     rule = options.rule
     names = number_names(rule)
     numbers, seed = Numbers(**dict(zip(names, values, strict=True))), header[len(names) :]
@@ -236,7 +236,7 @@ class _Plan:
 
     @property
     def per_lane(self) -> int:
-        """Units of a lane: more elements of few bytes."""
+        """The units of a lane: twice as many elements where averages are 8-bit codes."""
         codes = self.leaf.mu_scale is not None or self.leaf.nu_scale is not None
         return min(4, (2 if codes else 1) * ELEMENTS // self.vec)
 
@@ -314,7 +314,7 @@ def _update_unit(
     values: Sequence[Any],
     scales: Sequence[Any],
 ) -> None:
-    """Does the step on a unit of each lane, and stores what is left of it.
+    """Does the step on a unit of each lane, and stores the results.
 
     Args:
       plan: what is compiled in.
