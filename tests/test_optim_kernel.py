@@ -91,11 +91,11 @@ def test_kernel_is_its_twin(case, monkeypatch):
         coded_leaf(s if isinstance(s, tuple) else (s,), dtypes, i)
         for i, (s, dtypes) in enumerate(shapes)
     ]
-    statics = [Static(i + 2, i != 3) for i in range(len(leaves))]
+    statics = tuple(Static(i + 2, i != 3) for i in range(len(leaves)))
     seed = jnp.array([5, 6, 7], jnp.uint32)
-    plain = update_leaves(rule, "xla", numbers(rule, **changes), seed, leaves, statics)
+    plain = update_leaves(rule, "xla", statics, numbers(rule, **changes), seed, leaves)
     mode = "mosaic" if ON_GPU else "interpret"
-    kernel = update_leaves(rule, mode, numbers(rule, **changes), seed, leaves, statics)
+    kernel = update_leaves(rule, mode, statics, numbers(rule, **changes), seed, leaves)
     for got, want, old in zip(kernel, plain, leaves, strict=True):
         assert [a is None for a in got] == [a is None for a in want]
         for a, b, before in zip(got, want, old, strict=True):

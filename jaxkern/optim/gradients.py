@@ -106,9 +106,15 @@ def scale_gradients(
     return treedef.unflatten(scaled), finite
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def sum_of_squares(mode: Mode, leaves: Sequence[jax.Array], f32: Any = jnp.float32) -> jax.Array:
     """The sum of the squares of all elements of `leaves`, () of dtype `f32`."""
-    return _sum_of_squares(mode, f32, list(leaves))
+    total = jnp.zeros((), f32)
+    for mode_here, group in _groups(mode, leaves):
+        flat = flattened([leaves[i] for i in group])
+        (part,) = SQUARES(_Options(mode_here, tuple(a.ndim for a in flat), f32), *flat)
+        total += part.astype(f32)
+    return total
 
 
 def floating_leaves(name: str, tree: Any, *, values: bool = True) -> tuple[list[Any], Any]:
@@ -187,16 +193,6 @@ def _scale(mode, factor, leaves) -> tuple[list[jax.Array], jax.Array]:
         for i, a in zip(group, reshaped(scaled, members), strict=True):
             done[i] = a
     return done, finite
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sum_of_squares(mode, f32, leaves) -> jax.Array:
-    total = jnp.zeros((), f32)
-    for mode_here, group in _groups(mode, leaves):
-        flat = flattened([leaves[i] for i in group])
-        (part,) = SQUARES(_Options(mode_here, tuple(a.ndim for a in flat), f32), *flat)
-        total += part.astype(f32)
-    return total
 
 
 def _groups(mode: Mode, leaves: Sequence[jax.Array]) -> list[tuple[Mode, list[int]]]:

@@ -52,7 +52,7 @@ class Prepared:
     """The input of a step, and `new_state`, which makes the new state of the new leaves."""
 
     leaves: list[Leaf]
-    statics: list[Static]
+    statics: tuple[Static, ...]
     treedef: Any
     numbers: Numbers
     seed: jax.Array
@@ -82,7 +82,7 @@ def prepare(
     _check_state(options, state)
     leaves, treedef = _leaves(options, grads, state, params)
     decays = _decays(options, params, treedef) if decaying else [False] * len(leaves)
-    statics = [Static(i, d) for i, d in enumerate(decays)]
+    statics = tuple(Static(i, d) for i, d in enumerate(decays))
     f32 = jnp.float32
     if any(a.dtype == jnp.float64 for leaf in leaves for a in leaf if a is not None):
         f32 = jnp.float64

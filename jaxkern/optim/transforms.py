@@ -409,7 +409,7 @@ def _fused(options: Options) -> optax.GradientTransformationExtraArgs:
             reasons = (leaf_unsupported(options.rule, leaf) for leaf in step.leaves)
             resolve("mosaic", next((r for r in reasons if r), None), op=options.name)
         after = update_leaves(
-            options.rule, mode, step.numbers, step.seed, step.leaves, step.statics
+            options.rule, mode, step.statics, step.numbers, step.seed, step.leaves
         )
         params = [leaf.weight if leaf.copy is None else leaf.copy for leaf in after]
         return step.treedef.unflatten(params), step.new_state(after)

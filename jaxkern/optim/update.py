@@ -74,37 +74,30 @@ LARGE = 2**24
 """Elements from which a leaf has a launch of its own: it takes 100 µs, of which 2 are its ends."""
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def update_leaves(
     rule: Rule,
     mode: Mode,
+    statics: tuple[Static, ...],
     numbers: Numbers,
     seed: jax.Array,
     leaves: Sequence[Leaf],
-    statics: Sequence[Static],
 ) -> list[Leaf]:
     """Does a step, and returns the new leaves, their gradients ``None``.
 
     Args:
       rule: the optimizer.
       mode: what runs, from :func:`jaxkern.core.dispatch.resolve`.
+      statics: of each leaf.
       numbers: of the step.
       seed: (3,), uint32, the seed's two words and the step, for the stochastic rounding.
       leaves: floating arrays.
-      statics: of each leaf.
     """
-    return _update_jit(rule, mode, tuple(statics), numbers, seed, list(leaves))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _update_jit(rule, mode, statics, numbers, seed, leaves):
     done: list[Any] = [None] * len(leaves)
     by_kernel = []
     for i, (leaf, static) in enumerate(zip(leaves, statics, strict=True)):
-        if (
-            mode == "xla"
-            or (mode == "auto" and leaf_unsupported(rule, leaf))
-            or leaf.weight.size == 0
-        ):
+        by_xla = mode == "xla" or (mode == "auto" and leaf_unsupported(rule, leaf) is not None)
+        if by_xla or leaf.weight.size == 0:
             done[i] = updated(rule, static.decays, numbers, seed, static.number, leaf)
         else:
             by_kernel.append(i)
@@ -137,7 +130,7 @@ def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
 
 
 def _vector(rule: Rule, leaf: Leaf) -> int:
-    """The elements of a unit: as many as make 16 bytes of the widest array, if they divide the size.
+    """The elements of a unit: as many as make 16 bytes of the widest array and divide the size.
 
     With 8-bit codes 8, so that a warp has a block, and where random bits are drawn as many as one
     call of the generator serves.
@@ -160,13 +153,11 @@ def _groups(
         dtypes = tuple(None if a is None else a.dtype for a in leaf)
         alike = (dtypes, _vector(rule, leaf), statics[i].decays, varying(*leaf))
         kinds[i] = (i,) if alone or leaf.weight.size >= LARGE else alike
-    return [
-        list(part)
-        for members in grouped(kinds)
-        for part in itertools.batched(
-            members, MAX_REFS // sum(a is not None for a in leaves[members[0]])
-        )
-    ]
+    groups: list[list[int]] = []
+    for members in grouped(kinds):
+        arrays = sum(a is not None for a in leaves[members[0]])
+        groups += map(list, itertools.batched(members, MAX_REFS // arrays))
+    return groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +174,8 @@ class _Options:
 
     def factors(self) -> list[list[str]]:
         """The factors of each leaf's arrays: its own dimensions, and one of its scales."""
-        scaled = len(Leaf._fields) - 2
-        return [
-            [of_leaf] * scaled + [f"l{i}s"] * 2
-            for i, of_leaf in enumerate(leaf_factors(self.ranks))
-        ]
+        dims = enumerate(leaf_factors(self.ranks))
+        return [[of_leaf] * (len(Leaf._fields) - 2) + [f"l{i}s"] * 2 for i, of_leaf in dims]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
