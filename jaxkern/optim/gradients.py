@@ -100,7 +100,8 @@ def scale_gradients(
     """
     check_loss_scale(loss_scale)
     leaves, treedef = floating_leaves("grads", grads)
-    mode = resolve_gradients(implementation, leaves, op="scale_gradients")
+    reasons = map(_unsupported, leaves) if implementation == "mosaic" else ()
+    mode = resolve(implementation, next(filter(None, reasons), None), op="scale_gradients")
     f32 = functools.reduce(jnp.promote_types, (a.dtype for a in leaves), jnp.dtype(jnp.float32))
     scaled, finite = _scale(mode, 1 / jnp.asarray(loss_scale.loss_scale, f32), leaves)
     return treedef.unflatten(scaled), finite
@@ -159,15 +160,6 @@ def leaf_paths(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def resolve_gradients(
-    implementation: Implementation | None, leaves: Sequence[jax.Array], *, op: str
-) -> Mode:
-    """Picks what runs; in ``"auto"``, plain JAX takes the leaves that the kernel cannot."""
-    reasons = map(_unsupported, leaves) if implementation == "mosaic" else ()
-    unsupported = next((reason for reason in reasons if reason), None)
-    return resolve(implementation, unsupported, op=op)
-
-
 def _unsupported(a: jax.Array) -> str | None:
     """Why the kernels cannot take a leaf."""
     if a.dtype.name not in DTYPES:
@@ -196,7 +188,10 @@ def _scale(mode, factor, leaves) -> tuple[list[jax.Array], jax.Array]:
 
 
 def _groups(mode: Mode, leaves: Sequence[jax.Array]) -> list[tuple[Mode, list[int]]]:
-    """Assigns leaves, by their index, to passes with what runs each; empty leaves are in none."""
+    """Assigns leaves, by their index, to passes, each with what it runs.
+
+    In ``"auto"`` plain JAX takes those that the kernels cannot; empty leaves are in no pass.
+    """
     alone = may_be_split(leaves)
     kinds: dict[int, Any] = {}
     for i, a in enumerate(leaves):

@@ -407,7 +407,7 @@ def _fused(options: Options) -> optax.GradientTransformationExtraArgs:
         step = prepare(options, mode, grads, state, params, loss_scale, grad_norm)
         if options.implementation == "mosaic":
             reasons = (leaf_unsupported(options.rule, leaf) for leaf in step.leaves)
-            resolve("mosaic", next((r for r in reasons if r), None), op=options.name)
+            resolve("mosaic", next(filter(None, reasons), None), op=options.name)
         after = update_leaves(
             options.rule, mode, step.statics, step.numbers, step.seed, step.leaves
         )
