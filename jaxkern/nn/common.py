@@ -57,7 +57,7 @@ def product_reason(layer: Any) -> str | None:
 
 
 def promotion_reason(layer: Any, own: Any) -> str | None:
-    """Why the ops cannot follow the dtypes of a layer whose `promote_dtype` is not flax's `own`."""
+    """Why the ops cannot follow the dtypes of a layer, unless flax's `own` function promotes them."""
     if layer.promote_dtype is not own:
         return "promote_dtype is not that of flax, which the kernels' own conversions follow"
     return None
