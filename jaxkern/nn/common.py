@@ -48,21 +48,6 @@ def norm_reason(layer: Any, ndim: int, mask: Any) -> str | None:
     return None
 
 
-def product_reason(layer: Any) -> str | None:
-    """Why the op cannot compute the products of this layer of flax, whatever their dtypes."""
-    replaced = layer.dot_general not in (None, jax.lax.dot_general)
-    if replaced or getattr(layer, "dot_general_cls", None) is not None:
-        return "dot_general is not that of JAX"
-    return None
-
-
-def promotion_reason(layer: Any, own: Any) -> str | None:
-    """Why the ops cannot follow the dtypes of a layer, unless flax's `own` function promotes them."""
-    if layer.promote_dtype is not own:
-        return "promote_dtype is not that of flax, which the kernels' own conversions follow"
-    return None
-
-
 def dropout_reason(layer: Any, dtype: Any) -> str | None:
     """Why the op cannot compute this dropout of flax."""
     if layer.broadcast_dims:

@@ -27,8 +27,6 @@ from jaxkern.nn.common import (
     implementation_of_products,
     left_to_parent,
     norm_reason,
-    product_reason,
-    promotion_reason,
 )
 
 try:
@@ -162,8 +160,8 @@ class Linear(nnx.Linear):
         )
 
     def _product_reason(self, out_sharding: Any) -> str | None:
-        if reason := product_reason(self):
-            return reason
+        if self.dot_general is not jax.lax.dot_general:
+            return "dot_general is not that of JAX"
         for name, value in (
             ("preferred_element_type", self.preferred_element_type),
             ("out_sharding", out_sharding),
@@ -338,7 +336,7 @@ def _value(param: nnx.Param | None) -> Any:
 
 def _dtype_reason(layer: Any, x: Any, *params: Any) -> str | None:
     """Why the ops cannot compute in the dtypes of a call."""
-    if reason := promotion_reason(layer, dtypes.promote_dtype):
-        return reason
+    if layer.promote_dtype is not dtypes.promote_dtype:
+        return "promote_dtype is not that of flax, which the kernels' own conversions follow"
     dtype = dtypes.canonicalize_dtype(x, *params, dtype=layer.dtype)
     return dtype_reason(dtype, *(param.dtype for param in params if param is not None))

@@ -23,8 +23,6 @@ from jaxkern.nn.common import (
     implementation_of_products,
     left_to_parent,
     norm_reason,
-    product_reason,
-    promotion_reason,
 )
 
 try:
@@ -138,8 +136,10 @@ class Dense(nn.Dense):
     @nn.nowrap
     def _reason(self, inputs: Any) -> str | None:
         """Why the op cannot compute this call."""
-        if reason := product_reason(self) or promotion_reason(self, promote_dtype):
-            return reason
+        if self.dot_general not in (None, jax.lax.dot_general) or self.dot_general_cls is not None:
+            return "dot_general is not that of JAX"
+        if self.promote_dtype is not promote_dtype:
+            return "promote_dtype is not that of flax, which the kernels' own conversions follow"
         if jnp.ndim(inputs) == 0:
             return "inputs is a scalar, which has no axis to multiply"
         return _dtype_reason(self, inputs, "kernel", "bias")
