@@ -19,14 +19,6 @@ from jaxkern.lm.stop import say
 from jaxkern.precision import Policy
 
 
-def new_corpus(out: Path, config: TrainConfig) -> data.Corpus:
-    """The data of a new run, packed into its folder."""
-    say("data     reading …")
-    corpus = data.build_corpus(config.data, out / "corpus")
-    data.check_length(corpus, config.seq_len)
-    return corpus
-
-
 def resumed(
     out: Path, config: TrainConfig, policy: Policy, stored: dict[str, Any]
 ) -> tuple[data.Corpus, int]:

@@ -70,7 +70,9 @@ def _begin(
     """
     config, out, done = trainer.config, trainer.out, 0
     if stored is None:
-        corpus = run.new_corpus(out, config)
+        say("data     reading …")
+        corpus = data.build_corpus(config.data, out / "corpus")
+        data.check_length(corpus, config.seq_len)
     else:
         corpus, done = run.resumed(out, config, trainer.policy, stored)
     say(f"data     {corpus.describe()}")
