@@ -1,19 +1,12 @@
 """Sequence policies side by side: ``python -m bench.backbones`` trains five backbones.
 
-An observation of `embed` numbers a step, a backbone of `hidden` channels, logits over actions:
-
-    x = observation · W_in;   x = x + backbone(rms_norm(x));   logits = rms_norm(x) · W_out
-
-with an MLP (SwiGLU), an LSTM, a GRU, causal attention or a Mamba block as the backbone. The task:
-say which of 8 fixed directions the exponential average of the observations so far points along
-most, by cross-entropy, with Adam; it needs a memory, so that an MLP learns less of it.
+They and their task are in `bench.policies`; the loss is the cross-entropy, the optimizer Adam.
 
 Every backbone runs on plain JAX (``xla``) and with this library's kernels (``mosaic``): the norm,
-the MLP's gate, Mamba's convolution and scan. Times are of one call, on a GPU the sum of the
-durations of its kernels, with arguments as they lie, in the cache or not: of the loss (forward) and
-of loss and gradients in one program; backward is the difference, and a step is that program and
-Adam's update. `wall_us` is what a step takes in the training loop, where it is one program, with
-its launches.
+the MLP's gate, the Mamba block. Times are of one call, on a GPU the sum of the durations of its
+kernels, whether or not the arguments are in the cache: of the loss (forward) and of loss and
+gradients in one program; backward is the difference, and a step is that program and Adam's update.
+`wall_us` is the time of a step in the training loop, where it is one program, with its launches.
 """
 
 import argparse
@@ -35,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import jaxkern
 from bench import timing
+from bench.policies import BACKBONES, Params, Sizes, draw, init, logits
 from bench.report import FOLDER, NAMES, OURS, RESULTS, table
 from bench.run import machine
 from jaxkern.precision import Policy
@@ -45,186 +38,7 @@ DOCUMENT = FOLDER / "backbones.md"
 PICTURE = FOLDER / "pictures" / "backbones.svg"
 PRECISIONS = ("fp32", "bf16")
 
-Params = dict[str, jax.Array]
-
-_WIDE = ("A_log", "D", "dt_bias")  # the scan takes them in fp32
 _OPTIMIZER = optax.adam(3e-3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The policy's shape."""
-
-    batch: int = 32
-    embed: int = 287
-    hidden: int = 256
-    state: int = 16
-    heads: int = 4
-    actions: int = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Backbone:
-    """``init(key, sizes)`` and ``apply(params, x, sizes, implementation)``, (B, L, hidden)."""
-
-    init: Callable[[Any, Sizes], Params]
-    apply: Callable[[Params, jax.Array, Sizes, str], jax.Array]
-
-
-def _dense(key: Any, **shapes: tuple[int, int]) -> Params:
-    keys = jax.random.split(key, len(shapes))
-    return {
-        name: jax.random.normal(k, shape) * shape[0] ** -0.5
-        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-
-
-def _mlp_init(key: Any, s: Sizes) -> Params:
-    wide = (s.hidden, 4 * s.hidden)
-    return _dense(key, gate=wide, up=wide, down=(4 * s.hidden, s.hidden))
-
-
-def _mlp(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
-    del s
-    return jaxkern.swiglu(x @ p["gate"], x @ p["up"], implementation=implementation) @ p["down"]
-
-
-def _lstm_init(key: Any, s: Sizes) -> Params:
-    wide = (s.hidden, 4 * s.hidden)
-    return _dense(key, of_x=wide, of_h=wide) | {"bias": jnp.zeros(wide[1])}
-
-
-def _lstm(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
-    del implementation
-
-    def step(state: Any, now: jax.Array) -> Any:
-        h, c = state
-        i, f, g, o = jnp.split(now + h @ p["of_h"], 4, axis=-1)
-        c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
-
-    start = jnp.zeros((x.shape[0], s.hidden), x.dtype)
-    return _along(step, (start, start), x @ p["of_x"] + p["bias"])
-
-
-def _gru_init(key: Any, s: Sizes) -> Params:
-    gates, new = (s.hidden, 2 * s.hidden), (s.hidden, s.hidden)
-    params = _dense(key, of_x=(s.hidden, 3 * s.hidden), of_h=gates, of_reset=new)
-    return params | {"bias": jnp.zeros(3 * s.hidden)}
-
-
-def _gru(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
-    del implementation
-
-    def step(h: jax.Array, now: jax.Array) -> Any:
-        r, z, n = jnp.split(now, 3, axis=-1)
-        of_r, of_z = jnp.split(h @ p["of_h"], 2, axis=-1)
-        new = jnp.tanh(n + (jax.nn.sigmoid(r + of_r) * h) @ p["of_reset"])
-        z = jax.nn.sigmoid(z + of_z)
-        h = (1 - z) * new + z * h
-        return h, h
-
-    start = jnp.zeros((x.shape[0], s.hidden), x.dtype)
-    return _along(step, start, x @ p["of_x"] + p["bias"])
-
-
-def _along(step: Callable[..., Any], start: Any, x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(jax.lax.scan(step, start, jnp.moveaxis(x, 1, 0))[1], 0, 1)
-
-
-def _attention_init(key: Any, s: Sizes) -> Params:
-    return _dense(key, qkv=(s.hidden, 3 * s.hidden), out=(s.hidden, s.hidden))
-
-
-def _attention(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
-    """cuDNN's, where it applies: in half precision on a GPU, whoever runs the rest."""
-    del implementation
-    heads = (*x.shape[:2], s.heads, -1)
-    q, k, v = (a.reshape(heads) for a in jnp.split(x @ p["qkv"], 3, axis=-1))
-    cudnn = timing.on_gpu() and x.dtype != jnp.float32
-    y = jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, implementation="cudnn" if cudnn else None
-    )
-    return y.reshape(x.shape) @ p["out"]
-
-
-def _mamba_init(key: Any, s: Sizes) -> Params:
-    inner, rank = 2 * s.hidden, s.hidden // 16
-    params = _dense(
-        key,
-        of_x=(s.hidden, 2 * inner),
-        conv=(4, inner),
-        select=(inner, rank + 2 * s.state),
-        dt=(rank, inner),
-        out=(inner, s.hidden),
-    )
-    dt = jnp.geomspace(1e-3, 1e-1, inner)
-    return params | {
-        "conv": params["conv"].T,
-        "conv_bias": jnp.zeros(inner),
-        "A_log": jnp.log(jnp.tile(jnp.arange(1.0, s.state + 1), (inner, 1))),
-        "D": jnp.ones(inner),
-        "dt_bias": dt + jnp.log(-jnp.expm1(-dt)),
-    }
-
-
-def _mamba(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
-    u, z = jnp.split(x @ p["of_x"], 2, axis=-1)
-    u = jaxkern.causal_conv1d(
-        u, p["conv"], p["conv_bias"], activation="silu", implementation=implementation
-    )
-    rank = p["dt"].shape[0]
-    low, B, C = jnp.split(u @ p["select"], [rank, rank + s.state], axis=-1)
-    y = jaxkern.selective_scan(
-        *(u, low @ p["dt"], -jnp.exp(p["A_log"]), B, C, p["D"], z),
-        dt_bias=p["dt_bias"],
-        dt_softplus=True,
-        implementation=implementation,
-    )
-    return y @ p["out"]
-
-
-BACKBONES = {
-    "mlp": Backbone(_mlp_init, _mlp),
-    "lstm": Backbone(_lstm_init, _lstm),
-    "gru": Backbone(_gru_init, _gru),
-    "attention": Backbone(_attention_init, _attention),
-    "mamba": Backbone(_mamba_init, _mamba),
-}
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def init(key: Any, backbone: str, s: Sizes) -> Params:
-    """The policy's parameters, fp32."""
-    ends, middle = jax.random.split(key)
-    params = BACKBONES[backbone].init(middle, s)
-    params |= _dense(ends, w_in=(s.embed, s.hidden), w_out=(s.hidden, s.actions))
-    return params | {"norm_in": jnp.ones(s.hidden), "norm_out": jnp.ones(s.hidden)}
-
-
-def logits(
-    backbone: str, policy: Policy, implementation: Any, s: Sizes, params: Params, x: jax.Array
-) -> jax.Array:
-    """(B, L, embed) -> (B, L, actions)."""
-    p = {k: v if k in _WIDE else policy.cast_to_compute(v) for k, v in params.items()}
-    norm = functools.partial(jaxkern.rms_norm, implementation=implementation)
-    x = policy.cast_to_compute(x) @ p["w_in"]
-    x = x + BACKBONES[backbone].apply(p, norm(x, p["norm_in"]), s, implementation)
-    return policy.cast_to_output(norm(x, p["norm_out"]) @ p["w_out"])
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def draw(key: Any, length: int, s: Sizes) -> tuple[jax.Array, jax.Array]:
-    """A batch of the task: observations (B, L, embed) and actions (B, L)."""
-    x = jax.random.normal(key, (s.batch, length, s.embed))
-    directions = jax.random.normal(jax.random.key(99), (s.embed, s.actions))
-    average = _along(
-        lambda m, now: (0.9 * m + now, 0.9 * m + now),
-        jnp.zeros((s.batch, s.actions)),
-        x @ directions,
-    )
-    return x, jnp.argmax(average, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,7 +133,7 @@ def _begin(barrier: Any, lock: Any) -> None:
 
 
 def _measure_all(jobs: list[Job], s: Sizes, steps: int, calls: int) -> list[dict[str, Any] | str]:
-    """Rows, or why there are none; of several processes all compile, then each measures alone."""
+    """Rows, or why there are none; several processes compile at once and measure in turn."""
     compiled = [job.programs(s) for job in jobs]
     _all_compiled()
     rows = []
@@ -338,7 +152,7 @@ def _measure_all(jobs: list[Job], s: Sizes, steps: int, calls: int) -> list[dict
 def _spread(
     jobs: list[Job], processes: int, *args: Any
 ) -> Iterator[dict[Job, dict[str, Any] | str]]:
-    """:func:`_measure_all` in several processes; each has a share of `jobs`, told when done."""
+    """Runs :func:`_measure_all` in several processes, and yields the rows of each one's jobs."""
     processes = min(processes, len(jobs))
     if processes == 1:
         for job in jobs:

@@ -5,14 +5,17 @@ config      presets, the configuration of a run
 data        text files -> a packed byte corpus -> batches
 model       the Mamba language model (flax.nnx) on jaxkern's ops
 step        one optimizer step and one evaluation, as pure functions
-checkpoint  what a run directory holds; save, restore, resume
+checkpoint  what a run directory holds; save, restore
 hf          checkpoints in the layout of Hugging Face
 report      progress, metrics.jsonl, loss.png
 memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
+run         a run's folder before and around its steps: begun, resumed, continued
+program     the compiled programs of a run, and where their arrays lie
 train       the training loop
 sample      decoding, of several prompts at once
 loader      a trained model in Python: `load`
+warm        lowers the kernels of a run beforehand
 doctor      what would run on this machine, and why
 """
 

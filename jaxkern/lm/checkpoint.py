@@ -81,7 +81,7 @@ def only_process(out: Path) -> Iterator[None]:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """config.json of a run directory.
+    """Reads config.json of a run directory.
 
     Raises:
         RunError: if it is missing, damaged or of another version.
@@ -217,7 +217,7 @@ def set_aside(run: Path, newest: int) -> None:
 
 
 def differences(stored: ModelConfig, model: ModelConfig) -> str:
-    """Which fields of a stored model are not those of `model`."""
+    """Says which fields of a stored model differ from `model`."""
     own = dataclasses.asdict(model).items()
     return ", ".join(
         f"{name} is {getattr(stored, name)}, not {value}"

@@ -18,7 +18,15 @@ from typing import Any, NoReturn
 
 import jaxkern
 from jaxkern.lm import stop
-from jaxkern.lm.config import DEFAULTS, IMPLEMENTATIONS, LIMITS, PRESETS, Limits, RunError
+from jaxkern.lm.config import (
+    DEFAULTS,
+    IMPLEMENTATIONS,
+    LIMITS,
+    PRESET_FLAGS,
+    PRESETS,
+    Limits,
+    RunError,
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 1) -> int:
-    """Tell a line on stderr; on a terminal it may come after half a line on stdout."""
+    """Print a line to stderr; on a terminal it may come after half a line on stdout."""
     stop.discard_closed_output()
     with contextlib.suppress(OSError):
         if code > 128 and sys.stdout.isatty() and sys.stderr.isatty():
@@ -75,7 +83,7 @@ def _fail(message: str, code: int = 1) -> int:
 
 
 def _explain(error: BaseException) -> str | None:
-    """One line for an error of the machine or of a kernel that cannot; None for a bug."""
+    """One line for an error of the machine, or of a kernel that cannot run; None for a bug."""
     text = str(error)
     number = getattr(error, "errno", None)
     for full, what in ((errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the quota is used up")):
@@ -111,11 +119,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
-    """A function that adds a flag whose value is left out of the result when it is not given."""
+    """Make a function that adds a flag whose value is left out when the flag is not given.
+
+    Flags that have limits take numbers within them; by default the default is that of the run.
+    """
 
     def add(name: str, help: str, default: str | None = None, **options: Any) -> None:
         key = name.lstrip("-").replace("-", "_")
-        default = str(DEFAULTS[key]) if default is None else default
+        if key in LIMITS:
+            options = {"type": _limited(key), "metavar": "N"} | options
+        if default is None:
+            default = _by_preset(key) if key in PRESET_FLAGS else str(DEFAULTS[key])
         parser.add_argument(
             name, help=f"{help}\n(default: {default})", default=argparse.SUPPRESS, **options
         )
@@ -128,28 +142,11 @@ def _by_preset(field: str) -> str:
 
 
 def _add_model(add: Callable[..., None]) -> None:
-    """The flags that decide what the training step computes."""
+    """Add the flags that decide what the training step computes."""
     add("--preset", f"model size: {', '.join(PRESETS)}", choices=PRESETS, metavar="NAME")
-    add(
-        "--batch-size",
-        "sequences per step",
-        _by_preset("batch_size"),
-        type=_limited("batch_size"),
-        metavar="N",
-    )
-    add(
-        "--seq-len",
-        "bytes per sequence",
-        _by_preset("seq_len"),
-        type=_limited("seq_len"),
-        metavar="N",
-    )
-    add(
-        "--grad-accum",
-        "parts that a batch is computed in, one after another",
-        type=_limited("grad_accum"),
-        metavar="K",
-    )
+    add("--batch-size", "sequences per step")
+    add("--seq-len", "bytes per sequence")
+    add("--grad-accum", "parts that a batch is computed in, one after another", metavar="K")
     add(
         "--mixed-precision",
         "fp32, bf16, fp16 (with loss scaling), or for example\n"
@@ -200,12 +197,10 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "off",
         action="store_true",
     )
-    add("--steps", "optimizer steps", _by_preset("steps"), type=_limited("steps"), metavar="N")
+    add("--steps", "optimizer steps")
     add(
         "--lr",
         "peak learning rate, after a linear warm-up and before\na cosine to a tenth of it",
-        _by_preset("lr"),
-        type=_limited("lr"),
         metavar="X",
     )
     add(
@@ -215,27 +210,11 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         type=_devices,
         metavar="N",
     )
-    add(
-        "--seed",
-        "of the parameters and of the order of the data",
-        type=_limited("seed"),
-        metavar="N",
-    )
-    add("--log-every", "steps between two reports", type=_limited("log_every"), metavar="N")
-    add(
-        "--eval-every",
-        "steps between two validations",
-        _by_preset("eval_every"),
-        type=_limited("eval_every"),
-        metavar="N",
-    )
-    add("--eval-batches", "batches per validation", type=_limited("eval_batches"), metavar="N")
-    add(
-        "--checkpoint-every",
-        "steps between two checkpoints",
-        type=_limited("checkpoint_every"),
-        metavar="N",
-    )
+    add("--seed", "of the parameters and of the order of the data")
+    add("--log-every", "steps between two reports")
+    add("--eval-every", "steps between two validations")
+    add("--eval-batches", "batches per validation")
+    add("--checkpoint-every", "steps between two checkpoints")
     parser.set_defaults(command=_train)
 
 
@@ -452,7 +431,7 @@ def _devices(text: str) -> str:
 
 
 def _named(text: str) -> str:
-    """A path; an empty one, as of a variable that is not set, would be the folder one is in."""
+    """Refuse an empty path, as of a variable that is not set: it would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("must be a path, got ''")
     return text

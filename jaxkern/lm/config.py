@@ -1,10 +1,12 @@
-"""Presets and the configuration of a run. Imports nothing heavy, so that --help is quick."""
+"""Presets and the configuration of a run. Imports no optional package: --help needs none."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Callable
 from typing import Any
+
+from jaxkern.nn.mamba import Sizes
 
 
 class RunError(Exception):
@@ -13,7 +15,7 @@ class RunError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a number may be."""
+    """The numbers that a flag may have."""
 
     kind: Callable[[Any], Any]  # int or float
     low: float
@@ -21,7 +23,7 @@ class Limits:
     zero: bool = False  # is allowed although it is lower
 
     def check(self, value: Any) -> Any:
-        """`value`, or ValueError if it is not of the kind or not within the limits."""
+        """Return `value`; raise ValueError if it is of another kind or not within the limits."""
         whole = type(value) is int
         if not (whole or (type(value) is float and self.kind is float)):
             raise ValueError(value)
@@ -107,12 +109,20 @@ class ModelConfig:
                 raise ValueError(f"ModelConfig: {field.name} must be at least 1, got {value!r}")
 
     @property
+    def block(self) -> Sizes:
+        """The dimensions of each Mamba block."""
+        options = self.use_bias, self.use_conv_bias
+        return Sizes(
+            self.d_model, self.d_state, self.d_conv, self.expand, self.time_step_rank, *options
+        )
+
+    @property
     def d_inner(self) -> int:
-        return self.expand * self.d_model
+        return self.block.d_inner
 
     @property
     def dt_rank(self) -> int:
-        return self.time_step_rank or math.ceil(self.d_model / 16)
+        return self.block.rank
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file of text, which is one document, or of JSON Lines, which are one each."""
+    """A file of text, which is one document, or of JSON Lines, each of which is one."""
 
     name: str  # path below the folder that was named, with forward slashes
     path: Path
@@ -47,7 +47,7 @@ class File:
             yield from (f"{self.name}:{i}" for i in range(self.texts))
 
     def contents(self) -> Iterator[Iterable[bytes]]:
-        """Its documents' bytes, in pieces."""
+        """Yields the bytes of its documents, in parts."""
         if self.texts is None:
             with open(self.path, "rb") as file:
                 yield iter(lambda: file.read(_CHUNK), b"")
@@ -304,19 +304,21 @@ def _json_texts(path: Path) -> Iterator[bytes]:
                 yield content
 
 
-def _place(name: str) -> float:
-    """A number from 0 to 1 by which a document is for training or held out."""
+def _fraction(name: str) -> float:
+    """Hashes a document's name to a number from 0 to 1, which decides whether it is held out."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def _held_out(files: list[File]) -> float | None:
-    """Documents with places below this are for validation: at least one, and not all.
+    """The number below which a document is for validation: at least one is, and not all are.
 
     ``None`` if no such number divides them: there is one document, or all have one name.
     """
-    places = np.fromiter((_place(name) for file in files for name in file.names()), np.float64)
-    least, largest = places.min(), places.max()
+    fractions = np.fromiter(
+        (_fraction(name) for file in files for name in file.names()), np.float64
+    )
+    least, largest = fractions.min(), fractions.max()
     if least == largest:
         return None
     return float(min(max(VALIDATION_FRACTION, np.nextafter(least, 1)), largest))
@@ -328,7 +330,7 @@ def _pack(files: Iterable[File], held_out: float | None, folder: Path) -> int:
     with open(folder / "train.bin", "wb") as train, open(folder / "validation.bin", "wb") as other:
         for file in files:
             for name, content in zip(file.names(), file.contents(), strict=True):
-                held = held_out is not None and _place(name) < held_out
+                held = held_out is not None and _fraction(name) < held_out
                 out = other if held else train
                 out.write(bytes([SEPARATOR]))
                 out.writelines(content)

@@ -182,7 +182,7 @@ _STEPS = {
 
 
 def _choice(op: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> tuple[str, str]:
-    """What `op` runs on the default device, and why not another implementation."""
+    """Says what `op` runs on the default device, and why not another implementation."""
     if "implementation" not in inspect.signature(op).parameters:
         return "xla", "it has no kernel: XLA fuses it"
     if "mosaic_gpu" in jax.jit(op).lower(*shapes).as_text():
@@ -204,7 +204,7 @@ def _describe(device: Any) -> str:
 
 
 def _cache() -> str:
-    """Tells where the cache is, how large, and how often it was of use."""
+    """Says where the cache is, how large it is, and how often a kernel was found in it."""
     held = cache.summary()
     if held.folder is None:
         return "lowered anew in each process: the cache is switched off by JAXKERN_CACHE"
@@ -216,7 +216,7 @@ def _cache() -> str:
 
 
 def _driver() -> str | None:
-    """NVIDIA's driver and GPUs as nvidia-smi tells them."""
+    """NVIDIA's driver and GPUs, from nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -38,7 +38,7 @@ import numpy as np
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import write_atomically
 from jaxkern.lm.loader import how_to_get
-from jaxkern.nn.mamba import Sizes, initializers
+from jaxkern.nn.mamba import initializers
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -192,7 +192,7 @@ def save(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint."""
+    """Reads config.json of a checkpoint."""
     path = folder / _CONFIG
     try:
         config = json.loads(path.read_text())
@@ -212,7 +212,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def model_config(config: dict[str, Any]) -> ModelConfig:
-    """The shape of the model that config.json tells of.
+    """The shape of the model that config.json describes.
 
     Raises:
       RunError: it is not one that the model here can be.
@@ -276,7 +276,7 @@ def _size(config: dict[str, Any], name: str, default: int | None) -> int:
 
 
 def _layer(config: ModelConfig) -> dict[str, Any]:
-    """The parameters of a layer of this model: those of _LAYER, fewer or more."""
+    """The parameters of a layer of this model: _LAYER's, with or without biases."""
     layer = _LAYER | (_BIASES if config.use_bias else {})
     return {name: of for name, of in layer.items() if name != "conv_bias" or config.use_conv_bias}
 
@@ -369,17 +369,8 @@ def _shapes(params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes that a model's parameters have."""
-    sizes = Sizes(
-        config.d_model,
-        config.d_state,
-        config.d_conv,
-        config.expand,
-        config.dt_rank,
-        config.use_bias,
-        config.use_conv_bias,
-    )
     table = config.vocab_size, config.d_model
-    layer = {name: shape for name, (_, shape) in initializers(sizes).items()}
+    layer = {name: shape for name, (_, shape) in initializers(config.block).items()}
     layer["norm"] = (config.d_model,)
     top = {"embedding": table, "norm": layer["norm"]}
     top |= {} if config.tie_embeddings else {"head": table[::-1]}
@@ -387,7 +378,7 @@ def _shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    """The shapes that are others than expected."""
+    """Says which shapes differ from those expected."""
     names = [n for n in found | expected if found.get(n) != expected.get(n)]
     told = lambda of: {name: of[name] for name in names if name in of}
     return f"{told(found)}, and by the model's configuration they are {told(expected)}"

@@ -205,7 +205,7 @@ def _params(run: Path, step: int, config: ModelConfig, policy: Policy) -> Any:
 
 
 def _check_is_run(run: Path) -> None:
-    """Say which folder is meant, where it is another one."""
+    """Refuse a folder that is no run, and say which one may be meant."""
     if run.parent.name == "checkpoints" and (run / "manifest.json").exists():
         raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
     if _is_hf(run):
@@ -224,7 +224,7 @@ def _is_hf(folder: Path) -> bool:
 
 
 def how_to_get(folder: Path) -> str:
-    """What to do about a folder that is not there, which may be a name of Hugging Face's hub."""
+    """What to do about a folder that does not exist: it may be a name on Hugging Face's hub."""
     name = folder.as_posix()
     if len(folder.parts) == 2 and not folder.is_absolute() and folder.parts[0] not in ("..", "."):
         return (

@@ -38,7 +38,7 @@ DECAYED = frozenset(
 
 
 def decayed(params: Any) -> Any:
-    """Which parameters decay: the mask of the optimizer, a boolean for each."""
+    """The optimizer's mask: a boolean for each parameter, whether it decays."""
     return jax.tree.map_with_path(lambda path, _: path[-1].key in DECAYED, params)
 
 
@@ -64,13 +64,7 @@ class MambaBlock(Mamba):
 
     def __init__(self, config: ModelConfig, options: Options, *, rngs: nnx.Rngs):
         super().__init__(
-            config.d_model,
-            d_state=config.d_state,
-            d_conv=config.d_conv,
-            expand=config.expand,
-            dt_rank=config.dt_rank,
-            use_bias=config.use_bias,
-            use_conv_bias=config.use_conv_bias,
+            **dataclasses.asdict(config.block),
             n_layers=config.n_layers,
             dtype=options.policy.compute,
             implementation=options.implementation,
@@ -82,14 +76,14 @@ class MambaBlock(Mamba):
     def layer(
         self, x: jax.Array, out: jax.Array, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """The stream x (B, L, d_model) fp32 and what to add to it -> the sum, and what to add."""
+        """Adds `out` to the stream x (B, L, d_model) fp32; returns the sum and what to add next."""
         normalised, x = self._add_and_normalise(x, out)
         return x, self(normalised, segment_ids=segment_ids)
 
     def layer_prefill(
         self, x: jax.Array, out: jax.Array, cache: Cache, segment_ids: jax.Array | None
     ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
-        """As `layer`, after the tokens that left `cache`; and the cache for those that follow."""
+        """Does as `layer` after the tokens that left `cache`, and returns the next cache, too."""
         normalised, x = self._add_and_normalise(x, out)
         out, cache = self(normalised, cache, return_cache=True, segment_ids=segment_ids)
         return (x, out), cache
@@ -97,7 +91,7 @@ class MambaBlock(Mamba):
     def layer_step(
         self, x: jax.Array, out: jax.Array, cache: Cache
     ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
-        """The same for one token: x (B, d_model)."""
+        """Does the same for one token, x (B, d_model)."""
         normalised, x = self._add_and_normalise(x, out)
         out, cache = self.step(normalised, cache)
         return (x, out), cache
@@ -245,12 +239,12 @@ class MambaLM(nnx.Module):
 def _add_and_normalise(
     x: jax.Array, out: jax.Array, norm: nnx.Param, eps: float, implementation: Implementation | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The normalised sum, in the dtype of `out`, and the sum, in that of the stream `x`."""
+    """Returns the normalised sum in the dtype of `out`, and the sum in that of the stream `x`."""
     return jaxkern.rms_norm(out, norm[...], eps=eps, residual=x, implementation=implementation)
 
 
 def _check(tokens: Any, segment_ids: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The tokens, 0 where the mask says padding, and the segments that both arguments make."""
+    """Returns the tokens, 0 for padding, and the segments that both other arguments make."""
     tokens = _integers("tokens", tokens)
     if tokens.ndim != 2:
         raise ValueError(
@@ -301,7 +295,7 @@ _PRODUCT_UP_TO = 1024
 
 @jax.custom_vjp
 def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of a table (V, D) fp32 for tokens (...): (..., D), with the same gradient on every run.
+    """Reads rows of a table (V, D) fp32 for tokens (...): (..., D), its gradient deterministic.
 
     The gradient's rows are sorted by token, added up by a scan that starts anew at each token's
     first, and each token's last sum is written to its row. A NaN or an infinity in one of them

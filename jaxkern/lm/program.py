@@ -44,7 +44,7 @@ class Placement:
 
     @staticmethod
     def on(devices: Sequence[Any]) -> "Placement":
-        """On one device, or with the batch split between several."""
+        """Puts a run on one device, or splits its batch between several."""
         platform = devices[0].platform
         if len(devices) == 1:
             one = SingleDeviceSharding(devices[0])
@@ -55,7 +55,7 @@ class Placement:
         return Placement(platform, replicated, first, second, mesh)
 
     def jit(self, f: Callable[..., Any], **options: Any) -> Any:
-        """`f` under ``jax.jit``, its results replicated."""
+        """Compiles `f` by ``jax.jit``, its results replicated."""
         compiler = compiler_options(self.platform)
         return jax.jit(f, out_shardings=self.replicated, compiler_options=compiler, **options)
 
@@ -65,7 +65,7 @@ class Placement:
         return None if self.mesh is None else _BATCH
 
     def on_each(self, f: Callable[..., Any], windows: Any) -> Callable[..., Any]:
-        """`f` of (state, windows) as the program of each device, with its part of the windows.
+        """Makes `f` of (state, windows) the program of each device, with its part of the windows.
 
         A device so runs the program that a single one would, and sums of gradients over devices.
 

@@ -34,7 +34,7 @@ class MetricsLog:
         self._file.flush()
 
     def sync(self) -> None:
-        """Have it on disk: a checkpoint must not be there before its steps' records."""
+        """Write all to disk: no checkpoint may be there before the records of its steps."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -85,6 +85,29 @@ def _without_infinities(record: dict[str, Any]) -> dict[str, Any]:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
     }
+
+
+class Speed:
+    """Tokens per second of the steps, evaluations and checkpoints left out."""
+
+    def __init__(self, tokens_per_step: int):
+        self._tokens = tokens_per_step
+        self._measured: list[tuple[int, float]] = []
+        self.start()
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self, steps: int) -> float:
+        """Ends the measurement of `steps` finished steps, and returns their tokens per second."""
+        seconds = time.perf_counter() - self._began
+        self._measured.append((steps, seconds))
+        return steps * self._tokens / seconds
+
+    def steady(self) -> float:
+        """Over all measurements but the first, if there are more: it may hold one-time work."""
+        measured = self._measured[1:] or self._measured
+        return self._tokens * sum(n for n, _ in measured) / sum(s for _, s in measured)
 
 
 class Progress:

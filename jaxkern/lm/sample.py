@@ -343,7 +343,7 @@ def _decode(graphdef, params, logits, state: Cache, keys, start, temperature, to
 
 
 def _exactly() -> Any:
-    """Products of fp32 as such: a GPU rounds their factors, by a choice for every batch size."""
+    """Keeps products in full fp32: a GPU may round their factors for some batch sizes."""
     return jax.default_matmul_precision("highest")
 
 

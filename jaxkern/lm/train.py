@@ -1,24 +1,18 @@
 """The training loop: a run from its flags to its last checkpoint."""
 
 import contextlib
-import dataclasses
-import json
 import math
-import platform
 import shlex
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-import jaxkern
-from jaxkern.lm import checkpoint, data, sample, stop
-from jaxkern.lm.config import ModelConfig, RunError, TrainConfig, resume_config
+from jaxkern.lm import checkpoint, data, run, sample, stop
+from jaxkern.lm.config import RunError, TrainConfig, resume_config
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory
 from jaxkern.lm.model import count_params
 from jaxkern.lm.program import (
@@ -29,7 +23,7 @@ from jaxkern.lm.program import (
     keep_programs,
     precision_policy,
 )
-from jaxkern.lm.report import BITS, MetricsLog, Progress, plot_losses, read_metrics
+from jaxkern.lm.report import BITS, MetricsLog, Progress, Speed, plot_losses, read_metrics
 from jaxkern.lm.step import TrainState
 from jaxkern.lm.stop import say
 
@@ -58,12 +52,12 @@ def train(flags: dict[str, Any], out: Path, *, resume: bool) -> None:
         trainer = Trainer(config, out)
         created = not out.exists()
         with checkpoint.only_process(out):
-            with _nothing_left_if_refused(out, fresh=not resume, created=created):
+            with run.nothing_left_if_refused(out, fresh=not resume, created=created):
                 begun = _begin(trainer, stored)
             if begun is not None:
                 trainer.run(*begun)
     except stop.Stopped as stopped:
-        stopped.message = stopped.message or _where_it_stands(out)
+        stopped.message = stopped.message or run.where_it_stands(out)
         raise
 
 
@@ -80,7 +74,7 @@ def _begin(
         corpus = data.build_corpus(config.data, out / "corpus")
         data.check_length(corpus, config.seq_len)
     else:
-        corpus, done = _resumed(trainer, stored)
+        corpus, done = run.resumed(out, config, trainer.policy, stored)
     say(f"data     {corpus.describe()}")
     say(f"run      {out}" + (f", continued from step {done}" if done else ""))
     if done >= config.steps:
@@ -91,93 +85,9 @@ def _begin(
     programs = trainer.compile(fresh=not done)
     with stop.deferred():
         state = trainer.restore(done) if done else programs.init()
-    if stored is None or stored["flags"] != _flags(config):
-        _write_config(trainer, corpus)
+    if stored is None or stored["flags"] != run.flags_of(config):
+        run.write_config(out, config, trainer.policy, trainer.devices, corpus)
     return programs, state, done, corpus
-
-
-def _resumed(trainer: "Trainer", stored: dict[str, Any]) -> tuple[data.Corpus, int]:
-    """The data of a run and the step of its last whole checkpoint."""
-    out, precision = trainer.out, str(trainer.policy)
-    _check_model(out, stored["model"], trainer.config)
-    if stored.get("precision") != precision:
-        raise RunError(
-            f"{out / 'config.json'}: precision is {stored.get('precision')!r}, and by "
-            f"flags.mixed_precision it is {precision!r}; put it back, or start a new run"
-        )
-    checkpoint.clean(out)
-    corpus = data.open_corpus(out / "corpus")
-    if corpus.info["fingerprint"] != stored["data"].get("fingerprint"):
-        raise RunError(f"{out / 'corpus'} is not the data that this run began with")
-    read_metrics(out / "metrics.jsonl")
-    done, damaged = checkpoint.newest(out, trainer.config.model)
-    for line in damaged:
-        say(f"{line}; it is renamed to .damaged, and the run goes back to step {done}")
-    checkpoint.set_aside(out, done)
-    return corpus, done
-
-
-def _check_model(out: Path, stored: dict[str, Any], config: TrainConfig) -> None:
-    """Refuse a config.json whose model was edited, which would change nothing."""
-    try:
-        differing = checkpoint.differences(ModelConfig(**stored), config.model)
-    except (TypeError, ValueError) as error:
-        differing = str(error)
-    if differing:
-        raise RunError(
-            f"{out / 'config.json'}: model is not that of preset {config.preset}: {differing}. A "
-            "run's model is its preset's and cannot be edited; put it back, or start a new run"
-        )
-
-
-def _where_it_stands(out: Path) -> str:
-    """How a run that was stopped outside its steps is continued."""
-    if not (out / "config.json").exists():
-        return f"training had not begun, and nothing is kept in {out}"
-    last = max(checkpoint.steps(out), default=None)
-    saved = "no step is saved yet" if last is None else f"step {last} is saved"
-    return f"{saved} in {out}; {_continue(out)}"
-
-
-def _continue(out: Path) -> str:
-    return f"continue with: jaxkern train --resume --out {shlex.quote(str(out))}"
-
-
-@contextlib.contextmanager
-def _nothing_left_if_refused(out: Path, *, fresh: bool, created: bool) -> Iterator[None]:
-    """Leave a folder where a new run could not begin as it was, to be named again."""
-    try:
-        yield
-    except BaseException:
-        if fresh:
-            shutil.rmtree(out / "corpus", ignore_errors=True)
-            (out / ".lock").unlink(missing_ok=True)
-        if fresh and created:
-            with contextlib.suppress(OSError):
-                out.rmdir()
-        raise
-
-
-def _flags(config: TrainConfig) -> dict[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def _write_config(trainer: "Trainer", corpus: data.Corpus) -> None:
-    content = {
-        "format": checkpoint.FORMAT,
-        "flags": _flags(trainer.config),
-        "model": dataclasses.asdict(trainer.config.model),
-        "precision": str(trainer.policy),
-        "data": corpus.info,
-        "devices": [device.device_kind for device in trainer.devices],
-        "versions": {"python": platform.python_version(), "jaxkern": jaxkern.__version__}
-        | {
-            name: metadata.version(name)
-            for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-        },
-    }
-    text = json.dumps(content, indent=2) + "\n"
-    data.write_atomically(trainer.out / "config.json", text)
 
 
 _AHEAD = 32  # steps, at most, that the host is ahead of the device
@@ -256,7 +166,7 @@ class Trainer:
                         self._save(done, state)
                     if (signum := stop.requested()) is not None:
                         saved = f"step {done} of {config.steps} is saved in {self.out}"
-                        raise stop.Stopped(signum, f"{saved}; {_continue(self.out)}")
+                        raise stop.Stopped(signum, f"{saved}; {run.how_to_continue(self.out)}")
                 speed.start()
         return state, speed.steady()
 
@@ -357,31 +267,8 @@ class Trainer:
         graphdef = sample.decoder(config.model)
         params = jax.device_put(state.params, self.devices[0])
         sample.stream(graphdef, params, prompt, length=300, seed=config.seed)
-        run = shlex.quote(str(self.out))
-        say(f"\n\nmore:  jaxkern sample --run {run} --prompt {shlex.quote(prompt)}")
-
-
-class Speed:
-    """Tokens per second of the steps, evaluations and checkpoints left out."""
-
-    def __init__(self, tokens_per_step: int):
-        self._tokens = tokens_per_step
-        self._segments: list[tuple[int, float]] = []
-        self.start()
-
-    def start(self) -> None:
-        self._began = time.perf_counter()
-
-    def stop(self, steps: int) -> float:
-        """Close the segment of so many finished steps; its tokens per second."""
-        seconds = time.perf_counter() - self._began
-        self._segments.append((steps, seconds))
-        return steps * self._tokens / seconds
-
-    def steady(self) -> float:
-        """Over all segments but the first, which may hold one-time work, if there are others."""
-        segments = self._segments[1:] or self._segments
-        return self._tokens * sum(n for n, _ in segments) / sum(s for _, s in segments)
+        folder = shlex.quote(str(self.out))
+        say(f"\n\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
 
 
 def _plot(config: TrainConfig, records: list[dict[str, Any]], out: Path) -> None:

@@ -26,6 +26,9 @@ from jaxkern.mosaic.registers import (
     to_fp32,
 )
 
+MAX_UNITS = 2**32 - 2**16
+"""Most units of an array: a lane counts them in 32 bits."""
+
 _GLOBAL_MEMORY = 1  # the address space of NVPTX
 
 

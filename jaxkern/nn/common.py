@@ -56,7 +56,7 @@ def dropout_reason(layer: Any, dtype: Any) -> str | None:
 
 
 def implementation_of_products(implementation: Implementation | None) -> Literal["xla"] | None:
-    """What the products of a block made for `implementation` run.
+    """The implementation of the products of a block made for `implementation`.
 
     The kernels of ``"mosaic"`` multiply no float32, so that only plain JAX is handed on.
     """

@@ -273,7 +273,7 @@ class Mamba(eqx.Module):
         inits = mamba.initializers(self.sizes, n_layers)
         keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
         weights = {name: init(keys[name], shape, dtype) for name, (init, shape) in inits.items()}
-        self.weights = mamba.Weights(**{"conv_bias": None, **weights})
+        self.weights = mamba.weights_from(weights)
         self.implementation = implementation
 
     def __call__(
@@ -320,7 +320,7 @@ class Mamba(eqx.Module):
 
 
 def _normalised(layer: Any, op: Callable[..., Any], parent: Callable[..., Any], x: Any) -> Any:
-    """`x` normalised by `op` over the axes of the layer's shape, or else by `parent`."""
+    """Normalises `x` by `op` over the axes of the layer's shape, or else by `parent`."""
     x = jnp.asarray(x)
     lead = x.ndim - len(layer.shape)
     if lead < 0 or x.shape[lead:] != layer.shape:
@@ -337,7 +337,7 @@ def _normalised(layer: Any, op: Callable[..., Any], parent: Callable[..., Any], 
 
 
 def _each(parent: Callable[..., Any], x: jax.Array, ndim: int) -> jax.Array:
-    """Equinox's own computation for every example, of the last `ndim` axes of `x`."""
+    """Applies Equinox's own computation to every example, the last `ndim` axes of `x`."""
     for _ in range(x.ndim - ndim):
         parent = jax.vmap(parent)
     return parent(x)

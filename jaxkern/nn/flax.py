@@ -12,6 +12,7 @@ NotImplementedError with the reason.
 :class:`jaxkern.precision.Policy`: ``dtype=policy.compute, param_dtype=policy.params``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,12 +64,7 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
-        scale = _value(self.scale)
-        reason = norm_reason(self, jnp.ndim(x), mask) or _dtype_reason(self, x, scale)
-        if left_to_parent(self, reason):
-            return super().__call__(x, mask=mask)
-        x = self.promote_dtype((x, scale), dtype=self.dtype)[0]
-        return jaxkern.rms_norm(x, scale, eps=self.epsilon, implementation=self.implementation)
+        return _normalised(self, jaxkern.rms_norm, super().__call__, x, mask, self.scale)
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -90,14 +86,8 @@ class LayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
-        scale, bias = _value(self.scale), _value(self.bias)
-        reason = norm_reason(self, jnp.ndim(x), mask) or _dtype_reason(self, x, scale, bias)
-        if left_to_parent(self, reason):
-            return super().__call__(x, mask=mask)
-        x = self.promote_dtype((x, scale, bias), dtype=self.dtype)[0]
-        return jaxkern.layer_norm(
-            x, scale, bias, eps=self.epsilon, implementation=self.implementation
-        )
+        params = self.scale, self.bias
+        return _normalised(self, jaxkern.layer_norm, super().__call__, x, mask, *params)
 
 
 class Dropout(nnx.Dropout):
@@ -324,8 +314,20 @@ class Mamba(nnx.Module):
         return mamba.init_cache(self.sizes, batch_size, dtype)
 
     def _weights(self) -> mamba.Weights:
-        weights = {name: _value(getattr(self, name, None)) for name in mamba.Weights._fields}
-        return mamba.Weights(**weights)
+        names = mamba.Weights._fields
+        return mamba.weights_from({name: _value(getattr(self, name, None)) for name in names})
+
+
+def _normalised(
+    layer: Any, op: Callable[..., Any], parent: Callable[..., Any], x: Any, mask: Any, *params: Any
+) -> jax.Array:
+    """Normalises `x` by `op` over its last axis, or else by `parent`."""
+    values = [_value(param) for param in params]
+    reason = norm_reason(layer, jnp.ndim(x), mask) or _dtype_reason(layer, x, *values)
+    if left_to_parent(layer, reason):
+        return parent(x, mask=mask)
+    x = layer.promote_dtype((x, *values), dtype=layer.dtype)[0]
+    return op(x, *values, eps=layer.epsilon, implementation=layer.implementation)
 
 
 def _value(param: nnx.Param | None) -> Any:

@@ -56,13 +56,7 @@ class RMSNorm(nn.RMSNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
-        reason = norm_reason(self, jnp.ndim(x), mask) or _dtype_reason(self, x, "scale")
-        if left_to_parent(self, reason):
-            return _plain(super().__call__)(self, x, mask=mask)
-        scale = _scale(self, x)
-        x, dtype = _promoted(self.dtype, x, scale)
-        out = jaxkern.rms_norm(x, scale, eps=self.epsilon, implementation=self.implementation)
-        return out.astype(dtype)
+        return _normalised(self, jaxkern.rms_norm, super().__call__, x, mask, "scale")
 
 
 class LayerNorm(nn.LayerNorm):
@@ -80,18 +74,7 @@ class LayerNorm(nn.LayerNorm):
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
-        reason = norm_reason(self, jnp.ndim(x), mask) or _dtype_reason(self, x, "scale", "bias")
-        if left_to_parent(self, reason):
-            return _plain(super().__call__)(self, x, mask=mask)
-        scale = _scale(self, x)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
-        x, dtype = _promoted(self.dtype, x, scale, bias)
-        out = jaxkern.layer_norm(
-            x, scale, bias, eps=self.epsilon, implementation=self.implementation
-        )
-        return out.astype(dtype)
+        return _normalised(self, jaxkern.layer_norm, super().__call__, x, mask, "scale", "bias")
 
 
 class Dropout(nn.Dropout):
@@ -140,9 +123,7 @@ class Dense(nn.Dense):
             return _plain(super().__call__)(self, inputs)
         shape = (jnp.shape(inputs)[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
+        bias = _param(self, "bias", shape[1:])
         promoted: Any = promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         return jaxkern.linear(
             promoted[0],
@@ -283,22 +264,36 @@ def _sizes(block: Mamba) -> mamba.Sizes:
 
 
 def _weights(block: Mamba) -> mamba.Weights:
-    weights: Any = {name: getattr(block, name, None) for name in mamba.Weights._fields}
-    return mamba.Weights(**weights)
+    names = mamba.Weights._fields
+    return mamba.weights_from({name: getattr(block, name, None) for name in names})
 
 
 def _plain(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's computation, (module, ...) -> result, which does not count as a call of its own.
+    """Unwraps a module's computation, (module, ...) -> result, so that it counts as no other call.
 
     Intermediates that are captured, and interceptors, would otherwise see two calls of the layer.
     """
     return inspect.unwrap(call)
 
 
-def _scale(layer: Any, x: jax.Array) -> jax.Array | None:
-    if not layer.use_scale:
+def _normalised(
+    layer: Any, op: Callable[..., Any], parent: Callable[..., Any], x: Any, mask: Any, *names: str
+) -> jax.Array:
+    """Normalises `x` by `op` over its last axis, or else by `parent`, with the named parameters."""
+    reason = norm_reason(layer, jnp.ndim(x), mask) or _dtype_reason(layer, x, *names)
+    if left_to_parent(layer, reason):
+        return _plain(parent)(layer, x, mask=mask)
+    params = [_param(layer, name, (jnp.shape(x)[-1],)) for name in names]
+    x, dtype = _promoted(layer.dtype, x, *params)
+    out = op(x, *params, eps=layer.epsilon, implementation=layer.implementation)
+    return out.astype(dtype)
+
+
+def _param(layer: Any, name: str, shape: tuple[int, ...]) -> jax.Array | None:
+    """The parameter `name` of a layer of flax, or ``None`` if its `use_<name>` is false."""
+    if not getattr(layer, f"use_{name}"):
         return None
-    return layer.param("scale", layer.scale_init, (x.shape[-1],), layer.param_dtype)
+    return layer.param(name, getattr(layer, f"{name}_init"), shape, layer.param_dtype)
 
 
 def _dtype_reason(layer: Any, x: Any, *names: str) -> str | None:
@@ -310,7 +305,7 @@ def _dtype_reason(layer: Any, x: Any, *names: str) -> str | None:
 
 
 def _promoted(dtype: Any, x: Any, *params: Any) -> tuple[jax.Array, Any]:
-    """`x` so that the result is rounded once, and the dtype that flax's result has."""
+    """Casts `x` so that the result is rounded once; returns it and the dtype of flax's result."""
     dtype = canonicalize_dtype(x, *params, dtype=dtype)
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):

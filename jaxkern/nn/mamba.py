@@ -16,7 +16,7 @@ arXiv:2312.00752; the initial values are those of the paper's own code.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -43,8 +43,14 @@ class Weights(NamedTuple):
     out_bias: jax.Array | None = None  # (D,)
 
 
+def weights_from(params: Mapping[str, Any]) -> Weights:
+    """A block's parameters by name; those that are not there are ``None``."""
+    weights: dict[str, Any] = {name: params.get(name) for name in Weights._fields}
+    return Weights(**weights)
+
+
 class Cache(NamedTuple):
-    """What a block carries from token to token: zeros to begin with."""
+    """The state that a block carries from token to token: zeros before the first."""
 
     conv: jax.Array  # (B, W - 1, E), the convolution's last inputs
     scan: jax.Array  # (B, E, N), float32, the state
@@ -72,11 +78,11 @@ class Sizes:
 
 
 Initializer = Callable[[Any, tuple[int, ...], Any], jax.Array]
-"""(key, shape, dtype) -> initial values."""
+"""A function (key, shape, dtype) -> initial values."""
 
 
 def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, tuple[Initializer, tuple[int, ...]]]:
-    """How every one of :class:`Weights` begins, and its shape.
+    """The initial values of each of :class:`Weights`, and its shape.
 
     Args:
       sizes: the block's dimensions.
@@ -112,7 +118,7 @@ def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _dt_bias(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """So that softplus(dt_bias) is log-uniform in [1e-3, 1e-1]."""
+    """Draws dt_bias so that softplus(dt_bias) is log-uniform in [1e-3, 1e-1]."""
     low, high = math.log(1e-3), math.log(1e-1)
     dt = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
     return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)
@@ -238,7 +244,7 @@ def mamba_step(
 def check_call(
     weights: Weights, x: Any, cache: Cache | None, segment_ids: Any, forms: tuple[str, ...]
 ) -> jax.Array:
-    """`x` as an array, of one of the shapes `forms`, each the names of its axes.
+    """Returns `x` as an array if it has one of the shapes `forms`, each the names of its axes.
 
     The last of the forms is ``"B L D"`` for sequences, or ``"B D"`` for tokens.
 
@@ -303,11 +309,12 @@ def _halves(bias: jax.Array | None) -> Any:
 
 
 def _rates(weights: Weights) -> jax.Array:
-    """A: exp would lose digits in a narrow dtype."""
+    """A (E, N), in float32 at least: exp would lose digits in a narrow dtype."""
     return -jnp.exp(weights.A_log.astype(jnp.promote_types(weights.A_log.dtype, jnp.float32)))
 
 
 def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The convolution's weight (E, W) and bias (E,), in `dtype`."""
     bias = weights.conv_bias
     return weights.conv_weight.astype(dtype), None if bias is None else bias.astype(dtype)
 
@@ -315,6 +322,7 @@ def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
 def _parameters(
     weights: Weights, u: jax.Array, project: Callable[..., jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dt (..., E), B and C (..., N) of the scan, from its input u (..., E)."""
     r, n = weights.dt_proj.shape[0], weights.A_log.shape[1]
     low_rank, B, C = jnp.split(project(u, weights.x_proj), [r, r + n], axis=-1)
     return project(low_rank, weights.dt_proj), B, C

@@ -22,15 +22,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
-from jaxkern.mosaic.units import load_units, load_words, store_units
+from jaxkern.mosaic.units import MAX_UNITS, load_units, load_words, store_units
 
 _BLOCK = grid_axes("block")[0]
 
 _BYTES = 16
 """What a lane has on its way at a time at least, and of one array at most."""
-
-MAX_UNITS = 2**32 - 2**16
-"""Most units of an array: a lane counts them in 32 bits."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.kernel_pass import vary_over
-from jaxkern.optim.launch import varying
+from jaxkern.optim.leaves import varying
 
 Tree = Any
 

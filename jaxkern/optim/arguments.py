@@ -1,4 +1,4 @@
-"""The checks of an optimizer's arguments: when it is made, where whoever wrote them is told."""
+"""The checks of an optimizer's arguments, made where its user constructs it."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ def check_number(
     *,
     schedule: bool = False,
 ) -> Any:
-    """`value`, if it is a number that an optimizer can take.
+    """Returns `value` if it is a number that an optimizer can take.
 
     Args:
       name: of the argument.
@@ -65,14 +65,14 @@ def check_number(
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`value`, if it is a bool: a step is compiled for it."""
+    """Returns `value` if it is a bool, as a step is compiled for it."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {_told(value)}")
     return bool(value)
 
 
 def check_seed(value: Any) -> Any:
-    """`value`, if it is an integer."""
+    """Returns `value` if it is an integer."""
     dtype = getattr(value, "dtype", None)
     whole = (
         isinstance(value, int) and not isinstance(value, bool)
@@ -88,7 +88,7 @@ def check_seed(value: Any) -> Any:
 
 
 def check_mask(mask: Any) -> Any:
-    """`mask`, if it is a function, or a tree of booleans."""
+    """Returns `mask` if it is a function or a tree of booleans."""
     if mask is None or callable(mask):
         return mask
     for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
@@ -106,7 +106,7 @@ def check_mask(mask: Any) -> Any:
 
 
 def check_state_dtype(name: str, dtype: Any, stochastic: bool, code: str) -> Any:
-    """The dtype of an average, or ``None``.
+    """Returns the dtype of an average, or ``None``.
 
     Args:
       name: of the argument.
@@ -131,7 +131,7 @@ def check_state_dtype(name: str, dtype: Any, stochastic: bool, code: str) -> Any
 
 
 def check_master_dtype(dtype: Any) -> bool:
-    """Whether there are master copies."""
+    """Returns whether there are master copies."""
     if dtype is None:
         return False
     try:
@@ -146,7 +146,7 @@ def check_master_dtype(dtype: Any) -> bool:
 
 
 def check_loss_scale(value: Any) -> Any:
-    """`value`, if it is a loss scale or ``None``."""
+    """Returns `value` if it is a loss scale or ``None``."""
     if not (value is None or (hasattr(value, "loss_scale") and hasattr(value, "unscale"))):
         raise TypeError(
             f"loss_scale must be one of jaxkern.precision, got {_told(value)}; pass for example "
@@ -156,7 +156,7 @@ def check_loss_scale(value: Any) -> Any:
 
 
 def none_if_zero(value: Any) -> Any:
-    """``None`` for what is 0 whatever happens, which is compiled in."""
+    """Returns ``None`` for a Python number that is 0: the step is then compiled without it."""
     return None if isinstance(value, (int, float)) and value == 0 else value
 
 

@@ -37,7 +37,7 @@ from jaxkern.optim.rounding import Draws, leaf_draws, round_to_bfloat16, round_w
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Which optimizer, as far as it is compiled in.
+    """The optimizer, as far as a step is compiled for it.
 
     Attributes:
       kind: of the update.
@@ -71,7 +71,7 @@ class Numbers(NamedTuple):
 
 
 def number_names(rule: Rule) -> tuple[str, ...]:
-    """The fields of `Numbers` that a rule needs: those that it can do without are not loaded."""
+    """The fields of `Numbers` that a rule needs; the kernel loads no others."""
     absent = set()
     if not (rule.kind == "adam" and rule.nesterov):
         absent.add("grad_factor")
@@ -81,7 +81,7 @@ def number_names(rule: Rule) -> tuple[str, ...]:
 
 
 class Leaf(NamedTuple):
-    """The arrays of a parameter, of one shape; ``None`` for those that there are not."""
+    """The arrays of a parameter, of one shape; absent ones are ``None``."""
 
     grad: Any
     weight: Any
@@ -94,7 +94,7 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What is compiled in of a leaf: its number in the tree, and whether it decays."""
+    """What a step is compiled for of a leaf: its number in the tree, and whether it decays."""
 
     number: int
     decays: bool
@@ -109,13 +109,13 @@ def is_code(a: Any) -> bool:
 
 
 def corrected(n: Numbers, g: Any, mu: Any) -> Any:
-    """The average of the gradients without its bias to 0, with Nesterov's a step ahead."""
+    """The average of the gradients without its bias to 0; with Nesterov's, one step ahead."""
     m = mu * n.mu_factor
     return m if n.grad_factor is None else m + g * n.grad_factor
 
 
 def plain_ratio(n: Numbers, g: Any, mu: Any, nu: Any) -> Any:
-    """Adam's step."""
+    """Adam's step before the learning rate: the average over the root of that of the squares."""
     m = corrected(n, g, mu)
     if n.eps_root is not None:
         return m / (jnp.sqrt(nu * n.nu_factor + n.eps_root) + n.eps)
@@ -132,7 +132,7 @@ def step(
     nu: Any,
     ratio: Callable[[Numbers, Any, Any, Any], Any] = plain_ratio,
 ):
-    """The change of p, and mu and nu; p may be ``None`` where nothing decays."""
+    """Returns the change of p and the new mu and nu; p may be ``None`` where nothing decays."""
     g = g * n.scale
     if rule.kind == "adam":
         mu = n.b1 * mu + n.one_minus_b1 * g
@@ -163,7 +163,7 @@ def rounded(
     bits: Any,
     to_bfloat16: Callable[[jax.Array, Any], jax.Array] = round_to_bfloat16,
 ) -> jax.Array:
-    """What is stored of x, still in fp32 where that is for the cast to round."""
+    """Rounds x, fp32, to bfloat16 if that is done at random; else the cast to `dtype` rounds it."""
     return to_bfloat16(x, bits) if rule.stochastic and dtype == jnp.bfloat16 else x
 
 
@@ -174,7 +174,7 @@ def rounded(
 def changed(
     rule: Rule, decays: bool, numbers: Numbers, seed: jax.Array, number: Any, leaf: Leaf
 ) -> tuple[Leaf, jax.Array]:
-    """The leaf after a step, and what the step adds to the parameter, in fp32.
+    """Returns the leaf after a step, and what the step adds to the parameter, in fp32.
 
     A leaf without a weight is left without one.
     """
@@ -230,7 +230,7 @@ def changed(
 
 
 def _average(a: Any, scale: Any, f32: Any) -> Any:
-    """mu or nu as numbers."""
+    """mu or nu as numbers, decoded where it is codes."""
     if a is None or scale is None:
         return None if a is None else a.astype(f32)
     return quantise.value(a.dtype, a.astype(f32), quantise.spread(scale, a.shape))

@@ -16,8 +16,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,21 +35,25 @@ from jaxkern.mosaic.units import (
     load_words,
     store_units,
     sum_of_warp,
-    with_chosen,
 )
-from jaxkern.ops.elementwise import MAX_UNITS
 from jaxkern.optim.arguments import check_loss_scale
-from jaxkern.optim.launch import (
+from jaxkern.optim.leaves import (
     BLOCK,
     DTYPES,
+    Blocks,
+    flattened,
+    grouped,
     launch_in_place,
+    leaf_factors,
     may_be_split,
+    reshaped,
+    too_large,
     varying,
 )
 from jaxkern.precision import LossScale
 
 _BYTES = 128
-"""What a lane has on its way."""
+"""Bytes that a lane loads before it computes."""
 
 MAX_LEAVES = 384
 """Most leaves of one launch: 512 pointers are a launch's arguments at most."""
@@ -96,19 +100,26 @@ def scale_gradients(
     """
     check_loss_scale(loss_scale)
     leaves, treedef = floating_leaves("grads", grads)
-    mode = resolve_gradients(implementation, leaves, op="scale_gradients")
+    reasons = map(_unsupported, leaves) if implementation == "mosaic" else ()
+    mode = resolve(implementation, next(filter(None, reasons), None), op="scale_gradients")
     f32 = functools.reduce(jnp.promote_types, (a.dtype for a in leaves), jnp.dtype(jnp.float32))
     scaled, finite = _scale(mode, 1 / jnp.asarray(loss_scale.loss_scale, f32), leaves)
     return treedef.unflatten(scaled), finite
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def sum_of_squares(mode: Mode, leaves: Sequence[jax.Array], f32: Any = jnp.float32) -> jax.Array:
-    """() of dtype `f32`, of all elements of `leaves`."""
-    return _sum_of_squares(mode, f32, list(leaves))
+    """The sum of the squares of all elements of `leaves`, () of dtype `f32`."""
+    total = jnp.zeros((), f32)
+    for mode_here, group in _groups(mode, leaves):
+        flat = flattened([leaves[i] for i in group])
+        (part,) = SQUARES(_Options(mode_here, tuple(a.ndim for a in flat), f32), *flat)
+        total += part.astype(f32)
+    return total
 
 
 def floating_leaves(name: str, tree: Any, *, values: bool = True) -> tuple[list[Any], Any]:
-    """The leaves of a tree, all floating arrays, and its structure.
+    """Returns the leaves of a tree, all floating arrays, and its structure.
 
     Args:
       name: of the tree, for messages.
@@ -145,94 +156,60 @@ def is_floating(leaf: Any) -> bool:
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """Where each leaf is, as Python would write it."""
+    """The path of each leaf, as Python would write it."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def resolve_gradients(
-    implementation: Implementation | None, leaves: Sequence[jax.Array], *, op: str
-) -> Mode:
-    """What runs; in ``"auto"`` leaves that the kernel cannot take go through plain JAX."""
-    reasons = map(_unsupported, leaves) if implementation == "mosaic" else ()
-    unsupported = next((reason for reason in reasons if reason), None)
-    return resolve(implementation, unsupported, op=op)
 
 
 def _unsupported(a: jax.Array) -> str | None:
     """Why the kernels cannot take a leaf."""
     if a.dtype.name not in DTYPES:
         return f"a leaf has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
-    if a.size > _vector(a) * MAX_UNITS:
-        return (
-            f"a leaf's {a.size} elements can be accessed {_vector(a)} at a time, and the kernel "
-            "counts to 2^32"
-        )
-    return None
+    reason = too_large(a.size, _vector(a))
+    return reason and f"a leaf's {reason}"
 
 
 def _vector(a: Any) -> int:
-    """Elements of a unit: as many as make 16 bytes, if they divide the size."""
+    """The elements of a unit: as many as make 16 bytes, if they divide the size."""
     return math.gcd(16 // a.dtype.itemsize, a.size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scale(mode, factor, leaves) -> tuple[list[jax.Array], jax.Array]:
     done, finite = list(leaves), jnp.array(True)
-    for group in _groups(mode, leaves):
+    for mode_here, group in _groups(mode, leaves):
         members = [leaves[i] for i in group]
-        *scaled, bad = _run(SCALE, mode, members, factor)
+        flat = flattened(members)
+        options = _Options(mode_here, tuple(a.ndim for a in flat))
+        *scaled, bad = SCALE(options, factor.reshape(1), *flat)
         finite &= bad == 0
-        for i, a in zip(group, scaled, strict=True):
+        for i, a in zip(group, reshaped(scaled, members), strict=True):
             done[i] = a
     return done, finite
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sum_of_squares(mode, f32, leaves) -> jax.Array:
-    total = jnp.zeros((), f32)
-    for group in _groups(mode, leaves):
-        (part,) = _run(SQUARES, mode, [leaves[i] for i in group], None, f32)
-        total += part.astype(f32)
-    return total
+def _groups(mode: Mode, leaves: Sequence[jax.Array]) -> list[tuple[Mode, list[int]]]:
+    """Assigns leaves, by their index, to passes, each with what it runs.
 
-
-def _groups(mode: Mode, leaves: Sequence[jax.Array]) -> list[list[int]]:
-    """The leaves of each pass, by their index; those of no elements are in none."""
-    alike: dict[Any, list[int]] = {}
+    In ``"auto"`` plain JAX takes those that the kernels cannot; empty leaves are in no pass.
+    """
     alone = may_be_split(leaves)
+    kinds: dict[int, Any] = {}
     for i, a in enumerate(leaves):
         if a.size:
             by_xla = mode == "xla" or (mode == "auto" and _unsupported(a) is not None)
-            kind = "xla" if by_xla else (i,) if alone else (a.dtype, _vector(a), varying(a))
-            alike.setdefault(kind, []).append(i)
-    return [list(p) for m in alike.values() for p in itertools.batched(m, MAX_LEAVES)]
+            kinds[i] = "xla" if by_xla else (i,) if alone else (a.dtype, _vector(a), varying(a))
+    return [
+        ("xla" if kinds[members[0]] == "xla" else mode, list(part))
+        for members in grouped(kinds)
+        for part in itertools.batched(members, MAX_LEAVES)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
     mode: Mode
     ranks: tuple[int, ...]  # of the leaves
-    sums: Any  # their dtype, of squares in plain JAX
-
-    def factors(self) -> tuple[str, ...]:
-        """Of each leaf its own."""
-        ranks = enumerate(self.ranks)
-        return tuple(" ".join(f"l{i}d{d}" for d in range(rank)) for i, rank in ranks)
-
-
-def _run(
-    of_leaves: KernelPass, mode: Mode, leaves: Any, factor: Any, sums: Any = None
-) -> tuple[jax.Array, ...]:
-    """A pass over leaves that are alike, or that plain JAX takes."""
-    if mode == "auto" and any(_unsupported(a) for a in leaves):
-        mode = "xla"
-    shapes = [a.shape for a in leaves]
-    if len(leaves) > 1 or not leaves[0].shape:
-        leaves = [a.reshape(-1) for a in leaves]
-    header = None if factor is None else factor.reshape(1)
-    options = _Options(mode, tuple(a.ndim for a in leaves), sums)
-    *done, number = of_leaves(options, header, *leaves)
-    return *(a.reshape(shape) for a, shape in zip(done, shapes, strict=False)), number
+    sums: Any = None  # the dtype of sums of squares in plain JAX
 
 
 # Reference
@@ -246,109 +223,108 @@ def _scale_plain(options: _Options, factor: jax.Array, *leaves: jax.Array) -> tu
     return *scaled, sum(bad[1:], bad[0])
 
 
-def _squares_plain(options: _Options, header: None, *leaves: jax.Array) -> tuple[jax.Array]:
-    del header
+def _squares_plain(options: _Options, *leaves: jax.Array) -> tuple[jax.Array]:
     squares = [jnp.sum(jnp.square(a.astype(options.sums))) for a in leaves]
     return (sum(squares[1:], squares[0]),)
 
 
-# Kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    kind: Literal["scale", "norm"]
-    dtype: Any
-    vec: int  # elements of a unit
-
-    @property
-    def per_lane(self) -> int:
-        """Units of a lane."""
-        return min(8, _BYTES // (self.vec * self.dtype.itemsize))
+# Kernels
 
 
 def _launch_scale(
     options: _Options, factor: jax.Array, *leaves: jax.Array
 ) -> tuple[jax.Array, ...]:
     del options
-    total, kernel, flat = _work("scale", leaves)
+    blocks, vec = _blocks(leaves)
     words = lax.bitcast_convert_type(factor.astype(jnp.float32), jnp.uint32)
+
+    def kernel(header: Any, *refs: Any) -> None:
+        *leaves, flag = refs
+        body = functools.partial(_scale_block, blocks.per_lane, vec, header, flag)
+        blocks.run(body, [(ref,) for ref in leaves])
+
     *scaled, bad = launch_in_place(
         "scale_gradients",
-        lambda header, *refs: kernel(header, refs[-1], refs[:-1]),
-        total,
+        kernel,
+        blocks.number,
         [words],
-        [*flat, jnp.zeros(1, jnp.float32)],
+        [*(a.reshape(-1) for a in leaves), jnp.zeros(1, jnp.float32)],
     )
-    return *(a.reshape(b.shape) for a, b in zip(scaled, leaves, strict=True)), bad[0]
+    return *reshaped(scaled, list(leaves)), bad[0]
 
 
-def _launch_squares(options: _Options, header: None, *leaves: jax.Array) -> tuple[jax.Array]:
-    del options, header
-    total, kernel, flat = _work("norm", leaves)
+def _launch_squares(options: _Options, *leaves: jax.Array) -> tuple[jax.Array]:
+    del options
+    blocks, vec = _blocks(leaves)
+
+    def kernel(*refs: Any) -> None:
+        *leaves, sums = refs
+        body = functools.partial(_squares_block, blocks.per_lane, vec, sums)
+        blocks.run(body, [(ref,) for ref in leaves])
+
     sums = launch_kernel(
-        lambda *refs: kernel(None, refs[-1], refs[:-1]),
-        out_type=jax.ShapeDtypeStruct((total * _WARPS,), jnp.float32),
-        grid=(total,),
+        kernel,
+        out_type=jax.ShapeDtypeStruct((blocks.number * _WARPS,), jnp.float32),
+        grid=(blocks.number,),
         grid_names=(BLOCK,),
         kernel_name="norm_gradients",
         approx_math=True,
-    )(*flat)
+    )(*(a.reshape(-1) for a in leaves))
     return (sums.sum(),)
 
 
-def _work(kind: Literal["scale", "norm"], leaves: Sequence[jax.Array]) -> tuple[int, Any, Any]:
-    """The blocks of a launch, its kernel, and the leaves as it takes them."""
-    plan = _Plan(kind, leaves[0].dtype, _vector(leaves[0]))
-    units = [a.size // plan.vec for a in leaves]
-    blocks = [-(-n // (LANES * plan.per_lane)) for n in units]
-    *starts, total = itertools.accumulate(blocks, initial=0)
-    numbers = list(zip(starts, units, strict=True))
-    kernel = functools.partial(_kernel, plan, starts, numbers)
-    return total, kernel, [a.reshape(-1) for a in leaves]
+def _blocks(leaves: Sequence[jax.Array]) -> tuple[Blocks, int]:
+    """The blocks of a launch over leaves of one dtype, and the elements of a unit."""
+    vec = _vector(leaves[0])
+    per_lane = min(8, _BYTES // (vec * leaves[0].dtype.itemsize))
+    return Blocks([a.size // vec for a in leaves], per_lane), vec
 
 
-def _kernel(
-    plan: _Plan, starts: Sequence[int], numbers: Any, header: Any, number: Any, refs: Sequence[Any]
+def _scale_block(
+    per_lane: int, vec: int, header: Any, flag: Any, block: jax.Array, refs: Any, leaf: Any
 ) -> None:
-    block = lax.axis_index(BLOCK)
-    body: Callable[..., None] = functools.partial(_block, plan, header, number, block)
-    rows = [(ref,) for ref in refs]
-    with_chosen(body, block, rows, starts, numbers)
-
-
-def _block(
-    plan: _Plan, header: Any, number: Any, block: jax.Array, refs: Sequence[Any], row: Any
-) -> None:
-    """`number` is the flag of the launch, or where its warps' sums are."""
-    (ref,), (start, units) = refs, row
-    layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
-    of_grid = block.astype(jnp.uint32)
-    first = (of_grid - start) * jnp.uint32(LANES * plan.per_lane) + lane
-    of_lane = [first + jnp.uint32(k * LANES) for k in range(plan.per_lane)]
-    last = units - jnp.uint32(1)
-    values = [load_units(ref, jnp.minimum(u, last), plan.vec) for u in of_lane]
-    spread = lambda a: join_lanes([a] * plan.vec)
-    if plan.kind == "norm":
-        inside = [spread(jnp.where(u < units, 1.0, 0.0)) > 0 for u in of_lane]
-        squares = [jnp.where(i, v * v, 0.0) for i, v in zip(inside, values, strict=True)]
-        total = sum_of_warp(functools.reduce(jnp.add, squares))
-        store_units(number, of_grid * jnp.uint32(_WARPS) + (lane >> 5), total, 1)
-        return
+    (ref,), (start, units) = refs, leaf
+    _, _, of_lane, values = _loaded(per_lane, vec, block, ref, start, units)
     (word,) = load_words(header, 1)
-    factor = spread(lax.bitcast_convert_type(word, jnp.float32))
+    factor = join_lanes([lax.bitcast_convert_type(word, jnp.float32)] * vec)  # (LANES · vec,)
     scaled = [v * factor for v in values]
     for unit, value in zip(of_lane, scaled, strict=True):
-        store_units(ref, unit, value, plan.vec, below=units)
-    largest = largest_of_warp(functools.reduce(jnp.maximum, map(jnp.abs, scaled)))
-    bad = jnp.where(largest < _overflow(plan.dtype), jnp.uint32(0), jnp.uint32(1))
+        store_units(ref, unit, value, vec, below=units)
+    largest = largest_of_warp(functools.reduce(jnp.maximum, map(jnp.abs, scaled)))  # (LANES,)
+    bad = jnp.where(largest < _overflow(ref.dtype), jnp.uint32(0), jnp.uint32(1))
     first_of_all, one = jnp.zeros((LANES,), jnp.uint32), jnp.ones((LANES,), jnp.float32)
-    store_units(number, first_of_all, one, 1, below=bad)
+    store_units(flag, first_of_all, one, 1, below=bad)
+
+
+def _squares_block(
+    per_lane: int, vec: int, sums: Any, block: jax.Array, refs: Any, leaf: Any
+) -> None:
+    (ref,), (start, units) = refs, leaf
+    block, lane, of_lane, values = _loaded(per_lane, vec, block, ref, start, units)
+    inside = [join_lanes([jnp.where(u < units, 1.0, 0.0)] * vec) > 0 for u in of_lane]
+    squares = [jnp.where(i, v * v, 0.0) for i, v in zip(inside, values, strict=True)]
+    total = sum_of_warp(functools.reduce(jnp.add, squares))  # (LANES,)
+    store_units(sums, block * jnp.uint32(_WARPS) + (lane >> 5), total, 1)
+
+
+def _loaded(
+    per_lane: int, vec: int, block: jax.Array, ref: Any, start: jax.Array, units: jax.Array
+) -> tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]:
+    """Loads a block's part of a leaf: block, lane, the lanes' units, their elements (LANES · vec,).
+
+    Units past the leaf's end repeat the last.
+    """
+    layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
+    block = block.astype(jnp.uint32)
+    first = (block - start) * jnp.uint32(LANES * per_lane) + lane
+    of_lane = [first + jnp.uint32(k * LANES) for k in range(per_lane)]
+    last = units - jnp.uint32(1)
+    return block, lane, of_lane, [load_units(ref, jnp.minimum(u, last), vec) for u in of_lane]
 
 
 def _overflow(dtype: Any) -> float:
-    """The least number that is rounded to infinity: half a step above the largest one."""
+    """The least number that is rounded to infinity, half a step above the largest finite one."""
     if dtype == jnp.float32:
         return math.inf
     info = jnp.finfo(dtype)
@@ -359,8 +335,8 @@ SCALE = KernelPass(
     "scale_gradients",
     kernel=_launch_scale,
     reference=_scale_plain,
-    ins=lambda options: ("h", *options.factors()),
-    outs=lambda options: (*options.factors(), ""),
+    ins=lambda options: ("h", *leaf_factors(options.ranks)),
+    outs=lambda options: (*leaf_factors(options.ranks), ""),
     whole="h",
     batched=False,
 )
@@ -368,8 +344,7 @@ SQUARES = KernelPass(
     "norm_gradients",
     kernel=_launch_squares,
     reference=_squares_plain,
-    ins=lambda options: ("h", *options.factors()),
+    ins=lambda options: tuple(leaf_factors(options.ranks)),
     outs=("",),
-    whole="h",
     batched=False,
 )

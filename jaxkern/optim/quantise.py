@@ -5,9 +5,9 @@ With the block's largest magnitude a, in float32:
     mu   int8, linear:        m = a · c / 127                 c from −127 to 127
     nu   uint8, logarithmic:  v = a · 2^((c − 255) / 12)      c from 0 to 255
 
-so that nu's codes are 6% apart from a down to a / 2^21; what is smaller counts as that. Both round
-stochastically between the two codes around a value, with probabilities that make the expectation
-the value: to nearest, an average that moves by 0.1% a step would stay at its code for ever.
+so that nu's codes are 6% apart from a down to a / 2^21, and smaller values have the last code. A
+value is rounded to one of the two codes around it at random, with probabilities that make it the
+expectation: rounded to nearest, an average that moves by 0.1% a step would keep its code for ever.
 
 Sources: Dettmers, Lewis, Shleifer and Zettlemoyer, 8-bit Optimizers via Block-wise Quantization,
 ICLR 2022 (blocks and their scale; their codes are other ones).
@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 BLOCK = 256
-"""Elements of a block: those of a warp, 8 to a lane."""
+"""Elements of a block: a warp's, 8 to a lane."""
 
 SMALLEST = 4096
-"""Elements from which a leaf is quantised: those of smaller ones are few."""
+"""Elements from which a leaf is quantised: smaller leaves take little memory."""
 
 _PER_OCTAVE = 12
 _ABOVE = (0.49278013254, 0.99986099001, 0.028879469519, 0.000556039346)
@@ -52,7 +52,7 @@ def quantisable(shape: tuple[int, ...]) -> bool:
 
 
 class Functions(NamedTuple):
-    """What a kernel computes its own way."""
+    """Functions that a kernel computes by instructions of its own."""
 
     exp2: Callable[[jax.Array], jax.Array]
     log2: Callable[[jax.Array], jax.Array]
@@ -63,7 +63,7 @@ PLAIN = Functions(jnp.exp2, jnp.log2, jnp.round)
 
 
 def value(dtype: Any, code: jax.Array, scale: jax.Array, of: Functions = PLAIN) -> jax.Array:
-    """What a code stands for; code and scale in float32, of one shape."""
+    """The number that a code stands for; code and scale in float32, of one shape."""
     if dtype == jnp.int8:
         return code * (scale * (1 / 127))
     return scale * of.exp2((code - 255.0) * (1 / _PER_OCTAVE))
@@ -72,7 +72,7 @@ def value(dtype: Any, code: jax.Array, scale: jax.Array, of: Functions = PLAIN) 
 def code(
     dtype: Any, x: jax.Array, scale: jax.Array, bits: jax.Array, of: Functions = PLAIN
 ) -> jax.Array:
-    """A code for x, of at most the magnitude of scale, in float32.
+    """Rounds x, of at most the magnitude of scale, to a code, in float32.
 
     Args:
       dtype: int8 or uint8.
@@ -87,7 +87,7 @@ def code(
 def before_rounding(
     dtype: Any, x: jax.Array, scale: jax.Array, bits: jax.Array, of: Functions = PLAIN
 ) -> jax.Array:
-    """What is rounded to the code: its limits keep what is added at random within the codes."""
+    """The number that is rounded to the code, its random part added and its limits the codes'."""
     # 1 + bits / 2^23, by its mantissa; (bits + 1/2) / 2^16 is uniform.
     above_one = lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32)
     small = above_one - (1 - 2.0**-24)
@@ -105,10 +105,10 @@ def before_rounding(
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The scale of each element."""
+    """Repeats each block's scale for its elements, in `shape`."""
     return jnp.repeat(scale, BLOCK).reshape(shape)
 
 
 def largest(x: jax.Array) -> jax.Array:
-    """(elements / 256,): the largest magnitude of each block."""
+    """The largest magnitude of each block, (elements / 256,)."""
     return jnp.abs(x).reshape(-1, BLOCK).max(axis=1)

@@ -4,15 +4,16 @@ A bfloat16 is the upper half of a float32. For r uniform in {0, …, 2¹⁶ − 
 
     round(x) = the upper half of (bits of x) + r
 
-lies one step further from zero than the nearest bfloat16 towards it with a probability equal to the
-fraction of the step that x is past it: the expectation of round(x) is x. What bfloat16 can hold
-stays as it is, NaN and infinities too. An average that moves by less than half a step of its
-bfloat16, which rounding to nearest leaves where it is for ever, moves on average as it should.
+is one of the two bfloat16 around x: the one further from zero with a probability equal to the
+fraction of the step between them that x is past the other, so that the expectation of round(x) is
+x. What bfloat16 can hold stays as it is, NaN and infinities too. An average that moves by less than
+half a step of its bfloat16 would stay where it is for ever if it were rounded to nearest; rounded
+so, it moves on average as it should.
 
 The bits are Philox-4x32-7's: 7 are the fewest rounds that pass all tests of BigCrush, and their
 time counts where an element has few bytes. Its key is the seed's two words, its counter (⌊i / 8⌋,
-leaf, step, stream) for element i of a leaf's array: a step draws the same bits whenever it is run
-again. The four words of a counter serve eight elements, a half each. For a second draw an element
+leaf, step, stream) for element i of a leaf's array: a step that is run again draws the same bits.
+The four words of a counter serve eight elements, half a word each. For a second draw an element
 takes its neighbour's half, which is independent of its own.
 
 Sources: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Salmon et al.,
@@ -36,7 +37,7 @@ GROUP = 8
 
 
 def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """float32 that bfloat16 holds, one of the two around x.
+    """Rounds x to one of the two bfloat16 around it, and returns that in float32.
 
     Args:
       x: float32.
@@ -62,7 +63,7 @@ def _round_with_slope_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.A
 
 
 class Draws(NamedTuple):
-    """Uniform uint32 below 2^16, two for each element; those of one element are independent."""
+    """Two uniform uint32 below 2^16 for each element, independent of each other."""
 
     first: Any
     second: Any
@@ -75,7 +76,7 @@ def group_draws(
     stream: int,
     product: Callable[[Any, int], tuple[Any, Any]] = wide_product,
 ) -> Draws:
-    """Those of a group of elements, a list for its elements each.
+    """Draws the random bits of a group of elements: two lists, an array for each element.
 
     Args:
       group: uint32, which group of `GROUP` elements.
@@ -94,7 +95,7 @@ def group_draws(
 
 
 def leaf_draws(shape: tuple[int, ...], leaf: Any, seed: Sequence[Any], stream: int) -> Draws:
-    """Those of all elements of a leaf, of its `shape`."""
+    """Draws the random bits of all elements of a leaf, arrays of its `shape`."""
     size = math.prod(shape)
     groups = jnp.arange(-(-size // GROUP), dtype=jnp.uint32)
     draws = group_draws(groups, jnp.asarray(leaf, jnp.uint32), seed, stream)

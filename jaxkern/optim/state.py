@@ -109,7 +109,7 @@ def _zeros(param: Any, dtype: Any) -> Any:
 
 
 def wrong_dtype(what: str, node: Any) -> str | None:
-    """What is wrong with a gradient, an average or a master copy, a leaf or codes."""
+    """What is wrong with the dtype of a gradient, an average, a master copy or codes."""
     if not isinstance(node, Quantised):
         right = node.dtype == jnp.float32 if what == "master" else is_floating(node)
         wanted = "float32" if what == "master" else "floating"

@@ -23,7 +23,7 @@ Number = Any
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A transformation's arguments, checked; those that Adam alone has have defaults."""
+    """A transformation's arguments, checked. What only Adam has comes last, with defaults."""
 
     name: str
     rule: Rule
@@ -49,10 +49,10 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a step takes, and `new_state`, which makes the state of the leaves after it."""
+    """The input of a step, and `new_state`, which makes the new state of the new leaves."""
 
     leaves: list[Leaf]
-    statics: list[Static]
+    statics: tuple[Static, ...]
     treedef: Any
     numbers: Numbers
     seed: jax.Array
@@ -68,7 +68,7 @@ def prepare(
     loss_scale: LossScale | None,
     grad_norm: jax.Array | None,
 ) -> Prepared:
-    """The leaves and numbers of a step.
+    """Checks the trees of a step, and returns its leaves and numbers.
 
     Raises:
       TypeError, ValueError: trees, state and options do not belong together.
@@ -82,7 +82,7 @@ def prepare(
     _check_state(options, state)
     leaves, treedef = _leaves(options, grads, state, params)
     decays = _decays(options, params, treedef) if decaying else [False] * len(leaves)
-    statics = [Static(i, d) for i, d in enumerate(decays)]
+    statics = tuple(Static(i, d) for i, d in enumerate(decays))
     f32 = jnp.float32
     if any(a.dtype == jnp.float64 for leaf in leaves for a in leaf if a is not None):
         f32 = jnp.float64
@@ -167,7 +167,7 @@ def _leaves(
 
 
 def _difference(what: str, tree: Tree, name: str, like: Tree, is_leaf: Any) -> str:
-    """The first place where two trees differ, in few words whatever they hold."""
+    """Says where two trees differ first, in few words whatever they hold."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     got = [jax.tree_util.keystr(path) for path, _ in found]
     want = leaf_paths(like)
@@ -195,7 +195,7 @@ def _codes_and_scale(node: Any) -> tuple[Any, Any]:
 
 @jax.custom_jvp
 def _of_first_order(scale: jax.Array) -> jax.Array:
-    """The scale of codes, which has a tangent where the codes would have one if they could."""
+    """The scale of codes; as codes have no tangent, differentiating by it is refused."""
     return scale
 
 
@@ -242,7 +242,7 @@ def _gradient_scale(
     norm: Any,
     f32: Any,
 ) -> tuple[Any, Any]:
-    """What the gradients are multiplied by, and whether their norm is finite."""
+    """The factor of the gradients, and whether their norm is finite."""
     scale = jnp.ones((), f32)
     if loss_scale is not None:
         scale = 1 / jnp.asarray(loss_scale.loss_scale, f32)

@@ -129,7 +129,7 @@ def apply(
 
 
 def check_fused(tx: Any, user: str, instead: str) -> None:
-    """Refuse a transformation that does not take one pass, where that is what a class is for.
+    """Refuses a transformation that does not take one pass, for a class that is made for it.
 
     Args:
       tx: what was given.
@@ -407,9 +407,9 @@ def _fused(options: Options) -> optax.GradientTransformationExtraArgs:
         step = prepare(options, mode, grads, state, params, loss_scale, grad_norm)
         if options.implementation == "mosaic":
             reasons = (leaf_unsupported(options.rule, leaf) for leaf in step.leaves)
-            resolve("mosaic", next((r for r in reasons if r), None), op=options.name)
+            resolve("mosaic", next(filter(None, reasons), None), op=options.name)
         after = update_leaves(
-            options.rule, mode, step.numbers, step.seed, step.leaves, step.statics
+            options.rule, mode, step.statics, step.numbers, step.seed, step.leaves
         )
         params = [leaf.weight if leaf.copy is None else leaf.copy for leaf in after]
         return step.treedef.unflatten(params), step.new_state(after)

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,8 +36,7 @@ from jaxkern.mosaic.instructions import (
 )
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, interpreted
-from jaxkern.mosaic.units import largest_of_warp, load_units, load_words, store_units, with_chosen
-from jaxkern.ops.elementwise import MAX_UNITS
+from jaxkern.mosaic.units import largest_of_warp, load_units, load_words, store_units
 from jaxkern.optim import quantise
 from jaxkern.optim.arithmetic import (
     Leaf,
@@ -53,47 +52,52 @@ from jaxkern.optim.arithmetic import (
     streams,
     updated,
 )
-from jaxkern.optim.launch import BLOCK, DTYPES, MAX_REFS, launch_in_place, may_be_split, varying
+from jaxkern.optim.leaves import (
+    DTYPES,
+    MAX_REFS,
+    Blocks,
+    flattened,
+    grouped,
+    launch_in_place,
+    leaf_factors,
+    may_be_split,
+    reshaped,
+    too_large,
+    varying,
+)
 from jaxkern.optim.rounding import GROUP, Draws, group_draws
 
 ELEMENTS = 8
-"""Elements of each array on their way to a lane at a time, in one unit or several."""
+"""Elements of each array that a lane loads before it computes, in one unit or several."""
 
 LARGE = 2**24
 """Elements from which a leaf has a launch of its own: it takes 100 µs, of which 2 are its ends."""
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def update_leaves(
     rule: Rule,
     mode: Mode,
+    statics: tuple[Static, ...],
     numbers: Numbers,
     seed: jax.Array,
     leaves: Sequence[Leaf],
-    statics: Sequence[Static],
 ) -> list[Leaf]:
-    """The leaves after a step, their gradients ``None``.
+    """Does a step, and returns the new leaves, their gradients ``None``.
 
     Args:
       rule: the optimizer.
       mode: what runs, from :func:`jaxkern.core.dispatch.resolve`.
+      statics: of each leaf.
       numbers: of the step.
       seed: (3,), uint32, the seed's two words and the step, for the stochastic rounding.
       leaves: floating arrays.
-      statics: of each leaf.
     """
-    return _update_jit(rule, mode, tuple(statics), numbers, seed, list(leaves))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _update_jit(rule, mode, statics, numbers, seed, leaves):
     done: list[Any] = [None] * len(leaves)
     by_kernel = []
     for i, (leaf, static) in enumerate(zip(leaves, statics, strict=True)):
-        if (
-            mode == "xla"
-            or (mode == "auto" and leaf_unsupported(rule, leaf))
-            or leaf.weight.size == 0
-        ):
+        by_xla = mode == "xla" or (mode == "auto" and leaf_unsupported(rule, leaf) is not None)
+        if by_xla or leaf.weight.size == 0:
             done[i] = updated(rule, static.decays, numbers, seed, static.number, leaf)
         else:
             by_kernel.append(i)
@@ -121,17 +125,12 @@ def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
             return f"it has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
     if codes and may_be_split([leaf.weight]):
         return "blocks of 8-bit codes may be split over devices; use jax.shard_map"
-    vec = _vector(rule, leaf)
-    if leaf.weight.size > vec * MAX_UNITS:
-        return (
-            f"its {leaf.weight.size} elements can be accessed {vec} at a time, and the kernel "
-            "counts to 2^32"
-        )
-    return None
+    reason = too_large(leaf.weight.size, _vector(rule, leaf))
+    return reason and f"its {reason}"
 
 
 def _vector(rule: Rule, leaf: Leaf) -> int:
-    """Elements of a unit: as many as make 16 bytes of the widest array, if they divide the size.
+    """The elements of a unit: as many as make 16 bytes of the widest array and divide the size.
 
     With 8-bit codes 8, so that a warp has a block, and where random bits are drawn as many as one
     call of the generator serves.
@@ -147,21 +146,17 @@ def _vector(rule: Rule, leaf: Leaf) -> int:
 def _groups(
     rule: Rule, leaves: Sequence[Leaf], which: Sequence[int], statics: Sequence[Static], alone: bool
 ) -> list[list[int]]:
-    """The leaves of each launch, by their index."""
-    groups: list[list[int]] = []
-    alike: dict[Any, list[int]] = {}
+    """Assigns leaves, by their index, to launches."""
+    kinds: dict[int, Any] = {}
     for i in which:
         leaf = leaves[i]
-        if alone or leaf.weight.size >= LARGE:
-            groups.append([i])
-            continue
         dtypes = tuple(None if a is None else a.dtype for a in leaf)
-        alike.setdefault(
-            (dtypes, _vector(rule, leaf), statics[i].decays, varying(*leaf)), []
-        ).append(i)
-    for members in alike.values():
+        alike = (dtypes, _vector(rule, leaf), statics[i].decays, varying(*leaf))
+        kinds[i] = (i,) if alone or leaf.weight.size >= LARGE else alike
+    groups: list[list[int]] = []
+    for members in grouped(kinds):
         arrays = sum(a is not None for a in leaves[members[0]])
-        groups += [list(part) for part in itertools.batched(members, MAX_REFS // arrays)]
+        groups += map(list, itertools.batched(members, MAX_REFS // arrays))
     return groups
 
 
@@ -178,31 +173,24 @@ class _Options:
         return self.rule.kind
 
     def factors(self) -> list[list[str]]:
-        """Of each leaf's arrays: its own dimensions, and those of its scales."""
-        dims = (" ".join(f"l{i}d{d}" for d in range(rank)) for i, rank in enumerate(self.ranks))
-        scaled = len(Leaf._fields) - 2
-        return [[of_leaf] * scaled + [f"l{i}s"] * 2 for i, of_leaf in enumerate(dims)]
+        """The factors of each leaf's arrays: its own dimensions, and one of its scales."""
+        dims = enumerate(leaf_factors(self.ranks))
+        return [[of_leaf] * (len(Leaf._fields) - 2) + [f"l{i}s"] * 2 for i, of_leaf in dims]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(rule, mode, offsets, decays, header, values, number, leaves) -> list[Leaf]:
-    """The kernel over leaves of equal dtypes, or its twin where it cannot run.
+    """Runs the kernel over leaves of equal dtypes, or its twin where it cannot run.
 
     A program traces and lowers it once for all leaves that have a launch of their own and are
     alike, as their number is an argument. The kernel takes the step's numbers from `header`, words
     that have no derivatives; the twin, which is what is differentiated, from `values`.
     """
-    before = leaves
-    if len(leaves) > 1 or not leaves[0].weight.shape:
-        leaves = [Leaf(*(None if a is None else a.reshape(-1) for a in leaf)) for leaf in leaves]
-    width = len(Leaf._fields)
-    options = _Options(rule, mode, offsets, decays, tuple(leaf.weight.ndim for leaf in leaves))
-    outs = UPDATE(options, header, values, number, *(a for leaf in leaves for a in leaf))
-    done = itertools.batched(outs, width - 1)
-    return [
-        Leaf(None, *(None if a is None else a.reshape(o.shape) for a, o in zip(new, old[1:])))  # noqa: B905
-        for new, old in zip(done, before, strict=True)
-    ]
+    flat = flattened(leaves)
+    options = _Options(rule, mode, offsets, decays, tuple(leaf.weight.ndim for leaf in flat))
+    outs = UPDATE(options, header, values, number, *itertools.chain(*flat))
+    done = [Leaf(None, *arrays) for arrays in itertools.batched(outs, len(Leaf._fields) - 1)]
+    return reshaped(done, [leaf._replace(grad=None) for leaf in leaves])
 
 
 def _leaves(arrays: Sequence[Any]) -> list[Leaf]:
@@ -213,7 +201,7 @@ def _leaves(arrays: Sequence[Any]) -> list[Leaf]:
 
 
 def _reference(options, header, values, number, *arrays) -> tuple[Any, ...]:
-    """The leaves after a step, but for their gradients, one after the other."""
+    """The arrays of the leaves after the step, but for the gradients, in plain JAX."""
     rule = options.rule
     names = number_names(rule)
     numbers, seed = Numbers(**dict(zip(names, values, strict=True))), header[len(names) :]
@@ -236,7 +224,7 @@ class _Plan:
 
     @property
     def per_lane(self) -> int:
-        """Units of a lane: more elements of few bytes."""
+        """The units of a lane: twice as many elements where averages are 8-bit codes."""
         codes = self.leaf.mu_scale is not None or self.leaf.nu_scale is not None
         return min(4, (2 if codes else 1) * ELEMENTS // self.vec)
 
@@ -252,100 +240,107 @@ def _launch(options, header, values, number, *arrays) -> tuple[Any, ...]:
         decays=options.decays,
         vec=vec,
     )
-    units = [leaf.weight.size // vec for leaf in leaves]
-    blocks = [-(-n // (LANES * plan.per_lane)) for n in units]
-    starts = list(itertools.accumulate(blocks, initial=0))
-    numbers = list(zip(starts, units, options.offsets, strict=False))
+    blocks = Blocks([leaf.weight.size // vec for leaf in leaves], plan.per_lane)
     grads = [leaf.grad.reshape(-1) for leaf in leaves]
     written = [a.reshape(-1) for leaf in leaves for a in leaf[1:] if a is not None]
     width = len(written) // len(leaves)
 
-    def body(header: Any, number: Any, *refs: Any) -> None:
+    def kernel(header: Any, number: Any, *refs: Any) -> None:
         rows = zip(refs[: len(grads)], itertools.batched(refs[len(grads) :], width), strict=True)
-        _kernel(plan, starts[:-1], numbers, header, number, [(g, *row) for g, row in rows])
+        body = functools.partial(_block, plan, header, number)
+        blocks.run(body, [(g, *row) for g, row in rows], options.offsets)
 
-    done = iter(
-        launch_in_place(
-            f"fused_{rule.kind}",
-            body,
-            starts[-1],
-            [header, number, *grads],
-            written,
-        )
-    )
+    fixed = [header, number, *grads]
+    done = iter(launch_in_place(f"fused_{rule.kind}", kernel, blocks.number, fixed, written))
     return tuple(
         None if a is None else next(done).reshape(a.shape) for leaf in leaves for a in leaf[1:]
     )
 
 
-def _kernel(
-    plan: _Plan, starts: Sequence[int], numbers: Any, header: Any, number: Any, rows: Any
-) -> None:
-    block = lax.axis_index(BLOCK)
-    body = functools.partial(_block, plan, header, number, block)
-    with_chosen(body, block, rows, starts, numbers)
-
-
 def _block(
-    plan: _Plan, header: Any, number: Any, block: jax.Array, refs: Sequence[Any], row: Any
+    plan: _Plan,
+    header: Any,
+    number: Any,
+    block: jax.Array,
+    refs: Sequence[Any],
+    leaf_numbers: Sequence[jax.Array],
 ) -> None:
     names = number_names(plan.rule)
-    words = load_words(header, len(names) + 3)
+    words = load_words(header, len(names) + 3)  # (LANES,) each
     of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[: len(names)]]
-    spread = [_spread(plan, value) for value in of_lanes]
+    spread = [_spread(plan, value) for value in of_lanes]  # (LANES · vec,) each
     numbers = Numbers(**dict(zip(names, spread, strict=True)))
     seed = words[len(names) :]
     (first_leaf,) = load_words(number, 1)
-    start, units, offset = row
+    start, units, offset = leaf_numbers
     present = iter(refs)
-    where = Leaf(*(None if a is None else next(present) for a in plan.leaf))
+    leaf = Leaf(*(None if a is None else next(present) for a in plan.leaf))
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
     lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
     # A step that is skipped stores nothing.
     below = jnp.where(of_lanes[0] > 0, units, jnp.uint32(0))
     first = (block.astype(jnp.uint32) - start) * jnp.uint32(LANES * plan.per_lane) + lane
-    load = functools.partial(load_units, vec=plan.vec)
-    work = []
+    loaded = []
     for k in range(plan.per_lane):
         unit = first + jnp.uint32(k * LANES)
         inside = jnp.minimum(unit, units - jnp.uint32(1))
-        values = [None if r is None else load(r, inside) for r in where[:4]]
-        scales = [None if r is None else load_units(r, inside >> 5, 1) for r in where[5:]]
-        work.append((unit, values, scales))
-    for unit, (g, p, *averages), scales in work:
-        store = functools.partial(store_units, below=below)
-        of_state, of_weight = streams(plan.rule, plan.leaf)
+        values = [None if r is None else load_units(r, inside, plan.vec) for r in leaf[:4]]
+        scales = [None if r is None else load_units(r, inside >> 5, 1) for r in leaf[5:]]
+        loaded.append((unit, values, scales))
+    for unit, values, scales in loaded:
         draw = functools.partial(_draws, plan, unit, first_leaf + offset, seed)
-        draws = draw(0) if of_state else Draws(None, None)
-        of = quantise.PLAIN if interpreted() else _FAST
-        averages = [
-            a if scale is None else quantise.value(like.dtype, a, _spread(plan, scale), of)
-            for a, scale, like in zip(averages, scales, plan.leaf[2:4], strict=True)
-        ]
-        ratio = plain_ratio if interpreted() else _fast_ratio
-        mu, nu = averages
-        delta, mu, nu = step(plan.rule, numbers, plan.decays, g, p, mu, nu, ratio)
-        weight = p + delta
-        bits = draw(1).first if of_weight else None
-        store(
-            where.weight,
-            unit,
-            rounded(plan.rule, where.weight.dtype, weight, bits),
-            plan.vec,
-        )
-        if where.copy is not None:
-            store(where.copy, unit, weight, plan.vec)
-        for ref, scale_ref, new, bits in zip(where[2:4], where[5:], (mu, nu), draws, strict=True):
-            if new is None:
-                continue
-            if scale_ref is None or bits is None:
-                out = rounded(plan.rule, ref.dtype, new, bits)
-            else:
-                largest = largest_of_warp(new)
-                every = _spread(plan, largest)
-                out = quantise.before_rounding(ref.dtype, new, every, bits, of)
-                store_units(scale_ref, unit >> 5, largest, 1, below=below >> 5)
-            store(ref, unit, out, plan.vec)
+        _update_unit(plan, leaf, numbers, draw, unit, below, values, scales)
+
+
+def _update_unit(
+    plan: _Plan,
+    leaf: Leaf,
+    numbers: Numbers,
+    draw: Callable[[int], Draws],
+    unit: jax.Array,
+    below: jax.Array,
+    values: Sequence[Any],
+    scales: Sequence[Any],
+) -> None:
+    """Does the step on a unit of each lane, and stores the results.
+
+    Args:
+      plan: what is compiled in.
+      leaf: references to the leaf's arrays.
+      numbers: of the step, (LANES · vec,) each.
+      draw: gives the random bits of a stream.
+      unit: (LANES,), uint32, which unit of the leaf each lane has.
+      below: (LANES,), uint32; a lane stores a unit that is below it.
+      values: of grad, weight, mu and nu, (LANES · vec,) each.
+      scales: of mu and nu where they are codes, (LANES,) each.
+    """
+    g, p, *averages = values
+    of_state, of_weight = streams(plan.rule, plan.leaf)
+    draws = draw(0) if of_state else Draws(None, None)
+    of = quantise.PLAIN if interpreted() else _FAST
+    mu, nu = (
+        a if scale is None else quantise.value(like.dtype, a, _spread(plan, scale), of)
+        for a, scale, like in zip(averages, scales, plan.leaf[2:4], strict=True)
+    )
+    ratio = plain_ratio if interpreted() else _fast_ratio
+    delta, mu, nu = step(plan.rule, numbers, plan.decays, g, p, mu, nu, ratio)
+    weight = p + delta
+    bits = draw(1).first if of_weight else None
+    store = functools.partial(store_units, below=below)
+    store(leaf.weight, unit, rounded(plan.rule, leaf.weight.dtype, weight, bits), plan.vec)
+    if leaf.copy is not None:
+        store(leaf.copy, unit, weight, plan.vec)
+    for ref, scale_ref, new, bits in zip(leaf[2:4], leaf[5:], (mu, nu), draws, strict=True):
+        if new is None:
+            continue
+        if scale_ref is None or bits is None:
+            out = rounded(plan.rule, ref.dtype, new, bits)
+        else:
+            largest = largest_of_warp(new)  # (LANES,), of the warp's block of codes
+            every = _spread(plan, largest)
+            out = quantise.before_rounding(ref.dtype, new, every, bits, of)
+            store_units(scale_ref, unit >> 5, largest, 1, below=below >> 5)
+        store(ref, unit, out, plan.vec)
 
 
 def _nearest(x: jax.Array) -> jax.Array:
@@ -355,15 +350,11 @@ def _nearest(x: jax.Array) -> jax.Array:
 
 _SMALLEST_NORMAL = 2.0**-126
 
-_FAST = quantise.Functions(
-    functools.partial(fast_exp2),
-    functools.partial(fast_log2),
-    _nearest,
-)
+_FAST = quantise.Functions(fast_exp2, fast_log2, _nearest)
 
 
 def _fast_ratio(n: Numbers, g: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.Array:
-    """By instructions that take denormals for 0, which nu must not become with an eps of 0."""
+    """Adam's step by instructions that take denormals for 0: nu is kept normal, as eps may be 0."""
     if n.eps_root is not None:
         nu = nu * n.nu_factor + n.eps_root
     root = fast_sqrt(jnp.maximum(nu, _SMALLEST_NORMAL))
@@ -373,25 +364,24 @@ def _fast_ratio(n: Numbers, g: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.A
 
 
 def _spread(plan: _Plan, of_lanes: jax.Array) -> jax.Array:
-    """(LANES · vec,) of (LANES,)."""
+    """Gives each lane's number to all elements of its unit: (LANES,) -> (LANES · vec,)."""
     return join_lanes([of_lanes] * plan.vec)
 
 
 def _draws(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int) -> Draws:
-    """(LANES · vec,) each, for the elements of the lanes' units."""
+    """The random bits of the elements of the lanes' units, (LANES · vec,) each."""
     per_group = GROUP // plan.vec
-    product = functools.partial(multiply_wide)
     group = unit >> jnp.uint32(per_group.bit_length() - 1)
     which = unit & jnp.uint32(per_group - 1)
 
-    def own(draws: list[jax.Array]) -> jax.Array:
+    def of_unit(draws: list[jax.Array]) -> jax.Array:
         units = list(itertools.batched(draws, plan.vec))
         mine = list(units[0])
         for k, others in enumerate(units[1:], 1):
             mine = [jnp.where(which == k, b, a) for a, b in zip(mine, others, strict=True)]
         return join_lanes(mine)
 
-    return Draws(*map(own, group_draws(group, leaf, seed, stream, product)))
+    return Draws(*map(of_unit, group_draws(group, leaf, seed, stream, multiply_wide)))
 
 
 UPDATE = KernelPass(

@@ -1,0 +1,163 @@
+"""What the optimizers keep in 16 and in 8 bits: random rounding, codes, and training with them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxkern
+from jaxkern.optim import quantise, rounding
+from tests.test_optim import BF16, F32, assert_close, assert_same, grads_of
+
+
+def test_rounding_is_unbiased():
+    """Over all 2^16 bits exactly: the mean is x, and each result a neighbour of x."""
+    bits = jnp.arange(2**16, dtype=jnp.uint32)
+    for x in (1.0, 1.00390625, -3.14159, 1e-20, 6.1e-39, -0.0, 0.99999994):
+        out = np.float64(rounding.round_to_bfloat16(jnp.full(2**16, x, F32), bits))
+        np.testing.assert_allclose(out.mean(), np.float64(np.float32(x)), rtol=1e-12)
+        low = np.float64(jnp.float32(x).view(jnp.uint32) >> 16 << 16).astype(np.uint32)
+        assert set(out) <= {np.float64((low + np.uint32(k << 16)).view(np.float32)) for k in (0, 1)}
+    special = jnp.array([jnp.inf, -jnp.inf, jnp.nan])
+    out = rounding.round_to_bfloat16(special, jnp.full(3, 2**16 - 1, jnp.uint32))
+    np.testing.assert_array_equal(out, special)
+    nan = jnp.full(1, 0x7FFFFFFF, jnp.uint32).view(F32)
+    assert np.isnan(rounding.round_to_bfloat16(nan, jnp.full(1, 2**16 - 1, jnp.uint32)))[0]
+
+
+def test_random_bits_are_uniform_and_independent():
+    """An element's draws, streams, leaves and steps; an odd size has the bits of a longer leaf."""
+    n = 2**14
+    draw = lambda leaf, seed, stream: rounding.leaf_draws((n,), leaf, seed, stream)
+    seed = [jnp.uint32(s) for s in (1, 2, 3)]
+    later = [*seed[:2], jnp.uint32(4)]
+    draws = [draw(0, seed, 0), draw(1, seed, 0), draw(0, seed, 1), draw(0, later, 0)]
+    sets = [np.float64(bits) / 2**16 - 0.5 for pair in draws for bits in pair]
+    for i, a in enumerate(sets):
+        assert abs(a.mean()) < 5 / np.sqrt(12 * n)
+        assert abs(a.var() - 1 / 12) < 0.005
+        for b in sets[:i]:
+            assert abs((a * b).mean()) < 5 / 12 / np.sqrt(n)
+    few = rounding.Draws(*(bits[:7] for bits in draws[0]))
+    assert_same(rounding.leaf_draws((7,), 0, seed, 0), few)
+
+
+def test_bfloat16_nu_decays_only_if_rounded_stochastically():
+    """Gradients of zero: nu should shrink by 0.999 a step."""
+    params = jnp.zeros(512)
+    decayed = {}
+    for stochastic in (False, True):
+        tx = jaxkern.fused_adamw(0.0, nu_dtype=BF16, stochastic_rounding=stochastic)
+        state = tx.init(params)._replace(nu=jnp.ones(512, BF16))
+        step = lambda state, _: (jaxkern.apply(tx, params, state, params)[1], None)  # noqa: B023
+        state = jax.jit(lambda s: jax.lax.scan(step, s, length=500)[0])(state)  # noqa: B023
+        decayed[stochastic] = np.float64(state.nu).mean()
+    assert decayed[False] == 1.0
+    np.testing.assert_allclose(decayed[True], 0.999**500, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (F32, {"mu_dtype": BF16, "nu_dtype": BF16, "stochastic_rounding": True}),
+        (BF16, {"master_dtype": F32}),
+        (BF16, {"stochastic_rounding": True}),
+        (BF16, {"mu_dtype": BF16, "nu_dtype": BF16, "stochastic_rounding": True}),
+        (F32, {"mu_dtype": "int8", "nu_dtype": "uint8"}),
+    ],
+    ids=["bf16-state", "master", "stochastic", "all-bf16", "8-bit"],
+)
+def test_low_precision_trains_like_fp32(dtype, options):
+    """A noisy regression: the loss curve stays with fp32's, where plain bf16's does not."""
+    key = jax.random.key(0)
+    true = jax.random.normal(key, (32,))
+
+    def curve(tx, dtype):
+        def body(carry, i):
+            params, state = carry
+            x = jax.random.normal(jax.random.fold_in(key, i), (16, 32))
+            loss = lambda w: jnp.mean((x @ (w.astype(F32) - true)) ** 2)
+            value, grad = jax.value_and_grad(loss)(params)
+            return jaxkern.apply(tx, grad, state, params), value
+
+        params = jnp.full(32, 4.0, dtype)
+        steps = jnp.arange(1500)
+        return np.asarray(jax.jit(lambda p: jax.lax.scan(body, (p, tx.init(p)), steps)[1])(params))
+
+    make = functools.partial(jaxkern.fused_adamw, 3e-3, b2=0.99, weight_decay=0.0)
+    exact, got, plain = (
+        np.log(np.convolve(c, np.ones(100) / 100, "valid")[::100])
+        for c in (curve(make(), F32), curve(make(**options), dtype), curve(make(), BF16))
+    )
+    assert np.abs(got[:10] - exact[:10]).max() < 0.1
+    assert np.abs(plain - exact).max() > 1
+
+
+# Codes of 8 bits
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_codes_are_unbiased(dtype):
+    """Over all 2^16 bits exactly; each result is one of the two codes around the value."""
+    scale = jnp.float32(0.7)
+    bits = jnp.arange(2**16, dtype=jnp.uint32)
+    levels = np.float64(
+        quantise.value(dtype, jnp.arange(-127.0 if dtype == jnp.int8 else 0.0, 256.0), scale)
+    )
+    assert (np.diff(levels) > 0).all()
+    for x in (0.7, 0.699, 0.35, 0.0123, 1e-6, 0.7 * 2 ** (-100 / 12), 0.7 / 127):
+        draw = jax.jit(functools.partial(quantise.code, dtype))
+        codes = draw(jnp.full(2**16, x, F32), jnp.full(2**16, scale), bits)
+        got = np.float64(quantise.value(dtype, codes, scale))
+        np.testing.assert_allclose(got.mean(), x, rtol=2e-6, atol=2e-8)
+        i = np.searchsorted(levels, x * (1 - 1e-6))
+        step = 1.06 * (levels[i] - levels[i - 1])  # to the code above too, of an x that is a code
+        np.testing.assert_array_less(np.abs(got - x), step)
+        assert codes.min() >= -127
+        assert codes.max() <= 255
+    exact = jnp.arange(0.0, 128.0) + (0 if dtype == jnp.int8 else 128)
+    some = quantise.value(dtype, exact, scale)
+    back = quantise.code(dtype, some, jnp.full(128, scale), jnp.full(128, 2**15, jnp.uint32))
+    assert np.abs(np.float64(back - exact)).max() <= (dtype == jnp.uint8)
+
+
+def test_state_in_8_bits():
+    """Large leaves of whole blocks; zeros stay zeros; what is skipped stays as it is."""
+    tx = jaxkern.fused_adamw(0.1, mu_dtype="int8", nu_dtype="uint8", skip_nonfinite=True)
+    params = {"w": jnp.ones((64, 128)), "small": jnp.ones((8, 256)), "odd": jnp.ones((64, 65))}
+    state = tx.init(params)
+    assert (state.mu["w"].codes.dtype, state.nu["w"].codes.dtype) == (jnp.int8, jnp.uint8)
+    assert state.mu["w"].codes.shape == (64, 128)
+    assert state.nu["w"].scale.shape == (32,)
+    assert state.mu["small"].dtype == state.nu["odd"].dtype == F32
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    step = jax.jit(functools.partial(jaxkern.apply, tx))
+    after, state = step(zeros, state, params)
+    assert state.mu["w"].scale.max() == state.nu["w"].scale.max() == 0
+    assert_close(after["w"], params["w"] * (1 - 0.1 * 1e-4))
+    grads = grads_of(params)
+    grads["w"] = grads["w"].at[:2].set(0.0)
+    after, state = step(grads, state, after)
+    np.testing.assert_allclose(after["w"][:2], (1 - 1e-5) ** 2, rtol=1e-7)
+    broken = grads | {"odd": grads["odd"].at[0].set(jnp.nan)}
+    again, skipped = step(broken, state, after)
+    assert_same((again, skipped.mu, skipped.nu), (after, state.mu, state.nu))
+    updates, _ = jax.jit(tx.update)(grads, state, after)
+    assert_close(optax.apply_updates(after, updates), step(grads, state, after)[0])
+
+
+def test_nu_in_8_bits_decays():
+    """Gradients of zero but for one in each block, which keeps its scale."""
+    params = jnp.zeros(4096)
+    grads = params.at[::256].set(1.0)
+    tx = jaxkern.fused_adam(0.0, nu_dtype="uint8")
+    state = tx.init(params)
+    state = state._replace(nu=quantise.Quantised(jnp.full(4096, 255, jnp.uint8), jnp.ones(16, F32)))
+    step = lambda state, _: (jaxkern.apply(tx, grads, state, params)[1], None)
+    nu = jax.jit(lambda s: jax.lax.scan(step, s, length=500)[0])(state).nu
+    got = np.float64(quantise.value(jnp.uint8, nu.codes.astype(F32), nu.scale.repeat(256)))
+    np.testing.assert_allclose(got.reshape(16, 256)[:, 1:].mean(), 0.999**500, rtol=0.02)
+    np.testing.assert_allclose(got[::256], 1.0, rtol=1e-4)
