@@ -15,7 +15,7 @@ from jaxlib.mlir.ir import WalkResult
 
 import jaxkern
 from bench.modules import kernel_modules
-from jaxkern.ops import curves, elementwise, gated
+from jaxkern.ops import curves, elementwise, pointwise
 from tests import check
 
 BOTH = pytest.mark.parametrize(
@@ -483,7 +483,7 @@ def test_gated_beyond_int32():
     dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, out)
     for rows in (slice(0, 5), slice(m // 2, m // 2 + 5), slice(m - 5, m)):
         want, want_vjp = jax.vjp(
-            functools.partial(gated.gated_reference, curves.Unit("silu")), x[rows]
+            functools.partial(pointwise.pointwise_reference, curves.Unit("silu")), x[rows]
         )
         check.assert_close(out[rows], want, 2.0**-9)
         check.assert_close(dx[rows], want_vjp(out[rows])[0], 2.0**-9)

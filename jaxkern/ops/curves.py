@@ -209,8 +209,26 @@ def curve_value(name: str, v: Any, of: Functions, alpha: float = 1.0) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alone:
+    """An activation as a function of one array, in a kernel and in plain JAX.
+
+    Attributes:
+      curve: a name in :data:`jaxkern.ops.curves.CURVES`.
+    """
+
+    curve: str
+
+    def value(self, x: Any, of: Functions) -> Any:
+        return curve_value(self.curve, x, of)
+
+    def slopes(self, x: Any, dout: Any, of: Functions) -> tuple[Any]:
+        """dx."""
+        return (evaluate(self.curve, x, of)[1](dout),)
+
+
+@dataclasses.dataclass(frozen=True)
 class Unit:
-    """What a gated unit makes of gate and up, in a kernel and in plain JAX.
+    """A gated unit as a function of gate and up, in a kernel and in plain JAX.
 
     Attributes:
       curve: f, a name in :data:`jaxkern.ops.curves.CURVES`.

@@ -45,7 +45,6 @@ from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
 from jaxkern.mosaic.instructions import multiply_wide
 from jaxkern.mosaic.lanes import join_lanes
-from jaxkern.ops.activations import unsupported
 from jaxkern.ops.curves import (
     CURVES,
     NOT_THROUGH_ZERO,
@@ -57,7 +56,7 @@ from jaxkern.ops.curves import (
     recomputing,
     wide,
 )
-from jaxkern.ops.elementwise import Lanes, launch, unit
+from jaxkern.ops.elementwise import Lanes, launch, unit, unsupported
 
 _GROUP = 8
 """Elements that one call of the generator serves."""

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.core.arguments import unfit
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
 from jaxkern.mosaic.units import load_units, load_words, store_units
 
@@ -119,6 +120,14 @@ def too_large(vec: int, *arrays: Any) -> str | None:
     if size <= vec * MAX_UNITS:
         return None
     return f"its {size} elements can be accessed {vec} at a time, and the kernels count to 2^32"
+
+
+def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
+    """Why no kernel can take `arrays`, of which one may have rows of two times `columns`."""
+    if reason := unfit(**arrays):
+        return reason
+    present = arrays.values()
+    return too_large(unit(*present, columns=columns), *present)
 
 
 @dataclasses.dataclass(frozen=True)
