@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from tests import check
+from tests import check, test_gated
 from tests.products import PLAIN, extreme, inputs
 from tests.products import faster_kernels as faster_kernels
 from tests.test_linear import LINEAR
@@ -71,9 +71,6 @@ def test_gated_plain(activation):
     gated_accurate(gated_inputs(6, 40, 24, "float32"), "xla", activation, True)
 
 
-CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
-
-
 def clamped_oracle(x, w, b, dout):
     """Output and gradients in float64 of the clamped unit, both weights and biases in one."""
     half = w.shape[1] // 2
@@ -90,19 +87,16 @@ def clamped_oracle(x, w, b, dout):
 
 def clamped_plain(x, w, b):
     gate, up = jnp.split(x @ w.astype(x.dtype) + b.astype(x.dtype), 2, -1)
-    limit = jnp.asarray(1.5, x.dtype)
-    near = jnp.where(gate > limit, limit, gate)  # whose slope at the limit is 1, as PyTorch's
-    up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
-    return near * jax.nn.sigmoid(1.702 * near) * (up + 1)
+    return test_gated.clamped_plain(gate, up)
 
 
 def in_one(x, w, b, **options):
-    return jaxkern.gated_linear_unit(x, w, None, b, **CLAMPED, **options)
+    return jaxkern.gated_linear_unit(x, w, None, b, **test_gated.CLAMPED, **options)
 
 
 def apart(x, w, b, **options):
     halves = (*jnp.split(w, 2, -1), *jnp.split(b, 2))
-    return jaxkern.gated_linear_unit(x, *halves, **CLAMPED, **options)
+    return jaxkern.gated_linear_unit(x, *halves, **test_gated.CLAMPED, **options)
 
 
 def clamped_accurate(arrays, implementation, recompute, call):

@@ -253,6 +253,16 @@ def test_choice_follows_the_table(monkeypatch):
     assert pick("auto", 100000, 4096, 4096) is None
     assert pick("mosaic", 100000, 4096, 4096) is not None
     assert pick("mosaic", 0, 4096, 4096) is None
+    monkeypatch.setattr(tiles, "MEASURED", MEASURED)
+    assert tiles.faster("linear_activation_fwd", 16384, 3072, 768)
+    for name, sizes in (  # differences within the noise, and a kernel that is slower
+        ("linear_accumulate", (4096, 4096, 512)),
+        ("linear_dweight", (4096, 4096, 8192)),
+        ("gated_fwd", (8192, 14336, 4096)),
+        ("gated_bwd", (8192, 14336, 4096)),
+    ):
+        assert not tiles.faster(name, *sizes)
+        assert tiles.tile_for(name, "mosaic", *sizes) is not None
 
 
 @pytest.mark.parametrize(("activation", "kernels"), [("gelu", 1), ("relu", 0), (None, 0)])
