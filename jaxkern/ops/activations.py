@@ -253,13 +253,13 @@ def run(
     columns: int | None = None,
     slower: str | None = None,
 ) -> jax.Array:
-    """`function` of the elements of `arrays`, by the implementation that the user asked for.
+    """Computes `function` of each element of `arrays`.
 
     Args:
       op: the name of the public function.
       function: of an activation or of a gated unit.
-      arrays: by the names that the user knows.
-      implementation: the user's word.
+      arrays: by their names in the public function.
+      implementation: the argument of the public function.
       name: of the kernels, by default `op`.
       columns: elements of a half, where rows of one array hold gate and up; else ``None``.
       slower: why plain JAX is the faster choice, or ``None`` where the kernels are.
@@ -283,15 +283,6 @@ def _pointwise_fwd(ins, options):
     return _match_split(out, ins[0]), ins
 
 
-def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
-    """`out` split as `like`, where its last axis, perhaps half as long, can be."""
-    sharding = jax.typeof(like).sharding
-    split = sharding.spec[-1] if out.ndim == len(sharding.spec) > 0 else None
-    names = split if isinstance(split, tuple) else (split,)
-    parts = math.prod(sharding.mesh.shape[name] for name in names if name)
-    return out if parts > 1 and out.shape[-1] % parts else match_sharding(out, like)
-
-
 def _pointwise_bwd(options, ins, dout):
     grads = BACKWARD(options, *ins, dout)
     return (tuple(match_primal(g, a) for g, a in zip(grads, ins, strict=True)),)
@@ -299,6 +290,15 @@ def _pointwise_bwd(options, ins, dout):
 
 _pointwise.defvjp(_pointwise_fwd, _pointwise_bwd)
 _pointwise_jit = jax.jit(_pointwise, static_argnums=1)
+
+
+def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
+    """`out` split as `like`, where its last axis, perhaps half as long, can be."""
+    sharding = jax.typeof(like).sharding
+    split = sharding.spec[-1] if out.ndim == len(sharding.spec) > 0 else None
+    names = split if isinstance(split, tuple) else (split,)
+    parts = math.prod(sharding.mesh.shape[name] for name in names if name)
+    return out if parts > 1 and out.shape[-1] % parts else match_sharding(out, like)
 
 
 def _ins(options: Options) -> tuple[str, ...]:

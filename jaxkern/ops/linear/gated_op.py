@@ -172,7 +172,7 @@ def _check_rest(w_gate: jax.Array, w_up: Any, b_gate: Any, b_up: Any) -> tuple[A
 
 
 def _check_accumulators(accumulators: Any, w_gate: jax.Array, w_up: Any) -> Any:
-    """One array or two, as there are weights."""
+    """A tuple of the accumulators, one for each weight."""
     if accumulators is None:
         return None
     shape = w_gate.shape
@@ -269,7 +269,7 @@ _gated_jit = jax.jit(_gated, static_argnums=6)
 
 
 def _columns(options: GatedOptions) -> tuple[str, str]:
-    """The factor of a weight's columns, and those that are not split: halves belong together."""
+    """The factors of a weight's columns, and which of them stay whole: halves belong together."""
     return ("y", "y n") if options.one_weight else ("n", "")
 
 

@@ -130,7 +130,7 @@ def _kept(v: Any, dtype: Any) -> Any:
 def kernel_projections(
     options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
 ) -> Any:
-    """Both projections in fp32 without bias; the first result, which has to be there, is one."""
+    """Both projections in fp32 without bias, after a first result that has the shape of out."""
     outs = launch(
         Product(False, False, WIDE, unchanged, "gated_fwd", options.one_weight),
         options.mode,

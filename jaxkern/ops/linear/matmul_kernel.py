@@ -29,7 +29,7 @@ Epilogue = Callable[[list[Any], list[Any], list[Any]], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Products a · b, and what is made of them.
+    """Products a · b and their epilogue.
 
     One a with several b gives a product for each b; several a with as many b give their sum. Two b
     may be the halves of one array, whose columns are then (2, N).
@@ -39,7 +39,7 @@ class Product:
       rhs_transposed: whether the b are stored as (N, K).
       out_dtypes: of the results.
       epilogue: ``epilogue(products, rows, tiles)`` gives boxes (64, 64) of the results in fp32 from
-        those of the products, of arrays (N,) that are the same in every row, and of arrays (M, N).
+        boxes of the products, of arrays (N,) that are the same in every row, and of arrays (M, N).
       name: of the kernel.
       pair: whether the last two results are the halves of one array, (M, 2, N).
     """
@@ -68,7 +68,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(refs: Sequence[Any]) -> list[Matrix]:
-    """The matrices of arrays, of which those with three axes hold two."""
+    """The matrices in arrays, of which one with three axes holds two."""
     halves = lambda ref: (0, 1) if len(ref.shape) == 3 else (None,)
     return [Matrix(ref, half) for ref in refs for half in halves(ref)]
 

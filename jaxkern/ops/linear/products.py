@@ -52,7 +52,7 @@ class Options:
 
 
 def in_epilogue() -> Functions:
-    """The functions that curves are made of, on a product's tiles."""
+    """The functions that curves call, in the layout of a product's tiles."""
     return kernel_functions(False, plgpu.Layout.WGMMA)
 
 
