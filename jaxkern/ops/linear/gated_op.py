@@ -194,15 +194,7 @@ def _check_accumulators(accumulators: Any, w_gate: jax.Array, w_up: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _gated(
-    x: Any,
-    w_gate: Any,
-    w_up: Any,
-    b_gate: Any,
-    b_up: Any,
-    accumulators: Any,
-    options: GatedOptions,
-) -> Any:
+def _gated(x, w_gate, w_up, b_gate, b_up, accumulators, options: GatedOptions) -> Any:
     del accumulators
     return FORWARD(options, x, w_gate, w_up, b_gate, b_up)[0]
 
@@ -232,6 +224,10 @@ def _gated_bwd(options, res, dout):
     return (*(match_primal(g, a) for g, a in zip(grads, arrays, strict=True)), sums)
 
 
+_gated.defvjp(_gated_fwd, _gated_bwd)
+_gated_jit = jax.jit(_gated, static_argnums=6)
+
+
 def _of_one_weight(
     options: GatedOptions, arrays: Any, accumulators: Any, d: Any, _: Any
 ) -> tuple[Any, Any, Any]:
@@ -242,11 +238,8 @@ def _of_one_weight(
     if accumulators is None:
         [dw] = op.DWEIGHT(dataclasses.replace(of_linear, dtype=str(w.dtype)), x, d)
         return dx, (dw, None), None
-    return (
-        dx,
-        (None, None),
-        op.accumulated(op.DWEIGHT, op.ACCUMULATE, of_linear, accumulators, x, d),
-    )
+    sums = op.accumulated(op.DWEIGHT, op.ACCUMULATE, of_linear, accumulators, x, d)
+    return dx, (None, None), sums
 
 
 def _of_two_weights(
@@ -257,15 +250,8 @@ def _of_two_weights(
     [dx] = DX(options.giving(x), dgate, dup, w_gate, w_up)
     if accumulators is None:
         return dx, DWEIGHTS(options.giving(w_gate, w_up), x, dgate, dup), None
-    return (
-        dx,
-        (None, None),
-        op.accumulated(DWEIGHTS, ACCUMULATE, options, accumulators, x, dgate, dup),
-    )
-
-
-_gated.defvjp(_gated_fwd, _gated_bwd)
-_gated_jit = jax.jit(_gated, static_argnums=6)
+    sums = op.accumulated(DWEIGHTS, ACCUMULATE, options, accumulators, x, dgate, dup)
+    return dx, (None, None), sums
 
 
 def _columns(options: GatedOptions) -> tuple[str, str]:

@@ -89,26 +89,13 @@ def kernel_forward(
     return (out, *saved, None, None)[:3]
 
 
-def reference_forward(
-    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
-) -> Any:
-    sums = reference_projections(options, x, w_gate, w_up, b_gate, b_up)
-    return finish_forward(options, x, w_gate, w_up, b_gate, b_up, *sums)
+def reference_forward(options: GatedOptions, *arrays: Any) -> Any:
+    return finish_forward(options, *arrays, *reference_projections(options, *arrays))
 
 
-def finish_forward(
-    options: GatedOptions,
-    x: Any,
-    w_gate: Any,
-    w_up: Any,
-    b_gate: Any,
-    b_up: Any,
-    _: Any,
-    gate: Any,
-    up: Any,
-) -> Any:
+def finish_forward(options: GatedOptions, *arrays_and_sums: Any) -> Any:
     """Biases and unit of the products, or of their sums over the devices that K is split over."""
-    del w_gate, w_up
+    x, _, _, b_gate, b_up, _, gate, up = arrays_and_sums
     gate, up = (v if b is None else v + b.astype(v.dtype) for v, b in ((gate, b_gate), (up, b_up)))
     kept = [gate, up]
     if options.one_weight:

@@ -127,9 +127,10 @@ def _shared_memory(
         scratch["held_slots"] = _slots(held_by, jnp.float32, BOX_F32)
     if arrivals := len(tiles) + fetched:
         scratch["loaded"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=CONSUMERS * boxes)
-    for t in out_dtypes:
-        box = SWIZZLE // jnp.dtype(t).itemsize
-        scratch[f"out_{t}"] = _slots((CONSUMERS, 2, 64, box), jnp.dtype(t), box)
+    scratch["outs"] = {
+        t: _slots((CONSUMERS, 2, 64, box), jnp.dtype(t), box)
+        for t, box in ((t, SWIZZLE // jnp.dtype(t).itemsize) for t in out_dtypes)
+    }
     barrier: Any = plgpu.Barrier
     if tile.share is not None:
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=(PAIR,))

@@ -80,20 +80,20 @@ class Shared:
     Attributes:
       a_slots, b_slots: rings of operands' tiles, (stages, ...) and (products, stages, ...).
       full, empty: barriers, one a stage: its tiles have arrived, and have been multiplied.
+      outs: two slots for each warpgroup through which results are stored, by dtype.
       in_slots: boxes of what the epilogue reads.
       held_slots: boxes of the accumulators, where they are fetched.
       loaded: barriers, one a box: what its epilogue reads has arrived.
-      outs: two slots for each warpgroup through which results are stored, by name ``out_<dtype>``.
     """
 
     a_slots: Any
     b_slots: Any
     full: Any
     empty: Any
-    in_slots: Any
-    held_slots: Any
-    loaded: Any
     outs: dict[str, Any]
+    in_slots: Any = None
+    held_slots: Any = None
+    loaded: Any = None
 
 
 def kernel(
@@ -102,19 +102,12 @@ def kernel(
     sizes: tuple[int, int, int],
     counts: tuple[int, ...],
     *refs: Any,
-    in_slots: Any = None,
-    held_slots: Any = None,
-    loaded: Any = None,
-    a_slots: Any,
-    b_slots: Any,
-    full: Any,
-    empty: Any,
-    **out_slots: Any,
+    **scratch: Any,
 ) -> None:
     """Computes `product`, (m, n, k) being `sizes`.
 
     `refs` are operands, rows and tiles of the epilogue and accumulators, `counts` of each, and the
-    other results.
+    other results; `scratch` is as in :class:`Shared`.
     """
     ends = list(itertools.accumulate(counts[:-1]))
     lhs, rhs, rows, tiles, outs = (
@@ -135,7 +128,7 @@ def kernel(
         tiles=tiles,
         outs=matrices(outs),
         held=counts[-1],
-        shared=Shared(a_slots, b_slots, full, empty, in_slots, held_slots, loaded, out_slots),
+        shared=Shared(**scratch),
         depth=-(-k // tile.k),
         grid=grid,
         warpgroup=warpgroup,
@@ -321,7 +314,7 @@ class _Block:
 
     def finish(self, i: Any, row: Any, column: Any, products: Sequence[Any]) -> None:
         """Runs the epilogue on the products of a tile, and stores the results, box by box."""
-        stored = {name: i * self.stores(name) for name in self.shared.outs}
+        stored = {dtype: i * self.stores(dtype) for dtype in self.shared.outs}
         for box, (r, c) in enumerate(self.tile.boxes):
             parts = [p[r : r + BOX, c : c + BOX] for p in products]  # (64, 64)
             rows = [columns(ref, jnp.minimum(column + c, ref.shape[0] - BOX)) for ref in self.rows]
@@ -337,22 +330,22 @@ class _Block:
             for o, result in enumerate(results):
                 self.store(o, result, box, (row, column), stored)
 
-    def stores(self, name: str) -> int:
-        """How often a tile is stored through the slots `name`."""
-        boxes = len(self.tile.boxes) * BOX // self.shared.outs[name].shape[-1]
-        return boxes * sum(f"out_{out.ref.dtype}" == name for out in self.outs)
+    def stores(self, dtype: str) -> int:
+        """The number of stores of a tile through the slots of `dtype`."""
+        boxes = len(self.tile.boxes) * BOX // self.shared.outs[dtype].shape[-1]
+        return boxes * sum(str(out.ref.dtype) == dtype for out in self.outs)
 
     def store(
         self, o: int, result: Any, box: int, corner: tuple[Any, Any], stored: dict[str, Any]
     ) -> None:
-        """Stores a box of result `o`; `stored` counts the stores through slots of each name."""
+        """Stores a box of result `o`; `stored` counts the stores through slots of each dtype."""
         shared, out, n = self.shared, self.outs[o], self.outs[o].ref.shape[-1]
         (row, column), (r, c) = corner, self.tile.boxes[box]
-        name = f"out_{out.ref.dtype}"
-        wide = shared.outs[name].shape[-1]
+        dtype = str(out.ref.dtype)
+        wide = shared.outs[dtype].shape[-1]
         for b in range(0, BOX, wide):
-            slot = shared.outs[name].at[self.warpgroup, lax.rem(stored[name], 2)]
-            stored[name] = stored[name] + 1
+            slot = shared.outs[dtype].at[self.warpgroup, lax.rem(stored[dtype], 2)]
+            stored[dtype] = stored[dtype] + 1
             # Of a narrow result most is not stored: a slot's store may be the last one.
             plgpu.wait_smem_to_gmem(1 if n > wide else 0, wait_read_only=True)
             value = result[:, b : b + wide].astype(out.ref.dtype)  # (64, wide)
