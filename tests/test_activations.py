@@ -1,6 +1,5 @@
-"""Activations and gated units: cases for the common suite, and what is their own."""
+"""Activations: what the elementwise kernels do, and every op that has an activation."""
 
-import dataclasses
 import functools
 import re
 from collections import Counter
@@ -10,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 from jaxlib.mlir.ir import WalkResult
 
 import jaxkern
 from bench.modules import kernel_modules
-from jaxkern.ops import curves, elementwise, gated
+from jaxkern.ops import curves, elementwise
 from tests import check
 
 BOTH = pytest.mark.parametrize(
@@ -34,51 +32,11 @@ ELEMENTWISE = {
     "sigmoid": (jaxkern.sigmoid, jax.nn.sigmoid),
     "tanh": (jaxkern.tanh, jnp.tanh),
 }
-GATED = {
-    "silu": (jaxkern.swiglu, jaxkern.silu_and_mul),
-    "gelu_tanh": (jaxkern.geglu, jaxkern.gelu_and_mul),
-    "gelu_erf": (
-        functools.partial(jaxkern.geglu, approximate=False),
-        functools.partial(jaxkern.gelu_and_mul, approximate=False),
-    ),
-    "relu": (jaxkern.reglu, None),
-    **{
-        name: (functools.partial(jaxkern.glu, activation=name), None)
-        for name in ("sigmoid", "tanh", "quick_gelu", "relu_squared")
-    },
-}
-CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
 
 
 def pointwise_oracle(name, x, dout):
     value, slope = check.activated(name, x)
     return value, (dout * slope,)
-
-
-def gated_oracle(name, gate, up, dout):
-    value, slope = check.activated(name, gate)
-    return value * up, (dout * up * slope, dout * value)
-
-
-def clamped_oracle(gate, up, dout):
-    near, shifted = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5) + 1
-    value, slope = check.activated("quick_gelu", near)
-    return value * shifted, (
-        dout * shifted * slope * (gate <= 1.5),
-        dout * value * (np.abs(up) <= 1.5),
-    )
-
-
-def clamped_plain(gate, up):
-    limit = jnp.asarray(1.5, gate.dtype)
-    near = jnp.where(gate > limit, limit, gate)  # whose slope at the limit is 1, as PyTorch's
-    up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
-    return near * jax.nn.sigmoid(1.702 * near) * (up + 1)
-
-
-def halves_oracle(name, gate_up, dout):
-    out, grads = gated_oracle(name, *np.split(gate_up, 2, -1), dout)
-    return out, (np.concatenate(grads, -1),)
 
 
 def normal(shape, dtype, seed=0, scale=2.0):
@@ -104,132 +62,6 @@ def test_activation_accuracy(name, dtype, implementation):
     call, plain = ELEMENTWISE[name]
     oracle = functools.partial(pointwise_oracle, name)
     check_case(implementation, call, plain, oracle, normal((3, 704), dtype))
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *(("silu", dtype) for dtype in ("bfloat16", "float16", "float32")),
-        *((n, "bfloat16") for n in ("gelu_tanh", "relu")),
-        ("gelu_erf", "float32"),
-        *(("tanh", "float16"), ("sigmoid", "bfloat16"), ("quick_gelu", "bfloat16")),
-    ],
-)
-def test_gated_accuracy(name, dtype, implementation):
-    pair, _ = GATED[name]
-    plain = lambda g, u: ELEMENTWISE[name][1](g) * u
-    arrays = normal((3, 704), dtype), normal((3, 704), dtype, seed=1)
-    check_case(implementation, pair, plain, functools.partial(gated_oracle, name), *arrays)
-
-
-@BOTH
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_clamped_accuracy(dtype, implementation):
-    """Of gate and up apart, and side by side."""
-    gate, up = normal((3, 704), dtype), normal((3, 704), dtype, seed=1)
-    pair = functools.partial(jaxkern.swiglu, **CLAMPED)
-    check_case(implementation, pair, clamped_plain, clamped_oracle, gate, up)
-    halves = functools.partial(jaxkern.silu_and_mul, **CLAMPED)
-
-    def oracle(x, dout):
-        out, grads = clamped_oracle(*np.split(x, 2, -1), dout)
-        return out, (np.concatenate(grads, -1),)
-
-    plain = lambda x: clamped_plain(*jnp.split(x, 2, -1))
-    check_case(implementation, halves, plain, oracle, jnp.concatenate([gate, up], -1))
-
-
-def clamped_by_transformers(gate_up, alpha, limit):
-    """As GptOssExperts has it: gate and up interleaved."""
-    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-    return (up + 1) * gate / (1 + np.exp(-alpha * gate))
-
-
-def test_clamped_is_that_of_gpt_oss():
-    """And what the docstrings say of interleaved projections is so."""
-    x, w = np.asarray(normal((4, 8), "float32")), np.asarray(normal((8, 12), "float32", seed=1))
-    want = clamped_by_transformers(np.float64(x) @ np.float64(w), 1.702, 7.0)
-    assert (np.abs(x @ w) > 7).any()
-    ours = jnp.concatenate([w[:, 0::2], w[:, 1::2]], axis=1)
-    options = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
-    with jax.default_matmul_precision("highest"):
-        for got in (
-            jaxkern.silu_and_mul(x @ ours, **options),
-            jaxkern.swiglu(*jnp.split(x @ ours, 2, -1), **options),
-            jaxkern.gated_linear_unit(x, ours, **options),
-        ):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-@BOTH
-def test_clamped_extremes(implementation):
-    """At the limit the gradient passes, as PyTorch's clamp has it; a NaN stays one."""
-    gate = jnp.asarray([1.5, 1.6, -1.6, np.inf, -np.inf, np.nan, 1.0, 1.0, 1.0, 1.0])
-    up = jnp.asarray([1.5, 1.0, -1.5, 1.0, 1.0, 1.0, np.inf, -np.inf, np.nan, -1.6])
-    with check.running(implementation):
-        run = functools.partial(jaxkern.swiglu, **CLAMPED, implementation=implementation)
-        out, vjp = jax.vjp(run, gate, up)
-        dgate, dup = vjp(jnp.ones_like(out))
-    nan = np.isnan(gate) | np.isnan(up)
-    np.testing.assert_array_equal(np.isnan(out), nan)
-    assert np.isfinite(dup[~nan]).all()
-    np.testing.assert_array_equal((dgate == 0)[~nan], [0, 1, 0, 1, 1, 0, 0, 0])
-    np.testing.assert_array_equal((dup == 0)[~nan], [0, 0, 0, 0, 1, 1, 1, 1])
-
-
-def plain_halves(name, x):
-    gate, up = jnp.split(x, 2, -1)
-    return ELEMENTWISE[name][1](gate) * up
-
-
-@BOTH
-@pytest.mark.parametrize("h", [6, 1375])
-def test_silu_and_mul_accuracy(h, implementation):
-    """Rows of which an access takes two elements, and one."""
-    check_case(
-        implementation,
-        jaxkern.silu_and_mul,
-        functools.partial(plain_halves, "silu"),
-        functools.partial(halves_oracle, "silu"),
-        normal((5, 2 * h), "bfloat16", seed=h),
-    )
-
-
-@BOTH
-@pytest.mark.parametrize("name", ["gelu_tanh", "gelu_erf"])
-def test_gelu_and_mul_accuracy(name, implementation):
-    check_case(
-        implementation,
-        GATED[name][1],
-        functools.partial(plain_halves, name),
-        functools.partial(halves_oracle, name),
-        normal((2, 3, 144), "float32"),
-    )
-
-
-@BOTH
-@pytest.mark.parametrize("shape", [(), (7,), (257, 3)])
-def test_gated_shapes(shape, implementation):
-    """Sizes that no access width divides: below one access, below one block, above."""
-    plain = lambda g, u: jax.nn.silu(g) * u
-    arrays = normal(shape, "float32"), normal(shape, "float32", seed=1)
-    oracle = functools.partial(gated_oracle, "silu")
-    check_case(implementation, jaxkern.swiglu, plain, oracle, *arrays)
-
-
-@BOTH
-def test_gated_mixed_dtypes(implementation):
-    gate, up = normal((4, 40), "bfloat16"), normal((4, 40), "float32", seed=1)
-    with check.running(implementation):
-        run = functools.partial(jaxkern.swiglu, implementation=implementation)
-        out, vjp = jax.vjp(run, gate, up)
-        dgate, dup = vjp(jnp.ones_like(out))
-    assert (out.dtype, dgate.dtype, dup.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
-    wide = gate.astype(jnp.float32)
-    np.testing.assert_allclose(dup, jax.nn.silu(wide), rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(out, (jax.nn.silu(wide) * up).astype(jnp.bfloat16))
 
 
 EXTREMES = {
@@ -300,60 +132,6 @@ def test_relu_lets_nothing_past_its_corner(name, implementation):
     np.testing.assert_array_equal(dx, jax.vjp(plain, x)[1](dout)[0])
 
 
-@BOTH
-def test_reglu_lets_nothing_past_its_corner(implementation):
-    gate = jnp.asarray([-1.0, 0.0, 2.0, -1.0, 2.0])
-    up = jnp.asarray([np.inf, np.nan, 3.0, 1.0, np.inf])
-    dout = jnp.asarray([1.0, 1.0, 1.0, np.inf, 1.0])
-    with check.running(implementation):
-        run = functools.partial(jaxkern.reglu, implementation=implementation)
-        grads = jax.vjp(run, gate, up)[1](dout)
-    want = jax.vjp(lambda g, u: jax.nn.relu(g) * u, gate, up)[1](dout)
-    np.testing.assert_array_equal(grads[0], want[0])
-    np.testing.assert_array_equal(grads[1], want[1])
-
-
-@BOTH
-def test_swiglu_extremes(implementation):
-    gate = jnp.asarray([1e4, -1e4, np.inf, -np.inf, np.nan, 1.0], jnp.float16)
-    up = jnp.asarray([2.0, 2.0, 2.0, 2.0, 2.0, np.inf], jnp.float16)
-    with check.running(implementation):
-        run = functools.partial(jaxkern.swiglu, implementation=implementation)
-        out, vjp = jax.vjp(run, gate, up)
-        dgate, dup = vjp(jnp.ones_like(out))
-    np.testing.assert_array_equal(out, [20000, 0, np.inf, 0, np.nan, np.inf])
-    np.testing.assert_array_equal(dgate, [2, 0, 2, 0, np.nan, np.inf])
-    np.testing.assert_array_equal(dup[:5], [1e4, 0, np.inf, 0, np.nan])
-
-
-@BOTH
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 6)])
-def test_gated_empty(shape, implementation):
-    x = jnp.ones(shape, jnp.bfloat16)
-    with check.running(implementation):
-        run = functools.partial(jaxkern.silu_and_mul, implementation=implementation)
-        out, vjp = jax.vjp(run, x)
-        assert out.shape == (*shape[:-1], shape[-1] // 2)
-        assert vjp(out)[0].shape == shape
-        pair, vjp = jax.vjp(functools.partial(jaxkern.swiglu, implementation=implementation), x, x)
-        assert pair.shape == vjp(pair)[1].shape == shape
-        assert jaxkern.silu(x, implementation=implementation).shape == shape
-
-
-@pytest.mark.parametrize("name", GATED)
-def test_gated_finite_differences(name):
-    gate, up = (np.asarray(normal((50,), "float32", seed), np.float64) for seed in (3, 4))
-    gate[np.abs(gate) < 1e-3] = 1.0  # relu has a corner
-    dout, h = np.asarray(normal((50,), "float32", 5), np.float64), 1e-5
-    slopes = gated_oracle(name, gate, up, dout)[1]
-    value = lambda g, u: gated_oracle(name, g, u, dout)[0]
-    numeric = [value(gate + h, up) - value(gate - h, up), value(gate, up + h) - value(gate, up - h)]
-    grads = jax.vjp(GATED[name][0], jnp.float32(gate), jnp.float32(up))[1](jnp.float32(dout))
-    for slope, difference, grad in zip(slopes, numeric, grads, strict=True):
-        np.testing.assert_allclose(slope, dout * difference / (2 * h), rtol=1e-6, atol=1e-8)
-        np.testing.assert_allclose(grad, slope, rtol=2e-6, atol=2e-6)
-
-
 @pytest.mark.parametrize("function", [jaxkern.silu, functools.partial(jaxkern.swiglu, up=1.5)])
 def test_plain_backward_keeps_only_the_arguments(function):
     """No sigmoid is saved, at any precision."""
@@ -362,32 +140,6 @@ def test_plain_backward_keeps_only_the_arguments(function):
         function = functools.partial(jaxkern.swiglu, up=x)
     _, vjp = jax.vjp(lambda x: function(x, implementation="xla"), x)
     assert {(a.shape, a.dtype) for a in jax.tree.leaves(vjp)} <= {(x.shape, x.dtype)}
-
-
-def test_what_is_chosen():
-    """XLA for what it fuses at little cost; a gated unit has kernels both ways."""
-    x = jnp.ones((64, 256), jnp.bfloat16)
-    lowered = lambda f, *a: jax.jit(f).trace(*a).lower(lowering_platforms=("cuda",)).as_text()
-    for name, (call, _) in ELEMENTWISE.items():
-        by_itself = lowered(jax.grad(lambda x: call(x).sum()), x)  # noqa: B023
-        assert ("mosaic_gpu" in by_itself) is (name == "gelu_erf")
-        grad = jax.grad(lambda x: call(x, implementation="mosaic").sum())  # noqa: B023
-        assert "_bwd" in lowered(grad, x)
-    for pair, halves in GATED.values():
-        for function in filter(None, (lambda x, f=pair: f(x, x), halves)):
-            text = lowered(jax.value_and_grad(lambda x: function(x).sum()), x)  # noqa: B023
-            assert len(check.kernel_calls(text)) == 2
-            assert "stablehlo.concatenate" not in text.replace("custom_partitioning", "")
-
-
-def test_kernels_refuse_float64():
-    with jax.enable_x64(True):
-        x = jnp.linspace(-700.0, 700.0, 11, dtype=jnp.float64)
-        np.testing.assert_allclose(
-            jaxkern.swiglu(x, x), x * check.activated("silu", np.asarray(x))[0], 1e-13
-        )
-        with pytest.raises(NotImplementedError, match="gate is float64"):
-            jaxkern.swiglu(x, x, implementation="mosaic")
 
 
 def test_activation_errors():
@@ -461,34 +213,6 @@ def test_few_elements(n, name, dtype):
     check.assert_close(got, want, ulp)
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("shape", [(1000, 4096), (1001, 1001)])
-def test_gated_same_bits(shape):
-    gate, up, dout = (normal(shape, "bfloat16", seed) for seed in range(3))
-    run = jax.jit(lambda g, u, d: jax.vjp(jaxkern.swiglu, g, u)[1](d))
-    first = run(gate, up, dout)
-    for _ in range(20):
-        for a, b in zip(first, run(gate, up, dout), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.compiled
-@pytest.mark.large
-def test_gated_beyond_int32():
-    """More than 2³¹ elements in one array: the last rows are right."""
-    m, h = (1 << 17) + 3, 8192 + 256
-    x = jax.random.normal(jax.random.key(0), (m, 2 * h), jnp.bfloat16)
-    assert x.size > 2**31
-    out, vjp = jax.jit(lambda x: jax.vjp(jaxkern.silu_and_mul, x))(x)
-    dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, out)
-    for rows in (slice(0, 5), slice(m // 2, m // 2 + 5), slice(m - 5, m)):
-        want, want_vjp = jax.vjp(
-            functools.partial(gated.gated_reference, curves.Unit("silu")), x[rows]
-        )
-        check.assert_close(out[rows], want, 2.0**-9)
-        check.assert_close(dx[rows], want_vjp(out[rows])[0], 2.0**-9)
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "accesses"),
     [
@@ -522,17 +246,6 @@ def test_unit_divides_the_columns():
     array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
     assert elementwise.unit(array(24), array(24, dtype=jnp.float32)) == 4
     assert [elementwise.unit(array(16, 2 * h), columns=h) for h in (24, 12, 5)] == [8, 4, 1]
-
-
-@pytest.mark.parametrize(("h", "fits"), [(2**16, True), (2**16 + 1, False)])
-def test_halves_beyond_32_bits_of_units(h, fits):
-    """The rows of the one begin at multiples of 16 bytes; the other's elements are too many."""
-    x = jax.ShapeDtypeStruct((2**16, 2 * h), jnp.bfloat16)
-    lowered = jax.jit(jaxkern.silu_and_mul).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("mosaic_gpu" in lowered) is fits
-    if not fits:
-        with pytest.raises(NotImplementedError, match="1 at a time"):
-            jax.eval_shape(functools.partial(jaxkern.silu_and_mul, implementation="mosaic"), x)
 
 
 @pytest.mark.parametrize("name", get_args(curves.Activation))
@@ -580,82 +293,3 @@ def test_activations_lower_for_cuda(name):
         calls = check.kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text())
         for kernel in kernels:
             assert any(kernel in line for line in calls), kernel
-
-
-def arrays(key):
-    return tuple(jax.random.normal(k, (8, 2, 40)) for k in jax.random.split(key))
-
-
-SWIGLU = check.Op(
-    name="swiglu",
-    call=jaxkern.swiglu,
-    reference=lambda g, u: jax.nn.silu(g) * u,
-    arrays=arrays,
-    kernels=("swiglu_fwd", "swiglu_bwd"),
-    rows=(P("data"), P("data"), P("data")),
-    features=(P(None, None, "data"), P(None, None, "data"), P(None, None, "data")),
-    all_reduces=0,
-    vmaps=[(0, None), (None, 0), (1, 0)],
-    runs_again=False,
-)
-SILU_AND_MUL = check.Op(
-    name="silu_and_mul",
-    call=jaxkern.silu_and_mul,
-    reference=lambda x: jax.nn.silu(x[..., :40]) * x[..., 40:],
-    arrays=lambda key: (jax.random.normal(key, (8, 2, 80)),),
-    kernels=("silu_and_mul_fwd", "silu_and_mul_bwd"),
-    rows=(P("data"), P("data")),
-    features=(P(None, None, "data"), P(None, None, "data")),
-    all_reduces=0,
-    vmaps=[(0,), (1,)],
-    runs_again=False,
-)
-
-
-@check.matrix(SWIGLU)
-def test_swiglu_transformations(cell, record_property):
-    check.skip_repeats(cell)
-    check.check_cell(cell, record_property)
-
-
-GELU = check.Op(
-    name="gelu",
-    call=functools.partial(jaxkern.gelu, approximate=False),
-    reference=functools.partial(jax.nn.gelu, approximate=False),
-    arrays=lambda key: (jax.random.normal(key, (8, 2, 40)),),
-    kernels=("gelu_erf_fwd", "gelu_erf_bwd"),
-    rows=(P("data"), P("data")),
-    features=(P(None, None, "data"), P(None, None, "data")),
-    all_reduces=0,
-    vmaps=[(0,), (1,)],
-    runs_again=False,
-)
-
-CLAMPED_SWIGLU = dataclasses.replace(
-    SWIGLU,
-    name="swiglu, clamped",
-    call=functools.partial(jaxkern.swiglu, **CLAMPED),
-    reference=clamped_plain,
-)
-
-# Their matrices beside swiglu's: what their other shapes could break.
-CELLS = {"vmap", "vmap(grad)", "auto mesh", "explicit mesh", "features split", "kernels lowered"}
-CELLS_OF_CLAMPED = {"value", "grad(grad)", "kernels lowered", "jvp"}
-CELLS_OF_GELU = {"grad(grad)", "explicit mesh", "kernels lowered"}
-
-
-@pytest.mark.parametrize(
-    ("op", "name"),
-    [
-        *((SILU_AND_MUL, name) for name in sorted(CELLS)),
-        *((GELU, name) for name in sorted(CELLS_OF_GELU)),
-        *((CLAMPED_SWIGLU, name) for name in sorted(CELLS_OF_CLAMPED)),
-    ],
-    ids=lambda v: v if isinstance(v, str) else v.name,
-)
-@pytest.mark.parametrize(
-    "implementation", [pytest.param(i, marks=pytest.mark.gpu) for i in ("mosaic", None)]
-)
-def test_other_transformations(op, name, implementation, record_property):
-    check.skip_repeats((op, name, implementation))
-    check.check_cell((op, name, implementation), record_property)

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from bench.modules import kernel_modules
 from jaxkern.mosaic.launch import interpreter
-from jaxkern.ops import dropout as op
+from jaxkern.ops import philox as generator
+from jaxkern.ops.dropout import kernels, op, reference
 from tests import check
 from tests.test_activations import ELEMENTWISE, normal
 
@@ -71,7 +72,7 @@ def dropped(x, rate=0.3, key=KEY):
 )
 def test_generator_gives_the_published_numbers(counter, key, words):
     """The known answers that come with Random123."""
-    got = op.philox([jnp.uint32(c) for c in counter], [jnp.uint32(k) for k in key])
+    got = generator.philox([jnp.uint32(c) for c in counter], [jnp.uint32(k) for k in key])
     assert " ".join(f"{int(w):08x}" for w in got) == words
     assert " ".join(f"{w:08x}" for w in philox(counter, key)) == words
 
@@ -244,16 +245,16 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
     x = normal(shape, "float32")
     want = dropped(x)
     mode = "mosaic" if check.ON_GPU else "interpret"
-    options = op._Options("dropout", None, mode, shape)
+    options = reference.Options("dropout", None, mode, shape)
     seeds = op._key_words(KEY), op._rate_words(0.3)
     sizes = [n // p for n, p in zip(shape, parts, strict=True)]
     where = tuple(slice(n - size, n) for n, size in zip(shape, sizes, strict=True))
     positions = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in where]
     with check.running("mosaic"):
-        launch = functools.partial(op._launch_fwd, options)
+        launch = functools.partial(kernels.launch_forward, options)
         (got,) = interpreted(launch, mode)(x[where], None, *seeds, *positions)
     np.testing.assert_array_equal(got, want[where])
-    launch = functools.partial(op._launch_fwd, dataclasses.replace(options, mode="mosaic"))
+    launch = functools.partial(kernels.launch_forward, dataclasses.replace(options, mode="mosaic"))
     assert len(kernel_modules(launch, x[where], None, *seeds, *positions)) == 1
 
 
@@ -272,8 +273,8 @@ def test_positions_beyond_32_bits():
     key = op._key_words(KEY)
     row = 2**19 + 3
     positions = jnp.asarray([row], jnp.uint32), jnp.arange(16, dtype=jnp.uint32)
-    options = op._Options("dropout", None, "xla", (2**20, 2**17))
-    bits = op._random(options, key, positions)
+    options = reference.Options("dropout", None, "xla", (2**20, 2**17))
+    bits = reference.random_bits(options.shape, key, positions)
     groups = [(row * 2**17 + c) // 8 for c in (0, 8)]
     assert groups[0] > 2**32
     words = np.asarray(jax.random.key_data(KEY))
@@ -353,11 +354,11 @@ def test_dropout_beyond_int32():
     m, n = (1 << 19) + 3, 4096 + 256
     x = jnp.ones((m, n), jnp.bfloat16)
     out = jax.jit(lambda x: jaxkern.dropout(x, 0.5, KEY))(x)
-    options = op._Options("dropout", None, "xla", (m, n))
+    options = reference.Options("dropout", None, "xla", (m, n))
     key = op._key_words(KEY)
     for first in (0, m // 2, m - 5):
         positions = jnp.arange(first, first + 5, dtype=jnp.uint32), jnp.arange(n, dtype=jnp.uint32)
-        want = 2 * (op._random(options, key, positions) >= 32768)
+        want = 2 * (reference.random_bits(options.shape, key, positions) >= 32768)
         np.testing.assert_array_equal(out[first : first + 5].astype(jnp.int32), want)
 
 

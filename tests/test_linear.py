@@ -1,6 +1,5 @@
 """linear and accumulate_weight_grad: cases for the common suite, and what is their own."""
 
-import dataclasses
 import functools
 from typing import get_args
 
@@ -14,23 +13,10 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from jaxkern.mosaic.launch import interpreter
 from jaxkern.ops.curves import Activation
-from jaxkern.ops.linear import choice, matmul
+from jaxkern.ops.linear import matmul, matmul_kernel, tiles
 from tests import check
-from tests.test_activations import ELEMENTWISE
-
-PLAIN = {name: f for name, (_, f) in ELEMENTWISE.items()} | {"gelu": jax.nn.gelu}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def faster_kernels():
-    """Where matrices are small, ``None`` picks the kernels, as where they are measured faster.
-
-    And where a test does not say otherwise, GPUs multiply fp32 as such and not as tf32.
-    """
-    small = choice.Measured(8, 8, 8, speed=2.0, tile=matmul.Tile(128, 64, 64, 2, None))
-    with jax.default_matmul_precision("highest"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "MEASURED", dict.fromkeys(choice.MEASURED, (small,)))
-        yield
+from tests.products import PLAIN, extreme, inputs
+from tests.products import faster_kernels as faster_kernels
 
 
 def oracle(x, w, b, dout, *, activation=None):
@@ -46,13 +32,6 @@ def plain(x, w, b, *, activation=None):
     """What a user would write, in the dtype of x."""
     y = x @ w.astype(x.dtype) + b.astype(x.dtype)
     return y if activation is None else PLAIN[activation](y)
-
-
-def inputs(m, k, n, dtype, weight_dtype=None, seed=0):
-    rng = np.random.default_rng(seed)
-    draw = lambda shape, t: jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(t)
-    weight_dtype = weight_dtype or dtype
-    return draw((m, k), dtype), draw((k, n), weight_dtype) / 8, draw((n,), weight_dtype)
 
 
 def accurate(arrays, implementation, **options):
@@ -248,11 +227,11 @@ def test_epilogue_of_several_boxes():
     key = functools.partial(jax.random.fold_in, jax.random.key(0))
     a, b = (jax.random.normal(key(i), (256, 128), jnp.bfloat16) for i in range(2))
     c = jax.random.normal(key(2), (256, 256), jnp.bfloat16)
-    product = matmul.Product(
+    product = matmul_kernel.Product(
         False, True, ("float32", "bfloat16"), lambda p, r, t: [p[0] + t[0], p[0] * t[0]], "test"
     )
     with interpreter():
-        tile = matmul.Tile(128, 128, 64, 2, None)
+        tile = tiles.Tile(128, 128, 64, 2, None)
         got = jax.jit(lambda *v: matmul.matmul(product, tile, *v))([a], [b], (), [c])
     a, b, c = (np.asarray(v, np.float64) for v in (a, b, c))
     assert check.relative_error(got[0], a @ b.T + c) < 1e-6
@@ -260,26 +239,36 @@ def test_epilogue_of_several_boxes():
 
 
 def test_choice_follows_the_table(monkeypatch):
-    """None near nothing measured or near what is slower; else the nearest row's tile."""
-    slow, fast = matmul.Tile(128, 128), matmul.Tile(128, 256)
+    """None near nothing measured or near what is not faster; else the nearest row's tile."""
+    slow, fast = tiles.Tile(128, 128), tiles.Tile(128, 256)
     rows = (
-        choice.Measured(4096, 4096, 4096, speed=0.9, tile=slow),
-        choice.Measured(16384, 4096, 4096, speed=1.1, tile=fast),
+        tiles.Measured(4096, 4096, 4096, tile=slow),
+        tiles.Measured(16384, 4096, 4096, tile=fast, faster=True),
     )
-    monkeypatch.setattr(choice, "MEASURED", {"linear_fwd": rows})
-    pick = functools.partial(choice.tile_for, "linear_fwd")
+    monkeypatch.setattr(tiles, "MEASURED", {"linear_fwd": rows})
+    pick = functools.partial(tiles.tile_for, "linear_fwd")
     assert pick("auto", 16384, 4096, 5000) == fast
     assert pick("auto", 4096, 4096, 4096) is None
     assert pick("mosaic", 4096, 4096, 4096) == slow
     assert pick("auto", 100000, 4096, 4096) is None
     assert pick("mosaic", 100000, 4096, 4096) is not None
     assert pick("mosaic", 0, 4096, 4096) is None
+    monkeypatch.setattr(tiles, "MEASURED", MEASURED)
+    assert tiles.faster("linear_activation_fwd", 16384, 3072, 768)
+    for name, sizes in (  # differences within the noise, and a kernel that is slower
+        ("linear_accumulate", (4096, 4096, 512)),
+        ("linear_dweight", (4096, 4096, 8192)),
+        ("gated_fwd", (8192, 14336, 4096)),
+        ("gated_bwd", (8192, 14336, 4096)),
+    ):
+        assert not tiles.faster(name, *sizes)
+        assert tiles.tile_for(name, "mosaic", *sizes) is not None
 
 
 @pytest.mark.parametrize(("activation", "kernels"), [("gelu", 1), ("relu", 0), (None, 0)])
 def test_choice_at_short_contractions(monkeypatch, activation, kernels):
     """GPT-2's up-projection: sums in fp32 cost XLA more there than its products gain."""
-    monkeypatch.setattr(choice, "MEASURED", MEASURED)
+    monkeypatch.setattr(tiles, "MEASURED", MEASURED)
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 2048, 768), (768, 3072)))
     forward = jax.jit(functools.partial(jaxkern.linear, activation=activation))
     text = forward.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
@@ -310,12 +299,12 @@ def test_kernels_fit_the_shared_memory():
         assert [count(name) for name in names] == [1, 1, 1, 2, 2]
 
 
-MEASURED = choice.MEASURED
+MEASURED = tiles.MEASURED
 
 
 def test_measured_tiles_lower_for_cuda(monkeypatch):
     """With accumulators, whose tiles take shared memory beside the operands'."""
-    monkeypatch.setattr(choice, "MEASURED", MEASURED)
+    monkeypatch.setattr(tiles, "MEASURED", MEASURED)
     call = functools.partial(jaxkern.accumulate_weight_grad, implementation="mosaic")
     for row in MEASURED["linear_accumulate"]:
         of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
@@ -325,20 +314,6 @@ def test_measured_tiles_lower_for_cuda(monkeypatch):
         )
         lowered = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",))
         assert "linear_accumulate" in lowered.as_text()
-
-
-def extreme(call, truth, arrays, dout):
-    """Whatever fits its dtype in float64 is finite; output and gradients, and the true ones."""
-    with check.running("mosaic"):
-        out, vjp = jax.vjp(call, *arrays)
-        got = (out, *vjp(dout))
-    want_out, want_grads = truth(*(np.asarray(v).astype(np.float64) for v in (*arrays, dout)))
-    want = (want_out, *want_grads)
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        fits = np.abs(w) <= 0.999 * float(jnp.finfo(g.dtype).max)
-        assert fits.any()
-        assert np.isfinite(np.asarray(g, np.float32)[fits]).all(), f"result {i}"
-    return got, want
 
 
 @pytest.mark.gpu
@@ -364,39 +339,6 @@ def test_float16_near_overflow(implementation):
     call = functools.partial(jaxkern.linear, implementation=implementation)
     for got, want in zip(*extreme(call, oracle, (x, w, b), dout), strict=True):
         assert check.relative_error(got, want) < 2e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_float16_gates_beyond_overflow(implementation, recompute):
-    """A gate of 8e4 times a small projection fits, and so do its gradients, zeros among them."""
-    x, w, _ = inputs(16, 64, 64, "float16")
-    x, w_gate, w_up = 20 + 0 * x, 62.5 + 0 * w, w / 1024
-    dout = jnp.where(jnp.arange(64) % 2, 0.001, 0).astype(jnp.float16) + 0 * x
-    options = {"recompute": recompute, "implementation": implementation}
-    call = functools.partial(jaxkern.gated_linear_unit, **options)
-    got, want = extreme(
-        call, functools.partial(gated_oracle, activation="silu"), (x, w_gate, w_up), dout
-    )
-    limit = 2e-3 if recompute or implementation == "xla" else 0.2  # what is kept ends at 65504
-    for g, v in zip(got, want, strict=True):
-        assert check.relative_error(g, v) < limit
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("n", [16, 64])
-def test_results_of_few_columns_are_the_same_each_time(n):
-    """A tile is wider than they are: what is stored last is not written over on its way."""
-    x, w, _ = inputs(16, 64, n, "bfloat16")
-    call = functools.partial(jaxkern.gated_linear_unit, implementation="mosaic")
-    gradients = jax.jit(lambda *a: jax.vjp(call, *a)[1](jnp.ones((16, n), jnp.bfloat16)))
-    first = gradients(x, w, 2 * w)
-    plain = functools.partial(call, implementation="xla")
-    check.assert_close(first, jax.vjp(plain, x, w, 2 * w)[1](jnp.ones((16, n), x.dtype)), 1e-2)
-    for _ in range(200):
-        for a, b in zip(first, gradients(x, w, 2 * w), strict=True):
-            assert (a == b).all()
 
 
 PRECISIONS = {"highest": 1e-6, "tensorfloat32": 2e-3}
@@ -426,7 +368,7 @@ def test_transposed_operands(precision):
 def test_tiles_of_the_result_are_each_taken_once():
     for rows, columns, width in ((1, 1, 8), (5, 7, 3), (16, 16, 8), (3, 20, 8)):
         seen = {
-            tuple(int(v) for v in matmul._banded(i, rows, columns, width))
+            tuple(int(v) for v in matmul_kernel.banded(i, rows, columns, width))
             for i in range(rows * columns)
         }
         assert seen == {(r, c) for r in range(rows) for c in range(columns)}
@@ -476,280 +418,6 @@ LINEAR = check.Op(
 )
 
 
-def gated_oracle(x, w_gate, w_up, dout, *, activation):
-    """Output and gradients in float64."""
-    gate, up = x @ w_gate, x @ w_up
-    value, slope = check.activated(activation, gate)
-    dgate, dup = dout * up * slope, dout * value
-    return value * up, (dgate @ w_gate.T + dup @ w_up.T, x.T @ dgate, x.T @ dup)
-
-
-def gated_plain(x, w_gate, w_up, *, activation):
-    w_gate, w_up = w_gate.astype(x.dtype), w_up.astype(x.dtype)
-    return PLAIN[activation](x @ w_gate) * (x @ w_up)
-
-
-def gated_accurate(arrays, implementation, activation, recompute):
-    call = functools.partial(
-        jaxkern.gated_linear_unit,
-        activation=activation,
-        recompute=recompute,
-        implementation=implementation,
-    )
-    with check.running("mosaic"):
-        check.check_accuracy(
-            call,
-            functools.partial(gated_plain, activation=activation),
-            functools.partial(
-                check.in_float64, functools.partial(gated_oracle, activation=activation)
-            ),
-            arrays,
-        )
-
-
-def gated_inputs(m, k, n, dtype):
-    return (*inputs(m, k, n, dtype)[:2], inputs(m, k, n, dtype, seed=1)[1])
-
-
-@pytest.mark.gpu
-@pytest.mark.newest
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gated_kernels(recompute):
-    gated_accurate(gated_inputs(130, 72, 65, "bfloat16"), "mosaic", "silu", recompute)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "gelu_erf", "sigmoid", "tanh"])
-def test_gated_compiled(activation, recompute):
-    arrays = gated_inputs(2000, 1024, 1536 + 8, "bfloat16")
-    gated_accurate(arrays, "mosaic", activation, recompute)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
-def test_gated_plain(activation):
-    gated_accurate(gated_inputs(6, 40, 24, "float32"), "xla", activation, True)
-
-
-CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
-
-
-def clamped_oracle(x, w, b, dout):
-    """Output and gradients in float64 of the clamped unit, both weights and biases in one."""
-    half = w.shape[1] // 2
-    gate, up = (x @ w + b)[:, :half], (x @ w + b)[:, half:]
-    near, shifted = gate.clip(max=1.5), up.clip(-1.5, 1.5) + 1
-    value, slope = check.activated("quick_gelu", near)
-    dgate = dout * shifted * slope * (gate <= 1.5)
-    dup = dout * value * (abs(up) <= 1.5)
-    dx = dgate @ w[:, :half].T + dup @ w[:, half:].T
-    side_by_side = (jnp if isinstance(x, jax.Array) else np).concatenate
-    dw = side_by_side([x.T @ dgate, x.T @ dup], -1)
-    return value * shifted, (dx, dw, side_by_side([dgate.sum(0), dup.sum(0)]))
-
-
-def clamped_plain(x, w, b):
-    gate, up = jnp.split(x @ w.astype(x.dtype) + b.astype(x.dtype), 2, -1)
-    limit = jnp.asarray(1.5, x.dtype)
-    near = jnp.where(gate > limit, limit, gate)  # whose slope at the limit is 1, as PyTorch's
-    up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
-    return near * jax.nn.sigmoid(1.702 * near) * (up + 1)
-
-
-def in_one(x, w, b, **options):
-    return jaxkern.gated_linear_unit(x, w, None, b, **CLAMPED, **options)
-
-
-def apart(x, w, b, **options):
-    halves = (*jnp.split(w, 2, -1), *jnp.split(b, 2))
-    return jaxkern.gated_linear_unit(x, *halves, **CLAMPED, **options)
-
-
-def clamped_accurate(arrays, implementation, recompute, call):
-    options = {"recompute": recompute, "implementation": implementation}
-    with check.running(implementation):
-        check.check_accuracy(
-            functools.partial(call, **options),
-            clamped_plain,
-            functools.partial(check.in_float64, clamped_oracle),
-            arrays,
-        )
-
-
-@pytest.mark.gpu
-@pytest.mark.newest
-@pytest.mark.parametrize(
-    ("shape", "recompute", "call"),
-    [
-        *(((130, 72, 65), False, in_one), ((24, 72, 64), True, in_one)),
-        ((24, 72, 64), False, apart),
-    ],
-)
-def test_clamped_kernels(shape, recompute, call):
-    """With biases, both weights in one array and apart, of columns that are padded and not."""
-    m, k, n = shape
-    clamped_accurate(inputs(m, k, 2 * n, "bfloat16", "float32"), "mosaic", recompute, call)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("n", [8, 16, 64, 200, 1536, 1544])
-def test_clamped_compiled(n, recompute):
-    for dtype in ("bfloat16", "float16"):
-        arrays = inputs(2000, 1024, 2 * n, dtype, "float32")
-        for call in (in_one, apart):
-            clamped_accurate(arrays, "mosaic", recompute, call)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("call", [in_one, apart])
-def test_clamped_plain(dtype, call):
-    clamped_accurate(inputs(6, 40, 48, dtype, "float32"), "xla", True, call)
-
-
-@pytest.mark.parametrize("which", ["b_gate", "b_up"])
-def test_one_bias_of_two(which):
-    x, w_gate, w_up = gated_inputs(6, 16, 24, "float32")
-    b = inputs(6, 16, 24, "float32")[2]
-    for implementation in ("xla", None):
-        run = functools.partial(jaxkern.gated_linear_unit, implementation=implementation)
-        out, vjp = jax.vjp(lambda b: run(x, w_gate, w_up, **{which: b}), b)  # noqa: B023
-        add = lambda y, name, b=b: y + b if name == which else y
-        want = jax.nn.silu(add(x @ w_gate, "b_gate")) * add(x @ w_up, "b_up")
-        check.assert_close(out, want, 1e-6)
-        assert np.linalg.norm(vjp(out)[0]) > 0
-
-
-@pytest.mark.parametrize("implementation", ["xla", None])
-@pytest.mark.parametrize("shape", [(0, 8, 4), (3, 0, 4), (3, 8, 0), (1, 1, 1)])
-def test_one_weight_of_few_elements(shape, implementation):
-    m, k, n = shape
-    x, w, b = jnp.ones((m, k), jnp.bfloat16), jnp.ones((k, 2 * n)), jnp.zeros(2 * n)
-    call = functools.partial(in_one, implementation=implementation)
-    out, vjp = jax.vjp(call, x, w, b)
-    assert out.shape == (m, n)
-    for got, like in zip(vjp(out), (x, w, b), strict=True):
-        assert (got.shape, got.dtype) == (like.shape, like.dtype)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_one_weight_is_read_as_it_lies(recompute):
-    """No half of it is copied, and its gradient, added to others or not, is one product."""
-    x, w = jnp.ones((512, 256), jnp.bfloat16), jnp.ones((256, 2 * 192), jnp.bfloat16)
-    options = {"recompute": recompute, "implementation": "mosaic"}
-
-    def loss(x, w, total):
-        out = jaxkern.gated_linear_unit(x, w, accumulators=total, **options)
-        return jnp.sum(out.astype(jnp.float32))
-
-    def lowered(argnums, total):
-        grad = jax.jit(jax.value_and_grad(loss, argnums)).trace(x, w, total)
-        return grad.lower(lowering_platforms=("cuda",)).as_text()
-
-    first = ["gated_fwd", "gated_bwd" if recompute else "gated_silu_bwd", "linear_dx"]
-    for text, names in (
-        (lowered((0, 1), None), [*first, "linear_dweight"]),
-        (lowered((0, 2), jnp.zeros(w.shape)), [*first, "linear_accumulate"]),
-    ):
-        for op in ("concatenate", "slice", "pad", "transpose"):
-            assert f"stablehlo.{op}" not in text, op
-        calls = check.kernel_calls(text)
-        assert [sum(name in line for line in calls) for name in names] == [1, 1, 1, 1]
-        assert len(calls) == 4
-
-
-@pytest.mark.parametrize("implementation", ["xla", None])
-def test_one_accumulator(implementation):
-    """The gradient with respect to it is the accumulator and that of the one weight."""
-    x, w, b = inputs(8, 16, 48, "float32")
-    start = jax.random.normal(jax.random.key(0), w.shape)
-
-    def loss(w, total, recompute):
-        options = {"recompute": recompute, "implementation": implementation}
-        return jnp.sum(jnp.sin(in_one(x, w, b, accumulators=total, **options)))
-
-    for recompute in (False, True):
-        zeros, total = jax.grad(loss, (0, 1))(w, start, recompute)
-        np.testing.assert_array_equal(zeros, np.zeros_like(w))
-        check.assert_close(total, start + jax.grad(loss)(w, None, recompute), 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"w_gate": jnp.ones((3, 5)), "w_up": None}, ValueError, r"\(K, 2N\).*odd number"),
-        ({"w_gate": jnp.ones((4, 6))}, ValueError, r"w_gate must have shape \(K, N\), K = 3"),
-        ({"w_up": jnp.ones((3, 5))}, ValueError, r"w_up must have shape \(3, 6\)"),
-        ({"w_up": None, "b_up": jnp.ones(3)}, ValueError, r"b_up must be None without w_up"),
-        ({"b_gate": jnp.ones(3)}, ValueError, r"b_gate must have shape \(6,\)"),
-        ({"b_up": jnp.ones(3)}, ValueError, r"b_up must have shape \(6,\)"),
-        ({"b_up": jnp.ones(6, int)}, TypeError, "b_up must have a floating dtype"),
-        ({"activation": None}, ValueError, "activation must be one of"),
-        ({"limit": 0.0}, ValueError, "limit must be positive"),
-        ({"accumulators": jnp.ones((3, 6))}, ValueError, r"two arrays \(3, 6\).*got one array"),
-        ({"accumulators": (jnp.ones((3, 6)),)}, ValueError, "of w_gate and of w_up; got 1"),
-        (
-            {"w_up": None, "accumulators": jnp.ones((3, 3))},
-            ValueError,
-            r"accumulators must have shape \(3, 6\) = \(K, 2N\)",
-        ),
-    ],
-)
-def test_gated_errors(change, error, words):
-    arguments = {"x": jnp.ones((2, 3)), "w_gate": jnp.ones((3, 6)), "w_up": jnp.ones((3, 6))}
-    with pytest.raises(error, match=words):
-        jaxkern.gated_linear_unit(**arguments | change)
-
-
-def gated_call(x, w_gate, w_up, implementation="xla"):
-    """As `call`; the gate is ReLU's."""
-    arrays = (v.astype(jnp.bfloat16) for v in (x, w_gate, w_up))
-    out = jaxkern.gated_linear_unit(*arrays, activation="relu", implementation=implementation)
-    return out.astype(jnp.float32)
-
-
-GATED = dataclasses.replace(
-    LINEAR,
-    name="gated_linear_unit",
-    call=gated_call,
-    reference=gated_call,
-    arrays=lambda key: tuple(
-        jax.random.randint(jax.random.fold_in(key, i), shape, -3, 4).astype(jnp.float32) / 4
-        for i, shape in enumerate([(4, 2, 8), (8, 8), (8, 8)])
-    ),
-    kernels=("gated_fwd", "gated_dx"),
-    tolerance=2.0**-7,  # the projections, too, are rounded where they are kept
-)
-
-
-def one_weight_call(x, w, b, implementation="xla"):
-    arrays = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), None, b
-    out = jaxkern.gated_linear_unit(*arrays, activation="relu", implementation=implementation)
-    return out.astype(jnp.float32)
-
-
-ONE_WEIGHT = dataclasses.replace(
-    GATED,
-    name="gated_linear_unit, one weight",
-    call=one_weight_call,
-    reference=one_weight_call,
-    arrays=lambda key: tuple(
-        jax.random.randint(jax.random.fold_in(key, i), shape, -3, 4).astype(jnp.float32) / 4
-        for i, shape in enumerate([(4, 2, 8), (8, 16), (16,)])
-    ),
-    kernels=("gated_fwd", "linear_dx"),
-    features=(P(None, None, "data"), P("data"), P(), P()),
-)
-SPLIT_COLUMNS = dataclasses.replace(ONE_WEIGHT, features=(P(), P(None, "data"), P("data"), P()))
-
-# Beside the matrix of the two weights': what one array of both could break.
-CELLS_OF_ONE = (
-    *(("value", "mosaic"), ("vmap(grad)", "mosaic"), ("grad(grad)", "mosaic"), ("jvp", "xla")),
-    *(("shard_map", None), ("auto mesh", None), ("explicit mesh", None), ("features split", None)),
-    *(("kernels lowered", "mosaic"), ("features split", "xla")),
-)
-
-
 def test_norm_and_linear_keep_their_arguments_alone():
     """And the backward computes the norm again, but no product of the forward."""
     x = jnp.ones((512, 256), jnp.bfloat16)
@@ -793,25 +461,6 @@ def test_norm_and_linear_are_both(op):
     argnums = tuple(range(len(arrays)))
     got, want = (jax.value_and_grad(f, argnums)(*arrays) for f in (fused, apart))
     check.assert_close(got, want, 1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("op", "name", "implementation"),
-    [
-        *((ONE_WEIGHT, *cell) for cell in CELLS_OF_ONE),
-        (SPLIT_COLUMNS, "features split", None),
-    ],
-    ids=lambda v: getattr(v, "name", v),
-)
-def test_one_weight_transformations(op, name, implementation, record_property):
-    check.check_cell((op, name, implementation), record_property)
-
-
-@check.matrix(GATED)
-def test_gated_transformations(cell, record_property):
-    check.skip_repeats(cell)
-    check.check_cell(cell, record_property)
 
 
 @check.matrix(LINEAR)

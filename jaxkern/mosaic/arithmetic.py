@@ -1,4 +1,4 @@
-"""Softplus and its slope, sigmoid, tanh and normal distribution in kernels, exact or cheaper."""
+"""Softplus and its slope, sigmoid, tanh and normal distribution in kernels, exact or faster."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,6 @@ from jax import lax
 from jaxkern.mosaic.instructions import fast_reciprocal
 
 LOG2E = 1.4426950408889634
-
 
 _LOG1P = (
     (0.9999987, -0.49986964, 0.3310945, -0.23503861, 0.14922388, -0.0664018, 0.014141024),
@@ -34,13 +33,13 @@ _EXP2 = (1.0000001, 0.69314694, 0.2402212, 0.05550713, 0.009675541, 0.0013276472
 
 
 def exp2_by_polynomial(x: jax.Array) -> jax.Array:
-    """2^x to 2 units in the last place, on the units of multiplications and additions.
+    """2^x to 2 units in the last place, by multiplications and additions alone.
 
     As with ``exp2`` it is 0 below 2^−126, inf from 2^128 on, and NaN of a NaN.
     """
     x = jnp.minimum(jnp.maximum(x, -126.0), 129.0)
-    # Rounded to an integer in the lowest bits of a sum, that the exponent's bits are made of. It is
-    # one less than the exponent, whose highest value stands for inf.
+    # Adding `shift` rounds x to an integer in the lowest bits of the sum, which are shifted to the
+    # exponent's. It is one less than the exponent, whose highest value stands for inf.
     shift = 1.5 * 2**23 + 126
     shifted = x + shift
     fraction = x - (jnp.abs(shifted) - shift)  # abs, for XLA may take x + shift − shift for x
@@ -70,7 +69,7 @@ def softplus_slope(dt: jax.Array, exact: bool) -> jax.Array:
 def sigmoid(v: jax.Array, exact: bool, layout: Any = None) -> jax.Array:
     """1 / (1 + exp(−v)), to fp32 accuracy relative to the result, or with fast division.
 
-    `layout` is that of `v`, as for :func:`jaxkern.mosaic.instructions.fast_reciprocal`.
+    `layout` is the layout of `v`, as for :func:`jaxkern.mosaic.instructions.fast_reciprocal`.
     """
     if not exact:
         return fast_reciprocal(1 + jnp.exp2(-LOG2E * v), layout=layout)

@@ -1,4 +1,4 @@
-"""Units: neighbouring elements that a lane loads or stores in one access, of one of many arrays."""
+"""Loads and stores of units, neighbouring elements that a lane accesses at once."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ _GLOBAL_MEMORY = 1  # the address space of NVPTX
 
 @dataclasses.dataclass(frozen=True)
 class ChosenRef:
-    """An array in global memory that a block chose among several of the same dtype.
+    """The array in global memory that a block chose among several of one dtype.
 
     Attributes:
       dtype: of its elements.
@@ -52,14 +52,14 @@ def with_chosen(
     starts: Sequence[int],
     numbers: Sequence[Sequence[int]],
 ) -> None:
-    """Runs ``body(refs, numbers)`` with the row of references that a block is to work on.
+    """Runs ``body(refs, numbers)`` with the row of references that belongs to a block.
 
-    The row is found by a tree of branches that all lanes take alike, of which each loads only its
-    own addresses, and `body` is compiled once.
+    A tree of branches, which all lanes of a block take alike, finds the row and loads only its
+    addresses; `body` is compiled once.
 
     Args:
-      body: takes what :func:`load_units` and :func:`store_units` take as references, and each
-        number of the row as (LANES,), uint32.
+      body: takes references for :func:`load_units` and :func:`store_units`, and each number of the
+        row as (LANES,), uint32.
       block: (), the index of the block.
       rows: references in global memory; the dtypes of each row are the same.
       starts: the first block of each row, increasing from 0.
@@ -90,7 +90,7 @@ def with_chosen(
         def values(first: int, last: int) -> list[Any]:
             if last == first + 1:
                 addresses = [llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)) for ref in rows[first]]
-                # Signed as MLIR reads it; the bits are those of the number.
+                # MLIR's constants are signed; the bits are the same.
                 return addresses + [
                     arith.constant(i32, n - 2**32 if n >= 2**31 else n) for n in numbers[first]
                 ]
@@ -124,13 +124,13 @@ def load_units(
     count: int | None = None,
     step: int | None = None,
 ) -> jax.Array:
-    """What each lane reads of an array in global memory: its unit, `vec` neighbouring elements.
+    """Loads each lane's unit, `vec` neighbouring elements of an array in global memory.
 
     Args:
       ref: contiguous, fp32, bf16, fp16, int8 or uint8; or a :class:`ChosenRef`.
       units: (LANES,), uint32; unit u begins at element u · vec.
       vec: a power of two.
-      count: elements of a unit that are there, by default all; the others are zeros.
+      count: elements of a unit that the array has, by default all; the others are zeros.
       step: elements of one access, a divisor of `vec` and `count` to which `ref` is aligned; by
         default of up to 16 bytes.
 
@@ -142,7 +142,7 @@ def load_units(
     if interpreted():
         elements = ref[...].astype(jnp.float32)[_elements(units, vec)[:, :count]]
         return jnp.pad(elements, ((0, 0), (0, vec - count))).reshape(-1)
-    where, types = _place(ref)
+    where, types = _argument(ref)
 
     @plgpu.inline_mgpu(arg_types=(types, ROW), return_type=row_type(vec))
     def load(ctx: Any, where: Any, units: Any) -> Any:
@@ -170,11 +170,11 @@ def store_units(
     *,
     below: jax.Array | None = None,
 ) -> None:
-    """Writes what :func:`load_units` would read; lanes with equal units have equal values.
+    """Stores each lane's unit, with arguments as for :func:`load_units`.
 
-    To integers the values are rounded, to numbers that they can hold.
-
-    With `below`, (LANES,) and uint32, a lane whose unit is not below its number writes nothing.
+    Lanes with equal units must have equal values. For integers the values are rounded, and must be
+    within their range. With `below`, (LANES,) and uint32, a lane whose unit is not below its number
+    stores nothing.
     """
     count = vec if count is None else count
     step = min(count, VECTOR_BYTES // ref.dtype.itemsize) if step is None else step
@@ -187,7 +187,7 @@ def store_units(
         values = values.reshape(-1, vec)[:, :count].astype(ref.dtype)
         ref[...] = ref[...].at[elements].set(values, mode="drop")
         return
-    where, types = _place(ref)
+    where, types = _argument(ref)
     limit = () if below is None else (laid_out(below),)
 
     @plgpu.inline_mgpu(arg_types=(types, ROW, row_type(vec).layout, (ROW,) * len(limit)))
@@ -218,7 +218,7 @@ def store_units(
 
 
 def load_words(ref: Any, count: int) -> list[jax.Array]:
-    """The words of an array in global memory, uint32, each as (LANES,), and zeros up to `count`."""
+    """Loads the words of an array, uint32, each as (LANES,), and adds zeros up to `count`."""
     size = ref.shape[0]
     zeros = [jnp.zeros((LANES,), jnp.uint32)] * (count - size)
     if interpreted():
@@ -237,7 +237,7 @@ def load_words(ref: Any, count: int) -> list[jax.Array]:
 
 
 def largest_of_warp(x: jax.Array) -> jax.Array:
-    """(LANES,): the largest magnitude among all elements of a lane's warp; NaN if there is one.
+    """The largest magnitude of all elements of a lane's warp, (LANES,); NaN if one is NaN.
 
     Args:
       x: (LANES · vec,), fp32.
@@ -248,7 +248,7 @@ def largest_of_warp(x: jax.Array) -> jax.Array:
 
 
 def sum_of_warp(x: jax.Array) -> jax.Array:
-    """(LANES,): the sum of all elements of a lane's warp, in a fixed order.
+    """The sum of all elements of a lane's warp in a fixed order, (LANES,).
 
     Args:
       x: (LANES · vec,), fp32.
@@ -259,6 +259,7 @@ def sum_of_warp(x: jax.Array) -> jax.Array:
 
 
 def _of_warp(x: jax.Array, combine: Callable[[Any, Any], Any]) -> jax.Array:
+    """Combines all elements of each warp, those of a lane first."""
     vec = x.size // LANES
 
     @plgpu.inline_mgpu(arg_types=(row_type(vec).layout,), return_type=row_type(1))
@@ -278,15 +279,15 @@ def _elements(units: jax.Array, vec: int) -> jax.Array:
     return units[:, None] * vec + jnp.arange(vec, dtype=units.dtype)
 
 
-def _place(ref: Any) -> tuple[Any, Any]:
-    """What an ``inline_mgpu`` is given of a reference, and its types."""
+def _argument(ref: Any) -> tuple[Any, Any]:
+    """A reference as an ``inline_mgpu`` takes it, and its types."""
     if isinstance(ref, ChosenRef):
         return ref.address, (ROW, ROW)
     return (ref,), (plgpu.RefType(),)
 
 
 def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> tuple[Any, Any]:
-    """To the unit of each lane, and the type of what is there."""
+    """The pointer to each lane's unit, and the type of its elements."""
     i64 = ir.IntegerType.get_signless(64)
     wide = lambda a: arith.extui(i64, element(a.registers.item(), 0))
     kind = mgpu_utils.dtype_to_ir_type(dtype)
@@ -301,7 +302,7 @@ def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> tuple[Any, An
 
 
 _INTEGERS = 2.0**23
-"""From here on the lowest bits of an fp32's mantissa are those of a whole number."""
+"""From here on the lowest bits of an fp32's mantissa are the bits of an integer."""
 
 
 def _from_memory(value: Any, dtype: Any) -> Any:
@@ -320,7 +321,7 @@ def _to_memory(value: Any, dtype: Any) -> Any:
     if not jnp.issubdtype(dtype, jnp.integer):
         return narrowed(value, kind)
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    # In the middle between 2^23 and 2^24 a number that is rounded to 0 from below comes to 0 too.
+    # In the middle between 2^23 and 2^24 a sum that is just below still has the same exponent.
     offset = 1.5 * _INTEGERS + (128 if dtype == jnp.int8 else 0)
     word = arith.bitcast(i32, arith.addf(value, arith.constant(f32, offset)))
     if dtype == jnp.int8:

@@ -1,4 +1,4 @@
-r"""Elementwise activations.
+r"""Elementwise activations; and the rule and the passes that gated units share with them.
 
 Forward, with f a curve of :mod:`jaxkern.ops.curves`, and backward:
 
@@ -6,41 +6,35 @@ Forward, with f a curve of :mod:`jaxkern.ops.curves`, and backward:
 
 Saved for the backward: x alone; f is recomputed. Bytes per element, in units of its size: 2
 forward (read x, write out), 3 backward (read x and dout, write dx). At most about 25 operations
-each, for which memory leaves time: the kernels run at the speed of a copy.
+each, which take less time than the memory's traffic: the kernels run at the speed of a copy.
 
-XLA takes longer alone, but fuses them with their neighbours, and an array that is neither written
-nor read again decides the choice. Both passes over 16384 × 8192 in bf16 on one H200, JAX 0.11.2:
-
-                            kernels    XLA alone    XLA fused (alone less 4 arrays' traffic)
-    relu, relu_squared       311 µs       347 µs      97 µs
-    silu                     310          371        121
-    gelu                     311          421        171
-    gelu, error function     345          876        626: here None picks the kernels
+XLA takes longer alone, but it fuses an activation with its neighbours, and an array that is neither
+written nor read again saves more time. So ``None`` picks the kernels only for GELU's form with the
+error function, of which XLA is slower even where it fuses.
 
 Sources: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, arXiv:1606.08415; Elfwing, Uchibe
 and Doya, 2017, arXiv:1702.03118 (SiLU); So et al., Primer, 2021, arXiv:2109.08668 (squared ReLU).
 """
 
-import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_floating, unfit
-from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
+from jaxkern.core.arguments import check_floating
+from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.ops.curves import (
-    CURVES,
-    PLAIN,
-    curve,
-    gelu_curve,
-    kernel_functions,
-    recomputing,
-    wide,
+from jaxkern.ops.curves import Alone, Unit, gelu_curve, recomputing
+from jaxkern.ops.elementwise import unsupported
+from jaxkern.ops.pointwise import (
+    Options,
+    launch_backward,
+    launch_forward,
+    pointwise_reference,
+    reference_backward,
+    reference_forward,
 )
-from jaxkern.ops.elementwise import Lanes, launch, too_large, unit
 
 
 @public_op
@@ -115,9 +109,7 @@ def silu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
       The shape and dtype of `x`.
 
     Raises:
-      TypeError: `x` is not an array of a floating dtype.
-      ValueError: `implementation` is unknown.
-      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
@@ -154,9 +146,7 @@ def gelu(
       The shape and dtype of `x`.
 
     Raises:
-      TypeError: `x` is not an array of a floating dtype.
-      ValueError: `implementation` is unknown.
-      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
@@ -247,112 +237,92 @@ def tanh(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
 
 
 def _activation(op: str, curve: str, x: Any, implementation: Any) -> jax.Array:
-    x = check_floating("x", x)
+    # XLA computes the error function in so many operations that it loses even where it fuses.
     slower = None if curve == "gelu_erf" else "XLA fuses it, which saves more than the kernels do"
-    mode = resolve(implementation, unsupported(x=x), op=op, slower=slower)
+    arrays = {"x": check_floating("x", x)}
+    return run(op, Alone(curve), arrays, implementation, name=curve, slower=slower)
+
+
+def run(
+    op: str,
+    function: Alone | Unit,
+    arrays: dict[str, jax.Array],
+    implementation: Any,
+    *,
+    name: str | None = None,
+    columns: int | None = None,
+    slower: str | None = None,
+) -> jax.Array:
+    """Computes `function` of each element of `arrays`.
+
+    Args:
+      op: the name of the public function.
+      function: of an activation or of a gated unit.
+      arrays: by their names in the public function.
+      implementation: the argument of the public function.
+      name: of the kernels, by default `op`.
+      columns: elements of a half, where rows of one array hold gate and up; else ``None``.
+      slower: why plain JAX is the faster choice, or ``None`` where the kernels are.
+    """
+    reason = unsupported(columns=columns or 0, **arrays)
+    mode = resolve(implementation, reason, op=op, slower=slower)
+    ins = tuple(arrays.values())
     if mode == "xla":
-        return named(op, recomputing(functools.partial(activation_reference, curve))(x))
-    return _pointwise_jit(x, _Options(curve, mode))
-
-
-def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
-    """Why kernels that work element by element, or on halves of rows, cannot take `arrays`."""
-    if reason := unfit(**arrays):
-        return reason
-    present = arrays.values()
-    return too_large(unit(*present, columns=columns), *present)
-
-
-# The op
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    curve: str
-    mode: Mode
-
-    @property
-    def op(self) -> str:
-        """The public function's name."""
-        return "gelu" if self.curve in (gelu_curve(True), gelu_curve(False)) else self.curve
+        f = functools.partial(pointwise_reference, function)
+        return named(op, recomputing(f)(*ins))
+    return _pointwise_jit(ins, Options(op, name or op, function, mode, joined=columns is not None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _pointwise(x: jax.Array, options: _Options) -> jax.Array:
-    return _pointwise_fwd(x, options)[0]
+def _pointwise(ins: tuple[jax.Array, ...], options: Options) -> jax.Array:
+    return _pointwise_fwd(ins, options)[0]
 
 
-def _pointwise_fwd(x, options):
-    (out,) = FORWARD(options, x)
-    return match_sharding(out, x), x
+def _pointwise_fwd(ins, options):
+    (out,) = FORWARD(options, *ins)
+    return _match_split(out, ins[0]), ins
 
 
-def _pointwise_bwd(options, x, dout):
-    (dx,) = BACKWARD(options, x, dout)
-    return (match_primal(dx, x),)
+def _pointwise_bwd(options, ins, dout):
+    grads = BACKWARD(options, *ins, dout)
+    return (tuple(match_primal(g, a) for g, a in zip(grads, ins, strict=True)),)
 
 
 _pointwise.defvjp(_pointwise_fwd, _pointwise_bwd)
 _pointwise_jit = jax.jit(_pointwise, static_argnums=1)
 
 
-def _launch_fwd(options: _Options, x: Any, *, sliced: bool = False):
-    if x.size == 0:
-        return (x,)
-
-    def body(lanes: Lanes, x: jax.Array):
-        of = kernel_functions(exact)
-        return (CURVES[options.curve](x, of)[0],)
-
-    exact = x.dtype == jnp.float32
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return launch(f"{options.curve}_fwd", body, [x], [out], sliced=sliced)
+def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
+    """`out` split as `like`, where its last axis, perhaps half as long, can be."""
+    sharding = jax.typeof(like).sharding
+    split = sharding.spec[-1] if out.ndim == len(sharding.spec) > 0 else None
+    names = split if isinstance(split, tuple) else (split,)
+    parts = math.prod(sharding.mesh.shape[name] for name in names if name)
+    return out if parts > 1 and out.shape[-1] % parts else match_sharding(out, like)
 
 
-def _launch_bwd(options: _Options, x: Any, dout: Any, *, sliced: bool = False):
-    if x.size == 0:
-        return (x,)
-
-    def body(lanes: Lanes, x: jax.Array, dout: jax.Array):
-        of = kernel_functions(exact)
-        return (CURVES[options.curve](x, of)[1](dout),)
-
-    exact = x.dtype == jnp.float32
-    dx = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return launch(f"{options.curve}_bwd", body, [x, dout], [dx], sliced=sliced)
-
-
-# Reference
-
-
-def activation_reference(name: str, x: jax.Array) -> jax.Array:
-    """The curve `name` of `x` in plain JAX, computed in fp32 and rounded once."""
-    return curve(name, x.astype(wide(x))).astype(x.dtype)
-
-
-def _reference_fwd(options, x):
-    return (activation_reference(options.curve, x),)
-
-
-def _reference_bwd(options, x, dout):
-    f32 = wide(x, dout)
-    times_slope = CURVES[options.curve](x.astype(f32), PLAIN)[1]
-    return (times_slope(dout.astype(f32)).astype(x.dtype),)
+def _ins(options: Options) -> tuple[str, ...]:
+    """The factors of the arguments: rows that hold gate and up, y, have a result's row, z."""
+    if options.joined:
+        return ("... y",)
+    return ("...",) * (2 if isinstance(options.function, Unit) else 1)
 
 
 FORWARD = KernelPass(
     "{op}_fwd",
-    kernel=_launch_fwd,
-    kernel_of_slices=functools.partial(_launch_fwd, sliced=True),
-    reference=_reference_fwd,
-    ins=("...",),
-    outs=("...",),
+    kernel=launch_forward,
+    kernel_of_slices=functools.partial(launch_forward, sliced=True),
+    reference=reference_forward,
+    ins=_ins,
+    outs=lambda options: ("... z",) if options.joined else ("...",),
+    whole="y z",
 )
 BACKWARD = KernelPass(
     "{op}_bwd",
-    kernel=_launch_bwd,
-    kernel_of_slices=functools.partial(_launch_bwd, sliced=True),
-    reference=_reference_bwd,
-    ins=("...", "..."),
-    outs=("...",),
+    kernel=launch_backward,
+    kernel_of_slices=functools.partial(launch_backward, sliced=True),
+    reference=reference_backward,
+    ins=lambda options: (*_ins(options), "... z" if options.joined else "..."),
+    outs=_ins,
+    whole="y z",
 )

@@ -1,4 +1,4 @@
-r"""The activations: one table, for every op that has one; and what gated units make of them.
+r"""The activations, one table for every op that has one, and gated units.
 
 With σ the logistic function, Φ and φ the normal distribution and its density, and
 z(x) = 2 √(2/π) (x + 0.044715 x³):
@@ -13,7 +13,7 @@ and their derivatives
     gelu_erf' = Φ + x φ         gelu_tanh' = σ(z) + x σ(z) (1 − σ(z)) z'
     sigmoid' = σ (1 − σ)        tanh' = 1 − tanh²
 
-An entry is written once and serves kernels and plain JAX, which differ in what it is made of
+An entry serves kernels and plain JAX, which differ in the functions that it calls
 (:class:`Functions`). A new activation is an entry of :data:`CURVES`.
 """
 
@@ -49,7 +49,7 @@ _QUICK_GELU = 1.702
 
 @dataclasses.dataclass(frozen=True)
 class Functions:
-    """What the curves are made of, in a kernel or in plain JAX."""
+    """The functions that curves call, of a kernel or of plain JAX."""
 
     sigmoid: Callable[[Any], Any]
     normal: Callable[[Any], tuple[Any, Any]]  # distribution and density
@@ -65,9 +65,9 @@ PLAIN = Functions(jax.nn.sigmoid, _plain_normal, jnp.tanh)
 
 
 def kernel_functions(exact: bool, layout: Any = None) -> Functions:
-    """The functions that a kernel has, to fp32 accuracy if `exact`.
+    """The functions of a kernel, to fp32 accuracy if `exact`.
 
-    `layout` is that of their argument, as for :func:`jaxkern.mosaic.arithmetic.sigmoid`.
+    `layout` is the layout of their argument, as for :func:`jaxkern.mosaic.arithmetic.sigmoid`.
     """
     options = {"exact": exact, "layout": layout}
     return Functions(
@@ -82,9 +82,9 @@ Curve = tuple[jax.Array, Callable[[jax.Array], jax.Array]]
 
 
 def _clipped(v: jax.Array, alpha: float = 1.0) -> tuple[jax.Array, jax.Array]:
-    """`v` from below, and from both sides, where a curve of alpha · v has long reached 0 or v.
+    """`v` bounded from below, and from both sides, where a curve of alpha · v equals 0 or v.
 
-    So that infinities meet no zero.
+    Then no infinity is multiplied by zero.
     """
     far = (800.0 if v.dtype == jnp.float64 else 128.0) / alpha
     above = jnp.maximum(v, -far)
@@ -151,10 +151,10 @@ CURVES: dict[str, Callable[[jax.Array, Functions], Curve]] = {
     "sigmoid": _sigmoid,
     "tanh": _tanh,
 }
-"""The activations."""
+"""The activations by name."""
 
 WITHOUT_EXPONENTIALS = ("relu", "relu_squared")
-"""The curves of which a kernel needs no fast instructions."""
+"""The curves for which a kernel needs no fast instructions."""
 
 NOT_THROUGH_ZERO = ("sigmoid",)
 """The curves that are not 0 at 0."""
@@ -188,19 +188,15 @@ def evaluate(name: str, v: jax.Array, of: Functions, alpha: float = 1.0) -> Curv
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 2))
-def _plain(name: str, v: jax.Array, alpha: float) -> jax.Array:
+def curve(name: str, v: jax.Array, alpha: float = 1.0) -> jax.Array:
+    """The curve of `v` in plain JAX, whose derivative is finite too where the true one is."""
     return evaluate(name, v, PLAIN, alpha)[0]
 
 
-@_plain.defjvp
-def _plain_jvp(name: str, alpha: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
+@curve.defjvp
+def _curve_jvp(name: str, alpha: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
     value, times_slope = evaluate(name, primals[0], PLAIN, alpha)
     return value, times_slope(tangents[0])
-
-
-def curve(name: str, v: jax.Array, alpha: float = 1.0) -> jax.Array:
-    """The curve of `v` in plain JAX, whose derivative is finite too where the true one is."""
-    return _plain(name, v, alpha)
 
 
 def curve_value(name: str, v: Any, of: Functions, alpha: float = 1.0) -> Any:
@@ -209,8 +205,26 @@ def curve_value(name: str, v: Any, of: Functions, alpha: float = 1.0) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alone:
+    """An activation as a function of one array, in a kernel and in plain JAX.
+
+    Attributes:
+      curve: a name in :data:`jaxkern.ops.curves.CURVES`.
+    """
+
+    curve: str
+
+    def value(self, x: Any, of: Functions) -> Any:
+        return curve_value(self.curve, x, of)
+
+    def slopes(self, x: Any, dout: Any, of: Functions) -> tuple[Any]:
+        """dx."""
+        return (evaluate(self.curve, x, of)[1](dout),)
+
+
+@dataclasses.dataclass(frozen=True)
 class Unit:
-    """What a gated unit makes of gate and up, in a kernel and in plain JAX.
+    """A gated unit as a function of gate and up, in a kernel and in plain JAX.
 
     Attributes:
       curve: f, a name in :data:`jaxkern.ops.curves.CURVES`.
@@ -239,7 +253,7 @@ class Unit:
         return jnp.where(gate > self.limit, 0.0, dgate), jnp.where(beyond, 0.0, dup)
 
     def _limited(self, gate: Any, up: Any) -> tuple[Any, Any]:
-        """Gate and up within the limit, and up with the offset. A NaN stays one."""
+        """Gate and up within the limit, and the offset added to up. A NaN stays a NaN."""
         if self.limit is not None:
             gate = jnp.where(gate > self.limit, self.limit, gate)
             up = jnp.where(up > self.limit, self.limit, up)
@@ -273,5 +287,5 @@ def wide(*arrays: jax.Array) -> Any:
 
 
 def recomputing(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, of which the backward saves nothing but the arguments."""
+    """`f` with a backward that saves only the arguments."""
     return jax.checkpoint(f, prevent_cse=False)

@@ -1,12 +1,12 @@
 """The kernel behind every op that works element by element: registers between loads and stores.
 
-A block is one warpgroup. Each lane loads, from every input, a *unit* of neighbouring elements in
-one access of up to 16 bytes, computes in fp32, and stores; nothing passes between lanes. One unit
-is enough to keep an H200's memory busy, and leaves registers for as many warps as an SM can hold;
-where units are small, a lane takes several.
+A block is one warpgroup. Each lane loads from every input a *unit* of neighbouring elements in one
+access of up to 16 bytes, computes in fp32, and stores; lanes exchange nothing. One unit a lane is
+enough to keep an H200's memory busy, and leaves registers for as many warps as an SM can hold; of
+small units a lane takes several.
 
-Units past the last whole one repeat it. Where the size is no multiple of a unit, a block of its own
-takes the elements that are left, one by one.
+Lanes beyond the last whole unit repeat it. Where the size is no multiple of a unit, one more block
+takes the remaining elements, one by one.
 """
 
 import dataclasses
@@ -21,22 +21,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.core.arguments import unfit
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
 from jaxkern.mosaic.units import MAX_UNITS, load_units, load_words, store_units
 
 _BLOCK = grid_axes("block")[0]
 
 _BYTES = 16
-"""What a lane has on its way at a time at least, and of one array at most."""
+"""Bytes that a lane loads at a time: of all inputs at least, and of one array at most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """What a kernel's body knows of the elements it is given.
+    """What a kernel's body is told about the elements that it computes.
 
     Attributes:
-      units: (LANES,), uint32, which unit of the arrays each lane has; the last may have elements
-        past the end, which are zeros and are not stored.
+      units: (LANES,), uint32, the index of each lane's unit; of the last unit, elements beyond the
+        end of the arrays are zeros and are not stored.
       vec: elements of a unit.
       seeds: the 4 words of each of the launch's seeds, each word (LANES,).
     """
@@ -62,10 +63,10 @@ def launch(
     Args:
       name: of the kernel.
       body: ``body(lanes, *ins) -> outs`` on fp32 arrays (LANES · vec,).
-      ins: arrays. One of twice the elements is two inputs whose rows, of `columns` elements, lie
-        side by side: (..., 2 · columns).
-      outs: shapes and dtypes of the results, of which some may be two in the same way.
-      columns: elements of a row, where an array is two.
+      ins: arrays. One with twice the elements holds two inputs whose rows, of `columns` elements,
+        are side by side: (..., 2 · columns).
+      outs: shapes and dtypes of the results, of which an array may hold two in the same way.
+      columns: elements of a row, where an array holds two.
       seeds: arrays (k,), uint32, of up to 4 words that every lane reads; zeros make up the rest.
       vec: elements of a unit; by default as many as make 16 bytes of the widest dtype.
       sliced: whether the arrays are slices of others, and aligned as their sizes are.
@@ -105,7 +106,7 @@ def launch(
 def unit(*arrays: Any, columns: int = 0) -> int:
     """Elements of a unit of `arrays`: as many as make 16 bytes, if they divide `columns`.
 
-    Args and meaning are those of :func:`launch`.
+    The arguments are as for :func:`launch`.
     """
     return math.gcd(_BYTES // max(a.dtype.itemsize for a in arrays), columns)
 
@@ -116,6 +117,14 @@ def too_large(vec: int, *arrays: Any) -> str | None:
     if size <= vec * MAX_UNITS:
         return None
     return f"its {size} elements can be accessed {vec} at a time, and the kernels count to 2^32"
+
+
+def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
+    """Why no kernel can take `arrays`, of which one may have rows of two times `columns`."""
+    if reason := unfit(**arrays):
+        return reason
+    present = arrays.values()
+    return too_large(unit(*present, columns=columns), *present)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +149,7 @@ class _Plan:
 
     @property
     def blocks(self) -> int:
-        """Those of whole units."""
+        """Blocks that take whole units."""
         return -(-self.units // (LANES * self.each))
 
 
@@ -150,8 +159,8 @@ def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> No
     block = lax.axis_index(_BLOCK)
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 
-    def places(units: jax.Array) -> list[tuple[Any, jax.Array]]:
-        """Where `units` of every input and output are."""
+    def locate(units: jax.Array) -> list[tuple[Any, jax.Array]]:
+        """The array of every input and output, and the indices in it of `units`."""
         found = []
         for ref, parts in zip(refs, plan.parts, strict=True):
             if parts == 1:
@@ -166,7 +175,7 @@ def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> No
         access = plan.vec, count, step
         work = []
         for units in units_of_lane:
-            where = places(units)
+            where = locate(units)
             values = [load_units(ref, at, *access) for ref, at in where[: plan.inputs]]
             lanes = Lanes(units, plan.vec, seeds)
             work.append((lanes, values, where[plan.inputs :]))

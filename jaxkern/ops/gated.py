@@ -8,13 +8,13 @@ Backward:
 
     dg = dout · u · f'(g)          du = dout · f(g)
 
-With a limit, min(g, limit) and min(max(u, −limit), limit) take the place of g and u, and dg and du
-are 0 where that changes them; at the limit itself they are not. With an offset o, u + o takes the
-place of u, or of what the limit makes of it.
+With a limit, g and u are replaced by min(g, limit) and min(max(u, −limit), limit), and dg and du
+are 0 where that changes them; at the limit itself they are not. With an offset o, u + o replaces u,
+after the limit.
 
-Saved for the backward: g and u alone; f(g) is recomputed. dg and du come from one kernel; where g
-and u are the halves of one array, they are written into the halves of one, and nothing is
-concatenated.
+Saved for the backward: g and u alone; f(g) is recomputed. One kernel computes dg and du; where g
+and u are the halves of one array, it writes them into the halves of one, and nothing is
+concatenated. Rule and passes are those of :mod:`jaxkern.ops.activations`.
 
 Bytes per element of out, in units of its size: 3 forward (read g and u, write out), 5 backward
 (read g, u and dout, write dg and du). With about 10 operations forward and 20 backward, both passes
@@ -25,29 +25,15 @@ arXiv:1612.08083; Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05
 offset OpenAI, gpt-oss-120b and gpt-oss-20b Model Card, 2025, arXiv:2508.10925.
 """
 
-import dataclasses
-import functools
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating
-from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
-from jaxkern.ops.activations import unsupported
-from jaxkern.ops.curves import (
-    PLAIN,
-    Activation,
-    Unit,
-    check_unit,
-    gelu_curve,
-    kernel_functions,
-    recomputing,
-    wide,
-)
-from jaxkern.ops.elementwise import Lanes, launch
+from jaxkern.core.dispatch import Implementation, Mode, public_op
+from jaxkern.ops.activations import BACKWARD, run
+from jaxkern.ops.curves import Activation, Unit, check_unit, gelu_curve
+from jaxkern.ops.pointwise import Options
 
 
 @public_op
@@ -107,8 +93,8 @@ def swiglu(
 
     .. math:: y = \frac{g}{1 + e^{-\alpha g}} \, (u + o)
 
-    With `limit`, :math:`\min(g, l)` and :math:`\min(\max(u, -l), l)` take the place of g and u; the
-    gradient of what is beyond the limit is 0. The clamped unit of gpt-oss is ``swiglu(gate, up,
+    With `limit`, :math:`\min(g, l)` and :math:`\min(\max(u, -l), l)` replace g and u; the gradient
+    of what is beyond the limit is 0. The clamped unit of gpt-oss is ``swiglu(gate, up,
     alpha=1.702, limit=7.0, up_offset=1.0)``; its checkpoints store both projections interleaved
     (see :func:`jaxkern.silu_and_mul`).
 
@@ -299,10 +285,7 @@ def _gated(op: str, unit: Unit, gate: Any, up: Any, implementation: Any) -> jax.
     gate, up = check_floating("gate", gate), check_floating("up", up)
     if up.shape != gate.shape:
         raise ValueError(f"up must have the shape of gate, {gate.shape}; got {up.shape}")
-    mode = resolve(implementation, unsupported(gate=gate, up=up), op=op)
-    if mode == "xla":
-        return named(op, recomputing(functools.partial(gated_reference, unit))(gate, up))
-    return _unit_jit((gate, up), _Options(op, unit, mode, joined=False))
+    return run(op, unit, {"gate": gate, "up": up}, implementation)
 
 
 def _halves(op: str, unit: Unit, gate_up: Any, implementation: Any) -> jax.Array:
@@ -312,139 +295,13 @@ def _halves(op: str, unit: Unit, gate_up: Any, implementation: Any) -> jax.Array
             "gate_up must have a last axis of even size, gate and up side by side; got shape "
             f"{gate_up.shape}"
         )
-    reason = unsupported(columns=gate_up.shape[-1] // 2, gate_up=gate_up)
-    mode = resolve(implementation, reason, op=op)
-    if mode == "xla":
-        return named(op, recomputing(functools.partial(gated_reference, unit))(gate_up))
-    return _unit_jit((gate_up,), _Options(op, unit, mode, joined=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    op: str
-    unit: Unit
-    mode: Mode
-    joined: bool  # whether one array holds gate and up side by side
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _unit(ins: tuple[jax.Array, ...], options: _Options) -> jax.Array:
-    return _unit_fwd(ins, options)[0]
-
-
-def _unit_fwd(ins, options):
-    (out,) = FORWARD(options, *ins)
-    return _match_split(out, ins[0]), ins
-
-
-def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
-    """`out` split as `like`, where half of its last axis can be."""
-    sharding = jax.typeof(like).sharding
-    split = sharding.spec[-1] if out.ndim == len(sharding.spec) > 0 else None
-    names = split if isinstance(split, tuple) else (split,)
-    parts = math.prod(sharding.mesh.shape[name] for name in names if name)
-    return out if parts > 1 and out.shape[-1] % parts else match_sharding(out, like)
-
-
-def _unit_bwd(options, ins, dout):
-    grads = BACKWARD(options, *ins, dout)
-    return (tuple(match_primal(g, a) for g, a in zip(grads, ins, strict=True)),)
+    columns = gate_up.shape[-1] // 2
+    return run(op, unit, {"gate_up": gate_up}, implementation, columns=columns)
 
 
 def gated_backward(
     unit: Unit, mode: Mode, ins: tuple[jax.Array, ...], dout: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Of gate and up, or of one array of both, the gradients, for other ops' rules."""
-    options = _Options(f"gated_{unit.curve}", unit, mode, joined=len(ins) == 1)
-    return BACKWARD(options, *ins, dout)
-
-
-_unit.defvjp(_unit_fwd, _unit_bwd)
-_unit_jit = jax.jit(_unit, static_argnums=1)
-
-
-# Kernels
-
-
-def _launch_fwd(options: _Options, *ins: Any, sliced: bool = False):
-    out = jax.eval_shape(functools.partial(gated_reference, options.unit), *ins)
-    if out.size == 0:
-        return (jnp.zeros(out.shape, out.dtype),)
-    exact = out.dtype == jnp.float32
-
-    def body(lanes: Lanes, gate: jax.Array, up: jax.Array):
-        of = kernel_functions(exact)
-        return (options.unit.value(gate, up, of),)
-
-    return launch(
-        f"{options.op}_fwd",
-        body,
-        ins,
-        [jax.ShapeDtypeStruct(out.shape, out.dtype)],
-        columns=out.shape[-1] if len(ins) == 1 else 0,
-        sliced=sliced,
-    )
-
-
-def _launch_bwd(options: _Options, *args: Any, sliced: bool = False):
-    *ins, dout = args
-    grads = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ins]
-    if dout.size == 0:
-        return tuple(jnp.zeros(g.shape, g.dtype) for g in grads)
-    exact = dout.dtype == jnp.float32
-
-    def body(lanes: Lanes, gate: jax.Array, up: jax.Array, dout: jax.Array):
-        of = kernel_functions(exact)
-        return options.unit.slopes(gate, up, dout, of)
-
-    return launch(
-        f"{options.op}_bwd",
-        body,
-        [*ins, dout],
-        grads,
-        columns=dout.shape[-1] if len(ins) == 1 else 0,
-        sliced=sliced,
-    )
-
-
-# Reference
-
-
-def gated_reference(unit: Unit, *ins: jax.Array) -> jax.Array:
-    """`unit` in plain JAX, of two arrays or of one with both side by side."""
-    gate, up = ins if len(ins) == 2 else jnp.split(ins[0], 2, axis=-1)
-    f32 = wide(gate, up)
-    return unit.value(gate.astype(f32), up.astype(f32), PLAIN).astype(gate.dtype)
-
-
-def _reference_fwd(options, *ins):
-    return (gated_reference(options.unit, *ins),)
-
-
-def _reference_bwd(options, *args):
-    *ins, dout = args
-    gate, up = ins if len(ins) == 2 else jnp.split(ins[0], 2, axis=-1)
-    f32 = wide(gate, up)
-    dgate, dup = options.unit.slopes(gate.astype(f32), up.astype(f32), dout.astype(f32), PLAIN)
-    grads = dgate.astype(gate.dtype), dup.astype(up.dtype)
-    return grads if len(ins) == 2 else (jnp.concatenate(grads, axis=-1),)
-
-
-FORWARD = KernelPass(
-    "{op}_fwd",
-    kernel=_launch_fwd,
-    kernel_of_slices=functools.partial(_launch_fwd, sliced=True),
-    reference=_reference_fwd,
-    ins=lambda options: ("... y",) if options.joined else ("...", "..."),
-    outs=lambda options: ("... z",) if options.joined else ("...",),
-    whole="y z",
-)
-BACKWARD = KernelPass(
-    "{op}_bwd",
-    kernel=_launch_bwd,
-    kernel_of_slices=functools.partial(_launch_bwd, sliced=True),
-    reference=_reference_bwd,
-    ins=lambda options: ("... y", "... z") if options.joined else ("...", "...", "..."),
-    outs=lambda options: ("... y",) if options.joined else ("...", "..."),
-    whole="y z",
-)
+    """The gradients of gate and up, or of one array of both, for other ops' rules."""
+    name = f"gated_{unit.curve}"
+    return BACKWARD(Options(name, name, unit, mode, joined=len(ins) == 1), *ins, dout)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.ops.dropout import philox, wide_product
+from jaxkern.ops.philox import philox, wide_product
 
 _ROUNDS = 7
 

@@ -1,32 +1,40 @@
-"""The products of gated projections, by kernel and in plain JAX.
+"""The products of gated linear units: each by kernel, in plain JAX, and which is faster.
 
-Both projections have a weight and perhaps a bias, or one array holds both weights side by side and
-another both biases. Then w_up and b_up are None, and so are up and dup: what is kept of the
-projections, and the gradients with respect to them, are one array, too.
+Each projection has a weight and perhaps a bias, or one array holds both weights side by side and
+another both biases. Then w_up and b_up are None, and so are up and dup: the saved projections and
+their gradients are one array, too.
 """
 
 import dataclasses
-import math
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxkern.core.dispatch import Mode
 from jaxkern.ops.curves import PLAIN, Unit
-from jaxkern.ops.linear.choice import faster
-from jaxkern.ops.linear.matmul import Product
-from jaxkern.ops.linear.products import as_it_is, dot, flat, in_epilogue, launch, wide_product
+from jaxkern.ops.linear.matmul_kernel import Product
+from jaxkern.ops.linear.products import (
+    dot,
+    flat,
+    in_epilogue,
+    launch,
+    row_count,
+    unchanged,
+    wide_product,
+)
+from jaxkern.ops.linear.tiles import faster
 
 
 @dataclasses.dataclass(frozen=True)
 class GatedOptions:
-    """What is computed, and by whom.
+    """What the passes of a gated linear unit are compiled for.
 
     Attributes:
-      unit: what becomes of gate and up.
+      unit: the function of gate and up.
       one_weight: whether one array holds the weights of both.
       recompute: whether the backward computes both projections again.
-      save: whether the forward gives both projections, for the backward.
+      save: whether the forward also returns both projections.
       precision: of products of float32, as for ``jax.lax.dot_general``.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
       dtypes: of the gradients that are computed, one or two.
@@ -41,11 +49,11 @@ class GatedOptions:
     dtypes: tuple[str, ...] = ("float32", "float32")
 
     def giving(self, *like: Any) -> "GatedOptions":
-        """Of gradients with the dtypes of arrays."""
+        """The options of gradients with the dtypes of these arrays."""
         return dataclasses.replace(self, dtypes=tuple(str(a.dtype) for a in like))
 
     def of_part(self) -> "GatedOptions":
-        """Of what devices add, which is fp32."""
+        """The options of the products that devices add, in fp32."""
         return dataclasses.replace(self, dtypes=("float32",) * len(self.dtypes))
 
 
@@ -63,7 +71,7 @@ def kernel_forward(
     def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
         del tiles
         gate, up = biases(products, rows)
-        out = options.unit.value(gate, up, in_epilogue(options.mode))
+        out = options.unit.value(gate, up, in_epilogue())
         return [out, *(_kept(v, x.dtype) for v in (gate, up) if options.save)]
 
     dtypes = (str(x.dtype),) * (1 + 2 * options.save)
@@ -81,26 +89,13 @@ def kernel_forward(
     return (out, *saved, None, None)[:3]
 
 
-def reference_forward(
-    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
-) -> Any:
-    sums = reference_projections(options, x, w_gate, w_up, b_gate, b_up)
-    return finish_forward(options, x, w_gate, w_up, b_gate, b_up, *sums)
+def reference_forward(options: GatedOptions, *arrays: Any) -> Any:
+    return finish_forward(options, *arrays, *reference_projections(options, *arrays))
 
 
-def finish_forward(
-    options: GatedOptions,
-    x: Any,
-    w_gate: Any,
-    w_up: Any,
-    b_gate: Any,
-    b_up: Any,
-    _: Any,
-    gate: Any,
-    up: Any,
-) -> Any:
-    """What comes after the products, or after their sums over devices that share K."""
-    del w_gate, w_up
+def finish_forward(options: GatedOptions, *arrays_and_sums: Any) -> Any:
+    """Biases and unit of the products, or of their sums over the devices that K is split over."""
+    x, _, _, b_gate, b_up, _, gate, up = arrays_and_sums
     gate, up = (v if b is None else v + b.astype(v.dtype) for v, b in ((gate, b_gate), (up, b_up)))
     kept = [gate, up]
     if options.one_weight:
@@ -112,7 +107,7 @@ def finish_forward(
 
 
 def _kept(v: Any, dtype: Any) -> Any:
-    """`v` as far as `dtype` goes: of an infinity, a cotangent of 0 would make a NaN."""
+    """`v` within the range of `dtype`: times a cotangent of 0, an infinity would be a NaN."""
     if dtype != jnp.float16:
         return v
     most = float(jnp.finfo(dtype).max)
@@ -122,9 +117,9 @@ def _kept(v: Any, dtype: Any) -> Any:
 def kernel_projections(
     options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
 ) -> Any:
-    """Both projections in fp32 without bias, and in the place of the result one again."""
+    """Both projections in fp32 without bias, after a first result that has the shape of out."""
     outs = launch(
-        Product(False, False, WIDE, as_it_is, "gated_fwd", options.one_weight),
+        Product(False, False, WIDE, unchanged, "gated_fwd", options.one_weight),
         options.mode,
         [flat(x)],
         _weights(options, x.dtype, w_gate, w_up),
@@ -138,7 +133,7 @@ def reference_projections(
     options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
 ) -> Any:
     del b_gate, b_up
-    product = wide_product(options.precision)
+    product = functools.partial(wide_product, options.precision)
     weights = [w for w in (w_gate, w_up) if w is not None]
     return _projected(*(product(x, w.astype(x.dtype)) for w in weights))
 
@@ -148,7 +143,7 @@ def _projected(gate: Any, up: Any = None) -> Any:
 
 
 def _weights(options: GatedOptions, dtype: Any, w_gate: Any, w_up: Any) -> list[Any]:
-    """As a kernel takes them: of one array, (K, 2, N)."""
+    """The weights as a kernel takes them: one of both as (K, 2, N)."""
     if options.one_weight:
         k, columns = w_gate.shape
         return [w_gate.astype(dtype).reshape(k, 2, columns // 2)]
@@ -156,7 +151,7 @@ def _weights(options: GatedOptions, dtype: Any, w_gate: Any, w_up: Any) -> list[
 
 
 def _biases(options: GatedOptions, b_gate: Any, b_up: Any) -> tuple[Any, list[Any]]:
-    """A function that adds, in an epilogue, the biases that are there, and these."""
+    """A function that adds the biases in an epilogue, and the rows that it reads for it."""
     both = [b_gate, b_up]
     if options.one_weight and b_gate is not None:
         both = jnp.split(b_gate, 2)
@@ -167,6 +162,16 @@ def _biases(options: GatedOptions, b_gate: Any, b_up: Any) -> tuple[Any, list[An
         return [p + next(rest) if b else p for p, b in zip(products, here, strict=True)]
 
     return added, [b.astype(jnp.float32) for b in both if b is not None]
+
+
+def faster_forward(options: GatedOptions, x: Any, w_gate: Any, *rest: Any) -> bool:
+    del rest
+    return _faster_projections("gated_fwd", options, x, w_gate)
+
+
+def _faster_projections(name: str, options: GatedOptions, x: Any, w_gate: Any) -> bool:
+    k, columns = w_gate.shape
+    return faster(name, row_count(x), columns // (1 + options.one_weight), k)
 
 
 # Backward
@@ -180,7 +185,7 @@ def kernel_slopes(
 
     def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
         gate, up = biases(products, rows)
-        return list(options.unit.slopes(gate, up, tiles[0], in_epilogue(options.mode)))
+        return list(options.unit.slopes(gate, up, tiles[0], in_epilogue()))
 
     outs = launch(
         Product(False, False, (str(x.dtype),) * 2, epilogue, "gated_bwd", options.one_weight),
@@ -207,9 +212,14 @@ def reference_slopes(
     return (jnp.concatenate([dgate, dup], axis=-1), None) if options.one_weight else (dgate, dup)
 
 
+def faster_slopes(options: GatedOptions, x: Any, w_gate: Any, *rest: Any) -> bool:
+    del rest
+    return _faster_projections("gated_bwd", options, x, w_gate)
+
+
 def kernel_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> Any:
     outs = launch(
-        Product(False, True, options.dtypes, as_it_is, "gated_dx"),
+        Product(False, True, options.dtypes, unchanged, "gated_dx"),
         options.mode,
         [flat(dgate), flat(dup)],
         [w_gate.astype(dgate.dtype), w_up.astype(dgate.dtype)],
@@ -228,8 +238,13 @@ def reference_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up:
     return ((parts[0] + parts[1]).astype(options.dtypes[0]),)
 
 
+def faster_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> bool:
+    del options, dup, w_up
+    return faster("gated_dx", row_count(dgate), w_gate.shape[0], w_gate.shape[1])
+
+
 def kernel_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> Any:
-    product = Product(True, False, options.dtypes, as_it_is, "gated_dweights")
+    product = Product(True, False, options.dtypes, unchanged, "gated_dweights")
     outs = launch(product, options.mode, [flat(x)], [flat(dgate), flat(dup)])
     return reference_dweights(options, x, dgate, dup) if outs is None else tuple(outs)
 
@@ -241,11 +256,16 @@ def reference_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> A
     )
 
 
+def faster_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> bool:
+    del options, dup
+    return faster("gated_dweights", x.shape[-1], dgate.shape[-1], row_count(x))
+
+
 def kernel_accumulate(
     options: GatedOptions, of_gate: Any, of_up: Any, x: Any, dgate: Any, dup: Any
 ) -> Any:
     sums = launch(
-        Product(True, False, WIDE, as_it_is, "gated_accumulate"),
+        Product(True, False, WIDE, unchanged, "gated_accumulate"),
         options.mode,
         [flat(x)],
         [flat(dgate), flat(dup)],
@@ -263,8 +283,14 @@ def reference_accumulate(
     return of_gate + dw_gate, of_up + dw_up
 
 
+def faster_accumulate(options: GatedOptions, of_gate: Any, of_up: Any, x: Any, *rest: Any) -> bool:
+    del options, of_up, rest
+    sizes = of_gate.shape[0], of_gate.shape[1], row_count(x)
+    return faster("gated_accumulate", *sizes)
+
+
 def kernel_added(options: GatedOptions, of_gate: Any, of_up: Any, *arrays: Any) -> Any:
-    """What is added to the accumulators, alone."""
+    """xᵀ · dg and xᵀ · du alone, which devices add before they go into the accumulators."""
     del of_gate, of_up
     return kernel_dweights(options, *arrays)
 
@@ -272,37 +298,3 @@ def kernel_added(options: GatedOptions, of_gate: Any, of_up: Any, *arrays: Any) 
 def reference_added(options: GatedOptions, of_gate: Any, of_up: Any, *arrays: Any) -> Any:
     del of_gate, of_up
     return reference_dweights(options, *arrays)
-
-
-# Where the kernels are faster
-
-
-def faster_forward(options: GatedOptions, x: Any, w_gate: Any, *rest: Any) -> bool:
-    del rest
-    return _faster_projections("gated_fwd", options, x, w_gate)
-
-
-def faster_slopes(options: GatedOptions, x: Any, w_gate: Any, *rest: Any) -> bool:
-    del rest
-    return _faster_projections("gated_bwd", options, x, w_gate)
-
-
-def _faster_projections(name: str, options: GatedOptions, x: Any, w_gate: Any) -> bool:
-    k, columns = w_gate.shape
-    return faster(name, math.prod(x.shape[:-1]), columns // (1 + options.one_weight), k)
-
-
-def faster_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> bool:
-    del options, dup, w_up
-    return faster("gated_dx", math.prod(dgate.shape[:-1]), w_gate.shape[0], w_gate.shape[1])
-
-
-def faster_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> bool:
-    del options, dup
-    return faster("gated_dweights", x.shape[-1], dgate.shape[-1], math.prod(x.shape[:-1]))
-
-
-def faster_accumulate(options: GatedOptions, of_gate: Any, of_up: Any, x: Any, *rest: Any) -> bool:
-    del options, of_up, rest
-    sizes = of_gate.shape[0], of_gate.shape[1], math.prod(x.shape[:-1])
-    return faster("gated_accumulate", *sizes)

@@ -11,7 +11,7 @@ import jax
 from jaxkern.core.dispatch import Implementation, public_op
 from jaxkern.core.kernel_pass import named
 from jaxkern.ops.curves import Activation
-from jaxkern.ops.linear.api import linear
+from jaxkern.ops.linear.op import linear
 from jaxkern.ops.norm import layer_norm, rms_norm
 
 

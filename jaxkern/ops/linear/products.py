@@ -1,9 +1,9 @@
-"""The products of linear layers, by kernel and in plain JAX."""
+"""The products of linear layers: each by kernel, in plain JAX, and which is faster."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,23 +15,24 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxkern.core.arguments import check_array, unfit
 from jaxkern.core.dispatch import Mode
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
-from jaxkern.ops.linear.choice import faster, tile_for
-from jaxkern.ops.linear.matmul import Product, matmul
+from jaxkern.ops.linear.matmul import matmul
+from jaxkern.ops.linear.matmul_kernel import Product
+from jaxkern.ops.linear.tiles import faster, tile_for
 
 _ROWS, _COLUMNS = 8, 64
-"""Elements of an array's axes that the TMA takes together: first and last."""
+"""What the TMA takes multiples of: of an array's first size, and of its last."""
 
 _OF_CUBLAS = (None, "relu")
-"""Activations that XLA leaves to cuBLAS; others it computes from fp32 sums in memory."""
+"""Activations that XLA leaves to cuBLAS; others it computes itself, from fp32 sums in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is computed, and by whom.
+    """What the passes of a linear layer are compiled for.
 
     Attributes:
       activation: after the bias, a name in :data:`jaxkern.ops.curves.CURVES`, or None.
-      save: whether the forward gives what the activation is applied to, for the backward.
+      save: whether the forward also returns what the activation is applied to.
       precision: of products of float32, as for ``jax.lax.dot_general``.
       accumulate_dtype: of the parts of a product that devices add.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
@@ -46,16 +47,16 @@ class Options:
     dtype: str = "float32"
 
     def of_part(self) -> "Options":
-        """Of what devices add."""
+        """The options of the products that devices add."""
         return dataclasses.replace(self, dtype=self.accumulate_dtype)
 
 
-def in_epilogue(mode: Mode) -> Functions:
-    """What curves are made of where a product's tiles are at hand."""
+def in_epilogue() -> Functions:
+    """The functions that curves call, in the layout of a product's tiles."""
     return kernel_functions(False, plgpu.Layout.WGMMA)
 
 
-# x · w and what follows
+# x · w, bias and activation
 
 
 def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
@@ -64,7 +65,7 @@ def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[An
     def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
         del tiles
         y = products[0] + rows[0] if rows else products[0]
-        out = curve_value(activation, y, in_epilogue(options.mode)) if activation else y
+        out = curve_value(activation, y, in_epilogue()) if activation else y
         return [out, *([y] if options.save else [])]
 
     outs = launch(
@@ -82,30 +83,16 @@ def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[An
     return out, saved[0] if saved else None
 
 
-def faster_forward(options: Options, x: Any, weight: Any, bias: Any) -> bool:
-    del bias
-    return faster(_forward_name(options), _rows(x), weight.shape[1], weight.shape[0])
-
-
-def _forward_name(options: Options) -> str:
-    return "linear_fwd" if options.activation in _OF_CUBLAS else "linear_activation_fwd"
-
-
-def _rows(x: Any) -> int:
-    """M, all axes but the last."""
-    return math.prod(x.shape[:-1])
-
-
 def reference_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
     if bias is None and options.activation is None:
-        out = dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, x.dtype)
+        out = _product(options.precision, x, weight.astype(x.dtype), x.dtype)
         return out, out if options.save else None
-    y = wide_product(options.precision)(x, weight.astype(x.dtype))
+    y = wide_product(options.precision, x, weight.astype(x.dtype))
     return finish_forward(options, x, weight, bias, y, None)
 
 
 def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, _: Any) -> Any:
-    """What comes after the product, or after the sum over devices that share the contraction."""
+    """Bias and activation of the product, or of its sum over the devices that K is split over."""
     del weight
     y = sums.astype(jnp.promote_types(sums.dtype, jnp.float32))
     if bias is not None:
@@ -114,26 +101,27 @@ def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, 
     return out.astype(x.dtype), y.astype(x.dtype) if options.save else None
 
 
-@functools.cache
-def wide_product(precision: Any) -> Callable[..., Any]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def wide_product(precision: Any, x: Any, weight: Any) -> Any:
     """x · w in fp32, the gradients of which are products in the dtype of x and w."""
+    return _product(precision, x, weight, None)
 
-    def product(x: Any, weight: Any, dtype: Any = None) -> Any:
-        return dot(precision, x, weight, x.ndim - 1, 0, dtype)
 
-    def narrow(x: Any, weight: Any, like: Any) -> Any:
-        return product(x, weight, x.dtype).astype(like.dtype)
+@wide_product.defjvp
+def _wide_product_jvp(precision: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x, weight), (dx, dweight) = primals, tangents
+    y = wide_product(precision, x, weight)
+    narrow = lambda x, weight: _product(precision, x, weight, x.dtype).astype(y.dtype)
+    return y, narrow(dx, weight) + narrow(x, dweight)
 
-    wide = jax.custom_jvp(lambda x, weight: product(x, weight))
-    wide.defjvps(
-        lambda dx, y, x, weight: narrow(dx, weight, y), lambda dw, y, x, weight: narrow(x, dw, y)
-    )
-    return wide
+
+def _product(precision: Any, x: Any, weight: Any, dtype: Any) -> Any:
+    return dot(precision, x, weight, x.ndim - 1, 0, dtype)
 
 
 def kernel_product(options: Options, x: Any, weight: Any, bias: Any) -> Any:
-    """x · w without bias, as often as the forward pass has outputs."""
-    product = Product(False, False, (options.dtype,), as_it_is, "linear_fwd")
+    """x · w alone, twice where the forward pass has two results."""
+    product = Product(False, False, (options.dtype,), unchanged, "linear_fwd")
     outs = launch(product, options.mode, [flat(x)], [weight.astype(x.dtype)])
     if outs is None:
         return reference_product(options, x, weight, bias)
@@ -143,25 +131,28 @@ def kernel_product(options: Options, x: Any, weight: Any, bias: Any) -> Any:
 
 def reference_product(options: Options, x: Any, weight: Any, bias: Any) -> Any:
     del bias
-    dtype = jnp.dtype(options.dtype)
-    out = dot(options.precision, x, weight.astype(x.dtype), x.ndim - 1, 0, dtype)
+    out = _product(options.precision, x, weight.astype(x.dtype), jnp.dtype(options.dtype))
     return out, out if options.save else None
+
+
+def faster_forward(options: Options, x: Any, weight: Any, bias: Any) -> bool:
+    del bias
+    return faster(_forward_name(options), row_count(x), weight.shape[1], weight.shape[0])
+
+
+def _forward_name(options: Options) -> str:
+    return "linear_fwd" if options.activation in _OF_CUBLAS else "linear_activation_fwd"
 
 
 # dy · wᵀ
 
 
 def kernel_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
-    product = Product(False, True, (options.dtype,), as_it_is, "linear_dx")
+    product = Product(False, True, (options.dtype,), unchanged, "linear_dx")
     outs = launch(product, options.mode, [flat(dy)], [weight.astype(dy.dtype)])
     if outs is None:
         return reference_dx(options, dy, weight)
     return (outs[0].reshape(*dy.shape[:-1], weight.shape[0]),)
-
-
-def faster_dx(options: Options, dy: Any, weight: Any) -> bool:
-    del options
-    return faster("linear_dx", _rows(dy), weight.shape[0], weight.shape[1])
 
 
 def reference_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
@@ -169,41 +160,46 @@ def reference_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
     return (dot(options.precision, dy, weight, dy.ndim - 1, 1, jnp.dtype(options.dtype)),)
 
 
-# xᵀ · dy
+def faster_dx(options: Options, dy: Any, weight: Any) -> bool:
+    del options
+    return faster("linear_dx", row_count(dy), weight.shape[0], weight.shape[1])
+
+
+# xᵀ · dy, alone and added to an accumulator
 
 
 def kernel_dweight(options: Options, x: Any, dy: Any) -> tuple[Any]:
-    product = Product(True, False, (options.dtype,), as_it_is, "linear_dweight")
+    product = Product(True, False, (options.dtype,), unchanged, "linear_dweight")
     outs = launch(product, options.mode, [flat(x)], [flat(dy)])
     return reference_dweight(options, x, dy) if outs is None else (outs[0],)
-
-
-def faster_dweight(options: Options, x: Any, dy: Any) -> bool:
-    del options
-    return faster("linear_dweight", x.shape[-1], dy.shape[-1], _rows(x))
 
 
 def reference_dweight(options: Options, x: Any, dy: Any) -> tuple[Any]:
     return (dot(options.precision, flat(x), flat(dy), 0, 0, jnp.dtype(options.dtype)),)
 
 
+def faster_dweight(options: Options, x: Any, dy: Any) -> bool:
+    del options
+    return faster("linear_dweight", x.shape[-1], dy.shape[-1], row_count(x))
+
+
 def kernel_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    product = Product(True, False, ("float32",), as_it_is, "linear_accumulate")
+    product = Product(True, False, ("float32",), unchanged, "linear_accumulate")
     sums = launch(product, options.mode, [flat(x)], [flat(dy)], accumulators=[accumulator])
     return reference_accumulate(options, accumulator, x, dy) if sums is None else (sums[0],)
-
-
-def faster_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> bool:
-    del options
-    return faster("linear_accumulate", accumulator.shape[0], accumulator.shape[1], _rows(x))
 
 
 def reference_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
     return (accumulator + reference_dweight(options, x, dy)[0],)
 
 
+def faster_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> bool:
+    del options
+    return faster("linear_accumulate", accumulator.shape[0], accumulator.shape[1], row_count(x))
+
+
 def kernel_added(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    """What is added to the accumulator, alone."""
+    """xᵀ · dy alone, which devices add before it goes into the accumulator."""
     del accumulator
     return kernel_dweight(options, x, dy)
 
@@ -213,7 +209,14 @@ def reference_added(options: Options, accumulator: Any, x: Any, dy: Any) -> tupl
     return reference_dweight(options, x, dy)
 
 
-# How
+def bias_gradient(dy: Any, bias: Any) -> Any:
+    """The sum of `dy` over rows, (N,), in the dtype of `bias`; None without one."""
+    if bias is None:
+        return None
+    return jnp.sum(dy, tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(bias.dtype)
+
+
+# Launch, plain products and checks
 
 
 def launch(
@@ -225,7 +228,7 @@ def launch(
     tiles: Sequence[jax.Array] = (),
     accumulators: Sequence[jax.Array] = (),
 ) -> list[jax.Array] | None:
-    """:func:`matmul` of any sizes; None where plain JAX is to compute it."""
+    """:func:`matmul` of any sizes; None where plain JAX is to compute the product."""
     k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
     n = rhs[0].shape[0 if product.rhs_transposed else -1]
     tile = tile_for(product.name, mode, m, n, k)
@@ -258,14 +261,14 @@ def launch(
 
 
 def _fitting(size: int, unit: int) -> int:
-    """The size of an axis, or the next one that :func:`matmul` takes: then the array is copied."""
+    """The smallest size from `size` on that :func:`matmul` takes: the array is padded to it."""
     if size < _ROWS if unit == _ROWS else size <= 32 and size % 8 == 0:
         return size
     return -(-size // unit) * unit
 
 
 def dot(precision: Any, a: Any, b: Any, over_a: int, over_b: int, dtype: Any) -> Any:
-    """The contraction, summed in fp32; None for `dtype` leaves it there."""
+    """The contraction, summed in fp32 and rounded to `dtype`; None leaves it in fp32."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     return lax.dot_general(
         a,
@@ -278,7 +281,7 @@ def dot(precision: Any, a: Any, b: Any, over_a: int, over_b: int, dtype: Any) ->
 
 
 def _sharding(a: Any, b: Any, over_a: int, over_b: int) -> Any:
-    """How a contraction over a split axis lies on Explicit mesh axes, which JAX will not guess."""
+    """The sharding of a contraction over a split axis of an Explicit mesh: JAX asks for it."""
     mesh = jax.typeof(a).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return None
@@ -293,7 +296,7 @@ def _sharding(a: Any, b: Any, over_a: int, over_b: int) -> Any:
 
 
 def unsupported(**arrays: Any) -> str | None:
-    """Why the kernels cannot take this call, of which the first array gives the dtype."""
+    """Why the kernels cannot take this call; products have the dtype of the first array."""
     name, first = next(iter(arrays.items()))
     if first.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{name} is {first.dtype}, and the kernels multiply bfloat16 and float16"
@@ -309,8 +312,13 @@ def check_accumulator(name: str, a: Any, shape: tuple[int, ...], meaning: str) -
 
 
 def flat(x: Any) -> Any:
-    """(M, K), M all axes but the last."""
-    return x.reshape(_rows(x), x.shape[-1])
+    """`x` as (M, K), M all axes but the last."""
+    return x.reshape(row_count(x), x.shape[-1])
+
+
+def row_count(x: Any) -> int:
+    """M, the product of all sizes but the last."""
+    return math.prod(x.shape[:-1])
 
 
 def varies_more(x: Any, than: Any) -> bool:
@@ -319,6 +327,7 @@ def varies_more(x: Any, than: Any) -> bool:
     return bool(varying(x) - varying(than))
 
 
-def as_it_is(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+def unchanged(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+    """The epilogue that changes nothing."""
     del rows, tiles
     return products

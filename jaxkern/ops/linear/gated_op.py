@@ -1,7 +1,7 @@
-r"""Gated projections, as in the first half of a gated MLP.
+r"""Gated linear units: two projections, one gating the other, as in the first half of a gated MLP.
 
-Forward, with x (M, K), weights w_g, w_u (K, N), biases b_g, b_u and what a gated unit makes of its
-gate and up (:class:`jaxkern.ops.curves.Unit`), which is f(g) · u without further options:
+Forward, with x (M, K), weights w_g, w_u (K, N), biases b_g, b_u and a gated unit of gate and up
+(:class:`jaxkern.ops.curves.Unit`), without further options f(g) · u:
 
     g = x · w_g + b_g          u = x · w_u + b_u          out = unit(g, u)
 
@@ -11,21 +11,21 @@ Backward, for the cotangent dout:
     dx = dg · w_gᵀ + du · w_uᵀ     dw_g = xᵀ · dg          dw_u = xᵀ · du
                                    db_g = Σ_rows dg        db_u = Σ_rows du
 
-Each line of products is one kernel: two products share the rows of x, or add up in one accumulator.
-Forward, what is elementwise happens in their epilogue. Saved for the backward are x, the weights,
+Each line of products is one kernel: two products read the same rows of x, or are summed in the same
+registers. The forward computes the unit in its epilogue. Saved for the backward are x, the weights,
 and
 
 * by default g and u, 4·M·N bytes in 16 bits: written by the forward (6·M·N bytes with out), and
   read again by an elementwise kernel of 10·M·N bytes for dg and du;
-* with ``recompute`` nothing else but the biases: a kernel computes both projections again, 4·M·N·K
-  operations beside the 12·M·N·K of forward and backward, and has dg and du in its epilogue
-  (6·M·N bytes).
+* with ``recompute`` only the biases: a kernel computes both projections again, 4·M·N·K operations
+  beside the 12·M·N·K of forward and backward, and dg and du in its epilogue (6·M·N bytes).
 
-With accumulators a_g, a_u of the weights' gradients, a_g + dw_g and a_u + dw_u take the place of
-these, in the memory of the accumulators.
+With accumulators a_g, a_u of the weights' gradients, a_g + dw_g and a_u + dw_u are computed instead
+of these, in the memory of the accumulators.
 
-One weight w = [w_g, w_u], (K, 2N), is read as it lies. So are g and u one array [g, u], and the
-backward's products are those of a linear layer: dx = [dg, du] · wᵀ, dw = xᵀ · [dg, du].
+One weight w = [w_g, w_u], (K, 2N), is read without a copy of its halves. Then g and u are one array
+[g, u], and the backward's products are those of a linear layer: dx = [dg, du] · wᵀ,
+dw = xᵀ · [dg, du].
 """
 
 import dataclasses
@@ -40,15 +40,10 @@ from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, named
 from jaxkern.ops.curves import Activation, check_unit
 from jaxkern.ops.gated import gated_backward
-from jaxkern.ops.linear import api
 from jaxkern.ops.linear import gated_products as products
+from jaxkern.ops.linear import op
 from jaxkern.ops.linear.gated_products import GatedOptions
-from jaxkern.ops.linear.products import (
-    Options,
-    check_accumulator,
-    unsupported,
-    varies_more,
-)
+from jaxkern.ops.linear.products import Options, bias_gradient, check_accumulator, unsupported
 
 
 @public_op
@@ -177,7 +172,7 @@ def _check_rest(w_gate: jax.Array, w_up: Any, b_gate: Any, b_up: Any) -> tuple[A
 
 
 def _check_accumulators(accumulators: Any, w_gate: jax.Array, w_up: Any) -> Any:
-    """One array or two, as there are weights."""
+    """A tuple of the accumulators, one for each weight."""
     if accumulators is None:
         return None
     shape = w_gate.shape
@@ -195,19 +190,11 @@ def _check_accumulators(accumulators: Any, w_gate: jax.Array, w_up: Any) -> Any:
     )
 
 
-# The rule
+# Forward and backward
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _gated(
-    x: Any,
-    w_gate: Any,
-    w_up: Any,
-    b_gate: Any,
-    b_up: Any,
-    accumulators: Any,
-    options: GatedOptions,
-) -> Any:
+def _gated(x, w_gate, w_up, b_gate, b_up, accumulators, options: GatedOptions) -> Any:
     del accumulators
     return FORWARD(options, x, w_gate, w_up, b_gate, b_up)[0]
 
@@ -232,62 +219,51 @@ def _gated_bwd(options, res, dout):
     dx, dweights, sums = backward(options, arrays, accumulators, dgate, dup)
     if sums is not None:
         sums = tuple(match_primal(s, a) for s, a in zip(sums, accumulators, strict=True))
-    dbiases = (_summed(d, b) for d, b in ((dgate, b_gate), (dup, b_up)))
+    dbiases = (bias_gradient(d, b) for d, b in ((dgate, b_gate), (dup, b_up)))
     grads = (dx, *dweights, *dbiases)
     return (*(match_primal(g, a) for g, a in zip(grads, arrays, strict=True)), sums)
-
-
-def _summed(d: Any, bias: Any) -> Any:
-    """The gradient of `bias`, over which `d` is spread."""
-    if bias is None:
-        return None
-    return jnp.sum(d, tuple(range(d.ndim - 1)), dtype=jnp.float32).astype(bias.dtype)
-
-
-def _of_one_weight(
-    options: GatedOptions, arrays: Any, accumulators: Any, d: Any, _: Any
-) -> tuple[Any, Any, Any]:
-    """dx, the weights' gradients and the accumulators with them, by a linear layer's products."""
-    x, w, *_ = arrays
-    of_linear = Options(None, False, options.precision, "float32", options.mode)
-    [dx] = api.DX(dataclasses.replace(of_linear, dtype=str(x.dtype)), d, w)
-    if accumulators is None:
-        [dw] = api.DWEIGHT(dataclasses.replace(of_linear, dtype=str(w.dtype)), x, d)
-        return dx, (dw, None), None
-    return dx, (None, None), (api.accumulated(of_linear, accumulators[0], x, d),)
-
-
-def _of_two_weights(
-    options: GatedOptions, arrays: Any, accumulators: Any, dgate: Any, dup: Any
-) -> tuple[Any, Any, Any]:
-    """As :func:`_of_one_weight`, by products of pairs."""
-    x, w_gate, w_up, *_ = arrays
-    [dx] = DX(options.giving(x), dgate, dup, w_gate, w_up)
-    if accumulators is None:
-        return dx, DWEIGHTS(options.giving(w_gate, w_up), x, dgate, dup), None
-    return dx, (None, None), _accumulated(options, accumulators, x, dgate, dup)
-
-
-def _accumulated(options: GatedOptions, accumulators: Any, x: Any, dgate: Any, dup: Any) -> Any:
-    """The accumulators and the weights' gradients, summed over devices that share the former."""
-    if any(varies_more(v, a) for v in (x, dgate, dup) for a in accumulators):
-        dweights = DWEIGHTS(options, x, dgate, dup)
-        pairs = zip(accumulators, dweights, strict=True)
-        return tuple(a + match_primal(dw, a) for a, dw in pairs)
-    return ACCUMULATE(options, *accumulators, x, dgate, dup)
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)
 _gated_jit = jax.jit(_gated, static_argnums=6)
 
 
+def _of_one_weight(
+    options: GatedOptions, arrays: Any, accumulators: Any, d: Any, _: Any
+) -> tuple[Any, Any, Any]:
+    """dx, the weights' gradients or the accumulators with them, by a linear layer's products."""
+    x, w, *_ = arrays
+    of_linear = Options(None, False, options.precision, "float32", options.mode)
+    [dx] = op.DX(dataclasses.replace(of_linear, dtype=str(x.dtype)), d, w)
+    if accumulators is None:
+        [dw] = op.DWEIGHT(dataclasses.replace(of_linear, dtype=str(w.dtype)), x, d)
+        return dx, (dw, None), None
+    sums = op.accumulated(op.DWEIGHT, op.ACCUMULATE, of_linear, accumulators, x, d)
+    return dx, (None, None), sums
+
+
+def _of_two_weights(
+    options: GatedOptions, arrays: Any, accumulators: Any, dgate: Any, dup: Any
+) -> tuple[Any, Any, Any]:
+    """The same as :func:`_of_one_weight`, by the products of two weights."""
+    x, w_gate, w_up, *_ = arrays
+    [dx] = DX(options.giving(x), dgate, dup, w_gate, w_up)
+    if accumulators is None:
+        return dx, DWEIGHTS(options.giving(w_gate, w_up), x, dgate, dup), None
+    sums = op.accumulated(DWEIGHTS, ACCUMULATE, options, accumulators, x, dgate, dup)
+    return dx, (None, None), sums
+
+
 def _columns(options: GatedOptions) -> tuple[str, str]:
-    """The factor of a weight's columns, and those that are not split: halves belong together."""
+    """The factors of a weight's columns, and which of them stay whole: halves belong together."""
     return ("y", "y n") if options.one_weight else ("n", "")
 
 
 def _partial(options: GatedOptions) -> Partial | None:
-    """Without what it saves, the pass has nowhere to put the parts of a split K: it gathers K."""
+    """The sum over devices that K is split over: it needs the results that ``save`` adds.
+
+    Without them K is gathered.
+    """
     if not options.save:
         return None
     return Partial(

@@ -8,17 +8,17 @@ Backward, for the cotangent dout:
 
     dy = dout · f'(y)          dx = dy · wᵀ          dw = xᵀ · dy          db = Σ_rows dy
 
-Saved for the backward: x, w and, with an activation, y in the dtype of x (out itself for ReLU,
-which is kept anyway). With an accumulator a of the weight's gradient, a + dw takes the place of dw,
-in the memory of a.
+Saved for the backward: x, w and, with an activation, y in the dtype of x (for ReLU out, which is
+kept anyway). With an accumulator a of the weight's gradient, a + dw is computed instead of dw, in
+the memory of a.
 
 All products take the dtype of x and are summed in fp32: a cotangent that JAX leaves in fp32, where
-a product was asked for in fp32, would take its two products off the 16-bit tensor cores. dy and db,
-elementwise and a sum in fixed order, are XLA's.
+a product was asked for in fp32, would take its two products off the 16-bit tensor cores. XLA
+computes dy, which is elementwise, and db, a sum in fixed order.
 
-Operations: 2·M·N·K a product, one forward and two backward. What a bias or an activation would read
-and write by itself, 2·M·N elements, happens in the epilogue of the first; dy costs 3·M·N, and an
-accumulator 2·K·N in fp32.
+Operations: 2·M·N·K a product, one forward and two backward. Bias and activation, which alone would
+read and write 2·M·N elements, are computed in the epilogue of the first; dy reads and writes 3·M·N
+elements, and an accumulator 2·K·N in fp32.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ def linear(
 
     With an `accumulator`, the gradient with respect to it is `accumulator` plus the gradient of
     `weight`, which itself gets zeros: over micro-batches, each a gradient with respect to the
-    accumulators of the one before, gradients add up where they lie
+    accumulators of the one before, gradients add up in their memory
     (:func:`jaxkern.accumulate_weight_grad`). `weight` is to be used once in a micro-batch.
 
     Args:
@@ -137,10 +137,10 @@ def accumulate_weight_grad(
 
     .. math:: a \leftarrow a + x^\top \mathrm{dout}
 
-    The kernel adds to the accumulator where it lies: a gradient tree that is carried through a
-    ``lax.scan`` over micro-batches, or donated, is read and written once for each, with no gradient
-    of the micro-batch beside it. A model's backward does so by the `accumulator` of
-    :func:`jaxkern.linear` and the `accumulators` of :func:`jaxkern.gated_linear_unit`.
+    The kernel adds to the accumulator in its memory: a gradient tree that is carried through a
+    ``lax.scan`` over micro-batches, or donated, is read and written once for each, and no gradient
+    of the micro-batch is written. In a model's backward the `accumulator` of
+    :func:`jaxkern.linear` and the `accumulators` of :func:`jaxkern.gated_linear_unit` do the same.
 
     Args:
       accumulator: (K, N), float32.
@@ -201,33 +201,34 @@ def _linear_bwd(options, res, dout):
         times_slope = CURVES[options.activation](y.astype(jnp.float32), PLAIN)[1]
         dy = times_slope(dout.astype(jnp.float32)).astype(dout.dtype)
     [dx] = DX(dataclasses.replace(options, dtype=str(dy.dtype)), dy, weight)
-    dbias = None
-    if bias is not None:
-        over = tuple(range(dy.ndim - 1))
-        dbias = jnp.sum(dy, over, dtype=jnp.float32).astype(bias.dtype)
     dweight = total = None
     if accumulator is None:
         [dweight] = DWEIGHT(dataclasses.replace(options, dtype=str(weight.dtype)), x, dy)
     else:
-        total = accumulated(options, accumulator, x, dy)
+        [total] = accumulated(DWEIGHT, ACCUMULATE, options, (accumulator,), x, dy)
     return (
         match_primal(dx, x),
         match_primal(dweight, weight),
-        match_primal(dbias, bias),
+        match_primal(products.bias_gradient(dy, bias), bias),
         match_primal(total, accumulator),
     )
 
 
-def accumulated(options: Options, accumulator: Any, x: Any, dy: Any) -> Any:
-    """accumulator + xᵀ · dy, the product summed over devices that have the same accumulator."""
-    if products.varies_more(x, accumulator) or products.varies_more(dy, accumulator):
-        [dweight] = DWEIGHT(options, x, dy)
-        return accumulator + match_primal(dweight, accumulator)
-    return ACCUMULATE(options, accumulator, x, dy)[0]
-
-
 _linear.defvjp(_linear_fwd, _linear_bwd)
 _linear_jit = jax.jit(_linear, static_argnums=4)
+
+
+def accumulated(
+    dweights: KernelPass, accumulate: KernelPass, options: Any, accumulators: Any, x: Any, *dys: Any
+) -> tuple[Any, ...]:
+    """accumulator + xᵀ · dy for each dy, summed over devices that have the same accumulator.
+
+    By the pass `accumulate`, or, where there is something to sum over devices, by `dweights`.
+    """
+    if any(products.varies_more(v, a) for v in (x, *dys) for a in accumulators):
+        pairs = zip(accumulators, dweights(options, x, *dys), strict=True)
+        return tuple(a + match_primal(dweight, a) for a, dweight in pairs)
+    return accumulate(options, *accumulators, x, *dys)
 
 
 FORWARD = KernelPass(

@@ -1,0 +1,105 @@
+"""Dropout in plain JAX, computed in fp32 and rounded once, its mask by the definition."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.core.dispatch import Mode
+from jaxkern.ops.curves import CURVES, PLAIN, curve, wide
+from jaxkern.ops.philox import Pair, add, halves, philox, shift_right, times
+
+GROUP = 8
+"""Elements that one call of the generator serves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the passes are compiled for.
+
+    Attributes:
+      op: the name of the public function.
+      curve: of the activation, or None.
+      mode: from :func:`jaxkern.core.dispatch.resolve`.
+      shape: of the whole array, of which a device may have a part.
+      dtype: of x, in the backward.
+    """
+
+    op: str
+    curve: str | None
+    mode: Mode
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+
+
+def reference_forward(
+    options: Options, x: Any, residual: Any, key: Any, rate: Any, *positions: Any
+) -> tuple[Any]:
+    f32 = wide(*(a for a in (x, residual) if a is not None))
+    v = x.astype(f32)
+    out = _drop(options, key, rate, positions, curve(options.curve, v) if options.curve else v)
+    if residual is None:
+        return (out.astype(x.dtype),)
+    return ((residual.astype(f32) + out).astype(residual.dtype),)
+
+
+def reference_backward(
+    options: Options, x: Any, dout: Any, key: Any, rate: Any, *positions: Any
+) -> tuple[Any]:
+    f32 = wide(dout if x is None else x, dout)
+    dropped = _drop(options, key, rate, positions, dout.astype(f32))
+    if x is not None:
+        assert options.curve
+        dropped = CURVES[options.curve](x.astype(f32), PLAIN)[1](dropped)
+    return (dropped.astype(options.dtype),)
+
+
+def _drop(options: Options, key: Any, rate: Any, positions: Any, v: jax.Array) -> jax.Array:
+    """m · v / (1 − p)."""
+    kept = random_bits(options.shape, key, positions) >= rate[0]
+    return jnp.where(kept, v * scale_of(rate[0], v.dtype), 0.0)
+
+
+def scale_of(threshold: jax.Array, dtype: Any) -> jax.Array:
+    """1 / (1 − p), and 0 where nothing is kept."""
+    kept = 65536 - threshold.astype(jnp.int32)
+    return jnp.where(kept > 0, 65536.0 / jnp.maximum(kept, 1).astype(dtype), 0.0)
+
+
+def positions_of(shape: tuple[int, ...]) -> list[jax.Array]:
+    """The indices along each axis: split as the axis is, they tell a device what part it has."""
+    return [jnp.arange(n, dtype=jnp.uint32) for n in shape]
+
+
+def random_bits(shape: tuple[int, ...], key: Any, positions: Sequence[Any]) -> jax.Array:
+    """16 random bits for each element of the part, at `positions`, of an array of `shape`."""
+    part = tuple(p.size for p in positions)
+    grouped = shape[-1] % GROUP == part[-1] % GROUP == 0
+    *others, last = positions
+    along = [*others, last[::GROUP] if grouped else last]
+    axes = range(len(shape))
+    index = flat_index(
+        shape, [jnp.expand_dims(p, [e for e in axes if e != d]) for d, p in enumerate(along)]
+    )
+    group = shift_right(index, GROUP.bit_length() - 1)
+    bits = halves(random_words(group, [*key, *[jnp.uint32(0)] * (4 - key.size)]))
+    if grouped:
+        return jnp.stack(bits, axis=-1).reshape(part)
+    which = index[0] & (GROUP - 1)
+    return functools.reduce(lambda a, k: jnp.where(which == k, bits[k], a), range(1, 8), bits[0])
+
+
+def flat_index(shape: tuple[int, ...], positions: Sequence[Any]) -> Pair:
+    """The index, counted through all axes of an array of `shape`, of what is at `positions`."""
+    index: Pair = jnp.uint32(0), jnp.uint32(0)
+    for position, size in zip(positions, shape, strict=True):
+        index = add(times(index, size), (position, jnp.uint32(0)))
+    return index
+
+
+def random_words(group: Pair, key: Sequence[Any], product: Any = None) -> list[Any]:
+    """The random bits of a group of 8 elements, two of them in each word."""
+    return philox((*group, *key[2:]), key[:2], product)
