@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from jaxkern.mosaic.launch import LANES, interpreter
 from jaxkern.ops.norm import tiles
-from jaxkern.ops.norm.forward import launch_fwd_tile
+from jaxkern.ops.norm.forward import launch_fwd
+from jaxkern.ops.norm.long_row import long_row
 from jaxkern.ops.norm.pointwise import Options
 from tests import check
 from tests.test_activations import ELEMENTWISE
@@ -550,9 +551,9 @@ def test_norm_lowers_for_cuda(op, n):
 def test_norm_sums_of_bounded_size(m):
     """The parts of dw and db do not grow with the rows."""
     for n in (64, 256, 1000, 1024, 4096, 16384, 262144):
-        tile = tiles.backward(m, n, 1, 2, (2, 2), (4,), 1, True, False)
-        assert tile.parts <= 8 * 132
-        assert tile.parts * n <= max(132 * 4096 * 2, 132 * n)
+        tile = tiles.backward(tiles.Sizes(m, 1, n, 2, (2, 2), (4,), plain=True), 1)
+        assert tile.clusters <= 8 * 132
+        assert tile.clusters * n <= max(132 * 4096 * 2, 132 * n)
 
 
 def test_norm_saves_no_more_than_its_arguments():
@@ -598,13 +599,13 @@ def test_norm_beyond_int32():
         check.assert_close(dx[rows], want_vjp(dout[rows])[0], 2.0**-9)
 
 
-def test_strips_cover_every_element_once():
+def test_windows_cover_every_element_once():
     """Over warpgroups and blocks, windows cover a row, and their masks count every element once."""
     for n in (128, 287, 1128, 8192, 11008, 20000, 100000, 200003, 262144):
         for few in (False, True):
-            strip = tiles.strip(n, 2, 8 if few else 32, 8, 8 if few else 4)
-            w, seen = strip.windows, np.zeros(max(n, LANES), int)
-            for i in range(strip.pieces * strip.warpgroups * strip.blocks):
+            row = long_row(n, 2, 8 if few else 32, 8, 8 if few else 4)
+            w, seen = row.windows, np.zeros(max(n, LANES), int)
+            for i in range(row.windows_per_warpgroup * row.warpgroups * row.blocks):
                 start = int(w.start(min(i, 10**6)))
                 column = np.arange(start, start + w.size)
                 seen[column[column >= i * w.size]] += 1
@@ -612,27 +613,26 @@ def test_strips_cover_every_element_once():
 
 
 @pytest.mark.parametrize(
-    ("stages", "weight", "waves", "ahead"),
+    ("stages", "params_in", "waves", "sums_ahead"),
     [
         (2, "shared", (), False),
         (3, "registers", (2, 1), False),
-        (0, "again", (1, 1, 1), False),
+        (0, "global", (1, 1, 1), False),
         (3, "registers", (), True),
     ],
 )
-def test_forward_in_parts(stages, weight, waves, ahead):
-    """What clusters do, one block of two warpgroups at a time: part by part through the rows."""
+def test_forward_in_clusters(stages, params_in, waves, sums_ahead):
+    """What clusters do, by blocks of two warpgroups, each of which goes through several rows."""
     arrays = inputs("layer_norm", (5, 1024), "float32", "residual gate")
-    with interpreter():
-        rows = tiles.strip(1024, 4, 4, 2, 2)
-    assert (rows.warpgroups, rows.pieces) == (2, 2)
     dtype = "float32"
     options = Options(
         "layer_norm", True, 1e-5, 0.0, None, "silu", True, 1024, dtype, dtype, "interpret"
     )
     with interpreter():
-        tile = tiles.Forward(rows, 2, stages, weight, waves, ahead)
-        got = launch_fwd_tile(options, tile, arrays)[:2]
+        row = long_row(1024, 4, 4, 2, 2)
+        assert (row.warpgroups, row.windows_per_warpgroup) == (2, 2)
+        tile = tiles.Forward(row, 2, stages, params_in, waves, sums_ahead)
+        got = launch_fwd(options, **arrays, tile=tile)[:2]
     want = jaxkern.layer_norm(**arrays, implementation="xla")
     for a, b in zip(got, want, strict=True):
         check.assert_close(a, b, 1e-6)
