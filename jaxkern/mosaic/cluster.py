@@ -5,32 +5,27 @@ from typing import Any
 
 import jax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from jaxkern.mosaic.lanes import LaneOffsets, pointer_of_lane
-from jaxkern.mosaic.registers import ROW, element, ptx
+from jaxkern.mosaic.registers import REF, ROW, SCALAR, i32, inline_mlir, lane_value, ptx
 
 
 def start_arrivals(refs: Sequence[Any]) -> None:
-    """Makes `refs`, each (2,) int32 in shared memory, count bytes that blocks of a cluster send.
+    """Makes `refs`, each (2,) int32 in shared memory, mbarriers of bytes that blocks send.
 
     At the start of a kernel; then in every round :func:`expect_arrivals`, :func:`send_in_cluster`
     of all that is expected, and :func:`wait_for_arrivals`. That neither fences nor waits for other
-    writes, as a barrier of the cluster would. None is for Pallas's interpreter.
+    writes, as a barrier of the cluster would.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-    def start(ctx: Any, *refs: Any) -> None:
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
+    @inline_mlir(*[REF] * len(refs))
+    def start(*refs: Any) -> None:
         for ref in refs:
-            nvvm.mbarrier_init(
-                mgpu_utils.memref_ptr(ref), arith.constant(i32, 1), predicate=_first_thread()
-            )
+            nvvm.mbarrier_init(mgpu_utils.memref_ptr(ref), i32(1), predicate=_first_thread())
 
-    start(*refs)  # pyright: ignore[reportCallIssue]
+    start(*refs)
     ptx("fence.mbarrier_init.release.cluster;")
     ptx("barrier.cluster.arrive.aligned;")
     ptx("barrier.cluster.wait.aligned;")
@@ -39,9 +34,8 @@ def start_arrivals(refs: Sequence[Any]) -> None:
 def expect_arrivals(ref: Any, nbytes: int) -> None:
     """Says how many bytes this block gets in this round."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def expect(ctx: Any, ref: Any) -> None:
-        del ctx
+    @inline_mlir(REF)
+    def expect(ref: Any) -> None:
         mgpu_utils.inline_ptx(
             f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};",
             _shared_address(mgpu_utils.memref_ptr(ref)),
@@ -49,7 +43,7 @@ def expect_arrivals(ref: Any, nbytes: int) -> None:
             has_side_effects=True,
         )
 
-    expect(ref)  # pyright: ignore[reportCallIssue]
+    expect(ref)
 
 
 def send_in_cluster(
@@ -61,12 +55,10 @@ def send_in_cluster(
     that block's `ref`, and they count in that block's `arrivals`.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ROW))
-    def send(ctx: Any, target: Any, arrivals: Any, value: Any) -> None:
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        lane = arith.andi(mgpu_utils.thread_idx(), arith.constant(i32, 31))
-        block = arith.divui(lane, arith.constant(i32, parts))
+    @inline_mlir(REF, REF, ROW)
+    def send(target: Any, arrivals: Any, value: Any) -> None:
+        lane = arith.andi(mgpu_utils.thread_idx(), i32(31))
+        block = arith.divui(lane, i32(parts))
         there = [
             _shared_address(nvvm.mapa(llvm.PointerType.get(7), pointer, block))
             for pointer in (pointer_of_lane(target, offsets), mgpu_utils.memref_ptr(arrivals))
@@ -74,33 +66,28 @@ def send_in_cluster(
         mgpu_utils.inline_ptx(
             "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [$0], $2, [$1];",
             *there,
-            element(value.registers.item(), 0),
-            predicate=arith.cmpi(
-                arith.CmpIPredicate.ult, lane, arith.constant(i32, parts * blocks)
-            ),
+            lane_value(value),
+            predicate=arith.cmpi(arith.CmpIPredicate.ult, lane, i32(parts * blocks)),
             has_side_effects=True,
         )
 
-    send(ref, arrivals, value)  # pyright: ignore[reportCallIssue]
+    send(ref, arrivals, value)
 
 
 def wait_for_arrivals(ref: Any, parity: jax.Array) -> None:
-    """Until all bytes of a round are there; `parity` is 0 in the first round, 1, 0, 1 ..."""
+    """Waits until all bytes of a round are there; `parity` is 0 in the first round, then 1, 0 …"""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def wait(ctx: Any, ref: Any, parity: Any) -> None:
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
+    @inline_mlir(REF, SCALAR)
+    def wait(ref: Any, parity: Any) -> None:
         nvvm.mbarrier_try_wait_parity(
-            mgpu_utils.memref_ptr(ref), parity.registers.item(), arith.constant(i32, 10_000_000)
+            mgpu_utils.memref_ptr(ref), parity.registers.item(), i32(10_000_000)
         )
 
-    wait(ref, parity)  # pyright: ignore[reportCallIssue]
+    wait(ref, parity)
 
 
 def _first_thread() -> Any:
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), arith.constant(i32, 0))
+    return arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), i32(0))
 
 
 def _shared_address(pointer: Any) -> Any:

@@ -13,7 +13,19 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxkern.mosaic.launch import LANES, interpreted
-from jaxkern.mosaic.registers import ROW, element, fragmented, laid_out, row_type, to_fp32
+from jaxkern.mosaic.registers import (
+    ROW,
+    elements,
+    fragmented,
+    i32,
+    inline_mlir,
+    laid_out,
+    lane_value,
+    map_registers,
+    row_type,
+    scalar_type,
+    to_fp32,
+)
 
 
 def fast_reciprocal(x: jax.Array, *, layout: Any = None) -> jax.Array:
@@ -51,23 +63,11 @@ def fast_sqrt(x: jax.Array) -> jax.Array:
 
 
 def _one_instruction(name: str, x: jax.Array, layout: Any) -> jax.Array:
-    result = plgpu.ShapeDtypeStruct(x.shape, np.dtype(np.float32), layout=layout)
+    def convert(register: Any) -> list[Any]:
+        run = lambda v: llvm.inline_asm(ir.F32Type.get(), [v], f"{name} $0, $1;", "=f,f")
+        return [run(v) for v in elements(register)]
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def run(ctx: Any, value: Any) -> Any:
-        del ctx
-        f32 = ir.F32Type.get()
-        results = np.empty_like(value.registers)
-        for index, register in np.ndenumerate(value.registers):
-            count = ir.VectorType(register.type).shape[0]
-            parts = [
-                llvm.inline_asm(f32, [element(register, k)], f"{name} $0, $1;", "=f,f")
-                for k in range(count)
-            ]
-            results[index] = vector.from_elements(register.type, parts)
-        return mgpu.FragmentedArray(_registers=results, _layout=value.layout, _is_signed=None)
-
-    return run(plgpu.layout_cast(x, layout))  # pyright: ignore[reportCallIssue]
+    return map_registers(convert, plgpu.layout_cast(x, layout), layout)
 
 
 def multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
@@ -76,45 +76,36 @@ def multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
         return lax.mulhi(a, jnp.full_like(a, b)), a * jnp.uint32(b)
     row = row_type(1, np.uint32)
 
-    @plgpu.inline_mgpu(arg_types=(ROW,), return_type=(row, row))
-    def multiply(ctx: Any, a: Any) -> Any:
-        del ctx
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        factor = arith.extui(i64, element(a.registers.item(), 0))
-        product = arith.muli(factor, arith.constant(i64, b))
-        upper = arith.trunci(i32, arith.shrui(product, arith.constant(i64, 32)))
-        lower = arith.trunci(i32, product)
+    @inline_mlir(ROW, returns=(row, row))
+    def multiply(a: Any) -> Any:
+        word, wide = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        factor = arith.extui(wide, lane_value(a))
+        product = arith.muli(factor, arith.constant(wide, b))
+        upper = arith.trunci(word, arith.shrui(product, arith.constant(wide, 32)))
+        lower = arith.trunci(word, product)
         return fragmented(upper, signed=False), fragmented(lower, signed=False)
 
-    return multiply(laid_out(a))  # pyright: ignore[reportCallIssue]
+    return multiply(laid_out(a))
 
 
 def widened(values: jax.Array, layout: Any) -> jax.Array:
     """`values`, bf16 in `layout`, as fp32: an instruction an element, not one and a half."""
     if interpreted():
         return values.astype(jnp.float32)
-    result = plgpu.ShapeDtypeStruct(values.shape, np.dtype(np.float32), layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def widen(ctx: Any, values: Any) -> Any:
-        del ctx
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        wide = np.empty_like(values.registers)
-        for index, register in np.ndenumerate(values.registers):
-            count = ir.VectorType(register.type).shape[0]
-            if count % 2:
-                parts = [to_fp32(element(register, k)) for k in range(count)]
-            else:
-                pairs = vector.bitcast(ir.VectorType.get((count // 2,), i32), register)
-                parts = []
-                for pair in (element(pairs, k) for k in range(count // 2)):
-                    low = arith.shli(pair, arith.constant(i32, 16))
-                    high = arith.andi(pair, arith.constant(i32, -(1 << 16)))
-                    parts += [arith.bitcast(f32, low), arith.bitcast(f32, high)]
-            wide[index] = vector.from_elements(ir.VectorType.get((count,), f32), parts)
-        return mgpu.FragmentedArray(_registers=wide, _layout=values.layout, _is_signed=None)
+    def convert(register: Any) -> list[Any]:
+        count = ir.VectorType(register.type).shape[0]
+        if count % 2:
+            return [to_fp32(v) for v in elements(register)]
+        word, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        parts = []
+        for pair in elements(vector.bitcast(ir.VectorType.get((count // 2,), word), register)):
+            low = arith.shli(pair, i32(16))
+            high = arith.andi(pair, i32(-(1 << 16)))
+            parts += [arith.bitcast(f32, low), arith.bitcast(f32, high)]
+        return parts
 
-    return widen(values)  # pyright: ignore[reportCallIssue]
+    return map_registers(convert, values, layout)
 
 
 def computed_here(values: jax.Array, layout: Any) -> jax.Array:
@@ -124,44 +115,29 @@ def computed_here(values: jax.Array, layout: Any) -> jax.Array:
     """
     if interpreted():
         return values
-    result = plgpu.ShapeDtypeStruct(values.shape, np.dtype(np.float32), layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def pin(ctx: Any, values: Any) -> Any:
-        del ctx
+    def convert(register: Any) -> list[Any]:
         f32 = ir.F32Type.get()
-        pinned = np.empty_like(values.registers)
-        for index, register in np.ndenumerate(values.registers):
-            count = ir.VectorType(register.type).shape[0]
-            parts = [
-                mgpu_utils.inline_ptx(
-                    "mov.b32 $0, $1;",
-                    element(register, k),
-                    result_types=f32,
-                    has_side_effects=True,
-                )
-                for k in range(count)
-            ]
-            pinned[index] = vector.from_elements(register.type, parts)
-        return mgpu.FragmentedArray(_registers=pinned, _layout=values.layout, _is_signed=None)
+        move = lambda v: mgpu_utils.inline_ptx(
+            "mov.b32 $0, $1;", v, result_types=f32, has_side_effects=True
+        )
+        return [move(v) for v in elements(register)]
 
-    return pin(values)  # pyright: ignore[reportCallIssue]
+    return map_registers(convert, values, layout)
 
 
 def unknown_zero() -> jax.Array:
     """0, which the compiler does not know: what is read at an index plus it is read again."""
     if interpreted():
         return jnp.zeros((), jnp.int32)
-    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
 
-    @plgpu.inline_mgpu(return_type=scalar)
-    def zero(ctx: Any) -> Any:
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        value = mgpu_utils.inline_ptx("mov.b32 $0, 0;", result_types=i32, has_side_effects=True)
+    @inline_mlir(returns=scalar_type(np.int32))
+    def zero() -> Any:
+        word = ir.IntegerType.get_signless(32)
+        value = mgpu_utils.inline_ptx("mov.b32 $0, 0;", result_types=word, has_side_effects=True)
         return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
 
-    return zero()  # pyright: ignore[reportCallIssue]
+    return zero()
 
 
 def once_read(values: Any) -> Any:

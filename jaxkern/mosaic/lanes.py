@@ -17,14 +17,19 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import (
+    REF,
     ROW,
     VECTOR_BYTES,
-    element,
+    elements,
     fragmented,
+    i32,
+    inline_mlir,
     laid_out,
+    lane_value,
     narrowed,
     ptx,
     row_type,
+    scalar_type,
     to_fp32,
 )
 
@@ -50,16 +55,11 @@ class LaneOffsets:
 
     def of_this_lane(self) -> Any:
         """The same in a kernel's MLIR, as an i32."""
-        i32 = ir.IntegerType.get_signless(32)
-
-        def constant(k: int) -> Any:
-            return arith.constant(i32, k)
-
-        total, lane = constant(self.start), mgpu_utils.thread_idx()
+        total, lane = i32(self.start), mgpu_utils.thread_idx()
         for divisor, size, stride in self.digits:
-            digit = arith.shrui(lane, constant(divisor.bit_length() - 1))
-            digit = arith.andi(digit, constant(size - 1))
-            total = arith.addi(total, arith.muli(digit, constant(stride)))
+            digit = arith.shrui(lane, i32(divisor.bit_length() - 1))
+            digit = arith.andi(digit, i32(size - 1))
+            total = arith.addi(total, arith.muli(digit, i32(stride)))
         return total
 
     def vector(self, count: int, itemsize: int) -> int:
@@ -91,11 +91,9 @@ def load_lanes(
         flat = ref[...].reshape(-1).astype(jnp.float32)
         return [flat[offsets.of_lanes() + i] for i in range(count)]
     vec = offsets.vector(count, ref.dtype.itemsize)
-    row = row_type(1)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * count)
-    def load(ctx: Any, source: Any) -> Any:
-        del ctx
+    @inline_mlir(REF, returns=(row_type(1),) * count)
+    def load(source: Any) -> Any:
         dtype = ir.MemRefType(source.type).element_type
         pointer = pointer_of_lane(source, offsets)
         loaded = []
@@ -107,10 +105,10 @@ def load_lanes(
                 alignment=vec * ref.dtype.itemsize,
                 volatile_=volatile,
             )
-            loaded += [to_fp32(element(values, k)) for k in range(vec)]
+            loaded += map(to_fp32, elements(values))
         return tuple(fragmented(value) for value in loaded)
 
-    return list(load(ref))  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's to pass
+    return list(load(ref))
 
 
 def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> None:
@@ -123,12 +121,11 @@ def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> 
         return
     vec = offsets.vector(len(values), ref.dtype.itemsize)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[ROW] * len(values)))
-    def store(ctx: Any, target: Any, *arrays: Any) -> None:
-        del ctx
+    @inline_mlir(REF, *[ROW] * len(values))
+    def store(target: Any, *arrays: Any) -> None:
         dtype = ir.MemRefType(target.type).element_type
         pointer = pointer_of_lane(target, offsets)
-        scalars = [narrowed(element(a.registers.item(), 0), dtype) for a in arrays]
+        scalars = [narrowed(lane_value(a), dtype) for a in arrays]
         for start in range(0, len(scalars), vec):
             address = mgpu_utils.getelementptr(pointer, [start], dtype)
             packed = vector.from_elements(
@@ -136,33 +133,19 @@ def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> 
             )
             llvm.store(packed, address, alignment=vec * ref.dtype.itemsize)
 
-    store(ref, *map(laid_out, values))  # pyright: ignore[reportCallIssue]
+    store(ref, *map(laid_out, values))
 
 
 def sync_warp() -> None:
     """Lanes of a warp see what the others wrote to shared memory before."""
-    if interpreted():
-        return
-
-    @plgpu.inline_mgpu()
-    def barrier(ctx: Any) -> None:
-        del ctx
-        mgpu_utils.warp_barrier()
-
-    barrier()  # pyright: ignore[reportCallIssue]
+    if not interpreted():
+        inline_mlir()(mgpu_utils.warp_barrier)()
 
 
 def sync_warpgroup() -> None:
     """Lanes of a warpgroup wait for each other."""
-    if interpreted():
-        return
-
-    @plgpu.inline_mgpu()
-    def barrier(ctx: Any) -> None:
-        del ctx
-        mgpu_utils.warpgroup_barrier()
-
-    barrier()  # pyright: ignore[reportCallIssue]
+    if not interpreted():
+        inline_mlir()(mgpu_utils.warpgroup_barrier)()
 
 
 def sync_block() -> None:
@@ -198,17 +181,10 @@ def sum_lanes(
             held = [jnp.where(upper, b, a) + from_partner(jnp.where(upper, a, b)) for a, b in pairs]
         return held
     left = max(1, len(values) >> len(distances))
-    row = row_type(1)
 
-    @plgpu.inline_mgpu(arg_types=(ROW,) * len(values), return_type=(row,) * left)
-    def shuffled(ctx: Any, *arrays: Any) -> Any:
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
-
-        def constant(k: int) -> Any:
-            return arith.constant(i32, k)
-
-        held = [element(a.registers.item(), 0) for a in arrays]
+    @inline_mlir(*[ROW] * len(values), returns=(row_type(1),) * left)
+    def shuffled(*arrays: Any) -> Any:
+        held = [lane_value(a) for a in arrays]
         for i, distance in enumerate(distances):
             half = len(held) // 2
             if len(held) == 1:
@@ -216,11 +192,8 @@ def sum_lanes(
             elif i < swapped:
                 pairs = list(zip(held[:half], held[half:], strict=True))
             else:
-                upper = arith.cmpi(
-                    arith.CmpIPredicate.ne,
-                    arith.andi(mgpu_utils.thread_idx(), constant(distance)),
-                    constant(0),
-                )
+                bit = arith.andi(mgpu_utils.thread_idx(), i32(distance))
+                upper = arith.cmpi(arith.CmpIPredicate.ne, bit, i32(0))
                 pairs = [
                     (arith.select(upper, b, a), arith.select(upper, a, b))
                     for a, b in zip(held[:half], held[half:], strict=True)
@@ -241,15 +214,11 @@ def sum_in_lanes(values: Sequence[jax.Array], vec: int) -> jax.Array:
         return sum((v.reshape(-1, LANES, vec).sum((0, 2)) for v in values), jnp.zeros(LANES))
     layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
 
-    @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=row_type(1))
-    def add(ctx: Any, *arrays: Any) -> Any:
-        del ctx
-        fused = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
-        held = [element(r, k) for a in arrays for r in a.registers.flat for k in range(vec)]
-        strands = [functools.reduce(fused, held[i::2]) for i in range(min(2, len(held)))]
-        return fragmented(functools.reduce(arith.addf, strands))
+    @inline_mlir(*layouts, returns=row_type(1))
+    def add(*arrays: Any) -> Any:
+        return _sum_in_two_strands(_all_elements(arrays))
 
-    return add(*values)  # pyright: ignore[reportCallIssue]
+    return add(*values)
 
 
 def squares_in_lanes(values: Sequence[jax.Array], center: jax.Array, vec: int) -> jax.Array:
@@ -262,19 +231,25 @@ def squares_in_lanes(values: Sequence[jax.Array], center: jax.Array, vec: int) -
         return ((held - center[:, None]) ** 2).sum((0, 2))
     layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
 
-    @plgpu.inline_mgpu(arg_types=(ROW, *layouts), return_type=row_type(1))
-    def add(ctx: Any, center: Any, *arrays: Any) -> Any:
-        del ctx
-        fused = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
-        times = functools.partial(arith.mulf, fastmath=arith.FastMathFlags.contract)
-        middle = element(center.registers.item(), 0)
-        held = [element(r, k) for a in arrays for r in a.registers.flat for k in range(vec)]
-        apart = [arith.subf(v, middle) for v in held]
-        squares = [times(d, d) for d in apart]
-        strands = [functools.reduce(fused, squares[i::2]) for i in range(min(2, len(squares)))]
-        return fragmented(functools.reduce(arith.addf, strands))
+    @inline_mlir(ROW, *layouts, returns=row_type(1))
+    def add(center: Any, *arrays: Any) -> Any:
+        middle = lane_value(center)
+        apart = [arith.subf(v, middle) for v in _all_elements(arrays)]
+        contract = arith.FastMathFlags.contract
+        return _sum_in_two_strands([arith.mulf(d, d, fastmath=contract) for d in apart])
 
-    return add(center, *values)  # pyright: ignore[reportCallIssue]
+    return add(center, *values)
+
+
+def _all_elements(arrays: Sequence[Any]) -> list[Any]:
+    return [v for a in arrays for register in a.registers.flat for v in elements(register)]
+
+
+def _sum_in_two_strands(values: list[Any]) -> Any:
+    """The sum of every second value and of the others, added; a lane's row of it."""
+    add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
+    strands = [functools.reduce(add, values[i::2]) for i in range(min(2, len(values)))]
+    return fragmented(functools.reduce(arith.addf, strands))
 
 
 def alternate_lanes(even: jax.Array, odd: jax.Array) -> jax.Array:
@@ -282,15 +257,12 @@ def alternate_lanes(even: jax.Array, odd: jax.Array) -> jax.Array:
     if interpreted():
         return jnp.where(jnp.arange(LANES) % 2 == 0, even, odd)
 
-    @plgpu.inline_mgpu(arg_types=(ROW, ROW), return_type=row_type(1))
-    def choose(ctx: Any, even: Any, odd: Any) -> Any:
-        del ctx
-        i1 = ir.IntegerType.get_signless(1)
-        is_odd = arith.trunci(i1, mgpu_utils.thread_idx())
-        of_odd, of_even = (element(a.registers.item(), 0) for a in (odd, even))
-        return fragmented(arith.select(is_odd, of_odd, of_even))
+    @inline_mlir(ROW, ROW, returns=row_type(1))
+    def choose(even: Any, odd: Any) -> Any:
+        is_odd = arith.trunci(ir.IntegerType.get_signless(1), mgpu_utils.thread_idx())
+        return fragmented(arith.select(is_odd, lane_value(odd), lane_value(even)))
 
-    return choose(even, odd)  # pyright: ignore[reportCallIssue]
+    return choose(even, odd)
 
 
 def join_lanes(parts: Sequence[jax.Array]) -> jax.Array:
@@ -300,26 +272,23 @@ def join_lanes(parts: Sequence[jax.Array]) -> jax.Array:
     dtype = parts[0].dtype
     signed = False if dtype == jnp.uint32 else None
 
-    @plgpu.inline_mgpu(arg_types=(ROW,) * len(parts), return_type=row_type(len(parts), dtype))
-    def join(ctx: Any, *parts: Any) -> Any:
-        del ctx
-        return fragmented(*(element(p.registers.item(), 0) for p in parts), signed=signed)
+    @inline_mlir(*[ROW] * len(parts), returns=row_type(len(parts), dtype))
+    def join(*parts: Any) -> Any:
+        return fragmented(*map(lane_value, parts), signed=signed)
 
-    return join(*map(laid_out, parts))  # pyright: ignore[reportCallIssue]
+    return join(*map(laid_out, parts))
 
 
 def uniform(value: jax.Array) -> jax.Array:
     """The scalar that all lanes hold in `value` (LANES,), fp32."""
     if interpreted():
         return value[0]
-    scalar = plgpu.ShapeDtypeStruct((), np.dtype(np.float32), layout=plgpu.Layout.WG_SPLAT(()))
 
-    @plgpu.inline_mgpu(arg_types=(ROW,), return_type=scalar)
-    def splat(ctx: Any, value: Any) -> Any:
-        del ctx
-        return mgpu.FragmentedArray.splat(element(value.registers.item(), 0), shape=())
+    @inline_mlir(ROW, returns=scalar_type(np.float32))
+    def splat(value: Any) -> Any:
+        return mgpu.FragmentedArray.splat(lane_value(value), shape=())
 
-    return splat(value)  # pyright: ignore[reportCallIssue]
+    return splat(value)
 
 
 def store(ref: Any, value: jax.Array) -> None:

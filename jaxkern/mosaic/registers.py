@@ -1,5 +1,6 @@
-"""What code written in MLIR reads of a lane's registers, and gives back."""
+"""Code written in MLIR: how a kernel calls it, and how it reads and makes a lane's registers."""
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +14,13 @@ from jaxlib.mlir.dialects import arith, vector
 from jaxkern.mosaic.launch import LANES
 
 VECTOR_BYTES = 16
-
+"""The most that a lane loads or stores in one access."""
 
 ROW: Any = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+"""The layout of (LANES,), an element a lane."""
+
+REF: Any = plgpu.RefType()
+SCALAR: Any = plgpu.Layout.WG_SPLAT(())
 
 
 def row_type(count: int, dtype: Any = np.float32) -> Any:
@@ -25,12 +30,59 @@ def row_type(count: int, dtype: Any = np.float32) -> Any:
     return plgpu.ShapeDtypeStruct((size,), np.dtype(dtype), layout=layout)
 
 
+def scalar_type(dtype: Any) -> Any:
+    """(), which all lanes hold."""
+    return plgpu.ShapeDtypeStruct((), np.dtype(dtype), layout=SCALAR)
+
+
 def laid_out(row: jax.Array) -> jax.Array:
-    """`row` with its layout: an ``inline_mgpu`` takes no constant, which has another.
+    """`row` with its layout: inline MLIR takes no constant, which has another.
 
     A size of one is enough for the compiler to find out that an index is a constant.
     """
     return plgpu.layout_cast(row, row_type(row.size // LANES).layout)
+
+
+def inline_mlir(*arg_types: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function that writes MLIR one that a kernel calls; not for Pallas's interpreter.
+
+    Args:
+      *arg_types: of each argument: :data:`REF`, or the layout of an array or a scalar.
+      returns: the type of the result, a tuple of such, or ``None``.
+    """
+
+    def decorate(code: Callable[..., Any]) -> Any:
+        @plgpu.inline_mgpu(arg_types=arg_types, return_type=returns)
+        def run(ctx: Any, *args: Any) -> Any:
+            del ctx
+            return code(*args)
+
+        return run
+
+    return decorate
+
+
+def map_registers(
+    convert: Callable[[Any], Sequence[Any]], values: jax.Array, layout: Any
+) -> jax.Array:
+    """fp32 of the shape of `values`, which are in `layout`.
+
+    Args:
+      convert: from a register, an MLIR vector, to as many fp32 values.
+      values, layout: as said.
+    """
+    result = plgpu.ShapeDtypeStruct(values.shape, np.dtype(np.float32), layout=layout)
+
+    @inline_mlir(layout, returns=result)
+    def run(values: Any) -> Any:
+        converted = np.empty_like(values.registers)
+        for index, register in np.ndenumerate(values.registers):
+            scalars = list(convert(register))
+            kind = ir.VectorType.get((len(scalars),), ir.F32Type.get())
+            converted[index] = vector.from_elements(kind, scalars)
+        return mgpu.FragmentedArray(_registers=converted, _layout=values.layout, _is_signed=None)
+
+    return run(values)
 
 
 def fragmented(*scalars: Any, signed: bool | None = None) -> Any:
@@ -44,10 +96,25 @@ def fragmented(*scalars: Any, signed: bool | None = None) -> Any:
     )
 
 
+def i32(value: int) -> Any:
+    """A constant."""
+    return arith.constant(ir.IntegerType.get_signless(32), value)
+
+
+def lane_value(row: Any) -> Any:
+    """What this lane holds of a row (LANES,)."""
+    return element(row.registers.item(), 0)
+
+
 def element(values: Any, k: int) -> Any:
     """Element `k` of an MLIR vector."""
     position = ir.DenseI64ArrayAttr.get([k])
     return vector.extract(values, dynamic_position=[], static_position=position)
+
+
+def elements(values: Any) -> Iterator[Any]:
+    """The elements of an MLIR vector, each extracted when it is asked for."""
+    return (element(values, k) for k in range(ir.VectorType(values.type).shape[0]))
 
 
 def to_fp32(value: Any) -> Any:
@@ -60,9 +127,10 @@ def narrowed(value: Any, dtype: Any) -> Any:
 
 
 def ptx(instruction: str) -> None:
-    @plgpu.inline_mgpu()
-    def run(ctx: Any) -> None:
-        del ctx
+    """One PTX instruction without operands."""
+
+    @inline_mlir()
+    def run() -> None:
         mgpu_utils.inline_ptx(instruction, has_side_effects=True)
 
-    run()  # pyright: ignore[reportCallIssue]
+    run()

@@ -1,8 +1,11 @@
-"""The backward kernel of the norms."""
+"""The backward kernel of the norms.
+
+A block goes through its tiles and adds up dw and db of its rows; :mod:`jaxkern.ops.norm.param_sums`
+adds the blocks' sums.
+"""
 
 import functools
-import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkern.mosaic.instructions import computed_here, unknown_zero
-from jaxkern.mosaic.launch import launch_kernel
 from jaxkern.ops.norm import tiles
-from jaxkern.ops.norm.forward import (
-    approx_math,
-    joined,
-    place_functions,
-    split,
-)
-from jaxkern.ops.norm.parts import sum_parts
+from jaxkern.ops.norm.launch import grouped_type, launch, without_groups
+from jaxkern.ops.norm.param_sums import sum_over_clusters
 from jaxkern.ops.norm.pointwise import (
     Options,
     gated_input,
@@ -27,14 +24,9 @@ from jaxkern.ops.norm.pointwise import (
     times,
 )
 from jaxkern.ops.norm.reference import reference_bwd
-from jaxkern.ops.norm.rows import BLOCK
-from jaxkern.ops.norm.stream import Params, Rows, param_scratch, ring_scratch
+from jaxkern.ops.norm.stream import Block, Params, TileStream
 
 _STREAMS = ["h", "dout", "gate", "dh"]
-_NAMES = (
-    *("h", "weight", "bias", "gate", "mean", "rstd", "dout", "dh"),
-    *("dx", "dresidual", "dgate", "dweight", "dbias"),
-)
 
 
 def launch_bwd(
@@ -52,186 +44,202 @@ def launch_bwd(
         return reference_bwd(options, h, weight, bias, gate, mean, rstd, dout, dh)
     inputs = {"h": h, "weight": weight, "bias": bias, "gate": gate, "mean": mean, "rstd": rstd}
     inputs |= {"dout": dout, "dh": dh}
-    sizes = {k: v.dtype.itemsize for k, v in inputs.items() if v is not None}
-    tile = tiles.backward(
-        h.size // h.shape[-1],
-        options.group_size,
-        h.shape[-1] // options.group_size,
-        min(sizes.values()),
-        tuple(sizes[k] for k in _STREAMS if k in sizes),
-        tuple(sizes[k] for k in _params(options, gate) if k in sizes),
-        (weight is not None) + (bias is not None),
-        gate is None and options.activation is None,
-    )
-    return launch_bwd_tile(options, tile, inputs)
-
-
-def launch_bwd_tile(options: Options, tile: tiles.Backward, inputs: dict[str, Any]):
-    weight, bias, gate = inputs["weight"], inputs["bias"], inputs["gate"]
-    shape, rows = inputs["h"].shape, tile.rows
-    groups = shape[-1] // options.group_size
-    inputs = {k: v for k, v in inputs.items() if v is not None}
-    for k, v in inputs.items():
-        if k in ("mean", "rstd"):
-            inputs[k] = v.reshape(-1, groups)
-        else:
-            inputs[k] = split(options, rows, v, k in ("weight", "bias"))
-    m, groups, width = inputs["h"].shape
-    full = functools.partial(jax.ShapeDtypeStruct, (m, groups, width))
-    outs = {"dx": full(jnp.dtype(options.x_dtype))}
+    gradients = {f"d{k}": inputs[k] for k in ("weight", "bias") if inputs[k] is not None}
+    # The bias is read only where what follows it has a slope.
+    sloped = options.activation or (gate is not None and options.norm_before_gate)
+    params = ["weight", "bias"] if sloped else ["weight"]
+    tile = tiles.backward(tiles.Sizes.of(options, inputs, _STREAMS, params), len(gradients))
+    full = grouped_type(options, tile, h)
+    of_cluster = jax.ShapeDtypeStruct((tile.clusters, *full.shape[1:]), jnp.float32)
+    outs: dict[str, Any] = {"dx": full.update(dtype=jnp.dtype(options.x_dtype))}
+    outs |= {"dresidual": None, "dgate": None, "dweight": None, "dbias": None}
     if options.separate_dresidual:
-        outs["dresidual"] = full(jnp.dtype(options.residual_dtype))
+        outs["dresidual"] = full.update(dtype=jnp.dtype(options.residual_dtype))
     if gate is not None:
-        outs["dgate"] = full(gate.dtype)
-    for k in ("weight", "bias"):
-        if k in inputs:
-            outs[f"d{k}"] = jax.ShapeDtypeStruct((tile.parts, groups, width), jnp.float32)
-    scratch = rows.scratch(2 if options.centered else 1)
-    scratch |= param_scratch(tile, inputs, _params(options, gate))
-    scratch |= ring_scratch(tile, inputs, _STREAMS)
-    names = [*inputs, *outs]
-
-    def body(*refs: Any, **space: Any) -> None:
-        ref = types.SimpleNamespace(**dict.fromkeys(_NAMES) | dict(zip(names, refs, strict=True)))
-        smem = types.SimpleNamespace(**space)
-        place = rows.place(smem)
-        _bwd_kernel(options, tile, place, m, groups, ref, smem)
-
-    results = launch_kernel(
-        body,
-        out_type=tuple(outs.values()),
-        scratch_types=scratch,
-        grid=(tile.parts * groups,),
-        grid_names=(BLOCK,),
-        kernel_name=f"{options.op}_bwd",
-        approx_math=approx_math(options, gate is not None),
-        **rows.launch,
-    )(*inputs.values())
-    results = dict(zip(outs, results, strict=True))
-
-    params = {k: v for k, v in (("dweight", weight), ("dbias", bias)) if v is not None}
-    sums = sum_parts(options, [results[k] for k in params], [v.dtype for v in params.values()])
-    summed = dict(zip(params, sums, strict=True))
-
-    def param(name: str) -> Any:
-        return joined(options, summed[name], params[name].shape) if name in params else None
-
-    def whole(name: str) -> Any:
-        return joined(options, results[name], shape) if name in results else None
-
+        outs["dgate"] = full.update(dtype=gate.dtype)
+    results = launch(
+        _bwd_kernel,
+        f"{options.op}_bwd",
+        options,
+        tile,
+        inputs,
+        outs | dict.fromkeys(gradients, of_cluster),
+        streams=_STREAMS,
+        params=params,
+        row_sums=1 + options.centered,
+    )
+    partials = [results[k] for k in gradients]  # (clusters, groups, width)
+    sums = sum_over_clusters(options, partials, [v.dtype for v in gradients.values()])
+    totals = dict(zip(gradients, sums, strict=True))
+    n = h.shape[-1:]
     return (
-        whole("dx"),
-        whole("dresidual"),
-        param("dweight"),
-        param("dbias"),
-        whole("dgate"),
+        without_groups(options, results["dx"], h.shape),
+        without_groups(options, results["dresidual"], h.shape),
+        without_groups(options, totals.get("dweight"), n),
+        without_groups(options, totals.get("dbias"), n),
+        without_groups(options, results["dgate"], h.shape),
     )
 
 
-def _params(options: Options, gate: Any) -> list[str]:
-    """The parameters that the backward reads."""
-    after = options.activation or (gate is not None and options.norm_before_gate)
-    return ["weight", "bias"] if after else ["weight"]
+class _Window(NamedTuple):
+    """What the backward computes of a window, in fp32, None where absent.
+
+    (rows, size) of short rows, (size,) of a long one; the names are those of the equations in
+    :mod:`jaxkern.ops.norm.op`, d = v − mean.
+    """
+
+    d: Any
+    xhat: Any
+    dy: Any
+    g: Any
+    dgate: Any
+    h: Any
+    gate: Any
 
 
-def _bwd_kernel(
-    options: Options,
-    tile: tiles.Backward,
-    place: Any,
-    m: int,
-    groups: int,
-    ref: Any,
-    smem: Any,
-) -> None:
-    block = lax.axis_index(BLOCK)
-    part, group = lax.div(block, groups), lax.rem(block, groups)
-    rows = Rows(tile, place, _STREAMS, m, part, group, ref, smem)
-    each, steps = place.each, rows.steps
-    of = place_functions(options, place)
-    pinned = functools.partial(computed_here, layout=place.layout)
+def _bwd_kernel(block: Block) -> None:
+    _Backward(block).run()
 
-    def unknown() -> Any:
-        """Added to an index, keeps reads where they are: hoisted, they would take registers."""
-        return 0 if tile.keep else unknown_zero()
 
-    def start(k: Any, j: int, mean: Any, rstd: Any) -> Any:
-        """d = v − mean, x̂, dy, g and what else of a piece goes on."""
-        zero = unknown()
-        h, gate, dout = (rows.read(name, k, j, zero) for name in ("h", "gate", "dout"))
-        v = gated_input(options, h, gate, of)
-        d = v if mean is None else v - mean
-        xhat = d * rstd
-        scale, bias = params.piece(j, zero)
-        dy, dgate = output_backward(options, xhat, scale, bias, gate, dout, of)
-        return d, xhat, dy, times(dy, scale), dgate, h, gate
+class _Tile(NamedTuple):
+    """A tile and its statistics, which are (rows,) of short rows and scalars of a long one.
 
-    def stats(k: Any) -> tuple[Any, ...]:
-        row = place.row(rows.tile_of(jnp.minimum(k, steps - 1)), m)
-        refs = (ref.rstd, ref.mean) if options.centered else (ref.rstd,)
-        return tuple(place.load_stat(r, row, group) for r in refs)
+    Attributes:
+      k: its number among the block's tiles.
+      row: its first row.
+      rstd_of_row: as loaded.
+      rstd, mean: as they are combined with windows; the mean of an RMS norm is None.
+    """
 
-    def step(k: Any, carry: Any) -> Any:
-        read, *sums = carry
-        row = place.row(rows.tile_of(k), m)
-        if tile.paced:
-            pl.when(k > 0)(lambda: rows.refill(k - 1))
-            rstd_of_row, *mean = stats(k)
-            next_stats = ()
+    k: Any
+    row: Any
+    rstd_of_row: Any
+    rstd: Any
+    mean: Any
+
+
+class _Backward:
+    """The backward of a block."""
+
+    def __init__(self, block: Block):
+        self.block, self.options, self.regs = block, block.options, block.regs
+        self.stream = TileStream(block, _STREAMS)
+        self.curves = block.curve_functions
+        self.params: Any = None
+
+    def run(self) -> None:
+        """Goes through the tiles, then stores the sums dw and db."""
+        regs, ref = self.regs, self.block.ref
+        self.stream.start()
+        self.params = Params(self.block)
+        regs.prepare()
+        targets = ref.dweight, ref.dbias
+        statistics = () if self.block.tile.throttled else self._load_statistics(0)
+        zeros = (
+            tuple(regs.zero_param_sum() for _ in regs.windows if t is not None) for t in targets
+        )
+        _, *sums = lax.fori_loop(0, self.stream.steps, self._step, (statistics, *zeros))
+        for target, of_target in zip(targets, sums, strict=True):
+            for j, value in enumerate(of_target):
+                regs.store_param_sum(target, self.block.cluster, self.block.group, j, value)
+
+    def _step(self, k: Any, carry: Any) -> Any:
+        """One tile: its row sums and what it adds to dw and db, then dx.
+
+        The carry is the tile's statistics, unless they are loaded now, and the sums dw and db, each
+        a tuple of windows.
+        """
+        statistics, *sums = carry
+        row, following = self.stream.row(k), ()
+        if self.block.tile.throttled:
+            pl.when(k > 0)(lambda: self.stream.refill(k - 1))
+            statistics = self._load_statistics(k)
         else:
-            rstd_of_row, *mean = read
-            next_stats = stats(k + 1)  # on their way during this row
-        rstd = place.spread(rstd_of_row)
-        mean = place.spread(mean[0]) if options.centered else None
-        dweight, dbias = (list(s) for s in sums)
-        kept, lane_sums = [], []
-        rows.wait(k)
-        for j in each:
-            d, xhat, dy, g, dgate, h, gate = start(k, j, mean, rstd)
-            if dgate is not None:
-                place.store(ref.dgate, row, group, j, dgate)
-            if dweight:
-                added = place.new(rows.tile_of(k), m, dy * xhat)
-                dweight[j] = pinned(place.add(dweight[j], added))
-            if dbias:
-                dbias[j] = pinned(place.add(dbias[j], place.new(rows.tile_of(k), m, dy)))
-            products = [g * xhat, g] if options.centered else [g * xhat]
-            here = [place.lane_sum(j, p) for p in products]
-            lane_sums = [a + b for a, b in zip(lane_sums, here, strict=True)] if j else here
-            kept.append((d, g, h, gate) if tile.keep else None)
-        # dv = rstd · (g − mean(g) − x̂ · mean(g · x̂)) = rstd · g − (slope · d + offset)
-        totals = place.totals(k, lane_sums)
-        done = tile.keep and ref.dh is None
-        if done and not tile.paced:
-            rows.refill(k)
-        slope = rstd_of_row * rstd_of_row * (totals[0] * (1 / options.group_size))
-        offset = None
-        if options.centered:
-            offset = place.spread(totals[1] * (1 / options.group_size) * rstd_of_row)
-        slope = place.spread(slope)
-        for j in each:
-            if tile.keep:
-                d, g, h, gate = kept[j]
-            else:
-                d, _, _, g, _, h, gate = start(k, j, mean, rstd)
-            dv = g * rstd - (d * slope if offset is None else d * slope + offset)
-            dx, dgate = gated_input_backward(options, h, gate, dv, of)
-            if dgate is not None:
-                place.store(ref.dgate, row, group, j, dgate)
-            dh = rows.read("dh", k, j)
-            dx = dx if dh is None else dx + dh
-            place.store(ref.dx, row, group, j, dx)
-            if ref.dresidual is not None:
-                place.store(ref.dresidual, row, group, j, dx)
-        if not (done or tile.paced):
-            rows.refill(k)
-        return next_stats, tuple(dweight), tuple(dbias)
+            following = self._load_statistics(k + 1)  # on their way during this tile
+        rstd, *mean = statistics
+        tile = _Tile(
+            k,
+            row,
+            rstd_of_row=rstd,
+            rstd=self.regs.broadcast(rstd),
+            mean=self.regs.broadcast(mean[0]) if self.options.centered else None,
+        )
+        dweight, dbias = map(list, sums)
+        lane_sums, kept = self._add(tile, dweight, dbias)
+        row_sums = self.regs.row_sums(k, lane_sums)
+        # Nothing is read from the stage any more where dh is absent and the windows are kept.
+        done = self.block.tile.keep and self.block.ref.dh is None
+        if done and not self.block.tile.throttled:
+            self.stream.refill(k)
+        self._store_dx(tile, row_sums, kept)
+        if not (done or self.block.tile.throttled):
+            self.stream.refill(k)
+        return following, tuple(dweight), tuple(dbias)
 
-    rows.start()
-    params = Params(options, tile.weight, place, group, ref, smem)
-    place.begin()
-    zeros = lambda target: tuple(place.zero_sum() for _ in each) if target is not None else ()
-    carry = () if tile.paced else stats(0), zeros(ref.dweight), zeros(ref.dbias)
-    _, dweight, dbias = lax.fori_loop(0, steps, step, carry)
-    for target, sums in ((ref.dweight, dweight), (ref.dbias, dbias)):
-        for j, value in enumerate(sums):
-            place.store_sum(target, part, group, j, value)
+    def _add(self, tile: _Tile, dweight: list[Any], dbias: list[Any]) -> Any:
+        """Adds to dw and db; the lanes' sums of g · x̂ and of g, and the windows, if kept."""
+        regs, stream, m = self.regs, self.stream, self.block.m
+        pinned = functools.partial(computed_here, layout=regs.layout)
+        lane_sums, kept = [], []
+        stream.wait(tile.k)
+        for j in regs.windows:
+            w = self._compute(tile, j)
+            if w.dgate is not None:
+                self._store(self.block.ref.dgate, tile, j, w.dgate)
+            if dweight:
+                added = regs.without_repeated(stream.index(tile.k), m, w.dy * w.xhat)
+                dweight[j] = pinned(regs.add_to_param_sum(dweight[j], added))
+            if dbias:
+                added = regs.without_repeated(stream.index(tile.k), m, w.dy)
+                dbias[j] = pinned(regs.add_to_param_sum(dbias[j], added))
+            products = [w.g * w.xhat, w.g] if self.options.centered else [w.g * w.xhat]
+            here = [regs.lane_sum(j, p) for p in products]
+            lane_sums = [a + b for a, b in zip(lane_sums, here, strict=True)] if j else here
+            kept.append(w if self.block.tile.keep else None)
+        return lane_sums, kept
+
+    def _store_dx(self, tile: _Tile, row_sums: list[Any], kept: list[Any]) -> None:
+        """Stores dx, dresidual and the gradient of a gate that comes first.
+
+        dv = rstd · (g − mean(g) − x̂ · mean(g · x̂)) = rstd · g − (slope · d + offset)
+        """
+        regs, ref, size = self.regs, self.block.ref, self.options.group_size
+        slope = tile.rstd_of_row * tile.rstd_of_row * (row_sums[0] * (1 / size))
+        offset = None
+        if self.options.centered:
+            offset = regs.broadcast(row_sums[1] * (1 / size) * tile.rstd_of_row)
+        slope = regs.broadcast(slope)
+        for j in regs.windows:
+            w = kept[j] if self.block.tile.keep else self._compute(tile, j)
+            dv = w.g * tile.rstd - (w.d * slope if offset is None else w.d * slope + offset)
+            dx, dgate = gated_input_backward(self.options, w.h, w.gate, dv, self.curves)
+            if dgate is not None:
+                self._store(ref.dgate, tile, j, dgate)
+            dh = self.stream.read("dh", tile.k, j)
+            dx = dx if dh is None else dx + dh
+            self._store(ref.dx, tile, j, dx)
+            if ref.dresidual is not None:
+                self._store(ref.dresidual, tile, j, dx)
+
+    def _compute(self, tile: _Tile, j: int) -> _Window:
+        # Added to an index, a zero that the compiler does not know keeps reads where they are:
+        # hoisted, they would take registers.
+        zero = 0 if self.block.tile.keep else unknown_zero()
+        read = lambda name: self.stream.read(name, tile.k, j, zero)
+        h, gate, dout = read("h"), read("gate"), read("dout")
+        v = gated_input(self.options, h, gate, self.curves)
+        d = v if tile.mean is None else v - tile.mean
+        xhat = d * tile.rstd
+        scale, bias = self.params.window(j, zero)
+        dy, dgate = output_backward(self.options, xhat, scale, bias, gate, dout, self.curves)
+        return _Window(d, xhat, dy, times(dy, scale), dgate, h, gate)
+
+    def _load_statistics(self, k: Any) -> tuple[Any, ...]:
+        """rstd, and the mean of a layer norm; beyond the last tile, the last one's."""
+        ref, group = self.block.ref, self.block.group
+        row = self.stream.row(jnp.minimum(k, self.stream.steps - 1))
+        refs = (ref.rstd, ref.mean) if self.options.centered else (ref.rstd,)
+        return tuple(self.regs.load_stat(r, row, group) for r in refs)
+
+    def _store(self, ref: Any, tile: _Tile, j: int, value: Any) -> None:
+        self.regs.store(ref, tile.row, self.block.group, j, value)

@@ -1,200 +1,181 @@
 """The forward kernel of the norms."""
 
-import functools
-import types
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkern.mosaic.launch import LANES, launch_kernel
-from jaxkern.ops.curves import WITHOUT_EXPONENTIALS, Functions, kernel_functions
 from jaxkern.ops.norm import tiles
+from jaxkern.ops.norm.launch import grouped_type, launch, without_groups
 from jaxkern.ops.norm.pointwise import Options, gated_input, output
 from jaxkern.ops.norm.reference import reference_fwd
-from jaxkern.ops.norm.rows import BLOCK, Strip, Tile
-from jaxkern.ops.norm.stream import Params, Rows, param_scratch, ring_scratch, wide
+from jaxkern.ops.norm.stream import Block, Params, TileStream
+
+_STREAMS = ["x", "residual", "gate"]
+_PARAMS = ["weight", "bias"]
 
 
-def launch_fwd(options: Options, x: Any, residual: Any, weight: Any, bias: Any, gate: Any):
+def launch_fwd(
+    options: Options,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    gate: Any,
+    tile: tiles.Forward | None = None,
+):
     if x.size == 0:
         return reference_fwd(options, x, residual, weight, bias, gate)
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias, "gate": gate}
-    groups = x.shape[-1] // options.group_size
-    m = x.size // x.shape[-1]
-    sizes = {k: v.dtype.itemsize for k, v in inputs.items() if v is not None}
-    tile = tiles.forward(
-        m,
-        options.group_size,
-        groups,
-        min(sizes.values()),
-        tuple(sizes[k] for k in _STREAMS if k in sizes),
-        tuple(sizes[k] for k in _PARAMS if k in sizes),
-        options.activation is not None or gate is not None,
-    )
-    return launch_fwd_tile(options, tile, inputs)
-
-
-def launch_fwd_tile(options: Options, tile: tiles.Forward, inputs: dict[str, Any]):
-    x, residual = inputs["x"], inputs["residual"]
-    shape, rows = x.shape, tile.rows
-    stats = (*shape[:-1], shape[-1] // options.group_size)
-    inputs = {
-        k: split(options, rows, v, k in ("weight", "bias"))
-        for k, v in inputs.items()
-        if v is not None
-    }
-    m, groups, width = inputs["x"].shape
-    full = functools.partial(jax.ShapeDtypeStruct, (m, groups, width))
-    outs = {"out": full(x.dtype)}
+    tile = tile or tiles.forward(tiles.Sizes.of(options, inputs, _STREAMS, _PARAMS))
+    full = grouped_type(options, tile, x)
+    stat = jax.ShapeDtypeStruct(full.shape[:2], jnp.float32)
+    outs: dict[str, Any] = {"out": full, "h": None, "mean": None, "rstd": stat}
     if residual is not None:
-        outs["h"] = full(jnp.promote_types(x.dtype, residual.dtype))
+        outs["h"] = full.update(dtype=jnp.promote_types(x.dtype, residual.dtype))
     if options.centered:
-        outs["mean"] = jax.ShapeDtypeStruct((m, groups), jnp.float32)
-    outs["rstd"] = jax.ShapeDtypeStruct((m, groups), jnp.float32)
-    sums = 0 if isinstance(rows, Tile) else 1 + options.centered
-    scratch = rows.scratch(sums) | param_scratch(tile, inputs, _PARAMS)
-    scratch |= ring_scratch(tile, inputs, _STREAMS)
-    names = [*inputs, *outs]
-
-    def body(*refs: Any, **space: Any) -> None:
-        every = dict.fromkeys(_NAMES) | dict(zip(names, refs, strict=True))
-        smem = types.SimpleNamespace(**space)
-        place = rows.place(smem)
-        _fwd_kernel(options, tile, place, m, groups, types.SimpleNamespace(**every), smem)
-
-    results = launch_kernel(
-        body,
-        out_type=tuple(outs.values()),
-        scratch_types=scratch,
-        grid=(tile.blocks(m) * groups,),
-        grid_names=(BLOCK,),
-        kernel_name=f"{options.op}_fwd",
-        approx_math=approx_math(options, "gate" in inputs),
-        **rows.launch,
-    )(*inputs.values())
-    results = dict(zip(outs, results, strict=True))
-    h = results.get("h")
+        outs["mean"] = stat
+    results = launch(
+        _fwd_kernel,
+        f"{options.op}_fwd",
+        options,
+        tile,
+        inputs,
+        outs,
+        streams=_STREAMS,
+        params=_PARAMS,
+        row_sums=1 + options.centered,
+    )
+    stats = (*x.shape[:-1], full.shape[1])  # (..., groups)
     return (
-        joined(options, results["out"], shape),
-        None if h is None else joined(options, h, shape),
+        without_groups(options, results["out"], x.shape),
+        without_groups(options, results["h"], x.shape),
         results["mean"].reshape(stats) if options.centered else None,
         results["rstd"].reshape(stats),
     )
 
 
-_STREAMS = ["x", "residual", "gate"]
-_PARAMS = ["weight", "bias"]
-_NAMES = (*_STREAMS, *_PARAMS, "out", "h", "mean", "rstd")
+class _Window(NamedTuple):
+    """What the forward holds of a window: (rows, size) of short rows, (size,) of a long one.
+
+    Attributes:
+      v: what is normalised, fp32.
+      gate: fp32, or None.
+      h: x + residual as it is returned, None without a residual.
+    """
+
+    v: Any
+    gate: Any
+    h: Any
 
 
-def _fwd_kernel(
-    options: Options, tile: tiles.Forward, place: Any, m: int, groups: int, ref: Any, smem: Any
-) -> None:
-    block = lax.axis_index(BLOCK)
-    part, group = lax.div(block, groups), lax.rem(block, groups)
-    rows = Rows(tile, place, _STREAMS, m, part, group, ref, smem)
-    of, centered = place_functions(options, place), options.centered
-
-    def load(k: Any, pieces: Any = place.each) -> list[tuple[Any, Any, Any]]:
-        """v, the gate and the sum with the residual, by pieces."""
-        h, residual, gate = ([rows.read(name, k, j) for j in pieces] for name in _STREAMS)
-        sums = [None for _ in pieces]
-        if ref.residual is not None:
-            sums = [(a + b).astype(ref.h.dtype) for a, b in zip(h, residual, strict=True)]
-            h = [wide(place, v) for v in sums]
-        v = [gated_input(options, *both, of) for both in zip(h, gate, strict=True)]
-        return list(zip(v, gate, sums, strict=True))
-
-    def store_sums(k: Any, held: list[tuple[Any, Any, Any]], pieces: Any = place.each) -> None:
-        for j, (_, _, total) in zip(pieces, held, strict=True):
-            if total is not None:
-                place.store(ref.h, place.row(rows.tile_of(k), m), group, j, total)
-
-    def scales(k: Any, mean: Any, square: Any) -> tuple[Any, Any]:
-        """Mean and rstd, stored and ready to be used."""
-        row = place.row(rows.tile_of(k), m)
-        rstd = lax.rsqrt(square + options.eps)
-        if centered:
-            place.store_stat(ref.mean, row, group, mean)
-            mean = place.spread(mean)
-        place.store_stat(ref.rstd, row, group, rstd)
-        return mean, place.spread(rstd)
-
-    def store(k: Any, j: int, held: tuple[Any, Any, Any], mean: Any, rstd: Any) -> None:
-        v, gate, _ = held
-        xhat = (v if mean is None else v - mean) * rstd
-        out = output(options, xhat, *params.piece(j), gate, of)
-        place.store(ref.out, place.row(rows.tile_of(k), m), group, j, out)
-
-    def whole(k: Any, held: list[tuple[Any, Any, Any]]) -> None:
-        """A row that is in registers."""
-        mean, rstd = scales(k, *place.statistics(k, [v for v, _, _ in held], centered))
-        rows.refill(k)
-        for j, piece in enumerate(held):
-            store(k, j, piece, mean, rstd)
-
-    if not tile.parts:
-        held = load(0)
-        store_sums(0, held)
-        params = Params(options, tile.weight, place, group, ref, smem)
-        place.begin()
-        whole(0, held)
-        return
-    rows.start()
-    params = Params(options, tile.weight, place, group, ref, smem)
-    place.begin()
-
-    def send(k: Any) -> None:
-        rows.wait(k)
-        place.send(k, [v for v, _, _ in load(k)], centered)
-
-    if tile.ahead:
-        pl.when(rows.steps > 0)(lambda: send(0))
-
-    @pl.loop(0, rows.steps)
-    def _(k):
-        if not tile.ahead:
-            rows.wait(k)
-            held = load(k)
-            store_sums(k, held)
-            whole(k, held)
-            return
-        # The sums of the next row are on their way while this one is finished.
-        pl.when(k + 1 < rows.steps)(lambda: send(k + 1))
-        mean, rstd = scales(k, *place.receive(k, centered))
-        for j in place.each:
-            held = load(k, [j])
-            store_sums(k, held, [j])
-            store(k, j, held[0], mean, rstd)
-        rows.refill(k)
+def _fwd_kernel(block: Block) -> None:
+    run = _Forward(block)
+    if not block.tile.clusters:
+        run.one_tile()
+    elif block.tile.sums_ahead:
+        run.tiles_with_sums_ahead()
+    else:
+        run.tiles()
 
 
-# What both directions share
+class _Forward:
+    """The forward of a block; `k` is the number of a tile among the block's."""
 
+    def __init__(self, block: Block):
+        self.block, self.options, self.regs = block, block.options, block.regs
+        self.stream = TileStream(block, _STREAMS)
+        self.curves = block.curve_functions
+        self.params: Any = None
 
-def place_functions(options: Options, place: Any) -> Functions:
-    exact = options.x_dtype == "float32"
-    return kernel_functions(exact, place.layout)
+    def one_tile(self) -> None:
+        """Loads the tile before the parameters: it takes longest."""
+        held = self._load(0, self.regs.windows)
+        self._store_h(0, self.regs.windows, held)
+        self._prepare()
+        self._finish(0, held)
 
+    def tiles(self) -> None:
+        """Holds each tile in registers from its statistics to its output."""
+        self.stream.start()
+        self._prepare()
 
-def split(options: Options, rows: Any, a: Any, param: bool) -> Any:
-    """(M, G, N / G), or (G, N / G) of a parameter, padded to what a strip can hold."""
-    groups = a.shape[-1] // options.group_size
-    a = a.reshape((groups, options.group_size) if param else (-1, groups, options.group_size))
-    missing = LANES - options.group_size
-    if isinstance(rows, Strip) and missing > 0:
-        a = jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, missing),))
-    return a
+        @pl.loop(0, self.stream.steps)
+        def _(k):
+            self.stream.wait(k)
+            held = self._load(k, self.regs.windows)
+            self._store_h(k, self.regs.windows, held)
+            self._finish(k, held)
 
+    def tiles_with_sums_ahead(self) -> None:
+        """Sends the sums of the next tile before it finishes one, which it then loads again."""
+        self.stream.start()
+        self._prepare()
+        pl.when(self.stream.steps > 0)(lambda: self._send_statistics(0))
 
-def joined(options: Options, a: Any, shape: tuple[int, ...]) -> Any:
-    return a[..., : options.group_size].reshape(shape)
+        @pl.loop(0, self.stream.steps)
+        def _(k):
+            pl.when(k + 1 < self.stream.steps)(lambda: self._send_statistics(k + 1))
+            received = self.regs.receive_statistics(k, self.options.centered)
+            mean, rstd = self._store_statistics(k, *received)
+            for j in self.regs.windows:
+                held = self._load(k, [j])
+                self._store_h(k, [j], held)
+                self._store_out(k, j, held[0], mean, rstd)
+            self.stream.refill(k)
 
+    def _prepare(self) -> None:
+        self.params = Params(self.block)
+        self.regs.prepare()
 
-def approx_math(options: Options, gated: bool) -> bool:
-    """Whether a kernel has exponentials, which then are the fast ones."""
-    used = [options.activation, options.gate_activation if gated else None]
-    return any(name not in (None, *WITHOUT_EXPONENTIALS) for name in used)
+    def _load(self, k: Any, windows: Iterable[int]) -> list[_Window]:
+        read = self.stream.read
+        x, residual, gate = ([read(name, k, j) for j in windows] for name in _STREAMS)
+        h: list[Any] = [None for _ in windows]
+        if self.block.ref.residual is not None:
+            dtype = self.block.ref.h.dtype
+            h = [(a + b).astype(dtype) for a, b in zip(x, residual, strict=True)]
+            x = [self.block.wide(v) for v in h]
+        v = [gated_input(self.options, *pair, self.curves) for pair in zip(x, gate, strict=True)]
+        return [_Window(*parts) for parts in zip(v, gate, h, strict=True)]
+
+    def _send_statistics(self, k: Any) -> None:
+        self.stream.wait(k)
+        held = self._load(k, self.regs.windows)
+        self.regs.send_statistics(k, [w.v for w in held], self.options.centered)
+
+    def _finish(self, k: Any, held: list[_Window]) -> None:
+        """From the windows of a tile in registers to its output."""
+        found = self.regs.statistics(k, [w.v for w in held], self.options.centered)
+        mean, rstd = self._store_statistics(k, *found)
+        self.stream.refill(k)
+        for j, window in enumerate(held):
+            self._store_out(k, j, window, mean, rstd)
+
+    def _store_h(self, k: Any, windows: Iterable[int], held: list[_Window]) -> None:
+        for j, window in zip(windows, held, strict=True):
+            if window.h is not None:
+                self._store(self.block.ref.h, k, j, window.h)
+
+    def _store_statistics(self, k: Any, mean: Any, square: Any) -> tuple[Any, Any]:
+        """Stores mean and rstd, and returns them as they are combined with windows."""
+        ref, group = self.block.ref, self.block.group
+        row = self.stream.row(k)
+        rstd = lax.rsqrt(square + self.options.eps)
+        if self.options.centered:
+            self.regs.store_stat(ref.mean, row, group, mean)
+            mean = self.regs.broadcast(mean)
+        self.regs.store_stat(ref.rstd, row, group, rstd)
+        return mean, self.regs.broadcast(rstd)
+
+    def _store_out(self, k: Any, j: int, window: _Window, mean: Any, rstd: Any) -> None:
+        xhat = (window.v if mean is None else window.v - mean) * rstd
+        scale, bias = self.params.window(j)
+        out = output(self.options, xhat, scale, bias, window.gate, self.curves)
+        self._store(self.block.ref.out, k, j, out)
+
+    def _store(self, ref: Any, k: Any, j: int, value: Any) -> None:
+        self.regs.store(ref, self.stream.row(k), self.block.group, j, value)

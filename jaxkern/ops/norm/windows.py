@@ -36,6 +36,7 @@ class Windows:
         return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vec)
 
     def start(self, i: Any) -> Any:
+        """The first element of window `i`."""
         if isinstance(i, int):
             return min(i * self.size, self.n - self.size)
         return jnp.minimum(i * self.size, self.n - self.size)
@@ -45,16 +46,33 @@ class Windows:
 
 
 @functools.cache
-def windows(n: int, max_size: int, itemsize: int) -> Windows:
-    """The windows of at most `max_size` elements that cover a row of `n` >= 128 the cheapest.
+def windows(n: int, itemsize: int, warpgroups: int, max_size: int, max_vec: int) -> Windows:
+    """The windows of a row of `n` >= 128 that cost `warpgroups` warpgroups least.
 
-    A load of `vec` elements needs every row to start at a multiple of `vec`, so an odd `n` is read
-    element by element; the cost of a window grows with the number of such loads.
+    They differ in size: the largest, a half, a third or a quarter of `max_size`. Warpgroups that
+    get no window of their own repeat the last, so that fewer elements may not be less work.
 
     Args:
       n: length of the row.
-      max_size: most elements of one window.
       itemsize: bytes of an element of the narrowest array, which decides the widest load.
+      warpgroups: that share the windows evenly.
+      max_size: most elements of one window.
+      max_vec: most neighbouring elements that a lane loads at a time.
+    """
+
+    def cost(w: Windows) -> float:
+        elements = -(-w.count // warpgroups) * warpgroups * w.size
+        return elements * _cost_of_element(w.vec, itemsize)
+
+    sizes = (min(n, max_size) // divide // LANES * LANES or LANES for divide in (1, 2, 3, 4))
+    return min((_windows(n, size, max(itemsize, 16 // max_vec)) for size in sizes), key=cost)
+
+
+def _windows(n: int, max_size: int, itemsize: int) -> Windows:
+    """The windows of at most `max_size` elements that cover the row the cheapest.
+
+    A load of `vec` elements needs every row to start at a multiple of `vec`, so an odd `n` is read
+    element by element.
     """
     choices = []
     vec = VECTOR_BYTES // itemsize
@@ -65,7 +83,12 @@ def windows(n: int, max_size: int, itemsize: int) -> Windows:
             size = -(-n // (count * unit)) * unit
             covers = (count - 1) * size < n <= count * size
             if n % vec == 0 and size <= min(n, max_size) and covers:
-                cost = size * count * (1 + 1 / (vec * itemsize))
-                choices.append((cost, count, Windows(n, size, vec, count)))
+                choices.append(Windows(n, size, vec, count))
         vec //= 2
-    return min(choices, key=lambda c: c[:2])[2]
+    cost = lambda w: (w.size * w.count * _cost_of_element(w.vec, itemsize), w.count)
+    return min(choices, key=cost)
+
+
+def _cost_of_element(vec: int, itemsize: int) -> float:
+    """Grows with the number of loads that bring an element, of `vec` elements each."""
+    return 1 + 1 / (vec * itemsize)
