@@ -39,7 +39,7 @@ from bench.cases import Case, cases
 from bench.ptxas import Compiler, Kernel, Kernels
 from bench.report import RESULTS
 from bench.run import tree
-from bench.steps import Step
+from jaxkern.cases.optim import Step
 from jaxkern.core.target import GPUS, Gpu
 
 DEVICES = (1, 8, 64)
@@ -171,7 +171,7 @@ def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
         init, run = steps.program(case, "mosaic")
         step = lambda params, state, grads: run(grads, state, params)
         return jax.jit(step, donate_argnums=(0, 1)).lower(arrays, placed(init, arrays), arrays)
-    forward = lambda *arrays: case.call(*arrays, "mosaic")
+    forward = lambda *arrays: case.call(*arrays, implementation="mosaic")
     if not case.differentiated:
         return jax.jit(forward).lower(*arrays)
 

@@ -20,7 +20,7 @@ import jax
 
 from bench import steps
 from bench.cases import Case, cases
-from bench.steps import Step
+from jaxkern.cases.optim import Step
 from jaxkern.core import lowering, target
 
 
@@ -72,7 +72,7 @@ def _passes(case: Case | Step) -> Callable[..., Any]:
     if isinstance(case, Step):
         init, run = steps.program(case, "mosaic")
         return lambda *params: run(params, init(params), params)
-    forward = lambda *arrays: case.call(*arrays, "mosaic")
+    forward = lambda *arrays: case.call(*arrays, implementation="mosaic")
     if not case.differentiated:
         return forward
 

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from bench import timing
-from bench.cases import DROP_RATE, Case, bytes_of
-from bench.steps import Step
+from bench.cases import Case, bytes_of
 from bench.turns import Alone, Turns
+from jaxkern.cases.dropout import RATE
+from jaxkern.cases.optim import Step
 
 _EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 _MODULES = {
@@ -155,7 +156,7 @@ def measure_torch(
         dout = torch.randn_like(out)
         both(dout, *first)
         torch.cuda.synchronize()
-        plain = jax.jit(lambda a: case.call(*a, "xla")).lower(arrays).compile()
+        plain = jax.jit(lambda a: case.call(*a, implementation="xla")).lower(arrays).compile()
     with turn:
         check(jax.dlpack.from_dlpack(arranged.give(out)), plain(arrays))
         keys = jax.random.split(key, timing.sets_needed(bytes_of(arrays) + out.nbytes))
@@ -351,7 +352,7 @@ def _functional() -> dict[str, Callable[..., Any]]:
     import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
     tanh, erf = (functools.partial(F.gelu, approximate=how) for how in ("tanh", "none"))
-    drop = functools.partial(F.dropout, p=DROP_RATE, training=True)
+    drop = functools.partial(F.dropout, p=RATE, training=True)
     return {
         "swiglu": lambda gate, up: F.silu(gate) * up,
         "geglu": lambda gate, up: tanh(gate) * up,

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 
 import jaxkern
 from bench import peers, plot, steps, timing
-from bench.cases import MODELS, Case, bytes_of, cases
+from bench.cases import Case, bytes_of, cases
 from bench.report import RESULTS, write_csv
-from bench.steps import Step
 from bench.turns import Alone, Turns
+from jaxkern.cases import MODELS
+from jaxkern.cases.optim import Step
 
 IMPLEMENTATIONS = ("mosaic", "xla", "auto")
 """Of jaxkern; ``"auto"`` is what ``None`` picks."""
@@ -129,10 +130,10 @@ def measure_case(
     how: Any = None if implementation == "auto" else implementation
 
     def call(*arrays: Any) -> Any:
-        return call_peer(*arrays) if call_peer else case.call(*arrays, how)
+        return call_peer(*arrays) if call_peer else case.call(*arrays, implementation=how)
 
     def plain(*arrays: Any) -> Any:
-        return case.call(*arrays, "xla")
+        return case.call(*arrays, implementation="xla")
 
     def save(arrays: Any) -> Any:
         return jax.vjp(call, *arrays)
