@@ -58,7 +58,7 @@ def _pointwise(op: str, f: Any, variant: str = "", timed: bool = True, **options
     )
 
 
-_GATED = {"axes": "m h", "forward": Cost("3 m h"), "backward": Cost("5 m h")}
+_GATED: dict[str, Any] = {"axes": "m h", "forward": Cost("3 m h"), "backward": Cost("5 m h")}
 _LAYER = ((8, 2048), 1536)
 
 

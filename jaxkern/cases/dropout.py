@@ -46,14 +46,14 @@ def _of_rate(x: Any, rate: Any, **how: Any) -> Any:
     return jaxkern.dropout(x, rate, jax.random.key(0), activation="gelu", **how)
 
 
-_ONE = {
+_ONE: dict[str, Any] = {
     "op": "dropout",
     "axes": "m d",
     "arguments": (X,),
     "run": _run("dropout"),
     "drawn": True,
 }
-_TWO = {
+_TWO: dict[str, Any] = {
     "op": "dropout_add",
     "axes": "m d",
     "arguments": (X, RESIDUAL),

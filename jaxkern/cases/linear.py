@@ -22,12 +22,12 @@ W, W_GATE, W_UP = (Argument(name, "k h", matrix, "matrix") for name in ("w", "w_
 _ERRORS = Errors((512, 1024, 1024), (16, 128, 256))
 _SMALL = Shape((256, 256, 256), "float32")
 _LAYER = ((8, 2048), 768, 3072)
-_ONE = {
+_ONE: dict[str, Any] = {
     "axes": "m k h",
     "forward": Cost("m k + k h + m h", operations="2 m k h"),
     "backward": Cost("2 m k + 2 k h + 2 m h", operations="4 m k h"),
 }
-_TWO = {
+_TWO: dict[str, Any] = {
     "axes": "m k h",
     "forward": Cost("m k + 2 k h + m h", operations="4 m k h"),
     "backward": Cost("2 m k + 4 k h + 2 m h", operations="8 m k h"),

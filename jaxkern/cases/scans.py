@@ -33,13 +33,13 @@ def _convolved(x: Any, weight: Any, bias: Any) -> Any:
     return jax.nn.silu(y)
 
 
-_CONVOLUTION = {"op": "causal_conv1d", "axes": "b l d w"}
+_CONVOLUTION: dict[str, Any] = {"op": "causal_conv1d", "axes": "b l d w"}
 _CONVOLVED = (
     Argument("x", "b l d"),
     Argument("weight", "d w", times(0.5), "parameter"),
     Argument("bias", "d", times(0.1), "parameter"),
 )
-_CONVOLUTION_COST = {"forward": Cost("2 b l d"), "backward": Cost("3 b l d")}
+_CONVOLUTION_COST: dict[str, Any] = {"forward": Cost("2 b l d"), "backward": Cost("3 b l d")}
 
 CONVOLUTIONS = [
     Case(
@@ -103,7 +103,7 @@ def _recurrence(a: Any, b: Any) -> Any:
     return jnp.moveaxis(h, 0, 1)
 
 
-_LINEAR = {
+_LINEAR: dict[str, Any] = {
     "op": "linear_scan",
     "axes": "b l d",
     "forward": Cost("3 b l d"),
@@ -154,7 +154,7 @@ def _rates(key: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _step_biases(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.linspace(-6.0, -2.0, *shape)
+    return jnp.linspace(-6.0, -2.0, shape[0])
 
 
 def _selective(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> Any:
@@ -176,7 +176,7 @@ _ARGUMENTS = (
     *(*_OF_TOKENS, Argument("D", "d", constant(1.0), "float32"), Argument("z", "b l d")),
     Argument("dt_bias", "d", _step_biases, "float32"),
 )
-_SELECTIVE = {
+_SELECTIVE: dict[str, Any] = {
     "op": "selective_scan",
     "axes": "b l d n",
     "forward": Cost("4 b l d + 2 b l n", exponentials="b l d n"),
