@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.cases import peers
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape
 
 X = Argument("x", "m d")
@@ -51,6 +52,7 @@ def _pointwise(op: str, f: Any, variant: str = "", timed: bool = True, **options
         expression=f,
         forward=Cost("2 m d"),
         backward=Cost("3 m d"),
+        peers=peers.activation(f"{op}, {variant}" if variant else op) if timed else {},
         shapes=[Shape((16384, 8192))] if timed else (),
         errors=Errors((512, 4096), (16, 256)),
         layer=((8, 2048), 1536),
@@ -68,6 +70,7 @@ def _gated(op: str, f: Any, shapes: Any, **rest: Any) -> Case:
         op=op,
         arguments=(GATE, UP),
         expression=lambda gate, up: f(gate) * up,
+        peers={} if op == "glu" else peers.activation(op),
         shapes=[Shape((16384, 4096)), *shapes],
         errors=Errors((512, 4096), (16, 256)),
         layer=_LAYER,
@@ -88,6 +91,7 @@ def _halved(op: str, f: Any, shapes: Any) -> Case:
         op=op,
         arguments=(BOTH,),
         expression=expression,
+        peers=peers.activation(op),
         shapes=[Shape((16384, 4096)), *shapes],
         errors=Errors((512, 2048), (16, 128)),
         layer=_LAYER,

@@ -168,6 +168,7 @@ class Case:
       expression: what a user would write, in the dtypes of the arguments; it shares no code with
         the op. In float64 it is the truth.
       forward, backward: the cost of the passes; without a backward the op is not differentiated.
+      peers: what makes another library's function of the same arrays, by the library's name.
       drawn: whether the result is random, and another library's another one.
       shapes: at which it is timed.
       small: the same for a machine without a GPU.
@@ -185,6 +186,7 @@ class Case:
     expression: Callable[..., Any] | None = None
     forward: Cost | None = None
     backward: Cost | None = None
+    peers: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     drawn: bool = False
     shapes: Sequence[Shape] = ()
     small: Shape | None = None

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkern
+from jaxkern.cases import peers
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, constant
 
-RATE = 0.1
-"""At which dropout is timed."""
 EXACT_RATE = 0.125
 """At which errors are measured: a multiple of 2⁻¹⁶, so that exactly what is kept is scaled by."""
 
@@ -66,9 +65,10 @@ _LAYER = ((8, 2048), 768)
 CASES = [
     Case(
         **_ONE,
-        options={"rate": RATE},
+        options={"rate": peers.RATE},
         forward=Cost("2 m d"),
         backward=Cost("2 m d"),
+        peers=peers.dropout("dropout"),
         shapes=[
             *(Shape((16384, d)) for d in (4096, 11008, 14336, 13000, 8192)),
             *(Shape((16383, 4097)), Shape((16384, 8192), "float32")),
@@ -78,9 +78,10 @@ CASES = [
     Case(
         **_ONE,
         variant="silu",
-        options={"rate": RATE, "activation": "silu"},
+        options={"rate": peers.RATE, "activation": "silu"},
         forward=Cost("2 m d"),
         backward=Cost("3 m d"),
+        peers=peers.dropout("dropout, silu"),
         shapes=[Shape((16384, 8192))],
     ),
     Case(
@@ -99,9 +100,10 @@ CASES = [
     ),
     Case(
         **_TWO,
-        options={"rate": RATE},
+        options={"rate": peers.RATE},
         forward=Cost("3 m d"),
         backward=Cost("2 m d"),
+        peers=peers.dropout("dropout_add"),
         shapes=[Shape((16384, 8192))],
         layer=_LAYER,
         strict=True,

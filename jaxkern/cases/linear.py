@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
+from jaxkern.cases import peers
 from jaxkern.cases.activations import clamped
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, matrix, near_one, times
 from jaxkern.cases.norm import layer_normalised, rms_normalised
@@ -108,6 +109,7 @@ CASES = [
         op="linear",
         arguments=(X, Argument("weight", "k h", matrix)),
         expression=jnp.matmul,
+        peers=peers.LINEAR,
         shapes=[
             *(Shape((8192, n, n)) for n in (8192, 4096)),
             *(Shape((16384, 4096, h)) for h in (4096, 11008, 14336, 16)),
@@ -121,11 +123,12 @@ CASES = [
     ),
     _activated("relu"),
     _activated("silu"),
-    _activated("gelu", small=_SMALL, strict=True),
+    _activated("gelu", peers=peers.LINEAR_GELU, small=_SMALL, strict=True),
     Case(
         op="gated_linear_unit",
         arguments=(X, W_GATE, W_UP),
         expression=lambda x, w_gate, w_up: jax.nn.silu(x @ w_gate) * (x @ w_up),
+        peers=peers.GATED_LINEAR_UNIT,
         shapes=[
             Shape((8192, 4096, 14336)),
             Shape((8192, 4096, 14336), word="-recompute", options={"recompute": True}),
@@ -152,6 +155,7 @@ CASES = [
         op="layer_norm_linear",
         arguments=(X, *OF_NORM, W),
         expression=lambda x, weight, bias, w: layer_normalised(x, weight, bias) @ w,
+        peers=peers.LAYER_NORM_LINEAR,
         shapes=[Shape((16384, 4096, 4096))],
         small=_SMALL,
         errors=_ERRORS,
@@ -174,6 +178,7 @@ CASES = [
         arguments=(Argument("x", "i m k"), Argument("dout", "i m h")),
         run=_accumulate,
         forward=Cost("i m k + i m h", nbytes="8 i k h", operations="2 i m k h"),
+        peers=peers.ACCUMULATE_WEIGHT_GRAD,
         shapes=[Shape((4, m, 4096, 4096)) for m in (512, 2048)],
         small=Shape((2, 256, 256, 256), "float32"),
     ),
@@ -196,6 +201,7 @@ CASES = [
             "8 m d + 4 m h + 2 d d + 6 d h",
             operations="4 m d d + 12 m d h",
         ),
+        peers=peers.MLP,
         shapes=[Shape((16384, 4096, 11008))],
         small=Shape((256, 256, 512), "float32"),
     ),

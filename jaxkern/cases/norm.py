@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.cases import peers
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, near_one, times
 
 X = Argument("x", "m d")
@@ -44,6 +45,7 @@ def _cases(op: str, arguments: tuple[Argument, ...], expression: Any) -> list[Ca
             expression=expression,
             forward=Cost("2 m d"),
             backward=Cost("3 m d"),
+            peers=peers.RMS_NORM if op == "rms_norm" else peers.LAYER_NORM,
             shapes=_SHAPES,
             small=Shape((256, 4096), "float32") if op == "rms_norm" else None,
             errors=_ERRORS,
@@ -65,6 +67,7 @@ def _cases(op: str, arguments: tuple[Argument, ...], expression: Any) -> list[Ca
             expression=lambda *a: expression(*a[:-1]) * jax.nn.silu(a[-1]),
             forward=Cost("3 m d"),
             backward=Cost("5 m d"),
+            peers=peers.RMS_NORM_GATE if op == "rms_norm" else {},
             shapes=_VARIANT,
             errors=_ERRORS if op == "rms_norm" else None,
         ),

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.cases import peers
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, constant, normal, times
 
 _SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
@@ -48,6 +49,7 @@ CONVOLUTIONS = [
         arguments=_CONVOLVED,
         options={"activation": "silu"},
         expression=_convolved,
+        peers=peers.CAUSAL_CONV1D,
         shapes=[
             *(Shape((*s, 4)) for s in (_SQUARE, _LARGE, _THIN, (8, 2048, 4096))),
             *(Shape((*_SQUARE, w)) for w in (2, 8)),
@@ -117,6 +119,7 @@ LINEAR_SCANS = [
         **_LINEAR,
         arguments=_RECURRENT,
         expression=_recurrence,
+        peers=peers.LINEAR_SCAN,
         shapes=[
             *(
                 Shape(s, dtype)
@@ -194,6 +197,7 @@ SELECTIVE_SCANS = [
         **_SELECTIVE,
         arguments=_ARGUMENTS,
         options=_EVERY_8,
+        peers=peers.SELECTIVE_SCAN,
         shapes=[
             *(Shape((*s, 16)) for s in (_SQUARE, _LARGE, _THIN, (2, 512, 512))),
             *(Shape((*_SQUARE, 16), dtype) for dtype in ("float32", "float16")),
