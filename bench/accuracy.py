@@ -16,11 +16,9 @@ import contextlib
 import dataclasses
 import functools
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.processes import each
 from bench.report import FOLDER, NAMES, OURS, RESULTS, table
 from bench.run import machine
 from jaxkern.cases import TABLE
@@ -206,13 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     # The last ops take longest to compile, and begin.
     tasks = [(op, dtype, names) for op in chosen[::-1] for dtype in args.dtype.split(",")]
     interpret = args.interpret and not gpu
-    if interpret or args.jobs == 1:
-        with interpret_kernels() if interpret else contextlib.nullcontext():
-            found = [_told(*task) for task in tasks]
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(args.jobs, context) as pool:
-            found = list(pool.map(_told, *zip(*tasks, strict=True)))
+    with interpret_kernels() if interpret else contextlib.nullcontext():
+        found = list(each(_told, tasks, 1 if interpret else args.jobs))
     place = lambda row: (known.index(row["op"]), DTYPES.index(row["dtype"]))
     rows = sorted((row for of_task, _, _ in found for row in of_task), key=place)
     refused = [line for _, of_task, _ in found for line in of_task]

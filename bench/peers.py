@@ -14,7 +14,7 @@ import jax
 
 from bench import timing
 from bench.cases import Case, bytes_of
-from bench.turns import Alone, Turns
+from bench.processes import Alone, Shared
 from jaxkern.cases.optim import Step
 from jaxkern.cases.peers import Arranged
 
@@ -65,7 +65,7 @@ def jax_call(case: Case, name: str) -> Callable[..., Any]:
 
 
 def measure_torch(
-    case: Case, name: str, calls: int, turn: Alone | Turns, check: Callable[[Any, Any], None]
+    case: Case, name: str, calls: int, device: Alone | Shared, check: Callable[[Any, Any], None]
 ) -> dict[str, timing.Timing]:
     """Times of the case's passes in a library for PyTorch.
 
@@ -73,7 +73,7 @@ def measure_torch(
       case: what to compute.
       name: whose kernels.
       calls: timed calls of each pass.
-      turn: held while the device is used.
+      device: held while it is used.
       check: raises if the first result is not the second, plain JAX's.
     """
     import torch  # pyright: ignore[reportMissingImports]
@@ -98,7 +98,7 @@ def measure_torch(
         return torch.autograd.grad(f(*args), args, dout)
 
     key, make = jax.random.key(0), jax.jit(case.arrays)
-    with turn.compiling():
+    with device.compiling():
         arrays = make(key)
         # Copies: some write their gradients where their arguments were.
         first = [t.detach().clone().requires_grad_() for t in tensors(arrays)]
@@ -107,7 +107,7 @@ def measure_torch(
         both(dout, *first)
         torch.cuda.synchronize()
         plain = jax.jit(lambda a: case.call(*a, implementation="xla")).lower(arrays).compile()
-    with turn:
+    with device:
         check(jax.dlpack.from_dlpack(arranged.give(out)), plain(arrays))
         keys = jax.random.split(key, timing.sets_needed(bytes_of(arrays) + out.nbytes))
         sets = [tuple(tensors(make(k))) for k in keys]
@@ -127,11 +127,11 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def measure_torch_step(step: Step, calls: int, turn: Alone | Turns) -> timing.Timing:
+def measure_torch_step(step: Step, calls: int, device: Alone | Shared) -> timing.Timing:
     """Time of a step of PyTorch's fused AdamW."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    with turn:
+    with device:
         draw = lambda shape: torch.randn(*shape, device="cuda", dtype=getattr(torch, step.dtype))
         params = [torch.nn.Parameter(draw(shape)) for shape in step.shapes]
         for p in params:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from bench import cases, peers, plot, precision, run, steps, timing, turns
+from bench import cases, peers, plot, precision, processes, run, steps, timing
 from jaxkern.cases import MODELS, optim
 
 
@@ -135,7 +135,7 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(steps, "program", wrong)
     with pytest.raises(RuntimeError, match="against plain JAX"):
-        steps.measure(optim.steps(small=True)[0], "optax", 1, turns.Alone())
+        steps.measure(optim.steps(small=True)[0], "optax", 1, processes.Alone())
 
 
 def test_losses_are_compared_with_fp32_seed_by_seed():
@@ -152,7 +152,7 @@ def test_losses_are_compared_with_fp32_seed_by_seed():
 
 
 def test_who_times_is_alone_and_goes_before_those_who_compile():
-    shared = turns.Turns(multiprocessing.get_context("fork"))
+    shared = processes.Shared(multiprocessing.get_context("fork"))
     order = []
 
     def compile_first():
