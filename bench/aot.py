@@ -20,7 +20,6 @@ import collections
 import dataclasses
 import functools
 import json
-import multiprocessing
 import os
 import re
 import sys
@@ -36,10 +35,11 @@ import jax
 
 from bench import gpus, steps
 from bench.cases import Case, cases
+from bench.processes import SPAWN
 from bench.ptxas import Compiler, Kernel, Kernels
 from bench.report import RESULTS
 from bench.run import tree
-from bench.steps import Step
+from jaxkern.cases.optim import Step
 from jaxkern.core.target import GPUS, Gpu
 
 DEVICES = (1, 8, 64)
@@ -171,7 +171,7 @@ def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
         init, run = steps.program(case, "mosaic")
         step = lambda params, state, grads: run(grads, state, params)
         return jax.jit(step, donate_argnums=(0, 1)).lower(arrays, placed(init, arrays), arrays)
-    forward = lambda *arrays: case.call(*arrays, "mosaic")
+    forward = lambda *arrays: case.call(*arrays, implementation="mosaic")
     if not case.differentiated:
         return jax.jit(forward).lower(*arrays)
 
@@ -397,8 +397,7 @@ def run(gpu: str, names: list[str], jobs: int) -> tuple[list[Result], list[str]]
             "MOSAIC_GPU_DUMP_PTXAS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "1",
         }
-        pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
-        with pool:
+        with ProcessPoolExecutor(jobs, SPAWN) as pool:
             futures = {pool.submit(attempt, gpu, name): name for name in names}
             for count, future in enumerate(as_completed(futures), 1):
                 name = futures[future]

@@ -6,10 +6,8 @@ needed, and nothing is compiled.
 """
 
 import argparse
-import concurrent.futures
 import hashlib
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,8 @@ import jax
 
 from bench import steps
 from bench.cases import Case, cases
-from bench.steps import Step
+from bench.processes import each
+from jaxkern.cases.optim import Step
 from jaxkern.core import lowering, target
 
 
@@ -72,7 +71,7 @@ def _passes(case: Case | Step) -> Callable[..., Any]:
     if isinstance(case, Step):
         init, run = steps.program(case, "mosaic")
         return lambda *params: run(params, init(params), params)
-    forward = lambda *arrays: case.call(*arrays, "mosaic")
+    forward = lambda *arrays: case.call(*arrays, implementation="mosaic")
     if not case.differentiated:
         return forward
 
@@ -92,9 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     group.add_argument("--against", type=Path, help="compare with the digests in this file")
     args = p.parse_args(argv)
     names = [n for n in _by_name() if not args.op or n.split()[0] in args.op]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, context) as pool:
-        found = dict(zip(names, pool.map(digests, names), strict=True))
+    tasks = [(name,) for name in names]
+    found = dict(zip(names, each(digests, tasks, args.jobs), strict=True))
     if args.write:
         args.write.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{len(found)} cases, {sum(map(len, found.values()))} kernels: wrote {args.write}")

@@ -5,16 +5,13 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +20,11 @@ import jax.numpy as jnp
 
 import jaxkern
 from bench import peers, plot, steps, timing
-from bench.cases import MODELS, Case, bytes_of, cases
+from bench.cases import Case, bytes_of, cases
+from bench.processes import Alone, Shared, each
 from bench.report import RESULTS, write_csv
-from bench.steps import Step
-from bench.turns import Alone, Turns
+from jaxkern.cases import MODELS
+from jaxkern.cases.optim import Step
 
 IMPLEMENTATIONS = ("mosaic", "xla", "auto")
 """Of jaxkern; ``"auto"`` is what ``None`` picks."""
@@ -114,7 +112,7 @@ class _Program:
         return out
 
 
-_turn: Alone | Turns = Alone()
+_device: Alone | Shared = Alone()
 """Held while the device is used."""
 
 
@@ -129,10 +127,10 @@ def measure_case(
     how: Any = None if implementation == "auto" else implementation
 
     def call(*arrays: Any) -> Any:
-        return call_peer(*arrays) if call_peer else case.call(*arrays, how)
+        return call_peer(*arrays) if call_peer else case.call(*arrays, implementation=how)
 
     def plain(*arrays: Any) -> Any:
-        return case.call(*arrays, "xla")
+        return case.call(*arrays, implementation="xla")
 
     def save(arrays: Any) -> Any:
         return jax.vjp(call, *arrays)
@@ -159,14 +157,14 @@ def measure_case(
     out = jax.eval_shape(call, *shapes)
     keys = jax.random.split(key, timing.sets_needed(bytes_of((shapes, out))))
     normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
-    with _turn.compiling():
+    with _device.compiling():
         of_call, of_plain = _Program(call, *shapes), _Program(plain, *shapes)
         make, compare = _Program(case.arrays, key).run, _Program(_error, out, out).run
         if case.differentiated:
             _, vjp = jax.eval_shape(save, shapes)
             of_save, of_both = _Program(save, shapes), _Program(both, shapes, out)
             of_backward, draw = _Program(backward, vjp, out), _Program(normal, key).run
-    with _turn:
+    with _device:
         sets = [make(k) for k in keys]
         _check(case, compare(of_call(*sets[0]), of_plain.run(*sets[0])))
         rows = [row("forward", of_call, sets)]
@@ -184,9 +182,9 @@ def measure_case(
 def measure_step(step: Step, implementation: str, ceilings: timing.Ceilings, calls: int) -> Row:
     """A step of an optimizer."""
     if peers.is_torch(implementation):
-        timed = peers.measure_torch_step(step, calls, _turn)
+        timed = peers.measure_torch_step(step, calls, _device)
         return _row(step, implementation, "step", timed, ceilings)
-    timed, seconds, temp_bytes = steps.measure(step, implementation, calls, _turn)
+    timed, seconds, temp_bytes = steps.measure(step, implementation, calls, _device)
     row = _row(step, implementation, "step", timed, ceilings)
     return dataclasses.replace(row, compile_s=round(seconds, 2), temp_bytes=temp_bytes)
 
@@ -252,7 +250,7 @@ def _attempt(
         if peers.is_torch(implementation):
             compare = jax.jit(functools.partial(_error, drawn=case.drawn))
             check = lambda got, want: _check(case, compare(got, want))
-            times = peers.measure_torch(case, implementation, calls, _turn, check)
+            times = peers.measure_torch(case, implementation, calls, _device, check)
             return [_row(case, implementation, k, t, ceilings) for k, t in times.items()]
         return measure_case(case, implementation, ceilings, calls)
     except Exception as e:  # a peer may raise anything, and the other cases go on
@@ -271,29 +269,9 @@ _CHUNK = 4
 """The most tasks of one process: starting one takes long, and it keeps memory."""
 
 
-def _begin(turns: Turns) -> None:
-    global _turn
-    _turn = turns
-
-
-def _attempts(
-    jobs: int, tasks: list[tuple[int, str, timing.Ceilings, int]]
-) -> Iterator[list[Row] | str]:
-    """What :func:`_attempt` gives for each task, in order."""
-    if jobs == 1:
-        yield from itertools.starmap(_attempt, tasks)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        jobs,
-        mp_context=context,
-        initializer=_begin,
-        initargs=(Turns(context),),
-        max_tasks_per_child=1,  # of a chunk
-    )
-    chunk = max(1, min(_CHUNK, len(tasks) // jobs))
-    with pool:
-        yield from pool.map(_attempt, *zip(*tasks, strict=True), chunksize=chunk)
+def _begin(device: Shared) -> None:
+    global _device
+    _device = device
 
 
 def _write(out: Path, report: dict[str, Any]) -> None:
@@ -386,7 +364,9 @@ def main(argv: list[str] | None = None) -> int:
         if name not in peers.installed() or peers.has(case, name)
     ]
     tasks = [(index, name, ceilings, args.calls) for index, _, name in work]
-    for (_, case, name), got in zip(work, _attempts(args.jobs, tasks), strict=True):
+    chunk = max(1, min(_CHUNK, len(tasks) // args.jobs))
+    attempts = each(_attempt, tasks, args.jobs, begin=_begin, chunk=chunk)
+    for (_, case, name), got in zip(work, attempts, strict=True):
         if isinstance(got, str):
             failed += 1
             print(f"{case.op:24}{case.shape:24}{case.dtype:10}{name}: {got}", flush=True)

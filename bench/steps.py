@@ -1,10 +1,9 @@
-"""Optimizer steps to time: trees of parameters, bytes that a step must move, whom it is beside."""
+"""Times an optimizer's steps, by jaxkern and by Optax."""
 
 import dataclasses
 import functools
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,98 +12,11 @@ import optax
 
 import jaxkern
 from bench import timing
-from bench.turns import Alone, Turns
+from bench.processes import Alone, Shared
+from jaxkern.cases.optim import Step, normal_of_shape
 from jaxkern.precision import StaticLossScale
 
-Shapes = tuple[tuple[int, ...], ...]
-
 _RATE, _DECAY = 1e-3, 0.1
-
-
-_normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
-"""Compiled once for a shape, as a program of hundreds takes minutes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A step over a tree; attributes that are not told of here are those of `bench.cases.Case`.
-
-    Attributes:
-      op: the public name of what does the step, ``"fused_adamw"`` or ``"scale_gradients"``.
-      shape: what the table calls the tree and what is special of the step.
-      dtype: of parameters and gradients.
-      bytes_forward: bytes that a step must read and write.
-      shapes: of the leaves.
-      options: of the optimizer.
-      scaled: whether the gradients come scaled.
-    """
-
-    op: str
-    shape: str
-    dtype: str
-    bytes_forward: int
-    shapes: Shapes
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    scaled: bool = False
-    bytes_backward: int = 0
-    operations_forward: int = 0
-    operations_backward: int = 0
-
-    def arrays(self, key: Any, normal: Callable[..., jax.Array] = _normal) -> list[jax.Array]:
-        """A tree of the parameters' shapes, by ``jax.random.normal`` or what is in its place."""
-        keys = jax.random.split(key, len(self.shapes))
-        return [normal(k, s, self.dtype) for k, s in zip(keys, self.shapes, strict=True)]
-
-
-def steps(small: bool) -> Sequence[Step]:
-    """All steps; `small` ones for a machine without a GPU."""
-    bf16, fp32 = "bfloat16", "float32"
-    if small:
-        return [_adamw("tree", ((256, 64),) * 4 + ((64,),) * 3, fp32, 28)]
-    one = ((24414, 4096),)
-    tree = _llama()
-    small_leaves = ((256, 256),) * 300
-    master: dict[str, Any] = {"master_dtype": fp32}
-    averages: dict[str, Any] = {"mu_dtype": bf16, "nu_dtype": bf16, "stochastic_rounding": True}
-    codes: dict[str, Any] = {"mu_dtype": "int8", "nu_dtype": "uint8"}
-    folded: dict[str, Any] = {"clip_norm": 1.0, "skip_nonfinite": True}
-    found = []
-    for name, shapes in (("100M", one), ("1.1B", tree)):
-        found += [
-            _adamw(name, shapes, fp32, 28),
-            _adamw(f"{name}-master", shapes, bf16, 28, **master),
-            _adamw(f"{name}-bf16-state", shapes, fp32, 20, **averages),
-            _adamw(f"{name}-8-bit-state", shapes, fp32, 16, **codes),
-            _adamw(f"{name}-folded", shapes, fp32, 32, scaled=True, **folded),
-            Step("scale_gradients", name, fp32, 8 * _size(shapes), shapes),
-        ]
-    return [
-        *found,
-        _adamw("100M-master-bf16-state", one, bf16, 20, **master, **averages),
-        _adamw("100M-bf16-all", one, bf16, 14, **averages),
-        _adamw("100M-bf16-8-bit-state", one, bf16, 10, **codes),
-        _adamw("20M-300-leaves", small_leaves, fp32, 28),
-        _adamw("20M-300-leaves-folded", small_leaves, fp32, 32, scaled=True, **folded),
-    ]
-
-
-def _adamw(
-    shape: str, shapes: Shapes, dtype: str, per: int, scaled: bool = False, **options: Any
-) -> Step:
-    """`per` bytes a parameter; what the 8-bit codes' scales and small leaves add is left out."""
-    return Step("fused_adamw", shape, dtype, per * _size(shapes), shapes, options, scaled)
-
-
-def _size(shapes: Shapes) -> int:
-    return sum(map(math.prod, shapes))
-
-
-def _llama() -> Shapes:
-    """300 leaves, 1.1 billion parameters: 33 layers of width 1664."""
-    d, kv, ffn, words = 1664, 256, 4608, 32000
-    attention = ((d, d), (d, kv), (d, kv), (d, d))
-    layer = (*attention, (d, ffn), (d, ffn), (ffn, d), (d,), (d,))
-    return ((words, d), (d, words), (d,), *(layer * 33))
 
 
 def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -164,7 +76,7 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
 
 
 def measure(
-    step: Step, name: str, calls: int, turn: Alone | Turns
+    step: Step, name: str, calls: int, device: Alone | Shared
 ) -> tuple[timing.Timing, float, int]:
     """Time of a step, seconds to compile it, and bytes it needs beside arguments and results.
 
@@ -178,15 +90,15 @@ def measure(
     shapes = jax.eval_shape(step.arrays, jax.random.key(0))
     states = jax.eval_shape(init, shapes)
     key = jax.random.key(0)
-    with turn.compiling():
-        draws = {s: _normal.lower(key, s, step.dtype).compile() for s in set(step.shapes)}
+    with device.compiling():
+        draws = {s: normal_of_shape.lower(key, s, step.dtype).compile() for s in set(step.shapes)}
         begin = jax.jit(init).lower(shapes).compile()
         start = time.perf_counter()
         compiled = jax.jit(in_place, donate_argnums=(0, 1)).lower(shapes, states, shapes).compile()
         seconds = time.perf_counter() - start
         change = changes_of(step, name), changes_of(step, "xla")
     draw = lambda key, shape, _: draws[shape](key)
-    with turn:
+    with device:
         check(step, *(f() for f in change))
         grads, params = (step.arrays(jax.random.key(i), draw) for i in range(2))
         held: list[Any] = [params, begin(params)]

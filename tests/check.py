@@ -1,8 +1,8 @@
 """The suite that every op goes through: accuracy against float64, and every JAX transformation.
 
 An op is described once, as an :class:`Op`. :func:`check_accuracy` holds it to the float64 oracle,
-:func:`check_transformation` runs one cell of the matrix (:data:`TRANSFORMATIONS`), and
-:func:`check_op` runs them all and prints the matrix.
+and :func:`check_transformation` runs one cell of the matrix (:data:`TRANSFORMATIONS`).
+:mod:`tests.errors` defines an error, and how large it may be.
 
 ``implementation`` is ``"mosaic"`` for the kernels (compiled on a GPU, in Pallas's interpreter
 elsewhere), ``None`` for the choice at lowering time, ``"xla"`` for plain JAX.
@@ -11,24 +11,21 @@ elsewhere), ``None`` for the choice at lowering time, ``"xla"`` for plain JAX.
 import contextlib
 import dataclasses
 import functools
-import math
 import re
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern.core.dispatch import interpret_kernels
-
-ON_GPU = jax.default_backend() == "gpu"
-Arrays = tuple[Any, ...]
+from tests.errors import ON_GPU, Arrays, at_most_twice, relative_error, value_and_grads
+from tests.errors import activated as activated
+from tests.errors import in_float64 as in_float64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,76 +65,6 @@ class Op:
 # Accuracy
 
 
-def activated(activation, y):
-    """f(y) and f'(y) in float64."""
-    xp = jnp if isinstance(y, jax.Array) else np
-    match activation:
-        case None:
-            return y, xp.ones_like(y)
-        case "relu":
-            return xp.maximum(y, 0), (y > 0).astype(float)
-        case "relu_squared":
-            return xp.maximum(y, 0) ** 2, 2 * xp.maximum(y, 0)
-        case "silu":
-            s = 1 / (1 + xp.exp(-y))
-            return y * s, s + y * s * (1 - s)
-        case "gelu" | "gelu_tanh":
-            c = math.sqrt(2 / math.pi)
-            t = xp.tanh(c * (y + 0.044715 * y**3))
-            slope = (1 + t) / 2 + y / 2 * (1 - t**2) * c * (1 + 3 * 0.044715 * y**2)
-            return y / 2 * (1 + t), slope
-        case "gelu_erf":
-            erf = (jax.scipy if xp is jnp else scipy).special.erf
-            cdf = 0.5 * (1 + erf(y / math.sqrt(2)))
-            return y * cdf, cdf + y * xp.exp(-(y**2) / 2) / math.sqrt(2 * math.pi)
-        case "quick_gelu":
-            s = 1 / (1 + xp.exp(-1.702 * y))
-            return y * s, s + 1.702 * y * s * (1 - s)
-        case "sigmoid":
-            s = 1 / (1 + xp.exp(-y))
-            return s, s * (1 - s)
-        case "tanh":
-            return xp.tanh(y), 1 / xp.cosh(y) ** 2
-    raise KeyError(activation)
-
-
-def in_float64(f: Callable[..., Any], *args: Any) -> Any:
-    """``f(*args)`` of float64 arrays: NumPy's, or where they are large and a GPU is there, JAX's.
-
-    What a host computes in half a minute of float64, while the other processes of the tests wait
-    for it, takes a GPU milliseconds.
-    """
-    wide = jax.tree.map(lambda a: np.asarray(a).astype(np.float64), args)
-    if not ON_GPU or sum(a.size for a in jax.tree.leaves(wide)) < 1 << 20:
-        return f(*wide)
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        return jax.tree.map(np.asarray, jax.jit(f)(*wide))
-
-
-def relative_error(got: Any, want: Any, floor: float = 0.0) -> float:
-    """‖got − want‖ / ‖want‖ in float64; NaN counts as infinite."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape, (got.shape, want.shape)
-    if got.size == 0:
-        return 0.0
-    error = np.linalg.norm(got - want) / max(float(np.linalg.norm(want)), floor, 1e-300)
-    return float(error) if np.isfinite(error) else float("inf")
-
-
-def value_and_grads(f: Callable[..., Any], arrays: Arrays, cotangents: Any) -> Any:
-    """``f(*arrays)`` and its gradients, by one program that rounds wherever the code does.
-
-    One is compiled in a fraction of the time of the many that eager JAX runs; left free, XLA would
-    keep intermediate results of 16 bits in fp32.
-    """
-
-    def run(arrays: Arrays, cotangents: Any) -> Any:
-        out, vjp = jax.vjp(f, *arrays)
-        return out, vjp(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, out))
-
-    return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})(arrays, cotangents)
-
-
 def check_accuracy(
     call: Callable[..., Any],
     plain: Callable[..., Any],
@@ -167,30 +94,18 @@ def check_accuracy(
         (f"gradient {i}", g, p, w)
         for i, (g, p, w) in enumerate(zip(grads, plain_grads, want_grads, strict=True))
     ]
-    for i, (name, got, by_plain, want) in enumerate(rows):
-        size = float(np.linalg.norm(want)) if magnitudes is None else magnitudes[i]
-        rounding = 4 * 2.0**-24 * size
-        ours = relative_error(got, want, size)
-        theirs = relative_error(by_plain, want, size)
-        assert np.isfinite(theirs), f"{name}: plain JAX is not finite and bounds nothing"
-        assert ours <= 2 * theirs + rounding / max(size, 1e-300), (
-            f"{name}: error {ours:.2e}, plain JAX's {theirs:.2e}"
-        )
+    sizes = [None] * len(rows) if magnitudes is None else magnitudes
+    for row, size in zip(rows, sizes, strict=True):
+        at_most_twice(*row, size)
 
 
 # Transformations
 
 
-@contextlib.contextmanager
-def running(implementation: str | None) -> Iterator[None]:
-    """Kernels in the interpreter where no GPU can run them."""
-    with interpret_kernels() if implementation == "mosaic" and not ON_GPU else _nothing():
-        yield
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def running(implementation: str | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which kernels are interpreted where no GPU can run them."""
+    interpreted = implementation == "mosaic" and not ON_GPU
+    return interpret_kernels() if interpreted else contextlib.nullcontext()
 
 
 def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
@@ -608,14 +523,6 @@ ALONE: dict[str, str | None] = {
 """Cells about one implementation, whichever was asked for: it alone has them."""
 
 
-def _cells() -> list[tuple[str, str | None]]:
-    return [
-        (name, implementation)
-        for name in TRANSFORMATIONS
-        for implementation in ([ALONE[name]] if name in ALONE else IMPLEMENTATIONS)
-    ]
-
-
 def check_transformation(op: Op, transformation: str, implementation: str | None) -> None:
     if implementation == "mosaic" and not ON_GPU and not _interpreted(op, transformation):
         pytest.skip("not for the interpreter: on a GPU it runs compiled")
@@ -647,7 +554,8 @@ def matrix(op: Op) -> Callable[[Callable[..., None]], Callable[..., None]]:
             id=f"{name}-{implementation or 'auto'}",
             marks=[pytest.mark.gpu] if implementation != "xla" else [],
         )
-        for name, implementation in _cells()
+        for name in TRANSFORMATIONS
+        for implementation in ([ALONE[name]] if name in ALONE else IMPLEMENTATIONS)
     ]
     return pytest.mark.parametrize("cell", cells)
 
@@ -656,21 +564,3 @@ def check_cell(cell: tuple[Op, str, str | None], record_property: Callable[..., 
     op, transformation, implementation = cell
     record_property("cell", (transformation, f"{op.name} {implementation or 'auto'}"))
     check_transformation(op, transformation, implementation)
-
-
-def check_op(op: Op) -> dict[tuple[str, str | None], str]:
-    """Runs the whole matrix of `op` and prints it; for a look without pytest."""
-    results: dict[tuple[str, str | None], str] = {}
-    for name, implementation in _cells():
-        try:
-            check_transformation(op, name, implementation)
-            results[name, implementation] = "✓"
-        except pytest.skip.Exception:
-            results[name, implementation] = "–"
-        except Exception:
-            traceback.print_exc()
-            results[name, implementation] = "✗"
-    for name in TRANSFORMATIONS:
-        row = "  ".join(f"{i or 'auto'} {results.get((name, i), ' ')}" for i in IMPLEMENTATIONS)
-        print(f"{op.name:16} {name:28} {row}", flush=True)
-    return results

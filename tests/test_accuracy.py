@@ -72,7 +72,7 @@ def test_who_refused_is_named():
 def test_ledger_has_every_op_and_is_up_to_date():
     functions = inspect.getmembers(jaxkern, inspect.isfunction)
     ops = {name for name, f in functions if f.__module__.startswith("jaxkern.ops")}
-    subjects = {s.op.split(",")[0] for s in accuracy.subjects(small=True)}
+    subjects = {s.case.op for s in accuracy.subjects(small=True)}
     assert subjects == {name for name in ops if not name.endswith("_step")}
     reports = [json.loads(p.read_text()) for p in accuracy.RESULTS.glob("*-accuracy.json")]
     assert accuracy.ACCURACY.read_text() in [accuracy.text(r) for r in reports]

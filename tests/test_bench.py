@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from bench import cases, peers, plot, precision, run, steps, timing, turns
+from bench import cases, peers, plot, precision, processes, run, steps, timing
+from jaxkern.cases import MODELS, optim
 
 
 def report(percents):
@@ -54,7 +55,7 @@ def test_peers_have_an_op_with_its_options():
     assert not peers.has(mine["8x2048x2048x16"], "liger")
     scan = next(case for case in cases.cases(small=False) if case.op == "linear_scan")
     assert [name for name in ("fla", "mamba_ssm") if peers.has(scan, name)] == ["fla"]
-    step = steps.steps(small=False)[0]
+    step = optim.steps(small=False)[0]
     assert peers.has(step, "optax")
     assert not peers.has(step, "mamba_ssm")
 
@@ -67,7 +68,7 @@ def test_shapes_of_models_are_cases():
     models = {place: getattr(case, "models", ()) for place, case in zip(places, every, strict=True)}
     assert models["selective_scan", "8x2048x1536x16", "bfloat16"] == ("mamba-130m",)
     assert models["rms_norm", "16384x4096", "bfloat16"] == ("llama-2-7b", "llama-3-8b")
-    assert {name for names in models.values() for name in names} == set(cases.MODELS)
+    assert {name for names in models.values() for name in names} == set(MODELS)
     assert not any(models["rms_norm", "16384x4096", dtype] for dtype in ("float32", "float16"))
 
 
@@ -114,7 +115,7 @@ def test_optimizer_steps_are_timed_beside_optax(tmp_path, monkeypatch):
 
 
 def test_optax_does_the_same_steps():
-    found = {s.shape: s for s in steps.steps(small=False) if s.op == "fused_adamw"}
+    found = {s.shape: s for s in optim.steps(small=False) if s.op == "fused_adamw"}
     for shape in ("100M", "100M-master", "100M-folded", "100M-bf16-all"):
         for name in ("optax", "update")[shape == "100M-bf16-all" :]:
             changes = (steps.changes_of(found[shape], by)() for by in (name, "xla"))
@@ -134,7 +135,7 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(steps, "program", wrong)
     with pytest.raises(RuntimeError, match="against plain JAX"):
-        steps.measure(steps.steps(small=True)[0], "optax", 1, turns.Alone())
+        steps.measure(optim.steps(small=True)[0], "optax", 1, processes.Alone())
 
 
 def test_losses_are_compared_with_fp32_seed_by_seed():
@@ -151,7 +152,7 @@ def test_losses_are_compared_with_fp32_seed_by_seed():
 
 
 def test_who_times_is_alone_and_goes_before_those_who_compile():
-    shared = turns.Turns(multiprocessing.get_context("fork"))
+    shared = processes.Shared(multiprocessing.get_context("fork"))
     order = []
 
     def compile_first():

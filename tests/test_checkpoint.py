@@ -1,27 +1,26 @@
 """The names by which the policies of jax.checkpoint keep or drop what the ops compute."""
 
 import functools
-import inspect
 
 import jax
 import pytest
 
 import jaxkern
-from jaxkern.lm.doctor import CALLS
+from jaxkern.cases import TABLE, optim
+from jaxkern.cases.case import dtypes
 from tests.check import kernel_calls
 
-OPS = [
-    name
-    for name in CALLS
-    if "implementation" in inspect.signature(getattr(jaxkern, name)).parameters
-]
+CASES = {case.op: case for case in TABLE if case.layer and case.has_kernels}
+OPS = [op for op, case in CASES.items() if case not in optim.CASES]
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("op", OPS)
 def test_results_of_an_op_have_its_name(op, implementation):
-    call = functools.partial(getattr(jaxkern, op), implementation=implementation)
-    assert f"name[name={op}]" in str(jax.make_jaxpr(call)(*CALLS[op]))
+    case = CASES[op]
+    types = case.types(case.sizes(case.layer), dtypes("bfloat16"))
+    call = functools.partial(case.call, implementation=implementation)
+    assert f"name[name={op}]" in str(jax.make_jaxpr(call)(*types))
 
 
 def test_policy_chooses_between_ops():

@@ -339,7 +339,6 @@ def test_doctor_names_every_op_and_a_reason(capsys):
 def test_doctor_tells_what_a_report_of_a_bug_needs(capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS_OF_THIS_TEST", "set")
     monkeypatch.setattr(doctor_module, "CALLS", {})
-    monkeypatch.setattr(doctor_module, "_STEPS", {"none": None})
     monkeypatch.setattr(doctor_module, "_choice", lambda *_: ("xla", ""))
     jax.config.update("jax_numpy_rank_promotion", "warn")
     try:

@@ -4,25 +4,21 @@ Nothing here is decided a second time: each op is lowered for the default device
 says whether it holds kernels. The reasons are the words with which the op itself refuses.
 """
 
-import functools
-import inspect
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import jaxkern
+from jaxkern.cases import TABLE
+from jaxkern.cases.case import Case, dtypes
 from jaxkern.core import cache
-from jaxkern.core.dispatch import Implementation
 from jaxkern.lm.memory import available_memory
-from jaxkern.precision import NoOpLossScale
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
 _OTHER_PACKAGES = ("numpy", "ml_dtypes", "equinox", "safetensors", "tokenizers", "torch")
@@ -37,6 +33,8 @@ _CONFIG = {
     "jax_numpy_rank_promotion": "allow",
 }
 """Settings that change what ops compute or refuse, as JAX has them by default."""
+
+CALLS = {case.op: case for case in TABLE if case.layer}
 
 
 def doctor() -> None:
@@ -72,12 +70,9 @@ def doctor() -> None:
     if not all(_installed(name) for name in _PACKAGES):
         print('advice   jaxkern train and sample need: pip install "jaxkern[lm]"')
     print("\nEach op on bfloat16 arrays of a Mamba 130m layer, implementation=None:")
-    width = max(map(len, (*CALLS, *_STEPS)))
-    for name, shapes in CALLS.items():
-        chosen, why = _choice(getattr(jaxkern, name), *shapes)
-        print(f"  {name:{width}}  {chosen:6}  {why}")
-    for name, step in _STEPS.items():
-        chosen, why = _choice(step, _array(768, 3072))
+    width = max(map(len, CALLS), default=0)
+    for name, case in CALLS.items():
+        chosen, why = _choice(case)
         print(f"  {name:{width}}  {chosen:6}  {why}")
 
 
@@ -109,86 +104,16 @@ def _memory() -> str:
     return f"{memory}, {free / 2**30:.0f} GiB of disk here"
 
 
-def _array(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-
-_RATE = jax.ShapeDtypeStruct((), jnp.float32)
-_KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
-
-# B 8, L 2048, D 1536, N 16, W 4: arguments by position.
-CALLS: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {
-    "rms_norm": (_array(8, 2048, 768), _array(768)),
-    "layer_norm": (_array(8, 2048, 768), _array(768), _array(768)),
-    "linear": (_array(8, 2048, 768), _array(768, 3072)),
-    "accumulate_weight_grad": (
-        jax.ShapeDtypeStruct((768, 3072), jnp.float32),
-        _array(8, 2048, 768),
-        _array(8, 2048, 3072),
-    ),
-    "gated_linear_unit": (_array(8, 2048, 768), _array(768, 3072), _array(768, 3072)),
-    "rms_norm_linear": (_array(8, 2048, 768), _array(768), _array(768, 3072)),
-    "layer_norm_linear": (_array(8, 2048, 768), _array(768), _array(768), _array(768, 3072)),
-    "selective_scan": (
-        _array(8, 2048, 1536),
-        _array(8, 2048, 1536),
-        _array(1536, 16),
-        _array(8, 2048, 16),
-        _array(8, 2048, 16),
-    ),
-    "selective_scan_step": (
-        jax.ShapeDtypeStruct((8, 1536, 16), jnp.float32),
-        _array(8, 1536),
-        _array(8, 1536),
-        _array(1536, 16),
-        _array(8, 16),
-        _array(8, 16),
-    ),
-    "linear_scan": (_array(8, 2048, 1536), _array(8, 2048, 1536)),
-    "causal_conv1d": (_array(8, 2048, 1536), _array(1536, 4)),
-    "causal_conv1d_step": (_array(8, 3, 1536), _array(8, 1536), _array(1536, 4)),
-    **{
-        name: (_array(8, 2048, 1536),)
-        for name in ("relu", "relu_squared", "silu", "gelu", "quick_gelu", "sigmoid", "tanh")
-    },
-    **{name: (_array(8, 2048, 1536),) * 2 for name in ("swiglu", "geglu", "reglu", "glu")},
-    **{name: (_array(8, 2048, 3072),) for name in ("silu_and_mul", "gelu_and_mul")},
-    "dropout": (_array(8, 2048, 768), _RATE, _KEY),
-    "dropout_add": (_array(8, 2048, 768), _array(8, 2048, 768), _RATE, _KEY),
-}
-
-
-def _step(
-    optimizer: Callable[..., Any],
-    params: jax.Array,
-    *,
-    implementation: Implementation | None = None,
-) -> Any:
-    tx = optimizer(1e-3, implementation=implementation)
-    return jaxkern.apply(tx, params, tx.init(params), params)
-
-
-def _scale(grads: jax.Array, *, implementation: Implementation | None = None) -> Any:
-    return jaxkern.scale_gradients(grads, NoOpLossScale(), implementation=implementation)
-
-
-_STEPS = {
-    "fused_adamw": functools.partial(_step, jaxkern.fused_adamw),
-    "fused_adam": functools.partial(_step, jaxkern.fused_adam),
-    "fused_sgd": functools.partial(_step, jaxkern.fused_sgd),
-    "scale_gradients": _scale,
-}
-"""Of an array of parameters or gradients; an optimizer's is that of `jaxkern.apply`."""
-
-
-def _choice(op: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> tuple[str, str]:
-    """Says what `op` runs on the default device, and why not another implementation."""
-    if "implementation" not in inspect.signature(op).parameters:
+def _choice(case: Case) -> tuple[str, str]:
+    """Says what the op of `case` runs on the default device, and why not another implementation."""
+    if not case.has_kernels:
         return "xla", "it has no kernel: XLA fuses it"
-    if "mosaic_gpu" in jax.jit(op).lower(*shapes).as_text():
+    assert case.layer is not None
+    types = case.types(case.sizes(case.layer), dtypes("bfloat16"))
+    if "mosaic_gpu" in jax.jit(lambda *args: case.call(*args)).lower(*types).as_text():
         return "mosaic", 'kernels; "xla" is there too, and slower'
     try:
-        jax.jit(lambda *args: op(*args, implementation="mosaic")).lower(*shapes)
+        jax.jit(lambda *args: case.call(*args, implementation="mosaic")).lower(*types)
     except NotImplementedError as error:
         return "xla", f"not mosaic: {_line(error).partition(' Use implementation=')[0]}"
     return "xla", "mosaic would run too; by the measurements XLA is the better choice here"

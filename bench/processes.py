@@ -1,15 +1,48 @@
-"""One device for several processes: some of them compile, or one of them times.
+"""Processes that share the work, and one device: some of them compile, or one of them times.
 
 While XLA compiles it tries algorithms for products on the device, and so does Triton.
 """
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def each(
+    f: Callable[..., Any],
+    tasks: Sequence[tuple[Any, ...]],
+    jobs: int,
+    *,
+    begin: Callable[["Shared"], None] | None = None,
+    chunk: int = 1,
+) -> Iterator[Any]:
+    """Yields what ``f(*task)`` gives for each task, in order.
+
+    Args:
+      f: a function of a module.
+      tasks: its arguments.
+      jobs: how many processes work; one is this process.
+      begin: called in each new process with the device that they share; then a process does one
+        chunk of the tasks and ends.
+      chunk: how many tasks a process takes at a time.
+    """
+    if jobs == 1:
+        yield from itertools.starmap(f, tasks)
+        return
+    options: dict[str, Any] = {}
+    if begin:
+        options = {"initializer": begin, "initargs": (Shared(SPAWN),), "max_tasks_per_child": 1}
+    with ProcessPoolExecutor(jobs, SPAWN, **options) as pool:
+        yield from pool.map(f, *zip(*tasks, strict=True), chunksize=chunk)
 
 
 class Alone:
-    """The turns of a process that shares the device with no other."""
+    """The device of a process that shares it with no other."""
 
     def __enter__(self) -> None:
         pass
@@ -22,7 +55,7 @@ class Alone:
         return contextlib.nullcontext()
 
 
-class Turns:
+class Shared:
     """A context in which the device is its process's own; who waits for it goes before compilers.
 
     Args:

@@ -1,0 +1,117 @@
+"""Cases of dropout."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkern
+from jaxkern.cases import peers
+from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, constant
+
+EXACT_RATE = 0.125
+"""At which errors are measured: a multiple of 2⁻¹⁶, so that exactly what is kept is scaled by."""
+
+X, RESIDUAL = Argument("x", "m d"), Argument("residual", "m d")
+
+
+@functools.cache
+def _kept(shape: tuple[int, ...]) -> np.ndarray:
+    """What is kept, which depends on key and shape alone."""
+    with jax.ensure_compile_time_eval(), jax.enable_x64(False):
+        ones = jnp.ones(shape, jnp.float32)
+        kept = jaxkern.dropout(ones, EXACT_RATE, jax.random.key(11), implementation="xla")
+        return np.asarray(kept) != 0
+
+
+def _dropped(x: Any) -> Any:
+    return jnp.where(_kept(x.shape), x / (1 - EXACT_RATE), 0)
+
+
+def _run(op: str) -> Any:
+    """The op with its key made where it is called."""
+
+    def run(*arrays: Any, seed: int = 0, **how: Any) -> Any:
+        return getattr(jaxkern, op)(*arrays, key=jax.random.key(seed), **how)
+
+    return run
+
+
+def _of_rate(x: Any, rate: Any, **how: Any) -> Any:
+    """By a rate that is an array."""
+    rate = jax.lax.stop_gradient(rate)
+    return jaxkern.dropout(x, rate, jax.random.key(0), activation="gelu", **how)
+
+
+_ONE: dict[str, Any] = {
+    "op": "dropout",
+    "axes": "m d",
+    "arguments": (X,),
+    "run": _run("dropout"),
+    "drawn": True,
+}
+_TWO: dict[str, Any] = {
+    "op": "dropout_add",
+    "axes": "m d",
+    "arguments": (X, RESIDUAL),
+    "run": _run("dropout_add"),
+    "drawn": True,
+}
+_ERRORS = Errors((512, 4096), (16, 256))
+_LAYER = ((8, 2048), 768)
+
+CASES = [
+    Case(
+        **_ONE,
+        options={"rate": peers.RATE},
+        forward=Cost("2 m d"),
+        backward=Cost("2 m d"),
+        peers=peers.dropout("dropout"),
+        shapes=[
+            *(Shape((16384, d)) for d in (4096, 11008, 14336, 13000, 8192)),
+            *(Shape((16383, 4097)), Shape((16384, 8192), "float32")),
+        ],
+        small=Shape((256, 1024), "float32"),
+    ),
+    Case(
+        **_ONE,
+        variant="silu",
+        options={"rate": peers.RATE, "activation": "silu"},
+        forward=Cost("2 m d"),
+        backward=Cost("3 m d"),
+        peers=peers.dropout("dropout, silu"),
+        shapes=[Shape((16384, 8192))],
+    ),
+    Case(
+        **_ONE,
+        options={"rate": EXACT_RATE, "seed": 11},
+        expression=_dropped,
+        errors=_ERRORS,
+    ),
+    Case(
+        op="dropout",
+        axes="m d",
+        arguments=(X, Argument("rate", "", constant(0.25), "float32")),
+        run=_of_rate,
+        layer=_LAYER,
+        strict=True,
+    ),
+    Case(
+        **_TWO,
+        options={"rate": peers.RATE},
+        forward=Cost("3 m d"),
+        backward=Cost("2 m d"),
+        peers=peers.dropout("dropout_add"),
+        shapes=[Shape((16384, 8192))],
+        layer=_LAYER,
+        strict=True,
+    ),
+    Case(
+        **_TWO,
+        options={"rate": EXACT_RATE, "seed": 11},
+        expression=lambda x, residual: residual + _dropped(x),
+        errors=_ERRORS,
+    ),
+]

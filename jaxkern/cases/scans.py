@@ -1,0 +1,252 @@
+"""Cases of scans and of the convolution before one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.cases import peers
+from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, constant, normal, times
+
+_SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
+"""Batch, length and channels."""
+
+
+def _packed(op: str) -> Any:
+    """The op of eight sequences in each row."""
+
+    def run(*arrays: Any, **how: Any) -> Any:
+        b, l = arrays[0].shape[:2]
+        ids = jnp.broadcast_to(jnp.arange(l) // -(-l // 8), (b, l))
+        case = next(case for case in CASES if case.op == op and case.shapes)
+        return case.call(*arrays, segment_ids=ids, **how)
+
+    return run
+
+
+# The convolution
+
+
+def _convolved(x: Any, weight: Any, bias: Any) -> Any:
+    width, length = weight.shape[1], x.shape[1]
+    padded = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
+    y = sum(padded[:, i : i + length] * weight[:, i] for i in range(width)) + bias
+    return jax.nn.silu(y)
+
+
+_CONVOLUTION: dict[str, Any] = {"op": "causal_conv1d", "axes": "b l d w"}
+_CONVOLVED = (
+    Argument("x", "b l d"),
+    Argument("weight", "d w", times(0.5), "parameter"),
+    Argument("bias", "d", times(0.1), "parameter"),
+)
+_CONVOLUTION_COST: dict[str, Any] = {"forward": Cost("2 b l d"), "backward": Cost("3 b l d")}
+
+CONVOLUTIONS = [
+    Case(
+        **_CONVOLUTION,
+        **_CONVOLUTION_COST,
+        arguments=_CONVOLVED,
+        options={"activation": "silu"},
+        expression=_convolved,
+        peers=peers.CAUSAL_CONV1D,
+        shapes=[
+            *(Shape((*s, 4)) for s in (_SQUARE, _LARGE, _THIN, (8, 2048, 4096))),
+            *(Shape((*_SQUARE, w)) for w in (2, 8)),
+            Shape((*_SQUARE, 4), "float32"),
+        ],
+        small=Shape((2, 256, 256, 4), "float32"),
+        errors=Errors((4, 512, 1024, 4), (2, 32, 128, 4)),
+        layer=(8, 2048, 1536, 4),
+    ),
+    Case(
+        **_CONVOLUTION,
+        **_CONVOLUTION_COST,
+        variant="packed",
+        arguments=_CONVOLVED,
+        run=_packed("causal_conv1d"),
+        shapes=[Shape((*_SQUARE, 4))],
+    ),
+    Case(
+        **_CONVOLUTION,
+        variant="continued",
+        arguments=(*_CONVOLVED, Argument("initial_state", "b 3 d")),
+        options={"activation": "silu"},
+        strict=True,
+    ),
+    Case(
+        op="causal_conv1d_step",
+        axes="b d w",
+        arguments=(
+            Argument("state", "b 3 d"),
+            Argument("x", "b d"),
+            Argument("weight", "d w", times(0.5), "parameter"),
+        ),
+        layer=(8, 1536, 4),
+        strict=True,
+    ),
+]
+
+
+# The linear scan
+
+
+def _decay(key: Any, shape: tuple[int, ...]) -> jax.Array:
+    return jax.nn.sigmoid(normal(key, shape) + 2)
+
+
+def _recurrence(a: Any, b: Any) -> Any:
+    def step(h: Any, now: Any) -> Any:
+        h = now[0] * h + now[1]
+        return h, h
+
+    along = lambda v: jnp.moveaxis(v, 1, 0)
+    _, h = jax.lax.scan(step, jnp.zeros_like(b[:, 0]), (along(a), along(b)))
+    return jnp.moveaxis(h, 0, 1)
+
+
+_LINEAR: dict[str, Any] = {
+    "op": "linear_scan",
+    "axes": "b l d",
+    "forward": Cost("3 b l d"),
+    "backward": Cost("5 b l d"),
+}
+_RECURRENT = (Argument("a", "b l d", _decay), Argument("b", "b l d"))
+_ODD = ((1, 16384, 256), (64, 100, 128), (64, 2048, 64), (8, 2048, 1023))
+
+LINEAR_SCANS = [
+    Case(
+        **_LINEAR,
+        arguments=_RECURRENT,
+        expression=_recurrence,
+        peers=peers.LINEAR_SCAN,
+        shapes=[
+            *(
+                Shape(s, dtype)
+                for s in (_SQUARE, _LARGE, (1, 65536, 1024))
+                for dtype in ("bfloat16", "float32")
+            ),
+            *map(Shape, _ODD),
+        ],
+        small=Shape((2, 256, 256), "float32"),
+        errors=Errors((4, 512, 1024), (2, 32, 128)),
+        layer=(8, 2048, 1536),
+    ),
+    Case(
+        **_LINEAR,
+        variant="packed",
+        arguments=_RECURRENT,
+        run=_packed("linear_scan"),
+        shapes=[Shape(_SQUARE)],
+    ),
+    Case(
+        **_LINEAR,
+        variant="continued",
+        arguments=(*_RECURRENT, Argument("initial_state", "b d", role="float32")),
+        strict=True,
+    ),
+]
+
+
+# The selective scan
+
+
+def _rates(key: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A of a Mamba at the start of its training."""
+    return -jnp.broadcast_to(jnp.arange(1.0, shape[1] + 1), shape)
+
+
+def _step_biases(key: Any, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.linspace(-6.0, -2.0, shape[0])
+
+
+def _selective(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> Any:
+    dt = jax.nn.softplus(dt + dt_bias.astype(dt.dtype))
+    decay = jnp.exp(dt[..., None] * A.astype(dt.dtype))  # (b, l, d, n)
+    b, l, d, n = decay.shape
+    added = (dt * x)[..., None] * B[:, :, None]
+    h = _recurrence(decay.reshape(b, l, d * n), added.reshape(b, l, d * n)).reshape(decay.shape)
+    y = jnp.sum(h * C[:, :, None], -1) + D.astype(x.dtype) * x  # (b, l, d)
+    return y * jax.nn.silu(z)
+
+
+_A = Argument("A", "d n", _rates, "float32")
+_OF_TOKENS = (
+    *(Argument("x", "b l d"), Argument("dt", "b l d"), _A),
+    *(Argument("B", "b l n"), Argument("C", "b l n")),
+)
+_ARGUMENTS = (
+    *(*_OF_TOKENS, Argument("D", "d", constant(1.0), "float32"), Argument("z", "b l d")),
+    Argument("dt_bias", "d", _step_biases, "float32"),
+)
+_SELECTIVE: dict[str, Any] = {
+    "op": "selective_scan",
+    "axes": "b l d n",
+    "forward": Cost("4 b l d + 2 b l n", exponentials="b l d n"),
+    "backward": Cost("7 b l d + 4 b l n", exponentials="b l d n"),
+}
+_EVERY_8: dict[str, Any] = {"dt_softplus": True, "checkpoint_every": 8}
+
+
+def _every(sizes: tuple[int, ...], count: int | None) -> Shape:
+    return Shape((*sizes, 16), word=f"/{count}", options={"checkpoint_every": count})
+
+
+SELECTIVE_SCANS = [
+    Case(
+        **_SELECTIVE,
+        arguments=_ARGUMENTS,
+        options=_EVERY_8,
+        peers=peers.SELECTIVE_SCAN,
+        shapes=[
+            *(Shape((*s, 16)) for s in (_SQUARE, _LARGE, _THIN, (2, 512, 512))),
+            *(Shape((*_SQUARE, 16), dtype) for dtype in ("float32", "float16")),
+            *(_every(_LARGE, count) for count in (64, 128)),
+            *(Shape((*_SQUARE, n)) for n in (64, 128)),
+            *(Shape((*s, 16)) for s in ((1, 65536, 2048), (8, 36864, 8192))),
+            *(_every(_SQUARE, count) for count in (64, None, 1)),
+        ],
+        small=Shape((2, 256, 256, 16), "float32"),
+    ),
+    Case(
+        **_SELECTIVE,
+        variant="packed",
+        arguments=_ARGUMENTS,
+        run=_packed("selective_scan"),
+        shapes=[Shape((*_SQUARE, 16))],
+    ),
+    Case(
+        **_SELECTIVE,
+        arguments=_ARGUMENTS,
+        options={"dt_softplus": True},
+        expression=_selective,
+        errors=Errors((2, 512, 256, 16), (2, 16, 128, 16)),
+        layer=(8, 2048, 1536, 16),
+        strict=True,
+    ),
+    Case(
+        **_SELECTIVE,
+        variant="packed and continued",
+        arguments=(
+            *_OF_TOKENS,
+            Argument("segment_ids", "b l", constant(0), "int32"),
+            Argument("initial_state", "b d n", role="float32"),
+        ),
+        options={"return_final_state": True, "dt_softplus": True},
+        strict=True,
+    ),
+    Case(
+        op="selective_scan_step",
+        axes="b d n",
+        arguments=(
+            Argument("state", "b d n", role="float32"),
+            *(Argument("x", "b d"), Argument("dt", "b d"), _A),
+            *(Argument("B", "b n"), Argument("C", "b n")),
+        ),
+        options={"dt_softplus": True},
+        layer=(8, 1536, 16),
+        strict=True,
+    ),
+]
+
+CASES = [*CONVOLUTIONS, *LINEAR_SCANS, *SELECTIVE_SCANS]
