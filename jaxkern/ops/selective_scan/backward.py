@@ -28,9 +28,9 @@ from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import (
+    Block,
     Call,
     FilledRing,
-    Place,
     Scan,
     fp32_array,
     map_states,
@@ -40,26 +40,26 @@ from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.reference import CHUNK, RECOMPUTED_EVERY, Options, reference_bwd
 from jaxkern.ops.selective_scan.steps import (
     Steps,
+    add_final_gradients,
     add_reset,
     advance,
     advance_chunks,
-    begun,
     decayed,
     decays,
     dot,
-    end_gradients,
-    ended,
+    gradients_before,
     over_chunks,
     polynomials,
     share_step_sizes,
     shared_chunk,
     shared_size,
+    states_before,
     zero_states,
     zeros,
 )
-from jaxkern.ops.selective_scan.tiling import (
+from jaxkern.ops.selective_scan.tiles import (
     WARPS,
-    backward_parts,
+    backward_grid,
     backward_tile,
     backward_warpgroups,
     tile_chunks,
@@ -97,7 +97,7 @@ def launch_bwd(
     warpgroups = backward_warpgroups(tile, x.shape[-1], every)
     call = Call(options, tile, warpgroups, every, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
     batch, per_unit = call.batch, call.scan.per_unit
-    parts = backward_parts(call.columns, -(-call.scan.chunks // per_unit), warpgroups)
+    grid = backward_grid(call.columns, -(-call.scan.chunks // per_unit), warpgroups)
     count, dlast, of_segments = options.num_segments, dfinal, {}
     if count is not None:
         seen = Seen.of(crossed, count)
@@ -111,8 +111,8 @@ def launch_bwd(
         "dfinal": None if dlast is None else call.pad_states(dlast.astype(f32)),
         **of_segments,
     }
-    scan = call.cut(parts)
-    if parts.rest:
+    scan = call.cut(grid)
+    if grid.rest:
         name = "selective_scan_bwd_carry"
         tokens = "dt z C keep crossed"
         ins |= launch_carry(call, name, _bwd_carry_kernel, tokens, of_segments, dout=dout)
@@ -121,10 +121,10 @@ def launch_bwd(
     outs = {
         "dx": like(x),
         "ddt": like(dt),
-        "dA": call.of_parts(parts.count),
+        "dA": call.per_block(grid.count),
         "sums": fp32_array(call.blocks, batch, call.scan.padded, 32 * tile.sums),
-        "dD": fp32_array(parts.count, call.width),
-        "ddt_bias_sum": fp32_array(parts.count, call.width),
+        "dD": fp32_array(grid.count, call.width),
+        "ddt_bias_sum": fp32_array(grid.count, call.width),
     }
     if z is not None:
         outs["dz"] = like(z)
@@ -133,11 +133,11 @@ def launch_bwd(
         outs[name] = call.states_like(*initial_state.shape[: 1 if count is None else 2])
     if per_unit > 1:
         size = tile.channels * tile.states * LANES
-        outs["chunk_states"] = fp32_array(parts.count, per_unit, warpgroups, size)
+        outs["chunk_states"] = fp32_array(grid.count, per_unit, warpgroups, size)
     name = "selective_scan_bwd"
     g = call.run(name, _bwd_kernel, scan, ins, outs, rings, own, common)
     dB, dC = _sums(call, g["sums"])
-    dA, dD, ddt_bias = (call.sum_parts(parts, g[name]) for name in ("dA", "dD", "ddt_bias_sum"))
+    dA, dD, ddt_bias = (call.sum_over_parts(g[name]) for name in ("dA", "dD", "ddt_bias_sum"))
     dinitial = None
     if "dstarts" in g:
         dinitial = seen.initial(call.cut_states(g["dstarts"]), dfinal)
@@ -165,7 +165,7 @@ def _bwd_scratch(call: Call, dout: jax.Array) -> tuple[Any, Any, Any]:
     """
     tile, scan = call.tile, call.scan
     per_unit = scan.per_unit
-    chunks = tile_chunks(min(scan.chunks, per_unit if per_unit > 1 else scan.parts.length))
+    chunks = tile_chunks(min(scan.chunks, per_unit if per_unit > 1 else scan.grid.length))
     buffers = 1 if scan.warpgroups == 1 else _SUM_BUFFERS
     while True:
         steps = chunks * CHUNK
@@ -196,12 +196,12 @@ _SUM_BUFFERS = 3
 """One that a warpgroup fills, one that it adds up, and one that the other may still add up."""
 
 
-def _sums(call: Call, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sums(call: Call, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
     """dB and dC, (B, L, G, N), from the sums of each block: fixed order, fp32."""
     t, n = call.tile, call.states
-    parts = parts.reshape(call.groups, call.scan.blocks_per_group, *parts.shape[1:])
+    sums = sums.reshape(call.groups, call.scan.blocks_per_group, *sums.shape[1:])
     # (G, B, L, 32 · sums), lanes as in sum_lanes. XLA would add up all again for dB and for dC.
-    total = lax.optimization_barrier(parts.sum(1))
+    total = lax.optimization_barrier(sums.sum(1))
     lanes = t.groups // t.low, t.lanes, t.low
     total = total.reshape(call.groups, call.batch, -1, *lanes, t.sums)[:, :, : call.length]
     total = jnp.moveaxis(total, 0, 2).swapaxes(3, 4)  # (B, L, G, S, …): of each state lane
@@ -212,19 +212,19 @@ def _sums(call: Call, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     return total[..., :n, 0], total[..., :n, 1]
 
 
-def _segment_chunks(scan: Scan, first: Any, units: Any) -> tuple[Any, Any]:
+def _chunks_of_part(scan: Scan, first: Any, units: Any) -> tuple[Any, Any]:
     """The first chunk of `units` of the backward, and how many there are."""
     first = first * scan.per_unit
     return first, jnp.minimum(units * scan.per_unit, scan.chunks - first)
 
 
 def _bwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
-    """What a piece passes on to those before it, from zeros after it.
+    """The gradient before a subpart, from zeros after it.
 
     Σ_t C[t] · dy[t] · Π a over its steps up to t = Σ_t C[t] · dy[t] · exp(A · Σdt).
     """
-    at, tile, parts = Place(scan), scan.tile, scan.parts
-    first, count = _segment_chunks(scan, at.first + parts.left_out * parts.length, parts.length)
+    at, tile, grid = Block(scan), scan.tile, scan.grid
+    first, count = _chunks_of_part(scan, at.first + grid.left_out * grid.length, grid.length)
     rate, _, dt_bias = scan.constants(refs)
 
     def run_tile(turn, span, carry):
@@ -250,7 +250,7 @@ def _bwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> Non
         dh, total = carry
         for _, (dt, dy, C, keep) in steps:
             add = functools.partial(add_decayed, total)
-            dh = end_gradients(scan, refs, keep, add, dh)
+            dh = add_final_gradients(scan, refs, keep, add, dh)
             total = add_reset(total, keep, dt)
             dh = add_decayed(total, dh, [[d * c for c in C] for d in dy])
         return dh, total
@@ -288,7 +288,7 @@ def _add(total: tuple[jax.Array, jax.Array], value: Any) -> tuple[jax.Array, jax
 def _bwd_kernel(
     scan: Scan, refs: Any, smem: Any, ring: FilledRing, before: FilledRing | None = None
 ) -> None:
-    at, tile = Place(scan), scan.tile
+    at, tile = Block(scan), scan.tile
     per_unit, per_tile = scan.per_unit, ring.chunks
     sum_steps = smem.sums.shape[1]
     each = [(r, k) for r in range(tile.channels) for k in range(tile.states)]
@@ -304,7 +304,7 @@ def _bwd_kernel(
     def unit(i):
         """First chunk and number of chunks of the i-th unit from the segment's end."""
         if per_unit == 1:
-            return _segment_chunks(scan, at.first, at.units)
+            return _chunks_of_part(scan, at.first, at.units)
         first = (at.first + units - 1 - i) * per_unit
         return first, jnp.minimum(per_unit, scan.chunks - first)
 
@@ -327,12 +327,12 @@ def _bwd_kernel(
         up, down, flushing, *carry = carry
         first, count = unit(i)
         if before is not None:
-            up = put_down_states(before, first, count, up)
+            up = save_chunk_states(before, first, count, up)
 
         def state_before(c):
             if per_unit == 1:
                 return unswapped(c * CHUNK)
-            of_unit = refs.chunk_states.at[at.part, c - first, at.warpgroup]
+            of_unit = refs.chunk_states.at[at.index, c - first, at.warpgroup]
             flat = scan.load_lane(of_unit, 0, len(each))
             return [flat[r * tile.states :][: tile.states] for r in range(tile.channels)]
 
@@ -371,11 +371,11 @@ def _bwd_kernel(
         flushing, _, *carry = lax.fori_loop(0, tiles, run_tile, init)
         return up, down + tiles, flushing, *carry
 
-    def put_down_states(before, first, count, up):
+    def save_chunk_states(before, first, count, up):
         """The state before every chunk of the unit, from the saved one."""
         h = once_read(saved(first * CHUNK))
         put = lambda c, h: scan.store_lane(
-            refs.chunk_states.at[at.part, c, at.warpgroup], 0, [v for row in h for v in row]
+            refs.chunk_states.at[at.index, c, at.warpgroup], 0, [v for row in h for v in row]
         )
         put(0, h)
 
@@ -434,7 +434,7 @@ def _bwd_kernel(
             dtx, B, C, keep, decay, following = loaded
             before.append(h)
             passed.append((dtx, B, C, keep))
-            h = following or advance(decay, dtx, B, begun(scan, refs, keep, h))
+            h = following or advance(decay, dtx, B, states_before(scan, refs, keep, h))
             if gated:
                 parts += [dot(row, C) for row in h]
                 if (step + 1) % tile.steps == 0:
@@ -459,7 +459,7 @@ def _bwd_kernel(
         of_chunk = _nones(2)  # the sums for dD and ddt_bias
         for step, loaded in _loaded_ahead(range(CHUNK)[::-1], load_down):
             dy, dt, dtx, decay, B, C, keep = loaded
-            reached = begun(scan, refs, keep, before[step])
+            reached = states_before(scan, refs, keep, before[step])
             dB, dC = _nones(tile.states), _nones(tile.states)
             into_step, ddecay_step = _nones(tile.channels), _nones(tile.channels)
             for r, k in each:
@@ -472,7 +472,7 @@ def _bwd_kernel(
                 ddecay_step[r] = _plus(ddecay_step[r], v * rate[r][k])
                 dA[r][k] = dA[r][k] + v * dt[r]
                 dh[r][k] = g
-            dh, after = ended(scan, refs, keep, dh), before[step]
+            dh, after = gradients_before(scan, refs, keep, dh), before[step]
             pairs = [v for pair in zip(dB, dC, strict=True) for v in pair]
             sums = scan.sum(pairs, tile.over_channels, swapped=len(tile.state_swaps))
             row = from_end * CHUNK + step if sum_steps >= CHUNK else step % sum_steps
@@ -561,12 +561,12 @@ def _bwd_kernel(
     _, turns, flushing, dh, dA, dD, ddt_bias = lax.fori_loop(0, units, run_unit, init)
     if scan.warpgroups > 1:
         add_others_sums(unit(units - 1)[0] + flushing, flushing, turns - 1)
-    scan.store_states(refs.dA.at[at.part, at.local], dA)
+    scan.store_states(refs.dA.at[at.index, at.local], dA)
     for ref, (value, _) in ((refs.dD, dD), (refs.ddt_bias_sum, ddt_bias)):
         (total,) = scan.sum([value], tile.over_steps)
-        scan.store(ref.at[at.part, at.local], [total], *tile.owned(step=0))
+        scan.store(ref.at[at.index, at.local], [total], *tile.owned(step=0))
     if refs.dinitial is not None:
 
-        @pl.when(at.segment == 0)
+        @pl.when(at.part == 0)
         def _():
             scan.store_states(refs.dinitial.at[at.batch, at.channels], dh)

@@ -25,9 +25,9 @@ from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, interpreted, launch_kernel
 from jaxkern.ops.segments import with_zeros
 from jaxkern.ops.selective_scan.reference import CHUNK, Options
-from jaxkern.ops.selective_scan.tiling import Parts, Tile
+from jaxkern.ops.selective_scan.tiles import Grid, Tile
 
-PART, _WARPGROUP = grid_axes("part", "warpgroup")
+BLOCK, _WARPGROUP = grid_axes("block", "warpgroup")
 ROW = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 
 Rows = list[jax.Array]
@@ -53,8 +53,8 @@ class Scan:
     warpgroups: int  # of a block, each with a tile of its channels
     exact: bool  # fp32 tokens: no shortcut in softplus and sigmoid
     every: int  # steps from one saved state to the next
-    parts: Parts
-    slot_width: int  # channels of a ring's slots: those of the tile, or more
+    grid: Grid  # of blocks
+    stage_width: int  # channels of a ring's slots: those of the tile, or more
 
     def load(
         self,
@@ -87,9 +87,9 @@ class Scan:
         return self.tile.width if interpreted() else self.channels
 
     @property
-    def slot_stride(self) -> int:
+    def stage_stride(self) -> int:
         """The same in a ring's slot."""
-        return self.tile.width if interpreted() else self.slot_width
+        return self.tile.width if interpreted() else self.stage_width
 
     @property
     def chunks(self) -> int:
@@ -147,7 +147,7 @@ class Scan:
 
     def constants(self, refs: Any) -> tuple[list[Rows], jax.Array, jax.Array]:
         """A · log2(e), so that a decay is one exp2, and D and dt_bias, of the block's channels."""
-        channels = Place(self).channels
+        channels = Block(self).channels
         owned = self.tile.owned(step=0)
         D, dt_bias = (self.load1(ref.at[channels], *owned) for ref in (refs.D, refs.dt_bias))
         rate = map_states(lambda a: a * LOG2E, self.load_states(refs.A.at[channels]))
@@ -240,8 +240,8 @@ class Call:
             warpgroups=warpgroups,
             exact=exact,
             every=every,
-            parts=Parts(1, 1, 1, 1),
-            slot_width=tile.width,
+            grid=Grid(1, 1, 1, 1),
+            stage_width=tile.width,
         )
 
     def pad_channels(self, v: Any, axis: int) -> Any:
@@ -285,8 +285,8 @@ class Call:
     def columns(self) -> int:
         return self.batch * self.blocks
 
-    def cut(self, parts: Parts) -> Scan:
-        self.scan = dataclasses.replace(self.scan, parts=parts)
+    def cut(self, grid: Grid) -> Scan:
+        self.scan = dataclasses.replace(self.scan, grid=grid)
         return self.scan
 
     def of_segments(self, states: Any) -> Any:
@@ -296,12 +296,12 @@ class Call:
     def states_like(self, *lead: int) -> Any:
         return fp32_array(*lead, self.scan.channels, self.tile.all_states)
 
-    def of_parts(self, *lead: int) -> Any:
+    def per_block(self, *lead: int) -> Any:
         return fp32_array(*lead, self.width, self.tile.all_states)
 
-    def sum_parts(self, parts: Parts, v: jax.Array) -> jax.Array:
-        """(D, ...) from (parts, width, ...): the sums over batch rows and segments."""
-        v = parts.sum(v)
+    def sum_over_parts(self, v: jax.Array) -> jax.Array:
+        """(D, ...) from (blocks, width, ...): the sums over batch rows and parts."""
+        v = self.scan.grid.sum(v)
         return v.reshape(self.batch, self.scan.channels, *v.shape[2:]).sum(0)
 
     def run(
@@ -315,7 +315,7 @@ class Call:
         own: dict[str, tuple[int, ...]],
         common: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Launches `kernel` on the parts of `scan` and on arrays by name; those absent are None.
+        """Launches `kernel` on the grid of `scan` and on arrays by name; those absent are None.
 
         In shared memory there are the rings, fp32 arrays of each warpgroup's `own`, and what they
         have in `common`.
@@ -325,7 +325,7 @@ class Call:
 
         def body(*refs: Any, **smem: Any) -> None:
             every = dict.fromkeys(_NAMES) | dict(zip(names, refs, strict=True))
-            smem |= {name: smem[name].at[Place(scan).warpgroup] for name in own}
+            smem |= {name: smem[name].at[Block(scan).warpgroup] for name in own}
             named = types.SimpleNamespace(**every)
             space = types.SimpleNamespace(**smem)
             kernel(scan, named, space, *(FilledRing(r, named, space, scan) for r in rings))
@@ -341,8 +341,8 @@ class Call:
             out_type=tuple(outs.values()),
             scratch_types=scratch | (common or {}),
             **threads,
-            grid=(scan.parts.count,),
-            grid_names=(PART,),
+            grid=(scan.grid.count,),
+            grid_names=(BLOCK,),
             kernel_name=name,
             approx_math=True,
         )(*ins.values())
@@ -412,7 +412,7 @@ class Ring:
             return self.steps, *self.arrays[name].shape[3:]
         if name in _PER_TOKEN:
             return (_KEEP_STEPS,)
-        return self.steps, self.scan.slot_width
+        return self.steps, self.scan.stage_width
 
 
 class FilledRing:
@@ -421,7 +421,7 @@ class FilledRing:
     def __init__(self, ring: Ring, refs: Any, smem: Any, scan: Scan):
         self.ring, self.refs, self.smem, self.scan = ring, refs, smem, scan
         self.chunks, self.steps = ring.chunks, ring.steps
-        self.at = Place(scan)
+        self.at = Block(scan)
         self.slots = {name: getattr(smem, ring.prefix + name) for name in ring.arrays}
         self.arrived = getattr(smem, f"{ring.prefix}arrived")
 
@@ -433,7 +433,7 @@ class FilledRing:
 
     def fetch(self, chunk: Any, turn: Any) -> None:
         """Starts copying the tile from `chunk` on; `turn` counts this ring's copies."""
-        at, slot, width = self.at, self._slot(turn), self.scan.slot_width
+        at, slot, width = self.at, self._slot(turn), self.scan.stage_width
         channels = at.channels
         if width > self.scan.tile.width:
             channels = pl.ds(lax.div(channels.start, width) * width, width)
@@ -461,8 +461,8 @@ class FilledRing:
     def _views(self, turn: Any, start: Any, steps: int) -> Any:
         at, width = (self._slot(turn), pl.ds(start, steps)), self.scan.tile.width
         views = {name: slots.at[at] for name, slots in self.slots.items()}
-        if width < self.scan.slot_width:
-            mine = pl.ds(lax.rem(self.at.channels.start, self.scan.slot_width), width)
+        if width < self.scan.stage_width:
+            mine = pl.ds(lax.rem(self.at.channels.start, self.scan.stage_width), width)
             for name in views.keys() - {"B", "C", *_PER_TOKEN}:
                 views[name] = self.slots[name].at[(*at, mine)]
         return types.SimpleNamespace(**(dict.fromkeys(_NAMES) | views))
@@ -506,27 +506,27 @@ class Span(NamedTuple):
     stop: Any
 
 
-class Place:
-    """Where in the arrays a block is."""
+class Block:
+    """A block's share of the call: its column, its part of the sequence, its channels."""
 
     def __init__(self, scan: Scan):
-        parts, width = scan.parts, scan.tile.width
-        self.part = lax.axis_index(PART) + parts.skipped
-        other = self.part - parts.whole
-        if not parts.rest:
-            self.rest, self.segment, column = 0, 0, self.part
+        grid, width = scan.grid, scan.tile.width
+        self.index = lax.axis_index(BLOCK) + grid.skipped
+        other = self.index - grid.whole
+        if not grid.rest:
+            self.rest, self.part, column = 0, 0, self.index
         else:
-            self.rest, self.segment = lax.rem(other, parts.rest), lax.div(other, parts.rest)
-            column = parts.whole + self.rest
-            if parts.whole:
-                self.segment = jnp.where(other < 0, 0, self.segment)
-                column = jnp.where(other < 0, self.part, column)
-        is_whole = other < 0 if parts.whole else not parts.rest
-        self.first = self.segment * parts.length
+            self.rest, self.part = lax.rem(other, grid.rest), lax.div(other, grid.rest)
+            column = grid.whole + self.rest
+            if grid.whole:
+                self.part = jnp.where(other < 0, 0, self.part)
+                column = jnp.where(other < 0, self.index, column)
+        is_whole = other < 0 if grid.whole else not grid.rest
+        self.first = self.part * grid.length
         self.units = jnp.where(
-            is_whole, parts.units, jnp.minimum(parts.length, parts.units - self.first)
+            is_whole, grid.units, jnp.minimum(grid.length, grid.units - self.first)
         )
-        self.later = jnp.where(is_whole, 0, parts.segments - 1 - self.segment)
+        self.later = jnp.where(is_whole, 0, grid.parts - 1 - self.part)
         block = lax.rem(column, scan.blocks)
         self.block, self.batch = block, lax.div(column, scan.blocks)
         self.group = lax.div(block, scan.blocks_per_group)

@@ -1,8 +1,9 @@
-"""What the segments of a sequence hand on, so that all can be worked on at once.
+"""The carries of the parts of a sequence, so that all parts can be worked on at once.
 
-A first kernel finds, for every piece of a segment, what it passes on if nothing comes in, and the
-sum of its step sizes, for the decay over a piece is exp(Σdt · A). Every block of the main kernel
-folds the pieces before its segment (in the backward: after it) into the state that it starts from.
+A first kernel finds, for every subpart of a part, the state after it if nothing comes in (in the
+backward: the gradient before it), and the sum of its step sizes, as it decays by exp(Σdt · A).
+Every block of the main kernel folds the subparts before its part (in the backward: after it) into
+the state that it starts from.
 """
 
 import dataclasses
@@ -13,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.mosaic.launch import LANES
-from jaxkern.ops.selective_scan.blocks import Call, Place, Rows, Scan, fp32_array, map_states
+from jaxkern.ops.selective_scan.blocks import Block, Call, Rows, Scan, fp32_array, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
 from jaxkern.ops.selective_scan.steps import decayed, decays, shared_size
-from jaxkern.ops.selective_scan.tiling import tile_chunks
+from jaxkern.ops.selective_scan.tiles import tile_chunks
 
 
 def launch_carry(
@@ -27,22 +28,22 @@ def launch_carry(
     of_segments: dict[str, Any],
     **others: Any,
 ) -> dict[str, Any]:
-    """What the pieces of parts that others follow pass on, and the sums of their dt.
+    """The carries of all subparts but those of the last part, and the sums of their dt.
 
     It reads `tokens` and `others` along time, and states `of_segments`.
     """
-    parts = call.scan.parts.that_pass_on()
-    scan = dataclasses.replace(call.scan, parts=parts)
-    chunks = tile_chunks(min(parts.length * scan.per_unit, scan.chunks))
-    pieces = parts.segments - parts.left_out
+    grid = call.scan.grid.of_carries()
+    scan = dataclasses.replace(call.scan, grid=grid)
+    chunks = tile_chunks(min(grid.length * scan.per_unit, scan.chunks))
+    subparts = grid.parts - grid.left_out
     return call.run(
         name,
         kernel,
         scan,
         call.pick(tokens) | others | of_segments | call.pick("A D dt_bias"),
         {
-            "passed": call.of_parts(pieces, parts.rest),
-            "total": fp32_array(pieces, parts.rest, call.width),
+            "passed": call.per_block(subparts, grid.rest),
+            "total": fp32_array(subparts, grid.rest, call.width),
         },
         [call.ring("", chunks, tokens, **others)],
         {"shared": shared_size(call.tile, chunks * CHUNK)},
@@ -50,38 +51,38 @@ def launch_carry(
 
 
 def store_carry(scan: Scan, refs: Any, total: Rows, h: list[Rows]) -> None:
-    at = Place(scan)
-    scan.store_states(refs.passed.at[at.segment, at.rest, at.local], h)
-    ref = refs.total.at[at.segment, at.rest, at.local]
+    at = Block(scan)
+    scan.store_states(refs.passed.at[at.part, at.rest, at.local], h)
+    ref = refs.total.at[at.part, at.rest, at.local]
     for r, value in enumerate(total):
         start, digits = scan.tile.of_channel(r, 1)
         scan.store(ref, [value], *digits, start=start)
 
 
 def fold_before(scan: Scan, refs: Any, rate: list[Rows], h: list[Rows]) -> list[Rows]:
-    """The state before a block's segment, from that before the sequence."""
-    return _fold(scan, refs, rate, Place(scan).segment * scan.parts.pieces, lambda i: i, h)
+    """The state before a block's part, from that before the sequence."""
+    return _fold(scan, refs, rate, Block(scan).part * scan.grid.subparts, lambda i: i, h)
 
 
 def fold_after(scan: Scan, refs: Any, rate: list[Rows], dh: list[Rows]) -> list[Rows]:
-    """The gradient of the state after a block's segment, from that after the sequence."""
-    at, pieces = Place(scan), refs.total.shape[0]
-    count = jnp.where(at.later > 0, pieces - at.segment * scan.parts.pieces, 0)
-    return _fold(scan, refs, rate, count, lambda i: pieces - 1 - i, dh)
+    """The gradient of the state after a block's part, from that after the sequence."""
+    at, subparts = Block(scan), refs.total.shape[0]
+    count = jnp.where(at.later > 0, subparts - at.part * scan.grid.subparts, 0)
+    return _fold(scan, refs, rate, count, lambda i: subparts - 1 - i, dh)
 
 
 _AT_ONCE = 4
-"""Pieces that are loaded together, for each would be waited for."""
+"""Subparts that are loaded together, for each would be waited for."""
 
 
 def _fold(
-    scan: Scan, refs: Any, rate: list[Rows], count: Any, piece: Callable[[Any], Any], h: list[Rows]
+    scan: Scan, refs: Any, rate: list[Rows], count: Any, number: Callable[[Any], Any], h: list[Rows]
 ) -> list[Rows]:
-    """The state (or its gradient) on the other side of `count` pieces, ``piece(i)`` the i-th."""
-    at = Place(scan)
+    """The state (or its gradient) on the other side of `count` subparts, ``number(i)`` the i-th."""
+    at = Block(scan)
 
     def load(i):
-        s = piece(jnp.minimum(i, count - 1))
+        s = number(jnp.minimum(i, count - 1))
         total = scan.load_channels(refs.total.at[s, at.rest, at.local])
         return total, scan.load_states(refs.passed.at[s, at.rest, at.local])
 

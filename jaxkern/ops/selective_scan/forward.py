@@ -18,25 +18,25 @@ from jaxkern.mosaic.instructions import once_read
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.segments import Seen
-from jaxkern.ops.selective_scan.blocks import PART, Call, FilledRing, Place, Scan
+from jaxkern.ops.selective_scan.blocks import BLOCK, Block, Call, FilledRing, Scan
 from jaxkern.ops.selective_scan.carry import fold_before, launch_carry, store_carry
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_fwd
 from jaxkern.ops.selective_scan.steps import (
     Steps,
     advance,
     advance_chunks,
-    begun,
     decays,
     dot,
-    end,
     over_chunks,
     share_step_sizes,
     shared_chunk,
     shared_size,
+    states_before,
+    write_final_states,
     zero_states,
     zeros,
 )
-from jaxkern.ops.selective_scan.tiling import forward_parts, forward_tile, half, tile_chunks
+from jaxkern.ops.selective_scan.tiles import forward_grid, forward_tile, half, tile_chunks
 
 
 def launch_fwd(
@@ -49,9 +49,9 @@ def launch_fwd(
     every = options.checkpoint_every if options.save else None
     tile = forward_tile(A.shape[-1])
     call = Call(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
-    parts = forward_parts(call.columns, call.scan.chunks, half(tile) is not None)
-    scan = call.cut(parts)
-    chunks = tile_chunks(min(parts.length, parts.units))
+    grid = forward_grid(call.columns, call.scan.chunks, half(tile) is not None)
+    scan = call.cut(grid)
+    chunks = tile_chunks(min(grid.length, grid.units))
     steps = chunks * CHUNK
     count, initial, starts = options.num_segments, None, None
     if count is not None:
@@ -59,7 +59,7 @@ def launch_fwd(
     elif initial_state is not None:
         initial = call.pad_states(initial_state.astype(jnp.float32))
     ins = call.pick("x dt z B C A D dt_bias keep crossed") | {"initial": initial, "starts": starts}
-    if parts.rest:
+    if grid.rest:
         name, tokens = "selective_scan_fwd_carry", "x dt B keep crossed"
         ins |= launch_carry(call, name, _fwd_carry_kernel, tokens, {"starts": starts})
     outs = {"out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype)}
@@ -70,7 +70,7 @@ def launch_fwd(
     if every:
         outs["states"] = call.states_like(call.batch, -(-call.length // every))
     own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
-    kernel = _halved_fwd_kernel if parts.halved else _fwd_kernel
+    kernel = _halved_fwd_kernel if grid.halved else _fwd_kernel
     rings = [call.ring("", chunks, "x dt z B C keep crossed")]
     got = call.run("selective_scan_fwd", kernel, scan, ins, outs, rings, own)
     final = call.cut_states(got["final"]) if options.final else None
@@ -92,13 +92,13 @@ def _halved(scan: Scan) -> Scan:
         tile=tile,
         blocks=2 * scan.blocks,
         blocks_per_group=2 * scan.blocks_per_group,
-        parts=scan.parts.of_halves(),
+        grid=scan.grid.of_halves(),
     )
 
 
 def _halved_fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
     halves = _halved(scan)
-    is_half = lax.axis_index(PART) >= scan.parts.whole - scan.parts.halved
+    is_half = lax.axis_index(BLOCK) >= scan.grid.whole - scan.grid.halved
     pl.when(~is_half)(lambda: _fwd_kernel(scan, refs, smem, ring))
     pl.when(is_half)(lambda: _fwd_kernel(halves, refs, smem, ring.of_blocks(halves)))
 
@@ -122,7 +122,7 @@ class _Later:
 
 
 def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
-    at, tile = Place(scan), scan.tile
+    at, tile = Block(scan), scan.tile
     rate, D, dt_bias = scan.constants(refs)
 
     def save(token, h):
@@ -156,8 +156,8 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
         for step, (dtx, decay, B, C, keep) in steps:
             if 0 < scan.every < CHUNK:
                 save_step(chunk.token + step, h)
-            end(scan, refs, keep, h)
-            h = advance(decay, dtx, B, begun(scan, refs, keep, h))
+            write_final_states(scan, refs, keep, h)
+            h = advance(decay, dtx, B, states_before(scan, refs, keep, h))
             parts += [dot(row, C) for row in h]
             later.advance()
             if (step + 1) % tile.steps == 0:
@@ -208,8 +208,8 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
 
 
 def _fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
-    """The last state of a piece, from zeros."""
-    at, tile = Place(scan), scan.tile
+    """The last state of a subpart, from zeros."""
+    at, tile = Block(scan), scan.tile
     rate, _, dt_bias = scan.constants(refs)
 
     def run_tile(turn, span, carry):
@@ -222,5 +222,5 @@ def _fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> Non
         return advance_chunks(scan, refs, span, ring.chunks, at_chunk, rate, *carry)
 
     init = zero_states(scan), [zeros() for _ in range(tile.channels)]
-    h, total = ring.stream(at.first, scan.parts.length, run_tile, init)
+    h, total = ring.stream(at.first, scan.grid.length, run_tile, init)
     store_carry(scan, refs, total, h)

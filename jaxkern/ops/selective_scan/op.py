@@ -64,7 +64,7 @@ from jaxkern.ops.selective_scan.reference import (
     selective_scan_reference,
     step,
 )
-from jaxkern.ops.selective_scan.tiling import MAX_STATES
+from jaxkern.ops.selective_scan.tiles import MAX_STATES
 
 
 @overload
