@@ -7,16 +7,33 @@ the state that it starts from.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
-from jaxkern.ops.selective_scan.blocks import Block, Call, Rows, Scan, fp32_array, map_states
+from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array, map_states
+from jaxkern.ops.selective_scan.call import Call
 from jaxkern.ops.selective_scan.reference import CHUNK
-from jaxkern.ops.selective_scan.steps import decayed, decays, shared_size
+from jaxkern.ops.selective_scan.steps import (
+    Steps,
+    add_final_gradients,
+    add_reset,
+    advance_chunks,
+    decayed,
+    decays,
+    over_chunks,
+    polynomials,
+    share_step_sizes,
+    shared_chunk,
+    shared_size,
+    zero_states,
+    zeros,
+)
 from jaxkern.ops.selective_scan.tiles import tile_chunks
 
 
@@ -96,3 +113,64 @@ def _fold(
         return h
 
     return lax.fori_loop(0, lax.div(count + _AT_ONCE - 1, _AT_ONCE), body, h)
+
+
+def fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
+    """The last state of a subpart, from zeros."""
+    at, tile = Block(scan), scan.tile
+    rate, _, dt_bias = scan.constants(refs)
+
+    def run_tile(n, span, carry):
+        def at_chunk(c):
+            steps = Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
+            return steps, shared_chunk(smem, tile, c)
+
+        tokens = Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps)
+        share_step_sizes(tokens, smem.shared, dt_bias)
+        return advance_chunks(scan, refs, span, ring.chunks, at_chunk, rate, *carry)
+
+    init = zero_states(scan), [zeros() for _ in range(tile.channels)]
+    h, total = ring.stream(at.first, scan.grid.length, run_tile, init)
+    store_carry(scan, refs, total, h)
+
+
+def bwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
+    """The gradient before a subpart, from zeros after it.
+
+    Σ_t C[t] · dy[t] · Π a over its steps up to t = Σ_t C[t] · dy[t] · exp(A · Σdt).
+    """
+    at, tile, grid = Block(scan), scan.tile, scan.grid
+    first, count = scan.chunks_of_units(at.first + grid.left_out * grid.length, grid.length)
+    rate, _, dt_bias = scan.constants(refs)
+
+    def run_tile(n, span, carry):
+        steps = Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps)
+        for round, raw, dout, z in steps.all_owned("dt", "dout", "z"):
+            dt, _ = steps.step_size(round, raw + dt_bias)
+            dy = dout if z is None else dout * steps.gate(z)[0]
+            steps.share(smem.shared, round, [dt, dy])
+        sync_warp()
+
+        def load(c, step):
+            chunk = Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
+            dt, dy = chunk.shared(shared_chunk(smem, tile, c), step, 2)
+            return dt, dy, chunk.weights("C", step), chunk.keep(step)
+
+        return over_chunks(span, ring.chunks, load, run_chunk, carry)
+
+    def add_decayed(total, dh, enters):
+        held = decayed(total, decays(total, rate, polynomials(tile)), enters, refs.keep is not None)
+        return map_states(jnp.add, dh, held)
+
+    def run_chunk(c, steps, carry):
+        dh, total = carry
+        for _, (dt, dy, C, keep) in steps:
+            add = functools.partial(add_decayed, total)
+            dh = add_final_gradients(scan, refs, keep, add, dh)
+            total = add_reset(total, keep, dt)
+            dh = add_decayed(total, dh, [[d * c for c in C] for d in dy])
+        return dh, total
+
+    init = zero_states(scan), [zeros() for _ in range(tile.channels)]
+    dh, total = ring.stream(first, count, run_tile, init)
+    store_carry(scan, refs, total, dh)

@@ -18,23 +18,21 @@ from jaxkern.mosaic.instructions import once_read
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.segments import Seen
-from jaxkern.ops.selective_scan.blocks import BLOCK, Block, Call, FilledRing, Scan
-from jaxkern.ops.selective_scan.carry import fold_before, launch_carry, store_carry
+from jaxkern.ops.selective_scan.blocks import BLOCK, Block, Scan, TokenRing
+from jaxkern.ops.selective_scan.call import Call
+from jaxkern.ops.selective_scan.carry import fold_before, fwd_carry_kernel, launch_carry
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_fwd
 from jaxkern.ops.selective_scan.steps import (
     Steps,
     advance,
-    advance_chunks,
     decays,
     dot,
     over_chunks,
-    share_step_sizes,
     shared_chunk,
     shared_size,
     states_before,
     write_final_states,
     zero_states,
-    zeros,
 )
 from jaxkern.ops.selective_scan.tiles import forward_grid, forward_tile, half, tile_chunks
 
@@ -61,14 +59,16 @@ def launch_fwd(
     ins = call.pick("x dt z B C A D dt_bias keep crossed") | {"initial": initial, "starts": starts}
     if grid.rest:
         name, tokens = "selective_scan_fwd_carry", "x dt B keep crossed"
-        ins |= launch_carry(call, name, _fwd_carry_kernel, tokens, {"starts": starts})
-    outs = {"out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype)}
-    if options.final:
-        outs["final"] = call.states_like(call.batch)
-        if count is not None:
-            outs["ends"] = call.states_like(call.batch, count)
-    if every:
-        outs["states"] = call.states_like(call.batch, -(-call.length // every))
+        ins |= launch_carry(call, name, fwd_carry_kernel, tokens, {"starts": starts})
+    else:
+        ins |= {"passed": None, "total": None}
+    ends = options.final and count is not None
+    outs = {
+        "out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype),
+        "final": call.states_like(call.batch) if options.final else None,
+        "ends": call.states_like(call.batch, count) if ends else None,
+        "states": call.states_like(call.batch, -(-call.length // every)) if every else None,
+    }
     own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
     kernel = _halved_fwd_kernel if grid.halved else _fwd_kernel
     rings = [call.ring("", chunks, "x dt z B C keep crossed")]
@@ -96,7 +96,7 @@ def _halved(scan: Scan) -> Scan:
     )
 
 
-def _halved_fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
+def _halved_fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
     halves = _halved(scan)
     is_half = lax.axis_index(BLOCK) >= scan.grid.whole - scan.grid.halved
     pl.when(~is_half)(lambda: _fwd_kernel(scan, refs, smem, ring))
@@ -121,7 +121,7 @@ class _Later:
             self.advance()
 
 
-def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
+def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
     at, tile = Block(scan), scan.tile
     rate, D, dt_bias = scan.constants(refs)
 
@@ -171,9 +171,9 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
         def _():
             save(token, h)
 
-    def run_tile(turn, span, h):
+    def run_tile(n, span, h):
         def at_chunk(c):
-            return Steps(scan, ring.chunk(turn, c), (span.start + c) * CHUNK)
+            return Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
 
         def load(c, step):
             chunk = at_chunk(c)
@@ -191,7 +191,7 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
 
             return run_chunk(c, chunk, steps, h)
 
-        prepare(Steps(scan, ring.tile(turn), span.start * CHUNK, ring.steps))
+        prepare(Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps))
         return over_chunks(span, ring.chunks, load, run, h)
 
     h = zero_states(scan)
@@ -205,22 +205,3 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
         @pl.when(at.later == 0)
         def _():
             scan.store_states(refs.final.at[at.batch, at.channels], h)
-
-
-def _fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
-    """The last state of a subpart, from zeros."""
-    at, tile = Block(scan), scan.tile
-    rate, _, dt_bias = scan.constants(refs)
-
-    def run_tile(turn, span, carry):
-        def at_chunk(c):
-            steps = Steps(scan, ring.chunk(turn, c), (span.start + c) * CHUNK)
-            return steps, shared_chunk(smem, tile, c)
-
-        tokens = Steps(scan, ring.tile(turn), span.start * CHUNK, ring.steps)
-        share_step_sizes(tokens, smem.shared, dt_bias)
-        return advance_chunks(scan, refs, span, ring.chunks, at_chunk, rate, *carry)
-
-    init = zero_states(scan), [zeros() for _ in range(tile.channels)]
-    h, total = ring.stream(at.first, scan.grid.length, run_tile, init)
-    store_carry(scan, refs, total, h)
