@@ -66,16 +66,7 @@ def causal_conv1d(
 
 @overload
 def causal_conv1d(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    activation: Activation | None = None,
-    initial_state: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    return_final_state: Literal[True],
-    implementation: Implementation | None = None,
+    *args: Any, return_final_state: Literal[True], **options: Any
 ) -> tuple[jax.Array, jax.Array]: ...
 
 

@@ -67,15 +67,7 @@ def linear_scan(
 
 @overload
 def linear_scan(
-    a: jax.Array,
-    b: jax.Array,
-    *,
-    initial_state: jax.Array | None = None,
-    return_final_state: Literal[True],
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    reverse: bool = False,
-    implementation: Implementation | None = None,
+    *args: Any, return_final_state: Literal[True], **options: Any
 ) -> tuple[jax.Array, jax.Array]: ...
 
 

@@ -1,19 +1,16 @@
-"""The backward kernel.
+"""The backward kernel and its launch.
 
-It runs every chunk of CHUNK steps up, from the state before it to those before each step, which
-stay in registers, and down with their gradients. The decays are computed again on the way down:
-keeping them, and the states in shared memory, would cost more time there than the exponentials do.
-Where states were saved further apart than a chunk, the kernel first runs from one saved state to
-the next and puts down the state before every chunk.
+Where states were saved further apart than a chunk, a block first runs from one saved state to the
+next and writes the state before every chunk. Then it goes through the chunks from the end
+(:mod:`jaxkern.ops.selective_scan.gradients`).
 
-dA, dD and the gradient of dt_bias are sums of each part, dB and dC of each block, added up after
-the kernel in a fixed order.
+dA, dD and the gradient of dt_bias are sums of each block, dB and dC of each block's channels, added
+up after the kernel in a fixed order.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,31 +19,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import LOG2E, softplus_slope
 from jaxkern.mosaic.instructions import once_read
-from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.segments import Seen
-from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array, map_states
+from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array
 from jaxkern.ops.selective_scan.call import Call
 from jaxkern.ops.selective_scan.carry import bwd_carry_kernel, fold_after, launch_carry
 from jaxkern.ops.selective_scan.forward import launch_fwd
+from jaxkern.ops.selective_scan.gradients import ChunkGradients
 from jaxkern.ops.selective_scan.reference import CHUNK, RECOMPUTED_EVERY, Options, reference_bwd
 from jaxkern.ops.selective_scan.steps import (
     Steps,
-    advance,
     advance_chunks,
-    decays,
-    dot,
-    gradients_before,
     share_step_sizes,
     shared_chunk,
     shared_size,
-    states_before,
     zero_states,
     zeros,
 )
-from jaxkern.ops.selective_scan.sums import SUM_BUFFERS, ChannelSums, sum_of_blocks
+from jaxkern.ops.selective_scan.sums import SUM_BUFFERS, sum_of_blocks
 from jaxkern.ops.selective_scan.tiles import (
     backward_grid,
     backward_tile,
@@ -204,12 +195,12 @@ def _bwd_kernel(
     if refs.dfinal is not None:
         dh = once_read(scan.load_states(refs.dfinal.at[at.batch, at.channels]))
     if refs.passed is not None:
-        dh = fold_after(scan, refs, block.rate, dh)
+        dh = fold_after(scan, refs, block.gradients.rate, dh)
     block.fetch_unit(0, 0, 0)
     init = 0, 0, 0, dh, zero_states(scan), (zeros(), zeros()), (zeros(), zeros())
     carry = lax.fori_loop(0, block.units, block.run_unit, init)
     _, tiles, flushing, dh, dA, dD, ddt_bias = carry
-    block.sums.finish(lambda: block.unit(block.units - 1)[0], flushing, tiles)
+    block.gradients.sums.finish(lambda: block.unit(block.units - 1)[0], flushing, tiles)
     scan.store_states(refs.dA.at[at.index, at.local], dA)
     for ref, (value, _) in ((refs.dD, dD), (refs.ddt_bias_sum, ddt_bias)):
         (total,) = scan.sum([value], tile.over_steps)
@@ -232,13 +223,9 @@ class _Backward:
         self.scan, self.refs, self.smem, self.tile = scan, refs, smem, scan.tile
         self.ring, self.before = ring, before
         self.at = Block(scan)
-        self.rate, self.D, self.dt_bias = scan.constants(refs)
+        self.gradients = ChunkGradients(scan, refs, smem, self.at, ring.chunks)
         # Where the state before every chunk was saved, the whole part is one unit.
         self.units = self.at.units if scan.per_unit > 1 else 1
-        # The state after the last step is not among those saved, nor any beyond the end.
-        self.reads_all = scan.every < CHUNK and scan.length == scan.padded
-        self.each = [(r, k) for r in range(self.tile.channels) for k in range(self.tile.states)]
-        self.sums = ChannelSums(scan, refs, smem, self.at, ring.chunks)
 
     def unit(self, i: Any) -> tuple[Any, Any]:
         """First chunk and number of chunks of the i-th unit from the part's end."""
@@ -301,18 +288,11 @@ class _Backward:
             c = end - 1 - k
             chunk = Steps(scan, ring.chunk(n, c - start), c * CHUNK)
             following = lambda: self.state_before(first, jnp.maximum(c - 1, first))
-            return self.run_chunk(chunk, k, n, h, following, carry)
+            return self.gradients.run_chunk(chunk, k, n, h, following, carry)
 
         carry = lax.fori_loop(0, chunks, run, carry)
-        self.sums.finish_tile(end, chunks, n, flushing)
+        self.gradients.sums.finish_tile(end, chunks, n, flushing)
         return chunks, *carry
-
-    def saved(self, token: Any) -> list[Rows]:
-        """The saved state before a token, in the order of memory."""
-        at = self.at
-        return self.scan.load_unswapped(
-            self.refs.states.at[at.batch, token // self.scan.every, at.channels]
-        )
 
     def state_before(self, first: Any, c: Any) -> list[Rows]:
         """The state before chunk c, of the unit that begins with chunk `first`.
@@ -320,9 +300,9 @@ class _Backward:
         As it was saved it is in the order of memory, for the sum to come later.
         """
         if self.scan.per_unit == 1:
-            return self.saved(c * CHUNK)
+            return self.gradients.saved(c * CHUNK)
         ref = self.refs.chunk_states.at[self.at.index, c - first, self.at.warpgroup]
-        flat = self.scan.load_lane(ref, 0, len(self.each))
+        flat = self.scan.load_lane(ref, 0, self.tile.channels * self.tile.states)
         states = self.tile.states
         return [flat[r * states :][:states] for r in range(self.tile.channels)]
 
@@ -334,7 +314,7 @@ class _Backward:
             ref = self.refs.chunk_states.at[at.index, c, at.warpgroup]
             scan.store_lane(ref, 0, [v for row in h for v in row])
 
-        h = once_read(scan.swapped(self.saved(first * CHUNK)))
+        h = once_read(scan.swapped(self.gradients.saved(first * CHUNK)))
         save(0, h)
         tiles = before.tiles(count - 1)
 
@@ -349,7 +329,7 @@ class _Backward:
             span = before.upward(first, count - 1, i)
             token = span.start * CHUNK
             steps = Steps(scan, before.tile(up + i), token, before.steps)
-            share_step_sizes(steps, self.smem.shared, self.dt_bias)
+            share_step_sizes(steps, self.smem.shared, self.gradients.dt_bias)
 
             def at_chunk(c):
                 chunk = Steps(scan, before.chunk(up + i, c), token + c * CHUNK)
@@ -357,167 +337,9 @@ class _Backward:
 
             after = lambda c, h: save(span.start + c + 1 - first, h)
             h, _ = advance_chunks(
-                scan, self.refs, span, before.chunks, at_chunk, self.rate, h, after=after
+                scan, self.refs, span, before.chunks, at_chunk, self.gradients.rate, h, after=after
             )
             return h
 
         lax.fori_loop(0, tiles, run_tile, h)
         return up + tiles
-
-    def run_chunk(
-        self, chunk: Steps, from_end: Any, n: Any, h: list[Rows], load_following: Any, carry: Any
-    ) -> Any:
-        """Runs a chunk up, to the states before each step, and down with their gradients.
-
-        Of the chunks of the n-th tile, `from_end` are behind this one.
-        """
-        dh, dA, dD, ddt_bias = carry
-        own = self.share_chunk(chunk)
-        load_up = self.load_up(chunk)
-        before, passed, after = self.run_up(chunk, own, load_up, h)
-        # In time for the next round, and not waited for together with this one's.
-        following_h = load_following()
-        dh, dA = map_states(lambda v: v, (dh, dA))
-        into, ddecay = [], []  # Σ_n dh · B and Σ_n v · A · log2(e), [J · R]
-        of_chunk = _nones(2)  # the sums for dD and ddt_bias
-        load = self.load_down(chunk, load_up, passed)
-        for step, loaded in _loaded_ahead(range(CHUNK)[::-1], load):
-            reached = states_before(self.scan, self.refs, loaded[-1], before[step])
-            dh, *sums = self.step_gradients(dh, dA, reached, after, loaded)
-            dh = gradients_before(self.scan, self.refs, loaded[-1], dh)
-            dB, dC, into_step, ddecay_step = sums
-            after = before[step]
-            self.sums.store(n, from_end, chunk.token, step, dB, dC)
-            into, ddecay = into_step + into, ddecay_step + ddecay
-            if step % self.tile.steps == 0:
-                round = step // self.tile.steps
-                x, dt, inside, dy, _ = own[round]
-                ddt = self.write_round(chunk, round, own[round], into, ddecay)
-                of_chunk = [_plus(of_chunk[0], dy * x), _plus(of_chunk[1], ddt)]
-                into, ddecay = [], []
-        return following_h, dh, dA, _add(dD, of_chunk[0]), _add(ddt_bias, of_chunk[1])
-
-    def share_chunk(self, chunk: Steps) -> list[tuple[Any, ...]]:
-        """Computes what a lane owns of each round, and shares what the others need of it.
-
-        Of each round (x, dt, where dt has a slope, dy, dout · y's share of dz).
-        """
-        own = []
-        sync_warp()  # all lanes are done with the chunk before
-        for round, x, raw, dout, z in chunk.all_owned("x", "dt", "dout", "z"):
-            dt, inside = chunk.step_size(round, raw + self.dt_bias)
-            silu, slope = (1.0, 0.0) if z is None else chunk.gate(z)
-            dy = dout * silu
-            chunk.share(self.smem.shared, round, [dt, dt * x])
-            chunk.share(self.smem.dy, round, [dy])
-            own.append((x, dt, inside, dy, dout * slope))
-        sync_warp()
-        return own
-
-    def load_up(self, chunk: Steps) -> Callable[[int], Any]:
-        """``load(step)`` for the way up: dt · x, B, C, keep, decays, and the state if saved."""
-
-        def load(step):
-            following = None
-            if self.reads_all and step < CHUNK - 1:
-                following = self.scan.swapped(self.saved(chunk.token + step + 1))
-            dt, dtx = chunk.shared(self.smem.shared, step, 2)
-            weights = chunk.weights("B", step), chunk.weights("C", step)
-            return dtx, *weights, chunk.keep(step), decays(dt, self.rate), following
-
-        return load
-
-    def run_up(
-        self, chunk: Steps, own: list[Any], load: Callable[[int], Any], h: list[Rows]
-    ) -> tuple[list[Any], list[Any], list[Rows]]:
-        """The states before each step, what each step has read, and the state after the chunk.
-
-        Writes dz on the way, which needs y.
-        """
-        scan, refs, tile = self.scan, self.refs, self.tile
-        ys, before, passed = [], [], []
-        for step, (dtx, B, C, keep, decay, following) in _loaded_ahead(range(CHUNK), load):
-            before.append(h)
-            passed.append((dtx, B, C, keep))
-            h = following or advance(decay, dtx, B, states_before(scan, refs, keep, h))
-            if refs.z is not None:
-                ys += [dot(row, C) for row in h]
-                if (step + 1) % tile.steps == 0:
-                    round = step // tile.steps
-                    x, *_, dsilu = own[round]
-                    chunk.write(refs.dz, round, dsilu * (chunk.over_states(ys) + self.D * x))
-                    ys = []
-        return before, passed, h
-
-    def load_down(self, chunk: Steps, load_up: Any, passed: list[Any]) -> Callable[[int], Any]:
-        """``load(step)`` for the way down: dy, dt, dt · x, decays, B, C and keep."""
-        keeps_weights = self.tile.states <= 4  # of a chunk, in registers; more would spill
-
-        def load(step):
-            # Another read of dt keeps the compiler from keeping the decays of the way up, for
-            # which there are no registers.
-            dt, dtx = chunk.shared(self.smem.shared, step, 2, volatile=True)
-            _, B, C, keep = passed[step] if keeps_weights else load_up(step)[:4]
-            dy = chunk.shared(self.smem.dy, step, 1)[0]
-            return dy, dt, dtx, decays(dt, self.rate), B, C, keep
-
-        return load
-
-    def step_gradients(
-        self, dh: list[Rows], dA: list[Rows], reached: Any, after: list[Rows], loaded: Any
-    ) -> tuple[Any, ...]:
-        """dh before a step, and its dB, dC, Σ_n dh · B and Σ_n v · A · log2(e); adds to dA."""
-        dy, dt, dtx, decay, B, C, _ = loaded
-        dB, dC = _nones(self.tile.states), _nones(self.tile.states)
-        into, ddecay = _nones(self.tile.channels), _nones(self.tile.channels)
-        for r, k in self.each:
-            g = dh[r][k] + dy[r] * C[k]
-            dB[k] = _plus(dB[k], g * dtx[r])
-            dC[k] = _plus(dC[k], dy[r] * after[r][k])
-            into[r] = _plus(into[r], g * B[k])
-            g = g * decay[r][k]
-            v = g * reached[r][k]
-            ddecay[r] = _plus(ddecay[r], v * self.rate[r][k])
-            dA[r][k] = dA[r][k] + v * dt[r]
-            dh[r][k] = g
-        return dh, dB, dC, into, ddecay
-
-    def write_round(
-        self, chunk: Steps, round: int, own: tuple[Any, ...], into: Rows, ddecay: Rows
-    ) -> jax.Array:
-        """Writes dx and ddt of a round, and returns ddt."""
-        x, dt, inside, dy, _ = own
-        into_own, ddecay_own = chunk.over_states(into), chunk.over_states(ddecay)
-        chunk.write(self.refs.dx, round, dt * into_own + self.D * dy)
-        ddt = ddecay_own * (1 / LOG2E) + x * into_own
-        if self.scan.options.dt_softplus:
-            ddt = ddt * softplus_slope(dt, self.scan.exact)
-        if inside is not None:
-            ddt = jnp.where(inside, ddt, 0.0)
-        chunk.write(self.refs.ddt, round, ddt)
-        return ddt
-
-
-def _loaded_ahead(steps: Sequence[int], load: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
-    """(step, load(step)), each loaded before the step before it is worked on, and writes."""
-    ahead = load(steps[0])
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
-        now, ahead = ahead, None if following is None else load(following)
-        yield step, now
-
-
-def _nones(count: int) -> list[Any]:
-    """Sums of nothing yet, for :func:`_plus`."""
-    return [None] * count
-
-
-def _plus(total: Any, value: jax.Array) -> jax.Array:
-    return value if total is None else total + value
-
-
-def _add(total: tuple[jax.Array, jax.Array], value: Any) -> tuple[jax.Array, jax.Array]:
-    """Kahan's sum: the total, and what rounding it has added too much."""
-    before, excess = total
-    value = value - excess
-    after = before + value
-    return after, (after - before) - value

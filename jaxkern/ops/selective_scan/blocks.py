@@ -83,7 +83,7 @@ class Scan:
 
     @property
     def token_stride(self) -> int:
-        """From token to token in a tile's channels of (B, L, D); the interpreter's copy is compact."""
+        """Elements from token to token of (B, L, D); the interpreter's copy is compact."""
         return self.tile.width if interpreted() else self.channels
 
     @property

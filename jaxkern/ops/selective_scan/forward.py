@@ -62,13 +62,14 @@ def launch_fwd(
         ins |= launch_carry(call, name, fwd_carry_kernel, tokens, {"starts": starts})
     else:
         ins |= {"passed": None, "total": None}
-    ends = options.final and count is not None
     outs = {
         "out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype),
         "final": call.states_like(call.batch) if options.final else None,
-        "ends": call.states_like(call.batch, count) if ends else None,
+        "ends": None,
         "states": call.states_like(call.batch, -(-call.length // every)) if every else None,
     }
+    if options.final and count is not None:
+        outs["ends"] = call.states_like(call.batch, count)
     own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
     kernel = _halved_fwd_kernel if grid.halved else _fwd_kernel
     rings = [call.ring("", chunks, "x dt z B C keep crossed")]
