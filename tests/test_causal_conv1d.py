@@ -10,7 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.ops.causal_conv1d import causal_conv1d_reference, kernels, tiling
+from jaxkern.ops.causal_conv1d import backward, causal_conv1d_reference, forward
+from jaxkern.ops.causal_conv1d.tiles import Tiles
 from tests import check
 
 
@@ -138,10 +139,10 @@ def test_causal_conv1d_accuracy_at_the_ends(size, activation, implementation):
 @BOTH
 def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
     """Over the ends of tiles too: in the backward two warpgroups take three of 16, 16 and 3."""
-    tiles = tiling.Tiles(rows=4, slots=2, chunks=4)
-    twice = tiling.Tiles(rows=8, slots=2, chunks=2, warpgroups=2, turns=2)
-    monkeypatch.setattr(kernels, "forward_tiles", lambda *_: tiles)
-    monkeypatch.setattr(kernels, "backward_tiles", lambda *_: twice)
+    tiles = Tiles(rows=4, stages=2, chunks=4)
+    twice = Tiles(rows=8, stages=2, chunks=2, warpgroups=2, tiles_each=2)
+    monkeypatch.setattr(forward, "forward_tiles", lambda *_: tiles)
+    monkeypatch.setattr(backward, "backward_tiles", lambda *_: twice)
     check_case(inputs(1, 35, 3, 3), implementation, segment_ids=segments_of(1, 35))
 
 

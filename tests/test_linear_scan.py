@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core.dispatch import Mode
-from jaxkern.ops.linear_scan import api, reference, tiling
+from jaxkern.ops.linear_scan import op, reference
+from jaxkern.ops.linear_scan.tiles import Options, Tiles, parts
 from tests import check
 
 NAMES = ("a", "b", "initial_state")
@@ -63,9 +64,7 @@ def scan(a, b, initial_state=None, *, implementation=None, reverse=False, tiles=
             a, b, initial_state=initial_state, reverse=reverse, implementation=implementation
         )
     mode: Mode = "mosaic" if check.ON_GPU else "interpret"
-    return api._linear_scan_jit(
-        a, b, initial_state, None, tiling.Options(reverse, mode, tiles=tiles)
-    )
+    return op._linear_scan_jit(a, b, initial_state, None, Options(reverse, mode, tiles=tiles))
 
 
 def value_and_grads(f):
@@ -172,8 +171,8 @@ def test_linear_scan_mixed_dtypes(size, implementation, dtypes):
 
 
 TILES = [
-    ((2, 7, 150), tiling.Tiles(3, bwd_slots=2, parts=2), True),
-    ((1, 11, 1), tiling.Tiles(1, fwd_slots=2, parts=10), False),
+    ((2, 7, 150), Tiles(3, bwd_stages=2, parts=2), True),
+    ((1, 11, 1), Tiles(1, fwd_stages=2, parts=10), False),
 ]
 
 
@@ -188,7 +187,7 @@ def test_linear_scan_tiles(size, tiles, reverse):
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 31])
 @REVERSE
 def test_linear_scan_parts(count, reverse):
-    tiles = tiling.Tiles(32, parts=count)
+    tiles = Tiles(32, parts=count)
     check_case(inputs(2, 1000, 296, "bfloat16"), reverse=reverse, tiles=tiles)
     check_case(inputs(2, 1024, 512), reverse=reverse, tiles=tiles)
 
@@ -249,7 +248,7 @@ def test_linear_scan_passes_in_plain_jax():
     dout = inputs(2, 37, 5, seed=1)[1]
     call = functools.partial(scan, implementation="xla", reverse=reverse)
     out, grads = value_and_grads(call)(arrays, dout)
-    options = tiling.Options(reverse, "xla")
+    options = Options(reverse, "xla")
     again, states = jax.jit(
         functools.partial(reference.reference_fwd, dataclasses.replace(options, save=True))
     )(*arrays, None)
@@ -389,7 +388,7 @@ def test_linear_scan_empty(shape, implementation):
         np.testing.assert_array_equal(grad, np.zeros(array.shape))
 
 
-CUT = pytest.mark.parametrize("tiles", [None, tiling.Tiles(2, parts=3)], ids=["", "parts"])
+CUT = pytest.mark.parametrize("tiles", [None, Tiles(2, parts=3)], ids=["", "parts"])
 """The reference, and kernels that cut 6 steps into 3 parts. All cases have one shape, so that
 the interpreter traces the kernels once."""
 
@@ -443,7 +442,7 @@ def test_linear_scan_infinite_state(tiles):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("tiles", "reverse"), [(None, True), (tiling.Tiles(2, parts=3), False)], ids=["", "parts"]
+    ("tiles", "reverse"), [(None, True), (Tiles(2, parts=3), False)], ids=["", "parts"]
 )
 def test_linear_scan_bad_channel_stays_alone(tiles, reverse):
     """A NaN leaves every other channel, row and earlier step alone."""
@@ -525,11 +524,11 @@ def test_linear_scan_parts_fit():
         for columns in (1, 2, 8, 64, 128, 1000):
             for nbytes in (1 << 10, 1 << 24, 1 << 28):
                 for arrays in (3, 5):
-                    count = tiling.parts(columns, chunks, 32, arrays, nbytes)
+                    count = parts(columns, chunks, 32, arrays, nbytes)
                     assert 1 <= count <= chunks
                     assert count == 1 or columns <= 132
-    assert tiling.parts(128, 64, 32, 3, 1 << 26) == 1
-    assert tiling.parts(8, 2048, 32, 3, 1 << 27) > 8
+    assert parts(128, 64, 32, 3, 1 << 26) == 1
+    assert parts(8, 2048, 32, 3, 1 << 27) > 8
 
 
 @pytest.mark.compiled

@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from jaxkern.core.dispatch import Mode
 from jaxkern.ops import segments
-from jaxkern.ops.linear_scan import api, tiling
+from jaxkern.ops.linear_scan import op as linear_op
+from jaxkern.ops.linear_scan.tiles import Options, Tiles
 from jaxkern.ops.selective_scan import backward, forward
-from jaxkern.ops.selective_scan import tiling as parts_of
+from jaxkern.ops.selective_scan import tiles as tiles_of
 from tests import check, test_causal_conv1d, test_linear_scan, test_selective_scan
 
 BATCH, LENGTH, COUNT = 3, 21, 4
@@ -279,14 +280,14 @@ def test_linear_scan_segments_across_parts(cut, reverse):
     """However the sequence is cut into chunks and parts, where segments begin or in between."""
     op = OPS["linear_scan reverse" if reverse else "linear_scan"]
     mode: Mode = "mosaic" if check.ON_GPU else "interpret"
-    options = tiling.Options(reverse, mode, COUNT, tiling.Tiles(cut[0], parts=cut[1]))
+    options = Options(reverse, mode, COUNT, Tiles(cut[0], parts=cut[1]))
     order = (lambda v: jnp.flip(v, 1)) if reverse else (lambda v: v)
     ids = order(jnp.asarray(IDS))
     entered = order(segments.entered(ids, COUNT))
 
     def run(a, b, states):
-        out = api._linear_scan_jit(a, b, states, entered, options)
-        return out, api._final_state(options, out, states, ids)
+        out = linear_op._linear_scan_jit(a, b, states, entered, options)
+        return out, linear_op._final_state(options, out, states, ids)
 
     arrays = op.arrays()
     check.assert_close(value_and_grads(run)(*arrays), alone(op, IDS, arrays), 3e-6)
@@ -294,13 +295,13 @@ def test_linear_scan_segments_across_parts(cut, reverse):
 
 @pytest.mark.gpu
 def test_selective_scan_segments_across_parts(monkeypatch):
-    """Parts of 24 tokens in pieces of 8, states saved 16 tokens apart, where segments begin or not.
+    """Grid of 24 tokens in pieces of 8, states saved 16 tokens apart, where segments begin or not.
 
-    The backward puts down the states in between, and the last of them are padding.
+    The backward writes the states in between, and the last of them are padding.
     """
-    cut = lambda columns, units, _: parts_of.Parts.cut(columns, units, 0, 2)
-    monkeypatch.setattr(forward, "forward_parts", cut)
-    monkeypatch.setattr(backward, "backward_parts", cut)
+    cut = lambda columns, units, _: tiles_of.Grid.cut(columns, units, 0, 2)
+    monkeypatch.setattr(forward, "forward_grid", cut)
+    monkeypatch.setattr(backward, "backward_grid", cut)
     ids = np.repeat([[0, 2, 3, -1, 1]], [9, 15, 2, 5, 8], axis=1)
     op = OPS["selective_scan"]
     arrays = op.arrays(length=ids.shape[1], batch=1)

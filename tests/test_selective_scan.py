@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxkern
-from jaxkern.ops.selective_scan import backward, forward, reference, tiling
-from jaxkern.ops.selective_scan.tiling import MAX_STATES
+from jaxkern.ops.selective_scan import backward, forward, reference, tiles
+from jaxkern.ops.selective_scan.tiles import MAX_STATES
 from tests import check
 
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
@@ -315,7 +315,7 @@ def test_selective_scan_accuracy_of_everything(size, implementation):
     *size, groups = size
     arrays = inputs_and_state(*size, groups=groups)
     ids = packed_ids(*size[:2])
-    # Two chunks from one saved state to the next, and both kernels in several segments.
+    # Two chunks from one saved state to the next, and both kernels in several parts.
     every = {"checkpoint_every": 16} if interpreted(implementation) else {}
     check_case(arrays, implementation, dt_limit=(0.05, 0.3), segment_ids=ids, **every)
 
@@ -582,33 +582,33 @@ def test_selective_scan_of_any_checkpoint_every(size, implementation):
 
 @KERNELS
 def test_selective_scan_in_uneven_parts(monkeypatch, implementation):
-    """Columns of blocks halved, in segments and whole side by side, and of two warpgroups.
+    """Columns of blocks halved, in parts and whole side by side, and of two warpgroups.
 
     Tiles of four chunks, of which there are five, so that the last tile overlaps another.
     """
-    monkeypatch.setattr(tiling, "num_sms", lambda: 3)
+    monkeypatch.setattr(tiles, "num_sms", lambda: 3)
     monkeypatch.setattr(backward, "backward_warpgroups", lambda *_: 2)
-    cut = lambda columns, units, warpgroups: tiling.Parts.cut(columns, units, 1, 2)
-    monkeypatch.setattr(backward, "backward_parts", cut)
-    halved = tiling.forward_parts(columns=4, chunks=5, halves=True)
+    cut = lambda columns, units, warpgroups: tiles.Grid.cut(columns, units, 1, 2)
+    monkeypatch.setattr(backward, "backward_grid", cut)
+    halved = tiles.forward_grid(columns=4, chunks=5, halves=True)
     assert (halved.whole, halved.halved, halved.count) == (4, 1, 5)
     split = cut(2, 3, 2)
-    assert (split.whole, split.rest, split.segments, split.count) == (1, 1, 2, 3)
+    assert (split.whole, split.rest, split.parts, split.count) == (1, 1, 2, 3)
     states = 16 if check.ON_GPU else 4
     check_case(inputs_and_state(2, 40, 128, states), implementation, checkpoint_every=16)
 
 
 @KERNELS
 def test_selective_scan_in_pieces(monkeypatch, implementation):
-    """Segments whose carries are found in pieces, the last of which is short."""
-    cut = lambda columns, units, _: tiling.Parts.cut(columns, units, 0, 2, 3)
-    monkeypatch.setattr(forward, "forward_parts", cut)
-    monkeypatch.setattr(backward, "backward_parts", cut)
-    parts = cut(1, 11, None)
-    assert (parts.length, parts.segments, parts.that_pass_on().count) == (6, 2, 3)
-    # The backward's last piece of two chunks has one.
-    assert parts.that_pass_on().segments == 6
-    assert 11 % parts.that_pass_on().length == 1
+    """Parts whose carries are found in subparts, the last of which is short."""
+    cut = lambda columns, units, _: tiles.Grid.cut(columns, units, 0, 2, 3)
+    monkeypatch.setattr(forward, "forward_grid", cut)
+    monkeypatch.setattr(backward, "backward_grid", cut)
+    grid = cut(1, 11, None)
+    assert (grid.length, grid.parts, grid.of_carries().count) == (6, 2, 3)
+    # The backward's last subpart of two chunks has one.
+    assert grid.of_carries().parts == 6
+    assert 11 % grid.of_carries().length == 1
     check_case(inputs_and_state(1, 88, 34, 9 if check.ON_GPU else 3), implementation)
 
 
@@ -918,7 +918,7 @@ def test_selective_scan_beyond_int32():
     dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, out)
     last = tuple(v[-2:] if v.ndim == 3 else v for v in arrays)
     want, want_vjp = jax.vjp(lambda x: scan(x, *last[1:], implementation="mosaic"), last[0])
-    # Two rows alone are cut into segments, which rounds differently.
+    # Two rows alone are cut into parts, which rounds differently.
     check.assert_close(out[-2:], want, 2.0**-9)
     check.assert_close(dx[-2:], want_vjp(want)[0], 2.0**-9)
     check.assert_close(want, scan(*last, implementation="xla"), 4e-3)

@@ -1,12 +1,11 @@
-"""What a block is given: its tokens and channels of a call, and its shared memory.
+"""A block's share of a call: its tiles and channels, and the ring that they come through.
 
-Barriers (commit_smem) come before a slot is copied to again; no lane reads what another writes.
+No lane reads what another writes, so the only barriers are those of the ring.
 """
 
 import dataclasses
 import functools
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.lanes import LaneOffsets, join_lanes, load_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes
-from jaxkern.ops.causal_conv1d.tiling import Activation, Options, Tiles
+from jaxkern.mosaic.ring import Ring, copied_channels, ring_scratch
+from jaxkern.ops.causal_conv1d.tiles import Activation, Options, Tiles
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
 
 UNROLL = 8
 """Tokens unrolled in a loop."""
-
-LANE = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +40,15 @@ class Filter:
     exact: bool  # fp32 tokens: no shortcut in the sigmoid
     length: int
     dim: int
-    rows: int
-    slots: int
-    chunks: int
-    vec: int
+    rows: int  # of a chunk
+    stages: int  # of the ring
+    chunks: int  # of a tile
+    vec: int  # channels of a lane
     warpgroups: int
     after: int
-    names: tuple[str, ...]  # of the references
 
     def __post_init__(self) -> None:
-        assert self.tiles == 1 or self.after <= self.rows, self  # a slot takes the halo
+        assert self.tiles == 1 or self.after <= self.rows, self  # a stage takes the halo
 
     @property
     def own(self) -> int:
@@ -93,7 +90,7 @@ class Filter:
     def warpgroup(self) -> Any:
         return lax.axis_index(WARPGROUP) if self.warpgroups > 1 else jnp.int32(0)
 
-    def place(self, index: Any) -> tuple[Any, Any, Any]:
+    def tile(self, index: Any) -> tuple[Any, Any, Any]:
         """Batch row and first token of tile `index`, and whether it is the last of the row."""
         tile = lax.rem(index, self.tiles)
         return lax.div(index, self.tiles), tile * self.own, tile == self.tiles - 1
@@ -114,9 +111,8 @@ class Filter:
             count,
         )
         weights = [join_lanes(of_lane[w :: self.width]) for w in range(self.width)]
-        return weights, self.load(refs.bias.at[channels]) if "bias" in self.names else self.full(
-            0.0
-        )
+        bias = self.full(0.0) if refs.bias is None else self.load(refs.bias.at[channels])
+        return weights, bias
 
     def history(self, refs: Any, batch: Any, first: Any, channels: Any) -> tuple[Any, ...]:
         """The W − 1 inputs before token `first`, oldest first."""
@@ -124,7 +120,7 @@ class Filter:
         for k in range(self.width - 1):
             t = jnp.maximum(first + k - (self.width - 1), 0)
             x, start = self.load(refs.x.at[batch, t, channels]), self.full(0.0)
-            if "state" in self.names:
+            if refs.state is not None:
                 start = self.load(refs.state.at[batch, k, channels])
             inputs.append(self.where(first == 0, start, x))
         return tuple(inputs)
@@ -136,7 +132,7 @@ class Filter:
         return self.where(look_back >= self.width - 1 - w, value, self.full(0.0))
 
     def where(self, condition: Any, value: Any, otherwise: Any) -> Any:
-        """A choice by a scalar, the same for all lanes; Mosaic has it for arrays only."""
+        """Chooses by a scalar, the same for all lanes; Mosaic can choose by arrays only."""
         chosen = self.full(jnp.where(condition, 1.0, 0.0))
         return jnp.where(chosen > 0, value, otherwise)
 
@@ -147,85 +143,70 @@ class Filter:
 
     def look_backs(self, refs: Any, batch: Any, t: Any, count: int) -> list[Any]:
         """How far back the filters of `count` tokens see, from token `t` on."""
-        if "look_back" not in self.names:
+        if refs.look_back is None:
             return [None] * count
         return [refs.look_back[batch, t + u] for u in range(count)]
 
     def scratch(self, **arrays: Any) -> dict[str, Any]:
-        """The slots of each array, and a barrier for each slot of all."""
-        count = self.warpgroups * self.slots
-        slots = {
-            name: plgpu.SMEM((count, self.rows, self.size), a.dtype) for name, a in arrays.items()
-        }
-        arrived = plgpu.Barrier(num_arrivals=len(slots), num_barriers=count)
-        return {**slots, "arrived": arrived}
+        """The rings of all warpgroups, for the arrays that :meth:`stream` copies."""
+        tiles = {name: ((self.rows, self.size), array.dtype) for name, array in arrays.items()}
+        return ring_scratch(self.warpgroups * self.stages, tiles)
 
-    def march(
+    def stream(
         self,
         refs: Any,
-        smem: dict[str, Any],
-        place: tuple[Any, Any, Any],
+        smem: Any,
+        names: tuple[str, ...],
+        tile: tuple[Any, Any, Any],
         channels: Any,
         begin: Callable[[], Any],
         run: Callable[..., Any],
     ) -> Any:
-        """``carry = run(t, rows, in_halo, carry)`` along a tile, for a few tokens from `t` on.
+        """Runs ``carry = run(t, rows, in_halo, carry)`` along a tile, for a few tokens from t on.
 
         Args:
           refs: the arrays in global memory.
-          smem: the slots of those that are read here, and their barriers.
-          place: of the tile.
+          smem: the shared memory.
+          names: of the arrays that come through the ring.
+          tile: of :meth:`tile`.
           channels: of the block.
-          begin: the first carry, loaded while the first slots fill.
-          run: its `rows` are the (size,) arrays of these tokens, by the names of `smem`; `in_halo`
-            says whether the tokens are the next tile's.
+          begin: the first carry, loaded while the first stages fill.
+          run: its `rows` are the (size,) arrays of these tokens by name; `in_halo` says whether the
+            tokens are the next tile's.
         """
-        batch, first, is_last = place
-        arrived = smem["arrived"]
-        slots = {name: slot for name, slot in smem.items() if name != "arrived"}
+        batch, first, is_last = tile
         whole = jnp.where(is_last, self.whole, self.chunks)
         total = whole + jnp.where(is_last, min(self.tail, 1), 0)
         halo = self.after if self.tiles > 1 else 0
-        ring = self.warpgroup() * self.slots
-
-        def slot_of(i):
-            return ring + lax.rem(i, self.slots)
+        stages = {name: getattr(smem, name) for name in names}
+        ring = Ring(stages, smem.arrived, self.stages, self.warpgroup() * self.stages)
 
         def start(i):
             return jnp.minimum(first + i * self.rows, self.length - self.rows)
 
-        def copy(i, start, count):
-            slot = slot_of(i)
-            for name, target in slots.items():
-                source = getattr(refs, name).at[batch, pl.ds(start, count), channels]
-                plgpu.copy_gmem_to_smem(source, target.at[slot, pl.ds(0, count)], arrived.at[slot])
+        def sources(start, count):
+            for name in names:
+                yield name, getattr(refs, name).at[batch, pl.ds(start, count), channels]
 
         def fetch(i):
-            @pl.when(i < total)
-            def _():
-                copy(i, start(i), self.rows)
-
+            pl.when(i < total)(lambda: ring.copy(i, sources(start(i), self.rows)))
             if halo:
-
-                @pl.when((i == total) & ~is_last)
-                def _():
-                    copy(i, first + self.own, halo)
-
-        def wait(i):
-            plgpu.barrier_wait(arrived.at[slot_of(i)])
+                at = (pl.ds(0, halo),)
+                copy = lambda: ring.copy(i, sources(first + self.own, halo), at)
+                pl.when((i == total) & ~is_last)(copy)
 
         def load(i, row, count):
-            slot = slot_of(i)
+            stage = ring.stage(i)
             return {
-                name: [self.load(ref.at[slot, row + u]) for u in range(count)]
-                for name, ref in slots.items()
+                name: [self.load(rows.at[stage, row + u]) for u in range(count)]
+                for name, rows in stages.items()
             }
 
         def chunk(valid, i, carry):
-            if self.chunks + min(self.after, 1) >= self.slots:
-                plgpu.commit_smem()  # all lanes are done with the slot before
-                fetch(i + self.slots - 1)
-            wait(i)
+            if self.chunks + min(self.after, 1) >= self.stages:
+                plgpu.commit_smem()  # all lanes are done with the stage before
+                fetch(i + self.stages - 1)
+            ring.wait(ring.stage(i))
             unroll = math.gcd(UNROLL, valid)
 
             def group(g, carry):
@@ -234,7 +215,7 @@ class Filter:
 
             return lax.fori_loop(0, valid // unroll, group, carry)
 
-        for i in range(self.slots - 1):
+        for i in range(self.stages - 1):
             fetch(jnp.int32(i))
         carry = lax.fori_loop(0, whole, functools.partial(chunk, self.rows), begin())
         if self.tail:
@@ -242,7 +223,7 @@ class Filter:
         if halo:
 
             def next_tile(i, carry):
-                wait(i)
+                ring.wait(ring.stage(i))
                 return run(first + self.own, load(i, 0, halo), True, carry)
 
             carry = lax.fori_loop(total, jnp.where(is_last, total, total + 1), next_tile, carry)
@@ -255,40 +236,30 @@ def _wide(v: jax.Array) -> jax.Array:
     return 1.0 * v if v.dtype == jnp.float32 else v.astype(jnp.float32)
 
 
-def _widened(name: str, v: jax.Array, dim: int) -> jax.Array:
-    """`v` with zeros after its channels' end, `dim` in all."""
-    if name == "look_back":
-        return v
-    axis = 0 if name == "weight" else v.ndim - 1
-    missing = dim - v.shape[axis]
-    return jnp.pad(v, [(0, missing * (i == axis)) for i in range(v.ndim)]) if missing else v
-
-
 def prepare(
     options: Options, tile: Tiles, after: int, **arrays: Any
-) -> tuple[Filter, tuple[Any, ...]]:
-    """The call as the kernels see it, and the arrays that are there."""
+) -> tuple[Filter, dict[str, Any]]:
+    """The call as the kernels see it, and its arrays with as many channels as the TMA can copy."""
     (_, length, dim), width = arrays["x"].shape, arrays["weight"].shape[1]
-    present = {name: a for name, a in arrays.items() if a is not None}
-    itemsize = min(a.dtype.itemsize for name, a in present.items() if name != "look_back")
-    align = 16 // itemsize  # of the rows that the TMA copies
-    dim = -(-max(dim, LANES) // align) * align
+    floating = {name: a for name, a in arrays.items() if a is not None and name != "look_back"}
+    padded = copied_channels(dim, floating.values())
     call = Filter(
         activation=options.activation,
         width=width,
         exact=arrays["x"].dtype == jnp.float32,
         length=length,
-        dim=dim,
+        dim=padded,
         rows=min(tile.rows, length),
-        slots=tile.slots,
+        stages=tile.stages,
         chunks=tile.chunks,
-        vec=tile.vec if dim >= LANES * tile.vec else 1,
+        vec=tile.vec if padded >= LANES * tile.vec else 1,
         warpgroups=tile.warpgroups,
         after=after,
-        names=tuple(present),
     )
-    return call, tuple(_widened(name, a, dim) for name, a in present.items())
 
+    def pad(name: str, v: jax.Array) -> jax.Array:
+        axis = 0 if name == "weight" else v.ndim - 1
+        widths = [(0, (padded - dim) * (i == axis)) for i in range(v.ndim)]
+        return jnp.pad(v, widths) if padded > dim else v
 
-def by_name(call: Filter, outs: str, refs: tuple[Any, ...]) -> Any:
-    return types.SimpleNamespace(**dict(zip([*call.names, *outs.split()], refs, strict=True)))
+    return call, arrays | {name: pad(name, v) for name, v in floating.items()}

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.ops.causal_conv1d.tiling import Activation, Options
+from jaxkern.ops.causal_conv1d.tiles import Activation, Options
 
 
 def causal_conv1d_reference(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.ops.causal_conv1d.reference import filtered
-from jaxkern.ops.causal_conv1d.tiling import Options
+from jaxkern.ops.causal_conv1d.tiles import Options
 from jaxkern.ops.segments import Spans
 
 

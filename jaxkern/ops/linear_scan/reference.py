@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.ops.linear_scan.tiling import Options
+from jaxkern.ops.linear_scan.tiles import Options
 from jaxkern.ops.segments import with_zeros
 
 CHUNK = 8

@@ -1,22 +1,40 @@
-"""What the segments of a sequence hand on, so that all can be worked on at once.
+"""The carries of the parts of a sequence, so that all parts can be worked on at once.
 
-A first kernel finds, for every piece of a segment, what it passes on if nothing comes in, and the
-sum of its step sizes, for the decay over a piece is exp(Σdt · A). Every block of the main kernel
-folds the pieces before its segment (in the backward: after it) into the state that it starts from.
+A first kernel finds, for every subpart of a part, the state after it if nothing comes in (in the
+backward: the gradient before it), and the sum of its step sizes, as it decays by exp(Σdt · A).
+Every block of the main kernel folds the subparts before its part (in the backward: after it) into
+the state that it starts from.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
-from jaxkern.ops.selective_scan.blocks import Call, Place, Rows, Scan, fp32_array, map_states
+from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array, map_states
+from jaxkern.ops.selective_scan.call import Call
 from jaxkern.ops.selective_scan.reference import CHUNK
-from jaxkern.ops.selective_scan.steps import decayed, decays, shared_size
-from jaxkern.ops.selective_scan.tiling import tile_chunks
+from jaxkern.ops.selective_scan.steps import (
+    Steps,
+    add_final_gradients,
+    add_reset,
+    advance_chunks,
+    decayed,
+    decays,
+    over_chunks,
+    polynomials,
+    share_step_sizes,
+    shared_chunk,
+    shared_size,
+    zero_states,
+    zeros,
+)
+from jaxkern.ops.selective_scan.tiles import tile_chunks
 
 
 def launch_carry(
@@ -27,22 +45,22 @@ def launch_carry(
     of_segments: dict[str, Any],
     **others: Any,
 ) -> dict[str, Any]:
-    """What the pieces of parts that others follow pass on, and the sums of their dt.
+    """The carries of all subparts but those of the last part, and the sums of their dt.
 
     It reads `tokens` and `others` along time, and states `of_segments`.
     """
-    parts = call.scan.parts.that_pass_on()
-    scan = dataclasses.replace(call.scan, parts=parts)
-    chunks = tile_chunks(min(parts.length * scan.per_unit, scan.chunks))
-    pieces = parts.segments - parts.left_out
+    grid = call.scan.grid.of_carries()
+    scan = dataclasses.replace(call.scan, grid=grid)
+    chunks = tile_chunks(min(grid.length * scan.per_unit, scan.chunks))
+    subparts = grid.parts - grid.left_out
     return call.run(
         name,
         kernel,
         scan,
         call.pick(tokens) | others | of_segments | call.pick("A D dt_bias"),
         {
-            "passed": call.of_parts(pieces, parts.rest),
-            "total": fp32_array(pieces, parts.rest, call.width),
+            "passed": call.per_block(subparts, grid.rest),
+            "total": fp32_array(subparts, grid.rest, call.width),
         },
         [call.ring("", chunks, tokens, **others)],
         {"shared": shared_size(call.tile, chunks * CHUNK)},
@@ -50,38 +68,38 @@ def launch_carry(
 
 
 def store_carry(scan: Scan, refs: Any, total: Rows, h: list[Rows]) -> None:
-    at = Place(scan)
-    scan.store_states(refs.passed.at[at.segment, at.rest, at.local], h)
-    ref = refs.total.at[at.segment, at.rest, at.local]
+    at = Block(scan)
+    scan.store_states(refs.passed.at[at.part, at.rest, at.local], h)
+    ref = refs.total.at[at.part, at.rest, at.local]
     for r, value in enumerate(total):
         start, digits = scan.tile.of_channel(r, 1)
         scan.store(ref, [value], *digits, start=start)
 
 
 def fold_before(scan: Scan, refs: Any, rate: list[Rows], h: list[Rows]) -> list[Rows]:
-    """The state before a block's segment, from that before the sequence."""
-    return _fold(scan, refs, rate, Place(scan).segment * scan.parts.pieces, lambda i: i, h)
+    """The state before a block's part, from that before the sequence."""
+    return _fold(scan, refs, rate, Block(scan).part * scan.grid.subparts, lambda i: i, h)
 
 
 def fold_after(scan: Scan, refs: Any, rate: list[Rows], dh: list[Rows]) -> list[Rows]:
-    """The gradient of the state after a block's segment, from that after the sequence."""
-    at, pieces = Place(scan), refs.total.shape[0]
-    count = jnp.where(at.later > 0, pieces - at.segment * scan.parts.pieces, 0)
-    return _fold(scan, refs, rate, count, lambda i: pieces - 1 - i, dh)
+    """The gradient of the state after a block's part, from that after the sequence."""
+    at, subparts = Block(scan), refs.total.shape[0]
+    count = jnp.where(at.later > 0, subparts - at.part * scan.grid.subparts, 0)
+    return _fold(scan, refs, rate, count, lambda i: subparts - 1 - i, dh)
 
 
 _AT_ONCE = 4
-"""Pieces that are loaded together, for each would be waited for."""
+"""Subparts that are loaded together, for each would be waited for."""
 
 
 def _fold(
-    scan: Scan, refs: Any, rate: list[Rows], count: Any, piece: Callable[[Any], Any], h: list[Rows]
+    scan: Scan, refs: Any, rate: list[Rows], count: Any, number: Callable[[Any], Any], h: list[Rows]
 ) -> list[Rows]:
-    """The state (or its gradient) on the other side of `count` pieces, ``piece(i)`` the i-th."""
-    at = Place(scan)
+    """The state (or its gradient) on the other side of `count` subparts, ``number(i)`` the i-th."""
+    at = Block(scan)
 
     def load(i):
-        s = piece(jnp.minimum(i, count - 1))
+        s = number(jnp.minimum(i, count - 1))
         total = scan.load_channels(refs.total.at[s, at.rest, at.local])
         return total, scan.load_states(refs.passed.at[s, at.rest, at.local])
 
@@ -95,3 +113,64 @@ def _fold(
         return h
 
     return lax.fori_loop(0, lax.div(count + _AT_ONCE - 1, _AT_ONCE), body, h)
+
+
+def fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
+    """The last state of a subpart, from zeros."""
+    at, tile = Block(scan), scan.tile
+    rate, _, dt_bias = scan.constants(refs)
+
+    def run_tile(n, span, carry):
+        def at_chunk(c):
+            steps = Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
+            return steps, shared_chunk(smem, tile, c)
+
+        tokens = Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps)
+        share_step_sizes(tokens, smem.shared, dt_bias)
+        return advance_chunks(scan, refs, span, ring.chunks, at_chunk, rate, *carry)
+
+    init = zero_states(scan), [zeros() for _ in range(tile.channels)]
+    h, total = ring.stream(at.first, scan.grid.length, run_tile, init)
+    store_carry(scan, refs, total, h)
+
+
+def bwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
+    """The gradient before a subpart, from zeros after it.
+
+    Σ_t C[t] · dy[t] · Π a over its steps up to t = Σ_t C[t] · dy[t] · exp(A · Σdt).
+    """
+    at, tile, grid = Block(scan), scan.tile, scan.grid
+    first, count = scan.chunks_of_units(at.first + grid.left_out * grid.length, grid.length)
+    rate, _, dt_bias = scan.constants(refs)
+
+    def run_tile(n, span, carry):
+        steps = Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps)
+        for round, raw, dout, z in steps.all_owned("dt", "dout", "z"):
+            dt, _ = steps.step_size(round, raw + dt_bias)
+            dy = dout if z is None else dout * steps.gate(z)[0]
+            steps.share(smem.shared, round, [dt, dy])
+        sync_warp()
+
+        def load(c, step):
+            chunk = Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
+            dt, dy = chunk.shared(shared_chunk(smem, tile, c), step, 2)
+            return dt, dy, chunk.weights("C", step), chunk.keep(step)
+
+        return over_chunks(span, ring.chunks, load, run_chunk, carry)
+
+    def add_decayed(total, dh, enters):
+        held = decayed(total, decays(total, rate, polynomials(tile)), enters, refs.keep is not None)
+        return map_states(jnp.add, dh, held)
+
+    def run_chunk(c, steps, carry):
+        dh, total = carry
+        for _, (dt, dy, C, keep) in steps:
+            add = functools.partial(add_decayed, total)
+            dh = add_final_gradients(scan, refs, keep, add, dh)
+            total = add_reset(total, keep, dt)
+            dh = add_decayed(total, dh, [[d * c for c in C] for d in dy])
+        return dh, total
+
+    init = zero_states(scan), [zeros() for _ in range(tile.channels)]
+    dh, total = ring.stream(first, count, run_tile, init)
+    store_carry(scan, refs, total, dh)

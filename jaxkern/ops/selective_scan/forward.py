@@ -18,25 +18,23 @@ from jaxkern.mosaic.instructions import once_read
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.segments import Seen
-from jaxkern.ops.selective_scan.blocks import PART, Call, FilledRing, Place, Scan
-from jaxkern.ops.selective_scan.carry import fold_before, launch_carry, store_carry
+from jaxkern.ops.selective_scan.blocks import BLOCK, Block, Scan, TokenRing
+from jaxkern.ops.selective_scan.call import Call
+from jaxkern.ops.selective_scan.carry import fold_before, fwd_carry_kernel, launch_carry
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_fwd
 from jaxkern.ops.selective_scan.steps import (
     Steps,
     advance,
-    advance_chunks,
-    begun,
     decays,
     dot,
-    end,
     over_chunks,
-    share_step_sizes,
     shared_chunk,
     shared_size,
+    states_before,
+    write_final_states,
     zero_states,
-    zeros,
 )
-from jaxkern.ops.selective_scan.tiling import forward_parts, forward_tile, half, tile_chunks
+from jaxkern.ops.selective_scan.tiles import forward_grid, forward_tile, half, tile_chunks
 
 
 def launch_fwd(
@@ -49,9 +47,9 @@ def launch_fwd(
     every = options.checkpoint_every if options.save else None
     tile = forward_tile(A.shape[-1])
     call = Call(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
-    parts = forward_parts(call.columns, call.scan.chunks, half(tile) is not None)
-    scan = call.cut(parts)
-    chunks = tile_chunks(min(parts.length, parts.units))
+    grid = forward_grid(call.columns, call.scan.chunks, half(tile) is not None)
+    scan = call.cut(grid)
+    chunks = tile_chunks(min(grid.length, grid.units))
     steps = chunks * CHUNK
     count, initial, starts = options.num_segments, None, None
     if count is not None:
@@ -59,18 +57,21 @@ def launch_fwd(
     elif initial_state is not None:
         initial = call.pad_states(initial_state.astype(jnp.float32))
     ins = call.pick("x dt z B C A D dt_bias keep crossed") | {"initial": initial, "starts": starts}
-    if parts.rest:
+    if grid.rest:
         name, tokens = "selective_scan_fwd_carry", "x dt B keep crossed"
-        ins |= launch_carry(call, name, _fwd_carry_kernel, tokens, {"starts": starts})
-    outs = {"out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype)}
-    if options.final:
-        outs["final"] = call.states_like(call.batch)
-        if count is not None:
-            outs["ends"] = call.states_like(call.batch, count)
-    if every:
-        outs["states"] = call.states_like(call.batch, -(-call.length // every))
+        ins |= launch_carry(call, name, fwd_carry_kernel, tokens, {"starts": starts})
+    else:
+        ins |= {"passed": None, "total": None}
+    outs = {
+        "out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype),
+        "final": call.states_like(call.batch) if options.final else None,
+        "ends": None,
+        "states": call.states_like(call.batch, -(-call.length // every)) if every else None,
+    }
+    if options.final and count is not None:
+        outs["ends"] = call.states_like(call.batch, count)
     own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
-    kernel = _halved_fwd_kernel if parts.halved else _fwd_kernel
+    kernel = _halved_fwd_kernel if grid.halved else _fwd_kernel
     rings = [call.ring("", chunks, "x dt z B C keep crossed")]
     got = call.run("selective_scan_fwd", kernel, scan, ins, outs, rings, own)
     final = call.cut_states(got["final"]) if options.final else None
@@ -92,13 +93,13 @@ def _halved(scan: Scan) -> Scan:
         tile=tile,
         blocks=2 * scan.blocks,
         blocks_per_group=2 * scan.blocks_per_group,
-        parts=scan.parts.of_halves(),
+        grid=scan.grid.of_halves(),
     )
 
 
-def _halved_fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
+def _halved_fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
     halves = _halved(scan)
-    is_half = lax.axis_index(PART) >= scan.parts.whole - scan.parts.halved
+    is_half = lax.axis_index(BLOCK) >= scan.grid.whole - scan.grid.halved
     pl.when(~is_half)(lambda: _fwd_kernel(scan, refs, smem, ring))
     pl.when(is_half)(lambda: _fwd_kernel(halves, refs, smem, ring.of_blocks(halves)))
 
@@ -121,8 +122,8 @@ class _Later:
             self.advance()
 
 
-def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
-    at, tile = Place(scan), scan.tile
+def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
+    at, tile = Block(scan), scan.tile
     rate, D, dt_bias = scan.constants(refs)
 
     def save(token, h):
@@ -156,8 +157,8 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
         for step, (dtx, decay, B, C, keep) in steps:
             if 0 < scan.every < CHUNK:
                 save_step(chunk.token + step, h)
-            end(scan, refs, keep, h)
-            h = advance(decay, dtx, B, begun(scan, refs, keep, h))
+            write_final_states(scan, refs, keep, h)
+            h = advance(decay, dtx, B, states_before(scan, refs, keep, h))
             parts += [dot(row, C) for row in h]
             later.advance()
             if (step + 1) % tile.steps == 0:
@@ -171,9 +172,9 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
         def _():
             save(token, h)
 
-    def run_tile(turn, span, h):
+    def run_tile(n, span, h):
         def at_chunk(c):
-            return Steps(scan, ring.chunk(turn, c), (span.start + c) * CHUNK)
+            return Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
 
         def load(c, step):
             chunk = at_chunk(c)
@@ -191,7 +192,7 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
 
             return run_chunk(c, chunk, steps, h)
 
-        prepare(Steps(scan, ring.tile(turn), span.start * CHUNK, ring.steps))
+        prepare(Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps))
         return over_chunks(span, ring.chunks, load, run, h)
 
     h = zero_states(scan)
@@ -205,22 +206,3 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
         @pl.when(at.later == 0)
         def _():
             scan.store_states(refs.final.at[at.batch, at.channels], h)
-
-
-def _fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: FilledRing) -> None:
-    """The last state of a piece, from zeros."""
-    at, tile = Place(scan), scan.tile
-    rate, _, dt_bias = scan.constants(refs)
-
-    def run_tile(turn, span, carry):
-        def at_chunk(c):
-            steps = Steps(scan, ring.chunk(turn, c), (span.start + c) * CHUNK)
-            return steps, shared_chunk(smem, tile, c)
-
-        tokens = Steps(scan, ring.tile(turn), span.start * CHUNK, ring.steps)
-        share_step_sizes(tokens, smem.shared, dt_bias)
-        return advance_chunks(scan, refs, span, ring.chunks, at_chunk, rate, *carry)
-
-    init = zero_states(scan), [zeros() for _ in range(tile.channels)]
-    h, total = ring.stream(at.first, scan.parts.length, run_tile, init)
-    store_carry(scan, refs, total, h)

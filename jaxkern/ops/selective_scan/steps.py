@@ -13,9 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.mosaic.arithmetic import exp2_by_polynomial, sigmoid
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
-from jaxkern.ops.selective_scan.blocks import ROW, Place, Rows, Scan, Span, map_states
+from jaxkern.mosaic.registers import ROW
+from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, Span, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
-from jaxkern.ops.selective_scan.tiling import Tile
+from jaxkern.ops.selective_scan.tiles import Tile
 
 
 def zeros() -> jax.Array:
@@ -43,43 +44,43 @@ def where_kept(keep: Keep | None, h: list[Rows]) -> list[Rows]:
     return h if keep is None else map_states(lambda v: jnp.where(keep.kept > 0.5, v, 0.0), h)
 
 
-def begun(scan: Scan, refs: Any, keep: Keep | None, h: list[Rows]) -> list[Rows]:
+def states_before(scan: Scan, refs: Any, keep: Keep | None, h: list[Rows]) -> list[Rows]:
     """The states that a step begins from, those after the step before it being `h`."""
     if keep is None or refs.starts is None:
         return where_kept(keep, h)
     return _taken(scan, refs.starts, keep, _entered(scan, keep), h)
 
 
-def ended(scan: Scan, refs: Any, keep: Keep | None, dh: list[Rows]) -> list[Rows]:
+def gradients_before(scan: Scan, refs: Any, keep: Keep | None, dh: list[Rows]) -> list[Rows]:
     """The gradients of the states after the step before, of those that a step begins from."""
     if keep is None:
         return dh
-    put_down(scan, refs.dstarts, keep, _entered(scan, keep), dh)
+    store_of_segment(scan, refs.dstarts, keep, _entered(scan, keep), dh)
     if refs.dends is None:
         return where_kept(keep, dh)
     return _taken(scan, refs.dends, keep, _left(scan, keep), dh)
 
 
-def end(scan: Scan, refs: Any, keep: Keep | None, h: list[Rows]) -> None:
+def write_final_states(scan: Scan, refs: Any, keep: Keep | None, h: list[Rows]) -> None:
     """Where a segment ends before a step, its final states."""
     if keep is not None:
-        put_down(scan, refs.ends, keep, _left(scan, keep), h)
+        store_of_segment(scan, refs.ends, keep, _left(scan, keep), h)
 
 
-def end_gradients(scan: Scan, refs: Any, keep: Keep | None, add: Callable[..., Any], dh: Any):
+def add_final_gradients(scan: Scan, refs: Any, keep: Keep | None, add: Callable[..., Any], dh: Any):
     """``add(dh, gradients)`` where a segment ends before a step, else `dh`."""
     if keep is None or refs.dends is None:
         return dh
-    at, number = Place(scan), _left(scan, keep)
+    at, number = Block(scan), _left(scan, keep)
     load = lambda: scan.load_states(refs.dends.at[at.batch, number, at.channels])
     return lax.cond(keep.crossed >= 0, lambda: add(dh, load()), lambda: dh)
 
 
-def put_down(scan: Scan, ref: Any, keep: Keep, number: Any, states: list[Rows]) -> None:
+def store_of_segment(scan: Scan, ref: Any, keep: Keep, number: Any, states: list[Rows]) -> None:
     """Stores states of the segment `number` where it ends, if it has any."""
     if ref is None:
         return
-    at = Place(scan)
+    at = Block(scan)
 
     @pl.when((keep.crossed >= 0) & (number < ref.shape[1]))
     def _():
@@ -88,7 +89,7 @@ def put_down(scan: Scan, ref: Any, keep: Keep, number: Any, states: list[Rows]) 
 
 def _taken(scan: Scan, ref: Any, keep: Keep, number: Any, otherwise: list[Rows]) -> list[Rows]:
     """The states of a segment where it begins or ends, `otherwise` elsewhere."""
-    at = Place(scan)
+    at = Block(scan)
     load = lambda: scan.load_states(ref.at[at.batch, number, at.channels])
     return lax.cond(keep.crossed >= 0, load, lambda: otherwise)
 
@@ -143,7 +144,7 @@ class Steps:
     def owned(self, name: str, round: int) -> jax.Array:
         """The value of a token array that the lane owns."""
         t = self.scan.tile
-        stride = self.scan.slot_stride
+        stride = self.scan.stage_stride
         start = round * t.steps * stride
         return self.scan.load1(getattr(self.tokens, name), *t.owned(step=stride), start=start)
 
@@ -174,7 +175,7 @@ class Steps:
 
     def write(self, ref: Any, round: int, value: jax.Array) -> None:
         """Writes the owned values to (B, L, D) in global memory."""
-        at, t, stride = Place(self.scan), self.scan.tile, self.scan.token_stride
+        at, t, stride = Block(self.scan), self.scan.tile, self.scan.token_stride
         part = ref.at[at.batch, pl.ds(self.token, CHUNK), at.channels]
         self.scan.store(part, [value], *t.owned(step=stride), start=round * t.steps * stride)
 
@@ -287,7 +288,7 @@ def advance_chunks(
     def body(c, steps, carry):
         h, total = carry
         for _, (dt, dtx, decay, B, keep) in steps:
-            h = advance(decay, dtx, B, begun(scan, refs, keep, h))
+            h = advance(decay, dtx, B, states_before(scan, refs, keep, h))
             if total is not None:
                 total = add_reset(total, keep, dt)
         after(c, h)

@@ -64,7 +64,7 @@ from jaxkern.ops.selective_scan.reference import (
     selective_scan_reference,
     step,
 )
-from jaxkern.ops.selective_scan.tiling import MAX_STATES
+from jaxkern.ops.selective_scan.tiles import MAX_STATES
 
 
 @overload
@@ -91,23 +91,7 @@ def selective_scan(
 
 @overload
 def selective_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
-    z: jax.Array | None = None,
-    *,
-    dt_bias: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    initial_state: jax.Array | None = None,
-    return_final_state: Literal[True],
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
-    implementation: Implementation | None = None,
+    *args: Any, return_final_state: Literal[True], **options: Any
 ) -> tuple[jax.Array, jax.Array]: ...
 
 

@@ -37,7 +37,8 @@ from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, gather, match_primal, match_sharding, named
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
-from jaxkern.ops.causal_conv1d.kernels import launch_bwd, launch_fwd
+from jaxkern.ops.causal_conv1d.backward import launch_bwd
+from jaxkern.ops.causal_conv1d.forward import launch_fwd
 from jaxkern.ops.causal_conv1d.reference import (
     filtered,
     looks_back,
@@ -45,7 +46,7 @@ from jaxkern.ops.causal_conv1d.reference import (
     reference_fwd,
 )
 from jaxkern.ops.causal_conv1d.states import final_states, from_states
-from jaxkern.ops.causal_conv1d.tiling import MAX_WIDTH, Activation, Options
+from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation, Options
 
 
 @overload
@@ -65,16 +66,7 @@ def causal_conv1d(
 
 @overload
 def causal_conv1d(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    activation: Activation | None = None,
-    initial_state: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    return_final_state: Literal[True],
-    implementation: Implementation | None = None,
+    *args: Any, return_final_state: Literal[True], **options: Any
 ) -> tuple[jax.Array, jax.Array]: ...
 
 

@@ -22,33 +22,33 @@ class Options:
 class Tiles:
     """How tokens and channels are spread over the GPU.
 
-    A lane of a warpgroup owns `vec` channels next to each other and marches along a tile of the
-    sequence, with the last W − 1 inputs in registers. A ring of slots in shared memory is filled
-    ahead of it.
+    A lane of a warpgroup owns `vec` channels next to each other and goes along a tile of the
+    sequence, with the last W − 1 inputs in registers. A ring in shared memory is filled ahead of
+    it.
 
     Attributes:
-      rows: tokens of a slot, copied to shared memory at once.
-      slots: of a warpgroup's ring.
-      chunks: slots' fills that a tile is long.
+      rows: tokens of a chunk, copied to a stage of the ring at once.
+      stages: of a warpgroup's ring.
+      chunks: of a tile.
       vec: channels per lane, for as many channels as one TMA copy takes at most, 256.
-      warpgroups: of a block of the backward, which adds up their parts of dweight.
-      turns: tiles that each of them takes, one after the other.
+      warpgroups: of a block of the backward, which adds up their partial sums of dweight.
+      tiles_each: tiles that each of them takes, one after the other.
     """
 
     rows: int
-    slots: int
+    stages: int
     chunks: int
     vec: int = 2
     warpgroups: int = 1
-    turns: int = 1
+    tiles_each: int = 1
 
     def __post_init__(self) -> None:
         assert self.rows >= 1, self
         assert self.rows * self.chunks >= 2 * MAX_WIDTH, self  # a tile looks back into one other
-        assert self.slots >= 2, self
+        assert self.stages >= 2, self
         assert self.vec in (1, 2), self
         assert self.warpgroups >= 1, self
-        assert self.turns >= 1, self
+        assert self.tiles_each >= 1, self
 
 
 def forward_tiles(batch: int, length: int, dim: int, width: int, itemsize: int) -> Tiles:
@@ -61,15 +61,16 @@ def forward_tiles(batch: int, length: int, dim: int, width: int, itemsize: int) 
     vec, columns = _columns(dim, 2)
     tiles = _tiles_per_row(64, batch * columns, length, shortest=max(2 * MAX_WIDTH, 4 * width))
     rows = 32 // itemsize
-    return Tiles(rows=rows, slots=3, chunks=_chunks(length, tiles, rows), vec=vec)
+    return Tiles(rows=rows, stages=3, chunks=_chunks(length, tiles, rows), vec=vec)
 
 
 def backward_tiles(batch: int, length: int, dim: int, width: int, itemsize: int) -> Tiles:
     """8 tiles of a channel per lane for a multiprocessor, which holds 4, of 32 to 256 tokens each.
 
     A block of two leaves 4 · (W + 1) bytes per channel of partial sums, which are read once more.
-    Several short sequences take turns where there are tiles enough. A lane with one channel has
-    more of its lines in flight, with two it has fewer instructions, which count where W > 4.
+    Where there are tiles enough, a warpgroup takes several short sequences one after the other. A
+    lane with one channel has more of its lines in flight, with two it has fewer instructions, which
+    count where W > 4.
     """
     vec, columns = _columns(dim, 1 if width <= 4 else 2)
     per_sm = 8 // vec
@@ -79,11 +80,11 @@ def backward_tiles(batch: int, length: int, dim: int, width: int, itemsize: int)
     rows = 64 // (vec * itemsize)
     return Tiles(
         rows=rows,
-        slots=4 - vec,
+        stages=4 - vec,
         chunks=_chunks(length, tiles, rows),
         vec=vec,
         warpgroups=min(2, batch * tiles),
-        turns=max(1, min(128 * tiles // length, spare)),
+        tiles_each=max(1, min(128 * tiles // length, spare)),
     )
 
 

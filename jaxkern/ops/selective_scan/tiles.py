@@ -8,8 +8,8 @@ what is computed once per token and channel (step size, gate, output, their deri
 out to the S lanes: each owns one of the R · J values of a round of J = S / R steps, and what the
 others need of it passes through shared memory.
 
-:class:`Parts` are the blocks: a column of channels and a batch row for the whole sequence, or for a
-segment of it where columns are too few to fill the GPU, or do not fill it evenly.
+A block of the :class:`Grid` has a column, channels of a batch row, for the whole sequence, or for a
+part of it where columns are too few to fill the GPU, or do not fill it evenly.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ MAX_STATES = 384
 class Tile:
     """How a warpgroup's lanes share channels and states.
 
-    From the lowest digit, a lane's number is the last bit of that of its channels, its place among
+    From the lowest digit, a lane's number is the last bit of that of its channels, its number among
     the S lanes of a channel, the rest of the number of its channels among the warp's, and its warp.
-    So neighbours read the same B and C, and shared memory serves an access of 8 bytes in one turn
+    So neighbours read the same B and C, and shared memory serves an access of 8 bytes in one pass
     and not in two.
     """
 
@@ -83,7 +83,7 @@ class Tile:
         """From one of a lane's channels to the next.
 
         They are apart, and so are pairs of states: the compiler would read neighbours with one
-        access of 16 bytes, for which shared memory always takes four turns.
+        access of 16 bytes, for which shared memory always takes four passes.
         """
         return self.groups
 
@@ -207,87 +207,90 @@ def backward_tile(states: int) -> Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class Grid:
     """The blocks of a kernel: `columns` of channels and batch rows, each `units` of time long.
 
-    The first `whole` columns have one block each, the others one for each of their segments.
+    A unit is a chunk or, in the backward, what lies between two saved states. The first `whole`
+    columns have one block each, the others one for each of their parts.
     """
 
     columns: int
     units: int
     whole: int
-    length: int  # of a segment, in units; the last one may be shorter
-    pieces: int = 1  # in which the pass that finds what segments hand on works on a segment
+    length: int  # of a part, in units; the last one may be shorter
+    subparts: int = 1  # of a part, each with a block of its own in the pass that finds the carries
     halved: int = 0  # whole columns, the last, with two blocks of half the channels each
-    skipped: int = 0  # parts that have no blocks, the first
-    left_out: int = 0  # segments of a column that have no blocks, the last
+    skipped: int = 0  # blocks that are not there, the first
+    left_out: int = 0  # parts of a column that have no blocks, the last
 
     @classmethod
-    def cut(cls, columns: int, units: int, whole: int, segments: int, pieces: int = 1) -> "Parts":
-        """All but the first `whole` columns in `segments`, or less where that does as well."""
-        if segments == 1:
+    def cut(cls, columns: int, units: int, whole: int, parts: int, subparts: int = 1) -> "Grid":
+        """All but the first `whole` columns in `parts`, or less where that does as well."""
+        if parts == 1:
             return cls(columns, units, columns, units)
-        return cls(columns, units, whole, pieces * -(-units // (segments * pieces)), pieces)
+        return cls(columns, units, whole, subparts * -(-units // (parts * subparts)), subparts)
 
     @property
     def rest(self) -> int:
+        """Columns that are cut into parts."""
         return self.columns - self.whole
 
     @property
-    def segments(self) -> int:
-        """Of each of the other columns."""
+    def parts(self) -> int:
+        """Parts of each of these columns."""
         return -(-self.units // self.length) if self.rest else 1
 
     @property
     def count(self) -> int:
-        others = self.rest * (self.segments - self.left_out)
+        """Blocks of the kernel."""
+        others = self.rest * (self.parts - self.left_out)
         return self.whole + self.halved + others - self.skipped
 
-    def that_pass_on(self) -> "Parts":
-        """The pieces of all segments but one: what they pass on starts the others."""
-        length = self.length // self.pieces
-        return Parts(
-            self.columns, self.units, self.whole, length, skipped=self.whole, left_out=self.pieces
+    def of_carries(self) -> "Grid":
+        """The blocks that find carries: the subparts of all parts but one."""
+        length = self.length // self.subparts
+        return Grid(
+            self.columns, self.units, self.whole, length, skipped=self.whole, left_out=self.subparts
         )
 
-    def of_halves(self) -> "Parts":
-        """Those of the halved columns, in columns of half the channels."""
+    def of_halves(self) -> "Grid":
+        """The blocks of the halved columns, in columns of half the channels."""
         columns = 2 * self.columns
-        return Parts(columns, self.units, columns, self.units, skipped=self.whole - self.halved)
+        return Grid(columns, self.units, columns, self.units, skipped=self.whole - self.halved)
 
-    def sum(self, parts: jax.Array) -> jax.Array:
-        """(columns, ...) from (count, ...): the sums over segments."""
+    def sum(self, blocks: jax.Array) -> jax.Array:
+        """Sums the blocks' values, (count, ...), over parts: (columns, ...)."""
         if not self.rest:
-            return parts
-        others = parts[self.whole :].reshape(self.segments, self.rest, *parts.shape[1:]).sum(0)
-        return jnp.concatenate([parts[: self.whole], others])
+            return blocks
+        others = blocks[self.whole :].reshape(self.parts, self.rest, *blocks.shape[1:]).sum(0)
+        return jnp.concatenate([blocks[: self.whole], others])
 
-    def with_pieces(self) -> "Parts":
-        """With segments in pieces, where these are dealt out to the multiprocessors more evenly."""
+    def with_subparts(self) -> "Grid":
+        """Cuts parts into subparts where these fill the multiprocessors more evenly."""
 
-        def time(pieces: int) -> float:
-            blocks = pieces * self.rest * (self.segments - 1)
-            return -(-blocks // num_sms()) / pieces
+        def time(subparts: int) -> float:
+            blocks = subparts * self.rest * (self.parts - 1)
+            return -(-blocks // num_sms()) / subparts
 
         fits = [k for k in range(1, 5) if self.length >= 8 * k]
         best = min(fits, key=time, default=1)
         if best == 1 or time(best) > 0.9 * time(1):
             return self
-        return Parts.cut(self.columns, self.units, self.whole, self.segments, best)
+        return Grid.cut(self.columns, self.units, self.whole, self.parts, best)
 
 
-def forward_parts(columns: int, chunks: int, halves: bool) -> Parts:
+def forward_grid(columns: int, chunks: int, halves: bool) -> Grid:
     """How the forward cuts a sequence of `chunks`, if columns can be halved or not.
 
-    Segments cost a second pass of exponentials, so it does only where blocks are few, up to two for
-    a multiprocessor: more would not be faster. Where columns fill the multiprocessors and some are
+    Parts cost a second pass of exponentials, so it does only where blocks are few, up to two for a
+    multiprocessor: more would not be faster. Where columns fill the multiprocessors and some are
     left over, halves of these fill them once more.
     """
     if 4 * columns < 3 * num_sms():
-        segments = max(1, min(2 * num_sms() // columns, chunks // 2))
-        return Parts.cut(columns, chunks, 0, segments).with_pieces()
+        parts = max(1, min(2 * num_sms() // columns, chunks // 2))
+        return Grid.cut(columns, chunks, 0, parts).with_subparts()
     left = columns % num_sms()
-    whole = Parts.cut(columns, chunks, columns, 1)
+    whole = Grid.cut(columns, chunks, columns, 1)
     if halves and num_sms() <= columns and 2 * left <= num_sms():
         return dataclasses.replace(whole, halved=left)
     return whole
@@ -302,29 +305,29 @@ def backward_warpgroups(tile: Tile, channels: int, every: int) -> int:
     return 2 if even and tile.sums <= 4 and every >= 64 else 1
 
 
-def backward_parts(columns: int, units: int, warpgroups: int) -> Parts:
-    """The same for the backward, of which two warpgroups are resident on a multiprocessor.
+def backward_grid(columns: int, units: int, warpgroups: int) -> Grid:
+    """How the backward cuts a sequence, of which two warpgroups are resident on a multiprocessor.
 
-    The time is that of the waves of blocks, each as long as its segment, and of the pass that finds
-    what the segments hand on, a third of theirs. So columns that fill the GPU evenly stay whole.
+    The time is that of the waves of blocks, each as long as its part, and of the pass that finds
+    the parts' carries, a third of theirs. So columns that fill the GPU evenly stay whole.
     """
     resident = 2 // warpgroups * num_sms()
 
-    def time(parts: Parts) -> float:
-        waves = -(-parts.whole // resident)
-        waves += -(-parts.rest * parts.segments // resident) * parts.length / parts.units
-        handed = parts.rest * (parts.segments - 1) / parts.segments
-        return waves + handed / resident / 3
+    def time(grid: Grid) -> float:
+        waves = -(-grid.whole // resident)
+        waves += -(-grid.rest * grid.parts // resident) * grid.length / grid.units
+        carried = grid.rest * (grid.parts - 1) / grid.parts
+        return waves + carried / resident / 3
 
     if columns % resident == 0:
-        return Parts.cut(columns, units, columns, 1)
+        return Grid.cut(columns, units, columns, 1)
     counts = range(1, max(2, min(64, units // 2 + 1)))
     whole = columns - columns % resident
-    tried = [Parts.cut(columns, units, w, count) for w in (whole, 0) for count in counts]
+    tried = [Grid.cut(columns, units, w, count) for w in (whole, 0) for count in counts]
     # A part also takes memory: a few per cent of the time for fewer, where that counts.
     most = min(map(time, tried)) * (1.04 if warpgroups > 1 else 1.0)
-    fewest = min((parts for parts in tried if time(parts) <= most), key=lambda parts: parts.count)
-    return fewest.with_pieces()
+    fewest = min((grid for grid in tried if time(grid) <= most), key=lambda grid: grid.count)
+    return fewest.with_subparts()
 
 
 def tile_chunks(most: int) -> int:

@@ -45,9 +45,10 @@ from jaxkern.core.arguments import check_floating, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.ops import segments
-from jaxkern.ops.linear_scan.kernels import launch_bwd, launch_fwd
+from jaxkern.ops.linear_scan.backward import launch_bwd
+from jaxkern.ops.linear_scan.forward import launch_fwd
 from jaxkern.ops.linear_scan.reference import linear_scan_reference, reference_bwd, reference_fwd
-from jaxkern.ops.linear_scan.tiling import Options
+from jaxkern.ops.linear_scan.tiles import Options
 
 
 @overload
@@ -66,15 +67,7 @@ def linear_scan(
 
 @overload
 def linear_scan(
-    a: jax.Array,
-    b: jax.Array,
-    *,
-    initial_state: jax.Array | None = None,
-    return_final_state: Literal[True],
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    reverse: bool = False,
-    implementation: Implementation | None = None,
+    *args: Any, return_final_state: Literal[True], **options: Any
 ) -> tuple[jax.Array, jax.Array]: ...
 
 

@@ -13,19 +13,19 @@ class Tiles:
 
     Attributes:
       steps: of time that are copied to shared memory at once, and from one saved state to the next.
-      fwd_slots: of `steps` steps on their way through shared memory, per block of the forward.
-      bwd_slots: the same for the backward.
+      fwd_stages: of `steps` steps on their way through shared memory, per block of the forward.
+      bwd_stages: the same for the backward.
       parts: that the sequence is cut into; ``None`` for what the cost model finds.
     """
 
     steps: int
-    fwd_slots: int = 3
-    bwd_slots: int = 3
+    fwd_stages: int = 3
+    bwd_stages: int = 3
     parts: int | None = None
 
     def __post_init__(self) -> None:
         assert self.steps >= 1, self
-        assert min(self.fwd_slots, self.bwd_slots) >= 2, self
+        assert min(self.fwd_stages, self.bwd_stages) >= 2, self
 
 
 def tiles(a: Any, b: Any) -> Tiles:

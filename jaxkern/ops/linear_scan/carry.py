@@ -1,0 +1,131 @@
+"""The carries of the parts of a sequence, so that all parts can be worked on at once.
+
+A first kernel finds, for every part, the state after it if nothing comes in, and the product of its
+a. Every block of the main kernel folds the parts before its own (in the backward: after it) into
+the state that it starts from.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern.ops.linear_scan.blocks import PART, Scan
+
+_FOLD = 8
+"""Parts whose carries are loaded together, to wait for memory once."""
+
+
+def launch_carry(
+    scan: Scan, name: str, a: Any, x: Any, initial: Any, entered: Any, *, transposed: bool
+) -> dict[str, Any]:
+    """The carry of every part, (parts − 1, B, D) in fp32; of one part alone there is none.
+
+    Forward, of all parts but the last; transposed, of all but the first.
+    """
+    if scan.parts == 1:
+        return {"product": None, "state": None}
+    carry = jax.ShapeDtypeStruct((scan.parts - 1, scan.batch, scan.dim), jnp.float32)
+    ins = {"a": a, "x": x, "entered": entered, "initial": initial}
+    outs = {"product": carry, "state": carry}
+    kernel = _transposed_carry_kernel if transposed else _carry_kernel
+    return scan.launch(name, kernel, scan.parts - 1, ins, outs)
+
+
+def _carry_kernel(scan: Scan, refs: Any, smem: Any) -> None:
+    batch, channels = scan.block()
+    part, first, _, count = _part(scan, skipped=0)
+
+    def step(entered, a, x, state):
+        return a * scan.begun(entered, refs.initial, state) + x
+
+    ranges = [(count, _steps(scan, smem, scan.steps, step))]
+    carry = scan.stream(refs, smem, lambda i: first + i, ranges, _nothing(scan))
+    refs.product[part, batch, channels], refs.state[part, batch, channels] = carry
+
+
+def _transposed_carry_kernel(scan: Scan, refs: Any, smem: Any) -> None:
+    batch, channels = scan.block()
+    part, first, _, count = _part(scan, skipped=1)
+
+    def step(entered, a, x, state):
+        return scan.begun(entered, None, a * (state + x))
+
+    tails = count - scan.range(part + 1)[1]
+    ranges = [(count, _steps(scan, smem, scan.steps, step, backwards=True))]
+    if scan.tail:
+        ranges.insert(0, (tails, _steps(scan, smem, scan.tail, step, backwards=True)))
+    chunk = lambda i: first + count - 1 - i
+    carry = scan.stream(refs, smem, chunk, ranges, _nothing(scan))
+    refs.product[part, batch, channels], refs.state[part, batch, channels] = carry
+
+
+def _part(scan: Scan, skipped: int) -> tuple[Any, ...]:
+    """The number of this block's carry, and the chunks of its part; the first parts are skipped."""
+    number = lax.axis_index(PART)
+    return number, *scan.range(number + skipped)
+
+
+def _nothing(scan: Scan) -> tuple[jax.Array, jax.Array]:
+    """The carry of no steps."""
+    return scan.zeros() + 1.0, scan.zeros()
+
+
+def _steps(
+    scan: Scan, smem: Any, valid: int, next_state: Callable[..., Any], backwards: bool = False
+) -> Callable[..., Any]:
+    """Advances the product of a and the state over the last `valid` steps of a chunk."""
+
+    def body(c, stage, carry):
+        del c
+
+        def step(row, carry):
+            product, state = carry
+            a, x = (scan.load(ref.at[stage, row]) for ref in (smem.a, smem.x))
+            entered = scan.entered(smem, stage, row)
+            state = next_state(entered, a, x, state)
+            after = scan.multiply(product, a)
+            if scan.packed:
+                after = jnp.where(product != product, product, after)
+            return _forgotten(scan, entered, after), state
+
+        return scan.loop(valid, step, carry, backwards=backwards)
+
+    return body
+
+
+def _forgotten(scan: Scan, entered: Any, product: jax.Array) -> jax.Array:
+    """The product of a over some steps: NaN, and so to the end, where a segment began.
+
+    It hides no product that is NaN: the state is NaN then, too.
+    """
+    if entered is None:
+        return product
+    return scan.where(entered < 0, product, scan.zeros() + float("nan"))
+
+
+def _decayed(scan: Scan, product: jax.Array, state: jax.Array) -> jax.Array:
+    """product · state; 0 where a segment began in between, whatever the state is."""
+    after = scan.multiply(product, state)
+    return jnp.where(product != product, scan.zeros(), after) if scan.packed else after
+
+
+def fold(scan: Scan, refs: Any, count: Any, index: Callable[[Any], Any], state: Any) -> Any:
+    """`state` after the parts ``index(0)`` … ``index(count − 1)``, in that order."""
+    batch, channels = scan.block()
+    carries = refs.product, refs.state
+
+    def group(g, state):
+        order = [g * _FOLD + k for k in range(_FOLD)]
+        loaded = []
+        for i in order:
+            s = index(jnp.minimum(i, count - 1))
+            loaded.append([scan.load(ref.at[s, batch, channels]) for ref in carries])
+        for i, (product, passed) in zip(order, loaded, strict=True):
+            valid = scan.zeros() + jnp.where(i < count, 1.0, 0.0)
+            state = jnp.where(valid > 0, passed + _decayed(scan, product, state), state)
+        return state
+
+    return lax.fori_loop(0, (count + _FOLD - 1) // _FOLD, group, state)
