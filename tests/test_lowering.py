@@ -409,3 +409,22 @@ def test_a_gpu_of_an_unknown_generation_gets_plain_jax_unless_the_user_asks():
         with pytest.warns(UserWarning, match=r"Z1 has compute capability 14.0, .*plain JAX runs"):
             assert "mosaic_gpu" not in norm_text(unknown)
         assert "mosaic_gpu" in norm_gradients("mosaic")
+
+
+@pytest.mark.parametrize("gpu", ["b200", "rtx-pro-6000"])
+def test_products_are_left_to_xla_where_tensor_cores_are_others(gpu):
+    x, w = jnp.ones((8192, 4096), jnp.bfloat16), jnp.ones((4096, 14336), jnp.bfloat16)
+
+    def text(implementation):
+        def loss(*arrays):
+            out = jaxkern.gated_linear_unit(*arrays, implementation=implementation)
+            return jnp.sum(out.astype(jnp.float32))
+
+        with jaxkern.lowering_for(gpu):
+            return lower(jax.grad(loss, (0, 1, 2)), x, w, w).as_text()
+
+    called = kernel_calls(text(None))
+    assert called
+    assert all("gated_silu_bwd" in line for line in called)
+    with pytest.raises(NotImplementedError, match=r"gated_fwd: .*wgmma, which Hopper alone.*xla"):
+        text("mosaic")

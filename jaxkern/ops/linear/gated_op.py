@@ -43,7 +43,13 @@ from jaxkern.ops.gated import gated_backward
 from jaxkern.ops.linear import gated_products as products
 from jaxkern.ops.linear import op
 from jaxkern.ops.linear.gated_products import GatedOptions
-from jaxkern.ops.linear.products import Options, bias_gradient, check_accumulator, unsupported
+from jaxkern.ops.linear.products import (
+    Options,
+    bias_gradient,
+    check_accumulator,
+    unfit_for_gpu,
+    unsupported,
+)
 
 
 @public_op
@@ -284,6 +290,7 @@ FORWARD = KernelPass(
     kernel=products.kernel_forward,
     reference=products.reference_forward,
     faster=products.faster_forward,
+    unfit=unfit_for_gpu,
     ins=_arguments,
     outs=lambda options: ("... n", f"... {_columns(options)[0]}", "... n"),
     whole=lambda options: _columns(options)[1] + ("" if options.save else " k"),
@@ -295,6 +302,7 @@ SLOPES = KernelPass(
     kernel=products.kernel_slopes,
     reference=products.reference_slopes,
     faster=products.faster_slopes,
+    unfit=unfit_for_gpu,
     ins=lambda options: (*_arguments(options), "... n"),
     outs=lambda options: (f"... {_columns(options)[0]}", "... n"),
     whole=lambda options: f"k {_columns(options)[1]}",
@@ -304,6 +312,7 @@ DX = KernelPass(
     kernel=products.kernel_dx,
     reference=products.reference_dx,
     faster=products.faster_dx,
+    unfit=unfit_for_gpu,
     ins=("... n", "... n", "k n", "k n"),
     outs=("... k",),
     partial=Partial(
@@ -316,6 +325,7 @@ DWEIGHTS = KernelPass(
     kernel=products.kernel_dweights,
     reference=products.reference_dweights,
     faster=products.faster_dweights,
+    unfit=unfit_for_gpu,
     ins=("... k", "... n", "... n"),
     outs=("k n", "k n"),
     partial=Partial(
@@ -330,6 +340,7 @@ ACCUMULATE = KernelPass(
     kernel=products.kernel_accumulate,
     reference=products.reference_accumulate,
     faster=products.faster_accumulate,
+    unfit=unfit_for_gpu,
     ins=("k n", "k n", "... k", "... n", "... n"),
     outs=("k n", "k n"),
     partial=Partial(

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxkern.core import target
 from jaxkern.core.arguments import check_array, unfit
 from jaxkern.core.dispatch import Mode
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
@@ -293,6 +294,15 @@ def _sharding(a: Any, b: Any, over_a: int, over_b: int) -> Any:
         )
     )
     return None if split is None else NamedSharding(mesh, PartitionSpec(*spec_a, *spec_b))
+
+
+def unfit_for_gpu(options: Any, *types: Any) -> str | None:
+    """Why the kernels cannot run on the GPU that a program is lowered for."""
+    del options, types
+    gpu = target.current()
+    if gpu is None or gpu.capability == (9, 0):
+        return None
+    return f"its kernels multiply by wgmma, which Hopper alone has, and this is for {gpu}"
 
 
 def unsupported(**arrays: Any) -> str | None:
