@@ -1,4 +1,4 @@
-"""Blocks of a cluster send each other bytes, and wait for them; not for Pallas's interpreter."""
+"""Stores from one block of a cluster to others, and waits for them; not for the interpreter."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ def start_arrivals(refs: Sequence[Any]) -> None:
 
 
 def expect_arrivals(ref: Any, nbytes: int) -> None:
-    """Says how many bytes this block gets in this round."""
+    """Sets how many bytes this block receives in this round."""
 
     @inline_mlir(REF)
     def expect(ref: Any) -> None:
@@ -49,10 +49,10 @@ def expect_arrivals(ref: Any, nbytes: int) -> None:
 def send_in_cluster(
     ref: Any, arrivals: Any, offsets: LaneOffsets, value: jax.Array, *, parts: int, blocks: int
 ) -> None:
-    """Writes `value` (LANES,), fp32, to the shared memory of all `blocks` of a cluster.
+    """Stores `value` (LANES,), fp32, to the shared memory of all `blocks` of a cluster.
 
-    Lane l of each warp writes 4 bytes to block ⌊l / parts⌋ while there is one, at its offset in
-    that block's `ref`, and they count in that block's `arrivals`.
+    Lane l of each warp stores 4 bytes to block ⌊l / parts⌋ while there is one, at its offset in
+    that block's `ref`, which that block's `arrivals` counts.
     """
 
     @inline_mlir(REF, REF, ROW)

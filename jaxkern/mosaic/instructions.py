@@ -71,7 +71,7 @@ def _one_instruction(name: str, x: jax.Array, layout: Any) -> jax.Array:
 
 
 def multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    """The upper and the lower 32 bits of a · b, of an array (LANES,), uint32."""
+    """Multiplies an array (LANES,), uint32, by `b`: the upper and the lower 32 bits."""
     if interpreted():
         return lax.mulhi(a, jnp.full_like(a, b)), a * jnp.uint32(b)
     row = row_type(1, np.uint32)
@@ -89,7 +89,7 @@ def multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
 
 
 def widened(values: jax.Array, layout: Any) -> jax.Array:
-    """`values`, bf16 in `layout`, as fp32: an instruction an element, not one and a half."""
+    """Converts `values`, bf16 in `layout`, to fp32 by one instruction an element, not 1.5."""
     if interpreted():
         return values.astype(jnp.float32)
 
@@ -109,9 +109,9 @@ def widened(values: jax.Array, layout: Any) -> jax.Array:
 
 
 def computed_here(values: jax.Array, layout: Any) -> jax.Array:
-    """`values`, fp32 in `layout`, computed before the barriers that follow.
+    """Has `values`, fp32 in `layout`, computed before the barriers that follow.
 
-    The compiler would put off what is first used after them, and keep what it is computed from.
+    The compiler would delay what is first used after them, and keep its operands in registers.
     """
     if interpreted():
         return values
@@ -127,7 +127,7 @@ def computed_here(values: jax.Array, layout: Any) -> jax.Array:
 
 
 def unknown_zero() -> jax.Array:
-    """0, which the compiler does not know: what is read at an index plus it is read again."""
+    """A zero that the compiler cannot know: what is loaded at an index plus it is loaded again."""
     if interpreted():
         return jnp.zeros((), jnp.int32)
 
@@ -141,9 +141,9 @@ def unknown_zero() -> jax.Array:
 
 
 def once_read(values: Any) -> Any:
-    """`values` once they are there.
+    """Waits for `values` that are being loaded.
 
-    A value that is loaded before a loop and used in it would be waited for in every round, together
-    with the round's own loads.
+    A value that is loaded before a loop and used in it would be waited for in every step, together
+    with the step's own loads.
     """
     return jax.tree.map(lambda v: v + 0.0, values)

@@ -1,4 +1,4 @@
-"""What lanes of a warpgroup read, write, add up and wait for."""
+"""Loads, stores, sums and barriers of the lanes of a warpgroup."""
 
 import dataclasses
 import functools
@@ -36,16 +36,17 @@ from jaxkern.mosaic.registers import (
 
 @dataclasses.dataclass(frozen=True)
 class LaneOffsets:
-    """Where each lane of a warpgroup reads or writes, as a number whose digits are the lane's.
+    """The offset, in elements, at which each lane of a warpgroup loads or stores.
 
-    Lane l is `start` elements, and the sum over `digits`, (divisor, size, stride), of (⌊l /
-    divisor⌋ mod size) · stride, from the beginning; divisor and size are powers of two.
+    Lane l has the offset `start` plus the sum over `digits`, (divisor, size, stride), of (⌊l /
+    divisor⌋ mod size) · stride; divisor and size are powers of two.
     """
 
     digits: tuple[tuple[int, int, int], ...] = ()
     start: int = 0
 
     def of_lanes(self) -> jax.Array:
+        """(LANES,): those of all lanes, for the interpreter."""
         lanes = jnp.arange(LANES)
         digits = (
             ((lanes >> (d.bit_length() - 1)) & (size - 1)) * stride
@@ -54,7 +55,7 @@ class LaneOffsets:
         return sum(digits, jnp.full_like(lanes, self.start))
 
     def of_this_lane(self) -> Any:
-        """The same in a kernel's MLIR, as an i32."""
+        """That of this lane, an i32 in a kernel's MLIR."""
         total, lane = i32(self.start), mgpu_utils.thread_idx()
         for divisor, size, stride in self.digits:
             digit = arith.shrui(lane, i32(divisor.bit_length() - 1))
@@ -63,7 +64,7 @@ class LaneOffsets:
         return total
 
     def vector(self, count: int, itemsize: int) -> int:
-        """Elements that one access may take of `count` in a row, if the reference is aligned."""
+        """How many of `count` neighbours one access may take, if the reference is aligned."""
         strides = [stride for _, size, stride in self.digits if size > 1]
         return math.gcd(VECTOR_BYTES // itemsize, count, self.start, *strides)
 
@@ -75,14 +76,14 @@ def load_lanes(
     *,
     volatile: bool = False,
 ) -> list[jax.Array]:
-    """What each lane reads: `count` neighbouring elements, from its offset on.
+    """Loads `count` neighbouring elements into each lane, from its offset on.
 
     Args:
       ref: contiguous, in shared or global memory, fp32, bf16 or fp16; it and the offsets are
         aligned for the widest access that `count` and the strides allow.
-      offsets: of each lane, in elements.
+      offsets: of each lane.
       count: elements of a lane.
-      volatile: read again even what was read before, and what follows from it is computed again.
+      volatile: whether to read again what was read before, and compute again what follows from it.
 
     Returns:
       `count` arrays (LANES,), fp32.
@@ -112,7 +113,7 @@ def load_lanes(
 
 
 def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> None:
-    """Writes what :func:`load_lanes` would read; lanes with equal offsets have equal values."""
+    """Stores what :func:`load_lanes` would load; lanes with equal offsets have equal values."""
     if interpreted():
         flat = ref[...].reshape(-1)
         for i, value in enumerate(values):
@@ -137,37 +138,37 @@ def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> 
 
 
 def sync_warp() -> None:
-    """Lanes of a warp see what the others wrote to shared memory before."""
+    """Waits for the warp's other lanes, whose stores to shared memory are then visible."""
     if not interpreted():
         inline_mlir()(mgpu_utils.warp_barrier)()
 
 
 def sync_warpgroup() -> None:
-    """Lanes of a warpgroup wait for each other."""
+    """Waits for the warpgroup's other lanes."""
     if not interpreted():
         inline_mlir()(mgpu_utils.warpgroup_barrier)()
 
 
 def sync_block() -> None:
-    """All warpgroups of a block wait for each other. Not for Pallas's interpreter."""
+    """Waits for the block's other warpgroups. Not for Pallas's interpreter."""
     ptx("bar.sync 0;")
 
 
 def sum_lanes(
     values: Sequence[jax.Array], distances: Sequence[int], *, swapped: int = 0
 ) -> list[jax.Array]:
-    """The sums of each of `values` over lanes at `distances`, powers of two, in their order.
+    """Sums each of `values` over lanes at `distances`, powers of two, by butterfly shuffles.
 
-    With several values a step halves those that a lane holds: it keeps the one half, sends the
-    other to its partner and adds what comes back, so that 8 values over 8 lanes take 7 shuffles and
-    not 24. The last value goes to and fro. The order of the additions is fixed.
+    With several values a step halves those that a lane holds: it keeps one half, sends the other to
+    its partner and adds what it gets, so that 8 values over 8 lanes take 7 shuffles and not 24. A
+    single value is exchanged and added. The order of the additions is fixed.
 
-    The choice of what to keep takes two selections a value. It takes none at the first `swapped`
-    distances, where the lanes with that bit set have the halves of their values swapped.
+    To choose what it keeps takes a lane two selections a value. It takes none at the first
+    `swapped` distances, where the lanes with that bit set have the halves of `values` swapped.
 
     Returns:
-      The values left, V / 2^len(distances) of V but at least one. Of the first distance the lanes
-      with that bit set hold the later half, and so on.
+      The sums that a lane holds in the end, V / 2^len(distances) of V values but at least one. At
+      each distance the lanes with that bit set keep the later half.
     """
     if not distances:
         return list(values)
@@ -205,10 +206,14 @@ def sum_lanes(
 
 
 def sum_in_lanes(values: Sequence[jax.Array], vec: int) -> jax.Array:
-    """(LANES,): the sum of what each lane holds of `values`, fp32, in ``WG_STRIDED`` by `vec`.
+    """(LANES,): sums the elements of `values` that each lane holds.
 
-    Elements are added one after the other, in two strands, as products among them then are fused
-    with their additions.
+    Every second element is added up apart from the others, one after the other: products among
+    them are then fused with the additions.
+
+    Args:
+      values: fp32, in ``WG_STRIDED`` by `vec`.
+      vec: neighbouring elements of a lane.
     """
     if interpreted():
         return sum((v.reshape(-1, LANES, vec).sum((0, 2)) for v in values), jnp.zeros(LANES))
@@ -222,9 +227,9 @@ def sum_in_lanes(values: Sequence[jax.Array], vec: int) -> jax.Array:
 
 
 def squares_in_lanes(values: Sequence[jax.Array], center: jax.Array, vec: int) -> jax.Array:
-    """(LANES,): the sum of squares of what differs from the lane's `center` (LANES,).
+    """(LANES,): sums the squares of each lane's differences to its `center` (LANES,).
 
-    Of `values` as for :func:`sum_in_lanes`.
+    `values` are as for :func:`sum_in_lanes`.
     """
     if interpreted():
         held = jnp.concatenate([v.reshape(-1, LANES, vec) for v in values])
@@ -246,7 +251,7 @@ def _all_elements(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _sum_in_two_strands(values: list[Any]) -> Any:
-    """The sum of every second value and of the others, added; a lane's row of it."""
+    """Sums every second value, and the others, and adds the two; as a row of the lanes' sums."""
     add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
     strands = [functools.reduce(add, values[i::2]) for i in range(min(2, len(values)))]
     return fragmented(functools.reduce(arith.addf, strands))
@@ -266,7 +271,7 @@ def alternate_lanes(even: jax.Array, odd: jax.Array) -> jax.Array:
 
 
 def join_lanes(parts: Sequence[jax.Array]) -> jax.Array:
-    """(LANES · n,) of n arrays (LANES,), fp32 or uint32: those of a lane next to each other."""
+    """Joins n arrays (LANES,), fp32 or uint32, to (LANES · n,): a lane's values side by side."""
     if interpreted():
         return jnp.stack(parts, axis=1).reshape(-1)
     dtype = parts[0].dtype
@@ -292,7 +297,7 @@ def uniform(value: jax.Array) -> jax.Array:
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Writes an array of any layout, however few bytes a lane has; JAX 0.12 wants to be told."""
+    """Stores an array of any layout, however few bytes a lane has: JAX 0.12 must be told."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -300,5 +305,6 @@ def store(ref: Any, value: jax.Array) -> None:
 
 
 def pointer_of_lane(ref: Any, offsets: LaneOffsets) -> Any:
+    """This lane's pointer into `ref`, in a kernel's MLIR."""
     dtype = ir.MemRefType(ref.type).element_type
     return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [offsets.of_this_lane()], dtype)

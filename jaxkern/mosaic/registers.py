@@ -1,4 +1,4 @@
-"""Code written in MLIR: how a kernel calls it, and how it reads and makes a lane's registers."""
+"""Inline MLIR: how a kernel calls it, and how it reads and makes a lane's registers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,7 +44,7 @@ def laid_out(row: jax.Array) -> jax.Array:
 
 
 def inline_mlir(*arg_types: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function that writes MLIR one that a kernel calls; not for Pallas's interpreter.
+    """Decorates a function that emits MLIR, for a kernel to call; not for Pallas's interpreter.
 
     Args:
       *arg_types: of each argument: :data:`REF`, or the layout of an array or a scalar.
@@ -65,11 +65,12 @@ def inline_mlir(*arg_types: Any, returns: Any = None) -> Callable[[Callable[...,
 def map_registers(
     convert: Callable[[Any], Sequence[Any]], values: jax.Array, layout: Any
 ) -> jax.Array:
-    """fp32 of the shape of `values`, which are in `layout`.
+    """Converts each register of `values` to fp32.
 
     Args:
-      convert: from a register, an MLIR vector, to as many fp32 values.
-      values, layout: as said.
+      convert: takes a register, an MLIR vector, and gives as many fp32 values.
+      values: in `layout`, which the result has, too.
+      layout: of Mosaic.
     """
     result = plgpu.ShapeDtypeStruct(values.shape, np.dtype(np.float32), layout=layout)
 
@@ -86,7 +87,7 @@ def map_registers(
 
 
 def fragmented(*scalars: Any, signed: bool | None = None) -> Any:
-    """Scalars of each lane as a row; of integers, whether they are signed."""
+    """Makes a row of each lane's scalars; `signed` says it of integers."""
     count = len(scalars)
     register = vector.from_elements(ir.VectorType.get((count,), scalars[0].type), list(scalars))
     return mgpu.FragmentedArray(

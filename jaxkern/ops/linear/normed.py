@@ -1,7 +1,7 @@
-"""A norm and the linear layer behind it, with nothing of the norm's result kept.
+"""A norm and the linear layer after it, without the norm's result among the residuals.
 
-Saved for the backward: the arguments. It normalises again, in one pass over x (2 tensors), for the
-weight's gradient; the norm and the products are those of their own ops.
+Saved for the backward: the arguments. It normalises again, which reads x and writes the result
+once more, for the weight's gradient. The norm and the products are those of their own ops.
 """
 
 from typing import Any

@@ -380,7 +380,7 @@ def _check_group_size(group_size: Any, n: int) -> int:
 
 
 def _slower(n: int) -> str | None:
-    """Why XLA is faster than the kernels for rows or groups of `n`."""
+    """Says why XLA is faster than the kernels for rows or groups of `n`."""
     if n < LANES:
         return f"rows of {n} elements, fewer than {LANES}, are not measured faster in the kernel"
     return None

@@ -1,7 +1,7 @@
-"""What happens to an element before and after its row's statistics, forward and backward.
+"""The arithmetic of an element before and after its row's statistics, forward and backward.
 
-Functions of fp32 arrays, for the kernels and for plain JAX; an absent array is None. `of` is
-what curves are made of.
+Functions of fp32 arrays, for the kernels and for plain JAX; an absent array is None. `of` is the
+:class:`~jaxkern.ops.curves.Functions` that curves are made of.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxkern.ops.curves import CURVES, Functions, curve_value
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is computed, and by whom.
+    """The static options of both passes.
 
     Attributes:
       op: the public function, for the kernels' names.
@@ -47,7 +47,7 @@ class Options:
 
 
 def gated_input(options: Options, h: Any, gate: Any, of: Functions) -> Any:
-    """v, what is normalised."""
+    """v, which is normalised."""
     if gate is None or options.norm_before_gate:
         return h
     return h * curve_value(options.gate_activation, gate, of)
@@ -62,7 +62,7 @@ def gated_input_backward(options: Options, h: Any, gate: Any, dv: Any, of: Funct
 
 
 def output(options: Options, xhat: Any, scale: Any, bias: Any, gate: Any, of: Functions) -> Any:
-    """From x̂ to the result."""
+    """The result from x̂."""
     out = affine(xhat, scale, bias)
     if options.activation is not None:
         out = curve_value(options.activation, out, of)
