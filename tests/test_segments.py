@@ -23,7 +23,7 @@ from jaxkern.ops.linear_scan import op as linear_op
 from jaxkern.ops.linear_scan.tiles import Options, Tiles
 from jaxkern.ops.selective_scan import backward, forward
 from jaxkern.ops.selective_scan import tiles as tiles_of
-from tests import check, test_causal_conv1d, test_linear_scan, test_selective_scan
+from tests import check, selective_scan, test_causal_conv1d, test_linear_scan
 
 BATCH, LENGTH, COUNT = 3, 21, 4
 CHANNELS = 8  # where they are split over devices
@@ -99,7 +99,7 @@ def conv_oracle(x, weight, bias, state, dout, dfinal):
 
 
 def selective_arrays(length=LENGTH, dim=5, dtype="float32", states=3, batch=BATCH):
-    *arrays, _ = test_selective_scan.inputs_and_state(batch, length, dim, states, dtype)
+    *arrays, _ = selective_scan.inputs_and_state(batch, length, dim, states, dtype)
     own = np.random.default_rng(1).normal(size=(batch, COUNT, dim, states))
     return (*arrays, jnp.asarray(own.astype("float32")))
 
@@ -115,7 +115,7 @@ OPS = {
     "selective_scan": Packable(
         selective,
         selective_arrays,
-        test_selective_scan.oracle,
+        selective_scan.oracle,
         (True, True, False, True, True, False, True, False),
     ),
     "causal_conv1d": Packable(conv, conv_arrays, conv_oracle, (True, False, False)),

@@ -62,18 +62,23 @@ _MAX_SEGMENTS = 1 << 15
 """The numbers of two states fit into one int32."""
 
 
-def states_shape(batch: int, num_segments: int | None, *state: int) -> tuple[int, ...]:
-    """Of initial and final states: one for a row, or one for each of its segments."""
-    return (batch, *(() if num_segments is None else (num_segments,)), *state)
+def check_states(
+    states: jax.Array, batch: int, num_segments: int | None, state: tuple[int, ...], meaning: str
+) -> None:
+    """Checks the shape of initial states: one of shape `state` for a row, or for each segment.
 
-
-def states_remedy(initial_state: jax.Array, ndim: int) -> str:
-    """What to do about an initial state of a wrong shape, where `ndim` is that of a right one."""
-    if initial_state.ndim == ndim + 1:
-        return ". For a state of every segment, give num_segments and segment_ids"
-    if initial_state.ndim == ndim - 1:
-        return ". For one state of a row, leave num_segments out"
-    return ""
+    `meaning` puts the shape in words: ``"(B, D) of a"``.
+    """
+    lead = (batch,) if num_segments is None else (batch, num_segments)
+    shape, remedy = (*lead, *state), ""
+    if states.ndim == len(shape) + 1:
+        remedy = ". For a state of every segment, give num_segments and segment_ids"
+    elif states.ndim == len(shape) - 1:
+        remedy = ". For one state of a row, leave num_segments out"
+    if states.shape != shape:
+        raise ValueError(
+            f"initial_state must have shape {shape} = {meaning}; got {states.shape}{remedy}"
+        )
 
 
 def begins(ids: jax.Array) -> jax.Array:

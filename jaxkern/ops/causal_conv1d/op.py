@@ -258,14 +258,8 @@ def _check_initial_state(state: Any, batch: int, count: int | None, width: int, 
     if state is None:
         return None
     state = check_floating("initial_state", state)
-    shape = segments.states_shape(batch, count, width - 1, dim)
-    if state.shape != shape:
-        lead = "(B, " if count is None else "(B, S, "
-        remedy = segments.states_remedy(state, len(shape))
-        raise ValueError(
-            f"initial_state must have shape {shape} = {lead}W - 1, D) of x and weight; "
-            f"got {state.shape}{remedy}"
-        )
+    meaning = f"{'(B, ' if count is None else '(B, S, '}W - 1, D) of x and weight"
+    segments.check_states(state, batch, count, (width - 1, dim), meaning)
     return state
 
 

@@ -20,14 +20,10 @@ gradient sees h rounded to 16 bits.
 Bytes per element, in units of its size: 3 forward (read a and b, write h), 5 backward (read a, b
 and dout, write da and db), and 1/16 for the states. With 2 operations per element forward and 5
 backward, both passes wait for memory alone. Where batch rows and channels are too few to fill the
-GPU, the sequence is cut into parts, at 2 more: at most 60% and 71% of the copy bandwidth are of
-use then.
+GPU, the sequence is cut into parts, at 2 more in either pass.
 
-On an H200 (bf16, JAX 0.11.2) the forward runs at 96% of the copy bandwidth at (8, 2048, 2048) and
-94% at (4, 4096, 5120), the backward at 81%. A Triton kernel with ``tl.associative_scan``
-(jax-triton 0.3.1, Triton 3.6) reached 46% and 42% forward, in fp32 87% where this one has 93%, and
-11% at (1, 65536, 1024) where this one has 56%; it was ahead where this one has to pad: 38 against
-94 µs at (64, 2048, 64), 61 against 103 at (8, 2048, 1023). So there is no Triton implementation.
+There is no Triton implementation: one with ``tl.associative_scan`` was ahead only where channels
+have to be padded here.
 
 Sources: Blelloch, Prefix Sums and Their Applications, 1990; Smith, Warrington and Linderman,
 Simplified State Space Layers for Sequence Modeling, 2022, arXiv:2208.04933.
@@ -193,13 +189,8 @@ def _check_initial_state(initial_state: Any, a: Any, b: Any, num_segments: int |
     if initial_state is None:
         return None
     initial_state = _check_inexact("initial_state", initial_state)
-    shape = segments.states_shape(a.shape[0], num_segments, a.shape[2])
-    if initial_state.shape != shape:
-        meaning = "(B, D) of a" if num_segments is None else "(B, S, D) of a and num_segments"
-        remedy = segments.states_remedy(initial_state, len(shape))
-        raise ValueError(
-            f"initial_state must have shape {shape} = {meaning}; got {initial_state.shape}{remedy}"
-        )
+    meaning = "(B, D) of a" if num_segments is None else "(B, S, D) of a and num_segments"
+    segments.check_states(initial_state, a.shape[0], num_segments, a.shape[2:], meaning)
     _check_complex("initial_state", initial_state, b)
     return initial_state
 

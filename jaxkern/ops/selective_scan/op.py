@@ -30,11 +30,9 @@ each block of channels (64 at N = 16, or 128 where k is 64 or more), 8·N/64 byt
 
 Per element of x the forward takes N exponentials and 3 operations of the same unit for softplus and
 gate, the backward 2·N and 4, for it computes the decays of a chunk twice. At N = 16 a warp takes 74
-and 205 instructions for a step of 16 channels. On an H200 (16 exponentials and 4 instructions per
-clock and multiprocessor, 1.97 GHz) the unit's limits at (8, 2048, 2048, 16) are 0.15 and 0.29 ms,
-the instructions' 0.15 and 0.41, and the memory needs 0.06 and 0.17; the kernels take 0.23 and 0.60.
+and 205 instructions for a step of 16 channels, so that the instructions are the limit, not memory.
 Where batch rows and channels are too few to fill the GPU, or do not fill it evenly, sequences are
-cut into segments, at N exponentials more, an eighth of which are polynomials.
+cut into parts, at N exponentials more, an eighth of which are polynomials.
 
 Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
 arXiv:2312.00752.
@@ -51,7 +49,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, gather, match_primal, match_sharding, named
+from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
 from jaxkern.ops import segments
 from jaxkern.ops.selective_scan.backward import launch_bwd
 from jaxkern.ops.selective_scan.forward import launch_fwd
@@ -59,6 +57,8 @@ from jaxkern.ops.selective_scan.reference import (
     CHUNK,
     DEFAULT_CHECKPOINT_EVERY,
     Options,
+    by_group,
+    join_channels,
     reference_bwd,
     reference_fwd,
     selective_scan_reference,
@@ -221,7 +221,7 @@ def selective_scan(
     limit = _check_dt_limit(dt_limit)
     mode = resolve(implementation, _unsupported((*args, initial_state)), op="selective_scan")
     options = Options(bool(dt_softplus), limit, bool(return_final_state), every, mode, count)
-    grouped = (*_by_group((*args, initial_state)), keep, crossed)
+    grouped = (*by_group((*args, initial_state)), keep, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, options)
     elif count is None:
@@ -229,8 +229,8 @@ def selective_scan(
     else:
         out, final = named("selective_scan", PLAIN(options, *grouped))
         out = match_sharding(out, grouped[0])
-    out = _join_channels(out, 2)
-    return (out, _join_channels(final, final.ndim - 3)) if options.final else out
+    out = join_channels(out, 2)
+    return (out, join_channels(final, final.ndim - 3)) if options.final else out
 
 
 @public_op
@@ -290,8 +290,8 @@ def selective_scan_step(
     state = check_array("state", state, (args[0].shape[0], *args[2].shape), _STATE_SHAPE)
     limit = _check_dt_limit(dt_limit)
     options = Options(bool(dt_softplus), limit, final=True, checkpoint_every=None, mode="xla")
-    out, state = step(options, *_by_group((*args, state)))
-    return _join_channels(out, 1), _join_channels(state, 1)
+    out, state = step(options, *by_group((*args, state)))
+    return join_channels(out, 1), join_channels(state, 1)
 
 
 _STATE_SHAPE = "(B, D, N) of x and A"
@@ -301,13 +301,8 @@ def _check_initial_state(state: Any, x: jax.Array, A: jax.Array, count: int | No
     if state is None:
         return None
     state = check_floating("initial_state", state)
-    shape = segments.states_shape(x.shape[0], count, *A.shape)
-    if state.shape != shape:
-        meaning = _STATE_SHAPE if count is None else "(B, S, D, N) of x, num_segments and A"
-        remedy = segments.states_remedy(state, len(shape))
-        raise ValueError(
-            f"initial_state must have shape {shape} = {meaning}; got {state.shape}{remedy}"
-        )
+    meaning = _STATE_SHAPE if count is None else "(B, S, D, N) of x, num_segments and A"
+    segments.check_states(state, x.shape[0], count, A.shape, meaning)
     return state.astype(jnp.promote_types(state.dtype, jnp.float32))
 
 
@@ -337,16 +332,12 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
     def check(name, value, shape, meaning):
         return None if value is None else check_array(name, value, shape, meaning)
 
-    return (
-        x,
-        check_array("dt", dt, x.shape, f"({tokens}, D) of x"),
-        A,
-        check_array("B", B, states, meaning),
-        check_array("C", C, states, f"{meaning}, as B"),
-        check("D", D, channels, "(D,) of x"),
-        check("z", z, x.shape, f"({tokens}, D) of x"),
-        check("dt_bias", dt_bias, channels, "(D,) of x"),
-    )
+    dt = check_array("dt", dt, x.shape, f"({tokens}, D) of x")
+    B = check_array("B", B, states, meaning)
+    C = check_array("C", C, states, f"{meaning}, as B")
+    D = check("D", D, channels, "(D,) of x")
+    z = check("z", z, x.shape, f"({tokens}, D) of x")
+    return x, dt, A, B, C, D, z, check("dt_bias", dt_bias, channels, "(D,) of x")
 
 
 def _check_dt_limit(dt_limit: Any) -> tuple[float, float]:
@@ -378,43 +369,6 @@ def _check_checkpoint_every(every: Any) -> int | None:
     return steps
 
 
-def _by_group(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with channels as (G, P): P in each of the G groups of B and C."""
-    x, dt, A, B, C, D, z, dt_bias, state = args
-    groups = B.shape[-2] if B.ndim == x.ndim + 1 else 1
-
-    def channels(v, axis=-1):
-        return None if v is None else _split_channels(v, axis % v.ndim, groups)
-
-    def weights(v):
-        return v if v.ndim == x.ndim + 1 else jnp.expand_dims(v, -2)
-
-    return (
-        channels(x),
-        channels(dt),
-        channels(A, 0),
-        weights(B),
-        weights(C),
-        channels(D),
-        channels(z),
-        channels(dt_bias),
-        channels(state, -2),
-    )
-
-
-def _split_channels(v: jax.Array, axis: int, groups: int) -> jax.Array:
-    if groups == 1:  # a new axis leaves channels split as they are on a mesh
-        return jnp.expand_dims(v, axis)
-    v = gather(v, axis, unless_parts_of=groups)
-    return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
-
-
-def _join_channels(v: jax.Array, axis: int) -> jax.Array:
-    if v.shape[axis] == 1:
-        return jnp.squeeze(v, axis)
-    return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
-
-
 def _unsupported(args: tuple[Any, ...]) -> str | None:
     """Why the kernels, forward and backward, cannot take this call."""
     if reason := unfit(**dict(zip(_FLOATING, args, strict=True))):
@@ -435,10 +389,10 @@ def _selective_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed,
     return match_sharding(out, x), final
 
 
-def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, options):
-    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
+def _selective_scan_fwd(*args_and_options):
+    *args, options = args_and_options
     out, final, states = FORWARD(dataclasses.replace(options, save=True), *args)
-    return (match_sharding(out, x), final), (args, states)
+    return (match_sharding(out, args[0]), final), (args, states)
 
 
 def _selective_scan_bwd(options, res, cotangents):
@@ -456,16 +410,15 @@ _jitted = jax.jit(_selective_scan, static_argnums=11)
 _STATES = "b c g p n"
 
 
-def _arguments(options: Options) -> tuple[str, ...]:
-    return (
-        *("b l g p", "b l g p", "g p n", "b l g n", "b l g n", "g p", "b l g p", "g p"),
-        *(_ends(options), "b l", "b l"),
-    )
-
-
 def _ends(options: Options) -> str:
     """The factors of initial and final states."""
     return "b g p n" if options.num_segments is None else "b s g p n"
+
+
+def _arguments(options: Options) -> tuple[str, ...]:
+    tokens, weights = "b l g p", "b l g n"
+    args = tokens, tokens, "g p n", weights, weights, "g p", tokens, "g p"
+    return *args, _ends(options), "b l", "b l"
 
 
 FORWARD = KernelPass(

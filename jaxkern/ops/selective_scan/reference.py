@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
+from jaxkern.core.kernel_pass import gather
 from jaxkern.ops.segments import Seen, with_zeros
 
 CHUNK = 8
@@ -29,7 +30,7 @@ DEFAULT_CHECKPOINT_EVERY = CHUNK
 """Steps from one saved state to the next where the caller does not say: the fastest."""
 
 RECOMPUTED_EVERY = 64
-"""The same for the states that a backward puts down first where none were saved."""
+"""The same for the states that a backward computes first where none were saved."""
 
 
 _checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
@@ -46,6 +47,33 @@ class Options:
     mode: Mode
     num_segments: int | None = None
     save: bool = False  # states, for the backward
+
+
+def by_group(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with channels as (G, P): P in each of the G groups of B and C."""
+    x, dt, A, B, C, D, z, dt_bias, state = args
+    grouped = B.ndim == x.ndim + 1
+    groups = B.shape[-2] if grouped else 1
+
+    def split(v, axis=-1):
+        return None if v is None else _split_channels(v, axis % v.ndim, groups)
+
+    B, C = (v if grouped else jnp.expand_dims(v, -2) for v in (B, C))
+    tokens, A, state = (split(x), split(dt)), split(A, 0), split(state, -2)
+    return (*tokens, A, B, C, split(D), split(z), split(dt_bias), state)
+
+
+def _split_channels(v: jax.Array, axis: int, groups: int) -> jax.Array:
+    if groups == 1:  # a new axis leaves channels split as they are on a mesh
+        return jnp.expand_dims(v, axis)
+    v = gather(v, axis, unless_parts_of=groups)
+    return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
+
+
+def join_channels(v: jax.Array, axis: int) -> jax.Array:
+    if v.shape[axis] == 1:
+        return jnp.squeeze(v, axis)
+    return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
 
 
 class _Tokens(NamedTuple):
