@@ -102,7 +102,7 @@ def timings(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     return (row for row in report["rows"] if "op" in row and "us" in row)
 
 
-_Place = tuple[str, str, str, str]
+_Measurement = tuple[str, str, str, str]
 """Op, shape, dtype and pass."""
 
 
@@ -112,7 +112,9 @@ def lines(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Line]:
     Of several figures of one implementation in one file the fastest counts. Wall-clock times of a
     CPU, where no kernel runs, are left out.
     """
-    found: dict[_Place, dict[int, dict[str, Measured]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[_Measurement, dict[int, dict[str, Measured]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for number, (_, report) in enumerate(reports, 1):
         for row in timings(report):
             if report["device"] == "cpu":
@@ -123,19 +125,19 @@ def lines(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Line]:
             m = Measured(row["us"], *rates)
             figures[who] = min(m, figures.get(who, m), key=lambda m: m.us)
     result = []
-    for place, by_file in found.items():
+    for key, by_file in found.items():
         lent = {number: f for number, f in by_file.items() if OURS not in f}
-        sittings = {number: f for number, f in by_file.items() if OURS in f} or lent
-        for number, figures in sittings.items():
+        runs = {number: f for number, f in by_file.items() if OURS in f} or lent
+        for number, figures in runs.items():
             merged, files = dict(figures), [number]
             for other, more in lent.items():
                 if new := {who: m for who, m in more.items() if who not in merged}:
                     merged |= new
                     files.append(other)
-            result.append(Line(*place, merged, tuple(files)))
-    places = {place: i for i, place in enumerate(dict.fromkeys((x.shape, x.dtype) for x in result))}
+            result.append(Line(*key, merged, tuple(files)))
+    rank = {shape: i for i, shape in enumerate(dict.fromkeys((x.shape, x.dtype) for x in result))}
     passes = list(dict.fromkeys(["forward", "backward", "both", *(x.direction for x in result)]))
-    order = lambda x: (places[x.shape, x.dtype], x.files[0], passes.index(x.direction))
+    order = lambda x: (rank[x.shape, x.dtype], x.files[0], passes.index(x.direction))
     return sorted(result, key=order)
 
 
