@@ -145,9 +145,9 @@ def text(report: dict[str, Any]) -> str:
         by.setdefault((row["op"], row["array"], row["dtype"]), {})[row["implementation"]] = row
     present = [n for n in IMPLEMENTATIONS if any(n in found for found in by.values())]
     cells = []
-    for place, found in by.items():
+    for key, found in by.items():
         mark = " ▼" if _worse(found) else ""
-        cells.append([*place, *(_cell(found[n]) if n in found else "" for n in present)])
+        cells.append([*key, *(_cell(found[n]) if n in found else "" for n in present)])
         cells[-1][3] += mark
     told = ", ".join(f"{key} {report[key]}" for key in ("device", "jax", "commit", "date"))
     head = ["op", "array", "dtype", *(NAMES.get(name, name) for name in present)]
@@ -207,8 +207,8 @@ def main(argv: list[str] | None = None) -> int:
     interpret = args.interpret and not gpu
     with interpret_kernels() if interpret else contextlib.nullcontext():
         found = list(each(_told, tasks, 1 if interpret else args.jobs))
-    place = lambda row: (known.index(row["op"]), DTYPES.index(row["dtype"]))
-    rows = sorted((row for of_task, _, _ in found for row in of_task), key=place)
+    order = lambda row: (known.index(row["op"]), DTYPES.index(row["dtype"]))
+    rows = sorted((row for of_task, _, _ in found for row in of_task), key=order)
     refused = [line for _, of_task, _ in found for line in of_task]
     failed = [line for _, _, of_task in found for line in of_task]
     where = machine(args.commit)

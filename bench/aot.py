@@ -159,18 +159,18 @@ def _lowered_training(training: Training, gpu: Gpu) -> Any:
 
 def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
     """Forward and backward of an op, or an optimizer's step, as one program for one device."""
-    place = jax.sharding.SingleDeviceSharding(gpus.described(gpu, 1)[0])
+    sharding = jax.sharding.SingleDeviceSharding(gpus.described(gpu, 1)[0])
 
-    def placed(f: Callable[..., Any], *args: Any) -> Any:
+    def shapes_of(f: Callable[..., Any], *args: Any) -> Any:
         """What `f` gives, as shapes on the device."""
-        give = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
+        give = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
         return jax.tree.map(give, jax.eval_shape(f, *args))
 
-    arrays = placed(case.arrays, jax.random.key(0))
+    arrays = shapes_of(case.arrays, jax.random.key(0))
     if isinstance(case, Step):
         init, run = steps.program(case, "mosaic")
         step = lambda params, state, grads: run(grads, state, params)
-        return jax.jit(step, donate_argnums=(0, 1)).lower(arrays, placed(init, arrays), arrays)
+        return jax.jit(step, donate_argnums=(0, 1)).lower(arrays, shapes_of(init, arrays), arrays)
     forward = lambda *arrays: case.call(*arrays, implementation="mosaic")
     if not case.differentiated:
         return jax.jit(forward).lower(*arrays)
@@ -180,7 +180,7 @@ def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
         out, backward = jax.vjp(forward, *arrays)
         return forward(*arrays), out, backward(dout)
 
-    return jax.jit(both).lower(placed(forward, *arrays), *arrays)
+    return jax.jit(both).lower(shapes_of(forward, *arrays), *arrays)
 
 
 def memory_of(stats: Any) -> int:

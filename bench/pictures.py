@@ -2,12 +2,14 @@
 
 For every op a roofline: the bandwidth that each pass reaches over the bytes that it must move,
 under the bandwidth of a copy; for ops of matrix products TFLOP/s over operations per byte, under
-the tensor cores' limit too; for the selective scan, also what its exponentials alone would allow.
-For ops of rows, percent of the copy bandwidth over their length. And the memory ledger: what
-forward and backward in one program need beside their arguments and results.
+the tensor cores' limit too. For ops along sequences instead the time of each pass at each shape,
+beside the least that its bytes and its exponentials take. For ops of rows, percent of the copy
+bandwidth over their length. And the memory ledger: what forward and backward in one program need
+beside their arguments and results.
 """
 
 import dataclasses
+import math
 import re
 import sys
 from collections import defaultdict
@@ -17,8 +19,9 @@ from typing import Any
 
 from bench import report
 from bench.cases import Case, cases
-from bench.plot import DIRECTIONS, MARKERS, draw_lengths, plain, points, pyplot, save
+from bench.plot import DIRECTIONS, MARKERS, draw_lengths, in_order, plain, points, pyplot, save
 from bench.report import CHOSEN, FOLDER, NAMES, OURS
+from jaxkern.cases import TABLE
 
 PICTURES = FOLDER / "pictures"
 
@@ -38,21 +41,54 @@ Point = tuple[float, float]
 class Roofline:
     """An op's points by direction and implementation, under the machine's ceilings.
 
-    A point is (MB, GB/s), or (FLOP/byte, TFLOP/s) for an op of matrix `products`. `lowered` has
-    the GB/s at which the exponentials of a case take all the time.
+    A point is (MB, GB/s), or (FLOP/byte, TFLOP/s) for an op of matrix `products`.
     """
 
     copy_gb_s: float = 0.0
     product_tflop_s: float = 0.0
     products: bool = False
-    lowered: Any = dataclasses.field(default_factory=lambda: {d: set() for d in PASSES})
     points: Any = dataclasses.field(default_factory=lambda: {d: defaultdict(list) for d in PASSES})
+
+
+@dataclasses.dataclass
+class Times:
+    """Milliseconds of an op along sequences, by pass and shape.
+
+    Attributes:
+      of: those of each implementation, the fastest of several measurements.
+      least: what the bytes take at a copy's bandwidth, or the exponentials if they take longer.
+    """
+
+    of: Any = dataclasses.field(default_factory=lambda: {d: defaultdict(dict) for d in DIRECTIONS})
+    least: Any = dataclasses.field(default_factory=lambda: {d: {} for d in DIRECTIONS})
+
+
+def along_sequences() -> set[str]:
+    """The ops that have an axis of a sequence's length."""
+    return {case.op for case in TABLE if "l" in case.axes.split()}
+
+
+def times(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Times]:
+    """The times of all ops along sequences, and the limits of the machine."""
+    every = (case for case in cases(small=False) if isinstance(case, Case))
+    exponentials = {(case.op, case.shape, case.dtype): case.exponentials for case in every}
+    found: defaultdict[str, Times] = defaultdict(Times)
+    for line in report.lines(reports):
+        if line.op not in along_sequences() or line.direction not in DIRECTIONS:
+            continue
+        label = line.shape if line.dtype == "bfloat16" else f"{line.shape} {line.dtype}"
+        of_shape = found[line.op].of[line.direction][label]
+        for name, m in line.figures.items():
+            of_shape[name] = min(of_shape.get(name, math.inf), m.us / 1e3)
+            if m.percent:
+                count = exponentials.get((line.op, line.shape, line.dtype), 0)
+                bound = max(m.us / 1e3 * m.percent / 100, 1e3 * count / EXPONENTIALS_PER_S)
+                found[line.op].least[line.direction][label] = bound
+    return found
 
 
 def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofline]:
     """All rooflines by op."""
-    every = (case for case in cases(small=False) if isinstance(case, Case) and case.exponentials)
-    exponentials = {(case.op, case.shape, case.dtype): case.exponentials for case in every}
     found: defaultdict[str, Roofline] = defaultdict(Roofline)
     for line in report.lines(reports):
         one = reports[line.files[0] - 1][1]
@@ -66,9 +102,6 @@ def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofli
             roofline.products |= m.tflop_s > 0
             point = (m.tflop_s * 1e3 / gb_s, m.tflop_s) if m.tflop_s else (m.us * gb_s / 1e3, gb_s)
             roofline.points[line.direction][name].append(point)
-            if count := exponentials.get((line.op, line.shape, line.dtype)):
-                gb_s = point[0] * 1e-3 * EXPONENTIALS_PER_S / count
-                roofline.lowered[line.direction].add((point[0], min(gb_s, copy)))
     return found
 
 
@@ -121,8 +154,7 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
         sharey=True,
         squeeze=False,
     )
-    names = {name for by in of.points.values() for name in by}
-    order = [n for n in NAMES if n in names] + sorted(names - set(NAMES))
+    order = in_order({name for by in of.points.values() for name in by})
     xs = [x for by in of.points.values() for at in by.values() for x, _ in at]
     left, right = min(xs) / 1.5, max(xs) * 1.5
     least = min(y for by in of.points.values() for at in by.values() for _, y in at)
@@ -132,10 +164,6 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
     for axis, direction in zip(axes[0], drawn, strict=True):
         limit = height if of.products else [of.copy_gb_s] * 2
         axis.plot(roof, limit, color="black", lw=1, label="limit")
-        if of.lowered[direction]:
-            at = zip(*sorted(of.lowered[direction]), strict=True)
-            label = "limit of exponentials"
-            axis.scatter(*at, s=60, marker="_", color="black", label=label)
         for i, name in enumerate(order):
             if at := of.points[direction].get(name):
                 size = 26 if name == OURS else 14
@@ -149,6 +177,34 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
         plain(axis.yaxis)
     axes[0, 0].set_ylabel("TFLOP/s" if of.products else "GB/s")
     axes[0, 0].legend(fontsize=6)
+    save(figure, out)
+
+
+def draw_times(op: str, of: Times, out: Path) -> None:
+    """Writes the times of `op`: a row for each shape, a panel for each pass."""
+    drawn = [d for d in DIRECTIONS if of.of[d]]
+    labels = list(dict.fromkeys(label for d in drawn for label in of.of[d]))
+    figure, axes = pyplot().subplots(
+        1, len(drawn), figsize=(7.2, 1 + 0.19 * len(labels)), sharey=True, squeeze=False
+    )
+    order = in_order({name for d in drawn for by in of.of[d].values() for name in by})
+    for axis, direction in zip(axes[0], drawn, strict=True):
+        rows = {label: row for row, label in enumerate(labels)}
+        for i, name in enumerate(order):
+            at = [(by[name], rows[k]) for k, by in of.of[direction].items() if name in by]
+            if at:
+                size = 26 if name == OURS else 14
+                marker, label = MARKERS[i % len(MARKERS)], NAMES.get(name, name)
+                axis.scatter(*zip(*at, strict=True), s=size, marker=marker, label=label, alpha=0.8)
+        if least := [(ms, rows[k]) for k, ms in of.least[direction].items()]:
+            label = "limit of the machine"
+            axis.scatter(*zip(*least, strict=True), s=60, marker="|", color="black", label=label)
+        axis.set(xscale="log", title=f"{op}, {direction}", xlabel="ms")
+        axis.grid(alpha=0.3)
+        plain(axis.xaxis)
+    axes[0, 0].set_yticks(range(len(labels)), labels, fontsize=6)
+    axes[0, 0].invert_yaxis()
+    axes[0, -1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, out)
 
 
@@ -176,7 +232,10 @@ def main() -> int:
     reports = report.load()
     PICTURES.mkdir(exist_ok=True)
     for op, roofline in rooflines(reports).items():
-        draw_roofline(op, roofline, PICTURES / f"{op}.svg")
+        if op not in along_sequences():
+            draw_roofline(op, roofline, PICTURES / f"{op}.svg")
+    for op, of in times(reports).items():
+        draw_times(op, of, PICTURES / f"{op}.svg")
     for op, by in lengths(reports).items():
         draw_lengths({op: by}, "bf16, the most rows of each length", PICTURES / f"{op}-lengths.svg")
     draw_ledger(ledger(reports), PICTURES / "memory.svg")

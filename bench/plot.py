@@ -51,6 +51,11 @@ def save(figure: Any, out: Path) -> None:
     pyplot().close(figure)
 
 
+def in_order(names: set[str]) -> list[str]:
+    """The implementations in the order of the tables."""
+    return [name for name in NAMES if name in names] + sorted(names - set(NAMES))
+
+
 def plain(axis: Any) -> None:
     """Ticks of a logarithmic `axis` written as numbers: 1, 10, 100, and of a short one 1, 2, 5."""
     from matplotlib import ticker
@@ -76,7 +81,7 @@ def draw_lengths(lines: dict[str, Any], title: str, out: Path) -> bool:
         len(lines), 2, figsize=(7.2, 2.9 * len(lines)), sharex=True, sharey=True, squeeze=False
     )
     found = {name for by in lines.values() for d in by.values() for name in d}
-    implementations = [name for name in NAMES if name in found] + sorted(found - set(NAMES))
+    implementations = in_order(found)
     for row, (op, by) in zip(axes, lines.items(), strict=True):
         for axis, direction in zip(row, DIRECTIONS, strict=True):
             for i, name in enumerate(implementations):

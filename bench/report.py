@@ -102,7 +102,7 @@ def timings(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     return (row for row in report["rows"] if "op" in row and "us" in row)
 
 
-_Place = tuple[str, str, str, str]
+_Measurement = tuple[str, str, str, str]
 """Op, shape, dtype and pass."""
 
 
@@ -112,7 +112,9 @@ def lines(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Line]:
     Of several figures of one implementation in one file the fastest counts. Wall-clock times of a
     CPU, where no kernel runs, are left out.
     """
-    found: dict[_Place, dict[int, dict[str, Measured]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[_Measurement, dict[int, dict[str, Measured]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for number, (_, report) in enumerate(reports, 1):
         for row in timings(report):
             if report["device"] == "cpu":
@@ -123,19 +125,19 @@ def lines(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Line]:
             m = Measured(row["us"], *rates)
             figures[who] = min(m, figures.get(who, m), key=lambda m: m.us)
     result = []
-    for place, by_file in found.items():
+    for key, by_file in found.items():
         lent = {number: f for number, f in by_file.items() if OURS not in f}
-        sittings = {number: f for number, f in by_file.items() if OURS in f} or lent
-        for number, figures in sittings.items():
+        runs = {number: f for number, f in by_file.items() if OURS in f} or lent
+        for number, figures in runs.items():
             merged, files = dict(figures), [number]
             for other, more in lent.items():
                 if new := {who: m for who, m in more.items() if who not in merged}:
                     merged |= new
                     files.append(other)
-            result.append(Line(*place, merged, tuple(files)))
-    places = {place: i for i, place in enumerate(dict.fromkeys((x.shape, x.dtype) for x in result))}
+            result.append(Line(*key, merged, tuple(files)))
+    rank = {shape: i for i, shape in enumerate(dict.fromkeys((x.shape, x.dtype) for x in result))}
     passes = list(dict.fromkeys(["forward", "backward", "both", *(x.direction for x in result)]))
-    order = lambda x: (places[x.shape, x.dtype], x.files[0], passes.index(x.direction))
+    order = lambda x: (rank[x.shape, x.dtype], x.files[0], passes.index(x.direction))
     return sorted(result, key=order)
 
 
@@ -155,7 +157,7 @@ def text(reports: Sequence[tuple[str, dict[str, Any]]]) -> str:
         "kernels, also where `implementation=None` would choose XLA; *jaxkern's choice* is what "
         "that runs, where it was timed. *Speed-up* is the fastest other's time over ours, that of "
         "the choice if there is one: ▼ marks where we are slower, and less than "
-        f"{EVEN:.0%} is even. *From* numbers the [files](#files); after the first come those that "
+        f"{EVEN:.0%} is even. *File* numbers the [files](#files); after the first come those that "
         "lend others' figures, measured at another time. Errors are in [accuracy.md](accuracy.md), "
         "sequence policies of several kinds in [backbones.md](backbones.md).",
         *_summary(by_op),
@@ -183,11 +185,13 @@ def _summary(by_op: dict[str, list[Line]]) -> Iterator[str]:
         rows.append([*cells, _times(best), _times(worst)])
     yield "## Summary"
     yield (
-        "How many of an op's lines are faster than the fastest other, even with it, slower, or "
-        "alone, with nothing beside them; and the speed-ups of the rest."
+        "A measurement is a pass of an op at a shape in a dtype: how many are faster than the "
+        "fastest other implementation, even with it, slower, or alone, with no other beside them; "
+        "and the speed-ups of those that are not alone."
     )
-    speedups = ["over plain JAX, median", "over the fastest other, best", "worst"]
-    yield table(["op", *_VERDICTS, *speedups], rows)
+    head = ["op", "measurements that are faster", "even", "slower", "alone"]
+    head += ["median speed-up over plain JAX", "best speed-up over the fastest other", "worst"]
+    yield table(head, rows)
     yield "![memory beside arguments and results](pictures/memory.svg)"
     lost = sorted(
         (line for of in by_op.values() for line in of if line.verdict == "slower"),
@@ -203,19 +207,21 @@ def _summary(by_op: dict[str, list[Line]]) -> Iterator[str]:
         times = [_figure(line.own), f"{NAMES.get(name, name)}, {_figure(by)}"]
         where = [f"`{line.op}`", line.shape, line.dtype, line.direction]
         rows.append([*where, *times, _times(line.speedup)])
-    yield table(["op", "shape", "dtype", "pass", "jaxkern", "fastest", "speed-up"], rows)
+    head = ["op", "shape", "dtype", "pass", "jaxkern, µs (% of copy)", "fastest other, the same"]
+    yield table([*head, "speed-up"], rows)
 
 
 _VERDICTS = ("faster", "even", "slower", "alone")
 
 
 def _section(op: str, of_op: list[Line]) -> Iterator[str]:
+    from bench.cases import models_with, shape_of  # with JAX, which the rest has no need of
+
     yield f"## {op}"
-    if op in SHAPES:
-        yield f"A shape is {SHAPES[op]}."
+    yield f"A shape is {shape_of(op)}."
     picture = FOLDER / "pictures" / f"{op}.svg"
     if picture.exists():
-        yield f"![{op}: what its passes reach under the machine's limits](pictures/{picture.name})"
+        yield f"![{op}: its passes beside the machine's limits](pictures/{picture.name})"
     lengths = picture.with_stem(f"{op}-lengths")
     if lengths.exists():
         yield f"![{op}: bandwidth over the length of a row](pictures/{lengths.name})"
@@ -229,8 +235,9 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
         cells += [_figure(line.figures.get(name), products) for name in names]
         mark = " ▼" if line.verdict == "slower" else ""
         rows.append([*cells, _times(line.speedup) + mark, ", ".join(map(str, line.files))])
-    head = ["shape", "dtype", "pass", *(NAMES.get(n, n) for n in names), "speed-up", "from"]
-    if of_models := _models(op, of_op):
+    head = ["shape", "dtype", "pass", *(f"{NAMES.get(n, n)}, µs (% of copy)" for n in names)]
+    head += ["speed-up over the fastest other", "file"]
+    if of_models := models_with(op, {(line.shape, line.dtype) for line in of_op}):
         yield f"Shapes of models: {of_models}."
     if products:
         yield (
@@ -238,44 +245,6 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
             "of two 8192 × 8192 matrices in the same run."
         )
     yield table(head, rows)
-
-
-_ROWS = "rows × elements of a row; a word behind it is what else the op does"
-_LEAVES = "the number of parameters, and in how many arrays they are if not in one"
-SHAPES = {
-    "accumulate_weight_grad": "micro-batches × rows × inputs × outputs",
-    "causal_conv1d": "batch × length × channels × taps",
-    "fused_adamw": f"{_LEAVES}. *Folded*: with unscaling, clipping and the check for finite "
-    "gradients; *master*: bf16 parameters and an fp32 copy",
-    "gated_linear_unit": "rows × inputs × outputs; with *recompute* both products are computed "
-    "again in the backward",
-    "layer_norm_linear": "rows × elements of a row × outputs",
-    "linear": "rows × inputs × outputs, and the activation",
-    "linear_scan": "batch × length × channels",
-    "mlp": "rows × elements of a row × hidden units, of a block of several ops: "
-    "`layer_norm_linear`, `gated_linear_unit`, `linear` and the residual",
-    "scale_gradients": _LEAVES,
-    "selective_scan": "batch × length × channels × states; behind a slash `checkpoint_every`, "
-    "where it is not 8",
-    **dict.fromkeys(("dropout", "dropout_add", "layer_norm", "rms_norm"), _ROWS),
-    **dict.fromkeys(("geglu", "gelu_and_mul", "reglu", "silu_and_mul", "swiglu"), _ROWS),
-    **dict.fromkeys(("gelu", "relu", "relu_squared", "silu"), _ROWS),
-}
-"""What the numbers of an op's shapes are."""
-
-
-def _models(op: str, of_op: list[Line]) -> str:
-    """The shapes of `op` that models have, with their names."""
-    from bench.cases import Case, cases  # with JAX, which the rest has no need of
-
-    told = dict.fromkeys((line.shape, line.dtype) for line in of_op)
-    named = [
-        f"`{case.shape}` {', '.join(case.models)}"
-        for case in cases(small=False)
-        if isinstance(case, Case) and case.op == op and case.models
-        if (case.shape, case.dtype) in told
-    ]
-    return "; ".join(named)
 
 
 def _training(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
@@ -316,7 +285,7 @@ def _training(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
         "kernel runs."
     )
     head = ["model, batch", "by", "tokens/s", "jaxkern's speed-up", "ms a step", "TFLOP/s"]
-    head += ["peak, GiB", "program, GiB", "compile, s", "loss", "versions", "from"]
+    head += ["peak, GiB", "program, GiB", "compile, s", "first → last loss", "versions", "file"]
     yield table(head, rows)
     yield from (f"Not run: {line}." for line in failed)
 
@@ -381,7 +350,7 @@ def _files(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
         rows.append([number, f"[{name}](results/{name})", *told, ceilings, report.get("clock", "")])
     yield "## Files"
     yield table(
-        ["", "file", "device", "driver", "JAX", "commit", "date", "ceilings", "clock"], rows
+        ["number", "file", "device", "driver", "JAX", "commit", "date", "ceilings", "clock"], rows
     )
 
 

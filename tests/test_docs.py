@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jaxkern
+from jaxkern.cases import TABLE
 from tests.documents import DOCUMENTS, ROOT, RUN, docstrings, examples, modules
 
 README = ROOT / "README.md"
@@ -63,6 +64,8 @@ def test_readme_has_every_op_and_the_reference_every_name():
     assert described == [name for name in jaxkern.__all__ if name != "precision"]
     ops = [name for name in described if name not in ("lowering_for", "Gpu")]
     assert [name for name in ops if f"`{name}`" not in table] == []
+    public = {case.op for case in TABLE} - {"mlp"}  # a block of several
+    assert public <= set(ops)
     assert table.index("`selective_scan`") < table.index("`gelu`")
 
 

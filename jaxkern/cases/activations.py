@@ -125,5 +125,13 @@ CASES = [
     # Of a smaller limit, which more of the numbers reach.
     _clamped(1.5, errors=Errors((512, 4096), (16, 256))),
     _halved("silu_and_mul", jax.nn.silu, [*_WIDTHS, Shape((16384, 4097))]),
+    Case(
+        op="silu_and_mul",
+        variant="clamped",
+        arguments=(BOTH,),
+        options={"limit": 7.0, "up_offset": 1.0},
+        strict=True,
+        **_GATED,
+    ),
     _halved("gelu_and_mul", _gelu, ()),
 ]

@@ -164,6 +164,14 @@ CASES = [
         **_ONE,
     ),
     Case(
+        op="layer_norm_linear",
+        variant="no bias",
+        axes="m k h",
+        arguments=(X, OF_NORM[0], W),
+        run=lambda x, weight, w, **how: jaxkern.layer_norm_linear(x, weight, None, w, **how),
+        strict=True,
+    ),
+    Case(
         op="accumulate_weight_grad",
         axes="m k h",
         arguments=_ACCUMULATED,
