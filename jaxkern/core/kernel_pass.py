@@ -27,7 +27,6 @@ keep them or drop them: what the backward needs beside the arguments, and the ou
 import dataclasses
 import functools
 import hashlib
-import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +36,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.lowering import (
@@ -50,10 +49,10 @@ from jaxkern.core.lowering import (
     standard_promotion,
     surroundings,
 )
+from jaxkern.core.mesh import MeshAxes, partition_spec, spec_of, split_factors, vary_over, varying
 from jaxkern.mosaic.launch import interpreter
 
 Arrays = tuple[Any, ...]
-MeshAxes = dict[str, tuple[str, ...]]
 type OfOptions[T] = T | Callable[[Any], T]
 """A value, or a function of a pass's options that gives it."""
 
@@ -293,7 +292,7 @@ class _Present:
     def _on_explicit_mesh(self, mesh: Any, args: Arrays) -> Arrays:
         specs = [jax.typeof(a).sharding.spec for a in args]
         axes = self.mesh_axes(dict(mesh.shape), specs, [a.shape for a in args])
-        in_specs = tuple(_spec(factors, axes) for factors in self.ins)
+        in_specs = tuple(partition_spec(factors, axes) for factors in self.ins)
         args = tuple(
             jax.sharding.reshard(a, NamedSharding(mesh, spec))
             for a, spec in zip(args, in_specs, strict=True)
@@ -302,7 +301,7 @@ class _Present:
             _part(self, tuple(axes.items())),
             mesh=mesh,
             in_specs=in_specs,
-            out_specs=tuple(_spec(factors, axes) for factors in self.outs),
+            out_specs=tuple(partition_spec(factors, axes) for factors in self.outs),
             axis_names={
                 name
                 for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -331,23 +330,7 @@ class _Present:
     def mesh_axes(
         self, mesh_shape: dict[str, int], specs: Sequence[Any], shapes: Sequence[Any]
     ) -> MeshAxes:
-        """The mesh axes over which each factor is split: the first array's word counts."""
-        axes: MeshAxes = {}
-        used: set[str] = set()
-        for factors, spec, shape in zip(self.ins, specs, shapes, strict=True):
-            for factor, entry, size in zip(
-                factors, _padded(spec, len(factors)), shape, strict=True
-            ):
-                if factor in axes or factor in self.whole or not entry:
-                    continue
-                names = tuple(n for n in _names(entry) if n not in used)
-                parts = 1
-                for n in names:
-                    parts *= mesh_shape[n]
-                if names and size % parts == 0:
-                    axes[factor] = names
-                    used.update(names)
-        return axes
+        return split_factors(mesh_shape, self.ins, self.whole, specs, shapes)
 
     def local_summed(self, axes: MeshAxes, *args: Any) -> Arrays:
         """One device's part; outputs that lack a split factor are sums over its devices."""
@@ -369,11 +352,11 @@ class _Present:
         """Kernel or reference, on the arrays of one device."""
         # All inputs vary alike, or a derivative taken inside `reference` would already sum over the
         # devices; all outputs do, as a kernel's vary over nothing by their type.
-        varying = frozenset[str]().union(*(_varying(a) for a in args))
-        args = tuple(vary_over(a, varying) for a in args)
+        axes = frozenset[str]().union(*(varying(a) for a in args))
+        args = tuple(vary_over(a, axes) for a in args)
 
         def cast(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
-            return lambda *a: tuple(vary_over(o, varying) for o in f(*a))
+            return lambda *a: tuple(vary_over(o, axes) for o in f(*a))
 
         def interpreted(*a: Any) -> Arrays:
             with interpreter():
@@ -420,14 +403,14 @@ def _on_auto_mesh(present: _Present, precision: str | None) -> Callable[..., Arr
 
     def partition(mesh: Any, arg_shapes: Arrays, result_shapes: Arrays):
         del result_shapes
-        specs = [_spec_of(a.sharding) for a in arg_shapes]
+        specs = [spec_of(a.sharding) for a in arg_shapes]
         axes = present.mesh_axes(dict(mesh.shape), specs, [a.shape for a in arg_shapes])
         shard = functools.partial(NamedSharding, mesh)
         return (
             mesh,
             _part(present, tuple(axes.items())),
-            tuple(shard(_spec(factors, axes)) for factors in present.outs),
-            tuple(shard(_spec(factors, axes)) for factors in present.ins),
+            tuple(shard(partition_spec(factors, axes)) for factors in present.outs),
+            tuple(shard(partition_spec(factors, axes)) for factors in present.ins),
         )
 
     call = custom_partitioning(lambda *args: present.local(*args))
@@ -461,77 +444,6 @@ def _part(
 def named(op: str, outs: Any) -> Any:
     """`outs` with the name by which the policies of ``jax.checkpoint`` find what `op` computed."""
     return jax.tree.map(lambda a: checkpoint_name(a, op), outs)
-
-
-def vary_over(x: Any, axes: frozenset[str]) -> Any:
-    """`x` typed as varying over the manual mesh axes `axes` (those it already varies over stay)."""
-    missing = tuple(sorted(axes - _varying(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class TypeOf:
-    """The type of an array, saved for :func:`match_primal` where the array itself is not needed."""
-
-    aval: Any
-
-
-def match_primal(grad: Any, primal: Any) -> Any:
-    """`grad` with the type that `primal`, an array or its :class:`TypeOf`, has on a mesh.
-
-    Inside ``shard_map(check_vma=True)`` it is summed over the axes on which `primal` is one for all
-    devices. With ``check_vma=False`` JAX knows of no such axes, and a gradient stays each device's.
-    """
-    if grad is None:
-        return None
-    extra = tuple(sorted(_varying(grad) - _varying(primal)))
-    grad = lax.psum(grad, extra) if extra else grad
-    return match_sharding(vary_over(grad, _varying(primal)), primal)
-
-
-def gather(x: Any, axis: int, *, unless_parts_of: int = 1) -> Any:
-    """`x` with `axis` whole on an Explicit mesh, unless it is in parts that divide a number."""
-    sharding = jax.typeof(x).sharding
-    spec = [*_padded(sharding.spec, x.ndim)]
-    if spec[axis] is None:
-        return x
-    if unless_parts_of % math.prod(sharding.mesh.shape[n] for n in _names(spec[axis])) == 0:
-        return x
-    spec[axis] = None
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
-
-
-def match_sharding(x: Any, like: Any) -> Any:
-    """`x` split over the Explicit mesh axes as `like` is, where a pass had to gather a factor."""
-    sharding = _type_of(like).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types or jax.typeof(x).sharding == sharding:
-        return x
-    return jax.sharding.reshard(x, sharding)
-
-
-def _type_of(x: Any) -> Any:
-    return x.aval if isinstance(x, TypeOf) else jax.typeof(x)
-
-
-def _varying(x: Any) -> frozenset[str]:
-    return frozenset(_type_of(x).manual_axis_type.varying)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-def _padded(spec: Any, ndim: int) -> tuple[Any, ...]:
-    return (*spec, *(None,) * (ndim - len(spec)))
-
-
-def _spec(factors: Sequence[str], axes: MeshAxes) -> PartitionSpec:
-    return PartitionSpec(*(axes.get(f) for f in factors))
-
-
-def _spec_of(sharding: Any) -> Any:
-    return sharding.spec if isinstance(sharding, NamedSharding) else ()
 
 
 def _factor_name(i: int) -> str:

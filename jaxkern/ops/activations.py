@@ -24,7 +24,8 @@ import jax
 
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
+from jaxkern.core.kernel_pass import KernelPass, named
+from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.ops.curves import Alone, Unit, gelu_curve, recomputing
 from jaxkern.ops.elementwise import unsupported
 from jaxkern.ops.pointwise import (

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.kernel_pass import KernelPass, gather
+from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.core.mesh import gather
 
 
 def check_segment_ids(segment_ids: Any, shape: tuple[int, ...], like: str = "x") -> jax.Array:

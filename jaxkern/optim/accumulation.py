@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.core.kernel_pass import vary_over
+from jaxkern.core.mesh import vary_over
 from jaxkern.optim.leaves import varying
 
 Tree = Any

@@ -34,7 +34,8 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, gather, match_primal, match_sharding, named
+from jaxkern.core.kernel_pass import KernelPass, named
+from jaxkern.core.mesh import gather, match_primal, match_sharding
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
 from jaxkern.ops.causal_conv1d.backward import launch_bwd

@@ -40,7 +40,8 @@ from jax.core import Tracer
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
+from jaxkern.core.kernel_pass import KernelPass, named
+from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
 from jaxkern.ops.curves import Activation, check_activation, recomputing
 from jaxkern.ops.dropout.kernels import launch_backward, launch_forward
 from jaxkern.ops.dropout.reference import (

@@ -37,7 +37,8 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, named
+from jaxkern.core.kernel_pass import KernelPass, Partial, named
+from jaxkern.core.mesh import match_primal
 from jaxkern.ops.curves import Activation, check_unit
 from jaxkern.ops.gated import gated_backward
 from jaxkern.ops.linear import gated_products as products

@@ -30,7 +30,8 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, Partial, match_primal, match_sharding, named
+from jaxkern.core.kernel_pass import KernelPass, Partial, named
+from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.ops.curves import CURVES, PLAIN, Activation, check_activation
 from jaxkern.ops.linear import products
 from jaxkern.ops.linear.products import Options, check_accumulator, unsupported

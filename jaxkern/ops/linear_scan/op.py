@@ -39,7 +39,8 @@ import numpy as np
 
 from jaxkern.core.arguments import check_floating, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
+from jaxkern.core.kernel_pass import KernelPass, named
+from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.ops import segments
 from jaxkern.ops.linear_scan.backward import launch_bwd
 from jaxkern.ops.linear_scan.forward import launch_fwd

@@ -38,7 +38,8 @@ import jax
 
 from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, TypeOf, match_primal, match_sharding, named
+from jaxkern.core.kernel_pass import KernelPass, named
+from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.curves import Activation, check_activation, named_curve
 from jaxkern.ops.norm.backward import launch_bwd

@@ -49,7 +49,8 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, match_primal, match_sharding, named
+from jaxkern.core.kernel_pass import KernelPass, named
+from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.ops import segments
 from jaxkern.ops.selective_scan.backward import launch_bwd
 from jaxkern.ops.selective_scan.forward import launch_fwd

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.kernel_pass import gather
+from jaxkern.core.mesh import gather
 from jaxkern.ops.segments import Seen, with_zeros
 
 CHUNK = 8
