@@ -29,10 +29,10 @@ class Tiles:
 
 
 def tiles(a: Any, b: Any) -> Tiles:
-    """64 bytes per channel and array in each slot.
+    """64 bytes per channel and array in each stage.
 
-    On an H200 at (8, 2048, 2048) in bf16, 3 slots of 32 steps took 48.6 µs forward, 4 slots 50.4
-    and 4 of 16 steps 54.3; backward, 3 slots of 16, 32 and 64 steps took 107, 97 and 95.
+    On an H200 at (8, 2048, 2048) in bf16, 3 stages of 32 steps took 48.6 µs forward, 4 stages 50.4
+    and 4 of 16 steps 54.3; backward, 3 stages of 16, 32 and 64 steps took 107, 97 and 95.
     """
     return Tiles(steps=64 // max(a.dtype.itemsize, b.dtype.itemsize))
 
