@@ -4,9 +4,10 @@ Functions like those of ``jax.nn``. On an NVIDIA GPU a call runs a Pallas kernel
 backward; elsewhere the same call is plain JAX. The optimizers are Optax transformations, and
 ``apply`` does a step of one.
 
-Dimensions, in every docstring: B batch, L length, D channels, N elements of a normalised row or
-states of a scan, H outputs of a gated unit, W width of a convolution, M rows (all axes but the
-last, together).
+Dimensions, in every docstring: B batch, L length, D channels, W width of a convolution; of a scan
+N states a channel, G groups of channels that share B and C, S segments that have a state of their
+own; of a product M rows (all axes but the last, together), K contracted, N columns; of a norm N
+elements of a row; of a gated unit H outputs.
 """
 
 import jaxkern._command as _command  # noqa: F401, before what takes seconds

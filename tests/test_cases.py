@@ -9,6 +9,8 @@ import pytest
 import jaxkern
 from jaxkern.cases import MODELS, TABLE, case
 
+pytestmark = pytest.mark.newest
+
 OPS = {
     name
     for name, f in inspect.getmembers(jaxkern, inspect.isfunction)

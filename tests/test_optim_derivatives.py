@@ -13,6 +13,8 @@ from jaxkern.core.dispatch import interpret_kernels
 from jaxkern.optim.quantise import Quantised, largest, spread, value
 from jaxkern.precision import StaticLossScale
 
+pytestmark = pytest.mark.newest
+
 F32, BF16 = jnp.float32, jnp.bfloat16
 SHAPES = {"w": (6, 4), "b": (5,), "s": ()}
 ADAM = {"b1": 0.8, "b2": 0.97, "eps": 1e-2}

@@ -25,6 +25,8 @@ from jaxkern.ops.selective_scan import backward, forward
 from jaxkern.ops.selective_scan import tiles as tiles_of
 from tests import check, selective_scan, test_causal_conv1d, test_linear_scan
 
+pytestmark = pytest.mark.newest
+
 BATCH, LENGTH, COUNT = 3, 21, 4
 CHANNELS = 8  # where they are split over devices
 
