@@ -67,21 +67,7 @@ def rms_norm(
 
 
 @overload
-def rms_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    *,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    residual: jax.Array,
-    activation: Activation | None = None,
-    gate: jax.Array | None = None,
-    gate_activation: Activation = "silu",
-    norm_before_gate: bool = True,
-    group_size: int | None = None,
-    implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
+def rms_norm(*args: Any, residual: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]: ...
 
 
 @public_op
@@ -194,21 +180,7 @@ def layer_norm(
 
 
 @overload
-def layer_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    *,
-    eps: float = 1e-5,
-    weight_offset: float = 0.0,
-    residual: jax.Array,
-    activation: Activation | None = None,
-    gate: jax.Array | None = None,
-    gate_activation: Activation = "silu",
-    norm_before_gate: bool = True,
-    group_size: int | None = None,
-    implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
+def layer_norm(*args: Any, residual: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]: ...
 
 
 @public_op
