@@ -148,7 +148,7 @@ def measure_case(
         return dataclasses.replace(
             _row(case, implementation, direction, timed, ceilings),
             compile_s=round(program.compile_s, 2),
-            first_call_s=round(program.first_call_s or 0.0, 4),
+            first_call_s=_short(program.first_call_s or 0.0),
             temp_bytes=getattr(program.run.memory_analysis(), "temp_size_in_bytes", 0),
         )
 
@@ -189,6 +189,11 @@ def measure_step(step: Step, implementation: str, ceilings: timing.Ceilings, cal
     return dataclasses.replace(row, compile_s=round(seconds, 2), temp_bytes=temp_bytes)
 
 
+def _short(value: float) -> float:
+    """`value` to four digits, however small it is on a slow or busy machine."""
+    return float(f"{value:.4g}")
+
+
 def _row(
     case: Case | Step,
     implementation: str,
@@ -211,10 +216,10 @@ def _row(
         us_low=round(timed.low * 1e3, 2),
         us_high=round(timed.high * 1e3, 2),
         calls=timed.calls,
-        gb_s=round(rate / 1e9, 1),
-        percent=round(100 * rate / ceilings.copy, 1),
-        tflop_s=round(products * 1e-12, 1),
-        percent_products=round(100 * products / ceilings.products, 1) if products else 0.0,
+        gb_s=_short(rate / 1e9),
+        percent=_short(100 * rate / ceilings.copy),
+        tflop_s=_short(products * 1e-12),
+        percent_products=_short(100 * products / ceilings.products) if products else 0.0,
         compile_s=0.0,
         first_call_s=0.0,
         temp_bytes=0,
@@ -353,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or RESULTS / f"{device}-{ops}.json"
     report: dict[str, Any] = {**where, "copy_gb_s": round(ceilings.copy / 1e9, 1)}
     if products:
-        report["product_tflop_s"] = round(products, 1)
+        report["product_tflop_s"] = _short(products)
     report |= {"clock": clock, "rows": []}
     failed = 0
     names = ["mosaic"] * gpu + [v for v in args.vs.split(",") if v]
@@ -377,8 +382,9 @@ def main(argv: list[str] | None = None) -> int:
             print(
                 f"{row.op:24}{row.shape:24}{row.dtype:10}{row.direction:10}"
                 f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}"
-                f"{row.tflop_s or '':>9}{row.percent_products or '':>6}{row.temp_bytes / 1e6:9.0f}"
-                f"{row.compile_s:11.1f}{row.first_call_s * 1e3:10.1f}",
+                f"{f'{row.tflop_s:.1f}' if row.tflop_s else '':>9}"
+                f"{f'{row.percent_products:.1f}' if row.tflop_s else '':>6}"
+                f"{row.temp_bytes / 1e6:9.0f}{row.compile_s:11.1f}{row.first_call_s * 1e3:10.1f}",
                 flush=True,
             )
         _write(out, report)  # after every case: a run that is stopped keeps what it has

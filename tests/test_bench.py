@@ -87,7 +87,7 @@ def test_products_are_beside_their_ceiling(tmp_path, capsys):
     for row in told["rows"]:
         rate = {"forward": 2, "backward": 4, "both": 6}[row["direction"]] * 256**3 / row["us"]
         assert row["percent_products"] > 0
-        assert row["tflop_s"] == pytest.approx(rate * 1e-6, abs=0.1)
+        assert row["tflop_s"] == pytest.approx(rate * 1e-6, rel=2e-3)
         assert row["first_call_s"] > 0
         assert row["compile_s"] >= 0
 
