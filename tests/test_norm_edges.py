@@ -344,3 +344,13 @@ def test_forward_in_clusters(stages, params_in, waves, sums_ahead):
     want = jaxkern.layer_norm(**arrays, implementation="xla")
     for a, b in zip(got, want, strict=True):
         check.assert_close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_norm_of_any_rank(implementation):
+    x = jnp.linspace(-1, 1, 3 * 256).reshape(3, *[1] * 28, 256)
+    norm = functools.partial(jaxkern.rms_norm, implementation=implementation)
+    got, (dx,) = check.value_and_grads(norm, (x,), x)
+    want, (dwant,) = check.value_and_grads(norm, (x.reshape(3, 256),), x.reshape(3, 256))
+    np.testing.assert_array_equal(got.reshape(want.shape), want)
+    np.testing.assert_array_equal(dx.reshape(want.shape), dwant)

@@ -447,5 +447,4 @@ def named(op: str, outs: Any) -> Any:
 
 
 def _factor_name(i: int) -> str:
-    letters = string.ascii_lowercase
-    return letters[i] if i < len(letters) else f"{letters[i % 26]}{i // 26}"
+    return string.ascii_lowercase[i % 26] + (str(i // 26) if i >= 26 else "")
