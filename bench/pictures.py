@@ -31,6 +31,17 @@ PASSES = (*DIRECTIONS, "step")
 EXPONENTIALS_PER_S = 132 * 16 * 1.83e9
 """Of an H200: 16 a clock on each multiprocessor, at the clock that a scan ran at."""
 
+OVERVIEW = (
+    ("selective_scan", "8x2048x2048x16", "both"),
+    ("rms_norm", "16384x4096", "backward"),
+    ("dropout", "16384x8192", "forward"),
+    ("fused_adamw", "1.1B", "step"),
+)
+"""What the README shows of the ops: op, shape and pass."""
+
+BESIDE = ("mamba_ssm", "compile", "optax", "xla")
+"""Whom it shows beside them."""
+
 OF_JAX = (OURS, "xla", "tokamax")
 """Whose memory is known: JAX's compiler tells it."""
 
@@ -228,6 +239,47 @@ def draw_ledger(held: dict[str, dict[str, float]], out: Path) -> None:
     save(figure, out)
 
 
+def overview(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Speeds as parts of jaxkern's, by a label and an implementation, of :data:`OVERVIEW`."""
+    found: dict[str, dict[str, float]] = {}
+    of_ops = report.lines(reports)
+    for op, shape, direction in OVERVIEW:
+        same = [x for x in of_ops if (x.op, x.shape, x.direction) == (op, shape, direction)]
+        line = max(same, key=lambda x: (x.dtype == "bfloat16", len(x.figures)))
+        assert line.own is not None, line
+        shown = {name: m.us for name, m in line.figures.items() if name in BESIDE}
+        label = f"{op}, {direction}\n{shape}"
+        found[label] = {OURS: 1.0} | {name: line.own.us / us for name, us in shown.items()}
+    steps = [row for _, r in reports for row in r["rows"] if row.get("contender")]
+    small = [row for row in steps if (row["preset"], row["length"]) == ("130m", 2048)]
+    rates = {row["contender"]: row["tokens_per_second"] for row in small}
+    others = {"mamba_ssm": "mamba_ssm", "xla": "xla-loop"}
+    found["Mamba of 130m, training\n8 x 2048 tokens"] = {OURS: 1.0} | {
+        name: rates[row] / rates["jaxkern"] for name, row in others.items()
+    }
+    return found
+
+
+def draw_overview(held: dict[str, dict[str, float]], out: Path) -> None:
+    """Writes the overview as bars."""
+    figure, axis = pyplot().subplots(figsize=(6.8, 0.6 + 0.62 * len(held)))
+    for i, name in enumerate((OURS, *BESIDE)):
+        bars = []
+        for row, by in enumerate(held.values()):
+            names = [n for n in (OURS, *BESIDE) if n in by]
+            if name in names:
+                at = row + (names.index(name) - (len(names) - 1) / 2) * 0.8 / len(names)
+                bars.append((at, by[name], 0.72 / len(names)))
+        for n, (at, speed, height) in enumerate(bars):
+            axis.barh(at, speed, height, color=f"C{i}", label=None if n else NAMES[name])
+            axis.annotate(f" {speed:.2g}", (speed, at), va="center", fontsize=6)
+    axis.set_yticks(range(len(held)), list(held))
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 1.12), xlabel="speed, jaxkern's being 1; one H200")
+    axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, out)
+
+
 def main() -> int:
     reports = report.load()
     PICTURES.mkdir(exist_ok=True)
@@ -239,6 +291,7 @@ def main() -> int:
     for op, by in lengths(reports).items():
         draw_lengths({op: by}, "bf16, the most rows of each length", PICTURES / f"{op}-lengths.svg")
     draw_ledger(ledger(reports), PICTURES / "memory.svg")
+    draw_overview(overview(reports), PICTURES / "overview.svg")
     print(f"wrote {PICTURES}/*.svg")
     return 0
 
