@@ -57,7 +57,7 @@ class Subject:
 
 
 def subjects(small: bool) -> Sequence[Subject]:
-    """What is measured; `small` for a machine without a GPU."""
+    """The ops whose errors are measured; `small` ones for a machine without a GPU."""
     return [
         Subject(case, case.sizes(sizes), case.errors.bound)
         for case in TABLE

@@ -1,4 +1,4 @@
-"""What is timed: the cases of the table at their shapes, and the steps of optimizers."""
+"""The measurements of the bench: cases of the table at their shapes, and optimizers' steps."""
 
 import dataclasses
 import math
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def bytes_backward(self) -> int:
-        """The same for the backward, from the saved residuals."""
+        """Bytes that the backward must read and write, from the saved residuals."""
         return self._bytes(self.of.backward)
 
     @property
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def operations_backward(self) -> int:
-        """The same for the backward."""
+        """Operations of the backward's products."""
         return case.total(self.of.backward.operations, self.sizes) if self.of.backward else 0
 
     @property

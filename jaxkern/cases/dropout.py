@@ -19,7 +19,7 @@ X, RESIDUAL = Argument("x", "m d"), Argument("residual", "m d")
 
 @functools.cache
 def _kept(shape: tuple[int, ...]) -> np.ndarray:
-    """What is kept, which depends on key and shape alone."""
+    """The elements that dropout keeps; key and shape alone decide."""
     with jax.ensure_compile_time_eval(), jax.enable_x64(False):
         ones = jnp.ones(shape, jnp.float32)
         kept = jaxkern.dropout(ones, EXACT_RATE, jax.random.key(11), implementation="xla")

@@ -36,7 +36,7 @@ CASES = [
     Case(op=op, axes="k h", arguments=(Argument("params", "k h"),), run=run, layer=(768, 3072))
     for op, run in _RUNS.items()
 ]
-"""Of one array of parameters or gradients; an optimizer's step is that of `jaxkern.apply`."""
+"""The calls of one array of parameters or gradients; `jaxkern.apply` does an optimizer's step."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,16 @@ from jaxkern.mosaic.registers import (
 MAX_UNITS = 2**32 - 2**16
 """Most units of an array: a lane counts them in 32 bits."""
 
+
+def too_large(vec: int, *sizes: int) -> str | None:
+    """Says why a kernel cannot count the units, of `vec` elements, of arrays of such sizes."""
+    if max(sizes) <= vec * MAX_UNITS:
+        return None
+    return (
+        f"its {max(sizes)} elements can be accessed {vec} at a time, and the kernels count to 2^32"
+    )
+
+
 _GLOBAL_MEMORY = 1  # the address space of NVPTX
 
 

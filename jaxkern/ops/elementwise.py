@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arguments import unfit
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
-from jaxkern.mosaic.units import MAX_UNITS, load_units, load_words, store_units
+from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 
 _BLOCK = grid_axes("block")[0]
 
@@ -78,7 +78,7 @@ def launch(
     size = min(a.size for a in arrays)
     if vec is None:
         vec = unit(*arrays, columns=columns)
-    if reason := too_large(vec, *arrays):
+    if reason := too_large(vec, *(a.size for a in arrays)):
         raise NotImplementedError(f'{name}: {reason}. Use implementation="xla".')
     parts = tuple(a.size // size for a in arrays)
     inputs = sum(a.size * a.dtype.itemsize for a in ins) // size  # bytes of an element of all
@@ -111,20 +111,12 @@ def unit(*arrays: Any, columns: int = 0) -> int:
     return math.gcd(_BYTES // max(a.dtype.itemsize for a in arrays), columns)
 
 
-def too_large(vec: int, *arrays: Any) -> str | None:
-    """Why a kernel cannot count the units, of `vec` elements, of `arrays`."""
-    size = max(a.size for a in arrays)
-    if size <= vec * MAX_UNITS:
-        return None
-    return f"its {size} elements can be accessed {vec} at a time, and the kernels count to 2^32"
-
-
 def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
     """Why no kernel can take `arrays`, of which one may have rows of two times `columns`."""
     if reason := unfit(**arrays):
         return reason
     present = arrays.values()
-    return too_large(unit(*present, columns=columns), *present)
+    return too_large(unit(*present, columns=columns), *(a.size for a in present))
 
 
 @dataclasses.dataclass(frozen=True)

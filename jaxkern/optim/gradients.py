@@ -35,6 +35,7 @@ from jaxkern.mosaic.units import (
     load_words,
     store_units,
     sum_of_warp,
+    too_large,
 )
 from jaxkern.optim.arguments import check_loss_scale
 from jaxkern.optim.leaves import (
@@ -47,7 +48,6 @@ from jaxkern.optim.leaves import (
     leaf_factors,
     may_be_split,
     reshaped,
-    too_large,
     varying,
 )
 from jaxkern.precision import LossScale
@@ -164,7 +164,7 @@ def _unsupported(a: jax.Array) -> str | None:
     """Why the kernels cannot take a leaf."""
     if a.dtype.name not in DTYPES:
         return f"a leaf has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
-    reason = too_large(a.size, _vector(a))
+    reason = too_large(_vector(a), a.size)
     return reason and f"a leaf's {reason}"
 
 

@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType
 
 from jaxkern.mosaic.launch import LANES, grid_axes, interpreted, launch_kernel
-from jaxkern.mosaic.units import MAX_UNITS, with_chosen
+from jaxkern.mosaic.units import with_chosen
 
 BLOCK = grid_axes("block")[0]
 
@@ -45,13 +45,6 @@ def varying(*arrays: Any) -> frozenset[str]:
     """
     types = (jax.typeof(a).manual_axis_type for a in arrays if a is not None)
     return frozenset().union(*(t.varying for t in types))
-
-
-def too_large(size: int, vec: int) -> str | None:
-    """Why a kernel cannot count the units, of `vec` elements, of a leaf of `size` elements."""
-    if size <= vec * MAX_UNITS:
-        return None
-    return f"{size} elements can be accessed {vec} at a time, and the kernel counts to 2^32"
 
 
 def grouped(kinds: Mapping[int, Hashable]) -> list[list[int]]:

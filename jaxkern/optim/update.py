@@ -36,7 +36,7 @@ from jaxkern.mosaic.instructions import (
 )
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, interpreted
-from jaxkern.mosaic.units import largest_of_warp, load_units, load_words, store_units
+from jaxkern.mosaic.units import largest_of_warp, load_units, load_words, store_units, too_large
 from jaxkern.optim import quantise
 from jaxkern.optim.arithmetic import (
     Leaf,
@@ -62,7 +62,6 @@ from jaxkern.optim.leaves import (
     leaf_factors,
     may_be_split,
     reshaped,
-    too_large,
     varying,
 )
 from jaxkern.optim.rounding import GROUP, Draws, group_draws
@@ -125,7 +124,7 @@ def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
             return f"it has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
     if codes and may_be_split([leaf.weight]):
         return "blocks of 8-bit codes may be split over devices; use jax.shard_map"
-    reason = too_large(leaf.weight.size, _vector(rule, leaf))
+    reason = too_large(_vector(rule, leaf), leaf.weight.size)
     return reason and f"its {reason}"
 
 

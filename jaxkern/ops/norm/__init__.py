@@ -8,6 +8,4 @@ to an element outside of its row's sums, for kernels and plain JAX (`reference`)
 """
 
 from jaxkern.ops.norm.op import layer_norm as layer_norm
-from jaxkern.ops.norm.op import layer_norm_reference as layer_norm_reference
 from jaxkern.ops.norm.op import rms_norm as rms_norm
-from jaxkern.ops.norm.op import rms_norm_reference as rms_norm_reference

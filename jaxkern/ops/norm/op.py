@@ -271,20 +271,6 @@ def layer_norm(
     )
 
 
-def rms_norm_reference(
-    x: jax.Array, weight: jax.Array | None = None, bias: jax.Array | None = None, **options: Any
-) -> Any:
-    """:func:`rms_norm` in plain JAX, with every step in fp32 and one rounding at the end."""
-    return rms_norm(x, weight, bias, **options, implementation="xla")
-
-
-def layer_norm_reference(
-    x: jax.Array, weight: jax.Array | None = None, bias: jax.Array | None = None, **options: Any
-) -> Any:
-    """:func:`layer_norm` in plain JAX, with every step in fp32 and one rounding at the end."""
-    return layer_norm(x, weight, bias, **options, implementation="xla")
-
-
 def _norm(
     op: str,
     x: Any,
