@@ -6,8 +6,8 @@ backward; elsewhere the same call is plain JAX. The optimizers are Optax transfo
 
 Dimensions, in every docstring: B batch, L length, D channels, W width of a convolution; of a scan
 N states a channel, G groups of channels that share B and C, S segments that have a state of their
-own; of a product M rows (all axes but the last, together), K contracted, N columns; of a norm N
-elements of a row; of a gated unit H outputs.
+own; of SSD H heads of P channels; of a product M rows (all axes but the last, together), K
+contracted, N columns; of a norm N elements of a row; of a gated unit H outputs.
 """
 
 import jaxkern._command as _command  # noqa: F401, before what takes seconds
@@ -27,6 +27,7 @@ from jaxkern.ops.linear import (
 from jaxkern.ops.linear_scan import linear_scan
 from jaxkern.ops.norm import layer_norm, rms_norm
 from jaxkern.ops.selective_scan import selective_scan, selective_scan_step
+from jaxkern.ops.ssd import ssd, ssd_step
 from jaxkern.optim.accumulation import accumulate_gradients
 from jaxkern.optim.gradients import scale_gradients
 from jaxkern.optim.transforms import apply, fused_adam, fused_adamw, fused_sgd
@@ -40,6 +41,8 @@ __all__ = [  # noqa: RUF022, in the families of the documents
     # Scans and convolutions
     "selective_scan",
     "selective_scan_step",
+    "ssd",
+    "ssd_step",
     "linear_scan",
     "causal_conv1d",
     "causal_conv1d_step",

@@ -1,0 +1,455 @@
+"""SSD: the recurrence of Mamba-2, with one decay for all states of a head, in products of chunks.
+
+Forward, for a batch row and a head with P channels and N states each, h[−1] = initial_state:
+
+    s[t]   = min(max(softplus(dt[t] + dt_bias), low), high)     softplus only if asked for
+    a[t]   = s[t] · A                                           ≤ 0 where A < 0
+    h[t]   = k[t] · exp(a[t]) · h[t−1] + s[t] · x[t] ⊗ B[t]     (P, N)
+    y[t]   = h[t] · C[t] + D · x[t]                             (P,)
+    out[t] = y[t] · silu(z[t])
+
+where k[t] = 0 if the segment id of token t is not that of the token before, else 1. B and C are
+those of the head's group.
+
+In a chunk of Q tokens, c[i] = a[0] + … + a[i] in fp32, and h the state before it:
+
+    S      = C Bᵀ                                               (Q, Q), once for a group
+    M[i,j] = exp(c[i] − c[j]) · S[i,j] · s[j]   for j ≤ i       (Q, Q), a head
+    y      = M x + exp(c) ∘ (C hᵀ) + D · x                      (Q, P)
+    w[j]   = exp(c[Q−1] − c[j]) · s[j]
+    h      ← exp(c[Q−1]) · h + (w ∘ x)ᵀ B                       (P, N)
+
+With segments M, exp(c) and w are zero between tokens, and states, of different segments. Exponents
+are masked before the exponential, which so is never that of a positive number if A ≤ 0.
+
+Backward, for the cotangents dout and dh, that of the state after a chunk, dy = dout ∘ silu(z):
+
+    dM = dy xᵀ   masked                     dS = Σ_heads dM ∘ exp(c[i] − c[j]) · s[j]
+    dC = dS B + Σ_heads exp(c) ∘ (dy h)     dB = dSᵀ C + Σ_heads (w ∘ x) dh
+    dx = Mᵀ dy + w ∘ (B dhᵀ) + D · dy       dD = Σ dy · x        dz = dout ∘ y ∘ silu'(z)
+    ds[j] = Σ_i dM[i,j] · M[i,j] / s[j] + exp(c[Q−1] − c[j]) · x[j] · (B dhᵀ)[j]
+    dc[i] = Σ_j (dM ∘ M)[i,j] − Σ_j (dM ∘ M)[j,i] + exp(c[i]) · dy[i] · (C hᵀ)[i] − u[i]
+            u[j] = w[j] · x[j] · (B dhᵀ)[j];  dc[Q−1] also has Σ_j u[j] + exp(c[Q−1]) · h · dh
+    da[t] = Σ_{i ≥ t} dc[i]                 within the chunk
+    dh ← exp(c[Q−1]) · dh + (exp(c) ∘ dy)ᵀ C
+
+and of a and s, small arrays (B, L, H): ds += da · A, dA = Σ da · s, ddt = ds · softplus' within the
+limits, ddt_bias = Σ ddt. These are plain JAX around the passes.
+
+Saved for the backward: the arguments, and the state before every k-th token, k = checkpoint_every,
+in bf16 if x is, else fp32: 2·N/k bytes per element of x, 2 at N = 128 and the default, k = 128.
+
+A chunk takes, for each head, 2·Q·(Q·P + 2·P·N) operations of products forward and Q² exponentials;
+the backward 2·Q·(4·Q·P + 5·P·N), and for each group 2·Q²·N and 4·Q²·N for S and its gradients.
+
+Source: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through
+Structured State Space Duality, 2024, arXiv:2405.21060.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.core.arguments import check_array, check_floating, unfit
+from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.kernel_pass import KernelPass, named
+from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.ops import segments
+from jaxkern.ops.ssd.reference import (
+    CHUNK,
+    DEFAULT_CHECKPOINT_EVERY,
+    Options,
+    Tokens,
+    join_heads,
+    least_log_decay,
+    reference_bwd,
+    reference_fwd,
+    split_heads,
+    ssd_reference,
+    step,
+)
+from jaxkern.ops.step_sizes import StepSizes
+
+
+@overload
+def ssd(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    z: jax.Array | None = None,
+    *,
+    dt_bias: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: jax.Array | None = None,
+    return_final_state: Literal[False] = False,
+    segment_ids: jax.Array | None = None,
+    num_segments: int | None = None,
+    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def ssd(
+    *args: Any, return_final_state: Literal[True], **options: Any
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@public_op
+def ssd(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    z: jax.Array | None = None,
+    *,
+    dt_bias: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_state: jax.Array | None = None,
+    return_final_state: bool = False,
+    segment_ids: jax.Array | None = None,
+    num_segments: int | None = None,
+    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
+    implementation: Implementation | None = None,
+) -> Any:
+    r"""Run Mamba-2's recurrence (state space duality, SSD) along time, in products of chunks.
+
+    .. math::
+        h_t = \exp(\Delta_t A) \, h_{t-1} + \Delta_t \, x_t \otimes B_t, \qquad
+        \text{out}_t = (h_t C_t + D \, x_t) \cdot \operatorname{silu}(z_t)
+
+    for every batch row and head, with a state of P times N, from :math:`h_{-1}` = `initial_state`,
+    where :math:`\Delta` is ``softplus(dt + dt_bias)`` or ``dt + dt_bias``, limited to `dt_limit`,
+    one number for a token and head. Decays, sums and states are fp32, whatever the dtypes; the
+    result is rounded once, to the dtype of `x`. Any real `A` is taken; a positive one makes the
+    state grow.
+
+    Every floating argument has a gradient, `initial_state` too, and the final state passes one on.
+    For the backward, the arguments and the state before every `checkpoint_every`-th token are kept,
+    N / `checkpoint_every` numbers per element of `x`: bf16 if `x` is, else fp32.
+
+    A NaN in one head of one batch row stays there, but for the gradients that sum over heads (`B`,
+    `C`) or over batch rows (`A`, `D`, `dt_bias`); it does not get past the end of its segment, nor
+    before its begin. The bits are the same on every run.
+
+    On a mesh, batch and heads may be split between devices; a split L, P or N is gathered. With
+    several groups, heads are split in parts of whole groups; others are gathered on a mesh with
+    Explicit axes, and not possible with Auto ones.
+
+    Args:
+      x: (B, L, H, P), bfloat16, float16 or float32.
+      dt: (B, L, H), the step sizes before `dt_bias` and softplus; any of those dtypes, as are all
+        floating arguments below.
+      A: (H,), the rates of decay, negative in Mamba-2.
+      B: (B, L, G, N), how x enters the states; head h is in group h // (H / G).
+      C: (B, L, G, N), how the states are read.
+      D: (H,) or (H, P), the weight of `x` in the output; ``None`` stands for zeros.
+      z: (B, L, H, P), the gate; ``None`` for no gate.
+      dt_bias: (H,), added to `dt`; ``None`` stands for zeros.
+      dt_softplus: whether the step size is the softplus of that sum.
+      dt_limit: the least and the largest step size. One outside is set to the limit and has no
+        gradient; so by default, without softplus, a negative step size counts as 0.
+      initial_state: (B, H, P, N), or with `num_segments` (B, S, H, P, N), the state before the
+        first token; ``None`` stands for zeros.
+      return_final_state: whether to return the state after the last token, too.
+      segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
+        before a token whose id is not that of the token before. `initial_state` is for the first.
+      num_segments: S, for segments that each have an initial and a final state: of the segment with
+        id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
+        begins from zeros, and so does one whose id comes back after another.
+      checkpoint_every: how many tokens apart states are saved for the backward, a multiple of 64,
+        or ``None`` for none at all, where the backward runs the forward again.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
+        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
+        NVIDIA GPU that they run on, plain JAX elsewhere.
+
+    Returns:
+      (B, L, H, P), the dtype of `x`; with `return_final_state` a pair of it and the final state,
+      (B, H, P, N), float32; with `num_segments` (B, S, H, P, N), where a segment that is absent
+      leaves its initial state as it is.
+
+    Raises:
+      TypeError: an argument is not an array of a real floating dtype (`segment_ids`: integer), or
+        an option is not a Python number.
+      ValueError: shapes do not fit, `num_segments` is without `segment_ids`, or an option has a
+        value that it cannot have.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxkern
+      >>> x, dt = jnp.ones((2, 100, 4, 16), jnp.bfloat16), jnp.ones((2, 100, 4))
+      >>> A, B, C = -jnp.ones(4), jnp.ones((2, 100, 1, 32)), jnp.ones((2, 100, 1, 32))
+      >>> jaxkern.ssd(x, dt, A, B, C, D=jnp.ones(4), dt_softplus=True).shape
+      (2, 100, 4, 16)
+      >>> dA = jax.grad(lambda a: jaxkern.ssd(x, dt, a, B, C).sum())(A)
+      >>> half = lambda s, **kw: jaxkern.ssd(
+      ...     x[:, s], dt[:, s], A, B[:, s], C[:, s], return_final_state=True, **kw
+      ... )
+      >>> first, state = half(slice(0, 50))
+      >>> second, state = half(slice(50, 100), initial_state=state)
+      >>> state.shape
+      (2, 4, 16, 32)
+
+    References:
+      Dao and Gu, `Transformers are SSMs <https://arxiv.org/abs/2405.21060>`_, 2024.
+    """
+    args = _check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
+    x, _, _, B, *_ = args
+    count = segments.check_num_segments(num_segments, segment_ids)
+    initial_state = _check_initial_state(initial_state, x, B, count)
+    rank = crossed = None
+    if segment_ids is not None:
+        ids = segments.check_segment_ids(segment_ids, x.shape[:2])
+        rank = jnp.cumsum(segments.begins(ids).astype(jnp.int32), axis=1)
+        crossed = None if count is None else segments.crossings(ids, count)
+    every = _check_checkpoint_every(checkpoint_every)
+    sizes = StepSizes.checked(dt_softplus, dt_limit)
+    reason = _unsupported((*args, initial_state))
+    if reason is None and FORWARD.kernel is None and implementation == "mosaic":
+        reason = "there are no kernels for it yet"
+    mode = resolve(implementation, reason, op="ssd")
+    options = Options(bool(return_final_state), every, mode, count)
+    grouped = (*_by_group((*args, initial_state), 2), rank, crossed)
+    if mode != "xla":
+        out, final = _jitted(*grouped, sizes, options)
+    else:
+        x, dt, A, B, C, D, z, dt_bias, *states = grouped
+        dt, a = _steps(sizes, dt, A, dt_bias)
+        out, final = named("ssd", PLAIN(options, x, dt, a, B, C, D, z, *states))
+        out = match_sharding(out, x)
+    out = join_heads(out, 2)
+    return (out, join_heads(final, final.ndim - 4)) if options.final else out
+
+
+@public_op
+def ssd_step(
+    state: jax.Array,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    z: jax.Array | None = None,
+    *,
+    dt_bias: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> tuple[jax.Array, jax.Array]:
+    r"""Run :func:`ssd` for one token, to decode step by step. Plain JAX, differentiable.
+
+    .. math::
+        h_t = \exp(\Delta_t A) \, h_{t-1} + \Delta_t \, x_t \otimes B_t, \qquad
+        \text{out}_t = (h_t C_t + D \, x_t) \cdot \operatorname{silu}(z_t)
+
+    Args:
+      state: (B, H, P, N), float32, :math:`h_{t-1}`; zeros to begin with.
+      x: (B, H, P), any floating dtype, as are all arguments below.
+      dt: (B, H).
+      A: (H,).
+      B: (B, G, N); head h is in group h // (H / G).
+      C: (B, G, N).
+      D: (H,) or (H, P), or ``None``.
+      z: (B, H, P) or ``None``.
+      dt_bias: (H,) or ``None``.
+      dt_softplus: whether the step size is ``softplus(dt + dt_bias)``.
+      dt_limit: the least and the largest step size; one outside is set to the limit.
+
+    Returns:
+      The output, (B, H, P), the dtype of `x`; and :math:`h_t`, (B, H, P, N), float32.
+
+    Raises:
+      TypeError: an argument is not an array of a real floating dtype, or `dt_limit` not two
+        Python numbers.
+      ValueError: shapes do not fit, or `dt_limit` is no range.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> state, one = jnp.zeros((1, 1, 1, 1)), jnp.ones((1, 1, 1))
+      >>> for _ in range(2):  # A = 0: the state adds up what enters
+      ...     out, state = jaxkern.ssd_step(state, one, one[0], 0 * one[0, 0], one, one)
+      >>> out
+      Array([[[2.]]], dtype=float32)
+
+    References:
+      Dao and Gu, `Transformers are SSMs <https://arxiv.org/abs/2405.21060>`_, 2024.
+    """
+    args = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
+    x, B = args[0], args[3]
+    state = check_array("state", state, (*x.shape, B.shape[-1]), _STATE_SHAPE)
+    sizes = StepSizes.checked(dt_softplus, dt_limit)
+    x, dt, A, B, C, D, z, dt_bias, state = _by_group((*args, state), 1)
+    dt, a = _steps(sizes, dt, A, dt_bias)
+    out, state = step(Tokens(x, dt, a, B, C, z), D, state)
+    return join_heads(out, 1), join_heads(state, 1)
+
+
+_STATE_SHAPE = "(B, H, P, N) of x and B"
+
+
+def _check_initial_state(state: Any, x: jax.Array, B: jax.Array, count: int | None) -> Any:
+    if state is None:
+        return None
+    state = check_floating("initial_state", state)
+    meaning = _STATE_SHAPE if count is None else "(B, S, H, P, N) of x, num_segments and B"
+    segments.check_states(state, x.shape[0], count, (*x.shape[2:], B.shape[-1]), meaning)
+    return state.astype(jnp.promote_types(state.dtype, jnp.float32))
+
+
+def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
+    """The arguments as arrays; `lead` names the dimensions before the heads."""
+    x, B = check_floating("x", x), check_floating("B", B)
+    tokens = ", ".join(lead)
+    if x.ndim != len(lead) + 2:
+        raise ValueError(f"x must have shape ({tokens}, H, P), got {x.shape}")
+    heads = x.shape[-2]
+    if B.ndim != x.ndim or B.shape[:-2] != x.shape[:-2] or B.shape[-1] == 0:
+        raise ValueError(
+            f"B must have shape ({tokens}, G, N), with {x.shape[:-2]} of x and N at least 1; "
+            f"got {B.shape}. For one group, give B[..., None, :]"
+        )
+    if B.shape[-2] == 0 or heads % B.shape[-2]:
+        raise ValueError(
+            f"B must have a number of groups that divides the {heads} heads of x; "
+            f"got {B.shape[-2]}, in shape {B.shape}"
+        )
+
+    def check(name, value, shape, meaning):
+        return None if value is None else check_array(name, value, shape, meaning)
+
+    dt = check_array("dt", dt, x.shape[:-1], f"({tokens}, H) of x")
+    A = check_array("A", A, (heads,), "(H,) of x")
+    C = check_array("C", C, B.shape, f"({tokens}, G, N), as B")
+    if D is not None:
+        D = check_floating("D", D)
+        of_channels = D.ndim == 2
+        shape, meaning = ((x.shape[-2:]), "(H, P)") if of_channels else ((heads,), "(H,)")
+        D = check_array("D", D, shape, f"{meaning} of x" + ("" if of_channels else ", or (H, P)"))
+    z = check("z", z, x.shape, f"({tokens}, H, P) of x")
+    return x, dt, A, B, C, D, z, check("dt_bias", dt_bias, (heads,), "(H,) of x")
+
+
+def _check_checkpoint_every(every: Any) -> int | None:
+    if every is None:
+        return None
+    try:
+        tokens = operator.index(every)
+    except TypeError as e:
+        raise TypeError(f"checkpoint_every must be an int or None, got {every!r}") from e
+    if tokens <= 0 or tokens % CHUNK:
+        raise ValueError(
+            f"checkpoint_every must be a multiple of {CHUNK} or None, got {tokens}; "
+            f"try {max(CHUNK, tokens // CHUNK * CHUNK)}"
+        )
+    return tokens
+
+
+def _by_group(args: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
+    """The arguments with heads, at `axis` of x, as (G, R): R in each of the G groups."""
+    x, dt, A, B, C, D, z, dt_bias, state = args
+    groups = B.shape[-2]
+    of_tokens = [split_heads(v, axis, groups) for v in (x, dt, z)]
+    A, D, dt_bias = (split_heads(v, 0, groups) for v in (A, D, dt_bias))
+    state = split_heads(state, 0 if state is None else state.ndim - 3, groups)
+    return of_tokens[0], of_tokens[1], A, B, C, D, of_tokens[2], dt_bias, state
+
+
+def _unsupported(args: tuple[Any, ...]) -> str | None:
+    """Why the kernels, forward and backward, cannot take this call."""
+    return unfit(**dict(zip(_FLOATING, args, strict=True)))
+
+
+_FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
+
+
+def _steps(sizes: StepSizes, dt: Any, A: Any, dt_bias: Any) -> tuple[jax.Array, jax.Array]:
+    """Step sizes and logarithms of decays, (…, G, R), at least float32."""
+    acc = jnp.result_type(jnp.float32, *(v for v in (dt, A, dt_bias) if v is not None))
+    lead = (None,) * (dt.ndim - 2)
+    dt = dt.astype(acc)
+    dt = sizes(dt if dt_bias is None else dt + dt_bias.astype(acc)[lead])
+    a, least = dt * A.astype(acc)[lead], least_log_decay(acc)
+    return dt, jnp.where(a < least, least, a)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(11, 12))
+def _ssd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
+    dt, a = _steps(sizes, dt, A, dt_bias)
+    out, final, _ = FORWARD(options, x, dt, a, B, C, D, z, initial_state, rank, crossed)
+    return match_sharding(out, x), final
+
+
+def _ssd_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
+    args = x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed
+    dt, a = _steps(sizes, dt, A, dt_bias)
+    save = dataclasses.replace(options, save=True)
+    out, final, states = FORWARD(save, x, dt, a, B, C, D, z, initial_state, rank, crossed)
+    return (match_sharding(out, x), final), (args, states)
+
+
+def _ssd_bwd(sizes, options, res, cotangents):
+    args, states = res
+    x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed = args
+    (step_size, a), of_steps = jax.vjp(functools.partial(_steps, sizes), dt, A, dt_bias)
+    given = x, step_size, a, B, C, D, z, initial_state, rank, crossed
+    grads = BACKWARD(options, *given, states, *cotangents)
+    dx, ds, da, dB, dC, dD, dz, dinitial, _, _ = (
+        None if grad is None else match_primal(grad, arg).astype(arg.dtype)
+        for grad, arg in zip(grads, given, strict=True)
+    )
+    ddt, dA, ddt_bias = of_steps((ds, da))
+    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial, None, None
+
+
+_ssd.defvjp(_ssd_fwd, _ssd_bwd)
+_jitted = jax.jit(_ssd, static_argnums=(11, 12))
+
+
+def _ends(options: Options) -> str:
+    """The factors of initial and final states."""
+    return "b g r p n" if options.num_segments is None else "b s g r p n"
+
+
+def _arguments(options: Options) -> tuple[str, ...]:
+    tokens, steps, weights = "b l g r p", "b l g r", "b l g n"
+    args = tokens, steps, steps, weights, weights, "g r ...", tokens
+    return *args, _ends(options), "b l", "b l"
+
+
+_STATES = "b c g r p n"
+
+FORWARD = KernelPass(
+    "ssd_fwd",
+    kernel=None,
+    reference=reference_fwd,
+    ins=_arguments,
+    outs=lambda options: ("b l g r p", _ends(options), _STATES),
+    whole="l p n c s .0",
+)
+BACKWARD = KernelPass(
+    "ssd_bwd",
+    kernel=None,
+    reference=reference_bwd,
+    ins=lambda options: (*_arguments(options), _STATES, "b l g r p", _ends(options)),
+    outs=_arguments,
+    whole="l p n c s .0",
+)
+PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot split
+    "ssd",
+    reference=ssd_reference,
+    ins=_arguments,
+    outs=lambda options: ("b l g r p", _ends(options)),
+    whole="l p n s .0",
+)

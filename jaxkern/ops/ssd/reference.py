@@ -1,0 +1,390 @@
+"""The SSD scan in plain JAX, in chunks: the specification and the ``"xla"`` implementation.
+
+A scan over chunks, each of which is the products of :mod:`jaxkern.ops.ssd.op`. For the backward the
+state before every block of `checkpoint_every` tokens is kept; a block runs once more to find the
+states before its chunks, and a chunk once more to find the rest.
+
+Arrays here have heads in groups: H = G·R, R heads of a group with the same B and C. Everything is
+computed in fp32 (float64 if an argument is); products of 16-bit arguments are in JAX's default
+precision, which on a GPU is TF32, as exact as they are.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern.core.dispatch import Mode
+from jaxkern.core.mesh import gather, vary_over, varying
+from jaxkern.ops.segments import Seen, with_zeros
+from jaxkern.ops.ssd.packed import Aligned, Contained
+
+CHUNK = 64
+"""Tokens of a chunk."""
+
+DEFAULT_CHECKPOINT_EVERY = 128
+"""Tokens from one saved state to the next where the caller does not say."""
+
+RECOMPUTED_EVERY = 512
+"""The same for the states that a backward computes first where none were saved."""
+
+_checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The static arguments of the passes."""
+
+    final: bool
+    checkpoint_every: int | None
+    mode: Mode
+    num_segments: int | None = None
+    save: bool = False  # states, for the backward
+
+
+def least_log_decay(dtype: Any) -> float:
+    """What every lesser logarithm counts as, so that sums of them are finite: its decay is 0."""
+    return float(jnp.finfo(dtype).minexp)
+
+
+def saved_dtype(x: Any) -> Any:
+    """The dtype of the states that are saved: fp16 could not hold one that grows."""
+    return jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.promote_types(x.dtype, jnp.float32)
+
+
+def split_heads(v: Any, axis: int, groups: int) -> Any:
+    """`v` with H at `axis` as (G, R)."""
+    if v is None or groups == 1:  # a new axis leaves heads split as they are on a mesh
+        return None if v is None else jnp.expand_dims(v, axis)
+    v = gather(v, axis, unless_parts_of=groups)
+    return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
+
+
+def join_heads(v: jax.Array, axis: int) -> jax.Array:
+    """Undoes :func:`split_heads`, `axis` that of G."""
+    if v.shape[axis] == 1:
+        return jnp.squeeze(v, axis)
+    return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
+
+
+class Tokens(NamedTuple):
+    """The floating arrays with a time axis; `dt` are step sizes, `a` logarithms of decays."""
+
+    x: Any  # (B, L, G, R, P)
+    dt: Any  # (B, L, G, R)
+    a: Any  # (B, L, G, R)
+    B: Any  # (B, L, G, N)
+    C: Any  # (B, L, G, N)
+    z: Any  # (B, L, G, R, P)
+
+
+class _Marks(NamedTuple):
+    """Of packed sequences: the number of each token's segment, and what is at a chunk's ends.
+
+    `before` is the number of the segment that a chunk's first state belongs to. Where segments have
+    states, `enter` says whose state a chunk begins from, and `leave` whose it ends with; −1 for
+    that of the chunk before, and for none.
+    """
+
+    rank: Any  # (B, L)
+    before: Any  # (B, chunks)
+    enter: Any
+    leave: Any
+
+
+class _Params(NamedTuple):
+    """D, (G, R, 1 or P), and the initial states of segments, (B, S, G, R, P, N)."""
+
+    D: Any
+    starts: Any
+
+
+class _States(NamedTuple):
+    """What is handed from chunk to chunk: the state, and the final ones of segments that ended."""
+
+    h: Any
+    ends: Any
+
+
+def ssd_reference(options: Options, *args: Any) -> tuple[Any, Any]:
+    """:func:`ssd` in plain JAX: out (B, L, G, R, P), and the final state if wanted.
+
+    Differentiable in both modes and to any order.
+    """
+    run = functools.partial(reference_fwd, dataclasses.replace(options, save=False))
+    if options.checkpoint_every is None:
+        run = jax.checkpoint(run)
+    return run(*args)[:2]
+
+
+def reference_fwd(
+    options: Options, x, dt, a, B, C, D, z, initial_state, rank, crossed
+) -> tuple[Any, Any, Any]:
+    """Output, final state (B, G, R, P, N) and, to save, states (B, c, G, R, P, N); or ``None``.
+
+    With `num_segments` the final states are (B, S, G, R, P, N), as the initial ones.
+    """
+    tokens = Tokens(x, dt, a, B, C, z)
+    contained = Contained.of(options.num_segments, tokens, initial_state, rank, crossed)
+    tokens, initial_state = contained.clean(tokens, initial_state)
+    call = _Call(options, tokens, D, initial_state, rank, crossed)
+    save = options.save and options.checkpoint_every is not None
+
+    @_checkpoint
+    def body(before, block):
+        after, out = _run_block(call, before, *block, call.params)
+        return after, (out, before.h.astype(saved_dtype(x)) if save else None)
+
+    after, (out, states) = lax.scan(body, call.start(), call.blocks)
+    out = contained.out(call.of_tokens(out))
+    final = None
+    if options.final:
+        final = after.h
+        if options.num_segments is not None:
+            final = Seen.of(crossed, options.num_segments).final(after.ends, final, initial_state)
+        final = contained.final(final)
+    return out, final, jnp.moveaxis(states, 0, 1) if save else None
+
+
+def reference_bwd(
+    options: Options, x, dt, a, B, C, D, z, initial_state, rank, crossed, states, dout, dfinal
+) -> tuple[Any, ...]:
+    """The gradients; those that sum over heads, batch rows or time are left in fp32."""
+    given = initial_state
+    if states is None:
+        every = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY, save=True)
+        args = x, dt, a, B, C, D, z, initial_state, rank, crossed
+        *_, states = reference_fwd(every, *args)
+        options = every
+    tokens = Tokens(x, dt, a, B, C, z)
+    contained = Contained.of(
+        options.num_segments, tokens, initial_state, rank, crossed, dout, dfinal
+    )
+    tokens, initial_state = contained.clean(tokens, initial_state)
+    dout, dfinal = contained.clean_cotangents(dout, dfinal)
+    acc = _accumulator(tokens, D, initial_state)
+    tokens = tokens._replace(B=tokens.B.astype(acc), C=tokens.C.astype(acc))
+    call = _Call(options, tokens, D, initial_state, rank, crossed)
+    seen = None if options.num_segments is None else Seen.of(crossed, options.num_segments)
+
+    @_checkpoint
+    def body(carry, block):
+        dstates, dparams = carry
+        (tokens, marks), before, dout = block
+        run = lambda before, tokens, params: _run_block(call, before, tokens, marks, params)
+        before = _States(before.astype(acc), call.no_ends())
+        _, vjp = jax.vjp(run, before, tokens, call.params)
+        dstates, dtokens, more = vjp((dstates, dout))
+        return (dstates, jax.tree.map(jnp.add, dparams, more)), dtokens
+
+    dh, dends = jnp.zeros_like(call.start().h), call.no_ends()
+    if dfinal is not None:
+        dh = (dfinal if seen is None else seen.of_row(dfinal)).astype(acc)
+        dends = None if seen is None else dfinal.astype(acc)
+    init = _States(dh, dends), jax.tree.map(jnp.zeros_like, call.params)
+    blocks = call.blocks, jnp.moveaxis(states, 1, 0), call.to_blocks(dout)
+    ((dh, _), dparams), dtokens = lax.scan(body, init, blocks, reverse=True)
+    dtokens = Tokens(*(None if v is None else call.of_tokens(v) for v in dtokens))
+    dD = None if D is None else dparams.D.reshape(D.shape)
+    dinitial = None if given is None else dh
+    if given is not None and seen is not None:
+        dinitial = seen.initial(dparams.starts[:, :-1], dfinal)
+    dtokens, dinitial = contained.gradients(dtokens, dinitial)
+    dx, ddt, da, dB, dC, dz = dtokens
+    return dx, ddt, da, dB, dC, dD, dz, dinitial, None, None
+
+
+def step(tokens: Tokens, D: Any, h: jax.Array) -> tuple[Any, Any]:
+    """One token, x (B, G, R, P): its output and the next state, (B, G, R, P, N)."""
+    acc = _accumulator(tokens, D, h)
+    x, dt, a, B, C = (v.astype(acc) for v in tokens[:5])
+    entered = jnp.einsum("bgrp,bgn->bgrpn", dt[..., None] * x, B)
+    h = jnp.exp(a)[..., None, None] * h.astype(acc) + entered
+    y = jnp.einsum("bgrpn,bgn->bgrp", h, C, precision="highest")
+    out = _gated(y, tokens._replace(x=x), None if D is None else of_heads(D).astype(acc))
+    return out.astype(tokens.x.dtype), h
+
+
+def of_heads(D: jax.Array) -> jax.Array:
+    """D as (G, R, 1 or P)."""
+    return D[..., None] if D.ndim == 2 else D
+
+
+def _accumulator(tokens: Tokens, D: Any, initial_state: Any) -> Any:
+    floats = [v for v in (*tokens, D, initial_state) if v is not None]
+    return jnp.result_type(jnp.float32, *floats)
+
+
+class _Call:
+    """The arrays of a call, cut into blocks of chunks of tokens.
+
+    Attributes:
+      blocks: tokens and marks, (blocks, chunks, B, Q, …) and (blocks, chunks, B).
+      params: D and the initial states of segments, in the dtype of the arithmetic.
+    """
+
+    def __init__(self, options, tokens: Tokens, D, initial_state, rank, crossed):
+        batch, length, groups, heads, size = tokens.x.shape
+        self.options, self.length = options, length
+        self.acc = _accumulator(tokens, D, initial_state)
+        every = options.checkpoint_every or RECOMPUTED_EVERY
+        if isinstance(length, int):  # else it is symbolic
+            every = min(every, max(length, 1))
+        self.chunk = min(CHUNK, every)
+        self.chunks = -(-every // self.chunk)  # of a block
+        # In 16 bits nothing is lost by the products that tensor cores are fast at.
+        wide = any(v.dtype.itemsize > 2 for v in (tokens.x, tokens.B, tokens.C))
+        self.precision = "highest" if wide else None
+        states = jnp.zeros((batch, groups, heads, size, tokens.B.shape[-1]), self.acc)
+        self.h = vary_over(states, varying(tokens.x))
+        count = options.num_segments
+        self.aligned = None if count is None else Aligned.of(crossed, rank, count, self.chunk)
+        starts = None
+        if initial_state is not None and count is None:
+            self.h = initial_state.astype(self.acc)
+        elif initial_state is not None:
+            starts = with_zeros(initial_state.astype(self.acc))
+        D = None if D is None else of_heads(D).astype(self.acc)
+        self.params = _Params(D, starts)
+        self.blocks = self.to_blocks(tokens), self._marks(rank)
+
+    @property
+    def total(self) -> Any:
+        """The tokens of all chunks, of which some may be padding."""
+        length = self.length if self.aligned is None else self.aligned.length
+        size = self.chunk * self.chunks
+        return -(-length // size) * size
+
+    def to_blocks(self, tree: Any) -> Any:
+        """(B, L, …) as (blocks, chunks, B, Q, …), with zeros for what is no token."""
+        if self.aligned is not None:
+            tree = jax.tree.map(self.aligned.spread, tree)
+        return jax.tree.map(self._cut, tree)
+
+    def _cut(self, v: jax.Array) -> jax.Array:
+        v = jnp.pad(v, ((0, 0), (0, self.total - v.shape[1]), *[(0, 0)] * (v.ndim - 2)))
+        v = v.reshape(v.shape[0], -1, self.chunks, self.chunk, *v.shape[2:])
+        return jnp.moveaxis(v, 0, 2)
+
+    def of_tokens(self, v: jax.Array) -> jax.Array:
+        """(blocks, chunks, B, Q, …) as (B, L, …)."""
+        v = jnp.moveaxis(v, 2, 0)  # (B, blocks, chunks, Q, …)
+        v = v.reshape(v.shape[0], self.total, *v.shape[4:])
+        return v[:, : self.length] if self.aligned is None else self.aligned.collect(v)
+
+    def _marks(self, rank: Any) -> _Marks:
+        if rank is None:
+            return _Marks(None, None, None, None)
+        enter = leave = None
+        if self.aligned is not None:
+            rank = self.aligned.rank
+        missing = self.total - rank.shape[1]
+        rank = jnp.pad(rank, ((0, 0), (0, missing)), constant_values=-1)
+        rank = lax.cummax(rank, axis=1)  # what follows the last token is of its segment
+        firsts = rank[:, :: self.chunk]  # (B, chunks)
+        lasts = rank[:, self.chunk - 1 :: self.chunk]
+        before = jnp.concatenate([jnp.zeros_like(rank[:, :1]), lasts], axis=1)[:, :-1]
+        if self.aligned is not None:
+            none = ((0, 0), (0, firsts.shape[1] - self.aligned.enter.shape[1]))
+            enter, leave = (
+                jnp.pad(v, none, constant_values=-1)
+                for v in (self.aligned.enter, self.aligned.leave)
+            )
+            before = jnp.where(enter >= 0, firsts, before)
+        of_chunks = lambda v: jnp.moveaxis(v.reshape(v.shape[0], -1, self.chunks), 0, 2)
+        before, enter, leave = jax.tree.map(of_chunks, (before, enter, leave))
+        return _Marks(self._cut(rank), before, enter, leave)
+
+    def no_ends(self) -> Any:
+        """Final states of no segment yet, (B, S, G, R, P, N)."""
+        if not self.options.final or self.options.num_segments is None:
+            return None
+        zeros = jnp.zeros_like(self.h)[:, None]
+        return jnp.broadcast_to(zeros, (zeros.shape[0], self.options.num_segments, *zeros.shape[2:]))
+
+    def start(self) -> _States:
+        return _States(self.h, self.no_ends())
+
+
+def _run_block(call: _Call, before: _States, tokens, marks, params) -> tuple[_States, jax.Array]:
+    """The chunks of a block; only the states before them are kept for the backward."""
+
+    @_checkpoint
+    def body(before, chunk):
+        tokens, marks = chunk
+        return _run_chunk(call, before, tokens, marks, params)
+
+    return lax.scan(body, before, (tokens, marks))
+
+
+def _run_chunk(
+    call: _Call, before: _States, tokens: Tokens, marks: _Marks, params: _Params
+) -> tuple[_States, jax.Array]:
+    """Q tokens from the state, (B, G, R, P, N), to that after them and out, (B, Q, G, R, P)."""
+    h, ends = before
+    if params.starts is not None:
+        number = jnp.where(marks.enter < 0, 0, marks.enter)
+        begin = jax.vmap(lambda v, i: v[i])(params.starts, number)
+        h = jnp.where(_along(marks.enter >= 0, h), begin, h)
+    elif marks.enter is not None:
+        h = jnp.where(_along(marks.enter >= 0, h), 0, h)
+    product = functools.partial(jnp.einsum, precision=call.precision)
+    x, dt, a, B, C = (v.astype(call.acc) for v in tokens[:5])
+    dt = jnp.moveaxis(dt, 1, -1)  # (B, G, R, Q)
+    cum, between = _decay_sums(jnp.moveaxis(a, 1, -1))  # (B, G, R, Q), (B, G, R, Q, Q)
+    times = jnp.arange(x.shape[1])
+    same = times[:, None] >= times  # (Q, Q)
+    if marks.rank is not None:
+        same = same & (marks.rank[:, :, None] == marks.rank[:, None])  # (B, Q, Q)
+        same = same[:, None, None]
+    # Masked before the exponential: what is above the diagonal would be that of positive numbers.
+    decays = jnp.exp(jnp.where(same, between, -jnp.inf))
+    scores = product("bign,bjgn->bgij", C, B)
+    weights = decays * scores[:, :, None] * dt[..., None, :]
+    y = product("bgrij,bjgrp->bigrp", weights, x)
+    from_start, to_end = jnp.exp(cum), decays[..., -1, :] * dt  # (B, G, R, Q)
+    kept = from_start[..., -1]
+    of_start = product("bign,bgrpn->bigrp", C, h) * jnp.moveaxis(from_start, -1, 1)[..., None]
+    if marks.rank is not None:
+        of_start = jnp.where(_along(marks.rank == marks.before[:, None], y), of_start, 0)
+        kept = jnp.where(_along(marks.rank[:, -1] == marks.before, kept), kept, 0)
+    entered = product("bjgrp,bjgn->bgrpn", jnp.moveaxis(to_end, -1, 1)[..., None] * x, B)
+    h = kept[..., None, None] * h + entered
+    if ends is not None:
+        number = jnp.where(marks.leave < 0, ends.shape[1], marks.leave)
+        ends = jax.vmap(lambda v, i, h: v.at[i].set(h, mode="drop"))(ends, number, h)
+    out = _gated(y + of_start, tokens._replace(x=x), params.D)
+    return _States(h, ends), out.astype(tokens.x.dtype)
+
+
+def _gated(y: jax.Array, tokens: Tokens, D: Any) -> jax.Array:
+    if D is not None:
+        y = y + D * tokens.x
+    return y if tokens.z is None else y * jax.nn.silu(tokens.z.astype(y.dtype))
+
+
+def _along(mask: jax.Array, states: jax.Array) -> jax.Array:
+    return mask.reshape(*mask.shape, *[1] * (states.ndim - mask.ndim))
+
+
+def _decay_sums(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Σ a over the tokens up to i, (…, Q), and Σ a over those after j up to i, (…, Q, Q).
+
+    The latter is a difference of the former, and as exact as a sum of its own: the multiples of a
+    power of two in `a` are summed exactly, and apart from the small rest.
+    """
+    q = a.shape[-1]
+    # The sums are below 2^bits: what is left of the mantissa is for the fraction.
+    bits = int(-q * least_log_decay(a.dtype)).bit_length()
+    unit = 2.0 ** (bits - jnp.finfo(a.dtype).nmant)
+    whole = lax.stop_gradient(jnp.round(a / unit) * unit)
+    times = jnp.arange(q)
+    upto = (times[:, None] >= times).astype(a.dtype)
+    whole, rest = (
+        jnp.einsum("ij,...j->...i", upto, v, precision="highest") for v in (whole, a - whole)
+    )
+    between = lambda v: v[..., :, None] - v[..., None, :]
+    return whole + rest, between(whole) + between(rest)
