@@ -373,18 +373,11 @@ def _along(mask: jax.Array, states: jax.Array) -> jax.Array:
 def _decay_sums(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Σ a over the tokens up to i, (…, Q), and Σ a over those after j up to i, (…, Q, Q).
 
-    The latter is a difference of the former, and as exact as a sum of its own: the multiples of a
-    power of two in `a` are summed exactly, and apart from the small rest.
+    Each of the latter is a sum of its own: differences of the former lose the digits that the sums
+    before j take, and so do their gradients.
     """
-    q = a.shape[-1]
-    # The sums are below 2^bits: what is left of the mantissa is for the fraction.
-    bits = int(-q * least_log_decay(a.dtype)).bit_length()
-    unit = 2.0 ** (bits - jnp.finfo(a.dtype).nmant)
-    whole = lax.stop_gradient(jnp.round(a / unit) * unit)
-    times = jnp.arange(q)
+    times = jnp.arange(a.shape[-1])
     upto = (times[:, None] >= times).astype(a.dtype)
-    whole, rest = (
-        jnp.einsum("ij,...j->...i", upto, v, precision="highest") for v in (whole, a - whole)
-    )
-    between = lambda v: v[..., :, None] - v[..., None, :]
-    return whole + rest, between(whole) + between(rest)
+    add = functools.partial(jnp.einsum, precision="highest")
+    after = jnp.where(times[:, None] > times, a[..., None], 0)
+    return add("ij,...j->...i", upto, a), add("it,...tj->...ij", upto, after)

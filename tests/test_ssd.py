@@ -1,0 +1,326 @@
+"""ssd: accuracy, errors, and cases for the common suite."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jaxkern
+from jaxkern.ops.ssd import reference
+from tests import check
+from tests.ssd import (
+    ALONG,
+    EVERY,
+    HAS_KERNELS,
+    INF,
+    NAMES,
+    check_case,
+    inputs_and_state,
+    oracle,
+    packed_ids,
+    scan,
+    value_and_grads,
+)
+
+# Accuracy
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("size", "groups"),
+    [((1, 1, 1, 1, 1), 1), ((2, 63, 4, 3, 5), 2), ((2, 200, 2, 16, 32), 1)],
+)
+def test_ssd_accuracy(size, groups, implementation):
+    check_case(inputs_and_state(*size, groups), implementation)
+
+
+@EVERY
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_ssd_half_precision(dtypes, implementation):
+    check_case(inputs_and_state(2, 150, 4, 16, 16, 2, *dtypes), implementation)
+
+
+@EVERY
+def test_ssd_accuracy_of_everything(implementation):
+    """Groups, D of channels, limits that a part of the steps pass, segments, several blocks."""
+    arrays = inputs_and_state(2, 300, 6, 4, 3, 3, wide_D=True)
+    ids = packed_ids(2, 300, every=40)
+    options = {"dt_limit": (0.05, 0.3), "segment_ids": ids, "checkpoint_every": 128}
+    check_case(arrays, implementation, **options)
+
+
+@EVERY
+def test_ssd_without_softplus(implementation):
+    x, dt, A, B, C, D, z, dt_bias, state = inputs_and_state(2, 70, 2, 4, 3)
+    dt = jnp.exp(dt) - 0.1
+    assert 0 < jnp.sum(dt < 0) < dt.size
+    arrays = x, dt, A, B, C, D, z, 0.01 * dt_bias, state
+    check_case(arrays, implementation, dt_softplus=False)
+
+
+@EVERY
+def test_ssd_long_memory(implementation):
+    """States that forget nothing: rounding errors add up over the whole sequence."""
+    x, dt, A, *rest = inputs_and_state(1, 1000, 2, 4, 2)
+    check_case((x, dt, 1e-3 * A, *rest), implementation, checkpoint_every=None)
+
+
+@EVERY
+def test_ssd_forgets_all_at_once(implementation):
+    """Decays of exactly 0 amid others of one chunk: these keep all their digits, none is NaN."""
+    x, dt, A, *rest = inputs_and_state(2, 100, 3, 4, 2)
+    A = A.at[0].set(-1e6).at[1].set(-1e30)
+    dt = dt.at[0, 4].set(80.0).at[1, ::9, 2].set(300.0)
+    check_case((x, dt, A, *rest), implementation)
+
+
+@EVERY
+def test_ssd_grows(implementation):
+    """A rate above 0 is legal: the state grows, and so do the gradients."""
+    x, dt, A, *rest = inputs_and_state(1, 20, 2, 2, 3)
+    check_case((x, dt, -0.1 * A, *rest), implementation)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize(("every", "dt_softplus"), [(64, True), (128, False), (None, True)])
+def test_ssd_reference_in_float64(every, dt_softplus, implementation):
+    """The specification itself, gradients included, far below fp32's rounding."""
+    options = {
+        "dt_softplus": dt_softplus,
+        "dt_limit": (0.05, 0.6) if dt_softplus else (-2.5, 0.1),
+        "segment_ids": packed_ids(2, 150, every=30),
+    }
+    with jax.enable_x64(True):
+        arrays = inputs_and_state(2, 150, 4, 3, 5, groups=2)
+        arrays = tuple(np.asarray(a, np.float64) for a in arrays)
+        rng = np.random.default_rng(0)
+        cotangents = rng.normal(size=arrays[0].shape), rng.normal(size=arrays[-1].shape)
+        call = functools.partial(scan, return_final_state=True, checkpoint_every=every, **options)
+        run = value_and_grads(functools.partial(call, implementation=implementation))
+        got = run(arrays, tuple(map(jnp.asarray, cotangents)))
+        assert got[0][0].dtype == got[0][1].dtype == jnp.float64
+        check.assert_close(got, oracle(*arrays, *cotangents, **options), 1e-13)
+        with pytest.raises(NotImplementedError, match="x is float64"):
+            call(*map(jnp.asarray, arrays), implementation="mosaic")
+
+
+def test_ssd_by_finite_differences():
+    with jax.enable_x64(True):
+        arrays = inputs_and_state(1, 6, 2, 2, 2, groups=2)
+        arrays = tuple(jnp.asarray(a, jnp.float64) for a in arrays)
+        ids = jnp.array([[0, 0, 0, 1, 1, 1]])
+        call = functools.partial(
+            scan,
+            implementation="xla",
+            return_final_state=True,
+            segment_ids=ids,
+            dt_limit=(0.06, 0.3),
+        )
+        check_grads(
+            jax.jit(call), arrays, order=1, modes=["fwd", "rev"], eps=1e-6, atol=1e-7, rtol=1e-7
+        )
+
+
+@pytest.mark.parametrize(("every", "count"), [(64, 4), (128, 2), (None, None)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_ssd_saved_states(every, count, dtype):
+    """What is kept for the backward, besides the arguments: ⌈L/k⌉ states."""
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.dtype(dtype))
+    tokens, steps = shape(2, 200, 1, 5, 3), shape(2, 200, 1, 5)
+    args = tokens, steps, steps, shape(2, 200, 1, 4), shape(2, 200, 1, 4), *[None] * 5
+    run = lambda save: jax.eval_shape(
+        lambda *a: reference.reference_fwd(
+            reference.Options(False, every, "auto", save=save), *a, *[None] * 5
+        ),
+        *args[:5],
+    )
+    out, final, states = run(True)
+    assert out.shape == (2, 200, 1, 5, 3)
+    assert final is None
+    saved = {"float16": "float32"}.get(dtype, dtype)
+    want = None if count is None else ((2, count, 1, 5, 3, 4), saved)
+    assert (None if states is None else (states.shape, states.dtype)) == want
+    assert run(False)[2] is None
+
+
+# Calls
+
+
+def test_ssd_errors():
+    x, dt, A, B, C, D, z, dt_bias, state = inputs_and_state(2, 5, 4, 3, 6, groups=2)
+    run = jaxkern.ssd
+    with pytest.raises(TypeError, match=r"A must have a floating dtype.*got complex64"):
+        run(x, dt, A.astype(jnp.complex64), B, C)
+    with pytest.raises(ValueError, match=r"x must have shape \(B, L, H, P\), got \(5, 4, 3\)"):
+        run(x[0], dt, A, B, C)
+    with pytest.raises(ValueError, match=r"dt must have shape \(2, 5, 4\) = \(B, L, H\) of x"):
+        run(x, dt[:, :4], A, B, C)
+    with pytest.raises(ValueError, match=r"A must have shape \(4,\) = \(H,\) of x; got \(4, 1\)"):
+        run(x, dt, A[:, None], B, C)
+    with pytest.raises(ValueError, match=r"B must have shape \(B, L, G, N\).*B\[\.\.\., None, :\]"):
+        run(x, dt, A, B[:, :, 0], C)
+    with pytest.raises(ValueError, match=r"B must have a number of groups that divides the 4.*3"):
+        run(x, dt, A, jnp.ones((2, 5, 3, 6)), jnp.ones((2, 5, 3, 6)))
+    with pytest.raises(ValueError, match=r"C must have shape \(2, 5, 2, 6\).*as B"):
+        run(x, dt, A, B, C[:1])
+    with pytest.raises(ValueError, match=r"D must have shape \(4,\) = \(H,\) of x, or \(H, P\)"):
+        run(x, dt, A, B, C, jnp.ones(3))
+    with pytest.raises(ValueError, match=r"D must have shape \(4, 3\) = \(H, P\) of x; got"):
+        run(x, dt, A, B, C, jnp.ones((4, 4)))
+    with pytest.raises(ValueError, match=r"z must have shape"):
+        run(x, dt, A, B, C, D, z[..., :1])
+    with pytest.raises(ValueError, match=r"dt_bias must have shape"):
+        run(x, dt, A, B, C, D, z, dt_bias=dt_bias[:1])
+    with pytest.raises(ValueError, match=r"initial_state must have shape \(2, 4, 3, 6\) = \(B, H,"):
+        run(x, dt, A, B, C, initial_state=state[:1])
+    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'cuda\''):
+        run(x, dt, A, B, C, implementation="cuda")
+    step = jaxkern.ssd_step
+    with pytest.raises(ValueError, match=r"state must have shape \(2, 4, 3, 6\) = \(B, H, P, N\)"):
+        step(state[:, :3], x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0])
+    with pytest.raises(ValueError, match=r"x must have shape \(B, H, P\), got \(2, 5, 4, 3\)"):
+        step(state, x, dt, A, B, C)
+
+
+def test_ssd_option_errors():
+    x, dt, A, B, C, *_ = inputs_and_state(2, 5, 4, 3, 6)
+    run = functools.partial(jaxkern.ssd, x, dt, A, B, C)
+    with pytest.raises(ValueError, match=r"segment_ids must have shape \(2, 5\) = \(B, L\) of x"):
+        run(segment_ids=jnp.zeros(5, int))
+    with pytest.raises(TypeError, match=r"dt_limit must be two numbers, \(low, high\); got 1"):
+        run(dt_limit=1)
+    with pytest.raises(ValueError, match=r"low <= high, got \(1, 0\); \(-inf, inf\) stands for no"):
+        run(dt_limit=(1, 0))
+    for every in (0, -64, 8, 100):
+        with pytest.raises(ValueError, match=f"a multiple of 64 or None, got {every}; try 64"):
+            run(checkpoint_every=every)
+    with pytest.raises(TypeError, match=r"checkpoint_every must be an int or None, got 'all'"):
+        run(checkpoint_every="all")
+
+
+@pytest.mark.skipif(HAS_KERNELS, reason="there are kernels")
+def test_ssd_says_that_it_has_no_kernels():
+    arrays = inputs_and_state(1, 2, 1, 1, 1)
+    with pytest.raises(NotImplementedError, match="there are no kernels for it yet"):
+        scan(*arrays, implementation="mosaic")
+
+
+# Transformations and meshes
+
+ROWS = tuple(P("data") if name in (*ALONG, "initial_state") else P() for name in NAMES)
+HEADS = {
+    **dict.fromkeys(("x", "dt", "z"), P(None, None, "data")),
+    **dict.fromkeys(("A", "D", "dt_bias"), P("data")),
+    **dict.fromkeys(("B", "C"), P()),
+    "initial_state": P(None, "data"),
+}
+
+
+def scan_of_both_results(*arrays, implementation):
+    """One array that depends on the output and on the final state."""
+    out, final = scan(*arrays, implementation=implementation, return_final_state=True)
+    return out + jnp.sum(final, axis=-1)[:, None]
+
+
+SSD = check.Op(
+    name="ssd",
+    call=scan_of_both_results,
+    reference=lambda *a: scan_of_both_results(*a, implementation="xla"),
+    arrays=lambda key: inputs_and_state(4, 3, 4, 2, 3, seed=3),
+    kernels=("ssd_fwd", "ssd_bwd"),
+    rows=(*ROWS, P("data")),
+    features=(*(HEADS[name] for name in NAMES), P(None, None, "data")),
+    all_reduces=1,
+    vmaps=[(0,) + (None,) * 8, (None, None, 0, None, 1, 0, None, None, 0)],
+)
+
+
+@functools.cache
+def groups_grad(implementation):
+    def loss(*arrays):
+        *arrays, ids = arrays
+        out, final = scan(
+            *arrays, implementation=implementation, segment_ids=ids, return_final_state=True
+        )
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(final))
+
+    return jax.jit(jax.value_and_grad(loss, range(9)))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(
+    ("split", "kind", "implementation"),
+    [
+        ("rows", AxisType.Auto, None),
+        ("rows", AxisType.Explicit, None),
+        ("heads", AxisType.Auto, None),
+        ("heads", AxisType.Explicit, None),
+        ("heads", AxisType.Explicit, "xla"),
+    ],
+)
+def test_ssd_on_mesh(groups, split, kind, implementation):
+    """Split by rows, heads of a group, or in whole groups: no device asks for another's."""
+    arrays = (*inputs_and_state(4, 5, 8, 2, 3, groups), packed_ids(4, 5))
+    by_head = HEADS | dict.fromkeys(("B", "C"), P() if groups == 1 else P(None, None, "data"))
+    specs = {
+        "heads": (*(by_head[name] for name in NAMES), P()),
+        "rows": (*ROWS, P("data")),
+    }[split]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)
+    ]
+
+    compiled = groups_grad(implementation).lower(*placed).compile()
+    check.assert_close(compiled(*placed), groups_grad("xla")(*arrays))
+    text = compiled.as_text()
+    assert "all-reduce" in text
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text
+
+
+def test_ssd_groups_of_parts_on_mesh():
+    """Fewer groups than devices: gathered on a mesh with Explicit axes."""
+    arrays = inputs_and_state(1, 5, 8, 2, 3, groups=2)
+    mesh = jax.make_mesh(
+        (4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
+    )
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, HEADS[name]))
+        for name, a in zip(NAMES, arrays, strict=True)
+    ]
+    run = jax.jit(functools.partial(scan, implementation=None))
+    check.assert_close(run(*placed), run(*arrays))
+
+
+@pytest.mark.newest
+def test_ssd_packed_under_vmap():
+    """Per-example gradients of groups and of segments that differ between the examples."""
+    arrays = inputs_and_state(2, 7, 4, 2, 3, groups=2)
+    stacked = [jnp.stack([a, 0.9 * a]) for a in arrays]
+    ids = jnp.stack([packed_ids(2, 7), packed_ids(2, 7)[::-1]])
+
+    def grad(implementation):
+        def loss(ids, *arrays):
+            return jnp.sum(jnp.sin(scan(*arrays, implementation=implementation, segment_ids=ids)))
+
+        return jax.jit(jax.vmap(jax.grad(loss, range(1, 10))))
+
+    one = grad("xla")
+    loop = [one(ids[i : i + 1], *(a[i : i + 1] for a in stacked)) for i in range(2)]
+    want = jax.tree.map(lambda *v: jnp.concatenate(v), *loop)
+    check.assert_close(grad(None)(ids, *stacked), want)
+
+
+@check.matrix(SSD)
+def test_ssd_transformations(cell, record_property):
+    _, name, implementation = cell
+    if not HAS_KERNELS and (implementation == "mosaic" or name == "export"):
+        pytest.skip("there are no kernels yet")
+    check.check_cell(cell, record_property)
