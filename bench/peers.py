@@ -22,6 +22,7 @@ _MODULES = {
     "jax": "jax",
     "torch": "torch",
     "tokamax": "tokamax",
+    "jla": "jla",
     "liger": "liger_kernel",
     "fla": "fla",
     "quack": "quack",
@@ -30,7 +31,7 @@ _MODULES = {
     "optax": "optax",
     "update": "optax",
 }
-_OF_JAX = ("jax", "tokamax", "optax", "update")
+_OF_JAX = ("jax", "tokamax", "jla", "optax", "update")
 
 
 def installed() -> list[str]:

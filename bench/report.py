@@ -31,6 +31,7 @@ NAMES = {
     "optax": "optax",
     "update": "jaxkern's update",
     "tokamax": "tokamax",
+    "jla": "jax-linear-attention",
     "jax": "JAX by hand",
     "compile": "torch.compile",
     "torch": "PyTorch",

@@ -34,7 +34,7 @@ def oracle(
     segment_ids=None,
 ):
     """Output, final state and gradients in float64 NumPy, one token at a time, up and back."""
-    batch, length, heads, size = x.shape
+    batch, length, heads, _ = x.shape
     groups = B.shape[2]
     of_head = lambda v: np.repeat(v, heads // groups, axis=1)[:, :, None]  # (B, H, 1, N)
     of_group = lambda v: v.reshape(batch, groups, -1, *v.shape[2:]).sum((2, 3))
@@ -46,7 +46,7 @@ def oracle(
     slope = 1 / (1 + np.exp(-raw)) if dt_softplus else np.ones_like(raw)
     slope = slope * (smooth >= dt_limit[0]) * (smooth <= dt_limit[1])
     step = np.minimum(np.maximum(smooth, dt_limit[0]), dt_limit[1])
-    wide_D = D if D.ndim == 2 else D[:, None]
+    weight = D if D.ndim == 2 else D[:, None]
     gate = 1 / (1 + np.exp(-z))
     before = np.empty((length, *h.shape))
     y = np.empty_like(x)
@@ -54,12 +54,12 @@ def oracle(
         before[t] = keep[:, t] * h
         enters = (step[:, t, :, None] * x[:, t])[..., None] * of_head(B[:, t])
         h = np.exp(step[:, t] * A)[..., None, None] * before[t] + enters
-        y[:, t] = np.sum(of_head(C[:, t]) * h, axis=-1) + wide_D * x[:, t]
+        y[:, t] = np.sum(of_head(C[:, t]) * h, axis=-1) + weight * x[:, t]
     final = h
     out = y * z * gate
     dy = dout * z * gate
     dz = dout * y * (gate + z * gate * (1 - gate))
-    dx, dstep = dy * wide_D, np.zeros_like(dt)
+    dx, dstep = dy * weight, np.zeros_like(dt)
     dA, dB, dC = np.zeros_like(A), np.zeros_like(B), np.zeros_like(C)
     dh = dfinal.copy()
     for t in reversed(range(length)):
@@ -128,7 +128,7 @@ def inputs_and_state(
     groups=1,
     dtype="float32",
     weight_dtype=None,
-    wide_D=False,
+    of_channels=False,
     seed=0,
 ):
     """Like a Mamba-2 block's: step sizes from 0.01 to 1, rates from 1 to 16."""
@@ -140,7 +140,7 @@ def inputs_and_state(
         -rng.uniform(1.0, 16.0, heads),
         normal(batch, length, groups, states),
         normal(batch, length, groups, states),
-        1 + 0.1 * normal(heads, *([size] if wide_D else [])),
+        1 + 0.1 * normal(heads, *([size] if of_channels else [])),
         normal(batch, length, heads, size),
         0.5 * normal(heads),
         normal(batch, heads, size, states),

@@ -23,7 +23,7 @@ from jaxkern.ops.linear_scan import op as linear_op
 from jaxkern.ops.linear_scan.tiles import Options, Tiles
 from jaxkern.ops.selective_scan import backward, forward
 from jaxkern.ops.selective_scan import tiles as tiles_of
-from tests import check, selective_scan, test_causal_conv1d, test_linear_scan
+from tests import check, selective_scan, ssd, test_causal_conv1d, test_linear_scan
 
 pytestmark = pytest.mark.newest
 
@@ -113,7 +113,24 @@ def selective(*arrays, **options):
     )
 
 
+def ssd_arrays(length=LENGTH, dim=8, dtype="float32"):
+    *arrays, _ = ssd.inputs_and_state(BATCH, length, dim, 2, 3, groups=dim // 2, dtype=dtype)
+    own = np.random.default_rng(1).normal(size=(BATCH, COUNT, dim, 2, 3))
+    return (*arrays, jnp.asarray(own.astype("float32")))
+
+
+def of_heads(*arrays, **options):
+    *arrays, dt_bias, states = arrays
+    return jaxkern.ssd(*arrays, dt_bias=dt_bias, initial_state=states, dt_softplus=True, **options)
+
+
 OPS = {
+    "ssd": Packable(
+        of_heads,
+        ssd_arrays,
+        ssd.oracle,
+        (True, True, False, True, True, False, True, False),
+    ),
     "selective_scan": Packable(
         selective,
         selective_arrays,
@@ -189,6 +206,8 @@ def value_and_grads(f, dfinal=1.0):
 @functools.cache
 def packed(name, implementation):
     """``run(*arrays)`` of the op with a state for every segment, compiled once."""
+    if name == "ssd" and implementation == "mosaic" and not ssd.HAS_KERNELS:
+        pytest.skip("there are no kernels yet")
 
     def call(*arrays):
         return OPS[name].call(
@@ -368,7 +387,7 @@ def test_a_padded_batch_is_packed_and_unpacked():
 # Meshes and calls
 
 
-@pytest.mark.parametrize("name", ["selective_scan", "causal_conv1d", "linear_scan"])
+@pytest.mark.parametrize("name", ["ssd", "selective_scan", "causal_conv1d", "linear_scan"])
 @pytest.mark.parametrize(
     ("kind", "split", "implementation"),
     [

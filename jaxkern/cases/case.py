@@ -30,6 +30,9 @@ AXES = {
     "n": "states",
     "w": "taps",
     "i": "micro-batches",
+    "heads": "heads",
+    "p": "head size",
+    "g": "groups",
 }
 """What the axes are."""
 

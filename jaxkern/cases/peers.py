@@ -131,6 +131,42 @@ def _mamba_scan() -> Any:
     return Arranged(functools.partial(selective_scan_fn, delta_softplus=True), take, _turned)
 
 
+def _mamba_ssd() -> Any:
+    from mamba_ssm.ops.triton.ssd_combined import (  # pyright: ignore[reportMissingImports]
+        mamba_chunk_scan_combined,
+    )
+
+    chunk = 256  # its own default
+    return lambda x, dt, A, B, C, D, dt_bias: mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True
+    )
+
+
+def _jla_ssd() -> Any:
+    from jla.layers.ssm import mamba2_ssd  # pyright: ignore[reportMissingImports]
+
+    def call(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any) -> Any:
+        dt = jax.nn.softplus(dt.astype(jnp.float32) + dt_bias)
+        return mamba2_ssd(x, dt, A, B, C, d=D, grouped_key_grads=True)[0]
+
+    return call
+
+
+def _fla_ssd() -> Any:
+    """Its gated linear attention with a decay for a head, and the rest in PyTorch's functions."""
+    import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+    from fla.ops.simple_gla import chunk_simple_gla  # pyright: ignore[reportMissingImports]
+
+    def call(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any) -> Any:
+        dt = F.softplus(dt.float() + dt_bias)
+        of_heads = lambda v: v.repeat_interleave(x.shape[2] // v.shape[2], dim=2)
+        v = (x * dt[..., None]).to(x.dtype)
+        out, _ = chunk_simple_gla(of_heads(C), of_heads(B), v, g=dt * A, scale=1.0)
+        return (out + D[:, None] * x).to(x.dtype)
+
+    return call
+
+
 def _mamba_conv() -> Any:
     from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
 
@@ -274,6 +310,7 @@ LAYER_NORM_LINEAR: Peers = {
     "mamba_ssm": _mamba_normed,
 }
 MLP: Peers = {"torch": lambda: _mlp_formula, "compile": _compiled(_mlp_formula)}
+SSD: Peers = {"mamba_ssm": _mamba_ssd, "jla": _jla_ssd, "fla": _fla_ssd}
 SELECTIVE_SCAN: Peers = {"mamba_ssm": _mamba_scan}
 CAUSAL_CONV1D: Peers = {"mamba_ssm": _mamba_conv}
 LINEAR_SCAN: Peers = {"fla": _fla_scan}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxkern.cases import peers
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, constant, normal, times
+from jaxkern.ops.ssd.op import FORWARD
 
 _SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
 """Batch, length and channels."""
@@ -249,4 +250,98 @@ SELECTIVE_SCANS = [
     ),
 ]
 
-CASES = [*CONVOLUTIONS, *LINEAR_SCANS, *SELECTIVE_SCANS]
+# SSD, Mamba-2's scan
+
+
+def _rates_of_heads(key: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A of a Mamba-2 at the start of its training."""
+    return -jnp.linspace(1.0, 16.0, shape[0])
+
+
+def _ssd(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any) -> Any:
+    b, l, heads, p = x.shape
+    dt = jax.nn.softplus(dt + dt_bias.astype(dt.dtype))
+    decay = jnp.exp(dt * A.astype(dt.dtype))  # (b, l, heads)
+    B, C = (jnp.repeat(v, heads // v.shape[2], axis=2)[..., None, :] for v in (B, C))
+    added = (dt[..., None] * x)[..., None] * B  # (b, l, heads, p, n)
+    n = added.shape[-1]
+    flat = jnp.broadcast_to(decay[..., None, None], added.shape).reshape(b, l, heads * p * n)
+    h = _recurrence(flat, added.reshape(b, l, heads * p * n)).reshape(added.shape)
+    return jnp.sum(h * C, -1) + D.astype(x.dtype)[:, None] * x
+
+
+_OF_HEADS = (
+    *(Argument("x", "b l heads p"), Argument("dt", "b l heads", times(0.5))),
+    Argument("A", "heads", _rates_of_heads, "float32"),
+    *(Argument("B", "b l g n"), Argument("C", "b l g n")),
+    Argument("D", "heads", constant(1.0), "float32"),
+)
+_SSD: dict[str, Any] = {
+    "op": "ssd",
+    "axes": "b l heads p n g",
+    "arguments": (*_OF_HEADS, Argument("dt_bias", "heads", constant(-3.0), "float32")),
+    "forward": Cost(
+        "2 b l heads p + b l heads + 2 b l g n",
+        # In chunks of 64 tokens.
+        operations="128 b l heads p + 4 b l heads p n + 128 b l g n",
+    ),
+    "backward": Cost(
+        "3 b l heads p + 2 b l heads + 4 b l g n",
+        operations="384 b l heads p + 10 b l heads p n + 384 b l g n",
+    ),
+}
+_HEADS = (8, 4096, 64, 64, 128, 1)
+_TIMED = FORWARD.kernel is not None  # there is nothing to time or to compile before
+
+SSDS = [
+    Case(
+        **_SSD,
+        options={"dt_softplus": True},
+        expression=_ssd,
+        peers=peers.SSD,
+        shapes=[
+            *map(Shape, (_HEADS, (1, 32768, 64, 64, 128, 1), (8, 2048, 32, 64, 128, 8))),
+            Shape((8, 4096, 24, 64, 128, 1)),
+        ]
+        if _TIMED
+        else [],
+        small=Shape((2, 256, 4, 16, 32, 1), "float32"),
+        errors=Errors((2, 1024, 8, 64, 128, 2), (2, 64, 4, 8, 16, 2)),
+        layer=(8, 2048, 24, 64, 128, 1),
+        strict=True,
+    ),
+    Case(
+        **_SSD,
+        variant="packed",
+        run=_packed("ssd"),
+        shapes=[Shape(_HEADS)] if _TIMED else [],
+    ),
+    Case(
+        op="ssd",
+        variant="packed and continued",
+        axes="b l heads p n g",
+        arguments=(
+            *_OF_HEADS,
+            Argument("z", "b l heads p"),
+            Argument("segment_ids", "b l", constant(0), "int32"),
+            Argument("initial_state", "b heads p n", role="float32"),
+        ),
+        options={"return_final_state": True, "dt_softplus": True},
+        strict=True,
+    ),
+    Case(
+        op="ssd_step",
+        axes="b heads p n g",
+        arguments=(
+            Argument("state", "b heads p n", role="float32"),
+            *(Argument("x", "b heads p"), Argument("dt", "b heads")),
+            Argument("A", "heads", _rates_of_heads, "float32"),
+            *(Argument("B", "b g n"), Argument("C", "b g n")),
+        ),
+        options={"dt_softplus": True},
+        layer=(8, 24, 64, 128, 1),
+        strict=True,
+    ),
+]
+
+CASES = [*CONVOLUTIONS, *LINEAR_SCANS, *SELECTIVE_SCANS, *SSDS]

@@ -58,6 +58,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
+from jaxkern.core.lowering import standard_promotion
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.ops import segments
 from jaxkern.ops.ssd.reference import (
@@ -374,6 +375,7 @@ def _unsupported(args: tuple[Any, ...]) -> str | None:
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
+@standard_promotion()  # in the backward's rule too
 def _steps(sizes: StepSizes, dt: Any, A: Any, dt_bias: Any) -> tuple[jax.Array, jax.Array]:
     """Step sizes and logarithms of decays, (…, G, R), at least float32."""
     acc = jnp.result_type(jnp.float32, *(v for v in (dt, A, dt_bias) if v is not None))

@@ -1,6 +1,6 @@
-"""Packed sequences in chunks: NaN stays in its segment, and states of segments are at chunks' ends.
+"""Packed sequences in chunks: NaN stays in its segment, and segments' states are at chunks' ends.
 
-Both are of plain JAX alone, whose products take all tokens of a chunk, whatever segment they are of.
+Both are of plain JAX alone, whose products take all tokens of a chunk, of whatever segment.
 """
 
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ class Contained(NamedTuple):
     stay in the products, all is ``None``.
     """
 
-    tokens: Any = None  # (B, L, G, R): whether the output of a token is NaN
-    gradients_: Any = None  # (B, L, G, R): whether the gradients of a token are
+    outs: Any = None  # (B, L, G, R): whether the output of a token is NaN
+    dtokens: Any = None  # (B, L, G, R): whether the gradients of a token are
     finals: Any = None  # (B, G, R) or (B, S, G, R): whether a final state is
     initials: Any = None  # the same of the gradient of an initial state
 
@@ -44,14 +44,13 @@ class Contained(NamedTuple):
         states = None if initial_state is None else _bad(initial_state, (-2, -1))
         dstates = None if dfinal is None else _bad(dfinal, (-2, -1))
         if num_segments is None:
-            of_state = lambda number: rank == (0 if number == 0 else rank[:, -1:])
+            first, last = (_along(rank == of, enter) for of in (0, rank[:, -1:]))
             if states is not None:
-                enter = enter | (_along(of_state(0), enter) & states[:, None])
-            ends = own if dstates is None else own | dstates[:, None]
+                enter = enter | (first & states[:, None])
+            ends = own if dstates is None else own | (last & dstates[:, None])
             whole = _anywhere(enter | ends, rank)
-            last = _along(of_state(-1), enter)
-            finals = jnp.any(enter & last, axis=1)
-            return cls(_so_far(enter, rank) | own, whole, finals, jnp.any(whole & _along(of_state(0), whole), axis=1))
+            finals, initials = jnp.any(enter & last, axis=1), jnp.any(whole & first, axis=1)
+            return cls(_so_far(enter, rank) | own, whole, finals, initials)
         of_state = _numbers(crossed, num_segments)[..., None] == jnp.arange(num_segments)
         of_state = of_state[..., None, None]  # (B, L, S, 1, 1)
         any_of = lambda bad: jnp.any(bad[:, :, None] & of_state, axis=1)  # (B, S, G, R)
@@ -69,9 +68,9 @@ class Contained(NamedTuple):
 
     def clean(self, tokens: Any, initial_state: Any) -> tuple[Any, Any]:
         """The arguments with zeros for what is not finite, and NaN for its gradients."""
-        if self.tokens is None:
+        if self.outs is None:
             return tokens, initial_state
-        bad = self.gradients_
+        bad = self.dtokens
         of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
         masks = of_heads, bad, bad, of_group, of_group, of_heads
         cleaned = [v if v is None else _clean(v, m) for v, m in zip(tokens, masks, strict=True)]
@@ -80,22 +79,22 @@ class Contained(NamedTuple):
         return type(tokens)(*cleaned), initial_state
 
     def clean_cotangents(self, *cotangents: Any) -> Any:
-        if self.tokens is None:
+        if self.outs is None:
             return cotangents
         return tuple(v if v is None else _finite(v) for v in cotangents)
 
     def out(self, out: jax.Array) -> jax.Array:
-        return out if self.tokens is None else jnp.where(self.tokens[..., None], jnp.nan, out)
+        return out if self.outs is None else jnp.where(self.outs[..., None], jnp.nan, out)
 
     def final(self, final: jax.Array) -> jax.Array:
-        if self.tokens is None:
+        if self.outs is None:
             return final
         return jnp.where(self.finals[..., None, None], jnp.nan, final)
 
     def gradients(self, dtokens: Any, dinitial: Any) -> tuple[Any, Any]:
-        if self.tokens is None:
+        if self.outs is None:
             return dtokens, dinitial
-        bad = self.gradients_
+        bad = self.dtokens
         of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
         masks = of_heads, bad, bad, of_group, of_group, of_heads
         dtokens = [
@@ -112,7 +111,7 @@ def _bad(v: jax.Array, axis: Any = ()) -> jax.Array:
 
 
 def _finite(v: jax.Array) -> jax.Array:
-    """`v` with zeros for NaN and ∞; the logarithm of a decay to 0 may be −∞, and stays so."""
+    """`v` with zeros for NaN and ∞."""
     return jnp.where(jnp.isfinite(v), v, jnp.zeros((), v.dtype))
 
 

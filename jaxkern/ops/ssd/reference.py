@@ -135,7 +135,7 @@ def reference_fwd(
 
     @_checkpoint
     def body(before, block):
-        after, out = _run_block(call, before, *block, call.params)
+        after, out = _run_block(call, before, block, call.params)
         return after, (out, before.h.astype(saved_dtype(x)) if save else None)
 
     after, (out, states) = lax.scan(body, call.start(), call.blocks)
@@ -174,7 +174,7 @@ def reference_bwd(
     def body(carry, block):
         dstates, dparams = carry
         (tokens, marks), before, dout = block
-        run = lambda before, tokens, params: _run_block(call, before, tokens, marks, params)
+        run = lambda before, tokens, params: _run_block(call, before, (tokens, marks), params)
         before = _States(before.astype(acc), call.no_ends())
         _, vjp = jax.vjp(run, before, tokens, call.params)
         dstates, dtokens, more = vjp((dstates, dout))
@@ -252,11 +252,15 @@ class _Call:
         self.blocks = self.to_blocks(tokens), self._marks(rank)
 
     @property
+    def count(self) -> Any:
+        """The number of blocks."""
+        length = self.length if self.aligned is None else self.aligned.length
+        return -(-length // (self.chunk * self.chunks))
+
+    @property
     def total(self) -> Any:
         """The tokens of all chunks, of which some may be padding."""
-        length = self.length if self.aligned is None else self.aligned.length
-        size = self.chunk * self.chunks
-        return -(-length // size) * size
+        return self.count * self.chunks * self.chunk
 
     def to_blocks(self, tree: Any) -> Any:
         """(B, L, …) as (blocks, chunks, B, Q, …), with zeros for what is no token."""
@@ -266,7 +270,7 @@ class _Call:
 
     def _cut(self, v: jax.Array) -> jax.Array:
         v = jnp.pad(v, ((0, 0), (0, self.total - v.shape[1]), *[(0, 0)] * (v.ndim - 2)))
-        v = v.reshape(v.shape[0], -1, self.chunks, self.chunk, *v.shape[2:])
+        v = v.reshape(v.shape[0], self.count, self.chunks, self.chunk, *v.shape[2:])
         return jnp.moveaxis(v, 0, 2)
 
     def of_tokens(self, v: jax.Array) -> jax.Array:
@@ -294,7 +298,7 @@ class _Call:
                 for v in (self.aligned.enter, self.aligned.leave)
             )
             before = jnp.where(enter >= 0, firsts, before)
-        of_chunks = lambda v: jnp.moveaxis(v.reshape(v.shape[0], -1, self.chunks), 0, 2)
+        of_chunks = lambda v: jnp.moveaxis(v.reshape(v.shape[0], self.count, self.chunks), 0, 2)
         before, enter, leave = jax.tree.map(of_chunks, (before, enter, leave))
         return _Marks(self._cut(rank), before, enter, leave)
 
@@ -302,14 +306,14 @@ class _Call:
         """Final states of no segment yet, (B, S, G, R, P, N)."""
         if not self.options.final or self.options.num_segments is None:
             return None
-        zeros = jnp.zeros_like(self.h)[:, None]
-        return jnp.broadcast_to(zeros, (zeros.shape[0], self.options.num_segments, *zeros.shape[2:]))
+        zeros, count = jnp.zeros_like(self.h)[:, None], self.options.num_segments
+        return jnp.broadcast_to(zeros, (zeros.shape[0], count, *zeros.shape[2:]))
 
     def start(self) -> _States:
         return _States(self.h, self.no_ends())
 
 
-def _run_block(call: _Call, before: _States, tokens, marks, params) -> tuple[_States, jax.Array]:
+def _run_block(call: _Call, before: _States, block: Any, params: _Params) -> Any:
     """The chunks of a block; only the states before them are kept for the backward."""
 
     @_checkpoint
@@ -317,7 +321,7 @@ def _run_block(call: _Call, before: _States, tokens, marks, params) -> tuple[_St
         tokens, marks = chunk
         return _run_chunk(call, before, tokens, marks, params)
 
-    return lax.scan(body, before, (tokens, marks))
+    return lax.scan(body, before, block)
 
 
 def _run_chunk(
