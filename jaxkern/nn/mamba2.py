@@ -1,0 +1,229 @@
+r"""The Mamba-2 block: functions of arrays, for the layers and the language model::
+
+    z, u, dt = in_proj(x)                                 (B, L, E), (B, L, E + 2 G N), (B, L, H)
+    u, B, C  = silu(causal_conv1d(u))                     (B, L, E), 2 × (B, L, G N)
+    y        = ssd(u, dt, A, B, C, D)                     A = −exp(A_log), the step sizes
+    y        = rms_norm(y · silu(z)) by groups            softplus(dt + dt_bias)
+    out      = out_proj(y)
+
+with E = H · P inner channels in H heads, G groups of heads that share B and C, N states. Products,
+convolution and norm run in the compute dtype; A, D and dt_bias enter the scan in their own. The
+columns of `in_proj` are those of the paper's own code: z, x, B, C, dt.
+
+Source: Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060; the initial values are those of
+the paper's own code.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxkern
+from jaxkern.core.dispatch import Implementation
+from jaxkern.nn.common import implementation_of_products
+
+
+class Weights(NamedTuple):
+    """A block's parameters; matrices multiply from the right, as in ``x @ in_proj``."""
+
+    in_proj: jax.Array  # (D, 2 E + 2 G N + H)
+    conv_weight: jax.Array  # (E + 2 G N, W)
+    conv_bias: jax.Array | None  # (E + 2 G N,)
+    dt_bias: jax.Array  # (H,)
+    A_log: jax.Array  # (H,)
+    D: jax.Array  # (H,) or (H, P)
+    norm: jax.Array  # (E,)
+    out_proj: jax.Array  # (E, D)
+    in_bias: jax.Array | None = None  # (2 E + 2 G N + H,)
+    out_bias: jax.Array | None = None  # (D,)
+
+
+class Cache(NamedTuple):
+    """The state that a block carries from token to token: zeros before the first."""
+
+    conv: jax.Array  # (B, W - 1, E + 2 G N), the convolution's last inputs
+    scan: jax.Array  # (B, H, P, N), float32, the state
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A block's dimensions, in the names of the paper's own code."""
+
+    d_model: int  # D
+    d_state: int = 128  # N
+    d_conv: int = 4  # W
+    expand: int = 2  # E = expand · D
+    headdim: int = 64  # P
+    ngroups: int = 1  # G
+    norm_groups: int | None = None  # groups of channels that are normalised together; G by default
+    norm_eps: float = 1e-5
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def d_inner(self) -> int:
+        return self.expand * self.d_model
+
+    @property
+    def heads(self) -> int:
+        return self.d_inner // self.headdim
+
+    @property
+    def d_bc(self) -> int:
+        """The width of B, and of C."""
+        return self.ngroups * self.d_state
+
+    @property
+    def d_convolved(self) -> int:
+        """The channels of the convolution: those of x, B and C."""
+        return self.d_inner + 2 * self.d_bc
+
+
+def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
+    """The cache before the first token; `dtype` is that of the products."""
+    return Cache(
+        jnp.zeros((batch_size, sizes.d_conv - 1, sizes.d_convolved), dtype),
+        jnp.zeros((batch_size, sizes.heads, sizes.headdim, sizes.d_state), jnp.float32),
+    )
+
+
+def mamba2(
+    weights: Weights,
+    sizes: Sizes,
+    x: jax.Array,
+    cache: Cache | None = None,
+    *,
+    return_cache: bool = False,
+    dtype: Any = None,
+    segment_ids: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> Any:
+    """A Mamba-2 block over whole sequences.
+
+    Args:
+      weights: the parameters.
+      sizes: the block's dimensions.
+      x: (B, L, D).
+      cache: what earlier tokens left; ``None`` for none.
+      return_cache: whether to return the cache for the tokens that follow, too.
+      dtype: of the products; by default what `x` and `in_proj` promote to.
+      segment_ids: (B, L), integers, for packed sequences: where the number changes, convolution and
+        state begin anew. `cache` is of the segment of the first token.
+      implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
+
+    Returns:
+      (B, L, D), in `dtype`; with `return_cache` a pair of it and the cache, in the dtypes of
+      `cache` if one is given.
+    """
+    project = functools.partial(
+        jaxkern.linear, implementation=implementation_of_products(implementation)
+    )
+    z, u, dt = _project_in(weights, sizes, x, project, dtype)
+    options: dict[str, Any] = {
+        "segment_ids": segment_ids,
+        "return_final_state": return_cache,
+        "implementation": implementation,
+    }
+    conv: Any = None if cache is None else cache.conv
+    u: Any = jaxkern.causal_conv1d(
+        u, *_filter(weights, u.dtype), activation="silu", initial_state=conv, **options
+    )
+    if return_cache:
+        u, conv = u
+    state: Any = None if cache is None else cache.scan
+    y: Any = jaxkern.ssd(
+        *_scanned(weights, sizes, u, dt),
+        initial_state=state,
+        **_step_sizes(weights, sizes),
+        **options,
+    )
+    if return_cache:
+        y, state = y
+    out = _project_out(weights, sizes, y, z, project, implementation)
+    if not return_cache:
+        return out
+    if cache is not None:  # so that a loop can carry it
+        conv, state = conv.astype(cache.conv.dtype), state.astype(cache.scan.dtype)
+    return out, Cache(conv, state)
+
+
+def mamba2_step(
+    weights: Weights,
+    sizes: Sizes,
+    x: jax.Array,
+    cache: Cache,
+    *,
+    dtype: Any = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, Cache]:
+    """A Mamba-2 block for one token, x (B, D): its output (B, D) and the next cache.
+
+    Convolution and scan are plain JAX, whatever the `implementation` of the other ops.
+    """
+    project = functools.partial(
+        jaxkern.linear, implementation=implementation_of_products(implementation)
+    )
+    z, u, dt = _project_in(weights, sizes, x, project, dtype)
+    u, conv = jaxkern.causal_conv1d_step(
+        cache.conv, u, *_filter(weights, u.dtype), activation="silu"
+    )
+    y, state = jaxkern.ssd_step(
+        cache.scan, *_scanned(weights, sizes, u, dt), **_step_sizes(weights, sizes)
+    )
+    out = _project_out(weights, sizes, y, z, project, implementation)
+    return out, Cache(conv, state.astype(cache.scan.dtype))
+
+
+def _project_in(weights: Weights, sizes: Sizes, x: Any, project: Any, dtype: Any) -> Any:
+    """z (…, E), what is convolved, (…, E + 2 G N), and dt (…, H), each of a product of its own.
+
+    The parts of one product would be copied apart, and their gradients together; XLA makes one of
+    those that have an operand in common.
+    """
+    x = jnp.asarray(x)
+    x = x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
+    at = [sizes.d_inner, sizes.d_inner + sizes.d_convolved]
+    bias = weights.in_bias
+    biases = [None] * 3 if bias is None else jnp.split(bias, at)
+    parts = zip(jnp.split(weights.in_proj, at, axis=-1), biases, strict=True)
+    return tuple(project(jax.lax.optimization_barrier(x), w, b) for w, b in parts)
+
+
+def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The convolution's weight and bias, in `dtype`."""
+    bias = weights.conv_bias
+    return weights.conv_weight.astype(dtype), None if bias is None else bias.astype(dtype)
+
+
+def _scanned(weights: Weights, sizes: Sizes, u: jax.Array, dt: jax.Array) -> tuple[Any, ...]:
+    """x (…, H, P), dt, A, B (…, G, N), C and D of the scan, from what was convolved."""
+    x, B, C = jnp.split(u, [sizes.d_inner, sizes.d_inner + sizes.d_bc], axis=-1)
+    x = x.reshape(*x.shape[:-1], sizes.heads, sizes.headdim)
+    B, C = (v.reshape(*v.shape[:-1], sizes.ngroups, sizes.d_state) for v in (B, C))
+    # In float32 at least: exp would lose digits in a narrow dtype.
+    A_log = weights.A_log.astype(jnp.promote_types(weights.A_log.dtype, jnp.float32))
+    return x, dt, -jnp.exp(A_log), B, C, weights.D
+
+
+def _step_sizes(weights: Weights, sizes: Sizes) -> dict[str, Any]:
+    return {"dt_bias": weights.dt_bias, "dt_softplus": True, "dt_limit": sizes.dt_limit}
+
+
+def _project_out(
+    weights: Weights, sizes: Sizes, y: Any, z: Any, project: Any, implementation: Any
+) -> jax.Array:
+    """out_proj of the norm of y · silu(z), y (…, H, P)."""
+    groups = sizes.ngroups if sizes.norm_groups is None else sizes.norm_groups
+    y = jaxkern.rms_norm(
+        y.reshape(z.shape),
+        weights.norm,
+        eps=sizes.norm_eps,
+        gate=z,
+        norm_before_gate=False,
+        group_size=sizes.d_inner // groups,
+        implementation=implementation,
+    )
+    return project(y, weights.out_proj, weights.out_bias)
