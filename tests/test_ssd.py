@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxkern
-from jaxkern.ops.ssd import reference
+from jaxkern.ops.ssd import call, reference
 from tests import check
 from tests.ssd import (
     ALONG,
@@ -103,13 +103,13 @@ def test_ssd_reference_in_float64(every, dt_softplus, implementation):
         arrays = tuple(np.asarray(a, np.float64) for a in arrays)
         rng = np.random.default_rng(0)
         cotangents = rng.normal(size=arrays[0].shape), rng.normal(size=arrays[-1].shape)
-        call = functools.partial(scan, return_final_state=True, checkpoint_every=every, **options)
-        run = value_and_grads(functools.partial(call, implementation=implementation))
-        got = run(arrays, tuple(map(jnp.asarray, cotangents)))
+        run = functools.partial(scan, return_final_state=True, checkpoint_every=every, **options)
+        chosen = value_and_grads(functools.partial(run, implementation=implementation))
+        got = chosen(arrays, tuple(map(jnp.asarray, cotangents)))
         assert got[0][0].dtype == got[0][1].dtype == jnp.float64
         check.assert_close(got, oracle(*arrays, *cotangents, **options), 1e-13)
         with pytest.raises(NotImplementedError, match="x is float64"):
-            call(*map(jnp.asarray, arrays), implementation="mosaic")
+            run(*map(jnp.asarray, arrays), implementation="mosaic")
 
 
 def test_ssd_by_finite_differences():
@@ -117,7 +117,7 @@ def test_ssd_by_finite_differences():
         arrays = inputs_and_state(1, 6, 2, 2, 2, groups=2)
         arrays = tuple(jnp.asarray(a, jnp.float64) for a in arrays)
         ids = jnp.array([[0, 0, 0, 1, 1, 1]])
-        call = functools.partial(
+        run = functools.partial(
             scan,
             implementation="xla",
             return_final_state=True,
@@ -125,7 +125,7 @@ def test_ssd_by_finite_differences():
             dt_limit=(0.06, 0.3),
         )
         check_grads(
-            jax.jit(call), arrays, order=1, modes=["fwd", "rev"], eps=1e-6, atol=1e-7, rtol=1e-7
+            jax.jit(run), arrays, order=1, modes=["fwd", "rev"], eps=1e-6, atol=1e-7, rtol=1e-7
         )
 
 
@@ -149,6 +149,25 @@ def test_ssd_saved_states(every, count, dtype):
     want = None if count is None else ((2, count, 1, 5, 3, 4), saved)
     assert (None if states is None else (states.shape, states.dtype)) == want
     assert run(False)[2] is None
+
+
+def test_ssd_arrays_of_kernels():
+    """Heads in a row, sums of decays inside chunks, and the gradients back."""
+    x, dt, A, B, C, D, z, _, state = inputs_and_state(2, 100, 4, 3, 5, groups=2)
+    of_groups = lambda v, axis: reference.split_heads(v, axis, 2)
+    x, dt, z, D = of_groups(x, 2), of_groups(dt, 2), of_groups(z, 2), of_groups(D, 0)
+    a = dt * of_groups(A, 0)
+    rows = lambda dt, a: call.Rows.of(64, x, dt, a, B, C, D, z, of_groups(state, 1))
+    got = rows(dt, a)
+    assert [v.shape for v in got[:3]] == [(2, 100, 4, 3), (2, 4, 128), (2, 4, 128)]
+    assert [v.shape for v in got[5:]] == [(4,), (2, 100, 4, 3), (2, 4, 3, 5)]
+    sums = np.cumsum(np.asarray(reference.join_heads(a, 2), np.float64)[:, 64:], axis=1)
+    check.assert_close(got.cum[..., 64:100].swapaxes(1, 2), sums, 1e-6)
+    np.testing.assert_array_equal(got.cum[..., 100:], np.repeat(got.cum[..., 99:100], 28, -1))
+    _, vjp = jax.vjp(lambda dt, a: rows(dt, a)[1:3], dt, a)
+    ddt, dcum = jnp.sin(got.dt), jnp.cos(got.cum)
+    grads = call.of_steps(ddt, 100, 2), call.of_sums(dcum, 64, 100, 2)
+    check.assert_close(grads, vjp((ddt, dcum)), 1e-6)
 
 
 # Calls

@@ -39,8 +39,8 @@ limits, ddt_bias = Σ ddt. These are plain JAX around the passes.
 Saved for the backward: the arguments, and the state before every k-th token, k = checkpoint_every,
 in bf16 if x is, else fp32: 2·N/k bytes per element of x, 2 at N = 128 and the default, k = 128.
 
-A chunk takes, for each head, 2·Q·(Q·P + 2·P·N) operations of products forward and Q² exponentials;
-the backward 2·Q·(4·Q·P + 5·P·N), and for each group 2·Q²·N and 4·Q²·N for S and its gradients.
+A chunk takes 2·Q·(Q·P + 2·P·N) operations of products forward and Q² exponentials for each head,
+2·Q²·N for a group; backward, with what is computed again, 2·Q·(3·Q·P + 5·P·N) and 6·Q²·N.
 
 Source: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through
 Structured State Space Duality, 2024, arXiv:2405.21060.
@@ -66,11 +66,11 @@ from jaxkern.ops.ssd.reference import (
     DEFAULT_CHECKPOINT_EVERY,
     Options,
     Tokens,
+    by_group,
     join_heads,
     least_log_decay,
     reference_bwd,
     reference_fwd,
-    split_heads,
     ssd_reference,
     step,
 )
@@ -222,7 +222,7 @@ def ssd(
         reason = "there are no kernels for it yet"
     mode = resolve(implementation, reason, op="ssd")
     options = Options(bool(return_final_state), every, mode, count)
-    grouped = (*_by_group((*args, initial_state), 2), rank, crossed)
+    grouped = (*by_group((*args, initial_state), 2), rank, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, sizes, options)
     else:
@@ -291,7 +291,7 @@ def ssd_step(
     x, B = args[0], args[3]
     state = check_array("state", state, (*x.shape, B.shape[-1]), _STATE_SHAPE)
     sizes = StepSizes.checked(dt_softplus, dt_limit)
-    x, dt, A, B, C, D, z, dt_bias, state = _by_group((*args, state), 1)
+    x, dt, A, B, C, D, z, dt_bias, state = by_group((*args, state), 1)
     dt, a = _steps(sizes, dt, A, dt_bias)
     out, state = step(Tokens(x, dt, a, B, C, z), D, state)
     return join_heads(out, 1), join_heads(state, 1)
@@ -335,9 +335,10 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
     C = check_array("C", C, B.shape, f"({tokens}, G, N), as B")
     if D is not None:
         D = check_floating("D", D)
-        of_channels = D.ndim == 2
-        shape, meaning = ((x.shape[-2:]), "(H, P)") if of_channels else ((heads,), "(H,)")
-        D = check_array("D", D, shape, f"{meaning} of x" + ("" if of_channels else ", or (H, P)"))
+        either = (
+            (x.shape[-2:], "(H, P) of x") if D.ndim == 2 else ((heads,), "(H,) of x, or (H, P)")
+        )
+        D = check_array("D", D, *either)
     z = check("z", z, x.shape, f"({tokens}, H, P) of x")
     return x, dt, A, B, C, D, z, check("dt_bias", dt_bias, (heads,), "(H,) of x")
 
@@ -355,16 +356,6 @@ def _check_checkpoint_every(every: Any) -> int | None:
             f"try {max(CHUNK, tokens // CHUNK * CHUNK)}"
         )
     return tokens
-
-
-def _by_group(args: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
-    """The arguments with heads, at `axis` of x, as (G, R): R in each of the G groups."""
-    x, dt, A, B, C, D, z, dt_bias, state = args
-    groups = B.shape[-2]
-    of_tokens = [split_heads(v, axis, groups) for v in (x, dt, z)]
-    A, D, dt_bias = (split_heads(v, 0, groups) for v in (A, D, dt_bias))
-    state = split_heads(state, 0 if state is None else state.ndim - 3, groups)
-    return of_tokens[0], of_tokens[1], A, B, C, D, of_tokens[2], dt_bias, state
 
 
 def _unsupported(args: tuple[Any, ...]) -> str | None:

@@ -55,6 +55,16 @@ def saved_dtype(x: Any) -> Any:
     return jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.promote_types(x.dtype, jnp.float32)
 
 
+def by_group(args: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
+    """The arguments with heads, at `axis` of x, as (G, R): R in each of the G groups."""
+    x, dt, A, B, C, D, z, dt_bias, state = args
+    groups = B.shape[-2]
+    x, dt, z = (split_heads(v, axis, groups) for v in (x, dt, z))
+    A, D, dt_bias = (split_heads(v, 0, groups) for v in (A, D, dt_bias))
+    state = split_heads(state, 0 if state is None else state.ndim - 3, groups)
+    return x, dt, A, B, C, D, z, dt_bias, state
+
+
 def split_heads(v: Any, axis: int, groups: int) -> Any:
     """`v` with H at `axis` as (G, R)."""
     if v is None or groups == 1:  # a new axis leaves heads split as they are on a mesh
@@ -63,10 +73,10 @@ def split_heads(v: Any, axis: int, groups: int) -> Any:
     return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
 
 
-def join_heads(v: jax.Array, axis: int) -> jax.Array:
+def join_heads(v: Any, axis: int) -> Any:
     """Undoes :func:`split_heads`, `axis` that of G."""
-    if v.shape[axis] == 1:
-        return jnp.squeeze(v, axis)
+    if v is None or v.shape[axis] == 1:
+        return None if v is None else jnp.squeeze(v, axis)
     return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
 
 
