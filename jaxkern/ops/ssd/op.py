@@ -62,8 +62,8 @@ from jaxkern.core.lowering import standard_promotion
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.ops import segments
 from jaxkern.ops.ssd.reference import (
-    CHUNK,
     DEFAULT_CHECKPOINT_EVERY,
+    SAVED_CHUNK,
     Options,
     Tokens,
     by_group,
@@ -170,7 +170,7 @@ def ssd(
       num_segments: S, for segments that each have an initial and a final state: of the segment with
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins from zeros, and so does one whose id comes back after another.
-      checkpoint_every: how many tokens apart states are saved for the backward, a multiple of 64,
+      checkpoint_every: how many tokens apart states are saved for the backward, a multiple of 128,
         or ``None`` for none at all, where the backward runs the forward again.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
         that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
@@ -350,10 +350,10 @@ def _check_checkpoint_every(every: Any) -> int | None:
         tokens = operator.index(every)
     except TypeError as e:
         raise TypeError(f"checkpoint_every must be an int or None, got {every!r}") from e
-    if tokens <= 0 or tokens % CHUNK:
+    if tokens <= 0 or tokens % SAVED_CHUNK:
         raise ValueError(
-            f"checkpoint_every must be a multiple of {CHUNK} or None, got {tokens}; "
-            f"try {max(CHUNK, tokens // CHUNK * CHUNK)}"
+            f"checkpoint_every must be a multiple of {SAVED_CHUNK} or None, got {tokens}; "
+            f"try {max(SAVED_CHUNK, tokens // SAVED_CHUNK * SAVED_CHUNK)}"
         )
     return tokens
 

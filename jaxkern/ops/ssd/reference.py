@@ -23,9 +23,14 @@ from jaxkern.ops.segments import Seen, with_zeros
 from jaxkern.ops.ssd.packed import Aligned, Contained
 
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Tokens of a chunk. On 2 CPU cores, forward + backward at (B, L, H, P, N, G) = (2, 1024, 8, 64,
+128, 1) took 89, 83 and 107 ms of CPU time with 16, 32 and 64, and a scan of tokens 1139; on a GPU
+fewer and larger products are better."""
 
-DEFAULT_CHECKPOINT_EVERY = 128
+SAVED_CHUNK = 128
+"""Tokens of which `checkpoint_every` is a multiple: a chunk of the kernels."""
+
+DEFAULT_CHECKPOINT_EVERY = SAVED_CHUNK
 """Tokens from one saved state to the next where the caller does not say."""
 
 RECOMPUTED_EVERY = 512
