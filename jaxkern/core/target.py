@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
-_KERNELS_NEED = (9, 0)
+_KERNELS_NEED = (8, 0)
 
-_COMPILED = ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+_COMPILED = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 """Capabilities for which kernels were compiled, down to machine code."""
 
 
@@ -29,12 +29,19 @@ class Gpu:
       capability: the CUDA compute capability, e.g. ``(9, 0)``.
       multiprocessors: their number.
       shared_memory: bytes that one block may have at most.
+      tma: whether it has a Tensor Memory Accelerator, which copies tiles to shared memory; by
+        default what its capability says.
     """
 
     name: str
     capability: tuple[int, int]
     multiprocessors: int
     shared_memory: int
+    tma: bool = None  # pyright: ignore[reportAssignmentType]
+
+    def __post_init__(self) -> None:
+        if self.tma is None:
+            object.__setattr__(self, "tma", self.capability >= (9, 0))
 
     @property
     def unsupported(self) -> str | None:
@@ -43,7 +50,7 @@ class Gpu:
             return None
         return (
             f"{self.name} has compute capability {_dotted(self.capability)}, and the kernels need "
-            f"{_dotted(_KERNELS_NEED)} (Hopper) or newer"
+            f"{_dotted(_KERNELS_NEED)} (Ampere) or newer"
         )
 
     @property

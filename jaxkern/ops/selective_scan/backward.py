@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.instructions import once_read
 from jaxkern.mosaic.launch import LANES
+from jaxkern.mosaic.ring import close_copies, release_stage
 from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array
 from jaxkern.ops.selective_scan.call import Call
@@ -197,6 +198,7 @@ def _bwd_kernel(
     if refs.passed is not None:
         dh = fold_after(scan, refs, block.gradients.rate, dh)
     block.fetch_unit(0, 0, 0)
+    close_copies()
     init = 0, 0, 0, dh, zero_states(scan), (zeros(), zeros()), (zeros(), zeros())
     carry = lax.fori_loop(0, block.units, block.run_unit, init)
     _, tiles, flushing, dh, dA, dD, ddt_bias = carry
@@ -259,7 +261,7 @@ class _Backward:
 
         def run_tile(j, carry):
             flushing, carry = carry[0], carry[1:]
-            plgpu.commit_smem()  # all lanes are done with the other stage
+            release_stage()
             end, n = first + count - j * self.ring.chunks, down + j
 
             @pl.when(j + 1 < tiles)
@@ -270,6 +272,7 @@ class _Backward:
             def _():
                 self.fetch_unit(i + 1, up, n + 1)
 
+            close_copies()
             return self.run_tile(first, end, n, flushing, carry)
 
         init = (flushing, self.state_before(first, first + count - 1), *carry)
@@ -319,12 +322,13 @@ class _Backward:
         tiles = before.tiles(count - 1)
 
         def run_tile(i, h):
-            plgpu.commit_smem()  # all lanes are done with the other stage
+            release_stage()
 
             @pl.when(i + 1 < tiles)
             def _():
                 before.fetch(before.upward(first, count - 1, i + 1).start, up + i + 1)
 
+            close_copies()
             before.wait(up + i)
             span = before.upward(first, count - 1, i)
             token = span.start * CHUNK
