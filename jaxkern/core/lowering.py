@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 import jaxkern
 from jaxkern.core import cache, target
 from jaxkern.core.target import Gpu
-from jaxkern.mosaic.launch import SharedMemoryError, shared_memory_of
+from jaxkern.mosaic.launch import UnfitError, shared_memory_of
 
 Arrays = tuple[Any, ...]
 Type = tuple[tuple[int, ...], DTypeLike]
@@ -189,7 +189,7 @@ def _lower_for_cuda(
     elif reason is None:
         try:
             return _lowered_plainly(ctx, lowered(name, kernel, types, gpu, precision), outs, args)
-        except SharedMemoryError as error:
+        except UnfitError as error:
             reason = str(error)
     if required:
         raise NotImplementedError(
@@ -242,7 +242,7 @@ def _lowered_plainly(ctx: Any, f: Callable[..., Any], outs: Any, args: Any) -> A
 
 # Kernels lowered once
 
-_lowered: dict[str, Callable[..., Arrays] | SharedMemoryError] = {}
+_lowered: dict[str, Callable[..., Arrays] | UnfitError] = {}
 _lock = threading.RLock()
 
 lowerings: dict[str, int] = {}
@@ -264,7 +264,7 @@ def lowered(
       precision: of matrix products in plain JAX around the kernel, as JAX's configuration has it.
 
     Raises:
-      SharedMemoryError: the kernel does not fit the GPU.
+      UnfitError: the kernel does not fit the GPU.
     """
     arrays = " ".join(f"{np.dtype(dtype).name}{list(shape)}" for shape, dtype in types)
     what = f"{name} {describe(kernel)}({arrays}) for {describe(gpu)} precision={precision}"
@@ -276,7 +276,7 @@ def lowered(
             if module is None:
                 try:
                     module = _export(name, kernel, types, gpu, precision)
-                except SharedMemoryError as error:
+                except UnfitError as error:
                     _lowered[what] = error
                     raise
                 lowerings[name] = lowerings.get(name, 0) + 1
@@ -285,8 +285,8 @@ def lowered(
                 found_on_disk += 1
             _lowered[what] = jax.jit(module.call)
         found = _lowered[what]
-    if isinstance(found, SharedMemoryError):
-        raise SharedMemoryError(*found.args)
+    if isinstance(found, UnfitError):
+        raise UnfitError(*found.args)
     return found
 
 

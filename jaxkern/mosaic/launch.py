@@ -65,8 +65,8 @@ def launch_kernel(body: Callable[..., None], *, approx_math: bool = False, **lau
     return plgpu.kernel(guarded, compiler_params=params, **launch)
 
 
-class SharedMemoryError(Exception):
-    """A kernel needs more shared memory than a block of the GPU has."""
+class UnfitError(Exception):
+    """A kernel needs what the GPU does not have, e.g. more shared memory; the text says what."""
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def shared_memory_of(gpu: target.Gpu) -> Iterator[None]:
     """Inside, Mosaic holds kernels to the shared memory of `gpu`, not of what GPU is here.
 
     Raises:
-      SharedMemoryError: a kernel that is lowered inside needs more.
+      UnfitError: a kernel that is lowered inside needs more.
     """
     try:
         with artificial_shared_memory_limit(gpu.shared_memory):
@@ -83,7 +83,7 @@ def shared_memory_of(gpu: target.Gpu) -> Iterator[None]:
         if "exceeds available shared memory" not in str(error):
             raise
         needed = re.search(r"smem_bytes=(\d+)", str(error))
-        raise SharedMemoryError(
+        raise UnfitError(
             f"it needs {needed[1] if needed else 'more'} bytes of shared memory a block, and "
             f"{gpu.name} has {gpu.shared_memory}"
         ) from error
@@ -121,13 +121,23 @@ def _refuse_others(gpu: target.Gpu, name: str) -> None:
     check()  # pyright: ignore[reportCallIssue]
 
 
-_H200_SMS = 132
-
-
 def num_sms() -> int:
     """Streaming multiprocessors of the GPU that a kernel is lowered for."""
-    gpu = target.current()
-    return _H200_SMS if gpu is None else gpu.multiprocessors
+    return _gpu().multiprocessors
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may have on the GPU that a kernel is lowered for."""
+    return _gpu().shared_memory
+
+
+def clusters() -> bool:
+    """Whether blocks can form clusters on the GPU that a kernel is lowered for."""
+    return _gpu().tma  # Hopper brought both
+
+
+def _gpu() -> target.Gpu:
+    return target.current() or target.GPUS["h200"]
 
 
 _interpreting = contextvars.ContextVar("interpreting", default=False)

@@ -10,7 +10,6 @@ up after the kernel in a fixed order.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.ring import close_copies, release_stage
 from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array
-from jaxkern.ops.selective_scan.call import Call
+from jaxkern.ops.selective_scan.call import Call, Scratch
 from jaxkern.ops.selective_scan.carry import bwd_carry_kernel, fold_after, launch_carry
 from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.gradients import ChunkGradients
@@ -43,7 +42,6 @@ from jaxkern.ops.selective_scan.tiles import (
     backward_grid,
     backward_tile,
     backward_warpgroups,
-    tile_chunks,
 )
 
 
@@ -100,7 +98,7 @@ def launch_bwd(
         ins |= launch_carry(call, name, bwd_carry_kernel, tokens, of_segments, dout=dout)
     else:
         ins |= {"passed": None, "total": None}
-    rings, own, common = _bwd_scratch(call, dout)
+    memory, barriers = _bwd_scratch(call, dout)
     like = lambda v: jax.ShapeDtypeStruct(call.arrays["x"].shape, v.dtype)
     outs = {
         "dx": like(x),
@@ -117,7 +115,7 @@ def launch_bwd(
         size = tile.channels * tile.states * LANES
         outs["chunk_states"] = fp32_array(grid.count, per_unit, warpgroups, size)
     name = "selective_scan_bwd"
-    g = call.run(name, _bwd_kernel, scan, ins, outs, rings, own, common)
+    g = call.run(name, _bwd_kernel, scan, ins, outs, memory, barriers)
     dB, dC = sum_of_blocks(call, g["sums"])
     dA, dD, ddt_bias = (call.sum_over_parts(g[name]) for name in ("dA", "dD", "ddt_bias_sum"))
     dinitial = None
@@ -152,39 +150,29 @@ def _dinitial(call: Call, initial_state: Any) -> dict[str, Any]:
     return {"dinitial": dinitial, "dstarts": dstarts}
 
 
-def _bwd_scratch(call: Call, dout: jax.Array) -> tuple[Any, Any, Any]:
-    """The rings, the shared memory of a warpgroup, and that of the block.
-
-    As many chunks at a time as there is room for, two warpgroups on a multiprocessor.
-    """
+def _bwd_scratch(call: Call, dout: jax.Array) -> tuple[Scratch, dict[str, Any]]:
+    """The shared memory, of which a multiprocessor has enough for two warpgroups, and barriers."""
     tile, scan = call.tile, call.scan
-    per_unit = scan.per_unit
-    chunks = tile_chunks(min(scan.chunks, per_unit if per_unit > 1 else scan.grid.length))
+    recomputed = scan.per_unit > 1
     buffers = 1 if scan.warpgroups == 1 else SUM_BUFFERS
-    while True:
+
+    def of_chunks(chunks: int) -> Scratch:
         steps = chunks * CHUNK
         rings = [call.ring("", chunks, "x dt z B C keep crossed", dout=dout)]
-        if per_unit > 1:
+        if recomputed:
             rings.append(call.ring("before_", chunks, "x dt B keep crossed"))
         own = {
-            "shared": shared_size(tile, steps if per_unit > 1 else CHUNK),
+            "shared": shared_size(tile, steps if recomputed else CHUNK),
             "dy": (CHUNK * tile.row(1),),
         }
         sum_steps = steps if chunks > 1 or tile.sums <= 8 else CHUNK // 2
-        sums = buffers, sum_steps, scan.warpgroups * LANES * tile.sums
-        size = sum(ring.bytes() for ring in rings) + 4 * math.prod(sums) // scan.warpgroups
-        size += 4 * sum(math.prod(shape) for shape in own.values())
-        if chunks == 1 or size <= _ROOM:
-            break
-        chunks //= 2
-    common: dict[str, Any] = {"sums": plgpu.SMEM(sums, jnp.float32)}
-    if scan.warpgroups > 1:
-        common["summed"] = plgpu.Barrier(num_arrivals=scan.warpgroups, num_barriers=buffers)
-    return rings, own, common
+        return Scratch(rings, own, (buffers, sum_steps, scan.warpgroups * LANES * tile.sums))
 
-
-_ROOM = 110 * 1024
-"""Bytes of shared memory for a warpgroup of two."""
+    most = min(scan.chunks, scan.per_unit if recomputed else scan.grid.length)
+    _, memory = call.scratch(most, of_chunks, resident=2)
+    if scan.warpgroups == 1:
+        return memory, {}
+    return memory, {"summed": plgpu.Barrier(num_arrivals=scan.warpgroups, num_barriers=buffers)}
 
 
 def _bwd_kernel(
