@@ -418,8 +418,8 @@ def test_warm_keeps_the_kernels_of_a_run(own_cache):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpu", "h300"], "--gpu h300 is not known; choose one of a100, "),
-        (["--gpu", "a100"], "--gpu a100 needs no kernels: .* compute capability 8.0"),
+        (["--gpu", "h300"], "--gpu h300 is not known; choose one of t4, a100, "),
+        (["--gpu", "t4"], "--gpu t4 needs no kernels: .* compute capability 7.5"),
         (["--gpu", "h200", "--devices", "3"], "--batch-size 8 cannot be split .* 3 devices"),
     ],
 )

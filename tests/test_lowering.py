@@ -139,9 +139,11 @@ def test_kernels_differ_where_anything_they_depend_on_does():
     fewer = dataclasses.replace(GPUS["h200"], multiprocessors=66)
     with jaxkern.lowering_for(fewer):
         lower(norm, x, weight)
+    with jaxkern.lowering_for(dataclasses.replace(GPUS["h200"], name="without TMA", tma=False)):
+        lower(norm, x, weight)
     with jax.default_matmul_precision("highest"):
         lower(norm, x, weight)
-    assert lowering.lowerings == {"rms_norm_fwd": 9}
+    assert lowering.lowerings == {"rms_norm_fwd": 10}
 
 
 def test_where_no_kernel_runs_none_is_traced(monkeypatch):
@@ -271,7 +273,7 @@ def test_a_program_is_lowered_for_the_gpu_that_is_stated():
     assert "wgmma.fence.aligned" in norm_text("h200")
     assert "tcgen05.relinquish_alloc_permit" in norm_text("b200")
     assert norm_text("h200") != norm_text("b200")
-    assert "mosaic_gpu" not in norm_text("a100")
+    assert "mosaic_gpu" not in norm_text("t4")
     assert norm_text() == norm_text("h200")
 
 
@@ -279,7 +281,7 @@ def test_the_same_jitted_function_is_lowered_for_each_gpu():
     f = jax.jit(jaxkern.rms_norm)
     x, weight = jnp.ones((1024, 4096), jnp.bfloat16), jnp.ones(4096)
     texts = []
-    for gpu in ("h200", "a100", "h200"):
+    for gpu in ("h200", "t4", "h200"):
         with jaxkern.lowering_for(gpu):
             texts.append(f.trace(x, weight).lower(lowering_platforms=("cuda",)).as_text())
     assert texts[0] == texts[2] != texts[1]
@@ -288,14 +290,14 @@ def test_the_same_jitted_function_is_lowered_for_each_gpu():
 def test_mosaic_says_what_a_gpu_lacks():
     x, weight = jnp.ones((1024, 4096), jnp.bfloat16), jnp.ones(4096)
     norm = functools.partial(jaxkern.rms_norm, implementation="mosaic")
-    words = "A100.*compute capability 8.0, and the kernels need 9.0 .Hopper. or newer.*xla"
-    with jaxkern.lowering_for("a100"), pytest.raises(NotImplementedError, match=words):
+    words = "T4.*compute capability 7.5, and the kernels need 8.0 .Ampere. or newer.*xla"
+    with jaxkern.lowering_for("t4"), pytest.raises(NotImplementedError, match=words):
         lower(norm, x, weight)
 
 
 def test_an_unknown_gpu_is_refused():
     with (
-        pytest.raises(ValueError, match=r"gpu must be one of a100, .*got 'h300'"),
+        pytest.raises(ValueError, match=r"gpu must be one of t4, a100, .*got 'h300'"),
         jaxkern.lowering_for("h300"),
     ):
         pass
@@ -382,24 +384,38 @@ def test_what_does_not_describe_itself_is_refused(value):
         lowering.describe(value)
 
 
-def norm_gradients(implementation=None):
+def norm_gradients(implementation=None, size=16384):
     def loss(x, weight):
         out = jaxkern.rms_norm(x, weight, implementation=implementation)
         return jnp.sum(out.astype(jnp.float32))
 
-    arrays = jnp.ones((8, 16384), jnp.bfloat16), jnp.ones(16384)
+    arrays = jnp.ones((8, size), jnp.bfloat16), jnp.ones(size)
     return lower(jax.grad(loss, (0, 1)), *arrays).as_text()
 
 
 def test_a_kernel_that_does_not_fit_a_gpu_is_plain_jax():
-    with jaxkern.lowering_for("b200"):
-        assert "rms_norm_bwd" in norm_gradients()
-    with jaxkern.lowering_for("rtx-pro-6000"):
-        text = norm_gradients()
-        assert not [line for line in kernel_calls(text) if "rms_norm_bwd" in line]
-        words = r"rms_norm_bwd: .*needs \d+ bytes of shared memory a block, and .*has 101376.*xla"
+    tiny = dataclasses.replace(GPUS["h200"], name="NVIDIA Tiny", shared_memory=8192)
+    x, A = jnp.ones((1, 64, 128), jnp.bfloat16), -jnp.ones((128, 16))
+
+    def scanned(implementation=None):
+        scan = functools.partial(jaxkern.selective_scan, implementation=implementation)
+        return lower(scan, x, x, A, x[..., :16], x[..., :16]).as_text()
+
+    assert "selective_scan_fwd" in scanned()
+    with jaxkern.lowering_for(tiny):
+        assert not kernel_calls(scanned())
+        words = r"selective_scan_fwd: .*needs \d+ bytes of shared memory a block, .*has 8192.*xla"
         with pytest.raises(NotImplementedError, match=words):
-            norm_gradients("mosaic")
+            scanned("mosaic")
+
+
+def test_rows_that_take_clusters_are_plain_jax_where_there_are_none():
+    with jaxkern.lowering_for("l40s"):
+        assert kernel_calls(norm_gradients())
+        assert not kernel_calls(norm_gradients(size=65536))
+        words = "rows of 65536 elements take clusters of blocks, which Hopper brought.*xla"
+        with pytest.raises(NotImplementedError, match=words):
+            norm_gradients("mosaic", size=65536)
 
 
 def test_a_gpu_of_an_unknown_generation_gets_plain_jax_unless_the_user_asks():

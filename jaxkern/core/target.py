@@ -92,11 +92,14 @@ def _gpu(name: str, major: int, minor: int, multiprocessors: int) -> Gpu:
 
 
 GPUS: dict[str, Gpu] = {
+    "t4": _gpu("Tesla T4", 7, 5, 40),
     "a100": _gpu("NVIDIA A100-SXM4-80GB", 8, 0, 108),
+    "a10g": _gpu("NVIDIA A10G", 8, 6, 80),
     "l40s": _gpu("NVIDIA L40S", 8, 9, 142),
     "h100": _gpu("NVIDIA H100 80GB HBM3", 9, 0, 132),
     "h200": _gpu("NVIDIA H200", 9, 0, 132),
     "b200": _gpu("NVIDIA B200", 10, 0, 148),
+    "b300": _gpu("NVIDIA B300 SXM6 AC", 10, 3, 148),
     "rtx-pro-6000": _gpu("NVIDIA RTX PRO 6000 Blackwell", 12, 0, 188),
 }
 """GPUs that a program can be lowered for by name, where there is none to ask."""
@@ -128,8 +131,8 @@ def lowering_for(gpu: str | Gpu) -> Iterator[Gpu]:
     own GPU, else for an H200.
 
     Args:
-      gpu: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``,
-        ``"rtx-pro-6000"``, or a description, :class:`Gpu`.
+      gpu: ``"a100"``, ``"a10g"``, ``"l40s"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"b300"``,
+        ``"rtx-pro-6000"``, ``"t4"`` (which has no kernels), or a description, :class:`Gpu`.
 
     Yields:
       The description.

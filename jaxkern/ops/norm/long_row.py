@@ -29,7 +29,7 @@ from jaxkern.ops.norm.windows import Windows, windows
 _BLOCK, _WARPGROUP = grid_axes("block of the cluster", "warpgroup")
 _MAX_WARPGROUPS = 8
 _MAX_CLUSTER = 16
-_MOST_PER_LANE = 32
+_MOST_PER_LANE = 16
 """Elements of a row in the registers of a lane of eight warpgroups, which have 64."""
 _LANES_OF_A_WARP = (1, 2, 4, 8, 16)
 
