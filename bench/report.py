@@ -405,9 +405,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=REPORT, help="the report")
     p.add_argument("--csv", type=Path, help="also write all timings here, with their files")
     args = p.parse_args(argv)
+    from bench import documents  # which imports this
+
     reports = load()
     args.out.write_text(text(reports))
-    print(f"wrote {args.out}")
+    print("wrote", args.out, *documents.write(reports))
     if args.csv:
         keys = ("device", "jax", "commit")
         write_csv(

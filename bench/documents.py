@@ -1,0 +1,229 @@
+"""Writes the figures of README and of the guides, from bench/results, between their markers.
+
+``<!-- figures: NAME -->`` begins what :data:`FIGURES` makes of that name, and ``<!-- end -->`` ends
+it. ``python -m bench report`` renews all of them beside the report.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.precision import summary
+from bench.report import FOLDER, NAMES, OURS, Line, Measured, lines, table
+
+ROOT = FOLDER.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]
+_MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+Reports = Sequence[tuple[str, dict[str, Any]]]
+
+EACH, BOTH, STEP = ("forward", "backward"), ("both",), ("step",)
+SCAN = "8x2048x2048x16"
+
+README = {
+    "`rms_norm`, 16384 × 4096": ("rms_norm", "16384x4096", EACH),
+    "`selective_scan`, B 8, L 2048, D 2048, N 16": ("selective_scan", SCAN, EACH),
+    "`swiglu`, 16384 × 14336": ("swiglu", "16384x14336", EACH),
+    "`fused_adamw`, 1.1 billion parameters in 300 arrays": ("fused_adamw", "1.1B", STEP),
+}
+"""Rows of README: what they are called, and the op, shape and passes that they show."""
+
+GUIDE = {
+    "`layer_norm`, 16384 × 8192": ("layer_norm", "16384x8192", EACH),
+    "`layer_norm` and `silu`, 16384 × 4096": ("layer_norm", "16384x4096-silu", EACH),
+    "`rms_norm` and gate, 16384 × 4096": ("rms_norm", "16384x4096-gate", EACH),
+    "`selective_scan`, B 4, L 4096, D 5120, N 16": ("selective_scan", "4x4096x5120x16", EACH),
+    "`linear_scan`, B 8, L 2048, D 2048": ("linear_scan", "8x2048x2048", EACH),
+    "`causal_conv1d`, B 8, L 2048, D 2048, W 4": ("causal_conv1d", "8x2048x2048x4", EACH),
+    "`silu_and_mul`, 16384 × 13000": ("silu_and_mul", "16384x13000", EACH),
+    "`dropout`, 16384 × 8192": ("dropout", "16384x8192", EACH),
+    "`gelu(approximate=False)`, 16384 × 8192": ("gelu", "16384x8192-erf", EACH),
+    "the kernels of `silu`, 16384 × 8192: by default it is XLA's, which fuses it": (
+        *("silu", "16384x8192"),
+        EACH,
+    ),
+    "`linear`, 8192 × 8192 × 8192: by default cuBLAS's": ("linear", "8192x8192x8192", BOTH),
+    "`gated_linear_unit`, 8192 × 4096 → 14336: by default cuBLAS's": (
+        *("gated_linear_unit", "8192x4096x14336"),
+        ("forward", "both"),
+    ),
+    "`layer_norm_linear`, 16384 × 4096 → 4096": (
+        *("layer_norm_linear", "16384x4096x4096"),
+        BOTH,
+    ),
+    "`fused_adamw`, 1.1 billion, with unscaling, clipping and the check for finite gradients": (
+        *("fused_adamw", "1.1B-folded"),
+        STEP,
+    ),
+    "`fused_adamw`, 20 million parameters in 300 arrays": ("fused_adamw", "20M-300-leaves", STEP),
+}
+"""Rows of the guide to speed, behind those of README."""
+
+CHECKPOINTS = {
+    "`1`": ("/1", "all states | 4·N | 64"),
+    "`8`, the default": ("", "every 8th | 4·N / 8 | 8"),
+    "`64`": ("/64", "every 64th | 4·N / 64 | 1"),
+    "`None`": ("/None", "none; the backward runs the forward again | 0 | 0"),
+}
+"""Values of ``checkpoint_every``: the word behind the shape, and what they save."""
+
+STATES = {
+    "AdamW, all in fp32": ("100M", 28),
+    "bf16 parameters and gradients; fp32 `mu`, `nu` and master": ("100M-master", 28),
+    "fp32 with bf16 `mu` and `nu`": ("100M-bf16-state", 20),
+    "fp32 with 8-bit `mu` and `nu`": ("100M-8-bit-state", 16),
+    "all in bf16": ("100M-bf16-all", 14),
+    "bf16 parameters and gradients, 8-bit `mu` and `nu`": ("100M-bf16-8-bit-state", 10),
+}
+"""Precisions of an optimizer: the shape that was timed, and bytes per parameter."""
+
+
+def renewed(text: str, reports: Reports) -> str:
+    """The document `text` with the figures of `reports`."""
+    return _MARKED.sub(lambda m: m[1] + FIGURES[m[2]](reports) + "\n" + m[4], text)
+
+
+def the_line(reports: Reports, op: str, shape: str, direction: str) -> Line:
+    """The measurement of an op's pass at a shape that has the most competitors, in bf16 if any."""
+    same = [x for x in lines(reports) if (x.op, x.shape, x.direction) == (op, shape, direction)]
+    return max(same, key=lambda x: (x.dtype == "bfloat16", len(x.figures)))
+
+
+def trainings(reports: Reports) -> dict[tuple[str, int], dict[str, Any]]:
+    """The rows of training steps by preset and length, and then by contender."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in (row for _, one in reports for row in one["rows"] if "contender" in row):
+        found.setdefault((row["preset"], row["length"]), {})[row["contender"]] = row
+    return found
+
+
+def _time(us: float) -> str:
+    """Three digits of it."""
+    value, unit = (us, "µs") if us < 999.5 else (us / 1000, "ms")
+    return f"{value:#.3g}".rstrip(".") + f" {unit}"
+
+
+def _figure(m: Measured | None, limited: bool) -> str:
+    """A time, and what it is of the limit: of products their rate, else of a copy's bandwidth."""
+    if m is None:
+        return ""
+    if m.tflop_s:
+        return f"{_time(m.us)}, {m.tflop_s:.0f} TFLOP/s"
+    return _time(m.us) + (f", {m.percent:.0f}%" if limited and m.percent else "")
+
+
+def _op_rows(reports: Reports, named: dict[str, Any]) -> Iterator[list[str]]:
+    from jaxkern.cases import TABLE  # with JAX, which the rest has no need of
+
+    slow = {case.op for case in TABLE if case.forward and case.forward.exponentials}
+    for label, (op, shape, passes) in named.items():
+        for i, direction in enumerate(passes):
+            line = the_line(reports, op, shape, direction)
+            others = {name: m for name, m in line.others.items() if name not in ("xla", "jax")}
+            told = [_figure(m, op not in slow) for m in (line.own, line.figures.get("xla"))]
+            if others:
+                name = min(others, key=lambda name: others[name].us)
+                told.append(f"{NAMES.get(name, name)} {_figure(others[name], op not in slow)}")
+            yield ["" if i else label, direction, *told, *[""] * (3 - len(told))]
+
+
+def _training_rows(reports: Reports, presets: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
+    def told(row: dict[str, Any] | None, name: str = "") -> str:
+        if row is None:
+            return ""
+        return f"{name}{row['tokens_per_second']:,} tokens/s, {row['peak_gib']:.1f} GiB"
+
+    for preset, length in presets:
+        by = trainings(reports)[preset, length]
+        label = f"language model, {preset}, B {by['jaxkern']['batch']}, L {length}"
+        plain, torch = by.get("xla-loop"), by.get("mamba_ssm")
+        yield [label, "step", told(by["jaxkern"]), told(plain), told(torch, "mamba_ssm ")]
+        if "jaxkern-remat" in by:
+            yield ["the same with `--remat`", "step", told(by["jaxkern-remat"]), "", ""]
+
+
+_HEAD = ["", "pass", "jaxkern", "plain JAX", "fastest other library"]
+
+
+def _readme(reports: Reports) -> str:
+    (training, *_) = _training_rows(reports, [("130m", 2048)])
+    return table(_HEAD, [*_op_rows(reports, README), training])
+
+
+def _speed(reports: Reports) -> str:
+    rows = [*_op_rows(reports, README | GUIDE), *_training_rows(reports, list(trainings(reports)))]
+    return table(_HEAD, rows)
+
+
+def _headline(reports: Reports) -> str:
+    rates = {
+        name: row["tokens_per_second"] for name, row in trainings(reports)["130m", 2048].items()
+    }
+    text = (
+        f"A Mamba of 130 million parameters trains at {rates['jaxkern']:,} tokens a second on one "
+        f"H200, {rates['jaxkern'] / rates['mamba_ssm']:.2f} times as fast as with Mamba's own CUDA "
+        "kernels ([bench/report.md](bench/report.md#training-end-to-end))."
+    )
+    return textwrap.fill(text, 100)
+
+
+def _checkpoints(reports: Reports) -> str:
+    rows = [
+        [
+            label,
+            *saved.split(" | "),
+            _time(_ours(reports, "selective_scan", SCAN + word, "both").us),
+        ]
+        for label, (word, saved) in CHECKPOINTS.items()
+    ]
+    return table(["`checkpoint_every`", "saved", "bytes", "at N = 16", "time"], rows)
+
+
+def _states(reports: Reports) -> str:
+    rows = [
+        [label, per, _figure(_ours(reports, "fused_adamw", shape, "step"), limited=True)]
+        for label, (shape, per) in STATES.items()
+    ]
+    rows.append(["with `clip_norm` or `skip_nonfinite`", "the gradients once more", ""])
+    head = ["", "bytes per parameter, read and written"]
+    return table([*head, "100 million on an H200, percent of a copy's bandwidth"], rows)
+
+
+def _ours(reports: Reports, op: str, shape: str, direction: str) -> Measured:
+    return the_line(reports, op, shape, direction).figures[OURS]
+
+
+def _precisions(reports: Reports) -> str:
+    report = next(one for name, one in reports if name.endswith("-precision.json"))
+    rows = [
+        [
+            row["precision"],
+            f"{row['mean']:.3f} ± {row['spread']:.3f}",
+            f"{row['to_fp32']:+.3f}".replace("-", "−") if row["precision"] != "fp32" else "",
+        ]
+        for row in summary(report["rows"])
+    ]
+    size = f"{report['steps']} steps of {report['batch_size']} × {report['seq_len']} bytes"
+    told = "validation loss, nats", "difference from fp32, same seed"
+    return table([f"`{report['preset']}`, {size}", *told], rows)
+
+
+FIGURES: dict[str, Callable[[Reports], str]] = {
+    "headline": _headline,
+    "readme": _readme,
+    "speed": _speed,
+    "checkpoints": _checkpoints,
+    "states": _states,
+    "precisions": _precisions,
+}
+"""What can stand between markers."""
+
+
+def write(reports: Reports, documents: Sequence[Path] = DOCUMENTS) -> list[Path]:
+    """Renews the figures of documents, and returns those that have any."""
+    having = [path for path in documents if _MARKED.search(path.read_text())]
+    for path in having:
+        path.write_text(renewed(path.read_text(), reports))
+    return having
