@@ -170,12 +170,9 @@ def _headline(reports: Reports) -> str:
 
 
 def _checkpoints(reports: Reports) -> str:
+    ours = lambda word: _ours(reports, "selective_scan", SCAN + word, "both")
     rows = [
-        [
-            label,
-            *saved.split(" | "),
-            _time(_ours(reports, "selective_scan", SCAN + word, "both").us),
-        ]
+        [label, *saved.split(" | "), _time(ours(word).us)]
         for label, (word, saved) in CHECKPOINTS.items()
     ]
     return table(["`checkpoint_every`", "saved", "bytes", "at N = 16", "time"], rows)

@@ -33,11 +33,8 @@ def test_figures_of_documents_are_up_to_date(path):
 
 
 def test_documents_have_all_figures_and_readme_eight_rows():
-    found = documents.write(report.load(), [])
-    assert found == []
-    marked = re.findall(
-        r"<!-- figures: (\w+) -->", "".join(map(Path.read_text, documents.DOCUMENTS))
-    )
+    text = "".join(map(Path.read_text, documents.DOCUMENTS))
+    marked = re.findall(r"<!-- figures: (\w+) -->", text)
     assert sorted(marked) == sorted(documents.FIGURES)
     rows = documents.FIGURES["readme"](report.load()).splitlines()[2:]
     assert len(rows) == 8
