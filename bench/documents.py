@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.precision import summary
-from bench.report import FOLDER, NAMES, OURS, Line, Measured, lines, table
+from bench.program import FOLDER
+from bench.report import NAMES, OURS, Line, Measured, lines, table
 
 ROOT = FOLDER.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]

@@ -22,7 +22,7 @@ def results(*rows, **told):
 
 
 def test_committed_report_is_up_to_date():
-    assert report.REPORT.read_text() == report.text(report.load()), "run: python -m bench.report"
+    assert report.REPORT.read_text() == report.text(report.load()), "run: python -m bench report"
 
 
 @pytest.mark.parametrize("path", documents.DOCUMENTS, ids=lambda path: path.stem)
