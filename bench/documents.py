@@ -1,21 +1,25 @@
-"""Writes the figures of README and of the guides, from bench/results, between their markers.
+"""Writes what README and the guides have from elsewhere, between markers, and the list of the ops.
 
 ``<!-- figures: NAME -->`` begins what :data:`FIGURES` makes of that name, and ``<!-- end -->`` ends
-it. ``python -m bench report`` renews all of them beside the report.
+it: figures from bench/results, and the table of the ops from ``jaxkern.__all__``, whose families
+are the comments in it. ``python -m bench report`` renews all of them beside the report.
 """
 
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jaxkern
 from bench.precision import summary
 from bench.program import FOLDER
 from bench.report import NAMES, OURS, Line, Measured, lines, table
 
 ROOT = FOLDER.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]
+REFERENCE = ROOT / ".site" / "ops.rst"
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 Reports = Sequence[tuple[str, dict[str, Any]]]
@@ -62,6 +66,45 @@ GUIDE = {
 }
 """Rows of the guide to speed, behind those of README."""
 
+FAMILIES = {
+    "Norms": (
+        "normalisation of the last axis, with bias, residual, activation and gate in the same pass",
+        "kernels",
+    ),
+    "Scans and convolutions": (
+        "Mamba's recurrence, the recurrence h[t] = a[t] · h[t−1] + b[t] either way along the "
+        "sequence, and a causal depthwise convolution; `_step` is one token of them, for decoding",
+        "kernels; XLA for `_step`",
+    ),
+    "Linear layers": (
+        "x · w + b and an activation; f(x · w_gate + b_gate) · (x · w_up + b_up), of two weights "
+        "or of one `[gate, up]`; a norm and the linear layer behind it; a micro-batch's weight "
+        "gradient, added in place",
+        "kernels where they measure faster than cuBLAS",
+    ),
+    "Activations and gates": (
+        "activations; an activation of `gate` times `up`, of two arrays or, in `_and_mul`, of one "
+        "`[gate, up]`; `swiglu` also clamped, as in gpt-oss",
+        "kernels for gated units and `gelu(approximate=False)`; XLA, which fuses them, for others",
+    ),
+    "Dropout": ("dropout, after an activation or before a residual; no mask is stored", "kernels"),
+    "Optimizers": (
+        "Optax transformations; `apply` does the step of one in place; unscaling and the check for "
+        "finite gradients; the gradient of a batch in parts",
+        "kernels; XLA for `accumulate_gradients`",
+    ),
+}
+"""What README says of the ops of a family, and what runs on a GPU."""
+
+CLASSES = {
+    "Optimizers": (
+        "jaxkern.optim.transforms.FusedAdamState",
+        "jaxkern.optim.transforms.FusedSgdState",
+        "jaxkern.optim.quantise.Quantised",
+    )
+}
+"""What the reference describes behind a family, and is no public name."""
+
 CHECKPOINTS = {
     "`1`": ("/1", "all states | 4·N | 64"),
     "`8`, the default": ("", "every 8th | 4·N / 8 | 8"),
@@ -84,6 +127,41 @@ STATES = {
 def renewed(text: str, reports: Reports) -> str:
     """The document `text` with the figures of `reports`."""
     return _MARKED.sub(lambda m: m[1] + FIGURES[m[2]](reports) + "\n" + m[4], text)
+
+
+def families() -> dict[str, list[str]]:
+    """The public names by family."""
+    listed = Path(jaxkern.__file__).read_text().partition("__all__ = [")[2].partition("\n]")[0]
+    found: dict[str, list[str]] = {}
+    for family, name in re.findall(r"^    (?:# (.*)|\"(\w+)\",)$", listed, re.MULTILINE):
+        if family:
+            found[family] = []
+        else:
+            [*found.values()][-1].append(name)
+    return found
+
+
+def reference() -> str:
+    """The page that has every public name, but for ``precision``, which has a page of its own."""
+    parts = ["Ops\n===", ".. automodule:: jaxkern"]
+    for family, names in families().items():
+        parts.append(f"{family}\n{'-' * len(family)}")
+        for name in names:
+            if inspect.isclass(getattr(jaxkern, name)):
+                parts.append(f".. autoclass:: {name}\n   :members:")
+            elif name != "precision":
+                parts.append(f".. autofunction:: {name}")
+        parts += [f".. autoclass:: {name}" for name in CLASSES.get(family, ())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _ops(_: Reports) -> str:
+    names = families()
+    rows = [
+        [f"**{family}**", ", ".join(f"`{name}`" for name in names[family]), *told]
+        for family, told in FAMILIES.items()
+    ]
+    return table(["", "ops", "what they compute", "on a GPU"], rows)
 
 
 def the_line(reports: Reports, op: str, shape: str, direction: str) -> Line:
@@ -210,6 +288,7 @@ def _precisions(reports: Reports) -> str:
 
 FIGURES: dict[str, Callable[[Reports], str]] = {
     "headline": _headline,
+    "ops": _ops,
     "readme": _readme,
     "speed": _speed,
     "checkpoints": _checkpoints,
@@ -220,8 +299,9 @@ FIGURES: dict[str, Callable[[Reports], str]] = {
 
 
 def write(reports: Reports, documents: Sequence[Path] = DOCUMENTS) -> list[Path]:
-    """Renews the figures of documents, and returns those that have any."""
+    """Renews the documents and the reference, and returns what it wrote."""
+    REFERENCE.write_text(reference())
     having = [path for path in documents if _MARKED.search(path.read_text())]
     for path in having:
         path.write_text(renewed(path.read_text(), reports))
-    return having
+    return [*having, REFERENCE]

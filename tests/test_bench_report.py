@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxkern
 from bench import cases, documents, pictures, report
 
 
@@ -39,6 +40,13 @@ def test_documents_have_all_figures_and_readme_eight_rows():
     rows = documents.FIGURES["readme"](report.load()).splitlines()[2:]
     assert len(rows) == 8
     assert all(row.count("|") == 6 for row in rows)
+
+
+def test_reference_is_up_to_date():
+    assert documents.REFERENCE.read_text() == documents.reference(), "run: python -m bench report"
+    names = documents.families()
+    assert [name for of in names.values() for name in of] == jaxkern.__all__
+    assert list(names)[:-1] == list(documents.FAMILIES)
 
 
 def test_picture_of_readme_is_up_to_date(tmp_path):
