@@ -12,8 +12,8 @@ from jaxkern.ops.linear_scan.tiles import Options
 from jaxkern.ops.segments import with_zeros
 
 CHUNK = 8
-"""Steps from one saved state to the next: on a CPU forward and backward were fastest with it, and an
-associative scan was slower and took more temporary arrays."""
+"""Steps from one saved state to the next: with it forward and backward were fastest on a CPU, where
+an associative scan was slower and took more temporary arrays."""
 
 
 def linear_scan_reference(
@@ -27,8 +27,8 @@ def linear_scan_reference(
     """:func:`linear_scan` in plain JAX, differentiable in both modes and to any order.
 
     One step after the other; the backward keeps the state before each chunk of steps and runs the
-    chunk again. Where the program is lowered for CUDA it is an associative scan, of which the backward
-    keeps the arguments: a GPU is several times slower at a loop of single steps.
+    chunk again. Where the program is lowered for CUDA it is an associative scan, of which the
+    backward keeps the arguments: a GPU is several times slower at a loop of single steps.
 
     `entered` says where segments begin (:func:`jaxkern.ops.segments.entered`).
     """

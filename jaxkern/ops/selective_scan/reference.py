@@ -21,8 +21,8 @@ from jaxkern.core.mesh import gather
 from jaxkern.ops.segments import Seen, with_zeros
 
 CHUNK = 8
-"""Steps from one saved state to the next. In plain JAX on a CPU, forward and backward of large scans
-were slower with chunks of 4 or 16 steps, with single steps, and with an associative scan. In the
+"""Steps from one saved state to the next. In plain JAX on a CPU, forward and backward of large
+scans were slower with 4 or 16 steps, with single steps, and with an associative scan. In the
 kernels, 16 would leave a multiprocessor no room for the states of a second block's chunk."""
 
 DEFAULT_CHECKPOINT_EVERY = CHUNK
