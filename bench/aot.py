@@ -34,6 +34,7 @@ import jax
 
 from bench import gpus, program, steps
 from bench.cases import Case, cases
+from bench.modules import passes
 from bench.processes import each
 from bench.program import RESULTS
 from bench.ptxas import Compiler, Kernel, Kernels
@@ -169,16 +170,7 @@ def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
         init, run = steps.program(case, "mosaic")
         step = lambda params, state, grads: run(grads, state, params)
         return jax.jit(step, donate_argnums=(0, 1)).lower(arrays, shapes_of(init, arrays), arrays)
-    forward = lambda *arrays: case.call(*arrays, implementation="mosaic")
-    if not case.differentiated:
-        return jax.jit(forward).lower(*arrays)
-
-    def both(dout: Any, *arrays: Any) -> Any:
-        # The kernel of a forward that nobody differentiates may be another one.
-        out, backward = jax.vjp(forward, *arrays)
-        return forward(*arrays), out, backward(dout)
-
-    return jax.jit(both).lower(shapes_of(forward, *arrays), *arrays)
+    return jax.jit(passes(case)).lower(*arrays)
 
 
 def memory_of(stats: Any) -> int:

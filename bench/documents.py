@@ -24,46 +24,33 @@ _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 
 Reports = Sequence[tuple[str, dict[str, Any]]]
 
-EACH, BOTH, STEP = ("forward", "backward"), ("both",), ("step",)
 SCAN = "8x2048x2048x16"
 
-README = {
-    "`rms_norm`, 16384 × 4096": ("rms_norm", "16384x4096", EACH),
-    "`selective_scan`, B 8, L 2048, D 2048, N 16": ("selective_scan", SCAN, EACH),
-    "`swiglu`, 16384 × 14336": ("swiglu", "16384x14336", EACH),
-    "`fused_adamw`, 1.1 billion parameters in 300 arrays": ("fused_adamw", "1.1B", STEP),
-}
+README = f"""
+`rms_norm`, 16384 × 4096 | rms_norm 16384x4096 | forward backward
+`selective_scan`, B 8, L 2048, D 2048, N 16 | selective_scan {SCAN} | forward backward
+`swiglu`, 16384 × 14336 | swiglu 16384x14336 | forward backward
+`fused_adamw`, 1.1 billion parameters in 300 arrays | fused_adamw 1.1B | step
+"""
 """Rows of README: what they are called, and the op, shape and passes that they show."""
 
-GUIDE = {
-    "`layer_norm`, 16384 × 8192": ("layer_norm", "16384x8192", EACH),
-    "`layer_norm` and `silu`, 16384 × 4096": ("layer_norm", "16384x4096-silu", EACH),
-    "`rms_norm` and gate, 16384 × 4096": ("rms_norm", "16384x4096-gate", EACH),
-    "`selective_scan`, B 4, L 4096, D 5120, N 16": ("selective_scan", "4x4096x5120x16", EACH),
-    "`linear_scan`, B 8, L 2048, D 2048": ("linear_scan", "8x2048x2048", EACH),
-    "`causal_conv1d`, B 8, L 2048, D 2048, W 4": ("causal_conv1d", "8x2048x2048x4", EACH),
-    "`silu_and_mul`, 16384 × 13000": ("silu_and_mul", "16384x13000", EACH),
-    "`dropout`, 16384 × 8192": ("dropout", "16384x8192", EACH),
-    "`gelu(approximate=False)`, 16384 × 8192": ("gelu", "16384x8192-erf", EACH),
-    "the kernels of `silu`, 16384 × 8192: by default it is XLA's, which fuses it": (
-        *("silu", "16384x8192"),
-        EACH,
-    ),
-    "`linear`, 8192 × 8192 × 8192: by default cuBLAS's": ("linear", "8192x8192x8192", BOTH),
-    "`gated_linear_unit`, 8192 × 4096 → 14336: by default cuBLAS's": (
-        *("gated_linear_unit", "8192x4096x14336"),
-        ("forward", "both"),
-    ),
-    "`layer_norm_linear`, 16384 × 4096 → 4096": (
-        *("layer_norm_linear", "16384x4096x4096"),
-        BOTH,
-    ),
-    "`fused_adamw`, 1.1 billion, with unscaling, clipping and the check for finite gradients": (
-        *("fused_adamw", "1.1B-folded"),
-        STEP,
-    ),
-    "`fused_adamw`, 20 million parameters in 300 arrays": ("fused_adamw", "20M-300-leaves", STEP),
-}
+GUIDE = """
+`layer_norm`, 16384 × 8192 | layer_norm 16384x8192 | forward backward
+`layer_norm` and `silu`, 16384 × 4096 | layer_norm 16384x4096-silu | forward backward
+`rms_norm` and gate, 16384 × 4096 | rms_norm 16384x4096-gate | forward backward
+`selective_scan`, B 4, L 4096, D 5120, N 16 | selective_scan 4x4096x5120x16 | forward backward
+`linear_scan`, B 8, L 2048, D 2048 | linear_scan 8x2048x2048 | forward backward
+`causal_conv1d`, B 8, L 2048, D 2048, W 4 | causal_conv1d 8x2048x2048x4 | forward backward
+`silu_and_mul`, 16384 × 13000 | silu_and_mul 16384x13000 | forward backward
+`dropout`, 16384 × 8192 | dropout 16384x8192 | forward backward
+`gelu(approximate=False)`, 16384 × 8192 | gelu 16384x8192-erf | forward backward
+`silu`, 16384 × 8192; by default XLA's, which fuses it | silu 16384x8192 | forward backward
+`linear`, 8192 × 8192 × 8192; by default cuBLAS's | linear 8192x8192x8192 | both
+`gated_linear_unit`, 8192 × 4096 → 14336 | gated_linear_unit 8192x4096x14336 | forward both
+`layer_norm_linear`, 16384 × 4096 → 4096 | layer_norm_linear 16384x4096x4096 | both
+`fused_adamw`, 1.1 billion, with unscaling, clipping, the check | fused_adamw 1.1B-folded | step
+`fused_adamw`, 20 million parameters in 300 arrays | fused_adamw 20M-300-leaves | step
+"""
 """Rows of the guide to speed, behind those of README."""
 
 FAMILIES = {
@@ -105,23 +92,27 @@ CLASSES = {
 }
 """What the reference describes behind a family, and is no public name."""
 
-CHECKPOINTS = {
-    "`1`": ("/1", "all states | 4·N | 64"),
-    "`8`, the default": ("", "every 8th | 4·N / 8 | 8"),
-    "`64`": ("/64", "every 64th | 4·N / 64 | 1"),
-    "`None`": ("/None", "none; the backward runs the forward again | 0 | 0"),
-}
-"""Values of ``checkpoint_every``: the word behind the shape, and what they save."""
+CHECKPOINTS = """
+`1` | all states | 4·N | 64 | /1
+`8`, the default | every 8th | 4·N / 8 | 8 |
+`64` | every 64th | 4·N / 64 | 1 | /64
+`None` | none; the backward runs the forward again | 0 | 0 | /None
+"""
+"""Values of ``checkpoint_every``, what they save, and the word behind the shape."""
 
-STATES = {
-    "AdamW, all in fp32": ("100M", 28),
-    "bf16 parameters and gradients; fp32 `mu`, `nu` and master": ("100M-master", 28),
-    "fp32 with bf16 `mu` and `nu`": ("100M-bf16-state", 20),
-    "fp32 with 8-bit `mu` and `nu`": ("100M-8-bit-state", 16),
-    "all in bf16": ("100M-bf16-all", 14),
-    "bf16 parameters and gradients, 8-bit `mu` and `nu`": ("100M-bf16-8-bit-state", 10),
-}
-"""Precisions of an optimizer: the shape that was timed, and bytes per parameter."""
+STATES = """
+AdamW, all in fp32 | 28 | 100M
+bf16 parameters and gradients; fp32 `mu`, `nu` and master | 28 | 100M-master
+fp32 with bf16 `mu` and `nu` | 20 | 100M-bf16-state
+fp32 with 8-bit `mu` and `nu` | 16 | 100M-8-bit-state
+all in bf16 | 14 | 100M-bf16-all
+bf16 parameters and gradients, 8-bit `mu` and `nu` | 10 | 100M-bf16-8-bit-state
+"""
+"""Precisions of an optimizer, bytes per parameter, and the shape that was timed."""
+
+
+def _rows(listed: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")] for line in listed.split("\n") if line]
 
 
 def renewed(text: str, reports: Reports) -> str:
@@ -193,12 +184,13 @@ def _figure(m: Measured | None, limited: bool) -> str:
     return _time(m.us) + (f", {m.percent:.0f}%" if limited and m.percent else "")
 
 
-def _op_rows(reports: Reports, named: dict[str, Any]) -> Iterator[list[str]]:
+def _op_rows(reports: Reports, listed: str) -> Iterator[list[str]]:
     from jaxkern.cases import TABLE  # with JAX, which the rest has no need of
 
     slow = {case.op for case in TABLE if case.forward and case.forward.exponentials}
-    for label, (op, shape, passes) in named.items():
-        for i, direction in enumerate(passes):
+    for label, measured, passes in _rows(listed):
+        op, shape = measured.split()
+        for i, direction in enumerate(passes.split()):
             line = the_line(reports, op, shape, direction)
             others = {name: m for name, m in line.others.items() if name not in ("xla", "jax")}
             told = [_figure(m, op not in slow) for m in (line.own, line.figures.get("xla"))]
@@ -232,7 +224,7 @@ def _readme(reports: Reports) -> str:
 
 
 def _speed(reports: Reports) -> str:
-    rows = [*_op_rows(reports, README | GUIDE), *_training_rows(reports, list(trainings(reports)))]
+    rows = [*_op_rows(reports, README + GUIDE), *_training_rows(reports, list(trainings(reports)))]
     return table(_HEAD, rows)
 
 
@@ -250,18 +242,13 @@ def _headline(reports: Reports) -> str:
 
 def _checkpoints(reports: Reports) -> str:
     ours = lambda word: _ours(reports, "selective_scan", SCAN + word, "both")
-    rows = [
-        [label, *saved.split(" | "), _time(ours(word).us)]
-        for label, (word, saved) in CHECKPOINTS.items()
-    ]
+    rows = [[*saved, _time(ours(word).us)] for *saved, word in _rows(CHECKPOINTS)]
     return table(["`checkpoint_every`", "saved", "bytes", "at N = 16", "time"], rows)
 
 
 def _states(reports: Reports) -> str:
-    rows = [
-        [label, per, _figure(_ours(reports, "fused_adamw", shape, "step"), limited=True)]
-        for label, (shape, per) in STATES.items()
-    ]
+    ours = lambda shape: _ours(reports, "fused_adamw", shape, "step")
+    rows = [[*told, _figure(ours(shape), limited=True)] for *told, shape in _rows(STATES)]
     rows.append(["with `clip_norm` or `skip_nonfinite`", "the gradients once more", ""])
     head = ["", "bytes per parameter, read and written"]
     return table([*head, "100 million on an H200, percent of a copy's bandwidth"], rows)

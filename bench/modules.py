@@ -54,7 +54,7 @@ def digests(name: str) -> list[str]:
     case = _by_name()[name]
     arrays = jax.eval_shape(case.arrays, jax.random.key(0))
     try:
-        modules = kernel_modules(_passes(case), *arrays)
+        modules = kernel_modules(passes(case), *arrays)
     finally:
         jax.clear_caches()
     return sorted(hashlib.sha256(str(module).encode()).hexdigest()[:16] for module in modules)
@@ -64,8 +64,11 @@ def _by_name() -> dict[str, Case | Step]:
     return {f"{case.op} {case.shape} {case.dtype}": case for case in cases(small=False)}
 
 
-def _passes(case: Case | Step) -> Callable[..., Any]:
-    """What a case runs: forward and backward, or an optimizer's step."""
+def passes(case: Case | Step) -> Callable[..., Any]:
+    """What a case runs by the kernels: forward and backward, or an optimizer's step.
+
+    The kernel of a forward that nobody differentiates may be another one, and is there too.
+    """
     if isinstance(case, Step):
         init, run = steps.program(case, "mosaic")
         return lambda *params: run(params, init(params), params)
@@ -75,7 +78,7 @@ def _passes(case: Case | Step) -> Callable[..., Any]:
 
     def both(*arrays: Any) -> Any:
         out, backward = jax.vjp(forward, *arrays)
-        return forward(*arrays), backward(out)
+        return forward(*arrays), out, backward(out)
 
     return both
 

@@ -193,18 +193,12 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
     """The model of mamba_ssm, which compiles its kernels in its first step."""
     wait()
     import torch  # pyright: ignore[reportMissingImports]
-    import torch.nn.functional as nn  # pyright: ignore[reportMissingImports]
-    from mamba_ssm.models.config_mamba import (  # pyright: ignore[reportMissingImports]
-        MambaConfig,
-    )
-    from mamba_ssm.models.mixer_seq_simple import (  # pyright: ignore[reportMissingImports]
-        MambaLMHeadModel,
-    )
 
+    models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
     torch.manual_seed(0)
     m = job.model
     mixer = {"layer": "Mamba1", "d_state": m.d_state, "d_conv": m.d_conv, "expand": m.expand}
-    config = MambaConfig(
+    config = models.MambaConfig(
         d_model=m.d_model,
         n_layer=m.n_layers,
         vocab_size=m.vocab_size,
@@ -213,7 +207,7 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
         residual_in_fp32=True,
         fused_add_norm=True,
     )
-    model = MambaLMHeadModel(config, device="cuda")
+    model = models.MambaLMHeadModel(config, device="cuda")
     matrices = lambda name, p: p.ndim > 1 and not name.endswith("A_log")
     groups = [
         {
@@ -231,7 +225,8 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
         windows = batches[i % _BATCHES]
         with torch.autocast("cuda", torch.bfloat16):
             logits = model(windows[:, :-1]).logits
-        loss = nn.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+        targets = windows[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
