@@ -15,14 +15,12 @@ from typing import Any
 import jaxkern
 from bench.precision import summary
 from bench.program import FOLDER
-from bench.report import NAMES, OURS, Line, Measured, lines, table
+from bench.report import NAMES, OURS, Measured, Reports, table, the_line, trainings
 
 ROOT = FOLDER.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]
 REFERENCE = ROOT / ".site" / "ops.rst"
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-
-Reports = Sequence[tuple[str, dict[str, Any]]]
 
 SCAN = "8x2048x2048x16"
 
@@ -153,20 +151,6 @@ def _ops(_: Reports) -> str:
         for family, told in FAMILIES.items()
     ]
     return table(["", "ops", "what they compute", "on a GPU"], rows)
-
-
-def the_line(reports: Reports, op: str, shape: str, direction: str) -> Line:
-    """The measurement of an op's pass at a shape that has the most competitors, in bf16 if any."""
-    same = [x for x in lines(reports) if (x.op, x.shape, x.direction) == (op, shape, direction)]
-    return max(same, key=lambda x: (x.dtype == "bfloat16", len(x.figures)))
-
-
-def trainings(reports: Reports) -> dict[tuple[str, int], dict[str, Any]]:
-    """The rows of training steps by preset and length, and then by contender."""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in (row for _, one in reports for row in one["rows"] if "contender" in row):
-        found.setdefault((row["preset"], row["length"]), {})[row["contender"]] = row
-    return found
 
 
 def _time(us: float) -> str:

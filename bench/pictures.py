@@ -21,7 +21,7 @@ from typing import Any
 from bench import program, report
 from bench.cases import Case, cases
 from bench.program import FOLDER
-from bench.report import CHOSEN, NAMES, OURS
+from bench.report import CHOSEN, NAMES, OURS, Reports
 from jaxkern.cases import TABLE
 
 PICTURES = FOLDER / "pictures"
@@ -83,7 +83,7 @@ def along_sequences() -> set[str]:
     return {case.op for case in TABLE if "l" in case.axes.split()}
 
 
-def times(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Times]:
+def times(reports: Reports) -> dict[str, Times]:
     """The times of all ops along sequences, and the limits of the machine."""
     every = (case for case in cases(small=False) if isinstance(case, Case))
     exponentials = {(case.op, case.shape, case.dtype): case.exponentials for case in every}
@@ -102,7 +102,7 @@ def times(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Times]:
     return found
 
 
-def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofline]:
+def rooflines(reports: Reports) -> dict[str, Roofline]:
     """All rooflines by op."""
     found: defaultdict[str, Roofline] = defaultdict(Roofline)
     for line in report.lines(reports):
@@ -120,7 +120,7 @@ def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofli
     return found
 
 
-def lengths(reports: Sequence[tuple[str, dict[str, Any]]]) -> Any:
+def lengths(reports: Reports) -> Any:
     """Percent of the copy bandwidth over the length of a row, as :func:`points`."""
     keys = ("op", "shape", "dtype", "direction")
     return points(
@@ -134,7 +134,7 @@ def lengths(reports: Sequence[tuple[str, dict[str, Any]]]) -> Any:
     )
 
 
-def ledger(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+def ledger(reports: Reports) -> dict[str, dict[str, float]]:
     """MB by case and implementation, for each op the shape that was timed in most variants.
 
     That is: temporary memory of the program that runs forward and backward. Cases in which nobody
@@ -336,20 +336,17 @@ def draw_ledger(held: dict[str, dict[str, float]], out: Path) -> None:
     save(figure, out)
 
 
-def overview(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+def overview(reports: Reports) -> dict[str, dict[str, float]]:
     """Speeds as parts of jaxkern's, by a label and an implementation, of :data:`OVERVIEW`."""
     found: dict[str, dict[str, float]] = {}
-    of_ops = report.lines(reports)
     for op, shape, direction in OVERVIEW:
-        same = [x for x in of_ops if (x.op, x.shape, x.direction) == (op, shape, direction)]
-        line = max(same, key=lambda x: (x.dtype == "bfloat16", len(x.figures)))
+        line = report.the_line(reports, op, shape, direction)
         assert line.own is not None, line
         shown = {name: m.us for name, m in line.figures.items() if name in BESIDE}
         label = f"{op}, {direction}\n{shape}"
         found[label] = {OURS: 1.0} | {name: line.own.us / us for name, us in shown.items()}
-    steps = [row for _, r in reports for row in r["rows"] if row.get("contender")]
-    small = [row for row in steps if (row["preset"], row["length"]) == ("130m", 2048)]
-    rates = {row["contender"]: row["tokens_per_second"] for row in small}
+    trained = report.trainings(reports)["130m", 2048]
+    rates = {name: row["tokens_per_second"] for name, row in trained.items()}
     others = {"mamba_ssm": "mamba_ssm", "xla": "xla-loop"}
     found["Mamba of 130m, training\n8 x 2048 tokens"] = {OURS: 1.0} | {
         name: rates[row] / rates["jaxkern"] for name, row in others.items()

@@ -41,6 +41,9 @@ NAMES = {
 }
 """Whom the tables know, in the order of their columns; others follow by name."""
 
+Reports = Sequence[tuple[str, dict[str, Any]]]
+"""Files of results, each with its name."""
+
 EVEN = 0.01
 """Times that differ by less than this part are even."""
 
@@ -105,7 +108,7 @@ _Measurement = tuple[str, str, str, str]
 """Op, shape, dtype and pass."""
 
 
-def lines(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Line]:
+def lines(reports: Reports) -> list[Line]:
     """All lines, by op, shape, dtype and pass, in the order in which the files have them.
 
     Of several figures of one implementation in one file the fastest counts. Wall-clock times of a
@@ -140,7 +143,21 @@ def lines(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Line]:
     return sorted(result, key=order)
 
 
-def text(reports: Sequence[tuple[str, dict[str, Any]]]) -> str:
+def the_line(reports: Reports, op: str, shape: str, direction: str) -> Line:
+    """The measurement of an op's pass at a shape that has the most competitors, in bf16 if any."""
+    same = [x for x in lines(reports) if (x.op, x.shape, x.direction) == (op, shape, direction)]
+    return max(same, key=lambda x: (x.dtype == "bfloat16", len(x.figures)))
+
+
+def trainings(reports: Reports) -> dict[tuple[str, int], dict[str, Any]]:
+    """The rows of training steps by preset and length, and then by contender."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in (row for _, one in reports for row in one["rows"] if "contender" in row):
+        found.setdefault((row["preset"], row["length"]), {})[row["contender"]] = row
+    return found
+
+
+def text(reports: Reports) -> str:
     """The report."""
     every = lines(reports)
     by_op: dict[str, list[Line]] = defaultdict(list)
@@ -246,14 +263,14 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
     yield table(head, rows)
 
 
-def _training(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+def _training(reports: Reports) -> Iterator[str]:
     """Training steps of the language model, from files of bench.lm."""
     rows, failed = [], []
-    for number, (_, report) in enumerate(reports, 1):
+    for number, (name, report) in enumerate(reports, 1):
         found = [row for row in report["rows"] if "contender" in row]
-        ours = {(r["preset"], r["length"]): r for r in found if r["contender"] == "jaxkern"}
+        ours = trainings([(name, report)])
         for row in found:
-            own = ours.get((row["preset"], row["length"]))
+            own = ours[row["preset"], row["length"]].get("jaxkern")
             ratio = own and own["tokens_per_second"] / row["tokens_per_second"]
             half = (row["ms_high"] - row["ms_low"]) / 2
             rows.append(
@@ -289,7 +306,7 @@ def _training(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
     yield from (f"Not run: {line}." for line in failed)
 
 
-def _others(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+def _others(reports: Reports) -> Iterator[str]:
     """What the files hold that is no op's time, and has no document of its own: losses, …
 
     The name of a file of :data:`TITLES` ends in its key; any other is its section's title.
@@ -340,7 +357,7 @@ _OF_FILE = (
 )
 
 
-def _files(reports: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+def _files(reports: Reports) -> Iterator[str]:
     rows = []
     for number, (name, report) in enumerate(reports, 1):
         units = {"copy_gb_s": "GB/s", "product_tflop_s": "TFLOP/s"}
