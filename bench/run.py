@@ -162,11 +162,9 @@ def _row(
     timed: timing.Timing,
     ceilings: timing.Ceilings,
 ) -> Row:
-    nbytes = {"forward": case.bytes_forward, "backward": case.bytes_backward}
-    operations = {"forward": case.operations_forward, "backward": case.operations_backward}
-    seconds = timed.median * 1e-3
-    rate = nbytes.get(direction, sum(nbytes.values())) / seconds
-    products = operations.get(direction, sum(operations.values())) / seconds
+    costs = case.costs
+    nbytes, operations = costs.get(direction) or map(sum, zip(*costs.values(), strict=True))
+    rate, products = 1e3 * nbytes / timed.median, 1e3 * operations / timed.median
     return Row(
         op=case.op,
         shape=case.shape,
@@ -282,7 +280,9 @@ def main(argv: list[str] | None = None) -> int:
         names = ", ".join(sorted({f"{case.op} {case.shape}" for _, case in known}))
         print(f"bench: error: no such case; there are: {names}", file=sys.stderr)
         return 2
-    ceilings = timing.Ceilings.measured(any(case.operations_forward for case in chosen.values()))
+    ceilings = timing.Ceilings.measured(
+        any(operations for case in chosen.values() for _, operations in case.costs.values())
+    )
     report = _begun(args.commit, ceilings)
     names = ["mosaic"] * gpu + [v for v in args.vs.split(",") if v]
     tasks = [
