@@ -1,8 +1,8 @@
-"""Writes what README and the guides have from elsewhere, between markers, and the list of the ops.
+"""Generates the figures of README and of the guides, README's table of the ops, and the reference.
 
-``<!-- figures: NAME -->`` begins what :data:`FIGURES` makes of that name, and ``<!-- end -->`` ends
-it: figures from bench/results, and the table of the ops from ``jaxkern.__all__``, whose families
-are the comments in it. ``python -m bench report`` renews all of them beside the report.
+A generated part of a document begins with ``<!-- figures: NAME -->``, where :data:`FIGURES` has the
+function of that name, and ends with ``<!-- end -->``. Figures are from bench/results, the ops from
+``jaxkern.__all__``, whose comments name their families. ``python -m bench report`` renews them all.
 """
 
 import inspect

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 
 COMMANDS = {
-    "run": "time the ops, forward and backward; what runs where no command is named",
+    "run": "time the ops, forward and backward; this is the default command",
     "train": "time training steps of the language model",
     "backbones": "train five sequence policies, and time them",
     "accuracy": "measure errors against float64",

@@ -264,7 +264,7 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
 
 
 def _training(reports: Reports) -> Iterator[str]:
-    """Training steps of the language model, from files of bench.lm."""
+    """Training steps of the language model, from files of `bench train`."""
     rows, failed = [], []
     for number, (name, report) in enumerate(reports, 1):
         found = [row for row in report["rows"] if "contender" in row]
