@@ -34,7 +34,7 @@ def _convolved(x: Any, weight: Any, bias: Any) -> Any:
     return jax.nn.silu(y)
 
 
-_CONVOLUTION: dict[str, Any] = {"op": "causal_conv1d", "axes": "b l d w"}
+_CONVOLUTION: dict[str, Any] = {"op": "causal_conv1d", "axes": "b l d w", "split": "b d"}
 _CONVOLVED = (
     Argument("x", "b l d"),
     Argument("weight", "d w", times(0.5), "parameter"),
@@ -77,6 +77,7 @@ CONVOLUTIONS = [
     Case(
         op="causal_conv1d_step",
         axes="b d w",
+        split="b d",
         arguments=(
             Argument("state", "b 3 d"),
             Argument("x", "b d"),
@@ -108,6 +109,7 @@ def _recurrence(a: Any, b: Any) -> Any:
 _LINEAR: dict[str, Any] = {
     "op": "linear_scan",
     "axes": "b l d",
+    "split": "b d",
     "forward": Cost("3 b l d"),
     "backward": Cost("5 b l d"),
 }
@@ -182,6 +184,7 @@ _ARGUMENTS = (
 _SELECTIVE: dict[str, Any] = {
     "op": "selective_scan",
     "axes": "b l d n",
+    "split": "b d",
     "forward": Cost("4 b l d + 2 b l n", exponentials="b l d n"),
     "backward": Cost("7 b l d + 4 b l n", exponentials="b l d n"),
 }
@@ -238,6 +241,7 @@ SELECTIVE_SCANS = [
     Case(
         op="selective_scan_step",
         axes="b d n",
+        split="b d",
         arguments=(
             Argument("state", "b d n", role="float32"),
             *(Argument("x", "b d"), Argument("dt", "b d"), _A),
