@@ -234,10 +234,3 @@ def _average(a: Any, scale: Any, f32: Any) -> Any:
     if a is None or scale is None:
         return None if a is None else a.astype(f32)
     return quantise.value(a.dtype, a.astype(f32), quantise.spread(scale, a.shape))
-
-
-def updated(
-    rule: Rule, decays: bool, numbers: Numbers, seed: jax.Array, number: Any, leaf: Leaf
-) -> Leaf:
-    """The leaf after a step, in plain JAX."""
-    return changed(rule, decays, numbers, seed, number, leaf)[0]

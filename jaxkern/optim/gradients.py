@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -37,7 +36,7 @@ from jaxkern.mosaic.units import (
     sum_of_warp,
     too_large,
 )
-from jaxkern.optim.arguments import check_loss_scale
+from jaxkern.optim.arguments import check_loss_scale, floating_leaves
 from jaxkern.optim.leaves import (
     BLOCK,
     DTYPES,
@@ -116,48 +115,6 @@ def sum_of_squares(mode: Mode, leaves: Sequence[jax.Array], f32: Any = jnp.float
         (part,) = SQUARES(_Options(mode_here, tuple(a.ndim for a in flat), f32), *flat)
         total += part.astype(f32)
     return total
-
-
-def floating_leaves(name: str, tree: Any, *, values: bool = True) -> tuple[list[Any], Any]:
-    """Returns the leaves of a tree, all floating arrays, and its structure.
-
-    Args:
-      name: of the tree, for messages.
-      tree: arrays and Python floats; `values` says whether a ``jax.ShapeDtypeStruct`` will not do.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, float) and not isinstance(leaf, np.floating):
-            leaves[i] = jnp.asarray(leaf, float)
-            continue
-        struct = isinstance(leaf, jax.ShapeDtypeStruct)
-        if not is_floating(leaf) or (struct and values):
-            dtype = getattr(leaf, "dtype", None)
-            what = type(leaf).__name__ if dtype is None or struct else dtype
-            raise TypeError(
-                f"{name}{leaf_paths(tree)[i]} must be a floating array, got {what}; "
-                f"{_instead(dtype, struct)}"
-            )
-        leaves[i] = leaf if struct else jnp.asarray(leaf)
-    return leaves, treedef
-
-
-def _instead(dtype: Any, struct: bool) -> str:
-    if struct:
-        return "this needs values, and jax.eval_shape gives shapes alone"
-    if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
-        return "keep real and imaginary parts apart, as optax.contrib.split_real_and_imaginary does"
-    return "keep what is not trained out of the tree, or wrap the transformation in optax.masked"
-
-
-def is_floating(leaf: Any) -> bool:
-    """Whether it is an array of real floating numbers."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def leaf_paths(tree: Any) -> list[str]:
-    """The path of each leaf, as Python would write it."""
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _unsupported(a: jax.Array) -> str | None:

@@ -43,6 +43,7 @@ from jaxkern.optim.arithmetic import (
     Numbers,
     Rule,
     Static,
+    changed,
     corrected,
     is_code,
     number_names,
@@ -50,7 +51,6 @@ from jaxkern.optim.arithmetic import (
     rounded,
     step,
     streams,
-    updated,
 )
 from jaxkern.optim.leaves import (
     DTYPES,
@@ -97,7 +97,7 @@ def update_leaves(
     for i, (leaf, static) in enumerate(zip(leaves, statics, strict=True)):
         by_xla = mode == "xla" or (mode == "auto" and leaf_unsupported(rule, leaf) is not None)
         if by_xla or leaf.weight.size == 0:
-            done[i] = updated(rule, static.decays, numbers, seed, static.number, leaf)
+            done[i], _ = changed(rule, static.decays, numbers, seed, static.number, leaf)
         else:
             by_kernel.append(i)
     if not by_kernel:
@@ -205,7 +205,7 @@ def _reference(options, header, values, number, *arrays) -> tuple[Any, ...]:
     names = number_names(rule)
     numbers, seed = Numbers(**dict(zip(names, values, strict=True))), header[len(names) :]
     done = [
-        updated(rule, options.decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)
+        changed(rule, options.decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)[0]
         for leaf, offset in zip(_leaves(arrays), options.offsets, strict=True)
     ]
     return tuple(a for leaf in done for a in leaf[1:])
