@@ -7,13 +7,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.core import ShapedArray
 from jax.experimental import pallas as pl
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from jaxkern.mosaic.launch import LANES, grid_axes, interpreted, launch_kernel
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
 from jaxkern.mosaic.units import with_chosen
 
 BLOCK = grid_axes("block")[0]
@@ -134,37 +131,15 @@ def launch_in_place(
       `written` after the kernel.
     """
 
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        fixed_here, written_here = arrays[: len(fixed)], list(arrays[len(fixed) :])
+    @pl.run_state
+    def in_place(refs: Any) -> None:
+        launch_kernel(
+            body,
+            out_type=(),
+            grid=(blocks,),
+            grid_names=(BLOCK,),
+            kernel_name=name,
+            approx_math=True,
+        )(*fixed, *refs)
 
-        @pl.run_state
-        def in_place(refs: Any) -> None:
-            launch_kernel(
-                body,
-                out_type=(),
-                grid=(blocks,),
-                grid_names=(BLOCK,),
-                kernel_name=name,
-                approx_math=True,
-            )(*fixed_here, *refs)
-
-        return in_place(written_here)
-
-    if interpreted():
-        return run(*fixed, *written)
-    return _launch_p.bind(*fixed, *written, fixed=len(fixed), run=run)
-
-
-def _lower_launch(ctx: Any, *operands: Any, fixed: int, run: Callable[..., Any]) -> Any:
-    del fixed
-    plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-    return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
-
-
-_launch_p = Primitive("launch_in_place")
-"""Calls ``run`` on arrays that may vary over manual mesh axes, as references may not."""
-_launch_p.multiple_results = True
-_launch_p.def_abstract_eval(
-    lambda *arrays, fixed, run: [ShapedArray(a.shape, a.dtype) for a in arrays[fixed:]]
-)
-mlir.register_lowering(_launch_p, _lower_launch)
+    return in_place(list(written))
