@@ -91,6 +91,11 @@ class Leaf(NamedTuple):
     mu_scale: Any = None  # of each block, where mu is codes of 8 bits
     nu_scale: Any = None
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether mu or nu is in 8 bits."""
+        return self.mu_scale is not None or self.nu_scale is not None
+
 
 @dataclasses.dataclass(frozen=True)
 class Static:

@@ -1,4 +1,4 @@
-"""Launches over the leaves of a tree: several leaves in one, in place where they are written."""
+"""Launches of a kernel over several leaves of a tree at once, in place where it writes them."""
 
 import dataclasses
 import itertools
@@ -10,13 +10,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 
+from jaxkern.core import mesh
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
 from jaxkern.mosaic.units import with_chosen
 
 BLOCK = grid_axes("block")[0]
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Of the arrays that the kernels take."""
+"""The dtypes that the kernels take, of all arrays but codes of 8 bits."""
 
 MAX_REFS = 128
 """Most arrays of one launch. From 256 on the branches that choose among them take registers."""
@@ -29,19 +30,18 @@ def may_be_split(arrays: Sequence[jax.Array]) -> bool:
     only ``in_shardings`` splits have the types of arrays on one device.
     """
     meshes = {jax.typeof(a).sharding.mesh for a in arrays}
-    meshes = [mesh for mesh in meshes if mesh.axis_types]
-    if any(AxisType.Manual in mesh.axis_types for mesh in meshes):
+    meshes = [m for m in meshes if m.axis_types]
+    if any(AxisType.Manual in m.axis_types for m in meshes):
         return False
-    return max((mesh.size for mesh in meshes), default=jax.device_count()) > 1
+    return max((m.size for m in meshes), default=jax.device_count()) > 1
 
 
 def varying(*arrays: Any) -> frozenset[str]:
-    """The manual mesh axes over which an array varies.
+    """The manual mesh axes over which one of `arrays` varies, of which some may be ``None``.
 
-    Leaves of one launch vary alike, as all results of it vary as its operands do together.
+    Leaves of one launch vary alike: each result of it varies over all axes of its operands.
     """
-    types = (jax.typeof(a).manual_axis_type for a in arrays if a is not None)
-    return frozenset().union(*(t.varying for t in types))
+    return frozenset[str]().union(*(mesh.varying(a) for a in arrays if a is not None))
 
 
 def grouped(kinds: Mapping[int, Hashable]) -> list[list[int]]:
@@ -77,8 +77,8 @@ class Blocks:
     """The blocks of a launch, each a warpgroup that works on one leaf.
 
     Attributes:
-      units: of each leaf.
-      per_lane: units of a lane.
+      units: how many units each leaf has.
+      per_lane: how many units a lane takes.
     """
 
     units: Sequence[int]

@@ -52,7 +52,7 @@ from jaxkern.precision import LossScale
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedUpdate:
-    """The ``update`` of a transformation, and the `step` that :func:`apply` does in its stead."""
+    """The ``update`` of a transformation that :func:`apply` knows to do in one pass."""
 
     options: Options
 
@@ -77,29 +77,6 @@ class FusedUpdate:
             after.append(new)
             deltas.append(delta.astype(param.dtype))
         return step.treedef.unflatten(deltas), step.new_state(after)
-
-    def step(
-        self,
-        grads: Tree,
-        state: Any,
-        params: Tree,
-        loss_scale: LossScale | None,
-        grad_norm: jax.Array | None,
-    ) -> tuple[Tree, Any]:
-        """Returns the new parameters and the new state."""
-        if params is None:
-            raise ValueError("params must be the parameters, got None")
-        options = self.options
-        mode = resolve(options.implementation, None, op=options.name)
-        step = prepare(options, mode, grads, state, params, loss_scale, grad_norm)
-        if options.implementation == "mosaic":
-            reasons = (leaf_unsupported(options.rule, leaf) for leaf in step.leaves)
-            resolve("mosaic", next(filter(None, reasons), None), op=options.name)
-        after = update_leaves(
-            options.rule, mode, step.statics, step.numbers, step.seed, step.leaves
-        )
-        params = [leaf.weight if leaf.copy is None else leaf.copy for leaf in after]
-        return step.treedef.unflatten(params), step.new_state(after)
 
 
 def apply(
@@ -156,8 +133,31 @@ def apply(
       Array([0.5, 0.5], dtype=float32)
     """
     check_loss_scale(loss_scale)
-    if isinstance(tx.update, FusedUpdate):
-        return tx.update.step(grads, state, params, loss_scale, grad_norm)
+    if not isinstance(tx.update, FusedUpdate):
+        return _apply_other(tx, grads, state, params, loss_scale, grad_norm, extra_args)
+    if params is None:
+        raise ValueError("params must be the parameters, got None")
+    options = tx.update.options
+    mode = resolve(options.implementation, None, op=options.name)
+    step = prepare(options, mode, grads, state, params, loss_scale, grad_norm)
+    if options.implementation == "mosaic":
+        reasons = (leaf_unsupported(options.rule, leaf) for leaf in step.leaves)
+        resolve("mosaic", next(filter(None, reasons), None), op=options.name)
+    after = update_leaves(options.rule, mode, step.statics, step.numbers, step.seed, step.leaves)
+    params = [leaf.weight if leaf.copy is None else leaf.copy for leaf in after]
+    return step.treedef.unflatten(params), step.new_state(after)
+
+
+def _apply_other(
+    tx: optax.GradientTransformation,
+    grads: Tree,
+    state: Any,
+    params: Tree,
+    loss_scale: LossScale | None,
+    grad_norm: jax.Array | None,
+    extra_args: dict[str, Any],
+) -> tuple[Tree, Any]:
+    """Does a step of a transformation that has no pass of its own."""
     if grad_norm is not None:
         raise ValueError(
             "grad_norm must be None for a transformation other than jaxkern's own, which take it "
