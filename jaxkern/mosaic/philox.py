@@ -16,7 +16,7 @@ Product = Callable[[Any, int], tuple[Any, Any]]
 def philox(
     counter: Sequence[Any], key: Sequence[Any], product: Product | None = None, *, rounds: int = 10
 ) -> list[Any]:
-    """Four words of 32 random bits, from a counter of four words and a key of two.
+    """Returns four words of 32 random bits, of a counter of four words and a key of two.
 
     `product` is :func:`wide_product` unless a kernel has an instruction for it.
     """

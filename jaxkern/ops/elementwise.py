@@ -28,12 +28,12 @@ from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 _BLOCK = grid_axes("block")[0]
 
 _BYTES = 16
-"""Bytes that a lane loads at a time: of all inputs at least, and of one array at most."""
+"""A lane loads so many bytes at a time: at least of all inputs, and at most of one array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """What a kernel's body is told about the elements that it computes.
+    """The elements that a kernel's body computes.
 
     Attributes:
       units: (LANES,), uint32, the index of each lane's unit; of the last unit, elements beyond the
@@ -123,7 +123,7 @@ def launch(
 
 
 def unit(*arrays: Any, columns: int = 0) -> int:
-    """Elements of a unit of `arrays`: as many as make 16 bytes, if they divide `columns`.
+    """Counts the elements of a unit of `arrays`: as many as make 16 bytes and divide `columns`.
 
     The arguments are as for :func:`launch`.
     """
@@ -131,7 +131,7 @@ def unit(*arrays: Any, columns: int = 0) -> int:
 
 
 def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
-    """Why no kernel can take `arrays`, of which one may have rows of two times `columns`."""
+    """Says why no kernel can take `arrays`, one of which may have rows of two times `columns`."""
     if reason := unfit(**arrays):
         return reason
     present = arrays.values()

@@ -19,7 +19,7 @@ Number = Any
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A transformation's arguments, checked. What only Adam has comes last, with defaults."""
+    """The checked arguments of a transformation; what only Adam has comes last, with defaults."""
 
     name: str
     rule: Rule
@@ -233,7 +233,7 @@ def _instead(dtype: Any, struct: bool) -> str:
 
 
 def is_floating(leaf: Any) -> bool:
-    """Whether it is an array of real floating numbers."""
+    """Says whether a leaf is an array of real floating numbers."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 

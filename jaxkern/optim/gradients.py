@@ -1,4 +1,4 @@
-r"""Passes over the gradients of a whole tree: unscaling with the check for finite ones, their norm.
+r"""Passes over the gradients of a whole tree, which unscale and check them or sum their squares.
 
     scale    g = s · g                 and whether all of it is finite
     norm     Σ g²                      over all leaves
@@ -55,7 +55,7 @@ _BYTES = 128
 """Bytes that a lane loads before it computes."""
 
 MAX_LEAVES = 384
-"""Most leaves of one launch: 512 pointers are a launch's arguments at most."""
+"""A launch takes at most so many leaves: its arguments are at most 512 pointers."""
 
 _WARPS = LANES // 32
 
@@ -118,7 +118,7 @@ def sum_of_squares(mode: Mode, leaves: Sequence[jax.Array], f32: Any = jnp.float
 
 
 def _unsupported(a: jax.Array) -> str | None:
-    """Why the kernels cannot take a leaf."""
+    """Says why the kernels cannot take a leaf."""
     if a.dtype.name not in DTYPES:
         return f"a leaf has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
     reason = too_large(_vector(a), a.size)
@@ -126,7 +126,7 @@ def _unsupported(a: jax.Array) -> str | None:
 
 
 def _vector(a: Any) -> int:
-    """The elements of a unit: as many as make 16 bytes, if they divide the size."""
+    """Counts the elements of a unit: as many as make 16 bytes, if they divide the size."""
     return math.gcd(16 // a.dtype.itemsize, a.size)
 
 
@@ -173,7 +173,7 @@ class _Options:
 
 
 def _scale_plain(options: _Options, factor: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-    """The scaled leaves, and a number that is 0 if they are finite."""
+    """Returns the scaled leaves, and a number that is 0 if they are finite."""
     del options
     scaled = [(a.astype(factor.dtype) * factor[0]).astype(a.dtype) for a in leaves]
     bad = [jnp.where(jnp.isfinite(a).all(), 0.0, 1.0).astype(jnp.float32) for a in scaled]
@@ -281,7 +281,7 @@ def _loaded(
 
 
 def _overflow(dtype: Any) -> float:
-    """The least number that is rounded to infinity, half a step above the largest finite one."""
+    """Returns the least number that rounds to infinity, half a step past the largest finite one."""
     if dtype == jnp.float32:
         return math.inf
     info = jnp.finfo(dtype)

@@ -20,11 +20,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that the kernels take, of all arrays but codes of 8 bits."""
 
 MAX_REFS = 128
-"""Most arrays of one launch. From 256 on the branches that choose among them take registers."""
+"""A launch takes at most so many arrays: from 256 on the choice among them takes registers."""
 
 
 def may_be_split(arrays: Sequence[jax.Array]) -> bool:
-    """Whether the compiler, or an Explicit mesh, may split the arrays over devices.
+    """Says whether the compiler, or an Explicit mesh, may split the arrays over devices.
 
     Without a mesh in their types any array may be, where there are several devices: those that
     only ``in_shardings`` splits have the types of arrays on one device.
@@ -37,7 +37,7 @@ def may_be_split(arrays: Sequence[jax.Array]) -> bool:
 
 
 def varying(*arrays: Any) -> frozenset[str]:
-    """The manual mesh axes over which one of `arrays` varies, of which some may be ``None``.
+    """Returns the manual mesh axes over which any of `arrays`, or ``None``, varies.
 
     Leaves of one launch vary alike: each result of it varies over all axes of its operands.
     """
@@ -86,7 +86,7 @@ class Blocks:
 
     @property
     def starts(self) -> list[int]:
-        """The first block of each leaf, and their number."""
+        """The first block of each leaf, and last the number of blocks."""
         each = (-(-n // (LANES * self.per_lane)) for n in self.units)
         return list(itertools.accumulate(each, initial=0))
 

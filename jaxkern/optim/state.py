@@ -1,4 +1,4 @@
-"""What the optimizers keep between steps, and how it begins."""
+"""The state that an optimizer keeps between steps, and the first one."""
 
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ def initial_state(options: Options, params: Tree) -> FusedAdamState | FusedSgdSt
 
 
 def has_master(param: Any) -> bool:
-    """Whether a parameter's precision is one that has master copies."""
+    """Says whether a parameter is of a precision that has master copies."""
     return jnp.finfo(param.dtype).bits < 32
 
 
@@ -91,7 +91,7 @@ def _zeros(param: Any, dtype: Any) -> Any:
 
 
 def wrong_dtype(what: str, node: Any) -> str | None:
-    """What is wrong with the dtype of a gradient, an average, a master copy or codes."""
+    """Says what is wrong with the dtype of a gradient, an average, a master copy or codes."""
     if not isinstance(node, Quantised):
         right = node.dtype == jnp.float32 if what == "master" else is_floating(node)
         wanted = "float32" if what == "master" else "floating"

@@ -233,7 +233,7 @@ def fused_adamw(
       weight_decay: λ, or a schedule. It is decoupled, and multiplied by η.
       mask: a tree of booleans, or a function of the parameters to one: which leaves decay. A
         boolean may stand for a subtree.
-      nesterov: take b₁ m / (1 − b₁ᵗ⁺¹) + (1 − b₁) g / (1 − b₁ᵗ) in place of m / (1 − b₁ᵗ).
+      nesterov: take b₁ m / (1 − b₁ᵗ⁺¹) + (1 − b₁) g / (1 − b₁ᵗ) for m / (1 − b₁ᵗ).
       nu_dtype: of v. A bfloat16 that is rounded to nearest cannot shrink by less than 1/512: with
         b2 of 0.999 it never decays. Let it be rounded stochastically. With uint8 it is codes of
         8 bits, 6% apart, of the same blocks.
@@ -241,8 +241,8 @@ def fused_adamw(
         which are then their rounded copy. They begin as the parameters are when ``init`` is called.
       stochastic_rounding: round what is stored in bfloat16 up or down at random, so that the
         expectation is exact: m, v, and parameters without a master copy.
-      seed: of the random bits, which are a function of it, the count, and an element's place in its
-        leaf; of a leaf split over devices, in each device's part.
+      seed: of the random bits, which are a function of it, the count, and an element's index in its
+        leaf, or in a device's part of a leaf that is split over devices.
       clip_norm: the gradients' largest global norm; those of a larger one are scaled down to it.
       skip_nonfinite: leave a step out whose gradients' global norm is not finite, and count it in
         the state.

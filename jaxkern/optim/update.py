@@ -67,10 +67,10 @@ from jaxkern.optim.leaves import (
 from jaxkern.optim.rounding import GROUP, Draws, group_draws
 
 ELEMENTS = 8
-"""Elements of each array that a lane loads before it computes, in one unit or several."""
+"""A lane loads so many elements of each array before it computes, in one unit or several."""
 
 LARGE = 2**24
-"""Elements from which a leaf has a launch of its own: it takes 100 µs, of which 2 are its ends."""
+"""A leaf of so many elements has a launch of its own: it takes 100 µs, of which 2 are its ends."""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -117,7 +117,7 @@ def update_leaves(
 
 
 def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
-    """Why the kernel cannot take a leaf."""
+    """Says why the kernel cannot take a leaf."""
     for a in leaf:
         if a is not None and not is_code(a) and a.dtype.name not in DTYPES:
             return f"it has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
@@ -128,7 +128,7 @@ def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
 
 
 def _vector(rule: Rule, leaf: Leaf) -> int:
-    """The elements of a unit: as many as make 16 bytes of the widest array and divide the size.
+    """Counts the elements of a unit: as many as make 16 bytes of the widest array, if they divide.
 
     With 8-bit codes 8, so that a warp has a block, and where random bits are drawn as many as one
     call of the generator serves.

@@ -54,7 +54,7 @@ def launch_forward(
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Where the elements of a device's part lie in the whole array, from the part's first one on.
+    """A device's part of an array, and the way from a lane's unit to its index in the whole array.
 
     Attributes:
       of: the shape of the whole array.
@@ -70,7 +70,7 @@ class Part:
     whole: bool
 
     def seeds(self, key: jax.Array, rate: jax.Array, *positions: jax.Array) -> list[jax.Array]:
-        """Key and rate, and of a part the index of its first unit in the whole array."""
+        """Returns key and rate, and for a part the index of its first unit in the whole array."""
         if self.whole:
             return [key, rate]
         begin = flat_index(self.of, [p[0] for p in positions])
@@ -97,7 +97,7 @@ def part_of(whole: tuple[int, ...], *arrays: Any) -> Part:
 
 
 def drop(lanes: Lanes, part: Part, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """m · v and 1 / (1 − p), (LANES · vec,)."""
+    """Returns m · v and 1 / (1 − p), (LANES · vec,)."""
     key, (threshold, scale, *_) = lanes.seeds[:2]
     units = _units_in_whole(lanes, part)
     group = shift_right(units, (GROUP // lanes.vec).bit_length() - 1)
