@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from bench.modules import kernel_modules
+from jaxkern.mosaic import philox as generator
 from jaxkern.mosaic.launch import interpreter
-from jaxkern.ops import philox as generator
-from jaxkern.ops.dropout import kernels, op, reference
+from jaxkern.ops.dropout import forward, op, reference
 from tests import check
 from tests.test_activations import ELEMENTWISE, normal
 
@@ -251,10 +251,10 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
     where = tuple(slice(n - size, n) for n, size in zip(shape, sizes, strict=True))
     positions = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in where]
     with check.running("mosaic"):
-        launch = functools.partial(kernels.launch_forward, options)
+        launch = functools.partial(forward.launch_forward, options)
         (got,) = interpreted(launch, mode)(x[where], None, *seeds, *positions)
     np.testing.assert_array_equal(got, want[where])
-    launch = functools.partial(kernels.launch_forward, dataclasses.replace(options, mode="mosaic"))
+    launch = functools.partial(forward.launch_forward, dataclasses.replace(options, mode="mosaic"))
     assert len(kernel_modules(launch, x[where], None, *seeds, *positions)) == 1
 
 

@@ -1,4 +1,4 @@
-r"""The activations, one table for every op that has one, and gated units.
+r"""The table of activations, for every op that has one, and gated units as functions of them.
 
 With σ the logistic function, Φ and φ the normal distribution and its density, and
 z(x) = 2 √(2/π) (x + 0.044715 x³):
@@ -41,10 +41,10 @@ Activation = Literal[
     "sigmoid",
     "tanh",
 ]
-"""What ``activation`` arguments take: the names of :data:`CURVES`, and "gelu" for "gelu_tanh"."""
+"""The values of ``activation``: the names of :data:`CURVES`, and "gelu" for "gelu_tanh"."""
 
 _QUICK_GELU = 1.702
-"""By how much σ is steeper in quick-GELU: x σ(1.702 x) is nearest to x Φ(x)."""
+"""The slope within quick-GELU, with which x σ(1.702 x) is nearest to x Φ(x)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ Curve = tuple[jax.Array, Callable[[jax.Array], jax.Array]]
 
 
 def _clipped(v: jax.Array, alpha: float = 1.0) -> tuple[jax.Array, jax.Array]:
-    """`v` bounded from below, and from both sides, where a curve of alpha · v equals 0 or v.
+    """Bounds `v` from below, and from both sides, where a curve of alpha · v equals 0 or v.
 
     Then no infinity is multiplied by zero.
     """
@@ -165,12 +165,12 @@ def gelu_curve(approximate: bool) -> str:
 
 
 def check_activation(activation: Any, name: str = "activation") -> str | None:
-    """The curve that the argument `name` of an op asks for; None for None."""
+    """Returns the curve that the argument `name` of an op names; None for None."""
     return None if activation is None else named_curve(activation, name, " or None")
 
 
 def named_curve(activation: Any, name: str = "activation", other: str = "") -> str:
-    """The curve that the argument `name` of an op asks for, one of the names or `other`."""
+    """Returns the curve that the argument `name` of an op names; `other` is what else it may be."""
     if activation == "gelu":
         return gelu_curve(approximate=True)
     if not isinstance(activation, str) or activation not in CURVES:
@@ -262,7 +262,7 @@ class Unit:
 
 
 def check_unit(activation: Any, alpha: Any, limit: Any, up_offset: Any) -> Unit:
-    """The unit that an op's arguments ask for."""
+    """Returns the unit of an op's arguments."""
     name = named_curve(activation)
     alpha, up_offset = check_number("alpha", alpha), check_number("up_offset", up_offset)
     if not 0 < alpha < math.inf:
