@@ -40,7 +40,7 @@ from bench.ptxas import Compiler, Kernel, Kernels
 from bench.report import RESULTS
 from bench.run import tree
 from jaxkern.cases.optim import Step
-from jaxkern.core.target import GPUS, Gpu
+from jaxkern.lowering.target import GPUS, Gpu
 
 DEVICES = (1, 8, 64)
 PER_DEVICE = 8

@@ -32,7 +32,7 @@ os.environ.setdefault("NPROC", "8")
 import jax
 import pytest
 
-from jaxkern.core import cache
+from jaxkern.lowering import cache
 
 ON_GPU = jax.default_backend() == "gpu"
 if (programs := cache.programs()) is not None:

@@ -14,7 +14,7 @@ that names the dimensions of every array (``"... n", "n" -> "... n", "..."``; ea
 From the inside out, a call goes through
 
 1. ``local``: one operation on a device's arrays, which becomes kernel or reference when the program
-   is lowered (:mod:`jaxkern.core.lowering`);
+   is lowered (:mod:`jaxkern.lowering.kernel_call`);
 2. ``on_mesh``: ``shard_map`` where the mesh has Explicit axes, ``custom_partitioning`` (a Shardy
    rule) for Auto ones; without them the compiler would gather the kernel's operands;
 3. ``batchable``: ``custom_vmap``, as ``custom_partitioning`` has no batching rule;
@@ -39,7 +39,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.lowering import (
+from jaxkern.core.mesh import MeshAxes, partition_spec, spec_of, split_factors, vary_over, varying
+from jaxkern.lowering.kernel_call import (
     Bound,
     Local,
     describe,
@@ -49,7 +50,6 @@ from jaxkern.core.lowering import (
     standard_promotion,
     surroundings,
 )
-from jaxkern.core.mesh import MeshAxes, partition_spec, spec_of, split_factors, vary_over, varying
 from jaxkern.mosaic.launch import interpreter
 
 Arrays = tuple[Any, ...]
@@ -98,7 +98,7 @@ class KernelPass:
       faster: tells of the types of one device's arrays whether the kernel is measured to be faster
         for them; where it is not, ``implementation=None`` takes the reference. By default it is.
       unfit: tells of the types of one device's arrays why the kernel cannot run on the GPU that the
-        program is lowered for, :func:`jaxkern.core.target.current`; ``None`` where it can.
+        program is lowered for, :func:`jaxkern.lowering.target.current`; ``None`` where it can.
       batched: whether the kernel can run under ``vmap``; if not, the reference does.
       saved_as: the results' name for the policies of ``jax.checkpoint``; by default ``"rms_norm"``
         of a pass ``"rms_norm_fwd"``, and none of other passes.

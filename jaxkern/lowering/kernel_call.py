@@ -5,7 +5,7 @@ it becomes is decided when the program is lowered, for the platform and the GPU 
 
 * for CUDA the kernel's launcher is traced and lowered alone, once a process and machine, to a
   module (``jax.export``) that the program calls; every layer, jit, device and mesh that needs the
-  same kernel shares it, and it is kept on disk (:mod:`jaxkern.core.cache`);
+  same kernel shares it, and it is kept on disk (:mod:`jaxkern.lowering.cache`);
 * elsewhere, and on a GPU that the kernels do not run on, the reference is lowered.
 """
 
@@ -33,8 +33,8 @@ from jax.interpreters import mlir, xla
 from jax.typing import DTypeLike
 
 import jaxkern
-from jaxkern.core import cache, target
-from jaxkern.core.target import Gpu
+from jaxkern.lowering import cache, target
+from jaxkern.lowering.target import Gpu
 from jaxkern.mosaic.launch import SharedMemoryError, shared_memory_of
 
 Arrays = tuple[Any, ...]
@@ -125,7 +125,7 @@ def kernel_call(
       kernel: launches it; all it depends on beside the arrays is in its description.
       reference: the same in plain JAX.
       unfit: tells of the types of `arrays` why the kernel cannot run on the GPU that it is lowered
-        for, :func:`jaxkern.core.target.current`.
+        for, :func:`jaxkern.lowering.target.current`.
       required: whether lowering fails where the kernel does not run.
       arrays: of one device.
     """
@@ -377,11 +377,14 @@ def surroundings(kernel: Local) -> str:
     return f"{versions} source {source} flags {flags}"
 
 
+_ROOMS = ("core", "lowering", "mosaic", "ops", "optim")
+
+
 @functools.cache
 def _source(file: str | None) -> str:
     """A digest of the package's source that kernels are made of, and of `file`."""
     package = Path(jaxkern.__file__).parent
-    files = [f for room in ("core", "ops", "optim") for f in sorted((package / room).rglob("*.py"))]
+    files = [f for room in _ROOMS for f in sorted((package / room).rglob("*.py"))]
     if file is not None and not Path(file).is_relative_to(package):
         files.append(Path(file))
     digest = hashlib.sha256()
