@@ -16,7 +16,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.lowering import cache, kernel_call, target
+from jaxkern.lowering import bound, cache, kernel_call, target
+from jaxkern.lowering.bound import Bound, describe
 from jaxkern.lowering.target import GPUS
 from jaxkern.ops.norm.forward import launch_fwd
 from jaxkern.ops.norm.pointwise import Options
@@ -191,7 +192,7 @@ def test_another_process_finds_the_kernels(monkeypatch):
     [
         (jaxkern, "__version__", "0.0"),
         (jax, "__version__", "0.0"),
-        (kernel_call, "_source", lambda file: "another"),
+        (bound, "_source", lambda file: "another"),
     ],
     ids=["jaxkern", "jax", "source"],
 )
@@ -209,7 +210,7 @@ def test_what_other_code_lowered_is_not_found(monkeypatch, where, name, value):
 def test_the_source_of_every_room_is_part_of_the_key(monkeypatch, tmp_path, room):
     package = shutil.copytree(Path(jaxkern.__file__).parent, tmp_path / "jaxkern")
     monkeypatch.setattr(jaxkern, "__file__", str(package / "__init__.py"))
-    source = kernel_call._source.__wrapped__
+    source = bound._source.__wrapped__
     before = source(None)
     assert source(None) == before
     file = next((package / room).rglob("[a-z]*.py"))
@@ -267,8 +268,7 @@ def norm_kernel():
         residual_dtype=None,
         mode="mosaic",
     )
-    launch = functools.partial(launch_fwd, options)
-    return kernel_call.Local(kernel_call.Bound.of(launch), 5, (0, 2))
+    return Bound(launch_fwd, options, 5, (0, 2))
 
 
 # The target
@@ -382,9 +382,9 @@ def test_descriptions_tell_static_arguments_apart():
         functools.partial(loss, remat=True), functools.partial(loss, remat=False),
         functools.partial(loss, 1),
     ]  # fmt: skip
-    texts = [kernel_call.describe(value) for value in values]
+    texts = [describe(value) for value in values]
     assert len(set(texts)) == len(texts)
-    assert kernel_call.describe(functools.partial(loss, remat=True)) == kernel_call.describe(
+    assert describe(functools.partial(loss, remat=True)) == describe(
         functools.partial(loss, remat=True)
     )
     assert not any(" at 0x" in text for text in texts)
@@ -393,7 +393,7 @@ def test_descriptions_tell_static_arguments_apart():
 @pytest.mark.parametrize("value", [lambda: 0, object(), {1: 2}], ids=["lambda", "object", "dict"])
 def test_what_does_not_describe_itself_is_refused(value):
     with pytest.raises(TypeError, match="a kernel's static arguments must tell what they are"):
-        kernel_call.describe(value)
+        describe(value)
 
 
 def norm_gradients(implementation=None):
