@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType
 
 from jaxkern.mosaic.launch import LANES, grid_axes, interpreted, launch_kernel
-from jaxkern.mosaic.units import with_chosen
+from jaxkern.optim.registers import with_chosen
 
 BLOCK = grid_axes("block")[0]
 
