@@ -10,22 +10,23 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith
 
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import (
     REF,
     ROW,
     VECTOR_BYTES,
-    elements,
     fragmented,
     i32,
     inline_mlir,
     laid_out,
     lane_value,
+    load_elements,
     narrowed,
     ptx,
     row_type,
+    store_elements,
     to_fp32,
 )
 
@@ -93,17 +94,8 @@ def load_lanes(
     def load(source: Any) -> Any:
         dtype = ir.MemRefType(source.type).element_type
         pointer = pointer_of_lane(source, offsets)
-        loaded = []
-        for start in range(0, count, vec):
-            address = mgpu_utils.getelementptr(pointer, [start], dtype)
-            values = llvm.load(
-                ir.VectorType.get((vec,), dtype),
-                address,
-                alignment=vec * ref.dtype.itemsize,
-                volatile_=volatile,
-            )
-            loaded += map(to_fp32, elements(values))
-        return tuple(fragmented(value) for value in loaded)
+        loaded = load_elements(pointer, dtype, count, vec, to_fp32, volatile=volatile)
+        return tuple(map(fragmented, loaded))
 
     return list(load(ref))
 
@@ -123,12 +115,7 @@ def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> 
         dtype = ir.MemRefType(target.type).element_type
         pointer = pointer_of_lane(target, offsets)
         scalars = [narrowed(lane_value(a), dtype) for a in arrays]
-        for start in range(0, len(scalars), vec):
-            address = mgpu_utils.getelementptr(pointer, [start], dtype)
-            packed = vector.from_elements(
-                ir.VectorType.get((vec,), dtype), scalars[start : start + vec]
-            )
-            llvm.store(packed, address, alignment=vec * ref.dtype.itemsize)
+        store_elements(pointer, scalars, vec)
 
     store(ref, *map(laid_out, values))
 

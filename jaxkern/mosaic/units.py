@@ -7,19 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import (
+    REF,
     ROW,
     VECTOR_BYTES,
     element,
     fragmented,
+    inline_mlir,
     laid_out,
+    lane_value,
+    load_elements,
     narrowed,
     row_type,
+    store_elements,
     to_fp32,
 )
 
@@ -79,20 +83,16 @@ def load_units(
         return jnp.pad(elements, ((0, 0), (0, vec - count))).reshape(-1)
     where, types = _argument(ref)
 
-    @plgpu.inline_mgpu(arg_types=(types, ROW), return_type=row_type(vec))
-    def load(ctx: Any, where: Any, units: Any) -> Any:
-        del ctx
-        pointer, dtype = _unit_pointer(where, ref.dtype, units, vec)
-        values = []
-        for start in range(0, count, step):
-            address = mgpu_utils.getelementptr(pointer, [start], dtype)
-            shape = ir.VectorType.get((step,), dtype)
-            loaded = llvm.load(shape, address, alignment=step * ref.dtype.itemsize)
-            values += [_from_memory(element(loaded, i), ref.dtype) for i in range(step)]
+    @inline_mlir(types, ROW, returns=row_type(vec))
+    def load(where: Any, units: Any) -> Any:
+        pointer = _unit_pointer(where, ref.dtype, units, vec)
+        dtype = mgpu_utils.dtype_to_ir_type(ref.dtype)
+        convert = lambda value: _from_memory(value, ref.dtype)
+        values = load_elements(pointer, dtype, count, step, convert)
         values += [arith.constant(ir.F32Type.get(), 0.0)] * (vec - count)
         return fragmented(*values)
 
-    return load(where, laid_out(units))  # pyright: ignore[reportCallIssue]: its ctx is Mosaic's
+    return load(where, laid_out(units))
 
 
 def store_units(
@@ -125,31 +125,23 @@ def store_units(
     where, types = _argument(ref)
     limit = () if below is None else (laid_out(below),)
 
-    @plgpu.inline_mgpu(arg_types=(types, ROW, row_type(vec).layout, (ROW,) * len(limit)))
-    def store(ctx: Any, where: Any, units: Any, values: Any, limit: Any) -> None:
-        del ctx
-
+    @inline_mlir(types, ROW, row_type(vec).layout, (ROW,) * len(limit))
+    def store(where: Any, units: Any, values: Any, limit: Any) -> None:
         def write() -> None:
-            pointer, dtype = _unit_pointer(where, ref.dtype, units, vec)
+            pointer = _unit_pointer(where, ref.dtype, units, vec)
             parts = [element(values.registers.item(), i) for i in range(count)]
-            narrow = [_to_memory(part, ref.dtype) for part in parts]
-            for start in range(0, count, step):
-                address = mgpu_utils.getelementptr(pointer, [start], dtype)
-                packed = vector.from_elements(
-                    ir.VectorType.get((step,), dtype), narrow[start : start + step]
-                )
-                llvm.store(packed, address, alignment=step * ref.dtype.itemsize)
+            store_elements(pointer, [_to_memory(part, ref.dtype) for part in parts], step)
 
         if not limit:
             write()
             return
-        unit, end = (element(a.registers.item(), 0) for a in (units, *limit))
-        branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, unit, end))
+        inside = arith.cmpi(arith.CmpIPredicate.ult, lane_value(units), lane_value(*limit))
+        branch = scf.IfOp(inside)
         with ir.InsertionPoint(branch.then_block):
             write()
             scf.yield_([])
 
-    store(where, laid_out(units), laid_out(values), limit)  # pyright: ignore[reportCallIssue]
+    store(where, laid_out(units), laid_out(values), limit)
 
 
 def load_words(ref: Any, count: int) -> list[jax.Array]:
@@ -158,17 +150,15 @@ def load_words(ref: Any, count: int) -> list[jax.Array]:
     zeros = [jnp.zeros((LANES,), jnp.uint32)] * (count - size)
     if interpreted():
         return [*(jnp.broadcast_to(ref[i], (LANES,)) for i in range(size)), *zeros]
-    row = row_type(1, np.uint32)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row,) * size)
-    def load(ctx: Any, source: Any) -> Any:
-        del ctx
+    @inline_mlir(REF, returns=(row_type(1, np.uint32),) * size)
+    def load(source: Any) -> Any:
         dtype = ir.MemRefType(source.type).element_type
         pointer = mgpu_utils.memref_ptr(source)
         addresses = [mgpu_utils.getelementptr(pointer, [i], dtype) for i in range(size)]
         return tuple(fragmented(llvm.load(dtype, a), signed=False) for a in addresses)
 
-    return [*load(ref), *zeros]  # pyright: ignore[reportCallIssue]
+    return [*load(ref), *zeros]
 
 
 def _elements(units: jax.Array, vec: int) -> jax.Array:
@@ -177,17 +167,16 @@ def _elements(units: jax.Array, vec: int) -> jax.Array:
 
 
 def _argument(ref: Any) -> tuple[Any, Any]:
-    """A reference as an ``inline_mgpu`` takes it, and its types."""
+    """A reference as inline MLIR takes it, and its types."""
     if isinstance(ref, ChosenRef):
         return ref.address, (ROW, ROW)
-    return (ref,), (plgpu.RefType(),)
+    return (ref,), (REF,)
 
 
-def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> tuple[Any, Any]:
-    """The pointer to each lane's unit, and the type of its elements."""
+def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> Any:
+    """The pointer to each lane's unit."""
     i64 = ir.IntegerType.get_signless(64)
-    wide = lambda a: arith.extui(i64, element(a.registers.item(), 0))
-    kind = mgpu_utils.dtype_to_ir_type(dtype)
+    wide = lambda row: arith.extui(i64, lane_value(row))
     if len(where) == 1:
         pointer = mgpu_utils.memref_ptr(where[0])
     else:
@@ -195,7 +184,7 @@ def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> tuple[Any, An
         address = arith.ori(low, arith.shli(high, arith.constant(i64, 32)))
         pointer = llvm.inttoptr(llvm.PointerType.get(_GLOBAL_MEMORY), address)
     offset = arith.muli(wide(units), arith.constant(i64, vec))
-    return mgpu_utils.getelementptr(pointer, [offset], kind), kind
+    return mgpu_utils.getelementptr(pointer, [offset], mgpu_utils.dtype_to_ir_type(dtype))
 
 
 _INTEGERS = 2.0**23
