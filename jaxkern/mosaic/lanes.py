@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
@@ -200,14 +199,6 @@ def join_lanes(parts: Sequence[jax.Array]) -> jax.Array:
         return fragmented(*map(lane_value, parts), signed=signed)
 
     return join(*map(laid_out, parts))
-
-
-def store(ref: Any, value: jax.Array) -> None:
-    """Stores an array of any layout, however few bytes a lane has: JAX 0.12 must be told."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 def pointer_of_lane(ref: Any, offsets: LaneOffsets) -> Any:

@@ -155,3 +155,11 @@ def unknown_zero() -> jax.Array:
         return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
 
     return zero()
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Stores an array of any layout, however few bytes a lane has: JAX 0.12 must be told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
