@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arguments import unfit
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
-from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
+from jaxkern.ops.units import load_units, load_words, store_units, too_large
 
 _BLOCK = grid_axes("block")[0]
 

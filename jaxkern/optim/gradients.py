@@ -29,7 +29,7 @@ from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, launch_kernel
-from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
+from jaxkern.ops.units import load_units, load_words, store_units, too_large
 from jaxkern.optim.arguments import check_loss_scale
 from jaxkern.optim.leaves import (
     BLOCK,

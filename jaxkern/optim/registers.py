@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf
 from jaxkern.mosaic.instructions import one_instruction
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import element, fragmented, laid_out, row_type
-from jaxkern.mosaic.units import ChosenRef
+from jaxkern.ops.units import ChosenRef
 
 
 def fast_exp2(x: jax.Array) -> jax.Array:
