@@ -136,7 +136,7 @@ def _of(value: Any, options: Any) -> Any:
 
 
 def named(op: str, outs: Any) -> Any:
-    """`outs` with the name by which the policies of ``jax.checkpoint`` find what `op` computed."""
+    """Names `outs` for the policies of ``jax.checkpoint``, which find by it what `op` computed."""
     return jax.tree.map(lambda a: checkpoint_name(a, op), outs)
 
 
@@ -181,10 +181,12 @@ class _Call:
         return self.bound(self.of.reference)
 
     def bound(self, f: Any) -> Bound:
+        """Binds a function of the pass to the options and the present arrays."""
         return Bound(f, self.options, self.arguments, self.present, self.in_axes)
 
     @property
     def ins(self) -> _Factors:
+        """The factors of each present array; a ``vmap`` adds one to those that it batches."""
         factors = [self._factors(_of(self.of.ins, self.options)[i]) for i in self.present]
         for n, axes in enumerate(self.in_axes):
             pairs = zip(factors, axes, strict=True)
@@ -193,6 +195,7 @@ class _Call:
 
     @property
     def outs(self) -> _Factors:
+        """The factors of each present result; a ``vmap`` adds one to all."""
         vmaps = [f"vmap{n}" for n in reversed(range(len(self.in_axes)))]
         outs = _of(self.of.outs, self.options)
         return tuple((*vmaps, *self._factors(outs[i])) for i in self.results)
@@ -206,7 +209,7 @@ class _Call:
         return frozenset(_of(self.of.whole, self.options).split())
 
     def split_over(self, mesh: Any, specs: Sequence[Any], arrays: Sequence[Any]) -> MeshAxes:
-        """The axes of a mesh over which each factor is split, by the arrays' `specs`."""
+        """Chooses the axes of a mesh over which each factor is split, by the arrays' `specs`."""
         shapes = [a.shape for a in arrays]
         return split_factors(dict(mesh.shape), self.ins, self.whole, specs, shapes)
 
@@ -215,7 +218,7 @@ class _Call:
         return _of(self.of.partial, self.options)
 
     def summed_by(self, partial: Partial) -> "_Call":
-        """The first step of `partial`, in place of the whole pass."""
+        """Makes a call of the first step of `partial`."""
         of = self.of
         of = dataclasses.replace(
             of,
@@ -226,7 +229,7 @@ class _Call:
         return dataclasses.replace(self, of=of, options=partial.options(self.options))
 
     def finish(self, partial: Partial, arrays: Arrays, sums: Arrays) -> Arrays:
-        """The second step of `partial`."""
+        """Does the second step of `partial`."""
         results = len(_of(self.of.outs, self.options))
         return Bound(
             partial.finish,
@@ -305,7 +308,7 @@ def _on_explicit_mesh(call: _Call, mesh: Any, arrays: Arrays) -> Arrays:
 
 @functools.lru_cache(maxsize=4096)
 def _on_auto_mesh(call: _Call, precision: str | None) -> Callable[..., Arrays]:
-    """A pass that the compiler splits between devices.
+    """Has the compiler split a pass between devices.
 
     In the program's text there is a pointer where the kernel will be once the arrays are split.
     Whoever keeps compiled programs must tell two passes apart without it, as JAX does under
@@ -346,9 +349,10 @@ def _on_auto_mesh(call: _Call, precision: str | None) -> Callable[..., Arrays]:
 
 @functools.lru_cache(maxsize=4096)
 def _part(call: _Call, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable[..., Arrays]:
-    """What a device computes of a pass that is split over mesh axes, the same function each time.
+    """Makes the function of one device, of a pass that is split over mesh axes.
 
-    So JAX traces it once, and not for every call that the compiler partitions.
+    It is the same function each time, so that JAX traces it once and not for every call that the
+    compiler partitions.
     """
     sums = [
         tuple(n for f, names in axes if f not in factors for n in names) for factors in call.outs
@@ -368,7 +372,7 @@ def _part(call: _Call, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callabl
 
 
 def _on_device(call: _Call, *arrays: Any) -> Arrays:
-    """The results on one device, by what the call's mode says."""
+    """Computes the pass on the arrays of one device."""
     # All inputs vary alike, or a derivative taken inside the reference would already sum over the
     # devices; all outputs do, as a kernel's vary over nothing by their type.
     axes = frozenset[str]().union(*map(varying, arrays))

@@ -45,7 +45,7 @@ class Bound:
     in_axes: tuple[tuple[int | None, ...], ...] = ()
 
     def full(self, *arrays: Any) -> Arrays:
-        """All results, ``None`` for absent ones."""
+        """Computes all results, ``None`` for absent ones."""
         call = self._of_one
         for axes in self.in_axes:
             call = jax.vmap(call, axes)
@@ -53,11 +53,11 @@ class Bound:
             return call(*arrays)
 
     def __call__(self, *arrays: Any) -> Arrays:
-        """The results that are present."""
+        """Computes the results, without the absent ones."""
         return tuple(out for out in self.full(*arrays) if out is not None)
 
     def of_types(self, *arrays: Any) -> Any:
-        """What `function` tells of the types of arrays alone, within the ``vmap``s."""
+        """Asks `function` about the types of arrays alone, as they are within the ``vmap``s."""
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
         for axes in reversed(self.in_axes):
             types = [
@@ -73,7 +73,7 @@ class Bound:
 
 @contextlib.contextmanager
 def standard_promotion() -> Iterator[None]:
-    """JAX's promotion of dtypes and ranks, which the package's own code relies on.
+    """Sets JAX's promotion of dtypes and ranks that the package's own code relies on.
 
     A user who has JAX refuse them means expressions of their own.
     """
@@ -82,7 +82,7 @@ def standard_promotion() -> Iterator[None]:
 
 
 def identity(kernel: Bound, *others: Any) -> str:
-    """A text of all that a kernel depends on: itself, `others`, versions, source and flags."""
+    """Writes down all that a kernel depends on: itself, `others`, versions, source and flags."""
     flags = {k: v for k, v in sorted(os.environ.items()) if k.startswith("MOSAIC_GPU_")}
     versions = (
         f"jaxkern {jaxkern.__version__} jax {jax.__version__} jaxlib {jaxlib.version.__version__}"
@@ -93,7 +93,7 @@ def identity(kernel: Bound, *others: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """A text that is equal for equal static arguments, in every process.
+    """Writes down a static argument: the text is equal for equal ones, in every process.
 
     Raises:
       TypeError: `value` holds something whose text would not tell all of it, such as a function
@@ -130,7 +130,7 @@ _ROOMS = ("core", "lowering", "mosaic", "ops", "optim")
 
 @functools.cache
 def _source(file: str | None) -> str:
-    """A digest of the package's source that kernels are made of, and of `file`."""
+    """Digests the package's source that kernels are made of, and `file`."""
     package = Path(jaxkern.__file__).parent
     files = [f for room in _ROOMS for f in sorted((package / room).rglob("*.py"))]
     if file is not None and not Path(file).is_relative_to(package):

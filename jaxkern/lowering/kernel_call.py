@@ -40,7 +40,7 @@ def kernel_call(
     required: bool,
     *arrays: Any,
 ) -> Arrays:
-    """The results of a pass: of `kernel` where it runs, else of `reference`.
+    """Computes a pass: by `kernel` where it runs, else by `reference`.
 
     Args:
       name: of the pass, e.g. ``"rms_norm_fwd"``.
@@ -67,7 +67,7 @@ def kernel_call(
 
 
 def result_types(f: Bound, *arrays: Any) -> tuple[Any, ...]:
-    """Shapes and dtypes of all results of `f` for such arrays; their shardings play no part."""
+    """Finds the shapes and dtypes of all results of `f`; shardings of arrays play no part."""
     plain = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
     with _on_one_device():
         return jax.eval_shape(_jitted(f), *plain)
@@ -75,7 +75,7 @@ def result_types(f: Bound, *arrays: Any) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _jitted(f: Bound) -> Callable[..., Arrays]:
-    """`f.full` under ``jit``, the same function for an equal one, so that JAX traces it once."""
+    """Jits `f.full`: one function for all equal `f`, so that JAX traces it once."""
 
     def reference(*arrays: Any) -> Arrays:
         return f.full(*arrays)
@@ -141,7 +141,7 @@ mlir.register_lowering(_kernel_p, _lower_for_cuda, platform="cuda")
 
 
 def _lowered_plainly(ctx: Any, f: Callable[..., Any], outs: Types, args: Any) -> Any:
-    """`f` lowered for arrays of one device, whatever mesh the program is of."""
+    """Lowers `f` for arrays of one device, whatever mesh the program is of."""
     module_context = ctx.module_context
     if ctx.platforms is not None:  # one branch of a program for several platforms
         module_context = module_context.replace(platforms=tuple(ctx.platforms))
@@ -169,7 +169,7 @@ found_on_disk = 0
 def lowered(
     name: str, kernel: Bound, types: Types, gpu: Gpu, precision: str | None
 ) -> Callable[..., Arrays] | str:
-    """`kernel` lowered, as a function that can be called anywhere; a text says why it does not fit.
+    """Lowers `kernel` to a function that can be called anywhere, or says why it does not fit a GPU.
 
     Args:
       name: of the pass.
@@ -218,7 +218,7 @@ def _export(name: str, kernel: Bound, types: Types, gpu: Gpu, precision: Any) ->
 
 @contextlib.contextmanager
 def _configured(precision: str | None) -> Iterator[None]:
-    """JAX as kernels are written for, however the user has configured it."""
+    """Sets JAX as kernels are written for, however the user has configured it."""
     with (
         standard_promotion(),
         jax.enable_x64(False),
