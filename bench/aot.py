@@ -39,7 +39,7 @@ from bench.processes import each
 from bench.program import RESULTS
 from bench.ptxas import Compiler, Kernel, Kernels
 from jaxkern.cases.optim import Step
-from jaxkern.core.target import GPUS, Gpu
+from jaxkern.lowering.target import GPUS, Gpu
 
 DEVICES = (1, 8, 64)
 PER_DEVICE = 8

@@ -63,9 +63,9 @@ def measure(preset: str, devices: int, batch_size: int) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jaxkern.core import lowering
     from jaxkern.lm.config import TrainConfig
     from jaxkern.lm.program import Placement, compile_programs, keep_programs
+    from jaxkern.lowering import kernel_call
 
     flags = {"preset": preset, "batch_size": batch_size * devices, "mixed_precision": "bf16"}
     config = TrainConfig.from_flags(flags)
@@ -84,6 +84,6 @@ def measure(preset: str, devices: int, batch_size: int) -> dict[str, Any]:
         "devices": devices,
         "first_step_s": round(time.time() - _STARTED, 1),
         "programs_s": round(compiled - compiling, 1),
-        "kernels_lowered": sum(lowering.lowerings.values()),
+        "kernels_lowered": sum(kernel_call.lowerings.values()),
         "loss": round(loss, 3),
     }

@@ -18,7 +18,7 @@ from bench import program, steps
 from bench.cases import Case, cases
 from bench.processes import each
 from jaxkern.cases.optim import Step
-from jaxkern.core import lowering, target
+from jaxkern.lowering import kernel_call, target
 
 
 def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:
@@ -30,7 +30,7 @@ def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:
     # In place: exported, they are written for older readers, and JAX 0.11's does not parse that.
     in_place = lambda name, kernel, types, gpu, precision: kernel.full
     with (
-        mock.patch.object(lowering, "lowered", in_place),
+        mock.patch.object(kernel_call, "lowered", in_place),
         target.fitting_to(target.of_program(None)),
     ):
         traced = jax.jit(lambda *args: f(*args)).trace(*args)

@@ -33,7 +33,7 @@ os.environ.setdefault("NPROC", "8")
 import jax
 import pytest
 
-from jaxkern.core import cache, target
+from jaxkern.lowering import cache, target
 
 ON_GPU = jax.default_backend() == "gpu"
 if (programs := cache.programs()) is not None:

@@ -13,7 +13,8 @@ from jaxlib.mlir.ir import WalkResult
 
 import jaxkern
 from bench.modules import kernel_modules
-from jaxkern.ops import curves, elementwise
+from jaxkern.elementwise import launch as elementwise
+from jaxkern.ops import curves
 from tests import check
 
 BOTH = pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from bench.modules import kernel_modules
-from jaxkern.mosaic import philox as generator
+from jaxkern.elementwise import philox as generator
 from jaxkern.mosaic.launch import interpreter
 from jaxkern.ops.dropout import forward, op, reference
 from tests import check

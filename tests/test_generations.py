@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.core import target
-from jaxkern.core.target import GPUS
+from jaxkern.lowering import target
+from jaxkern.lowering.target import GPUS
 
 BEFORE_HOPPER = ("a100", "a10g", "l40s")
 

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.core import cache
 from jaxkern.lm import cli, memory, stop
 from jaxkern.lm import doctor as doctor_module
 from jaxkern.lm import train as train_module
@@ -26,6 +25,7 @@ from jaxkern.lm.config import DEFAULTS, PRESETS, RunError, TrainConfig, resume_c
 from jaxkern.lm.doctor import doctor
 from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
+from jaxkern.lowering import cache
 
 
 def fails(capsys, *argv, code=1):

@@ -2,17 +2,15 @@
 
 import contextlib
 import contextvars
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, scf
 
-from jaxkern.core import target
+from jaxkern.lowering import target
 
 LANES = 128
 """Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
@@ -63,30 +61,6 @@ def launch_kernel(body: Callable[..., None], *, approx_math: bool = False, **lau
         approx_math=approx_math,
     )
     return plgpu.kernel(guarded, compiler_params=params, **launch)
-
-
-class UnfitError(Exception):
-    """A kernel needs what the GPU does not have, e.g. more shared memory; the text says what."""
-
-
-@contextlib.contextmanager
-def shared_memory_of(gpu: target.Gpu) -> Iterator[None]:
-    """Inside, Mosaic holds kernels to the shared memory of `gpu`, not of what GPU is here.
-
-    Raises:
-      UnfitError: a kernel that is lowered inside needs more.
-    """
-    try:
-        with artificial_shared_memory_limit(gpu.shared_memory):
-            yield
-    except ValueError as error:
-        if "exceeds available shared memory" not in str(error):
-            raise
-        needed = re.search(r"smem_bytes=(\d+)", str(error))
-        raise UnfitError(
-            f"it needs {needed[1] if needed else 'more'} bytes of shared memory a block, and "
-            f"{gpu.name} has {gpu.shared_memory}"
-        ) from error
 
 
 _ONLY_ON = {9: nvvm.wgmma_fence_aligned, 10: nvvm.tcgen05_relinquish_alloc_permit}

@@ -28,6 +28,7 @@ from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.elementwise.launch import Lanes, launch, unsupported
 from jaxkern.ops.curves import (
     PLAIN,
     Alone,
@@ -37,7 +38,6 @@ from jaxkern.ops.curves import (
     recomputing,
     wide,
 )
-from jaxkern.ops.elementwise import Lanes, launch, unsupported
 
 
 @public_op

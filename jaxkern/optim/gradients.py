@@ -26,16 +26,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.elementwise.units import load_units, load_words, store_units, too_large
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, launch_kernel
-from jaxkern.mosaic.units import (
-    largest_of_warp,
-    load_units,
-    load_words,
-    store_units,
-    sum_of_warp,
-    too_large,
-)
 from jaxkern.optim.arguments import check_loss_scale, floating_leaves
 from jaxkern.optim.leaves import (
     BLOCK,
@@ -49,6 +42,7 @@ from jaxkern.optim.leaves import (
     reshaped,
     varying,
 )
+from jaxkern.optim.registers import largest_of_warp, sum_of_warp
 from jaxkern.precision import LossScale
 
 _BYTES = 128

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from jaxkern.core import mesh
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
-from jaxkern.mosaic.units import with_chosen
+from jaxkern.optim.registers import with_chosen
 
 BLOCK = grid_axes("block")[0]
 

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.mosaic.philox import Product, halves, philox, wide_product
+from jaxkern.elementwise.philox import Product, halves, philox, wide_product
 
 _ROUNDS = 7
 

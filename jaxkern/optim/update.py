@@ -27,16 +27,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.mosaic.instructions import (
-    fast_exp2,
-    fast_log2,
-    fast_reciprocal,
-    fast_sqrt,
-    multiply_wide,
-)
+from jaxkern.elementwise.units import load_units, load_words, store_units, too_large
+from jaxkern.mosaic.instructions import fast_reciprocal, multiply_wide
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, interpreted
-from jaxkern.mosaic.units import largest_of_warp, load_units, load_words, store_units, too_large
 from jaxkern.optim import quantise
 from jaxkern.optim.arithmetic import (
     Leaf,
@@ -64,6 +58,7 @@ from jaxkern.optim.leaves import (
     reshaped,
     varying,
 )
+from jaxkern.optim.registers import fast_exp2, fast_log2, fast_sqrt, largest_of_warp
 from jaxkern.optim.rounding import GROUP, Draws, group_draws
 
 ELEMENTS = 8

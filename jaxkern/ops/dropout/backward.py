@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.elementwise.launch import Lanes, launch
 from jaxkern.ops.curves import CURVES, kernel_functions
 from jaxkern.ops.dropout.forward import drop, part_of
 from jaxkern.ops.dropout.reference import Options, reference_backward
-from jaxkern.ops.elementwise import Lanes, launch
 
 
 def launch_backward(

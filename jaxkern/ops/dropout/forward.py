@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.elementwise.launch import Lanes, launch, unit
+from jaxkern.elementwise.philox import halves
 from jaxkern.mosaic.instructions import multiply_wide
 from jaxkern.mosaic.lanes import join_lanes
-from jaxkern.mosaic.philox import halves
 from jaxkern.ops.curves import CURVES, NOT_THROUGH_ZERO, kernel_functions
 from jaxkern.ops.dropout.reference import (
     GROUP,
@@ -26,7 +27,6 @@ from jaxkern.ops.dropout.reference import (
     reference_forward,
     shift_right,
 )
-from jaxkern.ops.elementwise import Lanes, launch, unit
 
 
 def launch_forward(

@@ -42,6 +42,7 @@ from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
+from jaxkern.elementwise.launch import unsupported
 from jaxkern.ops.curves import Activation, check_activation, recomputing
 from jaxkern.ops.dropout.backward import launch_backward
 from jaxkern.ops.dropout.forward import launch_forward
@@ -52,7 +53,6 @@ from jaxkern.ops.dropout.reference import (
     reference_forward,
     scale_of,
 )
-from jaxkern.ops.elementwise import unsupported
 
 
 @public_op

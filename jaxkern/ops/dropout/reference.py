@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.mosaic.philox import halves, philox, wide_product
+from jaxkern.elementwise.philox import halves, philox, wide_product
 from jaxkern.ops.curves import CURVES, PLAIN, curve, wide
 
 GROUP = 8

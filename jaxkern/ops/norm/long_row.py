@@ -15,15 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.lanes import (
-    alternate_lanes,
-    squares_in_lanes,
-    sum_in_lanes,
-    sum_lanes,
-    uniform,
-)
-from jaxkern.mosaic.launch import LANES, UnfitError, clusters, grid_axes, interpreted
+from jaxkern.lowering.target import UnfitError
+from jaxkern.mosaic.lanes import sum_lanes
+from jaxkern.mosaic.launch import LANES, clusters, grid_axes, interpreted
 from jaxkern.ops.norm.exchange import WARPS, Exchange
+from jaxkern.ops.norm.registers import alternate_lanes, squares_in_lanes, sum_in_lanes, uniform
 from jaxkern.ops.norm.windows import Windows, windows
 
 _BLOCK, _WARPGROUP = grid_axes("block of the cluster", "warpgroup")

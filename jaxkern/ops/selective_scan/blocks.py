@@ -19,13 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import LOG2E, softplus
+from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.instructions import once_read
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, interpreted
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.ring import Ring, close_copies, release_stage, ring_scratch
 from jaxkern.ops.selective_scan.reference import CHUNK, Options
+from jaxkern.ops.selective_scan.softplus import softplus
 from jaxkern.ops.selective_scan.tiles import Grid, Tile
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")

@@ -14,6 +14,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
+
+class UnfitError(Exception):
+    """A kernel needs what the GPU does not have, e.g. more shared memory; the text says what."""
+
+
 _KERNELS_NEED = (8, 0)
 
 _COMPILED = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
