@@ -1,7 +1,11 @@
-"""What the layers of the three libraries share: the calls that they leave to the library's own."""
+"""What the layers of the three libraries share.
 
-from collections.abc import Iterable
-from typing import Any, Literal
+A layer that the library has, too, leaves to it the calls that the ops cannot compute; a block is a
+layer on functions of arrays, which are the same for every library.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,3 +65,28 @@ def implementation_of_products(implementation: Implementation | None) -> Literal
     The kernels of ``"mosaic"`` multiply no float32, so that only plain JAX is handed on.
     """
     return "xla" if implementation == "xla" else None
+
+
+Initializer = Callable[[Any, tuple[int, ...], Any], jax.Array]
+"""A function (key, shape, dtype) -> initial values."""
+
+
+class Block(NamedTuple):
+    """A kind of block, as functions of arrays: its layer in each library only holds the arrays.
+
+    A module such as :mod:`jaxkern.nn.mamba` describes one. Its `Weights` are a named tuple of
+    arrays, ``None`` for those that a block has not; its cache is a tree of arrays.
+    """
+
+    name: str
+    sizes: Callable[..., Any]  # (d_model, **options) -> the dimensions, a frozen dataclass
+    weights: Any  # the class of the weights
+    initializers: Callable[..., dict[str, tuple[Initializer, tuple[int, ...]]]]  # (sizes, n_layers)
+    init_cache: Callable[..., Any]  # (sizes, batch_size, dtype) -> the cache before the first token
+    check_call: Callable[..., jax.Array]  # (weights, x, cache, segment_ids, forms) -> x
+    apply: Callable[..., Any]  # (weights, x, cache, **options) -> (B, L, D), or that and a cache
+    step: Callable[..., Any]  # (weights, x, cache, **options) -> (B, D) and the next cache
+
+    def weights_from(self, params: Mapping[str, Any]) -> Any:
+        """The weights of a block from its parameters by name."""
+        return self.weights(**{name: params.get(name) for name in self.weights._fields})
