@@ -154,27 +154,27 @@ PRESETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that determines a training run."""
+    """Everything that determines a training run; what has no default here has its preset's."""
 
-    preset: str
-    data: tuple[str, ...]
+    preset: str = "tiny"
+    data: tuple[str, ...] = ()
     steps: int
     batch_size: int
     seq_len: int
     lr: float
-    grad_accum: int
-    mixed_precision: str
-    remat: bool
-    scan_layers: bool
-    implementation: str
-    devices: str
-    seed: int
-    log_every: int
+    grad_accum: int = 1
+    mixed_precision: str = "fp32"
+    remat: bool = False
+    scan_layers: bool = False
+    implementation: str = "auto"
+    devices: str = "auto"
+    seed: int = 0
+    log_every: int = 10
     eval_every: int
-    eval_batches: int
-    checkpoint_every: int
+    eval_batches: int = 16
+    checkpoint_every: int = 100
 
     @property
     def model(self) -> ModelConfig:
@@ -188,13 +188,12 @@ class TrainConfig:
     @classmethod
     def from_flags(cls, flags: dict[str, Any]) -> "TrainConfig":
         """Fill flags that were not given with the preset's and the general defaults."""
-        name = flags.get("preset", DEFAULTS["preset"])
+        name = flags.get("preset", cls.preset)
         if name not in PRESETS:
             raise RunError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
         preset = PRESETS[name]
         by_preset = {field: getattr(preset, field) for field in PRESET_FLAGS}
-        values: dict[str, Any] = DEFAULTS | by_preset | flags
-        config = cls(**values)
+        config = cls(**(by_preset | flags))
         config.check_split(1)
         return config
 
@@ -216,22 +215,11 @@ class TrainConfig:
 
 
 PRESET_FLAGS = ("steps", "batch_size", "seq_len", "lr", "eval_every")
-
 DEFAULTS: dict[str, Any] = {
-    "preset": "tiny",
-    "data": (),
-    "grad_accum": 1,
-    "mixed_precision": "fp32",
-    "remat": False,
-    "scan_layers": False,
-    "implementation": "auto",
-    "devices": "auto",
-    "seed": 0,
-    "log_every": 10,
-    "eval_batches": 16,
-    "checkpoint_every": 100,
+    field.name: field.default
+    for field in dataclasses.fields(TrainConfig)
+    if field.name not in PRESET_FLAGS
 }
-
 
 # What a resumed run may do otherwise: its arithmetic is the same, but for the order of sums.
 CHANGEABLE = ("devices", "implementation", "log_every", "checkpoint_every")

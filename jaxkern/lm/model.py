@@ -154,8 +154,8 @@ class MambaLM(nnx.Module):
         before = self.init_state(len(tokens)) if state is None else state
         stream, after = self._run(mix, tokens, before)
         if mask is not None:
-            read = mask[None, :, -1, None, None]
-            after = jax.tree.map(lambda leaf: jnp.where(read, leaf, 0), after)
+            read = lambda leaf: mask[:, -1].reshape(1, -1, *[1] * (leaf.ndim - 2))
+            after = jax.tree.map(lambda leaf: jnp.where(read(leaf), leaf, 0), after)
         return self._head(*(leaf[:, -1] for leaf in stream)), after
 
     def step(self, tokens: jax.Array, state: Cache) -> tuple[jax.Array, Cache]:

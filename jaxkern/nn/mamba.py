@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn.common import Block, Initializer, implementation_of_products
+from jaxkern.nn import common
+from jaxkern.nn.common import Block, Initializer
 
 
 class Weights(NamedTuple):
@@ -222,52 +223,10 @@ def mamba_step(
 def check_call(
     weights: Weights, x: Any, cache: Cache | None, segment_ids: Any, forms: tuple[str, ...]
 ) -> jax.Array:
-    """Returns `x` as an array if it has one of the shapes `forms`, each the names of its axes.
-
-    The last of the forms is ``"B L D"`` for sequences, or ``"B D"`` for tokens.
-
-    Raises:
-      TypeError: `x` is complex, or `cache` not a cache.
-      ValueError: a shape does not fit.
-    """
-    x, d, tokens = jnp.asarray(x), weights.in_proj.shape[0], forms[-1] == "B D"
-    if jnp.iscomplexobj(x):
-        raise TypeError(f"x must have a real dtype, got {x.dtype}; take x.real or jnp.abs(x)")
-    if x.ndim not in [len(form.split()) for form in forms] or x.shape[-1] != d:
-        shapes = " or ".join(f"({form.replace(' ', ', ')})" for form in forms)
-        remedy = (
-            "Sequences go into the block itself, their tokens into step as x[:, t]"
-            if tokens
-            else "One sequence goes in as x[None], one token of each sequence into step"
-        )
-        raise ValueError(
-            f"x must have shape {shapes} with D = {d}, the d_model of the block; got {x.shape}. "
-            f"{remedy}"
-        )
-    if segment_ids is not None and jnp.shape(segment_ids) != x.shape[:-1]:
-        raise ValueError(
-            f"segment_ids must have shape {x.shape[:-1]}, that of x without its last axis; "
-            f"got {jnp.shape(segment_ids)}"
-        )
-    if cache is not None or tokens:
-        _check_cache(weights, cache, x.shape[:-1] if tokens else x.shape[:-2])
-    return x
-
-
-def _check_cache(weights: Weights, cache: Any, batch: tuple[int, ...]) -> None:
-    if not isinstance(cache, Cache):
-        raise TypeError(
-            "cache must be a jaxkern.nn.mamba.Cache, which init_cache and return_cache=True give; "
-            f"got {type(cache).__name__}"
-        )
+    """Returns `x` as an array; args and errors are those of ``common.check_call``."""
     (inner, width), states = weights.conv_weight.shape, weights.A_log.shape[1]
-    wanted = {"conv": (*batch, width - 1, inner), "scan": (*batch, inner, states)}
-    for name, shape in wanted.items():
-        if (got := jnp.shape(getattr(cache, name))) != shape:
-            raise ValueError(
-                f"cache.{name} must have shape {shape} for this block and x; got {got}. A cache is "
-                "of as many sequences as x: init_cache makes one"
-            )
+    shapes = Cache._make(((width - 1, inner), (inner, states)))
+    return common.check_call(x, weights.in_proj.shape[0], cache, shapes, segment_ids, forms)
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
@@ -284,8 +243,8 @@ def _cast(x: jax.Array, weights: Weights, dtype: Any) -> jax.Array:
 
 def _projection(implementation: Implementation | None) -> Callable[..., jax.Array]:
     """The product with a matrix, of a block made for `implementation`."""
-    implementation = implementation_of_products(implementation)
-    return lambda *args: jaxkern.linear(*args, implementation=implementation)
+    of_products = common.implementation_of_products(implementation)
+    return lambda *args: jaxkern.linear(*args, implementation=of_products)
 
 
 def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
