@@ -102,13 +102,17 @@ class LanguageModel:
         return (piece for (piece,) in self._continuations([prompt], **options))
 
     def _continuations(self, prompts: Sequence[str], **options: Any) -> Iterator[list[str]]:
+        graphdef, codec = sample.decoder(self.config), self.known_codec()
+        return sample.continuations(graphdef, self.params, codec, prompts, **options)
+
+    def known_codec(self) -> Any:
+        """The codec; raises RunError if the checkpoint does not say what its tokens are."""
         if self.codec is None:
             raise RunError(
                 "the checkpoint holds no tokenizer.json, which says what its "
                 f"{self.config.vocab_size} tokens are"
             )
-        graphdef = sample.decoder(self.config)
-        return sample.continuations(graphdef, self.params, self.codec, prompts, **options)
+        return self.codec
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -125,10 +129,8 @@ def write(model: LanguageModel, prompts: Sequence[str], **options: Any) -> None:
       **options: of :meth:`LanguageModel.generate`.
     """
     if len(prompts) == 1:
-        pieces = model.stream(prompts[0], **options)
-        print(prompts[0], end="")
-        for piece in pieces:
-            print(piece, end="", flush=True)
+        graphdef, codec = sample.decoder(model.config), model.known_codec()
+        sample.stream(graphdef, model.params, prompts[0], codec=codec, **options)
         print(flush=True)
         return
     for row, text in enumerate(model.generate(prompts, **options)):
