@@ -118,7 +118,7 @@ def draw(job: Job, batch: int) -> list[np.ndarray]:
 
 def product_operations(model: ModelConfig) -> int:
     """Operations of the matrix products a token: two a weight, forward, and four, backward."""
-    d, e, r = model.d_model, model.d_inner, model.dt_rank
+    d, e, r = model.d_model, model.d_inner, model.rank
     layer = d * 2 * e + e * (r + 2 * model.d_state) + r * e + e * d
     return 6 * (model.n_layers * layer + model.vocab_size * d)
 

@@ -33,7 +33,7 @@ CONFIG = {
     "state_size": SIZE.d_state,
     "expand": SIZE.expand,
     "conv_kernel": SIZE.d_conv,
-    "time_step_rank": SIZE.dt_rank,
+    "time_step_rank": SIZE.rank,
     "layer_norm_epsilon": 1e-5,
     "bos_token_id": 0,
     "eos_token_id": 7,
@@ -48,7 +48,7 @@ OTHERS = {
     "epsilon": ({"layer_norm_epsilon": 0.3}, {"eps": 0.3}),
     "bias": ({"use_bias": True}, {"use_bias": True}),
     "no conv bias": ({"use_conv_bias": False}, {"use_conv_bias": False}),
-    "rank": ({"time_step_rank": 1}, {"time_step_rank": 1}),
+    "rank": ({"time_step_rank": 1}, {"dt_rank": 1}),
     "untied": ({"tie_word_embeddings": False}, {"tie_embeddings": False}),
     "inner": ({"intermediate_size": 48}, {"expand": 2}),
 }
@@ -58,7 +58,7 @@ ALL_SIZE = dataclasses.replace(SIZE, **{k: v for _, of in OTHERS.values() for k,
 
 def weights(size=SIZE):
     """Random tensors by the names and shapes of the layout, away from any symmetry."""
-    d, e, n, r = size.d_model, size.d_inner, size.d_state, size.dt_rank
+    d, e, n, r = size.d_model, size.d_inner, size.d_state, size.rank
     layer = {
         "norm.weight": (d,),
         "mixer.in_proj.weight": (2 * e, d),
@@ -96,7 +96,7 @@ def logits_float64(tensors, tokens, size=SIZE):
     def silu(x):
         return x / (1 + np.exp(-x))
 
-    logits, n, r = [], size.d_state, size.dt_rank
+    logits, n, r = [], size.d_state, size.rank
     window = np.zeros((size.n_layers, size.d_inner, size.d_conv))
     state = np.zeros((size.n_layers, size.d_inner, n))
     for token in tokens:
@@ -422,7 +422,7 @@ def test_tokens_of_any_integer_dtype_are_the_same(size, dtype):
         (TypeError, "d_state must be of type int, got True", {"d_state": True}),
         (TypeError, "use_bias must be of type bool, got 1", {"use_bias": 1}),
         (ValueError, "eps must be above 0, got 0", {"eps": 0.0}),
-        (ValueError, "time_step_rank must be at least 1, got 0", {"time_step_rank": 0}),
+        (ValueError, "dt_rank must be at least 1, got 0", {"dt_rank": 0}),
     ],
 )
 def test_shapes_that_no_model_has_are_refused(error, words, sizes):

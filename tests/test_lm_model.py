@@ -42,7 +42,7 @@ def windows(batch=4, length=24, seed=0):
 def logits_float64(params, tokens):
     """The model of one sequence as the paper writes it, in NumPy, one step after another."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    n, rank, width = MICRO.d_state, MICRO.dt_rank, MICRO.d_conv
+    n, rank, width = MICRO.d_state, MICRO.rank, MICRO.d_conv
 
     def rms_norm(x, weight):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
