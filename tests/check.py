@@ -522,7 +522,9 @@ ALONE: dict[str, str | None] = {
 def _interpreted(op: Op, transformation: str) -> bool:
     """Whether the cell runs in the interpreter; otherwise, where no GPU is, by the choice."""
     if transformation in AROUND_A_RULE:
-        return op.name == "rms_norm"
+        # And what jax.checkpoint does with an op whose forward need not run again.
+        cells = ("rms_norm", transformation), ("causal_conv1d", "checkpoint")
+        return (op.name, transformation) in cells
     return transformation not in WITHOUT_INTERPRETER
 
 

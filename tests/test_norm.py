@@ -10,55 +10,39 @@ from tests.norms import EACH, VARIANTS, check_case, each_way, in_turn, inputs
 
 SIZES = [1, 42, 127, 255, 256, 760, 769, 1128, 4096]
 MORE_SIZES = [2, 7, 128, 129, 257, 287, 5120, 8192]
-
-
-@each_way(SIZES, MORE_SIZES)
-def test_norm_accuracy(case, implementation):
-    for op, dtype in in_turn([*SIZES, *MORE_SIZES].index(case)):
-        # Rows of one element are constant: with a smaller eps plain JAX's 1 / std³ overflows fp16.
-        eps = 1e-3 if case == 1 else 1e-5
-        check_case(op, inputs(op, (2, 3, case), dtype), implementation, eps=eps)
-
-
-@check.BOTH
-@pytest.mark.parametrize(
-    ("op", "n"),
-    [("rms_norm", 11008), ("layer_norm", 16384)],
-)
-def test_norm_long_rows(op, n, implementation):
-    check_case(op, inputs(op, (2, n), "bfloat16"), implementation)
-
-
 LONGEST = [16384, 24001, 24576, 32768, 65536, 131072, 262144, 100000, 200003]
 
 
-@each_way([], LONGEST)
-def test_norm_longest_rows(case, implementation):
-    for op, dtype in in_turn(LONGEST.index(case)):
-        check_case(op, inputs(op, (2, case), dtype), implementation)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("n", LONGEST)
-@pytest.mark.parametrize("m", [1, 300])
-@EACH
-def test_norm_longest_rows_counts(op, m, n):
-    check_case(op, inputs(op, (m, n), "bfloat16"), "mosaic")
+@each_way(SIZES, [*MORE_SIZES, *LONGEST])
+def test_norm_accuracy(case, implementation):
+    for op, dtype in in_turn([*SIZES, *MORE_SIZES, *LONGEST].index(case)):
+        # Rows of one element are constant: with a smaller eps plain JAX's 1 / std³ overflows fp16.
+        eps = 1e-3 if case == 1 else 1e-5
+        shape = (2, case) if case in LONGEST else (2, 3, case)
+        check_case(op, inputs(op, shape, dtype), implementation, eps=eps)
 
 
 @each_way(
-    [("rms_norm", 1, 256), ("rms_norm", 131, 64), ("layer_norm", 33, 200)],
+    [
+        *(("rms_norm", 2, 11008), ("layer_norm", 2, 16384)),
+        # Counts that no tile divides.
+        *(("rms_norm", 1, 256), ("rms_norm", 131, 64), ("layer_norm", 33, 200)),
+    ],
     [("layer_norm", 1199, 256), ("rms_norm", 133, 1000)],
 )
 def test_norm_row_counts(case, implementation):
-    """Counts that no tile divides."""
     op, m, n = case
     check_case(op, inputs(op, (m, n), "bfloat16", seed=m), implementation)
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("m", [132, 133, 1199, 65537])
-@pytest.mark.parametrize("n", [256, 1000, 1024])
+@pytest.mark.parametrize(
+    ("m", "n"),
+    [
+        *((m, n) for m in (132, 133, 1199, 65537) for n in (256, 1000, 1024)),
+        *((m, n) for m in (1, 300) for n in LONGEST),
+    ],
+)
 @EACH
 def test_norm_many_rows(op, m, n):
     check_case(op, inputs(op, (m, n), "bfloat16", seed=m), "mosaic")

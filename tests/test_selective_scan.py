@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.test_util import check_grads
 
 import jaxkern
@@ -358,11 +359,15 @@ GROUPS = dataclasses.replace(
         *(("rows and channels split", i) for i in (None, "xla")),
     ],
 )
-FEW_GROUPS = dataclasses.replace(  # than devices: gathered
-    GROUPS,
-    name="selective_scan, few groups",
-    arrays=lambda key: inputs_and_state(1, 5, 8, 2, groups=2),
-    axes="bld bld dn blgn blgn d bld d bdn -> bld",
-    cells=[("features split", None)],
-)
-test_selective_scan_transformations = check.transformations(SELECTIVE_SCAN, GROUPS, FEW_GROUPS)
+test_selective_scan_transformations = check.transformations(SELECTIVE_SCAN, GROUPS)
+
+
+def test_selective_scan_groups_of_parts_on_mesh():
+    """Fewer groups than devices: gathered on a mesh with Explicit axes."""
+    arrays = inputs(1, 5, 8, 2, groups=2)
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    specs = SELECTIVE_SCAN.specs(data="d")
+    place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    placed = [place(a, spec) for a, spec in zip(arrays, specs[:8], strict=True)]
+    run = jax.jit(functools.partial(scan, implementation=None))
+    check.assert_close(run(*placed), run(*arrays))
