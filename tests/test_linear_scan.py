@@ -273,23 +273,6 @@ def test_linear_scan_is_its_steps(size, implementation, dtype):
 
 
 @check.sizes((2, 40, 3), gpu=[(2, 2000, 256)])
-def test_linear_scan_in_two_parts(size, implementation):
-    """[0, k) and then [k, L) from the state is one run, gradients included."""
-    arrays = inputs(*size)
-    k = size[1] // 3
-    run = functools.partial(scan, implementation=implementation)
-
-    def parts(a, b, state):
-        first = run(a[:, :k], b[:, :k], state)
-        return jnp.concatenate([first, run(a[:, k:], b[:, k:], first[:, -1])], axis=1)
-
-    with check.running(implementation):
-        got = check.value_and_grads(parts, arrays, arrays[0])
-        want = check.value_and_grads(run, arrays, arrays[0])
-    check.assert_close(got, want, 1e-6)
-
-
-@check.sizes((2, 40, 3), gpu=[(2, 2000, 256)])
 def test_linear_scan_reverse_is_flipped(size, implementation):
     arrays = inputs(*size)
     run = functools.partial(scan, implementation=implementation)
