@@ -50,7 +50,7 @@ bench:
 .PHONY: aot
 aot:
 	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
-	$(RUN_AOT) bench.aot $(ARGS)
+	$(RUN_AOT) bench aot $(ARGS)
 
 .PHONY: docs
 docs:

@@ -1,1 +1,1 @@
-"""Benchmarks of jaxkern: ``python -m bench --help``."""
+"""Benchmarks of jaxkern: ``python -m bench --help`` tells of all commands."""

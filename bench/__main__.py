@@ -1,5 +1,14 @@
+import importlib
 import sys
 
-from bench.run import main
+from bench.program import COMMANDS
 
-sys.exit(main())
+
+def main(argv: list[str]) -> int:
+    """Runs the command that the first argument names, and ``run`` if it names none."""
+    name, rest = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("run", argv)
+    return importlib.import_module(f"bench.{name}").main(rest)
+
+
+if __name__ == "__main__":  # processes that this one starts import it again
+    sys.exit(main(sys.argv[1:]))

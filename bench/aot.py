@@ -26,21 +26,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from importlib import metadata
 from typing import Any
 
 import jax
 
-from bench import gpus, steps
+from bench import gpus, program, steps
 from bench.cases import Case, cases
-from bench.processes import SPAWN
+from bench.modules import passes
+from bench.processes import each
+from bench.program import RESULTS
 from bench.ptxas import Compiler, Kernel, Kernels
-from bench.report import RESULTS
-from bench.run import tree
 from jaxkern.cases.optim import Step
-from jaxkern.core.target import GPUS, Gpu
+from jaxkern.lowering.target import GPUS, Gpu
 
 DEVICES = (1, 8, 64)
 PER_DEVICE = 8
@@ -171,16 +170,7 @@ def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
         init, run = steps.program(case, "mosaic")
         step = lambda params, state, grads: run(grads, state, params)
         return jax.jit(step, donate_argnums=(0, 1)).lower(arrays, shapes_of(init, arrays), arrays)
-    forward = lambda *arrays: case.call(*arrays, implementation="mosaic")
-    if not case.differentiated:
-        return jax.jit(forward).lower(*arrays)
-
-    def both(dout: Any, *arrays: Any) -> Any:
-        # The kernel of a forward that nobody differentiates may be another one.
-        out, backward = jax.vjp(forward, *arrays)
-        return forward(*arrays), out, backward(dout)
-
-    return jax.jit(both).lower(shapes_of(forward, *arrays), *arrays)
+    return jax.jit(passes(case)).lower(*arrays)
 
 
 def memory_of(stats: Any) -> int:
@@ -320,13 +310,8 @@ def table(results: Iterable[Result]) -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m bench.aot",
-        description="Compile every op and the training steps for a GPU that is not there, and "
-        "hold registers, spills, memory and collectives against the committed figures.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def _parser() -> argparse.ArgumentParser:
+    p = program.parser("aot")
     p.add_argument("--write", action="store_true", help="renew the committed figures")
     p.add_argument("--only", metavar="REGEX", help="only tasks whose name has it")
     p.add_argument("--gpu", choices=GPUS, default="h200", help="what is compiled for")
@@ -335,7 +320,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     start = time.perf_counter()
     names = [name for name in tasks() if re.search(args.only or "", name)]
     if not names:
@@ -357,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
     results.sort(key=lambda result: names.index(result.name))
     seconds = time.perf_counter() - start
     print(f"\n{table(results)}\n\n{len(results)} programs in {seconds:.0f} s")
-    now = {"gpu": gpu.name, **versions, "commit": tree(), **figures(results)}
+    now = {"gpu": gpu.name, **versions, "commit": program.tree(), **figures(results)}
     path = RESULTS / f"aot-sm_{gpu.capability[0]}{gpu.capability[1]}.json"
     was = json.loads(path.read_text()) if path.exists() else None
     if args.write and not failures:
@@ -388,7 +373,6 @@ def run(gpu: str, names: list[str], jobs: int) -> tuple[list[Result], list[str]]
     """Compiles tasks in processes of their own, and tells what became of each."""
     results: list[Result] = []
     failures: list[str] = []
-    done: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         # The kernels that one process lowers serve the others, and none is left from before.
         os.environ |= {
@@ -397,26 +381,13 @@ def run(gpu: str, names: list[str], jobs: int) -> tuple[list[Result], list[str]]
             "MOSAIC_GPU_DUMP_PTXAS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "1",
         }
-        with ProcessPoolExecutor(jobs, SPAWN) as pool:
-            futures = {pool.submit(attempt, gpu, name): name for name in names}
-            for count, future in enumerate(as_completed(futures), 1):
-                name = futures[future]
-                try:
-                    result = future.result()
-                except BrokenProcessPool as error:  # as LLVM does where it cannot select code
-                    left = [n for n in names if n not in done][:jobs]
-                    what = f"the compiler ended its process at {' or '.join(left)}"
-                    raise BrokenProcessPool(what) from error
-                done.add(name)
-                if isinstance(result, Result):
-                    results.append(result)
-                    line = line_of(result)
-                else:
-                    failures.append(f"{name}: {result}")
-                    line = "failed"
-                print(f"[{count:3}/{len(names)}] {name:44} {line}", flush=True)
+        found = each(attempt, [(gpu, name) for name in names], jobs, apart=True)
+        for count, ((_, name), result) in enumerate(found, 1):
+            if isinstance(result, Result):
+                results.append(result)
+                line = line_of(result)
+            else:
+                failures.append(f"{name}: {result}")
+                line = "failed"
+            print(f"[{count:3}/{len(names)}] {name:44} {line}", flush=True)
     return results, failures
-
-
-if __name__ == "__main__":
-    sys.exit(main())

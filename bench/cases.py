@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxkern.cases import MODELS, TABLE, case
-from jaxkern.cases.case import Cost, Shape
+from jaxkern.cases.case import Shape
 from jaxkern.cases.optim import Step, steps
 
 
@@ -64,33 +64,17 @@ class Case:
     def call(self, *arrays: Any, implementation: Any) -> Any:
         return self.of.call(*arrays, implementation=implementation, **self.at.options)
 
-    def _bytes(self, cost: Cost | None) -> int:
-        if cost is None:
-            return 0
+    @property
+    def costs(self) -> dict[str, tuple[int, int]]:
+        """Of each pass the bytes, each array once, and the operations of its matrix products."""
         itemsize = jax.numpy.dtype(self.dtype).itemsize
-        return itemsize * case.total(cost.elements, self.sizes) + case.total(
-            cost.nbytes, self.sizes
-        )
-
-    @property
-    def bytes_forward(self) -> int:
-        """Bytes that the forward must read and write, each array once."""
-        return self._bytes(self.of.forward)
-
-    @property
-    def bytes_backward(self) -> int:
-        """Bytes that the backward must read and write, from the saved residuals."""
-        return self._bytes(self.of.backward)
-
-    @property
-    def operations_forward(self) -> int:
-        """Multiplications and additions of the forward's matrix products."""
-        return case.total(self.of.forward.operations, self.sizes) if self.of.forward else 0
-
-    @property
-    def operations_backward(self) -> int:
-        """Operations of the backward's products."""
-        return case.total(self.of.backward.operations, self.sizes) if self.of.backward else 0
+        total = lambda terms: case.total(terms, self.sizes)
+        passes = {"forward": self.of.forward, "backward": self.of.backward}
+        return {
+            name: (itemsize * total(c.elements) + total(c.nbytes), total(c.operations))
+            for name, c in passes.items()
+            if c
+        }
 
     @property
     def exponentials(self) -> int:

@@ -1,6 +1,6 @@
 """How long a training run takes to its first step, with nothing kept on disk and with all of it.
 
-    python -m bench.first_step --preset 130m --preset 370m --devices 1 --devices 4
+    python -m bench first_step --preset 130m --preset 370m --devices 1 --devices 4
 
 Each figure is of a process of its own, from its start: imports, lowering, compiling, the state's
 initial values, one step. The first process of a case finds an empty cache, the second one what the
@@ -14,44 +14,39 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
+from bench import program
+
 _STARTED = time.time()
-RESULTS = Path(__file__).parent / "results"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time a training run to its first step.")
+def main(argv: list[str] | None = None) -> int:
+    parser = program.parser("first_step", "first-step")
     parser.add_argument("--preset", action="append", help="of jaxkern train; repeat for more")
     parser.add_argument("--devices", action="append", type=int, help="GPUs; repeat for more")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of a GPU")
-    parser.add_argument("--commit", default="", help="what to call this tree")
-    parser.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-first-step)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     presets, counts = args.preset or ["130m"], args.devices or [1]
     if args.child:
         print(json.dumps(measure(presets[0], counts[0], args.batch_size)))
-        return
+        return 0
     rows = []
     for preset in presets:
         for count in counts:
             rows += _cold_and_warm(preset, count, args.batch_size)
-    from bench.run import machine  # after the processes that are timed: it takes hold of the GPU
-
-    report = machine(args.commit) | {"clock": "wall-clock time of processes", "rows": rows}
-    device = report["device"].lower().replace(" ", "-")
-    out = args.out or RESULTS / f"{device}-first-step.json"
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"wrote {out}")
+    # After the processes that are timed: it takes hold of the GPU.
+    report = program.machine(args.commit) | {"clock": "wall-clock time of processes", "rows": rows}
+    print(f"wrote {program.write(report, args.out, 'first-step')}")
+    return 0
 
 
 def _cold_and_warm(preset: str, devices: int, batch_size: int) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for cache in ("empty", "filled"):
-            command = [sys.executable, "-m", "bench.first_step", "--child"]
+            command = [sys.executable, "-m", "bench", "first_step", "--child"]
             command += [f"--preset={preset}", f"--devices={devices}", f"--batch-size={batch_size}"]
             environment = os.environ | {"JAXKERN_CACHE_DIR": folder}
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
@@ -68,9 +63,9 @@ def measure(preset: str, devices: int, batch_size: int) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jaxkern.core import lowering
     from jaxkern.lm.config import TrainConfig
     from jaxkern.lm.program import Placement, compile_programs, keep_programs
+    from jaxkern.lowering import kernel_call
 
     flags = {"preset": preset, "batch_size": batch_size * devices, "mixed_precision": "bf16"}
     config = TrainConfig.from_flags(flags)
@@ -89,10 +84,6 @@ def measure(preset: str, devices: int, batch_size: int) -> dict[str, Any]:
         "devices": devices,
         "first_step_s": round(time.time() - _STARTED, 1),
         "programs_s": round(compiled - compiling, 1),
-        "kernels_lowered": sum(lowering.lowerings.values()),
+        "kernels_lowered": sum(kernel_call.lowerings.values()),
         "loss": round(loss, 3),
     }
-
-
-if __name__ == "__main__":
-    main()

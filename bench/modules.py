@@ -1,14 +1,12 @@
 """Did a change of the source change a kernel? Digests of every kernel's module as it is lowered.
 
-``python -m bench.modules --write FILE`` keeps those of all bench cases, forward and backward, for
+``python -m bench modules --write FILE`` keeps those of all bench cases, forward and backward, for
 an H200; ``--against FILE`` lowers them again and names the cases whose kernels differ. No GPU is
 needed, and nothing is compiled.
 """
 
-import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,11 @@ from unittest import mock
 
 import jax
 
-from bench import steps
+from bench import program, steps
 from bench.cases import Case, cases
 from bench.processes import each
 from jaxkern.cases.optim import Step
-from jaxkern.core import lowering, target
+from jaxkern.lowering import kernel_call, target
 
 
 def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:
@@ -32,7 +30,7 @@ def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:
     # In place: exported, they are written for older readers, and JAX 0.11's does not parse that.
     in_place = lambda name, kernel, types, gpu, precision: kernel.full
     with (
-        mock.patch.object(lowering, "lowered", in_place),
+        mock.patch.object(kernel_call, "lowered", in_place),
         target.fitting_to(target.of_program(None)),
     ):
         traced = jax.jit(lambda *args: f(*args)).trace(*args)
@@ -56,7 +54,7 @@ def digests(name: str) -> list[str]:
     case = _by_name()[name]
     arrays = jax.eval_shape(case.arrays, jax.random.key(0))
     try:
-        modules = kernel_modules(_passes(case), *arrays)
+        modules = kernel_modules(passes(case), *arrays)
     finally:
         jax.clear_caches()
     return sorted(hashlib.sha256(str(module).encode()).hexdigest()[:16] for module in modules)
@@ -66,8 +64,11 @@ def _by_name() -> dict[str, Case | Step]:
     return {f"{case.op} {case.shape} {case.dtype}": case for case in cases(small=False)}
 
 
-def _passes(case: Case | Step) -> Callable[..., Any]:
-    """What a case runs: forward and backward, or an optimizer's step."""
+def passes(case: Case | Step) -> Callable[..., Any]:
+    """What a case runs by the kernels: forward and backward, or an optimizer's step.
+
+    The kernel of a forward that nobody differentiates may be another one, and is there too.
+    """
     if isinstance(case, Step):
         init, run = steps.program(case, "mosaic")
         return lambda *params: run(params, init(params), params)
@@ -77,13 +78,13 @@ def _passes(case: Case | Step) -> Callable[..., Any]:
 
     def both(*arrays: Any) -> Any:
         out, backward = jax.vjp(forward, *arrays)
-        return forward(*arrays), backward(out)
+        return forward(*arrays), out, backward(out)
 
     return both
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m bench.modules", description=__doc__)
+    p = program.parser("modules")
     p.add_argument("--op", action="append", help="only this op; repeat for more")
     p.add_argument("--jobs", type=int, default=1, help="processes")
     group = p.add_mutually_exclusive_group(required=True)
@@ -92,7 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     names = [n for n in _by_name() if not args.op or n.split()[0] in args.op]
     tasks = [(name,) for name in names]
-    found = dict(zip(names, each(digests, tasks, args.jobs), strict=True))
+    made = {name: digest for (name,), digest in each(digests, tasks, args.jobs)}
+    found = {name: made[name] for name in names}
     if args.write:
         args.write.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{len(found)} cases, {sum(map(len, found.values()))} kernels: wrote {args.write}")
@@ -102,7 +104,3 @@ def main(argv: list[str] | None = None) -> int:
     print(*(f"{n}: {'new' if n not in kept else 'another kernel'}" for n in differ), sep="\n")
     print(f"{len(names) - len(differ)} of {len(names)} cases have the same kernels")
     return 1 if differ else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,29 +1,33 @@
-"""Pictures of all results: ``python -m bench.pictures`` writes bench/pictures/*.svg.
+"""Pictures of all results: ``python -m bench pictures`` writes bench/pictures/*.svg.
 
 For every op a roofline: the bandwidth that each pass reaches over the bytes that it must move,
 under the bandwidth of a copy; for ops of matrix products TFLOP/s over operations per byte, under
 the tensor cores' limit too. For ops along sequences instead the time of each pass at each shape,
 beside the least that its bytes and its exponentials take. For ops of rows, percent of the copy
 bandwidth over their length. And the memory ledger: what forward and backward in one program need
-beside their arguments and results.
+beside their arguments and results. With files of results, the percent over the length of a row of
+each, in an SVG beside it.
 """
 
 import dataclasses
+import json
 import math
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import program, report
 from bench.cases import Case, cases
-from bench.plot import DIRECTIONS, MARKERS, draw_lengths, in_order, plain, points, pyplot, save
-from bench.report import CHOSEN, FOLDER, NAMES, OURS
+from bench.program import FOLDER
+from bench.report import CHOSEN, NAMES, OURS, Reports
 from jaxkern.cases import TABLE
 
 PICTURES = FOLDER / "pictures"
+
+DIRECTIONS = ("forward", "backward")
+MARKERS = "osD^vPX*h<>"
 
 PASSES = (*DIRECTIONS, "step")
 """Those of ops, and an optimizer's."""
@@ -79,7 +83,7 @@ def along_sequences() -> set[str]:
     return {case.op for case in TABLE if "l" in case.axes.split()}
 
 
-def times(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Times]:
+def times(reports: Reports) -> dict[str, Times]:
     """The times of all ops along sequences, and the limits of the machine."""
     every = (case for case in cases(small=False) if isinstance(case, Case))
     exponentials = {(case.op, case.shape, case.dtype): case.exponentials for case in every}
@@ -98,7 +102,7 @@ def times(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Times]:
     return found
 
 
-def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofline]:
+def rooflines(reports: Reports) -> dict[str, Roofline]:
     """All rooflines by op."""
     found: defaultdict[str, Roofline] = defaultdict(Roofline)
     for line in report.lines(reports):
@@ -116,8 +120,8 @@ def rooflines(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Roofli
     return found
 
 
-def lengths(reports: Sequence[tuple[str, dict[str, Any]]]) -> Any:
-    """Percent of the copy bandwidth over the length of a row, as :func:`bench.plot.points`."""
+def lengths(reports: Reports) -> Any:
+    """Percent of the copy bandwidth over the length of a row, as :func:`points`."""
     keys = ("op", "shape", "dtype", "direction")
     return points(
         [
@@ -130,7 +134,7 @@ def lengths(reports: Sequence[tuple[str, dict[str, Any]]]) -> Any:
     )
 
 
-def ledger(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+def ledger(reports: Reports) -> dict[str, dict[str, float]]:
     """MB by case and implementation, for each op the shape that was timed in most variants.
 
     That is: temporary memory of the program that runs forward and backward. Cases in which nobody
@@ -151,6 +155,65 @@ def ledger(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str,
         most[op] = max(most.get(op, {}), group, key=lambda g: sum(map(len, g.values())))
     held = {label: by for op in sorted(most) for label, by in sorted(most[op].items())}
     return {label: by for label, by in held.items() if max(by.values()) >= 1}
+
+
+def points(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[tuple[int, float]]]]]:
+    """(N, percent) by op, direction and implementation, of M×N in bf16 with the most rows each."""
+    found: dict[tuple[str, str, str, int], tuple[int, float]] = {}
+    for row in rows:
+        size = re.fullmatch(r"(\d+)x(\d+)", row["shape"])
+        if not size or row["dtype"] != "bfloat16" or row["direction"] not in DIRECTIONS:
+            continue
+        m, n = int(size[1]), int(size[2])
+        key = (row["op"], row["direction"], row["implementation"], n)
+        found[key] = max(found.get(key, (0, 0.0)), (m, row["percent"]))
+    lines: Any = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for (op, direction, implementation, n), (_, percent) in sorted(found.items()):
+        lines[op][direction][implementation].append((n, percent))
+    return lines
+
+
+def pyplot() -> Any:
+    """matplotlib for small SVGs, the same bytes on every run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "jaxkern", "svg.fonttype": "none", "font.size": 8}
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, out: Path) -> None:
+    """Writes and closes `figure`, with nothing cut off."""
+    figure.tight_layout()
+    metadata = {"Date": None} if out.suffix == ".svg" else None
+    figure.savefig(out, metadata=metadata, bbox_inches="tight")
+    pyplot().close(figure)
+
+
+def in_order(names: set[str]) -> list[str]:
+    """The implementations in the order of the tables."""
+    return [name for name in NAMES if name in names] + sorted(names - set(NAMES))
+
+
+def plain(axis: Any) -> None:
+    """Ticks of a logarithmic `axis` written as numbers: 1, 10, 100, and of a short one 1, 2, 5."""
+    from matplotlib import ticker
+
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_locator(ticker.LogLocator(subs=(1,) if high > 300 * low else (1, 2, 5)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def scatter(axis: Any, order: Sequence[str], at: Mapping[str, Sequence[Point]]) -> None:
+    """Draws the points of each implementation; its marker is by its place in `order`."""
+    for i, name in enumerate(order):
+        if at.get(name):
+            style = {"s": 26 if name == OURS else 14, "marker": MARKERS[i % len(MARKERS)]}
+            label = NAMES.get(name, name)
+            axis.scatter(*zip(*at[name], strict=True), label=label, alpha=0.8, **style)
 
 
 def draw_roofline(op: str, of: Roofline, out: Path) -> None:
@@ -175,11 +238,7 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
     for axis, direction in zip(axes[0], drawn, strict=True):
         limit = height if of.products else [of.copy_gb_s] * 2
         axis.plot(roof, limit, color="black", lw=1, label="limit")
-        for i, name in enumerate(order):
-            if at := of.points[direction].get(name):
-                size = 26 if name == OURS else 14
-                marker, label = MARKERS[i % len(MARKERS)], NAMES.get(name, name)
-                axis.scatter(*zip(*at, strict=True), s=size, marker=marker, label=label, alpha=0.8)
+        scatter(axis, order, of.points[direction])
         axis.set(xscale="log", yscale="log", title=f"{op}, {direction}")
         axis.set_ylim(min(least / 1.5, limit[-1] / 10), limit[-1] * 1.3)
         axis.set_xlabel("operations per byte" if of.products else "MB that the pass must move")
@@ -189,6 +248,45 @@ def draw_roofline(op: str, of: Roofline, out: Path) -> None:
     axes[0, 0].set_ylabel("TFLOP/s" if of.products else "GB/s")
     axes[0, 0].legend(fontsize=6)
     save(figure, out)
+
+
+def draw(one: dict[str, Any], out: Path) -> bool:
+    """Draws the lengths of one report; False if there are no three."""
+    title = f"{one['device']}, JAX {one['jax']}, bf16, commit {one['commit']}"
+    return draw_lengths(points(one["rows"]), title, out)
+
+
+def draw_lengths(lines: dict[str, Any], title: str, out: Path) -> bool:
+    """Writes :func:`points`, a row of panels for each op; False if there are no three lengths."""
+    lines = {op: by for op, by in lines.items() if any(len(p) > 2 for p in _all(by))}
+    if not lines:
+        return False
+    figure, axes = pyplot().subplots(
+        len(lines), 2, figsize=(7.2, 2.9 * len(lines)), sharex=True, sharey=True, squeeze=False
+    )
+    found = {name for by in lines.values() for d in by.values() for name in d}
+    implementations = in_order(found)
+    for row, (op, by) in zip(axes, lines.items(), strict=True):
+        for axis, direction in zip(row, DIRECTIONS, strict=True):
+            for i, name in enumerate(implementations):
+                if by[direction].get(name):
+                    n, percent = zip(*by[direction][name], strict=True)
+                    width = 2.2 if name == OURS else 1.2
+                    marker, label = MARKERS[i % len(MARKERS)], NAMES.get(name, name)
+                    axis.plot(n, percent, marker=marker, ms=4, lw=width, label=label)
+            axis.set(ylim=(0, 105), title=f"{op}, {direction}", xscale="log")
+            axis.set_xlabel("N, elements of a row")
+            axis.grid(alpha=0.3)
+            plain(axis.xaxis)
+        row[0].set_ylabel("% of copy bandwidth")
+    axes[0, 0].legend(fontsize=6)
+    figure.suptitle(title, fontsize=9)
+    save(figure, out)
+    return True
+
+
+def _all(by: dict[str, dict[str, list[tuple[int, float]]]]) -> list[list[tuple[int, float]]]:
+    return [line for lines in by.values() for line in lines.values()]
 
 
 def draw_times(op: str, of: Times, out: Path) -> None:
@@ -201,12 +299,11 @@ def draw_times(op: str, of: Times, out: Path) -> None:
     order = in_order({name for d in drawn for by in of.of[d].values() for name in by})
     for axis, direction in zip(axes[0], drawn, strict=True):
         rows = {label: row for row, label in enumerate(labels)}
-        for i, name in enumerate(order):
-            at = [(by[name], rows[k]) for k, by in of.of[direction].items() if name in by]
-            if at:
-                size = 26 if name == OURS else 14
-                marker, label = MARKERS[i % len(MARKERS)], NAMES.get(name, name)
-                axis.scatter(*zip(*at, strict=True), s=size, marker=marker, label=label, alpha=0.8)
+        at = defaultdict(list)
+        for label, by in of.of[direction].items():
+            for name, ms in by.items():
+                at[name].append((ms, rows[label]))
+        scatter(axis, order, at)
         if least := [(ms, rows[k]) for k, ms in of.least[direction].items()]:
             label = "limit of the machine"
             axis.scatter(*zip(*least, strict=True), s=60, marker="|", color="black", label=label)
@@ -239,20 +336,17 @@ def draw_ledger(held: dict[str, dict[str, float]], out: Path) -> None:
     save(figure, out)
 
 
-def overview(reports: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+def overview(reports: Reports) -> dict[str, dict[str, float]]:
     """Speeds as parts of jaxkern's, by a label and an implementation, of :data:`OVERVIEW`."""
     found: dict[str, dict[str, float]] = {}
-    of_ops = report.lines(reports)
     for op, shape, direction in OVERVIEW:
-        same = [x for x in of_ops if (x.op, x.shape, x.direction) == (op, shape, direction)]
-        line = max(same, key=lambda x: (x.dtype == "bfloat16", len(x.figures)))
+        line = report.the_line(reports, op, shape, direction)
         assert line.own is not None, line
         shown = {name: m.us for name, m in line.figures.items() if name in BESIDE}
         label = f"{op}, {direction}\n{shape}"
         found[label] = {OURS: 1.0} | {name: line.own.us / us for name, us in shown.items()}
-    steps = [row for _, r in reports for row in r["rows"] if row.get("contender")]
-    small = [row for row in steps if (row["preset"], row["length"]) == ("130m", 2048)]
-    rates = {row["contender"]: row["tokens_per_second"] for row in small}
+    trained = report.trainings(reports)["130m", 2048]
+    rates = {name: row["tokens_per_second"] for name, row in trained.items()}
     others = {"mamba_ssm": "mamba_ssm", "xla": "xla-loop"}
     found["Mamba of 130m, training\n8 x 2048 tokens"] = {OURS: 1.0} | {
         name: rates[row] / rates["jaxkern"] for name, row in others.items()
@@ -280,7 +374,15 @@ def draw_overview(held: dict[str, dict[str, float]], out: Path) -> None:
     save(figure, out)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    p = program.parser("pictures")
+    p.add_argument("file", nargs="*", type=Path, help="results, for a picture beside each alone")
+    if files := p.parse_args(argv).file:
+        for path in files:
+            out = path.with_suffix(".svg")
+            drawn = draw(json.loads(path.read_text()), out)
+            print(f"wrote {out}" if drawn else f"{path}: no three lengths of rows to draw")
+        return 0
     reports = report.load()
     PICTURES.mkdir(exist_ok=True)
     for op, roofline in rooflines(reports).items():
@@ -294,7 +396,3 @@ def main() -> int:
     draw_overview(overview(reports), PICTURES / "overview.svg")
     print(f"wrote {PICTURES}/*.svg")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -126,7 +126,7 @@ def _attention(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Ar
 
 
 def _mamba_init(key: Any, s: Sizes) -> Params:
-    inits = mamba.initializers(mamba.Sizes(s.hidden, s.state))
+    inits = mamba.initializers(mamba.Sizes(s.hidden, d_state=s.state))
     keys = jax.random.split(key, len(inits))
     return {
         name: start(k, shape, jnp.float32)
@@ -136,7 +136,7 @@ def _mamba_init(key: Any, s: Sizes) -> Params:
 
 def _mamba(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
     del s
-    return mamba.mamba(mamba.weights_from(p), x, implementation=implementation)
+    return mamba.mamba(mamba.BLOCK.weights_from(p), x, implementation=implementation)
 
 
 BACKBONES = {

@@ -2,7 +2,7 @@
 
 Runs ``jaxkern train`` once for each precision and seed, and reads what it logged; fp16 is trained
 with a dynamic loss scale. Seeds draw parameters and data: the same one in another precision starts
-alike. ``python -m bench.precision --jobs 3``.
+alike. ``python -m bench precision --jobs 3``.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.run import RESULTS, machine
+from bench import program
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -73,29 +73,22 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
-        prog="python -m bench.precision", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    p = program.parser("precision", "precision")
     p.add_argument("--preset", default="tiny", help="the model's shape")
     p.add_argument("--batch-size", type=int, default=8, help="sequences a step")
     p.add_argument("--seq-len", type=int, default=256, help="bytes a sequence")
     p.add_argument("--steps", type=int, default=240, help="of each run")
     p.add_argument("--seeds", type=int, default=3, help="runs of each precision")
     p.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
-    p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-precision.json)")
     args = p.parse_args(argv)
     runs = list(itertools.product(PRECISIONS, range(args.seeds)))
     with ThreadPoolExecutor(args.jobs) as pool:
         rows = list(pool.map(functools.partial(train, args), *zip(*runs, strict=True)))
-    where = machine(args.commit)
-    device = str(where["device"]).lower().replace(" ", "-")
-    out = args.out or RESULTS / f"{device}-precision.json"
     keys = ("preset", "batch_size", "seq_len", "steps")
     settings = {key: getattr(args, key) for key in keys}
-    report = {**where, **settings, "rows": rows, "summary": summary(rows)}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    told = {"rows": rows, "summary": summary(rows)}
+    report = program.machine(args.commit) | settings | told
+    out = program.write(report, args.out, "precision")
     for row in report["summary"]:
         print(
             f"{row['precision']:5} validation loss {row['mean']:.4f} ± {row['spread']:.4f} nats, "
@@ -104,7 +97,3 @@ def main(argv: list[str] | None = None) -> int:
     skipped = sum(row.get("skipped", 0) for row in rows)
     print(f"fp16 left out {skipped} steps\nwrote {out}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

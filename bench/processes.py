@@ -4,41 +4,63 @@ While XLA compiles it tries algorithms for products on the device, and so does T
 """
 
 import contextlib
-import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 SPAWN = multiprocessing.get_context("spawn")
+Task = tuple[Any, ...]
 
 
 def each(
     f: Callable[..., Any],
-    tasks: Sequence[tuple[Any, ...]],
+    tasks: Sequence[Task],
     jobs: int,
     *,
-    begin: Callable[["Shared"], None] | None = None,
-    chunk: int = 1,
-) -> Iterator[Any]:
-    """Yields what ``f(*task)`` gives for each task, in order.
+    apart: bool = False,
+    most: int | None = None,
+) -> Iterator[tuple[Task, Any]]:
+    """Yields each task and what ``f(*task)`` gives, as they are done.
 
     Args:
       f: a function of a module.
-      tasks: its arguments.
+      tasks: its arguments, no two alike.
       jobs: how many processes work; one is this process.
-      begin: called in each new process with the device that they share; then a process does one
-        chunk of the tasks and ends.
-      chunk: how many tasks a process takes at a time.
+      apart: whether one is another process, too.
+      most: how many tasks a process does before another one takes its place; it keeps memory.
+
+    Raises:
+      BrokenProcessPool: a process ended, as LLVM ends one where it cannot select code.
     """
-    if jobs == 1:
-        yield from itertools.starmap(f, tasks)
+    if jobs == 1 and not apart:
+        yield from ((task, f(*task)) for task in tasks)
         return
-    options: dict[str, Any] = {}
-    if begin:
-        options = {"initializer": begin, "initargs": (Shared(SPAWN),), "max_tasks_per_child": 1}
-    with ProcessPoolExecutor(jobs, SPAWN, **options) as pool:
-        yield from pool.map(f, *zip(*tasks, strict=True), chunksize=chunk)
+    left = list(tasks)
+    shared = Shared(SPAWN)
+    with ProcessPoolExecutor(
+        jobs, SPAWN, initializer=_begin, initargs=(shared,), max_tasks_per_child=most
+    ) as pool:
+        futures = {pool.submit(f, *task): task for task in tasks}
+        for future in as_completed(futures):
+            try:
+                result = future.result()
+            except BrokenProcessPool as error:
+                names = " or ".join(str(task[-1]) for task in left[:jobs])
+                raise BrokenProcessPool(f"a process ended at {names}") from error
+            left.remove(futures[future])
+            yield futures[future], result
+
+
+def _begin(shared: "Shared") -> None:
+    global _device
+    _device = shared
+
+
+def device() -> "Alone | Shared":
+    """The device of this process, held while it is used."""
+    return _device
 
 
 class Alone:
@@ -90,3 +112,6 @@ class Shared:
             with self._changed:
                 self._compiling.value -= 1
                 self._changed.notify_all()
+
+
+_device: Alone | Shared = Alone()

@@ -5,9 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import json
-import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,47 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jaxkern
-from bench import peers, plot, steps, timing
+from bench import peers, pictures, program, steps, timing
 from bench.cases import Case, bytes_of, cases
-from bench.processes import Alone, Shared, each
-from bench.report import RESULTS, write_csv
+from bench.processes import device, each
+from bench.report import write_csv
 from jaxkern.cases import MODELS
 from jaxkern.cases.optim import Step
 
 IMPLEMENTATIONS = ("mosaic", "xla", "auto")
 """Of jaxkern; ``"auto"`` is what ``None`` picks."""
-
-
-def machine(commit: str) -> dict[str, Any]:
-    """Where the figures come from: without it they mean nothing."""
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "jax": jax.__version__,
-        "jaxkern": jaxkern.__version__,
-        "commit": commit or tree(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def tree() -> str:
-    """The commit of this tree, with a word where files differ from it."""
-    commit = _output("git", "rev-parse", "--short=12", "HEAD")
-    if not commit:
-        return "unknown"
-    return commit + ("+changes" if _output("git", "status", "--porcelain") else "")
-
-
-def _output(*command: str) -> str:
-    try:
-        run = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=RESULTS.parent
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return run.stdout.strip().splitlines()[0] if run.stdout.strip() else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +77,6 @@ class _Program:
         return out
 
 
-_device: Alone | Shared = Alone()
-"""Held while the device is used."""
-
-
 def measure_case(
     case: Case, implementation: str, ceilings: timing.Ceilings, calls: int
 ) -> list[Row]:
@@ -157,14 +118,14 @@ def measure_case(
     out = jax.eval_shape(call, *shapes)
     keys = jax.random.split(key, timing.sets_needed(bytes_of((shapes, out))))
     normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
-    with _device.compiling():
+    with device().compiling():
         of_call, of_plain = _Program(call, *shapes), _Program(plain, *shapes)
         make, compare = _Program(case.arrays, key).run, _Program(_error, out, out).run
         if case.differentiated:
             _, vjp = jax.eval_shape(save, shapes)
             of_save, of_both = _Program(save, shapes), _Program(both, shapes, out)
             of_backward, draw = _Program(backward, vjp, out), _Program(normal, key).run
-    with _device:
+    with device():
         sets = [make(k) for k in keys]
         _check(case, compare(of_call(*sets[0]), of_plain.run(*sets[0])))
         rows = [row("forward", of_call, sets)]
@@ -182,9 +143,9 @@ def measure_case(
 def measure_step(step: Step, implementation: str, ceilings: timing.Ceilings, calls: int) -> Row:
     """A step of an optimizer."""
     if peers.is_torch(implementation):
-        timed = peers.measure_torch_step(step, calls, _device)
+        timed = peers.measure_torch_step(step, calls, device())
         return _row(step, implementation, "step", timed, ceilings)
-    timed, seconds, temp_bytes = steps.measure(step, implementation, calls, _device)
+    timed, seconds, temp_bytes = steps.measure(step, implementation, calls, device())
     row = _row(step, implementation, "step", timed, ceilings)
     return dataclasses.replace(row, compile_s=round(seconds, 2), temp_bytes=temp_bytes)
 
@@ -201,11 +162,9 @@ def _row(
     timed: timing.Timing,
     ceilings: timing.Ceilings,
 ) -> Row:
-    nbytes = {"forward": case.bytes_forward, "backward": case.bytes_backward}
-    operations = {"forward": case.operations_forward, "backward": case.operations_backward}
-    seconds = timed.median * 1e-3
-    rate = nbytes.get(direction, sum(nbytes.values())) / seconds
-    products = operations.get(direction, sum(operations.values())) / seconds
+    costs = case.costs
+    nbytes, operations = costs.get(direction) or map(sum, zip(*costs.values(), strict=True))
+    rate, products = 1e3 * nbytes / timed.median, 1e3 * operations / timed.median
     return Row(
         op=case.op,
         shape=case.shape,
@@ -255,7 +214,7 @@ def _attempt(
         if peers.is_torch(implementation):
             compare = jax.jit(functools.partial(_error, drawn=case.drawn))
             check = lambda got, want: _check(case, compare(got, want))
-            times = peers.measure_torch(case, implementation, calls, _device, check)
+            times = peers.measure_torch(case, implementation, calls, device(), check)
             return [_row(case, implementation, k, t, ceilings) for k, t in times.items()]
         return measure_case(case, implementation, ceilings, calls)
     except Exception as e:  # a peer may raise anything, and the other cases go on
@@ -263,33 +222,21 @@ def _attempt(
             e, RuntimeError | NotImplementedError
         ):
             raise
-        return (str(e).splitlines() or [type(e).__name__])[0]
+        return program.first_line(e)
     finally:
         jax.clear_caches()
         peers.forget()
         gc.collect()
 
 
-_CHUNK = 4
+_MOST = 4
 """The most tasks of one process: starting one takes long, and it keeps memory."""
 
 
-def _begin(device: Shared) -> None:
-    global _device
-    _device = device
-
-
-def _write(out: Path, report: dict[str, Any]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m bench",
-        description="Time jaxkern's ops, forward and backward, beside plain JAX.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def _parser() -> argparse.ArgumentParser:
+    p = program.parser("run", "<ops>")
+    others = [name for name in program.COMMANDS if name != "run"]
+    p.epilog = f"Other commands: {', '.join(others)}; python -m bench COMMAND --help."
     p.add_argument("--op", action="append", help="only this op; repeat for more")
     p.add_argument("--shape", action="append", help="only this shape, as the table writes it")
     p.add_argument(
@@ -310,25 +257,22 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         help="processes that compile; they time in turn, but their compile times are of no use",
     )
-    p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
-    p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-<op>.json)")
     p.add_argument("--csv", type=Path, help="also write the timings here, comma-separated")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    if args.jobs > 1:  # before JAX takes hold of the device: they share its memory
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    args = _parser().parse_args(argv)
+    program.share_device(args.jobs)
     gpu = timing.on_gpu()
     known = list(enumerate(cases(small=not gpu)))
-    chosen = [
-        (index, case)
+    chosen = {
+        index: case
         for index, case in known
         if (not args.op or case.op in args.op)
         and (not args.shape or case.shape in args.shape)
         and (not args.model or set(args.model) & set(getattr(case, "models", ())))
-    ]
+    }
     if args.model and not gpu:
         print("bench: error: the shapes of a --model are for a GPU; leave it out", file=sys.stderr)
         return 2
@@ -336,64 +280,67 @@ def main(argv: list[str] | None = None) -> int:
         names = ", ".join(sorted({f"{case.op} {case.shape}" for _, case in known}))
         print(f"bench: error: no such case; there are: {names}", file=sys.stderr)
         return 2
-    where = machine(args.commit)
-    ceilings = timing.Ceilings.measured(any(case.operations_forward for _, case in chosen))
-    products = ceilings.products * 1e-12
-    clock = (
-        "device time (CUPTI), cold L2" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
+    ceilings = timing.Ceilings.measured(
+        any(operations for case in chosen.values() for _, operations in case.costs.values())
     )
-    print(
-        f"{where['device']}, JAX {where['jax']}, copy {ceilings.copy / 1e9:.0f} GB/s, "
-        + (f"products {products:.1f} TFLOP/s, " if products else "")
-        + clock,
-        flush=True,
-    )
-    print(
-        f"{'op':24}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}"
-        f"{'TFLOP/s':>9}{'% max':>6}{'temp MB':>9}{'compile s':>11}{'first ms':>10}",
-        flush=True,
-    )
-    device = str(where["device"]).lower().replace(" ", "-")
-    ops = "-".join(sorted({case.op for _, case in chosen}))
-    out = args.out or RESULTS / f"{device}-{ops}.json"
-    report: dict[str, Any] = {**where, "copy_gb_s": round(ceilings.copy / 1e9, 1)}
-    if products:
-        report["product_tflop_s"] = _short(products)
-    report |= {"clock": clock, "rows": []}
-    failed = 0
+    report = _begun(args.commit, ceilings)
     names = ["mosaic"] * gpu + [v for v in args.vs.split(",") if v]
-    work = [
-        (index, case, name)
-        for index, case in chosen
+    tasks = [
+        (index, name, ceilings, args.calls)
+        for index, case in chosen.items()
         for name in names
         if name not in peers.installed() or peers.has(case, name)
     ]
-    tasks = [(index, name, ceilings, args.calls) for index, _, name in work]
-    chunk = max(1, min(_CHUNK, len(tasks) // args.jobs))
-    attempts = each(_attempt, tasks, args.jobs, begin=_begin, chunk=chunk)
-    for (_, case, name), got in zip(work, attempts, strict=True):
+    ops = "-".join(sorted({case.op for case in chosen.values()}))
+    out, failed, found = args.out, 0, {}
+    for task, got in each(_attempt, tasks, args.jobs, most=_MOST):
         if isinstance(got, str):
             failed += 1
-            print(f"{case.op:24}{case.shape:24}{case.dtype:10}{name}: {got}", flush=True)
+            print(_named(chosen[task[0]]) + f"{task[1]}: {got}", flush=True)
             continue
-        for row in got:
-            report["rows"].append(dataclasses.asdict(row))
-            spread = (row.us_high - row.us_low) / 2
-            print(
-                f"{row.op:24}{row.shape:24}{row.dtype:10}{row.direction:10}"
-                f"{row.implementation:8}{row.us:10.1f}{spread:8.1f}{row.percent:8.1f}"
-                f"{f'{row.tflop_s:.1f}' if row.tflop_s else '':>9}"
-                f"{f'{row.percent_products:.1f}' if row.tflop_s else '':>6}"
-                f"{row.temp_bytes / 1e6:9.0f}{row.compile_s:11.1f}{row.first_call_s * 1e3:10.1f}",
-                flush=True,
-            )
-        _write(out, report)  # after every case: a run that is stopped keeps what it has
+        found[tasks.index(task)] = got
+        print(*map(_line, got), sep="\n", flush=True)
+        rows = [dataclasses.asdict(row) for i in sorted(found) for row in found[i]]
+        report["rows"] = rows
+        out = program.write(report, args.out, ops)  # a run that is stopped keeps what it has
+    if out is None or not found:
+        return 1
     print(f"wrote {out}")
     if args.csv:
         write_csv(report["rows"], args.csv)
         print(f"wrote {args.csv}")
     with contextlib.suppress(ImportError):  # matplotlib is not needed to time
-        picture = out.with_suffix(".svg")
-        if plot.draw(report, picture):
-            print(f"wrote {picture}")
+        if pictures.draw(report, out.with_suffix(".svg")):
+            print(f"wrote {out.with_suffix('.svg')}")
     return 1 if failed else 0
+
+
+def _begun(commit: str, ceilings: timing.Ceilings) -> dict[str, Any]:
+    """A report without rows; prints where the figures come from, and the head of the table."""
+    report = program.machine(commit) | {"copy_gb_s": round(ceilings.copy / 1e9, 1)}
+    if ceilings.products:
+        report["product_tflop_s"] = _short(ceilings.products * 1e-12)
+    clock = program.clock(timing.on_gpu(), "device time (CUPTI), cold L2")
+    products = f"products {ceilings.products * 1e-12:.1f} TFLOP/s, " if ceilings.products else ""
+    print(
+        f"{report['device']}, JAX {report['jax']}, copy {ceilings.copy / 1e9:.0f} GB/s, "
+        f"{products}{clock}\n"
+        f"{'op':24}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}"
+        f"{'TFLOP/s':>9}{'% max':>6}{'temp MB':>9}{'compile s':>11}{'first ms':>10}",
+        flush=True,
+    )
+    return report | {"clock": clock, "rows": []}
+
+
+def _named(of: Case | Step | Row) -> str:
+    return f"{of.op:24}{of.shape:24}{of.dtype:10}"
+
+
+def _line(row: Row) -> str:
+    spread = (row.us_high - row.us_low) / 2
+    rates = (f"{row.tflop_s:.1f}", f"{row.percent_products:.1f}") if row.tflop_s else ("", "")
+    return (
+        f"{_named(row)}{row.direction:10}{row.implementation:8}{row.us:10.1f}{spread:8.1f}"
+        f"{row.percent:8.1f}{rates[0]:>9}{rates[1]:>6}{row.temp_bytes / 1e6:9.0f}"
+        f"{row.compile_s:11.1f}{row.first_call_s * 1e3:10.1f}"
+    )

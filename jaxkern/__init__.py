@@ -12,7 +12,7 @@ contracted, N columns; of a norm N elements of a row; of a gated unit H outputs.
 
 import jaxkern._command as _command  # noqa: F401, before what takes seconds
 from jaxkern import precision
-from jaxkern.core.target import Gpu, lowering_for
+from jaxkern.lowering.target import Gpu, lowering_for
 from jaxkern.ops.activations import gelu, quick_gelu, relu, relu_squared, sigmoid, silu, tanh
 from jaxkern.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 from jaxkern.ops.dropout import dropout, dropout_add

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -245,9 +245,28 @@ def select_tree[Tree](take_first: jax.Array, first: Tree, second: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.where(take_first, a, b), first, second)
 
 
+class _LossScale:
+    """The methods of a loss scale, which multiplies and divides by its `loss_scale`."""
+
+    loss_scale: Any
+
+    def scale[Tree](self, tree: Tree) -> Tree:
+        """Multiply the floating leaves (the loss) by the scale, each in its own dtype."""
+        return _multiply(tree, self.loss_scale)
+
+    def unscale[Tree](self, tree: Tree) -> Tree:
+        """Divide the floating leaves (the gradients) by the scale, each in its own dtype."""
+        return _multiply(tree, 1 / self.loss_scale)
+
+    def adjust(self, finite: jax.Array) -> Self:
+        """Return the scale for the next step, given whether this step's gradients were finite."""
+        del finite
+        return self
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale:
+class NoOpLossScale(_LossScale):
     """A loss scale of 1 that computes nothing, for bf16 and fp32.
 
     Example:
@@ -268,15 +287,10 @@ class NoOpLossScale:
         """Return `tree`."""
         return tree
 
-    def adjust(self, finite: jax.Array) -> "NoOpLossScale":
-        """Return itself."""
-        del finite
-        return self
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(_LossScale):
     """A loss scale that stays what it is.
 
     Args:
@@ -300,23 +314,10 @@ class StaticLossScale:
                 )
             object.__setattr__(self, "loss_scale", jnp.float32(self.loss_scale))
 
-    def scale[Tree](self, tree: Tree) -> Tree:
-        """Multiply the floating leaves (the loss) by the scale, each in its own dtype."""
-        return _multiply(tree, self.loss_scale)
-
-    def unscale[Tree](self, tree: Tree) -> Tree:
-        """Divide the floating leaves (the gradients) by the scale, each in its own dtype."""
-        return _multiply(tree, 1 / self.loss_scale)
-
-    def adjust(self, finite: jax.Array) -> "StaticLossScale":
-        """Return itself."""
-        del finite
-        return self
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_LossScale):
     """A loss scale that halves on overflow and doubles after a quiet period.
 
     `loss_scale` s and `counter` c follow, for each step's `finite`:
@@ -375,16 +376,7 @@ class DynamicLossScale:
                 raise ValueError(f"DynamicLossScale: counter={self.counter} must be at least 0")
             object.__setattr__(self, "counter", jnp.int32(self.counter))
 
-    def scale[Tree](self, tree: Tree) -> Tree:
-        """Multiply the floating leaves (the loss) by the scale, each in its own dtype."""
-        return _multiply(tree, self.loss_scale)
-
-    def unscale[Tree](self, tree: Tree) -> Tree:
-        """Divide the floating leaves (the gradients) by the scale, each in its own dtype."""
-        return _multiply(tree, 1 / self.loss_scale)
-
-    def adjust(self, finite: jax.Array) -> "DynamicLossScale":
-        """Return the scale for the next step, given whether this step's gradients were finite."""
+    def adjust(self, finite: jax.Array) -> Self:
         grow = self.counter + 1 >= self.period
         grown = jnp.minimum(self.loss_scale * self.factor, self.max_scale)
         shrunk = jnp.maximum(self.loss_scale / self.factor, self.min_scale)

@@ -1,8 +1,7 @@
 """The suite that every op goes through: accuracy against float64, and every JAX transformation.
 
-An op is described once, as an :class:`Op`. :func:`check_accuracy` holds it to the float64 oracle,
-and :func:`check_transformation` runs one cell of the matrix (:data:`TRANSFORMATIONS`).
-:mod:`tests.errors` defines an error, and how large it may be.
+An op is described once, as an :class:`Op`. :func:`transformations` makes the test of its cells of
+the matrix (:data:`TRANSFORMATIONS`); :mod:`tests.errors` holds ops to their float64 oracles.
 
 ``implementation`` is ``"mosaic"`` for the kernels (compiled on a GPU, in Pallas's interpreter
 elsewhere), ``None`` for the choice at lowering time, ``"xla"`` for plain JAX.
@@ -17,15 +16,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern.core.dispatch import interpret_kernels
-from tests.errors import ON_GPU, Arrays, at_most_twice, relative_error, value_and_grads
-from tests.errors import activated as activated
-from tests.errors import in_float64 as in_float64
+from tests.errors import (  # noqa: F401
+    BOTH,
+    ON_GPU,
+    WHOLE,
+    Arrays,
+    activated,
+    assert_close,
+    assert_same_bits,
+    at_most_twice,
+    check_accuracy,
+    in_float64,
+    interpreted,
+    program,
+    relative_error,
+    running,
+    sizes,
+    value_and_grads,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,17 +48,21 @@ class Op:
       name: what the matrix calls it.
       call: ``call(*arrays, implementation=...)``, the public function; returns one array.
       reference: the same in plain JAX, with no custom rule of any kind.
-      arrays: small fp32 arrays for the matrix, from a key. Axes that are split over devices have
-        4 elements or a multiple.
+      arrays: small arrays for the matrix, from a key; in fp32, and integers that have no gradient.
+        Axes that are split over devices have 4 elements or a multiple.
       kernels: names of the forward and the backward kernel in lowered text.
-      rows: a ``PartitionSpec`` for each array and one for the output, splitting over ``"data"``
-        what can be split with no gather.
-      features: the same for axes whose split is legal but gathered; ``None`` if there are none.
-      all_reduces: how many sums over devices value-and-gradient needs, split by `rows`.
+      axes: a letter for each axis of each array and of the output, as ``"mk kn n -> mn"``. The
+        output's first axis can be split over devices with no gather.
+      features: axes whose split over devices is legal but gathered; ``""`` if there are none.
+      channels: axes that can be split beside the first one with no gather.
+      all_reduces: how many sums over devices value-and-gradient needs where rows are split.
       vmaps: ``in_axes`` to map with; a mapped array is stacked from variations of itself.
       tolerance: of results in another order of sums, relative in norm.
       runs_again: whether the backward needs more than the arguments, so that ``jax.checkpoint``
         has the forward kernel run a second time.
+      once: whether a CPU runs a cell once: its kernels, or where it cannot, what is chosen.
+      cells: (transformation, implementation) of each cell, where it is not the whole matrix.
+      without: transformations that the op has other tests of.
     """
 
     name: str
@@ -54,67 +70,29 @@ class Op:
     reference: Callable[..., Any]
     arrays: Callable[[Any], Arrays]
     kernels: tuple[str, str]
-    rows: tuple[Any, ...]
-    features: tuple[Any, ...] | None
-    all_reduces: int
-    vmaps: Sequence[tuple[int | None, ...]]
+    axes: str
+    features: str = ""
+    channels: str = ""
+    all_reduces: int = 0
+    vmaps: Sequence[tuple[int | None, ...]] = ()
     tolerance: float = 2e-5
     runs_again: bool = True
+    once: bool = False
+    cells: Sequence[tuple[str, str | None]] | None = None
+    without: Sequence[str] = ()
 
+    @property
+    def row(self) -> str:
+        return self.axes.split()[-1][0]
 
-# Accuracy
-
-
-def check_accuracy(
-    call: Callable[..., Any],
-    plain: Callable[..., Any],
-    oracle: Callable[..., tuple[Any, Arrays]],
-    arrays: Arrays,
-    *,
-    magnitudes: Sequence[float] | None = None,
-) -> None:
-    """Output and gradients of `call` are at most twice as far from the truth as plain JAX's.
-
-    Args:
-      call: the op, a function of `arrays`.
-      plain: the plain expression that a user would write, computed in the dtypes of `arrays`.
-      oracle: ``oracle(*arrays, dout) -> (out, grads)`` in float64 NumPy.
-      arrays: the arguments.
-      magnitudes: per output and gradient, the size of the terms it is summed from, where they may
-        cancel; an error below 4 fp32 roundings of that is no error. Default: the result's own size.
-    """
-    like = jax.eval_shape(call, *arrays)
-    dout = np.random.default_rng(17).standard_normal(like.shape).astype(like.dtype)
-    out, grads = value_and_grads(call, arrays, dout)
-    plain_out, plain_grads = value_and_grads(plain, arrays, dout)
-    wide = [np.asarray(a).astype(np.float64) for a in (*arrays, dout)]
-    want_out, want_grads = oracle(*wide)
-    assert out.dtype == arrays[0].dtype
-    rows = [("out", out, plain_out, want_out)] + [
-        (f"gradient {i}", g, p, w)
-        for i, (g, p, w) in enumerate(zip(grads, plain_grads, want_grads, strict=True))
-    ]
-    sizes = [None] * len(rows) if magnitudes is None else magnitudes
-    for row, size in zip(rows, sizes, strict=True):
-        at_most_twice(*row, size)
+    def specs(self, **split: str) -> tuple[Any, ...]:
+        """A ``PartitionSpec`` for each array and the output: axes to split, by axes of a mesh."""
+        of = {letter: name for name, letters in split.items() for letter in letters}
+        arrays = self.axes.replace(" ->", "").split()
+        return tuple(P(*map(of.get, letters)) for letters in arrays)
 
 
 # Transformations
-
-
-def running(implementation: str | None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which kernels are interpreted where no GPU can run them."""
-    interpreted = implementation == "mosaic" and not ON_GPU
-    return interpret_kernels() if interpreted else contextlib.nullcontext()
-
-
-def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
-    """Every leaf within `tolerance` of `want`, relative in norm: fp32 sums in another order."""
-    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
-    assert len(got) == len(want)
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        error = relative_error(g, w)
-        assert error <= tolerance, f"leaf {i}: relative error {error:.2e}"
 
 
 _WANTED: dict[Op, dict[str, Any]] = {}
@@ -127,8 +105,10 @@ class _Cell:
         self.op = op
         self.implementation = implementation
         self.arrays = op.arrays(jax.random.key(0))
-        self.argnums = tuple(range(len(self.arrays)))
-        self.interpreted = implementation == "mosaic" and not ON_GPU
+        self.argnums = tuple(
+            i for i, a in enumerate(self.arrays) if jnp.issubdtype(a.dtype, jnp.floating)
+        )
+        self.interpreted = interpreted(implementation)
         self.cotangent = jax.random.normal(
             jax.random.key(1), jax.eval_shape(op.reference, *self.arrays).shape
         )
@@ -162,8 +142,11 @@ class _Cell:
         return self.want("grad", self.grad(self.op.reference), *self.arrays)
 
     def stacked(self, in_axes: Sequence[int | None], size: int = 3) -> Arrays:
+        """Variations of arrays along new axes; of integers in another order."""
+        floats = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
+        varied = lambda a, i: a * (1 + 0.1 * i) if floats(a) else jnp.roll(a, i, 0)
         return tuple(
-            a if axis is None else jnp.stack([a * (1 + 0.1 * i) for i in range(size)], axis)
+            a if axis is None else jnp.stack([varied(a, i) for i in range(size)], axis)
             for a, axis in zip(self.arrays, in_axes, strict=True)
         )
 
@@ -315,10 +298,12 @@ def _scan(c: _Cell) -> None:
     c.close(jax.jit(c.grad(repeated(c.f)))(*c.arrays), want, 5)
 
 
-def _mesh(kind: AxisType) -> Any:
+def _mesh(kind: AxisType, names: tuple[str, ...] = ("data",)) -> Any:
+    """All devices, up to 4, in one row, or where there are two names in a square."""
     devices = jax.devices()
-    count = 4 if len(devices) >= 4 else len(devices)
-    return jax.make_mesh((count,), ("data",), axis_types=(kind,), devices=devices[:count])
+    count = 4 if len(devices) >= 4 else len(devices) if len(names) == 1 else 1
+    shape = (count,) if len(names) == 1 else (int(count**0.5),) * 2
+    return jax.make_mesh(shape, names, (kind,) * len(names), devices=devices[:count])
 
 
 def _placed(c: _Cell, mesh: Any, specs: Sequence[Any]) -> tuple[Arrays, Any]:
@@ -329,15 +314,20 @@ def _placed(c: _Cell, mesh: Any, specs: Sequence[Any]) -> tuple[Arrays, Any]:
 
 def _value_and_grad(c: _Cell, f: Callable[..., Any]) -> Callable[..., Any]:
     def run(arrays: Arrays, cotangent: Any) -> Any:
-        out, vjp = jax.vjp(f, *arrays)
+        def of_floats(*floats: Any) -> Any:
+            given = dict(zip(c.argnums, floats, strict=True))
+            return f(*(given.get(i, a) for i, a in enumerate(arrays)))
+
+        out, vjp = jax.vjp(of_floats, *(arrays[i] for i in c.argnums))
         return out, vjp(cotangent)
 
     return run
 
 
-def _on_mesh(c: _Cell, kind: AxisType, specs: Sequence[Any], local: bool) -> None:
-    mesh = _mesh(kind)
-    arrays, cotangent = _placed(c, mesh, specs)
+def _on_mesh(c: _Cell, kind: AxisType, local: bool, **split: str) -> None:
+    """Value and gradients with these axes split; `local`: nothing but sums leaves a device."""
+    mesh = _mesh(kind, tuple(split))
+    arrays, cotangent = _placed(c, mesh, c.op.specs(**split))
     reference = _value_and_grad(c, c.op.reference)
     want = c.want("value and grad", reference, c.arrays, c.cotangent)
     compiled = jax.jit(_value_and_grad(c, c.f)).lower(arrays, cotangent).compile()
@@ -348,27 +338,33 @@ def _on_mesh(c: _Cell, kind: AxisType, specs: Sequence[Any], local: bool) -> Non
         for collective in ("all-gather", "all-to-all", "collective-permute"):
             assert f"{collective}(" not in text, f"{collective} in the program of a split batch"
             assert f"{collective}-start(" not in text
-        reduces = text.count("all-reduce(") + text.count("all-reduce-start(")
-        assert reduces == c.op.all_reduces, f"{reduces} all-reduces"
+        if len(split) == 1:
+            reduces = text.count("all-reduce(") + text.count("all-reduce-start(")
+            assert reduces == c.op.all_reduces, f"{reduces} all-reduces"
         assert len(out.sharding.device_set) == mesh.size
         assert not out.sharding.is_fully_replicated
 
 
 def _auto_mesh(c: _Cell) -> None:
-    _on_mesh(c, AxisType.Auto, c.op.rows, local=c.implementation is None or ON_GPU)
+    _on_mesh(c, AxisType.Auto, c.implementation is None or ON_GPU, data=c.op.row)
 
 
 def _explicit_mesh(c: _Cell) -> None:
-    _on_mesh(c, AxisType.Explicit, c.op.rows, local=c.implementation is None or ON_GPU)
-    with jax.set_mesh(_mesh(AxisType.Explicit)):
-        _on_mesh(c, AxisType.Explicit, c.op.rows, local=c.implementation is None or ON_GPU)
+    for context in (contextlib.nullcontext(), jax.set_mesh(_mesh(AxisType.Explicit))):
+        with context:
+            _on_mesh(c, AxisType.Explicit, c.implementation is None or ON_GPU, data=c.op.row)
 
 
 def _feature_mesh(c: _Cell) -> None:
-    if c.op.features is None:
+    if not c.op.features:
         pytest.skip("no axis of this op is gathered")
-    _on_mesh(c, AxisType.Auto, c.op.features, local=False)
-    _on_mesh(c, AxisType.Explicit, c.op.features, local=False)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        _on_mesh(c, kind, local=False, data=c.op.features)
+
+
+def _channel_mesh(c: _Cell) -> None:
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        _on_mesh(c, kind, local=True, data=c.op.row, model=c.op.channels)
 
 
 def _vmap_explicit_mesh(c: _Cell) -> None:
@@ -376,7 +372,7 @@ def _vmap_explicit_mesh(c: _Cell) -> None:
     mesh = _mesh(AxisType.Explicit)
     in_axes = tuple(0 for _ in c.arrays)
     stacked = c.stacked(in_axes, size=2)
-    specs = [P(None, *spec) for spec in c.op.rows[:-1]]
+    specs = [P(None, *spec) for spec in c.op.specs(data=c.op.row)[:-1]]
     placed = tuple(
         jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(stacked, specs, strict=True)
     )
@@ -387,8 +383,8 @@ def _vmap_explicit_mesh(c: _Cell) -> None:
 
 def _shard_map(c: _Cell, check_vma: bool) -> None:
     mesh = _mesh(AxisType.Auto)
-    *in_specs, out_spec = c.op.rows
-    arrays, cotangent = _placed(c, mesh, c.op.rows)
+    *in_specs, out_spec = c.op.specs(data=c.op.row)
+    arrays, cotangent = _placed(c, mesh, (*in_specs, out_spec))
     want = c.want_grad()
 
     def outside(arrays: Arrays, cotangent: Any) -> Any:
@@ -438,10 +434,9 @@ def _axis_names(c: _Cell) -> None:
 
     names = ("block", "batch", "segment", "column")
     mesh = jax.make_mesh((1,) * 4, names, (AxisType.Auto,) * 4, devices=jax.devices()[:1])
-    specs = jax.tree.map(
-        lambda spec: P(*(names if entry == "data" else entry for entry in spec)),
-        c.op.rows[:-1],
-        is_leaf=lambda spec: isinstance(spec, P),
+    specs = tuple(
+        P(*(names if entry == "data" else entry for entry in spec))
+        for spec in c.op.specs(data=c.op.row)[:-1]
     )
 
     def on_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -458,11 +453,11 @@ def _axis_names(c: _Cell) -> None:
 def _export(c: _Cell) -> None:
     """One traced function, for a GPU that is not here and for the CPU."""
     call = functools.partial(c.op.call, implementation=None)
-    program = jax.jit(c.grad(call))
-    for_gpu = jax.export.export(program, platforms=("cuda",))(*c.arrays)
+    traced = jax.jit(c.grad(call))
+    for_gpu = jax.export.export(traced, platforms=("cuda",))(*c.arrays)
     assert c.kernel_counts(for_gpu.mlir_module()) == (1, 1)
     here = "cuda" if ON_GPU else "cpu"
-    exported = jax.export.export(program, platforms=(here,))(*c.arrays)
+    exported = jax.export.export(traced, platforms=(here,))(*c.arrays)
     again = jax.export.deserialize(exported.serialize())
     c.close(again.call(*c.arrays), c.want_grad())
 
@@ -494,14 +489,15 @@ TRANSFORMATIONS: dict[str, Callable[[_Cell], None]] = {
     "explicit mesh": _explicit_mesh,
     "vmap(grad) on explicit mesh": _vmap_explicit_mesh,
     "features split": _feature_mesh,
+    "rows and channels split": _channel_mesh,
     "mesh axis names": _axis_names,
     "export": _export,
     "kernels lowered": _kernels,
 }
 
 WITHOUT_INTERPRETER = frozenset(
-    {"shard_map", "shard_map unchecked", "auto mesh", "explicit mesh", "features split"}
-    | {"vmap(grad) on explicit mesh", "scan"}
+    {"shard_map", "shard_map unchecked", "auto mesh", "explicit mesh", "features split", "scan"}
+    | {"vmap(grad) on explicit mesh", "rows and channels split"}
 )
 """Cells whose kernels only a GPU can run; elsewhere they run with the choice at lowering time."""
 
@@ -523,44 +519,55 @@ ALONE: dict[str, str | None] = {
 """Cells about one implementation, whichever was asked for: it alone has them."""
 
 
-def check_transformation(op: Op, transformation: str, implementation: str | None) -> None:
-    if implementation == "mosaic" and not ON_GPU and not _interpreted(op, transformation):
-        pytest.skip("not for the interpreter: on a GPU it runs compiled")
-    if implementation == "xla" and transformation in OF_JAX and op.name != "rms_norm":
-        pytest.skip("plain JAX under JAX's own rules, as rms_norm shows")
-    TRANSFORMATIONS[transformation](_Cell(op, implementation))
-
-
 def _interpreted(op: Op, transformation: str) -> bool:
     """Whether the cell runs in the interpreter; otherwise, where no GPU is, by the choice."""
     if transformation in AROUND_A_RULE:
-        return op.name == "rms_norm"
+        # And what jax.checkpoint does with an op whose forward need not run again.
+        cells = ("rms_norm", transformation), ("causal_conv1d", "checkpoint")
+        return (op.name, transformation) in cells
     return transformation not in WITHOUT_INTERPRETER
 
 
-def skip_repeats(cell: tuple[Op, str, str | None]) -> None:
-    """On a CPU a cell runs once: its kernels, or where it cannot, what is chosen."""
-    op, name, implementation = cell
-    once = "mosaic" if _interpreted(op, name) else None
-    if not ON_GPU and implementation != once and name not in (*ALONE, "jvp"):
+def _run_cell(op: Op, name: str, implementation: str | None) -> None:
+    interpreted = _interpreted(op, name)
+    if implementation == "mosaic" and not ON_GPU and not interpreted:
+        pytest.skip("not for the interpreter: on a GPU it runs compiled")
+    if implementation == "xla" and name in OF_JAX and op.name != "rms_norm":
+        pytest.skip("plain JAX under JAX's own rules, as rms_norm shows")
+    chosen = "mosaic" if interpreted else None
+    if op.once and not ON_GPU and name not in (*ALONE, "jvp") and implementation != chosen:
         pytest.skip("a CPU runs each once")
+    TRANSFORMATIONS[name](_Cell(op, implementation))
 
 
-def matrix(op: Op) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Parametrises a test over the cells of `op`: ``test(cell, record_property)``."""
-    cells = [
-        pytest.param(
-            (op, name, implementation),
-            id=f"{name}-{implementation or 'auto'}",
-            marks=[pytest.mark.gpu] if implementation != "xla" else [],
-        )
+def _cells(op: Op) -> list[tuple[str, str | None]]:
+    if op.cells is not None:
+        return list(op.cells)
+    left_out = {*op.without, *([] if op.channels else ["rows and channels split"])}
+    return [
+        (name, implementation)
         for name in TRANSFORMATIONS
+        if name not in left_out
         for implementation in ([ALONE[name]] if name in ALONE else IMPLEMENTATIONS)
     ]
-    return pytest.mark.parametrize("cell", cells)
 
 
-def check_cell(cell: tuple[Op, str, str | None], record_property: Callable[..., None]) -> None:
-    op, transformation, implementation = cell
-    record_property("cell", (transformation, f"{op.name} {implementation or 'auto'}"))
-    check_transformation(op, transformation, implementation)
+def transformations(*ops: Op) -> Callable[..., None]:
+    """A test of every cell of the ops' matrices."""
+    cells = [
+        pytest.param(
+            op,
+            *cell,
+            id=f"{op.name}-{cell[0]}-{cell[1] or 'auto'}",
+            marks=[pytest.mark.gpu] if cell[1] != "xla" else [],
+        )
+        for op in ops
+        for cell in _cells(op)
+    ]
+
+    @pytest.mark.parametrize(("op", "name", "implementation"), cells)
+    def test(op, name, implementation, record_property):
+        record_property("cell", (name, f"{op.name} {implementation or 'auto'}"))
+        _run_cell(op, name, implementation)
+
+    return test

@@ -1,5 +1,6 @@
 """Four host devices for the tests of meshes, and the transformation matrix at the end of a run."""
 
+import dataclasses
 import fcntl
 import gc
 import os
@@ -32,7 +33,7 @@ os.environ.setdefault("NPROC", "8")
 import jax
 import pytest
 
-from jaxkern.core import cache
+from jaxkern.lowering import cache, target
 
 ON_GPU = jax.default_backend() == "gpu"
 if (programs := cache.programs()) is not None:
@@ -43,13 +44,36 @@ _LONG = ("test_lm_model", "test_notebooks", "test_nn_blocks")
 """Files whose tests take longest on a GPU."""
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--without-tma",
+        action="store_true",
+        help="run the kernels of GPUs that have no TMA and no clusters, on one that has",
+    )
+
+
 def pytest_configure(config):
+    if config.option.without_tma:
+        describe = target.describe
+        without = lambda gpu: gpu and dataclasses.replace(gpu, tma=False)
+        target.describe = lambda device: without(describe(device))
     config.addinivalue_line("markers", "compiled: asks a GPU what the interpreter cannot tell")
     config.addinivalue_line("markers", "large: needs a good part of a GPU's memory")
     # A job in the background may ignore Ctrl-C; so would the commands that tests start and stop.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if ON_GPU and hasattr(config.option, "maxschedchunk"):  # pytest-xdist's
         config.option.maxschedchunk = 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Without clusters, kernels that take them say so: nothing is left to test."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if item.config.option.without_tma and "take clusters of blocks" in str(error):
+            pytest.skip("rows that take clusters of blocks")
+        raise
 
 
 def pytest_collection_modifyitems(items):

@@ -116,3 +116,32 @@ def in_every_library(name, *size, weights, **options):
         "linen": functools.partial(module.apply, {"params": weights}),
         "equinox": ours,
     }
+
+
+def mamba_token(w, carry, row, xp=jnp):
+    """The block on one token (D,), as the paper writes it: the next carry, and the output."""
+    window, state = carry
+    rank, n = w.dt_proj.shape[0], w.A_log.shape[1]
+    u, z = xp.split(row @ w.in_proj + (0 if w.in_bias is None else w.in_bias), 2)
+    window = xp.column_stack([window[:, 1:], u])
+    u = (window * w.conv_weight).sum(1) + (0 if w.conv_bias is None else w.conv_bias)
+    u = u / (1 + xp.exp(-u))
+    low, B, C = xp.split(u @ w.x_proj, [rank, rank + n])
+    dt = xp.logaddexp(0, low @ w.dt_proj + w.dt_bias)[:, None]
+    state = xp.exp(-dt * xp.exp(w.A_log)) * state + dt * u[:, None] * B
+    out = (state @ C + w.D * u) * z / (1 + xp.exp(-z)) @ w.out_proj
+    return (window, state), out + (0 if w.out_bias is None else w.out_bias)
+
+
+def mamba_float64(w, x):
+    """The block on one sequence (L, D) in NumPy."""
+    w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), w)
+    carry, outs = (np.zeros(w.conv_weight.shape), np.zeros(w.A_log.shape)), []
+    for row in np.asarray(x, np.float64):
+        carry, out = mamba_token(w, carry, row, np)
+        outs.append(out)
+    return np.stack(outs)
+
+
+def rms_float64(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight

@@ -122,39 +122,42 @@ def run(op, arrays, implementation, **options):
     return out if "residual" in arrays else (out, None)
 
 
-def check_case(op, arrays, implementation, **options):
+def of_values(*arrays, op, names, **options):
+    return run(op, dict(zip(names, arrays, strict=True)), **options)
+
+
+def plain_of_values(*arrays, op, names, **options):
+    return plain(op, dict(zip(names, arrays, strict=True)), **options)
+
+
+def oracle_of_values(*arrays, op, names, **options):
+    """In rows of one or two elements the terms of dx cancel."""
+    count = len(names)
+    given = dict(zip(names, arrays[:count], strict=True))
+    outs, grads, terms = oracle(op, given, *arrays[count:], **options)
+    outs = outs[: 1 + ("residual" in names)]
+    of_terms = {i + len(outs): terms for i, n in enumerate(names) if n in ("x", "residual")}
+    return outs, [grads[name] for name in names], of_terms
+
+
+def check_case(op, arrays, implementation, *, eps=1e-5, **options):
     """Outputs and gradients at most twice as far from the truth as plain JAX's."""
-    options.setdefault("eps", 1e-5)
-    names = list(arrays)
-    call = lambda *a: run(op, dict(zip(names, a, strict=True)), implementation, **options)
-    naive = lambda *a: plain(op, dict(zip(names, a, strict=True)), **options)
-    values = tuple(arrays.values())
-    rng = np.random.default_rng(17)
-    draw = lambda o: rng.standard_normal(o.shape).astype(o.dtype)
-    cotangents = jax.tree.map(draw, jax.eval_shape(call, *values))
-    with check.running(implementation):
-        outs, grads = check.value_and_grads(call, values, cotangents)
-    assert outs[0].dtype == arrays["x"].dtype
-    naive_outs, naive_grads = check.value_and_grads(naive, values, cotangents)
-    truth = functools.partial(oracle, op, **options)
-    want_outs, want, terms = check.in_float64(truth, arrays, *cotangents)
-    rows = [("out", outs[0], naive_outs[0], want_outs[0])]
-    if outs[1] is not None:
-        rows.append(("sum", outs[1], naive_outs[1], want_outs[1]))
-    for name, got, by_plain in zip(names, grads, naive_grads, strict=True):
-        assert got.dtype == arrays[name].dtype
-        rows.append((f"d{name}", got, by_plain, want[name]))
-    for name, got, by_plain, truth in rows:
-        # In rows of one or two elements the terms of dx cancel.
-        size = max(
-            float(np.linalg.norm(truth)), float(terms) if name in ("dx", "dresidual") else 0.0
-        )
-        check.at_most_twice(name, got, by_plain, truth, size)
+    summed = [jnp.result_type(*(arrays[n] for n in ("x", "residual") if n in arrays))]
+    dtypes = [arrays["x"].dtype, *(summed if "residual" in arrays else [])]
+    check.check_accuracy(
+        of_values,
+        plain_of_values,
+        functools.partial(check.in_float64, oracle_of_values),
+        tuple(arrays.values()),
+        implementation,
+        dtypes=[str(dtype) for dtype in dtypes],
+        op=op,
+        names=tuple(arrays),
+        eps=eps,
+        **options,
+    )
 
 
-BOTH = pytest.mark.parametrize(
-    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
-)
 EACH = pytest.mark.parametrize("op", list(OPS))
 DTYPES = ["bfloat16", "float16", "float32"]
 

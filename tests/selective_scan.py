@@ -1,11 +1,8 @@
 """What tests of selective_scan share: a float64 oracle, plain JAX, inputs, a check of accuracy."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxkern
 from tests import check
@@ -86,13 +83,15 @@ def plain(
     D,
     z,
     dt_bias,
-    initial_state,
+    initial_state=None,
     *,
     dt_softplus=True,
     dt_limit=(0.0, INF),
     segment_ids=None,
 ):
     """What a user would write: a scan over time, in the dtype of x."""
+    if absent := initial_state is None:
+        initial_state = jnp.zeros((x.shape[0], *A.shape))
     A, B, C, D, dt, dt_bias, h = (
         v.astype(x.dtype) for v in (A, B, C, D, dt, dt_bias, initial_state)
     )
@@ -111,7 +110,8 @@ def plain(
 
     tokens = tuple(jnp.moveaxis(v, 1, 0) for v in (x, dt, B, C, keep))
     h, y = jax.lax.scan(step, h, tokens)
-    return (jnp.moveaxis(y, 0, 1) + D * x) * jax.nn.silu(z.astype(x.dtype)), h
+    out = (jnp.moveaxis(y, 0, 1) + D * x) * jax.nn.silu(z.astype(x.dtype))
+    return out if absent else (out, h)
 
 
 def inputs(batch, length, dim, states, dtype="float32", weight_dtype=None, seed=0, groups=None):
@@ -154,98 +154,41 @@ def scan(*arrays, implementation, dt_softplus=True, **options):
     )
 
 
-@functools.cache
-def value_and_grads(f, **options):
-    """``run(arrays, cotangents) -> (out, gradients)``, compiled once for all tests that share it.
-
-    `run` takes `f`'s segment_ids too.
-    """
-
-    @jax.jit
-    def run(arrays, cotangents, **ids):
-        out, vjp = jax.vjp(functools.partial(f, **options, **ids), *arrays)
-        return out, vjp(jax.tree.map(lambda d, o: d.astype(o.dtype), cotangents, out))
-
-    return run
-
-
 def check_case(arrays, implementation, **options):
-    """At most twice plain JAX's error, and no more than rounding the result once costs.
+    """With an initial state among the arrays, the final state and its cotangent are checked too."""
+    full, length = len(arrays) == len(NAMES), arrays[0].shape[1]
+    own = {name: options.pop(name) for name in ("checkpoint_every",) if name in options}
+    check.check_accuracy(
+        scan,
+        plain,
+        oracle_of_case,
+        arrays,
+        implementation,
+        own=own | {"return_final_state": full},
+        dtypes=[str(arrays[0].dtype), "float32"][: 1 + full],
+        rounding=3e-6 * max(1, length / 1024) ** 0.5,
+        **options,
+    )
 
-    In bf16 plain JAX keeps its states in bf16 and is far off, so that twice its error would let
-    much pass; the second bound sees a state, a sum or a step size that is not fp32. With an initial
-    state among the arrays, the final state and its cotangent are checked too.
+
+def oracle_of_case(*arrays, **options):
+    """:func:`oracle`, of zeros for an absent state, and the size of the terms of dD.
+
+    They are dout · silu(z) · x; with few tokens their sum can be small, and rounding one in fp32
+    is no error of the kernel's.
     """
-    full = len(arrays) == len(NAMES)
-    x, A = arrays[0], arrays[2]
-    shape = (x.shape[0], *A.shape)
-    rng = np.random.default_rng(17)
-    dout = jnp.asarray(rng.normal(size=x.shape).astype(x.dtype))
-    dfinal = jnp.asarray(rng.normal(size=shape) * full, jnp.float32)
-    ids = {name: options.pop(name) for name in ("segment_ids",) if name in options}
-    run = value_and_grads(scan, implementation=implementation, return_final_state=full, **options)
-    with check.running(implementation):
-        out, grads = run(arrays, (dout, dfinal) if full else dout, **ids)
-    options.pop("checkpoint_every", None)
-    arrays = arrays if full else (*arrays, jnp.zeros(shape))
-    by_plain = value_and_grads(plain, **options)(arrays, (dout, dfinal), **ids)
-    wide = (np.asarray(a, np.float64) for a in (*arrays, dout, dfinal))
-    want = oracle(*wide, **options, **ids)
-    got = (out, grads) if full else ((out, want[0][1]), (*grads, want[1][-1]))
-    rows = zip(("out", "final", *NAMES), *map(flat, (got, by_plain, want)), strict=True)
-    for name, got, other, truth in rows:
-        if not full and name in ("final", "initial_state"):
-            continue
-        like = {"out": x, "final": dfinal}.get(
-            name, dict(zip(NAMES, arrays, strict=True)).get(name)
-        )
-        assert got.dtype == like.dtype, name
-        terms = cancellation(arrays, dout, truth) if name == "D" else 1.0
-        check.at_most_twice(name, got, other, truth, terms * float(np.linalg.norm(truth)))
-        ours = check.relative_error(got, truth)
-        rounding = float(jnp.finfo(got.dtype).eps) / 2
-        sums = 3e-6 * max(1, x.shape[1] / 1024) ** 0.5
-        assert ours <= rounding + sums, f"{name}: relative error {ours:.1e}"
-
-
-def cancellation(arrays, dout, dD):
-    """How much larger the terms of dD = Σ dout · silu(z) · x are than their sum.
-
-    Rounding a term in fp32 is no error of the kernel's, and with few tokens the sum can be small.
-    """
-    x, z, dout = (np.asarray(v, np.float64) for v in (arrays[0], arrays[6], dout))
-    terms = np.abs(dout * z / (1 + np.exp(-z)) * x).sum((0, 1))
-    return np.linalg.norm(terms) / np.linalg.norm(dD)
-
-
-def flat(value_and_grads):
-    return *value_and_grads[0], *value_and_grads[1]
+    full, (x, _, A, _, _, _, z) = len(arrays) == len(NAMES) + 2, arrays[:7]
+    zeros = np.zeros((x.shape[0], *A.shape))
+    of_op = arrays if full else (*arrays[:-1], zeros, arrays[-1], zeros)
+    (out, final), grads = oracle(*of_op, **options)
+    terms = np.abs(of_op[9] * z / (1 + np.exp(-z)) * x).sum((0, 1))
+    if full:
+        return (out, final), grads, {7: np.linalg.norm(terms)}
+    return out, grads[:-1], {6: np.linalg.norm(terms)}
 
 
 ONE_PROGRAM = (2, 9, 66, 5)
 """A size for tests that differ in their numbers alone: the interpreter compiles for long."""
-
-BOTH = pytest.mark.parametrize(
-    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
-)
-KERNELS = pytest.mark.parametrize("implementation", [pytest.param("mosaic", marks=pytest.mark.gpu)])
-
-
-def interpreted(implementation):
-    return implementation == "mosaic" and not check.ON_GPU
-
-
-def sizes(*both, gpu=(), interpreted=()):
-    """Cases (size, implementation): `both` for plain JAX and for kernels on a GPU, `gpu` for the
-    kernels on a GPU alone, `interpreted` for the kernels anywhere."""
-    marks = [(*both, *gpu), [pytest.mark.compiled]], [interpreted, [pytest.mark.gpu]]
-    name = lambda size: "x".join(map(str, size))
-    cases = [pytest.param(size, "xla", id=f"{name(size)}-xla") for size in both] + [
-        pytest.param(size, "mosaic", marks=mark, id=f"{name(size)}-mosaic")
-        for group, mark in marks
-        for size in group
-    ]
-    return pytest.mark.parametrize(("size", "implementation"), cases)
 
 
 def packed_ids(batch, length):

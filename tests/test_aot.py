@@ -12,7 +12,7 @@ import pytest
 from bench import aot, gpus, ptxas
 from bench.aot import Result, Training
 from bench.ptxas import Kernel
-from jaxkern.core.target import GPUS
+from jaxkern.lowering.target import GPUS
 from tests.test_package import constraints
 
 PTXAS = """\

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import exp2_by_polynomial, softplus, tanh
 from jaxkern.mosaic.launch import interpreter, launch_kernel
+from jaxkern.ops.curves import kernel_functions
+from jaxkern.ops.selective_scan.softplus import exp2_by_polynomial, softplus
 from tests import check
 
 SIZE = 1024
@@ -75,6 +76,6 @@ def test_tanh(run, exact, error):
     """Of both signs, on both sides of where it becomes a polynomial, and far out."""
     x = np.concatenate([np.geomspace(1e-30, 30, SIZE // 2 - 3), [0.0, np.inf, np.nan]])
     x = jnp.asarray(np.concatenate([x, -x]), jnp.float32)
-    got = np.asarray(run(lambda v: tanh(v, exact, LAYOUT), x), np.float64)
+    got = np.asarray(run(kernel_functions(exact, LAYOUT).tanh, x), np.float64)
     want = np.tanh(np.asarray(x, np.float64))
     np.testing.assert_allclose(got, want, rtol=error, atol=0)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from bench import cases, peers, plot, precision, processes, run, steps, timing
+from bench import cases, peers, pictures, precision, processes, run, steps, timing
 from jaxkern.cases import MODELS, optim
 
 
@@ -32,16 +32,16 @@ def report(percents):
 def test_picture_has_the_most_rows_of_each_length(tmp_path):
     sizes = {(8, 64): 10.0, (16, 64): 20.0, (8, 128): 30.0, (8, 256): 40.0}
     got = report(sizes)
-    line = plot.points(got["rows"])["rms_norm"]["forward"]["xla"]
+    line = pictures.points(got["rows"])["rms_norm"]["forward"]["xla"]
     assert line == [(64, 20.0), (128, 30.0), (256, 40.0)]
-    assert plot.draw(got, tmp_path / "a.svg")
+    assert pictures.draw(got, tmp_path / "a.svg")
     assert "rms_norm, forward" in (tmp_path / "a.svg").read_text()
-    assert not plot.draw(report({(8, 64): 10.0}), tmp_path / "b.svg")
+    assert not pictures.draw(report({(8, 64): 10.0}), tmp_path / "b.svg")
 
 
 def test_imports_leave_the_device_alone():
     """Each process says by itself how much of the device's memory it takes, before it takes it."""
-    modules = "accuracy, aot, backbones, lm, pictures, precision, report, run"
+    modules = "accuracy, aot, backbones, pictures, precision, report, run, train"
     asked = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     command = [sys.executable, "-c", f"from bench import {modules}; {asked}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from bench import lm, report
+from bench import report, train
 from jaxkern.lm.config import PRESETS
 
 pytestmark = pytest.mark.newest
-JOB = lm.Job("jaxkern", "micro", length=16, tokens=70, steps=12, warmup=2)
+JOB = train.Job("jaxkern", "micro", length=16, tokens=70, steps=12, warmup=2)
 
 
 def row(contender, tokens_per_second, **rest):
@@ -21,9 +21,9 @@ def row(contender, tokens_per_second, **rest):
 
 
 def test_tokens_are_skewed_and_fill_the_batch():
-    batches = lm.draw(JOB, JOB.batch)
+    batches = train.draw(JOB, JOB.batch)
     assert {(b.shape, b.dtype) for b in batches} == {((4, 17), np.dtype(np.int32))}
-    large = np.stack(lm.draw(dataclasses.replace(JOB, length=999), 10))
+    large = np.stack(train.draw(dataclasses.replace(JOB, length=999), 10))
     assert large.max() < 256
     share = 1 / np.sum(1 / np.arange(1, 257))
     assert np.mean(large == 0) == pytest.approx(share, rel=0.05)
@@ -35,12 +35,12 @@ def test_operations_of_the_products():
     model = PRESETS["130m"].model
     shapes = [(768, 3072), (1536, 48 + 32), (48, 1536), (1536, 768)]
     weights = 24 * sum(a * b for a, b in shapes) + 256 * 768
-    assert lm.product_operations(model) == 6 * weights
+    assert train.product_operations(model) == 6 * weights
 
 
 @pytest.mark.parametrize("contender", ["xla-loop", "jaxkern-remat"])
 def test_contenders_learn_in_this_process(contender):
-    found = lm.measure(dataclasses.replace(JOB, contender=contender))
+    found = train.measure(dataclasses.replace(JOB, contender=contender))
     assert found["last_loss"] < found["first_loss"] - 0.05
     assert found["first_loss"] == pytest.approx(np.log(256), abs=0.05)
     assert found["steps"] == 12
@@ -51,7 +51,7 @@ def test_contenders_learn_in_this_process(contender):
 def test_contenders_have_processes_of_their_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     words = f"--preset micro --length 16 --tokens 64 --vs mamba_ssm --out {tmp_path / 'a.json'}"
-    assert lm.main([*words.split(), "--jobs", "2"]) == 1
+    assert train.main([*words.split(), "--jobs", "2"]) == 1
     assert "WALL-CLOCK TIME ON A CPU" in capsys.readouterr().out
     told = json.loads((tmp_path / "a.json").read_text())
     assert told["failed"] == ["mamba_ssm, micro, length 16: not installed"]
@@ -66,8 +66,11 @@ def test_failing_contender_leaves_its_reason():
         dataclasses.replace(JOB, preset="none"),
         dataclasses.replace(JOB, contender="mamba_ssm"),
     ]
-    assert list(lm.attempt(jobs, 60)) == [(jobs[0], "KeyError: 'none'"), (jobs[1], "not installed")]
-    assert list(lm.attempt([JOB], 0.01)) == [(JOB, "not done within 0 s")]
+    assert list(train.attempt(jobs, 60)) == [
+        (jobs[0], "KeyError: 'none'"),
+        (jobs[1], "not installed"),
+    ]
+    assert list(train.attempt([JOB], 0.01)) == [(JOB, "not done within 0 s")]
 
 
 def test_table_has_the_speed_up_over_each():

@@ -2,10 +2,13 @@
 
 import csv
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from bench import cases, pictures, report
+import jaxkern
+from bench import cases, documents, pictures, report
 
 
 def timing(who, us, *, op="rms_norm", shape="8x64", direction="forward", **rest):
@@ -20,7 +23,41 @@ def results(*rows, **told):
 
 
 def test_committed_report_is_up_to_date():
-    assert report.REPORT.read_text() == report.text(report.load()), "run: python -m bench.report"
+    assert report.REPORT.read_text() == report.text(report.load()), "run: python -m bench report"
+
+
+@pytest.mark.parametrize("path", documents.DOCUMENTS, ids=lambda path: path.stem)
+def test_figures_of_documents_are_up_to_date(path):
+    text = path.read_text()
+    assert text == documents.renewed(text, report.load()), "run: python -m bench report"
+    assert text.count("<!-- figures: ") == text.count("<!-- end -->")
+
+
+def test_documents_have_all_figures_and_readme_eight_rows():
+    text = "".join(map(Path.read_text, documents.DOCUMENTS))
+    marked = re.findall(r"<!-- figures: (\w+) -->", text)
+    assert sorted(marked) == sorted(documents.FIGURES)
+    rows = documents.FIGURES["readme"](report.load()).splitlines()[2:]
+    assert len(rows) == 8
+    assert all(row.count("|") == 6 for row in rows)
+
+
+def test_reference_is_up_to_date():
+    assert documents.REFERENCE.read_text() == documents.reference(), "run: python -m bench report"
+    names = documents.families()
+    assert [name for of in names.values() for name in of] == jaxkern.__all__
+    assert list(names)[:-1] == list(documents.FAMILIES)
+
+
+def test_picture_of_readme_is_up_to_date(tmp_path):
+    """What it says: its paths differ with matplotlib's version."""
+    pictures.draw_overview(pictures.overview(report.load()), tmp_path / "overview.svg")
+    words = [
+        re.findall(r"<text[^>]*>([^<]*)</text>", (folder / "overview.svg").read_text())
+        for folder in (tmp_path, pictures.PICTURES)
+    ]
+    assert words[0] == words[1], "run: python -m bench pictures"
+    assert "plain JAX" in words[0]
 
 
 def test_every_timing_is_in_the_report():

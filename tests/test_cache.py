@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from jaxkern.core import cache
+from jaxkern.lowering import cache
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,13 @@
 """The table of cases: that it has every op, and that what it says of an op holds."""
 
 import inspect
+import re
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.cases import MODELS, TABLE, case
@@ -44,6 +47,52 @@ def test_sizes_of_arguments_and_costs():
         ((8,), "float32"),
     ]
     assert case.total("m k + 2 k h", {"m": 10, "k": 8, "h": 4}) == 10 * 8 + 2 * 8 * 4
+
+
+SPLIT = "layer_norm", "linear", "silu_and_mul", "linear_scan, continued", "selective_scan", "ssd"
+
+
+def test_what_is_strict_says_how_a_mesh_splits_it():
+    """Over axes of the case, one of which is the batch's or the rows' and in every result."""
+    for c in (c for c in TABLE if c.strict):
+        assert set(c.split.split()) <= set(c.axes.split())
+        sizes = dict.fromkeys(case.AXES, 4) | {"m": (4, 2)}
+        *_, result = c.specs(c.split[0], "data", sizes)
+        assert "data" in result or c.op == "accumulate_weight_grad"
+    (c,) = (c for c in TABLE if c.name == "linear, gelu")
+    sizes = {"m": (4, 2), "k": 8, "h": 8}
+    assert c.specs("m", "x", sizes) == (
+        P("x", None, None),
+        P(None, None),
+        P(None),
+        P("x", None, None),
+    )
+    assert c.specs("h", "x", sizes)[1:] == (P(None, "x"), P("x"), P(None, None, "x"))
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_axes_are_not_gathered(name):
+    (c,) = (c for c in TABLE if c.name == name and c.strict)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    sizes = dict.fromkeys(case.AXES, 8) | {"m": (8, 2), "w": 4, "g": 1}
+    arrays = c.types(sizes, case.dtypes("float32"))
+
+    def run(dout, *arrays):
+        first = lambda *arrays: jax.tree.leaves(c.call(*arrays))[0]
+        out, vjp = jax.vjp(first, *arrays)
+        return out, vjp(dout)
+
+    dout = jax.tree.leaves(jax.eval_shape(c.call, *arrays))[0]
+    for axis in c.split.split():
+        *ins, out = (NamedSharding(mesh, spec) for spec in c.specs(axis, "data", sizes))
+        given = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+            for a, s in zip((dout, *arrays), (out, *ins), strict=True)
+        ]
+        text = jax.jit(run).lower(*given).compile().as_text()
+        count = lambda kind: len(re.findall(rf" {kind}(?:-start)?\(", text))  # noqa: B023
+        assert not any(map(count, ("all-gather", "all-to-all", "collective-permute")))
+        assert count("all-reduce") == c.all_reduces(axis)
 
 
 @pytest.mark.parametrize(

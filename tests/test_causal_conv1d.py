@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.ops.causal_conv1d import backward, causal_conv1d_reference, forward
@@ -41,31 +39,30 @@ def oracle(x, weight, bias, state, dout, activation=None, segment_ids=None):
     return out, (dx, dweight, ds.sum((0, 1)), dstate)
 
 
-def plain(x, weight, bias, state, activation=None):
-    """What a user would write: XLA's depthwise convolution, in the dtype of x."""
-    out = jax.lax.conv_general_dilated(
-        jnp.concatenate([state.astype(x.dtype), x], axis=1),
-        weight.T[:, None, :].astype(x.dtype),
-        window_strides=(1,),
-        padding="VALID",
-        dimension_numbers=("NWC", "WIO", "NWC"),
-        feature_group_count=x.shape[-1],
-    )
-    out = out + bias.astype(x.dtype)
-    return jax.nn.silu(out) if activation else out
+def plain(x, weight, bias, state, activation=None, segment_ids=None):
+    """What a user would write, in the dtype of x: XLA's depthwise convolution.
 
-
-def plain_packed(x, weight, bias, state, segment_ids, activation=None):
-    """The same, tap by tap, with a mask for the inputs of other segments."""
-    length, width = x.shape[1], weight.shape[1]
+    Of packed sequences it is a sum over taps, with a mask for the inputs of other segments.
+    """
+    weight, bias = weight.astype(x.dtype), bias.astype(x.dtype)
     inputs = jnp.concatenate([state.astype(x.dtype), x], axis=1)
-    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-    segments = jnp.cumsum(jnp.pad(changes, ((0, 0), (width, 0))), axis=1)
-    out = jnp.broadcast_to(bias.astype(x.dtype), x.shape)
-    for w in range(width):
-        seen = segments[:, w : w + length] == segments[:, width - 1 :]
-        tap = jnp.where(seen[..., None], inputs[:, w : w + length], 0)
-        out = out + weight[:, w].astype(x.dtype) * tap
+    if segment_ids is None:
+        out = bias + jax.lax.conv_general_dilated(
+            inputs,
+            weight.T[:, None, :],
+            window_strides=(1,),
+            padding="VALID",
+            dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=x.shape[-1],
+        )
+    else:
+        length, width = x.shape[1], weight.shape[1]
+        changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+        segments = jnp.cumsum(jnp.pad(changes, ((0, 0), (width, 0))), axis=1)
+        out = jnp.broadcast_to(bias, x.shape)
+        for w in range(width):
+            seen = segments[:, w : w + length] == segments[:, width - 1 :]
+            out = out + weight[:, w] * jnp.where(seen[..., None], inputs[:, w : w + length], 0)
     return jax.nn.silu(out) if activation else out
 
 
@@ -93,41 +90,17 @@ def convolve(x, weight, bias=None, state=None, **options):
     return jaxkern.causal_conv1d(x, weight, bias, initial_state=state, **options)
 
 
-def check_case(arrays, implementation, *, segment_ids=None, activation="silu"):
-    by_user = functools.partial(plain, activation=activation)
-    if segment_ids is not None:
-        by_user = functools.partial(plain_packed, segment_ids=segment_ids, activation=activation)
-    with check.running(implementation):
-        check.check_accuracy(
-            functools.partial(
-                convolve,
-                activation=activation,
-                segment_ids=segment_ids,
-                implementation=implementation,
-            ),
-            by_user,
-            functools.partial(oracle, activation=activation, segment_ids=segment_ids),
-            arrays,
-        )
+def check_case(arrays, implementation, *, segment_ids=None, activation="silu", rounding=None):
+    options = {"activation": activation, "segment_ids": segment_ids, "rounding": rounding}
+    check.check_accuracy(convolve, plain, oracle, arrays, implementation, **options)
 
 
-BOTH = pytest.mark.parametrize(
-    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
-)
-
-
-WHOLE = pytest.mark.parametrize(
-    "implementation", [pytest.param("mosaic", marks=pytest.mark.compiled), "xla"]
-)
-"""What takes the interpreter too long."""
-
-
-@BOTH
+@check.BOTH
 def test_causal_conv1d_accuracy(implementation):
     check_case(inputs(2, 9, 130, 4), implementation)
 
 
-@WHOLE
+@check.WHOLE
 @pytest.mark.parametrize(
     ("size", "activation"),
     [((1, 1, 3, 4), "silu"), ((2, 2, 5, 8), None), ((1, 5, 3, 1), "silu"), ((3, 17, 130, 2), None)],
@@ -136,7 +109,7 @@ def test_causal_conv1d_accuracy_at_the_ends(size, activation, implementation):
     check_case(inputs(*size), implementation, activation=activation)
 
 
-@BOTH
+@check.BOTH
 def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
     """Over the ends of tiles too: in the backward two warpgroups take three of 16, 16 and 3."""
     tiles = Tiles(rows=4, stages=2, chunks=4)
@@ -178,35 +151,11 @@ def test_causal_conv1d_large_sums():
     check_case((30 * x, weight, bias, 30 * state), "mosaic")
 
 
-def check_rounding(arrays, implementation):
+@check.sizes((2, 60, 7, 4), gpu=[(2, 300, 7, 4), (2, 300, 1024, 4)])
+@pytest.mark.parametrize("dtypes", [("float16", None), ("bfloat16", "float32")])
+def test_causal_conv1d_half_precision(size, implementation, dtypes):
     """The error is that of one rounding of the result: products and sums are fp32."""
-    x = arrays[0]
-    with check.running(implementation):
-        out, vjp = jax.vjp(
-            functools.partial(convolve, activation="silu", implementation=implementation), *arrays
-        )
-        grads = vjp(out)
-    wide = [np.asarray(a, np.float64) for a in (*arrays, out)]
-    want_out, want_grads = oracle(*wide, "silu")
-    for got, want, like in zip((out, *grads), (want_out, *want_grads), (x, *arrays), strict=True):
-        assert got.dtype == like.dtype
-        rounding = float(jnp.finfo(got.dtype).eps) / 2
-        assert check.relative_error(got, want) <= rounding + 2e-6
-
-
-DTYPES = pytest.mark.parametrize("dtypes", [("float16", None), ("bfloat16", "float32")])
-
-
-@DTYPES
-def test_causal_conv1d_half_precision(dtypes):
-    check_rounding(inputs(2, 60, 7, 4, *dtypes), "xla")
-
-
-@pytest.mark.compiled
-@DTYPES
-def test_causal_conv1d_half_precision_compiled(dtypes):
-    check_rounding(inputs(2, 300, 7, 4, *dtypes), "mosaic")
-    check_rounding(inputs(2, 300, 1024, 4, *dtypes), "mosaic")
+    check_case(inputs(*size, *dtypes), implementation, rounding=2e-6)
 
 
 def test_causal_conv1d_width_one_and_no_bias():
@@ -217,7 +166,7 @@ def test_causal_conv1d_width_one_and_no_bias():
     assert final.shape == (2, 0, 3)
 
 
-@WHOLE
+@check.WHOLE
 def test_causal_conv1d_without_bias_and_state(implementation):
     """Absent ones are zeros, and have no gradient."""
     x, weight, bias, state = inputs(1, 6, 3, 3)
@@ -228,7 +177,7 @@ def test_causal_conv1d_without_bias_and_state(implementation):
         check.assert_close((out, vjp(x)), (want, want_vjp(x)[:2]), 1e-6)
 
 
-@WHOLE
+@check.WHOLE
 def test_causal_conv1d_looks_back_only(implementation):
     """An output does not change with a later input, nor a gradient with an earlier cotangent."""
     x, weight, bias, _ = inputs(1, 10, 2, 4)
@@ -243,7 +192,7 @@ def test_causal_conv1d_looks_back_only(implementation):
     np.testing.assert_array_equal(grad[:, 5:], 0)
 
 
-@WHOLE
+@check.WHOLE
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_causal_conv1d_bad_input_stays_alone(bad, implementation):
     """In its channel, its batch row, its segment, and the W tokens that see it."""
@@ -264,7 +213,7 @@ def test_causal_conv1d_bad_input_stays_alone(bad, implementation):
     np.testing.assert_array_equal(bad_dx[others], dx[others])
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize("shape", [(0, 4, 3, 2), (2, 0, 3, 2), (2, 4, 0, 2)])
 def test_causal_conv1d_empty(shape, implementation):
     arrays = inputs(*shape)
@@ -277,54 +226,6 @@ def test_causal_conv1d_empty(shape, implementation):
     final = convolve(*arrays, return_final_state=True)[1]
     want = np.concatenate([arrays[3], arrays[0]], axis=1)[:, shape[1] :]
     np.testing.assert_array_equal(final, want)
-
-
-def test_causal_conv1d_packed_is_separate():
-    """Values and gradients; the initial state is the first segment's."""
-    x, weight, bias, state = inputs(1, 12, 3, 4)
-    cuts = [(0, 5), (5, 6), (6, 12)]
-    ids = jnp.asarray([[7] * 5 + [2] + [7] * 6])
-    f = functools.partial(convolve, activation="silu")
-
-    def separate(x, weight, bias, state):
-        outs = [f(x[:, a:b], weight, bias, state if a == 0 else None) for a, b in cuts]
-        return jnp.concatenate(outs, axis=1)
-
-    packed = functools.partial(f, segment_ids=ids)
-    out, vjp = jax.vjp(packed, x, weight, bias, state)
-    want, want_vjp = jax.vjp(separate, x, weight, bias, state)
-    check.assert_close((out, vjp(x)), (want, want_vjp(x)), 1e-6)
-    final = f(x, weight, bias, segment_ids=ids, return_final_state=True)[1]
-    np.testing.assert_array_equal(final, x[:, 9:])
-
-
-@pytest.mark.parametrize(
-    ("cut", "ids"),
-    [
-        *((cut, None) for cut in (0, 2, 8)),
-        *((cut, [3, 3, 3, 3, 3, 4, 4, 4]) for cut in (1, 4, 6)),
-        (4, [3, 3, 4, 4, 4, 4, 4, 4]),
-    ],
-)
-def test_causal_conv1d_goes_on_from_its_state(cut, ids):
-    """Two runs, the second from the state of the first, are one; gradients included."""
-    x, weight, bias, state = inputs(1, 8, 3, 4)
-    if ids is not None:
-        ids = jnp.asarray([ids])
-    part = lambda span: None if ids is None else ids[:, span]
-
-    def halves(x, weight, bias, state):
-        first, second = slice(0, cut), slice(cut, 8)
-        out, state = convolve(
-            x[:, first], weight, bias, state, segment_ids=part(first), return_final_state=True
-        )
-        rest = convolve(x[:, second], weight, bias, state, segment_ids=part(second))
-        return jnp.concatenate([out, rest], axis=1)
-
-    whole = functools.partial(convolve, segment_ids=ids)
-    out, vjp = jax.vjp(whole, x, weight, bias, state)
-    got, got_vjp = jax.vjp(halves, x, weight, bias, state)
-    check.assert_close((got, got_vjp(x)), (out, vjp(x)), 1e-6)
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(1, "float32"), (4, "float32"), (4, "bfloat16")])
@@ -357,32 +258,6 @@ def test_causal_conv1d_step_gradients():
     check.assert_close(vjp(arrays[0]), want_vjp(arrays[0]), 1e-6)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_causal_conv1d_on_a_mesh(kind):
-    """Batch and channels split: the same numbers, and nothing gathered."""
-    devices = jax.devices()
-    parts = 2 if len(devices) >= 4 else 1
-    mesh = jax.make_mesh(
-        (parts, parts), ("data", "model"), (kind,) * 2, devices=devices[: parts**2]
-    )
-    arrays = inputs(4, 6, 256, 3)
-    specs = (P("data", None, "model"), P("model"), P("model"), P("data", None, "model"))
-    ids = segments_of(4, 6)
-    placed = [
-        jax.device_put(a, NamedSharding(mesh, s))
-        for a, s in zip((*arrays, ids), (*specs, P("data")), strict=True)
-    ]
-
-    def run(x, weight, bias, state, ids):
-        f = functools.partial(convolve, activation="silu", segment_ids=ids)
-        out, vjp = jax.vjp(f, x, weight, bias, state)
-        return out, vjp(x)
-
-    compiled = jax.jit(run).lower(*placed).compile()
-    check.assert_close(compiled(*placed), run(*arrays, ids), 1e-6)
-    assert "all-gather" not in compiled.as_text()
-
-
 def test_causal_conv1d_float64():
     with jax.enable_x64(True):
         arrays = [np.asarray(a, np.float64) for a in inputs(2, 9, 3, 4)]
@@ -398,9 +273,6 @@ def test_causal_conv1d_float64():
 
 def test_causal_conv1d_errors():
     x, weight, bias, state = inputs(2, 6, 3, 4)
-    ids = segments_of(2, 6)
-    with pytest.raises(TypeError, match=r"x must have a floating dtype.*got int32"):
-        jaxkern.causal_conv1d(x.astype(jnp.int32), weight)
     with pytest.raises(ValueError, match=r"x must have shape \(B, L, D\), got \(6, 3\)"):
         jaxkern.causal_conv1d(x[0], weight)
     with pytest.raises(ValueError, match=r"weight must have shape \(D, W\).*3 ch.*got \(4, 3\)"):
@@ -413,14 +285,6 @@ def test_causal_conv1d_errors():
         jaxkern.causal_conv1d(x, weight, activation="relu")  # pyright: ignore
     with pytest.raises(ValueError, match=r"initial_state must have shape \(2, 3, 3\) = .*\(2, 2,"):
         convolve(x, weight, state=state[:, 1:])
-    with pytest.raises(ValueError, match=r"segment_ids must have shape \(2, 6\) = .*got \(6,\)"):
-        convolve(x, weight, segment_ids=ids[0])
-    with pytest.raises(TypeError, match=r"segment_ids must have an integer dtype, got float32"):
-        convolve(x, weight, segment_ids=ids * 1.0)
-    with pytest.raises(TypeError, match="segment_ids must be an array, got str"):
-        convolve(x, weight, segment_ids="ids")
-    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
-        convolve(x, weight, implementation="triton")
     with pytest.raises(NotImplementedError, match=r"filter has 9 taps, and the kernels .* 8"):
         convolve(x, jnp.ones((3, 9)), implementation="mosaic")
     assert convolve(x, jnp.ones((3, 9))).shape == x.shape
@@ -451,10 +315,7 @@ def test_causal_conv1d_same_bits(dim):
     x, weight, bias, state = inputs(3, 2000, dim, 4, "bfloat16")
     f = functools.partial(convolve, activation="silu", segment_ids=segments_of(3, 2000))
     run = jax.jit(lambda d, *a: jax.vjp(f, *a)[1](d))
-    first = run(x, x, weight, bias, state)
-    for _ in range(20):
-        for a, b in zip(first, run(x, x, weight, bias, state), strict=True):
-            np.testing.assert_array_equal(a, b)
+    check.assert_same_bits(lambda: run(x, x, weight, bias, state))
 
 
 @pytest.mark.compiled
@@ -487,33 +348,11 @@ CAUSAL_CONV1D = check.Op(
     reference=lambda x, w, b, s: plain(x, w, b, s, "silu"),
     arrays=lambda key: inputs(4, 4, 128, 2, seed=3),
     kernels=("causal_conv1d_fwd", "causal_conv1d_bwd"),
-    rows=(P("data"), P(), P(), P("data"), P("data")),
-    features=(P(None, "data"), P(), P(), P(), P(None, "data")),
+    axes="bld dw d bwd -> bld",
+    features="l",
+    channels="d",
     all_reduces=1,
     vmaps=[(0, None, None, None), (1, 0, 1, 2)],
+    runs_again=False,
 )
-
-
-def check_checkpoint(implementation):
-    """Nothing of the forward is saved but the arguments, so it is not run again."""
-    arrays = CAUSAL_CONV1D.arrays(jax.random.key(0))
-    f = functools.partial(CAUSAL_CONV1D.call, implementation=implementation)
-    loss = lambda f: lambda *a: jnp.sum(jnp.sin(f(*a)))
-    grad = lambda f: jax.jit(jax.grad(loss(f), (0, 1, 2, 3)))
-    if implementation != "mosaic" or check.ON_GPU:  # the interpreter cannot be rematerialised
-        want = grad(CAUSAL_CONV1D.reference)(*arrays)
-        check.assert_close(grad(jax.checkpoint(f))(*arrays), want)
-    if implementation == "mosaic":
-        lowered = grad(jax.checkpoint(f)).trace(*arrays).lower(lowering_platforms=("cuda",))
-        calls = check.kernel_calls(lowered.as_text())
-        assert len(calls) == 3, "one kernel forward, one backward, and one for its sums"
-
-
-@check.matrix(CAUSAL_CONV1D)
-def test_causal_conv1d_transformations(cell, record_property):
-    _, transformation, implementation = cell
-    if transformation != "checkpoint":
-        check.check_cell(cell, record_property)
-        return
-    record_property("cell", (transformation, f"causal_conv1d {implementation or 'auto'}"))
-    check_checkpoint(implementation)
+test_causal_conv1d_transformations = check.transformations(CAUSAL_CONV1D)

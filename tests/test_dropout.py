@@ -12,16 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from bench.modules import kernel_modules
+from jaxkern.elementwise import philox as generator
 from jaxkern.mosaic.launch import interpreter
-from jaxkern.ops import philox as generator
-from jaxkern.ops.dropout import kernels, op, reference
+from jaxkern.ops.dropout import forward, op, reference
 from tests import check
 from tests.test_activations import ELEMENTWISE, normal
 
 KEY = jax.random.key(5)
-BOTH = pytest.mark.parametrize(
-    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
-)
 
 
 def philox(counter, key):
@@ -77,7 +74,7 @@ def test_generator_gives_the_published_numbers(counter, key, words):
     assert " ".join(f"{w:08x}" for w in philox(counter, key)) == words
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize(
     ("shape", "key"),
     [
@@ -94,7 +91,7 @@ def test_mask_is_as_defined(shape, key, implementation):
     np.testing.assert_array_equal(out, dropped(x, 0.3, key))
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize(
     ("activation", "dtype"),
     [
@@ -116,25 +113,21 @@ def test_dropout_accuracy(activation, dtype, implementation):
         value, slope = check.activated(name, x) if name else (x, np.ones_like(x))
         return mask * scale * value, (mask * scale * dout * slope,)
 
-    with check.running(implementation):
-        call = lambda x: jaxkern.dropout(
-            x, 0.25, KEY, activation=activation, implementation=implementation
-        )
-        check.check_accuracy(call, plain, oracle, (x,))
+    call = functools.partial(jaxkern.dropout, rate=0.25, key=KEY, activation=activation)
+    check.check_accuracy(call, plain, oracle, (x,), implementation)
 
 
-@BOTH
+@check.BOTH
 def test_dropout_add_accuracy(implementation):
     x, residual = normal((3, 304), "bfloat16"), normal((3, 304), "float32", seed=1)
     mask, scale = keep(KEY, 0.25, x.shape)
-    with check.running(implementation):
-        call = lambda r, x: jaxkern.dropout_add(x, r, 0.25, KEY, implementation=implementation)
-        plain = lambda r, x: r + jnp.where(mask, x / jnp.bfloat16(0.75), 0)
-        oracle = lambda r, x, d: (r + mask * scale * x, (d, mask * scale * d))
-        check.check_accuracy(call, plain, oracle, (residual, x))
+    call = lambda r, x, **how: jaxkern.dropout_add(x, r, 0.25, KEY, **how)
+    plain = lambda r, x: r + jnp.where(mask, x / jnp.bfloat16(0.75), 0)
+    oracle = lambda r, x, d: (r + mask * scale * x, (d, mask * scale * d))
+    check.check_accuracy(call, plain, oracle, (residual, x), implementation)
 
 
-@BOTH
+@check.BOTH
 def test_rates_of_zero_and_one(implementation):
     x = jnp.asarray([1.0, -2.5, np.inf, np.nan, 1e-37, 3e38] * 30)
     with check.running(implementation):
@@ -150,7 +143,7 @@ def test_rates_of_zero_and_one(implementation):
             np.testing.assert_array_equal(vjp(x)[0], jnp.zeros_like(x))
 
 
-@BOTH
+@check.BOTH
 def test_rate_may_be_traced(implementation):
     x = jnp.ones(500)
     with check.running(implementation):
@@ -162,7 +155,7 @@ def test_rate_may_be_traced(implementation):
     np.testing.assert_array_equal(each, np.stack([dropped(x, rate) for rate in rates]))
 
 
-@BOTH
+@check.BOTH
 def test_dropout_drops_bad_values(implementation):
     """A NaN or an infinity that is dropped is a zero; one that is kept stays in its place."""
     x = jnp.ones(400).at[::2].set(np.nan)
@@ -251,10 +244,10 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
     where = tuple(slice(n - size, n) for n, size in zip(shape, sizes, strict=True))
     positions = [jnp.arange(s.start, s.stop, dtype=jnp.uint32) for s in where]
     with check.running("mosaic"):
-        launch = functools.partial(kernels.launch_forward, options)
+        launch = functools.partial(forward.launch_forward, options)
         (got,) = interpreted(launch, mode)(x[where], None, *seeds, *positions)
     np.testing.assert_array_equal(got, want[where])
-    launch = functools.partial(kernels.launch_forward, dataclasses.replace(options, mode="mosaic"))
+    launch = functools.partial(forward.launch_forward, dataclasses.replace(options, mode="mosaic"))
     assert len(kernel_modules(launch, x[where], None, *seeds, *positions)) == 1
 
 
@@ -283,7 +276,7 @@ def test_positions_beyond_32_bits():
     np.testing.assert_array_equal(bits[0], want)
 
 
-@BOTH
+@check.BOTH
 def test_vmap_of_keys(implementation):
     keys = jax.random.split(KEY, 3)
     x = normal((3, 70), "float32")
@@ -302,15 +295,6 @@ def test_vmap_of_keys(implementation):
 def with_grad(f, x):
     out, vjp = jax.vjp(f, x)
     return out, vjp(jnp.ones_like(out))[0]
-
-
-@BOTH
-def test_dropout_empty(implementation):
-    x = jnp.ones((3, 0), jnp.bfloat16)
-    with check.running(implementation):
-        run = lambda x: jaxkern.dropout(x, 0.5, KEY, implementation=implementation)
-        out, grad = jax.jit(functools.partial(with_grad, run))(x)
-    assert out.shape == grad.shape == (3, 0)
 
 
 def test_backward_saves_no_mask():
@@ -341,10 +325,6 @@ def test_dropout_errors():
         jaxkern.dropout(x, 0.5, KEY, activation="mish")
     with pytest.raises(ValueError, match=r"residual must have shape \(2, 4\).*got \(4,\)"):
         jaxkern.dropout_add(x, x[0], 0.5, KEY)
-    with pytest.raises(TypeError, match="x must have a floating dtype"):
-        jaxkern.dropout(jnp.ones(3, jnp.int32), 0.5, KEY)
-    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
-        jaxkern.dropout(x, 0.5, KEY, implementation="triton")
 
 
 @pytest.mark.compiled
@@ -371,20 +351,15 @@ DROPOUT = check.Op(
     reference=lambda x: jnp.where(MASK, jax.nn.silu(x) / 0.75, 0),
     arrays=lambda key: (jax.random.normal(key, (8, 2, 40)),),
     kernels=("dropout_fwd", "dropout_bwd"),
-    rows=(P("data"), P("data")),
-    features=(P(None, None, "data"), P(None, None, "data")),
-    all_reduces=0,
+    axes="mtd -> mtd",
+    features="d",
     vmaps=[(0,), (1,)],
     runs_again=False,
+    once=True,
+    # Each shard is a whole array and draws its own mask: test_dropout_in_shard_map.
+    without=("shard_map", "shard_map unchecked"),
 )
-
-
-@check.matrix(DROPOUT)
-def test_dropout_transformations(cell, record_property):
-    if cell[1].startswith("shard_map"):
-        pytest.skip("each shard is a whole array, and draws its own mask")
-    check.skip_repeats(cell)
-    check.check_cell(cell, record_property)
+test_dropout_transformations = check.transformations(DROPOUT)
 
 
 @pytest.mark.gpu

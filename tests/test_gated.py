@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.ops import curves, pointwise
+from jaxkern.ops import activations, curves
 from tests import check
-from tests.test_activations import BOTH, ELEMENTWISE, check_case, normal
+from tests.test_activations import ELEMENTWISE, normal
 
 GATED = {
     "silu": (jaxkern.swiglu, jaxkern.silu_and_mul),
@@ -56,7 +55,7 @@ def halves_oracle(name, gate_up, dout):
     return out, (np.concatenate(grads, -1),)
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -70,16 +69,17 @@ def test_gated_accuracy(name, dtype, implementation):
     pair, _ = GATED[name]
     plain = lambda g, u: ELEMENTWISE[name][1](g) * u
     arrays = normal((3, 704), dtype), normal((3, 704), dtype, seed=1)
-    check_case(implementation, pair, plain, functools.partial(gated_oracle, name), *arrays)
+    oracle = functools.partial(gated_oracle, name)
+    check.check_accuracy(pair, plain, oracle, arrays, implementation)
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_clamped_accuracy(dtype, implementation):
     """Of gate and up apart, and side by side."""
     gate, up = normal((3, 704), dtype), normal((3, 704), dtype, seed=1)
     pair = functools.partial(jaxkern.swiglu, **CLAMPED)
-    check_case(implementation, pair, clamped_plain, clamped_oracle, gate, up)
+    check.check_accuracy(pair, clamped_plain, clamped_oracle, (gate, up), implementation)
     halves = functools.partial(jaxkern.silu_and_mul, **CLAMPED)
 
     def oracle(x, dout):
@@ -87,7 +87,8 @@ def test_clamped_accuracy(dtype, implementation):
         return out, (np.concatenate(grads, -1),)
 
     plain = lambda x: clamped_plain(*jnp.split(x, 2, -1))
-    check_case(implementation, halves, plain, oracle, jnp.concatenate([gate, up], -1))
+    side_by_side = jnp.concatenate([gate, up], -1)
+    check.check_accuracy(halves, plain, oracle, (side_by_side,), implementation)
 
 
 def clamped_by_transformers(gate_up, alpha, limit):
@@ -113,7 +114,7 @@ def test_clamped_is_that_of_gpt_oss():
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@BOTH
+@check.BOTH
 def test_clamped_extremes(implementation):
     """At the limit the gradient passes, as PyTorch's clamp has it; a NaN stays one."""
     gate = jnp.asarray([1.5, 1.6, -1.6, np.inf, -np.inf, np.nan, 1.0, 1.0, 1.0, 1.0])
@@ -134,42 +135,32 @@ def plain_halves(name, x):
     return ELEMENTWISE[name][1](gate) * up
 
 
-@BOTH
-@pytest.mark.parametrize("h", [6, 1375])
-def test_silu_and_mul_accuracy(h, implementation):
-    """Rows of which an access takes two elements, and one."""
-    check_case(
-        implementation,
-        jaxkern.silu_and_mul,
-        functools.partial(plain_halves, "silu"),
-        functools.partial(halves_oracle, "silu"),
-        normal((5, 2 * h), "bfloat16", seed=h),
-    )
+@check.BOTH
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        # Rows of which an access takes two elements, and one.
+        *(("silu", (5, 2 * h), "bfloat16") for h in (6, 1375)),
+        *((name, (2, 3, 144), "float32") for name in ("gelu_tanh", "gelu_erf")),
+    ],
+)
+def test_halves_accuracy(name, shape, dtype, implementation):
+    plain, oracle = (functools.partial(f, name) for f in (plain_halves, halves_oracle))
+    arrays = (normal(shape, dtype, seed=shape[-1] // 2),)
+    check.check_accuracy(GATED[name][1], plain, oracle, arrays, implementation)
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["gelu_tanh", "gelu_erf"])
-def test_gelu_and_mul_accuracy(name, implementation):
-    check_case(
-        implementation,
-        GATED[name][1],
-        functools.partial(plain_halves, name),
-        functools.partial(halves_oracle, name),
-        normal((2, 3, 144), "float32"),
-    )
-
-
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize("shape", [(), (7,), (257, 3)])
 def test_gated_shapes(shape, implementation):
     """Sizes that no access width divides: below one access, below one block, above."""
     plain = lambda g, u: jax.nn.silu(g) * u
     arrays = normal(shape, "float32"), normal(shape, "float32", seed=1)
     oracle = functools.partial(gated_oracle, "silu")
-    check_case(implementation, jaxkern.swiglu, plain, oracle, *arrays)
+    check.check_accuracy(jaxkern.swiglu, plain, oracle, arrays, implementation)
 
 
-@BOTH
+@check.BOTH
 def test_gated_mixed_dtypes(implementation):
     gate, up = normal((4, 40), "bfloat16"), normal((4, 40), "float32", seed=1)
     with check.running(implementation):
@@ -182,7 +173,7 @@ def test_gated_mixed_dtypes(implementation):
     np.testing.assert_array_equal(out, (jax.nn.silu(wide) * up).astype(jnp.bfloat16))
 
 
-@BOTH
+@check.BOTH
 def test_reglu_lets_nothing_past_its_corner(implementation):
     gate = jnp.asarray([-1.0, 0.0, 2.0, -1.0, 2.0])
     up = jnp.asarray([np.inf, np.nan, 3.0, 1.0, np.inf])
@@ -195,7 +186,7 @@ def test_reglu_lets_nothing_past_its_corner(implementation):
     np.testing.assert_array_equal(grads[1], want[1])
 
 
-@BOTH
+@check.BOTH
 def test_swiglu_extremes(implementation):
     gate = jnp.asarray([1e4, -1e4, np.inf, -np.inf, np.nan, 1.0], jnp.float16)
     up = jnp.asarray([2.0, 2.0, 2.0, 2.0, 2.0, np.inf], jnp.float16)
@@ -206,20 +197,6 @@ def test_swiglu_extremes(implementation):
     np.testing.assert_array_equal(out, [20000, 0, np.inf, 0, np.nan, np.inf])
     np.testing.assert_array_equal(dgate, [2, 0, 2, 0, np.nan, np.inf])
     np.testing.assert_array_equal(dup[:5], [1e4, 0, np.inf, 0, np.nan])
-
-
-@BOTH
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 6)])
-def test_gated_empty(shape, implementation):
-    x = jnp.ones(shape, jnp.bfloat16)
-    with check.running(implementation):
-        run = functools.partial(jaxkern.silu_and_mul, implementation=implementation)
-        out, vjp = jax.vjp(run, x)
-        assert out.shape == (*shape[:-1], shape[-1] // 2)
-        assert vjp(out)[0].shape == shape
-        pair, vjp = jax.vjp(functools.partial(jaxkern.swiglu, implementation=implementation), x, x)
-        assert pair.shape == vjp(pair)[1].shape == shape
-        assert jaxkern.silu(x, implementation=implementation).shape == shape
 
 
 @pytest.mark.parametrize("name", GATED)
@@ -267,10 +244,7 @@ def test_kernels_refuse_float64():
 def test_gated_same_bits(shape):
     gate, up, dout = (normal(shape, "bfloat16", seed) for seed in range(3))
     run = jax.jit(lambda g, u, d: jax.vjp(jaxkern.swiglu, g, u)[1](d))
-    first = run(gate, up, dout)
-    for _ in range(20):
-        for a, b in zip(first, run(gate, up, dout), strict=True):
-            np.testing.assert_array_equal(a, b)
+    check.assert_same_bits(lambda: run(gate, up, dout))
 
 
 @pytest.mark.compiled
@@ -284,7 +258,7 @@ def test_gated_beyond_int32():
     dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, out)
     for rows in (slice(0, 5), slice(m // 2, m // 2 + 5), slice(m - 5, m)):
         want, want_vjp = jax.vjp(
-            functools.partial(pointwise.pointwise_reference, curves.Unit("silu")), x[rows]
+            functools.partial(activations.pointwise_reference, curves.Unit("silu")), x[rows]
         )
         check.assert_close(out[rows], want, 2.0**-9)
         check.assert_close(dx[rows], want_vjp(out[rows])[0], 2.0**-9)
@@ -301,80 +275,49 @@ def test_halves_beyond_32_bits_of_units(h, fits):
             jax.eval_shape(functools.partial(jaxkern.silu_and_mul, implementation="mosaic"), x)
 
 
-def arrays(key):
-    return tuple(jax.random.normal(k, (8, 2, 40)) for k in jax.random.split(key))
-
-
 SWIGLU = check.Op(
     name="swiglu",
     call=jaxkern.swiglu,
     reference=lambda g, u: jax.nn.silu(g) * u,
-    arrays=arrays,
+    arrays=lambda key: tuple(jax.random.normal(k, (8, 2, 40)) for k in jax.random.split(key)),
     kernels=("swiglu_fwd", "swiglu_bwd"),
-    rows=(P("data"), P("data"), P("data")),
-    features=(P(None, None, "data"), P(None, None, "data"), P(None, None, "data")),
-    all_reduces=0,
+    axes="mtd mtd -> mtd",
+    features="d",
     vmaps=[(0, None), (None, 0), (1, 0)],
     runs_again=False,
+    once=True,
 )
-SILU_AND_MUL = check.Op(
-    name="silu_and_mul",
+
+
+def beside(name, cells, **changes):
+    """An op beside swiglu's matrix: what its other shapes or curve could break."""
+    cells = [(cell, implementation) for cell in cells for implementation in ("mosaic", None)]
+    return dataclasses.replace(SWIGLU, name=name, cells=cells, **changes)
+
+
+OF_ONE = {"axes": "mtd -> mtd", "vmaps": [(0,), (1,)]}
+SILU_AND_MUL = beside(
+    "silu_and_mul",
+    ["vmap", "vmap(grad)", "auto mesh", "explicit mesh", "features split", "kernels lowered"],
     call=jaxkern.silu_and_mul,
     reference=lambda x: jax.nn.silu(x[..., :40]) * x[..., 40:],
     arrays=lambda key: (jax.random.normal(key, (8, 2, 80)),),
     kernels=("silu_and_mul_fwd", "silu_and_mul_bwd"),
-    rows=(P("data"), P("data")),
-    features=(P(None, None, "data"), P(None, None, "data")),
-    all_reduces=0,
-    vmaps=[(0,), (1,)],
-    runs_again=False,
+    **OF_ONE,
 )
-
-
-@check.matrix(SWIGLU)
-def test_swiglu_transformations(cell, record_property):
-    check.skip_repeats(cell)
-    check.check_cell(cell, record_property)
-
-
-GELU = check.Op(
-    name="gelu",
+GELU = beside(
+    "gelu",
+    ["grad(grad)", "explicit mesh", "kernels lowered"],
     call=functools.partial(jaxkern.gelu, approximate=False),
     reference=functools.partial(jax.nn.gelu, approximate=False),
     arrays=lambda key: (jax.random.normal(key, (8, 2, 40)),),
     kernels=("gelu_erf_fwd", "gelu_erf_bwd"),
-    rows=(P("data"), P("data")),
-    features=(P(None, None, "data"), P(None, None, "data")),
-    all_reduces=0,
-    vmaps=[(0,), (1,)],
-    runs_again=False,
+    **OF_ONE,
 )
-
-CLAMPED_SWIGLU = dataclasses.replace(
-    SWIGLU,
-    name="swiglu, clamped",
+CLAMPED_SWIGLU = beside(
+    "swiglu, clamped",
+    ["value", "grad(grad)", "kernels lowered", "jvp"],
     call=functools.partial(jaxkern.swiglu, **CLAMPED),
     reference=clamped_plain,
 )
-
-# Their matrices beside swiglu's: what their other shapes could break.
-CELLS = {"vmap", "vmap(grad)", "auto mesh", "explicit mesh", "features split", "kernels lowered"}
-CELLS_OF_CLAMPED = {"value", "grad(grad)", "kernels lowered", "jvp"}
-CELLS_OF_GELU = {"grad(grad)", "explicit mesh", "kernels lowered"}
-
-
-@pytest.mark.parametrize(
-    ("op", "name"),
-    [
-        *((SILU_AND_MUL, name) for name in sorted(CELLS)),
-        *((GELU, name) for name in sorted(CELLS_OF_GELU)),
-        *((CLAMPED_SWIGLU, name) for name in sorted(CELLS_OF_CLAMPED)),
-    ],
-    ids=lambda v: v if isinstance(v, str) else v.name,
-)
-@pytest.mark.parametrize(
-    "implementation", [pytest.param(i, marks=pytest.mark.gpu) for i in ("mosaic", None)]
-)
-def test_other_transformations(op, name, implementation, record_property):
-    check.skip_repeats((op, name, implementation))
-    check.check_cell((op, name, implementation), record_property)
+test_gated_transformations = check.transformations(SWIGLU, SILU_AND_MUL, GELU, CLAMPED_SWIGLU)

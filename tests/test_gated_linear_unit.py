@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from tests import check, test_gated
@@ -30,21 +29,11 @@ def gated_plain(x, w_gate, w_up, *, activation):
 
 
 def gated_accurate(arrays, implementation, activation, recompute):
-    call = functools.partial(
-        jaxkern.gated_linear_unit,
-        activation=activation,
-        recompute=recompute,
-        implementation=implementation,
+    call, truth = jaxkern.gated_linear_unit, functools.partial(check.in_float64, gated_oracle)
+    own = {"recompute": recompute}
+    check.check_accuracy(
+        call, gated_plain, truth, arrays, implementation, own=own, activation=activation
     )
-    with check.running("mosaic"):
-        check.check_accuracy(
-            call,
-            functools.partial(gated_plain, activation=activation),
-            functools.partial(
-                check.in_float64, functools.partial(gated_oracle, activation=activation)
-            ),
-            arrays,
-        )
 
 
 def gated_inputs(m, k, n, dtype):
@@ -100,14 +89,8 @@ def apart(x, w, b, **options):
 
 
 def clamped_accurate(arrays, implementation, recompute, call):
-    options = {"recompute": recompute, "implementation": implementation}
-    with check.running(implementation):
-        check.check_accuracy(
-            functools.partial(call, **options),
-            clamped_plain,
-            functools.partial(check.in_float64, clamped_oracle),
-            arrays,
-        )
+    truth, own = functools.partial(check.in_float64, clamped_oracle), {"recompute": recompute}
+    check.check_accuracy(call, clamped_plain, truth, arrays, implementation, own=own)
 
 
 @pytest.mark.gpu
@@ -252,6 +235,7 @@ GATED = dataclasses.replace(
         for i, shape in enumerate([(4, 2, 8), (8, 8), (8, 8)])
     ),
     kernels=("gated_fwd", "gated_dx"),
+    axes="mtk kn kn -> mtn",
     tolerance=2.0**-7,  # the projections, too, are rounded where they are kept
 )
 
@@ -272,35 +256,21 @@ ONE_WEIGHT = dataclasses.replace(
         for i, shape in enumerate([(4, 2, 8), (8, 16), (16,)])
     ),
     kernels=("gated_fwd", "linear_dx"),
-    features=(P(None, None, "data"), P("data"), P(), P()),
-)
-SPLIT_COLUMNS = dataclasses.replace(ONE_WEIGHT, features=(P(), P(None, "data"), P("data"), P()))
-
-# Beside the matrix of the two weights': what one array of both could break.
-CELLS_OF_ONE = (
-    *(("value", "mosaic"), ("vmap(grad)", "mosaic"), ("grad(grad)", "mosaic"), ("jvp", "xla")),
-    *(("shard_map", None), ("auto mesh", None), ("explicit mesh", None), ("features split", None)),
-    *(("kernels lowered", "mosaic"), ("features split", "xla")),
-)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("op", "name", "implementation"),
-    [
-        *((ONE_WEIGHT, *cell) for cell in CELLS_OF_ONE),
-        (SPLIT_COLUMNS, "features split", None),
+    axes="mtk kn n -> mtc",
+    once=False,
+    cells=[  # beside the matrix of the two weights': what one array of both could break
+        *(("value", "mosaic"), ("vmap(grad)", "mosaic"), ("grad(grad)", "mosaic"), ("jvp", "xla")),
+        *(("shard_map", None), ("auto mesh", None), ("explicit mesh", None)),
+        *(("features split", None), ("features split", "xla"), ("kernels lowered", "mosaic")),
     ],
-    ids=lambda v: getattr(v, "name", v),
 )
-def test_one_weight_transformations(op, name, implementation, record_property):
-    check.check_cell((op, name, implementation), record_property)
-
-
-@check.matrix(GATED)
-def test_gated_transformations(cell, record_property):
-    check.skip_repeats(cell)
-    check.check_cell(cell, record_property)
+SPLIT_COLUMNS = dataclasses.replace(
+    ONE_WEIGHT,
+    name="gated_linear_unit, columns of one weight",
+    features="n",
+    cells=[("features split", None)],
+)
+test_gated_transformations = check.transformations(GATED, ONE_WEIGHT, SPLIT_COLUMNS)
 
 
 @pytest.mark.gpu
@@ -328,9 +298,7 @@ def test_results_of_few_columns_are_the_same_each_time(n):
     x, w, _ = inputs(16, 64, n, "bfloat16")
     call = functools.partial(jaxkern.gated_linear_unit, implementation="mosaic")
     gradients = jax.jit(lambda *a: jax.vjp(call, *a)[1](jnp.ones((16, n), jnp.bfloat16)))
-    first = gradients(x, w, 2 * w)
     plain = functools.partial(call, implementation="xla")
-    check.assert_close(first, jax.vjp(plain, x, w, 2 * w)[1](jnp.ones((16, n), x.dtype)), 1e-2)
-    for _ in range(200):
-        for a, b in zip(first, gradients(x, w, 2 * w), strict=True):
-            assert (a == b).all()
+    want = jax.vjp(plain, x, w, 2 * w)[1](jnp.ones((16, n), x.dtype))
+    check.assert_close(gradients(x, w, 2 * w), want, 1e-2)
+    check.assert_same_bits(lambda: gradients(x, w, 2 * w), 200)

@@ -35,11 +35,8 @@ def plain(x, w, b, *, activation=None):
 
 
 def accurate(arrays, implementation, **options):
-    call = functools.partial(jaxkern.linear, implementation=implementation, **options)
-    by_plain = functools.partial(plain, **options)
-    truth = functools.partial(check.in_float64, functools.partial(oracle, **options))
-    with check.running(implementation):
-        check.check_accuracy(call, by_plain, truth, arrays)
+    truth = functools.partial(check.in_float64, oracle)
+    check.check_accuracy(jaxkern.linear, plain, truth, arrays, implementation, **options)
 
 
 @pytest.mark.gpu
@@ -410,12 +407,14 @@ LINEAR = check.Op(
         for i, shape in enumerate([(4, 2, 8), (8, 8), (8,)])
     ),
     kernels=("linear_fwd", "linear_dx"),
-    rows=(P("data"), P(), P(), P("data")),
-    features=(P(None, None, "data"), P("data"), P(), P()),
+    axes="mtk kn n -> mtn",
+    features="k",
     all_reduces=1,
     vmaps=[(0, None, None), (None, 0, None), (1, 0, 0)],
     tolerance=2.0**-8,  # gradients are rounded to bf16, and to its neighbours where sums differ
+    once=True,
 )
+test_linear_transformations = check.transformations(LINEAR)
 
 
 def test_norm_and_linear_keep_their_arguments_alone():
@@ -461,9 +460,3 @@ def test_norm_and_linear_are_both(op):
     argnums = tuple(range(len(arrays)))
     got, want = (jax.value_and_grad(f, argnums)(*arrays) for f in (fused, apart))
     check.assert_close(got, want, 1e-6)
-
-
-@check.matrix(LINEAR)
-def test_linear_transformations(cell, record_property):
-    check.skip_repeats(cell)
-    check.check_cell(cell, record_property)

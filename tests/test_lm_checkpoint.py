@@ -121,7 +121,7 @@ def test_another_models_checkpoint_is_refused(tmp_path):
     """Nothing is damaged, so that nothing is gone back from."""
     save(tmp_path, 5)
     model = PRESETS["micro"].model
-    words = "is of another model, and the run is of preset micro: d_model is 8, not 16, n_layers "
+    words = "is of another model, and the run is of preset micro: d_model is 8, not 16, d_state "
     for read in (checkpoint.check, lambda run, step, model: checkpoint.newest(run, model)):
         with pytest.raises(RunError, match=words) as caught:
             read(tmp_path, 5, model)

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.core import cache
 from jaxkern.lm import cli, memory, stop
 from jaxkern.lm import doctor as doctor_module
 from jaxkern.lm import train as train_module
@@ -26,6 +25,7 @@ from jaxkern.lm.config import DEFAULTS, PRESETS, RunError, TrainConfig, resume_c
 from jaxkern.lm.doctor import doctor
 from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
+from jaxkern.lowering import cache
 
 
 def fails(capsys, *argv, code=1):
@@ -418,8 +418,8 @@ def test_warm_keeps_the_kernels_of_a_run(own_cache):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpu", "h300"], "--gpu h300 is not known; choose one of a100, "),
-        (["--gpu", "a100"], "--gpu a100 needs no kernels: .* compute capability 8.0"),
+        (["--gpu", "h300"], "--gpu h300 is not known; choose one of t4, a100, "),
+        (["--gpu", "t4"], "--gpu t4 needs no kernels: .* compute capability 7.5"),
         (["--gpu", "h200", "--devices", "3"], "--batch-size 8 cannot be split .* 3 devices"),
     ],
 )

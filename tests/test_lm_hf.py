@@ -22,6 +22,8 @@ from jaxkern.lm import cli, hf, sample
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.model import MambaLM, Options, decayed, rows_of
 from jaxkern.lm.step import loss_fn, make_model
+from jaxkern.nn import mamba
+from tests.layers import mamba_float64, rms_float64
 
 SIZE = ModelConfig(24, 2, d_state=5, expand=3, d_conv=3, vocab_size=1100)
 CONFIG = {
@@ -33,7 +35,7 @@ CONFIG = {
     "state_size": SIZE.d_state,
     "expand": SIZE.expand,
     "conv_kernel": SIZE.d_conv,
-    "time_step_rank": SIZE.dt_rank,
+    "time_step_rank": SIZE.rank,
     "layer_norm_epsilon": 1e-5,
     "bos_token_id": 0,
     "eos_token_id": 7,
@@ -48,7 +50,7 @@ OTHERS = {
     "epsilon": ({"layer_norm_epsilon": 0.3}, {"eps": 0.3}),
     "bias": ({"use_bias": True}, {"use_bias": True}),
     "no conv bias": ({"use_conv_bias": False}, {"use_conv_bias": False}),
-    "rank": ({"time_step_rank": 1}, {"time_step_rank": 1}),
+    "rank": ({"time_step_rank": 1}, {"dt_rank": 1}),
     "untied": ({"tie_word_embeddings": False}, {"tie_embeddings": False}),
     "inner": ({"intermediate_size": 48}, {"expand": 2}),
 }
@@ -58,7 +60,7 @@ ALL_SIZE = dataclasses.replace(SIZE, **{k: v for _, of in OTHERS.values() for k,
 
 def weights(size=SIZE):
     """Random tensors by the names and shapes of the layout, away from any symmetry."""
-    d, e, n, r = size.d_model, size.d_inner, size.d_state, size.dt_rank
+    d, e, n, r = size.d_model, size.d_inner, size.d_state, size.rank
     layer = {
         "norm.weight": (d,),
         "mixer.in_proj.weight": (2 * e, d),
@@ -87,42 +89,28 @@ def weights(size=SIZE):
 
 
 def logits_float64(tensors, tokens, size=SIZE):
-    """The model on one sequence, from the stored tensors, one token after another."""
+    """The model on one sequence in NumPy, from the stored tensors."""
     w = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
-
-    def rms_norm(x, weight):
-        return weight * x / np.sqrt(np.mean(x**2) + size.eps)
-
-    def silu(x):
-        return x / (1 + np.exp(-x))
-
-    logits, n, r = [], size.d_state, size.dt_rank
-    window = np.zeros((size.n_layers, size.d_inner, size.d_conv))
-    state = np.zeros((size.n_layers, size.d_inner, n))
-    for token in tokens:
-        x = w["backbone.embeddings.weight"][token]
-        for i in range(size.n_layers):
-            p = {
-                name.removeprefix(f"backbone.layers.{i}."): tensor
-                for name, tensor in w.items()
-                if name.startswith(f"backbone.layers.{i}.")
-            }
-            uz = p["mixer.in_proj.weight"] @ rms_norm(x, p["norm.weight"])
-            uz = uz + p.get("mixer.in_proj.bias", 0)
-            window[i] = np.column_stack([window[i][:, 1:], uz[: size.d_inner]])
-            taps = p["mixer.conv1d.weight"][:, 0]
-            u = silu((window[i] * taps).sum(1) + p.get("mixer.conv1d.bias", 0))
-            rbc = p["mixer.x_proj.weight"] @ u
-            dt = p["mixer.dt_proj.weight"] @ rbc[:r] + p["mixer.dt_proj.bias"]
-            dt = np.logaddexp(0, dt)[:, None]
-            decay = np.exp(-np.exp(p["mixer.A_log"]) * dt)
-            state[i] = decay * state[i] + dt * u[:, None] * rbc[None, r : r + n]
-            y = state[i] @ rbc[r + n :] + p["mixer.D"] * u
-            x = x + p["mixer.out_proj.weight"] @ (y * silu(uz[size.d_inner :]))
-            x = x + p.get("mixer.out_proj.bias", 0)
-        head = w.get("lm_head.weight", w["backbone.embeddings.weight"])
-        logits.append(head @ rms_norm(x, w["backbone.norm_f.weight"]))
-    return np.array(logits)
+    embedding = w["backbone.embeddings.weight"]
+    x = embedding[np.asarray(tokens)]
+    for i in range(size.n_layers):
+        of = lambda name, i=i: w.get(f"backbone.layers.{i}.{name}")
+        block = mamba.Weights(
+            in_proj=of("mixer.in_proj.weight").T,
+            in_bias=of("mixer.in_proj.bias"),
+            conv_weight=of("mixer.conv1d.weight")[:, 0],
+            conv_bias=of("mixer.conv1d.bias"),
+            x_proj=of("mixer.x_proj.weight").T,
+            dt_proj=of("mixer.dt_proj.weight").T,
+            dt_bias=of("mixer.dt_proj.bias"),
+            A_log=of("mixer.A_log"),
+            D=of("mixer.D"),
+            out_proj=of("mixer.out_proj.weight").T,
+            out_bias=of("mixer.out_proj.bias"),
+        )
+        x = x + mamba_float64(block, rms_float64(x, of("norm.weight"), size.eps))
+    x = rms_float64(x, w["backbone.norm_f.weight"], size.eps)
+    return x @ w.get("lm_head.weight", embedding).T
 
 
 def write(folder, tensors=None, **config):
@@ -422,7 +410,7 @@ def test_tokens_of_any_integer_dtype_are_the_same(size, dtype):
         (TypeError, "d_state must be of type int, got True", {"d_state": True}),
         (TypeError, "use_bias must be of type bool, got 1", {"use_bias": 1}),
         (ValueError, "eps must be above 0, got 0", {"eps": 0.0}),
-        (ValueError, "time_step_rank must be at least 1, got 0", {"time_step_rank": 0}),
+        (ValueError, "dt_rank must be at least 1, got 0", {"dt_rank": 0}),
     ],
 )
 def test_shapes_that_no_model_has_are_refused(error, words, sizes):

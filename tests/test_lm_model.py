@@ -19,8 +19,10 @@ from jaxkern.lm.step import (
     make_optimizer,
     make_train_step,
 )
+from jaxkern.nn import mamba
 from jaxkern.precision import Policy
 from tests import check
+from tests.layers import mamba_float64, rms_float64
 
 MICRO = PRESETS["micro"].model
 CONFIG = TrainConfig.from_flags({"preset": "micro"})
@@ -42,32 +44,12 @@ def windows(batch=4, length=24, seed=0):
 def logits_float64(params, tokens):
     """The model of one sequence as the paper writes it, in NumPy, one step after another."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    n, rank, width = MICRO.d_state, MICRO.dt_rank, MICRO.d_conv
-
-    def rms_norm(x, weight):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
-
-    def silu(x):
-        return x / (1 + np.exp(-x))
-
     x = p["embedding"][tokens]  # (L, d_model)
     for layer in range(MICRO.n_layers):
         b = {name: value[layer] for name, value in p["blocks"].items()}
-        u, z = np.split(rms_norm(x, b["norm"]) @ b["in_proj"], 2, axis=-1)
-        padded = np.concatenate([np.zeros((width - 1, u.shape[1])), u])
-        u = silu(
-            b["conv_bias"]
-            + sum(b["conv_weight"][:, w] * padded[w : w + len(u)] for w in range(width))
-        )
-        r, B, C = np.split(u @ b["x_proj"], [rank, rank + n], axis=-1)
-        dt = np.log1p(np.exp(r @ b["dt_proj"] + b["dt_bias"]))
-        A = -np.exp(b["A_log"])  # (D, N)
-        h, ys = np.zeros_like(A), []
-        for t in range(len(u)):
-            h = np.exp(dt[t][:, None] * A) * h + (dt[t] * u[t])[:, None] * B[t]
-            ys.append(h @ C[t] + b["D"] * u[t])
-        x = x + (np.stack(ys) * silu(z)) @ b["out_proj"]
-    return rms_norm(x, p["norm"]) @ p["embedding"].T
+        norm = b.pop("norm")
+        x = x + mamba_float64(mamba.Weights(**b), rms_float64(x, norm, 1e-5))
+    return rms_float64(x, p["norm"], 1e-5) @ p["embedding"].T
 
 
 def cross_entropy(logits, tokens):

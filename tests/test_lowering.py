@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import re
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.core import cache, lowering, target
-from jaxkern.core.target import GPUS
+from jaxkern.lowering import bound, cache, kernel_call, target
+from jaxkern.lowering.bound import Bound, describe
+from jaxkern.lowering.target import GPUS
 from jaxkern.ops.norm.forward import launch_fwd
 from jaxkern.ops.norm.pointwise import Options
 from tests.check import kernel_calls
@@ -27,15 +30,15 @@ CUSTOM_CALL = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 def nothing_lowered(tmp_path, monkeypatch):
     """Neither in this process nor on disk."""
     monkeypatch.setenv("JAXKERN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(lowering, "_lowered", {})
-    monkeypatch.setattr(lowering, "lowerings", {})
+    monkeypatch.setattr(kernel_call, "_lowered", {})
+    monkeypatch.setattr(kernel_call, "lowerings", {})
 
 
 def another_process(monkeypatch):
     """What is on disk stays."""
     jax.clear_caches()
-    monkeypatch.setattr(lowering, "_lowered", {})
-    monkeypatch.setattr(lowering, "lowerings", {})
+    monkeypatch.setattr(kernel_call, "_lowered", {})
+    monkeypatch.setattr(kernel_call, "lowerings", {})
 
 
 # A model of four layers
@@ -82,10 +85,10 @@ def test_every_layer_and_program_shares_a_kernel(remat):
     gradient = jax.grad(functools.partial(loss, remat=remat), (0, 1))
     calls = kernel_calls(lower(gradient, *arrays(2)).as_text())
     assert len(calls) >= 4 * len(EACH_ONCE)
-    assert lowering.lowerings == EACH_ONCE
+    assert kernel_call.lowerings == EACH_ONCE
     lower(gradient, *arrays(2, layers=5))
     lower(lambda *a: loss(*a, remat=remat), *arrays(2))
-    assert lowering.lowerings == EACH_ONCE
+    assert kernel_call.lowerings == EACH_ONCE
 
 
 def test_vmap_makes_a_kernel_of_its_own():
@@ -94,7 +97,7 @@ def test_vmap_makes_a_kernel_of_its_own():
     mapped = jax.vmap(jax.grad(loss, (0, 1)), (0, None))
     for _ in range(2):
         lower(mapped, x, weights)
-        assert lowering.lowerings == EACH_ONCE
+        assert kernel_call.lowerings == EACH_ONCE
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -107,9 +110,9 @@ def test_every_device_shares_a_kernel(kind, remat):
         lowered = lower(gradient, *arrays(8, split, whole, layers))
         if kind == AxisType.Auto:
             split_by_xla(lowered)
-        assert lowering.lowerings == EACH_ONCE
+        assert kernel_call.lowerings == EACH_ONCE
     lower(gradient, *arrays(2))  # one device has as much as each of the four
-    assert lowering.lowerings == EACH_ONCE
+    assert kernel_call.lowerings == EACH_ONCE
 
 
 def test_shard_map_shares_a_kernel():
@@ -121,7 +124,7 @@ def test_shard_map_shares_a_kernel():
             check_vma=check,
         )  # fmt: skip
         lower(on_each, x, weights)
-        assert lowering.lowerings == EACH_ONCE
+        assert kernel_call.lowerings == EACH_ONCE
 
 
 def test_kernels_differ_where_anything_they_depend_on_does():
@@ -139,16 +142,18 @@ def test_kernels_differ_where_anything_they_depend_on_does():
     fewer = dataclasses.replace(GPUS["h200"], multiprocessors=66)
     with jaxkern.lowering_for(fewer):
         lower(norm, x, weight)
+    with jaxkern.lowering_for(dataclasses.replace(GPUS["h200"], name="without TMA", tma=False)):
+        lower(norm, x, weight)
     with jax.default_matmul_precision("highest"):
         lower(norm, x, weight)
-    assert lowering.lowerings == {"rms_norm_fwd": 9}
+    assert kernel_call.lowerings == {"rms_norm_fwd": 10}
 
 
 def test_where_no_kernel_runs_none_is_traced(monkeypatch):
     def trace(*_, **__):
         raise AssertionError("a kernel was traced")
 
-    monkeypatch.setattr(lowering, "_export", trace)
+    monkeypatch.setattr(kernel_call, "_export", trace)
     x, weight = jnp.ones((3, 8, 256)), jnp.ones(256)
     loss = lambda x, w: jnp.sum(jaxkern.rms_norm(x, w))
     jax.jit(jax.vmap(jax.grad(loss), (0, None))).lower(x, weight)
@@ -180,7 +185,7 @@ def test_another_process_finds_the_kernels(monkeypatch):
     text = lower(gradient, *arrays(2)).as_text()
     another_process(monkeypatch)
     assert lower(gradient, *arrays(2)).as_text() == text
-    assert lowering.lowerings == {}
+    assert kernel_call.lowerings == {}
     assert (cache.summary().entries, cache.summary().hits) == (6, 6)
 
 
@@ -189,7 +194,7 @@ def test_another_process_finds_the_kernels(monkeypatch):
     [
         (jaxkern, "__version__", "0.0"),
         (jax, "__version__", "0.0"),
-        (lowering, "_source", lambda file: "another"),
+        (bound, "_source", lambda file: "another"),
     ],
     ids=["jaxkern", "jax", "source"],
 )
@@ -200,7 +205,19 @@ def test_what_other_code_lowered_is_not_found(monkeypatch, where, name, value):
     another_process(monkeypatch)
     monkeypatch.setattr(where, name, value)
     lower(norm, x, weight)
-    assert lowering.lowerings == {"rms_norm_fwd": 1}
+    assert kernel_call.lowerings == {"rms_norm_fwd": 1}
+
+
+@pytest.mark.parametrize("room", ["core", "elementwise", "lowering", "mosaic", "ops", "optim"])
+def test_the_source_of_every_room_is_part_of_the_key(monkeypatch, tmp_path, room):
+    package = shutil.copytree(Path(jaxkern.__file__).parent, tmp_path / "jaxkern")
+    monkeypatch.setattr(jaxkern, "__file__", str(package / "__init__.py"))
+    source = bound._source.__wrapped__
+    before = source(None)
+    assert source(None) == before
+    file = next((package / room).rglob("[a-z]*.py"))
+    file.write_text(file.read_text() + "# changed")
+    assert source(None) != before
 
 
 def test_flags_of_mosaic_are_part_of_the_key(monkeypatch):
@@ -210,7 +227,7 @@ def test_flags_of_mosaic_are_part_of_the_key(monkeypatch):
     another_process(monkeypatch)
     monkeypatch.setenv("MOSAIC_GPU_SOME_FLAG", "1")
     lower(norm, x, weight)
-    assert lowering.lowerings == {"rms_norm_fwd": 1}
+    assert kernel_call.lowerings == {"rms_norm_fwd": 1}
 
 
 # The user's configuration of JAX
@@ -234,7 +251,7 @@ def test_kernels_are_lowered_the_same_however_jax_is_configured(configured):
     texts = []
     for context in (contextlib.nullcontext, configured):
         with context():
-            exported = lowering._export("rms_norm_fwd", kernel, types, GPUS["h200"], None)
+            exported = kernel_call._export("rms_norm_fwd", kernel, types, GPUS["h200"], None)
         texts.append(exported.mlir_module())
     assert texts[0] == texts[1]
 
@@ -249,12 +266,11 @@ def norm_kernel():
         gate_activation="silu",
         norm_before_gate=True,
         group_size=2048,
-        x_dtype=jnp.dtype("bfloat16"),
+        x_dtype="bfloat16",
         residual_dtype=None,
         mode="mosaic",
     )
-    launch = functools.partial(launch_fwd, options)
-    return lowering.Local(lowering.Bound.of(launch), 5, (0, 2))
+    return Bound(launch_fwd, options, 5, (0, 2))
 
 
 # The target
@@ -271,7 +287,7 @@ def test_a_program_is_lowered_for_the_gpu_that_is_stated():
     assert "wgmma.fence.aligned" in norm_text("h200")
     assert "tcgen05.relinquish_alloc_permit" in norm_text("b200")
     assert norm_text("h200") != norm_text("b200")
-    assert "mosaic_gpu" not in norm_text("a100")
+    assert "mosaic_gpu" not in norm_text("t4")
     assert norm_text() == norm_text("h200")
 
 
@@ -279,7 +295,7 @@ def test_the_same_jitted_function_is_lowered_for_each_gpu():
     f = jax.jit(jaxkern.rms_norm)
     x, weight = jnp.ones((1024, 4096), jnp.bfloat16), jnp.ones(4096)
     texts = []
-    for gpu in ("h200", "a100", "h200"):
+    for gpu in ("h200", "t4", "h200"):
         with jaxkern.lowering_for(gpu):
             texts.append(f.trace(x, weight).lower(lowering_platforms=("cuda",)).as_text())
     assert texts[0] == texts[2] != texts[1]
@@ -288,14 +304,14 @@ def test_the_same_jitted_function_is_lowered_for_each_gpu():
 def test_mosaic_says_what_a_gpu_lacks():
     x, weight = jnp.ones((1024, 4096), jnp.bfloat16), jnp.ones(4096)
     norm = functools.partial(jaxkern.rms_norm, implementation="mosaic")
-    words = "A100.*compute capability 8.0, and the kernels need 9.0 .Hopper. or newer.*xla"
-    with jaxkern.lowering_for("a100"), pytest.raises(NotImplementedError, match=words):
+    words = "T4.*compute capability 7.5, and the kernels need 8.0 .Ampere. or newer.*xla"
+    with jaxkern.lowering_for("t4"), pytest.raises(NotImplementedError, match=words):
         lower(norm, x, weight)
 
 
 def test_an_unknown_gpu_is_refused():
     with (
-        pytest.raises(ValueError, match=r"gpu must be one of a100, .*got 'h300'"),
+        pytest.raises(ValueError, match=r"gpu must be one of t4, a100, .*got 'h300'"),
         jaxkern.lowering_for("h300"),
     ):
         pass
@@ -368,9 +384,9 @@ def test_descriptions_tell_static_arguments_apart():
         functools.partial(loss, remat=True), functools.partial(loss, remat=False),
         functools.partial(loss, 1),
     ]  # fmt: skip
-    texts = [lowering.describe(value) for value in values]
+    texts = [describe(value) for value in values]
     assert len(set(texts)) == len(texts)
-    assert lowering.describe(functools.partial(loss, remat=True)) == lowering.describe(
+    assert describe(functools.partial(loss, remat=True)) == describe(
         functools.partial(loss, remat=True)
     )
     assert not any(" at 0x" in text for text in texts)
@@ -379,32 +395,46 @@ def test_descriptions_tell_static_arguments_apart():
 @pytest.mark.parametrize("value", [lambda: 0, object(), {1: 2}], ids=["lambda", "object", "dict"])
 def test_what_does_not_describe_itself_is_refused(value):
     with pytest.raises(TypeError, match="a kernel's static arguments must tell what they are"):
-        lowering.describe(value)
+        describe(value)
 
 
-def norm_gradients(implementation=None):
+def norm_gradients(implementation=None, size=16384):
     def loss(x, weight):
         out = jaxkern.rms_norm(x, weight, implementation=implementation)
         return jnp.sum(out.astype(jnp.float32))
 
-    arrays = jnp.ones((8, 16384), jnp.bfloat16), jnp.ones(16384)
+    arrays = jnp.ones((8, size), jnp.bfloat16), jnp.ones(size)
     return lower(jax.grad(loss, (0, 1)), *arrays).as_text()
 
 
 def test_a_kernel_that_does_not_fit_a_gpu_is_plain_jax():
-    with jaxkern.lowering_for("b200"):
-        assert "rms_norm_bwd" in norm_gradients()
-    with jaxkern.lowering_for("rtx-pro-6000"):
-        text = norm_gradients()
-        assert not [line for line in kernel_calls(text) if "rms_norm_bwd" in line]
-        words = r"rms_norm_bwd: .*needs \d+ bytes of shared memory a block, and .*has 101376.*xla"
+    tiny = dataclasses.replace(GPUS["h200"], name="NVIDIA Tiny", shared_memory=8192)
+    x, A = jnp.ones((1, 64, 128), jnp.bfloat16), -jnp.ones((128, 16))
+
+    def scanned(implementation=None):
+        scan = functools.partial(jaxkern.selective_scan, implementation=implementation)
+        return lower(scan, x, x, A, x[..., :16], x[..., :16]).as_text()
+
+    assert "selective_scan_fwd" in scanned()
+    with jaxkern.lowering_for(tiny):
+        assert not kernel_calls(scanned())
+        words = r"selective_scan_fwd: .*needs \d+ bytes of shared memory a block, .*has 8192.*xla"
         with pytest.raises(NotImplementedError, match=words):
-            norm_gradients("mosaic")
+            scanned("mosaic")
+
+
+def test_rows_that_take_clusters_are_plain_jax_where_there_are_none():
+    with jaxkern.lowering_for("l40s"):
+        assert kernel_calls(norm_gradients())
+        assert not kernel_calls(norm_gradients(size=65536))
+        words = "rows of 65536 elements take clusters of blocks, which Hopper brought.*xla"
+        with pytest.raises(NotImplementedError, match=words):
+            norm_gradients("mosaic", size=65536)
 
 
 def test_a_gpu_of_an_unknown_generation_gets_plain_jax_unless_the_user_asks():
     unknown = jaxkern.Gpu("NVIDIA Z1", (14, 0), 200, 232448)
-    lowering._warn_once.cache_clear()
+    kernel_call._warn_once.cache_clear()
     with jaxkern.lowering_for(unknown):
         with pytest.warns(UserWarning, match=r"Z1 has compute capability 14.0, .*plain JAX runs"):
             assert "mosaic_gpu" not in norm_text(unknown)

@@ -15,7 +15,7 @@ import jaxkern.nn.linen as jk_linen
 from jaxkern.nn import mamba
 from jaxkern.precision import Policy
 from tests import check
-from tests.layers import BF16, FP32, LIBRARY, K, in_every_library, jit, normal
+from tests.layers import BF16, FP32, LIBRARY, K, in_every_library, jit, mamba_token, normal
 
 
 def test_swiglu():
@@ -46,22 +46,8 @@ SIZES = mamba.Sizes(12, **OPTIONS)
 
 def _block(w, x):
     """The block on one sequence (L, D), one token after another."""
-    rank, n = w.dt_proj.shape[0], w.A_log.shape[1]
-
-    def token(carry, row):
-        window, state = carry
-        u, z = jnp.split(row @ w.in_proj + (0 if w.in_bias is None else w.in_bias), 2)
-        window = jnp.column_stack([window[:, 1:], u])
-        u = (window * w.conv_weight).sum(1) + (0 if w.conv_bias is None else w.conv_bias)
-        u = u / (1 + jnp.exp(-u))
-        low, B, C = jnp.split(u @ w.x_proj, [rank, rank + n])
-        dt = jnp.logaddexp(0, low @ w.dt_proj + w.dt_bias)[:, None]
-        state = jnp.exp(-dt * jnp.exp(w.A_log)) * state + dt * u[:, None] * B
-        out = (state @ C + w.D * u) * z / (1 + jnp.exp(-z)) @ w.out_proj
-        return (window, state), out + (0 if w.out_bias is None else w.out_bias)
-
     start = jnp.zeros(w.conv_weight.shape), jnp.zeros(w.A_log.shape)
-    return jax.lax.scan(token, start, x)[1]
+    return jax.lax.scan(functools.partial(mamba_token, w), start, x)[1]
 
 
 def given(weights):
@@ -406,7 +392,7 @@ def test_mamba_by_the_kernels_is_the_papers(library):
         options_of = options | {"implementation": implementation}
         return in_every_library("Mamba", width, weights=given(weights), **options_of)[library]
 
-    def run(implementation, x, *weights):
+    def run(x, *weights, implementation="xla"):
         return layer(implementation, mamba.Weights(*weights))(x)
 
     def decoded(weights, x):
@@ -417,11 +403,10 @@ def test_mamba_by_the_kernels_is_the_papers(library):
         _, rest = jax.lax.scan(one, cache, x[:, -2:].swapaxes(0, 1))
         return jnp.concatenate([first, rest.swapaxes(0, 1)], 1)
 
-    kernels, plain = (jax.jit(functools.partial(run, name)) for name in ("mosaic", "xla"))
     oracle = lambda x, *rest: block_float64(mamba.Weights(*rest[:-1]), x, rest[-1])
     with jax.default_matmul_precision("highest"), check.running("mosaic"):
-        check.check_accuracy(kernels, plain, oracle, (x, *given(weights).values()))
-        tokens, whole = jax.jit(decoded)(weights, x), plain(x, *given(weights).values())
+        check.check_accuracy(run, run, oracle, (x, *given(weights).values()), "mosaic")
+        tokens, whole = jax.jit(decoded)(weights, x), jax.jit(run)(x, *given(weights).values())
     want = np.stack([block_float64(weights, row) for row in x])
     errors = [check.relative_error(y, want) for y in (tokens, whole)]
     assert errors[0] <= 2 * errors[1] + 4 * 2.0**-24

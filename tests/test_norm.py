@@ -3,69 +3,52 @@
 import dataclasses
 
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from tests import check
-from tests.norms import BOTH, EACH, VARIANTS, check_case, each_way, in_turn, inputs
+from tests.norms import EACH, VARIANTS, check_case, each_way, in_turn, inputs
 
 SIZES = [1, 42, 127, 255, 256, 760, 769, 1128, 4096]
 MORE_SIZES = [2, 7, 128, 129, 257, 287, 5120, 8192]
-
-
-@each_way(SIZES, MORE_SIZES)
-def test_norm_accuracy(case, implementation):
-    for op, dtype in in_turn([*SIZES, *MORE_SIZES].index(case)):
-        # Rows of one element are constant: with a smaller eps plain JAX's 1 / std³ overflows fp16.
-        eps = 1e-3 if case == 1 else 1e-5
-        check_case(op, inputs(op, (2, 3, case), dtype), implementation, eps=eps)
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("op", "n"),
-    [("rms_norm", 11008), ("layer_norm", 16384)],
-)
-def test_norm_long_rows(op, n, implementation):
-    check_case(op, inputs(op, (2, n), "bfloat16"), implementation)
-
-
 LONGEST = [16384, 24001, 24576, 32768, 65536, 131072, 262144, 100000, 200003]
 
 
-@each_way([], LONGEST)
-def test_norm_longest_rows(case, implementation):
-    for op, dtype in in_turn(LONGEST.index(case)):
-        check_case(op, inputs(op, (2, case), dtype), implementation)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("n", LONGEST)
-@pytest.mark.parametrize("m", [1, 300])
-@EACH
-def test_norm_longest_rows_counts(op, m, n):
-    check_case(op, inputs(op, (m, n), "bfloat16"), "mosaic")
+@each_way(SIZES, [*MORE_SIZES, *LONGEST])
+def test_norm_accuracy(case, implementation):
+    for op, dtype in in_turn([*SIZES, *MORE_SIZES, *LONGEST].index(case)):
+        # Rows of one element are constant: with a smaller eps plain JAX's 1 / std³ overflows fp16.
+        eps = 1e-3 if case == 1 else 1e-5
+        shape = (2, case) if case in LONGEST else (2, 3, case)
+        check_case(op, inputs(op, shape, dtype), implementation, eps=eps)
 
 
 @each_way(
-    [("rms_norm", 1, 256), ("rms_norm", 131, 64), ("layer_norm", 33, 200)],
+    [
+        *(("rms_norm", 2, 11008), ("layer_norm", 2, 16384)),
+        # Counts that no tile divides.
+        *(("rms_norm", 1, 256), ("rms_norm", 131, 64), ("layer_norm", 33, 200)),
+    ],
     [("layer_norm", 1199, 256), ("rms_norm", 133, 1000)],
 )
 def test_norm_row_counts(case, implementation):
-    """Counts that no tile divides."""
     op, m, n = case
     check_case(op, inputs(op, (m, n), "bfloat16", seed=m), implementation)
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("m", [132, 133, 1199, 65537])
-@pytest.mark.parametrize("n", [256, 1000, 1024])
+@pytest.mark.parametrize(
+    ("m", "n"),
+    [
+        *((m, n) for m in (132, 133, 1199, 65537) for n in (256, 1000, 1024)),
+        *((m, n) for m in (1, 300) for n in LONGEST),
+    ],
+)
 @EACH
 def test_norm_many_rows(op, m, n):
     check_case(op, inputs(op, (m, n), "bfloat16", seed=m), "mosaic")
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_norm_variants(variant, implementation):
     v = VARIANTS[variant]
@@ -86,26 +69,32 @@ def test_norm_variants_compiled(op, variant, n):
     check_case(op, inputs(op, (70, n), "bfloat16", v.extra), "mosaic", **options)
 
 
+def rms_norm_of(x, weight, bias=None, implementation="xla"):
+    return jaxkern.rms_norm(
+        x, weight, bias, eps=1e-3, weight_offset=0.5, implementation=implementation
+    )
+
+
 RMS_NORM = check.Op(
     name="rms_norm",
-    call=lambda x, w, implementation: jaxkern.rms_norm(
-        x, w, eps=1e-3, weight_offset=0.5, implementation=implementation
-    ),
-    reference=lambda x, w: jaxkern.rms_norm(
-        x, w, eps=1e-3, weight_offset=0.5, implementation="xla"
-    ),
+    call=rms_norm_of,
+    reference=rms_norm_of,
     arrays=lambda key: tuple(inputs("rms_norm", (8, 2, 256), "float32", seed=3).values()),
     kernels=("rms_norm_fwd", "rms_norm_bwd"),
-    rows=(P("data"), P(), P("data")),
-    features=(P(None, None, "data"), P("data"), P(None, None, "data")),
+    axes="mtd d -> mtd",
+    features="d",
     all_reduces=1,
     vmaps=[(0, None), (None, 0), (1, 0)],
 )
-
-
-@check.matrix(RMS_NORM)
-def test_rms_norm_transformations(cell, record_property):
-    check.check_cell(cell, record_property)
+RMS_NORM_WITH_BIAS = dataclasses.replace(
+    RMS_NORM,
+    name="rms_norm, bias",
+    arrays=lambda key: tuple(inputs("rms_norm", (8, 2, 256), "float32", "bias", seed=3).values()),
+    axes="mtd d d -> mtd",
+    vmaps=[(0, None, None), (None, 0, 0), (1, 0, None)],
+    cells=[("auto mesh", None), ("kernels lowered", "mosaic"), ("vmap(grad)", "mosaic")],
+)
+test_rms_norm_transformations = check.transformations(RMS_NORM, RMS_NORM_WITH_BIAS)
 
 
 def layer_norm_of(x, weight, bias, residual, gate, implementation="xla"):
@@ -126,7 +115,8 @@ def layer_norm_of(x, weight, bias, residual, gate, implementation="xla"):
     return out + h
 
 
-LAYER_NORM = check.Op(
+LAYER_NORM = dataclasses.replace(
+    RMS_NORM,
     name="layer_norm",
     call=layer_norm_of,
     reference=layer_norm_of,
@@ -134,38 +124,7 @@ LAYER_NORM = check.Op(
         inputs("layer_norm", (8, 2, 256), "float32", "residual gate", seed=3).values()
     ),
     kernels=("layer_norm_fwd", "layer_norm_bwd"),
-    rows=(P("data"), P(), P(), P("data"), P("data"), P("data")),
-    features=tuple(P(None, None, "data") if full else P("data") for full in (1, 0, 0, 1, 1, 1)),
-    all_reduces=1,
+    axes="mtd d d mtd mtd -> mtd",
     vmaps=[(0, None, None, 0, None), (None, 0, None, None, 0), (1, 0, 0, 1, 1)],
 )
-
-
-@check.matrix(LAYER_NORM)
-def test_layer_norm_transformations(cell, record_property):
-    check.check_cell(cell, record_property)
-
-
-def rms_norm_of(x, weight, bias, implementation="xla"):
-    return jaxkern.rms_norm(x, weight, bias, eps=1e-3, implementation=implementation)
-
-
-RMS_NORM_WITH_BIAS = dataclasses.replace(
-    RMS_NORM,
-    name="rms_norm, bias",
-    call=rms_norm_of,
-    reference=rms_norm_of,
-    arrays=lambda key: tuple(inputs("rms_norm", (8, 2, 256), "float32", "bias", seed=3).values()),
-    rows=(P("data"), P(), P(), P("data")),
-    features=None,
-    vmaps=[(0, None, None), (None, 0, 0), (1, 0, None)],
-)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [("auto mesh", None), ("kernels lowered", "mosaic"), ("vmap(grad)", "mosaic")],
-)
-def test_rms_norm_bias_transformations(name, implementation, record_property):
-    check.check_cell((RMS_NORM_WITH_BIAS, name, implementation), record_property)
+test_layer_norm_transformations = check.transformations(LAYER_NORM)

@@ -15,10 +15,10 @@ from jaxkern.ops.norm.forward import launch_fwd
 from jaxkern.ops.norm.long_row import long_row
 from jaxkern.ops.norm.pointwise import Options
 from tests import check
-from tests.norms import BOTH, EACH, OPS, VARIANTS, check_case, inputs, oracle, run, run_vjp
+from tests.norms import EACH, OPS, VARIANTS, check_case, inputs, oracle, run, run_vjp
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize(
     ("op", "dtype", "other"),
     [
@@ -45,7 +45,7 @@ def test_norm_mixed_dtypes(op, dtype, other, implementation):
     np.testing.assert_array_equal(grads["x"].astype(narrow), grads["residual"].astype(narrow))
 
 
-@BOTH
+@check.BOTH
 @EACH
 def test_norm_of_the_sum_it_returns(op, implementation):
     """out, h = norm(x, residual=r) is norm(h), to the bit."""
@@ -57,7 +57,7 @@ def test_norm_of_the_sum_it_returns(op, implementation):
     np.testing.assert_array_equal(out, again)
 
 
-@BOTH
+@check.BOTH
 def test_norm_options(implementation):
     arrays = inputs("rms_norm", (4, 512), "float32")
     check_case("rms_norm", arrays, implementation, eps=0.1, weight_offset=1.0)
@@ -65,7 +65,7 @@ def test_norm_options(implementation):
     check_case("layer_norm", arrays, implementation, eps=0.1, weight_offset=1.0)
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize(("op", "dtype"), [("layer_norm", "float32"), ("rms_norm", "bfloat16")])
 def test_norm_large_mean(op, dtype, implementation):
     """x near 1e4: its mean square is far from its variance."""
@@ -73,7 +73,7 @@ def test_norm_large_mean(op, dtype, implementation):
     check_case(op, inputs(op, (8, n), dtype, offset=1e4), implementation)
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize(("op", "n"), [("rms_norm", 256), ("layer_norm", 300)])
 def test_norm_without_parameters(op, n, implementation):
     arrays = inputs(op, (4, n), "float32")
@@ -91,7 +91,7 @@ def test_norm_without_parameters(op, n, implementation):
         np.testing.assert_allclose(grads["bias"], want_grads["bias"], rtol=1e-6, atol=1e-6)
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize("shape", [(0, 256), (2, 0, 300), (3, 0), (0,), (0, 0)])
 def test_norm_empty(shape, implementation):
     arrays = {k: jnp.ones(shape, jnp.bfloat16) for k in ("x", "residual", "gate")}
@@ -103,7 +103,7 @@ def test_norm_empty(shape, implementation):
         np.testing.assert_array_equal(grads[name], np.zeros(shape[-1:], np.float32))
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize("shape", [(256,), (1, 1, 8, 256)])
 def test_norm_rank(shape, implementation):
     arrays = inputs("rms_norm", shape, "float32")
@@ -113,7 +113,7 @@ def test_norm_rank(shape, implementation):
     np.testing.assert_allclose(out, rows.reshape(shape), rtol=3e-7, atol=0)
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize(
     ("op", "n", "bad"),
     [("layer_norm", 127, np.nan), ("rms_norm", 256, np.inf), ("layer_norm", 256, np.nan)],
@@ -131,7 +131,7 @@ def test_norm_bad_row_stays_alone(op, n, bad, implementation):
     assert np.isnan(bad_out[3]).any()
 
 
-@BOTH
+@check.BOTH
 @EACH
 def test_norm_extreme_rows(op, implementation):
     """Zero, constant, denormal and large rows."""
@@ -149,7 +149,7 @@ def test_norm_extreme_rows(op, implementation):
     assert np.isfinite(grads["weight"]).all()
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize(
     ("op", "variant"), [("rms_norm", "gate before"), ("layer_norm", "all, gate after")]
 )
@@ -197,10 +197,6 @@ def test_norm_float64(op):
 def test_norm_errors(op):
     f = OPS[op]
     x = jnp.ones((2, 4))
-    with pytest.raises(TypeError, match=r"x must have a floating dtype.*got int32.*astype"):
-        f(jnp.ones((2, 4), jnp.int32))
-    with pytest.raises(TypeError, match="weight must be an array, got str"):
-        f(x, "ones")
     with pytest.raises(ValueError, match=r"weight must have shape \(4,\).*got \(2,\)"):
         f(x, jnp.ones(2))
     for name in ("residual", "gate"):
@@ -226,11 +222,6 @@ def test_norm_errors(op):
         f(x, group_size=3)
     with pytest.raises(TypeError, match=r"group_size must be a Python integer, got 2\.0"):
         f(x, group_size=2.0)
-    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'triton\''):
-        f(x, implementation="triton")
-    if not check.ON_GPU:
-        with pytest.raises(NotImplementedError, match=r"lowered for cpu. Use implementation="):
-            f(x, implementation="mosaic")
 
 
 @EACH
@@ -284,10 +275,7 @@ def test_norm_saves_no_more_than_its_arguments():
 def test_norm_same_bits(op, n):
     arrays = inputs(op, (400, n), "bfloat16", "gate")
     step = jax.jit(lambda a: jax.vjp(lambda a: run(op, a, "mosaic")[0], a)[1](a["x"]))
-    first = step(arrays)
-    same = jax.jit(lambda a, b: jnp.array([(x == y).all() for x, y in zip(a, b, strict=True)]))
-    for _ in range(20):
-        assert same(jax.tree.leaves(first), jax.tree.leaves(step(arrays))).all()
+    check.assert_same_bits(lambda: step(arrays))
 
 
 @pytest.mark.compiled

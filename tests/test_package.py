@@ -420,7 +420,7 @@ def test_make_aot_has_an_environment_for_the_cpu_wherever_it_runs(checkout):
     assert checkout.calls == [
         "venv",
         ".[lm,aot] by constraints/newest.txt",
-        "-m bench.aot --only tiny",
+        "-m bench aot --only tiny",
     ]
 
 

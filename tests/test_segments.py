@@ -4,6 +4,7 @@ What a packed row must give is what the op gives for every segment alone, withou
 outputs, final states and the gradients of everything, initial states too.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core.dispatch import Mode
@@ -51,6 +50,7 @@ class Packable:
       arrays: for a length, channels and a dtype; the initial states are (B, S, ...).
       oracle: ``oracle(*arrays, dout, dfinal) -> (out, final), gradients`` of one sequence, float64.
       along: whether each array but the states is along time.
+      kernels: whether there are some for segments.
     """
 
     call: Callable[..., Any]
@@ -58,6 +58,7 @@ class Packable:
     oracle: Callable[..., Any]
     along: tuple[bool, ...]
     reverse: bool = False
+    kernels: bool = True
 
 
 def linear(a, b, states, **options):
@@ -106,10 +107,10 @@ def selective_arrays(length=LENGTH, dim=5, dtype="float32", states=3, batch=BATC
     return (*arrays, jnp.asarray(own.astype("float32")))
 
 
-def selective(*arrays, **options):
+def selective(*arrays, dt_softplus=True, **options):
     *arrays, dt_bias, states = arrays
     return jaxkern.selective_scan(
-        *arrays, dt_bias=dt_bias, initial_state=states, dt_softplus=True, **options
+        *arrays, dt_bias=dt_bias, initial_state=states, dt_softplus=dt_softplus, **options
     )
 
 
@@ -130,6 +131,7 @@ OPS = {
         ssd_arrays,
         ssd.oracle,
         (True, True, False, True, True, False, True, False),
+        kernels=False,
     ),
     "selective_scan": Packable(
         selective,
@@ -189,77 +191,66 @@ def cotangents(dfinal, out, final):
     return dout, dfinal * dfinals
 
 
-def value_and_grads(f, dfinal=1.0):
-    """``run(*arrays)``: results of `f`, and the gradients for :func:`cotangents` of them."""
-
-    @jax.jit
-    def run(*arrays):
-        results, vjp = jax.vjp(f, *arrays)
-        given = cotangents(dfinal, *(v.shape for v in results))
-        return results, vjp(
-            tuple(jnp.asarray(d, v.dtype) for d, v in zip(given, results, strict=True))
-        )
-
-    return run
+def value_and_grads(f, arrays, dfinal=1.0, **options):
+    """Results of `f`, and the gradients for :func:`cotangents` of them."""
+    like = jax.eval_shape(functools.partial(f, **options), *arrays)
+    given = map(jnp.asarray, cotangents(dfinal, *(v.shape for v in like)))
+    return check.value_and_grads(f, arrays, tuple(given), **options)
 
 
-@functools.cache
-def packed(name, implementation):
-    """``run(*arrays)`` of the op with a state for every segment, compiled once."""
-    if name == "ssd" and implementation == "mosaic" and not ssd.HAS_KERNELS:
-        pytest.skip("there are no kernels yet")
+@contextlib.contextmanager
+def running(op, implementation):
+    """:func:`check.running`, where the op has such an implementation."""
+    if implementation == "mosaic" and not op.kernels:
+        pytest.skip("the kernels take no segments")
+    with check.running(implementation):
+        yield
 
-    def call(*arrays):
-        return OPS[name].call(
-            *arrays,
-            segment_ids=jnp.asarray(IDS),
-            num_segments=COUNT,
-            return_final_state=True,
-            implementation=implementation,
-        )
 
-    return value_and_grads(call)
+def packed(name, implementation, arrays):
+    """By one program for all tests of the op with a state for every segment."""
+    options = {"num_segments": COUNT, "return_final_state": True, "implementation": implementation}
+    return value_and_grads(OPS[name].call, arrays, segment_ids=jnp.asarray(IDS), **options)
 
 
 EVERY = pytest.mark.parametrize("name", OPS)
-KERNELS = pytest.param("mosaic", marks=pytest.mark.gpu)
-KERNELS_AND_PLAIN = pytest.mark.parametrize("implementation", [KERNELS, "xla"])
 
 
 @EVERY
-@pytest.mark.parametrize("implementation", [KERNELS, None, "xla"])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), None, "xla"]
+)
 def test_segments_are_runs_of_their_own(name, implementation):
     op = OPS[name]
     arrays = op.arrays()
-    with check.running(implementation):
-        got = packed(name, implementation)(*arrays)
+    with running(op, implementation):
+        got = packed(name, implementation, arrays)
     check.assert_close(got, alone(op, IDS, arrays), 3e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if "linear" in name])
-@KERNELS_AND_PLAIN
+@EVERY
+@check.BOTH
 def test_segments_of_one_state(name, implementation):
-    """Without num_segments the initial state is the first segment's, and the final the last's.
-
-    The other ops' own tests show it.
-    """
+    """Without num_segments the initial state is the first segment's, and the final the last's."""
     op = OPS[name]
+    options = {"return_final_state": True, "implementation": implementation}
+    if name == "selective_scan":  # and what no other test of packed sequences has
+        options |= {"dt_softplus": False, "checkpoint_every": 1}
+        op = dataclasses.replace(
+            op,
+            oracle=functools.partial(op.oracle, dt_softplus=False),
+            arrays=lambda: selective_scan.below_zero(*selective_arrays()),
+        )
     *args, states = op.arrays()
     order = (lambda v: v[:, ::-1]) if op.reverse else (lambda v: v)
     rank = np.cumsum(np.diff(order(IDS), axis=1, prepend=order(IDS)[:, :1]) != 0, axis=1)
     ids = order(np.where(rank == 0, 0, np.where(rank == rank[:, -1:], 1, COUNT + rank)))
     states = states.at[:, 1:].set(0.0)
-
-    def run(*arrays):
-        return op.call(
-            *arrays,
-            segment_ids=jnp.asarray(IDS),
-            return_final_state=True,
-            implementation=implementation,
+    given = (*args, states[:, 0])
+    with running(op, implementation):
+        (out, final), grads = value_and_grads(
+            op.call, given, 0.0, segment_ids=jnp.asarray(IDS), **options
         )
-
-    with check.running(implementation):
-        (out, final), grads = value_and_grads(run, dfinal=0.0)(*args, states[:, 0])
     (want, finals), want_grads = alone(op, ids, (*args, states), dfinal=0.0)
     check.assert_close(out, want, 3e-6)
     check.assert_close(final, finals[np.arange(BATCH), np.minimum(rank[:, -1], 1)], 3e-6)
@@ -267,7 +258,7 @@ def test_segments_of_one_state(name, implementation):
 
 
 @EVERY
-@KERNELS_AND_PLAIN
+@check.BOTH
 def test_nan_stays_in_its_segment(name, implementation):
     """Outputs, final states and gradients of all other segments have the bits they had.
 
@@ -275,15 +266,15 @@ def test_nan_stays_in_its_segment(name, implementation):
     """
     op = OPS[name]
     args = op.arrays()
-    run = packed(name, implementation)
+    run = functools.partial(packed, name, implementation)
     row, others = 0, IDS[0] != 3
-    with check.running(implementation):
-        want, want_grads = run(*args)
+    with running(op, implementation):
+        want, want_grads = run(args)
         for i, along in enumerate(op.along):
             if not along or (i and implementation == "mosaic" and not check.ON_GPU):
                 continue
             bad = [v.at[row, 14].set(np.nan) if k == i else v for k, v in enumerate(args)]
-            (out, final), grads = run(*bad)
+            (out, final), grads = run(tuple(bad))
             assert np.isnan(out[row, 14]).any()
             assert i or np.isnan(final[row, 3]).any()
             same = [(out, want[0]), *zip(grads[:-1], want_grads[:-1], strict=True)]
@@ -311,7 +302,7 @@ def test_linear_scan_segments_across_parts(cut, reverse):
         return out, linear_op._final_state(options, out, states, ids)
 
     arrays = op.arrays()
-    check.assert_close(value_and_grads(run)(*arrays), alone(op, IDS, arrays), 3e-6)
+    check.assert_close(value_and_grads(run, arrays), alone(op, IDS, arrays), 3e-6)
 
 
 @pytest.mark.gpu
@@ -326,21 +317,47 @@ def test_selective_scan_segments_across_parts(monkeypatch):
     ids = np.repeat([[0, 2, 3, -1, 1]], [9, 15, 2, 5, 8], axis=1)
     op = OPS["selective_scan"]
     arrays = op.arrays(length=ids.shape[1], batch=1)
-    implementation = "mosaic"
-
-    def call(*arrays):
-        return op.call(
-            *arrays,
-            segment_ids=jnp.asarray(ids),
-            num_segments=COUNT,
-            return_final_state=True,
-            checkpoint_every=16,
-            implementation=implementation,
-        )
-
-    with check.running(implementation):
-        got = value_and_grads(call)(*arrays)
+    options = {"return_final_state": True, "checkpoint_every": 16, "implementation": "mosaic"}
+    options |= {"segment_ids": jnp.asarray(ids), "num_segments": COUNT}
+    with check.running("mosaic"):
+        got = value_and_grads(op.call, arrays, **options)
     check.assert_close(got, alone(op, ids, arrays), 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "ends"),
+    [
+        *(("causal_conv1d", cut, (LENGTH,)) for cut in (0, 2, LENGTH)),
+        *(("causal_conv1d", cut, (10, LENGTH)) for cut in (7, 9, 11)),
+        ("causal_conv1d", 7, (5, LENGTH)),
+        *((name, 9, (LENGTH,)) for name in OPS if name != "causal_conv1d"),
+    ],
+)
+@check.WHOLE
+def test_two_runs_are_one(name, cut, ends, implementation):
+    """The second from the state of the first; gradients included, and in the midst of a segment."""
+    op = OPS[name]
+    if implementation == "mosaic" and "linear" in name:
+        cut, ends = 667, (2000,)
+        op = dataclasses.replace(op, arrays=lambda: linear_arrays(2000, 256))
+    *args, states = op.arrays()
+    ids = jnp.asarray([np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))] * BATCH)
+    call = functools.partial(op.call, return_final_state=True, implementation=implementation)
+    whole = functools.partial(call, segment_ids=ids if len(ends) > 1 else None)
+
+    def halves(*arrays):
+        *args, state = arrays
+        outs, spans = [], [slice(0, cut), slice(cut, None)]
+        for span in spans[::-1] if op.reverse else spans:
+            own = (v[:, span] if a else v for v, a in zip(args, op.along, strict=True))
+            of = None if len(ends) == 1 else ids[:, span]
+            out, state = call(*own, state, segment_ids=of)
+            outs.append(out)
+        return jnp.concatenate(outs[::-1] if op.reverse else outs, axis=1), state
+
+    arrays = (*args, states[:, 0])
+    with running(op, implementation):
+        check.assert_close(value_and_grads(halves, arrays), value_and_grads(whole, arrays), 1e-6)
 
 
 def test_states_are_handed_from_chunk_to_chunk():
@@ -386,47 +403,47 @@ def test_a_padded_batch_is_packed_and_unpacked():
 
 # Meshes and calls
 
+AXES = {  # and those over which final states are summed to (B, D)
+    "ssd": ("blhp blh h blgn blgn h blhp h bshpn bl -> blhp", (1, 4)),
+    "selective_scan": ("bld bld dn bln bln d bld d bsdn bl -> bld", (1, 3)),
+    "causal_conv1d": ("bld dw d bswd bl -> bld", (1, 2)),
+    "linear_scan": ("bld bld bsd bl -> bld", (1,)),
+}
 
-@pytest.mark.parametrize("name", ["ssd", "selective_scan", "causal_conv1d", "linear_scan"])
-@pytest.mark.parametrize(
-    ("kind", "split", "implementation"),
-    [
-        (AxisType.Explicit, "batch", None),
-        (AxisType.Explicit, "channels", "xla"),
-        (AxisType.Auto, "channels", None),
-    ],
-)
-def test_segments_on_a_mesh(name, kind, split, implementation):
-    """Split over batch rows or channels, the results are those of one device."""
-    op = OPS[name]
+
+def packed_op(name):
+    """The op of arrays and ids, whose one result depends on the output and the final states."""
+    axes, summed = AXES[name]
+    # GSPMD gathers the convolution's inputs where both are split.
+    split = "features split" if name == "causal_conv1d" else "rows and channels split"
     four = lambda v: jnp.concatenate([v, v[:1]]) if v.shape[0] == BATCH else v
-    arrays = tuple(map(four, op.arrays(dim=CHANNELS)))
-    ids = jnp.asarray(np.concatenate([IDS, IDS[:1]]))
 
-    @jax.jit
-    def run(ids, *arrays):
-        results, vjp = jax.vjp(
-            lambda *arrays: op.call(
-                *arrays,
-                segment_ids=ids,
-                num_segments=COUNT,
-                return_final_state=True,
-                implementation=implementation,
-            ),
+    def call(*arrays, implementation="xla"):
+        *arrays, ids = arrays
+        out, final = OPS[name].call(
             *arrays,
+            segment_ids=ids,
+            num_segments=COUNT,
+            return_final_state=True,
+            implementation=implementation,
         )
-        return results, vjp(tuple(map(jnp.sin, results)))
+        return out + jnp.sin(final).sum(summed)[:, None]
 
-    want = run(ids, *arrays)
-    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
-    put = lambda v, spec: jax.device_put(v, NamedSharding(mesh, spec))
-    if split == "batch":
-        specs = [P("data") if v.ndim > 2 else P() for v in arrays]
-        ids = put(ids, P("data"))
-    else:
-        specs = [P(*("data" if n == CHANNELS else None for n in v.shape)) for v in arrays]
-    placed = (put(v, spec) for v, spec in zip(arrays, specs, strict=True))
-    check.assert_close(run(ids, *placed), want, 1e-5)
+    return check.Op(
+        name=f"{name}, packed",
+        call=call,
+        reference=call,
+        arrays=lambda key: tuple(map(four, (*OPS[name].arrays(dim=CHANNELS), jnp.asarray(IDS)))),
+        kernels=("", ""),
+        axes=axes,
+        features="d",
+        channels="hg" if name == "ssd" else "d",
+        all_reduces=name != "linear_scan",
+        cells=[("explicit mesh", None), (split, None), (split, "xla")],
+    )
+
+
+test_segments_transformations = check.transformations(*map(packed_op, AXES))
 
 
 @EVERY

@@ -1,7 +1,6 @@
 """selective_scan: what the recurrence promises of its states."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,31 +11,25 @@ import jaxkern
 from jaxkern.ops.selective_scan import backward, forward, tiles
 from tests import check
 from tests.selective_scan import (
-    BOTH,
     INF,
-    KERNELS,
     NAMES,
     ONE_PROGRAM,
-    below_zero,
     check_case,
     inputs,
     inputs_and_state,
-    interpreted,
     plain,
     scan,
-    sizes,
-    value_and_grads,
 )
 
 # What the recurrence promises
 
 
-@BOTH
+@check.BOTH
 def test_selective_scan_bad_channel_stays_alone(implementation):
     """A NaN in one channel of one row leaves every other channel, row and earlier step alone."""
     arrays = dict(zip(NAMES[:-1], inputs(*ONE_PROGRAM), strict=True))
     dout = jnp.ones_like(arrays["x"])
-    run = value_and_grads(scan, implementation=implementation, return_final_state=False)
+    run = check.program(scan, implementation=implementation, return_final_state=False)
     same = np.testing.assert_array_equal
     others = np.ones((2, 66), bool)
     others[1, 2] = False
@@ -76,8 +69,8 @@ def test_selective_scan_is_its_steps():
 
     call = functools.partial(scan, implementation="xla", return_final_state=True, **options)
     cotangents = jnp.sin(arrays[0]), jnp.cos(arrays[-1])
-    want = value_and_grads(stepped)(arrays, cotangents)
-    check.assert_close(value_and_grads(call)(arrays, cotangents), want, 1e-6)
+    want = check.value_and_grads(stepped, arrays, cotangents)
+    check.assert_close(check.value_and_grads(call, arrays, cotangents), want, 1e-6)
     half = tuple(v.astype(jnp.bfloat16) for v in arrays)
     outs, state = jax.jit(stepped)(*half)
     assert outs.dtype == jnp.bfloat16
@@ -85,92 +78,24 @@ def test_selective_scan_is_its_steps():
     check.assert_close((outs, state), jax.jit(call)(*half), 4e-3)
 
 
-@sizes((2, 21, 3, 4))
-def test_selective_scan_in_two_halves(size, implementation):
-    """The second half, from the state that the first returns, goes on as one run would."""
-    arrays = inputs_and_state(*size)
-    call = functools.partial(scan, implementation=implementation, return_final_state=True)
-
-    def halves(*arrays):
-        cut = size[1] // 2 - 1
-        tokens = {"x", "dt", "B", "C", "z"}
-        part = lambda where: [
-            v[:, where] if name in tokens else v
-            for name, v in zip(NAMES[:-1], arrays[:-1], strict=True)
-        ]
-        first, state = call(*part(slice(None, cut)), arrays[-1])
-        second, state = call(*part(slice(cut, None)), state)
-        return jnp.concatenate([first, second], 1), state
-
-    cotangents = jnp.sin(arrays[0]), jnp.cos(arrays[-1])
-    with check.running(implementation):
-        got = value_and_grads(halves)(arrays, cotangents)
-        check.assert_close(got, value_and_grads(call)(arrays, cotangents), 1e-6)
-
-
-@sizes((2, 21, 3, 4), interpreted=[(1, 10, 2, 2)])
-def test_selective_scan_packed(size, implementation):
-    """Packed sequences are separate ones; the initial state is for the first. Without softplus."""
-    arrays = dict(zip(NAMES, below_zero(*inputs_and_state(*size)), strict=True))
-    options = {"dt_softplus": False, "return_final_state": True}
-    length = size[1]
-    ends = [0, 1, length // 2, length]  # one token alone, and within a chunk
-    ids = jnp.repeat(jnp.array([7, 3, 7]), jnp.diff(jnp.array(ends)), total_repeat_length=length)
-    every = {"checkpoint_every": 1} if interpreted(implementation) else {}
-    ids = jnp.tile(ids, (size[0], 1))
-
-    def separate(*arrays):
-        outs, state = [], arrays[-1]
-        for first, last in itertools.pairwise(ends):
-            own = (
-                v[:, first:last] if name in ("x", "dt", "B", "C", "z") else v
-                for name, v in zip(NAMES[:-1], arrays[:-1], strict=True)
-            )
-            own = (*own, state) if first == 0 else own
-            out, state = scan(*own, implementation="xla", **options)
-            outs.append(out)
-        return jnp.concatenate(outs, 1), state
-
-    cotangents = jnp.sin(arrays["x"]), jnp.cos(arrays["initial_state"])
-    run = functools.partial(
-        value_and_grads(scan, implementation=implementation, **options, **every),
-        segment_ids=ids,
-    )
-    with check.running(implementation):
-        got = run(tuple(arrays.values()), cotangents)
-        bad = arrays | {name: arrays[name].at[0, ends[1]].set(np.nan) for name in ("x", "dt")}
-        (out, final), grads = run(tuple(bad.values()), cotangents)
-    want = value_and_grads(separate)(tuple(arrays.values()), cotangents)
-    check.assert_close(got, want, 2e-6)
-    # A NaN in the second sequence stays there, in the gradients of the tokens too.
-    same = np.testing.assert_array_equal
-    assert np.isnan(out[0, ends[1] : ends[2]]).all()
-    same(final, got[0][1])
-    for part in (slice(0, ends[1]), slice(ends[2], None)):
-        same(out[:, part], got[0][0][:, part])
-        for i in (0, 1, 3, 4, 6):
-            same(grads[i][:, part], got[1][i][:, part])
-    same(grads[8], got[1][8])
-
-
-@sizes(gpu=[(2, 200, 130, 16)])
+@check.sizes(gpu=[(2, 200, 130, 16)])
 def test_selective_scan_of_any_checkpoint_every(size, implementation):
     """The states that are saved make no difference.
 
-    For plain JAX this is test_..._in_float64. In the interpreter test_..._packed saves all,
-    test_..._accuracy_of_everything some, and test_..._two_half_precisions none.
+    For plain JAX this is test_..._in_float64. In the interpreter test_segments_of_one_state saves
+    all, test_..._accuracy_of_everything some, and test_..._two_half_precisions none.
     """
     arrays = inputs_and_state(*size)
     cotangents = jnp.sin(arrays[0]), jnp.cos(arrays[-1])
     call = functools.partial(scan, return_final_state=True)
-    want = value_and_grads(call, implementation="xla")(arrays, cotangents)
+    want = check.value_and_grads(call, arrays, cotangents, implementation="xla")
     for every in (1, 8, 16, 64, None):
-        run = value_and_grads(call, implementation=implementation, checkpoint_every=every)
+        run = check.program(call, implementation=implementation, checkpoint_every=every)
         check.assert_close(run(arrays, cotangents), want, 2e-6)
 
 
-@KERNELS
-def test_selective_scan_in_uneven_parts(monkeypatch, implementation):
+@pytest.mark.gpu
+def test_selective_scan_in_uneven_parts(monkeypatch):
     """Columns of blocks halved, in parts and whole side by side, and of two warpgroups.
 
     Tiles of four chunks, of which there are five, so that the last tile overlaps another.
@@ -184,11 +109,11 @@ def test_selective_scan_in_uneven_parts(monkeypatch, implementation):
     split = cut(2, 3, 2)
     assert (split.whole, split.rest, split.parts, split.count) == (1, 1, 2, 3)
     states = 16 if check.ON_GPU else 4
-    check_case(inputs_and_state(2, 40, 128, states), implementation, checkpoint_every=16)
+    check_case(inputs_and_state(2, 40, 128, states), "mosaic", checkpoint_every=16)
 
 
-@KERNELS
-def test_selective_scan_in_pieces(monkeypatch, implementation):
+@pytest.mark.gpu
+def test_selective_scan_in_subparts(monkeypatch):
     """Parts whose carries are found in subparts, the last of which is short."""
     cut = lambda columns, units, _: tiles.Grid.cut(columns, units, 0, 2, 3)
     monkeypatch.setattr(forward, "forward_grid", cut)
@@ -198,17 +123,17 @@ def test_selective_scan_in_pieces(monkeypatch, implementation):
     # The backward's last subpart of two chunks has one.
     assert grid.of_carries().parts == 6
     assert 11 % grid.of_carries().length == 1
-    check_case(inputs_and_state(1, 88, 34, 9 if check.ON_GPU else 3), implementation)
+    check_case(inputs_and_state(1, 88, 34, 9 if check.ON_GPU else 3), "mosaic")
 
 
-@sizes(gpu=[(2, 70, 270, 16)])
+@check.sizes(gpu=[(2, 70, 270, 16)])
 def test_selective_scan_groups(size, implementation):
     """Groups with the same B and C are one group, whose gradients are the sums of theirs."""
     x, dt, A, B, C, *rest = inputs_and_state(*size)
     cotangents = jnp.sin(x), jnp.cos(rest[-1])
     call = functools.partial(scan, return_final_state=True)
-    one = value_and_grads(call, implementation="xla")
-    two = value_and_grads(call, implementation=implementation)
+    one = check.program(call, implementation="xla")
+    two = check.program(call, implementation=implementation)
     want, want_grads = one((x, dt, A, B, C, *rest), cotangents)
     twice = lambda v: jnp.stack([v, v], axis=2)
     with check.running(implementation):
@@ -248,7 +173,7 @@ def test_selective_scan_optional_arguments(absent, implementation):
     given = {k: v for k, v in arrays.items() if k not in absent}
     dout = jnp.cos(arrays["x"])
     with check.running(implementation):
-        out, (grads,) = value_and_grads(named, implementation=implementation)((given,), dout)
+        out, (grads,) = check.value_and_grads(named, (given,), dout, implementation=implementation)
 
     def full(kw):
         kw = {name: jnp.zeros_like(arrays[name]) for name in absent if name != "z"} | kw
@@ -263,7 +188,7 @@ def test_selective_scan_optional_arguments(absent, implementation):
     check.assert_close(grads, want_grads, 2e-6)
 
 
-@BOTH
+@check.BOTH
 def test_selective_scan_softplus(implementation):
     """The step size and its slope, relative to themselves, over their whole range."""
     raw = np.array([-80.0, -60.0, -15.0, -4.0, -0.1, 0.0, 0.3, 3.0, 40.0, 1000.0], np.float32)
@@ -280,7 +205,7 @@ def test_selective_scan_softplus(implementation):
         "dt_bias": zero,
     }
     with check.running(implementation):
-        run = value_and_grads(named, implementation=implementation)
+        run = check.program(named, implementation=implementation)
         out, (grads,) = run((arrays,), first)
     out, slope = out[:, 0], grads["dt"][:, 0]
     wide = raw.astype(np.float64)
@@ -289,7 +214,7 @@ def test_selective_scan_softplus(implementation):
     np.testing.assert_allclose(slope[0], 1 / (1 + np.exp(-wide)), rtol=2e-6)
 
 
-@BOTH
+@check.BOTH
 @pytest.mark.parametrize("shape", [(0, 5, 3, 2), (2, 0, 3, 2), (2, 5, 0, 2)])
 def test_selective_scan_empty(shape, implementation):
     arrays = inputs_and_state(*shape, "bfloat16")
@@ -307,7 +232,7 @@ def test_selective_scan_empty(shape, implementation):
     np.testing.assert_array_equal(grads[-1], arrays[-1])
 
 
-@BOTH
+@check.BOTH
 def test_selective_scan_keeps_a_state(implementation):
     """dt = 0 keeps the state to the last bit; a dt that underflows does too."""
     length = 20
@@ -323,7 +248,7 @@ def test_selective_scan_keeps_a_state(implementation):
     np.testing.assert_array_equal(softly, softly[0, 0, 0])
 
 
-@BOTH
+@check.BOTH
 def test_selective_scan_dt_limit(implementation):
     """A step outside the limits is the limit, with no gradient; one at a limit has its own."""
     raw = jnp.array([-3.0, 0.0, 0.125, 0.25, 1.0, 2.0, 5.0, np.nan])[None, None]
@@ -335,7 +260,7 @@ def test_selective_scan_dt_limit(implementation):
         )
 
     cases = [({"dt_limit": (0.125, 2.0)}, 0.125, 2.0)]
-    if not interpreted(implementation):  # test_..._packed has 0 and no limit
+    if not check.interpreted(implementation):  # test_..._packed has 0 and no limit
         cases += [({}, 0.0, INF), ({"dt_limit": (-INF, 1)}, -INF, 1.0)]
     for limits, low, high in cases:
         with check.running(implementation):
@@ -345,7 +270,7 @@ def test_selective_scan_dt_limit(implementation):
         np.testing.assert_array_equal(ddt[..., :-1], ((raw >= low) & (raw <= high))[..., :-1])
 
 
-@sizes((1, 12, 2, 2))
+@check.sizes((1, 12, 2, 2))
 def test_selective_scan_grows(size, implementation):
     """A rate above 0 is legal: the state grows, and so do the gradients."""
     x, dt, A, B, C, D, z, dt_bias = inputs(*size)

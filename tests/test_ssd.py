@@ -1,5 +1,6 @@
 """ssd: accuracy, errors, and cases for the common suite."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,23 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxkern
 from jaxkern.ops.ssd import call, reference
 from tests import check
 from tests.ssd import (
-    ALONG,
     EVERY,
     HAS_KERNELS,
-    NAMES,
     check_case,
     inputs_and_state,
     oracle,
     packed_ids,
     scan,
-    value_and_grads,
 )
 
 # Accuracy
@@ -89,23 +86,25 @@ def test_ssd_grows(implementation):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize(("every", "dt_softplus"), [(128, True), (256, False), (None, True)])
+@pytest.mark.parametrize(
+    ("every", "dt_softplus", "implementation"),
+    [(128, True, "xla"), (128, True, None), (256, False, None), (None, True, None)],
+)
 def test_ssd_reference_in_float64(every, dt_softplus, implementation):
     """The specification itself, gradients included, far below fp32's rounding."""
     options = {
         "dt_softplus": dt_softplus,
         "dt_limit": (0.05, 0.6) if dt_softplus else (-0.02, 0.1),
-        "segment_ids": packed_ids(2, 150, every=30),
+        "segment_ids": packed_ids(2, 300, every=60),
     }
     with jax.enable_x64(True):
-        arrays = inputs_and_state(2, 150, 4, 3, 5, groups=2)
+        arrays = inputs_and_state(2, 300, 4, 3, 5, groups=2)
         arrays = tuple(np.asarray(a, np.float64) for a in arrays)
         rng = np.random.default_rng(0)
         cotangents = rng.normal(size=arrays[0].shape), rng.normal(size=arrays[-1].shape)
         run = functools.partial(scan, return_final_state=True, checkpoint_every=every, **options)
-        chosen = value_and_grads(functools.partial(run, implementation=implementation))
-        got = chosen(arrays, tuple(map(jnp.asarray, cotangents)))
+        given = tuple(map(jnp.asarray, cotangents))
+        got = check.value_and_grads(run, arrays, given, implementation=implementation)
         assert got[0][0].dtype == got[0][1].dtype == jnp.float64
         check.assert_close(got, oracle(*arrays, *cotangents, **options), 1e-13)
         with pytest.raises(NotImplementedError, match="x is float64"):
@@ -200,8 +199,6 @@ def test_ssd_errors():
         run(x, dt, A, B, C, D, z, dt_bias=dt_bias[:1])
     with pytest.raises(ValueError, match=r"initial_state must have shape \(2, 4, 3, 6\) = \(B, H,"):
         run(x, dt, A, B, C, initial_state=state[:1])
-    with pytest.raises(ValueError, match=r'"mosaic", "xla" or None, got \'cuda\''):
-        run(x, dt, A, B, C, implementation="cuda")
     step = jaxkern.ssd_step
     with pytest.raises(ValueError, match=r"state must have shape \(2, 4, 3, 6\) = \(B, H, P, N\)"):
         step(state[:, :3], x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0])
@@ -234,114 +231,54 @@ def test_ssd_says_that_it_has_no_kernels():
 
 # Transformations and meshes
 
-ROWS = tuple(P("data") if name in (*ALONG, "initial_state") else P() for name in NAMES)
-HEADS = {
-    **dict.fromkeys(("x", "dt", "z"), P(None, None, "data")),
-    **dict.fromkeys(("A", "D", "dt_bias"), P("data")),
-    **dict.fromkeys(("B", "C"), P()),
-    "initial_state": P(None, "data"),
-}
 
-
-def scan_of_both_results(*arrays, implementation):
+def scan_of_both_results(*arrays, implementation="xla"):
     """One array that depends on the output and on the final state."""
-    out, final = scan(*arrays, implementation=implementation, return_final_state=True)
+    *arrays, last = arrays  # ids, where there are any
+    packed = jnp.issubdtype(last.dtype, jnp.integer)
+    options = {"segment_ids": last} if packed else {}
+    arrays = arrays if packed else (*arrays, last)
+    options |= {"implementation": implementation, "return_final_state": True}
+    out, final = scan(*arrays, **options)
     return out + jnp.sum(final, axis=-1)[:, None]
 
 
 SSD = check.Op(
     name="ssd",
     call=scan_of_both_results,
-    reference=lambda *a: scan_of_both_results(*a, implementation="xla"),
+    reference=scan_of_both_results,
     arrays=lambda key: inputs_and_state(4, 3, 4, 2, 3, seed=3),
     kernels=("ssd_fwd", "ssd_bwd"),
-    rows=(*ROWS, P("data")),
-    features=(*(HEADS[name] for name in NAMES), P(None, None, "data")),
+    axes="blhp blh h blgn blgn h blhp h bhpn -> blhp",
+    features="h",
+    channels="h",
     all_reduces=1,
     vmaps=[(0,) + (None,) * 8, (None, None, 0, None, 1, 0, None, None, 0)],
-)
-
-
-@functools.cache
-def groups_grad(implementation):
-    def loss(*arrays):
-        *arrays, ids = arrays
-        out, final = scan(
-            *arrays, implementation=implementation, segment_ids=ids, return_final_state=True
-        )
-        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(final))
-
-    return jax.jit(jax.value_and_grad(loss, range(9)))
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize(
-    ("split", "kind", "implementation"),
-    [
-        ("rows", AxisType.Auto, None),
-        ("rows", AxisType.Explicit, None),
-        ("heads", AxisType.Auto, None),
-        ("heads", AxisType.Explicit, None),
-        ("heads", AxisType.Explicit, "xla"),
+    cells=[
+        *((name, None) for name in check.TRANSFORMATIONS if name not in check.ALONE),
+        *((name, "xla") for name in ("jvp", "explicit mesh", "features split")),
     ],
 )
-def test_ssd_on_mesh(groups, split, kind, implementation):
-    """Split by rows, heads of a group, or in whole groups: no device asks for another's."""
-    arrays = (*inputs_and_state(4, 5, 8, 2, 3, groups), packed_ids(4, 5))
-    by_head = HEADS | dict.fromkeys(("B", "C"), P() if groups == 1 else P(None, None, "data"))
-    specs = {
-        "heads": (*(by_head[name] for name in NAMES), P()),
-        "rows": (*ROWS, P("data")),
-    }[split]
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
-    placed = [
-        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)
-    ]
-
-    compiled = groups_grad(implementation).lower(*placed).compile()
-    check.assert_close(compiled(*placed), groups_grad("xla")(*arrays))
-    text = compiled.as_text()
-    assert "all-reduce" in text
-    for collective in ("all-gather", "all-to-all", "collective-permute"):
-        assert collective not in text
+GROUPS = dataclasses.replace(
+    SSD,
+    name="ssd, groups",
+    arrays=lambda key: (*inputs_and_state(4, 5, 8, 2, 3, groups=4), packed_ids(4, 5)),
+    axes="blhp blh h blgn blgn h blhp h bhpn bl -> blhp",
+    channels="hg",
+    vmaps=[(0,) * 10],
+    cells=[
+        *(("auto mesh", None), ("vmap(grad)", None)),
+        *(("rows and channels split", i) for i in (None, "xla")),
+    ],
+)
+test_ssd_transformations = check.transformations(SSD, GROUPS)
 
 
 def test_ssd_groups_of_parts_on_mesh():
     """Fewer groups than devices: gathered on a mesh with Explicit axes."""
     arrays = inputs_and_state(1, 5, 8, 2, 3, groups=2)
-    mesh = jax.make_mesh(
-        (4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
-    )
-    placed = [
-        jax.device_put(a, NamedSharding(mesh, HEADS[name]))
-        for name, a in zip(NAMES, arrays, strict=True)
-    ]
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    placed = [place(a, s) for a, s in zip(arrays, SSD.specs(data="h")[:-1], strict=True)]
     run = jax.jit(functools.partial(scan, implementation=None))
     check.assert_close(run(*placed), run(*arrays))
-
-
-@pytest.mark.newest
-def test_ssd_packed_under_vmap():
-    """Per-example gradients of groups and of segments that differ between the examples."""
-    arrays = inputs_and_state(2, 7, 4, 2, 3, groups=2)
-    stacked = [jnp.stack([a, 0.9 * a]) for a in arrays]
-    ids = jnp.stack([packed_ids(2, 7), packed_ids(2, 7)[::-1]])
-
-    def grad(implementation):
-        def loss(ids, *arrays):
-            return jnp.sum(jnp.sin(scan(*arrays, implementation=implementation, segment_ids=ids)))
-
-        return jax.jit(jax.vmap(jax.grad(loss, range(1, 10))))
-
-    one = grad("xla")
-    loop = [one(ids[i : i + 1], *(a[i : i + 1] for a in stacked)) for i in range(2)]
-    want = jax.tree.map(lambda *v: jnp.concatenate(v), *loop)
-    check.assert_close(grad(None)(ids, *stacked), want)
-
-
-@check.matrix(SSD)
-def test_ssd_transformations(cell, record_property):
-    _, name, implementation = cell
-    if not HAS_KERNELS and (implementation == "mosaic" or name == "export"):
-        pytest.skip("there are no kernels yet")
-    check.check_cell(cell, record_property)

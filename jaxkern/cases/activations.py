@@ -37,7 +37,7 @@ def _clamped(limit: float, **rest: Any) -> Case:
         arguments=(GATE, UP),
         options={"alpha": 1.702, "limit": limit, "up_offset": 1.0},
         expression=clamped(limit),
-        **_GATED,
+        **_GATED | {"split": "m h"},
         **rest,
     )
 
@@ -47,6 +47,7 @@ def _pointwise(op: str, f: Any, variant: str = "", timed: bool = True, **options
         op=op,
         variant=variant,
         axes="m d",
+        split="m d",
         arguments=(X,),
         options=options,
         expression=f,
@@ -60,7 +61,13 @@ def _pointwise(op: str, f: Any, variant: str = "", timed: bool = True, **options
     )
 
 
-_GATED: dict[str, Any] = {"axes": "m h", "forward": Cost("3 m h"), "backward": Cost("5 m h")}
+_GATED: dict[str, Any] = {
+    "axes": "m h",
+    "result": "m h",
+    "split": "m",
+    "forward": Cost("3 m h"),
+    "backward": Cost("5 m h"),
+}
 _LAYER = ((8, 2048), 1536)
 
 
@@ -75,7 +82,7 @@ def _gated(op: str, f: Any, shapes: Any, **rest: Any) -> Case:
         errors=Errors((512, 4096), (16, 256)),
         layer=_LAYER,
         strict=True,
-        **_GATED,
+        **_GATED | {"split": "m h"},
         **rest,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 import jaxkern
 
@@ -78,18 +79,25 @@ class Argument:
 
     def shape(self, sizes: Sizes) -> tuple[Any, ...]:
         """The shape for axes of these sizes."""
-        shape: list[Any] = []
-        for axis in self.axes.split():
-            size = sizes.get(axis)
-            if size is None:
-                count = axis.rstrip("".join(AXES))  # 2 of "2h"
-                size = int(count) * sizes.get(axis[len(count) :], 1)
-            shape += size if isinstance(size, tuple) else [size]
-        return tuple(shape)
+        return tuple(size for _, size in dimensions(self.axes, sizes))
 
     def type(self, sizes: Sizes, dtypes: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
         """Shape and dtype, by :func:`dtypes`."""
         return jax.ShapeDtypeStruct(self.shape(sizes), dtypes[self.role])
+
+
+def dimensions(axes: str, sizes: Sizes) -> list[tuple[str, Any]]:
+    """Name and size of each dimension of an array; of several axes of rows the first is named."""
+    found: list[tuple[str, Any]] = []
+    for axis in axes.split():
+        count = axis.rstrip("".join(AXES))  # 2 of "2h", and of "3" all
+        name = axis[len(count) :]
+        size = sizes[name] if name else 1
+        if isinstance(size, tuple):
+            found += zip((name, *[""] * (len(size) - 1)), size, strict=True)
+        else:
+            found.append((name, int(count or 1) * size))
+    return found
 
 
 def dtypes(data: Any, matrices: Any = None, parameters: Any = None) -> dict[str, Any]:
@@ -166,6 +174,9 @@ class Case:
       variant: what is special about the call.
       axes: names of the axes, in the order in which tables write a shape.
       arguments: the arrays that it takes.
+      result: names of the axes of its first result, where they are not those of the first argument.
+      split: the axes over which a mesh may split a call, each alone, with no gather; the arrays may
+        be split over any other, and are gathered.
       options: its other arguments, by keyword.
       run: ``run(*arrays, implementation=..., **options)``, where that is not the op itself.
       expression: what a user would write, in the dtypes of the arguments; it shares no code with
@@ -184,6 +195,8 @@ class Case:
     variant: str = ""
     axes: str
     arguments: tuple[Argument, ...]
+    result: str = ""
+    split: str = ""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     run: Callable[..., Any] | None = None
     expression: Callable[..., Any] | None = None
@@ -223,6 +236,26 @@ class Case:
     def types(self, sizes: Sizes, dtypes: Mapping[str, Any]) -> list[jax.ShapeDtypeStruct]:
         """The arguments' shapes and dtypes."""
         return [argument.type(sizes, dtypes) for argument in self.arguments]
+
+    def specs(self, axis: str, over: str, sizes: Sizes) -> tuple[PartitionSpec, ...]:
+        """How arguments and result lie where the mesh axis `over` splits the case's `axis`."""
+        every = [*(a.axes for a in self.arguments), self.result or self.arguments[0].axes]
+        return tuple(
+            PartitionSpec(*(over if name == axis else None for name, _ in dimensions(axes, sizes)))
+            for axes in every
+        )
+
+    def all_reduces(self, axis: str) -> int:
+        """How many sums over devices value and gradient need, split over `axis`.
+
+        The gradient of an array that does not have the axis is such a sum; XLA joins several.
+        """
+        names = [
+            {name for name, _ in dimensions(a.axes, dict.fromkeys(AXES, 1))}
+            for a in self.arguments
+            if a.axes
+        ]
+        return int(any(axis not in of_one for of_one in names))
 
     def arrays(self, key: Any, sizes: Sizes, dtypes: Mapping[str, Any]) -> Arrays:
         """Draws the arguments."""

@@ -48,6 +48,7 @@ def _of_rate(x: Any, rate: Any, **how: Any) -> Any:
 _ONE: dict[str, Any] = {
     "op": "dropout",
     "axes": "m d",
+    "split": "m d",
     "arguments": (X,),
     "run": _run("dropout"),
     "drawn": True,
@@ -55,6 +56,7 @@ _ONE: dict[str, Any] = {
 _TWO: dict[str, Any] = {
     "op": "dropout_add",
     "axes": "m d",
+    "split": "m d",
     "arguments": (X, RESIDUAL),
     "run": _run("dropout_add"),
     "drawn": True,
@@ -93,6 +95,7 @@ CASES = [
     Case(
         op="dropout",
         axes="m d",
+        split="m d",
         arguments=(X, Argument("rate", "", constant(0.25), "float32")),
         run=_of_rate,
         layer=_LAYER,

@@ -23,13 +23,14 @@ W, W_GATE, W_UP = (Argument(name, "k h", matrix, "matrix") for name in ("w", "w_
 _ERRORS = Errors((512, 1024, 1024), (16, 128, 256))
 _SMALL = Shape((256, 256, 256), "float32")
 _LAYER = ((8, 2048), 768, 3072)
+_PRODUCT: dict[str, Any] = {"axes": "m k h", "result": "m h", "split": "m h"}
 _ONE: dict[str, Any] = {
-    "axes": "m k h",
+    **_PRODUCT,
     "forward": Cost("m k + k h + m h", operations="2 m k h"),
     "backward": Cost("2 m k + 2 k h + 2 m h", operations="4 m k h"),
 }
 _TWO: dict[str, Any] = {
-    "axes": "m k h",
+    **_PRODUCT,
     "forward": Cost("m k + 2 k h + m h", operations="4 m k h"),
     "backward": Cost("2 m k + 4 k h + 2 m h", operations="8 m k h"),
 }
@@ -59,7 +60,7 @@ def _joined(variant: str, limit: float, **rest: Any) -> Case:
         options=limits,
         run=lambda x, w, b, **how: jaxkern.gated_linear_unit(x, w, None, b, **how),
         expression=lambda x, w, b: clamped(limit)(*jnp.split(x @ w + b, 2, -1)),
-        **_TWO,
+        **_TWO | {"split": "m"},
         **rest,
     )
 
@@ -143,8 +144,8 @@ CASES = [
     # The limit is smaller than gpt-oss's, so that more of the numbers reach it.
     _joined("one weight", 1.5, errors=Errors((512, 1024, 512), (16, 128, 128))),
     Case(
+        **_PRODUCT,
         op="rms_norm_linear",
-        axes="m k h",
         arguments=(X, OF_NORM[0], W),
         expression=lambda x, weight, w: rms_normalised(x, weight) @ w,
         errors=_ERRORS,
@@ -166,7 +167,7 @@ CASES = [
     Case(
         op="layer_norm_linear",
         variant="no bias",
-        axes="m k h",
+        **_PRODUCT,
         arguments=(X, OF_NORM[0], W),
         run=lambda x, weight, w, **how: jaxkern.layer_norm_linear(x, weight, None, w, **how),
         strict=True,
@@ -174,6 +175,7 @@ CASES = [
     Case(
         op="accumulate_weight_grad",
         axes="m k h",
+        split="m k h",
         arguments=_ACCUMULATED,
         expression=lambda total, x, dout: total + (x.T @ dout).astype(total.dtype),
         errors=Errors((512, 128, 256), (16, 128, 256)),

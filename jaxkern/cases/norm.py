@@ -37,7 +37,7 @@ _ERRORS = Errors((512, 4096), (16, 256))
 
 def _cases(op: str, arguments: tuple[Argument, ...], expression: Any) -> list[Case]:
     """A norm alone, of the sum with a residual, and gated; the sum is a second result."""
-    of_op: dict[str, Any] = {"op": op, "axes": "m d"}
+    of_op: dict[str, Any] = {"op": op, "axes": "m d", "split": "m"}
     return [
         Case(
             **of_op,
@@ -80,6 +80,7 @@ CASES = [
         op="rms_norm",
         variant="bias",
         axes="m d",
+        split="m",
         arguments=(X, WEIGHT, BIAS),
         expression=lambda x, weight, bias: rms_normalised(x, weight) + bias,
         forward=Cost("2 m d"),
@@ -91,6 +92,7 @@ CASES = [
         op="rms_norm",
         variant="all",
         axes="m d",
+        split="m",
         arguments=(X, WEIGHT, BIAS, RESIDUAL, GATE),
         options={"group_size": 16, "activation": "silu"},
         strict=True,
@@ -100,6 +102,7 @@ CASES = [
         op="layer_norm",
         variant="residual-gate",
         axes="m d",
+        split="m",
         arguments=(X, WEIGHT, BIAS, RESIDUAL, GATE),
         forward=Cost("5 m d"),
         backward=Cost("6 m d"),

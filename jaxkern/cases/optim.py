@@ -47,7 +47,7 @@ class Step:
       op: the public name of what does the step, ``"fused_adamw"`` or ``"scale_gradients"``.
       shape: what the table calls the tree and what is special of the step.
       dtype: of parameters and gradients.
-      bytes_forward: bytes that a step must read and write.
+      nbytes: that a step must read and write.
       shapes: of the leaves.
       options: of the optimizer.
       scaled: whether the gradients come scaled.
@@ -56,13 +56,14 @@ class Step:
     op: str
     shape: str
     dtype: str
-    bytes_forward: int
+    nbytes: int
     shapes: Shapes
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     scaled: bool = False
-    bytes_backward: int = 0
-    operations_forward: int = 0
-    operations_backward: int = 0
+
+    @property
+    def costs(self) -> dict[str, tuple[int, int]]:
+        return {"step": (self.nbytes, 0)}
 
     def arrays(
         self, key: Any, normal: Callable[..., jax.Array] = normal_of_shape

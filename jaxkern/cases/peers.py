@@ -16,7 +16,6 @@ Peers = Mapping[str, Callable[[], Any]]
 
 RATE = 0.1
 """At which dropout is timed."""
-_EPS = {"rms_norm": 1e-6, "layer_norm": 1e-5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +33,20 @@ class Arranged:
     give: Callable[[Any], Any] = lambda out: out
 
 
-def _tokamax(op: str) -> Any:
-    import tokamax  # pyright: ignore[reportMissingImports]
+def _load(path: str) -> Any:
+    """What ``"module:name"`` says, imported."""
+    module, _, name = path.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
-    centered = op == "layer_norm"
-    norm = functools.partial(tokamax.layer_norm, epsilon=_EPS[op], subtract_mean=centered)
-    return lambda x, w, b=None: norm(x, w, b)
+
+def _at(path: str, *after: Any, **named: Any) -> Callable[[], Any]:
+    """Makes the function at `path`, with these arguments behind the arrays."""
+
+    def make() -> Any:
+        f = _load(path)
+        return lambda *arrays: f(*arrays, *after, **named)
+
+    return make
 
 
 def _product(x: Any, w: Any) -> Any:
@@ -63,55 +70,15 @@ def _accumulated_by_hand(x: Any, dout: Any) -> Any:
     return jax.lax.scan(add, jnp.zeros((x.shape[2], dout.shape[2])), (x, dout))[0]
 
 
-def _liger_rms_norm() -> Any:
-    from liger_kernel.ops.rms_norm import (  # pyright: ignore[reportMissingImports]
-        LigerRMSNormFunction,
-    )
-
-    return lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
-
-
-def _liger_layer_norm() -> Any:
-    from liger_kernel.ops.layer_norm import (  # pyright: ignore[reportMissingImports]
-        LigerLayerNormFunction,
-    )
-
-    return lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5)
-
-
-def _fla_rms_norm() -> Any:
-    from fla.modules.norm.layernorm import rms_norm  # pyright: ignore[reportMissingImports]
-
-    return lambda x, w: rms_norm(x, w, None, eps=1e-6)
-
-
-def _fla_layer_norm() -> Any:
-    from fla.modules.norm.layernorm import layer_norm  # pyright: ignore[reportMissingImports]
-
-    return lambda x, w, b: layer_norm(x, w, b, eps=1e-5)
-
-
 def _fla_gated() -> Any:
-    from fla.modules.norm.fused_norm_gate import (  # pyright: ignore[reportMissingImports]
-        rms_norm_gated,
-    )
-
-    return lambda x, w, gate: rms_norm_gated(x, gate, w, None, eps=1e-6)
+    norm = _load("fla.modules.norm.fused_norm_gate:rms_norm_gated")
+    return lambda x, w, gate: norm(x, gate, w, None, eps=1e-6)
 
 
 def _fla_scan() -> Any:
     """HGRN's recurrence: it takes the decay's logarithm, and gives the gradient of that."""
-    from fla.ops.hgrn import chunk_hgrn  # pyright: ignore[reportMissingImports]
-
-    return Arranged(
-        lambda log_decay, x: chunk_hgrn(x, log_decay)[0], lambda decay, x: [decay.log(), x]
-    )
-
-
-def _quack_rms_norm() -> Any:
-    from quack.rmsnorm import rmsnorm  # pyright: ignore[reportMissingImports]
-
-    return lambda x, w: rmsnorm(x, w, eps=1e-6)
+    scan = _load("fla.ops.hgrn:chunk_hgrn")
+    return Arranged(lambda log_decay, x: scan(x, log_decay)[0], lambda decay, x: [decay.log(), x])
 
 
 def _turned(x: Any) -> Any:
@@ -120,34 +87,35 @@ def _turned(x: Any) -> Any:
 
 
 def _mamba_scan() -> Any:
-    from mamba_ssm.ops.selective_scan_interface import (  # pyright: ignore[reportMissingImports]
-        selective_scan_fn,
-    )
-
     def take(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> list[Any]:
         x, dt, B, C, z = map(_turned, (x, dt, B, C, z))
         return [x, dt, A, B, C, D, z, dt_bias]
 
-    return Arranged(functools.partial(selective_scan_fn, delta_softplus=True), take, _turned)
+    scan = _load("mamba_ssm.ops.selective_scan_interface:selective_scan_fn")
+    return Arranged(functools.partial(scan, delta_softplus=True), take, _turned)
+
+
+def _jla_scan() -> Any:
+    scan = _load("jla.ops:linear_attention")
+    return lambda x, dt, A, B, C, D, z, dt_bias: scan(
+        "mamba1", C, B, x, dt=dt, a=A, d=D, z=z, dt_bias=dt_bias, dt_softplus=True
+    )[0]
 
 
 def _mamba_ssd() -> Any:
-    from mamba_ssm.ops.triton.ssd_combined import (  # pyright: ignore[reportMissingImports]
-        mamba_chunk_scan_combined,
-    )
-
+    scan = _load("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined")
     chunk = 256  # its own default
-    return lambda x, dt, A, B, C, D, dt_bias: mamba_chunk_scan_combined(
+    return lambda x, dt, A, B, C, D, dt_bias: scan(
         x, dt, A, B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True
     )
 
 
 def _jla_ssd() -> Any:
-    from jla.layers.ssm import mamba2_ssd  # pyright: ignore[reportMissingImports]
+    scan = _load("jla.layers.ssm:mamba2_ssd")
 
     def call(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any) -> Any:
         dt = jax.nn.softplus(dt.astype(jnp.float32) + dt_bias)
-        return mamba2_ssd(x, dt, A, B, C, d=D, grouped_key_grads=True)[0]
+        return scan(x, dt, A, B, C, d=D, grouped_key_grads=True)[0]
 
     return call
 
@@ -155,51 +123,32 @@ def _jla_ssd() -> Any:
 def _fla_ssd() -> Any:
     """Its gated linear attention with a decay for a head, and the rest in PyTorch's functions."""
     import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
-    from fla.ops.simple_gla import chunk_simple_gla  # pyright: ignore[reportMissingImports]
+
+    scan = _load("fla.ops.simple_gla:chunk_simple_gla")
 
     def call(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any) -> Any:
         dt = F.softplus(dt.float() + dt_bias)
         of_heads = lambda v: v.repeat_interleave(x.shape[2] // v.shape[2], dim=2)
         v = (x * dt[..., None]).to(x.dtype)
-        out, _ = chunk_simple_gla(of_heads(C), of_heads(B), v, g=dt * A, scale=1.0)
+        out, _ = scan(of_heads(C), of_heads(B), v, g=dt * A, scale=1.0)
         return (out + D[:, None] * x).to(x.dtype)
 
     return call
 
 
 def _mamba_conv() -> Any:
-    from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
-
-    return Arranged(
-        lambda x, weight, bias: causal_conv1d_fn(x, weight, bias, activation="silu"),
-        lambda x, *rest: [_turned(x), *rest],
-        _turned,
-    )
-
-
-def _mamba_norm(name: str) -> Any:
-    norms = importlib.import_module("mamba_ssm.ops.triton.layer_norm")
-    norm = getattr(norms, f"{name}_fn")
-    return lambda x, w, b=None: norm(x, w, b, eps=_EPS[name])
+    call = _at("causal_conv1d:causal_conv1d_fn", activation="silu")()
+    return Arranged(call, lambda x, *rest: [_turned(x), *rest], _turned)
 
 
 def _mamba_gated() -> Any:
-    from mamba_ssm.ops.triton.layernorm_gated import (  # pyright: ignore[reportMissingImports]
-        rmsnorm_fn,
-    )
-
-    return lambda x, w, gate: rmsnorm_fn(x, w, None, z=gate, eps=1e-6)
+    norm = _load("mamba_ssm.ops.triton.layernorm_gated:rmsnorm_fn")
+    return lambda x, w, gate: norm(x, w, None, z=gate, eps=1e-6)
 
 
 def _mamba_normed() -> Any:
-    from mamba_ssm.ops.triton.layer_norm import (  # pyright: ignore[reportMissingImports]
-        layer_norm_linear_fn,
-    )
-
-    return Arranged(
-        lambda x, weight, bias, w: layer_norm_linear_fn(x, weight, bias, w, None, eps=1e-5),
-        lambda *rest: [*rest[:-1], rest[-1].t().contiguous()],
-    )
+    call = _at("mamba_ssm.ops.triton.layer_norm:layer_norm_linear_fn", None, eps=1e-5)()
+    return Arranged(call, lambda *rest: [*rest[:-1], rest[-1].t().contiguous()])
 
 
 def _compiled(formula: Callable[..., Any]) -> Callable[[], Any]:
@@ -248,10 +197,6 @@ def _mlp_formula(x: Any, weight: Any, bias: Any, w: Any, gate: Any, up: Any, dow
     return x + _gated_formula(_normed_apart(x, weight, bias, w), gate, up) @ down
 
 
-def _liger_gated(module: str, name: str) -> Callable[[], Any]:
-    return lambda: getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name).apply
-
-
 def _functional(name: str) -> Any:
     """A formula of PyTorch's own functions."""
     import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
@@ -276,24 +221,20 @@ def _functional(name: str) -> Any:
     }[name]
 
 
-def _by_compile(name: str) -> Callable[[], Any]:
-    return lambda: _compiled(_functional(name))()
-
-
 RMS_NORM: Peers = {
-    "tokamax": lambda: _tokamax("rms_norm"),
-    "liger": _liger_rms_norm,
-    "fla": _fla_rms_norm,
-    "quack": _quack_rms_norm,
-    "mamba_ssm": lambda: _mamba_norm("rms_norm"),
+    "tokamax": _at("tokamax:layer_norm", None, epsilon=1e-6, subtract_mean=False),
+    "liger": _at("liger_kernel.ops.rms_norm:LigerRMSNormFunction.apply", 1e-6, 0.0, "llama", False),
+    "fla": _at("fla.modules.norm.layernorm:rms_norm", None, eps=1e-6),
+    "quack": _at("quack.rmsnorm:rmsnorm", eps=1e-6),
+    "mamba_ssm": _at("mamba_ssm.ops.triton.layer_norm:rms_norm_fn", None, eps=1e-6),
     "compile": _compiled(_rms_norm_formula),
 }
 RMS_NORM_GATE: Peers = {"fla": _fla_gated, "mamba_ssm": _mamba_gated}
 LAYER_NORM: Peers = {
-    "tokamax": lambda: _tokamax("layer_norm"),
-    "liger": _liger_layer_norm,
-    "fla": _fla_layer_norm,
-    "mamba_ssm": lambda: _mamba_norm("layer_norm"),
+    "tokamax": _at("tokamax:layer_norm", epsilon=1e-5, subtract_mean=True),
+    "liger": _at("liger_kernel.ops.layer_norm:LigerLayerNormFunction.apply", 1e-5),
+    "fla": _at("fla.modules.norm.layernorm:layer_norm", eps=1e-5),
+    "mamba_ssm": _at("mamba_ssm.ops.triton.layer_norm:layer_norm_fn", eps=1e-5),
     "compile": _compiled(_layer_norm_formula),
 }
 LINEAR: Peers = {"jax": lambda: _linear_by_hand, "torch": lambda: _linear_formula}
@@ -311,22 +252,26 @@ LAYER_NORM_LINEAR: Peers = {
 }
 MLP: Peers = {"torch": lambda: _mlp_formula, "compile": _compiled(_mlp_formula)}
 SSD: Peers = {"mamba_ssm": _mamba_ssd, "jla": _jla_ssd, "fla": _fla_ssd}
-SELECTIVE_SCAN: Peers = {"mamba_ssm": _mamba_scan}
-CAUSAL_CONV1D: Peers = {"mamba_ssm": _mamba_conv}
+SELECTIVE_SCAN: Peers = {"mamba_ssm": _mamba_scan, "jla": _jla_scan}
+CAUSAL_CONV1D: Peers = {
+    "mamba_ssm": _mamba_conv,
+    "jla": _at("jla.ops.mosaic_gpu.short_conv:short_conv", activation=True),
+}
 LINEAR_SCAN: Peers = {"fla": _fla_scan}
 _LIGER = {
-    "swiglu": _liger_gated("swiglu", "LigerSiLUMulFunction"),
-    "silu_and_mul": _liger_gated("swiglu", "LigerFusedGateUpSiLUMulFunction"),
-    "geglu": _liger_gated("geglu", "LigerGELUMulFunction"),
+    "swiglu": _at("liger_kernel.ops.swiglu:LigerSiLUMulFunction.apply"),
+    "silu_and_mul": _at("liger_kernel.ops.swiglu:LigerFusedGateUpSiLUMulFunction.apply"),
+    "geglu": _at("liger_kernel.ops.geglu:LigerGELUMulFunction.apply"),
 }
 
 
 def activation(name: str) -> Peers:
     """Those of an activation or a gated unit."""
     of_liger = {"liger": _LIGER[name]} if name in _LIGER else {}
-    return of_liger | {"compile": _by_compile(name)}
+    return of_liger | {"compile": lambda: _compiled(_functional(name))()}
 
 
 def dropout(name: str) -> Peers:
     """PyTorch has kernels for it, in some cases faster than what it compiles."""
-    return {"compile": _by_compile(name), "torch": lambda: _functional(name)}
+    compiled = lambda: _compiled(_functional(name))()
+    return {"compile": compiled, "torch": lambda: _functional(name)}

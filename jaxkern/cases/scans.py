@@ -35,7 +35,7 @@ def _convolved(x: Any, weight: Any, bias: Any) -> Any:
     return jax.nn.silu(y)
 
 
-_CONVOLUTION: dict[str, Any] = {"op": "causal_conv1d", "axes": "b l d w"}
+_CONVOLUTION: dict[str, Any] = {"op": "causal_conv1d", "axes": "b l d w", "split": "b d"}
 _CONVOLVED = (
     Argument("x", "b l d"),
     Argument("weight", "d w", times(0.5), "parameter"),
@@ -78,6 +78,7 @@ CONVOLUTIONS = [
     Case(
         op="causal_conv1d_step",
         axes="b d w",
+        split="b d",
         arguments=(
             Argument("state", "b 3 d"),
             Argument("x", "b d"),
@@ -109,6 +110,7 @@ def _recurrence(a: Any, b: Any) -> Any:
 _LINEAR: dict[str, Any] = {
     "op": "linear_scan",
     "axes": "b l d",
+    "split": "b d",
     "forward": Cost("3 b l d"),
     "backward": Cost("5 b l d"),
 }
@@ -183,6 +185,7 @@ _ARGUMENTS = (
 _SELECTIVE: dict[str, Any] = {
     "op": "selective_scan",
     "axes": "b l d n",
+    "split": "b d",
     "forward": Cost("4 b l d + 2 b l n", exponentials="b l d n"),
     "backward": Cost("7 b l d + 4 b l n", exponentials="b l d n"),
 }
@@ -239,6 +242,7 @@ SELECTIVE_SCANS = [
     Case(
         op="selective_scan_step",
         axes="b d n",
+        split="b d",
         arguments=(
             Argument("state", "b d n", role="float32"),
             *(Argument("x", "b d"), Argument("dt", "b d"), _A),
@@ -279,6 +283,7 @@ _OF_HEADS = (
 _SSD: dict[str, Any] = {
     "op": "ssd",
     "axes": "b l heads p n g",
+    "split": "b heads",
     "arguments": (*_OF_HEADS, Argument("dt_bias", "heads", constant(-3.0), "float32")),
     "forward": Cost(
         "2 b l heads p + b l heads + 2 b l g n",
@@ -320,6 +325,7 @@ SSDS = [
         op="ssd",
         variant="packed and continued",
         axes="b l heads p n g",
+        split="b heads",
         arguments=(
             *_OF_HEADS,
             Argument("z", "b l heads p"),
@@ -332,6 +338,8 @@ SSDS = [
     Case(
         op="ssd_step",
         axes="b heads p n g",
+        result="b heads p",
+        split="b heads",
         arguments=(
             Argument("state", "b heads p n", role="float32"),
             *(Argument("x", "b heads p"), Argument("dt", "b heads")),

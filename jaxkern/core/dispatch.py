@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast
 
-from jaxkern.core.lowering import standard_promotion
+from jaxkern.lowering.bound import standard_promotion
 
 Implementation = Literal["mosaic", "xla"]
 Mode = Literal["auto", "mosaic", "interpret", "xla"]

@@ -14,7 +14,7 @@ MeshAxes = dict[str, tuple[str, ...]]
 
 
 def vary_over(x: Any, axes: frozenset[str]) -> Any:
-    """`x` typed as varying over the manual mesh axes `axes` (those it already varies over stay)."""
+    """Types `x` as varying over the manual mesh axes `axes`, too."""
     missing = tuple(sorted(axes - varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -28,7 +28,7 @@ class TypeOf:
 
 
 def match_primal(grad: Any, primal: Any) -> Any:
-    """`grad` with the type that `primal`, an array or its :class:`TypeOf`, has on a mesh.
+    """Gives `grad` the type that `primal`, an array or its :class:`TypeOf`, has on a mesh.
 
     Inside ``shard_map(check_vma=True)`` it is summed over the axes on which `primal` is one for all
     devices. With ``check_vma=False`` JAX knows of no such axes, and a gradient stays each device's.
@@ -41,7 +41,7 @@ def match_primal(grad: Any, primal: Any) -> Any:
 
 
 def gather(x: Any, axis: int, *, unless_parts_of: int = 1) -> Any:
-    """`x` with `axis` whole on an Explicit mesh, unless it is in parts that divide a number."""
+    """Makes `axis` of `x` whole on an Explicit mesh, unless it is in parts that divide a number."""
     sharding = jax.typeof(x).sharding
     spec = [*_padded(sharding.spec, x.ndim)]
     if spec[axis] is None:
@@ -53,7 +53,7 @@ def gather(x: Any, axis: int, *, unless_parts_of: int = 1) -> Any:
 
 
 def match_sharding(x: Any, like: Any) -> Any:
-    """`x` split over the Explicit mesh axes as `like` is, where a pass had to gather a factor."""
+    """Splits `x` over an Explicit mesh as `like` is, where a pass had to gather a factor."""
     sharding = _type_of(like).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types or jax.typeof(x).sharding == sharding:
         return x
@@ -81,7 +81,7 @@ def spec_of(sharding: Any) -> Any:
 
 
 def partition_spec(factors: Sequence[str], axes: MeshAxes) -> PartitionSpec:
-    """How an array with these factors is split."""
+    """Says how an array with these factors is split."""
     return PartitionSpec(*(axes.get(f) for f in factors))
 
 
@@ -92,7 +92,7 @@ def split_factors(
     specs: Sequence[Any],
     shapes: Sequence[Any],
 ) -> MeshAxes:
-    """The mesh axes over which the factors of arrays are split: the first array's word counts.
+    """Finds the mesh axes over which factors are split; where arrays differ, the first one counts.
 
     Args:
       mesh_shape: sizes of the axes.

@@ -130,7 +130,7 @@ def save(run: Path, step: int, *, params: Any, optimizer: Any, model: ModelConfi
         manifest = {
             "format": FORMAT,
             "step": step,
-            "model": dataclasses.asdict(model),
+            "model": model.stored(),
             "files": _digests(partial),
         }
         write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1) + "\n")
@@ -187,7 +187,7 @@ def check(run: Path, step: int, model: ModelConfig) -> None:
     except (ValueError, KeyError, TypeError):
         raise damaged("its manifest.json is no manifest") from None
     try:
-        stored = ModelConfig(**stored) if written == FORMAT else None
+        stored = ModelConfig.from_stored(stored) if written == FORMAT else None
     except (TypeError, ValueError):
         stored = None
     if stored is None:

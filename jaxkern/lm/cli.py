@@ -121,13 +121,16 @@ def _parser() -> argparse.ArgumentParser:
 def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
     """Make a function that adds a flag whose value is left out when the flag is not given.
 
-    Flags that have limits take numbers within them; by default the default is that of the run.
+    Flags that have limits take numbers within them, and those that are off take no value; by
+    default the default is that of the run.
     """
 
     def add(name: str, help: str, default: str | None = None, **options: Any) -> None:
         key = name.lstrip("-").replace("-", "_")
         if key in LIMITS:
-            options = {"type": _limited(key), "metavar": "N"} | options
+            options = {"type": _within(LIMITS[key]), "metavar": "N"} | options
+        if default == "off":
+            options["action"] = "store_true"
         if default is None:
             default = _by_preset(key) if key in PRESET_FLAGS else str(DEFAULTS[key])
         parser.add_argument(
@@ -141,8 +144,10 @@ def _by_preset(field: str) -> str:
     return ", ".join(f"{name} {getattr(p, field):g}" for name, p in PRESETS.items())
 
 
-def _add_model(add: Callable[..., None]) -> None:
-    """Add the flags that decide what the training step computes."""
+def _add_model(parser: argparse.ArgumentParser) -> Callable[..., None]:
+    """Add the flags that decide what the training step computes; what it returns adds others."""
+    parser.formatter_class = argparse.RawTextHelpFormatter
+    add = _adder(parser)
     add("--preset", f"model size: {', '.join(PRESETS)}", choices=PRESETS, metavar="NAME")
     add("--batch-size", "sequences per step")
     add("--seq-len", "bytes per sequence")
@@ -153,24 +158,15 @@ def _add_model(add: Callable[..., None]) -> None:
         "params=float32,compute=bfloat16,output=float32",
         metavar="POLICY",
     )
-    add(
-        "--remat",
-        "recompute each layer in the backward pass to save memory",
-        "off",
-        action="store_true",
-    )
-    add(
-        "--scan-layers",
-        "run the layers in a loop: a smaller program, slower steps",
-        "off",
-        action="store_true",
-    )
+    add("--remat", "recompute each layer in the backward pass to save memory", "off")
+    add("--scan-layers", "run the layers in a loop: a smaller program, slower steps", "off")
     add(
         "--implementation",
         "of the ops: auto (the fastest), mosaic (GPU kernels), xla",
         choices=IMPLEMENTATIONS,
         metavar="NAME",
     )
+    return add
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -178,9 +174,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "Train a byte-level Mamba language model. Without flags: a tiny one, on the sources of "
         "Python's standard library, in some minutes on a CPU."
     )
-    parser.formatter_class = argparse.RawTextHelpFormatter
-    add = _adder(parser)
-    _add_model(add)
+    add = _add_model(parser)
     add(
         "--data",
         'text files or folders of them; of a .jsonl file, the\n"text" of each line',
@@ -195,7 +189,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "continue the run in --out from its last checkpoint;\nof the other flags, --steps may "
         "grow, and\n--devices, --implementation, --log-every and\n--checkpoint-every may change",
         "off",
-        action="store_true",
     )
     add("--steps", "optimizer steps")
     add(
@@ -223,9 +216,7 @@ def _add_warm(parser: argparse.ArgumentParser) -> None:
         "Lower the kernels that jaxkern train needs with the same flags, for a GPU that need not "
         "be here, and keep them in the cache: in a container's image, or on a login node."
     )
-    parser.formatter_class = argparse.RawTextHelpFormatter
-    add = _adder(parser)
-    _add_model(add)
+    add = _add_model(parser)
     add("--devices", "how many GPUs share each batch", "1", type=_positive, metavar="N")
     parser.add_argument(
         "--gpu",
@@ -249,9 +240,6 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 def _add_sample(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write text with a trained model."
 
-    def add(name: str, help: str, default: Any, **options: Any) -> None:
-        parser.add_argument(name, help=f"{help} (default: {default!r})", default=default, **options)
-
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--run", type=_path, metavar="DIR", help="the --out folder of jaxkern train")
     model.add_argument(
@@ -270,35 +258,12 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=_path, metavar="FILE", help="a file of prompts, one in each line"
     )
-    add("--length", "bytes to write, tokens with --hf", 400, type=_positive, metavar="N")
-    add(
-        "--temperature",
-        "lower is less random, 0 is not at all",
-        0.8,
-        type=_temperature,
-        metavar="X",
-    )
-    add(
-        "--top-k",
-        "draw from the K likeliest of them, 0 from all",
-        40,
-        type=_non_negative,
-        metavar="K",
-    )
-    add(
-        "--top-p",
-        "draw from the likeliest that together have this probability",
-        1.0,
-        type=_probability,
-        metavar="P",
-    )
-    add(
-        "--seed",
-        "of the draws of the first text; the next has the next",
-        0,
-        type=_limited("seed"),
-        metavar="N",
-    )
+    add = _adder(parser)
+    add("--length", "bytes to write, tokens with --hf", "400")
+    add("--temperature", "lower is less random, 0 is not at all", "0.8", metavar="X")
+    add("--top-k", "draw from the K likeliest of them, 0 from all", "40", metavar="K")
+    add("--top-p", "draw from the likeliest that together have this probability", "1", metavar="P")
+    add("--seed", "of the draws of the first text; the next has the next", "0")
     parser.set_defaults(command=_sample)
 
 
@@ -324,16 +289,18 @@ def _sample(flags: dict[str, Any]) -> None:
     prompts = _prompts(flags.pop("prompt"), flags.pop("prompts"))
     if folder is None:
         _need_extra("sample")
-        _start_jax()
-        from jaxkern.lm.sample import sample
-
-        sample(run, prompts, **flags)
     else:
         _need_extra("sample --hf", "hf", safetensors="safetensors", tokenizers="tokenizers")
-        _start_jax()
-        from jaxkern.lm.sample import sample_hf
+    _start_jax()
+    from jaxkern.lm import loader
 
-        sample_hf(folder, prompts, **flags)
+    if folder is None:
+        model, notes = loader.load_run(run)
+        for note in notes:
+            print(f"jaxkern: warning: {note}", file=sys.stderr, flush=True)
+    else:
+        model = loader.load_hf(folder)
+    loader.write(model, prompts, **flags)
 
 
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
@@ -361,7 +328,7 @@ def _warm(flags: dict[str, Any]) -> None:
 
 def _doctor(flags: dict[str, Any]) -> None:
     if flags["empty_cache"]:
-        from jaxkern.core import cache
+        from jaxkern.lowering import cache
 
         print(f"removed {cache.empty()} files from {cache.folder() or 'no cache: it is off'}")
         return
@@ -399,31 +366,19 @@ def _need_extra(command: str, extra: str = "lm", **more: str) -> None:
         )
 
 
-def _value(text: str, limits: Limits) -> Any:
-    try:
-        return limits.check(limits.kind(text))
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r}") from None
+def _within(limits: Limits) -> Callable[[str], Any]:
+    """Makes a flag's type: a number within the limits."""
+
+    def value(text: str) -> Any:
+        try:
+            return limits.check(limits.kind(text))
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r}") from None
+
+    return value
 
 
-def _limited(name: str) -> Callable[[str], Any]:
-    return lambda text: _value(text, LIMITS[name])
-
-
-def _positive(text: str) -> int:
-    return _value(text, Limits(int, 1))
-
-
-def _non_negative(text: str) -> int:
-    return _value(text, Limits(int, 0))
-
-
-def _temperature(text: str) -> float:
-    return _value(text, Limits(float, 1e-4, 1e4, zero=True))
-
-
-def _probability(text: str) -> float:
-    return _value(text, Limits(float, 1e-6, 1))
+_positive = _within(Limits(int, 1))
 
 
 def _devices(text: str) -> str:

@@ -1,12 +1,14 @@
 """Presets and the configuration of a run. Imports no optional package: --help needs none."""
 
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from jaxkern.nn.mamba import Sizes
+from jaxkern.nn import mamba
+from jaxkern.nn.common import Block
 
 
 class RunError(Exception):
@@ -56,24 +58,24 @@ LIMITS = {
     "checkpoint_every": _COUNT,
     "seed": Limits(int, 0, _INT32),
     "lr": Limits(float, 1e-30, 1e30),  # a float32, and its product with the schedule's factors
+    "length": Limits(int, 1),
+    "temperature": Limits(float, 1e-4, 1e4, zero=True),
+    "top_k": Limits(int, 0),
+    "top_p": Limits(float, 1e-6, 1),
 }
 IMPLEMENTATIONS = ("auto", "mosaic", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Shape of the language model, in the names of the Mamba paper (arXiv 2312.00752).
+class ModelConfig(mamba.Sizes):
+    """Shape of the language model: the sizes of its blocks, and what it has besides.
 
     Attributes:
-      d_model: width of the residual stream.
-      n_layers: Mamba blocks.
-      d_state: states a channel.
-      expand: inner channels of a block for each of `d_model`.
-      d_conv: taps of the convolution.
+      block: the kind of its blocks.
+      d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias: of each block, as
+        :class:`jaxkern.nn.mamba.Sizes` has them.
+      n_layers: how many blocks.
       vocab_size: tokens that there are.
-      time_step_rank: rank of the step sizes; ``None`` for `d_model` / 16, rounded up.
-      use_bias: whether a block's input and output projections have biases.
-      use_conv_bias: whether its convolution has one.
       tie_embeddings: whether the output layer is the embedding, transposed.
       eps: of the norms.
 
@@ -82,15 +84,11 @@ class ModelConfig:
       ValueError: a size is less than 1, or `eps` not above 0.
     """
 
-    d_model: int
+    block: ClassVar[Block] = mamba.BLOCK
+
     n_layers: int
-    d_state: int = 16
-    expand: int = 2
-    d_conv: int = 4
+    _: dataclasses.KW_ONLY
     vocab_size: int = 256
-    time_step_rank: int | None = None
-    use_bias: bool = False
-    use_conv_bias: bool = True
     tie_embeddings: bool = True
     eps: float = 1e-5
 
@@ -109,20 +107,29 @@ class ModelConfig:
                 raise ValueError(f"ModelConfig: {field.name} must be at least 1, got {value!r}")
 
     @property
-    def block(self) -> Sizes:
-        """The dimensions of each Mamba block."""
-        options = self.use_bias, self.use_conv_bias
-        return Sizes(
-            self.d_model, self.d_state, self.d_conv, self.expand, self.time_step_rank, *options
-        )
+    def sizes(self) -> dict[str, Any]:
+        """The options of a block's layer: what its own class of sizes has."""
+        names = inspect.signature(self.block.sizes).parameters
+        return {name: getattr(self, name) for name in names}
 
-    @property
-    def d_inner(self) -> int:
-        return self.block.d_inner
+    def stored(self) -> dict[str, Any]:
+        """The shape as a run's files hold it."""
+        return {"block": self.block.name, **dataclasses.asdict(self)}
 
-    @property
-    def dt_rank(self) -> int:
-        return self.block.rank
+    @staticmethod
+    def from_stored(stored: dict[str, Any]) -> "ModelConfig":
+        """The shape that a file of a run holds, of this version or an earlier one.
+
+        Raises:
+          TypeError, ValueError: it is no shape of a model.
+        """
+        options = dict(**stored)
+        if "time_step_rank" in options:
+            options["dt_rank"] = options.pop("time_step_rank")
+        block = options.pop("block", ModelConfig.block.name)
+        if block != ModelConfig.block.name:
+            raise ValueError(f"ModelConfig: block must be {ModelConfig.block.name}, got {block!r}")
+        return ModelConfig(**options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,27 +154,27 @@ PRESETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that determines a training run."""
+    """Everything that determines a training run; what has no default here has its preset's."""
 
-    preset: str
-    data: tuple[str, ...]
+    preset: str = "tiny"
+    data: tuple[str, ...] = ()
     steps: int
     batch_size: int
     seq_len: int
     lr: float
-    grad_accum: int
-    mixed_precision: str
-    remat: bool
-    scan_layers: bool
-    implementation: str
-    devices: str
-    seed: int
-    log_every: int
+    grad_accum: int = 1
+    mixed_precision: str = "fp32"
+    remat: bool = False
+    scan_layers: bool = False
+    implementation: str = "auto"
+    devices: str = "auto"
+    seed: int = 0
+    log_every: int = 10
     eval_every: int
-    eval_batches: int
-    checkpoint_every: int
+    eval_batches: int = 16
+    checkpoint_every: int = 100
 
     @property
     def model(self) -> ModelConfig:
@@ -181,13 +188,12 @@ class TrainConfig:
     @classmethod
     def from_flags(cls, flags: dict[str, Any]) -> "TrainConfig":
         """Fill flags that were not given with the preset's and the general defaults."""
-        name = flags.get("preset", DEFAULTS["preset"])
+        name = flags.get("preset", cls.preset)
         if name not in PRESETS:
             raise RunError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
         preset = PRESETS[name]
         by_preset = {field: getattr(preset, field) for field in PRESET_FLAGS}
-        values: dict[str, Any] = DEFAULTS | by_preset | flags
-        config = cls(**values)
+        config = cls(**(by_preset | flags))
         config.check_split(1)
         return config
 
@@ -209,22 +215,11 @@ class TrainConfig:
 
 
 PRESET_FLAGS = ("steps", "batch_size", "seq_len", "lr", "eval_every")
-
 DEFAULTS: dict[str, Any] = {
-    "preset": "tiny",
-    "data": (),
-    "grad_accum": 1,
-    "mixed_precision": "fp32",
-    "remat": False,
-    "scan_layers": False,
-    "implementation": "auto",
-    "devices": "auto",
-    "seed": 0,
-    "log_every": 10,
-    "eval_batches": 16,
-    "checkpoint_every": 100,
+    field.name: field.default
+    for field in dataclasses.fields(TrainConfig)
+    if field.name not in PRESET_FLAGS
 }
-
 
 # What a resumed run may do otherwise: its arithmetic is the same, but for the order of sums.
 CHANGEABLE = ("devices", "implementation", "log_every", "checkpoint_every")

@@ -187,28 +187,23 @@ def _find_files(paths: tuple[str, ...]) -> tuple[list[File], int]:
     for root in [Path(path) for path in paths] or [standard_library()]:
         if not root.exists():
             raise RunError(f"--data {root}: no such file or folder")
-        if root.is_dir():
-            for path in _walk(root, only_python=not paths):
-                try:
-                    texts = _texts(path)
-                except _NotTextError:
-                    skipped += 1
-                else:
-                    name = path.relative_to(root).as_posix()
-                    files.setdefault(path.resolve(), File(name, path, texts))
-        else:
+        named = not root.is_dir()
+        for path in [root] if named else _walk(root, only_python=not paths):
             try:
-                if root.suffix.lower() == ".json":
+                if named and root.suffix.lower() == ".json":
                     raise _NotTextError(
                         "JSON, whose syntax would be trained on (rename it to .txt if that is "
                         'meant, or write a .jsonl file with the "text" of a document in each line)'
                     )
-                texts = _texts(root)
+                texts = _texts(path)
             except _NotTextError as error:
-                raise RunError(
-                    f"--data {root}: {error}; give text files or folders of them"
-                ) from None
-            files.setdefault(root.resolve(), File(root.name, root, texts))
+                if named:
+                    remedy = "give text files or folders of them"
+                    raise RunError(f"--data {root}: {error}; {remedy}") from None
+                skipped += 1
+            else:
+                name = root.name if named else path.relative_to(root).as_posix()
+                files.setdefault(path.resolve(), File(name, path, texts))
     if not files:
         where = " ".join(paths) or str(standard_library())
         passed = f" ({_counted(skipped, 'file')} there without readable text)" if skipped else ""

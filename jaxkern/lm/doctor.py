@@ -17,8 +17,8 @@ import jax
 import jaxkern
 from jaxkern.cases import TABLE
 from jaxkern.cases.case import Case, dtypes
-from jaxkern.core import cache
 from jaxkern.lm.memory import available_memory
+from jaxkern.lowering import cache
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
 _OTHER_PACKAGES = ("numpy", "ml_dtypes", "equinox", "safetensors", "tokenizers", "torch")
@@ -86,12 +86,17 @@ def _commit() -> str:
     root = Path(jaxkern.__file__).parents[1]
     if not (root / ".git").exists():
         return ""
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    commit = _output("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*")
+    return f", commit {commit}" if commit else ""
+
+
+def _output(*command: str) -> str:
+    """What a program prints; "" if it is not there or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return f", commit {done.stdout.strip()}"
+    return done.stdout.strip()
 
 
 def _memory() -> str:
@@ -142,15 +147,9 @@ def _cache() -> str:
 
 def _driver() -> str | None:
     """NVIDIA's driver and GPUs, from nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    rows = [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines() if row]
+    query = "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"
+    lines = _output("nvidia-smi", *query).splitlines()
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines if line]
     if not rows or any(len(row) != 3 for row in rows):
         return None
     return f"{rows[0][0]}: " + "; ".join(f"{name}, {memory}" for _, name, memory in rows)

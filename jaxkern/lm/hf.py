@@ -33,12 +33,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import write_atomically
 from jaxkern.lm.loader import how_to_get
-from jaxkern.nn.mamba import initializers
+from jaxkern.lm.model import initial_params
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -62,14 +63,11 @@ _LAYER: dict[str, tuple[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
     "A_log": ("mixer.A_log", _SAME),
     "D": ("mixer.D", _SAME),
     "out_proj": ("mixer.out_proj.weight", _MATRIX),
-}
-_TOP = {"embedding": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight"}
-_HEAD = "lm_head.weight"
-
-_BIASES = {
     "in_bias": ("mixer.in_proj.bias", _SAME),
     "out_bias": ("mixer.out_proj.bias", _SAME),
 }
+_TOP = {"embedding": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight"}
+_HEAD = "lm_head.weight"
 
 # What config.json may say otherwise, and the model here cannot be.
 _FIXED = {"model_type": ("mamba",), "hidden_act": ("silu", "swish"), "rms_norm": (True,)}
@@ -131,7 +129,8 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
         blocks[ours] = np.stack([here(tensors.take(name)) for name in names])
     params = {**top, "blocks": blocks}
     tensors.check_all_taken()
-    _check_shapes(folder, config, params)
+    if difference := _difference(params, config):
+        raise RunError(f"{folder}: the weights have shapes {difference}")
     return config, params
 
 
@@ -151,9 +150,8 @@ def save(
       ValueError: the parameters are not those of a model of this shape.
     """
     folder = Path(folder)
-    found, expected = _shapes(params), _shapes_of(config)
-    if found != expected:
-        raise ValueError(f"params has shapes {_difference(found, expected)}, for {config}")
+    if difference := _difference(params, config):
+        raise ValueError(f"params has shapes {difference}, for {config}")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {theirs: params[ours] for ours, theirs in _TOP.items()}
     if not config.tie_embeddings:
@@ -184,7 +182,7 @@ def save(
         "architectures": ["MambaForCausalLM"],
         "dtype": str(tensors[_TOP["embedding"]].dtype),
         "intermediate_size": config.d_inner,
-        "time_step_rank": config.dt_rank,
+        "time_step_rank": config.rank,
         "layer_norm_epsilon": config.eps,
     }
     written.pop("torch_dtype", None)
@@ -239,7 +237,7 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
     rank = None if rank == "auto" else _size(config, "time_step_rank", None)
     if rank == math.ceil(sizes["d_model"] / 16):
         rank = None
-    return ModelConfig(**sizes, **flags, eps=eps, time_step_rank=rank)
+    return ModelConfig(**sizes, **flags, eps=eps, dt_rank=rank)
 
 
 def _check_kind(config: dict[str, Any]) -> None:
@@ -277,8 +275,7 @@ def _size(config: dict[str, Any], name: str, default: int | None) -> int:
 
 def _layer(config: ModelConfig) -> dict[str, Any]:
     """The parameters of a layer of this model: _LAYER's, with or without biases."""
-    layer = _LAYER | (_BIASES if config.use_bias else {})
-    return {name: of for name, of in layer.items() if name != "conv_bias" or config.use_conv_bias}
+    return {name: _LAYER[name] for name in ("norm", *config.block.initializers(config))}
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -354,31 +351,17 @@ class _Tensors:
             )
 
 
-def _check_shapes(folder: Path, config: ModelConfig, params: dict[str, Any]) -> None:
-    found, expected = _shapes(params), _shapes_of(config)
-    if found != expected:
-        raise RunError(f"{folder}: the weights have shapes {_difference(found, expected)}")
+def _difference(params: dict[str, Any], config: ModelConfig) -> str:
+    """Says which parameters have other shapes than those of a model; "" if none."""
 
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        blocks = {f"blocks.{name}": leaf for name, leaf in tree.get("blocks", {}).items()}
+        named = {name: leaf for name, leaf in tree.items() if name != "blocks"} | blocks
+        return {name: np.shape(leaf) for name, leaf in named.items()}
 
-def _shapes(params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter, all layers' together, by its name."""
-    top = {name: np.shape(leaf) for name, leaf in params.items() if name != "blocks"}
-    blocks = {f"blocks.{name}": np.shape(leaf) for name, leaf in params.get("blocks", {}).items()}
-    return top | blocks
-
-
-def _shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes that a model's parameters have."""
-    table = config.vocab_size, config.d_model
-    layer = {name: shape for name, (_, shape) in initializers(config.block).items()}
-    layer["norm"] = (config.d_model,)
-    top = {"embedding": table, "norm": layer["norm"]}
-    top |= {} if config.tie_embeddings else {"head": table[::-1]}
-    return top | {f"blocks.{name}": (config.n_layers, *of) for name, of in layer.items()}
-
-
-def _difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    """Says which shapes differ from those expected."""
-    names = [n for n in found | expected if found.get(n) != expected.get(n)]
+    found, expected = shapes(params), shapes(jax.eval_shape(lambda: initial_params(config)))
+    names = [name for name in found | expected if found.get(name) != expected.get(name)]
+    if not names:
+        return ""
     told = lambda of: {name: of[name] for name in names if name in of}
     return f"{told(found)}, and by the model's configuration they are {told(expected)}"

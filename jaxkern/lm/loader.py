@@ -18,7 +18,7 @@ try:
     from flax import nnx
 
     from jaxkern.lm import sample
-    from jaxkern.lm.model import MambaLM, Options
+    from jaxkern.lm.model import MambaLM, Options, initial_params
     from jaxkern.lm.step import make_model
 except ImportError as error:
     raise ImportError('jaxkern.lm.load needs flax; run: pip install "jaxkern[lm]"') from error
@@ -60,16 +60,12 @@ class LanguageModel:
         """
         return nnx.merge(make_model(self.config, options or Options()), self.params)
 
-    def __call__(
-        self,
-        tokens: jax.Array,
-        *,
-        segment_ids: jax.Array | None = None,
-        mask: jax.Array | None = None,
-    ) -> jax.Array:
-        """Tokens (B, L) -> logits (B, L, vocab_size), as :meth:`MambaLM.__call__`, compiled."""
-        graphdef = make_model(self.config, Options())
-        return _logits(graphdef, self.params, tokens, segment_ids, mask)
+    def __call__(self, tokens: jax.Array, **options: Any) -> jax.Array:
+        """Tokens (B, L) -> logits (B, L, vocab_size), compiled.
+
+        The options are `segment_ids` and `mask` of :class:`jaxkern.lm.model.MambaLM`.
+        """
+        return _logits(make_model(self.config, Options()), self.params, tokens, **options)
 
     @overload
     def generate(self, prompts: str, **options: Any) -> str: ...
@@ -106,24 +102,44 @@ class LanguageModel:
         return (piece for (piece,) in self._continuations([prompt], **options))
 
     def _continuations(self, prompts: Sequence[str], **options: Any) -> Iterator[list[str]]:
+        graphdef, codec = sample.decoder(self.config), self.known_codec()
+        return sample.continuations(graphdef, self.params, codec, prompts, **options)
+
+    def known_codec(self) -> Any:
+        """The codec; raises RunError if the checkpoint does not say what its tokens are."""
         if self.codec is None:
             raise RunError(
                 "the checkpoint holds no tokenizer.json, which says what its "
                 f"{self.config.vocab_size} tokens are"
             )
-        graphdef = sample.decoder(self.config)
-        return sample.continuations(graphdef, self.params, self.codec, prompts, **options)
+        return self.codec
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(graphdef, params, tokens, segment_ids, mask):
-    return nnx.merge(graphdef, params)(tokens, segment_ids=segment_ids, mask=mask)
+def _logits(graphdef, params, tokens, **options):
+    return nnx.merge(graphdef, params)(tokens, **options)
+
+
+def write(model: LanguageModel, prompts: Sequence[str], **options: Any) -> None:
+    """Write texts to stdout; with one prompt as its text is decoded.
+
+    Args:
+      model: that continues the prompts.
+      prompts: what the texts begin with.
+      **options: of :meth:`LanguageModel.generate`.
+    """
+    if len(prompts) == 1:
+        graphdef, codec = sample.decoder(model.config), model.known_codec()
+        sample.stream(graphdef, model.params, prompts[0], codec=codec, **options)
+        print(flush=True)
+        return
+    for row, text in enumerate(model.generate(prompts, **options)):
+        print(f"--- {row + 1}\n{prompts[row]}{text}", flush=True)
 
 
 def initial(config: ModelConfig, seed: int = 0) -> LanguageModel:
     """A model of a given shape before any training."""
-    make = lambda: nnx.to_pure_dict(nnx.state(MambaLM(config, rngs=nnx.Rngs(seed))))
-    return LanguageModel(config, jax.jit(make)(), 0)
+    return LanguageModel(config, jax.jit(lambda: initial_params(config, seed))(), 0)
 
 
 def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
@@ -158,7 +174,7 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
     _check_is_run(run)
     stored = checkpoint.read_config(run)
     try:
-        config = ModelConfig(**stored["model"])
+        config = ModelConfig.from_stored(stored["model"])
         policy = Policy.parse(stored["precision"])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
@@ -198,8 +214,7 @@ def load_hf(folder: Path | str) -> LanguageModel:
 
 def _params(run: Path, step: int, config: ModelConfig, policy: Policy) -> Any:
     """The parameters of a checkpoint, on the default device."""
-    make = lambda: nnx.to_pure_dict(nnx.state(MambaLM(config, rngs=nnx.Rngs(0))))
-    like = jax.eval_shape(lambda: policy.cast_to_params(make()))
+    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return checkpoint.restore(run, step, "params", checkpoint.abstract(like, device))
 

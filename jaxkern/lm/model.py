@@ -19,6 +19,7 @@ parameters' dtype.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,45 +60,8 @@ class Options:
     scan_layers: bool = False
 
 
-class MambaBlock(Mamba):
-    """One layer: norm, Mamba mixer, residual."""
-
-    def __init__(self, config: ModelConfig, options: Options, *, rngs: nnx.Rngs):
-        super().__init__(
-            **dataclasses.asdict(config.block),
-            n_layers=config.n_layers,
-            dtype=options.policy.compute,
-            implementation=options.implementation,
-            rngs=rngs,
-        )
-        self.norm = nnx.Param(jnp.ones(config.d_model, jnp.float32))
-        self.eps = config.eps
-
-    def layer(
-        self, x: jax.Array, out: jax.Array, segment_ids: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Adds `out` to the stream x (B, L, d_model) fp32; returns the sum and what to add next."""
-        normalised, x = self._add_and_normalise(x, out)
-        return x, self(normalised, segment_ids=segment_ids)
-
-    def layer_prefill(
-        self, x: jax.Array, out: jax.Array, cache: Cache, segment_ids: jax.Array | None
-    ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
-        """Does as `layer` after the tokens that left `cache`, and returns the next cache, too."""
-        normalised, x = self._add_and_normalise(x, out)
-        out, cache = self(normalised, cache, return_cache=True, segment_ids=segment_ids)
-        return (x, out), cache
-
-    def layer_step(
-        self, x: jax.Array, out: jax.Array, cache: Cache
-    ) -> tuple[tuple[jax.Array, jax.Array], Cache]:
-        """Does the same for one token, x (B, d_model)."""
-        normalised, x = self._add_and_normalise(x, out)
-        out, cache = self.step(normalised, cache)
-        return (x, out), cache
-
-    def _add_and_normalise(self, x: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _add_and_normalise(x, out, self.norm, self.eps, self.implementation)
+LAYERS = {"mamba": Mamba}
+"""The layer of each kind of block."""
 
 
 class MambaLM(nnx.Module):
@@ -118,9 +82,16 @@ class MambaLM(nnx.Module):
         @nnx.split_rngs(splits=config.n_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(rngs):
-            return MambaBlock(config, options, rngs=rngs)
+            return LAYERS[config.block.name](
+                **config.sizes,
+                n_layers=config.n_layers,
+                dtype=options.policy.compute,
+                implementation=options.implementation,
+                rngs=rngs,
+            )
 
-        self.blocks = stacked(rngs)
+        self.blocks: Any = stacked(rngs)
+        self.blocks.norm = nnx.Param(jnp.ones((config.n_layers, config.d_model), jnp.float32))
 
     def __call__(
         self,
@@ -148,18 +119,9 @@ class MambaLM(nnx.Module):
           ValueError: a shape does not fit.
         """
         tokens, segment_ids = _check(tokens, segment_ids, mask)
-        graphdef, params = nnx.split(self.blocks)
-
-        def layer(stream, params):
-            x, out = stream
-            return nnx.merge(graphdef, params).layer(x, out, segment_ids), None
-
+        mix = lambda block, x, _: (block(x, segment_ids=segment_ids), None)
         loop = self.options.scan_layers
-        if self.options.remat:
-            # In a loop nothing can be shared across the barrier that prevent_cse would add.
-            layer = jax.checkpoint(layer, prevent_cse=not loop)
-        stream, _ = jax.lax.scan(layer, self._embed(tokens), params, unroll=1 if loop else True)
-        return self._head(*stream)
+        return self._head(*self._run(mix, tokens, loop=loop, remat=self.options.remat)[0])
 
     def prefill(
         self, tokens: jax.Array, state: Cache | None = None, *, mask: jax.Array | None = None
@@ -187,36 +149,53 @@ class MambaLM(nnx.Module):
         tokens, segment_ids = _check(tokens, None, mask)
         if not tokens.shape[1]:
             raise ValueError(f"tokens must have at least one token a row, got shape {tokens.shape}")
-        graphdef, params = nnx.split(self.blocks)
-
-        def layer(stream, params_and_cache):
-            params, cache = params_and_cache
-            x, out = stream
-            return nnx.merge(graphdef, params).layer_prefill(x, out, cache, segment_ids)
-
+        options: Any = {"return_cache": True, "segment_ids": segment_ids}
+        mix = lambda block, x, cache: block(x, cache, **options)
         before = self.init_state(len(tokens)) if state is None else state
-        stream, after = jax.lax.scan(layer, self._embed(tokens), (params, before))
+        stream, after = self._run(mix, tokens, before)
         if mask is not None:
-            read = mask[None, :, -1, None, None]
-            after = jax.tree.map(lambda leaf: jnp.where(read, leaf, 0), after)
+            read = lambda leaf: mask[:, -1].reshape(1, -1, *[1] * (leaf.ndim - 2))
+            after = jax.tree.map(lambda leaf: jnp.where(read(leaf), leaf, 0), after)
         return self._head(*(leaf[:, -1] for leaf in stream)), after
 
     def step(self, tokens: jax.Array, state: Cache) -> tuple[jax.Array, Cache]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
-        graphdef, params = nnx.split(self.blocks)
-
-        def layer(stream, params_and_cache):
-            params, cache = params_and_cache
-            x, out = stream
-            return nnx.merge(graphdef, params).layer_step(x, out, cache)
-
-        stream, state = jax.lax.scan(layer, self._embed(tokens), (params, state))
+        mix = lambda block, x, cache: block.step(x, cache)
+        stream, state = self._run(mix, tokens, state)
         return self._head(*stream), state
 
     def init_state(self, batch_size: int) -> Cache:
         """The state before the first token, that of all layers stacked."""
         cache = self.blocks.init_cache(batch_size)
         return jax.tree.map(lambda a: jnp.tile(a, (self.config.n_layers, *[1] * a.ndim)), cache)
+
+    def _run(
+        self,
+        mix: Callable[..., Any],
+        tokens: jax.Array,
+        state: Cache | None = None,
+        *,
+        loop: bool = True,
+        remat: bool = False,
+    ) -> tuple[Any, Any]:
+        """Runs the layers on tokens (...), each as `mix`, (block, x, cache) -> (out, cache).
+
+        Returns the stream and what its last layer adds to it, and the next state.
+        """
+        graphdef, params = nnx.split(self.blocks)
+
+        def layer(stream, params_and_cache):
+            (x, out), (params, cache) = stream, params_and_cache
+            block = nnx.merge(graphdef, params)
+            normalised, x = self._add_and_normalise(x, out, block.norm)
+            out, cache = mix(block, normalised, cache)
+            return (x, out), cache
+
+        if remat:
+            # In a loop nothing can be shared across the barrier that prevent_cse would add.
+            layer = jax.checkpoint(layer, prevent_cse=not loop)
+        carried = params, state
+        return jax.lax.scan(layer, self._embed(tokens), carried, unroll=1 if loop else True)
 
     def _embed(self, tokens):
         """The stream, and nothing to add to it yet."""
@@ -230,17 +209,15 @@ class MambaLM(nnx.Module):
         return x, jnp.zeros(x.shape, self.options.policy.compute)
 
     def _head(self, x, out):
-        policy, config = self.options.policy, self.config
-        x, _ = _add_and_normalise(x, out, self.norm, config.eps, self.options.implementation)
-        weight = self.embedding[...].T if config.tie_embeddings else self.head[...]
+        policy = self.options.policy
+        x, _ = self._add_and_normalise(x, out, self.norm)
+        weight = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
         return policy.cast_to_output(x @ policy.cast_to_compute(weight))
 
-
-def _add_and_normalise(
-    x: jax.Array, out: jax.Array, norm: nnx.Param, eps: float, implementation: Implementation | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the normalised sum in the dtype of `out`, and the sum in that of the stream `x`."""
-    return jaxkern.rms_norm(out, norm[...], eps=eps, residual=x, implementation=implementation)
+    def _add_and_normalise(self, x, out, norm) -> tuple[jax.Array, jax.Array]:
+        """Returns the normalised sum in the dtype of `out`, and the sum in that of the stream."""
+        options: Any = {"eps": self.config.eps, "implementation": self.options.implementation}
+        return jaxkern.rms_norm(out, norm[...], residual=x, **options)
 
 
 def _check(tokens: Any, segment_ids: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -344,6 +321,11 @@ def nan_if_unknown(values: jax.Array, tokens: jax.Array, size: int) -> jax.Array
         return values
     tokens = _counting_to(tokens, size)
     return jnp.where((tokens >= 0) & (tokens <= size - 1), values, jnp.nan)
+
+
+def initial_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
+    """The parameters before any training, a nested dict of fp32 arrays."""
+    return nnx.to_pure_dict(nnx.state(MambaLM(config, rngs=nnx.Rngs(seed))))
 
 
 def count_params(params) -> int:

@@ -14,11 +14,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxkern.core import cache
 from jaxkern.lm import checkpoint
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import compiler_options, init_state, loss_fn, make_model, make_train_step
+from jaxkern.lowering import cache
 from jaxkern.precision import Policy
 
 _BATCH = "batch"

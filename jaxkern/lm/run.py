@@ -48,7 +48,7 @@ def resumed(
 def _check_model(out: Path, stored: dict[str, Any], config: TrainConfig) -> None:
     """Refuse a config.json whose model was edited, which would change nothing."""
     try:
-        differing = checkpoint.differences(ModelConfig(**stored), config.model)
+        differing = checkpoint.differences(ModelConfig.from_stored(stored), config.model)
     except (TypeError, ValueError) as error:
         differing = str(error)
     if differing:
@@ -99,7 +99,7 @@ def write_config(
     content = {
         "format": checkpoint.FORMAT,
         "flags": flags_of(config),
-        "model": dataclasses.asdict(config.model),
+        "model": config.model.stored(),
         "precision": str(policy),
         "data": corpus.info,
         "devices": [device.device_kind for device in devices],

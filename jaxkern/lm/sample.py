@@ -11,7 +11,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,50 +26,6 @@ from jaxkern.nn.mamba import Cache
 
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
-
-
-def sample(run: Path, prompts: Sequence[str], **options: Any) -> None:
-    """Load a run's last checkpoint and write text to stdout; with one prompt as it is decoded.
-
-    Raises:
-        RunError: if the run has no checkpoint, or none that can be read.
-    """
-    from jaxkern.lm import loader
-
-    model, notes = loader.load_run(run)
-    for note in notes:
-        print(f"jaxkern: warning: {note}", file=sys.stderr, flush=True)
-    _write(decoder(model.config), model.params, model.codec, prompts, **options)
-
-
-def sample_hf(folder: Path, prompts: Sequence[str], **options: Any) -> None:
-    """Load a checkpoint in the layout of Hugging Face and write text to stdout.
-
-    Its tokenizer.json says what its tokens are; without one they are bytes. A text ends at the
-    checkpoint's end-of-text token, or after `length` tokens.
-
-    Raises:
-        RunError: if it cannot be read, or its tokens are not known.
-    """
-    from jaxkern.lm import loader
-
-    model = loader.load_hf(folder)
-    _write(decoder(model.config), model.params, model.codec, prompts, **options)
-
-
-def _write(
-    graphdef: nnx.GraphDef, params: Any, codec: Any, prompts: Sequence[str], **options: Any
-) -> None:
-    if codec is None:
-        raise RunError("the checkpoint holds no tokenizer.json, which says what its tokens are")
-    if len(prompts) == 1:
-        stream(graphdef, params, prompts[0], codec=codec, **options)
-        print(flush=True)
-        return
-    pieces = list(continuations(graphdef, params, codec, prompts, **options))
-    for row, prompt in enumerate(prompts):
-        text = "".join(piece[row] for piece in pieces)
-        print(f"--- {row + 1}\n{prompt}{text}", flush=True)
 
 
 def decoder(model: ModelConfig) -> nnx.GraphDef:

@@ -18,7 +18,14 @@ from jax import lax
 
 import jaxkern
 from jaxkern.lm.config import ModelConfig, TrainConfig
-from jaxkern.lm.model import MambaLM, Options, decayed, nan_if_unknown, one_hot
+from jaxkern.lm.model import (
+    MambaLM,
+    Options,
+    decayed,
+    initial_params,
+    nan_if_unknown,
+    one_hot,
+)
 from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.optim.transforms import FusedAdamState
 from jaxkern.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
@@ -79,8 +86,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 def init_state(config: TrainConfig, policy: Policy) -> TrainState:
     """The state before the first step, from the seed alone. Run it under jit."""
-    model = MambaLM(config.model, rngs=nnx.Rngs(config.seed))
-    params = policy.cast_to_params(nnx.to_pure_dict(nnx.state(model)))
+    params = policy.cast_to_params(initial_params(config.model, config.seed))
     opt_state: Any = make_optimizer(config).init(params)
     return TrainState(
         params=params,

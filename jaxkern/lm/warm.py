@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from jaxkern.core import cache, lowering
-from jaxkern.core.target import GPUS, lowering_for
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.program import Placement, lowered_step
+from jaxkern.lowering import cache, kernel_call
+from jaxkern.lowering.target import GPUS, lowering_for
 
 
 def warm(flags: dict[str, Any], gpu: str, devices: int) -> None:
@@ -16,7 +16,7 @@ def warm(flags: dict[str, Any], gpu: str, devices: int) -> None:
 
     Args:
         flags: those of ``jaxkern train``, by their names in TrainConfig.
-        gpu: a name in ``jaxkern.core.target.GPUS``.
+        gpu: a name in ``jaxkern.lowering.target.GPUS``.
         devices: how many GPUs share each batch.
 
     Raises:
@@ -38,7 +38,7 @@ def warm(flags: dict[str, Any], gpu: str, devices: int) -> None:
         step = lowered_step(config, Placement.on(jax.devices()), platform="cuda")
         if devices > 1:
             _partition(step)
-    made, found = sum(lowering.lowerings.values()), lowering.found_on_disk
+    made, found = sum(kernel_call.lowerings.values()), kernel_call.found_on_disk
     seconds = time.perf_counter() - began
     print(f"{made} kernels lowered for {GPUS[gpu]}, {found} were there, in {seconds:.0f} s")
     print(f"they are in {folder}; {cache.summary().entries} kernels in all")

@@ -1,1 +1,1 @@
-"""The vocabulary of kernels: lanes, units, clusters, instructions. All that is written in MLIR."""
+"""The vocabulary of kernels: launch, lanes, registers, instructions, and the ring of stages."""

@@ -1,69 +1,14 @@
-"""Softplus and its slope, sigmoid, tanh and normal distribution in kernels, exact or faster."""
+"""The logistic function in kernels, exact or faster, and what other functions are made of."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxkern.mosaic.instructions import fast_reciprocal
 
 LOG2E = 1.4426950408889634
-
-_LOG1P = (
-    (0.9999987, -0.49986964, 0.3310945, -0.23503861, 0.14922388, -0.0664018, 0.014141024),
-    (
-        *(0.99999994, -0.49999493, 0.33319098, -0.24842982, 0.19106007, -0.13663246),
-        *(0.07822596, -0.02950524, 0.0052326941),
-    ),
-)
-"""log(1 + e) / e on [0, 1], its minimax polynomials of relative error 1.3e-6 and 3e-8."""
-
-
-def softplus(v: jax.Array, exact: bool) -> jax.Array:
-    """max(v, 0) + log(1 + e), e = exp(−|v|), to fp32 accuracy or to 5e-6, of the result."""
-    magnitude = jnp.abs(v)
-    e = _exp_of_minus(magnitude) if exact else jnp.exp2(-LOG2E * magnitude)
-    return jnp.maximum(v, 0.0) + e * _polynomial(_LOG1P[exact], e)
-
-
-_EXP2 = (1.0000001, 0.69314694, 0.2402212, 0.05550713, 0.009675541, 0.0013276472)
-"""2^f on [−1/2, 1/2], its minimax polynomial of relative error 8e-8."""
-
-
-def exp2_by_polynomial(x: jax.Array) -> jax.Array:
-    """2^x to 2 units in the last place, by multiplications and additions alone.
-
-    As with ``exp2`` it is 0 below 2^−126, inf from 2^128 on, and NaN of a NaN.
-    """
-    x = jnp.minimum(jnp.maximum(x, -126.0), 129.0)
-    # Adding `shift` rounds x to an integer in the lowest bits of the sum, which are shifted to the
-    # exponent's. It is one less than the exponent, whose highest value stands for inf.
-    shift = 1.5 * 2**23 + 126
-    shifted = x + shift
-    fraction = x - (jnp.abs(shifted) - shift)  # abs, for XLA may take x + shift − shift for x
-    power = lax.shift_left(lax.bitcast_convert_type(shifted, jnp.int32), 23)
-    twice = [2 * c for c in _EXP2]
-    return lax.bitcast_convert_type(power, jnp.float32) * _polynomial(twice, fraction)
-
-
-def _polynomial(coefficients: Sequence[float], x: jax.Array) -> jax.Array:
-    """Σ c[k] · x^k."""
-    total: Any = coefficients[-1]
-    for c in coefficients[-2::-1]:
-        total = total * x + c
-    return total
-
-
-def softplus_slope(dt: jax.Array, exact: bool) -> jax.Array:
-    """softplus'(v) = 1 − exp(−dt) from dt = softplus(v), by its series where that would cancel."""
-    limit, divisors = (0.25, (720, 120, 24, 6, 2, 1)) if exact else (1 / 32, (6, 2, 1))
-    first, *others = divisors
-    series: Any = 1 / first
-    for k in others:
-        series = 1 / k - dt * series
-    return jnp.where(dt < limit, dt * series, 1 - jnp.exp2(-LOG2E * dt))
 
 
 def sigmoid(v: jax.Array, exact: bool, layout: Any = None) -> jax.Array:
@@ -73,73 +18,12 @@ def sigmoid(v: jax.Array, exact: bool, layout: Any = None) -> jax.Array:
     """
     if not exact:
         return fast_reciprocal(1 + jnp.exp2(-LOG2E * v), layout=layout)
-    e = _exp_of_minus(jnp.abs(v))
-    inverse = _reciprocal(1 + e)
+    e = exp_of_minus(jnp.abs(v))
+    inverse = reciprocal(1 + e)
     return jnp.where(v < 0, e * inverse, inverse)
 
 
-_TANH = (
-    (0.5, (0.99999946, -0.3332632, 0.13190296, -0.044402227)),
-    (
-        1.0,
-        (
-            *(1.0, -0.33333278, 0.1333216, -0.053870913, 0.021464821, -0.007917445),
-            *(0.0022822297, -0.0003533455),
-        ),
-    ),
-)
-"""Up to which |v|, tanh(v) / v as a polynomial of v² of relative error 6e-7 or 5e-9."""
-
-
-def tanh(v: jax.Array, exact: bool, layout: Any = None) -> jax.Array:
-    """tanh(v), to fp32 accuracy or to 1e-6, of the result.
-
-    By a polynomial where 1 − 2 e / (1 + e), e = exp(−2 |v|), would cancel. `layout` is as for
-    :func:`sigmoid`.
-    """
-    near, coefficients = _TANH[exact]
-    magnitude = jnp.abs(v)
-    if exact:
-        e = _exp_of_minus(2 * magnitude)
-        inverse = _reciprocal(1 + e)
-    else:
-        e = jnp.exp2(-2 * LOG2E * magnitude)
-        inverse = fast_reciprocal(1 + e, layout=layout)
-    far = 1 - 2 * e * inverse
-    far = jnp.where(v < 0, -far, far)
-    return jnp.where(magnitude < near, v * _polynomial(coefficients, v * v), far)
-
-
-_TAIL = (
-    (
-        0.4,
-        *(0.159575745, 0.15963404, 0.13395938, 0.0772035219, 0.0594416128, -0.139633331),
-        0.0498226896,
-    ),
-    (
-        0.25,
-        *(0.0997355667, 0.0997364316, 0.0934663553, 0.0816031101, 0.0589751357, 0.0636991728),
-        *(-0.0317176606, 0.0955972489, -0.0808774109, 0.0197820333),
-    ),
-)
-"""Φ(−v) exp(v²/2) / k of v >= 0, k = 1 / (1 + a v): a, and a polynomial of k of relative error 7e-6
-or 3e-8."""
-
-
-def normal(v: jax.Array, exact: bool, layout: Any = None) -> tuple[jax.Array, jax.Array]:
-    """Φ(v) and φ(v), the normal distribution and its density, to fp32 accuracy or to 1e-5.
-
-    `layout` is as for :func:`sigmoid`.
-    """
-    a, *coefficients = _TAIL[exact]
-    e = jnp.exp2(v * v * (-0.5 * LOG2E))
-    d = 1 + a * jnp.minimum(jnp.abs(v), 128.0)
-    k = _reciprocal(d) if exact else fast_reciprocal(d, layout=layout)
-    tail = e * (k * _polynomial(coefficients, k))
-    return jnp.where(v < 0, tail, 1 - tail), e * 0.3989422804014327
-
-
-def _exp_of_minus(a: jax.Array) -> jax.Array:
+def exp_of_minus(a: jax.Array) -> jax.Array:
     """exp(−a), a >= 0, by exp2 in two parts, the first product exact.
 
     Rounding a · log2(e) as a whole would cost up to 1e-6 of the result.
@@ -151,7 +35,15 @@ def _exp_of_minus(a: jax.Array) -> jax.Array:
     return jnp.exp2(-head * log2e_head) * jnp.exp2(-rest)
 
 
-def _reciprocal(d: jax.Array) -> jax.Array:
+def reciprocal(d: jax.Array) -> jax.Array:
     """1 / d after a Newton step: with approx_math the division alone is 2 units off."""
     r = 1 / d
     return r * (2 - d * r)
+
+
+def polynomial(coefficients: Sequence[float], x: jax.Array) -> jax.Array:
+    """Σ c[k] · x^k."""
+    total: Any = coefficients[-1]
+    for c in coefficients[-2::-1]:
+        total = total * x + c
+    return total

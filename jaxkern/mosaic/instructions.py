@@ -1,68 +1,49 @@
 """Single instructions that the compiler would not choose by itself."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import (
     ROW,
     elements,
     fragmented,
-    i32,
     inline_mlir,
     laid_out,
     lane_value,
     map_registers,
     row_type,
-    scalar_type,
-    to_fp32,
 )
 
 
 def fast_reciprocal(x: jax.Array, *, layout: Any = None) -> jax.Array:
     """1 / x, fp32, to 1 unit in the last place, in one instruction an element.
 
-    `layout` is that of `x`, by default that of (LANES · n,) with n neighbours a lane. The division
-    that ``approx_math`` makes of 1 / x takes five, as it cares for denormals; of an x above 2¹²⁶
-    this is 0.
+    `layout` is as for :func:`one_instruction`. The division that ``approx_math`` makes of 1 / x
+    takes five, as it cares for denormals; of an x above 2¹²⁶ this is 0.
+    """
+    return one_instruction("rcp.approx.ftz.f32", lambda x: 1 / x, x, layout)
+
+
+def one_instruction(
+    name: str, plain: Callable[[Any], Any], x: jax.Array, layout: Any = None
+) -> jax.Array:
+    """Applies a PTX instruction to each element of `x`, fp32; `plain` in the interpreter.
+
+    `layout` is that of `x`, by default that of (LANES · n,) with n neighbours a lane.
     """
     if interpreted():
-        return 1 / x
+        return plain(x)
     layout = row_type(x.size // LANES).layout if layout is None else layout
-    return _one_instruction("rcp.approx.ftz.f32", x, layout)
 
-
-def fast_exp2(x: jax.Array) -> jax.Array:
-    """2^x of (LANES · n,), fp32, in one instruction an element; 0 where it is denormal."""
-    if interpreted():
-        return jnp.exp2(x)
-    return _one_instruction("ex2.approx.ftz.f32", x, row_type(x.size // LANES).layout)
-
-
-def fast_log2(x: jax.Array) -> jax.Array:
-    """log2(x) of (LANES · n,), fp32, in one instruction an element; −inf of a denormal."""
-    if interpreted():
-        return jnp.log2(x)
-    return _one_instruction("lg2.approx.ftz.f32", x, row_type(x.size // LANES).layout)
-
-
-def fast_sqrt(x: jax.Array) -> jax.Array:
-    """√x of (LANES · n,), fp32, in one instruction an element; 0 where x is denormal."""
-    if interpreted():
-        return jnp.sqrt(x)
-    return _one_instruction("sqrt.approx.ftz.f32", x, row_type(x.size // LANES).layout)
-
-
-def _one_instruction(name: str, x: jax.Array, layout: Any) -> jax.Array:
     def convert(register: Any) -> list[Any]:
         run = lambda v: llvm.inline_asm(ir.F32Type.get(), [v], f"{name} $0, $1;", "=f,f")
         return [run(v) for v in elements(register)]
@@ -86,58 +67,6 @@ def multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
         return fragmented(upper, signed=False), fragmented(lower, signed=False)
 
     return multiply(laid_out(a))
-
-
-def widened(values: jax.Array, layout: Any) -> jax.Array:
-    """Converts `values`, bf16 in `layout`, to fp32 by one instruction an element, not 1.5."""
-    if interpreted():
-        return values.astype(jnp.float32)
-
-    def convert(register: Any) -> list[Any]:
-        count = ir.VectorType(register.type).shape[0]
-        if count % 2:
-            return [to_fp32(v) for v in elements(register)]
-        word, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        parts = []
-        for pair in elements(vector.bitcast(ir.VectorType.get((count // 2,), word), register)):
-            low = arith.shli(pair, i32(16))
-            high = arith.andi(pair, i32(-(1 << 16)))
-            parts += [arith.bitcast(f32, low), arith.bitcast(f32, high)]
-        return parts
-
-    return map_registers(convert, values, layout)
-
-
-def computed_here(values: jax.Array, layout: Any) -> jax.Array:
-    """Has `values`, fp32 in `layout`, computed before the barriers that follow.
-
-    The compiler would delay what is first used after them, and keep its operands in registers.
-    """
-    if interpreted():
-        return values
-
-    def convert(register: Any) -> list[Any]:
-        f32 = ir.F32Type.get()
-        move = lambda v: mgpu_utils.inline_ptx(
-            "mov.b32 $0, $1;", v, result_types=f32, has_side_effects=True
-        )
-        return [move(v) for v in elements(register)]
-
-    return map_registers(convert, values, layout)
-
-
-def unknown_zero() -> jax.Array:
-    """A zero that the compiler cannot know: what is loaded at an index plus it is loaded again."""
-    if interpreted():
-        return jnp.zeros((), jnp.int32)
-
-    @inline_mlir(returns=scalar_type(np.int32))
-    def zero() -> Any:
-        word = ir.IntegerType.get_signless(32)
-        value = mgpu_utils.inline_ptx("mov.b32 $0, 0;", result_types=word, has_side_effects=True)
-        return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
-
-    return zero()
 
 
 def once_read(values: Any) -> Any:

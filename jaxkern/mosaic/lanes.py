@@ -1,35 +1,31 @@
 """Loads, stores, sums and barriers of the lanes of a warpgroup."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith
 
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import (
     REF,
     ROW,
     VECTOR_BYTES,
-    elements,
     fragmented,
     i32,
     inline_mlir,
     laid_out,
     lane_value,
+    load_elements,
     narrowed,
     ptx,
     row_type,
-    scalar_type,
+    store_elements,
     to_fp32,
 )
 
@@ -97,17 +93,8 @@ def load_lanes(
     def load(source: Any) -> Any:
         dtype = ir.MemRefType(source.type).element_type
         pointer = pointer_of_lane(source, offsets)
-        loaded = []
-        for start in range(0, count, vec):
-            address = mgpu_utils.getelementptr(pointer, [start], dtype)
-            values = llvm.load(
-                ir.VectorType.get((vec,), dtype),
-                address,
-                alignment=vec * ref.dtype.itemsize,
-                volatile_=volatile,
-            )
-            loaded += map(to_fp32, elements(values))
-        return tuple(fragmented(value) for value in loaded)
+        loaded = load_elements(pointer, dtype, count, vec, to_fp32, volatile=volatile)
+        return tuple(map(fragmented, loaded))
 
     return list(load(ref))
 
@@ -127,12 +114,7 @@ def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> 
         dtype = ir.MemRefType(target.type).element_type
         pointer = pointer_of_lane(target, offsets)
         scalars = [narrowed(lane_value(a), dtype) for a in arrays]
-        for start in range(0, len(scalars), vec):
-            address = mgpu_utils.getelementptr(pointer, [start], dtype)
-            packed = vector.from_elements(
-                ir.VectorType.get((vec,), dtype), scalars[start : start + vec]
-            )
-            llvm.store(packed, address, alignment=vec * ref.dtype.itemsize)
+        store_elements(pointer, scalars, vec)
 
     store(ref, *map(laid_out, values))
 
@@ -205,71 +187,6 @@ def sum_lanes(
     return list(shuffled(*map(laid_out, values)))
 
 
-def sum_in_lanes(values: Sequence[jax.Array], vec: int) -> jax.Array:
-    """(LANES,): sums the elements of `values` that each lane holds.
-
-    Every second element is added up apart from the others, one after the other: products among
-    them are then fused with the additions.
-
-    Args:
-      values: fp32, in ``WG_STRIDED`` by `vec`.
-      vec: neighbouring elements of a lane.
-    """
-    if interpreted():
-        return sum((v.reshape(-1, LANES, vec).sum((0, 2)) for v in values), jnp.zeros(LANES))
-    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
-
-    @inline_mlir(*layouts, returns=row_type(1))
-    def add(*arrays: Any) -> Any:
-        return _sum_in_two_strands(_all_elements(arrays))
-
-    return add(*values)
-
-
-def squares_in_lanes(values: Sequence[jax.Array], center: jax.Array, vec: int) -> jax.Array:
-    """(LANES,): sums the squares of each lane's differences to its `center` (LANES,).
-
-    `values` are as for :func:`sum_in_lanes`.
-    """
-    if interpreted():
-        held = jnp.concatenate([v.reshape(-1, LANES, vec) for v in values])
-        return ((held - center[:, None]) ** 2).sum((0, 2))
-    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
-
-    @inline_mlir(ROW, *layouts, returns=row_type(1))
-    def add(center: Any, *arrays: Any) -> Any:
-        middle = lane_value(center)
-        apart = [arith.subf(v, middle) for v in _all_elements(arrays)]
-        contract = arith.FastMathFlags.contract
-        return _sum_in_two_strands([arith.mulf(d, d, fastmath=contract) for d in apart])
-
-    return add(center, *values)
-
-
-def _all_elements(arrays: Sequence[Any]) -> list[Any]:
-    return [v for a in arrays for register in a.registers.flat for v in elements(register)]
-
-
-def _sum_in_two_strands(values: list[Any]) -> Any:
-    """Sums every second value, and the others, and adds the two; as a row of the lanes' sums."""
-    add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
-    strands = [functools.reduce(add, values[i::2]) for i in range(min(2, len(values)))]
-    return fragmented(functools.reduce(arith.addf, strands))
-
-
-def alternate_lanes(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """`even` in lanes of even number, `odd` in the others; all (LANES,), fp32."""
-    if interpreted():
-        return jnp.where(jnp.arange(LANES) % 2 == 0, even, odd)
-
-    @inline_mlir(ROW, ROW, returns=row_type(1))
-    def choose(even: Any, odd: Any) -> Any:
-        is_odd = arith.trunci(ir.IntegerType.get_signless(1), mgpu_utils.thread_idx())
-        return fragmented(arith.select(is_odd, lane_value(odd), lane_value(even)))
-
-    return choose(even, odd)
-
-
 def join_lanes(parts: Sequence[jax.Array]) -> jax.Array:
     """Joins n arrays (LANES,), fp32 or uint32, to (LANES · n,): a lane's values side by side."""
     if interpreted():
@@ -282,26 +199,6 @@ def join_lanes(parts: Sequence[jax.Array]) -> jax.Array:
         return fragmented(*map(lane_value, parts), signed=signed)
 
     return join(*map(laid_out, parts))
-
-
-def uniform(value: jax.Array) -> jax.Array:
-    """The scalar that all lanes hold in `value` (LANES,), fp32."""
-    if interpreted():
-        return value[0]
-
-    @inline_mlir(ROW, returns=scalar_type(np.float32))
-    def splat(value: Any) -> Any:
-        return mgpu.FragmentedArray.splat(lane_value(value), shape=())
-
-    return splat(value)
-
-
-def store(ref: Any, value: jax.Array) -> None:
-    """Stores an array of any layout, however few bytes a lane has: JAX 0.12 must be told."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 def pointer_of_lane(ref: Any, offsets: LaneOffsets) -> Any:

@@ -2,17 +2,15 @@
 
 import contextlib
 import contextvars
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, scf
 
-from jaxkern.core import target
+from jaxkern.lowering import target
 
 LANES = 128
 """Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
@@ -65,30 +63,6 @@ def launch_kernel(body: Callable[..., None], *, approx_math: bool = False, **lau
     return plgpu.kernel(guarded, compiler_params=params, **launch)
 
 
-class SharedMemoryError(Exception):
-    """A kernel needs more shared memory than a block of the GPU has."""
-
-
-@contextlib.contextmanager
-def shared_memory_of(gpu: target.Gpu) -> Iterator[None]:
-    """Inside, Mosaic holds kernels to the shared memory of `gpu`, not of what GPU is here.
-
-    Raises:
-      SharedMemoryError: a kernel that is lowered inside needs more.
-    """
-    try:
-        with artificial_shared_memory_limit(gpu.shared_memory):
-            yield
-    except ValueError as error:
-        if "exceeds available shared memory" not in str(error):
-            raise
-        needed = re.search(r"smem_bytes=(\d+)", str(error))
-        raise SharedMemoryError(
-            f"it needs {needed[1] if needed else 'more'} bytes of shared memory a block, and "
-            f"{gpu.name} has {gpu.shared_memory}"
-        ) from error
-
-
 _ONLY_ON = {9: nvvm.wgmma_fence_aligned, 10: nvvm.tcgen05_relinquish_alloc_permit}
 """Operations that a generation has alone, by the major number of the compute capability."""
 
@@ -121,13 +95,23 @@ def _refuse_others(gpu: target.Gpu, name: str) -> None:
     check()  # pyright: ignore[reportCallIssue]
 
 
-_H200_SMS = 132
-
-
 def num_sms() -> int:
     """Streaming multiprocessors of the GPU that a kernel is lowered for."""
-    gpu = target.current()
-    return _H200_SMS if gpu is None else gpu.multiprocessors
+    return _gpu().multiprocessors
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may have on the GPU that a kernel is lowered for."""
+    return _gpu().shared_memory
+
+
+def clusters() -> bool:
+    """Whether blocks can form clusters on the GPU that a kernel is lowered for."""
+    return _gpu().tma  # Hopper brought both
+
+
+def _gpu() -> target.Gpu:
+    return target.current() or target.GPUS["h200"]
 
 
 _interpreting = contextvars.ContextVar("interpreting", default=False)

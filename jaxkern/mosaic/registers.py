@@ -9,7 +9,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxkern.mosaic.launch import LANES
 
@@ -116,6 +116,35 @@ def element(values: Any, k: int) -> Any:
 def elements(values: Any) -> Iterator[Any]:
     """The elements of an MLIR vector, each extracted when it is asked for."""
     return (element(values, k) for k in range(ir.VectorType(values.type).shape[0]))
+
+
+def load_elements(
+    pointer: Any,
+    dtype: Any,
+    count: int,
+    step: int,
+    convert: Callable[[Any], Any],
+    *,
+    volatile: bool = False,
+) -> list[Any]:
+    """Loads and converts `count` neighbours, `step` in each access, to which they are aligned."""
+    kind, alignment = ir.VectorType.get((step,), dtype), step * mgpu_utils.bytewidth(dtype)
+    loaded = []
+    for start in range(0, count, step):
+        address = mgpu_utils.getelementptr(pointer, [start], dtype)
+        values = llvm.load(kind, address, alignment=alignment, volatile_=volatile)
+        loaded += map(convert, elements(values))
+    return loaded
+
+
+def store_elements(pointer: Any, values: list[Any], step: int) -> None:
+    """Stores neighbours as :func:`load_elements` loads them."""
+    dtype = values[0].type
+    kind, alignment = ir.VectorType.get((step,), dtype), step * mgpu_utils.bytewidth(dtype)
+    for start in range(0, len(values), step):
+        address = mgpu_utils.getelementptr(pointer, [start], dtype)
+        packed = vector.from_elements(kind, values[start : start + step])
+        llvm.store(packed, address, alignment=alignment)
 
 
 def to_fp32(value: Any) -> Any:

@@ -16,8 +16,8 @@ module as it does any pytree: ``policy.cast_to_compute(layer)(x)``.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,20 +58,13 @@ class RMSNorm(eqx.nn.RMSNorm):
 
     implementation: Implementation | None = eqx.field(static=True)
 
-    def __init__(
-        self,
-        shape: int | Sequence[int],
-        *args: Any,
-        implementation: Implementation | None = None,
-        **options: Any,
-    ):
-        super().__init__(shape, *args, **options)
+    def __init__(self, *args: Any, implementation: Implementation | None = None, **options: Any):
+        super().__init__(*args, **options)
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
         """x, any axes and those of `shape` -> the same shape; a `state` is handed through."""
-        out = _normalised(self, jaxkern.rms_norm, super().__call__, x)
-        return out if state is _ABSENT else (out, state)
+        return _normalised(self, jaxkern.rms_norm, super().__call__, x, state)
 
 
 class LayerNorm(eqx.nn.LayerNorm):
@@ -86,20 +79,13 @@ class LayerNorm(eqx.nn.LayerNorm):
 
     implementation: Implementation | None = eqx.field(static=True)
 
-    def __init__(
-        self,
-        shape: int | Sequence[int],
-        *args: Any,
-        implementation: Implementation | None = None,
-        **options: Any,
-    ):
-        super().__init__(shape, *args, **options)
+    def __init__(self, *args: Any, implementation: Implementation | None = None, **options: Any):
+        super().__init__(*args, **options)
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
         """x, any axes and those of `shape` -> the same shape; a `state` is handed through."""
-        out = _normalised(self, jaxkern.layer_norm, super().__call__, x)
-        return out if state is _ABSENT else (out, state)
+        return _normalised(self, jaxkern.layer_norm, super().__call__, x, state)
 
 
 class Dropout(eqx.nn.Dropout):
@@ -118,14 +104,8 @@ class Dropout(eqx.nn.Dropout):
 
     implementation: Implementation | None = eqx.field(static=True)
 
-    def __init__(
-        self,
-        p: float = 0.5,
-        *args: Any,
-        implementation: Implementation | None = None,
-        **options: Any,
-    ):
-        super().__init__(p, *args, **options)
+    def __init__(self, *args: Any, implementation: Implementation | None = None, **options: Any):
+        super().__init__(*args, **options)
         self.implementation = implementation
 
     def __call__(
@@ -158,17 +138,8 @@ class Linear(eqx.nn.Linear):
 
     implementation: Implementation | None = eqx.field(static=True)
 
-    def __init__(
-        self,
-        in_features: int | Literal["scalar"],
-        out_features: int | Literal["scalar"],
-        use_bias: bool = True,
-        dtype: Any = None,
-        *,
-        implementation: Implementation | None = None,
-        key: jax.Array,
-    ):
-        super().__init__(in_features, out_features, use_bias, dtype, key=key)
+    def __init__(self, *args: Any, implementation: Implementation | None = None, **options: Any):
+        super().__init__(*args, **options)
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
@@ -235,8 +206,7 @@ class Mamba(eqx.Module):
     Its leaves are those of :class:`jaxkern.nn.mamba.Weights`.
 
     Args:
-      d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias, n_layers, implementation:
-        as for :class:`jaxkern.nn.flax.Mamba`.
+      d_model, n_layers, implementation, **sizes: as for :class:`jaxkern.nn.flax.Mamba`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
@@ -253,27 +223,23 @@ class Mamba(eqx.Module):
     weights: mamba.Weights
     sizes: mamba.Sizes = eqx.field(static=True)
     implementation: Implementation | None = eqx.field(static=True)
+    _block = mamba.BLOCK
 
     def __init__(
         self,
         d_model: int,
         *,
-        d_state: int = 16,
-        d_conv: int = 4,
-        expand: int = 2,
-        dt_rank: int | None = None,
-        use_bias: bool = False,
-        use_conv_bias: bool = True,
         n_layers: int = 1,
         dtype: Any = jnp.float32,
         implementation: Implementation | None = None,
         key: jax.Array,
+        **sizes: Any,
     ):
-        self.sizes = mamba.Sizes(d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias)
-        inits = mamba.initializers(self.sizes, n_layers)
+        self.sizes = self._block.sizes(d_model, **sizes)
+        inits = self._block.initializers(self.sizes, n_layers)
         keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
         weights = {name: init(keys[name], shape, dtype) for name, (init, shape) in inits.items()}
-        self.weights = mamba.weights_from(weights)
+        self.weights = self._block.weights_from(weights)
         self.implementation = implementation
 
     def __call__(
@@ -281,46 +247,46 @@ class Mamba(eqx.Module):
         x: jax.Array,
         cache: mamba.Cache | None = None,
         *,
-        return_cache: bool = False,
         segment_ids: jax.Array | None = None,
         key: Any = None,
+        **options: Any,
     ) -> Any:
         """x (L, D) or (B, L, D) -> the same shape; with `return_cache`, also the cache.
 
-        Sequences may be packed: `segment_ids` (L,) or (B, L), integers, change where one ends.
+        Packed sequences end where `segment_ids` (L,) or (B, L), integers, change.
         """
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-        x = mamba.check_call(self.weights, x, cache, segment_ids, ("L D", "B L D"))
+        x = self._block.check_call(self.weights, x, cache, segment_ids, ("L D", "B L D"))
         single = x.ndim == 2
         if single:
             x, cache, segment_ids = jax.tree.map(lambda a: a[None], (x, cache, segment_ids))
-        out = mamba.mamba(
-            self.weights,
-            x,
-            cache,
-            return_cache=return_cache,
-            segment_ids=segment_ids,
-            implementation=self.implementation,
-        )
+        options |= {"segment_ids": segment_ids, "implementation": self.implementation}
+        out = self._block.apply(self.weights, x, cache, **options)
         return jax.tree.map(lambda a: a[0], out) if single else out
 
     def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
         """One token: x (D,) or (B, D) -> the same shape, and the next cache."""
-        x = mamba.check_call(self.weights, x, cache, None, ("D", "B D"))
+        x = self._block.check_call(self.weights, x, cache, None, ("D", "B D"))
         single = x.ndim == 1
         if single:
             x, cache = jax.tree.map(lambda a: a[None], (x, cache))
-        out = mamba.mamba_step(self.weights, x, cache, implementation=self.implementation)
+        out = self._block.step(self.weights, x, cache, implementation=self.implementation)
         return jax.tree.map(lambda a: a[0], out) if single else out
 
     def init_cache(self, batch_size: int | None = None) -> mamba.Cache:
         """The cache before the first token; without `batch_size` that of a single sequence."""
-        cache = mamba.init_cache(self.sizes, 1 if batch_size is None else batch_size, jnp.float32)
-        return cache if batch_size is not None else jax.tree.map(lambda a: a[0], cache)
+        sequences = 1 if batch_size is None else batch_size
+        cache = self._block.init_cache(self.sizes, sequences, jnp.float32)
+        return jax.tree.map(lambda a: a[0], cache) if batch_size is None else cache
 
 
-def _normalised(layer: Any, op: Callable[..., Any], parent: Callable[..., Any], x: Any) -> Any:
-    """Normalises `x` by `op` over the axes of the layer's shape, or else by `parent`."""
+def _normalised(
+    layer: Any, op: Callable[..., Any], parent: Callable[..., Any], x: Any, state: Any
+) -> Any:
+    """Normalises `x` by `op` over the axes of the layer's shape, or else by `parent`.
+
+    As Equinox's norms do, it returns a `state` that is given, too.
+    """
     x = jnp.asarray(x)
     lead = x.ndim - len(layer.shape)
     if lead < 0 or x.shape[lead:] != layer.shape:
@@ -329,11 +295,13 @@ def _normalised(layer: Any, op: Callable[..., Any], parent: Callable[..., Any], 
             f"the layer; got {x.shape}"
         )
     if left_to_parent(layer, dtype_reason(x.dtype, *_dtypes(layer))):
-        return _each(parent, x, len(layer.shape))
-    rows = x.reshape(*x.shape[:lead], math.prod(layer.shape))
-    params = (None if p is None else p.reshape(-1) for p in (layer.weight, layer.bias))
-    out = op(rows, *params, eps=layer.eps, implementation=layer.implementation)
-    return out.reshape(x.shape)
+        out = _each(parent, x, len(layer.shape))
+    else:
+        rows = x.reshape(*x.shape[:lead], math.prod(layer.shape))
+        params = (None if p is None else p.reshape(-1) for p in (layer.weight, layer.bias))
+        out = op(rows, *params, eps=layer.eps, implementation=layer.implementation)
+        out = out.reshape(x.shape)
+    return out if state is _ABSENT else (out, state)
 
 
 def _each(parent: Callable[..., Any], x: jax.Array, ndim: int) -> jax.Array:

@@ -20,14 +20,8 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn import mamba
-from jaxkern.nn.common import (
-    dropout_reason,
-    dtype_reason,
-    implementation_of_products,
-    left_to_parent,
-    norm_reason,
-)
+from jaxkern.nn import common, mamba
+from jaxkern.nn.common import left_to_parent
 
 try:
     from flax import nnx
@@ -38,7 +32,15 @@ except ImportError as error:
     raise ImportError('jaxkern.nn.flax needs flax; run: pip install "jaxkern[flax]"') from error
 
 
-class RMSNorm(nnx.RMSNorm):
+class _OnOps:
+    """A layer of flax's with an `implementation` besides flax's own arguments."""
+
+    def __init__(self, *args: Any, implementation: Implementation | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.implementation: Implementation | None = implementation
+
+
+class RMSNorm(_OnOps, nnx.RMSNorm):
     """``nnx.RMSNorm`` on :func:`jaxkern.rms_norm`.
 
     Args:
@@ -56,18 +58,12 @@ class RMSNorm(nnx.RMSNorm):
       dtype('float32')
     """
 
-    def __init__(
-        self, num_features: int, *, implementation: Implementation | None = None, **options: Any
-    ):
-        super().__init__(num_features, **options)
-        self.implementation: Implementation | None = implementation
-
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
         return _normalised(self, jaxkern.rms_norm, super().__call__, x, mask, self.scale)
 
 
-class LayerNorm(nnx.LayerNorm):
+class LayerNorm(_OnOps, nnx.LayerNorm):
     """``nnx.LayerNorm`` on :func:`jaxkern.layer_norm`.
 
     Args:
@@ -78,19 +74,13 @@ class LayerNorm(nnx.LayerNorm):
         the last, an `axis_name` or a `promote_dtype`, flax computes the result.
     """
 
-    def __init__(
-        self, num_features: int, *, implementation: Implementation | None = None, **options: Any
-    ):
-        super().__init__(num_features, **options)
-        self.implementation: Implementation | None = implementation
-
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., N) -> the same shape."""
         params = self.scale, self.bias
         return _normalised(self, jaxkern.layer_norm, super().__call__, x, mask, *params)
 
 
-class Dropout(nnx.Dropout):
+class Dropout(_OnOps, nnx.Dropout):
     """``nnx.Dropout`` on :func:`jaxkern.dropout`, which stores no mask.
 
     The mask is drawn by another generator than flax's, so that it is another one for the same key.
@@ -102,22 +92,16 @@ class Dropout(nnx.Dropout):
       **options: those of ``nnx.Dropout``.
     """
 
-    def __init__(
-        self, rate: float, *, implementation: Implementation | None = None, **options: Any
-    ):
-        super().__init__(rate, **options)
-        self.implementation: Implementation | None = implementation
-
     def __call__(
         self, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None
     ) -> jax.Array:
         """Any shape -> the same."""
-        stream = self.rngs if rngs is None else rngs
+        stream: Any = self.rngs if rngs is None else rngs
         keeping = self.deterministic if deterministic is None else deterministic
-        draws = not (keeping is None or keeping or self.rate in (0, 1))
         drawable = isinstance(stream, nnx.Rngs | nnx.RngStream | jax.Array)
-        reason = dropout_reason(self, jnp.result_type(inputs)) if draws and drawable else None
-        if not (draws and drawable) or left_to_parent(self, reason):
+        draws = drawable and not (keeping is None or keeping or self.rate in (0, 1))
+        reason = common.dropout_reason(self, jnp.result_type(inputs)) if draws else None
+        if not draws or left_to_parent(self, reason):
             return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
         if isinstance(stream, nnx.Rngs):
             stream = stream[self.rng_collection]
@@ -125,7 +109,7 @@ class Dropout(nnx.Dropout):
         return jaxkern.dropout(inputs, self.rate, key, implementation=self.implementation)
 
 
-class Linear(nnx.Linear):
+class Linear(_OnOps, nnx.Linear):
     """``nnx.Linear`` on :func:`jaxkern.linear`.
 
     Args:
@@ -136,17 +120,6 @@ class Linear(nnx.Linear):
       **options: those of ``nnx.Linear``, `rngs` among them. With a `dot_general`,
         `preferred_element_type` or `promote_dtype`, flax computes the result.
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        implementation: Implementation | None = None,
-        **options: Any,
-    ):
-        super().__init__(in_features, out_features, **options)
-        self.implementation: Implementation | None = implementation
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """inputs (..., K) -> (..., N)."""
@@ -211,7 +184,7 @@ class SwiGLU(nnx.Module):
         **options: Any,
     ):
         options |= {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype}
-        options["implementation"] = implementation_of_products(implementation)
+        options["implementation"] = common.implementation_of_products(implementation)
         self.gate_proj = Linear(features, hidden_features, **options, rngs=rngs)
         self.up_proj = Linear(features, hidden_features, **options, rngs=rngs)
         self.down_proj = Linear(hidden_features, features, **options, rngs=rngs)
@@ -230,18 +203,14 @@ class Mamba(nnx.Module):
 
     Args:
       d_model: D, the last axis of input and output.
-      d_state: N, states a channel.
-      d_conv: W, taps of the convolution.
-      expand: inner channels, E = expand · D.
-      dt_rank: R, the rank of the step sizes; by default D / 16, rounded up.
-      use_bias: whether the input and output projections have biases.
-      use_conv_bias: whether the convolution has one.
       n_layers: blocks that add to one residual stream; the output projection begins smaller by its
         root.
       dtype: of the products; by default what input and parameters promote to.
       param_dtype: of the parameters.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
       rngs: where the initial values are drawn from.
+      **sizes: `d_state`, `d_conv`, `expand`, `dt_rank`, `use_bias` and `use_conv_bias`, as
+        :class:`jaxkern.nn.mamba.Sizes` has them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -257,65 +226,49 @@ class Mamba(nnx.Module):
       Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.4.
     """
 
+    _block = mamba.BLOCK
+
     def __init__(
         self,
         d_model: int,
         *,
-        d_state: int = 16,
-        d_conv: int = 4,
-        expand: int = 2,
-        dt_rank: int | None = None,
-        use_bias: bool = False,
-        use_conv_bias: bool = True,
         n_layers: int = 1,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
+        **sizes: Any,
     ):
-        self.sizes = mamba.Sizes(d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias)
+        self.sizes = self._block.sizes(d_model, **sizes)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.implementation: Implementation | None = implementation
-        for name, (init, shape) in mamba.initializers(self.sizes, n_layers).items():
+        for name, (init, shape) in self._block.initializers(self.sizes, n_layers).items():
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: mamba.Cache | None = None,
-        *,
-        return_cache: bool = False,
-        segment_ids: jax.Array | None = None,
-    ) -> Any:
+    def __call__(self, x: jax.Array, cache: mamba.Cache | None = None, **options: Any) -> Any:
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
 
-        Sequences may be packed: `segment_ids` (B, L), integers, change where one ends.
+        The options are `return_cache` and `segment_ids` of :func:`jaxkern.nn.mamba.mamba`: packed
+        sequences end where `segment_ids` (B, L), integers, change.
         """
-        return mamba.mamba(
-            self._weights(),
-            x,
-            cache,
-            return_cache=return_cache,
-            dtype=self.dtype,
-            segment_ids=segment_ids,
-            implementation=self.implementation,
-        )
+        return self._block.apply(self._weights(), x, cache, **self._how(), **options)
 
     def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
         """One token: x (B, D) -> the same shape, and the next cache."""
-        return mamba.mamba_step(
-            self._weights(), x, cache, dtype=self.dtype, implementation=self.implementation
-        )
+        return self._block.step(self._weights(), x, cache, **self._how())
 
     def init_cache(self, batch_size: int) -> mamba.Cache:
         """The cache before the first token."""
         dtype = jnp.float32 if self.dtype is None else self.dtype
-        return mamba.init_cache(self.sizes, batch_size, dtype)
+        return self._block.init_cache(self.sizes, batch_size, dtype)
 
     def _weights(self) -> mamba.Weights:
-        names = mamba.Weights._fields
-        return mamba.weights_from({name: _value(getattr(self, name, None)) for name in names})
+        names = self._block.weights._fields
+        return self._block.weights(*(_value(getattr(self, name, None)) for name in names))
+
+    def _how(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "implementation": self.implementation}
 
 
 def _normalised(
@@ -323,7 +276,7 @@ def _normalised(
 ) -> jax.Array:
     """Normalises `x` by `op` over its last axis, or else by `parent`."""
     values = [_value(param) for param in params]
-    reason = norm_reason(layer, jnp.ndim(x), mask) or _dtype_reason(layer, x, *values)
+    reason = common.norm_reason(layer, jnp.ndim(x), mask) or _dtype_reason(layer, x, *values)
     if left_to_parent(layer, reason):
         return parent(x, mask=mask)
     x = layer.promote_dtype((x, *values), dtype=layer.dtype)[0]
@@ -339,4 +292,4 @@ def _dtype_reason(layer: Any, x: Any, *params: Any) -> str | None:
     if layer.promote_dtype is not dtypes.promote_dtype:
         return "promote_dtype is not that of flax, which the kernels' own conversions follow"
     dtype = dtypes.canonicalize_dtype(x, *params, dtype=layer.dtype)
-    return dtype_reason(dtype, *(param.dtype for param in params if param is not None))
+    return common.dtype_reason(dtype, *(param.dtype for param in params if param is not None))

@@ -16,14 +16,8 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn import mamba
-from jaxkern.nn.common import (
-    dropout_reason,
-    dtype_reason,
-    implementation_of_products,
-    left_to_parent,
-    norm_reason,
-)
+from jaxkern.nn import common, mamba
+from jaxkern.nn.common import left_to_parent
 
 try:
     from flax import linen as nn
@@ -97,7 +91,7 @@ class Dropout(nn.Dropout):
         """Any shape -> the same."""
         given = (self.deterministic, deterministic)
         draws = False in given and None in given and self.rate not in (0, 1)
-        reason = dropout_reason(self, jnp.result_type(inputs)) if draws else None
+        reason = common.dropout_reason(self, jnp.result_type(inputs)) if draws else None
         if not draws or left_to_parent(self, reason):
             return _plain(super().__call__)(self, inputs, deterministic=deterministic, rng=rng)
         key = self.make_rng(self.rng_collection) if rng is None else rng
@@ -179,7 +173,7 @@ class SwiGLU(nn.Module):
                 precision=self.precision,
                 kernel_init=self.kernel_init,
                 bias_init=self.bias_init,
-                implementation=implementation_of_products(self.implementation),
+                implementation=common.implementation_of_products(self.implementation),
                 name=name,
             )
 
@@ -192,8 +186,9 @@ class Mamba(nn.Module):
     """The Mamba block, for whole sequences and token by token.
 
     Attributes:
-      d_model, d_state, d_conv, expand, dt_rank, n_layers, dtype, param_dtype, implementation: as
-        for :class:`jaxkern.nn.flax.Mamba`.
+      d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias: as
+        :class:`jaxkern.nn.mamba.Sizes` has them.
+      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -218,54 +213,40 @@ class Mamba(nn.Module):
     use_bias: bool = False
     use_conv_bias: bool = True
 
-    def setup(self):
-        inits = mamba.initializers(_sizes(self), self.n_layers)
-        for name, (init, shape) in inits.items():
-            setattr(self, name, self.param(name, init, shape, self.param_dtype))
+    _block = mamba.BLOCK
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: mamba.Cache | None = None,
-        *,
-        return_cache: bool = False,
-        segment_ids: jax.Array | None = None,
-    ) -> Any:
+    def setup(self):
+        inits = self._block.initializers(self._sizes(), self.n_layers)
+        params = {
+            name: self.param(name, init, shape, self.param_dtype)
+            for name, (init, shape) in inits.items()
+        }
+        self.weights = self._block.weights_from(params)
+
+    def __call__(self, x: jax.Array, cache: mamba.Cache | None = None, **options: Any) -> Any:
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
 
-        Sequences may be packed: `segment_ids` (B, L), integers, change where one ends.
+        The options are `return_cache` and `segment_ids` of :func:`jaxkern.nn.mamba.mamba`: packed
+        sequences end where `segment_ids` (B, L), integers, change.
         """
-        return mamba.mamba(
-            _weights(self),
-            x,
-            cache,
-            return_cache=return_cache,
-            dtype=self.dtype,
-            segment_ids=segment_ids,
-            implementation=self.implementation,
-        )
+        how: Any = {"dtype": self.dtype, "implementation": self.implementation}
+        return self._block.apply(self.weights, x, cache, **how, **options)
 
     def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
         """One token: x (B, D) -> the same shape, and the next cache."""
-        return mamba.mamba_step(
-            _weights(self), x, cache, dtype=self.dtype, implementation=self.implementation
-        )
+        how: Any = {"dtype": self.dtype, "implementation": self.implementation}
+        return self._block.step(self.weights, x, cache, **how)
 
     @nn.nowrap
     def init_cache(self, batch_size: int) -> mamba.Cache:
         """The cache before the first token."""
         dtype = jnp.float32 if self.dtype is None else self.dtype
-        return mamba.init_cache(_sizes(self), batch_size, dtype)
+        return self._block.init_cache(self._sizes(), batch_size, dtype)
 
-
-def _sizes(block: Mamba) -> mamba.Sizes:
-    sizes = block.d_model, block.d_state, block.d_conv, block.expand, block.dt_rank
-    return mamba.Sizes(*sizes, block.use_bias, block.use_conv_bias)
-
-
-def _weights(block: Mamba) -> mamba.Weights:
-    names = mamba.Weights._fields
-    return mamba.weights_from({name: getattr(block, name, None) for name in names})
+    @nn.nowrap
+    def _sizes(self) -> Any:
+        names = inspect.signature(self._block.sizes).parameters
+        return self._block.sizes(**{name: getattr(self, name) for name in names})
 
 
 def _plain(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +261,7 @@ def _normalised(
     layer: Any, op: Callable[..., Any], parent: Callable[..., Any], x: Any, mask: Any, *names: str
 ) -> jax.Array:
     """Normalises `x` by `op` over its last axis, or else by `parent`, with the named parameters."""
-    reason = norm_reason(layer, jnp.ndim(x), mask) or _dtype_reason(layer, x, *names)
+    reason = common.norm_reason(layer, jnp.ndim(x), mask) or _dtype_reason(layer, x, *names)
     if left_to_parent(layer, reason):
         return _plain(parent)(layer, x, mask=mask)
     params = [_param(layer, name, (jnp.shape(x)[-1],)) for name in names]
@@ -301,7 +282,8 @@ def _dtype_reason(layer: Any, x: Any, *names: str) -> str | None:
     stored = jax.tree.leaves([layer.get_variable("params", name) for name in names])
     x = jnp.result_type(x)
     inexact = x if jnp.issubdtype(x, jnp.inexact) else None
-    return dtype_reason(inexact, layer.dtype, layer.param_dtype, *map(jnp.result_type, stored))
+    dtypes = layer.dtype, layer.param_dtype, *map(jnp.result_type, stored)
+    return common.dtype_reason(inexact, *dtypes)
 
 
 def _promoted(dtype: Any, x: Any, *params: Any) -> tuple[jax.Array, Any]:

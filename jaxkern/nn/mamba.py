@@ -14,9 +14,8 @@ arXiv:2312.00752; the initial values are those of the paper's own code.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,8 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn.common import implementation_of_products
+from jaxkern.nn import common
+from jaxkern.nn.common import Block, Initializer
 
 
 class Weights(NamedTuple):
@@ -43,12 +43,6 @@ class Weights(NamedTuple):
     out_bias: jax.Array | None = None  # (D,)
 
 
-def weights_from(params: Mapping[str, Any]) -> Weights:
-    """A block's parameters by name; those that are not there are ``None``."""
-    weights: dict[str, Any] = {name: params.get(name) for name in Weights._fields}
-    return Weights(**weights)
-
-
 class Cache(NamedTuple):
     """The state that a block carries from token to token: zeros before the first."""
 
@@ -58,27 +52,36 @@ class Cache(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A block's dimensions, in the names of the paper's own code."""
+    """A block's dimensions, in the names of the paper's own code.
 
-    d_model: int  # D
-    d_state: int = 16  # N
-    d_conv: int = 4  # W
-    expand: int = 2  # E = expand · D
-    dt_rank: int | None = None  # R; D / 16, rounded up, if not given
-    use_bias: bool = False  # of the input and output projections
+    Attributes:
+      d_model: D, the width of input and output.
+      d_state: N, states a channel.
+      d_conv: W, taps of the convolution.
+      expand: inner channels, E = expand · D.
+      dt_rank: R, the rank of the step sizes; ``None`` for D / 16, rounded up.
+      use_bias: whether the input and output projections have biases.
+      use_conv_bias: whether the convolution has one.
+    """
+
+    d_model: int
+    _: dataclasses.KW_ONLY
+    d_state: int = 16
+    d_conv: int = 4
+    expand: int = 2
+    dt_rank: int | None = None
+    use_bias: bool = False
     use_conv_bias: bool = True
 
     @property
     def d_inner(self) -> int:
+        """E, the inner channels."""
         return self.expand * self.d_model
 
     @property
     def rank(self) -> int:
+        """R, the rank of the step sizes."""
         return math.ceil(self.d_model / 16) if self.dt_rank is None else self.dt_rank
-
-
-Initializer = Callable[[Any, tuple[int, ...], Any], jax.Array]
-"""A function (key, shape, dtype) -> initial values."""
 
 
 def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, tuple[Initializer, tuple[int, ...]]]:
@@ -160,15 +163,13 @@ def mamba(
       ValueError: a shape does not fit.
     """
     x = check_call(weights, x, cache, segment_ids, ("B L D",))
-    project = functools.partial(
-        jaxkern.linear, implementation=implementation_of_products(implementation)
-    )
-    x = _cast(x, weights, dtype)
+    project, x = _projection(implementation), _cast(x, weights, dtype)
     # Two products, as the halves of one would be copied apart, and their gradients together; XLA
     # makes one of two that have an operand in common.
     to_u, to_z = jnp.split(weights.in_proj, 2, axis=-1)
-    of_u, of_z = _halves(weights.in_bias)
-    u, z = project(x, to_u, of_u), project(jax.lax.optimization_barrier(x), to_z, of_z)
+    of_u, of_z = (None, None) if weights.in_bias is None else jnp.split(weights.in_bias, 2)
+    u = project(x, to_u, of_u)  # (B, L, E)
+    z = project(jax.lax.optimization_barrier(x), to_z, of_z)  # (B, L, E)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
@@ -180,20 +181,10 @@ def mamba(
     )
     if return_cache:
         u, conv = u
-    dt, B, C = _parameters(weights, u, project)
-    y: Any = jaxkern.selective_scan(
-        u,
-        dt,
-        _rates(weights),
-        B,
-        C,
-        weights.D,
-        z,
-        dt_bias=weights.dt_bias,
-        dt_softplus=True,
-        initial_state=None if cache is None else cache.scan,
-        **options,
-    )
+    state: Any = None if cache is None else cache.scan
+    arrays: Any = u, *_parameters(weights, u, project), z
+    step_sizes: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True}
+    y: Any = jaxkern.selective_scan(*arrays, initial_state=state, **step_sizes, **options)
     if not return_cache:
         return project(y, weights.out_proj, weights.out_bias)
     y, state = y
@@ -216,27 +207,15 @@ def mamba_step(
     `implementation` of the products.
     """
     x = check_call(weights, x, cache, None, ("B D",))
-    project = functools.partial(
-        jaxkern.linear, implementation=implementation_of_products(implementation)
-    )
-    projected = project(_cast(x, weights, dtype), weights.in_proj, weights.in_bias)
-    u, z = jnp.split(projected, 2, axis=-1)
+    project = _projection(implementation)
+    projected = project(_cast(x, weights, dtype), weights.in_proj, weights.in_bias)  # (B, 2 E)
+    u, z = jnp.split(projected, 2, axis=-1)  # (B, E) each
     u, conv = jaxkern.causal_conv1d_step(
         cache.conv, u, *_filter(weights, u.dtype), activation="silu"
     )
-    dt, B, C = _parameters(weights, u, project)
-    y, state = jaxkern.selective_scan_step(
-        cache.scan,
-        u,
-        dt,
-        _rates(weights),
-        B,
-        C,
-        weights.D,
-        z,
-        dt_bias=weights.dt_bias,
-        dt_softplus=True,
-    )
+    arrays: Any = u, *_parameters(weights, u, project), z
+    step_sizes: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True}
+    y, state = jaxkern.selective_scan_step(cache.scan, *arrays, **step_sizes)
     state = state.astype(cache.scan.dtype)
     return project(y, weights.out_proj, weights.out_bias), Cache(conv, state)
 
@@ -244,52 +223,10 @@ def mamba_step(
 def check_call(
     weights: Weights, x: Any, cache: Cache | None, segment_ids: Any, forms: tuple[str, ...]
 ) -> jax.Array:
-    """Returns `x` as an array if it has one of the shapes `forms`, each the names of its axes.
-
-    The last of the forms is ``"B L D"`` for sequences, or ``"B D"`` for tokens.
-
-    Raises:
-      TypeError: `x` is complex, or `cache` not a cache.
-      ValueError: a shape does not fit.
-    """
-    x, d, tokens = jnp.asarray(x), weights.in_proj.shape[0], forms[-1] == "B D"
-    if jnp.iscomplexobj(x):
-        raise TypeError(f"x must have a real dtype, got {x.dtype}; take x.real or jnp.abs(x)")
-    if x.ndim not in [len(form.split()) for form in forms] or x.shape[-1] != d:
-        shapes = " or ".join(f"({form.replace(' ', ', ')})" for form in forms)
-        remedy = (
-            "Sequences go into the block itself, their tokens into step as x[:, t]"
-            if tokens
-            else "One sequence goes in as x[None], one token of each sequence into step"
-        )
-        raise ValueError(
-            f"x must have shape {shapes} with D = {d}, the d_model of the block; got {x.shape}. "
-            f"{remedy}"
-        )
-    if segment_ids is not None and jnp.shape(segment_ids) != x.shape[:-1]:
-        raise ValueError(
-            f"segment_ids must have shape {x.shape[:-1]}, that of x without its last axis; "
-            f"got {jnp.shape(segment_ids)}"
-        )
-    if cache is not None or tokens:
-        _check_cache(weights, cache, x.shape[:-1] if tokens else x.shape[:-2])
-    return x
-
-
-def _check_cache(weights: Weights, cache: Any, batch: tuple[int, ...]) -> None:
-    if not isinstance(cache, Cache):
-        raise TypeError(
-            "cache must be a jaxkern.nn.mamba.Cache, which init_cache and return_cache=True give; "
-            f"got {type(cache).__name__}"
-        )
+    """Returns `x` as an array; args and errors are those of ``common.check_call``."""
     (inner, width), states = weights.conv_weight.shape, weights.A_log.shape[1]
-    wanted = {"conv": (*batch, width - 1, inner), "scan": (*batch, inner, states)}
-    for name, shape in wanted.items():
-        if (got := jnp.shape(getattr(cache, name))) != shape:
-            raise ValueError(
-                f"cache.{name} must have shape {shape} for this block and x; got {got}. A cache is "
-                "of as many sequences as x: init_cache makes one"
-            )
+    shapes = Cache._make(((width - 1, inner), (inner, states)))
+    return common.check_call(x, weights.in_proj.shape[0], cache, shapes, segment_ids, forms)
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
@@ -304,13 +241,10 @@ def _cast(x: jax.Array, weights: Weights, dtype: Any) -> jax.Array:
     return x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
 
 
-def _halves(bias: jax.Array | None) -> Any:
-    return (None, None) if bias is None else jnp.split(bias, 2)
-
-
-def _rates(weights: Weights) -> jax.Array:
-    """A (E, N), in float32 at least: exp would lose digits in a narrow dtype."""
-    return -jnp.exp(weights.A_log.astype(jnp.promote_types(weights.A_log.dtype, jnp.float32)))
+def _projection(implementation: Implementation | None) -> Callable[..., jax.Array]:
+    """The product with a matrix, of a block made for `implementation`."""
+    of_products = common.implementation_of_products(implementation)
+    return lambda *args: jaxkern.linear(*args, implementation=of_products)
 
 
 def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -321,8 +255,14 @@ def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
 
 def _parameters(
     weights: Weights, u: jax.Array, project: Callable[..., jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dt (..., E), B and C (..., N) of the scan, from its input u (..., E)."""
+) -> tuple[jax.Array, ...]:
+    """dt (..., E), A (E, N), B and C (..., N) and D (E,) of the scan, from its input u (..., E)."""
     r, n = weights.dt_proj.shape[0], weights.A_log.shape[1]
     low_rank, B, C = jnp.split(project(u, weights.x_proj), [r, r + n], axis=-1)
-    return project(low_rank, weights.dt_proj), B, C
+    # In float32 at least: exp would lose digits in a narrow dtype.
+    A = -jnp.exp(weights.A_log.astype(jnp.promote_types(weights.A_log.dtype, jnp.float32)))
+    return project(low_rank, weights.dt_proj), A, B, C, weights.D
+
+
+BLOCK = Block("mamba", Sizes, Weights, initializers, init_cache, check_call, mamba, mamba_step)
+"""Mamba, as a kind of block."""

@@ -1,4 +1,4 @@
-r"""Elementwise activations; and the rule and the passes that gated units share with them.
+r"""Elementwise activations, and the rule, passes and launches that gated units share with them.
 
 Forward, with f a curve of :mod:`jaxkern.ops.curves`, and backward:
 
@@ -16,25 +16,27 @@ Sources: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, arXiv:1606.084
 and Doya, 2017, arXiv:1702.03118 (SiLU); So et al., Primer, 2021, arXiv:2109.08668 (squared ReLU).
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.ops.curves import Alone, Unit, gelu_curve, recomputing
-from jaxkern.ops.elementwise import unsupported
-from jaxkern.ops.pointwise import (
-    Options,
-    launch_backward,
-    launch_forward,
-    pointwise_reference,
-    reference_backward,
-    reference_forward,
+from jaxkern.elementwise.launch import Lanes, launch, unsupported
+from jaxkern.ops.curves import (
+    PLAIN,
+    Alone,
+    Unit,
+    gelu_curve,
+    kernel_functions,
+    recomputing,
+    wide,
 )
 
 
@@ -43,6 +45,9 @@ def relu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
     r"""Rectified linear unit.
 
     .. math:: y = \max(x, 0)
+
+    As every activation it is computed in fp32 and rounded once; value and gradient are finite
+    wherever the true ones are.
 
     Args:
       x: any shape, bfloat16, float16 or float32.
@@ -63,7 +68,7 @@ def relu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
       >>> print(jaxkern.relu(jnp.array([-1.0, 2.0])))
       [0. 2.]
     """
-    return _activation("relu", "relu", x, implementation)
+    return run("relu", Alone("relu"), {"x": x}, implementation)
 
 
 @public_op
@@ -73,11 +78,10 @@ def relu_squared(x: jax.Array, *, implementation: Implementation | None = None) 
     .. math:: y = \max(x, 0)^2
 
     Args:
-      x: any shape, bfloat16, float16 or float32.
-      implementation: as for :func:`jaxkern.relu`.
+      x, implementation: as for :func:`jaxkern.relu`.
 
     Returns:
-      The shape and dtype of `x`.
+      At least 0, in the shape and dtype of `x`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
@@ -90,7 +94,7 @@ def relu_squared(x: jax.Array, *, implementation: Implementation | None = None) 
     References:
       So et al., `Primer <https://arxiv.org/abs/2109.08668>`_, 2021.
     """
-    return _activation("relu_squared", "relu_squared", x, implementation)
+    return run("relu_squared", Alone("relu_squared"), {"x": x}, implementation)
 
 
 @public_op
@@ -99,15 +103,13 @@ def silu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
 
     .. math:: y = \frac{x}{1 + e^{-x}}
 
-    Computed in fp32, rounded once. Value and gradient are finite wherever the true ones are: 0 and
-    0 at -∞, where x · sigmoid(x) would be NaN, and a gradient of 1 at ∞.
+    Value and gradient are 0 at −∞, where x · sigmoid(x) would be NaN; the gradient is 1 at ∞.
 
     Args:
-      x: any shape, bfloat16, float16 or float32.
-      implementation: as for :func:`jaxkern.relu`.
+      x, implementation: as for :func:`jaxkern.relu`.
 
     Returns:
-      The shape and dtype of `x`.
+      At least −0.279, in the shape and dtype of `x`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
@@ -121,7 +123,7 @@ def silu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
       Elfwing, Uchibe and Doya, `Sigmoid-Weighted Linear Units
       <https://arxiv.org/abs/1702.03118>`_, 2017.
     """
-    return _activation("silu", "silu", x, implementation)
+    return run("silu", Alone("silu"), {"x": x}, implementation)
 
 
 @public_op
@@ -133,10 +135,8 @@ def gelu(
     .. math:: y = x \Phi(x) \approx
         \frac{x}{2} \left(1 + \tanh \sqrt{2/\pi} (x + 0.044715 x^3)\right)
 
-    Computed in fp32, rounded once; finite at ±∞ where the true value is.
-
     Args:
-      x: any shape, bfloat16, float16 or float32.
+      x: as for :func:`jaxkern.relu`.
       approximate: whether to compute the form with tanh or that with the error function, as in
         :func:`jax.nn.gelu`.
       implementation: as for :func:`jaxkern.relu`; but of the form with the error function ``None``
@@ -144,7 +144,7 @@ def gelu(
         even where it fuses.
 
     Returns:
-      The shape and dtype of `x`.
+      At least −0.171, in the shape and dtype of `x`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
@@ -157,7 +157,7 @@ def gelu(
     References:
       Hendrycks and Gimpel, `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_, 2016.
     """
-    return _activation("gelu", gelu_curve(approximate), x, implementation)
+    return run("gelu", Alone(gelu_curve(approximate)), {"x": x}, implementation)
 
 
 @public_op
@@ -166,14 +166,11 @@ def quick_gelu(x: jax.Array, *, implementation: Implementation | None = None) ->
 
     .. math:: y = \frac{x}{1 + e^{-1.702 x}}
 
-    Computed in fp32, rounded once; finite at ±∞ where the true value is.
-
     Args:
-      x: any shape, bfloat16, float16 or float32.
-      implementation: as for :func:`jaxkern.relu`.
+      x, implementation: as for :func:`jaxkern.relu`.
 
     Returns:
-      The shape and dtype of `x`.
+      At least −0.164, in the shape and dtype of `x`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
@@ -186,7 +183,7 @@ def quick_gelu(x: jax.Array, *, implementation: Implementation | None = None) ->
     References:
       Hendrycks and Gimpel, `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_, 2016.
     """
-    return _activation("quick_gelu", "quick_gelu", x, implementation)
+    return run("quick_gelu", Alone("quick_gelu"), {"x": x}, implementation)
 
 
 @public_op
@@ -196,11 +193,10 @@ def sigmoid(x: jax.Array, *, implementation: Implementation | None = None) -> ja
     .. math:: y = \frac{1}{1 + e^{-x}}
 
     Args:
-      x: any shape, bfloat16, float16 or float32.
-      implementation: as for :func:`jaxkern.relu`.
+      x, implementation: as for :func:`jaxkern.relu`.
 
     Returns:
-      The shape and dtype of `x`.
+      From 0 to 1, in the shape and dtype of `x`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
@@ -210,7 +206,7 @@ def sigmoid(x: jax.Array, *, implementation: Implementation | None = None) -> ja
       >>> print(jaxkern.sigmoid(jnp.array([-jnp.inf, 0.0, 100.0])))
       [0.  0.5 1. ]
     """
-    return _activation("sigmoid", "sigmoid", x, implementation)
+    return run("sigmoid", Alone("sigmoid"), {"x": x}, implementation)
 
 
 @public_op
@@ -220,11 +216,10 @@ def tanh(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
     .. math:: y = \frac{e^x - e^{-x}}{e^x + e^{-x}}
 
     Args:
-      x: any shape, bfloat16, float16 or float32.
-      implementation: as for :func:`jaxkern.relu`.
+      x, implementation: as for :func:`jaxkern.relu`.
 
     Returns:
-      The shape and dtype of `x`.
+      From −1 to 1, in the shape and dtype of `x`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as :func:`jaxkern.relu` does.
@@ -234,44 +229,53 @@ def tanh(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
       >>> print(jaxkern.tanh(jnp.array([-jnp.inf, 0.0, 100.0])))
       [-1.  0.  1.]
     """
-    return _activation("tanh", "tanh", x, implementation)
+    return run("tanh", Alone("tanh"), {"x": x}, implementation)
 
 
-def _activation(op: str, curve: str, x: Any, implementation: Any) -> jax.Array:
-    # XLA computes the error function in so many operations that it loses even where it fuses.
-    slower = None if curve == "gelu_erf" else "XLA fuses it, which saves more than the kernels do"
-    arrays = {"x": check_floating("x", x)}
-    return run(op, Alone(curve), arrays, implementation, name=curve, slower=slower)
-
-
-def run(
-    op: str,
-    function: Alone | Unit,
-    arrays: dict[str, jax.Array],
-    implementation: Any,
-    *,
-    name: str | None = None,
-    columns: int | None = None,
-    slower: str | None = None,
-) -> jax.Array:
+def run(op: str, function: Alone | Unit, arrays: dict[str, Any], implementation: Any) -> jax.Array:
     """Computes `function` of each element of `arrays`.
 
     Args:
       op: the name of the public function.
-      function: of an activation or of a gated unit.
-      arrays: by their names in the public function.
+      function: the activation or the gated unit. Of one array a unit takes the halves
+        of its rows as gate and up.
+      arrays: the arrays by their names in the public function.
       implementation: the argument of the public function.
-      name: of the kernels, by default `op`.
-      columns: elements of a half, where rows of one array hold gate and up; else ``None``.
-      slower: why plain JAX is the faster choice, or ``None`` where the kernels are.
     """
-    reason = unsupported(columns=columns or 0, **arrays)
-    mode = resolve(implementation, reason, op=op, slower=slower)
+    arrays = {name: check_floating(name, a) for name, a in arrays.items()}
     ins = tuple(arrays.values())
+    joined = isinstance(function, Unit) and len(ins) == 1
+    reason = unsupported(columns=ins[0].shape[-1] // 2 if joined else 0, **arrays)
+    # XLA computes the error function in so many operations that it loses even where it fuses.
+    fused = isinstance(function, Alone) and function.curve != "gelu_erf"
+    slower = "XLA fuses it, which saves more than the kernels do" if fused else None
+    mode = resolve(implementation, reason, op=op, slower=slower)
     if mode == "xla":
         f = functools.partial(pointwise_reference, function)
         return named(op, recomputing(f)(*ins))
-    return _pointwise_jit(ins, Options(op, name or op, function, mode, joined=columns is not None))
+    return _pointwise_jit(ins, Options(op, function, mode, joined))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the passes are compiled for.
+
+    Attributes:
+      op: the name of the public function.
+      function: an ``Alone`` or a ``Unit``, computed of each element.
+      mode: from :func:`jaxkern.core.dispatch.resolve`.
+      joined: whether one array holds gate and up side by side.
+    """
+
+    op: str
+    function: Any
+    mode: Mode
+    joined: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernels, without ``_fwd`` or ``_bwd``."""
+        return self.function.curve if isinstance(self.function, Alone) else self.op
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -300,6 +304,60 @@ def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
     names = split if isinstance(split, tuple) else (split,)
     parts = math.prod(sharding.mesh.shape[name] for name in names if name)
     return out if parts > 1 and out.shape[-1] % parts else match_sharding(out, like)
+
+
+def launch_forward(options: Options, *ins: Any, sliced: bool = False) -> tuple[Any, ...]:
+    x = ins[0]  # (..., D), or (..., 2H) where it holds gate and up
+    columns = x.shape[-1] // 2 if options.joined else 0
+    shape = (*x.shape[:-1], columns) if options.joined else x.shape
+    of = kernel_functions(exact=x.dtype == jnp.float32)
+
+    def body(lanes: Lanes, *ins: jax.Array) -> tuple[jax.Array]:
+        del lanes
+        return (options.function.value(*ins, of),)
+
+    outs = [jax.ShapeDtypeStruct(shape, x.dtype)]
+    return launch(f"{options.kernel}_fwd", body, ins, outs, columns=columns, sliced=sliced)
+
+
+def launch_backward(options: Options, *ins_and_dout: Any, sliced: bool = False) -> tuple[Any, ...]:
+    *ins, dout = ins_and_dout
+    of = kernel_functions(exact=dout.dtype == jnp.float32)
+
+    def body(lanes: Lanes, *ins_and_dout: jax.Array) -> tuple[jax.Array, ...]:
+        del lanes
+        return options.function.slopes(*ins_and_dout, of)
+
+    grads = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ins]
+    columns = dout.shape[-1] if options.joined else 0
+    name = f"{options.kernel}_bwd"
+    return launch(name, body, ins_and_dout, grads, columns=columns, sliced=sliced)
+
+
+def reference_forward(options: Options, *ins: Any) -> tuple[Any]:
+    return (pointwise_reference(options.function, *ins),)
+
+
+def reference_backward(options: Options, *ins_and_dout: Any) -> tuple[Any, ...]:
+    *ins, dout = ins_and_dout
+    parts = _parts(options.function, ins)
+    f32 = wide(*parts, dout)
+    slopes = options.function.slopes(*(a.astype(f32) for a in (*parts, dout)), PLAIN)
+    grads = tuple(d.astype(a.dtype) for d, a in zip(slopes, parts, strict=True))
+    return (jnp.concatenate(grads, axis=-1),) if options.joined else grads
+
+
+def pointwise_reference(function: Any, *ins: jax.Array) -> jax.Array:
+    """`function` in plain JAX, computed in fp32 and rounded once."""
+    parts = _parts(function, ins)
+    f32 = wide(*parts)
+    return function.value(*(a.astype(f32) for a in parts), PLAIN).astype(ins[0].dtype)
+
+
+def _parts(function: Any, ins: Any) -> Any:
+    """The arguments of `function`: gate and up, too, where one array holds both."""
+    joined = isinstance(function, Unit) and len(ins) == 1
+    return jnp.split(ins[0], 2, axis=-1) if joined else ins
 
 
 def _ins(options: Options) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-r"""The activations, one table for every op that has one, and gated units.
+r"""The table of activations, for every op that has one, and gated units as functions of them.
 
 With σ the logistic function, Φ and φ the normal distribution and its density, and
 z(x) = 2 √(2/π) (x + 0.044715 x³):
@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.arguments import check_number
-from jaxkern.mosaic import arithmetic
+from jaxkern.mosaic.arithmetic import LOG2E, exp_of_minus, polynomial, reciprocal, sigmoid
+from jaxkern.mosaic.instructions import fast_reciprocal
 
 Activation = Literal[
     "relu",
@@ -41,10 +42,10 @@ Activation = Literal[
     "sigmoid",
     "tanh",
 ]
-"""What ``activation`` arguments take: the names of :data:`CURVES`, and "gelu" for "gelu_tanh"."""
+"""The values of ``activation``: the names of :data:`CURVES`, and "gelu" for "gelu_tanh"."""
 
 _QUICK_GELU = 1.702
-"""By how much σ is steeper in quick-GELU: x σ(1.702 x) is nearest to x Φ(x)."""
+"""The slope within quick-GELU, with which x σ(1.702 x) is nearest to x Φ(x)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +72,9 @@ def kernel_functions(exact: bool, layout: Any = None) -> Functions:
     """
     options = {"exact": exact, "layout": layout}
     return Functions(
-        functools.partial(arithmetic.sigmoid, **options),
-        functools.partial(arithmetic.normal, **options),
-        functools.partial(arithmetic.tanh, **options),
+        functools.partial(sigmoid, **options),
+        functools.partial(_kernel_normal, **options),
+        functools.partial(_kernel_tanh, **options),
     )
 
 
@@ -82,7 +83,7 @@ Curve = tuple[jax.Array, Callable[[jax.Array], jax.Array]]
 
 
 def _clipped(v: jax.Array, alpha: float = 1.0) -> tuple[jax.Array, jax.Array]:
-    """`v` bounded from below, and from both sides, where a curve of alpha · v equals 0 or v.
+    """Bounds `v` from below, and from both sides, where a curve of alpha · v equals 0 or v.
 
     Then no infinity is multiplied by zero.
     """
@@ -165,12 +166,12 @@ def gelu_curve(approximate: bool) -> str:
 
 
 def check_activation(activation: Any, name: str = "activation") -> str | None:
-    """The curve that the argument `name` of an op asks for; None for None."""
+    """Returns the curve that the argument `name` of an op names; None for None."""
     return None if activation is None else named_curve(activation, name, " or None")
 
 
 def named_curve(activation: Any, name: str = "activation", other: str = "") -> str:
-    """The curve that the argument `name` of an op asks for, one of the names or `other`."""
+    """Returns the curve that the argument `name` of an op names; `other` is what else it may be."""
     if activation == "gelu":
         return gelu_curve(approximate=True)
     if not isinstance(activation, str) or activation not in CURVES:
@@ -262,7 +263,7 @@ class Unit:
 
 
 def check_unit(activation: Any, alpha: Any, limit: Any, up_offset: Any) -> Unit:
-    """The unit that an op's arguments ask for."""
+    """Returns the unit of an op's arguments."""
     name = named_curve(activation)
     alpha, up_offset = check_number("alpha", alpha), check_number("up_offset", up_offset)
     if not 0 < alpha < math.inf:
@@ -289,3 +290,66 @@ def wide(*arrays: jax.Array) -> Any:
 def recomputing(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f` with a backward that saves only the arguments."""
     return jax.checkpoint(f, prevent_cse=False)
+
+
+# Kernels' tanh and normal distribution
+
+_TANH = (
+    (0.5, (0.99999946, -0.3332632, 0.13190296, -0.044402227)),
+    (
+        1.0,
+        (
+            *(1.0, -0.33333278, 0.1333216, -0.053870913, 0.021464821, -0.007917445),
+            *(0.0022822297, -0.0003533455),
+        ),
+    ),
+)
+"""Up to which |v|, tanh(v) / v as a polynomial of v² of relative error 6e-7 or 5e-9."""
+
+
+def _kernel_tanh(v: jax.Array, exact: bool, layout: Any = None) -> jax.Array:
+    """tanh(v), to fp32 accuracy or to 1e-6, of the result.
+
+    By a polynomial where 1 − 2 e / (1 + e), e = exp(−2 |v|), would cancel. `layout` is as for
+    :func:`sigmoid`.
+    """
+    near, coefficients = _TANH[exact]
+    magnitude = jnp.abs(v)
+    if exact:
+        e = exp_of_minus(2 * magnitude)
+        inverse = reciprocal(1 + e)
+    else:
+        e = jnp.exp2(-2 * LOG2E * magnitude)
+        inverse = fast_reciprocal(1 + e, layout=layout)
+    far = 1 - 2 * e * inverse
+    far = jnp.where(v < 0, -far, far)
+    return jnp.where(magnitude < near, v * polynomial(coefficients, v * v), far)
+
+
+_TAIL = (
+    (
+        0.4,
+        *(0.159575745, 0.15963404, 0.13395938, 0.0772035219, 0.0594416128, -0.139633331),
+        0.0498226896,
+    ),
+    (
+        0.25,
+        *(0.0997355667, 0.0997364316, 0.0934663553, 0.0816031101, 0.0589751357, 0.0636991728),
+        *(-0.0317176606, 0.0955972489, -0.0808774109, 0.0197820333),
+    ),
+)
+"""Φ(−v) exp(v²/2) / k of v >= 0, k = 1 / (1 + a v): a, and a polynomial of k of relative error 7e-6
+or 3e-8."""
+
+
+def _kernel_normal(v: jax.Array, exact: bool, layout: Any = None) -> tuple[jax.Array, jax.Array]:
+    """Φ(v) and φ(v), the normal distribution and its density, to fp32 accuracy or to 1e-5.
+
+    `layout` is as for :func:`sigmoid`.
+    """
+    a, *coefficients = _TAIL[exact]
+    e = jnp.exp2(v * v * (-0.5 * LOG2E))
+    d = 1 + a * jnp.minimum(jnp.abs(v), 128.0)
+    k = reciprocal(d) if exact else fast_reciprocal(d, layout=layout)
+    tail = e * (k * polynomial(coefficients, k))
+    return jnp.where(v < 0, tail, 1 - tail), e * 0.3989422804014327

@@ -31,9 +31,8 @@ import jax
 
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, public_op
-from jaxkern.ops.activations import BACKWARD, run
+from jaxkern.ops.activations import BACKWARD, Options, run
 from jaxkern.ops.curves import Activation, Unit, check_unit, gelu_curve
-from jaxkern.ops.pointwise import Options
 
 
 @public_op
@@ -76,7 +75,7 @@ def glu(
       Dauphin et al., `Language Modeling with Gated Convolutional Networks
       <https://arxiv.org/abs/1612.08083>`_, 2016.
     """
-    return _gated("glu", check_unit(activation, 1.0, None, 0.0), gate, up, implementation)
+    return run("glu", check_unit(activation, 1.0, None, 0.0), _pair(gate, up), implementation)
 
 
 @public_op
@@ -133,7 +132,7 @@ def swiglu(
       `gpt-oss-120b and gpt-oss-20b Model Card <https://arxiv.org/abs/2508.10925>`_, 2025.
     """
     unit = check_unit("silu", alpha, limit, up_offset)
-    return _gated("swiglu", unit, gate, up, implementation)
+    return run("swiglu", unit, _pair(gate, up), implementation)
 
 
 @public_op
@@ -149,13 +148,12 @@ def geglu(
     .. math:: y = \operatorname{gelu}(g) \, u
 
     Args:
-      gate: any shape, bfloat16, float16 or float32.
-      up: the shape of `gate`, any of those dtypes.
+      gate, up: as for :func:`jaxkern.swiglu`.
       approximate: the form of GELU, as for :func:`jaxkern.gelu`.
       implementation: as for :func:`jaxkern.swiglu`.
 
     Returns:
-      The shape and dtype of `gate`.
+      gelu(g) · u, in the shape and dtype of `gate`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as :func:`jaxkern.swiglu` does.
@@ -168,7 +166,7 @@ def geglu(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return _gated("geglu", Unit(gelu_curve(approximate)), gate, up, implementation)
+    return run("geglu", Unit(gelu_curve(approximate)), _pair(gate, up), implementation)
 
 
 @public_op
@@ -180,12 +178,10 @@ def reglu(
     .. math:: y = \max(g, 0) \, u
 
     Args:
-      gate: any shape, bfloat16, float16 or float32.
-      up: the shape of `gate`, any of those dtypes.
-      implementation: as for :func:`jaxkern.swiglu`.
+      gate, up, implementation: as for :func:`jaxkern.swiglu`.
 
     Returns:
-      The shape and dtype of `gate`.
+      max(g, 0) · u, in the shape and dtype of `gate`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as :func:`jaxkern.swiglu` does.
@@ -198,7 +194,7 @@ def reglu(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return _gated("reglu", Unit("relu"), gate, up, implementation)
+    return run("reglu", Unit("relu"), _pair(gate, up), implementation)
 
 
 @public_op
@@ -224,8 +220,7 @@ def silu_and_mul(
 
     Args:
       gate_up: (..., 2H), bfloat16, float16 or float32.
-      alpha, limit, up_offset: as for :func:`jaxkern.swiglu`.
-      implementation: as for :func:`jaxkern.swiglu`.
+      alpha, limit, up_offset, implementation: as for :func:`jaxkern.swiglu`.
 
     Returns:
       (..., H), the dtype of `gate_up`.
@@ -245,7 +240,7 @@ def silu_and_mul(
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
     unit = check_unit("silu", alpha, limit, up_offset)
-    return _halves("silu_and_mul", unit, gate_up, implementation)
+    return run("silu_and_mul", unit, _halves(gate_up), implementation)
 
 
 @public_op
@@ -278,30 +273,28 @@ def gelu_and_mul(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return _halves("gelu_and_mul", Unit(gelu_curve(approximate)), gate_up, implementation)
+    return run("gelu_and_mul", Unit(gelu_curve(approximate)), _halves(gate_up), implementation)
 
 
-def _gated(op: str, unit: Unit, gate: Any, up: Any, implementation: Any) -> jax.Array:
+def _pair(gate: Any, up: Any) -> dict[str, jax.Array]:
     gate, up = check_floating("gate", gate), check_floating("up", up)
     if up.shape != gate.shape:
         raise ValueError(f"up must have the shape of gate, {gate.shape}; got {up.shape}")
-    return run(op, unit, {"gate": gate, "up": up}, implementation)
+    return {"gate": gate, "up": up}
 
 
-def _halves(op: str, unit: Unit, gate_up: Any, implementation: Any) -> jax.Array:
+def _halves(gate_up: Any) -> dict[str, jax.Array]:
     gate_up = check_floating("gate_up", gate_up)
     if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
         raise ValueError(
             "gate_up must have a last axis of even size, gate and up side by side; got shape "
             f"{gate_up.shape}"
         )
-    columns = gate_up.shape[-1] // 2
-    return run(op, unit, {"gate_up": gate_up}, implementation, columns=columns)
+    return {"gate_up": gate_up}
 
 
 def gated_backward(
     unit: Unit, mode: Mode, ins: tuple[jax.Array, ...], dout: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The gradients of gate and up, or of one array of both, for other ops' rules."""
-    name = f"gated_{unit.curve}"
-    return BACKWARD(Options(name, name, unit, mode, joined=len(ins) == 1), *ins, dout)
+    return BACKWARD(Options(f"gated_{unit.curve}", unit, mode, joined=len(ins) == 1), *ins, dout)

@@ -1,5 +1,6 @@
-"""The checks of an optimizer's arguments, made where its user constructs it."""
+"""An optimizer's arguments, checked where its user constructs it, and the checks of its trees."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -8,9 +9,38 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxkern.core.dispatch import Implementation
+from jaxkern.optim.arithmetic import Rule
+
 Tree = Any
 Number = Any
 """A Python number, a scalar array, or for a schedule a function of the count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The checked arguments of a transformation; what only Adam has comes last, with defaults."""
+
+    name: str
+    rule: Rule
+    learning_rate: Number
+    b1: Number
+    mu_dtype: Any
+    master: bool
+    seed: Any
+    clip_norm: Number | None
+    skip_nonfinite: bool
+    implementation: Implementation | None
+    b2: Number = 0.0
+    nu_dtype: Any = None
+    eps: Number = 0.0
+    eps_root: Number | None = None
+    weight_decay: Number | None = None
+    mask: Any = None
+
+    @property
+    def has_mu(self) -> bool:
+        return self.b1 is not None
 
 
 def check_number(
@@ -165,3 +195,48 @@ def _told(value: Any) -> str:
         return f"an array of dtype {value.dtype} and shape {np.shape(value)}"
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+# Trees
+
+
+def floating_leaves(name: str, tree: Any, *, values: bool = True) -> tuple[list[Any], Any]:
+    """Returns the leaves of a tree, all floating arrays, and its structure.
+
+    Args:
+      name: of the tree, for messages.
+      tree: arrays and Python floats; `values` says whether a ``jax.ShapeDtypeStruct`` will not do.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, float) and not isinstance(leaf, np.floating):
+            leaves[i] = jnp.asarray(leaf, float)
+            continue
+        struct = isinstance(leaf, jax.ShapeDtypeStruct)
+        if not is_floating(leaf) or (struct and values):
+            dtype = getattr(leaf, "dtype", None)
+            what = type(leaf).__name__ if dtype is None or struct else dtype
+            raise TypeError(
+                f"{name}{leaf_paths(tree)[i]} must be a floating array, got {what}; "
+                f"{_instead(dtype, struct)}"
+            )
+        leaves[i] = leaf if struct else jnp.asarray(leaf)
+    return leaves, treedef
+
+
+def _instead(dtype: Any, struct: bool) -> str:
+    if struct:
+        return "this needs values, and jax.eval_shape gives shapes alone"
+    if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
+        return "keep real and imaginary parts apart, as optax.contrib.split_real_and_imaginary does"
+    return "keep what is not trained out of the tree, or wrap the transformation in optax.masked"
+
+
+def is_floating(leaf: Any) -> bool:
+    """Says whether a leaf is an array of real floating numbers."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """The path of each leaf, as Python would write it."""
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

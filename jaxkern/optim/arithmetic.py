@@ -9,7 +9,7 @@ memory, with s = unscale factor · clip factor:
     nu = b2 · nu + (1 − b2) · g²
     m  = mu / (1 − b1ᵗ), or b1 · mu / (1 − b1ᵗ⁺¹) + (1 − b1) · g / (1 − b1ᵗ) with Nesterov's
     p  = p − lr · (m / (√(nu / (1 − b2ᵗ) + eps_root) + eps) + weight_decay · p)
-    SGD, of which `trace` takes the place of mu
+    SGD, whose `trace` is called mu here
     mu = momentum · mu + g
     p  = p − lr · (mu, or g + momentum · mu with Nesterov's)
     copy = p in the parameters' dtype
@@ -37,13 +37,13 @@ from jaxkern.optim.rounding import Draws, leaf_draws, round_to_bfloat16, round_w
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The optimizer, as far as a step is compiled for it.
+    """What a step is compiled for of the optimizer.
 
     Attributes:
-      kind: of the update.
-      nesterov: whether the step looks ahead.
+      kind: the update.
+      nesterov: whether the step looks ahead, by Nesterov's momentum.
       eps_root: whether Adam's root has an epsilon inside, too.
-      stochastic: round what is stored in bfloat16 stochastically, but for a copy.
+      stochastic: whether what is stored in bfloat16, but a copy, is rounded stochastically.
     """
 
     kind: Literal["adam", "sgd"]
@@ -91,6 +91,11 @@ class Leaf(NamedTuple):
     mu_scale: Any = None  # of each block, where mu is codes of 8 bits
     nu_scale: Any = None
 
+    @property
+    def has_codes(self) -> bool:
+        """Says whether mu or nu is in 8 bits."""
+        return self.mu_scale is not None or self.nu_scale is not None
+
 
 @dataclasses.dataclass(frozen=True)
 class Static:
@@ -101,7 +106,7 @@ class Static:
 
 
 def is_code(a: Any) -> bool:
-    """Whether an average is in 8 bits."""
+    """Says whether an average is in 8 bits."""
     return jnp.issubdtype(a.dtype, jnp.integer)
 
 
@@ -149,7 +154,7 @@ def step(
 
 
 def streams(rule: Rule, leaf: Leaf) -> tuple[bool, bool]:
-    """Whether a leaf needs random bits for mu and nu, and for its weight."""
+    """Says whether a leaf needs random bits for mu and nu, and for its weight."""
     rounded = lambda a: (
         a is not None and (is_code(a) or (rule.stochastic and a.dtype == jnp.bfloat16))
     )
@@ -234,10 +239,3 @@ def _average(a: Any, scale: Any, f32: Any) -> Any:
     if a is None or scale is None:
         return None if a is None else a.astype(f32)
     return quantise.value(a.dtype, a.astype(f32), quantise.spread(scale, a.shape))
-
-
-def updated(
-    rule: Rule, decays: bool, numbers: Numbers, seed: jax.Array, number: Any, leaf: Leaf
-) -> Leaf:
-    """The leaf after a step, in plain JAX."""
-    return changed(rule, decays, numbers, seed, number, leaf)[0]

@@ -1,4 +1,4 @@
-r"""Passes over the gradients of a whole tree: unscaling with the check for finite ones, their norm.
+r"""Passes over the gradients of a whole tree, which unscale and check them or sum their squares.
 
     scale    g = s · g                 and whether all of it is finite
     norm     Σ g²                      over all leaves
@@ -21,23 +21,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.elementwise.units import load_units, load_words, store_units, too_large
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, launch_kernel
-from jaxkern.mosaic.units import (
-    largest_of_warp,
-    load_units,
-    load_words,
-    store_units,
-    sum_of_warp,
-    too_large,
-)
-from jaxkern.optim.arguments import check_loss_scale
+from jaxkern.optim.arguments import check_loss_scale, floating_leaves
 from jaxkern.optim.leaves import (
     BLOCK,
     DTYPES,
@@ -50,13 +42,14 @@ from jaxkern.optim.leaves import (
     reshaped,
     varying,
 )
+from jaxkern.optim.registers import largest_of_warp, sum_of_warp
 from jaxkern.precision import LossScale
 
 _BYTES = 128
 """Bytes that a lane loads before it computes."""
 
 MAX_LEAVES = 384
-"""Most leaves of one launch: 512 pointers are a launch's arguments at most."""
+"""A launch takes at most so many leaves: its arguments are at most 512 pointers."""
 
 _WARPS = LANES // 32
 
@@ -118,50 +111,8 @@ def sum_of_squares(mode: Mode, leaves: Sequence[jax.Array], f32: Any = jnp.float
     return total
 
 
-def floating_leaves(name: str, tree: Any, *, values: bool = True) -> tuple[list[Any], Any]:
-    """Returns the leaves of a tree, all floating arrays, and its structure.
-
-    Args:
-      name: of the tree, for messages.
-      tree: arrays and Python floats; `values` says whether a ``jax.ShapeDtypeStruct`` will not do.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, float) and not isinstance(leaf, np.floating):
-            leaves[i] = jnp.asarray(leaf, float)
-            continue
-        struct = isinstance(leaf, jax.ShapeDtypeStruct)
-        if not is_floating(leaf) or (struct and values):
-            dtype = getattr(leaf, "dtype", None)
-            what = type(leaf).__name__ if dtype is None or struct else dtype
-            raise TypeError(
-                f"{name}{leaf_paths(tree)[i]} must be a floating array, got {what}; "
-                f"{_instead(dtype, struct)}"
-            )
-        leaves[i] = leaf if struct else jnp.asarray(leaf)
-    return leaves, treedef
-
-
-def _instead(dtype: Any, struct: bool) -> str:
-    if struct:
-        return "this needs values, and jax.eval_shape gives shapes alone"
-    if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
-        return "keep real and imaginary parts apart, as optax.contrib.split_real_and_imaginary does"
-    return "keep what is not trained out of the tree, or wrap the transformation in optax.masked"
-
-
-def is_floating(leaf: Any) -> bool:
-    """Whether it is an array of real floating numbers."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def leaf_paths(tree: Any) -> list[str]:
-    """The path of each leaf, as Python would write it."""
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
 def _unsupported(a: jax.Array) -> str | None:
-    """Why the kernels cannot take a leaf."""
+    """Says why the kernels cannot take a leaf."""
     if a.dtype.name not in DTYPES:
         return f"a leaf has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
     reason = too_large(_vector(a), a.size)
@@ -169,7 +120,7 @@ def _unsupported(a: jax.Array) -> str | None:
 
 
 def _vector(a: Any) -> int:
-    """The elements of a unit: as many as make 16 bytes, if they divide the size."""
+    """Counts the elements of a unit: as many as make 16 bytes, if they divide the size."""
     return math.gcd(16 // a.dtype.itemsize, a.size)
 
 
@@ -216,7 +167,7 @@ class _Options:
 
 
 def _scale_plain(options: _Options, factor: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-    """The scaled leaves, and a number that is 0 if they are finite."""
+    """Returns the scaled leaves, and a number that is 0 if they are finite."""
     del options
     scaled = [(a.astype(factor.dtype) * factor[0]).astype(a.dtype) for a in leaves]
     bad = [jnp.where(jnp.isfinite(a).all(), 0.0, 1.0).astype(jnp.float32) for a in scaled]
@@ -324,7 +275,7 @@ def _loaded(
 
 
 def _overflow(dtype: Any) -> float:
-    """The least number that is rounded to infinity, half a step above the largest finite one."""
+    """Returns the least number that rounds to infinity, half a step past the largest finite one."""
     if dtype == jnp.float32:
         return math.inf
     info = jnp.finfo(dtype)

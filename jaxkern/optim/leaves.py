@@ -1,4 +1,4 @@
-"""Launches over the leaves of a tree: several leaves in one, in place where they are written."""
+"""Launches of a kernel over several leaves of a tree at once, in place where it writes them."""
 
 import dataclasses
 import itertools
@@ -7,44 +7,41 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.core import ShapedArray
 from jax.experimental import pallas as pl
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from jaxkern.mosaic.launch import LANES, grid_axes, interpreted, launch_kernel
-from jaxkern.mosaic.units import with_chosen
+from jaxkern.core import mesh
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
+from jaxkern.optim.registers import with_chosen
 
 BLOCK = grid_axes("block")[0]
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Of the arrays that the kernels take."""
+"""The dtypes that the kernels take, of all arrays but codes of 8 bits."""
 
 MAX_REFS = 128
-"""Most arrays of one launch. From 256 on the branches that choose among them take registers."""
+"""A launch takes at most so many arrays: from 256 on the choice among them takes registers."""
 
 
 def may_be_split(arrays: Sequence[jax.Array]) -> bool:
-    """Whether the compiler, or an Explicit mesh, may split the arrays over devices.
+    """Says whether the compiler, or an Explicit mesh, may split the arrays over devices.
 
     Without a mesh in their types any array may be, where there are several devices: those that
     only ``in_shardings`` splits have the types of arrays on one device.
     """
     meshes = {jax.typeof(a).sharding.mesh for a in arrays}
-    meshes = [mesh for mesh in meshes if mesh.axis_types]
-    if any(AxisType.Manual in mesh.axis_types for mesh in meshes):
+    meshes = [m for m in meshes if m.axis_types]
+    if any(AxisType.Manual in m.axis_types for m in meshes):
         return False
-    return max((mesh.size for mesh in meshes), default=jax.device_count()) > 1
+    return max((m.size for m in meshes), default=jax.device_count()) > 1
 
 
 def varying(*arrays: Any) -> frozenset[str]:
-    """The manual mesh axes over which an array varies.
+    """Returns the manual mesh axes over which any of `arrays`, or ``None``, varies.
 
-    Leaves of one launch vary alike, as all results of it vary as its operands do together.
+    Leaves of one launch vary alike: each result of it varies over all axes of its operands.
     """
-    types = (jax.typeof(a).manual_axis_type for a in arrays if a is not None)
-    return frozenset().union(*(t.varying for t in types))
+    return frozenset[str]().union(*(mesh.varying(a) for a in arrays if a is not None))
 
 
 def grouped(kinds: Mapping[int, Hashable]) -> list[list[int]]:
@@ -80,8 +77,8 @@ class Blocks:
     """The blocks of a launch, each a warpgroup that works on one leaf.
 
     Attributes:
-      units: of each leaf.
-      per_lane: units of a lane.
+      units: how many units each leaf has.
+      per_lane: how many units a lane takes.
     """
 
     units: Sequence[int]
@@ -89,7 +86,7 @@ class Blocks:
 
     @property
     def starts(self) -> list[int]:
-        """The first block of each leaf, and their number."""
+        """The first block of each leaf, and last the number of blocks."""
         each = (-(-n // (LANES * self.per_lane)) for n in self.units)
         return list(itertools.accumulate(each, initial=0))
 
@@ -134,37 +131,15 @@ def launch_in_place(
       `written` after the kernel.
     """
 
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        fixed_here, written_here = arrays[: len(fixed)], list(arrays[len(fixed) :])
+    @pl.run_state
+    def in_place(refs: Any) -> None:
+        launch_kernel(
+            body,
+            out_type=(),
+            grid=(blocks,),
+            grid_names=(BLOCK,),
+            kernel_name=name,
+            approx_math=True,
+        )(*fixed, *refs)
 
-        @pl.run_state
-        def in_place(refs: Any) -> None:
-            launch_kernel(
-                body,
-                out_type=(),
-                grid=(blocks,),
-                grid_names=(BLOCK,),
-                kernel_name=name,
-                approx_math=True,
-            )(*fixed_here, *refs)
-
-        return in_place(written_here)
-
-    if interpreted():
-        return run(*fixed, *written)
-    return _launch_p.bind(*fixed, *written, fixed=len(fixed), run=run)
-
-
-def _lower_launch(ctx: Any, *operands: Any, fixed: int, run: Callable[..., Any]) -> Any:
-    del fixed
-    plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-    return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
-
-
-_launch_p = Primitive("launch_in_place")
-"""Calls ``run`` on arrays that may vary over manual mesh axes, as references may not."""
-_launch_p.multiple_results = True
-_launch_p.def_abstract_eval(
-    lambda *arrays, fixed, run: [ShapedArray(a.shape, a.dtype) for a in arrays[fixed:]]
-)
-mlir.register_lowering(_launch_p, _lower_launch)
+    return in_place(list(written))

@@ -13,6 +13,7 @@ Sources: Dettmers, Lewis, Shleifer and Zettlemoyer, 8-bit Optimizers via Block-w
 ICLR 2022 (blocks and their scale; their codes are other ones).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ SMALLEST = 4096
 
 _PER_OCTAVE = 12
 _ABOVE = (0.49278013254, 0.99986099001, 0.028879469519, 0.000556039346)
-"""Of a polynomial that is 0 at −1/2, 1 at 1/2, and off by 9e-8 of a code's step at most between."""
+"""The coefficients of a polynomial that is 0 at −1/2, 1 at 1/2, and off by at most 9e-8 between."""
 
 
 class Quantised(NamedTuple):
@@ -44,10 +45,8 @@ class Quantised(NamedTuple):
 
 
 def quantisable(shape: tuple[int, ...]) -> bool:
-    """Whether an array of `shape` is kept in 8 bits: whole blocks, and not few."""
-    size = 1
-    for n in shape:
-        size *= n
+    """Says whether an array of `shape` is kept in 8 bits: if it is large and of whole blocks."""
+    size = math.prod(shape)
     return size >= SMALLEST and size % BLOCK == 0
 
 

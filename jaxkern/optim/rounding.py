@@ -20,15 +20,16 @@ Sources: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015
 Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.ops.philox import philox, wide_product
+from jaxkern.elementwise.philox import Product, halves, philox, wide_product
 
 _ROUNDS = 7
 
@@ -74,7 +75,7 @@ def group_draws(
     leaf: Any,
     seed: Sequence[Any],
     stream: int,
-    product: Callable[[Any, int], tuple[Any, Any]] = wide_product,
+    product: Product = wide_product,
 ) -> Draws:
     """Draws the random bits of a group of elements: two lists, an array for each element.
 
@@ -88,10 +89,9 @@ def group_draws(
     zero = group & jnp.uint32(0)
     key, step = seed[:2], seed[2]
     counter = (group, zero + leaf, zero + step, zero + jnp.uint32(stream))
-    words = philox(counter, key, product, rounds=_ROUNDS)
-    halves = [(word & jnp.uint32(0xFFFF), word >> jnp.uint32(16)) for word in words]
-    first = [half for pair in halves for half in pair]
-    return Draws(first, [half for pair in halves for half in reversed(pair)])
+    first = halves(philox(counter, key, product, rounds=_ROUNDS))
+    swapped = [half for low, high in itertools.batched(first, 2) for half in (high, low)]
+    return Draws(first, swapped)
 
 
 def leaf_draws(shape: tuple[int, ...], leaf: Any, seed: Sequence[Any], stream: int) -> Draws:

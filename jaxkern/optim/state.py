@@ -1,4 +1,4 @@
-"""What the optimizers keep between steps, and how it begins."""
+"""The state that an optimizer keeps between steps, and the first one."""
 
 from typing import Any, NamedTuple
 
@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxkern.optim.gradients import floating_leaves, is_floating, leaf_paths
+from jaxkern.optim.arguments import Options, Tree, floating_leaves, is_floating, leaf_paths
 from jaxkern.optim.quantise import BLOCK, Quantised, quantisable
-
-Tree = Any
 
 
 class FusedAdamState(NamedTuple):
@@ -47,31 +45,15 @@ class FusedSgdState(NamedTuple):
     total_notfinite: Any = None
 
 
-def initial_state(
-    params: Tree,
-    *,
-    kind: str,
-    has_mu: bool,
-    mu_dtype: Any,
-    nu_dtype: Any,
-    master: bool,
-    skip_nonfinite: bool,
-) -> FusedAdamState | FusedSgdState:
-    """The state before the first step.
+def initial_state(options: Options, params: Tree) -> FusedAdamState | FusedSgdState:
+    """Returns the state before the first step.
 
-    Args:
-      params: a tree of floating arrays, or without master copies of ``jax.ShapeDtypeStruct``.
-      kind: ``"adam"`` or ``"sgd"``.
-      has_mu: whether there is an average of the gradients.
-      mu_dtype: of it, ``None`` for fp32 at least; so `nu_dtype`.
-      nu_dtype: of the average of their squares.
-      master: whether there are master copies of parameters of lower precision.
-      skip_nonfinite: whether steps may be skipped.
+    `params` is a tree of floating arrays, or without master copies of ``jax.ShapeDtypeStruct``.
     """
     leaves, treedef = floating_leaves("params", params, values=False)
     zeros = lambda dtype: treedef.unflatten([_zeros(p, dtype) for p in leaves])
     masters = None
-    if master:
+    if options.master:
         copies = [optax.MaskedNode()] * len(leaves)
         for i, p in enumerate(leaves):
             if has_master(p):
@@ -85,17 +67,17 @@ def initial_state(
         masters = treedef.unflatten(copies)
     common = {
         "master": masters,
-        "last_finite": jnp.array(True) if skip_nonfinite else None,
-        "total_notfinite": jnp.int32(0) if skip_nonfinite else None,
+        "last_finite": jnp.array(True) if options.skip_nonfinite else None,
+        "total_notfinite": jnp.int32(0) if options.skip_nonfinite else None,
     }
-    mu = zeros(mu_dtype) if has_mu else None
-    if kind == "sgd":
+    mu = zeros(options.mu_dtype) if options.has_mu else None
+    if options.rule.kind == "sgd":
         return FusedSgdState(jnp.int32(0), mu, **common)
-    return FusedAdamState(jnp.int32(0), mu, zeros(nu_dtype), **common)
+    return FusedAdamState(jnp.int32(0), mu, zeros(options.nu_dtype), **common)
 
 
 def has_master(param: Any) -> bool:
-    """Whether a parameter's precision is one that has master copies."""
+    """Says whether a parameter is of a precision that has master copies."""
     return jnp.finfo(param.dtype).bits < 32
 
 
@@ -109,7 +91,7 @@ def _zeros(param: Any, dtype: Any) -> Any:
 
 
 def wrong_dtype(what: str, node: Any) -> str | None:
-    """What is wrong with the dtype of a gradient, an average, a master copy or codes."""
+    """Says what is wrong with the dtype of a gradient, an average, a master copy or codes."""
     if not isinstance(node, Quantised):
         right = node.dtype == jnp.float32 if what == "master" else is_floating(node)
         wanted = "float32" if what == "master" else "floating"

@@ -9,42 +9,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxkern.core.dispatch import Implementation, Mode
-from jaxkern.optim.arguments import check_mask, check_number
-from jaxkern.optim.arithmetic import Leaf, Numbers, Rule, Static
-from jaxkern.optim.gradients import floating_leaves, leaf_paths, sum_of_squares
+from jaxkern.core.dispatch import Mode
+from jaxkern.optim.arguments import (
+    Number,
+    Options,
+    Tree,
+    check_mask,
+    check_number,
+    floating_leaves,
+    leaf_paths,
+)
+from jaxkern.optim.arithmetic import Leaf, Numbers, Static
+from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.optim.quantise import Quantised
 from jaxkern.optim.state import FusedAdamState, FusedSgdState, has_master, wrong_dtype
 from jaxkern.precision import LossScale
-
-Tree = Any
-Number = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """A transformation's arguments, checked. What only Adam has comes last, with defaults."""
-
-    name: str
-    rule: Rule
-    learning_rate: Number
-    b1: Number
-    mu_dtype: Any
-    master: bool
-    seed: Any
-    clip_norm: Number | None
-    skip_nonfinite: bool
-    implementation: Implementation | None
-    b2: Number = 0.0
-    nu_dtype: Any = None
-    eps: Number = 0.0
-    eps_root: Number | None = None
-    weight_decay: Number | None = None
-    mask: Any = None
-
-    @property
-    def has_mu(self) -> bool:
-        return self.b1 is not None
 
 
 @dataclasses.dataclass(frozen=True)

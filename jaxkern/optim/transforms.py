@@ -21,7 +21,7 @@ A transformation's own `update` does the same in plain JAX, for `optax.chain` an
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ import optax
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.optim.arguments import (
     Number,
+    Options,
     Tree,
     check_flag,
     check_loss_scale,
@@ -44,20 +45,38 @@ from jaxkern.optim.arithmetic import Rule, changed
 from jaxkern.optim.state import FusedAdamState as FusedAdamState
 from jaxkern.optim.state import FusedSgdState as FusedSgdState
 from jaxkern.optim.state import initial_state
-from jaxkern.optim.step import Options, prepare
+from jaxkern.optim.step import prepare
 from jaxkern.optim.update import leaf_unsupported, update_leaves
 from jaxkern.precision import LossScale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedUpdate:
-    """The ``update`` of a transformation that :func:`apply` runs in one pass, by `step`."""
+    """The ``update`` of a transformation that :func:`apply` knows to do in one pass."""
 
-    update: Callable[..., tuple[Tree, Any]]
-    step: Callable[..., tuple[Tree, Any]]
+    options: Options
 
-    def __call__(self, updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any):
-        return self.update(updates, state, params, **extra_args)
+    def __call__(
+        self,
+        updates: Tree,
+        state: Any,
+        params: Tree | None = None,
+        *,
+        loss_scale: LossScale | None = None,
+        grad_norm: jax.Array | None = None,
+        **extra_args: Any,
+    ) -> tuple[Tree, Any]:
+        """Returns what is to be added to the parameters, and the new state, in plain JAX."""
+        del extra_args
+        rule = self.options.rule
+        step = prepare(self.options, "xla", updates, state, params, loss_scale, grad_norm)
+        after, deltas = [], []
+        for leaf, static in zip(step.leaves, step.statics, strict=True):
+            new, delta = changed(rule, static.decays, step.numbers, step.seed, static.number, leaf)
+            param = next(a for a in (leaf.copy, leaf.weight, leaf.grad) if a is not None)
+            after.append(new)
+            deltas.append(delta.astype(param.dtype))
+        return step.treedef.unflatten(deltas), step.new_state(after)
 
 
 def apply(
@@ -114,8 +133,31 @@ def apply(
       Array([0.5, 0.5], dtype=float32)
     """
     check_loss_scale(loss_scale)
-    if isinstance(tx.update, FusedUpdate):
-        return tx.update.step(grads, state, params, loss_scale=loss_scale, grad_norm=grad_norm)
+    if not isinstance(tx.update, FusedUpdate):
+        return _apply_other(tx, grads, state, params, loss_scale, grad_norm, extra_args)
+    if params is None:
+        raise ValueError("params must be the parameters, got None")
+    options = tx.update.options
+    mode = resolve(options.implementation, None, op=options.name)
+    step = prepare(options, mode, grads, state, params, loss_scale, grad_norm)
+    if options.implementation == "mosaic":
+        reasons = (leaf_unsupported(options.rule, leaf) for leaf in step.leaves)
+        resolve("mosaic", next(filter(None, reasons), None), op=options.name)
+    after = update_leaves(options.rule, mode, step.statics, step.numbers, step.seed, step.leaves)
+    params = [leaf.weight if leaf.copy is None else leaf.copy for leaf in after]
+    return step.treedef.unflatten(params), step.new_state(after)
+
+
+def _apply_other(
+    tx: optax.GradientTransformation,
+    grads: Tree,
+    state: Any,
+    params: Tree,
+    loss_scale: LossScale | None,
+    grad_norm: jax.Array | None,
+    extra_args: dict[str, Any],
+) -> tuple[Tree, Any]:
+    """Does a step of a transformation that has no pass of its own."""
     if grad_norm is not None:
         raise ValueError(
             "grad_norm must be None for a transformation other than jaxkern's own, which take it "
@@ -191,7 +233,7 @@ def fused_adamw(
       weight_decay: λ, or a schedule. It is decoupled, and multiplied by η.
       mask: a tree of booleans, or a function of the parameters to one: which leaves decay. A
         boolean may stand for a subtree.
-      nesterov: take b₁ m / (1 − b₁ᵗ⁺¹) + (1 − b₁) g / (1 − b₁ᵗ) in place of m / (1 − b₁ᵗ).
+      nesterov: take b₁ m / (1 − b₁ᵗ⁺¹) + (1 − b₁) g / (1 − b₁ᵗ) for m / (1 − b₁ᵗ).
       nu_dtype: of v. A bfloat16 that is rounded to nearest cannot shrink by less than 1/512: with
         b2 of 0.999 it never decays. Let it be rounded stochastically. With uint8 it is codes of
         8 bits, 6% apart, of the same blocks.
@@ -199,8 +241,8 @@ def fused_adamw(
         which are then their rounded copy. They begin as the parameters are when ``init`` is called.
       stochastic_rounding: round what is stored in bfloat16 up or down at random, so that the
         expectation is exact: m, v, and parameters without a master copy.
-      seed: of the random bits, which are a function of it, the count, and an element's place in its
-        leaf; of a leaf split over devices, in each device's part.
+      seed: of the random bits, which are a function of it, the count, and an element's index in its
+        leaf, or in a device's part of a leaf that is split over devices.
       clip_norm: the gradients' largest global norm; those of a larger one are scaled down to it.
       skip_nonfinite: leave a step out whose gradients' global norm is not finite, and count it in
         the state.
@@ -271,6 +313,8 @@ def fused_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam: :func:`fused_adamw` without weight decay, with the arguments of ``optax.adam``.
 
+    Args, Returns and Raises are those of :func:`fused_adamw`, without `weight_decay` and `mask`.
+
     Example:
       >>> import jax.numpy as jnp, jaxkern
       >>> tx = jaxkern.fused_adam(0.5)
@@ -322,19 +366,14 @@ def fused_sgd(
       momentum: μ; ``None`` for none, and no state.
       nesterov: whether the step looks ahead.
       accumulator_dtype: of m: float32 (the default), bfloat16, float16 or int8, as `mu_dtype`.
-      master_dtype: as for :func:`fused_adamw`; so are those below.
-      stochastic_rounding: round what is stored in bfloat16 at random.
-      seed: of the random bits.
-      clip_norm: the gradients' largest global norm.
-      skip_nonfinite: leave out steps of gradients that are not finite.
-      implementation: of the pass.
+      master_dtype, stochastic_rounding, seed, clip_norm, skip_nonfinite, implementation: as for
+        :func:`fused_adamw`.
 
     Returns:
       A transformation with a :class:`jaxkern.optim.transforms.FusedSgdState`.
 
     Raises:
-      ValueError: a number is out of range, or a dtype not one of those above.
-      TypeError: a number, a flag or a dtype is none.
+      ValueError, TypeError: as :func:`fused_adamw` does.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
@@ -376,42 +415,5 @@ def _fused(options: Options) -> optax.GradientTransformationExtraArgs:
     if options.implementation not in (None, "mosaic", "xla"):
         resolve(options.implementation, None, op=options.name)
 
-    def init(params):
-        return initial_state(
-            params,
-            kind=options.rule.kind,
-            has_mu=options.has_mu,
-            mu_dtype=options.mu_dtype,
-            nu_dtype=options.nu_dtype,
-            master=options.master,
-            skip_nonfinite=options.skip_nonfinite,
-        )
-
-    def update(updates, state, params=None, *, loss_scale=None, grad_norm=None, **extra_args):
-        del extra_args
-        step = prepare(options, "xla", updates, state, params, loss_scale, grad_norm)
-        after, deltas = [], []
-        for leaf, static in zip(step.leaves, step.statics, strict=True):
-            new, delta = changed(
-                options.rule, static.decays, step.numbers, step.seed, static.number, leaf
-            )
-            param = next(a for a in (leaf.copy, leaf.weight, leaf.grad) if a is not None)
-            after.append(new)
-            deltas.append(delta.astype(param.dtype))
-        return step.treedef.unflatten(deltas), step.new_state(after)
-
-    def apply_step(grads, state, params, *, loss_scale, grad_norm):
-        if params is None:
-            raise ValueError("params must be the parameters, got None")
-        mode = resolve(options.implementation, None, op=options.name)
-        step = prepare(options, mode, grads, state, params, loss_scale, grad_norm)
-        if options.implementation == "mosaic":
-            reasons = (leaf_unsupported(options.rule, leaf) for leaf in step.leaves)
-            resolve("mosaic", next(filter(None, reasons), None), op=options.name)
-        after = update_leaves(
-            options.rule, mode, step.statics, step.numbers, step.seed, step.leaves
-        )
-        params = [leaf.weight if leaf.copy is None else leaf.copy for leaf in after]
-        return step.treedef.unflatten(params), step.new_state(after)
-
-    return optax.GradientTransformationExtraArgs(init, FusedUpdate(update, apply_step))
+    init = functools.partial(initial_state, options)
+    return optax.GradientTransformationExtraArgs(init, FusedUpdate(options))

@@ -27,22 +27,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.mosaic.instructions import (
-    fast_exp2,
-    fast_log2,
-    fast_reciprocal,
-    fast_sqrt,
-    multiply_wide,
-)
+from jaxkern.elementwise.units import load_units, load_words, store_units, too_large
+from jaxkern.mosaic.instructions import fast_reciprocal, multiply_wide
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, interpreted
-from jaxkern.mosaic.units import largest_of_warp, load_units, load_words, store_units, too_large
 from jaxkern.optim import quantise
 from jaxkern.optim.arithmetic import (
     Leaf,
     Numbers,
     Rule,
     Static,
+    changed,
     corrected,
     is_code,
     number_names,
@@ -50,7 +45,6 @@ from jaxkern.optim.arithmetic import (
     rounded,
     step,
     streams,
-    updated,
 )
 from jaxkern.optim.leaves import (
     DTYPES,
@@ -64,13 +58,14 @@ from jaxkern.optim.leaves import (
     reshaped,
     varying,
 )
+from jaxkern.optim.registers import fast_exp2, fast_log2, fast_sqrt, largest_of_warp
 from jaxkern.optim.rounding import GROUP, Draws, group_draws
 
 ELEMENTS = 8
-"""Elements of each array that a lane loads before it computes, in one unit or several."""
+"""A lane loads so many elements of each array before it computes, in one unit or several."""
 
 LARGE = 2**24
-"""Elements from which a leaf has a launch of its own: it takes 100 µs, of which 2 are its ends."""
+"""A leaf of so many elements has a launch of its own: it takes 100 µs, of which 2 are its ends."""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -97,7 +92,7 @@ def update_leaves(
     for i, (leaf, static) in enumerate(zip(leaves, statics, strict=True)):
         by_xla = mode == "xla" or (mode == "auto" and leaf_unsupported(rule, leaf) is not None)
         if by_xla or leaf.weight.size == 0:
-            done[i] = updated(rule, static.decays, numbers, seed, static.number, leaf)
+            done[i], _ = changed(rule, static.decays, numbers, seed, static.number, leaf)
         else:
             by_kernel.append(i)
     if not by_kernel:
@@ -117,24 +112,23 @@ def update_leaves(
 
 
 def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
-    """Why the kernel cannot take a leaf."""
-    codes = [a for a in (leaf.mu, leaf.nu) if a is not None and is_code(a)]
+    """Says why the kernel cannot take a leaf."""
     for a in leaf:
         if a is not None and not is_code(a) and a.dtype.name not in DTYPES:
             return f"it has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
-    if codes and may_be_split([leaf.weight]):
+    if leaf.has_codes and may_be_split([leaf.weight]):
         return "blocks of 8-bit codes may be split over devices; use jax.shard_map"
     reason = too_large(_vector(rule, leaf), leaf.weight.size)
     return reason and f"its {reason}"
 
 
 def _vector(rule: Rule, leaf: Leaf) -> int:
-    """The elements of a unit: as many as make 16 bytes of the widest array and divide the size.
+    """Counts the elements of a unit: as many as make 16 bytes of the widest array, if they divide.
 
     With 8-bit codes 8, so that a warp has a block, and where random bits are drawn as many as one
     call of the generator serves.
     """
-    if leaf.mu_scale is not None or leaf.nu_scale is not None:
+    if leaf.has_codes:
         return quantise.BLOCK // 32
     if any(streams(rule, leaf)):
         return math.gcd(GROUP, leaf.weight.size)
@@ -200,12 +194,12 @@ def _leaves(arrays: Sequence[Any]) -> list[Leaf]:
 
 
 def _reference(options, header, values, number, *arrays) -> tuple[Any, ...]:
-    """The arrays of the leaves after the step, but for the gradients, in plain JAX."""
+    """Returns the leaves' arrays after the step, without gradients, in plain JAX."""
     rule = options.rule
     names = number_names(rule)
     numbers, seed = Numbers(**dict(zip(names, values, strict=True))), header[len(names) :]
     done = [
-        updated(rule, options.decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)
+        changed(rule, options.decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)[0]
         for leaf, offset in zip(_leaves(arrays), options.offsets, strict=True)
     ]
     return tuple(a for leaf in done for a in leaf[1:])
@@ -217,28 +211,22 @@ def _reference(options, header, values, number, *arrays) -> tuple[Any, ...]:
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     rule: Rule
-    leaf: Leaf  # the dtypes of the leaves
+    leaf: Leaf  # any of the launch's, for the dtypes of all
     decays: bool
     vec: int  # elements of a unit
 
     @property
     def per_lane(self) -> int:
         """The units of a lane: twice as many elements where averages are 8-bit codes."""
-        codes = self.leaf.mu_scale is not None or self.leaf.nu_scale is not None
-        return min(4, (2 if codes else 1) * ELEMENTS // self.vec)
+        return min(4, (2 if self.leaf.has_codes else 1) * ELEMENTS // self.vec)
 
 
 def _launch(options, header, values, number, *arrays) -> tuple[Any, ...]:
-    """The arrays of the leaves after the step, but for the gradients."""
+    """Returns the leaves' arrays after the step, without gradients."""
     del values
     rule, leaves = options.rule, _leaves(arrays)
     vec = _vector(rule, leaves[0])
-    plan = _Plan(
-        rule=rule,
-        leaf=Leaf(*(None if a is None else jax.ShapeDtypeStruct((), a.dtype) for a in leaves[0])),
-        decays=options.decays,
-        vec=vec,
-    )
+    plan = _Plan(rule, leaves[0], options.decays, vec)
     blocks = Blocks([leaf.weight.size // vec for leaf in leaves], plan.per_lane)
     grads = [leaf.grad.reshape(-1) for leaf in leaves]
     written = [a.reshape(-1) for leaf in leaves for a in leaf[1:] if a is not None]
@@ -264,6 +252,7 @@ def _block(
     refs: Sequence[Any],
     leaf_numbers: Sequence[jax.Array],
 ) -> None:
+    """Does the step on the units of a leaf that are a block's."""
     names = number_names(plan.rule)
     words = load_words(header, len(names) + 3)  # (LANES,) each
     of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[: len(names)]]
@@ -304,7 +293,7 @@ def _update_unit(
     """Does the step on a unit of each lane, and stores the results.
 
     Args:
-      plan: what is compiled in.
+      plan: what the kernel is compiled for.
       leaf: references to the leaf's arrays.
       numbers: of the step, (LANES · vec,) each.
       draw: gives the random bits of a stream.

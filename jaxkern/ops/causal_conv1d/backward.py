@@ -16,6 +16,7 @@ from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.registers import ROW
+from jaxkern.mosaic.ring import release_stage
 from jaxkern.ops.causal_conv1d.blocks import BLOCK, UNROLL, WARPGROUP, Filter, prepare
 from jaxkern.ops.causal_conv1d.reference import reference_bwd
 from jaxkern.ops.causal_conv1d.tiles import Options, backward_tiles
@@ -76,7 +77,7 @@ def _bwd_kernel(call: Filter, tiles_each: int, refs: Any, smem: Any) -> None:
             return *taps, (zero,) * before, sums
 
         if tiles_each > 1:
-            plgpu.commit_smem()  # all lanes are done with the tile before
+            release_stage()
         run = functools.partial(_run_tokens, call, refs, zero, batch, first, channels)
         _, _, dxs, sums = call.stream(refs, smem, ("x", "dout"), tile, channels, begin, run)
 
@@ -252,7 +253,7 @@ def _sum_kernel(call: Filter, count: int, totals: int, refs: Any, smem: Any) -> 
         (of_warp,) = sum_lanes([total], within)
         every = LaneOffsets(((1, LANES, 1),))
         store_lanes(smem.totals.at[i], every, [of_warp])
-    plgpu.commit_smem()
+    release_stage()
     for i in range(totals):
         of_warps = [
             load_lanes(smem.totals.at[i], dataclasses.replace(channel, start=start))[0]

@@ -17,7 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.lanes import LaneOffsets, join_lanes, load_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes
-from jaxkern.mosaic.ring import Ring, copied_channels, ring_scratch
+from jaxkern.mosaic.ring import (
+    Ring,
+    close_copies,
+    copied_channels,
+    release_stage,
+    ring_scratch,
+)
 from jaxkern.ops.causal_conv1d.tiles import Activation, Options, Tiles
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
@@ -179,7 +185,8 @@ class Filter:
         total = whole + jnp.where(is_last, min(self.tail, 1), 0)
         halo = self.after if self.tiles > 1 else 0
         stages = {name: getattr(smem, name) for name in names}
-        ring = Ring(stages, smem.arrived, self.stages, self.warpgroup() * self.stages)
+        arrived = getattr(smem, "arrived", None)
+        ring = Ring(stages, arrived, self.stages, self.warpgroup() * self.stages)
 
         def start(i):
             return jnp.minimum(first + i * self.rows, self.length - self.rows)
@@ -194,6 +201,7 @@ class Filter:
                 at = (pl.ds(0, halo),)
                 copy = lambda: ring.copy(i, sources(first + self.own, halo), at)
                 pl.when((i == total) & ~is_last)(copy)
+            close_copies()
 
         def load(i, row, count):
             stage = ring.stage(i)
@@ -204,8 +212,10 @@ class Filter:
 
         def chunk(valid, i, carry):
             if self.chunks + min(self.after, 1) >= self.stages:
-                plgpu.commit_smem()  # all lanes are done with the stage before
+                release_stage()
                 fetch(i + self.stages - 1)
+            else:
+                close_copies()
             ring.wait(ring.stage(i))
             unroll = math.gcd(UNROLL, valid)
 
@@ -223,6 +233,7 @@ class Filter:
         if halo:
 
             def next_tile(i, carry):
+                close_copies()
                 ring.wait(ring.stage(i))
                 return run(first + self.own, load(i, 0, halo), True, carry)
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.mosaic.launch import LANES, num_sms
+from jaxkern.mosaic.launch import LANES, num_sms, shared_memory
 
 Activation = Literal["silu"]
 
@@ -77,13 +77,18 @@ def backward_tiles(batch: int, length: int, dim: int, width: int, itemsize: int)
     tiles = _tiles_per_row(per_sm, batch * columns, length, shortest=32)
     tiles = max(tiles, -(-length // 256))
     spare = batch * tiles * columns // (per_sm * num_sms())
-    rows = 64 // (vec * itemsize)
+    rows, stages, warpgroups = 64 // (vec * itemsize), 4 - vec, min(2, batch * tiles)
+    # Stages hold x and dout; the first warpgroup adds the other's partial sums, in fp32.
+    sums = (warpgroups - 1) * (width + 1) * LANES * vec * 4
+    per_row = 2 * warpgroups * stages * LANES * vec * itemsize
+    while rows > 1 and rows * per_row + sums + 1024 > shared_memory():
+        rows //= 2
     return Tiles(
         rows=rows,
-        stages=4 - vec,
+        stages=stages,
         chunks=_chunks(length, tiles, rows),
         vec=vec,
-        warpgroups=min(2, batch * tiles),
+        warpgroups=warpgroups,
         tiles_each=max(1, min(128 * tiles // length, spare)),
     )
 

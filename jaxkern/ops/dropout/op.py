@@ -42,8 +42,10 @@ from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
+from jaxkern.elementwise.launch import unsupported
 from jaxkern.ops.curves import Activation, check_activation, recomputing
-from jaxkern.ops.dropout.kernels import launch_backward, launch_forward
+from jaxkern.ops.dropout.backward import launch_backward
+from jaxkern.ops.dropout.forward import launch_forward
 from jaxkern.ops.dropout.reference import (
     Options,
     positions_of,
@@ -51,7 +53,6 @@ from jaxkern.ops.dropout.reference import (
     reference_forward,
     scale_of,
 )
-from jaxkern.ops.elementwise import unsupported
 
 
 @public_op
@@ -154,14 +155,10 @@ def dropout_add(
 
 
 def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: Options) -> jax.Array:
-    seeds = _key_words(key), _rate_words(rate)
     if x.ndim == 0:
-        as_row = None if residual is None else residual.reshape(1)
-        return _dropped_array(x.reshape(1), as_row, seeds, options).reshape(())
-    return _dropped_array(x, residual, seeds, options)
-
-
-def _dropped_array(x: Any, residual: Any, seeds: Any, options: Options) -> jax.Array:
+        row = None if residual is None else residual.reshape(1)
+        return _dropped(x.reshape(1), row, rate, key, options).reshape(())
+    seeds = _key_words(key), _rate_words(rate)
     options = dataclasses.replace(options, shape=x.shape)
     if options.mode == "xla":
         return named(options.op, _plain_dropout(options, x, residual, *seeds))

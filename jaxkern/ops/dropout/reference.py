@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.dispatch import Mode
+from jaxkern.elementwise.philox import halves, philox, wide_product
 from jaxkern.ops.curves import CURVES, PLAIN, curve, wide
-from jaxkern.ops.philox import Pair, add, halves, philox, shift_right, times
 
 GROUP = 8
 """Elements that one call of the generator serves."""
+
+Pair = tuple[Any, Any]
+"""The lower and the upper 32 bits of an integer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,3 +106,21 @@ def flat_index(shape: tuple[int, ...], positions: Sequence[Any]) -> Pair:
 def random_words(group: Pair, key: Sequence[Any], product: Any = None) -> list[Any]:
     """The random bits of a group of 8 elements, two of them in each word."""
     return philox((*group, *key[2:]), key[:2], product)
+
+
+def times(a: Pair, size: Any) -> Pair:
+    """`a` times the size of an axis, which may be symbolic."""
+    factor = jnp.uint32(size) if isinstance(size, int) else jnp.asarray(size).astype(jnp.uint32)
+    high, low = wide_product(a[0], factor)
+    return low, high + a[1] * factor
+
+
+def add(a: Pair, b: Pair) -> Pair:
+    low = a[0] + b[0]
+    return low, a[1] + b[1] + jnp.where(low < b[0], jnp.uint32(1), jnp.uint32(0))
+
+
+def shift_right(a: Pair, bits: int) -> Pair:
+    if not bits:
+        return a
+    return (a[0] >> bits) | (a[1] << (32 - bits)), a[1] >> bits

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.launch import launch_kernel, num_sms
+from jaxkern.mosaic.launch import launch_kernel, num_sms, shared_memory
 from jaxkern.ops.linear.matmul_kernel import (
     BOX_F32,
     CLUSTERS,
@@ -34,8 +34,8 @@ _BYTES = 2
 """Of an operand's element."""
 _SLOT = 64 * SWIZZLE
 """Bytes of a slot of the epilogue."""
-_SHARED = 226 << 10
-"""Bytes of shared memory for all slots."""
+_BARRIERS = 1024
+"""Bytes of shared memory that are left to barriers."""
 
 
 def matmul(
@@ -108,7 +108,7 @@ def _shared_memory(
     boxes = len(tile.boxes)
     fetched = accumulators * SLOTS_F32 if tile.prefetch else 0
     epilogue = (len(tiles) + fetched) * boxes + 2 * len(out_dtypes)  # slots of a warpgroup
-    fitting = (_SHARED - CONSUMERS * epilogue * _SLOT) // (
+    fitting = (shared_memory() - _BARRIERS - CONSUMERS * epilogue * _SLOT) // (
         _BYTES * tile.k * (tile.m + products * tile.n)
     )
     tile = dataclasses.replace(tile, stages=min(tile.stages, fitting))

@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxkern.core import target
 from jaxkern.core.arguments import check_array, unfit
 from jaxkern.core.dispatch import Mode
+from jaxkern.lowering import target
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
 from jaxkern.ops.linear.matmul import matmul
 from jaxkern.ops.linear.matmul_kernel import Product

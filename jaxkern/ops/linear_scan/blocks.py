@@ -19,7 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.mosaic.launch import LANES, grid_axes
 from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.registers import ROW
-from jaxkern.mosaic.ring import Ring, copied_channels, ring_scratch
+from jaxkern.mosaic.ring import (
+    Ring,
+    close_copies,
+    copied_channels,
+    release_stage,
+    ring_scratch,
+)
 from jaxkern.ops.linear_scan.tiles import Options, parts, tiles
 
 BLOCK, PART = grid_axes("block", "part")
@@ -165,7 +171,8 @@ class Scan:
         batch, channels = self.block()
         total = ranges[-1][0]
         copied = {name: getattr(refs, name) for name in _COPIED if hasattr(smem, name)}
-        ring = Ring({name: getattr(smem, name) for name in copied}, smem.arrived, self.stages)
+        stages = {name: getattr(smem, name) for name in copied}
+        ring = Ring(stages, getattr(smem, "arrived", None), self.stages)
 
         def sources(i):
             c = chunk(i)
@@ -178,13 +185,14 @@ class Scan:
 
         def fetch(i):
             pl.when(i < total)(lambda: ring.copy(i, sources(i)))
+            close_copies()
 
         for i in range(self.stages - 1):
             fetch(jnp.int32(i))
 
         def run(body, i, carry):
             stage = ring.stage(i)
-            plgpu.commit_smem()  # all lanes are done with the stage before
+            release_stage()
             fetch(i + self.stages - 1)
             ring.wait(stage)
             return body(chunk(i), stage, carry)

@@ -18,21 +18,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.cluster import (
-    expect_arrivals,
-    send_in_cluster,
-    start_arrivals,
-    wait_for_arrivals,
-)
 from jaxkern.mosaic.lanes import (
     LaneOffsets,
     load_lanes,
     store_lanes,
     sum_lanes,
     sync_block,
-    uniform,
 )
 from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.ops.norm.cluster import (
+    expect_arrivals,
+    send_in_cluster,
+    start_arrivals,
+    wait_for_arrivals,
+)
+from jaxkern.ops.norm.registers import uniform
 
 _WARP = 32
 WARPS = LANES // _WARP

@@ -15,20 +15,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.lanes import (
-    alternate_lanes,
-    squares_in_lanes,
-    sum_in_lanes,
-    sum_lanes,
-    uniform,
-)
-from jaxkern.mosaic.launch import LANES, grid_axes, interpreted
+from jaxkern.lowering.target import UnfitError
+from jaxkern.mosaic.lanes import sum_lanes
+from jaxkern.mosaic.launch import LANES, clusters, grid_axes, interpreted
 from jaxkern.ops.norm.exchange import WARPS, Exchange
+from jaxkern.ops.norm.registers import alternate_lanes, squares_in_lanes, sum_in_lanes, uniform
 from jaxkern.ops.norm.windows import Windows, windows
 
 _BLOCK, _WARPGROUP = grid_axes("block of the cluster", "warpgroup")
 _MAX_WARPGROUPS = 8
 _MAX_CLUSTER = 16
+_MOST_PER_LANE = 16
+"""Elements of a row in the registers of a lane of eight warpgroups, which have 64."""
 _LANES_OF_A_WARP = (1, 2, 4, 8, 16)
 
 
@@ -132,8 +130,15 @@ def long_row(
     parts = 1
     while parts * per_lane * LANES < width and parts < _MAX_WARPGROUPS * _MAX_CLUSTER:
         parts *= 2
-    warpgroups = min(parts, 2 if interpreted() else spread)
-    blocks = 1 if interpreted() else min(parts // warpgroups, _MAX_CLUSTER)
+    if interpreted():
+        warpgroups, blocks = min(parts, 2), 1
+    elif clusters():
+        warpgroups = min(parts, spread)
+        blocks = min(parts // warpgroups, _MAX_CLUSTER)
+    else:
+        warpgroups, blocks = min(parts, _MAX_WARPGROUPS), 1
+        if parts > warpgroups and width > warpgroups * LANES * _MOST_PER_LANE:
+            raise UnfitError(f"rows of {n} elements take clusters of blocks, which Hopper brought")
     cover = windows(width, itemsize, warpgroups * blocks, window * LANES, widest)
     return LongRow(cover, n, warpgroups, blocks)
 

@@ -10,9 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.lanes import store, sync_block
+from jaxkern.mosaic.lanes import sync_block
 from jaxkern.mosaic.launch import grid_axes, interpreted, launch_kernel, num_sms
 from jaxkern.ops.norm.pointwise import Options
+from jaxkern.ops.norm.registers import store
 from jaxkern.ops.norm.short_rows import ShortRows
 
 _COLUMNS, _WARPGROUP = grid_axes("columns", "warpgroup")

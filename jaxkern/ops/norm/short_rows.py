@@ -17,8 +17,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.lanes import store, sync_warpgroup
+from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.ops.norm.registers import store
 
 _WARP = 32
 _WARPS = LANES // _WARP

@@ -8,11 +8,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.instructions import once_read, widened
+from jaxkern.mosaic.instructions import once_read
 from jaxkern.mosaic.lanes import sync_warpgroup
+from jaxkern.mosaic.ring import close_copies, copy_barriers, start_copy, wait_for_copy
 from jaxkern.ops.curves import Functions, kernel_functions
 from jaxkern.ops.norm.long_row import LongRow
 from jaxkern.ops.norm.pointwise import Options
+from jaxkern.ops.norm.registers import widened
 from jaxkern.ops.norm.tiles import TMA_BOX, Backward, Forward
 
 
@@ -102,13 +104,17 @@ class TileStream:
     def wait(self, k: Any) -> None:
         """Until the `k`-th tile is in its stage."""
         if self.tile.stages:
-            plgpu.barrier_wait(self.block.smem.arrived.at[self._stage(k)])
+            wait_for_copy(self._barrier(self._stage(k)), self.tile.stages - 1)
 
     def refill(self, k: Any) -> None:
         """Starts the copies into the stage of the `k`-th tile, which no lane reads any more."""
         if self.tile.stages:
             sync_warpgroup()
             self._fetch(k + self.tile.stages)
+
+    def _barrier(self, stage: Any) -> Any:
+        arrived = getattr(self.block.smem, "arrived", None)
+        return None if arrived is None else arrived.at[stage]
 
     def _fetch(self, k: Any) -> None:
         regs, smem = self.block.regs, self.block.smem
@@ -120,7 +126,9 @@ class TileStream:
                 into = getattr(smem, name).at[regs.warpgroup, stage]
                 source = getattr(self.block.ref, name)
                 for part, target in regs.tma_copies(source, into, row, self.block.group):
-                    plgpu.copy_gmem_to_smem(part, target, smem.arrived.at[stage])
+                    start_copy(part, target, self._barrier(stage))
+
+        close_copies()
 
     def read(self, name: str, k: Any, j: int, zero: Any = 0) -> Any:
         """Window `j` of the `k`-th tile in fp32, None of an array that is absent.
@@ -148,9 +156,7 @@ def ring_scratch(
     rows = tile.rows
     names = [name for name in names if name in inputs]
     arrivals = len(names) * rows.warpgroups * rows.copies
-    scratch: dict[str, Any] = {
-        "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=tile.stages)
-    }
+    scratch = copy_barriers(arrivals, tile.stages)
     for name in names:
         m, groups, width = inputs[name].shape
         boxes = width // TMA_BOX

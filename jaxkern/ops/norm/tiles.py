@@ -8,7 +8,7 @@ parameter, the second of two.
 import dataclasses
 from typing import Any, Literal
 
-from jaxkern.mosaic.launch import LANES, num_sms
+from jaxkern.mosaic.launch import LANES, num_sms, shared_memory
 from jaxkern.ops.norm.long_row import LongRow, long_row
 from jaxkern.ops.norm.pointwise import Options
 from jaxkern.ops.norm.short_rows import ShortRows, short_rows
@@ -21,8 +21,6 @@ _SHORT = 1024
 
 _STAGES = 4
 """Tiles on their way to a multiprocessor, where they fit, and two to a block."""
-
-_SHARED_BYTES = 224 << 10
 
 ParamsIn = Literal["registers", "shared", "global"]
 
@@ -336,6 +334,10 @@ def _backward(
     """Long rows, with as many stages as fit, of at most `most`."""
     rows = s.long_row(per_lane, window, spread)
     clusters = max(1, min(s.m, resident_clusters(per_sm, rows) // s.groups))
+    if params_in == "shared" and rows.warpgroups * LANES * rows.params_per_lane * sum(s.params) > (
+        shared_memory() - 3072 - rows.scratch_bytes
+    ):
+        params_in = "global"
     kept = sum(s.params) if params_in == "shared" else 0
     stages = min(most, ring_stages(rows, s.row_bytes, per_sm, kept, most)) if s.boxed else 0
     if not s.boxed and params_in == "shared":
@@ -363,7 +365,7 @@ def ring_stages(
 ) -> int:
     """Tiles that fit in shared memory beside a block's parameters, 0 for too few."""
     threads = rows.warpgroups * LANES
-    room = _SHARED_BYTES // per_sm - 2048 - rows.scratch_bytes
+    room = (shared_memory() - 3072) // per_sm - 2048 - rows.scratch_bytes
     room -= threads * rows.params_per_lane * param_bytes
     stages = room // (threads * rows.elements_per_lane * row_bytes)
     return min(stages, most or max(2, _STAGES // per_sm)) if stages >= 2 else 0

@@ -10,7 +10,6 @@ up after the kernel in a fixed order.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -21,9 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.instructions import once_read
 from jaxkern.mosaic.launch import LANES
+from jaxkern.mosaic.ring import close_copies, release_stage
 from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array
-from jaxkern.ops.selective_scan.call import Call
+from jaxkern.ops.selective_scan.call import Call, Scratch
 from jaxkern.ops.selective_scan.carry import bwd_carry_kernel, fold_after, launch_carry
 from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.gradients import ChunkGradients
@@ -42,7 +42,6 @@ from jaxkern.ops.selective_scan.tiles import (
     backward_grid,
     backward_tile,
     backward_warpgroups,
-    tile_chunks,
 )
 
 
@@ -99,7 +98,7 @@ def launch_bwd(
         ins |= launch_carry(call, name, bwd_carry_kernel, tokens, of_segments, dout=dout)
     else:
         ins |= {"passed": None, "total": None}
-    rings, own, common = _bwd_scratch(call, dout)
+    memory, barriers = _bwd_scratch(call, dout)
     like = lambda v: jax.ShapeDtypeStruct(call.arrays["x"].shape, v.dtype)
     outs = {
         "dx": like(x),
@@ -116,7 +115,7 @@ def launch_bwd(
         size = tile.channels * tile.states * LANES
         outs["chunk_states"] = fp32_array(grid.count, per_unit, warpgroups, size)
     name = "selective_scan_bwd"
-    g = call.run(name, _bwd_kernel, scan, ins, outs, rings, own, common)
+    g = call.run(name, _bwd_kernel, scan, ins, outs, memory, barriers)
     dB, dC = sum_of_blocks(call, g["sums"])
     dA, dD, ddt_bias = (call.sum_over_parts(g[name]) for name in ("dA", "dD", "ddt_bias_sum"))
     dinitial = None
@@ -151,39 +150,29 @@ def _dinitial(call: Call, initial_state: Any) -> dict[str, Any]:
     return {"dinitial": dinitial, "dstarts": dstarts}
 
 
-def _bwd_scratch(call: Call, dout: jax.Array) -> tuple[Any, Any, Any]:
-    """The rings, the shared memory of a warpgroup, and that of the block.
-
-    As many chunks at a time as there is room for, two warpgroups on a multiprocessor.
-    """
+def _bwd_scratch(call: Call, dout: jax.Array) -> tuple[Scratch, dict[str, Any]]:
+    """The shared memory, of which a multiprocessor has enough for two warpgroups, and barriers."""
     tile, scan = call.tile, call.scan
-    per_unit = scan.per_unit
-    chunks = tile_chunks(min(scan.chunks, per_unit if per_unit > 1 else scan.grid.length))
+    recomputed = scan.per_unit > 1
     buffers = 1 if scan.warpgroups == 1 else SUM_BUFFERS
-    while True:
+
+    def of_chunks(chunks: int) -> Scratch:
         steps = chunks * CHUNK
         rings = [call.ring("", chunks, "x dt z B C keep crossed", dout=dout)]
-        if per_unit > 1:
+        if recomputed:
             rings.append(call.ring("before_", chunks, "x dt B keep crossed"))
         own = {
-            "shared": shared_size(tile, steps if per_unit > 1 else CHUNK),
+            "shared": shared_size(tile, steps if recomputed else CHUNK),
             "dy": (CHUNK * tile.row(1),),
         }
         sum_steps = steps if chunks > 1 or tile.sums <= 8 else CHUNK // 2
-        sums = buffers, sum_steps, scan.warpgroups * LANES * tile.sums
-        size = sum(ring.bytes() for ring in rings) + 4 * math.prod(sums) // scan.warpgroups
-        size += 4 * sum(math.prod(shape) for shape in own.values())
-        if chunks == 1 or size <= _ROOM:
-            break
-        chunks //= 2
-    common: dict[str, Any] = {"sums": plgpu.SMEM(sums, jnp.float32)}
-    if scan.warpgroups > 1:
-        common["summed"] = plgpu.Barrier(num_arrivals=scan.warpgroups, num_barriers=buffers)
-    return rings, own, common
+        return Scratch(rings, own, (buffers, sum_steps, scan.warpgroups * LANES * tile.sums))
 
-
-_ROOM = 110 * 1024
-"""Bytes of shared memory for a warpgroup of two."""
+    most = min(scan.chunks, scan.per_unit if recomputed else scan.grid.length)
+    _, memory = call.scratch(most, of_chunks, resident=2)
+    if scan.warpgroups == 1:
+        return memory, {}
+    return memory, {"summed": plgpu.Barrier(num_arrivals=scan.warpgroups, num_barriers=buffers)}
 
 
 def _bwd_kernel(
@@ -197,6 +186,7 @@ def _bwd_kernel(
     if refs.passed is not None:
         dh = fold_after(scan, refs, block.gradients.rate, dh)
     block.fetch_unit(0, 0, 0)
+    close_copies()
     init = 0, 0, 0, dh, zero_states(scan), (zeros(), zeros()), (zeros(), zeros())
     carry = lax.fori_loop(0, block.units, block.run_unit, init)
     _, tiles, flushing, dh, dA, dD, ddt_bias = carry
@@ -259,7 +249,7 @@ class _Backward:
 
         def run_tile(j, carry):
             flushing, carry = carry[0], carry[1:]
-            plgpu.commit_smem()  # all lanes are done with the other stage
+            release_stage()
             end, n = first + count - j * self.ring.chunks, down + j
 
             @pl.when(j + 1 < tiles)
@@ -270,6 +260,7 @@ class _Backward:
             def _():
                 self.fetch_unit(i + 1, up, n + 1)
 
+            close_copies()
             return self.run_tile(first, end, n, flushing, carry)
 
         init = (flushing, self.state_before(first, first + count - 1), *carry)
@@ -319,12 +310,13 @@ class _Backward:
         tiles = before.tiles(count - 1)
 
         def run_tile(i, h):
-            plgpu.commit_smem()  # all lanes are done with the other stage
+            release_stage()
 
             @pl.when(i + 1 < tiles)
             def _():
                 before.fetch(before.upward(first, count - 1, i + 1).start, up + i + 1)
 
+            close_copies()
             before.wait(up + i)
             span = before.upward(first, count - 1, i)
             token = span.start * CHUNK

@@ -3,8 +3,8 @@
 The arrays along time come through rings of two stages, copied by the TMA while the block works on
 the other stage.
 
-Pallas would put a barrier around every store. The kernels have their own instead: commit_smem where
-a stage is copied to again and where warps exchange sums, sync_warp where lanes of a warp do.
+Pallas would put a barrier around every store. The kernels have their own instead: release_stage
+where a stage is copied to again and where warps exchange sums, sync_warp where lanes of a warp do.
 """
 
 import dataclasses
@@ -19,13 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import LOG2E, softplus
+from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.instructions import once_read
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, interpreted
 from jaxkern.mosaic.registers import ROW
-from jaxkern.mosaic.ring import Ring, ring_scratch
+from jaxkern.mosaic.ring import Ring, close_copies, release_stage, ring_scratch
 from jaxkern.ops.selective_scan.reference import CHUNK, Options
+from jaxkern.ops.selective_scan.softplus import softplus
 from jaxkern.ops.selective_scan.tiles import Grid, Tile
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
@@ -247,7 +248,7 @@ class TokenRing:
         self.chunks, self.steps = tiles.chunks, tiles.steps
         self.at = Block(scan)
         self.arrays = {name: getattr(smem, tiles.prefix + name) for name in tiles.arrays}
-        self.arrived = getattr(smem, f"{tiles.prefix}arrived")
+        self.arrived = getattr(smem, f"{tiles.prefix}arrived", None)
 
     def of_blocks(self, scan: Scan) -> "TokenRing":
         return TokenRing(self.of, self.refs, self.smem, scan)
@@ -310,14 +311,16 @@ class TokenRing:
         """``init = body(n, span, init)`` for the tiles of those chunks, as they arrive."""
         tiles = self.tiles(count)
         self.fetch(self.upward(first, count, 0).start, 0)
+        close_copies()
 
         def run(i, carry):
-            plgpu.commit_smem()  # all lanes are done with the other stage
+            release_stage()
 
             @pl.when(i + 1 < tiles)
             def _():
                 self.fetch(self.upward(first, count, i + 1).start, i + 1)
 
+            close_copies()
             self.wait(i)
             return body(i, self.upward(first, count, i), carry)
 

@@ -1,8 +1,9 @@
 """The arrays of a call as the kernels take them, and the launch of a kernel on them."""
 
 import dataclasses
+import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.mosaic.launch import shared_memory
 from jaxkern.mosaic.named import launch_named
 from jaxkern.ops.segments import with_zeros
 from jaxkern.ops.selective_scan.blocks import (
@@ -33,6 +35,27 @@ def _pad(v: Any, *multiples: tuple[int, int]) -> Any:
     for axis, multiple in multiples:
         widths[axis] = (0, -v.shape[axis] % multiple)
     return jnp.pad(v, widths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """The shared memory of a kernel that works on some chunks at a time.
+
+    Attributes:
+      rings: of token arrays.
+      own: sizes of each warpgroup's fp32 arrays, by name.
+      sums: the shape of an fp32 array that a block's warpgroups share; ``None`` for none.
+    """
+
+    rings: list[TokenTiles]
+    own: dict[str, tuple[int, ...]]
+    sums: tuple[int, ...] | None = None
+
+    def bytes(self, warpgroups: int) -> int:
+        """What one of a block's `warpgroups` takes."""
+        own = sum(map(math.prod, self.own.values()))
+        shared = math.prod(self.sums) // warpgroups if self.sums else 0
+        return sum(ring.bytes() for ring in self.rings) + 4 * (own + shared)
 
 
 class Call:
@@ -149,24 +172,27 @@ class Call:
         scan: Scan,
         ins: dict[str, Any],
         outs: dict[str, Any],
-        rings: Sequence[TokenTiles],
-        own: dict[str, tuple[int, ...]],
-        common: dict[str, Any] | None = None,
+        memory: Scratch,
+        barriers: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Launches `kernel` on the grid of `scan` and on arrays by name.
 
-        In shared memory there are the rings, fp32 arrays of each warpgroup's `own`, and what they
-        have in `common`.
+        Beside `memory` there are `barriers`.
         """
 
         def body(refs: Any, smem: Any) -> None:
-            of_warpgroup = {name: getattr(smem, name).at[Block(scan).warpgroup] for name in own}
+            of_warpgroup = {
+                name: getattr(smem, name).at[Block(scan).warpgroup] for name in memory.own
+            }
             smem = types.SimpleNamespace(**vars(smem) | of_warpgroup)
-            kernel(scan, refs, smem, *(TokenRing(r, refs, smem, scan) for r in rings))
+            kernel(scan, refs, smem, *(TokenRing(r, refs, smem, scan) for r in memory.rings))
 
-        scratch = {k: plgpu.SMEM((scan.warpgroups, *v), jnp.float32) for k, v in own.items()}
-        for ring in rings:
+        fp32 = lambda *shape: plgpu.SMEM(shape, jnp.float32)
+        scratch = {k: fp32(scan.warpgroups, *v) for k, v in memory.own.items()}
+        for ring in memory.rings:
             scratch |= ring.scratch()
+        if memory.sums:
+            scratch["sums"] = fp32(*memory.sums)
         threads: dict[str, Any] = {}
         if scan.warpgroups > 1:
             threads = {"num_threads": scan.warpgroups, "thread_name": WARPGROUP}
@@ -174,13 +200,31 @@ class Call:
             body,
             ins,
             outs,
-            scratch | (common or {}),
+            scratch | (barriers or {}),
             **threads,
             grid=(scan.grid.count,),
             grid_names=(BLOCK,),
             kernel_name=name,
             approx_math=True,
         )
+
+    def scratch(
+        self, most: int, of_chunks: Callable[[int], Scratch], resident: int = 1
+    ) -> tuple[int, Scratch]:
+        """As many chunks at a time as there is shared memory for, and the scratch memory of these.
+
+        Args:
+          most: chunks; more are of no use.
+          of_chunks: the scratch memory for a number of chunks.
+          resident: warpgroups that share a multiprocessor.
+        """
+        # Barriers and what a block takes for itself.
+        room = shared_memory() // resident - 3584
+        for chunks in (4, 2):
+            scratch = of_chunks(chunks)
+            if chunks <= most and scratch.bytes(self.scan.warpgroups) <= room:
+                return chunks, scratch
+        return 1, of_chunks(1)
 
     def pick(self, names: str) -> dict[str, Any]:
         """The arrays of these names; B and C are the two halves of one."""

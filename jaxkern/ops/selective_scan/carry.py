@@ -17,7 +17,7 @@ from jax import lax
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array, map_states
-from jaxkern.ops.selective_scan.call import Call
+from jaxkern.ops.selective_scan.call import Call, Scratch
 from jaxkern.ops.selective_scan.reference import CHUNK
 from jaxkern.ops.selective_scan.steps import (
     Steps,
@@ -34,7 +34,6 @@ from jaxkern.ops.selective_scan.steps import (
     zero_states,
     zeros,
 )
-from jaxkern.ops.selective_scan.tiles import tile_chunks
 
 
 def launch_carry(
@@ -51,7 +50,12 @@ def launch_carry(
     """
     grid = call.scan.grid.of_carries()
     scan = dataclasses.replace(call.scan, grid=grid)
-    chunks = tile_chunks(min(grid.length * scan.per_unit, scan.chunks))
+
+    def of_chunks(chunks: int) -> Scratch:
+        own = {"shared": shared_size(call.tile, chunks * CHUNK)}
+        return Scratch([call.ring("", chunks, tokens, **others)], own)
+
+    _, memory = call.scratch(min(grid.length * scan.per_unit, scan.chunks), of_chunks)
     subparts = grid.parts - grid.left_out
     return call.run(
         name,
@@ -62,8 +66,7 @@ def launch_carry(
             "passed": call.per_block(subparts, grid.rest),
             "total": fp32_array(subparts, grid.rest, call.width),
         },
-        [call.ring("", chunks, tokens, **others)],
-        {"shared": shared_size(call.tile, chunks * CHUNK)},
+        memory,
     )
 
 

@@ -19,7 +19,7 @@ from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import BLOCK, Block, Scan, TokenRing
-from jaxkern.ops.selective_scan.call import Call
+from jaxkern.ops.selective_scan.call import Call, Scratch
 from jaxkern.ops.selective_scan.carry import fold_before, fwd_carry_kernel, launch_carry
 from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_fwd
 from jaxkern.ops.selective_scan.steps import (
@@ -34,7 +34,7 @@ from jaxkern.ops.selective_scan.steps import (
     write_final_states,
     zero_states,
 )
-from jaxkern.ops.selective_scan.tiles import forward_grid, forward_tile, half, tile_chunks
+from jaxkern.ops.selective_scan.tiles import forward_grid, forward_tile, half
 
 
 def launch_fwd(
@@ -49,8 +49,13 @@ def launch_fwd(
     call = Call(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
     grid = forward_grid(call.columns, call.scan.chunks, half(tile) is not None)
     scan = call.cut(grid)
-    chunks = tile_chunks(min(grid.length, grid.units))
-    steps = chunks * CHUNK
+
+    def of_chunks(chunks: int) -> Scratch:
+        steps = chunks * CHUNK
+        own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
+        return Scratch([call.ring("", chunks, "x dt z B C keep crossed")], own)
+
+    _, memory = call.scratch(min(grid.length, grid.units), of_chunks)
     count, initial, starts = options.num_segments, None, None
     if count is not None:
         starts = call.of_segments(initial_state)
@@ -70,10 +75,8 @@ def launch_fwd(
     }
     if options.final and count is not None:
         outs["ends"] = call.states_like(call.batch, count)
-    own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
     kernel = _halved_fwd_kernel if grid.halved else _fwd_kernel
-    rings = [call.ring("", chunks, "x dt z B C keep crossed")]
-    got = call.run("selective_scan_fwd", kernel, scan, ins, outs, rings, own)
+    got = call.run("selective_scan_fwd", kernel, scan, ins, outs, memory)
     final = call.cut_states(got["final"]) if options.final else None
     if final is not None and count is not None:
         final = Seen.of(crossed, count).final(call.cut_states(got["ends"]), final, initial_state)

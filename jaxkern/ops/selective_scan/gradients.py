@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.mosaic.arithmetic import LOG2E, softplus_slope
+from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
+from jaxkern.ops.selective_scan.softplus import softplus_slope
 from jaxkern.ops.selective_scan.steps import (
     Steps,
     advance,

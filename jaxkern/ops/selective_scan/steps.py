@@ -10,12 +10,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import exp2_by_polynomial, sigmoid
+from jaxkern.mosaic.arithmetic import sigmoid
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import ROW
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, Span, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
+from jaxkern.ops.selective_scan.softplus import exp2_by_polynomial
 from jaxkern.ops.selective_scan.tiles import Tile
 
 

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.launch import LANES
+from jaxkern.mosaic.ring import release_stage
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan
 from jaxkern.ops.selective_scan.call import Call
 from jaxkern.ops.selective_scan.reference import CHUNK
@@ -48,9 +49,9 @@ class ChannelSums:
         ref = self.smem.sums.at[self._buffer(n), row, self.mine]
         scan.store(ref, sums, (1, LANES, tile.sums))
         if self.steps < CHUNK and row == 0:
-            plgpu.commit_smem()
+            release_stage()
             self._write(token + step, self._of_warps(0, 0, self.steps))
-            plgpu.commit_smem()
+            release_stage()
 
     def finish_tile(self, end: Any, chunks: Any, n: Any, flushing: Any) -> None:
         """Adds up the sums of the n-th tile, of `chunks` up to `end`.
@@ -60,7 +61,7 @@ class ChannelSums:
         if self.steps < CHUNK:
             return
         if self.scan.warpgroups == 1:
-            plgpu.commit_smem()
+            release_stage()
             self._add_up(end, chunks, 0)
             return
 
@@ -68,7 +69,7 @@ class ChannelSums:
         def _():
             self._wait_and_add_up(end + flushing, flushing, n - 1)
 
-        plgpu.commit_smem()
+        release_stage()
         plgpu.barrier_arrive(self.smem.summed.at[self._buffer(n)])
 
     def finish(self, end: Any, flushing: Any, n: Any) -> None:

@@ -328,8 +328,3 @@ def backward_grid(columns: int, units: int, warpgroups: int) -> Grid:
     most = min(map(time, tried)) * (1.04 if warpgroups > 1 else 1.0)
     fewest = min((grid for grid in tried if time(grid) <= most), key=lambda grid: grid.count)
     return fewest.with_subparts()
-
-
-def tile_chunks(most: int) -> int:
-    """Chunks in shared memory at a time, where more than `most` are of no use."""
-    return next(count for count in (4, 2, 1) if count <= most)

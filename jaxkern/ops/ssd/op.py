@@ -58,8 +58,8 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.lowering import standard_promotion
 from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.lowering.bound import standard_promotion
 from jaxkern.ops import segments
 from jaxkern.ops.ssd.reference import (
     DEFAULT_CHECKPOINT_EVERY,

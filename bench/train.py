@@ -1,4 +1,4 @@
-"""Training the language model, end to end, beside PyTorch: ``python -m bench.lm``.
+"""Training the language model, end to end, beside PyTorch: ``python -m bench train``.
 
 A step is forward, backward and AdamW of a preset of :mod:`jaxkern.lm.config` on random tokens.
 Products are in bf16; parameters, gradients, the optimizer's state and the residual stream in fp32.
@@ -26,14 +26,11 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
-import json
-import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,9 +39,8 @@ import numpy as np
 from flax import nnx
 
 import jaxkern
-from bench import timing
-from bench.report import RESULTS
-from bench.run import machine
+from bench import program, timing
+from bench.processes import SPAWN
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.memory import check_memory
 from jaxkern.lm.model import MambaLM, Options, count_params, decayed
@@ -122,7 +118,7 @@ def draw(job: Job, batch: int) -> list[np.ndarray]:
 
 def product_operations(model: ModelConfig) -> int:
     """Operations of the matrix products a token: two a weight, forward, and four, backward."""
-    d, e, r = model.d_model, model.d_inner, model.dt_rank
+    d, e, r = model.d_model, model.d_inner, model.rank
     layer = d * 2 * e + e * (r + 2 * model.d_state) + r * e + e * d
     return 6 * (model.n_layers * layer + model.vocab_size * d)
 
@@ -197,18 +193,12 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
     """The model of mamba_ssm, which compiles its kernels in its first step."""
     wait()
     import torch  # pyright: ignore[reportMissingImports]
-    import torch.nn.functional as nn  # pyright: ignore[reportMissingImports]
-    from mamba_ssm.models.config_mamba import (  # pyright: ignore[reportMissingImports]
-        MambaConfig,
-    )
-    from mamba_ssm.models.mixer_seq_simple import (  # pyright: ignore[reportMissingImports]
-        MambaLMHeadModel,
-    )
 
+    models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
     torch.manual_seed(0)
     m = job.model
     mixer = {"layer": "Mamba1", "d_state": m.d_state, "d_conv": m.d_conv, "expand": m.expand}
-    config = MambaConfig(
+    config = models.MambaConfig(
         d_model=m.d_model,
         n_layer=m.n_layers,
         vocab_size=m.vocab_size,
@@ -217,7 +207,7 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
         residual_in_fp32=True,
         fused_add_norm=True,
     )
-    model = MambaLMHeadModel(config, device="cuda")
+    model = models.MambaLMHeadModel(config, device="cuda")
     matrices = lambda name, p: p.ndim > 1 and not name.endswith("A_log")
     groups = [
         {
@@ -235,7 +225,8 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
         windows = batches[i % _BATCHES]
         with torch.autocast("cuda", torch.bfloat16):
             logits = model(windows[:, :-1]).logits
-        loss = nn.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+        targets = windows[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -312,13 +303,12 @@ def attempt(jobs: Sequence[Job], limit: float) -> Iterator[tuple[Job, dict[str, 
 
     The processes compile at the same time; when all have, one after the other trains.
     """
-    context = multiprocessing.get_context("spawn")
     running: list[tuple[Job, Any, Any]] = []
     try:
         for job in jobs:
             print(f"{job}: compiling", file=sys.stderr, flush=True)
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(job, theirs), daemon=True)
+            ours, theirs = SPAWN.Pipe()
+            process = SPAWN.Process(target=_work, args=(job, theirs), daemon=True)
             process.start()
             theirs.close()
             running.append((job, process, ours))
@@ -349,7 +339,7 @@ def _work(job: Job, pipe: Any) -> None:
         else:
             pipe.send(measure(job, wait))
     except Exception as e:  # the others go on
-        pipe.send(f"{type(e).__name__}: {[*str(e).splitlines(), ''][0]}"[:300])
+        pipe.send(f"{type(e).__name__}: {program.first_line(e)}"[:300])
 
 
 def _told(process: Any, pipe: Any, limit: float) -> Any:
@@ -363,12 +353,8 @@ def _told(process: Any, pipe: Any, limit: float) -> Any:
         return f"ended with status {process.exitcode}"
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m bench.lm",
-        description="Time training steps of the language model, beside plain JAX and mamba_ssm.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def _parser() -> argparse.ArgumentParser:
+    p = program.parser("train", "lm")
     p.add_argument("--preset", action="append", help="repeat for more (130m; without a GPU tiny)")
     p.add_argument(
         "--length", action="append", type=int, help="repeat for more (2048; without a GPU 64)"
@@ -386,15 +372,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--jobs", type=int, default=1, help="processes that compile together; they train in turn"
     )
-    p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
-    p.add_argument("--out", type=Path, help="JSON file (bench/results/<device>-lm.json)")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    # This process trains nothing, and of the others one at a time.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    args = _parser().parse_args(argv)
+    program.share_device(2)  # this process trains nothing, and of the others one at a time
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
     gpu = timing.on_gpu()
     names = args.only.split(",") if args.only else ["jaxkern", *filter(None, args.vs.split(","))]
@@ -411,12 +394,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for length in args.length or [2048 if gpu else 64]
         for name in names
     ]
-    clock = "wall-clock time of steps" if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
-    where = machine(args.commit)
-    device = str(where["device"]).lower().replace(" ", "-")
-    out = args.out or RESULTS / f"{device}-lm.json"
-    report: dict[str, Any] = {**where, "clock": clock, "failed": [], "rows": []}
-    print(f"{where['device']}, JAX {where['jax']}, {clock}", flush=True)
+    clock = program.clock(gpu, "wall-clock time of steps")
+    report = program.machine(args.commit) | {"clock": clock, "failed": [], "rows": []}
+    print(f"{report['device']}, JAX {report['jax']}, {clock}", flush=True)
+    out = args.out
     waves = itertools.batched(jobs, max(1, args.jobs))
     for job, row in itertools.chain.from_iterable(attempt(wave, args.limit) for wave in waves):
         if isinstance(row, str):
@@ -432,11 +413,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"  loss {row['first_loss']:.2f} → {row['last_loss']:.2f}",
                 flush=True,
             )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n")  # a run that is stopped keeps its rows
+        out = program.write(report, args.out, "lm")  # a run that is stopped keeps its rows
     print(f"wrote {out}")
     return 1 if report["failed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

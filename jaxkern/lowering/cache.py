@@ -1,9 +1,9 @@
 """Lowered kernels kept on disk, so that a later process need not lower them again.
 
-An entry is a file whose name is the digest of all that the kernel depends on. It is written beside
-its place and renamed, so that processes never see half of one, and holds a digest of its content,
-so that a damaged one is known and written again. As an entry holds code for the GPU, the folder is
-the user's alone.
+An entry is a file whose name is the digest of all that the kernel depends on. It is written under
+another name and then renamed, so that no process sees half of one. It holds a digest of its
+content, so that a damaged one is known and written again. As an entry holds code for the GPU, the
+folder is the user's alone.
 
 ``JAXKERN_CACHE_DIR`` names the folder, by default ``jaxkern`` in the user's cache folder
 (``XDG_CACHE_HOME`` or ``~/.cache``); ``JAXKERN_CACHE=0`` keeps nothing. Beyond 512 MiB the entries
@@ -58,7 +58,7 @@ class Summary:
 
 
 def folder() -> Path | None:
-    """Where the cache is; ``None`` if it is switched off or the user has no home."""
+    """The folder of the cache; ``None`` if it is switched off or the user has no home."""
     if os.environ.get("JAXKERN_CACHE", "").strip().lower() in _OFF:
         return None
     if named := os.environ.get("JAXKERN_CACHE_DIR"):
@@ -72,51 +72,50 @@ def folder() -> Path | None:
 
 def programs() -> Path | None:
     """The folder for XLA's compiled programs; ``None`` where there is none to be used."""
-    place = _usable("programs")
-    if place is not None:
-        _evict(place, _LARGEST_PROGRAMS)
-    return place
+    if (path := _usable("programs")) is not None:
+        _evict(path, _LARGEST_PROGRAMS)
+    return path
 
 
 def load(key: str) -> bytes | None:
-    """The content of the entry of `key`, or ``None`` if there is no whole one."""
-    if (place := _usable("kernels")) is None:
+    """Reads the content of the entry of `key`; ``None`` if there is no whole one."""
+    if (kernels := _usable("kernels")) is None:
         return None
-    path = place / (_digest(key) + _SUFFIX)
+    path = kernels / (_digest(key) + _SUFFIX)
     content = None
     with contextlib.suppress(OSError):
         content = _unpacked(path.read_bytes())
         os.utime(path)
-    _note(place, "m" if content is None else "h")
+    _note(kernels, "m" if content is None else "h")
     return content
 
 
 def store(key: str, content: bytes) -> None:
-    """Keep `content` under `key`; does nothing where it cannot be written."""
-    if (place := _usable("kernels")) is None:
+    """Keeps `content` under `key`; does nothing where it cannot be written."""
+    if (kernels := _usable("kernels")) is None:
         return
     packed = b"".join((_MAGIC, hashlib.sha256(content).digest(), content))
     with contextlib.suppress(OSError):
-        handle, temporary = tempfile.mkstemp(dir=place, suffix=".part")
+        handle, temporary = tempfile.mkstemp(dir=kernels, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(packed)
-            os.replace(temporary, place / (_digest(key) + _SUFFIX))
+            os.replace(temporary, kernels / (_digest(key) + _SUFFIX))
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-        _evict(place, _LARGEST)
+        _evict(kernels, _LARGEST)
 
 
 def summary() -> Summary:
-    """What the cache holds now."""
-    if (place := _usable("kernels")) is None:
+    """Counts what the cache holds now."""
+    if (kernels := _usable("kernels")) is None:
         return Summary(folder())
-    sizes = [size for _, size, _ in _entries(place)]
+    sizes = [size for _, size, _ in _entries(kernels)]
     compiled = _usable("programs")
     uses = b""
     with contextlib.suppress(OSError):
-        uses = (place / _USES).read_bytes()
+        uses = (kernels / _USES).read_bytes()
     return Summary(
         folder=folder(),
         entries=len(sizes),
@@ -128,38 +127,38 @@ def summary() -> Summary:
 
 
 def empty() -> int:
-    """Remove all kernels and programs; how many there were."""
+    """Removes all kernels and programs, and says how many there were."""
     count = 0
-    for room in ("kernels", "programs"):
-        if (place := _usable(room)) is not None:
-            for path, _, _ in list(_entries(place)):
+    for name in ("kernels", "programs"):
+        if (part := _usable(name)) is not None:
+            for path, _, _ in list(_entries(part)):
                 with contextlib.suppress(OSError):
                     path.unlink()
                     count += 1
-            (place / _USES).unlink(missing_ok=True)
+            (part / _USES).unlink(missing_ok=True)
     return count
 
 
-def _usable(room: str) -> Path | None:
-    """A folder of the cache, made if need be; ``None`` where it cannot or must not be used."""
+def _usable(name: str) -> Path | None:
+    """Gives a folder of the cache, made if need be; ``None`` where it must not be used."""
     root = folder()
     if root is None:
         return None
-    place = root / room
+    path = root / name
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        place.mkdir(mode=0o700, exist_ok=True)
-        unsafe = next(filter(None, map(_unsafe, (root, place))), None)
+        path.mkdir(mode=0o700, exist_ok=True)
+        unsafe = _unsafe(root) or _unsafe(path)
     except OSError:
         return None
     if unsafe is not None:
         _warn_once(unsafe)
         return None
-    return place
+    return path
 
 
 def _unsafe(path: Path) -> str | None:
-    """Why somebody else may write to the folder `path`."""
+    """Says why somebody else may write to the folder `path`; ``None`` if nobody may."""
     about = path.stat()
     if about.st_uid != os.geteuid():
         return f"{path} belongs to another user"
@@ -179,7 +178,7 @@ def _warn_once(reason: str) -> None:
 
 
 def _unpacked(packed: bytes) -> bytes | None:
-    """The content of a whole entry."""
+    """Takes the content out of an entry; ``None`` if the entry is damaged."""
     start = len(_MAGIC)
     digest, content = packed[start : start + 32], packed[start + 32 :]
     whole = packed.startswith(_MAGIC) and hashlib.sha256(content).digest() == digest
@@ -190,32 +189,31 @@ def _digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def _entries(place: Path) -> Iterator[tuple[Path, int, float]]:
-    """Each file's path, size and time of last use, also of what a writer that died has left."""
-    for path in place.rglob("*"):
+def _entries(path: Path) -> Iterator[tuple[Path, int, float]]:
+    """Lists each file, its size and its last use; also what a writer that died has left."""
+    for file in path.rglob("*"):
         with contextlib.suppress(OSError):  # another process may remove it
-            about = path.stat()
-            if path.name != _USES and stat.S_ISREG(about.st_mode):
-                yield path, about.st_size, max(about.st_mtime, about.st_atime)
+            about = file.stat()
+            if file.name != _USES and stat.S_ISREG(about.st_mode):
+                yield file, about.st_size, max(about.st_mtime, about.st_atime)
 
 
-def _evict(place: Path, largest: int) -> None:
-    """Remove what was not used for longest, beyond `largest` bytes."""
-    entries = sorted(_entries(place), key=lambda entry: entry[2])
+def _evict(path: Path, largest: int) -> None:
+    """Removes what was not used for longest, beyond `largest` bytes."""
+    entries = sorted(_entries(path), key=lambda entry: entry[2])
     total = sum(size for _, size, _ in entries)
     if total <= largest:
         return
-    for path, size, _ in entries:
+    for file, size, _ in entries:
         if total <= _LEFT_AFTER_EVICTION * largest:
             break
-        path.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
         total -= size
 
 
-def _note(place: Path, use: str) -> None:
-    with contextlib.suppress(OSError):
-        path = place / _USES
-        with path.open("a") as file:
-            if file.tell() >= _MOST_USES:
-                file.truncate(0)
-            file.write(use)
+def _note(path: Path, use: str) -> None:
+    """Appends a look-up to the file of uses."""
+    with contextlib.suppress(OSError), (path / _USES).open("a") as file:
+        if file.tell() >= _MOST_USES:
+            file.truncate(0)
+        file.write(use)

@@ -14,9 +14,14 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
-_KERNELS_NEED = (9, 0)
 
-_COMPILED = ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+class UnfitError(Exception):
+    """A kernel needs what the GPU does not have, e.g. more shared memory; the text says what."""
+
+
+_KERNELS_NEED = (8, 0)
+
+_COMPILED = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 """Capabilities for which kernels were compiled, down to machine code."""
 
 
@@ -29,12 +34,19 @@ class Gpu:
       capability: the CUDA compute capability, e.g. ``(9, 0)``.
       multiprocessors: their number.
       shared_memory: bytes that one block may have at most.
+      tma: whether it has a Tensor Memory Accelerator, which copies tiles to shared memory; by
+        default what its capability says.
     """
 
     name: str
     capability: tuple[int, int]
     multiprocessors: int
     shared_memory: int
+    tma: bool = None  # pyright: ignore[reportAssignmentType]
+
+    def __post_init__(self) -> None:
+        if self.tma is None:
+            object.__setattr__(self, "tma", self.capability >= (9, 0))
 
     @property
     def unsupported(self) -> str | None:
@@ -43,7 +55,7 @@ class Gpu:
             return None
         return (
             f"{self.name} has compute capability {_dotted(self.capability)}, and the kernels need "
-            f"{_dotted(_KERNELS_NEED)} (Hopper) or newer"
+            f"{_dotted(_KERNELS_NEED)} (Ampere) or newer"
         )
 
     @property
@@ -85,11 +97,14 @@ def _gpu(name: str, major: int, minor: int, multiprocessors: int) -> Gpu:
 
 
 GPUS: dict[str, Gpu] = {
+    "t4": _gpu("Tesla T4", 7, 5, 40),
     "a100": _gpu("NVIDIA A100-SXM4-80GB", 8, 0, 108),
+    "a10g": _gpu("NVIDIA A10G", 8, 6, 80),
     "l40s": _gpu("NVIDIA L40S", 8, 9, 142),
     "h100": _gpu("NVIDIA H100 80GB HBM3", 9, 0, 132),
     "h200": _gpu("NVIDIA H200", 9, 0, 132),
     "b200": _gpu("NVIDIA B200", 10, 0, 148),
+    "b300": _gpu("NVIDIA B300 SXM6 AC", 10, 3, 148),
     "rtx-pro-6000": _gpu("NVIDIA RTX PRO 6000 Blackwell", 12, 0, 188),
 }
 """GPUs that a program can be lowered for by name, where there is none to ask."""
@@ -121,8 +136,8 @@ def lowering_for(gpu: str | Gpu) -> Iterator[Gpu]:
     own GPU, else for an H200.
 
     Args:
-      gpu: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``,
-        ``"rtx-pro-6000"``, or a description, :class:`Gpu`.
+      gpu: ``"a100"``, ``"a10g"``, ``"l40s"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"b300"``,
+        ``"rtx-pro-6000"``, ``"t4"`` (which has no kernels), or a description, :class:`Gpu`.
 
     Yields:
       The description.

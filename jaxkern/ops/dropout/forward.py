@@ -1,4 +1,4 @@
-"""Dropout's kernels: bodies for :mod:`jaxkern.ops.elementwise`, and the mask in them.
+"""Dropout's forward kernel, and the mask as the kernels of both passes draw it.
 
 A lane draws the bits of the group that its unit of elements lies in; units never cross groups. On a
 mesh a device has a part of an array, of which each lane finds its unit's index in the whole.
@@ -6,26 +6,27 @@ mesh a device has a part of an array, of which each lane finds its unit's index 
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.elementwise.launch import Lanes, launch, unit
+from jaxkern.elementwise.philox import halves
 from jaxkern.mosaic.instructions import multiply_wide
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.ops.curves import CURVES, NOT_THROUGH_ZERO, kernel_functions
 from jaxkern.ops.dropout.reference import (
     GROUP,
     Options,
+    Pair,
+    add,
     flat_index,
     random_words,
-    reference_backward,
     reference_forward,
+    shift_right,
 )
-from jaxkern.ops.elementwise import Lanes, launch, unit
-from jaxkern.ops.philox import Pair, add, halves, shift_right
 
 
 def launch_forward(
@@ -33,60 +34,50 @@ def launch_forward(
 ) -> tuple[Any, ...]:
     if x.size == 0:
         return reference_forward(options, x, residual, *seeds)
-    exact = x.dtype == jnp.float32
+    of = kernel_functions(exact=x.dtype == jnp.float32)
     ins = [x] if residual is None else [x, residual]
     out = jax.ShapeDtypeStruct(x.shape, ins[-1].dtype)
-    part = _part(options.shape, *ins, out)
+    part = part_of(options.shape, *ins, out)
 
     def body(lanes: Lanes, x: jax.Array, *residual: jax.Array) -> tuple[jax.Array]:
-        of = kernel_functions(exact)
         early = options.curve in NOT_THROUGH_ZERO
         if options.curve and early:
             x = CURVES[options.curve](x, of)[0]
-        x, scale = _drop(lanes, part, x)
+        x, scale = drop(lanes, part, x)
         if options.curve and not early:  # of 0 it is 0
             x = CURVES[options.curve](x, of)[0]
         return (residual[0] + x * scale if residual else x * scale,)
 
-    return _launch(f"{options.op}_fwd", options, part, body, ins, out, *seeds, sliced=sliced)
-
-
-def launch_backward(
-    options: Options, x: Any, dout: Any, *seeds: Any, sliced: bool = False
-) -> tuple[Any, ...]:
-    if dout.size == 0:
-        return reference_backward(options, x, dout, *seeds)
-    exact = options.dtype == jnp.float32
-    ins = [dout] if x is None else [dout, x]
-    dx = jax.ShapeDtypeStruct(dout.shape, options.dtype)
-    part = _part(options.shape, *ins, dx)
-
-    def body(lanes: Lanes, dout: jax.Array, *x: jax.Array) -> tuple[jax.Array]:
-        dout, scale = _drop(lanes, part, dout)
-        if options.curve:
-            dout = CURVES[options.curve](x[0], kernel_functions(exact))[1](dout)
-        return (dout * scale,)
-
-    return _launch(f"{options.op}_bwd", options, part, body, ins, dx, *seeds, sliced=sliced)
+    words = part.seeds(*seeds)
+    return launch(f"{options.op}_fwd", body, ins, [out], seeds=words, vec=part.vec, sliced=sliced)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
-    """Where the elements of a device's part lie in the whole array, from the part's first one on.
+class Part:
+    """A device's part of an array, and the way from a lane's unit to its index in the whole array.
 
     Attributes:
+      of: the shape of the whole array.
       digits: (size, stride) from the last axis on; element e of the part lies at Σ digit · stride,
         with the digits of e in these sizes. Axes that are contiguous in the whole are one.
       vec: elements of a unit, which never crosses a group of the generator.
       whole: whether the part is all of the array.
     """
 
+    of: tuple[int, ...]
     digits: tuple[tuple[int, int], ...]
     vec: int
     whole: bool
 
+    def seeds(self, key: jax.Array, rate: jax.Array, *positions: jax.Array) -> list[jax.Array]:
+        """Returns key and rate, and for a part the index of its first unit in the whole array."""
+        if self.whole:
+            return [key, rate]
+        begin = flat_index(self.of, [p[0] for p in positions])
+        return [key, rate, jnp.stack(shift_right(begin, self.vec.bit_length() - 1))]
 
-def _part(whole: tuple[int, ...], *arrays: Any) -> _Part:
+
+def part_of(whole: tuple[int, ...], *arrays: Any) -> Part:
     """The part of an array of shape `whole` that `arrays` are."""
     shape, vec = arrays[0].shape, unit(*arrays)
     digits: list[tuple[int, int]] = []
@@ -102,31 +93,11 @@ def _part(whole: tuple[int, ...], *arrays: Any) -> _Part:
         stride *= full
     if begins:
         vec = math.gcd(vec, digits[0][0], *(stride for _, stride in digits[1:]), *begins)
-    return _Part(tuple(digits), vec, shape == whole)
+    return Part(whole, tuple(digits), vec, shape == whole)
 
 
-def _launch(
-    name: str,
-    options: Options,
-    part: _Part,
-    body: Callable[..., tuple[jax.Array]],
-    ins: Sequence[jax.Array],
-    out: jax.ShapeDtypeStruct,
-    key: jax.Array,
-    rate: jax.Array,
-    *positions: jax.Array,
-    sliced: bool,
-) -> tuple[Any, ...]:
-    """Launches `body` with key, rate and the index in the whole array of the part's first unit."""
-    seeds = [key, rate]
-    if not part.whole:
-        begin = flat_index(options.shape, [p[0] for p in positions])
-        seeds.append(jnp.stack(shift_right(begin, part.vec.bit_length() - 1)))
-    return launch(name, body, ins, [out], seeds=seeds, vec=part.vec, sliced=sliced)
-
-
-def _drop(lanes: Lanes, part: _Part, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """m · v and 1 / (1 − p), (LANES · vec,)."""
+def drop(lanes: Lanes, part: Part, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns m · v and 1 / (1 − p), (LANES · vec,)."""
     key, (threshold, scale, *_) = lanes.seeds[:2]
     units = _units_in_whole(lanes, part)
     group = shift_right(units, (GROUP // lanes.vec).bit_length() - 1)
@@ -136,7 +107,7 @@ def _drop(lanes: Lanes, part: _Part, v: jax.Array) -> tuple[jax.Array, jax.Array
     return jnp.where(keep, v, 0.0), scales
 
 
-def _units_in_whole(lanes: Lanes, part: _Part) -> Pair:
+def _units_in_whole(lanes: Lanes, part: Part) -> Pair:
     """The indices of the lanes' units in the whole array."""
     if part.whole:
         return lanes.units, lanes.units & jnp.uint32(0)

@@ -22,18 +22,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arguments import unfit
+from jaxkern.elementwise.units import load_units, load_words, store_units, too_large
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
-from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 
 _BLOCK = grid_axes("block")[0]
 
 _BYTES = 16
-"""Bytes that a lane loads at a time: of all inputs at least, and of one array at most."""
+"""A lane loads so many bytes at a time: at least of all inputs, and at most of one array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """What a kernel's body is told about the elements that it computes.
+    """The elements that a kernel's body computes.
 
     Attributes:
       units: (LANES,), uint32, the index of each lane's unit; of the last unit, elements beyond the
@@ -58,7 +58,7 @@ def launch(
     vec: int | None = None,
     sliced: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Runs `body` over arrays of equally many elements, not 0.
+    """Runs `body` over arrays of equally many elements.
 
     Args:
       name: of the kernel.
@@ -76,24 +76,43 @@ def launch(
     """
     arrays = [*ins, *outs]
     size = min(a.size for a in arrays)
+    if size == 0:
+        return tuple(jnp.zeros(o.shape, o.dtype) for o in outs)
     if vec is None:
         vec = unit(*arrays, columns=columns)
     if reason := too_large(vec, *(a.size for a in arrays)):
         raise NotImplementedError(f'{name}: {reason}. Use implementation="xla".')
-    parts = tuple(a.size // size for a in arrays)
-    inputs = sum(a.size * a.dtype.itemsize for a in ins) // size  # bytes of an element of all
+    halves = tuple(a.size // size for a in arrays)
+    input_bytes = sum(a.size * a.dtype.itemsize for a in ins) // size  # of an element of each
     plan = _Plan(
         size=size,
         vec=vec,
         step=math.gcd(vec, *(a.size for a in arrays)) if sliced else vec,
-        each=max(1, _BYTES // (vec * inputs)),
+        each=max(1, _BYTES // (vec * input_bytes)),
         row=columns // vec,
-        parts=parts,
-        inputs=sum(parts[: len(ins)]),
-        seeds=len(seeds),
+        halves=halves,
+        inputs=sum(halves[: len(ins)]),
     )
+
+    def kernel(*refs: Any) -> None:
+        words = [load_words(ref, 4) for ref in refs[: len(seeds)]]
+        compute = functools.partial(_compute, plan, body, words, refs[len(seeds) :])
+        block = lax.axis_index(_BLOCK)
+
+        def whole_units() -> None:
+            compute(_units_of_lanes(plan, block), plan.vec, plan.step)
+
+        def rest() -> None:
+            compute([jnp.full((LANES,), plan.units, jnp.uint32)], plan.rest, 1)
+
+        if plan.units and plan.rest:
+            pl.when(block < plan.blocks)(whole_units)
+            pl.when(block == plan.blocks)(rest)
+        else:
+            (whole_units if plan.units else rest)()
+
     results = launch_kernel(
-        functools.partial(_kernel, plan, body),
+        kernel,
         out_type=tuple(jax.ShapeDtypeStruct((o.size,), o.dtype) for o in outs),
         grid=(plan.blocks + (plan.rest > 0),),
         grid_names=(_BLOCK,),
@@ -104,7 +123,7 @@ def launch(
 
 
 def unit(*arrays: Any, columns: int = 0) -> int:
-    """Elements of a unit of `arrays`: as many as make 16 bytes, if they divide `columns`.
+    """Counts the elements of a unit of `arrays`: as many as make 16 bytes and divide `columns`.
 
     The arguments are as for :func:`launch`.
     """
@@ -112,7 +131,7 @@ def unit(*arrays: Any, columns: int = 0) -> int:
 
 
 def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
-    """Why no kernel can take `arrays`, of which one may have rows of two times `columns`."""
+    """Says why no kernel can take `arrays`, one of which may have rows of two times `columns`."""
     if reason := unfit(**arrays):
         return reason
     present = arrays.values()
@@ -126,9 +145,8 @@ class _Plan:
     step: int  # elements of an access
     each: int  # units of a lane
     row: int  # units of a row, where an array is two inputs
-    parts: tuple[int, ...]  # inputs or outputs in each array
+    halves: tuple[int, ...]  # inputs or outputs in each array: 2 where it holds gate and up
     inputs: int
-    seeds: int
 
     @property
     def units(self) -> int:
@@ -145,49 +163,45 @@ class _Plan:
         return -(-self.units // (LANES * self.each))
 
 
-def _kernel(plan: _Plan, body: Callable[..., tuple[Any, ...]], *refs: Any) -> None:
-    seeds = [load_words(ref, 4) for ref in refs[: plan.seeds]]
-    refs = refs[plan.seeds :]
-    block = lax.axis_index(_BLOCK)
+def _units_of_lanes(plan: _Plan, block: jax.Array) -> list[jax.Array]:
+    """The units that each lane of a block takes, (LANES,) each; past the last unit the last."""
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
+    first = block.astype(jnp.uint32) * jnp.uint32(LANES * plan.each)
+    units = [lane + (first + jnp.uint32(k * LANES)) for k in range(plan.each)]
+    if plan.units % (LANES * plan.each):
+        units = [jnp.minimum(u, jnp.uint32(plan.units - 1)) for u in units]
+    return units
 
-    def locate(units: jax.Array) -> list[tuple[Any, jax.Array]]:
-        """The array of every input and output, and the indices in it of `units`."""
-        found = []
-        for ref, parts in zip(refs, plan.parts, strict=True):
-            if parts == 1:
-                found.append((ref, units))
-                continue
-            row_start = lax.div(units, jnp.uint32(plan.row)) * jnp.uint32(plan.row)
-            found += [(ref, units + row_start + jnp.uint32(i * plan.row)) for i in range(parts)]
-        return found
 
-    def compute(units_of_lane: Sequence[jax.Array], count: int, step: int) -> None:
-        """`body` on the first `count` elements of each of the units, `step` an access."""
-        access = plan.vec, count, step
-        work = []
-        for units in units_of_lane:
-            where = locate(units)
-            values = [load_units(ref, at, *access) for ref, at in where[: plan.inputs]]
-            lanes = Lanes(units, plan.vec, seeds)
-            work.append((lanes, values, where[plan.inputs :]))
-        for lanes, values, where in work:
-            for (ref, at), value in zip(where, body(lanes, *values), strict=True):
-                store_units(ref, at, value, *access)
+def _compute(
+    plan: _Plan,
+    body: Callable[..., tuple[Any, ...]],
+    seeds: Sequence[Sequence[jax.Array]],
+    refs: Sequence[Any],
+    units_of_lanes: Sequence[jax.Array],
+    count: int,
+    step: int,
+) -> None:
+    """Runs `body` on the first `count` elements of each of the units, `step` an access."""
+    access = plan.vec, count, step
+    loaded = []
+    for units in units_of_lanes:
+        located = _locate(plan, refs, units)
+        values = [load_units(ref, at, *access) for ref, at in located[: plan.inputs]]
+        loaded.append((Lanes(units, plan.vec, seeds), values, located[plan.inputs :]))
+    for lanes, values, located in loaded:
+        for (ref, at), value in zip(located, body(lanes, *values), strict=True):
+            store_units(ref, at, value, *access)
 
-    def whole_units() -> None:
-        lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
-        first = block.astype(jnp.uint32) * jnp.uint32(LANES * plan.each)
-        units = [lane + (first + jnp.uint32(k * LANES)) for k in range(plan.each)]
-        if plan.units % (LANES * plan.each):
-            units = [jnp.minimum(u, jnp.uint32(plan.units - 1)) for u in units]
-        compute(units, plan.vec, plan.step)
 
-    def rest() -> None:
-        compute([jnp.full((LANES,), plan.units, jnp.uint32)], plan.rest, 1)
-
-    if plan.units and plan.rest:
-        pl.when(block < plan.blocks)(whole_units)
-        pl.when(block == plan.blocks)(rest)
-    else:
-        (whole_units if plan.units else rest)()
+def _locate(plan: _Plan, refs: Sequence[Any], units: jax.Array) -> list[tuple[Any, jax.Array]]:
+    """The array of every input and output, and the indices in it of `units`."""
+    found = []
+    for ref, halves in zip(refs, plan.halves, strict=True):
+        if halves == 1:
+            found.append((ref, units))
+            continue
+        row_start = lax.div(units, jnp.uint32(plan.row)) * jnp.uint32(plan.row)
+        found += [(ref, units + row_start + jnp.uint32(i * plan.row)) for i in range(halves)]
+    return found

@@ -1,4 +1,4 @@
-"""Random bits of a counter and a key, Philox-4x32, and integers of 64 bits in two words.
+"""Random bits of a counter and a key, Philox-4x32, in kernels and in plain JAX.
 
 Source: Salmon, Moraes, Dror and Shaw, Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011.
 """
@@ -9,17 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Pair = tuple[Any, Any]
-"""The lower and the upper 32 bits of an integer."""
-
-Product = Callable[[Any, int], Pair]
+Product = Callable[[Any, int], tuple[Any, Any]]
 """(a, b) -> the upper and the lower 32 bits of a · b."""
 
 
 def philox(
     counter: Sequence[Any], key: Sequence[Any], product: Product | None = None, *, rounds: int = 10
 ) -> list[Any]:
-    """Four words of 32 random bits, from a counter of four words and a key of two.
+    """Returns four words of 32 random bits, of a counter of four words and a key of two.
 
     `product` is :func:`wide_product` unless a kernel has an instruction for it.
     """
@@ -38,28 +35,10 @@ def halves(words: Sequence[Any]) -> list[Any]:
     return [half for w in words for half in (w & jnp.uint32(0xFFFF), w >> 16)]
 
 
-def wide_product(a: jax.Array, b: int | jax.Array) -> Pair:
+def wide_product(a: jax.Array, b: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """The upper and the lower 32 bits of a · b, of 16-bit halves: Shardy knows no ``lax.mulhi``."""
     low, high = a & jnp.uint32(0xFFFF), a >> 16
     b_low, b_high = jnp.uint32(b & 0xFFFF), jnp.uint32(b >> 16)
     cross = high * b_low + (low * b_low >> 16)
     other = low * b_high + (cross & jnp.uint32(0xFFFF))
     return high * b_high + (cross >> 16) + (other >> 16), a * jnp.uint32(b)
-
-
-def times(a: Pair, size: Any) -> Pair:
-    """`a` times the size of an axis, which may be symbolic."""
-    factor = jnp.uint32(size) if isinstance(size, int) else jnp.asarray(size).astype(jnp.uint32)
-    high, low = wide_product(a[0], factor)
-    return low, high + a[1] * factor
-
-
-def add(a: Pair, b: Pair) -> Pair:
-    low = a[0] + b[0]
-    return low, a[1] + b[1] + jnp.where(low < b[0], jnp.uint32(1), jnp.uint32(0))
-
-
-def shift_right(a: Pair, bits: int) -> Pair:
-    if not bits:
-        return a
-    return (a[0] >> bits) | (a[1] << (32 - bits)), a[1] >> bits

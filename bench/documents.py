@@ -1,0 +1,279 @@
+"""Generates the figures of README and of the guides, README's table of the ops, and the reference.
+
+A generated part of a document begins with ``<!-- figures: NAME -->``, where :data:`FIGURES` has the
+function of that name, and ends with ``<!-- end -->``. Figures are from bench/results, the ops from
+``jaxkern.__all__``, whose comments name their families. ``python -m bench report`` renews them all.
+"""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jaxkern
+from bench.precision import summary
+from bench.program import FOLDER
+from bench.report import NAMES, OURS, Measured, Reports, table, the_line, trainings
+
+ROOT = FOLDER.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]
+REFERENCE = ROOT / ".site" / "ops.rst"
+_MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+SCAN = "8x2048x2048x16"
+
+README = f"""
+`rms_norm`, 16384 × 4096 | rms_norm 16384x4096 | forward backward
+`selective_scan`, B 8, L 2048, D 2048, N 16 | selective_scan {SCAN} | forward backward
+`swiglu`, 16384 × 14336 | swiglu 16384x14336 | forward backward
+`fused_adamw`, 1.1 billion parameters in 300 arrays | fused_adamw 1.1B | step
+"""
+"""Rows of README: what they are called, and the op, shape and passes that they show."""
+
+GUIDE = """
+`layer_norm`, 16384 × 8192 | layer_norm 16384x8192 | forward backward
+`layer_norm` and `silu`, 16384 × 4096 | layer_norm 16384x4096-silu | forward backward
+`rms_norm` and gate, 16384 × 4096 | rms_norm 16384x4096-gate | forward backward
+`selective_scan`, B 4, L 4096, D 5120, N 16 | selective_scan 4x4096x5120x16 | forward backward
+`linear_scan`, B 8, L 2048, D 2048 | linear_scan 8x2048x2048 | forward backward
+`causal_conv1d`, B 8, L 2048, D 2048, W 4 | causal_conv1d 8x2048x2048x4 | forward backward
+`silu_and_mul`, 16384 × 13000 | silu_and_mul 16384x13000 | forward backward
+`dropout`, 16384 × 8192 | dropout 16384x8192 | forward backward
+`gelu(approximate=False)`, 16384 × 8192 | gelu 16384x8192-erf | forward backward
+`silu`, 16384 × 8192; by default XLA's, which fuses it | silu 16384x8192 | forward backward
+`linear`, 8192 × 8192 × 8192; by default cuBLAS's | linear 8192x8192x8192 | both
+`gated_linear_unit`, 8192 × 4096 → 14336 | gated_linear_unit 8192x4096x14336 | forward both
+`layer_norm_linear`, 16384 × 4096 → 4096 | layer_norm_linear 16384x4096x4096 | both
+`fused_adamw`, 1.1 billion, with unscaling, clipping, the check | fused_adamw 1.1B-folded | step
+`fused_adamw`, 20 million parameters in 300 arrays | fused_adamw 20M-300-leaves | step
+"""
+"""Rows of the guide to speed, behind those of README."""
+
+FAMILIES = {
+    "Norms": (
+        "normalisation of the last axis, with bias, residual, activation and gate in the same pass",
+        "kernels",
+    ),
+    "Scans and convolutions": (
+        "Mamba's recurrence, Mamba-2's by products of chunks, the recurrence "
+        "h[t] = a[t] · h[t−1] + b[t] either way along the sequence, and a causal depthwise "
+        "convolution; `_step` is one token of them, for decoding",
+        "kernels; XLA for `ssd` and `_step`",
+    ),
+    "Linear layers": (
+        "x · w + b and an activation; f(x · w_gate + b_gate) · (x · w_up + b_up), of two weights "
+        "or of one `[gate, up]`; a norm and the linear layer behind it; a micro-batch's weight "
+        "gradient, added in place",
+        "kernels where they measure faster than cuBLAS",
+    ),
+    "Activations and gates": (
+        "activations; an activation of `gate` times `up`, of two arrays or, in `_and_mul`, of one "
+        "`[gate, up]`; `swiglu` also clamped, as in gpt-oss",
+        "kernels for gated units and `gelu(approximate=False)`; XLA, which fuses them, for others",
+    ),
+    "Dropout": ("dropout, after an activation or before a residual; no mask is stored", "kernels"),
+    "Optimizers": (
+        "Optax transformations; `apply` does the step of one in place; unscaling and the check for "
+        "finite gradients; the gradient of a batch in parts",
+        "kernels; XLA for `accumulate_gradients`",
+    ),
+}
+"""What README says of the ops of a family, and what runs on a GPU."""
+
+CLASSES = {
+    "Optimizers": (
+        "jaxkern.optim.transforms.FusedAdamState",
+        "jaxkern.optim.transforms.FusedSgdState",
+        "jaxkern.optim.quantise.Quantised",
+    )
+}
+"""What the reference describes behind a family, and is no public name."""
+
+CHECKPOINTS = """
+`1` | all states | 4·N | 64 | /1
+`8`, the default | every 8th | 4·N / 8 | 8 |
+`64` | every 64th | 4·N / 64 | 1 | /64
+`None` | none; the backward runs the forward again | 0 | 0 | /None
+"""
+"""Values of ``checkpoint_every``, what they save, and the word behind the shape."""
+
+STATES = """
+AdamW, all in fp32 | 28 | 100M
+bf16 parameters and gradients; fp32 `mu`, `nu` and master | 28 | 100M-master
+fp32 with bf16 `mu` and `nu` | 20 | 100M-bf16-state
+fp32 with 8-bit `mu` and `nu` | 16 | 100M-8-bit-state
+all in bf16 | 14 | 100M-bf16-all
+bf16 parameters and gradients, 8-bit `mu` and `nu` | 10 | 100M-bf16-8-bit-state
+"""
+"""Precisions of an optimizer, bytes per parameter, and the shape that was timed."""
+
+
+def _rows(listed: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")] for line in listed.split("\n") if line]
+
+
+def renewed(text: str, reports: Reports) -> str:
+    """The document `text` with the figures of `reports`."""
+    return _MARKED.sub(lambda m: m[1] + FIGURES[m[2]](reports) + "\n" + m[4], text)
+
+
+def families() -> dict[str, list[str]]:
+    """The public names by family."""
+    listed = Path(jaxkern.__file__).read_text().partition("__all__ = [")[2].partition("\n]")[0]
+    found: dict[str, list[str]] = {}
+    for family, name in re.findall(r"^    (?:# (.*)|\"(\w+)\",)$", listed, re.MULTILINE):
+        if family:
+            found[family] = []
+        else:
+            [*found.values()][-1].append(name)
+    return found
+
+
+def reference() -> str:
+    """The page that has every public name, but for ``precision``, which has a page of its own."""
+    parts = ["Ops\n===", ".. automodule:: jaxkern"]
+    for family, names in families().items():
+        parts.append(f"{family}\n{'-' * len(family)}")
+        for name in names:
+            if inspect.isclass(getattr(jaxkern, name)):
+                parts.append(f".. autoclass:: {name}\n   :members:")
+            elif name != "precision":
+                parts.append(f".. autofunction:: {name}")
+        parts += [f".. autoclass:: {name}" for name in CLASSES.get(family, ())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _ops(_: Reports) -> str:
+    names = families()
+    rows = [
+        [f"**{family}**", ", ".join(f"`{name}`" for name in names[family]), *told]
+        for family, told in FAMILIES.items()
+    ]
+    return table(["", "ops", "what they compute", "on a GPU"], rows)
+
+
+def _time(us: float) -> str:
+    """Three digits of it."""
+    value, unit = (us, "µs") if us < 999.5 else (us / 1000, "ms")
+    return f"{value:#.3g}".rstrip(".") + f" {unit}"
+
+
+def _figure(m: Measured | None, limited: bool) -> str:
+    """A time, and what it is of the limit: of products their rate, else of a copy's bandwidth."""
+    if m is None:
+        return ""
+    if m.tflop_s:
+        return f"{_time(m.us)}, {m.tflop_s:.0f} TFLOP/s"
+    return _time(m.us) + (f", {m.percent:.0f}%" if limited and m.percent else "")
+
+
+def _op_rows(reports: Reports, listed: str) -> Iterator[list[str]]:
+    from jaxkern.cases import TABLE  # with JAX, which the rest has no need of
+
+    slow = {case.op for case in TABLE if case.forward and case.forward.exponentials}
+    for label, measured, passes in _rows(listed):
+        op, shape = measured.split()
+        for i, direction in enumerate(passes.split()):
+            line = the_line(reports, op, shape, direction)
+            others = {name: m for name, m in line.others.items() if name not in ("xla", "jax")}
+            told = [_figure(m, op not in slow) for m in (line.own, line.figures.get("xla"))]
+            if others:
+                name = min(others, key=lambda name: others[name].us)
+                told.append(f"{NAMES.get(name, name)} {_figure(others[name], op not in slow)}")
+            yield ["" if i else label, direction, *told, *[""] * (3 - len(told))]
+
+
+def _training_rows(reports: Reports, presets: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
+    def told(row: dict[str, Any] | None, name: str = "") -> str:
+        if row is None:
+            return ""
+        return f"{name}{row['tokens_per_second']:,} tokens/s, {row['peak_gib']:.1f} GiB"
+
+    for preset, length in presets:
+        by = trainings(reports)[preset, length]
+        label = f"language model, {preset}, B {by['jaxkern']['batch']}, L {length}"
+        plain, torch = by.get("xla-loop"), by.get("mamba_ssm")
+        yield [label, "step", told(by["jaxkern"]), told(plain), told(torch, "mamba_ssm ")]
+        if "jaxkern-remat" in by:
+            yield ["the same with `--remat`", "step", told(by["jaxkern-remat"]), "", ""]
+
+
+_HEAD = ["", "pass", "jaxkern", "plain JAX", "fastest other library"]
+
+
+def _readme(reports: Reports) -> str:
+    (training, *_) = _training_rows(reports, [("130m", 2048)])
+    return table(_HEAD, [*_op_rows(reports, README), training])
+
+
+def _speed(reports: Reports) -> str:
+    rows = [*_op_rows(reports, README + GUIDE), *_training_rows(reports, list(trainings(reports)))]
+    return table(_HEAD, rows)
+
+
+def _headline(reports: Reports) -> str:
+    rates = {
+        name: row["tokens_per_second"] for name, row in trainings(reports)["130m", 2048].items()
+    }
+    text = (
+        f"A Mamba of 130 million parameters trains at {rates['jaxkern']:,} tokens a second on one "
+        f"H200, {rates['jaxkern'] / rates['mamba_ssm']:.2f} times as fast as with Mamba's own CUDA "
+        "kernels ([bench/report.md](bench/report.md#training-end-to-end))."
+    )
+    return textwrap.fill(text, 100)
+
+
+def _checkpoints(reports: Reports) -> str:
+    ours = lambda word: _ours(reports, "selective_scan", SCAN + word, "both")
+    rows = [[*saved, _time(ours(word).us)] for *saved, word in _rows(CHECKPOINTS)]
+    return table(["`checkpoint_every`", "saved", "bytes", "at N = 16", "time"], rows)
+
+
+def _states(reports: Reports) -> str:
+    ours = lambda shape: _ours(reports, "fused_adamw", shape, "step")
+    rows = [[*told, _figure(ours(shape), limited=True)] for *told, shape in _rows(STATES)]
+    rows.append(["with `clip_norm` or `skip_nonfinite`", "the gradients once more", ""])
+    head = ["", "bytes per parameter, read and written"]
+    return table([*head, "100 million on an H200, percent of a copy's bandwidth"], rows)
+
+
+def _ours(reports: Reports, op: str, shape: str, direction: str) -> Measured:
+    return the_line(reports, op, shape, direction).figures[OURS]
+
+
+def _precisions(reports: Reports) -> str:
+    report = next(one for name, one in reports if name.endswith("-precision.json"))
+    rows = [
+        [
+            row["precision"],
+            f"{row['mean']:.3f} ± {row['spread']:.3f}",
+            f"{row['to_fp32']:+.3f}".replace("-", "−") if row["precision"] != "fp32" else "",
+        ]
+        for row in summary(report["rows"])
+    ]
+    size = f"{report['steps']} steps of {report['batch_size']} × {report['seq_len']} bytes"
+    told = "validation loss, nats", "difference from fp32, same seed"
+    return table([f"`{report['preset']}`, {size}", *told], rows)
+
+
+FIGURES: dict[str, Callable[[Reports], str]] = {
+    "headline": _headline,
+    "ops": _ops,
+    "readme": _readme,
+    "speed": _speed,
+    "checkpoints": _checkpoints,
+    "states": _states,
+    "precisions": _precisions,
+}
+"""What can stand between markers."""
+
+
+def write(reports: Reports, documents: Sequence[Path] = DOCUMENTS) -> list[Path]:
+    """Renews the documents and the reference, and returns what it wrote."""
+    REFERENCE.write_text(reference())
+    having = [path for path in documents if _MARKED.search(path.read_text())]
+    for path in having:
+        path.write_text(renewed(path.read_text(), reports))
+    return [*having, REFERENCE]

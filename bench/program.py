@@ -1,0 +1,100 @@
+"""What the commands of ``python -m bench`` share: options, where figures come from, result files.
+
+It does not import JAX by itself, so that a command may set up its process before it does.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+
+COMMANDS = {
+    "run": "time the ops, forward and backward; this is the default command",
+    "train": "time training steps of the language model",
+    "backbones": "train five sequence policies, and time them",
+    "accuracy": "measure errors against float64",
+    "precision": "train the language model in fp32, bf16 and fp16, and compare the losses",
+    "first_step": "time a training run to its first step",
+    "aot": "compile ops and training steps for a GPU that is not there, beside committed figures",
+    "modules": "compare the kernels before and after a change of the source",
+    "report": "write bench/report.md, and the figures of README and of the guides",
+    "pictures": "draw bench/pictures",
+}
+"""The commands, each a module of this package with a ``main(argv)``, and what they do."""
+
+
+def parser(command: str, result: str = "") -> argparse.ArgumentParser:
+    """The parser of a command; of one that writes a `result`, with the options of that file."""
+    p = argparse.ArgumentParser(
+        prog=f"python -m bench {command}",
+        description=f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    if result:
+        p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
+        name = f"bench/results/<device>-{result}.json"
+        p.add_argument("--out", type=Path, help=f"JSON file ({name})")
+    return p
+
+
+def share_device(jobs: int) -> None:
+    """Has several processes share the device's memory; called before JAX takes hold of it."""
+    if jobs > 1:
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
+def machine(commit: str) -> dict[str, Any]:
+    """Where the figures come from: without it they mean nothing."""
+    import jax
+
+    import jaxkern
+
+    return {
+        "device": jax.devices()[0].device_kind,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "jax": jax.__version__,
+        "jaxkern": jaxkern.__version__,
+        "commit": commit or tree(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def tree() -> str:
+    """The commit of this tree, with a word where files differ from it."""
+    commit = _output("git", "rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return "unknown"
+    return commit + ("+changes" if _output("git", "status", "--porcelain") else "")
+
+
+def _output(*command: str) -> str:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=FOLDER)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return run.stdout.strip().splitlines()[0] if run.stdout.strip() else ""
+
+
+def write(report: dict[str, Any], out: Path | None, result: str) -> Path:
+    """Writes a report of :func:`machine`'s to `out`, or to where the `result` of its device is."""
+    device = str(report["device"]).lower().replace(" ", "-")
+    out = out or RESULTS / f"{device}-{result}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    return out
+
+
+def clock(gpu: bool, told: str) -> str:
+    """What to say of the figures' clock: `told`, or that they are of no kernels."""
+    return told if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

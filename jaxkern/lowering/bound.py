@@ -1,0 +1,141 @@
+"""Functions bound to static arguments: where those are equal, they are one function to JAX.
+
+A kernel is kept for a whole process by the equality of its :class:`Bound`, and on disk by a text
+that tells all that it depends on, :func:`identity`.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import jax
+import jaxlib.version
+import numpy as np
+
+import jaxkern
+
+Arrays = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A pass's kernel, reference or the like as a function of those arrays that are present.
+
+    Attributes:
+      function: ``function(options, *arrays)``, of `arguments` arrays or ``None``, gives a tuple of
+        arrays and ``None``.
+      options: its first argument.
+      arguments: how many arrays `function` takes.
+      present: which of them are not ``None``.
+      in_axes: of the ``vmap``s around it, from the inside out: 0 or ``None`` for each array.
+    """
+
+    function: Callable[..., Any]
+    options: Any
+    arguments: int
+    present: tuple[int, ...]
+    in_axes: tuple[tuple[int | None, ...], ...] = ()
+
+    def full(self, *arrays: Any) -> Arrays:
+        """Computes all results, ``None`` for absent ones."""
+        call = self._of_one
+        for axes in self.in_axes:
+            call = jax.vmap(call, axes)
+        with standard_promotion():
+            return call(*arrays)
+
+    def __call__(self, *arrays: Any) -> Arrays:
+        """Computes the results, without the absent ones."""
+        return tuple(out for out in self.full(*arrays) if out is not None)
+
+    def of_types(self, *arrays: Any) -> Any:
+        """Asks `function` about the types of arrays alone, as they are within the ``vmap``s."""
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+        for axes in reversed(self.in_axes):
+            types = [
+                t if axis is None else jax.ShapeDtypeStruct(t.shape[1:], t.dtype)
+                for t, axis in zip(types, axes, strict=True)
+            ]
+        return self._of_one(*types)
+
+    def _of_one(self, *arrays: Any) -> Any:
+        given = dict(zip(self.present, arrays, strict=True))
+        return self.function(self.options, *(given.get(i) for i in range(self.arguments)))
+
+
+@contextlib.contextmanager
+def standard_promotion() -> Iterator[None]:
+    """Sets JAX's promotion of dtypes and ranks that the package's own code relies on.
+
+    A user who has JAX refuse them means expressions of their own.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def identity(kernel: Bound, *others: Any) -> str:
+    """Writes down all that a kernel depends on: itself, `others`, versions, source and flags."""
+    flags = {k: v for k, v in sorted(os.environ.items()) if k.startswith("MOSAIC_GPU_")}
+    versions = (
+        f"jaxkern {jaxkern.__version__} jax {jax.__version__} jaxlib {jaxlib.version.__version__}"
+    )
+    function: Any = kernel.function
+    source = _source(inspect.getsourcefile(getattr(function, "func", function)))
+    return f"{describe((kernel, *others))} {versions} source {source} flags {flags}"
+
+
+def describe(value: Any) -> str:
+    """Writes down a static argument: the text is equal for equal ones, in every process.
+
+    Raises:
+      TypeError: `value` holds something whose text would not tell all of it, such as a function
+        made inside another one.
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return repr(value)
+    if isinstance(value, enum.Enum):
+        return f"{_named(type(value))}.{value.name}"
+    if isinstance(value, tuple | list):
+        kind = "" if type(value) in (tuple, list) else _named(type(value))
+        return f"{kind}({', '.join(map(describe, value))})"
+    if isinstance(value, functools.partial):
+        return f"partial{describe((value.func, value.args, sorted(value.keywords.items())))}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return f"{_named(type(value))}({', '.join(f'{n}={describe(v)}' for n, v in fields)})"
+    if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):
+        return np.dtype(value).name
+    if isinstance(value, FunctionType) and "<" not in value.__qualname__:
+        return _named(value)
+    raise TypeError(
+        f"a kernel's static arguments must tell what they are, got {value!r}; use numbers, texts, "
+        "dtypes, functions of a module, and tuples and dataclasses of those"
+    )
+
+
+def _named(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+_ROOMS = ("core", "elementwise", "lowering", "mosaic", "ops", "optim")
+
+
+@functools.cache
+def _source(file: str | None) -> str:
+    """Digests the package's source that kernels are made of, and `file`."""
+    package = Path(jaxkern.__file__).parent
+    files = [f for room in _ROOMS for f in sorted((package / room).rglob("*.py"))]
+    if file is not None and not Path(file).is_relative_to(package):
+        files.append(Path(file))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

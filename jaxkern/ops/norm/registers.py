@@ -1,0 +1,165 @@
+"""What the norms' kernels do with the registers of a lane, in MLIR."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.mosaic.registers import (
+    ROW,
+    elements,
+    fragmented,
+    i32,
+    inline_mlir,
+    lane_value,
+    map_registers,
+    row_type,
+    scalar_type,
+    to_fp32,
+)
+
+
+def sum_in_lanes(values: Sequence[jax.Array], vec: int) -> jax.Array:
+    """(LANES,): sums the elements of `values` that each lane holds.
+
+    Every second element is added up apart from the others, one after the other: products among
+    them are then fused with the additions.
+
+    Args:
+      values: fp32, in ``WG_STRIDED`` by `vec`.
+      vec: neighbouring elements of a lane.
+    """
+    if interpreted():
+        return sum((v.reshape(-1, LANES, vec).sum((0, 2)) for v in values), jnp.zeros(LANES))
+    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
+
+    @inline_mlir(*layouts, returns=row_type(1))
+    def add(*arrays: Any) -> Any:
+        return _sum_in_two_strands(_all_elements(arrays))
+
+    return add(*values)
+
+
+def squares_in_lanes(values: Sequence[jax.Array], center: jax.Array, vec: int) -> jax.Array:
+    """(LANES,): sums the squares of each lane's differences to its `center` (LANES,).
+
+    `values` are as for :func:`sum_in_lanes`.
+    """
+    if interpreted():
+        held = jnp.concatenate([v.reshape(-1, LANES, vec) for v in values])
+        return ((held - center[:, None]) ** 2).sum((0, 2))
+    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
+
+    @inline_mlir(ROW, *layouts, returns=row_type(1))
+    def add(center: Any, *arrays: Any) -> Any:
+        middle = lane_value(center)
+        apart = [arith.subf(v, middle) for v in _all_elements(arrays)]
+        contract = arith.FastMathFlags.contract
+        return _sum_in_two_strands([arith.mulf(d, d, fastmath=contract) for d in apart])
+
+    return add(center, *values)
+
+
+def _all_elements(arrays: Sequence[Any]) -> list[Any]:
+    return [v for a in arrays for register in a.registers.flat for v in elements(register)]
+
+
+def _sum_in_two_strands(values: list[Any]) -> Any:
+    """Sums every second value, and the others, and adds the two; as a row of the lanes' sums."""
+    add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
+    strands = [functools.reduce(add, values[i::2]) for i in range(min(2, len(values)))]
+    return fragmented(functools.reduce(arith.addf, strands))
+
+
+def alternate_lanes(even: jax.Array, odd: jax.Array) -> jax.Array:
+    """`even` in lanes of even number, `odd` in the others; all (LANES,), fp32."""
+    if interpreted():
+        return jnp.where(jnp.arange(LANES) % 2 == 0, even, odd)
+
+    @inline_mlir(ROW, ROW, returns=row_type(1))
+    def choose(even: Any, odd: Any) -> Any:
+        is_odd = arith.trunci(ir.IntegerType.get_signless(1), mgpu_utils.thread_idx())
+        return fragmented(arith.select(is_odd, lane_value(odd), lane_value(even)))
+
+    return choose(even, odd)
+
+
+def uniform(value: jax.Array) -> jax.Array:
+    """The scalar that all lanes hold in `value` (LANES,), fp32."""
+    if interpreted():
+        return value[0]
+
+    @inline_mlir(ROW, returns=scalar_type(np.float32))
+    def splat(value: Any) -> Any:
+        return mgpu.FragmentedArray.splat(lane_value(value), shape=())
+
+    return splat(value)
+
+
+def widened(values: jax.Array, layout: Any) -> jax.Array:
+    """Converts `values`, bf16 in `layout`, to fp32 by one instruction an element, not 1.5."""
+    if interpreted():
+        return values.astype(jnp.float32)
+
+    def convert(register: Any) -> list[Any]:
+        count = ir.VectorType(register.type).shape[0]
+        if count % 2:
+            return [to_fp32(v) for v in elements(register)]
+        word, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        parts = []
+        for pair in elements(vector.bitcast(ir.VectorType.get((count // 2,), word), register)):
+            low = arith.shli(pair, i32(16))
+            high = arith.andi(pair, i32(-(1 << 16)))
+            parts += [arith.bitcast(f32, low), arith.bitcast(f32, high)]
+        return parts
+
+    return map_registers(convert, values, layout)
+
+
+def computed_here(values: jax.Array, layout: Any) -> jax.Array:
+    """Has `values`, fp32 in `layout`, computed before the barriers that follow.
+
+    The compiler would delay what is first used after them, and keep its operands in registers.
+    """
+    if interpreted():
+        return values
+
+    def convert(register: Any) -> list[Any]:
+        f32 = ir.F32Type.get()
+        move = lambda v: mgpu_utils.inline_ptx(
+            "mov.b32 $0, $1;", v, result_types=f32, has_side_effects=True
+        )
+        return [move(v) for v in elements(register)]
+
+    return map_registers(convert, values, layout)
+
+
+def unknown_zero() -> jax.Array:
+    """A zero that the compiler cannot know: what is loaded at an index plus it is loaded again."""
+    if interpreted():
+        return jnp.zeros((), jnp.int32)
+
+    @inline_mlir(returns=scalar_type(np.int32))
+    def zero() -> Any:
+        word = ir.IntegerType.get_signless(32)
+        value = mgpu_utils.inline_ptx("mov.b32 $0, 0;", result_types=word, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
+
+    return zero()
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Stores an array of any layout, however few bytes a lane has: JAX 0.12 must be told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

@@ -1,0 +1,96 @@
+"""What kernels do on generations of GPUs that differ from Hopper."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkern
+from jaxkern.lowering import target
+from jaxkern.lowering.target import GPUS
+
+BEFORE_HOPPER = ("a100", "a10g", "l40s")
+
+
+def arrays(*shapes, dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
+
+
+def rms_norm(tokens, channels):
+    x, weight = arrays((tokens, channels), (channels,))
+    return jaxkern.rms_norm, (x, weight)
+
+
+def causal_conv1d(tokens, channels):
+    x, weight, bias = arrays((2, tokens, channels), (channels, 4), (channels,))
+    return functools.partial(jaxkern.causal_conv1d, activation="silu"), (x, weight, bias)
+
+
+def linear_scan(tokens, channels):
+    a, x = arrays((2, tokens, channels), (2, tokens, channels))
+    return jaxkern.linear_scan, (jax.nn.sigmoid(a), x)
+
+
+def selective_scan(tokens, channels):
+    x, dt, A, B, C = arrays(
+        *[(2, tokens, channels)] * 2, (channels, 16), (2, tokens, 16), (2, tokens, 16)
+    )
+    op = functools.partial(jaxkern.selective_scan, dt_softplus=True, checkpoint_every=8)
+    return op, (x, dt, -jnp.exp(A.astype(jnp.float32)), B, C)
+
+
+RINGS = (rms_norm, causal_conv1d, linear_scan, selective_scan)
+"""The ops whose kernels have rings in shared memory."""
+
+
+def value_and_gradients(op):
+    def run(*args):
+        out, vjp = jax.vjp(functools.partial(op, implementation="mosaic"), *args)
+        return out, vjp(out)
+
+    return jax.jit(run)
+
+
+def text(case, gpu):
+    op, args = case(256, 4096)
+    with jaxkern.lowering_for(gpu):
+        return value_and_gradients(op).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("gpu", BEFORE_HOPPER)
+@pytest.mark.parametrize("case", RINGS)
+def test_lanes_copy_where_there_is_no_tma(case, gpu):
+    lowered = text(case, gpu)
+    assert "cp.async.commit_group" in lowered
+    assert "cp.async.bulk" not in lowered
+    assert "cp.async.commit_group" not in text(case, "h200")
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("size", [(512, 4096), (301, 1000), (40, 256)], ids=str)
+@pytest.mark.parametrize("shared_memory", [232448, 101376], ids=["227 KiB", "99 KiB"])
+@pytest.mark.parametrize("case", RINGS)
+def test_lanes_copy_what_the_tma_copies(case, shared_memory, size):
+    op, args = case(*size)
+    here = target.of_process()
+    assert here is not None
+
+    def results(tma):
+        name = f"tma={tma}, {shared_memory} bytes"
+        gpu = dataclasses.replace(here, name=name, tma=tma, shared_memory=shared_memory)
+        with jaxkern.lowering_for(gpu):
+            return jax.tree.leaves(value_and_gradients(op)(*args))
+
+    for by_lanes, by_tma in zip(results(False), results(True), strict=True):
+        np.testing.assert_array_equal(by_lanes, by_tma)
+
+
+def test_what_a_gpu_is_said_to_have_follows_its_capability():
+    assert [name for name, gpu in GPUS.items() if not gpu.tma] == ["t4", *BEFORE_HOPPER]
+    assert [name for name, gpu in GPUS.items() if gpu.unsupported] == ["t4"]
+    assert dataclasses.replace(GPUS["h200"], tma=False).tma is False
