@@ -7,12 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
-from jaxkern.mosaic.launch import grid_axes, num_sms
+from jaxkern.mosaic.lanes import sync_warpgroup
+from jaxkern.mosaic.launch import grid_axes, interpreted, num_sms
 from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.registers import elements, i32, inline_mlir
 from jaxkern.ops.ssd.tiles import CHUNK, SLICE, STEP
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
@@ -56,6 +63,37 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> Any:
 def add_product(value: Any, a: Any, b: Any) -> Any:
     """value + a · b in fp32."""
     return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(_accumulator.init(value))
+
+
+def causal(v: Any) -> Any:
+    """(64, 64), fp32, with −∞ above the diagonal.
+
+    Comparisons with one number of the lane, and not of 16 columns' numbers in registers.
+    """
+    if interpreted():
+        rows, columns = (lax.broadcasted_iota(jnp.int32, v.shape, a) for a in (0, 1))
+        return jnp.where(columns <= rows, v, -jnp.inf)
+    result = plgpu.ShapeDtypeStruct(v.shape, v.dtype, layout=WGMMA)
+
+    @inline_mlir(WGMMA, returns=result)
+    def select(v: Any) -> Any:
+        lane = mgpu_utils.thread_idx()
+        bits = lambda low, count: arith.andi(arith.shrui(lane, i32(low)), i32((1 << count) - 1))
+        row = arith.addi(arith.muli(bits(5, 2), i32(16)), bits(2, 3))
+        ahead = arith.subi(row, arith.muli(bits(0, 2), i32(2)))
+        f32 = ir.F32Type.get()
+        never = arith.constant(f32, -math.inf)
+        chosen = np.empty_like(v.registers)
+        for index, register in np.ndenumerate(v.registers):
+            column = 8 * index[1] - 8 * index[4]
+            parts = []
+            for k, value in enumerate(elements(register)):
+                keep = arith.cmpi(arith.CmpIPredicate.sge, ahead, i32(column + k))
+                parts.append(arith.select(keep, value, never))
+            chosen[index] = vector.from_elements(ir.VectorType.get((len(parts),), f32), parts)
+        return mgpu.FragmentedArray(_registers=chosen, _layout=v.layout, _is_signed=None)
+
+    return select(v)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,123 +156,98 @@ def scan_kernel(scan: Scan, refs: Any, smem: Any) -> None:
     copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
 
     def fetch_x(n: Any) -> None:
-        slot, step = wg * 2 + lax.rem(n, 2), first + n
-        rows = pl.ds(step * Q, Q)
-        copy(refs.x.at[batch, rows, head, channels], smem.x.at[slot], smem.x_full.at[slot])
-        # The last warp may still read the steps two before when x is free already.
-        target = smem.steps.at[wg * 3 + lax.rem(n, 3)]
-        copy(refs.steps.at[batch, head, step], target, smem.x_full.at[slot])
+        rows = pl.ds((first + n) * Q, Q)
+        copy(refs.x.at[batch, rows, head, channels], smem.x.at[wg], smem.x_full.at[wg])
+
+    def fetch_steps(n: Any) -> None:
+        slot = wg * 2 + lax.rem(n, 2)
+        copy(refs.steps.at[batch, head, first + n], smem.steps.at[slot], smem.steps_full.at[slot])
 
     def fetch_weights(n: Any) -> None:
         slot, rows = lax.rem(n, 2), pl.ds((first + n) * Q, Q)
         copy(refs.B.at[batch, rows, group], smem.B.at[slot], smem.full.at[slot])
         copy(refs.C.at[batch, rows, group], smem.C.at[slot], smem.full.at[slot])
 
-    for n in range(2):
+    fetch_steps(0)
+    fetch_x(0)
 
-        @pl.when(n < count)
-        def _():
-            fetch_x(n)
+    @pl.when(wg == 0)
+    def _():
+        for n in range(2):
+            pl.when(n < count)(functools.partial(fetch_weights, n))
 
-            @pl.when(wg == 0)
-            def _():
-                fetch_weights(n)
-
-    skip = None if refs.D is None else plgpu.load(
-        refs.D.at[head, channels], layout=ROWS, optimized=False
-    )
-    j = plgpu.broadcasted_iota(jnp.int32, (Q, Q), 0, layout=WGMMA)
-    i = plgpu.broadcasted_iota(jnp.int32, (Q, Q), 1, layout=WGMMA)
-    later = j <= i
-    middle, out = smem.middle.at[wg], smem.out.at[wg]
-
-    def save(step: Any, h: Any) -> None:
-        at = batch, lax.div(step, CHUNK // STEP), head, channels
-        for n in range(0, N, 2 * BOX):
-            if n:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            slots = [middle, out][: (N - n) // BOX]
-            for k, slot in enumerate(slots):
-                slot[...] = h[:, n + k * BOX : n + (k + 1) * BOX].astype(slot.dtype)
-            plgpu.commit_smem()
-            for k, slot in enumerate(slots):
-                plgpu.copy_smem_to_gmem(slot, refs.states.at[(*at, pl.ds(n + k * BOX, BOX))])
+    held, out = smem.held.at[wg], smem.out.at[wg]
+    skip = None if refs.D is None or len(refs.D.shape) > 1 else refs.D[head]
 
     def step(n: Any, h: Any) -> Any:
         slot, own = lax.rem(n, 2), wg * 2 + lax.rem(n, 2)
+        rows = pl.ds((first + n) * Q, Q)
+        steps, B, C = smem.steps.at[own], smem.B.at[slot], smem.C.at[slot]
+        x = smem.x.at[wg]
         dtype = smem.x.dtype
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
+        held[...] = h.astype(dtype)
+
+        @pl.when(n + 1 < count)
+        def _():
+            fetch_steps(n + 1)
+
         plgpu.barrier_wait(smem.full.at[slot])
-        plgpu.barrier_wait(smem.x_full.at[own])
-        steps = smem.steps.at[wg * 3 + lax.rem(n, 3)]
-        B, C = smem.B.at[slot], smem.C.at[slot]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if refs.states is not None:
-
-            @pl.when(lax.rem(n, CHUNK // STEP) == 0)
-            def _():
-                save(first + n, h)
-
-        s = product(B, C.transpose((1, 0)), (Q, Q))  # (j, i)
-        at_rows = plgpu.load(steps.at[0], layout=ROWS)
-        at_columns = plgpu.load(steps.at[0], layout=COLUMNS)
-        dt = plgpu.load(steps.at[1], layout=ROWS)
-        apart = over_columns(at_columns, (Q, Q)) - over_rows(at_rows, (Q, Q))
-        decay = jnp.exp2(jnp.where(later, apart, -jnp.inf))
-        m = (s * over_rows(dt, (Q, Q)) * decay).astype(dtype)
-        if refs.states is not None:
-
-            @pl.when(lax.rem(n, CHUNK // STEP) == 0)
-            def _():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        middle[...] = m
-        if refs.z is not None:
-            rows = pl.ds((first + n) * Q, Q)
-            copy(refs.z.at[batch, rows, head, channels], out, smem.z_full.at[wg])
+        s = product(C, B.transpose((1, 0)), (Q, Q))  # (i, j)
+        plgpu.barrier_wait(smem.steps_full.at[own])
+        cum = plgpu.load(steps.at[0], layout=ROWS)
+        before = plgpu.load(steps.at[0], layout=COLUMNS)
+        dt = plgpu.load(steps.at[1], layout=COLUMNS)
+        apart = over_rows(cum, (Q, Q)) - over_columns(before, (Q, Q))
+        decay = jnp.exp2(causal(apart))
+        out[...] = (s * over_columns(dt, (Q, Q)) * decay).astype(dtype)
         plgpu.commit_smem()
+        if refs.states is not None:
+
+            @pl.when(lax.rem(n, CHUNK // STEP) == 0)
+            def _():
+                chunk = lax.div(first + n, CHUNK // STEP)
+                plgpu.copy_smem_to_gmem(held, refs.states.at[batch, chunk, head, channels])
+
 
         @pl.when((wg == 0) & (n > 0) & (n + 1 < count))
         def _():
-            before = lax.rem(n + 1, 2)
-            plgpu.barrier_wait(smem.empty.at[before])
+            plgpu.barrier_wait(smem.empty.at[lax.rem(n + 1, 2)])
             fetch_weights(n + 1)
 
-        def carried(acc: Any) -> Any:
-            # In halves: h in 16 bits takes half as many registers again.
-            for n in range(0, N, BOX):
-                box = pl.ds(n, BOX)
-                plgpu.wgmma(acc, h[:, n : n + BOX].astype(dtype), C.at[:, box].transpose((1, 0)))
-                plgpu.wgmma_wait(0)
-            return acc[...]
-
-        y = pl.run_scoped(carried, _accumulator((P, Q), jnp.float32))  # (p, i)
-        at_columns = plgpu.load(steps.at[0], layout=COLUMNS)
-        y = y * over_columns(jnp.exp2(at_columns), (P, Q))
-        x = plgpu.load(smem.x.at[own].transpose((1, 0)), layout=WGMMA)  # (p, j)
-        y = add_product(y, x, middle)
-        if skip is not None:
-            y = y + over_rows(skip, (P, Q)) * x.astype(jnp.float32)
+        y = product(C, held.transpose((1, 0)), (Q, P))  # (i, p)
+        cum = plgpu.load(steps.at[0], layout=ROWS)
+        y = y * over_rows(jnp.exp2(cum), (Q, P))
+        plgpu.barrier_wait(smem.x_full.at[wg])
+        y = add_product(y, out, x)
+        if refs.D is not None:
+            if skip is None:
+                D = plgpu.load(refs.D.at[head, channels], layout=COLUMNS, optimized=False)
+                D = over_columns(D, (Q, P))
+            else:
+                D = skip
+            y = y + D * plgpu.load(x, layout=WGMMA).astype(jnp.float32)
         if refs.z is not None:
-            plgpu.barrier_wait(smem.z_full.at[wg])
-            z = plgpu.load(out.transpose((1, 0)), layout=WGMMA).astype(jnp.float32)
+            z = refs.z.at[batch, rows, head, channels]
+            z = plgpu.load(z, layout=WGMMA, optimized=False).astype(jnp.float32)
             y = y * z / (1 + jnp.exp2(z * -LOG2E))
-        out.transpose((1, 0))[...] = y.astype(dtype)
-        plgpu.commit_smem()
-        rows = pl.ds((first + n) * Q, Q)
-        plgpu.copy_smem_to_gmem(out, refs.out.at[batch, rows, head, channels])
-        # All warps have read x.
+        sync_warpgroup()
+        out[...] = y.astype(dtype)
         last = steps[0, Q - 1]
-        at_columns = plgpu.load(steps.at[0], layout=COLUMNS)
+        before = plgpu.load(steps.at[0], layout=COLUMNS)
         dt = plgpu.load(steps.at[1], layout=COLUMNS)
-        weight = jnp.exp2(last - at_columns) * dt
-        x = (x.astype(jnp.float32) * over_columns(weight, (P, Q))).astype(dtype)
-        h = add_product(h * jnp.exp2(last), x, B)
-        plgpu.barrier_arrive(smem.empty.at[slot])
+        weight = over_columns(jnp.exp2(last - before) * dt, (P, Q))
+        turned = plgpu.load(x.transpose((1, 0)), layout=WGMMA).astype(jnp.float32)  # (p, j)
+        turned = (turned * weight).astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, refs.out.at[batch, rows, head, channels])
 
-        @pl.when(n + 2 < count)
+        @pl.when(n + 1 < count)  # all warps have read x
         def _():
-            fetch_x(n + 2)
+            fetch_x(n + 1)
 
+        h = add_product(h * jnp.exp2(last), turned, B)
+        plgpu.barrier_arrive(smem.empty.at[slot])
         return h
 
     if refs.initial is None:
@@ -261,16 +274,16 @@ def launch_scan(scan: Scan, x, steps, B, C, D, z, initial, *, final: bool):
     b, tokens, heads, p = x.shape
     like = jax.ShapeDtypeStruct
     scratch = {
-        "x": tiles_of(2 * W, Q, SLICE, dtype=dtype),
-        "steps": plgpu.SMEM((3 * W, 2, Q), jnp.float32),
+        "x": tiles_of(W, Q, SLICE, dtype=dtype),
+        "steps": plgpu.SMEM((2 * W, 2, Q), jnp.float32),
         "B": tiles_of(2, Q, N, dtype=dtype),
         "C": tiles_of(2, Q, N, dtype=dtype),
-        "middle": tiles_of(W, Q, Q, dtype=dtype),
+        "held": tiles_of(W, SLICE, N, dtype=dtype),
         "out": tiles_of(W, Q, SLICE, dtype=dtype),
-        "x_full": plgpu.Barrier(num_arrivals=2, num_barriers=2 * W),
+        "x_full": plgpu.Barrier(num_arrivals=1, num_barriers=W),
+        "steps_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "empty": plgpu.Barrier(num_arrivals=W, num_barriers=2),
-        "z_full": plgpu.Barrier(num_arrivals=1, num_barriers=W),
     }
     chunks = scan.steps // (CHUNK // STEP)
     return launch_named(
@@ -308,7 +321,6 @@ def launch_fwd(options, x, dt, cum, B, C, D, z, initial_state, *, W=4, parts=Non
         initial = part_ends(scan, False, x, B, steps, cum, initial_state)
     else:
         initial = None
-    if D is not None:
-        D = jnp.broadcast_to(D.astype(jnp.float32).reshape(heads, -1), (heads, p))
+    D = None if D is None else D.astype(jnp.float32)
     res = launch_scan(scan, x, steps, B, C, D, z, initial, final=True)
     return res["out"], res["final"][:, -1], res["states"]
