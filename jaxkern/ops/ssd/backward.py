@@ -1,0 +1,348 @@
+"""The backward of the SSD scan, of chunks in parallel."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.mosaic.instructions import widened
+from jaxkern.mosaic.lanes import sync_warpgroup
+from jaxkern.mosaic.launch import num_sms
+from jaxkern.mosaic.named import launch_named
+from jaxkern.ops.ssd.carry import launch_carry, part_ends
+from jaxkern.ops.ssd.forward import (
+    BLOCK,
+    BOX,
+    COLUMNS,
+    LOG2E,
+    ROWS,
+    WARPGROUP,
+    WGMMA,
+    Scan,
+    causal,
+    over_columns,
+    over_rows,
+    product,
+    scan_steps,
+    tiles_of,
+    _accumulator,
+)
+from jaxkern.ops.ssd.tiles import CHUNK, SLICE, STEP
+
+HALVES = CHUNK // STEP
+ROW_SUMS = ("row", "column", "carried", "inner", "skip")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    batch: int
+    heads: int
+    groups: int
+    channels: int
+    states: int
+    chunks: int
+    splits: int  # of a group's units
+
+    @property
+    def slices(self) -> int:
+        return self.channels // SLICE
+
+    @property
+    def units(self) -> int:
+        return self.heads // self.groups * self.slices
+
+    @property
+    def split_units(self) -> int:
+        return -(-self.units // self.splits)
+
+    @property
+    def grid(self) -> int:
+        return self.splits * self.batch * self.groups * self.chunks
+
+
+def add_products(value: Any, *terms: tuple[Any, Any]) -> Any:
+    """value + Σ a · b in fp32."""
+
+    def run(acc: Any) -> None:
+        for a, b in terms:
+            plgpu.wgmma(acc, a, b)
+
+    return pl.run_state(run)(_accumulator.init(value))
+
+
+def wide(v: Any) -> Any:
+    """`v`, in the layout of accumulators, in fp32."""
+    if v.dtype != jnp.bfloat16:
+        return v.astype(jnp.float32)
+    return widened(v, WGMMA)
+
+
+def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
+    wg, block = lax.axis_index(WARPGROUP), lax.axis_index(BLOCK)
+    group, rest = lax.rem(block, sizes.groups), lax.div(block, sizes.groups)
+    split, rest = lax.rem(rest, sizes.splits), lax.div(rest, sizes.splits)
+    chunk, batch = lax.rem(rest, sizes.chunks), lax.div(rest, sizes.chunks)
+    first = split * sizes.split_units
+    count = jnp.minimum(sizes.split_units, sizes.units - first)
+    token = chunk * CHUNK
+    N, P, Q = sizes.states, SLICE, STEP
+
+    def unit(n: Any) -> tuple[Any, Any]:
+        u = first + n
+        head = group * (sizes.units // sizes.slices) + lax.div(u, sizes.slices)
+        return head, pl.ds(lax.rem(u, sizes.slices) * SLICE, SLICE)
+
+    @pl.when(wg == HALVES)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
+        tokens = pl.ds(token, CHUNK)
+        copy(refs.B.at[batch, tokens, group], smem.B, smem.weights_full)
+        copy(refs.C.at[batch, tokens, group], smem.C, smem.weights_full)
+
+        def fetch(n: Any, _: Any) -> None:
+            slot = lax.rem(n, 2)
+            head, channels = unit(n)
+
+            @pl.when(n >= 2)
+            def _():
+                plgpu.barrier_wait(smem.empty.at[slot])
+
+            full = smem.full.at[slot]
+            copy(refs.x.at[batch, tokens, head, channels], smem.x.at[slot], full)
+            copy(refs.dy.at[batch, tokens, head, channels], smem.dy.at[slot], full)
+            copy(refs.steps.at[batch, head, chunk], smem.steps.at[slot], full)
+            for name in ("h", "dh"):
+                done = getattr(smem, f"{name}_empty")
+                pl.when(n >= 1)(functools.partial(plgpu.barrier_wait, done))
+                source = getattr(refs, name).at[batch, chunk, head, channels]
+                copy(source, getattr(smem, name), getattr(smem, f"{name}_full"))
+
+        lax.fori_loop(0, count, fetch, None)
+
+    def compute(w: int) -> None:
+        own = pl.ds(w * Q, Q)
+        dtype = smem.x.dtype
+        blocks = list(range(w + 1))  # of earlier tokens, that these rows read
+        later = list(range(w, HALVES))  # of rows that read these tokens
+        slot_of = lambda i, j: i * (i + 1) // 2 + j
+        B_own, C_own = smem.B.at[own], smem.C.at[own]
+        rows_of = lambda ref, k: ref.at[pl.ds(k * Q, Q)]
+        plgpu.barrier_wait(smem.weights_full)
+        score_of = lambda j: product(C_own, rows_of(smem.B, j).transpose((1, 0)), (Q, Q))
+        own_score = score_of(w).astype(dtype)  # (i, j)
+        for j in blocks[:-1]:
+            smem.score[...] = score_of(j).astype(dtype)
+        mine = smem.M.at[slot_of(w, w)]
+
+        def step(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            dB, dC = carry
+            slot = lax.rem(n, 2)
+            head, channels = unit(n)
+            x, dy, steps = smem.x.at[slot], smem.dy.at[slot], smem.steps.at[slot]
+            out = refs.sums.at[batch, head * sizes.slices + lax.rem(first + n, sizes.slices), chunk]
+
+            def write(name: str, values: Any) -> None:
+                out.at[ROW_SUMS.index(name), own][...] = values
+
+            plgpu.barrier_wait(smem.full.at[slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if w == 1:
+
+                @pl.when(n > 0)
+                def _():
+                    plgpu.barrier_wait(smem.taken)
+
+            cum = plgpu.load(steps.at[0, own], layout=ROWS)
+            row = plgpu.layout_cast(jnp.zeros((Q,), jnp.float32), ROWS)
+            for j in blocks:
+                dM = product(rows_of(dy, w), rows_of(x, j).transpose((1, 0)), (Q, Q))
+                before = plgpu.load(steps.at[0, pl.ds(j * Q, Q)], layout=COLUMNS)
+                dt = plgpu.load(steps.at[1, pl.ds(j * Q, Q)], layout=COLUMNS)
+                apart = over_rows(cum, (Q, Q)) - over_columns(before, (Q, Q))
+                decay = jnp.exp2(causal(apart) if j == w else apart)
+                if j == w:  # it stays in 16 bits
+                    score = lax.optimization_barrier(own_score)
+                else:
+                    score = plgpu.load(smem.score, layout=WGMMA)
+                m = (wide(score) * decay).astype(dtype)
+                smem.M.at[slot_of(w, j)][...] = m
+                dM = dM * over_columns(dt, (Q, Q))
+                row = row + jnp.sum(dM * wide(m), axis=1)
+                dS = (dM * decay).astype(dtype)
+                smem.dS.at[slot_of(w, j)][...] = dS
+                dC = add_products(dC, (dS, rows_of(smem.B, j)))
+            plgpu.commit_smem()
+            if w == 1:
+                plgpu.barrier_arrive(smem.given)
+            plgpu.barrier_wait(smem.h_full)
+            carried = product(C_own, smem.h.transpose((1, 0)), (Q, P))  # (i, p)
+            entered = jnp.exp2(cum)
+            dy32 = wide(plgpu.load(rows_of(dy, w), layout=WGMMA))
+            row = row + entered * jnp.sum(carried * dy32, axis=1)
+            write("row", row)
+            dy_scaled = (dy32 * over_rows(entered, (Q, P))).astype(dtype)
+            dC = add_products(dC, (dy_scaled, smem.h))
+
+            plgpu.barrier_wait(smem.dh_full)
+            inner = plgpu.layout_cast(jnp.zeros((P,), jnp.float32), ROWS)
+            for k in range(w, N // BOX, HALVES):
+                box = pl.ds(k * BOX, BOX)
+                load = lambda ref: wide(plgpu.load(ref.at[:, box], layout=WGMMA))  # noqa: B023
+                inner = inner + jnp.sum(load(smem.h) * load(smem.dh), axis=1)
+            write("inner", inner)
+            plgpu.barrier_arrive(smem.h_empty)
+
+            x_own = plgpu.load(rows_of(x, w), layout=WGMMA)
+            x32 = wide(x_own)
+            left = jnp.exp2(steps[0, CHUNK - 1] - cum)
+            dx = product(B_own, smem.dh.transpose((1, 0)), (Q, P))  # (j, p)
+            dx = dx * over_rows(left, (Q, P))
+            write("carried", jnp.sum(dx * x32, axis=1))
+            dt = plgpu.load(steps.at[1, own], layout=ROWS)
+            x_scaled = (x32 * over_rows(left * dt, (Q, P))).astype(dtype)
+            dB = add_products(dB, (x_scaled, smem.dh))
+            plgpu.barrier_arrive(smem.dh_empty)
+            if w == 0:
+                plgpu.barrier_wait(smem.given)
+            turned = lambda ref, i: ref.at[slot_of(i, w)].transpose((1, 0))
+            dx = add_products(dx, *((turned(smem.M, i), rows_of(dy, i)) for i in later))
+            dB = add_products(dB, *((turned(smem.dS, i), rows_of(smem.C, i)) for i in later))
+            if w == 0:
+                plgpu.barrier_arrive(smem.taken)
+            write("column", jnp.sum(dx * x32, axis=1))
+            dx = dx * over_rows(dt, (Q, P))
+            if refs.D is not None:
+                dy32 = wide(plgpu.load(rows_of(dy, w), layout=WGMMA))
+                if len(refs.D.shape) > 1:
+                    D = plgpu.load(refs.D.at[head, channels], layout=COLUMNS, optimized=False)
+                    dx = dx + over_columns(D, (Q, P)) * dy32
+                else:
+                    write("skip", jnp.sum(x32 * dy32, axis=1))
+                    dx = dx + refs.D[head] * dy32
+            sync_warpgroup()
+            mine[...] = dx.astype(dtype)
+            plgpu.commit_smem()
+            tokens = pl.ds(token + w * Q, Q)
+            plgpu.copy_smem_to_gmem(mine, refs.dx.at[batch, tokens, head, channels])
+            plgpu.barrier_arrive(smem.empty.at[slot])
+            return dB, dC
+
+        zeros = plgpu.layout_cast(jnp.zeros((Q, N), jnp.float32), WGMMA)
+        dB, dC = lax.fori_loop(0, count, step, (zeros, zeros))
+        tokens = pl.ds(token + w * Q, Q)
+        for ref, value in ((refs.dB, dB), (refs.dC, dC)):
+            ref.at[split, batch, tokens, group][...] = value.astype(ref.dtype)
+        plgpu.wait_smem_to_gmem(0)
+
+    for half in range(HALVES):
+
+        @pl.when(wg == half)
+        def _(half: int = half) -> None:
+            plgpu.set_max_registers(232, action="increase")
+            compute(half)
+
+
+def launch_grads(sizes: Chunks, x, dy, steps, B, C, D, h, dh) -> dict[str, Any]:
+    """Gradients from the states before chunks and the gradients of those after them."""
+    N, dtype = sizes.states, x.dtype
+    like = jax.ShapeDtypeStruct
+    f32 = jnp.float32
+    blocks = HALVES * (HALVES + 1) // 2
+    wgs: dict[str, Any] = {"num_arrivals": HALVES}
+    scratch = {
+        "x": tiles_of(2, CHUNK, SLICE, dtype=dtype),
+        "dy": tiles_of(2, CHUNK, SLICE, dtype=dtype),
+        "steps": plgpu.SMEM((2, 2, CHUNK), f32),
+        "h": tiles_of(SLICE, N, dtype=dtype),
+        "dh": tiles_of(SLICE, N, dtype=dtype),
+        "B": tiles_of(CHUNK, N, dtype=dtype),
+        "C": tiles_of(CHUNK, N, dtype=dtype),
+        "M": tiles_of(blocks, STEP, STEP, dtype=dtype),
+        "dS": tiles_of(blocks, STEP, STEP, dtype=dtype),
+        "score": tiles_of(STEP, STEP, dtype=dtype),
+        "weights_full": plgpu.Barrier(num_arrivals=2),
+        "full": plgpu.Barrier(num_arrivals=3, num_barriers=2),
+        "empty": plgpu.Barrier(num_arrivals=HALVES, num_barriers=2),
+        "h_full": plgpu.Barrier(num_arrivals=1),
+        "dh_full": plgpu.Barrier(num_arrivals=1),
+        "h_empty": plgpu.Barrier(num_arrivals=HALVES),
+        "dh_empty": plgpu.Barrier(num_arrivals=HALVES),
+        "given": plgpu.Barrier(num_arrivals=1),
+        "taken": plgpu.Barrier(num_arrivals=1),
+    }
+    tokens = sizes.chunks * CHUNK
+    weights = like(
+        (sizes.splits, sizes.batch, tokens, sizes.groups, N), dtype if sizes.splits == 1 else f32
+    )
+    units = sizes.heads * sizes.slices
+    return launch_named(
+        functools.partial(grads_kernel, sizes),
+        {"x": x, "dy": dy, "steps": steps, "B": B, "C": C, "D": D, "h": h, "dh": dh},
+        {
+            "dx": like(x.shape, dtype),
+            "dB": weights,
+            "dC": weights,
+            "sums": like((sizes.batch, units, sizes.chunks, len(ROW_SUMS), CHUNK), f32),
+        },
+        scratch,
+        grid=(sizes.grid,),
+        grid_names=(BLOCK,),
+        num_threads=HALVES + 1,
+        thread_name=WARPGROUP,
+        kernel_name="ssd_bwd",
+        approx_math=True,
+    )
+
+
+def launch_bwd(options, x, dt, cum, B, C, D, z, initial_state, states, dout, dfinal, *, W=4):
+    del options
+    b, tokens, heads, p = x.shape
+    G, N = B.shape[2:]
+    chunks = cum.shape[-1] // CHUNK
+    scan = Scan(
+        batch=b, heads=heads, groups=G, channels=p, states=N, steps=chunks * HALVES,
+        parts=1, warpgroups=W, save=True,
+    )
+    D = None if D is None else D.astype(jnp.float32)
+    steps = scan_steps(cum, dt)
+    dy, dz = dout, None
+    if z is not None:
+        from jaxkern.ops.ssd.forward import launch_fwd
+        y = launch_fwd(None, x, dt, cum, B, C, D, None, initial_state, save=False)[0]
+        y, z32, d32 = (v.astype(jnp.float32) for v in (y, z, dout))
+        gate = jax.nn.sigmoid(z32)
+        dz = (d32 * y * gate * (1 + z32 * (1 - gate))).astype(z.dtype)
+        dy = (d32 * z32 * gate).astype(x.dtype)
+    if states.shape[1] < chunks:
+        parts = dataclasses.replace(scan, parts=states.shape[1])
+        states, _ = launch_carry(parts, False, x, B, steps, states, final=False)
+    parts = max(1, min(num_sms() // scan.grid, chunks))
+    scan = dataclasses.replace(scan, parts=-(-chunks // -(-chunks // parts)))
+    ends = None
+    if scan.parts > 1 or dfinal is not None:
+        ends = part_ends(scan, True, dy, C, steps, cum, dfinal)
+    dstates, dinitial = launch_carry(scan, True, dy, C, steps, ends, final=True)
+    whole = jnp.stack([(cum * LOG2E), dt], axis=2).reshape(b, heads, 2, chunks, CHUNK)
+    whole = whole.swapaxes(2, 3)  # (B, H, chunks, 2, 128)
+    sizes = Chunks(batch=b, heads=heads, groups=G, channels=p, states=N, chunks=chunks, splits=1)
+    grads = launch_grads(sizes, x, dy, whole, B, C, D, states, dstates)
+    sums = grads["sums"].reshape(b, heads, sizes.slices, chunks, len(ROW_SUMS), CHUNK).sum(2)
+    row, column, carried, inner, skip = (sums[..., k, :] for k in range(len(ROW_SUMS)))
+    dt, cum = (v.reshape(b, heads, chunks, CHUNK) for v in (dt, cum))
+    last = (dt * carried).sum(-1) + jnp.exp(cum[..., -1]) * inner.sum(-1)
+    dcum = (row - dt * column).at[..., -1].add(last)
+    ddt, dcum = (v.reshape(b, heads, chunks * CHUNK) for v in (column, dcum))
+    weights = [grads[name].sum(0)[:, :tokens].astype(B.dtype) for name in ("dB", "dC")]
+    dD = None
+    if D is not None:
+        if D.ndim == 1:
+            dD = skip.sum((0, 2, 3))
+        else:
+            dD = jnp.einsum("blhp,blhp->hp", x, dy, preferred_element_type=jnp.float32)
+    return grads["dx"], ddt, dcum, *weights, dD, dz, dinitial[:, 0]
