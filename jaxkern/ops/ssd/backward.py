@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.instructions import widened
 from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.launch import num_sms
 from jaxkern.mosaic.named import launch_named
@@ -30,6 +29,7 @@ from jaxkern.ops.ssd.forward import (
     product,
     scan_steps,
     tiles_of,
+    wide,
     _accumulator,
 )
 from jaxkern.ops.ssd.tiles import CHUNK, SLICE, STEP
@@ -73,13 +73,6 @@ def add_products(value: Any, *terms: tuple[Any, Any]) -> Any:
             plgpu.wgmma(acc, a, b)
 
     return pl.run_state(run)(_accumulator.init(value))
-
-
-def wide(v: Any) -> Any:
-    """`v`, in the layout of accumulators, in fp32."""
-    if v.dtype != jnp.bfloat16:
-        return v.astype(jnp.float32)
-    return widened(v, WGMMA)
 
 
 def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:

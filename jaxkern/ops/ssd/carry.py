@@ -111,6 +111,7 @@ def carry_kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
         h = plgpu.layout_cast(jnp.zeros((P, N), jnp.float32), WGMMA)
     else:
         h = plgpu.load(refs.initial.at[batch, part, head, channels], layout=WGMMA, optimized=False)
+        h = h.astype(jnp.float32)
     h = lax.fori_loop(0, count, step, h)
     plgpu.wait_smem_to_gmem(0)
     if refs.final is not None:

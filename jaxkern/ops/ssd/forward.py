@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from jaxkern.mosaic.lanes import sync_warpgroup
+from jaxkern.mosaic.instructions import widened
 from jaxkern.mosaic.launch import grid_axes, interpreted, num_sms
 from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.registers import elements, i32, inline_mlir
@@ -30,6 +30,7 @@ COLUMNS: Any = plgpu.Layout.WGMMA.reduce(0)
 _accumulator: Any = plgpu.ACC
 LOG2E = math.log2(math.e)
 SWIZZLE = 128
+STAGES = 3
 BOX = 64
 
 
@@ -65,14 +66,15 @@ def add_product(value: Any, a: Any, b: Any) -> Any:
     return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(_accumulator.init(value))
 
 
-def causal(v: Any) -> Any:
-    """(64, 64), fp32, with −∞ above the diagonal.
+def causal(v: Any, *, turned: bool = False) -> Any:
+    """(64, 64), fp32, with −∞ above the diagonal, or if `turned` below it.
 
     Comparisons with one number of the lane, and not of 16 columns' numbers in registers.
     """
     if interpreted():
         rows, columns = (lax.broadcasted_iota(jnp.int32, v.shape, a) for a in (0, 1))
-        return jnp.where(columns <= rows, v, -jnp.inf)
+        keep = rows <= columns if turned else columns <= rows
+        return jnp.where(keep, v, -jnp.inf)
     result = plgpu.ShapeDtypeStruct(v.shape, v.dtype, layout=WGMMA)
 
     @inline_mlir(WGMMA, returns=result)
@@ -88,12 +90,20 @@ def causal(v: Any) -> Any:
             column = 8 * index[1] - 8 * index[4]
             parts = []
             for k, value in enumerate(elements(register)):
-                keep = arith.cmpi(arith.CmpIPredicate.sge, ahead, i32(column + k))
+                order = arith.CmpIPredicate.sle if turned else arith.CmpIPredicate.sge
+                keep = arith.cmpi(order, ahead, i32(column + k))
                 parts.append(arith.select(keep, value, never))
             chosen[index] = vector.from_elements(ir.VectorType.get((len(parts),), f32), parts)
         return mgpu.FragmentedArray(_registers=chosen, _layout=v.layout, _is_signed=None)
 
     return select(v)
+
+
+def wide(v: Any) -> Any:
+    """`v`, in the layout of accumulators, in fp32."""
+    if v.dtype != jnp.bfloat16:
+        return v.astype(jnp.float32)
+    return widened(v, WGMMA)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,99 +165,110 @@ def scan_kernel(scan: Scan, refs: Any, smem: Any) -> None:
 
     copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
 
-    def fetch_x(n: Any) -> None:
-        rows = pl.ds((first + n) * Q, Q)
-        copy(refs.x.at[batch, rows, head, channels], smem.x.at[wg], smem.x_full.at[wg])
-
-    def fetch_steps(n: Any) -> None:
-        slot = wg * 2 + lax.rem(n, 2)
-        copy(refs.steps.at[batch, head, first + n], smem.steps.at[slot], smem.steps_full.at[slot])
+    def fetch_tokens(n: Any) -> None:
+        slot, rows = wg * 2 + lax.rem(n, 2), pl.ds((first + n) * Q, Q)
+        full = smem.tokens_full.at[slot]
+        copy(refs.x.at[batch, rows, head, channels], smem.x.at[slot], full)
+        copy(refs.steps.at[batch, head, first + n], smem.steps.at[slot], full)
+        if refs.z is not None:
+            copy(refs.z.at[batch, rows, head, channels], smem.z.at[slot], full)
 
     def fetch_weights(n: Any) -> None:
-        slot, rows = lax.rem(n, 2), pl.ds((first + n) * Q, Q)
+        slot, rows = lax.rem(n, STAGES), pl.ds((first + n) * Q, Q)
         copy(refs.B.at[batch, rows, group], smem.B.at[slot], smem.full.at[slot])
         copy(refs.C.at[batch, rows, group], smem.C.at[slot], smem.full.at[slot])
 
-    fetch_steps(0)
-    fetch_x(0)
+    for n in range(2):
+        pl.when(n < count)(functools.partial(fetch_tokens, n))
 
     @pl.when(wg == 0)
     def _():
-        for n in range(2):
+        for n in range(STAGES):
             pl.when(n < count)(functools.partial(fetch_weights, n))
 
-    held, out = smem.held.at[wg], smem.out.at[wg]
-    skip = None if refs.D is None or len(refs.D.shape) > 1 else refs.D[head]
+    skip = None
+    if refs.D is not None:
+        if len(refs.D.shape) > 1:
+            skip = plgpu.load(refs.D.at[head, channels], layout=ROWS, optimized=False)
+            skip = over_rows(skip, (P, Q))
+        else:
+            skip = refs.D[head]
+    M, out = smem.M.at[wg], smem.out.at[wg]
 
     def step(n: Any, h: Any) -> Any:
-        slot, own = lax.rem(n, 2), wg * 2 + lax.rem(n, 2)
+        slot, own = lax.rem(n, STAGES), wg * 2 + lax.rem(n, 2)
         rows = pl.ds((first + n) * Q, Q)
-        steps, B, C = smem.steps.at[own], smem.B.at[slot], smem.C.at[slot]
-        x = smem.x.at[wg]
+        steps, B, C, x = smem.steps.at[own], smem.B.at[slot], smem.C.at[slot], smem.x.at[own]
         dtype = smem.x.dtype
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
-        held[...] = h.astype(dtype)
-
-        @pl.when(n + 1 < count)
-        def _():
-            fetch_steps(n + 1)
-
+        saves = lax.rem(n, CHUNK // STEP) == 0
         plgpu.barrier_wait(smem.full.at[slot])
-        s = product(C, B.transpose((1, 0)), (Q, Q))  # (i, j)
-        plgpu.barrier_wait(smem.steps_full.at[own])
-        cum = plgpu.load(steps.at[0], layout=ROWS)
-        before = plgpu.load(steps.at[0], layout=COLUMNS)
-        dt = plgpu.load(steps.at[1], layout=COLUMNS)
-        apart = over_rows(cum, (Q, Q)) - over_columns(before, (Q, Q))
-        decay = jnp.exp2(causal(apart))
-        out[...] = (s * over_columns(dt, (Q, Q)) * decay).astype(dtype)
-        plgpu.commit_smem()
-        if refs.states is not None:
 
-            @pl.when(lax.rem(n, CHUNK // STEP) == 0)
-            def _():
-                chunk = lax.div(first + n, CHUNK // STEP)
-                plgpu.copy_smem_to_gmem(held, refs.states.at[batch, chunk, head, channels])
+        def within(scores: Any, y: Any) -> tuple[Any, Any, Any]:
+            h_narrow = h.astype(dtype)
+            plgpu.wgmma(scores, B, C.transpose((1, 0)))  # (j, i)
+            plgpu.wgmma(y, h_narrow, C.transpose((1, 0)))  # (p, i)
+            plgpu.barrier_wait(smem.tokens_full.at[own])
+            cum = plgpu.load(steps.at[0], layout=COLUMNS)
+            before = plgpu.load(steps.at[0], layout=ROWS)
+            dt = plgpu.load(steps.at[1], layout=ROWS)
+            apart = over_columns(cum, (Q, Q)) - over_rows(before, (Q, Q))
+            decay = jnp.exp2(causal(apart, turned=True)) * over_rows(dt, (Q, Q))
+            s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            M[...] = (s * decay).astype(dtype)
+            if refs.states is not None:
 
+                @pl.when(saves)
+                def _():
+                    smem.held.at[wg][...] = h_narrow
 
-        @pl.when((wg == 0) & (n > 0) & (n + 1 < count))
+            plgpu.commit_smem()
+            if refs.states is not None:
+
+                @pl.when(saves)
+                def _():
+                    chunk = lax.div(first + n, CHUNK // STEP)
+                    plgpu.copy_smem_to_gmem(
+                        smem.held.at[wg], refs.states.at[batch, chunk, head, channels]
+                    )
+
+            last = steps[0, Q - 1]
+            weight = jnp.exp2(last - cum) * plgpu.load(steps.at[1], layout=COLUMNS)
+            turned = plgpu.load(x.transpose((1, 0)), layout=WGMMA)  # (p, j)
+            weighted = (wide(turned) * over_columns(weight, (P, Q))).astype(dtype)
+            return y[...] * over_columns(jnp.exp2(cum), (P, Q)), turned, weighted
+
+        accumulators = [_accumulator(shape, jnp.float32) for shape in ((Q, Q), (P, Q))]
+        y, turned, weighted = pl.run_scoped(within, *accumulators)
+
+        @pl.when((wg == 0) & (n > 0) & (n + STAGES - 1 < count))
         def _():
-            plgpu.barrier_wait(smem.empty.at[lax.rem(n + 1, 2)])
-            fetch_weights(n + 1)
+            plgpu.barrier_wait(smem.empty.at[lax.rem(n + STAGES - 1, STAGES)])
+            fetch_weights(n + STAGES - 1)
 
-        y = product(C, held.transpose((1, 0)), (Q, P))  # (i, p)
-        cum = plgpu.load(steps.at[0], layout=ROWS)
-        y = y * over_rows(jnp.exp2(cum), (Q, P))
-        plgpu.barrier_wait(smem.x_full.at[wg])
-        y = add_product(y, out, x)
-        if refs.D is not None:
-            if skip is None:
-                D = plgpu.load(refs.D.at[head, channels], layout=COLUMNS, optimized=False)
-                D = over_columns(D, (Q, P))
-            else:
-                D = skip
-            y = y + D * plgpu.load(x, layout=WGMMA).astype(jnp.float32)
-        if refs.z is not None:
-            z = refs.z.at[batch, rows, head, channels]
-            z = plgpu.load(z, layout=WGMMA, optimized=False).astype(jnp.float32)
-            y = y * z / (1 + jnp.exp2(z * -LOG2E))
-        sync_warpgroup()
-        out[...] = y.astype(dtype)
+        def end(accumulators: Any) -> None:
+            y, h = accumulators
+            plgpu.wgmma(y, turned, M)
+            plgpu.wgmma(h, weighted, B)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
+            y = plgpu.wgmma_accumulator_load(y, wait_n=1)
+            if skip is not None:
+                y = y + skip * wide(turned)
+            if refs.z is not None:
+                z = wide(plgpu.load(smem.z.at[own].transpose((1, 0)), layout=WGMMA))
+                y = y * z / (1 + jnp.exp2(z * -LOG2E))
+            out.transpose((1, 0))[...] = y.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out, refs.out.at[batch, rows, head, channels])
+
         last = steps[0, Q - 1]
-        before = plgpu.load(steps.at[0], layout=COLUMNS)
-        dt = plgpu.load(steps.at[1], layout=COLUMNS)
-        weight = over_columns(jnp.exp2(last - before) * dt, (P, Q))
-        turned = plgpu.load(x.transpose((1, 0)), layout=WGMMA).astype(jnp.float32)  # (p, j)
-        turned = (turned * weight).astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, refs.out.at[batch, rows, head, channels])
-
-        @pl.when(n + 1 < count)  # all warps have read x
-        def _():
-            fetch_x(n + 1)
-
-        h = add_product(h * jnp.exp2(last), turned, B)
+        begin = _accumulator.init(y), _accumulator.init(h * jnp.exp2(last))
+        _, h = pl.run_state(end)(begin)
         plgpu.barrier_arrive(smem.empty.at[slot])
+
+        @pl.when(n + 2 < count)
+        def _():
+            fetch_tokens(n + 2)
+
         return h
 
     if refs.initial is None:
@@ -274,17 +295,20 @@ def launch_scan(scan: Scan, x, steps, B, C, D, z, initial, *, final: bool):
     b, tokens, heads, p = x.shape
     like = jax.ShapeDtypeStruct
     scratch = {
-        "x": tiles_of(W, Q, SLICE, dtype=dtype),
+        "x": tiles_of(2 * W, Q, SLICE, dtype=dtype),
         "steps": plgpu.SMEM((2 * W, 2, Q), jnp.float32),
-        "B": tiles_of(2, Q, N, dtype=dtype),
-        "C": tiles_of(2, Q, N, dtype=dtype),
-        "held": tiles_of(W, SLICE, N, dtype=dtype),
+        "B": tiles_of(STAGES, Q, N, dtype=dtype),
+        "C": tiles_of(STAGES, Q, N, dtype=dtype),
+        "M": tiles_of(W, Q, Q, dtype=dtype),
         "out": tiles_of(W, Q, SLICE, dtype=dtype),
-        "x_full": plgpu.Barrier(num_arrivals=1, num_barriers=W),
-        "steps_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        "empty": plgpu.Barrier(num_arrivals=W, num_barriers=2),
+        "tokens_full": plgpu.Barrier(num_arrivals=2 + (z is not None), num_barriers=2 * W),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "empty": plgpu.Barrier(num_arrivals=W, num_barriers=STAGES),
     }
+    if z is not None:
+        scratch["z"] = tiles_of(2 * W, Q, SLICE, dtype=dtype)
+    if scan.save:
+        scratch["held"] = tiles_of(W, SLICE, N, dtype=dtype)
     chunks = scan.steps // (CHUNK // STEP)
     return launch_named(
         functools.partial(scan_kernel, scan),
