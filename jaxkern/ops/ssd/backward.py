@@ -35,6 +35,7 @@ from jaxkern.ops.ssd.forward import (
 from jaxkern.ops.ssd.tiles import CHUNK, SLICE, STEP
 
 HALVES = CHUNK // STEP
+PARTS = 2
 ROW_SUMS = ("row", "column", "carried", "inner", "skip")
 
 
@@ -63,16 +64,6 @@ class Chunks:
     @property
     def grid(self) -> int:
         return self.splits * self.batch * self.groups * self.chunks
-
-
-def add_products(value: Any, *terms: tuple[Any, Any]) -> Any:
-    """value + Σ a · b in fp32."""
-
-    def run(acc: Any) -> None:
-        for a, b in terms:
-            plgpu.wgmma(acc, a, b)
-
-    return pl.run_state(run)(_accumulator.init(value))
 
 
 def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
@@ -133,15 +124,48 @@ def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
             smem.score[...] = score_of(j).astype(dtype)
         mine = smem.M.at[slot_of(w, w)]
 
-        def step(n: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            dB, dC = carry
+        def step(n: Any, dB: Any, dC: Any) -> None:
             slot = lax.rem(n, 2)
             head, channels = unit(n)
             x, dy, steps = smem.x.at[slot], smem.dy.at[slot], smem.steps.at[slot]
             out = refs.sums.at[batch, head * sizes.slices + lax.rem(first + n, sizes.slices), chunk]
+            turned = lambda ref, i: ref.at[slot_of(i, w)].transpose((1, 0))
+            accumulator = lambda columns: _accumulator((Q, columns), jnp.float32)
 
             def write(name: str, values: Any) -> None:
                 out.at[ROW_SUMS.index(name), own][...] = values
+
+            def score_grads(j: int, before: Any, *parts: Any) -> tuple[Any, Any]:
+                """Stores M and dS of the rows and the tokens of block `j`."""
+                wide_part = Q // len(parts)
+                at = lambda k: pl.ds(j * Q + k * wide_part, wide_part)
+                shape = Q, wide_part
+                for k, part in enumerate(parts):
+                    plgpu.wgmma(part, rows_of(dy, w), x.at[at(k)].transpose((1, 0)))
+                if before is not None:
+                    plgpu.wgmma(dC, before, rows_of(smem.B, j - 1))
+                if j == w:  # it stays in 16 bits
+                    score = lax.optimization_barrier(own_score)
+                else:
+                    score = plgpu.load(smem.score, layout=WGMMA)
+                row, ms, dSs = 0.0, [], []
+                for k, part in enumerate(parts):
+                    of_columns = plgpu.load(steps.at[0, at(k)], layout=COLUMNS)
+                    apart = over_rows(cum, shape) - over_columns(of_columns, shape)
+                    if j == w:
+                        apart = causal(apart, first=k * wide_part)
+                    decay = jnp.exp2(apart)
+                    m = wide(score[:, k * wide_part : (k + 1) * wide_part]) * decay
+                    ms.append(m.astype(dtype))
+                    dt = plgpu.load(steps.at[1, at(k)], layout=COLUMNS)
+                    left = len(parts) - 1 - k + (before is not None)
+                    dM = plgpu.wgmma_accumulator_load(part, wait_n=left) * over_columns(dt, shape)
+                    row = row + jnp.sum(dM * wide(ms[-1]), axis=1)
+                    dSs.append((dM * decay).astype(dtype))
+                dS = jnp.concatenate(dSs, axis=1)
+                smem.M.at[slot_of(w, j)][...] = jnp.concatenate(ms, axis=1)
+                smem.dS.at[slot_of(w, j)][...] = dS
+                return dS, row
 
             plgpu.barrier_wait(smem.full.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -152,84 +176,88 @@ def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
                     plgpu.barrier_wait(smem.taken)
 
             cum = plgpu.load(steps.at[0, own], layout=ROWS)
-            row = plgpu.layout_cast(jnp.zeros((Q,), jnp.float32), ROWS)
+            row, dS = 0.0, None
             for j in blocks:
-                dM = product(rows_of(dy, w), rows_of(x, j).transpose((1, 0)), (Q, Q))
-                before = plgpu.load(steps.at[0, pl.ds(j * Q, Q)], layout=COLUMNS)
-                dt = plgpu.load(steps.at[1, pl.ds(j * Q, Q)], layout=COLUMNS)
-                apart = over_rows(cum, (Q, Q)) - over_columns(before, (Q, Q))
-                decay = jnp.exp2(causal(apart) if j == w else apart)
-                if j == w:  # it stays in 16 bits
-                    score = lax.optimization_barrier(own_score)
-                else:
-                    score = plgpu.load(smem.score, layout=WGMMA)
-                m = (wide(score) * decay).astype(dtype)
-                smem.M.at[slot_of(w, j)][...] = m
-                dM = dM * over_columns(dt, (Q, Q))
-                row = row + jnp.sum(dM * wide(m), axis=1)
-                dS = (dM * decay).astype(dtype)
-                smem.dS.at[slot_of(w, j)][...] = dS
-                dC = add_products(dC, (dS, rows_of(smem.B, j)))
+                body = functools.partial(score_grads, j, dS)
+                dS, row_part = pl.run_scoped(body, *[accumulator(Q // PARTS)] * PARTS)
+                row = row + row_part
             plgpu.commit_smem()
             if w == 1:
                 plgpu.barrier_arrive(smem.given)
             plgpu.barrier_wait(smem.h_full)
-            carried = product(C_own, smem.h.transpose((1, 0)), (Q, P))  # (i, p)
-            entered = jnp.exp2(cum)
-            dy32 = wide(plgpu.load(rows_of(dy, w), layout=WGMMA))
-            row = row + entered * jnp.sum(carried * dy32, axis=1)
-            write("row", row)
-            dy_scaled = (dy32 * over_rows(entered, (Q, P))).astype(dtype)
-            dC = add_products(dC, (dy_scaled, smem.h))
 
-            plgpu.barrier_wait(smem.dh_full)
-            inner = plgpu.layout_cast(jnp.zeros((P,), jnp.float32), ROWS)
-            for k in range(w, N // BOX, HALVES):
-                box = pl.ds(k * BOX, BOX)
-                load = lambda ref: wide(plgpu.load(ref.at[:, box], layout=WGMMA))  # noqa: B023
-                inner = inner + jnp.sum(load(smem.h) * load(smem.dh), axis=1)
-            write("inner", inner)
-            plgpu.barrier_arrive(smem.h_empty)
+            def from_before(carried: Any) -> Any:
+                plgpu.wgmma(carried, C_own, smem.h.transpose((1, 0)))  # (i, p)
+                plgpu.wgmma(dC, dS, rows_of(smem.B, w))
+                dy32 = wide(plgpu.load(rows_of(dy, w), layout=WGMMA))
+                entered = jnp.exp2(cum)
+                scaled = (dy32 * over_rows(entered, (Q, P))).astype(dtype)
+                carried = plgpu.wgmma_accumulator_load(carried, wait_n=1)
+                plgpu.wgmma(dC, scaled, smem.h)
+                return entered * jnp.sum(carried * dy32, axis=1)
 
-            x_own = plgpu.load(rows_of(x, w), layout=WGMMA)
-            x32 = wide(x_own)
+            write("row", row + pl.run_scoped(from_before, accumulator(P)))
             left = jnp.exp2(steps[0, CHUNK - 1] - cum)
-            dx = product(B_own, smem.dh.transpose((1, 0)), (Q, P))  # (j, p)
-            dx = dx * over_rows(left, (Q, P))
-            write("carried", jnp.sum(dx * x32, axis=1))
+            plgpu.barrier_wait(smem.dh_full)
+
+            def from_after(dx: Any) -> tuple[Any, Any]:
+                plgpu.wgmma(dx, B_own, smem.dh.transpose((1, 0)))  # (j, p)
+                inner = plgpu.layout_cast(jnp.zeros((P,), jnp.float32), ROWS)
+                for k in range(w, N // BOX, HALVES):
+                    box = pl.ds(k * BOX, BOX)
+                    load = lambda ref: wide(plgpu.load(ref.at[:, box], layout=WGMMA))  # noqa: B023
+                    inner = inner + jnp.sum(load(smem.h) * load(smem.dh), axis=1)
+                write("inner", inner)
+                x = plgpu.load(x_own, layout=WGMMA)
+                return dx[...] * over_rows(left, (Q, P)), x
+
+            x_own = rows_of(x, w)
+            dx, x_own = pl.run_scoped(from_after, accumulator(P))
+            plgpu.barrier_arrive(smem.h_empty)
             dt = plgpu.load(steps.at[1, own], layout=ROWS)
-            x_scaled = (x32 * over_rows(left * dt, (Q, P))).astype(dtype)
-            dB = add_products(dB, (x_scaled, smem.dh))
-            plgpu.barrier_arrive(smem.dh_empty)
+            scaled = (wide(x_own) * over_rows(left * dt, (Q, P))).astype(dtype)
+            write("carried", jnp.sum(dx * wide(x_own), axis=1))
             if w == 0:
                 plgpu.barrier_wait(smem.given)
-            turned = lambda ref, i: ref.at[slot_of(i, w)].transpose((1, 0))
-            dx = add_products(dx, *((turned(smem.M, i), rows_of(dy, i)) for i in later))
-            dB = add_products(dB, *((turned(smem.dS, i), rows_of(smem.C, i)) for i in later))
+
+            def finish(dx: Any) -> None:
+                for i in later:
+                    plgpu.wgmma(dx, turned(smem.M, i), rows_of(dy, i))
+                plgpu.wgmma(dB, scaled, smem.dh)
+                for i in later:
+                    plgpu.wgmma(dB, turned(smem.dS, i), rows_of(smem.C, i))
+                x32 = wide(x_own)
+                dx = plgpu.wgmma_accumulator_load(dx, wait_n=1 + len(later))
+                write("column", jnp.sum(dx * x32, axis=1))
+                dx = dx * over_rows(dt, (Q, P))
+                if refs.D is not None:
+                    dy32 = wide(plgpu.load(rows_of(dy, w), layout=WGMMA))
+                    if len(refs.D.shape) > 1:
+                        D = plgpu.load(refs.D.at[head, channels], layout=COLUMNS, optimized=False)
+                        dx = dx + over_columns(D, (Q, P)) * dy32
+                    else:
+                        write("skip", jnp.sum(x32 * dy32, axis=1))
+                        dx = dx + refs.D[head] * dy32
+                sync_warpgroup()
+                mine[...] = dx.astype(dtype)
+                plgpu.commit_smem()
+                tokens = pl.ds(token + w * Q, Q)
+                plgpu.copy_smem_to_gmem(mine, refs.dx.at[batch, tokens, head, channels])
+
+            pl.run_state(finish)(_accumulator.init(dx))
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(smem.dh_empty)
             if w == 0:
                 plgpu.barrier_arrive(smem.taken)
-            write("column", jnp.sum(dx * x32, axis=1))
-            dx = dx * over_rows(dt, (Q, P))
-            if refs.D is not None:
-                dy32 = wide(plgpu.load(rows_of(dy, w), layout=WGMMA))
-                if len(refs.D.shape) > 1:
-                    D = plgpu.load(refs.D.at[head, channels], layout=COLUMNS, optimized=False)
-                    dx = dx + over_columns(D, (Q, P)) * dy32
-                else:
-                    write("skip", jnp.sum(x32 * dy32, axis=1))
-                    dx = dx + refs.D[head] * dy32
-            sync_warpgroup()
-            mine[...] = dx.astype(dtype)
-            plgpu.commit_smem()
-            tokens = pl.ds(token + w * Q, Q)
-            plgpu.copy_smem_to_gmem(mine, refs.dx.at[batch, tokens, head, channels])
             plgpu.barrier_arrive(smem.empty.at[slot])
-            return dB, dC
 
-        zeros = plgpu.layout_cast(jnp.zeros((Q, N), jnp.float32), WGMMA)
-        dB, dC = lax.fori_loop(0, count, step, (zeros, zeros))
+        def run(dB: Any, dC: Any) -> tuple[Any, Any]:
+            lax.fori_loop(0, count, lambda n, _: step(n, dB, dC), None)
+            return dB[...], dC[...]
+
+        sums = pl.run_scoped(run, *[_accumulator((Q, N), jnp.float32)] * 2)
         tokens = pl.ds(token + w * Q, Q)
-        for ref, value in ((refs.dB, dB), (refs.dC, dC)):
+        for ref, value in zip((refs.dB, refs.dC), sums, strict=True):
             ref.at[split, batch, tokens, group][...] = value.astype(ref.dtype)
         plgpu.wait_smem_to_gmem(0)
 

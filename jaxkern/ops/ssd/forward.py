@@ -66,13 +66,14 @@ def add_product(value: Any, a: Any, b: Any) -> Any:
     return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(_accumulator.init(value))
 
 
-def causal(v: Any, *, turned: bool = False) -> Any:
-    """(64, 64), fp32, with −∞ above the diagonal, or if `turned` below it.
+def causal(v: Any, *, turned: bool = False, first: int = 0) -> Any:
+    """(64, n), fp32, from column `first` on, with −∞ above the diagonal, or if `turned` below it.
 
     Comparisons with one number of the lane, and not of 16 columns' numbers in registers.
     """
     if interpreted():
         rows, columns = (lax.broadcasted_iota(jnp.int32, v.shape, a) for a in (0, 1))
+        columns = columns + first
         keep = rows <= columns if turned else columns <= rows
         return jnp.where(keep, v, -jnp.inf)
     result = plgpu.ShapeDtypeStruct(v.shape, v.dtype, layout=WGMMA)
@@ -87,7 +88,7 @@ def causal(v: Any, *, turned: bool = False) -> Any:
         never = arith.constant(f32, -math.inf)
         chosen = np.empty_like(v.registers)
         for index, register in np.ndenumerate(v.registers):
-            column = 8 * index[1] - 8 * index[4]
+            column = first + 8 * index[1] - 8 * index[4]
             parts = []
             for k, value in enumerate(elements(register)):
                 order = arith.CmpIPredicate.sle if turned else arith.CmpIPredicate.sge
@@ -328,7 +329,7 @@ def launch_scan(scan: Scan, x, steps, B, C, D, z, initial, *, final: bool):
     )
 
 
-def launch_fwd(options, x, dt, cum, B, C, D, z, initial_state, *, W=4, parts=None, save=None):
+def launch_fwd(options, x, dt, cum, B, C, D, z, initial_state, *, W=2, parts=None, save=None):
     from jaxkern.ops.ssd.carry import part_ends
     b, tokens, heads, p = x.shape
     G, N = B.shape[2:]
