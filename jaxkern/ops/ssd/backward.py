@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.mosaic.instructions import unknown_zero
 from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.launch import num_sms
 from jaxkern.mosaic.named import launch_named
@@ -36,7 +37,8 @@ from jaxkern.ops.ssd.tiles import CHUNK, SLICE, STEP
 
 HALVES = CHUNK // STEP
 PARTS = 2
-ROW_SUMS = ("row", "column", "carried", "inner", "skip")
+SUMS = ("cum", "dt", "last", "skip")
+"""Of each token; those of `last` and `skip` are added up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +85,11 @@ def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
 
     @pl.when(wg == HALVES)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
         tokens = pl.ds(token, CHUNK)
-        copy(refs.B.at[batch, tokens, group], smem.B, smem.weights_full)
-        copy(refs.C.at[batch, tokens, group], smem.C, smem.weights_full)
+        copy(refs.B.at[batch, tokens, group], smem.B.at[0], smem.weights_full)
+        copy(refs.C.at[batch, tokens, group], smem.C.at[0], smem.weights_full)
 
         def fetch(n: Any, _: Any) -> None:
             slot = lax.rem(n, 2)
@@ -105,7 +107,7 @@ def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
                 done = getattr(smem, f"{name}_empty")
                 pl.when(n >= 1)(functools.partial(plgpu.barrier_wait, done))
                 source = getattr(refs, name).at[batch, chunk, head, channels]
-                copy(source, getattr(smem, name), getattr(smem, f"{name}_full"))
+                copy(source, getattr(smem, name).at[0], getattr(smem, f"{name}_full"))
 
         lax.fori_loop(0, count, fetch, None)
 
@@ -115,25 +117,26 @@ def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
         blocks = list(range(w + 1))  # of earlier tokens, that these rows read
         later = list(range(w, HALVES))  # of rows that read these tokens
         slot_of = lambda i, j: i * (i + 1) // 2 + j
-        B_own, C_own = smem.B.at[own], smem.C.at[own]
         rows_of = lambda ref, k: ref.at[pl.ds(k * Q, Q)]
         plgpu.barrier_wait(smem.weights_full)
-        score_of = lambda j: product(C_own, rows_of(smem.B, j).transpose((1, 0)), (Q, Q))
+        score_of = lambda j: product(rows_of(smem.C.at[0], w), rows_of(smem.B.at[0], j).transpose((1, 0)), (Q, Q))
         own_score = score_of(w).astype(dtype)  # (i, j)
         for j in blocks[:-1]:
-            smem.score[...] = score_of(j).astype(dtype)
-        mine = smem.M.at[slot_of(w, w)]
+            smem.score.at[0][...] = score_of(j).astype(dtype)
 
         def step(n: Any, dB: Any, dC: Any) -> None:
             slot = lax.rem(n, 2)
             head, channels = unit(n)
+            # Else the compiler would keep the addresses of all operands in registers.
+            zero = unknown_zero()
+            B, C, h, dh, early_score = (
+                ref.at[zero] for ref in (smem.B, smem.C, smem.h, smem.dh, smem.score)
+            )
+            M, dS_slots = ((lambda k, ref=ref: ref.at[zero + k]) for ref in (smem.M, smem.dS))
             x, dy, steps = smem.x.at[slot], smem.dy.at[slot], smem.steps.at[slot]
             out = refs.sums.at[batch, head * sizes.slices + lax.rem(first + n, sizes.slices), chunk]
-            turned = lambda ref, i: ref.at[slot_of(i, w)].transpose((1, 0))
+            turned = lambda slots, i: slots(slot_of(i, w)).transpose((1, 0))
             accumulator = lambda columns: _accumulator((Q, columns), jnp.float32)
-
-            def write(name: str, values: Any) -> None:
-                out.at[ROW_SUMS.index(name), own][...] = values
 
             def score_grads(j: int, before: Any, *parts: Any) -> tuple[Any, Any]:
                 """Stores M and dS of the rows and the tokens of block `j`."""
@@ -143,11 +146,11 @@ def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
                 for k, part in enumerate(parts):
                     plgpu.wgmma(part, rows_of(dy, w), x.at[at(k)].transpose((1, 0)))
                 if before is not None:
-                    plgpu.wgmma(dC, before, rows_of(smem.B, j - 1))
+                    plgpu.wgmma(dC, before, rows_of(B, j - 1))
                 if j == w:  # it stays in 16 bits
                     score = lax.optimization_barrier(own_score)
                 else:
-                    score = plgpu.load(smem.score, layout=WGMMA)
+                    score = plgpu.load(early_score, layout=WGMMA)
                 row, ms, dSs = 0.0, [], []
                 for k, part in enumerate(parts):
                     of_columns = plgpu.load(steps.at[0, at(k)], layout=COLUMNS)
@@ -163,8 +166,8 @@ def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
                     row = row + jnp.sum(dM * wide(ms[-1]), axis=1)
                     dSs.append((dM * decay).astype(dtype))
                 dS = jnp.concatenate(dSs, axis=1)
-                smem.M.at[slot_of(w, j)][...] = jnp.concatenate(ms, axis=1)
-                smem.dS.at[slot_of(w, j)][...] = dS
+                M(slot_of(w, j))[...] = jnp.concatenate(ms, axis=1)
+                dS_slots(slot_of(w, j))[...] = dS
                 return dS, row
 
             plgpu.barrier_wait(smem.full.at[slot])
@@ -187,62 +190,68 @@ def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
             plgpu.barrier_wait(smem.h_full)
 
             def from_before(carried: Any) -> Any:
-                plgpu.wgmma(carried, C_own, smem.h.transpose((1, 0)))  # (i, p)
-                plgpu.wgmma(dC, dS, rows_of(smem.B, w))
+                plgpu.wgmma(carried, rows_of(C, w), h.transpose((1, 0)))  # (i, p)
+                plgpu.wgmma(dC, dS, rows_of(B, w))
                 dy32 = wide(plgpu.load(rows_of(dy, w), layout=WGMMA))
                 entered = jnp.exp2(cum)
                 scaled = (dy32 * over_rows(entered, (Q, P))).astype(dtype)
                 carried = plgpu.wgmma_accumulator_load(carried, wait_n=1)
-                plgpu.wgmma(dC, scaled, smem.h)
+                plgpu.wgmma(dC, scaled, h)
                 return entered * jnp.sum(carried * dy32, axis=1)
 
-            write("row", row + pl.run_scoped(from_before, accumulator(P)))
-            left = jnp.exp2(steps[0, CHUNK - 1] - cum)
+            row = row + pl.run_scoped(from_before, accumulator(P))
+            last = steps[0, CHUNK - 1]
+            left = jnp.exp2(last - cum)
             plgpu.barrier_wait(smem.dh_full)
 
             def from_after(dx: Any) -> tuple[Any, Any]:
-                plgpu.wgmma(dx, B_own, smem.dh.transpose((1, 0)))  # (j, p)
+                plgpu.wgmma(dx, rows_of(B, w), dh.transpose((1, 0)))  # (j, p)
                 inner = plgpu.layout_cast(jnp.zeros((P,), jnp.float32), ROWS)
                 for k in range(w, N // BOX, HALVES):
                     box = pl.ds(k * BOX, BOX)
                     load = lambda ref: wide(plgpu.load(ref.at[:, box], layout=WGMMA))  # noqa: B023
-                    inner = inner + jnp.sum(load(smem.h) * load(smem.dh), axis=1)
-                write("inner", inner)
-                x = plgpu.load(x_own, layout=WGMMA)
-                return dx[...] * over_rows(left, (Q, P)), x
+                    inner = inner + jnp.sum(load(h) * load(dh), axis=1)
+                return dx[...] * over_rows(left, (Q, P)), inner * jnp.exp2(last)
 
-            x_own = rows_of(x, w)
-            dx, x_own = pl.run_scoped(from_after, accumulator(P))
+            dx, ends = pl.run_scoped(from_after, accumulator(P))
             plgpu.barrier_arrive(smem.h_empty)
             dt = plgpu.load(steps.at[1, own], layout=ROWS)
-            scaled = (wide(x_own) * over_rows(left * dt, (Q, P))).astype(dtype)
-            write("carried", jnp.sum(dx * wide(x_own), axis=1))
+            x32 = wide(plgpu.load(rows_of(x, w), layout=WGMMA))
+            scaled = (x32 * over_rows(left * dt, (Q, P))).astype(dtype)
+            ends = ends + dt * jnp.sum(dx * x32, axis=1)
             if w == 0:
                 plgpu.barrier_wait(smem.given)
 
             def finish(dx: Any) -> None:
                 for i in later:
-                    plgpu.wgmma(dx, turned(smem.M, i), rows_of(dy, i))
-                plgpu.wgmma(dB, scaled, smem.dh)
+                    plgpu.wgmma(dx, turned(M, i), rows_of(dy, i))
+                plgpu.wgmma(dB, scaled, dh)
                 for i in later:
-                    plgpu.wgmma(dB, turned(smem.dS, i), rows_of(smem.C, i))
-                x32 = wide(x_own)
+                    plgpu.wgmma(dB, turned(dS_slots, i), rows_of(C, i))
                 dx = plgpu.wgmma_accumulator_load(dx, wait_n=1 + len(later))
-                write("column", jnp.sum(dx * x32, axis=1))
+                x32 = wide(plgpu.load(rows_of(x, w), layout=WGMMA))
+                ddt = jnp.sum(dx * x32, axis=1)
+                dt = plgpu.load(steps.at[1, own], layout=ROWS)
                 dx = dx * over_rows(dt, (Q, P))
+                skipped = None
                 if refs.D is not None:
                     dy32 = wide(plgpu.load(rows_of(dy, w), layout=WGMMA))
                     if len(refs.D.shape) > 1:
                         D = plgpu.load(refs.D.at[head, channels], layout=COLUMNS, optimized=False)
                         dx = dx + over_columns(D, (Q, P)) * dy32
                     else:
-                        write("skip", jnp.sum(x32 * dy32, axis=1))
+                        skipped = jnp.sum(x32 * dy32, axis=1)
                         dx = dx + refs.D[head] * dy32
                 sync_warpgroup()
+                mine = M(slot_of(w, w))
                 mine[...] = dx.astype(dtype)
                 plgpu.commit_smem()
                 tokens = pl.ds(token + w * Q, Q)
                 plgpu.copy_smem_to_gmem(mine, refs.dx.at[batch, tokens, head, channels])
+                # Last, as the barriers before would wait for these stores.
+                for name, sums in zip(SUMS, (row - dt * ddt, ddt, ends, skipped), strict=True):
+                    if sums is not None:
+                        out.at[SUMS.index(name), own][...] = sums
 
             pl.run_state(finish)(_accumulator.init(dx))
             plgpu.wgmma_wait(0)
@@ -265,7 +274,7 @@ def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
 
         @pl.when(wg == half)
         def _(half: int = half) -> None:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             compute(half)
 
 
@@ -280,13 +289,13 @@ def launch_grads(sizes: Chunks, x, dy, steps, B, C, D, h, dh) -> dict[str, Any]:
         "x": tiles_of(2, CHUNK, SLICE, dtype=dtype),
         "dy": tiles_of(2, CHUNK, SLICE, dtype=dtype),
         "steps": plgpu.SMEM((2, 2, CHUNK), f32),
-        "h": tiles_of(SLICE, N, dtype=dtype),
-        "dh": tiles_of(SLICE, N, dtype=dtype),
-        "B": tiles_of(CHUNK, N, dtype=dtype),
-        "C": tiles_of(CHUNK, N, dtype=dtype),
+        "h": tiles_of(1, SLICE, N, dtype=dtype),
+        "dh": tiles_of(1, SLICE, N, dtype=dtype),
+        "B": tiles_of(1, CHUNK, N, dtype=dtype),
+        "C": tiles_of(1, CHUNK, N, dtype=dtype),
         "M": tiles_of(blocks, STEP, STEP, dtype=dtype),
         "dS": tiles_of(blocks, STEP, STEP, dtype=dtype),
-        "score": tiles_of(STEP, STEP, dtype=dtype),
+        "score": tiles_of(1, STEP, STEP, dtype=dtype),
         "weights_full": plgpu.Barrier(num_arrivals=2),
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=2),
         "empty": plgpu.Barrier(num_arrivals=HALVES, num_barriers=2),
@@ -309,7 +318,7 @@ def launch_grads(sizes: Chunks, x, dy, steps, B, C, D, h, dh) -> dict[str, Any]:
             "dx": like(x.shape, dtype),
             "dB": weights,
             "dC": weights,
-            "sums": like((sizes.batch, units, sizes.chunks, len(ROW_SUMS), CHUNK), f32),
+            "sums": like((sizes.batch, units, sizes.chunks, len(SUMS), CHUNK), f32),
         },
         scratch,
         grid=(sizes.grid,),
@@ -353,12 +362,10 @@ def launch_bwd(options, x, dt, cum, B, C, D, z, initial_state, states, dout, dfi
     whole = whole.swapaxes(2, 3)  # (B, H, chunks, 2, 128)
     sizes = Chunks(batch=b, heads=heads, groups=G, channels=p, states=N, chunks=chunks, splits=1)
     grads = launch_grads(sizes, x, dy, whole, B, C, D, states, dstates)
-    sums = grads["sums"].reshape(b, heads, sizes.slices, chunks, len(ROW_SUMS), CHUNK).sum(2)
-    row, column, carried, inner, skip = (sums[..., k, :] for k in range(len(ROW_SUMS)))
-    dt, cum = (v.reshape(b, heads, chunks, CHUNK) for v in (dt, cum))
-    last = (dt * carried).sum(-1) + jnp.exp(cum[..., -1]) * inner.sum(-1)
-    dcum = (row - dt * column).at[..., -1].add(last)
-    ddt, dcum = (v.reshape(b, heads, chunks * CHUNK) for v in (column, dcum))
+    sums = grads["sums"].reshape(b, heads, sizes.slices, chunks, len(SUMS), CHUNK).sum(2)
+    dcum, ddt, last, skip = (sums[..., k, :] for k in range(len(SUMS)))
+    dcum = dcum.at[..., -1].add(last.sum(-1))
+    ddt, dcum = (v.reshape(b, heads, chunks * CHUNK) for v in (ddt, dcum))
     weights = [grads[name].sum(0)[:, :tokens].astype(B.dtype) for name in ("dB", "dC")]
     dD = None
     if D is not None:

@@ -81,6 +81,11 @@ def carry_kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
             def _():
                 save(n, h)
 
+        @pl.when((wg == 0) & (n > 0) & (n + STAGES - 1 < count))
+        def _():
+            plgpu.barrier_wait(smem.empty.at[lax.rem(n + STAGES - 1, STAGES)])
+            fetch_w(n + STAGES - 1)
+
         plgpu.barrier_wait(smem.v_full.at[own])
         steps = smem.steps.at[own]
         v = plgpu.load(smem.v.at[own].transpose((1, 0)), layout=WGMMA).astype(jnp.float32)
@@ -99,11 +104,6 @@ def carry_kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
         @pl.when(n + STAGES < count)
         def _():
             fetch_v(n + STAGES)
-
-            @pl.when(wg == 0)
-            def _():
-                plgpu.barrier_wait(smem.empty.at[slot])
-                fetch_w(n + STAGES)
 
         return h
 
