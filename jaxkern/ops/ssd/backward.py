@@ -158,20 +158,22 @@ def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
                     if j == w:
                         apart = causal(apart, first=k * wide_part)
                     decay = jnp.exp2(apart)
-                    m = wide(score[:, k * wide_part : (k + 1) * wide_part]) * decay
-                    ms.append(m.astype(dtype))
+                    score_part = wide(score[:, k * wide_part : (k + 1) * wide_part])
+                    ms.append((score_part * decay).astype(dtype))
                     dt = plgpu.load(steps.at[1, at(k)], layout=COLUMNS)
                     left = len(parts) - 1 - k + (before is not None)
-                    dM = plgpu.wgmma_accumulator_load(part, wait_n=left) * over_columns(dt, shape)
-                    row = row + jnp.sum(dM * wide(ms[-1]), axis=1)
-                    dSs.append((dM * decay).astype(dtype))
+                    decay = decay * over_columns(dt, shape)
+                    dS = plgpu.wgmma_accumulator_load(part, wait_n=left) * decay
+                    row = row + jnp.sum(dS * score_part, axis=1)
+                    dSs.append(dS.astype(dtype))
                 dS = jnp.concatenate(dSs, axis=1)
+                if j == w:  # through this slot the dx before was stored
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 M(slot_of(w, j))[...] = jnp.concatenate(ms, axis=1)
                 dS_slots(slot_of(w, j))[...] = dS
                 return dS, row
 
             plgpu.barrier_wait(smem.full.at[slot])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if w == 1:
 
                 @pl.when(n > 0)
