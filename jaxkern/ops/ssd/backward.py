@@ -1,4 +1,19 @@
-"""The backward of the SSD scan, of chunks in parallel."""
+"""The backward of the SSD scan: chunks in parallel, between two carries.
+
+The forward's states before chunks, and the gradients of those after, which the reverse carry
+finds, make the chunks independent. A block has a chunk of 128 tokens and goes through the heads of
+a group: two warpgroups with half of the tokens each hold dB and dC in the accumulators of their
+tensor cores, and a third one fetches. In halves of the tokens (rows i, earlier ones j ≤ i) and with
+the equations of the op, E = exp(c[i] − c[j]) and dM = dy xᵀ:
+
+    the rows' half            M = E ∘ S and dS = dM ∘ E ∘ s[j], for both halves in shared memory
+                              dC += dS B + (exp(c) ∘ dy) h
+    the earlier ones' half    dx = s ∘ u + D · dy,  u = Mᵀ dy + exp(c[Q−1] − c) ∘ (B dhᵀ)
+                              dB += dSᵀ C + (w ∘ x) dh
+
+Sums over columns follow from them: ds[j] = x · u, and what c[j] loses is s[j] · ds[j]; what c[i]
+gains are the sums of the rows of dS ∘ S and exp(c) ∘ dy · (C hᵀ).
+"""
 
 import dataclasses
 import functools
@@ -12,281 +27,115 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.instructions import unknown_zero
 from jaxkern.mosaic.lanes import sync_warpgroup
-from jaxkern.mosaic.launch import num_sms
 from jaxkern.mosaic.named import launch_named
-from jaxkern.ops.ssd.carry import launch_carry, part_ends
-from jaxkern.ops.ssd.forward import (
+from jaxkern.ops.ssd.blocks import (
     BLOCK,
-    BOX,
     COLUMNS,
-    LOG2E,
     ROWS,
+    TILE,
     WARPGROUP,
-    WGMMA,
-    Scan,
+    accumulator,
     causal,
+    locate,
     over_columns,
     over_rows,
     product,
-    scan_steps,
     tiles_of,
     wide,
-    _accumulator,
 )
-from jaxkern.ops.ssd.tiles import CHUNK, SLICE, STEP
+from jaxkern.ops.ssd.call import Arrays, log_decays
+from jaxkern.ops.ssd.carry import launch_carry, part_starts
+from jaxkern.ops.ssd.forward import launch_fwd
+from jaxkern.ops.ssd.tiles import (
+    BOX,
+    CARRY_WARPGROUPS,
+    CHUNK,
+    SLICE,
+    STEP,
+    STEPS,
+    Chunks,
+    Scan,
+)
 
-HALVES = CHUNK // STEP
+BLOCKS = STEPS * (STEPS + 1) // 2
+"""Blocks (64, 64) of a chunk's M on and below the diagonal."""
 PARTS = 2
-SUMS = ("cum", "dt", "last", "skip")
-"""Of each token; those of `last` and `skip` are added up."""
+"""Of a block's columns, one after the other: registers would not hold dM and E of all."""
+SUMS = ("c", "dt", "last", "skip")
+"""What is summed over the channels of a unit for each token: gradients of c and dt, and what is
+added up for the gradients of the chunk's last c and of D."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    batch: int
-    heads: int
-    groups: int
-    channels: int
-    states: int
-    chunks: int
-    splits: int  # of a group's units
+def launch_bwd(
+    options: Any, x, dt, a, B, C, D, z, initial_state, rank, crossed, states, dout, dfinal
+) -> tuple[Any, ...]:
+    """The gradients of the arguments before `states`; of dt and a in fp32."""
+    assert rank is None, "segments"
+    assert crossed is None, "segments"
+    arrays = Arrays(x, dt, a, B, C, D, z, initial_state)
+    dy, dz = dout, None
+    if z is not None:
+        plain = dataclasses.replace(options, save=False)
+        y, _, _ = launch_fwd(plain, x, dt, a, B, C, D, None, initial_state)
+        dy, dz = _through_gate(y, z, dout)
+    dy = arrays.tokens(dy)
+    steps = log_decays(arrays.dt, arrays.a, STEP)
+    scan = arrays.scan(CHUNK).cut(*CARRY_WARPGROUPS)
+    before = _states(options, arrays, scan, steps, arrays.whole_states(states))
+    ends = part_starts(scan, True, dy, arrays.C, steps, arrays.whole_states(dfinal))
+    after, dinitial = launch_carry(scan, True, dy, arrays.C, steps, ends)
+    grads = _launch(Chunks.of(scan), arrays, dy, before, after)
 
-    @property
-    def slices(self) -> int:
-        return self.channels // SLICE
-
-    @property
-    def units(self) -> int:
-        return self.heads // self.groups * self.slices
-
-    @property
-    def split_units(self) -> int:
-        return -(-self.units // self.splits)
-
-    @property
-    def grid(self) -> int:
-        return self.splits * self.batch * self.groups * self.chunks
-
-
-def grads_kernel(sizes: Chunks, refs: Any, smem: Any) -> None:
-    wg, block = lax.axis_index(WARPGROUP), lax.axis_index(BLOCK)
-    group, rest = lax.rem(block, sizes.groups), lax.div(block, sizes.groups)
-    split, rest = lax.rem(rest, sizes.splits), lax.div(rest, sizes.splits)
-    chunk, batch = lax.rem(rest, sizes.chunks), lax.div(rest, sizes.chunks)
-    first = split * sizes.split_units
-    count = jnp.minimum(sizes.split_units, sizes.units - first)
-    token = chunk * CHUNK
-    N, P, Q = sizes.states, SLICE, STEP
-
-    def unit(n: Any) -> tuple[Any, Any]:
-        u = first + n
-        head = group * (sizes.units // sizes.slices) + lax.div(u, sizes.slices)
-        return head, pl.ds(lax.rem(u, sizes.slices) * SLICE, SLICE)
-
-    @pl.when(wg == HALVES)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
-        tokens = pl.ds(token, CHUNK)
-        copy(refs.B.at[batch, tokens, group], smem.B.at[0], smem.weights_full)
-        copy(refs.C.at[batch, tokens, group], smem.C.at[0], smem.weights_full)
-
-        def fetch(n: Any, _: Any) -> None:
-            slot = lax.rem(n, 2)
-            head, channels = unit(n)
-
-            @pl.when(n >= 2)
-            def _():
-                plgpu.barrier_wait(smem.empty.at[slot])
-
-            full = smem.full.at[slot]
-            copy(refs.x.at[batch, tokens, head, channels], smem.x.at[slot], full)
-            copy(refs.dy.at[batch, tokens, head, channels], smem.dy.at[slot], full)
-            copy(refs.steps.at[batch, head, chunk], smem.steps.at[slot], full)
-            for name in ("h", "dh"):
-                done = getattr(smem, f"{name}_empty")
-                pl.when(n >= 1)(functools.partial(plgpu.barrier_wait, done))
-                source = getattr(refs, name).at[batch, chunk, head, channels]
-                copy(source, getattr(smem, name).at[0], getattr(smem, f"{name}_full"))
-
-        lax.fori_loop(0, count, fetch, None)
-
-    def compute(w: int) -> None:
-        own = pl.ds(w * Q, Q)
-        dtype = smem.x.dtype
-        blocks = list(range(w + 1))  # of earlier tokens, that these rows read
-        later = list(range(w, HALVES))  # of rows that read these tokens
-        slot_of = lambda i, j: i * (i + 1) // 2 + j
-        rows_of = lambda ref, k: ref.at[pl.ds(k * Q, Q)]
-        plgpu.barrier_wait(smem.weights_full)
-        score_of = lambda j: product(rows_of(smem.C.at[0], w), rows_of(smem.B.at[0], j).transpose((1, 0)), (Q, Q))
-        own_score = score_of(w).astype(dtype)  # (i, j)
-        for j in blocks[:-1]:
-            smem.score.at[0][...] = score_of(j).astype(dtype)
-
-        def step(n: Any, dB: Any, dC: Any) -> None:
-            slot = lax.rem(n, 2)
-            head, channels = unit(n)
-            # Else the compiler would keep the addresses of all operands in registers.
-            zero = unknown_zero()
-            B, C, h, dh, early_score = (
-                ref.at[zero] for ref in (smem.B, smem.C, smem.h, smem.dh, smem.score)
-            )
-            M, dS_slots = ((lambda k, ref=ref: ref.at[zero + k]) for ref in (smem.M, smem.dS))
-            x, dy, steps = smem.x.at[slot], smem.dy.at[slot], smem.steps.at[slot]
-            out = refs.sums.at[batch, head * sizes.slices + lax.rem(first + n, sizes.slices), chunk]
-            turned = lambda slots, i: slots(slot_of(i, w)).transpose((1, 0))
-            accumulator = lambda columns: _accumulator((Q, columns), jnp.float32)
-
-            def score_grads(j: int, before: Any, *parts: Any) -> tuple[Any, Any]:
-                """Stores M and dS of the rows and the tokens of block `j`."""
-                wide_part = Q // len(parts)
-                at = lambda k: pl.ds(j * Q + k * wide_part, wide_part)
-                shape = Q, wide_part
-                for k, part in enumerate(parts):
-                    plgpu.wgmma(part, rows_of(dy, w), x.at[at(k)].transpose((1, 0)))
-                if before is not None:
-                    plgpu.wgmma(dC, before, rows_of(B, j - 1))
-                if j == w:  # it stays in 16 bits
-                    score = lax.optimization_barrier(own_score)
-                else:
-                    score = plgpu.load(early_score, layout=WGMMA)
-                row, ms, dSs = 0.0, [], []
-                for k, part in enumerate(parts):
-                    of_columns = plgpu.load(steps.at[0, at(k)], layout=COLUMNS)
-                    apart = over_rows(cum, shape) - over_columns(of_columns, shape)
-                    if j == w:
-                        apart = causal(apart, first=k * wide_part)
-                    decay = jnp.exp2(apart)
-                    score_part = wide(score[:, k * wide_part : (k + 1) * wide_part])
-                    ms.append((score_part * decay).astype(dtype))
-                    dt = plgpu.load(steps.at[1, at(k)], layout=COLUMNS)
-                    left = len(parts) - 1 - k + (before is not None)
-                    decay = decay * over_columns(dt, shape)
-                    dS = plgpu.wgmma_accumulator_load(part, wait_n=left) * decay
-                    row = row + jnp.sum(dS * score_part, axis=1)
-                    dSs.append(dS.astype(dtype))
-                dS = jnp.concatenate(dSs, axis=1)
-                if j == w:  # through this slot the dx before was stored
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                M(slot_of(w, j))[...] = jnp.concatenate(ms, axis=1)
-                dS_slots(slot_of(w, j))[...] = dS
-                return dS, row
-
-            plgpu.barrier_wait(smem.full.at[slot])
-            if w == 1:
-
-                @pl.when(n > 0)
-                def _():
-                    plgpu.barrier_wait(smem.taken)
-
-            cum = plgpu.load(steps.at[0, own], layout=ROWS)
-            row, dS = 0.0, None
-            for j in blocks:
-                body = functools.partial(score_grads, j, dS)
-                dS, row_part = pl.run_scoped(body, *[accumulator(Q // PARTS)] * PARTS)
-                row = row + row_part
-            plgpu.commit_smem()
-            if w == 1:
-                plgpu.barrier_arrive(smem.given)
-            plgpu.barrier_wait(smem.h_full)
-
-            def from_before(carried: Any) -> Any:
-                plgpu.wgmma(carried, rows_of(C, w), h.transpose((1, 0)))  # (i, p)
-                plgpu.wgmma(dC, dS, rows_of(B, w))
-                dy32 = wide(plgpu.load(rows_of(dy, w), layout=WGMMA))
-                entered = jnp.exp2(cum)
-                scaled = (dy32 * over_rows(entered, (Q, P))).astype(dtype)
-                carried = plgpu.wgmma_accumulator_load(carried, wait_n=1)
-                plgpu.wgmma(dC, scaled, h)
-                return entered * jnp.sum(carried * dy32, axis=1)
-
-            row = row + pl.run_scoped(from_before, accumulator(P))
-            last = steps[0, CHUNK - 1]
-            left = jnp.exp2(last - cum)
-            plgpu.barrier_wait(smem.dh_full)
-
-            def from_after(dx: Any) -> tuple[Any, Any]:
-                plgpu.wgmma(dx, rows_of(B, w), dh.transpose((1, 0)))  # (j, p)
-                inner = plgpu.layout_cast(jnp.zeros((P,), jnp.float32), ROWS)
-                for k in range(w, N // BOX, HALVES):
-                    box = pl.ds(k * BOX, BOX)
-                    load = lambda ref: wide(plgpu.load(ref.at[:, box], layout=WGMMA))  # noqa: B023
-                    inner = inner + jnp.sum(load(h) * load(dh), axis=1)
-                return dx[...] * over_rows(left, (Q, P)), inner * jnp.exp2(last)
-
-            dx, ends = pl.run_scoped(from_after, accumulator(P))
-            plgpu.barrier_arrive(smem.h_empty)
-            dt = plgpu.load(steps.at[1, own], layout=ROWS)
-            x32 = wide(plgpu.load(rows_of(x, w), layout=WGMMA))
-            scaled = (x32 * over_rows(left * dt, (Q, P))).astype(dtype)
-            ends = ends + dt * jnp.sum(dx * x32, axis=1)
-            if w == 0:
-                plgpu.barrier_wait(smem.given)
-
-            def finish(dx: Any) -> None:
-                for i in later:
-                    plgpu.wgmma(dx, turned(M, i), rows_of(dy, i))
-                plgpu.wgmma(dB, scaled, dh)
-                for i in later:
-                    plgpu.wgmma(dB, turned(dS_slots, i), rows_of(C, i))
-                dx = plgpu.wgmma_accumulator_load(dx, wait_n=1 + len(later))
-                x32 = wide(plgpu.load(rows_of(x, w), layout=WGMMA))
-                ddt = jnp.sum(dx * x32, axis=1)
-                dt = plgpu.load(steps.at[1, own], layout=ROWS)
-                dx = dx * over_rows(dt, (Q, P))
-                skipped = None
-                if refs.D is not None:
-                    dy32 = wide(plgpu.load(rows_of(dy, w), layout=WGMMA))
-                    if len(refs.D.shape) > 1:
-                        D = plgpu.load(refs.D.at[head, channels], layout=COLUMNS, optimized=False)
-                        dx = dx + over_columns(D, (Q, P)) * dy32
-                    else:
-                        skipped = jnp.sum(x32 * dy32, axis=1)
-                        dx = dx + refs.D[head] * dy32
-                sync_warpgroup()
-                mine = M(slot_of(w, w))
-                mine[...] = dx.astype(dtype)
-                plgpu.commit_smem()
-                tokens = pl.ds(token + w * Q, Q)
-                plgpu.copy_smem_to_gmem(mine, refs.dx.at[batch, tokens, head, channels])
-                # Last, as the barriers before would wait for these stores.
-                for name, sums in zip(SUMS, (row - dt * ddt, ddt, ends, skipped), strict=True):
-                    if sums is not None:
-                        out.at[SUMS.index(name), own][...] = sums
-
-            pl.run_state(finish)(_accumulator.init(dx))
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(smem.dh_empty)
-            if w == 0:
-                plgpu.barrier_arrive(smem.taken)
-            plgpu.barrier_arrive(smem.empty.at[slot])
-
-        def run(dB: Any, dC: Any) -> tuple[Any, Any]:
-            lax.fori_loop(0, count, lambda n, _: step(n, dB, dC), None)
-            return dB[...], dC[...]
-
-        sums = pl.run_scoped(run, *[_accumulator((Q, N), jnp.float32)] * 2)
-        tokens = pl.ds(token + w * Q, Q)
-        for ref, value in zip((refs.dB, refs.dC), sums, strict=True):
-            ref.at[split, batch, tokens, group][...] = value.astype(ref.dtype)
-        plgpu.wait_smem_to_gmem(0)
-
-    for half in range(HALVES):
-
-        @pl.when(wg == half)
-        def _(half: int = half) -> None:
-            plgpu.set_max_registers(240, action="increase")
-            compute(half)
+    sums = grads["sums"]  # (B, H · slices, chunks, 4, 128)
+    sums = sums.reshape(scan.batch, scan.heads, scan.slices, *sums.shape[2:]).sum(2)
+    dc, ds, last, skip = (sums[..., k, :] for k in range(len(SUMS)))
+    dc = dc.at[..., -1].add(last.sum(-1))
+    da = lax.cumsum(dc, axis=3, reverse=True)
+    ds, da = (arrays.by_token(v.reshape(scan.batch, scan.heads, -1)) for v in (ds, da))
+    dB, dC = (
+        grads[name].sum(0)[:, : arrays.length, :, : arrays.states].astype(B.dtype)
+        for name in ("dB", "dC")
+    )
+    dD = None
+    if D is not None:
+        if D.shape[-1] == 1:
+            dD = skip.sum((0, 2, 3))
+        else:
+            dD = jnp.einsum("blhp,blhp->hp", arrays.x, dy, preferred_element_type=jnp.float32)
+        dD = dD.reshape(D.shape)
+    dinitial = None if initial_state is None else arrays.cut_states(dinitial[:, 0])
+    return arrays.cut_tokens(grads["dx"]), ds, da, dB, dC, dD, dz, dinitial, None, None
 
 
-def launch_grads(sizes: Chunks, x, dy, steps, B, C, D, h, dh) -> dict[str, Any]:
-    """Gradients from the states before chunks and the gradients of those after them."""
-    N, dtype = sizes.states, x.dtype
+def _through_gate(y: Any, z: Any, dout: Any) -> tuple[Any, Any]:
+    """The gradients of y and z in y · silu(z)."""
+    y, z32, dout = (v.astype(jnp.float32) for v in (y, z, dout))
+    gate = jax.nn.sigmoid(z32)
+    dz = dout * y * gate * (1 + z32 * (1 - gate))
+    return (dout * z32 * gate).astype(z.dtype), dz.astype(z.dtype)
+
+
+def _states(options: Any, arrays: Arrays, scan: Scan, steps: Any, saved: Any) -> Any:
+    """The states before all chunks, (B, chunks, H, P, N), of those that were saved."""
+    every = options.checkpoint_every
+    if every == CHUNK:
+        return saved
+    if every is None:
+        saved = part_starts(scan, False, arrays.x, arrays.B, steps, arrays.initial)
+    else:
+        scan = dataclasses.replace(scan, part_chunks=every // CHUNK)
+    return launch_carry(scan, False, arrays.x, arrays.B, steps, saved)[0]
+
+
+def _launch(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> dict[str, Any]:
+    """dx; dB and dC of each split of a group; SUMS of each unit."""
+    scan, dtype, f32 = chunks.scan, dy.dtype, jnp.float32
+    N = scan.states
     like = jax.ShapeDtypeStruct
-    f32 = jnp.float32
-    blocks = HALVES * (HALVES + 1) // 2
-    wgs: dict[str, Any] = {"num_arrivals": HALVES}
+    weights = like(
+        (chunks.splits, scan.batch, scan.chunks * CHUNK, scan.groups, N),
+        dtype if chunks.splits == 1 else f32,
+    )
     scratch = {
         "x": tiles_of(2, CHUNK, SLICE, dtype=dtype),
         "dy": tiles_of(2, CHUNK, SLICE, dtype=dtype),
@@ -295,84 +144,333 @@ def launch_grads(sizes: Chunks, x, dy, steps, B, C, D, h, dh) -> dict[str, Any]:
         "dh": tiles_of(1, SLICE, N, dtype=dtype),
         "B": tiles_of(1, CHUNK, N, dtype=dtype),
         "C": tiles_of(1, CHUNK, N, dtype=dtype),
-        "M": tiles_of(blocks, STEP, STEP, dtype=dtype),
-        "dS": tiles_of(blocks, STEP, STEP, dtype=dtype),
-        "score": tiles_of(1, STEP, STEP, dtype=dtype),
+        "M": tiles_of(BLOCKS, STEP, STEP, dtype=dtype),
+        "dS": tiles_of(BLOCKS, STEP, STEP, dtype=dtype),
+        "scores": tiles_of(1, STEP, STEP, dtype=dtype),
         "weights_full": plgpu.Barrier(num_arrivals=2),
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=2),
-        "empty": plgpu.Barrier(num_arrivals=HALVES, num_barriers=2),
+        "empty": plgpu.Barrier(num_arrivals=STEPS, num_barriers=2),
         "h_full": plgpu.Barrier(num_arrivals=1),
+        "h_empty": plgpu.Barrier(num_arrivals=STEPS),
         "dh_full": plgpu.Barrier(num_arrivals=1),
-        "h_empty": plgpu.Barrier(num_arrivals=HALVES),
-        "dh_empty": plgpu.Barrier(num_arrivals=HALVES),
+        "dh_empty": plgpu.Barrier(num_arrivals=STEPS),
         "given": plgpu.Barrier(num_arrivals=1),
         "taken": plgpu.Barrier(num_arrivals=1),
     }
-    tokens = sizes.chunks * CHUNK
-    weights = like(
-        (sizes.splits, sizes.batch, tokens, sizes.groups, N), dtype if sizes.splits == 1 else f32
-    )
-    units = sizes.heads * sizes.slices
     return launch_named(
-        functools.partial(grads_kernel, sizes),
-        {"x": x, "dy": dy, "steps": steps, "B": B, "C": C, "D": D, "h": h, "dh": dh},
+        functools.partial(_kernel, chunks),
         {
-            "dx": like(x.shape, dtype),
+            "x": arrays.x,
+            "dy": dy,
+            "steps": log_decays(arrays.dt, arrays.a, CHUNK),
+            "B": arrays.B,
+            "C": arrays.C,
+            "D": arrays.D,
+            "h": h,
+            "dh": dh,
+        },
+        {
+            "dx": like(arrays.x.shape, dtype),
             "dB": weights,
             "dC": weights,
-            "sums": like((sizes.batch, units, sizes.chunks, len(SUMS), CHUNK), f32),
+            "sums": like(
+                (scan.batch, scan.heads * scan.slices, scan.chunks, len(SUMS), CHUNK), f32
+            ),
         },
         scratch,
-        grid=(sizes.grid,),
+        grid=(chunks.grid,),
         grid_names=(BLOCK,),
-        num_threads=HALVES + 1,
+        num_threads=STEPS + 1,
         thread_name=WARPGROUP,
         kernel_name="ssd_bwd",
         approx_math=True,
     )
 
 
-def launch_bwd(options, x, dt, cum, B, C, D, z, initial_state, states, dout, dfinal, *, W=4):
-    del options
-    b, tokens, heads, p = x.shape
-    G, N = B.shape[2:]
-    chunks = cum.shape[-1] // CHUNK
-    scan = Scan(
-        batch=b, heads=heads, groups=G, channels=p, states=N, steps=chunks * HALVES,
-        parts=1, warpgroups=W, save=True,
-    )
-    D = None if D is None else D.astype(jnp.float32)
-    steps = scan_steps(cum, dt)
-    dy, dz = dout, None
-    if z is not None:
-        from jaxkern.ops.ssd.forward import launch_fwd
-        y = launch_fwd(None, x, dt, cum, B, C, D, None, initial_state, save=False)[0]
-        y, z32, d32 = (v.astype(jnp.float32) for v in (y, z, dout))
-        gate = jax.nn.sigmoid(z32)
-        dz = (d32 * y * gate * (1 + z32 * (1 - gate))).astype(z.dtype)
-        dy = (d32 * z32 * gate).astype(x.dtype)
-    if states.shape[1] < chunks:
-        parts = dataclasses.replace(scan, parts=states.shape[1])
-        states, _ = launch_carry(parts, False, x, B, steps, states, final=False)
-    parts = max(1, min(num_sms() // scan.grid, chunks))
-    scan = dataclasses.replace(scan, parts=-(-chunks // -(-chunks // parts)))
-    ends = None
-    if scan.parts > 1 or dfinal is not None:
-        ends = part_ends(scan, True, dy, C, steps, cum, dfinal)
-    dstates, dinitial = launch_carry(scan, True, dy, C, steps, ends, final=True)
-    whole = jnp.stack([(cum * LOG2E), dt], axis=2).reshape(b, heads, 2, chunks, CHUNK)
-    whole = whole.swapaxes(2, 3)  # (B, H, chunks, 2, 128)
-    sizes = Chunks(batch=b, heads=heads, groups=G, channels=p, states=N, chunks=chunks, splits=1)
-    grads = launch_grads(sizes, x, dy, whole, B, C, D, states, dstates)
-    sums = grads["sums"].reshape(b, heads, sizes.slices, chunks, len(SUMS), CHUNK).sum(2)
-    dcum, ddt, last, skip = (sums[..., k, :] for k in range(len(SUMS)))
-    dcum = dcum.at[..., -1].add(last.sum(-1))
-    ddt, dcum = (v.reshape(b, heads, chunks * CHUNK) for v in (ddt, dcum))
-    weights = [grads[name].sum(0)[:, :tokens].astype(B.dtype) for name in ("dB", "dC")]
-    dD = None
-    if D is not None:
-        if D.ndim == 1:
-            dD = skip.sum((0, 2, 3))
+def _kernel(chunks: Chunks, refs: Any, smem: Any) -> None:
+    """Two warpgroups compute, each with its half of the tokens, and one fetches."""
+    scan, warpgroup = chunks.scan, lax.axis_index(WARPGROUP)
+    block = lax.axis_index(BLOCK)
+    group, rest = lax.rem(block, scan.groups), lax.div(block, scan.groups)
+    split, rest = lax.rem(rest, chunks.splits), lax.div(rest, chunks.splits)
+    chunk, batch = lax.rem(rest, scan.chunks), lax.div(rest, scan.chunks)
+    first = split * chunks.split_units
+    count = jnp.minimum(chunks.split_units, scan.units - first)
+    at = _At(scan, batch, chunk, group, split, first, count)
+
+    @pl.when(warpgroup == STEPS)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        _fetch(at, refs, smem)
+
+    for half in range(STEPS):
+
+        @pl.when(warpgroup == half)
+        def _(half: int = half) -> None:
+            plgpu.set_max_registers(240, action="increase")
+            _compute(at, half, refs, smem)
+
+
+@dataclasses.dataclass(frozen=True)
+class _At:
+    """Where a block is: `count` units of a group from `first` on, a split of them."""
+
+    scan: Scan
+    batch: Any
+    chunk: Any
+    group: Any
+    split: Any
+    first: Any
+    count: Any
+
+    def unit(self, n: Any) -> tuple[Any, Any]:
+        """Head and channels of the `n`-th unit."""
+        return locate(self.scan, self.group, self.first + n)
+
+    def tokens(self, ref: Any, n: Any, first: int = 0, count: int = CHUNK) -> Any:
+        """(count, 64): the part of x, dy or dx for the `n`-th unit."""
+        head, channels = self.unit(n)
+        return ref.at[self.batch, pl.ds(self.chunk * CHUNK + first, count), head, channels]
+
+
+def _fetch(at: _At, refs: Any, smem: Any) -> None:
+    """Fetches B and C, and all that is read of each unit."""
+    copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
+    for name in ("B", "C"):
+        tokens = pl.ds(at.chunk * CHUNK, CHUNK)
+        source = getattr(refs, name).at[at.batch, tokens, at.group]
+        copy(source, getattr(smem, name).at[0], smem.weights_full)
+
+    def fetch(n: Any, _: Any) -> None:
+        slot = lax.rem(n, 2)
+        head, channels = at.unit(n)
+        pl.when(n >= 2)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
+        full = smem.full.at[slot]
+        copy(at.tokens(refs.x, n), smem.x.at[slot], full)
+        copy(at.tokens(refs.dy, n), smem.dy.at[slot], full)
+        copy(refs.steps.at[at.batch, head, at.chunk], smem.steps.at[slot], full)
+        for name in ("h", "dh"):
+            done = getattr(smem, f"{name}_empty")
+            pl.when(n >= 1)(functools.partial(plgpu.barrier_wait, done))
+            source = getattr(refs, name).at[at.batch, at.chunk, head, channels]
+            copy(source, getattr(smem, name).at[0], getattr(smem, f"{name}_full"))
+
+    lax.fori_loop(0, at.count, fetch, None)
+
+
+def _compute(at: _At, half: int, refs: Any, smem: Any) -> None:
+    """The gradients of a half of the tokens; stores those of B and C."""
+    plgpu.barrier_wait(smem.weights_full)
+    B, C = smem.B.at[0], smem.C.at[0]
+    scores = lambda j: product(_half(C, half), _half(B, j).transpose((1, 0)), (STEP, STEP))
+    own = scores(half).astype(smem.x.dtype)  # (i, j)
+    if half:
+        smem.scores.at[0][...] = scores(0).astype(smem.x.dtype)
+
+    def run(dB: Any, dC: Any) -> tuple[Any, Any]:
+        def step(n: Any, _: Any) -> None:
+            _Unit(at, half, n, refs, smem, unknown_zero(), own, dB, dC).run()
+
+        lax.fori_loop(0, at.count, step, None)
+        return dB[...], dC[...]
+
+    grads = pl.run_scoped(run, *[accumulator((STEP, at.scan.states), jnp.float32)] * 2)
+    tokens = pl.ds(at.chunk * CHUNK + half * STEP, STEP)
+    for ref, grad in zip((refs.dB, refs.dC), grads, strict=True):
+        ref.at[at.split, at.batch, tokens, at.group][...] = grad.astype(ref.dtype)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _half(ref: Any, half: int) -> Any:
+    return ref.at[pl.ds(half * STEP, STEP)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """A half of the tokens of the `n`-th unit.
+
+    Attributes:
+      zero: is added to the indices of shared memory. Else the compiler would compute the addresses
+        of all operands before the loop, and spill them past the little L1 cache.
+      own: S of the rows and tokens of this half, in 16 bits.
+      dB, dC: accumulators.
+    """
+
+    at: _At
+    half: int
+    n: Any
+    refs: Any
+    smem: Any
+    zero: Any
+    own: Any
+    dB: Any
+    dC: Any
+
+    def only(self, name: str) -> Any:
+        """What shared memory holds one of."""
+        return getattr(self.smem, name).at[self.zero]
+
+    def staged(self, name: str) -> Any:
+        """x, dy or steps."""
+        return getattr(self.smem, name).at[lax.rem(self.n, 2)]
+
+    def block(self, name: str, i: int, j: int) -> Any:
+        """Of M or dS, rows i and earlier tokens j; numbers of halves."""
+        return getattr(self.smem, name).at[self.zero + (i * (i + 1) // 2 + j)]
+
+    def tokens(self, name: str) -> Any:
+        """This half of x or dy, (64, P), fp32."""
+        return wide(plgpu.load(_half(self.staged(name), self.half), layout=TILE))
+
+    def numbers(self, k: int) -> Any:
+        """Of this half's tokens c (k = 0) or dt (k = 1), for rows."""
+        tokens = pl.ds(self.half * STEP, STEP)
+        return plgpu.load(self.staged("steps").at[k, tokens], layout=ROWS)
+
+    def run(self) -> None:
+        half, smem, slot = self.half, self.smem, lax.rem(self.n, 2)
+        run = lambda f, *columns: pl.run_scoped(
+            f, *(accumulator((STEP, n), jnp.float32) for n in columns)
+        )
+        plgpu.barrier_wait(smem.full.at[slot])
+        if half:  # the other one is done with the blocks of the unit before
+            pl.when(self.n > 0)(lambda: plgpu.barrier_wait(smem.taken))
+        dc, dS = 0.0, None
+        for j in range(half + 1):
+            scores = functools.partial(self.scores, j, dS)
+            dS, sums = run(scores, *[STEP // PARTS] * PARTS)
+            dc = dc + sums
+        plgpu.commit_smem()
+        if half:
+            plgpu.barrier_arrive(smem.given)
+        plgpu.barrier_wait(smem.h_full)
+        dc = dc + run(functools.partial(self.from_before, dS), SLICE)
+        plgpu.barrier_wait(smem.dh_full)
+        dx, last = run(self.from_after, SLICE)
+        plgpu.barrier_arrive(smem.h_empty)
+        dt = self.numbers(1)
+        left = jnp.exp2(self.staged("steps")[0, CHUNK - 1] - self.numbers(0))
+        x = self.tokens("x")
+        weighted = (x * over_rows(left * dt, SLICE)).astype(smem.x.dtype)
+        last = last + dt * jnp.sum(dx * x, axis=1)
+        if not half:
+            plgpu.barrier_wait(smem.given)
+        finish = functools.partial(self.finish, weighted, dc, last)
+        pl.run_state(finish)(accumulator.init(dx))
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(smem.dh_empty)
+        if not half:
+            plgpu.barrier_arrive(smem.taken)
+        plgpu.barrier_arrive(smem.empty.at[slot])
+
+    def scores(self, j: int, before: Any, *parts: Any) -> tuple[Any, Any]:
+        """Stores M and dS of this half's rows and the earlier tokens `j`.
+
+        Args:
+          j: number of a half.
+          before: dS of the half before, which is still to be multiplied.
+          *parts: accumulators for parts of the columns of dM.
+
+        Returns:
+          dS in 16 bits, and the sums of the rows of dS ∘ S.
+        """
+        half, columns = self.half, STEP // len(parts)
+        x, dy, steps = (self.staged(name) for name in ("x", "dy", "steps"))
+        tokens = lambda k: pl.ds(j * STEP + k * columns, columns)
+        for k, dM in enumerate(parts):
+            plgpu.wgmma(dM, _half(dy, half), x.at[tokens(k)].transpose((1, 0)))
+        if before is not None:
+            plgpu.wgmma(self.dC, before, _half(self.only("B"), j - 1))
+        if j == half:  # the barrier keeps the compiler from holding it in fp32
+            S = lax.optimization_barrier(self.own)
         else:
-            dD = jnp.einsum("blhp,blhp->hp", x, dy, preferred_element_type=jnp.float32)
-    return grads["dx"], ddt, dcum, *weights, dD, dz, dinitial[:, 0]
+            S = plgpu.load(self.only("scores"), layout=TILE)
+        c, sums, wholes, grads = self.numbers(0), 0.0, [], []
+        for k, dM in enumerate(parts):
+            exponents = over_rows(c, columns) - over_columns(
+                plgpu.load(steps.at[0, tokens(k)], layout=COLUMNS), STEP
+            )
+            if j == half:
+                exponents = causal(exponents, first=k * columns)
+            decay = jnp.exp2(exponents)
+            part = wide(S[:, k * columns : (k + 1) * columns])
+            wholes.append((part * decay).astype(x.dtype))
+            dt = plgpu.load(steps.at[1, tokens(k)], layout=COLUMNS)
+            decay = decay * over_columns(dt, STEP)
+            later = len(parts) - 1 - k + (before is not None)
+            dS = plgpu.wgmma_accumulator_load(dM, wait_n=later) * decay
+            sums = sums + jnp.sum(dS * part, axis=1)
+            grads.append(dS.astype(x.dtype))
+        dS = jnp.concatenate(grads, axis=1)
+        if j == half:  # from this block of M dx was stored
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.block("M", half, j)[...] = jnp.concatenate(wholes, axis=1)
+        self.block("dS", half, j)[...] = dS
+        return dS, sums
+
+    def from_before(self, dS: Any, carried: Any) -> Any:
+        """Adds to dC; returns exp(c) ∘ dy · (C hᵀ), summed over channels.
+
+        `carried` is an accumulator, and `dS` that of this half, still to be multiplied.
+        """
+        h = self.only("h")
+        plgpu.wgmma(carried, _half(self.only("C"), self.half), h.transpose((1, 0)))  # (i, p)
+        plgpu.wgmma(self.dC, dS, _half(self.only("B"), self.half))
+        dy, entered = self.tokens("dy"), jnp.exp2(self.numbers(0))
+        scaled = (dy * over_rows(entered, SLICE)).astype(dS.dtype)
+        carried = plgpu.wgmma_accumulator_load(carried, wait_n=1)
+        plgpu.wgmma(self.dC, scaled, h)
+        return entered * jnp.sum(carried * dy, axis=1)
+
+    def from_after(self, dx: Any) -> tuple[Any, Any]:
+        """The part of u from `dh`, and, for each channel, this half's part of exp(c[Q−1]) · h · dh.
+
+        `dx` is an accumulator.
+        """
+        h, dh = self.only("h"), self.only("dh")
+        plgpu.wgmma(dx, _half(self.only("B"), self.half), dh.transpose((1, 0)))  # (j, p)
+        sums = plgpu.layout_cast(jnp.zeros((SLICE,), jnp.float32), ROWS)
+        for k in range(self.half, self.at.scan.states // BOX, STEPS):
+            load = lambda ref: wide(plgpu.load(ref.at[:, pl.ds(k * BOX, BOX)], layout=TILE))  # noqa: B023
+            sums = sums + jnp.sum(load(h) * load(dh), axis=1)
+        last = self.staged("steps")[0, CHUNK - 1]
+        left = jnp.exp2(last - self.numbers(0))
+        return dx[...] * over_rows(left, SLICE), sums * jnp.exp2(last)
+
+    def finish(self, weighted: Any, dc: Any, last: Any, dx: Any) -> None:
+        """Adds to dB, and stores dx and the sums.
+
+        Args:
+          weighted: w ∘ x in 16 bits.
+          dc, last: for the sums.
+          dx: an accumulator, with the part of u from `dh`.
+        """
+        half, refs, later = self.half, self.refs, range(self.half, STEPS)
+        turned = lambda name, i: self.block(name, i, half).transpose((1, 0))
+        for i in later:
+            plgpu.wgmma(dx, turned("M", i), _half(self.staged("dy"), i))
+        plgpu.wgmma(self.dB, weighted, self.only("dh"))
+        for i in later:
+            plgpu.wgmma(self.dB, turned("dS", i), _half(self.only("C"), i))
+        u, x = plgpu.wgmma_accumulator_load(dx, wait_n=1 + len(later)), self.tokens("x")
+        ds, dt, skip = jnp.sum(u * x, axis=1), self.numbers(1), None
+        grad = u * over_rows(dt, SLICE)
+        if refs.D is not None:
+            head, channels = self.at.unit(self.n)
+            dy = self.tokens("dy")
+            if len(refs.D.shape) == 1:
+                grad, skip = grad + refs.D[head] * dy, jnp.sum(x * dy, axis=1)
+            else:
+                D = plgpu.load(refs.D.at[head, channels], layout=COLUMNS, optimized=False)
+                grad = grad + over_columns(D, STEP) * dy
+        sync_warpgroup()  # all warps have read M
+        out = self.block("M", half, half)
+        out[...] = grad.astype(weighted.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, self.at.tokens(refs.dx, self.n, half * STEP, STEP))
+        # These come last: a barrier would wait for such stores.
+        unit = self.at.group * self.at.scan.units + self.at.first + self.n
+        sums = refs.sums.at[self.at.batch, unit, self.at.chunk]
+        for k, values in enumerate((dc - dt * ds, ds, last, skip)):
+            if values is not None:
+                sums.at[k, pl.ds(half * STEP, STEP)][...] = values

@@ -1,351 +1,264 @@
-"""The forward of the SSD scan."""
+"""The forward of the SSD scan: one kernel that goes through the tokens, 64 at once.
+
+With x (j, p), S = C Bᵀ and M of a step as in the op's equations, everything is computed turned, so
+that the state's accumulators (p, n) are operands without leaving the registers:
+
+    Sᵀ = B Cᵀ,  Mᵀ from it in registers, to shared memory
+    yᵀ = exp(c) ∘ (h Cᵀ) + xᵀ Mᵀ
+    h  ← exp(c[Q−1]) · h + (w ∘ x)ᵀ B
+
+Sᵀ and h Cᵀ are in flight together, and the last product runs beside the epilogue.
+"""
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
 
-from jaxkern.mosaic.instructions import widened
-from jaxkern.mosaic.launch import grid_axes, interpreted, num_sms
 from jaxkern.mosaic.named import launch_named
-from jaxkern.mosaic.registers import elements, i32, inline_mlir
-from jaxkern.ops.ssd.tiles import CHUNK, SLICE, STEP
-
-BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
-
-WGMMA: Any = plgpu.Layout.WGMMA
-ROWS: Any = plgpu.Layout.WGMMA.reduce(1)
-COLUMNS: Any = plgpu.Layout.WGMMA.reduce(0)
-_accumulator: Any = plgpu.ACC
-LOG2E = math.log2(math.e)
-SWIZZLE = 128
-STAGES = 3
-BOX = 64
-
-
-def tiles_of(*shape: int, dtype: Any) -> Any:
-    """Shared memory whose rows of 64 elements are swizzled together."""
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, BOX)), swizzle(SWIZZLE)))
-
-
-def over_rows(v: Any, shape: tuple[int, int]) -> Any:
-    """(R,), one of each row, as (R, C)."""
-    return lax.broadcast_in_dim(v, shape, [0])
-
-
-def over_columns(v: Any, shape: tuple[int, int]) -> Any:
-    """(C,), one of each column, as (R, C)."""
-    return lax.broadcast_in_dim(v, shape, [1])
+from jaxkern.ops.ssd.blocks import (
+    BLOCK,
+    COLUMNS,
+    LOG2E,
+    ROWS,
+    TILE,
+    WARPGROUP,
+    Unit,
+    accumulator,
+    causal,
+    first_state,
+    of_step,
+    over_columns,
+    over_rows,
+    tiles_of,
+    wide,
+)
+from jaxkern.ops.ssd.call import Arrays, log_decays
+from jaxkern.ops.ssd.carry import part_starts
+from jaxkern.ops.ssd.tiles import (
+    FORWARD_WARPGROUPS,
+    SLICE,
+    STAGES,
+    STEP,
+    STEPS,
+    Scan,
+)
 
 
-def product(a: Any, b: Any, shape: tuple[int, int]) -> Any:
-    """a · b in fp32."""
-
-    def run(acc: Any) -> Any:
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(run, _accumulator(shape, jnp.float32))
-
-
-def add_product(value: Any, a: Any, b: Any) -> Any:
-    """value + a · b in fp32."""
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(_accumulator.init(value))
-
-
-def causal(v: Any, *, turned: bool = False, first: int = 0) -> Any:
-    """(64, n), fp32, from column `first` on, with −∞ above the diagonal, or if `turned` below it.
-
-    Comparisons with one number of the lane, and not of 16 columns' numbers in registers.
-    """
-    if interpreted():
-        rows, columns = (lax.broadcasted_iota(jnp.int32, v.shape, a) for a in (0, 1))
-        columns = columns + first
-        keep = rows <= columns if turned else columns <= rows
-        return jnp.where(keep, v, -jnp.inf)
-    result = plgpu.ShapeDtypeStruct(v.shape, v.dtype, layout=WGMMA)
-
-    @inline_mlir(WGMMA, returns=result)
-    def select(v: Any) -> Any:
-        lane = mgpu_utils.thread_idx()
-        bits = lambda low, count: arith.andi(arith.shrui(lane, i32(low)), i32((1 << count) - 1))
-        row = arith.addi(arith.muli(bits(5, 2), i32(16)), bits(2, 3))
-        ahead = arith.subi(row, arith.muli(bits(0, 2), i32(2)))
-        f32 = ir.F32Type.get()
-        never = arith.constant(f32, -math.inf)
-        chosen = np.empty_like(v.registers)
-        for index, register in np.ndenumerate(v.registers):
-            column = first + 8 * index[1] - 8 * index[4]
-            parts = []
-            for k, value in enumerate(elements(register)):
-                order = arith.CmpIPredicate.sle if turned else arith.CmpIPredicate.sge
-                keep = arith.cmpi(order, ahead, i32(column + k))
-                parts.append(arith.select(keep, value, never))
-            chosen[index] = vector.from_elements(ir.VectorType.get((len(parts),), f32), parts)
-        return mgpu.FragmentedArray(_registers=chosen, _layout=v.layout, _is_signed=None)
-
-    return select(v)
-
-
-def wide(v: Any) -> Any:
-    """`v`, in the layout of accumulators, in fp32."""
-    if v.dtype != jnp.bfloat16:
-        return v.astype(jnp.float32)
-    return widened(v, WGMMA)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scan:
-    """The sizes of a launch."""
-
-    batch: int
-    heads: int
-    groups: int
-    channels: int
-    states: int
-    steps: int  # of STEP tokens in the sequence
-    parts: int
-    warpgroups: int
-    save: bool
-
-    @property
-    def slices(self) -> int:
-        return self.channels // SLICE
-
-    @property
-    def units(self) -> int:
-        """Of a group: heads' slices."""
-        return self.heads // self.groups * self.slices
-
-    @property
-    def columns(self) -> int:
-        """Blocks of a group."""
-        return -(-self.units // self.warpgroups)
-
-    @property
-    def grid(self) -> int:
-        return self.parts * self.batch * self.groups * self.columns
-
-    @property
-    def part_steps(self) -> int:
-        """Whole chunks."""
-        each = CHUNK // STEP
-        return -(-(self.steps // each) // self.parts) * each
-
-
-def place(scan: Scan) -> tuple[Any, Any, Any, Any, Any]:
-    """Of a warpgroup: batch row, part, group, head and channels."""
-    wg, block = lax.axis_index(WARPGROUP), lax.axis_index(BLOCK)
-    column, rest = lax.rem(block, scan.columns), lax.div(block, scan.columns)
-    group, rest = lax.rem(rest, scan.groups), lax.div(rest, scan.groups)
-    batch, part = lax.rem(rest, scan.batch), lax.div(rest, scan.batch)
-    unit = jnp.minimum(column * scan.warpgroups + wg, scan.units - 1)
-    head = group * (scan.units // scan.slices) + lax.div(unit, scan.slices)
-    return batch, part, group, head, pl.ds(lax.rem(unit, scan.slices) * SLICE, SLICE)
-
-
-def scan_kernel(scan: Scan, refs: Any, smem: Any) -> None:
-    wg = lax.axis_index(WARPGROUP)
-    batch, part, group, head, channels = place(scan)
-    first = part * scan.part_steps
-    count = jnp.minimum(scan.part_steps, scan.steps - first)
-    P, N, Q = SLICE, scan.states, STEP
-
-    copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
-
-    def fetch_tokens(n: Any) -> None:
-        slot, rows = wg * 2 + lax.rem(n, 2), pl.ds((first + n) * Q, Q)
-        full = smem.tokens_full.at[slot]
-        copy(refs.x.at[batch, rows, head, channels], smem.x.at[slot], full)
-        copy(refs.steps.at[batch, head, first + n], smem.steps.at[slot], full)
-        if refs.z is not None:
-            copy(refs.z.at[batch, rows, head, channels], smem.z.at[slot], full)
-
-    def fetch_weights(n: Any) -> None:
-        slot, rows = lax.rem(n, STAGES), pl.ds((first + n) * Q, Q)
-        copy(refs.B.at[batch, rows, group], smem.B.at[slot], smem.full.at[slot])
-        copy(refs.C.at[batch, rows, group], smem.C.at[slot], smem.full.at[slot])
-
-    for n in range(2):
-        pl.when(n < count)(functools.partial(fetch_tokens, n))
-
-    @pl.when(wg == 0)
-    def _():
-        for n in range(STAGES):
-            pl.when(n < count)(functools.partial(fetch_weights, n))
-
-    skip = None
-    if refs.D is not None:
-        if len(refs.D.shape) > 1:
-            skip = plgpu.load(refs.D.at[head, channels], layout=ROWS, optimized=False)
-            skip = over_rows(skip, (P, Q))
-        else:
-            skip = refs.D[head]
-    M, out = smem.M.at[wg], smem.out.at[wg]
-
-    def step(n: Any, h: Any) -> Any:
-        slot, own = lax.rem(n, STAGES), wg * 2 + lax.rem(n, 2)
-        rows = pl.ds((first + n) * Q, Q)
-        steps, B, C, x = smem.steps.at[own], smem.B.at[slot], smem.C.at[slot], smem.x.at[own]
-        dtype = smem.x.dtype
-        saves = lax.rem(n, CHUNK // STEP) == 0
-        plgpu.barrier_wait(smem.full.at[slot])
-
-        def within(scores: Any, y: Any) -> tuple[Any, Any, Any]:
-            h_narrow = h.astype(dtype)
-            plgpu.wgmma(scores, B, C.transpose((1, 0)))  # (j, i)
-            plgpu.wgmma(y, h_narrow, C.transpose((1, 0)))  # (p, i)
-            plgpu.barrier_wait(smem.tokens_full.at[own])
-            cum = plgpu.load(steps.at[0], layout=COLUMNS)
-            before = plgpu.load(steps.at[0], layout=ROWS)
-            dt = plgpu.load(steps.at[1], layout=ROWS)
-            apart = over_columns(cum, (Q, Q)) - over_rows(before, (Q, Q))
-            decay = jnp.exp2(causal(apart, turned=True)) * over_rows(dt, (Q, Q))
-            s = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-            M[...] = (s * decay).astype(dtype)
-            if refs.states is not None:
-
-                @pl.when(saves)
-                def _():
-                    smem.held.at[wg][...] = h_narrow
-
-            plgpu.commit_smem()
-            if refs.states is not None:
-
-                @pl.when(saves)
-                def _():
-                    chunk = lax.div(first + n, CHUNK // STEP)
-                    plgpu.copy_smem_to_gmem(
-                        smem.held.at[wg], refs.states.at[batch, chunk, head, channels]
-                    )
-
-            last = steps[0, Q - 1]
-            weight = jnp.exp2(last - cum) * plgpu.load(steps.at[1], layout=COLUMNS)
-            turned = plgpu.load(x.transpose((1, 0)), layout=WGMMA)  # (p, j)
-            weighted = (wide(turned) * over_columns(weight, (P, Q))).astype(dtype)
-            return y[...] * over_columns(jnp.exp2(cum), (P, Q)), turned, weighted
-
-        accumulators = [_accumulator(shape, jnp.float32) for shape in ((Q, Q), (P, Q))]
-        y, turned, weighted = pl.run_scoped(within, *accumulators)
-
-        @pl.when((wg == 0) & (n > 0) & (n + STAGES - 1 < count))
-        def _():
-            plgpu.barrier_wait(smem.empty.at[lax.rem(n + STAGES - 1, STAGES)])
-            fetch_weights(n + STAGES - 1)
-
-        def end(accumulators: Any) -> None:
-            y, h = accumulators
-            plgpu.wgmma(y, turned, M)
-            plgpu.wgmma(h, weighted, B)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
-            y = plgpu.wgmma_accumulator_load(y, wait_n=1)
-            if skip is not None:
-                y = y + skip * wide(turned)
-            if refs.z is not None:
-                z = wide(plgpu.load(smem.z.at[own].transpose((1, 0)), layout=WGMMA))
-                y = y * z / (1 + jnp.exp2(z * -LOG2E))
-            out.transpose((1, 0))[...] = y.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out, refs.out.at[batch, rows, head, channels])
-
-        last = steps[0, Q - 1]
-        begin = _accumulator.init(y), _accumulator.init(h * jnp.exp2(last))
-        _, h = pl.run_state(end)(begin)
-        plgpu.barrier_arrive(smem.empty.at[slot])
-
-        @pl.when(n + 2 < count)
-        def _():
-            fetch_tokens(n + 2)
-
-        return h
-
-    if refs.initial is None:
-        h = plgpu.layout_cast(jnp.zeros((P, N), jnp.float32), WGMMA)
-    else:
-        h = plgpu.load(refs.initial.at[batch, part, head, channels], layout=WGMMA, optimized=False)
-    h = lax.fori_loop(0, count, step, h)
-    plgpu.wait_smem_to_gmem(0)
-    if refs.final is not None:
-        refs.final.at[batch, part, head, channels][...] = h
-
-
-def scan_steps(cum: Any, dt: Any) -> Any:
-    """(B, H, S, 2, 64): cum and dt of steps of 64 tokens, of (B, H, L), L whole chunks."""
-    b, h, tokens = cum.shape
-    halves = (cum * LOG2E).reshape(b, h, tokens // CHUNK, 2, STEP)
-    start = jnp.pad(halves[..., :1, -1:], ((0, 0),) * 3 + ((1, 0), (0, 0)))
-    halves = (halves - start).reshape(b, h, tokens // STEP, STEP)
-    return jnp.stack([halves, dt.reshape(halves.shape)], axis=3)
-
-
-def launch_scan(scan: Scan, x, steps, B, C, D, z, initial, *, final: bool):
-    N, W, Q, dtype = scan.states, scan.warpgroups, STEP, x.dtype
-    b, tokens, heads, p = x.shape
-    like = jax.ShapeDtypeStruct
-    scratch = {
-        "x": tiles_of(2 * W, Q, SLICE, dtype=dtype),
-        "steps": plgpu.SMEM((2 * W, 2, Q), jnp.float32),
-        "B": tiles_of(STAGES, Q, N, dtype=dtype),
-        "C": tiles_of(STAGES, Q, N, dtype=dtype),
-        "M": tiles_of(W, Q, Q, dtype=dtype),
-        "out": tiles_of(W, Q, SLICE, dtype=dtype),
-        "tokens_full": plgpu.Barrier(num_arrivals=2 + (z is not None), num_barriers=2 * W),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        "empty": plgpu.Barrier(num_arrivals=W, num_barriers=STAGES),
-    }
-    if z is not None:
-        scratch["z"] = tiles_of(2 * W, Q, SLICE, dtype=dtype)
-    if scan.save:
-        scratch["held"] = tiles_of(W, SLICE, N, dtype=dtype)
-    chunks = scan.steps // (CHUNK // STEP)
-    return launch_named(
-        functools.partial(scan_kernel, scan),
-        {"x": x, "steps": steps, "B": B, "C": C, "D": D, "z": z, "initial": initial},
+def launch_fwd(
+    options: Any, x, dt, a, B, C, D, z, initial_state, rank=None, crossed=None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Output, final state and, to save, the states before every `checkpoint_every`-th token."""
+    assert rank is None, "segments"
+    assert crossed is None, "segments"
+    every = options.checkpoint_every if options.save else None
+    arrays = Arrays(x, dt, a, B, C, D, z, initial_state)
+    scan = arrays.scan(every).cut(FORWARD_WARPGROUPS)
+    steps = log_decays(arrays.dt, arrays.a, STEP)
+    starts = part_starts(scan, False, arrays.x, arrays.B, steps, arrays.initial)
+    results = launch_named(
+        functools.partial(_kernel, scan),
         {
-            "out": like(x.shape, dtype),
-            "final": like((b, scan.parts, heads, p, N), jnp.float32) if final else None,
-            "states": like((b, chunks, heads, p, N), dtype) if scan.save else None,
+            "x": arrays.x,
+            "steps": steps,
+            "B": arrays.B,
+            "C": arrays.C,
+            "D": arrays.D,
+            "z": arrays.z,
+            "initial": starts,
         },
-        scratch,
+        {
+            "out": jax.ShapeDtypeStruct(arrays.x.shape, x.dtype),
+            "final": arrays.states_like(scan.parts, jnp.float32),
+            "states": arrays.states_like(scan.saved, x.dtype) if scan.every else None,
+        },
+        _scratch(scan, x.dtype, gated=z is not None),
         grid=(scan.grid,),
         grid_names=(BLOCK,),
-        num_threads=W,
+        num_threads=scan.warpgroups,
         thread_name=WARPGROUP,
         kernel_name="ssd_fwd",
         approx_math=True,
     )
+    final = arrays.cut_states(results["final"][:, -1])
+    return arrays.cut_tokens(results["out"]), final, arrays.cut_states(results["states"])
 
 
-def launch_fwd(options, x, dt, cum, B, C, D, z, initial_state, *, W=2, parts=None, save=None):
-    from jaxkern.ops.ssd.carry import part_ends
-    b, tokens, heads, p = x.shape
-    G, N = B.shape[2:]
-    scan = Scan(batch=b, heads=heads, groups=G, channels=p, states=N,
-                steps=cum.shape[-1] // STEP, parts=1, warpgroups=W,
-                save=options.save if save is None else save)
-    chunks = scan.steps // (CHUNK // STEP)
-    if parts is None:
-        parts = max(1, min(num_sms() // scan.grid, chunks))
-    parts = -(-chunks // -(-chunks // parts))
-    scan = dataclasses.replace(scan, parts=parts)
-    steps = scan_steps(cum, dt)
-    if initial_state is not None or parts > 1:
-        initial = part_ends(scan, False, x, B, steps, cum, initial_state)
-    else:
-        initial = None
-    D = None if D is None else D.astype(jnp.float32)
-    res = launch_scan(scan, x, steps, B, C, D, z, initial, final=True)
-    return res["out"], res["final"][:, -1], res["states"]
+def _scratch(scan: Scan, dtype: Any, *, gated: bool) -> dict[str, Any]:
+    W, N = scan.warpgroups, scan.states
+    tokens = {name: tiles_of(2 * W, STEP, SLICE, dtype=dtype) for name in ("x", "z")[: 1 + gated]}
+    scratch = tokens | {
+        "steps": plgpu.SMEM((2 * W, 2, STEP), jnp.float32),
+        "B": tiles_of(STAGES, STEP, N, dtype=dtype),
+        "C": tiles_of(STAGES, STEP, N, dtype=dtype),
+        "M": tiles_of(W, STEP, STEP, dtype=dtype),
+        "out": tiles_of(W, STEP, SLICE, dtype=dtype),
+        "tokens_full": plgpu.Barrier(num_arrivals=2 + gated, num_barriers=2 * W),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "empty": plgpu.Barrier(num_arrivals=W, num_barriers=STAGES),
+    }
+    if scan.every:
+        scratch["held"] = tiles_of(W, SLICE, N, dtype=dtype)
+    return scratch
+
+
+def _kernel(scan: Scan, refs: Any, smem: Any) -> None:
+    """Goes through the steps of a warpgroup's unit and part."""
+    block = _Block(scan, refs, smem, Unit(scan))
+    block.begin()
+    at = block.at
+    h = lax.fori_loop(0, at.count, block.step, first_state(scan, refs, at))
+    plgpu.wait_smem_to_gmem(0)
+    refs.final.at[at.batch, at.part, at.head, at.channels][...] = h
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A warpgroup's part of the forward; `n` counts its steps.
+
+    Attributes:
+      refs: arrays in global memory.
+      smem: x, z and steps in two stages of each warpgroup; B and C in a ring that all share, and
+        that the first one fills; M, out and held of each warpgroup; the barriers.
+    """
+
+    scan: Scan
+    refs: Any
+    smem: Any
+    at: Unit
+
+    def begin(self) -> None:
+        """Starts the first copies."""
+        for n in range(2):
+            pl.when(n < self.at.count)(functools.partial(self.fetch_tokens, n))
+
+        @pl.when(self.at.warpgroup == 0)
+        def _():
+            for n in range(STAGES):
+                pl.when(n < self.at.count)(functools.partial(self.fetch_weights, n))
+
+    def tokens(self, ref: Any, n: Any) -> Any:
+        """(64, 64): the unit's part of x, z or out in step `n`."""
+        at = self.at
+        return ref.at[at.batch, of_step(at.first + n), at.head, at.channels]
+
+    def fetch_tokens(self, n: Any) -> None:
+        at, smem, refs = self.at, self.smem, self.refs
+        slot = at.warpgroup * 2 + lax.rem(n, 2)
+        steps = refs.steps.at[at.batch, at.head, at.first + n]
+        plgpu.copy_gmem_to_smem(steps, smem.steps.at[slot], smem.tokens_full.at[slot])
+        for name in ("x", "z"):
+            if getattr(refs, name) is not None:
+                plgpu.copy_gmem_to_smem(
+                    self.tokens(getattr(refs, name), n),
+                    getattr(smem, name).at[slot],
+                    smem.tokens_full.at[slot],
+                    oob_mode=plgpu.OOBFillMode.ZEROS,
+                )
+
+    def fetch_weights(self, n: Any) -> None:
+        at, slot = self.at, lax.rem(n, STAGES)
+        for name in ("B", "C"):
+            plgpu.copy_gmem_to_smem(
+                getattr(self.refs, name).at[at.batch, of_step(at.first + n), at.group],
+                getattr(self.smem, name).at[slot],
+                self.smem.full.at[slot],
+                oob_mode=plgpu.OOBFillMode.ZEROS,
+            )
+
+    def step(self, n: Any, h: Any) -> Any:
+        """The state after step `n`, (P, N), from that before; stores the output."""
+        at, smem = self.at, self.smem
+        slot, own = lax.rem(n, STAGES), at.warpgroup * 2 + lax.rem(n, 2)
+        steps, B = smem.steps.at[own], smem.B.at[slot]
+        plgpu.barrier_wait(smem.full.at[slot])
+        within = functools.partial(self.within, n, h, B, smem.C.at[slot], steps)
+        accumulators = (
+            accumulator((STEP, STEP), jnp.float32),
+            accumulator((SLICE, STEP), jnp.float32),
+        )
+        y, x, weighted = pl.run_scoped(within, *accumulators)
+
+        @pl.when((at.warpgroup == 0) & (n > 0) & (n + STAGES - 1 < at.count))
+        def _():
+            plgpu.barrier_wait(smem.empty.at[lax.rem(n + STAGES - 1, STAGES)])
+            self.fetch_weights(n + STAGES - 1)
+
+        def finish(accumulators: Any) -> None:
+            y, h = accumulators
+            plgpu.wgmma(y, x, smem.M.at[at.warpgroup])
+            plgpu.wgmma(h, weighted, B)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
+            self.store(n, plgpu.wgmma_accumulator_load(y, wait_n=1), x)
+
+        decayed = h * jnp.exp2(steps[0, STEP - 1])
+        _, h = pl.run_state(finish)((accumulator.init(y), accumulator.init(decayed)))
+        plgpu.barrier_arrive(smem.empty.at[slot])
+        pl.when(n + 2 < at.count)(lambda: self.fetch_tokens(n + 2))
+        return h
+
+    def within(
+        self, n: Any, h: Any, B: Any, C: Any, steps: Any, scores: Any, y: Any
+    ) -> tuple[Any, Any, Any]:
+        """Stores Mᵀ; returns what y has from the state before, xᵀ and (w ∘ x)ᵀ, (P, 64) each."""
+        at, smem = self.at, self.smem
+        own = at.warpgroup * 2 + lax.rem(n, 2)
+        narrow = h.astype(smem.x.dtype)
+        plgpu.wgmma(scores, B, C.transpose((1, 0)))  # (j, i)
+        plgpu.wgmma(y, narrow, C.transpose((1, 0)))  # (p, i)
+        plgpu.barrier_wait(smem.tokens_full.at[own])
+        c = plgpu.load(steps.at[0], layout=COLUMNS)
+        earlier, dt = (plgpu.load(steps.at[k], layout=ROWS) for k in (0, 1))
+        exponents = over_columns(c, STEP) - over_rows(earlier, STEP)
+        decay = jnp.exp2(causal(exponents, turned=True)) * over_rows(dt, STEP)
+        M = plgpu.wgmma_accumulator_load(scores, wait_n=1) * decay
+        smem.M.at[at.warpgroup][...] = M.astype(smem.x.dtype)
+        if self.scan.every:
+            self.save(n, narrow)
+        else:
+            plgpu.commit_smem()
+        weight = jnp.exp2(steps[0, STEP - 1] - c) * plgpu.load(steps.at[1], layout=COLUMNS)
+        x = plgpu.load(smem.x.at[own].transpose((1, 0)), layout=TILE)  # (p, j)
+        weighted = (wide(x) * over_columns(weight, SLICE)).astype(x.dtype)
+        return y[...] * over_columns(jnp.exp2(c), SLICE), x, weighted
+
+    def save(self, n: Any, h: Any) -> None:
+        """Commits M, and saves the state before step `n` if it is one to be saved."""
+        at, held = self.at, self.smem.held.at[self.at.warpgroup]
+        every = STEPS * self.scan.every
+        saves = lax.rem(at.first + n, every) == 0
+
+        @pl.when(saves)
+        def _():
+            held[...] = h
+
+        plgpu.commit_smem()
+
+        @pl.when(saves)
+        def _():
+            to = self.refs.states.at[at.batch, lax.div(at.first + n, every), at.head, at.channels]
+            plgpu.copy_smem_to_gmem(held, to)
+
+    def store(self, n: Any, y: Any, x: Any) -> None:
+        """Stores the output of step `n` from y without D · x, turned, (P, 64)."""
+        at, smem, refs = self.at, self.smem, self.refs
+        if refs.D is not None:
+            if len(refs.D.shape) == 1:
+                D = refs.D[at.head]
+            else:
+                D = refs.D.at[at.head, at.channels]
+                D = over_rows(plgpu.load(D, layout=ROWS, optimized=False), STEP)
+            y = y + D * wide(x)
+        if refs.z is not None:
+            z = smem.z.at[at.warpgroup * 2 + lax.rem(n, 2)]
+            z = wide(plgpu.load(z.transpose((1, 0)), layout=TILE))
+            y = y * z / (1 + jnp.exp2(z * -LOG2E))
+        out = smem.out.at[at.warpgroup]
+        out.transpose((1, 0))[...] = y.astype(x.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, self.tokens(refs.out, n))
