@@ -34,14 +34,18 @@ from jaxkern.ops.ssd.blocks import (
     ROWS,
     TILE,
     WARPGROUP,
-    accumulator,
+    accumulated,
     causal,
     locate,
+    loop,
+    multiply,
     over_columns,
     over_rows,
     product,
+    read,
     tiles_of,
     wide,
+    with_accumulators,
 )
 from jaxkern.ops.ssd.call import Arrays, log_decays
 from jaxkern.ops.ssd.carry import launch_carry, part_starts
@@ -268,13 +272,13 @@ def _compute(at: _At, half: int, refs: Any, smem: Any) -> None:
         smem.scores.at[0][...] = scores(0).astype(smem.x.dtype)
 
     def run(dB: Any, dC: Any) -> tuple[Any, Any]:
-        def step(n: Any, _: Any) -> None:
-            _Unit(at, half, n, refs, smem, unknown_zero(), own, dB, dC).run()
+        def step(n: Any, *accs: Any) -> None:
+            _Unit(at, half, n, refs, smem, unknown_zero(), own, *accs).run()
 
-        lax.fori_loop(0, at.count, step, None)
-        return dB[...], dC[...]
+        loop(at.count, step, dB, dC)
+        return read(dB), read(dC)
 
-    grads = pl.run_scoped(run, *[accumulator((STEP, at.scan.states), jnp.float32)] * 2)
+    grads = with_accumulators(run, *[(STEP, at.scan.states)] * 2)
     tokens = pl.ds(at.chunk * CHUNK + half * STEP, STEP)
     for ref, grad in zip((refs.dB, refs.dC), grads, strict=True):
         ref.at[at.split, at.batch, tokens, at.group][...] = grad.astype(ref.dtype)
@@ -329,9 +333,7 @@ class _Unit:
 
     def run(self) -> None:
         half, smem, slot = self.half, self.smem, lax.rem(self.n, 2)
-        run = lambda f, *columns: pl.run_scoped(
-            f, *(accumulator((STEP, n), jnp.float32) for n in columns)
-        )
+        run = lambda f, *columns: with_accumulators(f, *((STEP, n) for n in columns))
         plgpu.barrier_wait(smem.full.at[slot])
         if half:  # the other one is done with the blocks of the unit before
             pl.when(self.n > 0)(lambda: plgpu.barrier_wait(smem.taken))
@@ -355,8 +357,7 @@ class _Unit:
         last = last + dt * jnp.sum(dx * x, axis=1)
         if not half:
             plgpu.barrier_wait(smem.given)
-        finish = functools.partial(self.finish, weighted, dc, last)
-        pl.run_state(finish)(accumulator.init(dx))
+        accumulated(functools.partial(self.finish, weighted, dc, last), dx)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(smem.dh_empty)
         if not half:
@@ -378,9 +379,9 @@ class _Unit:
         x, dy, steps = (self.staged(name) for name in ("x", "dy", "steps"))
         tokens = lambda k: pl.ds(j * STEP + k * columns, columns)
         for k, dM in enumerate(parts):
-            plgpu.wgmma(dM, _half(dy, half), x.at[tokens(k)].transpose((1, 0)))
+            multiply(dM, _half(dy, half), x.at[tokens(k)].transpose((1, 0)))
         if before is not None:
-            plgpu.wgmma(self.dC, before, _half(self.only("B"), j - 1))
+            multiply(self.dC, before, _half(self.only("B"), j - 1))
         if j == half:  # the barrier keeps the compiler from holding it in fp32
             S = lax.optimization_barrier(self.own)
         else:
@@ -398,7 +399,7 @@ class _Unit:
             dt = plgpu.load(steps.at[1, tokens(k)], layout=COLUMNS)
             decay = decay * over_columns(dt, STEP)
             later = len(parts) - 1 - k + (before is not None)
-            dS = plgpu.wgmma_accumulator_load(dM, wait_n=later) * decay
+            dS = read(dM, later) * decay
             sums = sums + jnp.sum(dS * part, axis=1)
             grads.append(dS.astype(x.dtype))
         dS = jnp.concatenate(grads, axis=1)
@@ -414,12 +415,12 @@ class _Unit:
         `carried` is an accumulator, and `dS` that of this half, still to be multiplied.
         """
         h = self.only("h")
-        plgpu.wgmma(carried, _half(self.only("C"), self.half), h.transpose((1, 0)))  # (i, p)
-        plgpu.wgmma(self.dC, dS, _half(self.only("B"), self.half))
+        multiply(carried, _half(self.only("C"), self.half), h.transpose((1, 0)))  # (i, p)
+        multiply(self.dC, dS, _half(self.only("B"), self.half))
         dy, entered = self.tokens("dy"), jnp.exp2(self.numbers(0))
         scaled = (dy * over_rows(entered, SLICE)).astype(dS.dtype)
-        carried = plgpu.wgmma_accumulator_load(carried, wait_n=1)
-        plgpu.wgmma(self.dC, scaled, h)
+        carried = read(carried, 1)
+        multiply(self.dC, scaled, h)
         return entered * jnp.sum(carried * dy, axis=1)
 
     def from_after(self, dx: Any) -> tuple[Any, Any]:
@@ -428,14 +429,14 @@ class _Unit:
         `dx` is an accumulator.
         """
         h, dh = self.only("h"), self.only("dh")
-        plgpu.wgmma(dx, _half(self.only("B"), self.half), dh.transpose((1, 0)))  # (j, p)
+        multiply(dx, _half(self.only("B"), self.half), dh.transpose((1, 0)))  # (j, p)
         sums = plgpu.layout_cast(jnp.zeros((SLICE,), jnp.float32), ROWS)
         for k in range(self.half, self.at.scan.states // BOX, STEPS):
             load = lambda ref: wide(plgpu.load(ref.at[:, pl.ds(k * BOX, BOX)], layout=TILE))  # noqa: B023
             sums = sums + jnp.sum(load(h) * load(dh), axis=1)
         last = self.staged("steps")[0, CHUNK - 1]
         left = jnp.exp2(last - self.numbers(0))
-        return dx[...] * over_rows(left, SLICE), sums * jnp.exp2(last)
+        return read(dx) * over_rows(left, SLICE), sums * jnp.exp2(last)
 
     def finish(self, weighted: Any, dc: Any, last: Any, dx: Any) -> None:
         """Adds to dB, and stores dx and the sums.
@@ -448,11 +449,11 @@ class _Unit:
         half, refs, later = self.half, self.refs, range(self.half, STEPS)
         turned = lambda name, i: self.block(name, i, half).transpose((1, 0))
         for i in later:
-            plgpu.wgmma(dx, turned("M", i), _half(self.staged("dy"), i))
-        plgpu.wgmma(self.dB, weighted, self.only("dh"))
+            multiply(dx, turned("M", i), _half(self.staged("dy"), i))
+        multiply(self.dB, weighted, self.only("dh"))
         for i in later:
-            plgpu.wgmma(self.dB, turned("dS", i), _half(self.only("C"), i))
-        u, x = plgpu.wgmma_accumulator_load(dx, wait_n=1 + len(later)), self.tokens("x")
+            multiply(self.dB, turned("dS", i), _half(self.only("C"), i))
+        u, x = read(dx, 1 + len(later)), self.tokens("x")
         ds, dt, skip = jnp.sum(u * x, axis=1), self.numbers(1), None
         grad = u * over_rows(dt, SLICE)
         if refs.D is not None:

@@ -1,6 +1,9 @@
 """What the kernels of the SSD scan have in common: their blocks, layouts and products."""
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +33,7 @@ ROWS: Any = plgpu.Layout.WGMMA.reduce(1)
 """The layout of one number for each row of an accumulator."""
 COLUMNS: Any = plgpu.Layout.WGMMA.reduce(0)
 
-accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+_accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def tiles_of(*shape: int, dtype: Any) -> Any:
@@ -50,19 +53,65 @@ def over_columns(v: Any, rows: int) -> Any:
     return lax.broadcast_in_dim(v, (rows, v.shape[0]), [1])
 
 
+@dataclasses.dataclass
+class _Held:
+    """An accumulator in Pallas's interpreter, which multiplies from shared memory alone."""
+
+    value: Any
+
+
+def with_accumulators(f: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+    """Runs `f` with an accumulator of the tensor cores, zero, of each shape."""
+    if interpreted():
+        return f(*(_Held(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+    return pl.run_scoped(f, *(_accumulator(shape, jnp.float32) for shape in shapes))
+
+
+def accumulated(f: Callable[..., None], *begin: Any) -> list[Any]:
+    """What `f` makes of accumulators that begin as these values."""
+    if interpreted():
+        held = [_Held(value) for value in begin]
+        f(*held)
+        return [acc.value for acc in held]
+    return list(pl.run_state(lambda accs: f(*accs))(tuple(map(_accumulator.init, begin))))
+
+
+def loop(count: Any, step: Callable[..., None], *accs: Any) -> None:
+    """Runs ``step(n, *accs)`` on accumulators for each n below `count`."""
+    if not interpreted():
+        lax.fori_loop(0, count, lambda n, _: step(n, *accs), None)
+        return
+
+    def run(n: Any, values: list[Any]) -> list[Any]:
+        return accumulated(functools.partial(step, n), *values)
+
+    ended = lax.fori_loop(0, count, run, [acc.value for acc in accs])
+    for acc, value in zip(accs, ended, strict=True):
+        acc.value = value
+
+
+def multiply(acc: Any, a: Any, b: Any) -> None:
+    """Starts adding a · b to an accumulator; `a` may be in registers."""
+    if interpreted():
+        values = (v[...].astype(jnp.float32) for v in (a, b))
+        acc.value = acc.value + jnp.dot(*values, precision=lax.Precision.HIGHEST)
+    else:
+        plgpu.wgmma(acc, a, b)
+
+
+def read(acc: Any, running: int = 0) -> Any:
+    """Waits until so many of the last products alone are running, and returns an accumulator."""
+    return acc.value if interpreted() else plgpu.wgmma_accumulator_load(acc, wait_n=running)
+
+
 def product(a: Any, b: Any, shape: tuple[int, int]) -> Any:
     """a · b in fp32."""
 
     def run(acc: Any) -> Any:
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
+        multiply(acc, a, b)
+        return read(acc)
 
-    return pl.run_scoped(run, accumulator(shape, jnp.float32))
-
-
-def add_product(value: Any, a: Any, b: Any) -> Any:
-    """value + a · b in fp32."""
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(accumulator.init(value))
+    return with_accumulators(run, shape)
 
 
 def wide(v: Any) -> Any:

@@ -23,8 +23,9 @@ from jaxkern.ops.ssd.blocks import (
     TILE,
     WARPGROUP,
     Unit,
-    add_product,
+    accumulated,
     first_state,
+    multiply,
     of_step,
     over_columns,
     tiles_of,
@@ -153,7 +154,7 @@ def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
         weighted = (tokens * over_columns(weight, SLICE)).astype(smem.tokens.dtype)
         h = h * jnp.exp2(last)
         plgpu.barrier_wait(smem.full.at[slot])
-        h = add_product(h, weighted, smem.weights.at[slot])
+        (h,) = accumulated(lambda h: multiply(h, weighted, smem.weights.at[slot]), h)
         plgpu.barrier_arrive(smem.empty.at[slot])
         plgpu.commit_smem()  # all warps have read the tokens
         pl.when(n + STAGES < at.count)(lambda: fetch_tokens(n + STAGES))

@@ -29,14 +29,17 @@ from jaxkern.ops.ssd.blocks import (
     TILE,
     WARPGROUP,
     Unit,
-    accumulator,
+    accumulated,
     causal,
     first_state,
+    multiply,
     of_step,
     over_columns,
     over_rows,
+    read,
     tiles_of,
     wide,
+    with_accumulators,
 )
 from jaxkern.ops.ssd.call import Arrays, log_decays
 from jaxkern.ops.ssd.carry import part_starts
@@ -178,26 +181,20 @@ class _Block:
         steps, B = smem.steps.at[own], smem.B.at[slot]
         plgpu.barrier_wait(smem.full.at[slot])
         within = functools.partial(self.within, n, h, B, smem.C.at[slot], steps)
-        accumulators = (
-            accumulator((STEP, STEP), jnp.float32),
-            accumulator((SLICE, STEP), jnp.float32),
-        )
-        y, x, weighted = pl.run_scoped(within, *accumulators)
+        y, x, weighted = with_accumulators(within, (STEP, STEP), (SLICE, STEP))
 
         @pl.when((at.warpgroup == 0) & (n > 0) & (n + STAGES - 1 < at.count))
         def _():
             plgpu.barrier_wait(smem.empty.at[lax.rem(n + STAGES - 1, STAGES)])
             self.fetch_weights(n + STAGES - 1)
 
-        def finish(accumulators: Any) -> None:
-            y, h = accumulators
-            plgpu.wgmma(y, x, smem.M.at[at.warpgroup])
-            plgpu.wgmma(h, weighted, B)
+        def finish(y: Any, h: Any) -> None:
+            multiply(y, x, smem.M.at[at.warpgroup])
+            multiply(h, weighted, B)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
-            self.store(n, plgpu.wgmma_accumulator_load(y, wait_n=1), x)
+            self.store(n, read(y, 1), x)
 
-        decayed = h * jnp.exp2(steps[0, STEP - 1])
-        _, h = pl.run_state(finish)((accumulator.init(y), accumulator.init(decayed)))
+        _, h = accumulated(finish, y, h * jnp.exp2(steps[0, STEP - 1]))
         plgpu.barrier_arrive(smem.empty.at[slot])
         pl.when(n + 2 < at.count)(lambda: self.fetch_tokens(n + 2))
         return h
@@ -209,14 +206,14 @@ class _Block:
         at, smem = self.at, self.smem
         own = at.warpgroup * 2 + lax.rem(n, 2)
         narrow = h.astype(smem.x.dtype)
-        plgpu.wgmma(scores, B, C.transpose((1, 0)))  # (j, i)
-        plgpu.wgmma(y, narrow, C.transpose((1, 0)))  # (p, i)
+        multiply(scores, B, C.transpose((1, 0)))  # (j, i)
+        multiply(y, narrow, C.transpose((1, 0)))  # (p, i)
         plgpu.barrier_wait(smem.tokens_full.at[own])
         c = plgpu.load(steps.at[0], layout=COLUMNS)
         earlier, dt = (plgpu.load(steps.at[k], layout=ROWS) for k in (0, 1))
         exponents = over_columns(c, STEP) - over_rows(earlier, STEP)
         decay = jnp.exp2(causal(exponents, turned=True)) * over_rows(dt, STEP)
-        M = plgpu.wgmma_accumulator_load(scores, wait_n=1) * decay
+        M = read(scores, 1) * decay
         smem.M.at[at.warpgroup][...] = M.astype(smem.x.dtype)
         if self.scan.every:
             self.save(n, narrow)
@@ -225,7 +222,7 @@ class _Block:
         weight = jnp.exp2(steps[0, STEP - 1] - c) * plgpu.load(steps.at[1], layout=COLUMNS)
         x = plgpu.load(smem.x.at[own].transpose((1, 0)), layout=TILE)  # (p, j)
         weighted = (wide(x) * over_columns(weight, SLICE)).astype(x.dtype)
-        return y[...] * over_columns(jnp.exp2(c), SLICE), x, weighted
+        return read(y) * over_columns(jnp.exp2(c), SLICE), x, weighted
 
     def save(self, n: Any, h: Any) -> None:
         """Commits M, and saves the state before step `n` if it is one to be saved."""
