@@ -12,7 +12,7 @@ the equations of the op, E = exp(c[i] − c[j]) and dM = dy xᵀ:
                               dB += dSᵀ C + (w ∘ x) dh
 
 Sums over columns follow from them: ds[j] = x · u, and what c[j] loses is s[j] · ds[j]; what c[i]
-gains are the sums of the rows of dS ∘ S and exp(c) ∘ dy · (C hᵀ).
+gains are the sums of the rows of dM ∘ M ∘ s and exp(c) ∘ dy · (C hᵀ).
 """
 
 import dataclasses
@@ -373,7 +373,7 @@ class _Unit:
           *parts: accumulators for parts of the columns of dM.
 
         Returns:
-          dS in 16 bits, and the sums of the rows of dS ∘ S.
+          dS in 16 bits, and the sums of the rows of dM ∘ M ∘ s.
         """
         half, columns = self.half, STEP // len(parts)
         x, dy, steps = (self.staged(name) for name in ("x", "dy", "steps"))
@@ -394,14 +394,14 @@ class _Unit:
             if j == half:
                 exponents = causal(exponents, first=k * columns)
             decay = jnp.exp2(exponents)
-            part = wide(S[:, k * columns : (k + 1) * columns])
-            wholes.append((part * decay).astype(x.dtype))
+            M = (wide(S[:, k * columns : (k + 1) * columns]) * decay).astype(x.dtype)
             dt = plgpu.load(steps.at[1, tokens(k)], layout=COLUMNS)
-            decay = decay * over_columns(dt, STEP)
             later = len(parts) - 1 - k + (before is not None)
-            dS = read(dM, later) * decay
-            sums = sums + jnp.sum(dS * part, axis=1)
-            grads.append(dS.astype(x.dtype))
+            dM = read(dM, later) * over_columns(dt, STEP)
+            # Of M as it is rounded for dx, so that what both gain and lose cancels.
+            sums = sums + jnp.sum(dM * wide(M), axis=1)
+            wholes.append(M)
+            grads.append((dM * decay).astype(x.dtype))
         dS = jnp.concatenate(grads, axis=1)
         if j == half:  # from this block of M dx was stored
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
