@@ -207,9 +207,25 @@ def _compute(at: _At, half: int, refs: Any, smem: Any) -> None:
 
     grads = with_accumulators(run, *[(STEP, at.scan.states)] * 2)
     tokens = pl.ds(at.chunk * CHUNK + half * STEP, STEP)
+    slots = [getattr(smem, name).at[_number(half, half)] for name in ("M", "dS")]
     for ref, grad in zip((refs.dB, refs.dC), grads, strict=True):
-        ref.at[at.split, at.batch, tokens, at.group][...] = grad.astype(ref.dtype)
+        to = ref.at[at.split, at.batch, tokens, at.group]
+        if ref.dtype == jnp.float32:
+            to[...] = grad
+            continue
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
+        boxes = [pl.ds(k, BOX) for k in range(0, at.scan.states, BOX)]
+        for k, slot in zip(range(len(boxes)), slots, strict=False):
+            slot[...] = grad[:, k * BOX : (k + 1) * BOX].astype(slot.dtype)
+        plgpu.commit_smem()
+        for box, slot in zip(boxes, slots, strict=False):
+            plgpu.copy_smem_to_gmem(slot, to.at[:, box])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _number(i: int, j: int) -> int:
+    """That of the block of M or dS with rows i and earlier tokens j, numbers of halves."""
+    return i * (i + 1) // 2 + j
 
 
 def _half(ref: Any, half: int) -> Any:
@@ -246,8 +262,8 @@ class _Unit:
         return getattr(self.smem, name).at[lax.rem(self.n, 2)]
 
     def block(self, name: str, i: int, j: int) -> Any:
-        """Of M or dS, rows i and earlier tokens j; numbers of halves."""
-        return getattr(self.smem, name).at[self.zero + (i * (i + 1) // 2 + j)]
+        """A block of M or dS."""
+        return getattr(self.smem, name).at[self.zero + _number(i, j)]
 
     def tokens(self, name: str) -> Any:
         """This half of x or dy, (64, P), fp32."""
