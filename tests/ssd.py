@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.ops.ssd.op import FORWARD
 from tests import check
 
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
@@ -195,8 +194,6 @@ def oracle_of_case(*arrays, **options):
     terms = np.abs(dout * z / (1 + np.exp(-z)) * x).sum((0, 1))
     return results, grads, {7: np.linalg.norm(terms)}
 
-
-HAS_KERNELS = FORWARD.kernel is not None
 
 EVERY = pytest.mark.parametrize("implementation", [None, "xla"])
 """The pair of passes in plain JAX, and plain JAX that JAX differentiates."""

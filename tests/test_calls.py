@@ -9,16 +9,12 @@ import pytest
 
 from jaxkern.cases.case import dtypes
 from tests import check
-from tests.ssd import HAS_KERNELS
-from tests.test_modes import BF16, CASES, EACH, F32, gradients
+from tests.test_modes import BF16, CASES, EACH, F32, KERNELS, gradients
 
 SIZES = {"b": 2, "m": 7, "l": 5, "d": 32, "k": 16, "h": 24, "n": 3, "w": 4}
-SIZES |= {"heads": 6, "p": 8, "g": 1}
+SIZES |= {"heads": 6, "p": 64, "g": 1}
 MIXED = dtypes(BF16, matrices=F32, parameters=F32)
 OF_PRODUCTS = {"linear", "gated_linear_unit", "rms_norm_linear", "layer_norm_linear"}
-KERNELS = [
-    name for name, case in CASES.items() if case.has_kernels and (HAS_KERNELS or case.op != "ssd")
-]
 
 
 @EACH

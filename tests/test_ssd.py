@@ -11,11 +11,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.test_util import check_grads
 
 import jaxkern
-from jaxkern.ops.ssd import call, reference
+from jaxkern.ops.ssd import reference
 from tests import check
 from tests.ssd import (
     EVERY,
-    HAS_KERNELS,
     check_case,
     inputs_and_state,
     oracle,
@@ -150,25 +149,6 @@ def test_ssd_saved_states(every, count, dtype):
     assert run(False)[2] is None
 
 
-def test_ssd_arrays_of_kernels():
-    """Heads in a row, sums of decays inside chunks, and the gradients back."""
-    x, dt, A, B, C, D, z, _, state = inputs_and_state(2, 100, 4, 3, 5, groups=2)
-    of_groups = lambda v, axis: reference.split_heads(v, axis, 2)
-    x, dt, z, D = of_groups(x, 2), of_groups(dt, 2), of_groups(z, 2), of_groups(D, 0)
-    a = dt * of_groups(A, 0)
-    rows = lambda dt, a: call.Rows.of(64, x, dt, a, B, C, D, z, of_groups(state, 1))
-    got = rows(dt, a)
-    assert [v.shape for v in got[:3]] == [(2, 100, 4, 3), (2, 4, 128), (2, 4, 128)]
-    assert [v.shape for v in got[5:]] == [(4,), (2, 100, 4, 3), (2, 4, 3, 5)]
-    sums = np.cumsum(np.asarray(reference.join_heads(a, 2), np.float64)[:, 64:], axis=1)
-    check.assert_close(got.cum[..., 64:100].swapaxes(1, 2), sums, 1e-6)
-    np.testing.assert_array_equal(got.cum[..., 100:], np.repeat(got.cum[..., 99:100], 28, -1))
-    _, vjp = jax.vjp(lambda dt, a: rows(dt, a)[1:3], dt, a)
-    ddt, dcum = jnp.sin(got.dt), jnp.cos(got.cum)
-    grads = call.of_steps(ddt, 100, 2), call.of_sums(dcum, 64, 100, 2)
-    check.assert_close(grads, vjp((ddt, dcum)), 1e-6)
-
-
 # Calls
 
 
@@ -220,13 +200,6 @@ def test_ssd_option_errors():
             run(checkpoint_every=every)
     with pytest.raises(TypeError, match=r"checkpoint_every must be an int or None, got 'all'"):
         run(checkpoint_every="all")
-
-
-@pytest.mark.skipif(HAS_KERNELS, reason="there are kernels")
-def test_ssd_says_that_it_has_no_kernels():
-    arrays = inputs_and_state(1, 2, 1, 1, 1)
-    with pytest.raises(NotImplementedError, match="there are no kernels for it yet"):
-        scan(*arrays, implementation="mosaic")
 
 
 # Transformations and meshes

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jaxkern.cases import peers
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, constant, normal, times
-from jaxkern.ops.ssd.op import FORWARD
 
 _SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
 """Batch, length and channels."""
@@ -295,8 +294,8 @@ _SSD: dict[str, Any] = {
         operations="384 b l heads p + 10 b l heads p n + 384 b l g n",
     ),
 }
-_HEADS = (8, 4096, 64, 64, 128, 1)
-_TIMED = FORWARD.kernel is not None  # there is nothing to time or to compile before
+_MAMBA_2 = ((8, 4096, 64), (1, 32768, 64), (8, 4096, 24))
+"""Batch, length and heads."""
 
 SSDS = [
     Case(
@@ -305,21 +304,13 @@ SSDS = [
         expression=_ssd,
         peers=peers.SSD,
         shapes=[
-            *map(Shape, (_HEADS, (1, 32768, 64, 64, 128, 1), (8, 2048, 32, 64, 128, 8))),
-            Shape((8, 4096, 24, 64, 128, 1)),
-        ]
-        if _TIMED
-        else [],
+            *(Shape((*s, 64, 128, 1)) for s in _MAMBA_2),
+            Shape((8, 2048, 32, 64, 128, 8)),
+        ],
         small=Shape((2, 256, 4, 16, 32, 1), "float32"),
         errors=Errors((2, 1024, 8, 64, 128, 2), (2, 64, 4, 8, 16, 2)),
         layer=(8, 2048, 24, 64, 128, 1),
         strict=True,
-    ),
-    Case(
-        **_SSD,
-        variant="packed",
-        run=_packed("ssd"),
-        shapes=[Shape(_HEADS)] if _TIMED else [],
     ),
     Case(
         op="ssd",

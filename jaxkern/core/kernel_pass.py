@@ -324,14 +324,15 @@ def _on_auto_mesh(call: _Call, precision: str | None) -> Callable[..., Arrays]:
         part = _part(call, tuple(axes.items()))
         return mesh, part, tuple(map(sharding, outs)), tuple(map(sharding, ins))
 
-    side = lambda arrays: ", ".join(" ".join(factors) for factors in arrays)
+    letters = lambda factor: factor.replace(".", "axis")
+    side = lambda arrays: ", ".join(" ".join(map(letters, factors)) for factors in arrays)
     in_order = dict.fromkeys(f for factors in (*ins, *outs) for f in factors)
     whole = tuple(f for f in in_order if f in call.whole)  # Shardy wants them as they appear
     split = custom_partitioning(lambda *arrays: _on_device(call, *arrays))
     split.def_partition(
         partition=partition,
-        sharding_rule=f"{side(ins)} -> {side(outs)}".replace(".", "axis"),
-        need_replication_factors=whole,
+        sharding_rule=f"{side(ins)} -> {side(outs)}",
+        need_replication_factors=tuple(map(letters, whole)),
     )
 
     def pass_on_mesh(*arrays: Any) -> Arrays:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxkern.mosaic.instructions import unknown_zero
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.launch import grouped_type, launch, without_groups
 from jaxkern.ops.norm.param_sums import sum_over_clusters
@@ -23,7 +24,7 @@ from jaxkern.ops.norm.pointwise import (
     times,
 )
 from jaxkern.ops.norm.reference import reference_bwd
-from jaxkern.ops.norm.registers import computed_here, unknown_zero
+from jaxkern.ops.norm.registers import computed_here
 from jaxkern.ops.norm.stream import Block, Params, TileStream
 
 _STREAMS = ["h", "dout", "gate", "dh"]

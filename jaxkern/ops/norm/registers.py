@@ -11,20 +11,18 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith
 
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import (
     ROW,
     elements,
     fragmented,
-    i32,
     inline_mlir,
     lane_value,
     map_registers,
     row_type,
     scalar_type,
-    to_fp32,
 )
 
 
@@ -105,26 +103,6 @@ def uniform(value: jax.Array) -> jax.Array:
     return splat(value)
 
 
-def widened(values: jax.Array, layout: Any) -> jax.Array:
-    """Converts `values`, bf16 in `layout`, to fp32 by one instruction an element, not 1.5."""
-    if interpreted():
-        return values.astype(jnp.float32)
-
-    def convert(register: Any) -> list[Any]:
-        count = ir.VectorType(register.type).shape[0]
-        if count % 2:
-            return [to_fp32(v) for v in elements(register)]
-        word, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        parts = []
-        for pair in elements(vector.bitcast(ir.VectorType.get((count // 2,), word), register)):
-            low = arith.shli(pair, i32(16))
-            high = arith.andi(pair, i32(-(1 << 16)))
-            parts += [arith.bitcast(f32, low), arith.bitcast(f32, high)]
-        return parts
-
-    return map_registers(convert, values, layout)
-
-
 def computed_here(values: jax.Array, layout: Any) -> jax.Array:
     """Has `values`, fp32 in `layout`, computed before the barriers that follow.
 
@@ -141,20 +119,6 @@ def computed_here(values: jax.Array, layout: Any) -> jax.Array:
         return [move(v) for v in elements(register)]
 
     return map_registers(convert, values, layout)
-
-
-def unknown_zero() -> jax.Array:
-    """A zero that the compiler cannot know: what is loaded at an index plus it is loaded again."""
-    if interpreted():
-        return jnp.zeros((), jnp.int32)
-
-    @inline_mlir(returns=scalar_type(np.int32))
-    def zero() -> Any:
-        word = ir.IntegerType.get_signless(32)
-        value = mgpu_utils.inline_ptx("mov.b32 $0, 0;", result_types=word, has_side_effects=True)
-        return mgpu.FragmentedArray.splat(value, shape=(), is_signed=True)
-
-    return zero()
 
 
 def store(ref: Any, value: jax.Array) -> None:

@@ -8,13 +8,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.instructions import once_read, widened
 from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.ring import close_copies, copy_barriers, start_copy, wait_for_copy
 from jaxkern.ops.curves import Functions, kernel_functions
 from jaxkern.ops.norm.long_row import LongRow
 from jaxkern.ops.norm.pointwise import Options
-from jaxkern.ops.norm.registers import widened
 from jaxkern.ops.norm.tiles import TMA_BOX, Backward, Forward
 
 

@@ -1,59 +1,108 @@
-"""The arrays of a pass as the kernels take them: heads in a row, decays summed inside chunks.
+"""The arrays of a call as the kernels take them."""
 
-A pass has heads as (G, R) and the logarithms of decays token by token, so that it knows of no
-chunk; kernels have H heads and their sums inside chunks of a length that is theirs.
-"""
-
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxkern.ops.ssd.reference import join_heads, split_heads
+from jaxkern.ops.ssd.blocks import LOG2E
+from jaxkern.ops.ssd.tiles import BOX, CHUNK, STEP, TILE_ROWS, Scan
 
 
-class Rows(NamedTuple):
-    """The arrays of a forward, for chunks of Q tokens: `dt` and `cum` are padded to whole ones."""
+def _pad(v: Any, axis: int, size: int) -> Any:
+    """`v`, or ``None``, with zeros up to `size` along an axis."""
+    if v is None or v.shape[axis] >= size:
+        return v
+    widths = [(0, 0)] * v.ndim
+    widths[axis] = (0, size - v.shape[axis])
+    return jnp.pad(v, widths)
 
-    x: Any  # (B, L, H, P)
-    dt: Any  # (B, H, L'), 0 behind the end
-    cum: Any  # (B, H, L'), sums inside each chunk, constant behind the end
-    B: Any  # (B, L, G, N)
-    C: Any  # (B, L, G, N)
-    D: Any  # (H,) or (H, P)
-    z: Any  # (B, L, H, P)
-    initial_state: Any  # (B, H, P, N)
 
-    @classmethod
-    def of(cls, chunk: int, x, dt, a, B, C, D, z, initial_state) -> "Rows":
-        dt, a = (_padded(join_heads(v, 2), chunk) for v in (dt, a))
-        in_chunks = a.reshape(*a.shape[:2], -1, chunk)
-        return cls(
-            x=join_heads(x, 2),
-            dt=dt,
-            cum=jnp.cumsum(in_chunks, axis=3).reshape(a.shape),
-            B=B,
-            C=C,
-            D=join_heads(D, 0),
-            z=join_heads(z, 2),
-            initial_state=join_heads(initial_state, 1),
+class Arrays:
+    """A call's arrays, with heads in one axis, states in whole boxes, dt and a in whole chunks.
+
+    The arguments are as the passes have them: x, z (B, L, G, R, P); dt, a (B, L, G, R); B, C
+    (B, L, G, N); D (G, R) or (G, R, P); states (B, G, R, P, N).
+    """
+
+    def __init__(self, x: Any, dt: Any, a: Any, B: Any, C: Any, D: Any, z: Any, initial: Any):
+        self.batch, self.length, self.groups, self.rank, self.channels = x.shape
+        self.heads, self.states = self.groups * self.rank, B.shape[-1]
+        self.padded_states = -(-self.states // BOX) * BOX
+        self.chunks = -(-self.length // CHUNK)
+        self.x, self.z = self.tokens(x), self.tokens(z)
+        # A batch row's padding has steps of size 0, and no decay.
+        self.dt, self.a = (self._by_head(v) for v in (dt, a))
+        self.B, self.C = (self._few(_pad(v, 3, self.padded_states)) for v in (B, C))
+        self.D = None
+        if D is not None:
+            D = D.astype(jnp.float32)
+            self.D = D.reshape(self.heads, *D.shape[2:])
+        self.initial = self.whole_states(initial)
+
+    def _few(self, v: Any) -> Any:
+        """Tokens that the TMA can count, in whole rows of tiles.
+
+        It drops the index of an axis with one box of a step.
+        """
+        return _pad(
+            v, 1, CHUNK if self.length <= STEP else -(-self.length // TILE_ROWS) * TILE_ROWS
+        )
+
+    def _by_head(self, v: Any) -> Any:
+        """(B, H, chunks · CHUNK), fp32, of (B, L, G, R)."""
+        v = v.astype(jnp.float32).reshape(self.batch, self.length, self.heads)
+        return _pad(v, 1, self.chunks * CHUNK).transpose(0, 2, 1)
+
+    def tokens(self, v: Any) -> Any:
+        """(B, L, H, P) of (B, L, G, R, P)."""
+        return None if v is None else self._few(v.reshape(*v.shape[:2], self.heads, self.channels))
+
+    def cut_tokens(self, v: Any) -> Any:
+        """Undoes `tokens`."""
+        return v[:, : self.length].reshape(
+            self.batch, self.length, self.groups, self.rank, self.channels
+        )
+
+    def by_token(self, v: Any) -> Any:
+        """(B, L, G, R) of (B, H, chunks · CHUNK)."""
+        v = v.transpose(0, 2, 1)[:, : self.length]
+        return v.reshape(self.batch, self.length, self.groups, self.rank)
+
+    def whole_states(self, v: Any) -> Any:
+        """(..., H, P, N) of (..., G, R, P, N), N in whole boxes."""
+        if v is None:
+            return None
+        v = v.reshape(*v.shape[:-4], self.heads, *v.shape[-2:])
+        return _pad(v, v.ndim - 1, self.padded_states)
+
+    def cut_states(self, v: Any) -> Any:
+        """Undoes `whole_states`."""
+        if v is None:
+            return None
+        v = v[..., : self.states]
+        return v.reshape(*v.shape[:-3], self.groups, self.rank, *v.shape[-2:])
+
+    def states_like(self, count: int, dtype: Any) -> Any:
+        """The type of `count` states of every unit."""
+        shape = self.batch, count, self.heads, self.channels, self.padded_states
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def scan(self, every: int | None) -> Scan:
+        """The sizes of the call; `every` counts tokens from one saved state to the next."""
+        return Scan(
+            batch=self.batch,
+            heads=self.heads,
+            groups=self.groups,
+            channels=self.channels,
+            states=self.padded_states,
+            chunks=self.chunks,
+            every=0 if every is None else every // CHUNK,
         )
 
 
-def _padded(v: jax.Array, chunk: int) -> jax.Array:
-    """(B, L, H) as (B, H, L'), with zeros behind the end."""
-    v = jnp.swapaxes(v, 1, 2)
-    return jnp.pad(v, ((0, 0), (0, 0), (0, -v.shape[2] % chunk)))
-
-
-def of_steps(ddt: jax.Array, length: int, groups: int) -> jax.Array:
-    """The gradient of dt, (B, L, G, R), from (B, H, L')."""
-    return split_heads(jnp.swapaxes(ddt[..., :length], 1, 2), 2, groups)
-
-
-def of_sums(dcum: jax.Array, chunk: int, length: int, groups: int) -> jax.Array:
-    """The gradient of a, (B, L, G, R), from that of its sums inside chunks, (B, H, L')."""
-    in_chunks = dcum.reshape(*dcum.shape[:2], -1, chunk)
-    da = lax.cumsum(in_chunks, axis=3, reverse=True)
-    return of_steps(da.reshape(dcum.shape), length, groups)
+def log_decays(dt: Any, a: Any, size: int) -> Any:
+    """(B, H, L / size, 2, size): sums of `a` · log2(e) in blocks of `size` tokens, and `dt`."""
+    blocks = *a.shape[:2], a.shape[2] // size, size
+    c = jnp.cumsum((a * LOG2E).reshape(blocks), axis=-1)
+    return jnp.stack([c, dt.reshape(blocks)], axis=3)

@@ -61,6 +61,8 @@ from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.lowering.bound import standard_promotion
 from jaxkern.ops import segments
+from jaxkern.ops.ssd.backward import launch_bwd
+from jaxkern.ops.ssd.forward import launch_fwd
 from jaxkern.ops.ssd.reference import (
     DEFAULT_CHECKPOINT_EVERY,
     SAVED_CHUNK,
@@ -74,6 +76,7 @@ from jaxkern.ops.ssd.reference import (
     ssd_reference,
     step,
 )
+from jaxkern.ops.ssd.tiles import faster, unfit_for_gpu, unsupported
 from jaxkern.ops.step_sizes import StepSizes
 
 
@@ -172,9 +175,10 @@ def ssd(
         begins from zeros, and so does one whose id comes back after another.
       checkpoint_every: how many tokens apart states are saved for the backward, a multiple of 128,
         or ``None`` for none at all, where the backward runs the forward again.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU that they run on, plain JAX elsewhere.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, which run on Hopper GPUs and take
+        `x`, `B`, `C` and `z` in bfloat16, P a multiple of 64, N up to 128 and no segments;
+        ``"xla"`` for plain JAX, the only one that supports forward-mode differentiation; ``None``
+        for plain JAX with a backward written by hand.
 
     Returns:
       (B, L, H, P), the dtype of `x`; with `return_final_state` a pair of it and the final state,
@@ -217,9 +221,9 @@ def ssd(
         crossed = None if count is None else segments.crossings(ids, count)
     every = _check_checkpoint_every(checkpoint_every)
     sizes = StepSizes.checked(dt_softplus, dt_limit)
-    reason = _unsupported((*args, initial_state))
-    if reason is None and FORWARD.kernel is None and implementation == "mosaic":
-        reason = "there are no kernels for it yet"
+    reason = unfit(**dict(zip(_FLOATING, (*args, initial_state), strict=True)))
+    if reason is None and implementation == "mosaic":
+        reason = unsupported(x, B, args[4], args[6], rank)
     mode = resolve(implementation, reason, op="ssd")
     options = Options(bool(return_final_state), every, mode, count)
     grouped = (*by_group((*args, initial_state), 2), rank, crossed)
@@ -283,9 +287,6 @@ def ssd_step(
       ...     out, state = jaxkern.ssd_step(state, one, one[0], 0 * one[0, 0], one, one)
       >>> out
       Array([[[2.]]], dtype=float32)
-
-    References:
-      Dao and Gu, `Transformers are SSMs <https://arxiv.org/abs/2405.21060>`_, 2024.
     """
     args = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
     x, B = args[0], args[3]
@@ -358,11 +359,6 @@ def _check_checkpoint_every(every: Any) -> int | None:
     return tokens
 
 
-def _unsupported(args: tuple[Any, ...]) -> str | None:
-    """Why the kernels, forward and backward, cannot take this call."""
-    return unfit(**dict(zip(_FLOATING, args, strict=True)))
-
-
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
@@ -425,19 +421,23 @@ _STATES = "b c g r p n"
 
 FORWARD = KernelPass(
     "ssd_fwd",
-    kernel=None,
+    kernel=launch_fwd,
     reference=reference_fwd,
     ins=_arguments,
     outs=lambda options: ("b l g r p", _ends(options), _STATES),
     whole="l p n c s .0",
+    faster=faster,
+    unfit=unfit_for_gpu,
 )
 BACKWARD = KernelPass(
     "ssd_bwd",
-    kernel=None,
+    kernel=launch_bwd,
     reference=reference_bwd,
     ins=lambda options: (*_arguments(options), _STATES, "b l g r p", _ends(options)),
     outs=_arguments,
     whole="l p n c s .0",
+    faster=faster,
+    unfit=unfit_for_gpu,
 )
 PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot split
     "ssd",

@@ -1,0 +1,82 @@
+"""The backward of the SSD scan: two carries, and between them the gradients of each chunk.
+
+The states before chunks, which the forward saved or the carry finds, and the gradients of those
+after, which the reverse carry finds, make chunks independent (:mod:`jaxkern.ops.ssd.gradients`).
+A gate is undone around the kernels, for which the forward runs once more.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkern.ops.ssd.call import Arrays, log_decays
+from jaxkern.ops.ssd.carry import launch_carry, part_starts
+from jaxkern.ops.ssd.forward import launch_fwd
+from jaxkern.ops.ssd.gradients import SUMS, launch_grads
+from jaxkern.ops.ssd.reference import Options, reference_bwd
+from jaxkern.ops.ssd.tiles import CARRY_WARPGROUPS, CHUNK, STEP, Chunks, Scan
+
+
+def launch_bwd(
+    options: Options, x, dt, a, B, C, D, z, initial_state, rank, crossed, states, dout, dfinal
+) -> tuple[Any, ...]:
+    """The gradients of the arguments before `states`; but for those of x and z in fp32."""
+    if x.size == 0:
+        args = x, dt, a, B, C, D, z, initial_state, rank, crossed
+        return reference_bwd(options, *args, states, dout, dfinal)
+    arrays = Arrays(x, dt, a, B, C, D, z, initial_state)
+    dy, dz = dout, None
+    if z is not None:
+        plain = dataclasses.replace(options, save=False)
+        y, _, _ = launch_fwd(plain, x, dt, a, B, C, D, None, initial_state)
+        dy, dz = _through_gate(y, z, dout)
+    dy = arrays.tokens(dy)
+    steps = log_decays(arrays.dt, arrays.a, STEP)
+    scan = arrays.scan(CHUNK).cut(*CARRY_WARPGROUPS)
+    before = _states(options, arrays, scan, steps, arrays.whole_states(states))
+    ends = part_starts(scan, True, dy, arrays.C, steps, arrays.whole_states(dfinal))
+    after, dinitial = launch_carry(scan, True, dy, arrays.C, steps, ends)
+    grads = launch_grads(Chunks.of(scan), arrays, dy, before, after)
+
+    sums = grads["sums"]  # (B, H · slices, chunks, 4, 128)
+    sums = sums.reshape(scan.batch, scan.heads, scan.slices, *sums.shape[2:]).sum(2)
+    dc, ds, last, skip = (sums[..., k, :] for k in range(len(SUMS)))
+    dc = dc.at[..., -1].add(last.sum(-1))
+    da = lax.cumsum(dc, axis=3, reverse=True)
+    ds, da = (arrays.by_token(v.reshape(scan.batch, scan.heads, -1)) for v in (ds, da))
+    dB, dC = (
+        grads[name].astype(jnp.float32).sum(0)[:, : arrays.length, :, : arrays.states]
+        for name in ("dB", "dC")
+    )
+    dD = None
+    if D is not None:
+        if D.ndim == 2:
+            dD = skip.sum((0, 2, 3))
+        else:
+            dD = jnp.einsum("blhp,blhp->hp", arrays.x, dy, preferred_element_type=jnp.float32)
+        dD = dD.reshape(D.shape)
+    dinitial = None if initial_state is None else arrays.cut_states(dinitial[:, 0])
+    return arrays.cut_tokens(grads["dx"]), ds, da, dB, dC, dD, dz, dinitial, None, None
+
+
+def _through_gate(y: Any, z: Any, dout: Any) -> tuple[Any, Any]:
+    """The gradients of y and z in y · silu(z)."""
+    y, z32, dout = (v.astype(jnp.float32) for v in (y, z, dout))
+    gate = jax.nn.sigmoid(z32)
+    dz = dout * y * gate * (1 + z32 * (1 - gate))
+    return (dout * z32 * gate).astype(z.dtype), dz.astype(z.dtype)
+
+
+def _states(options: Any, arrays: Arrays, scan: Scan, steps: Any, saved: Any) -> Any:
+    """The states before all chunks, (B, chunks, H, P, N), of those that were saved."""
+    every = options.checkpoint_every
+    if every == CHUNK:
+        return saved
+    if every is None:
+        saved = part_starts(scan, False, arrays.x, arrays.B, steps, arrays.initial)
+    else:
+        scan = dataclasses.replace(scan, part_chunks=every // CHUNK)
+    return launch_carry(scan, False, arrays.x, arrays.B, steps, saved)[0]

@@ -1,0 +1,262 @@
+"""The forward of the SSD scan: one kernel that goes through the tokens, 64 at once.
+
+With x (j, p), S = C Bᵀ and M of a step as in the op's equations, everything is computed turned, so
+that the state's accumulators (p, n) are operands without leaving the registers:
+
+    Sᵀ = B Cᵀ,  Mᵀ from it in registers, to shared memory
+    yᵀ = exp(c) ∘ (h Cᵀ) + xᵀ Mᵀ
+    h  ← exp(c[Q−1]) · h + (w ∘ x)ᵀ B
+
+Sᵀ and h Cᵀ are in flight together, and the last product runs beside the epilogue.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.mosaic.named import launch_named
+from jaxkern.ops.ssd.blocks import (
+    BLOCK,
+    COLUMNS,
+    LOG2E,
+    ROWS,
+    TILE,
+    WARPGROUP,
+    Unit,
+    accumulated,
+    causal,
+    first_state,
+    multiply,
+    of_step,
+    over_columns,
+    over_rows,
+    read,
+    tiles_of,
+    wide,
+    with_accumulators,
+)
+from jaxkern.ops.ssd.call import Arrays, log_decays
+from jaxkern.ops.ssd.carry import part_starts
+from jaxkern.ops.ssd.reference import Options, reference_fwd
+from jaxkern.ops.ssd.tiles import (
+    FORWARD_WARPGROUPS,
+    SLICE,
+    STAGES,
+    STEP,
+    STEPS,
+    Scan,
+)
+
+
+def launch_fwd(
+    options: Options, x, dt, a, B, C, D, z, initial_state, rank=None, crossed=None
+) -> tuple[Any, Any, Any]:
+    """Output, final state and, to save, the states before every `checkpoint_every`-th token."""
+    if x.size == 0:
+        return reference_fwd(options, x, dt, a, B, C, D, z, initial_state, rank, crossed)
+    every = options.checkpoint_every if options.save else None
+    arrays = Arrays(x, dt, a, B, C, D, z, initial_state)
+    scan = arrays.scan(every).cut(FORWARD_WARPGROUPS)
+    steps = log_decays(arrays.dt, arrays.a, STEP)
+    starts = part_starts(scan, False, arrays.x, arrays.B, steps, arrays.initial)
+    results = launch_named(
+        functools.partial(_kernel, scan),
+        {
+            "x": arrays.x,
+            "steps": steps,
+            "B": arrays.B,
+            "C": arrays.C,
+            "D": arrays.D,
+            "z": arrays.z,
+            "initial": starts,
+        },
+        {
+            "out": jax.ShapeDtypeStruct(arrays.x.shape, x.dtype),
+            "final": arrays.states_like(scan.parts, jnp.float32),
+            "states": arrays.states_like(scan.saved, x.dtype) if scan.every else None,
+        },
+        _scratch(scan, x.dtype, gated=z is not None),
+        grid=(scan.grid,),
+        grid_names=(BLOCK,),
+        num_threads=scan.warpgroups,
+        thread_name=WARPGROUP,
+        kernel_name="ssd_fwd",
+        approx_math=True,
+    )
+    final = arrays.cut_states(results["final"][:, -1]) if options.final else None
+    return arrays.cut_tokens(results["out"]), final, arrays.cut_states(results["states"])
+
+
+def _scratch(scan: Scan, dtype: Any, *, gated: bool) -> dict[str, Any]:
+    W, N = scan.warpgroups, scan.states
+    tokens = {name: tiles_of(2 * W, STEP, SLICE, dtype=dtype) for name in ("x", "z")[: 1 + gated]}
+    scratch = tokens | {
+        "steps": plgpu.SMEM((2 * W, 2, STEP), jnp.float32),
+        "B": tiles_of(STAGES, STEP, N, dtype=dtype),
+        "C": tiles_of(STAGES, STEP, N, dtype=dtype),
+        "M": tiles_of(W, STEP, STEP, dtype=dtype),
+        "out": tiles_of(W, STEP, SLICE, dtype=dtype),
+        "tokens_full": plgpu.Barrier(num_arrivals=2 + gated, num_barriers=2 * W),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        "empty": plgpu.Barrier(num_arrivals=W, num_barriers=STAGES),
+    }
+    if scan.every:
+        scratch["held"] = tiles_of(W, SLICE, N, dtype=dtype)
+    return scratch
+
+
+def _kernel(scan: Scan, refs: Any, smem: Any) -> None:
+    """Goes through the steps of a warpgroup's unit and part."""
+    block = _Block(scan, refs, smem, Unit(scan))
+    block.begin()
+    at = block.at
+    h = lax.fori_loop(0, at.count, block.step, first_state(scan, refs, at))
+    plgpu.wait_smem_to_gmem(0)
+    refs.final.at[at.batch, at.part, at.head, at.channels][...] = h
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A warpgroup's part of the forward; `n` counts its steps.
+
+    Attributes:
+      refs: arrays in global memory.
+      smem: x, z and steps in two stages of each warpgroup; B and C in a ring that all share, and
+        that the first one fills; M, out and held of each warpgroup; the barriers.
+    """
+
+    scan: Scan
+    refs: Any
+    smem: Any
+    at: Unit
+
+    def begin(self) -> None:
+        """Starts the first copies."""
+        for n in range(2):
+            pl.when(n < self.at.count)(functools.partial(self.fetch_tokens, n))
+
+        @pl.when(self.at.warpgroup == 0)
+        def _():
+            for n in range(STAGES):
+                pl.when(n < self.at.count)(functools.partial(self.fetch_weights, n))
+
+    def tokens(self, ref: Any, n: Any) -> Any:
+        """(64, 64): the unit's part of x, z or out in step `n`."""
+        at = self.at
+        return ref.at[at.batch, of_step(at.first + n), at.head, at.channels]
+
+    def fetch_tokens(self, n: Any) -> None:
+        at, smem, refs = self.at, self.smem, self.refs
+        slot = at.warpgroup * 2 + lax.rem(n, 2)
+        steps = refs.steps.at[at.batch, at.head, at.first + n]
+        plgpu.copy_gmem_to_smem(steps, smem.steps.at[slot], smem.tokens_full.at[slot])
+        for name in ("x", "z"):
+            if getattr(refs, name) is not None:
+                plgpu.copy_gmem_to_smem(
+                    self.tokens(getattr(refs, name), n),
+                    getattr(smem, name).at[slot],
+                    smem.tokens_full.at[slot],
+                    oob_mode=plgpu.OOBFillMode.ZEROS,
+                )
+
+    def fetch_weights(self, n: Any) -> None:
+        at, slot = self.at, lax.rem(n, STAGES)
+        for name in ("B", "C"):
+            plgpu.copy_gmem_to_smem(
+                getattr(self.refs, name).at[at.batch, of_step(at.first + n), at.group],
+                getattr(self.smem, name).at[slot],
+                self.smem.full.at[slot],
+                oob_mode=plgpu.OOBFillMode.ZEROS,
+            )
+
+    def step(self, n: Any, h: Any) -> Any:
+        """The state after step `n`, (P, N), from that before; stores the output."""
+        at, smem = self.at, self.smem
+        slot, own = lax.rem(n, STAGES), at.warpgroup * 2 + lax.rem(n, 2)
+        steps, B = smem.steps.at[own], smem.B.at[slot]
+        plgpu.barrier_wait(smem.full.at[slot])
+        within = functools.partial(self.within, n, h, B, smem.C.at[slot], steps)
+        y, x, weighted = with_accumulators(within, (STEP, STEP), (SLICE, STEP))
+
+        @pl.when((at.warpgroup == 0) & (n > 0) & (n + STAGES - 1 < at.count))
+        def _():
+            plgpu.barrier_wait(smem.empty.at[lax.rem(n + STAGES - 1, STAGES)])
+            self.fetch_weights(n + STAGES - 1)
+
+        def finish(y: Any, h: Any) -> None:
+            multiply(y, x, smem.M.at[at.warpgroup])
+            multiply(h, weighted, B)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
+            self.store(n, read(y, 1), x)
+
+        _, h = accumulated(finish, y, h * jnp.exp2(steps[0, STEP - 1]))
+        plgpu.barrier_arrive(smem.empty.at[slot])
+        pl.when(n + 2 < at.count)(lambda: self.fetch_tokens(n + 2))
+        return h
+
+    def within(
+        self, n: Any, h: Any, B: Any, C: Any, steps: Any, scores: Any, y: Any
+    ) -> tuple[Any, Any, Any]:
+        """Stores Mᵀ; returns what y has from the state before, xᵀ and (w ∘ x)ᵀ, (P, 64) each."""
+        at, smem = self.at, self.smem
+        own = at.warpgroup * 2 + lax.rem(n, 2)
+        narrow = h.astype(smem.x.dtype)
+        multiply(scores, B, C.transpose((1, 0)))  # (j, i)
+        multiply(y, narrow, C.transpose((1, 0)))  # (p, i)
+        plgpu.barrier_wait(smem.tokens_full.at[own])
+        c = plgpu.load(steps.at[0], layout=COLUMNS)
+        earlier, dt = (plgpu.load(steps.at[k], layout=ROWS) for k in (0, 1))
+        exponents = over_columns(c, STEP) - over_rows(earlier, STEP)
+        decay = jnp.exp2(causal(exponents, turned=True)) * over_rows(dt, STEP)
+        M = read(scores, 1) * decay
+        smem.M.at[at.warpgroup][...] = M.astype(smem.x.dtype)
+        if self.scan.every:
+            self.save(n, narrow)
+        else:
+            plgpu.commit_smem()
+        weight = jnp.exp2(steps[0, STEP - 1] - c) * plgpu.load(steps.at[1], layout=COLUMNS)
+        x = plgpu.load(smem.x.at[own].transpose((1, 0)), layout=TILE)  # (p, j)
+        weighted = (wide(x) * over_columns(weight, SLICE)).astype(x.dtype)
+        return read(y) * over_columns(jnp.exp2(c), SLICE), x, weighted
+
+    def save(self, n: Any, h: Any) -> None:
+        """Commits M, and saves the state before step `n` if it is one to be saved."""
+        at, held = self.at, self.smem.held.at[self.at.warpgroup]
+        every = STEPS * self.scan.every
+        saves = lax.rem(at.first + n, every) == 0
+
+        @pl.when(saves)
+        def _():
+            held[...] = h
+
+        plgpu.commit_smem()
+
+        @pl.when(saves)
+        def _():
+            to = self.refs.states.at[at.batch, lax.div(at.first + n, every), at.head, at.channels]
+            plgpu.copy_smem_to_gmem(held, to)
+
+    def store(self, n: Any, y: Any, x: Any) -> None:
+        """Stores the output of step `n` from y without D · x, turned, (P, 64)."""
+        at, smem, refs = self.at, self.smem, self.refs
+        if refs.D is not None:
+            if len(refs.D.shape) == 1:
+                D = refs.D[at.head]
+            else:
+                D = refs.D.at[at.head, at.channels]
+                D = over_rows(plgpu.load(D, layout=ROWS, optimized=False), STEP)
+            y = y + D * wide(x)
+        if refs.z is not None:
+            z = smem.z.at[at.warpgroup * 2 + lax.rem(n, 2)]
+            z = wide(plgpu.load(z.transpose((1, 0)), layout=TILE))
+            y = y * z / (1 + jnp.exp2(z * -LOG2E))
+        out = smem.out.at[at.warpgroup]
+        out.transpose((1, 0))[...] = y.astype(x.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, self.tokens(refs.out, n))

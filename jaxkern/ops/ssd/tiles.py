@@ -1,0 +1,158 @@
+"""How heads, channels and tokens of the SSD scan are spread over warpgroups and blocks.
+
+A *unit* is SLICE channels of a head; all products are linear in them. A warpgroup of the forward
+and of the carry holds the state of a unit, (SLICE, N) in fp32, in the accumulators of its tensor
+cores, and goes through the tokens STEP by STEP; the warpgroups of a block have units of one group
+and share its B and C in shared memory. Where units are too few to fill the GPU, the sequence is cut
+into parts of whole chunks, and the carry finds the states that they begin with.
+
+A block of the backward has a chunk of a batch row, and goes through the units of a group.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkern.lowering import target
+from jaxkern.mosaic.launch import num_sms
+
+CHUNK = 128
+"""Tokens of a chunk: states are saved at the starts of chunks."""
+STEP = 64
+"""Tokens that the forward takes at once, the least that makes a tensor core's instruction."""
+STEPS = CHUNK // STEP
+SLICE = 64
+"""Channels of a unit, the rows of a tensor core's instruction."""
+BOX = 64
+"""Elements that are swizzled together: 128 bytes of 16-bit elements."""
+TILE_ROWS = 8
+"""Rows of shared memory that make one of its tiles."""
+MAX_STATES = 128
+"""Of 256, the backward's gradients of B and C alone would take all registers of a lane."""
+
+STAGES = 3
+"""Of the forward's ring of B and C, and of the carry's."""
+FORWARD_WARPGROUPS = 2
+"""A lane of the forward needs 243 registers: of four warpgroups it has 128, and spills them past
+the little L1 cache that so much shared memory leaves: 0.35 ms instead of 0.27 at (8, 4096, 64, 64).
+"""
+CARRY_WARPGROUPS = 4, 2
+"""With more warpgroups a block of the carry reads B or C for more units."""
+FULL = 0.7
+"""The share of the multiprocessors from which the sequence is not cut for more blocks. A cut costs
+a pass that reads x once more, a third of the forward's time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """The sizes of a call, and how a launch of the forward or the carry is cut.
+
+    Attributes:
+      chunks: of the sequence, the last one perhaps not full.
+      warpgroups: of a block.
+      part_chunks: chunks of a part of the sequence.
+      every: of how many chunks the first one's state is saved; 0 saves none.
+    """
+
+    batch: int
+    heads: int
+    groups: int
+    channels: int
+    states: int
+    chunks: int
+    warpgroups: int = FORWARD_WARPGROUPS
+    part_chunks: int = 0
+    every: int = 0
+
+    @property
+    def slices(self) -> int:
+        return self.channels // SLICE
+
+    @property
+    def units(self) -> int:
+        """Of a group."""
+        return self.heads // self.groups * self.slices
+
+    @property
+    def columns(self) -> int:
+        """Blocks for the units of a group."""
+        return -(-self.units // self.warpgroups)
+
+    @property
+    def parts(self) -> int:
+        return -(-self.chunks // self.part_chunks)
+
+    @property
+    def grid(self) -> int:
+        return self.parts * self.batch * self.groups * self.columns
+
+    @property
+    def saved(self) -> int:
+        """States that are saved of a unit."""
+        return -(-self.chunks // self.every)
+
+    def cut(self, *warpgroups: int) -> "Scan":
+        """Cut so that it fills the GPU, with the first of these numbers of warpgroups that does.
+
+        Where none does without cutting the sequence, the first is taken.
+        """
+        sms = num_sms()
+        for count in warpgroups:
+            whole = dataclasses.replace(self, warpgroups=count, part_chunks=self.chunks)
+            if whole.grid >= FULL * sms:
+                return whole
+        whole = dataclasses.replace(self, warpgroups=warpgroups[0], part_chunks=self.chunks)
+        parts = max(1, min(sms // whole.grid, self.chunks))
+        return dataclasses.replace(whole, part_chunks=-(-self.chunks // parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """How a launch of the backward is cut: a group's units may be split over blocks."""
+
+    scan: Scan
+    splits: int
+
+    @classmethod
+    def of(cls, scan: Scan) -> "Chunks":
+        """With as many splits as fill the GPU; each gives parts of dB and dC in fp32."""
+        blocks = scan.batch * scan.groups * scan.chunks
+        return cls(scan, max(1, min(num_sms() // blocks, scan.units)))
+
+    @property
+    def split_units(self) -> int:
+        return -(-self.scan.units // self.splits)
+
+    @property
+    def grid(self) -> int:
+        return self.splits * self.scan.batch * self.scan.groups * self.scan.chunks
+
+
+def unsupported(x: Any, B: Any, C: Any, z: Any, rank: Any) -> str | None:
+    """Why the kernels, forward and backward, cannot take such arrays, or ``None``."""
+    if rank is not None:
+        return "it has segments, and the kernels take none"
+    for name, v in (("x", x), ("B", B), ("C", C), ("z", z)):
+        if v is not None and v.dtype != jnp.bfloat16:
+            return f"{name} is {v.dtype}, and the kernels take bfloat16, in which they keep states"
+    if x.shape[-1] % SLICE:
+        return f"x has {x.shape[-1]} channels a head, and the kernels take multiples of {SLICE}"
+    if B.shape[-1] > MAX_STATES:
+        return f"B has {B.shape[-1]} states, and the kernels hold at most {MAX_STATES}"
+    return None
+
+
+def unfit_for_gpu(options: Any, x, dt, a, B, C, D, z, initial_state, rank, *rest) -> str | None:
+    """Why the kernels cannot run on the GPU that a pass is lowered for, or cannot take it."""
+    del options, dt, a, D, initial_state, rest
+    gpu = target.current()
+    if gpu is not None and gpu.capability != (9, 0):
+        return f"its kernels multiply by wgmma, which Hopper alone has, and this is for {gpu}"
+    return unsupported(x, B, C, z, rank)
+
+
+def faster(options: Any, *types: Any) -> bool:
+    """Whether the kernels run by default: bench/results has no times of them."""
+    del options, types
+    return False

@@ -1,0 +1,151 @@
+"""ssd's kernels: what they compute, what they refuse, and their cells of the matrix."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkern
+from tests import check
+from tests.ssd import NAMES, check_case, cotangents, inputs_and_state, packed_ids, scan
+
+HALF = functools.partial(inputs_and_state, dtype="bfloat16", weight_dtype="float32")
+SIZE = (1, 70, 2, 64, 16)
+"""More than a step of 64 tokens, states that are padded."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("size", "groups", "options"),
+    [
+        pytest.param(SIZE, 1, {}, id="interpreted"),
+        pytest.param((1, 200, 2, 128, 80), 2, {"checkpoint_every": None}, id="several chunks"),
+        *(
+            pytest.param(size, groups, options, marks=pytest.mark.compiled, id=name)
+            for name, size, groups, options in [
+                ("one token", (1, 1, 1, 64, 1), 1, {}),
+                ("whole chunks", (2, 512, 6, 64, 128), 2, {"checkpoint_every": 256}),
+                ("more heads than a block", (3, 300, 7, 64, 64), 1, {}),
+                ("wide heads", (1, 1000, 4, 256, 128), 4, {"checkpoint_every": 128}),
+                ("parts", (1, 5000, 2, 64, 128), 1, {"dt_limit": (0.05, 0.3)}),
+                ("no parts", (8, 1030, 32, 64, 128), 1, {"checkpoint_every": None}),
+            ]
+        ),
+    ],
+)
+def test_ssd_kernels_accuracy(size, groups, options):
+    """With everything: a gate, D of heads or, of several groups, of channels, both states."""
+    check_case(HALF(*size, groups, of_channels=groups > 1), "mosaic", **options)
+
+
+@pytest.mark.compiled
+def test_ssd_kernels_forget_and_grow():
+    """Decays of exactly 0 amid others, and a rate above 0."""
+    x, dt, A, *rest = HALF(2, 300, 4, 64, 64)
+    A = A.at[0].set(-1e6).at[1].set(-1e30).at[2].set(0.01)
+    dt = dt.at[0, 4].set(80.0)
+    check_case((x, dt, A, *rest), "mosaic")
+
+
+@pytest.mark.gpu
+def test_ssd_kernels_keep_a_bad_head_alone():
+    """A NaN in one head of one row leaves every other head with the bits it had."""
+    arrays = HALF(*SIZE)
+    given = cotangents(arrays)
+    run = check.program(scan, implementation="mosaic", return_final_state=True)
+    bad = (arrays[0].at[0, 4, 1].set(np.nan), *arrays[1:])
+    with check.running("mosaic"):
+        results = (run(arrays, given), run(bad, given))
+    (want, want_final), want_grads = results[0]
+    (out, final), grads = results[1]
+    assert np.isnan(out[0, 4, 1]).all()
+    np.testing.assert_array_equal(out[:, :, 0], want[:, :, 0])
+    np.testing.assert_array_equal(final[:, 0], want_final[:, 0])
+    for name, got, before in zip(NAMES, grads, want_grads, strict=True):
+        if name in ("x", "dt", "z"):
+            np.testing.assert_array_equal(got[:, :, 0], before[:, :, 0])
+        elif name in ("A", "D", "dt_bias"):
+            np.testing.assert_array_equal(got[0], before[0])
+
+
+@pytest.mark.compiled
+def test_ssd_kernels_same_bits():
+    arrays = HALF(4, 1000, 8, 64, 128)
+    run = check.program(scan, implementation="mosaic", return_final_state=True)
+    check.assert_same_bits(lambda: run(arrays, cotangents(arrays)))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "reason"),
+    [
+        (inputs_and_state(*SIZE), {}, "x is float32, and the kernels take bfloat16"),
+        (HALF(*SIZE[:3], 32, 16), {}, "x has 32 channels a head.* multiples of 64"),
+        (HALF(*SIZE[:4], 129), {}, "B has 129 states, and the kernels hold at most 128"),
+        (HALF(*SIZE), {"segment_ids": packed_ids(1, 70)}, "it has segments, and the kernels take"),
+    ],
+)
+def test_ssd_kernels_refuse(arrays, options, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        scan(*arrays, implementation="mosaic", **options)
+
+
+def lowered(arrays, implementation, **options):
+    run = jax.jit(functools.partial(scan, implementation=implementation, **options))
+    return run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("gpu", ["b200", "a100"])
+def test_ssd_kernels_are_hoppers(gpu):
+    with (
+        jaxkern.lowering_for(gpu),
+        pytest.raises(NotImplementedError, match="multiply by wgmma, which Hopper alone has"),
+    ):
+        lowered(HALF(*SIZE), "mosaic")
+
+
+def test_ssd_kernels_run_if_asked_for():
+    """And nothing else does by default."""
+    assert check.kernel_calls(lowered(HALF(*SIZE), "mosaic"))
+    assert not check.kernel_calls(lowered(HALF(*SIZE), None))
+
+
+def scan_of_both_results(*arrays, implementation="xla"):
+    """In bf16, with results and gradients in fp32."""
+    x, dt, A, B, C, D, dt_bias, state = arrays
+    x, B, C = (v.astype(jnp.bfloat16) for v in (x, B, C))
+    out, final = scan(
+        *(x, dt, A, B, C, D, None, dt_bias, state),
+        implementation=implementation,
+        return_final_state=True,
+    )
+    return out.astype(jnp.float32) + jnp.sum(final, axis=-1)[:, None]
+
+
+def without_gate(key):
+    arrays = inputs_and_state(4, 3, 4, 64, 16)
+    return arrays[:6] + arrays[7:]
+
+
+test_ssd_kernels_transformations = check.transformations(
+    check.Op(
+        name="ssd, kernels",
+        call=scan_of_both_results,
+        reference=scan_of_both_results,
+        arrays=without_gate,
+        kernels=("ssd_fwd", "ssd_bwd"),
+        axes="blhp blh h blgn blgn h h bhpn -> blhp",
+        features="h",
+        channels="h",
+        all_reduces=1,
+        vmaps=[(0,) + (None,) * 7, (None, None, 0, None, 1, 0, None, 0)],
+        tolerance=2.0**-5,  # of what kernels round to 16 bits, within a sine
+        cells=[
+            (name, check.ALONE.get(name, "mosaic"))
+            for name in check.TRANSFORMATIONS
+            # Those with gradients show three of them, and by default plain JAX is exported.
+            if name not in ("value", "vmap", "vmap(vmap)", "export")
+        ],
+    )
+)
