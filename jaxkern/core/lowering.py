@@ -191,6 +191,7 @@ def _lower_for_cuda(
             return _lowered_plainly(ctx, lowered(name, kernel, types, gpu, precision), outs, args)
         except UnfitError as error:
             reason = str(error)
+    refused[name] = reason or str(gpu.untried)
     if required:
         raise NotImplementedError(
             f'{name}: implementation="mosaic" cannot take this call: {reason}. '
@@ -247,6 +248,8 @@ _lock = threading.RLock()
 
 lowerings: dict[str, int] = {}
 """How often this process lowered a kernel, by the name of its pass; not those found on disk."""
+refused: dict[str, str] = {}
+"""Why this process last lowered a pass as plain JAX for a GPU, by the name of the pass."""
 found_on_disk = 0
 """How many kernels this process found there."""
 
