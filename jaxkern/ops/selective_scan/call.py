@@ -222,7 +222,7 @@ class Call:
           of_chunks: the scratch memory for a number of chunks.
           resident: warpgroups that share a multiprocessor.
         """
-        room = shared_memory() // resident - _OVERHEAD
+        room = shared_memory() // max(resident, self.scan.warpgroups) - _OVERHEAD
         for chunks in (4, 2):
             scratch = of_chunks(chunks)
             if chunks <= most and scratch.bytes(self.scan.warpgroups) <= room:
