@@ -71,6 +71,18 @@ def test_lanes_copy_where_there_is_no_tma(case, gpu):
     assert "cp.async.commit_group" not in text(case, "h200")
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["two warpgroups", "one"])
+def test_scan_with_few_checkpoints_fits_99_kib(dtype):
+    # The sequence is cut into parts, whose carries are a pass of the backward.
+    tokens, states = (1, 2048, 256), (1, 2048, 16)
+    x, dt, A, B, C, D, z = arrays(tokens, tokens, (256, 16), states, states, (256,), tokens)
+    op = value_and_gradients(functools.partial(jaxkern.selective_scan, checkpoint_every=128))
+    args = [a.astype(dtype) for a in (x, dt, A, B, C, D, z)]
+    with jaxkern.lowering_for("l40s"):
+        op.trace(*args).lower(lowering_platforms=("cuda",))
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize("size", [(512, 4096), (301, 1000), (40, 256)], ids=str)
 @pytest.mark.parametrize("shared_memory", [232448, 101376], ids=["227 KiB", "99 KiB"])
