@@ -54,7 +54,7 @@ aot:
 	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
 	$(RUN_AOT) bench aot --part $(ARGS)
 
-# An hour or two on 2 cores; ARGS="--write --missing" goes on where an earlier run was ended.
+# About an hour on 2 cores; ARGS="--write --missing" goes on where an earlier run was ended.
 .PHONY: matrix
 matrix:
 	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot

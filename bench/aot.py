@@ -72,8 +72,8 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
 def merged(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """The figures of both, of tasks that there are; of those that both have, the figures `now`."""
     found = was | now
-    for part in ("kernels", "plain", "training"):
-        kept = {n: v for n, v in was.get(part, {}).items() if n not in now["kernels"]}
+    for part in figures(()):
+        kept = {n: v for n, v in was[part].items() if n not in now["kernels"]}
         found[part] = {n: v for n, v in sorted((kept | now[part]).items()) if n in tasks()}
     return found
 
@@ -81,16 +81,20 @@ def merged(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 def chosen(held: dict[str, Any]) -> list[str]:
     """The fewest cases that have each kernel in each of its tiles, by the figures `held`.
 
-    With what of the language model tells its collectives: the smallest preset on each number of
-    GPUs, and one of a usual size on 8.
+    And each op in each dtype and with each option. Of training steps, which tell of collectives,
+    the smallest preset on each number of GPUs, and one of a usual size on 8.
     """
     kernels = {n: of for n, of in held["kernels"].items() if n not in held["training"]}
     sizes = {name: sum(map(len, of_name.values())) for name, of_name in kernels.items()}
-    having = {
-        name: {(kernel, k[2] // BRANCH) for kernel, each in of_name.items() for k in each}
-        | {(kernel, "plain") for kernel in held.get("plain", {}).get(name, ())}
-        for name, of_name in kernels.items()
-    }
+
+    def shown(name: str) -> set[Any]:
+        op, shape, dtype = name.split()
+        option = re.sub(r"^[\d.x]+[BM]?", "", shape)
+        tiles = {(kernel, k[2] // BRANCH) for kernel, of in kernels[name].items() for k in of}
+        plain = {(kernel, "plain") for kernel in held["plain"].get(name, ())}
+        return tiles | plain | {(op, dtype), (op, option)}
+
+    having = {name: shown(name) for name in kernels}
     left = set[Any]().union(*having.values())
     found = [name for name in held["training"] if name.startswith("tiny") or name == "130m x 8"]
     while left:
@@ -114,7 +118,7 @@ def differences(was: dict[str, Any], now: dict[str, Any], names: Iterable[str]) 
                 found.append(f"{name}: is {'new' if before is None else 'missing'}")
             continue
         found += _kernel_differences(name, before, after, same)
-        plain = now["plain"].get(name, {}).items() - was.get("plain", {}).get(name, {}).items()
+        plain = now["plain"].get(name, {}).items() - was["plain"].get(name, {}).items()
         found += [f"{name}: {kernel} is plain JAX: {reason}" for kernel, reason in sorted(plain)]
         if name in now["training"]:
             before, after = was["training"].get(name), now["training"][name]
@@ -246,19 +250,23 @@ def _on_generation(
 ) -> list[str]:
     """Compiles the tasks of these names for a GPU, compares or writes, and tells faults."""
     path = path_of(GPUS[gpu])
-    was = json.loads(path.read_text()) if path.exists() else None
-    if was is None and not args.write:
+    if not path.exists() and not args.write:
         return [f"{path} is missing"]
+    was: dict[str, Any] = {"jax": versions["jax"], **figures(())}
+    if path.exists():
+        held = figures(()) | json.loads(path.read_text())
+        if not (args.write and _newer(versions["jax"], held["jax"])):
+            was = held
+    other = was["jax"] != versions["jax"]
     if gpu != "h200":
         names = [name for name in names if not isinstance(tasks()[name], Training)]
-    beside = f"jax {versions['jax']}"  # what another version of JAX differs in
-    other = was is not None and was["jax"] != versions["jax"]
-    if args.part and was:
+    if args.part and was["kernels"]:
         names = [name for name in chosen(was) if name in names]
-    if args.missing and was:
+    beside = f"jax {versions['jax']}"  # what another version of JAX differs in
+    if args.missing:
         had = was.get(beside, {}) if other else was["kernels"]
         names = [name for name in names if name not in had]
-    elif not (args.only or args.part or args.write) and was:
+    elif not (args.only or args.part or args.write):
         names = sorted({*names, *was["kernels"]})  # what is no task is missing
     if other:
         print(
@@ -280,7 +288,7 @@ def _on_generation(
             was[beside] = dict(sorted({**was.get(beside, {}), result.name: told}.items()))
             path.write_text(text_of(was))
         elif args.write:  # at once: it takes long, and may go on later
-            path.write_text(text_of(merged(was or {}, now)))
+            path.write_text(text_of(merged(was, now)))
     print(f"\n{table(results)}\n")
     if args.write:
         print(f"wrote {path}")
@@ -290,9 +298,13 @@ def _on_generation(
     return [f"{gpu}: {fault}" for fault in faults]
 
 
+def _newer(version: str, other: str) -> bool:
+    numbers = lambda text: [int(number) for number in re.findall(r"\d+", text)]
+    return numbers(version) > numbers(other)
+
+
 def run(gpu: str, names: list[str], jobs: int) -> Iterator[Result]:
     """Compiles tasks in processes of their own, and tells what became of each, as they are done."""
-    count = 0
     with tempfile.TemporaryDirectory() as folder:
         # The kernels that one process lowers serve the others, and none is left from before.
         os.environ |= {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.core import target
+from jaxkern.core import lowering, target
 from jaxkern.core.target import GPUS
 
 BEFORE_HOPPER = ("a100", "a10g", "l40s")
@@ -100,6 +100,15 @@ def test_lanes_copy_what_the_tma_copies(case, shared_memory, size):
 
     for by_lanes, by_tma in zip(results(False), results(True), strict=True):
         np.testing.assert_array_equal(by_lanes, by_tma)
+
+
+def test_it_is_noted_why_a_pass_is_plain_jax():
+    lowering.refused.clear()
+    product = jax.jit(functools.partial(jaxkern.linear, implementation="mosaic"))
+    traced = product.trace(*arrays((256, 256), (256, 256)))
+    with jaxkern.lowering_for("l40s"), pytest.raises(NotImplementedError, match="wgmma"):
+        traced.lower(lowering_platforms=("cuda",))
+    assert "wgmma" in lowering.refused["linear_fwd"]
 
 
 def test_what_a_gpu_is_said_to_have_follows_its_capability():
