@@ -124,7 +124,7 @@ def versions(generations: dict[str, Held]) -> str:
         told = [f"{n}: {d}" for n, of in of_key.items() for each in of.values() for d in each]
         same = "the same passes in plain JAX, and no spill where that has none"
         sentences.append(
-            f"{key.replace('jax', 'JAX')} compiled {count} programs of {len(of_key)} generations: "
+            f"{key.replace('jax', 'JAX')} compiled {count} programs for {', '.join(of_key)}: "
             + (f"{same}, but for {'; '.join(told)}." if told else f"{same}.")
         )
     return " ".join(sentences)

@@ -386,7 +386,7 @@ def test_the_guide_tells_what_is_plain_and_what_spills(tmp_path):
         ["`rms_norm_fwd`", "9x9 float32", "sm_89, sm_100", "it needs 9 bytes"]
     ]
     assert [*generations.spills(held)] == [["`rms_norm_bwd`", "12 at 8x8", "12 at 8x8"]]
-    assert "JAX 0.9 compiled 2 programs of 2 generations" in generations.versions(held)
+    assert "JAX 0.9 compiled 2 programs for sm_89, sm_100" in generations.versions(held)
 
 
 def test_command_needs_a_task_and_the_compiler(command, monkeypatch, capsys):
