@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxkern
+from bench import generations
 from bench.precision import summary
 from bench.program import FOLDER
 from bench.report import NAMES, OURS, Measured, Reports, table, the_line, trainings
@@ -265,6 +266,7 @@ FIGURES: dict[str, Callable[[Reports], str]] = {
     "checkpoints": _checkpoints,
     "states": _states,
     "precisions": _precisions,
+    "generations": lambda _: generations.page(),
 }
 """What can stand between markers."""
 

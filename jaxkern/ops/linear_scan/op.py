@@ -116,7 +116,7 @@ def linear_scan(
       reverse: whether time runs from the end to the start.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
         that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
+        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
 
     Returns:
       (B, L, D), the dtype of `b`: all states but the initial one. With `return_final_state` a pair
