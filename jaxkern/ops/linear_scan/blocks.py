@@ -290,7 +290,8 @@ def scan_of(options: Options, a: Any, b: Any, *, arrays: int, packed: bool) -> S
         by_lanes=not tma() or (copied_channels(dim, (a, b)) > dim and not interpreted()),
     )
     nbytes = a.size * max(a.dtype.itemsize, b.dtype.itemsize)
-    count = tile.parts or parts(batch * scan.columns, scan.whole, scan.steps, arrays, nbytes)
+    columns, width = batch * scan.columns, scan.width
+    count = tile.parts or parts(columns, scan.whole, scan.steps, arrays, nbytes, width)
     return dataclasses.replace(scan, per_part=-(-scan.whole // count))
 
 
