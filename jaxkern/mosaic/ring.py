@@ -136,8 +136,9 @@ def release_stage(by_lanes: bool = False) -> None:
 def lanes_row(width: int, stride: int, dtype: Any) -> int:
     """The elements of a stage's row into which lanes copy `width` elements.
 
-    They copy whole units of 16 bytes, from the one on that holds the first element; it is then at
-    :func:`lanes_start`. Arrays begin at such a unit, so that none reaches outside their memory.
+    They copy whole units of 16 bytes, from the one that holds the first element to the one that
+    holds the last; the first element is then at :func:`lanes_start`. XLA's buffers begin and end at
+    units, so that none reaches outside.
 
     Args:
       width: of the row.
@@ -189,8 +190,8 @@ def _copy_by_lanes(source: Any, into: Any) -> None:
             row = llvm.inttoptr(outside, arith.subi(begin, before))
         some = contextlib.nullcontext()
         if first:
-            left = first * VECTOR_BYTES - width * VECTOR_BYTES // vector  # bytes, at most so many
-            some = _where(arith.cmpi(arith.CmpIPredicate.ugt, before, arith.constant(i64, left)))
+            room = (first * vector - width) * VECTOR_BYTES // vector  # for the bytes before a row
+            some = _where(arith.cmpi(arith.CmpIPredicate.ugt, before, arith.constant(i64, room)))
         with some:
             nvvm.cp_async_shared_global(
                 mgpu_utils.getelementptr(into, [end], dtype),
@@ -199,7 +200,8 @@ def _copy_by_lanes(source: Any, into: Any) -> None:
                 nvvm.LoadCacheModifierKind.CG,
             )
 
-    always = -(-width // vector)  # units of a row; the next holds an element if enough are before
+    # Units of a row that always hold an element; one more does where the row begins late in a unit.
+    always = -(-width // vector)
     for first, units in ((0, always), (always, to_type.shape[-1] // vector - always)):
         count = math.prod(rows) * units
         for start in range(0, count, LANES):
