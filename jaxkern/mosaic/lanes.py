@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm
 
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import (
