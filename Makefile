@@ -10,10 +10,11 @@ export EXTRA PYTHON
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 # The environment of every day has the newest JAX; another proves the oldest supported one, and one
-# has XLA's compiler for GPUs that are not there.
+# has XLA's compiler for GPUs that are not there; so has a last one, of the oldest JAX.
 VENV := .venv
 VENV_OLDEST := .venv-oldest
 VENV_AOT := .venv-aot
+VENV_AOT_OLDEST := .venv-aot-oldest
 RUN := $(VENV)/bin/python -m
 RUN_OLDEST := $(VENV_OLDEST)/bin/python -m
 RUN_AOT := $(VENV_AOT)/bin/python -m
@@ -27,7 +28,8 @@ help:
 	@echo 'make train   train the language model    make train ARGS="--steps 50"'
 	@echo 'make test    lint, types and all tests; on a GPU also the compiled kernels'
 	@echo 'make bench   time the kernels            make bench ARGS="--help"'
-	@echo 'make aot     compile ops and training steps for GPUs that are not there, and compare'
+	@echo 'make aot     compile ops for three generations of GPUs, none of them there, and compare'
+	@echo 'make matrix  all of that: every shape, seven generations, the newest and the oldest JAX'
 	@echo 'make docs    the documentation as pages, in build/site, and whether their links hold'
 	@echo 'make trial   install the package from nothing, and run every example under each mode of JAX'
 	@echo 'make lint    formatting, lint and types'
@@ -50,7 +52,15 @@ bench:
 .PHONY: aot
 aot:
 	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
+	$(RUN_AOT) bench aot --part $(ARGS)
+
+# About an hour on 2 cores; ARGS="--write --missing" goes on where an earlier run was ended.
+.PHONY: matrix
+matrix:
+	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
 	$(RUN_AOT) bench aot $(ARGS)
+	@EXTRA=cpu .make/setup $(VENV_AOT_OLDEST) constraints/oldest.txt lm,aot
+	$(VENV_AOT_OLDEST)/bin/python -m bench aot $(ARGS)
 
 .PHONY: docs
 docs:
@@ -82,5 +92,5 @@ trial:
 
 .PHONY: clean
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_AOT) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_AOT) $(VENV_AOT_OLDEST) build dist .pytest_cache .ruff_cache .hypothesis
 	find jaxkern tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,223 +1,113 @@
-"""Compiles every op and the language model's training step for GPUs that are not there.
+"""Compiles every op for each generation of GPU, none of which is there, and compares.
 
-Down to ptxas, on a machine without a GPU (:mod:`bench.gpus`); nothing runs. Figures are held
-against committed ones:
+Down to ptxas, on a machine without a GPU (:mod:`bench.gpus`); nothing runs. What each program of
+:mod:`bench.programs` tells is held against committed figures, ``bench/results/aot-sm_90.json`` and
+those of the other generations: the kernels, and the registers, spills and shared memory of each
+(:mod:`bench.ptxas`); which passes are plain JAX, and why; of training steps also memory of a device
+and how many of each collective there are.
 
-* of each op at each of its shapes in `bench.cases`, forward and backward, the kernels, and the
-  registers, spills and shared memory of each (:mod:`bench.ptxas`). All cases are compiled; kernels
-  that an earlier case of the same process had are lowered again, which tells that they are the
-  same, and not compiled again;
-* of the training step of each preset, in bf16 and with 8 sequences a device, for 1, 8 and 64 GPUs,
-  memory of a device and how many of each collective are in the final text.
-
-Wrong is a kernel that spills and did not, a kernel that is missing or new, another number of
-collectives, and more than 2% more memory. With another version of JAX than the committed figures
-are from, only spills and collectives count. Seconds are those of this machine and never wrong.
+Wrong is a kernel that spills and did not, a pass that is plain JAX and was not, a kernel that is
+missing or new, another number of collectives, and more than 2% more memory. With another version of
+JAX than the committed figures are from, only spills, passes in plain JAX and collectives count, and
+``--write`` notes them beside those figures. Seconds are those of this machine and never wrong.
 """
 
 import argparse
-import collections
-import dataclasses
-import functools
 import json
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-import jax
-
-from bench import gpus, program, steps
-from bench.cases import Case, cases
-from bench.modules import passes
+from bench import program
 from bench.processes import each
 from bench.program import RESULTS
-from bench.ptxas import Compiler, Kernel, Kernels
-from jaxkern.cases.optim import Step
+from bench.programs import COLLECTIVES, Result, Training, attempt, tasks
+from bench.ptxas import Kernel
 from jaxkern.lowering.target import GPUS, Gpu
 
-DEVICES = (1, 8, 64)
-PER_DEVICE = 8
-"""Sequences of a training step on one device."""
+GENERATIONS = ("a100", "a10g", "l40s", "h200", "b200", "b300", "rtx-pro-6000")
+"""A GPU of each generation; the H200's programs are also the training steps."""
+
+PART = ("l40s", "h200", "rtx-pro-6000")
+"""Three that differ most: no TMA, clusters and wgmma, and a TMA with 99 KiB of shared memory."""
 
 GROWTH = 1.02
 """How much more memory of a device than the committed is not told of."""
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """The training step of a preset on a number of devices."""
-
-    preset: str
-    devices: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.preset} x {self.devices}"
-
-
-Task = Case | Step | Training
-
-
-def name_of(task: Task) -> str:
-    return task.name if isinstance(task, Training) else f"{task.op} {task.shape} {task.dtype}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What compiling a task told.
-
-    Attributes:
-      name: of the task.
-      kernels: of the program.
-      lower_s, compile_s: seconds to lower it, and to compile what was lowered.
-      memory: of a training step, bytes of one device: arguments and results, those that share
-        their memory once, and temporaries.
-      collectives: of a training step, how many instructions of each kind the final text has; one
-        that is inside a loop counts once.
-    """
-
-    name: str
-    kernels: Kernels
-    lower_s: float
-    compile_s: float
-    memory: int = 0
-    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
-@functools.cache
-def tasks() -> dict[str, Task]:
-    """All that is compiled, by name: training steps from large to small, then the cases."""
-    from jaxkern.lm.config import PRESETS
-
-    sizes = {
-        name: preset.model.d_model**2 * preset.model.n_layers
-        for name, preset in PRESETS.items()
-        if name != "micro"
-    }
-    # What takes longest comes first, and two presets beside each other share no kernels.
-    presets = sorted(sizes, key=lambda name: -sizes[name])
-    trainings = [Training(preset, devices) for devices in DEVICES for preset in presets]
-    return {name_of(task): task for task in (*trainings, *cases(small=False))}
-
-
-# In a process that compiles
-
-_compiler = Compiler()
-
-
-def attempt(gpu: str, name: str) -> Result | str:
-    """What compiling a task tells, or why it cannot be compiled."""
-    try:
-        return compiled(GPUS[gpu], tasks()[name])
-    except Exception as error:  # the others go on, and all that failed are told of
-        return f"{type(error).__name__}: {error}"
-    finally:
-        jax.clear_caches()
-
-
-def compiled(gpu: Gpu, task: Task) -> Result:
-    start = time.perf_counter()
-    if isinstance(task, Training):
-        lowered = _lowered_training(task, gpu)
-    else:
-        lowered = _lowered_op(task, gpu)
-    middle = time.perf_counter()
-    program = _compiler(lowered)
-    seconds = round(middle - start, 1), round(time.perf_counter() - middle, 1)
-    result = Result(name_of(task), program.kernels, *seconds)
-    if not isinstance(task, Training):
-        return result
-    return dataclasses.replace(
-        result,
-        memory=memory_of(program.compiled.memory_analysis()),
-        collectives=collectives_in(program.text),
-    )
-
-
-def _lowered_training(training: Training, gpu: Gpu) -> Any:
-    from jaxkern.lm.config import TrainConfig
-    from jaxkern.lm.program import Placement, lowered_step
-
-    config = TrainConfig.from_flags(
-        {
-            "preset": training.preset,
-            "mixed_precision": "bf16",
-            "batch_size": PER_DEVICE * training.devices,
-        }
-    )
-    return lowered_step(config, Placement.on(gpus.described(gpu, training.devices)))
-
-
-def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
-    """Forward and backward of an op, or an optimizer's step, as one program for one device."""
-    sharding = jax.sharding.SingleDeviceSharding(gpus.described(gpu, 1)[0])
-
-    def shapes_of(f: Callable[..., Any], *args: Any) -> Any:
-        """What `f` gives, as shapes on the device."""
-        give = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-        return jax.tree.map(give, jax.eval_shape(f, *args))
-
-    arrays = shapes_of(case.arrays, jax.random.key(0))
-    if isinstance(case, Step):
-        init, run = steps.program(case, "mosaic")
-        step = lambda params, state, grads: run(grads, state, params)
-        return jax.jit(step, donate_argnums=(0, 1)).lower(arrays, shapes_of(init, arrays), arrays)
-    return jax.jit(passes(case)).lower(*arrays)
-
-
-def memory_of(stats: Any) -> int:
-    """Bytes of one device that a program needs while it runs, from XLA's ``memory_analysis()``."""
-    return (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )
-
-
-_COLLECTIVE = re.compile(
-    rf'^\s*(?:ROOT )?%?[\w.-]+ = [^"\n]*? ({"|".join(COLLECTIVES)})(?:-start)?\(', re.MULTILINE
-)
-
-
-def collectives_in(text: str) -> dict[str, int]:
-    """How many instructions of each collective a program's text has."""
-    found = collections.Counter(_COLLECTIVE.findall(text))
-    return {name: found[name] for name in COLLECTIVES}
+BRANCH = 8192
+"""Kernels of one name whose shared memory differs by less are taken to have the same tiles."""
 
 
 # Committed figures
 
 
+def path_of(gpu: Gpu) -> Path:
+    return RESULTS / f"aot-sm_{gpu.capability[0]}{gpu.capability[1]}.json"
+
+
 def figures(results: Iterable[Result]) -> dict[str, Any]:
     """The part of the results that is committed."""
-    found: dict[str, Any] = {"kernels": {}, "training": {}}
+    found: dict[str, Any] = {"kernels": {}, "plain": {}, "training": {}}
     for result in results:
         found["kernels"][result.name] = {
             name: [list(kernel) for kernel in of_name] for name, of_name in result.kernels.items()
         }
+        if result.plain:
+            found["plain"][result.name] = result.plain
         if result.memory:
             found["training"][result.name] = {
                 "memory": result.memory,
                 "collectives": {k: n for k, n in result.collectives.items() if n},
             }
-    for part in found:
-        found[part] = dict(sorted(found[part].items()))
+    return found
+
+
+def merged(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The figures of both, of tasks that there are; of those that both have, the figures `now`."""
+    found = was | now
+    for part in figures(()):
+        kept = {n: v for n, v in was[part].items() if n not in now["kernels"]}
+        found[part] = {n: v for n, v in sorted((kept | now[part]).items()) if n in tasks()}
+    return found
+
+
+def chosen(held: dict[str, Any]) -> list[str]:
+    """The fewest cases that have each kernel in each of its tiles, by the figures `held`.
+
+    And each op in each dtype and with each option. Of training steps, which tell of collectives,
+    the smallest preset on each number of GPUs, and one of a usual size on 8.
+    """
+    kernels = {n: of for n, of in held["kernels"].items() if n not in held["training"]}
+    sizes = {name: sum(map(len, of_name.values())) for name, of_name in kernels.items()}
+
+    def shown(name: str) -> set[Any]:
+        op, shape, dtype = name.split()
+        option = re.sub(r"^[\d.x]+[BM]?", "", shape)
+        tiles = {(kernel, k[2] // BRANCH) for kernel, of in kernels[name].items() for k in of}
+        plain = {(kernel, "plain") for kernel in held["plain"].get(name, ())}
+        return tiles | plain | {(op, dtype), (op, option)}
+
+    having = {name: shown(name) for name in kernels}
+    left = set[Any]().union(*having.values())
+    found = [name for name in held["training"] if name.startswith("tiny") or name == "130m x 8"]
+    while left:
+        name = min(having, key=lambda name: (-len(having[name] & left), sizes[name], name))
+        found.append(name)
+        left -= having[name]
     return found
 
 
 def differences(was: dict[str, Any], now: dict[str, Any], names: Iterable[str]) -> list[str]:
     """Compares the figures `now` with those that `was` holds, of the tasks `names`; tells faults.
 
-    Each has ``"jax"``, a version, ``"kernels"`` and ``"training"``, as :func:`figures` has them.
+    Each has ``"jax"``, a version, and the parts of :func:`figures`.
     """
     same = was["jax"] == now["jax"]
     found: list[str] = []
@@ -228,6 +118,8 @@ def differences(was: dict[str, Any], now: dict[str, Any], names: Iterable[str]) 
                 found.append(f"{name}: is {'new' if before is None else 'missing'}")
             continue
         found += _kernel_differences(name, before, after, same)
+        plain = now["plain"].get(name, {}).items() - was["plain"].get(name, {}).items()
+        found += [f"{name}: {kernel} is plain JAX: {reason}" for kernel, reason in sorted(plain)]
         if name in now["training"]:
             before, after = was["training"].get(name), now["training"][name]
             found += _training_differences(name, before, after, same)
@@ -261,7 +153,7 @@ def text_of(report: dict[str, Any]) -> str:
     """The committed file: JSON, with a line for each task."""
     lines = []
     for key, value in report.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             entries = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
             value = f"{{\n{entries}\n }}"
         else:
@@ -314,7 +206,10 @@ def _parser() -> argparse.ArgumentParser:
     p = program.parser("aot")
     p.add_argument("--write", action="store_true", help="renew the committed figures")
     p.add_argument("--only", metavar="REGEX", help="only tasks whose name has it")
-    p.add_argument("--gpu", choices=GPUS, default="h200", help="what is compiled for")
+    p.add_argument("--missing", action="store_true", help="only what the figures do not have")
+    p.add_argument("--part", action="store_true", help="on 3 generations a case for each tile")
+    every = f"what is compiled for; repeat for more ({', '.join(GENERATIONS)})"
+    p.add_argument("--gpu", choices=GPUS, action="append", help=every)
     p.add_argument("--jobs", type=int, default=2, help="processes that compile")
     return p
 
@@ -332,47 +227,84 @@ def main(argv: list[str] | None = None) -> int:
     except metadata.PackageNotFoundError as error:
         print(f"bench.aot: error: {error}; run make aot, which installs it", file=sys.stderr)
         return 2
-    gpu = GPUS[args.gpu]
-    print(f"for {gpu}, by JAX {versions['jax']}, ptxas {versions['ptxas']}", flush=True)
-    try:
-        results, failures = run(args.gpu, names, args.jobs)
-    except BrokenProcessPool as error:
-        print(f"bench.aot: error: {error}", file=sys.stderr)
-        return 1
-    results.sort(key=lambda result: names.index(result.name))
-    seconds = time.perf_counter() - start
-    print(f"\n{table(results)}\n\n{len(results)} programs in {seconds:.0f} s")
-    now = {"gpu": gpu.name, **versions, "commit": program.tree(), **figures(results)}
-    path = RESULTS / f"aot-sm_{gpu.capability[0]}{gpu.capability[1]}.json"
-    was = json.loads(path.read_text()) if path.exists() else None
-    if args.write and not failures:
-        if args.only and was:
-            merged = {part: was[part] | now[part] for part in ("kernels", "training")}
-            now |= {part: dict(sorted(merged[part].items())) for part in merged}
-        path.write_text(text_of(now))
-        print(f"wrote {path}")
-    elif was is None:
-        failures.append(f"{path} is missing")
-    elif not args.write:
-        if was["jax"] != now["jax"]:
-            print(
-                f"The committed figures are from JAX {was['jax']}: only spills and collectives "
-                "are held against them"
-            )
-        wanted = names if args.only else sorted({*names, *was["kernels"]})
-        told = {failure.split(": ")[0] for failure in failures}
-        failures += differences(was, now, (name for name in wanted if name not in told))
-    for failure in failures:
-        print(f"bench.aot: {failure}", file=sys.stderr)
-    if failures and not args.write:
-        print("bench.aot: if this is meant, run make aot ARGS=--write", file=sys.stderr)
-    return 1 if failures else 0
+    versions["commit"] = program.tree()  # before the figures change
+    faults = []
+    for gpu in args.gpu or (PART if args.part else GENERATIONS):
+        print(f"for {GPUS[gpu]}, by JAX {versions['jax']}, ptxas {versions['ptxas']}", flush=True)
+        faults += _on_generation(gpu, names, versions, args)
+    print(f"{time.perf_counter() - start:.0f} s, and {_processor_seconds():.0f} s of processors")
+    for fault in faults:
+        print(f"bench.aot: {fault}", file=sys.stderr)
+    if faults and not args.write:
+        print("bench.aot: if this is meant, run make matrix ARGS=--write", file=sys.stderr)
+    return 1 if faults else 0
 
 
-def run(gpu: str, names: list[str], jobs: int) -> tuple[list[Result], list[str]]:
-    """Compiles tasks in processes of their own, and tells what became of each."""
+def _processor_seconds() -> float:
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def _on_generation(
+    gpu: str, names: list[str], versions: dict[str, str], args: argparse.Namespace
+) -> list[str]:
+    """Compiles the tasks of these names for a GPU, compares or writes, and tells faults."""
+    path = path_of(GPUS[gpu])
+    if not path.exists() and not args.write:
+        return [f"{path} is missing"]
+    was: dict[str, Any] = {"jax": versions["jax"], **figures(())}
+    if path.exists():
+        held = figures(()) | json.loads(path.read_text())
+        if not (args.write and _newer(versions["jax"], held["jax"])):
+            was = held
+    other = was["jax"] != versions["jax"]
+    if gpu != "h200":
+        names = [name for name in names if not isinstance(tasks()[name], Training)]
+    if args.part and was["kernels"]:
+        names = [name for name in chosen(was) if name in names]
+    beside = f"jax {versions['jax']}"  # what another version of JAX differs in
+    if args.missing:
+        had = was.get(beside, {}) if other else was["kernels"]
+        names = [name for name in names if name not in had]
+    elif not (args.only or args.part or args.write):
+        names = sorted({*names, *was["kernels"]})  # what is no task is missing
+    if other:
+        print(
+            f"The committed figures are from JAX {was['jax']}: only spills, passes in plain JAX "
+            "and collectives are held against them"
+        )
+    now: dict[str, Any] = {"gpu": GPUS[gpu].name, **versions, **figures(())}
     results: list[Result] = []
-    failures: list[str] = []
+    faults: list[str] = []
+    for result in run(gpu, [name for name in names if name in tasks()], args.jobs):
+        if result.error:
+            faults.append(f"{result.name}: {result.error}")
+            continue
+        results.append(result)
+        for part, of_result in figures([result]).items():
+            now[part] |= of_result
+        if args.write and other:
+            told = differences(was, now, [result.name])
+            was[beside] = dict(sorted({**was.get(beside, {}), result.name: told}.items()))
+            path.write_text(text_of(was))
+        elif args.write:  # at once: it takes long, and may go on later
+            path.write_text(text_of(merged(was, now)))
+    print(f"\n{table(results)}\n")
+    if args.write:
+        print(f"wrote {path}")
+    else:
+        failed = {fault.split(": ")[0] for fault in faults}
+        faults += differences(was, now, (name for name in names if name not in failed))
+    return [f"{gpu}: {fault}" for fault in faults]
+
+
+def _newer(version: str, other: str) -> bool:
+    numbers = lambda text: [int(number) for number in re.findall(r"\d+", text)]
+    return numbers(version) > numbers(other)
+
+
+def run(gpu: str, names: list[str], jobs: int) -> Iterator[Result]:
+    """Compiles tasks in processes of their own, and tells what became of each, as they are done."""
     with tempfile.TemporaryDirectory() as folder:
         # The kernels that one process lowers serve the others, and none is left from before.
         os.environ |= {
@@ -381,13 +313,29 @@ def run(gpu: str, names: list[str], jobs: int) -> tuple[list[Result], list[str]]
             "MOSAIC_GPU_DUMP_PTXAS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "1",
         }
-        found = each(attempt, [(gpu, name) for name in names], jobs, apart=True)
-        for count, ((_, name), result) in enumerate(found, 1):
-            if isinstance(result, Result):
-                results.append(result)
-                line = line_of(result)
+        for count, result in enumerate(_surviving(gpu, names, jobs), 1):
+            line = "failed" if result.error else line_of(result)
+            print(f"[{count:3}/{len(names)}] {gpu} {result.name:44} {line}", flush=True)
+            yield result
+
+
+def _surviving(gpu: str, names: list[str], jobs: int) -> Iterator[Result]:
+    """The results of tasks, of which one may end its process.
+
+    That ends the others' processes, too: the next tasks then run in one process each.
+    """
+    left = dict.fromkeys(names)
+    alone = 0
+    while left:
+        group = [*left][:1] if alone else [*left]
+        try:
+            for (_, name), result in each(attempt, [(gpu, n) for n in group], jobs, apart=True):
+                del left[name]
+                yield result
+        except BrokenProcessPool as error:
+            if alone:
+                del left[group[0]]
+                yield Result(group[0], error=f"{error}")
             else:
-                failures.append(f"{name}: {result}")
-                line = "failed"
-            print(f"[{count:3}/{len(names)}] {name:44} {line}", flush=True)
-    return results, failures
+                alone = 2 * jobs + 1
+        alone = max(0, alone - 1)

@@ -8,11 +8,13 @@ function of that name, and ends with ``<!-- end -->``. Figures are from bench/re
 import inspect
 import re
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jaxkern
+from bench import generations
 from bench.precision import summary
 from bench.program import FOLDER
 from bench.report import NAMES, OURS, Measured, Reports, table, the_line, trainings
@@ -258,6 +260,25 @@ def _precisions(reports: Reports) -> str:
     return table([f"`{report['preset']}`, {size}", *told], rows)
 
 
+def _copies(reports: Reports) -> str:
+    """What copies by lanes and 99 KiB of shared memory cost, in percent of the time."""
+    report = next(one for name, one in reports if name.endswith("-copies.json"))
+    times: dict[str, dict[Any, dict[str, Any]]] = defaultdict(dict)
+    for row in report["rows"]:
+        case = f"`{row['op']}`, {row['shape'].replace('x', ' × ')}"
+        times[case][row["copies"], row["shared_memory"] > 2**17] = row
+    rows = []
+    for case, found in times.items():
+        base = found["tma", True]
+        told = [f"{_time(base[key])}" for key in ("forward_us", "both_us")]
+        for other in ("lanes", True), ("tma", False), ("lanes", False):
+            more = [found[other][key] / base[key] - 1 for key in ("forward_us", "both_us")]
+            told.append(", ".join(f"{round(100 * m):+d}%".replace("-", "−") for m in more))
+        rows.append([case, *told])
+    others = "lanes copy", "99 KiB", "lanes copy, 99 KiB"
+    return table(["", "forward", "forward and backward", *others], rows)
+
+
 FIGURES: dict[str, Callable[[Reports], str]] = {
     "headline": _headline,
     "ops": _ops,
@@ -266,6 +287,8 @@ FIGURES: dict[str, Callable[[Reports], str]] = {
     "checkpoints": _checkpoints,
     "states": _states,
     "precisions": _precisions,
+    "copies": _copies,
+    "generations": lambda _: generations.page(),
 }
 """What can stand between markers."""
 

@@ -19,6 +19,7 @@ PER_HOST = 8
 # By capability: bytes of shared memory and threads of a multiprocessor, from the CUDA Programming
 # Guide, "Compute Capabilities".
 _MULTIPROCESSORS = {
+    (7, 5): (65536, 1024),
     (8, 0): (167936, 2048),
     (8, 6): (102400, 1536),
     (8, 9): (102400, 1536),

@@ -21,7 +21,7 @@ COMMANDS = {
     "accuracy": "measure errors against float64",
     "precision": "train the language model in fp32, bf16 and fp16, and compare the losses",
     "first_step": "time a training run to its first step",
-    "aot": "compile ops and training steps for a GPU that is not there, beside committed figures",
+    "aot": "compile ops and training steps for GPUs that are not there, beside committed figures",
     "modules": "compare the kernels before and after a change of the source",
     "report": "write bench/report.md, and the figures of README and of the guides",
     "pictures": "draw bench/pictures",

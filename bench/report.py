@@ -341,6 +341,11 @@ TITLES = {
         "bench first_step`: with jaxkern's and XLA's caches empty, and with them as an earlier "
         "process left them. *Programs* is the part that lowering and compiling take.",
     ),
+    "-copies": (
+        "Kernels of other GPUs on an H200",
+        "Those whose lanes copy, as where there is no TMA, and those for 99 KiB of shared memory a "
+        "block. *Same bits*: as those of the H200.",
+    ),
 }
 """Title and explanation of a section, by how the name of its file ends."""
 
@@ -348,6 +353,9 @@ _HEADS = {
     "first_step_s": "first step, s",
     "programs_s": "programs, s",
     "validation_loss": "validation loss, nats",
+    "shared_memory": "shared memory, bytes",
+    "forward_us": "forward, µs",
+    "both_us": "forward and backward, µs",
 }
 """Columns of these sections whose key does not say their unit."""
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import aot, gpus, ptxas
-from bench.aot import Result, Training
+from bench import aot, generations, gpus, programs, ptxas
+from bench.programs import Result, Training
 from bench.ptxas import Kernel
 from jaxkern.lowering.target import GPUS
 from tests.test_package import constraints
@@ -133,7 +133,7 @@ def test_kernels_that_ptxas_does_not_tell_of_are_an_error(compiler, said):
 
 
 def test_collectives_are_counted():
-    assert aot.collectives_in(HLO) == {
+    assert programs.collectives_in(HLO) == {
         "all-reduce": 2,
         "all-gather": 0,
         "reduce-scatter": 1,
@@ -149,7 +149,7 @@ def test_memory_counts_donated_arguments_once():
         alias_size_in_bytes=80,
         temp_size_in_bytes=7,
     )
-    assert aot.memory_of(stats) == 117
+    assert programs.memory_of(stats) == 117
 
 
 def test_gpus_are_described():
@@ -164,15 +164,16 @@ def test_gpus_are_described():
 
 
 NAMES = "rms_norm 8x8 bfloat16", "tiny x 8"
+PLAIN = {"rms_norm_sum": "it needs 9 bytes"}
 
 
 def results():
     """Results of an op and of a training step."""
     kernels = {"rms_norm_fwd": [Kernel(56, 0, 0), Kernel(57, 0, 0)], "old": [Kernel(255, 8, 0)]}
-    collectives = aot.collectives_in("") | {"all-reduce": 2}
+    collectives = programs.collectives_in("") | {"all-reduce": 2}
     return [
-        Result(NAMES[0], kernels, 1.0, 2.0),
-        Result(NAMES[1], kernels, 1.0, 2.0, 1 << 30, collectives),
+        Result(NAMES[0], kernels, PLAIN),
+        Result(NAMES[1], kernels, {}, 1.0, 2.0, 1 << 30, collectives),
     ]
 
 
@@ -211,6 +212,7 @@ GATHERED = ("training", NAMES[1], "collectives", "all-gather"), "all-gather: was
         (("kernels", NAMES[0], "old"), None, "kernels old: was 1, is 0"),
         (("kernels", NAMES[0], "new"), [[8, 0, 0]], "kernels new: was 0, is 1"),
         (("kernels", NAMES[0], "rms_norm_fwd"), [[56, 0, 0]], "rms_norm_fwd: was 2, is 1"),
+        (("plain", NAMES[0], "old"), "no room", f"{NAMES[0]}: old is plain JAX: no room"),
         (("training", NAMES[1], "memory"), int(1.03 * 2**30), "was 1.00 GiB, is 1.03 GiB"),
     ],
 )
@@ -225,6 +227,7 @@ def test_what_got_worse_is_told(figures, path, to, told):
         (("kernels", NAMES[0], "rms_norm_fwd", 0, 0), 255),  # registers
         (("kernels", NAMES[0], "rms_norm_fwd", 0, 2), 2048),  # shared memory
         (("kernels", NAMES[0], "old", 0, 1), 9),  # it did spill
+        (("plain", NAMES[0]), None),
         (("training", NAMES[1], "memory"), int(1.01 * 2**30)),
         (("training", NAMES[1], "memory"), 1 << 29),
     ],
@@ -240,7 +243,8 @@ def test_new_tasks_are_told(figures):
 
 def test_another_jax_is_held_to_spills_and_collectives_alone(figures):
     was = figures | {"jax": "2"}
-    for path, to, told in ((SPILLED[0], 16, SPILLED[1]), (REDUCED[0], 3, REDUCED[1])):
+    plain = ("plain", NAMES[0], "old"), "no room", "old is plain JAX"
+    for path, to, told in ((SPILLED[0], 16, SPILLED[1]), (REDUCED[0], 3, REDUCED[1]), plain):
         (got,) = aot.differences(was, changed(figures, *path, to=to), NAMES)
         assert told in got
     for path, to in (
@@ -254,15 +258,17 @@ def test_another_jax_is_held_to_spills_and_collectives_alone(figures):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """`bench.aot` with compilers that give :func:`results`, and a folder for its figures."""
+    """`bench.aot` for H200s, with compilers that give :func:`results`, and a folder of its own."""
     tasks = {NAMES[0]: None, NAMES[1]: Training("tiny", 8)}
     monkeypatch.setattr(aot, "tasks", lambda: tasks)
     monkeypatch.setattr(aot, "RESULTS", tmp_path)
+    monkeypatch.setattr(aot, "GENERATIONS", ("h200",))
     monkeypatch.setattr(metadata, "version", lambda name: "1")
-    told = SimpleNamespace(results=results(), failures=[])
+    told = SimpleNamespace(results=results(), ran=[])
 
     def run(gpu, names, jobs):
-        return [r for r in told.results if r.name in names], list(told.failures)
+        told.ran.append((gpu, list(names)))
+        yield from (r for r in told.results if r.name in names)
 
     monkeypatch.setattr(aot, "run", run)
     return told
@@ -279,14 +285,13 @@ def test_command_writes_and_compares(command, capsys, tmp_path):
     command.results.pop(0)
     assert aot.main([]) == 1
     said = capsys.readouterr().err
-    assert f"bench.aot: {NAMES[0]}: is missing\n" in said
-    assert "make aot ARGS=--write" in said
+    assert f"bench.aot: h200: {NAMES[0]}: is missing\n" in said
+    assert "make matrix ARGS=--write" in said
 
 
 def test_command_tells_of_what_does_not_compile(command, capsys):
     assert aot.main(["--write"]) == 0
-    command.results.pop(0)
-    command.failures.append(f"{NAMES[0]}: ValueError: no")
+    command.results[0] = Result(NAMES[0], error="ValueError: no")
     for arguments in ([], ["--write"]):
         assert aot.main(arguments) == 1
         assert capsys.readouterr().err.count(NAMES[0]) == 1
@@ -294,11 +299,94 @@ def test_command_tells_of_what_does_not_compile(command, capsys):
 
 def test_command_renews_a_part(command, tmp_path):
     assert aot.main(["--write"]) == 0
-    command.results[1] = Result(NAMES[1], {}, 1.0, 2.0, 1 << 31, aot.collectives_in(""))
+    collectives = programs.collectives_in("")
+    command.results[1] = Result(NAMES[1], {}, {}, 1.0, 2.0, 1 << 31, collectives)
     assert aot.main(["--write", "--only", "tiny"]) == 0
     held = json.loads((tmp_path / "aot-sm_90.json").read_text())
     assert held["training"][NAMES[1]]["memory"] == 1 << 31
     assert held["kernels"][NAMES[0]] == aot.figures(results())["kernels"][NAMES[0]]
+    assert held["plain"] == {NAMES[0]: PLAIN}
+
+
+def test_command_goes_on_with_what_is_missing(command):
+    assert aot.main(["--write", "--only", "tiny"]) == 0
+    for left in (NAMES[:1], ()):
+        command.ran.clear()
+        assert aot.main(["--write", "--missing"]) == 0
+        assert command.ran == [("h200", list(left))]
+
+
+def test_other_generations_compile_the_ops_alone(command):
+    assert aot.main(["--write", "--gpu", "a100"]) == 0
+    assert command.ran == [("a100", [NAMES[0]])]
+
+
+def test_what_another_jax_differs_in_stands_beside_the_figures(command, monkeypatch, tmp_path):
+    assert aot.main(["--write"]) == 0
+    monkeypatch.setattr(metadata, "version", lambda name: "0.9")
+    command.results[0] = Result(NAMES[0], {"rms_norm_fwd": [Kernel(255, 8, 0)]}, PLAIN)
+    assert aot.main(["--write"]) == 0
+    held = json.loads((tmp_path / "aot-sm_90.json").read_text())
+    told = [f"{NAMES[0]}: spills of rms_norm_fwd: was 0 bytes, is 8"]
+    assert held["jax"] == "1"
+    assert held["jax 0.9"] == {NAMES[0]: told, NAMES[1]: []}
+    assert held["kernels"][NAMES[0]] == aot.figures(results())["kernels"][NAMES[0]]
+
+
+def test_a_task_that_ends_its_process_ends_no_other(monkeypatch):
+    monkeypatch.setattr(aot, "attempt", ends_its_process)
+    found = {r.name: r.error for r in aot.run("h200", ["a", "abort", "b", "c"], 2)}
+    assert found.keys() == {"a", "abort", "b", "c"}
+    assert [name for name, error in found.items() if error] == ["abort"]
+
+
+def ends_its_process(gpu, name):
+    if name == "abort":
+        os._exit(134)
+    return Result(name)
+
+
+def test_the_chosen_part_has_every_kernel_in_every_tile():
+    for gpu in aot.PART:
+        held = aot.figures(()) | json.loads(aot.path_of(GPUS[gpu]).read_text())
+        part = aot.chosen(held)
+        cases = [name for name in part if name not in held["training"]]
+        assert 20 < len(cases) < 90
+
+        def tiles(names, held=held):
+            return {
+                (kernel, k[2] // aot.BRANCH)
+                for name in names
+                for kernel, of_name in held["kernels"][name].items()
+                for k in of_name
+            }
+
+        assert tiles(cases) == tiles(set(held["kernels"]) - set(held["training"]))
+
+
+def test_the_guide_tells_what_is_plain_and_what_spills(tmp_path):
+    of_case = {"rms_norm_fwd": [[40, 0, 9]], "rms_norm_bwd": [[255, 12, 9]]}
+    figures = {
+        "gpu": "NVIDIA L40S",
+        "jax": "1",
+        "ptxas": "2",
+        "kernels": {"rms_norm 8x8 bfloat16": of_case, "rms_norm 9x9 float32": {}},
+        "plain": {"rms_norm 9x9 float32": {"rms_norm_fwd": "it needs 9 bytes, and NVIDIA L40S .."}},
+        "training": {},
+        "jax 0.9": {"rms_norm 8x8 bfloat16": []},
+    }
+    for name in ("sm_100", "sm_89"):
+        (tmp_path / f"aot-{name}.json").write_text(json.dumps(figures))
+    held = generations.load(tmp_path)
+    assert list(held) == ["sm_89", "sm_100"]
+    rows = {row[0]: row[1:] for row in generations.matrix(held)[1]}
+    assert rows["`rms_norm`"] == ["1 of 2, spills at 1"] * 2
+    assert rows["`linear`"] == ["not compiled"] * 2
+    assert [*generations.plain(held)] == [
+        ["`rms_norm_fwd`", "9x9 float32", "sm_89, sm_100", "it needs 9 bytes"]
+    ]
+    assert [*generations.spills(held)] == [["`rms_norm_bwd`", "12 at 8x8", "12 at 8x8"]]
+    assert "JAX 0.9 compiled 2 programs for sm_89, sm_100" in generations.versions(held)
 
 
 def test_command_needs_a_task_and_the_compiler(command, monkeypatch, capsys):
@@ -313,12 +401,20 @@ def test_command_needs_a_task_and_the_compiler(command, monkeypatch, capsys):
     assert "run make aot" in capsys.readouterr().err
 
 
-def test_committed_figures_are_of_every_task():
-    held = json.loads((aot.RESULTS / "aot-sm_90.json").read_text())
-    assert set(held["kernels"]) == set(aot.tasks())
+HELD = [gpu for gpu in aot.GENERATIONS if aot.path_of(GPUS[gpu]).exists()]
+
+
+@pytest.mark.parametrize("gpu", HELD)
+def test_committed_figures_are_of_every_task(gpu):
+    held = json.loads(aot.path_of(GPUS[gpu]).read_text())
     trainings = {name for name, task in aot.tasks().items() if isinstance(task, Training)}
     assert len(trainings) == 12
-    assert set(held["training"]) == trainings
+    assert set(held["training"]) == (trainings if gpu == "h200" else set())
+    assert set(held["kernels"]) == set(aot.tasks()) - (trainings - set(held["training"]))
     newest = constraints("newest")
     assert held["jax"] == newest["jax"]
     assert held["ptxas"] == newest["nvidia-cuda-nvcc-cu12"]
+
+
+def test_figures_are_committed_of_the_part_of_every_day():
+    assert set(HELD) >= set(aot.PART)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.lowering import target
+from jaxkern.lowering import kernel_call, target
 from jaxkern.lowering.target import GPUS
 
 BEFORE_HOPPER = ("a100", "a10g", "l40s")
@@ -71,6 +71,18 @@ def test_lanes_copy_where_there_is_no_tma(case, gpu):
     assert "cp.async.commit_group" not in text(case, "h200")
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["two warpgroups", "one"])
+def test_scan_with_few_checkpoints_fits_99_kib(dtype):
+    # The sequence is cut into parts, whose carries are a pass of the backward.
+    tokens, states = (1, 2048, 256), (1, 2048, 16)
+    x, dt, A, B, C, D, z = arrays(tokens, tokens, (256, 16), states, states, (256,), tokens)
+    op = value_and_gradients(functools.partial(jaxkern.selective_scan, checkpoint_every=128))
+    args = [a.astype(dtype) for a in (x, dt, A, B, C, D, z)]
+    with jaxkern.lowering_for("l40s"):
+        op.trace(*args).lower(lowering_platforms=("cuda",))
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize("size", [(512, 4096), (301, 1000), (40, 256)], ids=str)
 @pytest.mark.parametrize("shared_memory", [232448, 101376], ids=["227 KiB", "99 KiB"])
@@ -88,6 +100,15 @@ def test_lanes_copy_what_the_tma_copies(case, shared_memory, size):
 
     for by_lanes, by_tma in zip(results(False), results(True), strict=True):
         np.testing.assert_array_equal(by_lanes, by_tma)
+
+
+def test_it_is_noted_why_a_pass_is_plain_jax():
+    kernel_call.refused.clear()
+    product = jax.jit(functools.partial(jaxkern.linear, implementation="mosaic"))
+    traced = product.trace(*arrays((256, 256), (256, 256)))
+    with jaxkern.lowering_for("l40s"), pytest.raises(NotImplementedError, match="wgmma"):
+        traced.lower(lowering_platforms=("cuda",))
+    assert "wgmma" in kernel_call.refused["linear_fwd"]
 
 
 def test_what_a_gpu_is_said_to_have_follows_its_capability():

@@ -430,6 +430,7 @@ def test_linear_scan_parts_fit():
                     assert 1 <= count <= chunks
                     assert count == 1 or columns <= 132
     assert parts(128, 64, 32, 3, 1 << 26) == 1
+    assert parts(64, 64, 32, 3, 1 << 24) < parts(64, 64, 32, 3, 1 << 24, width=64) == 8
     assert parts(8, 2048, 32, 3, 1 << 27) > 8
 
 

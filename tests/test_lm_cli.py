@@ -352,6 +352,7 @@ def test_doctor_tells_what_a_report_of_a_bug_needs(capsys, monkeypatch):
     assert f"numpy {np.__version__}" in told["besides"]
     assert "XLA_FLAGS_OF_THIS_TEST=set" in told["environ"]
     assert "jax_numpy_rank_promotion=warn" in told["config"]
+    assert "run on GPUs of compute capability 9.0 (H100, H200); for 8.0, 8.6, 8.9" in told["tested"]
 
 
 def test_resumed_configuration():

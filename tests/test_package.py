@@ -103,9 +103,10 @@ def test_package_extras():
     extras = PROJECT["optional-dependencies"]
     assert extras["cuda12"] == ["jax[cuda12]"]
     assert extras["cuda13"] == ["jax[cuda13]"]
-    named = ("triton", "aot", "lm", "hf", "flax", "equinox", "docs", "notebooks", "test", "lint")
+    named = ("aot", "lm", "hf", "flax", "equinox", "docs", "notebooks", "test", "lint")
     for name in named:
         assert extras[name]
+    assert "triton" not in extras  # no code uses it
 
 
 def test_constraints_hold_the_ends_of_the_supported_range():
@@ -120,14 +121,15 @@ def test_constraints_hold_the_ends_of_the_supported_range():
 
 
 def test_compiler_for_absent_gpus_is_of_the_version_of_jax():
-    newest = constraints("newest")
+    newest, oldest = constraints("newest"), constraints("oldest")
     assert PROJECT["optional-dependencies"]["aot"] == [
         "jax-cuda12-pjrt",
         "jax-cuda12-plugin",
         "nvidia-cuda-nvcc-cu12",
     ]
-    assert newest["jax-cuda12-pjrt"] == newest["jax-cuda12-plugin"] == newest["jax"]
-    assert "nvidia-cuda-nvcc-cu12" in newest
+    for pinned in (newest, oldest):
+        assert pinned["jax-cuda12-pjrt"] == pinned["jax-cuda12-plugin"] == pinned["jax"]
+        assert "nvidia-cuda-nvcc-cu12" in pinned
 
 
 def test_lower_bounds_are_tested_ones():
@@ -420,7 +422,20 @@ def test_make_aot_has_an_environment_for_the_cpu_wherever_it_runs(checkout):
     assert checkout.calls == [
         "venv",
         ".[lm,aot] by constraints/newest.txt",
-        "-m bench aot --only tiny",
+        "-m bench aot --part --only tiny",
+    ]
+
+
+def test_make_matrix_compiles_with_the_newest_and_the_oldest_jax(checkout):
+    checkout.python("3.12")
+    assert checkout.run("make", "matrix", "ARGS=--write")[0] == 0
+    assert checkout.calls == [
+        "venv",
+        ".[lm,aot] by constraints/newest.txt",
+        "-m bench aot --write",
+        "venv",
+        ".[lm,aot] by constraints/oldest.txt",
+        "-m bench aot --write",
     ]
 
 
@@ -464,7 +479,7 @@ def test_make_test_runs_compiled_kernels_on_a_gpu(ready):
 def test_make_alone_explains_itself(checkout):
     assert checkout.run("make") == (0, "")
     done = subprocess.run(["make"], cwd=checkout.root, capture_output=True, text=True, check=True)
-    for target in ("train", "test", "bench", "aot", "docs", "trial", "lint"):
+    for target in ("train", "test", "bench", "aot", "matrix", "docs", "trial", "lint"):
         assert f"make {target}" in done.stdout
 
 

@@ -37,7 +37,7 @@ MODES = {
     "leaks": {"JAX_CHECK_TRACER_LEAKS": "1"},
     "ranks": {"JAX_NUMPY_RANK_PROMOTION": "raise"},
 }
-RESOLVED = ("cuda12", "cuda13", "triton", "aot")
+RESOLVED = ("cuda12", "cuda13", "aot")
 """Extras that are not installed."""
 
 

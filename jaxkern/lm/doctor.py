@@ -18,7 +18,7 @@ import jaxkern
 from jaxkern.cases import TABLE
 from jaxkern.cases.case import Case, dtypes
 from jaxkern.lm.memory import available_memory
-from jaxkern.lowering import cache
+from jaxkern.lowering import cache, target
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
 _OTHER_PACKAGES = ("numpy", "ml_dtypes", "equinox", "safetensors", "tokenizers", "torch")
@@ -62,6 +62,7 @@ def doctor() -> None:
     for device in devices:
         print(f"device   {device.id}: {_describe(device)}")
     print(f"kernels  {_cache()}")
+    print(f"tested   {_tested()}")
     if driver and devices[0].platform == "cpu":
         print(
             'advice   there is a GPU, and JAX does not use it: pip install "jaxkern[cuda12]" '
@@ -142,6 +143,16 @@ def _cache() -> str:
     return (
         f"{held.entries} kept in {held.folder}, {held.size / 2**20:.1f} MiB, "
         f"{held.hits} hits, {held.misses} misses{programs} (doctor --empty-cache removes them)"
+    )
+
+
+def _tested() -> str:
+    """Says on which GPUs the kernels were run, and for which they were only compiled."""
+    dotted = lambda capabilities: ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+    compiled = dotted(c for c in target.COMPILED if c not in target.RUN)
+    return (
+        f"kernels were run on GPUs of compute capability {dotted(target.RUN)} (H100, H200); for "
+        f"{compiled} they were compiled and never run"
     )
 
 

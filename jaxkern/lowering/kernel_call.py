@@ -114,6 +114,7 @@ def _lower_for_cuda(
         if not isinstance(found, str):
             return _lowered_plainly(ctx, found, outs, args)
         reason = found
+    refused[name] = reason or str(gpu.untried)
     if required:
         raise NotImplementedError(
             f'{name}: implementation="mosaic" cannot take this call: {reason}. '
@@ -163,6 +164,8 @@ _lock = threading.RLock()
 
 lowerings: dict[str, int] = {}
 """How often this process lowered a kernel, by the name of its pass; not those found on disk."""
+refused: dict[str, str] = {}
+"""Why this process last lowered a pass as plain JAX for a GPU, by the name of the pass."""
 found_on_disk = 0
 """How many kernels this process found there."""
 

@@ -21,7 +21,10 @@ class UnfitError(Exception):
 
 _KERNELS_NEED = (8, 0)
 
-_COMPILED = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+RUN = ((9, 0),)
+"""Capabilities on which kernels were run and timed: H100s and H200s."""
+
+COMPILED = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 """Capabilities for which kernels were compiled, down to machine code."""
 
 
@@ -61,7 +64,7 @@ class Gpu:
     @property
     def untried(self) -> str | None:
         """Why the kernels run on this GPU only when asked for; ``None`` if they do by default."""
-        if self.unsupported or self.capability in _COMPILED:
+        if self.unsupported or self.capability in COMPILED:
             return None
         return (
             f"{self.name} has compute capability {_dotted(self.capability)}, for which no kernel "

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm
 
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import (
@@ -117,6 +117,50 @@ def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> 
         store_elements(pointer, scalars, vec)
 
     store(ref, *map(laid_out, values))
+
+
+def load_short_row(ref: Any) -> jax.Array:
+    """Loads a row of less than LANES elements, as (LANES,) in fp32: the last one fills the rest."""
+    if interpreted():
+        row = ref[...].astype(jnp.float32)
+        return jnp.pad(row, (0, LANES - row.size), mode="edge")
+
+    @inline_mlir(REF, returns=row_type(1))
+    def load(source: Any) -> Any:
+        dtype = ir.MemRefType(source.type).element_type
+        value = llvm.load(dtype, _in_short_row(source), alignment=ref.dtype.itemsize)
+        return fragmented(to_fp32(value))
+
+    return load(ref)
+
+
+def store_short_row(ref: Any, value: jax.Array) -> None:
+    """Stores what :func:`load_short_row` loads, in the dtype of `ref`.
+
+    Lanes past the end store the last element again, which takes less time than a branch.
+    """
+    if interpreted():
+        ref[...] = value[: ref.size].astype(ref.dtype)
+        return
+
+    @inline_mlir(REF, ROW)
+    def store(target: Any, value: Any) -> None:
+        dtype = ir.MemRefType(target.type).element_type
+        element = narrowed(lane_value(value), dtype)
+        llvm.store(element, _in_short_row(target), alignment=ref.dtype.itemsize)
+
+    store(ref, laid_out(value))
+
+
+def _in_short_row(ref: Any) -> Any:
+    """This lane's pointer into a row, the last element's in lanes past the end."""
+    kind = ir.MemRefType(ref.type)
+    lane = arith.minui(mgpu_utils.thread_idx(), i32(kind.shape[0] - 1))
+    pointer = mgpu_utils.memref_ptr(ref)
+    if mgpu_utils.get_memref_llvm_address_space(kind) is None:
+        # LLVM then knows that it is not shared memory, and moves loads from there past stores.
+        pointer = llvm.addrspacecast(llvm.PointerType.get(address_space=1), pointer)
+    return mgpu_utils.getelementptr(pointer, [lane], kind.element_type)
 
 
 def sync_warp() -> None:

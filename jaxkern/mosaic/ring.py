@@ -1,16 +1,19 @@
 """A ring of stages in shared memory, which are filled ahead of the work.
 
 The TMA copies where a GPU has one (Hopper and newer), and a copy arrives at the stage's barrier. On
-older GPUs the lanes copy with cp.async: what they start between two calls of :func:`close_copies`
-is a group, and they wait until all groups but the newest are there.
+older GPUs the lanes copy with cp.async, and on all of them where rows begin at any element: what
+they start between two calls of :func:`close_copies` is a group, and they wait until all groups but
+the newest are there.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -52,8 +55,8 @@ class Ring:
     def copy(self, i: Any, sources: Iterable[tuple[str, Any]], at: tuple[Any, ...] = ()) -> None:
         """Starts the i-th copy.
 
-        Sources begin and end at multiples of 16 bytes along the innermost axis; on an H200, others
-        end in CUDA_ERROR_ILLEGAL_INSTRUCTION.
+        What the TMA copies begins and ends at multiples of 16 bytes along the innermost axis; on an
+        H200, the rest ends in CUDA_ERROR_ILLEGAL_INSTRUCTION.
 
         Args:
           i: counts the copies.
@@ -79,9 +82,9 @@ def tma() -> bool:
     return gpu is None or gpu.tma
 
 
-def copy_barriers(arrivals: int, count: int) -> dict[str, Any]:
+def copy_barriers(arrivals: int, count: int, by_lanes: bool = False) -> dict[str, Any]:
     """Scratch memory ``arrived``, `count` barriers of `arrivals` copies each; none without TMA."""
-    if not tma():
+    if by_lanes or not tma():
         return {}
     return {"arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)}
 
@@ -91,7 +94,8 @@ def start_copy(source: Any, into: Any, barrier: Any) -> None:
 
     Args:
       source: the tile in global memory, its rows whole multiples of 16 bytes.
-      into: as much shared memory.
+      into: as much shared memory. Where lanes copy, it may have the rows of :func:`lanes_row`, and
+        those of `source` then begin at any element.
       barrier: at which the copy arrives; ``None`` where lanes copy.
     """
     if barrier is not None:
@@ -100,9 +104,12 @@ def start_copy(source: Any, into: Any, barrier: Any) -> None:
         inline_mlir(REF, REF)(_copy_by_lanes)(source, into)
 
 
-def close_copies() -> None:
-    """Ends a group of copies, of any number of them."""
-    if not tma():
+def close_copies(by_lanes: bool = False) -> None:
+    """Ends a group of copies, of any number of them.
+
+    Here as below, `by_lanes` says that lanes copy, which they do anyway where there is no TMA.
+    """
+    if by_lanes or not tma():
         ptx("cp.async.commit_group;")
 
 
@@ -115,62 +122,111 @@ def wait_for_copy(barrier: Any, later: int) -> None:
         sync_warpgroup()
 
 
-def release_stage() -> None:
+def release_stage(by_lanes: bool = False) -> None:
     """Waits until the warpgroup's lanes have read and written what was theirs in shared memory.
 
     What the TMA copies to shared memory afterwards does not overtake them.
     """
-    if tma():
-        plgpu.commit_smem()
-    else:
+    if by_lanes or not tma():
         sync_warpgroup()
+    else:
+        plgpu.commit_smem()
+
+
+def lanes_row(width: int, stride: int, dtype: Any) -> int:
+    """The elements of a stage's row into which lanes copy `width` elements.
+
+    They copy whole units of 16 bytes, from the one that holds the first element to the one that
+    holds the last; the first element is then at :func:`lanes_start`. XLA's buffers begin and end at
+    units, so that none reaches outside.
+
+    Args:
+      width: of the row.
+      stride: elements from one row in memory to the next; a row begins at a multiple of its
+        greatest common divisor with a unit's elements.
+      dtype: of the array.
+    """
+    unit = VECTOR_BYTES // np.dtype(dtype).itemsize
+    most = unit - math.gcd(unit, stride)  # elements before the first
+    return -(-(width + most) // unit) * unit
+
+
+def lanes_start(offset: Any, dtype: Any) -> Any:
+    """Where in a row of :func:`lanes_row` its first element is, `offset` elements into the array.
+
+    It is right for an `offset` that overflowed, too.
+    """
+    return offset & (VECTOR_BYTES // np.dtype(dtype).itemsize - 1)
 
 
 def _copy_by_lanes(source: Any, into: Any) -> None:
     """Has each lane start its share of a copy, 16 bytes at a time."""
     from_type, to_type = ir.MemRefType(source.type), ir.MemRefType(into.type)
-    shape, dtype = tuple(to_type.shape), to_type.element_type
-    assert tuple(from_type.shape) == shape, (from_type, to_type)
+    (*rows, width), dtype = tuple(from_type.shape), to_type.element_type
+    assert (*rows, to_type.shape[-1]) == tuple(to_type.shape), (from_type, to_type)
     from_strides, to_strides = (t.get_strides_and_offset()[0] for t in (from_type, to_type))
     vector = VECTOR_BYTES * 8 // mgpu_utils.bitwidth(dtype)
-    assert shape[-1] % vector == 0, (from_type, to_type)
+    assert to_type.shape[-1] % vector == 0, (from_type, to_type)
     assert from_strides[-1] == to_strides[-1] == 1, (from_type, to_type)
-    units = (*shape[:-1], shape[-1] // vector)
+    aligned = width == to_type.shape[-1]
     lane = arith.remui(mgpu_utils.thread_idx(), i32(LANES))
-    outside = llvm.PointerType.get(address_space=1)
+    outside, i64 = llvm.PointerType.get(address_space=1), ir.IntegerType.get_signless(64)
     source = llvm.addrspacecast(outside, mgpu_utils.memref_ptr(source))
     into = mgpu_utils.memref_ptr(into)
 
-    def copy(unit: Any) -> None:
-        start, end = i32(0), i32(0)
-        for axis in reversed(range(len(units))):
-            size = vector if axis == len(units) - 1 else 1
-            index = arith.remui(unit, i32(units[axis]))
-            unit = arith.divui(unit, i32(units[axis]))
-            start = arith.addi(start, arith.muli(index, i32(size * from_strides[axis])))
-            end = arith.addi(end, arith.muli(index, i32(size * to_strides[axis])))
-        start = arith.extui(ir.IntegerType.get_signless(64), start)
-        nvvm.cp_async_shared_global(
-            mgpu_utils.getelementptr(into, [end], dtype),
-            mgpu_utils.getelementptr(source, [start], dtype),
-            VECTOR_BYTES,
-            nvvm.LoadCacheModifierKind.CG,
-        )
+    def copy(unit: Any, first: int, units: int) -> None:
+        column = arith.muli(arith.remui(unit, i32(units)), i32(vector))
+        column = arith.addi(column, i32(first * vector))
+        unit, start, end = arith.divui(unit, i32(units)), i32(0), column
+        for axis in reversed(range(len(rows))):
+            index = arith.remui(unit, i32(rows[axis]))
+            unit = arith.divui(unit, i32(rows[axis]))
+            start = arith.addi(start, arith.muli(index, i32(from_strides[axis])))
+            end = arith.addi(end, arith.muli(index, i32(to_strides[axis])))
+        row, before = mgpu_utils.getelementptr(source, [arith.extui(i64, start)], dtype), None
+        if not aligned:
+            begin = llvm.ptrtoint(i64, row)
+            before = arith.andi(begin, arith.constant(i64, VECTOR_BYTES - 1))  # bytes
+            row = llvm.inttoptr(outside, arith.subi(begin, before))
+        some = contextlib.nullcontext()
+        if first:
+            room = (first * vector - width) * VECTOR_BYTES // vector  # for the bytes before a row
+            some = _where(arith.cmpi(arith.CmpIPredicate.ugt, before, arith.constant(i64, room)))
+        with some:
+            nvvm.cp_async_shared_global(
+                mgpu_utils.getelementptr(into, [end], dtype),
+                mgpu_utils.getelementptr(row, [column], dtype),
+                VECTOR_BYTES,
+                nvvm.LoadCacheModifierKind.CG,
+            )
 
-    count = math.prod(units)
-    for first in range(0, count, LANES):
-        unit = arith.addi(lane, i32(first))
-        if first + LANES <= count:
-            copy(unit)
-        else:
-            some = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, unit, i32(count)))
-            with ir.InsertionPoint(some.then_block):
-                copy(unit)
-                scf.yield_([])
+    # Units of a row that always hold an element; one more does where the row begins late in a unit.
+    always = -(-width // vector)
+    for first, units in ((0, always), (always, to_type.shape[-1] // vector - always)):
+        count = math.prod(rows) * units
+        for start in range(0, count, LANES):
+            unit = arith.addi(lane, i32(start))
+            some = contextlib.nullcontext()
+            if start + LANES > count:
+                some = _where(arith.cmpi(arith.CmpIPredicate.ult, unit, i32(count)))
+            with some:
+                copy(unit, first, units)
+
+
+@contextlib.contextmanager
+def _where(condition: Any) -> Iterator[None]:
+    """What is emitted inside runs in the lanes whose `condition` is true."""
+    some = scf.IfOp(condition)
+    with ir.InsertionPoint(some.then_block):
+        yield
+        scf.yield_([])
 
 
 def ring_scratch(
-    stages: int, tiles: dict[str, tuple[tuple[int, ...], Any]], prefix: str = ""
+    stages: int,
+    tiles: dict[str, tuple[tuple[int, ...], Any]],
+    prefix: str = "",
+    by_lanes: bool = False,
 ) -> dict[str, Any]:
     """The shared memory of a ring, or of as many rings as `stages` are enough for.
 
@@ -178,11 +234,12 @@ def ring_scratch(
       stages: of all rings together.
       tiles: shape and dtype of each array's tile.
       prefix: of the names.
+      by_lanes: whether lanes copy.
     """
     scratch = {
         prefix + name: plgpu.SMEM((stages, *shape), dtype) for name, (shape, dtype) in tiles.items()
     }
-    barriers = copy_barriers(len(tiles), stages)
+    barriers = copy_barriers(len(tiles), stages, by_lanes)
     return scratch | {prefix + name: barrier for name, barrier in barriers.items()}
 
 

@@ -140,7 +140,7 @@ def gelu(
       approximate: whether to compute the form with tanh or that with the error function, as in
         :func:`jax.nn.gelu`.
       implementation: as for :func:`jaxkern.relu`; but of the form with the error function ``None``
-        picks the kernels on an NVIDIA GPU of compute capability 9.0 or newer: XLA takes longer
+        picks the kernels on an NVIDIA GPU of compute capability 8.0 or newer: XLA takes longer
         even where it fuses.
 
     Returns:

@@ -248,7 +248,7 @@ def fused_adamw(
         the state.
       implementation: of the pass of :func:`jaxkern.apply`: ``"mosaic"`` for the Pallas GPU kernel,
         ``"xla"`` for plain JAX, ``None`` for the fastest: the kernel on an NVIDIA GPU of compute
-        capability 9.0 or newer, plain JAX elsewhere. Derivatives are those of plain JAX.
+        capability 8.0 or newer, plain JAX elsewhere. Derivatives are those of plain JAX.
 
     Returns:
       A transformation with a :class:`jaxkern.optim.transforms.FusedAdamState`. Its updates have the

@@ -114,7 +114,7 @@ def causal_conv1d(
       return_final_state: whether to return the initial state for the tokens that follow, too.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
         that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
+        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
 
     Returns:
       (B, L, D), the dtype of `x`. With `return_final_state`, also the last W - 1 inputs,

@@ -86,7 +86,7 @@ def dropout(
         ``"sigmoid"``, ``"tanh"`` or ``None``.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
         that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
+        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
 
     Returns:
       The shape and dtype of `x`.

@@ -109,8 +109,8 @@ def gated_linear_unit(
         two arrays (K, N), or without `w_up` one array (K, 2N); or ``None``.
       precision: of products of float32, as for ``jax.lax.dot_general``.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the kernels on an NVIDIA GPU of
-        compute capability 9.0 or newer, at sizes where they are measured faster than cuBLAS.
+        that supports forward-mode differentiation), ``None`` for the kernels on a GPU of
+        compute capability 9.0 (Hopper), at sizes where they are measured faster than cuBLAS.
 
     Returns:
       (..., N), the dtype of `x`.

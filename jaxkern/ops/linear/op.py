@@ -80,8 +80,8 @@ def linear(
       precision: of products of float32, as for ``jax.lax.dot_general``: ``"highest"`` for true
         fp32, ``"TF32_TF32_F32"`` for tf32.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the kernels on an NVIDIA GPU of
-        compute capability 9.0 or newer, at sizes where they are measured faster than cuBLAS.
+        that supports forward-mode differentiation), ``None`` for the kernels on a GPU of
+        compute capability 9.0 (Hopper), at sizes where they are measured faster than cuBLAS.
 
     Returns:
       (..., N), the dtype of `x`.

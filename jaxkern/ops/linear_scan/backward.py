@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.launch import LANES
-from jaxkern.ops.linear_scan.blocks import PART, Scan, entered_by_chunk, padded, scan_of
+from jaxkern.ops.linear_scan.blocks import PART, Scan, entered_by_chunk, scan_of
 from jaxkern.ops.linear_scan.carry import fold, launch_carry
 from jaxkern.ops.linear_scan.reference import reference_bwd
 from jaxkern.ops.linear_scan.tiles import Options
@@ -29,16 +29,15 @@ def launch_bwd(
     """
     if a.size == 0:
         return reference_bwd(options, a, b, initial_state, entered, states, dout)
-    (batch, _, dim), count = a.shape, options.num_segments
+    count = options.num_segments
     seen = None
     if count is not None:  # which segments a row has, (B, S)
         seen = jnp.any(entered[:, :, None] == jnp.arange(count), axis=1)
-    a, b, initial, states, dout = padded(a, b, initial_state, states, dout)
-    initial = None if count is None or initial is None else with_zeros(initial)
+    initial = None if count is None or initial_state is None else with_zeros(initial_state)
     scan = scan_of(options, a, b, arrays=5, packed=entered is not None)
     entered = entered_by_chunk(scan, entered)
     carry = launch_carry(scan, "linear_scan_bwd_carry", a, dout, None, entered, transposed=True)
-    lead = (batch,) if count is None else (batch, count)
+    lead = (scan.batch,) if count is None else (scan.batch, count)
     ins = {"a": a, "b": b, "before": states, "dout": dout, "initial": initial, "entered": entered}
     got = scan.launch(
         "linear_scan_bwd",
@@ -52,7 +51,7 @@ def launch_bwd(
         },
         {"h": plgpu.SMEM((scan.steps, LANES), jnp.float32)},  # before every step
     )
-    da, db, dstate = (got[name][..., :dim] for name in ("da", "db", "dstate"))
+    da, db, dstate = (got[name] for name in ("da", "db", "dstate"))
     if seen is not None:  # the kernel writes nothing for a segment that is absent
         dstate = jnp.where(seen[..., None], dstate, 0.0)
     return da, db, dstate
@@ -71,24 +70,25 @@ def _bwd_kernel(scan: Scan, refs: Any, smem: Any) -> None:
             def up(row, h):
                 h = scan.begun(scan.entered(smem, stage, row), refs.initial, h)
                 smem.h[row] = h
-                return scan.load(smem.a.at[stage, row]) * h + scan.load(smem.b.at[stage, row])
+                h = scan.load_copied(smem.a, stage, c, row) * h
+                return h + scan.load_copied(smem.b, stage, c, row)
 
             def down(row, passed):
-                dh = scan.load(smem.dout.at[stage, row]) + passed
+                dh = scan.load_copied(smem.dout, stage, c, row) + passed
                 da = dh * scan.load(smem.h.at[row])
-                refs.db[batch, start + row, channels] = dh.astype(refs.db.dtype)
-                refs.da[batch, start + row, channels] = da.astype(refs.da.dtype)
-                passed = scan.load(smem.a.at[stage, row]) * dh
+                scan.store(refs.db, dh.astype(refs.db.dtype), (batch, start + row, channels))
+                scan.store(refs.da, da.astype(refs.da.dtype), (batch, start + row, channels))
+                passed = scan.load_copied(smem.a, stage, c, row) * dh
                 entered = scan.entered(smem, stage, row)
                 if of_segments:
 
                     @pl.when((entered >= 0) & (entered < refs.dstate.shape[1]))
                     def _():
-                        refs.dstate[batch, entered, channels] = passed
+                        scan.store(refs.dstate, passed, (batch, entered, channels))
 
                 return scan.begun(entered, None, passed)
 
-            before = 1.0 * scan.load(smem.before.at[stage])
+            before = 1.0 * scan.load_copied(smem.before, stage, c)
             scan.loop(valid, up, before)
             return scan.loop(valid, down, passed, backwards=True)
 
@@ -106,4 +106,4 @@ def _bwd_kernel(scan: Scan, refs: Any, smem: Any) -> None:
 
         @pl.when(part == 0)
         def _():
-            refs.dstate[batch, channels] = passed
+            scan.store(refs.dstate, passed, (batch, channels))

@@ -1,7 +1,11 @@
 """A block's share of a call: its chunks and channels, and the ring that they come through.
 
 A block has 128 channels of a batch row, one for each lane, and a part of the sequence. No lane
-reads what another writes, so the only barriers are those of the ring.
+reads what another writes, so the only barriers are those of the ring. Where there are fewer
+channels, the lanes that are left over do the work of the last one again.
+
+Rows that the TMA cannot copy, shorter than 128 channels or no multiple of 16 bytes, are copied by
+lanes on every GPU.
 """
 
 import dataclasses
@@ -16,15 +20,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.launch import LANES, grid_axes
+from jaxkern.mosaic.lanes import load_short_row, store_short_row
+from jaxkern.mosaic.launch import LANES, grid_axes, interpreted
 from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.ring import (
     Ring,
     close_copies,
     copied_channels,
+    lanes_row,
+    lanes_start,
     release_stage,
     ring_scratch,
+    tma,
 )
 from jaxkern.ops.linear_scan.tiles import Options, parts, tiles
 
@@ -54,6 +62,7 @@ class Scan:
     reverse: bool
     per_part: int  # whole chunks
     packed: bool  # whether there are segments
+    by_lanes: bool  # whether lanes copy
 
     @property
     def whole(self) -> int:
@@ -75,6 +84,11 @@ class Scan:
     @property
     def columns(self) -> int:
         return -(-self.dim // LANES)
+
+    @property
+    def width(self) -> int:
+        """Channels of a block."""
+        return min(self.dim, LANES)
 
     def start(self, chunk: Any) -> Any:
         """The first row in memory of a chunk."""
@@ -107,12 +121,41 @@ class Scan:
         """This block's batch row and channels; the last block of a row overlaps the one before."""
         block = lax.axis_index(BLOCK)
         column = lax.rem(block, self.columns)
-        start = jnp.minimum(column * LANES, self.dim - LANES)
-        return lax.div(block, self.columns), pl.ds(start, LANES)
+        start = jnp.minimum(column * LANES, self.dim - self.width)
+        return lax.div(block, self.columns), pl.ds(start, self.width)
 
     def load(self, ref: Any) -> jax.Array:
-        """Loads a (LANES,) row of shared or global memory as fp32."""
-        return plgpu.load(ref, layout=ROW, optimized=False).astype(jnp.float32)
+        """Loads a row of shared or global memory as (LANES,), fp32."""
+        if ref.shape == (LANES,):
+            return plgpu.load(ref, layout=ROW, optimized=False).astype(jnp.float32)
+        return load_short_row(ref)
+
+    def load_copied(self, ref: Any, stage: Any, chunk: Any, row: Any = None) -> jax.Array:
+        """Loads a row that came through the ring as (LANES,), fp32.
+
+        Args:
+          ref: the stages of an array.
+          stage: the chunk's.
+          chunk: its number.
+          row: of the chunk; ``None`` for what is one row.
+        """
+        at = (stage,) if row is None else (stage, row)
+        if ref.shape[-1] > self.width:
+            batch, channels = self.block()
+            if row is None:
+                number = batch * self.chunks + chunk
+            else:
+                number = batch * self.length + self.start(chunk) + row
+            offset = number * self.dim + channels.start
+            at = *at, pl.ds(lanes_start(offset, ref.dtype), self.width)
+        return self.load(ref.at[at])
+
+    def store(self, ref: Any, value: jax.Array, at: tuple[Any, ...]) -> None:
+        """Stores `value`, (LANES,), to a row ``ref[at]`` of global memory of the same dtype."""
+        if self.width == LANES:
+            ref[at] = value
+        else:
+            store_short_row(ref.at[at], value)
 
     def zeros(self) -> jax.Array:
         return plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
@@ -147,16 +190,16 @@ class Scan:
 
     def scratch(self, ins: dict[str, Any]) -> dict[str, Any]:
         """The ring of the arrays that :meth:`stream` copies."""
-        shapes = {
-            **dict.fromkeys(("a", "b", "x", "dout"), (self.steps, LANES)),
-            "before": (LANES,),
-        }
-        ring = {
-            name: (shapes.get(name, ins[name].shape[2:]), ins[name].dtype)
-            for name in _COPIED
-            if ins.get(name) is not None
-        }
-        return ring_scratch(self.stages, ring)
+
+        def shape(name: str, array: Any) -> tuple[int, ...]:
+            if name == "entered":
+                return array.shape[2:]
+            row = lanes_row(self.width, self.dim, array.dtype) if self.by_lanes else self.width
+            return (row,) if name == "before" else (self.steps, row)
+
+        copied = {name: ins[name] for name in _COPIED if ins.get(name) is not None}
+        ring = {name: (shape(name, array), array.dtype) for name, array in copied.items()}
+        return ring_scratch(self.stages, ring, by_lanes=self.by_lanes)
 
     def stream(self, refs: Any, smem: Any, chunk: Callable[[Any], Any], ranges: Any, carry: Any):
         """Runs ``carry = body(c, stage, carry)`` over the chunks c = ``chunk(i)``.
@@ -185,14 +228,14 @@ class Scan:
 
         def fetch(i):
             pl.when(i < total)(lambda: ring.copy(i, sources(i)))
-            close_copies()
+            close_copies(self.by_lanes)
 
         for i in range(self.stages - 1):
             fetch(jnp.int32(i))
 
         def run(body, i, carry):
             stage = ring.stage(i)
-            release_stage()
+            release_stage(self.by_lanes)
             fetch(i + self.stages - 1)
             ring.wait(stage)
             return body(chunk(i), stage, carry)
@@ -244,20 +287,12 @@ def scan_of(options: Options, a: Any, b: Any, *, arrays: int, packed: bool) -> S
         reverse=options.reverse,
         per_part=1,
         packed=packed,
+        by_lanes=not tma() or (copied_channels(dim, (a, b)) > dim and not interpreted()),
     )
     nbytes = a.size * max(a.dtype.itemsize, b.dtype.itemsize)
-    count = tile.parts or parts(batch * scan.columns, scan.whole, scan.steps, arrays, nbytes)
+    columns, width = batch * scan.columns, scan.width
+    count = tile.parts or parts(columns, scan.whole, scan.steps, arrays, nbytes, width)
     return dataclasses.replace(scan, per_part=-(-scan.whole // count))
-
-
-def padded(*arrays: Any) -> list[Any]:
-    """`arrays` with as many channels as the TMA can copy; None stays."""
-    dim = arrays[0].shape[-1]
-    missing = copied_channels(dim, [v for v in arrays if v is not None]) - dim
-    return [
-        v if v is None or not missing else jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, missing)])
-        for v in arrays
-    ]
 
 
 def entered_by_chunk(scan: Scan, entered: jax.Array | None) -> jax.Array | None:

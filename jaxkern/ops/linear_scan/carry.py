@@ -43,7 +43,8 @@ def _carry_kernel(scan: Scan, refs: Any, smem: Any) -> None:
 
     ranges = [(count, _steps(scan, smem, scan.steps, step))]
     carry = scan.stream(refs, smem, lambda i: first + i, ranges, _nothing(scan))
-    refs.product[part, batch, channels], refs.state[part, batch, channels] = carry
+    for ref, value in zip((refs.product, refs.state), carry, strict=True):
+        scan.store(ref, value, (part, batch, channels))
 
 
 def _transposed_carry_kernel(scan: Scan, refs: Any, smem: Any) -> None:
@@ -59,7 +60,8 @@ def _transposed_carry_kernel(scan: Scan, refs: Any, smem: Any) -> None:
         ranges.insert(0, (tails, _steps(scan, smem, scan.tail, step, backwards=True)))
     chunk = lambda i: first + count - 1 - i
     carry = scan.stream(refs, smem, chunk, ranges, _nothing(scan))
-    refs.product[part, batch, channels], refs.state[part, batch, channels] = carry
+    for ref, value in zip((refs.product, refs.state), carry, strict=True):
+        scan.store(ref, value, (part, batch, channels))
 
 
 def _part(scan: Scan, skipped: int) -> tuple[Any, ...]:
@@ -79,11 +81,9 @@ def _steps(
     """Advances the product of a and the state over the last `valid` steps of a chunk."""
 
     def body(c, stage, carry):
-        del c
-
         def step(row, carry):
             product, state = carry
-            a, x = (scan.load(ref.at[stage, row]) for ref in (smem.a, smem.x))
+            a, x = (scan.load_copied(ref, stage, c, row) for ref in (smem.a, smem.x))
             entered = scan.entered(smem, stage, row)
             state = next_state(entered, a, x, state)
             after = scan.multiply(product, a)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.ops.linear_scan.blocks import PART, Scan, entered_by_chunk, padded, scan_of
+from jaxkern.ops.linear_scan.blocks import PART, Scan, entered_by_chunk, scan_of
 from jaxkern.ops.linear_scan.carry import fold, launch_carry
 from jaxkern.ops.linear_scan.reference import reference_fwd
 from jaxkern.ops.linear_scan.tiles import Options
@@ -17,15 +17,13 @@ def launch_fwd(options: Options, a: Any, b: Any, initial_state: Any, entered: An
     """h (B, L, D), and to save the state before every chunk, (B, C, D), fp32."""
     if a.size == 0:
         return reference_fwd(options, a, b, initial_state, entered)
-    batch, _, dim = a.shape
-    a, b, start = padded(a, b, initial_state)
-    initial = None
+    start, initial = initial_state, None
     if options.num_segments is not None:  # states of segments, and one of zeros: (B, S + 1, D)
         start, initial = None, None if start is None else with_zeros(start)
     scan = scan_of(options, a, b, arrays=3, packed=entered is not None)
     entered = entered_by_chunk(scan, entered)
     carry = launch_carry(scan, "linear_scan_fwd_carry", a, b, initial, entered, transposed=False)
-    states = jax.ShapeDtypeStruct((batch, scan.chunks, scan.dim), jnp.float32)
+    states = jax.ShapeDtypeStruct((scan.batch, scan.chunks, scan.dim), jnp.float32)
     got = scan.launch(
         "linear_scan_fwd",
         _fwd_kernel,
@@ -36,7 +34,7 @@ def launch_fwd(options: Options, a: Any, b: Any, initial_state: Any, entered: An
             "states": states if options.save else None,
         },
     )
-    return got["out"][..., :dim], got["states"][..., :dim] if options.save else None
+    return got["out"], got["states"]
 
 
 def _fwd_kernel(scan: Scan, refs: Any, smem: Any) -> None:
@@ -47,13 +45,14 @@ def _fwd_kernel(scan: Scan, refs: Any, smem: Any) -> None:
     def steps(valid):
         def body(c, stage, h):
             if refs.states is not None:
-                refs.states[batch, c, channels] = h
+                scan.store(refs.states, h, (batch, c, channels))
             start = scan.start(c)
 
             def step(row, h):
                 h = scan.begun(scan.entered(smem, stage, row), refs.initial, h)
-                h = scan.load(smem.a.at[stage, row]) * h + scan.load(smem.b.at[stage, row])
-                refs.out[batch, start + row, channels] = h.astype(refs.out.dtype)
+                h = scan.load_copied(smem.a, stage, c, row) * h
+                h = h + scan.load_copied(smem.b, stage, c, row)
+                scan.store(refs.out, h.astype(refs.out.dtype), (batch, start + row, channels))
                 return h
 
             return scan.loop(valid, step, h)

@@ -121,7 +121,7 @@ def rms_norm(
       group_size: elements that are normalised together, a divisor of N; ``None`` for all N.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
         that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
+        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
 
     Returns:
       (..., N), the dtype of `x`. With `residual`, also the sum x + residual.
@@ -234,7 +234,7 @@ def layer_norm(
       group_size: elements that are normalised together, a divisor of N; ``None`` for all N.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
         that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
+        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
 
     Returns:
       (..., N), the dtype of `x`. With `residual`, also the sum x + residual.

@@ -73,8 +73,12 @@ def launch_bwd(
     every = options.checkpoint_every
     assert every is not None
     tile = backward_tile(A.shape[-1])
+    arrays = (x, dt, A, B, C, D, z, dt_bias, keep, crossed)
     warpgroups = backward_warpgroups(tile, x.shape[-1], every)
-    call = Call(options, tile, warpgroups, every, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
+    call = Call(options, tile, warpgroups, every, *arrays)
+    if warpgroups > 1 and not call.fits(_bwd_scratch(call, dout)[0]):
+        warpgroups = 1
+        call = Call(options, tile, warpgroups, every, *arrays)
     batch, per_unit = call.batch, call.scan.per_unit
     grid = backward_grid(call.columns, -(-call.scan.chunks // per_unit), warpgroups)
     count, dlast = options.num_segments, dfinal

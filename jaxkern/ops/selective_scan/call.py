@@ -37,6 +37,10 @@ def _pad(v: Any, *multiples: tuple[int, int]) -> Any:
     return jnp.pad(v, widths)
 
 
+_OVERHEAD = 3584
+"""Bytes of shared memory for barriers and what a block takes for itself."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Scratch:
     """The shared memory of a kernel that works on some chunks at a time.
@@ -218,13 +222,17 @@ class Call:
           of_chunks: the scratch memory for a number of chunks.
           resident: warpgroups that share a multiprocessor.
         """
-        # Barriers and what a block takes for itself.
-        room = shared_memory() // resident - 3584
+        room = shared_memory() // max(resident, self.scan.warpgroups) - _OVERHEAD
         for chunks in (4, 2):
             scratch = of_chunks(chunks)
             if chunks <= most and scratch.bytes(self.scan.warpgroups) <= room:
                 return chunks, scratch
         return 1, of_chunks(1)
+
+    def fits(self, scratch: Scratch) -> bool:
+        """Whether a block of all its warpgroups has that much shared memory."""
+        warpgroups = self.scan.warpgroups
+        return warpgroups * scratch.bytes(warpgroups) + _OVERHEAD <= shared_memory()
 
     def pick(self, names: str) -> dict[str, Any]:
         """The arrays of these names; B and C are the two halves of one."""

@@ -167,7 +167,7 @@ def selective_scan(
         more than 8 the backward runs the steps in between once more, and needs less memory.
       implementation: ``"mosaic"`` for the Pallas GPU kernels (N up to 384), ``"xla"`` for plain JAX
         (the only one that supports forward-mode differentiation), ``None`` for the fastest: the
-        kernels on an NVIDIA GPU of compute capability 9.0 or newer, plain JAX elsewhere.
+        kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
 
     Returns:
       (B, L, D), the dtype of `x`; with `return_final_state` a pair of it and the final state,

@@ -1,0 +1,145 @@
+"""The guide's tables of what was compiled for each generation of GPUs, from bench/results.
+
+The figures are those of ``python -m bench aot``, whose kernels ran on Hopper alone.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.program import RESULTS
+from bench.report import table
+
+Held = dict[str, Any]
+"""A file of :mod:`bench.aot`."""
+
+COMPOSED = ("mlp", "layer_norm_linear", "rms_norm_linear")
+"""What is timed as one and made of several ops, each of which has rows of its own."""
+
+
+def load(folder: Path = RESULTS) -> dict[str, Held]:
+    """The committed figures of each generation, as ``"sm_90"``, from the oldest on."""
+    found = {path.stem.removeprefix("aot-"): path for path in folder.glob("aot-sm_*.json")}
+    order = sorted(found, key=lambda name: int(name.removeprefix("sm_")))
+    return {name: json.loads(found[name].read_text()) for name in order}
+
+
+def heading(name: str, held: Held) -> str:
+    """A generation and the GPU that stands for it."""
+    return f"{name}, {re.sub('NVIDIA |-SXM.*| SXM.*| Blackwell', '', held['gpu'])}"
+
+
+def operations() -> list[str]:
+    """The ops, in the order of the cases."""
+    from bench.programs import Training, tasks  # with JAX, which the rest has no need of
+
+    ops = [name.split()[0] for name, task in tasks().items() if not isinstance(task, Training)]
+    return [op for op in dict.fromkeys(ops) if op not in COMPOSED]
+
+
+def matrix(generations: dict[str, Held]) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows: for each op and generation, how many of its cases are kernels alone."""
+    head = ["", *(heading(name, held) for name, held in generations.items())]
+    rows = []
+    for op in operations():
+        rows.append([f"`{op}`", *(_cell(op, held) for held in generations.values())])
+    return head, rows
+
+
+def _cell(op: str, held: Held) -> str:
+    names = [name for name in held["kernels"] if name.split()[0] == op]
+    if not names:
+        return "not compiled"
+    without = [name for name in names if name in held.get("plain", {})]
+    if not any(held["kernels"][name] for name in names):
+        return "plain JAX"
+    spilling = sum(any(k[1] for of in held["kernels"][n].values() for k in of) for n in names)
+    told = f"{len(names) - len(without)} of {len(names)}" if without else f"{len(names)}"
+    return told + (f", spills at {spilling}" if spilling else "")
+
+
+def plain(generations: dict[str, Held]) -> Iterator[list[str]]:
+    """Rows of passes that are plain JAX: the kernels, at what shapes, on which generations, why."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for generation, held in generations.items():
+        for name, passes in held.get("plain", {}).items():
+            op, _, shape = name.partition(" ")
+            if op in COMPOSED:
+                continue
+            for kernel, reason in passes.items():
+                why = re.sub(r", and (?:this is for|NVIDIA).*", "", reason)
+                why = re.sub(r"rows of \d+ elements", "such rows", why)
+                shapes = found.setdefault((kernel, why), {}).setdefault(generation, [])
+                shapes.append(shape.removesuffix(" bfloat16"))
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for (kernel, why), of_generation in found.items():
+        for generation, shapes in of_generation.items():
+            told = "all" if "wgmma" in why else ", ".join(shapes)
+            grouped.setdefault((told, why, generation), []).append(kernel)
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for (told, why, generation), kernels in grouped.items():
+        rows.setdefault((", ".join(f"`{k}`" for k in kernels), told, why), []).append(generation)
+    for (kernels, told, why), names in rows.items():
+        yield [kernels, told, ", ".join(names), why]
+
+
+def spills(generations: dict[str, Held]) -> Iterator[list[str]]:
+    """Rows of kernels that spill: the kernel, and on each generation the bytes and the shapes."""
+    found: dict[str, dict[str, dict[int, list[str]]]] = {}
+    for generation, held in generations.items():
+        for name, passes in held["kernels"].items():
+            op, _, shape = name.partition(" ")
+            if name in held["training"] or op in COMPOSED:
+                continue
+            for kernel, each in passes.items():
+                most = max(k[1] for k in each)
+                if most:
+                    of_kernel = found.setdefault(kernel, {}).setdefault(generation, {})
+                    of_kernel.setdefault(most, []).append(shape.removesuffix(" bfloat16"))
+    for kernel, of_generation in sorted(found.items()):
+        cells = (_range(of_generation.get(name, {})) for name in generations)
+        yield [f"`{kernel}`", *cells]
+
+
+def _range(of_kernel: dict[int, list[str]]) -> str:
+    """The most bytes, and at which shape; at how many others."""
+    if not of_kernel:
+        return ""
+    most = max(of_kernel)
+    others = sum(map(len, of_kernel.values())) - 1
+    return f"{most} at {of_kernel[most][0]}" + (f"; {others} more" if others else "")
+
+
+def versions(generations: dict[str, Held]) -> str:
+    """What compiled, and what other versions of JAX differ in."""
+    newest = next(iter(generations.values()))
+    sentences = [f"JAX {newest['jax']} and ptxas {newest['ptxas']} compiled them."]
+    for key in sorted({key for held in generations.values() for key in held}):
+        if not key.startswith("jax "):
+            continue
+        of_key = {name: held[key] for name, held in generations.items() if key in held}
+        count = sum(map(len, of_key.values()))
+        told = [f"{n}: {d}" for n, of in of_key.items() for each in of.values() for d in each]
+        same = "the same passes in plain JAX, and no spill where that has none"
+        sentences.append(
+            f"{key.replace('jax', 'JAX')} compiled {count} programs for {', '.join(of_key)}: "
+            + (f"{same}, but for {'; '.join(told)}." if told else f"{same}.")
+        )
+    return " ".join(sentences)
+
+
+def page() -> str:
+    """The tables of the guide."""
+    held = load()
+    head, rows = matrix(held)
+    parts = [
+        table(head, rows),
+        versions(held),
+        'What is plain JAX under `None`, and why; under `"mosaic"` these words are the error:',
+        table(["kernels", "shapes", "generations", "why"], plain(held)),
+        "Kernels that spill registers, with the bytes that a thread stores and loads:",
+        table(["", *held], spills(held)),
+    ]
+    return "\n\n".join(parts)
