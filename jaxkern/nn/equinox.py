@@ -206,7 +206,8 @@ class Mamba(eqx.Module):
     Its leaves are those of :class:`jaxkern.nn.mamba.Weights`.
 
     Args:
-      d_model, n_layers, implementation, **sizes: as for :class:`jaxkern.nn.flax.Mamba`.
+      d_model, n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
+      **sizes: likewise.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
