@@ -13,6 +13,7 @@ from jax.test_util import check_grads
 import jaxkern
 from jaxkern.ops.selective_scan import reference
 from jaxkern.ops.selective_scan.tiles import MAX_STATES
+from jaxkern.ops.step_sizes import StepSizes
 from tests import check
 from tests.selective_scan import (
     INF,
@@ -159,7 +160,7 @@ def test_selective_scan_saved_states(every, shape):
     """What is kept for the backward, besides the arguments: ⌈L/k⌉ states."""
     x, dt, A, B, C, *_ = inputs(2, 21, 5, 3)
     args = (x[:, :, None], dt[:, :, None], A[None], B[:, :, None], C[:, :, None], *[None] * 6)
-    options = reference.Options(True, (0.0, INF), False, every, "auto")
+    options = reference.Options(StepSizes(True, 0.0, INF), False, every, "auto")
     run = lambda save: jax.eval_shape(
         lambda: reference.reference_fwd(dataclasses.replace(options, save=save), *args)
     )

@@ -38,13 +38,23 @@ class StepSizes:
             )
         return cls(bool(dt_softplus), low, high)
 
+    @property
+    def least(self) -> bool:
+        """Whether a step size can be below the least one."""
+        return self.low > (0 if self.softplus else -math.inf)
+
+    @property
+    def most(self) -> bool:
+        """Whether a step size can be above the largest one."""
+        return self.high < math.inf
+
     def __call__(self, dt: jax.Array) -> jax.Array:
         """The step sizes of `dt`, the bias added; one outside the limits has no gradient."""
         if self.softplus:
             dt = jax.nn.softplus(dt)
         # Not jnp.clip, which halves the gradient of a value at a limit.
-        if self.low > (0 if self.softplus else -math.inf):
+        if self.least:
             dt = jnp.where(dt < self.low, self.low, dt)
-        if self.high < math.inf:
+        if self.most:
             dt = jnp.where(dt > self.high, self.high, dt)
         return dt

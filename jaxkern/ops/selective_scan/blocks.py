@@ -176,17 +176,16 @@ class Scan:
 
         `token` is the first of a round. Beyond the end of the sequence dt is 0 and keeps the state.
         """
-        lo, hi = self.options.dt_limit
-        dt, inside = raw, None
-        if self.options.dt_softplus:
+        sizes, dt, inside = self.options.sizes, raw, None
+        if sizes.softplus:
             dt = softplus(raw, self.exact)
-        if lo > (0 if self.options.dt_softplus else -float("inf")):
-            inside = dt >= lo
-            dt = jnp.where(dt < lo, lo, dt)
-        if hi < float("inf"):
-            below = dt <= hi
+        if sizes.least:
+            inside = dt >= sizes.low
+            dt = jnp.where(dt < sizes.low, sizes.low, dt)
+        if sizes.most:
+            below = dt <= sizes.high
             inside = below if inside is None else inside & below
-            dt = jnp.where(dt > hi, hi, dt)
+            dt = jnp.where(dt > sizes.high, sizes.high, dt)
         if self.length != self.padded:
             each = self.tile.owners * self.tile.channels
             valid = token + (self.lane() // self.tile.low % self.tile.lanes) // each < self.length

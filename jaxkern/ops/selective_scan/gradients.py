@@ -171,7 +171,7 @@ class ChunkGradients:
         into_own, ddecay_own = chunk.over_states(into), chunk.over_states(ddecay)
         chunk.write(self.refs.dx, round, dt * into_own + self.D * dy)
         ddt = ddecay_own * (1 / LOG2E) + x * into_own
-        if self.scan.options.dt_softplus:
+        if self.scan.options.sizes.softplus:
             ddt = ddt * softplus_slope(dt, self.scan.exact)
         if inside is not None:
             ddt = jnp.where(inside, ddt, 0.0)

@@ -47,7 +47,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
+from jaxkern.core.arguments import check_array, check_floating, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
@@ -66,6 +66,7 @@ from jaxkern.ops.selective_scan.reference import (
     step,
 )
 from jaxkern.ops.selective_scan.tiles import MAX_STATES
+from jaxkern.ops.step_sizes import StepSizes
 
 
 @overload
@@ -219,9 +220,9 @@ def selective_scan(
         keep = 1 - segments.begins(ids).astype(jnp.float32)
         crossed = None if count is None else segments.crossings(ids, count)
     every = _check_checkpoint_every(checkpoint_every)
-    limit = _check_dt_limit(dt_limit)
+    sizes = StepSizes.checked(dt_softplus, dt_limit)
     mode = resolve(implementation, _unsupported((*args, initial_state)), op="selective_scan")
-    options = Options(bool(dt_softplus), limit, bool(return_final_state), every, mode, count)
+    options = Options(sizes, bool(return_final_state), every, mode, count)
     grouped = (*by_group((*args, initial_state)), keep, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, options)
@@ -289,8 +290,8 @@ def selective_scan_step(
     """
     args = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
     state = check_array("state", state, (args[0].shape[0], *args[2].shape), _STATE_SHAPE)
-    limit = _check_dt_limit(dt_limit)
-    options = Options(bool(dt_softplus), limit, final=True, checkpoint_every=None, mode="xla")
+    sizes = StepSizes.checked(dt_softplus, dt_limit)
+    options = Options(sizes, final=True, checkpoint_every=None, mode="xla")
     out, state = step(options, *by_group((*args, state)))
     return join_channels(out, 1), join_channels(state, 1)
 
@@ -339,20 +340,6 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
     D = check("D", D, channels, "(D,) of x")
     z = check("z", z, x.shape, f"({tokens}, D) of x")
     return x, dt, A, B, C, D, z, check("dt_bias", dt_bias, channels, "(D,) of x")
-
-
-def _check_dt_limit(dt_limit: Any) -> tuple[float, float]:
-    try:
-        low, high = dt_limit
-    except (TypeError, ValueError) as e:
-        raise TypeError(f"dt_limit must be two numbers, (low, high); got {dt_limit!r}") from e
-    low, high = check_number("dt_limit[0]", low), check_number("dt_limit[1]", high)
-    if not low <= high:
-        raise ValueError(
-            f"dt_limit must be (low, high) with low <= high, got {dt_limit!r}; "
-            "(-inf, inf) stands for no limit"
-        )
-    return low, high
 
 
 def _check_checkpoint_every(every: Any) -> int | None:

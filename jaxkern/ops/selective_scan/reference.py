@@ -19,6 +19,7 @@ from jax import lax
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather
 from jaxkern.ops.segments import Seen, with_zeros
+from jaxkern.ops.step_sizes import StepSizes
 
 CHUNK = 8
 """Steps from one saved state to the next. In plain JAX on a CPU, forward and backward of large
@@ -39,8 +40,7 @@ _checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
 class Options:
     """The static arguments of a call."""
 
-    dt_softplus: bool
-    dt_limit: tuple[float, float]
+    sizes: StepSizes
     final: bool
     checkpoint_every: int | None
     mode: Mode
@@ -366,7 +366,7 @@ def _run_steps(options, before: _States, tokens: _Tokens, masks: _Masks, params:
     acc = h.dtype
     along = lambda mask, ndim: mask.reshape(*mask.shape, *[1] * (ndim - mask.ndim))
     x, dt, B, C = (v.astype(acc) for v in tokens[:4])
-    dt = _step_size(options, dt, params.dt_bias)
+    dt = options.sizes(dt if params.dt_bias is None else dt + params.dt_bias)
     if masks.valid is not None:  # a step of no size keeps the state as it is
         dt = jnp.where(along(masks.valid, dt.ndim), dt, 0)
     dtx = dt * x
@@ -401,17 +401,3 @@ def _cross(options, masks: _Masks, params: _Params, t: int, h, ends) -> tuple[An
             put = lambda v, i, h: v.at[i].set(h, mode="drop")
             ends = jax.vmap(put)(ends, number, h)
     return jnp.where(reset.reshape(-1, *[1] * (h.ndim - 1)), begin, h), ends
-
-
-def _step_size(options: Options, dt: jax.Array, dt_bias: jax.Array | None) -> jax.Array:
-    if dt_bias is not None:
-        dt = dt + dt_bias
-    if options.dt_softplus:
-        dt = jax.nn.softplus(dt)
-    low, high = options.dt_limit
-    # Not jnp.clip, which halves the gradient of a value at a limit.
-    if low > (0 if options.dt_softplus else -jnp.inf):
-        dt = jnp.where(dt < low, low, dt)
-    if high < jnp.inf:
-        dt = jnp.where(dt > high, high, dt)
-    return dt
