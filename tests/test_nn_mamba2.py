@@ -26,7 +26,7 @@ def draw(sizes, *, biases=True, seed=0):
         "dt_bias": (h,),
         "A_log": (h,),
         "D": (h,),
-        "norm": (e,),
+        "norm_weight": (e,),
         "out_proj": (e, d),
         "in_bias": (e + u + h,),
         "out_bias": (d,),
@@ -62,7 +62,7 @@ def block_float64(weights, sizes, x):
         y = ((state * C).sum(-1) + w.D[:, None] * v).reshape(-1, e) * silu(z)
         y = y.reshape(-1, g, e // g)
         y = y / np.sqrt((y**2).mean(-1, keepdims=True) + sizes.norm_eps)
-        outs.append(y.reshape(-1, e) * w.norm @ w.out_proj + w.out_bias)
+        outs.append(y.reshape(-1, e) * w.norm_weight @ w.out_proj + w.out_bias)
     return np.stack(outs, 1)
 
 
@@ -156,7 +156,7 @@ def test_mamba2_is_that_of_transformers(groups):
         "dt_bias": weights.dt_bias,
         "A_log": weights.A_log,
         "D": weights.D,
-        "norm.weight": weights.norm,
+        "norm.weight": weights.norm_weight,
         "out_proj.weight": weights.out_proj.T,
         "out_proj.bias": weights.out_bias,
     }
@@ -164,3 +164,52 @@ def test_mamba2_is_that_of_transformers(groups):
     with torch.no_grad():
         want = theirs(tensor(x)).numpy()
     check.assert_close(jitted(mamba2.mamba2)(weights, sizes, x), want, 1e-5)
+
+
+def test_mamba2_begins_as_in_the_papers_code():
+    sizes = mamba2.Sizes(32, headdim=1, d_state=16)
+    inits = mamba2.initializers(sizes, n_layers=4)
+    draw = lambda key: {name: f(key, shape, jnp.float32) for name, (f, shape) in inits.items()}
+    w = mamba2.Weights(**jax.jit(draw)(jax.random.key(0)))
+    dt, A = jax.nn.softplus(w.dt_bias), jnp.exp(w.A_log)
+    assert 1e-3 < float(dt.min()) < 2e-3
+    assert 5e-2 < float(dt.max()) < 0.1
+    assert 1 < float(A.min()) < 2
+    assert 15 < float(A.max()) < 16
+    for leaf in (w.D, w.norm_weight):
+        np.testing.assert_array_equal(leaf, 1)
+    for leaf, bound in (
+        (w.in_proj, 32**-0.5),
+        (w.conv_weight, 0.5),
+        (w.conv_bias, 0.5),
+        (w.out_proj, 64**-0.5 / 2),
+    ):
+        assert 0.97 * bound < float(jnp.abs(leaf).max()) <= bound
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"d_state": 0}, ValueError, "d_state must be at least 1, got 0"),
+        ({"d_conv": 4.0}, TypeError, r"d_conv must be a whole number, got 4\.0"),
+        ({"norm_groups": "1"}, TypeError, "norm_groups must be a whole number or None, got '1'"),
+        ({"use_bias": 1}, TypeError, "use_bias must be True or False, got 1"),
+        ({"norm_eps": 0}, ValueError, "norm_eps must be above 0 and finite, got 0"),
+        ({"headdim": 7}, ValueError, r"headdim must divide E = .* = 24, got 7; 6 divides it"),
+        ({"headdim": 64}, ValueError, "got 64; 24 divides it"),
+        ({"headdim": 4, "ngroups": 4}, ValueError, "ngroups must divide H = .* = 6, got 4; 3 div"),
+        ({"headdim": 4, "norm_groups": 5}, ValueError, "norm_groups must divide E .*24, got 5; 4"),
+        ({"headdim": 4, "dt_limit": (1, 0)}, ValueError, "dt_limit must be .* low <= high, got"),
+        ({"headdim": 4, "dt_limit": 1}, TypeError, "dt_limit must be two numbers"),
+    ],
+)
+def test_mamba2_names_sizes_that_do_not_fit(options, error, message):
+    with pytest.raises(error, match=message):
+        mamba2.Sizes(12, **options)
+
+
+def test_sizes_from_a_file_are_those_given():
+    """JSON has lists for tuples, and other libraries' numbers are whole numbers, too."""
+    sizes = mamba2.Sizes(np.int64(12), headdim=np.int32(4), dt_limit=[0, 1])
+    assert sizes == mamba2.Sizes(12, headdim=4, dt_limit=(0.0, 1.0))
+    assert hash(sizes) == hash(mamba2.Sizes(12, headdim=4, dt_limit=(0.0, 1.0)))

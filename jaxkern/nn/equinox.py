@@ -257,21 +257,23 @@ class Mamba(eqx.Module):
         Packed sequences end where `segment_ids` (L,) or (B, L), integers, change.
         """
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-        x = self._block.check_call(self.weights, x, cache, segment_ids, ("L D", "B L D"))
+        x = self._block.check_call(self.sizes, x, cache, segment_ids, ("L D", "B L D"))
         single = x.ndim == 2
         if single:
             x, cache, segment_ids = jax.tree.map(lambda a: a[None], (x, cache, segment_ids))
         options |= {"segment_ids": segment_ids, "implementation": self.implementation}
-        out = self._block.apply(self.weights, x, cache, **options)
+        out = self._block.apply(self.weights, self.sizes, x, cache, **options)
         return jax.tree.map(lambda a: a[0], out) if single else out
 
     def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
         """One token: x (D,) or (B, D) -> the same shape, and the next cache."""
-        x = self._block.check_call(self.weights, x, cache, None, ("D", "B D"))
+        x = self._block.check_call(self.sizes, x, cache, None, ("D", "B D"))
         single = x.ndim == 1
         if single:
             x, cache = jax.tree.map(lambda a: a[None], (x, cache))
-        out = self._block.step(self.weights, x, cache, implementation=self.implementation)
+        out = self._block.step(
+            self.weights, self.sizes, x, cache, implementation=self.implementation
+        )
         return jax.tree.map(lambda a: a[0], out) if single else out
 
     def init_cache(self, batch_size: int | None = None) -> mamba.Cache:

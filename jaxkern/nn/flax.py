@@ -252,11 +252,11 @@ class Mamba(nnx.Module):
         The options are `return_cache` and `segment_ids` of :func:`jaxkern.nn.mamba.mamba`: packed
         sequences end where `segment_ids` (B, L), integers, change.
         """
-        return self._block.apply(self._weights(), x, cache, **self._how(), **options)
+        return self._block.apply(self._weights(), self.sizes, x, cache, **self._how(), **options)
 
     def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
         """One token: x (B, D) -> the same shape, and the next cache."""
-        return self._block.step(self._weights(), x, cache, **self._how())
+        return self._block.step(self._weights(), self.sizes, x, cache, **self._how())
 
     def init_cache(self, batch_size: int) -> mamba.Cache:
         """The cache before the first token."""

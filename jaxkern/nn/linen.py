@@ -230,12 +230,12 @@ class Mamba(nn.Module):
         sequences end where `segment_ids` (B, L), integers, change.
         """
         how: Any = {"dtype": self.dtype, "implementation": self.implementation}
-        return self._block.apply(self.weights, x, cache, **how, **options)
+        return self._block.apply(self.weights, self._sizes(), x, cache, **how, **options)
 
     def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
         """One token: x (B, D) -> the same shape, and the next cache."""
         how: Any = {"dtype": self.dtype, "implementation": self.implementation}
-        return self._block.step(self.weights, x, cache, **how)
+        return self._block.step(self.weights, self._sizes(), x, cache, **how)
 
     @nn.nowrap
     def init_cache(self, batch_size: int) -> mamba.Cache:
