@@ -161,20 +161,22 @@ def check_sizes(sizes: Any) -> None:
     for field in dataclasses.fields(sizes):
         name, kind = field.name, field.type
         value: Any = getattr(sizes, name)
-        if (value is None and kind == int | None) or kind not in _KINDS:
+        if kind not in _KINDS:
             continue
         right, wanted = _KINDS[kind]
         if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
             raise TypeError(f"{name} must be {wanted}, got {value!r}")
+        if kind is bool or value is None:
+            continue
         if kind is float and not 0 < value < math.inf:
             raise ValueError(f"{name} must be above 0 and finite, got {value!r}")
-        if right is numbers.Integral and value < 1:
+        if kind is not float and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
 
 
 _KINDS: dict[Any, tuple[Any, str]] = {
     int: (numbers.Integral, "a whole number"),
-    int | None: (numbers.Integral, "a whole number or None"),
+    int | None: ((numbers.Integral, type(None)), "a whole number or None"),
     float: (numbers.Real, "a number"),
     bool: (bool, "True or False"),
 }
