@@ -126,7 +126,7 @@ def _attention(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Ar
 
 
 def _mamba_init(key: Any, s: Sizes) -> Params:
-    inits = mamba.initializers(mamba.Sizes(s.hidden, d_state=s.state))
+    inits = mamba.initializers(_mamba_sizes(s))
     keys = jax.random.split(key, len(inits))
     return {
         name: start(k, shape, jnp.float32)
@@ -135,8 +135,12 @@ def _mamba_init(key: Any, s: Sizes) -> Params:
 
 
 def _mamba(p: Params, x: jax.Array, s: Sizes, implementation: Any) -> jax.Array:
-    del s
-    return mamba.mamba(mamba.BLOCK.weights_from(p), x, implementation=implementation)
+    weights = mamba.BLOCK.weights_from(p)
+    return mamba.mamba(weights, _mamba_sizes(s), x, implementation=implementation)
+
+
+def _mamba_sizes(s: Sizes) -> mamba.Sizes:
+    return mamba.Sizes(s.hidden, d_state=s.state)
 
 
 BACKBONES = {

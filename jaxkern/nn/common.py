@@ -4,12 +4,16 @@ A layer that the library has, too, leaves to it the calls that the ops cannot co
 layer on functions of arrays, which are the same for every library.
 """
 
+import dataclasses
+import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+import jaxkern
 from jaxkern.core.dispatch import Implementation, resolve
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
@@ -67,83 +71,164 @@ def implementation_of_products(implementation: Implementation | None) -> Literal
     return "xla" if implementation == "xla" else None
 
 
-Initializer = Callable[[Any, tuple[int, ...], Any], jax.Array]
-"""A function (key, shape, dtype) -> initial values."""
-
-
 class Block(NamedTuple):
     """A kind of block, as functions of arrays: its layer in each library only holds the arrays.
 
     A module such as :mod:`jaxkern.nn.mamba` describes one. Its `Weights` are a named tuple of
-    arrays, ``None`` for those that a block has not; its cache is a tree of arrays.
+    arrays, ``None`` for those that a block has not; its cache is a named tuple of arrays.
     """
 
     name: str
     sizes: Callable[..., Any]  # (d_model, **options) -> the dimensions, a frozen dataclass
     weights: Any  # the class of the weights
-    initializers: Callable[..., dict[str, tuple[Initializer, tuple[int, ...]]]]  # (sizes, n_layers)
+    initializers: Callable[..., "dict[str, Initial]"]  # (sizes, n_layers), by the weights' names
     init_cache: Callable[..., Any]  # (sizes, batch_size, dtype) -> the cache before the first token
-    check_call: Callable[..., jax.Array]  # (weights, x, cache, segment_ids, forms) -> x
-    apply: Callable[..., Any]  # (weights, x, cache, **options) -> (B, L, D), or that and a cache
-    step: Callable[..., Any]  # (weights, x, cache, **options) -> (B, D) and the next cache
+    apply: Callable[..., Any]  # (weights, sizes, x, cache, **options) -> (B, L, D), or with a cache
+    step: Callable[..., Any]  # (weights, sizes, x, cache, **options) -> (B, D) and the next cache
 
     def weights_from(self, params: Mapping[str, Any]) -> Any:
         """The weights of a block from its parameters by name."""
         return self.weights(**{name: params.get(name) for name in self.weights._fields})
 
+    def check_call(
+        self, sizes: Any, x: Any, cache: Any, segment_ids: Any, forms: tuple[str, ...]
+    ) -> jax.Array:
+        """Returns the input of a block as an array if it has one of the shapes `forms`.
 
-def check_call(
-    x: Any, d_model: int, cache: Any, shapes: Any, segment_ids: Any, forms: tuple[str, ...]
-) -> jax.Array:
-    """Returns the input of a block as an array if it has one of the shapes `forms`.
+        Args:
+          sizes: the block's dimensions.
+          x: the input.
+          cache: what earlier tokens left; ``None`` for none, but not where `x` is tokens.
+          segment_ids: ``None``, or of the shape of `x` without its last axis.
+          forms: the names of the axes of `x`; the last of them is ``"B L D"`` for sequences, or
+            ``"B D"`` for tokens.
 
-    Args:
-      x: the input.
-      d_model: D, its last axis.
-      cache: what earlier tokens left; ``None`` for none, but not where `x` is tokens.
-      shapes: a cache that holds shapes without the batch axes in place of arrays.
-      segment_ids: ``None``, or of the shape of `x` without its last axis.
-      forms: the names of the axes of `x`; the last of them is ``"B L D"`` for sequences, or
-        ``"B D"`` for tokens.
+        Raises:
+          TypeError: `x` is complex, or `cache` not a cache.
+          ValueError: a shape does not fit.
+        """
+        x, tokens = jnp.asarray(x), forms[-1] == "B D"
+        if jnp.iscomplexobj(x):
+            raise TypeError(f"x must have a real dtype, got {x.dtype}; take x.real or jnp.abs(x)")
+        if x.ndim not in [len(form.split()) for form in forms] or x.shape[-1] != sizes.d_model:
+            expected = " or ".join(f"({form.replace(' ', ', ')})" for form in forms)
+            remedy = (
+                "Sequences go into the block itself, their tokens into step as x[:, t]"
+                if tokens
+                else "One sequence goes in as x[None], one token of each sequence into step"
+            )
+            raise ValueError(
+                f"x must have shape {expected} with D = {sizes.d_model}, the d_model of the block; "
+                f"got {x.shape}. {remedy}"
+            )
+        if segment_ids is not None and jnp.shape(segment_ids) != x.shape[:-1]:
+            raise ValueError(
+                f"segment_ids must have shape {x.shape[:-1]}, that of x without its last axis; "
+                f"got {jnp.shape(segment_ids)}"
+            )
+        if cache is not None or tokens:
+            self._check_cache(sizes, cache, x.shape[:-1] if tokens else x.shape[:-2])
+        return x
+
+    def _check_cache(self, sizes: Any, cache: Any, batch: tuple[int, ...]) -> None:
+        first = jax.eval_shape(lambda: self.init_cache(sizes, 1, jnp.float32))
+        kind = type(first)
+        if not isinstance(cache, kind):
+            got = f"{type(cache).__module__}.{type(cache).__name__}".removeprefix("builtins.")
+            raise TypeError(
+                f"cache must be a {kind.__module__}.{kind.__name__}, which init_cache and "
+                f"return_cache=True give; got {got}"
+            )
+        for name, leaf in first._asdict().items():
+            shape, got = (*batch, *leaf.shape[1:]), jnp.shape(getattr(cache, name))
+            if got != shape:
+                raise ValueError(
+                    f"cache.{name} must have shape {shape} for this block and x; got {got}. "
+                    "A cache is of as many sequences as x: init_cache makes one"
+                )
+
+
+# What the kinds of block share
+
+
+def check_sizes(sizes: Any) -> None:
+    """Checks the numbers and booleans of a block's dimensions, by the types of their fields.
 
     Raises:
-      TypeError: `x` is complex, or `cache` not a cache.
-      ValueError: a shape does not fit.
+      TypeError: a value is of another type.
+      ValueError: a whole number is less than 1, or another number not above 0 and finite.
     """
-    x, tokens = jnp.asarray(x), forms[-1] == "B D"
-    if jnp.iscomplexobj(x):
-        raise TypeError(f"x must have a real dtype, got {x.dtype}; take x.real or jnp.abs(x)")
-    if x.ndim not in [len(form.split()) for form in forms] or x.shape[-1] != d_model:
-        expected = " or ".join(f"({form.replace(' ', ', ')})" for form in forms)
-        remedy = (
-            "Sequences go into the block itself, their tokens into step as x[:, t]"
-            if tokens
-            else "One sequence goes in as x[None], one token of each sequence into step"
-        )
-        raise ValueError(
-            f"x must have shape {expected} with D = {d_model}, the d_model of the block; got "
-            f"{x.shape}. {remedy}"
-        )
-    if segment_ids is not None and jnp.shape(segment_ids) != x.shape[:-1]:
-        raise ValueError(
-            f"segment_ids must have shape {x.shape[:-1]}, that of x without its last axis; "
-            f"got {jnp.shape(segment_ids)}"
-        )
-    if cache is not None or tokens:
-        _check_cache(cache, shapes, x.shape[:-1] if tokens else x.shape[:-2])
-    return x
+    for field in dataclasses.fields(sizes):
+        name, kind = field.name, field.type
+        value: Any = getattr(sizes, name)
+        if kind not in _KINDS:
+            continue
+        right, wanted = _KINDS[kind]
+        if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
+            raise TypeError(f"{name} must be {wanted}, got {value!r}")
+        if kind is bool or value is None:
+            continue
+        if kind is float and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {value!r}")
+        if kind is not float and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value!r}")
 
 
-def _check_cache(cache: Any, shapes: Any, batch: tuple[int, ...]) -> None:
-    kind = type(shapes)
-    if not isinstance(cache, kind):
-        raise TypeError(
-            f"cache must be a {kind.__module__}.{kind.__name__}, which init_cache and "
-            f"return_cache=True give; got {type(cache).__name__}"
-        )
-    for name, shape in shapes._asdict().items():
-        if (got := jnp.shape(getattr(cache, name))) != (*batch, *shape):
-            raise ValueError(
-                f"cache.{name} must have shape {(*batch, *shape)} for this block and x; got {got}. "
-                "A cache is of as many sequences as x: init_cache makes one"
-            )
+_KINDS: dict[Any, tuple[Any, str]] = {
+    int: (numbers.Integral, "a whole number"),
+    int | None: ((numbers.Integral, type(None)), "a whole number or None"),
+    float: (numbers.Real, "a number"),
+    bool: (bool, "True or False"),
+}
+"""The types of a field of a block's dimensions: what their values are, and how an error says it."""
+
+
+Initializer = Callable[[Any, tuple[int, ...], Any], jax.Array]
+"""A function (key, shape, dtype) -> initial values."""
+
+Initial = tuple[Initializer, tuple[int, ...]]
+"""The initial values of a parameter, and its shape."""
+
+
+def uniform(bound: float) -> Initializer:
+    """Draws from the numbers between -`bound` and `bound`."""
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    del key
+    return jnp.zeros(shape, dtype)
+
+
+def ones(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    del key
+    return jnp.ones(shape, dtype)
+
+
+def dt_bias(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Draws dt_bias so that softplus(dt_bias) is log-uniform in [1e-3, 1e-1]."""
+    low, high = math.log(1e-3), math.log(1e-1)
+    dt = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
+    return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)
+
+
+def cast(x: jax.Array, weights: Any, dtype: Any) -> jax.Array:
+    """The input of a block in the dtype of its products."""
+    return x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
+
+
+def projection(implementation: Implementation | None) -> Callable[..., jax.Array]:
+    """The product with a matrix, of a block made for `implementation`."""
+    of_products = implementation_of_products(implementation)
+    return lambda *args: jaxkern.linear(*args, implementation=of_products)
+
+
+def conv_filter(weights: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The convolution's weight (channels, W) and bias (channels,), in `dtype`."""
+    bias = weights.conv_bias
+    return weights.conv_weight.astype(dtype), None if bias is None else bias.astype(dtype)
+
+
+def decay_rates(weights: Any) -> jax.Array:
+    """A of the scan, in float32 at least: exp would lose digits in a narrow dtype."""
+    return -jnp.exp(weights.A_log.astype(jnp.promote_types(weights.A_log.dtype, jnp.float32)))

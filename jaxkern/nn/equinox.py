@@ -17,15 +17,15 @@ module as it does any pytree: ``policy.cast_to_compute(layer)(x)``.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn import mamba
-from jaxkern.nn.common import dtype_reason, implementation_of_products, left_to_parent
+from jaxkern.nn import mamba, mamba2
+from jaxkern.nn.common import Block, dtype_reason, implementation_of_products, left_to_parent
 
 try:
     import equinox as eqx
@@ -200,31 +200,13 @@ class SwiGLU(eqx.Module):
         return self.down_proj(jaxkern.swiglu(gate, up, implementation=self.implementation))
 
 
-class Mamba(eqx.Module):
-    """The Mamba block, for whole sequences and token by token.
+class _BlockLayer(eqx.Module):
+    """A layer of a kind of block, `_block`."""
 
-    Its leaves are those of :class:`jaxkern.nn.mamba.Weights`.
-
-    Args:
-      d_model, n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
-      **sizes: likewise.
-      dtype: of the parameters.
-      key: from which the initial values are drawn.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jaxkern.nn.equinox import Mamba
-      >>> block, x = Mamba(32, key=jax.random.key(0)), jnp.ones((5, 32))
-      >>> out, cache = block(x, return_cache=True)
-      >>> out, cache = block.step(x[0], cache)  # the sixth token
-      >>> out.shape
-      (32,)
-    """
-
-    weights: mamba.Weights
-    sizes: mamba.Sizes = eqx.field(static=True)
+    weights: Any
+    sizes: Any = eqx.field(static=True)
     implementation: Implementation | None = eqx.field(static=True)
-    _block = mamba.BLOCK
+    _block: ClassVar[Block]
 
     def __init__(
         self,
@@ -246,7 +228,7 @@ class Mamba(eqx.Module):
     def __call__(
         self,
         x: jax.Array,
-        cache: mamba.Cache | None = None,
+        cache: Any = None,
         *,
         segment_ids: jax.Array | None = None,
         key: Any = None,
@@ -257,28 +239,79 @@ class Mamba(eqx.Module):
         Packed sequences end where `segment_ids` (L,) or (B, L), integers, change.
         """
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-        x = self._block.check_call(self.weights, x, cache, segment_ids, ("L D", "B L D"))
+        x = self._block.check_call(self.sizes, x, cache, segment_ids, ("L D", "B L D"))
         single = x.ndim == 2
         if single:
             x, cache, segment_ids = jax.tree.map(lambda a: a[None], (x, cache, segment_ids))
         options |= {"segment_ids": segment_ids, "implementation": self.implementation}
-        out = self._block.apply(self.weights, x, cache, **options)
+        out = self._block.apply(self.weights, self.sizes, x, cache, **options)
         return jax.tree.map(lambda a: a[0], out) if single else out
 
-    def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
+    def step(self, x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """One token: x (D,) or (B, D) -> the same shape, and the next cache."""
-        x = self._block.check_call(self.weights, x, cache, None, ("D", "B D"))
+        x = self._block.check_call(self.sizes, x, cache, None, ("D", "B D"))
         single = x.ndim == 1
         if single:
             x, cache = jax.tree.map(lambda a: a[None], (x, cache))
-        out = self._block.step(self.weights, x, cache, implementation=self.implementation)
+        out = self._block.step(
+            self.weights, self.sizes, x, cache, implementation=self.implementation
+        )
         return jax.tree.map(lambda a: a[0], out) if single else out
 
-    def init_cache(self, batch_size: int | None = None) -> mamba.Cache:
+    def init_cache(self, batch_size: int | None = None) -> Any:
         """The cache before the first token; without `batch_size` that of a single sequence."""
         sequences = 1 if batch_size is None else batch_size
         cache = self._block.init_cache(self.sizes, sequences, jnp.float32)
         return jax.tree.map(lambda a: a[0], cache) if batch_size is None else cache
+
+
+class Mamba(_BlockLayer):
+    """The Mamba block, for whole sequences and token by token.
+
+    Its leaves are those of :class:`jaxkern.nn.mamba.Weights`.
+
+    Args:
+      d_model, n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
+      **sizes: likewise.
+      dtype: of the parameters.
+      key: from which the initial values are drawn.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxkern.nn.equinox import Mamba
+      >>> block, x = Mamba(32, key=jax.random.key(0)), jnp.ones((5, 32))
+      >>> out, cache = block(x, return_cache=True)
+      >>> out, cache = block.step(x[0], cache)  # the sixth token
+      >>> out.shape
+      (32,)
+    """
+
+    _block = mamba.BLOCK
+
+
+class Mamba2(_BlockLayer):
+    """The Mamba-2 block, for whole sequences and token by token.
+
+    Its leaves are those of :class:`jaxkern.nn.mamba2.Weights`.
+
+    Args:
+      d_model, n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      **sizes: likewise.
+      dtype: of the parameters.
+      key: from which the initial values are drawn.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxkern.nn.equinox import Mamba2
+      >>> block = Mamba2(64, headdim=32, key=jax.random.key(0))  # 4 heads
+      >>> x = jnp.ones((5, 64))
+      >>> out, cache = block(x, return_cache=True)
+      >>> out, cache = block.step(x[0], cache)  # the sixth token
+      >>> out.shape
+      (64,)
+    """
+
+    _block = mamba2.BLOCK
 
 
 def _normalised(

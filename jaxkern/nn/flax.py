@@ -13,14 +13,14 @@ NotImplementedError with the reason.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn import common, mamba
+from jaxkern.nn import common, mamba, mamba2
 from jaxkern.nn.common import left_to_parent
 
 try:
@@ -196,7 +196,55 @@ class SwiGLU(nnx.Module):
         return self.down_proj(jaxkern.swiglu(gate, up, implementation=self.implementation))
 
 
-class Mamba(nnx.Module):
+class _BlockLayer(nnx.Module):
+    """A layer of a kind of block, `_block`, that holds its parameters by their names."""
+
+    _block: ClassVar[common.Block]
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        n_layers: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+        **sizes: Any,
+    ):
+        self.sizes = self._block.sizes(d_model, **sizes)
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.implementation: Implementation | None = implementation
+        for name, (init, shape) in self._block.initializers(self.sizes, n_layers).items():
+            setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
+
+    def __call__(self, x: jax.Array, cache: Any = None, **options: Any) -> Any:
+        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
+
+        The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
+        (B, L), integers, change.
+        """
+        return self._block.apply(self._weights(), self.sizes, x, cache, **self._how(), **options)
+
+    def step(self, x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        """One token: x (B, D) -> the same shape, and the next cache."""
+        return self._block.step(self._weights(), self.sizes, x, cache, **self._how())
+
+    def init_cache(self, batch_size: int) -> Any:
+        """The cache before the first token."""
+        dtype = jnp.float32 if self.dtype is None else self.dtype
+        return self._block.init_cache(self.sizes, batch_size, dtype)
+
+    def _weights(self) -> Any:
+        names = self._block.weights._fields
+        return self._block.weights(*(_value(getattr(self, name, None)) for name in names))
+
+    def _how(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "implementation": self.implementation}
+
+
+class Mamba(_BlockLayer):
     """The Mamba block, for whole sequences and token by token.
 
     Its parameters are those of :class:`jaxkern.nn.mamba.Weights`.
@@ -228,47 +276,40 @@ class Mamba(nnx.Module):
 
     _block = mamba.BLOCK
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-        **sizes: Any,
-    ):
-        self.sizes = self._block.sizes(d_model, **sizes)
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.implementation: Implementation | None = implementation
-        for name, (init, shape) in self._block.initializers(self.sizes, n_layers).items():
-            setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
 
-    def __call__(self, x: jax.Array, cache: mamba.Cache | None = None, **options: Any) -> Any:
-        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
+class Mamba2(_BlockLayer):
+    """The Mamba-2 block, for whole sequences and token by token.
 
-        The options are `return_cache` and `segment_ids` of :func:`jaxkern.nn.mamba.mamba`: packed
-        sequences end where `segment_ids` (B, L), integers, change.
-        """
-        return self._block.apply(self._weights(), x, cache, **self._how(), **options)
+    Its parameters are those of :class:`jaxkern.nn.mamba2.Weights`.
 
-    def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
-        """One token: x (B, D) -> the same shape, and the next cache."""
-        return self._block.step(self._weights(), x, cache, **self._how())
+    Args:
+      d_model: D, the last axis of input and output.
+      n_layers: blocks that add to one residual stream; the output projection begins smaller by its
+        root.
+      dtype: of the products; by default what input and parameters promote to.
+      param_dtype: of the parameters.
+      implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest;
+        :func:`jaxkern.ssd` says what its kernels take.
+      rngs: where the initial values are drawn from.
+      **sizes: `d_state`, `d_conv`, `expand`, `headdim`, `ngroups`, `norm_groups`, `norm_eps`,
+        `dt_limit`, `use_bias` and `use_conv_bias`, as :class:`jaxkern.nn.mamba2.Sizes` has them.
 
-    def init_cache(self, batch_size: int) -> mamba.Cache:
-        """The cache before the first token."""
-        dtype = jnp.float32 if self.dtype is None else self.dtype
-        return self._block.init_cache(self.sizes, batch_size, dtype)
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxkern.nn.flax import Mamba2
+      >>> block = Mamba2(64, headdim=32, rngs=nnx.Rngs(0))  # 4 heads
+      >>> x = jnp.ones((1, 5, 64))
+      >>> out, cache = block(x, return_cache=True)
+      >>> out, cache = block.step(x[:, 0], cache)  # the sixth token
+      >>> out.shape
+      (1, 64)
 
-    def _weights(self) -> mamba.Weights:
-        names = self._block.weights._fields
-        return self._block.weights(*(_value(getattr(self, name, None)) for name in names))
+    References:
+      Dao and Gu, `Transformers are SSMs <https://arxiv.org/abs/2405.21060>`_, 2024, section 7.
+    """
 
-    def _how(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "implementation": self.implementation}
+    _block = mamba2.BLOCK
 
 
 def _normalised(

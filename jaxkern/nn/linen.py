@@ -8,15 +8,16 @@ float16 and float32, other axes, masks, named axes, dropout masks that are broad
 """
 
 import inspect
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn import common, mamba
+from jaxkern.nn import common, mamba, mamba2
 from jaxkern.nn.common import left_to_parent
 
 try:
@@ -182,7 +183,50 @@ class SwiGLU(nn.Module):
         return dense(x.shape[-1], "down_proj")(hidden)
 
 
-class Mamba(nn.Module):
+class _BlockLayer(nn.Module):
+    """A layer of a kind of block, `_block`.
+
+    The attributes of its subclasses are the fields of the block's `Sizes`, `n_layers`, `dtype`,
+    `param_dtype` and `implementation`.
+    """
+
+    _block: ClassVar[common.Block]
+
+    def setup(self: Any):
+        inits = self._block.initializers(self._sizes(), self.n_layers)
+        params = {
+            name: self.param(name, init, shape, self.param_dtype)
+            for name, (init, shape) in inits.items()
+        }
+        self.weights = self._block.weights_from(params)
+
+    def __call__(self: Any, x: jax.Array, cache: Any = None, **options: Any) -> Any:
+        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
+
+        The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
+        (B, L), integers, change.
+        """
+        options |= {"dtype": self.dtype, "implementation": self.implementation}
+        return self._block.apply(self.weights, self._sizes(), x, cache, **options)
+
+    def step(self: Any, x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        """One token: x (B, D) -> the same shape, and the next cache."""
+        how: Any = {"dtype": self.dtype, "implementation": self.implementation}
+        return self._block.step(self.weights, self._sizes(), x, cache, **how)
+
+    @nn.nowrap
+    def init_cache(self: Any, batch_size: int) -> Any:
+        """The cache before the first token."""
+        dtype = jnp.float32 if self.dtype is None else self.dtype
+        return self._block.init_cache(self._sizes(), batch_size, dtype)
+
+    @nn.nowrap
+    def _sizes(self) -> Any:
+        names = inspect.signature(self._block.sizes).parameters
+        return self._block.sizes(**{name: getattr(self, name) for name in names})
+
+
+class Mamba(_BlockLayer):
     """The Mamba block, for whole sequences and token by token.
 
     Attributes:
@@ -215,38 +259,43 @@ class Mamba(nn.Module):
 
     _block = mamba.BLOCK
 
-    def setup(self):
-        inits = self._block.initializers(self._sizes(), self.n_layers)
-        params = {
-            name: self.param(name, init, shape, self.param_dtype)
-            for name, (init, shape) in inits.items()
-        }
-        self.weights = self._block.weights_from(params)
 
-    def __call__(self, x: jax.Array, cache: mamba.Cache | None = None, **options: Any) -> Any:
-        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
+class Mamba2(_BlockLayer):
+    """The Mamba-2 block, for whole sequences and token by token.
 
-        The options are `return_cache` and `segment_ids` of :func:`jaxkern.nn.mamba.mamba`: packed
-        sequences end where `segment_ids` (B, L), integers, change.
-        """
-        how: Any = {"dtype": self.dtype, "implementation": self.implementation}
-        return self._block.apply(self.weights, x, cache, **how, **options)
+    Attributes:
+      d_model, d_state, d_conv, expand, headdim, ngroups, norm_groups, norm_eps, dt_limit, use_bias,
+        use_conv_bias: as :class:`jaxkern.nn.mamba2.Sizes` has them.
+      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
 
-    def step(self, x: jax.Array, cache: mamba.Cache) -> tuple[jax.Array, mamba.Cache]:
-        """One token: x (B, D) -> the same shape, and the next cache."""
-        how: Any = {"dtype": self.dtype, "implementation": self.implementation}
-        return self._block.step(self.weights, x, cache, **how)
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxkern.nn.linen import Mamba2
+      >>> block, x = Mamba2(64, headdim=32), jnp.ones((1, 5, 64))  # 4 heads
+      >>> params = block.init(jax.random.key(0), x)
+      >>> out, cache = block.apply(params, x, return_cache=True)
+      >>> out, cache = block.apply(params, x[:, 0], cache, method="step")  # the sixth token
+      >>> out.shape
+      (1, 64)
+    """
 
-    @nn.nowrap
-    def init_cache(self, batch_size: int) -> mamba.Cache:
-        """The cache before the first token."""
-        dtype = jnp.float32 if self.dtype is None else self.dtype
-        return self._block.init_cache(self._sizes(), batch_size, dtype)
+    d_model: int
+    d_state: int = 128
+    d_conv: int = 4
+    expand: int = 2
+    headdim: int = 64
+    ngroups: int = 1
+    norm_groups: int | None = None
+    norm_eps: float = 1e-5
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    n_layers: int = 1
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    implementation: Implementation | None = None
+    use_bias: bool = False
+    use_conv_bias: bool = True
 
-    @nn.nowrap
-    def _sizes(self) -> Any:
-        names = inspect.signature(self._block.sizes).parameters
-        return self._block.sizes(**{name: getattr(self, name) for name in names})
+    _block = mamba2.BLOCK
 
 
 def _plain(call: Callable[..., Any]) -> Callable[..., Any]:

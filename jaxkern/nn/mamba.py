@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import common
-from jaxkern.nn.common import Block, Initializer
+from jaxkern.nn.common import Block, Initial
 
 
 class Weights(NamedTuple):
@@ -62,6 +62,10 @@ class Sizes:
       dt_rank: R, the rank of the step sizes; ``None`` for D / 16, rounded up.
       use_bias: whether the input and output projections have biases.
       use_conv_bias: whether the convolution has one.
+
+    Raises:
+      TypeError: a value is of another type.
+      ValueError: a number is less than 1.
     """
 
     d_model: int
@@ -72,6 +76,9 @@ class Sizes:
     dt_rank: int | None = None
     use_bias: bool = False
     use_conv_bias: bool = True
+
+    def __post_init__(self):
+        common.check_sizes(self)
 
     @property
     def d_inner(self) -> int:
@@ -84,7 +91,7 @@ class Sizes:
         return math.ceil(self.d_model / 16) if self.dt_rank is None else self.dt_rank
 
 
-def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, tuple[Initializer, tuple[int, ...]]]:
+def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, Initial]:
     """The initial values of each of :class:`Weights`, and its shape.
 
     Args:
@@ -94,37 +101,21 @@ def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, tuple[Initializer
     """
     d, e, n, w, r = sizes.d_model, sizes.d_inner, sizes.d_state, sizes.d_conv, sizes.rank
     inits = {
-        "in_proj": (_uniform(d**-0.5), (d, 2 * e)),
-        "conv_weight": (_uniform(w**-0.5), (e, w)),
-        "conv_bias": (_uniform(w**-0.5), (e,)),
-        "x_proj": (_uniform(e**-0.5), (e, r + 2 * n)),
-        "dt_proj": (_uniform(r**-0.5), (r, e)),
-        "dt_bias": (_dt_bias, (e,)),
-        "out_proj": (_uniform(e**-0.5 * n_layers**-0.5), (e, d)),
+        "in_proj": (common.uniform(d**-0.5), (d, 2 * e)),
+        "conv_weight": (common.uniform(w**-0.5), (e, w)),
+        "conv_bias": (common.uniform(w**-0.5), (e,)),
+        "x_proj": (common.uniform(e**-0.5), (e, r + 2 * n)),
+        "dt_proj": (common.uniform(r**-0.5), (r, e)),
+        "dt_bias": (common.dt_bias, (e,)),
+        "out_proj": (common.uniform(e**-0.5 * n_layers**-0.5), (e, d)),
         "A_log": (_a_log, (e, n)),
-        "D": (lambda key, shape, dtype: jnp.ones(shape, dtype), (e,)),
+        "D": (common.ones, (e,)),
     }
     if not sizes.use_conv_bias:
         del inits["conv_bias"]
     if sizes.use_bias:
-        inits |= {"in_bias": (_zeros, (2 * e,)), "out_bias": (_zeros, (d,))}
+        inits |= {"in_bias": (common.zeros, (2 * e,)), "out_bias": (common.zeros, (d,))}
     return inits
-
-
-def _uniform(bound: float) -> Initializer:
-    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
-def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    del key
-    return jnp.zeros(shape, dtype)
-
-
-def _dt_bias(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws dt_bias so that softplus(dt_bias) is log-uniform in [1e-3, 1e-1]."""
-    low, high = math.log(1e-3), math.log(1e-1)
-    dt = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
-    return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)
 
 
 def _a_log(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -134,6 +125,7 @@ def _a_log(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def mamba(
     weights: Weights,
+    sizes: Sizes,
     x: jax.Array,
     cache: Cache | None = None,
     *,
@@ -146,6 +138,7 @@ def mamba(
 
     Args:
       weights: the parameters.
+      sizes: the block's dimensions.
       x: (B, L, D).
       cache: what earlier tokens left; ``None`` for none.
       return_cache: whether to return the cache for the tokens that follow, too.
@@ -162,8 +155,8 @@ def mamba(
       TypeError: `x` is complex, or `cache` not a cache.
       ValueError: a shape does not fit.
     """
-    x = check_call(weights, x, cache, segment_ids, ("B L D",))
-    project, x = _projection(implementation), _cast(x, weights, dtype)
+    x = BLOCK.check_call(sizes, x, cache, segment_ids, ("B L D",))
+    project, x = common.projection(implementation), common.cast(x, weights, dtype)
     # Two products, as the halves of one would be copied apart, and their gradients together; XLA
     # makes one of two that have an operand in common.
     to_u, to_z = jnp.split(weights.in_proj, 2, axis=-1)
@@ -177,12 +170,12 @@ def mamba(
     }
     conv: Any = None if cache is None else cache.conv
     u: Any = jaxkern.causal_conv1d(
-        u, *_filter(weights, u.dtype), activation="silu", initial_state=conv, **options
+        u, *common.conv_filter(weights, u.dtype), activation="silu", initial_state=conv, **options
     )
     if return_cache:
         u, conv = u
     state: Any = None if cache is None else cache.scan
-    arrays: Any = u, *_parameters(weights, u, project), z
+    arrays: Any = u, *_parameters(weights, sizes, u, project), z
     step_sizes: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True}
     y: Any = jaxkern.selective_scan(*arrays, initial_state=state, **step_sizes, **options)
     if not return_cache:
@@ -195,6 +188,7 @@ def mamba(
 
 def mamba_step(
     weights: Weights,
+    sizes: Sizes,
     x: jax.Array,
     cache: Cache,
     *,
@@ -206,27 +200,18 @@ def mamba_step(
     Args and errors are those of :func:`mamba`; convolution and scan are plain JAX, whatever the
     `implementation` of the products.
     """
-    x = check_call(weights, x, cache, None, ("B D",))
-    project = _projection(implementation)
-    projected = project(_cast(x, weights, dtype), weights.in_proj, weights.in_bias)  # (B, 2 E)
+    x = BLOCK.check_call(sizes, x, cache, None, ("B D",))
+    project, x = common.projection(implementation), common.cast(x, weights, dtype)
+    projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E)
     u, z = jnp.split(projected, 2, axis=-1)  # (B, E) each
     u, conv = jaxkern.causal_conv1d_step(
-        cache.conv, u, *_filter(weights, u.dtype), activation="silu"
+        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu"
     )
-    arrays: Any = u, *_parameters(weights, u, project), z
+    arrays: Any = u, *_parameters(weights, sizes, u, project), z
     step_sizes: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True}
     y, state = jaxkern.selective_scan_step(cache.scan, *arrays, **step_sizes)
     state = state.astype(cache.scan.dtype)
     return project(y, weights.out_proj, weights.out_bias), Cache(conv, state)
-
-
-def check_call(
-    weights: Weights, x: Any, cache: Cache | None, segment_ids: Any, forms: tuple[str, ...]
-) -> jax.Array:
-    """Returns `x` as an array; args and errors are those of ``common.check_call``."""
-    (inner, width), states = weights.conv_weight.shape, weights.A_log.shape[1]
-    shapes = Cache._make(((width - 1, inner), (inner, states)))
-    return common.check_call(x, weights.in_proj.shape[0], cache, shapes, segment_ids, forms)
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
@@ -237,32 +222,14 @@ def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
     )
 
 
-def _cast(x: jax.Array, weights: Weights, dtype: Any) -> jax.Array:
-    return x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
-
-
-def _projection(implementation: Implementation | None) -> Callable[..., jax.Array]:
-    """The product with a matrix, of a block made for `implementation`."""
-    of_products = common.implementation_of_products(implementation)
-    return lambda *args: jaxkern.linear(*args, implementation=of_products)
-
-
-def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The convolution's weight (E, W) and bias (E,), in `dtype`."""
-    bias = weights.conv_bias
-    return weights.conv_weight.astype(dtype), None if bias is None else bias.astype(dtype)
-
-
 def _parameters(
-    weights: Weights, u: jax.Array, project: Callable[..., jax.Array]
+    weights: Weights, sizes: Sizes, u: jax.Array, project: Callable[..., jax.Array]
 ) -> tuple[jax.Array, ...]:
     """dt (..., E), A (E, N), B and C (..., N) and D (E,) of the scan, from its input u (..., E)."""
-    r, n = weights.dt_proj.shape[0], weights.A_log.shape[1]
-    low_rank, B, C = jnp.split(project(u, weights.x_proj), [r, r + n], axis=-1)
-    # In float32 at least: exp would lose digits in a narrow dtype.
-    A = -jnp.exp(weights.A_log.astype(jnp.promote_types(weights.A_log.dtype, jnp.float32)))
-    return project(low_rank, weights.dt_proj), A, B, C, weights.D
+    at = [sizes.rank, sizes.rank + sizes.d_state]
+    low_rank, B, C = jnp.split(project(u, weights.x_proj), at, axis=-1)
+    return project(low_rank, weights.dt_proj), common.decay_rates(weights), B, C, weights.D
 
 
-BLOCK = Block("mamba", Sizes, Weights, initializers, init_cache, check_call, mamba, mamba_step)
+BLOCK = Block("mamba", Sizes, Weights, initializers, init_cache, mamba, mamba_step)
 """Mamba, as a kind of block."""

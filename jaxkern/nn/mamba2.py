@@ -15,8 +15,8 @@ the paper's own code.
 """
 
 import dataclasses
-import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,9 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn.common import implementation_of_products
+from jaxkern.nn import common
+from jaxkern.nn.common import Block, Initial
+from jaxkern.ops.step_sizes import StepSizes
 
 
 class Weights(NamedTuple):
@@ -36,7 +38,7 @@ class Weights(NamedTuple):
     dt_bias: jax.Array  # (H,)
     A_log: jax.Array  # (H,)
     D: jax.Array  # (H,) or (H, P)
-    norm: jax.Array  # (E,)
+    norm_weight: jax.Array  # (E,)
     out_proj: jax.Array  # (E, D)
     in_bias: jax.Array | None = None  # (2 E + 2 G N + H,)
     out_bias: jax.Array | None = None  # (D,)
@@ -51,35 +53,107 @@ class Cache(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A block's dimensions, in the names of the paper's own code."""
+    """A block's dimensions, in the names of the paper's own code.
 
-    d_model: int  # D
-    d_state: int = 128  # N
-    d_conv: int = 4  # W
-    expand: int = 2  # E = expand · D
-    headdim: int = 64  # P
-    ngroups: int = 1  # G
-    norm_groups: int | None = None  # groups of channels that are normalised together; G by default
+    Attributes:
+      d_model: D, the width of input and output.
+      d_state: N, states a channel.
+      d_conv: W, taps of the convolution.
+      expand: inner channels, E = expand · D.
+      headdim: P, channels a head, a divisor of E.
+      ngroups: G, groups of heads that share B and C, a divisor of H = E / P.
+      norm_groups: groups of channels that are normalised together, a divisor of E; ``None`` for G.
+      norm_eps: added to the mean square of such a group.
+      dt_limit: the least and the largest step size.
+      use_bias: whether the input and output projections have biases.
+      use_conv_bias: whether the convolution has one.
+
+    Raises:
+      TypeError: a value is of another type.
+      ValueError: a number is less than 1, does not divide what it must, `norm_eps` is not above 0,
+        or `dt_limit` not in order.
+    """
+
+    d_model: int
+    _: dataclasses.KW_ONLY
+    d_state: int = 128
+    d_conv: int = 4
+    expand: int = 2
+    headdim: int = 64
+    ngroups: int = 1
+    norm_groups: int | None = None
     norm_eps: float = 1e-5
     dt_limit: tuple[float, float] = (0.0, math.inf)
+    use_bias: bool = False
+    use_conv_bias: bool = True
+
+    def __post_init__(self):
+        common.check_sizes(self)
+        _check_divides("headdim", self.headdim, "E = expand · d_model", self.d_inner)
+        _check_divides("ngroups", self.ngroups, "H = E / headdim", self.heads)
+        if self.norm_groups is not None:
+            _check_divides("norm_groups", self.norm_groups, "E = expand · d_model", self.d_inner)
+        limits = StepSizes.checked(True, self.dt_limit)
+        object.__setattr__(self, "dt_limit", (limits.low, limits.high))  # of a list, say
 
     @property
     def d_inner(self) -> int:
+        """E, the inner channels."""
         return self.expand * self.d_model
 
     @property
     def heads(self) -> int:
+        """H, the heads."""
         return self.d_inner // self.headdim
 
     @property
     def d_bc(self) -> int:
-        """The width of B, and of C."""
+        """G · N, the width of B, and of C."""
         return self.ngroups * self.d_state
 
     @property
     def d_convolved(self) -> int:
-        """The channels of the convolution: those of x, B and C."""
+        """E + 2 G N, the channels of the convolution: those of x, B and C."""
         return self.d_inner + 2 * self.d_bc
+
+
+def _check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
+    if whole % value:
+        divisor = next(d for d in range(min(value, whole), 0, -1) if whole % d == 0)
+        raise ValueError(
+            f"{name} must divide {whole_name} = {whole}, got {value}; {divisor} divides it"
+        )
+
+
+def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, Initial]:
+    """The initial values of each of :class:`Weights`, and its shape.
+
+    Args:
+      sizes: the block's dimensions.
+      n_layers: how many blocks add to one residual stream; `out_proj` begins smaller by its root,
+        so that the stream's variance does not grow with depth.
+    """
+    d, e, h, u, w = sizes.d_model, sizes.d_inner, sizes.heads, sizes.d_convolved, sizes.d_conv
+    inits = {
+        "in_proj": (common.uniform(d**-0.5), (d, e + u + h)),
+        "conv_weight": (common.uniform(w**-0.5), (u, w)),
+        "conv_bias": (common.uniform(w**-0.5), (u,)),
+        "dt_bias": (common.dt_bias, (h,)),
+        "A_log": (_a_log, (h,)),
+        "D": (common.ones, (h,)),
+        "norm_weight": (common.ones, (e,)),
+        "out_proj": (common.uniform(e**-0.5 * n_layers**-0.5), (e, d)),
+    }
+    if not sizes.use_conv_bias:
+        del inits["conv_bias"]
+    if sizes.use_bias:
+        inits |= {"in_bias": (common.zeros, (e + u + h,)), "out_bias": (common.zeros, (d,))}
+    return inits
+
+
+def _a_log(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Draws A_log so that exp(A_log) is uniform in [1, 16]."""
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1, 16)).astype(dtype)
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
@@ -117,10 +191,13 @@ def mamba2(
     Returns:
       (B, L, D), in `dtype`; with `return_cache` a pair of it and the cache, in the dtypes of
       `cache` if one is given.
+
+    Raises:
+      TypeError: `x` is complex, or `cache` not a cache.
+      ValueError: a shape does not fit.
     """
-    project = functools.partial(
-        jaxkern.linear, implementation=implementation_of_products(implementation)
-    )
+    x = BLOCK.check_call(sizes, x, cache, segment_ids, ("B L D",))
+    project = common.projection(implementation)
     z, u, dt = _project_in(weights, sizes, x, project, dtype)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
@@ -129,7 +206,7 @@ def mamba2(
     }
     conv: Any = None if cache is None else cache.conv
     u: Any = jaxkern.causal_conv1d(
-        u, *_filter(weights, u.dtype), activation="silu", initial_state=conv, **options
+        u, *common.conv_filter(weights, u.dtype), activation="silu", initial_state=conv, **options
     )
     if return_cache:
         u, conv = u
@@ -161,14 +238,14 @@ def mamba2_step(
 ) -> tuple[jax.Array, Cache]:
     """A Mamba-2 block for one token, x (B, D): its output (B, D) and the next cache.
 
-    Convolution and scan are plain JAX, whatever the `implementation` of the other ops.
+    Args and errors are those of :func:`mamba2`; convolution and scan are plain JAX, whatever the
+    `implementation` of the other ops.
     """
-    project = functools.partial(
-        jaxkern.linear, implementation=implementation_of_products(implementation)
-    )
+    x = BLOCK.check_call(sizes, x, cache, None, ("B D",))
+    project = common.projection(implementation)
     z, u, dt = _project_in(weights, sizes, x, project, dtype)
     u, conv = jaxkern.causal_conv1d_step(
-        cache.conv, u, *_filter(weights, u.dtype), activation="silu"
+        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu"
     )
     y, state = jaxkern.ssd_step(
         cache.scan, *_scanned(weights, sizes, u, dt), **_step_sizes(weights, sizes)
@@ -177,14 +254,15 @@ def mamba2_step(
     return out, Cache(conv, state.astype(cache.scan.dtype))
 
 
-def _project_in(weights: Weights, sizes: Sizes, x: Any, project: Any, dtype: Any) -> Any:
+def _project_in(
+    weights: Weights, sizes: Sizes, x: jax.Array, project: Callable[..., jax.Array], dtype: Any
+) -> tuple[jax.Array, ...]:
     """z (…, E), what is convolved, (…, E + 2 G N), and dt (…, H), each of a product of its own.
 
     The parts of one product would be copied apart, and their gradients together; XLA makes one of
     those that have an operand in common.
     """
-    x = jnp.asarray(x)
-    x = x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
+    x = common.cast(x, weights, dtype)
     at = [sizes.d_inner, sizes.d_inner + sizes.d_convolved]
     bias = weights.in_bias
     biases = [None] * 3 if bias is None else jnp.split(bias, at)
@@ -192,20 +270,12 @@ def _project_in(weights: Weights, sizes: Sizes, x: Any, project: Any, dtype: Any
     return tuple(project(jax.lax.optimization_barrier(x), w, b) for w, b in parts)
 
 
-def _filter(weights: Weights, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The convolution's weight and bias, in `dtype`."""
-    bias = weights.conv_bias
-    return weights.conv_weight.astype(dtype), None if bias is None else bias.astype(dtype)
-
-
 def _scanned(weights: Weights, sizes: Sizes, u: jax.Array, dt: jax.Array) -> tuple[Any, ...]:
     """x (…, H, P), dt, A, B (…, G, N), C and D of the scan, from what was convolved."""
     x, B, C = jnp.split(u, [sizes.d_inner, sizes.d_inner + sizes.d_bc], axis=-1)
     x = x.reshape(*x.shape[:-1], sizes.heads, sizes.headdim)
     B, C = (v.reshape(*v.shape[:-1], sizes.ngroups, sizes.d_state) for v in (B, C))
-    # In float32 at least: exp would lose digits in a narrow dtype.
-    A_log = weights.A_log.astype(jnp.promote_types(weights.A_log.dtype, jnp.float32))
-    return x, dt, -jnp.exp(A_log), B, C, weights.D
+    return x, dt, common.decay_rates(weights), B, C, weights.D
 
 
 def _step_sizes(weights: Weights, sizes: Sizes) -> dict[str, Any]:
@@ -219,7 +289,7 @@ def _project_out(
     groups = sizes.ngroups if sizes.norm_groups is None else sizes.norm_groups
     y = jaxkern.rms_norm(
         y.reshape(z.shape),
-        weights.norm,
+        weights.norm_weight,
         eps=sizes.norm_eps,
         gate=z,
         norm_before_gate=False,
@@ -227,3 +297,7 @@ def _project_out(
         implementation=implementation,
     )
     return project(y, weights.out_proj, weights.out_bias)
+
+
+BLOCK = Block("mamba2", Sizes, Weights, initializers, init_cache, mamba2, mamba2_step)
+"""Mamba-2, as a kind of block."""
