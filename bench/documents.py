@@ -70,6 +70,11 @@ FAMILIES = {
         "gradient, added in place",
         "kernels where they measure faster than cuBLAS",
     ),
+    "Losses": (
+        "the cross-entropy of logits, or of a linear layer whose logits need not stand in memory "
+        "whole, with smoothing, z-loss and a cap",
+        "XLA, with a backward written by hand",
+    ),
     "Activations and gates": (
         "activations; an activation of `gate` times `up`, of two arrays or, in `_and_mul`, of one "
         "`[gate, up]`; `swiglu` also clamped, as in gpt-oss",

@@ -7,7 +7,8 @@ backward; elsewhere the same call is plain JAX. The optimizers are Optax transfo
 Dimensions, in every docstring: B batch, L length, D channels, W width of a convolution; of a scan
 N states a channel, G groups of channels that share B and C, S segments that have a state of their
 own; of SSD H heads of P channels; of a product M rows (all axes but the last, together), K
-contracted, N columns; of a norm N elements of a row; of a gated unit H outputs.
+contracted, N columns; of a loss V classes; of a norm N elements of a row; of a gated unit H
+outputs.
 """
 
 import jaxkern._command as _command  # noqa: F401, before what takes seconds
@@ -15,6 +16,7 @@ from jaxkern import precision
 from jaxkern.lowering.target import Gpu, lowering_for
 from jaxkern.ops.activations import gelu, quick_gelu, relu, relu_squared, sigmoid, silu, tanh
 from jaxkern.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from jaxkern.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jaxkern.ops.dropout import dropout, dropout_add
 from jaxkern.ops.gated import geglu, gelu_and_mul, glu, reglu, silu_and_mul, swiglu
 from jaxkern.ops.linear import (
@@ -52,6 +54,9 @@ __all__ = [  # noqa: RUF022, in the families of the documents
     "accumulate_weight_grad",
     "layer_norm_linear",
     "rms_norm_linear",
+    # Losses
+    "cross_entropy",
+    "linear_cross_entropy",
     # Activations and gates
     "swiglu",
     "geglu",

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -235,8 +236,9 @@ def _vmap_grad(c: _Cell) -> None:
 def _vmap_vmap(c: _Cell) -> None:
     inner, outer = c.op.vmaps[0], c.op.vmaps[-1]
     twice = lambda f: jax.vmap(jax.vmap(f, inner), outer)
+    half = lambda a: 0.5 * a if jnp.issubdtype(a.dtype, jnp.floating) else a
     arrays = tuple(
-        a if axis is None else jnp.stack([a, 0.5 * a], axis)
+        a if axis is None else jnp.stack([a, half(a)], axis)
         for a, axis in zip(c.stacked(inner, size=2), outer, strict=True)
     )
     want = c.want("vmap(vmap)", twice(c.op.reference), *arrays)
@@ -254,7 +256,12 @@ def _grad_grad(c: _Cell) -> None:
 
 def _jvp(c: _Cell) -> None:
     """Forward mode through plain JAX; a kernel says that it has none."""
-    tangents = tuple(jax.random.normal(jax.random.key(i), a.shape) for i, a in enumerate(c.arrays))
+    tangents = tuple(
+        jax.random.normal(jax.random.key(i), a.shape)
+        if i in c.argnums
+        else np.zeros(a.shape, jax.dtypes.float0)
+        for i, a in enumerate(c.arrays)
+    )
     if c.implementation != "xla":
         with pytest.raises(TypeError, match="forward-mode"):
             jax.jvp(c.f, c.arrays, tangents)
@@ -384,6 +391,7 @@ def _vmap_explicit_mesh(c: _Cell) -> None:
 def _shard_map(c: _Cell, check_vma: bool) -> None:
     mesh = _mesh(AxisType.Auto)
     *in_specs, out_spec = c.op.specs(data=c.op.row)
+    of_gradients = tuple(in_specs[i] for i in c.argnums)
     arrays, cotangent = _placed(c, mesh, (*in_specs, out_spec))
     want = c.want_grad()
 
@@ -405,7 +413,7 @@ def _shard_map(c: _Cell, check_vma: bool) -> None:
             grads = c.grad(c.f, cotangent)(*a)
             if check_vma:
                 return grads
-            shared = ["data" not in str(spec) for spec in in_specs]
+            shared = ["data" not in str(spec) for spec in of_gradients]
             return tuple(
                 jax.lax.psum(g, "data") if s else g for g, s in zip(grads, shared, strict=True)
             )
@@ -414,7 +422,7 @@ def _shard_map(c: _Cell, check_vma: bool) -> None:
             local,
             mesh=mesh,
             in_specs=(out_spec, *in_specs),
-            out_specs=tuple(in_specs),
+            out_specs=of_gradients,
             check_vma=check_vma,
         )(cotangent, *arrays)
 

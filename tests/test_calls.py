@@ -12,7 +12,7 @@ from tests import check
 from tests.test_modes import BF16, CASES, EACH, F32, KERNELS, gradients
 
 SIZES = {"b": 2, "m": 7, "l": 5, "d": 32, "k": 16, "h": 24, "n": 3, "w": 4}
-SIZES |= {"heads": 6, "p": 64, "g": 1}
+SIZES |= {"heads": 6, "p": 64, "g": 1, "v": 40}
 MIXED = dtypes(BF16, matrices=F32, parameters=F32)
 OF_PRODUCTS = {"linear", "gated_linear_unit", "rms_norm_linear", "layer_norm_linear"}
 

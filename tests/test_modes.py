@@ -23,7 +23,7 @@ EACH = pytest.mark.parametrize("name", list(CASES))
 KERNELS = [n for n, c in CASES.items() if c.has_kernels and n != "ssd, packed and continued"]
 """Cases that kernels take: those of ssd take no segments."""
 
-SIZES = {"d": 32, "k": 32, "h": 48, "n": 4, "w": 4, "heads": 4, "p": 8, "g": 2}
+SIZES = {"d": 32, "k": 32, "h": 48, "n": 4, "w": 4, "heads": 4, "p": 8, "g": 2, "v": 40}
 MIXED = dtypes(F32), dtypes(BF16, matrices=F32, parameters=F32)
 """Parameters are float32 whatever the rest has."""
 

@@ -34,6 +34,7 @@ AXES = {
     "heads": "heads",
     "p": "head size",
     "g": "groups",
+    "v": "classes",
 }
 """What the axes are."""
 
@@ -188,6 +189,7 @@ class Case:
       small: the same for a machine without a GPU.
       errors: where its errors are measured.
       layer: sizes of the axes in a layer of Mamba 130m, or of a model that has such a layer.
+      kernels: whether the op has kernels, if it can be asked for them.
       strict: whether the tests of JAX's strict modes, symbolic shapes and dtypes run it.
     """
 
@@ -208,6 +210,7 @@ class Case:
     small: Shape | None = None
     errors: Errors | None = None
     layer: tuple[Any, ...] | None = None
+    kernels: bool = True
     strict: bool = False
 
     @property
@@ -223,7 +226,7 @@ class Case:
     @property
     def has_kernels(self) -> bool:
         """Whether the op has implementations to choose from."""
-        return self.run is not None or "implementation" in self._parameters
+        return self.kernels and (self.run is not None or "implementation" in self._parameters)
 
     @property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:

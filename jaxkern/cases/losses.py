@@ -1,0 +1,63 @@
+"""Cases of losses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.cases.case import Argument, Case, Cost, Errors, matrix, times
+
+LABELS = Argument("labels", "m", lambda key, shape: jax.random.randint(key, shape, 0, 8), "int32")
+OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "none"}
+
+
+def _losses(logits: Any, labels: Any) -> Any:
+    """What a user would write, with the options above."""
+    labels = labels.astype(jnp.int32)
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    lse = jax.nn.logsumexp(wide, axis=-1)
+    chosen = jnp.take_along_axis(wide, labels[..., None], axis=-1)[..., 0]
+    return lse - 0.9 * chosen - 0.1 * wide.mean(-1) + 1e-3 * lse**2
+
+
+def _linear(x: Any, weight: Any, labels: Any, bias: Any) -> Any:
+    return _losses(x @ weight + bias, labels)
+
+
+CASES = [
+    Case(
+        op="cross_entropy",
+        axes="m v",
+        arguments=(Argument("logits", "m v", times(2)), LABELS),
+        result="m",
+        split="m v",
+        options=OPTIONS,
+        kernels=False,
+        expression=_losses,
+        forward=Cost("m v", "8 m"),
+        backward=Cost("2 m v", "12 m"),
+        errors=Errors((512, 32000), (16, 512)),
+        layer=((8, 2048), 50280),
+        strict=True,
+    ),
+    Case(
+        op="linear_cross_entropy",
+        axes="m k v",
+        arguments=(
+            Argument("x", "m k"),
+            Argument("weight", "k v", matrix, "matrix"),
+            LABELS,
+            Argument("bias", "v", times(0.1), "parameter"),
+        ),
+        result="m",
+        split="m k v",
+        options=OPTIONS,
+        kernels=False,
+        expression=_linear,
+        forward=Cost("m k + k v", "8 m", "2 m k v"),
+        backward=Cost("2 m k + 2 k v", "12 m", "4 m k v"),
+        errors=Errors((512, 1024, 32000), (16, 128, 512)),
+        layer=((8, 2048), 768, 50280),
+        strict=True,
+    ),
+]

@@ -1,0 +1,450 @@
+r"""The cross-entropy of a classifier's logits, alone and with the linear layer that gives them.
+
+Forward, for a row of logits u (V,), or x · w + b of them, with the label y:
+
+    l    = cap · tanh(u / cap)                      or u, without a cap
+    lse  = log Σ_v exp(l[v])
+    loss = lse − (1 − ε) · l[y] − (ε / V) · Σ_v l[v] + ζ · lse²
+
+with ε = label_smoothing and ζ = z_loss. Backward, for the cotangents g of the loss and h of lse:
+
+    dl   = (g · (1 + 2 ζ · lse) + h) · exp(l − lse) − g · ((1 − ε) · onehot(y) + ε / V)
+    du   = dl · (1 − (l / cap)²)
+    dx   = du · wᵀ          dw = xᵀ · du          db = Σ_rows du
+
+A row whose label is `ignore_index` has the loss 0 and the gradient 0, whatever it holds.
+
+Saved for the backward: the logits in the dtype of x, and lse. Of M rows that is M·V elements, which
+are read to find lse, and in the backward overwritten by du: 3 products of 2·M·D·V operations.
+Where the logits may not take so much memory, the vocabulary is cut into parts: lse is found part by
+part, lse alone is saved, and the backward computes a part's logits again: 4 products, and the
+memory of a part, beside dx in fp32.
+
+Sources: Szegedy et al., Rethinking the Inception Architecture, 2015, arXiv:1512.00567 (label
+smoothing); Chowdhery et al., PaLM, 2022, arXiv:2204.02311 (z-loss); Gemma Team, Gemma 2, 2024,
+arXiv:2408.00118 (the cap); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models,
+2024, arXiv:2411.09009 (parts of the vocabulary).
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.kernel_pass import KernelPass, Partial
+from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.ops.cross_entropy.parts import (
+    Parts,
+    added_up,
+    finished,
+    gradients_of_parts,
+    losses_of_parts,
+)
+from jaxkern.ops.cross_entropy.rows import Terms, gradient_of_rows, losses_of_rows
+from jaxkern.ops.linear import op as linear_op
+from jaxkern.ops.linear import products
+from jaxkern.ops.linear.products import check_accumulator
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+@overload
+def cross_entropy(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    reduction: Reduction = "mean",
+    return_lse: Literal[False] = False,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def cross_entropy(
+    *args: Any, return_lse: Literal[True], **options: Any
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@public_op
+def cross_entropy(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    reduction: Reduction = "mean",
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    r"""The cross-entropy of logits and labels.
+
+    .. math::
+        \text{loss} = \mathrm{lse} - (1 - \varepsilon) \, l_y - \frac{\varepsilon}{V} \sum_v l_v
+        + \zeta \, \mathrm{lse}^2, \qquad \mathrm{lse} = \log \sum_v e^{l_v}
+
+    where :math:`l` are the logits, or :math:`c \tanh(l / c)` with :math:`c` = `logit_softcap`,
+    :math:`\varepsilon` = `label_smoothing` and :math:`\zeta` = `z_loss`. Sums are fp32, whatever
+    the dtype. For the backward the logits and one number of each row are kept, and the gradient
+    takes the memory of the logits where nothing else needs them.
+
+    A row whose label is `ignore_index` has no loss and no gradient, and may hold NaN. A label that
+    is neither that nor one of the V classes makes the loss NaN.
+
+    On a mesh, rows and classes may be split between devices: no logits are gathered.
+
+    Args:
+      logits: (..., V), bfloat16, float16 or float32.
+      labels: (...), integers from 0 to V - 1, or `ignore_index`.
+      ignore_index: the label of rows without a loss.
+      label_smoothing: the share of the target that is spread over all classes, from 0 to 1.
+      z_loss: the weight of the square of lse, 1e-4 in PaLM.
+      logit_softcap: the bound of the logits, 30 in Gemma 2; ``None`` for none.
+      reduction: ``"mean"`` over the rows that are not ignored, 0 if there are none; ``"sum"``; or
+        ``"none"`` for the losses of the rows.
+      return_lse: whether to return lse, too; its gradient counts.
+      implementation: ``"xla"`` for plain JAX, the only one that supports forward-mode
+        differentiation; ``None`` for plain JAX with a backward written by hand. There are no
+        kernels of this op.
+
+    Returns:
+      The loss, float32, () or with ``reduction="none"`` (...); with `return_lse` a pair of it and
+      lse, (...), float32, 0 in the rows that are ignored.
+
+    Raises:
+      TypeError: `logits` is not an array of a real floating dtype, `labels` are not integers, or
+        an option is no Python number.
+      ValueError: shapes do not fit, or an option has a value that it cannot have.
+      NotImplementedError: ``implementation="mosaic"``.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+      >>> jaxkern.cross_entropy(logits, jnp.array([0, 2]), reduction="none").round(3)
+      Array([0.693, 0.223], dtype=float32)
+      >>> jaxkern.cross_entropy(logits, jnp.array([0, -100])).round(3)
+      Array(0.693, dtype=float32)
+    """
+    logits = check_floating("logits", logits)
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits must have shape (..., V), V at least 1; got {logits.shape}")
+    labels = _check_labels(labels, logits.shape[:-1], "(...) of logits")
+    terms = Terms.checked(ignore_index, label_smoothing, z_loss, logit_softcap)
+    _check_reduction(reduction)
+    resolve(implementation, _NO_KERNELS, op="cross_entropy")
+    of_rows = losses_of_rows if implementation == "xla" else _rows_jit
+    losses, lse = of_rows(logits, labels, terms)
+    return _reduced(reduction, return_lse, losses, lse, labels, terms)
+
+
+@overload
+def linear_cross_entropy(
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    reduction: Reduction = "mean",
+    return_lse: Literal[False] = False,
+    memory: int | None = None,
+    accumulator: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def linear_cross_entropy(
+    *args: Any, return_lse: Literal[True], **options: Any
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@public_op
+def linear_cross_entropy(
+    x: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
+    reduction: Reduction = "mean",
+    return_lse: bool = False,
+    memory: int | None = None,
+    accumulator: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> Any:
+    r"""The cross-entropy of a language model's last layer: of ``x @ weight + bias`` and labels.
+
+    .. math:: \text{loss} = \operatorname{cross\_entropy}(x w + b, \; y)
+
+    with the options of :func:`cross_entropy`. Products take the dtype of `x` and are summed in
+    fp32. By default the logits are kept for the backward in the dtype of `x`, and their gradient
+    takes their memory: three products. With `memory` they are computed in parts of the vocabulary
+    that take no more, again in the backward: four products, and no logits are kept.
+
+    A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
+
+    On a mesh, rows may be split between devices, and without `memory` K and V, too: neither logits
+    nor `weight` are gathered.
+
+    Args:
+      x: (..., K), bfloat16, float16 or float32.
+      weight: (K, V), any of those dtypes. A tied embedding (V, K) goes in as ``embedding.T``, which
+        is no copy in a compiled program.
+      labels: (...), integers from 0 to V - 1, or `ignore_index`.
+      bias: (V,), any of those dtypes, or ``None``.
+      ignore_index: as for :func:`cross_entropy`, and so are the next five.
+      label_smoothing: likewise.
+      z_loss: likewise.
+      logit_softcap: likewise.
+      reduction: likewise.
+      return_lse: likewise.
+      memory: bytes that logits may take, at least those of a column of 128; ``None`` for all that
+        they need. With ``implementation="xla"`` they always take all.
+      accumulator: (K, V), float32, the gradient of `weight` so far, or ``None``: as for
+        :func:`linear`, its gradient is what `weight`'s adds up to.
+      implementation: ``"xla"`` for plain JAX, the only one that supports forward-mode
+        differentiation; ``None`` for a backward written by hand, with the products of
+        :func:`linear`. There are no other kernels of this op.
+
+    Returns:
+      The loss, float32, () or with ``reduction="none"`` (...); with `return_lse` a pair of it and
+      lse, (...), float32, 0 in the rows that are ignored.
+
+    Raises:
+      TypeError: an argument is not an array of a real floating dtype (`labels`: integer), or an
+        option is no Python number.
+      ValueError: shapes do not fit, or an option has a value that it cannot have.
+      NotImplementedError: ``implementation="mosaic"``, or `memory` and a symbolic shape.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxkern
+      >>> x, embedding = jnp.ones((2, 8, 64), jnp.bfloat16), jnp.zeros((1024, 64))
+      >>> labels = jnp.zeros((2, 8), jnp.int32)
+      >>> loss = jaxkern.linear_cross_entropy(x, embedding.T, labels)
+      >>> in_parts = jaxkern.linear_cross_entropy(x, embedding.T, labels, memory=2**14)
+      >>> print(f"{loss:.4f}, {in_parts:.4f} = log 1024")
+      6.9315, 6.9315 = log 1024
+
+    References:
+      Wijmans et al., `Cut Your Losses in Large-Vocabulary Language Models
+      <https://arxiv.org/abs/2411.09009>`_, 2024.
+    """
+    x, weight = check_floating("x", x), check_floating("weight", weight)
+    if x.ndim == 0:
+        raise ValueError("x must have at least one axis, the one that weight multiplies; got ()")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1] or weight.shape[1] == 0:
+        raise ValueError(
+            f"weight must have shape (K, V), K = {x.shape[-1]} the last axis of x and V at least "
+            f"1; got {weight.shape}. A weight stored as (V, K) goes in as weight.T"
+        )
+    labels = _check_labels(labels, x.shape[:-1], "(...) of x")
+    if bias is not None:
+        bias = check_array("bias", bias, weight.shape[1:], "(V,), V the last axis of weight")
+    if accumulator is not None:
+        accumulator = check_accumulator(
+            "accumulator", accumulator, weight.shape, "the shape of weight"
+        )
+    terms = Terms.checked(ignore_index, label_smoothing, z_loss, logit_softcap)
+    _check_reduction(reduction)
+    resolve(implementation, _NO_KERNELS, op="linear_cross_entropy")
+    mode = resolve(implementation, products.unsupported(x=x, weight=weight), op="linear")
+    part = _part_of(memory, x, weight)
+    of_product = products.Options(None, False, None, "float32", mode)
+    if implementation == "xla" and accumulator is None:
+        x = terms.without_ignored(x, labels)
+        logits = products.reference_forward(of_product, x, weight, bias)[0]
+        losses, lse = losses_of_rows(logits, labels, terms)
+    elif part is None or implementation == "xla":
+        losses, lse = _linear_rows_jit(x, weight, bias, accumulator, labels, terms, of_product)
+    else:
+        losses, lse = _in_parts_jit(x, weight, bias, accumulator, labels, Parts(terms, part))
+    return _reduced(reduction, return_lse, losses, lse, labels, terms)
+
+
+_NO_KERNELS = "there are no kernels of it"
+
+
+def _check_labels(labels: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
+    try:
+        labels = jnp.asarray(labels)
+    except TypeError as e:
+        raise TypeError(f"labels must be an array, got {type(labels).__name__}") from e
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"labels must be integers, got {labels.dtype}; the loss of probabilities is "
+            "optax.softmax_cross_entropy"
+        )
+    if labels.shape != shape:
+        raise ValueError(f"labels must have shape {shape} = {meaning}; got {labels.shape}")
+    # They are compared with classes, of which a narrow dtype could not count all.
+    return labels if labels.dtype == jnp.int64 else labels.astype(jnp.int32)
+
+
+def _check_reduction(reduction: Any) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
+
+
+def _part_of(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
+    """The classes of a part whose logits take so many bytes; ``None`` for all of them."""
+    if memory is None:
+        return None
+    try:
+        nbytes = operator.index(memory)
+    except TypeError as e:
+        raise TypeError(f"memory must be a number of bytes or None, got {memory!r}") from e
+    if nbytes < 1:
+        raise ValueError(f"memory must be at least 1 byte, or None for no limit; got {nbytes}")
+    if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
+        raise NotImplementedError(
+            f"memory needs sizes, and x is {x.shape}, weight {weight.shape}; use memory=None"
+        )
+    fitting = nbytes // (max(1, math.prod(x.shape[:-1])) * x.dtype.itemsize)
+    part = max(_COLUMNS, fitting // _COLUMNS * _COLUMNS)
+    return None if max(part, fitting) >= weight.shape[1] else part
+
+
+_COLUMNS = 128
+"""A part is a multiple of it, which products are fast at."""
+
+
+def _reduced(
+    reduction: Reduction, return_lse: bool, losses: Any, lse: Any, labels: Any, terms: Terms
+) -> Any:
+    if reduction == "none":
+        loss = losses
+    else:
+        loss = jnp.sum(losses)
+        if reduction == "mean":
+            counted = jnp.sum(terms.counted(labels), dtype=jnp.int32)
+            loss = loss / jnp.maximum(counted, 1)
+    return (loss, lse) if return_lse else loss
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _of_rows(logits, labels, terms):
+    return losses_of_rows(logits, labels, terms)
+
+
+def _of_rows_fwd(logits, labels, terms):
+    losses, lse = losses_of_rows(logits, labels, terms)
+    return (losses, lse), (logits, labels, lse)
+
+
+def _of_rows_bwd(terms, res, cotangents):
+    logits, labels, lse = res
+    du = gradient_of_rows(terms, logits, labels, lse, cotangents)
+    return match_sharding(du, logits), None
+
+
+_of_rows.defvjp(_of_rows_fwd, _of_rows_bwd)
+_rows_jit = jax.jit(_of_rows, static_argnums=2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _linear_rows(x, weight, bias, accumulator, labels, terms, options):
+    del accumulator
+    return losses_of_rows(linear_op.FORWARD(options, x, weight, bias)[0], labels, terms)
+
+
+def _linear_rows_fwd(x, weight, bias, accumulator, labels, terms, options):
+    logits = linear_op.FORWARD(options, x, weight, bias)[0]
+    losses, lse = losses_of_rows(logits, labels, terms)
+    return (losses, lse), (x, weight, bias, accumulator, labels, logits, lse)
+
+
+def _linear_rows_bwd(terms, options, res, cotangents):
+    x, weight, bias, accumulator, labels, logits, lse = res
+    du = gradient_of_rows(terms, logits, labels, lse, cotangents)
+    of_type = lambda v: dataclasses.replace(options, dtype=str(v.dtype))
+    [dx] = linear_op.DX(of_type(du), du, weight)
+    x = terms.without_ignored(x, labels)
+    dweight = total = None
+    if accumulator is None:
+        [dweight] = linear_op.DWEIGHT(of_type(weight), x, du)
+    else:
+        passes = linear_op.DWEIGHT, linear_op.ACCUMULATE
+        [total] = linear_op.accumulated(*passes, options, (accumulator,), x, du)
+    return (
+        match_primal(dx, x),
+        match_primal(dweight, weight),
+        match_primal(products.bias_gradient(du, bias), bias),
+        match_primal(total, accumulator),
+        None,
+    )
+
+
+_linear_rows.defvjp(_linear_rows_fwd, _linear_rows_bwd)
+_linear_rows_jit = jax.jit(_linear_rows, static_argnums=(5, 6))
+
+
+FORWARD_IN_PARTS = KernelPass(
+    "linear_cross_entropy_fwd",
+    reference=losses_of_parts,
+    ins=("... k", "k v", "v", "..."),
+    outs=("...", "..."),
+    whole="k v",
+)
+BACKWARD_IN_PARTS = KernelPass(
+    "linear_cross_entropy_bwd",
+    reference=gradients_of_parts,
+    ins=("... k", "k v", "v", "k v", "...", "...", "...", "..."),
+    outs=("... k", "k v", "v"),
+    whole="k v",
+    partial=Partial(
+        reference=added_up,
+        options=lambda options: dataclasses.replace(options, dtype="float32"),
+        finish=finished,
+    ),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _in_parts(x, weight, bias, accumulator, labels, options):
+    del accumulator
+    return FORWARD_IN_PARTS(options, x, weight, bias, labels)
+
+
+def _in_parts_fwd(x, weight, bias, accumulator, labels, options):
+    losses, lse = FORWARD_IN_PARTS(options, x, weight, bias, labels)
+    return (losses, lse), (x, weight, bias, accumulator, labels, lse)
+
+
+def _in_parts_bwd(options, res, cotangents):
+    x, weight, bias, accumulator, labels, lse = res
+    options = dataclasses.replace(options, dtype=str(weight.dtype))
+    apart = accumulator is not None and products.varies_more(x, accumulator)
+    given = None if apart else accumulator
+    dx, dweight, dbias = BACKWARD_IN_PARTS(
+        options, x, weight, bias, given, labels, lse, *cotangents
+    )
+    total = None
+    if accumulator is not None:
+        total, dweight = dweight, None
+        if apart:
+            total = accumulator + match_primal(total, accumulator)
+    grads = (dx, x), (dweight, weight), (dbias, bias), (total, accumulator)
+    cast = lambda grad, like: match_primal(grad, like).astype(like.dtype)
+    return *(None if grad is None else cast(grad, like) for grad, like in grads), None
+
+
+_in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
+_in_parts_jit = jax.jit(_in_parts, static_argnums=5)

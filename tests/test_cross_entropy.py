@@ -1,0 +1,412 @@
+"""cross_entropy and linear_cross_entropy: cases for the common suite, and what is their own."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from scipy.special import logsumexp
+
+import jaxkern
+from tests import check
+
+IGNORED = -100
+OPTIONS = {
+    "plain": {},
+    "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 3.0},
+}
+SMALLEST = 1
+"""Bytes of memory that leave a part the fewest classes that it may have."""
+
+
+def inputs(rows, k, classes, dtype="float32", key=None):
+    """x, weight, bias and labels, every fifth of which is ignored."""
+    keys = jax.random.split(jax.random.key(0) if key is None else key, 4)
+    x = jax.random.normal(keys[0], (*rows, k))
+    weight = jax.random.normal(keys[1], (k, classes)) / np.sqrt(k)
+    bias = jax.random.normal(keys[2], (classes,))
+    labels = jax.random.randint(keys[3], rows, 0, classes)
+    labels = labels.reshape(-1).at[::5].set(IGNORED).reshape(rows)
+    return *(v.astype(dtype) for v in (x, weight, bias)), labels
+
+
+def oracle_of_logits(
+    logits, dloss, dlse, *, labels, label_smoothing=0.0, z_loss=0.0, logit_softcap=None
+):
+    """Losses and lse of rows, and the gradient of the logits, in float64."""
+    labels, count = np.asarray(labels), logits.shape[-1]
+    slope: Any = 1.0
+    if logit_softcap is not None:
+        slope = 1 / np.cosh(logits / logit_softcap) ** 2
+        logits = logit_softcap * np.tanh(logits / logit_softcap)
+    lse = logsumexp(logits, axis=-1)
+    target = np.full(logits.shape, label_smoothing / count)
+    kept = labels != IGNORED
+    onto = np.where(kept, labels, 0)[..., None]
+    np.put_along_axis(target, onto, label_smoothing / count + 1 - label_smoothing, -1)
+    losses = lse - (target * logits).sum(-1) + z_loss * lse**2
+    softmax = np.exp(logits - lse[..., None])
+    dlogits = (dloss * (1 + 2 * z_loss * lse) + dlse)[..., None] * softmax
+    dlogits = (dlogits - dloss[..., None] * target) * slope * kept[..., None]
+    return (losses * kept, lse * kept), dlogits
+
+
+def oracle(x, weight, bias, dloss, dlse, **options):
+    results, du = oracle_of_logits(x @ weight + bias, dloss, dlse, **options)
+    rows = tuple(range(x.ndim - 1))
+    return results, (du @ weight.T, np.tensordot(x, du, [rows, rows]), du.sum(rows))
+
+
+def plain_of_logits(logits, *, labels, label_smoothing=0.0, z_loss=0.0, logit_softcap=None):
+    """What a user would write, from logits in their dtype on."""
+    logits = logits.astype(jnp.float32)
+    if logit_softcap is not None:
+        logits = logit_softcap * jnp.tanh(logits / logit_softcap)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    count = logits.shape[-1]
+    target = (1 - label_smoothing) * jax.nn.one_hot(labels, count) + label_smoothing / count
+    losses = lse - (target * logits).sum(-1) + z_loss * lse**2
+    return jnp.where(labels == IGNORED, 0, losses), jnp.where(labels == IGNORED, 0, lse)
+
+
+def plain(x, weight, bias, **options):
+    return plain_of_logits(x @ weight.astype(x.dtype) + bias.astype(x.dtype), **options)
+
+
+def of_rows(call, **fixed):
+    """`call` with labels by keyword, giving losses and lse of rows."""
+
+    def run(*arrays, labels, implementation=None, **options):
+        out = call(
+            *arrays,
+            labels=labels,
+            implementation=implementation,
+            reduction="none",
+            return_lse=True,
+            **fixed,
+            **options,
+        )
+        return out
+
+    return run
+
+
+LINEAR = of_rows(
+    lambda x, weight, bias, **options: jaxkern.linear_cross_entropy(x, weight, bias=bias, **options)
+)
+IN_PARTS = of_rows(
+    lambda x, weight, bias, **options: jaxkern.linear_cross_entropy(
+        x, weight, bias=bias, **options
+    ),
+    memory=SMALLEST,
+)
+LOGITS = of_rows(jaxkern.cross_entropy)
+
+
+def accurate(call, plain, oracle, arrays, labels, implementation, options):
+    check.check_accuracy(
+        lambda *a, implementation: call(
+            *a, labels=labels, implementation=implementation, **options
+        ),
+        functools.partial(plain, labels=labels, **options),
+        functools.partial(oracle, labels=labels, **options),
+        arrays,
+        implementation,
+        dtypes=["float32", "float32"],
+    )
+
+
+DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+EACH_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+EVERY = pytest.mark.parametrize(
+    ("call", "implementation"),
+    [(LINEAR, None), (LINEAR, "xla"), (IN_PARTS, None)],
+    ids=["at once", "plain JAX", "in parts"],
+)
+
+
+@DTYPES
+@EACH_OPTION
+@EVERY
+def test_linear_cross_entropy_accuracy(call, implementation, dtype, options):
+    *arrays, labels = inputs((3, 7), 24, 300, dtype)
+    accurate(call, plain, oracle, arrays, labels, implementation, options)
+
+
+@DTYPES
+@EACH_OPTION
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_cross_entropy_accuracy(dtype, options, implementation):
+    *_, labels = inputs((3, 7), 1, 300)
+    logits = (4 * jax.random.normal(jax.random.key(5), (3, 7, 300))).astype(dtype)
+
+    def truth(logits, dloss, dlse, **options):
+        results, dlogits = oracle_of_logits(logits, dloss, dlse, **options)
+        return results, (dlogits,)
+
+    accurate(LOGITS, plain_of_logits, truth, (logits,), labels, implementation, options)
+
+
+def losses(call, **options):
+    """A function of arrays and labels that returns the losses of rows alone."""
+
+    def run(*arrays, implementation=None):
+        *arrays, labels = arrays
+        return call(*arrays, labels=labels, implementation=implementation, **options)[0]
+
+    return run
+
+
+def in_plain_jax(*arrays):
+    *arrays, labels = arrays
+    return plain(*arrays, labels=labels, **OPTIONS["all"])[0]
+
+
+AT_ONCE = check.Op(
+    name="linear_cross_entropy",
+    call=losses(LINEAR, **OPTIONS["all"]),
+    reference=in_plain_jax,
+    arrays=lambda key: inputs((4, 2), 8, 256, key=key),
+    kernels=("none", "none"),
+    axes="mtk kv v mt -> mt",
+    features="k",
+    channels="v",
+    all_reduces=1,
+    vmaps=[(0, None, None, 0), (None, 0, 0, None), (1, 0, 0, 1)],
+    cells=[
+        *((name, None) for name in check.TRANSFORMATIONS if name not in (*check.ALONE, "scan")),
+        *((name, "xla") for name in ("jvp", "explicit mesh", "rows and channels split")),
+    ],
+)
+SPLIT = "auto mesh", "explicit mesh", "vmap(grad) on explicit mesh", "features split"
+AS_PARTS = dataclasses.replace(
+    AT_ONCE,
+    name="linear_cross_entropy, in parts",
+    call=losses(IN_PARTS, **OPTIONS["all"]),
+    features="v",
+    channels="",
+    cells=[
+        (name, None)
+        for name in ("grad", "vmap(grad)", "grad(grad)", "shard_map", "shard_map unchecked", *SPLIT)
+    ],
+)
+
+
+def logits_and_labels(key):
+    """Logits (4, 2, 256) and labels."""
+    *_, bias, labels = inputs((4, 2), 1, 256, key=key)
+    return bias * jax.random.normal(key, (4, 2, 256)), labels
+
+
+OF_LOGITS = dataclasses.replace(
+    AT_ONCE,
+    name="cross_entropy",
+    call=losses(LOGITS, **OPTIONS["all"]),
+    reference=lambda x, labels: plain_of_logits(x, labels=labels, **OPTIONS["all"])[0],
+    arrays=logits_and_labels,
+    axes="mtv mt -> mt",
+    features="",
+    all_reduces=0,
+    vmaps=[(0, None), (1, 1)],
+    cells=[
+        *((name, None) for name in ("grad", "vmap(grad)", "grad(grad)", "jvp", "shard_map")),
+        *((name, None) for name in ("auto mesh", "explicit mesh", "rows and channels split")),
+        *((name, "xla") for name in ("jvp", "explicit mesh", "rows and channels split")),
+    ],
+)
+test_cross_entropy_transformations = check.transformations(AT_ONCE, AS_PARTS, OF_LOGITS)
+
+
+@EVERY
+def test_ignored_rows_may_hold_nan(call, implementation):
+    x, weight, bias, labels = inputs((10,), 8, 300)
+    dirty = jnp.where((labels == IGNORED)[:, None], jnp.nan, x)
+    clean = jnp.where((labels == IGNORED)[:, None], 0, x)
+
+    def run(x):
+        total = lambda *a: jnp.sum(sum(call(*a, labels=labels, implementation=implementation)))
+        return jax.value_and_grad(total, (0, 1, 2))(x, weight, bias)
+
+    for got, want in zip(jax.tree.leaves(run(dirty)), jax.tree.leaves(run(clean)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert not np.any(run(dirty)[1][0][::5])
+
+
+@EVERY
+@pytest.mark.parametrize("label", [300, -1, 2**31 - 1])
+def test_a_label_that_is_no_class_gives_nan(call, implementation, label):
+    x, weight, bias, labels = inputs((10,), 8, 300)
+    labels = labels.at[3].set(label)
+    losses, lse = call(x, weight, bias, labels=labels, implementation=implementation)
+    np.testing.assert_array_equal(np.isnan(losses), np.arange(10) == 3)
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_labels_of_other_dtypes(dtype):
+    """Of more classes than the dtype can count."""
+    x, weight, bias, _ = inputs((4,), 8, 300)
+    labels = jnp.array([3, 0, 100, 127])
+    for call in (LINEAR, IN_PARTS):
+        got, want = (call(x, weight, bias, labels=y) for y in (labels.astype(dtype), labels))
+        np.testing.assert_array_equal(got, want)
+
+
+@EVERY
+def test_large_and_infinite_logits(call, implementation):
+    """Classes that a user has masked by −∞, among them all of a part, and logits of 1e4."""
+    bias = jnp.zeros(300).at[:140].set(-jnp.inf).at[7].set(1e4).at[299].set(9e3)
+    x, weight, labels = jnp.zeros((3, 8)), jnp.ones((8, 300)), jnp.array([7, 299, 200])
+    run = lambda b: call(x, weight, b, labels=labels, implementation=implementation)
+    losses, lse = run(bias)
+    np.testing.assert_allclose(losses, [0, 1e3, 1e4])
+    np.testing.assert_allclose(lse, 1e4)
+    dbias = jax.grad(lambda b: run(b)[0].sum())(bias)
+    np.testing.assert_allclose(dbias[jnp.array([0, 7, 200, 299])], [0, 2, -1, -1])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("memory", [None, SMALLEST])
+def test_reductions(reduction, memory):
+    x, weight, bias, labels = inputs((3, 5), 8, 300)
+    run = functools.partial(jaxkern.linear_cross_entropy, x, weight, labels, bias, memory=memory)
+    rows = run(reduction="none")
+    want = rows.sum() / (1 if reduction == "sum" else 12)
+    np.testing.assert_allclose(run(reduction=reduction), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("memory", [None, SMALLEST])
+def test_no_row_counts(memory):
+    x, weight, bias, labels = inputs((4,), 8, 300)
+    ignored = jnp.full_like(labels, 7)
+    run = lambda x: jaxkern.linear_cross_entropy(
+        x, weight, ignored, bias, ignore_index=7, memory=memory
+    )
+    loss, dx = jax.value_and_grad(run)(x)
+    assert loss == 0
+    assert not dx.any()
+
+
+@pytest.mark.parametrize("memory", [None, SMALLEST])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_accumulator(memory, dtype):
+    """Its gradient is its value plus the gradient of the weight, which has none itself."""
+    x, weight, bias, labels = inputs((12,), 8, 300, dtype)
+    sums = jax.random.normal(jax.random.key(9), weight.shape)
+    run = functools.partial(jaxkern.linear_cross_entropy, labels=labels, memory=memory)
+    of = lambda w, a: run(x, w, bias=bias, accumulator=a)
+    dweight, total = jax.jit(jax.grad(of, (0, 1)))(weight, sums)
+    assert not dweight.any()
+    assert total.dtype == jnp.float32
+    wide = jax.grad(lambda w: run(x, w.astype(dtype), bias=bias))(weight.astype(jnp.float32))
+    check.assert_close(total - sums, wide, 1e-2 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("memory", "logits"), [(None, 1), (2 * 64 * 1024, 1 / 8), (SMALLEST, 1 / 32)]
+)
+def test_memory(memory, logits):
+    """What a program takes beside arguments and results, in logits in the dtype of x."""
+    types = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 16), (16, 4096))]
+    labels = jax.ShapeDtypeStruct((64,), jnp.int32)
+    run = lambda x, w, y: jaxkern.linear_cross_entropy(x, w, y, memory=memory)
+    compiled = jax.jit(jax.grad(run, (0, 1))).lower(*types, labels).compile()
+    analysis: Any = compiled.memory_analysis()
+    taken = analysis.temp_size_in_bytes / (2 * 64 * 4096)
+    # A CPU multiplies in float32, and sums need some: less than 6 times the logits of a part.
+    assert taken < 6 * logits
+    assert memory is None or taken < 1
+
+
+def test_parts_are_as_large_as_memory_allows():
+    x, weight, _, labels = inputs((16,), 8, 1000)
+    run = lambda memory: jax.make_jaxpr(
+        lambda x: jaxkern.linear_cross_entropy(x, weight, labels, memory=memory)
+    )(x)
+    for memory, classes in ((1, 128), (16 * 4 * 300, 256), (16 * 4 * 999, 896)):
+        assert f"f32[16,{classes}]" in str(run(memory))
+    assert "f32[16,1000]" in str(run(16 * 4 * 1000))
+
+
+@pytest.mark.parametrize("memory", [None, SMALLEST])
+@pytest.mark.parametrize("shape", [(0, 4, 300), (3, 0, 300), (2, 4, 1)])
+def test_empty(shape, memory):
+    rows, k, classes = shape
+    x, weight = jnp.ones((rows, k), jnp.bfloat16), jnp.ones((k, classes))
+    run = lambda x, w: jaxkern.linear_cross_entropy(x, w, jnp.zeros(rows, jnp.int8), memory=memory)
+    loss, grads = jax.value_and_grad(run, (0, 1))(x, weight)
+    np.testing.assert_allclose(loss, np.log(classes) if rows else 0, rtol=1e-6)
+    for grad, like in zip(grads, (x, weight), strict=True):
+        assert (grad.shape, grad.dtype) == (like.shape, like.dtype)
+        assert np.isfinite(np.float32(grad)).all()
+
+
+WRONG = [
+    ({"labels": jnp.zeros(4)}, TypeError, "labels must be integers, got float32; .* optax"),
+    ({"labels": jnp.zeros((4, 1), int)}, ValueError, r"labels must have shape \(4,\)"),
+    ({"ignore_index": 0.5}, TypeError, "ignore_index must be an int, got 0.5"),
+    ({"ignore_index": 2**31}, ValueError, "ignore_index must be an int of 32 bits"),
+    ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be at most 1"),
+    ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be at least 0"),
+    ({"z_loss": "some"}, TypeError, "z_loss must be a Python number, got 'some'"),
+    ({"logit_softcap": 0}, ValueError, "logit_softcap must be above 0 or None, got 0"),
+    ({"reduction": "max"}, ValueError, '"mean", "sum" or "none", got .max'),
+    ({"implementation": "mosaic"}, NotImplementedError, "there are no kernels"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG)
+def test_wrong_calls_of_both(options, error, message):
+    x, weight, _, labels = inputs((4,), 8, 12)
+    options = {"labels": labels, **options}
+    with pytest.raises(error, match=message):
+        jaxkern.cross_entropy(x, **options)
+    with pytest.raises(error, match=message):
+        jaxkern.linear_cross_entropy(x, weight, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weight": jnp.ones((12, 8))}, ValueError, r"goes in as weight\.T"),
+        ({"bias": jnp.ones(8)}, ValueError, r"bias must have shape \(12,\)"),
+        ({"memory": 0}, ValueError, "memory must be at least 1 byte, or None"),
+        ({"memory": 0.5}, TypeError, "memory must be a number of bytes or None, got 0.5"),
+        (
+            {"accumulator": jnp.ones((8, 12), jnp.bfloat16)},
+            TypeError,
+            "accumulator must be float32",
+        ),
+    ],
+)
+def test_wrong_calls(options, error, message):
+    x, weight, _, labels = inputs((4,), 8, 12)
+    with pytest.raises(error, match=message):
+        jaxkern.linear_cross_entropy(x, **{"weight": weight, "labels": labels, **options})
+
+
+@pytest.mark.parametrize("memory", [None, SMALLEST])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_accumulator_on_a_mesh(kind, memory):
+    """The devices' parts of the weight's gradient are added once to it."""
+    x, weight, bias, labels = inputs((8,), 8, 256)
+    sums = jax.random.normal(jax.random.key(9), weight.shape)
+    mesh = jax.make_mesh((4,), ("data",), (kind,), devices=jax.devices()[:4])
+    placed = lambda v, *spec: jax.device_put(v, NamedSharding(mesh, P(*spec)))
+    run = jax.jit(
+        jax.grad(
+            lambda x, w, b, a, y: jaxkern.linear_cross_entropy(
+                x, w, y, b, memory=memory, accumulator=a
+            ),
+            (0, 2, 3),
+        )
+    )
+    want = run(x, weight, bias, sums, labels)
+    got = run(placed(x, "data"), *(placed(v) for v in (weight, bias, sums)), placed(labels, "data"))
+    check.assert_close(got, want)
+    assert got[0].sharding.spec[0] == "data"
