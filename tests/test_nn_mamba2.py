@@ -57,7 +57,7 @@ def block_float64(weights, sizes, x):
         v, B, C = np.split(u, [e, e + g * n], axis=-1)
         v = v.reshape(-1, heads, p)
         B, C = (np.repeat(a.reshape(-1, g, n), heads // g, axis=1)[:, :, None] for a in (B, C))
-        dt = np.logaddexp(0, dt + w.dt_bias)[..., None, None]
+        dt = np.clip(np.logaddexp(0, dt + w.dt_bias), *sizes.dt_limit)[..., None, None]
         state = np.exp(-dt * np.exp(w.A_log)[:, None, None]) * state + dt * v[..., None] * B
         y = ((state * C).sum(-1) + w.D[:, None] * v).reshape(-1, e) * silu(z)
         y = y.reshape(-1, g, e // g)
