@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from tests.layers import mamba_float64, rms_float64
-from tests.test_nn_mamba2 import block_float64
-
-BLOCKS_FLOAT64 = {
-    "mamba": lambda weights, sizes, x: mamba_float64(weights, x),
-    "mamba2": lambda weights, sizes, x: block_float64(weights, sizes, x[None])[0],
-}
-"""A block on one sequence (L, D) in NumPy, one token after another."""
+from tests.layers import KINDS, rms_float64
 
 
 def logits_float64(config, params, tokens):
@@ -20,6 +13,6 @@ def logits_float64(config, params, tokens):
         layer = {name: wide(value[i]) for name, value in params["blocks"].items()}
         normalised = rms_float64(x, layer.pop("norm"), config.eps)
         weights = block.weights_from(layer)
-        x = x + BLOCKS_FLOAT64[block.name](weights, config.sizes, normalised)
+        x = x + KINDS[block.name].float64(weights, config.sizes, normalised)
     x = rms_float64(x, wide(params["norm"]), config.eps)
     return x @ wide(params["embedding"].T if config.tie_embeddings else params["head"])

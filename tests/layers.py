@@ -1,6 +1,9 @@
 """What the tests of layers share: each library's own and ours, made and run in the same way."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +15,8 @@ from flax import linen, nnx
 import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
-from jaxkern.nn import mamba
+from jaxkern.nn import mamba, mamba2
+from jaxkern.nn.common import Block
 
 K = 40  # features
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -106,8 +110,9 @@ def in_every_library(name, *size, weights, **options):
         ours = [weights[part]["kernel"].T for part in ("gate_proj", "up_proj", "down_proj")]
     else:
         options.pop("dtype", None)
-        make = functools.partial(jk_equinox.Mamba, *size, **options)
-        ours = [weights[part] for part in mamba.Weights._fields if part in weights]
+        kind = getattr(jk_equinox, name)
+        make = functools.partial(kind, *size, **options)
+        ours = [weights[part] for part in kind._block.weights._fields if part in weights]
     ours = jax.tree.unflatten(
         jax.tree.structure(eqx.filter_eval_shape(make, key=jax.random.key(0))), ours
     )
@@ -118,29 +123,90 @@ def in_every_library(name, *size, weights, **options):
     }
 
 
-def mamba_token(w, carry, row, xp=jnp):
+def mamba_token(w, sizes, carry, row, xp=jnp):
     """The block on one token (D,), as the paper writes it: the next carry, and the output."""
     window, state = carry
-    rank, n = w.dt_proj.shape[0], w.A_log.shape[1]
-    u, z = xp.split(row @ w.in_proj + (0 if w.in_bias is None else w.in_bias), 2)
+    u, z = xp.split(row @ w.in_proj + _or_zero(w.in_bias), 2)
     window = xp.column_stack([window[:, 1:], u])
-    u = (window * w.conv_weight).sum(1) + (0 if w.conv_bias is None else w.conv_bias)
-    u = u / (1 + xp.exp(-u))
-    low, B, C = xp.split(u @ w.x_proj, [rank, rank + n])
+    u = _silu((window * w.conv_weight).sum(1) + _or_zero(w.conv_bias), xp)
+    low, B, C = xp.split(u @ w.x_proj, [sizes.rank, sizes.rank + sizes.d_state])
     dt = xp.logaddexp(0, low @ w.dt_proj + w.dt_bias)[:, None]
     state = xp.exp(-dt * xp.exp(w.A_log)) * state + dt * u[:, None] * B
-    out = (state @ C + w.D * u) * z / (1 + xp.exp(-z)) @ w.out_proj
-    return (window, state), out + (0 if w.out_bias is None else w.out_bias)
+    out = (state @ C + w.D * u) * _silu(z, xp) @ w.out_proj
+    return (window, state), out + _or_zero(w.out_bias)
+
+
+def mamba2_token(w, sizes, carry, row, xp=jnp):
+    """The Mamba-2 block on one token (D,): the next carry, and the output."""
+    window, state = carry
+    e, g, n, heads = sizes.d_inner, sizes.ngroups, sizes.d_state, sizes.heads
+    z, u, dt = xp.split(row @ w.in_proj + _or_zero(w.in_bias), [e, e + sizes.d_convolved])
+    window = xp.column_stack([window[:, 1:], u])
+    u = _silu((window * w.conv_weight).sum(1) + _or_zero(w.conv_bias), xp)
+    v, B, C = xp.split(u, [e, e + g * n])
+    v = v.reshape(heads, -1)  # (H, P)
+    B, C = (xp.repeat(a.reshape(g, n), heads // g, axis=0)[:, None] for a in (B, C))  # (H, 1, N)
+    dt = xp.clip(xp.logaddexp(0, dt + w.dt_bias), *sizes.dt_limit)[:, None, None]
+    state = xp.exp(-dt * xp.exp(w.A_log)[:, None, None]) * state + dt * v[..., None] * B
+    y = ((state * C).sum(-1) + w.D.reshape(heads, -1) * v).reshape(-1) * _silu(z, xp)
+    y = y.reshape(g if sizes.norm_groups is None else sizes.norm_groups, -1)
+    y = y / xp.sqrt((y * y).mean(-1, keepdims=True) + sizes.norm_eps)
+    return (window, state), y.reshape(-1) * w.norm_weight @ w.out_proj + _or_zero(w.out_bias)
+
+
+def _silu(x, xp):
+    return x / (1 + xp.exp(-x))
+
+
+def _or_zero(bias):
+    return 0 if bias is None else bias
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of block: its layer's name, small sizes, and what it computes, token by token."""
+
+    layer: str
+    block: Block
+    options: dict[str, Any]
+    token: Callable[..., Any]
+
+    def sizes(self, d_model=12, **options):
+        return self.block.sizes(d_model, **self.options | options)
+
+    def shapes(self, sizes):
+        return {name: shape for name, (_, shape) in self.block.initializers(sizes).items()}
+
+    def carry(self, sizes, xp=jnp):
+        """Before the first token of a sequence: the convolution's window and the state."""
+        conv, scan = (leaf.shape[1:] for leaf in self.block.init_cache(sizes, 1, FP32))
+        return xp.zeros((conv[1], conv[0] + 1)), xp.zeros(scan)
+
+    def float64(self, weights, sizes, x):
+        """The block on one sequence (L, D) in NumPy."""
+        weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
+        carry, outs = self.carry(sizes, np), []
+        for row in np.asarray(x, np.float64):
+            carry, out = self.token(weights, sizes, carry, row, np)
+            outs.append(out)
+        return np.stack(outs)
+
+
+MAMBA = Kind(
+    "Mamba", mamba.BLOCK, {"d_state": 3, "d_conv": 3, "expand": 2, "dt_rank": 2}, mamba_token
+)
+MAMBA2 = Kind(
+    "Mamba2", mamba2.BLOCK, {"d_state": 3, "d_conv": 3, "headdim": 4, "ngroups": 2}, mamba2_token
+)
+KINDS = {kind.block.name: kind for kind in (MAMBA, MAMBA2)}
+KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def mamba_float64(w, x):
-    """The block on one sequence (L, D) in NumPy."""
-    w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), w)
-    carry, outs = (np.zeros(w.conv_weight.shape), np.zeros(w.A_log.shape)), []
-    for row in np.asarray(x, np.float64):
-        carry, out = mamba_token(w, carry, row, np)
-        outs.append(out)
-    return np.stack(outs)
+    """A Mamba block of any sizes on one sequence (L, D) in NumPy."""
+    sizes = mamba.Sizes(w.in_proj.shape[0], d_state=w.A_log.shape[1], dt_rank=w.dt_proj.shape[0])
+    sizes = dataclasses.replace(sizes, d_conv=w.conv_weight.shape[1])
+    return MAMBA.float64(w, dataclasses.replace(sizes, expand=len(w.D) // sizes.d_model), x)
 
 
 def rms_float64(x, weight, eps):

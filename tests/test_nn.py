@@ -98,20 +98,24 @@ def test_a_policy_sets_the_dtypes():
 
 # Every layer of a library, as (layer, x) -> result, made for an implementation and with dtypes.
 
-NAMES = ("RMSNorm", "LayerNorm", "Linear", "Dropout", "SwiGLU", "Mamba")
+NAMES = ("RMSNorm", "LayerNorm", "Linear", "Dropout", "SwiGLU", "Mamba", "Mamba2")
+SIZES = {"Mamba2": {"headdim": 8}}
+"""The options without which a layer of 8 features is none."""
 
 
 def every_nnx(name, key, implementation=None, **dtypes):
     size = {"Linear": (8, 4), "Dropout": (0.5,), "SwiGLU": (8, 16)}.get(name, (8,))
-    options = dtypes | {"implementation": implementation}
+    options = SIZES.get(name, {}) | dtypes | {"implementation": implementation}
     graphdef, params = nnx.split(getattr(jk_nnx, name)(*size, **options, rngs=nnx.Rngs(0)))
     keys = {"rngs": key} if name == "Dropout" else {}
     return params, lambda params, x: nnx.merge(graphdef, params)(x, **keys)
 
 
 def every_linen(name, key, implementation=None, **dtypes):
-    size = {"Linear": (4,), "Dropout": (0.5,), "SwiGLU": (16,), "Mamba": (8,)}.get(name, ())
-    options = dtypes | ({"deterministic": False} if name == "Dropout" else {})
+    mamba = {"Mamba": (8,), "Mamba2": (8,)}
+    size = (mamba | {"Linear": (4,), "Dropout": (0.5,), "SwiGLU": (16,)}).get(name, ())
+    options = SIZES.get(name, {}) | dtypes
+    options |= {"deterministic": False} if name == "Dropout" else {}
     made = getattr(jk_linen, "Dense" if name == "Linear" else name)
     layer = made(*size, **options, implementation=implementation)
     rngs = {"params": key, "dropout": key}
@@ -122,7 +126,7 @@ def every_linen(name, key, implementation=None, **dtypes):
 
 def every_equinox(name, key, implementation=None, dtype=None, param_dtype=FP32):
     size = {"Linear": (8, 4), "Dropout": (0.5,), "SwiGLU": (8, 16)}.get(name, (8,))
-    options = {} if name == "Dropout" else {"dtype": param_dtype}
+    options = SIZES.get(name, {}) | ({} if name == "Dropout" else {"dtype": param_dtype})
     options |= {} if name in ("RMSNorm", "LayerNorm", "Dropout") else {"key": key}
     layer = getattr(jk_equinox, name)(*size, **options, implementation=implementation)
     params, rest = eqx.partition(layer, eqx.is_inexact_array)
@@ -194,15 +198,16 @@ def test_what_the_ops_do_not_compute_flax_does(library, name):
         mosaic(x, mask=mask)
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "Dropout", "SwiGLU", "Mamba"])
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "Dropout", "SwiGLU", "Mamba", "Mamba2"])
 def test_layers_hand_on_the_implementation(name):
-    x, key, options = jnp.ones((1, 2, 8)), jax.random.key(0), {"implementation": "cuda"}
+    x, key = jnp.ones((1, 2, 8)), jax.random.key(0)
+    options = SIZES.get(name, {}) | {"implementation": "cuda"}
     size = {"Dropout": (0.5,), "SwiGLU": (8, 8)}.get(name, (8,))
     off = {"deterministic": False} if name == "Dropout" else {}
-    sizes = {"Dropout": (0.5,), "SwiGLU": (8,), "Mamba": (8,)}.get(name, ())
+    sizes = () if name in ("RMSNorm", "LayerNorm") else size[:1]
     in_linen = getattr(jk_linen, name)(*sizes, **options, **off)
     rngs = {"params": key, "dropout": key}
-    made = {"key": key} if name in ("SwiGLU", "Mamba") else {}
+    made = {"key": key} if name in ("SwiGLU", "Mamba", "Mamba2") else {}
     for make in (
         lambda: getattr(jk_nnx, name)(*size, **options, rngs=nnx.Rngs(0))(x),
         lambda: in_linen.init(rngs, x),

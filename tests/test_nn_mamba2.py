@@ -1,5 +1,6 @@
-"""The Mamba-2 block: against float64, transformers' and its own steps."""
+"""What the Mamba-2 block has of its own: sizes, norms of groups, initial values, transformers'."""
 
+import dataclasses
 import functools
 import warnings
 
@@ -10,12 +11,12 @@ import pytest
 
 from jaxkern.nn import mamba2
 from tests import check
+from tests.layers import MAMBA2
 
 SIZES = mamba2.Sizes(8, d_state=3, d_conv=3, headdim=4, ngroups=2)
-BIASES = ("conv_bias", "in_bias", "out_bias")
 
 
-def draw(sizes, *, biases=True, seed=0):
+def draw(sizes, *, seed=0):
     """Random parameters, with the rates and step sizes of a block at the start of its training."""
     rng = np.random.default_rng(seed)
     d, e, h, u = sizes.d_model, sizes.d_inner, sizes.heads, sizes.d_convolved
@@ -33,37 +34,12 @@ def draw(sizes, *, biases=True, seed=0):
     }
     values = {name: 0.5 * rng.normal(size=shape) for name, shape in shapes.items()}
     values |= {"A_log": np.log(rng.uniform(1, 16, h)), "dt_bias": values["dt_bias"] - 3}
-    if not biases:
-        values |= dict.fromkeys(BIASES)
-    return mamba2.Weights(
-        **{n: None if v is None else jnp.asarray(v, jnp.float32) for n, v in values.items()}
-    )
+    return mamba2.Weights(**{n: jnp.asarray(v, jnp.float32) for n, v in values.items()})
 
 
 def block_float64(weights, sizes, x):
-    """The block in float64 NumPy, one token after another."""
-    as_wide = lambda v: 0.0 if v is None else np.asarray(v, np.float64)
-    w, x = mamba2.Weights(*map(as_wide, weights)), as_wide(x)
-    silu = lambda v: v / (1 + np.exp(-v))
-    e, g, n, heads, p = sizes.d_inner, sizes.ngroups, sizes.d_state, sizes.heads, sizes.headdim
-    window = np.zeros((x.shape[0], sizes.d_convolved, sizes.d_conv))
-    state = np.zeros((x.shape[0], heads, p, n))
-    outs = []
-    for t in range(x.shape[1]):
-        row = x[:, t] @ w.in_proj + w.in_bias
-        z, u, dt = np.split(row, [e, e + sizes.d_convolved], axis=-1)
-        window = np.concatenate([window[..., 1:], u[..., None]], axis=-1)
-        u = silu((window * w.conv_weight).sum(-1) + w.conv_bias)
-        v, B, C = np.split(u, [e, e + g * n], axis=-1)
-        v = v.reshape(-1, heads, p)
-        B, C = (np.repeat(a.reshape(-1, g, n), heads // g, axis=1)[:, :, None] for a in (B, C))
-        dt = np.clip(np.logaddexp(0, dt + w.dt_bias), *sizes.dt_limit)[..., None, None]
-        state = np.exp(-dt * np.exp(w.A_log)[:, None, None]) * state + dt * v[..., None] * B
-        y = ((state * C).sum(-1) + w.D[:, None] * v).reshape(-1, e) * silu(z)
-        y = y.reshape(-1, g, e // g)
-        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + sizes.norm_eps)
-        outs.append(y.reshape(-1, e) * w.norm_weight @ w.out_proj + w.out_bias)
-    return np.stack(outs, 1)
+    """The block on x (B, L, D) in float64."""
+    return np.stack([MAMBA2.float64(weights, sizes, row) for row in x])
 
 
 @functools.cache
@@ -75,64 +51,45 @@ def inputs(sizes, length=9):
     return jax.random.normal(jax.random.key(1), (2, length, sizes.d_model))
 
 
-@pytest.mark.parametrize("biases", [True, False])
-def test_mamba2_in_float32(biases):
-    weights, x = draw(SIZES, biases=biases), inputs(SIZES)
-    got = jitted(mamba2.mamba2)(weights, SIZES, x)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm_groups": 1},
+        {"norm_groups": 8, "ngroups": 1},
+        {"dt_limit": (0.04, 0.06), "norm_eps": 0.1},
+        {"headdim": 16, "ngroups": 1},
+        {"headdim": 1, "ngroups": 16},
+    ],
+    ids=str,
+)
+def test_mamba2_of_other_sizes(options):
+    """Norms of other groups than the scan's, limits of step sizes, one head, heads of a channel."""
+    sizes = dataclasses.replace(SIZES, **options)
+    weights, x = draw(sizes), inputs(sizes)
+    got = jitted(mamba2.mamba2)(weights, sizes, x)
+    check.assert_close(got, block_float64(weights, sizes, x), 1e-6)
+
+
+def test_mamba2_with_weights_of_the_input_for_each_channel():
+    weights, x = draw(SIZES), inputs(SIZES)
+    D = jax.random.normal(jax.random.key(2), (SIZES.heads, SIZES.headdim))
+    weights = weights._replace(D=D)
+    out, cache = jitted(mamba2.mamba2, return_cache=True)(weights, SIZES, x[:, :-1])
+    last, _ = jitted(mamba2.mamba2_step)(weights, SIZES, x[:, -1], cache)
+    got = jnp.concatenate([out, last[:, None]], 1)
     check.assert_close(got, block_float64(weights, SIZES, x), 1e-6)
-
-
-def test_mamba2_is_its_steps():
-    """Token by token from a cache, as from the middle of a sequence."""
-    weights, x = draw(SIZES), inputs(SIZES)
-    want, end = jitted(mamba2.mamba2, return_cache=True)(weights, SIZES, x)
-    out, cache = jitted(mamba2.mamba2, return_cache=True)(weights, SIZES, x[:, :4])
-    outs = [out]
-    step = jitted(mamba2.mamba2_step)
-    for t in range(4, x.shape[1]):
-        out, cache = step(weights, SIZES, x[:, t], cache)
-        outs.append(out[:, None])
-    check.assert_close((jnp.concatenate(outs, 1), cache), (want, end), 1e-6)
-    first, _ = step(weights, SIZES, x[:, 0], mamba2.init_cache(SIZES, 2, x.dtype))
-    check.assert_close(first, want[:, 0], 1e-6)
-    rest, cache = jitted(mamba2.mamba2, return_cache=True)(
-        weights, SIZES, x[:, 4:], mamba2.Cache(*jax.tree.map(jnp.asarray, _after(weights, x, 4)))
-    )
-    check.assert_close((rest, cache), (want[:, 4:], end), 1e-6)
-
-
-def _after(weights, x, tokens):
-    return jitted(mamba2.mamba2, return_cache=True)(weights, SIZES, x[:, :tokens])[1]
-
-
-def test_mamba2_packed():
-    """Two sequences in a row are two sequences."""
-    weights, x = draw(SIZES), inputs(SIZES)
-    ids = jnp.repeat(jnp.array([[5, 2]]), jnp.array([4, 5]), axis=1).repeat(2, 0)
-    got = jitted(mamba2.mamba2)(weights, SIZES, x, segment_ids=ids)
-    parts = [jitted(mamba2.mamba2)(weights, SIZES, v) for v in (x[:, :4], x[:, 4:])]
-    check.assert_close(got, jnp.concatenate(parts, 1), 1e-6)
-
-
-def test_mamba2_in_bfloat16():
-    """Products and results in bf16, the state in float32."""
-    weights, x = draw(SIZES), inputs(SIZES)
-    run = jitted(mamba2.mamba2, return_cache=True, dtype=jnp.bfloat16)
-    out, cache = run(weights, SIZES, x)
-    assert (out.dtype, cache.conv.dtype, cache.scan.dtype) == (jnp.bfloat16,) * 2 + (jnp.float32,)
-    check.assert_close(out, block_float64(weights, SIZES, x), 3e-2)
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize("groups", [1, 2])
 def test_mamba2_is_that_of_transformers(groups):
-    """On random weights; its norm is over all channels, whatever the groups."""
+    """On random weights."""
     reason = "transformers and torch are not installed"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch = pytest.importorskip("torch", reason=reason)
         modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2", reason=reason)
-        sizes = mamba2.Sizes(16, d_state=8, headdim=4, ngroups=groups, norm_groups=1)
+        sizes = mamba2.Sizes(16, d_state=8, headdim=4, ngroups=groups)
         config = modeling.Mamba2Config(
             hidden_size=sizes.d_model,
             num_heads=sizes.heads,
@@ -146,6 +103,9 @@ def test_mamba2_is_that_of_transformers(groups):
             layer_norm_epsilon=sizes.norm_eps,
         )
         theirs = modeling.Mamba2Mixer(config, layer_idx=0).eval()
+    # Before its version 5, its norm was of all channels together, whatever the groups.
+    channels = getattr(theirs.norm, "group_size", sizes.d_inner)
+    sizes = dataclasses.replace(sizes, norm_groups=sizes.d_inner // channels)
     weights, x = draw(sizes), inputs(sizes, length=21)
     tensor = lambda v: torch.from_numpy(np.array(v))
     given = {
