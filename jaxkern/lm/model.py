@@ -62,7 +62,7 @@ LAYERS = {"mamba": Mamba, "mamba2": Mamba2}
 
 
 class MambaLM(nnx.Module):
-    """The whole model; `blocks` holds all layers, stacked."""
+    """The whole model, of Mamba or of Mamba-2 blocks; `blocks` holds all layers, stacked."""
 
     def __init__(self, config: ModelConfig, options: Options = Options(), *, rngs: nnx.Rngs):
         self.config = config
