@@ -276,6 +276,10 @@ def test_linear_with_options_of_its_own_is_flaxs():
         (lambda: jk_nnx.RMSNorm(256, rngs=nnx.Rngs(0)), "rms_norm"),
         (lambda: jk_nnx.LayerNorm(256, rngs=nnx.Rngs(0)), "layer_norm"),
         (lambda: jk_nnx.SwiGLU(256, 512, rngs=nnx.Rngs(0)), "swiglu"),
+        (
+            lambda: jk_nnx.Mamba2(256, dtype=BF16, implementation="mosaic", rngs=nnx.Rngs(0)),
+            "ssd",
+        ),
     ],
 )
 def test_layers_run_the_kernels(make, kernel):

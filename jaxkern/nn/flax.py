@@ -288,7 +288,8 @@ class Mamba2(_BlockLayer):
         root.
       dtype: of the products; by default what input and parameters promote to.
       param_dtype: of the parameters.
-      implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
+      implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest;
+        :func:`jaxkern.ssd` says what its kernels take.
       rngs: where the initial values are drawn from.
       **sizes: `d_state`, `d_conv`, `expand`, `headdim`, `ngroups`, `norm_groups`, `norm_eps`,
         `dt_limit`, `use_bias` and `use_conv_bias`, as :class:`jaxkern.nn.mamba2.Sizes` has them.
