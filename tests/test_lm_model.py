@@ -421,23 +421,27 @@ def test_low_precision_learns_as_fp32_does(config, precision):
 
 @pytest.mark.newest  # every version of JAX lowers each op
 @pytest.mark.parametrize(
-    ("name", "remat"),
-    [("130m", False), ("130m", True), ("mamba2-130m", False)],
+    ("name", "options"),
+    [
+        ("130m", {"remat": False}),
+        ("130m", {"remat": True}),
+        ("mamba2-130m", {"implementation": "mosaic"}),  # by default ssd is plain JAX
+    ],
     ids=["False", "True", "mamba2"],
 )
-def test_training_on_a_gpu_runs_the_kernels(name, remat, monkeypatch):
+def test_training_on_a_gpu_runs_the_kernels(name, options, monkeypatch):
     """Two layers of the 130m preset, a step in bf16 lowered for CUDA: kernels both ways."""
     preset = PRESETS[name]
     two = dataclasses.replace(preset, model=dataclasses.replace(preset.model, n_layers=2))
     monkeypatch.setitem(PRESETS, name, two)
     config = TrainConfig.from_flags({"preset": name})
     policy = Policy.parse("bf16")
-    step = make_train_step(config, make_model(config.model, Options(policy, remat=remat)))
+    step = make_train_step(config, make_model(config.model, Options(policy, **options)))
     state = jax.eval_shape(lambda: init_state(config, policy))
     batch = jax.ShapeDtypeStruct((1, config.batch_size, config.seq_len + 1), np.uint8)
     text = jax.jit(step).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
-    scan = {"mamba": ["selective_scan"], "mamba2": []}[config.model.block.name]
-    for op in ("rms_norm", "causal_conv1d", *scan):
+    scan = {"mamba": "selective_scan", "mamba2": "ssd"}[config.model.block.name]
+    for op in ("rms_norm", "causal_conv1d", scan):
         assert f"{op}_fwd" in text
         assert f"{op}_bwd" in text
     assert "fused_adam" in text
