@@ -25,13 +25,13 @@
 
 Biases and an output layer of its own are there where config.json says ``use_bias``,
 ``use_conv_bias`` and ``tie_word_embeddings: false``; a tied output layer is the embedding,
-transposed. ``model_type`` says which kind of block it is: ``mamba``, of which the checkpoints
-``state-spaces/mamba-*-hf`` are and what ``transformers.MambaForCausalLM.save_pretrained`` writes,
-or ``mamba2``, of ``transformers.Mamba2ForCausalLM``. The norm inside a Mamba-2 block is of each of
-its ``n_groups`` groups of channels by itself, as in mamba_ssm and in transformers since a version
-5; earlier ones normalise all channels together. What config.json says of initial values
-(``initializer_range``, ``time_step_min`` and the like) and of how transformers runs the model does
-not matter here; the residual stream is always float32.
+transposed. ``model_type`` names the kind of block. It is ``mamba`` in the checkpoints
+``state-spaces/mamba-*-hf`` and in what ``transformers.MambaForCausalLM.save_pretrained`` writes,
+and ``mamba2`` in those of ``transformers.Mamba2ForCausalLM``. The norm inside a Mamba-2 block
+normalises each of the ``n_groups`` groups of channels by itself, as mamba_ssm and the newest
+transformers do; earlier ones normalised all channels together. What config.json says of initial
+values (``initializer_range``, ``time_step_min`` and the like) and of how transformers runs the
+model does not matter here; the residual stream is always float32.
 """
 
 import json
