@@ -26,6 +26,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
+import math
 import os
 import statistics
 import sys
@@ -118,9 +119,9 @@ def draw(job: Job, batch: int) -> list[np.ndarray]:
 
 def product_operations(model: ModelConfig) -> int:
     """Operations of the matrix products a token: two a weight, forward, and four, backward."""
-    d, e, r = model.d_model, model.d_inner, model.rank
-    layer = d * 2 * e + e * (r + 2 * model.d_state) + r * e + e * d
-    return 6 * (model.n_layers * layer + model.vocab_size * d)
+    shapes = {name: shape for name, (_, shape) in model.block.initializers(model.sizes).items()}
+    layer = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("_proj"))
+    return 6 * (model.n_layers * layer + model.vocab_size * model.d_model)
 
 
 def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
@@ -196,8 +197,9 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
 
     models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
     torch.manual_seed(0)
-    m = job.model
-    mixer = {"layer": "Mamba1", "d_state": m.d_state, "d_conv": m.d_conv, "expand": m.expand}
+    m, sizes = job.model, job.model.sizes
+    mixer: dict[str, Any] = {"layer": {"mamba": "Mamba1", "mamba2": "Mamba2"}[m.block.name]}
+    mixer |= {"d_state": sizes.d_state, "d_conv": sizes.d_conv, "expand": sizes.expand}
     config = models.MambaConfig(
         d_model=m.d_model,
         n_layer=m.n_layers,

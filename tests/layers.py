@@ -202,12 +202,5 @@ KINDS = {kind.block.name: kind for kind in (MAMBA, MAMBA2)}
 KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-def mamba_float64(w, x):
-    """A Mamba block of any sizes on one sequence (L, D) in NumPy."""
-    sizes = mamba.Sizes(w.in_proj.shape[0], d_state=w.A_log.shape[1], dt_rank=w.dt_proj.shape[0])
-    sizes = dataclasses.replace(sizes, d_conv=w.conv_weight.shape[1])
-    return MAMBA.float64(w, dataclasses.replace(sizes, expand=len(w.D) // sizes.d_model), x)
-
-
 def rms_float64(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight

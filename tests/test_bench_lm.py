@@ -30,22 +30,35 @@ def test_tokens_are_skewed_and_fill_the_batch():
     assert np.mean(large == 1) == pytest.approx(share / 2, rel=0.05)
 
 
-def test_operations_of_the_products():
+@pytest.mark.parametrize(
+    ("preset", "shapes"),
+    [
+        ("130m", [(768, 3072), (1536, 48 + 32), (48, 1536), (1536, 768)]),
+        ("mamba2-130m", [(768, 3072 + 256 + 24), (1536, 768)]),
+    ],
+)
+def test_operations_of_the_products(preset, shapes):
     """Six for each weight of a matrix, as in the model that has no others of two axes but A."""
-    model = PRESETS["130m"].model
-    shapes = [(768, 3072), (1536, 48 + 32), (48, 1536), (1536, 768)]
     weights = 24 * sum(a * b for a, b in shapes) + 256 * 768
-    assert train.product_operations(model) == 6 * weights
+    assert train.product_operations(PRESETS[preset].model) == 6 * weights
 
 
-@pytest.mark.parametrize("contender", ["xla-loop", "jaxkern-remat"])
-def test_contenders_learn_in_this_process(contender):
-    found = train.measure(dataclasses.replace(JOB, contender=contender))
+@pytest.mark.parametrize(
+    ("contender", "preset", "parameters"),
+    [
+        ("xla-loop", "micro", 8560),
+        ("jaxkern-remat", "micro", 8560),
+        ("jaxkern-loop", "mamba2-micro", 8088),
+    ],
+    ids=["xla-loop", "jaxkern-remat", "mamba2-loop"],
+)
+def test_contenders_learn_in_this_process(contender, preset, parameters):
+    found = train.measure(dataclasses.replace(JOB, contender=contender, preset=preset))
     assert found["last_loss"] < found["first_loss"] - 0.05
     assert found["first_loss"] == pytest.approx(np.log(256), abs=0.05)
     assert found["steps"] == 12
     assert found["tokens_per_second"] == pytest.approx(64e3 / found["ms"], rel=0.02)
-    assert (found["batch"], found["parameters"]) == (4, 8560)
+    assert (found["batch"], found["parameters"]) == (4, parameters)
 
 
 def test_contenders_have_processes_of_their_own(tmp_path, monkeypatch, capsys):

@@ -14,9 +14,10 @@ import pytest
 from jaxkern.lm import checkpoint
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.report import MetricsLog, read_metrics
+from jaxkern.nn import mamba
 from jaxkern.precision import DynamicLossScale
 
-MODEL = ModelConfig(d_model=8, n_layers=1)
+MODEL = ModelConfig(mamba.Sizes(8), 1)
 PARAMS = {"w": jnp.arange(1000.0) / 7, "b": {"half": jnp.ones((3, 5), jnp.bfloat16)}}
 REST = {
     "opt_state": ({"mu": jnp.full((7,), 1e-30)}, None),
@@ -120,12 +121,13 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path, harm, words):
 def test_another_models_checkpoint_is_refused(tmp_path):
     """Nothing is damaged, so that nothing is gone back from."""
     save(tmp_path, 5)
-    model = PRESETS["micro"].model
-    words = "is of another model, and the run is of preset micro: d_model is 8, not 16, d_state "
-    for read in (checkpoint.check, lambda run, step, model: checkpoint.newest(run, model)):
-        with pytest.raises(RunError, match=words) as caught:
-            read(tmp_path, 5, model)
-        assert not isinstance(caught.value, checkpoint.DamagedError)
+    words = "is of another model, and the run is of preset {}: {}d_model is 8, not 16, d_state "
+    for name, kind in (("micro", ""), ("mamba2-micro", "block is mamba, not mamba2, ")):
+        model = PRESETS[name].model
+        for read in (checkpoint.check, lambda run, step, model: checkpoint.newest(run, model)):
+            with pytest.raises(RunError, match=words.format(name, kind)) as caught:
+                read(tmp_path, 5, model)
+            assert not isinstance(caught.value, checkpoint.DamagedError)
     manifest = tmp_path / "checkpoints" / "5" / "manifest.json"
     content = manifest.read_text()
     for old, new in (('"format": "jaxkern-lm-1"', '"format": "2"'), ("d_model", "width")):

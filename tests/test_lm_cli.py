@@ -390,7 +390,8 @@ def test_resumed_configuration():
 
 
 def test_presets_are_whole():
-    assert list(PRESETS) == ["tiny", "130m", "370m", "1.4b", "micro"]
+    mamba2 = ["mamba2-130m", "mamba2-370m", "mamba2-780m", "mamba2-1.3b"]
+    assert list(PRESETS) == ["tiny", "130m", "370m", "1.4b", *mamba2, "micro", "mamba2-micro"]
     for name, preset in PRESETS.items():
         config = TrainConfig.from_flags({"preset": name})
         assert config.model == preset.model

@@ -10,7 +10,14 @@ import pytest
 from flax import nnx
 
 from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
-from jaxkern.lm.model import DECAYED, MambaLM, Options, count_params, one_hot
+from jaxkern.lm.model import (
+    DECAYED,
+    MambaLM,
+    Options,
+    count_params,
+    initial_params,
+    one_hot,
+)
 from jaxkern.lm.step import (
     init_state,
     learning_rate,
@@ -22,34 +29,18 @@ from jaxkern.lm.step import (
 from jaxkern.nn import mamba
 from jaxkern.precision import Policy
 from tests import check
-from tests.layers import mamba_float64, rms_float64
+from tests.language_models import logits_float64
 
-MICRO = PRESETS["micro"].model
-CONFIG = TrainConfig.from_flags({"preset": "micro"})
+CONFIG, CONFIG2 = (TrainConfig.from_flags({"preset": name}) for name in ("micro", "mamba2-micro"))
+MICRO, MICRO2 = CONFIG.model, CONFIG2.model
+KIND = pytest.mark.parametrize("shape", [MICRO, MICRO2], ids=["mamba", "mamba2"])
 FP32 = Policy()
 # Most of the time here is compilation; unoptimised code of the same program is made much sooner.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@functools.cache
-def initial(seed=0):
-    config = dataclasses.replace(CONFIG, seed=seed)
-    return jit(lambda: init_state(config, FP32))()
-
-
 def windows(batch=4, length=24, seed=0):
     return np.random.default_rng(seed).integers(1, 256, (batch, length + 1), dtype=np.uint8)
-
-
-def logits_float64(params, tokens):
-    """The model of one sequence as the paper writes it, in NumPy, one step after another."""
-    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    x = p["embedding"][tokens]  # (L, d_model)
-    for layer in range(MICRO.n_layers):
-        b = {name: value[layer] for name, value in p["blocks"].items()}
-        norm = b.pop("norm")
-        x = x + mamba_float64(mamba.Weights(**b), rms_float64(x, norm, 1e-5))
-    return rms_float64(x, p["norm"], 1e-5) @ p["embedding"].T
 
 
 def cross_entropy(logits, tokens):
@@ -58,10 +49,10 @@ def cross_entropy(logits, tokens):
     return -np.take_along_axis(log_probs, tokens[..., None].astype(int), -1)[..., 0]
 
 
-@pytest.fixture(scope="module")
-def trained():
+@functools.cache
+def trained(shape):
     """Parameters away from their initial symmetries."""
-    leaves, tree = jax.tree.flatten(initial().params)
+    leaves, tree = jax.tree.flatten(jit(lambda: initial_params(shape))())
     keys = jax.random.split(jax.random.key(5), len(leaves))
     moved = [
         leaf + 0.1 * jax.random.normal(key, leaf.shape)
@@ -70,31 +61,33 @@ def trained():
     return jax.tree.unflatten(tree, moved)
 
 
-@pytest.fixture(scope="module")
-def forward():
-    return jit(lambda params, tokens: nnx.merge(make_model(MICRO, Options()), params)(tokens))
+@functools.cache
+def forward(shape):
+    return jit(lambda params, tokens: nnx.merge(make_model(shape, Options()), params)(tokens))
 
 
-def test_model_is_the_papers(trained, forward):
+@KIND
+def test_model_is_the_papers(shape):
     tokens = windows()[:, :-1]
-    out = forward(trained, tokens)
+    out = forward(shape)(trained(shape), tokens)
     assert out.shape == (4, 24, 256)
     assert out.dtype == jnp.float32
-    expected = np.stack([logits_float64(trained, row) for row in tokens])
+    expected = np.stack([logits_float64(shape, trained(shape), row) for row in tokens])
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_loss_is_the_mean_cross_entropy(trained):
+def test_loss_is_the_mean_cross_entropy():
     w = windows()
-    logits = np.stack([logits_float64(trained, row) for row in w[:, :-1]])
+    logits = np.stack([logits_float64(MICRO, trained(MICRO), row) for row in w[:, :-1]])
     expected = cross_entropy(logits, w[:, 1:]).mean()
-    loss = loss_fn(make_model(MICRO, Options()), trained, jnp.asarray(w))
+    loss = loss_fn(make_model(MICRO, Options()), trained(MICRO), jnp.asarray(w))
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
-def test_steps_give_the_logits_of_the_whole_sequence(trained, forward):
+@KIND
+def test_steps_give_the_logits_of_the_whole_sequence(shape):
     tokens = jnp.asarray(windows(2, 17)[:, :-1])
-    graphdef = make_model(MICRO, Options())
+    graphdef = make_model(shape, Options())
 
     @jit
     def stepwise(params, tokens):
@@ -106,9 +99,9 @@ def test_steps_give_the_logits_of_the_whole_sequence(trained, forward):
 
         return jax.lax.scan(step, model.init_state(2), tokens.T)[1]
 
-    whole = forward(trained, tokens)
+    whole = forward(shape)(trained(shape), tokens)
     np.testing.assert_allclose(
-        stepwise(trained, tokens).swapaxes(0, 1), whole, rtol=1e-4, atol=1e-4
+        stepwise(trained(shape), tokens).swapaxes(0, 1), whole, rtol=1e-4, atol=1e-4
     )
 
 
@@ -128,20 +121,21 @@ def rows_of_documents(row):
 
 
 @pytest.mark.newest
-def test_documents_of_a_row_do_not_see_each_other_nor_padding(trained):
+@KIND
+def test_documents_of_a_row_do_not_see_each_other_nor_padding(shape):
     """Logits, loss and gradients: packed in a row, and as rows with padding."""
     row = windows(1, 28)[0]
     tokens, mask = rows_of_documents(row)
 
     def loss_and_logits(options, params, tokens, segment_ids, mask):
-        graphdef = make_model(MICRO, options)
+        graphdef = make_model(shape, options)
         loss = loss_fn(graphdef, params, tokens, segment_ids=segment_ids, mask=mask)
         call = nnx.merge(graphdef, params)
         return loss, call(tokens, segment_ids=segment_ids, mask=mask)
 
     def run(*arrays, **options):
         f = functools.partial(loss_and_logits, Options(**options))
-        return jit(jax.value_and_grad(f, has_aux=True))(trained, *arrays)
+        return jit(jax.value_and_grad(f, has_aux=True))(trained(shape), *arrays)
 
     packed = run(row[None], SEGMENTS, None)
     looped = run(row[None], SEGMENTS, None, remat=True, scan_layers=True)
@@ -151,7 +145,7 @@ def test_documents_of_a_row_do_not_see_each_other_nor_padding(trained):
     )
 
     documents = [tokens[i][mask[i]] for i in range(4)]
-    expected = [logits_float64(trained, document) for document in documents]
+    expected = [logits_float64(shape, trained(shape), document) for document in documents]
     losses = [cross_entropy(e[:-1], d[1:]) for e, d in zip(expected, documents, strict=True)]
     for (loss, logits), _ in (packed, looped, padded, both):
         np.testing.assert_allclose(loss, np.concatenate(losses).mean(), rtol=1e-5)
@@ -162,19 +156,20 @@ def test_documents_of_a_row_do_not_see_each_other_nor_padding(trained):
         assert max(jax.tree.leaves(errors)) < 3e-6
 
 
-def test_nothing_is_predicted_of_padding_and_of_documents_of_one_token(trained):
+def test_nothing_is_predicted_of_padding_and_of_documents_of_one_token():
     f = jit(functools.partial(loss_fn, make_model(MICRO, Options())))
     tokens = windows(1, 7)
-    assert f(trained, tokens, mask=np.zeros((1, 8), np.int8)) == 0
-    assert f(trained, tokens, segment_ids=np.arange(8)[None]) == 0
+    assert f(trained(MICRO), tokens, mask=np.zeros((1, 8), np.int8)) == 0
+    assert f(trained(MICRO), tokens, segment_ids=np.arange(8)[None]) == 0
 
 
+@KIND
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
-def test_prefill_is_as_steps_without_the_padding(trained, policy):
+def test_prefill_is_as_steps_without_the_padding(shape, policy):
     """Logits and states after prompts, one with padding in between, and one of padding alone."""
     tokens, mask = rows_of_documents(windows(1, 28)[0])
     mask[3, 5:7], mask[1] = False, False
-    graphdef = make_model(MICRO, Options(Policy.parse(policy)))
+    graphdef = make_model(shape, Options(Policy.parse(policy)))
 
     @jit
     def stepwise(params, tokens, mask):
@@ -184,31 +179,33 @@ def test_prefill_is_as_steps_without_the_padding(trained, policy):
             token, read = column
             after = model.step(token, carry[1])
             chosen = lambda axis, a, b: jnp.where(jnp.expand_dims(read, axis), a, b)
-            cache = jax.tree.map(functools.partial(chosen, (0, 2, 3)), after[1], carry[1])
+            over = lambda a, b: chosen((0, *range(2, a.ndim)), a, b)
+            cache = jax.tree.map(over, after[1], carry[1])
             return (chosen(1, after[0], carry[0]), cache), None
 
         start = jnp.zeros((4, 256), jnp.float32), model.init_state(4)
         return jax.lax.scan(step, start, (tokens.T, mask.T))[0]
 
     prefill = jit(lambda params, *rows: nnx.merge(graphdef, params).prefill(rows[0], mask=rows[1]))
-    got, want = (f(trained, tokens, mask.astype(np.int8)) for f in (prefill, stepwise))
+    got, want = (f(trained(shape), tokens, mask.astype(np.int8)) for f in (prefill, stepwise))
     tol = 1e-4 if policy == "fp32" else 0.05
     np.testing.assert_allclose(got[0][mask.any(1)], want[0][mask.any(1)], rtol=tol, atol=tol)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tol, atol=tol), got[1], want[1])
     assert jax.tree.map(lambda a: a.dtype, got[1]) == jax.tree.map(lambda a: a.dtype, want[1])
 
 
-def test_tokens_outside_the_vocabulary_are_not_passed_over(trained, forward):
-    tokens = np.tile(windows(1, 24)[:, :-1].astype(np.int32), (4, 1))
-    expected = forward(trained, tokens)
+@KIND
+def test_tokens_outside_the_vocabulary_are_not_passed_over(shape):
+    tokens, params = np.tile(windows(1, 24)[:, :-1].astype(np.int32), (4, 1)), trained(shape)
+    expected = forward(shape)(params, tokens)
     tokens[:3, 20] = -1, 256, 2**31 - 1
-    logits = np.asarray(forward(trained, tokens))
+    logits = np.asarray(forward(shape)(params, tokens))
     np.testing.assert_array_equal(logits[:, :20], expected[:, :20])
     assert np.isnan(logits[:3, 20:]).all()
     np.testing.assert_array_equal(logits[3], expected[3])
-    loss = jit(functools.partial(loss_fn, make_model(MICRO, Options())))
-    assert np.isnan(loss(trained, tokens[:1, :21]))  # as the last, which is only predicted
-    assert np.isfinite(loss(trained, tokens[3:, :21]))
+    loss = jit(functools.partial(loss_fn, make_model(shape, Options())))
+    assert np.isnan(loss(params, tokens[:1, :21]))  # as the last, which is only predicted
+    assert np.isfinite(loss(params, tokens[3:, :21]))
 
 
 @pytest.mark.parametrize(
@@ -237,32 +234,40 @@ def test_tokens_outside_the_vocabulary_are_not_passed_over(trained, forward):
         (ValueError, "at least one token a row", lambda m: m.prefill(np.ones((2, 0), int))),
     ],
 )
-def test_wrong_calls_say_what_is_wrong(trained, error, words, call):
+def test_wrong_calls_say_what_is_wrong(error, words, call):
     with pytest.raises(error, match=words):
-        call(nnx.merge(make_model(MICRO, Options()), trained))
+        call(nnx.merge(make_model(MICRO, Options()), trained(MICRO)))
 
 
-def test_no_byte_sees_those_after_it(trained, forward):
+@KIND
+def test_no_byte_sees_those_after_it(shape):
     tokens = windows()[:, :-1]
     changed = tokens.copy()
     changed[:, 10] ^= 255
-    before, after = forward(trained, tokens), forward(trained, changed)
+    before, after = (forward(shape)(trained(shape), t) for t in (tokens, changed))
     np.testing.assert_array_equal(before[:, :10], after[:, :10])
     assert not np.array_equal(before[:, 10:], after[:, 10:])
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    "how", [("scan_layers",), ("remat",), ("scan_layers", "remat")], ids="+".join
+    ("shape", "how"),
+    [
+        (MICRO, ("scan_layers",)),
+        (MICRO, ("remat",)),
+        (MICRO, ("scan_layers", "remat")),
+        (MICRO2, ("scan_layers", "remat")),
+    ],
+    ids=["scan_layers", "remat", "scan_layers+remat", "mamba2-scan_layers+remat"],
 )
-def test_loops_and_remat_change_the_program_and_not_gradients(trained, how):
+def test_loops_and_remat_change_the_program_and_not_gradients(shape, how):
     def gradients(**options):
-        graphdef = make_model(MICRO, Options(**options))
+        graphdef = make_model(shape, Options(**options))
         f = jit(jax.grad(functools.partial(loss_fn, graphdef)))
-        traced = f.trace(trained, jnp.asarray(windows()))
+        traced = f.trace(trained(shape), jnp.asarray(windows()))
         lowered = traced.lower()
         loops = lowered.as_text().count("stablehlo.while")
-        return lowered.compile()(trained, windows()), str(traced.jaxpr).count("remat"), loops
+        return lowered.compile()(trained(shape), windows()), str(traced.jaxpr).count("remat"), loops
 
     plain, remats, loops = gradients()
     got, more_remats, more_loops = gradients(**dict.fromkeys(how, True))
@@ -283,8 +288,21 @@ def test_presets_have_the_papers_sizes(name, paper):
     assert count_params(shapes) == paper - (50_280 - 256) * config.model.d_model
 
 
+@pytest.mark.parametrize(
+    ("name", "width", "layers"),
+    [("130m", 768, 24), ("370m", 1024, 48), ("780m", 1536, 48), ("1.3b", 2048, 48)],
+)
+def test_presets_of_mamba2_have_the_papers_sizes(name, width, layers):
+    """Heads of 64 channels, one group, 128 states, four taps, twice as many inner channels."""
+    inner, heads, convolved = 2 * width, 2 * width // 64, 2 * width + 2 * 128
+    block = width * (inner + convolved + heads) + 5 * convolved + 3 * heads + inner + inner * width
+    config = TrainConfig.from_flags({"preset": f"mamba2-{name}"})
+    shapes = jax.eval_shape(lambda: init_state(config, FP32)).params
+    assert count_params(shapes) == layers * (block + width) + (256 + 1) * width
+
+
 def test_initialisation_is_the_papers():
-    config = ModelConfig(d_model=64, n_layers=3)
+    config = ModelConfig(mamba.Sizes(64), 3)
     preset = dataclasses.replace(PRESETS["micro"], model=config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "micro", preset)
@@ -303,13 +321,16 @@ def test_initialisation_is_the_papers():
     assert not np.array_equal(blocks["in_proj"][0], blocks["in_proj"][1])  # layers differ
 
 
-def test_weight_decay_is_on_matrices_only():
-    shape = dataclasses.replace(MICRO, tie_embeddings=False, use_bias=True)
+@KIND
+def test_weight_decay_is_on_matrices_only(shape):
+    sizes = dataclasses.replace(shape.sizes, use_bias=True)
+    shape = dataclasses.replace(shape, tie_embeddings=False, sizes=sizes)
     params = nnx.to_pure_dict(nnx.state(MambaLM(shape, rngs=nnx.Rngs(0))))
     names = set(params["blocks"]) | set(params) - {"blocks"}
     kept = {"norm", "conv_bias", "dt_bias", "A_log", "D", "in_bias", "out_bias"}
-    assert names - DECAYED == kept
-    assert names >= DECAYED
+    own = {"mamba": {"x_proj", "dt_proj"}, "mamba2": {"norm_weight"}}[shape.block.name]
+    assert names - DECAYED == kept | (own - DECAYED)
+    assert names >= DECAYED - {"x_proj", "dt_proj"} | own
     optimizer = make_optimizer(CONFIG)
     zeros = jax.tree.map(jnp.zeros_like, params)
     ones = jax.tree.map(jnp.ones_like, params)
@@ -329,11 +350,11 @@ def test_learning_rate_warms_up_and_decays():
 
 
 @functools.cache
-def train_step(precision):
+def train_step(precision, config=CONFIG):
     """The compiled step on windows (1, 8, 25), and the state before the first."""
     policy = Policy.parse(precision)
-    step = jit(make_train_step(CONFIG, make_model(MICRO, Options(policy))))
-    return step, jit(lambda: init_state(CONFIG, policy))()
+    step = jit(make_train_step(config, make_model(config.model, Options(policy))))
+    return step, jit(lambda: init_state(config, policy))()
 
 
 @pytest.mark.newest
@@ -374,9 +395,9 @@ def test_fp16_skips_a_step_with_infinite_gradients():
 
 
 @functools.cache
-def learn(precision):
+def learn(precision, config):
     """Losses of thirty steps on eight windows, which a model can begin to learn by heart."""
-    step, state = train_step(precision)
+    step, state = train_step(precision, config)
     losses = []
     for _ in range(30):
         state, metrics = step(state, windows(8)[None])
@@ -386,28 +407,41 @@ def learn(precision):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_learns_as_fp32_does(precision):
-    full, low = learn("fp32"), learn(precision)
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [(CONFIG, "bf16"), (CONFIG, "fp16"), (CONFIG2, "bf16")],
+    ids=["bf16", "fp16", "mamba2-bf16"],
+)
+def test_low_precision_learns_as_fp32_does(config, precision):
+    full, low = learn("fp32", config), learn(precision, config)
     assert full[-1] < full[0] - 0.3
     np.testing.assert_allclose(low, full, rtol=0.01)
     assert not np.array_equal(low, full)
 
 
 @pytest.mark.newest  # every version of JAX lowers each op
-@pytest.mark.parametrize("remat", [False, True])
-def test_training_on_a_gpu_runs_the_kernels(remat, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("130m", {"remat": False}),
+        ("130m", {"remat": True}),
+        ("mamba2-130m", {"implementation": "mosaic"}),  # by default ssd is plain JAX
+    ],
+    ids=["False", "True", "mamba2"],
+)
+def test_training_on_a_gpu_runs_the_kernels(name, options, monkeypatch):
     """Two layers of the 130m preset, a step in bf16 lowered for CUDA: kernels both ways."""
-    preset = PRESETS["130m"]
+    preset = PRESETS[name]
     two = dataclasses.replace(preset, model=dataclasses.replace(preset.model, n_layers=2))
-    monkeypatch.setitem(PRESETS, "130m", two)
-    config = TrainConfig.from_flags({"preset": "130m"})
+    monkeypatch.setitem(PRESETS, name, two)
+    config = TrainConfig.from_flags({"preset": name})
     policy = Policy.parse("bf16")
-    step = make_train_step(config, make_model(config.model, Options(policy, remat=remat)))
+    step = make_train_step(config, make_model(config.model, Options(policy, **options)))
     state = jax.eval_shape(lambda: init_state(config, policy))
     batch = jax.ShapeDtypeStruct((1, config.batch_size, config.seq_len + 1), np.uint8)
     text = jax.jit(step).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
-    for op in ("rms_norm", "causal_conv1d", "selective_scan"):
+    scan = {"mamba": "selective_scan", "mamba2": "ssd"}[config.model.block.name]
+    for op in ("rms_norm", "causal_conv1d", scan):
         assert f"{op}_fwd" in text
         assert f"{op}_bwd" in text
     assert "fused_adam" in text
@@ -417,7 +451,7 @@ def test_training_on_a_gpu_runs_the_kernels(remat, monkeypatch):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_training_by_the_kernels_is_as_near_to_fp32_as_in_plain_jax(precision, monkeypatch):
     """Losses of thirty steps on the same windows."""
-    shape = dataclasses.replace(MICRO, d_model=128, d_state=16)
+    shape = dataclasses.replace(MICRO, sizes=mamba.Sizes(128))
     monkeypatch.setitem(PRESETS, "micro", dataclasses.replace(PRESETS["micro"], model=shape))
     batch = windows(8, 128)[None]
 

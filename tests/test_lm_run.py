@@ -318,6 +318,28 @@ def test_two_devices_give_the_losses_of_one_which_may_go_on_alone(finished, argv
     assert checkpoint.steps(out) == [6, 8]
 
 
+@pytest.mark.newest
+def test_a_run_of_mamba2_goes_on_to_the_same_losses_and_is_sampled(text, tmp_path, during):
+    argv = ["train", "--preset", "mamba2-micro", "--data", text, "--steps", 40]
+    argv += ["--eval-batches", 1, "--checkpoint-every", 15]
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert "a sample:" in run(*argv, "--out", whole)
+    during(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert "step 6 of 40" in run(*argv, "--out", out, code=143)
+    stored = json.loads((out / "config.json").read_text())["model"]
+    assert (stored["block"], stored["headdim"], stored["dt_limit"]) == ("mamba2", 8, [0.0, "inf"])
+    assert "continued from step 6" in run("train", "--resume", "--out", out)
+    assert losses(out) == losses(whole)
+    assert losses(out)[-1]["loss"] < losses(out)[0]["validation_loss"] * 0.7
+    assert run("sample", "--run", out, "--prompt", "the ", "--length", 8).startswith("the ")
+
+    if len(jax.devices()) > 1:
+        during(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        run(*argv, "--devices", 2, "--out", tmp_path / "two", code=143)
+        for two, one in zip(losses(tmp_path / "two"), losses(whole)[:4], strict=True):
+            assert two == pytest.approx(one, rel=2e-5)
+
+
 def test_a_run_is_not_overwritten_nor_changed(finished):
     out = finished[0]
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}

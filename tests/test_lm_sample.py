@@ -186,7 +186,7 @@ def run(tmp_path):
     config = {
         "format": checkpoint.FORMAT,
         "flags": {"of": "another version"},
-        "model": dataclasses.asdict(MICRO),
+        "model": MICRO.stored(),
         "data": {},
         "precision": str(Policy.parse("bf16")),
         "versions": {"jaxkern": "0.0.9"},

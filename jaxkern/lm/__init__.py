@@ -1,12 +1,13 @@
-"""The main job: a byte-level Mamba language model, from the command line.
+"""The main job: byte-level language models of Mamba and Mamba-2 blocks, from the command line.
 
 cli         flags, subcommands, one-line errors
 config      presets, the configuration of a run
 data        text files -> a packed byte corpus -> batches
-model       the Mamba language model (flax.nnx) on jaxkern's ops
+model       the language model (flax.nnx) on jaxkern's ops
 step        one optimizer step and one evaluation, as pure functions
 checkpoint  what a run directory holds; save, restore
 hf          checkpoints in the layout of Hugging Face
+hf_layouts  how transformers stores each kind of block
 report      progress, metrics.jsonl, loss.png
 memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "LanguageModel":
-    """Load a trained language model: a run of ``jaxkern train``, or a Mamba of Hugging Face.
+    """Load a trained language model: a run of ``jaxkern train``, or one of Hugging Face.
 
     Args:
       folder: the ``--out`` folder of a run, or one of config.json and model.safetensors, as

@@ -13,7 +13,6 @@ pickled: orbax stores arrays and JSON.
 """
 
 import contextlib
-import dataclasses
 import errno
 import gc
 import hashlib
@@ -218,11 +217,11 @@ def set_aside(run: Path, newest: int) -> None:
 
 def differences(stored: ModelConfig, model: ModelConfig) -> str:
     """Says which fields of a stored model differ from `model`."""
-    own = dataclasses.asdict(model).items()
+    found, own = stored.stored(), model.stored()
     return ", ".join(
-        f"{name} is {getattr(stored, name)}, not {value}"
-        for name, value in own
-        if getattr(stored, name) != value
+        f"{name} is {found[name]}, not {value}"
+        for name, value in own.items()
+        if name in found and found[name] != value
     )
 
 

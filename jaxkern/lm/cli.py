@@ -11,6 +11,7 @@ import importlib.util
 import io
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,7 +108,7 @@ def _explain(error: BaseException) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="jaxkern",
-        description="Train and sample a byte-level Mamba language model on jaxkern's kernels.",
+        description="Train and sample language models of Mamba and Mamba-2 blocks.",
     )
     parser.add_argument("--version", action="version", version=f"jaxkern {jaxkern.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -134,21 +135,39 @@ def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
         if default is None:
             default = _by_preset(key) if key in PRESET_FLAGS else str(DEFAULTS[key])
         parser.add_argument(
-            name, help=f"{help}\n(default: {default})", default=argparse.SUPPRESS, **options
+            name,
+            help=f"{help}\n{_lines(f'(default: {default})')}",
+            default=argparse.SUPPRESS,
+            **options,
         )
 
     return add
 
 
 def _by_preset(field: str) -> str:
-    return ", ".join(f"{name} {getattr(p, field):g}" for name, p in PRESETS.items())
+    """The defaults of a flag, each behind the presets that have it."""
+    presets: dict[float, list[str]] = {}
+    for name, preset in PRESETS.items():
+        presets.setdefault(getattr(preset, field), []).append(name)
+    most = max(presets, key=lambda value: len(presets[value]))
+    if len(presets[most]) > 2:
+        presets[most] = ["others"]
+    last = lambda value: presets[value] == ["others"]
+    told = (f"{' and '.join(presets[v])} {v:g}" for v in sorted(presets, key=last))
+    return ", ".join(told)
+
+
+def _lines(text: str) -> str:
+    """Breaks a text where the lines of a flag's help end."""
+    return textwrap.fill(text, 54, break_on_hyphens=False)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> Callable[..., None]:
     """Add the flags that decide what the training step computes; what it returns adds others."""
     parser.formatter_class = argparse.RawTextHelpFormatter
     add = _adder(parser)
-    add("--preset", f"model size: {', '.join(PRESETS)}", choices=PRESETS, metavar="NAME")
+    named = _lines(f"kind of block and size of the model: {', '.join(PRESETS)}")
+    add("--preset", named, choices=PRESETS, metavar="NAME")
     add("--batch-size", "sequences per step")
     add("--seq-len", "bytes per sequence")
     add("--grad-accum", "parts that a batch is computed in, one after another", metavar="K")
@@ -171,8 +190,8 @@ def _add_model(parser: argparse.ArgumentParser) -> Callable[..., None]:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Train a byte-level Mamba language model. Without flags: a tiny one, on the sources of "
-        "Python's standard library, in some minutes on a CPU."
+        "Train a byte-level language model of Mamba or Mamba-2 blocks. Without flags: a tiny one, "
+        "on the sources of Python's standard library, in some minutes on a CPU."
     )
     add = _add_model(parser)
     add(
@@ -246,8 +265,8 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
         "--hf",
         type=_path,
         metavar="DIR",
-        help="a Mamba checkpoint in the layout of Hugging Face: config.json, model.safetensors and "
-        "tokenizer.json",
+        help="a Mamba or Mamba-2 checkpoint in the layout of Hugging Face: config.json, "
+        "model.safetensors and tokenizer.json",
     )
     parser.add_argument(
         "--prompt",

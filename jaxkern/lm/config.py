@@ -1,14 +1,13 @@
 """Presets and the configuration of a run. Imports no optional package: --help needs none."""
 
 import dataclasses
-import inspect
 import math
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
-from jaxkern.nn import mamba
-from jaxkern.nn.common import Block
+from jaxkern.nn import mamba, mamba2
+from jaxkern.nn.common import Block, check_sizes
 
 
 class RunError(Exception):
@@ -66,26 +65,33 @@ LIMITS = {
 IMPLEMENTATIONS = ("auto", "mosaic", "xla")
 
 
+BLOCKS: dict[str, Block] = {block.name: block for block in (mamba.BLOCK, mamba2.BLOCK)}
+"""The kinds of block that a model may be of."""
+
+
 @dataclasses.dataclass(frozen=True)
-class ModelConfig(mamba.Sizes):
-    """Shape of the language model: the sizes of its blocks, and what it has besides.
+class ModelConfig:
+    """Shape of the language model: that of its blocks, and what it has besides.
 
     Attributes:
-      block: the kind of its blocks.
-      d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias: of each block, as
-        :class:`jaxkern.nn.mamba.Sizes` has them.
+      sizes: of each block; the class says of which kind the blocks are.
       n_layers: how many blocks.
       vocab_size: tokens that there are.
       tie_embeddings: whether the output layer is the embedding, transposed.
-      eps: of the norms.
+      eps: of the norms before the blocks and of the last one.
 
     Raises:
       TypeError: a value is of another type.
-      ValueError: a size is less than 1, or `eps` not above 0.
+      ValueError: a number is less than 1, or `eps` not above 0.
+
+    Example:
+      >>> from jaxkern.lm.config import ModelConfig
+      >>> from jaxkern.nn import mamba2
+      >>> ModelConfig(mamba2.Sizes(768), 24).block.name
+      'mamba2'
     """
 
-    block: ClassVar[Block] = mamba.BLOCK
-
+    sizes: mamba.Sizes | mamba2.Sizes
     n_layers: int
     _: dataclasses.KW_ONLY
     vocab_size: int = 256
@@ -93,28 +99,26 @@ class ModelConfig(mamba.Sizes):
     eps: float = 1e-5
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), field.type
-            if kind == int | None and value is None:
-                continue
-            right = {bool: bool, float: (int, float)}.get(kind, int)
-            if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
-                name = getattr(kind, "__name__", str(kind))
-                raise TypeError(f"ModelConfig: {field.name} must be of type {name}, got {value!r}")
-            if kind is float and not 0 < value < math.inf:
-                raise ValueError(f"ModelConfig: {field.name} must be above 0, got {value!r}")
-            if right is int and value < 1:
-                raise ValueError(f"ModelConfig: {field.name} must be at least 1, got {value!r}")
+        if not any(block.sizes is type(self.sizes) for block in BLOCKS.values()):
+            kinds = " or ".join(f"a jaxkern.nn.{name}.Sizes" for name in BLOCKS)
+            raise TypeError(f"sizes must be {kinds}, got {self.sizes!r}")
+        check_sizes(self)
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """The options of a block's layer: what its own class of sizes has."""
-        names = inspect.signature(self.block.sizes).parameters
-        return {name: getattr(self, name) for name in names}
+    def block(self) -> Block:
+        """The kind of its blocks."""
+        return next(block for block in BLOCKS.values() if block.sizes is type(self.sizes))
+
+    @property
+    def d_model(self) -> int:
+        """The width of the residual stream."""
+        return self.sizes.d_model
 
     def stored(self) -> dict[str, Any]:
-        """The shape as a run's files hold it."""
-        return {"block": self.block.name, **dataclasses.asdict(self)}
+        """The shape as a run's files hold it, in one table and in values that JSON has."""
+        values = dataclasses.asdict(self)
+        values = {"block": self.block.name} | values.pop("sizes") | values
+        return {name: _in_json(value) for name, value in values.items()}
 
     @staticmethod
     def from_stored(stored: dict[str, Any]) -> "ModelConfig":
@@ -123,13 +127,31 @@ class ModelConfig(mamba.Sizes):
         Raises:
           TypeError, ValueError: it is no shape of a model.
         """
-        options = dict(**stored)
-        if "time_step_rank" in options:
-            options["dt_rank"] = options.pop("time_step_rank")
-        block = options.pop("block", ModelConfig.block.name)
-        if block != ModelConfig.block.name:
-            raise ValueError(f"ModelConfig: block must be {ModelConfig.block.name}, got {block!r}")
-        return ModelConfig(**options)
+        values = {name: _from_json(value) for name, value in dict(**stored).items()}
+        if "time_step_rank" in values:
+            values["dt_rank"] = values.pop("time_step_rank")
+        name = values.pop("block", mamba.BLOCK.name)
+        if name not in BLOCKS:
+            raise ValueError(f"block must be {' or '.join(BLOCKS)}, got {name!r}")
+        sizes: Any = BLOCKS[name].sizes
+        of_block = {field.name for field in dataclasses.fields(sizes)} & values.keys()
+        return ModelConfig(sizes(**{name: values.pop(name) for name in of_block}), **values)
+
+
+_INFINITE = {"inf": math.inf, "-inf": -math.inf}
+
+
+def _in_json(value: Any) -> Any:
+    """A value of a shape as JSON has it, which knows neither tuples nor infinity."""
+    if isinstance(value, tuple):
+        return [_in_json(each) for each in value]
+    return str(value) if value in _INFINITE.values() else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_from_json(each) for each in value)
+    return _INFINITE.get(value, value) if isinstance(value, str) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +167,19 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(ModelConfig(128, 4), 240, 8, 256, 5e-3, 40),
-    "130m": Preset(ModelConfig(768, 24), 10_000, 8, 2048, 6e-4, 500),
-    "370m": Preset(ModelConfig(1024, 48), 10_000, 8, 2048, 3e-4, 500),
-    "1.4b": Preset(ModelConfig(2048, 48), 10_000, 8, 2048, 2e-4, 500),
-    # Compiles and steps in no time: for trying the machinery out, and for the tests.
-    "micro": Preset(ModelConfig(16, 2, d_state=4), 20, 4, 32, 1e-2, 10),
+    "tiny": Preset(ModelConfig(mamba.Sizes(128), 4), 240, 8, 256, 5e-3, 40),
+    "130m": Preset(ModelConfig(mamba.Sizes(768), 24), 10_000, 8, 2048, 6e-4, 500),
+    "370m": Preset(ModelConfig(mamba.Sizes(1024), 48), 10_000, 8, 2048, 3e-4, 500),
+    "1.4b": Preset(ModelConfig(mamba.Sizes(2048), 48), 10_000, 8, 2048, 2e-4, 500),
+    "mamba2-130m": Preset(ModelConfig(mamba2.Sizes(768), 24), 10_000, 8, 2048, 6e-4, 500),
+    "mamba2-370m": Preset(ModelConfig(mamba2.Sizes(1024), 48), 10_000, 8, 2048, 3e-4, 500),
+    "mamba2-780m": Preset(ModelConfig(mamba2.Sizes(1536), 48), 10_000, 8, 2048, 2.5e-4, 500),
+    "mamba2-1.3b": Preset(ModelConfig(mamba2.Sizes(2048), 48), 10_000, 8, 2048, 2e-4, 500),
+    # Compile and step in no time: for trying the machinery out, and for the tests.
+    "micro": Preset(ModelConfig(mamba.Sizes(16, d_state=4), 2), 20, 4, 32, 1e-2, 10),
+    "mamba2-micro": Preset(
+        ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8), 2), 20, 4, 32, 1e-2, 10
+    ),
 }
 
 

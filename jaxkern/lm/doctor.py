@@ -70,7 +70,7 @@ def doctor() -> None:
         )
     if not all(_installed(name) for name in _PACKAGES):
         print('advice   jaxkern train and sample need: pip install "jaxkern[lm]"')
-    print("\nEach op on bfloat16 arrays of a Mamba 130m layer, implementation=None:")
+    print("\nEach op on bfloat16 arrays of a layer of Mamba or Mamba-2 130m, implementation=None:")
     width = max(map(len, CALLS), default=0)
     for name, case in CALLS.items():
         chosen, why = _choice(case)

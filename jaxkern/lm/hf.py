@@ -1,35 +1,42 @@
-"""Mamba checkpoints in the layout of Hugging Face: a folder of config.json and safetensors::
+"""Checkpoints in the layout of Hugging Face: a folder of config.json and safetensors::
 
     theirs, layer by layer                     ours, all layers stacked
     backbone.embeddings.weight  (V, D)         embedding            (V, D)
     backbone.norm_f.weight      (D,)           norm                 (D,)
+    lm_head.weight              (V, D)         head                 (D, V)          untied
     backbone.layers.I.
       norm.weight               (D,)           blocks.norm          (layers, D)
-      mixer.in_proj.weight      (2 E, D)       blocks.in_proj       (layers, D, 2 E)
-      mixer.conv1d.weight       (E, 1, W)      blocks.conv_weight   (layers, E, W)
-      mixer.conv1d.bias         (E,)           blocks.conv_bias     (layers, E)
+      mixer.in_proj.weight      (K, D)         blocks.in_proj       (layers, D, K)
+      mixer.conv1d.weight       (U, 1, W)      blocks.conv_weight   (layers, U, W)
+      mixer.conv1d.bias         (U,)           blocks.conv_bias     (layers, U)     use_conv_bias
+      mixer.A_log, mixer.D                     blocks.A_log, blocks.D
+      mixer.out_proj.weight     (D, E)         blocks.out_proj      (layers, E, D)
+      mixer.in_proj.bias        (K,)           blocks.in_bias       (layers, K)     use_bias
+      mixer.out_proj.bias       (D,)           blocks.out_bias      (layers, D)     use_bias
+
+    Mamba, K = 2 E, U = E
       mixer.x_proj.weight       (R + 2 N, E)   blocks.x_proj        (layers, E, R + 2 N)
       mixer.dt_proj.weight      (E, R)         blocks.dt_proj       (layers, R, E)
       mixer.dt_proj.bias        (E,)           blocks.dt_bias       (layers, E)
-      mixer.A_log, mixer.D                     blocks.A_log, blocks.D
-      mixer.out_proj.weight     (D, E)         blocks.out_proj      (layers, E, D)
 
-      mixer.in_proj.bias        (2 E,)         blocks.in_bias       (layers, 2 E)   use_bias
-      mixer.out_proj.bias       (D,)           blocks.out_bias      (layers, D)     use_bias
-    lm_head.weight              (V, D)         head                 (D, V)          untied
+    Mamba-2, K = 2 E + 2 G N + H, U = E + 2 G N
+      mixer.dt_bias             (H,)           blocks.dt_bias       (layers, H)
+      mixer.norm.weight         (E,)           blocks.norm_weight   (layers, E)
 
-The last three are there where config.json says ``use_bias`` and ``tie_word_embeddings: false``; a
-tied output layer is the embedding, transposed. The checkpoints ``state-spaces/mamba-*-hf`` are of
-this layout, and so is what ``transformers.MambaForCausalLM.save_pretrained`` writes. What
-config.json says of initial values (``initializer_range``, ``time_step_min`` and the like) and of
-how transformers runs the model does not matter here; the residual stream is always float32.
+Biases and an output layer of its own are there where config.json says ``use_bias``,
+``use_conv_bias`` and ``tie_word_embeddings: false``; a tied output layer is the embedding,
+transposed. ``model_type`` names the kind of block. It is ``mamba`` in the checkpoints
+``state-spaces/mamba-*-hf`` and in what ``transformers.MambaForCausalLM.save_pretrained`` writes,
+and ``mamba2`` in those of ``transformers.Mamba2ForCausalLM``. The norm inside a Mamba-2 block
+normalises each of the ``n_groups`` groups of channels by itself, as mamba_ssm and the newest
+transformers do; earlier ones normalised all channels together. What config.json says of initial
+values (``initializer_range``, ``time_step_min`` and the like) and of how transformers runs the
+model does not matter here; the residual stream is always float32.
 """
 
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +45,7 @@ import numpy as np
 
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import write_atomically
+from jaxkern.lm.hf_layouts import CONFIG, LAYOUTS, Layout, Values, layout_of
 from jaxkern.lm.loader import how_to_get
 from jaxkern.lm.model import initial_params
 
@@ -47,46 +55,13 @@ try:
 except ImportError as error:
     raise ImportError('jaxkern.lm.hf needs safetensors; run: pip install "jaxkern[hf]"') from error
 
-_MATRIX = (np.transpose, np.transpose)
-_FILTER = (lambda theirs: theirs[:, 0], lambda ours: ours[:, None])
-_SAME = (lambda theirs: theirs, lambda ours: ours)
-
-# Ours: theirs, and how the one becomes the other and back.
-_LAYER: dict[str, tuple[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
-    "norm": ("norm.weight", _SAME),
-    "in_proj": ("mixer.in_proj.weight", _MATRIX),
-    "conv_weight": ("mixer.conv1d.weight", _FILTER),
-    "conv_bias": ("mixer.conv1d.bias", _SAME),
-    "x_proj": ("mixer.x_proj.weight", _MATRIX),
-    "dt_proj": ("mixer.dt_proj.weight", _MATRIX),
-    "dt_bias": ("mixer.dt_proj.bias", _SAME),
-    "A_log": ("mixer.A_log", _SAME),
-    "D": ("mixer.D", _SAME),
-    "out_proj": ("mixer.out_proj.weight", _MATRIX),
-    "in_bias": ("mixer.in_proj.bias", _SAME),
-    "out_bias": ("mixer.out_proj.bias", _SAME),
-}
 _TOP = {"embedding": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight"}
 _HEAD = "lm_head.weight"
 
-# What config.json may say otherwise, and the model here cannot be.
-_FIXED = {"model_type": ("mamba",), "hidden_act": ("silu", "swish"), "rms_norm": (True,)}
-# Fields of ModelConfig: what config.json calls them, and what they are if it does not say.
-_SIZES = {
-    "d_model": ("hidden_size", None),
-    "n_layers": ("num_hidden_layers", None),
-    "d_state": ("state_size", 16),
-    "expand": ("expand", 2),
-    "d_conv": ("conv_kernel", 4),
-    "vocab_size": ("vocab_size", None),
-}
-_FLAGS = {
-    "use_bias": ("use_bias", False),
-    "use_conv_bias": ("use_conv_bias", True),
-    "tie_embeddings": ("tie_word_embeddings", True),
-}
+# What config.json may say otherwise, and the models here cannot be.
+_FIXED = {"hidden_act": ("silu", "swish"), "rms_norm": (True,)}
 _DTYPES = ("F64", "F32", "F16", "BF16")
-_WEIGHTS, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
@@ -120,11 +95,11 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
         top["head"] = tensors.take(_HEAD).T
     elif _HEAD in tensors and not np.array_equal(tensors.take(_HEAD), top["embedding"]):
         raise RunError(
-            f"{folder}: {_HEAD} differs from the embedding, and by {_CONFIG} they are one; where "
-            f'the model has both, {_CONFIG} says "tie_word_embeddings": false'
+            f"{folder}: {_HEAD} differs from the embedding, and by {CONFIG} they are one; where "
+            f'the model has both, {CONFIG} says "tie_word_embeddings": false'
         )
     blocks = {}
-    for ours, (theirs, (here, _)) in _layer(config).items():
+    for ours, (theirs, here, _) in layout_of(config).layer(config).items():
         names = (f"backbone.layers.{i}.{theirs}" for i in range(config.n_layers))
         blocks[ours] = np.stack([here(tensors.take(name)) for name in names])
     params = {**top, "blocks": blocks}
@@ -137,7 +112,7 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
 def save(
     folder: Path | str, config: ModelConfig, params: Any, *, like: Path | str | None = None
 ) -> None:
-    """Write a checkpoint that `load` and ``transformers.MambaForCausalLM`` read.
+    """Write a checkpoint that `load` and transformers read.
 
     Args:
       folder: is made if it is not there; a checkpoint in it is replaced.
@@ -147,16 +122,18 @@ def save(
         tokenizer, are taken over.
 
     Raises:
-      ValueError: the parameters are not those of a model of this shape.
+      ValueError: the parameters are not those of a model of this shape, or transformers has no
+        model of this shape.
     """
-    folder = Path(folder)
+    folder, layout = Path(folder), layout_of(config)
+    of_block = layout.write(config)
     if difference := _difference(params, config):
         raise ValueError(f"params has shapes {difference}, for {config}")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {theirs: params[ours] for ours, theirs in _TOP.items()}
     if not config.tie_embeddings:
         tensors[_HEAD] = np.transpose(params["head"])
-    for ours, (theirs, (_, back)) in _layer(config).items():
+    for ours, (theirs, _, back) in layout.layer(config).items():
         stacked = np.asarray(params["blocks"][ours])
         for i in range(config.n_layers):
             tensors[f"backbone.layers.{i}.{theirs}"] = back(stacked[i])
@@ -172,26 +149,25 @@ def save(
     if like is not None:
         written = read_config(Path(like))
         for path in Path(like).iterdir():
-            if path.suffix in (".json", ".txt") and path.name not in (_CONFIG, _INDEX):
+            if path.suffix in (".json", ".txt") and path.name not in (CONFIG, _INDEX):
                 shutil.copy(path, folder)
-    for of_ours, (theirs, _) in (_SIZES | _FLAGS).items():
-        written[theirs] = getattr(config, of_ours)
-    written |= {
-        "model_type": "mamba",
-        "hidden_act": "silu",
-        "architectures": ["MambaForCausalLM"],
-        "dtype": str(tensors[_TOP["embedding"]].dtype),
-        "intermediate_size": config.d_inner,
-        "time_step_rank": config.rank,
+    written |= of_block | {
+        "num_hidden_layers": config.n_layers,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
         "layer_norm_epsilon": config.eps,
+        "model_type": layout.model_type,
+        "architectures": [layout.architecture],
+        "hidden_act": "silu",
+        "dtype": str(tensors[_TOP["embedding"]].dtype),
     }
     written.pop("torch_dtype", None)
-    write_atomically(folder / _CONFIG, json.dumps(written, indent=2, sort_keys=True) + "\n")
+    write_atomically(folder / CONFIG, json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads config.json of a checkpoint."""
-    path = folder / _CONFIG
+    path = folder / CONFIG
     try:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
@@ -200,7 +176,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not folder.exists():
             raise RunError(f"there is no folder {folder}; {how_to_get(folder)}") from None
         raise RunError(
-            f"{folder} holds no checkpoint (no {_CONFIG}); give a folder of {_CONFIG} and "
+            f"{folder} holds no checkpoint (no {CONFIG}); give a folder of {CONFIG} and "
             f"{_WEIGHTS}, such as hf download state-spaces/mamba-130m-hf --local-dir mamba-130m-hf "
             "writes"
         ) from None
@@ -215,67 +191,47 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
     Raises:
       RunError: it is not one that the model here can be.
     """
-    _check_kind(config)
-    sizes = {ours: _size(config, *theirs) for ours, theirs in _SIZES.items()}
-    inner = _size(config, "intermediate_size", sizes["d_model"] * sizes["expand"])
-    if inner % sizes["d_model"]:
-        raise RunError(
-            f"{_CONFIG}: intermediate_size is {inner}, and here it is a multiple of hidden_size, "
-            f"{sizes['d_model']}"
+    layout, values = _layout(config), Values(config)
+    try:
+        return ModelConfig(
+            layout.read(values),
+            values.size("num_hidden_layers"),
+            vocab_size=values.size("vocab_size"),
+            tie_embeddings=values.flag("tie_word_embeddings", layout.tied),
+            eps=values.positive("layer_norm_epsilon", 1e-5),
         )
-    sizes["expand"] = inner // sizes["d_model"]
-    flags = {ours: config.get(*theirs) for ours, theirs in _FLAGS.items()}
-    for ours, (theirs, _) in _FLAGS.items():
-        if not isinstance(flags[ours], bool):
-            raise RunError(f"{_CONFIG}: {theirs} is {flags[ours]!r}, and must be true or false")
-    eps = config.get("layer_norm_epsilon", 1e-5)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
-        raise RunError(
-            f"{_CONFIG}: layer_norm_epsilon is {eps!r}, and must be a number above 0, such as 1e-5"
-        )
-    rank = config.get("time_step_rank", "auto")
-    rank = None if rank == "auto" else _size(config, "time_step_rank", None)
-    if rank == math.ceil(sizes["d_model"] / 16):
-        rank = None
-    return ModelConfig(**sizes, **flags, eps=eps, dt_rank=rank)
+    except ValueError as error:  # of values that do not fit one another
+        raise RunError(f"{CONFIG}: {error}") from None
 
 
-def _check_kind(config: dict[str, Any]) -> None:
-    """Refuse a model that is no Mamba of this layout."""
+def _layout(config: dict[str, Any]) -> Layout:
+    """The layout that config.json is of; refuses a model that is of none here."""
     if "format" in config and "flags" in config:
         raise RunError(
-            f"{_CONFIG} is that of a run of jaxkern train; load it with jaxkern sample --run, or "
+            f"{CONFIG} is that of a run of jaxkern train; load it with jaxkern sample --run, or "
             "jaxkern.lm.load"
         )
     if "hidden_size" not in config and "d_model" in config:
+        ssm = config.get("ssm_cfg")
+        kind = "mamba2" if isinstance(ssm, dict) and ssm.get("layer") == "Mamba2" else "mamba"
         raise RunError(
-            f"{_CONFIG} says d_model and no hidden_size: the checkpoint is in the layout of "
+            f"{CONFIG} says d_model and no hidden_size: the checkpoint is in the layout of "
             "mamba_ssm; take the one of the same name that ends in -hf, or convert it with the "
-            "script convert_mamba_ssm_checkpoint_to_pytorch.py of transformers"
+            f"script convert_{kind}_ssm_checkpoint_to_pytorch.py of transformers"
         )
-    for name, values in _FIXED.items():
-        if config.get(name, values[0]) not in values:
-            raise RunError(f"{_CONFIG}: {name} is {config[name]!r}, and here it is {values[0]!r}")
+    kind = config.get("model_type", "mamba")
+    if not isinstance(kind, str) or kind not in LAYOUTS:
+        known = " or ".join(map(repr, LAYOUTS))
+        raise RunError(f"{CONFIG}: model_type is {kind!r}, and here it is {known}")
+    for name, known in _FIXED.items():
+        if config.get(name, known[0]) not in known:
+            raise RunError(f"{CONFIG}: {name} is {config[name]!r}, and here it is {known[0]!r}")
     if config.get("quantization_config") is not None:
         raise RunError(
-            f"{_CONFIG}: quantization_config is {config['quantization_config']!r}, and weights "
+            f"{CONFIG}: quantization_config is {config['quantization_config']!r}, and weights "
             "here are bfloat16, float16 or float32; take the model that was quantized"
         )
-
-
-def _size(config: dict[str, Any], name: str, default: int | None) -> int:
-    value = config.get(name, default)
-    if value is None:
-        raise RunError(f"{_CONFIG} does not say {name}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        rule = '"auto" or a whole number' if name == "time_step_rank" else "a whole number"
-        raise RunError(f"{_CONFIG}: {name} is {value!r}, and must be {rule}, at least 1")
-    return value
-
-
-def _layer(config: ModelConfig) -> dict[str, Any]:
-    """The parameters of a layer of this model: _LAYER's, with or without biases."""
-    return {name: _LAYER[name] for name in ("norm", *config.block.initializers(config))}
+    return LAYOUTS[kind]
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -298,7 +254,7 @@ def _in_safetensors(folder: Path) -> str:
         return "download it whole, or give another folder"
     return (
         f"{others[0]} is not read; write safetensors with transformers: "
-        f"MambaForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
     )
 
 

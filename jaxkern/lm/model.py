@@ -1,19 +1,17 @@
-"""The Mamba language model (arXiv 2312.00752), in flax.nnx on jaxkern's ops::
+"""Language models of one kind of block, in flax.nnx on jaxkern's ops::
 
     x = embedding[tokens]                                     (B, L, d_model)
     for each layer:
-        u, z = in_proj(rms_norm(x))                           (B, L, d_inner) each
-        u = silu(causal_conv1d(u))
-        r, B, C = x_proj(u)                                   (B, L, dt_rank), 2 × (B, L, N)
-        y = selective_scan(u, dt_proj(r), A, B, C, D, z)      dt there is softplus(dt + dt_bias)
-        x = x + out_proj(y)
+        x = x + block(rms_norm(x))
     logits = rms_norm(x) · embeddingᵀ                         (B, L, vocab_size)
 
-The projections may have biases, and the output layer may be a matrix of its own, `head`.
+The blocks are Mamba's (:mod:`jaxkern.nn.mamba`, arXiv 2312.00752) or Mamba-2's
+(:mod:`jaxkern.nn.mamba2`, arXiv 2405.21060), as the config's sizes are. The output layer may be a
+matrix of its own, `head`.
 The layers' parameters are stacked along a leading axis. The layers follow one another in the
 program, or run in a loop, whose time to compile does not grow with depth: there, what a layer saves
 for the backward is copied to and from arrays that hold it for all. The residual stream `x` is kept
-in fp32, as in the paper's own code, and what a layer adds to it is added by the next one's norm;
+in fp32, as in the papers' own code, and what a layer adds to it is added by the next one's norm;
 matrix products run in the policy's compute dtype; A, D and dt_bias enter the scan in the
 parameters' dtype.
 """
@@ -29,8 +27,7 @@ from flax import nnx
 import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.lm.config import ModelConfig
-from jaxkern.nn.flax import Mamba
-from jaxkern.nn.mamba import Cache
+from jaxkern.nn.flax import Mamba, Mamba2
 from jaxkern.precision import Policy
 
 DECAYED = frozenset(
@@ -60,12 +57,12 @@ class Options:
     scan_layers: bool = False
 
 
-LAYERS = {"mamba": Mamba}
+LAYERS = {"mamba": Mamba, "mamba2": Mamba2}
 """The layer of each kind of block."""
 
 
 class MambaLM(nnx.Module):
-    """The whole model; `blocks` holds all layers, stacked."""
+    """The whole model, of Mamba or of Mamba-2 blocks; `blocks` holds all layers, stacked."""
 
     def __init__(self, config: ModelConfig, options: Options = Options(), *, rngs: nnx.Rngs):
         self.config = config
@@ -83,7 +80,7 @@ class MambaLM(nnx.Module):
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(rngs):
             return LAYERS[config.block.name](
-                **config.sizes,
+                **dataclasses.asdict(config.sizes),
                 n_layers=config.n_layers,
                 dtype=options.policy.compute,
                 implementation=options.implementation,
@@ -124,8 +121,8 @@ class MambaLM(nnx.Module):
         return self._head(*self._run(mix, tokens, loop=loop, remat=self.options.remat)[0])
 
     def prefill(
-        self, tokens: jax.Array, state: Cache | None = None, *, mask: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache]:
+        self, tokens: jax.Array, state: Any = None, *, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """Read prompts, to go on from with :meth:`step`.
 
         Args:
@@ -158,13 +155,13 @@ class MambaLM(nnx.Module):
             after = jax.tree.map(lambda leaf: jnp.where(read(leaf), leaf, 0), after)
         return self._head(*(leaf[:, -1] for leaf in stream)), after
 
-    def step(self, tokens: jax.Array, state: Cache) -> tuple[jax.Array, Cache]:
+    def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
         mix = lambda block, x, cache: block.step(x, cache)
         stream, state = self._run(mix, tokens, state)
         return self._head(*stream), state
 
-    def init_state(self, batch_size: int) -> Cache:
+    def init_state(self, batch_size: int) -> Any:
         """The state before the first token, that of all layers stacked."""
         cache = self.blocks.init_cache(batch_size)
         return jax.tree.map(lambda a: jnp.tile(a, (self.config.n_layers, *[1] * a.ndim)), cache)
@@ -173,7 +170,7 @@ class MambaLM(nnx.Module):
         self,
         mix: Callable[..., Any],
         tokens: jax.Array,
-        state: Cache | None = None,
+        state: Any = None,
         *,
         loop: bool = True,
         remat: bool = False,

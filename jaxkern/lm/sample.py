@@ -22,7 +22,6 @@ from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import SEPARATOR
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
-from jaxkern.nn.mamba import Cache
 
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
@@ -248,7 +247,7 @@ def _check_options(length, temperature, top_k, top_p, seed) -> tuple[int, float,
     return length, float(temperature), top_k, float(top_p), whole("seed", seed, 0, 2**31)
 
 
-def _read(graphdef, params, ids: list[np.ndarray]) -> tuple[jax.Array, Cache]:
+def _read(graphdef, params, ids: list[np.ndarray]) -> tuple[jax.Array, Any]:
     """Read prompts; logits (B, V) after the last token of each, and the state.
 
     Padded to few lengths, as each is compiled.
@@ -278,7 +277,7 @@ def _prefill(graphdef, params, tokens, mask, state):
 @functools.partial(
     jax.jit, static_argnums=0, static_argnames=("top_k", "never", "greedy", "nucleus")
 )
-def _decode(graphdef, params, logits, state: Cache, keys, start, temperature, top_p, **static):
+def _decode(graphdef, params, logits, state, keys, start, temperature, top_p, **static):
     """The next _CHUNK tokens, (B, _CHUNK), given the logits of the first of them.
 
     They are those after the first `start`. Where a row's logits are not numbers they are -1.

@@ -272,7 +272,7 @@ class Trainer:
 
 
 def _plot(config: TrainConfig, records: list[dict[str, Any]], out: Path) -> None:
-    plot_losses(records, out / "loss.png", title=f"Mamba {config.preset} on bytes")
+    plot_losses(records, out / "loss.png", title=f"Preset {config.preset} on bytes")
 
 
 def _devices(config: TrainConfig) -> list[Any]:

@@ -1,0 +1,18 @@
+"""What the tests of language models share: the model in float64, of either kind of block."""
+
+import numpy as np
+
+from tests.layers import KINDS, rms_float64
+
+
+def logits_float64(config, params, tokens):
+    """The model on one sequence of tokens (L,) in NumPy: (L, vocab_size)."""
+    block, wide = config.block, lambda leaf: np.asarray(leaf, np.float64)
+    x = wide(params["embedding"])[np.asarray(tokens)]  # (L, d_model)
+    for i in range(config.n_layers):
+        layer = {name: wide(value[i]) for name, value in params["blocks"].items()}
+        normalised = rms_float64(x, layer.pop("norm"), config.eps)
+        weights = block.weights_from(layer)
+        x = x + KINDS[block.name].float64(weights, config.sizes, normalised)
+    x = rms_float64(x, wide(params["norm"]), config.eps)
+    return x @ wide(params["embedding"].T if config.tie_embeddings else params["head"])
