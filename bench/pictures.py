@@ -107,9 +107,9 @@ def rooflines(reports: Reports) -> dict[str, Roofline]:
     found: defaultdict[str, Roofline] = defaultdict(Roofline)
     for line in report.lines(reports):
         one = reports[line.files[0] - 1][1]
-        copy, most = one["copy_gb_s"], one.get("product_tflop_s", 0.0)
+        copy, most = one.get("copy_gb_s"), one.get("product_tflop_s", 0.0)
         for name, m in line.figures.items():
-            if line.direction not in PASSES or not m.percent:
+            if copy is None or line.direction not in PASSES or not m.percent:
                 continue
             roofline, gb_s = found[line.op], m.percent / 100 * copy
             roofline.copy_gb_s = max(roofline.copy_gb_s, copy)
@@ -145,7 +145,8 @@ def ledger(reports: Reports) -> dict[str, dict[str, float]]:
     )
     for _, one in reports:
         for row in report.timings(one):
-            if row["direction"] == "both" and row["implementation"] in OF_JAX:
+            of_both = row["direction"] == "both" and "temp_bytes" in row
+            if of_both and row["implementation"] in OF_JAX:
                 base = re.split("[-/]", row["shape"])[0]
                 label = f"{row['op']} {row['shape']} {row['dtype']}"
                 group = groups[row["op"], base, row["dtype"]]
