@@ -88,7 +88,7 @@ def tasks() -> dict[str, Task]:
     sizes = {
         name: preset.model.d_model**2 * preset.model.n_layers
         for name, preset in PRESETS.items()
-        if not name.endswith("micro") and preset.model.block.name == "mamba"
+        if not name.endswith("micro")
     }
     # What takes longest comes first, and two presets beside each other share no kernels.
     presets = sorted(sizes, key=lambda name: -sizes[name])
