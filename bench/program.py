@@ -16,6 +16,7 @@ RESULTS = FOLDER / "results"
 
 COMMANDS = {
     "run": "time the ops, forward and backward; this is the default command",
+    "layers": "time the Mamba-2 layer beside other libraries'",
     "train": "time training steps of the language model",
     "backbones": "train five sequence policies, and time them",
     "accuracy": "measure errors against float64",

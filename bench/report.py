@@ -160,6 +160,8 @@ def trainings(reports: Reports) -> dict[tuple[str, int], dict[str, Any]]:
 
 def text(reports: Reports) -> str:
     """The report."""
+    from bench import layers  # which imports this
+
     every = lines(reports)
     by_op: dict[str, list[Line]] = defaultdict(list)
     for line in every:
@@ -179,6 +181,7 @@ def text(reports: Reports) -> str:
         "sequence policies of several kinds in [backbones.md](backbones.md).",
         *_summary(by_op),
         *(part for op in sorted(by_op) for part in _section(op, by_op[op])),
+        *layers.section(reports),
         *_training(reports),
         *_others(reports),
         *_files(reports),
@@ -315,7 +318,7 @@ def _others(reports: Reports) -> Iterator[str]:
     for name, report in reports:
         rows = [row for row in report["rows"] if "us" not in row and "contender" not in row]
         stem = name.removesuffix(".json")
-        if not rows or stem.endswith(("-accuracy", "-backbones")):
+        if not rows or stem.endswith(("-accuracy", "-backbones", "-layers")):
             continue
         title, meaning = next((t for end, t in TITLES.items() if stem.endswith(end)), (stem, ""))
         yield f"## {title}"

@@ -41,7 +41,7 @@ def test_picture_has_the_most_rows_of_each_length(tmp_path):
 
 def test_imports_leave_the_device_alone():
     """Each process says by itself how much of the device's memory it takes, before it takes it."""
-    modules = "accuracy, aot, backbones, pictures, precision, report, run, train"
+    modules = "accuracy, aot, backbones, layers, pictures, precision, report, run, train"
     asked = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     command = [sys.executable, "-c", f"from bench import {modules}; {asked}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

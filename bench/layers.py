@@ -1,0 +1,354 @@
+"""Layers side by side: ``python -m bench layers`` times the Mamba-2 block beside other libraries'.
+
+    auto        jaxkern.nn.mamba2, each op by its fastest implementation
+    xla         the same with every op in plain JAX
+    jla         the Mamba2 layer of jax-linear-attention, with its fused glue
+    mamba_ssm   the Mamba2 layer of mamba_ssm, with its fused convolution, scan and norm
+
+All compute one function of the same weights: its result and the gradient of its input must agree
+with plain JAX's. Matrices and activations are in bf16, the other weights in fp32. Times are of one
+call: the output (forward), and the output and the gradients of input and weights in one program
+(both).
+
+What a layer keeps for its backward is told beside its input, its weights and its output: in JAX,
+by how much a second layer enlarges the temporary memory of the compiled program, less the second
+layer's input; in PyTorch, by how much the forward enlarges the memory in use, less its output.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench import program, timing
+from bench.cases import bytes_of
+from bench.processes import device, each
+from bench.report import CHOSEN, NAMES, Reports, table
+from jaxkern.nn import mamba2
+
+CONTENDERS = (CHOSEN, "xla", "jla", "mamba_ssm")
+
+WIDTHS = (1024, 2048, 2560)
+SHAPES = ((8, 2048), (2, 8192))
+"""Sequences, and their length."""
+
+_TOLERANCE = 0.02
+"""The largest relative error: of a handful of roundings to bf16 in a row, each 2⁻⁹."""
+
+_MIB = 2**20
+_MATRICES = ("in_proj", "out_proj")
+
+Call = Callable[[Any, Any], Any]
+"""A layer: its parameters, and x (B, L, D) -> (B, L, D)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A layer to time, and by whom."""
+
+    contender: str
+    sizes: mamba2.Sizes
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.contender}, d_model {self.sizes.d_model}, {self.batch} × {self.length}"
+
+    def weights(self, key: Any) -> mamba2.Weights:
+        """The initial values of a block."""
+        inits = mamba2.initializers(self.sizes)
+        keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
+        dtype = lambda name: jnp.bfloat16 if name in _MATRICES else jnp.float32
+        drawn = {n: init(keys[n], shape, dtype(n)) for n, (init, shape) in inits.items()}
+        return mamba2.BLOCK.weights_from(drawn)
+
+    def activations(self, key: Any) -> jax.Array:
+        """Input of the layer, or gradient of its output."""
+        shape = (self.batch, self.length, self.sizes.d_model)
+        return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+# In JAX
+
+
+def _own(implementation: Any, sizes: mamba2.Sizes) -> tuple[Callable[[Any], Any], Call]:
+    call = lambda weights, x: mamba2.mamba2(weights, sizes, x, implementation=implementation)
+    return lambda weights: weights, call
+
+
+def _jla(sizes: mamba2.Sizes) -> tuple[Callable[[Any], Any], Call]:
+    import equinox as eqx
+
+    ssm = importlib.import_module("jla.layers.ssm")
+    config = importlib.import_module("jla.models.config").SSMConfig(
+        d_state=sizes.d_state,
+        expand=sizes.expand,
+        head_dim=sizes.headdim,
+        n_groups=sizes.ngroups,
+        conv_size=sizes.d_conv,
+    )
+    make = lambda key: ssm.Mamba2(sizes.d_model, config, key=key, std=0.02, norm_eps=sizes.norm_eps)
+    layer = eqx.filter_eval_shape(make, jax.random.key(0))
+    e = sizes.d_inner
+
+    def parts(layer: Any) -> list[Any]:
+        convs = (layer.x_conv, layer.bc_conv)
+        return [
+            *(layer.zx_proj.weight, layer.bc_proj.weight, layer.dt_proj.weight),
+            *(conv.weight for conv in convs),
+            *(conv.bias for conv in convs),
+            *(layer.dt_bias, layer.A_log, layer.D, layer.norm.weight, layer.out_proj.weight),
+        ]
+
+    def take(w: mamba2.Weights) -> list[Any]:
+        zx, bc, dt = jnp.split(w.in_proj, [2 * e, e + sizes.d_convolved], axis=1)
+        stacked = [v.reshape(sizes.d_model, 2, -1) for v in (zx, bc)]
+        of_convs: Any = (w.conv_weight, w.conv_bias)
+        convs = [half for v in of_convs for half in jnp.split(v, [e])]
+        return [*stacked, dt, *convs, w.dt_bias, w.A_log, w.D, w.norm_weight, w.out_proj]
+
+    return take, lambda params, x: eqx.tree_at(parts, layer, params)(x)
+
+
+def _in_jax(job: Job) -> tuple[Callable[[Any], Any], Call]:
+    """How a contender arranges :class:`mamba2.Weights`, which is not timed, and its layer."""
+    if job.contender == "jla":
+        return _jla(job.sizes)
+    return _own(None if job.contender == CHOSEN else job.contender, job.sizes)
+
+
+def _both(call: Call) -> Callable[..., Any]:
+    def both(params: Any, x: Any, dout: Any) -> Any:
+        out, vjp = jax.vjp(call, params, x)
+        dparams, dx = vjp(dout)
+        return out, dx, dparams
+
+    return both
+
+
+def _kept(call: Call, one: Any, params: Any, x: Any) -> int:
+    """Bytes kept for the backward, from what two layers need beyond `one`, both compiled."""
+    two = lambda params, x: call(params[1], call(params[0], x))
+    compiled = jax.jit(_both(two)).lower((params, params), x, x).compile()
+    temporary = lambda program: program.memory_analysis().temp_size_in_bytes
+    return temporary(compiled) - temporary(one) - bytes_of(x)
+
+
+def _measure_jax(job: Job, calls: int) -> dict[str, Any]:
+    take, call = _in_jax(job)
+    key = jax.random.key(0)
+    weights, x = jax.eval_shape(job.weights, key), jax.eval_shape(job.activations, key)
+    params = jax.eval_shape(take, weights)
+    with device().compiling():
+        make, draw = (jax.jit(f).lower(key).compile() for f in (job.weights, job.activations))
+        arrange = jax.jit(take).lower(weights).compile()
+        forward = jax.jit(call).lower(params, x).compile()
+        both = jax.jit(_both(call)).lower(params, x, x).compile()
+        kept = _kept(call, both, params, x)
+        plain = _plain(job, weights, x)
+    with device():
+        weights = make(key)
+        params = arrange(weights)
+        sets = [(params, draw(k), draw(d)) for k, d in _keys(x)]
+        _check(both(*sets[0])[:2], plain(weights, *sets[0][1:])[:2])
+        times = [
+            timing.measure(forward, [of[:2] for of in sets], calls),
+            timing.measure(both, sets, calls),
+        ]
+    return _row(job, kept, *times)
+
+
+def _plain(job: Job, weights: Any, x: Any) -> Any:
+    """Plain JAX's result and gradients, compiled."""
+    return jax.jit(_both(_own("xla", job.sizes)[1])).lower(weights, x, x).compile()
+
+
+def _keys(x: Any) -> Iterator[Any]:
+    """Keys of an input and of a gradient, for as many sets of both as the cache is to miss."""
+    sets = timing.sets_needed(2 * bytes_of(x))
+    return iter(jax.random.split(jax.random.key(1), (sets, 2)))
+
+
+def _check(got: Any, want: Any) -> None:
+    """No speed from a wrong result."""
+    for name, g, w in zip(("output", "gradient"), got, want, strict=True):
+        g, w = g.astype(jnp.float32), w.astype(jnp.float32)
+        error = float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
+        if not error < _TOLERANCE:
+            raise RuntimeError(f"{name}: relative error {error:.1e} against plain JAX")
+
+
+# In PyTorch
+
+
+def _of_mamba_ssm(sizes: mamba2.Sizes, weights: mamba2.Weights) -> Any:
+    """Its layer, with these weights."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if importlib.util.find_spec("causal_conv1d") is None:
+        raise RuntimeError("causal_conv1d is not installed, without which its layer is slower")
+    layer = importlib.import_module("mamba_ssm.modules.mamba2").Mamba2(
+        sizes.d_model,
+        d_state=sizes.d_state,
+        d_conv=sizes.d_conv,
+        expand=sizes.expand,
+        headdim=sizes.headdim,
+        ngroups=sizes.ngroups,
+        device="cuda",
+    )
+    given = {name: torch.from_dlpack(a) for name, a in weights._asdict().items() if a is not None}
+    named = {
+        "in_proj.weight": given["in_proj"].t(),
+        "conv1d.weight": given["conv_weight"][:, None],
+        "conv1d.bias": given["conv_bias"],
+        "norm.weight": given["norm_weight"],
+        "out_proj.weight": given["out_proj"].t(),
+        **{name: given[name] for name in ("dt_bias", "A_log", "D")},
+    }
+    for name, parameter in layer.named_parameters():
+        parameter.data = named.pop(name).clone(memory_format=torch.contiguous_format)
+    return layer
+
+
+def _measure_torch(job: Job, calls: int) -> dict[str, Any]:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    key = jax.random.key(0)
+    weights, x = jax.eval_shape(job.weights, key), jax.eval_shape(job.activations, key)
+    with device().compiling():
+        make, draw = (jax.jit(f).lower(key).compile() for f in (job.weights, job.activations))
+        plain = _plain(job, weights, x)
+        weights = jax.block_until_ready(make(key))
+        layer = _of_mamba_ssm(job.sizes, weights)
+        params = list(layer.parameters())
+
+        def tensor(key: Any) -> Any:
+            return torch.from_dlpack(jax.block_until_ready(draw(key))).requires_grad_()
+
+        def forward(x: Any, _: Any) -> Any:
+            with torch.no_grad():
+                return layer(x)
+
+        def both(x: Any, dout: Any) -> Any:
+            out = layer(x)
+            return out, *torch.autograd.grad(out, [x, *params], dout)
+
+        sets = [(tensor(k), tensor(d).detach()) for k, d in _keys(x)]
+        both(*sets[0])  # it compiles
+        torch.cuda.synchronize()
+    with device():
+        got = [jax.dlpack.from_dlpack(t.detach().contiguous()) for t in both(*sets[0])[:2]]
+        _check(got, plain(weights, *(jax.dlpack.from_dlpack(t.detach()) for t in sets[0]))[:2])
+        del got
+        before = torch.cuda.memory_allocated()
+        out = layer(sets[0][0])
+        kept = torch.cuda.memory_allocated() - before - out.nbytes
+        del out
+        wait = lambda _: torch.cuda.synchronize()
+        times = [timing.measure(f, sets, calls, wait) for f in (forward, both)]
+    return _row(job, kept, *times)
+
+
+# The command
+
+
+def _row(job: Job, kept: int, forward: timing.Timing, both: timing.Timing) -> dict[str, Any]:
+    us = lambda timed: round(1e3 * timed.median, 1)
+    return {
+        "layer": mamba2.BLOCK.name,
+        "d_model": job.sizes.d_model,
+        "batch": job.batch,
+        "length": job.length,
+        "implementation": job.contender,
+        "forward_us": us(forward),
+        "both_us": us(both),
+        "kept_mib": round(kept / _MIB, 1),
+        "kernels": len(both.kernels),
+    }
+
+
+def _attempt(job: Job, calls: int) -> dict[str, Any] | str:
+    """The row of a job, or why there is none."""
+    name = job.contender
+    if name in ("jla", "mamba_ssm") and importlib.util.find_spec(name) is None:
+        return "not installed"
+    try:
+        return (_measure_torch if name == "mamba_ssm" else _measure_jax)(job, calls)
+    except Exception as error:  # a peer may raise anything, and the others go on
+        return f"{type(error).__name__}: {program.first_line(error)}"[:300]
+    finally:
+        jax.clear_caches()
+
+
+def section(reports: Reports) -> Iterator[str]:
+    """The part of bench/report.md, from files of this command."""
+    rows, failed = [], []
+    for number, (_, report) in enumerate(reports, 1):
+        found = [row for row in report["rows"] if "layer" in row]
+        place = lambda row: (row["layer"], row["d_model"], row["batch"], row["length"])
+        own = {place(row): row for row in found if row["implementation"] == CHOSEN}
+        for row in found:
+            ours = own.get(place(row), row)
+            cells = [f"{row['layer']}, d_model {row['d_model']}, {row['batch']} × {row['length']}"]
+            cells += [NAMES.get(row["implementation"], row["implementation"])]
+            for key in ("forward_us", "both_us"):
+                speed_up = "" if ours is row else f"{row[key] / ours[key]:.2f}×"
+                cells += [f"{row[key]:,.0f}", speed_up]
+            rows.append([*cells, f"{row['kept_mib']:,.0f}", row["kernels"], number])
+        failed += report["failed"] if found else []
+    if not rows:
+        return
+    yield "## Layers"
+    yield (
+        "Device time of one call in microseconds, by `python -m bench layers`: matrices and "
+        "activations in bf16, other weights in fp32. *Both* is the output and the gradients of "
+        "input and weights. *Kept* is what the layer keeps for its backward beside its input, "
+        "weights and output. *Kernels* are those that both passes launch."
+    )
+    head = ["layer, batch", "by", "forward, µs", "jaxkern's speed-up", "both, µs"]
+    yield table([*head, "jaxkern's speed-up", "kept, MiB", "kernels", "file"], rows)
+    yield from (f"Not run: {line}." for line in failed)
+
+
+def _small(width: int) -> mamba2.Sizes:
+    """Sizes for a run without a GPU."""
+    return mamba2.Sizes(width, d_state=16, headdim=16)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = program.parser("layers", "layers")
+    p.add_argument("--d-model", action="append", type=int, help="repeat for more")
+    p.add_argument("--only", default=",".join(CONTENDERS), help="contenders, comma-separated")
+    p.add_argument("--calls", type=int, default=20, help="timed calls of each pass")
+    p.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile; they measure in turn"
+    )
+    args = p.parse_args(argv)
+    program.share_device(args.jobs)
+    gpu = timing.on_gpu()
+    widths = args.d_model or (WIDTHS if gpu else (32,))
+    shapes = SHAPES if gpu else ((2, 64),)
+    jobs = [
+        Job(name, mamba2.Sizes(width) if gpu else _small(width), batch, length)
+        for width in widths
+        for batch, length in shapes
+        for name in args.only.split(",")
+    ]
+    clock = program.clock(gpu, "device time (CUPTI)")
+    report = program.machine(args.commit) | {"clock": clock, "failed": [], "rows": []}
+    out, found = args.out, dict[Job, Any].fromkeys(jobs, "the run was stopped")
+    for (job, _), row in each(_attempt, [(job, args.calls) for job in jobs], args.jobs):
+        found[job] = row
+        told = row if isinstance(row, str) else f"{row['both_us']:,.0f} µs, forward and backward"
+        print(f"{job}: {told}", file=sys.stderr, flush=True)
+        report["rows"] = [row for row in found.values() if isinstance(row, dict)]
+        report["failed"] = [f"{job}: {row}" for job, row in found.items() if isinstance(row, str)]
+        out = program.write(report, args.out, "layers")  # a run that is stopped keeps its rows
+    print("\n\n".join(section([(str(out), report)])))
+    print(f"wrote {out}")
+    return 1 if report["failed"] else 0
