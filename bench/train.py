@@ -10,6 +10,8 @@ contender's own kernels compute again in the backward.
     jaxkern-loop  the same as jaxkern with ``--scan-layers``
     xla           the same as jaxkern with every op in plain JAX
     xla-loop      the same with ``--scan-layers``
+    jla           the model of jax-linear-attention without its checkpointing, whose residual stream
+                  is in bf16, and its loss, on its kernels where it has any, with fused_adamw
     mamba_ssm     its MambaLMHeadModel under torch.autocast, with its fused add and norm, and
                   torch.optim.AdamW(fused=True)
 
@@ -21,9 +23,6 @@ contender that does not learn. A batch that does not fit in memory is halved, in
 """
 
 import argparse
-import dataclasses
-import functools
-import importlib.metadata
 import importlib.util
 import itertools
 import math
@@ -34,87 +33,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
-import jaxkern
 from bench import program, timing
 from bench.processes import SPAWN
-from jaxkern.lm.config import PRESETS, ModelConfig, RunError
-from jaxkern.lm.memory import check_memory
-from jaxkern.lm.model import MambaLM, Options, count_params, decayed
-from jaxkern.lm.step import compiler_options, loss_fn, make_model
-from jaxkern.precision import Policy
+from bench.trainers import BATCHES, Job, of_jax, of_torch
+from jaxkern.lm.config import ModelConfig
 
-OTHERS = ("jaxkern-remat", "jaxkern-loop", "xla", "xla-loop", "mamba_ssm")
-
-_RATE, _BETAS, _DECAY = 1e-3, (0.9, 0.95), 0.1
-_BATCHES = 4
-_GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What to train, and by whom.
-
-    Attributes:
-      contender: who trains it.
-      preset: the model's shape.
-      length: tokens a sequence.
-      tokens: a step, at most; at least one sequence.
-      steps: to time.
-      warmup: steps before them.
-    """
-
-    contender: str
-    preset: str
-    length: int
-    tokens: int
-    steps: int
-    warmup: int
-
-    def __str__(self) -> str:
-        return f"{self.contender}, {self.preset}, length {self.length}"
-
-    @property
-    def model(self) -> ModelConfig:
-        return PRESETS[self.preset].model
-
-    @property
-    def batch(self) -> int:
-        return max(1, self.tokens // self.length)
-
-
-@dataclasses.dataclass(frozen=True)
-class Trainer:
-    """A model that is ready to train.
-
-    Attributes:
-      batch: sequences a step.
-      parameters: how many.
-      step: starts step i, and returns what to `wait` for.
-      wait: until a step has ended.
-      loss: of a step that has ended.
-      told: after all steps, what else belongs in the row.
-    """
-
-    batch: int
-    parameters: int
-    step: Callable[[int], Any]
-    wait: Callable[[Any], Any]
-    loss: Callable[[Any], float]
-    told: Callable[[], dict[str, Any]]
-
-
-def draw(job: Job, batch: int) -> list[np.ndarray]:
-    """Batches of windows (batch, length + 1), int32."""
-    weights = 1 / np.arange(1, job.model.vocab_size + 1)
-    rng = np.random.default_rng(0)
-    shape = (batch, job.length + 1)
-    p = weights / weights.sum()
-    return [rng.choice(len(p), shape, p=p).astype(np.int32) for _ in range(_BATCHES)]
+OTHERS = ("jaxkern-remat", "jaxkern-loop", "xla", "xla-loop", "jla", "mamba_ssm")
+_PEERS = ("jla", "mamba_ssm")
 
 
 def product_operations(model: ModelConfig) -> int:
@@ -122,150 +47,6 @@ def product_operations(model: ModelConfig) -> int:
     shapes = {name: shape for name, (_, shape) in model.block.initializers(model.sizes).items()}
     layer = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("_proj"))
     return 6 * (model.n_layers * layer + model.vocab_size * model.d_model)
-
-
-def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
-    """The library's own model and optimizer."""
-    name, _, how = job.contender.partition("-")
-    implementation = "xla" if name == "xla" else None
-    options = Options(Policy.parse("bf16"), implementation, how == "remat", how == "loop")
-    graphdef = make_model(job.model, options)
-    tx = jaxkern.fused_adamw(
-        _RATE,
-        *_BETAS,
-        weight_decay=_DECAY,
-        mask=decayed,
-        implementation=implementation,
-    )
-
-    def init() -> Any:
-        params = nnx.to_pure_dict(nnx.state(MambaLM(job.model, rngs=nnx.Rngs(0))))
-        return params, tx.init(params)
-
-    def step(params: Any, state: Any, windows: Any) -> Any:
-        loss, grads = jax.value_and_grad(functools.partial(loss_fn, graphdef))(params, windows)
-        return *jaxkern.apply(tx, grads, state, params), loss
-
-    device = jax.local_devices()[0]
-    how_compiled = compiler_options(device.platform)
-    program = jax.jit(step, donate_argnums=(0, 1), compiler_options=how_compiled)
-    shapes = jax.eval_shape(init)
-    compiled: Any = None
-    batch, seconds = 2 * job.batch, 0.0
-    while compiled is None:
-        batch //= 2
-        windows = jax.ShapeDtypeStruct((batch, job.length + 1), jnp.int32)
-        start = time.perf_counter()
-        lowered = program.lower(*shapes, windows)
-        if implementation == "xla" and "mosaic_gpu" in lowered.as_text():
-            raise RuntimeError("there is a kernel in the program of plain JAX")
-        compiled = lowered.compile()
-        seconds = time.perf_counter() - start
-        try:
-            check_memory(compiled, device)
-        except RunError:
-            if batch == 1:
-                raise
-            compiled = None
-    wait()
-    held = list(jax.jit(init)())
-    parameters = count_params(held[0])
-    batches = [jax.device_put(windows, device) for windows in draw(job, batch)]
-
-    def advance(i: int) -> Any:
-        *held[:], loss = compiled(*held, batches[i % _BATCHES])
-        return loss
-
-    def told() -> dict[str, Any]:
-        m = compiled.memory_analysis()
-        needed = m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
-        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
-        return {
-            "peak_gib": peak and round(peak / _GIB, 2),
-            "program_gib": round((needed - m.alias_size_in_bytes) / _GIB, 2),
-            "compile_s": round(seconds, 1),
-            "versions": _versions("jax"),
-        }
-
-    return Trainer(batch, parameters, advance, jax.block_until_ready, float, told)
-
-
-def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
-    """The model of mamba_ssm, which compiles its kernels in its first step."""
-    wait()
-    import torch  # pyright: ignore[reportMissingImports]
-
-    models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
-    torch.manual_seed(0)
-    m, sizes = job.model, job.model.sizes
-    mixer: dict[str, Any] = {"layer": {"mamba": "Mamba1", "mamba2": "Mamba2"}[m.block.name]}
-    mixer |= {"d_state": sizes.d_state, "d_conv": sizes.d_conv, "expand": sizes.expand}
-    config = models.MambaConfig(
-        d_model=m.d_model,
-        n_layer=m.n_layers,
-        vocab_size=m.vocab_size,
-        ssm_cfg=mixer,
-        rms_norm=True,
-        residual_in_fp32=True,
-        fused_add_norm=True,
-    )
-    model = models.MambaLMHeadModel(config, device="cuda")
-    matrices = lambda name, p: p.ndim > 1 and not name.endswith("A_log")
-    groups = [
-        {
-            "params": [p for name, p in model.named_parameters() if matrices(name, p) == decayed],
-            "weight_decay": _DECAY if decayed else 0.0,
-        }
-        for decayed in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=_RATE, betas=_BETAS, fused=True)
-    batches = [torch.from_numpy(windows).cuda().long() for windows in draw(job, job.batch)]
-    first_step: list[float] = []
-
-    def advance(i: int) -> Any:
-        start = time.perf_counter()
-        windows = batches[i % _BATCHES]
-        with torch.autocast("cuda", torch.bfloat16):
-            logits = model(windows[:, :-1]).logits
-        targets = windows[:, 1:].flatten()
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        end = torch.cuda.Event()
-        end.record()
-        if not first_step:
-            end.synchronize()
-            first_step.append(time.perf_counter() - start)
-        return end, loss.detach()
-
-    def told() -> dict[str, Any]:
-        return {
-            "peak_gib": round(torch.cuda.max_memory_allocated() / _GIB, 2),
-            "compile_s": round(first_step[0], 1),
-            "versions": _versions("torch", "triton", "mamba_ssm", "causal_conv1d"),
-        }
-
-    parameters = sum(p.numel() for p in model.parameters())
-    return Trainer(
-        batch=job.batch,
-        parameters=parameters,
-        step=advance,
-        wait=lambda handle: handle[0].synchronize(),
-        loss=lambda handle: float(handle[1]),
-        told=told,
-    )
-
-
-def _versions(*names: str) -> str:
-    return ", ".join(f"{name} {_version(name)}" for name in names)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # built in a folder, without metadata
-        return getattr(importlib.import_module(name), "__version__", "")
 
 
 def measure(job: Job, wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -295,7 +76,7 @@ def measure(job: Job, wait: Callable[[], None] = lambda: None) -> dict[str, Any]
         "tflop_s": round(per_second * product_operations(job.model) * 1e-12, 1),
         "parameters": trainer.parameters,
         "first_loss": round(trainer.loss(started[0]), 3),
-        "last_loss": round(statistics.mean(map(trainer.loss, started[-_BATCHES:])), 3),
+        "last_loss": round(statistics.mean(map(trainer.loss, started[-BATCHES:])), 3),
         **trainer.told(),
     }
 
@@ -336,7 +117,7 @@ def _work(job: Job, pipe: Any) -> None:
         pipe.recv()
 
     try:
-        if job.contender == "mamba_ssm" and importlib.util.find_spec("mamba_ssm") is None:
+        if job.contender in _PEERS and importlib.util.find_spec(job.contender) is None:
             pipe.send("not installed")
         else:
             pipe.send(measure(job, wait))
@@ -361,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--length", action="append", type=int, help="repeat for more (2048; without a GPU 64)"
     )
-    found = [n for n in OTHERS if n != "mamba_ssm" or importlib.util.find_spec(n)]
+    found = [n for n in OTHERS if n not in _PEERS or importlib.util.find_spec(n)]
     p.add_argument("--vs", default=",".join(found), help="whom to train beside, comma-separated")
     p.add_argument("--only", help="contenders, comma-separated, where not jaxkern and --vs")
     p.add_argument("--tokens", type=int, help="a step (16384; without a GPU 512)")

@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from bench import report, train
+from bench import documents, report, train, trainers
 from jaxkern.lm.config import PRESETS
 
 pytestmark = pytest.mark.newest
-JOB = train.Job("jaxkern", "micro", length=16, tokens=70, steps=12, warmup=2)
+JOB = trainers.Job("jaxkern", "micro", length=16, tokens=70, steps=12, warmup=2)
 
 
 def row(contender, tokens_per_second, **rest):
@@ -21,9 +21,9 @@ def row(contender, tokens_per_second, **rest):
 
 
 def test_tokens_are_skewed_and_fill_the_batch():
-    batches = train.draw(JOB, JOB.batch)
+    batches = trainers.draw(JOB, JOB.batch)
     assert {(b.shape, b.dtype) for b in batches} == {((4, 17), np.dtype(np.int32))}
-    large = np.stack(train.draw(dataclasses.replace(JOB, length=999), 10))
+    large = np.stack(trainers.draw(dataclasses.replace(JOB, length=999), 10))
     assert large.max() < 256
     share = 1 / np.sum(1 / np.arange(1, 257))
     assert np.mean(large == 0) == pytest.approx(share, rel=0.05)
@@ -78,10 +78,12 @@ def test_failing_contender_leaves_its_reason():
     jobs = [
         dataclasses.replace(JOB, preset="none"),
         dataclasses.replace(JOB, contender="mamba_ssm"),
+        dataclasses.replace(JOB, contender="jla"),
     ]
     assert list(train.attempt(jobs, 60)) == [
         (jobs[0], "KeyError: 'none'"),
         (jobs[1], "not installed"),
+        (jobs[2], "not installed"),
     ]
     assert list(train.attempt([JOB], 0.01)) == [(JOB, "not done within 0 s")]
 
@@ -97,3 +99,10 @@ def test_table_has_the_speed_up_over_each():
     assert "| 130m, 8 × 2048 | mamba_ssm | 150,000 | 1.30× |" in text
     assert "| 370m, 8 × 2048 | mamba_ssm | 150,000 |  |" in text
     assert "## a-lm" not in text
+
+
+def test_guide_names_the_fastest_other():
+    rows = [row(*one) for one in (("jaxkern", 99_000), ("mamba_ssm", 50_000), ("jla", 60_000))]
+    found = documents._training_rows([("a-lm.json", {"rows": rows})], [("130m", 2048)])
+    told = ["99,000 tokens/s, 20.2 GiB", "", "jax-linear-attention 60,000 tokens/s, 20.2 GiB"]
+    assert [*found] == [["language model, 130m, B 8, L 2048", "step", *told]]
