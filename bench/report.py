@@ -31,6 +31,7 @@ NAMES = {
     "update": "jaxkern's update",
     "tokamax": "tokamax",
     "jla": "jax-linear-attention",
+    "jla-loop": "jax-linear-attention, layers in a loop",
     "jax": "JAX by hand",
     "compile": "torch.compile",
     "torch": "PyTorch",

@@ -12,6 +12,7 @@ contender's own kernels compute again in the backward.
     xla-loop      the same with ``--scan-layers``
     jla           the model of jax-linear-attention without its checkpointing, whose residual stream
                   is in bf16, and its loss, on its kernels where it has any, with fused_adamw
+    jla-loop      the same with its layers in a loop
     mamba_ssm     its MambaLMHeadModel under torch.autocast, with its fused add and norm, and
                   torch.optim.AdamW(fused=True)
 
@@ -117,7 +118,8 @@ def _work(job: Job, pipe: Any) -> None:
         pipe.recv()
 
     try:
-        if job.contender in _PEERS and importlib.util.find_spec(job.contender) is None:
+        name = job.contender.removesuffix("-loop")
+        if name in _PEERS and importlib.util.find_spec(name) is None:
             pipe.send("not installed")
         else:
             pipe.send(measure(job, wait))

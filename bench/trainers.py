@@ -110,7 +110,7 @@ def _own_model(job: Job, implementation: Any, how: str) -> Model:
     return Model(init, functools.partial(loss_fn, graphdef), decayed)
 
 
-def _jla_model(job: Job) -> Model:
+def _jla_model(job: Job, how: str) -> Model:
     import equinox as eqx
 
     of = {name: importlib.import_module(f"jla.{name}") for name in ("models", "training.step")}
@@ -130,7 +130,7 @@ def _jla_model(job: Job) -> Model:
         mlp_types=("none",) * m.n_layers,
         norm_eps=1e-5,
         remat="none",
-        scan_layers=False,
+        scan_layers=how == "loop",
     )
     make = lambda: of["models"].build_model(model_config, key=jax.random.key(0))
     structure = eqx.filter_eval_shape(make)
@@ -151,7 +151,7 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
     """The library's own model, or that of jla, and the library's optimizer."""
     name, _, how = job.contender.partition("-")
     implementation = "xla" if name == "xla" else None
-    model = _jla_model(job) if name == "jla" else _own_model(job, implementation, how)
+    model = _jla_model(job, how) if name == "jla" else _own_model(job, implementation, how)
     tx = jaxkern.fused_adamw(
         _RATE,
         *_BETAS,

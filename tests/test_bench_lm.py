@@ -78,7 +78,7 @@ def test_failing_contender_leaves_its_reason():
     jobs = [
         dataclasses.replace(JOB, preset="none"),
         dataclasses.replace(JOB, contender="mamba_ssm"),
-        dataclasses.replace(JOB, contender="jla"),
+        dataclasses.replace(JOB, contender="jla-loop"),
     ]
     assert list(train.attempt(jobs, 60)) == [
         (jobs[0], "KeyError: 'none'"),
