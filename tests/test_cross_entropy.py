@@ -24,6 +24,13 @@ SMALLEST = 1
 """Bytes of memory that leave a part the fewest classes that it may have."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_tf32():
+    """GPUs multiply fp32 as such."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def inputs(rows, k, classes, dtype="float32", key=None):
     """x, weight, bias and labels, every fifth of which is ignored."""
     keys = jax.random.split(jax.random.key(0) if key is None else key, 4)

@@ -25,7 +25,7 @@ SIZE = (1, 70, 2, 64, 16)
         *(
             pytest.param(size, groups, options, marks=pytest.mark.compiled, id=name)
             for name, size, groups, options in [
-                ("one token", (1, 1, 1, 64, 1), 1, {}),
+                ("one token", (4, 1, 3, 64, 20), 1, {}),
                 ("whole chunks", (2, 512, 6, 64, 128), 2, {"checkpoint_every": 256}),
                 ("more heads than a block", (3, 300, 7, 64, 64), 1, {}),
                 ("wide heads", (1, 1000, 4, 256, 128), 4, {"checkpoint_every": 128}),
@@ -105,14 +105,17 @@ def test_ssd_kernels_are_hoppers(gpu):
         lowered(HALF(*SIZE), "mosaic")
 
 
-def test_ssd_kernels_run_if_asked_for():
-    """And nothing else does by default."""
-    assert check.kernel_calls(lowered(HALF(*SIZE), "mosaic"))
-    assert not check.kernel_calls(lowered(HALF(*SIZE), None))
+@pytest.mark.parametrize("implementation", [None, "mosaic"])
+def test_ssd_kernels_run(implementation):
+    assert check.kernel_calls(lowered(HALF(*SIZE), implementation))
+
+
+def test_ssd_kernels_leave_the_rest_to_plain_jax():
+    assert not check.kernel_calls(lowered(inputs_and_state(*SIZE), None))
 
 
 def scan_of_both_results(*arrays, implementation="xla"):
-    """In bf16, with results and gradients in fp32."""
+    """In bf16, with results and gradients in fp32, so small that no sine of them turns round."""
     x, dt, A, B, C, D, dt_bias, state = arrays
     x, B, C = (v.astype(jnp.bfloat16) for v in (x, B, C))
     out, final = scan(
@@ -120,7 +123,7 @@ def scan_of_both_results(*arrays, implementation="xla"):
         implementation=implementation,
         return_final_state=True,
     )
-    return out.astype(jnp.float32) + jnp.sum(final, axis=-1)[:, None]
+    return (out.astype(jnp.float32) + jnp.sum(final, axis=-1)[:, None]) / 32
 
 
 def without_gate(key):
@@ -140,7 +143,7 @@ test_ssd_kernels_transformations = check.transformations(
         channels="h",
         all_reduces=1,
         vmaps=[(0,) + (None,) * 7, (None, None, 0, None, 1, 0, None, 0)],
-        tolerance=2.0**-5,  # of what kernels round to 16 bits, within a sine
+        tolerance=2.0**-7,  # of what kernels round to 16 bits
         cells=[
             (name, check.ALONE.get(name, "mosaic"))
             for name in check.TRANSFORMATIONS

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.ops.ssd.call import Arrays, log_decays
+from jaxkern.ops.ssd.call import Arrays
 from jaxkern.ops.ssd.carry import launch_carry, part_starts
 from jaxkern.ops.ssd.forward import launch_fwd
 from jaxkern.ops.ssd.gradients import SUMS, launch_grads
 from jaxkern.ops.ssd.reference import Options, reference_bwd
-from jaxkern.ops.ssd.tiles import CARRY_WARPGROUPS, CHUNK, STEP, Chunks, Scan
+from jaxkern.ops.ssd.tiles import CARRY_WARPGROUPS, CHUNK, Chunks, Scan
 
 
 def launch_bwd(
@@ -34,11 +34,10 @@ def launch_bwd(
         y, _, _ = launch_fwd(plain, x, dt, a, B, C, D, None, initial_state)
         dy, dz = _through_gate(y, z, dout)
     dy = arrays.tokens(dy)
-    steps = log_decays(arrays.dt, arrays.a, STEP)
     scan = arrays.scan(CHUNK).cut(*CARRY_WARPGROUPS)
-    before = _states(options, arrays, scan, steps, arrays.whole_states(states))
-    ends = part_starts(scan, True, dy, arrays.C, steps, arrays.whole_states(dfinal))
-    after, dinitial = launch_carry(scan, True, dy, arrays.C, steps, ends)
+    before = _states(options, arrays, scan, arrays.whole_states(states))
+    ends = part_starts(scan, True, dy, arrays.C, arrays.steps, arrays.whole_states(dfinal))
+    after, dinitial = launch_carry(scan, True, dy, arrays.C, arrays.steps, ends)
     grads = launch_grads(Chunks.of(scan), arrays, dy, before, after)
 
     sums = grads["sums"]  # (B, H · slices, chunks, 4, 128)
@@ -70,13 +69,13 @@ def _through_gate(y: Any, z: Any, dout: Any) -> tuple[Any, Any]:
     return (dout * z32 * gate).astype(z.dtype), dz.astype(z.dtype)
 
 
-def _states(options: Any, arrays: Arrays, scan: Scan, steps: Any, saved: Any) -> Any:
+def _states(options: Any, arrays: Arrays, scan: Scan, saved: Any) -> Any:
     """The states before all chunks, (B, chunks, H, P, N), of those that were saved."""
     every = options.checkpoint_every
     if every == CHUNK:
         return saved
     if every is None:
-        saved = part_starts(scan, False, arrays.x, arrays.B, steps, arrays.initial)
+        saved = part_starts(scan, False, arrays.x, arrays.B, arrays.steps, arrays.initial)
     else:
         scan = dataclasses.replace(scan, part_chunks=every // CHUNK)
-    return launch_carry(scan, False, arrays.x, arrays.B, steps, saved)[0]
+    return launch_carry(scan, False, arrays.x, arrays.B, arrays.steps, saved)[0]

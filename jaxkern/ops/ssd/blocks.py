@@ -196,3 +196,39 @@ def first_state(scan: Scan, refs: Any, at: Unit) -> Any:
 def of_step(n: Any) -> Any:
     """The tokens of a step."""
     return pl.ds(n * STEP, STEP)
+
+
+class StepDecays:
+    """Sums of log-decays and step sizes of the `n`-th step's tokens.
+
+    Args:
+      ref: those of its chunk, (2, CHUNK) in shared memory.
+      n: the number of the step, in the sequence.
+    """
+
+    def __init__(self, ref: Any, n: Any):
+        self._ref = ref
+        self._first = lax.rem(n, STEPS) * STEP
+
+    def _load(self, k: int, layout: Any) -> Any:
+        return plgpu.load(self._ref.at[k, pl.ds(self._first, STEP)], layout=layout)
+
+    def sums(self, layout: Any) -> Any:
+        """(64,): of each token, from the chunk's first token on."""
+        return self._load(0, layout)
+
+    def sizes(self, layout: Any) -> Any:
+        """(64,): step sizes."""
+        return self._load(1, layout)
+
+    def before(self) -> Any:
+        """The sum before the step."""
+        return jnp.where(self._first > 0, self._ref[0, STEP - 1], 0.0)
+
+    def last(self) -> Any:
+        """The sum at the step's last token."""
+        return self._ref[0, self._first + STEP - 1]
+
+    def total(self) -> Any:
+        """The sum over the step."""
+        return self.last() - self.before()

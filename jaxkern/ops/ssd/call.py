@@ -39,6 +39,7 @@ class Arrays:
             D = D.astype(jnp.float32)
             self.D = D.reshape(self.heads, *D.shape[2:])
         self.initial = self.whole_states(initial)
+        self.steps = self._steps()
 
     def _few(self, v: Any) -> Any:
         """Tokens that the TMA can count, in whole rows of tiles.
@@ -53,6 +54,12 @@ class Arrays:
         """(B, H, chunks · CHUNK), fp32, of (B, L, G, R)."""
         v = v.astype(jnp.float32).reshape(self.batch, self.length, self.heads)
         return _pad(v, 1, self.chunks * CHUNK).transpose(0, 2, 1)
+
+    def _steps(self) -> Any:
+        """(B, H, chunks, 2, CHUNK): sums of a · log2(e) from a chunk's first token on, and dt."""
+        of_chunks = self.batch, self.heads, self.chunks, CHUNK
+        c = jnp.cumsum((self.a * LOG2E).reshape(of_chunks), axis=-1)
+        return jnp.stack([c, self.dt.reshape(of_chunks)], axis=3)
 
     def tokens(self, v: Any) -> Any:
         """(B, L, H, P) of (B, L, G, R, P)."""
@@ -99,10 +106,3 @@ class Arrays:
             chunks=self.chunks,
             every=0 if every is None else every // CHUNK,
         )
-
-
-def log_decays(dt: Any, a: Any, size: int) -> Any:
-    """(B, H, L / size, 2, size): sums of `a` · log2(e) in blocks of `size` tokens, and `dt`."""
-    blocks = *a.shape[:2], a.shape[2] // size, size
-    c = jnp.cumsum((a * LOG2E).reshape(blocks), axis=-1)
-    return jnp.stack([c, dt.reshape(blocks)], axis=3)

@@ -22,6 +22,7 @@ from jaxkern.ops.ssd.blocks import (
     COLUMNS,
     TILE,
     WARPGROUP,
+    StepDecays,
     Unit,
     accumulated,
     first_state,
@@ -31,7 +32,7 @@ from jaxkern.ops.ssd.blocks import (
     tiles_of,
     wide,
 )
-from jaxkern.ops.ssd.tiles import BOX, SLICE, STAGES, STEP, STEPS, Scan
+from jaxkern.ops.ssd.tiles import BOX, CHUNK, SLICE, STAGES, STEP, STEPS, Scan
 
 
 def launch_carry(
@@ -46,7 +47,7 @@ def launch_carry(
       reverse: whether it runs backward.
       tokens: x or dy, (B, L, H, P).
       weights: B or C, (B, L, G, N).
-      steps: of :func:`jaxkern.ops.ssd.call.log_decays`.
+      steps: of :class:`jaxkern.ops.ssd.call.Arrays`.
       starts: with which each part begins, (B, parts, H, P, N), or ``None`` for zeros.
 
     Returns:
@@ -55,7 +56,7 @@ def launch_carry(
     W, N, dtype = scan.warpgroups, scan.states, tokens.dtype
     scratch = {
         "tokens": tiles_of(STAGES * W, STEP, SLICE, dtype=dtype),
-        "steps": plgpu.SMEM((STAGES * W, 2, STEP), jnp.float32),
+        "steps": plgpu.SMEM((STAGES * W, 2, CHUNK), jnp.float32),
         "weights": tiles_of(STAGES, STEP, N, dtype=dtype),
         "tokens_full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES * W),
         "full": plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
@@ -95,8 +96,8 @@ def part_starts(
         return None if initial is None else initial[:, None]
     local = dataclasses.replace(scan, every=0)
     _, ends = launch_carry(local, reverse, tokens, weights, steps, None)
-    totals = steps[:, :, :, 0, -1]  # (B, H, steps)
-    missing = scan.parts * scan.part_chunks * STEPS - totals.shape[-1]
+    totals = steps[:, :, :, 0, -1]  # (B, H, chunks)
+    missing = scan.parts * scan.part_chunks - scan.chunks
     totals = jnp.pad(totals, ((0, 0), (0, 0), (0, missing)))
     decay = jnp.exp2(totals.reshape(*totals.shape[:2], scan.parts, -1).sum(-1))[..., None, None]
     state = jnp.zeros_like(ends[:, 0]) if initial is None else initial.astype(jnp.float32)
@@ -117,7 +118,8 @@ def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
         slot, step = at.warpgroup * STAGES + lax.rem(n, STAGES), where(n)
         tokens = refs.tokens.at[at.batch, of_step(step), at.head, at.channels]
         copy(tokens, smem.tokens.at[slot], smem.tokens_full.at[slot])
-        copy(refs.steps.at[at.batch, at.head, step], smem.steps.at[slot], smem.tokens_full.at[slot])
+        steps = refs.steps.at[at.batch, at.head, lax.div(step, STEPS)]
+        copy(steps, smem.steps.at[slot], smem.tokens_full.at[slot])
 
     def fetch_weights(n: Any) -> None:
         slot, weights = lax.rem(n, STAGES), refs.weights.at[at.batch, of_step(where(n)), at.group]
@@ -144,15 +146,15 @@ def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
             fetch_weights(n + STAGES - 1)
 
         plgpu.barrier_wait(smem.tokens_full.at[own])
-        steps = smem.steps.at[own]
+        steps = StepDecays(smem.steps.at[own], where(n))
         tokens = wide(plgpu.load(smem.tokens.at[own].transpose((1, 0)), layout=TILE))  # (p, j)
-        last, c = steps[0, STEP - 1], plgpu.load(steps.at[0], layout=COLUMNS)
+        c = steps.sums(COLUMNS)
         if reverse:
-            weight = jnp.exp2(c)
+            weight = jnp.exp2(c - steps.before())
         else:
-            weight = jnp.exp2(last - c) * plgpu.load(steps.at[1], layout=COLUMNS)
+            weight = jnp.exp2(steps.last() - c) * steps.sizes(COLUMNS)
         weighted = (tokens * over_columns(weight, SLICE)).astype(smem.tokens.dtype)
-        h = h * jnp.exp2(last)
+        h = h * jnp.exp2(steps.total())
         plgpu.barrier_wait(smem.full.at[slot])
         (h,) = accumulated(lambda h: multiply(h, weighted, smem.weights.at[slot]), h)
         plgpu.barrier_arrive(smem.empty.at[slot])

@@ -28,6 +28,7 @@ from jaxkern.ops.ssd.blocks import (
     ROWS,
     TILE,
     WARPGROUP,
+    StepDecays,
     Unit,
     accumulated,
     causal,
@@ -41,10 +42,11 @@ from jaxkern.ops.ssd.blocks import (
     wide,
     with_accumulators,
 )
-from jaxkern.ops.ssd.call import Arrays, log_decays
+from jaxkern.ops.ssd.call import Arrays
 from jaxkern.ops.ssd.carry import part_starts
 from jaxkern.ops.ssd.reference import Options, reference_fwd
 from jaxkern.ops.ssd.tiles import (
+    CHUNK,
     FORWARD_WARPGROUPS,
     SLICE,
     STAGES,
@@ -63,13 +65,12 @@ def launch_fwd(
     every = options.checkpoint_every if options.save else None
     arrays = Arrays(x, dt, a, B, C, D, z, initial_state)
     scan = arrays.scan(every).cut(FORWARD_WARPGROUPS)
-    steps = log_decays(arrays.dt, arrays.a, STEP)
-    starts = part_starts(scan, False, arrays.x, arrays.B, steps, arrays.initial)
+    starts = part_starts(scan, False, arrays.x, arrays.B, arrays.steps, arrays.initial)
     results = launch_named(
         functools.partial(_kernel, scan),
         {
             "x": arrays.x,
-            "steps": steps,
+            "steps": arrays.steps,
             "B": arrays.B,
             "C": arrays.C,
             "D": arrays.D,
@@ -97,7 +98,7 @@ def _scratch(scan: Scan, dtype: Any, *, gated: bool) -> dict[str, Any]:
     W, N = scan.warpgroups, scan.states
     tokens = {name: tiles_of(2 * W, STEP, SLICE, dtype=dtype) for name in ("x", "z")[: 1 + gated]}
     scratch = tokens | {
-        "steps": plgpu.SMEM((2 * W, 2, STEP), jnp.float32),
+        "steps": plgpu.SMEM((2 * W, 2, CHUNK), jnp.float32),
         "B": tiles_of(STAGES, STEP, N, dtype=dtype),
         "C": tiles_of(STAGES, STEP, N, dtype=dtype),
         "M": tiles_of(W, STEP, STEP, dtype=dtype),
@@ -154,7 +155,7 @@ class _Block:
     def fetch_tokens(self, n: Any) -> None:
         at, smem, refs = self.at, self.smem, self.refs
         slot = at.warpgroup * 2 + lax.rem(n, 2)
-        steps = refs.steps.at[at.batch, at.head, at.first + n]
+        steps = refs.steps.at[at.batch, at.head, lax.div(at.first + n, STEPS)]
         plgpu.copy_gmem_to_smem(steps, smem.steps.at[slot], smem.tokens_full.at[slot])
         for name in ("x", "z"):
             if getattr(refs, name) is not None:
@@ -179,7 +180,7 @@ class _Block:
         """The state after step `n`, (P, N), from that before; stores the output."""
         at, smem = self.at, self.smem
         slot, own = lax.rem(n, STAGES), at.warpgroup * 2 + lax.rem(n, 2)
-        steps, B = smem.steps.at[own], smem.B.at[slot]
+        steps, B = StepDecays(smem.steps.at[own], at.first + n), smem.B.at[slot]
         plgpu.barrier_wait(smem.full.at[slot])
         within = functools.partial(self.within, n, h, B, smem.C.at[slot], steps)
         y, x, weighted = with_accumulators(within, (STEP, STEP), (SLICE, STEP))
@@ -195,7 +196,7 @@ class _Block:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
             self.store(n, read(y, 1), x)
 
-        _, h = accumulated(finish, y, h * jnp.exp2(steps[0, STEP - 1]))
+        _, h = accumulated(finish, y, h * jnp.exp2(steps.total()))
         plgpu.barrier_arrive(smem.empty.at[slot])
         pl.when(n + 2 < at.count)(lambda: self.fetch_tokens(n + 2))
         return h
@@ -210,20 +211,19 @@ class _Block:
         multiply(scores, B, C.transpose((1, 0)))  # (j, i)
         multiply(y, narrow, C.transpose((1, 0)))  # (p, i)
         plgpu.barrier_wait(smem.tokens_full.at[own])
-        c = plgpu.load(steps.at[0], layout=COLUMNS)
-        earlier, dt = (plgpu.load(steps.at[k], layout=ROWS) for k in (0, 1))
-        exponents = over_columns(c, STEP) - over_rows(earlier, STEP)
-        decay = jnp.exp2(causal(exponents, turned=True)) * over_rows(dt, STEP)
+        c = steps.sums(COLUMNS)
+        exponents = over_columns(c, STEP) - over_rows(steps.sums(ROWS), STEP)
+        decay = jnp.exp2(causal(exponents, turned=True)) * over_rows(steps.sizes(ROWS), STEP)
         M = read(scores, 1) * decay
         smem.M.at[at.warpgroup][...] = M.astype(smem.x.dtype)
         if self.scan.every:
             self.save(n, narrow)
         else:
             plgpu.commit_smem()
-        weight = jnp.exp2(steps[0, STEP - 1] - c) * plgpu.load(steps.at[1], layout=COLUMNS)
+        weight = jnp.exp2(steps.last() - c) * steps.sizes(COLUMNS)
         x = plgpu.load(smem.x.at[own].transpose((1, 0)), layout=TILE)  # (p, j)
         weighted = (wide(x) * over_columns(weight, SLICE)).astype(x.dtype)
-        return read(y) * over_columns(jnp.exp2(c), SLICE), x, weighted
+        return read(y) * over_columns(jnp.exp2(c - steps.before()), SLICE), x, weighted
 
     def save(self, n: Any, h: Any) -> None:
         """Commits M, and saves the state before step `n` if it is one to be saved."""

@@ -46,7 +46,7 @@ from jaxkern.ops.ssd.blocks import (
     wide,
     with_accumulators,
 )
-from jaxkern.ops.ssd.call import Arrays, log_decays
+from jaxkern.ops.ssd.call import Arrays
 from jaxkern.ops.ssd.tiles import BOX, CHUNK, SLICE, STEP, STEPS, Chunks, Scan
 
 BLOCKS = STEPS * (STEPS + 1) // 2
@@ -93,7 +93,7 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
         {
             "x": arrays.x,
             "dy": dy,
-            "steps": log_decays(arrays.dt, arrays.a, CHUNK),
+            "steps": arrays.steps,
             "B": arrays.B,
             "C": arrays.C,
             "D": arrays.D,

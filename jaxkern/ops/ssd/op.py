@@ -76,7 +76,7 @@ from jaxkern.ops.ssd.reference import (
     ssd_reference,
     step,
 )
-from jaxkern.ops.ssd.tiles import faster, unfit_for_gpu, unsupported
+from jaxkern.ops.ssd.tiles import unfit_for_gpu, unsupported
 from jaxkern.ops.step_sizes import StepSizes
 
 
@@ -426,7 +426,6 @@ FORWARD = KernelPass(
     ins=_arguments,
     outs=lambda options: ("b l g r p", _ends(options), _STATES),
     whole="l p n c s .0",
-    faster=faster,
     unfit=unfit_for_gpu,
 )
 BACKWARD = KernelPass(
@@ -436,7 +435,6 @@ BACKWARD = KernelPass(
     ins=lambda options: (*_arguments(options), _STATES, "b l g r p", _ends(options)),
     outs=_arguments,
     whole="l p n c s .0",
-    faster=faster,
     unfit=unfit_for_gpu,
 )
 PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot split

@@ -150,9 +150,3 @@ def unfit_for_gpu(options: Any, x, dt, a, B, C, D, z, initial_state, rank, *rest
     if gpu is not None and gpu.capability != (9, 0):
         return f"its kernels multiply by wgmma, which Hopper alone has, and this is for {gpu}"
     return unsupported(x, B, C, z, rank)
-
-
-def faster(options: Any, *types: Any) -> bool:
-    """Whether the kernels run by default: bench/results has no times of them."""
-    del options, types
-    return False
