@@ -20,8 +20,7 @@ pytestmark = pytest.mark.skipif(check.ON_GPU, reason="of what JAX traces, the sa
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 CASES = {case.name: case for case in TABLE if case.strict}
 EACH = pytest.mark.parametrize("name", list(CASES))
-KERNELS = [n for n, c in CASES.items() if c.has_kernels and n != "ssd, packed and continued"]
-"""Cases that kernels take: those of ssd take no segments."""
+KERNELS = [n for n, c in CASES.items() if c.has_kernels]
 
 SIZES = {"d": 32, "k": 32, "h": 48, "n": 4, "w": 4, "heads": 4, "p": 8, "g": 2, "v": 40}
 MIXED = dtypes(F32), dtypes(BF16, matrices=F32, parameters=F32)

@@ -9,7 +9,7 @@ import pytest
 
 import jaxkern
 from tests import check
-from tests.ssd import NAMES, check_case, cotangents, inputs_and_state, packed_ids, scan
+from tests.ssd import ALONG, NAMES, check_case, cotangents, inputs_and_state, packed_ids, scan
 
 HALF = functools.partial(inputs_and_state, dtype="bfloat16", weight_dtype="float32")
 SIZE = (1, 70, 2, 64, 16)
@@ -22,6 +22,7 @@ SIZE = (1, 70, 2, 64, 16)
     [
         pytest.param(SIZE, 1, {}, id="interpreted"),
         pytest.param((1, 200, 2, 128, 80), 2, {"checkpoint_every": None}, id="several chunks"),
+        pytest.param(SIZE, 1, {"segment_ids": packed_ids(1, 70)}, id="packed"),
         *(
             pytest.param(size, groups, options, marks=pytest.mark.compiled, id=name)
             for name, size, groups, options in [
@@ -31,6 +32,7 @@ SIZE = (1, 70, 2, 64, 16)
                 ("wide heads", (1, 1000, 4, 256, 128), 4, {"checkpoint_every": 128}),
                 ("parts", (1, 5000, 2, 64, 128), 1, {"dt_limit": (0.05, 0.3)}),
                 ("no parts", (8, 1030, 32, 64, 128), 1, {"checkpoint_every": None}),
+                ("packed chunks", (2, 1000, 4, 64, 128), 2, {"segment_ids": packed_ids(2, 1000)}),
             ]
         ),
     ],
@@ -70,6 +72,32 @@ def test_ssd_kernels_keep_a_bad_head_alone():
             np.testing.assert_array_equal(got[0], before[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["x", "dt", "B", "C", "dout"])
+def test_ssd_kernels_nan_stays_in_its_segment(name):
+    """In the same chunk, and in the states that the segments behind it and before it begin from."""
+    arrays = dict(zip(NAMES, HALF(*SIZE), strict=True))
+    dout, dfinal = cotangents(tuple(arrays.values()))
+    ids = jnp.repeat(jnp.array([[3, 1, 2]]), jnp.array([20, 20, 30]), axis=1)
+    run = functools.partial(
+        check.program(scan, implementation="mosaic", return_final_state=True), segment_ids=ids
+    )
+    with check.running("mosaic"):
+        (out, final), grads = run(tuple(arrays.values()), (dout, dfinal))
+        if name == "dout":
+            dout = dout.at[0, 25].set(np.nan)
+        else:
+            arrays[name] = arrays[name].at[0, 25].set(np.nan)
+        (bad, bad_final), bad_grads = run(tuple(arrays.values()), (dout, dfinal))
+    close = functools.partial(check.assert_close, tolerance=2.0**-6)
+    assert name == "dout" or np.isnan(bad[0, 25].astype(np.float32)).all()
+    close(bad_final, final)
+    for n, got, want in zip(("out", *NAMES), (bad, *bad_grads), (out, *grads), strict=True):
+        if n in ("out", *ALONG):
+            close(np.delete(got[0], slice(20, 40), 0), np.delete(want[0], slice(20, 40), 0))
+    close(bad_grads[-1], grads[-1])
+
+
 @pytest.mark.compiled
 def test_ssd_kernels_same_bits():
     arrays = HALF(4, 1000, 8, 64, 128)
@@ -83,7 +111,11 @@ def test_ssd_kernels_same_bits():
         (inputs_and_state(*SIZE), {}, "x is float32, and the kernels take bfloat16"),
         (HALF(*SIZE[:3], 32, 16), {}, "x has 32 channels a head.* multiples of 64"),
         (HALF(*SIZE[:4], 129), {}, "B has 129 states, and the kernels hold at most 128"),
-        (HALF(*SIZE), {"segment_ids": packed_ids(1, 70)}, "it has segments, and the kernels take"),
+        (
+            (*HALF(*SIZE)[:-1], None),
+            {"segment_ids": packed_ids(1, 70), "num_segments": 3},
+            "it has num_segments, and the kernels keep one state of a row",
+        ),
     ],
 )
 def test_ssd_kernels_refuse(arrays, options, reason):

@@ -279,27 +279,33 @@ _OF_HEADS = (
     *(Argument("B", "b l g n"), Argument("C", "b l g n")),
     Argument("D", "heads", constant(1.0), "float32"),
 )
-_SSD: dict[str, Any] = {
-    "op": "ssd",
-    "axes": "b l heads p n g",
-    "split": "b heads",
-    "arguments": (*_OF_HEADS, Argument("dt_bias", "heads", constant(-3.0), "float32")),
-    "forward": Cost(
-        "2 b l heads p + b l heads + 2 b l g n",
-        # In chunks of 64 tokens.
-        operations="128 b l heads p + 4 b l heads p n + 128 b l g n",
-    ),
-    "backward": Cost(
-        "3 b l heads p + 2 b l heads + 4 b l g n",
-        operations="384 b l heads p + 10 b l heads p n + 384 b l g n",
-    ),
-}
+_OF_SSD = *_OF_HEADS, Argument("dt_bias", "heads", constant(-3.0), "float32")
+_SSD: dict[str, Any] = {"op": "ssd", "axes": "b l heads p n g", "split": "b heads"}
+
+
+def _cost_of_ssd(forward: int, backward: int) -> dict[str, Cost]:
+    """With so many arrays like x; operations in chunks of 64 tokens."""
+    return {
+        "forward": Cost(
+            f"{forward} b l heads p + b l heads + 2 b l g n",
+            operations="128 b l heads p + 4 b l heads p n + 128 b l g n",
+        ),
+        "backward": Cost(
+            f"{backward} b l heads p + 2 b l heads + 4 b l g n",
+            operations="384 b l heads p + 10 b l heads p n + 384 b l g n",
+        ),
+    }
+
+
 _MAMBA_2 = ((8, 4096, 64), (1, 32768, 64), (8, 4096, 24))
 """Batch, length and heads."""
+_SSD_LARGE = Shape((*_MAMBA_2[0], 64, 128, 1))
 
 SSDS = [
     Case(
         **_SSD,
+        **_cost_of_ssd(2, 3),
+        arguments=_OF_SSD,
         options={"dt_softplus": True},
         expression=_ssd,
         peers=peers.SSD,
@@ -311,6 +317,22 @@ SSDS = [
         errors=Errors((2, 1024, 8, 64, 128, 2), (2, 64, 4, 8, 16, 2)),
         layer=(8, 2048, 24, 64, 128, 1),
         strict=True,
+    ),
+    Case(
+        **_SSD,
+        **_cost_of_ssd(3, 5),
+        variant="gated",
+        arguments=(*_OF_SSD, Argument("z", "b l heads p")),
+        options={"dt_softplus": True},
+        shapes=[_SSD_LARGE],
+    ),
+    Case(
+        **_SSD,
+        **_cost_of_ssd(2, 3),
+        variant="packed",
+        arguments=_OF_SSD,
+        run=_packed("ssd"),
+        shapes=[_SSD_LARGE],
     ),
     Case(
         op="ssd",

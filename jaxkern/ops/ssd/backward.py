@@ -6,13 +6,14 @@ A gate is undone around the kernels, for which the forward runs once more.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.ops.ssd.call import Arrays
+from jaxkern.ops.ssd.call import Arrays, begins, cut_decays, unless_finite
 from jaxkern.ops.ssd.carry import launch_carry, part_starts
 from jaxkern.ops.ssd.forward import launch_fwd
 from jaxkern.ops.ssd.gradients import SUMS, launch_grads
@@ -24,9 +25,23 @@ def launch_bwd(
     options: Options, x, dt, a, B, C, D, z, initial_state, rank, crossed, states, dout, dfinal
 ) -> tuple[Any, ...]:
     """The gradients of the arguments before `states`; but for those of x and z in fp32."""
+    args = x, dt, a, B, C, D, z, initial_state
+    rest = states, dout, dfinal
     if x.size == 0:
-        args = x, dt, a, B, C, D, z, initial_state, rank, crossed
-        return reference_bwd(options, *args, states, dout, dfinal)
+        return reference_bwd(options, *args, rank, crossed, *rest)
+    if rank is None:
+        return _launch(options, *args, *rest)[0]
+    grads, dinitial = _launch(options, *args[:2], cut_decays(a, rank), *args[3:], *rest)
+    ds, da = grads[1], jnp.where(begins(rank), 0, grads[2])
+    grads = *grads[:2], da, *grads[3:]
+    plain = functools.partial(reference_bwd, options)
+    return unless_finite([ds, da, dinitial], grads, plain, (*args, rank, None, *rest))
+
+
+def _launch(
+    options: Options, x, dt, a, B, C, D, z, initial_state, states, dout, dfinal
+) -> tuple[Any, Any]:
+    """The results of :func:`launch_bwd`, without segments, and the initial state's gradient."""
     arrays = Arrays(x, dt, a, B, C, D, z, initial_state)
     dy, dz = dout, None
     if z is not None:
@@ -57,8 +72,9 @@ def launch_bwd(
         else:
             dD = jnp.einsum("blhp,blhp->hp", arrays.x, dy, preferred_element_type=jnp.float32)
         dD = dD.reshape(D.shape)
-    dinitial = None if initial_state is None else arrays.cut_states(dinitial[:, 0])
-    return arrays.cut_tokens(grads["dx"]), ds, da, dB, dC, dD, dz, dinitial, None, None
+    dinitial = arrays.cut_states(dinitial[:, 0])
+    own = None if initial_state is None else dinitial
+    return (arrays.cut_tokens(grads["dx"]), ds, da, dB, dC, dD, dz, own, None, None), dinitial
 
 
 def _through_gate(y: Any, z: Any, dout: Any) -> tuple[Any, Any]:

@@ -1,11 +1,14 @@
-"""The arrays of a call as the kernels take them."""
+"""The arrays of a call as the kernels take them, and what they do about segments."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkern.ops.ssd.blocks import LOG2E
+from jaxkern.ops.ssd.reference import least_log_decay
 from jaxkern.ops.ssd.tiles import BOX, CHUNK, STEP, TILE_ROWS, Scan
 
 
@@ -106,3 +109,44 @@ class Arrays:
             chunks=self.chunks,
             every=0 if every is None else every // CHUNK,
         )
+
+
+def begins(rank: jax.Array) -> jax.Array:
+    """(B, L, 1, 1): whether a token is the first of a segment that is not its row's first."""
+    before = jnp.concatenate([rank[:, :1], rank[:, :-1]], axis=1)
+    return (rank != before)[..., None, None]
+
+
+def cut_decays(a: jax.Array, rank: jax.Array) -> jax.Array:
+    """`a`, with decays of 0 between segments: to the kernels all tokens are of one segment."""
+    return jnp.where(begins(rank), jnp.asarray(least_log_decay(a.dtype), a.dtype), a)
+
+
+def unless_finite(told: Any, results: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """`results`, or if one of the arrays `told` has NaN or ∞, those of ``plain(*args)``.
+
+    A decay of 0 keeps numbers from the segments after, but not NaN. The kernels' states and their
+    gradients tell of it, as it stays in them. `plain` takes a batch row at a time: its memory is
+    reserved even where it never runs. A loop that runs at most once hands `results` on where they
+    lie, which a conditional would copy.
+
+    Args:
+      told: a list of arrays.
+      results: a tuple of arrays or ``None``.
+      plain: gives what `results` holds; but for `D`, its arguments have a batch.
+      args: x, dt, a, B, C, D and what follows; of the results, too, the sixth has no batch.
+    """
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in told]))
+    D, without = args[5], (*args[:5], None, *args[6:])
+
+    def of_row(row: tuple[Any, ...]) -> Any:
+        row = tuple(None if v is None else v[None] for v in row)
+        out = plain(*row[:5], D, *row[6:])
+        return tuple(v if v is None or i == 5 else v[0] for i, v in enumerate(out))
+
+    def run(_: Any) -> Any:
+        outs = lax.map(of_row, without)
+        outs = (v if v is None or i != 5 else v.sum(0) for i, v in enumerate(outs))
+        return jnp.bool_(True), tuple(outs)
+
+    return lax.while_loop(lambda state: ~state[0], run, (finite, results))[1]

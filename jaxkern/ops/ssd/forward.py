@@ -42,7 +42,7 @@ from jaxkern.ops.ssd.blocks import (
     wide,
     with_accumulators,
 )
-from jaxkern.ops.ssd.call import Arrays
+from jaxkern.ops.ssd.call import Arrays, cut_decays, unless_finite
 from jaxkern.ops.ssd.carry import part_starts
 from jaxkern.ops.ssd.reference import Options, reference_fwd
 from jaxkern.ops.ssd.tiles import (
@@ -60,8 +60,18 @@ def launch_fwd(
     options: Options, x, dt, a, B, C, D, z, initial_state, rank=None, crossed=None
 ) -> tuple[Any, Any, Any]:
     """Output, final state and, to save, the states before every `checkpoint_every`-th token."""
+    args = x, dt, a, B, C, D, z, initial_state
     if x.size == 0:
-        return reference_fwd(options, x, dt, a, B, C, D, z, initial_state, rank, crossed)
+        return reference_fwd(options, *args, rank, crossed)
+    if rank is None:
+        return _launch(options, *args)[0]
+    results, final = _launch(options, *args[:2], cut_decays(a, rank), *args[3:])
+    plain = functools.partial(reference_fwd, options)
+    return unless_finite([final], results, plain, (*args, rank, None))
+
+
+def _launch(options: Options, x, dt, a, B, C, D, z, initial_state) -> tuple[Any, Any]:
+    """The results of :func:`launch_fwd`, without segments, and the final state."""
     every = options.checkpoint_every if options.save else None
     arrays = Arrays(x, dt, a, B, C, D, z, initial_state)
     scan = arrays.scan(every).cut(FORWARD_WARPGROUPS)
@@ -90,8 +100,9 @@ def launch_fwd(
         kernel_name="ssd_fwd",
         approx_math=True,
     )
-    final = arrays.cut_states(results["final"][:, -1]) if options.final else None
-    return arrays.cut_tokens(results["out"]), final, arrays.cut_states(results["states"])
+    final = arrays.cut_states(results["final"][:, -1])
+    out, states = arrays.cut_tokens(results["out"]), arrays.cut_states(results["states"])
+    return (out, final if options.final else None, states), final
 
 
 def _scratch(scan: Scan, dtype: Any, *, gated: bool) -> dict[str, Any]:

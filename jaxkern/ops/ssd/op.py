@@ -176,9 +176,10 @@ def ssd(
       checkpoint_every: how many tokens apart states are saved for the backward, a multiple of 128,
         or ``None`` for none at all, where the backward runs the forward again.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, which run on Hopper GPUs and take
-        `x`, `B`, `C` and `z` in bfloat16, P a multiple of 64, N up to 128 and no segments;
+        `x`, `B`, `C` and `z` in bfloat16, P a multiple of 64, N up to 128 and no `num_segments`;
         ``"xla"`` for plain JAX, the only one that supports forward-mode differentiation; ``None``
-        for plain JAX with a backward written by hand.
+        for the kernels where they can take the call, and else for plain JAX with a backward
+        written by hand.
 
     Returns:
       (B, L, H, P), the dtype of `x`; with `return_final_state` a pair of it and the final state,
@@ -223,7 +224,7 @@ def ssd(
     sizes = StepSizes.checked(dt_softplus, dt_limit)
     reason = unfit(**dict(zip(_FLOATING, (*args, initial_state), strict=True)))
     if reason is None and implementation == "mosaic":
-        reason = unsupported(x, B, args[4], args[6], rank)
+        reason = unsupported(x, B, args[4], args[6], count)
     mode = resolve(implementation, reason, op="ssd")
     options = Options(bool(return_final_state), every, mode, count)
     grouped = (*by_group((*args, initial_state), 2), rank, crossed)

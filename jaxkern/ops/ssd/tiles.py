@@ -129,10 +129,10 @@ class Chunks:
         return self.splits * self.scan.batch * self.scan.groups * self.scan.chunks
 
 
-def unsupported(x: Any, B: Any, C: Any, z: Any, rank: Any) -> str | None:
+def unsupported(x: Any, B: Any, C: Any, z: Any, num_segments: int | None) -> str | None:
     """Why the kernels, forward and backward, cannot take such arrays, or ``None``."""
-    if rank is not None:
-        return "it has segments, and the kernels take none"
+    if num_segments is not None:
+        return "it has num_segments, and the kernels keep one state of a row, not its segments'"
     for name, v in (("x", x), ("B", B), ("C", C), ("z", z)):
         if v is not None and v.dtype != jnp.bfloat16:
             return f"{name} is {v.dtype}, and the kernels take bfloat16, in which they keep states"
@@ -143,10 +143,10 @@ def unsupported(x: Any, B: Any, C: Any, z: Any, rank: Any) -> str | None:
     return None
 
 
-def unfit_for_gpu(options: Any, x, dt, a, B, C, D, z, initial_state, rank, *rest) -> str | None:
+def unfit_for_gpu(options: Any, x, dt, a, B, C, D, z, initial_state, *rest) -> str | None:
     """Why the kernels cannot run on the GPU that a pass is lowered for, or cannot take it."""
-    del options, dt, a, D, initial_state, rest
+    del dt, a, D, initial_state, rest
     gpu = target.current()
     if gpu is not None and gpu.capability != (9, 0):
         return f"its kernels multiply by wgmma, which Hopper alone has, and this is for {gpu}"
-    return unsupported(x, B, C, z, rank)
+    return unsupported(x, B, C, z, options.num_segments)
