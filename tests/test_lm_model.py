@@ -207,6 +207,8 @@ def test_tokens_outside_the_vocabulary_are_not_passed_over(shape):
     loss = jit(functools.partial(loss_fn, make_model(shape, Options())))
     assert np.isnan(loss(params, tokens[:1, :21]))  # as the last, which is only predicted
     assert np.isfinite(loss(params, tokens[3:, :21]))
+    tokens[0, 20] = -100  # the label of linear_cross_entropy for rows without a loss
+    assert np.isnan(loss(params, tokens[:1, :21]))
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,31 @@ class MambaLM(nnx.Module):
           TypeError: an argument is not an array of integers, or `mask` also of booleans.
           ValueError: a shape does not fit.
         """
+        return self._logits(self.hidden(tokens, segment_ids=segment_ids, mask=mask))
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Compute what the output layer multiplies: the last norm of what the layers give.
+
+        Args and errors are those of a call.
+
+        Returns:
+          (B, L, d_model), the policy's compute dtype; times :attr:`output_layer` the logits.
+        """
         tokens, segment_ids = _check(tokens, segment_ids, mask)
         mix = lambda block, x, _: (block(x, segment_ids=segment_ids), None)
         loop = self.options.scan_layers
-        return self._head(*self._run(mix, tokens, loop=loop, remat=self.options.remat)[0])
+        return self._last_norm(*self._run(mix, tokens, loop=loop, remat=self.options.remat)[0])
+
+    @property
+    def output_layer(self) -> jax.Array:
+        """The matrix of the output layer, (d_model, vocab_size): of a tied one the embedding's."""
+        return self.embedding[...].T if self.config.tie_embeddings else self.head[...]
 
     def prefill(
         self, tokens: jax.Array, state: Any = None, *, mask: jax.Array | None = None
@@ -153,13 +174,13 @@ class MambaLM(nnx.Module):
         if mask is not None:
             read = lambda leaf: mask[:, -1].reshape(1, -1, *[1] * (leaf.ndim - 2))
             after = jax.tree.map(lambda leaf: jnp.where(read(leaf), leaf, 0), after)
-        return self._head(*(leaf[:, -1] for leaf in stream)), after
+        return self._logits(self._last_norm(*(leaf[:, -1] for leaf in stream))), after
 
     def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
         mix = lambda block, x, cache: block.step(x, cache)
         stream, state = self._run(mix, tokens, state)
-        return self._head(*stream), state
+        return self._logits(self._last_norm(*stream)), state
 
     def init_state(self, batch_size: int) -> Any:
         """The state before the first token, that of all layers stacked."""
@@ -205,11 +226,12 @@ class MambaLM(nnx.Module):
         x = nan_if_unknown(x, tokens[..., None], size)
         return x, jnp.zeros(x.shape, self.options.policy.compute)
 
-    def _head(self, x, out):
+    def _last_norm(self, x, out):
+        return self._add_and_normalise(x, out, self.norm)[0]
+
+    def _logits(self, hidden):
         policy = self.options.policy
-        x, _ = self._add_and_normalise(x, out, self.norm)
-        weight = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
-        return policy.cast_to_output(x @ policy.cast_to_compute(weight))
+        return policy.cast_to_output(hidden @ policy.cast_to_compute(self.output_layer))
 
     def _add_and_normalise(self, x, out, norm) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised sum in the dtype of `out`, and the sum in that of the stream."""
