@@ -26,7 +26,8 @@ from flax import nnx
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.lm.config import ModelConfig
+from jaxkern.lm.config import DEFAULT_REMAT, ModelConfig, Remat
+from jaxkern.nn import remat as policies
 from jaxkern.nn.flax import Mamba, Mamba2
 from jaxkern.precision import Policy
 
@@ -47,15 +48,19 @@ class Options:
     Attributes:
       policy: dtypes.
       implementation: of the ops.
-      remat: whether the backward computes each layer again from its input.
+      remat: what the backward computes again: ``"none"``; ``"cheap"`` and ``"scan"``, which keep
+        of each block what :mod:`jaxkern.nn.remat` says; or each ``"layer"`` from its input.
       scan_layers: whether the layers run in a loop.
     """
 
     policy: Policy = dataclasses.field(default_factory=Policy)
     implementation: Implementation | None = None
-    remat: bool = False
+    remat: Remat = DEFAULT_REMAT
     scan_layers: bool = False
 
+
+POLICIES = {"cheap": policies.CHEAP, "scan": policies.SCAN}
+"""What a block keeps for the backward."""
 
 LAYERS = {"mamba": Mamba, "mamba2": Mamba2}
 """The layer of each kind of block."""
@@ -194,7 +199,7 @@ class MambaLM(nnx.Module):
         state: Any = None,
         *,
         loop: bool = True,
-        remat: bool = False,
+        remat: Remat = "none",
     ) -> tuple[Any, Any]:
         """Runs the layers on tokens (...), each as `mix`, (block, x, cache) -> (out, cache).
 
@@ -202,16 +207,22 @@ class MambaLM(nnx.Module):
         """
         graphdef, params = nnx.split(self.blocks)
 
+        def mixed(params, x, cache):
+            return mix(nnx.merge(graphdef, params), x, cache)
+
         def layer(stream, params_and_cache):
             (x, out), (params, cache) = stream, params_and_cache
-            block = nnx.merge(graphdef, params)
-            normalised, x = self._add_and_normalise(x, out, block.norm)
-            out, cache = mix(block, normalised, cache)
+            normalised, x = self._add_and_normalise(x, out, params["norm"])
+            out, cache = mixed(params, normalised, cache)
             return (x, out), cache
 
-        if remat:
-            # In a loop nothing can be shared across the barrier that prevent_cse would add.
+        # In a loop nothing can be shared across the barrier that prevent_cse would add.
+        if remat == "layer":
             layer = jax.checkpoint(layer, prevent_cse=not loop)
+        elif remat != "none":
+            # The weights' copies in the compute dtype are shared: to make them again takes longer.
+            alone = not loop and (False, True, True)
+            mixed = jax.checkpoint(mixed, prevent_cse=alone, policy=POLICIES[remat])
         carried = params, state
         return jax.lax.scan(layer, self._embed(tokens), carried, unroll=1 if loop else True)
 
