@@ -53,6 +53,7 @@ def fails(capsys, *argv, code=1):
         (["train", "--seed", "-1"], "--seed"),
         (["train", "--devices", "none"], "--devices"),
         (["train", "--implementation", "cuda"], "mosaic"),
+        (["train", "--remat", "most"], "'none', 'cheap', 'scan', 'layer'"),
         (["train", "--speed", "9"], "--speed"),
         (["train", "--data", ""], "--data: must be a path, got ''"),
         (["train", "--out", ""], "--out: must be a path, got ''"),
@@ -70,6 +71,15 @@ def test_wrong_flags(capsys, argv, words):
 
 NUMBERS = ["steps", "batch-size", "seq-len", "grad-accum", "lr", "seed", "log-every", "eval-every"]
 NUMBERS += ["eval-batches", "checkpoint-every"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "flags"),
+    [([], {}), (["--remat"], {"remat": "layer"}), (["--remat", "cheap"], {"remat": "cheap"})],
+)
+def test_remat_alone_means_whole_layers(argv, flags):
+    told = vars(cli._parser().parse_args(["train", *argv]))
+    assert {name: told[name] for name in told if name == "remat"} == flags
 
 
 @pytest.mark.parametrize("flag", NUMBERS)

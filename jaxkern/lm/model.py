@@ -26,7 +26,7 @@ from flax import nnx
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.lm.config import DEFAULT_REMAT, ModelConfig, Remat
+from jaxkern.lm.config import DEFAULT_REMAT, REMATS, ModelConfig, Remat
 from jaxkern.nn import remat as policies
 from jaxkern.nn.flax import Mamba, Mamba2
 from jaxkern.precision import Policy
@@ -51,12 +51,19 @@ class Options:
       remat: what the backward computes again: ``"none"``; ``"cheap"`` and ``"scan"``, which keep
         of each block what :mod:`jaxkern.nn.remat` says; or each ``"layer"`` from its input.
       scan_layers: whether the layers run in a loop.
+
+    Raises:
+      ValueError: `remat` is none of these.
     """
 
     policy: Policy = dataclasses.field(default_factory=Policy)
     implementation: Implementation | None = None
     remat: Remat = DEFAULT_REMAT
     scan_layers: bool = False
+
+    def __post_init__(self):
+        if self.remat not in REMATS:
+            raise ValueError(f"remat must be one of {', '.join(REMATS)}; got {self.remat!r}")
 
 
 POLICIES = {"cheap": policies.CHEAP, "scan": policies.SCAN}

@@ -16,8 +16,7 @@ policy      keeps                                                    computes ag
 ==========  =======================================================  ============================
 
 The input of what is checkpointed is always kept. Of other layers inside of it these policies keep
-nothing; ``jax.checkpoint_policies.save_from_both_policies`` joins one with a policy for those. The
-gradients are the same: every result that is computed again has the bits that it had.
+nothing; ``jax.checkpoint_policies.save_from_both_policies`` joins one with a policy for those.
 """
 
 import jax
