@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -379,8 +380,11 @@ def test_resumed_configuration():
     ):
         with pytest.raises(RunError, match=words.replace(".", r"\.")):
             resume_config(stored, flags)
-    others = {"devices": "2", "implementation": "xla", "log_every": 1, "checkpoint_every": 7}
+    others: dict[str, Any] = {"devices": "2", "implementation": "xla", "remat": "cheap"}
+    others |= {"log_every": 1, "checkpoint_every": 7}
     assert resume_config(stored, others) == dataclasses.replace(config, **others)
+    for earlier, remat in ((False, "none"), (True, "layer")):
+        assert resume_config(stored | {"remat": earlier}, {}).remat == remat
     for broken, words in (
         ({}, "flags.batch_size is missing"),
         ([], '"flags" is \\[\\]'),

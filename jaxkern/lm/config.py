@@ -256,7 +256,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 # What a resumed run may do otherwise: its arithmetic is the same, but for the order of sums.
-CHANGEABLE = ("devices", "implementation", "log_every", "checkpoint_every")
+CHANGEABLE = ("devices", "implementation", "remat", "log_every", "checkpoint_every")
 
 
 def resume_config(stored: Any, flags: dict[str, Any]) -> TrainConfig:
@@ -290,6 +290,8 @@ def _stored_config(stored: Any) -> TrainConfig:
     remedy = "put back what jaxkern wrote, or start a new run with another --out"
     if not isinstance(stored, dict):
         raise RunError(f'config.json: "flags" is {stored!r}, no table of flags; {remedy}')
+    if isinstance(stored.get("remat"), bool):  # of an earlier version
+        stored = stored | {"remat": "layer" if stored["remat"] else "none"}
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     if odd := stored.keys() ^ names:
         name = min(odd)
