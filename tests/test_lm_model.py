@@ -312,6 +312,16 @@ def test_remat_keeps_less_for_the_backward(preset, kept):
     assert found == pytest.approx(kept, abs=0.05)
 
 
+@pytest.mark.parametrize(("remat", "whole"), [("cheap", True), ("scan", False), ("layer", False)])
+def test_remat_of_products_computes_logits_in_parts(remat, whole):
+    """Of 655 MB of logits."""
+    shape = dataclasses.replace(MICRO, vocab_size=40_000)
+    params = jax.eval_shape(lambda: initial_params(shape))
+    loss = functools.partial(loss_fn, make_model(shape, Options(remat=remat)))
+    text = str(jax.make_jaxpr(loss)(params, jax.ShapeDtypeStruct((1, 4097), "int32")))
+    assert ("f32[1,4096,40000]" in text) == whole
+
+
 def test_remat_is_one_of_its_words():
     old: Any = True
     with pytest.raises(ValueError, match="remat must be one of none, cheap, scan, layer; got True"):

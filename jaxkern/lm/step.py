@@ -121,11 +121,15 @@ def loss_fn(
         model.output_layer,
         _labels(windows[:, 1:], segment_ids, mask),
         ignore_index=_IGNORED,
+        memory=_LOGITS.get(model.options.remat),
         implementation=implementation_of_products(model.options.implementation),
     )
 
 
 _IGNORED = -100
+
+_LOGITS = {"scan": 2**28, "layer": 2**28}
+"""Bytes of logits at once, where products are computed again; else all are kept."""
 
 
 def _labels(targets: jax.Array, segment_ids: Any, mask: Any) -> jax.Array:
