@@ -227,9 +227,10 @@ class MambaLM(nnx.Module):
         if remat == "layer":
             layer = jax.checkpoint(layer, prevent_cse=not loop)
         elif remat != "none":
-            # The weights' copies in the compute dtype are shared: to make them again takes longer.
-            alone = not loop and (False, True, True)
-            mixed = jax.checkpoint(mixed, prevent_cse=alone, policy=POLICIES[remat])
+            # The weights' copies in the compute dtype are made again, too. Where the scan is, XLA
+            # takes all layers' out of the stacked arrays too early for that: they are shared.
+            alone = (remat == "cheap", True, True)
+            mixed = jax.checkpoint(mixed, prevent_cse=not loop and alone, policy=POLICIES[remat])
         carried = params, state
         return jax.lax.scan(layer, self._embed(tokens), carried, unroll=1 if loop else True)
 
