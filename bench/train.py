@@ -7,6 +7,8 @@ contender's own kernels compute again in the backward.
 
     jaxkern       the model of ``jaxkern train`` and fused_adamw, on kernels where they are fastest
     jaxkern-remat the same with ``--remat``, each layer computed again in the backward
+    jaxkern-cheap, jaxkern-scan
+                  the same with ``--remat cheap`` and ``--remat scan``, parts of each layer
     jaxkern-loop  the same as jaxkern with ``--scan-layers``
     xla           the same as jaxkern with every op in plain JAX
     xla-loop      the same with ``--scan-layers``

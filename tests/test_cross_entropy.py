@@ -264,6 +264,14 @@ def test_labels_of_other_dtypes(dtype):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_labels_of_64_bits_are_not_cut(dtype):
+    with jax.enable_x64(True):
+        labels = jnp.array([1, 2**32 + 1], dtype)
+        losses = jaxkern.cross_entropy(jnp.zeros((2, 8)), labels, reduction="none")
+    assert np.isnan(losses).tolist() == [False, True]
+
+
 @EVERY
 def test_large_and_infinite_logits(call, implementation):
     """Classes that a user has masked by −∞, among them all of a part, and logits of 1e4."""

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,6 +54,7 @@ def fails(capsys, *argv, code=1):
         (["train", "--seed", "-1"], "--seed"),
         (["train", "--devices", "none"], "--devices"),
         (["train", "--implementation", "cuda"], "mosaic"),
+        (["train", "--remat", "most"], "'none', 'cheap', 'scan', 'layer'"),
         (["train", "--speed", "9"], "--speed"),
         (["train", "--data", ""], "--data: must be a path, got ''"),
         (["train", "--out", ""], "--out: must be a path, got ''"),
@@ -70,6 +72,15 @@ def test_wrong_flags(capsys, argv, words):
 
 NUMBERS = ["steps", "batch-size", "seq-len", "grad-accum", "lr", "seed", "log-every", "eval-every"]
 NUMBERS += ["eval-batches", "checkpoint-every"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "flags"),
+    [([], {}), (["--remat"], {"remat": "layer"}), (["--remat", "cheap"], {"remat": "cheap"})],
+)
+def test_remat_alone_means_whole_layers(argv, flags):
+    told = vars(cli._parser().parse_args(["train", *argv]))
+    assert {name: told[name] for name in told if name == "remat"} == flags
 
 
 @pytest.mark.parametrize("flag", NUMBERS)
@@ -369,8 +380,11 @@ def test_resumed_configuration():
     ):
         with pytest.raises(RunError, match=words.replace(".", r"\.")):
             resume_config(stored, flags)
-    others = {"devices": "2", "implementation": "xla", "log_every": 1, "checkpoint_every": 7}
+    others: dict[str, Any] = {"devices": "2", "implementation": "xla", "remat": "cheap"}
+    others |= {"log_every": 1, "checkpoint_every": 7}
     assert resume_config(stored, others) == dataclasses.replace(config, **others)
+    for earlier, remat in ((False, "none"), (True, "layer")):
+        assert resume_config(stored | {"remat": earlier}, {}).remat == remat
     for broken, words in (
         ({}, "flags.batch_size is missing"),
         ([], '"flags" is \\[\\]'),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +139,7 @@ def test_documents_of_a_row_do_not_see_each_other_nor_padding(shape):
         return jit(jax.value_and_grad(f, has_aux=True))(trained(shape), *arrays)
 
     packed = run(row[None], SEGMENTS, None)
-    looped = run(row[None], SEGMENTS, None, remat=True, scan_layers=True)
+    looped = run(row[None], SEGMENTS, None, remat="cheap", scan_layers=True)
     padded = run(tokens, None, mask)
     both = run(
         np.append(row, [300, 300])[None], np.append(SEGMENTS, [[9, 9]], 1), np.arange(31)[None] < 29
@@ -207,6 +208,8 @@ def test_tokens_outside_the_vocabulary_are_not_passed_over(shape):
     loss = jit(functools.partial(loss_fn, make_model(shape, Options())))
     assert np.isnan(loss(params, tokens[:1, :21]))  # as the last, which is only predicted
     assert np.isfinite(loss(params, tokens[3:, :21]))
+    tokens[0, 20] = -100  # the label of linear_cross_entropy for rows without a loss
+    assert np.isnan(loss(params, tokens[:1, :21]))
 
 
 @pytest.mark.parametrize(
@@ -252,31 +255,77 @@ def test_no_byte_sees_those_after_it(shape):
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("shape", "how"),
+    ("shape", "options"),
     [
-        (MICRO, ("scan_layers",)),
-        (MICRO, ("remat",)),
-        (MICRO, ("scan_layers", "remat")),
-        (MICRO2, ("scan_layers", "remat")),
+        (MICRO, {"scan_layers": True}),
+        (MICRO, {"remat": "layer"}),
+        (MICRO, {"scan_layers": True, "remat": "layer"}),
+        (MICRO2, {"scan_layers": True, "remat": "layer"}),
+        (MICRO, {"remat": "cheap"}),
+        (MICRO, {"remat": "scan"}),
+        (MICRO2, {"remat": "cheap"}),
+        (MICRO2, {"scan_layers": True, "remat": "scan"}),
     ],
-    ids=["scan_layers", "remat", "scan_layers+remat", "mamba2-scan_layers+remat"],
+    ids=[
+        *("scan_layers", "remat", "scan_layers+remat", "mamba2-scan_layers+remat"),
+        *("cheap", "scan", "mamba2-cheap", "mamba2-scan_layers+scan"),
+    ],
 )
-def test_loops_and_remat_change_the_program_and_not_gradients(shape, how):
+def test_loops_and_remat_change_the_program_and_not_gradients(shape, options):
     def gradients(**options):
         graphdef = make_model(shape, Options(**options))
-        f = jit(jax.grad(functools.partial(loss_fn, graphdef)))
+        f = jit(jax.value_and_grad(functools.partial(loss_fn, graphdef)))
         traced = f.trace(trained(shape), jnp.asarray(windows()))
         lowered = traced.lower()
         loops = lowered.as_text().count("stablehlo.while")
         return lowered.compile()(trained(shape), windows()), str(traced.jaxpr).count("remat"), loops
 
     plain, remats, loops = gradients()
-    got, more_remats, more_loops = gradients(**dict.fromkeys(how, True))
-    assert (more_remats > remats) == ("remat" in how)
-    assert more_loops > loops or how == ("remat",)  # which computes the scans' own loops again
+    got, more_remats, more_loops = gradients(**options)
+    assert (more_remats > remats) == ("remat" in options)
+    assert more_loops > loops or "scan_layers" not in options
     errors = jax.tree.map(check.relative_error, got, plain)
     assert max(jax.tree.leaves(errors)) < 2e-6
     assert all(np.any(leaf) for leaf in jax.tree.leaves(plain))
+
+
+@pytest.mark.parametrize(
+    ("preset", "kept"),
+    [
+        ("130m", {"none": 24.4, "cheap": 17.1, "scan": 7.1, "layer": 3.0}),
+        ("mamba2-130m", {"none": 17.7, "cheap": 11.4, "scan": 7.4, "layer": 3.0}),
+    ],
+)
+def test_remat_keeps_less_for_the_backward(preset, kept):
+    """Bytes that a layer keeps, for each of its tokens and inner channels."""
+    shape = dataclasses.replace(PRESETS[preset].model, n_layers=2)
+    params = jax.eval_shape(lambda: initial_params(shape))
+    tokens = jax.ShapeDtypeStruct((1, 257), "int32")
+    found = {}
+    for remat in kept:
+        graphdef = make_model(shape, Options(Policy.parse("bf16"), remat=remat))
+        pullback = lambda p, w: jax.vjp(functools.partial(loss_fn, graphdef, windows=w), p)[1]  # noqa: B023
+        leaves = jax.tree.leaves(jax.eval_shape(pullback, params, tokens))
+        of_layers = [leaf for leaf in leaves if leaf.shape[:2] == (2, 1)]
+        bytes_kept = sum(leaf.size * leaf.dtype.itemsize for leaf in of_layers)
+        found[remat] = bytes_kept / (2 * 256 * shape.sizes.d_inner)
+    assert found == pytest.approx(kept, abs=0.05)
+
+
+@pytest.mark.parametrize(("remat", "whole"), [("cheap", True), ("scan", False), ("layer", False)])
+def test_remat_of_products_computes_logits_in_parts(remat, whole):
+    """Of 655 MB of logits."""
+    shape = dataclasses.replace(MICRO, vocab_size=40_000)
+    params = jax.eval_shape(lambda: initial_params(shape))
+    loss = functools.partial(loss_fn, make_model(shape, Options(remat=remat)))
+    text = str(jax.make_jaxpr(loss)(params, jax.ShapeDtypeStruct((1, 4097), "int32")))
+    assert ("f32[1,4096,40000]" in text) == whole
+
+
+def test_remat_is_one_of_its_words():
+    old: Any = True
+    with pytest.raises(ValueError, match="remat must be one of none, cheap, scan, layer; got True"):
+        Options(remat=old)
 
 
 @pytest.mark.parametrize(
@@ -422,15 +471,17 @@ def test_low_precision_learns_as_fp32_does(config, precision):
 
 @pytest.mark.newest  # every version of JAX lowers each op
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "again"),
     [
-        ("130m", {"remat": False}),
-        ("130m", {"remat": True}),
-        ("mamba2-130m", {"implementation": "mosaic"}),  # by default ssd is plain JAX
+        ("130m", {"remat": "none"}, ""),
+        ("130m", {"remat": "layer"}, "rms_norm causal_conv1d selective_scan"),
+        ("130m", {"remat": "cheap"}, "causal_conv1d"),
+        ("130m", {"remat": "scan"}, "causal_conv1d selective_scan"),
+        ("mamba2-130m", {"implementation": "mosaic"}, ""),  # by default ssd is plain JAX
     ],
-    ids=["False", "True", "mamba2"],
+    ids=["False", "True", "cheap", "scan", "mamba2"],
 )
-def test_training_on_a_gpu_runs_the_kernels(name, options, monkeypatch):
+def test_training_on_a_gpu_runs_the_kernels(name, options, again, monkeypatch):
     """Two layers of the 130m preset, a step in bf16 lowered for CUDA: kernels both ways."""
     preset = PRESETS[name]
     two = dataclasses.replace(preset, model=dataclasses.replace(preset.model, n_layers=2))
@@ -441,9 +492,12 @@ def test_training_on_a_gpu_runs_the_kernels(name, options, monkeypatch):
     state = jax.eval_shape(lambda: init_state(config, policy))
     batch = jax.ShapeDtypeStruct((1, config.batch_size, config.seq_len + 1), np.uint8)
     text = jax.jit(step).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
+    calls = check.kernel_calls(text)
     scan = {"mamba": "selective_scan", "mamba2": "ssd"}[config.model.block.name]
     for op in ("rms_norm", "causal_conv1d", scan):
-        assert f"{op}_fwd" in text
+        runs = sum(f"{op}_fwd" in call for call in calls)
+        of_blocks = {"rms_norm": 5 if scan == "ssd" else 3}.get(op, 2)  # the last is of no layer
+        assert runs == of_blocks + 2 * (op in again.split())
         assert f"{op}_bwd" in text
     assert "fused_adam" in text
 

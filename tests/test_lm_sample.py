@@ -154,7 +154,7 @@ def test_decoding_in_bfloat16_and_between_devices():
     want = tokens_after(*PROMPTS[:2], **options)
     mesh = Mesh(np.array(jax.devices()[:2]), ("batch",), axis_types=(AxisType.Auto,))
     placed = jax.device_put(trained().params, NamedSharding(mesh, PartitionSpec()))
-    looped = make_model(MICRO, Options(scan_layers=True, remat=True))
+    looped = make_model(MICRO, Options(scan_layers=True, remat="layer"))
     got = tokens_after(*PROMPTS[:2], graphdef=looped, params=placed, **options)
     np.testing.assert_array_equal(got, want)
     low = make_model(MICRO, Options(Policy.parse("bf16")))
@@ -174,7 +174,7 @@ def test_texts_of_a_loaded_model():
     without = dataclasses.replace(model, codec=None)
     with pytest.raises(RunError, match=r"no tokenizer.json, which says what its 256 tokens are"):
         without.generate("a")
-    assert without.module(Options(remat=True)).options.remat
+    assert without.module(Options(remat="scan")).options.remat == "scan"
     assert "Array" not in repr(model)
 
 

@@ -15,7 +15,7 @@ from flax import linen, nnx
 import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
-from jaxkern.nn import mamba
+from jaxkern.nn import mamba, remat
 from jaxkern.precision import Policy
 from tests import check
 from tests.layers import (
@@ -333,7 +333,7 @@ def in_nnx(kind, x):
         def loss(blocks, x):
             @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
             def run(block, x):
-                return nnx.remat(Block.__call__)(block, x)
+                return nnx.remat(Block.__call__, policy=remat.CHEAP)(block, x)
 
             return (run(blocks, x) ** 2).sum()
 
@@ -352,7 +352,7 @@ def in_linen(kind, x):
             return x + block(jk_linen.RMSNorm()(x)), None
 
     over = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
-    stack = linen.scan(linen.remat(Block), **over)()
+    stack = linen.scan(linen.remat(Block, policy=remat.SCAN), **over)()
     params = stack.init(jax.random.key(0), x)
     loss = lambda params: (stack.apply(params, x)[0] ** 2).sum()
     return *jit(jax.value_and_grad(loss))(params), params, lambda p, x: Block().apply(p, x)[0]

@@ -25,6 +25,7 @@ from jaxkern.lm.config import (
     LIMITS,
     PRESET_FLAGS,
     PRESETS,
+    REMATS,
     Limits,
     RunError,
 )
@@ -177,7 +178,17 @@ def _add_model(parser: argparse.ArgumentParser) -> Callable[..., None]:
         "params=float32,compute=bfloat16,output=float32",
         metavar="POLICY",
     )
-    add("--remat", "recompute each layer in the backward pass to save memory", "off")
+    add(
+        "--remat",
+        "what the backward computes again to save memory: none;\n"
+        "cheap, the convolution and step sizes of each block;\n"
+        "scan, these and its scan; or, which --remat alone\n"
+        "means, the whole layer",
+        nargs="?",
+        const="layer",
+        choices=REMATS,
+        metavar="WHAT",
+    )
     add("--scan-layers", "run the layers in a loop: a smaller program, slower steps", "off")
     add(
         "--implementation",

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxkern.nn import mamba, mamba2
 from jaxkern.nn.common import Block, check_sizes
@@ -63,6 +63,11 @@ LIMITS = {
     "top_p": Limits(float, 1e-6, 1),
 }
 IMPLEMENTATIONS = ("auto", "mosaic", "xla")
+
+Remat = Literal["none", "cheap", "scan", "layer"]
+REMATS: tuple[Remat, ...] = get_args(Remat)
+DEFAULT_REMAT: Remat = "none"
+"""What the backward computes again, from nothing to whole layers."""
 
 
 BLOCKS: dict[str, Block] = {block.name: block for block in (mamba.BLOCK, mamba2.BLOCK)}
@@ -195,7 +200,7 @@ class TrainConfig:
     lr: float
     grad_accum: int = 1
     mixed_precision: str = "fp32"
-    remat: bool = False
+    remat: Remat = DEFAULT_REMAT
     scan_layers: bool = False
     implementation: str = "auto"
     devices: str = "auto"
@@ -251,7 +256,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 # What a resumed run may do otherwise: its arithmetic is the same, but for the order of sums.
-CHANGEABLE = ("devices", "implementation", "log_every", "checkpoint_every")
+CHANGEABLE = ("devices", "implementation", "remat", "log_every", "checkpoint_every")
 
 
 def resume_config(stored: Any, flags: dict[str, Any]) -> TrainConfig:
@@ -285,6 +290,8 @@ def _stored_config(stored: Any) -> TrainConfig:
     remedy = "put back what jaxkern wrote, or start a new run with another --out"
     if not isinstance(stored, dict):
         raise RunError(f'config.json: "flags" is {stored!r}, no table of flags; {remedy}')
+    if isinstance(stored.get("remat"), bool):  # of an earlier version
+        stored = stored | {"remat": "layer" if stored["remat"] else "none"}
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     if odd := stored.keys() ^ names:
         name = min(odd)
@@ -313,7 +320,9 @@ def _valid(name: str, value: Any) -> bool:
             return isinstance(value, str) and bool(re.fullmatch("auto|all|[1-9][0-9]{0,8}", value))
         case "data":
             return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
-        case "remat" | "scan_layers":
+        case "remat":
+            return value in REMATS
+        case "scan_layers":
             return isinstance(value, bool)
     return isinstance(value, str)
 

@@ -26,7 +26,8 @@ from flax import nnx
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.lm.config import ModelConfig
+from jaxkern.lm.config import DEFAULT_REMAT, REMATS, ModelConfig, Remat
+from jaxkern.nn import remat as policies
 from jaxkern.nn.flax import Mamba, Mamba2
 from jaxkern.precision import Policy
 
@@ -47,15 +48,26 @@ class Options:
     Attributes:
       policy: dtypes.
       implementation: of the ops.
-      remat: whether the backward computes each layer again from its input.
+      remat: what the backward computes again: ``"none"``; ``"cheap"`` and ``"scan"``, which keep
+        of each block what :mod:`jaxkern.nn.remat` says; or each ``"layer"`` from its input.
       scan_layers: whether the layers run in a loop.
+
+    Raises:
+      ValueError: `remat` is none of these.
     """
 
     policy: Policy = dataclasses.field(default_factory=Policy)
     implementation: Implementation | None = None
-    remat: bool = False
+    remat: Remat = DEFAULT_REMAT
     scan_layers: bool = False
 
+    def __post_init__(self):
+        if self.remat not in REMATS:
+            raise ValueError(f"remat must be one of {', '.join(REMATS)}; got {self.remat!r}")
+
+
+POLICIES = {"cheap": policies.CHEAP, "scan": policies.SCAN}
+"""What a block keeps for the backward."""
 
 LAYERS = {"mamba": Mamba, "mamba2": Mamba2}
 """The layer of each kind of block."""
@@ -115,10 +127,31 @@ class MambaLM(nnx.Module):
           TypeError: an argument is not an array of integers, or `mask` also of booleans.
           ValueError: a shape does not fit.
         """
+        return self._logits(self.hidden(tokens, segment_ids=segment_ids, mask=mask))
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Compute what the output layer multiplies: the last norm of what the layers give.
+
+        Args and errors are those of a call.
+
+        Returns:
+          (B, L, d_model), the policy's compute dtype; times :attr:`output_layer` the logits.
+        """
         tokens, segment_ids = _check(tokens, segment_ids, mask)
         mix = lambda block, x, _: (block(x, segment_ids=segment_ids), None)
         loop = self.options.scan_layers
-        return self._head(*self._run(mix, tokens, loop=loop, remat=self.options.remat)[0])
+        return self._last_norm(*self._run(mix, tokens, loop=loop, remat=self.options.remat)[0])
+
+    @property
+    def output_layer(self) -> jax.Array:
+        """The matrix of the output layer, (d_model, vocab_size): of a tied one the embedding's."""
+        return self.embedding[...].T if self.config.tie_embeddings else self.head[...]
 
     def prefill(
         self, tokens: jax.Array, state: Any = None, *, mask: jax.Array | None = None
@@ -153,13 +186,13 @@ class MambaLM(nnx.Module):
         if mask is not None:
             read = lambda leaf: mask[:, -1].reshape(1, -1, *[1] * (leaf.ndim - 2))
             after = jax.tree.map(lambda leaf: jnp.where(read(leaf), leaf, 0), after)
-        return self._head(*(leaf[:, -1] for leaf in stream)), after
+        return self._logits(self._last_norm(*(leaf[:, -1] for leaf in stream))), after
 
     def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
         mix = lambda block, x, cache: block.step(x, cache)
         stream, state = self._run(mix, tokens, state)
-        return self._head(*stream), state
+        return self._logits(self._last_norm(*stream)), state
 
     def init_state(self, batch_size: int) -> Any:
         """The state before the first token, that of all layers stacked."""
@@ -173,7 +206,7 @@ class MambaLM(nnx.Module):
         state: Any = None,
         *,
         loop: bool = True,
-        remat: bool = False,
+        remat: Remat = "none",
     ) -> tuple[Any, Any]:
         """Runs the layers on tokens (...), each as `mix`, (block, x, cache) -> (out, cache).
 
@@ -181,16 +214,23 @@ class MambaLM(nnx.Module):
         """
         graphdef, params = nnx.split(self.blocks)
 
+        def mixed(params, x, cache):
+            return mix(nnx.merge(graphdef, params), x, cache)
+
         def layer(stream, params_and_cache):
             (x, out), (params, cache) = stream, params_and_cache
-            block = nnx.merge(graphdef, params)
-            normalised, x = self._add_and_normalise(x, out, block.norm)
-            out, cache = mix(block, normalised, cache)
+            normalised, x = self._add_and_normalise(x, out, params["norm"])
+            out, cache = mixed(params, normalised, cache)
             return (x, out), cache
 
-        if remat:
-            # In a loop nothing can be shared across the barrier that prevent_cse would add.
+        # In a loop nothing can be shared across the barrier that prevent_cse would add.
+        if remat == "layer":
             layer = jax.checkpoint(layer, prevent_cse=not loop)
+        elif remat != "none":
+            # The weights' copies in the compute dtype are made again, too. Where the scan is, XLA
+            # takes all layers' out of the stacked arrays too early for that: they are shared.
+            alone = (remat == "cheap", True, True)
+            mixed = jax.checkpoint(mixed, prevent_cse=not loop and alone, policy=POLICIES[remat])
         carried = params, state
         return jax.lax.scan(layer, self._embed(tokens), carried, unroll=1 if loop else True)
 
@@ -205,11 +245,12 @@ class MambaLM(nnx.Module):
         x = nan_if_unknown(x, tokens[..., None], size)
         return x, jnp.zeros(x.shape, self.options.policy.compute)
 
-    def _head(self, x, out):
+    def _last_norm(self, x, out):
+        return self._add_and_normalise(x, out, self.norm)[0]
+
+    def _logits(self, hidden):
         policy = self.options.policy
-        x, _ = self._add_and_normalise(x, out, self.norm)
-        weight = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
-        return policy.cast_to_output(x @ policy.cast_to_compute(weight))
+        return policy.cast_to_output(hidden @ policy.cast_to_compute(self.output_layer))
 
     def _add_and_normalise(self, x, out, norm) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised sum in the dtype of `out`, and the sum in that of the stream."""

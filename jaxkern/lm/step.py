@@ -18,14 +18,8 @@ from jax import lax
 
 import jaxkern
 from jaxkern.lm.config import ModelConfig, TrainConfig
-from jaxkern.lm.model import (
-    MambaLM,
-    Options,
-    decayed,
-    initial_params,
-    nan_if_unknown,
-    one_hot,
-)
+from jaxkern.lm.model import MambaLM, Options, decayed, initial_params
+from jaxkern.nn.common import implementation_of_products
 from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.optim.transforms import FusedAdamState
 from jaxkern.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
@@ -121,19 +115,36 @@ def loss_fn(
     """
     before = lambda leaf: None if leaf is None else leaf[:, :-1]
     model = nnx.merge(graphdef, params)
-    logits = model(windows[:, :-1], segment_ids=before(segment_ids), mask=before(mask))
-    logits, targets = logits.astype(jnp.float32), windows[:, 1:]
-    labels = one_hot(targets, logits.shape[-1])
-    losses = -jnp.sum(jax.nn.log_softmax(logits), axis=-1, where=labels)
-    losses = nan_if_unknown(losses, targets, logits.shape[-1])
-    if segment_ids is None and mask is None:
-        return losses.mean()
-    counted = jnp.ones(targets.shape, bool)
+    hidden = model.hidden(windows[:, :-1], segment_ids=before(segment_ids), mask=before(mask))
+    return jaxkern.linear_cross_entropy(
+        hidden,
+        model.output_layer,
+        _labels(windows[:, 1:], segment_ids, mask),
+        ignore_index=_IGNORED,
+        memory=_LOGITS.get(model.options.remat),
+        implementation=implementation_of_products(model.options.implementation),
+    )
+
+
+_IGNORED = -100
+
+_LOGITS = {"scan": 2**28, "layer": 2**28}
+"""Bytes of logits at once, where products are computed again; else all are kept."""
+
+
+def _labels(targets: jax.Array, segment_ids: Any, mask: Any) -> jax.Array:
+    """The labels of tokens (B, L): `_IGNORED` for what is not predicted, and else no such number.
+
+    A negative token, which is outside the vocabulary, is -1.
+    """
+    targets = jnp.asarray(targets)
+    wide = jnp.int64 if targets.dtype.itemsize == 8 else jnp.int32
+    labels = jnp.maximum(targets.astype(wide), -1)
     if segment_ids is not None:
-        counted &= segment_ids[:, 1:] == segment_ids[:, :-1]
+        labels = jnp.where(segment_ids[:, 1:] == segment_ids[:, :-1], labels, _IGNORED)
     if mask is not None:
-        counted &= (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
-    return jnp.sum(losses, where=counted) / jnp.maximum(jnp.sum(counted), 1)
+        labels = jnp.where((mask[:, 1:] != 0) & (mask[:, :-1] != 0), labels, _IGNORED)
+    return labels
 
 
 def make_train_step(

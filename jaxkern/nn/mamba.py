@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
+from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.common import Block, Initial
 
@@ -161,8 +162,8 @@ def mamba(
     # makes one of two that have an operand in common.
     to_u, to_z = jnp.split(weights.in_proj, 2, axis=-1)
     of_u, of_z = (None, None) if weights.in_bias is None else jnp.split(weights.in_bias, 2)
-    u = project(x, to_u, of_u)  # (B, L, E)
-    z = project(jax.lax.optimization_barrier(x), to_z, of_z)  # (B, L, E)
+    u = named("mamba_in_proj", project(x, to_u, of_u))  # (B, L, E)
+    z = named("mamba_in_proj", project(jax.lax.optimization_barrier(x), to_z, of_z))  # (B, L, E)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
@@ -227,7 +228,8 @@ def _parameters(
 ) -> tuple[jax.Array, ...]:
     """dt (..., E), A (E, N), B and C (..., N) and D (E,) of the scan, from its input u (..., E)."""
     at = [sizes.rank, sizes.rank + sizes.d_state]
-    low_rank, B, C = jnp.split(project(u, weights.x_proj), at, axis=-1)
+    projected = named("mamba_x_proj", project(u, weights.x_proj))  # (..., R + 2 N)
+    low_rank, B, C = jnp.split(projected, at, axis=-1)
     return project(low_rank, weights.dt_proj), common.decay_rates(weights), B, C, weights.D
 
 

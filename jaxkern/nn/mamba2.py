@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
+from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.common import Block, Initial
 from jaxkern.ops.step_sizes import StepSizes
@@ -267,7 +268,8 @@ def _project_in(
     bias = weights.in_bias
     biases = [None] * 3 if bias is None else jnp.split(bias, at)
     parts = zip(jnp.split(weights.in_proj, at, axis=-1), biases, strict=True)
-    return tuple(project(jax.lax.optimization_barrier(x), w, b) for w, b in parts)
+    products = (project(jax.lax.optimization_barrier(x), w, b) for w, b in parts)
+    return named("mamba_in_proj", tuple(products))
 
 
 def _scanned(weights: Weights, sizes: Sizes, u: jax.Array, dt: jax.Array) -> tuple[Any, ...]:

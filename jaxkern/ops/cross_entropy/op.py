@@ -295,7 +295,7 @@ def _check_labels(labels: Any, shape: tuple[int, ...], meaning: str) -> jax.Arra
     if labels.shape != shape:
         raise ValueError(f"labels must have shape {shape} = {meaning}; got {labels.shape}")
     # They are compared with classes, of which a narrow dtype could not count all.
-    return labels if labels.dtype == jnp.int64 else labels.astype(jnp.int32)
+    return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
 
 
 def _check_reduction(reduction: Any) -> None:

@@ -1,0 +1,30 @@
+"""Policies of jax.checkpoint: what Mamba and Mamba-2 blocks keep for the backward.
+
+    layer = jax.checkpoint(layer, policy=jaxkern.nn.remat.CHEAP)
+
+Without ``jax.checkpoint`` a Mamba block keeps, in units of its B · L · E inner elements in the
+compute dtype, 5: what `in_proj` gives (2), what is convolved, the step sizes and what `out_proj`
+multiplies; and the states of the scan, 4 · N / 8 bytes an element.
+
+==========  =======================================================  ============================
+policy      keeps                                                    computes again
+==========  =======================================================  ============================
+`CHEAP`     results of `in_proj`, `x_proj` and the scan, its states  convolution, step sizes, and
+                                                                     norms, activations, casts
+`SCAN`      results of `in_proj` and `x_proj`                        these and the scan
+``None``    nothing, which is the default of ``jax.checkpoint``      all, `in_proj`, too
+==========  =======================================================  ============================
+
+The input of what is checkpointed is always kept. Of other layers inside of it these policies keep
+nothing; ``jax.checkpoint_policies.save_from_both_policies`` joins one with a policy for those.
+"""
+
+import jax
+
+_PRODUCTS = ("mamba_in_proj", "mamba_x_proj")
+
+SCAN = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS)
+"""Keeps the products that a block begins with, and computes all else again."""
+
+CHEAP = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS, "selective_scan", "ssd")
+"""Keeps these and the scan's results, and computes again what waits for memory alone."""
