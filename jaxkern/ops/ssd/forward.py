@@ -51,9 +51,10 @@ from jaxkern.ops.ssd.tiles import (
     CHUNK,
     FORWARD_WARPGROUPS,
     SLICE,
-    STAGES,
+    STATE_REGISTERS,
     STEP,
     STEPS,
+    WEIGHT_REGISTERS,
     Scan,
 )
 
@@ -77,6 +78,7 @@ def _launch(options: Options, x, dt, a, B, C, D, z, initial_state) -> tuple[Any,
     every = options.checkpoint_every if options.save else None
     arrays = Arrays(x, dt, a, B, C, D, z, initial_state)
     scan = arrays.scan(every).cut(FORWARD_WARPGROUPS)
+    scan = scan if z is None else scan.with_gate()
     starts = part_starts(scan, False, arrays.x, arrays.B, arrays.steps, arrays.initial)
     results = launch_named(
         functools.partial(_kernel, scan),
@@ -112,14 +114,14 @@ def _scratch(scan: Scan, dtype: Any, *, gated: bool) -> dict[str, Any]:
     tokens = {name: tiles_of(2 * W, STEP, SLICE, dtype=dtype) for name in ("x", "z")[: 1 + gated]}
     scratch = tokens | {
         "steps": plgpu.SMEM((2 * W, 2, CHUNK), jnp.float32),
-        "B": tiles_of(STAGES, STEP, N, dtype=dtype),
-        "C": tiles_of(STAGES, STEP, N, dtype=dtype),
+        "B": tiles_of(scan.stages, STEP, N, dtype=dtype),
+        "C": tiles_of(scan.stages, STEP, N, dtype=dtype),
         "M": tiles_of(2 * W, STEP, STEP, dtype=dtype),
         "out": tiles_of(W, STEP, SLICE, dtype=dtype),
         "tokens_full": plgpu.Barrier(num_arrivals=1 + gated, num_barriers=2 * W),
         "steps_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        "empty": plgpu.Barrier(num_arrivals=W + 1, num_barriers=STAGES),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=scan.stages),
+        "empty": plgpu.Barrier(num_arrivals=W + 1, num_barriers=scan.stages),
         "M_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
         "M_empty": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
     }
@@ -134,12 +136,12 @@ def _kernel(scan: Scan, refs: Any, smem: Any) -> None:
 
     @pl.when(warpgroup == scan.warpgroups)
     def _():
-        plgpu.set_max_registers(104, action="decrease")
+        plgpu.set_max_registers(WEIGHT_REGISTERS, action="decrease")
         _Weights(scan, refs, smem, Unit(scan, 0)).run()
 
     @pl.when(warpgroup < scan.warpgroups)
     def _():
-        plgpu.set_max_registers(200, action="increase")
+        plgpu.set_max_registers(STATE_REGISTERS, action="increase")
         _State(scan, refs, smem, Unit(scan, warpgroup)).run()
 
 
@@ -160,13 +162,13 @@ class _Weights:
     at: Unit
 
     def run(self) -> None:
-        for n in range(STAGES):
+        for n in range(self.scan.stages):
             pl.when(n < self.at.count)(functools.partial(self.fetch, n))
         lax.fori_loop(0, self.at.count, lambda n, _: self.step(n), None)
 
     def fetch(self, n: Any) -> None:
         """Starts the copies of B and C of step `n`."""
-        at, slot = self.at, lax.rem(n, STAGES)
+        at, slot = self.at, lax.rem(n, self.scan.stages)
         for name in ("B", "C"):
             plgpu.copy_gmem_to_smem(
                 getattr(self.refs, name).at[at.batch, of_step(at.first + n), at.group],
@@ -177,12 +179,13 @@ class _Weights:
 
     def step(self, n: Any) -> None:
         """Stores Mᵀ of step `n` of every unit."""
-        at, smem, slot = self.at, self.smem, lax.rem(n, STAGES)
+        at, smem, stages = self.at, self.smem, self.scan.stages
+        slot, ahead = lax.rem(n, stages), n + stages - 1
 
-        @pl.when((n > 0) & (n + STAGES - 1 < at.count))
+        @pl.when((n > 0) & (ahead < at.count))
         def _():
-            plgpu.barrier_wait(smem.empty.at[lax.rem(n + STAGES - 1, STAGES)])
-            self.fetch(n + STAGES - 1)
+            plgpu.barrier_wait(smem.empty.at[lax.rem(ahead, stages)])
+            self.fetch(ahead)
 
         plgpu.barrier_wait(smem.full.at[slot])
         scores = product(smem.B.at[slot], smem.C.at[slot].transpose((1, 0)), (STEP, STEP))  # (j, i)
@@ -244,7 +247,7 @@ class _State:
 
     def step(self, n: Any, h: Any) -> Any:
         """The state after step `n`, (P, N), from that before; stores the output."""
-        smem, slot, own = self.smem, lax.rem(n, STAGES), self.own(n)
+        smem, slot, own = self.smem, lax.rem(n, self.scan.stages), self.own(n)
         plgpu.barrier_wait(smem.full.at[slot])
         before = functools.partial(self.before, n, h, smem.C.at[slot])
         y, x, weighted, total = with_accumulators(before, (SLICE, STEP))

@@ -34,9 +34,10 @@ MAX_STATES = 128
 STAGES = 3
 """Of the forward's ring of B and C, and of the carry's."""
 FORWARD_WARPGROUPS = 2
-"""A lane of the forward needs 243 registers: of four warpgroups it has 128, and spills them past
-the little L1 cache that so much shared memory leaves: 0.35 ms instead of 0.27 at (8, 4096, 64, 64).
-"""
+"""Those of a block that hold states. Their lanes need more registers than 128, which they would
+have of four, and spills go past the little L1 cache that so much shared memory leaves."""
+STATE_REGISTERS, WEIGHT_REGISTERS = 200, 104
+"""Of a lane of those warpgroups, and of the one that computes weights: what three have in all."""
 CARRY_WARPGROUPS = 4, 2
 """With more warpgroups a block of the carry reads B or C for more units."""
 FULL = 0.7
@@ -53,6 +54,7 @@ class Scan:
       warpgroups: of a block.
       part_chunks: chunks of a part of the sequence.
       every: of how many chunks the first one's state is saved; 0 saves none.
+      stages: of the ring of B and C.
     """
 
     batch: int
@@ -64,6 +66,7 @@ class Scan:
     warpgroups: int = FORWARD_WARPGROUPS
     part_chunks: int = 0
     every: int = 0
+    stages: int = STAGES
 
     @property
     def slices(self) -> int:
@@ -91,6 +94,10 @@ class Scan:
     def saved(self) -> int:
         """States that are saved of a unit."""
         return -(-self.chunks // self.every)
+
+    def with_gate(self) -> "Scan":
+        """With the stages that shared memory has left where z is staged, too."""
+        return dataclasses.replace(self, stages=2) if self.every else self
 
     def cut(self, *warpgroups: int) -> "Scan":
         """Cut so that it fills the GPU, with the first of these numbers of warpgroups that does.
