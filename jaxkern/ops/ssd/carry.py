@@ -6,7 +6,6 @@ Forward it finds the states with which parts of the sequence begin, and those th
 in reverse the gradient of the state after each chunk, for the backward.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -32,7 +31,7 @@ from jaxkern.ops.ssd.blocks import (
     tiles_of,
     wide,
 )
-from jaxkern.ops.ssd.tiles import BOX, CHUNK, SLICE, STAGES, STEP, STEPS, Scan
+from jaxkern.ops.ssd.tiles import BOX, CARRY_WARPGROUPS, CHUNK, SLICE, STAGES, STEP, STEPS, Scan
 
 
 def launch_carry(
@@ -94,18 +93,18 @@ def part_starts(
     """
     if scan.parts == 1:
         return None if initial is None else initial[:, None]
-    local = dataclasses.replace(scan, every=0)
-    _, ends = launch_carry(local, reverse, tokens, weights, steps, None)
+    finer, pieces = scan.finer(CARRY_WARPGROUPS[0])
+    _, ends = launch_carry(finer, reverse, tokens, weights, steps, None)
     totals = steps[:, :, :, 0, -1]  # (B, H, chunks)
-    missing = scan.parts * scan.part_chunks - scan.chunks
+    missing = finer.parts * finer.part_chunks - scan.chunks
     totals = jnp.pad(totals, ((0, 0), (0, 0), (0, missing)))
-    decay = jnp.exp2(totals.reshape(*totals.shape[:2], scan.parts, -1).sum(-1))[..., None, None]
+    decay = jnp.exp2(totals.reshape(*totals.shape[:2], finer.parts, -1).sum(-1))[..., None, None]
     state = jnp.zeros_like(ends[:, 0]) if initial is None else initial.astype(jnp.float32)
-    starts: list[Any] = [None] * scan.parts
-    for part in range(scan.parts)[:: -1 if reverse else 1]:
-        starts[part] = state
-        state = decay[:, :, part] * state + ends[:, part]
-    return jnp.stack(starts, axis=1)
+    starts: dict[int, Any] = {}
+    for n in range(finer.parts)[:: -1 if reverse else 1]:
+        starts.setdefault(n // pieces, state)
+        state = decay[:, :, n] * state + ends[:, n]
+    return jnp.stack([starts[part] for part in range(scan.parts)], axis=1)
 
 
 def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:

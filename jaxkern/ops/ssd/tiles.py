@@ -113,6 +113,17 @@ class Scan:
         parts = max(1, min(sms // whole.grid, self.chunks))
         return dataclasses.replace(whole, part_chunks=-(-self.chunks // parts))
 
+    def finer(self, warpgroups: int) -> tuple["Scan", int]:
+        """With so many warpgroups, nothing saved, and parts cut into pieces, if that fills the GPU.
+
+        Also returns the number of pieces.
+        """
+        whole = dataclasses.replace(self, warpgroups=warpgroups, every=0)
+        pieces = max(1, min(num_sms() // whole.grid, self.part_chunks))
+        while self.part_chunks % pieces:
+            pieces -= 1
+        return dataclasses.replace(whole, part_chunks=self.part_chunks // pieces), pieces
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
