@@ -308,7 +308,7 @@ def test_accumulator(memory, dtype):
 
 
 @pytest.mark.parametrize(
-    ("memory", "logits"), [(None, 1), (2 * 64 * 1024, 1 / 8), (SMALLEST, 1 / 32)]
+    ("memory", "logits"), [(None, 1), (2 * 64 * 512, 1 / 8), (SMALLEST, 1 / 32)]
 )
 def test_memory(memory, logits):
     """What a program takes beside arguments and results, in logits in the dtype of x."""
@@ -323,12 +323,12 @@ def test_memory(memory, logits):
     assert memory is None or taken < 1
 
 
-def test_parts_are_as_large_as_memory_allows():
+def test_parts_are_as_few_as_memory_allows():
     x, weight, _, labels = inputs((16,), 8, 1000)
     run = lambda memory: jax.make_jaxpr(
         lambda x: jaxkern.linear_cross_entropy(x, weight, labels, memory=memory)
     )(x)
-    for memory, classes in ((1, 128), (16 * 4 * 300, 256), (16 * 4 * 999, 896)):
+    for memory, classes in ((1, 128), (16 * 4 * 300, 256), (16 * 4 * 999, 512)):
         assert f"f32[16,{classes}]" in str(run(memory))
     assert "f32[16,1000]" in str(run(16 * 4 * 1000))
 
@@ -356,7 +356,6 @@ WRONG = [
     ({"z_loss": "some"}, TypeError, "z_loss must be a Python number, got 'some'"),
     ({"logit_softcap": 0}, ValueError, "logit_softcap must be above 0 or None, got 0"),
     ({"reduction": "max"}, ValueError, '"mean", "sum" or "none", got .max'),
-    ({"implementation": "mosaic"}, NotImplementedError, "there are no kernels"),
 ]
 
 
