@@ -125,8 +125,8 @@ DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 EACH_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 EVERY = pytest.mark.parametrize(
     ("call", "implementation"),
-    [(LINEAR, None), (LINEAR, "xla"), (IN_PARTS, None)],
-    ids=["at once", "plain JAX", "in parts"],
+    [(LINEAR, None), (LINEAR, "xla"), (IN_PARTS, None), (LINEAR, "mosaic"), (IN_PARTS, "mosaic")],
+    ids=["at once", "plain JAX", "in parts", "by kernels", "in parts by kernels"],
 )
 
 
@@ -140,16 +140,40 @@ def test_linear_cross_entropy_accuracy(call, implementation, dtype, options):
 
 @DTYPES
 @EACH_OPTION
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_cross_entropy_accuracy(dtype, options, implementation):
-    *_, labels = inputs((3, 7), 1, 300)
-    logits = (4 * jax.random.normal(jax.random.key(5), (3, 7, 300))).astype(dtype)
+@pytest.mark.parametrize(
+    ("implementation", "classes"),
+    [(None, 300), ("xla", 300), ("mosaic", 300), ("mosaic", 256), ("mosaic", 13), ("mosaic", 4801)],
+)
+def test_cross_entropy_accuracy(dtype, options, implementation, classes):
+    """The kernels' segments begin anywhere, or at units; are shorter than one; take some steps."""
+    rows = (2, 3) if implementation == "mosaic" else (3, 7)
+    *_, labels = inputs(rows, 1, classes)
+    logits = (4 * jax.random.normal(jax.random.key(5), (*rows, classes))).astype(dtype)
 
     def truth(logits, dloss, dlse, **options):
         results, dlogits = oracle_of_logits(logits, dloss, dlse, **options)
         return results, (dlogits,)
 
     accurate(LOGITS, plain_of_logits, truth, (logits,), labels, implementation, options)
+
+
+@pytest.mark.compiled
+@DTYPES
+@EACH_OPTION
+@pytest.mark.parametrize("classes", [50257, 50304, 128256])
+def test_cross_entropy_accuracy_compiled(dtype, options, classes):
+    test_cross_entropy_accuracy(dtype, options, "mosaic", classes)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("memory", [None, 2**22])
+def test_kernels_give_the_same_bits_again(memory):
+    x, weight, bias, labels = inputs((64,), 128, 50257, "bfloat16")
+    run = lambda *a: jaxkern.linear_cross_entropy(
+        *a, labels, bias, memory=memory, implementation="mosaic"
+    )
+    compiled = jax.jit(jax.value_and_grad(run, (0, 1)))
+    check.assert_same_bits(lambda: compiled(x, weight))
 
 
 def losses(call, **options):
@@ -172,7 +196,7 @@ AT_ONCE = check.Op(
     call=losses(LINEAR, **OPTIONS["all"]),
     reference=in_plain_jax,
     arrays=lambda key: inputs((4, 2), 8, 256, key=key),
-    kernels=("none", "none"),
+    kernels=("cross_entropy_fwd", "cross_entropy_bwd"),
     axes="mtk kv v mt -> mt",
     features="k",
     channels="v",
@@ -181,6 +205,9 @@ AT_ONCE = check.Op(
     cells=[
         *((name, None) for name in check.TRANSFORMATIONS if name not in (*check.ALONE, "scan")),
         *((name, "xla") for name in ("jvp", "explicit mesh", "rows and channels split")),
+        *((name, "mosaic") for name in ("grad", "vmap(grad)", "checkpoint")),
+        ("kernels lowered", "mosaic"),
+        ("mesh axis names", "mosaic"),
     ],
 )
 SPLIT = "auto mesh", "explicit mesh", "vmap(grad) on explicit mesh", "features split"
@@ -217,6 +244,9 @@ OF_LOGITS = dataclasses.replace(
         *((name, None) for name in ("grad", "vmap(grad)", "grad(grad)", "jvp", "shard_map")),
         *((name, None) for name in ("auto mesh", "explicit mesh", "rows and channels split")),
         *((name, "xla") for name in ("jvp", "explicit mesh", "rows and channels split")),
+        *((name, "mosaic") for name in ("grad", "vmap(grad)", "grad(grad)")),
+        ("kernels lowered", "mosaic"),
+        ("mesh axis names", "mosaic"),
     ],
 )
 test_cross_entropy_transformations = check.transformations(AT_ONCE, AS_PARTS, OF_LOGITS)
@@ -232,9 +262,11 @@ def test_ignored_rows_may_hold_nan(call, implementation):
         total = lambda *a: jnp.sum(sum(call(*a, labels=labels, implementation=implementation)))
         return jax.value_and_grad(total, (0, 1, 2))(x, weight, bias)
 
-    for got, want in zip(jax.tree.leaves(run(dirty)), jax.tree.leaves(run(clean)), strict=True):
+    with check.running(implementation):
+        found, wanted = jax.jit(run)(dirty), jax.jit(run)(clean)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(got, want)
-    assert not np.any(run(dirty)[1][0][::5])
+    assert not np.any(found[1][0][::5])
 
 
 @EVERY
@@ -242,7 +274,8 @@ def test_ignored_rows_may_hold_nan(call, implementation):
 def test_a_label_that_is_no_class_gives_nan(call, implementation, label):
     x, weight, bias, labels = inputs((10,), 8, 300)
     labels = labels.at[3].set(label)
-    losses, lse = call(x, weight, bias, labels=labels, implementation=implementation)
+    with check.running(implementation):
+        losses, lse = call(x, weight, bias, labels=labels, implementation=implementation)
     np.testing.assert_array_equal(np.isnan(losses), np.arange(10) == 3)
     assert np.isfinite(lse).all()
 
@@ -263,10 +296,11 @@ def test_large_and_infinite_logits(call, implementation):
     bias = jnp.zeros(300).at[:140].set(-jnp.inf).at[7].set(1e4).at[299].set(9e3)
     x, weight, labels = jnp.zeros((3, 8)), jnp.ones((8, 300)), jnp.array([7, 299, 200])
     run = lambda b: call(x, weight, b, labels=labels, implementation=implementation)
-    losses, lse = run(bias)
+    with check.running(implementation):
+        losses, lse = run(bias)
+        dbias = jax.jit(jax.grad(lambda b: run(b)[0].sum()))(bias)
     np.testing.assert_allclose(losses, [0, 1e3, 1e4])
     np.testing.assert_allclose(lse, 1e4)
-    dbias = jax.grad(lambda b: run(b)[0].sum())(bias)
     np.testing.assert_allclose(dbias[jnp.array([0, 7, 200, 299])], [0, 2, -1, -1])
 
 

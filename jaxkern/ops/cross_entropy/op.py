@@ -37,7 +37,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, Partial
+from jaxkern.core.kernel_pass import KernelPass, Partial, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.ops.cross_entropy.parts import (
     Parts,
@@ -144,7 +144,7 @@ def cross_entropy(
     _check_reduction(reduction)
     mode = resolve(implementation, unsupported(logits), op="cross_entropy")
     if implementation == "xla":
-        losses, lse = losses_of_rows(logits, labels, terms)
+        losses, lse = named("cross_entropy", losses_of_rows(logits, labels, terms))
     else:
         losses, lse = _rows_jit(logits, labels, Rows(terms, logits.shape[-1], mode))
     return _reduced(reduction, return_lse, losses, lse, labels, terms)
@@ -279,7 +279,7 @@ def linear_cross_entropy(
     if implementation == "xla" and accumulator is None:
         x = terms.without_ignored(x, labels)
         logits = products.reference_forward(of_product, x, weight, bias)[0]
-        losses, lse = losses_of_rows(logits, labels, terms)
+        losses, lse = named("linear_cross_entropy", losses_of_rows(logits, labels, terms))
     elif part is None or implementation == "xla":
         losses, lse = _linear_rows_jit(x, weight, bias, accumulator, labels, rows, of_product)
     else:
@@ -370,12 +370,18 @@ _rows_jit = jax.jit(_of_rows, static_argnums=2)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _linear_rows(x, weight, bias, accumulator, labels, rows, options):
     del accumulator
-    return losses_of_logits(rows, linear_op.FORWARD(options, x, weight, bias)[0], labels)
+    return _linear_forward(x, weight, bias, labels, rows, options)[1:]
+
+
+def _linear_forward(x, weight, bias, labels, rows, options):
+    """The logits, losses and lse."""
+    logits = named("linear_cross_entropy", linear_op.FORWARD(options, x, weight, bias)[0])
+    losses = losses_of_logits(rows, logits, labels)
+    return logits, *named("linear_cross_entropy", losses)
 
 
 def _linear_rows_fwd(x, weight, bias, accumulator, labels, rows, options):
-    logits = linear_op.FORWARD(options, x, weight, bias)[0]
-    losses, lse = losses_of_logits(rows, logits, labels)
+    logits, losses, lse = _linear_forward(x, weight, bias, labels, rows, options)
     return (losses, lse), (x, weight, bias, accumulator, labels, logits, lse)
 
 
