@@ -169,8 +169,8 @@ def test_cross_entropy_accuracy_compiled(dtype, options, classes):
 @pytest.mark.parametrize("memory", [None, 2**22])
 def test_kernels_give_the_same_bits_again(memory):
     x, weight, bias, labels = inputs((64,), 128, 50257, "bfloat16")
-    run = lambda *a: jaxkern.linear_cross_entropy(
-        *a, labels, bias, memory=memory, implementation="mosaic"
+    run = lambda x, weight: jaxkern.linear_cross_entropy(
+        x, weight, labels, bias, memory=memory, implementation="mosaic"
     )
     compiled = jax.jit(jax.value_and_grad(run, (0, 1)))
     check.assert_same_bits(lambda: compiled(x, weight))

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, matrix, times
 
 LABELS = Argument("labels", "m", lambda key, shape: jax.random.randint(key, shape, 0, 8), "int32")
-    "labels", "m", lambda key, shape: jax.random.randint(key, shape, 0, 256), "int32"
-)
 OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "none"}
 
 
