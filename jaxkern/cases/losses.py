@@ -100,7 +100,7 @@ CASES = [
         backward=Cost("2 m k + 2 k v", "12 m", "4 m k v"),
         shapes=(
             *(Shape(sizes) for sizes in SHAPES),
-            *(Shape(sizes, word="180 MiB", options=MEMORY) for sizes in SHAPES),
+            *(Shape(sizes, word="-180MiB", options=MEMORY) for sizes in SHAPES),
         ),
     ),
 ]
