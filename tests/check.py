@@ -448,7 +448,8 @@ def _axis_names(c: _Cell) -> None:
     )
 
     def on_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.shard_map(c.grad(f), mesh=mesh, in_specs=specs, out_specs=specs)
+        of_grads = tuple(specs[i] for i in c.argnums)
+        return jax.shard_map(c.grad(f), mesh=mesh, in_specs=specs, out_specs=of_grads)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_context.LaunchContext, "device_id", no_device_id)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.cases.case import Argument, Case, Cost, Errors, matrix, times
+from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, matrix, times
 
 LABELS = Argument("labels", "m", lambda key, shape: jax.random.randint(key, shape, 0, 8), "int32")
 OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "none"}
@@ -24,6 +24,24 @@ def _linear(x: Any, weight: Any, labels: Any, bias: Any) -> Any:
     return _losses(x @ weight + bias, labels)
 
 
+def _plain_losses(logits: Any, labels: Any) -> Any:
+    """What a user would write without options: as few passes over the logits as XLA can make."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    lse = jax.nn.logsumexp(wide, axis=-1)
+    chosen = jnp.take_along_axis(logits, labels.astype(jnp.int32)[..., None], axis=-1)[..., 0]
+    return lse - chosen.astype(wide.dtype)
+
+
+def _plain_linear(x: Any, weight: Any, labels: Any) -> Any:
+    return _plain_losses(x @ weight, labels)
+
+
+SHAPES = (16384, 768, 50304), (8192, 4096, 128256), (4096, 2560, 256000), (32768, 2048, 32000)
+"""Rows, inputs, classes: of GPT-2, Llama 3, Gemma and Llama 2."""
+
+MEMORY = {"memory": 180 << 20}
+
+
 CASES = [
     Case(
         op="cross_entropy",
@@ -32,7 +50,6 @@ CASES = [
         result="m",
         split="m v",
         options=OPTIONS,
-        kernels=False,
         expression=_losses,
         forward=Cost("m v", "8 m"),
         backward=Cost("2 m v", "12 m"),
@@ -52,12 +69,38 @@ CASES = [
         result="m",
         split="m k v",
         options=OPTIONS,
-        kernels=False,
         expression=_linear,
         forward=Cost("m k + k v", "8 m", "2 m k v"),
         backward=Cost("2 m k + 2 k v", "12 m", "4 m k v"),
         errors=Errors((512, 1024, 32000), (16, 128, 512)),
         layer=((8, 2048), 768, 50280),
         strict=True,
+    ),
+    Case(
+        op="cross_entropy",
+        variant="plain",
+        axes="m v",
+        arguments=(Argument("logits", "m v", times(2)), LABELS),
+        result="m",
+        options={"reduction": "none"},
+        expression=_plain_losses,
+        forward=Cost("m v", "8 m"),
+        backward=Cost("2 m v", "12 m"),
+        shapes=tuple(Shape((m, v)) for m, _, v in (*SHAPES, (8192, 0, 50257))),
+    ),
+    Case(
+        op="linear_cross_entropy",
+        variant="plain",
+        axes="m k v",
+        arguments=(Argument("x", "m k"), Argument("weight", "k v", matrix, "matrix"), LABELS),
+        result="m",
+        options={"reduction": "none"},
+        expression=_plain_linear,
+        forward=Cost("m k + k v", "8 m", "2 m k v"),
+        backward=Cost("2 m k + 2 k v", "12 m", "4 m k v"),
+        shapes=(
+            *(Shape(sizes) for sizes in SHAPES),
+            *(Shape(sizes, word="-180MiB", options=MEMORY) for sizes in SHAPES),
+        ),
     ),
 ]

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, Partial
+from jaxkern.core.kernel_pass import KernelPass, Partial, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.ops.cross_entropy.parts import (
     Parts,
@@ -46,7 +46,8 @@ from jaxkern.ops.cross_entropy.parts import (
     gradients_of_parts,
     losses_of_parts,
 )
-from jaxkern.ops.cross_entropy.rows import Terms, gradient_of_rows, losses_of_rows
+from jaxkern.ops.cross_entropy.passes import gradient_of_logits, losses_of_logits, unsupported
+from jaxkern.ops.cross_entropy.rows import Rows, Terms, losses_of_rows
 from jaxkern.ops.linear import op as linear_op
 from jaxkern.ops.linear import products
 from jaxkern.ops.linear.products import check_accumulator
@@ -114,9 +115,8 @@ def cross_entropy(
       reduction: ``"mean"`` over the rows that are not ignored, 0 if there are none; ``"sum"``; or
         ``"none"`` for the losses of the rows.
       return_lse: whether to return lse, too; its gradient counts.
-      implementation: ``"xla"`` for plain JAX, the only one that supports forward-mode
-        differentiation; ``None`` for plain JAX with a backward written by hand. There are no
-        kernels of this op.
+      implementation: ``"mosaic"`` for GPU kernels; ``"xla"`` for plain JAX, the only one that
+        supports forward-mode differentiation; ``None`` for the faster one.
 
     Returns:
       The loss, float32, () or with ``reduction="none"`` (...); with `return_lse` a pair of it and
@@ -126,7 +126,7 @@ def cross_entropy(
       TypeError: `logits` is not an array of a real floating dtype, `labels` are not integers, or
         an option is no Python number.
       ValueError: shapes do not fit, or an option has a value that it cannot have.
-      NotImplementedError: ``implementation="mosaic"``.
+      NotImplementedError: ``implementation="mosaic"`` where the kernels cannot take the call.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
@@ -142,9 +142,11 @@ def cross_entropy(
     labels = _check_labels(labels, logits.shape[:-1], "(...) of logits")
     terms = Terms.checked(ignore_index, label_smoothing, z_loss, logit_softcap)
     _check_reduction(reduction)
-    resolve(implementation, _NO_KERNELS, op="cross_entropy")
-    of_rows = losses_of_rows if implementation == "xla" else _rows_jit
-    losses, lse = of_rows(logits, labels, terms)
+    mode = resolve(implementation, unsupported(logits), op="cross_entropy")
+    if implementation == "xla":
+        losses, lse = named("cross_entropy", losses_of_rows(logits, labels, terms))
+    else:
+        losses, lse = _rows_jit(logits, labels, Rows(terms, logits.shape[-1], mode))
     return _reduced(reduction, return_lse, losses, lse, labels, terms)
 
 
@@ -220,9 +222,8 @@ def linear_cross_entropy(
         they need. With ``implementation="xla"`` they always take all.
       accumulator: (K, V), float32, the gradient of `weight` so far, or ``None``: as for
         :func:`linear`, its gradient is what `weight`'s adds up to.
-      implementation: ``"xla"`` for plain JAX, the only one that supports forward-mode
-        differentiation; ``None`` for a backward written by hand, with the products of
-        :func:`linear`. There are no other kernels of this op.
+      implementation: as for :func:`cross_entropy`; the products are those of :func:`linear`,
+        which chooses theirs.
 
     Returns:
       The loss, float32, () or with ``reduction="none"`` (...); with `return_lse` a pair of it and
@@ -232,7 +233,8 @@ def linear_cross_entropy(
       TypeError: an argument is not an array of a real floating dtype (`labels`: integer), or an
         option is no Python number.
       ValueError: shapes do not fit, or an option has a value that it cannot have.
-      NotImplementedError: ``implementation="mosaic"``, or `memory` and a symbolic shape.
+      NotImplementedError: ``implementation="mosaic"`` where the kernels cannot take the call, or
+        `memory` and a symbolic shape.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxkern
@@ -264,22 +266,25 @@ def linear_cross_entropy(
         )
     terms = Terms.checked(ignore_index, label_smoothing, z_loss, logit_softcap)
     _check_reduction(reduction)
-    resolve(implementation, _NO_KERNELS, op="linear_cross_entropy")
-    mode = resolve(implementation, products.unsupported(x=x, weight=weight), op="linear")
     part = _part_of(memory, x, weight)
+    logits = jax.ShapeDtypeStruct((*x.shape[:-1], part or weight.shape[1]), x.dtype)
+    rows = Rows(
+        terms,
+        weight.shape[1],
+        resolve(implementation, unsupported(logits, part is not None), op="linear_cross_entropy"),
+    )
+    by_product = None if implementation == "mosaic" else implementation
+    mode = resolve(by_product, products.unsupported(x=x, weight=weight), op="linear")
     of_product = products.Options(None, False, None, "float32", mode)
     if implementation == "xla" and accumulator is None:
         x = terms.without_ignored(x, labels)
         logits = products.reference_forward(of_product, x, weight, bias)[0]
-        losses, lse = losses_of_rows(logits, labels, terms)
+        losses, lse = named("linear_cross_entropy", losses_of_rows(logits, labels, terms))
     elif part is None or implementation == "xla":
-        losses, lse = _linear_rows_jit(x, weight, bias, accumulator, labels, terms, of_product)
+        losses, lse = _linear_rows_jit(x, weight, bias, accumulator, labels, rows, of_product)
     else:
-        losses, lse = _in_parts_jit(x, weight, bias, accumulator, labels, Parts(terms, part))
+        losses, lse = _in_parts_jit(x, weight, bias, accumulator, labels, Parts(rows, part))
     return _reduced(reduction, return_lse, losses, lse, labels, terms)
-
-
-_NO_KERNELS = "there are no kernels of it"
 
 
 def _check_labels(labels: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
@@ -319,7 +324,10 @@ def _part_of(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
         )
     fitting = nbytes // (max(1, math.prod(x.shape[:-1])) * x.dtype.itemsize)
     part = max(_COLUMNS, fitting // _COLUMNS * _COLUMNS)
-    return None if max(part, fitting) >= weight.shape[1] else part
+    if max(part, fitting) >= weight.shape[1]:
+        return None
+    parts = -(-weight.shape[1] // part)
+    return -(-weight.shape[1] // (parts * _COLUMNS)) * _COLUMNS
 
 
 _COLUMNS = 128
@@ -340,18 +348,18 @@ def _reduced(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _of_rows(logits, labels, terms):
-    return losses_of_rows(logits, labels, terms)
+def _of_rows(logits, labels, rows):
+    return losses_of_logits(rows, logits, labels)
 
 
-def _of_rows_fwd(logits, labels, terms):
-    losses, lse = losses_of_rows(logits, labels, terms)
+def _of_rows_fwd(logits, labels, rows):
+    losses, lse = losses_of_logits(rows, logits, labels)
     return (losses, lse), (logits, labels, lse)
 
 
-def _of_rows_bwd(terms, res, cotangents):
+def _of_rows_bwd(rows, res, cotangents):
     logits, labels, lse = res
-    du = gradient_of_rows(terms, logits, labels, lse, cotangents)
+    du = gradient_of_logits(rows, logits, labels, lse, cotangents)
     return match_sharding(du, logits), None
 
 
@@ -360,23 +368,29 @@ _rows_jit = jax.jit(_of_rows, static_argnums=2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _linear_rows(x, weight, bias, accumulator, labels, terms, options):
+def _linear_rows(x, weight, bias, accumulator, labels, rows, options):
     del accumulator
-    return losses_of_rows(linear_op.FORWARD(options, x, weight, bias)[0], labels, terms)
+    return _linear_forward(x, weight, bias, labels, rows, options)[1:]
 
 
-def _linear_rows_fwd(x, weight, bias, accumulator, labels, terms, options):
-    logits = linear_op.FORWARD(options, x, weight, bias)[0]
-    losses, lse = losses_of_rows(logits, labels, terms)
+def _linear_forward(x, weight, bias, labels, rows, options):
+    """The logits, losses and lse."""
+    logits = named("linear_cross_entropy", linear_op.FORWARD(options, x, weight, bias)[0])
+    losses = losses_of_logits(rows, logits, labels)
+    return logits, *named("linear_cross_entropy", losses)
+
+
+def _linear_rows_fwd(x, weight, bias, accumulator, labels, rows, options):
+    logits, losses, lse = _linear_forward(x, weight, bias, labels, rows, options)
     return (losses, lse), (x, weight, bias, accumulator, labels, logits, lse)
 
 
-def _linear_rows_bwd(terms, options, res, cotangents):
+def _linear_rows_bwd(rows, options, res, cotangents):
     x, weight, bias, accumulator, labels, logits, lse = res
-    du = gradient_of_rows(terms, logits, labels, lse, cotangents)
+    du = gradient_of_logits(rows, logits, labels, lse, cotangents)
     of_type = lambda v: dataclasses.replace(options, dtype=str(v.dtype))
     [dx] = linear_op.DX(of_type(du), du, weight)
-    x = terms.without_ignored(x, labels)
+    x = rows.terms.without_ignored(x, labels)
     dweight = total = None
     if accumulator is None:
         [dweight] = linear_op.DWEIGHT(of_type(weight), x, du)
@@ -400,15 +414,15 @@ FORWARD_IN_PARTS = KernelPass(
     "linear_cross_entropy_fwd",
     reference=losses_of_parts,
     ins=("... k", "k v", "v", "..."),
-    outs=("...", "..."),
-    whole="k v",
+    outs=("...", "...", "... p"),
+    whole="k v p",
 )
 BACKWARD_IN_PARTS = KernelPass(
     "linear_cross_entropy_bwd",
     reference=gradients_of_parts,
-    ins=("... k", "k v", "v", "k v", "...", "...", "...", "..."),
+    ins=("... k", "k v", "v", "k v", "...", "...", "... p", "...", "..."),
     outs=("... k", "k v", "v"),
-    whole="k v",
+    whole="k v p",
     partial=Partial(
         reference=added_up,
         options=lambda options: dataclasses.replace(options, dtype="float32"),
@@ -420,21 +434,22 @@ BACKWARD_IN_PARTS = KernelPass(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _in_parts(x, weight, bias, accumulator, labels, options):
     del accumulator
-    return FORWARD_IN_PARTS(options, x, weight, bias, labels)
+    return FORWARD_IN_PARTS(options, x, weight, bias, labels)[:2]
 
 
 def _in_parts_fwd(x, weight, bias, accumulator, labels, options):
-    losses, lse = FORWARD_IN_PARTS(options, x, weight, bias, labels)
-    return (losses, lse), (x, weight, bias, accumulator, labels, lse)
+    options = dataclasses.replace(options, save=True)
+    losses, lse, logits = FORWARD_IN_PARTS(options, x, weight, bias, labels)
+    return (losses, lse), (x, weight, bias, accumulator, labels, lse, logits)
 
 
 def _in_parts_bwd(options, res, cotangents):
-    x, weight, bias, accumulator, labels, lse = res
+    x, weight, bias, accumulator, labels, lse, logits = res
     options = dataclasses.replace(options, dtype=str(weight.dtype))
     apart = accumulator is not None and products.varies_more(x, accumulator)
     given = None if apart else accumulator
     dx, dweight, dbias = BACKWARD_IN_PARTS(
-        options, x, weight, bias, given, labels, lse, *cotangents
+        options, x, weight, bias, given, labels, lse, logits, *cotangents
     )
     total = None
     if accumulator is not None:

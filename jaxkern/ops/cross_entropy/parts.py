@@ -1,7 +1,10 @@
-"""Losses and gradients with the logits in parts of the vocabulary, which are computed twice."""
+"""Losses and gradients with the logits in parts of the vocabulary, which are computed twice.
+
+All parts but the last are computed in a loop, which takes the memory of one. The logits of the last
+may be saved, and the backward begins with them, so that they are computed once.
+"""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -9,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.ops.cross_entropy.rows import Terms
+from jaxkern.ops.cross_entropy.passes import gradient_of_logits, positions, sums_of_rows
+from jaxkern.ops.cross_entropy.rows import Rows, Sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,99 +23,112 @@ class Parts:
     Attributes:
       classes: of a part; the last one may have fewer.
       dtype: of the gradients of weight and bias, that of the weight or that in which devices add.
+      save: whether the forward returns the logits of the last part.
     """
 
-    terms: Terms
+    rows: Rows
     classes: int
     dtype: str = "float32"
+    save: bool = False
     mode: Mode = "auto"
 
+    def last(self, weight: Any) -> tuple[int, int]:
+        """The first class of the last part, and its classes."""
+        first = (weight.shape[1] - 1) // self.classes * self.classes
+        return first, weight.shape[1] - first
 
-def _over_parts(options: Parts, count: int, step: Any, carry: Any) -> Any:
-    """``carry = step(first class, classes, carry)`` for each part of `count` classes."""
-    size = options.classes
-    whole, rest = divmod(count, size)
-    carry = lax.fori_loop(0, whole, lambda n, carry: step(n * size, size, carry), carry)
-    return step(whole * size, rest, carry) if rest else carry
+    def over_others(self, weight: Any, step: Any, carry: Any) -> Any:
+        """``carry = step(first class, classes, carry)`` for each part but the last."""
+        count = self.last(weight)[0] // self.classes
+        return lax.fori_loop(
+            0, count, lambda i, carry: step(i * self.classes, self.classes, carry), carry
+        )
 
 
-def _logits_of_part(x, weight, bias, first, size) -> tuple[jax.Array, jax.Array]:
-    """The logits of a part, in the dtype of x, and its weight in that dtype, (K, size)."""
-    part = lax.dynamic_slice_in_dim(weight, first, size, axis=1).astype(x.dtype)
-    logits = jnp.matmul(x, part, preferred_element_type=_wide(x.dtype))
-    if bias is not None:
-        logits = logits + lax.dynamic_slice_in_dim(bias, first, size).astype(logits.dtype)
-    return logits.astype(x.dtype), part
+def _weight_of_part(x, weight, first, size) -> jax.Array:
+    """(K, size), in the dtype of x."""
+    return lax.dynamic_slice_in_dim(weight, first, size, axis=1).astype(x.dtype)
+
+
+def _logits_of_part(x, weight, bias, first, size) -> jax.Array:
+    """The logits of a part, in the dtype of x; `weight` is that of the part."""
+    if bias is None:
+        return jnp.matmul(x, weight)
+    logits = jnp.matmul(x, weight, preferred_element_type=_wide(x.dtype))
+    bias = lax.dynamic_slice_in_dim(bias, first, size).astype(logits.dtype)
+    return (logits + bias).astype(x.dtype)
 
 
 def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _here_in_part(labels: jax.Array, first: Any, size: int) -> jax.Array:
-    return (labels.astype(jnp.int32) - first)[..., None] == jnp.arange(size, dtype=jnp.int32)
+def losses_of_parts(options: Parts, x, weight, bias, labels) -> tuple[Any, ...]:
+    """Losses, lse and, if the options say so, the logits of the last part."""
+    rows = options.rows
 
+    def part(first: Any, size: int) -> tuple[jax.Array, Sums]:
+        logits = _logits_of_part(x, _weight_of_part(x, weight, first, size), bias, first, size)
+        sums = sums_of_rows(rows, logits, positions(rows, logits, labels, first))
+        return logits, sums.joined()
 
-def losses_of_parts(options: Parts, x, weight, bias, labels) -> tuple[jax.Array, jax.Array]:
-    """Losses and lse; a part adds to the sum of exponentials, relative to the largest logit yet."""
-    terms, count = options.terms, weight.shape[1]
-    finite = lambda v: jnp.where(jnp.isfinite(v), v, 0)
+    def step(first: Any, size: int, sums: Sums) -> Sums:
+        return part(first, size)[1].joined(sums)
 
-    def step(first: Any, size: int, carry: Any) -> Any:
-        largest, exponentials, chosen, total = carry
-        logits, _ = _logits_of_part(x, weight, bias, first, size)
-        capped = terms.capped(logits)  # (..., size)
-        now = jnp.maximum(largest, jnp.max(capped, axis=-1))
-        shrink = jnp.where(largest == -jnp.inf, 0, jnp.exp(finite(largest) - finite(now)))
-        added = jnp.sum(jnp.exp(capped - finite(now)[..., None]), axis=-1)
-        here = _here_in_part(labels, first, size)
-        return (
-            now,
-            exponentials * shrink + added,
-            chosen + jnp.sum(jnp.where(here, capped, 0), axis=-1),
-            total + jnp.sum(capped, axis=-1),
-        )
-
-    zeros = jnp.zeros_like(jnp.sum(x, axis=-1), _wide(x.dtype))
-    begin = (jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros)
-    largest, exponentials, chosen, total = _over_parts(options, count, step, begin)
-    lse = finite(largest) + jnp.log(exponentials)
-    return terms.loss(lse, chosen, total, labels, count)
+    zeros = jnp.zeros_like(jnp.sum(x, axis=-1, keepdims=True), _wide(x.dtype))
+    sums = Sums(jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros)
+    sums = options.over_others(weight, step, sums)
+    # The last part begins after the others, which have had its memory.
+    first, size = options.last(weight)
+    after = lax.stop_gradient(sums.largest)
+    first, _ = lax.optimization_barrier((jnp.int32(first), after))
+    logits, last = part(first, size)
+    losses, lse = rows.terms.loss(*last.joined(sums).combined(), labels, rows.classes)
+    return losses, lse, logits if options.save else None
 
 
 def gradients_of_parts(
-    options: Parts, x, weight, bias, accumulator, labels, lse, dloss, dlse
+    options: Parts, x, weight, bias, accumulator, labels, lse, logits, dloss, dlse
 ) -> tuple[Any, ...]:
-    """The gradients of x, of weight, or what it and the accumulator add up to, and of bias."""
-    terms, count = options.terms, weight.shape[1]
-    counted = terms.without_ignored(x, labels)
-    rows = tuple(range(x.ndim - 1))
-    dtype = _wide(x.dtype) if accumulator is not None else jnp.dtype(options.dtype)
+    """The gradients of x, of weight, or what it and the accumulator add up to, and of bias.
 
-    def step(first: Any, size: int, carry: Any) -> Any:
+    `logits` are those of the last part, or ``None``.
+    """
+    rows, wide = options.rows, _wide(x.dtype)
+    counted = rows.terms.without_ignored(x, labels)
+    axes = tuple(range(x.ndim - 1))
+    dtype = wide if accumulator is not None else jnp.dtype(options.dtype)
+
+    def add(logits: Any, of_part: Any, first: Any, size: int, carry: Any) -> Any:
         dx, dweight, dbias = carry
-        logits, part = _logits_of_part(x, weight, bias, first, size)
-        here = _here_in_part(labels, first, size)
-        du = terms.gradient(logits, here, lse, labels, (dloss, dlse), count)
-        dx = dx + jnp.matmul(du, part.T, preferred_element_type=dx.dtype)
-        of_part = lax.dot_general(
-            counted, du, ((rows, rows), ((), ())), preferred_element_type=_wide(x.dtype)
-        )
+        du = gradient_of_logits(rows, logits, labels, lse, (dloss, dlse), first)
+        dx = dx + jnp.matmul(du, of_part.T, preferred_element_type=wide)
+        # The gradient of the part's weight takes the memory of that weight.
+        dx, after = lax.optimization_barrier((dx, counted))
+        grad = lax.dot_general(after, du, ((axes, axes), ((), ())), preferred_element_type=dtype)
         if accumulator is not None:
-            of_part = of_part + lax.dynamic_slice_in_dim(dweight, first, size, axis=1)
-        put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=first)
-        dweight = put(dweight, of_part.astype(dweight.dtype), axis=1)
+            grad = grad + lax.dynamic_slice_in_dim(dweight, first, size, axis=1)
+        dweight = lax.dynamic_update_slice_in_dim(dweight, grad, first, axis=1)
         if dbias is not None:
-            sums = jnp.sum(du.astype(_wide(du.dtype)), axis=rows)
-            dbias = put(dbias, sums.astype(dbias.dtype), axis=0)
+            sums = jnp.sum(du.astype(wide), axis=axes).astype(dbias.dtype)
+            dbias = lax.dynamic_update_slice_in_dim(dbias, sums, first, axis=0)
         return dx, dweight, dbias
 
-    begin = (
-        jnp.zeros_like(x, _wide(x.dtype)),
+    def step(first: Any, size: int, carry: Any) -> Any:
+        of_part = _weight_of_part(x, weight, first, size)
+        return add(_logits_of_part(x, of_part, bias, first, size), of_part, first, size, carry)
+
+    carry = (
+        jnp.zeros_like(x, wide),
         jnp.zeros_like(weight, dtype) if accumulator is None else accumulator,
         None if bias is None else jnp.zeros_like(bias, options.dtype),
     )
-    return _over_parts(options, count, step, begin)
+    last = options.last(weight)
+    if logits is None:
+        carry = step(*last, carry)
+    else:
+        carry = add(logits, _weight_of_part(x, weight, *last), *last, carry)
+    return options.over_others(weight, step, carry)
 
 
 def added_up(options: Parts, x, weight, bias, accumulator, *rest) -> tuple[Any, ...]:

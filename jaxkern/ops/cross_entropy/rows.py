@@ -1,8 +1,9 @@
-"""What the loss of a row of logits is made of, and its gradient."""
+"""What the loss of a row of logits is made of, and its gradient: options, sums, plain JAX."""
 
 import dataclasses
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxkern.core.arguments import check_number
-from jaxkern.lowering.bound import standard_promotion
+from jaxkern.core.dispatch import Mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +57,10 @@ class Terms:
         """(..., n) with zeros for rows that are ignored: a gradient of 0 times NaN is NaN."""
         return jnp.where(self.counted(labels)[..., None], rows, 0)
 
-    def capped(self, logits: jax.Array) -> jax.Array:
+    def capped(self, logits: jax.Array, tanh: Callable[[Any], Any] = jnp.tanh) -> jax.Array:
         """The logits at least in float32, capped."""
         wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return wide if self.cap is None else self.cap * jnp.tanh(wide / self.cap)
+        return wide if self.cap is None else self.cap * tanh(wide * (1 / self.cap))
 
     def loss(self, lse: Any, chosen: Any, total: Any, labels: Any, count: int) -> Any:
         """The losses of rows, of l[y] and Σ l, and lse, both 0 in rows that are ignored.
@@ -73,19 +74,120 @@ class Terms:
         loss = loss * jnp.where(_known(labels, count) | ~counted, 1, jnp.nan)
         return jnp.where(counted, loss, 0), jnp.where(counted, lse, 0)
 
-    def gradient(
-        self, logits: Any, here: Any, lse: Any, labels: Any, cotangents: Any, count: int
-    ) -> Any:
-        """du, in the dtype of the logits; `here` is whether a column is that of the label."""
-        capped, over = self.capped(logits), lambda v: v[..., None]
+    def of_softmax(self, lse: Any, labels: Any, cotangents: Any, count: int) -> Any:
+        """What the softmax of a row is multiplied by in its gradient; NaN of an unknown label."""
         dloss, dlse = cotangents
-        of_softmax = dloss * (1 + 2 * self.z * lse) + dlse
-        wanted = (1 - self.smoothing) * here.astype(capped.dtype) + self.smoothing / count
-        du = over(of_softmax) * jnp.exp(capped - over(lse)) - over(dloss) * wanted
-        if self.cap is not None:
-            du = du * (1 - (capped / self.cap) ** 2)
-        du = jnp.where(over(_known(labels, count)), du, jnp.nan)
-        return jnp.where(over(self.counted(labels)), du, 0).astype(logits.dtype)
+        factor = dloss * (1 + 2 * self.z * lse) + dlse
+        return jnp.where(_known(labels, count) | ~self.counted(labels), factor, jnp.nan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The static arguments of the passes over logits.
+
+    Attributes:
+      terms: of the loss.
+      classes: of all of a row, of which the logits may be a part.
+      mode: from :func:`jaxkern.core.dispatch.resolve`.
+    """
+
+    terms: Terms
+    classes: Any
+    mode: Mode
+
+
+class Sums(NamedTuple):
+    """What the losses of rows are made of, (..., segments) each: of a segment of each row.
+
+    Attributes:
+      largest: logit.
+      exponentials: Σ exp(l − the largest), or of l itself where the largest is not finite.
+      chosen: the label's logit, 0 where the segment does not have it.
+      total: Σ l.
+    """
+
+    largest: Any
+    exponentials: Any
+    chosen: Any
+    total: Any
+
+    def joined(self, *others: "Sums") -> "Sums":
+        """(..., 1): the sums of all segments, of `others`, too."""
+        every = (
+            jnp.concatenate(v, axis=-1) if others else v[0] for v in zip(self, *others, strict=True)
+        )
+        of_segments, exponentials, chosen, total = every
+        largest = jnp.max(of_segments, axis=-1, keepdims=True)
+        apart = finite(of_segments) - finite(largest)
+        # A segment may be all −∞, and then exp(0 − largest) be infinite.
+        shrink = jnp.where(of_segments == -jnp.inf, 0, jnp.exp(apart))
+        add = lambda v: jnp.sum(v, axis=-1, keepdims=True)
+        return Sums(largest, add(exponentials * shrink), add(chosen), add(total))
+
+    def combined(self) -> tuple[Any, Any, Any]:
+        """(...): lse, l[y] and Σ l of rows."""
+        largest, exponentials, chosen, total = (v[..., 0] for v in self.joined())
+        return finite(largest) + jnp.log(exponentials), chosen, total
+
+
+def finite(v: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(v), v, 0)
+
+
+ABSENT, IGNORED = -1, -2
+"""Positions: the label is in another segment; the row is ignored."""
+
+
+def position_of(labels: Any, ignored: int, first: Any, count: int, size: Any) -> jax.Array:
+    """(..., count), int32: where labels are in segments of `size` classes from `first` on."""
+    begins = first + jnp.arange(count, dtype=labels.dtype) * size
+    position = labels[..., None] - begins
+    # Of a label near the least integer the difference may overflow.
+    inside = (labels >= 0)[..., None] & (position >= 0) & (position < size)
+    position = jnp.where(inside, position, ABSENT)
+    return jnp.where((labels == ignored)[..., None], IGNORED, position).astype(jnp.int32)
+
+
+def reference_forward(options: Rows, logits: Any, position: Any) -> tuple[Any, ...]:
+    """The four of :class:`Sums`, in plain JAX.
+
+    Args:
+      options: of the pass.
+      logits: (..., segments, classes of a segment).
+      position: (..., segments), of :func:`position_of`.
+    """
+    counted = (position != IGNORED)[..., None]
+    capped = options.terms.capped(jnp.where(counted, logits, 0))
+    largest = lax.stop_gradient(jnp.max(capped, axis=-1))  # (..., segments)
+    return (
+        largest,
+        jnp.sum(jnp.exp(capped - finite(largest)[..., None]), axis=-1),
+        jnp.sum(jnp.where(_here(logits, position), capped, 0), axis=-1),
+        jnp.sum(capped, axis=-1),
+    )
+
+
+def reference_backward(
+    options: Rows, logits: Any, position: Any, lse: Any, of_softmax: Any, dloss: Any
+) -> tuple[Any]:
+    """The gradient of the logits, in their dtype, in plain JAX.
+
+    Args:
+      options: of the pass.
+      logits: (..., segments, classes of a segment).
+      position: (..., segments), of :func:`position_of`.
+      lse: (...), of rows.
+      of_softmax: (...), of :meth:`Terms.of_softmax`.
+      dloss: (...), the cotangents of the losses.
+    """
+    terms, over = options.terms, lambda v: v[..., None, None]
+    capped = terms.capped(logits)
+    here = _here(logits, position).astype(capped.dtype)
+    wanted = (1 - terms.smoothing) * here + terms.smoothing / options.classes
+    du = over(of_softmax) * jnp.exp(capped - over(lse)) - over(dloss) * wanted
+    if terms.cap is not None:
+        du = du * (1 - (capped / terms.cap) ** 2)
+    return (jnp.where((position == IGNORED)[..., None], 0, du).astype(logits.dtype),)
 
 
 def _known(labels: jax.Array, count: int) -> jax.Array:
@@ -110,10 +212,3 @@ def losses_of_rows(
     chosen = jnp.sum(jnp.where(_here(logits, labels), capped, 0), axis=-1)
     lse = jax.nn.logsumexp(capped, axis=-1)
     return terms.loss(lse, chosen, jnp.sum(capped, axis=-1), labels, logits.shape[-1])
-
-
-@standard_promotion()  # in the backward's rule, too
-def gradient_of_rows(terms: Terms, logits: Any, labels: Any, lse: Any, cotangents: Any) -> Any:
-    """The gradient of the logits, for the cotangents of losses and lse."""
-    here = _here(logits, labels)
-    return terms.gradient(logits, here, lse, labels, cotangents, logits.shape[-1])

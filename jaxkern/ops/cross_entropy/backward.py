@@ -1,0 +1,150 @@
+"""The backward's kernel: overwrites logits by their gradient, one read and one write.
+
+A segment of a row that is ignored is only written.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxkern.elementwise.units import load_units, store_units
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
+from jaxkern.mosaic.registers import row_type
+from jaxkern.ops.cross_entropy.forward import exponential
+from jaxkern.ops.cross_entropy.rows import IGNORED, Rows
+from jaxkern.ops.cross_entropy.tiles import NONE, Tile
+from jaxkern.ops.curves import kernel_functions
+
+(SEGMENT,) = grid_axes("segment")
+
+
+def launch_backward(
+    options: Rows, logits: Any, position: Any, lse: Any, of_softmax: Any, dloss: Any
+) -> tuple[Any]:
+    """du, in the memory of `logits` if nothing else needs them."""
+    if logits.size == 0:
+        return (logits,)
+    kernel = _kernel(options, logits, position, sliced=False)
+    numbers = [v.reshape(-1) for v in (position, lse, of_softmax, dloss)]
+
+    @pl.run_state
+    def in_place(ref: Any) -> None:
+        body = lambda *refs: kernel(*refs, refs[-1])
+        _launch(body, position.size, ())(*numbers, ref)
+
+    return (in_place(logits.reshape(-1)).reshape(logits.shape),)
+
+
+def launch_of_slices(
+    options: Rows, logits: Any, position: Any, lse: Any, of_softmax: Any, dloss: Any
+) -> tuple[Any]:
+    """du of logits that begin wherever others end, in memory of its own."""
+    if logits.size == 0:
+        return (logits,)
+    kernel = _kernel(options, logits, position, sliced=True)
+    numbers = [v.reshape(-1) for v in (position, lse, of_softmax, dloss)]
+    like = jax.ShapeDtypeStruct((logits.size,), logits.dtype)
+    du = _launch(kernel, position.size, like)(*numbers, logits.reshape(-1))
+    return (du.reshape(logits.shape),)
+
+
+def _launch(body: Any, segments: int, out_type: Any) -> Any:
+    return launch_kernel(
+        body,
+        out_type=out_type,
+        grid=(segments,),
+        grid_names=(SEGMENT,),
+        kernel_name="cross_entropy_bwd",
+        approx_math=True,
+    )
+
+
+def _kernel(options: Rows, logits: Any, position: Any, *, sliced: bool) -> Any:
+    tile = Tile.of(position.size, logits.shape[-1], logits.dtype.itemsize, sliced)
+    in_row = position.shape[-1]
+
+    def kernel(position: Any, lse: Any, of_softmax: Any, dloss: Any, source: Any, du: Any) -> None:
+        segment = lax.axis_index(SEGMENT)
+        row = lax.div(segment, in_row)
+        label = position[segment]
+        counted = label != IGNORED
+        block = _Block(options, tile, segment.astype(jnp.uint32), source, du)
+
+        @pl.when(counted)
+        def _():
+            block.write(label, (lse[row], of_softmax[row], dloss[row]))
+
+        @pl.when(jnp.logical_not(counted))
+        def _():
+            block.clear()
+
+    return kernel
+
+
+class _Block:
+    """A segment of the logits, and of their gradient, which may be the same memory."""
+
+    def __init__(self, options: Rows, tile: Tile, segment: Any, logits: Any, du: Any):
+        self.options, self.tile, self.segment = options, tile, segment
+        self.logits, self.du = logits, du
+        self.exact = logits.dtype == jnp.float32
+
+    def write(self, label: Any, numbers: tuple[Any, Any, Any]) -> None:
+        """Writes du; `label` is its element, `numbers` are lse and two cotangents."""
+        tile = self.tile
+
+        def step(units: list[Any], carry: Any) -> Any:
+            loaded = [
+                load_units(self.logits, u.clamped(), tile.vec, step=tile.access) for u in units
+            ]
+            for of_lanes, logits in zip(units, loaded, strict=True):
+                here = tile.iota() == label - of_lanes.column
+                self._store(of_lanes, self._gradient(logits, here, numbers, tile.layout))
+            return carry
+
+        tile.over_units(self.segment, step, jnp.int32(0))
+        if not tile.aligned:
+            index, column, _ = tile.edges(self.segment)
+            some = jnp.where(index == jnp.uint32(NONE), jnp.uint32(0), index)
+            logits = load_units(self.logits, some, 1)
+            du = self._gradient(logits, column == label, numbers, row_type(1).layout)
+            self._store_edges(index, du)
+
+    def clear(self) -> None:
+        """Writes zeros."""
+
+        def step(units: list[Any], carry: Any) -> Any:
+            for of_lanes in units:
+                self._store(of_lanes, self.tile.full(0.0))
+            return carry
+
+        self.tile.over_units(self.segment, step, jnp.int32(0))
+        if not self.tile.aligned:
+            zeros = jnp.zeros((LANES,), jnp.float32)
+            self._store_edges(self.tile.edges(self.segment)[0], zeros)
+
+    def _gradient(self, logits: Any, here: Any, numbers: Any, layout: Any) -> jax.Array:
+        lse, of_softmax, dloss = numbers
+        terms = self.options.terms
+        capped = terms.capped(logits, kernel_functions(self.exact, layout).tanh)
+        du = of_softmax * exponential(self.exact, capped - lse)
+        if terms.smoothing:
+            du = du - dloss * (terms.smoothing / self.options.classes)
+        du = jnp.where(here, du - dloss * (1 - terms.smoothing), du)
+        if terms.cap is not None:
+            slope = capped * (1 / terms.cap)
+            du = du * (1 - slope * slope)
+        return du
+
+    def _store(self, units: Any, du: jax.Array) -> None:
+        # Past the end nothing is stored: another block has not read it yet.
+        end = units.end if units.masked else None
+        below = None if end is None else jnp.full((LANES,), end, jnp.uint32)
+        tile = self.tile
+        store_units(self.du, units.of_lanes, du, tile.vec, step=tile.access, below=below)
+
+    def _store_edges(self, index: jax.Array, du: jax.Array) -> None:
+        store_units(self.du, index, du, 1, below=jnp.full((LANES,), NONE, jnp.uint32))

@@ -1,0 +1,197 @@
+"""How the rows' kernels share out the logits: a block, of one warpgroup, takes a segment of a row.
+
+A lane loads units, neighbouring elements that begin at multiples of 16 bytes of the whole array, so
+that rows may begin at any element: those of a segment before its first whole unit and after its
+last, at most two units' less two, are loaded and stored one by one.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.mosaic.launch import LANES
+from jaxkern.mosaic.registers import VECTOR_BYTES, row_type
+
+SEGMENTS = 16
+"""Most segments of a row, where a mesh leaves the choice: as many devices may share the classes.
+
+Segments of 8 to 16 thousand elements keep a block for some microseconds, and few rows fill a GPU.
+"""
+
+SHORTEST = 1024
+"""Elements of a segment from which on the kernels are taken: of fewer, most lanes would idle."""
+
+UNITS = 4
+"""Units that a lane loads at a time: 64 KiB on the way with the 8 blocks that an SM then holds."""
+
+
+PART = 4096
+"""Elements that a segment has at least where no mesh may split the row."""
+
+
+def segments_of(classes: Any, devices: int = 1, whole: bool = False) -> int:
+    """Counts the segments, all of one length, of a row of `classes`.
+
+    Args:
+      classes: of the row; it may be symbolic.
+      devices: that are known to share it.
+      whole: whether none can.
+    """
+    if not isinstance(classes, int):
+        return devices
+    count = math.gcd(classes, SEGMENTS)
+    while whole and count > 1 and classes // count < PART:
+        count //= 2
+    return count if count % devices == 0 else devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The segment of a block.
+
+    Attributes:
+      size: elements of a segment.
+      vec: elements of a unit.
+      access: elements that a lane loads or stores at once.
+    """
+
+    size: int
+    vec: int
+    access: int
+
+    @classmethod
+    def of(cls, rows: int, size: int, itemsize: int, sliced: bool) -> "Tile":
+        """The tile for `rows` segments; `sliced` is whether the array is aligned as its size is."""
+        vec = VECTOR_BYTES // itemsize
+        if size < 2 * vec and size % vec:
+            vec = 1
+        return cls(size, vec, math.gcd(vec, rows * size) if sliced else vec)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether a segment has whole units alone."""
+        return self.size % self.vec == 0
+
+    @property
+    def layout(self) -> Any:
+        """The layout of (LANES · vec,), a unit of each lane."""
+        return row_type(self.vec).layout
+
+    def full(self, value: float) -> jax.Array:
+        """(LANES · vec,), fp32."""
+        return plgpu.layout_cast(jnp.full((LANES * self.vec,), value, jnp.float32), self.layout)
+
+    def iota(self) -> jax.Array:
+        """(LANES · vec,), int32: the elements of units side by side."""
+        return plgpu.broadcasted_iota(jnp.int32, (LANES * self.vec,), 0, layout=self.layout)
+
+    def _before(self, segment: Any) -> tuple[Any, Any]:
+        """The units that end before a segment begins, and the elements that follow these, uint32.
+
+        The product of segment and size may take more than 32 bits.
+        """
+        units, over = divmod(self.size, self.vec)
+        begin = segment * jnp.uint32(units)
+        if not over:
+            return begin, jnp.uint32(0)
+        over = segment * jnp.uint32(over)
+        return begin + lax.div(over, jnp.uint32(self.vec)), lax.rem(over, jnp.uint32(self.vec))
+
+    def over_units(
+        self, segment: Any, step: Callable[[list["Units"], Any], Any], carry: Any
+    ) -> Any:
+        """``carry = step(units, carry)`` over a segment, the units those of the lanes at a time."""
+        before, odd = self._before(segment)
+        end = self._before(segment + jnp.uint32(1))[0]
+        first = before if self.aligned else before + (odd > 0).astype(jnp.uint32)
+        column = jnp.int32(0)
+        if not self.aligned:
+            column = lax.rem(jnp.int32(self.vec) - odd.astype(jnp.int32), jnp.int32(self.vec))
+        most = self.size // self.vec
+        whole = (most - (not self.aligned)) // (LANES * UNITS)
+
+        def units(start: Any, count: int, masked: bool) -> list[Units]:
+            starts = [start + j * LANES for j in range(count)]
+            return [
+                Units(self, first + s.astype(jnp.uint32), column + s * self.vec, end, masked)
+                for s in starts
+            ]
+
+        def full_step(i: Any, carry: Any) -> Any:
+            return step(units(i * (LANES * UNITS), UNITS, False), carry)
+
+        if whole == 1:
+            carry = full_step(jnp.int32(0), carry)
+        elif whole:
+            carry = lax.fori_loop(0, whole, full_step, carry)
+        rest = -(-(most - whole * LANES * UNITS) // LANES)
+        if rest:
+            carry = step(units(jnp.int32(whole * LANES * UNITS), rest, True), carry)
+        return carry
+
+    def edges(self, segment: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The elements outside of whole units, one a lane: their index, column, and whether any.
+
+        The index, (LANES,) and uint32, is the greatest number in lanes without an element.
+        """
+        vec = jnp.uint32(self.vec)
+        before, odd = self._before(segment)
+        end, tail = self._before(segment + jnp.uint32(1))
+        head = lax.rem(vec - odd, vec)
+        lane = plgpu.broadcasted_iota(
+            jnp.uint32, (LANES,), 0, layout=plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+        )
+        begin = before * vec + odd
+        in_head = lane < vec
+        index = jnp.where(in_head, lane + begin, lane + (end * vec - vec))
+        inside = (lane < head) | ((lane >= vec) & (lane < vec + tail))
+        column = (index - begin).astype(jnp.int32)
+        return jnp.where(inside, index, jnp.uint32(NONE)), column, inside
+
+
+NONE = 2**32 - 1
+"""The index of no element."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """A unit of each lane.
+
+    Attributes:
+      tile: of the block.
+      first: the unit of the first lane, counted from the array's begin, uint32.
+      column: of its first element in the segment, int32.
+      end: the unit after the segment's last, uint32.
+      masked: whether lanes may be past the end.
+    """
+
+    tile: Tile
+    first: Any
+    column: Any
+    end: Any
+    masked: bool
+
+    @property
+    def of_lanes(self) -> jax.Array:
+        """(LANES,), uint32."""
+        lane = plgpu.broadcasted_iota(
+            jnp.uint32, (LANES,), 0, layout=plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+        )
+        return lane + self.first
+
+    def clamped(self) -> jax.Array:
+        """The same, past the end the last one."""
+        return jnp.minimum(self.of_lanes, self.end - 1) if self.masked else self.of_lanes
+
+    def kept(self, values: jax.Array, other: float) -> jax.Array:
+        """`values`, (LANES · vec,), and `other` past the end."""
+        if not self.masked:
+            return values
+        left = (self.end - self.first).astype(jnp.int32) * self.tile.vec
+        return jnp.where(self.tile.iota() < left, values, self.tile.full(other))
