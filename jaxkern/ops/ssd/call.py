@@ -128,7 +128,8 @@ def unless_finite(told: Any, results: Any, plain: Callable[..., Any], args: tupl
     A decay of 0 keeps numbers from the segments after, but not NaN. The kernels' states and their
     gradients tell of it, as it stays in them. `plain` takes a batch row at a time: its memory is
     reserved even where it never runs. A loop that runs at most once hands `results` on where they
-    lie, which a conditional would copy.
+    lie, which a conditional would copy. What goes into it is flat: arrays of more axes XLA would
+    transpose for `plain`, where it does not run, too.
 
     Args:
       told: a list of arrays.
@@ -137,16 +138,21 @@ def unless_finite(told: Any, results: Any, plain: Callable[..., Any], args: tupl
       args: x, dt, a, B, C, D and what follows; of the results, too, the sixth has no batch.
     """
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in told]))
-    D, without = args[5], (*args[:5], None, *args[6:])
-
-    def of_row(row: tuple[Any, ...]) -> Any:
-        row = tuple(None if v is None else v[None] for v in row)
-        out = plain(*row[:5], D, *row[6:])
-        return tuple(v if v is None or i == 5 else v[0] for i, v in enumerate(out))
+    flat = lambda tree: jax.tree.map(jnp.ravel, tree)
+    shaped = lambda tree, like: jax.tree.map(lambda v, of: v.reshape(of.shape), tree, like)
+    given = flat(args)
 
     def run(_: Any) -> Any:
-        outs = lax.map(of_row, without)
-        outs = (v if v is None or i != 5 else v.sum(0) for i, v in enumerate(outs))
-        return jnp.bool_(True), tuple(outs)
+        whole = shaped(lax.optimization_barrier(given), args)
+        (*before, D), after = whole[:6], whole[6:]
 
-    return lax.while_loop(lambda state: ~state[0], run, (finite, results))[1]
+        def of_row(row: Any) -> Any:
+            before, after = jax.tree.map(lambda v: v[None], row)
+            outs = plain(*before, D, *after)
+            return tuple(v if v is None or i == 5 else v[0] for i, v in enumerate(outs))
+
+        outs = lax.map(of_row, (before, after))
+        outs = (v if v is None or i != 5 else v.sum(0) for i, v in enumerate(outs))
+        return jnp.bool_(True), flat(tuple(outs))
+
+    return shaped(lax.while_loop(lambda state: ~state[0], run, (finite, flat(results)))[1], results)

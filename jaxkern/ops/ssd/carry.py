@@ -109,7 +109,7 @@ def part_starts(
 
 def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
     """Goes through the steps of a warpgroup's unit and part, in reverse from the last one on."""
-    at = Unit(scan, lax.axis_index(WARPGROUP))
+    at = Unit(scan)
     copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
     where = lambda n: at.first + (at.count - 1 - n if reverse else n)
 

@@ -7,8 +7,7 @@ that the state's accumulators (p, n) are operands without leaving the registers:
     yᵀ = exp(c) ∘ (h Cᵀ) + xᵀ Mᵀ
     h  ← exp(c[Q−1]) · h + (w ∘ x)ᵀ B
 
-A warpgroup of its own computes Mᵀ, of Sᵀ once for all units of a block, a step or two ahead of the
-warpgroups that hold their states; the last product runs beside the epilogue.
+Sᵀ and h Cᵀ are in flight together, and the last product runs beside the epilogue.
 """
 
 import dataclasses
@@ -38,7 +37,6 @@ from jaxkern.ops.ssd.blocks import (
     of_step,
     over_columns,
     over_rows,
-    product,
     read,
     tiles_of,
     wide,
@@ -51,10 +49,8 @@ from jaxkern.ops.ssd.tiles import (
     CHUNK,
     FORWARD_WARPGROUPS,
     SLICE,
-    STATE_REGISTERS,
     STEP,
     STEPS,
-    WEIGHT_REGISTERS,
     Scan,
 )
 
@@ -99,7 +95,7 @@ def _launch(options: Options, x, dt, a, B, C, D, z, initial_state) -> tuple[Any,
         _scratch(scan, x.dtype, gated=z is not None),
         grid=(scan.grid,),
         grid_names=(BLOCK,),
-        num_threads=scan.warpgroups + 1,
+        num_threads=scan.warpgroups,
         thread_name=WARPGROUP,
         kernel_name="ssd_fwd",
         approx_math=True,
@@ -116,14 +112,11 @@ def _scratch(scan: Scan, dtype: Any, *, gated: bool) -> dict[str, Any]:
         "steps": plgpu.SMEM((2 * W, 2, CHUNK), jnp.float32),
         "B": tiles_of(scan.stages, STEP, N, dtype=dtype),
         "C": tiles_of(scan.stages, STEP, N, dtype=dtype),
-        "M": tiles_of(2 * W, STEP, STEP, dtype=dtype),
+        "M": tiles_of(W, STEP, STEP, dtype=dtype),
         "out": tiles_of(W, STEP, SLICE, dtype=dtype),
-        "tokens_full": plgpu.Barrier(num_arrivals=1 + gated, num_barriers=2 * W),
-        "steps_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
+        "tokens_full": plgpu.Barrier(num_arrivals=2 + gated, num_barriers=2 * W),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=scan.stages),
-        "empty": plgpu.Barrier(num_arrivals=W + 1, num_barriers=scan.stages),
-        "M_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
-        "M_empty": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
+        "empty": plgpu.Barrier(num_arrivals=W, num_barriers=scan.stages),
     }
     if scan.every:
         scratch["held"] = tiles_of(W, SLICE, N, dtype=dtype)
@@ -131,29 +124,23 @@ def _scratch(scan: Scan, dtype: Any, *, gated: bool) -> dict[str, Any]:
 
 
 def _kernel(scan: Scan, refs: Any, smem: Any) -> None:
-    """The steps of a part: some warpgroups hold the state of a unit, the last one weighs tokens."""
-    warpgroup = lax.axis_index(WARPGROUP)
-
-    @pl.when(warpgroup == scan.warpgroups)
-    def _():
-        plgpu.set_max_registers(WEIGHT_REGISTERS, action="decrease")
-        _Weights(scan, refs, smem, Unit(scan, 0)).run()
-
-    @pl.when(warpgroup < scan.warpgroups)
-    def _():
-        plgpu.set_max_registers(STATE_REGISTERS, action="increase")
-        _State(scan, refs, smem, Unit(scan, warpgroup)).run()
+    """Goes through the steps of a warpgroup's unit and part."""
+    block = _Block(scan, refs, smem, Unit(scan))
+    block.begin()
+    at = block.at
+    h = lax.fori_loop(0, at.count, block.step, first_state(scan, refs, at))
+    plgpu.wait_smem_to_gmem(0)
+    refs.final.at[at.batch, at.part, at.head, at.channels][...] = h
 
 
 @dataclasses.dataclass(frozen=True)
-class _Weights:
-    """The warpgroup that computes M, and fetches B and C.
+class _Block:
+    """A warpgroup's part of the forward; `n` counts its steps.
 
     Attributes:
       refs: arrays in global memory.
-      smem: x, z, steps and M in two stages of each unit; B and C in a ring that all warpgroups
-        share; out and held of each unit; the barriers.
-      at: the block's first unit, whose steps are all units'.
+      smem: x, z and steps in two stages of each warpgroup; B and C in a ring that all share, and
+        that the first one fills; M, out and held of each warpgroup; the barriers.
     """
 
     scan: Scan
@@ -161,81 +148,26 @@ class _Weights:
     smem: Any
     at: Unit
 
-    def run(self) -> None:
-        for n in range(self.scan.stages):
-            pl.when(n < self.at.count)(functools.partial(self.fetch, n))
-        lax.fori_loop(0, self.at.count, lambda n, _: self.step(n), None)
-
-    def fetch(self, n: Any) -> None:
-        """Starts the copies of B and C of step `n`."""
-        at, slot = self.at, lax.rem(n, self.scan.stages)
-        for name in ("B", "C"):
-            plgpu.copy_gmem_to_smem(
-                getattr(self.refs, name).at[at.batch, of_step(at.first + n), at.group],
-                getattr(self.smem, name).at[slot],
-                self.smem.full.at[slot],
-                oob_mode=plgpu.OOBFillMode.ZEROS,
-            )
-
-    def step(self, n: Any) -> None:
-        """Stores Mᵀ of step `n` of every unit."""
-        at, smem, stages = self.at, self.smem, self.scan.stages
-        slot, ahead = lax.rem(n, stages), n + stages - 1
-
-        @pl.when((n > 0) & (ahead < at.count))
-        def _():
-            plgpu.barrier_wait(smem.empty.at[lax.rem(ahead, stages)])
-            self.fetch(ahead)
-
-        plgpu.barrier_wait(smem.full.at[slot])
-        scores = product(smem.B.at[slot], smem.C.at[slot].transpose((1, 0)), (STEP, STEP))  # (j, i)
-        plgpu.barrier_arrive(smem.empty.at[slot])
-        for unit in range(self.scan.warpgroups):
-            own = unit * 2 + lax.rem(n, 2)
-            plgpu.barrier_wait(smem.steps_full.at[own])
-            steps = StepDecays(smem.steps.at[own], at.first + n)
-            exponents = over_columns(steps.sums(COLUMNS), STEP) - over_rows(steps.sums(ROWS), STEP)
-            decay = jnp.exp2(causal(exponents, turned=True)) * over_rows(steps.sizes(ROWS), STEP)
-            pl.when(n >= 2)(functools.partial(plgpu.barrier_wait, smem.M_empty.at[own]))
-            smem.M.at[own][...] = (scores * decay).astype(smem.x.dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(smem.M_full.at[own])
-
-
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """A warpgroup that holds the state of a unit; `n` counts its steps.
-
-    The attributes are those of :class:`_Weights`, but that `at` is its own unit.
-    """
-
-    scan: Scan
-    refs: Any
-    smem: Any
-    at: Unit
-
-    def run(self) -> None:
-        at = self.at
+    def begin(self) -> None:
+        """Starts the first copies."""
         for n in range(2):
-            pl.when(n < at.count)(functools.partial(self.fetch, n))
-        h = lax.fori_loop(0, at.count, self.step, first_state(self.scan, self.refs, at))
-        plgpu.wait_smem_to_gmem(0)
-        self.refs.final.at[at.batch, at.part, at.head, at.channels][...] = h
+            pl.when(n < self.at.count)(functools.partial(self.fetch_tokens, n))
+
+        @pl.when(self.at.warpgroup == 0)
+        def _():
+            for n in range(self.scan.stages):
+                pl.when(n < self.at.count)(functools.partial(self.fetch_weights, n))
 
     def tokens(self, ref: Any, n: Any) -> Any:
         """(64, 64): the unit's part of x, z or out in step `n`."""
         at = self.at
         return ref.at[at.batch, of_step(at.first + n), at.head, at.channels]
 
-    def own(self, n: Any) -> Any:
-        """The number of this unit's stage for step `n`."""
-        return self.at.warpgroup * 2 + lax.rem(n, 2)
-
-    def fetch(self, n: Any) -> None:
-        """Starts the copies of steps, x and z of step `n`."""
-        at, smem, refs, slot = self.at, self.smem, self.refs, self.own(n)
+    def fetch_tokens(self, n: Any) -> None:
+        at, smem, refs = self.at, self.smem, self.refs
+        slot = at.warpgroup * 2 + lax.rem(n, 2)
         steps = refs.steps.at[at.batch, at.head, lax.div(at.first + n, STEPS)]
-        plgpu.copy_gmem_to_smem(steps, smem.steps.at[slot], smem.steps_full.at[slot])
+        plgpu.copy_gmem_to_smem(steps, smem.steps.at[slot], smem.tokens_full.at[slot])
         for name in ("x", "z"):
             if getattr(refs, name) is not None:
                 plgpu.copy_gmem_to_smem(
@@ -245,55 +177,80 @@ class _State:
                     oob_mode=plgpu.OOBFillMode.ZEROS,
                 )
 
+    def fetch_weights(self, n: Any) -> None:
+        at, slot = self.at, lax.rem(n, self.scan.stages)
+        for name in ("B", "C"):
+            plgpu.copy_gmem_to_smem(
+                getattr(self.refs, name).at[at.batch, of_step(at.first + n), at.group],
+                getattr(self.smem, name).at[slot],
+                self.smem.full.at[slot],
+                oob_mode=plgpu.OOBFillMode.ZEROS,
+            )
+
     def step(self, n: Any, h: Any) -> Any:
         """The state after step `n`, (P, N), from that before; stores the output."""
-        smem, slot, own = self.smem, lax.rem(n, self.scan.stages), self.own(n)
+        at, smem, stages = self.at, self.smem, self.scan.stages
+        slot, own = lax.rem(n, stages), at.warpgroup * 2 + lax.rem(n, 2)
+        ahead = n + stages - 1
+        steps, B = StepDecays(smem.steps.at[own], at.first + n), smem.B.at[slot]
         plgpu.barrier_wait(smem.full.at[slot])
-        before = functools.partial(self.before, n, h, smem.C.at[slot])
-        y, x, weighted, total = with_accumulators(before, (SLICE, STEP))
+        within = functools.partial(self.within, n, h, B, smem.C.at[slot], steps)
+        y, x, weighted = with_accumulators(within, (STEP, STEP), (SLICE, STEP))
+
+        @pl.when((at.warpgroup == 0) & (n > 0) & (ahead < at.count))
+        def _():
+            plgpu.barrier_wait(smem.empty.at[lax.rem(ahead, stages)])
+            self.fetch_weights(ahead)
 
         def finish(y: Any, h: Any) -> None:
-            plgpu.barrier_wait(smem.M_full.at[own])
-            multiply(y, x, smem.M.at[own])
-            multiply(h, weighted, smem.B.at[slot])
+            multiply(y, x, smem.M.at[at.warpgroup])
+            multiply(h, weighted, B)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
             self.store(n, read(y, 1), x)
 
-        _, h = accumulated(finish, y, h * jnp.exp2(total))
+        _, h = accumulated(finish, y, h * jnp.exp2(steps.total()))
         plgpu.barrier_arrive(smem.empty.at[slot])
-        plgpu.barrier_arrive(smem.M_empty.at[own])
-        pl.when(n + 2 < self.at.count)(lambda: self.fetch(n + 2))
+        pl.when(n + 2 < at.count)(lambda: self.fetch_tokens(n + 2))
         return h
 
-    def before(self, n: Any, h: Any, C: Any, y: Any) -> tuple[Any, Any, Any, Any]:
-        """What y has from the state before, xᵀ and (w ∘ x)ᵀ, (P, 64) each, and the step's decay.
-
-        `y` is an accumulator. Saves the state.
-        """
-        smem, own = self.smem, self.own(n)
+    def within(
+        self, n: Any, h: Any, B: Any, C: Any, steps: Any, scores: Any, y: Any
+    ) -> tuple[Any, Any, Any]:
+        """Stores Mᵀ; returns what y has from the state before, xᵀ and (w ∘ x)ᵀ, (P, 64) each."""
+        at, smem = self.at, self.smem
+        own = at.warpgroup * 2 + lax.rem(n, 2)
         narrow = h.astype(smem.x.dtype)
+        multiply(scores, B, C.transpose((1, 0)))  # (j, i)
         multiply(y, narrow, C.transpose((1, 0)))  # (p, i)
+        plgpu.barrier_wait(smem.tokens_full.at[own])
+        c = steps.sums(COLUMNS)
+        exponents = over_columns(c, STEP) - over_rows(steps.sums(ROWS), STEP)
+        decay = jnp.exp2(causal(exponents, turned=True)) * over_rows(steps.sizes(ROWS), STEP)
+        M = read(scores, 1) * decay
+        smem.M.at[at.warpgroup][...] = M.astype(smem.x.dtype)
         if self.scan.every:
             self.save(n, narrow)
-        plgpu.barrier_wait(smem.steps_full.at[own])
-        steps = StepDecays(smem.steps.at[own], self.at.first + n)
-        c = steps.sums(COLUMNS)
+        else:
+            plgpu.commit_smem()
         weight = jnp.exp2(steps.last() - c) * steps.sizes(COLUMNS)
-        plgpu.barrier_wait(smem.tokens_full.at[own])
         x = plgpu.load(smem.x.at[own].transpose((1, 0)), layout=TILE)  # (p, j)
         weighted = (wide(x) * over_columns(weight, SLICE)).astype(x.dtype)
-        entered = over_columns(jnp.exp2(c - steps.before()), SLICE)
-        return read(y) * entered, x, weighted, steps.total()
+        return read(y) * over_columns(jnp.exp2(c - steps.before()), SLICE), x, weighted
 
     def save(self, n: Any, h: Any) -> None:
-        """Saves the state before step `n` if it is one to be saved."""
+        """Commits M, and saves the state before step `n` if it is one to be saved."""
         at, held = self.at, self.smem.held.at[self.at.warpgroup]
         every = STEPS * self.scan.every
+        saves = lax.rem(at.first + n, every) == 0
 
-        @pl.when(lax.rem(at.first + n, every) == 0)
+        @pl.when(saves)
         def _():
             held[...] = h
-            plgpu.commit_smem()
+
+        plgpu.commit_smem()
+
+        @pl.when(saves)
+        def _():
             to = self.refs.states.at[at.batch, lax.div(at.first + n, every), at.head, at.channels]
             plgpu.copy_smem_to_gmem(held, to)
 
@@ -308,7 +265,8 @@ class _State:
                 D = over_rows(plgpu.load(D, layout=ROWS, optimized=False), STEP)
             y = y + D * wide(x)
         if refs.z is not None:
-            z = wide(plgpu.load(smem.z.at[self.own(n)].transpose((1, 0)), layout=TILE))
+            z = smem.z.at[at.warpgroup * 2 + lax.rem(n, 2)]
+            z = wide(plgpu.load(z.transpose((1, 0)), layout=TILE))
             y = y * z / (1 + jnp.exp2(z * -LOG2E))
         out = smem.out.at[at.warpgroup]
         out.transpose((1, 0))[...] = y.astype(x.dtype)
