@@ -78,6 +78,7 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
         "M": tiles_of(BLOCKS, STEP, STEP, dtype=dtype),
         "dS": tiles_of(BLOCKS, STEP, STEP, dtype=dtype),
         "scores": tiles_of(1, STEP, STEP, dtype=dtype),
+        "sums": plgpu.SMEM((STEPS, len(SUMS), STEP), f32),
         "weights_full": plgpu.Barrier(num_arrivals=2),
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=2),
         "empty": plgpu.Barrier(num_arrivals=STEPS, num_barriers=2),
@@ -346,7 +347,7 @@ class _Unit:
             wholes.append(M)
             grads.append((dM * decay).astype(x.dtype))
         dS = jnp.concatenate(grads, axis=1)
-        if j == half:  # from this block of M dx was stored
+        if j == half:  # from this block of M dx was stored, and the sums are
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.block("M", half, j)[...] = jnp.concatenate(wholes, axis=1)
         self.block("dS", half, j)[...] = dS
@@ -408,13 +409,13 @@ class _Unit:
                 D = plgpu.load(refs.D.at[head, channels], layout=COLUMNS, optimized=False)
                 grad = grad + over_columns(D, STEP) * dy
         sync_warpgroup()  # all warps have read M
-        out = self.block("M", half, half)
+        out, sums = self.block("M", half, half), self.smem.sums.at[half]
         out[...] = grad.astype(weighted.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out, self.at.tokens(refs.dx, self.n, half * STEP, STEP))
-        # These come last: a barrier would wait for such stores.
-        unit = self.at.group * self.at.scan.units + self.at.first + self.n
-        sums = refs.sums.at[self.at.batch, unit, self.at.chunk]
         for k, values in enumerate((dc - dt * ds, ds, last, skip)):
             if values is not None:
-                sums.at[k, pl.ds(half * STEP, STEP)][...] = values
+                sums.at[k][...] = values
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, self.at.tokens(refs.dx, self.n, half * STEP, STEP))
+        unit = self.at.group * self.at.scan.units + self.at.first + self.n
+        to = refs.sums.at[self.at.batch, unit, self.at.chunk]
+        plgpu.copy_smem_to_gmem(sums, to.at[:, pl.ds(half * STEP, STEP)])
