@@ -58,7 +58,8 @@ def _launch(
     sums = grads["sums"]  # (B, H · slices, chunks, 4, 128)
     sums = sums.reshape(scan.batch, scan.heads, scan.slices, *sums.shape[2:]).sum(2)
     dc, ds, last, skip = (sums[..., k, :] for k in range(len(SUMS)))
-    dc = dc.at[..., -1].add(last.sum(-1))
+    kept = grads["kept"].reshape(scan.batch, scan.heads, -1, *grads["kept"].shape[2:])
+    dc = dc.at[..., -1].add(last.sum(-1) + kept.sum((2, -1)))
     da = lax.cumsum(dc, axis=3, reverse=True)
     ds, da = (arrays.by_token(v.reshape(scan.batch, scan.heads, -1)) for v in (ds, da))
     dB, dC = (

@@ -56,6 +56,8 @@ PARTS = 2
 SUMS = ("c", "dt", "last", "skip")
 """What is summed over the channels of a unit for each token: gradients of c and dt, and what is
 added up for the gradients of the chunk's last c and of D."""
+REGISTERS, FETCH_REGISTERS = 240, 24
+"""Of a lane that computes, and of one that fetches."""
 
 
 def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> dict[str, Any]:
@@ -67,6 +69,7 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
         (chunks.splits, scan.batch, scan.chunks * CHUNK, scan.groups, N),
         dtype if chunks.splits == 1 else f32,
     )
+    units = scan.batch, scan.heads * scan.slices, scan.chunks
     scratch = {
         "x": tiles_of(2, CHUNK, SLICE, dtype=dtype),
         "dy": tiles_of(2, CHUNK, SLICE, dtype=dtype),
@@ -81,11 +84,11 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
         "sums": plgpu.SMEM((STEPS, len(SUMS), STEP), f32),
         "weights_full": plgpu.Barrier(num_arrivals=2),
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=2),
-        "empty": plgpu.Barrier(num_arrivals=STEPS, num_barriers=2),
+        "empty": plgpu.Barrier(num_arrivals=STEPS + 1, num_barriers=2),
         "h_full": plgpu.Barrier(num_arrivals=1),
-        "h_empty": plgpu.Barrier(num_arrivals=STEPS),
+        "h_empty": plgpu.Barrier(num_arrivals=STEPS + 1),
         "dh_full": plgpu.Barrier(num_arrivals=1),
-        "dh_empty": plgpu.Barrier(num_arrivals=STEPS),
+        "dh_empty": plgpu.Barrier(num_arrivals=STEPS + 1),
         "given": plgpu.Barrier(num_arrivals=1),
         "taken": plgpu.Barrier(num_arrivals=1),
     }
@@ -105,9 +108,8 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
             "dx": like(arrays.x.shape, dtype),
             "dB": weights,
             "dC": weights,
-            "sums": like(
-                (scan.batch, scan.heads * scan.slices, scan.chunks, len(SUMS), CHUNK), f32
-            ),
+            "sums": like((*units, len(SUMS), CHUNK), f32),
+            "kept": like((*units, SLICE), f32),
         },
         scratch,
         grid=(chunks.grid,),
@@ -120,7 +122,7 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
 
 
 def _kernel(chunks: Chunks, refs: Any, smem: Any) -> None:
-    """Two warpgroups compute, each with its half of the tokens, and one fetches."""
+    """Two warpgroups compute, each with its half of the tokens; one fetches, and adds up h ∘ dh."""
     scan, warpgroup = chunks.scan, lax.axis_index(WARPGROUP)
     block = lax.axis_index(BLOCK)
     group, rest = lax.rem(block, scan.groups), lax.div(block, scan.groups)
@@ -132,14 +134,14 @@ def _kernel(chunks: Chunks, refs: Any, smem: Any) -> None:
 
     @pl.when(warpgroup == STEPS)
     def _():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
         _fetch(at, refs, smem)
 
     for half in range(STEPS):
 
         @pl.when(warpgroup == half)
         def _(half: int = half) -> None:
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(REGISTERS, action="increase")
             _compute(at, half, refs, smem)
 
 
@@ -159,6 +161,10 @@ class _At:
         """Head and channels of the `n`-th unit."""
         return locate(self.scan, self.group, self.first + n)
 
+    def number(self, n: Any) -> Any:
+        """Of the `n`-th unit among all groups'."""
+        return self.group * self.scan.units + self.first + n
+
     def tokens(self, ref: Any, n: Any, first: int = 0, count: int = CHUNK) -> Any:
         """(count, 64): the part of x, dy or dx for the `n`-th unit."""
         head, channels = self.unit(n)
@@ -166,7 +172,7 @@ class _At:
 
 
 def _fetch(at: _At, refs: Any, smem: Any) -> None:
-    """Fetches B and C, and all that is read of each unit."""
+    """Fetches B and C, and all that is read of each unit; stores exp(c[Q−1]) · h · dh."""
     copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
     for name in ("B", "C"):
         tokens = pl.ds(at.chunk * CHUNK, CHUNK)
@@ -186,6 +192,16 @@ def _fetch(at: _At, refs: Any, smem: Any) -> None:
             pl.when(n >= 1)(functools.partial(plgpu.barrier_wait, done))
             source = getattr(refs, name).at[at.batch, at.chunk, head, channels]
             copy(source, getattr(smem, name).at[0], getattr(smem, f"{name}_full"))
+        for barrier in (full, smem.h_full, smem.dh_full):
+            plgpu.barrier_wait(barrier)
+        sums = plgpu.layout_cast(jnp.zeros((SLICE,), jnp.float32), ROWS)
+        for k in range(0, at.scan.states, BOX):
+            load = lambda ref: wide(plgpu.load(ref.at[0, :, pl.ds(k, BOX)], layout=TILE))  # noqa: B023
+            sums = sums + jnp.sum(load(smem.h) * load(smem.dh), axis=1)
+        sums = sums * jnp.exp2(smem.steps[slot, 0, CHUNK - 1])
+        for barrier in (smem.empty.at[slot], smem.h_empty, smem.dh_empty):
+            plgpu.barrier_arrive(barrier)
+        refs.kept.at[at.batch, at.number(n), at.chunk][...] = sums
 
     lax.fori_loop(0, at.count, fetch, None)
 
@@ -292,13 +308,13 @@ class _Unit:
         plgpu.barrier_wait(smem.h_full)
         dc = dc + run(functools.partial(self.from_before, dS), SLICE)
         plgpu.barrier_wait(smem.dh_full)
-        dx, last = run(self.from_after, SLICE)
+        dx = run(self.from_after, SLICE)
         plgpu.barrier_arrive(smem.h_empty)
         dt = self.numbers(1)
         left = jnp.exp2(self.staged("steps")[0, CHUNK - 1] - self.numbers(0))
         x = self.tokens("x")
         weighted = (x * over_rows(left * dt, SLICE)).astype(smem.x.dtype)
-        last = last + dt * jnp.sum(dx * x, axis=1)
+        last = dt * jnp.sum(dx * x, axis=1)
         if not half:
             plgpu.barrier_wait(smem.given)
         accumulated(functools.partial(self.finish, weighted, dc, last), dx)
@@ -367,20 +383,11 @@ class _Unit:
         multiply(self.dC, scaled, h)
         return entered * jnp.sum(carried * dy, axis=1)
 
-    def from_after(self, dx: Any) -> tuple[Any, Any]:
-        """The part of u from `dh`, and, for each channel, this half's part of exp(c[Q−1]) · h · dh.
-
-        `dx` is an accumulator.
-        """
-        h, dh = self.only("h"), self.only("dh")
-        multiply(dx, _half(self.only("B"), self.half), dh.transpose((1, 0)))  # (j, p)
-        sums = plgpu.layout_cast(jnp.zeros((SLICE,), jnp.float32), ROWS)
-        for k in range(self.half, self.at.scan.states // BOX, STEPS):
-            load = lambda ref: wide(plgpu.load(ref.at[:, pl.ds(k * BOX, BOX)], layout=TILE))  # noqa: B023
-            sums = sums + jnp.sum(load(h) * load(dh), axis=1)
-        last = self.staged("steps")[0, CHUNK - 1]
-        left = jnp.exp2(last - self.numbers(0))
-        return read(dx) * over_rows(left, SLICE), sums * jnp.exp2(last)
+    def from_after(self, dx: Any) -> Any:
+        """The part of u from `dh`; `dx` is an accumulator."""
+        multiply(dx, _half(self.only("B"), self.half), self.only("dh").transpose((1, 0)))  # (j, p)
+        left = jnp.exp2(self.staged("steps")[0, CHUNK - 1] - self.numbers(0))
+        return read(dx) * over_rows(left, SLICE)
 
     def finish(self, weighted: Any, dc: Any, last: Any, dx: Any) -> None:
         """Adds to dB, and stores dx and the sums.
@@ -416,6 +423,5 @@ class _Unit:
                 sums.at[k][...] = values
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, self.at.tokens(refs.dx, self.n, half * STEP, STEP))
-        unit = self.at.group * self.at.scan.units + self.at.first + self.n
-        to = refs.sums.at[self.at.batch, unit, self.at.chunk]
+        to = refs.sums.at[self.at.batch, self.at.number(self.n), self.at.chunk]
         plgpu.copy_smem_to_gmem(sums, to.at[:, pl.ds(half * STEP, STEP)])
