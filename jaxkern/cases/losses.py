@@ -39,7 +39,7 @@ def _plain_linear(x: Any, weight: Any, labels: Any) -> Any:
 SHAPES = (16384, 768, 50304), (8192, 4096, 128256), (4096, 2560, 256000), (32768, 2048, 32000)
 """Rows, inputs, classes: of GPT-2, Llama 3, Gemma and Llama 2."""
 
-MEMORY = {"memory": 180 << 20}
+MEMORY = {"memory": 160 << 20}
 
 
 CASES = [
@@ -100,7 +100,7 @@ CASES = [
         backward=Cost("2 m k + 2 k v", "12 m", "4 m k v"),
         shapes=(
             *(Shape(sizes) for sizes in SHAPES),
-            *(Shape(sizes, word="-180MiB", options=MEMORY) for sizes in SHAPES),
+            *(Shape(sizes, word="-160MiB", options=MEMORY) for sizes in SHAPES),
         ),
     ),
 ]

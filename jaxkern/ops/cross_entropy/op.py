@@ -14,11 +14,12 @@ with ε = label_smoothing and ζ = z_loss. Backward, for the cotangents g of the
 
 A row whose label is `ignore_index` has the loss 0 and the gradient 0, whatever it holds.
 
-Saved for the backward: the logits in the dtype of x, and lse. Of M rows that is M·V elements, which
-are read to find lse, and in the backward overwritten by du: 3 products of 2·M·D·V operations.
-Where the logits may not take so much memory, the vocabulary is cut into parts: lse is found part by
-part, lse alone is saved, and the backward computes a part's logits again: 4 products, and the
-memory of a part, beside dx in fp32.
+Saved for the backward: the logits in the dtype of x, and lse. Of M rows that is M·V elements: the
+forward's kernel reads them once, the backward's reads them and writes du into their memory, where
+nothing else needs them; 3 products of 2·M·D·V operations. Where the logits may not take so much
+memory, the vocabulary is cut into parts: lse is found part by part, lse and the logits of one part
+are saved, and the backward computes those of the others again: up to 4 products, and the memory of
+a part's logits and weight, beside dx in fp32.
 
 Sources: Szegedy et al., Rethinking the Inception Architecture, 2015, arXiv:1512.00567 (label
 smoothing); Chowdhery et al., PaLM, 2022, arXiv:2204.02311 (z-loss); Gemma Team, Gemma 2, 2024,
@@ -28,8 +29,6 @@ arXiv:2408.00118 (the cap); Wijmans et al., Cut Your Losses in Large-Vocabulary 
 
 import dataclasses
 import functools
-import math
-import operator
 from typing import Any, Literal, overload
 
 import jax
@@ -42,6 +41,7 @@ from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.ops.cross_entropy.parts import (
     Parts,
     added_up,
+    classes_of_part,
     finished,
     gradients_of_parts,
     losses_of_parts,
@@ -199,7 +199,7 @@ def linear_cross_entropy(
     with the options of :func:`cross_entropy`. Products take the dtype of `x` and are summed in
     fp32. By default the logits are kept for the backward in the dtype of `x`, and their gradient
     takes their memory: three products. With `memory` they are computed in parts of the vocabulary
-    that take no more, again in the backward: four products, and no logits are kept.
+    that take no more, and all but one part again in the backward: nearly four products.
 
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
@@ -218,8 +218,9 @@ def linear_cross_entropy(
       logit_softcap: likewise.
       reduction: likewise.
       return_lse: likewise.
-      memory: bytes that logits may take, at least those of a column of 128; ``None`` for all that
-        they need. With ``implementation="xla"`` they always take all.
+      memory: bytes that logits may take, at least those of 128 classes; ``None`` for all that they
+        need. Beside them a part's weight and the gradient of `x` in float32 take memory. With
+        ``implementation="xla"`` logits always take all.
       accumulator: (K, V), float32, the gradient of `weight` so far, or ``None``: as for
         :func:`linear`, its gradient is what `weight`'s adds up to.
       implementation: as for :func:`cross_entropy`; the products are those of :func:`linear`,
@@ -266,7 +267,7 @@ def linear_cross_entropy(
         )
     terms = Terms.checked(ignore_index, label_smoothing, z_loss, logit_softcap)
     _check_reduction(reduction)
-    part = _part_of(memory, x, weight)
+    part = classes_of_part(memory, x, weight)
     logits = jax.ShapeDtypeStruct((*x.shape[:-1], part or weight.shape[1]), x.dtype)
     rows = Rows(
         terms,
@@ -306,32 +307,6 @@ def _check_labels(labels: Any, shape: tuple[int, ...], meaning: str) -> jax.Arra
 def _check_reduction(reduction: Any) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
-
-
-def _part_of(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
-    """The classes of a part whose logits take so many bytes; ``None`` for all of them."""
-    if memory is None:
-        return None
-    try:
-        nbytes = operator.index(memory)
-    except TypeError as e:
-        raise TypeError(f"memory must be a number of bytes or None, got {memory!r}") from e
-    if nbytes < 1:
-        raise ValueError(f"memory must be at least 1 byte, or None for no limit; got {nbytes}")
-    if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
-        raise NotImplementedError(
-            f"memory needs sizes, and x is {x.shape}, weight {weight.shape}; use memory=None"
-        )
-    fitting = nbytes // (max(1, math.prod(x.shape[:-1])) * x.dtype.itemsize)
-    part = max(_COLUMNS, fitting // _COLUMNS * _COLUMNS)
-    if max(part, fitting) >= weight.shape[1]:
-        return None
-    parts = -(-weight.shape[1] // part)
-    return -(-weight.shape[1] // (parts * _COLUMNS)) * _COLUMNS
-
-
-_COLUMNS = 128
-"""A part is a multiple of it, which products are fast at."""
 
 
 def _reduced(

@@ -5,6 +5,8 @@ may be saved, and the backward begins with them, so that they are computed once.
 """
 
 import dataclasses
+import math
+import operator
 from typing import Any
 
 import jax
@@ -43,6 +45,35 @@ class Parts:
         return lax.fori_loop(
             0, count, lambda i, carry: step(i * self.classes, self.classes, carry), carry
         )
+
+
+def classes_of_part(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
+    """The classes of a part whose logits take so many bytes; ``None`` for all of them.
+
+    Parts are as few as that allows, and of nearly one size.
+    """
+    if memory is None:
+        return None
+    try:
+        nbytes = operator.index(memory)
+    except TypeError as e:
+        raise TypeError(f"memory must be a number of bytes or None, got {memory!r}") from e
+    if nbytes < 1:
+        raise ValueError(f"memory must be at least 1 byte, or None for no limit; got {nbytes}")
+    if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
+        raise NotImplementedError(
+            f"memory needs sizes, and x is {x.shape}, weight {weight.shape}; use memory=None"
+        )
+    fitting = nbytes // (max(1, math.prod(x.shape[:-1])) * x.dtype.itemsize)
+    part = max(_COLUMNS, fitting // _COLUMNS * _COLUMNS)
+    if max(part, fitting) >= weight.shape[1]:
+        return None
+    parts = -(-weight.shape[1] // part)
+    return -(-weight.shape[1] // (parts * _COLUMNS)) * _COLUMNS
+
+
+_COLUMNS = 128
+"""A part is a multiple of it, which products are fast at."""
 
 
 def _weight_of_part(x, weight, first, size) -> jax.Array:

@@ -28,7 +28,7 @@ SHORTEST = 1024
 """Elements of a segment from which on the kernels are taken: of fewer, most lanes would idle."""
 
 UNITS = 4
-"""Units that a lane loads at a time: 64 KiB on the way with the 8 blocks that an SM then holds."""
+"""Units that a lane loads before it computes: 8 KiB of a block, of which an SM holds 4 or more."""
 
 
 PART = 4096
