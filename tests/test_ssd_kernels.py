@@ -180,7 +180,7 @@ test_ssd_kernels_transformations = check.transformations(
         channels="h",
         all_reduces=1,
         vmaps=[(0,) + (None,) * 7, (None, None, 0, None, 1, 0, None, 0)],
-        tolerance=2.0**-7,  # of what kernels round to 16 bits
+        tolerance=2.0**-6,  # of what kernels round to 16 bits, where terms of A's gradient cancel
         cells=[
             (name, check.ALONE.get(name, "mosaic"))
             for name in check.TRANSFORMATIONS
