@@ -73,7 +73,7 @@ FAMILIES = {
     "Losses": (
         "the cross-entropy of logits, or of a linear layer whose logits need not stand in memory "
         "whole, with smoothing, z-loss and a cap",
-        "XLA, with a backward written by hand",
+        "kernels for the rows of logits; XLA for the products",
     ),
     "Activations and gates": (
         "activations; an activation of `gate` times `up`, of two arrays or, in `_and_mul`, of one "
