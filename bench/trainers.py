@@ -104,7 +104,7 @@ class Model:
 
 
 def _own_model(job: Job, implementation: Any, how: str) -> Model:
-    remat = {"cheap": "cheap", "scan": "scan", "remat": "layer"}.get(how, "none")
+    remat: Any = {"cheap": "cheap", "scan": "scan", "remat": "layer"}.get(how, "none")
     options = Options(Policy.parse("bf16"), implementation, remat, how == "loop")
     graphdef = make_model(job.model, options)
     init = lambda: nnx.to_pure_dict(nnx.state(MambaLM(job.model, rngs=nnx.Rngs(0))))

@@ -283,7 +283,7 @@ _OF_SSD = *_OF_HEADS, Argument("dt_bias", "heads", constant(-3.0), "float32")
 _SSD: dict[str, Any] = {"op": "ssd", "axes": "b l heads p n g", "split": "b heads"}
 
 
-def _cost_of_ssd(forward: int, backward: int) -> dict[str, Cost]:
+def _cost_of_ssd(forward: int, backward: int) -> dict[str, Any]:
     """With so many arrays like x; operations in chunks of 64 tokens."""
     return {
         "forward": Cost(
