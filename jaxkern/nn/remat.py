@@ -3,7 +3,7 @@
     layer = jax.checkpoint(layer, policy=jaxkern.nn.remat.CHEAP)
 
 Without ``jax.checkpoint`` a Mamba block keeps, in units of its B · L · E inner elements in the
-compute dtype, 5: what `in_proj` gives (2), what is convolved, the step sizes and what `out_proj`
+compute dtype, 5: what `in_proj` gives (2), the convolution, the step sizes and what `out_proj`
 multiplies; and the states of the scan, 4 · N / 8 bytes an element.
 
 ==========  =======================================================  ============================
@@ -15,6 +15,7 @@ policy      keeps                                                    computes ag
 ``None``    nothing, which is the default of ``jax.checkpoint``      all, `in_proj`, too
 ==========  =======================================================  ============================
 
+The names in them are ``mamba_in_proj`` and ``mamba_x_proj``, of both kinds of block, and the ops'.
 The input of what is checkpointed is always kept. Of other layers inside of it these policies keep
 nothing; ``jax.checkpoint_policies.save_from_both_policies`` joins one with a policy for those.
 """
