@@ -1,4 +1,4 @@
-"""Those who train the language model, for ``python -m bench train``: in JAX, and in PyTorch."""
+"""The trainers that ``python -m bench train`` times, in JAX and in PyTorch."""
 
 import dataclasses
 import functools

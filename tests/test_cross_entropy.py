@@ -357,7 +357,8 @@ def test_accumulator(memory, dtype):
 
 
 @pytest.mark.parametrize(
-    ("memory", "logits"), [(None, 1), (2 * 64 * 512, 1 / 8), (SMALLEST, 1 / 32)]
+    ("memory", "logits"),
+    [(None, 1), (2 * 64 * 1024, 1 / 4), (2 * 64 * 512, 1 / 8), (SMALLEST, 1 / 32)],
 )
 def test_memory(memory, logits):
     """What a program takes beside arguments and results, in logits in the dtype of x."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.ops.ssd.call import Arrays, begins, cut_decays, unless_finite
+from jaxkern.ops.ssd.call import Arrays, cut_decays, unless_finite, where_segments_begin
 from jaxkern.ops.ssd.carry import launch_carry, part_starts
 from jaxkern.ops.ssd.forward import launch_fwd
 from jaxkern.ops.ssd.gradients import SUMS, launch_grads
@@ -32,7 +32,7 @@ def launch_bwd(
     if rank is None:
         return _launch(options, *args, *rest)[0]
     grads, dinitial = _launch(options, *args[:2], cut_decays(a, rank), *args[3:], *rest)
-    ds, da = grads[1], jnp.where(begins(rank), 0, grads[2])
+    ds, da = grads[1], where_segments_begin(rank, 0.0, grads[2])
     grads = *grads[:2], da, *grads[3:]
     plain = functools.partial(reference_bwd, options)
     return unless_finite([ds, da, dinitial], grads, plain, (*args, rank, None, *rest))

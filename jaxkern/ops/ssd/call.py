@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.ops import segments
 from jaxkern.ops.ssd.blocks import LOG2E
 from jaxkern.ops.ssd.reference import least_log_decay
 from jaxkern.ops.ssd.tiles import BOX, CHUNK, STEP, TILE_ROWS, Scan
@@ -111,15 +112,14 @@ class Arrays:
         )
 
 
-def begins(rank: jax.Array) -> jax.Array:
-    """(B, L, 1, 1): whether a token is the first of a segment that is not its row's first."""
-    before = jnp.concatenate([rank[:, :1], rank[:, :-1]], axis=1)
-    return (rank != before)[..., None, None]
+def where_segments_begin(rank: jax.Array, value: float, a: jax.Array) -> jax.Array:
+    """`a`, (B, L, G, R), with `value` at the first token of each segment but the row's first."""
+    return jnp.where(segments.begins(rank)[..., None, None], jnp.asarray(value, a.dtype), a)
 
 
 def cut_decays(a: jax.Array, rank: jax.Array) -> jax.Array:
     """`a`, with decays of 0 between segments: to the kernels all tokens are of one segment."""
-    return jnp.where(begins(rank), jnp.asarray(least_log_decay(a.dtype), a.dtype), a)
+    return where_segments_begin(rank, least_log_decay(a.dtype), a)
 
 
 def unless_finite(told: Any, results: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:

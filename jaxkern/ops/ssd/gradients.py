@@ -2,8 +2,8 @@
 
 A block has a chunk of 128 tokens of a batch row and goes through the units of a group: two
 warpgroups with half of the tokens each hold dB and dC in the accumulators of their tensor cores,
-and a third one fetches. In halves of the tokens (rows i, earlier ones j ≤ i) and with the equations
-of the op, E = exp(c[i] − c[j]) and dM = dy xᵀ:
+and a third one fetches, and adds up h ∘ dh. In halves of the tokens (rows i, earlier ones j ≤ i)
+and with the equations of the op, E = exp(c[i] − c[j]) and dM = dy xᵀ:
 
     the rows' half            M = E ∘ S and dS = dM ∘ E ∘ s[j], for both halves in shared memory
                               dC += dS B + (exp(c) ∘ dy) h
@@ -57,7 +57,8 @@ SUMS = ("c", "dt", "last", "skip")
 """What is summed over the channels of a unit for each token: gradients of c and dt, and what is
 added up for the gradients of the chunk's last c and of D."""
 REGISTERS, FETCH_REGISTERS = 240, 24
-"""Of a lane that computes, and of one that fetches."""
+"""Registers of a lane that computes, and of one that fetches: more for these would be fewer for
+those, and twice the spills."""
 
 
 def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> dict[str, Any]:
@@ -162,7 +163,7 @@ class _At:
         return locate(self.scan, self.group, self.first + n)
 
     def number(self, n: Any) -> Any:
-        """Of the `n`-th unit among all groups'."""
+        """The number of the `n`-th unit among all groups'."""
         return self.group * self.scan.units + self.first + n
 
     def tokens(self, ref: Any, n: Any, first: int = 0, count: int = CHUNK) -> Any:
