@@ -63,7 +63,7 @@ def scan(a, b, initial_state=None, *, implementation=None, reverse=False, tiles=
             a, b, initial_state=initial_state, reverse=reverse, implementation=implementation
         )
     mode: Mode = "mosaic" if check.ON_GPU else "interpret"
-    return op._linear_scan_jit(a, b, initial_state, None, Options(reverse, mode, tiles=tiles))
+    return op._linear_scan_jit(a, b, initial_state, None, Options(reverse, mode, tiles=tiles))[0]
 
 
 def check_case(arrays, implementation=None, reverse=False, tiles=None):
@@ -186,14 +186,14 @@ def test_linear_scan_passes_in_plain_jax():
     dout = inputs(2, 37, 5, seed=1)[1]
     out, grads = check.value_and_grads(scan, arrays, dout, implementation="xla", reverse=reverse)
     options = Options(reverse, "xla")
-    again, states = jax.jit(
+    again, _, states = jax.jit(
         functools.partial(reference.reference_fwd, dataclasses.replace(options, save=True))
     )(*arrays, None)
     check.assert_close(again, out, 1e-7)
     steps = out[:, ::-1]
     check.assert_close(states, jnp.stack([arrays[2], steps[:, 15], steps[:, 31]], 1), 1e-7)
     backward = jax.jit(functools.partial(reference.reference_bwd, options))
-    check.assert_close(backward(*arrays[:2], None, None, states, dout), grads, 1e-6)
+    check.assert_close(backward(*arrays[:2], None, None, states, dout, None), grads, 1e-6)
 
 
 @pytest.mark.parametrize(("kind", "reverse"), [(jnp.float32, False), (jnp.complex64, True)])

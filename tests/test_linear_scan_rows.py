@@ -18,7 +18,7 @@ from tests import test_linear_scan
 def value_and_gradients(options):
     @jax.jit
     def run(a, b, state, dout, entered):
-        scan = lambda *args: op._linear_scan_jit(*args, entered, options)
+        scan = lambda *args: op._linear_scan_jit(*args, entered, options)[0]
         out, vjp = jax.vjp(scan, a, b, state)
         return out, *vjp(dout)
 

@@ -434,7 +434,7 @@ def test_rows_that_take_clusters_are_plain_jax_where_there_are_none():
 
 def test_a_gpu_of_an_unknown_generation_gets_plain_jax_unless_the_user_asks():
     unknown = jaxkern.Gpu("NVIDIA Z1", (14, 0), 200, 232448)
-    kernel_call._warn_once.cache_clear()
+    kernel_call.warn_once.cache_clear()
     with jaxkern.lowering_for(unknown):
         with pytest.warns(UserWarning, match=r"Z1 has compute capability 14.0, .*plain JAX runs"):
             assert "mosaic_gpu" not in norm_text(unknown)

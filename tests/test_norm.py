@@ -1,10 +1,15 @@
 """rms_norm and layer_norm: accuracy, and the common suite's transformations."""
 
 import dataclasses
+from contextlib import nullcontext
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkern
+from jaxkern.core import kernel_pass
 from tests import check
 from tests.norms import EACH, VARIANTS, check_case, each_way, in_turn, inputs
 
@@ -128,3 +133,37 @@ LAYER_NORM = dataclasses.replace(
     vmaps=[(0, None, None, 0, None), (None, 0, None, None, 0), (1, 0, 0, 1, 1)],
 )
 test_layer_norm_transformations = check.transformations(LAYER_NORM)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("op", "group_size", "gathers"),
+    [
+        *(("rms_norm", None, False), ("layer_norm", 256, False), ("layer_norm", 512, False)),
+        *(("rms_norm", 128, False), ("layer_norm", 1024, False), ("rms_norm", 160, True)),
+    ],
+)
+def test_rows_that_devices_share(op, group_size, gathers, kind):
+    """Parts have several groups, or several have one; the sums of rows are all that is added up."""
+    width = 800 if gathers else 1024
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+    names = "residual gate" + (" bias" if op == "rms_norm" else "")
+    arrays = inputs(op, (6, width), "float32", names, seed=5)
+
+    def run(arrays, implementation):
+        def f(arrays):
+            options = {"group_size": group_size, "implementation": implementation}
+            return getattr(jaxkern, op)(**arrays, norm_before_gate=False, **options)
+
+        out, vjp = jax.vjp(f, arrays)
+        return out, vjp(jax.tree.map(lambda a: jnp.sin(a), out))
+
+    spec = lambda a: PartitionSpec(*[None] * (a.ndim - 1), "x")
+    placed = {n: jax.device_put(a, NamedSharding(mesh, spec(a))) for n, a in arrays.items()}
+    kernel_pass.warn_once.cache_clear()
+    told = pytest.warns(UserWarning, match="groups of 160") if gathers else nullcontext()
+    with told:
+        split = jax.jit(run, static_argnums=1).lower(placed, None).compile()
+    assert (" all-gather(" in (split.as_text() or "")) == gathers
+    check.assert_close(split(placed), run(arrays, "xla"), 2e-5)

@@ -298,8 +298,8 @@ def test_linear_scan_segments_across_parts(cut, reverse):
     entered = order(segments.entered(ids, COUNT))
 
     def run(a, b, states):
-        out = linear_op._linear_scan_jit(a, b, states, entered, options)
-        return out, linear_op._final_state(options, out, states, ids)
+        out, _ = linear_op._linear_scan_jit(a, b, states, entered, options)
+        return out, linear_op._final_states(options, COUNT, out, states, ids)
 
     arrays = op.arrays()
     check.assert_close(value_and_grads(run, arrays), alone(op, IDS, arrays), 3e-6)

@@ -177,7 +177,10 @@ class Case:
       arguments: the arrays that it takes.
       result: names of the axes of its first result, where they are not those of the first argument.
       split: the axes over which a mesh may split a call, each alone, with no gather; the arrays may
-        be split over any other, and are gathered.
+        be split over any other, and are gathered, but for a sequence.
+      sequence: the collectives of value and gradient where L is split, beside sums over devices, by
+        name; ``None`` where a split L is gathered.
+      features: those of a norm whose rows are split, if `split` has ``d``.
       options: its other arguments, by keyword.
       run: ``run(*arrays, implementation=..., **options)``, where that is not the op itself.
       expression: what a user would write, in the dtypes of the arguments; it shares no code with
@@ -199,6 +202,8 @@ class Case:
     arguments: tuple[Argument, ...]
     result: str = ""
     split: str = ""
+    sequence: Mapping[str, int] | None = None
+    features: Mapping[str, int] | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     run: Callable[..., Any] | None = None
     expression: Callable[..., Any] | None = None
@@ -248,17 +253,20 @@ class Case:
             for axes in every
         )
 
-    def all_reduces(self, axis: str) -> int:
-        """How many sums over devices value and gradient need, split over `axis`.
+    def collectives(self, axis: str) -> dict[str, int]:
+        """How many of each collective value and gradient need, split over `axis`.
 
-        The gradient of an array that does not have the axis is such a sum; XLA joins several.
+        The gradient of an array that does not have the axis is a sum over devices; XLA joins
+        several.
         """
         names = [
             {name for name, _ in dimensions(a.axes, dict.fromkeys(AXES, 1))}
             for a in self.arguments
             if a.axes
         ]
-        return int(any(axis not in of_one for of_one in names))
+        sums = {"all-reduce": 1} if any(axis not in of_one for of_one in names) else {}
+        of_axis = {"l": self.sequence, "d": self.features}.get(axis)
+        return sums | dict(of_axis or {})
 
     def arrays(self, key: Any, sizes: Sizes, dtypes: Mapping[str, Any]) -> Arrays:
         """Draws the arguments."""

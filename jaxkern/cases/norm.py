@@ -24,6 +24,14 @@ def layer_normalised(x: Any, weight: Any, bias: Any) -> Any:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * weight + bias
 
 
+_SPLIT: dict[str, dict[str, Any]] = {
+    # Of the squares, and of what the backward is saved; of products with the gradient.
+    "rms_norm": {"split": "m d", "features": {"all-reduce": 3}},
+    # Also of the mean, and of the gradient; XLA joins two each time.
+    "layer_norm": {"split": "m d", "features": {"all-reduce": 4}},
+}
+"""How a mesh splits a norm: statistics are sums over the devices that have a row."""
+
 _WIDTHS = (64, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 11008, *(1 << i for i in range(14, 19)))
 _SHAPES = (
     *(Shape((min(16384, (1 << 27) // d), d)) for d in _WIDTHS),
@@ -37,7 +45,7 @@ _ERRORS = Errors((512, 4096), (16, 256))
 
 def _cases(op: str, arguments: tuple[Argument, ...], expression: Any) -> list[Case]:
     """A norm alone, of the sum with a residual, and gated; the sum is a second result."""
-    of_op: dict[str, Any] = {"op": op, "axes": "m d", "split": "m"}
+    of_op: dict[str, Any] = {"op": op, "axes": "m d", **_SPLIT[op]}
     return [
         Case(
             **of_op,
@@ -80,7 +88,7 @@ CASES = [
         op="rms_norm",
         variant="bias",
         axes="m d",
-        split="m",
+        **_SPLIT["rms_norm"],
         arguments=(X, WEIGHT, BIAS),
         expression=lambda x, weight, bias: rms_normalised(x, weight) + bias,
         forward=Cost("2 m d"),
@@ -102,7 +110,7 @@ CASES = [
         op="layer_norm",
         variant="residual-gate",
         axes="m d",
-        split="m",
+        **_SPLIT["layer_norm"],
         arguments=(X, WEIGHT, BIAS, RESIDUAL, GATE),
         forward=Cost("5 m d"),
         backward=Cost("6 m d"),

@@ -11,6 +11,13 @@ from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, constant, no
 _SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
 """Batch, length and channels."""
 
+_CARRIES = {"all-gather": 2}
+"""The collectives of a scan whose sequence is split: its carries, forward and backward."""
+_PACKED: dict[str, Any] = {"sequence": {**_CARRIES, "collective-permute": 1}}
+"""Those of packed sequences: a segment's id goes to the token after, too."""
+_NUMBERED: dict[str, Any] = {"sequence": {"all-gather": 3, "collective-permute": 3}}
+"""Those of packed sequences whose segments are numbered, over all parts."""
+
 
 def _packed(op: str) -> Any:
     """The op of eight sequences in each row."""
@@ -34,7 +41,12 @@ def _convolved(x: Any, weight: Any, bias: Any) -> Any:
     return jax.nn.silu(y)
 
 
-_CONVOLUTION: dict[str, Any] = {"op": "causal_conv1d", "axes": "b l d w", "split": "b d"}
+_CONVOLUTION: dict[str, Any] = {
+    "op": "causal_conv1d",
+    "axes": "b l d w",
+    "split": "b d",
+    "sequence": {"collective-permute": 3},  # inputs, forward and backward, and their gradient
+}
 _CONVOLVED = (
     Argument("x", "b l d"),
     Argument("weight", "d w", times(0.5), "parameter"),
@@ -60,7 +72,7 @@ CONVOLUTIONS = [
         layer=(8, 2048, 1536, 4),
     ),
     Case(
-        **_CONVOLUTION,
+        **_CONVOLUTION | {"sequence": {"collective-permute": 4}},
         **_CONVOLUTION_COST,
         variant="packed",
         arguments=_CONVOLVED,
@@ -110,6 +122,7 @@ _LINEAR: dict[str, Any] = {
     "op": "linear_scan",
     "axes": "b l d",
     "split": "b d",
+    "sequence": _CARRIES,
     "forward": Cost("3 b l d"),
     "backward": Cost("5 b l d"),
 }
@@ -135,7 +148,7 @@ LINEAR_SCANS = [
         layer=(8, 2048, 1536),
     ),
     Case(
-        **_LINEAR,
+        **_LINEAR | _PACKED,
         variant="packed",
         arguments=_RECURRENT,
         run=_packed("linear_scan"),
@@ -185,6 +198,7 @@ _SELECTIVE: dict[str, Any] = {
     "op": "selective_scan",
     "axes": "b l d n",
     "split": "b d",
+    "sequence": _CARRIES,
     "forward": Cost("4 b l d + 2 b l n", exponentials="b l d n"),
     "backward": Cost("7 b l d + 4 b l n", exponentials="b l d n"),
 }
@@ -212,7 +226,7 @@ SELECTIVE_SCANS = [
         small=Shape((2, 256, 256, 16), "float32"),
     ),
     Case(
-        **_SELECTIVE,
+        **_SELECTIVE | _PACKED,
         variant="packed",
         arguments=_ARGUMENTS,
         run=_packed("selective_scan"),
@@ -228,7 +242,7 @@ SELECTIVE_SCANS = [
         strict=True,
     ),
     Case(
-        **_SELECTIVE,
+        **_SELECTIVE | _PACKED,
         variant="packed and continued",
         arguments=(
             *_OF_TOKENS,
@@ -280,7 +294,12 @@ _OF_HEADS = (
     Argument("D", "heads", constant(1.0), "float32"),
 )
 _OF_SSD = *_OF_HEADS, Argument("dt_bias", "heads", constant(-3.0), "float32")
-_SSD: dict[str, Any] = {"op": "ssd", "axes": "b l heads p n g", "split": "b heads"}
+_SSD: dict[str, Any] = {
+    "op": "ssd",
+    "axes": "b l heads p n g",
+    "split": "b heads",
+    "sequence": _CARRIES,
+}
 
 
 def _cost_of_ssd(forward: int, backward: int) -> dict[str, Any]:
@@ -327,7 +346,7 @@ SSDS = [
         shapes=[_SSD_LARGE],
     ),
     Case(
-        **_SSD,
+        **_SSD | _NUMBERED,
         **_cost_of_ssd(2, 3),
         variant="packed",
         arguments=_OF_SSD,
@@ -335,10 +354,8 @@ SSDS = [
         shapes=[_SSD_LARGE],
     ),
     Case(
-        op="ssd",
+        **_SSD | _NUMBERED,
         variant="packed and continued",
-        axes="b l heads p n g",
-        split="b heads",
         arguments=(
             *_OF_HEADS,
             Argument("z", "b l heads p"),

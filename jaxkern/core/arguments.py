@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
@@ -44,6 +45,21 @@ def check_number(name: str, x: Any, *, minimum: float | None = None) -> float:
     if minimum is not None and not number >= minimum:
         raise ValueError(f"{name} must be at least {minimum:g}, got {x!r}")
     return number
+
+
+def check_sequence_axis(axis: Any) -> tuple[str, ...]:
+    """The names in `axis` of mesh axes that more than one device shares; none for ``None``."""
+    names = (axis,) if isinstance(axis, str) else tuple(axis or ())
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                "sequence_axis must name an axis of the mesh of a jax.shard_map around the call; "
+                f"{name!r} is none. Under jax.jit alone leave it out: there L is split as the "
+                "arrays are"
+            ) from None
+    return tuple(name for name in names if lax.axis_size(name) > 1)
 
 
 def unfit(**arrays: Any) -> str | None:

@@ -14,7 +14,9 @@ in which a call goes through the functions below:
    Shardy rule) where it has Auto ones: without them the compiler would gather the kernel's
    operands. A factor may be split between devices unless it is in ``whole``.
 4. ``_part``, what one device computes. An output that lacks a split factor is a sum over it, so the
-   devices' outputs are added (``psum``).
+   devices' outputs are added (``psum``). Where a sequence is split, along which something is
+   carried, ``sequence`` says what the devices hand to each other. Inside a user's ``shard_map`` the
+   options name the axes, ``sequence_axis``, and sums over these are left to the caller.
 5. ``_on_device``, one operation that becomes kernel or reference when the program is lowered
    (:mod:`jaxkern.lowering.kernel_call`).
 
@@ -35,31 +37,17 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
+from jaxkern.core.call import Call, of_options
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mesh import MeshAxes, partition_spec, spec_of, split_factors, vary_over, varying
+from jaxkern.core.mesh import partition_spec, spec_of, vary_over, varying
+from jaxkern.core.split import Partial
+from jaxkern.core.split import Sequence as SplitSequence
 from jaxkern.lowering.bound import Arrays, Bound, identity
 from jaxkern.lowering.kernel_call import kernel_call, result_types
 from jaxkern.mosaic.launch import interpreter
 
 type OfOptions[T] = T | Callable[[Any], T]
 """A value, or a function of a pass's options that gives it."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Partial:
-    """A pass in two steps around the sum over devices.
-
-    Attributes:
-      finish: ``finish(options, *arrays, *sums)``, the arrays those of the pass, gives its results.
-      kernel, reference: give what is summed, as many arrays as the pass and shaped like them; by
-        default the pass's own.
-      options: gives, of the pass's options, those of `kernel` and `reference`.
-    """
-
-    finish: Callable[..., Arrays]
-    kernel: Callable[..., Arrays] | None = None
-    reference: Callable[..., Arrays] | None = None
-    options: Callable[[Any], Any] = lambda options: options
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +67,9 @@ class KernelPass:
         ``...`` stands for are .0, .1 and so on.
       outs: the factors of each output.
       whole: factors that are not split between devices; a split one is gathered first.
+      sequence: how a device computes its part where a factor is split along which something is
+        carried; ``None`` where such a factor is in `whole`. Arrays may have it in chunks, whose
+        number divides between the devices as the tokens do.
       partial: what a device computes where an output is a sum over devices, if that is not the pass
         itself on its part (a product without what is added to it).
       kernel_of_slices: `kernel` for what ``vmap`` gives it, slices of arrays, which begin wherever
@@ -99,6 +90,7 @@ class KernelPass:
     ins: OfOptions[tuple[str, ...]]
     outs: OfOptions[tuple[str, ...]]
     whole: OfOptions[str] = ""
+    sequence: OfOptions[SplitSequence | None] = None
     partial: OfOptions[Partial | None] = None
     kernel_of_slices: Callable[..., Arrays] | None = None
     faster: Callable[..., bool] | None = None
@@ -107,32 +99,35 @@ class KernelPass:
     saved_as: str | None = None
 
     def __call__(self, options: Any, *args: Any) -> Arrays:
+        split = self.kernel or self.sequence  # any other plain JAX is XLA's to split
+        call, types = self.bind(options, args, getattr(options, "mode", "auto") if split else "xla")
+        full = call.full(types, _differentiable(call), args)
+        saved_as = self.saved_as
+        if saved_as is None and call.name.endswith("_fwd"):
+            saved_as = call.name.removesuffix("_fwd")
+        return named(saved_as, full) if saved_as else full
+
+    def bind(self, options: Any, args: Arrays, mode: Mode) -> "tuple[Call, Arrays]":
+        """Makes the function of those arrays that are given; also returns its results' types."""
         name = self.name.format(op=getattr(options, "op", ""))
-        ins = _of(self.ins, options)
+        ins = of_options(self.ins, options)
         if len(args) != len(ins):
             raise TypeError(f"{name} takes {len(ins)} arrays, got {len(args)}")
         given = {i: a for i, a in enumerate(args) if a is not None}
         ranks = (a.ndim - len(ins[i].split()) + 1 for i, a in given.items() if "..." in ins[i])
         reference = Bound(self.reference, options, len(args), tuple(given))
         types = result_types(reference, *given.values())
-        call = _Call(
+        call = Call(
             of=self,
             name=name,
             options=options,
-            mode=options.mode if self.kernel else "xla",
+            mode=mode,
             arguments=len(args),
             present=tuple(given),
             results=tuple(i for i, t in enumerate(types) if t is not None),
             rank=next(ranks, 0),
         )
-        outs = iter(_differentiable(call)(*given.values()))
-        full = tuple(None if t is None else next(outs) for t in types)
-        saved_as = self.saved_as or (name.removesuffix("_fwd") if name.endswith("_fwd") else None)
-        return named(saved_as, full) if saved_as else full
-
-
-def _of(value: Any, options: Any) -> Any:
-    return value(options) if callable(value) else value
+        return call, types
 
 
 def named(op: str, outs: Any) -> Any:
@@ -140,111 +135,11 @@ def named(op: str, outs: Any) -> Any:
     return jax.tree.map(lambda a: checkpoint_name(a, op), outs)
 
 
-type _Factors = tuple[tuple[str, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A pass with its options, as a function of those arrays that are present.
-
-    Equal ones are one function to JAX, which so traces and lowers a pass once for all layers of a
-    model.
-
-    Attributes:
-      of: the pass.
-      name: its name, for messages.
-      options: compiled in.
-      mode: what runs.
-      arguments: how many arrays the pass takes.
-      present: which of them are not ``None``.
-      results: which of the results are not ``None``.
-      rank: how many factors ``...`` stands for.
-      in_axes: of the ``vmap``s around the call, from the inside out: 0 or ``None`` for each array.
-    """
-
-    of: KernelPass
-    name: str
-    options: Any
-    mode: Mode
-    arguments: int
-    present: tuple[int, ...]
-    results: tuple[int, ...]
-    rank: int
-    in_axes: tuple[tuple[int | None, ...], ...] = ()
-
-    @property
-    def kernel(self) -> Bound:
-        return self.bound((self.in_axes and self.of.kernel_of_slices) or self.of.kernel)
-
-    @property
-    def reference(self) -> Bound:
-        return self.bound(self.of.reference)
-
-    def bound(self, f: Any) -> Bound:
-        """Binds a function of the pass to the options and the present arrays."""
-        return Bound(f, self.options, self.arguments, self.present, self.in_axes)
-
-    @property
-    def ins(self) -> _Factors:
-        """The factors of each present array; a ``vmap`` adds one to those that it batches."""
-        factors = [self._factors(_of(self.of.ins, self.options)[i]) for i in self.present]
-        for n, axes in enumerate(self.in_axes):
-            pairs = zip(factors, axes, strict=True)
-            factors = [f if axis is None else (f"vmap{n}", *f) for f, axis in pairs]
-        return tuple(factors)
-
-    @property
-    def outs(self) -> _Factors:
-        """The factors of each present result; a ``vmap`` adds one to all."""
-        vmaps = [f"vmap{n}" for n in reversed(range(len(self.in_axes)))]
-        outs = _of(self.of.outs, self.options)
-        return tuple((*vmaps, *self._factors(outs[i])) for i in self.results)
-
-    def _factors(self, names: str) -> tuple[str, ...]:
-        ellipsis = " ".join(f".{i}" for i in range(self.rank))
-        return tuple(names.replace("...", ellipsis).split())
-
-    @property
-    def whole(self) -> frozenset[str]:
-        return frozenset(_of(self.of.whole, self.options).split())
-
-    def split_over(self, mesh: Any, specs: Sequence[Any], arrays: Sequence[Any]) -> MeshAxes:
-        """Chooses the axes of a mesh over which each factor is split, by the arrays' `specs`."""
-        shapes = [a.shape for a in arrays]
-        return split_factors(dict(mesh.shape), self.ins, self.whole, specs, shapes)
-
-    @property
-    def partial(self) -> Partial | None:
-        return _of(self.of.partial, self.options)
-
-    def summed_by(self, partial: Partial) -> "_Call":
-        """Makes a call of the first step of `partial`."""
-        of = self.of
-        of = dataclasses.replace(
-            of,
-            kernel=partial.kernel or of.kernel,
-            kernel_of_slices=None if partial.kernel else of.kernel_of_slices,
-            reference=partial.reference or of.reference,
-        )
-        return dataclasses.replace(self, of=of, options=partial.options(self.options))
-
-    def finish(self, partial: Partial, arrays: Arrays, sums: Arrays) -> Arrays:
-        """Does the second step of `partial`."""
-        results = len(_of(self.of.outs, self.options))
-        return Bound(
-            partial.finish,
-            self.options,
-            self.arguments + results,
-            (*self.present, *(self.arguments + i for i in self.results)),
-            tuple((*axes, *(0 for _ in sums)) for axes in self.in_axes),
-        )(*arrays, *sums)
-
-
 # 1. Derivatives
 
 
 @functools.lru_cache(maxsize=4096)
-def _differentiable(call: _Call) -> Callable[..., Arrays]:
+def _differentiable(call: Call) -> Callable[..., Arrays]:
     f = jax.custom_jvp(_batchable(call))
 
     @f.defjvp
@@ -258,7 +153,7 @@ def _differentiable(call: _Call) -> Callable[..., Arrays]:
 # 2. vmap
 
 
-def _batchable(call: _Call) -> Callable[..., Arrays]:
+def _batchable(call: Call) -> Callable[..., Arrays]:
     f = custom_vmap(lambda *arrays: _on_mesh(call, *arrays))
 
     @f.def_vmap
@@ -280,18 +175,26 @@ def _batchable(call: _Call) -> Callable[..., Arrays]:
 # 3. Meshes
 
 
-def _on_mesh(call: _Call, *arrays: Any) -> Arrays:
+def _on_mesh(call: Call, *arrays: Any) -> Arrays:
+    if call.alone:
+        return _on_device(call, *arrays)
+    if call.sequence_axis:
+        call.check_parts(arrays)
     meshes = [jax.typeof(a).sharding.mesh for a in arrays]
     explicit = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
     if explicit is not None:
         return _on_explicit_mesh(call, explicit, arrays)
     on_one = any(AxisType.Manual in m.axis_types for m in meshes)
+    if call.of.kernel is None:  # its operations know the mesh that is set, if its arrays do not
+        on_one |= bool(jax.sharding.get_abstract_mesh().explicit_axes)
+    if call.sequence_axis:
+        return _part(call, ())(*arrays)
     if on_one or call.mode in ("xla", "interpret"):  # XLA splits "xla", and cannot the interpreter
         return _on_device(call, *arrays)
     return _on_auto_mesh(call, jax.config.jax_default_matmul_precision)(*arrays)
 
 
-def _on_explicit_mesh(call: _Call, mesh: Any, arrays: Arrays) -> Arrays:
+def _on_explicit_mesh(call: Call, mesh: Any, arrays: Arrays) -> Arrays:
     axes = call.split_over(mesh, [jax.typeof(a).sharding.spec for a in arrays], arrays)
     in_specs = tuple(partition_spec(factors, axes) for factors in call.ins)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -307,7 +210,7 @@ def _on_explicit_mesh(call: _Call, mesh: Any, arrays: Arrays) -> Arrays:
 
 
 @functools.lru_cache(maxsize=4096)
-def _on_auto_mesh(call: _Call, precision: str | None) -> Callable[..., Arrays]:
+def _on_auto_mesh(call: Call, precision: str | None) -> Callable[..., Arrays]:
     """Has the compiler split a pass between devices.
 
     In the program's text there is a pointer where the kernel will be once the arrays are split.
@@ -340,7 +243,16 @@ def _on_auto_mesh(call: _Call, precision: str | None) -> Callable[..., Arrays]:
 
     summed = call.partial and call.summed_by(call.partial)
     summed = summed and (summed.kernel, summed.reference)
-    told = identity(call.kernel, call.reference, summed, call.mode, ins, outs, whole, precision)
+    told = identity(
+        call.reference,
+        call.of.kernel and call.kernel,
+        summed,
+        call.mode,
+        ins,
+        outs,
+        whole,
+        precision,
+    )
     pass_on_mesh.__name__ = f"{call.name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
     return jax.jit(pass_on_mesh)
 
@@ -349,7 +261,7 @@ def _on_auto_mesh(call: _Call, precision: str | None) -> Callable[..., Arrays]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _part(call: _Call, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable[..., Arrays]:
+def _part(call: Call, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable[..., Arrays]:
     """Makes the function of one device, of a pass that is split over mesh axes.
 
     It is the same function each time, so that JAX traces it once and not for every call that the
@@ -360,25 +272,42 @@ def _part(call: _Call, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callabl
     ]
     partial = call.partial if any(sums) else None
     summed = call.summed_by(partial) if partial else call
+    sequence, in_parts = call.sequence, None
+    over = dict(axes).get(sequence.factor, call.sequence_axis) if sequence else ()
+    if sequence and over:
+        run = functools.partial(_alone, call)
+        in_parts = call.bound(functools.partial(sequence.part, run, over))
 
     def part(*arrays: Any) -> Arrays:
-        outs = _on_device(summed, *arrays)
+        if in_parts and lax.axis_size(over) > 1:
+            outs = in_parts(*arrays)
+        else:
+            outs = _on_device(summed, *arrays)
         outs = tuple(lax.psum(o, n) if n else o for o, n in zip(outs, sums, strict=True))
         return call.finish(partial, arrays, outs) if partial else outs
 
     return part
 
 
+def _alone(outer: Call, options: Any, *args: Any, of: KernelPass | None = None) -> Arrays:
+    """Computes the pass of `outer`, or another one, on what this device has."""
+    call, types = (of or outer.of).bind(options, args, outer.mode)
+    call = dataclasses.replace(call, alone=True)
+    f = functools.partial(_on_device, call) if call.mode == "xla" else _batchable(call)
+    return call.full(types, f, args)
+
+
 # 5. Kernel or reference
 
 
-def _on_device(call: _Call, *arrays: Any) -> Arrays:
+def _on_device(call: Call, *arrays: Any) -> Arrays:
     """Computes the pass on the arrays of one device."""
     # All inputs vary alike, or a derivative taken inside the reference would already sum over the
     # devices; all outputs do, as a kernel's vary over nothing by their type.
     axes = frozenset[str]().union(*map(varying, arrays))
     arrays = tuple(vary_over(a, axes) for a in arrays)
     mode, faster, unfit = call.mode, call.of.faster, call.of.unfit
+    mode = mode if call.of.kernel else "xla"
     if mode == "auto" and faster and not call.bound(faster).of_types(*arrays):
         mode = "xla"
     match mode:

@@ -107,7 +107,7 @@ def _lower_for_cuda(
     with target.fitting_to(gpu):
         reason = gpu.unsupported or (unfit and unfit.of_types(*ctx.avals_in))
     if reason is None and gpu.untried and not required:
-        _warn_once(f'{gpu.untried}: plain JAX runs. Use implementation="mosaic" to try them.')
+        warn_once(f'{gpu.untried}: plain JAX runs. Use implementation="mosaic" to try them.')
     elif reason is None:
         types = tuple((a.shape, a.dtype) for a in ctx.avals_in)
         found = lowered(name, kernel, types, gpu, precision)
@@ -124,7 +124,7 @@ def _lower_for_cuda(
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     warnings.warn(f"jaxkern: {message}", stacklevel=2)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.nn.collectives import leave
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 
@@ -85,6 +86,7 @@ class Block(NamedTuple):
     init_cache: Callable[..., Any]  # (sizes, batch_size, dtype) -> the cache before the first token
     apply: Callable[..., Any]  # (weights, sizes, x, cache, **options) -> (B, L, D), or with a cache
     step: Callable[..., Any]  # (weights, sizes, x, cache, **options) -> (B, D) and the next cache
+    chunk: int  # tokens that are a part's least, where its sequence is split between devices
 
     def weights_from(self, params: Mapping[str, Any]) -> Any:
         """The weights of a block from its parameters by name."""
@@ -221,6 +223,16 @@ def projection(implementation: Implementation | None) -> Callable[..., jax.Array
     """The product with a matrix, of a block made for `implementation`."""
     of_products = implementation_of_products(implementation)
     return lambda *args: jaxkern.linear(*args, implementation=of_products)
+
+
+def project_out(
+    project: Callable[..., jax.Array], y: jax.Array, weights: Any, axis_name: str | None
+) -> jax.Array:
+    """The output projection of a block; the sum over devices where `axis_name` splits its input."""
+    if axis_name is None:
+        return project(y, weights.out_proj, weights.out_bias)
+    out = leave(project(y, weights.out_proj), axis_name)
+    return out if weights.out_bias is None else out + weights.out_bias.astype(out.dtype)
 
 
 def conv_filter(weights: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:

@@ -223,7 +223,8 @@ class _BlockLayer(nnx.Module):
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
 
         The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
-        (B, L), integers, change.
+        (B, L), integers, change; and `axis_name` and `sequence_axis`, of what ``jax.shard_map``
+        splits, as :func:`jaxkern.nn.mamba.mamba` has them.
         """
         return self._block.apply(self._weights(), self.sizes, x, cache, **self._how(), **options)
 

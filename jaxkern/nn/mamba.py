@@ -25,7 +25,9 @@ import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
+from jaxkern.nn.collectives import add_parts, enter, whole_beside
 from jaxkern.nn.common import Block, Initial
+from jaxkern.ops.selective_scan.reference import DEFAULT_CHECKPOINT_EVERY
 
 
 class Weights(NamedTuple):
@@ -133,6 +135,8 @@ def mamba(
     return_cache: bool = False,
     dtype: Any = None,
     segment_ids: jax.Array | None = None,
+    axis_name: str | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """A Mamba block over whole sequences.
@@ -146,6 +150,13 @@ def mamba(
       dtype: of the products; by default what `x` and `in_proj` promote to.
       segment_ids: (B, L), integers, for packed sequences: where the number changes, convolution and
         state begin anew. `cache` is of the segment of the first token.
+      axis_name: inside ``jax.shard_map(check_vma=False)``, the mesh axis over which the channels E
+        are split: `weights` are a device's part of them, of `in_proj` its columns of u and of z,
+        and `x` and the result are the same on every device. A block then adds up twice over the
+        axis, forward and backward: what `x_proj` gives, and what `out_proj` gives.
+      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: `x`
+        and `segment_ids` are a device's part of L, `weights` and `cache` the same on every device,
+        as is the cache that is returned. See :func:`jaxkern.selective_scan`.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
 
     Returns:
@@ -154,10 +165,12 @@ def mamba(
 
     Raises:
       TypeError: `x` is complex, or `cache` not a cache.
-      ValueError: a shape does not fit.
+      ValueError: a shape does not fit, or L cannot be split so.
     """
     x = BLOCK.check_call(sizes, x, cache, segment_ids, ("B L D",))
-    project, x = common.projection(implementation), common.cast(x, weights, dtype)
+    weights = whole_beside(weights, x)
+    project = common.projection(implementation)
+    x = enter(common.cast(x, weights, dtype), axis_name)
     # Two products, as the halves of one would be copied apart, and their gradients together; XLA
     # makes one of two that have an operand in common.
     to_u, to_z = jnp.split(weights.in_proj, 2, axis=-1)
@@ -167,6 +180,7 @@ def mamba(
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
+        "sequence_axis": sequence_axis,
         "implementation": implementation,
     }
     conv: Any = None if cache is None else cache.conv
@@ -176,15 +190,15 @@ def mamba(
     if return_cache:
         u, conv = u
     state: Any = None if cache is None else cache.scan
-    arrays: Any = u, *_parameters(weights, sizes, u, project), z
+    arrays: Any = u, *_parameters(weights, sizes, u, project, axis_name), z
     step_sizes: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True}
     y: Any = jaxkern.selective_scan(*arrays, initial_state=state, **step_sizes, **options)
     if not return_cache:
-        return project(y, weights.out_proj, weights.out_bias)
+        return common.project_out(project, y, weights, axis_name)
     y, state = y
     if cache is not None:  # so that a loop can carry it
         conv, state = conv.astype(cache.conv.dtype), state.astype(cache.scan.dtype)
-    return project(y, weights.out_proj, weights.out_bias), Cache(conv, state)
+    return common.project_out(project, y, weights, axis_name), Cache(conv, state)
 
 
 def mamba_step(
@@ -224,14 +238,22 @@ def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
 
 
 def _parameters(
-    weights: Weights, sizes: Sizes, u: jax.Array, project: Callable[..., jax.Array]
+    weights: Weights,
+    sizes: Sizes,
+    u: jax.Array,
+    project: Callable[..., jax.Array],
+    axis_name: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """dt (..., E), A (E, N), B and C (..., N) and D (E,) of the scan, from its input u (..., E)."""
     at = [sizes.rank, sizes.rank + sizes.d_state]
-    projected = named("mamba_x_proj", project(u, weights.x_proj))  # (..., R + 2 N)
+    projected = add_parts(project(u, weights.x_proj), axis_name)  # (..., R + 2 N)
+    projected = named("mamba_x_proj", projected)
     low_rank, B, C = jnp.split(projected, at, axis=-1)
     return project(low_rank, weights.dt_proj), common.decay_rates(weights), B, C, weights.D
 
 
-BLOCK = Block("mamba", Sizes, Weights, initializers, init_cache, mamba, mamba_step)
+BLOCK = Block(
+    *("mamba", Sizes, Weights, initializers, init_cache, mamba, mamba_step),
+    chunk=DEFAULT_CHECKPOINT_EVERY,
+)
 """Mamba, as a kind of block."""

@@ -26,7 +26,9 @@ import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
+from jaxkern.nn.collectives import add_parts, enter, whole_beside
 from jaxkern.nn.common import Block, Initial
+from jaxkern.ops.ssd.reference import DEFAULT_CHECKPOINT_EVERY
 from jaxkern.ops.step_sizes import StepSizes
 
 
@@ -118,6 +120,26 @@ class Sizes:
         return self.d_inner + 2 * self.d_bc
 
 
+@dataclasses.dataclass(frozen=True)
+class _Part(Sizes):
+    """The dimensions of a device's part of a block, `inner` channels of it."""
+
+    inner: int = dataclasses.field(kw_only=True)
+
+    @property
+    def d_inner(self) -> int:
+        """The inner channels of this device."""
+        return self.inner
+
+
+def _of_device(weights: Weights, sizes: Sizes) -> Sizes:
+    """The dimensions of the part of a block that `weights` are, by their shapes."""
+    inner = weights.norm_weight.shape[-1]
+    groups = (weights.conv_weight.shape[0] - inner) // (2 * sizes.d_state)
+    whole = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
+    return _Part(**(whole | {"ngroups": groups, "norm_groups": None, "inner": inner}))
+
+
 def _check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
     if whole % value:
         divisor = next(d for d in range(min(value, whole), 0, -1) if whole % d == 0)
@@ -174,6 +196,8 @@ def mamba2(
     return_cache: bool = False,
     dtype: Any = None,
     segment_ids: jax.Array | None = None,
+    axis_name: str | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """A Mamba-2 block over whole sequences.
@@ -187,6 +211,14 @@ def mamba2(
       dtype: of the products; by default what `x` and `in_proj` promote to.
       segment_ids: (B, L), integers, for packed sequences: where the number changes, convolution and
         state begin anew. `cache` is of the segment of the first token.
+      axis_name: inside ``jax.shard_map(check_vma=False)``, the mesh axis over which the heads are
+        split: `weights` are a device's part of them, of `in_proj` its columns of z, x and dt and
+        those of B and C that its heads need, and `x` and the result are the same on every device.
+        A block then adds up over the axis, forward and backward, what `out_proj` gives; and the
+        mean squares of the norm, where a group of channels is on several devices.
+      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: `x`
+        and `segment_ids` are a device's part of L, `weights` and `cache` the same on every device,
+        as is the cache that is returned. See :func:`jaxkern.ssd`.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
 
     Returns:
@@ -195,14 +227,18 @@ def mamba2(
 
     Raises:
       TypeError: `x` is complex, or `cache` not a cache.
-      ValueError: a shape does not fit.
+      ValueError: a shape does not fit, or L cannot be split so.
     """
     x = BLOCK.check_call(sizes, x, cache, segment_ids, ("B L D",))
+    weights = whole_beside(weights, x)
     project = common.projection(implementation)
-    z, u, dt = _project_in(weights, sizes, x, project, dtype)
+    part = sizes if axis_name is None else _of_device(weights, sizes)
+    x = enter(common.cast(x, weights, dtype), axis_name)
+    z, u, dt = _project_in(weights, part, x, project)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
+        "sequence_axis": sequence_axis,
         "implementation": implementation,
     }
     conv: Any = None if cache is None else cache.conv
@@ -213,14 +249,14 @@ def mamba2(
         u, conv = u
     state: Any = None if cache is None else cache.scan
     y: Any = jaxkern.ssd(
-        *_scanned(weights, sizes, u, dt),
+        *_scanned(weights, part, u, dt),
         initial_state=state,
         **_step_sizes(weights, sizes),
         **options,
     )
     if return_cache:
         y, state = y
-    out = _project_out(weights, sizes, y, z, project, implementation)
+    out = _project_out(weights, sizes, y, z, project, axis_name, implementation)
     if not return_cache:
         return out
     if cache is not None:  # so that a loop can carry it
@@ -244,26 +280,25 @@ def mamba2_step(
     """
     x = BLOCK.check_call(sizes, x, cache, None, ("B D",))
     project = common.projection(implementation)
-    z, u, dt = _project_in(weights, sizes, x, project, dtype)
+    z, u, dt = _project_in(weights, sizes, common.cast(x, weights, dtype), project)
     u, conv = jaxkern.causal_conv1d_step(
         cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu"
     )
     y, state = jaxkern.ssd_step(
         cache.scan, *_scanned(weights, sizes, u, dt), **_step_sizes(weights, sizes)
     )
-    out = _project_out(weights, sizes, y, z, project, implementation)
+    out = _project_out(weights, sizes, y, z, project, None, implementation)
     return out, Cache(conv, state.astype(cache.scan.dtype))
 
 
 def _project_in(
-    weights: Weights, sizes: Sizes, x: jax.Array, project: Callable[..., jax.Array], dtype: Any
+    weights: Weights, sizes: Sizes, x: jax.Array, project: Callable[..., jax.Array]
 ) -> tuple[jax.Array, ...]:
     """z (…, E), what is convolved, (…, E + 2 G N), and dt (…, H), each of a product of its own.
 
     The parts of one product would be copied apart, and their gradients together; XLA makes one of
     those that have an operand in common.
     """
-    x = common.cast(x, weights, dtype)
     at = [sizes.d_inner, sizes.d_inner + sizes.d_convolved]
     bias = weights.in_bias
     biases = [None] * 3 if bias is None else jnp.split(bias, at)
@@ -285,21 +320,45 @@ def _step_sizes(weights: Weights, sizes: Sizes) -> dict[str, Any]:
 
 
 def _project_out(
-    weights: Weights, sizes: Sizes, y: Any, z: Any, project: Any, implementation: Any
+    weights: Weights,
+    sizes: Sizes,
+    y: Any,
+    z: Any,
+    project: Any,
+    axis_name: str | None,
+    implementation: Any,
 ) -> jax.Array:
     """out_proj of the norm of y · silu(z), y (…, H, P)."""
+    y = y.reshape(z.shape)
     groups = sizes.ngroups if sizes.norm_groups is None else sizes.norm_groups
-    y = jaxkern.rms_norm(
-        y.reshape(z.shape),
-        weights.norm_weight,
-        eps=sizes.norm_eps,
-        gate=z,
-        norm_before_gate=False,
-        group_size=sizes.d_inner // groups,
-        implementation=implementation,
-    )
-    return project(y, weights.out_proj, weights.out_bias)
+    group_size = sizes.d_inner // groups
+    if axis_name is not None and group_size > z.shape[-1]:
+        y = _norm_over_devices(y, z, weights.norm_weight, sizes, axis_name)
+    else:
+        y = jaxkern.rms_norm(
+            y,
+            weights.norm_weight,
+            eps=sizes.norm_eps,
+            gate=z,
+            norm_before_gate=False,
+            group_size=group_size,
+            implementation=implementation,
+        )
+    return common.project_out(project, y, weights, axis_name)
 
 
-BLOCK = Block("mamba2", Sizes, Weights, initializers, init_cache, mamba2, mamba2_step)
+def _norm_over_devices(
+    y: jax.Array, z: jax.Array, weight: jax.Array, sizes: Sizes, axis_name: str | None
+) -> jax.Array:
+    """rms_norm of y · silu(z) over the channels of all devices, of which each has a part."""
+    wide = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+    squares = add_parts(jnp.sum(wide * wide, -1, keepdims=True), axis_name)  # (…, 1)
+    rstd = jax.lax.rsqrt(squares / sizes.d_inner + sizes.norm_eps)
+    return (wide * rstd * weight.astype(jnp.float32)).astype(y.dtype)
+
+
+BLOCK = Block(
+    *("mamba2", Sizes, Weights, initializers, init_cache, mamba2, mamba2_step),
+    chunk=DEFAULT_CHECKPOINT_EVERY,
+)
 """Mamba-2, as a kind of block."""

@@ -6,6 +6,7 @@ from 0 to S − 1 is the number of its segment's state, and any other id (of pad
 An id that comes back after another has its state in its first segment; later ones have none.
 """
 
+import dataclasses
 import functools
 import operator
 from typing import Any, NamedTuple
@@ -15,10 +16,13 @@ import jax.numpy as jnp
 
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import gather
+from jaxkern.core.split import Axes, Sequence, carried, from_before, is_first, is_last
 
 
-def check_segment_ids(segment_ids: Any, shape: tuple[int, ...], like: str = "x") -> jax.Array:
-    """`segment_ids` as an array of integers, (B, L), its length whole on every device."""
+def check_segment_ids(
+    segment_ids: Any, shape: tuple[int, ...], num_segments: int | None, like: str = "x"
+) -> jax.Array:
+    """`segment_ids` as an array of integers, (B, L); whole where segments have states."""
     try:
         segment_ids = jnp.asarray(segment_ids)
     except TypeError as e:
@@ -33,10 +37,10 @@ def check_segment_ids(segment_ids: Any, shape: tuple[int, ...], like: str = "x")
         raise ValueError(
             f"segment_ids must have shape {shape} = (B, L) of {like}; got {segment_ids.shape}"
         )
-    return gather(segment_ids, 1)
+    return segment_ids if num_segments is None else gather(segment_ids, 1)
 
 
-def check_num_segments(num_segments: Any, segment_ids: Any) -> int | None:
+def check_num_segments(num_segments: Any, segment_ids: Any, sequence_axis: Axes = ()) -> int | None:
     """`num_segments` as an int of at least 1, or ``None``."""
     if num_segments is None:
         return None
@@ -55,6 +59,12 @@ def check_num_segments(num_segments: Any, segment_ids: Any) -> int | None:
         raise ValueError(
             f"num_segments={count} needs segment_ids, which say whose the states are; got None. "
             "Without them a row has one state: leave num_segments out"
+        )
+    if sequence_axis:
+        raise ValueError(
+            f"num_segments={count} needs whole sequences, and sequence_axis splits them over "
+            f"{', '.join(sequence_axis)}; leave num_segments out, or gather the arrays first, by "
+            "jax.lax.all_gather(..., axis=1, tiled=True), and leave sequence_axis out"
         )
     return count
 
@@ -88,6 +98,89 @@ def begins(ids: jax.Array) -> jax.Array:
     return ids != before
 
 
+@dataclasses.dataclass(frozen=True)
+class LookBack:
+    """The options of a pass of segment ids that looks back by `tokens`.
+
+    Attributes:
+      tokens: from each token.
+      reverse: whether time runs from the end to the start.
+      sequence_axis: over which a caller's ``shard_map`` splits the ids.
+    """
+
+    tokens: int = 1
+    reverse: bool = False
+    sequence_axis: Axes = ()
+
+
+def _looking_back(run: Any, axes: Axes, options: LookBack, ids: jax.Array) -> tuple[jax.Array, ...]:
+    """Each device hands its last ids to the next one; before the first token is its own id."""
+    count, length = options.tokens, ids.shape[1]
+    if options.reverse:
+        after = from_before(axes, ids[:, :count], reverse=True)
+        after = jnp.where(is_last(axes), ids[:, -1:], after)
+        (out,) = run(options, jnp.concatenate([ids, after], axis=1))
+        return (out[:, :length],)
+    before = from_before(axes, ids[:, length - count :])
+    before = jnp.where(is_first(axes), ids[:, :1], before)
+    (out,) = run(options, jnp.concatenate([before, ids], axis=1))
+    return (out[:, count:],)
+
+
+def _too_short(options: LookBack, parts: int, ids: Any) -> str | None:
+    if ids.shape[1] >= parts * options.tokens:
+        return None
+    return f"a part of its {ids.shape[1]} tokens is shorter than {options.tokens}"
+
+
+LOOKING_BACK = Sequence(_looking_back, _too_short)
+"""How a pass with a :class:`LookBack` is split."""
+
+
+def _new(options: LookBack, ids: jax.Array) -> tuple[jax.Array]:
+    return (jnp.flip(begins(jnp.flip(ids, 1)), 1) if options.reverse else begins(ids),)
+
+
+_NEW = KernelPass(
+    "new_segments",
+    reference=_new,
+    ins=("b l",),
+    outs=("b l",),
+    sequence=LOOKING_BACK,
+)
+
+
+def new_segments(ids: jax.Array, *, reverse: bool = False, sequence_axis: Axes = ()) -> jax.Array:
+    """:func:`begins` of ids that may be split between devices; in reverse time runs backward."""
+    return _NEW(LookBack(1, reverse, sequence_axis), ids)[0]
+
+
+def _numbers(options: LookBack, new: jax.Array) -> tuple[jax.Array]:
+    del options
+    return (jnp.cumsum(new.astype(jnp.int32), axis=1),)
+
+
+def _numbers_of_part(run: Any, axes: Axes, options: LookBack, new: jax.Array) -> tuple[jax.Array]:
+    (own,) = run(options, new)
+    before = carried(axes, jnp.add, own[:, -1], jnp.zeros_like(own[:, 0]))
+    return (own + before[:, None],)
+
+
+_NUMBERS = KernelPass(
+    "segment_numbers",
+    reference=_numbers,
+    ins=("b l",),
+    outs=("b l",),
+    sequence=Sequence(_numbers_of_part),
+)
+
+
+def numbers(ids: jax.Array, sequence_axis: Axes = ()) -> jax.Array:
+    """(B, L), int32: the number of each token's segment, 0 for a row's first."""
+    options = LookBack(sequence_axis=sequence_axis)
+    return _NUMBERS(options, _NEW(options, ids)[0])[0]
+
+
 class Spans(NamedTuple):
     """The tokens of the segments that have a state, from `first` to before `stop`: (B, S), int32.
 
@@ -110,14 +203,12 @@ def spans(ids: jax.Array, num_segments: int) -> Spans:
     return Spans(first, stop)
 
 
-def entered(ids: jax.Array, num_segments: int | None) -> jax.Array:
+def entered(ids: jax.Array, num_segments: int) -> jax.Array:
     """Which state a token begins from, (B, L), int32: −1 for that after the token before it.
 
     Where a segment begins, the number of its initial state, or S if it has none and begins from
-    zeros. Without `num_segments`, S is 0, and the first token goes on from the row's initial state.
+    zeros.
     """
-    if num_segments is None:
-        return jnp.where(begins(ids), 0, -1).astype(jnp.int32)
     time = jnp.arange(ids.shape[1], dtype=jnp.int32)
     return jnp.where(begins(ids) | (time == 0), _at(spans(ids, num_segments).first, time), -1)
 

@@ -18,14 +18,14 @@ from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.ring import release_stage
 from jaxkern.ops.causal_conv1d.blocks import BLOCK, UNROLL, WARPGROUP, Filter, prepare
-from jaxkern.ops.causal_conv1d.reference import reference_bwd
+from jaxkern.ops.causal_conv1d.reference import add_to_last, last_inputs, reference_bwd
 from jaxkern.ops.causal_conv1d.tiles import Options, backward_tiles
 
 
-def launch_bwd(options: Options, x, weight, bias, state, look_back, dout) -> tuple[Any, ...]:
+def launch_bwd(options: Options, x, weight, bias, state, look_back, dout, dfinal) -> Any:
     """dx (B, L, D), dweight (D, W), dbias (D,) and dstate (B, W − 1, D)."""
     if x.size == 0:
-        return reference_bwd(options, x, weight, bias, state, look_back, dout)
+        return reference_bwd(options, x, weight, bias, state, look_back, dout, dfinal)
     (batch, length, dim), width = x.shape, weight.shape[1]
     tile = backward_tiles(batch, length, dim, width, x.dtype.itemsize)
     read = None if width == 1 else state
@@ -59,7 +59,14 @@ def launch_bwd(options: Options, x, weight, bias, state, look_back, dout) -> tup
     dstate = None if state is None else jnp.zeros_like(state)
     if read is not None:
         dstate = got["dstate"][..., :dim].astype(read.dtype)
-    return got["dx"][..., :dim], dweight[:dim], None if dbias is None else dbias[:dim], dstate
+    dx = got["dx"][..., :dim]
+    if dfinal is not None and length < width - 1:
+        last = lambda x, state: last_inputs(options, x, width, state, look_back)
+        of_last = jax.vjp(last, x, state)[1](dfinal)
+        dx, dstate = jax.tree.map(lambda a, b: a + b.astype(a.dtype), (dx, dstate), of_last)
+    else:
+        dx = add_to_last(dx, dfinal, look_back)
+    return dx, dweight[:dim], None if dbias is None else dbias[:dim], dstate
 
 
 def _bwd_kernel(call: Filter, tiles_each: int, refs: Any, smem: Any) -> None:

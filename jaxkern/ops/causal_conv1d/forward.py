@@ -8,15 +8,16 @@ from jaxkern.mosaic.arithmetic import sigmoid
 from jaxkern.mosaic.instructions import once_read
 from jaxkern.mosaic.named import launch_named
 from jaxkern.ops.causal_conv1d.blocks import BLOCK, Filter, prepare
-from jaxkern.ops.causal_conv1d.reference import reference_fwd
+from jaxkern.ops.causal_conv1d.reference import last_inputs, reference_fwd
 from jaxkern.ops.causal_conv1d.tiles import Options, forward_tiles
 
 
-def launch_fwd(options: Options, x, weight, bias, state, look_back) -> tuple[jax.Array]:
-    """out, (B, L, D)."""
+def launch_fwd(options: Options, x, weight, bias, state, look_back) -> tuple[jax.Array, Any]:
+    """out, (B, L, D), and the last inputs, (B, W − 1, D)."""
     if x.size == 0:
         return reference_fwd(options, x, weight, bias, state, look_back)
     (batch, length, dim), width = x.shape, weight.shape[1]
+    final = last_inputs(options, x, width, state, look_back)
     tile = forward_tiles(batch, length, dim, width, x.dtype.itemsize)
     state = None if width == 1 else state
     arrays = {"x": x, "weight": weight, "bias": bias, "state": state, "look_back": look_back}
@@ -31,7 +32,7 @@ def launch_fwd(options: Options, x, weight, bias, state, look_back) -> tuple[jax
         kernel_name="causal_conv1d_fwd",
         approx_math=True,
     )
-    return (got["out"][..., :dim],)
+    return got["out"][..., :dim], final
 
 
 def _fwd_kernel(call: Filter, refs: Any, smem: Any) -> None:

@@ -32,12 +32,14 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, unfit
+from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import gather, match_primal, match_sharding
+from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.core.split import on_all
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
+from jaxkern.ops.causal_conv1d import devices
 from jaxkern.ops.causal_conv1d.backward import launch_bwd
 from jaxkern.ops.causal_conv1d.forward import launch_fwd
 from jaxkern.ops.causal_conv1d.reference import (
@@ -61,6 +63,7 @@ def causal_conv1d(
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
     return_final_state: Literal[False] = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array: ...
 
@@ -82,6 +85,7 @@ def causal_conv1d(
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
     return_final_state: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     r"""Convolve every channel with its own short filter, looking back in time only.
@@ -96,7 +100,10 @@ def causal_conv1d(
 
     The forward moves 2 bytes per byte of `x`, the backward 3: both wait for memory.
 
-    On a mesh, batch and channels may be split between devices; a split length is gathered.
+    On a mesh, batch, channels and L may be split between devices; with `num_segments` a split L is
+    gathered. Of L each device hands its last W - 1 inputs to the next one. The same inside
+    ``jax.shard_map``, where `sequence_axis` says over which axis L is split; gradients of what has
+    no L are then a device's share of a sum, as JAX has them there.
 
     Args:
       x: (B, L, D), bfloat16, float16 or float32.
@@ -112,6 +119,8 @@ def causal_conv1d(
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins after zeros, and so does one whose id comes back after another.
       return_final_state: whether to return the initial state for the tokens that follow, too.
+      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
+        arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
         that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
         NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
@@ -124,8 +133,8 @@ def causal_conv1d(
     Raises:
       TypeError: an argument is not an array of a real floating dtype, or `segment_ids` not one of
         integers, or `num_segments` no int.
-      ValueError: a shape does not fit, `num_segments` is less than 1 or without `segment_ids`, or
-        `activation` or `implementation` is unknown.
+      ValueError: a shape does not fit, `num_segments` is less than 1, without `segment_ids` or with
+        `sequence_axis`, L cannot be split so, or `activation` or `implementation` is unknown.
       NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
@@ -153,10 +162,11 @@ def causal_conv1d(
     """
     x, weight, bias = _check(("B", "L"), x, weight, bias, activation)
     (batch, length, dim), width = x.shape, weight.shape[1]
-    count = segments.check_num_segments(num_segments, segment_ids)
+    over = check_sequence_axis(sequence_axis)
+    count = segments.check_num_segments(num_segments, segment_ids, over)
     initial_state = _check_initial_state(initial_state, batch, count, width, dim)
     if segment_ids is not None:
-        segment_ids = segments.check_segment_ids(segment_ids, (batch, length))
+        segment_ids = segments.check_segment_ids(segment_ids, (batch, length), count)
     options = Options(
         activation=activation,
         mode=resolve(
@@ -165,27 +175,26 @@ def causal_conv1d(
             op="causal_conv1d",
             slower=_slower(dim),
         ),
+        final=return_final_state and count is None,
+        sequence_axis=over,
     )
-    given, x = x, gather(x, 1)
-    if count is None and initial_state is not None:
-        initial_state = gather(initial_state, 1)
-    look_back = None if segment_ids is None else looks_back(segment_ids, width)
+    look_back = None
+    if segment_ids is not None:
+        look_back = LOOKS_BACK(segments.LookBack(width - 1, sequence_axis=over), segment_ids)[0]
     state = initial_state if count is None else None
     if options.mode == "xla":
-        plain = reference_fwd(options, x, weight, bias, state, look_back)
-        (out,) = named("causal_conv1d", plain)
+        out, final = FORWARD(options, x, weight, bias, state, look_back)
     else:
-        out = _causal_conv1d_jit(x, weight, bias, state, look_back, options)
-    spans = None if segment_ids is None or count is None else segments.spans(segment_ids, count)
-    if spans is not None and initial_state is not None:
-        out = from_states(options, out, x, weight, bias, initial_state, spans)
-        out = named("causal_conv1d", out)
-    out = match_sharding(out, given)
-    if not return_final_state:
-        return out
-    if spans is not None:
-        return out, final_states(x, width, initial_state, spans)
-    return out, _final_state(x, width, initial_state, look_back)
+        out, final = _causal_conv1d_jit(x, weight, bias, state, look_back, options)
+    if segment_ids is not None and count is not None:
+        spans = segments.spans(segment_ids, count)
+        if initial_state is not None:
+            out = from_states(options, out, x, weight, bias, initial_state, spans)
+            out = named("causal_conv1d", out)
+        if return_final_state:
+            final = final_states(x, width, initial_state, spans)
+    out = match_sharding(out, x)
+    return (out, on_all(over, final)) if return_final_state else out
 
 
 @public_op
@@ -264,22 +273,6 @@ def _check_initial_state(state: Any, batch: int, count: int | None, width: int, 
     return state
 
 
-def _final_state(x: jax.Array, width: int, state: Any, look_back: Any) -> jax.Array:
-    """The last W − 1 inputs; zeros for those before the last token's segment."""
-    length, kept = x.shape[1], width - 1
-    if length < kept:
-        if state is None:
-            x = jnp.pad(x, ((0, 0), (kept, 0), (0, 0)))
-        else:
-            x = jnp.concatenate([state.astype(x.dtype), x], axis=1)
-    final = x[:, x.shape[1] - kept :]
-    if look_back is None or length == 0:
-        return final
-    ages = jnp.arange(kept)[::-1]
-    seen = look_back[:, -1:] >= ages
-    return jnp.where(seen[..., None], final, jnp.zeros((), x.dtype))
-
-
 def _unsupported(x: Any, weight: Any, bias: Any, state: Any) -> str | None:
     """Why the kernels, forward and backward, cannot take this call."""
     if reason := unfit(x=x, weight=weight, bias=bias, initial_state=state):
@@ -297,18 +290,18 @@ def _slower(dim: int) -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _causal_conv1d(x, weight, bias, state, look_back, options: Options) -> jax.Array:
+def _causal_conv1d(x, weight, bias, state, look_back, options: Options) -> Any:
     return _causal_conv1d_fwd(x, weight, bias, state, look_back, options)[0]
 
 
 def _causal_conv1d_fwd(x, weight, bias, state, look_back, options):
-    (out,) = FORWARD(options, x, weight, bias, state, look_back)
-    return match_sharding(out, x), (x, weight, bias, state, look_back)
+    out, final = FORWARD(options, x, weight, bias, state, look_back)
+    return (match_sharding(out, x), final), (x, weight, bias, state, look_back)
 
 
-def _causal_conv1d_bwd(options, res, dout):
+def _causal_conv1d_bwd(options, res, cotangents):
     *primals, look_back = res
-    grads = BACKWARD(options, *res, dout)
+    grads = BACKWARD(options, *res, *cotangents)
     grads = [match_primal(g, p) for g, p in zip(grads, primals, strict=True)]
     return *grads, None if look_back is None else jnp.zeros_like(look_back)
 
@@ -317,19 +310,32 @@ _causal_conv1d.defvjp(_causal_conv1d_fwd, _causal_conv1d_bwd)
 _causal_conv1d_jit = jax.jit(_causal_conv1d, static_argnums=5)
 
 
+def _looks_back(options: segments.LookBack, ids: jax.Array) -> tuple[jax.Array]:
+    return (looks_back(ids, options.tokens + 1),)
+
+
 FORWARD = KernelPass(
     "causal_conv1d_fwd",
     kernel=launch_fwd,
     reference=reference_fwd,
     ins=("b l d", "d w", "d", "b k d", "b l"),
-    outs=("b l d",),
-    whole="l w k",
+    outs=("b l d", "b k d"),
+    whole="w k",
+    sequence=devices.FORWARD,
 )
 BACKWARD = KernelPass(
     "causal_conv1d_bwd",
     kernel=launch_bwd,
     reference=reference_bwd,
-    ins=("b l d", "d w", "d", "b k d", "b l", "b l d"),
+    ins=("b l d", "d w", "d", "b k d", "b l", "b l d", "b k d"),
     outs=("b l d", "d w", "d", "b k d"),
-    whole="l w k",
+    whole="w k",
+    sequence=devices.BACKWARD,
+)
+LOOKS_BACK = KernelPass(
+    "causal_conv1d_looks_back",
+    reference=_looks_back,
+    ins=("b l",),
+    outs=("b l",),
+    sequence=segments.LOOKING_BACK,
 )

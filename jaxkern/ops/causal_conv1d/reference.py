@@ -1,5 +1,6 @@
 """The convolution in plain JAX: the specification and the ``"xla"`` implementation."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -23,7 +24,42 @@ def causal_conv1d_reference(
     return reference_fwd(options, x, weight, bias, initial_state, look_back)[0]
 
 
+def last_inputs(options: Options, x: jax.Array, width: int, state: Any, look_back: Any) -> Any:
+    """The last W − 1 inputs, (B, W − 1, D); zeros for those before the last token's segment."""
+    if not options.final:
+        return None
+    length, kept = x.shape[1], width - 1
+    if length < kept:
+        if state is None:
+            x = jnp.pad(x, ((0, 0), (kept, 0), (0, 0)))
+        else:
+            x = jnp.concatenate([state.astype(x.dtype), x], axis=1)
+    final = x[:, x.shape[1] - kept :]
+    seen = _seen(look_back, length, kept)
+    return final if seen is None else jnp.where(seen, final, jnp.zeros((), x.dtype))
+
+
+def _seen(look_back: Any, length: int, kept: int) -> Any:
+    """(B, W − 1, 1): which of the last inputs are of the last token's segment; ``None`` for all."""
+    if look_back is None or length == 0:
+        return None
+    return (look_back[:, -1:] >= jnp.arange(kept)[::-1])[..., None]
+
+
+def add_to_last(dx: jax.Array, dfinal: Any, look_back: Any) -> jax.Array:
+    """`dx`, and in it the gradient of the last inputs, of which all are tokens."""
+    if dfinal is None or dfinal.shape[1] == 0:
+        return dx
+    length, kept = dx.shape[1], dfinal.shape[1]
+    seen = _seen(look_back, length, kept)
+    dfinal = dfinal if seen is None else jnp.where(seen, dfinal, 0)
+    acc = jnp.promote_types(jnp.float32, dx.dtype)
+    last = dx[:, length - kept :].astype(acc) + dfinal.astype(acc)
+    return dx.at[:, length - kept :].set(last.astype(dx.dtype))
+
+
 def reference_fwd(options, x, weight, bias, state, look_back):
+    final = last_inputs(options, x, weight.shape[1], state, look_back)
     length, width = x.shape[1], weight.shape[1]
     wide = x.astype(_accumulator(x, weight))
     if state is None:
@@ -35,14 +71,16 @@ def reference_fwd(options, x, weight, bias, state, look_back):
         seen = [look_back[..., None] >= width - 1 - w for w in range(width)]
         zero = jnp.zeros((), wide.dtype)
         taps = [jnp.where(s, tap, zero) for s, tap in zip(seen, taps, strict=True)]
-    return (filtered(taps, weight, bias, options.activation).astype(x.dtype),)
+    return filtered(taps, weight, bias, options.activation).astype(x.dtype), final
 
 
-def reference_bwd(options, x, weight, bias, state, look_back, dout):
+def reference_bwd(options, x, weight, bias, state, look_back, dout, dfinal):
+    options = dataclasses.replace(options, final=dfinal is not None)
+
     def forward(x, weight, bias, state):
-        return reference_fwd(options, x, weight, bias, state, look_back)[0]
+        return reference_fwd(options, x, weight, bias, state, look_back)
 
-    return jax.vjp(forward, x, weight, bias, state)[1](dout)
+    return jax.vjp(forward, x, weight, bias, state)[1]((dout, dfinal))
 
 
 def filtered(taps: list[jax.Array], weight: jax.Array, bias: Any, activation: Any) -> jax.Array:

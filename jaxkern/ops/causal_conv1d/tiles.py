@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxkern.core.dispatch import Mode
+from jaxkern.core.split import Axes
 from jaxkern.mosaic.launch import LANES, num_sms, shared_memory
 
 Activation = Literal["silu"]
@@ -16,6 +17,8 @@ MAX_WIDTH = 8
 class Options:
     activation: Activation | None
     mode: Mode
+    final: bool = False  # whether the forward gives the last inputs of each row
+    sequence_axis: Axes = ()  # over which a caller's shard_map splits L
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,8 +36,9 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, Partial, named
+from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.core.split import Partial
 from jaxkern.ops.cross_entropy.parts import (
     Parts,
     added_up,

@@ -37,8 +37,9 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, Partial, named
+from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal
+from jaxkern.core.split import Partial
 from jaxkern.ops.curves import Activation, check_unit
 from jaxkern.ops.gated import gated_backward
 from jaxkern.ops.linear import gated_products as products

@@ -21,14 +21,21 @@ from jaxkern.ops.segments import with_zeros
 
 
 def launch_bwd(
-    options: Options, a: Any, b: Any, initial_state: Any, entered: Any, states: Any, dout: Any
+    options: Options,
+    a: Any,
+    b: Any,
+    initial_state: Any,
+    entered: Any,
+    states: Any,
+    dout: Any,
+    dfinal: Any,
 ):
     """da and db (B, L, D), and the gradient of the initial states, fp32.
 
-    `initial_state` is given where segments have their own.
+    `initial_state` is given where segments have their own, and `dfinal` where rows have one.
     """
     if a.size == 0:
-        return reference_bwd(options, a, b, initial_state, entered, states, dout)
+        return reference_bwd(options, a, b, initial_state, entered, states, dout, dfinal)
     count = options.num_segments
     seen = None
     if count is not None:  # which segments a row has, (B, S)
@@ -39,6 +46,7 @@ def launch_bwd(
     carry = launch_carry(scan, "linear_scan_bwd_carry", a, dout, None, entered, transposed=True)
     lead = (scan.batch,) if count is None else (scan.batch, count)
     ins = {"a": a, "b": b, "before": states, "dout": dout, "initial": initial, "entered": entered}
+    ins["dfinal"] = dfinal
     got = scan.launch(
         "linear_scan_bwd",
         _bwd_kernel,
@@ -95,6 +103,8 @@ def _bwd_kernel(scan: Scan, refs: Any, smem: Any) -> None:
         return body
 
     passed = scan.zeros()
+    if refs.dfinal is not None:
+        passed = passed + scan.load(refs.dfinal.at[batch, channels])
     if refs.product is not None:
         last = scan.parts - 2
         passed = fold(scan, refs, last + 1 - part, lambda i: last - i, passed)

@@ -12,36 +12,86 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.ops.linear_scan.blocks import PART, Scan
+from jaxkern.core.split import in_order
+from jaxkern.ops.linear_scan.blocks import PART, Scan, entered_by_chunk, scan_of
+from jaxkern.ops.linear_scan.reference import reference_bwd_carry, reference_carry
+from jaxkern.ops.linear_scan.tiles import Options
 
 _FOLD = 8
 """Parts whose carries are loaded together, to wait for memory once."""
 
 
+def launch_device_carry(options: Options, a: Any, b: Any, entered: Any) -> tuple[Any, Any]:
+    """The product of a on this device, NaN where a segment begins, and its last state, (B, D)."""
+    return _of_device(options, a, b, entered, transposed=False)
+
+
+def launch_device_bwd_carry(options: Options, a: Any, dout: Any, entered: Any) -> tuple[Any, Any]:
+    """The same product, and the gradient of the state before what this device has."""
+    return _of_device(options, a, dout, entered, transposed=True)
+
+
+def _of_device(options: Options, a: Any, x: Any, entered: Any, *, transposed: bool) -> Any:
+    if a.size == 0:
+        return (reference_bwd_carry if transposed else reference_carry)(options, a, x, entered)
+    scan = scan_of(options, a, x, arrays=3, packed=entered is not None)
+    entered, name = entered_by_chunk(scan, entered), "bwd" if transposed else "fwd"
+    name = f"linear_scan_{name}_carry"
+    got = launch_carry(scan, name, a, x, None, entered, transposed=transposed, every_part=True)
+    order = slice(None, None, -1 if transposed else 1)
+    return in_order(combined, (got["product"][order], got["state"][order]))
+
+
+def combined(one: Any, then: Any) -> tuple[Any, Any]:
+    """The carry of two parts."""
+    return one[0] * then[0], passed_on(then, one[1])
+
+
+def passed_on(carry: Any, state: Any) -> Any:
+    """The state after a part, of that before it. A product of NaN, of a new segment, keeps none."""
+    product, own = carry
+    none = jnp.isnan(product) | (jnp.isinf(product) & (state == 0))
+    return own + jnp.where(none, 0, jnp.where(none, 0, product) * state)
+
+
 def launch_carry(
-    scan: Scan, name: str, a: Any, x: Any, initial: Any, entered: Any, *, transposed: bool
+    scan: Scan,
+    name: str,
+    a: Any,
+    x: Any,
+    initial: Any,
+    entered: Any,
+    *,
+    transposed: bool,
+    every_part: bool = False,
 ) -> dict[str, Any]:
     """The carry of every part, (parts − 1, B, D) in fp32; of one part alone there is none.
 
-    Forward, of all parts but the last; transposed, of all but the first.
+    Forward, of all parts but the last; transposed, of all but the first; or of `every_part`.
     """
-    if scan.parts == 1:
+    if scan.parts == 1 and not every_part:
         return {"product": None, "state": None}
-    carry = jax.ShapeDtypeStruct((scan.parts - 1, scan.batch, scan.dim), jnp.float32)
+    count = scan.parts - (not every_part)
+    carry = jax.ShapeDtypeStruct((count, scan.batch, scan.dim), jnp.float32)
     ins = {"a": a, "x": x, "entered": entered, "initial": initial}
     outs = {"product": carry, "state": carry}
     kernel = _transposed_carry_kernel if transposed else _carry_kernel
-    return scan.launch(name, kernel, scan.parts - 1, ins, outs)
+    return scan.launch(name, kernel, count, ins, outs)
 
 
 def _carry_kernel(scan: Scan, refs: Any, smem: Any) -> None:
     batch, channels = scan.block()
-    part, first, _, count = _part(scan, skipped=0)
+    part, first, whole, count = _part(scan, skipped=0)
 
     def step(entered, a, x, state):
         return a * scan.begun(entered, refs.initial, state) + x
 
     ranges = [(count, _steps(scan, smem, scan.steps, step))]
+    if scan.tail and refs.product.shape[0] == scan.parts:
+        ranges = [
+            (whole, _steps(scan, smem, scan.steps, step)),
+            (count, _steps(scan, smem, scan.tail, step)),
+        ]
     carry = scan.stream(refs, smem, lambda i: first + i, ranges, _nothing(scan))
     for ref, value in zip((refs.product, refs.state), carry, strict=True):
         scan.store(ref, value, (part, batch, channels))
@@ -49,12 +99,13 @@ def _carry_kernel(scan: Scan, refs: Any, smem: Any) -> None:
 
 def _transposed_carry_kernel(scan: Scan, refs: Any, smem: Any) -> None:
     batch, channels = scan.block()
-    part, first, _, count = _part(scan, skipped=1)
+    skipped = scan.parts - refs.product.shape[0]
+    part, first, _, count = _part(scan, skipped)
 
     def step(entered, a, x, state):
         return scan.begun(entered, None, a * (state + x))
 
-    tails = count - scan.range(part + 1)[1]
+    tails = count - scan.range(part + skipped)[1]
     ranges = [(count, _steps(scan, smem, scan.steps, step, backwards=True))]
     if scan.tail:
         ranges.insert(0, (tails, _steps(scan, smem, scan.tail, step, backwards=True)))

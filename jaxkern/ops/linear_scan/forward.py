@@ -8,13 +8,13 @@ from jax import lax
 
 from jaxkern.ops.linear_scan.blocks import PART, Scan, entered_by_chunk, scan_of
 from jaxkern.ops.linear_scan.carry import fold, launch_carry
-from jaxkern.ops.linear_scan.reference import reference_fwd
+from jaxkern.ops.linear_scan.reference import last_state, reference_fwd
 from jaxkern.ops.linear_scan.tiles import Options
 from jaxkern.ops.segments import with_zeros
 
 
 def launch_fwd(options: Options, a: Any, b: Any, initial_state: Any, entered: Any):
-    """h (B, L, D), and to save the state before every chunk, (B, C, D), fp32."""
+    """h (B, L, D), its last state, and to save the state before every chunk, (B, C, D), fp32."""
     if a.size == 0:
         return reference_fwd(options, a, b, initial_state, entered)
     start, initial = initial_state, None
@@ -34,7 +34,8 @@ def launch_fwd(options: Options, a: Any, b: Any, initial_state: Any, entered: An
             "states": states if options.save else None,
         },
     )
-    return got["out"], got["states"]
+    out = got["out"]
+    return out, last_state(options, out, initial_state), got["states"]
 
 
 def _fwd_kernel(scan: Scan, refs: Any, smem: Any) -> None:

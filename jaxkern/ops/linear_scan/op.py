@@ -37,14 +37,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.core.arguments import check_floating, unfit
+from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.core.split import on_all
 from jaxkern.ops import segments
+from jaxkern.ops.linear_scan import devices
 from jaxkern.ops.linear_scan.backward import launch_bwd
 from jaxkern.ops.linear_scan.forward import launch_fwd
-from jaxkern.ops.linear_scan.reference import linear_scan_reference, reference_bwd, reference_fwd
+from jaxkern.ops.linear_scan.reference import (
+    last_state,
+    linear_scan_reference,
+    reference_bwd,
+    reference_fwd,
+)
 from jaxkern.ops.linear_scan.tiles import Options
 
 
@@ -58,6 +65,7 @@ def linear_scan(
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
     reverse: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array: ...
 
@@ -78,6 +86,7 @@ def linear_scan(
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
     reverse: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     r"""Run a diagonal linear recurrence along time.
@@ -100,7 +109,11 @@ def linear_scan(
     is forgotten within the part. Plain JAX on an NVIDIA GPU multiplies `a` over any range of
     steps, and there a state of 0 and a reset are no exception.
 
-    On a mesh, batch and channels may be split between devices; a split L is gathered.
+    On a mesh, batch, channels and L may be split between devices; with `num_segments` a split L is
+    gathered. Each device scans its part of L, which is a multiple of 32 steps (16 if `a` or `b` is
+    fp32) if there is a backward, and one all-gather of two numbers a channel carries states over.
+    The same inside ``jax.shard_map``, where `sequence_axis` says over which axis L is split; the
+    gradient of `initial_state` is then a device's share of a sum, as JAX has it there.
 
     Args:
       a: (B, L, D), bfloat16, float16 or float32; complex with a complex `b`, in plain JAX only.
@@ -114,6 +127,8 @@ def linear_scan(
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins from zeros, and so does one whose id comes back after another.
       reverse: whether time runs from the end to the start.
+      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
+        arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
         that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
         NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
@@ -126,8 +141,8 @@ def linear_scan(
     Raises:
       TypeError: an argument is not an array of a floating or complex dtype, or `b` is real and
         another argument complex; `segment_ids` are not integers, or `num_segments` no int.
-      ValueError: shapes do not fit, `num_segments` is less than 1 or without `segment_ids`, or
-        `implementation` is unknown.
+      ValueError: shapes do not fit, `num_segments` is less than 1, without `segment_ids` or with
+        `sequence_axis`, L cannot be split so, or `implementation` is unknown.
       NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
@@ -154,26 +169,34 @@ def linear_scan(
       <https://arxiv.org/abs/2410.01201>`_, 2024.
     """
     a, b = _check(a, b)
-    count, reverse = segments.check_num_segments(num_segments, segment_ids), bool(reverse)
+    over, reverse = check_sequence_axis(sequence_axis), bool(reverse)
+    count = segments.check_num_segments(num_segments, segment_ids, over)
     if segment_ids is not None:
-        segment_ids = segments.check_segment_ids(segment_ids, a.shape[:2], "a")
+        segment_ids = segments.check_segment_ids(segment_ids, a.shape[:2], count, "a")
     initial_state = _check_initial_state(initial_state, a, b, count)
     reason = unfit(a=a, b=b, initial_state=initial_state)
     mode = resolve(implementation, reason, op="linear_scan")
-    options = Options(reverse, mode, count)
+    final = return_final_state and count is None
+    options = Options(reverse, mode, count, final=final, sequence_axis=over)
     # Like everything about segments, in the order of time.
-    ids = segment_ids if segment_ids is None or not reverse else jnp.flip(segment_ids, 1)
-    entered = None if ids is None else segments.entered(ids, count)
-    if reverse and entered is not None:
-        entered = jnp.flip(entered, 1)
+    in_order = functools.partial(jnp.flip, axis=1) if reverse else lambda v: v
+    ids = entered = None
+    if segment_ids is not None and count is not None:
+        ids = in_order(segment_ids)
+        entered = in_order(segments.entered(ids, count))
+    elif segment_ids is not None:
+        new = segments.new_segments(segment_ids, reverse=reverse, sequence_axis=over)
+        entered = jnp.where(new, 0, -1)
     if mode != "xla":
-        out = _linear_scan_jit(a, b, initial_state, entered, options)
-    elif entered is None:
-        out = named("linear_scan", linear_scan_reference(a, b, initial_state, reverse=reverse))
+        out, final = _linear_scan_jit(a, b, initial_state, entered, options)
     else:
-        (out,) = PLAIN(options, a, b, initial_state, entered)
-        out = match_sharding(named("linear_scan", out), b)
-    return (out, _final_state(options, out, initial_state, ids)) if return_final_state else out
+        out, final = named("linear_scan", PLAIN(options, a, b, initial_state, entered))
+        out = match_sharding(out, b)
+    if not return_final_state:
+        return out
+    if count is not None:
+        return out, _final_states(options, count, out, initial_state, ids)
+    return out, on_all(over, final)
 
 
 def _check(a: Any, b: Any) -> tuple[Any, Any]:
@@ -211,39 +234,32 @@ def _check_inexact(name: str, x: Any) -> jax.Array:
     return check_floating(name, x)
 
 
-def _final_state(options: Options, out: Any, initial_state: Any, ids: Any) -> jax.Array:
-    """The last state of a row, or of each segment of it: `ids` are in the order of time."""
-    batch, length, _ = out.shape
-    count = options.num_segments
-    of_row = count is None
-    if count is None:
-        last = jnp.full((batch, 1), length - 1, jnp.int32)
-    else:
-        first, stop = segments.spans(ids, count)
-        last = jnp.where(first < length, stop - 1, -1)
+def _final_states(options: Options, count: int, out, initial_state, ids) -> jax.Array:
+    """The last state of each segment: `ids` are in the order of time."""
+    length = out.shape[1]
+    first, stop = segments.spans(ids, count)
+    last = jnp.where(first < length, stop - 1, -1)
     if options.reverse:
         last = jnp.where(last < 0, -1, length - 1 - last)
-    if initial_state is not None and of_row:
-        initial_state = initial_state[:, None]
-    final = segments.last_tokens(out, last, initial_state)
-    return final[:, 0] if of_row else final
+    return segments.last_tokens(out, last, initial_state)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _linear_scan(a, b, initial_state, entered, options):
-    out, _ = FORWARD(options, a, b, initial_state, entered)
-    return match_sharding(out, b)
+    out, final, _ = FORWARD(options, a, b, initial_state, entered)
+    return match_sharding(out, b), final
 
 
 def _linear_scan_fwd(a, b, initial_state, entered, options):
-    out, states = FORWARD(dataclasses.replace(options, save=True), a, b, initial_state, entered)
-    return match_sharding(out, b), (a, b, initial_state, entered, states)
+    save = dataclasses.replace(options, save=True)
+    out, final, states = FORWARD(save, a, b, initial_state, entered)
+    return (match_sharding(out, b), final), (a, b, initial_state, entered, states)
 
 
-def _linear_scan_bwd(options, res, dout):
+def _linear_scan_bwd(options, res, cotangents):
     a, b, initial_state, entered, states = res
     own = None if options.num_segments is None else initial_state
-    da, db, dstate = BACKWARD(options, a, b, own, entered, states, dout)
+    da, db, dstate = BACKWARD(options, a, b, own, entered, states, *cotangents)
     if initial_state is not None:
         dstate = match_primal(dstate, initial_state).astype(initial_state.dtype)
     else:
@@ -260,8 +276,9 @@ def _states(options: Options) -> str:
     return "b d" if options.num_segments is None else "b s d"
 
 
-def _plain(options: Options, *args: Any) -> tuple[jax.Array]:
-    return (linear_scan_reference(*args, reverse=options.reverse),)
+def _plain(options: Options, a, b, initial_state, entered) -> tuple[jax.Array, jax.Array | None]:
+    out = linear_scan_reference(a, b, initial_state, entered, reverse=options.reverse)
+    return out, last_state(options, out, initial_state)
 
 
 FORWARD = KernelPass(
@@ -269,21 +286,27 @@ FORWARD = KernelPass(
     kernel=launch_fwd,
     reference=reference_fwd,
     ins=lambda options: ("b l d", "b l d", _states(options), "b l"),
-    outs=("b l d", "b c d"),
-    whole="l c s",
+    outs=("b l d", "b d", "b l d"),
+    whole="l s",
+    sequence=devices.forward,
 )
 BACKWARD = KernelPass(
     "linear_scan_bwd",
     kernel=launch_bwd,
     reference=reference_bwd,
-    ins=lambda options: ("b l d", "b l d", _states(options), "b l", "b c d", "b l d"),
+    ins=lambda options: (
+        *("b l d", "b l d", _states(options), "b l"),
+        *("b l d", "b l d", "b d"),
+    ),
     outs=lambda options: ("b l d", "b l d", _states(options)),
-    whole="l c s",
+    whole="l s",
+    sequence=devices.backward,
 )
-PLAIN = KernelPass(  # for packed sequences, whose gathers a mesh with Explicit axes cannot split
+PLAIN = KernelPass(  # whose loops and gathers a mesh with Explicit axes cannot split
     "linear_scan",
     reference=_plain,
     ins=lambda options: ("b l d", "b l d", _states(options), "b l"),
-    outs=("b l d",),
+    outs=("b l d", "b d"),
     whole="l s",
+    sequence=devices.forward,
 )

@@ -90,31 +90,43 @@ def associative(reverse: bool, a: Any, b: Any, initial_state: Any, entered: Any 
     return scanned[2].astype(dtype)
 
 
+def last_state(options: Options, out: jax.Array, initial_state: Any) -> jax.Array | None:
+    """Of all states that of the last step, (B, D), or the initial one where there are no steps."""
+    if not options.final:
+        return None
+    if out.shape[1] == 0:
+        zeros = jnp.zeros((out.shape[0], out.shape[2]), out.dtype)
+        return zeros if initial_state is None else initial_state.astype(out.dtype)
+    return out[:, 0 if options.reverse else -1]
+
+
 def reference_fwd(options: Options, a, b, initial_state, entered):
     steps = options.steps(a, b)
     size = math.gcd(CHUNK, steps)
     out, states = chunked(size, options.reverse, a, b, initial_state, entered, dtype=b.dtype)
-    return out, states[:, :: steps // size] if options.save else None
+    final = last_state(options, out, initial_state)
+    return out, final, states[:, :: steps // size] if options.save else None
 
 
-def reference_bwd(options: Options, a, b, initial_state, entered, states, dout):
+def reference_bwd(options: Options, a, b, initial_state, entered, states, dout, dfinal):
     count, (batch, _, dim), acc = options.num_segments, a.shape, states.dtype
     if a.size == 0:
         lead = (batch,) if count is None else (batch, count)
-        return jnp.zeros_like(a), jnp.zeros_like(b), jnp.zeros((*lead, dim), acc)
+        dstate = jnp.zeros((*lead, dim), acc) if dfinal is None else dfinal.astype(acc)
+        return jnp.zeros_like(a), jnp.zeros_like(b), dstate
     if options.reverse:
         a, b, dout = (jnp.flip(v, 1) for v in (a, b, dout))
         entered = None if entered is None else jnp.flip(entered, 1)
+    dout = dout.astype(acc)
+    if dfinal is not None:
+        dout = dout.at[:, -1].add(dfinal)
     start = states[:, 0] if initial_state is None else initial_state
     h, _ = chunked(CHUNK, False, a, b, start, entered, dtype=acc)
     before = jnp.concatenate([states[:, :1], h[:, :-1]], axis=1)
-    after = jnp.concatenate([a[:, 1:], jnp.zeros_like(a[:, :1])], axis=1)
-    following = None
     if entered is not None:
         before = jnp.where(*_starts(entered, initial_state, acc), before)
-        following = jnp.pad(entered[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-        after = jnp.where(following[..., None] >= 0, 0, after)
-    dh, _ = chunked(CHUNK, True, after, dout.astype(acc), None, following, dtype=acc)
+    after, following = _following(a, entered)
+    dh, _ = chunked(CHUNK, True, after, dout, None, following, dtype=acc)
     da, db = (dh * before).astype(a.dtype), dh.astype(b.dtype)
     if count is None or entered is None:
         dstate = a[:, 0].astype(acc) * dh[:, 0]
@@ -125,6 +137,42 @@ def reference_bwd(options: Options, a, b, initial_state, entered, states, dout):
     if options.reverse:
         da, db = jnp.flip(da, 1), jnp.flip(db, 1)
     return da, db, dstate
+
+
+def reference_carry(options: Options, a, b, entered) -> tuple[jax.Array, jax.Array]:
+    """The product of a part's a, NaN where a segment begins in it, and its last state, (B, D)."""
+    acc = jnp.result_type(jnp.float32, a, b)
+    out, _ = chunked(CHUNK, options.reverse, a, b, None, entered, dtype=acc)
+    return _product(a, entered, acc), out[:, 0 if options.reverse else -1]
+
+
+def reference_bwd_carry(options: Options, a, dout, entered) -> tuple[jax.Array, jax.Array]:
+    """The same product, and the gradient of the state before the part."""
+    acc = jnp.result_type(jnp.float32, a, dout)
+    product = _product(a, entered, acc)
+    if options.reverse:
+        a, dout = jnp.flip(a, 1), jnp.flip(dout, 1)
+        entered = None if entered is None else jnp.flip(entered, 1)
+    after, following = _following(a, entered)
+    dh, _ = chunked(CHUNK, True, after, dout.astype(acc), None, following, dtype=acc)
+    passed = a[:, 0].astype(acc) * dh[:, 0]
+    return product, passed if entered is None else jnp.where(entered[:, :1] < 0, passed, 0)
+
+
+def _following(a: jax.Array, entered: Any) -> tuple[jax.Array, Any]:
+    """Of each step a of the step after it, 0 where a segment begins there, and its `entered`."""
+    after = jnp.concatenate([a[:, 1:], jnp.zeros_like(a[:, :1])], axis=1)
+    if entered is None:
+        return after, None
+    following = jnp.pad(entered[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    return jnp.where(following[..., None] >= 0, 0, after), following
+
+
+def _product(a: jax.Array, entered: Any, acc: Any) -> jax.Array:
+    product = jnp.prod(a.astype(acc), axis=1)
+    if entered is None:
+        return product
+    return jnp.where(jnp.any(entered >= 0, axis=1)[:, None], jnp.nan, product)
 
 
 def chunked(

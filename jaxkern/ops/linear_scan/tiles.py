@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxkern.core.dispatch import Mode
+from jaxkern.core.split import Axes
 from jaxkern.mosaic.launch import LANES, num_sms
 
 
@@ -46,14 +47,18 @@ class Options:
       mode: what runs.
       num_segments: that have a state of their own; ``None`` where a row has one.
       tiles: for tests; ``None`` for those that are chosen.
+      final: whether the forward gives the state after the last step, if a row has one.
       save: whether the forward saves states for the backward.
+      sequence_axis: over which a caller's ``shard_map`` splits L.
     """
 
     reverse: bool
     mode: Mode
     num_segments: int | None = None
     tiles: Tiles | None = None
+    final: bool = False
     save: bool = False
+    sequence_axis: Axes = ()
 
     def steps(self, a: Any, b: Any) -> int:
         """Steps from one saved state to the next."""

@@ -45,7 +45,12 @@ from jaxkern.ops.curves import Activation, check_activation, named_curve
 from jaxkern.ops.norm.backward import launch_bwd
 from jaxkern.ops.norm.forward import launch_fwd
 from jaxkern.ops.norm.pointwise import Options
-from jaxkern.ops.norm.reference import reference_bwd, reference_fwd
+from jaxkern.ops.norm.reference import (
+    BACKWARD_PARTS,
+    FORWARD_PARTS,
+    reference_bwd,
+    reference_fwd,
+)
 
 
 @overload
@@ -100,7 +105,8 @@ def rms_norm(
     for those of `weight` and `bias`, which sum over rows). Squares overflow beyond 1e19, which bf16
     and float32 hold: such a row becomes 0, or `bias`. The bits are the same on every run.
 
-    On a mesh, the rows may be split between devices in any way; a split last axis is gathered.
+    On a mesh, the rows may be split between devices in any way. So may the last axis: devices then
+    add up the sums of each row, in plain JAX. For ``"mosaic"`` it is gathered.
 
     Args:
       x: (..., N), bfloat16, float16 or float32.
@@ -215,7 +221,8 @@ def layer_norm(
     `weight` and `bias`, which sum over rows). Where squares of the differences overflow, beyond
     1e19, which bf16 and float32 hold, a row becomes `bias`. The bits are the same on every run.
 
-    On a mesh, the rows may be split between devices in any way; a split last axis is gathered.
+    On a mesh, the rows may be split between devices in any way. So may the last axis: devices then
+    add up the sums of each row, in plain JAX. For ``"mosaic"`` it is gathered.
 
     Args:
       x: (..., N), bfloat16, float16 or float32.
@@ -388,6 +395,7 @@ FORWARD = KernelPass(
     ins=("... n", "... n", "n", "n", "... n"),
     outs=("... n", "... n", "... s", "... s"),
     whole="n s",
+    sequence=lambda options: None if options.mode == "mosaic" else FORWARD_PARTS,
 )
 BACKWARD = KernelPass(
     "{op}_bwd",
@@ -396,4 +404,5 @@ BACKWARD = KernelPass(
     ins=("... n", "n", "n", "... n", "... s", "... s", "... n", "... n"),
     outs=("... n", "... n", "n", "n", "... n"),
     whole="n s",
+    sequence=lambda options: None if options.mode == "mosaic" else BACKWARD_PARTS,
 )

@@ -1,5 +1,9 @@
-"""The norms in plain JAX: the specification, the ``"xla"`` implementation and the kernels' twin."""
+"""The norms in plain JAX: the specification, the ``"xla"`` implementation and the kernels' twin.
 
+Also what devices compute that have a part of each row: they add up the rows' sums (`Parts`).
+"""
+
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
+from jaxkern.core.mesh import vary_over, varying
+from jaxkern.core.split import Axes, Sequence, is_first, only_if
 from jaxkern.ops.curves import PLAIN
 from jaxkern.ops.norm.pointwise import (
     Options,
@@ -18,18 +24,86 @@ from jaxkern.ops.norm.pointwise import (
 )
 
 
-def reference_fwd(options: Options, x: Any, residual: Any, weight: Any, bias: Any, gate: Any):
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How the statistics of rows are found of which this device has every element."""
+
+    def grouped(self, options: Options, x: Any) -> Any:
+        """(..., N) as (..., G, group size)."""
+        groups = x.shape[-1] // options.group_size if options.group_size else 1
+        sharding = jax.typeof(x).sharding
+        if groups > 1 and AxisType.Explicit in sharding.mesh.axis_types:
+            x = reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], None)))
+        return x.reshape(*x.shape[:-1], groups, options.group_size)
+
+    def mean(self, options: Options, v: Any) -> Any:
+        """The mean of each group, (..., G), of what :meth:`grouped` gives."""
+        del options
+        return jnp.mean(v, axis=-1)
+
+    def own(self, options: Options, statistic: Any, v: Any) -> Any:
+        """Of a statistic (..., G) that of the groups in `v`."""
+        del options, v
+        return statistic
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts(Rows):
+    """The same where each device has as many neighbouring elements of every row.
+
+    A part has several whole groups, or several parts have one.
+
+    Attributes:
+      axes: of the mesh, between whose devices rows are split.
+    """
+
+    axes: Axes
+
+    def grouped(self, options: Options, x: Any) -> Any:
+        """A device's part (..., N / parts) as (..., groups here, elements of each here)."""
+        size = min(x.shape[-1], options.group_size)
+        return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+    def mean(self, options: Options, v: Any) -> Any:
+        own = jnp.sum(v, axis=-1) / options.group_size  # (..., groups here)
+        groups = own.shape[-1] * v.shape[-1] * lax.axis_size(self.axes) // options.group_size
+        if own.shape[-1] == groups:
+            return lax.psum(own, self.axes)
+        every = jnp.zeros((*own.shape[:-1], groups), own.dtype)
+        every = vary_over(every, varying(own))
+        start = self._first_group(options, v)
+        return lax.psum(lax.dynamic_update_slice_in_dim(every, own, start, -1), self.axes)
+
+    def own(self, options: Options, statistic: Any, v: Any) -> Any:
+        count = v.shape[-2]
+        if statistic.shape[-1] == count:
+            return statistic
+        return lax.dynamic_slice_in_dim(statistic, self._first_group(options, v), count, -1)
+
+    def _first_group(self, options: Options, v: Any) -> Any:
+        return lax.axis_index(self.axes) * (v.shape[-2] * v.shape[-1]) // options.group_size
+
+
+def reference_fwd(
+    options: Options,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    gate: Any,
+    rows: Rows = Rows(),
+):
     """(out, h, mean, rstd): h is x + residual, None without one; mean is None uncentred."""
     h = x
     if residual is not None:
         dtype = jnp.promote_types(x.dtype, residual.dtype)
         h = (_wide(x) + _wide(residual)).astype(dtype)
     gate = _wide(gate)
-    v = _groups(options, gated_input(options, _wide(h), gate, PLAIN))
-    mean = jnp.mean(v, axis=-1) if options.centered else None
-    xhat = v if mean is None else v - mean[..., None]
-    rstd = lax.rsqrt(jnp.mean(xhat * xhat, axis=-1) + options.eps)
-    xhat = (xhat * rstd[..., None]).reshape(x.shape)
+    v = rows.grouped(options, gated_input(options, _wide(h), gate, PLAIN))
+    mean = rows.mean(options, v) if options.centered else None
+    xhat = v if mean is None else v - rows.own(options, mean, v)[..., None]
+    rstd = lax.rsqrt(rows.mean(options, xhat * xhat) + options.eps)
+    xhat = (xhat * rows.own(options, rstd, v)[..., None]).reshape(x.shape)
     scale = _scale(options, weight)
     out = output(options, xhat, scale, _wide(bias), gate, PLAIN).astype(x.dtype)
     return out, None if residual is None else h, mean, rstd
@@ -45,29 +119,32 @@ def reference_bwd(
     rstd: Any,
     dout: Any,
     dh: Any,
+    rows: Rows = Rows(),
 ):
     """(dx, dresidual, dweight, dbias, dgate); dresidual is None where it is dx."""
     shape, wide_gate, dout = h.shape, _wide(gate), _wide(dout)
-    v = _groups(options, gated_input(options, _wide(h), wide_gate, PLAIN))
-    d = v if mean is None else v - mean[..., None]
-    xhat = d * rstd[..., None]
+    v = rows.grouped(options, gated_input(options, _wide(h), wide_gate, PLAIN))
+    d = v if mean is None else v - rows.own(options, mean, v)[..., None]
+    rstd = rows.own(options, rstd, v)[..., None]
+    xhat = d * rstd
     scale = _scale(options, weight)
     flat = xhat.reshape(shape)
     dy, dgate = output_backward(options, flat, scale, _wide(bias), wide_gate, dout, PLAIN)
-    g = _groups(options, times(dy, scale))
-    dv = g - xhat * jnp.mean(g * xhat, axis=-1, keepdims=True)
+    g = rows.grouped(options, times(dy, scale))
+    mean_of = lambda v: rows.own(options, rows.mean(options, v), v)[..., None]
+    dv = g - xhat * mean_of(g * xhat)
     if options.centered:
-        dv = dv - jnp.mean(g, axis=-1, keepdims=True)
-    dv = (dv * rstd[..., None]).reshape(shape)
+        dv = dv - mean_of(g)
+    dv = (dv * rstd).reshape(shape)
     dx, dgate_before = gated_input_backward(options, _wide(h), wide_gate, dv, PLAIN)
     dgate = dgate_before if dgate is None else dgate
     dx = dx if dh is None else dx + _wide(dh)
-    rows = tuple(range(h.ndim - 1))
+    over_rows = tuple(range(h.ndim - 1))
     return (
         dx.astype(options.x_dtype),
         dx.astype(options.residual_dtype) if options.separate_dresidual else None,
-        None if weight is None else jnp.sum(dy * flat, rows).astype(weight.dtype),
-        None if bias is None else jnp.sum(dy, rows).astype(bias.dtype),
+        None if weight is None else jnp.sum(dy * flat, over_rows).astype(weight.dtype),
+        None if bias is None else jnp.sum(dy, over_rows).astype(bias.dtype),
         None if gate is None else dgate.astype(gate.dtype),
     )
 
@@ -76,14 +153,31 @@ def _scale(options: Options, weight: Any) -> Any:
     return None if weight is None else _wide(weight) + options.weight_offset
 
 
-def _groups(options: Options, x: Any) -> Any:
-    """(..., N) as (..., G, group size)."""
-    groups = x.shape[-1] // options.group_size if options.group_size else 1
-    sharding = jax.typeof(x).sharding
-    if groups > 1 and AxisType.Explicit in sharding.mesh.axis_types:
-        x = reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], None)))
-    return x.reshape(*x.shape[:-1], groups, options.group_size)
-
-
 def _wide(x: Any) -> Any:
     return None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+# Rows that are split between devices
+
+
+def _unfit(options: Options, parts: int, x: Any, *_: Any) -> str | None:
+    size, group = x.shape[-1] // parts, options.group_size
+    if size % group == 0 or group % size == 0:
+        return None
+    return f"{size} elements a device are neither groups of {group} nor an equal part of one"
+
+
+def _forward_part(run: Any, axes: Axes, options: Options, *arrays: Any) -> Any:
+    del run
+    out, h, mean, rstd = reference_fwd(options, *arrays, rows=Parts(axes))
+    first = is_first(axes)  # every device has all statistics, and they are added up
+    return out, h, only_if(first, mean), only_if(first, rstd)
+
+
+def _backward_part(run: Any, axes: Axes, options: Options, *arrays: Any) -> Any:
+    del run
+    return reference_bwd(options, *arrays, rows=Parts(axes))
+
+
+FORWARD_PARTS = Sequence(_forward_part, _unfit, factor="n")
+BACKWARD_PARTS = Sequence(_backward_part, _unfit, factor="n")

@@ -14,11 +14,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.core.split import in_order
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array, map_states
 from jaxkern.ops.selective_scan.call import Call, Scratch
-from jaxkern.ops.selective_scan.reference import CHUNK
+from jaxkern.ops.selective_scan.reference import (
+    CHUNK,
+    Options,
+    passed_on,
+    reference_bwd_carry,
+    reference_carry,
+)
 from jaxkern.ops.selective_scan.steps import (
     Steps,
     add_final_gradients,
@@ -34,6 +41,48 @@ from jaxkern.ops.selective_scan.steps import (
     zero_states,
     zeros,
 )
+from jaxkern.ops.selective_scan.tiles import backward_tile, forward_grid, forward_tile
+
+
+def launch_device_carry(options: Options, x, dt, A, B, dt_bias, keep) -> tuple[Any, Any]:
+    """Σdt on this device, (B, G, P), ∞ where a segment begins, and its last state from zeros."""
+    if x.size == 0:
+        return reference_carry(options, x, dt, A, B, dt_bias, keep)
+    tile = forward_tile(A.shape[-1])
+    call = Call(options, tile, 1, 0, x, dt, A, B, B, None, None, dt_bias, keep, None)
+    name, tokens = "selective_scan_fwd_carry", "x dt B keep crossed"
+    return _of_device(call, A, name, fwd_carry_kernel, tokens, {"starts": None})
+
+
+def launch_device_bwd_carry(options: Options, dt, A, C, z, dt_bias, keep, dout) -> tuple[Any, Any]:
+    """The same sum, and the gradient of the state before what this device has."""
+    if dout.size == 0:
+        return reference_bwd_carry(options, dt, A, C, z, dt_bias, keep, dout)
+    tile = backward_tile(A.shape[-1])
+    call = Call(options, tile, 1, 0, dt, dt, A, C, C, None, z, dt_bias, keep, None)
+    name, tokens = "selective_scan_bwd_carry", "dt z C keep crossed"
+    segments = {"starts": None, "dends": None}
+    dout = call.pad_tokens(dout)
+    return _of_device(call, A, name, bwd_carry_kernel, tokens, segments, dout=dout)
+
+
+def _of_device(call: Call, A: Any, name: str, kernel: Any, *rest: Any, **others: Any) -> Any:
+    """The carry of all that there is, from those of subparts that fill the GPU."""
+    grid = forward_grid(call.columns, call.scan.chunks, halves=False)
+    call.cut(dataclasses.replace(grid, whole=0))
+    got = launch_carry(call, name, kernel, *rest, every_part=True, **others)
+    shape = got["total"].shape[0], call.batch, call.scan.channels
+    total = call.cut_channels(got["total"].reshape(shape), 2)  # (subparts, B, G, P)
+    passed = got["passed"].reshape(*shape, got["passed"].shape[-1])
+    passed = call.cut_states(passed)  # (subparts, B, G, P, N)
+    if "bwd" in name:
+        total, passed = total[::-1], passed[::-1]
+    resets, rate = call.arrays["keep"] is not None, A.astype(jnp.float32)
+
+    def combine(one: Any, then: Any) -> Any:
+        return one[0] + then[0], passed_on(rate, resets, then, one[1])
+
+    return in_order(combine, (total, passed))
 
 
 def launch_carry(
@@ -42,13 +91,15 @@ def launch_carry(
     kernel: Callable[..., None],
     tokens: str,
     of_segments: dict[str, Any],
+    every_part: bool = False,
     **others: Any,
 ) -> dict[str, Any]:
     """The carries of all subparts but those of the last part, and the sums of their dt.
 
-    It reads `tokens` and `others` along time, and states `of_segments`.
+    It reads `tokens` and `others` along time, and states `of_segments`. Those of `every_part` are
+    found for what a sequence's part on one device hands to the next.
     """
-    grid = call.scan.grid.of_carries()
+    grid = call.scan.grid.of_carries(every_part)
     scan = dataclasses.replace(call.scan, grid=grid)
 
     def of_chunks(chunks: int) -> Scratch:
@@ -133,7 +184,8 @@ def fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
         return advance_chunks(scan, refs, span, ring.chunks, at_chunk, rate, *carry)
 
     init = zero_states(scan), [zeros() for _ in range(tile.channels)]
-    h, total = ring.stream(at.first, scan.grid.length, run_tile, init)
+    length = scan.grid.length if scan.grid.left_out else at.units
+    h, total = ring.stream(at.first, length, run_tile, init)
     store_carry(scan, refs, total, h)
 
 

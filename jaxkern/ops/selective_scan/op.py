@@ -41,17 +41,19 @@ arXiv:2312.00752.
 import dataclasses
 import functools
 import math
-import operator
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, unfit
+from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.core.split import on_all
 from jaxkern.ops import segments
+from jaxkern.ops.checkpoints import check_checkpoint_every
+from jaxkern.ops.selective_scan import devices
 from jaxkern.ops.selective_scan.backward import launch_bwd
 from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.reference import (
@@ -87,6 +89,7 @@ def selective_scan(
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
+    sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array: ...
 
@@ -115,6 +118,7 @@ def selective_scan(
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
+    sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     r"""Run Mamba's selective state space recurrence along time.
@@ -137,9 +141,13 @@ def selective_scan(
     (`B`, `C`) or over batch rows (`A`, `D`, `dt_bias`); it does not get past the end of its
     segment. The bits are the same on every run.
 
-    On a mesh, batch and channels may be split between devices; a split L or N is gathered. With
+    On a mesh, batch, channels and L may be split between devices; a split N is gathered, and with
+    `num_segments` a split L. Each device scans its part of L, which is a multiple of
+    `checkpoint_every` steps if there is a backward, and one all-gather carries states over. With
     several groups, channels are split in parts of whole groups; others are gathered on a mesh with
-    Explicit axes, and not possible with Auto ones.
+    Explicit axes, and not possible with Auto ones. Inside ``jax.shard_map``, where `sequence_axis`
+    says over which axis L is split, it is the same; gradients of what has no L are then a device's
+    share of a sum, as JAX has them there.
 
     Args:
       x: (B, L, D), bfloat16, float16 or float32.
@@ -166,6 +174,8 @@ def selective_scan(
       checkpoint_every: how many steps apart states are saved for the backward: 1 for all states, a
         multiple of 8, or ``None`` for none at all, where the backward runs the forward again. With
         more than 8 the backward runs the steps in between once more, and needs less memory.
+      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
+        arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels (N up to 384), ``"xla"`` for plain JAX
         (the only one that supports forward-mode differentiation), ``None`` for the fastest: the
         kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
@@ -178,8 +188,8 @@ def selective_scan(
     Raises:
       TypeError: an argument is not an array of a real floating dtype (`segment_ids`: integer), or
         an option is not a Python number.
-      ValueError: shapes do not fit, `num_segments` is without `segment_ids`, or an option has a
-        value that it cannot have.
+      ValueError: shapes do not fit, `num_segments` is without `segment_ids` or with
+        `sequence_axis`, L cannot be split so, or an option has a value that it cannot have.
       NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
@@ -212,27 +222,26 @@ def selective_scan(
     """
     args = _check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
     x, A = args[0], args[2]
-    count = segments.check_num_segments(num_segments, segment_ids)
+    over = check_sequence_axis(sequence_axis)
+    count = segments.check_num_segments(num_segments, segment_ids, over)
     initial_state = _check_initial_state(initial_state, x, A, count)
     keep = crossed = None
     if segment_ids is not None:
-        ids = segments.check_segment_ids(segment_ids, x.shape[:2])
-        keep = 1 - segments.begins(ids).astype(jnp.float32)
+        ids = segments.check_segment_ids(segment_ids, x.shape[:2], count)
+        keep = 1 - segments.new_segments(ids, sequence_axis=over).astype(jnp.float32)
         crossed = None if count is None else segments.crossings(ids, count)
-    every = _check_checkpoint_every(checkpoint_every)
+    every = check_checkpoint_every(checkpoint_every, CHUNK, one=True)
     sizes = StepSizes.checked(dt_softplus, dt_limit)
     mode = resolve(implementation, _unsupported((*args, initial_state)), op="selective_scan")
-    options = Options(sizes, bool(return_final_state), every, mode, count)
+    options = Options(sizes, bool(return_final_state), every, mode, count, sequence_axis=over)
     grouped = (*by_group((*args, initial_state)), keep, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, options)
-    elif count is None:
-        out, final = named("selective_scan", selective_scan_reference(options, *grouped))
     else:
         out, final = named("selective_scan", PLAIN(options, *grouped))
         out = match_sharding(out, grouped[0])
     out = join_channels(out, 2)
-    return (out, join_channels(final, final.ndim - 3)) if options.final else out
+    return (out, join_channels(on_all(over, final), final.ndim - 3)) if options.final else out
 
 
 @public_op
@@ -342,21 +351,6 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
     return x, dt, A, B, C, D, z, check("dt_bias", dt_bias, channels, "(D,) of x")
 
 
-def _check_checkpoint_every(every: Any) -> int | None:
-    if every is None:
-        return None
-    try:
-        steps = operator.index(every)
-    except TypeError as e:
-        raise TypeError(f"checkpoint_every must be an int or None, got {every!r}") from e
-    if steps != 1 and (steps <= 0 or steps % CHUNK):
-        raise ValueError(
-            f"checkpoint_every must be 1, a multiple of {CHUNK} or None, got {steps}; "
-            f"try {max(CHUNK, steps // CHUNK * CHUNK)}"
-        )
-    return steps
-
-
 def _unsupported(args: tuple[Any, ...]) -> str | None:
     """Why the kernels, forward and backward, cannot take this call."""
     if reason := unfit(**dict(zip(_FLOATING, args, strict=True))):
@@ -395,7 +389,7 @@ def _selective_scan_bwd(options, res, cotangents):
 _selective_scan.defvjp(_selective_scan_fwd, _selective_scan_bwd)
 _jitted = jax.jit(_selective_scan, static_argnums=11)
 
-_STATES = "b c g p n"
+_STATES = "b l g p n"
 
 
 def _ends(options: Options) -> str:
@@ -415,7 +409,8 @@ FORWARD = KernelPass(
     reference=reference_fwd,
     ins=_arguments,
     outs=lambda options: ("b l g p", _ends(options), _STATES),
-    whole="l n c s",
+    whole="l n s",
+    sequence=devices.forward,
 )
 BACKWARD = KernelPass(
     "selective_scan_bwd",
@@ -423,12 +418,14 @@ BACKWARD = KernelPass(
     reference=reference_bwd,
     ins=lambda options: (*_arguments(options), _STATES, "b l g p", _ends(options)),
     outs=_arguments,
-    whole="l n c s",
+    whole="l n s",
+    sequence=devices.backward,
 )
-PLAIN = KernelPass(  # for states of segments, whose gathers an Explicit mesh cannot split
+PLAIN = KernelPass(  # whose loops and gathers a mesh with Explicit axes cannot split
     "selective_scan",
     reference=selective_scan_reference,
     ins=_arguments,
     outs=lambda options: ("b l g p", _ends(options)),
     whole="l n s",
+    sequence=devices.forward,
 )

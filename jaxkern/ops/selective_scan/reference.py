@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mesh import gather
+from jaxkern.core.mesh import gather, vary_over, varying
+from jaxkern.core.split import Axes
 from jaxkern.ops.segments import Seen, with_zeros
 from jaxkern.ops.step_sizes import StepSizes
 
@@ -46,6 +47,7 @@ class Options:
     mode: Mode
     num_segments: int | None = None
     save: bool = False  # states, for the backward
+    sequence_axis: Axes = ()  # over which a caller's shard_map splits L
 
 
 def by_group(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -229,6 +231,50 @@ def reference_bwd(
     if dinitial is not None and seen is not None:
         dinitial = seen.initial(_states_last(dstarts[:, :-1]), dfinal)
     return dx, ddt, _states_last(dA), dB, dC, dD, dz, ddt_bias, dinitial, None, None
+
+
+def reference_carry(options: Options, x, dt, A, B, dt_bias, keep) -> tuple[Any, Any]:
+    """Σdt of a part, (B, G, P), ∞ where a segment begins, and its last state, (B, G, P, N)."""
+    last = dataclasses.replace(options, final=True, save=False)
+    _, state, _ = reference_fwd(last, x, dt, A, B, B, None, None, dt_bias, None, keep, None)
+    return _total(_step_sizes(options, dt, dt_bias, state.dtype), keep), state
+
+
+def reference_bwd_carry(options: Options, dt, A, C, z, dt_bias, keep, dout) -> tuple[Any, Any]:
+    """The same sum, and the gradient of the state before the part, from zero after it."""
+    acc = jnp.result_type(jnp.float32, dt, A, dout)
+    sizes, dy = _step_sizes(options, dt, dt_bias, acc), dout.astype(acc)
+    if z is not None:
+        dy = dy * jax.nn.silu(z.astype(acc))
+
+    def back(dh: Any, now: Any) -> tuple[Any, None]:
+        size, dy, C, keep = now
+        dh = jnp.exp(size[..., None] * A) * (dh + dy[..., None] * C[:, :, None])
+        return dh if keep is None else jnp.where(keep[:, None, None, None] > 0, dh, 0), None
+
+    along = jax.tree.map(lambda v: jnp.moveaxis(v, 1, 0), (sizes, dy, C.astype(acc), keep))
+    zeros = jnp.zeros((dt.shape[0], *A.shape), acc)
+    zeros = vary_over(zeros, varying(dy))
+    dh, _ = lax.scan(back, zeros, along, reverse=True, unroll=CHUNK)
+    return _total(sizes, keep), dh
+
+
+def _step_sizes(options: Options, dt: Any, dt_bias: Any, acc: Any) -> jax.Array:
+    dt = dt.astype(acc)
+    return options.sizes(dt if dt_bias is None else dt + dt_bias.astype(acc))
+
+
+def _total(sizes: jax.Array, keep: Any) -> jax.Array:
+    total = jnp.sum(sizes, axis=1)  # (B, G, P)
+    return total if keep is None else jnp.where(jnp.all(keep > 0, 1)[:, None, None], total, jnp.inf)
+
+
+def passed_on(A: jax.Array, resets: bool, carry: Any, state: Any) -> jax.Array:
+    """The state after a part of that carry, of the state before it; ∞ of a segment keeps none."""
+    total, own = carry
+    none = jnp.isinf(total) & resets
+    kept = jnp.exp(jnp.where(none, 0, total)[..., None] * A) * state
+    return own + jnp.where(none[..., None], 0, kept)
 
 
 def step(options: Options, x, dt, A, B, C, D, z, dt_bias, state) -> tuple[Any, Any]:

@@ -246,11 +246,11 @@ class Grid:
         others = self.rest * (self.parts - self.left_out)
         return self.whole + self.halved + others - self.skipped
 
-    def of_carries(self) -> "Grid":
-        """The blocks that find carries: the subparts of all parts but one."""
-        length = self.length // self.subparts
+    def of_carries(self, every_part: bool = False) -> "Grid":
+        """The blocks that find carries: the subparts of all parts but one, or of `every_part`."""
+        length, left_out = self.length // self.subparts, 0 if every_part else self.subparts
         return Grid(
-            self.columns, self.units, self.whole, length, skipped=self.whole, left_out=self.subparts
+            self.columns, self.units, self.whole, length, skipped=self.whole, left_out=left_out
         )
 
     def of_halves(self) -> "Grid":

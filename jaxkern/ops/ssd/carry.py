@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.core.split import in_order
 from jaxkern.mosaic.named import launch_named
 from jaxkern.ops.ssd.blocks import (
     BLOCK,
@@ -31,6 +32,8 @@ from jaxkern.ops.ssd.blocks import (
     tiles_of,
     wide,
 )
+from jaxkern.ops.ssd.call import Arrays, cut_decays, unless_finite
+from jaxkern.ops.ssd.reference import Options, passed_on, reference_bwd_carry, reference_carry
 from jaxkern.ops.ssd.tiles import BOX, CARRY_WARPGROUPS, CHUNK, SLICE, STAGES, STEP, STEPS, Scan
 
 
@@ -95,16 +98,61 @@ def part_starts(
         return None if initial is None else initial[:, None]
     finer, pieces = scan.finer(CARRY_WARPGROUPS[0])
     _, ends = launch_carry(finer, reverse, tokens, weights, steps, None)
-    totals = steps[:, :, :, 0, -1]  # (B, H, chunks)
-    missing = finer.parts * finer.part_chunks - scan.chunks
-    totals = jnp.pad(totals, ((0, 0), (0, 0), (0, missing)))
-    decay = jnp.exp2(totals.reshape(*totals.shape[:2], finer.parts, -1).sum(-1))[..., None, None]
+    decay = _part_decays(finer, steps)[..., None, None]
     state = jnp.zeros_like(ends[:, 0]) if initial is None else initial.astype(jnp.float32)
     starts: dict[int, Any] = {}
     for n in range(finer.parts)[:: -1 if reverse else 1]:
         starts.setdefault(n // pieces, state)
         state = decay[:, :, n] * state + ends[:, n]
     return jnp.stack([starts[part] for part in range(scan.parts)], axis=1)
+
+
+def _part_decays(scan: Scan, steps: Any) -> Any:
+    """The decay over each part, (B, H, parts)."""
+    totals = steps[:, :, :, 0, -1]  # (B, H, chunks)
+    missing = scan.parts * scan.part_chunks - scan.chunks
+    totals = jnp.pad(totals, ((0, 0), (0, 0), (0, missing)))
+    return jnp.exp2(totals.reshape(*totals.shape[:2], scan.parts, -1).sum(-1))
+
+
+def launch_device_carry(options: Options, x, dt, a, B, rank) -> tuple[Any, Any]:
+    """The decay on this device, (B, G, R), 0 where a segment begins, and its last state."""
+
+    def plain(x: Any, dt: Any, a: Any, B: Any, C: Any, D: Any, rank: Any) -> Any:
+        del C, D
+        return reference_carry(options, x, dt, a, B, rank)
+
+    return _of_device(False, x, dt, a, B, rank, plain)
+
+
+def launch_device_bwd_carry(options: Options, a, C, dy, rank) -> tuple[Any, Any]:
+    """The same decay, and the gradient of the state before what this device has."""
+
+    def plain(dy: Any, a: Any, _: Any, C: Any, *rest: Any) -> Any:
+        return reference_bwd_carry(options, a, C, dy, rest[-1])
+
+    return _of_device(True, dy, a, a, C, rank, plain)
+
+
+def _of_device(
+    reverse: bool, tokens: Any, dt: Any, a: Any, weights: Any, rank: Any, plain: Any
+) -> tuple[Any, Any]:
+    """The carry of all that there is, from those of parts that fill the GPU."""
+    args = tokens, dt, a, weights, None, None, rank
+    if tokens.size == 0:
+        return plain(*args)
+    cut = a if rank is None else cut_decays(a, rank)
+    arrays = Arrays(tokens, dt, cut, weights, weights, None, None, None)
+    scan = arrays.scan(None).cut(*CARRY_WARPGROUPS)
+    _, ends = launch_carry(scan, reverse, arrays.x, arrays.B, arrays.steps, None)
+    ends = jnp.moveaxis(arrays.cut_states(ends), 1, 0)  # (parts, B, G, R, P, N)
+    decays = jnp.moveaxis(_part_decays(scan, arrays.steps), 2, 0)
+    decays = decays.reshape(ends.shape[:4])  # (parts, B, G, R)
+    if reverse:
+        decays, ends = decays[::-1], ends[::-1]
+    combine = lambda one, then: (one[0] * then[0], passed_on(then, one[1]))
+    carry = in_order(combine, (decays, ends))
+    return carry if rank is None else unless_finite([carry[1]], carry, plain, args)
 
 
 def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:

@@ -49,18 +49,20 @@ Structured State Space Duality, 2024, arXiv:2405.21060.
 import dataclasses
 import functools
 import math
-import operator
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, unfit
+from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.core.split import on_all
 from jaxkern.lowering.bound import standard_promotion
 from jaxkern.ops import segments
+from jaxkern.ops.checkpoints import check_checkpoint_every
+from jaxkern.ops.ssd import devices
 from jaxkern.ops.ssd.backward import launch_bwd
 from jaxkern.ops.ssd.forward import launch_fwd
 from jaxkern.ops.ssd.reference import (
@@ -98,6 +100,7 @@ def ssd(
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
+    sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array: ...
 
@@ -126,6 +129,7 @@ def ssd(
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
+    sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     r"""Run Mamba-2's recurrence (state space duality, SSD) along time, in products of chunks.
@@ -148,9 +152,11 @@ def ssd(
     `C`) or over batch rows (`A`, `D`, `dt_bias`); it does not get past the end of its segment, nor
     before its begin. The bits are the same on every run.
 
-    On a mesh, batch and heads may be split between devices; a split L, P or N is gathered. With
-    several groups, heads are split in parts of whole groups; others are gathered on a mesh with
-    Explicit axes, and not possible with Auto ones.
+    On a mesh, batch, heads and L may be split between devices; a split P or N is gathered, and with
+    `num_segments` L. For a backward, a device's part of L is a multiple of `checkpoint_every`. Of
+    several groups a part has whole ones; else heads are gathered, on Auto axes an error. Inside
+    ``jax.shard_map`` `sequence_axis` says over which axis L is split; gradients of what has no L
+    are then a device's share of a sum, as JAX has them there.
 
     Args:
       x: (B, L, H, P), bfloat16, float16 or float32.
@@ -175,11 +181,12 @@ def ssd(
         begins from zeros, and so does one whose id comes back after another.
       checkpoint_every: how many tokens apart states are saved for the backward, a multiple of 128,
         or ``None`` for none at all, where the backward runs the forward again.
+      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
+        arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, which run on Hopper GPUs and take
         `x`, `B`, `C` and `z` in bfloat16, P a multiple of 64, N up to 128 and no `num_segments`;
         ``"xla"`` for plain JAX, the only one that supports forward-mode differentiation; ``None``
-        for the kernels where they can take the call, and else for plain JAX with a backward
-        written by hand.
+        for the kernels where they take the call, else for plain JAX with a backward of its own.
 
     Returns:
       (B, L, H, P), the dtype of `x`; with `return_final_state` a pair of it and the final state,
@@ -189,8 +196,8 @@ def ssd(
     Raises:
       TypeError: an argument is not an array of a real floating dtype (`segment_ids`: integer), or
         an option is not a Python number.
-      ValueError: shapes do not fit, `num_segments` is without `segment_ids`, or an option has a
-        value that it cannot have.
+      ValueError: shapes do not fit, `num_segments` is without `segment_ids` or with
+        `sequence_axis`, L cannot be split so, or an option has a value that it cannot have.
       NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
@@ -213,20 +220,21 @@ def ssd(
     """
     args = _check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
     x, _, _, B, *_ = args
-    count = segments.check_num_segments(num_segments, segment_ids)
+    over = check_sequence_axis(sequence_axis)
+    count = segments.check_num_segments(num_segments, segment_ids, over)
     initial_state = _check_initial_state(initial_state, x, B, count)
     rank = crossed = None
     if segment_ids is not None:
-        ids = segments.check_segment_ids(segment_ids, x.shape[:2])
-        rank = jnp.cumsum(segments.begins(ids).astype(jnp.int32), axis=1)
+        ids = segments.check_segment_ids(segment_ids, x.shape[:2], count)
+        rank = segments.numbers(ids, over)
         crossed = None if count is None else segments.crossings(ids, count)
-    every = _check_checkpoint_every(checkpoint_every)
+    every = check_checkpoint_every(checkpoint_every, SAVED_CHUNK)
     sizes = StepSizes.checked(dt_softplus, dt_limit)
     reason = unfit(**dict(zip(_FLOATING, (*args, initial_state), strict=True)))
     if reason is None and implementation == "mosaic":
         reason = unsupported(x, B, args[4], args[6], count)
     mode = resolve(implementation, reason, op="ssd")
-    options = Options(bool(return_final_state), every, mode, count)
+    options = Options(bool(return_final_state), every, mode, count, sequence_axis=over)
     grouped = (*by_group((*args, initial_state), 2), rank, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, sizes, options)
@@ -236,7 +244,7 @@ def ssd(
         out, final = named("ssd", PLAIN(options, x, dt, a, B, C, D, z, *states))
         out = match_sharding(out, x)
     out = join_heads(out, 2)
-    return (out, join_heads(final, final.ndim - 4)) if options.final else out
+    return (out, join_heads(on_all(over, final), final.ndim - 4)) if options.final else out
 
 
 @public_op
@@ -345,21 +353,6 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
     return x, dt, A, B, C, D, z, check("dt_bias", dt_bias, (heads,), "(H,) of x")
 
 
-def _check_checkpoint_every(every: Any) -> int | None:
-    if every is None:
-        return None
-    try:
-        tokens = operator.index(every)
-    except TypeError as e:
-        raise TypeError(f"checkpoint_every must be an int or None, got {every!r}") from e
-    if tokens <= 0 or tokens % SAVED_CHUNK:
-        raise ValueError(
-            f"checkpoint_every must be a multiple of {SAVED_CHUNK} or None, got {tokens}; "
-            f"try {max(SAVED_CHUNK, tokens // SAVED_CHUNK * SAVED_CHUNK)}"
-        )
-    return tokens
-
-
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
@@ -418,7 +411,7 @@ def _arguments(options: Options) -> tuple[str, ...]:
     return *args, _ends(options), "b l", "b l"
 
 
-_STATES = "b c g r p n"
+_STATES = "b l g r p n"
 
 FORWARD = KernelPass(
     "ssd_fwd",
@@ -426,7 +419,8 @@ FORWARD = KernelPass(
     reference=reference_fwd,
     ins=_arguments,
     outs=lambda options: ("b l g r p", _ends(options), _STATES),
-    whole="l p n c s .0",
+    whole="l p n s .0",
+    sequence=devices.forward,
     unfit=unfit_for_gpu,
 )
 BACKWARD = KernelPass(
@@ -435,7 +429,8 @@ BACKWARD = KernelPass(
     reference=reference_bwd,
     ins=lambda options: (*_arguments(options), _STATES, "b l g r p", _ends(options)),
     outs=_arguments,
-    whole="l p n c s .0",
+    whole="l p n s .0",
+    sequence=devices.backward,
     unfit=unfit_for_gpu,
 )
 PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot split
@@ -444,4 +439,5 @@ PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot
     ins=_arguments,
     outs=lambda options: ("b l g r p", _ends(options)),
     whole="l p n s .0",
+    sequence=devices.forward,
 )

@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather, vary_over, varying
+from jaxkern.core.split import Axes
 from jaxkern.ops.segments import Seen, with_zeros
 from jaxkern.ops.ssd.packed import Aligned, Contained
 
@@ -48,6 +49,7 @@ class Options:
     mode: Mode
     num_segments: int | None = None
     save: bool = False  # states, for the backward
+    sequence_axis: Axes = ()  # over which a caller's shard_map splits L
 
 
 def least_log_decay(dtype: Any) -> float:
@@ -210,6 +212,38 @@ def reference_bwd(
     dtokens, dinitial = contained.gradients(dtokens, dinitial)
     dx, ddt, da, dB, dC, dz = dtokens
     return dx, ddt, da, dB, dC, dD, dz, dinitial, None, None
+
+
+def reference_carry(options: Options, x, dt, a, B, rank) -> tuple[jax.Array, jax.Array]:
+    """The decay over a part, (B, G, R), 0 where a segment begins in it, and its last state."""
+    last = dataclasses.replace(options, final=True, save=False)
+    _, state, _ = reference_fwd(last, x, dt, a, B, B, None, None, None, rank, None)
+    return _decay(a, rank), state
+
+
+def reference_bwd_carry(options: Options, a, C, dy, rank) -> tuple[jax.Array, jax.Array]:
+    """The same decay, and the gradient of the state before the part, from zero after it.
+
+    dh ← exp(a) · (dh + dy ⊗ C) is the forward's recurrence, from the end, with steps exp(a).
+    """
+    back = lambda v: jnp.flip(v, axis=1)
+    from_end = None if rank is None else back(rank[:, -1:] - rank)
+    _, dh = reference_carry(options, back(dy), back(jnp.exp(a)), back(a), back(C), from_end)
+    return _decay(a, rank), dh
+
+
+def _decay(a: jax.Array, rank: Any) -> jax.Array:
+    decay = jnp.exp(jnp.sum(a, axis=1))
+    if rank is None:
+        return decay
+    return jnp.where(_along(rank[:, 0] == rank[:, -1], decay), decay, 0)
+
+
+def passed_on(carry: Any, state: jax.Array) -> jax.Array:
+    """The state after a part of that carry, of the state before it; a decay of 0 keeps none."""
+    decay, own = carry
+    decay = decay[..., None, None]
+    return own + jnp.where(decay == 0, 0, decay * state)
 
 
 def step(tokens: Tokens, D: Any, h: jax.Array) -> tuple[Any, Any]:

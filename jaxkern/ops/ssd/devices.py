@@ -1,0 +1,146 @@
+"""A sequence that is split between devices: what each does with its part.
+
+A device finds the decay over its part and its last state from zeros; one all-gather brings those of
+all devices, of which each has the state that its part begins with. The backward does the same from
+the end to the start.
+
+A pass that finds carries takes 2·P·N operations for a token and head, at P = 64, N = 128 and chunks
+of 64 tokens two fifths of the forward's products and a sixth of the backward's, and reads x and B:
+at L = 262,144 a device and 24 heads, 10¹¹ operations and 0.9 GB in bf16. A kernel that cuts its
+part does the same once more in either direction, so that the part is cut into sections instead
+(:class:`jaxkern.ops.split_scan.Sections`). To scan from zeros and correct the output, by C · hᵀ, is
+2·P·N operations, too, and reads and writes the output once more.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.core.split import from_before, is_first, is_last, only_if
+from jaxkern.ops.split_scan import Sections, sequences, unless_whole_steps
+from jaxkern.ops.ssd.carry import launch_device_bwd_carry, launch_device_carry
+from jaxkern.ops.ssd.reference import (
+    SAVED_CHUNK,
+    Options,
+    passed_on,
+    reference_bwd_carry,
+    reference_carry,
+)
+from jaxkern.ops.ssd.tiles import unfit_for_gpu
+
+
+def _unfit_carry(options: Options, x, dt, a, B, rank) -> str | None:
+    return unfit_for_gpu(options, x, dt, a, B, B, None, None, None, rank)
+
+
+def _unfit_bwd_carry(options: Options, a, C, dy, rank) -> str | None:
+    return unfit_for_gpu(options, dy, a, a, C, C, None, None, None, rank)
+
+
+CARRY = KernelPass(
+    "ssd_carry",
+    kernel=launch_device_carry,
+    reference=reference_carry,
+    ins=("b l g r p", "b l g r", "b l g r", "b l g n", "b l"),
+    outs=("b g r", "b g r p n"),
+    whole="l p n",
+    unfit=_unfit_carry,
+)
+BWD_CARRY = KernelPass(
+    "ssd_bwd_carry",
+    kernel=launch_device_bwd_carry,
+    reference=reference_bwd_carry,
+    ins=("b l g r", "b l g n", "b l g r p", "b l"),
+    outs=("b g r", "b g r p n"),
+    whole="l p n",
+    unfit=_unfit_bwd_carry,
+)
+
+
+def _sections(options: Options, x: Any) -> Sections:
+    batch, length, groups, heads, channels = x.shape
+    step = options.checkpoint_every or SAVED_CHUNK
+    return Sections.of(batch, groups * heads * channels, length, step)
+
+
+def _own_rank(axes: Any, sections: Sections, rank: Any) -> tuple[Any, Any]:
+    """`rank` counted from each section's first token, and whether that begins a segment, (B,)."""
+    if rank is None:
+        return None, None
+    before = jnp.concatenate([from_before(axes, rank[:, -1:]), rank[:, :-1]], axis=1)
+    before = before.at[:, 0].set(jnp.where(is_first(axes), rank[:, 0], before[:, 0]))
+    rank, before = sections.cut(rank), sections.cut(before)
+    return rank - rank[:, :1], rank[:, 0] != before[:, 0]
+
+
+def _unless(begins: Any, v: jax.Array) -> jax.Array:
+    """`v`, (B, …), with zeros where a section begins a segment."""
+    if begins is None:
+        return v
+    return jnp.where(begins.reshape(-1, *[1] * (v.ndim - 1)), 0, v)
+
+
+def _cut(axes: Any, sections: Sections, args: Any) -> tuple[Any, Any]:
+    """The arguments of the forward, those along the sequence in sections; which begin segments."""
+    x, dt, a, B, C, D, z, initial_state, rank, crossed = args
+    x, dt, a, B, C, z = map(sections.cut, (x, dt, a, B, C, z))
+    rank, begins = _own_rank(axes, sections, rank)
+    return (x, dt, a, B, C, D, z, initial_state, rank, crossed), begins
+
+
+def _states_before(
+    run: Any, axes: Any, sections: Sections, options: Options, begins: Any, *args: Any
+) -> jax.Array:
+    x, dt, a, B, _, _, _, first, rank, _ = args
+    decay, state = run(options, x, dt, a, B, rank, of=CARRY)
+    first = jnp.zeros_like(sections.at(state, 0)) if first is None else first.astype(state.dtype)
+    carry = _unless(begins, decay), state
+    return _unless(begins, sections.states(axes, passed_on, jnp.multiply, carry, first))
+
+
+def _forward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
+    sections = _sections(options, args[0])
+    given, begins = _cut(axes, sections, args)
+    *floats, _, rank, crossed = given
+    before = _states_before(run, axes, sections, options, begins, *given)
+    out, final, *states = run(options, *floats, before, rank, crossed)
+    final = only_if(is_last(axes), sections.at(final, -1))
+    return sections.join(out), final, *map(sections.join, states)
+
+
+def _backward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
+    *given, states, dout, dfinal = args
+    sections = _sections(options, args[0])
+    given, begins = _cut(axes, sections, given)
+    *floats, initial_state, rank, crossed = given
+    _, _, a, _, C, _, z = floats
+    states, dout = sections.cut(states), sections.cut(dout)
+    decay, dh = run(options, a, C, _before_gate(z, dout), rank, of=BWD_CARRY)
+    carry = _unless(begins, decay), _unless(begins, dh)
+    last = jnp.zeros_like(sections.at(dh, 0)) if dfinal is None else dfinal.astype(dh.dtype)
+    dfinal = sections.states(axes, passed_on, jnp.multiply, carry, last, reverse=True)
+    if states is None:
+        before = _states_before(run, axes, sections, options, begins, *given)
+    else:
+        before = states[:, 0].astype(dh.dtype)
+    rest = before, rank, crossed, states, dout, dfinal
+    dx, ds, da, dB, dC, dD, dz, dinitial, _, _ = run(options, *floats, *rest)
+    dx, ds, da, dB, dC, dz = map(sections.join, (dx, ds, da, dB, dC, dz))
+    if initial_state is not None:
+        dinitial = only_if(is_first(axes), sections.at(dinitial, 0))
+    else:
+        dinitial = None
+    return dx, ds, da, dB, dC, dD, dz, dinitial, None, None
+
+
+def _before_gate(z: Any, dout: jax.Array) -> jax.Array:
+    """The gradient of y in out = y · silu(z)."""
+    if z is None:
+        return dout
+    acc = jnp.result_type(jnp.float32, z, dout)
+    return (dout.astype(acc) * jax.nn.silu(z.astype(acc))).astype(dout.dtype)
+
+
+forward, backward = sequences(_forward, _backward, unless_whole_steps)
