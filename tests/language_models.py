@@ -1,7 +1,8 @@
-"""What the tests of language models share: the model in float64, of either kind of block."""
+"""What the tests of language models share: the model in float64, and a command."""
 
 import numpy as np
 
+from jaxkern.lm import cli
 from tests.layers import KINDS, rms_float64
 
 
@@ -16,3 +17,11 @@ def logits_float64(config, params, tokens):
         x = x + KINDS[block.name].float64(weights, config.sizes, normalised)
     x = rms_float64(x, wide(params["norm"]), config.eps)
     return x @ wide(params["embedding"].T if config.tie_embeddings else params["head"])
+
+
+def command(capsys, *argv, code=0):
+    """What a command prints, or with a code its line on stderr."""
+    returned = cli.main([str(arg) for arg in argv])
+    out, err = capsys.readouterr()
+    assert returned == code, err
+    return err if code else out

@@ -24,6 +24,7 @@ from jaxkern.lm import doctor as doctor_module
 from jaxkern.lm import train as train_module
 from jaxkern.lm.config import DEFAULTS, PRESETS, RunError, TrainConfig, resume_config
 from jaxkern.lm.doctor import doctor
+from jaxkern.lm.flags import parser
 from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
 from jaxkern.lowering import cache
@@ -79,7 +80,7 @@ NUMBERS += ["eval-batches", "checkpoint-every"]
     [([], {}), (["--remat"], {"remat": "layer"}), (["--remat", "cheap"], {"remat": "cheap"})],
 )
 def test_remat_alone_means_whole_layers(argv, flags):
-    told = vars(cli._parser().parse_args(["train", *argv]))
+    told = vars(parser().parse_args(["train", *argv]))
     assert {name: told[name] for name in told if name == "remat"} == flags
 
 
@@ -274,6 +275,7 @@ def test_help_shows_every_flag_with_its_default(capsys, monkeypatch):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     flags = [*DEFAULTS, "steps", "batch_size", "seq_len", "lr", "eval_every", "out", "resume"]
+    flags += ["profile", "coordinator", "processes", "process"]
     parts = text.split("\n  --")[1:]
     shown = {part.split()[0].replace("-", "_"): part for part in parts}
     assert shown.keys() == set(flags)
@@ -436,6 +438,7 @@ def test_warm_keeps_the_kernels_of_a_run(own_cache):
     [
         (["--gpu", "h300"], "--gpu h300 is not known; choose one of t4, a100, "),
         (["--gpu", "t4"], "--gpu t4 needs no kernels: .* compute capability 7.5"),
+        (["--gpu", "h200", "--tokenizer", "x.json"], "--tokenizer x.json: no such tokenizer"),
         (["--gpu", "h200", "--devices", "3"], "--batch-size 8 cannot be split .* 3 devices"),
     ],
 )

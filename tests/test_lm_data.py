@@ -131,7 +131,7 @@ def test_json_without_text_is_named_and_beside_text_it_is_skipped(tmp_path):
         ),
         "number.jsonl": ("\n17\n", 'line 2 has no "text"'),
         "cut.jsonl": ('{"text": "a', "line 1 is not JSON"),
-        "zero.ndjson": ('{"text": "\\u0000"}', "line 1 has a zero byte"),
+        "zero.ndjson": ('{"text": "\\u0000"}', "document 1 has a zero byte"),
         "half.jsonl": ('{"text": "\\ud800"}', "line 1 is not Unicode"),
         "empty.jsonl": ('{"text": ""}\n', "a file without text"),
         "list.json": ('[{"text": "a"}]', "JSON, whose syntax would be trained on"),

@@ -423,6 +423,7 @@ def test_make_aot_has_an_environment_for_the_cpu_wherever_it_runs(checkout):
         "venv",
         ".[lm,aot] by constraints/newest.txt",
         "-m bench aot --part --only tiny",
+        "-m bench collectives --part",
     ]
 
 
@@ -433,6 +434,7 @@ def test_make_matrix_compiles_with_the_newest_and_the_oldest_jax(checkout):
         "venv",
         ".[lm,aot] by constraints/newest.txt",
         "-m bench aot --write",
+        "-m bench collectives",
         "venv",
         ".[lm,aot] by constraints/oldest.txt",
         "-m bench aot --write",

@@ -1,17 +1,22 @@
-"""The main job: byte-level language models of Mamba and Mamba-2 blocks, from the command line.
+"""The main job: language models of Mamba and Mamba-2 blocks, from the command line.
 
-cli         flags, subcommands, one-line errors
+cli         subcommands, one-line errors
+flags       the commands' flags and their help
 config      presets, the configuration of a run
-data        text files -> a packed byte corpus -> batches
+data        files of text -> bytes or tokens on disk -> batches
 model       the language model (flax.nnx) on jaxkern's ops
 step        one optimizer step and one evaluation, as pure functions
+evaluate    validation, of every source
 checkpoint  what a run directory holds; save, restore
 hf          checkpoints in the layout of Hugging Face
+export      writes a run in that layout
 hf_layouts  how transformers stores each kind of block
 report      progress, metrics.jsonl, loss.png
+trackers    TensorBoard and Weights & Biases
 memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
 run         a run's folder before and around its steps: begun, resumed, continued
+profiling   a trace of some steps
 program     the compiled programs of a run, and where their arrays lie
 train       the training loop
 sample      decoding, of several prompts at once
@@ -40,7 +45,7 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
     Returns:
       The model's shape, ``config``; its parameters, ``params``; and what calls it and samples from
       it: ``model(tokens)`` gives logits, ``model.generate(prompts)`` texts, ``model.module()`` the
-      flax.nnx module.
+      flax.nnx module; ``model.encode(text)`` and ``model.decode(tokens)`` are by its tokenizer.
 
     Raises:
       ImportError: flax or orbax is missing; ``pip install "jaxkern[lm]"``.
@@ -48,9 +53,10 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
         none that is whole.
 
     Example:
-      >>> import jaxkern.lm
+      >>> import jax.numpy as jnp, jaxkern.lm
       >>> model = jaxkern.lm.load("runs/tiny-20261122-120000")  # doctest: +SKIP
-      >>> logits = model(tokens)  # (B, L) integers -> (B, L, 256)  # doctest: +SKIP
+      >>> tokens = model.encode("def f(x):")  # doctest: +SKIP
+      >>> logits = model(jnp.array([tokens]))  # (B, L) -> (B, L, vocab_size)  # doctest: +SKIP
       >>> model.generate(["def ", "class Queue:"], length=200, temperature=0)  # doctest: +SKIP
     """
     from jaxkern.lm import loader

@@ -1,15 +1,16 @@
 """What a run directory holds, and saving and restoring it.
 
     config.json      the configuration, written first: its presence makes the directory a run
-    corpus/          the packed text
+    corpus/          the packed text, or its tokens
+    tokenizer.json   what made the tokens, where they are not bytes
     metrics.jsonl    one line per step
     checkpoints/N/   the state after N steps: params/ and optimizer/ by orbax, manifest.json
     loss.png
 
-A checkpoint is written under another name and renamed when it is whole and on disk, so one that has
-its name is whole, whenever the process was killed. Its manifest lists the SHA-256 of every file, so
-that damage done later is told from a good file before anything is read into the model. Nothing is
-pickled: orbax stores arrays and JSON.
+A checkpoint is written, while steps go on, under another name and renamed when it is whole and on
+disk, so one that has its name is whole, whenever the process was killed. Its manifest lists the
+SHA-256 of every file, so that damage done later is told from a good file before anything is read
+into the model. Nothing is pickled: orbax stores arrays and JSON.
 """
 
 import contextlib
@@ -22,21 +23,27 @@ import os
 import shutil
 import sys
 import threading
+import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.data import write_atomically
+from jaxkern.lm.processes import ALONE, Alone
 
 if TYPE_CHECKING:  # orbax takes a second to import, which the first step need not wait for
     import orbax.checkpoint as ocp
 
 FORMAT = "jaxkern-lm-1"
 _KEPT = 3
+_LOCK = ".lock"
 
 
 class DamagedError(RunError):
@@ -52,13 +59,16 @@ def check_fresh(out: Path) -> None:
             f"--out {out} already holds a run; add --resume to continue it, or name a new folder"
         )
     # A run that was stopped before it began leaves these.
-    if out.exists() and {path.name for path in out.iterdir()} - {"corpus", ".lock"}:
+    left = {"corpus", "tokenizer.json", _LOCK}
+    if out.exists() and {path.name for path in out.iterdir()} - left:
         raise RunError(f"--out {out} is not empty; name a new folder")
 
 
 @contextlib.contextmanager
-def only_process(out: Path) -> Iterator[None]:
+def only_process(out: Path) -> Iterator[str]:
     """Hold the run directory; a second process that trains in it is refused.
+
+    Inside, a file there has the text that is yielded, by which others tell that they see it.
 
     The lock belongs to the process, so a killed one leaves none behind. A file system without locks
     cannot tell of a second process.
@@ -66,7 +76,7 @@ def only_process(out: Path) -> Iterator[None]:
     import fcntl
 
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "w") as file:
+    with open(out / _LOCK, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,7 +86,18 @@ def only_process(out: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                 raise
-        yield
+        token = uuid.uuid4().hex
+        file.write(token)
+        file.flush()
+        yield token
+
+
+def is_held(out: Path, token: str) -> bool:
+    """Whether this is the folder that the process which was given `token` holds."""
+    try:
+        return (out / _LOCK).read_text() == token
+    except OSError:
+        return False
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -108,7 +129,15 @@ def read_config(run: Path) -> dict[str, Any]:
     return config
 
 
-def save(run: Path, step: int, *, params: Any, optimizer: Any, model: ModelConfig) -> None:
+def save(
+    run: Path,
+    step: int,
+    *,
+    params: Any,
+    optimizer: Any,
+    model: ModelConfig,
+    peers: Alone = ALONE,
+) -> None:
     """Write the checkpoint of a step, then drop all but the last few.
 
     Args:
@@ -117,15 +146,19 @@ def save(run: Path, step: int, *, params: Any, optimizer: Any, model: ModelConfi
         params: pytree of arrays; read alone for sampling.
         optimizer: pytree of arrays; whatever else a resumed run needs.
         model: the model's shape, to be compared when the checkpoint is read.
+        peers: the processes of the run, each of which writes its parts of the arrays.
     """
     folder = run / "checkpoints"
     partial = folder / f"{step}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    if peers.main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     try:
-        with _orbax() as checkpointer:
+        with _told_by_exceptions(), _checkpointer(peers) as checkpointer:
             checkpointer.save(partial.resolve() / "params", params)
             checkpointer.save(partial.resolve() / "optimizer", optimizer)
+        if not peers.main:  # process 0 goes on when all have written
+            return
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -134,12 +167,80 @@ def save(run: Path, step: int, *, params: Any, optimizer: Any, model: ModelConfi
         }
         write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if peers.main:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     os.rename(partial, folder / str(step))
     _sync(folder)
     for old in steps(run)[:-_KEPT]:
         _remove(folder / str(old))
+
+
+class Saver:
+    """Writes the checkpoints of a run while its steps go on, one at a time.
+
+    The arrays are copied on their devices, so that the next step may overwrite them, and a thread
+    writes the copies. Where there is no room for these, the host takes them, and the caller waits
+    until it has; of several processes it waits until all is written.
+
+    Args:
+        run: the run directory.
+        model: the model's shape.
+        like: pytree of jax.ShapeDtypeStruct with shardings, as the parameters and the rest are that
+            are saved; ``None`` where the devices cannot hold a second state beside a step.
+        peers: the processes of the run.
+    """
+
+    def __init__(
+        self, run: Path, model: ModelConfig, *, like: tuple[Any, Any] | None, peers: Alone
+    ):
+        self._run, self._model, self._peers = run, model, peers
+        self._waits = like is None and peers.count > 1  # a host has a part of the arrays alone
+        if like is not None:
+            self._copy = _copy_on_devices(like)
+        else:
+            self._copy = (lambda tree: tree) if self._waits else _copy_to_host
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def start(self, step: int, params: Any, optimizer: Any) -> None:
+        """Begin the checkpoint of a step, when the one before is whole."""
+        self.wait()
+        params, optimizer = self._copy((params, optimizer))
+        parts = {"params": params, "optimizer": optimizer}
+        common = {"model": self._model, "peers": self._peers}
+        self._writing = self._thread.submit(save, self._run, step, **parts, **common)
+        if self._waits:
+            self.wait()
+
+    def check(self) -> None:
+        """Raise what went wrong with the checkpoint that was begun; wait for nothing."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that was begun is whole and on disk; raise what went wrong."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+
+def _copy_on_devices(like: Any) -> Callable[[Any], Any]:
+    """A program that copies arrays like these where they are."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+    copy = lambda tree: jax.tree.map(jnp.copy, tree)
+    return jax.jit(copy, out_shardings=shardings).lower(like).compile()
+
+
+def _copy_to_host(tree: Any) -> Any:
+    return jax.tree.map(np.array, jax.device_get(tree))
 
 
 def newest(run: Path, model: ModelConfig) -> tuple[int, list[str]]:
@@ -230,7 +331,7 @@ def _preset(model: ModelConfig) -> str:
     return next((f"preset {name}" for name in names), "another model")
 
 
-def restore(run: Path, step: int, name: str, like: Any) -> Any:
+def restore(run: Path, step: int, name: str, like: Any, *, peers: Alone = ALONE) -> Any:
     """Read a part of a checkpoint that `check` has passed.
 
     Args:
@@ -238,9 +339,11 @@ def restore(run: Path, step: int, name: str, like: Any) -> Any:
         step: which checkpoint.
         name: "params" or "optimizer".
         like: pytree of jax.ShapeDtypeStruct with shardings, as `abstract` makes it.
+        peers: the processes that read it at the same time, each its parts.
     """
     path = (run / "checkpoints" / str(step) / name).resolve()
-    with _orbax() as checkpointer:
+    with warnings.catch_warnings(), _told_by_exceptions(), _checkpointer(peers) as checkpointer:
+        warnings.simplefilter("ignore")
         return checkpointer.restore(path, like)
 
 
@@ -264,30 +367,39 @@ def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     )
 
 
-@contextlib.contextmanager
-def _orbax() -> "Iterator[ocp.StandardCheckpointer]":
-    """A checkpointer that has written everything when the block ends.
+def _checkpointer(peers: Alone) -> "ocp.StandardCheckpointer":
+    """A checkpointer that has written everything when its block ends.
 
-    An error reaches the caller as an exception; orbax's threads would also print it, with its stack
-    trace, through the log and through the hooks of threads and of collected coroutines.
+    Its processes are named, so that they wait for each other over JAX's coordination service: by
+    default their devices do, to whom steps give collectives at the same time.
     """
     import orbax.checkpoint as ocp
 
+    processes = {peers.index} if peers.count == 1 else set(range(peers.count))
+    options = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
+    return ocp.StandardCheckpointer(multiprocessing_options=options)
+
+
+@contextlib.contextmanager
+def _told_by_exceptions() -> Iterator[None]:
+    """Inside, an error of orbax reaches the caller as an exception alone.
+
+    Its threads would also print it, with its stack trace, through the log and through the hooks of
+    threads and of collected coroutines.
+    """
     hooks = threading.excepthook, sys.unraisablehook
-    logged = logging.root.manager.disable
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            threading.excepthook = sys.unraisablehook = lambda _: None
-            logging.disable(logging.CRITICAL)
-            with ocp.StandardCheckpointer() as checkpointer:
-                yield checkpointer
-        except Exception:
-            gc.collect()  # the coroutines left behind complain when they are collected
-            raise
-        finally:
-            threading.excepthook, sys.unraisablehook = hooks
-            logging.disable(logged)
+    log = logging.getLogger("absl")
+    disabled = log.disabled
+    try:
+        threading.excepthook = sys.unraisablehook = lambda _: None
+        log.disabled = True
+        yield
+    except Exception:
+        gc.collect()  # the coroutines left behind complain when they are collected
+        raise
+    finally:
+        threading.excepthook, sys.unraisablehook = hooks
+        log.disabled = disabled
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -1,39 +1,26 @@
-"""The command line: jaxkern train, sample, warm, doctor.
+"""The command line: jaxkern train, sample, export, warm, doctor.
 
 Whatever a user can put right ends as one line on stderr and exit code 1 (2 for a wrong flag), never
 as a stack trace. jax and flax are imported only by the command that needs them.
 """
 
-import argparse
 import contextlib
 import errno
 import importlib.util
 import io
+import math
 import os
 import sys
-import textwrap
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jaxkern
-from jaxkern.lm import stop
-from jaxkern.lm.config import (
-    DEFAULTS,
-    IMPLEMENTATIONS,
-    LIMITS,
-    PRESET_FLAGS,
-    PRESETS,
-    REMATS,
-    Limits,
-    RunError,
-)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"jaxkern: error: {message} (see {self.prog} --help)\n")
+from jaxkern.lm import processes, stop
+from jaxkern.lm.cluster import told
+from jaxkern.lm.config import DEFAULTS, RunError, axes_of
+from jaxkern.lm.flags import parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,11 +36,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: on --help, --version and wrong flags.
     """
-    args = vars(_parser().parse_args(argv))
+    args = vars(parser().parse_args(argv))
     # Text of any language is sampled, and not every terminal can show it.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    command: Callable[[dict[str, Any]], None] = args.pop("command")
+    commands = {
+        "train": _train,
+        "sample": _sample,
+        "export": _export,
+        "warm": _warm,
+        "doctor": _doctor,
+    }
+    command = commands[args.pop("command")]
+    try:
+        code = _run(command, args)
+    except Exception:  # a bug, whose stack trace is to be seen before JAX waits for others
+        if not processes.name():
+            raise
+        traceback.print_exc()
+        code = 1
+    return processes.leave(code)
+
+
+def _run(command: Callable[[dict[str, Any]], None], args: dict[str, Any]) -> int:
+    """Run a command, and tell in a line of what a user can put right; returns the exit code."""
     with stop.handled():
         try:
             command(args)
@@ -80,7 +86,8 @@ def _fail(message: str, code: int = 1) -> int:
     with contextlib.suppress(OSError):
         if code > 128 and sys.stdout.isatty() and sys.stderr.isatty():
             print(file=sys.stderr)
-        print(f"jaxkern: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        text = " ".join(message.split())
+        print(f"jaxkern: {processes.name()}{text}", file=sys.stderr, flush=True)
     return code
 
 
@@ -106,212 +113,34 @@ def _explain(error: BaseException) -> str | None:
     return None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="jaxkern",
-        description="Train and sample language models of Mamba and Mamba-2 blocks.",
-    )
-    parser.add_argument("--version", action="version", version=f"jaxkern {jaxkern.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_train(commands.add_parser("train", help="train a language model on text"))
-    _add_sample(commands.add_parser("sample", help="write text with a trained model"))
-    _add_warm(commands.add_parser("warm", help="lower the kernels of a training run beforehand"))
-    _add_doctor(commands.add_parser("doctor", help="show what would run on this machine, and why"))
-    return parser
-
-
-def _adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
-    """Make a function that adds a flag whose value is left out when the flag is not given.
-
-    Flags that have limits take numbers within them, and those that are off take no value; by
-    default the default is that of the run.
-    """
-
-    def add(name: str, help: str, default: str | None = None, **options: Any) -> None:
-        key = name.lstrip("-").replace("-", "_")
-        if key in LIMITS:
-            options = {"type": _within(LIMITS[key]), "metavar": "N"} | options
-        if default == "off":
-            options["action"] = "store_true"
-        if default is None:
-            default = _by_preset(key) if key in PRESET_FLAGS else str(DEFAULTS[key])
-        parser.add_argument(
-            name,
-            help=f"{help}\n{_lines(f'(default: {default})')}",
-            default=argparse.SUPPRESS,
-            **options,
-        )
-
-    return add
-
-
-def _by_preset(field: str) -> str:
-    """The defaults of a flag, each behind the presets that have it."""
-    presets: dict[float, list[str]] = {}
-    for name, preset in PRESETS.items():
-        presets.setdefault(getattr(preset, field), []).append(name)
-    most = max(presets, key=lambda value: len(presets[value]))
-    if len(presets[most]) > 2:
-        presets[most] = ["others"]
-    last = lambda value: presets[value] == ["others"]
-    told = (f"{' and '.join(presets[v])} {v:g}" for v in sorted(presets, key=last))
-    return ", ".join(told)
-
-
-def _lines(text: str) -> str:
-    """Breaks a text where the lines of a flag's help end."""
-    return textwrap.fill(text, 54, break_on_hyphens=False)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> Callable[..., None]:
-    """Add the flags that decide what the training step computes; what it returns adds others."""
-    parser.formatter_class = argparse.RawTextHelpFormatter
-    add = _adder(parser)
-    named = _lines(f"kind of block and size of the model: {', '.join(PRESETS)}")
-    add("--preset", named, choices=PRESETS, metavar="NAME")
-    add("--batch-size", "sequences per step")
-    add("--seq-len", "bytes per sequence")
-    add("--grad-accum", "parts that a batch is computed in, one after another", metavar="K")
-    add(
-        "--mixed-precision",
-        "fp32, bf16, fp16 (with loss scaling), or for example\n"
-        "params=float32,compute=bfloat16,output=float32",
-        metavar="POLICY",
-    )
-    add(
-        "--remat",
-        "what the backward computes again to save memory: none;\n"
-        "cheap, the convolution and step sizes of each block;\n"
-        "scan, these and its scan; or, which --remat alone\n"
-        "means, the whole layer",
-        nargs="?",
-        const="layer",
-        choices=REMATS,
-        metavar="WHAT",
-    )
-    add("--scan-layers", "run the layers in a loop: a smaller program, slower steps", "off")
-    add(
-        "--implementation",
-        "of the ops: auto (the fastest), mosaic (GPU kernels), xla",
-        choices=IMPLEMENTATIONS,
-        metavar="NAME",
-    )
-    return add
-
-
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Train a byte-level language model of Mamba or Mamba-2 blocks. Without flags: a tiny one, "
-        "on the sources of Python's standard library, in some minutes on a CPU."
-    )
-    add = _add_model(parser)
-    add(
-        "--data",
-        'text files or folders of them; of a .jsonl file, the\n"text" of each line',
-        "Python's standard library",
-        nargs="+",
-        type=_named,
-        metavar="PATH",
-    )
-    add("--out", "new folder for the run", "runs/PRESET-DATE-TIME", type=_path, metavar="DIR")
-    add(
-        "--resume",
-        "continue the run in --out from its last checkpoint;\nof the other flags, --steps may "
-        "grow, and\n--devices, --implementation, --log-every and\n--checkpoint-every may change",
-        "off",
-    )
-    add("--steps", "optimizer steps")
-    add(
-        "--lr",
-        "peak learning rate, after a linear warm-up and before\na cosine to a tenth of it",
-        metavar="X",
-    )
-    add(
-        "--devices",
-        "how many devices share each batch, or all",
-        "all GPUs, or one CPU",
-        type=_devices,
-        metavar="N",
-    )
-    add("--seed", "of the parameters and of the order of the data")
-    add("--log-every", "steps between two reports")
-    add("--eval-every", "steps between two validations")
-    add("--eval-batches", "batches per validation")
-    add("--checkpoint-every", "steps between two checkpoints")
-    parser.set_defaults(command=_train)
-
-
-def _add_warm(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Lower the kernels that jaxkern train needs with the same flags, for a GPU that need not "
-        "be here, and keep them in the cache: in a container's image, or on a login node."
-    )
-    add = _add_model(parser)
-    add("--devices", "how many GPUs share each batch", "1", type=_positive, metavar="N")
-    parser.add_argument(
-        "--gpu",
-        required=True,
-        metavar="NAME",
-        help="that is trained on: a100, h100, h200, b200, l40s, rtx-pro-6000",
-    )
-    parser.set_defaults(command=_warm)
-
-
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show what this machine has, what would run on it and why, and the cache."
-    parser.add_argument(
-        "--empty-cache",
-        action="store_true",
-        help="remove the kernels and programs that are kept on disk, and do nothing else",
-    )
-    parser.set_defaults(command=_doctor)
-
-
-def _add_sample(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Write text with a trained model."
-
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--run", type=_path, metavar="DIR", help="the --out folder of jaxkern train")
-    model.add_argument(
-        "--hf",
-        type=_path,
-        metavar="DIR",
-        help="a Mamba or Mamba-2 checkpoint in the layout of Hugging Face: config.json, "
-        "model.safetensors and tokenizer.json",
-    )
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="what the text begins with (default: ''); given several times, several texts",
-    )
-    parser.add_argument(
-        "--prompts", type=_path, metavar="FILE", help="a file of prompts, one in each line"
-    )
-    add = _adder(parser)
-    add("--length", "bytes to write, tokens with --hf", "400")
-    add("--temperature", "lower is less random, 0 is not at all", "0.8", metavar="X")
-    add("--top-k", "draw from the K likeliest of them, 0 from all", "40", metavar="K")
-    add("--top-p", "draw from the likeliest that together have this probability", "1", metavar="P")
-    add("--seed", "of the draws of the first text; the next has the next", "0")
-    parser.set_defaults(command=_sample)
-
-
 def _train(flags: dict[str, Any]) -> None:
-    _need_extra("train")
+    if "init_hf" in flags:
+        _need_extra("train --init-hf", "hf", safetensors="safetensors")
+    else:
+        _need_extra("train")
+    where = told(*(flags.pop(name, None) for name in ("coordinator", "processes", "process")))
+    with processes.joined(where, flags) as peers:
+        _train_as(peers, flags)
+
+
+def _train_as(peers: processes.Alone, flags: dict[str, Any]) -> None:
+    """Train as one of the processes of a run."""
     resume = flags.pop("resume", False)
     out = flags.pop("out", None)
     if out is None:
         if resume:
             raise RunError("--resume needs --out, the folder of the run to continue")
-        preset = flags.get("preset", DEFAULTS["preset"])
-        out = Path("runs", f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if "data" in flags:
-        flags["data"] = tuple(flags["data"])
+        name = flags.get("preset") or Path(flags.get("init_hf", DEFAULTS["preset"])).resolve().name
+        begun = peers.share(lambda: time.strftime("%Y%m%d-%H%M%S"))
+        out = Path("runs", f"{name}-{begun}")
+    for name in flags.keys() & {"data", "eval_data"}:
+        flags[name] = tuple(flags[name])
+    if "log_to" in flags:
+        flags["log_to"] = tuple(name for name in flags["log_to"] if name != "none")
     _start_jax()
     from jaxkern.lm.train import train
 
-    train(flags, out, resume=resume)
+    train(flags, out, resume=resume, profile=flags.pop("profile", None), peers=peers)
 
 
 def _sample(flags: dict[str, Any]) -> None:
@@ -322,7 +151,7 @@ def _sample(flags: dict[str, Any]) -> None:
     else:
         _need_extra("sample --hf", "hf", safetensors="safetensors", tokenizers="tokenizers")
     _start_jax()
-    from jaxkern.lm import loader
+    from jaxkern.lm import loader, sample
 
     if folder is None:
         model, notes = loader.load_run(run)
@@ -330,7 +159,10 @@ def _sample(flags: dict[str, Any]) -> None:
             print(f"jaxkern: warning: {note}", file=sys.stderr, flush=True)
     else:
         model = loader.load_hf(folder)
-    loader.write(model, prompts, **flags)
+    timing = sample.Timing() if flags.pop("timing") else None
+    loader.write(model, prompts, timing=timing, **flags)
+    if timing is not None:
+        print(f"jaxkern: {timing}", file=sys.stderr, flush=True)
 
 
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
@@ -343,9 +175,19 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     return prompts or [""]
 
 
+def _export(flags: dict[str, Any]) -> None:
+    _need_extra("export", "hf", safetensors="safetensors")
+    _start_jax()
+    from jaxkern.lm.export import export
+
+    export(flags.pop("run"), flags.pop("hf"), **flags)
+
+
 def _warm(flags: dict[str, Any]) -> None:
     _need_extra("warm")
-    gpu, devices = flags.pop("gpu"), flags.pop("devices", 1)
+    gpu, devices = flags.pop("gpu"), flags.pop("devices", None)
+    if devices is None:
+        devices = math.prod(axes_of(flags["mesh"]).values()) if "mesh" in flags else 1
     # The CPU stands for as many devices as there will be GPUs, so that XLA can split the program.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
@@ -394,33 +236,3 @@ def _need_extra(command: str, extra: str = "lm", **more: str) -> None:
         raise RunError(
             f'jaxkern {command} needs {", ".join(missing)}; run: pip install "jaxkern[{extra}]"'
         )
-
-
-def _within(limits: Limits) -> Callable[[str], Any]:
-    """Makes a flag's type: a number within the limits."""
-
-    def value(text: str) -> Any:
-        try:
-            return limits.check(limits.kind(text))
-        except (ValueError, OverflowError):
-            raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r}") from None
-
-    return value
-
-
-_positive = _within(Limits(int, 1))
-
-
-def _devices(text: str) -> str:
-    return text if text == "all" else str(_positive(text))
-
-
-def _named(text: str) -> str:
-    """Refuse an empty path, as of a variable that is not set: it would be the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("must be a path, got ''")
-    return text
-
-
-def _path(text: str) -> Path:
-    return Path(_named(text))

@@ -50,6 +50,7 @@ LIMITS = {
     "steps": _COUNT,
     "batch_size": _COUNT,
     "seq_len": _COUNT,
+    "vocab_size": Limits(int, 256, _INT32),
     "grad_accum": _COUNT,
     "log_every": _COUNT,
     "eval_every": _COUNT,
@@ -62,7 +63,15 @@ LIMITS = {
     "top_k": Limits(int, 0),
     "top_p": Limits(float, 1e-6, 1),
 }
+AXES = ("data", "sequence", "fsdp", "tensor")
+"""The axes of a mesh; those whose devices exchange most come last, as these are neighbours.
+
+Over `sequence` these are states of the scans, which do not grow with the length: for a few
+sequences on a device fewer bytes than a layer's matrices, over `fsdp`.
+"""
+
 IMPLEMENTATIONS = ("auto", "mosaic", "xla")
+TRACKERS = ("tensorboard", "wandb")
 
 Remat = Literal["none", "cheap", "scan", "layer"]
 REMATS: tuple[Remat, ...] = get_args(Remat)
@@ -190,10 +199,21 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that determines a training run; what has no default here has its preset's."""
+    """Everything that determines a training run; what has no default here has its preset's.
+
+    `shape` is that of the checkpoint `init_hf`, where the run begins with one; config.json has it
+    as the run's model, and not among its flags.
+    """
 
     preset: str = "tiny"
+    init_hf: str = ""
+    shape: ModelConfig | None = None
     data: tuple[str, ...] = ()
+    eval_data: tuple[str, ...] = ()
+    data_cache: str | None = None
+    tokenizer: str = "bytes"
+    vocab_size: int | None = None  # follows the tokenizer
+    pack: bool = False
     steps: int
     batch_size: int
     seq_len: int
@@ -204,15 +224,19 @@ class TrainConfig:
     scan_layers: bool = False
     implementation: str = "auto"
     devices: str = "auto"
+    parallel: str = "data"
+    mesh: str = ""
     seed: int = 0
     log_every: int = 10
     eval_every: int
     eval_batches: int = 16
     checkpoint_every: int = 100
+    log_to: tuple[str, ...] = ()
 
     @property
     def model(self) -> ModelConfig:
-        return PRESETS[self.preset].model
+        model = self.shape or PRESETS[self.preset].model
+        return dataclasses.replace(model, vocab_size=self.vocab_size or model.vocab_size)
 
     @property
     def warmup(self) -> int:
@@ -229,7 +253,38 @@ class TrainConfig:
         by_preset = {field: getattr(preset, field) for field in PRESET_FLAGS}
         config = cls(**(by_preset | flags))
         config.check_split(1)
-        return config
+        return dataclasses.replace(config, pack=config._packs())
+
+    def _packs(self) -> bool:
+        """Whether documents are packed: where it is asked for, or what is asked for needs it."""
+        from jaxkern.lm.data.sources import parse
+
+        packs = self.pack or self.tokenizer != "bytes" or bool(self.eval_data)
+        packs = packs or any(source.weight is not None for source in parse(self.data))
+        if self.tokenizer == "bytes" and self.vocab_size not in (None, 256):
+            raise RunError(
+                f"--vocab-size {self.vocab_size}: bytes are 256 tokens; leave it out, or add "
+                "--tokenizer"
+            )
+        if self.data_cache is not None and not packs:
+            raise RunError(
+                f"--data-cache {self.data_cache} keeps the tokens of packed documents; add "
+                "--tokenizer or --pack, or leave it out"
+            )
+        return packs
+
+    def for_tokens(self, size: int) -> "TrainConfig":
+        """The configuration for a tokenizer of that many tokens, whose model has them all.
+
+        Without --vocab-size it has the next multiple of 64: products of matrices are fastest so.
+        """
+        vocab_size = -(-size // 64) * 64 if self.vocab_size is None else self.vocab_size
+        if vocab_size < size:
+            raise RunError(
+                f"--vocab-size {vocab_size} is less than the {size} tokens of --tokenizer "
+                f"{self.tokenizer}; leave it out, or give at least {size}"
+            )
+        return dataclasses.replace(self, vocab_size=vocab_size)
 
     def check_split(self, devices: int) -> None:
         """Refuse a batch that cannot be split into equal parts for `devices` devices."""
@@ -252,11 +307,49 @@ PRESET_FLAGS = ("steps", "batch_size", "seq_len", "lr", "eval_every")
 DEFAULTS: dict[str, Any] = {
     field.name: field.default
     for field in dataclasses.fields(TrainConfig)
-    if field.name not in PRESET_FLAGS
+    if field.name not in (*PRESET_FLAGS, "shape")
 }
 
 # What a resumed run may do otherwise: its arithmetic is the same, but for the order of sums.
-CHANGEABLE = ("devices", "implementation", "remat", "log_every", "checkpoint_every")
+CHANGEABLE = (
+    "devices",
+    "parallel",
+    "mesh",
+    "implementation",
+    "remat",
+    "log_every",
+    "log_to",
+    "checkpoint_every",
+    "data_cache",
+)
+
+# Flags that a run of an earlier version does not know: it has their defaults.
+_LATER = (
+    "init_hf",
+    "log_to",
+    "eval_data",
+    "data_cache",
+    "tokenizer",
+    "vocab_size",
+    "pack",
+    "parallel",
+    "mesh",
+)
+
+
+def axes_of(mesh: str) -> dict[str, int]:
+    """The sizes of a mesh's axes from the text of ``--mesh``, such as ``"data=2,fsdp=4"``.
+
+    Raises:
+      ValueError: it is no such text.
+    """
+    sizes: dict[str, int] = {}
+    for entry in mesh.split(","):
+        axis, _, size = entry.partition("=")
+        if axis not in AXES or axis in sizes or not re.fullmatch("[1-9][0-9]{0,5}", size):
+            raise ValueError(mesh)
+        sizes[axis] = int(size)
+    return sizes
 
 
 def resume_config(stored: Any, flags: dict[str, Any]) -> TrainConfig:
@@ -270,6 +363,8 @@ def resume_config(stored: Any, flags: dict[str, Any]) -> TrainConfig:
         RunError: if `stored` is no configuration, or a flag differs from the run's that must not.
     """
     config = _stored_config(stored)
+    if flags.keys() & {"devices", "parallel", "mesh"}:  # one of them says how devices are used anew
+        config = dataclasses.replace(config, mesh="", devices="auto")
     for name, value in flags.items():
         old = getattr(config, name)
         if value == old:
@@ -292,7 +387,9 @@ def _stored_config(stored: Any) -> TrainConfig:
         raise RunError(f'config.json: "flags" is {stored!r}, no table of flags; {remedy}')
     if isinstance(stored.get("remat"), bool):  # of an earlier version
         stored = stored | {"remat": "layer" if stored["remat"] else "none"}
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    stored = {name: DEFAULTS[name] for name in _LATER if stored} | stored
+    stored.pop("shape", None)
+    names = {field.name for field in dataclasses.fields(TrainConfig)} - {"shape"}
     if odd := stored.keys() ^ names:
         name = min(odd)
         what = "is missing" if name in names else "is no flag of this version of jaxkern"
@@ -300,11 +397,14 @@ def _stored_config(stored: Any) -> TrainConfig:
     for name, value in stored.items():
         if not _valid(name, value):
             raise RunError(f"config.json: flags.{name} cannot be {value!r}; {remedy}")
-    values: dict[str, Any] = stored | {"data": tuple(stored["data"])}
+    tuples = {name: tuple(stored[name]) for name in ("data", "eval_data", "log_to")}
+    values: dict[str, Any] = stored | tuples
     return TrainConfig(**values)
 
 
 def _valid(name: str, value: Any) -> bool:
+    if name in ("vocab_size", "data_cache") and value is None:
+        return True
     if name in LIMITS:
         try:
             LIMITS[name].check(value)
@@ -316,15 +416,28 @@ def _valid(name: str, value: Any) -> bool:
             return isinstance(value, str) and value in PRESETS
         case "implementation":
             return value in IMPLEMENTATIONS
+        case "parallel":
+            return value in AXES
+        case "mesh":
+            return isinstance(value, str) and (not value or _is_mesh(value))
         case "devices":
             return isinstance(value, str) and bool(re.fullmatch("auto|all|[1-9][0-9]{0,8}", value))
-        case "data":
+        case "data" | "eval_data":
             return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
+        case "log_to":
+            return isinstance(value, list | tuple) and all(v in TRACKERS for v in value)
         case "remat":
             return value in REMATS
-        case "scan_layers":
+        case "scan_layers" | "pack":
             return isinstance(value, bool)
     return isinstance(value, str)
+
+
+def _is_mesh(value: str) -> bool:
+    try:
+        return bool(axes_of(value))
+    except ValueError:
+        return False
 
 
 def _show(value: Any) -> str:

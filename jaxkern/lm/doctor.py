@@ -21,7 +21,7 @@ from jaxkern.lm.memory import available_memory
 from jaxkern.lowering import cache, target
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
-_OTHER_PACKAGES = ("numpy", "ml_dtypes", "equinox", "safetensors", "tokenizers", "torch")
+_OTHER_PACKAGES = ("numpy", "ml_dtypes", "equinox", "pyarrow", "safetensors", "tokenizers", "torch")
 _CUDA_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("JAX", "XLA_", "CUDA_", "NVIDIA_VISIBLE", "NCCL_", "TF_GPU", "LD_LIBRARY_PATH")
 _CONFIG = {

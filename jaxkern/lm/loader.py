@@ -11,7 +11,7 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkern.lm import checkpoint
+from jaxkern.lm import checkpoint, data
 from jaxkern.lm.config import ModelConfig, RunError
 
 try:
@@ -79,7 +79,8 @@ class LanguageModel:
         Args:
           prompts: a text, or several of any lengths; each is continued as it is alone.
           **options: `length` (tokens, 400), `temperature` (0.8; 0 takes the likeliest), `top_k`
-            (40; 0 for all), `top_p` (1), `seed` (0; text i draws by ``seed + i``).
+            (40; 0 for all), `top_p` (1), `seed` (0; text i draws by ``seed + i``), `stop` (texts; a
+            continuation ends before the first that it has whole).
 
         Returns:
           What follows the text, or a list of what follows each.
@@ -100,6 +101,14 @@ class LanguageModel:
     def stream(self, prompt: str, **options: Any) -> Iterator[str]:
         """What :meth:`generate` returns for one text, in pieces, as it is decoded."""
         return (piece for (piece,) in self._continuations([prompt], **options))
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with the one that begins it."""
+        return self.known_codec().encode(text)
+
+    def decode(self, tokens: Sequence[int] | jax.Array) -> str:
+        """The text of tokens, (L,) integers, without those that begin and end it."""
+        return self.known_codec().decode([int(token) for token in tokens])
 
     def _continuations(self, prompts: Sequence[str], **options: Any) -> Iterator[list[str]]:
         graphdef, codec = sample.decoder(self.config), self.known_codec()
@@ -147,7 +156,7 @@ def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
     folder = Path(folder)
     if not folder.exists():
         raise RunError(f"there is no folder {folder}; {how_to_get(folder)}")
-    if _is_hf(folder):
+    if is_hf(folder):
         if step is not None:
             raise RunError(f"{folder} is no run, so that it has no step {step}; leave step out")
         return load_hf(folder)
@@ -194,7 +203,9 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
             f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
         )
     notes = [f"{what}; that of step {step} is loaded" for what in damaged]
-    return LanguageModel(config, _params(run, step, config, policy), step), notes
+    spec = stored["flags"].get("tokenizer", "bytes")
+    codec = sample.codec_of(data.open_tokenizer(spec, run, stored["data"]))
+    return LanguageModel(config, _params(run, step, config, policy), step, codec), notes
 
 
 def load_hf(folder: Path | str) -> LanguageModel:
@@ -223,14 +234,15 @@ def _check_is_run(run: Path) -> None:
     """Refuse a folder that is no run, and say which one may be meant."""
     if run.parent.name == "checkpoints" and (run / "manifest.json").exists():
         raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
-    if _is_hf(run):
+    if is_hf(run):
         raise RunError(
             f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
             "jaxkern sample --hf, or jaxkern.lm.load"
         )
 
 
-def _is_hf(folder: Path) -> bool:
+def is_hf(folder: Path) -> bool:
+    """Whether a folder holds a config.json of Hugging Face's layout."""
     try:
         content = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):

@@ -6,32 +6,44 @@ from typing import Any
 import jax
 
 from jaxkern.lm.config import RunError, TrainConfig
+from jaxkern.lm.parallel import Split
 
 REMEDY = "lower --batch-size or --seq-len, raise --grad-accum, or add --remat"
 
 
-def check_least_memory(config: TrainConfig, devices: list[Any]) -> None:
+def check_least_memory(config: TrainConfig, split: Split, device: Any) -> None:
     """Raise RunError, before anything is compiled, if no program for this batch could fit.
 
     A step holds at least the logits of one part of the batch, in two bytes or more each, and the
     stream of one layer in four.
     """
-    rows = config.batch_size // (config.grad_accum * len(devices))
+    tokens = config.batch_size * config.seq_len // (config.grad_accum * split.of_tokens)
     model = config.model
-    _check(rows * config.seq_len * (2 * model.vocab_size + 4 * model.d_model), devices[0])
+    logits, stream = 2 * model.vocab_size // split.tensor, 4 * model.d_model
+    _check(tokens * (logits + stream), device)
 
 
 def check_memory(compiled: jax.stages.Compiled, device: Any) -> None:
     """Raise RunError if the program needs more memory than `device` has left."""
+    _check(_needed(compiled), device)
+
+
+def has_room(compiled: jax.stages.Compiled, device: Any, size: int) -> bool:
+    """Whether `device` can hold `size` bytes more than the program needs, as far as can be told."""
+    available = available_memory(device)
+    return available is None or _needed(compiled) + size <= available
+
+
+def _needed(compiled: jax.stages.Compiled) -> int:
     analysis = compiled.memory_analysis()
-    if analysis is not None:
-        _check(
-            analysis.temp_size_in_bytes
-            + analysis.argument_size_in_bytes
-            + analysis.output_size_in_bytes
-            - analysis.alias_size_in_bytes,
-            device,
-        )
+    if analysis is None:
+        return 0
+    return (
+        analysis.temp_size_in_bytes
+        + analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
 
 
 def _check(needed: int, device: Any) -> None:

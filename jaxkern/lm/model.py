@@ -26,8 +26,11 @@ from flax import nnx
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
+from jaxkern.lm.classes import rows_of_parts
 from jaxkern.lm.config import DEFAULT_REMAT, REMATS, ModelConfig, Remat
+from jaxkern.lm.parallel import Split
 from jaxkern.nn import remat as policies
+from jaxkern.nn.collectives import whole_beside
 from jaxkern.nn.flax import Mamba, Mamba2
 from jaxkern.precision import Policy
 
@@ -51,6 +54,8 @@ class Options:
       remat: what the backward computes again: ``"none"``; ``"cheap"`` and ``"scan"``, which keep
         of each block what :mod:`jaxkern.nn.remat` says; or each ``"layer"`` from its input.
       scan_layers: whether the layers run in a loop.
+      split: how the model is split between devices, inside ``shard_map``; ``None`` for one device.
+      gathers: whether its matrices are those of one device of ``split.fsdp``, to be gathered.
 
     Raises:
       ValueError: `remat` is none of these.
@@ -60,6 +65,8 @@ class Options:
     implementation: Implementation | None = None
     remat: Remat = DEFAULT_REMAT
     scan_layers: bool = False
+    split: Split | None = None
+    gathers: bool = True
 
     def __post_init__(self):
         if self.remat not in REMATS:
@@ -144,9 +151,37 @@ class MambaLM(nnx.Module):
           (B, L, d_model), the policy's compute dtype; times :attr:`output_layer` the logits.
         """
         tokens, segment_ids = _check(tokens, segment_ids, mask)
-        mix = lambda block, x, _: (block(x, segment_ids=segment_ids), None)
+        options: Any = {
+            "segment_ids": segment_ids,
+            "axis_name": self.axis_name,
+            "sequence_axis": self.sequence_axis,
+        }
+        mix = lambda block, x, _: (block(x, **options), None)
         loop = self.options.scan_layers
         return self._last_norm(*self._run(mix, tokens, loop=loop, remat=self.options.remat)[0])
+
+    @property
+    def axis_name(self) -> str | None:
+        """The mesh axis over which channels, heads and the vocabulary are split."""
+        return None if self.options.split is None else self.options.split.axis("tensor")
+
+    @property
+    def sequence_axis(self) -> str | None:
+        """The mesh axis over which sequences are split."""
+        return None if self.options.split is None else self.options.split.axis("sequence")
+
+    def gather_outer(self) -> None:
+        """Joins the devices' parts of what is outside of the layers, once for a step."""
+        for name in ("embedding", "norm", "head"):
+            if hasattr(self, name):
+                whole = self._gathered({name: getattr(self, name)[...]})
+                setattr(self, name, nnx.Param(whole[name]))
+
+    def _gathered(self, params: Any, **options: Any) -> Any:
+        split, policy = self.options.split, self.options.policy
+        if split is None or not self.options.gathers:
+            return params
+        return split.gathered(params, policy.compute, **options)
 
     @property
     def output_layer(self) -> jax.Array:
@@ -215,11 +250,12 @@ class MambaLM(nnx.Module):
         graphdef, params = nnx.split(self.blocks)
 
         def mixed(params, x, cache):
-            return mix(nnx.merge(graphdef, params), x, cache)
+            return mix(nnx.merge(graphdef, self._gathered(params, without="norm")), x, cache)
 
         def layer(stream, params_and_cache):
             (x, out), (params, cache) = stream, params_and_cache
-            normalised, x = self._add_and_normalise(x, out, params["norm"])
+            norm = self._gathered({"norm": params["norm"][...]})["norm"]
+            normalised, x = self._add_and_normalise(x, out, norm)
             out, cache = mixed(params, normalised, cache)
             return (x, out), cache
 
@@ -236,12 +272,12 @@ class MambaLM(nnx.Module):
 
     def _embed(self, tokens):
         """The stream, and nothing to add to it yet."""
-        table, size = self.embedding[...].astype(jnp.float32), self.config.vocab_size
+        table = whole_beside(self.embedding[...], tokens).astype(jnp.float32)
+        size = self.config.vocab_size
         if size > _PRODUCT_UP_TO:
-            x = rows_of(table, _counting_to(tokens, size + 1))
+            x = rows_of_parts(rows_of, table, _counting_to(tokens, size + 1), self.axis_name)
         else:
-            chosen = one_hot(tokens, size).astype(jnp.float32)
-            x = jnp.matmul(chosen, table, precision="highest")
+            x = rows_of_parts(product_with, table, tokens, self.axis_name)
         x = nan_if_unknown(x, tokens[..., None], size)
         return x, jnp.zeros(x.shape, self.options.policy.compute)
 
@@ -250,12 +286,13 @@ class MambaLM(nnx.Module):
 
     def _logits(self, hidden):
         policy = self.options.policy
-        return policy.cast_to_output(hidden @ policy.cast_to_compute(self.output_layer))
+        weight = whole_beside(self.output_layer, hidden)
+        return policy.cast_to_output(hidden @ policy.cast_to_compute(weight))
 
     def _add_and_normalise(self, x, out, norm) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised sum in the dtype of `out`, and the sum in that of the stream."""
         options: Any = {"eps": self.config.eps, "implementation": self.options.implementation}
-        return jaxkern.rms_norm(out, norm[...], residual=x, **options)
+        return jaxkern.rms_norm(out, whole_beside(norm[...], x), residual=x, **options)
 
 
 def _check(tokens: Any, segment_ids: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -306,6 +343,12 @@ def _padded_left(tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
 # bytes a product does instead, exact here and its transpose one too; for large vocabularies
 # `rows_of`.
 _PRODUCT_UP_TO = 1024
+
+
+def product_with(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Reads rows of a table (V, D) fp32 for tokens (...) by a product: (..., D)."""
+    chosen = one_hot(tokens, len(table)).astype(jnp.float32)
+    return jnp.matmul(chosen, table, precision="highest")
 
 
 @jax.custom_vjp

@@ -11,18 +11,23 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxkern.lm import checkpoint
 from jaxkern.lm.config import RunError, TrainConfig
+from jaxkern.lm.data import Packed, dtype_of
 from jaxkern.lm.model import Options
-from jaxkern.lm.step import compiler_options, init_state, loss_fn, make_model, make_train_step
+from jaxkern.lm.parallel import BATCH, Split, split_of
+from jaxkern.lm.step import (
+    batch_loss,
+    compiler_options,
+    gathers_in_layers,
+    init_state,
+    make_model,
+    make_train_step,
+    token_weights,
+)
 from jaxkern.lowering import cache
 from jaxkern.precision import Policy
-
-_BATCH = "batch"
-"""The mesh axis between whose devices the batch is split."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,56 +35,97 @@ class Placement:
     """Where the arrays of a run lie.
 
     Attributes:
-      platform: of the devices.
-      replicated: parameters and all else that every device has whole.
-      first_split, second_split: arrays whose first or second axis is the batch.
-      mesh: of the devices between which the batch is split; ``None`` for one device.
+      devices: all of them.
+      split: between how many of them the axes of a mesh split the model and the batch.
+      mesh: of the devices; ``None`` for one.
     """
 
-    platform: str
-    replicated: Any
-    first_split: Any
-    second_split: Any
-    mesh: Mesh | None = None
+    devices: tuple[Any, ...]
+    split: Split
+    mesh: Mesh | None
 
     @staticmethod
-    def on(devices: Sequence[Any]) -> "Placement":
-        """Puts a run on one device, or splits its batch between several."""
-        platform = devices[0].platform
-        if len(devices) == 1:
-            one = SingleDeviceSharding(devices[0])
-            return Placement(platform, one, one, one)
-        mesh = Mesh(np.array(devices), (_BATCH,), axis_types=(AxisType.Auto,))
-        specs = PartitionSpec(), PartitionSpec(_BATCH), PartitionSpec(None, _BATCH)
-        replicated, first, second = (NamedSharding(mesh, spec) for spec in specs)
-        return Placement(platform, replicated, first, second, mesh)
+    def of(config: TrainConfig, devices: Sequence[Any]) -> "Placement":
+        """Puts a run on one device, or splits it between several.
 
-    def jit(self, f: Callable[..., Any], **options: Any) -> Any:
-        """Compiles `f` by ``jax.jit``, its results replicated."""
-        compiler = compiler_options(self.platform)
-        return jax.jit(f, out_shardings=self.replicated, compiler_options=compiler, **options)
+        Raises:
+          RunError: model or batch cannot be split so.
+        """
+        split = split_of(config, len(devices))
+        axes = split.axes
+        if not axes:
+            return Placement(tuple(devices), split, None)
+        grid = np.array(devices).reshape([split.sizes[axis] for axis in axes])
+        return Placement(tuple(devices), split, Mesh(grid, axes, axis_types=_auto(axes)))
 
     @property
-    def axis_name(self) -> str | None:
-        """The mesh axis between whose devices the batch is split."""
-        return None if self.mesh is None else _BATCH
+    def platform(self) -> str:
+        """That of the devices."""
+        return self.devices[0].platform
 
-    def on_each(self, f: Callable[..., Any], windows: Any) -> Callable[..., Any]:
-        """Makes `f` of (state, windows) the program of each device, with its part of the windows.
+    def sharding(self, *spec: Any) -> Any:
+        """How an array is split that has these entries of a ``PartitionSpec``."""
+        if self.mesh is None:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-        A device so runs the program that a single one would, and sums of gradients over devices.
+    @property
+    def first_split(self) -> Any:
+        """Windows of tokens whose first axis is the batch."""
+        return self.sharding(*self._windows)
 
-        Args:
-          f: gives arrays that are the same on every device.
-          windows: where they lie, `first_split` or `second_split`.
+    @property
+    def second_split(self) -> Any:
+        """Windows of tokens whose second axis is the batch."""
+        return self.sharding(None, *self._windows)
+
+    @property
+    def _windows(self) -> tuple[Any, ...]:
+        batch = tuple(axis for axis in BATCH if self.split.axis(axis))
+        return batch, self.split.axis("sequence")
+
+    def shardings(self, tree: Any, *, stored: bool = False) -> Any:
+        """How the leaves of a tree of parameters, or of a training state, are split.
+
+        `stored` is for the order of columns that checkpoints have.
+        """
+        specs = self.split.specs(tree, stored=stored)
+        return jax.tree.map(lambda spec: self.sharding(*spec), specs)
+
+    def jit(self, f: Callable[..., Any], out_shardings: Any = None, **options: Any) -> Any:
+        """Compiles `f` by ``jax.jit``, its results by default the same on every device."""
+        compiler = compiler_options(self.platform)
+        whole = self.sharding() if out_shardings is None else out_shardings
+        return jax.jit(f, out_shardings=whole, compiler_options=compiler, **options)
+
+    def on_each(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Makes `f` the program of each device, with its parts of the arguments.
+
+        A device so runs the program that a single one would, and what `f` itself says is exchanged.
         """
         if self.mesh is None:
             return f
-        specs = PartitionSpec(), windows.spec
         # Without check_vma JAX adds no sums over devices to those that `f` asks for.
         return jax.shard_map(
-            f, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+            f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
+
+    def to_stored(self, state: Any) -> Any:
+        """The state with its columns in the order of checkpoints."""
+        return self._moved(state, self.split.to_stored, stored=True)
+
+    def to_devices(self, state: Any) -> Any:
+        """The state of a checkpoint with its columns in the order of the devices."""
+        return self._moved(state, self.split.to_devices, stored=False)
+
+    def _moved(self, state: Any, move: Callable[..., Any], *, stored: bool) -> Any:
+        if self.split.tensor == 1:
+            return state
+        return self.jit(move, self.shardings(state, stored=stored))(state)
+
+
+def _auto(axes: Sequence[str]) -> tuple[AxisType, ...]:
+    return (AxisType.Auto,) * len(axes)
 
 
 def precision_policy(config: TrainConfig) -> Policy:
@@ -90,17 +136,55 @@ def precision_policy(config: TrainConfig) -> Policy:
         raise RunError(f"--mixed-precision {config.mixed_precision}: {error}") from None
 
 
-def model_structure(config: TrainConfig) -> Any:
-    """The model of a run, to be merged with parameters."""
+def model_structure(
+    config: TrainConfig, split: Split | None = None, *, gathers: bool = True
+) -> Any:
+    """The model of a run, to be merged with parameters.
+
+    Args:
+      config: of the run.
+      split: how it is split between devices; ``None`` for one.
+      gathers: whether the model gathers the matrices that ``split.fsdp`` splits.
+    """
     implementation: Any = None if config.implementation == "auto" else config.implementation
-    options = Options(precision_policy(config), implementation, config.remat, config.scan_layers)
+    options = Options(
+        precision_policy(config), implementation, config.remat, config.scan_layers, split, gathers
+    )
     return make_model(config.model, options)
 
 
-def abstract_state(config: TrainConfig, placement: Placement) -> Any:
-    """Shapes, dtypes and shardings of the training state."""
-    state = jax.eval_shape(lambda: init_state(config, precision_policy(config)))
-    return checkpoint.abstract(state, placement.replicated)
+def abstract_state(config: TrainConfig, placement: Placement, *, stored: bool = False) -> Any:
+    """Shapes, dtypes and shardings of the training state.
+
+    `stored` is for the order of columns that checkpoints have.
+    """
+    split = placement.split
+    init = lambda: init_state(config, precision_policy(config))
+    state = jax.eval_shape(init if stored else lambda: split.to_devices(init()))
+    typed = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(typed, state, placement.shardings(state, stored=stored))
+
+
+def lowered_init(config: TrainConfig, placement: Placement) -> jax.stages.Lowered:
+    """The program that makes the state before the first step; each device makes its part alone."""
+
+    def init() -> Any:
+        state = init_state(config, precision_policy(config))
+        if placement.split.tensor > 1:  # no device is to hold the whole of what is reordered
+            whole = placement.shardings(state, stored=True)
+            state = jax.lax.with_sharding_constraint(state, whole)
+        return placement.split.to_devices(state)
+
+    return placement.jit(init, placement.shardings(abstract_state(config, placement))).lower()
+
+
+def abstract_batch(config: TrainConfig, rows: tuple[int, ...], split: Split, sharding: Any) -> Any:
+    """Shapes, dtypes and shardings of windows of tokens, and of their segments if they have any."""
+    dtype, shape = dtype_of(config.model.vocab_size), (*rows, config.seq_len + split.sequence)
+    tokens = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    if not config.pack:
+        return tokens
+    return Packed(tokens, jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding))
 
 
 def lowered_step(
@@ -110,16 +194,36 @@ def lowered_step(
 
     `platform` is that of the placement's devices unless it is given.
     """
-    per_part = config.batch_size // config.grad_accum
-    windows = jax.ShapeDtypeStruct(
-        (config.grad_accum, per_part, config.seq_len + 1),
-        np.uint8,
-        sharding=placement.second_split,
-    )
-    step = make_train_step(config, model_structure(config), placement.axis_name)
-    step = placement.on_each(step, placement.second_split)
-    traced = placement.jit(step, donate_argnums=0).trace(abstract_state(config, placement), windows)
+    split, by_parts = placement.split, placement.second_split
+    rows = config.grad_accum, config.batch_size // config.grad_accum
+    windows = abstract_batch(config, rows, split, by_parts)
+    state = abstract_state(config, placement)
+    structure = model_structure(config, split, gathers=gathers_in_layers(config))
+    step = make_train_step(config, structure, split)
+    if placement.mesh is not None:
+        specs = split.specs(state)
+        step = placement.on_each(step, (specs, by_parts.spec), (specs, PartitionSpec()))
+    shardings = placement.shardings(state), placement.sharding()
+    traced = placement.jit(step, shardings, donate_argnums=0).trace(state, windows)
     return traced.lower(lowering_platforms=None if platform is None else (platform,))
+
+
+def lowered_loss(config: TrainConfig, placement: Placement) -> jax.stages.Lowered:
+    """(parameters, windows (B/K, L + 1)) -> the mean cross-entropy, lowered."""
+    split, by_rows = placement.split, placement.first_split
+    rows = (config.batch_size // config.grad_accum,)
+    windows = abstract_batch(config, rows, split, by_rows)
+    params = abstract_state(config, placement).params
+    structure = model_structure(config, split)
+
+    def mean_loss(params: Any, windows: Any) -> jax.Array:
+        weight = token_weights(windows, split.mean_of_batch)
+        return split.mean_of_batch(batch_loss(structure, params, windows, weight))
+
+    if placement.mesh is not None:
+        in_specs = split.specs(params), by_rows.spec
+        mean_loss = placement.on_each(mean_loss, in_specs, PartitionSpec())
+    return placement.jit(mean_loss).lower(params, windows)
 
 
 class Programs(NamedTuple):
@@ -129,6 +233,9 @@ class Programs(NamedTuple):
       init: () -> the state before the first step; ``None`` for a run that has one.
       step: (state, windows (K, B/K, L + 1)) -> (state, metrics).
       loss: (parameters, windows (B/K, L + 1)) -> the mean cross-entropy.
+
+    Windows of packed documents are a `Packed`, which has their segments, too. Where sequences are
+    split, windows are those that :meth:`Split.windows` gives.
     """
 
     init: Any
@@ -138,32 +245,9 @@ class Programs(NamedTuple):
 
 def compile_programs(config: TrainConfig, placement: Placement, *, fresh: bool) -> Programs:
     """The programs of a run, compiled at the same time: XLA uses few cores for each."""
-    policy = precision_policy(config)
-
-    def init() -> Any:
-        if fresh:
-            return placement.jit(lambda: init_state(config, policy)).lower().compile()
-
-    def step() -> jax.stages.Compiled:
-        return lowered_step(config, placement).compile()
-
-    def loss() -> jax.stages.Compiled:
-        windows = jax.ShapeDtypeStruct(
-            (config.batch_size // config.grad_accum, config.seq_len + 1),
-            np.uint8,
-            sharding=placement.first_split,
-        )
-        params = abstract_state(config, placement).params
-        structure = model_structure(config)
-
-        def mean_loss(params: Any, windows: Any) -> jax.Array:
-            loss = loss_fn(structure, params, windows)
-            axis_name = placement.axis_name
-            return loss if axis_name is None else lax.pmean(loss, axis_name)
-
-        f = placement.on_each(mean_loss, placement.first_split)
-        return placement.jit(f).lower(params, windows).compile()
-
+    init: Any = lambda: lowered_init(config, placement).compile() if fresh else None
+    step: Any = lambda: lowered_step(config, placement).compile()
+    loss: Any = lambda: lowered_loss(config, placement).compile()
     # Under JAX_CHECK_TRACER_LEAKS threads share a list of traces, which holds for one of them.
     pool = ThreadPoolExecutor(1 if jax.config.jax_check_tracer_leaks else None)
     try:

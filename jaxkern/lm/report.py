@@ -6,15 +6,17 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxkern.lm import stop
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data import write_atomically
+from jaxkern.lm.trackers import Tracker
 
 BITS = 1 / math.log(2)  # nats to bits
+PERPLEXITY = "validation_perplexity"
 
 
 class MetricsLog:
@@ -26,12 +28,19 @@ class MetricsLog:
         self.records = [record for record in self.records if record["step"] <= resume_at]
         write_atomically(path, "".join(map(_line, self.records)))
         self._file = path.open("a", encoding="utf-8")
+        self._followers: Sequence[Tracker] = ()
+
+    def follow(self, trackers: "Sequence[Tracker]") -> None:
+        """Have these take all further records, too."""
+        self._followers = trackers
 
     def write(self, records: list[dict[str, Any]]) -> None:
         records = [_without_infinities(record) for record in records]
         self.records += records
         self._file.write("".join(map(_line, records)))
         self._file.flush()
+        for tracker in self._followers:
+            tracker.write(records)
 
     def sync(self) -> None:
         """Write all to disk: no checkpoint may be there before the records of its steps."""
@@ -39,6 +48,24 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
+        for tracker in self._followers:
+            tracker.close()
+
+
+class UnwrittenLog(MetricsLog):
+    """That of a process whose records another one writes."""
+
+    def __init__(self) -> None:
+        self.records = []
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        """Do nothing."""
+
+    def sync(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -104,22 +131,47 @@ class Speed:
         self._measured.append((steps, seconds))
         return steps * self._tokens / seconds
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside is work whose time is not that of the steps under way."""
+        began = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - began
+
     def steady(self) -> float:
         """Over all measurements but the first, if there are more: it may hold one-time work."""
         measured = self._measured[1:] or self._measured
         return self._tokens * sum(n for n, _ in measured) / sum(s for _, s in measured)
 
 
-class Progress:
-    """A bar on a terminal; elsewhere a plain line now and then."""
+def validation_told(record: dict[str, Any]) -> str:
+    """A validation in words: bits per byte, and perplexities where tokens are not bytes alone."""
+    text = f"validation {record['validation_bits_per_byte']:.3f} bits/byte"
+    if PERPLEXITY not in record:
+        return text
+    text += f" · perplexity {record[PERPLEXITY]:.4g}"
+    of_each = [
+        f"{key.partition('/')[2]} {value:.4g}"
+        for key, value in record.items()
+        if key.startswith(f"{PERPLEXITY}/")
+    ]
+    return f"{text} ({', '.join(of_each)})" if of_each else text
 
-    def __init__(self, *, start: int, steps: int):
+
+class Progress:
+    """A bar on a terminal; elsewhere a plain line now and then.
+
+    What is not `shown` has no bar.
+    """
+
+    def __init__(self, *, start: int, steps: int, tokens_per_byte: float = 1.0, shown: bool = True):
         self._steps = steps
+        self._bits = BITS * tokens_per_byte
         self._start = start
         self._began = time.perf_counter()
         self._bar = None
         self._text = ""
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -136,11 +188,12 @@ class Progress:
         losses = [r["loss"] for r in records if math.isfinite(r["loss"])] or [math.nan]
         loss = sum(losses) / len(losses)
         text = (
-            f"loss {loss:.3f} · {loss * BITS:.3f} bits/byte · "
+            f"loss {loss:.3f} · {loss * self._bits:.3f} bits/byte · "
             f"{records[-1]['tokens_per_second']:,.0f} tokens/s"
         )
-        validation = records[-1].get("validation_bits_per_byte")
-        held_out = "" if validation is None else f"validation {validation:.3f} bits/byte"
+        held_out = ""
+        if records[-1].get("validation_bits_per_byte") is not None:
+            held_out = validation_told(records[-1])
         self._text = text
         if self._bar is not None:
             with stop.output_may_close():
@@ -153,6 +206,14 @@ class Progress:
             left = (time.perf_counter() - self._began) / done * (self._steps - step)
             line = f"{self._at(step)} · {text} · {_duration(left)} left"
             stop.say(f"{line} · {held_out}" if held_out else line)
+
+    def tell(self, text: str) -> None:
+        """Print lines that stay."""
+        if self._bar is None:
+            stop.say(text)
+            return
+        with stop.output_may_close():
+            self._bar.write(text)
 
     @contextlib.contextmanager
     def during(self, step: int, what: str) -> Iterator[None]:
@@ -184,16 +245,14 @@ def _duration(seconds: float) -> str:
 
 def plot_losses(records: list[dict[str, Any]], path: Path, *, title: str) -> None:
     """Draw training and validation bits per byte against the step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # without pyplot, whose backend is the user's
     from matplotlib.ticker import MaxNLocator
 
     train = [(r["step"], r["bits_per_byte"]) for r in records if r.get("bits_per_byte")]
     name = "validation_bits_per_byte"
     validation = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     if train:
         smooth = len(train) >= 2 * _SMOOTHED
         color, width = ("#9bb8d3", 0.8) if smooth else ("#1f5a94", 1.8)
@@ -237,7 +296,6 @@ def plot_losses(records: list[dict[str, Any]], path: Path, *, title: str) -> Non
         axes.legend(frameon=False, ncols=3, **place)
     temporary = path.with_suffix(".tmp.png")
     figure.savefig(temporary, dpi=150)
-    plt.close(figure)
     os.replace(temporary, path)
 
 

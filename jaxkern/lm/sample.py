@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from flax import nnx
 
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import SEPARATOR
+from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
 
@@ -47,6 +49,9 @@ def continuations(
     params: Any,
     codec: "Bytes | Tokens",
     prompts: Sequence[str | bytes],
+    *,
+    stop: Sequence[str] = (),
+    timing: "Timing | None" = None,
     **options: Any,
 ) -> Iterator[list[str]]:
     """The texts after prompts, as they are decoded: the next piece of each.
@@ -56,22 +61,81 @@ def continuations(
         params: the model's parameters.
         codec: how text becomes tokens.
         prompts: texts, which may be empty.
+        stop: texts; a continuation ends before the first that it has whole.
+        timing: is told of the tokens that are decoded.
         **options: of `generate_tokens`.
     """
+    stops = _check_stop(stop)
     ids = [codec.encode(prompt) for prompt in prompts]
     decode = [codec.decoder(tokens) for tokens in ids]
+    ending = [_Ending(stops) for _ in ids]
     going = [True] * len(ids)
     for chunk in generate_tokens(graphdef, params, ids, never=codec.never, **options):
+        if timing is not None:
+            timing.add(sum(going) * chunk.shape[1])
         pieces = [""] * len(ids)
         for row in filter(going.__getitem__, range(len(ids))):
             tokens = chunk[row].tolist()
-            stop = next((i for i, token in enumerate(tokens) if token in codec.ends), None)
-            going[row] = stop is None
-            pieces[row] = decode[row](tokens[:stop], not going[row])
+            end = next((i for i, token in enumerate(tokens) if token in codec.ends), None)
+            text = decode[row](tokens[:end], end is not None)
+            pieces[row], stopped = ending[row](text, end is not None)
+            going[row] = end is None and not stopped
         yield pieces
         if not any(going):
             return
-    yield [decode[row]([], True) if going[row] else "" for row in range(len(ids))]
+    last = lambda row: ending[row](decode[row]([], True), True)[0]
+    yield [last(row) if going[row] else "" for row in range(len(ids))]
+
+
+def _check_stop(stop: Sequence[str]) -> Sequence[str]:
+    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+        raise TypeError(f"stop must be a sequence of texts, got {stop!r}")
+    if not all(stop):
+        raise ValueError("stop has an empty text, before which nothing can be written")
+    return stop
+
+
+class _Ending:
+    """Ends a text before the one of several others that is the first to be complete in it."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = stops
+        self._held = ""  # the end of the text so far, with which one of them may begin
+
+    def __call__(self, text: str, final: bool) -> tuple[str, bool]:
+        """Takes what comes next; returns what is sure of the text, and whether it has ended."""
+        text = self._held + text
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops]
+        if found := [each for each in found if each[1] >= 0]:
+            return text[: min(found)[1]], True
+        starts = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
+        held = 0 if final else max(map(len, filter(text.endswith, starts)), default=0)
+        sure = len(text) - held
+        self._held = text[sure:]
+        return text[:sure], False
+
+
+class Timing:
+    """How fast tokens are decoded, those of all texts together."""
+
+    def __init__(self):
+        self._times = [time.perf_counter()]
+        self._tokens: list[int] = []
+
+    def add(self, tokens: int) -> None:
+        """Notes that so many more are there."""
+        self._times.append(time.perf_counter())
+        self._tokens.append(tokens)
+
+    def __str__(self) -> str:
+        if not self._tokens:
+            return "no token was decoded"
+        first = f"the first {self._tokens[0]} tokens after {self._times[1] - self._times[0]:.2f} s"
+        if len(self._tokens) == 1:
+            return f"{first}, compilation included"
+        rest = sum(self._tokens[1:])
+        rate = rest / (self._times[-1] - self._times[1])
+        return f"{first}, compilation included; then {rest} at {rate:,.0f} tokens/s"
 
 
 class Bytes:
@@ -85,11 +149,16 @@ class Bytes:
         text = prompt.encode("utf-8", "surrogateescape") if isinstance(prompt, str) else prompt
         return [SEPARATOR, *text]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without what separates texts."""
+        return bytes(token for token in tokens if token != SEPARATOR).decode("utf-8", "replace")
+
     def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
         """A function (next tokens, whether they are the last) -> the text that they complete."""
         del prompt
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        return lambda tokens, final: decode(bytes(tokens), final)
+        # A model that began with a larger vocabulary may draw tokens that are no bytes.
+        return lambda tokens, final: decode(bytes(t for t in tokens if t < 256), final)
 
 
 class Tokens:
@@ -98,12 +167,15 @@ class Tokens:
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
         config: config.json, which names the tokens that begin and end a text.
+        begins: whether every text begins with the first of these, and with nothing that the
+            tokenizer would add; else it is as the tokenizer has it.
     """
 
     never: int | None = None
 
-    def __init__(self, tokenizer: Any, config: dict[str, Any]):
+    def __init__(self, tokenizer: Any, config: dict[str, Any], *, begins: bool = False):
         self._tokenizer = tokenizer
+        self._begins = begins
         self._first: Any = config.get("bos_token_id")
         self._size = config["vocab_size"]
         ends = config.get("eos_token_id")
@@ -113,7 +185,10 @@ class Tokens:
         """The tokens of a prompt, of one that is empty the first of any text."""
         if isinstance(prompt, str):
             prompt = prompt.encode("utf-8", "surrogateescape")
-        ids: list[int] = self._tokenizer.encode(prompt.decode("utf-8", "replace")).ids
+        text = prompt.decode("utf-8", "replace")
+        if self._begins:
+            return [self._first, *self._tokenizer.encode(text, add_special_tokens=False).ids]
+        ids: list[int] = self._tokenizer.encode(text).ids
         if not ids and self._first is None:
             raise RunError("this model's text begins with no token of its own; give a --prompt")
         if not ids:
@@ -124,6 +199,10 @@ class Tokens:
                 "tokenizer that the model was trained with"
             )
         return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those that begin and end it."""
+        return self._tokenizer.decode(list(tokens))
 
     def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
         """A function (next tokens, whether they are the last) -> the text that they complete."""
@@ -141,6 +220,18 @@ class Tokens:
             return new
 
         return decode
+
+
+def codec_of(tokenizer: Any) -> "Bytes | Tokens":
+    """The text of a model that was trained with a tokenizer of `jaxkern.lm.data.tokenizer`."""
+    if isinstance(tokenizer, tokenizers.Bytes):
+        return Bytes()
+    config = {
+        "bos_token_id": tokenizer.begin,
+        "eos_token_id": tokenizer.end,
+        "vocab_size": tokenizer.size,
+    }
+    return Tokens(tokenizer.tokenizer, config, begins=True)
 
 
 def generate_tokens(

@@ -1,6 +1,6 @@
 """One optimizer step and one evaluation, as pure functions of arrays.
 
-loss    mean cross-entropy of the next byte, in nats
+loss    mean cross-entropy of the next token, in nats
 grads   of the loss, clipped to global norm 1
 AdamW   b1 0.9, b2 0.95, weight decay 0.1 on matrices only
 lr      linear warm-up, then a cosine from lr down to lr / 10 at the last step
@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
 
 import jaxkern
+from jaxkern.lm.classes import linear_cross_entropy
 from jaxkern.lm.config import ModelConfig, TrainConfig
+from jaxkern.lm.data import Packed
 from jaxkern.lm.model import MambaLM, Options, decayed, initial_params
+from jaxkern.lm.parallel import Split
+from jaxkern.nn.collectives import whole_beside
 from jaxkern.nn.common import implementation_of_products
-from jaxkern.optim.gradients import sum_of_squares
+from jaxkern.optim.accumulation import sums_of_gradients
 from jaxkern.optim.transforms import FusedAdamState
 from jaxkern.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
 
@@ -78,9 +81,11 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
     return schedule
 
 
-def init_state(config: TrainConfig, policy: Policy) -> TrainState:
-    """The state before the first step, from the seed alone. Run it under jit."""
-    params = policy.cast_to_params(initial_params(config.model, config.seed))
+def init_state(config: TrainConfig, policy: Policy, params: Params = None) -> TrainState:
+    """The state before the first step, from the seed alone or from `params`. Run it under jit."""
+    if params is None:
+        params = initial_params(config.model, config.seed)
+    params = policy.cast_to_params(params)
     opt_state: Any = make_optimizer(config).init(params)
     return TrainState(
         params=params,
@@ -115,11 +120,13 @@ def loss_fn(
     """
     before = lambda leaf: None if leaf is None else leaf[:, :-1]
     model = nnx.merge(graphdef, params)
+    model.gather_outer()
     hidden = model.hidden(windows[:, :-1], segment_ids=before(segment_ids), mask=before(mask))
-    return jaxkern.linear_cross_entropy(
+    return linear_cross_entropy(
         hidden,
-        model.output_layer,
+        whole_beside(model.output_layer, hidden),
         _labels(windows[:, 1:], segment_ids, mask),
+        model.axis_name,
         ignore_index=_IGNORED,
         memory=_LOGITS.get(model.options.remat),
         implementation=implementation_of_products(model.options.implementation),
@@ -147,31 +154,71 @@ def _labels(targets: jax.Array, segment_ids: Any, mask: Any) -> jax.Array:
     return labels
 
 
+def batch_loss(graphdef: nnx.GraphDef, params: Params, batch: Any, weight: Any) -> jax.Array:
+    """`loss_fn` of windows (B, L + 1), or of a `Packed`, times its weight if it has one."""
+    windows, segment_ids = batch if isinstance(batch, Packed) else (batch, None)
+    loss = loss_fn(graphdef, params, windows, segment_ids=segment_ids)
+    return loss if weight is None else loss * weight
+
+
+def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array | None:
+    """What parts (..., B, L + 1) of a batch count for, so that all of its tokens count alike.
+
+    The mean of the parts' losses by these weights (...) is then the mean over all tokens that are
+    predicted, of every device. ``None`` without segments: each part has as many tokens.
+
+    Args:
+      batch: of this device.
+      mean_of_batch: the mean over the devices between which its tokens are split.
+    """
+    if not isinstance(batch, Packed):
+        return None
+    segments = batch.segment_ids
+    same = segments[..., 1:] == segments[..., :-1]
+    counts = jnp.sum(same, axis=(-2, -1), dtype=jnp.float32)
+    return counts / jnp.maximum(mean_of_batch(counts.mean()), jnp.finfo(jnp.float32).tiny)
+
+
+def gathers_in_layers(config: TrainConfig) -> bool:
+    """Whether a training step gathers each layer's matrices in the layer, or all of them before.
+
+    Of a batch in parts all are gathered once, and gradients scattered once.
+    """
+    return config.grad_accum == 1
+
+
 def make_train_step(
-    config: TrainConfig, graphdef: nnx.GraphDef, axis_name: str | None = None
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+    config: TrainConfig, graphdef: nnx.GraphDef, split: Split | None = None
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """The function (state, windows (K, B/K, L + 1)) -> (state, metrics), K = grad_accum.
 
-    Inside ``shard_map`` over the mesh axis `axis_name` the windows are one device's; losses and
-    gradients are means over all devices, and so are the same on each.
+    Windows of packed documents come as a `Packed`; every token of theirs counts alike.
+    With a `split` it is the program of one device inside ``shard_map``: state and windows are its
+    parts of them (:meth:`Split.windows`), losses and gradients are means over the whole batch.
+    `graphdef` is then of a model that gathers matrices itself if :func:`gathers_in_layers` says so.
     """
     optimizer = make_optimizer(config)
     schedule = learning_rate(config)
     mode: Any = config.implementation
+    split = Split(config.model) if split is None else split
+    each_layer = gathers_in_layers(config)
+    compute = Policy.parse(config.mixed_precision).compute
 
-    def train_step(state: TrainState, windows: jax.Array):
+    def train_step(state: TrainState, windows: Any):
         scale = state.loss_scale
 
-        def scaled_loss(params, windows):
-            loss = loss_fn(graphdef, params, windows)
+        def scaled_loss(params, part):
+            loss = batch_loss(graphdef, params, *part)
             return scale.scale(loss), loss
 
-        (_, losses), grads = jaxkern.accumulate_gradients(
-            scaled_loss, state.params, windows, has_aux=True, axis_name=axis_name
-        )
-        if axis_name is not None:
-            losses = lax.pmean(losses, axis_name)
-        grad_norm = jnp.sqrt(sum_of_squares(mode, jax.tree.leaves(grads)))
+        params, parts = state.params, (windows, token_weights(windows, split.mean_of_batch))
+        if not each_layer:
+            params = split.gathered(params, compute)
+        (_, losses), sums = sums_of_gradients(scaled_loss, params, parts, has_aux=True)
+        sums = split.added_up(sums, exchanged=each_layer)
+        count = len(losses) * split.of_tokens
+        grads = jax.tree.map(lambda s, p: (s / count).astype(p.dtype), sums, state.params)
+        grad_norm = jnp.sqrt(split.sum_of_squares(mode, grads))
         params, opt_state = jaxkern.apply(
             optimizer,
             grads,
@@ -183,7 +230,7 @@ def make_train_step(
         next_scale = scale.adjust(opt_state.last_finite)
         after = TrainState(params, opt_state, next_scale, state.step + 1)
         metrics = {
-            "loss": losses.mean(),
+            "loss": split.mean_of_batch(losses.mean()),
             "grad_norm": scale.unscale(grad_norm),
             "learning_rate": schedule(state.opt_state.count),
         }

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jaxkern.lm.config import RunError, TrainConfig
+from jaxkern.lm.data import size_of
 from jaxkern.lm.program import Placement, lowered_step
 from jaxkern.lowering import cache, kernel_call
 from jaxkern.lowering.target import GPUS, lowering_for
@@ -30,12 +31,13 @@ def warm(flags: dict[str, Any], gpu: str, devices: int) -> None:
     if folder is None:
         raise RunError("the cache is switched off by JAXKERN_CACHE; unset it to keep kernels")
     config = TrainConfig.from_flags(flags)
-    config.check_split(devices)
+    config = config.for_tokens(size_of(config.tokenizer))
+    placement = Placement.of(config, jax.devices()[:devices])
     shared = f", split over {devices}" if devices > 1 else ""
     print(f"lowering the training step of {config.preset}{shared} …", flush=True)
     began = time.perf_counter()
     with lowering_for(gpu):
-        step = lowered_step(config, Placement.on(jax.devices()), platform="cuda")
+        step = lowered_step(config, placement, platform="cuda")
         if devices > 1:
             _partition(step)
     made, found = sum(kernel_call.lowerings.values()), kernel_call.found_on_disk

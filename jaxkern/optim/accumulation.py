@@ -68,6 +68,23 @@ def accumulate_gradients(
         axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         # Else every gradient of what the devices share would be a sum over them at once.
         params = jax.tree.map(lambda p: vary_over(jnp.asarray(p), frozenset(axes)), params)
+    values, totals = sums_of_gradients(loss_fn, params, microbatches, has_aux=has_aux)
+    losses, aux = values if has_aux else (values, None)
+    total = losses.astype(jnp.promote_types(losses.dtype, jnp.float32)).sum()
+    if axis_name is not None:
+        total, totals = lax.pmean((total, totals), axis_name)
+    loss = (total / count).astype(losses.dtype)
+    grads = jax.tree.map(lambda t, p: (t / count).astype(p.dtype), totals, params)
+    return ((loss, aux) if has_aux else loss), grads
+
+
+def sums_of_gradients(
+    loss_fn: Callable[..., Any], params: Tree, microbatches: Tree, *, has_aux: bool = False
+) -> tuple[Any, Tree]:
+    """What `loss_fn` gives for each microbatch, stacked, and the sums of its gradients.
+
+    The sums are in float32 at least; arguments are those of :func:`accumulate_gradients`.
+    """
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
     axes = varying(*jax.tree.leaves((params, microbatches)))
 
@@ -80,13 +97,7 @@ def accumulate_gradients(
         return jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads), value
 
     totals, values = lax.scan(add, jax.tree.map(zeros, params), microbatches)
-    losses, aux = values if has_aux else (values, None)
-    total = losses.astype(jnp.promote_types(losses.dtype, jnp.float32)).sum()
-    if axis_name is not None:
-        total, totals = lax.pmean((total, totals), axis_name)
-    loss = (total / count).astype(losses.dtype)
-    grads = jax.tree.map(lambda t, p: (t / count).astype(p.dtype), totals, params)
-    return ((loss, aux) if has_aux else loss), grads
+    return values, totals
 
 
 def _count(microbatches: Tree) -> int:

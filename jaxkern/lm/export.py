@@ -1,0 +1,84 @@
+"""Writes a run's model as a checkpoint in the layout of Hugging Face: ``jaxkern export``."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkern.lm import checkpoint, data, hf, loader
+from jaxkern.lm.config import RunError
+from jaxkern.lm.data import write_atomically
+from jaxkern.lm.model import count_params
+from jaxkern.lm.stop import say
+
+_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+_TOKENIZER = "tokenizer.json"
+
+
+def export(
+    run: Path, folder: Path, *, step: int | None = None, dtype: str = "fp32"
+) -> loader.LanguageModel:
+    """Write a checkpoint of a run so that transformers, and ``jaxkern sample --hf``, read it.
+
+    Args:
+      run: the run's folder.
+      folder: is made if it is not there; a checkpoint of Hugging Face in it is replaced. What the
+        model is goes to config.json and model.safetensors; the run's tokenizer goes along, and what
+        else the checkpoint has that the run began with.
+      step: which checkpoint of the run; by default the newest that is whole.
+      dtype: "fp32" or "bf16", of the weights.
+
+    Returns:
+      The model that was written, in the dtypes of the run.
+
+    Raises:
+      RunError: with what is wrong and what to do.
+    """
+    model, notes = loader.load_run(run, step=step)
+    for note in notes:
+        say(f"warning: {note}")
+    stored = checkpoint.read_config(run)
+    begun = stored["flags"].get("init_hf")
+    like = Path(begun) if begun and (Path(begun) / hf.CONFIG).exists() else None
+    _check_target(folder, like)
+    params = jax.tree.map(lambda leaf: leaf.astype(_DTYPES[dtype]), model.params)
+    try:
+        hf.save(folder, model.config, params, like=like)
+    except ValueError as error:
+        raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
+    if (spec := stored["flags"].get("tokenizer", "bytes")) != "bytes":
+        _write_tokenizer(folder, run, data.open_tokenizer(spec, run, stored["data"]))
+    say(f"{folder}: step {model.step} of {run}, {count_params(model.params):,} parameters, {dtype}")
+    return model
+
+
+def _write_tokenizer(folder: Path, run: Path, tokenizer: Any) -> None:
+    """Write the tokenizer of a run, and which of its tokens begin and end a text."""
+    shutil.copy(run / _TOKENIZER, folder)
+    ends = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end, "pad_token": tokenizer.end}
+    _update(folder / hf.CONFIG, {f"{name}_id": token for name, token in ends.items()})
+    texts = {name: tokenizer.tokenizer.id_to_token(token) for name, token in ends.items()}
+    _update(
+        folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | texts
+    )
+
+
+def _update(path: Path, values: dict[str, Any]) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    write_atomically(path, json.dumps(content | values, indent=2, sort_keys=True) + "\n")
+
+
+def _check_target(folder: Path, like: Path | None) -> None:
+    """Refuse a folder where something else would be lost."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"--hf {folder} is a file; name a folder")
+    if like is not None and folder.exists() and folder.samefile(like):
+        raise RunError(f"--hf {folder} is the checkpoint that the run began with; name another")
+    if (folder / hf.CONFIG).exists() and not loader.is_hf(folder):
+        raise RunError(
+            f"--hf {folder} holds a {hf.CONFIG} that is not of Hugging Face's layout; name another "
+            "folder"
+        )

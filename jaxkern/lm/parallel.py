@@ -1,0 +1,358 @@
+"""How a language model is split between devices: over which axes of a mesh, and along what.
+
+    data      every device has all parameters, and a part of the batch
+    sequence  every device has all parameters, and a part of each sequence
+    fsdp      a device has a part of each matrix, gathered where a layer needs it, and of the batch
+    tensor    a device has a part of the channels or heads of a block, and of the vocabulary
+
+The axes multiply. A step is the program of one device inside ``shard_map``, so that what devices
+exchange stands in the model (:mod:`jaxkern.nn.collectives`) and is nothing else:
+
+- over `data` the gradients are added up in fp32, those of a layer while the next one's backward
+  runs; over `sequence`, too, where a scan also hands on its state, forward and backward, and a
+  convolution the last inputs of its filter. The windows of a batch are cut on the host, so that a
+  part has the label of its last token. Everything else computes tokens one by one;
+- over `fsdp` each layer gathers its matrices in the dtype of the products, and their gradients are
+  added up in fp32 and scattered. What is no matrix is small, and every device has it;
+- of a batch in parts (``--grad-accum``) gradients are added up after the last part alone, and all
+  matrices gathered before the first;
+- over `tensor` a block adds up what `out_proj` gives, forward, and the gradient of its input; a
+  Mamba block also what `x_proj` gives, and a Mamba-2 block the mean squares of its norm. Embedding
+  and loss add up rows and a few numbers of each token.
+
+A device has part of the columns of u and of those of z, which stand side by side in `in_proj`.
+So while a model is split over `tensor` its columns are in the order of the devices (`to_devices`);
+checkpoints have them in the model's own.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxkern.lm.config import AXES, ModelConfig, RunError, TrainConfig, axes_of
+from jaxkern.nn import mamba2
+from jaxkern.nn.collectives import enter, gather
+from jaxkern.optim.gradients import sum_of_squares
+
+BATCH = ("data", "fsdp")
+"""The axes between whose devices the sequences of a batch are split."""
+
+TOKENS = ("data", "sequence", "fsdp")
+"""The axes between whose devices the tokens of a batch are split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Between how many devices the axes split a model, of `model`'s shape.
+
+    Raises:
+      RunError: a dimension cannot be split so.
+    """
+
+    model: ModelConfig
+    data: int = 1
+    sequence: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        sizes, model = self.model.sizes, self.model
+        self._check("fsdp", "width d_model", model.d_model)
+        self._check("fsdp × tensor", "inner channels", sizes.d_inner)
+        self._check("tensor", "vocabulary", model.vocab_size)
+        if isinstance(sizes, mamba2.Sizes):
+            self._check("tensor", "heads", sizes.heads)
+            norm_groups = sizes.ngroups if sizes.norm_groups is None else sizes.norm_groups
+            self._check("tensor", "groups that share B and C", sizes.ngroups, one=True)
+            self._check("tensor", "groups of the norm", norm_groups, one=True)
+
+    def _check(self, axes: str, name: str, size: int, *, one: bool = False) -> None:
+        count = math.prod(getattr(self, axis) for axis in axes.split(" × "))
+        if size % count == 0 or (one and size == 1):
+            return
+        fitting = [str(n) for n in range(2, min(size, 64) + 1) if size % n == 0]
+        remedy = f"choose {' or '.join(fitting)}" if fitting else "leave that axis out"
+        raise RunError(
+            f"--mesh {axes.replace(' ', '')}={count} cannot split the {size} {name} of the model "
+            f"into equal parts; {remedy}, or another axis"
+        )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def of_batch(self) -> int:
+        """Between how many devices the sequences of a batch are split."""
+        return math.prod(getattr(self, axis) for axis in BATCH)
+
+    @property
+    def of_tokens(self) -> int:
+        """Between how many devices the tokens of a batch are split."""
+        return self.of_batch * self.sequence
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that more than one device shares."""
+        return tuple(axis for axis in AXES if getattr(self, axis) > 1)
+
+    def axis(self, name: str) -> str | None:
+        """`name` if more than one device shares that axis."""
+        return name if getattr(self, name) > 1 else None
+
+    def windows(self, tokens: np.ndarray) -> np.ndarray:
+        """Cuts windows (…, L + 1) into those of the parts of L, side by side: (…, S · (L / S + 1)).
+
+        The last token of a part's window, a label alone, is the first of the next one's.
+        """
+        if self.sequence == 1:
+            return tokens
+        length = (tokens.shape[-1] - 1) // self.sequence
+        first = length * np.arange(self.sequence)
+        return tokens[..., (first[:, None] + np.arange(length + 1)).reshape(-1)]
+
+    # Where a parameter lies
+
+    def specs(self, tree: Any, *, stored: bool = False) -> Any:
+        """How the leaves of a tree of parameters, or of a training state, are split.
+
+        `stored` is for the order of columns that checkpoints have.
+        """
+        return jax.tree.map_with_path(lambda path, _: self._spec(path, stored), tree)
+
+    def _spec(self, path: Any, stored: bool) -> PartitionSpec:
+        name, stacked = _name_of(path)
+        of_tensor, of_fsdp = _DIMENSIONS.get(name, (None, None))
+        if stored and name in self._reordered:  # split along its rows, whose order is the same
+            of_tensor = of_fsdp if self.model.d_model % (self.fsdp * self.tensor) == 0 else None
+        entries: list[tuple[str, ...]] = [(), (), ()]
+        for axis, dimension in (("tensor", of_tensor), ("fsdp", of_fsdp)):
+            if dimension is not None and self.axis(axis):
+                entries[dimension + stacked] += (axis,)
+        while entries and not entries[-1]:
+            entries.pop()
+        return PartitionSpec(*(entry or None for entry in entries))
+
+    # What devices exchange
+
+    def gathered(self, tree: Any, dtype: Any, *, without: str | None = None) -> Any:
+        """Joins the parts of the matrices of a tree of parameters, in `dtype`.
+
+        Their gradients are added up over the batch, each device's part of them where it is split;
+        and so are those of all other parameters. The tree may be that of one layer. Embedding and
+        output layer keep their dtype: they are read in full precision, too. A parameter of the name
+        `without` is left as it is.
+        """
+
+        def whole(path, leaf):
+            name, stacked = _name_of(path)
+            if name == without:
+                return leaf
+            leaf, at = enter(leaf, self._summed_over(name)), self._gathered_dimension(name)
+            if at is None:
+                return leaf
+            return gather(leaf, "fsdp", at + stacked, leaf.dtype if name in _OUTER else dtype)
+
+        return jax.tree.map_with_path(whole, tree)
+
+    def added_up(self, grads: Any, *, exchanged: bool) -> Any:
+        """Adds up the devices' gradients of all parameters.
+
+        Args:
+          grads: each device's.
+          exchanged: whether they are those of what :meth:`gathered` was given. Else they are those
+            of what it gives, and of the sum of those of a matrix each device keeps its part.
+        """
+
+        def summed(path, grad):
+            name, stacked = _name_of(path)
+            at, over = self._gathered_dimension(name), self._summed_over(name)
+            if not exchanged and at is not None:
+                at += stacked
+                grad = lax.psum_scatter(grad, "fsdp", scatter_dimension=at, tiled=True)
+            if not exchanged and over is not None:
+                grad = lax.psum(grad, over)
+            for part in self._repeated(name):
+                grad = grad.at[part].set(lax.psum(grad[part], "tensor"))
+            return grad
+
+        return jax.tree.map_with_path(summed, grads)
+
+    def _gathered_dimension(self, name: str) -> int | None:
+        """The dimension of a parameter, of one layer, that `fsdp` splits; ``None`` for none."""
+        return _DIMENSIONS.get(name, (None, None))[1] if self.axis("fsdp") else None
+
+    def _summed_over(self, name: str) -> tuple[str, ...] | None:
+        """The axes over which the gradients of a parameter are added up, if there are any.
+
+        Over `fsdp` those of one that is split are added up where they are scattered.
+        """
+        scattered = self._gathered_dimension(name) is not None
+        over = (axis for axis in TOKENS if not (scattered and axis == "fsdp"))
+        return tuple(axis for axis in over if self.axis(axis)) or None
+
+    def sum_of_squares(self, mode: Any, grads: Any) -> jax.Array:
+        """The sum of the squares of the whole gradients, from a device's parts of their sums."""
+        shared = tuple(axis for axis in ("fsdp", "tensor") if self.axis(axis))
+        if not shared:
+            return sum_of_squares(mode, jax.tree.leaves(grads))
+        groups: dict[float, list[Any]] = {}
+        for path, grad in jax.tree.leaves_with_path(grads):
+            split = jax.tree.leaves(tuple(self._spec(path, False)))
+            copies = math.prod(getattr(self, axis) for axis in shared if axis not in split)
+            groups.setdefault(1 / copies, []).append(grad)
+            for part in self._repeated(_name_of(path)[0]):
+                groups.setdefault((1 / self.tensor - 1) / copies, []).append(grad[part])
+        squares = (weight * sum_of_squares(mode, group) for weight, group in groups.items())
+        return lax.psum(sum(squares), shared)
+
+    def mean_of_batch(self, x: Any) -> Any:
+        """The mean over the devices between which the tokens of a batch are split."""
+        over = tuple(axis for axis in TOKENS if self.axis(axis))
+        return lax.pmean(x, over) if over else x
+
+    # The order of columns
+
+    @property
+    def _reordered(self) -> dict[str, int]:
+        """The parameters whose columns a split over `tensor` reorders, and which dimension it is.
+
+        The dimension is counted with that of the layers.
+        """
+        if self.tensor == 1:
+            return {}
+        if isinstance(self.model.sizes, mamba2.Sizes):
+            return {"in_proj": 2, "in_bias": 1, "conv_weight": 1, "conv_bias": 1}
+        return {"in_proj": 2, "in_bias": 1}
+
+    def parts(self, name: str) -> list[tuple[int, bool]]:
+        """The parts side by side of a parameter: how many columns, and whether they are split."""
+        sizes = self.model.sizes
+        inner = (sizes.d_inner, True)
+        if not isinstance(sizes, mamba2.Sizes):
+            return [inner, inner]
+        shared = [(sizes.d_bc, True)] * 2 if sizes.ngroups > 1 else [(2 * sizes.d_bc, False)]
+        convolved = [inner, *shared]  # x, B and C, of one group of which every head needs all
+        return convolved if name.startswith("conv") else [inner, *convolved, (sizes.heads, True)]
+
+    def _order(self, name: str) -> np.ndarray:
+        """Which column of a checkpoint each column of the devices is, one device after the other.
+
+        Columns that are not split are there once for each device.
+        """
+        parts = self.parts(name)
+        starts = np.cumsum([0, *(size for size, _ in parts[:-1])])
+        columns = []
+        for device in range(self.tensor):
+            for start, (size, split) in zip(starts, parts, strict=True):
+                count = size // self.tensor if split else size
+                first = start + (device * count if split else 0)
+                columns.append(np.arange(first, first + count))
+        return np.concatenate(columns)
+
+    def to_devices(self, tree: Any) -> Any:
+        """Brings the columns of a tree of parameters, or a state, into the order of the devices."""
+        return self._columns(tree, lambda order: order)
+
+    def to_stored(self, tree: Any) -> Any:
+        """Brings the columns into the model's own order, that of checkpoints."""
+        return self._columns(tree, lambda order: np.unique(order, return_index=True)[1])
+
+    def _columns(self, tree: Any, index: Any) -> Any:
+        def move(path, leaf):
+            name, _ = _name_of(path)
+            if name not in self._reordered:
+                return leaf
+            return jnp.take(leaf, index(self._order(name)), axis=self._reordered[name])
+
+        return jax.tree.map_with_path(move, tree)
+
+    def _repeated(self, name: str) -> list[tuple[Any, ...]]:
+        """Indices of those of a device's columns of a parameter that every device has."""
+        if name not in self._reordered:
+            return []
+        found, start = [], 0
+        for size, split in self.parts(name):
+            count = size // self.tensor if split else size
+            if not split:
+                whole = (slice(None),) * self._reordered[name]
+                found.append((*whole, slice(start, start + count)))
+            start += count
+        return found
+
+
+_DIMENSIONS: dict[str, tuple[int | None, int | None]] = {
+    "embedding": (0, 1),  # (vocabulary, D)
+    "head": (1, 0),  # (D, vocabulary)
+    "in_proj": (1, 0),  # (D, columns)
+    "in_bias": (0, None),
+    "conv_weight": (0, None),
+    "conv_bias": (0, None),
+    "x_proj": (0, 0),  # (E, …)
+    "dt_proj": (1, 1),  # (…, E)
+    "dt_bias": (0, None),
+    "A_log": (0, None),
+    "D": (0, None),
+    "norm_weight": (0, None),
+    "out_proj": (0, 1),  # (E, D)
+}
+"""The dimensions of a parameter that `tensor` and `fsdp` split, without that of the layers.
+
+What is not among them every device has whole.
+"""
+
+_OUTER = ("embedding", "head")
+
+
+def _name_of(path: Any) -> tuple[str, int]:
+    """The name of the parameter that a leaf is, or is kept of, and 1 if all layers' are stacked."""
+    names = [key.key for key in path if hasattr(key, "key")]
+    return (names or [""])[-1], int("blocks" in names)
+
+
+def split_of(config: TrainConfig, devices: int) -> Split:
+    """How a run's model is split between devices.
+
+    Raises:
+      RunError: it cannot be, or the batch or its sequences cannot.
+    """
+    sizes = axes_of(config.mesh) if config.mesh else {config.parallel: devices}
+    if math.prod(sizes.values()) != devices:
+        raise RunError(
+            f"--mesh {config.mesh} is of {math.prod(sizes.values())} devices and --devices says "
+            f"{devices}; leave --devices out"
+        )
+    split = Split(config.model, **sizes)
+    config.check_split(split.of_batch)
+    if split.sequence > 1:
+        _check_parts(config, split.sequence)
+    return split
+
+
+def _check_parts(config: TrainConfig, parts: int) -> None:
+    """Refuses a sequence that cannot be in so many parts, of which the ops need whole chunks."""
+    length, block = config.seq_len, config.model.block
+    told = f"--mesh sequence={parts} cannot split the {length} tokens of --seq-len"
+    if length % (parts * block.chunk):
+        multiple = -(-length // (parts * block.chunk)) * parts * block.chunk
+        raise RunError(
+            f"{told} into equal parts of whole chunks of {block.chunk} tokens; choose --seq-len "
+            f"{multiple}, or a smaller axis"
+        )
+    before = config.model.sizes.d_conv - 1
+    if length < parts * before:
+        raise RunError(
+            f"{told}: a part is shorter than the {before} tokens that the convolution looks back; "
+            f"choose --seq-len {-(-before // block.chunk) * parts * block.chunk}, or a smaller axis"
+        )

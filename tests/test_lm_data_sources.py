@@ -1,0 +1,226 @@
+"""What --data can name: formats, compressions, fields, folders, patterns, weights."""
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+import shutil
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from jaxkern.lm.config import RunError, TrainConfig
+from jaxkern.lm.data import build_corpus, shards, sources, tokenizer
+from jaxkern.lm.data.sources import Source, find_files, parse
+
+TEXTS = [f"document {i}: é\n" * (1 + i % 3) for i in range(40)]
+
+
+def documents(*named, flag="--data", count=False):
+    """The texts of all files that arguments of --data name."""
+    found = []
+    for source in parse(named, flag):
+        for file in find_files(source, flag, count=count)[0]:
+            found += [b"".join(parts).decode() for parts in file.documents()]
+    return found
+
+
+def lines(texts, field="text"):
+    return "".join(json.dumps({"id": 3, field: text}) + "\n" for text in texts).encode()
+
+
+def zstd(content):
+    """Compressed in two frames, as parallel compressors write them."""
+    half = len(content) // 2
+    frames = (pa.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:]))
+    return b"".join(frames)
+
+
+COMPRESS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+}
+
+
+def write_table(path, texts, column="text", rows=7):
+    table = pa.table({"n": pa.array(range(len(texts))), column: pa.array(texts)})
+    parquet.write_table(table, path, row_group_size=rows)
+    return path
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_files_are_read_as_plain_ones(tmp_path, suffix):
+    path = tmp_path / f"texts.jsonl{suffix}"
+    path.write_bytes(COMPRESS[suffix](lines(TEXTS)))
+    assert documents(str(path)) == TEXTS
+    if suffix:  # as C4 and Dolma call them
+        other = shutil.copy(path, tmp_path / f"again.json{suffix}")
+        assert documents(str(other)) == TEXTS
+    text = tmp_path / f"one.txt{suffix}"
+    text.write_bytes(COMPRESS[suffix]("".join(TEXTS).encode()))
+    assert documents(str(text)) == ["".join(TEXTS)]
+    # The packed bytes of models without a tokenizer hold them, too.
+    corpus = build_corpus((str(tmp_path),), tmp_path / "corpus")
+    held = bytes(corpus.train) + bytes(corpus.validation)
+    assert {part.decode() for part in held.split(b"\0") if part} == {*TEXTS, "".join(TEXTS)}
+
+
+def test_parquet_and_fields_that_are_named(tmp_path):
+    table = write_table(tmp_path / "a.parquet", [*TEXTS, None, ""])
+    assert documents(str(table)) == TEXTS
+    other = write_table(tmp_path / "b.parquet", TEXTS[:3], "content")
+    assert documents(f"{other}:content") == TEXTS[:3]
+    assert documents(f"{other}:content=2.5") == TEXTS[:3]
+    (tmp_path / "c.jsonl").write_bytes(lines(TEXTS[:5], "body"))
+    assert documents(f"{tmp_path / 'c.jsonl'}:body") == TEXTS[:5]
+
+
+def test_folders_and_patterns(tmp_path):
+    for name in ("a/1.txt", "a/2.txt", "b/deep/3.txt", "b/4.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert documents(str(tmp_path / "a")) == ["a/1.txt", "a/2.txt"]
+    assert documents(str(tmp_path / "*" / "*.txt")) == ["a/1.txt", "a/2.txt"]
+    assert documents(str(tmp_path / "**" / "*.txt")) == ["a/1.txt", "a/2.txt", "b/deep/3.txt"]
+    assert documents(str(tmp_path / "[ab]")) == ["a/1.txt", "a/2.txt", "b/4.md", "b/deep/3.txt"]
+
+
+def test_weights_and_paths_that_look_like_them(tmp_path):
+    a, b = tmp_path / "year=2020", tmp_path / "b.txt"
+    a.mkdir()
+    b.write_text("b")
+    assert parse([str(a)]) == [Source(str(a), str(a))]
+    weighted = parse([f"{a}=0.7", f"{b}=3e-1"])
+    assert [(s.path, s.weight) for s in weighted] == [(str(a), 0.7), (str(b), 0.3)]
+    assert TrainConfig.from_flags({"data": (f"{a}=1",)}).pack
+    assert not TrainConfig.from_flags({"data": (str(a),)}).pack
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("cut.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], "cannot be decompressed"),
+        ("cut.txt.xz", lzma.compress(b"text" * 99)[:-9], "cannot be decompressed"),
+        ("no.txt.zst", b"text", "cannot be decompressed .*ZSTD"),
+        ("no.txt.bz2", b"text", "cannot be decompressed"),
+        ("no.parquet", b"PAR1 text", "is not Parquet"),
+        ("no.jsonl.gz", gzip.compress(b'\n{"body": "a"}\n'), 'line 2 has no "text".*PATH:FIELD'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_files_that_are_not_what_they_are_called(tmp_path, name, content, words):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=f"--data {path}: .*{words}"):
+        documents(str(path), count=True)
+    # In a folder it is passed over, unless it begins as a file of documents does.
+    (tmp_path / "good.txt").write_text("text")
+    assert find_files(parse([str(tmp_path)])[0])[1] == (0 if name == "cut.jsonl.gz" else 1)
+
+
+def test_what_cannot_be_named(tmp_path, monkeypatch):
+    table = write_table(tmp_path / "a.parquet", TEXTS, "content")
+    for named, words in (
+        ([str(tmp_path / "*.csv")], r"\*.csv: no file matches"),
+        ([f"{table}=0"], "weight 0 must be a number above 0"),
+        ([f"{table}=-1"], "weight -1 must be"),
+        ([f"{table}=1", str(table)], "some have a weight and some do not; write =WEIGHT"),
+        ([str(table)], 'has no column "text" of text, but content; name the column'),
+        ([f"{table}:n"], 'has no column "n" of text'),
+        ([f"{table}:gone"], 'has no column "gone"'),
+    ):
+        with pytest.raises(RunError, match=f"--data .*{words}"):
+            documents(*named)
+    with pytest.raises(RunError, match="--eval-data nowhere: no such file"):
+        documents("nowhere", flag="--eval-data")
+    (tmp_path / "a.zst").write_bytes(zstd(b"text"))
+    for module in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for path in (table, tmp_path / "a.zst"):
+        with pytest.raises(RunError, match=r'needs pyarrow; run: pip install "jaxkern\[data\]"'):
+            documents(str(path))
+
+
+@pytest.mark.parametrize("size", [1, 97, 1000, 10**6])
+def test_a_large_file_is_divided_and_nothing_is_lost(tmp_path, monkeypatch, size):
+    """Each line belongs to the part that it starts in, each group of rows to one part."""
+    monkeypatch.setattr(shards, "_SHARD_BYTES", size)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n" + lines(TEXTS) + b"\n" + lines(["end"]).rstrip())
+    write_table(tmp_path / "b.parquet", TEXTS)
+    files = find_files(parse([str(tmp_path)])[0])[0]
+    found = [
+        b"".join(parts).decode()
+        for group in shards.divide(files)
+        for piece in group
+        for parts in piece.file.documents(piece.begin, piece.end)
+    ]
+    assert found == [*TEXTS, "end", *TEXTS]
+    # The parts of a compressed file share its lines.
+    packed = tmp_path / "c.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines(TEXTS) + b"[]\n"))
+    groups = shards.divide([sources.File("c", packed)])
+    assert len([*itertools.chain(*groups)]) == min(16, -(-packed.stat().st_size // size))
+    broken = itertools.chain(*(p.file.documents(p.begin, p.end) for g in groups for p in g))
+    with pytest.raises(sources.NotTextError, match=r'line 41 has no "text"'):
+        list(broken)
+    packed.write_bytes(gzip.compress(lines(TEXTS)))
+    pieces = [*itertools.chain(*shards.divide([sources.File("c", packed)]))]
+    found = [text for p in pieces for (text,) in p.file.documents(p.begin, p.end)]
+    assert sorted(found) == sorted(text.encode() for text in TEXTS)
+    # A line that is broken is found by its number, whichever part it is in.
+    path.write_bytes(lines(TEXTS) + b'{"text": 7}\n' + lines(TEXTS))
+    pieces = [piece for group in shards.divide(files[:1]) for piece in group]
+    with pytest.raises(sources.NotTextError, match=r'line 41 has no "text"'):
+        [*itertools.chain(*(piece.file.documents(piece.begin, piece.end) for piece in pieces))]
+
+
+def test_tokenizers_that_cannot_be_had(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for spec, words in (
+        ("bpe:12", "from 257 to 2\\^24"),
+        ("bpe:many", "--tokenizer bpe:many: the size must be a whole number"),
+        ("nowhere", "--tokenizer nowhere: no such tokenizer; give bytes, bpe:32000"),
+        (str(tmp_path), "tokenizer.json cannot be read .*give a tokenizer.json of"),
+    ):
+        with pytest.raises(RunError, match=words):
+            tokenizer.size_of(spec)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(RunError, match=r'needs tokenizers; run: pip install "jaxkern\[data\]"'):
+        tokenizer.train_bpe(iter([]), 300, show=False)
+
+
+def test_what_begins_and_ends_a_text(tmp_path):
+    """By the files beside a tokenizer.json, by the usual names, or a token that is added."""
+    trained = tokenizer.train_bpe(iter(TEXTS), 300, show=False)
+    assert (trained.size, trained.begin, trained.end) == (300, 0, 0)
+    (tmp_path / "tokenizer.json").write_text(trained.stored())
+    assert tokenizer.load(tmp_path).stored() == trained.stored()
+    library = tokenizer.load(tmp_path).tokenizer
+    library.add_special_tokens(["<s>", "<|im_end|>"])
+    library.enable_truncation(5)
+    library.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": None, "eos_token": {"content": "<|im_end|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    chat = tokenizer.load(tmp_path)
+    assert (chat.size, chat.begin, chat.end) == (302, 300, 301)
+    (long,) = chat.encode(["a b c d e f g h"])
+    assert len(long) > 5
+    assert chat.tokenizer.decode(long.tolist()) == "a b c d e f g h"
+    content = json.loads(trained.stored())
+    content["added_tokens"] = []
+    content["model"]["vocab"] = {
+        token: i - 1 for token, i in content["model"]["vocab"].items() if i
+    }
+    (tmp_path / "bare.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").unlink()
+    bare = tokenizer.load(tmp_path / "bare.json")
+    assert bare.begin == bare.end == 299
+    assert np.array_equal(bare.encode(["é x"])[0] + 1, trained.encode(["é x"])[0])
