@@ -30,6 +30,7 @@ help:
 	@echo 'make bench   time the kernels            make bench ARGS="--help"'
 	@echo 'make aot     compile ops for three generations of GPUs, none of them there, and compare'
 	@echo 'make matrix  all of that: every shape, seven generations, the newest and the oldest JAX'
+	@echo 'make scaling compile training steps for up to 1,024 GPUs, and predict their time'
 	@echo 'make docs    the documentation as pages, in build/site, and whether their links hold'
 	@echo 'make trial   install the package from nothing, and run every example under each mode of JAX'
 	@echo 'make lint    formatting, lint and types'
@@ -53,14 +54,22 @@ bench:
 aot:
 	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
 	$(RUN_AOT) bench aot --part $(ARGS)
+	$(RUN_AOT) bench collectives --part
 
 # About an hour on 2 cores; ARGS="--write --missing" goes on where an earlier run was ended.
 .PHONY: matrix
 matrix:
 	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
 	$(RUN_AOT) bench aot $(ARGS)
+	$(RUN_AOT) bench collectives
 	@EXTRA=cpu .make/setup $(VENV_AOT_OLDEST) constraints/oldest.txt lm,aot
 	$(VENV_AOT_OLDEST)/bin/python -m bench aot $(ARGS)
+
+# Steps for up to 1,024 GPUs: by hand, half an hour; ARGS="--missing" goes on.
+.PHONY: scaling
+scaling:
+	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
+	$(RUN_AOT) bench scaling $(ARGS)
 
 .PHONY: docs
 docs:

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -25,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bench import program
+from bench import gpus, program
 from bench.processes import each
 from bench.program import RESULTS
 from bench.programs import COLLECTIVES, Result, Training, attempt, tasks
@@ -65,6 +64,7 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
             found["training"][result.name] = {
                 "memory": result.memory,
                 "collectives": {k: n for k, n in result.collectives.items() if n},
+                "exchanged": result.exchanged,
             }
     return found
 
@@ -82,7 +82,7 @@ def chosen(held: dict[str, Any]) -> list[str]:
     """The fewest cases that have each kernel in each of its tiles, by the figures `held`.
 
     And each op in each dtype and with each option. Of training steps, which tell of collectives,
-    the smallest preset on each number of GPUs, and one of a usual size on 8.
+    the smallest preset on each number of GPUs, one of a usual size on 8, and a layer on each mesh.
     """
     kernels = {n: of for n, of in held["kernels"].items() if n not in held["training"]}
     sizes = {name: sum(map(len, of_name.values())) for name, of_name in kernels.items()}
@@ -96,7 +96,8 @@ def chosen(held: dict[str, Any]) -> list[str]:
 
     having = {name: shown(name) for name in kernels}
     left = set[Any]().union(*having.values())
-    found = [name for name in held["training"] if name.startswith("tiny") or name == "130m x 8"]
+    told = lambda name: name.startswith("tiny") or name == "130m x 8" or "=" in name
+    found = [name for name in held["training"] if told(name)]
     while left:
         name = min(having, key=lambda name: (-len(having[name] & left), sizes[name], name))
         found.append(name)
@@ -305,14 +306,8 @@ def _newer(version: str, other: str) -> bool:
 
 def run(gpu: str, names: list[str], jobs: int) -> Iterator[Result]:
     """Compiles tasks in processes of their own, and tells what became of each, as they are done."""
-    with tempfile.TemporaryDirectory() as folder:
-        # The kernels that one process lowers serve the others, and none is left from before.
-        os.environ |= {
-            "JAX_PLATFORMS": "cpu",
-            "JAXKERN_CACHE_DIR": folder,
-            "MOSAIC_GPU_DUMP_PTXAS": "1",
-            "TF_CPP_MIN_LOG_LEVEL": "1",
-        }
+    with gpus.compilers():
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         for count, result in enumerate(_surviving(gpu, names, jobs), 1):
             line = "failed" if result.error else line_of(result)
             print(f"[{count:3}/{len(names)}] {gpu} {result.name:44} {line}", flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxkern
-from bench import generations
+from bench import collectives, generations, scaling
 from bench.precision import summary
 from bench.program import FOLDER
 from bench.report import NAMES, OURS, Measured, Reports, table, the_line, trainings
@@ -286,6 +286,15 @@ def _copies(reports: Reports) -> str:
     return table(["", "forward", "forward and backward", *others], rows)
 
 
+def _devices(reports: Reports) -> str:
+    rows = [row for name, r in reports if name.endswith("-devices.json") for row in r["rows"]]
+    head = ["what", "sizes", "mesh", "GPUs", "ms", "tokens/s", "efficiency", "peak, GiB"]
+    keys = ["what", "sizes", "mesh", "devices", "ms", "tokens_per_second"]
+    keys += ["efficiency", "peak_gib"]
+    shown = lambda value: f"{value:,}" if isinstance(value, int) else str(value)
+    return table(head, [[shown(row[key]) for key in keys] for row in rows])
+
+
 FIGURES: dict[str, Callable[[Reports], str]] = {
     "headline": _headline,
     "ops": _ops,
@@ -296,6 +305,10 @@ FIGURES: dict[str, Callable[[Reports], str]] = {
     "precisions": _precisions,
     "copies": _copies,
     "generations": lambda _: generations.page(),
+    "devices": _devices,
+    "meshes": lambda _: generations.meshes(),
+    "collectives": lambda _: collectives.page(),
+    "scaling": lambda reports: scaling.page(reports),
 }
 """What can stand between markers."""
 

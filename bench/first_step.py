@@ -70,7 +70,7 @@ def measure(preset: str, devices: int, batch_size: int) -> dict[str, Any]:
     flags = {"preset": preset, "batch_size": batch_size * devices, "mixed_precision": "bf16"}
     config = TrainConfig.from_flags(flags)
     keep_programs()
-    placement = Placement.on(jax.devices()[:devices])
+    placement = Placement.of(config, jax.devices()[:devices])
     compiling = time.time()
     programs = compile_programs(config, placement, fresh=True)
     compiled = time.time()

@@ -15,6 +15,8 @@ from bench.report import table
 Held = dict[str, Any]
 """A file of :mod:`bench.aot`."""
 
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
 COMPOSED = ("mlp", "layer_norm_linear", "rms_norm_linear")
 """What is timed as one and made of several ops, each of which has rows of its own."""
 
@@ -143,3 +145,24 @@ def page() -> str:
         table(["", *held], spills(held)),
     ]
     return "\n\n".join(parts)
+
+
+def exchanges(held: Held) -> Iterator[list[str]]:
+    """Rows of training steps of one layer on meshes: what devices exchange, and their memory."""
+    for name, told in held["training"].items():
+        preset, _, mesh = name.partition(" x ")
+        if "=" not in mesh:
+            continue
+        counts, bytes_of = told["collectives"], told["exchanged"]
+        cells = (
+            f"{counts[kind]}, {bytes_of[kind] / 1e6:,.2f} MB" if kind in counts else ""
+            for kind in COLLECTIVES
+        )
+        yield [f"`{preset}`", f"`{mesh}`", *cells, f"{told['memory'] / 2**30:.2f} GiB"]
+
+
+def meshes() -> str:
+    """The table of the guide to many GPUs."""
+    held = load()["sm_90"]
+    head = ["a layer of", "`--mesh`", *COLLECTIVES, "memory of a device"]
+    return f"{table(head, exchanges(held))}\n\nCompiled by JAX {held['jax']}."

@@ -5,11 +5,15 @@
     compiled = jax.jit(f).lower(x).compile()    # as_text(), memory_analysis(); it cannot be run
 
 Mosaic and ptxas run as they do for a GPU that is there. It takes JAX's CUDA plugin and ptxas (the
-extra ``aot``), and JAX_PLATFORMS=cpu, as JAX's own devices are the machine's.
+extra ``aot``), and JAX_PLATFORMS=cpu, as JAX's own devices are the machine's: `compilers` sets it.
 """
 
-from collections.abc import Sequence
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from jaxkern.lowering.target import Gpu
 
@@ -28,6 +32,22 @@ _MULTIPROCESSORS = {
     (10, 3): (233472, 2048),
     (12, 0): (102400, 1536),
 }
+
+
+@contextlib.contextmanager
+def compilers() -> Iterator[None]:
+    """Processes that start inside compile for described GPUs, whatever GPU the machine has.
+
+    A kernel that one of them lowers serves the others, and none is left from before.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        told = {
+            "JAX_PLATFORMS": "cpu",
+            "JAXKERN_CACHE_DIR": folder,
+            "TF_CPP_MIN_LOG_LEVEL": "1",
+        }
+        with mock.patch.dict(os.environ, told):
+            yield
 
 
 def described(gpu: Gpu, count: int) -> Sequence[Any]:

@@ -5,7 +5,8 @@ under the bandwidth of a copy; for ops of matrix products TFLOP/s over operation
 the tensor cores' limit too. For ops along sequences instead the time of each pass at each shape,
 beside the least that its bytes and its exponentials take. For ops of rows, percent of the copy
 bandwidth over their length. And the memory ledger: what forward and backward in one program need
-beside their arguments and results. With files of results, the percent over the length of a row of
+beside their arguments and results. And training steps on up to 1,024 GPUs, predicted and
+measured. With files of results, the percent over the length of a row of
 each, in an SVG beside it.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import program, report
+from bench import program, report, scaling
 from bench.cases import Case, cases
 from bench.program import FOLDER
 from bench.report import CHOSEN, NAMES, OURS, Reports
@@ -375,6 +376,23 @@ def draw_overview(held: dict[str, dict[str, float]], out: Path) -> None:
     save(figure, out)
 
 
+def draw_scaling(held: dict[str, dict[str, scaling.Line]], out: Path) -> None:
+    """Writes the rates of training steps on several GPUs, predicted and measured."""
+    figure, axes = pyplot().subplots(1, len(held), figsize=(7.2, 2.9), squeeze=False)
+    for axis, (preset, lines) in zip(axes[0], held.items(), strict=True):
+        for i, how in enumerate(scaling.LINES):
+            axis.plot(*zip(*lines[how], strict=True), ".-", color=f"C{i}", label=how)
+            if real := lines.get(f"{how}, measured"):
+                style = {"marker": "*", "s": 60, "color": f"C{i}", "label": f"{how}, measured"}
+                axis.scatter(*zip(*real, strict=True), **style)
+        axis.set(xscale="log", title=preset, xlabel="H200s", ylim=(0, None))
+        axis.grid(alpha=0.3)
+        plain(axis.xaxis)
+    axes[0, 0].set_ylabel("tokens a second and GPU")
+    axes[0, 0].legend(fontsize=6)
+    save(figure, out)
+
+
 def main(argv: list[str] | None = None) -> int:
     p = program.parser("pictures")
     p.add_argument("file", nargs="*", type=Path, help="results, for a picture beside each alone")
@@ -395,5 +413,6 @@ def main(argv: list[str] | None = None) -> int:
         draw_lengths({op: by}, "bf16, the most rows of each length", PICTURES / f"{op}-lengths.svg")
     draw_ledger(ledger(reports), PICTURES / "memory.svg")
     draw_overview(overview(reports), PICTURES / "overview.svg")
+    draw_scaling(scaling.points(reports), PICTURES / "scaling.svg")
     print(f"wrote {PICTURES}/*.svg")
     return 0

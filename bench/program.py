@@ -18,11 +18,15 @@ COMMANDS = {
     "run": "time the ops, forward and backward; this is the default command",
     "layers": "time the Mamba-2 layer beside other libraries'",
     "train": "time training steps of the language model",
+    "decode": "time decoding with the language model",
+    "devices": "time training steps and sequences that several GPUs share",
     "backbones": "train five sequence policies, and time them",
     "accuracy": "measure errors against float64",
     "precision": "train the language model in fp32, bf16 and fp16, and compare the losses",
     "first_step": "time a training run to its first step",
     "aot": "compile ops and training steps for GPUs that are not there, beside committed figures",
+    "collectives": "compile ops split between GPUs that are not there: what devices exchange",
+    "scaling": "compile training steps for up to 1,024 GPUs that are not there, and predict",
     "modules": "compare the kernels before and after a change of the source",
     "report": "write bench/report.md, and the figures of README and of the guides",
     "pictures": "draw bench/pictures",
@@ -89,6 +93,13 @@ def write(report: dict[str, Any], out: Path | None, result: str) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     return out
+
+
+def with_lines(first: dict[str, Any], key: str, entries: dict[str, Any]) -> str:
+    """JSON of `first` and of the entries behind `key`, with a line for each entry."""
+    head = "".join(f" {json.dumps(k)}: {json.dumps(v)},\n" for k, v in first.items())
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(e)}" for name, e in entries.items())
+    return f"{{\n{head} {json.dumps(key)}: {{\n{lines}\n }}\n}}\n"
 
 
 def clock(gpu: bool, told: str) -> str:

@@ -2,8 +2,9 @@
 
 Each op at each of its shapes in `bench.cases`, forward and backward, and on an H200 the training
 step of each preset of the language model, in bf16 and with 8 sequences a device, for 1, 8 and 64
-GPUs. Kernels that an earlier program of the same process had are lowered again, which tells that
-they are the same, and not compiled again.
+GPUs; and that of one layer on meshes of them (`MESHES`), of which the guide tells what is
+exchanged. Kernels that an earlier program of the same process had are lowered again, which tells
+that they are the same, and not compiled again.
 
 A pass whose kernel a GPU cannot take is plain JAX in its program, and the result says why.
 """
@@ -11,10 +12,11 @@ A pass whose kernel a GPU cannot take is plain JAX in its program, and the resul
 import collections
 import dataclasses
 import functools
+import math
 import re
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -35,16 +37,36 @@ PER_DEVICE = 8
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
+MESHES = {
+    "data=8": ("130m", "mamba2-130m"),
+    "fsdp=8": ("130m", "mamba2-130m"),
+    "tensor=8": ("130m", "mamba2-130m"),
+    "data=2,fsdp=2,tensor=2": ("130m", "mamba2-130m"),
+    "fsdp=64": ("130m",),
+    "data=8,tensor=8": ("130m",),
+    "sequence=8": ("130m", "mamba2-130m"),
+    "data=2,sequence=4": ("130m", "mamba2-130m"),
+}
+"""How one layer of presets is split."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """The training step of a preset on a number of devices."""
+    """The training step of a preset on a number of devices.
+
+    Attributes:
+      mesh: as ``jaxkern train --mesh`` has it; by default all devices are for the batch.
+      layers: how many the model has; by default the preset's.
+    """
 
     preset: str
     devices: int
+    mesh: str = ""
+    layers: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.preset} x {self.devices}"
+        return f"{self.preset} x {self.mesh}" if self.mesh else f"{self.preset} x {self.devices}"
 
 
 Task = Case | Step | Training
@@ -67,6 +89,8 @@ class Result:
         their memory once, and temporaries.
       collectives: of a training step, how many instructions of each kind the final text has; one
         that is inside a loop counts once.
+      exchanged: of a training step, bytes of the arrays of each kind of collective: of those that
+        a device has after a gather or before a scatter.
       error: why the program cannot be compiled, or ``""``.
     """
 
@@ -77,13 +101,14 @@ class Result:
     compile_s: float = 0.0
     memory: int = 0
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
+    exchanged: dict[str, int] = dataclasses.field(default_factory=dict)
     error: str = ""
 
 
 @functools.cache
 def tasks() -> dict[str, Task]:
     """All that is compiled for an H200, by name: training steps from large to small, then cases."""
-    from jaxkern.lm.config import PRESETS
+    from jaxkern.lm.config import PRESETS, axes_of
 
     sizes = {
         name: preset.model.d_model**2 * preset.model.n_layers
@@ -93,6 +118,9 @@ def tasks() -> dict[str, Task]:
     # What takes longest comes first, and two presets beside each other share no kernels.
     presets = sorted(sizes, key=lambda name: -sizes[name])
     trainings = [Training(preset, devices) for devices in DEVICES for preset in presets]
+    for mesh, of_mesh in MESHES.items():
+        devices = math.prod(axes_of(mesh).values())
+        trainings += [Training(preset, devices, mesh, layers=1) for preset in of_mesh]
     return {name_of(task): task for task in (*trainings, *cases(small=False))}
 
 
@@ -115,7 +143,7 @@ def compiled(gpu: Gpu, task: Task) -> Result:
     start = time.perf_counter()
     kernel_call.refused.clear()
     if isinstance(task, Training):
-        lowered = _lowered_training(task, gpu)
+        lowered = lowered_training(task, gpu)
     else:
         lowered = _lowered_op(task, gpu)
     middle = time.perf_counter()
@@ -133,21 +161,30 @@ def compiled(gpu: Gpu, task: Task) -> Result:
         result,
         memory=memory_of(program.compiled.memory_analysis()),
         collectives=collectives_in(program.text),
+        exchanged=exchanged_in(program.text),
     )
 
 
-def _lowered_training(training: Training, gpu: Gpu) -> Any:
-    from jaxkern.lm.config import TrainConfig
+def lowered_training(training: Training, gpu: Gpu) -> Any:
+    """The training step of :data:`PER_DEVICE` sequences for each part of the batch, lowered."""
+    from jaxkern.lm.config import PRESETS, TrainConfig, axes_of
     from jaxkern.lm.program import Placement, lowered_step
 
-    config = TrainConfig.from_flags(
-        {
-            "preset": training.preset,
-            "mixed_precision": "bf16",
-            "batch_size": PER_DEVICE * training.devices,
-        }
-    )
-    return lowered_step(config, Placement.on(gpus.described(gpu, training.devices)))
+    axes = axes_of(training.mesh) if training.mesh else {}
+    parts = axes.get("sequence", 1)
+    flags: dict[str, Any] = {
+        "preset": training.preset,
+        "mixed_precision": "bf16",
+        "batch_size": PER_DEVICE * training.devices // (axes.get("tensor", 1) * parts),
+        "mesh": training.mesh,
+    }
+    preset = PRESETS[training.preset]
+    if training.layers:
+        shorter = dataclasses.replace(preset.model, n_layers=training.layers)
+        preset = dataclasses.replace(preset, model=shorter)
+    with mock.patch.dict(PRESETS, {training.preset: preset}):
+        config = TrainConfig.from_flags(flags)
+        return lowered_step(config, Placement.of(config, gpus.described(gpu, training.devices)))
 
 
 def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
@@ -183,11 +220,65 @@ def memory_of(stats: Any) -> int:
 
 
 _COLLECTIVE = re.compile(
-    rf'^\s*(?:ROOT )?%?[\w.-]+ = [^"\n]*? ({"|".join(COLLECTIVES)})(?:-start)?\(', re.MULTILINE
+    r"^\s*(?:ROOT )?%?[\w.-]+ = (?P<types>[^\"\n]*?) "
+    rf"(?P<kind>{'|'.join(COLLECTIVES)})(?P<start>-start)?\((?P<rest>.*)",
+    re.MULTILINE,
 )
 
 
 def collectives_in(text: str) -> dict[str, int]:
     """How many instructions of each collective a program's text has."""
-    found = collections.Counter(_COLLECTIVE.findall(text))
+    found = collections.Counter(match["kind"] for match in _COLLECTIVE.finditer(text))
     return {name: found[name] for name in COLLECTIVES}
+
+
+class Exchange(NamedTuple):
+    """A collective of a program's text.
+
+    Attributes:
+      kind: one of :data:`COLLECTIVES`.
+      axes: the mesh axes between whose devices it is, with commas; ``""`` if the text has numbers.
+      size: bytes of its arrays: of those that a device has after a gather or before a scatter.
+    """
+
+    kind: str
+    axes: str
+    size: int
+
+
+def exchanges(text: str) -> Iterator[Exchange]:
+    """The collectives of a program's text, in its order."""
+    for match in _COLLECTIVE.finditer(text):
+        kind, rest = match["kind"], match["rest"]
+        sizes = [_bytes(*array) for array in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", match["types"])]
+        if match["start"]:  # arguments and results
+            half = len(sizes) // 2
+            size = max(sum(sizes[:half]), sum(sizes[half:]))
+        else:
+            size = sum(sizes) * (_group_size(rest) if kind == "reduce-scatter" else 1)
+        axes = re.search(r"replica_groups=mesh\[[^]]*\] ?\{([^}]*)\}", rest)
+        yield Exchange(kind, axes[1].replace("'", "") if axes else "", size)
+
+
+def exchanged_in(text: str) -> dict[str, int]:
+    """Bytes of the arrays of each kind of collective in a program's text, where it has some."""
+    found: collections.Counter[str] = collections.Counter()
+    for exchange in exchanges(text):
+        found[exchange.kind] += exchange.size
+    return dict(found)
+
+
+def _bytes(dtype: str, shape: str) -> int:
+    bits = int(re.sub(r"\D", "", dtype))
+    return math.prod(int(size) for size in shape.split(",") if size) * bits // 8
+
+
+def _group_size(attributes: str) -> int:
+    """How many devices exchange with one another, by an instruction's attributes."""
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
+        return int(iota[1])
+    if mesh := re.search(r"replica_groups=mesh\[([^]]*)\] ?\{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
+    groups = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+    return len(groups[1].split(",")) if groups else 1

@@ -16,6 +16,7 @@ from typing import Any
 
 from bench import program
 from bench.program import FOLDER, RESULTS
+from bench.titles import HEADS, TITLES
 
 REPORT = FOLDER / "report.md"
 
@@ -161,7 +162,7 @@ def trainings(reports: Reports) -> dict[tuple[str, int], dict[str, Any]]:
 
 def text(reports: Reports) -> str:
     """The report."""
-    from bench import layers  # which imports this
+    from bench import decode, layers  # which import this
 
     every = lines(reports)
     by_op: dict[str, list[Line]] = defaultdict(list)
@@ -184,6 +185,7 @@ def text(reports: Reports) -> str:
         *(part for op in sorted(by_op) for part in _section(op, by_op[op])),
         *layers.section(reports),
         *_training(reports),
+        *decode.section(reports),
         *_others(reports),
         *_files(reports),
     ]
@@ -319,7 +321,7 @@ def _others(reports: Reports) -> Iterator[str]:
     for name, report in reports:
         rows = [row for row in report["rows"] if "us" not in row and "contender" not in row]
         stem = name.removesuffix(".json")
-        if not rows or stem.endswith(("-accuracy", "-backbones", "-layers")):
+        if not rows or stem.endswith(("-accuracy", "-backbones", "-layers", "-decode")):
             continue
         title, meaning = next((t for end, t in TITLES.items() if stem.endswith(end)), (stem, ""))
         yield f"## {title}"
@@ -329,39 +331,8 @@ def _others(reports: Reports) -> Iterator[str]:
         if meaning:
             yield meaning
         keys = [key for key, value in rows[0].items() if _plain(value)]
-        head = [_HEADS.get(key, key.replace("_", " ")) for key in keys]
+        head = [HEADS.get(key, key.replace("_", " ")) for key in keys]
         yield table(head, [[_cell(row.get(key)) for key in keys] for row in rows])
-
-
-TITLES = {
-    "-precision": (
-        "Losses of the language model, by precision",
-        "Validation loss, in nats, after training with `--mixed-precision` and without it, by "
-        "`python -m bench precision`.",
-    ),
-    "-first-step": (
-        "The first training step",
-        "From the start of `jaxkern train`'s process to the end of its first step, by `python -m "
-        "bench first_step`: with jaxkern's and XLA's caches empty, and with them as an earlier "
-        "process left them. *Programs* is the part that lowering and compiling take.",
-    ),
-    "-copies": (
-        "Kernels of other GPUs on an H200",
-        "Those whose lanes copy, as where there is no TMA, and those for 99 KiB of shared memory a "
-        "block. *Same bits*: as those of the H200.",
-    ),
-}
-"""Title and explanation of a section, by how the name of its file ends."""
-
-_HEADS = {
-    "first_step_s": "first step, s",
-    "programs_s": "programs, s",
-    "validation_loss": "validation loss, nats",
-    "shared_memory": "shared memory, bytes",
-    "forward_us": "forward, µs",
-    "both_us": "forward and backward, µs",
-}
-"""Columns of these sections whose key does not say their unit."""
 
 
 _OF_FILE = (

@@ -42,7 +42,7 @@ from bench.trainers import BATCHES, Job, of_jax, of_torch
 from jaxkern.lm.config import ModelConfig
 
 OTHERS = ("jaxkern-remat", "jaxkern-loop", "xla", "xla-loop", "jla", "mamba_ssm")
-_PEERS = ("jla", "mamba_ssm")
+_PEERS = ("jla", "mamba_ssm", "transformers")
 
 
 def product_operations(model: ModelConfig) -> int:
@@ -84,8 +84,15 @@ def measure(job: Job, wait: Callable[[], None] = lambda: None) -> dict[str, Any]
     }
 
 
-def attempt(jobs: Sequence[Job], limit: float) -> Iterator[tuple[Job, dict[str, Any] | str]]:
-    """:func:`measure`, each in a process of its own, or why there is no row.
+def found_peers(names: Sequence[str]) -> list[str]:
+    """Returns the contenders that can run here."""
+    return [n for n in names if n not in _PEERS or importlib.util.find_spec(n)]
+
+
+def attempt(
+    jobs: Sequence[Any], limit: float, measure: Callable[..., Any] = measure
+) -> Iterator[tuple[Any, Any]]:
+    """`measure` of each job in a process of its own, or why there is none: a text.
 
     The processes compile at the same time; when all have, one after the other trains.
     """
@@ -94,7 +101,7 @@ def attempt(jobs: Sequence[Job], limit: float) -> Iterator[tuple[Job, dict[str, 
         for job in jobs:
             print(f"{job}: compiling", file=sys.stderr, flush=True)
             ours, theirs = SPAWN.Pipe()
-            process = SPAWN.Process(target=_work, args=(job, theirs), daemon=True)
+            process = SPAWN.Process(target=_work, args=(job, theirs, measure), daemon=True)
             process.start()
             theirs.close()
             running.append((job, process, ours))
@@ -112,8 +119,8 @@ def attempt(jobs: Sequence[Job], limit: float) -> Iterator[tuple[Job, dict[str, 
             process.kill()
 
 
-def _work(job: Job, pipe: Any) -> None:
-    """What a process does: tells None when it has compiled, waits for its turn, tells the row."""
+def _work(job: Any, pipe: Any, measure: Callable[..., Any]) -> None:
+    """What a process does: tells None when it has compiled, waits until it may go on, measures."""
 
     def wait() -> None:
         pipe.send(None)
@@ -146,8 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--length", action="append", type=int, help="repeat for more (2048; without a GPU 64)"
     )
-    found = [n for n in OTHERS if n not in _PEERS or importlib.util.find_spec(n)]
-    p.add_argument("--vs", default=",".join(found), help="whom to train beside, comma-separated")
+    p.add_argument(
+        "--vs", default=",".join(found_peers(OTHERS)), help="whom to train beside, comma-separated"
+    )
     p.add_argument("--only", help="contenders, comma-separated, where not jaxkern and --vs")
     p.add_argument("--tokens", type=int, help="a step (16384; without a GPU 512)")
     p.add_argument("--steps", type=int, default=20, help="to time")

@@ -207,7 +207,7 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
             "peak_gib": peak and round(peak / _GIB, 2),
             "program_gib": round((needed - m.alias_size_in_bytes) / _GIB, 2),
             "compile_s": round(seconds, 1),
-            "versions": _versions("jax", *(["jla"] if name == "jla" else ())),
+            "versions": versions("jax", *(["jla"] if name == "jla" else ())),
         }
 
     return Trainer(batch, parameters, advance, jax.block_until_ready, float, told)
@@ -266,7 +266,7 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
         return {
             "peak_gib": round(torch.cuda.max_memory_allocated() / _GIB, 2),
             "compile_s": round(first_step[0], 1),
-            "versions": _versions("torch", "triton", "mamba_ssm", "causal_conv1d"),
+            "versions": versions("torch", "triton", "mamba_ssm", "causal_conv1d"),
         }
 
     parameters = sum(p.numel() for p in model.parameters())
@@ -280,7 +280,8 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
     )
 
 
-def _versions(*names: str) -> str:
+def versions(*names: str) -> str:
+    """Names of packages and their versions."""
     return ", ".join(f"{name} {_version(name)}" for name in names)
 
 

@@ -142,6 +142,46 @@ def test_collectives_are_counted():
     }
 
 
+def test_bytes_are_those_of_whole_arrays():
+    assert programs.exchanged_in(HLO) == {
+        "reduce-scatter": 4,  # of one device, as no groups are told
+        "all-reduce": 32 + 3 * 32,
+        "collective-permute": 32,
+        "all-to-all": 32,
+    }
+    gathered = "  %g = (bf16[2,8]{1,0}, bf16[2,16]{1,0}) all-gather-start(%p), dimensions={1}\n"
+    assert programs.exchanged_in(gathered) == {"all-gather": 64}
+    for groups in "[2,4]<=[8]", "{{0,1,2,3},{4,5,6,7}}":
+        scattered = f"  %s = f32[6]{{0}} reduce-scatter(%p), replica_groups={groups}\n"
+        assert programs.exchanged_in(scattered) == {"reduce-scatter": 96}
+
+
+def test_a_step_exchanges_what_its_mesh_needs_and_no_more():
+    held = json.loads(aot.path_of(GPUS["h200"]).read_text())["training"]
+    of = lambda mesh: (held[f"130m x {mesh}"]["collectives"], held[f"130m x {mesh}"]["exchanged"])
+    assert not any(
+        kind in found["collectives"]
+        for name, found in held.items()
+        for kind in ("all-to-all", "collective-permute")
+    )
+    width, inner, rank, states = 768, 1536, 48, 16
+    matrices = 3 * width * inner + inner * (2 * rank + 2 * states)
+    embedding, rest = 256 * width, 2 * width + inner * (4 + states + 3)
+    counts, exchanged = of("data=8")
+    assert (counts, exchanged) == (
+        {"all-reduce": 1},
+        {"all-reduce": 4 * (matrices + embedding + rest + 1)},  # and the loss
+    )
+    for mesh in "fsdp=8", "fsdp=64":
+        counts, exchanged = of(mesh)
+        assert counts == {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+        assert exchanged["all-gather"] == 2 * matrices + 4 * embedding
+        assert exchanged["reduce-scatter"] == 4 * (matrices + embedding)
+        assert exchanged["all-reduce"] == 4 * (rest + 2)  # the loss, and the gradients' norm
+    # Two products of a block, each way; embedding and loss; the gradients' norm.
+    assert of("tensor=8")[0] == {"all-reduce": 2 * 2 + 1 + 3 + 1}
+
+
 def test_memory_counts_donated_arguments_once():
     stats = SimpleNamespace(
         argument_size_in_bytes=100,
@@ -408,7 +448,7 @@ HELD = [gpu for gpu in aot.GENERATIONS if aot.path_of(GPUS[gpu]).exists()]
 def test_committed_figures_are_of_every_task(gpu):
     held = json.loads(aot.path_of(GPUS[gpu]).read_text())
     trainings = {name for name, task in aot.tasks().items() if isinstance(task, Training)}
-    assert len(trainings) == 24
+    assert len(trainings) == 34
     assert set(held["training"]) == (trainings if gpu == "h200" else set())
     assert set(held["kernels"]) == set(aot.tasks()) - (trainings - set(held["training"]))
     newest = constraints("newest")

@@ -153,12 +153,12 @@ def test_losses_are_compared_with_fp32_seed_by_seed():
 
 def test_who_times_is_alone_and_goes_before_those_who_compile():
     shared = processes.Shared(multiprocessing.get_context("fork"))
-    order = []
+    order, started, asked = [], threading.Event(), threading.Event()
 
     def compile_first():
         with shared.compiling():
             started.set()
-            time.sleep(0.2)
+            asked.wait()
             order.append("compiled")
 
     def measure():
@@ -169,15 +169,16 @@ def test_who_times_is_alone_and_goes_before_those_who_compile():
         with shared.compiling():
             order.append("compiled later")
 
-    started = threading.Event()
     threads = [threading.Thread(target=f) for f in (compile_first, measure, compile_later)]
     threads[0].start()
     started.wait()
-    for thread in threads[1:]:
-        thread.start()
-        time.sleep(0.05)
+    threads[1].start()
+    while not shared._waiting.value:  # a compiler that asks now finds one that waits to time
+        time.sleep(0.001)
+    threads[2].start()
+    asked.set()
     for thread in threads:
-        thread.join(5)
+        thread.join()
     assert order == ["compiled", "timed", "compiled later"]
 
 

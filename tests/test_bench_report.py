@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxkern
-from bench import cases, documents, pictures, report
+from bench import cases, documents, pictures, report, titles
 
 
 def timing(who, us, *, op="rms_norm", shape="8x64", direction="forward", **rest):
@@ -122,7 +122,7 @@ def test_sections_say_what_they_are():
     assert cases.shape_of("linear_scan").startswith("batch × length × channels; ")
     ops = {line.op for line in report.lines(report.load())}
     assert [op for op in ops if f"\n## {op}\n\nA shape is {cases.shape_of(op)}." not in text] == []
-    assert all(f"\n## {title}\n\n{about}" in text for title, about in report.TITLES.values())
+    assert all(f"\n## {title}\n\n{about}" in text for title, about in titles.TITLES.values())
     stems = [name.removesuffix(".json") for name, _ in report.load()]
     assert [stem for stem in stems if f"\n## {stem}" in text] == []
     assert "| first step, s |" in text

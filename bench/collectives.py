@@ -1,0 +1,262 @@
+"""What devices exchange in each op: ``python -m bench collectives`` compiles and compares.
+
+Each op of the table of cases is compiled for 8 H200s that are not there, and some for 64, with one
+axis split between them all and under plain ``jax.jit``: forward, and value with gradient. The
+collectives of the final text are held against ``bench/results/aot-collectives.json``; another
+number of one is wrong, and ``--write`` renews the file. Nothing runs.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from bench import gpus, program
+from bench.processes import each
+from bench.program import RESULTS
+
+PATH = RESULTS / "aot-collectives.json"
+
+SIZES = {
+    "m": (8, 2048),
+    "b": 8,
+    "l": 2048,
+    "d": 1536,
+    "k": 1024,
+    "h": 4096,
+    "v": 50304,
+    "n": 16,
+    "w": 4,
+    "heads": 24,
+    "p": 64,
+    "g": 1,
+}
+"""The sizes of the axes on 8 devices."""
+
+MORE = {"m": (64, 2048), "b": 64, "l": 16384, "d": 4096, "heads": 192}
+"""That of the axis that is split between 64, where it is another."""
+
+WHOLE = ("n", "p", "g", "w", "i")
+"""Axes that nobody splits: states, the size of a head, groups, taps, micro-batches."""
+
+PACKED = "ssd, packed and continued"
+"""It takes as long to compile as all others, and has the collectives of the packed selective_scan
+and of ssd."""
+
+ON_64 = {
+    "rms_norm": "m d",
+    "linear": "m h k",
+    "linear_cross_entropy": "m",
+    "mlp": "h",
+    "causal_conv1d, continued": "l",
+    "selective_scan": "b d l",
+    "ssd": "heads l",
+    "fused_adamw": "k",
+}
+"""What is also compiled for 64 devices: axes of cases."""
+
+Held = dict[str, dict[str, list[int]]]
+"""By pass, ``"forward"`` and ``"both"``: of each kind of collective how many, and their bytes."""
+
+
+def names() -> list[str]:
+    """The programs: ``"rms_norm x m=8"`` has rows split between 8 devices."""
+    found = []
+    for case in _cases():
+        axes = [axis for axis in case.axes.split() if axis not in WHOLE]
+        if case.op == "mlp":
+            axes = ["m", "h"]  # its d is the model's width, that of its residual
+        found += [f"{case.name} x {axis}=8" for axis in axes]
+        found += [f"{case.name} x {axis}=64" for axis in ON_64.get(case.name, "").split()]
+    return found
+
+
+def part() -> list[str]:
+    """Those that CI has time for: of scans, whose kernels take longest, one way or two."""
+    slow = re.compile(r"=64|(scan|ssd).* x b=|packed")
+    return [name for name in names() if not slow.search(name)]
+
+
+def _cases() -> Iterator[Any]:
+    """The cases with one call of each op, a block of several ops, and the optimizers."""
+    from jaxkern.cases import TABLE, optim
+
+    for case in TABLE:
+        if (case.strict and case.name != PACKED) or case.op == "mlp" or case in optim.CASES:
+            yield case
+
+
+def compiled(name: str) -> Held:
+    """What the passes of a program exchange."""
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, Mesh, NamedSharding
+
+    from bench.programs import exchanges
+    from bench.ptxas import without_modules
+    from jaxkern.cases import case, optim
+    from jaxkern.lowering.target import GPUS
+
+    of_case, axis, count = re.fullmatch(r"(.*) x (\w+)=(\d+)", name).groups()  # pyright: ignore
+    of = next(of for of in _cases() if of.name == of_case)
+    devices = gpus.described(GPUS["h200"], int(count))
+    mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
+    sizes = _sizes(of, axis, int(count))
+    *ins, of_result = (NamedSharding(mesh, spec) for spec in of.specs(axis, "x", sizes))
+    types = of.types(sizes, case.dtypes("bfloat16", parameters="float32"))
+    placed = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    arrays = [*map(placed, types, ins)]
+    first = lambda *arrays: jax.tree.leaves(of.call(*arrays))[0]
+    passes: dict[str, tuple[Any, Any]] = {"forward": (of.call, arrays)}
+    if not of.op.endswith("_step") and of not in optim.CASES:
+        dout = placed(jax.eval_shape(first, *types), of_result)
+        both = lambda dout, *arrays: case.result_and_gradients(first, arrays, dout)
+        passes["both"] = both, [dout, *arrays]
+    found: Held = {}
+    for direction, (f, arguments) in passes.items():
+        text = jax.jit(f).lower(*arguments).compile().as_text()
+        told: dict[str, list[int]] = {}
+        for exchange in exchanges(without_modules(text or "")[0]):
+            of_kind = told.setdefault(exchange.kind, [0, 0])
+            of_kind[0] += 1
+            of_kind[1] += exchange.size
+        found[direction] = dict(sorted(told.items()))
+    jax.clear_caches()
+    return found
+
+
+def _sizes(case: Any, axis: str, count: int) -> dict[str, Any]:
+    sizes = {name: SIZES[name] for name in case.axes.split()}
+    if case.op.startswith("ssd"):
+        sizes["n"] = 128
+    if count == 64:
+        sizes[axis] = MORE.get(axis, sizes[axis])
+    return sizes
+
+
+def attempt(name: str) -> Held | str:
+    """What a program exchanges, or why it cannot be compiled."""
+    try:
+        return compiled(name)
+    except Exception as error:  # the others go on
+        return f"{type(error).__name__}: {program.first_line(error)}"
+
+
+def differences(was: dict[str, Held], now: dict[str, Held]) -> Iterator[str]:
+    """Tells where the number of a collective differs, of the programs `now`."""
+    for name, held in now.items():
+        if name not in was:
+            yield f"{name}: is new"
+            continue
+        for direction, told in held.items():
+            before = was[name].get(direction, {})
+            for kind in sorted({*before, *told}):
+                counts = [of.get(kind, [0])[0] for of in (before, told)]
+                if counts[0] != counts[1]:
+                    yield f"{name}, {direction}: {kind}: was {counts[0]}, is {counts[1]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    chosen = [name for name in (part if args.part else names)() if re.search(args.only, name)]
+    was = json.loads(PATH.read_text())["programs"] if PATH.exists() else {}
+    now: dict[str, Held] = {}
+    faults = []
+    tasks = [(name,) for name in chosen]
+    with gpus.compilers():
+        for count, ((name,), told) in enumerate(each(attempt, tasks, args.jobs, apart=True), 1):
+            if isinstance(told, str):
+                faults.append(f"{name}: {told}")
+                line = "failed"
+            else:
+                now[name] = told
+                line = "; ".join(_told(told))
+            print(f"[{count:3}/{len(tasks)}] {name:44} {line}", flush=True)
+    if args.write:
+        every = {name: (was | now)[name] for name in names() if name in was | now}
+        versions = {"jax": metadata.version("jax"), "commit": program.tree()}
+        PATH.write_text(program.with_lines(versions, "programs", every))
+        print(f"wrote {PATH}")
+    else:
+        faults += differences(was, now)
+        if not args.only:
+            faults += [f"{name}: is missing" for name in was if name not in names()]
+    for fault in faults:
+        print(f"bench.collectives: {fault}", file=sys.stderr)
+    print(f"{len(now)} programs")
+    return 1 if faults else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = program.parser("collectives")
+    p.add_argument("--write", action="store_true", help="renew the committed figures")
+    p.add_argument("--part", action="store_true", help="only what CI has time for")
+    p.add_argument("--only", metavar="REGEX", default="", help="only programs whose name has it")
+    p.add_argument("--jobs", type=int, default=2, help="processes that compile")
+    return p
+
+
+# The guide's table
+
+SPLIT = {
+    "m": "rows",
+    "b": "batch",
+    "d": "channels; features of a norm",
+    "heads": "heads",
+    "h": "outputs (N), or channels",
+    "k": "inputs (K)",
+    "parameters": "parameters, with their state",
+    "v": "vocabulary",
+    "l": "sequence",
+}
+"""What is split, in the table's words and order."""
+
+
+def page() -> str:
+    """The table of the guide to many GPUs."""
+    from bench.report import table
+
+    held = json.loads(PATH.read_text())
+    programs: dict[str, Held] = held["programs"]
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for name, of_passes in programs.items():
+        of_case, axis, count = re.split(" x |=", name)
+        told = _told(of_passes)
+        if count == "64" and told == _told(programs[f"{of_case} x {axis}=8"]):
+            continue
+        op, _, variant = of_case.partition(", ")
+        words = [variant] if variant else []
+        words += ["on 64"] if count == "64" else []
+        label = f"`{op}`" + (f" ({', '.join(words)})" if words else "")
+        axis = "parameters" if _is_optimizer(op) else axis
+        of_group = grouped.setdefault((axis, *told), [])
+        if label not in of_group:  # parameters are split either way
+            of_group.append(label)
+    order = sorted(grouped, key=lambda key: [*SPLIT].index(key[0]))
+    rows = [[SPLIT[key[0]], ", ".join(grouped[key]), *key[1:]] for key in order]
+    count = sum(name.endswith("=64") for name in programs)
+    return (
+        table(["split", "ops", "forward", "forward and backward"], rows)
+        + f"\n\nCompiled by JAX {held['jax']} for 8 H200s, and {count} of them for 64."
+    )
+
+
+def _is_optimizer(op: str) -> bool:
+    from jaxkern.cases import optim  # with JAX, which the rest has no need of
+
+    return op in {case.op for case in optim.CASES}
+
+
+def _told(of_passes: Held) -> tuple[str, str]:
+    """The collectives of the forward, and of both passes."""
+
+    def cell(direction: str) -> str:
+        exchanged = of_passes.get(direction)
+        if exchanged is None:
+            return "not differentiated"
+        return ", ".join(f"{count} {kind}" for kind, (count, _) in exchanged.items()) or "nothing"
+
+    return cell("forward"), cell("both")

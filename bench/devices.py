@@ -1,0 +1,259 @@
+"""Training steps and sequences split between several GPUs: ``python -m bench devices``.
+
+A training step is that of ``jaxkern train --mesh``, with as many sequences for each part of the
+batch, and as many tokens for each part of a sequence, as one GPU has (``--size``): without a mesh,
+and on meshes of all GPUs. A sequence is that of an op whose length is split between all GPUs,
+forward and backward in one program; ``none`` is the same on one.
+
+*Efficiency* is the tokens per second and GPU over those without a mesh. Steps and calls wait in the
+devices' queues, and the time is wall-clock, the best of three runs of ten, or of as many as take
+two seconds. *First step* counts from the start of the process. *Error* is that of the split results
+against those of one GPU, the largest of the relative errors, in the norm, of the result and the
+gradients.
+
+Each mesh is measured in a process of its own, one after the other.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from bench import program, timing
+from bench.train import attempt
+from jaxkern.cases import TABLE, case
+from jaxkern.lm.config import AXES, PRESETS, REMATS, TrainConfig, axes_of
+from jaxkern.lm.program import Placement, compile_programs
+
+_GIB = 2**30
+_RUNS, _CALLS = 3, 10
+_SECONDS = 2
+"""Of a run, where a call takes so long that ten would take longer."""
+SEQUENCES = {
+    "ssd": (1, 65536, 24, 64, 128, 1),
+    "selective_scan": (1, 65536, 1536, 16),
+    "linear_scan": (1, 65536, 1024),
+    "causal_conv1d": (1, 65536, 2048, 4),
+}
+"""Ops, and the sizes of their axes."""
+SMALL = {"linear_scan": (1, 64, 8)}
+"""Ops and sizes for a machine without a GPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A measurement: a training step or an op, on a mesh.
+
+    Attributes:
+      what: a preset, or an op.
+      sizes: of the axes of an op; the sequences for each part of the batch, and the tokens for each
+        part of a sequence.
+      mesh: as ``--mesh`` has it, or for an op ``sequence=N``; ``none`` for one device.
+      remat: as ``--remat`` has it.
+    """
+
+    what: str
+    sizes: tuple[int, ...]
+    mesh: str
+    remat: str = "none"
+
+    contender = "jaxkern"
+
+    def __str__(self) -> str:
+        return f"{self.told}, {self.mesh}"
+
+    @property
+    def told(self) -> str:
+        """What is measured, in words."""
+        return self.what if self.remat == "none" else f"{self.what} --remat {self.remat}"
+
+
+def measure(job: Job, wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """The row of a job."""
+    began = time.perf_counter()
+    wait()
+    return (_train if job.what in PRESETS else _scan)(job, began)
+
+
+def _best(run: Callable[[], Any]) -> float:
+    """Milliseconds of a call."""
+
+    def timed(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = run()
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / calls
+
+    calls = max(1, min(_CALLS, int(_SECONDS / timed(1))))
+    return 1e3 * min(timed(calls) for _ in range(_RUNS))
+
+
+def _row(job: Job, tokens: int, devices: int, ms: float, **rest: Any) -> dict[str, Any]:
+    told = {"what": job.told, "sizes": " × ".join(map(str, job.sizes)), "mesh": job.mesh}
+    per_second = {"ms": round(ms, 3), "tokens_per_second": round(1e3 * tokens / ms)}
+    empty = dict.fromkeys(("efficiency", "first_step_s", "peak_gib", "error"), "")
+    return told | {"devices": devices} | per_second | empty | rest
+
+
+def _train(job: Job, began: float) -> dict[str, Any]:
+    sequences, tokens = job.sizes
+    mesh = "" if job.mesh == "none" else job.mesh
+    axes = axes_of(mesh) if mesh else {}
+    length = tokens * axes.get("sequence", 1)
+    config = TrainConfig.from_flags(
+        {
+            "preset": job.what,
+            "mixed_precision": "bf16",
+            "mesh": mesh,
+            "batch_size": sequences * axes.get("data", 1) * axes.get("fsdp", 1),
+            "seq_len": length,
+            "remat": job.remat,
+            "steps": 1000,
+        }
+    )
+    devices = jax.devices()[: math.prod(axes.values())]
+    placement = Placement.of(config, devices)
+    programs = compile_programs(config, placement, fresh=True)
+    state = programs.init()
+    shape = 1, config.batch_size, length + 1
+    windows = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    windows = jax.device_put(placement.split.windows(windows), placement.second_split)
+
+    def step() -> Any:
+        nonlocal state
+        state, metrics = programs.step(state, windows)
+        return metrics
+
+    jax.block_until_ready(step())
+    first = time.perf_counter() - began
+    ms = _best(step)
+    stats = [device.memory_stats() or {} for device in devices]
+    peak = max(of_one.get("peak_bytes_in_use", 0) for of_one in stats)
+    return _row(
+        job,
+        config.batch_size * length,
+        len(devices),
+        ms,
+        first_step_s=round(first, 1),
+        peak_gib=round(peak / _GIB, 2),
+    )
+
+
+def _scan(job: Job, began: float) -> dict[str, Any]:
+    of = next(of for of in TABLE if of.name == job.what)
+    sizes = of.sizes(job.sizes)
+    dtype = "bfloat16" if timing.on_gpu() else "float32"
+    arrays = of.arrays(jax.random.key(0), sizes, case.dtypes(dtype, parameters="float32"))
+
+    @jax.jit
+    def both(*arrays: Any) -> Any:
+        given = arrays[: len(of.arguments)]
+        return case.result_and_gradients(of.call, given, arrays[-1])
+
+    devices = jax.devices()
+    dout = jax.random.normal(jax.random.key(1), jax.eval_shape(of.call, *arrays).shape, dtype)
+    whole = [jax.device_put(a, devices[0]) for a in (*arrays, dout)]
+    told: dict[str, Any] = {}
+    run, count = functools.partial(both, *whole), 1
+    if job.mesh != "none":
+        count = int(job.mesh.partition("=")[2])
+        axes = Mesh(np.array(devices[:count]), ("sequence",), axis_types=(AxisType.Auto,))
+        specs: Sequence[PartitionSpec] = of.specs("l", "sequence", sizes)
+        pairs = zip(whole, specs, strict=True)
+        parts = [jax.device_put(a, NamedSharding(axes, spec)) for a, spec in pairs]
+        run = functools.partial(both, *parts)
+        told["error"] = f"{_error(run(), both(*whole)):.1e}"
+    jax.block_until_ready(run())
+    told["first_step_s"] = round(time.perf_counter() - began, 1)
+    return _row(job, sizes["b"] * sizes["l"], count, _best(run), **told)
+
+
+def _error(got: Any, want: Any) -> float:
+    """The largest relative error of any array."""
+    arrays = lambda tree: [np.asarray(a, np.float64) for a in jax.tree.leaves(tree)]
+    norm = lambda a: max(float(np.linalg.norm(a)), 1e-30)
+    pairs = zip(arrays(got), arrays(want), strict=True)
+    return max(norm(g - w) / norm(w) for g, w in pairs)
+
+
+def jobs(
+    count: int,
+    presets: Sequence[str],
+    meshes: Sequence[str],
+    gpu: bool,
+    sizes: Sequence[tuple[int, ...]] = (),
+    remat: str = "none",
+) -> list[Job]:
+    """Lists the measurements for `count` devices; those of ops unless `sizes` are given."""
+    usual = (8, 2048) if gpu else (1, 16)
+    training = [
+        Job(preset, of_step, mesh, remat)
+        for preset in presets
+        for of_step in sizes or (usual,)
+        for mesh in ("none", *meshes)
+    ]
+    if sizes:
+        return training
+    split = SEQUENCES if gpu else SMALL
+    scans = [
+        Job(op, of_op, mesh)
+        for op, of_op in split.items()
+        for mesh in ("none", f"sequence={count}")
+    ]
+    return training + scans
+
+
+def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, those of a mesh with their efficiency."""
+    of_one = lambda row: row["tokens_per_second"] / row["devices"]
+    same = lambda row: (row["what"], row.get("sizes"))
+    alone = {same(row): of_one(row) for row in rows if row["mesh"] == "none"}
+    found = lambda row: row["mesh"] != "none" and same(row) in alone
+    told = lambda row: f"{of_one(row) / alone[same(row)]:.1%}"
+    return [row | {"efficiency": told(row)} if found(row) else row for row in rows]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = program.parser("devices", "devices")
+    p.add_argument("--preset", action="append", help="repeat for more (130m; without a GPU micro)")
+    p.add_argument("--mesh", action="append", help="repeat for more (each axis, of all devices)")
+    p.add_argument(
+        "--size",
+        action="append",
+        metavar="SEQUENCESxTOKENS",
+        help="of a training step on one GPU, for these alone; repeat for more",
+    )
+    p.add_argument("--remat", default="none", choices=REMATS, help="of training steps")
+    p.add_argument("--limit", type=float, default=240, help="seconds for each mesh")
+    args = p.parse_args(argv)
+    program.share_device(2)  # this process measures nothing, and of the others one at a time
+    gpu, count = timing.on_gpu(), jax.device_count()
+    meshes = args.mesh or [f"{axis}={count}" for axis in AXES]
+    sizes = [tuple(map(int, size.split("x"))) for size in args.size or ()]
+    presets = args.preset or (["130m"] if gpu else ["micro"])
+    clock = program.clock(gpu, "wall-clock time of calls that wait in the devices' queues")
+    report: dict[str, Any] = program.machine(args.commit) | {"clock": clock}
+    rows, failed, out = [], [], args.out
+    for job in jobs(count, presets, meshes, gpu, sizes, args.remat):
+        for _, row in attempt([job], args.limit, measure):
+            if isinstance(row, str):
+                failed.append(f"{job}: {row}")
+                print(failed[-1], flush=True)
+                continue
+            rows = with_efficiency([*rows, row])
+            print(
+                f"{job}: {row['tokens_per_second']:,} tokens/s, {row['ms']:,} ms "
+                f"{rows[-1]['efficiency']}",
+                flush=True,
+            )
+        # A run that is stopped keeps its rows.
+        out = program.write(report | {"failed": failed, "rows": rows}, args.out, "devices")
+    print(f"wrote {out}")
+    return 1 if failed else 0
