@@ -23,6 +23,7 @@ SIZE = (1, 70, 2, 64, 16)
         pytest.param(SIZE, 1, {}, id="interpreted"),
         pytest.param((1, 200, 2, 128, 80), 2, {"checkpoint_every": None}, id="several chunks"),
         pytest.param(SIZE, 1, {"segment_ids": packed_ids(1, 70)}, id="packed"),
+        pytest.param((1, 70, 2, 80, 144), 2, {}, id="channels and states between"),
         *(
             pytest.param(size, groups, options, marks=pytest.mark.compiled, id=name)
             for name, size, groups, options in [
@@ -30,6 +31,9 @@ SIZE = (1, 70, 2, 64, 16)
                 ("whole chunks", (2, 512, 6, 64, 128), 2, {"checkpoint_every": 256}),
                 ("more heads than a block", (3, 300, 7, 64, 64), 1, {}),
                 ("wide heads", (1, 1000, 4, 256, 128), 4, {"checkpoint_every": 128}),
+                ("narrow heads", (2, 1000, 4, 16, 128), 2, {"checkpoint_every": 256}),
+                ("many states", (2, 1000, 4, 64, 256), 1, {"segment_ids": packed_ids(2, 1000)}),
+                ("many states in parts", (1, 5000, 2, 128, 256), 1, {"checkpoint_every": None}),
                 ("parts", (1, 5000, 2, 64, 128), 1, {"dt_limit": (0.05, 0.3)}),
                 ("parts of several chunks", (1, 1000, 64, 64, 64), 1, {"checkpoint_every": None}),
                 ("no parts", (8, 1030, 32, 64, 128), 1, {"checkpoint_every": None}),
@@ -114,8 +118,8 @@ def test_ssd_kernels_same_bits():
     ("arrays", "options", "reason"),
     [
         (inputs_and_state(*SIZE), {}, "x is float32, and the kernels take bfloat16"),
-        (HALF(*SIZE[:3], 32, 16), {}, "x has 32 channels a head.* multiples of 64"),
-        (HALF(*SIZE[:4], 129), {}, "B has 129 states, and the kernels hold at most 128"),
+        (HALF(*SIZE[:3], 15, 16), {}, "x has 15 channels a head, and the kernels take 16 or more"),
+        (HALF(*SIZE[:4], 257), {}, "B has 257 states, and the kernels take at most 256"),
         (
             (*HALF(*SIZE)[:-1], None),
             {"segment_ids": packed_ids(1, 70), "num_segments": 3},

@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.ops.ssd.call import Arrays, cut_decays, unless_finite, where_segments_begin
+from jaxkern.ops.ssd.call import (
+    Arrays,
+    added,
+    cut_decays,
+    joined,
+    state_ranges,
+    unless_finite,
+    where_segments_begin,
+)
 from jaxkern.ops.ssd.carry import launch_carry, part_starts
 from jaxkern.ops.ssd.forward import launch_fwd
 from jaxkern.ops.ssd.gradients import SUMS, launch_grads
@@ -42,12 +50,38 @@ def _launch(
     options: Options, x, dt, a, B, C, D, z, initial_state, states, dout, dfinal
 ) -> tuple[Any, Any]:
     """The results of :func:`launch_bwd`, without segments, and the initial state's gradient."""
-    arrays = Arrays(x, dt, a, B, C, D, z, initial_state)
     dy, dz = dout, None
     if z is not None:
         plain = dataclasses.replace(options, save=False)
         y, _, _ = launch_fwd(plain, x, dt, a, B, C, D, None, initial_state)
         dy, dz = _through_gate(y, z, dout)
+    ranges = state_ranges(B.shape[-1])
+    own = lambda v, n: None if v is None else v[..., n]
+    # D · dy is in one range alone; a kernel with zeros for it is that range's, too.
+    skips = [D] + [None if D is None else jnp.zeros_like(D)] * (len(ranges) - 1)
+    found = [
+        _launch_range(
+            options,
+            *(x, dt, a, B[..., n], C[..., n], D, own(initial_state, n)),
+            *(own(states, n), dy, own(dfinal, n)),
+        )
+        for n, D in zip(ranges, skips, strict=True)
+    ]
+    dx, ds, da, dB, dC, dD, dinitial = found[0]
+    if len(ranges) > 1:
+        of_each = [*zip(*found, strict=True)]
+        dx, ds, da = map(added, of_each[:3])
+        dx = dx.astype(x.dtype)
+        dB, dC, dinitial = map(joined, (*of_each[3:5], of_each[-1]))
+    own_initial = None if initial_state is None else dinitial
+    return (dx, ds, da, dB, dC, dD, dz, own_initial, None, None), dinitial
+
+
+def _launch_range(
+    options: Options, x, dt, a, B, C, D, initial_state, states, dy, dfinal
+) -> tuple[Any, ...]:
+    """The gradients of all but z, of as many states as a launch takes."""
+    arrays = Arrays(x, dt, a, B, C, D, None, initial_state)
     dy = arrays.tokens(dy)
     scan = arrays.scan(CHUNK).cut(*CARRY_WARPGROUPS)
     before = _states(options, arrays, scan, arrays.whole_states(states))
@@ -72,10 +106,10 @@ def _launch(
             dD = skip.sum((0, 2, 3))
         else:
             dD = jnp.einsum("blhp,blhp->hp", arrays.x, dy, preferred_element_type=jnp.float32)
+            dD = dD[:, : arrays.channels]
         dD = dD.reshape(D.shape)
-    dinitial = arrays.cut_states(dinitial[:, 0])
-    own = None if initial_state is None else dinitial
-    return (arrays.cut_tokens(grads["dx"]), ds, da, dB, dC, dD, dz, own, None, None), dinitial
+    dx, dinitial = arrays.cut_tokens(grads["dx"]), arrays.cut_states(dinitial[:, 0])
+    return dx, ds, da, dB, dC, dD, dinitial
 
 
 def _through_gate(y: Any, z: Any, dout: Any) -> tuple[Any, Any]:

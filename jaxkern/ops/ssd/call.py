@@ -1,6 +1,8 @@
 """The arrays of a call as the kernels take them, and what they do about segments."""
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ from jax import lax
 from jaxkern.ops import segments
 from jaxkern.ops.ssd.blocks import LOG2E
 from jaxkern.ops.ssd.reference import least_log_decay
-from jaxkern.ops.ssd.tiles import BOX, CHUNK, STEP, TILE_ROWS, Scan
+from jaxkern.ops.ssd.tiles import BOX, CHUNK, HELD_STATES, SLICE, STEP, TILE_ROWS, Scan
 
 
 def _pad(v: Any, axis: int, size: int) -> Any:
@@ -23,7 +25,7 @@ def _pad(v: Any, axis: int, size: int) -> Any:
 
 
 class Arrays:
-    """A call's arrays, with heads in one axis, states in whole boxes, dt and a in whole chunks.
+    """A call's arrays as the kernels take them: heads in one axis, others in whole blocks.
 
     The arguments are as the passes have them: x, z (B, L, G, R, P); dt, a (B, L, G, R); B, C
     (B, L, G, N); D (G, R) or (G, R, P); states (B, G, R, P, N).
@@ -33,6 +35,7 @@ class Arrays:
         self.batch, self.length, self.groups, self.rank, self.channels = x.shape
         self.heads, self.states = self.groups * self.rank, B.shape[-1]
         self.padded_states = -(-self.states // BOX) * BOX
+        self.padded_channels = -(-self.channels // SLICE) * SLICE
         self.chunks = -(-self.length // CHUNK)
         self.x, self.z = self.tokens(x), self.tokens(z)
         # A batch row's padding has steps of size 0, and no decay.
@@ -41,7 +44,8 @@ class Arrays:
         self.D = None
         if D is not None:
             D = D.astype(jnp.float32)
-            self.D = D.reshape(self.heads, *D.shape[2:])
+            D = D.reshape(self.heads, *D.shape[2:])
+            self.D = _pad(D, 1, self.padded_channels) if D.ndim == 2 else D
         self.initial = self.whole_states(initial)
         self.steps = self._steps()
 
@@ -66,12 +70,15 @@ class Arrays:
         return jnp.stack([c, self.dt.reshape(of_chunks)], axis=3)
 
     def tokens(self, v: Any) -> Any:
-        """(B, L, H, P) of (B, L, G, R, P)."""
-        return None if v is None else self._few(v.reshape(*v.shape[:2], self.heads, self.channels))
+        """(B, L, H, P) of (B, L, G, R, P), P in whole units."""
+        if v is None:
+            return None
+        v = v.reshape(*v.shape[:2], self.heads, self.channels)
+        return self._few(_pad(v, 3, self.padded_channels))
 
     def cut_tokens(self, v: Any) -> Any:
         """Undoes `tokens`."""
-        return v[:, : self.length].reshape(
+        return v[:, : self.length, :, : self.channels].reshape(
             self.batch, self.length, self.groups, self.rank, self.channels
         )
 
@@ -81,22 +88,23 @@ class Arrays:
         return v.reshape(self.batch, self.length, self.groups, self.rank)
 
     def whole_states(self, v: Any) -> Any:
-        """(..., H, P, N) of (..., G, R, P, N), N in whole boxes."""
+        """(..., H, P, N) of (..., G, R, P, N), P in whole units and N in whole boxes."""
         if v is None:
             return None
         v = v.reshape(*v.shape[:-4], self.heads, *v.shape[-2:])
+        v = _pad(v, v.ndim - 2, self.padded_channels)
         return _pad(v, v.ndim - 1, self.padded_states)
 
     def cut_states(self, v: Any) -> Any:
         """Undoes `whole_states`."""
         if v is None:
             return None
-        v = v[..., : self.states]
+        v = v[..., : self.channels, : self.states]
         return v.reshape(*v.shape[:-3], self.groups, self.rank, *v.shape[-2:])
 
     def states_like(self, count: int, dtype: Any) -> Any:
         """The type of `count` states of every unit."""
-        shape = self.batch, count, self.heads, self.channels, self.padded_states
+        shape = self.batch, count, self.heads, self.padded_channels, self.padded_states
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def scan(self, every: int | None) -> Scan:
@@ -105,11 +113,30 @@ class Arrays:
             batch=self.batch,
             heads=self.heads,
             groups=self.groups,
-            channels=self.channels,
+            channels=self.padded_channels,
             states=self.padded_states,
             chunks=self.chunks,
             every=0 if every is None else every // CHUNK,
         )
+
+
+def state_ranges(states: int) -> list[slice]:
+    """The ranges of states that launches take one after the other.
+
+    Outputs and gradients are sums over states, so that those of the ranges are added up; B, C and
+    states themselves are joined.
+    """
+    return [slice(n, min(n + HELD_STATES, states)) for n in range(0, states, HELD_STATES)]
+
+
+def added(of_ranges: Iterable[Any]) -> Any:
+    """The sum over ranges of states, in fp32."""
+    return functools.reduce(operator.add, (v.astype(jnp.float32) for v in of_ranges))
+
+
+def joined(of_ranges: Iterable[Any]) -> Any:
+    """All states of their ranges."""
+    return jnp.concatenate([*of_ranges], axis=-1)
 
 
 def where_segments_begin(rank: jax.Array, value: float, a: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ from jaxkern.ops.ssd.blocks import (
     tiles_of,
     wide,
 )
-from jaxkern.ops.ssd.call import Arrays, cut_decays, unless_finite
+from jaxkern.ops.ssd.call import Arrays, cut_decays, joined, state_ranges, unless_finite
 from jaxkern.ops.ssd.reference import Options, passed_on, reference_bwd_carry, reference_carry
 from jaxkern.ops.ssd.tiles import BOX, CARRY_WARPGROUPS, CHUNK, SLICE, STAGES, STEP, STEPS, Scan
 
@@ -126,7 +126,7 @@ def launch_device_carry(options: Options, x, dt, a, B, rank) -> tuple[Any, Any]:
 
 
 def launch_device_bwd_carry(options: Options, a, C, dy, rank) -> tuple[Any, Any]:
-    """The same decay, and the gradient of the state before what this device has."""
+    """The decay over this device's part, and the gradient of the state before it."""
 
     def plain(dy: Any, a: Any, _: Any, C: Any, *rest: Any) -> Any:
         return reference_bwd_carry(options, a, C, dy, rest[-1])
@@ -142,10 +142,14 @@ def _of_device(
     if tokens.size == 0:
         return plain(*args)
     cut = a if rank is None else cut_decays(a, rank)
-    arrays = Arrays(tokens, dt, cut, weights, weights, None, None, None)
-    scan = arrays.scan(None).cut(*CARRY_WARPGROUPS)
-    _, ends = launch_carry(scan, reverse, arrays.x, arrays.B, arrays.steps, None)
-    ends = jnp.moveaxis(arrays.cut_states(ends), 1, 0)  # (parts, B, G, R, P, N)
+    found = []  # the tokens are cut into the same parts for each range of states
+    for n in state_ranges(weights.shape[-1]):
+        of = weights[..., n]
+        arrays = Arrays(tokens, dt, cut, of, of, None, None, None)
+        scan = arrays.scan(None).cut(*CARRY_WARPGROUPS)
+        _, ends = launch_carry(scan, reverse, arrays.x, arrays.B, arrays.steps, None)
+        found.append(arrays.cut_states(ends))
+    ends = jnp.moveaxis(joined(found), 1, 0)  # (parts, B, G, R, P, N)
     decays = jnp.moveaxis(_part_decays(scan, arrays.steps), 2, 0)
     decays = decays.reshape(ends.shape[:4])  # (parts, B, G, R)
     if reverse:

@@ -42,9 +42,16 @@ from jaxkern.ops.ssd.blocks import (
     wide,
     with_accumulators,
 )
-from jaxkern.ops.ssd.call import Arrays, cut_decays, unless_finite
+from jaxkern.ops.ssd.call import (
+    Arrays,
+    added,
+    cut_decays,
+    joined,
+    state_ranges,
+    unless_finite,
+)
 from jaxkern.ops.ssd.carry import part_starts
-from jaxkern.ops.ssd.reference import Options, reference_fwd
+from jaxkern.ops.ssd.reference import Options, Tokens, gated, of_heads, reference_fwd
 from jaxkern.ops.ssd.tiles import (
     CHUNK,
     FORWARD_WARPGROUPS,
@@ -71,6 +78,25 @@ def launch_fwd(
 
 def _launch(options: Options, x, dt, a, B, C, D, z, initial_state) -> tuple[Any, Any]:
     """The results of :func:`launch_fwd`, without segments, and the final state."""
+    ranges = state_ranges(B.shape[-1])
+    if len(ranges) == 1:
+        return _launch_range(options, x, dt, a, B, C, D, z, initial_state)
+    own = lambda v, n: None if v is None else v[..., n]
+    results = [
+        _launch_range(options, x, dt, a, B[..., n], C[..., n], None, None, own(initial_state, n))
+        for n in ranges
+    ]
+    y = added(out for (out, _, _), _ in results)
+    out = gated(y, Tokens(x, dt, a, B, C, z), None if D is None else of_heads(D)).astype(x.dtype)
+    final = joined(final for _, final in results)
+    states = None
+    if options.save and options.checkpoint_every:
+        states = joined(states for (_, _, states), _ in results)
+    return (out, final if options.final else None, states), final
+
+
+def _launch_range(options: Options, x, dt, a, B, C, D, z, initial_state) -> tuple[Any, Any]:
+    """The same, of as many states as a launch takes."""
     every = options.checkpoint_every if options.save else None
     arrays = Arrays(x, dt, a, B, C, D, z, initial_state)
     scan = arrays.scan(every).cut(FORWARD_WARPGROUPS)

@@ -184,7 +184,7 @@ def ssd(
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
         arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, which run on Hopper GPUs and take
-        `x`, `B`, `C` and `z` in bfloat16, P a multiple of 64, N up to 128 and no `num_segments`;
+        `x`, `B`, `C` and `z` in bfloat16, P of 16 or more, N up to 256 and no `num_segments`;
         ``"xla"`` for plain JAX, the only one that supports forward-mode differentiation; ``None``
         for the kernels where they take the call, else for plain JAX with a backward of its own.
 

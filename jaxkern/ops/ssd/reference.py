@@ -222,7 +222,7 @@ def reference_carry(options: Options, x, dt, a, B, rank) -> tuple[jax.Array, jax
 
 
 def reference_bwd_carry(options: Options, a, C, dy, rank) -> tuple[jax.Array, jax.Array]:
-    """The same decay, and the gradient of the state before the part, from zero after it.
+    """The decay over a part, and the gradient of the state before it, from zero after it.
 
     dh ← exp(a) · (dh + dy ⊗ C) is the forward's recurrence, from the end, with steps exp(a).
     """
@@ -253,7 +253,7 @@ def step(tokens: Tokens, D: Any, h: jax.Array) -> tuple[Any, Any]:
     entered = jnp.einsum("bgrp,bgn->bgrpn", dt[..., None] * x, B)
     h = jnp.exp(a)[..., None, None] * h.astype(acc) + entered
     y = jnp.einsum("bgrpn,bgn->bgrp", h, C, precision="highest")
-    out = _gated(y, tokens._replace(x=x), None if D is None else of_heads(D).astype(acc))
+    out = gated(y, tokens._replace(x=x), None if D is None else of_heads(D).astype(acc))
     return out.astype(tokens.x.dtype), h
 
 
@@ -409,11 +409,12 @@ def _run_chunk(
     if ends is not None:
         number = jnp.where(marks.leave < 0, ends.shape[1], marks.leave)
         ends = jax.vmap(lambda v, i, h: v.at[i].set(h, mode="drop"))(ends, number, h)
-    out = _gated(y + of_start, tokens._replace(x=x), params.D)
+    out = gated(y + of_start, tokens._replace(x=x), params.D)
     return _States(h, ends), out.astype(tokens.x.dtype)
 
 
-def _gated(y: jax.Array, tokens: Tokens, D: Any) -> jax.Array:
+def gated(y: jax.Array, tokens: Tokens, D: Any) -> jax.Array:
+    """The output of `y`, h · C; `D` is (G, R, 1) or (G, R, P)."""
     if D is not None:
         y = y + D * tokens.x
     return y if tokens.z is None else y * jax.nn.silu(tokens.z.astype(y.dtype))

@@ -28,8 +28,12 @@ BOX = 64
 """Elements that are swizzled together: 128 bytes of 16-bit elements."""
 TILE_ROWS = 8
 """Rows of shared memory that make one of its tiles."""
-MAX_STATES = 128
-"""Of 256, the backward's gradients of B and C alone would take all registers of a lane."""
+HELD_STATES = 128
+"""States that a launch takes, which goes through more of them in parts of so many: of 256, the
+backward's gradients of B and C alone would take all registers of a lane."""
+MAX_STATES = 256
+LEAST_CHANNELS = 16
+"""With fewer, more than three quarters of a unit would be padding."""
 
 STAGES = 3
 """Of the forward's ring of B and C, and of the carry's."""
@@ -154,10 +158,10 @@ def unsupported(x: Any, B: Any, C: Any, z: Any, num_segments: int | None) -> str
     for name, v in (("x", x), ("B", B), ("C", C), ("z", z)):
         if v is not None and v.dtype != jnp.bfloat16:
             return f"{name} is {v.dtype}, and the kernels take bfloat16, in which they keep states"
-    if x.shape[-1] % SLICE:
-        return f"x has {x.shape[-1]} channels a head, and the kernels take multiples of {SLICE}"
+    if x.shape[-1] < LEAST_CHANNELS:
+        return f"x has {x.shape[-1]} channels a head, and the kernels take {LEAST_CHANNELS} or more"
     if B.shape[-1] > MAX_STATES:
-        return f"B has {B.shape[-1]} states, and the kernels hold at most {MAX_STATES}"
+        return f"B has {B.shape[-1]} states, and the kernels take at most {MAX_STATES}"
     return None
 
 
