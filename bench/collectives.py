@@ -56,7 +56,7 @@ ON_64 = {
     "ssd": "heads l",
     "fused_adamw": "k",
 }
-"""What is also compiled for 64 devices: axes of cases."""
+"""Axes of cases that are also compiled for 64 devices."""
 
 Held = dict[str, dict[str, list[int]]]
 """By pass, ``"forward"`` and ``"both"``: of each kind of collective how many, and their bytes."""
@@ -75,7 +75,7 @@ def names() -> list[str]:
 
 
 def part() -> list[str]:
-    """Those that CI has time for: of scans, whose kernels take longest, one way or two."""
+    """The programs that CI has time for: of scans, whose kernels take longest, one way or two."""
     slow = re.compile(r"=64|(scan|ssd).* x b=|packed")
     return [name for name in names() if not slow.search(name)]
 
@@ -212,7 +212,7 @@ SPLIT = {
     "v": "vocabulary",
     "l": "sequence",
 }
-"""What is split, in the table's words and order."""
+"""Names of axes in the table, in its order."""
 
 
 def page() -> str:

@@ -34,7 +34,7 @@ from jaxkern.lm.program import Placement, compile_programs
 _GIB = 2**30
 _RUNS, _CALLS = 3, 10
 _SECONDS = 2
-"""Of a run, where a call takes so long that ten would take longer."""
+"""A run is at most so long: with slow calls it has fewer than ten."""
 SEQUENCES = {
     "ssd": (1, 65536, 24, 64, 128, 1),
     "selective_scan": (1, 65536, 1536, 16),
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def told(self) -> str:
-        """What is measured, in words."""
+        """The measured thing, in words."""
         return self.what if self.remat == "none" else f"{self.what} --remat {self.remat}"
 
 

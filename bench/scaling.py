@@ -43,16 +43,16 @@ NVIDIA H200 data sheet: NVLink 900 GB/s, both ways together.
 """
 
 NETWORK = 50e9
-"""The same between hosts.
+"""Bytes a second that a GPU sends to other hosts, and as many that it receives.
 
 NVIDIA DGX H200 data sheet: for each GPU a network card of 400 Gb/s.
 """
 
 Reports = Sequence[tuple[str, dict[str, Any]]]
-"""Those of :func:`bench.report.load`."""
+"""Result files by name, as :func:`bench.report.load` gives them."""
 
 Held = dict[str, Any]
-"""What is committed of a step: ``exchanges`` are kind, axes, how many, and bytes of all arrays."""
+"""A step's committed figures: ``exchanges`` are kind, axes, how many, and bytes of all arrays."""
 
 
 def seconds_of(kind: str, axes: str, size: int, mesh: dict[str, int]) -> float:

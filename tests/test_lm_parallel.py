@@ -74,7 +74,7 @@ def with_segments(batch, configuration):
 
 
 def trained(preset, **flags):
-    """Of some steps: losses and norms of gradients, the averages after the first, the last loss."""
+    """Losses and norms of gradients of some steps, the averages after the first, the last loss."""
     configuration = configured(preset=preset, **flags)
     placement = placed(configuration)
     programs = program.compile_programs(configuration, placement, fresh=True)

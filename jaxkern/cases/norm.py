@@ -25,9 +25,9 @@ def layer_normalised(x: Any, weight: Any, bias: Any) -> Any:
 
 
 _SPLIT: dict[str, dict[str, Any]] = {
-    # Of the squares, and of what the backward is saved; of products with the gradient.
+    # Sums of the squares, and of what the backward is saved; of products with the gradient.
     "rms_norm": {"split": "m d", "features": {"all-reduce": 3}},
-    # Also of the mean, and of the gradient; XLA joins two each time.
+    # Sums for the mean, too, and of the gradient; XLA joins two each time.
     "layer_norm": {"split": "m d", "features": {"all-reduce": 4}},
 }
 """How a mesh splits a norm: statistics are sums over the devices that have a row."""

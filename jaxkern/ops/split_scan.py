@@ -102,7 +102,7 @@ class Sections:
         return v.reshape(v.shape[0] // self.count, v.shape[1] * self.count, *v.shape[2:])
 
     def at(self, v: Any, section: int) -> Any:
-        """Of one section, (B, …), of those of all, (B · count, …)."""
+        """One section's values, (B, …), of those of all, (B · count, …)."""
         if v is None or self.count == 1:
             return v
         return self._apart(v)[section]

@@ -27,7 +27,7 @@ def launch_device_carry(options: Options, a: Any, b: Any, entered: Any) -> tuple
 
 
 def launch_device_bwd_carry(options: Options, a: Any, dout: Any, entered: Any) -> tuple[Any, Any]:
-    """The same product, and the gradient of the state before what this device has."""
+    """The product of this device's decays, and the gradient of the state before its part."""
     return _of_device(options, a, dout, entered, transposed=True)
 
 

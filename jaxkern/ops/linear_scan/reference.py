@@ -91,7 +91,7 @@ def associative(reverse: bool, a: Any, b: Any, initial_state: Any, entered: Any 
 
 
 def last_state(options: Options, out: jax.Array, initial_state: Any) -> jax.Array | None:
-    """Of all states that of the last step, (B, D), or the initial one where there are no steps."""
+    """The state of the last step, (B, D), or the initial one where there are no steps."""
     if not options.final:
         return None
     if out.shape[1] == 0:
@@ -147,7 +147,7 @@ def reference_carry(options: Options, a, b, entered) -> tuple[jax.Array, jax.Arr
 
 
 def reference_bwd_carry(options: Options, a, dout, entered) -> tuple[jax.Array, jax.Array]:
-    """The same product, and the gradient of the state before the part."""
+    """The product of a part's decays, and the gradient of the state before the part."""
     acc = jnp.result_type(jnp.float32, a, dout)
     product = _product(a, entered, acc)
     if options.reverse:
@@ -160,7 +160,7 @@ def reference_bwd_carry(options: Options, a, dout, entered) -> tuple[jax.Array, 
 
 
 def _following(a: jax.Array, entered: Any) -> tuple[jax.Array, Any]:
-    """Of each step a of the step after it, 0 where a segment begins there, and its `entered`."""
+    """The a of the step after each, 0 where a segment begins there, and its `entered`."""
     after = jnp.concatenate([a[:, 1:], jnp.zeros_like(a[:, :1])], axis=1)
     if entered is None:
         return after, None

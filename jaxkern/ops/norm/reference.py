@@ -42,14 +42,14 @@ class Rows:
         return jnp.mean(v, axis=-1)
 
     def own(self, options: Options, statistic: Any, v: Any) -> Any:
-        """Of a statistic (..., G) that of the groups in `v`."""
+        """The part of a statistic (..., G) that belongs to the groups in `v`."""
         del options, v
         return statistic
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts(Rows):
-    """The same where each device has as many neighbouring elements of every row.
+    """Rows that are split between devices: each has as many neighbouring elements of every row.
 
     A part has several whole groups, or several parts have one.
 

@@ -55,7 +55,7 @@ def launch_device_carry(options: Options, x, dt, A, B, dt_bias, keep) -> tuple[A
 
 
 def launch_device_bwd_carry(options: Options, dt, A, C, z, dt_bias, keep, dout) -> tuple[Any, Any]:
-    """The same sum, and the gradient of the state before what this device has."""
+    """The sum of this device's steps, and the gradient of the state before its part."""
     if dout.size == 0:
         return reference_bwd_carry(options, dt, A, C, z, dt_bias, keep, dout)
     tile = backward_tile(A.shape[-1])

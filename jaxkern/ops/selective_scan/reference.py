@@ -241,7 +241,7 @@ def reference_carry(options: Options, x, dt, A, B, dt_bias, keep) -> tuple[Any, 
 
 
 def reference_bwd_carry(options: Options, dt, A, C, z, dt_bias, keep, dout) -> tuple[Any, Any]:
-    """The same sum, and the gradient of the state before the part, from zero after it."""
+    """The sum of a part's steps, and the gradient of the state before it, from zero after it."""
     acc = jnp.result_type(jnp.float32, dt, A, dout)
     sizes, dy = _step_sizes(options, dt, dt_bias, acc), dout.astype(acc)
     if z is not None:
