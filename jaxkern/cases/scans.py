@@ -14,9 +14,9 @@ _SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
 _CARRIES = {"all-gather": 2}
 """The collectives of a scan whose sequence is split: its carries, forward and backward."""
 _PACKED: dict[str, Any] = {"sequence": {**_CARRIES, "collective-permute": 1}}
-"""Those of packed sequences: a segment's id goes to the token after, too."""
+"""The collectives with packed sequences: a segment's id goes to the token after, too."""
 _NUMBERED: dict[str, Any] = {"sequence": {"all-gather": 3, "collective-permute": 3}}
-"""Those of packed sequences whose segments are numbered, over all parts."""
+"""The collectives with packed sequences whose segments are numbered, over all parts."""
 
 
 def _packed(op: str) -> Any:
@@ -331,6 +331,8 @@ SSDS = [
         shapes=[
             *(Shape((*s, 64, 128, 1)) for s in _MAMBA_2),
             Shape((8, 2048, 32, 64, 128, 8)),
+            Shape((2, 4096, 128, 80, 128, 8)),
+            Shape((4, 4096, 24, 128, 256, 1)),
         ],
         small=Shape((2, 256, 4, 16, 32, 1), "float32"),
         errors=Errors((2, 1024, 8, 64, 128, 2), (2, 64, 4, 8, 16, 2)),

@@ -104,7 +104,8 @@ def cross_entropy(
     A row whose label is `ignore_index` has no loss and no gradient, and may hold NaN. A label that
     is neither that nor one of the V classes makes the loss NaN.
 
-    On a mesh, rows and classes may be split between devices: no logits are gathered.
+    On a mesh, rows and classes may be split between devices, on Auto axes classes between 16 at
+    most: no logits are gathered.
 
     Args:
       logits: (..., V), bfloat16, float16 or float32.
@@ -204,8 +205,8 @@ def linear_cross_entropy(
 
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
-    On a mesh, rows may be split between devices, and without `memory` K and V, too: neither logits
-    nor `weight` are gathered.
+    On a mesh, rows may be split between devices, and without `memory` K and V, too, on Auto axes V
+    between 16 at most: neither logits nor `weight` are gathered.
 
     Args:
       x: (..., K), bfloat16, float16 or float32.
