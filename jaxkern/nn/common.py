@@ -235,6 +235,17 @@ def project_out(
     return out if weights.out_bias is None else out + weights.out_bias.astype(out.dtype)
 
 
+def apart(x: jax.Array, count: int) -> list[jax.Array]:
+    """`x` so many times, which XLA does not know to be the same.
+
+    Of products that have an operand in common it would make one, and copy its parts.
+    """
+    copies = [x]
+    while len(copies) < count:  # equal barriers would be one: each is of the copy before
+        copies.append(jax.lax.optimization_barrier(copies[-1]))
+    return copies
+
+
 def conv_filter(weights: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
     """The convolution's weight (channels, W) and bias (channels,), in `dtype`."""
     bias = weights.conv_bias

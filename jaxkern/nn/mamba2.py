@@ -1,14 +1,16 @@
 r"""The Mamba-2 block: functions of arrays, for the layers and the language model::
 
-    z, u, dt = in_proj(x)                                 (B, L, E), (B, L, E + 2 G N), (B, L, H)
-    u, B, C  = silu(causal_conv1d(u))                     (B, L, E), 2 × (B, L, G N)
-    y        = ssd(u, dt, A, B, C, D)                     A = −exp(A_log), the step sizes
-    y        = rms_norm(y · silu(z)) by groups            softplus(dt + dt_bias)
-    out      = out_proj(y)
+    z, u, v, dt = in_proj(x)                      2 × (B, L, E), (B, L, 2 G N), (B, L, H)
+    u           = silu(causal_conv1d(u))
+    B, C        = silu(causal_conv1d(v))          2 × (B, L, G N)
+    y           = ssd(u, dt, A, B, C, D)          A = −exp(A_log), the step sizes
+    y           = rms_norm(y · silu(z)) by groups softplus(dt + dt_bias)
+    out         = out_proj(y)
 
 with E = H · P inner channels in H heads, G groups of heads that share B and C, N states. Products,
 convolution and norm run in the compute dtype; A, D and dt_bias enter the scan in their own. The
-columns of `in_proj` are those of the paper's own code: z, x, B, C, dt.
+columns of `in_proj` are those of the paper's own code: z, x, B, C, dt. That convolves x, B and C as
+one array; of two convolutions x need not be copied out for the scan, nor its gradient back.
 
 Source: Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060; the initial values are those of
 the paper's own code.
@@ -234,22 +236,29 @@ def mamba2(
     project = common.projection(implementation)
     part = sizes if axis_name is None else _of_device(weights, sizes)
     x = enter(common.cast(x, weights, dtype), axis_name)
-    z, u, dt = _project_in(weights, part, x, project)
+    z, u, v, dt = _project_in(weights, part, x, project)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
         "sequence_axis": sequence_axis,
         "implementation": implementation,
     }
-    conv: Any = None if cache is None else cache.conv
-    u: Any = jaxkern.causal_conv1d(
-        u, *common.conv_filter(weights, u.dtype), activation="silu", initial_state=conv, **options
-    )
+    at = [part.d_inner]
+    lasts = [None, None] if cache is None else jnp.split(cache.conv, at, axis=-1)
+    weight, bias = common.conv_filter(weights, u.dtype)
+    filters = jnp.split(weight, at), [None, None] if bias is None else jnp.split(bias, at)
+    conv: Any = None
+    convolved: Any = [
+        jaxkern.causal_conv1d(*arrays, activation="silu", initial_state=last, **options)
+        for *arrays, last in zip((u, v), *filters, lasts, strict=True)
+    ]
     if return_cache:
-        u, conv = u
+        convolved, lasts = zip(*convolved, strict=True)
+        conv = jnp.concatenate(lasts, axis=-1)
+    u, v = convolved
     state: Any = None if cache is None else cache.scan
     y: Any = jaxkern.ssd(
-        *_scanned(weights, part, u, dt),
+        *_scanned(weights, part, u, v, dt),
         initial_state=state,
         **_step_sizes(weights, sizes),
         **options,
@@ -280,12 +289,16 @@ def mamba2_step(
     """
     x = BLOCK.check_call(sizes, x, cache, None, ("B D",))
     project = common.projection(implementation)
-    z, u, dt = _project_in(weights, sizes, common.cast(x, weights, dtype), project)
-    u, conv = jaxkern.causal_conv1d_step(
-        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu"
+    z, u, v, dt = _project_in(weights, sizes, common.cast(x, weights, dtype), project)
+    convolved, conv = jaxkern.causal_conv1d_step(
+        cache.conv,
+        jnp.concatenate([u, v], axis=-1),
+        *common.conv_filter(weights, u.dtype),
+        activation="silu",
     )
+    u, v = jnp.split(convolved, [sizes.d_inner], axis=-1)
     y, state = jaxkern.ssd_step(
-        cache.scan, *_scanned(weights, sizes, u, dt), **_step_sizes(weights, sizes)
+        cache.scan, *_scanned(weights, sizes, u, v, dt), **_step_sizes(weights, sizes)
     )
     out = _project_out(weights, sizes, y, z, project, None, implementation)
     return out, Cache(conv, state.astype(cache.scan.dtype))
@@ -294,24 +307,26 @@ def mamba2_step(
 def _project_in(
     weights: Weights, sizes: Sizes, x: jax.Array, project: Callable[..., jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """z (…, E), what is convolved, (…, E + 2 G N), and dt (…, H), each of a product of its own.
+    """z and u (…, E), v (…, 2 G N) and dt (…, H).
 
-    The parts of one product would be copied apart, and their gradients together; XLA makes one of
-    those that have an operand in common.
+    The large ones have products of their own: the parts of one would be copied apart, and their
+    gradients together.
     """
-    at = [sizes.d_inner, sizes.d_inner + sizes.d_convolved]
+    at = [sizes.d_inner, 2 * sizes.d_inner]
     bias = weights.in_bias
     biases = [None] * 3 if bias is None else jnp.split(bias, at)
-    parts = zip(jnp.split(weights.in_proj, at, axis=-1), biases, strict=True)
-    products = (project(jax.lax.optimization_barrier(x), w, b) for w, b in parts)
-    return named("mamba_in_proj", tuple(products))
+    parts = zip(common.apart(x, 3), jnp.split(weights.in_proj, at, axis=-1), biases, strict=True)
+    z, u, small = named("mamba_in_proj", tuple(project(*part) for part in parts))
+    return z, u, *jnp.split(small, [2 * sizes.d_bc], axis=-1)
 
 
-def _scanned(weights: Weights, sizes: Sizes, u: jax.Array, dt: jax.Array) -> tuple[Any, ...]:
+def _scanned(
+    weights: Weights, sizes: Sizes, u: jax.Array, v: jax.Array, dt: jax.Array
+) -> tuple[Any, ...]:
     """x (…, H, P), dt, A, B (…, G, N), C and D of the scan, from what was convolved."""
-    x, B, C = jnp.split(u, [sizes.d_inner, sizes.d_inner + sizes.d_bc], axis=-1)
-    x = x.reshape(*x.shape[:-1], sizes.heads, sizes.headdim)
-    B, C = (v.reshape(*v.shape[:-1], sizes.ngroups, sizes.d_state) for v in (B, C))
+    x = u.reshape(*u.shape[:-1], sizes.heads, sizes.headdim)
+    v = v.reshape(*v.shape[:-1], 2, sizes.ngroups, sizes.d_state)
+    B, C = v[..., 0, :, :], v[..., 1, :, :]
     return x, dt, common.decay_rates(weights), B, C, weights.D
 
 
