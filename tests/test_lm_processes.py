@@ -18,9 +18,10 @@ import jax
 import pytest
 
 import jaxkern
-from jaxkern.lm import checkpoint, cli, cluster, processes, run, several, stop, wire
-from jaxkern.lm.cluster import Told, own_devices, told
+from jaxkern.lm import checkpoint, cli, processes, run, stop
 from jaxkern.lm.config import RunError
+from jaxkern.lm.processes import cluster, several, wire
+from jaxkern.lm.processes.cluster import Told, own_devices, told
 from jaxkern.lm.report import read_metrics
 from tests.language_models import command
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxkern.lm import processes, stop
-from jaxkern.lm.cluster import told
 from jaxkern.lm.config import DEFAULTS, RunError, axes_of
 from jaxkern.lm.flags import parser
+from jaxkern.lm.processes.cluster import told
 
 
 def main(argv: Sequence[str] | None = None) -> int:

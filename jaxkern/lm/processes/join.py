@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxkern.lm import stop
-from jaxkern.lm.cluster import Told
+from jaxkern.lm.processes.cluster import Told
 
 
 class Alone:
@@ -66,7 +66,9 @@ def joined(told: Told | None, flags: dict[str, Any]) -> Iterator[Alone]:
     if told is None:
         yield ALONE
         return
-    from jaxkern.lm.several import Several  # it imports asyncio, which one process can do without
+    from jaxkern.lm.processes.several import (
+        Several,  # it imports asyncio, which one process can do without
+    )
 
     _several = several = Several(told, {name: str(value) for name, value in flags.items()})
     try:

@@ -2,8 +2,8 @@
 
 The client would end its process with a stack trace the moment that the service is gone. It talks to
 this program, which keeps the near end open when the far one closes, so that the run ends by what
-its processes say to each other (:mod:`jaxkern.lm.wire`). A program of its own, as the client holds
-Python's lock while it connects.
+its processes say to each other (:mod:`jaxkern.lm.processes.wire`). A program of its own, as the
+client holds Python's lock while it connects.
 
     python relay.py HOST PORT
 

@@ -1,7 +1,8 @@
-"""One of several processes of a run: what :mod:`jaxkern.lm.processes` describes, by messages.
+"""One of several processes of a run: what :mod:`jaxkern.lm.processes.join` describes, by messages.
 
-The messages go through process 0 (:mod:`jaxkern.lm.wire`). Those about the end are: one that is
-lost, as process 0 sees it, or one that fails, as it says itself; each goes to all others.
+The messages go through process 0 (:mod:`jaxkern.lm.processes.wire`). Two are about the end: that of
+a process that is lost, as process 0 sees it, and that of one that fails, as it says itself. Each goes
+to all others.
 """
 
 import asyncio
@@ -17,10 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jaxkern
-from jaxkern.lm import relay, stop, wire
-from jaxkern.lm.cluster import Told
+from jaxkern.lm import stop
 from jaxkern.lm.config import RunError
-from jaxkern.lm.processes import Alone
+from jaxkern.lm.processes import relay, wire
+from jaxkern.lm.processes.cluster import Told
+from jaxkern.lm.processes.join import Alone
 
 JOINING = 300.0
 """Seconds within which all processes have to have joined."""
