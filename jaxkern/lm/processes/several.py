@@ -1,8 +1,8 @@
 """One of several processes of a run: what :mod:`jaxkern.lm.processes.join` describes, by messages.
 
 The messages go through process 0 (:mod:`jaxkern.lm.processes.wire`). Two are about the end: that of
-a process that is lost, as process 0 sees it, and that of one that fails, as it says itself. Each goes
-to all others.
+a process that is lost, as process 0 sees it, and that of one that fails, as it says itself. Each
+goes to all others.
 """
 
 import asyncio
