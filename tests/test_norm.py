@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkern
-from jaxkern.core import kernel_pass
+from jaxkern.lowering import kernel_call
 from tests import check
 from tests.norms import EACH, VARIANTS, check_case, each_way, in_turn, inputs
 
@@ -161,7 +161,7 @@ def test_rows_that_devices_share(op, group_size, gathers, kind):
 
     spec = lambda a: PartitionSpec(*[None] * (a.ndim - 1), "x")
     placed = {n: jax.device_put(a, NamedSharding(mesh, spec(a))) for n, a in arrays.items()}
-    kernel_pass.warn_once.cache_clear()
+    kernel_call.warn_once.cache_clear()
     told = pytest.warns(UserWarning, match="groups of 160") if gathers else nullcontext()
     with told:
         split = jax.jit(run, static_argnums=1).lower(placed, None).compile()
