@@ -38,7 +38,7 @@ PART = ("l40s", "h200", "rtx-pro-6000")
 """Three that differ most: no TMA, clusters and wgmma, and a TMA with 99 KiB of shared memory."""
 
 GROWTH = 1.02
-"""How much more memory of a device than the committed is not told of."""
+"""How much more memory of a device, or bytes copied, than the committed are not told of."""
 
 BRANCH = 8192
 """Kernels of one name whose shared memory differs by less are taken to have the same tiles."""
@@ -65,6 +65,7 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
                 "memory": result.memory,
                 "collectives": {k: n for k, n in result.collectives.items() if n},
                 "exchanged": result.exchanged,
+                "copied": result.copied,
             }
     return found
 
@@ -142,8 +143,9 @@ def _training_differences(name: str, was: Any, now: Any, same: bool) -> Iterator
         before, after = (part["collectives"].get(kind, 0) for part in (was, now))
         if before != after:
             yield f"{name}: {kind}: was {before}, is {after}"
-    if same and now["memory"] > GROWTH * was["memory"]:
-        yield f"{name}: memory of a device: was {_gib(was['memory'])}, is {_gib(now['memory'])}"
+    for part, told in ("memory", "memory of a device"), ("copied", "bytes copied"):
+        if same and now[part] > GROWTH * was[part]:
+            yield f"{name}: {told}: was {_gib(was[part])}, is {_gib(now[part])}"
 
 
 def _gib(size: int) -> str:
@@ -176,7 +178,7 @@ def line_of(result: Result) -> str:
         f"{sum(k.spills for k in kernels)} bytes spilled",
     ]
     if result.memory:
-        words += [_gib(result.memory)]
+        words += [_gib(result.memory), f"{_gib(result.copied)} copied"]
         words += [f"{n} {kind}" for kind, n in result.collectives.items() if n]
     return ", ".join(words)
 

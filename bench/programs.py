@@ -23,6 +23,7 @@ import jax
 
 from bench import gpus, steps
 from bench.cases import Case, cases
+from bench.copies import copied_in
 from bench.modules import passes
 from bench.ptxas import Compiler, Kernels
 from jaxkern.cases.optim import Step
@@ -91,6 +92,7 @@ class Result:
         that is inside a loop counts once.
       exchanged: of a training step, bytes of the arrays of each kind of collective: of those that
         a device has after a gather or before a scatter.
+      copied: of a training step, bytes that XLA writes without computing anything.
       error: why the program cannot be compiled, or ``""``.
     """
 
@@ -102,6 +104,7 @@ class Result:
     memory: int = 0
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
     exchanged: dict[str, int] = dataclasses.field(default_factory=dict)
+    copied: int = 0
     error: str = ""
 
 
@@ -162,6 +165,7 @@ def compiled(gpu: Gpu, task: Task) -> Result:
         memory=memory_of(program.compiled.memory_analysis()),
         collectives=collectives_in(program.text),
         exchanged=exchanged_in(program.text),
+        copied=copied_in(program.text),
     )
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import aot, generations, gpus, programs, ptxas
+from bench.copies import copied_in
 from bench.programs import Result, Training
 from bench.ptxas import Kernel
 from jaxkern.lowering.target import GPUS
@@ -156,6 +157,43 @@ def test_bytes_are_those_of_whole_arrays():
         assert programs.exchanged_in(scattered) == {"reduce-scatter": 96}
 
 
+COPIES = """\
+HloModule jit_train_step, is_scheduled=true
+
+%sliced (p: f32[8]) -> (f32[2], bf16[4]) {
+  %p = f32[8]{0} parameter(0)
+  %a = f32[2]{0} slice(%p), slice={[0:2]}
+  %cut = f32[2]{0} slice(%p), slice={[2:4]}
+  %b = bf16[4]{0} bitcast(%cut)
+  ROOT %both = (f32[2]{0}, bf16[4]{0}) tuple(%a, %b)
+}
+
+%added (p: f32[8]) -> f32[2] {
+  %p = f32[8]{0} parameter(0)
+  %cut = f32[2]{0} slice(%p), slice={[0:2]}
+  ROOT %sum = f32[2]{0} add(%cut, %cut)
+}
+
+%kernel (p: f32[8]) -> f32[2] {
+  %p = f32[8]{0} parameter(0)
+  %cut = f32[2]{0} slice(%p), slice={[0:2]}
+  ROOT %run = f32[2]{0} custom-call(%cut), custom_call_target="mosaic_gpu_v2"
+}
+
+ENTRY %main (p: f32[8]) -> f32[16] {
+  %p = f32[8]{0} parameter(0)
+  %split = (f32[2]{0}, bf16[4]{0}) fusion(%p), kind=kLoop, calls=%sliced
+  %computed = f32[2]{0} fusion(%p), kind=kLoop, calls=%added
+  %launched = f32[2]{0} fusion(%p), kind=kCustom, calls=%kernel
+  ROOT %twice = f32[16]{0} concatenate(%p, %p), dimensions={0}
+}
+"""
+
+
+def test_copies_are_what_computes_nothing():
+    assert copied_in(COPIES) == 2 * 4 + 4 * 2 + 16 * 4
+
+
 def test_a_step_exchanges_what_its_mesh_needs_and_no_more():
     held = json.loads(aot.path_of(GPUS["h200"]).read_text())["training"]
     of = lambda mesh: (held[f"130m x {mesh}"]["collectives"], held[f"130m x {mesh}"]["exchanged"])
@@ -255,6 +293,7 @@ GATHERED = ("training", NAMES[1], "collectives", "all-gather"), "all-gather: was
         (("kernels", NAMES[0], "rms_norm_fwd"), [[56, 0, 0]], "rms_norm_fwd: was 2, is 1"),
         (("plain", NAMES[0], "old"), "no room", f"{NAMES[0]}: old is plain JAX: no room"),
         (("training", NAMES[1], "memory"), int(1.03 * 2**30), "was 1.00 GiB, is 1.03 GiB"),
+        (("training", NAMES[1], "copied"), 1 << 29, "bytes copied: was 0.00 GiB, is 0.50 GiB"),
     ],
 )
 def test_what_got_worse_is_told(figures, path, to, told):
