@@ -477,7 +477,7 @@ def test_low_precision_learns_as_fp32_does(config, precision):
         ("130m", {"remat": "layer"}, "rms_norm causal_conv1d selective_scan"),
         ("130m", {"remat": "cheap"}, "causal_conv1d"),
         ("130m", {"remat": "scan"}, "causal_conv1d selective_scan"),
-        ("mamba2-130m", {"implementation": "mosaic"}, ""),  # by default ssd is plain JAX
+        ("mamba2-130m", {}, ""),
     ],
     ids=["False", "True", "cheap", "scan", "mamba2"],
 )
@@ -493,10 +493,12 @@ def test_training_on_a_gpu_runs_the_kernels(name, options, again, monkeypatch):
     batch = jax.ShapeDtypeStruct((1, config.batch_size, config.seq_len + 1), np.uint8)
     text = jax.jit(step).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
     calls = check.kernel_calls(text)
-    scan = {"mamba": "selective_scan", "mamba2": "ssd"}[config.model.block.name]
-    for op in ("rms_norm", "causal_conv1d", scan):
+    expected = {
+        "mamba": {"rms_norm": 3, "causal_conv1d": 2, "selective_scan": 2},  # a norm is of no layer
+        "mamba2": {"rms_norm": 5, "causal_conv1d": 4, "ssd": 2},
+    }
+    for op, of_blocks in expected[config.model.block.name].items():
         runs = sum(f"{op}_fwd" in call for call in calls)
-        of_blocks = {"rms_norm": 5 if scan == "ssd" else 3}.get(op, 2)  # the last is of no layer
         assert runs == of_blocks + 2 * (op in again.split())
         assert f"{op}_bwd" in text
     assert "fused_adam" in text

@@ -158,7 +158,7 @@ def unsupported(x: Any, B: Any, C: Any, z: Any, num_segments: int | None) -> str
     for name, v in (("x", x), ("B", B), ("C", C), ("z", z)):
         if v is not None and v.dtype != jnp.bfloat16:
             return f"{name} is {v.dtype}, and the kernels take bfloat16, in which they keep states"
-    if x.shape[-1] < LEAST_CHANNELS:
+    if 0 < x.shape[-1] < LEAST_CHANNELS:
         return f"x has {x.shape[-1]} channels a head, and the kernels take {LEAST_CHANNELS} or more"
     if B.shape[-1] > MAX_STATES:
         return f"B has {B.shape[-1]} states, and the kernels take at most {MAX_STATES}"
