@@ -29,7 +29,7 @@ def copied_in(text: str) -> int:
     }
     fused = set(re.findall(r"calls=%?([\w.-]+)", text))
     return sum(
-        _bytes(instruction.type)
+        sum(sizes_in(instruction.type))
         for name, body in computations.items()
         if name not in fused
         for instruction in body
@@ -51,10 +51,9 @@ def _moves(operations: set[str]) -> bool:
     return bool(operations & _MOVING) and operations <= _MOVING | _FREE
 
 
-def _bytes(of_type: str) -> int:
-    arrays = re.findall(r"\b([a-z]+)(\d+)\[([\d,]*)\]", of_type)
-    sizes = (
-        math.prod(int(size) for size in shape.split(",") if size) * int(bits)
-        for _, bits, shape in arrays
-    )
-    return sum(sizes) // 8
+def sizes_in(types: str) -> list[int]:
+    """Bytes of each array of a result's type, one or a tuple."""
+    return [
+        math.prod(int(size) for size in shape.split(",") if size) * int(bits) // 8
+        for bits, shape in re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", types)
+    ]

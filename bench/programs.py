@@ -23,7 +23,7 @@ import jax
 
 from bench import gpus, steps
 from bench.cases import Case, cases
-from bench.copies import copied_in
+from bench.copies import copied_in, sizes_in
 from bench.modules import passes
 from bench.ptxas import Compiler, Kernels
 from jaxkern.cases.optim import Step
@@ -254,7 +254,7 @@ def exchanges(text: str) -> Iterator[Exchange]:
     """The collectives of a program's text, in its order."""
     for match in _COLLECTIVE.finditer(text):
         kind, rest = match["kind"], match["rest"]
-        sizes = [_bytes(*array) for array in re.findall(r"([a-z]+\d+)\[([\d,]*)\]", match["types"])]
+        sizes = sizes_in(match["types"])
         if match["start"]:  # arguments and results
             half = len(sizes) // 2
             size = max(sum(sizes[:half]), sum(sizes[half:]))
@@ -270,11 +270,6 @@ def exchanged_in(text: str) -> dict[str, int]:
     for exchange in exchanges(text):
         found[exchange.kind] += exchange.size
     return dict(found)
-
-
-def _bytes(dtype: str, shape: str) -> int:
-    bits = int(re.sub(r"\D", "", dtype))
-    return math.prod(int(size) for size in shape.split(",") if size) * bits // 8
 
 
 def _group_size(attributes: str) -> int:
