@@ -1,10 +1,10 @@
 r"""The Mamba-2 block: functions of arrays, for the layers and the language model::
 
-    z, u, v, dt = in_proj(x)                      2 × (B, L, E), (B, L, 2 G N), (B, L, H)
+    z, u, v, dt = in_proj(x)                         2 × (B, L, E), (B, L, 2 G N), (B, L, H)
     u           = silu(causal_conv1d(u))
-    B, C        = silu(causal_conv1d(v))          2 × (B, L, G N)
-    y           = ssd(u, dt, A, B, C, D)          A = −exp(A_log), the step sizes
-    y           = rms_norm(y · silu(z)) by groups softplus(dt + dt_bias)
+    B, C        = silu(causal_conv1d(v))             2 × (B, L, G N)
+    y           = ssd(u, dt, A, B, C, D)             A = −exp(A_log), the step sizes
+    y           = rms_norm(y · silu(z)) by groups    softplus(dt + dt_bias)
     out         = out_proj(y)
 
 with E = H · P inner channels in H heads, G groups of heads that share B and C, N states. Products,

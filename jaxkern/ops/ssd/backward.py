@@ -18,6 +18,7 @@ from jaxkern.ops.ssd.call import (
     added,
     cut_decays,
     joined,
+    of_range,
     state_ranges,
     unless_finite,
     where_segments_begin,
@@ -56,14 +57,13 @@ def _launch(
         y, _, _ = launch_fwd(plain, x, dt, a, B, C, D, None, initial_state)
         dy, dz = _through_gate(y, z, dout)
     ranges = state_ranges(B.shape[-1])
-    own = lambda v, n: None if v is None else v[..., n]
     # D · dy is in one range alone; a kernel with zeros for it is that range's, too.
     skips = [D] + [None if D is None else jnp.zeros_like(D)] * (len(ranges) - 1)
     found = [
         _launch_range(
             options,
-            *(x, dt, a, B[..., n], C[..., n], D, own(initial_state, n)),
-            *(own(states, n), dy, own(dfinal, n)),
+            *(x, dt, a, of_range(B, n), of_range(C, n), D, of_range(initial_state, n)),
+            *(of_range(states, n), dy, of_range(dfinal, n)),
         )
         for n, D in zip(ranges, skips, strict=True)
     ]
@@ -73,8 +73,8 @@ def _launch(
         dx, ds, da = map(added, of_each[:3])
         dx = dx.astype(x.dtype)
         dB, dC, dinitial = map(joined, (*of_each[3:5], of_each[-1]))
-    own_initial = None if initial_state is None else dinitial
-    return (dx, ds, da, dB, dC, dD, dz, own_initial, None, None), dinitial
+    own = None if initial_state is None else dinitial
+    return (dx, ds, da, dB, dC, dD, dz, own, None, None), dinitial
 
 
 def _launch_range(

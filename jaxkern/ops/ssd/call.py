@@ -129,6 +129,11 @@ def state_ranges(states: int) -> list[slice]:
     return [slice(n, min(n + HELD_STATES, states)) for n in range(0, states, HELD_STATES)]
 
 
+def of_range(v: Any, n: slice) -> Any:
+    """A range of the states of `v`, or ``None``, whose last axis is theirs."""
+    return None if v is None else v[..., n]
+
+
 def added(of_ranges: Iterable[Any]) -> Any:
     """The sum over ranges of states, in fp32."""
     return functools.reduce(operator.add, (v.astype(jnp.float32) for v in of_ranges))

@@ -32,7 +32,14 @@ from jaxkern.ops.ssd.blocks import (
     tiles_of,
     wide,
 )
-from jaxkern.ops.ssd.call import Arrays, cut_decays, joined, state_ranges, unless_finite
+from jaxkern.ops.ssd.call import (
+    Arrays,
+    cut_decays,
+    joined,
+    of_range,
+    state_ranges,
+    unless_finite,
+)
 from jaxkern.ops.ssd.reference import Options, passed_on, reference_bwd_carry, reference_carry
 from jaxkern.ops.ssd.tiles import BOX, CARRY_WARPGROUPS, CHUNK, SLICE, STAGES, STEP, STEPS, Scan
 
@@ -144,8 +151,8 @@ def _of_device(
     cut = a if rank is None else cut_decays(a, rank)
     found = []  # the tokens are cut into the same parts for each range of states
     for n in state_ranges(weights.shape[-1]):
-        of = weights[..., n]
-        arrays = Arrays(tokens, dt, cut, of, of, None, None, None)
+        own = of_range(weights, n)
+        arrays = Arrays(tokens, dt, cut, own, own, None, None, None)
         scan = arrays.scan(None).cut(*CARRY_WARPGROUPS)
         _, ends = launch_carry(scan, reverse, arrays.x, arrays.B, arrays.steps, None)
         found.append(arrays.cut_states(ends))

@@ -47,6 +47,7 @@ from jaxkern.ops.ssd.call import (
     added,
     cut_decays,
     joined,
+    of_range,
     state_ranges,
     unless_finite,
 )
@@ -81,17 +82,18 @@ def _launch(options: Options, x, dt, a, B, C, D, z, initial_state) -> tuple[Any,
     ranges = state_ranges(B.shape[-1])
     if len(ranges) == 1:
         return _launch_range(options, x, dt, a, B, C, D, z, initial_state)
-    own = lambda v, n: None if v is None else v[..., n]
-    results = [
-        _launch_range(options, x, dt, a, B[..., n], C[..., n], None, None, own(initial_state, n))
+    found = [
+        _launch_range(
+            options,
+            *(x, dt, a, of_range(B, n), of_range(C, n), None, None, of_range(initial_state, n)),
+        )
         for n in ranges
     ]
-    y = added(out for (out, _, _), _ in results)
-    out = gated(y, Tokens(x, dt, a, B, C, z), None if D is None else of_heads(D)).astype(x.dtype)
-    final = joined(final for _, final in results)
-    states = None
-    if options.save and options.checkpoint_every:
-        states = joined(states for (_, _, states), _ in results)
+    results, finals = zip(*found, strict=True)
+    outs, _, saved = zip(*results, strict=True)
+    D = None if D is None else of_heads(D)
+    out = gated(added(outs), Tokens(x, dt, a, B, C, z), D).astype(x.dtype)
+    final, states = joined(finals), None if saved[0] is None else joined(saved)
     return (out, final if options.final else None, states), final
 
 
