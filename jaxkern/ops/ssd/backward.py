@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxkern.ops.ssd.call import (
     Arrays,
@@ -25,8 +24,9 @@ from jaxkern.ops.ssd.call import (
 )
 from jaxkern.ops.ssd.carry import launch_carry, part_starts
 from jaxkern.ops.ssd.forward import launch_fwd
-from jaxkern.ops.ssd.gradients import SUMS, launch_grads
+from jaxkern.ops.ssd.gradients import launch_grads
 from jaxkern.ops.ssd.reference import Options, reference_bwd
+from jaxkern.ops.ssd.steps import HEADS, chunk_sum_grads
 from jaxkern.ops.ssd.tiles import CARRY_WARPGROUPS, CHUNK, Chunks, Scan
 
 
@@ -89,27 +89,31 @@ def _launch_range(
     after, dinitial = launch_carry(scan, True, dy, arrays.C, arrays.steps, ends)
     grads = launch_grads(Chunks.of(scan), arrays, dy, before, after)
 
-    sums = grads["sums"]  # (B, H · slices, chunks, 4, 128)
-    sums = sums.reshape(scan.batch, scan.heads, scan.slices, *sums.shape[2:]).sum(2)
-    dc, ds, last, skip = (sums[..., k, :] for k in range(len(SUMS)))
-    kept = grads["kept"].reshape(scan.batch, scan.heads, -1, *grads["kept"].shape[2:])
-    dc = dc.at[..., -1].add(last.sum(-1) + kept.sum((2, -1)))
-    da = lax.cumsum(dc, axis=3, reverse=True)
-    ds, da = (arrays.by_token(v.reshape(scan.batch, scan.heads, -1)) for v in (ds, da))
+    sums, kept = (_of_heads(scan, grads[name]) for name in ("sums", "kept"))
+    da, ds, dD = chunk_sum_grads(sums, kept, max(arrays.length, CHUNK))
+    ds, da = map(arrays.cut_steps, (ds, da))
     dB, dC = (
         grads[name].astype(jnp.float32).sum(0)[:, : arrays.length, :, : arrays.states]
         for name in ("dB", "dC")
     )
-    dD = None
     if D is not None:
         if D.ndim == 2:
-            dD = skip.sum((0, 2, 3))
+            dD = dD[..., : scan.heads].sum((0, 1))
         else:
             dD = jnp.einsum("blhp,blhp->hp", arrays.x, dy, preferred_element_type=jnp.float32)
             dD = dD[:, : arrays.channels]
         dD = dD.reshape(D.shape)
     dx, dinitial = arrays.cut_tokens(grads["dx"]), arrays.cut_states(dinitial[:, 0])
     return dx, ds, da, dB, dC, dD, dinitial
+
+
+def _of_heads(scan: Scan, v: Any) -> Any:
+    """(B, H, …) of (B, H · slices, …), H at least that of a block of the step sizes' kernels."""
+    if scan.slices > 1:
+        v = v[:, : scan.heads * scan.slices]
+        v = v.reshape(scan.batch, scan.heads, scan.slices, *v.shape[2:]).sum(2)
+    missing = max(0, HEADS - v.shape[1])
+    return jnp.pad(v, ((0, 0), (0, missing), *[(0, 0)] * (v.ndim - 2)))
 
 
 def _through_gate(y: Any, z: Any, dout: Any) -> tuple[Any, Any]:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.ops import segments
-from jaxkern.ops.ssd.blocks import LOG2E
 from jaxkern.ops.ssd.reference import least_log_decay
+from jaxkern.ops.ssd.steps import HEADS, chunk_sums
 from jaxkern.ops.ssd.tiles import BOX, CHUNK, HELD_STATES, SLICE, STEP, TILE_ROWS, Scan
 
 
@@ -38,8 +38,6 @@ class Arrays:
         self.padded_channels = -(-self.channels // SLICE) * SLICE
         self.chunks = -(-self.length // CHUNK)
         self.x, self.z = self.tokens(x), self.tokens(z)
-        # A batch row's padding has steps of size 0, and no decay.
-        self.dt, self.a = (self._by_head(v) for v in (dt, a))
         self.B, self.C = (self._few(_pad(v, 3, self.padded_states)) for v in (B, C))
         self.D = None
         if D is not None:
@@ -47,7 +45,8 @@ class Arrays:
             D = D.reshape(self.heads, *D.shape[2:])
             self.D = _pad(D, 1, self.padded_channels) if D.ndim == 2 else D
         self.initial = self.whole_states(initial)
-        self.steps = self._steps()
+        # (B, H, chunks, 2, CHUNK): sums of log-decays, and dt.
+        self.steps = chunk_sums(*(self._by_token(v) for v in (a, dt)))[:, : self.heads]
 
     def _few(self, v: Any) -> Any:
         """Tokens that the TMA can count, in whole rows of tiles.
@@ -58,16 +57,10 @@ class Arrays:
             v, 1, CHUNK if self.length <= STEP else -(-self.length // TILE_ROWS) * TILE_ROWS
         )
 
-    def _by_head(self, v: Any) -> Any:
-        """(B, H, chunks · CHUNK), fp32, of (B, L, G, R)."""
+    def _by_token(self, v: Any) -> Any:
+        """(B, L, H), fp32, of (B, L, G, R), H in whole blocks."""
         v = v.astype(jnp.float32).reshape(self.batch, self.length, self.heads)
-        return _pad(v, 1, self.chunks * CHUNK).transpose(0, 2, 1)
-
-    def _steps(self) -> Any:
-        """(B, H, chunks, 2, CHUNK): sums of a · log2(e) from a chunk's first token on, and dt."""
-        of_chunks = self.batch, self.heads, self.chunks, CHUNK
-        c = jnp.cumsum((self.a * LOG2E).reshape(of_chunks), axis=-1)
-        return jnp.stack([c, self.dt.reshape(of_chunks)], axis=3)
+        return _pad(_pad(v, 1, CHUNK), 2, -(-self.heads // HEADS) * HEADS)
 
     def tokens(self, v: Any) -> Any:
         """(B, L, H, P) of (B, L, G, R, P), P in whole units."""
@@ -82,9 +75,9 @@ class Arrays:
             self.batch, self.length, self.groups, self.rank, self.channels
         )
 
-    def by_token(self, v: Any) -> Any:
-        """(B, L, G, R) of (B, H, chunks · CHUNK)."""
-        v = v.transpose(0, 2, 1)[:, : self.length]
+    def cut_steps(self, v: Any) -> Any:
+        """(B, L, G, R) of (B, L, H)."""
+        v = v[:, : self.length, : self.heads]
         return v.reshape(self.batch, self.length, self.groups, self.rank)
 
     def whole_states(self, v: Any) -> Any:

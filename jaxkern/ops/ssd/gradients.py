@@ -53,16 +53,13 @@ BLOCKS = STEPS * (STEPS + 1) // 2
 """Blocks (64, 64) of a chunk's M on and below the diagonal."""
 PARTS = 2
 """Of a block's columns, one after the other: registers would not hold dM and E of all."""
-SUMS = ("c", "dt", "last", "skip")
-"""What is summed over the channels of a unit for each token: gradients of c and dt, and what is
-added up for the gradients of the chunk's last c and of D."""
 REGISTERS, FETCH_REGISTERS = 240, 24
 """Registers of a lane that computes, and of one that fetches: more for these would be fewer for
 those, and twice the spills."""
 
 
 def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> dict[str, Any]:
-    """dx; dB and dC of each split of a group; SUMS of each unit."""
+    """dx; dB and dC of each split of a group; what :func:`chunk_sum_grads` takes, of each unit."""
     scan, dtype, f32 = chunks.scan, dy.dtype, jnp.float32
     N = scan.states
     like = jax.ShapeDtypeStruct
@@ -71,6 +68,7 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
         dtype if chunks.splits == 1 else f32,
     )
     units = scan.batch, scan.heads * scan.slices, scan.chunks
+    sums = 3 if arrays.D is None or arrays.D.ndim == 2 else 4
     scratch = {
         "x": tiles_of(2, CHUNK, SLICE, dtype=dtype),
         "dy": tiles_of(2, CHUNK, SLICE, dtype=dtype),
@@ -82,7 +80,7 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
         "M": tiles_of(BLOCKS, STEP, STEP, dtype=dtype),
         "dS": tiles_of(BLOCKS, STEP, STEP, dtype=dtype),
         "scores": tiles_of(1, STEP, STEP, dtype=dtype),
-        "sums": plgpu.SMEM((STEPS, len(SUMS), STEP), f32),
+        "sums": plgpu.SMEM((STEPS, sums, STEP), f32),
         "weights_full": plgpu.Barrier(num_arrivals=2),
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=2),
         "empty": plgpu.Barrier(num_arrivals=STEPS + 1, num_barriers=2),
@@ -109,7 +107,7 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
             "dx": like(arrays.x.shape, dtype),
             "dB": weights,
             "dC": weights,
-            "sums": like((*units, len(SUMS), CHUNK), f32),
+            "sums": like((*units, sums, CHUNK), f32),
             "kept": like((*units, SLICE), f32),
         },
         scratch,

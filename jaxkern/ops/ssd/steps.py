@@ -1,0 +1,213 @@
+"""The kernels of the SSD scan's step sizes: sums of log-decays, and the way back from gradients.
+
+Arrays of tokens have their heads side by side, (B, L, H), and the scan takes a head's tokens side
+by side. A block turns a chunk of 128 tokens of 8 heads: a lane has 8 tokens of one head, a piece of
+the chunk. What it adds of other pieces comes through shared memory, in a fixed order. Both kernels
+take the time of their bytes: 16 for a token and head there, 20 or 24 back.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sync_warpgroup
+from jaxkern.mosaic.launch import LANES
+from jaxkern.mosaic.named import launch_named
+from jaxkern.ops.ssd.blocks import BLOCK, LOG2E, WARPGROUP
+from jaxkern.ops.ssd.tiles import CHUNK, SLICE
+
+HEADS = 8
+"""Heads of a block: 32 bytes of a token, a sector of memory."""
+_PIECES = LANES // HEADS
+_PIECE = CHUNK // _PIECES
+"""Tokens of a lane."""
+
+
+def chunk_sums(a: jax.Array, dt: jax.Array) -> jax.Array:
+    """(B, H, chunks, 2, CHUNK): sums of a · log2(e) from a chunk's first token on, and dt.
+
+    Args:
+      a, dt: (B, L, H) in fp32, L at least CHUNK and H whole HEADS. What a last chunk lacks has
+        steps of size 0, and no decay.
+    """
+    batch, length, heads = a.shape
+    chunks = -(-length // CHUNK)
+    tokens = plgpu.SMEM((CHUNK, HEADS), jnp.float32)
+    return launch_named(
+        _sum_chunk,
+        {"a": a, "dt": dt},
+        {"steps": jax.ShapeDtypeStruct((batch, heads, chunks, 2, CHUNK), jnp.float32)},
+        {
+            "a": tokens,
+            "dt": tokens,
+            "steps": plgpu.SMEM((HEADS, 2, CHUNK), jnp.float32),
+            "totals": plgpu.SMEM((2 * _PIECES, HEADS), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=2),
+        },
+        grid=(batch * chunks * (heads // HEADS),),
+        grid_names=(BLOCK,),
+        num_threads=1,
+        thread_name=WARPGROUP,
+        kernel_name="ssd_steps",
+    )["steps"]
+
+
+def chunk_sum_grads(
+    sums: jax.Array, kept: jax.Array, length: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The gradients of the arguments of :func:`chunk_sums`, and parts of that of D.
+
+    Args:
+      sums: (B, H, chunks, 3 or 4, CHUNK), fp32, of each token: gradients of the sum of log-decays
+        and of dt, what adds to the gradient of the chunk's last sum, and of D, if that is asked.
+      kept: (B, H, chunks, SLICE), what more adds to the gradient of the chunk's last sum.
+      length: L, at least CHUNK. H is at least HEADS.
+
+    Returns:
+      da and ddt, (B, L, H) with H in whole HEADS; and ``None`` or the last of `sums` added up over
+      each chunk, (B, chunks, H).
+    """
+    batch, heads, chunks, count, _ = sums.shape
+    heads = -(-heads // HEADS) * HEADS
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    tokens = plgpu.SMEM((CHUNK, HEADS), jnp.float32)
+    grads = launch_named(
+        _sum_chunk_grads,
+        {"sums": sums, "kept": kept},
+        {
+            "da": like((batch, length, heads)),
+            "ddt": like((batch, length, heads)),
+            "dD": like((batch, chunks, heads)) if count > 3 else None,
+        },
+        {
+            "da": tokens,
+            "ddt": tokens,
+            "sums": plgpu.SMEM((HEADS, count, CHUNK), jnp.float32),
+            "kept": plgpu.SMEM((HEADS, SLICE), jnp.float32),
+            "totals": plgpu.SMEM((2 * _PIECES, HEADS), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=2),
+        },
+        grid=(batch * chunks * (heads // HEADS),),
+        grid_names=(BLOCK,),
+        num_threads=1,
+        thread_name=WARPGROUP,
+        kernel_name="ssd_steps_bwd",
+    )
+    return grads["da"], grads["ddt"], grads["dD"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _At:
+    """The chunk of a block, and its heads."""
+
+    batch: Any
+    chunk: Any
+    heads: Any
+
+    @classmethod
+    def of(cls, tokens: Any) -> "_At":
+        """Of this block; `tokens` is (B, L, H)."""
+        _, length, heads = tokens.shape
+        chunks, columns = -(-length // CHUNK), heads // HEADS
+        column, rest = lax.rem(lax.axis_index(BLOCK), columns), lax.div(lax.axis_index(BLOCK), columns)
+        return cls(lax.div(rest, chunks), lax.rem(rest, chunks), pl.ds(column * HEADS, HEADS))
+
+    def tokens(self, ref: Any) -> Any:
+        """(CHUNK, HEADS) of (B, L, H)."""
+        return ref.at[self.batch, pl.ds(self.chunk * CHUNK, CHUNK), self.heads]
+
+    def by_head(self, ref: Any) -> Any:
+        """(HEADS, …) of (B, H, chunks, …)."""
+        return ref.at[self.batch, self.heads, self.chunk]
+
+
+_fetch = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
+
+
+def _sum_chunk(refs: Any, smem: Any) -> None:
+    at = _At.of(refs.a)
+    for name in ("a", "dt"):
+        _fetch(at.tokens(getattr(refs, name)), getattr(smem, name), smem.full)
+    plgpu.barrier_wait(smem.full)
+    sums = [*itertools.accumulate(v * LOG2E for v in _load_tokens(smem.a))]
+    before = _of_others(smem.totals, sums[-1], after=False)
+    store_lanes(smem.steps, _piece_of_head(2 * CHUNK), [v + before for v in sums])
+    store_lanes(smem.steps, _piece_of_head(2 * CHUNK, CHUNK), _load_tokens(smem.dt))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem.steps, at.by_head(refs.steps))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _sum_chunk_grads(refs: Any, smem: Any) -> None:
+    at = _At.of(refs.da)
+    for name in ("sums", "kept"):
+        _fetch(at.by_head(getattr(refs, name)), getattr(smem, name), smem.full)
+    plgpu.barrier_wait(smem.full)
+    row = smem.sums.shape[1] * CHUNK
+    load = lambda k: load_lanes(smem.sums, _piece_of_head(row, k * CHUNK), _PIECE)
+    grads = [*itertools.accumulate(reversed(load(0)))][::-1]
+    after = _of_others(smem.totals, grads[0], after=True)
+    kept = LaneOffsets(((1, HEADS, SLICE), (HEADS, _PIECES, SLICE // _PIECES)))
+    last = [*load(2), *load_lanes(smem.kept, kept, SLICE // _PIECES)]
+    after = after + _of_all(smem.totals, sum(last))
+    for n, (da, ddt) in enumerate(zip(grads, load(1), strict=True)):
+        store_lanes(smem.da, _token(n), [da + after])
+        store_lanes(smem.ddt, _token(n), [ddt])
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem.da, at.tokens(refs.da))
+    plgpu.copy_smem_to_gmem(smem.ddt, at.tokens(refs.ddt))
+    if refs.dD is not None:
+        to = refs.dD.at[at.batch, at.chunk, at.heads]
+        store_lanes(to, LaneOffsets(((1, HEADS, 1),)), [_of_all(smem.totals, sum(load(3)))])
+    plgpu.wait_smem_to_gmem(0)
+
+
+# A lane's place: its head is its number modulo HEADS, its piece the rest.
+
+
+def _piece_of_head(row: int, start: int = 0) -> LaneOffsets:
+    """A lane's piece where a head's tokens are side by side, heads `row` elements apart."""
+    return LaneOffsets(((1, HEADS, row), (HEADS, _PIECES, _PIECE)), start)
+
+
+def _token(n: int) -> LaneOffsets:
+    """The n-th token of a lane's piece in (CHUNK, HEADS)."""
+    return LaneOffsets(((1, HEADS, 1), (HEADS, _PIECES, _PIECE * HEADS)), n * HEADS)
+
+
+def _load_tokens(ref: Any) -> list[Any]:
+    return [load_lanes(ref, _token(n))[0] for n in range(_PIECE)]
+
+
+def _of_piece(n: int) -> LaneOffsets:
+    """What is `n` rows after that of a lane's piece, in rows of HEADS."""
+    return LaneOffsets(((1, HEADS, 1), (HEADS, _PIECES, HEADS)), n * HEADS)
+
+
+def _of_others(totals: Any, own: jax.Array, *, after: bool) -> jax.Array:
+    """The sum of the pieces of a lane's head before its own, or after it, of which each has `own`.
+
+    `totals` is shared memory, (2 · pieces, HEADS): beyond the first or the last piece are zeros.
+    """
+    first, sign = (0, 1) if after else (_PIECES, -1)
+    sync_warpgroup()  # all have read what was there
+    store_lanes(totals, _of_piece(first), [own])
+    store_lanes(totals, _of_piece(_PIECES - first), [jnp.zeros_like(own)])
+    sync_warpgroup()
+    return sum(load_lanes(totals, _of_piece(first + sign * n))[0] for n in range(1, _PIECES))
+
+
+def _of_all(totals: Any, own: jax.Array) -> jax.Array:
+    """The sum over all pieces of a lane's head."""
+    sync_warpgroup()
+    store_lanes(totals, _of_piece(0), [own])
+    sync_warpgroup()
+    row = lambda n: LaneOffsets(((1, HEADS, 1),), n * HEADS)
+    return sum(load_lanes(totals, row(n))[0] for n in range(_PIECES))
