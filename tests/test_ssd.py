@@ -130,19 +130,26 @@ def test_ssd_by_finite_differences():
 @pytest.mark.parametrize(("every", "count"), [(128, 2), (256, 1), (None, None)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_ssd_saved_states(every, count, dtype):
-    """What is kept for the backward, besides the arguments: ⌈L/k⌉ states."""
+    """What is kept for the backward, besides the arguments: ⌈L/k⌉ states, and y if it is gated."""
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.dtype(dtype))
     tokens, steps = shape(2, 200, 1, 5, 3), shape(2, 200, 1, 5)
-    args = tokens, steps, steps, shape(2, 200, 1, 4), shape(2, 200, 1, 4), *[None] * 5
-    run = lambda save: jax.eval_shape(
+    args = tokens, steps, steps, shape(2, 200, 1, 4), shape(2, 200, 1, 4)
+    run = lambda save, gate=None: jax.eval_shape(
         lambda *a: reference.reference_fwd(
-            reference.Options(False, every, "auto", save=save), *a, *[None] * 5
+            reference.Options(False, every, "auto", save=save), *a, None, gate, *[None] * 3
         ),
-        *args[:5],
+        *args,
     )
-    out, final, states = run(True)
+    out, final, states, y = run(True)
     assert out.shape == (2, 200, 1, 5, 3)
     assert final is None
+    assert y is None
+    gate = np.zeros(tokens.shape, dtype)
+    *_, y = run(True, gate)
+    assert (None if y is None else (y.shape, y.dtype)) == (
+        None if count is None else (tokens.shape, tokens.dtype)
+    )
+    assert run(False, gate)[3] is None
     saved = {"float16": "float32"}.get(dtype, dtype)
     want = None if count is None else ((2, count, 1, 5, 3, 4), saved)
     assert (None if states is None else (states.shape, states.dtype)) == want

@@ -2,7 +2,7 @@
 
 The states before chunks, which the forward saved or the carry finds, and the gradients of those
 after, which the reverse carry finds, make chunks independent (:mod:`jaxkern.ops.ssd.gradients`).
-A gate is undone around the kernels, for which the forward runs once more.
+A gate is undone before the kernels, from the y that the forward saved, or that it finds once more.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from jaxkern.ops.ssd.tiles import CARRY_WARPGROUPS, CHUNK, Chunks, Scan
 
 
 def launch_bwd(
-    options: Options, x, dt, a, B, C, D, z, initial_state, rank, crossed, states, dout, dfinal
+    options: Options, x, dt, a, B, C, D, z, initial_state, rank, crossed, states, y, dout, dfinal
 ) -> tuple[Any, ...]:
     """The gradients of the arguments before `states`; but for those of x and z in fp32."""
     args = x, dt, a, B, C, D, z, initial_state
-    rest = states, dout, dfinal
+    rest = states, y, dout, dfinal
     if x.size == 0:
         return reference_bwd(options, *args, rank, crossed, *rest)
     if rank is None:
@@ -48,13 +48,14 @@ def launch_bwd(
 
 
 def _launch(
-    options: Options, x, dt, a, B, C, D, z, initial_state, states, dout, dfinal
+    options: Options, x, dt, a, B, C, D, z, initial_state, states, y, dout, dfinal
 ) -> tuple[Any, Any]:
     """The results of :func:`launch_bwd`, without segments, and the initial state's gradient."""
     dy, dz = dout, None
     if z is not None:
-        plain = dataclasses.replace(options, save=False)
-        y, _, _ = launch_fwd(plain, x, dt, a, B, C, D, None, initial_state)
+        if y is None:
+            plain = dataclasses.replace(options, save=False)
+            y, *_ = launch_fwd(plain, x, dt, a, B, C, D, None, initial_state)
         dy, dz = _through_gate(y, z, dout)
     ranges = state_ranges(B.shape[-1])
     # D · dy is in one range alone; a kernel with zeros for it is that range's, too.

@@ -71,6 +71,8 @@ class Arrays:
 
     def cut_tokens(self, v: Any) -> Any:
         """Undoes `tokens`."""
+        if v is None:
+            return None
         return v[:, : self.length, :, : self.channels].reshape(
             self.batch, self.length, self.groups, self.rank, self.channels
         )

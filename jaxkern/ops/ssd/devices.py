@@ -105,18 +105,18 @@ def _forward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
     given, begins = _cut(axes, sections, args)
     *floats, _, rank, crossed = given
     before = _states_before(run, axes, sections, options, begins, *given)
-    out, final, *states = run(options, *floats, before, rank, crossed)
+    out, final, *saved = run(options, *floats, before, rank, crossed)
     final = only_if(is_last(axes), sections.at(final, -1))
-    return sections.join(out), final, *map(sections.join, states)
+    return sections.join(out), final, *map(sections.join, saved)
 
 
 def _backward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
-    *given, states, dout, dfinal = args
+    *given, states, y, dout, dfinal = args
     sections = _sections(options, args[0])
     given, begins = _cut(axes, sections, given)
     *floats, initial_state, rank, crossed = given
     _, _, a, _, C, _, z = floats
-    states, dout = sections.cut(states), sections.cut(dout)
+    states, y, dout = map(sections.cut, (states, y, dout))
     decay, dh = run(options, a, C, _before_gate(z, dout), rank, of=BWD_CARRY)
     carry = _unless(begins, decay), _unless(begins, dh)
     last = jnp.zeros_like(sections.at(dh, 0)) if dfinal is None else dfinal.astype(dh.dtype)
@@ -125,7 +125,7 @@ def _backward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
         before = _states_before(run, axes, sections, options, begins, *given)
     else:
         before = states[:, 0].astype(dh.dtype)
-    rest = before, rank, crossed, states, dout, dfinal
+    rest = before, rank, crossed, states, y, dout, dfinal
     dx, ds, da, dB, dC, dD, dz, dinitial, _, _ = run(options, *floats, *rest)
     dx, ds, da, dB, dC, dz = map(sections.join, (dx, ds, da, dB, dC, dz))
     if initial_state is not None:

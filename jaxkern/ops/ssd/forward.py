@@ -52,7 +52,14 @@ from jaxkern.ops.ssd.call import (
     unless_finite,
 )
 from jaxkern.ops.ssd.carry import part_starts
-from jaxkern.ops.ssd.reference import Options, Tokens, gated, of_heads, reference_fwd
+from jaxkern.ops.ssd.reference import (
+    Options,
+    gated,
+    of_heads,
+    reference_fwd,
+    saves_y,
+    with_skip,
+)
 from jaxkern.ops.ssd.tiles import (
     CHUNK,
     FORWARD_WARPGROUPS,
@@ -65,8 +72,8 @@ from jaxkern.ops.ssd.tiles import (
 
 def launch_fwd(
     options: Options, x, dt, a, B, C, D, z, initial_state, rank=None, crossed=None
-) -> tuple[Any, Any, Any]:
-    """Output, final state and, to save, the states before every `checkpoint_every`-th token."""
+) -> tuple[Any, Any, Any, Any]:
+    """Output, final state and, to save, the states before every `checkpoint_every`-th token and y."""
     args = x, dt, a, B, C, D, z, initial_state
     if x.size == 0:
         return reference_fwd(options, *args, rank, crossed)
@@ -90,11 +97,12 @@ def _launch(options: Options, x, dt, a, B, C, D, z, initial_state) -> tuple[Any,
         for n in ranges
     ]
     results, finals = zip(*found, strict=True)
-    outs, _, saved = zip(*results, strict=True)
-    D = None if D is None else of_heads(D)
-    out = gated(added(outs), Tokens(x, dt, a, B, C, z), D).astype(x.dtype)
+    outs, _, saved, _ = zip(*results, strict=True)
+    y = with_skip(added(outs), x, None if D is None else of_heads(D))
+    out = gated(y, z).astype(x.dtype)
     final, states = joined(finals), None if saved[0] is None else joined(saved)
-    return (out, final if options.final else None, states), final
+    y = y.astype(x.dtype) if saves_y(options, z) else None
+    return (out, final if options.final else None, states, y), final
 
 
 def _launch_range(options: Options, x, dt, a, B, C, D, z, initial_state) -> tuple[Any, Any]:
@@ -119,8 +127,9 @@ def _launch_range(options: Options, x, dt, a, B, C, D, z, initial_state) -> tupl
             "out": jax.ShapeDtypeStruct(arrays.x.shape, x.dtype),
             "final": arrays.states_like(scan.parts, jnp.float32),
             "states": arrays.states_like(scan.saved, x.dtype) if scan.every else None,
+            "y": arrays.x if saves_y(options, z) else None,
         },
-        _scratch(scan, x.dtype, gated=z is not None),
+        _scratch(scan, x.dtype, gated=z is not None, saves_y=saves_y(options, z)),
         grid=(scan.grid,),
         grid_names=(BLOCK,),
         num_threads=scan.warpgroups,
@@ -129,11 +138,12 @@ def _launch_range(options: Options, x, dt, a, B, C, D, z, initial_state) -> tupl
         approx_math=True,
     )
     final = arrays.cut_states(results["final"][:, -1])
-    out, states = arrays.cut_tokens(results["out"]), arrays.cut_states(results["states"])
-    return (out, final if options.final else None, states), final
+    out, y = (arrays.cut_tokens(results[name]) for name in ("out", "y"))
+    states = arrays.cut_states(results["states"])
+    return (out, final if options.final else None, states, y), final
 
 
-def _scratch(scan: Scan, dtype: Any, *, gated: bool) -> dict[str, Any]:
+def _scratch(scan: Scan, dtype: Any, *, gated: bool, saves_y: bool) -> dict[str, Any]:
     W, N = scan.warpgroups, scan.states
     tokens = {name: tiles_of(2 * W, STEP, SLICE, dtype=dtype) for name in ("x", "z")[: 1 + gated]}
     scratch = tokens | {
@@ -142,6 +152,7 @@ def _scratch(scan: Scan, dtype: Any, *, gated: bool) -> dict[str, Any]:
         "C": tiles_of(scan.stages, STEP, N, dtype=dtype),
         "M": tiles_of(W, STEP, STEP, dtype=dtype),
         "out": tiles_of(W, STEP, SLICE, dtype=dtype),
+        **({"y": tiles_of(W, STEP, SLICE, dtype=dtype)} if saves_y else {}),
         "tokens_full": plgpu.Barrier(num_arrivals=2 + gated, num_barriers=2 * W),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=scan.stages),
         "empty": plgpu.Barrier(num_arrivals=W, num_barriers=scan.stages),
@@ -295,8 +306,12 @@ class _Block:
         if refs.z is not None:
             z = smem.z.at[at.warpgroup * 2 + lax.rem(n, 2)]
             z = wide(plgpu.load(z.transpose((1, 0)), layout=TILE))
+            if refs.y is not None:
+                smem.y.at[at.warpgroup].transpose((1, 0))[...] = y.astype(x.dtype)
             y = y * z / (1 + jnp.exp2(z * -LOG2E))
         out = smem.out.at[at.warpgroup]
         out.transpose((1, 0))[...] = y.astype(x.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, self.tokens(refs.out, n))
+        if refs.y is not None:
+            plgpu.copy_smem_to_gmem(smem.y.at[at.warpgroup], self.tokens(refs.y, n))

@@ -38,6 +38,7 @@ limits, ddt_bias = Σ ddt. These are plain JAX around the passes.
 
 Saved for the backward: the arguments, and the state before every k-th token, k = checkpoint_every,
 in bf16 if x is, else fp32: 2·N/k bytes per element of x, 2 at N = 128 and the default, k = 128.
+With z also y in the dtype of x, as only a forward could find it again.
 
 A chunk takes 2·Q·(Q·P + 2·P·N) operations of products forward and Q² exponentials for each head,
 2·Q²·N for a group; backward, with what is computed again, 2·Q·(3·Q·P + 5·P·N) and 6·Q²·N.
@@ -146,7 +147,8 @@ def ssd(
 
     Every floating argument has a gradient, `initial_state` too, and the final state passes one on.
     For the backward, the arguments and the state before every `checkpoint_every`-th token are kept,
-    N / `checkpoint_every` numbers per element of `x`: bf16 if `x` is, else fp32.
+    N / `checkpoint_every` numbers per element of `x`: bf16 if `x` is, else fp32; with `z` also what
+    it multiplies.
 
     A NaN in one head of one batch row stays there, but for the gradients that sum over heads (`B`,
     `C`) or over batch rows (`A`, `D`, `dt_bias`); it does not get past the end of its segment, nor
@@ -370,7 +372,7 @@ def _steps(sizes: StepSizes, dt: Any, A: Any, dt_bias: Any) -> tuple[jax.Array, 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(11, 12))
 def _ssd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
     dt, a = _steps(sizes, dt, A, dt_bias)
-    out, final, _ = FORWARD(options, x, dt, a, B, C, D, z, initial_state, rank, crossed)
+    out, final, *_ = FORWARD(options, x, dt, a, B, C, D, z, initial_state, rank, crossed)
     return match_sharding(out, x), final
 
 
@@ -378,16 +380,16 @@ def _ssd_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes,
     args = x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed
     dt, a = _steps(sizes, dt, A, dt_bias)
     save = dataclasses.replace(options, save=True)
-    out, final, states = FORWARD(save, x, dt, a, B, C, D, z, initial_state, rank, crossed)
-    return (match_sharding(out, x), final), (args, states)
+    out, final, *saved = FORWARD(save, x, dt, a, B, C, D, z, initial_state, rank, crossed)
+    return (match_sharding(out, x), final), (args, saved)
 
 
 def _ssd_bwd(sizes, options, res, cotangents):
-    args, states = res
+    args, saved = res
     x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed = args
     (step_size, a), of_steps = jax.vjp(functools.partial(_steps, sizes), dt, A, dt_bias)
     given = x, step_size, a, B, C, D, z, initial_state, rank, crossed
-    grads = BACKWARD(options, *given, states, *cotangents)
+    grads = BACKWARD(options, *given, *saved, *cotangents)
     dx, ds, da, dB, dC, dD, dz, dinitial, _, _ = (
         None if grad is None else match_primal(grad, arg).astype(arg.dtype)
         for grad, arg in zip(grads, given, strict=True)
@@ -418,7 +420,7 @@ FORWARD = KernelPass(
     kernel=launch_fwd,
     reference=reference_fwd,
     ins=_arguments,
-    outs=lambda options: ("b l g r p", _ends(options), _STATES),
+    outs=lambda options: ("b l g r p", _ends(options), _STATES, "b l g r p"),
     whole="l p n s .0",
     sequence=devices.forward,
     unfit=unfit_for_gpu,
@@ -427,7 +429,10 @@ BACKWARD = KernelPass(
     "ssd_bwd",
     kernel=launch_bwd,
     reference=reference_bwd,
-    ins=lambda options: (*_arguments(options), _STATES, "b l g r p", _ends(options)),
+    ins=lambda options: (
+        *(*_arguments(options), _STATES),
+        *("b l g r p", "b l g r p", _ends(options)),
+    ),
     outs=_arguments,
     whole="l p n s .0",
     sequence=devices.backward,

@@ -52,6 +52,11 @@ class Options:
     sequence_axis: Axes = ()  # over which a caller's shard_map splits L
 
 
+def saves_y(options: Options, z: Any) -> bool:
+    """Whether a forward saves what its gate multiplies, which the gradient of `z` needs."""
+    return z is not None and options.save and options.checkpoint_every is not None
+
+
 def least_log_decay(dtype: Any) -> float:
     """What every lesser logarithm counts as, so that sums of them are finite: its decay is 0."""
     return float(jnp.finfo(dtype).minexp)
@@ -139,10 +144,11 @@ def ssd_reference(options: Options, *args: Any) -> tuple[Any, Any]:
 
 def reference_fwd(
     options: Options, x, dt, a, B, C, D, z, initial_state, rank, crossed
-) -> tuple[Any, Any, Any]:
-    """Output, final state (B, G, R, P, N) and, to save, states (B, c, G, R, P, N); or ``None``.
+) -> tuple[Any, Any, Any, Any]:
+    """Output, final state and, to save, states and y; ``None`` for what is not asked for.
 
-    With `num_segments` the final states are (B, S, G, R, P, N), as the initial ones.
+    Of states the final one is (B, G, R, P, N), with `num_segments` (B, S, G, R, P, N), and those to
+    save (B, c, G, R, P, N). y is what the gate multiplies, as the output (B, L, G, R, P).
     """
     tokens = Tokens(x, dt, a, B, C, z)
     contained = Contained.of(options.num_segments, tokens, initial_state, rank, crossed)
@@ -152,30 +158,31 @@ def reference_fwd(
 
     @_checkpoint
     def body(before, block):
-        after, out = _run_block(call, before, block, call.params)
-        return after, (out, before.h.astype(saved_dtype(x)) if save else None)
+        after, outs = _run_block(call, before, block, call.params)
+        return after, (*outs, before.h.astype(saved_dtype(x)) if save else None)
 
-    after, (out, states) = lax.scan(body, call.start(), call.blocks)
-    out = contained.out(call.of_tokens(out))
+    after, (out, y, states) = lax.scan(body, call.start(), call.blocks)
+    out, y = (None if v is None else contained.out(call.of_tokens(v)) for v in (out, y))
     final = None
     if options.final:
         final = after.h
         if options.num_segments is not None:
             final = Seen.of(crossed, options.num_segments).final(after.ends, final, initial_state)
         final = contained.final(final)
-    return out, final, jnp.moveaxis(states, 0, 1) if save else None
+    return out, final, jnp.moveaxis(states, 0, 1) if save else None, y
 
 
 def reference_bwd(
-    options: Options, x, dt, a, B, C, D, z, initial_state, rank, crossed, states, dout, dfinal
+    options: Options, x, dt, a, B, C, D, z, initial_state, rank, crossed, states, y, dout, dfinal
 ) -> tuple[Any, ...]:
     """The gradients; those that sum over heads, batch rows or time are left in fp32."""
+    del y  # found again with the rest of a chunk
     given = initial_state
     if states is None:
-        every = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY, save=True)
+        options = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY)
+        saving = dataclasses.replace(options, save=True)
         args = x, dt, a, B, C, D, z, initial_state, rank, crossed
-        *_, states = reference_fwd(every, *args)
-        options = every
+        _, _, states, _ = reference_fwd(saving, *args)
     tokens = Tokens(x, dt, a, B, C, z)
     contained = Contained.of(
         options.num_segments, tokens, initial_state, rank, crossed, dout, dfinal
@@ -194,7 +201,7 @@ def reference_bwd(
         run = lambda before, tokens, params: _run_block(call, before, (tokens, marks), params)
         before = _States(before.astype(acc), call.no_ends())
         _, vjp = jax.vjp(run, before, tokens, call.params)
-        dstates, dtokens, more = vjp((dstates, dout))
+        dstates, dtokens, more = vjp((dstates, (dout, None)))
         return (dstates, jax.tree.map(jnp.add, dparams, more)), dtokens
 
     dh, dends = jnp.zeros_like(call.start().h), call.no_ends()
@@ -217,7 +224,7 @@ def reference_bwd(
 def reference_carry(options: Options, x, dt, a, B, rank) -> tuple[jax.Array, jax.Array]:
     """The decay over a part, (B, G, R), 0 where a segment begins in it, and its last state."""
     last = dataclasses.replace(options, final=True, save=False)
-    _, state, _ = reference_fwd(last, x, dt, a, B, B, None, None, None, rank, None)
+    _, state, *_ = reference_fwd(last, x, dt, a, B, B, None, None, None, rank, None)
     return _decay(a, rank), state
 
 
@@ -253,8 +260,8 @@ def step(tokens: Tokens, D: Any, h: jax.Array) -> tuple[Any, Any]:
     entered = jnp.einsum("bgrp,bgn->bgrpn", dt[..., None] * x, B)
     h = jnp.exp(a)[..., None, None] * h.astype(acc) + entered
     y = jnp.einsum("bgrpn,bgn->bgrp", h, C, precision="highest")
-    out = gated(y, tokens._replace(x=x), None if D is None else of_heads(D).astype(acc))
-    return out.astype(tokens.x.dtype), h
+    y = with_skip(y, x, None if D is None else of_heads(D).astype(acc))
+    return gated(y, tokens.z).astype(tokens.x.dtype), h
 
 
 def of_heads(D: jax.Array) -> jax.Array:
@@ -375,8 +382,8 @@ def _run_block(call: _Call, before: _States, block: Any, params: _Params) -> Any
 
 def _run_chunk(
     call: _Call, before: _States, tokens: Tokens, marks: _Marks, params: _Params
-) -> tuple[_States, jax.Array]:
-    """Q tokens from the state, (B, G, R, P, N), to that after them and out, (B, Q, G, R, P)."""
+) -> tuple[_States, tuple[jax.Array, Any]]:
+    """Q tokens from the state, (B, G, R, P, N), to that after them; out and y, (B, Q, G, R, P)."""
     h, ends = before
     if params.starts is not None:
         number = jnp.where(marks.enter < 0, 0, marks.enter)
@@ -409,15 +416,19 @@ def _run_chunk(
     if ends is not None:
         number = jnp.where(marks.leave < 0, ends.shape[1], marks.leave)
         ends = jax.vmap(lambda v, i, h: v.at[i].set(h, mode="drop"))(ends, number, h)
-    out = gated(y + of_start, tokens._replace(x=x), params.D)
-    return _States(h, ends), out.astype(tokens.x.dtype)
+    y, dtype = with_skip(y + of_start, x, params.D), tokens.x.dtype
+    saved = y.astype(dtype) if saves_y(call.options, tokens.z) else None
+    return _States(h, ends), (gated(y, tokens.z).astype(dtype), saved)
 
 
-def gated(y: jax.Array, tokens: Tokens, D: Any) -> jax.Array:
-    """The output of `y`, h · C; `D` is (G, R, 1) or (G, R, P)."""
-    if D is not None:
-        y = y + D * tokens.x
-    return y if tokens.z is None else y * jax.nn.silu(tokens.z.astype(y.dtype))
+def with_skip(y: jax.Array, x: jax.Array, D: Any) -> jax.Array:
+    """h · C + D · x; `D` is (G, R, 1) or (G, R, P)."""
+    return y if D is None else y + D * x
+
+
+def gated(y: jax.Array, z: Any) -> jax.Array:
+    """The output of y."""
+    return y if z is None else y * jax.nn.silu(z.astype(y.dtype))
 
 
 def _along(mask: jax.Array, states: jax.Array) -> jax.Array:

@@ -116,7 +116,8 @@ class _At:
         """Of this block; `tokens` is (B, L, H)."""
         _, length, heads = tokens.shape
         chunks, columns = -(-length // CHUNK), heads // HEADS
-        column, rest = lax.rem(lax.axis_index(BLOCK), columns), lax.div(lax.axis_index(BLOCK), columns)
+        block = lax.axis_index(BLOCK)
+        column, rest = lax.rem(block, columns), lax.div(block, columns)
         return cls(lax.div(rest, chunks), lax.rem(rest, chunks), pl.ds(column * HEADS, HEADS))
 
     def tokens(self, ref: Any) -> Any:
