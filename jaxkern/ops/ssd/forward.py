@@ -73,7 +73,7 @@ from jaxkern.ops.ssd.tiles import (
 def launch_fwd(
     options: Options, x, dt, a, B, C, D, z, initial_state, rank=None, crossed=None
 ) -> tuple[Any, Any, Any, Any]:
-    """Output, final state and, to save, the states before every `checkpoint_every`-th token and y."""
+    """Output, final state and, to save, states before every `checkpoint_every`-th token and y."""
     args = x, dt, a, B, C, D, z, initial_state
     if x.size == 0:
         return reference_fwd(options, *args, rank, crossed)

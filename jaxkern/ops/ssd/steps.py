@@ -9,6 +9,8 @@ take the time of their bytes: 16 for a token and head there, 20 or 24 back.
 import dataclasses
 import functools
 import itertools
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -157,7 +159,7 @@ def _sum_chunk_grads(refs: Any, smem: Any) -> None:
     after = _of_others(smem.totals, grads[0], after=True)
     kept = LaneOffsets(((1, HEADS, SLICE), (HEADS, _PIECES, SLICE // _PIECES)))
     last = [*load(2), *load_lanes(smem.kept, kept, SLICE // _PIECES)]
-    after = after + _of_all(smem.totals, sum(last))
+    after = after + _of_all(smem.totals, _added(last))
     for n, (da, ddt) in enumerate(zip(grads, load(1), strict=True)):
         store_lanes(smem.da, _token(n), [da + after])
         store_lanes(smem.ddt, _token(n), [ddt])
@@ -166,8 +168,12 @@ def _sum_chunk_grads(refs: Any, smem: Any) -> None:
     plgpu.copy_smem_to_gmem(smem.ddt, at.tokens(refs.ddt))
     if refs.dD is not None:
         to = refs.dD.at[at.batch, at.chunk, at.heads]
-        store_lanes(to, LaneOffsets(((1, HEADS, 1),)), [_of_all(smem.totals, sum(load(3)))])
+        store_lanes(to, LaneOffsets(((1, HEADS, 1),)), [_of_all(smem.totals, _added(load(3)))])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _added(values: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, values)
 
 
 # A lane's place: its head is its number modulo HEADS, its piece the rest.
@@ -202,7 +208,7 @@ def _of_others(totals: Any, own: jax.Array, *, after: bool) -> jax.Array:
     store_lanes(totals, _of_piece(first), [own])
     store_lanes(totals, _of_piece(_PIECES - first), [jnp.zeros_like(own)])
     sync_warpgroup()
-    return sum(load_lanes(totals, _of_piece(first + sign * n))[0] for n in range(1, _PIECES))
+    return _added(load_lanes(totals, _of_piece(first + sign * n))[0] for n in range(1, _PIECES))
 
 
 def _of_all(totals: Any, own: jax.Array) -> jax.Array:
@@ -211,4 +217,4 @@ def _of_all(totals: Any, own: jax.Array) -> jax.Array:
     store_lanes(totals, _of_piece(0), [own])
     sync_warpgroup()
     row = lambda n: LaneOffsets(((1, HEADS, 1),), n * HEADS)
-    return sum(load_lanes(totals, row(n))[0] for n in range(_PIECES))
+    return _added(load_lanes(totals, row(n))[0] for n in range(_PIECES))
