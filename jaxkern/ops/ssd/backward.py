@@ -98,9 +98,9 @@ def _launch_range(
         for name in ("dB", "dC")
     )
     if D is not None:
-        if D.ndim == 2:
+        if dD is not None:
             dD = dD[..., : scan.heads].sum((0, 1))
-        else:
+        else:  # of channels
             dD = jnp.einsum("blhp,blhp->hp", arrays.x, dy, preferred_element_type=jnp.float32)
             dD = dD[:, : arrays.channels]
         dD = dD.reshape(D.shape)
