@@ -90,8 +90,8 @@ def _launch_range(
     after, dinitial = launch_carry(scan, True, dy, arrays.C, arrays.steps, ends)
     grads = launch_grads(Chunks.of(scan), arrays, dy, before, after)
 
-    sums, kept = (_of_heads(scan, grads[name]) for name in ("sums", "kept"))
-    da, ds, dD = chunk_sum_grads(sums, kept, max(arrays.length, CHUNK))
+    sums, parts = (_of_heads(scan, grads[name]) for name in ("sums", "parts"))
+    da, ds, dD = chunk_sum_grads(sums, parts, max(arrays.length, CHUNK))
     ds, da = map(arrays.cut_steps, (ds, da))
     dB, dC = (
         grads[name].astype(jnp.float32).sum(0)[:, : arrays.length, :, : arrays.states]

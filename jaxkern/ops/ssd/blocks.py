@@ -17,8 +17,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from jaxkern.mosaic.instructions import widened
+from jaxkern.mosaic.lanes import sum_lanes
 from jaxkern.mosaic.launch import grid_axes, interpreted
-from jaxkern.mosaic.registers import elements, i32, inline_mlir
+from jaxkern.mosaic.registers import elements, fragmented, i32, inline_mlir, row_type
 from jaxkern.ops.ssd.tiles import BOX, SLICE, STEP, STEPS, Scan
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
@@ -102,6 +103,24 @@ def multiply(acc: Any, a: Any, b: Any) -> None:
 def read(acc: Any, running: int = 0) -> Any:
     """Waits until so many of the last products alone are running, and returns an accumulator."""
     return acc.value if interpreted() else plgpu.wgmma_accumulator_load(acc, wait_n=running)
+
+
+def warp_sums(v: Any) -> Any:
+    """(LANES,): in each lane the sum of the rows of its warp, 16 of (64,) in the layout of rows."""
+    return sum_lanes([_sums_of_lanes(v)], (4, 8, 16))[0]
+
+
+def _sums_of_lanes(v: Any) -> Any:
+    """(LANES,): the sum of the two rows of a lane, 8 apart, which four neighbours share."""
+    if interpreted():
+        return jnp.repeat(v.reshape(-1, 2, 8).sum(1).reshape(-1), 4)
+
+    @inline_mlir(ROWS, returns=row_type(1))
+    def add(v: Any) -> Any:
+        values = (e for register in v.registers.flat for e in elements(register))
+        return fragmented(functools.reduce(arith.addf, values))
+
+    return add(v)
 
 
 def product(a: Any, b: Any, shape: tuple[int, int]) -> Any:

@@ -25,7 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.instructions import unknown_zero
-from jaxkern.mosaic.lanes import sync_warpgroup
+from jaxkern.mosaic.lanes import LaneOffsets, store_lanes, sync_warpgroup
+from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.named import launch_named
 from jaxkern.ops.ssd.blocks import (
     BLOCK,
@@ -43,10 +44,12 @@ from jaxkern.ops.ssd.blocks import (
     product,
     read,
     tiles_of,
+    warp_sums,
     wide,
     with_accumulators,
 )
 from jaxkern.ops.ssd.call import Arrays
+from jaxkern.ops.ssd.steps import LAST_PARTS, SKIP_PARTS, WARPS
 from jaxkern.ops.ssd.tiles import BOX, CHUNK, SLICE, STEP, STEPS, Chunks, Scan
 
 BLOCKS = STEPS * (STEPS + 1) // 2
@@ -68,7 +71,7 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
         dtype if chunks.splits == 1 else f32,
     )
     units = scan.batch, scan.heads * scan.slices, scan.chunks
-    sums = 3 if arrays.D is None or arrays.D.ndim == 2 else 4
+    of_heads = arrays.D is not None and arrays.D.ndim == 1
     scratch = {
         "x": tiles_of(2, CHUNK, SLICE, dtype=dtype),
         "dy": tiles_of(2, CHUNK, SLICE, dtype=dtype),
@@ -80,7 +83,7 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
         "M": tiles_of(BLOCKS, STEP, STEP, dtype=dtype),
         "dS": tiles_of(BLOCKS, STEP, STEP, dtype=dtype),
         "scores": tiles_of(1, STEP, STEP, dtype=dtype),
-        "sums": plgpu.SMEM((STEPS, sums, STEP), f32),
+        "sums": plgpu.SMEM((STEPS, 2, STEP), f32),
         "weights_full": plgpu.Barrier(num_arrivals=2),
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=2),
         "empty": plgpu.Barrier(num_arrivals=STEPS + 1, num_barriers=2),
@@ -107,8 +110,8 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
             "dx": like(arrays.x.shape, dtype),
             "dB": weights,
             "dC": weights,
-            "sums": like((*units, sums, CHUNK), f32),
-            "kept": like((*units, SLICE), f32),
+            "sums": like((*units, 2, CHUNK), f32),
+            "parts": like((*units, LAST_PARTS + (SKIP_PARTS if of_heads else 0), WARPS), f32),
         },
         scratch,
         grid=(chunks.grid,),
@@ -169,9 +172,14 @@ class _At:
         head, channels = self.unit(n)
         return ref.at[self.batch, pl.ds(self.chunk * CHUNK + first, count), head, channels]
 
+    def store_part(self, refs: Any, n: Any, part: int, rows: Any) -> None:
+        """Stores a part of what is added up for the `n`-th unit, of `rows` in their layout."""
+        to = refs.parts.at[self.batch, self.number(n), self.chunk, part]
+        store_lanes(to, LaneOffsets(((LANES // WARPS, WARPS, 1),)), [warp_sums(rows)])
+
 
 def _fetch(at: _At, refs: Any, smem: Any) -> None:
-    """Fetches B and C, and all that is read of each unit; stores exp(c[Q−1]) · h · dh."""
+    """Fetches B and C, and all that is read of each unit; stores parts of exp(c[Q−1]) · h · dh."""
     copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
     for name in ("B", "C"):
         tokens = pl.ds(at.chunk * CHUNK, CHUNK)
@@ -200,7 +208,7 @@ def _fetch(at: _At, refs: Any, smem: Any) -> None:
         sums = sums * jnp.exp2(smem.steps[slot, 0, CHUNK - 1])
         for barrier in (smem.empty.at[slot], smem.h_empty, smem.dh_empty):
             plgpu.barrier_arrive(barrier)
-        refs.kept.at[at.batch, at.number(n), at.chunk][...] = sums
+        at.store_part(refs, n, STEPS, sums)
 
     lax.fori_loop(0, at.count, fetch, None)
 
@@ -313,10 +321,10 @@ class _Unit:
         left = jnp.exp2(self.staged("steps")[0, CHUNK - 1] - self.numbers(0))
         x = self.tokens("x")
         weighted = (x * over_rows(left * dt, SLICE)).astype(smem.x.dtype)
-        last = dt * jnp.sum(dx * x, axis=1)
+        self.at.store_part(self.refs, self.n, half, dt * jnp.sum(dx * x, axis=1))
         if not half:
             plgpu.barrier_wait(smem.given)
-        accumulated(functools.partial(self.finish, weighted, dc, last), dx)
+        accumulated(functools.partial(self.finish, weighted, dc), dx)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(smem.dh_empty)
         if not half:
@@ -388,12 +396,12 @@ class _Unit:
         left = jnp.exp2(self.staged("steps")[0, CHUNK - 1] - self.numbers(0))
         return read(dx) * over_rows(left, SLICE)
 
-    def finish(self, weighted: Any, dc: Any, last: Any, dx: Any) -> None:
+    def finish(self, weighted: Any, dc: Any, dx: Any) -> None:
         """Adds to dB, and stores dx and the sums.
 
         Args:
           weighted: w ∘ x in 16 bits.
-          dc, last: for the sums.
+          dc: for the sums.
           dx: an accumulator, with the part of u from `dh`.
         """
         half, refs, later = self.half, self.refs, range(self.half, STEPS)
@@ -417,9 +425,10 @@ class _Unit:
         sync_warpgroup()  # all warps have read M
         out, sums = self.block("M", half, half), self.smem.sums.at[half]
         out[...] = grad.astype(weighted.dtype)
-        for k, values in enumerate((dc - dt * ds, ds, last, skip)):
-            if values is not None:
-                sums.at[k][...] = values
+        sums.at[0][...] = dc - dt * ds
+        sums.at[1][...] = ds
+        if skip is not None:
+            self.at.store_part(refs, self.n, LAST_PARTS + half, skip)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, self.at.tokens(refs.dx, self.n, half * STEP, STEP))
         to = refs.sums.at[self.at.batch, self.at.number(self.n), self.at.chunk]

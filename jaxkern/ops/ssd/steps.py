@@ -3,7 +3,7 @@
 Arrays of tokens have their heads side by side, (B, L, H), and the scan takes a head's tokens side
 by side. A block turns a chunk of 128 tokens of 8 heads: a lane has 8 tokens of one head, a piece of
 the chunk. What it adds of other pieces comes through shared memory, in a fixed order. Both kernels
-take the time of their bytes: 16 for a token and head there, 20 or 24 back.
+take the time of their bytes: 16 for a token and head each way.
 """
 
 import dataclasses
@@ -23,10 +23,13 @@ from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.named import launch_named
 from jaxkern.ops.ssd.blocks import BLOCK, LOG2E, WARPGROUP
-from jaxkern.ops.ssd.tiles import CHUNK, SLICE
+from jaxkern.ops.ssd.tiles import CHUNK, STEPS
 
 HEADS = 8
 """Heads of a block: 32 bytes of a token, a sector of memory."""
+LAST_PARTS, SKIP_PARTS, WARPS = STEPS + 1, STEPS, 4
+"""Of what is added up for a chunk: a part of each half of its tokens, and one of its states. A part
+is four numbers, the sums of the warps of a warpgroup."""
 _PIECES = LANES // HEADS
 _PIECE = CHUNK // _PIECES
 """Tokens of a lane."""
@@ -62,37 +65,38 @@ def chunk_sums(a: jax.Array, dt: jax.Array) -> jax.Array:
 
 
 def chunk_sum_grads(
-    sums: jax.Array, kept: jax.Array, length: int
+    sums: jax.Array, parts: jax.Array, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The gradients of the arguments of :func:`chunk_sums`, and parts of that of D.
 
     Args:
-      sums: (B, H, chunks, 3 or 4, CHUNK), fp32, of each token: gradients of the sum of log-decays
-        and of dt, what adds to the gradient of the chunk's last sum, and of D, if that is asked.
-      kept: (B, H, chunks, SLICE), what more adds to the gradient of the chunk's last sum.
+      sums: (B, H, chunks, 2, CHUNK), fp32, the gradients of the sums of log-decays, in units of a,
+        and those of dt.
+      parts: (B, H, chunks, LAST_PARTS, WARPS), fp32, what adds up to more of the gradient of a
+        chunk's last sum; with SKIP_PARTS after them what adds up to that of D.
       length: L, at least CHUNK. H is at least HEADS.
 
     Returns:
-      da and ddt, (B, L, H) with H in whole HEADS; and ``None`` or the last of `sums` added up over
-      each chunk, (B, chunks, H).
+      da and ddt, (B, L, H) with H in whole HEADS; and that of D for each chunk, (B, chunks, H), or
+      ``None``.
     """
-    batch, heads, chunks, count, _ = sums.shape
+    batch, heads, chunks = sums.shape[:3]
     heads = -(-heads // HEADS) * HEADS
     like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     tokens = plgpu.SMEM((CHUNK, HEADS), jnp.float32)
     grads = launch_named(
         _sum_chunk_grads,
-        {"sums": sums, "kept": kept},
+        {"sums": sums, "parts": parts},
         {
             "da": like((batch, length, heads)),
             "ddt": like((batch, length, heads)),
-            "dD": like((batch, chunks, heads)) if count > 3 else None,
+            "dD": like((batch, chunks, heads)) if parts.shape[3] > LAST_PARTS else None,
         },
         {
             "da": tokens,
             "ddt": tokens,
-            "sums": plgpu.SMEM((HEADS, count, CHUNK), jnp.float32),
-            "kept": plgpu.SMEM((HEADS, SLICE), jnp.float32),
+            "sums": plgpu.SMEM((HEADS, 2, CHUNK), jnp.float32),
+            "parts": plgpu.SMEM((HEADS, *parts.shape[3:]), jnp.float32),
             "totals": plgpu.SMEM((2 * _PIECES, HEADS), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2),
         },
@@ -150,16 +154,12 @@ def _sum_chunk(refs: Any, smem: Any) -> None:
 
 def _sum_chunk_grads(refs: Any, smem: Any) -> None:
     at = _At.of(refs.da)
-    for name in ("sums", "kept"):
+    for name in ("sums", "parts"):
         _fetch(at.by_head(getattr(refs, name)), getattr(smem, name), smem.full)
     plgpu.barrier_wait(smem.full)
-    row = smem.sums.shape[1] * CHUNK
-    load = lambda k: load_lanes(smem.sums, _piece_of_head(row, k * CHUNK), _PIECE)
+    load = lambda k: load_lanes(smem.sums, _piece_of_head(2 * CHUNK, k * CHUNK), _PIECE)
     grads = [*itertools.accumulate(reversed(load(0)))][::-1]
-    after = _of_others(smem.totals, grads[0], after=True)
-    kept = LaneOffsets(((1, HEADS, SLICE), (HEADS, _PIECES, SLICE // _PIECES)))
-    last = [*load(2), *load_lanes(smem.kept, kept, SLICE // _PIECES)]
-    after = after + _of_all(smem.totals, _added(last))
+    after = _of_others(smem.totals, grads[0], after=True) + _of_parts(smem.parts, 0, LAST_PARTS)
     for n, (da, ddt) in enumerate(zip(grads, load(1), strict=True)):
         store_lanes(smem.da, _token(n), [da + after])
         store_lanes(smem.ddt, _token(n), [ddt])
@@ -168,7 +168,8 @@ def _sum_chunk_grads(refs: Any, smem: Any) -> None:
     plgpu.copy_smem_to_gmem(smem.ddt, at.tokens(refs.ddt))
     if refs.dD is not None:
         to = refs.dD.at[at.batch, at.chunk, at.heads]
-        store_lanes(to, LaneOffsets(((1, HEADS, 1),)), [_of_all(smem.totals, _added(load(3)))])
+        skipped = _of_parts(smem.parts, LAST_PARTS, SKIP_PARTS)
+        store_lanes(to, LaneOffsets(((1, HEADS, 1),)), [skipped])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -204,17 +205,13 @@ def _of_others(totals: Any, own: jax.Array, *, after: bool) -> jax.Array:
     `totals` is shared memory, (2 · pieces, HEADS): beyond the first or the last piece are zeros.
     """
     first, sign = (0, 1) if after else (_PIECES, -1)
-    sync_warpgroup()  # all have read what was there
     store_lanes(totals, _of_piece(first), [own])
     store_lanes(totals, _of_piece(_PIECES - first), [jnp.zeros_like(own)])
     sync_warpgroup()
     return _added(load_lanes(totals, _of_piece(first + sign * n))[0] for n in range(1, _PIECES))
 
 
-def _of_all(totals: Any, own: jax.Array) -> jax.Array:
-    """The sum over all pieces of a lane's head."""
-    sync_warpgroup()
-    store_lanes(totals, _of_piece(0), [own])
-    sync_warpgroup()
-    row = lambda n: LaneOffsets(((1, HEADS, 1),), n * HEADS)
-    return _added(load_lanes(totals, row(n))[0] for n in range(_PIECES))
+def _of_parts(parts: Any, first: int, count: int) -> jax.Array:
+    """The sum of so many parts of a lane's head."""
+    offsets = LaneOffsets(((1, HEADS, parts.shape[1] * WARPS),), first * WARPS)
+    return _added(load_lanes(parts, offsets, count * WARPS))
