@@ -39,18 +39,24 @@ def launch_bwd(
     if x.size == 0:
         return reference_bwd(options, *args, rank, crossed, *rest)
     if rank is None:
-        return _launch(options, *args, *rest)[0]
-    grads, dinitial = _launch(options, *args[:2], cut_decays(a, rank), *args[3:], *rest)
-    ds, da = grads[1], where_segments_begin(rank, 0.0, grads[2])
-    grads = *grads[:2], da, *grads[3:]
-    plain = functools.partial(reference_bwd, options)
-    return unless_finite([ds, da, dinitial], grads, plain, (*args, rank, None, *rest))
+        grads, _ = _launch(options, *args, *rest)
+    else:
+        grads, dinitial = _launch(options, *args[:2], cut_decays(a, rank), *args[3:], *rest)
+        ds, da = grads[1], where_segments_begin(rank, 0.0, grads[2])
+        grads = *grads[:2], da, *grads[3:]
+        plain = functools.partial(reference_bwd, options)
+        grads = unless_finite([ds, da, dinitial], grads, plain, (*args, rank, None, *rest))
+    dx, ds, da, dB, dC, *others = grads
+    return dx, ds, da, dB.astype(jnp.float32), dC.astype(jnp.float32), *others
 
 
 def _launch(
     options: Options, x, dt, a, B, C, D, z, initial_state, states, y, dout, dfinal
 ) -> tuple[Any, Any]:
-    """The results of :func:`launch_bwd`, without segments, and the initial state's gradient."""
+    """The results of :func:`launch_bwd`, without segments, and the initial state's gradient.
+
+    The gradients of B and C are as a kernel stores them, in 16 bits or in fp32.
+    """
     dy, dz = dout, None
     if z is not None:
         if y is None:
@@ -93,10 +99,9 @@ def _launch_range(
     sums, parts = (_of_heads(scan, grads[name]) for name in ("sums", "parts"))
     da, ds, dD = chunk_sum_grads(sums, parts, max(arrays.length, CHUNK))
     ds, da = map(arrays.cut_steps, (ds, da))
-    dB, dC = (
-        grads[name].astype(jnp.float32).sum(0)[:, : arrays.length, :, : arrays.states]
-        for name in ("dB", "dC")
-    )
+    splits = grads["dB"], grads["dC"]  # each (splits, B, L, G, N)
+    dB, dC = (v[0] if len(v) == 1 else v.sum(0) for v in splits)
+    dB, dC = (v[:, : arrays.length, :, : arrays.states] for v in (dB, dC))
     if D is not None:
         if dD is not None:
             dD = dD[..., : scan.heads].sum((0, 1))

@@ -161,7 +161,7 @@ def unless_finite(told: Any, results: Any, plain: Callable[..., Any], args: tupl
     Args:
       told: a list of arrays.
       results: a tuple of arrays or ``None``.
-      plain: gives what `results` holds; but for `D`, its arguments have a batch.
+      plain: gives what `results` holds, if wider; but for `D`, its arguments have a batch.
       args: x, dt, a, B, C, D and what follows; of the results, too, the sixth has no batch.
     """
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in told]))
@@ -180,6 +180,7 @@ def unless_finite(told: Any, results: Any, plain: Callable[..., Any], args: tupl
 
         outs = lax.map(of_row, (before, after))
         outs = (v if v is None or i != 5 else v.sum(0) for i, v in enumerate(outs))
-        return jnp.bool_(True), flat(tuple(outs))
+        rounded = jax.tree.map(lambda v, like: v.astype(like.dtype), tuple(outs), results)
+        return jnp.bool_(True), flat(rounded)
 
     return shaped(lax.while_loop(lambda state: ~state[0], run, (finite, flat(results)))[1], results)
