@@ -459,3 +459,19 @@ def test_accumulator_on_a_mesh(kind, memory):
     got = run(placed(x, "data"), *(placed(v) for v in (weight, bias, sums)), placed(labels, "data"))
     check.assert_close(got, want)
     assert got[0].sharding.spec[0] == "data"
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("devices", "classes"), [(6, 36), (3, 999), (8, 1000)])
+def test_classes_on_any_number_of_devices(devices, classes, kind):
+    """As long as it divides them: no logits and no weight is gathered."""
+    x, weight, _, labels = inputs((8,), 16, classes)
+    mesh = jax.make_mesh((devices,), ("v",), (kind,), devices=jax.devices()[:devices])
+    placed = lambda v, *spec: jax.device_put(v, NamedSharding(mesh, P(*spec)))
+    loss = functools.partial(jaxkern.linear_cross_entropy, label_smoothing=0.1, z_loss=1e-3)
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    split = placed(x), placed(weight, None, "v"), placed(labels)
+    check.assert_close(run(*split), run(x, weight, labels))
+    text = run.lower(*split).compile().as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text

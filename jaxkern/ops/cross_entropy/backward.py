@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jaxkern.elementwise.units import load_units, store_units
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
 from jaxkern.mosaic.registers import row_type
-from jaxkern.ops.cross_entropy.forward import exponential
+from jaxkern.ops.cross_entropy.forward import exponential, positions_in_segments
 from jaxkern.ops.cross_entropy.rows import IGNORED, Rows
 from jaxkern.ops.cross_entropy.tiles import NONE, Tile
 from jaxkern.ops.curves import kernel_functions
@@ -27,6 +27,7 @@ def launch_backward(
     """du, in the memory of `logits` if nothing else needs them."""
     if logits.size == 0:
         return (logits,)
+    position = positions_in_segments(options, logits, position)
     kernel = _kernel(options, logits, position, sliced=False)
     numbers = [v.reshape(-1) for v in (position, lse, of_softmax, dloss)]
 
@@ -44,6 +45,7 @@ def launch_of_slices(
     """du of logits that begin wherever others end, in memory of its own."""
     if logits.size == 0:
         return (logits,)
+    position = positions_in_segments(options, logits, position)
     kernel = _kernel(options, logits, position, sliced=True)
     numbers = [v.reshape(-1) for v in (position, lse, of_softmax, dloss)]
     like = jax.ShapeDtypeStruct((logits.size,), logits.dtype)
@@ -63,8 +65,9 @@ def _launch(body: Any, segments: int, out_type: Any) -> Any:
 
 
 def _kernel(options: Rows, logits: Any, position: Any, *, sliced: bool) -> Any:
-    tile = Tile.of(position.size, logits.shape[-1], logits.dtype.itemsize, sliced)
     in_row = position.shape[-1]
+    size = logits.shape[-1] // in_row
+    tile = Tile.of(position.size, size, logits.dtype.itemsize, sliced)
 
     def kernel(position: Any, lse: Any, of_softmax: Any, dloss: Any, source: Any, du: Any) -> None:
         segment = lax.axis_index(SEGMENT)

@@ -17,8 +17,8 @@ from jaxkern.elementwise.units import load_units
 from jaxkern.mosaic.arithmetic import exp_of_minus
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
 from jaxkern.mosaic.registers import row_type
-from jaxkern.ops.cross_entropy.rows import IGNORED, Rows
-from jaxkern.ops.cross_entropy.tiles import NONE, Tile
+from jaxkern.ops.cross_entropy.rows import IGNORED, Rows, Sums, position_in
+from jaxkern.ops.cross_entropy.tiles import NONE, Tile, segments_of
 from jaxkern.ops.curves import kernel_functions
 
 (SEGMENT,) = grid_axes("segment")
@@ -32,7 +32,9 @@ def launch_forward(
     if logits.size == 0:
         zeros = jnp.zeros(position.shape, jnp.float32)
         return zeros, zeros, chosen, zeros
-    tile = Tile.of(position.size, logits.shape[-1], logits.dtype.itemsize, sliced)
+    of_rows, position = position, positions_in_segments(options, logits, position)
+    size = logits.shape[-1] // position.shape[-1]
+    tile = Tile.of(position.size, size, logits.dtype.itemsize, sliced)
     with_total = options.terms.smoothing > 0
 
     def kernel(logits: Any, position: Any, *outs: Any) -> None:
@@ -61,11 +63,22 @@ def launch_forward(
         approx_math=True,
     )(logits.reshape(-1), position.reshape(-1))
     largest, exponentials, *total = (out.reshape(position.shape) for out in outs)
-    return largest, exponentials, chosen, total[0] if total else jnp.zeros_like(chosen)
+    total = jnp.sum(total[0], axis=-1) if total else jnp.zeros(of_rows.shape, jnp.float32)
+    of_row = jnp.max(largest, axis=-1)
+    of_segments = Sums(largest, exponentials, None, None).beside(of_row[..., None])
+    return of_row, jnp.sum(of_segments.exponentials, axis=-1), chosen, total
+
+
+def positions_in_segments(options: Rows, logits: Any, position: Any) -> Any:
+    """(..., segments): where labels are in the segments of rows."""
+    classes = logits.shape[-1]
+    count = segments_of(classes, options.of_part(logits))
+    size = classes // count
+    return position_in(position[..., None], jnp.arange(count, dtype=jnp.int32) * size, size)
 
 
 def _chosen(options: Rows, logits: Any, position: Any) -> Any:
-    """The logit of the label; 0 where a segment has none."""
+    """The logit of the label; 0 where the classes do not have it."""
     index = jnp.maximum(position, 0)[..., None]
     found = jnp.take_along_axis(logits, index, axis=-1, mode="promise_in_bounds")[..., 0]
     return jnp.where(position >= 0, options.terms.capped(found), 0)

@@ -104,8 +104,8 @@ def cross_entropy(
     A row whose label is `ignore_index` has no loss and no gradient, and may hold NaN. A label that
     is neither that nor one of the V classes makes the loss NaN.
 
-    On a mesh, rows and classes may be split between devices, on Auto axes classes between 16 at
-    most: no logits are gathered.
+    On a mesh, rows and classes may be split between devices, and no logits are gathered but those
+    of classes that the number of devices does not divide.
 
     Args:
       logits: (..., V), bfloat16, float16 or float32.
@@ -205,8 +205,8 @@ def linear_cross_entropy(
 
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
-    On a mesh, rows may be split between devices, and without `memory` K and V, too, on Auto axes V
-    between 16 at most: neither logits nor `weight` are gathered.
+    On a mesh, rows may be split between devices, and without `memory` K and V, too: neither logits
+    nor `weight` are gathered, but where the number of devices does not divide V.
 
     Args:
       x: (..., K), bfloat16, float16 or float32.

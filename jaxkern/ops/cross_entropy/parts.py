@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.ops.cross_entropy.passes import gradient_of_logits, positions, sums_of_rows
+from jaxkern.ops.cross_entropy.passes import gradient_of_logits, sums_of_rows
 from jaxkern.ops.cross_entropy.rows import Rows, Sums
 
 
@@ -100,13 +100,12 @@ def losses_of_parts(options: Parts, x, weight, bias, labels) -> tuple[Any, ...]:
 
     def part(first: Any, size: int) -> tuple[jax.Array, Sums]:
         logits = _logits_of_part(x, _weight_of_part(x, weight, first, size), bias, first, size)
-        sums = sums_of_rows(rows, logits, positions(rows, logits, labels, first))
-        return logits, sums.joined()
+        return logits, sums_of_rows(rows, logits, labels, first)
 
     def step(first: Any, size: int, sums: Sums) -> Sums:
         return part(first, size)[1].joined(sums)
 
-    zeros = jnp.zeros_like(jnp.sum(x, axis=-1, keepdims=True), _wide(x.dtype))
+    zeros = jnp.zeros_like(jnp.sum(x, axis=-1), _wide(x.dtype))
     sums = Sums(jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros)
     sums = options.over_others(weight, step, sums)
     # The last part begins after the others, which have had its memory.

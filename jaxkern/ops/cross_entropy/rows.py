@@ -87,7 +87,7 @@ class Rows:
 
     Attributes:
       terms: of the loss.
-      classes: of all of a row, of which the logits may be a part.
+      classes: of all of a row, of which the logits may be those of a part.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
     """
 
@@ -95,14 +95,18 @@ class Rows:
     classes: Any
     mode: Mode
 
+    def of_part(self, logits: Any) -> bool:
+        """Whether `logits` are of a part of the classes."""
+        return logits.shape[-1] != self.classes
+
 
 class Sums(NamedTuple):
-    """What the losses of rows are made of, (..., segments) each: of a segment of each row.
+    """What the losses of rows are made of, (...) each: of some classes of each row.
 
     Attributes:
       largest: logit.
       exponentials: Σ exp(l − the largest), or of l itself where the largest is not finite.
-      chosen: the label's logit, 0 where the segment does not have it.
+      chosen: the label's logit, 0 where the classes do not have it.
       total: Σ l.
     """
 
@@ -111,23 +115,23 @@ class Sums(NamedTuple):
     chosen: Any
     total: Any
 
-    def joined(self, *others: "Sums") -> "Sums":
-        """(..., 1): the sums of all segments, of `others`, too."""
-        every = (
-            jnp.concatenate(v, axis=-1) if others else v[0] for v in zip(self, *others, strict=True)
-        )
-        of_segments, exponentials, chosen, total = every
-        largest = jnp.max(of_segments, axis=-1, keepdims=True)
-        apart = finite(of_segments) - finite(largest)
-        # A segment may be all −∞, and then exp(0 − largest) be infinite.
-        shrink = jnp.where(of_segments == -jnp.inf, 0, jnp.exp(apart))
-        add = lambda v: jnp.sum(v, axis=-1, keepdims=True)
-        return Sums(largest, add(exponentials * shrink), add(chosen), add(total))
+    def joined(self, other: "Sums") -> "Sums":
+        """The sums of the classes of both."""
+        largest = jnp.maximum(self.largest, other.largest)
+        pairs = zip(self.beside(largest), other.beside(largest), strict=True)
+        _, *sums = (one + two for one, two in pairs)
+        return Sums(largest, *sums)
+
+    def beside(self, largest: Any) -> "Sums":
+        """The same with exponentials relative to the largest logit of more classes."""
+        shrink = jnp.exp(finite(self.largest) - finite(largest))
+        # The classes may be all −∞, and then exp(0 − largest) be infinite.
+        shrink = jnp.where(self.largest == -jnp.inf, 0, shrink)
+        return self._replace(largest=largest, exponentials=self.exponentials * shrink)
 
     def combined(self) -> tuple[Any, Any, Any]:
-        """(...): lse, l[y] and Σ l of rows."""
-        largest, exponentials, chosen, total = (v[..., 0] for v in self.joined())
-        return finite(largest) + jnp.log(exponentials), chosen, total
+        """(...): lse, l[y] and Σ l of rows, of which these are the sums of all classes."""
+        return finite(self.largest) + jnp.log(self.exponentials), self.chosen, self.total
 
 
 def finite(v: jax.Array) -> jax.Array:
@@ -135,17 +139,22 @@ def finite(v: jax.Array) -> jax.Array:
 
 
 ABSENT, IGNORED = -1, -2
-"""Positions: the label is in another segment; the row is ignored."""
+"""Positions: the label is none of the classes; the row is ignored."""
 
 
-def position_of(labels: Any, ignored: int, first: Any, count: int, size: Any) -> jax.Array:
-    """(..., count), int32: where labels are in segments of `size` classes from `first` on."""
-    begins = first + jnp.arange(count, dtype=labels.dtype) * size
-    position = labels[..., None] - begins
+def position_of(labels: Any, ignored: int, first: Any, size: Any) -> jax.Array:
+    """(...), int32: where labels are in `size` classes from `first` on."""
+    position = labels - first
     # Of a label near the least integer the difference may overflow.
-    inside = (labels >= 0)[..., None] & (position >= 0) & (position < size)
+    inside = (labels >= 0) & (position >= 0) & (position < size)
     position = jnp.where(inside, position, ABSENT)
-    return jnp.where((labels == ignored)[..., None], IGNORED, position).astype(jnp.int32)
+    return jnp.where(labels == ignored, IGNORED, position).astype(jnp.int32)
+
+
+def position_in(position: jax.Array, first: Any, size: Any) -> jax.Array:
+    """Where labels are in `size` of the classes from `first` on, of where they are in all."""
+    inside = (position >= first) & (position - first < size)
+    return jnp.where(inside, position - first, jnp.minimum(position, ABSENT))
 
 
 def reference_forward(options: Rows, logits: Any, position: Any) -> tuple[Any, ...]:
@@ -153,12 +162,12 @@ def reference_forward(options: Rows, logits: Any, position: Any) -> tuple[Any, .
 
     Args:
       options: of the pass.
-      logits: (..., segments, classes of a segment).
-      position: (..., segments), of :func:`position_of`.
+      logits: (..., V).
+      position: (...), of :func:`position_of`.
     """
     counted = (position != IGNORED)[..., None]
     capped = options.terms.capped(jnp.where(counted, logits, 0))
-    largest = lax.stop_gradient(jnp.max(capped, axis=-1))  # (..., segments)
+    largest = lax.stop_gradient(jnp.max(capped, axis=-1))  # (...)
     return (
         largest,
         jnp.sum(jnp.exp(capped - finite(largest)[..., None]), axis=-1),
@@ -174,13 +183,13 @@ def reference_backward(
 
     Args:
       options: of the pass.
-      logits: (..., segments, classes of a segment).
-      position: (..., segments), of :func:`position_of`.
+      logits: (..., V).
+      position: (...), of :func:`position_of`.
       lse: (...), of rows.
       of_softmax: (...), of :meth:`Terms.of_softmax`.
       dloss: (...), the cotangents of the losses.
     """
-    terms, over = options.terms, lambda v: v[..., None, None]
+    terms, over = options.terms, lambda v: v[..., None]
     capped = terms.capped(logits)
     here = _here(logits, position).astype(capped.dtype)
     wanted = (1 - terms.smoothing) * here + terms.smoothing / options.classes

@@ -19,10 +19,8 @@ from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import VECTOR_BYTES, row_type
 
 SEGMENTS = 16
-"""Most segments of a row, where a mesh leaves the choice: as many devices may share the classes.
-
-Segments of 8 to 16 thousand elements keep a block for some microseconds, and few rows fill a GPU.
-"""
+"""Most segments of a row. Of 8 to 16 thousand elements they keep a block for some microseconds, and
+few rows fill a GPU."""
 
 SHORTEST = 1024
 """Elements of a segment from which on the kernels are taken: of fewer, most lanes would idle."""
@@ -32,23 +30,20 @@ UNITS = 4
 
 
 PART = 4096
-"""Elements that a segment has at least where no mesh may split the row."""
+"""Elements that a segment of a part of the classes has at least."""
 
 
-def segments_of(classes: Any, devices: int = 1, whole: bool = False) -> int:
-    """Counts the segments, all of one length, of a row of `classes`.
+def segments_of(classes: Any, of_part: bool) -> int:
+    """Counts the segments, all of one length, of a row of `classes`, which may be symbolic.
 
-    Args:
-      classes: of the row; it may be symbolic.
-      devices: that are known to share it.
-      whole: whether none can.
+    `of_part` tells whether they are a part of all classes.
     """
     if not isinstance(classes, int):
-        return devices
+        return 1
     count = math.gcd(classes, SEGMENTS)
-    while whole and count > 1 and classes // count < PART:
+    while of_part and count > 1 and classes // count < PART:
         count //= 2
-    return count if count % devices == 0 else devices
+    return count
 
 
 @dataclasses.dataclass(frozen=True)
