@@ -462,8 +462,8 @@ def test_accumulator_on_a_mesh(kind, memory):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(("devices", "classes"), [(6, 36), (3, 999), (8, 1000)])
-def test_classes_on_any_number_of_devices(devices, classes, kind):
+@pytest.mark.parametrize(("devices", "classes"), [(3, 36), (3, 999), (4, 1020)])
+def test_classes_on_any_devices(devices, classes, kind):
     """As long as it divides them: no logits and no weight is gathered."""
     x, weight, _, labels = inputs((8,), 16, classes)
     mesh = jax.make_mesh((devices,), ("v",), (kind,), devices=jax.devices()[:devices])
