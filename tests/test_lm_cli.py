@@ -22,11 +22,12 @@ import jaxkern
 from jaxkern.lm import cli, memory, stop
 from jaxkern.lm import doctor as doctor_module
 from jaxkern.lm import train as train_module
-from jaxkern.lm.config import DEFAULTS, PRESETS, RunError, TrainConfig, resume_config
+from jaxkern.lm.config import DEFAULTS, PRESETS, RunError, TrainConfig
 from jaxkern.lm.doctor import doctor
 from jaxkern.lm.flags import parser
 from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
+from jaxkern.lm.resume import resume_config
 from jaxkern.lowering import cache
 
 

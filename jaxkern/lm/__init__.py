@@ -3,6 +3,7 @@
 cli         subcommands, one-line errors
 flags       the commands' flags and their help
 config      presets, the configuration of a run
+resume      the configuration of a resumed run
 data        files of text -> bytes or tokens on disk -> batches
 model       the language model (flax.nnx) on jaxkern's ops
 step        one optimizer step and one evaluation, as pure functions

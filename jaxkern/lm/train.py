@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxkern.lm import checkpoint, data, run, sample, stop, trackers
-from jaxkern.lm.config import RunError, TrainConfig, axes_of, resume_config
+from jaxkern.lm.config import RunError, TrainConfig, axes_of
 from jaxkern.lm.evaluate import as_tokens, evaluation
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
@@ -35,6 +35,7 @@ from jaxkern.lm.report import (
     read_metrics,
     validation_told,
 )
+from jaxkern.lm.resume import resume_config
 from jaxkern.lm.rows import own_rows, put, rows_of_parts
 from jaxkern.lm.step import TrainState, init_state
 from jaxkern.lm.stop import say
