@@ -45,6 +45,8 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 
 
 def free_port():
@@ -60,7 +62,7 @@ def free_port():
 def environment(monkeypatch):
     """Sets the variables of a cluster, and no others."""
     for name in {*os.environ}:
-        if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "JOB_COMPLETION")):
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "JOB_COMPLETION")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
 
@@ -93,6 +95,7 @@ def test_a_cluster_tells_a_process_which_one_it_is(environment):
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # a shell in an allocation of 4 tasks
         MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
         {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
     ],
 )
 def test_a_process_that_nobody_tells_of_others_is_alone(environment, variables):
@@ -103,6 +106,40 @@ def test_a_process_that_nobody_tells_of_others_is_alone(environment, variables):
 def test_hosts_that_a_cluster_does_not_tell_are_asked_for(environment):
     environment(MPI | {"OMPI_MCA_orte_hnp_uri": "nonsense"})
     with pytest.raises(RunError, match=r"one of several by Open MPI, .*; name --coordinator HOST"):
+        told(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (POD, r"JOB_COMPLETION_INDEX=1 says that this is a pod .* install it, or"),
+        (MPICH, r"PMI_SIZE=4 and PMI_RANK=1 say that this process is one of 4 by MPICH or Intel"),
+        (MPICH | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "PMI_SIZE=4 and PMI_RANK=1"),
+    ],
+)
+def test_one_of_several_that_cannot_find_the_others_does_not_run_alone(
+    environment, monkeypatch, variables, words
+):
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
+    environment(variables)
+    remedy = "name --coordinator HOST:PORT, --processes N and --process I, or --processes 1 for"
+    with pytest.raises(RunError, match=f"{words}.*{remedy}"):
+        told(None, None, None)
+    assert told(None, 1, None) is None
+    assert told("a:1", 4, 1) == Told("a:1", 4, 1, "by --processes")
+
+
+def test_slurm_tells_also_where_it_sets_the_variables_of_mpich(environment):
+    environment(SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4"})
+    found = told(None, None, None)
+    assert found is not None
+    assert (found.count, found.index, found.by) == (4, 2, "by Slurm")
+
+
+def test_an_mpi4py_of_another_mpi_is_refused(environment, monkeypatch):
+    monkeypatch.setattr(cluster, "_found", lambda method, by: ("a:1", 1, 0))
+    environment(MPI)
+    with pytest.raises(RunError, match=r"one of 4 by Open MPI, and ompi finds 1, .*; build it for"):
         told(None, None, None)
 
 

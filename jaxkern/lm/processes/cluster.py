@@ -2,7 +2,8 @@
 
 Slurm, Open MPI and Kubernetes set variables of the environment. They are believed where they tell
 this very process that it is one of several: not in a shell inside an allocation, nor in a job of
-one task.
+one task. MPICH and Intel MPI set variables, too, but none that names a host: their processes need
+flags, and without these are refused, as each would otherwise run alone into one folder.
 """
 
 import dataclasses
@@ -87,6 +88,7 @@ def _by_cluster(environment: Mapping[str, str]) -> Told | None:
         return int(text) if text.isdigit() else default
 
     on_host, local, bound = 1, 0, False
+    tasks_of_step = number("SLURM_STEP_NUM_TASKS", 1) if "SLURM_PROCID" in environment else 1
     if "OMPI_COMM_WORLD_SIZE" in environment:  # mpirun may itself be a task of Slurm
         if number("OMPI_COMM_WORLD_SIZE", 1) < 2:
             return None
@@ -95,7 +97,14 @@ def _by_cluster(environment: Mapping[str, str]) -> Told | None:
             method = "mpi4py"
         on_host = number("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
         local = number("OMPI_COMM_WORLD_LOCAL_RANK", 0)
-    elif number("SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environment:
+    elif (count := number("PMI_SIZE", 1)) > 1 and count != tasks_of_step:
+        # With as many tasks, Slurm has set it, or has started as many processes.
+        raise RunError(
+            f"PMI_SIZE={count} and PMI_RANK={environment.get('PMI_RANK', '')} say that this "
+            f"process is one of {count} by MPICH or Intel MPI, which do not tell where process 0 "
+            f"is; {_BY_HAND}"
+        )
+    elif tasks_of_step > 1:
         method, by = "slurm", "by Slurm"
         tasks = _tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
         node = number("SLURM_NODEID", 0)
@@ -103,11 +112,20 @@ def _by_cluster(environment: Mapping[str, str]) -> Told | None:
         local, bound = number("SLURM_LOCALID", 0), "SLURM_GPUS_PER_TASK" in environment
     elif "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment:
         if importlib.util.find_spec("kubernetes") is None:
-            return None
+            raise RunError(
+                f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} says that this is a "
+                "pod of an Indexed Job; how many there are, and where, is asked by the package "
+                f"kubernetes, which is not installed; install it, or {_BY_HAND}"
+            )
         method, by = "k8s", "by Kubernetes"
     else:
         return None
     coordinator, count, index = _found(method, by)
+    if method in ("ompi", "mpi4py") and count != (started := number("OMPI_COMM_WORLD_SIZE", 1)):
+        raise RunError(
+            f"this process is one of {started} {by}, and {method} finds {count}, as a package "
+            f"mpi4py that was built for another MPI does; build it for this one, or {_BY_HAND}"
+        )
     if count < 2:
         return None
     devices = None if bound else own_devices(on_host, local, environment)
