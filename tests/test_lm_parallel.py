@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxkern.lm import cli, config, data, program
 from jaxkern.lm.config import ModelConfig, Preset, RunError, TrainConfig
+from jaxkern.lm.flags import parser
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split
 from jaxkern.lm.step import loss_fn, make_model
@@ -267,12 +268,33 @@ def test_a_run_whose_sequences_are_split_goes_on_with_whole_ones(capsys, tmp_pat
     assert all(a == b or a == pytest.approx(b, rel=2e-5) for a, b in pairs)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "reason"),
+    [
+        ("rows=2", "'rows' is not one of data, sequence, fsdp, tensor"),
+        ("data=2,", "'' is not one of data, sequence, fsdp, tensor"),
+        ("data=2,data=2", "data is named twice"),
+        ("data=99999999999999", "size of data must be from 1 to 999999, not '99999999999999'"),
+        ("fsdp=0", "size of fsdp must be from 1 to 999999, not '0'"),
+        ("fsdp", "size of fsdp must be from 1 to 999999, not ''"),
+    ],
+)
+def test_a_mesh_that_cannot_be_read_is_told_why(capsys, mesh, reason):
+    line = run(capsys, "train", "--mesh", mesh, code=2)
+    assert f"must be axes and their sizes such as data=2,fsdp=4, got {mesh!r}: " in line
+    assert f"{reason} (see jaxkern train --help)" in line
+
+
+def test_a_mesh_may_have_spaces():
+    mesh = parser().parse_args(["train", "--mesh", " data = 2, fsdp=4 "]).mesh
+    assert mesh == "data=2,fsdp=4"
+
+
 def test_flags_that_do_not_fit_are_one_line(capsys, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("some text " * 100)
     argv = ["train", "--preset", "mamba2-micro", "--data", text, "--out", tmp_path / "run"]
     told = functools.partial(run, capsys, *argv)
-    assert "must be axes and their sizes such as data=2" in told("--mesh", "rows=2", code=2)
     assert "invalid choice: 'rows'" in told("--parallel", "rows", code=2)
     assert "--mesh data=4096 is more than this machine's" in told("--mesh", "data=4096", code=1)
     assert "is of 4 devices and --devices says 2" in told(

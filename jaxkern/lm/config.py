@@ -315,12 +315,21 @@ def axes_of(mesh: str) -> dict[str, int]:
     """The sizes of a mesh's axes from the text of ``--mesh``, such as ``"data=2,fsdp=4"``.
 
     Raises:
-      ValueError: it is no such text.
+      ValueError: it is no such text; the message says why.
     """
     sizes: dict[str, int] = {}
     for entry in mesh.split(","):
-        axis, _, size = entry.partition("=")
-        if axis not in AXES or axis in sizes or not re.fullmatch("[1-9][0-9]{0,5}", size):
-            raise ValueError(mesh)
+        axis, _, size = (part.strip() for part in entry.partition("="))
+        if axis not in AXES:
+            raise ValueError(f"{axis!r} is not one of {', '.join(AXES)}")
+        if axis in sizes:
+            raise ValueError(f"{axis} is named twice")
+        if not re.fullmatch("[1-9][0-9]{0,5}", size):
+            raise ValueError(f"the size of {axis} must be from 1 to 999999, not {size!r}")
         sizes[axis] = int(size)
     return sizes
+
+
+def mesh_of(sizes: dict[str, int]) -> str:
+    """The text of ``--mesh`` that names axes of these sizes."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -22,6 +22,7 @@ from jaxkern.lm.config import (
     TRACKERS,
     Limits,
     axes_of,
+    mesh_of,
 )
 
 
@@ -403,13 +404,11 @@ def _steps(text: str) -> str:
 
 def _mesh(text: str) -> str:
     try:
-        axes_of(text)
-    except ValueError:
+        return mesh_of(axes_of(text))
+    except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"must be axes and their sizes such as data=2,fsdp=4, of {', '.join(AXES)}; "
-            f"got {text!r}"
+            f"must be axes and their sizes such as data=2,fsdp=4, got {text!r}: {error}"
         ) from None
-    return text
 
 
 def _address(text: str) -> str:
