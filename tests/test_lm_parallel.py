@@ -15,7 +15,7 @@ from jaxkern.lm import cli, config, data, program
 from jaxkern.lm.config import ModelConfig, Preset, RunError, TrainConfig
 from jaxkern.lm.flags import parser
 from jaxkern.lm.model import Options, initial_params
-from jaxkern.lm.parallel import Split
+from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.step import loss_fn, make_model
 from jaxkern.nn import mamba, mamba2
 
@@ -186,20 +186,53 @@ def test_no_device_holds_the_whole_of_a_split_model():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("flags", "devices", "message"),
     [
-        ({"fsdp": 3}, "fsdp=3 cannot split the 16 width d_model .* choose 2 or 4 or 8 or 16"),
-        ({"tensor": 3}, "fsdp×tensor=3 cannot split the 32 inner channels"),
-        ({"tensor": 8}, "tensor=8 cannot split the 4 heads .* choose 2 or 4, or another axis"),
-        ({"fsdp": 8, "tensor": 8}, "fsdp×tensor=64 cannot split the 32 inner channels"),
+        (
+            {"mesh": "fsdp=3"},
+            3,
+            r"--mesh fsdp=3 cannot split the model's width d_model of 16 into equal parts; choose "
+            r"2, 4, 8 or 16, or another axis",
+        ),
+        (
+            {"parallel": "tensor"},
+            3,
+            r"--parallel tensor over 3 devices cannot split the model's 32 inner channels into "
+            r"equal parts; choose --devices 2, 4, 8, 16 or 32, or another --parallel",
+        ),
+        ({"mesh": "data=2,tensor=3"}, 6, "--mesh tensor=3 cannot split the model's 32 inner ch"),
+        ({"mesh": "tensor=8"}, 8, r"--mesh tensor=8 cannot .* 4 heads .*; choose 2 or 4, or anot"),
+        (
+            {"mesh": "tensor=8,fsdp=8"},
+            64,
+            r"--mesh fsdp=8,tensor=8 cannot split the model's 32 inner channels into equal parts; "
+            r"choose sizes whose product is 2, 4, 8, 16 or 32, or another axis",
+        ),
+        (
+            {"mesh": "data=3"},
+            3,
+            r"--batch-size 8 cannot be split over 3 devices; choose a multiple of 3, or a smaller "
+            r"data in --mesh",
+        ),
+        ({}, 3, "--batch-size 8 cannot be split over 3 devices; .*, or fewer --devices"),
+        (
+            {"parallel": "sequence"},
+            4,
+            r"--parallel sequence over 4 devices cannot split the 12 tokens .*, or fewer --devices",
+        ),
     ],
 )
-def test_what_an_axis_cannot_split_is_named(sizes, message):
-    with pytest.raises(RunError, match=message):
-        Split(MODELS["mamba2-micro"], **sizes)
-    groups = dataclasses.replace(MODELS["mamba2-micro"].sizes, ngroups=2)
-    with pytest.raises(RunError, match="tensor=4 cannot split the 2 groups that share B and C"):
-        Split(dataclasses.replace(MODELS["mamba2-micro"], sizes=groups), tensor=4)
+def test_what_cannot_be_split_is_told_by_the_flags_that_were_given(flags, devices, message):
+    with pytest.raises(RunError, match=f"^{message}"):
+        split_of(configured(preset="mamba2-micro", **flags), devices)
+
+
+def test_groups_that_cannot_be_split_are_told(monkeypatch):
+    model = MODELS["mamba2-micro"]
+    groups = dataclasses.replace(model, sizes=dataclasses.replace(model.sizes, ngroups=2))
+    monkeypatch.setitem(config.PRESETS, "groups", Preset(groups, 50, BATCH, LENGTH, 1e-2, 10))
+    with pytest.raises(RunError, match="tensor=4 cannot split the model's 2 groups that share B"):
+        split_of(configured(preset="groups", mesh="tensor=4"), 4)
 
 
 def run(capsys, *argv, code=0):

@@ -14,6 +14,14 @@ class RunError(Exception):
     """Something the user can put right; shown as one line, without a stack trace."""
 
 
+class SplitError(RunError):
+    """A run that devices cannot share as it is asked; `what` is the message without its remedy."""
+
+    def __init__(self, what: str, remedy: str):
+        super().__init__(f"{what}; {remedy}")
+        self.what = what
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """The numbers that a flag may have."""
@@ -252,7 +260,11 @@ class TrainConfig:
         preset = PRESETS[name]
         by_preset = {field: getattr(preset, field) for field in PRESET_FLAGS}
         config = cls(**(by_preset | flags))
-        config.check_split(1)
+        if config.batch_size % config.grad_accum:
+            raise RunError(
+                f"--batch-size {config.batch_size} cannot be split into --grad-accum "
+                f"{config.grad_accum} equal parts; choose a multiple of it"
+            )
         return dataclasses.replace(config, pack=config._packs())
 
     def _packs(self) -> bool:
@@ -285,22 +297,6 @@ class TrainConfig:
                 f"{self.tokenizer}; leave it out, or give at least {size}"
             )
         return dataclasses.replace(self, vocab_size=vocab_size)
-
-    def check_split(self, devices: int) -> None:
-        """Refuse a batch that cannot be split into equal parts for `devices` devices."""
-        parts = self.grad_accum * devices
-        if self.batch_size % parts == 0:
-            return
-        if devices == 1:
-            raise RunError(
-                f"--batch-size {self.batch_size} cannot be split into --grad-accum "
-                f"{self.grad_accum} equal parts; choose a multiple of it"
-            )
-        raise RunError(
-            f"--batch-size {self.batch_size} cannot be split over --grad-accum "
-            f"{self.grad_accum} × {devices} devices; choose a multiple of {parts}, or fewer "
-            "--devices"
-        )
 
 
 PRESET_FLAGS = ("steps", "batch_size", "seq_len", "lr", "eval_every")

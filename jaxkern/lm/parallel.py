@@ -35,7 +35,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxkern.lm.config import AXES, ModelConfig, RunError, TrainConfig, axes_of
+from jaxkern.lm.config import AXES, ModelConfig, SplitError, TrainConfig, axes_of, mesh_of
 from jaxkern.nn import mamba2
 from jaxkern.nn.collectives import enter, gather
 from jaxkern.optim.gradients import sum_of_squares
@@ -49,39 +49,13 @@ TOKENS = ("data", "sequence", "fsdp")
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Between how many devices the axes split a model, of `model`'s shape.
-
-    Raises:
-      RunError: a dimension cannot be split so.
-    """
+    """Between how many devices the axes split a model, of `model`'s shape."""
 
     model: ModelConfig
     data: int = 1
     sequence: int = 1
     fsdp: int = 1
     tensor: int = 1
-
-    def __post_init__(self):
-        sizes, model = self.model.sizes, self.model
-        self._check("fsdp", "width d_model", model.d_model)
-        self._check("fsdp × tensor", "inner channels", sizes.d_inner)
-        self._check("tensor", "vocabulary", model.vocab_size)
-        if isinstance(sizes, mamba2.Sizes):
-            self._check("tensor", "heads", sizes.heads)
-            norm_groups = sizes.ngroups if sizes.norm_groups is None else sizes.norm_groups
-            self._check("tensor", "groups that share B and C", sizes.ngroups, one=True)
-            self._check("tensor", "groups of the norm", norm_groups, one=True)
-
-    def _check(self, axes: str, name: str, size: int, *, one: bool = False) -> None:
-        count = math.prod(getattr(self, axis) for axis in axes.split(" × "))
-        if size % count == 0 or (one and size == 1):
-            return
-        fitting = [str(n) for n in range(2, min(size, 64) + 1) if size % n == 0]
-        remedy = f"choose {' or '.join(fitting)}" if fitting else "leave that axis out"
-        raise RunError(
-            f"--mesh {axes.replace(' ', '')}={count} cannot split the {size} {name} of the model "
-            f"into equal parts; {remedy}, or another axis"
-        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -325,34 +299,92 @@ def split_of(config: TrainConfig, devices: int) -> Split:
     """How a run's model is split between devices.
 
     Raises:
-      RunError: it cannot be, or the batch or its sequences cannot.
+      SplitError: it cannot be, or the batch or its sequences cannot.
     """
     sizes = axes_of(config.mesh) if config.mesh else {config.parallel: devices}
     if math.prod(sizes.values()) != devices:
-        raise RunError(
+        raise SplitError(
             f"--mesh {config.mesh} is of {math.prod(sizes.values())} devices and --devices says "
-            f"{devices}; leave --devices out"
+            f"{devices}",
+            "leave --devices out",
         )
     split = Split(config.model, **sizes)
-    config.check_split(split.of_batch)
+    _check_model(config, split)
+    _check_batch(config, split)
     if split.sequence > 1:
-        _check_parts(config, split.sequence)
+        _check_parts(config, split)
     return split
 
 
-def _check_parts(config: TrainConfig, parts: int) -> None:
+def _named(config: TrainConfig, split: Split, *axes: str) -> str:
+    """The flags by which a run is split over axes."""
+    if not config.mesh:
+        return f"--parallel {config.parallel} over {split.devices} devices"
+    return f"--mesh {mesh_of({axis: split.sizes[axis] for axis in axes if split.axis(axis)})}"
+
+
+def _check_model(config: TrainConfig, split: Split) -> None:
+    """Refuses axes of which a dimension of the model is no multiple."""
+    model = config.model
+    sizes = model.sizes
+
+    def check(axes: tuple[str, ...], size: int, dimension: str, *, one: bool = False) -> None:
+        count = math.prod(split.sizes[axis] for axis in axes)
+        if size % count == 0 or (one and size == 1):
+            return
+        fitting = [str(n) for n in range(2, min(size, 64) + 1) if size % n == 0]
+        numbers = " or ".join(filter(None, (", ".join(fitting[:-1]), *fitting[-1:])))
+        other = "another axis" if config.mesh else "another --parallel"
+        if not config.mesh:
+            numbers = f"--devices {numbers}"
+        elif sum(split.sizes[axis] > 1 for axis in axes) > 1:
+            numbers = f"sizes whose product is {numbers}"
+        raise SplitError(
+            f"{_named(config, split, *axes)} cannot split the model's {dimension} into equal parts",
+            f"choose {numbers}, or {other}" if fitting else f"choose {other}",
+        )
+
+    check(("fsdp",), model.d_model, f"width d_model of {model.d_model}")
+    check(("fsdp", "tensor"), sizes.d_inner, f"{sizes.d_inner} inner channels")
+    check(("tensor",), model.vocab_size, f"vocabulary of {model.vocab_size} tokens")
+    if isinstance(sizes, mamba2.Sizes):
+        groups = sizes.ngroups
+        check(("tensor",), sizes.heads, f"{sizes.heads} heads")
+        check(("tensor",), groups, f"{groups} groups that share B and C", one=True)
+        groups = groups if sizes.norm_groups is None else sizes.norm_groups
+        check(("tensor",), groups, f"{groups} groups of the norm", one=True)
+
+
+def _check_batch(config: TrainConfig, split: Split) -> None:
+    """Refuses a batch that cannot be split into equal parts."""
+    parts = config.grad_accum * split.of_batch
+    if config.batch_size % parts == 0:
+        return
+    accumulated = f"--grad-accum {config.grad_accum} × " if config.grad_accum > 1 else ""
+    smaller = "fewer --devices"
+    if config.mesh:
+        smaller = f"a smaller {' or '.join(axis for axis in BATCH if split.axis(axis))} in --mesh"
+    raise SplitError(
+        f"--batch-size {config.batch_size} cannot be split over {accumulated}{split.of_batch} "
+        "devices",
+        f"choose a multiple of {parts}, or {smaller}",
+    )
+
+
+def _check_parts(config: TrainConfig, split: Split) -> None:
     """Refuses a sequence that cannot be in so many parts, of which the ops need whole chunks."""
-    length, block = config.seq_len, config.model.block
-    told = f"--mesh sequence={parts} cannot split the {length} tokens of --seq-len"
+    length, block, parts = config.seq_len, config.model.block, split.sequence
+    told = f"{_named(config, split, 'sequence')} cannot split the {length} tokens of --seq-len"
+    smaller = "a smaller axis" if config.mesh else "fewer --devices"
     if length % (parts * block.chunk):
         multiple = -(-length // (parts * block.chunk)) * parts * block.chunk
-        raise RunError(
-            f"{told} into equal parts of whole chunks of {block.chunk} tokens; choose --seq-len "
-            f"{multiple}, or a smaller axis"
+        raise SplitError(
+            f"{told} into equal parts of whole chunks of {block.chunk} tokens",
+            f"choose --seq-len {multiple}, or {smaller}",
         )
     before = config.model.sizes.d_conv - 1
     if length < parts * before:
-        raise RunError(
-            f"{told}: a part is shorter than the {before} tokens that the convolution looks back; "
-            f"choose --seq-len {-(-before // block.chunk) * parts * block.chunk}, or a smaller axis"
+        raise SplitError(
+            f"{told}: a part is shorter than the {before} tokens that the convolution looks back",
+            f"choose --seq-len {-(-before // block.chunk) * parts * block.chunk}, or {smaller}",
         )

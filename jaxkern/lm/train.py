@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxkern.lm import checkpoint, data, run, sample, stop, trackers
-from jaxkern.lm.config import RunError, TrainConfig, axes_of
+from jaxkern.lm.config import RunError, SplitError, TrainConfig, axes_of
 from jaxkern.lm.evaluate import as_tokens, evaluation
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
@@ -382,17 +382,19 @@ def _devices(config: TrainConfig, peers: Alone) -> list[Any]:
         count = math.prod(axes_of(config.mesh).values())
     else:
         count = len(available) if available[0].platform != "cpu" or peers.count > 1 else 1
+    asked, fewer = f"--devices {config.devices}", "at most that, or all"
+    if config.devices == "auto":
+        asked, fewer = f"--mesh {config.mesh}", "axes whose product is at most that"
     if count > len(available):
-        asked, remedy = f"--devices {count}", "choose at most that, or all"
-        if config.devices == "auto":
-            asked, remedy = f"--mesh {config.mesh}", "choose axes whose product is at most that"
         whose = "this machine's" if peers.count == 1 else f"those of {peers.count} processes,"
-        raise RunError(
-            f"{asked} is more than {whose} {len(available)} ({available[0].device_kind}); {remedy}"
+        raise SplitError(
+            f"{asked} is more than {whose} {len(available)} ({available[0].device_kind})",
+            f"choose {fewer}",
         )
     if count < len(available) and peers.count > 1:
-        raise RunError(
-            f"the {peers.count} processes have {len(available)} devices, and a run of {count} "
-            "leaves some without work; start fewer processes, or let --devices or --mesh be of all"
+        raise SplitError(
+            f"{asked} leaves some of the {len(available)} devices of {peers.count} processes "
+            "without work",
+            "start fewer processes, or choose as many devices",
         )
     return available[:count]
