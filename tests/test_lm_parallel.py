@@ -16,6 +16,7 @@ from jaxkern.lm.config import ModelConfig, Preset, RunError, TrainConfig
 from jaxkern.lm.flags import parser
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split, split_of
+from jaxkern.lm.resume import resume_config
 from jaxkern.lm.step import loss_fn, make_model
 from jaxkern.nn import mamba, mamba2
 
@@ -316,6 +317,17 @@ def test_a_mesh_that_cannot_be_read_is_told_why(capsys, mesh, reason):
     line = run(capsys, "train", "--mesh", mesh, code=2)
     assert f"must be axes and their sizes such as data=2,fsdp=4, got {mesh!r}: " in line
     assert f"{reason} (see jaxkern train --help)" in line
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,fsdp=2"])
+def test_axes_that_differ_from_parallel_are_refused(capsys, tmp_path, mesh):
+    flags = ["--parallel", "fsdp", "--mesh", mesh, "--out", tmp_path / "run"]
+    line = run(capsys, "train", "--preset", "micro", *flags, code=1)
+    assert f"--parallel fsdp and --mesh {mesh} name different axes; leave --parallel out" in line
+    stored = vars(configured(preset="micro"))
+    with pytest.raises(RunError, match="name different axes"):
+        resume_config(stored, {"parallel": "fsdp", "mesh": mesh})
+    assert resume_config(stored, {"parallel": "fsdp", "mesh": "fsdp=2"}).mesh == "fsdp=2"
 
 
 def test_a_mesh_may_have_spaces():

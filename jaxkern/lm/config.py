@@ -257,6 +257,7 @@ class TrainConfig:
         name = flags.get("preset", cls.preset)
         if name not in PRESETS:
             raise RunError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
+        check_axes(flags)
         preset = PRESETS[name]
         by_preset = {field: getattr(preset, field) for field in PRESET_FLAGS}
         config = cls(**(by_preset | flags))
@@ -329,3 +330,13 @@ def axes_of(mesh: str) -> dict[str, int]:
 def mesh_of(sizes: dict[str, int]) -> str:
     """The text of ``--mesh`` that names axes of these sizes."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def check_axes(flags: dict[str, Any]) -> None:
+    """Refuse flags of which --parallel names one axis and --mesh others."""
+    parallel, mesh = flags.get("parallel"), flags.get("mesh")
+    if parallel and mesh and axes_of(mesh).keys() != {parallel}:
+        raise RunError(
+            f"--parallel {parallel} and --mesh {mesh} name different axes; leave --parallel out, "
+            f"or --mesh for all devices by {parallel}"
+        )

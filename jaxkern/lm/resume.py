@@ -15,6 +15,7 @@ from jaxkern.lm.config import (
     RunError,
     TrainConfig,
     axes_of,
+    check_axes,
 )
 
 # What a resumed run may do otherwise: its arithmetic is the same, but for the order of sums.
@@ -54,6 +55,7 @@ def resume_config(stored: Any, flags: dict[str, Any]) -> TrainConfig:
     Raises:
         RunError: if `stored` is no configuration, or a flag differs from the run's that must not.
     """
+    check_axes(flags)
     config = _stored_config(stored)
     if flags.keys() & {"devices", "parallel", "mesh"}:  # one of them says how devices are used anew
         config = dataclasses.replace(config, mesh="", devices="auto")
