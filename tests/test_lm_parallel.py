@@ -257,29 +257,44 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_losses(capsys, tmp_path):
     argv = ["train", "--preset", "mamba2-micro", "--data", text, "--eval-batches", 1]
     argv += ["--scan-layers", "--steps", 4, "--checkpoint-every", 2]
     whole, out = tmp_path / "whole", tmp_path / "run"
-    run(capsys, *argv, "--out", whole)
-    run(capsys, *argv, "--mesh", "fsdp=2,tensor=2", "--out", out)
+    assert "mesh" not in run(capsys, *argv, "--out", whole)
+    started = run(capsys, *argv, "--mesh", "tensor=2,fsdp=2", "--out", out)
+    assert "device   4 × cpu, fp32\nmesh     fsdp=2,tensor=2\n" in started
     np.testing.assert_allclose(losses(out), losses(whole), rtol=2e-5)
     # The checkpoint of the second step, as if the run had been killed there.
     for folder in (out, whole):
         for later in (folder / "checkpoints").glob("4"):
             later.rename(tmp_path / f"{folder.name}-4")
-    assert "continued from step 2" in run(
-        capsys,
-        "train",
-        "--resume",
-        "--out",
-        out,
-        "--parallel",
-        "fsdp",
-        "--devices",
-        2,
-    )
-    assert "continued from step 2" in run(
-        capsys, "train", "--resume", "--out", whole, "--mesh", "tensor=4"
-    )
+    resume = functools.partial(run, capsys, "train", "--resume", "--out")
+    again = resume(out, "--parallel", "fsdp", "--devices", 2)
+    assert "continued from step 2" in again
+    assert "mesh     fsdp=2\n" in again
+    assert "continued from step 2" in resume(whole, "--mesh", "tensor=4")
     np.testing.assert_allclose(losses(out), losses(whole), rtol=2e-5)
     assert len(losses(out)) == 4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "expected"),
+    [
+        ("data=2,tensor=2", "4", ("data=2,tensor=2", "data")),
+        ("data=2,tensor=2", "1", ("", "data")),
+        ("tensor=4", "2", ("", "tensor")),
+        ("data=1,fsdp=4", "all", ("", "fsdp")),
+        ("data=2,tensor=2", "2", None),
+        ("data=2,tensor=2", "all", None),
+    ],
+)
+def test_devices_alone_do_not_drop_the_mesh_of_a_run(mesh, devices, expected):
+    stored = vars(configured(preset="micro", mesh=mesh))
+    if expected is not None:
+        resumed = resume_config(stored, {"devices": devices})
+        assert (resumed.mesh, resumed.parallel, resumed.devices) == (*expected, devices)
+        return
+    message = f"^--devices {devices} does not say how they share .* --mesh {mesh} of the run splits"
+    with pytest.raises(RunError, match=f"{message} between 4; add --mesh or --parallel$"):
+        resume_config(stored, {"devices": devices})
+    assert resume_config(stored, {"devices": devices, "parallel": "tensor"}).parallel == "tensor"
 
 
 def test_a_run_whose_sequences_are_split_goes_on_with_whole_ones(capsys, tmp_path):

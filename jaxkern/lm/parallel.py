@@ -81,6 +81,11 @@ class Split:
         """The axes of the mesh that more than one device shares."""
         return tuple(axis for axis in AXES if getattr(self, axis) > 1)
 
+    @property
+    def mesh(self) -> str:
+        """The axes that more than one device shares, as ``--mesh`` names them."""
+        return mesh_of({axis: self.sizes[axis] for axis in self.axes})
+
     def axis(self, name: str) -> str | None:
         """`name` if more than one device shares that axis."""
         return name if getattr(self, name) > 1 else None

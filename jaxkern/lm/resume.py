@@ -1,6 +1,7 @@
 """The configuration of a resumed run: what its config.json holds, and what may change."""
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -57,8 +58,10 @@ def resume_config(stored: Any, flags: dict[str, Any]) -> TrainConfig:
     """
     check_axes(flags)
     config = _stored_config(stored)
-    if flags.keys() & {"devices", "parallel", "mesh"}:  # one of them says how devices are used anew
+    if flags.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
         config = dataclasses.replace(config, mesh="", devices="auto")
+    elif "devices" in flags and config.mesh:
+        config = _on_devices(config, flags["devices"])
     for name, value in flags.items():
         old = getattr(config, name)
         if value == old:
@@ -72,6 +75,29 @@ def resume_config(stored: Any, flags: dict[str, Any]) -> TrainConfig:
             )
         config = dataclasses.replace(config, **{name: value})
     return config
+
+
+def _on_devices(config: TrainConfig, devices: str) -> TrainConfig:
+    """The configuration of a run that has a mesh, on what --devices alone asks for.
+
+    A mesh of one axis has its other size. Of several it cannot be told which one changes, and a
+    model may be too large to be split otherwise.
+
+    Raises:
+      RunError: the mesh has several axes, and another number of devices.
+    """
+    axes = axes_of(config.mesh)
+    shared = [axis for axis, size in axes.items() if size > 1]
+    count = math.prod(axes.values())
+    if devices == str(count):
+        return config
+    if len(shared) > 1 and devices != "1":
+        raise RunError(
+            f"--devices {devices} does not say how they share the model, which --mesh "
+            f"{config.mesh} of the run splits between {count}; add --mesh or --parallel"
+        )
+    parallel = shared[0] if len(shared) == 1 else config.parallel
+    return dataclasses.replace(config, mesh="", parallel=parallel)
 
 
 def _stored_config(stored: Any) -> TrainConfig:

@@ -167,6 +167,8 @@ class Trainer:
         name = self.config.init_hf or self.config.preset
         say(f"model    {name}, {count_params(state.params):,} parameters")
         say(f"device   {len(self.devices)} × {kinds}, {self.config.mixed_precision}")
+        if self.placement.split.axes:
+            say(f"mesh     {self.placement.split.mesh}")
         with stop.deferred():
             path = self.out / "metrics.jsonl"
             opened = MetricsLog(path, resume_at=done) if self.peers.main else UnwrittenLog()
