@@ -251,7 +251,7 @@ def losses(folder):
     return [json.loads(line).get("loss") for line in lines][1:]
 
 
-def test_a_run_goes_on_on_another_mesh_with_the_same_losses(capsys, tmp_path):
+def test_a_run_goes_on_on_another_mesh_with_the_same_losses(capsys, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("what is split between devices, and what is not; " * 200)
     argv = ["train", "--preset", "mamba2-micro", "--data", text, "--eval-batches", 1]
@@ -270,6 +270,12 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_losses(capsys, tmp_path):
     assert "continued from step 2" in again
     assert "mesh     fsdp=2\n" in again
     assert "continued from step 2" in resume(whole, "--mesh", "tensor=4")
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+    assert resume(whole, code=1) == (
+        "jaxkern: error: the run's --mesh tensor=4 is more than this machine's 1 (cpu); choose "
+        "another for --resume by --mesh, --parallel or --devices\n"
+    )
+    assert "error: --mesh fsdp=2 is more than" in resume(whole, "--mesh", "fsdp=2", code=1)
     np.testing.assert_allclose(losses(out), losses(whole), rtol=2e-5)
     assert len(losses(out)) == 4
 

@@ -484,18 +484,21 @@ def test_a_signal_stops_both_and_a_killed_process_ends_the_other(text, tmp_path)
     """Process 1 is asked to end, the run goes on, and process 0 is killed."""
     out = tmp_path / "run"
     saved = lambda: max(checkpoint.steps(out), default=0)
-    two = Run(tmp_path, *common(text, out), "--steps", 100_000, "--eval-every", 50_000)
+    shared = [*common(text, out), "--steps", 100_000, "--eval-every", 50_000]
+    shared += ["--mesh", "fsdp=2,tensor=2"]
+    two = Run(tmp_path, *shared)
     two.until(lambda: saved() >= 3)
     two.processes[1].send_signal(signal.SIGTERM)
     codes, lines = two.wait()
     assert codes == [143, 143], two.text(0) + two.text(1)
-    stopped = saved()
+    stopped, again = saved(), f"with the same command for every process, and --resume --out {out}"
     for i, line in enumerate(lines):
         assert f"process {i}: stopped (SIGTERM): step {stopped} of 100000 is saved in" in line
-    two = Run(tmp_path, "train", "--resume", "--out", out)
+        assert line.endswith(f"; continue {again}")
+    two = Run(tmp_path, *shared, "--resume")
     two.until(lambda: saved() > stopped)
     two.processes[0].kill()
     codes, (_, line) = two.wait()
     assert codes == [-signal.SIGKILL, 1]
     assert f"jaxkern: process 1: process 0 on {socket.gethostname()} is lost (" in line
-    assert f"is saved in {out}; continue with: jaxkern train --resume --out {out}" in line
+    assert line.endswith(f"is saved in {out}; continue {again}")

@@ -1,8 +1,10 @@
 """The configuration of a resumed run: what its config.json holds, and what may change."""
 
+import contextlib
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from jaxkern.lm.config import (
@@ -14,6 +16,7 @@ from jaxkern.lm.config import (
     REMATS,
     TRACKERS,
     RunError,
+    SplitError,
     TrainConfig,
     axes_of,
     check_axes,
@@ -75,6 +78,24 @@ def resume_config(stored: Any, flags: dict[str, Any]) -> TrainConfig:
             )
         config = dataclasses.replace(config, **{name: value})
     return config
+
+
+@contextlib.contextmanager
+def with_stored_axes(flags: dict[str, Any]) -> Iterator[None]:
+    """Inside, an error about devices says that config.json names them where no flag does.
+
+    Raises:
+      RunError: that one.
+    """
+    try:
+        yield
+    except SplitError as error:
+        if flags.keys() & {"devices", "parallel", "mesh"}:
+            raise
+        raise RunError(
+            f"the run's {error.what}; choose another for --resume by --mesh, --parallel or "
+            "--devices"
+        ) from None
 
 
 def _on_devices(config: TrainConfig, devices: str) -> TrainConfig:

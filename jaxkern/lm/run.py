@@ -174,7 +174,7 @@ def _check_model(out: Path, stored: dict[str, Any], config: TrainConfig) -> None
         )
 
 
-def where_it_stands(out: Path) -> str:
+def where_it_stands(out: Path, peers: Alone) -> str:
     """How a run that was stopped outside its steps is continued."""
     if not (out / "config.json").exists():
         if data.has_shards(out):
@@ -185,12 +185,16 @@ def where_it_stands(out: Path) -> str:
         return f"training had not begun, and nothing is kept in {out}"
     last = max(checkpoint.steps(out), default=None)
     saved = "no step is saved yet" if last is None else f"step {last} is saved"
-    return f"{saved} in {out}; {how_to_continue(out)}"
+    return f"{saved} in {out}; {how_to_continue(out, peers)}"
 
 
-def how_to_continue(out: Path) -> str:
-    """The command that goes on with a run."""
-    return f"continue with: jaxkern train --resume --out {shlex.quote(str(out))}"
+def how_to_continue(out: Path, peers: Alone) -> str:
+    """How the processes of a run go on with it."""
+    flags = f"--resume --out {shlex.quote(str(out))}"
+    if peers.count == 1:
+        return f"continue with: jaxkern train {flags}"
+    # Only that command tells each process which one it is, and may be that of a launcher.
+    return f"continue with the same command for every process, and {flags}"
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from jaxkern.lm.report import (
     read_metrics,
     validation_told,
 )
-from jaxkern.lm.resume import resume_config
+from jaxkern.lm.resume import resume_config, with_stored_axes
 from jaxkern.lm.rows import own_rows, put, rows_of_parts
 from jaxkern.lm.step import TrainState, init_state
 from jaxkern.lm.stop import say
@@ -63,7 +63,7 @@ def train(
         Stopped: a signal came; its message names the folder and the step that is saved.
     """
     if peers.count > 1:
-        peers.standing = lambda: run.where_it_stands(out)
+        peers.standing = lambda: run.where_it_stands(out, peers)
     try:
         if resume:
             stored = peers.share(lambda: checkpoint.read_config(out))
@@ -78,7 +78,8 @@ def train(
         if peers.main:
             trackers.check(config.log_to)
         keep_programs()
-        trainer = Trainer(config, out, peers)
+        with with_stored_axes(flags) if resume else contextlib.nullcontext():
+            trainer = Trainer(config, out, peers)
         created = not out.exists()
         with run.held(out, peers):
             fresh = not resume and peers.main
@@ -88,7 +89,7 @@ def train(
                 trainer.run(*begun)
         peers.trained()
     except stop.Stopped as stopped:
-        stopped.message = stopped.message or run.where_it_stands(out)
+        stopped.message = stopped.message or run.where_it_stands(out, peers)
         raise
 
 
@@ -253,7 +254,9 @@ class Trainer:
                             saver.wait()
                     if signum is not None:
                         saved = f"step {done} of {config.steps} is saved in {self.out}"
-                        raise stop.Stopped(signum, f"{saved}; {run.how_to_continue(self.out)}")
+                        raise stop.Stopped(
+                            signum, f"{saved}; {run.how_to_continue(self.out, self.peers)}"
+                        )
                 speed.start()
         return state, speed.steady()
 
