@@ -170,19 +170,26 @@ def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv, 
     argv += ["--preset", "micro"]
     command(capsys, *argv, "--tokenizer", "bpe:270", "--out", out)
     command(capsys, "export", "--run", out, "--hf", theirs)
-    tokenizer = (out / "tokenizer.json").read_text()
-    assert (theirs / "tokenizer.json").read_text() == tokenizer
+    own, tokenizer = (json.loads((at / "tokenizer.json").read_text()) for at in (out, theirs))
+    assert tokenizer == own | {"post_processor": tokenizer["post_processor"]}
     special = json.loads((theirs / "tokenizer_config.json").read_text())
     assert special["bos_token"] == special["eos_token"] == "<|endoftext|>"
     model, exported = loader.load(out), loader.load(theirs)
-    assert exported.encode("state") == model.encode("state")[-len(exported.encode("state")) :]
-    ids = model.codec.ends, exported.codec.ends
-    assert ids[0] == ids[1]
+    for prompt in ("state", "", "é <|endoftext|>"):
+        assert exported.encode(prompt) == model.encode(prompt)
+    assert exported.codec.ends == model.codec.ends
+    options = ["--prompt", "state", "--prompt", "", "--seed", 3, "--length", 40]
+    texts = [command(capsys, "sample", *at, *options) for at in (("--run", out), ("--hf", theirs))]
+    assert texts[0] == texts[1]
 
     command(capsys, *argv, "--init-hf", theirs, "--out", more)
-    flags = json.loads((more / "config.json").read_text())["flags"]
+    stored = lambda at: json.loads((at / "config.json").read_text())
+    flags = stored(more)["flags"]
     assert (flags["tokenizer"], flags["vocab_size"]) == (str(theirs), model.config.vocab_size)
-    assert (more / "tokenizer.json").read_text() == tokenizer
+    assert json.loads((more / "tokenizer.json").read_text()) == tokenizer
+    assert loader.load(more).encode("state") == model.encode("state")
+    # The same tokens: no document has a second one that begins it.
+    assert stored(more)["data"]["fingerprint"] == stored(out)["data"]["fingerprint"]
     began, ended = (read_metrics(folder / "metrics.jsonl") for folder in (more, out))
     assert began[0]["validation_loss"] == pytest.approx(ended[-1]["validation_loss"], rel=1e-5)
     line = command(capsys, *argv, "--init-hf", theirs, "--vocab-size", 999, "--out", "x", code=1)
@@ -190,6 +197,9 @@ def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv, 
 
 
 def test_export_says_what_it_cannot_write(tmp_path, capsys):
+    again = tmp_path / "again"
+    command(capsys, "export", "--run", more, "--hf", again)
+    assert (again / "tokenizer.json").read_text() == (theirs / "tokenizer.json").read_text()
     out = run_of(tmp_path / "run", "mamba")
     (tmp_path / "file").touch()
     for argv, words in (

@@ -57,18 +57,43 @@ def export(
 
 def _write_tokenizer(folder: Path, run: Path, tokenizer: Any) -> None:
     """Write the tokenizer of a run, and which of its tokens begin and end a text."""
-    shutil.copy(run / _TOKENIZER, folder)
     ends = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end, "pad_token": tokenizer.end}
     _update(folder / hf.CONFIG, {f"{name}_id": token for name, token in ends.items()})
     texts = {name: tokenizer.tokenizer.id_to_token(token) for name, token in ends.items()}
+    shutil.copy(run / _TOKENIZER, folder)
     _update(
-        folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | texts
+        folder / _TOKENIZER, {"post_processor": _beginning(texts["bos_token"], tokenizer.begin)}
+    )
+    _update(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": True,
+            "add_eos_token": False,
+        }
+        | texts,
     )
 
 
+def _beginning(text: str, token: int) -> dict[str, Any]:
+    """The post-processor of a tokenizer.json that puts a token before a text.
+
+    A run adds the token itself, to documents and to prompts, and leaves this processor out.
+    """
+    special = {"SpecialToken": {"id": text, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [special, first],
+        "pair": [special, first, special, second],
+        "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]}},
+    }
+
+
 def _update(path: Path, values: dict[str, Any]) -> None:
-    content = json.loads(path.read_text()) if path.exists() else {}
-    write_atomically(path, json.dumps(content | values, indent=2, sort_keys=True) + "\n")
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    text = json.dumps(content | values, indent=2, sort_keys=True, ensure_ascii=False)
+    write_atomically(path, text + "\n")
 
 
 def _check_target(folder: Path, like: Path | None) -> None:
