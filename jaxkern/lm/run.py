@@ -28,13 +28,19 @@ def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
     What is not given has the default of the preset whose model is most like the checkpoint's.
 
     Raises:
-      RunError: the folder holds no such checkpoint.
+      RunError: the folder holds no such checkpoint, or does not say what its tokens are.
     """
     from jaxkern.lm import hf
 
     folder = flags["init_hf"]
     shape = hf.model_config(hf.read_config(Path(folder)))
     tokenizer = folder if (Path(folder) / "tokenizer.json").exists() else "bytes"
+    if tokenizer == "bytes" and "tokenizer" not in flags and shape.vocab_size > 256:
+        raise RunError(
+            f"--init-hf {folder} holds no tokenizer.json, which says what its {shape.vocab_size} "
+            "tokens are; put it there, or add --tokenizer with its path, or --tokenizer bytes to "
+            "train on bytes all the same"
+        )
     given = {"tokenizer": tokenizer} | flags
     if given["tokenizer"] != "bytes":
         given.setdefault("vocab_size", shape.vocab_size)
