@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jaxkern.lm import checkpoint, data, hf, loader
-from jaxkern.lm.config import PRESETS, ModelConfig
+from jaxkern.lm.config import PRESETS, ModelConfig, RunError, TrainConfig
 from jaxkern.lm.report import read_metrics
+from jaxkern.lm.run import begun_with
 from jaxkern.nn import mamba, mamba2
 from tests.language_models import command
 
@@ -85,7 +86,9 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv, monkeypatch):
         return batch(*args, step=step, **options)
 
     monkeypatch.setattr(data, "train_batch", stopped)
-    line = command(capsys, *argv, "--init-hf", begun, "--out", out, code=143)
+    line = command(
+        capsys, *argv, "--init-hf", begun, "--tokenizer", "bytes", "--out", out, code=143
+    )
     assert "step 3 of 4 is saved" in line
     config = json.loads((out / "config.json").read_text())
     assert (config["flags"]["preset"], config["flags"]["lr"]) == ("micro", PRESETS["micro"].lr)
@@ -119,8 +122,6 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv, monkeypatch):
 
 
 def test_what_is_not_given_is_of_the_preset_most_like_the_checkpoint(tmp_path):
-    from jaxkern.lm import run
-
     for name in ("130m", "370m", "1.4b", "mamba2-130m", "mamba2-780m"):
         model = PRESETS[name].model
         config = {"model_type": model.block.name, "hidden_size": model.d_model, "n_groups": 1}
@@ -128,12 +129,15 @@ def test_what_is_not_given_is_of_the_preset_most_like_the_checkpoint(tmp_path):
             config["num_heads"] = model.sizes.heads
         config |= {"num_hidden_layers": model.n_layers, "vocab_size": 50280}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        flags = run.begun_with({"init_hf": str(tmp_path), "lr": 0.5})
+        flags = {"init_hf": str(tmp_path), "lr": 0.5}
+        with pytest.raises(RunError, match=r"holds no tokenizer.json, .* its 50280 tokens are"):
+            begun_with(flags)
+        flags = begun_with(flags | {"tokenizer": "bytes"})
         assert (flags["preset"], flags["lr"]) == (name, 0.5)
         assert flags["shape"].vocab_size == 50280
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 255}))
-    with pytest.raises(run.RunError, match=r"--init-hf .* 255 tokens, and bytes are 256; name a"):
-        run.begun_with({"init_hf": str(tmp_path)})
+    with pytest.raises(RunError, match=r"--init-hf .* 255 tokens, and bytes are 256; name a"):
+        begun_with({"init_hf": str(tmp_path)})
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -192,14 +196,18 @@ def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv, 
     assert stored(more)["data"]["fingerprint"] == stored(out)["data"]["fingerprint"]
     began, ended = (read_metrics(folder / "metrics.jsonl") for folder in (more, out))
     assert began[0]["validation_loss"] == pytest.approx(ended[-1]["validation_loss"], rel=1e-5)
-    line = command(capsys, *argv, "--init-hf", theirs, "--vocab-size", 999, "--out", "x", code=1)
+    again = tmp_path / "again"
+    command(capsys, "export", "--run", more, "--hf", again)
+    assert (again / "tokenizer.json").read_text() == (theirs / "tokenizer.json").read_text()
+    argv += ["--out", "x"]
+    config = TrainConfig.from_flags(begun_with({"init_hf": str(theirs), "tokenizer": "bpe:500"}))
+    with pytest.raises(RunError, match=r"bpe:500 has 500 tokens, more than the 320 of --init-hf "):
+        config.for_tokens(500)
+    line = command(capsys, *argv, "--init-hf", theirs, "--vocab-size", 999, code=1)
     assert f"--vocab-size 999 is not that of --init-hf {theirs}, " in line
 
 
 def test_export_says_what_it_cannot_write(tmp_path, capsys):
-    again = tmp_path / "again"
-    command(capsys, "export", "--run", more, "--hf", again)
-    assert (again / "tokenizer.json").read_text() == (theirs / "tokenizer.json").read_text()
     out = run_of(tmp_path / "run", "mamba")
     (tmp_path / "file").touch()
     for argv, words in (

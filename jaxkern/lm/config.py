@@ -292,6 +292,11 @@ class TrainConfig:
         Without --vocab-size it has the next multiple of 64: products of matrices are fastest so.
         """
         vocab_size = -(-size // 64) * 64 if self.vocab_size is None else self.vocab_size
+        if vocab_size < size and self.init_hf:
+            raise RunError(
+                f"--tokenizer {self.tokenizer} has {size} tokens, more than the {vocab_size} of "
+                f"--init-hf {self.init_hf}; name one of at most {vocab_size}"
+            )
         if vocab_size < size:
             raise RunError(
                 f"--vocab-size {vocab_size} is less than the {size} tokens of --tokenizer "
