@@ -199,12 +199,16 @@ def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv, 
     again = tmp_path / "again"
     command(capsys, "export", "--run", more, "--hf", again)
     assert (again / "tokenizer.json").read_text() == (theirs / "tokenizer.json").read_text()
-    argv += ["--out", "x"]
+    argv += ["--out", tmp_path / "x"]
     config = TrainConfig.from_flags(begun_with({"init_hf": str(theirs), "tokenizer": "bpe:500"}))
     with pytest.raises(RunError, match=r"bpe:500 has 500 tokens, more than the 320 of --init-hf "):
         config.for_tokens(500)
     line = command(capsys, *argv, "--init-hf", theirs, "--vocab-size", 999, code=1)
     assert f"--vocab-size 999 is not that of --init-hf {theirs}, " in line
+    os.truncate(theirs / "model.safetensors", 999)
+    line = command(capsys, *argv, "--init-hf", theirs, code=1)
+    assert "model.safetensors is damaged" in line
+    assert not (tmp_path / "x").exists()  # nothing was tokenised
 
 
 def test_export_says_what_it_cannot_write(tmp_path, capsys):

@@ -7,6 +7,7 @@ import math
 import platform
 import shlex
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -78,6 +79,26 @@ def weights(config: TrainConfig) -> Any:
             f"{checkpoint.differences(shape, config.model)}; put it back, or start a new run"
         )
     return params
+
+
+def check_tokens(config: TrainConfig) -> None:
+    """Refuse what documents could not be tokenised for or written to, before any is read.
+
+    Raises:
+      RunError: the model has too few tokens, or --data-cache cannot be written to.
+    """
+    if config.vocab_size is not None:
+        config.for_tokens(data.size_of(config.tokenizer))
+    if config.data_cache is not None:
+        folder = Path(config.data_cache)
+        try:
+            there = next(path for path in (folder, *folder.parents) if path.exists())
+            tempfile.TemporaryFile(dir=there).close()
+        except OSError as error:
+            raise RunError(
+                f"--data-cache {folder} cannot be written to ({error.strerror}); name another "
+                "folder, or leave it out"
+            ) from None
 
 
 _SEEING = 20.0  # seconds in which a shared file system shows what another host has written

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import shlex
 import time
@@ -101,7 +102,14 @@ def _begin(
     ``None`` for a run that has all its steps.
     """
     config, out, peers, done = trainer.config, trainer.out, trainer.peers, 0
+    folder = out / (f"profile-{peers.index}" if peers.index else "profile")
+    profiled = functools.partial(Profile, folder, profile, end=config.steps)
+    traced = weights = None
     if stored is None:
+        traced = profiled(done=0)
+        if peers.main:
+            run.check_tokens(config)
+        weights = run.weights(config) if config.init_hf else None
         say("data     reading …")
         corpus = run.read(out, config, peers)
         if config.pack:
@@ -117,9 +125,9 @@ def _begin(
         if peers.main and not (out / "loss.png").exists():  # killed just before drawing it
             _plot(config, read_metrics(out / "metrics.jsonl"), out)
         return None
-    folder = out / (f"profile-{peers.index}" if peers.index else "profile")
-    traced = Profile(folder, profile, done=done, end=config.steps)
-    weights = run.weights(config) if config.init_hf and not done else None
+    traced = traced or profiled(done=done)
+    if stored is not None and config.init_hf and not done:
+        weights = run.weights(config)
     programs = trainer.compile(fresh=not done and weights is None)
     with stop.deferred():
         if done:
