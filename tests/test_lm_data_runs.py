@@ -7,15 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 
 import jaxkern.lm
-from jaxkern.lm import cli, data, sample
+from jaxkern.lm import cli, data, run, sample
 from jaxkern.lm import train as train_module
 from jaxkern.lm.config import RunError
 from jaxkern.lm.report import read_metrics
+from tests.language_models import command
 
 WORDS = ["the", "a", "scan", "state", "of", "gate", "chunk", "step", "reads", "keeps"]
 
@@ -211,3 +213,23 @@ def test_what_a_run_on_tokens_cannot_begin_with(argv, tmp_path, capsys, monkeypa
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
         assert not out.exists()
+
+
+def test_sequences_that_the_data_does_not_fill_are_refused(argv, tmp_path, capsys):
+    out = ["--out", tmp_path / "run", "--tokenizer", "bytes", "--pack", "--seq-len", 4096]
+    few = write_lines(tmp_path / "few.jsonl", 2, 0)
+    line = command(capsys, *argv[:3], *out, "--data", few, code=1)
+    assert "error: the training data has " in line
+    assert "tokens, fewer than the 4,097 that --seq-len 4096 needs; lower --seq-len or" in line
+
+    def corpus_of(*sizes):
+        streams = [types.SimpleNamespace(size=size) for size in sizes]
+        train = [types.SimpleNamespace(name=f"of {s.size}", stream=s) for s in streams]
+        return types.SimpleNamespace(train=train)
+
+    with pytest.raises(RunError, match=r"no source of --data has more than 80 tokens, fewer than"):
+        run.check_length(corpus_of(20, 80), 80)
+    run.check_length(corpus_of(81), 80)
+    assert not capsys.readouterr().out
+    run.check_length(corpus_of(20, 81, 80), 80)
+    assert "warning: 2 of 3 sources of --data (of 20, of 80) have" in capsys.readouterr().out

@@ -101,6 +101,28 @@ def check_tokens(config: TrainConfig) -> None:
             ) from None
 
 
+def check_length(corpus: data.PackedCorpus, seq_len: int) -> None:
+    """Refuse packed documents that fill no sequence, and warn of a source that does not.
+
+    What is missing is padding, which costs as much as tokens do.
+    """
+    short = [source for source in corpus.train if source.stream.size <= seq_len]
+    if not short:
+        return
+    needed, remedy = f"the {seq_len + 1:,} that --seq-len {seq_len} needs", "lower --seq-len or"
+    if len(short) == len(corpus.train):
+        most = max(source.stream.size for source in short)
+        what = "the training data has" if len(short) == 1 else "no source of --data has more than"
+        raise RunError(
+            f"{what} {most:,} tokens, fewer than {needed}; {remedy} give more text to --data"
+        )
+    names = ", ".join(source.name for source in short[:3]) + ", …" * (len(short) > 3)
+    say(
+        f"warning: {len(short)} of {len(corpus.train)} sources of --data ({names}) have fewer "
+        f"tokens than {needed}, and padding takes the rest; {remedy} name a folder of several files"
+    )
+
+
 _SEEING = 20.0  # seconds in which a shared file system shows what another host has written
 
 

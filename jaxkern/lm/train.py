@@ -114,6 +114,7 @@ def _begin(
         corpus = run.read(out, config, peers)
         if config.pack:
             config = trainer.take(config.for_tokens(corpus.tokenizer.size))
+            run.check_length(corpus, config.seq_len)
         else:
             data.check_length(corpus, config.seq_len)
     else:
