@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import resource
 import shutil
 
 import jax
@@ -16,6 +17,7 @@ from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.report import MetricsLog, read_metrics
 from jaxkern.nn import mamba
 from jaxkern.precision import DynamicLossScale
+from tests.language_models import command
 
 MODEL = ModelConfig(mamba.Sizes(8), 1)
 PARAMS = {"w": jnp.arange(1000.0) / 7, "b": {"half": jnp.ones((3, 5), jnp.bfloat16)}}
@@ -53,6 +55,27 @@ def test_the_last_three_are_kept(tmp_path):
     save(tmp_path, 5, 10, 15, 100, 20)
     assert checkpoint.steps(tmp_path) == [15, 20, 100]
     restore(tmp_path, 15)
+
+
+@pytest.fixture
+def small_files():
+    """The system takes files of at most 2,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_was_too_large_is_named(tmp_path, capsys, request):
+    (tmp_path / "text").write_text("some words " * 500)
+    begin = ["train", "--preset", "micro", "--data", tmp_path / "text", "--out", tmp_path / "run"]
+    request.getfixturevalue("small_files")
+    for flags, name in (([], "corpus"), (["--pack", "--data-cache", tmp_path / "c"], "c")):
+        line = command(capsys, *begin, *flags, code=1)
+        assert f"/{name}: File too large; raise the limit of a file's size (ulimit -f)" in line
+    with pytest.raises(OSError, match=r"File too large: .*/checkpoints/5\.partial"):
+        save(tmp_path, 5)
+    assert not checkpoint.steps(tmp_path)
 
 
 def damage_bytes(path):

@@ -185,6 +185,7 @@ def test_memory_of_this_machine_is_known():
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "the quota is used up"),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), "/x/y: Permission denied"),
         (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        (OSError(errno.EFBIG, "File too large", "/x"), "/x: File too large; raise the limit of"),
         (MemoryError(), "out of memory; lower --batch-size"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out of memory"),
         (NotImplementedError("no kernel\nhere"), "no kernel here"),

@@ -100,6 +100,21 @@ def is_held(out: Path, token: str) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Inside, an error that says only that a file is too large names this one, which is written.
+
+    Those of orbax and safetensors become one of the system.
+    """
+    try:
+        yield
+    except Exception as error:
+        large = os.strerror(errno.EFBIG)
+        if large not in str(error) or getattr(error, "filename", None) is not None:
+            raise
+        raise OSError(errno.EFBIG, large, str(path)) from error
+
+
 def read_config(run: Path) -> dict[str, Any]:
     """Reads config.json of a run directory.
 
@@ -154,7 +169,7 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     try:
-        with _told_by_exceptions(), _checkpointer(peers) as checkpointer:
+        with written(partial), _told_by_exceptions(), _checkpointer(peers) as checkpointer:
             checkpointer.save(partial.resolve() / "params", params)
             checkpointer.save(partial.resolve() / "optimizer", optimizer)
         if not peers.main:  # process 0 goes on when all have written

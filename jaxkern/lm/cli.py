@@ -102,7 +102,10 @@ def _explain(error: BaseException) -> str | None:
                 "and goes on with --resume)"
             )
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        what = error.strerror
+        if number == errno.EFBIG:
+            what += "; raise the limit of a file's size (ulimit -f), or name another file system"
+        return what if error.filename is None else f"{error.filename}: {what}"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         from jaxkern.lm.memory import REMEDY
 

@@ -46,7 +46,8 @@ def export(
     _check_target(folder, like)
     params = jax.tree.map(lambda leaf: leaf.astype(_DTYPES[dtype]), model.params)
     try:
-        hf.save(folder, model.config, params, like=like)
+        with checkpoint.written(folder / "model.safetensors"):
+            hf.save(folder, model.config, params, like=like)
     except ValueError as error:
         raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
     if (spec := stored["flags"].get("tokenizer", "bytes")) != "bytes":

@@ -153,10 +153,11 @@ def read(out: Path, config: TrainConfig, peers: Alone) -> Any:
     """The data of a new run, which process 0 makes and the others open."""
     if peers.main:
         corpus: Any
-        if config.pack:
-            corpus = data.build_packed(config, out)
-        else:
-            corpus = data.build_corpus(config.data, out / "corpus")
+        with checkpoint.written(Path(config.data_cache or out / "corpus")):
+            if config.pack:
+                corpus = data.build_packed(config, out)
+            else:
+                corpus = data.build_corpus(config.data, out / "corpus")
         peers.share(lambda: corpus.info)
         return corpus
     info = peers.share(dict)
