@@ -128,6 +128,8 @@ def test_what_a_tracker_lacks_is_told(tmp_path, capsys, argv, monkeypatch):
     line = command(capsys, *argv, "--out", tmp_path / "run", "--log-to", "wandb", code=1)
     assert line == "jaxkern: error: --log-to wandb needs wandb; run: pip install wandb\n"
     assert not (tmp_path / "run").exists()
+    line = command(capsys, *argv, "--log-to", "tensorboard", "none", code=1)
+    assert "--log-to tensorboard none names none and another; give none alone, or leave" in line
 
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)

@@ -139,6 +139,11 @@ def _train_as(peers: processes.Alone, flags: dict[str, Any]) -> None:
     for name in flags.keys() & {"data", "eval_data"}:
         flags[name] = tuple(flags[name])
     if "log_to" in flags:
+        if "none" in flags["log_to"] and set(flags["log_to"]) != {"none"}:
+            raise RunError(
+                f"--log-to {' '.join(flags['log_to'])} names none and another; give none alone, or "
+                "leave it out"
+            )
         flags["log_to"] = tuple(name for name in flags["log_to"] if name != "none")
     _start_jax()
     from jaxkern.lm.train import train
