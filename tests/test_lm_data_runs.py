@@ -101,7 +101,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(finished, tmp_path, capsys)
     assert "already trained for 8 steps" in capsys.readouterr().out
 
 
-def test_text_of_a_run_is_that_of_its_tokenizer(finished, capsys):
+def test_text_of_a_run_is_that_of_its_tokenizer(finished, tmp_path, capsys):
     model = jaxkern.lm.load(finished)
     ids = model.encode("the scan reads é")
     assert ids[0] == 0
@@ -115,10 +115,18 @@ def test_text_of_a_run_is_that_of_its_tokenizer(finished, capsys):
     assert capsys.readouterr().out == f"the scan{text}\n"
     plain = sample.Bytes()
     assert plain.decode(plain.encode("é")) == "é"
-    (finished / "tokenizer.json").rename(finished / "away")
-    with pytest.raises(RunError, match=r"tokenizer\.json: no such tokenizer"):
-        jaxkern.lm.load(finished)
-    (finished / "away").rename(finished / "tokenizer.json")
+    lost = shutil.copytree(finished, tmp_path / "it's lost")
+    (lost / "tokenizer.json").unlink()
+    sample_argv = ["sample", "--run", lost, "--length", 5]
+    line = command(capsys, *sample_argv, code=1)
+    assert "it's lost has lost its tokenizer.json, by which its model reads and writes" in line
+    assert command(capsys, "train", "--resume", "--steps", 9, "--out", lost, code=1) == line
+    subprocess.run(line.partition("with: ")[2], shell=True, check=True)  # what it says
+    command(capsys, *sample_argv)
+    shutil.rmtree(lost / "corpus")
+    (lost / "tokenizer.json").unlink()
+    line = command(capsys, *sample_argv, code=1)
+    assert "put it back from a backup, its --data-cache, or a folder that jaxkern export" in line
 
 
 def test_a_text_ends_where_its_tokenizer_says(finished):

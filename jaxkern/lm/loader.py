@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -209,10 +210,31 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
 
 
 def load_hf(folder: Path | str) -> LanguageModel:
+    check_has_tokenizer(run, spec)
     """Load a checkpoint in the layout of Hugging Face; see :func:`jaxkern.lm.hf.load`.
 
     Without a tokenizer.json a model of 256 tokens is one of bytes.
     """
+def check_has_tokenizer(run: Path, spec: str) -> None:
+    """Refuse a run that has lost the tokenizer it keeps, and say where another copy is.
+
+    Args:
+      run: the run's folder.
+      spec: what its --tokenizer was.
+    """
+    if spec == "bytes" or (run / "tokenizer.json").is_file():
+        return
+    copy = next(iter(sorted(run.glob("corpus/*/tokenizer.json"))), None)
+    if copy is None:
+        where = "from a backup, its --data-cache, or a folder that jaxkern export wrote"
+    else:
+        where = f"with: cp {shlex.quote(str(copy))} {shlex.quote(str(run))}"
+    raise RunError(
+        f"{run} has lost its tokenizer.json, by which its model reads and writes text; put it back "
+        f"{where}"
+    )
+
+
     from jaxkern.lm import hf
 
     config, params = hf.load(folder)

@@ -17,6 +17,7 @@ from typing import Any
 import jaxkern
 from jaxkern.lm import checkpoint, data
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError, TrainConfig
+from jaxkern.lm.loader import check_has_tokenizer
 from jaxkern.lm.processes import Alone
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.stop import say
@@ -182,6 +183,7 @@ def resumed(
         checkpoint.clean(out)
     corpus: Any
     if config.pack:
+        check_has_tokenizer(out, config.tokenizer)
         corpus = data.open_packed(config, out, stored["data"])
     else:
         corpus = data.open_corpus(out / "corpus")
