@@ -171,6 +171,10 @@ def test_texts_of_a_loaded_model():
     (ids,) = tokens_after([0, 0xFF], length=17, seed=5, never=0)
     assert bytes(ids.tolist()).decode(errors="replace") == texts[2]
     assert model.generate([], length=2) == []
+    with pytest.raises(TypeError, match=r"prompts\[1\] must be a text, got 3"):
+        model.generate(["x", 3])
+    with pytest.raises(TypeError, match="prompts must be a text or several, got 3"):
+        model.generate(3)
     without = dataclasses.replace(model, codec=None)
     with pytest.raises(RunError, match=r"no tokenizer.json, which says what its 256 tokens are"):
         without.generate("a")

@@ -5,7 +5,7 @@ import functools
 import json
 import shlex
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -87,10 +87,12 @@ class LanguageModel:
           What follows the text, or a list of what follows each.
 
         Raises:
-          TypeError, ValueError: an option has a value that it cannot have.
+          TypeError, ValueError: a prompt is no text, or an option has a value that it cannot have.
           RunError: the checkpoint does not say what its tokens are, or has logits that are not
             numbers.
         """
+        if not isinstance(prompts, (str, bytes, Iterable)):
+            raise TypeError(f"prompts must be a text or several, got {prompts!r}")
         several = [prompts] if isinstance(prompts, (str, bytes)) else list(prompts)
         if not several:
             return []
@@ -112,6 +114,9 @@ class LanguageModel:
         return self.known_codec().decode([int(token) for token in tokens])
 
     def _continuations(self, prompts: Sequence[str], **options: Any) -> Iterator[list[str]]:
+        for i, prompt in enumerate(prompts):
+            if not isinstance(prompt, (str, bytes)):
+                raise TypeError(f"prompts[{i}] must be a text, got {prompt!r}")
         graphdef, codec = sample.decoder(self.config), self.known_codec()
         return sample.continuations(graphdef, self.params, codec, prompts, **options)
 
@@ -205,16 +210,11 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
         )
     notes = [f"{what}; that of step {step} is loaded" for what in damaged]
     spec = stored["flags"].get("tokenizer", "bytes")
+    check_has_tokenizer(run, spec)
     codec = sample.codec_of(data.open_tokenizer(spec, run, stored["data"]))
     return LanguageModel(config, _params(run, step, config, policy), step, codec), notes
 
 
-def load_hf(folder: Path | str) -> LanguageModel:
-    check_has_tokenizer(run, spec)
-    """Load a checkpoint in the layout of Hugging Face; see :func:`jaxkern.lm.hf.load`.
-
-    Without a tokenizer.json a model of 256 tokens is one of bytes.
-    """
 def check_has_tokenizer(run: Path, spec: str) -> None:
     """Refuse a run that has lost the tokenizer it keeps, and say where another copy is.
 
@@ -235,6 +235,11 @@ def check_has_tokenizer(run: Path, spec: str) -> None:
     )
 
 
+def load_hf(folder: Path | str) -> LanguageModel:
+    """Load a checkpoint in the layout of Hugging Face; see :func:`jaxkern.lm.hf.load`.
+
+    Without a tokenizer.json a model of 256 tokens is one of bytes.
+    """
     from jaxkern.lm import hf
 
     config, params = hf.load(folder)
