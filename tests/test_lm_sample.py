@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkern.lm
-from jaxkern.lm import checkpoint, cli, loader, sample
+from jaxkern.lm import checkpoint, cli, data, loader, sample
 from jaxkern.lm.config import PRESETS, RunError
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
@@ -59,18 +60,20 @@ def test_prompts_of_unequal_lengths_are_continued_as_each_is_alone(options, monk
 def test_decoding():
     model = trained()
     text = functools.partial(tokens_after, PROMPTS[0])
-    greedy = text(length=21, temperature=0, never=0)
+    some = {"among": range(1, 256)}
+    greedy = text(length=21, temperature=0, **some)
     fed = np.concatenate([[PROMPTS[0]], greedy], axis=1)
     logits = np.array(model(fed[:, :-1]))[:, 3:]
     logits[:, :, 0] = -np.inf
     np.testing.assert_array_equal(logits.argmax(-1), greedy)
-    np.testing.assert_array_equal(text(length=21, top_k=1, never=0), greedy)
-    np.testing.assert_array_equal(text(length=21, temperature=1e-30, top_p=0.9, never=0), greedy)
+    np.testing.assert_array_equal(text(length=21, top_k=1, **some), greedy)
+    np.testing.assert_array_equal(text(length=21, temperature=1e-30, top_p=0.9, **some), greedy)
 
-    drawn = text(length=40, seed=1, top_k=0, never=7)
-    np.testing.assert_array_equal(drawn, text(length=40, seed=1, top_k=0, never=7))
-    np.testing.assert_array_equal(drawn[:, :19], text(length=19, seed=1, top_k=0, never=7))
-    assert not np.array_equal(drawn, text(length=40, seed=2, top_k=0, never=7))
+    some = {"among": [*range(7), *range(8, 999)]}
+    drawn = text(length=40, seed=1, top_k=0, **some)
+    np.testing.assert_array_equal(drawn, text(length=40, seed=1, top_k=0, **some))
+    np.testing.assert_array_equal(drawn[:, :19], text(length=19, seed=1, top_k=0, **some))
+    assert not np.array_equal(drawn, text(length=40, seed=2, top_k=0, **some))
     assert 7 not in drawn
     assert not list(sample.generate_tokens(GRAPHDEF, model.params, PROMPTS, length=0))
 
@@ -87,23 +90,56 @@ def test_draws_follow_temperature_top_k_and_top_p():
     logits = jnp.tile(jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]])), (4000, 1))
     keys = jax.random.split(jax.random.key(0), 4000)
 
+    after_first = jnp.arange(4) > 0
+
     def close(expected, temperature=1.0, top_p=1.0, **options):
         draws = sample._draw(logits, keys, temperature, top_p, nucleus=top_p < 1, **options)
         counts = np.bincount(draws, minlength=4) / len(keys)
         np.testing.assert_allclose(counts, np.array(expected) / sum(expected), atol=0.03)
 
     close([4, 3, 2, 1])
-    close([0, 3, 2, 1], never=0)
-    close([0, 3, 2, 0], never=0, top_k=2)
+    close([0, 3, 2, 1], drawn=after_first)
+    close([0, 3, 2, 0], drawn=after_first, top_k=2)
     close([16, 9, 4, 1], temperature=0.5)
     close([4, 3, 0, 0], top_p=0.5)
     close([4, 0, 0, 0], top_p=1e-9)
-    close([0, 3, 2, 0], top_p=0.8, never=0)
+    close([0, 3, 2, 0], top_p=0.8, drawn=after_first)
     close([4, 3, 0, 0], top_p=0.99, top_k=2)
     close([1, 0, 0, 0], greedy=True)
     close([1, 0, 0, 0], temperature=1e-37)
     tied = sample._draw(0 * logits, keys, 1.0, top_k=2)
     assert set(tied.tolist()) == {0, 1}  # two, though all four are as likely
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {}, {"top_k": 0}, {"top_k": 300, "top_p": 0.99}]
+)
+def test_a_token_that_no_text_has_is_not_drawn(options, monkeypatch):
+    """Where the vocabulary is larger than the tokenizer's, or this one's tokens have a hole."""
+    config = dataclasses.replace(MICRO, vocab_size=320)
+    params = jax.tree.map(lambda leaf: leaf * 1.0, loader.initial(config).params)
+    more = 9 * np.random.default_rng(0).normal(size=(320, MICRO.d_model)).astype(np.float32)
+    params["embedding"] = jnp.where(jnp.arange(320)[:, None] % 9 == 7, more, params["embedding"])
+    known = {f"w{i}": i for i in range(290) if i != 7}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="w0"))
+    generate, tokens = sample.generate_tokens, []
+
+    def noted(*args, **kwargs):
+        for chunk in generate(*args, **kwargs):
+            tokens.extend(chunk.ravel().tolist())
+            yield chunk
+
+    monkeypatch.setattr(sample, "generate_tokens", noted)
+    theirs = sample.Tokens(words, {"vocab_size": 320, "bos_token_id": 0})
+    ours = sample.codec_of(data.tokenizer.Tokenizer(words, 0, 999))
+    for codec, there in ((theirs, known.values()), (ours, known.values()), (None, range(1, 256))):
+        model = loader.LanguageModel(config, params, codec=codec or sample.Bytes())
+        tokens.clear()
+        model.generate(["", "", ""], length=48, **options)
+        assert len(tokens) == 144
+        assert set(tokens) <= set(there)
+    everything = list(noted(sample.decoder(config), params, [[0]] * 3, length=48, **options))
+    assert not set(np.concatenate(everything).ravel().tolist()) <= set(known.values())
 
 
 def test_logits_that_are_not_numbers_are_told():
@@ -168,7 +204,7 @@ def test_texts_of_a_loaded_model():
     for i, prompt in enumerate(prompts):
         assert model.generate(prompt, length=17, seed=3 + i) == texts[i]
         assert "".join(model.stream(prompt, length=17, seed=3 + i)) == texts[i]
-    (ids,) = tokens_after([0, 0xFF], length=17, seed=5, never=0)
+    (ids,) = tokens_after([0, 0xFF], length=17, seed=5, among=range(1, 256))
     assert bytes(ids.tolist()).decode(errors="replace") == texts[2]
     assert model.generate([], length=2) == []
     with pytest.raises(TypeError, match=r"prompts\[1\] must be a text, got 3"):

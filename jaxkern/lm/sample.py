@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -70,7 +70,7 @@ def continuations(
     decode = [codec.decoder(tokens) for tokens in ids]
     ending = [_Ending(stops) for _ in ids]
     going = [True] * len(ids)
-    for chunk in generate_tokens(graphdef, params, ids, never=codec.never, **options):
+    for chunk in generate_tokens(graphdef, params, ids, among=codec.drawn, **options):
         if timing is not None:
             timing.add(sum(going) * chunk.shape[1])
         pieces = [""] * len(ids)
@@ -141,7 +141,7 @@ class Timing:
 class Bytes:
     """The text of a model of bytes: UTF-8, after the separator of texts, which is never drawn."""
 
-    never: int | None = SEPARATOR
+    drawn = range(SEPARATOR + 1, 256)
     ends: frozenset[int] = frozenset()
 
     def encode(self, prompt: str | bytes) -> list[int]:
@@ -157,8 +157,7 @@ class Bytes:
         """A function (next tokens, whether they are the last) -> the text that they complete."""
         del prompt
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        # A model that began with a larger vocabulary may draw tokens that are no bytes.
-        return lambda tokens, final: decode(bytes(t for t in tokens if t < 256), final)
+        return lambda tokens, final: decode(bytes(tokens), final)
 
 
 class Tokens:
@@ -171,8 +170,6 @@ class Tokens:
             tokenizer would add; else it is as the tokenizer has it.
     """
 
-    never: int | None = None
-
     def __init__(self, tokenizer: Any, config: dict[str, Any], *, begins: bool = False):
         self._tokenizer = tokenizer
         self._begins = begins
@@ -180,6 +177,11 @@ class Tokens:
         self._size = config["vocab_size"]
         ends = config.get("eos_token_id")
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])
+
+    @property
+    def drawn(self) -> Collection[int]:
+        """All tokens that it has: a vocabulary that is rounded up has others besides."""
+        return self._tokenizer.get_vocab(with_added_tokens=True).values()
 
     def encode(self, prompt: str | bytes) -> list[int]:
         """The tokens of a prompt, of one that is empty the first of any text."""
@@ -239,7 +241,7 @@ def generate_tokens(
     params: Any,
     prompts: Sequence[Sequence[int]],
     *,
-    never: int | None = None,
+    among: Collection[int] | None = None,
     length: int = 400,
     temperature: float = 0.8,
     top_k: int = 40,
@@ -252,7 +254,7 @@ def generate_tokens(
         graphdef: from `decoder`.
         params: the model's parameters.
         prompts: sequences of tokens, each with at least one.
-        never: a token that is not drawn.
+        among: the tokens that are drawn, of which the model may lack some; by default all.
         length: how many tokens to decode.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens; 0 for all.
@@ -274,18 +276,19 @@ def generate_tokens(
     options = _check_options(length, temperature, top_k, top_p, seed)
     length, temperature, top_k, top_p, seed = options
     greedy = temperature < np.finfo(np.float32).tiny or top_k == 1
-    static = {"top_k": min(top_k, size), "never": never, "greedy": greedy, "nucleus": top_p < 1}
-    return _generate(graphdef, params, ids, length, temperature, top_p, seed, static)
+    static = {"top_k": min(top_k, size), "greedy": greedy, "nucleus": top_p < 1}
+    drawn = None if among is None else np.isin(np.arange(size), list(among))
+    return _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, static)
 
 
-def _generate(graphdef, params, ids, length, temperature, top_p, seed, static):
+def _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, static):
     keys = jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(
         jnp.arange(seed, seed + len(ids), dtype=jnp.uint32)
     )
     logits, state = _read(graphdef, params, ids)
     for start in range(0, length, _CHUNK):
         logits, state, chunk = _decode(
-            graphdef, params, logits, state, keys, start, temperature, top_p, **static
+            graphdef, params, logits, state, keys, start, temperature, top_p, drawn, **static
         )
         chunk = np.asarray(chunk)[:, : length - start]
         if (chunk < 0).any():
@@ -365,10 +368,8 @@ def _prefill(graphdef, params, tokens, mask, state):
         return nnx.merge(graphdef, params).prefill(tokens, state, mask=mask)
 
 
-@functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("top_k", "never", "greedy", "nucleus")
-)
-def _decode(graphdef, params, logits, state, keys, start, temperature, top_p, **static):
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("top_k", "greedy", "nucleus"))
+def _decode(graphdef, params, logits, state, keys, start, temperature, top_p, drawn, **static):
     """The next _CHUNK tokens, (B, _CHUNK), given the logits of the first of them.
 
     They are those after the first `start`. Where a row's logits are not numbers they are -1.
@@ -378,7 +379,7 @@ def _decode(graphdef, params, logits, state, keys, start, temperature, top_p, **
     def one(carry, position):
         logits, state = carry
         key = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
-        token = _draw(logits, key, temperature, top_p, **static)
+        token = _draw(logits, key, temperature, top_p, drawn, **static)
         return model.step(token, state), token
 
     with _exactly():
@@ -397,16 +398,16 @@ def _draw(
     keys,
     temperature,
     top_p=1.0,
+    drawn=None,
     *,
     top_k: int = 0,
-    never: int | None = None,
     greedy: bool = False,
     nucleus: bool = False,
 ):
-    """One token per row of logits (B, V), by its key (B,): (B,) int32."""
+    """One token per row of logits (B, V), of those `drawn` (V,), by its key (B,): (B,) int32."""
     logits = logits.astype(jnp.float32)
-    if never is not None:
-        logits = logits.at[:, never].set(-jnp.inf)
+    if drawn is not None:
+        logits = jnp.where(drawn, logits, -jnp.inf)
     most = jnp.max(logits, axis=-1, keepdims=True)
     if greedy:
         token = jnp.argmax(logits, axis=-1)
