@@ -135,6 +135,8 @@ def test_what_is_not_given_is_of_the_preset_most_like_the_checkpoint(tmp_path):
         flags = begun_with(flags | {"tokenizer": "bytes"})
         assert (flags["preset"], flags["lr"]) == (name, 0.5)
         assert flags["shape"].vocab_size == 50280
+        packed = TrainConfig.from_flags(flags | {"pack": True}).for_tokens(256)
+        assert packed.model == flags["shape"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 255}))
     with pytest.raises(RunError, match=r"--init-hf .* 255 tokens, and bytes are 256; name a"):
         begun_with({"init_hf": str(tmp_path)})

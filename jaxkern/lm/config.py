@@ -291,7 +291,8 @@ class TrainConfig:
 
         Without --vocab-size it has the next multiple of 64: products of matrices are fastest so.
         """
-        vocab_size = -(-size // 64) * 64 if self.vocab_size is None else self.vocab_size
+        given = self.vocab_size or self.shape
+        vocab_size = self.model.vocab_size if given else -(-size // 64) * 64
         if vocab_size < size and self.init_hf:
             raise RunError(
                 f"--tokenizer {self.tokenizer} has {size} tokens, more than the {vocab_size} of "
