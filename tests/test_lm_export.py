@@ -161,7 +161,9 @@ def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
 def test_export_keeps_what_the_run_began_with(tmp_path, capsys):
     begun = checkpoint_of(tmp_path / "begun", "mamba")
     out, theirs = run_of(tmp_path / "run", "mamba", init_hf=str(begun)), tmp_path / "theirs"
+    (begun / "tokenizer.json").write_text("{}")
     command(capsys, "export", "--run", out, "--hf", theirs)
+    assert not (theirs / "tokenizer.json").exists()  # the run was trained on bytes
     config = json.loads((theirs / "config.json").read_text())
     assert (config["eos_token_id"], config["of"]) == (7, "theirs")
     assert (theirs / "special_tokens_map.json").exists()

@@ -52,6 +52,8 @@ def export(
         raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
     if (spec := stored["flags"].get("tokenizer", "bytes")) != "bytes":
         _write_tokenizer(folder, run, data.open_tokenizer(spec, run, stored["data"]))
+    else:  # that of the checkpoint it began with does not make its bytes
+        (folder / _TOKENIZER).unlink(missing_ok=True)
     say(f"{folder}: step {model.step} of {run}, {count_params(model.params):,} parameters, {dtype}")
     return model
 
