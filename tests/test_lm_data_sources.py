@@ -14,7 +14,8 @@ import pytest
 from pyarrow import parquet
 
 from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import build_corpus, shards, sources, tokenizer
+from jaxkern.lm.data import build_corpus, shards, tokenizer
+from jaxkern.lm.data.documents import File, NotTextError
 from jaxkern.lm.data.sources import Source, find_files, parse
 
 TEXTS = [f"document {i}: é\n" * (1 + i % 3) for i in range(40)]
@@ -166,19 +167,19 @@ def test_a_large_file_is_divided_and_nothing_is_lost(tmp_path, monkeypatch, size
     # The parts of a compressed file share its lines.
     packed = tmp_path / "c.jsonl.gz"
     packed.write_bytes(gzip.compress(lines(TEXTS) + b"[]\n"))
-    groups = shards.divide([sources.File("c", packed)])
+    groups = shards.divide([File("c", packed)])
     assert len([*itertools.chain(*groups)]) == min(16, -(-packed.stat().st_size // size))
     broken = itertools.chain(*(p.file.documents(p.begin, p.end) for g in groups for p in g))
-    with pytest.raises(sources.NotTextError, match=r'line 41 has no "text"'):
+    with pytest.raises(NotTextError, match=r'line 41 has no "text"'):
         list(broken)
     packed.write_bytes(gzip.compress(lines(TEXTS)))
-    pieces = [*itertools.chain(*shards.divide([sources.File("c", packed)]))]
+    pieces = [*itertools.chain(*shards.divide([File("c", packed)]))]
     found = [text for p in pieces for (text,) in p.file.documents(p.begin, p.end)]
     assert sorted(found) == sorted(text.encode() for text in TEXTS)
     # A line that is broken is found by its number, whichever part it is in.
     path.write_bytes(lines(TEXTS) + b'{"text": 7}\n' + lines(TEXTS))
     pieces = [piece for group in shards.divide(files[:1]) for piece in group]
-    with pytest.raises(sources.NotTextError, match=r'line 41 has no "text"'):
+    with pytest.raises(NotTextError, match=r'line 41 has no "text"'):
         [*itertools.chain(*(piece.file.documents(piece.begin, piece.end) for piece in pieces))]
 
 

@@ -1,6 +1,7 @@
 """Files of text -> tokens on disk -> batches.
 
-sources    what --data names: files of documents, found and read
+sources    what --data names: files of documents, found
+documents  the documents of a file, read
 corpus     the bytes of documents in two packed files, and random windows of them
 tokenizer  bytes, a tokenizer.json, a BPE of the data
 shards     documents -> tokens on disk, by several processes

@@ -13,6 +13,7 @@ from typing import Any
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data.corpus import VALIDATION_FRACTION
+from jaxkern.lm.data.documents import File
 from jaxkern.lm.data.files import write_atomically
 from jaxkern.lm.data.packed import PackedCorpus, PackedSource, Stream
 from jaxkern.lm.data.shards import (
@@ -24,7 +25,7 @@ from jaxkern.lm.data.shards import (
     read_shard,
     tokenise,
 )
-from jaxkern.lm.data.sources import File, Source, find_files, parse, refuse_nothing
+from jaxkern.lm.data.sources import Source, find_files, parse, refuse_nothing
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
 from jaxkern.lm.stop import say
 

@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxkern.lm.config import RunError
+from jaxkern.lm.data.documents import File
 from jaxkern.lm.data.files import write_atomically
-from jaxkern.lm.data.sources import File, counted, find_files, parse, refuse_nothing
+from jaxkern.lm.data.sources import counted, find_files, parse, refuse_nothing
 from jaxkern.lm.data.tokenizer import SEPARATOR, Bytes
 
 VALIDATION_FRACTION = 0.05

@@ -33,8 +33,8 @@ import numpy as np
 
 from jaxkern.lm import stop
 from jaxkern.lm.config import RunError
+from jaxkern.lm.data.documents import File, NotTextError, row_groups
 from jaxkern.lm.data.files import write_atomically
-from jaxkern.lm.data.sources import File, NotTextError, row_groups
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of, load
 
 PARTS = ("train", "validation")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.sources import need_package
+from jaxkern.lm.data.documents import need_package
 
 SEPARATOR = 0  # begins and ends a text of bytes
 FILE = "tokenizer.json"

@@ -1,0 +1,235 @@
+"""Files of documents, read as streams, so that none needs to fit into memory.
+
+A file of text is one document; a file of JSON Lines holds one in each line and a file of Parquet
+one in each row, in the field or column "text" unless another is named. Files of text and JSON Lines
+may be compressed.
+"""
+
+import bz2
+import contextlib
+import dataclasses
+import gzip
+import importlib
+import io
+import itertools
+import json
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxkern.lm.config import RunError
+
+_JSON_LINES = {".jsonl", ".ndjson"}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+_CHUNK = 1 << 20
+_ROWS = 256  # of Parquet that are read at once
+
+
+class NotTextError(Exception):
+    """Why a file is no training text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file of documents.
+
+    Attributes:
+      name: its path below the folder that was named, with forward slashes.
+      path: where it lies.
+      field: the field or column that holds the documents, where there are several.
+      texts: how many documents it holds; ``None`` for a file that is one, or until it is known.
+    """
+
+    name: str
+    path: Path
+    field: str = "text"
+    texts: int | None = None
+
+    @property
+    def kind(self) -> Literal["text", "lines", "table"]:
+        """Whether it is one document, JSON Lines, or Parquet."""
+        suffix = Path(self.path.stem if self.compressed else self.path).suffix.lower()
+        # Collections of text call compressed JSON Lines .json.gz, too.
+        if suffix in _JSON_LINES or (self.compressed and suffix == ".json"):
+            return "lines"
+        return "table" if suffix == ".parquet" else "text"
+
+    @property
+    def compressed(self) -> bool:
+        return self.path.suffix.lower() in _COMPRESSED
+
+    def names(self) -> Iterator[str]:
+        """The names of its documents, by which the packed bytes are split."""
+        if self.kind == "text":
+            yield self.name
+        else:
+            yield from (f"{self.name}:{i}" for i in range(self.texts or 0))
+
+    def documents(self, begin: int = 0, end: int | None = None) -> Iterator[Iterable[bytes]]:
+        """Yields the UTF-8 of its documents, each in parts; those that are empty are left out.
+
+        Args:
+            begin, end: a part of the file: of Parquet these groups of rows; of JSON Lines those
+                that start between these bytes, or, where they are compressed, every `end`-th from
+                line `begin` on.
+
+        Raises:
+            NotTextError: the file is not what its name says.
+        """
+        with readable():
+            match self.kind:
+                case "lines":
+                    yield from ([text] for text in _json_texts(self, begin, end))
+                case "table":
+                    yield from ([text] for text in _table_texts(self, begin, end))
+                case "text":
+                    with open_file(self.path) as file:
+                        yield iter(lambda: file.read(_CHUNK), b"")
+
+
+def need_package(module: str, what: str) -> Any:
+    """Import a package of the extra "data", or say what needs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise RunError(f'{what} needs {package}; run: pip install "jaxkern[data]"') from None
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """Inside, what a file cannot be read for is a `NotTextError`."""
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise NotTextError(f"cannot be decompressed ({error})") from None
+    except OSError as error:
+        if error.errno is None:  # of bz2 and pyarrow
+            raise NotTextError(f"cannot be decompressed ({error})") from None
+        raise NotTextError(f"cannot be read ({error.strerror})") from None
+
+
+def open_file(path: Path) -> Any:
+    """Opens a file of bytes, decompressed."""
+    match path.suffix.lower():
+        case ".gz":
+            return gzip.open(path, "rb")
+        case ".bz2":
+            return bz2.open(path, "rb")
+        case ".xz":
+            return lzma.open(path, "rb")
+        case ".zst":
+            pa = need_package("pyarrow", f"{path} is compressed by zstd, and reading it")
+            stream: Any = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+            return io.BufferedReader(stream, _CHUNK)
+    return open(path, "rb")
+
+
+def _json_texts(file: File, begin: int, end: int | None) -> Iterator[bytes]:
+    """The texts in a part of the lines of JSON."""
+    lines = _compressed_lines if file.compressed else _plain_lines
+    for where, line in lines(file.path, begin, end):
+        if line.strip():
+            try:
+                content = _json_text(line, file.field)
+            except NotTextError as error:
+                number = where if file.compressed else _line_number(file.path, where)
+                raise NotTextError(f"line {number} {error}") from None
+            if content:
+                yield content
+
+
+def _plain_lines(path: Path, begin: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+    """The lines that start from byte `begin` to before byte `end`, behind the byte of each."""
+    with open_file(path) as stream:
+        position = begin
+        if begin:  # the line that the byte before belongs to is another part's
+            stream.seek(begin - 1)
+            position += len(stream.readline()) - 1
+        while (end is None or position < end) and (line := stream.readline()):
+            yield position, line
+            position += len(line)
+
+
+def _compressed_lines(path: Path, begin: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+    """Every `end`-th line from line `begin` on, or all, behind the number of each from 1."""
+    with open_file(path) as stream:
+        yield from itertools.islice(enumerate(stream, 1), begin, None, end)
+
+
+def _json_text(line: bytes, field: str) -> bytes:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise NotTextError(f"is not JSON ({error})") from None
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        fields = ", ".join(map(str, record)) if isinstance(record, dict) else line[:40]
+        raise NotTextError(
+            f'has no "{field}" of a document, but {fields!r}; name the field that holds it behind '
+            "the path, as in PATH:FIELD"
+        )
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise NotTextError(f"is not Unicode text ({error.reason})") from None
+
+
+def _line_number(path: Path, position: int) -> int:
+    """The number of the line that starts at a byte, from 1."""
+    number = 1
+    with open_file(path) as stream:
+        while position > 0 and (chunk := stream.read(min(_CHUNK, position))):
+            number += chunk.count(b"\n")
+            position -= len(chunk)
+    return number
+
+
+def row_groups(file: File) -> list[int]:
+    """The bytes of documents in each group of rows of a file of Parquet."""
+    with _table(file) as table:
+        column = table.schema_arrow.get_field_index(file.field)
+        # A column of nested values has several of the file's columns before those behind it.
+        sizes = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
+        return [
+            group.column(column).total_uncompressed_size
+            if group.num_columns == len(table.schema_arrow)
+            else group.total_byte_size
+            for group in sizes
+        ]
+
+
+def _table_texts(file: File, begin: int, end: int | None) -> Iterator[bytes]:
+    """The texts in the groups of rows from `begin` to before `end`."""
+    with _table(file) as table:
+        groups = range(begin, table.num_row_groups if end is None else end)
+        for rows in table.iter_batches(_ROWS, row_groups=groups, columns=[file.field]):
+            for text in rows.column(0).to_pylist():
+                if text:
+                    yield text.encode()
+
+
+@contextlib.contextmanager
+def _table(file: File) -> Iterator[Any]:
+    """Opens a file of Parquet whose column of documents holds text."""
+    pa = need_package("pyarrow", f"{file.path} is Parquet, and reading it")
+    parquet = need_package("pyarrow.parquet", f"{file.path} is Parquet, and reading it")
+    try:
+        table = parquet.ParquetFile(file.path)
+    except pa.ArrowException as error:
+        raise NotTextError(f"is not Parquet ({str(error).partition('.')[0]})") from None
+    with table:
+        schema = table.schema_arrow
+        columns = [f.name for f in schema if pa.types.is_string(f.type) or _large(pa, f.type)]
+        if file.field not in columns:
+            raise NotTextError(
+                f'has no column "{file.field}" of text, but {", ".join(columns) or "none"}; name '
+                "the column that holds the documents behind the path, as in PATH:COLUMN"
+            )
+        yield table
+
+
+def _large(pa: Any, kind: Any) -> bool:
+    return pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
