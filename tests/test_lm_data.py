@@ -143,7 +143,7 @@ def test_json_without_text_is_named_and_beside_text_it_is_skipped(tmp_path):
             build_corpus((str(root / name),), tmp_path / "c")
         assert str(root / name) in str(caught.value)
     corpus = build_corpus((str(root),), tmp_path / "c")
-    assert corpus.info["skipped"] == len(bad) - 1  # list.json is a text like a program's
+    assert corpus.info["skipped"] == len(bad)
     # A file that begins as text and breaks off is not left out silently.
     (root / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b')
     with pytest.raises(RunError, match=r"cut\.jsonl: line 2 is not JSON"):

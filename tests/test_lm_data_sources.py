@@ -73,6 +73,26 @@ def test_compressed_files_are_read_as_plain_ones(tmp_path, suffix):
     assert {part.decode() for part in held.split(b"\0") if part} == {*TEXTS, "".join(TEXTS)}
 
 
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_json_is_read_by_its_first_line(tmp_path, suffix):
+    """Named or found, compressed or not: what is not JSON Lines is passed over."""
+    info = {"features": {"text": "string"}, "splits": [1, 2]}
+    contents = {
+        "lines.json": b"\n" + lines(TEXTS),
+        "info.json": json.dumps(info, indent=2).encode(),
+        "list.json": json.dumps([{"text": text} for text in TEXTS]).encode(),
+        "long.json": json.dumps({"text": "a" * 2**20}).encode() + b"\n",
+        "number.json": b"7\n",
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}{suffix}").write_bytes(COMPRESS[suffix](content))
+    assert documents(str(tmp_path)) == [*TEXTS, "a" * 2**20]
+    assert documents(str(tmp_path / f"lines.json{suffix}")) == TEXTS
+    for name in ("info", "list", "number"):
+        with pytest.raises(RunError, match=r"JSON, whose syntax would be trained on .*jsonl"):
+            documents(str(tmp_path / f"{name}.json{suffix}"))
+
+
 def test_parquet_and_fields_that_are_named(tmp_path):
     table = write_table(tmp_path / "a.parquet", [*TEXTS, None, ""])
     assert documents(str(table)) == TEXTS

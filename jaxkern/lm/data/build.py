@@ -29,7 +29,7 @@ from jaxkern.lm.data.sources import Source, find_files, parse, refuse_nothing
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
 from jaxkern.lm.stop import say
 
-_FORMAT = 1
+_FORMAT = 2  # of what a key names: raised where the same files give other tokens
 _SAMPLE = 1 << 27  # characters that a BPE is trained on
 
 

@@ -6,6 +6,7 @@ may be compressed.
 """
 
 import bz2
+import codecs
 import contextlib
 import dataclasses
 import gzip
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 from jaxkern.lm.config import RunError
 
-_JSON_LINES = {".jsonl", ".ndjson"}
+_JSON_LINES = {".jsonl", ".ndjson", ".json"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 _CHUNK = 1 << 20
 _ROWS = 256  # of Parquet that are read at once
@@ -50,11 +51,14 @@ class File:
     @property
     def kind(self) -> Literal["text", "lines", "table"]:
         """Whether it is one document, JSON Lines, or Parquet."""
-        suffix = Path(self.path.stem if self.compressed else self.path).suffix.lower()
-        # Collections of text call compressed JSON Lines .json.gz, too.
-        if suffix in _JSON_LINES or (self.compressed and suffix == ".json"):
+        if self.suffix in _JSON_LINES:
             return "lines"
-        return "table" if suffix == ".parquet" else "text"
+        return "table" if self.suffix == ".parquet" else "text"
+
+    @property
+    def suffix(self) -> str:
+        """That of its content, in lower case."""
+        return Path(self.path.stem if self.compressed else self.path).suffix.lower()
 
     @property
     def compressed(self) -> bool:
@@ -125,6 +129,32 @@ def open_file(path: Path) -> Any:
             stream: Any = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
             return io.BufferedReader(stream, _CHUNK)
     return open(path, "rb")
+
+
+def check_json(file: File) -> None:
+    """Tell a file called .json that is JSON Lines from one value that spans lines.
+
+    Raises:
+        NotTextError: its first line that is not blank is no object.
+    """
+    with readable(), open_file(file.path) as stream:
+        line = b""
+        while not line.strip() and (line := stream.readline(_CHUNK)):
+            pass
+        # The first character tells of a list, which may be one line as long as the file.
+        whole = line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+        if whole and len(line) == _CHUNK:
+            line += stream.readline()
+    try:
+        whole = whole and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        whole = False
+    if not whole:
+        raise NotTextError(
+            "JSON, whose syntax would be trained on (its first line is not an object, as it is in "
+            'JSON Lines; write a .jsonl file with the "text" of a document in each line, or rename '
+            "it to .txt if the syntax is meant)"
+        )
 
 
 def _json_texts(file: File, begin: int, end: int | None) -> Iterator[bytes]:

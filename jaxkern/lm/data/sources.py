@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.documents import File, NotTextError, open_file, readable
+from jaxkern.lm.data.documents import File, NotTextError, check_json, open_file, readable
 
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 # The standard library's own tests hold much deliberately odd text.
@@ -107,11 +107,6 @@ def find_files(
             name = root.name if named else path.relative_to(root).as_posix()
             file = File(name, path, source.field)
             try:
-                if named and path.suffix.lower() == ".json":
-                    raise NotTextError(
-                        "JSON, whose syntax would be trained on (rename it to .txt if that is "
-                        'meant, or write a .jsonl file with the "text" of a document in each line)'
-                    )
                 files.setdefault(path.resolve(), _checked(file, flag, count))
             except NotTextError as error:
                 if named:
@@ -175,6 +170,8 @@ def _checked(file: File, flag: str, count: bool) -> File:
         if file.kind == "text":
             _check_text(file.path, whole=count)
             return file
+        if file.suffix == ".json":
+            check_json(file)
         texts = 0
         try:
             for (text,) in file.documents():
