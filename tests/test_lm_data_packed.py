@@ -109,6 +109,27 @@ def test_a_long_document_is_tokenised_in_parts(tmp_path, monkeypatch):
     assert parts.train[0].stream.size + parts.validation[0].stream.size == together.size // 2
 
 
+def test_texts_between_markers_are_documents(tmp_path):
+    """Neither state nor loss goes from a story to the next, whatever the tokenizer."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    want = [text.strip() for text in TEXTS]
+    (folder / "a.txt").write_text("\n<|endoftext|>\n".join(want))
+    want.append("one<|endoftext|>two")
+    (folder / "b.jsonl").write_text(json.dumps({"text": want[-1]}) + "\n")
+    for spec in ("bytes", "bpe:300"):
+        corpus = data.build_packed(config_of(folder, tokenizer=spec), tmp_path / spec)
+        found = []
+        for source in (*corpus.train, *corpus.validation):
+            tokens, starts = tokens_of(source)
+            pieces = [piece[1:-1].tolist() for piece in np.split(tokens, starts[1:])]
+            if spec == "bytes":
+                found += [bytes(piece).decode() for piece in pieces]
+            else:
+                found += [corpus.tokenizer.tokenizer.decode(piece) for piece in pieces]
+        assert sorted(found) == sorted(want)
+
+
 def test_a_killed_run_keeps_its_whole_shards(root, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "_SHARD_BYTES", 400)
     config, out = config_of(root), tmp_path / "run"

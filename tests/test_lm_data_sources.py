@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import build_corpus, shards, tokenizer
+from jaxkern.lm.data import documents as documents_module
 from jaxkern.lm.data.documents import File, NotTextError
 from jaxkern.lm.data.sources import Source, find_files, parse
 
@@ -91,6 +92,41 @@ def test_json_is_read_by_its_first_line(tmp_path, suffix):
     for name in ("info", "list", "number"):
         with pytest.raises(RunError, match=r"JSON, whose syntax would be trained on .*jsonl"):
             documents(str(tmp_path / f"{name}.json{suffix}"))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_marker_ends_a_document_of_a_txt(tmp_path, monkeypatch, suffix):
+    """Wherever reads end, and in a .txt alone: elsewhere it is text."""
+    content = b"<|endoftext|>\n\none\n\ntwo\r\n<|endoftext|>\r\nthree<|endoftext|><|endoftext|>"
+    content += " é <|endof\n<|endoftext|>\n\n".encode()
+    texts = ["one\n\ntwo", "three", " é <|endof"]
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(COMPRESS[suffix](content))
+    for size in (*range(1, 40), 1 << 20):
+        monkeypatch.setattr(documents_module, "_CHUNK", size)
+        assert documents(str(path), count=True) == texts
+    corpus = build_corpus((str(path),), tmp_path / "corpus")
+    assert (corpus.info["files"], corpus.info["documents"]) == (1, 3)
+    held = bytes(corpus.train) + bytes(corpus.validation)
+    assert {part.decode() for part in held.split(b"\0")[1:]} == {*texts}
+    path.write_bytes(COMPRESS[suffix](b"\n<|endoftext|>\n" * 3))
+    with pytest.raises(RunError, match="a file without text"):
+        documents(str(path), count=True)
+    path.write_bytes(COMPRESS[suffix](b"\n\none\n"))
+    assert documents(str(path)) == ["\n\none\n"]
+    for name, whole in (("a.py", content), ("a.jsonl", lines([content.decode()]))):
+        (tmp_path / name).write_bytes(whole)
+        assert documents(str(tmp_path / name)) == [content.decode()]
+
+
+def test_a_marker_inside_a_document_is_no_token(tmp_path):
+    trained = tokenizer.train_bpe(iter([*TEXTS, "<|endoftext|>"] * 9), 300, show=False)
+    texts = ["a <|endoftext|> b", "<|endoftext|>", "", "<<|endoftext|>|endoftext|>"]
+    encoded = trained.encode(texts)
+    assert all(0 not in tokens for tokens in encoded)
+    assert [trained.tokenizer.decode(tokens.tolist()) for tokens in encoded] == texts
+    trained.tokenizer.add_special_tokens(["<|user|>"])
+    assert 300 in trained.encode(["<|user|> asks"])[0]
 
 
 def test_parquet_and_fields_that_are_named(tmp_path):

@@ -1,8 +1,8 @@
 """Files of documents, read as streams, so that none needs to fit into memory.
 
-A file of text is one document; a file of JSON Lines holds one in each line and a file of Parquet
-one in each row, in the field or column "text" unless another is named. Files of text and JSON Lines
-may be compressed.
+A file of text is one document, or several in a .txt that has `MARKER` between them; a file of JSON
+Lines holds one in each line and a file of Parquet one in each row, in the field or column "text"
+unless another is named. Files of text and JSON Lines may be compressed.
 """
 
 import bz2
@@ -24,6 +24,7 @@ from jaxkern.lm.config import RunError
 
 _JSON_LINES = {".jsonl", ".ndjson", ".json"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+MARKER = b"<|endoftext|>"  # ends a document of a .txt; elsewhere it is text like any other
 _CHUNK = 1 << 20
 _ROWS = 256  # of Parquet that are read at once
 
@@ -40,7 +41,7 @@ class File:
       name: its path below the folder that was named, with forward slashes.
       path: where it lies.
       field: the field or column that holds the documents, where there are several.
-      texts: how many documents it holds; ``None`` for a file that is one, or until it is known.
+      texts: how many documents it holds; ``None`` for a text that is one, or until it is known.
     """
 
     name: str
@@ -66,7 +67,7 @@ class File:
 
     def names(self) -> Iterator[str]:
         """The names of its documents, by which the packed bytes are split."""
-        if self.kind == "text":
+        if self.kind == "text" and self.texts is None:
             yield self.name
         else:
             yield from (f"{self.name}:{i}" for i in range(self.texts or 0))
@@ -90,7 +91,11 @@ class File:
                     yield from ([text] for text in _table_texts(self, begin, end))
                 case "text":
                     with open_file(self.path) as file:
-                        yield iter(lambda: file.read(_CHUNK), b"")
+                        chunks = iter(lambda: file.read(_CHUNK), b"")
+                        if self.suffix == ".txt":
+                            yield from _marked_texts(chunks)
+                        else:
+                            yield chunks
 
 
 def need_package(module: str, what: str) -> Any:
@@ -129,6 +134,34 @@ def open_file(path: Path) -> Any:
             stream: Any = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
             return io.BufferedReader(stream, _CHUNK)
     return open(path, "rb")
+
+
+def _marked_texts(chunks: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
+    """The texts between markers, each in parts, which have to be read before the next text is."""
+    parts = _between_markers(chunks)
+    for first in parts:
+        if first is not None:
+            yield itertools.chain([first], iter(parts.__next__, None))
+
+
+def _between_markers(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
+    """The bytes of a text, ``None`` for each marker; line ends beside a marker belong to it."""
+    waiting, begins = b"", False
+    for chunk in chunks:
+        *ended, waiting = (waiting + chunk).split(MARKER)
+        for part in ended:
+            if part := (part.lstrip(b"\r\n") if begins else part).rstrip(b"\r\n"):
+                yield part
+            yield None
+            begins = True
+        if begins:
+            waiting = waiting.lstrip(b"\r\n")
+        # What may be the beginning of a marker waits, and the line ends before it.
+        if sure := waiting[: 1 - len(MARKER)].rstrip(b"\r\n"):
+            yield sure
+            waiting, begins = waiting[len(sure) :], False
+    if waiting:
+        yield waiting
 
 
 def check_json(file: File) -> None:

@@ -1,6 +1,7 @@
 """What --data names: files of documents, found, and told from what is no text."""
 
 import codecs
+import collections
 import dataclasses
 import glob
 import math
@@ -169,7 +170,8 @@ def _checked(file: File, flag: str, count: bool) -> File:
     with readable():
         if file.kind == "text":
             _check_text(file.path, whole=count)
-            return file
+            texts = _count(file) if count and file.suffix == ".txt" else 1
+            return file if texts == 1 else dataclasses.replace(file, texts=texts)
         if file.suffix == ".json":
             check_json(file)
         texts = 0
@@ -187,6 +189,21 @@ def _checked(file: File, flag: str, count: bool) -> File:
         if not texts:
             raise NotTextError("a file without text")
         return dataclasses.replace(file, texts=texts) if count else file
+
+
+def _count(file: File) -> int:
+    """How many documents a text holds.
+
+    Raises:
+        NotTextError: there is none between its markers.
+    """
+    texts = 0
+    for parts in file.documents():
+        collections.deque(parts, maxlen=0)
+        texts += 1
+    if not texts:
+        raise NotTextError("a file without text")
+    return texts
 
 
 def _check_text(path: Path, *, whole: bool) -> None:

@@ -5,6 +5,7 @@ the zero byte; of a tokenizer they are what its files name, or what the common o
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.documents import need_package
+from jaxkern.lm.data.documents import MARKER, need_package
 
 SEPARATOR = 0  # begins and ends a text of bytes
 FILE = "tokenizer.json"
-_SPECIAL = "<|endoftext|>"
+_SPECIAL = MARKER.decode()
+_CUT = re.compile(r"(?<=<)(?=\|endoftext\|>)")  # inside it, where no token reaches across
 _BEGINS = ("<s>", "<bos>", "<|begin_of_text|>", _SPECIAL, "[BOS]", "[CLS]")
 _ENDS = ("</s>", "<eos>", "<|end_of_text|>", _SPECIAL, "[EOS]", "[SEP]")
 
@@ -58,9 +60,17 @@ class Tokenizer:
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of texts, without those that begin and end them."""
-        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, np.uint32) for each in encoded]
+        """The tokens of texts, without those that begin and end them.
+
+        The marker ``<|endoftext|>`` is read as its characters: as a token it would end a document
+        inside one. Other special tokens are read as such, as formats of chats need them.
+        """
+        parts = [_CUT.split(text) for text in texts]
+        flat = [*itertools.chain.from_iterable(parts)]
+        encoded = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        return [
+            np.concatenate([np.array(next(encoded).ids, np.uint32) for _ in each]) for each in parts
+        ]
 
     def stored(self) -> str:
         """The content of its tokenizer.json."""
