@@ -94,7 +94,8 @@ def test_folders_skip_what_is_not_text(tmp_path):
     corpus = build_corpus((str(root),), tmp_path / "c")
     assert corpus.info["documents"] == 5
     assert corpus.info["skipped"] == 4
-    assert "4 files without readable text skipped" in corpus.describe()
+    assert "; 4 files without readable text skipped, such as " in corpus.describe()
+    assert f"{root}/cut.txt: a binary file" in open_corpus(tmp_path / "c").describe()
     assert b"hidden" not in bytes(corpus.train) + bytes(corpus.validation)
 
 
@@ -202,7 +203,9 @@ def test_folders_without_text_are_refused(tmp_path):
     with pytest.raises(RunError, match="no text to train on"):
         build_corpus((str(tmp_path / "t"),), tmp_path / "c")
     (tmp_path / "t" / "x.bin").write_bytes(b"\xff")
-    with pytest.raises(RunError, match="1 file there without readable text"):
+    with pytest.raises(
+        RunError, match=r"1 file without readable text there, .*/x\.bin: a binary file"
+    ):
         build_corpus((str(tmp_path / "t"),), tmp_path / "c")
 
 

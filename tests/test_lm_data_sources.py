@@ -1,10 +1,12 @@
 """What --data can name: formats, compressions, fields, folders, patterns, weights."""
 
 import bz2
+import functools
 import gzip
 import itertools
 import json
 import lzma
+import re
 import shutil
 import sys
 
@@ -14,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import build_corpus, shards, tokenizer
+from jaxkern.lm.data import build_corpus, build_packed, shards, tokenizer
 from jaxkern.lm.data import documents as documents_module
 from jaxkern.lm.data.documents import File, NotTextError
 from jaxkern.lm.data.sources import Source, find_files, parse
@@ -179,7 +181,24 @@ def test_files_that_are_not_what_they_are_called(tmp_path, name, content, words)
         documents(str(path), count=True)
     # In a folder it is passed over, unless it begins as a file of documents does.
     (tmp_path / "good.txt").write_text("text")
-    assert find_files(parse([str(tmp_path)])[0])[1] == (0 if name == "cut.jsonl.gz" else 1)
+    assert find_files(parse([str(tmp_path)])[0])[1].count == (0 if name == "cut.jsonl.gz" else 1)
+
+
+def test_why_files_of_a_folder_are_skipped_is_told(tmp_path):
+    """A wrong field before what is no text at all."""
+    (tmp_path / "a.png").write_bytes(b"\xff")
+    (tmp_path / "b.jsonl").write_bytes(lines(TEXTS, "body"))
+    write_table(tmp_path / "c.parquet", TEXTS, "body")
+    reason = f'{tmp_path}/b.jsonl: line 1 has no "text" of a document, but .*body.*PATH:FIELD'
+    config = TrainConfig.from_flags({"data": (str(tmp_path),), "pack": True})
+    plain = functools.partial(build_corpus, config.data)
+    for build in (plain, functools.partial(build_packed, config)):
+        with pytest.raises(RunError, match=f"3 files without readable text there, .*{reason}"):
+            build(tmp_path.parent / "run")
+        (tmp_path / "d.txt").write_text("text " * 99)
+        told = build(tmp_path.parent / "run").describe()
+        assert re.search(f"; 3 files without readable text skipped, such as {reason}", told)
+        (tmp_path / "d.txt").unlink()
 
 
 def test_what_cannot_be_named(tmp_path, monkeypatch):

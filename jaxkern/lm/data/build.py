@@ -25,7 +25,7 @@ from jaxkern.lm.data.shards import (
     read_shard,
     tokenise,
 )
-from jaxkern.lm.data.sources import Source, find_files, parse, refuse_nothing
+from jaxkern.lm.data.sources import Skipped, Source, find_files, parse, refuse_nothing
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
 from jaxkern.lm.stop import say
 
@@ -41,13 +41,13 @@ class _Documents:
       source: what was named.
       held_out: the share of its documents that are validated with: 0 or 1 beside --eval-data.
       groups: its files, by shards.
-      skipped: how many files below it hold no text.
+      skipped: the files below it that hold no text.
     """
 
     source: Source
     held_out: float
     groups: list[tuple[Piece, ...]]
-    skipped: int
+    skipped: Skipped
 
 
 def build_packed(config: TrainConfig, out: Path) -> PackedCorpus:
@@ -89,7 +89,8 @@ def build_packed(config: TrainConfig, out: Path) -> PackedCorpus:
                     "name": _name(documents, found),
                     "weight": documents.source.weight,
                     "held_out": documents.held_out,
-                    "skipped": documents.skipped,
+                    "skipped": documents.skipped.count,
+                    "skipped_example": documents.skipped.example,
                     "shards": [first, len(shards)],
                 }
             )

@@ -20,7 +20,7 @@ import numpy as np
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data.documents import File
 from jaxkern.lm.data.files import write_atomically
-from jaxkern.lm.data.sources import counted, find_files, parse, refuse_nothing
+from jaxkern.lm.data.sources import Skipped, counted, find_files, parse, refuse_nothing
 from jaxkern.lm.data.tokenizer import SEPARATOR, Bytes
 
 VALIDATION_FRACTION = 0.05
@@ -39,7 +39,8 @@ class Corpus:
 
     def describe(self) -> str:
         info = self.info
-        documents, skipped = info["documents"], info["skipped"]
+        documents = info["documents"]
+        skipped = Skipped(info["skipped"], info.get("skipped_example", ""))
         files = info.get("files", documents)
         text = counted(files, "file")
         if documents != files:
@@ -47,8 +48,8 @@ class Corpus:
         text += f": {len(self.train):,} bytes to train on, {len(self.validation):,} held out"
         if info["split"] == "by position":
             text += f" ({'one file: ' if files == 1 else ''}its end is held out)"
-        if skipped:
-            text += f"; {counted(skipped, 'file')} without readable text skipped"
+        if skipped.count:
+            text += f"; {skipped.describe('skipped')}"
         return text
 
 
@@ -72,7 +73,8 @@ def build_corpus(paths: tuple[str, ...], folder: Path) -> Corpus:
         "paths": [str(Path(path).resolve()) for path in paths] or ["standard library"],
         "files": len(files),
         "documents": documents,
-        "skipped": skipped,
+        "skipped": skipped.count,
+        "skipped_example": skipped.example,
         "split": "by position" if held_out is None else "by document",
         "fingerprint": _fingerprint(folder),
     }
@@ -142,10 +144,10 @@ def validation_batches(
         yield np.stack([data[start : start + seq_len + 1] for start in rows])
 
 
-def _find_files(paths: tuple[str, ...]) -> tuple[list[File], int]:
-    """The files of text below the named paths in a fixed order, and how many others there are."""
+def _find_files(paths: tuple[str, ...]) -> tuple[list[File], Skipped]:
+    """The files of text below the named paths in a fixed order, and the others there."""
     files: dict[Path, File] = {}
-    skipped = 0
+    skipped = Skipped()
     for source in parse(paths):
         found, others = find_files(source, count=True)
         skipped += others

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.sources import counted
+from jaxkern.lm.data.sources import Skipped, counted
 
 _BLOCK = 1 << 16  # samples in which every source has its share
 _OPEN = 64  # files that are mapped at once
@@ -264,9 +264,10 @@ class PackedCorpus:
         text = f"{counted(documents, 'document')}: {text}"
         text += {"by position": " (their end)", "by source": " (of --eval-data)"}.get(held, "")
         text += f"; {1 / self.tokens_per_byte:.2f} bytes per token"
-        skipped = sum(source["skipped"] for source in self.info["sources"])
-        if skipped:
-            text += f"; {counted(skipped, 'file')} without readable text skipped"
+        sources = self.info["sources"]
+        each = (Skipped(source["skipped"], source.get("skipped_example", "")) for source in sources)
+        if (skipped := sum(each, Skipped())).count:
+            text += f"; {skipped.describe('skipped')}"
         return text
 
     @property

@@ -87,10 +87,35 @@ def standard_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """Files of folders that hold no documents.
+
+    Attributes:
+      count: how many there are.
+      example: the path of one, and why it was skipped.
+      records: whether that one should have held records: of those the reason is to be known first.
+    """
+
+    count: int = 0
+    example: str = ""
+    records: bool = False
+
+    def __add__(self, other: "Skipped") -> "Skipped":
+        better = not self.count or (other.records and not self.records)
+        kept = other if better else self
+        return dataclasses.replace(kept, count=self.count + other.count)
+
+    def describe(self, verb: str) -> str:
+        """How many there are, and one of them."""
+        such = f"{', such as' if self.count > 1 else ','} {self.example}" if self.example else ""
+        return f"{counted(self.count, 'file')} without readable text {verb}{such}"
+
+
 def find_files(
     source: Source, flag: str = "--data", *, count: bool = False
-) -> tuple[list[File], int]:
-    """The files of documents that a source names, and how many others there are.
+) -> tuple[list[File], Skipped]:
+    """The files of documents that a source names, and the others in its folders.
 
     Args:
         source: that names them.
@@ -101,7 +126,7 @@ def find_files(
         RunError: there is no such path, or a file that is named itself holds no text.
     """
     files: dict[Path, File] = {}
-    skipped = 0
+    skipped = Skipped()
     for root in _roots(source, flag):
         named = not root.is_dir()
         for path in [root] if named else _walk(root, flag, only_python=not source.path):
@@ -113,14 +138,16 @@ def find_files(
                 if named:
                     remedy = "give text files or folders of them"
                     raise RunError(f"{flag} {root}: {error}; {remedy}") from None
-                skipped += 1
+                skipped += Skipped(1, f"{path}: {error}", file.kind != "text")
     return sorted(files.values(), key=lambda f: (f.name, str(f.path))), skipped
 
 
-def refuse_nothing(files: Sequence[File], skipped: int, where: str, flag: str = "--data") -> None:
+def refuse_nothing(
+    files: Sequence[File], skipped: Skipped, where: str, flag: str = "--data"
+) -> None:
     """Raise RunError where a flag names no file of text."""
     if not files:
-        passed = f" ({counted(skipped, 'file')} there without readable text)" if skipped else ""
+        passed = f" ({skipped.describe('there')})" if skipped.count else ""
         raise RunError(
             f"no text to train on in {where or standard_library()}{passed}; give text files to "
             f"{flag}"
