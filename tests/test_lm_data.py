@@ -128,12 +128,13 @@ def test_json_without_text_is_named_and_beside_text_it_is_skipped(tmp_path):
     bad = {
         "no_text.jsonl": (
             '{"content": "a"}\n',
-            "line 1 has no \"text\" of a document, but 'content'",
+            'line 1 has no "text" of a document, but "content"; name the field',
         ),
-        "number.jsonl": ("\n17\n", 'line 2 has no "text"'),
+        "number.jsonl": ("\n17\n", 'line 2 is a number, not an object with the field "text"'),
+        "field.jsonl": ('{"text": 17}\n', 'line 1 has a number as its "text", not a string; leave'),
+        "null.jsonl": ('{"text": null}\n', "a file without text"),
         "cut.jsonl": ('{"text": "a', "line 1 is not JSON"),
         "zero.ndjson": ('{"text": "\\u0000"}', "document 1 has a zero byte"),
-        "half.jsonl": ('{"text": "\\ud800"}', "line 1 is not Unicode"),
         "empty.jsonl": ('{"text": ""}\n', "a file without text"),
         "list.json": ('[{"text": "a"}]', "JSON, whose syntax would be trained on"),
     }

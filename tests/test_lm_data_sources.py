@@ -141,6 +141,30 @@ def test_parquet_and_fields_that_are_named(tmp_path):
     assert documents(f"{tmp_path / 'c.jsonl'}:body") == TEXTS[:5]
 
 
+def test_records_without_a_text(tmp_path):
+    """Null is no document in either format, and half a character does not lose one."""
+    texts = [*TEXTS[:3], None, "", *TEXTS[3:]]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines([None, *texts]))
+    assert documents(str(path), count=True) == TEXTS
+    table = write_table(tmp_path / "a.parquet", [None, *texts])
+    assert documents(str(table), count=True) == TEXTS
+    path.write_bytes(b'{"text": "a\\ud83d"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
+    assert documents(str(path)) == ["a\ufffd", "\ufffd\U0001f600"]
+    for broken, kind in (("[1]", "a list"), ("{}", "an object"), ("true", "a boolean")):
+        path.write_bytes(lines(TEXTS) + f'{{"text": {broken}}}\n'.encode())
+        with pytest.raises(RunError, match=f'{path}: line 41 has {kind} as its "text", not a str'):
+            documents(str(path), count=True)
+    path.write_bytes(lines(TEXTS) + b"null\n")
+    with pytest.raises(RunError, match="line 41 is null, not an object"):
+        documents(str(path), count=True)
+    binary = pa.array([*["a"] * 300, b"\xff"], pa.binary())
+    column = pa.Array.from_buffers(pa.string(), 301, binary.buffers())
+    parquet.write_table(pa.table({"text": column}), table, row_group_size=100)
+    with pytest.raises(RunError, match="a text in rows 257 to 301 is not UTF-8"):
+        documents(str(table), count=True)
+
+
 def test_folders_and_patterns(tmp_path):
     for name in ("a/1.txt", "a/2.txt", "b/deep/3.txt", "b/4.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +269,7 @@ def test_a_large_file_is_divided_and_nothing_is_lost(tmp_path, monkeypatch, size
     groups = shards.divide([File("c", packed)])
     assert len([*itertools.chain(*groups)]) == min(16, -(-packed.stat().st_size // size))
     broken = itertools.chain(*(p.file.documents(p.begin, p.end) for g in groups for p in g))
-    with pytest.raises(NotTextError, match=r'line 41 has no "text"'):
+    with pytest.raises(NotTextError, match=r"line 41 is a list, not an object"):
         list(broken)
     packed.write_bytes(gzip.compress(lines(TEXTS)))
     pieces = [*itertools.chain(*shards.divide([File("c", packed)]))]
@@ -254,7 +278,7 @@ def test_a_large_file_is_divided_and_nothing_is_lost(tmp_path, monkeypatch, size
     # A line that is broken is found by its number, whichever part it is in.
     path.write_bytes(lines(TEXTS) + b'{"text": 7}\n' + lines(TEXTS))
     pieces = [piece for group in shards.divide(files[:1]) for piece in group]
-    with pytest.raises(NotTextError, match=r'line 41 has no "text"'):
+    with pytest.raises(NotTextError, match=r'line 41 has a number as its "text"'):
         [*itertools.chain(*(piece.file.documents(piece.begin, piece.end) for piece in pieces))]
 
 

@@ -29,6 +29,17 @@ _CHUNK = 1 << 20
 _ROWS = 256  # of Parquet that are read at once
 
 
+_KINDS = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
 class NotTextError(Exception):
     """Why a file is no training text."""
 
@@ -223,21 +234,31 @@ def _compressed_lines(path: Path, begin: int, end: int | None) -> Iterator[tuple
 
 
 def _json_text(line: bytes, field: str) -> bytes:
+    """The text of a record in UTF-8, which is empty where its field is null."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise NotTextError(f"is not JSON ({error})") from None
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        fields = ", ".join(map(str, record)) if isinstance(record, dict) else line[:40]
+    if not isinstance(record, dict):
+        raise NotTextError(f'is {_KINDS[type(record)]}, not an object with the field "{field}"')
+    if field not in record:
+        fields = ", ".join(f'"{name}"' for name in record) or "no field"
         raise NotTextError(
-            f'has no "{field}" of a document, but {fields!r}; name the field that holds it behind '
+            f'has no "{field}" of a document, but {fields}; name the field that holds it behind '
             "the path, as in PATH:FIELD"
+        )
+    text = record[field]
+    if text is None:
+        return b""
+    if not isinstance(text, str):
+        raise NotTextError(
+            f'has {_KINDS[type(text)]} as its "{field}", not a string; leave the line out, or name '
+            "the field that holds the document behind the path, as in PATH:FIELD"
         )
     try:
         return text.encode()
-    except UnicodeEncodeError as error:
-        raise NotTextError(f"is not Unicode text ({error.reason})") from None
+    except UnicodeEncodeError:  # half a character, as where a text was cut, becomes U+FFFD
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
 
 
 def _line_number(path: Path, position: int) -> int:
@@ -268,10 +289,15 @@ def _table_texts(file: File, begin: int, end: int | None) -> Iterator[bytes]:
     """The texts in the groups of rows from `begin` to before `end`."""
     with _table(file) as table:
         groups = range(begin, table.num_row_groups if end is None else end)
+        row = sum(table.metadata.row_group(i).num_rows for i in range(begin))
         for rows in table.iter_batches(_ROWS, row_groups=groups, columns=[file.field]):
-            for text in rows.column(0).to_pylist():
-                if text:
-                    yield text.encode()
+            try:
+                texts = rows.column(0).to_pylist()
+            except UnicodeDecodeError as error:
+                where = f"a text in rows {row + 1:,} to {row + len(rows):,}"
+                raise NotTextError(f"{where} is not UTF-8 ({error.reason})") from None
+            row += len(rows)
+            yield from (text.encode() for text in texts if text)
 
 
 @contextlib.contextmanager
