@@ -141,6 +141,24 @@ def test_parquet_and_fields_that_are_named(tmp_path):
     assert documents(f"{tmp_path / 'c.jsonl'}:body") == TEXTS[:5]
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.large_string(),
+        pa.string_view(),
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.dictionary(pa.int8(), pa.large_string()),
+    ],
+    ids=str,
+)
+def test_every_type_of_text_in_parquet_is_read(tmp_path, kind):
+    path = tmp_path / "a.parquet"
+    column = pa.array([*TEXTS, None, TEXTS[0]]).cast(kind)
+    parquet.write_table(pa.table({"text": column}), path, row_group_size=7)
+    assert parquet.read_schema(path).field("text").type != pa.string()
+    assert documents(str(path), count=True) == [*TEXTS, TEXTS[0]]
+
+
 def test_records_without_a_text(tmp_path):
     """Null is no document in either format, and half a character does not lose one."""
     texts = [*TEXTS[:3], None, "", *TEXTS[3:]]
@@ -227,12 +245,17 @@ def test_why_files_of_a_folder_are_skipped_is_told(tmp_path):
 
 def test_what_cannot_be_named(tmp_path, monkeypatch):
     table = write_table(tmp_path / "a.parquet", TEXTS, "content")
+    binary = write_table(tmp_path / "b.parquet", [text.encode() for text in TEXTS])
     for named, words in (
         ([str(tmp_path / "*.csv")], r"\*.csv: no file matches"),
         ([f"{table}=0"], "weight 0 must be a number above 0"),
         ([f"{table}=-1"], "weight -1 must be"),
         ([f"{table}=1", str(table)], "some have a weight and some do not; write =WEIGHT"),
-        ([str(table)], 'has no column "text" of text, but content; name the column'),
+        (
+            [str(table)],
+            r'has no column "text" of text \(string\), but "n" \(int64\), "content" \(string\); name',
+        ),
+        ([str(binary)], r'no column "text" .*, but "n" \(int64\), "text" \(binary\); name the'),
         ([f"{table}:n"], 'has no column "n" of text'),
         ([f"{table}:gone"], 'has no column "gone"'),
     ):

@@ -311,14 +311,17 @@ def _table(file: File) -> Iterator[Any]:
         raise NotTextError(f"is not Parquet ({str(error).partition('.')[0]})") from None
     with table:
         schema = table.schema_arrow
-        columns = [f.name for f in schema if pa.types.is_string(f.type) or _large(pa, f.type)]
-        if file.field not in columns:
+        if not any(f.name == file.field and _is_text(pa, f.type) for f in schema):
+            columns = ", ".join(f'"{f.name}" ({f.type})' for f in schema) or "none"
             raise NotTextError(
-                f'has no column "{file.field}" of text, but {", ".join(columns) or "none"}; name '
-                "the column that holds the documents behind the path, as in PATH:COLUMN"
+                f'has no column "{file.field}" of text (string), but {columns}; name the column '
+                "that holds the documents behind the path, as in PATH:COLUMN"
             )
         yield table
 
 
-def _large(pa: Any, kind: Any) -> bool:
-    return pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+def _is_text(pa: Any, kind: Any) -> bool:
+    if pa.types.is_dictionary(kind):  # pandas's categoricals
+        kind = kind.value_type
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(test(kind) for test in tests)
