@@ -171,18 +171,30 @@ def _roots(source: Source, flag: str) -> list[Path]:
 
 
 def _walk(root: Path, flag: str, *, only_python: bool) -> Iterator[Path]:
+    """The files below a folder, and below those that links in it lead to, each folder once."""
+
     def unreadable(error: OSError) -> None:
         if not only_python:
             raise RunError(f"{flag} {error.filename}: cannot be read ({error.strerror})")
 
     avoided = _SKIPPED_FOLDERS | (_SKIPPED_IN_STDLIB if only_python else set())
-    for folder, folders, files in os.walk(root, onerror=unreadable):
-        folders[:] = sorted(f for f in folders if f not in avoided and not f.startswith("."))
-        for file in sorted(files):
-            path = Path(folder, file)
-            hidden = file.startswith(".")
-            if not hidden and path.is_file() and (path.suffix == ".py" or not only_python):
-                yield path
+    waiting, seen = collections.deque([root]), set()
+    # Links last, so that a file below the root has the name that it has without them.
+    while waiting:
+        for folder, folders, files in os.walk(waiting.popleft(), onerror=unreadable):
+            real = os.path.realpath(folder)
+            if real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(f for f in folders if f not in avoided and not f.startswith("."))
+            links = [path for path in (Path(folder, f) for f in folders) if path.is_symlink()]
+            waiting += [link for link in links if not Path(real).is_relative_to(link.resolve())]
+            for file in sorted(files):
+                path = Path(folder, file)
+                hidden = file.startswith(".")
+                if not hidden and path.is_file() and (path.suffix == ".py" or not only_python):
+                    yield path
 
 
 def _checked(file: File, flag: str, count: bool) -> File:
