@@ -1,17 +1,20 @@
 """Tokens on disk, and the windows of packed documents that are drawn from them."""
 
 import dataclasses
+import gzip
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from pyarrow import parquet
 
 from jaxkern.lm import data
 from jaxkern.lm.config import PRESETS, RunError, TrainConfig
-from jaxkern.lm.data import packed, shards, tokenizer
+from jaxkern.lm.data import packed, pieces, shards, tokenizer
 from jaxkern.lm.data.packed import Order, Packed, Stream, permuted, predicted
 from jaxkern.lm.loader import initial
 from jaxkern.lm.model import Options
@@ -67,7 +70,7 @@ def texts_of(source, library):
 @pytest.mark.parametrize("size", [400, 10**6])
 def test_shards_hold_what_tokenising_at_once_gives(root, tmp_path, monkeypatch, size):
     """By one process, and by two that write some shards each."""
-    monkeypatch.setattr(shards, "_SHARD_BYTES", size)
+    monkeypatch.setattr(pieces, "_SHARD_BYTES", size)
     monkeypatch.setattr(shards, "_PROCESS_BYTES", 400)
     monkeypatch.setattr(shards.os, "sched_getaffinity", lambda pid: {0, 1})
     corpus = data.build_packed(config_of(root, tokenizer="bpe:300"), tmp_path / "run")
@@ -109,6 +112,102 @@ def test_a_long_document_is_tokenised_in_parts(tmp_path, monkeypatch):
     assert parts.train[0].stream.size + parts.validation[0].stream.size == together.size // 2
 
 
+@pytest.mark.parametrize(
+    ("name", "glue", "documents"),
+    [
+        ("one.txt", " ", 1),
+        ("one.md", "<|endoftext|>", 1),
+        ("many.txt", "\n<|endoftext|>\n", 1200),
+        ("two.txt", "<|endoftext|>", 2),
+    ],
+)
+def test_a_large_text_is_divided_and_its_tokens_stay(tmp_path, monkeypatch, name, glue, documents):
+    """Behind markers, and in a long document between two words."""
+    monkeypatch.setattr(shards, "_TEXT", 5000)
+    monkeypatch.setattr(pieces, "_HEAD_BYTES", 20000)
+    texts = [text.strip() for text in TEXTS * 6]
+    texts = [" ".join(texts[i::2]) for i in range(2)] if documents == 2 else texts
+    content = glue.join(texts).encode()
+    (tmp_path / name).write_bytes(content)
+    trained = tokenizer.train_bpe(iter(TEXTS), 300, show=False)
+    (tmp_path / "tokenizer.json").write_text(trained.stored())
+    for spec in ("bytes", str(tmp_path)):
+        found = []
+        for size in (10**6, 7000, 10000):
+            monkeypatch.setattr(pieces, "_SHARD_BYTES", size)
+            config = config_of(tmp_path / name, tokenizer=spec)
+            corpus = data.build_packed(config, tmp_path / "run")
+            (source,) = corpus.info["sources"]
+            assert (source["shards"][1] > 5) == (size < 10**6)
+            assert source["documents"] == documents
+            assert source["bytes"] == len(content) - (documents - 1) * len(glue)
+            found.append([tokens_of(part) for part in (*corpus.train, *corpus.validation)])
+        for divided in found[1:]:
+            for (tokens, starts), (whole, begins) in zip(divided, found[0], strict=True):
+                np.testing.assert_array_equal(tokens, whole)
+                np.testing.assert_array_equal(starts, begins)
+
+
+@pytest.mark.parametrize("content", ["é" * 4000, "é\n" * 3000, "\n" * 5000, "<|endof\n\n\n" * 700])
+def test_a_large_text_without_words_is_divided(tmp_path, monkeypatch, content):
+    """At the ends of lines, or of characters: all bytes are there."""
+    monkeypatch.setattr(pieces, "_HEAD_BYTES", 300)
+    monkeypatch.setattr(pieces, "_WINDOW", 50)
+    monkeypatch.setattr(shards, "_TEXT", 100)
+    monkeypatch.setattr(pieces, "_SHARD_BYTES", 333)
+    path = tmp_path / "a.txt"
+    path.write_text(content)
+    corpus = data.build_packed(config_of(path), tmp_path / "run")
+    tokens = [tokens_of(part)[0] for part in (*corpus.train, *corpus.validation)]
+    (source,) = corpus.info["sources"]
+    assert source["shards"][1] > 10
+    assert source["documents"] == 1
+    assert bytes(np.concatenate(tokens)) == b"\0" + content.encode() + b"\0"
+
+
+def test_the_number_of_processes_changes_no_token(root, tmp_path, monkeypatch):
+    (root / "more" / "large.txt").write_text(" ".join(TEXTS) * 700)
+    fingerprints = set()
+    for cores in (1, 2):
+        monkeypatch.setattr(shards.os, "sched_getaffinity", lambda pid, n=cores: {*range(n)})
+        corpus = data.build_packed(config_of(root), tmp_path / str(cores))
+        assert corpus.info["sources"][0]["shards"][1] > 2
+        fingerprints.add(corpus.info["fingerprint"])
+    assert len(fingerprints) == 1
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_progress_is_told_inside_of_shards(tmp_path, monkeypatch, cores):
+    """Of all kinds of files, and all bytes in the end."""
+    words = " ".join(TEXTS) * 400
+    record = (json.dumps({"text": " ".join(TEXTS[:9])}) + "\n").encode()
+    (tmp_path / "a.txt").write_text(words)
+    (tmp_path / "b.jsonl").write_bytes(record * 8000)
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(record * 8000, 0))
+    parquet.write_table(pa.table({"text": TEXTS * 9}), tmp_path / "d.parquet")
+    told = []
+    monkeypatch.setattr(shards._Bar, "add", lambda self, size: told.append(size))
+    monkeypatch.setattr(shards.os, "sched_getaffinity", lambda pid: {*range(cores)})
+    monkeypatch.setattr(shards, "_TICK", 0.001)
+    for path in sorted(tmp_path.glob("*.*")):
+        size = path.stat().st_size
+        monkeypatch.setattr(pieces, "_LEAST_BYTES", size // cores + 1)
+        monkeypatch.setattr(shards, "_PROCESS_BYTES", size // 2)
+        told.clear()
+        data.build_packed(config_of(path), tmp_path / "run")
+        assert sum(told) == size or path.suffix == ".parquet"
+        if cores == 1:
+            assert len(told) >= 5 or path.suffix == ".parquet"
+            assert max(told) <= 2**20
+
+
+def test_shards_are_as_large_as_the_data_asks_for():
+    sizes = []
+    for total in (3 << 20, 48 << 20, 8 << 30, 1 << 40):
+        sizes.append(pieces.shard_bytes(total) >> 20)
+    assert sizes == [4, 4, 32, 64]
+
+
 def test_texts_between_markers_are_documents(tmp_path):
     """Neither state nor loss goes from a story to the next, whatever the tokenizer."""
     folder = tmp_path / "text"
@@ -131,12 +230,12 @@ def test_texts_between_markers_are_documents(tmp_path):
 
 
 def test_a_killed_run_keeps_its_whole_shards(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_SHARD_BYTES", 400)
+    monkeypatch.setattr(pieces, "_SHARD_BYTES", 400)
     config, out = config_of(root), tmp_path / "run"
     whole = data.build_packed(config, tmp_path / "undisturbed")
     write, written = shards.write_shard, []
 
-    def killed(shard, tokens):
+    def killed(shard, tokens, tell):
         written.append(shard.path.name)
         if len(written) == 9:
 
@@ -147,7 +246,7 @@ def test_a_killed_run_keeps_its_whole_shards(root, tmp_path, monkeypatch):
                     raise KeyboardInterrupt
 
             tokens = Killed()
-        write(shard, tokens)
+        write(shard, tokens, tell)
 
     monkeypatch.setattr(shards, "write_shard", killed)
     assert not data.has_shards(out)

@@ -151,15 +151,15 @@ DRIVER = """
 import os, signal, sys
 
 name, *argv = sys.argv[1:]
-from jaxkern.lm.data import shards
+from jaxkern.lm.data import pieces, shards
 
-write, shards._SHARD_BYTES = shards.write_shard, 3000
+write, pieces._SHARD_BYTES = shards.write_shard, 3000
 written = []
-def write_shard(shard, tokenizer):
+def write_shard(shard, tokenizer, tell):
     written.append(shard)
     if len(written) == 3:
         os.kill(os.getpid(), getattr(signal, name))
-    write(shard, tokenizer)
+    write(shard, tokenizer, tell)
 shards.write_shard = write_shard
 import runpy
 sys.argv = ["bin/jaxkern", *argv]
@@ -188,11 +188,11 @@ def test_a_run_that_is_stopped_while_it_tokenises_goes_on(argv, tmp_path, name, 
     assert not (out / "config.json").exists()
     written = []
     write = data.shards.write_shard
-    monkeypatch.setattr(data.shards, "_SHARD_BYTES", 3000)
+    monkeypatch.setattr(data.pieces, "_SHARD_BYTES", 3000)
 
-    def write_shard(shard, tokenizer):
+    def write_shard(shard, tokenizer, tell):
         written.append(shard.path.name)
-        write(shard, tokenizer)
+        write(shard, tokenizer, tell)
 
     monkeypatch.setattr(data.shards, "write_shard", write_shard)
     monkeypatch.setattr(train_module.Trainer, "compile", lambda self, fresh: 1 / 0)

@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import build_corpus, build_packed, shards, tokenizer
+from jaxkern.lm.data import build_corpus, build_packed, pieces, tokenizer
 from jaxkern.lm.data import documents as documents_module
 from jaxkern.lm.data.documents import File, NotTextError
 from jaxkern.lm.data.sources import Source, find_files, parse
@@ -287,14 +287,14 @@ def test_what_cannot_be_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [1, 97, 1000, 10**6])
 def test_a_large_file_is_divided_and_nothing_is_lost(tmp_path, monkeypatch, size):
     """Each line belongs to the part that it starts in, each group of rows to one part."""
-    monkeypatch.setattr(shards, "_SHARD_BYTES", size)
+    monkeypatch.setattr(pieces, "_SHARD_BYTES", size)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n" + lines(TEXTS) + b"\n" + lines(["end"]).rstrip())
     write_table(tmp_path / "b.parquet", TEXTS)
     files = find_files(parse([str(tmp_path)])[0])[0]
     found = [
         b"".join(parts).decode()
-        for group in shards.divide(files)
+        for group in pieces.divide(files)
         for piece in group
         for parts in piece.file.documents(piece.begin, piece.end)
     ]
@@ -302,20 +302,20 @@ def test_a_large_file_is_divided_and_nothing_is_lost(tmp_path, monkeypatch, size
     # The parts of a compressed file share its lines.
     packed = tmp_path / "c.jsonl.gz"
     packed.write_bytes(gzip.compress(lines(TEXTS) + b"[]\n"))
-    groups = shards.divide([File("c", packed)])
+    groups = pieces.divide([File("c", packed)])
     assert len([*itertools.chain(*groups)]) == min(16, -(-packed.stat().st_size // size))
     broken = itertools.chain(*(p.file.documents(p.begin, p.end) for g in groups for p in g))
     with pytest.raises(NotTextError, match=r"line 41 is a list, not an object"):
         list(broken)
     packed.write_bytes(gzip.compress(lines(TEXTS)))
-    pieces = [*itertools.chain(*shards.divide([File("c", packed)]))]
-    found = [text for p in pieces for (text,) in p.file.documents(p.begin, p.end)]
+    parts = [*itertools.chain(*pieces.divide([File("c", packed)]))]
+    found = [text for p in parts for (text,) in p.file.documents(p.begin, p.end)]
     assert sorted(found) == sorted(text.encode() for text in TEXTS)
     # A line that is broken is found by its number, whichever part it is in.
     path.write_bytes(lines(TEXTS) + b'{"text": 7}\n' + lines(TEXTS))
-    pieces = [piece for group in shards.divide(files[:1]) for piece in group]
+    parts = [piece for group in pieces.divide(files[:1]) for piece in group]
     with pytest.raises(NotTextError, match=r'line 41 has a number as its "text"'):
-        [*itertools.chain(*(piece.file.documents(piece.begin, piece.end) for piece in pieces))]
+        [*itertools.chain(*(piece.file.documents(piece.begin, piece.end) for piece in parts))]
 
 
 def test_tokenizers_that_cannot_be_had(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ sources    what --data names: files of documents, found
 documents  the documents of a file, read
 corpus     the bytes of documents in two packed files, and random windows of them
 tokenizer  bytes, a tokenizer.json, a BPE of the data
+pieces     files, divided between shards
 shards     documents -> tokens on disk, by several processes
 packed     windows of packed documents, in an order that a seed decides
 build      the tokens of a run: made, found again, opened

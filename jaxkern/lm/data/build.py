@@ -16,12 +16,11 @@ from jaxkern.lm.data.corpus import VALIDATION_FRACTION
 from jaxkern.lm.data.documents import File
 from jaxkern.lm.data.files import write_atomically
 from jaxkern.lm.data.packed import PackedCorpus, PackedSource, Stream
+from jaxkern.lm.data.pieces import Piece, divide
 from jaxkern.lm.data.shards import (
     PARTS,
-    Piece,
     Shard,
     beginnings,
-    divide,
     read_shard,
     tokenise,
 )

@@ -15,8 +15,9 @@ import io
 import itertools
 import json
 import lzma
+import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ _JSON_LINES = {".jsonl", ".ndjson", ".json"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 MARKER = b"<|endoftext|>"  # ends a document of a .txt; elsewhere it is text like any other
 _CHUNK = 1 << 20
+_READ = 1 << 17  # bytes of a file that are read at once
 _ROWS = 256  # of Parquet that are read at once
 
 
@@ -38,6 +40,9 @@ _KINDS = {
     list: "a list",
     dict: "an object",
 }
+
+
+type _Read = Callable[[int], object] | None  # called with the bytes that are read
 
 
 class NotTextError(Exception):
@@ -83,13 +88,16 @@ class File:
         else:
             yield from (f"{self.name}:{i}" for i in range(self.texts or 0))
 
-    def documents(self, begin: int = 0, end: int | None = None) -> Iterator[Iterable[bytes]]:
+    def documents(
+        self, begin: int = 0, end: int | None = None, read: _Read = None
+    ) -> Iterator[Iterable[bytes]]:
         """Yields the UTF-8 of its documents, each in parts; those that are empty are left out.
 
         Args:
-            begin, end: a part of the file: of Parquet these groups of rows; of JSON Lines those
-                that start between these bytes, or, where they are compressed, every `end`-th from
-                line `begin` on.
+            begin, end: a part of the file: of a text these bytes; of Parquet these groups of rows;
+                of JSON Lines those that start between these bytes, or, where they are compressed,
+                every `end`-th from line `begin` on.
+            read: called with the bytes that were read, for what tells of progress.
 
         Raises:
             NotTextError: the file is not what its name says.
@@ -97,14 +105,18 @@ class File:
         with readable():
             match self.kind:
                 case "lines":
-                    yield from ([text] for text in _json_texts(self, begin, end))
+                    yield from ([text] for text in _json_texts(self, begin, end, read))
                 case "table":
-                    yield from ([text] for text in _table_texts(self, begin, end))
+                    yield from ([text] for text in _table_texts(self, begin, end, read))
                 case "text":
-                    with open_file(self.path) as file:
-                        chunks = iter(lambda: file.read(_CHUNK), b"")
+                    with open_file(self.path, read) as file:
+                        behind = False
+                        if begin:
+                            file.seek(max(0, begin - len(MARKER)))
+                            behind = file.read(min(begin, len(MARKER))) == MARKER
+                        chunks = _chunks(file, sys.maxsize if end is None else end - begin)
                         if self.suffix == ".txt":
-                            yield from _marked_texts(chunks)
+                            yield from _marked_texts(chunks, behind)
                         else:
                             yield chunks
 
@@ -131,33 +143,62 @@ def readable() -> Iterator[None]:
         raise NotTextError(f"cannot be read ({error.strerror})") from None
 
 
-def open_file(path: Path) -> Any:
-    """Opens a file of bytes, decompressed."""
-    match path.suffix.lower():
-        case ".gz":
-            return gzip.open(path, "rb")
-        case ".bz2":
-            return bz2.open(path, "rb")
-        case ".xz":
-            return lzma.open(path, "rb")
-        case ".zst":
-            pa = need_package("pyarrow", f"{path} is compressed by zstd, and reading it")
-            stream: Any = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
-            return io.BufferedReader(stream, _CHUNK)
-    return open(path, "rb")
+class _Told(io.FileIO):
+    """A file that tells how many bytes of it are read."""
+
+    def __init__(self, path: Path, read: Callable[[int], object]):
+        super().__init__(path)
+        self._tell_read = read
+
+    def readinto(self, buffer: Any) -> int | None:
+        size = super().readinto(buffer)
+        self._tell_read(size or 0)
+        return size
 
 
-def _marked_texts(chunks: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
-    """The texts between markers, each in parts, which have to be read before the next text is."""
-    parts = _between_markers(chunks)
+@contextlib.contextmanager
+def open_file(path: Path, read: _Read = None) -> Iterator[Any]:
+    """Opens a file of bytes, decompressed; `read` is called with the bytes that are read of it."""
+    with contextlib.ExitStack() as files:
+        file: Any = _Told(path, read) if read else io.FileIO(path)
+        file = files.enter_context(io.BufferedReader(file, _READ))
+        match path.suffix.lower():
+            case ".gz":
+                file = files.enter_context(gzip.open(file, "rb"))
+            case ".bz2":
+                file = files.enter_context(bz2.open(file, "rb"))
+            case ".xz":
+                file = files.enter_context(lzma.open(file, "rb"))
+            case ".zst":
+                pa = need_package("pyarrow", f"{path} is compressed by zstd, and reading it")
+                stream = pa.CompressedInputStream(file, "zstd")
+                file = files.enter_context(io.BufferedReader(stream, _CHUNK))
+        yield file
+
+
+def _chunks(file: Any, left: int) -> Iterator[bytes]:
+    """The next bytes of a file, no more than `left`."""
+    while chunk := file.read(min(_CHUNK, left)):
+        left -= len(chunk)
+        yield chunk
+
+
+def _marked_texts(chunks: Iterator[bytes], behind: bool) -> Iterator[Iterator[bytes]]:
+    """The texts between markers, each in parts, which have to be read before the next text is.
+
+    Args:
+        chunks: of the file, or of a part of it.
+        behind: whether a marker is before the first.
+    """
+    parts = _between_markers(chunks, behind)
     for first in parts:
         if first is not None:
             yield itertools.chain([first], iter(parts.__next__, None))
 
 
-def _between_markers(chunks: Iterator[bytes]) -> Iterator[bytes | None]:
+def _between_markers(chunks: Iterator[bytes], begins: bool) -> Iterator[bytes | None]:
     """The bytes of a text, ``None`` for each marker; line ends beside a marker belong to it."""
-    waiting, begins = b"", False
+    waiting = b""
     for chunk in chunks:
         *ended, waiting = (waiting + chunk).split(MARKER)
         for part in ended:
@@ -201,10 +242,10 @@ def check_json(file: File) -> None:
         )
 
 
-def _json_texts(file: File, begin: int, end: int | None) -> Iterator[bytes]:
+def _json_texts(file: File, begin: int, end: int | None, read: _Read) -> Iterator[bytes]:
     """The texts in a part of the lines of JSON."""
     lines = _compressed_lines if file.compressed else _plain_lines
-    for where, line in lines(file.path, begin, end):
+    for where, line in lines(file.path, begin, end, read):
         if line.strip():
             try:
                 content = _json_text(line, file.field)
@@ -215,9 +256,11 @@ def _json_texts(file: File, begin: int, end: int | None) -> Iterator[bytes]:
                 yield content
 
 
-def _plain_lines(path: Path, begin: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+def _plain_lines(
+    path: Path, begin: int, end: int | None, read: _Read
+) -> Iterator[tuple[int, bytes]]:
     """The lines that start from byte `begin` to before byte `end`, behind the byte of each."""
-    with open_file(path) as stream:
+    with open_file(path, read) as stream:
         position = begin
         if begin:  # the line that the byte before belongs to is another part's
             stream.seek(begin - 1)
@@ -227,9 +270,11 @@ def _plain_lines(path: Path, begin: int, end: int | None) -> Iterator[tuple[int,
             position += len(line)
 
 
-def _compressed_lines(path: Path, begin: int, end: int | None) -> Iterator[tuple[int, bytes]]:
+def _compressed_lines(
+    path: Path, begin: int, end: int | None, read: _Read
+) -> Iterator[tuple[int, bytes]]:
     """Every `end`-th line from line `begin` on, or all, behind the number of each from 1."""
-    with open_file(path) as stream:
+    with open_file(path, read) as stream:
         yield from itertools.islice(enumerate(stream, 1), begin, None, end)
 
 
@@ -285,7 +330,7 @@ def row_groups(file: File) -> list[int]:
         ]
 
 
-def _table_texts(file: File, begin: int, end: int | None) -> Iterator[bytes]:
+def _table_texts(file: File, begin: int, end: int | None, read: _Read) -> Iterator[bytes]:
     """The texts in the groups of rows from `begin` to before `end`."""
     with _table(file) as table:
         groups = range(begin, table.num_row_groups if end is None else end)
@@ -297,7 +342,10 @@ def _table_texts(file: File, begin: int, end: int | None) -> Iterator[bytes]:
                 where = f"a text in rows {row + 1:,} to {row + len(rows):,}"
                 raise NotTextError(f"{where} is not UTF-8 ({error.reason})") from None
             row += len(rows)
-            yield from (text.encode() for text in texts if text)
+            contents = [text.encode() for text in texts if text]
+            if read:
+                read(sum(map(len, contents)))
+            yield from contents
 
 
 @contextlib.contextmanager

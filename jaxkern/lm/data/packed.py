@@ -105,10 +105,10 @@ class Stream:
         """The tokens of a shard and where its documents begin, mapped."""
         if shard not in self._mapped:
             path = self._paths[shard]
-            self._mapped[shard] = (
-                np.memmap(f"{path}.tokens", self._dtype, "r"),
-                np.memmap(f"{path}.starts", np.int64, "r"),
-            )
+            starts = Path(f"{path}.starts")
+            # Where a shard is inside a document, none begins in it; an empty file cannot be mapped.
+            begins = np.memmap(starts, np.int64, "r") if starts.stat().st_size else np.zeros(0, int)
+            self._mapped[shard] = np.memmap(f"{path}.tokens", self._dtype, "r"), begins
             if len(self._mapped) > _OPEN:
                 self._mapped.popitem(last=False)
         return self._mapped[shard]

@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,14 @@ import numpy as np
 
 from jaxkern.lm import stop
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.documents import File, NotTextError, row_groups
+from jaxkern.lm.data.documents import File, NotTextError
 from jaxkern.lm.data.files import write_atomically
+from jaxkern.lm.data.pieces import Piece
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of, load
 
 PARTS = ("train", "validation")
-_SHARD_BYTES = 64 << 20  # of files, compressed where they are
-_READERS = 16  # parts of a compressed file, at most
 _PROCESS_BYTES = 4 << 20  # for which another process, which starts in seconds, is worth it
 _TEXT = 1 << 20  # characters that are tokenised at once, and at most of a document
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A file, or a part of it as `File.documents` takes it; `size` is in bytes on disk."""
-
-    file: File
-    begin: int
-    end: int | None
-    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,40 +81,6 @@ def read_shard(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def divide(files: Sequence[File], flag: str = "--data") -> list[tuple[Piece, ...]]:
-    """Files in groups of about `_SHARD_BYTES`, those in between divided where they can be."""
-    groups: list[tuple[Piece, ...]] = []
-    group: list[Piece] = []
-    for file in files:
-        try:
-            pieces = _pieces(file)
-        except NotTextError as error:
-            raise RunError(f"{flag} {file.path}: {error}") from None
-        for piece in pieces:
-            if group and sum(p.size for p in group) + piece.size > _SHARD_BYTES:
-                groups.append(tuple(group))
-                group = []
-            group.append(piece)
-    return [*groups, tuple(group)] if group else groups
-
-
-def _pieces(file: File) -> Iterator[Piece]:
-    size = file.path.stat().st_size
-    if size <= _SHARD_BYTES or file.kind == "text":
-        yield Piece(file, 0, None, size)
-    elif file.compressed:  # read by each, which takes less time than to tokenise what is its own
-        parts = min(_READERS, -(-size // _SHARD_BYTES))
-        for i in range(parts):
-            yield Piece(file, i, parts, size // parts)
-    elif file.kind == "lines":
-        for begin in range(0, size, _SHARD_BYTES):
-            end = min(begin + _SHARD_BYTES, size)
-            yield Piece(file, begin, end, end - begin)
-    else:
-        for i, rows in enumerate(row_groups(file)):
-            yield Piece(file, i, i + 1, rows)
-
-
 def tokenise(shards: Sequence[Shard], tokenizer: Bytes | Tokenizer, stored: Path) -> None:
     """Write the shards that are not whole yet, by as many processes as there are cores.
 
@@ -146,22 +101,31 @@ def tokenise(shards: Sequence[Shard], tokenizer: Bytes | Tokenizer, stored: Path
     with contextlib.closing(_Bar(total, total - left)) as bar:
         if workers == 1:
             for shard in missing:
-                write_shard(shard, tokenizer)
-                bar.add(shard.size)
+                write_shard(shard, tokenizer, bar.add)
             return
         tokens = (tokenizer.begin, tokenizer.end)
         start = (os.getpid(), None if isinstance(tokenizer, Bytes) else stored, tokens)
         spawned = multiprocessing.get_context("spawn")
+        done = spawned.Value("q", 0)  # bytes, of all processes
         others = multiprocessing.active_children()
         pool = concurrent.futures.ProcessPoolExecutor(
-            workers, spawned, _begin_worker, (*start, max(1, (cores or 1) // workers))
+            workers, spawned, _begin_worker, (*start, max(1, (cores or 1) // workers), done)
         )
         try:
             with _without_interrupts():
-                sizes = {pool.submit(_write_in_worker, shard): shard.size for shard in missing}
-            for future in concurrent.futures.as_completed(sizes):
-                future.result()
-                bar.add(sizes[future])
+                waiting = {pool.submit(_write_in_worker, shard) for shard in missing}
+            told = 0
+            while waiting:
+                written, waiting = concurrent.futures.wait(
+                    waiting, _TICK, concurrent.futures.FIRST_COMPLETED
+                )
+                for future in written:
+                    future.result()
+                # Without the lock, which a process that is killed may hold.
+                so_far = done.get_obj().value
+                if so_far > told:
+                    bar.add(so_far - told)
+                told = so_far
         except concurrent.futures.process.BrokenProcessPool:
             raise RunError(
                 "a process that tokenises was killed, perhaps for want of memory; run the same "
@@ -186,12 +150,17 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_tokenizer: Bytes | Tokenizer = Bytes()  # of a process of the pool
+# Of a process of the pool: its tokenizer, and the bytes that all have done.
+_tokenizer: Bytes | Tokenizer = Bytes()
+_done: Any = None
 
 
-def _begin_worker(parent: int, stored: Path | None, tokens: tuple[int, int], threads: int) -> None:
+def _begin_worker(
+    parent: int, stored: Path | None, tokens: tuple[int, int], threads: int, done: Any
+) -> None:
     """Prepares a process, which ends when its parent does."""
-    global _tokenizer
+    global _tokenizer, _done
+    _done = done
     os.environ["RAYON_NUM_THREADS"] = str(threads)  # of tokenizers
 
     def watch() -> None:
@@ -205,17 +174,28 @@ def _begin_worker(parent: int, stored: Path | None, tokens: tuple[int, int], thr
 
 
 def _write_in_worker(shard: Shard) -> None:
-    write_shard(shard, _tokenizer)
+    write_shard(shard, _tokenizer, _tell)
 
 
-def write_shard(shard: Shard, tokenizer: Bytes | Tokenizer) -> None:
-    """Tokenise the documents of a shard, and write its files."""
+def _tell(size: int) -> None:
+    with _done.get_lock():
+        _done.value += size
+
+
+def write_shard(shard: Shard, tokenizer: Bytes | Tokenizer, tell: Callable[[int], object]) -> None:
+    """Tokenise the documents of a shard, and write its files.
+
+    Args:
+        shard: to write.
+        tokenizer: of its documents.
+        tell: called with the bytes that are done since the last call, `shard.size` in all.
+    """
     dtype = dtype_of(tokenizer.size)
     with contextlib.ExitStack() as files:
         parts = [files.enter_context(_Part(shard.path, part, dtype)) for part in PARTS]
         waiting: list[tuple[_Part, str, bool, bool]] = []
         size = 0
-        for each in _texts(shard, parts):
+        for each in _texts(shard, parts, tell):
             waiting.append(each)
             size += len(each[1])
             if size >= _TEXT:
@@ -290,30 +270,90 @@ def _write(waiting: list[tuple[_Part, str, bool, bool]], tokenizer: Bytes | Toke
             part.write([tokenizer.end])
 
 
-def _texts(shard: Shard, parts: Sequence[_Part]) -> Iterator[tuple[_Part, str, bool, bool]]:
+def _texts(
+    shard: Shard, parts: Sequence[_Part], tell: Callable[[int], object]
+) -> Iterator[tuple[_Part, str, bool, bool]]:
     """The documents in texts of at most `_TEXT` characters, each with whether it is the first and
     whether it is the last of its document.
 
     Long documents are cut before a space between two words, where tokenizers cut them, too.
     """
     train, validation = parts
+    part_of = lambda head: validation if _fraction(head) < shard.held_out else train
     for piece in shard.pieces:
+        progress = _Progress(piece, tell)
+        texts = _piece_texts(piece, part_of, progress.read)
         with _named(piece.file):
-            for document in piece.file.documents(piece.begin, piece.end):
-                part, text = None, ""
-                for more, final in _decoded(document):
-                    text += more
-                    while len(text) > _TEXT or final:
-                        end = _cut(text) if len(text) > _TEXT else len(text)
-                        first = part is None
-                        if part is None:
-                            held = _fraction(text[:end]) < shard.held_out
-                            part = validation if held else train
-                        last = final and end == len(text)
-                        yield part, text[:end], first, last
-                        text = text[end:]
-                        if last:
-                            break
+            yield from _left_open(texts) if piece.unfinished else texts
+        progress.end()
+
+
+def _piece_texts(
+    piece: Piece, part_of: Callable[[str], _Part], read: Callable[[int], None]
+) -> Iterator[tuple[_Part, str, bool, bool]]:
+    """The texts of a part of a file; `part_of` tells by its first text where a document goes."""
+    part = None if piece.start is None else part_of(_head(piece.file, piece.start))
+    for document in piece.file.documents(piece.begin, piece.end, read):
+        text = ""
+        for more, final in _decoded(document):
+            text += more
+            while len(text) > _TEXT or final:
+                end = _cut(text) if len(text) > _TEXT else len(text)
+                first = part is None
+                if part is None:
+                    part = part_of(text[:end])
+                last = final and end == len(text)
+                yield part, text[:end], first, last
+                text = text[end:]
+                if last:
+                    break
+        part = None
+
+
+def _left_open(
+    texts: Iterator[tuple[_Part, str, bool, bool]],
+) -> Iterator[tuple[_Part, str, bool, bool]]:
+    """Texts, of which the last is not the last of its document."""
+    waiting = None
+    for each in texts:
+        if waiting is not None:
+            yield waiting
+        waiting = each
+    if waiting is not None:
+        yield (*waiting[:3], False)
+
+
+def _head(file: File, start: int) -> str:
+    """The first text of a long document of a text, by which it is held out or not."""
+    text = ""
+    for document in file.documents(start):
+        for more, _ in _decoded(document):
+            text += more
+            if len(text) > _TEXT:
+                break
+        break
+    return text[: _cut(text)] if len(text) > _TEXT else text
+
+
+class _Progress:
+    """Tells of the bytes of a piece while its file is read, and never of more than it has."""
+
+    def __init__(self, piece: Piece, tell: Callable[[int], object]):
+        divided = piece.file.compressed and piece.end is not None
+        self._readers = piece.end if divided and piece.end else 1  # each reads all of the file
+        self._left = piece.size
+        self._tell = tell
+
+    def read(self, size: int) -> None:
+        self._add(min(self._left, size // self._readers))
+
+    def end(self) -> None:
+        self._add(self._left)
+
+    def _add(self, size: int) -> None:
+        if size:
+            self._left -= size
+            self._tell(size)
 
 
 def beginnings(file: File) -> Iterator[str]:
@@ -374,7 +414,7 @@ class _Bar:
             )
 
     def add(self, size: int) -> None:
-        """Tell that a shard of `size` bytes is whole."""
+        """Tell that `size` bytes more are done."""
         self._done += size
         now = time.monotonic()
         if self._bar is not None:
@@ -395,4 +435,5 @@ class _Bar:
                 self._bar.close()
 
 
-_QUIET = 10.0  # seconds between two lines
+_TICK = 0.5  # seconds after which the bar moves
+_QUIET = 10.0  # between two lines
