@@ -1,6 +1,8 @@
 """linear and accumulate_weight_grad: cases for the common suite, and what is their own."""
 
 import functools
+import math
+import re
 from typing import get_args
 
 import jax
@@ -217,6 +219,97 @@ def test_what_devices_add(dtype):
         text = lowered.as_text().split('"stablehlo.all_reduce"')[1:]
         summed = [part.split(") -> ")[1].split(">")[0].split("x")[-1] for part in text]
         assert summed == [{"float32": "f32", "bfloat16": "bf16"}[dtype]], summed
+
+
+def _with_norm(name, *scales):
+    call = getattr(jaxkern, name)
+    return lambda x, w, b, _, **options: call(x, *scales, w, b, activation="gelu", **options)
+
+
+ON_MESH = {
+    "linear": lambda x, w, b, sums, **options: jaxkern.linear(
+        x, w, b, activation="gelu", accumulator=sums, **options
+    ),
+    "gated": lambda x, w, b, sums, **options: jaxkern.gated_linear_unit(
+        x, w, 2 * w, b, 2 * b, accumulators=None if sums is None else (sums, sums), **options
+    ),
+    "gated by one weight": lambda x, w, b, sums, **options: jaxkern.gated_linear_unit(
+        x, w, None, b, accumulators=sums, **options
+    ),
+    "rms norm": _with_norm("rms_norm_linear", None),
+    "layer norm": _with_norm("layer_norm_linear", None, None),
+}
+SPLITS = [
+    (("s",), (None, "s"), ("s", None)),
+    ((("s", "t"),), ("t", "s"), (("s", "t"), None)),
+    (("s", "t"), (None, ("s", "t")), ("s", "t")),
+    ((None, "s"), (None, ("s", "t")), (None, ("s", "t"))),
+]
+FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+
+
+def _placer(*sizes):
+    names = "st"[: len(sizes)]
+    devices = jax.devices()[: math.prod(sizes)]
+    mesh = jax.make_mesh(sizes, tuple(names), (AxisType.Explicit,) * len(sizes), devices=devices)
+    return lambda v, *spec: jax.device_put(v, jax.NamedSharding(mesh, P(*spec)))
+
+
+@FOUR_DEVICES
+@pytest.mark.parametrize(
+    ("dtype", "implementation", "accumulated"),
+    [("float32", None, True), ("bfloat16", None, False), ("bfloat16", "xla", False)],
+)
+@pytest.mark.parametrize(
+    ("name", "of_x", "of_weight", "of_out"),
+    [(name, *splits) for name in ON_MESH for splits in SPLITS[: 1 if "norm" in name else None]],
+)
+def test_one_axis_of_a_mesh_splits_both_operands(
+    name, of_x, of_weight, of_out, dtype, implementation, accumulated
+):
+    """Values and gradients, each split as its argument, and results as in every implementation."""
+    put, call = _placer(2, 2), functools.partial(ON_MESH[name], implementation=implementation)
+    x, w, b = inputs(16, 8, 32, dtype)
+    sums = jnp.ones(w.shape) if accumulated and "norm" not in name else None
+
+    def run(*arrays):
+        out, vjp = jax.vjp(call, *arrays)
+        return out, vjp(jnp.cos(out))
+
+    placed = put(x, *of_x), put(w, *of_weight), put(b, *of_weight[1:])
+    placed = *placed, None if sums is None else put(sums, *of_weight)
+    out, grads = jax.jit(run)(*placed)
+    tolerance = 2e-5 if dtype == "float32" else 2.0**-6
+    check.assert_close((out, grads), run(x, w, b, sums), tolerance)
+    split = lambda v: None if v is None else jax.typeof(v).sharding.spec
+    assert list(map(split, grads)) == list(map(split, placed))
+    assert split(jax.jit(call)(*placed)) == split(out)
+    if name != "gated by one weight":  # whose kernels gather its columns
+        assert split(out) == P(*of_out)
+
+
+@FOUR_DEVICES
+def test_the_weight_is_gathered_and_not_the_rows():
+    put = _placer(4)
+    x, w, b = inputs(16, 8, 32, "float32")
+    run = lambda x, w, b: jax.vjp(functools.partial(jaxkern.linear, activation="gelu"), x, w, b)
+    both = jax.jit(lambda dout, *a: run(*a)[1](dout))
+    placed = put(x, "s"), put(w, None, "s"), put(b, "s")
+    text = both.lower(put(jnp.ones((16, 32)), "s"), *placed).compile().as_text()
+    gathered = set(re.findall(r"= (\S+?)\{\S* all-gather\(", text))
+    assert gathered == {"f32[8,32]", "f32[32]"}
+
+
+@FOUR_DEVICES
+def test_accumulator_split_otherwise_than_what_is_added():
+    put = _placer(4)
+    x, w, _ = inputs(16, 8, 32, "float32")
+    sums, dout = jnp.ones(w.shape), jnp.sin(x @ w)
+    got = jax.jit(jaxkern.accumulate_weight_grad)(
+        put(sums, None, "s"), put(x, None, "s"), put(dout)
+    )
+    check.assert_close(got, jaxkern.accumulate_weight_grad(sums, x, dout), 1e-6)
+    assert got.sharding.spec == P(None, "s")
 
 
 def test_epilogue_of_several_boxes():

@@ -49,6 +49,7 @@ from jaxkern.ops.linear.products import (
     Options,
     bias_gradient,
     check_accumulator,
+    match_product,
     unfit_for_gpu,
     unsupported,
 )
@@ -211,6 +212,8 @@ def _gated_fwd(x, w_gate, w_up, b_gate, b_up, accumulators, options):
     options = dataclasses.replace(options, save=not options.recompute)
     arrays = (x, w_gate, w_up, b_gate, b_up)
     out, gate, up = FORWARD(options, *arrays)
+    if not options.one_weight:  # K may be split here, and is whole where nothing is saved
+        out = match_product(out, x, w_gate)
     return out, (arrays, accumulators, gate, up)
 
 

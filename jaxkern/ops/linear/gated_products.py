@@ -19,6 +19,7 @@ from jaxkern.ops.linear.products import (
     flat,
     in_epilogue,
     launch,
+    plus_bias,
     row_count,
     unchanged,
     wide_product,
@@ -96,7 +97,7 @@ def reference_forward(options: GatedOptions, *arrays: Any) -> Any:
 def finish_forward(options: GatedOptions, *arrays_and_sums: Any) -> Any:
     """Biases and unit of the products, or of their sums over the devices that K is split over."""
     x, _, _, b_gate, b_up, _, gate, up = arrays_and_sums
-    gate, up = (v if b is None else v + b.astype(v.dtype) for v, b in ((gate, b_gate), (up, b_up)))
+    gate, up = plus_bias(gate, b_gate), plus_bias(up, b_up)
     kept = [gate, up]
     if options.one_weight:
         gate, up = jnp.split(gate, 2, axis=-1)
@@ -204,7 +205,7 @@ def reference_slopes(
     options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any, dout: Any
 ) -> Any:
     _, gate, up = reference_projections(options, x, w_gate, w_up, b_gate, b_up)
-    gate, up = (v if b is None else v + b.astype(v.dtype) for v, b in ((gate, b_gate), (up, b_up)))
+    gate, up = plus_bias(gate, b_gate), plus_bias(up, b_up)
     if options.one_weight:
         gate, up = jnp.split(gate, 2, axis=-1)
     slopes = options.unit.slopes(gate, up, dout.astype(gate.dtype), PLAIN)

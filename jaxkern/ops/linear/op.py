@@ -187,12 +187,13 @@ def accumulate_weight_grad(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _linear(x: Any, weight: Any, bias: Any, accumulator: Any, options: Options) -> Any:
     del accumulator
-    return FORWARD(options, x, weight, bias)[0]
+    return products.match_product(FORWARD(options, x, weight, bias)[0], x, weight)
 
 
 def _linear_fwd(x, weight, bias, accumulator, options):
     saving = options.activation not in (None, "relu")
-    out, y = FORWARD(dataclasses.replace(options, save=saving), x, weight, bias)
+    results = FORWARD(dataclasses.replace(options, save=saving), x, weight, bias)
+    out, y = (products.match_product(v, x, weight) for v in results)
     return out, (x, weight, bias, accumulator, out if options.activation == "relu" else y)
 
 

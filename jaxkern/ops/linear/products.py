@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 from jaxkern.core.arguments import check_array, unfit
 from jaxkern.core.dispatch import Mode
+from jaxkern.core.mesh import gather, match_sharding, partition_spec, split_factors
 from jaxkern.lowering import target
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
 from jaxkern.ops.linear.matmul import matmul
@@ -95,9 +96,7 @@ def reference_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple
 def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, _: Any) -> Any:
     """Bias and activation of the product, or of its sum over the devices that K is split over."""
     del weight
-    y = sums.astype(jnp.promote_types(sums.dtype, jnp.float32))
-    if bias is not None:
-        y = y + bias.astype(y.dtype)
+    y = plus_bias(sums.astype(jnp.promote_types(sums.dtype, jnp.float32)), bias)
     out = y if options.activation is None else curve(options.activation, y)
     return out.astype(x.dtype), y.astype(x.dtype) if options.save else None
 
@@ -191,7 +190,7 @@ def kernel_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tu
 
 
 def reference_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    return (accumulator + reference_dweight(options, x, dy)[0],)
+    return (accumulator + match_sharding(reference_dweight(options, x, dy)[0], accumulator),)
 
 
 def faster_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> bool:
@@ -282,18 +281,34 @@ def dot(precision: Any, a: Any, b: Any, over_a: int, over_b: int, dtype: Any) ->
 
 
 def _sharding(a: Any, b: Any, over_a: int, over_b: int) -> Any:
-    """The sharding of a contraction over a split axis of an Explicit mesh: JAX asks for it."""
+    """The sharding of a contraction on an Explicit mesh, for which JAX may ask.
+
+    Where both operands are split over the same axis of the mesh, `b`, the weight, is gathered.
+    """
     mesh = jax.typeof(a).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return None
-    (spec_a, split), (spec_b, _) = (
-        ([*spec[:over], *spec[over + 1 :]], spec[over])
-        for spec, over in (
-            (jax.typeof(a).sharding.spec, over_a),
-            (jax.typeof(b).sharding.spec, over_b),
-        )
-    )
-    return None if split is None else NamedSharding(mesh, PartitionSpec(*spec_a, *spec_b))
+    factors = [f".{i}" for i in range(a.ndim)], ["n", "n"]
+    factors[0][over_a] = factors[1][over_b] = "k"
+    specs = [jax.typeof(v).sharding.spec for v in (a, b)]
+    axes = split_factors(mesh.shape, factors, frozenset("k"), specs, (a.shape, b.shape))
+    of_out = [f for f in (*factors[0], *factors[1]) if f != "k"]
+    return NamedSharding(mesh, partition_spec(of_out, axes))
+
+
+def match_product(out: Any, x: Any, weight: Any) -> Any:
+    """Splits `out` over an Explicit mesh as x · w is, where a pass split K instead."""
+    sharding = _sharding(x, weight, x.ndim - 1, 0)
+    return out if out is None or sharding is None else jax.sharding.reshard(out, sharding)
+
+
+def plus_bias(y: Any, bias: Any) -> Any:
+    """`y` and, if there is one, `bias`, which is gathered where the columns of `y` were."""
+    if bias is None:
+        return y
+    of_y, of_bias = (jax.typeof(v).sharding.spec[-1] for v in (y, bias))
+    bias = bias if of_bias == of_y else gather(bias, 0)
+    return y + bias.astype(y.dtype)
 
 
 def unfit_for_gpu(options: Any, *types: Any) -> str | None:
