@@ -309,6 +309,13 @@ def test_causal_conv1d_lowers_for_cuda(size, dtype):
     assert "causal_conv1d_bwd" in text
 
 
+@pytest.mark.parametrize(("dim", "kernels"), [(127, False), (128, True)])
+def test_kernels_of_few_channels_are_not_chosen(dim, kernels):
+    run = jax.jit(jax.grad(lambda *a: convolve(*a, implementation=None).sum()))
+    text = run.trace(*inputs(1, 64, dim, 4)).lower(lowering_platforms=("cuda",)).as_text()
+    assert bool(check.kernel_calls(text)) == kernels
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize("dim", [130, 2048])
 def test_causal_conv1d_same_bits(dim):

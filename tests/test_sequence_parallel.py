@@ -69,8 +69,8 @@ def _linear(reverse: bool) -> Op:
     return Op(call, (a, _random(b, l, d, seed=1), _random(b, d), _ids(b, l)), "bld bld bd bl")
 
 
-def _conv() -> Op:
-    b, l, d, w = 2, 32, 128, 4
+def _conv(d: int) -> Op:
+    b, l, w = 2, 32, 4
 
     def call(x, weight, bias, state, ids, **options):
         options |= {"initial_state": state, "segment_ids": ids, "activation": "silu"}
@@ -118,7 +118,8 @@ def _ssd(every: int | None = 128) -> Op:
 OPS = {
     "linear_scan": _linear(False),
     "linear_scan reverse": _linear(True),
-    "causal_conv1d": _conv(),
+    "causal_conv1d": _conv(128),
+    "causal_conv1d of few channels": _conv(6),
     "selective_scan": _selective(),
     "selective_scan none saved": _selective(None),
     "ssd": _ssd(),

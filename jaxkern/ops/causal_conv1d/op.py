@@ -173,7 +173,6 @@ def causal_conv1d(
             implementation,
             _unsupported(x, weight, bias, initial_state),
             op="causal_conv1d",
-            slower=_slower(dim),
         ),
         final=return_final_state and count is None,
         sequence_axis=over,
@@ -282,11 +281,10 @@ def _unsupported(x: Any, weight: Any, bias: Any, state: Any) -> str | None:
     return None
 
 
-def _slower(dim: int) -> str | None:
-    """Why XLA is faster than the kernels for `dim` channels."""
-    if dim < LANES:
-        return f"{dim} channels are padded to {LANES} for the kernel"
-    return None
+def _faster(options: Options, x: Any, *rest: Any) -> bool:
+    """Whether a kernel is faster than XLA for the channels of `x`: it pads them to 128."""
+    del options, rest
+    return x.shape[-1] >= LANES
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -318,6 +316,7 @@ FORWARD = KernelPass(
     "causal_conv1d_fwd",
     kernel=launch_fwd,
     reference=reference_fwd,
+    faster=_faster,
     ins=("b l d", "d w", "d", "b k d", "b l"),
     outs=("b l d", "b k d"),
     whole="w k",
@@ -327,6 +326,7 @@ BACKWARD = KernelPass(
     "causal_conv1d_bwd",
     kernel=launch_bwd,
     reference=reference_bwd,
+    faster=_faster,
     ins=("b l d", "d w", "d", "b k d", "b l", "b l d", "b k d"),
     outs=("b l d", "d w", "d", "b k d"),
     whole="w k",
