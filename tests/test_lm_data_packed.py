@@ -178,7 +178,7 @@ def test_the_number_of_processes_changes_no_token(root, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_progress_is_told_inside_of_shards(tmp_path, monkeypatch, cores):
-    """Of all kinds of files, and all bytes in the end."""
+    """Progress is told of every kind of file, and of all bytes in the end."""
     words = " ".join(TEXTS) * 400
     record = (json.dumps({"text": " ".join(TEXTS[:9])}) + "\n").encode()
     (tmp_path / "a.txt").write_text(words)

@@ -196,7 +196,7 @@ def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv, 
     assert (flags["tokenizer"], flags["vocab_size"]) == (str(theirs), model.config.vocab_size)
     assert json.loads((more / "tokenizer.json").read_text()) == tokenizer
     assert loader.load(more).encode("state") == model.encode("state")
-    # The same tokens: no document has a second one that begins it.
+    # Both runs have the same tokens: no document has a second one that begins it.
     assert stored(more)["data"]["fingerprint"] == stored(out)["data"]["fingerprint"]
     began, ended = (read_metrics(folder / "metrics.jsonl") for folder in (more, out))
     assert began[0]["validation_loss"] == pytest.approx(ended[-1]["validation_loss"], rel=1e-5)

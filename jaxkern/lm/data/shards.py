@@ -150,7 +150,7 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# Of a process of the pool: its tokenizer, and the bytes that all have done.
+# A process of the pool has a tokenizer, and the bytes that all processes have done.
 _tokenizer: Bytes | Tokenizer = Bytes()
 _done: Any = None
 

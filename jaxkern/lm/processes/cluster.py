@@ -98,7 +98,7 @@ def _by_cluster(environment: Mapping[str, str]) -> Told | None:
         on_host = number("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
         local = number("OMPI_COMM_WORLD_LOCAL_RANK", 0)
     elif (count := number("PMI_SIZE", 1)) > 1 and count != tasks_of_step:
-        # With as many tasks, Slurm has set it, or has started as many processes.
+        # Where Slurm has as many tasks, it has set PMI_SIZE, or has started the processes.
         raise RunError(
             f"PMI_SIZE={count} and PMI_RANK={environment.get('PMI_RANK', '')} say that this "
             f"process is one of {count} by MPICH or Intel MPI, which do not tell where process 0 "

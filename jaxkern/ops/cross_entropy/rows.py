@@ -123,7 +123,7 @@ class Sums(NamedTuple):
         return Sums(largest, *sums)
 
     def beside(self, largest: Any) -> "Sums":
-        """The same with exponentials relative to the largest logit of more classes."""
+        """These sums with exponentials relative to the largest logit of more classes."""
         shrink = jnp.exp(finite(self.largest) - finite(largest))
         # The classes may be all −∞, and then exp(0 − largest) be infinite.
         shrink = jnp.where(self.largest == -jnp.inf, 0, shrink)

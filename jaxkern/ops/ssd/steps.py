@@ -28,8 +28,8 @@ from jaxkern.ops.ssd.tiles import CHUNK, STEPS
 HEADS = 8
 """Heads of a block: 32 bytes of a token, a sector of memory."""
 LAST_PARTS, SKIP_PARTS, WARPS = STEPS + 1, STEPS, 4
-"""Of what is added up for a chunk: a part of each half of its tokens, and one of its states. A part
-is four numbers, the sums of the warps of a warpgroup."""
+"""The parts that are added up for a chunk's last sum, one of each half of its tokens and one of its
+states, and those for D, of the halves alone. A part is the sums of a warpgroup's four warps."""
 _PIECES = LANES // HEADS
 _PIECE = CHUNK // _PIECES
 """Tokens of a lane."""
@@ -45,22 +45,13 @@ def chunk_sums(a: jax.Array, dt: jax.Array) -> jax.Array:
     batch, length, heads = a.shape
     chunks = -(-length // CHUNK)
     tokens = plgpu.SMEM((CHUNK, HEADS), jnp.float32)
-    return launch_named(
+    return _launch(
+        "ssd_steps",
         _sum_chunk,
         {"a": a, "dt": dt},
         {"steps": jax.ShapeDtypeStruct((batch, heads, chunks, 2, CHUNK), jnp.float32)},
-        {
-            "a": tokens,
-            "dt": tokens,
-            "steps": plgpu.SMEM((HEADS, 2, CHUNK), jnp.float32),
-            "totals": plgpu.SMEM((2 * _PIECES, HEADS), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=2),
-        },
-        grid=(batch * chunks * (heads // HEADS),),
-        grid_names=(BLOCK,),
-        num_threads=1,
-        thread_name=WARPGROUP,
-        kernel_name="ssd_steps",
+        {"a": tokens, "dt": tokens, "steps": plgpu.SMEM((HEADS, 2, CHUNK), jnp.float32)},
+        batch * chunks * (heads // HEADS),
     )["steps"]
 
 
@@ -84,7 +75,8 @@ def chunk_sum_grads(
     heads = -(-heads // HEADS) * HEADS
     like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     tokens = plgpu.SMEM((CHUNK, HEADS), jnp.float32)
-    grads = launch_named(
+    grads = _launch(
+        "ssd_steps_bwd",
         _sum_chunk_grads,
         {"sums": sums, "parts": parts},
         {
@@ -97,16 +89,31 @@ def chunk_sum_grads(
             "ddt": tokens,
             "sums": plgpu.SMEM((HEADS, 2, CHUNK), jnp.float32),
             "parts": plgpu.SMEM((HEADS, *parts.shape[3:]), jnp.float32),
-            "totals": plgpu.SMEM((2 * _PIECES, HEADS), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=2),
         },
-        grid=(batch * chunks * (heads // HEADS),),
+        batch * chunks * (heads // HEADS),
+    )
+    return grads["da"], grads["ddt"], grads["dD"]
+
+
+def _launch(
+    name: str, kernel: Any, ins: Any, outs: Any, scratch: dict[str, Any], blocks: int
+) -> dict[str, Any]:
+    """Launches a kernel that fetches two tiles, and adds up what its pieces share in `totals`."""
+    shared = {
+        "totals": plgpu.SMEM((2 * _PIECES, HEADS), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=2),
+    }
+    return launch_named(
+        kernel,
+        ins,
+        outs,
+        scratch | shared,
+        grid=(blocks,),
         grid_names=(BLOCK,),
         num_threads=1,
         thread_name=WARPGROUP,
-        kernel_name="ssd_steps_bwd",
+        kernel_name=name,
     )
-    return grads["da"], grads["ddt"], grads["dD"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +126,7 @@ class _At:
 
     @classmethod
     def of(cls, tokens: Any) -> "_At":
-        """Of this block; `tokens` is (B, L, H)."""
+        """The place of this block; `tokens` is (B, L, H)."""
         _, length, heads = tokens.shape
         chunks, columns = -(-length // CHUNK), heads // HEADS
         block = lax.axis_index(BLOCK)
@@ -195,7 +202,7 @@ def _load_tokens(ref: Any) -> list[Any]:
 
 
 def _of_piece(n: int) -> LaneOffsets:
-    """What is `n` rows after that of a lane's piece, in rows of HEADS."""
+    """The row `n` after that of a lane's piece, in rows of HEADS."""
     return LaneOffsets(((1, HEADS, 1), (HEADS, _PIECES, HEADS)), n * HEADS)
 
 
