@@ -22,7 +22,6 @@ from jaxkern.ops.ssd.blocks import (
     COLUMNS,
     TILE,
     WARPGROUP,
-    StepDecays,
     Unit,
     accumulated,
     first_state,
@@ -41,7 +40,7 @@ from jaxkern.ops.ssd.call import (
     unless_finite,
 )
 from jaxkern.ops.ssd.reference import Options, passed_on, reference_bwd_carry, reference_carry
-from jaxkern.ops.ssd.tiles import BOX, CARRY_WARPGROUPS, CHUNK, SLICE, STAGES, STEP, STEPS, Scan
+from jaxkern.ops.ssd.tiles import BOX, CARRY_WARPGROUPS, CHUNK, SLICE, STEP, STEPS, Scan
 
 
 def launch_carry(
@@ -63,13 +62,15 @@ def launch_carry(
       The states that are saved, or ``None``, and the last one of each part in fp32.
     """
     W, N, dtype = scan.warpgroups, scan.states, tokens.dtype
+    stages = _stages(scan)
     scratch = {
-        "tokens": tiles_of(STAGES * W, STEP, SLICE, dtype=dtype),
-        "steps": plgpu.SMEM((STAGES * W, 2, CHUNK), jnp.float32),
-        "weights": tiles_of(STAGES, STEP, N, dtype=dtype),
-        "tokens_full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES * W),
-        "full": plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        "empty": plgpu.Barrier(num_arrivals=W, num_barriers=STAGES),
+        "tokens": tiles_of(stages * W, STEP, SLICE, dtype=dtype),
+        "steps": plgpu.SMEM((2 * W, 2, CHUNK), jnp.float32),
+        "weights": tiles_of(2, CHUNK, N, dtype=dtype),
+        "tokens_full": plgpu.Barrier(num_arrivals=1, num_barriers=stages * W),
+        "steps_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
+        "full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        "empty": plgpu.Barrier(num_arrivals=W, num_barriers=2),
     }
     if scan.every:
         scratch["held"] = tiles_of(W, N // BOX, SLICE, BOX, dtype=dtype)
@@ -166,26 +167,41 @@ def _of_device(
     return carry if rank is None else unless_finite([carry[1]], carry, plain, args)
 
 
-def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
-    """Goes through the steps of a warpgroup's unit and part, in reverse from the last one on."""
-    at = Unit(scan)
-    copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
-    where = lambda n: at.first + (at.count - 1 - n if reverse else n)
+def _stages(scan: Scan) -> int:
+    """The stages of a warpgroup's tokens, as many as fit beside the states to be saved."""
+    return min(4, (8 if scan.every else 16) // scan.warpgroups)
 
-    def fetch_tokens(n: Any) -> None:
-        slot, step = at.warpgroup * STAGES + lax.rem(n, STAGES), where(n)
+
+def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
+    """Goes through the chunks of a warpgroup's unit and part, in reverse from the last one on.
+
+    A chunk's steps are multiplied one after the other, each while the next one is weighted.
+    """
+    at, stages = Unit(scan), _stages(scan)
+    count, first = lax.div(at.count, STEPS), lax.div(at.first, STEPS)
+    copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
+    where = lambda n: first + (count - 1 - n if reverse else n)
+    slot_of = lambda n: at.warpgroup * 2 + lax.rem(n, 2)
+    slot_of_step = lambda k: at.warpgroup * stages + lax.rem(k, stages)
+
+    def fetch_tokens(k: Any) -> None:
+        """Those of the `k`-th step."""
+        slot, step = slot_of_step(k), where(lax.div(k, STEPS)) * STEPS + lax.rem(k, STEPS)
         tokens = refs.tokens.at[at.batch, of_step(step), at.head, at.channels]
         copy(tokens, smem.tokens.at[slot], smem.tokens_full.at[slot])
-        steps = refs.steps.at[at.batch, at.head, lax.div(step, STEPS)]
-        copy(steps, smem.steps.at[slot], smem.tokens_full.at[slot])
+
+    def fetch_steps(n: Any) -> None:
+        steps = refs.steps.at[at.batch, at.head, where(n)]
+        copy(steps, smem.steps.at[slot_of(n)], smem.steps_full.at[slot_of(n)])
 
     def fetch_weights(n: Any) -> None:
-        slot, weights = lax.rem(n, STAGES), refs.weights.at[at.batch, of_step(where(n)), at.group]
+        slot, tokens = lax.rem(n, 2), pl.ds(where(n) * CHUNK, CHUNK)
+        weights = refs.weights.at[at.batch, tokens, at.group]
         copy(weights, smem.weights.at[slot], smem.full.at[slot])
 
     def save(n: Any, h: Any) -> None:
         held = smem.held.at[at.warpgroup]
-        to = refs.states.at[at.batch, lax.div(where(n), STEPS), at.head, at.channels]
+        to = refs.states.at[at.batch, where(n), at.head, at.channels]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for k in range(scan.states // BOX):
             held.at[k][...] = h[:, k * BOX : (k + 1) * BOX].astype(held.dtype)
@@ -193,36 +209,52 @@ def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
         for k in range(scan.states // BOX):
             plgpu.copy_smem_to_gmem(held.at[k], to.at[:, pl.ds(k * BOX, BOX)])
 
-    def step(n: Any, h: Any) -> Any:
-        slot, own = lax.rem(n, STAGES), at.warpgroup * STAGES + lax.rem(n, STAGES)
-        if refs.states is not None:
-            pl.when(lax.rem(n, STEPS) == 0)(lambda: save(n, h))
-
-        @pl.when((at.warpgroup == 0) & (n > 0) & (n + STAGES - 1 < at.count))
-        def _():
-            plgpu.barrier_wait(smem.empty.at[lax.rem(n + STAGES - 1, STAGES)])
-            fetch_weights(n + STAGES - 1)
-
-        plgpu.barrier_wait(smem.tokens_full.at[own])
-        steps = StepDecays(smem.steps.at[own], where(n))
-        tokens = wide(plgpu.load(smem.tokens.at[own].transpose((1, 0)), layout=TILE))  # (p, j)
-        c = steps.sums(COLUMNS)
+    def weighted(n: Any, s: int) -> Any:
+        """(P, 64): the tokens of a chunk's step by their weights, turned; refills their slot."""
+        k, steps, part = n * STEPS + s, smem.steps.at[slot_of(n)], pl.ds(s * STEP, STEP)
+        plgpu.barrier_wait(smem.tokens_full.at[slot_of_step(k)])
+        tokens = smem.tokens.at[slot_of_step(k)].transpose((1, 0))
+        tokens = wide(plgpu.load(tokens, layout=TILE))
+        c = plgpu.load(steps.at[0, part], layout=COLUMNS)
         if reverse:
-            weight = jnp.exp2(c - steps.before())
+            weight = jnp.exp2(c)
         else:
-            weight = jnp.exp2(steps.last() - c) * steps.sizes(COLUMNS)
-        weighted = (tokens * over_columns(weight, SLICE)).astype(smem.tokens.dtype)
-        h = h * jnp.exp2(steps.total())
-        plgpu.barrier_wait(smem.full.at[slot])
-        (h,) = accumulated(lambda h: multiply(h, weighted, smem.weights.at[slot]), h)
-        plgpu.barrier_arrive(smem.empty.at[slot])
+            sizes = plgpu.load(steps.at[1, part], layout=COLUMNS)
+            weight = jnp.exp2(steps[0, CHUNK - 1] - c) * sizes
+        tokens = (tokens * over_columns(weight, SLICE)).astype(smem.tokens.dtype)
         plgpu.commit_smem()  # all warps have read the tokens
-        pl.when(n + STAGES < at.count)(lambda: fetch_tokens(n + STAGES))
+        pl.when(k + stages < count * STEPS)(lambda: fetch_tokens(k + stages))
+        return tokens
+
+    def chunk(n: Any, h: Any) -> Any:
+        slot = lax.rem(n, 2)
+        if refs.states is not None:
+            save(n, h)
+
+        @pl.when((at.warpgroup == 0) & (n > 0) & (n + 1 < count))
+        def _():
+            plgpu.barrier_wait(smem.empty.at[1 - slot])
+            fetch_weights(n + 1)
+
+        plgpu.barrier_wait(smem.steps_full.at[slot_of(n)])
+
+        def add(h: Any) -> None:
+            for s in range(STEPS):
+                tokens = weighted(n, s)
+                if s == 0:
+                    plgpu.barrier_wait(smem.full.at[slot])
+                multiply(h, tokens, smem.weights.at[slot, pl.ds(s * STEP, STEP)])
+            pl.when(n + 2 < count)(lambda: fetch_steps(n + 2))  # all warps have read the last ones
+
+        (h,) = accumulated(add, h * jnp.exp2(smem.steps[slot_of(n), 0, CHUNK - 1]))
+        plgpu.barrier_arrive(smem.empty.at[slot])
         return h
 
-    for n in range(STAGES):
-        pl.when(n < at.count)(functools.partial(fetch_tokens, n))
-        pl.when((at.warpgroup == 0) & (n < at.count))(functools.partial(fetch_weights, n))
-    h = lax.fori_loop(0, at.count, step, first_state(scan, refs, at))
+    for k in range(stages):
+        pl.when(k < at.count)(functools.partial(fetch_tokens, k))
+    for n in range(2):
+        pl.when(n < count)(functools.partial(fetch_steps, n))
+        pl.when((at.warpgroup == 0) & (n < count))(functools.partial(fetch_weights, n))
+    h = lax.fori_loop(0, count, chunk, first_state(scan, refs, at))
     plgpu.wait_smem_to_gmem(0)
     refs.final.at[at.batch, at.part, at.head, at.channels][...] = h
