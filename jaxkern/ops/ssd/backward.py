@@ -97,7 +97,7 @@ def _launch_range(
     grads = launch_grads(Chunks.of(scan), arrays, dy, before, after)
 
     sums, parts = (_of_heads(scan, grads[name]) for name in ("sums", "parts"))
-    da, ds, dD = chunk_sum_grads(sums, parts, max(arrays.length, CHUNK))
+    da, ds, dD = chunk_sum_grads(sums, parts)
     ds, da = map(arrays.cut_steps, (ds, da))
     splits = grads["dB"], grads["dC"]  # each (splits, B, L, G, N)
     dB, dC = (v[0] if len(v) == 1 else v.sum(0) for v in splits)
