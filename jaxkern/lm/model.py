@@ -252,12 +252,14 @@ class MambaLM(nnx.Module):
         def mixed(params, x, cache):
             return mix(nnx.merge(graphdef, self._gathered(params, without="norm")), x, cache)
 
-        def layer(stream, params_and_cache):
-            (x, out), (params, cache) = stream, params_and_cache
+        def layer(carried, given):
+            ((x, out), state), (params, number) = carried, given
             norm = self._gathered({"norm": params["norm"][...]})["norm"]
             normalised, x = self._add_and_normalise(x, out, norm)
-            out, cache = mixed(params, normalised, cache)
-            return (x, out), cache
+            take = lambda v: jax.lax.dynamic_index_in_dim(v, number, keepdims=False)
+            put = lambda v, new: jax.lax.dynamic_update_index_in_dim(v, new, number, 0)
+            out, cache = mixed(params, normalised, jax.tree.map(take, state))
+            return ((x, out), jax.tree.map(put, state, cache)), None
 
         # In a loop nothing can be shared across the barrier that prevent_cse would add.
         if remat == "layer":
@@ -267,8 +269,10 @@ class MambaLM(nnx.Module):
             # takes all layers' out of the stacked arrays too early for that: they are shared.
             alone = (remat == "cheap", True, True)
             mixed = jax.checkpoint(mixed, prevent_cse=not loop and alone, policy=POLICIES[remat])
-        carried = params, state
-        return jax.lax.scan(layer, self._embed(tokens), carried, unroll=1 if loop else True)
+        # The state is carried, and so updated in place: what a scan stacks is a new array.
+        carried = self._embed(tokens), state
+        given = params, jnp.arange(self.config.n_layers)
+        return jax.lax.scan(layer, carried, given, unroll=1 if loop else True)[0]
 
     def _embed(self, tokens):
         """The stream, and nothing to add to it yet."""

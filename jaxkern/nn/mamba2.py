@@ -288,13 +288,12 @@ def mamba2_step(
     `implementation` of the other ops.
     """
     x = BLOCK.check_call(sizes, x, cache, None, ("B D",))
-    project = common.projection(implementation)
-    z, u, v, dt = _project_in(weights, sizes, common.cast(x, weights, dtype), project)
+    project, x = common.projection(implementation), common.cast(x, weights, dtype)
+    projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E + 2 G N + H)
+    at = [sizes.d_inner, sizes.d_inner + sizes.d_convolved]
+    z, u, dt = jnp.split(projected, at, axis=-1)
     convolved, conv = jaxkern.causal_conv1d_step(
-        cache.conv,
-        jnp.concatenate([u, v], axis=-1),
-        *common.conv_filter(weights, u.dtype),
-        activation="silu",
+        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu"
     )
     u, v = jnp.split(convolved, [sizes.d_inner], axis=-1)
     y, state = jaxkern.ssd_step(
