@@ -4,6 +4,8 @@
     xla         the same with every op in plain JAX
     jla         the Mamba2 layer of jax-linear-attention, with its fused glue
     mamba_ssm   the Mamba2 layer of mamba_ssm, with its fused convolution, scan and norm
+    jaxkern-cheap, jaxkern-scan
+                that of auto under jax.checkpoint with remat.CHEAP and remat.SCAN
 
 All compute one function of the same weights: its result and the gradient of its input must agree
 with plain JAX's. Matrices and activations are in bf16, the other weights in fp32. Times are of one
@@ -29,9 +31,10 @@ from bench import program, timing
 from bench.cases import bytes_of
 from bench.processes import device, each
 from bench.report import CHOSEN, NAMES, Reports, table
-from jaxkern.nn import mamba2
+from jaxkern.nn import mamba2, remat
 
-CONTENDERS = (CHOSEN, "xla", "jla", "mamba_ssm")
+POLICIES = {"jaxkern-cheap": remat.CHEAP, "jaxkern-scan": remat.SCAN}
+CONTENDERS = (CHOSEN, *POLICIES, "xla", "jla", "mamba_ssm")
 
 WIDTHS = (1024, 2048, 2560)
 SHAPES = ((8, 2048), (2, 8192))
@@ -119,6 +122,9 @@ def _in_jax(job: Job) -> tuple[Callable[[Any], Any], Call]:
     """How a contender arranges :class:`mamba2.Weights`, which is not timed, and its layer."""
     if job.contender == "jla":
         return _jla(job.sizes)
+    if job.contender in POLICIES:
+        take, call = _own(None, job.sizes)
+        return take, jax.checkpoint(call, policy=POLICIES[job.contender])
     return _own(None if job.contender == CHOSEN else job.contender, job.sizes)
 
 

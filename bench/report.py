@@ -25,6 +25,8 @@ NAMES = {
     CHOSEN: "jaxkern's choice",
     OURS: "jaxkern",
     "jaxkern-remat": "jaxkern, layers computed again",
+    "jaxkern-cheap": "jaxkern, remat.CHEAP",
+    "jaxkern-scan": "jaxkern, remat.SCAN",
     "jaxkern-loop": "jaxkern, layers in a loop",
     "xla": "plain JAX",
     "xla-loop": "plain JAX, layers in a loop",

@@ -16,11 +16,13 @@ JOB = layers.Job("auto", mamba2.Sizes(16, d_state=8, headdim=8), batch=2, length
 
 def test_run_and_its_table(tmp_path):
     out = tmp_path / "a-layers.json"
-    command = ["--d-model", "16", "--calls", "2", "--only", "auto,mamba_ssm", "--out", str(out)]
+    command = ["--d-model", "16", "--calls", "2", "--out", str(out)]
+    command += ["--only", "auto,jaxkern-scan,mamba_ssm"]
     assert layers.main(command) == 1
     told = json.loads(out.read_text())
     assert told["failed"] == ["mamba_ssm, d_model 16, 2 × 64: not installed"]
-    (row,) = told["rows"]
+    row, again = told["rows"]
+    assert again["implementation"] == "jaxkern-scan"
     assert (row["implementation"], row["d_model"], row["length"]) == ("auto", 16, 64)
     assert row["both_us"] > 0
     text = report.text([(out.name, told)])
