@@ -114,6 +114,28 @@ def test_ssd_kernels_same_bits():
     check.assert_same_bits(lambda: run(arrays, cotangents(arrays)))
 
 
+@pytest.mark.compiled
+@pytest.mark.large
+def test_ssd_kernels_beyond_int32():
+    """More than 2³¹ elements of x, and of its states: the last rows are right."""
+    batch = (1 << 12) + 3
+    few = HALF(2, 128, 64, 64, 128)
+    tile = lambda v: jnp.tile(v, ((batch + 1) // 2, *(1,) * (v.ndim - 1)))[:batch]
+    x, dt, A, B, C, *_ = few
+    arrays = tile(x), tile(dt), A / 8, tile(B), tile(C)
+    last = tuple(v[-2:] if v.ndim > 1 else v for v in arrays)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, x, *others):
+        ssd = functools.partial(jaxkern.ssd, dt_softplus=True, implementation=implementation)
+        out, vjp = jax.vjp(lambda x: ssd(x, *others), x)
+        return out, vjp(out)[0]
+
+    got = [v[-2:] for v in run("mosaic", *arrays)]
+    check.assert_close(got, run("mosaic", *last), 2.0**-8)
+    check.assert_close(got, run("xla", *last), 2.0**-6)
+
+
 @pytest.mark.parametrize(
     ("arrays", "options", "reason"),
     [
