@@ -185,7 +185,7 @@ def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
     slot_of_step = lambda k: at.warpgroup * stages + lax.rem(k, stages)
 
     def fetch_tokens(k: Any) -> None:
-        """Those of the `k`-th step."""
+        """Starts to fetch the tokens of the `k`-th step."""
         slot, step = slot_of_step(k), where(lax.div(k, STEPS)) * STEPS + lax.rem(k, STEPS)
         tokens = refs.tokens.at[at.batch, of_step(step), at.head, at.channels]
         copy(tokens, smem.tokens.at[slot], smem.tokens_full.at[slot])

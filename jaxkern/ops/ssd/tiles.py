@@ -36,7 +36,7 @@ LEAST_CHANNELS = 16
 """With fewer, more than three quarters of a unit would be padding."""
 
 STAGES = 3
-"""Of the forward's ring of B and C."""
+"""Stages of the forward's ring of B and C."""
 FORWARD_WARPGROUPS = 2
 """A lane of the forward needs 243 registers: of four warpgroups it has 128, and spills them past
 the little L1 cache that so much shared memory leaves: 0.35 ms instead of 0.27 at (8, 4096, 64, 64).
