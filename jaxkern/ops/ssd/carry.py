@@ -168,7 +168,10 @@ def _of_device(
 
 
 def _stages(scan: Scan) -> int:
-    """The stages of a warpgroup's tokens, as many as fit beside the states to be saved."""
+    """The stages of a warpgroup's tokens, 8 KiB each: a block holds 128 KiB of them at most.
+
+    Beside the states that are to be saved 64 KiB fit.
+    """
     return min(4, (8 if scan.every else 16) // scan.warpgroups)
 
 
@@ -244,7 +247,7 @@ def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
                 if s == 0:
                     plgpu.barrier_wait(smem.full.at[slot])
                 multiply(h, tokens, smem.weights.at[slot, pl.ds(s * STEP, STEP)])
-            pl.when(n + 2 < count)(lambda: fetch_steps(n + 2))  # all warps have read the last ones
+            pl.when(n + 2 < count)(lambda: fetch_steps(n + 2))  # all warps have read this slot
 
         (h,) = accumulated(add, h * jnp.exp2(smem.steps[slot_of(n), 0, CHUNK - 1]))
         plgpu.barrier_arrive(smem.empty.at[slot])

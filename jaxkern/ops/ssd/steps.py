@@ -61,19 +61,19 @@ def chunk_sum_grads(
     """The gradients of the arguments of :func:`chunk_sums`, and parts of that of D.
 
     Args:
-      sums: (B, H, chunks, 2, CHUNK), fp32, the gradients of the sums of log-decays, in units of a,
-        and those of dt.
-        H is at least HEADS.
+      sums: (B, H, chunks, 2, CHUNK), fp32, H at least HEADS: the gradients of the sums of
+        log-decays, in units of a, and those of dt.
       parts: (B, H, chunks, LAST_PARTS, WARPS), fp32, what adds up to more of the gradient of a
         chunk's last sum; with SKIP_PARTS after them what adds up to that of D.
 
     Returns:
-      da and ddt, (B, L, H) with L in whole chunks and H in whole HEADS: Mosaic would store a tile
-      that is contiguous past the end of L, into the next row. And the gradient of D for each
-      chunk, (B, chunks, H), or ``None``.
+      da and ddt, (B, L, H) with L in whole chunks and H in whole HEADS; and the gradient of D for
+      each chunk, (B, chunks, H), or ``None``.
     """
     batch, heads, chunks = sums.shape[:3]
     heads = -(-heads // HEADS) * HEADS
+    # Past the end of L, Mosaic would store what is contiguous of a tile into the next row.
+    length = chunks * CHUNK
     like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     tokens = plgpu.SMEM((CHUNK, HEADS), jnp.float32)
     grads = _launch(
@@ -81,8 +81,8 @@ def chunk_sum_grads(
         _sum_chunk_grads,
         {"sums": sums, "parts": parts},
         {
-            "da": like((batch, chunks * CHUNK, heads)),
-            "ddt": like((batch, chunks * CHUNK, heads)),
+            "da": like((batch, length, heads)),
+            "ddt": like((batch, length, heads)),
             "dD": like((batch, chunks, heads)) if parts.shape[3] > LAST_PARTS else None,
         },
         {
