@@ -170,8 +170,10 @@ def _measure_jax(job: Job, calls: int) -> dict[str, Any]:
 
 
 def _plain(job: Job, weights: Any, x: Any) -> Any:
-    """Plain JAX's result and gradients, compiled."""
-    return jax.jit(_both(_own("xla", job.sizes)[1])).lower(weights, x, x).compile()
+    """Plain JAX's result and gradients, compiled without a search, as nobody times them."""
+    lowered = jax.jit(_both(_own("xla", job.sizes)[1])).lower(weights, x, x)
+    options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+    return lowered.compile(compiler_options=options if timing.on_gpu() else None)
 
 
 def _keys(x: Any) -> Iterator[Any]:

@@ -67,7 +67,7 @@ def measure(job: Job, wait: Callable[[], None] = lambda: None) -> dict[str, Any]
     ms = timing.Timing.of(times[-job.steps :])
     per_second = 1e3 * trainer.batch * job.length / ms.median
     return {
-        "preset": job.preset,
+        "preset": job.name,
         "length": job.length,
         "batch": trainer.batch,
         "contender": job.contender,
@@ -158,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--only", help="contenders, comma-separated, where not jaxkern and --vs")
     p.add_argument("--tokens", type=int, help="a step (16384; without a GPU 512)")
+    p.add_argument("--vocab", type=int, help="tokens that there are, where not the preset's")
     p.add_argument("--steps", type=int, default=20, help="to time")
     p.add_argument("--steps-xla", type=int, default=10, help="to time on plain JAX")
     p.add_argument("--warmup", type=int, default=3, help="steps before them, at least one")
@@ -184,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokens=args.tokens or (16384 if gpu else 512),
             steps=args.steps_xla if name.startswith("xla") else args.steps,
             warmup=max(1, args.warmup),
+            vocab_size=args.vocab,
         )
         for preset in args.preset or ["130m" if gpu else "tiny"]
         for length in args.length or [2048 if gpu else 64]
@@ -202,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             report["rows"].append(row)
             print(
-                f"{job.contender:10} {job.preset:6}{row['batch']:4} × {job.length:<6}"
+                f"{job.contender:10} {job.name:6}{row['batch']:4} × {job.length:<6}"
                 f"{row['tokens_per_second']:10,} tokens/s {row['ms']:9.1f} ms"
                 f" {row['peak_gib'] or 0:7.2f} GiB  compiled in {row['compile_s']:.1f} s"
                 f"  loss {row['first_loss']:.2f} → {row['last_loss']:.2f}",

@@ -37,6 +37,7 @@ class Job:
       tokens: a step, at most; at least one sequence.
       steps: to time.
       warmup: steps before them.
+      vocab_size: tokens that there are, where not the preset's.
     """
 
     contender: str
@@ -45,13 +46,21 @@ class Job:
     tokens: int
     steps: int
     warmup: int
+    vocab_size: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.contender}, {self.preset}, length {self.length}"
+        return f"{self.contender}, {self.name}, length {self.length}"
+
+    @property
+    def name(self) -> str:
+        """The model's."""
+        own = self.vocab_size is None
+        return self.preset if own else f"{self.preset}, vocabulary {self.vocab_size:,}"
 
     @property
     def model(self) -> ModelConfig:
-        return PRESETS[self.preset].model
+        model = PRESETS[self.preset].model
+        return dataclasses.replace(model, vocab_size=self.vocab_size or model.vocab_size)
 
     @property
     def batch(self) -> int:
@@ -215,10 +224,10 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
 
 def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
     """The model of mamba_ssm, which compiles its kernels in its first step."""
-    wait()
     import torch  # pyright: ignore[reportMissingImports]
 
     models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
+    wait()
     torch.manual_seed(0)
     m, sizes = job.model, job.model.sizes
     mixer: dict[str, Any] = {"layer": {"mamba": "Mamba1", "mamba2": "Mamba2"}[m.block.name]}

@@ -74,6 +74,15 @@ def test_contenders_have_processes_of_their_own(tmp_path, monkeypatch, capsys):
     assert "Not run: mamba_ssm, micro, length 16: not installed." in text
 
 
+def test_a_vocabulary_of_its_own():
+    job = dataclasses.replace(JOB, vocab_size=50_280)
+    assert str(job) == "jaxkern, micro, vocabulary 50,280, length 16"
+    assert np.stack(trainers.draw(job, 50)).max() > 10_000
+    found = train.measure(dataclasses.replace(job, vocab_size=300))
+    assert (found["preset"], found["parameters"]) == ("micro, vocabulary 300", 8560 + 16 * 44)
+    assert found["first_loss"] == pytest.approx(np.log(300), abs=0.05)
+
+
 def test_failing_contender_leaves_its_reason():
     jobs = [
         dataclasses.replace(JOB, preset="none"),
