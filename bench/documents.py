@@ -201,7 +201,7 @@ def _training_rows(reports: Reports, presets: Sequence[tuple[str, int]]) -> Iter
     for preset, length in presets:
         by = trainings(reports)[preset, length]
         label = f"language model, {preset}, B {by['jaxkern']['batch']}, L {length}"
-        others = [name for name in ("jla", "mamba_ssm") if name in by]
+        others = [name for name in ("jla", "jla-loop", "mamba_ssm") if name in by]
         fastest = max(others, key=lambda name: by[name]["tokens_per_second"], default="")
         other = told(by.get(fastest), f"{NAMES.get(fastest)} ")
         yield [label, "step", told(by["jaxkern"]), told(by.get("xla-loop")), other]
