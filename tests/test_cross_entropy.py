@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from scipy.special import logsumexp
 
 import jaxkern
+from jaxkern.ops.cross_entropy.tiles import segments_of
 from tests import check
 
 IGNORED = -100
@@ -149,7 +150,15 @@ def test_linear_cross_entropy_accuracy(call, implementation, dtype, options):
 @EACH_OPTION
 @pytest.mark.parametrize(
     ("implementation", "classes"),
-    [(None, 300), ("xla", 300), ("mosaic", 300), ("mosaic", 256), ("mosaic", 13), ("mosaic", 4801)],
+    [
+        (None, 300),
+        ("xla", 300),
+        ("mosaic", 300),
+        ("mosaic", 256),
+        ("mosaic", 13),
+        ("mosaic", 4801),
+        ("mosaic", 2520),
+    ],
 )
 def test_cross_entropy_accuracy(dtype, options, implementation, classes):
     """The kernels' segments begin anywhere, or at units; are shorter than one; take some steps."""
@@ -164,10 +173,27 @@ def test_cross_entropy_accuracy(dtype, options, implementation, classes):
     accurate(LOGITS, plain_of_logits, truth, (logits,), labels, implementation, options)
 
 
+@pytest.mark.parametrize(
+    ("classes", "of_part", "segments"),
+    [
+        (50304, False, 16),
+        (50304, True, 8),
+        (50280, False, 15),
+        (50280, True, 5),
+        (50368, False, 8),
+        (50257, False, 1),
+        (4802, False, 2),
+        (300, True, 1),
+    ],
+)
+def test_segments_of_a_row_have_whole_units_where_they_can(classes, of_part, segments):
+    assert segments_of(classes, of_part) == segments
+
+
 @pytest.mark.compiled
 @DTYPES
 @EACH_OPTION
-@pytest.mark.parametrize("classes", [50257, 50304, 128256])
+@pytest.mark.parametrize("classes", [50257, 50280, 50304, 128256])
 def test_cross_entropy_accuracy_compiled(dtype, options, classes):
     test_cross_entropy_accuracy(dtype, options, "mosaic", classes)
 

@@ -523,6 +523,27 @@ def test_gradient_of_the_embedding(count):
     np.testing.assert_allclose(vjp(jnp.asarray(dout))[0], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_gradient_of_an_embedding_as_large_as_its_tokens_count():
+    size = np.iinfo(np.int16).max
+    tokens = jnp.asarray([3, size - 1, 3, 0, -1, 3], jnp.int16)
+    of = lambda tokens: jax.vjp(lambda table: rows_of(table, tokens), jnp.ones((size, 2)))[1]
+    (dtable,) = of(tokens)(jnp.ones((6, 2)))
+    expected = np.zeros((size, 2))
+    expected[[0, 3, size - 1]] = [[1], [3], [2]]
+    np.testing.assert_array_equal(dtable, expected)
+
+
+def test_gradient_of_the_embedding_is_written_without_a_sort():
+    """XLA sorts what it writes to rows of which two may be one, so as to keep an order."""
+    grad = jax.grad(lambda table: rows_of(table, jnp.array([1, 0, 1])).sum())
+    into_table = [
+        e.params["unique_indices"]
+        for e in jax.make_jaxpr(grad)(jnp.ones((2000, 4))).eqns
+        if e.primitive.name == "scatter" and e.invars[0].aval.shape == (2000, 4)
+    ]
+    assert into_table == [True]
+
+
 @pytest.mark.parametrize("size", [300, 1030])  # a product, and rows that are read
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16"])
 def test_tokens_of_any_integer_dtype_are_the_same(size, dtype):

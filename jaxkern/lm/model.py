@@ -373,15 +373,20 @@ def _rows_fwd(table, tokens):
 def _rows_bwd(res, dout):
     table, tokens = res
     size, dim = table.shape
-    order = jnp.argsort(tokens.reshape(-1))
-    token, rows = tokens.reshape(-1)[order], dout.reshape(-1, dim)[order]
+    tokens = tokens.reshape(-1).astype(jnp.promote_types(tokens.dtype, jnp.int32))
+    tokens = jnp.where(tokens < 0, tokens + size, tokens)
+    order = jnp.argsort(tokens)
+    token, rows = tokens[order], dout.reshape(-1, dim)[order]
     again = (token == jnp.roll(token, 1)).at[:1].set(False)
     sums = jaxkern.linear_scan(
         jnp.broadcast_to(again[:, None], rows.shape).astype(rows.dtype)[None], rows[None]
     )[0]
     last = jnp.roll(~again, -1)
-    written = jnp.where(last, token, size)
-    return jnp.zeros_like(table).at[written].set(sums, mode="drop"), None
+    # The others have rows of their own past the end: if two rows might be one, XLA would first
+    # sort all elements by where they go, so that it is certain which of them stays.
+    row = jnp.where(last, token, size + jnp.arange(len(token), dtype=token.dtype))
+    dtable = jnp.zeros_like(table).at[row].set(sums, mode="drop", unique_indices=True)
+    return dtable, None
 
 
 rows_of.defvjp(_rows_fwd, _rows_bwd)

@@ -25,6 +25,9 @@ few rows fill a GPU."""
 SHORTEST = 1024
 """Elements of a segment from which on the kernels are taken: of fewer, most lanes would idle."""
 
+UNIT = VECTOR_BYTES // 2
+"""Elements of a unit, of the narrowest dtype."""
+
 UNITS = 4
 """Units that a lane loads before it computes: 8 KiB of a block, of which an SM holds 4 or more."""
 
@@ -36,13 +39,16 @@ PART = 4096
 def segments_of(classes: Any, of_part: bool) -> int:
     """Counts the segments, all of one length, of a row of `classes`, which may be symbolic.
 
-    `of_part` tells whether they are a part of all classes.
+    They have whole units where that is possible. `of_part` tells whether the classes are a part of
+    all.
     """
     if not isinstance(classes, int):
         return 1
-    count = math.gcd(classes, SEGMENTS)
-    while of_part and count > 1 and classes // count < PART:
-        count //= 2
+    enough = lambda count: not of_part or count == 1 or classes // count >= PART
+    counts = [n for n in range(1, SEGMENTS + 1) if classes % n == 0 and enough(n)]
+    count = max(n for n in counts if SEGMENTS % n == 0)
+    if classes // count % UNIT:
+        count = max((n for n in counts if classes // n % UNIT == 0), default=count)
     return count
 
 
