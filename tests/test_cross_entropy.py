@@ -243,13 +243,12 @@ AT_ONCE = check.Op(
         ("mesh axis names", "mosaic"),
     ],
 )
-SPLIT = "auto mesh", "explicit mesh", "vmap(grad) on explicit mesh", "features split"
+SPLIT = "auto mesh", "explicit mesh", "vmap(grad) on explicit mesh", "rows and channels split"
 AS_PARTS = dataclasses.replace(
     AT_ONCE,
     name="linear_cross_entropy, in parts",
     call=losses(IN_PARTS, **OPTIONS["all"]),
-    features="v",
-    channels="",
+    features="",
     cells=[
         (name, None)
         for name in ("grad", "vmap(grad)", "grad(grad)", "shard_map", "shard_map unchecked", *SPLIT)
@@ -501,3 +500,56 @@ def test_classes_on_any_devices(devices, classes, kind):
     text = run.lower(*split).compile().as_text()
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert collective not in text
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_parts_of_classes_of_devices(shape, kind, accumulated):
+    """Each device computes a share of every part; neither logits nor weight are gathered."""
+    x, weight, bias, labels = inputs((8,), 16, 1000, key=jax.random.key(3))
+    labels = labels.at[1].set(IGNORED)
+    sums = jax.random.normal(jax.random.key(9), weight.shape)
+    mesh = jax.make_mesh(shape, ("data", "v"), (kind,) * 2, devices=jax.devices()[:4])
+    placed = lambda v, *spec: jax.device_put(v, NamedSharding(mesh, P(*spec)))
+    for_256_of_them = 8 * 4 * 256
+
+    def loss(x, weight, bias, sums, labels):
+        options: Any = {"label_smoothing": 0.1, "z_loss": 1e-3, "memory": for_256_of_them}
+        if accumulated:
+            options["accumulator"] = sums
+        return jaxkern.linear_cross_entropy(x, weight, labels, bias, return_lse=True, **options)
+
+    def both(x, *rest):
+        def scalar(*args):
+            mean, lse = loss(*args, labels=rest[-1])
+            return mean + jnp.sum(jnp.sin(lse))
+
+        wanted = (0, 3, 2) if accumulated else (0, 1, 2)
+        return loss(x, *rest), jax.grad(scalar, wanted)(x, *rest[:-1])
+
+    run = jax.jit(both)
+    split = [
+        placed(x, "data"),
+        placed(weight, None, "v"),
+        placed(bias, "v"),
+        placed(sums, None, "v"),
+        placed(labels, "data"),
+    ]
+    got = run(*split)
+    check.assert_close(got, run(x, weight, bias, sums, labels))
+    assert got[1][1].sharding.spec == P(None, "v")
+    text = run.lower(*split).compile().as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text
+
+
+@pytest.mark.parametrize(("kind", "classes"), [(AxisType.Auto, 999), (AxisType.Explicit, 996)])
+def test_parts_that_devices_cannot_share_are_told_of(kind, classes):
+    x, weight, _, labels = inputs((8,), 16, classes)
+    mesh = jax.make_mesh((3,), ("v",), (kind,), devices=jax.devices()[:3])
+    placed = lambda v, *spec: jax.device_put(v, NamedSharding(mesh, P(*spec)))
+    run = jax.jit(functools.partial(jaxkern.linear_cross_entropy, memory=SMALLEST))
+    with pytest.warns(UserWarning, match=f"128 of {classes} classes at once, which 3 devices"):
+        got = run(placed(x), placed(weight, None, "v"), placed(labels))
+    check.assert_close(got, run(x, weight, labels))

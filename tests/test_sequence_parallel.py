@@ -224,7 +224,7 @@ def test_plain_jax_of_split_sequences(name):
         ("linear_scan", 40, "linear_scan_fwd gathers .* 40 tokens must be a multiple of 16", AUTO),
         ("causal_conv1d", 8, "a part of its 8 tokens is shorter than the 3", EXPLICIT),
         ("selective_scan", 16, "over 4 devices of the mesh's x: .* multiple of 8, the", EXPLICIT),
-        ("ssd", 256, "ssd_fwd gathers a sequence .* must be a multiple of 128", AUTO),
+        ("ssd", 256, "ssd_fwd gathers what is split .* must be a multiple of 128", AUTO),
     ],
 )
 def test_a_sequence_that_parts_do_not_fit_is_gathered(name, length, message, kind):

@@ -44,7 +44,7 @@ class Call:
       results: which of the results are not ``None``.
       rank: how many factors ``...`` stands for.
       in_axes: of the ``vmap``s around the call, from the inside out: 0 or ``None`` for each array.
-      alone: whether it is computed on one device of a mesh, by what a `sequence` says.
+      alone: whether it is computed on one device of a mesh, as a part of another pass.
     """
 
     of: "KernelPass"
@@ -127,7 +127,7 @@ class Call:
         if (reason := self._unfit(sequence, parts, arrays)) is None:
             return axes
         warn_once(
-            f"{self.name} gathers a sequence that is split over {parts} devices of the mesh's "
+            f"{self.name} gathers what is split over {parts} devices of the mesh's "
             f"{', '.join(over)}: {reason}"
         )
         return split_factors(sizes, self.ins, self.whole | {sequence.factor}, specs, shapes)

@@ -55,7 +55,8 @@ class KernelPass:
     """A pass of an op, called with options and arrays; ``None`` is an absent optional array.
 
     The options are what is compiled in: a frozen dataclass of numbers, texts, dtypes and functions
-    of modules. Its ``mode`` says what runs, from :func:`jaxkern.core.dispatch.resolve`.
+    of modules. Its ``mode`` says what runs, from :func:`jaxkern.core.dispatch.resolve`, and
+    ``alone``, if it has that, whether the pass is a part of another one's plain JAX.
 
     Attributes:
       name: for messages, e.g. ``"rms_norm_bwd"``; ``{op}`` in it is the options' ``op``.
@@ -126,6 +127,7 @@ class KernelPass:
             present=tuple(given),
             results=tuple(i for i, t in enumerate(types) if t is not None),
             rank=next(ranks, 0),
+            alone=getattr(options, "alone", False),
         )
         return call, types
 

@@ -36,16 +36,13 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import KernelPass, named
+from jaxkern.core.kernel_pass import named
 from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import Partial
 from jaxkern.ops.cross_entropy.parts import (
+    BACKWARD_IN_PARTS,
+    FORWARD_IN_PARTS,
     Parts,
-    added_up,
     classes_of_part,
-    finished,
-    gradients_of_parts,
-    losses_of_parts,
 )
 from jaxkern.ops.cross_entropy.passes import gradient_of_logits, losses_of_logits, unsupported
 from jaxkern.ops.cross_entropy.rows import Rows, Terms, losses_of_rows
@@ -205,8 +202,9 @@ def linear_cross_entropy(
 
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
-    On a mesh, rows may be split between devices, and without `memory` K and V, too: neither logits
-    nor `weight` are gathered, but where the number of devices does not divide V.
+    On a mesh, rows and V may be split between devices, and without `memory` K, too: neither logits
+    nor `weight` are gathered, but where the number of devices does not divide V or, with `memory`,
+    the classes of a part, a multiple of 128; a warning tells of these.
 
     Args:
       x: (..., K), bfloat16, float16 or float32.
@@ -286,7 +284,8 @@ def linear_cross_entropy(
     elif part is None or implementation == "xla":
         losses, lse = _linear_rows_jit(x, weight, bias, accumulator, labels, rows, of_product)
     else:
-        losses, lse = _in_parts_jit(x, weight, bias, accumulator, labels, Parts(rows, part))
+        parts = Parts.of(rows, part)
+        losses, lse = _in_parts_jit(x, weight, bias, accumulator, labels, parts)
     return _reduced(reduction, return_lse, losses, lse, labels, terms)
 
 
@@ -385,27 +384,6 @@ def _linear_rows_bwd(rows, options, res, cotangents):
 
 _linear_rows.defvjp(_linear_rows_fwd, _linear_rows_bwd)
 _linear_rows_jit = jax.jit(_linear_rows, static_argnums=(5, 6))
-
-
-FORWARD_IN_PARTS = KernelPass(
-    "linear_cross_entropy_fwd",
-    reference=losses_of_parts,
-    ins=("... k", "k v", "v", "..."),
-    outs=("...", "...", "... p"),
-    whole="k v p",
-)
-BACKWARD_IN_PARTS = KernelPass(
-    "linear_cross_entropy_bwd",
-    reference=gradients_of_parts,
-    ins=("... k", "k v", "v", "k v", "...", "...", "... p", "...", "..."),
-    outs=("... k", "k v", "v"),
-    whole="k v p",
-    partial=Partial(
-        reference=added_up,
-        options=lambda options: dataclasses.replace(options, dtype="float32"),
-        finish=finished,
-    ),
-)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -2,6 +2,9 @@
 
 All parts but the last are computed in a loop, which takes the memory of one. The logits of the last
 may be saved, and the backward begins with them, so that they are computed once.
+
+Where the vocabulary is split between devices, each has as many parts, of its own classes. For the
+losses the devices exchange sums of rows, for the gradients nothing but their shares of dx.
 """
 
 import dataclasses
@@ -14,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
+from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.core.split import Axes, Partial, Sequence, is_first, only_if
 from jaxkern.ops.cross_entropy.passes import gradient_of_logits, sums_of_rows
 from jaxkern.ops.cross_entropy.rows import Rows, Sums
 
@@ -33,6 +38,12 @@ class Parts:
     dtype: str = "float32"
     save: bool = False
     mode: Mode = "auto"
+
+    @classmethod
+    def of(cls, rows: Rows, classes: int) -> "Parts":
+        """Parts that are split between devices as a whole, but for the interpreter."""
+        mode = "interpret" if rows.mode == "interpret" else "auto"
+        return cls(dataclasses.replace(rows, alone=True), classes, mode=mode)
 
     def last(self, weight: Any) -> tuple[int, int]:
         """The first class of the last part, and its classes."""
@@ -94,13 +105,22 @@ def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def losses_of_parts(options: Parts, x, weight, bias, labels) -> tuple[Any, ...]:
+def _losses(options: Parts, x, weight, bias, labels) -> tuple[Any, ...]:
     """Losses, lse and, if the options say so, the logits of the last part."""
+    *sums, logits = _sums(options, x, weight, bias, labels, 0)
+    return *options.rows.loss(Sums(*sums), labels), logits
+
+
+def _sums(options: Parts, x, weight, bias, labels, before) -> tuple[Any, ...]:
+    """The four of :class:`Sums` and, if the options say so, the logits of the last part.
+
+    `before` counts the classes before those of `weight`.
+    """
     rows = options.rows
 
     def part(first: Any, size: int) -> tuple[jax.Array, Sums]:
         logits = _logits_of_part(x, _weight_of_part(x, weight, first, size), bias, first, size)
-        return logits, sums_of_rows(rows, logits, labels, first)
+        return logits, sums_of_rows(rows, logits, labels, before + first)
 
     def step(first: Any, size: int, sums: Sums) -> Sums:
         return part(first, size)[1].joined(sums)
@@ -113,16 +133,16 @@ def losses_of_parts(options: Parts, x, weight, bias, labels) -> tuple[Any, ...]:
     after = lax.stop_gradient(sums.largest)
     first, _ = lax.optimization_barrier((jnp.int32(first), after))
     logits, last = part(first, size)
-    losses, lse = rows.terms.loss(*last.joined(sums).combined(), labels, rows.classes)
-    return losses, lse, logits if options.save else None
+    return *last.joined(sums), logits if options.save else None
 
 
-def gradients_of_parts(
-    options: Parts, x, weight, bias, accumulator, labels, lse, logits, dloss, dlse
+def _gradients(
+    options: Parts, x, weight, bias, accumulator, labels, lse, logits, dloss, dlse, before=0
 ) -> tuple[Any, ...]:
     """The gradients of x, of weight, or what it and the accumulator add up to, and of bias.
 
-    `logits` are those of the last part, or ``None``.
+    `logits` are those of the last part, or ``None``; `before` counts the classes before those of
+    `weight`.
     """
     rows, wide = options.rows, _wide(x.dtype)
     counted = rows.terms.without_ignored(x, labels)
@@ -131,7 +151,7 @@ def gradients_of_parts(
 
     def add(logits: Any, of_part: Any, first: Any, size: int, carry: Any) -> Any:
         dx, dweight, dbias = carry
-        du = gradient_of_logits(rows, logits, labels, lse, (dloss, dlse), first)
+        du = gradient_of_logits(rows, logits, labels, lse, (dloss, dlse), before + first)
         dx = dx + jnp.matmul(du, of_part.T, preferred_element_type=wide)
         # The gradient of the part's weight takes the memory of that weight.
         dx, after = lax.optimization_barrier((dx, counted))
@@ -161,14 +181,85 @@ def gradients_of_parts(
     return options.over_others(weight, step, carry)
 
 
-def added_up(options: Parts, x, weight, bias, accumulator, *rest) -> tuple[Any, ...]:
+def _shares(options: Parts, x, weight, bias, accumulator, *rest) -> tuple[Any, ...]:
     """The gradients that devices add, in fp32, without the accumulator."""
-    return gradients_of_parts(options, x, weight, bias, None, *rest)
+    return _gradients(options, x, weight, bias, None, *rest)
 
 
-def finished(options: Parts, x, weight, bias, accumulator, *rest) -> tuple[Any, ...]:
+def _finished(options: Parts, x, weight, bias, accumulator, *rest) -> tuple[Any, ...]:
     *_, dx, dweight, dbias = rest
     if accumulator is not None:
         return dx, accumulator + dweight, dbias
     cast = lambda v: None if v is None else v.astype(options.dtype)
     return dx, cast(dweight), cast(dbias)
+
+
+# Where devices have classes of their own
+
+
+def _of_device(options: Parts, axes: Axes, weight: Any) -> tuple[Parts, Any]:
+    """A device's options, and how many classes there are before those of its `weight`."""
+    classes = options.classes // lax.axis_size(axes)
+    options = dataclasses.replace(options, classes=classes, dtype="float32")
+    return options, lax.axis_index(axes) * weight.shape[1]
+
+
+def _losses_of_device(run: Any, axes: Axes, options: Parts, x, weight, bias, labels) -> Any:
+    of_device, before = _of_device(options, axes, weight)
+    *sums, logits = run(of_device, x, weight, bias, labels, before, of=_SUMS)
+    sums = Sums(*sums)
+    largest = lax.pmax(lax.stop_gradient(sums.largest), axes)
+    sums = Sums(largest, *lax.psum(jnp.stack(sums.beside(largest)[1:]), axes))
+    losses, lse = options.rows.loss(sums, labels)
+    return only_if(is_first(axes), losses), only_if(is_first(axes), lse), logits
+
+
+def _gradients_of_device(run: Any, axes: Axes, options: Parts, *arrays: Any) -> Any:
+    x, weight, bias, _, *rest = arrays
+    options, before = _of_device(options, axes, weight)
+    return run(options, x, weight, bias, None, *rest, before, of=_SHARES)
+
+
+def _unfit(options: Parts, devices: int, x: Any, weight: Any, *rest: Any) -> str | None:
+    del x, rest
+    if options.classes % devices:
+        return (
+            f"the logits' memory is for {options.classes} of {weight.shape[1]} classes at once, "
+            f"which {devices} devices cannot share alike"
+        )
+    return None
+
+
+_SUMS = KernelPass(
+    "linear_cross_entropy_sums",
+    reference=_sums,
+    ins=("... k", "k v", "v", "...", ""),
+    outs=(*("...",) * 4, "... v"),
+)
+_SHARES = KernelPass(
+    "linear_cross_entropy_shares",
+    reference=_gradients,
+    ins=("... k", "k v", "v", "k v", "...", "...", "... v", "...", "...", ""),
+    outs=("... k", "k v", "v"),
+)
+FORWARD_IN_PARTS = KernelPass(
+    "linear_cross_entropy_fwd",
+    reference=_losses,
+    ins=("... k", "k v", "v", "..."),
+    outs=("...", "...", "... v"),
+    whole="k",
+    sequence=Sequence(_losses_of_device, _unfit, factor="v"),
+)
+BACKWARD_IN_PARTS = KernelPass(
+    "linear_cross_entropy_bwd",
+    reference=_gradients,
+    ins=("... k", "k v", "v", "k v", "...", "...", "... v", "...", "..."),
+    outs=("... k", "k v", "v"),
+    whole="k",
+    sequence=Sequence(_gradients_of_device, _unfit, factor="v"),
+    partial=Partial(
+        reference=_shares,
+        options=lambda options: dataclasses.replace(options, dtype="float32"),
+        finish=_finished,
+    ),
+)

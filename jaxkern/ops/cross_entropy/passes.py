@@ -83,8 +83,7 @@ def sums_of_rows(options: Rows, logits: Any, labels: Any, first: Any = 0) -> Sum
 
 def losses_of_logits(options: Rows, logits: Any, labels: Any) -> tuple[Any, Any]:
     """The losses of rows, and lse."""
-    combined = sums_of_rows(options, logits, labels).combined()
-    return options.terms.loss(*combined, labels, options.classes)
+    return options.loss(sums_of_rows(options, logits, labels), labels)
 
 
 @standard_promotion()  # in the backward's rule, too

@@ -89,15 +89,21 @@ class Rows:
       terms: of the loss.
       classes: of all of a row, of which the logits may be those of a part.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
+      alone: whether the passes are parts of another one, which is split between devices.
     """
 
     terms: Terms
     classes: Any
     mode: Mode
+    alone: bool = False
 
     def of_part(self, logits: Any) -> bool:
         """Whether `logits` are of a part of the classes."""
         return logits.shape[-1] != self.classes
+
+    def loss(self, sums: "Sums", labels: Any) -> tuple[Any, Any]:
+        """The losses of rows and lse, of the sums of all classes."""
+        return self.terms.loss(*sums.combined(), labels, self.classes)
 
 
 class Sums(NamedTuple):
