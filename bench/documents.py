@@ -205,8 +205,9 @@ def _training_rows(reports: Reports, presets: Sequence[tuple[str, int]]) -> Iter
         fastest = max(others, key=lambda name: by[name]["tokens_per_second"], default="")
         other = told(by.get(fastest), f"{NAMES.get(fastest)} ")
         yield [label, "step", told(by["jaxkern"]), told(by.get("xla-loop")), other]
-        if "jaxkern-remat" in by:
-            yield ["the same with `--remat`", "step", told(by["jaxkern-remat"]), "", ""]
+        for how in ("cheap", "scan", "layer"):
+            if row := by.get(f"jaxkern-{how.replace('layer', 'remat')}"):
+                yield [f"the same with `--remat {how}`", "step", told(row), "", ""]
 
 
 _HEAD = ["", "pass", "jaxkern", "plain JAX", "fastest other library"]
@@ -286,6 +287,25 @@ def _copies(reports: Reports) -> str:
     return table(["", "forward", "forward and backward", *others], rows)
 
 
+def _layers(reports: Reports) -> str:
+    """Forward and backward of the Mamba-2 layer, and what it keeps in between."""
+    report = next(one for name, one in reports if name.endswith("-layers.json"))
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for row in report["rows"]:
+        sizes = f"{row['d_model']:,}, {row['batch']} × {row['length']:,}"
+        told = f"{_time(row['both_us'])}, {row['kept_mib']:,.0f} MiB"
+        found[sizes][row["implementation"]] = told
+    by = {
+        "auto": "jaxkern",
+        "jaxkern-cheap": "`remat.CHEAP`",
+        "jaxkern-scan": "`remat.SCAN`",
+        "jla": NAMES["jla"],
+        "mamba_ssm": "mamba_ssm",
+    }
+    rows = [[sizes, *(told.get(name, "") for name in by)] for sizes, told in found.items()]
+    return table(["`d_model`, batch × tokens", *by.values()], rows)
+
+
 def _devices(reports: Reports) -> str:
     rows = [row for name, r in reports if name.endswith("-devices.json") for row in r["rows"]]
     head = ["what", "sizes", "mesh", "GPUs", "ms", "tokens/s", "efficiency", "peak, GiB"]
@@ -304,6 +324,7 @@ FIGURES: dict[str, Callable[[Reports], str]] = {
     "states": _states,
     "precisions": _precisions,
     "copies": _copies,
+    "layers": _layers,
     "generations": lambda _: generations.page(),
     "devices": _devices,
     "meshes": lambda _: generations.meshes(),
