@@ -77,6 +77,23 @@ CASES = [
         strict=True,
     ),
     Case(
+        op="linear_cross_entropy",
+        variant="in parts",
+        axes="m k v",
+        arguments=(
+            Argument("x", "m k"),
+            Argument("weight", "k v", matrix, "matrix"),
+            LABELS,
+            Argument("bias", "v", times(0.1), "parameter"),
+        ),
+        result="m",
+        split="m v",
+        options=OPTIONS | MEMORY,
+        expression=_linear,
+        forward=Cost("m k + k v", "8 m", "2 m k v"),
+        backward=Cost("2 m k + 2 k v", "12 m", "6 m k v"),
+    ),
+    Case(
         op="cross_entropy",
         variant="plain",
         axes="m v",
