@@ -83,6 +83,22 @@ def test_a_vocabulary_of_its_own():
     assert found["first_loss"] == pytest.approx(np.log(300), abs=0.05)
 
 
+def test_pytorch_trains_last_and_alone(tmp_path, monkeypatch):
+    waves = []
+
+    def attempt(jobs, limit):
+        waves.append([job.contender for job in jobs])
+        yield from ((job, "no") for job in jobs)
+
+    monkeypatch.setattr(train, "attempt", attempt)
+    words = "--preset micro --only jaxkern,mamba_ssm,xla --length 16 --length 32 --jobs 9"
+    assert train.main([*words.split(), "--out", str(tmp_path / "a")]) == 1
+    assert waves == [["jaxkern", "xla"] * 2, ["mamba_ssm"], ["mamba_ssm"]]
+    told = json.loads((tmp_path / "a").read_text())["failed"]
+    names = ["jaxkern", "mamba_ssm", "xla"]
+    assert told == [f"{name}, micro, length {n}: no" for n in (16, 32) for name in names]
+
+
 def test_failing_contender_leaves_its_reason():
     jobs = [
         dataclasses.replace(JOB, preset="none"),
