@@ -8,6 +8,12 @@ import jax.numpy as jnp
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, matrix, times
 
 LABELS = Argument("labels", "m", lambda key, shape: jax.random.randint(key, shape, 0, 8), "int32")
+OF_LINEAR = (
+    Argument("x", "m k"),
+    Argument("weight", "k v", matrix, "matrix"),
+    LABELS,
+    Argument("bias", "v", times(0.1), "parameter"),
+)
 OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "none"}
 
 
@@ -60,12 +66,7 @@ CASES = [
     Case(
         op="linear_cross_entropy",
         axes="m k v",
-        arguments=(
-            Argument("x", "m k"),
-            Argument("weight", "k v", matrix, "matrix"),
-            LABELS,
-            Argument("bias", "v", times(0.1), "parameter"),
-        ),
+        arguments=OF_LINEAR,
         result="m",
         split="m k v",
         options=OPTIONS,
@@ -80,12 +81,7 @@ CASES = [
         op="linear_cross_entropy",
         variant="in parts",
         axes="m k v",
-        arguments=(
-            Argument("x", "m k"),
-            Argument("weight", "k v", matrix, "matrix"),
-            LABELS,
-            Argument("bias", "v", times(0.1), "parameter"),
-        ),
+        arguments=OF_LINEAR,
         result="m",
         split="m v",
         options=OPTIONS | MEMORY,
