@@ -205,10 +205,13 @@ def _training_rows(reports: Reports, presets: Sequence[tuple[str, int]]) -> Iter
         fastest = max(others, key=lambda name: by[name]["tokens_per_second"], default="")
         other = told(by.get(fastest), f"{NAMES.get(fastest)} ")
         yield [label, "step", told(by["jaxkern"]), told(by.get("xla-loop")), other]
-        for how in ("cheap", "scan", "layer"):
-            if row := by.get(f"jaxkern-{how.replace('layer', 'remat')}"):
-                yield [f"the same with `--remat {how}`", "step", told(row), "", ""]
+        for how, name in REMAT.items():
+            if name in by:
+                yield [f"the same with `--remat {how}`", "step", told(by[name]), "", ""]
 
+
+REMAT = {"cheap": "jaxkern-cheap", "scan": "jaxkern-scan", "layer": "jaxkern-remat"}
+"""The contenders that compute something again, by their choice of `--remat`."""
 
 _HEAD = ["", "pass", "jaxkern", "plain JAX", "fastest other library"]
 

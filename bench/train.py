@@ -43,8 +43,8 @@ from bench.trainers import BATCHES, Job, of_jax, of_torch
 from jaxkern.lm.config import ModelConfig
 
 OTHERS = ("jaxkern-remat", "jaxkern-loop", "xla", "xla-loop", "jla", "mamba_ssm")
-ALONE = ("mamba_ssm",)
-"""The host starts their kernels one by one, and is to do nothing else meanwhile."""
+TORCH = ("mamba_ssm",)
+"""The contenders in PyTorch: the host starts their kernels one by one, so they train alone."""
 
 _PEERS = ("jla", "mamba_ssm", "transformers")
 
@@ -58,7 +58,7 @@ def product_operations(model: ModelConfig) -> int:
 
 def measure(job: Job, wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Trains, and returns the row; waits when it has compiled, before it allocates anything."""
-    trainer = (of_torch if job.contender == "mamba_ssm" else of_jax)(job, wait)
+    trainer = (of_torch if job.contender in TORCH else of_jax)(job, wait)
     started, ends = [], []
     for i in range(job.warmup + job.steps):
         started.append(trainer.step(i))
@@ -199,9 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = program.machine(args.commit) | {"clock": clock, "failed": [], "rows": []}
     print(f"{report['device']}, JAX {report['jax']}, {clock}", flush=True)
     out, found = args.out, dict[Job, Any].fromkeys(jobs, "the run was stopped")
-    together = [job for job in jobs if job.contender not in ALONE]
+    together = [job for job in jobs if job.contender not in TORCH]
     waves = [*itertools.batched(together, max(1, args.jobs))]
-    waves += [(job,) for job in jobs if job.contender in ALONE]
+    waves += [(job,) for job in jobs if job.contender in TORCH]
     for job, row in itertools.chain.from_iterable(attempt(wave, args.limit) for wave in waves):
         found[job] = row
         if isinstance(row, str):

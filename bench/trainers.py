@@ -60,7 +60,9 @@ class Job:
     @property
     def model(self) -> ModelConfig:
         model = PRESETS[self.preset].model
-        return dataclasses.replace(model, vocab_size=self.vocab_size or model.vocab_size)
+        if self.vocab_size is None:
+            return model
+        return dataclasses.replace(model, vocab_size=self.vocab_size)
 
     @property
     def batch(self) -> int:

@@ -203,8 +203,8 @@ def linear_cross_entropy(
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
     On a mesh, rows and V may be split between devices, and without `memory` K, too: neither logits
-    nor `weight` are gathered, but where the number of devices does not divide V or, with `memory`,
-    the classes of a part, a multiple of 128; a warning tells of these.
+    nor `weight` are gathered, but where the number of devices does not divide V, or, with `memory`
+    and a warning, the classes of a part, a multiple of 128.
 
     Args:
       x: (..., K), bfloat16, float16 or float32.
