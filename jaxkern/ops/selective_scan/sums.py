@@ -111,7 +111,7 @@ def sum_of_blocks(call: Call, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
     t, n = call.tile, call.states
     sums = sums.reshape(call.groups, call.scan.blocks_per_group, *sums.shape[1:])
     # (G, B, L, 32 · sums), lanes as in sum_lanes. XLA would add up all again for dB and for dC.
-    total = lax.optimization_barrier(sums.sum(1))
+    total = lax.optimization_barrier(_over_blocks(sums))
     lanes = t.groups // t.low, t.lanes, t.low
     total = total.reshape(call.groups, call.batch, -1, *lanes, t.sums)[:, :, : call.length]
     total = jnp.moveaxis(total, 0, 2).swapaxes(3, 4)  # (B, L, G, S, …): of each state lane
@@ -120,3 +120,13 @@ def sum_of_blocks(call: Call, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
     total = total.reshape(*total.shape[:4], t.states // t.pair, t.pair, 2).swapaxes(3, 4)
     total = total.reshape(*total.shape[:3], t.all_states, 2)
     return total[..., :n, 0], total[..., :n, 1]
+
+
+def _over_blocks(sums: jax.Array) -> jax.Array:
+    """The sums over axis 1.
+
+    XLA shares out one of 32 terms or more to several threads, which takes three times as long here
+    as a thread for each sum does.
+    """
+    parts = [sums[:, i : i + 16].sum(1) for i in range(0, sums.shape[1], 16)]
+    return functools.reduce(jnp.add, parts)
