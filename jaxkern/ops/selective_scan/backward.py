@@ -283,7 +283,12 @@ class _Backward:
             c = end - 1 - k
             chunk = Steps(scan, ring.chunk(n, c - start), c * CHUNK)
             following = lambda: self.state_before(first, jnp.maximum(c - 1, first))
-            return self.gradients.run_chunk(chunk, k, n, h, following, carry)
+            run_chunk = lambda chunk: self.gradients.run_chunk(chunk, k, n, h, following, carry)
+            if chunk.tokens.keep is None:
+                return run_chunk(chunk)
+            # Few chunks have a segment's first token; the others need not ask for it at each.
+            within = chunk.within_a_segment()
+            return lax.cond(chunk.crosses(), lambda: run_chunk(chunk), lambda: run_chunk(within))
 
         carry = lax.fori_loop(0, chunks, run, carry)
         self.gradients.sums.finish_tile(end, chunks, n, flushing)

@@ -1,6 +1,7 @@
 """Steps of the recurrence, which both directions take."""
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -140,6 +141,7 @@ class Steps:
         self.scan = scan
         self.tokens = tokens
         self.token = token  # the first one's number in the sequence
+        self.count = count
         self.rounds = range(count // scan.tile.steps)
 
     def owned(self, name: str, round: int) -> jax.Array:
@@ -173,6 +175,18 @@ class Steps:
             return None
         crossed = None if self.tokens.crossed is None else self.tokens.crossed[step]
         return Keep(self.scan.load1(self.tokens.keep, start=step), crossed)
+
+    def crosses(self) -> jax.Array:
+        """Whether a segment begins at one of the steps, a scalar."""
+        tokens, steps = self.tokens, range(self.count)
+        if tokens.crossed is not None:
+            return functools.reduce(jnp.logical_or, (tokens.crossed[s] >= 0 for s in steps))
+        return functools.reduce(jnp.logical_or, (tokens.keep[s] < 0.5 for s in steps))
+
+    def within_a_segment(self) -> "Steps":
+        """The same steps, where no segment begins."""
+        tokens = types.SimpleNamespace(**vars(self.tokens) | {"keep": None, "crossed": None})
+        return Steps(self.scan, tokens, self.token, self.count)
 
     def write(self, ref: Any, round: int, value: jax.Array) -> None:
         """Writes the owned values to (B, L, D) in global memory."""
