@@ -1,6 +1,7 @@
 """ssd's kernels: what they compute, what they refuse, and their cells of the matrix."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,34 @@ def test_ssd_kernels_nan_stays_in_its_segment(name):
         if n in ("out", *ALONG):
             close(np.delete(got[0], slice(20, 40), 0), np.delete(want[0], slice(20, 40), 0))
     close(bad_grads[-1], grads[-1])
+
+
+@pytest.mark.gpu
+def test_ssd_kernels_need_not_isolate_nan():
+    """Of what is finite, the bits are the same where nobody asks whether it is."""
+    arrays, ids = HALF(*SIZE), packed_ids(1, 70)
+    options: Any = {"implementation": "mosaic", "return_final_state": True}
+    with check.running("mosaic"):
+        isolated, free = (
+            check.program(scan, isolate_nan=flag, **options)(
+                arrays, cotangents(arrays), segment_ids=ids
+            )
+            for flag in (True, False)
+        )
+    jax.tree.map(np.testing.assert_array_equal, free, isolated)
+
+
+@pytest.mark.parametrize("isolate_nan", [True, False])
+def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
+    """The host waits for the condition of a loop, once a pass."""
+    ids = packed_ids(1, 70)
+    loss = lambda *arrays: jnp.sum(
+        scan(*arrays, implementation="mosaic", segment_ids=ids, isolate_nan=isolate_nan)
+    )
+    program = jax.jit(jax.value_and_grad(loss)).trace(*HALF(*SIZE))
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert ("stablehlo.while" in text) == isolate_nan
 
 
 @pytest.mark.compiled

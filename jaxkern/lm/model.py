@@ -142,10 +142,14 @@ class MambaLM(nnx.Module):
         *,
         segment_ids: jax.Array | None = None,
         mask: jax.Array | None = None,
+        isolate_nan: bool = True,
     ) -> jax.Array:
         """Compute what the output layer multiplies: the last norm of what the layers give.
 
-        Args and errors are those of a call.
+        Other args and errors are those of a call.
+
+        Args:
+          isolate_nan: whether a NaN surely stays in its document, see :func:`jaxkern.ssd`.
 
         Returns:
           (B, L, d_model), the policy's compute dtype; times :attr:`output_layer` the logits.
@@ -153,6 +157,7 @@ class MambaLM(nnx.Module):
         tokens, segment_ids = _check(tokens, segment_ids, mask)
         options: Any = {
             "segment_ids": segment_ids,
+            "isolate_nan": isolate_nan,
             "axis_name": self.axis_name,
             "sequence_axis": self.sequence_axis,
         }

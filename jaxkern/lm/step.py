@@ -116,12 +116,17 @@ def loss_fn(
 
     Returns:
       (), float32, over the tokens that are predicted: 0 if there are none, NaN if one of them is
-      outside the vocabulary.
+      outside the vocabulary, and perhaps if another of their window is.
     """
     before = lambda leaf: None if leaf is None else leaf[:, :-1]
     model = nnx.merge(graphdef, params)
     model.gather_outer()
-    hidden = model.hidden(windows[:, :-1], segment_ids=before(segment_ids), mask=before(mask))
+    hidden = model.hidden(
+        windows[:, :-1],
+        segment_ids=before(segment_ids),
+        mask=before(mask),
+        isolate_nan=False,  # one NaN makes the mean NaN, wherever it is
+    )
     return linear_cross_entropy(
         hidden,
         whole_beside(model.output_layer, hidden),

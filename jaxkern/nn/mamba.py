@@ -135,6 +135,7 @@ def mamba(
     return_cache: bool = False,
     dtype: Any = None,
     segment_ids: jax.Array | None = None,
+    isolate_nan: bool = True,
     axis_name: str | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
@@ -150,6 +151,7 @@ def mamba(
       dtype: of the products; by default what `x` and `in_proj` promote to.
       segment_ids: (B, L), integers, for packed sequences: where the number changes, convolution and
         state begin anew. `cache` is of the segment of the first token.
+      isolate_nan: as of :func:`jaxkern.nn.mamba2.mamba2`; here a NaN stays in its segment without.
       axis_name: inside ``jax.shard_map(check_vma=False)``, the mesh axis over which the channels E
         are split: `weights` are a device's part of them, of `in_proj` its columns of u and of z,
         and `x` and the result are the same on every device. A block then adds up twice over the
@@ -167,6 +169,7 @@ def mamba(
       TypeError: `x` is complex, or `cache` not a cache.
       ValueError: a shape does not fit, or L cannot be split so.
     """
+    del isolate_nan
     x = BLOCK.check_call(sizes, x, cache, segment_ids, ("B L D",))
     weights = whole_beside(weights, x)
     project = common.projection(implementation)

@@ -198,6 +198,7 @@ def mamba2(
     return_cache: bool = False,
     dtype: Any = None,
     segment_ids: jax.Array | None = None,
+    isolate_nan: bool = True,
     axis_name: str | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
@@ -213,6 +214,8 @@ def mamba2(
       dtype: of the products; by default what `x` and `in_proj` promote to.
       segment_ids: (B, L), integers, for packed sequences: where the number changes, convolution and
         state begin anew. `cache` is of the segment of the first token.
+      isolate_nan: whether a NaN surely stays in its segment, for which the host waits on a GPU: see
+        :func:`jaxkern.ssd`.
       axis_name: inside ``jax.shard_map(check_vma=False)``, the mesh axis over which the heads are
         split: `weights` are a device's part of them, of `in_proj` its columns of z, x and dt and
         those of B and C that its heads need, and `x` and the result are the same on every device.
@@ -260,6 +263,7 @@ def mamba2(
     y: Any = jaxkern.ssd(
         *_scanned(weights, part, u, v, dt),
         initial_state=state,
+        isolate_nan=isolate_nan,
         **_step_sizes(weights, sizes),
         **options,
     )

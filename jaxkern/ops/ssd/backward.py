@@ -44,8 +44,9 @@ def launch_bwd(
         grads, dinitial = _launch(options, *args[:2], cut_decays(a, rank), *args[3:], *rest)
         ds, da = grads[1], where_segments_begin(rank, 0.0, grads[2])
         grads = *grads[:2], da, *grads[3:]
-        plain = functools.partial(reference_bwd, options)
-        grads = unless_finite([ds, da, dinitial], grads, plain, (*args, rank, None, *rest))
+        if options.isolate_nan:
+            plain = functools.partial(reference_bwd, options)
+            grads = unless_finite([ds, da, dinitial], grads, plain, (*args, rank, None, *rest))
     dx, ds, da, dB, dC, *others = grads
     return dx, ds, da, dB.astype(jnp.float32), dC.astype(jnp.float32), *others
 

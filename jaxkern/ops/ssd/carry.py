@@ -130,7 +130,7 @@ def launch_device_carry(options: Options, x, dt, a, B, rank) -> tuple[Any, Any]:
         del C, D
         return reference_carry(options, x, dt, a, B, rank)
 
-    return _of_device(False, x, dt, a, B, rank, plain)
+    return _of_device(options, False, x, dt, a, B, rank, plain)
 
 
 def launch_device_bwd_carry(options: Options, a, C, dy, rank) -> tuple[Any, Any]:
@@ -139,11 +139,18 @@ def launch_device_bwd_carry(options: Options, a, C, dy, rank) -> tuple[Any, Any]
     def plain(dy: Any, a: Any, _: Any, C: Any, *rest: Any) -> Any:
         return reference_bwd_carry(options, a, C, dy, rest[-1])
 
-    return _of_device(True, dy, a, a, C, rank, plain)
+    return _of_device(options, True, dy, a, a, C, rank, plain)
 
 
 def _of_device(
-    reverse: bool, tokens: Any, dt: Any, a: Any, weights: Any, rank: Any, plain: Any
+    options: Options,
+    reverse: bool,
+    tokens: Any,
+    dt: Any,
+    a: Any,
+    weights: Any,
+    rank: Any,
+    plain: Any,
 ) -> tuple[Any, Any]:
     """The carry of all that there is, from those of parts that fill the GPU."""
     args = tokens, dt, a, weights, None, None, rank
@@ -164,7 +171,9 @@ def _of_device(
         decays, ends = decays[::-1], ends[::-1]
     combine = lambda one, then: (one[0] * then[0], passed_on(then, one[1]))
     carry = in_order(combine, (decays, ends))
-    return carry if rank is None else unless_finite([carry[1]], carry, plain, args)
+    if rank is None or not options.isolate_nan:
+        return carry
+    return unless_finite([carry[1]], carry, plain, args)
 
 
 def _stages(scan: Scan) -> int:

@@ -100,6 +100,7 @@ def ssd(
     return_final_state: Literal[False] = False,
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
+    isolate_nan: bool = True,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
@@ -129,6 +130,7 @@ def ssd(
     return_final_state: bool = False,
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
+    isolate_nan: bool = True,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
@@ -151,8 +153,8 @@ def ssd(
     it multiplies.
 
     A NaN in one head of one batch row stays there, but for the gradients that sum over heads (`B`,
-    `C`) or over batch rows (`A`, `D`, `dt_bias`); it does not get past the end of its segment, nor
-    before its begin. The bits are the same on every run.
+    `C`) or over batch rows (`A`, `D`, `dt_bias`); with `isolate_nan` it does not get past the end
+    of its segment, nor before its begin. The bits are the same on every run.
 
     On a mesh, batch, heads and L may be split between devices; a split P or N is gathered, and with
     `num_segments` L. For a backward, a device's part of L is a multiple of `checkpoint_every`. Of
@@ -181,6 +183,9 @@ def ssd(
       num_segments: S, for segments that each have an initial and a final state: of the segment with
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins from zeros, and so does one whose id comes back after another.
+      isolate_nan: whether NaN and infinities stay in their segment on the kernels, too, whose
+        products would carry them to the others of the row. After each pass the host then waits to
+        know whether there are any: in vain where one number, as a mean loss, tells of them anyway.
       checkpoint_every: how many tokens apart states are saved for the backward, a multiple of 128,
         or ``None`` for none at all, where the backward runs the forward again.
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
@@ -236,7 +241,14 @@ def ssd(
     if reason is None and implementation == "mosaic":
         reason = unsupported(x, B, args[4], args[6], count)
     mode = resolve(implementation, reason, op="ssd")
-    options = Options(bool(return_final_state), every, mode, count, sequence_axis=over)
+    options = Options(
+        final=bool(return_final_state),
+        checkpoint_every=every,
+        mode=mode,
+        num_segments=count,
+        isolate_nan=bool(isolate_nan),
+        sequence_axis=over,
+    )
     grouped = (*by_group((*args, initial_state), 2), rank, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, sizes, options)

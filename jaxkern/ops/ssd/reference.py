@@ -48,6 +48,7 @@ class Options:
     checkpoint_every: int | None
     mode: Mode
     num_segments: int | None = None
+    isolate_nan: bool = True  # in its segment, on the kernels, too
     save: bool = False  # states, for the backward
     sequence_axis: Axes = ()  # over which a caller's shard_map splits L
 
