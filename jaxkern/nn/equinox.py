@@ -236,7 +236,8 @@ class _BlockLayer(eqx.Module):
     ) -> Any:
         """x (L, D) or (B, L, D) -> the same shape; with `return_cache`, also the cache.
 
-        Packed sequences end where `segment_ids` (L,) or (B, L), integers, change.
+        Packed sequences end where `segment_ids` (L,) or (B, L), integers, change. Other options are
+        those of :func:`jaxkern.nn.mamba.mamba` and :func:`jaxkern.nn.mamba2.mamba2`.
         """
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
         x = self._block.check_call(self.sizes, x, cache, segment_ids, ("L D", "B L D"))

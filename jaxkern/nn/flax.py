@@ -223,8 +223,9 @@ class _BlockLayer(nnx.Module):
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
 
         The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
-        (B, L), integers, change; and `axis_name` and `sequence_axis`, of what ``jax.shard_map``
-        splits, as :func:`jaxkern.nn.mamba.mamba` has them.
+        (B, L), integers, change, and a NaN surely stays in its sequence with `isolate_nan`; and
+        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. They are those of
+        :func:`jaxkern.nn.mamba.mamba` and :func:`jaxkern.nn.mamba2.mamba2`.
         """
         return self._block.apply(self._weights(), self.sizes, x, cache, **self._how(), **options)
 

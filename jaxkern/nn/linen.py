@@ -204,7 +204,8 @@ class _BlockLayer(nn.Module):
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
 
         The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
-        (B, L), integers, change.
+        (B, L), integers, change; and the others of :func:`jaxkern.nn.mamba.mamba` and
+        :func:`jaxkern.nn.mamba2.mamba2`.
         """
         options |= {"dtype": self.dtype, "implementation": self.implementation}
         return self._block.apply(self.weights, self._sizes(), x, cache, **options)
