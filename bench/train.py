@@ -23,7 +23,8 @@ the same time, which takes each of them longer. PyTorch comes last, alone. The h
 of the device, as in training, and a step takes from the end of the one before to its own end. The
 tokens have a skewed distribution, token i with probability ~ 1/(i + 1), so that a loss that does
 not fall shows a contender that does not learn. ``--vocab`` says how many there are, 50280 in the
-papers. A batch that does not fit in memory is halved, in JAX.
+papers, and ``--documents`` packs documents of that mean length, which only jaxkern's model keeps
+apart. A batch that does not fit in memory is halved, in JAX.
 """
 
 import argparse
@@ -163,6 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--only", help="contenders, comma-separated, where not jaxkern and --vs")
     p.add_argument("--tokens", type=int, help="a step (16384; without a GPU 512)")
     p.add_argument("--vocab", type=int, help="tokens that there are, where not the preset's")
+    p.add_argument(
+        "--documents", type=int, help="mean length of documents that are packed and kept apart"
+    )
     p.add_argument("--steps", type=int, default=20, help="to time")
     p.add_argument("--steps-xla", type=int, default=10, help="to time on plain JAX")
     p.add_argument("--warmup", type=int, default=3, help="steps before them, at least one")
@@ -190,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             steps=args.steps_xla if name.startswith("xla") else args.steps,
             warmup=max(1, args.warmup),
             vocab_size=args.vocab,
+            document=args.documents,
         )
         for preset in args.preset or ["130m" if gpu else "tiny"]
         for length in args.length or [2048 if gpu else 64]

@@ -38,6 +38,7 @@ class Job:
       steps: to time.
       warmup: steps before them.
       vocab_size: tokens that there are, where not the preset's.
+      document: the mean length of documents that are packed and kept apart; ``None`` for none.
     """
 
     contender: str
@@ -47,6 +48,7 @@ class Job:
     steps: int
     warmup: int
     vocab_size: int | None = None
+    document: int | None = None
 
     def __str__(self) -> str:
         return f"{self.contender}, {self.name}, length {self.length}"
@@ -54,8 +56,9 @@ class Job:
     @property
     def name(self) -> str:
         """The model's."""
-        own = self.vocab_size is None
-        return self.preset if own else f"{self.preset}, vocabulary {self.vocab_size:,}"
+        vocabulary = "" if self.vocab_size is None else f", vocabulary {self.vocab_size:,}"
+        packed = "" if self.document is None else f", documents of {self.document:,}"
+        return f"{self.preset}{vocabulary}{packed}"
 
     @property
     def model(self) -> ModelConfig:
@@ -99,18 +102,27 @@ def draw(job: Job, batch: int) -> list[np.ndarray]:
     return [rng.choice(len(p), shape, p=p).astype(np.int32) for _ in range(BATCHES)]
 
 
+def draw_documents(job: Job, batch: int) -> list[dict[str, np.ndarray]]:
+    """What says where a batch's documents end: ``segment_ids`` (batch, length + 1), or nothing."""
+    if job.document is None:
+        return [{}] * BATCHES
+    rng = np.random.default_rng(1)
+    begins = rng.random((BATCHES, batch, job.length + 1)) < 1 / job.document
+    return [{"segment_ids": ids} for ids in np.cumsum(begins, axis=-1, dtype=np.int32)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A language model in JAX.
 
     Attributes:
       init: gives the parameters.
-      loss: of parameters and windows (B, length + 1).
+      loss: of parameters and windows (B, length + 1); of jaxkern's model also with `segment_ids`.
       decayed: the optimizer's mask.
     """
 
     init: Callable[[], Any]
-    loss: Callable[[Any, Any], jax.Array]
+    loss: Callable[..., jax.Array]
     decayed: Callable[[Any], Any]
 
 
@@ -162,6 +174,8 @@ def _jla_model(job: Job, how: str) -> Model:
 def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
     """The library's own model, or that of jla, and the library's optimizer."""
     name, _, how = job.contender.partition("-")
+    if name == "jla":
+        _refuse_documents(job)
     implementation = "xla" if name == "xla" else None
     model = _jla_model(job, how) if name == "jla" else _own_model(job, implementation, how)
     tx = jaxkern.fused_adamw(
@@ -176,8 +190,8 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
         params = model.init()
         return params, tx.init(params)
 
-    def step(params: Any, state: Any, windows: Any) -> Any:
-        loss, grads = jax.value_and_grad(model.loss)(params, windows)
+    def step(params: Any, state: Any, windows: Any, documents: dict[str, Any]) -> Any:
+        loss, grads = jax.value_and_grad(model.loss)(params, windows, **documents)
         return *jaxkern.apply(tx, grads, state, params), loss
 
     device = jax.local_devices()[0]
@@ -189,8 +203,9 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
     while compiled is None:
         batch //= 2
         windows = jax.ShapeDtypeStruct((batch, job.length + 1), jnp.int32)
+        documents = dict.fromkeys(draw_documents(job, 1)[0], windows)
         start = time.perf_counter()
-        lowered = program.lower(*shapes, windows)
+        lowered = program.lower(*shapes, windows, documents)
         if implementation == "xla" and "mosaic_gpu" in lowered.as_text():
             raise RuntimeError("there is a kernel in the program of plain JAX")
         compiled = lowered.compile()
@@ -204,10 +219,11 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
     wait()
     held = list(jax.jit(init)())
     parameters = count_params(held[0])
-    batches = [jax.device_put(windows, device) for windows in draw(job, batch)]
+    drawn = zip(draw(job, batch), draw_documents(job, batch), strict=True)
+    batches = [jax.device_put(each, device) for each in drawn]
 
     def advance(i: int) -> Any:
-        *held[:], loss = compiled(*held, batches[i % BATCHES])
+        *held[:], loss = compiled(*held, *batches[i % BATCHES])
         return loss
 
     def told() -> dict[str, Any]:
@@ -226,6 +242,7 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
 
 def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
     """The model of mamba_ssm, which compiles its kernels in its first step."""
+    _refuse_documents(job)
     import torch  # pyright: ignore[reportMissingImports]
 
     models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
@@ -289,6 +306,11 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
         loss=lambda handle: float(handle[1]),
         told=told,
     )
+
+
+def _refuse_documents(job: Job) -> None:
+    if job.document is not None:
+        raise ValueError(f"the model of {job.contender} does not keep documents apart")
 
 
 def versions(*names: str) -> str:

@@ -83,6 +83,22 @@ def test_a_vocabulary_of_its_own():
     assert found["first_loss"] == pytest.approx(np.log(300), abs=0.05)
 
 
+def test_documents_are_packed_and_kept_apart():
+    job = dataclasses.replace(JOB, document=5)
+    assert str(job) == "jaxkern, micro, documents of 5, length 16"
+    ids = np.stack([d["segment_ids"] for d in trainers.draw_documents(job, 50)])
+    assert ids.shape == (trainers.BATCHES, 50, 17)
+    assert np.mean(np.diff(ids, axis=-1)) == pytest.approx(1 / 5, rel=0.1)
+    apart, together = (train.measure(each)["first_loss"] for each in (job, JOB))
+    assert apart != together
+    assert apart == pytest.approx(together, abs=0.05)
+    for contender in ("jla", "mamba_ssm"):
+        other = dataclasses.replace(job, contender=contender)
+        make = trainers.of_torch if contender in train.TORCH else trainers.of_jax
+        with pytest.raises(ValueError, match=f"model of {contender} does not keep documents"):
+            make(other, lambda: None)
+
+
 def test_pytorch_trains_last_and_alone(tmp_path, monkeypatch):
     waves = []
 

@@ -504,6 +504,28 @@ def test_training_on_a_gpu_runs_the_kernels(name, options, again, monkeypatch):
     assert "fused_adam" in text
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("name", ["130m", "mamba2-130m"])
+def test_training_on_packed_documents_waits_for_nothing(name):
+    """On a GPU the host reads a loop's condition, and meanwhile starts no kernel.
+
+    The loops over layers run once, and are none to XLA.
+    """
+    shape = dataclasses.replace(PRESETS[name].model, n_layers=1)
+    graphdef = make_model(shape, Options(Policy.parse("bf16")))
+    tokens = jax.ShapeDtypeStruct((2, 257), np.int32)
+    params = jax.eval_shape(lambda: initial_params(shape))
+
+    def lowered(**documents):
+        gradients = jax.jit(jax.value_and_grad(functools.partial(loss_fn, graphdef)))
+        program = gradients.trace(params, tokens, **documents)
+        return program.lower(lowering_platforms=("cuda",)).as_text()
+
+    packed, unpacked = lowered(segment_ids=tokens), lowered()
+    assert check.kernel_calls(packed)
+    assert packed.count("stablehlo.while") == unpacked.count("stablehlo.while")
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_training_by_the_kernels_is_as_near_to_fp32_as_in_plain_jax(precision, monkeypatch):
