@@ -178,7 +178,7 @@ def test_selective_scan_saved_states(every, shape):
         (2, 8, 128, 16),
         (2, 64, 127, 1),
         (2, 65, 512, 16),
-        (1, 9, 1100, 16),  # more blocks of channels than are summed at once
+        (1, 9, 2100, 16),  # more blocks of channels than are summed at once
         (2, 257, 130, 17),
         (3, 1000, 256, 33),
     ],

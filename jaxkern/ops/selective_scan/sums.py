@@ -123,10 +123,12 @@ def sum_of_blocks(call: Call, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _over_blocks(sums: jax.Array) -> jax.Array:
-    """The sums over axis 1.
+    """The sums over axis 1, in parts of less than 32 terms.
 
-    XLA shares out one of 32 terms or more to several threads, which takes three times as long here
-    as a thread for each sum does.
+    XLA shares out one of 32 or more to several threads, which takes three times as long here as a
+    thread for each sum does.
     """
-    parts = [sums[:, i : i + 16].sum(1) for i in range(0, sums.shape[1], 16)]
+    count = sums.shape[1]
+    size = -(-count // -(-count // 31))
+    parts = [sums[:, i : i + size].sum(1) for i in range(0, count, size)]
     return functools.reduce(jnp.add, parts)
