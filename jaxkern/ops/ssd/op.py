@@ -241,14 +241,8 @@ def ssd(
     if reason is None and implementation == "mosaic":
         reason = unsupported(x, B, args[4], args[6], count)
     mode = resolve(implementation, reason, op="ssd")
-    options = Options(
-        final=bool(return_final_state),
-        checkpoint_every=every,
-        mode=mode,
-        num_segments=count,
-        isolate_nan=bool(isolate_nan),
-        sequence_axis=over,
-    )
+    how: Any = {"isolate_nan": bool(isolate_nan), "sequence_axis": over}
+    options = Options(bool(return_final_state), every, mode, count, **how)
     grouped = (*by_group((*args, initial_state), 2), rank, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, sizes, options)
