@@ -21,7 +21,9 @@ def test_gradient_of_the_embedding(count):
     np.testing.assert_array_equal(out, np.asarray(table)[np.asarray(tokens)])
     expected = np.zeros((11, 4))
     np.add.at(expected, np.asarray(tokens), dout)
-    np.testing.assert_allclose(vjp(jnp.asarray(dout))[0], expected, rtol=1e-5, atol=1e-5)
+    _, plain = jax.vjp(lambda table: table[tokens], table)
+    error, of_plain = (np.max(np.abs(f(jnp.asarray(dout))[0] - expected)) for f in (vjp, plain))
+    assert error <= 2 * of_plain
 
 
 def test_gradient_of_an_embedding_as_large_as_its_tokens_count():
