@@ -222,8 +222,10 @@ def _readme(reports: Reports) -> str:
 
 
 def _speed(reports: Reports) -> str:
-    rows = [*_op_rows(reports, README + GUIDE), *_training_rows(reports, list(trainings(reports)))]
-    return table(_HEAD, rows)
+    trained = trainings(reports)
+    size = lambda at: ("mamba2" in at[0], trained[at]["jaxkern"]["parameters"], at[1])
+    rows = _training_rows(reports, sorted(trained, key=size))
+    return table(_HEAD, [*_op_rows(reports, README + GUIDE), *rows])
 
 
 def _headline(reports: Reports) -> str:

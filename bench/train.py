@@ -59,6 +59,8 @@ def product_operations(model: ModelConfig) -> int:
 
 def measure(job: Job, wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Trains, and returns the row; waits when it has compiled, before it allocates anything."""
+    if job.document is not None and job.contender.startswith(_PEERS):
+        raise ValueError(f"the model of {job.contender} does not keep documents apart")
     trainer = (of_torch if job.contender in TORCH else of_jax)(job, wait)
     started, ends = [], []
     for i in range(job.warmup + job.steps):

@@ -174,8 +174,6 @@ def _jla_model(job: Job, how: str) -> Model:
 def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
     """The library's own model, or that of jla, and the library's optimizer."""
     name, _, how = job.contender.partition("-")
-    if name == "jla":
-        _refuse_documents(job)
     implementation = "xla" if name == "xla" else None
     model = _jla_model(job, how) if name == "jla" else _own_model(job, implementation, how)
     tx = jaxkern.fused_adamw(
@@ -242,7 +240,6 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
 
 def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
     """The model of mamba_ssm, which compiles its kernels in its first step."""
-    _refuse_documents(job)
     import torch  # pyright: ignore[reportMissingImports]
 
     models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
@@ -306,11 +303,6 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
         loss=lambda handle: float(handle[1]),
         told=told,
     )
-
-
-def _refuse_documents(job: Job) -> None:
-    if job.document is not None:
-        raise ValueError(f"the model of {job.contender} does not keep documents apart")
 
 
 def versions(*names: str) -> str:

@@ -93,10 +93,8 @@ def test_documents_are_packed_and_kept_apart():
     assert apart != together
     assert apart == pytest.approx(together, abs=0.05)
     for contender in ("jla", "mamba_ssm"):
-        other = dataclasses.replace(job, contender=contender)
-        make = trainers.of_torch if contender in train.TORCH else trainers.of_jax
         with pytest.raises(ValueError, match=f"model of {contender} does not keep documents"):
-            make(other, lambda: None)
+            train.measure(dataclasses.replace(job, contender=contender))
 
 
 def test_pytorch_trains_last_and_alone(tmp_path, monkeypatch):
