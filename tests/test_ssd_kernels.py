@@ -110,7 +110,7 @@ def test_ssd_kernels_nan_stays_in_its_segment(name):
 
 @pytest.mark.gpu
 def test_ssd_kernels_need_not_isolate_nan():
-    """Of what is finite, the bits are the same where nobody asks whether it is."""
+    """Finite arguments give the same bits with `isolate_nan` and without."""
     arrays, ids = HALF(*SIZE), packed_ids(1, 70)
     options: Any = {"implementation": "mosaic", "return_final_state": True}
     with check.running("mosaic"):

@@ -184,7 +184,7 @@ class Steps:
         return functools.reduce(jnp.logical_or, (tokens.keep[s] < 0.5 for s in steps))
 
     def within_a_segment(self) -> "Steps":
-        """The same steps, where no segment begins."""
+        """Return these steps as a segment's own, at which none begins: :meth:`keep` is None."""
         tokens = types.SimpleNamespace(**vars(self.tokens) | {"keep": None, "crossed": None})
         return Steps(self.scan, tokens, self.token, self.count)
 

@@ -183,9 +183,9 @@ def ssd(
       num_segments: S, for segments that each have an initial and a final state: of the segment with
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins from zeros, and so does one whose id comes back after another.
-      isolate_nan: whether NaN and infinities stay in their segment on the kernels, too, whose
-        products would carry them to the others of the row. After each pass the host then waits to
-        know whether there are any: in vain where one number, as a mean loss, tells of them anyway.
+      isolate_nan: with `segment_ids`, whether the kernels, too, keep NaN and infinities in their
+        segment; their products may carry them to others of the row and head. The host then waits
+        after each pass to know of any: in vain for a mean loss, which one NaN makes NaN anyway.
       checkpoint_every: how many tokens apart states are saved for the backward, a multiple of 128,
         or ``None`` for none at all, where the backward runs the forward again.
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
