@@ -302,6 +302,22 @@ def test_a_lost_process_ends_all_others_with_a_line(group, capfd, lost):
         assert line.endswith("; step 8 is saved")
 
 
+def test_lines_of_several_processes_stay_whole(monkeypatch, tmp_path):
+    """Where each write is a system call, as under PYTHONUNBUFFERED, a line is one of them."""
+
+    class Writes(list):
+        write = list.append
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", writes := Writes())
+    stop.tell("process 1: process 0 is lost")
+    assert cli.main(["sample", "--run", str(tmp_path)]) == 1
+    assert len(writes) == 2
+    assert all(line.startswith("jaxkern: ") and line.endswith("\n") for line in writes)
+
+
 def test_a_process_that_is_silent_is_lost(group, capfd, monkeypatch):
     monkeypatch.setattr(wire, "LIMIT", 1.0)
     monkeypatch.setattr(wire, "BEAT", 1000.0)

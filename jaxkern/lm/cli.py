@@ -86,8 +86,7 @@ def _fail(message: str, code: int = 1) -> int:
     with contextlib.suppress(OSError):
         if code > 128 and sys.stdout.isatty() and sys.stderr.isatty():
             print(file=sys.stderr)
-        text = " ".join(message.split())
-        print(f"jaxkern: {processes.name()}{text}", file=sys.stderr, flush=True)
+    stop.tell(processes.name() + " ".join(message.split()))
     return code
 
 
@@ -164,13 +163,13 @@ def _sample(flags: dict[str, Any]) -> None:
     if folder is None:
         model, notes = loader.load_run(run)
         for note in notes:
-            print(f"jaxkern: warning: {note}", file=sys.stderr, flush=True)
+            stop.tell(f"warning: {note}")
     else:
         model = loader.load_hf(folder)
     timing = sample.Timing() if flags.pop("timing") else None
     loader.write(model, prompts, timing=timing, **flags)
     if timing is not None:
-        print(f"jaxkern: {timing}", file=sys.stderr, flush=True)
+        stop.tell(str(timing))
 
 
 def _prompts(given: list[str] | None, file: Path | None) -> list[str]:

@@ -90,6 +90,16 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def tell(text: str) -> None:
+    """Write a line to stderr at once and by one write, so that it stays whole beside others'.
+
+    The processes of a run may share a terminal. Where nobody reads stderr, the line is dropped.
+    """
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"jaxkern: {text}\n")
+        sys.stderr.flush()
+
+
 @contextlib.contextmanager
 def output_may_close() -> Iterator[None]:
     """Inside, a pipe that was closed, or a terminal that has gone, asks for an end."""

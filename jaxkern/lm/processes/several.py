@@ -282,11 +282,7 @@ class Several(Alone):
             standing = await asyncio.wait_for(found, _GRACE)
         if self.failed:
             return
-        print(
-            f"jaxkern: {self.name}{what}" + (f"; {standing}" if standing else ""),
-            file=sys.stderr,
-            flush=True,
-        )
+        stop.tell(self.name + what + (f"; {standing}" if standing else ""))
         self.leave(1)
 
     async def _sent(self) -> None:
