@@ -161,7 +161,7 @@ class MambaLM(nnx.Module):
             "axis_name": self.axis_name,
             "sequence_axis": self.sequence_axis,
         }
-        mix = lambda block, x, _: (block(x, **options), None)
+        mix = lambda block, x, *_: (block(x, **options), None)
         loop = self.options.scan_layers
         return self._last_norm(*self._run(mix, tokens, loop=loop, remat=self.options.remat)[0])
 
@@ -220,7 +220,13 @@ class MambaLM(nnx.Module):
         if not tokens.shape[1]:
             raise ValueError(f"tokens must have at least one token a row, got shape {tokens.shape}")
         options: Any = {"return_cache": True, "segment_ids": segment_ids}
-        mix = lambda block, x, cache: block(x, cache, **options)
+
+        def mix(block: Any, x: jax.Array, state: Any, number: jax.Array) -> tuple[jax.Array, Any]:
+            take = lambda v: jax.lax.dynamic_index_in_dim(v, number, keepdims=False)
+            put = lambda v, new: jax.lax.dynamic_update_index_in_dim(v, new, number, 0)
+            out, cache = block(x, jax.tree.map(take, state), **options)
+            return out, jax.tree.map(put, state, cache)
+
         before = self.init_state(len(tokens)) if state is None else state
         stream, after = self._run(mix, tokens, before)
         if mask is not None:
@@ -230,7 +236,7 @@ class MambaLM(nnx.Module):
 
     def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
-        mix = lambda block, x, cache: block.step(x, cache)
+        mix = lambda block, x, state, number: block.step(x, state, layer=number)
         stream, state = self._run(mix, tokens, state)
         return self._logits(self._last_norm(*stream)), state
 
@@ -248,23 +254,25 @@ class MambaLM(nnx.Module):
         loop: bool = True,
         remat: Remat = "none",
     ) -> tuple[Any, Any]:
-        """Runs the layers on tokens (...), each as `mix`, (block, x, cache) -> (out, cache).
+        """Runs the layers on tokens (...), each as `mix`.
+
+        That takes a block, its input, the state of all layers and the layer's number, and gives the
+        block's output and the state.
 
         Returns the stream and what its last layer adds to it, and the next state.
         """
         graphdef, params = nnx.split(self.blocks)
 
-        def mixed(params, x, cache):
-            return mix(nnx.merge(graphdef, self._gathered(params, without="norm")), x, cache)
+        def mixed(params, x, state, number):
+            block = nnx.merge(graphdef, self._gathered(params, without="norm"))
+            return mix(block, x, state, number)
 
         def layer(carried, given):
             ((x, out), state), (params, number) = carried, given
             norm = self._gathered({"norm": params["norm"][...]})["norm"]
             normalised, x = self._add_and_normalise(x, out, norm)
-            take = lambda v: jax.lax.dynamic_index_in_dim(v, number, keepdims=False)
-            put = lambda v, new: jax.lax.dynamic_update_index_in_dim(v, new, number, 0)
-            out, cache = mixed(params, normalised, jax.tree.map(take, state))
-            return ((x, out), jax.tree.map(put, state, cache)), None
+            out, state = mixed(params, normalised, state, number)
+            return ((x, out), state), None
 
         # In a loop nothing can be shared across the barrier that prevent_cse would add.
         if remat == "layer":

@@ -93,7 +93,13 @@ class Block(NamedTuple):
         return self.weights(**{name: params.get(name) for name in self.weights._fields})
 
     def check_call(
-        self, sizes: Any, x: Any, cache: Any, segment_ids: Any, forms: tuple[str, ...]
+        self,
+        sizes: Any,
+        x: Any,
+        cache: Any,
+        segment_ids: Any,
+        forms: tuple[str, ...],
+        layer: Any = None,
     ) -> jax.Array:
         """Returns the input of a block as an array if it has one of the shapes `forms`.
 
@@ -104,6 +110,7 @@ class Block(NamedTuple):
           segment_ids: ``None``, or of the shape of `x` without its last axis.
           forms: the names of the axes of `x`; the last of them is ``"B L D"`` for sequences, or
             ``"B D"`` for tokens.
+          layer: which of the layers of `cache` is meant; ``None`` where it is of one.
 
         Raises:
           TypeError: `x` is complex, or `cache` not a cache.
@@ -129,10 +136,11 @@ class Block(NamedTuple):
                 f"got {jnp.shape(segment_ids)}"
             )
         if cache is not None or tokens:
-            self._check_cache(sizes, cache, x.shape[:-1] if tokens else x.shape[:-2])
+            batch = x.shape[:-1] if tokens else x.shape[:-2]
+            self._check_cache(sizes, cache, batch, 0 if layer is None else 1)
         return x
 
-    def _check_cache(self, sizes: Any, cache: Any, batch: tuple[int, ...]) -> None:
+    def _check_cache(self, sizes: Any, cache: Any, batch: tuple[int, ...], layers: int) -> None:
         first = jax.eval_shape(lambda: self.init_cache(sizes, 1, jnp.float32))
         kind = type(first)
         if not isinstance(cache, kind):
@@ -143,10 +151,11 @@ class Block(NamedTuple):
             )
         for name, leaf in first._asdict().items():
             shape, got = (*batch, *leaf.shape[1:]), jnp.shape(getattr(cache, name))
-            if got != shape:
+            if got[layers:] != shape or len(got) != len(shape) + layers:
+                behind = " behind an axis of layers" if layers else ""
                 raise ValueError(
-                    f"cache.{name} must have shape {shape} for this block and x; got {got}. "
-                    "A cache is of as many sequences as x: init_cache makes one"
+                    f"cache.{name} must have shape {shape}{behind} for this block and x; got "
+                    f"{got}. A cache is of as many sequences as x: init_cache makes one"
                 )
 
 

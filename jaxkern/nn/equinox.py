@@ -248,16 +248,20 @@ class _BlockLayer(eqx.Module):
         out = self._block.apply(self.weights, self.sizes, x, cache, **options)
         return jax.tree.map(lambda a: a[0], out) if single else out
 
-    def step(self, x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """One token: x (D,) or (B, D) -> the same shape, and the next cache."""
-        x = self._block.check_call(self.sizes, x, cache, None, ("D", "B D"))
-        single = x.ndim == 1
+    def step(self, x: jax.Array, cache: Any, *, layer: Any = None) -> tuple[jax.Array, Any]:
+        """One token: x (D,) or (B, D) -> the same shape, and the next cache.
+
+        Of a `cache` with an axis of layers in front, `layer` says which is this block's.
+        """
+        x = self._block.check_call(self.sizes, x, cache, None, ("D", "B D"), layer)
+        single, batch = x.ndim == 1, 0 if layer is None else 1
         if single:
-            x, cache = jax.tree.map(lambda a: a[None], (x, cache))
-        out = self._block.step(
-            self.weights, self.sizes, x, cache, implementation=self.implementation
-        )
-        return jax.tree.map(lambda a: a[0], out) if single else out
+            x, cache = x[None], jax.tree.map(lambda a: jnp.expand_dims(a, batch), cache)
+        options: Any = {"layer": layer, "implementation": self.implementation}
+        out, cache = self._block.step(self.weights, self.sizes, x, cache, **options)
+        if single:
+            out, cache = out[0], jax.tree.map(lambda a: jnp.squeeze(a, batch), cache)
+        return out, cache
 
     def init_cache(self, batch_size: int | None = None) -> Any:
         """The cache before the first token; without `batch_size` that of a single sequence."""

@@ -229,9 +229,13 @@ class _BlockLayer(nnx.Module):
         """
         return self._block.apply(self._weights(), self.sizes, x, cache, **self._how(), **options)
 
-    def step(self, x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """One token: x (B, D) -> the same shape, and the next cache."""
-        return self._block.step(self._weights(), self.sizes, x, cache, **self._how())
+    def step(self, x: jax.Array, cache: Any, *, layer: Any = None) -> tuple[jax.Array, Any]:
+        """One token: x (B, D) -> the same shape, and the next cache.
+
+        Of a `cache` with an axis of layers in front, `layer` says which is this block's.
+        """
+        how = self._how() | {"layer": layer}
+        return self._block.step(self._weights(), self.sizes, x, cache, **how)
 
     def init_cache(self, batch_size: int) -> Any:
         """The cache before the first token."""

@@ -210,9 +210,12 @@ class _BlockLayer(nn.Module):
         options |= {"dtype": self.dtype, "implementation": self.implementation}
         return self._block.apply(self.weights, self._sizes(), x, cache, **options)
 
-    def step(self: Any, x: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """One token: x (B, D) -> the same shape, and the next cache."""
-        how: Any = {"dtype": self.dtype, "implementation": self.implementation}
+    def step(self: Any, x: jax.Array, cache: Any, *, layer: Any = None) -> tuple[jax.Array, Any]:
+        """One token: x (B, D) -> the same shape, and the next cache.
+
+        Of a `cache` with an axis of layers in front, `layer` says which is this block's.
+        """
+        how: Any = {"dtype": self.dtype, "implementation": self.implementation, "layer": layer}
         return self._block.step(self.weights, self._sizes(), x, cache, **how)
 
     @nn.nowrap

@@ -211,23 +211,26 @@ def mamba_step(
     cache: Cache,
     *,
     dtype: Any = None,
+    layer: int | jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, Cache]:
     """A Mamba block for one token, x (B, D): its output (B, D) and the next cache.
 
-    Args and errors are those of :func:`mamba`; convolution and scan are plain JAX, whatever the
-    `implementation` of the products.
+    Args and errors are those of :func:`mamba`, and `layer` of :func:`jaxkern.selective_scan_step`:
+    which of the layers of `cache` is this block's, where its arrays have an axis of layers in
+    front. Unless `implementation` is ``"xla"``, the scan is a kernel where there is one for it.
     """
-    x = BLOCK.check_call(sizes, x, cache, None, ("B D",))
+    x = BLOCK.check_call(sizes, x, cache, None, ("B D",), layer)
     project, x = common.projection(implementation), common.cast(x, weights, dtype)
     projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E)
     u, z = jnp.split(projected, 2, axis=-1)  # (B, E) each
     u, conv = jaxkern.causal_conv1d_step(
-        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu"
+        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu", layer=layer
     )
     arrays: Any = u, *_parameters(weights, sizes, u, project), z
-    step_sizes: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True}
-    y, state = jaxkern.selective_scan_step(cache.scan, *arrays, **step_sizes)
+    options: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True, "layer": layer}
+    options |= {"implementation": common.implementation_of_products(implementation)}
+    y, state = jaxkern.selective_scan_step(cache.scan, *arrays, **options)
     state = state.astype(cache.scan.dtype)
     return project(y, weights.out_proj, weights.out_bias), Cache(conv, state)
 

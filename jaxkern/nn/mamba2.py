@@ -284,24 +284,30 @@ def mamba2_step(
     cache: Cache,
     *,
     dtype: Any = None,
+    layer: int | jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, Cache]:
     """A Mamba-2 block for one token, x (B, D): its output (B, D) and the next cache.
 
-    Args and errors are those of :func:`mamba2`; convolution and scan are plain JAX, whatever the
-    `implementation` of the other ops.
+    Args and errors are those of :func:`mamba2`, and `layer` of :func:`jaxkern.ssd_step`: which of
+    the layers of `cache` is this block's, where its arrays have an axis of layers in front. Unless
+    `implementation` is ``"xla"``, the scan is a kernel where there is one for it.
     """
-    x = BLOCK.check_call(sizes, x, cache, None, ("B D",))
+    x = BLOCK.check_call(sizes, x, cache, None, ("B D",), layer)
     project, x = common.projection(implementation), common.cast(x, weights, dtype)
     projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E + 2 G N + H)
     at = [sizes.d_inner, sizes.d_inner + sizes.d_convolved]
     z, u, dt = jnp.split(projected, at, axis=-1)
     convolved, conv = jaxkern.causal_conv1d_step(
-        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu"
+        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu", layer=layer
     )
     u, v = jnp.split(convolved, [sizes.d_inner], axis=-1)
     y, state = jaxkern.ssd_step(
-        cache.scan, *_scanned(weights, sizes, u, v, dt), **_step_sizes(weights, sizes)
+        cache.scan,
+        *_scanned(weights, sizes, u, v, dt),
+        **_step_sizes(weights, sizes),
+        layer=layer,
+        implementation=common.implementation_of_products(implementation),
     )
     out = _project_out(weights, sizes, y, z, project, None, implementation)
     return out, Cache(conv, state.astype(cache.scan.dtype))

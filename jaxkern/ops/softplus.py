@@ -1,4 +1,4 @@
-"""Softplus, its slope and exp2 in the scan's kernels, exact or faster."""
+"""Softplus, its slope and exp2 in the scans' kernels, exact or faster."""
 
 from typing import Any
 

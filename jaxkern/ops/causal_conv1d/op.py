@@ -50,6 +50,7 @@ from jaxkern.ops.causal_conv1d.reference import (
 )
 from jaxkern.ops.causal_conv1d.states import final_states, from_states
 from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation, Options
+from jaxkern.ops.layers import check_layer, put_layer, take_layer
 
 
 @overload
@@ -204,6 +205,7 @@ def causal_conv1d_step(
     bias: jax.Array | None = None,
     *,
     activation: Activation | None = None,
+    layer: int | jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Run :func:`causal_conv1d` for one token, to decode step by step.
 
@@ -211,18 +213,21 @@ def causal_conv1d_step(
 
     Args:
       state: (B, W - 1, D), any floating dtype, the inputs before this one, oldest first: zeros to
-        begin with, or what ``causal_conv1d(..., return_final_state=True)`` returns.
+        begin with, or what ``causal_conv1d(..., return_final_state=True)`` returns. With `layer` it
+        is that of several layers, (layers, B, W - 1, D).
       x: (B, D), any floating dtype.
       weight: (D, W), any floating dtype.
       bias: (D,), any floating dtype; ``None`` stands for zeros.
       activation: ``"silu"`` or ``None``.
+      layer: which of the layers of `state` the token is for; the others stay as they are. Of a
+        traced number that there is not, the nearest.
 
     Returns:
-      The output, (B, D), the dtype of `x`; and the next state, (B, W - 1, D), the dtype of `state`.
+      The output, (B, D), the dtype of `x`; and the next state, the shape and dtype of `state`.
 
     Raises:
-      TypeError: an argument is not an array of a real floating dtype.
-      ValueError: a shape does not fit, or `activation` is unknown.
+      TypeError: an argument is not an array of a real floating dtype, or `layer` no integer.
+      ValueError: a shape does not fit, `activation` is unknown, or there is no such `layer`.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
@@ -238,11 +243,13 @@ def causal_conv1d_step(
     x, weight, bias = _check(("B",), x, weight, bias, activation)
     (batch, dim), width = x.shape, weight.shape[1]
     before = (batch, width - 1, dim)
-    state = check_array("state", state, before, "(B, W - 1, D) of x and weight")
-    taps = [*jnp.unstack(state, axis=1), x]
+    number, states = check_layer(layer, state, before, "(B, W - 1, D) of x and weight")
+    own = take_layer(states, number)
+    taps = [*jnp.unstack(own, axis=1), x]
     out = filtered(taps, weight, bias, activation).astype(x.dtype)
-    following = jnp.concatenate([state, x[:, None].astype(state.dtype)], axis=1)[:, 1:]
-    return out, following
+    following = jnp.concatenate([own, x[:, None].astype(own.dtype)], axis=1)[:, 1:]
+    following = put_layer(states, number, following)
+    return out, following[0] if layer is None else following
 
 
 def _check(lead: tuple[str, ...], x, weight, bias, activation) -> tuple[Any, Any, Any]:

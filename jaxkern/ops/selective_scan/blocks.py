@@ -26,8 +26,8 @@ from jaxkern.mosaic.launch import LANES, grid_axes, interpreted
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.ring import Ring, close_copies, release_stage, ring_scratch
 from jaxkern.ops.selective_scan.reference import CHUNK, Options
-from jaxkern.ops.selective_scan.softplus import softplus
 from jaxkern.ops.selective_scan.tiles import Grid, Tile
+from jaxkern.ops.softplus import softplus
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
 

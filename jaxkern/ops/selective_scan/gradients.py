@@ -15,7 +15,6 @@ from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
-from jaxkern.ops.selective_scan.softplus import softplus_slope
 from jaxkern.ops.selective_scan.steps import (
     Steps,
     advance,
@@ -25,6 +24,7 @@ from jaxkern.ops.selective_scan.steps import (
     states_before,
 )
 from jaxkern.ops.selective_scan.sums import ChannelSums
+from jaxkern.ops.softplus import softplus_slope
 
 
 class ChunkGradients:

@@ -46,7 +46,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
@@ -54,6 +54,7 @@ from jaxkern.core.split import on_all
 from jaxkern.ops import segments
 from jaxkern.ops.checkpoints import check_checkpoint_every
 from jaxkern.ops.selective_scan import devices
+from jaxkern.ops.selective_scan.arguments import STATE_SHAPE, check
 from jaxkern.ops.selective_scan.backward import launch_bwd
 from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.reference import (
@@ -65,7 +66,6 @@ from jaxkern.ops.selective_scan.reference import (
     reference_bwd,
     reference_fwd,
     selective_scan_reference,
-    step,
 )
 from jaxkern.ops.selective_scan.tiles import MAX_STATES
 from jaxkern.ops.step_sizes import StepSizes
@@ -220,7 +220,7 @@ def selective_scan(
       Gu and Dao, `Mamba: Linear-Time Sequence Modeling with Selective State Spaces
       <https://arxiv.org/abs/2312.00752>`_, 2023.
     """
-    args = _check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
+    args = check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
     x, A = args[0], args[2]
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
@@ -244,111 +244,13 @@ def selective_scan(
     return (out, join_channels(on_all(over, final), final.ndim - 3)) if options.final else out
 
 
-@public_op
-def selective_scan_step(
-    state: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
-    z: jax.Array | None = None,
-    *,
-    dt_bias: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-) -> tuple[jax.Array, jax.Array]:
-    r"""Run :func:`selective_scan` for one token, to decode step by step. Plain JAX, differentiable.
-
-    .. math::
-        h_t = \exp(\Delta_t A) \, h_{t-1} + \Delta_t x_t B_t, \qquad
-        \text{out}_t = (C_t \cdot h_t + D \, x_t) \cdot \operatorname{silu}(z_t)
-
-    Args:
-      state: (B, D, N), float32, :math:`h_{t-1}`; zeros to begin with.
-      x: (B, D), any floating dtype, as are all arguments below.
-      dt: (B, D).
-      A: (D, N).
-      B: (B, N), or (B, G, N) where channel d is in group d // (D / G).
-      C: the shape of `B`.
-      D: (D,) or ``None``.
-      z: (B, D) or ``None``.
-      dt_bias: (D,) or ``None``.
-      dt_softplus: whether the step size is ``softplus(dt + dt_bias)``.
-      dt_limit: the least and the largest step size; one outside is set to the limit.
-
-    Returns:
-      The output, (B, D), the dtype of `x`; and :math:`h_t`, (B, D, N), float32.
-
-    Raises:
-      TypeError: an argument is not an array of a real floating dtype, or `dt_limit` not two
-        Python numbers.
-      ValueError: shapes do not fit, or `dt_limit` is no range.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxkern
-      >>> state, one = jnp.zeros((1, 1, 1)), jnp.ones((1, 1))
-      >>> for _ in range(2):  # A = 0: the state adds up what enters
-      ...     out, state = jaxkern.selective_scan_step(state, one, one, 0 * one, one, one)
-      >>> out
-      Array([[2.]], dtype=float32)
-
-    References:
-      Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.
-    """
-    args = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
-    state = check_array("state", state, (args[0].shape[0], *args[2].shape), _STATE_SHAPE)
-    sizes = StepSizes.checked(dt_softplus, dt_limit)
-    options = Options(sizes, final=True, checkpoint_every=None, mode="xla")
-    out, state = step(options, *by_group((*args, state)))
-    return join_channels(out, 1), join_channels(state, 1)
-
-
-_STATE_SHAPE = "(B, D, N) of x and A"
-
-
 def _check_initial_state(state: Any, x: jax.Array, A: jax.Array, count: int | None) -> Any:
     if state is None:
         return None
     state = check_floating("initial_state", state)
-    meaning = _STATE_SHAPE if count is None else "(B, S, D, N) of x, num_segments and A"
+    meaning = STATE_SHAPE if count is None else "(B, S, D, N) of x, num_segments and A"
     segments.check_states(state, x.shape[0], count, A.shape, meaning)
     return state.astype(jnp.promote_types(state.dtype, jnp.float32))
-
-
-def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
-    """The arguments as arrays; `lead` names the dimensions before the last of those with tokens."""
-    x, A, B = check_floating("x", x), check_floating("A", A), check_floating("B", B)
-    tokens = ", ".join(lead)
-    if x.ndim != len(lead) + 1:
-        raise ValueError(f"x must have shape ({tokens}, D), got {x.shape}")
-    channels = x.shape[-1:]
-    if A.ndim != 2 or A.shape[:1] != channels or A.shape[1] == 0:
-        raise ValueError(
-            f"A must have shape (D, N), D the {channels[0]} channels of x and N at least 1; "
-            f"got {A.shape}"
-        )
-    states, meaning = (*x.shape[:-1], A.shape[1]), f"({tokens}, N) of x and A"
-    if B.ndim == x.ndim + 1:
-        groups = B.shape[-2]
-        if groups == 0 or channels[0] % groups:
-            raise ValueError(
-                f"B must have a number of groups that divides the {channels[0]} channels of x; "
-                f"got {groups}, in shape {B.shape}"
-            )
-        states = (*x.shape[:-1], groups, A.shape[1])
-        meaning = f"({tokens}, G, N) of x, B and A"
-
-    def check(name, value, shape, meaning):
-        return None if value is None else check_array(name, value, shape, meaning)
-
-    dt = check_array("dt", dt, x.shape, f"({tokens}, D) of x")
-    B = check_array("B", B, states, meaning)
-    C = check_array("C", C, states, f"{meaning}, as B")
-    D = check("D", D, channels, "(D,) of x")
-    z = check("z", z, x.shape, f"({tokens}, D) of x")
-    return x, dt, A, B, C, D, z, check("dt_bias", dt_bias, channels, "(D,) of x")
 
 
 def _unsupported(args: tuple[Any, ...]) -> str | None:

@@ -17,8 +17,8 @@ from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import ROW
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, Span, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
-from jaxkern.ops.selective_scan.softplus import exp2_by_polynomial
 from jaxkern.ops.selective_scan.tiles import Tile
+from jaxkern.ops.softplus import exp2_by_polynomial
 
 
 def zeros() -> jax.Array:

@@ -55,29 +55,26 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import on_all
-from jaxkern.lowering.bound import standard_promotion
 from jaxkern.ops import segments
 from jaxkern.ops.checkpoints import check_checkpoint_every
 from jaxkern.ops.ssd import devices
+from jaxkern.ops.ssd.arguments import STATE_SHAPE, check, log_decays
 from jaxkern.ops.ssd.backward import launch_bwd
 from jaxkern.ops.ssd.forward import launch_fwd
 from jaxkern.ops.ssd.reference import (
     DEFAULT_CHECKPOINT_EVERY,
     SAVED_CHUNK,
     Options,
-    Tokens,
     by_group,
     join_heads,
-    least_log_decay,
     reference_bwd,
     reference_fwd,
     ssd_reference,
-    step,
 )
 from jaxkern.ops.ssd.tiles import unfit_for_gpu, unsupported
 from jaxkern.ops.step_sizes import StepSizes
@@ -225,7 +222,7 @@ def ssd(
     References:
       Dao and Gu, `Transformers are SSMs <https://arxiv.org/abs/2405.21060>`_, 2024.
     """
-    args = _check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
+    args = check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
     x, _, _, B, *_ = args
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
@@ -248,143 +245,35 @@ def ssd(
         out, final = _jitted(*grouped, sizes, options)
     else:
         x, dt, A, B, C, D, z, dt_bias, *states = grouped
-        dt, a = _steps(sizes, dt, A, dt_bias)
+        dt, a = log_decays(sizes, dt, A, dt_bias)
         out, final = named("ssd", PLAIN(options, x, dt, a, B, C, D, z, *states))
         out = match_sharding(out, x)
     out = join_heads(out, 2)
     return (out, join_heads(on_all(over, final), final.ndim - 4)) if options.final else out
 
 
-@public_op
-def ssd_step(
-    state: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
-    z: jax.Array | None = None,
-    *,
-    dt_bias: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-) -> tuple[jax.Array, jax.Array]:
-    r"""Run :func:`ssd` for one token, to decode step by step. Plain JAX, differentiable.
-
-    .. math::
-        h_t = \exp(\Delta_t A) \, h_{t-1} + \Delta_t \, x_t \otimes B_t, \qquad
-        \text{out}_t = (h_t C_t + D \, x_t) \cdot \operatorname{silu}(z_t)
-
-    Args:
-      state: (B, H, P, N), float32, :math:`h_{t-1}`; zeros to begin with.
-      x: (B, H, P), any floating dtype, as are all arguments below.
-      dt: (B, H).
-      A: (H,).
-      B: (B, G, N); head h is in group h // (H / G).
-      C: (B, G, N).
-      D: (H,) or (H, P), or ``None``.
-      z: (B, H, P) or ``None``.
-      dt_bias: (H,) or ``None``.
-      dt_softplus: whether the step size is ``softplus(dt + dt_bias)``.
-      dt_limit: the least and the largest step size; one outside is set to the limit.
-
-    Returns:
-      The output, (B, H, P), the dtype of `x`; and :math:`h_t`, (B, H, P, N), float32.
-
-    Raises:
-      TypeError: an argument is not an array of a real floating dtype, or `dt_limit` not two
-        Python numbers.
-      ValueError: shapes do not fit, or `dt_limit` is no range.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxkern
-      >>> state, one = jnp.zeros((1, 1, 1, 1)), jnp.ones((1, 1, 1))
-      >>> for _ in range(2):  # A = 0: the state adds up what enters
-      ...     out, state = jaxkern.ssd_step(state, one, one[0], 0 * one[0, 0], one, one)
-      >>> out
-      Array([[[2.]]], dtype=float32)
-    """
-    args = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
-    x, B = args[0], args[3]
-    state = check_array("state", state, (*x.shape, B.shape[-1]), _STATE_SHAPE)
-    sizes = StepSizes.checked(dt_softplus, dt_limit)
-    x, dt, A, B, C, D, z, dt_bias, state = by_group((*args, state), 1)
-    dt, a = _steps(sizes, dt, A, dt_bias)
-    out, state = step(Tokens(x, dt, a, B, C, z), D, state)
-    return join_heads(out, 1), join_heads(state, 1)
-
-
-_STATE_SHAPE = "(B, H, P, N) of x and B"
-
-
 def _check_initial_state(state: Any, x: jax.Array, B: jax.Array, count: int | None) -> Any:
     if state is None:
         return None
     state = check_floating("initial_state", state)
-    meaning = _STATE_SHAPE if count is None else "(B, S, H, P, N) of x, num_segments and B"
+    meaning = STATE_SHAPE if count is None else "(B, S, H, P, N) of x, num_segments and B"
     segments.check_states(state, x.shape[0], count, (*x.shape[2:], B.shape[-1]), meaning)
     return state.astype(jnp.promote_types(state.dtype, jnp.float32))
-
-
-def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
-    """The arguments as arrays; `lead` names the dimensions before the heads."""
-    x, B = check_floating("x", x), check_floating("B", B)
-    tokens = ", ".join(lead)
-    if x.ndim != len(lead) + 2:
-        raise ValueError(f"x must have shape ({tokens}, H, P), got {x.shape}")
-    heads = x.shape[-2]
-    if B.ndim != x.ndim or B.shape[:-2] != x.shape[:-2] or B.shape[-1] == 0:
-        raise ValueError(
-            f"B must have shape ({tokens}, G, N), with {x.shape[:-2]} of x and N at least 1; "
-            f"got {B.shape}. For one group, give B[..., None, :]"
-        )
-    if B.shape[-2] == 0 or heads % B.shape[-2]:
-        raise ValueError(
-            f"B must have a number of groups that divides the {heads} heads of x; "
-            f"got {B.shape[-2]}, in shape {B.shape}"
-        )
-
-    def check(name, value, shape, meaning):
-        return None if value is None else check_array(name, value, shape, meaning)
-
-    dt = check_array("dt", dt, x.shape[:-1], f"({tokens}, H) of x")
-    A = check_array("A", A, (heads,), "(H,) of x")
-    C = check_array("C", C, B.shape, f"({tokens}, G, N), as B")
-    if D is not None:
-        D = check_floating("D", D)
-        either = (
-            (x.shape[-2:], "(H, P) of x") if D.ndim == 2 else ((heads,), "(H,) of x, or (H, P)")
-        )
-        D = check_array("D", D, *either)
-    z = check("z", z, x.shape, f"({tokens}, H, P) of x")
-    return x, dt, A, B, C, D, z, check("dt_bias", dt_bias, (heads,), "(H,) of x")
 
 
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
-@standard_promotion()  # in the backward's rule too
-def _steps(sizes: StepSizes, dt: Any, A: Any, dt_bias: Any) -> tuple[jax.Array, jax.Array]:
-    """Step sizes and logarithms of decays, (…, G, R), at least float32."""
-    acc = jnp.result_type(jnp.float32, *(v for v in (dt, A, dt_bias) if v is not None))
-    lead = (None,) * (dt.ndim - 2)
-    dt = dt.astype(acc)
-    dt = sizes(dt if dt_bias is None else dt + dt_bias.astype(acc)[lead])
-    a, least = dt * A.astype(acc)[lead], least_log_decay(acc)
-    return dt, jnp.where(a < least, least, a)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(11, 12))
 def _ssd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
-    dt, a = _steps(sizes, dt, A, dt_bias)
+    dt, a = log_decays(sizes, dt, A, dt_bias)
     out, final, *_ = FORWARD(options, x, dt, a, B, C, D, z, initial_state, rank, crossed)
     return match_sharding(out, x), final
 
 
 def _ssd_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
     args = x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed
-    dt, a = _steps(sizes, dt, A, dt_bias)
+    dt, a = log_decays(sizes, dt, A, dt_bias)
     save = dataclasses.replace(options, save=True)
     out, final, *saved = FORWARD(save, x, dt, a, B, C, D, z, initial_state, rank, crossed)
     return (match_sharding(out, x), final), (args, saved)
@@ -393,7 +282,7 @@ def _ssd_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes,
 def _ssd_bwd(sizes, options, res, cotangents):
     args, saved = res
     x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed = args
-    (step_size, a), of_steps = jax.vjp(functools.partial(_steps, sizes), dt, A, dt_bias)
+    (step_size, a), of_steps = jax.vjp(functools.partial(log_decays, sizes), dt, A, dt_bias)
     given = x, step_size, a, B, C, D, z, initial_state, rank, crossed
     grads = BACKWARD(options, *given, *saved, *cotangents)
     dx, ds, da, dB, dC, dD, dz, dinitial, _, _ = (

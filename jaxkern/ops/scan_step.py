@@ -1,0 +1,379 @@
+"""The kernel of one token of a scan, for decoding: the state is updated where it lies.
+
+    h   ← exp(s · A) · h + s · x · B          (rows, N)     s = step size, of dt and dt_bias
+    out = (h · C + D · x) · silu(z)           (rows,)
+
+A row is a channel: of Mamba one with a step size and N rates of its own, of Mamba-2 one of the P of
+a head, which share a step size and one rate. A token reads and writes 8 bytes of every state, and
+little else: an H200 moves the 50 MB of 64 sequences of a layer of mamba2-130m in 24 µs, where XLA,
+which writes the new states to a temporary and copies them, takes twice that.
+
+A block is a warpgroup, which has some rows of one sequence and group. A row's states lie in up to
+32 neighbouring lanes, four in each access; the products with C are summed over them by shuffles. A
+lane loads all its states, computes, and stores them, so that a block needs no shared memory.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxkern.core.arguments import unfit
+from jaxkern.core.dispatch import Mode
+from jaxkern.mosaic.arithmetic import sigmoid
+from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel, num_sms
+from jaxkern.ops.layers import clipped, put_layer, take_layer
+from jaxkern.ops.softplus import softplus
+from jaxkern.ops.step_sizes import StepSizes
+
+BLOCK = grid_axes("block")[0]
+
+_VECTOR = 4
+"""States of an access, 16 bytes."""
+
+_MOST_ROWS = 4
+"""Rows of a lane: so many accesses of a lane at a time keep an H200's memory busy."""
+
+_MAX_STATES = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a step is compiled for.
+
+    Attributes:
+      sizes: of dt.
+      mode: what runs.
+    """
+
+    sizes: StepSizes
+    mode: Mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The rows of a block, and the lanes that share a row.
+
+    Attributes:
+      lanes: of a row.
+      states: of a row, N.
+      rows: of a lane.
+    """
+
+    lanes: int
+    states: int
+    rows: int
+
+    @classmethod
+    def of(cls, states: int, together: int, count: int) -> "Tile":
+        """The tile for rows of so many states.
+
+        Args:
+          states: of a row, a power of two.
+          together: the rows that a block must have a whole part of: those that share a step size,
+            or all of a sequence and group.
+          count: all rows, of which as many blocks are made as fill the GPU four times.
+        """
+        lanes = min(32, states // _VECTOR)
+        fits = [
+            rows
+            for rows in (1, 2, _MOST_ROWS)
+            if rows <= lanes and together % (rows * LANES // lanes) == 0
+        ]
+        enough = [rows for rows in fits if count * lanes >= 4 * num_sms() * rows * LANES]
+        return cls(lanes, states, max(enough, default=min(fits)))
+
+    @property
+    def side_by_side(self) -> int:
+        """Rows that the warpgroup's lanes have at a time."""
+        return LANES // self.lanes
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of a block."""
+        return self.rows * self.side_by_side
+
+    @property
+    def accesses(self) -> range:
+        """The first states of a row's accesses, of all its lanes."""
+        return range(0, self.states, _VECTOR * self.lanes)
+
+    def of_states(self, row: int, first: int) -> LaneOffsets:
+        """Where a lane's states of its `row` are, in the access that begins at state `first`."""
+        apart = (self.lanes, self.side_by_side, self.states)
+        start = row * self.side_by_side * self.states + first
+        return LaneOffsets(((1, self.lanes, _VECTOR), apart), start)
+
+    def of_weights(self, first: int) -> LaneOffsets:
+        """Where the same states of B and C are, which all rows share."""
+        return LaneOffsets(((1, self.lanes, _VECTOR),), first)
+
+    def of_row(self, row: int) -> LaneOffsets:
+        """Where the value of a lane's `row` is, of one value for each."""
+        return LaneOffsets(((self.lanes, self.side_by_side, 1),), row * self.side_by_side)
+
+    @property
+    def distances(self) -> list[int]:
+        """The distances of the lanes of a row."""
+        return [d for d in (16, 8, 4, 2, 1) if d < self.lanes]
+
+    def summed_row(self) -> LaneOffsets:
+        """Where the row is whose sum a lane is left with."""
+        halvings, apart = self.rows.bit_length() - 1, self.side_by_side
+        digits = [
+            (distance, 2, apart * (self.rows >> (i + 1)))
+            for i, distance in enumerate(self.distances[:halvings])
+        ]
+        return LaneOffsets((*digits, (self.lanes, apart, 1)))
+
+
+def unsupported(state: Any, A: Any, x: Any, dt: Any, **others: Any) -> str | None:
+    """Why the kernel cannot take a step: `x` (B, G, …), `dt` (B, G, …) and `state` (B, G, …, N)."""
+    if reason := unfit(A=A, x=x, dt=dt, **others):
+        return reason
+    if state.dtype != jnp.float32:
+        return f"state is {state.dtype}, and the kernel updates float32"
+    states = state.shape[-1]
+    if states & (states - 1) or not 2 * _VECTOR <= states <= _MAX_STATES:
+        return (
+            f"it has {states} states, and the kernel takes a power of two from {2 * _VECTOR} to "
+            f"{_MAX_STATES}"
+        )
+    rows, together = _together(x.shape, dt.shape)
+    least = LANES // min(32, states // _VECTOR)
+    if x.size and together % least:
+        what = "a head" if together < rows else "a group"
+        return f"{what} has {together} channels, and the kernel takes multiples of {least}"
+    return None
+
+
+def _together(x: tuple[int, ...], dt: tuple[int, ...]) -> tuple[int, int]:
+    """The rows of a sequence and group, and those that a block has a whole part of."""
+    rows, step_sizes = math.prod(x[2:]), math.prod(dt[2:])
+    return rows, rows // step_sizes if step_sizes < rows else rows
+
+
+def launch(options: Options, state: Any, layer: Any, *arrays: Any) -> tuple[Any, ...]:
+    """The output and the state, by a kernel that works in place: x becomes the output.
+
+    Args:
+      options: of the step.
+      state: (layers, B, G, …, N), fp32.
+      layer: (1,), int32, which of them is meant; ``None`` where there is one.
+      *arrays: x (B, G, …), dt (B, G, …), A (G, …) or (G, …, N), B and C (B, G, N), D (G, …),
+        z (B, G, …) and dt_bias (G, …), the last three or ``None``.
+    """
+    x = arrays[0]
+    if x.size == 0:
+        return x, state
+    step = _Step.of(options.sizes, state.shape, *arrays)
+    names, fixed = step.given(layer, "dt A B C D z dt_bias")
+
+    def kernel(*references: Any) -> None:
+        *given, own, own_x = references
+        step.run(_Refs(**dict(zip(names, given, strict=True)), x=own_x, state=own), own, own_x)
+
+    @pl.run_state
+    def in_place(refs: Any) -> None:
+        _launch(kernel, step, ())(*fixed, *refs)
+
+    after, out = in_place([state.reshape(state.shape[0], *step.of_state), step.arrays["x"]])
+    return out.reshape(x.shape), after.reshape(state.shape)
+
+
+def launch_of_slices(options: Options, state: Any, layer: Any, *arrays: Any) -> tuple[Any, ...]:
+    """As :func:`launch`, for what ``vmap`` gives: the state is read from one array, and copied."""
+    x = arrays[0]
+    if x.size == 0:
+        return x, state
+    own = take_layer(state, layer)[None]
+    step = _Step.of(options.sizes, own.shape, *arrays)
+    names, fixed = step.given(None, "dt A B C D z dt_bias x")
+
+    def kernel(*references: Any) -> None:
+        *given, state, after, out = references
+        step.run(_Refs(**dict(zip(names, given, strict=True)), state=state), after, out)
+
+    before = own.reshape(1, *step.of_state)
+    outs = jax.ShapeDtypeStruct(before.shape, before.dtype), step.arrays["x"]
+    like = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in outs)
+    after, out = _launch(kernel, step, like)(*fixed, before)
+    return out.reshape(x.shape), put_layer(state, layer, after.reshape(own.shape[1:]))
+
+
+def _launch(kernel: Any, step: "_Step", outs: tuple[Any, ...]) -> Any:
+    return launch_kernel(
+        kernel, out_type=outs, grid=(step.blocks,), grid_names=(BLOCK,), kernel_name="scan_step"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """What the kernel reads, ``None`` for absent arrays; with names as :class:`_Step` has them."""
+
+    state: Any
+    x: Any
+    dt: Any
+    A: Any
+    B: Any
+    C: Any
+    D: Any = None
+    z: Any = None
+    dt_bias: Any = None
+    layer: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One token of a scan, with flat arrays.
+
+    Attributes:
+      sizes: of dt.
+      tile: of a block.
+      groups: G.
+      rows: of a sequence and group, M.
+      arrays: by their names, ``None`` for absent ones. Those of tokens are (B · G, …), the others
+        (G, …): x and z (M), dt and dt_bias a divisor of M, A that or M · N, B and C (N), D a
+        divisor of M.
+    """
+
+    sizes: StepSizes
+    tile: Tile
+    groups: int
+    rows: int
+    arrays: dict[str, Any]
+
+    @classmethod
+    def of(cls, sizes: StepSizes, state: Any, x, dt, A, B, C, D, z, dt_bias) -> "_Step":
+        (batch, groups), states = x.shape[:2], state[-1]
+        rows, together = _together(x.shape, dt.shape)
+        tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
+        arrays = {name: _flat(v, batch * groups) for name, v in tokens.items()}
+        params = {"A": A, "D": D, "dt_bias": dt_bias}
+        arrays |= {name: _flat(v, groups) for name, v in params.items()}
+        return cls(sizes, Tile.of(states, together, batch * groups * rows), groups, rows, arrays)
+
+    @property
+    def of_state(self) -> tuple[int, int]:
+        """(B · G, M · N)."""
+        return len(self.arrays["x"]), self.rows * self.tile.states
+
+    @property
+    def parts(self) -> int:
+        """Blocks of a sequence and group."""
+        return self.rows // self.tile.all_rows
+
+    @property
+    def blocks(self) -> int:
+        return len(self.arrays["x"]) * self.parts
+
+    def given(self, layer: Any, names: str) -> tuple[list[str], list[Any]]:
+        """The names of those arrays that are there, `layer` besides, and they."""
+        named = {"layer": layer} | {name: self.arrays[name] for name in names.split()}
+        there = {name: v for name, v in named.items() if v is not None}
+        return list(there), list(there.values())
+
+    def run(self, refs: _Refs, after: Any, out: Any) -> None:
+        """The kernel, which writes the state to `after` and the output to `out`."""
+        tile, block = self.tile, lax.axis_index(BLOCK)
+        column = lax.div(block, self.parts)
+        group, first_row = lax.rem(column, self.groups), lax.rem(block, self.parts) * tile.all_rows
+        layer = 0 if refs.layer is None else clipped(refs.layer[0], refs.state.shape[0])
+        of_rows = lambda ref, index: _Rows(tile, ref, index, first_row, self.rows)
+        lanes = [*range(tile.rows)]
+        x = of_rows(refs.x, column)
+        x_summed = x.summed()  # before x may be overwritten
+        dt, bias = of_rows(refs.dt, column), of_rows(refs.dt_bias, group)
+        steps = dt.each(lambda row: self._step_size(dt.of(row), bias.of(row)))
+        entering = [steps[row] * x.of(row) for row in lanes]
+        own = pl.ds(first_row * tile.states, tile.all_rows * tile.states)
+        before, after = refs.state.at[layer, column, own], after.at[layer, column, own]
+        rated = refs.A.shape[1] == self.rows * tile.states
+        if rated:
+            rates = refs.A.at[group, own]
+        else:
+            rate = of_rows(refs.A, group)
+            decays = rate.each(lambda row: jnp.exp(steps[row] * rate.of(row)))
+        products: list[Any] = [0.0] * tile.rows
+        for start in tile.accesses:
+            weights = tile.of_weights(start)
+            B, C = (load_lanes(ref.at[column], weights, _VECTOR) for ref in (refs.B, refs.C))
+            where = [tile.of_states(row, start) for row in lanes]
+            loaded = [load_lanes(before, at, _VECTOR) for at in where]
+            for row in lanes:
+                h = loaded[row]
+                if rated:
+                    a = [jnp.exp(steps[row] * v) for v in load_lanes(rates, where[row], _VECTOR)]
+                else:
+                    a = [decays[row]] * _VECTOR
+                h = [d * v + entering[row] * b for d, v, b in zip(a, h, B, strict=True)]
+                store_lanes(after, where[row], h)
+                products[row] += sum(v * c for v, c in zip(h, C, strict=True))
+        (y,) = sum_lanes(products, tile.distances)
+        if refs.D is not None:
+            y = y + of_rows(refs.D, group).summed() * x_summed
+        if refs.z is not None:
+            z = of_rows(refs.z, column).summed()
+            y = y * (z * sigmoid(z, exact=True))
+        store_lanes(out.at[column, pl.ds(first_row, tile.all_rows)], tile.summed_row(), [y])
+
+    def _step_size(self, dt: jax.Array, bias: jax.Array | None) -> jax.Array:
+        dt = dt if bias is None else dt + bias
+        limits = dataclasses.replace(self.sizes, softplus=False)
+        return limits(softplus(dt, exact=True) if self.sizes.softplus else dt)
+
+
+def _flat(v: Any, count: int) -> Any:
+    return None if v is None else v.reshape(count, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """An array's values of a block's rows, of which neighbours may share one.
+
+    Attributes:
+      tile: of the block.
+      ref: (…, a divisor of `count`), or ``None``.
+      index: of the first axis.
+      first: the block's first row.
+      count: of all rows.
+    """
+
+    tile: Tile
+    ref: Any
+    index: Any
+    first: Any
+    count: int
+
+    @property
+    def shared(self) -> int:
+        """Rows that have one value: 1, or a whole number of those of a block."""
+        return self.count // self.ref.shape[1]
+
+    def each(self, value: Callable[[int], Any]) -> list[Any]:
+        """`value` of each row of a lane, computed once where all share it."""
+        if self.shared > 1:
+            return [value(0)] * self.tile.rows
+        return [*map(value, range(self.tile.rows))]
+
+    def of(self, row: int) -> Any:
+        """The value of a lane's `row`; ``None`` of an absent array."""
+        return self._load(self.tile.of_row(row))
+
+    def summed(self) -> Any:
+        """The value of the row whose sum a lane is left with."""
+        return self._load(self.tile.summed_row())
+
+    def _load(self, offsets: LaneOffsets) -> Any:
+        if self.ref is None:
+            return None
+        own = pl.ds(self.first, self.tile.all_rows)
+        if self.shared > 1:
+            own, offsets = pl.ds(lax.div(self.first, self.shared), 1), LaneOffsets()
+        return load_lanes(self.ref.at[self.index, own], offsets)[0]

@@ -1,0 +1,113 @@
+"""One token of the selective scan, to decode."""
+
+import math
+from typing import Any
+
+import jax
+
+from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.ops.layers import check_layer, put_layer, take_layer
+from jaxkern.ops.scan_step import Options, launch, launch_of_slices, unsupported
+from jaxkern.ops.selective_scan import reference
+from jaxkern.ops.selective_scan.arguments import STATE_SHAPE, check
+from jaxkern.ops.selective_scan.reference import by_group, join_channels
+from jaxkern.ops.step_sizes import StepSizes
+
+
+@public_op
+def selective_scan_step(
+    state: jax.Array,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    z: jax.Array | None = None,
+    *,
+    dt_bias: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    layer: int | jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Run :func:`selective_scan` for one token, to decode step by step.
+
+    .. math::
+        h_t = \exp(\Delta_t A) \, h_{t-1} + \Delta_t x_t B_t, \qquad
+        \text{out}_t = (C_t \cdot h_t + D \, x_t) \cdot \operatorname{silu}(z_t)
+
+    Args:
+      state: (B, D, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it is that of
+        several layers, (layers, B, D, N).
+      x: (B, D), any floating dtype, as are all arguments below.
+      dt: (B, D).
+      A: (D, N).
+      B: (B, N), or (B, G, N) where channel d is in group d // (D / G).
+      C: the shape of `B`.
+      D: (D,) or ``None``.
+      z: (B, D) or ``None``.
+      dt_bias: (D,) or ``None``.
+      dt_softplus: whether the step size is ``softplus(dt + dt_bias)``.
+      dt_limit: the least and the largest step size; one outside is set to the limit.
+      layer: which of the layers of `state` the token is for; the others stay as they are. In a loop
+        over layers that carries `state` the kernel then updates it where it lies, without a copy.
+        Of a traced number that there is not, the nearest.
+      implementation: ``"mosaic"`` for the Pallas GPU kernel (N a power of two from 8 to 512),
+        ``"xla"`` for plain JAX (the only one that supports forward-mode differentiation), ``None``
+        for the fastest: the kernel on an NVIDIA GPU of compute capability 8.0 or newer.
+
+    Returns:
+      The output, (B, D), the dtype of `x`; and :math:`h_t`, the shape of `state`, float32.
+
+    Raises:
+      TypeError: an argument is not an array of a real floating dtype, `dt_limit` not two Python
+        numbers, or `layer` no integer.
+      ValueError: shapes do not fit, `dt_limit` is no range, or there is no such `layer`.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> state, one = jnp.zeros((1, 1, 1)), jnp.ones((1, 1))
+      >>> for _ in range(2):  # A = 0: the state adds up what enters
+      ...     out, state = jaxkern.selective_scan_step(state, one, one, 0 * one, one, one)
+      >>> out
+      Array([[2.]], dtype=float32)
+
+    References:
+      Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.
+    """
+    args = check(("B",), x, dt, A, B, C, D, z, dt_bias)
+    of_layer = args[0].shape[0], *args[2].shape
+    number, state = check_layer(layer, state, of_layer, STATE_SHAPE)
+    *grouped, state = by_group((*args, state))
+    mode = resolve(implementation, _unsupported(state, *grouped), op="selective_scan_step")
+    options = Options(StepSizes.checked(dt_softplus, dt_limit), mode)
+    out, state = STEP(options, state, number, *grouped)
+    state = join_channels(state, 2)
+    return join_channels(out, 1), state[0] if layer is None else state
+
+
+def _unsupported(state, x, dt, A, B, C, D, z, dt_bias) -> str | None:
+    return unsupported(state, A, x, dt, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+
+
+def _reference(options, state, layer, *args) -> tuple[Any, Any]:
+    of_scan = reference.Options(options.sizes, True, None, options.mode)
+    out, after = reference.step(of_scan, *args, take_layer(state, layer))
+    return out, put_layer(state, layer, after)
+
+
+STEP = KernelPass(
+    "selective_scan_step",
+    kernel=launch,
+    kernel_of_slices=launch_of_slices,
+    reference=_reference,
+    ins=(
+        *("s b g p n", "i", "b g p", "b g p", "g p n"),
+        *("b g n", "b g n", "g p", "b g p", "g p"),
+    ),
+    outs=("b g p", "s b g p n"),
+    whole="s i n",
+)
