@@ -58,17 +58,18 @@ def is_torch(name: str) -> bool:
     return name in _MODULES and name not in _OF_JAX
 
 
-def jax_call(case: Case, name: str) -> Callable[..., Any]:
-    """The case's function in a library for JAX."""
+def arranged(case: Case, name: str) -> Arranged:
+    """The case's function in another library."""
     if not has(case, name):
         raise NotImplementedError(f"{name} does not have it")
-    return case.of.peers[name]()
+    found = case.of.peers[name]()
+    return found if isinstance(found, Arranged) else Arranged(found)
 
 
 def measure_torch(
     case: Case, name: str, calls: int, device: Alone | Shared, check: Callable[[Any, Any], None]
-) -> dict[str, timing.Timing]:
-    """Times of the case's passes in a library for PyTorch.
+) -> dict[str, tuple[timing.Timing, int]]:
+    """Times of the case's passes in a library for PyTorch, and what both in one take of memory.
 
     Args:
       case: what to compute.
@@ -76,49 +77,76 @@ def measure_torch(
       calls: timed calls of each pass.
       device: held while it is used.
       check: raises if the first result is not the second, plain JAX's.
+
+    Returns:
+      By pass the time, and the bytes beside arguments and results that PyTorch's allocator gave
+      out at once: 0 of a pass alone, which leaves to the other one what it saves.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
-    found = case.of.peers[name]()
-    arranged = found if isinstance(found, Arranged) else Arranged(found)
-    f = arranged.call
+    of = arranged(case, name)
     timed = functools.partial(timing.measure, calls=calls, wait=lambda _: torch.cuda.synchronize())
 
     def tensors(arrays: Any) -> list[Any]:
         arrays = jax.block_until_ready(arrays)
-        return [t.requires_grad_() for t in arranged.take(*map(torch.from_dlpack, arrays))]
+        return [_differentiable(t) for t in of.take(*map(torch.from_dlpack, arrays))]
+
+    def cotangent(out: Any) -> Any:
+        return torch.randn_like(out)
 
     def forward(*args: Any) -> Any:
         with torch.no_grad():
-            return f(*args)
+            return of.call(*(t.detach() for t in args))
 
     def backward(out: Any, dout: Any, *args: Any) -> Any:
-        return torch.autograd.grad(out, args, dout, retain_graph=True)
+        wanted = [t for t in args if t.requires_grad]
+        return torch.autograd.grad(out, wanted, dout, retain_graph=True)
 
     def both(dout: Any, *args: Any) -> Any:
-        return torch.autograd.grad(f(*args), args, dout)
+        out = of.call(*args)
+        return out.detach(), torch.autograd.grad(out, [t for t in args if t.requires_grad], dout)
 
     key, make = jax.random.key(0), jax.jit(case.arrays)
     with device.compiling():
         arrays = make(key)
         # Copies: some write their gradients where their arguments were.
-        first = [t.detach().clone().requires_grad_() for t in tensors(arrays)]
+        first = [_differentiable(t.detach().clone()) for t in tensors(arrays)]
         out = forward(*first)
-        dout = torch.randn_like(out)
-        both(dout, *first)
+        both(cotangent(out), *first)
         torch.cuda.synchronize()
         plain = jax.jit(lambda a: case.call(*a, implementation="xla")).lower(arrays).compile()
     with device:
-        check(jax.dlpack.from_dlpack(arranged.give(out)), plain(arrays))
-        keys = jax.random.split(key, timing.sets_needed(bytes_of(arrays) + out.nbytes))
+        check(jax.dlpack.from_dlpack(of.give(out)), plain(arrays))
+        size = bytes_of(arrays) + out.nbytes
+        del arrays, first
+        keys = jax.random.split(key, timing.sets_needed(size))
         sets = [tuple(tensors(make(k))) for k in keys]
-        douts = [torch.randn_like(out) for _ in sets]
-        times = {"forward": timed(forward, sets)}
+        douts = [cotangent(out) for _ in sets]
+        times = {"forward": (timed(forward, sets), 0)}
         with_dout = [(d, *args) for d, args in zip(douts, sets, strict=True)]
-        times["both"] = timed(both, with_dout)
-        saved = [(f(*args), d, *args) for d, args in zip(douts, sets, strict=True)]
-        times["backward"] = timed(backward, saved)
+        times["both"] = timed(both, with_dout), _temporary(lambda: both(*with_dout[0]))
+        saved = [(of.call(*args), d, *args) for d, args in zip(douts, sets, strict=True)]
+        times["backward"] = timed(backward, saved), 0
     return times
+
+
+def _differentiable(tensor: Any) -> Any:
+    """The tensor, which takes a gradient if it holds no integers."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor if whole else tensor.requires_grad_()
+
+
+def _temporary(call: Callable[[], Any]) -> int:
+    """The most bytes that PyTorch's allocator has given out while `call` ran, beside what stays."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    results = call()
+    torch.cuda.synchronize()
+    most = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del results
+    return most
 
 
 def forget() -> None:

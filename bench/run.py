@@ -35,8 +35,8 @@ class Row:
     `tflop_s` and `percent_products` (of a large product's rate in the same run) the operations of
     its products (0 where those do not count). `compile_s` is lowering and compilation, and
     `first_call_s` the wall-clock time of the first call after it; `temp_bytes` is what the program
-    needs beside its arguments and results (these are 0 for PyTorch's); `kernels` tells how often a
-    call launches each.
+    needs beside its arguments and results; `kernels` tells how often a call launches each. For
+    PyTorch's the first two of these are 0, and the third, by its allocator, but for ``"both"``.
     """
 
     op: str
@@ -84,7 +84,7 @@ def measure_case(
 
     call_peer = None
     if implementation not in IMPLEMENTATIONS:
-        call_peer = peers.jax_call(case, implementation)
+        call_peer = peers.arranged(case, implementation).call
     how: Any = None if implementation == "auto" else implementation
 
     def call(*arrays: Any) -> Any:
@@ -215,7 +215,12 @@ def _attempt(
             compare = jax.jit(functools.partial(_error, drawn=case.drawn))
             check = lambda got, want: _check(case, compare(got, want))
             times = peers.measure_torch(case, implementation, calls, device(), check)
-            return [_row(case, implementation, k, t, ceilings) for k, t in times.items()]
+            return [
+                dataclasses.replace(
+                    _row(case, implementation, direction, timed, ceilings), temp_bytes=temp_bytes
+                )
+                for direction, (timed, temp_bytes) in times.items()
+            ]
         return measure_case(case, implementation, ceilings, calls)
     except Exception as e:  # a peer may raise anything, and the other cases go on
         if implementation in IMPLEMENTATIONS and not isinstance(

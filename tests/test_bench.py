@@ -1,5 +1,6 @@
 """The bench's report: what is drawn of it, and what becomes of a peer that is not there."""
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -7,11 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace as Namespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from bench import cases, peers, pictures, precision, processes, run, steps, timing
 from jaxkern.cases import MODELS, optim
+from jaxkern.cases.peers import Arranged
 
 
 def report(percents):
@@ -98,6 +103,91 @@ def test_absent_peer_is_named(tmp_path, capsys):
     args = ["--op", "rms_norm", "--calls", "1", "--vs", "nobody", "--out", str(out)]
     assert run.main(args) == 1
     assert "nobody does not have it" in capsys.readouterr().out
+
+
+CEILINGS = timing.Ceilings(1e9, 1e9)
+
+
+class Tensor:
+    """PyTorch's, for one that is not there: of a JAX array."""
+
+    def __init__(self, array, pull=None):
+        self.array, self.pull, self.requires_grad = array, pull, False
+        self.dtype, self.nbytes = array.dtype, array.nbytes
+
+    def detach(self):
+        return Tensor(self.array)
+
+    clone = detach
+
+    def is_floating_point(self):
+        return jnp.issubdtype(self.dtype, jnp.floating)
+
+    def is_complex(self):
+        return jnp.issubdtype(self.dtype, jnp.complexfloating)
+
+    def requires_grad_(self):
+        assert self.is_floating_point()
+        self.requires_grad = True
+        return self
+
+    def __dlpack__(self, **how):
+        return self.array.__dlpack__(**how)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    """A module of what the bench calls; the function given to `torch.of` is one of its tensors."""
+
+    def of(f):
+        def call(*args):
+            out, vjp = jax.vjp(f, *(a.array for a in args))
+            floating = lambda grads: [g for g in grads if g.dtype != jax.dtypes.float0]
+            return Tensor(out, lambda dout: floating(vjp(dout.array)))
+
+        return call
+
+    def grad(out, wanted, dout, retain_graph=False):
+        grads = [*map(Tensor, out.pull(dout))]
+        assert [g.dtype for g in grads] == [t.dtype for t in wanted]
+        return grads
+
+    fake = Namespace(
+        of=of,
+        from_dlpack=Tensor,
+        no_grad=contextlib.nullcontext,
+        randn_like=lambda t: Tensor(jnp.full_like(t.array, 2.0)),
+        autograd=Namespace(grad=grad),
+        compiler=Namespace(reset=lambda: None),
+        cuda=Namespace(
+            synchronize=lambda: None,
+            empty_cache=lambda: None,
+            reset_peak_memory_stats=lambda: None,
+            max_memory_allocated=lambda: 7 << 20,
+            memory_allocated=lambda: 2 << 20,
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    return fake
+
+
+def test_an_op_of_pytorch_is_timed_in_each_pass(torch, monkeypatch):
+    """Of what else it takes, integers have no gradient."""
+    index, case = next(
+        (i, case) for i, case in enumerate(cases.cases(small=True)) if case.op == "rms_norm"
+    )
+    f = torch.of(lambda *arrays: case.call(*arrays[:-1], implementation="xla"))
+    more = Arranged(f, lambda *tensors: [*tensors, Tensor(jnp.arange(3))])
+    monkeypatch.setattr(peers, "arranged", lambda *_: more)
+    rows = run._attempt(index, "compile", CEILINGS, 1)
+    assert [(row.direction, row.temp_bytes) for row in rows] == [
+        ("forward", 0),
+        ("both", 5 << 20),
+        ("backward", 0),
+    ]
 
 
 def test_optimizer_steps_are_timed_beside_optax(tmp_path, monkeypatch):
