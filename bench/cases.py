@@ -1,6 +1,7 @@
 """The measurements of the bench: cases of the table at their shapes, and optimizers' steps."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +54,11 @@ class Case:
         return self.of.backward is not None
 
     @property
+    def scalar(self) -> bool:
+        """Whether the result is one number, as a loss is."""
+        return self.of.result == ""
+
+    @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis."""
         return self.of.sizes(self.at.sizes)
@@ -63,6 +69,14 @@ class Case:
 
     def call(self, *arrays: Any, implementation: Any) -> Any:
         return self.of.call(*arrays, implementation=implementation, **self.at.options)
+
+    def plain(self, *arrays: Any) -> Any:
+        """What plain JAX gives: the result, and of a scalar, which tells little, the gradients."""
+        call = functools.partial(self.call, implementation="xla")
+        if not self.scalar:
+            return call(*arrays)
+        out, vjp = jax.vjp(call, *arrays)
+        return out, floating(vjp(jax.numpy.ones_like(out)))
 
     @property
     def costs(self) -> dict[str, tuple[int, int]]:
@@ -102,6 +116,11 @@ def cases(small: bool) -> Sequence[Case | Step]:
     return [*found.values(), *steps(small)]
 
 
+def floating(grads: Sequence[Any]) -> list[Any]:
+    """The gradients, without those of integers, which are none."""
+    return [grad for grad in grads if grad.dtype != jax.dtypes.float0]
+
+
 def bytes_of(arrays: Any) -> int:
     """The size of all arrays of a tree."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(arrays))
@@ -117,6 +136,8 @@ _WORDS = {
     "gated_linear_unit": "; with *recompute* both products are computed again in the backward",
     "mlp": ", of a block of several ops: `layer_norm_linear`, `gated_linear_unit`, `linear` and "
     "the residual",
+    "linear_cross_entropy": "; *plain* is the mean of the losses, *160MiB* with as much memory for "
+    "logits",
     "selective_scan": "; behind a slash `checkpoint_every`, where it is not 8",
 }
 """What there is to say of a shape besides the names of its axes."""

@@ -105,7 +105,34 @@ def test_absent_peer_is_named(tmp_path, capsys):
     assert "nobody does not have it" in capsys.readouterr().out
 
 
+SMALL = next(case for case in cases.cases(small=True) if case.op == "linear_cross_entropy")
 CEILINGS = timing.Ceilings(1e9, 1e9)
+
+
+def embedded(change=lambda x: x, of=lambda loss: loss):
+    """The loss, made by `of`, of a weight that lies as an embedding does, and of a changed x."""
+    loss = SMALL.of.peers["jax"]()
+    return Arranged(
+        of(lambda x, w, labels: loss(change(x), w.T, labels)),
+        lambda x, w, labels: (x, w.T, labels),
+        back=lambda dx, dw: (dx, dw.T),
+    )
+
+
+def test_a_loss_is_timed_with_its_gradient(monkeypatch):
+    """And one that is off by little, or has no gradient, is a wrong result."""
+    monkeypatch.setattr(peers, "arranged", lambda *_: embedded())
+    rows = run.measure_case(SMALL, "jax", CEILINGS, calls=1)
+    assert [row.direction for row in rows] == ["forward", "both"]
+    for change in (jax.lax.stop_gradient, lambda x: 1.1 * x):
+        monkeypatch.setattr(peers, "arranged", lambda *_, by=change: embedded(by))
+        with pytest.raises(RuntimeError, match="against plain JAX"):
+            run.measure_case(SMALL, "jax", CEILINGS, calls=1)
+
+
+def test_a_mean_is_held_to_a_hundredth_of_other_errors():
+    assert float(run._error(jnp.float32(2.001), jnp.float32(2))) == pytest.approx(0.05, 1e-2)
+    assert float(run._error(jnp.full(3, 2.001), jnp.full(3, 2.0))) == pytest.approx(5e-4, 1e-2)
 
 
 class Tensor:
@@ -114,6 +141,8 @@ class Tensor:
     def __init__(self, array, pull=None):
         self.array, self.pull, self.requires_grad = array, pull, False
         self.dtype, self.nbytes = array.dtype, array.nbytes
+
+    T = property(lambda self: Tensor(self.array.T))
 
     def detach(self):
         return Tensor(self.array)
@@ -145,20 +174,23 @@ def torch(monkeypatch):
     def of(f):
         def call(*args):
             out, vjp = jax.vjp(f, *(a.array for a in args))
-            floating = lambda grads: [g for g in grads if g.dtype != jax.dtypes.float0]
-            return Tensor(out, lambda dout: floating(vjp(dout.array)))
+            return Tensor(out, lambda dout: cases.floating(vjp(dout.array)))
 
         return call
 
     def grad(out, wanted, dout, retain_graph=False):
         grads = [*map(Tensor, out.pull(dout))]
         assert [g.dtype for g in grads] == [t.dtype for t in wanted]
+        given.append(dout)
         return grads
 
+    given = []
     fake = Namespace(
         of=of,
+        given=given,
         from_dlpack=Tensor,
         no_grad=contextlib.nullcontext,
+        ones_like=lambda t: Tensor(jnp.ones_like(t.array)),
         randn_like=lambda t: Tensor(jnp.full_like(t.array, 2.0)),
         autograd=Namespace(grad=grad),
         compiler=Namespace(reset=lambda: None),
@@ -172,6 +204,18 @@ def torch(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "torch", fake)
     return fake
+
+
+def test_a_loss_of_pytorch_has_gradients_and_memory(torch, monkeypatch):
+    """Of what holds no integers, by 1; they are compared as the case's arrays lie."""
+    index = cases.cases(small=True).index(SMALL)
+    monkeypatch.setattr(peers, "arranged", lambda *_: embedded(of=torch.of))
+    rows = run._attempt(index, "compile", CEILINGS, 1)
+    assert [(row.direction, row.temp_bytes) for row in rows] == [("forward", 0), ("both", 5 << 20)]
+    assert {float(dout.array) for dout in torch.given} == {1.0}
+    monkeypatch.setattr(peers, "arranged", lambda *_: embedded(jax.lax.stop_gradient, torch.of))
+    told = run._attempt(index, "compile", CEILINGS, 1)
+    assert told.startswith(f"linear_cross_entropy {SMALL.shape}: relative error 1.0e+00 against")
 
 
 def test_an_op_of_pytorch_is_timed_in_each_pass(torch, monkeypatch):

@@ -175,7 +175,8 @@ class Case:
       variant: what is special about the call.
       axes: names of the axes, in the order in which tables write a shape.
       arguments: the arrays that it takes.
-      result: names of the axes of its first result, where they are not those of the first argument.
+      result: names of the axes of its first result, ``""`` for one number, where they are not those
+        of the first argument.
       split: the axes over which a mesh may split a call, each alone, with no gather; the arrays may
         be split over any other, and are gathered, but for a sequence.
       sequence: the collectives of value and gradient where L is split, beside sums over devices, by
@@ -186,6 +187,8 @@ class Case:
       expression: what a user would write, in the dtypes of the arguments; it shares no code with
         the op. In float64 it is the truth.
       forward, backward: the cost of the passes; without a backward the op is not differentiated.
+      passes: those that are timed. Where others compute the gradient in the forward, backward alone
+        compares with nothing.
       peers: what makes another library's function of the same arrays, by the library's name.
       drawn: whether the result is random, and another library's another one.
       shapes: at which it is timed.
@@ -200,7 +203,7 @@ class Case:
     variant: str = ""
     axes: str
     arguments: tuple[Argument, ...]
-    result: str = ""
+    result: str | None = None
     split: str = ""
     sequence: Mapping[str, int] | None = None
     features: Mapping[str, int] | None = None
@@ -209,6 +212,7 @@ class Case:
     expression: Callable[..., Any] | None = None
     forward: Cost | None = None
     backward: Cost | None = None
+    passes: Sequence[str] = ("forward", "both", "backward")
     peers: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     drawn: bool = False
     shapes: Sequence[Shape] = ()
@@ -247,7 +251,8 @@ class Case:
 
     def specs(self, axis: str, over: str, sizes: Sizes) -> tuple[PartitionSpec, ...]:
         """How arguments and result lie where the mesh axis `over` splits the case's `axis`."""
-        every = [*(a.axes for a in self.arguments), self.result or self.arguments[0].axes]
+        result = self.arguments[0].axes if self.result is None else self.result
+        every = [*(a.axes for a in self.arguments), result]
         return tuple(
             PartitionSpec(*(over if name == axis else None for name, _ in dimensions(axes, sizes)))
             for axes in every

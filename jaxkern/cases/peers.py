@@ -20,17 +20,19 @@ RATE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Arranged:
-    """A function in PyTorch of tensors that are laid out in its own way.
+    """A function of arrays that are laid out in its own way.
 
     Attributes:
       call: the function.
       take: its arguments, from the case's; not timed.
       give: the case's result, from its own.
+      back: the gradients of the case's floating arguments, from those of its own.
     """
 
     call: Callable[..., Any]
-    take: Callable[..., Sequence[Any]] = lambda *tensors: tensors
+    take: Callable[..., Sequence[Any]] = lambda *arrays: arrays
     give: Callable[[Any], Any] = lambda out: out
+    back: Callable[..., Sequence[Any]] = lambda *grads: grads
 
 
 def _load(path: str) -> Any:
