@@ -59,6 +59,11 @@ class Case:
         return self.of.result == ""
 
     @property
+    def of_plain_jax(self) -> bool:
+        """Whether plain JAX takes the options: logits it only has whole."""
+        return "memory" not in {**self.of.options, **self.at.options}
+
+    @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis."""
         return self.of.sizes(self.at.sizes)
@@ -137,7 +142,7 @@ _WORDS = {
     "mlp": ", of a block of several ops: `layer_norm_linear`, `gated_linear_unit`, `linear` and "
     "the residual",
     "linear_cross_entropy": "; *plain* is the mean of the losses, *160MiB* with as much memory for "
-    "logits",
+    "logits, beside those of others' functions that save memory",
     "selective_scan": "; behind a slash `checkpoint_every`, where it is not 8",
 }
 """What there is to say of a shape besides the names of its axes."""

@@ -307,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
         (index, name, ceilings, args.calls)
         for index, case in chosen.items()
         for name in names
-        if name not in peers.installed() or peers.has(case, name)
+        if _is_timed(case, name)
     ]
     ops = "-".join(sorted({case.op for case in chosen.values()}))
     out, failed, found = args.out, 0, {}
@@ -331,6 +331,13 @@ def main(argv: list[str] | None = None) -> int:
         if pictures.draw(report, out.with_suffix(".svg")):
             print(f"wrote {out.with_suffix('.svg')}")
     return 1 if failed else 0
+
+
+def _is_timed(case: Case | Step, name: str) -> bool:
+    """Whether a name of ``--vs`` is of this case: not where it has something else to offer."""
+    if name == "xla":
+        return isinstance(case, Step) or case.of_plain_jax
+    return name not in peers.installed() or peers.has(case, name)
 
 
 def _begun(commit: str, ceilings: timing.Ceilings) -> dict[str, Any]:

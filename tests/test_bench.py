@@ -105,6 +105,25 @@ def test_absent_peer_is_named(tmp_path, capsys):
     assert "nobody does not have it" in capsys.readouterr().out
 
 
+def losses(row):
+    """The case of the loss whose shape ends in this."""
+    return next(
+        case
+        for case in cases.cases(small=False)
+        if case.op == "linear_cross_entropy" and case.shape == f"8192x4096x128256-{row}"
+    )
+
+
+def test_peers_of_the_loss():
+    """Who saves memory is beside the kernels that do; plain JAX cannot, and is not timed there."""
+    whole, in_parts = losses("plain"), losses("plain-160MiB")
+    names = ["jax", "quack", "liger", "jla", "compile"]
+    assert [name for name in names if peers.has(whole, name)] == names
+    assert [name for name in names if peers.has(in_parts, name)] == ["liger", "jla"]
+    assert [run._is_timed(case, "xla") for case in (whole, in_parts)] == [True, False]
+    assert all(run._is_timed(in_parts, name) for name in ("mosaic", "auto", "nobody"))
+
+
 SMALL = next(case for case in cases.cases(small=True) if case.op == "linear_cross_entropy")
 CEILINGS = timing.Ceilings(1e9, 1e9)
 

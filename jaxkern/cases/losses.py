@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.cases import peers
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, matrix, times
 
 
@@ -128,12 +129,17 @@ CASES = [
         expression=_plain_losses,
         forward=Cost("m v", "8 m"),
         backward=Cost("2 m v", "12 m"),
+        peers=peers.CROSS_ENTROPY,
         shapes=tuple(Shape((m, v)) for m, _, v in (*SHAPES, (8192, 0, 50257))),
     ),
     _trained(
         "plain",
-        peers={"jax": lambda: _plain_linear},
+        peers={**peers.LINEAR_CROSS_ENTROPY, "jax": lambda: _plain_linear},
         small=Shape((16, 64, 32000)),
     ),
-    _trained("plain-160MiB", options=MEMORY),
+    _trained(
+        "plain-160MiB",
+        options=MEMORY,
+        peers=peers.LINEAR_CROSS_ENTROPY_IN_PARTS,
+    ),
 ]

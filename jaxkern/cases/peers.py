@@ -88,6 +88,11 @@ def _turned(x: Any) -> Any:
     return x.transpose(1, 2).contiguous()
 
 
+def _flipped(w: Any) -> Any:
+    """(K, V) as (V, K), or the other way round, in memory too."""
+    return w.t().contiguous()
+
+
 def _mamba_scan() -> Any:
     def take(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> list[Any]:
         x, dt, B, C, z = map(_turned, (x, dt, B, C, z))
@@ -150,7 +155,52 @@ def _mamba_gated() -> Any:
 
 def _mamba_normed() -> Any:
     call = _at("mamba_ssm.ops.triton.layer_norm:layer_norm_linear_fn", None, eps=1e-5)()
-    return Arranged(call, lambda *rest: [*rest[:-1], rest[-1].t().contiguous()])
+    return Arranged(call, lambda *rest: [*rest[:-1], _flipped(rest[-1])])
+
+
+def _loss_of_torch(make: Callable[[], Any]) -> Callable[[], Any]:
+    """What `make` gives, with int64 labels and a weight, if any, that lies as an embedding does."""
+    take = lambda x, *rest: (x, *map(_flipped, rest[:-1]), rest[-1].long())
+    return lambda: Arranged(make(), take, back=lambda dx, *rest: (dx, *map(_flipped, rest)))
+
+
+def _jla_loss(name: str, total: str) -> Callable[[], Any]:
+    """A mean by its sum, `total`; the weight lies as an embedding does, (V, K)."""
+
+    def make() -> Any:
+        f = _load(f"jla.ops.cross_entropy:{name}")
+
+        def call(x: Any, w: Any, labels: Any) -> Any:
+            out = f(x, w, labels, impl="auto")
+            return getattr(out, total) / out.num_valid
+
+        return Arranged(call, lambda x, w, labels: (x, w.T, labels), back=lambda dx, dw: (dx, dw.T))
+
+    return make
+
+
+def _liger_linear_loss() -> Any:
+    path = "liger_kernel.ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction.apply"
+    f = _load(path)
+    return lambda x, w, labels: f(x, w, labels)[0]
+
+
+def _linear_loss_formula(x: Any, w: Any, labels: Any) -> Any:
+    from torch.nn.functional import cross_entropy  # pyright: ignore[reportMissingImports]
+
+    return cross_entropy((x @ w.t()).float(), labels)
+
+
+def _liger_losses() -> Any:
+    """It writes the gradient where the logits were."""
+    f = _load("liger_kernel.ops.cross_entropy:LigerCrossEntropyFunction.apply")
+    return lambda logits, labels: f(logits, labels, None, -100, 0.0, 0.0, "none")[0]
+
+
+def _losses_formula(logits: Any, labels: Any) -> Any:
+    from torch.nn.functional import cross_entropy  # pyright: ignore[reportMissingImports]
+
+    return cross_entropy(logits.float(), labels, reduction="none")
 
 
 def _compiled(formula: Callable[..., Any]) -> Callable[[], Any]:
@@ -260,6 +310,24 @@ CAUSAL_CONV1D: Peers = {
     "jla": _at("jla.ops.mosaic_gpu.short_conv:short_conv", activation=True),
 }
 LINEAR_SCAN: Peers = {"fla": _fla_scan}
+CROSS_ENTROPY: Peers = {
+    "liger": _loss_of_torch(_liger_losses),
+    "quack": _loss_of_torch(_at("quack.cross_entropy:cross_entropy", reduction="none")),
+    "compile": _loss_of_torch(_compiled(_losses_formula)),
+}
+LINEAR_CROSS_ENTROPY: Peers = {
+    "jla": _jla_loss("linear_cross_entropy_objective", "objective_sum"),
+    "liger": _loss_of_torch(_liger_linear_loss),
+    "quack": _loss_of_torch(
+        _at("quack.linear_cross_entropy:chunked_linear_cross_entropy", tuned=False)
+    ),
+    "compile": _loss_of_torch(_compiled(_linear_loss_formula)),
+}
+LINEAR_CROSS_ENTROPY_IN_PARTS: Peers = {
+    "jla": _jla_loss("linear_cross_entropy", "loss_sum"),
+    "liger": LINEAR_CROSS_ENTROPY["liger"],
+}
+"""Those that save memory."""
 _LIGER = {
     "swiglu": _at("liger_kernel.ops.swiglu:LigerSiLUMulFunction.apply"),
     "silu_and_mul": _at("liger_kernel.ops.swiglu:LigerFusedGateUpSiLUMulFunction.apply"),
