@@ -49,18 +49,22 @@ NAMES = {
 Reports = Sequence[tuple[str, dict[str, Any]]]
 """Files of results, each with its name."""
 
+OF_MEMORY = ("linear_cross_entropy",)
+"""Ops that save memory, too: their tables have it beside the time."""
+
 EVEN = 0.01
 """Times that differ by less than this part are even."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One implementation's figures."""
+    """One implementation's figures; `temp_bytes` is 0 where nobody knows it."""
 
     us: float
     percent: float | None
     tflop_s: float
     percent_products: float | None
+    temp_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +133,7 @@ def lines(reports: Reports) -> list[Line]:
             who = row["implementation"]
             figures = found[row["op"], row["shape"], row["dtype"], row["direction"]][number]
             rates = (row.get("percent"), row.get("tflop_s", 0.0), row.get("percent_products"))
-            m = Measured(row["us"], *rates)
+            m = Measured(row["us"], *rates, row.get("temp_bytes", 0))
             figures[who] = min(m, figures.get(who, m), key=lambda m: m.us)
     result = []
     for key, by_file in found.items():
@@ -257,7 +261,8 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
     rows = []
     for line in of_op:
         cells = [line.shape, line.dtype, line.direction]
-        cells += [_figure(line.figures.get(name), products) for name in names]
+        memory = op in OF_MEMORY and line.direction == "both"
+        cells += [_figure(line.figures.get(name), products, memory) for name in names]
         mark = " ▼" if line.verdict == "slower" else ""
         rows.append([*cells, _times(line.speedup) + mark, ", ".join(map(str, line.files))])
     head = ["shape", "dtype", "pass", *(f"{NAMES.get(n, n)}, µs (% of copy)" for n in names)]
@@ -269,6 +274,8 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
             "After the semicolon, TFLOP/s of the products, and percent of those of XLA's product "
             "of two 8192 × 8192 matrices in the same run."
         )
+    if op in OF_MEMORY:
+        yield "GiB are what forward and backward in one program take beside arguments and results."
     yield table(head, rows)
 
 
@@ -364,9 +371,11 @@ def _cell(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str("" if value is None else value)
 
 
-def _figure(m: Measured | None, products: bool = False) -> str:
+def _figure(m: Measured | None, products: bool = False, memory: bool = False) -> str:
     if m is None:
         return ""
+    if memory and m.temp_bytes:
+        return f"{_figure(m, products)}; {m.temp_bytes / 2**30:.2f} GiB"
     us = f"{m.us:.1f}" if m.us < 100 else f"{m.us:,.0f}"
     percent = "" if m.percent is None else f" ({m.percent:.0f}%)"
     if not (products and m.tflop_s):

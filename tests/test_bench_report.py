@@ -111,6 +111,20 @@ def test_products_have_their_rate():
     assert "4000 GB/s, 800 TFLOP/s" in text
 
 
+def test_an_op_that_saves_memory_has_it_beside_the_time():
+    shape = {"op": "linear_cross_entropy", "shape": "8x8x64-plain", "direction": "both"}
+    rows = [
+        timing("mosaic", 50.0, **shape | {"temp_bytes": 2 << 30, "tflop_s": 700.4}),
+        timing("quack", 80.0, **shape | {"temp_bytes": 5 << 29, "percent": None}),
+        timing("fla", 90.0, **shape),
+        timing("mosaic", 20.0, **shape | {"direction": "forward", "temp_bytes": 1 << 30}),
+        timing("mosaic", 20.0, direction="both", temp_bytes=1 << 30),
+    ]
+    text = report.text([("a", results(*rows))])
+    assert "| 50.0 (200%); 700; 2.00 GiB | 90.0 (111%) | 80.0; 2.50 GiB |" in text
+    assert text.count(" GiB |") == 2
+
+
 def test_rows_without_an_op_are_a_table_of_their_own():
     text = report.text([("h-lm.json", results({"implementation": "xla", "tokens": 5}, preset="a"))])
     assert "## h-lm\n\npreset a\n\n| implementation | tokens |\n| --- | --- |\n| xla | 5 |" in text
