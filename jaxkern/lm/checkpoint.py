@@ -218,13 +218,20 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def start(self, step: int, params: Any, optimizer: Any) -> None:
-        """Begin the checkpoint of a step, when the one before is whole."""
+    def start(self, step: int, params: Any, optimizer: Any, *, before: Callable[[], None]) -> None:
+        """Begin the checkpoint of a step, when the one before is whole.
+
+        The thread runs `before` first: what it waits for, such as a disk, no step waits for.
+        """
         self.wait()
         params, optimizer = self._copy((params, optimizer))
         parts = {"params": params, "optimizer": optimizer}
-        common = {"model": self._model, "peers": self._peers}
-        self._writing = self._thread.submit(save, self._run, step, **parts, **common)
+
+        def write() -> None:
+            before()
+            save(self._run, step, **parts, model=self._model, peers=self._peers)
+
+        self._writing = self._thread.submit(write)
         if self._waits:
             self.wait()
 

@@ -255,10 +255,10 @@ class Trainer:
                 if signum is None and self.peers.count == 1:
                     signum = stop.requested()  # one that came since
                 if saving or signum is not None:
-                    log.sync()
                     waits = signum is not None or done == config.steps
                     with progress.during(done, "saving" if waits else "the pause to save"):
-                        saver.start(done, *_parts(self.placement.to_stored(state)))
+                        stored = _parts(self.placement.to_stored(state))
+                        saver.start(done, *stored, before=log.sync)
                         if waits:
                             saver.wait()
                     if signum is not None:
