@@ -40,10 +40,18 @@ def windows(losses: Sequence[float]) -> list[float]:
     return [statistics.mean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
 
 
-def differences(losses: Sequence[float], beside: Sequence[float]) -> tuple[float, float]:
-    """Of the means over WINDOW steps, the largest difference in size, and the last one."""
-    all_of_them = [a - b for a, b in zip(windows(losses), windows(beside), strict=True)]
-    return max(map(abs, all_of_them)), all_of_them[-1]
+def row(name: str, losses: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
+    """What is told of a run: means over WINDOW steps, and their differences from those `beside`."""
+    means = windows(losses)
+    differences = [a - b for a, b in zip(means, windows(beside), strict=True)]
+    return {
+        "run": name,
+        "first": round(means[0], 4),
+        "last": round(means[-1], 4),
+        "difference": round(differences[-1], 4),
+        "largest": round(max(map(abs, differences)), 4),
+        "losses": list(losses),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,18 +76,15 @@ def main(argv: list[str] | None = None) -> int:
     shared |= {"--data": args.data} if args.data else {}
     with tempfile.TemporaryDirectory() as folder:
         shared["--data-cache"] = Path(folder) / "tokens"  # the second run finds the first one's
-        rows = [
-            {"run": name, "losses": train(shared | own, Path(folder) / f"run-{i}")}
-            for i, (name, own) in enumerate(RUNS.items())
+        losses = [
+            train(shared | own, Path(folder) / f"run-{i}") for i, own in enumerate(RUNS.values())
         ]
+    rows = [row(name, curve, losses[-1]) for name, curve in zip(RUNS, losses, strict=True)]
     clock = program.clock(timing.on_gpu(), "none: losses")
     settings = {k: getattr(args, k) for k in ("preset", "tokenizer", "batch_size", "seq_len")}
     report = program.machine(args.commit) | {"clock": clock} | settings | {"rows": rows}
-    for row in rows[:-1]:
-        largest, last = differences(row["losses"], rows[-1]["losses"])
-        print(
-            f"{row['run']} beside {rows[-1]['run']}: {windows(row['losses'])[-1]:.4f} nats in the "
-            f"end, {last:+.4f}; means of {WINDOW} steps differ by {largest:.4f} at most"
-        )
+    for run in rows[:-1]:
+        told = f"{run['last']:.4f} nats in the end, {run['difference']:+.4f}"
+        print(f"{run['run']} beside {rows[-1]['run']}: {told}; {run['largest']:.4f} at most")
     print(f"wrote {program.write(report, args.out, 'curves')}")
     return 0

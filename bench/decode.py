@@ -13,21 +13,30 @@ batch it first decodes once what is timed, which compiles it. *First token* is t
 prompts, on the host, to one token after each, there too; jaxkern decodes 16 before it gives the
 first. Tokens per second are of all rows together, those after the first, by the difference of two
 times: that to the last token and that to the first.
+
+``--scan`` times one op of a decoded token alone, that which updates the scan's state, by the kernel
+and by plain JAX: device time in a loop over the model's layers, divided by these. The states of few
+sequences stay in the GPU's cache from one token to the next, as they do where a model decodes.
 """
 
 import dataclasses
 import importlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+import jaxkern
 from bench import program, timing
 from bench.train import attempt, found_peers
 from bench.trainers import versions
+from jaxkern.cases import TABLE
+from jaxkern.cases.case import dtypes
 from jaxkern.lm import sample
 from jaxkern.lm.config import PRESETS, ModelConfig
 from jaxkern.lm.hf_layouts import layout_of
@@ -210,6 +219,45 @@ def measure(job: Job, wait: Callable[[], None] = lambda: None) -> list[dict[str,
     return rows
 
 
+def measure_scan(preset: str, batch: int, implementation: Any, tokens: int = 4) -> dict[str, Any]:
+    """Times the step of the scan in a loop over the preset's layers, whose state is donated."""
+    model = PRESETS[preset].model
+    sizes: Any = model.sizes
+    op, widths = "selective_scan_step", (sizes.d_inner, sizes.d_state)
+    if isinstance(sizes, mamba2.Sizes):
+        op, widths = "ssd_step", (sizes.heads, sizes.headdim, sizes.d_state, sizes.ngroups)
+    case = next(of for of in TABLE if of.op == op)
+    shape = case.sizes((batch, *widths))
+    make = lambda key: case.arrays(key, shape, dtypes("bfloat16", parameters="float32"))
+    first, *others = jax.jit(make)(jax.random.key(0))
+    layers = jnp.arange(model.n_layers)
+
+    def run(state: Any, others: Any) -> Any:
+        def layer(state: Any, number: Any) -> Any:
+            given = {"layer": number, "implementation": implementation, **case.options}
+            return getattr(jaxkern, op)(state, *others, **given)[::-1]
+
+        return jax.lax.scan(layer, state, layers)
+
+    held = [jnp.tile(first, (model.n_layers, *[1] * first.ndim))]
+    compiled = jax.jit(run, donate_argnums=0).lower(held[0], others).compile()
+
+    def token(*_: Any) -> Any:
+        held[0], out = compiled(held[0], others)
+        return out
+
+    timed = timing.measure(token, [()], tokens)
+    us = 1e3 * timed.median / model.n_layers
+    return {
+        "preset": preset,
+        "op": op,
+        "batch": batch,
+        "by": "jaxkern" if implementation is None else "plain JAX",
+        "us_layer": round(us, 2),
+        "gb_s": round(2 * first.nbytes / us * 1e-3),  # the state, read and written
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = program.parser("decode", "decode")
     p.add_argument(
@@ -226,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--tokens", type=int, help="to time, a multiple of 16 (128; without a GPU 16)")
     p.add_argument("--repeats", type=int, default=3, help="times that are taken of each")
     p.add_argument("--limit", type=float, default=400, help="seconds for a preset by a contender")
+    p.add_argument("--scan", action="store_true", help="time the scan of a layer alone, too")
     args = p.parse_args(argv)
     program.share_device(2)  # this process decodes nothing, and of the others one at a time
     gpu = timing.on_gpu()
@@ -265,6 +314,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                         flush=True,
                     )
             out = program.write(report, args.out, "decode")  # a run that is stopped keeps its rows
+        for batch, by in itertools.product(args.batch or (1, 8, 64), ("xla", None)):
+            if args.scan:
+                report.setdefault("scans", []).append(row := measure_scan(preset, batch, by))
+                print(f"{row['op']}, batch {batch}, {row['by']}: {row['us_layer']} us a layer")
+                out = program.write(report, args.out, "decode")
     print(f"wrote {out}")
     return 1 if report["failed"] else 0
 
@@ -310,4 +364,36 @@ def section(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     )
     head = ["model, batch", "by", "tokens/s", "jaxkern's speed-up", "ms a token"]
     head += ["first token, ms", "peak, GiB", "versions", "file"]
-    return ["## Decoding", meaning, table(head, rows), *failed]
+    return ["## Decoding", meaning, table(head, rows), *failed, *_scans(reports)]
+
+
+def _scans(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """The scan of a decoded token alone, if a file has it."""
+    from bench.report import table
+
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for number, (_, report) in enumerate(reports, 1):
+        for row in report.get("scans", ()):
+            key = row["preset"], row["op"], row["batch"]
+            found.setdefault(key, {})[row["by"]] = row | {"file": number}
+    if not found:
+        return []
+    told = lambda row: f"{row['us_layer']:.1f} µs, {row['gb_s']:,} GB/s"
+    rows = [
+        [
+            preset,
+            f"`{op}`",
+            batch,
+            told(by["jaxkern"]),
+            told(by["plain JAX"]),
+            by["jaxkern"]["file"],
+        ]
+        for (preset, op, batch), by in found.items()
+    ]
+    meaning = (
+        "The op of a decoded token that updates the scan's state, for a layer, by `python -m bench "
+        "decode --scan`: device time, and the state's bytes, read and written, over it. The states "
+        "of few sequences stay in the cache from token to token."
+    )
+    head = ["model", "op", "batch", "kernel", "plain JAX", "file"]
+    return [meaning, table(head, rows)]

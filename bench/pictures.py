@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import program, report, scaling
+from bench import curves, program, report, scaling
 from bench.cases import Case, cases
 from bench.program import FOLDER
 from bench.report import CHOSEN, NAMES, OURS, Reports
@@ -393,6 +393,20 @@ def draw_scaling(held: dict[str, dict[str, scaling.Line]], out: Path) -> None:
     save(figure, out)
 
 
+def draw_curves(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """Writes the loss of every step of each run, and below it the means that are compared."""
+    figure, axis = pyplot().subplots(figsize=(5.2, 2.9))
+    for i, row in enumerate(rows):
+        losses = row["losses"]
+        axis.plot(range(1, len(losses) + 1), losses, color=f"C{i}", alpha=0.3, lw=0.7)
+        means = curves.windows(losses)
+        middles = [curves.WINDOW * (n + 0.5) for n in range(len(means))]
+        axis.plot(middles, means, [".", "x"][i % 2], color=f"C{i}", label=row["run"])
+    axis.set(xlabel="step", ylabel="nats a token")
+    axis.legend(fontsize=6)
+    save(figure, out)
+
+
 def main(argv: list[str] | None = None) -> int:
     p = program.parser("pictures")
     p.add_argument("file", nargs="*", type=Path, help="results, for a picture beside each alone")
@@ -414,5 +428,7 @@ def main(argv: list[str] | None = None) -> int:
     draw_ledger(ledger(reports), PICTURES / "memory.svg")
     draw_overview(overview(reports), PICTURES / "overview.svg")
     draw_scaling(scaling.points(reports), PICTURES / "scaling.svg")
+    of_curves = next(r["rows"] for name, r in reports if name.endswith("-curves.json"))
+    draw_curves(of_curves, PICTURES / "curves.svg")
     print(f"wrote {PICTURES}/*.svg")
     return 0

@@ -6,6 +6,18 @@ TITLES = {
         "Validation loss, in nats, after training with `--mixed-precision` and without it, by "
         "`python -m bench precision`.",
     ),
+    "-curves": (
+        "Loss curves",
+        "![loss curves](pictures/curves.svg)\n\nThe loss in nats of `jaxkern train` by the kernels "
+        "in bf16 and by plain JAX in fp32 with the same seed, by `python -m bench curves`. Of the "
+        "means over 20 steps each: the first, the last, its *difference* from plain JAX's, and the "
+        "*largest* difference. The loss is `linear_cross_entropy`.",
+    ),
+    "-checkpoints": (
+        "What checkpoints cost",
+        "Milliseconds a step of `jaxkern train` with a checkpoint every so many steps (True) and "
+        "with none (False), by `python -m bench checkpoints`.",
+    ),
     "-first-step": (
         "The first training step",
         "From the start of `jaxkern train`'s process to the end of its first step, by `python -m "
