@@ -252,7 +252,7 @@ def measure_scan(preset: str, batch: int, implementation: Any, tokens: int = 4) 
         "preset": preset,
         "op": op,
         "batch": batch,
-        "by": "jaxkern" if implementation is None else "plain JAX",
+        "by": "kernel" if implementation == "mosaic" else "plain JAX",
         "us_layer": round(us, 2),
         "gb_s": round(2 * first.nbytes / us * 1e-3),  # the state, read and written
     }
@@ -314,7 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         flush=True,
                     )
             out = program.write(report, args.out, "decode")  # a run that is stopped keeps its rows
-        for batch, by in itertools.product(args.batch or (1, 8, 64), ("xla", None)):
+        implementations = ("xla", "mosaic") if gpu else ("xla",)
+        for batch, by in itertools.product(args.batch or (1, 8, 64), implementations):
             if args.scan:
                 report.setdefault("scans", []).append(row := measure_scan(preset, batch, by))
                 print(f"{row['op']}, batch {batch}, {row['by']}: {row['us_layer']} us a layer")
@@ -378,15 +379,15 @@ def _scans(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
             found.setdefault(key, {})[row["by"]] = row | {"file": number}
     if not found:
         return []
-    told = lambda row: f"{row['us_layer']:.1f} µs, {row['gb_s']:,} GB/s"
+    told = lambda row: f"{row['us_layer']:.1f} µs, {row['gb_s']:,} GB/s" if row else ""
     rows = [
         [
             preset,
             f"`{op}`",
             batch,
-            told(by["jaxkern"]),
+            told(by["kernel"]),
             told(by["plain JAX"]),
-            by["jaxkern"]["file"],
+            by["kernel"]["file"],
         ]
         for (preset, op, batch), by in found.items()
     ]

@@ -55,12 +55,15 @@ class Compiler:
         """The program compiled.
 
         Raises:
-          RuntimeError: ptxas did not tell once of each kernel.
+          RuntimeError: ptxas did not tell once of each kernel, or a kernel that works in place
+            would not.
         """
         with standard_output() as printed:
             compiled = lowered.compile()
         told = parsed(printed())
         text, modules = without_modules(compiled.as_text())
+        if lost := out_of_place(text):
+            raise RuntimeError(f"XLA forgets what is in place in {', '.join(lost)}")
         new = {
             digest: _launch(lowered.compiler_ir(), module)
             for digest, module in modules.items()
@@ -100,6 +103,18 @@ def parsed(text: str) -> list[tuple[str, Kernel]]:
         kernel = Kernel(int(used[1]), sum(map(int, spills.groups())), int(used[2] or 0))
         found.append((entry[1], kernel))
     return found
+
+
+_COMPUTATION = re.compile(r"^%([\w.-]+) \(.*?^}", re.DOTALL | re.MULTILINE)
+
+
+def out_of_place(text: str) -> list[str]:
+    """Names the fusions with kernels that work in place: of a fusion's results none does."""
+    return [
+        found[1]
+        for found in _COMPUTATION.finditer(text)
+        if "dynamic-slice-fusion" in found[1] and "output_to_operand_aliasing" in found[0]
+    ]
 
 
 _MODULE = re.compile(r'kernel_hash = "([^"]*)", module = "([^"]*)"')

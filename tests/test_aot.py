@@ -194,6 +194,16 @@ def test_copies_are_what_computes_nothing():
     assert copied_in(COPIES) == 2 * 4 + 4 * 2 + 16 * 4
 
 
+def test_a_fusion_is_told_that_forgets_what_is_in_place():
+    kernel = '%run = (f32[2]{0}) custom-call(%p), custom_call_target="mosaic_gpu_v2"'
+    within = "%{} (p: f32[2]) -> f32[2] {{\n  %p = f32[2]{{0}} parameter(0)\n  {}{}\n}}\n\n"
+    aliased = ", output_to_operand_aliasing={{0}: (0, {})}"
+    told = lambda name, rest: ptxas.out_of_place(within.format(name, kernel, rest))
+    assert told("dynamic-slice-fusion.3", aliased) == ["dynamic-slice-fusion.3"]
+    assert told("dynamic-slice-fusion", "") == []
+    assert told("region_0.6", aliased) == []
+
+
 def test_a_step_exchanges_what_its_mesh_needs_and_no_more():
     held = json.loads(aot.path_of(GPUS["h200"]).read_text())["training"]
     of = lambda mesh: (held[f"130m x {mesh}"]["collectives"], held[f"130m x {mesh}"]["exchanged"])

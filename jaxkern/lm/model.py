@@ -80,11 +80,6 @@ LAYERS = {"mamba": Mamba, "mamba2": Mamba2}
 """The layer of each kind of block."""
 
 
-_DECODED_TOGETHER = 4
-"""Layers of a loop's body where a token is decoded: a layer of mamba2-130m launches 14 kernels on a
-GPU, alone 20, and the program compiles in 3.2 s, alone in 2.2 and all 24 together in 7.5."""
-
-
 class MambaLM(nnx.Module):
     """The whole model, of Mamba or of Mamba-2 blocks; `blocks` holds all layers, stacked."""
 
@@ -242,7 +237,7 @@ class MambaLM(nnx.Module):
     def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
         mix = lambda block, x, state, number: block.step(x, state, layer=number)
-        stream, state = self._run(mix, tokens, state, unroll=_DECODED_TOGETHER)
+        stream, state = self._run(mix, tokens, state)
         return self._logits(self._last_norm(*stream)), state
 
     def init_state(self, batch_size: int) -> Any:

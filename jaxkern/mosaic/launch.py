@@ -2,9 +2,11 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -61,6 +63,37 @@ def launch_kernel(body: Callable[..., None], *, approx_math: bool = False, **lau
         approx_math=approx_math,
     )
     return plgpu.kernel(guarded, compiler_params=params, **launch)
+
+
+def launch_in_place(
+    body: Callable[..., None],
+    fixed: Sequence[jax.Array],
+    written: Sequence[jax.Array],
+    **launch: Any,
+) -> list[jax.Array]:
+    """Runs a kernel that reads and writes arrays where they lie; XLA copies what is still needed.
+
+    XLA makes one operation of a kernel and of slices that it takes, or whose place its results take
+    in another array. Of that operation it does not know which results lie where arguments were:
+    what the kernel leaves as it was would be lost, and a program of several slices of an array is
+    refused for a cycle (JAX 0.11.2 and 0.12). So barriers stand between.
+
+    Args:
+      body: takes references to `fixed` and then to `written`.
+      fixed: arrays that are read.
+      written: arrays that are read and written.
+      **launch: the arguments of :func:`launch_kernel`.
+
+    Returns:
+      `written` after the kernel.
+    """
+    fixed, written = jax.lax.optimization_barrier(([*fixed], [*written]))
+
+    @pl.run_state
+    def in_place(refs: Any) -> None:
+        launch_kernel(body, out_type=(), **launch)(*fixed, *refs)
+
+    return jax.lax.optimization_barrier(in_place(written))
 
 
 _ONLY_ON = {9: nvvm.wgmma_fence_aligned, 10: nvvm.tcgen05_relinquish_alloc_permit}

@@ -218,7 +218,7 @@ def mamba_step(
 
     Args and errors are those of :func:`mamba`, and `layer` of :func:`jaxkern.selective_scan_step`:
     which of the layers of `cache` is this block's, where its arrays have an axis of layers in
-    front. Unless `implementation` is ``"xla"``, the scan is a kernel where there is one for it.
+    front. Convolution and scan run as their steps do by default.
     """
     x = BLOCK.check_call(sizes, x, cache, None, ("B D",), layer)
     project, x = common.projection(implementation), common.cast(x, weights, dtype)

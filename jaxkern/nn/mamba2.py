@@ -290,8 +290,8 @@ def mamba2_step(
     """A Mamba-2 block for one token, x (B, D): its output (B, D) and the next cache.
 
     Args and errors are those of :func:`mamba2`, and `layer` of :func:`jaxkern.ssd_step`: which of
-    the layers of `cache` is this block's, where its arrays have an axis of layers in front. Unless
-    `implementation` is ``"xla"``, the scan is a kernel where there is one for it.
+    the layers of `cache` is this block's, where its arrays have an axis of layers in front.
+    Convolution and scan run as their steps do by default.
     """
     x = BLOCK.check_call(sizes, x, cache, None, ("B D",), layer)
     project, x = common.projection(implementation), common.cast(x, weights, dtype)

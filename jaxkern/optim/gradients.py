@@ -36,7 +36,7 @@ from jaxkern.optim.leaves import (
     Blocks,
     flattened,
     grouped,
-    launch_in_place,
+    launch_blocks,
     leaf_factors,
     may_be_split,
     reshaped,
@@ -194,7 +194,7 @@ def _launch_scale(
         body = functools.partial(_scale_block, blocks.per_lane, vec, header, flag)
         blocks.run(body, [(ref,) for ref in leaves])
 
-    *scaled, bad = launch_in_place(
+    *scaled, bad = launch_blocks(
         "scale_gradients",
         kernel,
         blocks.number,

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 
 from jaxkern.core import mesh
-from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place
 from jaxkern.optim.registers import with_chosen
 
 BLOCK = grid_axes("block")[0]
@@ -111,35 +110,13 @@ class Blocks:
         with_chosen(lambda *leaf: body(block, *leaf), block, rows, starts, of_leaves)
 
 
-def launch_in_place(
+def launch_blocks(
     name: str,
     body: Callable[..., None],
     blocks: int,
     fixed: Sequence[jax.Array],
     written: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Runs a kernel that works in place: XLA copies only what the caller still needs.
-
-    Args:
-      name: of the kernel.
-      body: takes references to `fixed` and then to `written`.
-      blocks: of the grid's axis `BLOCK`, each a warpgroup.
-      fixed: arrays that are read.
-      written: arrays that are read and written.
-
-    Returns:
-      `written` after the kernel.
-    """
-
-    @pl.run_state
-    def in_place(refs: Any) -> None:
-        launch_kernel(
-            body,
-            out_type=(),
-            grid=(blocks,),
-            grid_names=(BLOCK,),
-            kernel_name=name,
-            approx_math=True,
-        )(*fixed, *refs)
-
-    return in_place(list(written))
+    """Runs a kernel in place, in as many blocks, each a warpgroup, along the axis `BLOCK`."""
+    launch: dict[str, Any] = {"grid": (blocks,), "grid_names": (BLOCK,), "kernel_name": name}
+    return launch_in_place(body, fixed, written, approx_math=True, **launch)

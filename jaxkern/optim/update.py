@@ -52,7 +52,7 @@ from jaxkern.optim.leaves import (
     Blocks,
     flattened,
     grouped,
-    launch_in_place,
+    launch_blocks,
     leaf_factors,
     may_be_split,
     reshaped,
@@ -238,7 +238,7 @@ def _launch(options, header, values, number, *arrays) -> tuple[Any, ...]:
         blocks.run(body, [(g, *row) for g, row in rows], options.offsets)
 
     fixed = [header, number, *grads]
-    done = iter(launch_in_place(f"fused_{rule.kind}", kernel, blocks.number, fixed, written))
+    done = iter(launch_blocks(f"fused_{rule.kind}", kernel, blocks.number, fixed, written))
     return tuple(
         None if a is None else next(done).reshape(a.shape) for leaf in leaves for a in leaf[1:]
     )

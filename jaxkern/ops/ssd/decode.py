@@ -8,7 +8,7 @@ import jax
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.ops.layers import check_layer, put_layer, take_layer
-from jaxkern.ops.scan_step import Options, launch, launch_of_slices, unsupported
+from jaxkern.ops.scan_step import NOT_CHOSEN, Options, launch, launch_of_slices, unsupported
 from jaxkern.ops.ssd.arguments import STATE_SHAPE, check, log_decays
 from jaxkern.ops.ssd.reference import Tokens, by_group, join_heads, step
 from jaxkern.ops.step_sizes import StepSizes
@@ -54,8 +54,8 @@ def ssd_step(
         over layers that carries `state` the kernel then updates it where it lies, without a copy.
         Of a traced number that there is not, the nearest.
       implementation: ``"mosaic"`` for the Pallas GPU kernel (N a power of two from 8 to 512),
-        ``"xla"`` for plain JAX (the only one that supports forward-mode differentiation), ``None``
-        for the fastest: the kernel on an NVIDIA GPU of compute capability 8.0 or newer.
+        ``"xla"`` or ``None`` for plain JAX (the only one that supports forward-mode
+        differentiation).
 
     Returns:
       The output, (B, H, P), the dtype of `x`; and :math:`h_t`, the shape of `state`, float32.
@@ -78,7 +78,8 @@ def ssd_step(
     x, B = args[0], args[3]
     number, state = check_layer(layer, state, (*x.shape, B.shape[-1]), STATE_SHAPE)
     *grouped, state = by_group((*args, state), 1)
-    mode = resolve(implementation, _unsupported(state, *grouped), op="ssd_step")
+    reason = _unsupported(state, *grouped)
+    mode = resolve(implementation, reason, op="ssd_step", slower=NOT_CHOSEN)
     options = Options(StepSizes.checked(dt_softplus, dt_limit), mode)
     out, state = STEP(options, state, number, *grouped)
     state = join_heads(state, 2)
