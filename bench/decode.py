@@ -372,29 +372,19 @@ def _scans(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     """The scan of a decoded token alone, if a file has it."""
     from bench.report import table
 
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    found: dict[tuple[Any, ...], dict[str, str]] = {}
     for number, (_, report) in enumerate(reports, 1):
         for row in report.get("scans", ()):
-            key = row["preset"], row["op"], row["batch"]
-            found.setdefault(key, {})[row["by"]] = row | {"file": number}
+            key = row["preset"], f"`{row['op']}`", row["batch"], number
+            told = f"{row['us_layer']:.1f} µs, {row['gb_s']:,} GB/s"
+            found.setdefault(key, {})[row["by"]] = told
     if not found:
         return []
-    told = lambda row: f"{row['us_layer']:.1f} µs, {row['gb_s']:,} GB/s" if row else ""
-    rows = [
-        [
-            preset,
-            f"`{op}`",
-            batch,
-            told(by["kernel"]),
-            told(by["plain JAX"]),
-            by["kernel"]["file"],
-        ]
-        for (preset, op, batch), by in found.items()
-    ]
+    ways = "kernel", "plain JAX"
+    rows = [[*what, *(by.get(way, "") for way in ways), n] for (*what, n), by in found.items()]
     meaning = (
         "The op of a decoded token that updates the scan's state, for a layer, by `python -m bench "
         "decode --scan`: device time, and the state's bytes, read and written, over it. The states "
         "of few sequences stay in the cache from token to token."
     )
-    head = ["model", "op", "batch", "kernel", "plain JAX", "file"]
-    return [meaning, table(head, rows)]
+    return [meaning, table(["model", "op", "batch", *ways, "file"], rows)]

@@ -84,3 +84,13 @@ def test_table_has_the_speed_up_over_each():
     assert "| 130m, 1 | mamba_ssm | 3,200 |  |" in text
     assert text.count("## Decoding") == 1
     assert "## a-decode" not in text
+
+
+def test_scans_are_beside_each_other():
+    row = {"preset": "130m", "op": "ssd_step", "batch": 64, "us_layer": 25.04, "gb_s": 4021}
+    of_both = [row | {"by": "kernel"}, row | {"by": "plain JAX", "us_layer": 50.0, "gb_s": 2014}]
+    alone = {"rows": [], "scans": [row | {"by": "plain JAX", "batch": 1}]}
+    parts = decode._scans([("a", {"rows": [], "scans": of_both}), ("b", alone)])
+    assert "| 130m | `ssd_step` | 64 | 25.0 µs, 4,021 GB/s | 50.0 µs, 2,014 GB/s | 1 |" in parts[1]
+    assert "| 130m | `ssd_step` | 1 |  | 25.0 µs, 4,021 GB/s | 2 |" in parts[1]
+    assert decode._scans([("a", {"rows": []})]) == []
