@@ -73,11 +73,6 @@ def launch_in_place(
 ) -> list[jax.Array]:
     """Runs a kernel that reads and writes arrays where they lie; XLA copies what is still needed.
 
-    XLA makes one operation of a kernel and of slices that it takes, or whose place its results take
-    in another array. Of that operation it does not know which results lie where arguments were:
-    what the kernel leaves as it was would be lost, and a program of several slices of an array is
-    refused for a cycle (JAX 0.11.2 and 0.12). So barriers stand between.
-
     Args:
       body: takes references to `fixed` and then to `written`.
       fixed: arrays that are read.
@@ -87,13 +82,25 @@ def launch_in_place(
     Returns:
       `written` after the kernel.
     """
-    fixed, written = jax.lax.optimization_barrier(([*fixed], [*written]))
+    fixed, written = away_from_slices(fixed), away_from_slices(written)
 
     @pl.run_state
     def in_place(refs: Any) -> None:
         launch_kernel(body, out_type=(), **launch)(*fixed, *refs)
 
-    return jax.lax.optimization_barrier(in_place(written))
+    return away_from_slices(in_place(written))
+
+
+def away_from_slices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """`arrays` behind barriers: what a kernel takes that works in place, and what it gives.
+
+    XLA makes one operation of a kernel and of slices: those of other arrays that it takes, and
+    those of another array that its results become. Of that operation it does not know which results
+    lie where arguments did (JAX 0.11.2 and 0.12): the kernel would write to the arguments, and the
+    results be whatever was in their memory; where two slices are of one array it is refused for a
+    cycle. With a barrier for each array, not one for all, it does not warn that it leaves them.
+    """
+    return [*map(jax.lax.optimization_barrier, arrays)]
 
 
 _ONLY_ON = {9: nvvm.wgmma_fence_aligned, 10: nvvm.tcgen05_relinquish_alloc_permit}

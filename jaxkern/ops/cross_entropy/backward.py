@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkern.elementwise.units import load_units, store_units
-from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place, launch_kernel
 from jaxkern.mosaic.registers import row_type
 from jaxkern.ops.cross_entropy.forward import exponential, positions_in_segments
 from jaxkern.ops.cross_entropy.rows import IGNORED, Rows
@@ -31,12 +31,9 @@ def launch_backward(
     kernel = _kernel(options, logits, position, sliced=False)
     numbers = [v.reshape(-1) for v in (position, lse, of_softmax, dloss)]
 
-    @pl.run_state
-    def in_place(ref: Any) -> None:
-        body = lambda *refs: kernel(*refs, refs[-1])
-        _launch(body, position.size, ())(*numbers, ref)
-
-    return (in_place(logits.reshape(-1)).reshape(logits.shape),)
+    body = lambda *refs: kernel(*refs, refs[-1])
+    (du,) = launch_in_place(body, numbers, [logits.reshape(-1)], **_launch(position.size))
+    return (du.reshape(logits.shape),)
 
 
 def launch_of_slices(
@@ -49,19 +46,20 @@ def launch_of_slices(
     kernel = _kernel(options, logits, position, sliced=True)
     numbers = [v.reshape(-1) for v in (position, lse, of_softmax, dloss)]
     like = jax.ShapeDtypeStruct((logits.size,), logits.dtype)
-    du = _launch(kernel, position.size, like)(*numbers, logits.reshape(-1))
+    du = launch_kernel(kernel, out_type=like, **_launch(position.size))(
+        *numbers, logits.reshape(-1)
+    )
     return (du.reshape(logits.shape),)
 
 
-def _launch(body: Any, segments: int, out_type: Any) -> Any:
-    return launch_kernel(
-        body,
-        out_type=out_type,
-        grid=(segments,),
-        grid_names=(SEGMENT,),
-        kernel_name="cross_entropy_bwd",
-        approx_math=True,
-    )
+def _launch(segments: int) -> dict[str, Any]:
+    """How the kernel is launched."""
+    return {
+        "grid": (segments,),
+        "grid_names": (SEGMENT,),
+        "kernel_name": "cross_entropy_bwd",
+        "approx_math": True,
+    }
 
 
 def _kernel(options: Rows, logits: Any, position: Any, *, sliced: bool) -> Any:

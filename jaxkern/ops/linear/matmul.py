@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.launch import launch_kernel, num_sms, shared_memory
+from jaxkern.mosaic.launch import away_from_slices, launch_kernel, num_sms, shared_memory
 from jaxkern.ops.linear.matmul_kernel import (
     BOX_F32,
     CLUSTERS,
@@ -68,6 +68,9 @@ def matmul(
     products = 1 if summed else second
     pair_m, pair_n = tile.pair
     pair = pair_m * pair_n
+    if accumulators:
+        kept = lhs, rhs, rows, tiles, accumulators
+        lhs, rhs, rows, tiles, accumulators = map(away_from_slices, kept)
     held = [jax.new_ref(a) for a in accumulators]
     shapes: list[tuple[int, ...]] = [(m, n) for _ in product.out_dtypes[len(held) :]]
     if product.pair:
@@ -92,7 +95,8 @@ def matmul(
         approx_math=True,  # results have 16 bits
         **({"cluster": (pair,), "cluster_names": (PAIR,)} if pair > 1 else {}),
     )(*lhs, *rhs, *rows, *tiles, *held)
-    return [*(jax.freeze(r) for r in held), *results]
+    results = [*(jax.freeze(r) for r in held), *results]
+    return away_from_slices(results) if held else results
 
 
 def _shared_memory(

@@ -1,0 +1,66 @@
+"""Kernels that work in place keep away from slices, of which XLA would make one operation."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkern
+from jaxkern.precision import StaticLossScale
+
+ROWS = jnp.ones((64, 512), jnp.bfloat16)
+TX = jaxkern.fused_adamw(1e-3, implementation="mosaic")
+
+
+def optimizer_step(params, grads):
+    return jaxkern.apply(TX, grads, TX.init(params), params)
+
+
+def gradient_of_losses(logits, labels):
+    loss = lambda logits: jaxkern.cross_entropy(logits, labels, implementation="mosaic")
+    return jax.grad(loss)(logits)
+
+
+def accumulated(accumulator, x, dout):
+    return jaxkern.accumulate_weight_grad(accumulator, x, dout, implementation="mosaic")
+
+
+def scaled(grads):
+    return jaxkern.scale_gradients(grads, StaticLossScale(2.0), implementation="mosaic")
+
+
+def decoded(state, x, dt, weights):
+    heads = jnp.ones(x.shape[1])
+    options = {"layer": 1, "implementation": "mosaic"}
+    return jaxkern.ssd_step(state, x, dt, -heads, weights, weights, **options)
+
+
+CASES = {
+    "fused_adamw": (optimizer_step, (jnp.ones(4096), jnp.ones(4096))),
+    "scale_gradients": (scaled, ([jnp.ones(4096)],)),
+    "cross_entropy": (gradient_of_losses, (ROWS, jnp.zeros(64, int))),
+    "accumulate_weight_grad": (accumulated, (jnp.ones((512, 512)), ROWS, ROWS)),
+    "ssd_step": (
+        decoded,
+        (jnp.ones((2, 1, 4, 16, 32)), jnp.ones((1, 4, 16)), jnp.ones((1, 4)), jnp.ones((1, 1, 32))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_barriers_are_around_kernels_that_work_in_place(name):
+    """All that one takes has been behind a barrier, and all that it gives goes behind one."""
+    f, args = CASES[name]
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    in_place = [line for line in text.splitlines() if "output_operand_alias<" in line]
+    (function,) = [of for of in re.split(r"\n  func\.func ", text) if in_place[0] in of]
+    assert len(in_place) == 1
+    barriers = re.findall(r"(%\w+) = stablehlo\.optimization_barrier (%[\w#]+) :", function)
+    behind, into = map(set, zip(*barriers, strict=True))
+    kernel = r"(%\w+)(?::\d+)? = stablehlo\.custom_call @mosaic_gpu_v2\(([^)]*)\)"
+    result, operands = re.search(kernel, in_place[0]).groups()
+    uses = set(re.findall(rf"{result}(?:#\d+)?(?![\w#])", function.replace(in_place[0], "")))
+    assert set(operands.split(", ")) <= behind
+    assert uses
+    assert uses <= into
