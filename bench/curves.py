@@ -41,7 +41,7 @@ def windows(losses: Sequence[float]) -> list[float]:
 
 
 def row(name: str, losses: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
-    """What is told of a run: means over WINDOW steps, and their differences from those `beside`."""
+    """The row of a run: means over WINDOW steps, and their differences from those `beside`."""
     means = windows(losses)
     differences = [a - b for a, b in zip(means, windows(beside), strict=True)]
     return {

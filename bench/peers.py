@@ -89,7 +89,9 @@ def measure_torch(
 
     def tensors(arrays: Any) -> list[Any]:
         arrays = jax.block_until_ready(arrays)
-        return [_differentiable(t) for t in of.take(*map(torch.from_dlpack, arrays))]
+        taken = [_differentiable(t) for t in of.take(*map(torch.from_dlpack, arrays))]
+        torch.cuda.synchronize()  # copies are made before JAX has the arrays' memory again
+        return taken
 
     def cotangent(out: Any) -> Any:
         return torch.ones_like(out) if case.scalar else torch.randn_like(out)

@@ -226,7 +226,7 @@ def torch(monkeypatch):
 
 
 def test_a_loss_of_pytorch_has_gradients_and_memory(torch, monkeypatch):
-    """Of what holds no integers, by 1; they are compared as the case's arrays lie."""
+    """A loss is differentiated by 1, and its gradients are compared as the case's arrays lie."""
     index = cases.cases(small=True).index(SMALL)
     monkeypatch.setattr(peers, "arranged", lambda *_: embedded(of=torch.of))
     rows = run._attempt(index, "compile", CEILINGS, 1)
@@ -238,7 +238,7 @@ def test_a_loss_of_pytorch_has_gradients_and_memory(torch, monkeypatch):
 
 
 def test_an_op_of_pytorch_is_timed_in_each_pass(torch, monkeypatch):
-    """Of what else it takes, integers have no gradient."""
+    """Tensors of integers get no gradient."""
     index, case = next(
         (i, case) for i, case in enumerate(cases.cases(small=True)) if case.op == "rms_norm"
     )

@@ -84,7 +84,7 @@ def step(op, arrays, implementation, **options):
 
 
 def every_size(*sizes):
-    """Those that the interpreter is too slow for are for a GPU alone."""
+    """Parameters of a test; sizes that take the interpreter too long are for a GPU alone."""
     return [
         pytest.param(op, make, marks=pytest.mark.compiled if large else pytest.mark.gpu, id=name)
         for name, op, make, large in sizes

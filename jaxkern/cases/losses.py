@@ -53,7 +53,7 @@ SHAPES = (16384, 768, 50304), (8192, 4096, 128256), (4096, 2560, 256000), (32768
 """Rows, inputs, classes: of GPT-2, Llama 3, Gemma and Llama 2."""
 
 OF_SHAPES = _labels(32000)
-"""Of the classes that all have."""
+"""Labels among the classes that all of the shapes have."""
 
 PEAKED = Argument("x", "m k", times(2.5))
 """Logits whose softmax is large enough to be seen in the gradients beside the labels."""

@@ -327,7 +327,7 @@ LINEAR_CROSS_ENTROPY_IN_PARTS: Peers = {
     "jla": _jla_loss("linear_cross_entropy", "loss_sum"),
     "liger": LINEAR_CROSS_ENTROPY["liger"],
 }
-"""Those that save memory."""
+"""The functions of other libraries that save memory."""
 _LIGER = {
     "swiglu": _at("liger_kernel.ops.swiglu:LigerSiLUMulFunction.apply"),
     "silu_and_mul": _at("liger_kernel.ops.swiglu:LigerFusedGateUpSiLUMulFunction.apply"),
