@@ -202,6 +202,8 @@ def test_a_fusion_is_told_that_forgets_what_is_in_place():
     assert told("dynamic-slice-fusion.3", aliased) == ["dynamic-slice-fusion.3"]
     assert told("dynamic-slice-fusion", "") == []
     assert told("region_0.6", aliased) == []
+    of_xla = kernel.replace("mosaic_gpu_v2", "__cublas$gemm")
+    assert ptxas.out_of_place(within.format("dynamic-slice-fusion", of_xla, aliased)) == []
 
 
 def test_a_step_exchanges_what_its_mesh_needs_and_no_more():
