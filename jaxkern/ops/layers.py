@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from jaxkern.core.arguments import check_array, check_floating
 
@@ -33,7 +34,7 @@ def check_layer(layer: Any, state: Any, shape: tuple[int, ...], meaning: str) ->
     number = jnp.asarray(layer)
     if number.ndim or not jnp.issubdtype(number.dtype, jnp.integer):
         raise TypeError(f"layer must be a whole number or an integer scalar, got {layer!r}")
-    if not isinstance(number, jax.core.Tracer) and not 0 <= int(number) < state.shape[0]:
+    if not isinstance(number, Tracer) and not 0 <= int(number) < state.shape[0]:
         last = state.shape[0] - 1
         raise ValueError(f"layer must be from 0 to {last}, as state has them; got {layer}")
     return number.astype(jnp.int32).reshape(1), state

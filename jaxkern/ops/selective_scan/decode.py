@@ -94,9 +94,10 @@ def _unsupported(state, x, dt, A, B, C, D, z, dt_bias) -> str | None:
     return unsupported(state, A, x, dt, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
 
 
-def _reference(options, state, layer, *args) -> tuple[Any, Any]:
+def _reference(options, state, layer, x, dt, A, B, C, D, z, dt_bias) -> tuple[Any, Any]:
     of_scan = reference.Options(options.sizes, True, None, options.mode)
-    out, after = reference.step(of_scan, *args, take_layer(state, layer))
+    args = x, dt, A, B, C, D, z, dt_bias, take_layer(state, layer)
+    out, after = reference.step(of_scan, *args)
     return out, put_layer(state, layer, after)
 
 
