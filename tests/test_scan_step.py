@@ -207,16 +207,12 @@ def test_transformations(layers):
 
 
 def test_the_state_is_aliased():
-    """Where the program is for a GPU the kernel writes the state to where it was.
-
-    XLA would take slices that it reads or writes into one fusion with it, which forgets that.
-    """
+    """Where the program is for a GPU the kernel writes the state to where it was."""
     arrays = ssd_inputs(2, 4, 64, 128, layers=3)
     run = lambda arrays: SSD(**arrays, layer=1, implementation="mosaic")
     text = jax.jit(run).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = [line for line in text.splitlines() if "@mosaic_gpu" in line]
     assert call.count("output_operand_alias<") == 2  # the state, and x that becomes the output
-    assert text.count("stablehlo.optimization_barrier") == 3  # around both of them
 
 
 def test_errors():

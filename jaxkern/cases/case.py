@@ -195,7 +195,7 @@ class Case:
       small: the same for a machine without a GPU.
       errors: where its errors are measured.
       layer: sizes of the axes in a layer of Mamba 130m, or of a model that has such a layer.
-      kernels: whether the op has kernels, if it can be asked for them.
+      kernels: whether the op has kernels for any sizes, if it can be asked for them.
       strict: whether the tests of JAX's strict modes, symbolic shapes and dtypes run it.
     """
 

@@ -254,6 +254,7 @@ SELECTIVE_SCANS = [
     ),
     Case(
         op="selective_scan_step",
+        kernels=False,
         axes="b d n",
         split="b d",
         arguments=(
@@ -369,6 +370,7 @@ SSDS = [
     ),
     Case(
         op="ssd_step",
+        kernels=False,
         axes="b heads p n g",
         result="b heads p",
         split="b heads",

@@ -287,7 +287,7 @@ class MambaLM(nnx.Module):
         elif remat != "none":
             # The weights' copies in the compute dtype are made again, too. Where the scan is, XLA
             # takes all layers' out of the stacked arrays too early for that: they are shared.
-            alone = (remat == "cheap", True, True)
+            alone = (remat == "cheap", True, True, True)
             mixed = jax.checkpoint(mixed, prevent_cse=not loop and alone, policy=POLICIES[remat])
         # The state is carried, and so updated in place: what a scan stacks is a new array.
         carried = self._embed(tokens), state
