@@ -42,7 +42,7 @@ _VECTOR = 4
 """States of an access, 16 bytes."""
 
 _MOST_ROWS = 4
-"""Rows of a lane: so many accesses of a lane at a time keep an H200's memory busy."""
+"""Rows of a lane: so many accesses of a lane at a time keep an H100's memory busy."""
 
 _MAX_STATES = 512
 
