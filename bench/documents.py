@@ -62,7 +62,7 @@ FAMILIES = {
         "Mamba's recurrence, Mamba-2's by products of chunks, the recurrence "
         "h[t] = a[t] · h[t−1] + b[t] either way along the sequence, and a causal depthwise "
         "convolution; `_step` is one token of them, for decoding",
-        "kernels; XLA for `_step`",
+        "kernels; XLA for `causal_conv1d_step`",
     ),
     "Linear layers": (
         "x · w + b and an activation; f(x · w_gate + b_gate) · (x · w_up + b_up), of two weights "

@@ -286,11 +286,21 @@ def _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, st
         jnp.arange(seed, seed + len(ids), dtype=jnp.uint32)
     )
     logits, state = _read(graphdef, params, ids)
-    for start in range(0, length, _CHUNK):
+
+    def decode(start: int) -> jax.Array:
+        nonlocal logits, state
         logits, state, chunk = _decode(
             graphdef, params, logits, state, keys, start, temperature, top_p, drawn, **static
         )
-        chunk = np.asarray(chunk)[:, : length - start]
+        return chunk
+
+    starts = range(0, length, _CHUNK)
+    ahead = decode(0) if starts else None
+    for start in starts:
+        now = ahead
+        if start + _CHUNK < length:  # the device goes on while the host has the tokens
+            ahead = decode(start + _CHUNK)
+        chunk = np.asarray(now)[:, : length - start]
         if (chunk < 0).any():
             raise RunError(
                 "the model's logits are not numbers: its parameters are damaged, or its training "
@@ -368,11 +378,17 @@ def _prefill(graphdef, params, tokens, mask, state):
         return nnx.merge(graphdef, params).prefill(tokens, state, mask=mask)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("top_k", "greedy", "nucleus"))
+@functools.partial(
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("top_k", "greedy", "nucleus"),
+    donate_argnames=("logits", "state"),
+)
 def _decode(graphdef, params, logits, state, keys, start, temperature, top_p, drawn, **static):
     """The next _CHUNK tokens, (B, _CHUNK), given the logits of the first of them.
 
-    They are those after the first `start`. Where a row's logits are not numbers they are -1.
+    They are those after the first `start`. Where a row's logits are not numbers they are -1. The
+    memory of `logits` and `state` is used for those after the last token.
     """
     model = nnx.merge(graphdef, params)
 

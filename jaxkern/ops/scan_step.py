@@ -33,9 +33,6 @@ from jaxkern.ops.layers import clipped, put_layer, take_layer
 from jaxkern.ops.softplus import softplus
 from jaxkern.ops.step_sizes import StepSizes
 
-NOT_CHOSEN = "no model that decodes by the kernel has run on a GPU"
-"""Why it is plain JAX where nobody asks for the kernel, which by itself takes half the time."""
-
 BLOCK = grid_axes("block")[0]
 
 _VECTOR = 4
