@@ -79,6 +79,11 @@ POLICIES = {"cheap": policies.CHEAP, "scan": policies.SCAN}
 LAYERS = {"mamba": Mamba, "mamba2": Mamba2}
 """The layer of each kind of block."""
 
+_TOGETHER = 4
+"""Layers of a decoded token in the body of the loop, of which XLA fuses neighbours' small kernels.
+With 1, 2 and 4 a token of mamba2-130m in bf16 takes an H200 0.850, 0.802 and 0.771 ms, or for
+64 sequences 1.69, 1.60 and 1.54."""
+
 
 class MambaLM(nnx.Module):
     """The whole model, of Mamba or of Mamba-2 blocks; `blocks` holds all layers, stacked."""
@@ -237,7 +242,7 @@ class MambaLM(nnx.Module):
     def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
         mix = lambda block, x, state, number: block.step(x, state, layer=number)
-        stream, state = self._run(mix, tokens, state)
+        stream, state = self._run(mix, tokens, state, unroll=_TOGETHER)
         return self._logits(self._last_norm(*stream)), state
 
     def init_state(self, batch_size: int) -> Any:
