@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jaxkern
 from jaxkern.cases import peers
 from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, constant, normal, times
 
@@ -27,6 +28,22 @@ def _packed(op: str) -> Any:
         ids = jnp.broadcast_to(jnp.arange(l) // -(-l // 8), (b, l))
         case = next(case for case in CASES if case.op == op and case.shapes)
         return case.call(*arrays, segment_ids=ids, **how)
+
+    return run
+
+
+def _token_by_token(step: str) -> Any:
+    """A scan by its step, which updates one state for every token."""
+
+    def run(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any, **how: Any) -> Any:
+        def token(state: Any, now: Any) -> tuple[Any, Any]:
+            x, dt, B, C = now
+            out, state = getattr(jaxkern, step)(state, x, dt, A, B, C, D, dt_bias=dt_bias, **how)
+            return state, out
+
+        along = tuple(jnp.moveaxis(v, 1, 0) for v in (x, dt, B, C))
+        before = jnp.zeros((x.shape[0], *x.shape[2:], B.shape[-1]))
+        return jnp.moveaxis(jax.lax.scan(token, before, along)[1], 0, 1)
 
     return run
 
@@ -266,6 +283,17 @@ SELECTIVE_SCANS = [
         layer=(8, 1536, 16),
         strict=True,
     ),
+    Case(
+        op="selective_scan_step",
+        variant="token by token",
+        axes="b l d n",
+        arguments=(*_OF_TOKENS, *(a for a in _ARGUMENTS if a.name in ("D", "dt_bias"))),
+        options={"dt_softplus": True},
+        run=_token_by_token("selective_scan_step"),
+        forward=Cost("3 b l d + 2 b l n", nbytes="8 b l d n", exponentials="b l d n"),
+        passes=("forward",),
+        shapes=[Shape((1024, 16, 1536, 16))],
+    ),
 ]
 
 # SSD, Mamba-2's scan
@@ -383,6 +411,17 @@ SSDS = [
         options={"dt_softplus": True},
         layer=(8, 24, 64, 128, 1),
         strict=True,
+    ),
+    Case(
+        op="ssd_step",
+        variant="token by token",
+        axes="b l heads p n g",
+        arguments=_OF_SSD,
+        options={"dt_softplus": True},
+        run=_token_by_token("ssd_step"),
+        forward=Cost("2 b l heads p + b l heads + 2 b l g n", nbytes="8 b l heads p n"),
+        passes=("forward",),
+        shapes=[Shape((256, 16, 24, 64, 128, 1)), Shape((256, 16, 80, 64, 128, 1))],
     ),
 ]
 
