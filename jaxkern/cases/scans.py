@@ -285,7 +285,7 @@ SELECTIVE_SCANS = [
     ),
     Case(
         op="selective_scan_step",
-        variant="token by token",
+        variant="decoded",
         axes="b l d n",
         arguments=(*_OF_TOKENS, *(a for a in _ARGUMENTS if a.name in ("D", "dt_bias"))),
         options={"dt_softplus": True},
@@ -414,7 +414,7 @@ SSDS = [
     ),
     Case(
         op="ssd_step",
-        variant="token by token",
+        variant="decoded",
         axes="b l heads p n g",
         arguments=_OF_SSD,
         options={"dt_softplus": True},
