@@ -207,10 +207,9 @@ _OF_TOKENS = (
     *(Argument("x", "b l d"), Argument("dt", "b l d"), _A),
     *(Argument("B", "b l n"), Argument("C", "b l n")),
 )
-_ARGUMENTS = (
-    *(*_OF_TOKENS, Argument("D", "d", constant(1.0), "float32"), Argument("z", "b l d")),
-    Argument("dt_bias", "d", _step_biases, "float32"),
-)
+_D = Argument("D", "d", constant(1.0), "float32")
+_STEP_BIASES = Argument("dt_bias", "d", _step_biases, "float32")
+_ARGUMENTS = *_OF_TOKENS, _D, Argument("z", "b l d"), _STEP_BIASES
 _SELECTIVE: dict[str, Any] = {
     "op": "selective_scan",
     "axes": "b l d n",
@@ -287,7 +286,7 @@ SELECTIVE_SCANS = [
         op="selective_scan_step",
         variant="decoded",
         axes="b l d n",
-        arguments=(*_OF_TOKENS, *(a for a in _ARGUMENTS if a.name in ("D", "dt_bias"))),
+        arguments=(*_OF_TOKENS, _D, _STEP_BIASES),
         options={"dt_softplus": True},
         run=_token_by_token("selective_scan_step"),
         forward=Cost("3 b l d + 2 b l n", nbytes="8 b l d n", exponentials="b l d n"),
