@@ -9,7 +9,8 @@ forward and backward in one program; ``none`` is the same on one.
 devices' queues, and the time is wall-clock, the best of three runs of ten, or of as many as take
 two seconds. *First step* counts from the start of the process. *Error* is that of the split results
 against those of one GPU, the largest of the relative errors, in the norm, of the result and the
-gradients.
+gradients; of a training step, with ``--check``, that of all its gradients together, for which one
+GPU has to hold the whole batch.
 
 Each mesh is measured in a process of its own, one after the other.
 """
@@ -56,12 +57,14 @@ class Job:
         part of a sequence.
       mesh: as ``--mesh`` has it, or for an op ``sequence=N``; ``none`` for one device.
       remat: as ``--remat`` has it.
+      check: whether the gradients of a split step are compared with those of one device.
     """
 
     what: str
     sizes: tuple[int, ...]
     mesh: str
     remat: str = "none"
+    check: bool = False
 
     contender = "jaxkern"
 
@@ -119,23 +122,27 @@ def _train(job: Job, began: float) -> dict[str, Any]:
         }
     )
     devices = jax.devices()[: math.prod(axes.values())]
-    placement = Placement.of(config, devices)
-    programs = compile_programs(config, placement, fresh=True)
-    state = programs.init()
     shape = 1, config.batch_size, length + 1
-    windows = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    windows = jax.device_put(placement.split.windows(windows), placement.second_split)
+    tokens_of = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    step, state = _first_step(config, devices, tokens_of)
+    first = time.perf_counter() - began
+    checked = job.check and mesh
+    split = _gradients(config, devices, state) if checked else None
 
-    def step() -> Any:
+    def run() -> Any:
         nonlocal state
-        state, metrics = programs.step(state, windows)
+        state, metrics = step(state)
         return metrics
 
-    jax.block_until_ready(step())
-    first = time.perf_counter() - began
-    ms = _best(step)
+    ms = _best(run)
     stats = [device.memory_stats() or {} for device in devices]
     peak = max(of_one.get("peak_bytes_in_use", 0) for of_one in stats)
+    told: dict[str, Any] = {}
+    if checked:
+        del state
+        alone = dataclasses.replace(config, mesh="")
+        whole = _gradients(alone, devices[:1], _first_step(alone, devices[:1], tokens_of)[1])
+        told["error"] = f"{_error(split, whole):.1e}"
     return _row(
         job,
         config.batch_size * length,
@@ -143,7 +150,23 @@ def _train(job: Job, began: float) -> dict[str, Any]:
         ms,
         first_step_s=round(first, 1),
         peak_gib=round(peak / _GIB, 2),
+        **told,
     )
+
+
+def _first_step(config: TrainConfig, devices: Sequence[Any], tokens: np.ndarray) -> Any:
+    """A step of these windows (1, B, L + 1), state -> (state, metrics), and the state after it."""
+    placement = Placement.of(config, devices)
+    programs = compile_programs(config, placement, fresh=True)
+    windows = jax.device_put(placement.split.windows(tokens), placement.second_split)
+    step = lambda state: programs.step(state, windows)
+    return step, jax.block_until_ready(step(programs.init())[0])
+
+
+def _gradients(config: TrainConfig, devices: Sequence[Any], state: Any) -> np.ndarray:
+    """All gradients of the first step, (parameters,), but for a factor: their first average."""
+    averages = Placement.of(config, devices).to_stored(state).opt_state.mu
+    return np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(averages)])
 
 
 def _scan(job: Job, began: float) -> dict[str, Any]:
@@ -190,11 +213,12 @@ def jobs(
     gpu: bool,
     sizes: Sequence[tuple[int, ...]] = (),
     remat: str = "none",
+    check: bool = False,
 ) -> list[Job]:
     """Lists the measurements for `count` devices; those of ops unless `sizes` are given."""
     usual = (8, 2048) if gpu else (1, 16)
     training = [
-        Job(preset, of_step, mesh, remat)
+        Job(preset, of_step, mesh, remat, check)
         for preset in presets
         for of_step in sizes or (usual,)
         for mesh in ("none", *meshes)
@@ -231,6 +255,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of a training step on one GPU, for these alone; repeat for more",
     )
     p.add_argument("--remat", default="none", choices=REMATS, help="of training steps")
+    p.add_argument(
+        "--check", action="store_true", help="compare gradients of steps with those on one GPU"
+    )
     p.add_argument("--limit", type=float, default=240, help="seconds for each mesh")
     args = p.parse_args(argv)
     program.share_device(2)  # this process measures nothing, and of the others one at a time
@@ -241,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = program.clock(gpu, "wall-clock time of calls that wait in the devices' queues")
     report: dict[str, Any] = program.machine(args.commit) | {"clock": clock}
     rows, failed, out = [], [], args.out
-    for job in jobs(count, presets, meshes, gpu, sizes, args.remat):
+    for job in jobs(count, presets, meshes, gpu, sizes, args.remat, args.check):
         for _, row in attempt([job], args.limit, measure):
             if isinstance(row, str):
                 failed.append(f"{job}: {row}")

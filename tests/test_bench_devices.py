@@ -20,6 +20,12 @@ def test_a_training_step_is_timed(mesh):
     assert row["first_step_s"] > 0
 
 
+@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2", "tensor=2", "sequence=2"])
+def test_a_split_step_has_the_gradients_of_one_device(mesh):
+    row = devices.measure(devices.Job("micro", (1, 16), mesh, check=True))
+    assert 0 < float(row["error"]) < 0.03
+
+
 def test_a_split_sequence_has_the_results_of_one_device():
     row = devices.measure(devices.Job("linear_scan", (1, 64, 8), "sequence=2"))
     assert row["devices"] == 2
