@@ -47,6 +47,15 @@ def test_ledger_of_an_op(tmp_path, capsys):
     assert accuracy.main(["--op", "nothing"]) == 2
 
 
+def test_labels_have_no_errors(tmp_path):
+    out, document = tmp_path / "a.json", tmp_path / "a.md"
+    args = ["--op", "cross_entropy", "--dtype", "bfloat16", "--out", str(out)]
+    assert accuracy.main([*args, "--table", str(document)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["array"] for row in rows} == {"out", "dlogits"}
+    assert all(row["max_ulp"] < 2 for row in rows if row["implementation"] == "xla")
+
+
 def test_worse_than_twice_the_expression_is_marked():
     row = {"op": "silu", "array": "out", "dtype": "float32", "max_ulp": 4.0}
     for mean, marked in ((0.39, False), (0.41, True)):
