@@ -18,6 +18,7 @@ Each mesh is measured in a process of its own, one after the other.
 import dataclasses
 import functools
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -261,6 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--limit", type=float, default=240, help="seconds for each mesh")
     args = p.parse_args(argv)
     program.share_device(2)  # this process measures nothing, and of the others one at a time
+    if args.check:  # memory for the whole batch, beside what the split step has left in pieces
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     gpu, count = timing.on_gpu(), jax.device_count()
     meshes = args.mesh or [f"{axis}={count}" for axis in AXES]
     sizes = [tuple(map(int, size.split("x"))) for size in args.size or ()]
