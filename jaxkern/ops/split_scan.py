@@ -143,9 +143,9 @@ class Sections:
 def _joined_upto(join: Callable[[Any, Any], Any], carries: Any, count: int) -> Any:
     """What each of `count` carries in a row, (count, …), gives with all before it.
 
-    In rounds over twice as many each (Hillis and Steele, 1986), and a barrier after each round:
-    fused with each other they take XLA several times as long to compile as all else in a step, as
-    does ``jax.lax.associative_scan``.
+    In rounds over twice as many each (Hillis and Steele, 1986), with a barrier after each: XLA
+    fuses the steps of ``jax.lax.associative_scan`` with each other, and takes as long to compile
+    them as all else in a training step.
     """
     span = 1
     while span < count:
