@@ -124,8 +124,8 @@ def _train(job: Job, began: float) -> dict[str, Any]:
     )
     devices = jax.devices()[: math.prod(axes.values())]
     shape = 1, config.batch_size, length + 1
-    tokens_of = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    step, state = _first_step(config, devices, tokens_of)
+    windows = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    step, state = _first_step(config, devices, windows)
     first = time.perf_counter() - began
     checked = job.check and mesh
     split = _gradients(config, devices, state) if checked else None
@@ -142,7 +142,7 @@ def _train(job: Job, began: float) -> dict[str, Any]:
     if checked:
         del state
         alone = dataclasses.replace(config, mesh="")
-        whole = _gradients(alone, devices[:1], _first_step(alone, devices[:1], tokens_of)[1])
+        whole = _gradients(alone, devices[:1], _first_step(alone, devices[:1], windows)[1])
         told["error"] = f"{_error(split, whole):.1e}"
     return _row(
         job,

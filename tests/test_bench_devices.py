@@ -20,10 +20,14 @@ def test_a_training_step_is_timed(mesh):
     assert row["first_step_s"] > 0
 
 
-@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2", "tensor=2", "sequence=2"])
-def test_a_split_step_has_the_gradients_of_one_device(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "error"),
+    # In bf16 parts of `tensor` are rounded before they are added up, in every layer.
+    [("data=2", 4e-4), ("fsdp=2", 4e-4), ("tensor=2", 0.02), ("sequence=2", 3e-3)],
+)
+def test_a_split_step_has_the_gradients_of_one_device(mesh, error):
     row = devices.measure(devices.Job("micro", (1, 16), mesh, check=True))
-    assert 0 < float(row["error"]) < 0.03
+    assert 0 < float(row["error"]) < error
 
 
 def test_a_split_sequence_has_the_results_of_one_device():
