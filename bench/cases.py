@@ -141,8 +141,9 @@ _WORDS = {
     "gated_linear_unit": "; with *recompute* both products are computed again in the backward",
     "mlp": ", of a block of several ops: `layer_norm_linear`, `gated_linear_unit`, `linear` and "
     "the residual",
-    "linear_cross_entropy": "; *plain* is the mean of the losses, *160MiB* with as much memory for "
-    "logits, beside those of others' functions that save memory",
+    "linear_cross_entropy": "; *plain* is the mean of the losses, *160MiB* and *336MiB* with as "
+    "much memory for logits, in parts of the classes and in chunks of the rows, beside those of "
+    "others' functions that save memory",
     "selective_scan": "; behind a slash `checkpoint_every`, where it is not 8",
 }
 """What there is to say of a shape besides the names of its axes."""

@@ -58,7 +58,9 @@ OF_SHAPES = _labels(32000)
 PEAKED = Argument("x", "m k", times(2.5))
 """Logits whose softmax is large enough to be seen in the gradients beside the labels."""
 
-MEMORY = {"memory": 160 << 20}
+PARTS, CHUNKS = {"memory": 160 << 20}, {"memory": 336 << 20}
+"""Memory for so few logits that they are computed twice, in parts of the classes, and for so many
+that they are computed once, in chunks of the rows."""
 
 
 def _trained(variant: str, **rest: Any) -> Case:
@@ -114,10 +116,22 @@ CASES = [
         arguments=OF_LINEAR,
         result="m",
         split="m v",
-        options=OPTIONS | MEMORY,
+        options=OPTIONS | PARTS,
         expression=_linear,
         forward=Cost("m k + k v", "8 m", "2 m k v"),
         backward=Cost("2 m k + 2 k v", "12 m", "6 m k v"),
+    ),
+    Case(
+        op="linear_cross_entropy",
+        variant="in chunks",
+        axes="m k v",
+        arguments=OF_LINEAR,
+        result="",
+        split="m v",
+        options=OPTIONS | {"reduction": "mean"} | CHUNKS,
+        expression=lambda *arrays: _linear(*arrays).mean(),
+        forward=Cost("m k + k v", "8 m", "2 m k v"),
+        backward=Cost("2 m k + 2 k v", "12 m", "4 m k v"),
     ),
     Case(
         op="cross_entropy",
@@ -139,7 +153,12 @@ CASES = [
     ),
     _trained(
         "plain-160MiB",
-        options=MEMORY,
+        options=PARTS,
+        peers=peers.LINEAR_CROSS_ENTROPY_IN_PARTS,
+    ),
+    _trained(
+        "plain-336MiB",
+        options=CHUNKS,
         peers=peers.LINEAR_CROSS_ENTROPY_IN_PARTS,
     ),
 ]

@@ -17,18 +17,25 @@ A row whose label is `ignore_index` has the loss 0 and the gradient 0, whatever 
 Saved for the backward: the logits in the dtype of x, and lse. Of M rows that is M·V elements: the
 forward's kernel reads them once, the backward's reads them and writes du into their memory, where
 nothing else needs them; 3 products of 2·M·D·V operations. Where the logits may not take so much
-memory, the vocabulary is cut into parts: lse is found part by part, lse and the logits of one part
-are saved, and the backward computes those of the others again: up to 4 products, and the memory of
-a part's logits and weight, beside dx in fp32.
+memory, there are two ways:
+
+- Chunks of rows, where g is one number, as of a mean or a sum: the gradients for g = 1 are formed
+  in the forward, chunk by chunk, and saved in place of the logits. 3 products, the memory of a
+  chunk's logits, and dw read and written once a chunk, rounded to its dtype each time.
+- Parts of the vocabulary, of any size: lse is found part by part, lse and the logits of one part
+  are saved, and the backward computes those of the others again. Up to 4 products, and the memory
+  of a part's logits and weight, beside dx in fp32.
 
 Sources: Szegedy et al., Rethinking the Inception Architecture, 2015, arXiv:1512.00567 (label
 smoothing); Chowdhery et al., PaLM, 2022, arXiv:2204.02311 (z-loss); Gemma Team, Gemma 2, 2024,
 arXiv:2408.00118 (the cap); Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models,
-2024, arXiv:2411.09009 (parts of the vocabulary).
+2024, arXiv:2411.09009 (parts of the vocabulary); Hsu et al., Liger Kernel, 2024, arXiv:2410.10989
+(chunks of rows, and gradients formed in the forward).
 """
 
 import dataclasses
 import functools
+import operator
 from typing import Any, Literal, overload
 
 import jax
@@ -37,7 +44,8 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import named
-from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
+from jaxkern.ops.cross_entropy.chunks import IN_CHUNKS, Chunks, chunks_of_rows
 from jaxkern.ops.cross_entropy.parts import (
     BACKWARD_IN_PARTS,
     FORWARD_IN_PARTS,
@@ -197,14 +205,20 @@ def linear_cross_entropy(
 
     with the options of :func:`cross_entropy`. Products take the dtype of `x` and are summed in
     fp32. By default the logits are kept for the backward in the dtype of `x`, and their gradient
-    takes their memory: three products. With `memory` they are computed in parts of the vocabulary
-    that take no more, and all but one part again in the backward: nearly four products.
+    takes their memory: three products. With `memory` they take no more than that at once:
+
+    - in up to six chunks of 512 rows or more, if so few are enough: the gradients are formed in the
+      forward, three products again. That of `weight` is added up in its dtype: in bfloat16 its
+      error grows with the number of chunks, to less than twice that of one product;
+    - or else in parts of the vocabulary, all but one of which are computed again in the backward:
+      nearly four products. So are losses of rows, `return_lse`, an `accumulator`, float16, and a
+      `weight` of another dtype than `x`.
 
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
     On a mesh, rows and V may be split between devices, and without `memory` K, too: neither logits
-    nor `weight` are gathered, but where the number of devices does not divide V, or, with `memory`
-    and a warning, the classes of a part, a multiple of 128.
+    nor `weight` are gathered, but where the number of devices does not divide V, or, with a
+    warning, the classes of a part, a multiple of 128.
 
     Args:
       x: (..., K), bfloat16, float16 or float32.
@@ -219,8 +233,8 @@ def linear_cross_entropy(
       reduction: likewise.
       return_lse: likewise.
       memory: bytes that logits may take, at least those of 128 classes; ``None`` for all that they
-        need. Beside them a part's weight and the gradient of `x` in float32 take memory. With
-        ``implementation="xla"`` logits always take all.
+        need. In parts, a part's weight and the gradient of `x` in float32 take memory beside them.
+        With ``implementation="xla"`` logits always take all.
       accumulator: (K, V), float32, the gradient of `weight` so far, or ``None``: as for
         :func:`linear`, its gradient is what `weight`'s adds up to.
       implementation: as for :func:`cross_entropy`; the products are those of :func:`linear`,
@@ -267,7 +281,11 @@ def linear_cross_entropy(
         )
     terms = Terms.checked(ignore_index, label_smoothing, z_loss, logit_softcap)
     _check_reduction(reduction)
-    part = classes_of_part(memory, x, weight)
+    nbytes = _check_memory(memory, x, weight)
+    chunks = None
+    if reduction != "none" and not return_lse and accumulator is None:
+        chunks = chunks_of_rows(nbytes, x, weight)
+    part = None if chunks else classes_of_part(nbytes, x, weight)
     logits = jax.ShapeDtypeStruct((*x.shape[:-1], part or weight.shape[1]), x.dtype)
     rows = Rows(
         terms,
@@ -281,6 +299,10 @@ def linear_cross_entropy(
         x = terms.without_ignored(x, labels)
         logits = products.reference_forward(of_product, x, weight, bias)[0]
         losses, lse = named("linear_cross_entropy", losses_of_rows(logits, labels, terms))
+    elif chunks and implementation != "xla":
+        count = terms.count(labels) if reduction == "mean" else jnp.float32(1)
+        of_chunks = Chunks.of(rows, chunks, weight.dtype)
+        return _in_chunks_jit(x, weight, bias, labels, count, of_chunks)
     elif part is None or implementation == "xla":
         losses, lse = _linear_rows_jit(x, weight, bias, accumulator, labels, rows, of_product)
     else:
@@ -310,6 +332,22 @@ def _check_reduction(reduction: Any) -> None:
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
 
 
+def _check_memory(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
+    if memory is None:
+        return None
+    try:
+        nbytes = operator.index(memory)
+    except TypeError as e:
+        raise TypeError(f"memory must be a number of bytes or None, got {memory!r}") from e
+    if nbytes < 1:
+        raise ValueError(f"memory must be at least 1 byte, or None for no limit; got {nbytes}")
+    if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
+        raise NotImplementedError(
+            f"memory needs sizes, and x is {x.shape}, weight {weight.shape}; use memory=None"
+        )
+    return nbytes
+
+
 def _reduced(
     reduction: Reduction, return_lse: bool, losses: Any, lse: Any, labels: Any, terms: Terms
 ) -> Any:
@@ -318,8 +356,7 @@ def _reduced(
     else:
         loss = jnp.sum(losses)
         if reduction == "mean":
-            counted = jnp.sum(terms.counted(labels), dtype=jnp.int32)
-            loss = loss / jnp.maximum(counted, 1)
+            loss = loss / terms.count(labels)
     return (loss, lse) if return_lse else loss
 
 
@@ -418,3 +455,27 @@ def _in_parts_bwd(options, res, cotangents):
 
 _in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
 _in_parts_jit = jax.jit(_in_parts, static_argnums=5)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _in_chunks(x, weight, bias, labels, count, options):
+    losses = IN_CHUNKS(options, x, weight, bias, labels, 1 / count)[0]
+    return jnp.sum(losses) / count
+
+
+def _in_chunks_fwd(x, weight, bias, labels, count, options):
+    options = dataclasses.replace(options, gradients=True)
+    losses, *grads = IN_CHUNKS(options, x, weight, bias, labels, 1 / count)
+    types = tuple(None if v is None else TypeOf(jax.typeof(v)) for v in (x, weight, bias))
+    return jnp.sum(losses) / count, (tuple(grads), types)
+
+
+def _in_chunks_bwd(options, res, cotangent):
+    del options
+    scaled = lambda grad, like: match_primal((cotangent * grad).astype(like.aval.dtype), like)
+    grads = (None if like is None else scaled(grad, like) for grad, like in zip(*res, strict=True))
+    return *grads, None, None
+
+
+_in_chunks.defvjp(_in_chunks_fwd, _in_chunks_bwd)
+_in_chunks_jit = jax.jit(_in_chunks, static_argnums=5)

@@ -9,7 +9,6 @@ losses the devices exchange sums of rows, for the gradients nothing but their sh
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jax import lax
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import Axes, Partial, Sequence, is_first, only_if
-from jaxkern.ops.cross_entropy.passes import gradient_of_logits, sums_of_rows
+from jaxkern.ops.cross_entropy.passes import gradient_of_logits, over_devices, sums_of_rows
 from jaxkern.ops.cross_entropy.rows import Rows, Sums
 
 
@@ -58,23 +57,13 @@ class Parts:
         )
 
 
-def classes_of_part(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
+def classes_of_part(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int | None:
     """The classes of a part whose logits take so many bytes; ``None`` for all of them.
 
     Parts are as few as that allows, and of nearly one size.
     """
-    if memory is None:
+    if nbytes is None:
         return None
-    try:
-        nbytes = operator.index(memory)
-    except TypeError as e:
-        raise TypeError(f"memory must be a number of bytes or None, got {memory!r}") from e
-    if nbytes < 1:
-        raise ValueError(f"memory must be at least 1 byte, or None for no limit; got {nbytes}")
-    if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
-        raise NotImplementedError(
-            f"memory needs sizes, and x is {x.shape}, weight {weight.shape}; use memory=None"
-        )
     fitting = nbytes // (max(1, math.prod(x.shape[:-1])) * x.dtype.itemsize)
     part = max(_COLUMNS, fitting // _COLUMNS * _COLUMNS)
     if max(part, fitting) >= weight.shape[1]:
@@ -207,10 +196,7 @@ def _of_device(options: Parts, axes: Axes, weight: Any) -> tuple[Parts, Any]:
 def _losses_of_device(run: Any, axes: Axes, options: Parts, x, weight, bias, labels) -> Any:
     of_device, before = _of_device(options, axes, weight)
     *sums, logits = run(of_device, x, weight, bias, labels, before, of=_SUMS)
-    sums = Sums(*sums)
-    largest = lax.pmax(lax.stop_gradient(sums.largest), axes)
-    sums = Sums(largest, *lax.psum(jnp.stack(sums.beside(largest)[1:]), axes))
-    losses, lse = options.rows.loss(sums, labels)
+    losses, lse = options.rows.loss(over_devices(axes, Sums(*sums)), labels)
     return only_if(is_first(axes), losses), only_if(is_first(axes), lse), logits
 
 

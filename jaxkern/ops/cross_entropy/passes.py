@@ -8,6 +8,7 @@ import functools
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.arguments import unfit
@@ -79,6 +80,12 @@ def sums_of_rows(options: Rows, logits: Any, labels: Any, first: Any = 0) -> Sum
     """The sums of rows, of the classes from `first` on that `logits` are of."""
     position = position_of(labels, options.terms.ignored, first, logits.shape[-1])
     return Sums(*FORWARD(options, logits, position))
+
+
+def over_devices(axes: Axes, sums: Sums) -> Sums:
+    """The sums of all classes, of those of the classes that each device along `axes` has."""
+    largest = lax.pmax(lax.stop_gradient(sums.largest), axes)
+    return Sums(largest, *lax.psum(jnp.stack(sums.beside(largest)[1:]), axes))
 
 
 def losses_of_logits(options: Rows, logits: Any, labels: Any) -> tuple[Any, Any]:

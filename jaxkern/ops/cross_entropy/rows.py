@@ -53,6 +53,11 @@ class Terms:
         """Whether a row has a loss."""
         return labels != self.ignored
 
+    def count(self, labels: jax.Array) -> jax.Array:
+        """What the sum of losses is divided by for their mean: how many there are, at least 1."""
+        counted = jnp.sum(self.counted(labels), dtype=jnp.int32)
+        return jnp.maximum(counted, 1).astype(jnp.float32)
+
     def without_ignored(self, rows: jax.Array, labels: jax.Array) -> jax.Array:
         """(..., n) with zeros for rows that are ignored: a gradient of 0 times NaN is NaN."""
         return jnp.where(self.counted(labels)[..., None], rows, 0)
