@@ -34,6 +34,9 @@ MESHES = (
     *("data=1024", "data=128,fsdp=8", "data=128,tensor=8", "data=32,fsdp=8,tensor=4"),
 )
 
+SIZES = (8, 2048)
+"""The sequences for each part of the batch, and the tokens of each."""
+
 PATH = RESULTS / "aot-scaling.json"
 
 NVLINK = 450e9
@@ -127,9 +130,13 @@ def one_gpu(reports: Reports) -> dict[str, float]:
 
 
 def measured(reports: Reports) -> dict[tuple[str, str], float]:
-    """Milliseconds of the steps of ``python -m bench devices``, by preset and mesh."""
+    """Milliseconds of the steps of ``python -m bench devices``, by preset and mesh.
+
+    Those with as many sequences, as long, as the predicted ones have.
+    """
     rows = (row for name, r in reports if name.endswith("-devices.json") for row in r["rows"])
-    return {(row["what"], row["mesh"]): row["ms"] for row in rows}
+    same = " × ".join(map(str, SIZES))
+    return {(row["what"], row["mesh"]): row["ms"] for row in rows if row["sizes"] == same}
 
 
 def page(reports: Reports) -> str:
@@ -161,7 +168,7 @@ def page(reports: Reports) -> str:
 
 def _rate(mesh: str, ms: float) -> float:
     """Tokens a second and GPU of a step."""
-    return 8 * 2048 / _of_tensor(mesh) / (ms / 1e3)
+    return math.prod(SIZES) / _of_tensor(mesh) / (ms / 1e3)
 
 
 LINES = {
