@@ -394,6 +394,16 @@ def test_calls_that_cannot_name_an_axis_are_told():
     check.assert_close(alone(*arrays), _value_and_grads(op, **options)(*arrays), TOLERANCE)
 
 
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_an_axis_of_one_device_may_be_named(name, implementation):
+    """And the final state is typed as the same on all of it."""
+    op, options = OPS[name], {"return_final_state": True, "implementation": implementation}
+    arrays = GIVEN["packed"](op.arrays)
+    run = _by_name(op, _mesh(AUTO, (1,), "x"), "x", check_vma=True, **options)
+    check.assert_close(run(*arrays), _value_and_grads(op, **options)(*arrays), TOLERANCE)
+
+
 @FOUR_DEVICES
 @pytest.mark.parametrize("block", [mamba, mamba2])
 def test_blocks_split_along_their_sequence(block):

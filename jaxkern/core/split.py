@@ -74,9 +74,18 @@ def only_if(condition: Any, value: Any) -> Any:
     return None if value is None else jnp.where(condition, value, jnp.zeros((), value.dtype))
 
 
-def on_all(axes: Axes, last: Any) -> Any:
-    """Gives every device what the one with the last part has and the others have zeros for."""
-    return lax.psum(last, axes) if axes and last is not None else last
+def on_all(axes: str | Axes | None, last: Any) -> Any:
+    """Gives every device what the one with the last part has and the others have zeros for.
+
+    An axis of one device counts, too, where the type of `last` says that it varies over it.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+    over = tuple(n for n in names if last is not None and _differs(n, last))
+    return lax.psum(last, over) if over else last
+
+
+def _differs(axis: str, value: jax.Array) -> bool:
+    return lax.axis_size(axis) > 1 or axis in varying(value)
 
 
 def from_before(axes: Axes, value: jax.Array, *, reverse: bool = False) -> jax.Array:

@@ -194,7 +194,7 @@ def causal_conv1d(
         if return_final_state:
             final = final_states(x, width, initial_state, spans)
     out = match_sharding(out, x)
-    return (out, on_all(over, final)) if return_final_state else out
+    return (out, on_all(sequence_axis, final)) if return_final_state else out
 
 
 @public_op

@@ -196,7 +196,7 @@ def linear_scan(
         return out
     if count is not None:
         return out, _final_states(options, count, out, initial_state, ids)
-    return out, on_all(over, final)
+    return out, on_all(sequence_axis, final)
 
 
 def _check(a: Any, b: Any) -> tuple[Any, Any]:

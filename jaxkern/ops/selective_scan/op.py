@@ -241,7 +241,9 @@ def selective_scan(
         out, final = named("selective_scan", PLAIN(options, *grouped))
         out = match_sharding(out, grouped[0])
     out = join_channels(out, 2)
-    return (out, join_channels(on_all(over, final), final.ndim - 3)) if options.final else out
+    return (
+        (out, join_channels(on_all(sequence_axis, final), final.ndim - 3)) if options.final else out
+    )
 
 
 def _check_initial_state(state: Any, x: jax.Array, A: jax.Array, count: int | None) -> Any:

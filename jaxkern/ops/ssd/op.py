@@ -249,7 +249,7 @@ def ssd(
         out, final = named("ssd", PLAIN(options, x, dt, a, B, C, D, z, *states))
         out = match_sharding(out, x)
     out = join_heads(out, 2)
-    return (out, join_heads(on_all(over, final), final.ndim - 4)) if options.final else out
+    return (out, join_heads(on_all(sequence_axis, final), final.ndim - 4)) if options.final else out
 
 
 def _check_initial_state(state: Any, x: jax.Array, B: jax.Array, count: int | None) -> Any:
