@@ -108,7 +108,7 @@ def test_kernels(dtype, options):
     )
     found = []
     for mode in ("interpret" if not check.ON_GPU else "mosaic", "xla"):
-        chunks = Chunks.of(Rows(terms, CLASSES, mode), 2, dtype)
+        chunks = Chunks.of(Rows(terms, CLASSES, mode), 16, dtype)
         chunks = dataclasses.replace(chunks, gradients=True)
         run = jax.jit(functools.partial(IN_CHUNKS, chunks))
         found.append(run(x, weight, bias, labels, jnp.float32(0.5)))
@@ -209,7 +209,7 @@ def test_transformations():
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4), (2, 2)])
 @DTYPES
 def test_rows_and_classes_of_devices(shape, kind, dtype):
-    """Each device has as many chunks, of its rows and classes; nothing is gathered."""
+    """Each device has chunks of its own rows and classes, 1 to 4; nothing is gathered."""
     x, weight, bias, labels = inputs((4, 640), K, CLASSES, dtype)
     mesh = jax.make_mesh(shape, ("data", "v"), (kind,) * 2, devices=jax.devices()[:4])
     placed = lambda v, *spec: jax.device_put(v, NamedSharding(mesh, P(*spec)))

@@ -41,34 +41,28 @@ class Chunks:
     """The static arguments of the pass that computes logits in chunks of rows.
 
     Attributes:
-      count: of chunks, on each device that has rows of its own.
+      size: rows of a chunk; a device's first one may have fewer.
       dtype: of the gradients, or that in which devices add.
       gradients: whether the pass gives them, beside losses.
       axes: of a mesh, over which the classes are split.
     """
 
     rows: Rows
-    count: int
+    size: int
     dtype: str
     gradients: bool = False
     axes: Axes = ()
     mode: Mode = "auto"
 
     @classmethod
-    def of(cls, rows: Rows, count: int, dtype: Any) -> "Chunks":
+    def of(cls, rows: Rows, size: int, dtype: Any) -> "Chunks":
         """Chunks that are split between devices as a whole, but for the interpreter."""
         mode = "interpret" if rows.mode == "interpret" else "auto"
-        return cls(dataclasses.replace(rows, alone=True), count, str(dtype), mode=mode)
-
-    def sizes(self, rows: int) -> tuple[int, int, int]:
-        """Rows of the first chunk, of each other one, and the number of others."""
-        size = -(-rows // (self.count * _ALIGNED)) * _ALIGNED
-        others = (rows - 1) // size if rows else 0
-        return rows - others * size, size, others
+        return cls(dataclasses.replace(rows, alone=True), size, str(dtype), mode=mode)
 
 
-def chunks_of_rows(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int | None:
-    """How many chunks the rows are cut into, whose logits take at most `nbytes`.
+def rows_of_chunk(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int | None:
+    """The rows of a chunk whose logits take at most `nbytes`, in as few chunks as that allows.
 
     ``None`` where there is one alone, or where parts of the classes are better: for fewer rows a
     chunk, for more chunks than a 16-bit gradient may be rounded, for float16, which is scaled in
@@ -77,11 +71,13 @@ def chunks_of_rows(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int |
     if nbytes is None or weight.dtype != x.dtype or x.dtype == jnp.float16:
         return None
     rows = math.prod(x.shape[:-1])
-    size = nbytes // (weight.shape[1] * x.dtype.itemsize) // _ALIGNED * _ALIGNED
-    if size >= rows or size < _LEAST_ROWS:
+    most = nbytes // (weight.shape[1] * x.dtype.itemsize) // _ALIGNED * _ALIGNED
+    if most >= rows or most < _LEAST_ROWS:
         return None
-    count = -(-rows // size)
-    return count if x.dtype.itemsize > 2 or count <= _MOST else None
+    count = -(-rows // most)
+    if x.dtype.itemsize == 2 and count > _MOST:
+        return None
+    return -(-rows // (count * _ALIGNED)) * _ALIGNED
 
 
 def _losses(options: Chunks, x, weight, bias, labels, share) -> tuple[Any, ...]:
@@ -123,16 +119,16 @@ def _losses(options: Chunks, x, weight, bias, labels, share) -> tuple[Any, ...]:
         pairs = zip(join, carry, chunk(first, size), strict=True)
         return tuple(None if old is None else f(old, new) for f, old, new in pairs)
 
-    first, size, others = options.sizes(x.shape[0])
+    others = max(0, x.shape[0] - 1) // options.size
+    first = x.shape[0] - others * options.size
     losses, dx, *sums = chunk(0, first)
-    grow = lambda v: jnp.pad(v, ((0, others * size), *((0, 0),) * (v.ndim - 1)))
+    grow = lambda v: jnp.pad(v, ((0, others * options.size), *((0, 0),) * (v.ndim - 1)))
     carry = grow(losses), None if dx is None else grow(dx), *sums
     if others:
         # The others begin after the first, whose memory they take.
         carry = lax.optimization_barrier(carry)
-        carry = lax.fori_loop(
-            0, others, lambda i, carry: step(first + i * size, size, carry), carry
-        )
+        next_one = lambda i, carry: step(first + i * options.size, options.size, carry)
+        carry = lax.fori_loop(0, others, next_one, carry)
     losses, dx, dweight, dbias = carry
     return (
         losses.reshape(shape[:-1]),

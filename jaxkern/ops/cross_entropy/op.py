@@ -45,7 +45,7 @@ from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import named
 from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
-from jaxkern.ops.cross_entropy.chunks import IN_CHUNKS, Chunks, chunks_of_rows
+from jaxkern.ops.cross_entropy.chunks import IN_CHUNKS, Chunks, rows_of_chunk
 from jaxkern.ops.cross_entropy.parts import (
     BACKWARD_IN_PARTS,
     FORWARD_IN_PARTS,
@@ -282,10 +282,10 @@ def linear_cross_entropy(
     terms = Terms.checked(ignore_index, label_smoothing, z_loss, logit_softcap)
     _check_reduction(reduction)
     nbytes = _check_memory(memory, x, weight)
-    chunks = None
+    chunk = None
     if reduction != "none" and not return_lse and accumulator is None:
-        chunks = chunks_of_rows(nbytes, x, weight)
-    part = None if chunks else classes_of_part(nbytes, x, weight)
+        chunk = rows_of_chunk(nbytes, x, weight)
+    part = None if chunk else classes_of_part(nbytes, x, weight)
     logits = jax.ShapeDtypeStruct((*x.shape[:-1], part or weight.shape[1]), x.dtype)
     rows = Rows(
         terms,
@@ -299,9 +299,9 @@ def linear_cross_entropy(
         x = terms.without_ignored(x, labels)
         logits = products.reference_forward(of_product, x, weight, bias)[0]
         losses, lse = named("linear_cross_entropy", losses_of_rows(logits, labels, terms))
-    elif chunks and implementation != "xla":
+    elif chunk and implementation != "xla":
         count = terms.count(labels) if reduction == "mean" else jnp.float32(1)
-        of_chunks = Chunks.of(rows, chunks, weight.dtype)
+        of_chunks = Chunks.of(rows, chunk, weight.dtype)
         return _in_chunks_jit(x, weight, bias, labels, count, of_chunks)
     elif part is None or implementation == "xla":
         losses, lse = _linear_rows_jit(x, weight, bias, accumulator, labels, rows, of_product)
