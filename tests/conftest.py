@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import tempfile
+import threading
 import zlib
 from collections import defaultdict
 from pathlib import Path
@@ -32,6 +33,7 @@ os.environ.setdefault("NPROC", "8")
 
 import jax
 import pytest
+from jax._src import compiler
 
 from jaxkern.lowering import cache, target
 
@@ -39,6 +41,22 @@ ON_GPU = jax.default_backend() == "gpu"
 if (programs := cache.programs()) is not None:
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if ON_GPU else 0.1)
+
+_compile, _interpreter = compiler.compile_or_get_cached, threading.Lock()
+
+
+def _compile_one_at_a_time(*args, **kwargs):
+    """Compiles a program; the interpreter's threads, which all want the same one, in turn.
+
+    XLA may crash where one thread compiles while another one writes its program to the cache.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return _compile(*args, **kwargs)
+    with _interpreter:
+        return _compile(*args, **kwargs)
+
+
+compiler.compile_or_get_cached = _compile_one_at_a_time
 
 _LONG = ("test_lm_model", "test_notebooks", "test_nn_blocks")
 """Files whose tests take longest on a GPU."""
