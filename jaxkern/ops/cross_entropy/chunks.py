@@ -22,7 +22,13 @@ from jax import lax
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import Axes, Partial, Sequence, is_first, only_if
-from jaxkern.ops.cross_entropy.passes import gradient_of_logits, over_devices, sums_of_rows
+from jaxkern.ops.cross_entropy.passes import (
+    gradient_of_logits,
+    logits_of,
+    over_devices,
+    sums_of_rows,
+    wide,
+)
 from jaxkern.ops.cross_entropy.rows import Rows
 
 _MOST = 6
@@ -56,9 +62,9 @@ class Chunks:
 
     @classmethod
     def of(cls, rows: Rows, size: int, dtype: Any) -> "Chunks":
-        """Chunks that are split between devices as a whole, but for the interpreter."""
-        mode = "interpret" if rows.mode == "interpret" else "auto"
-        return cls(dataclasses.replace(rows, alone=True), size, str(dtype), mode=mode)
+        """Chunks of so many rows, for the options of passes over whole rows."""
+        inside, mode = rows.inside()
+        return cls(inside, size, str(dtype), mode=mode)
 
 
 def rows_of_chunk(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int | None:
@@ -85,19 +91,15 @@ def _losses(options: Chunks, x, weight, bias, labels, share) -> tuple[Any, ...]:
 
     `share`, (), is the cotangent of each loss for which they are.
     """
-    rows, wide = options.rows, jnp.promote_types(x.dtype, jnp.float32)
-    shape, x, labels = x.shape, x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+    rows, shape = options.rows, x.shape
+    x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     before = lax.axis_index(options.axes) * weight.shape[1] if options.axes else 0
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.dtype(options.dtype))
 
     def chunk(first: Any, size: int) -> tuple[Any, ...]:
         """What `_losses` gives, of the rows of a chunk."""
         of_x, of_labels = (lax.dynamic_slice_in_dim(v, first, size) for v in (x, labels))
-        if bias is None:
-            logits = jnp.matmul(of_x, weight)
-        else:
-            logits = jnp.matmul(of_x, weight, preferred_element_type=wide)
-            logits = (logits + bias.astype(wide)).astype(x.dtype)
+        logits = logits_of(of_x, weight, bias)
         sums = sums_of_rows(rows, logits, of_labels, before)
         if options.axes:
             sums = over_devices(options.axes, sums)
@@ -109,7 +111,7 @@ def _losses(options: Chunks, x, weight, bias, labels, share) -> tuple[Any, ...]:
         cotangents = jnp.broadcast_to(share.astype(lse.dtype), lse.shape), jnp.zeros_like(lse)
         du = gradient_of_logits(rows, logits, of_labels, lse, cotangents, before)
         counted = rows.terms.without_ignored(of_x, of_labels)
-        dbias = None if bias is None else jnp.sum(du.astype(wide), axis=0)
+        dbias = None if bias is None else jnp.sum(du.astype(wide(du.dtype)), axis=0)
         return losses, product(du, weight.T), product(counted.T, du), dbias
 
     def step(first: Any, size: int, carry: Any) -> tuple[Any, ...]:

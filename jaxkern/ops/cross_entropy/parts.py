@@ -18,7 +18,13 @@ from jax import lax
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import Axes, Partial, Sequence, is_first, only_if
-from jaxkern.ops.cross_entropy.passes import gradient_of_logits, over_devices, sums_of_rows
+from jaxkern.ops.cross_entropy.passes import (
+    gradient_of_logits,
+    logits_of,
+    over_devices,
+    sums_of_rows,
+    wide,
+)
 from jaxkern.ops.cross_entropy.rows import Rows, Sums
 
 
@@ -40,9 +46,9 @@ class Parts:
 
     @classmethod
     def of(cls, rows: Rows, classes: int) -> "Parts":
-        """Parts that are split between devices as a whole, but for the interpreter."""
-        mode = "interpret" if rows.mode == "interpret" else "auto"
-        return cls(dataclasses.replace(rows, alone=True), classes, mode=mode)
+        """Parts of so many classes, for the options of passes over whole rows."""
+        inside, mode = rows.inside()
+        return cls(inside, classes, mode=mode)
 
     def last(self, weight: Any) -> tuple[int, int]:
         """The first class of the last part, and its classes."""
@@ -83,15 +89,9 @@ def _weight_of_part(x, weight, first, size) -> jax.Array:
 
 def _logits_of_part(x, weight, bias, first, size) -> jax.Array:
     """The logits of a part, in the dtype of x; `weight` is that of the part."""
-    if bias is None:
-        return jnp.matmul(x, weight)
-    logits = jnp.matmul(x, weight, preferred_element_type=_wide(x.dtype))
-    bias = lax.dynamic_slice_in_dim(bias, first, size).astype(logits.dtype)
-    return (logits + bias).astype(x.dtype)
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    return logits_of(
+        x, weight, None if bias is None else lax.dynamic_slice_in_dim(bias, first, size)
+    )
 
 
 def _losses(options: Parts, x, weight, bias, labels) -> tuple[Any, ...]:
@@ -114,7 +114,7 @@ def _sums(options: Parts, x, weight, bias, labels, before) -> tuple[Any, ...]:
     def step(first: Any, size: int, sums: Sums) -> Sums:
         return part(first, size)[1].joined(sums)
 
-    zeros = jnp.zeros_like(jnp.sum(x, axis=-1), _wide(x.dtype))
+    zeros = jnp.zeros_like(jnp.sum(x, axis=-1), wide(x.dtype))
     sums = Sums(jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros)
     sums = options.over_others(weight, step, sums)
     # The last part begins after the others, which have had its memory.
@@ -133,15 +133,15 @@ def _gradients(
     `logits` are those of the last part, or ``None``; `before` counts the classes before those of
     `weight`.
     """
-    rows, wide = options.rows, _wide(x.dtype)
+    rows, of_sums = options.rows, wide(x.dtype)
     counted = rows.terms.without_ignored(x, labels)
     axes = tuple(range(x.ndim - 1))
-    dtype = wide if accumulator is not None else jnp.dtype(options.dtype)
+    dtype = of_sums if accumulator is not None else jnp.dtype(options.dtype)
 
     def add(logits: Any, of_part: Any, first: Any, size: int, carry: Any) -> Any:
         dx, dweight, dbias = carry
         du = gradient_of_logits(rows, logits, labels, lse, (dloss, dlse), before + first)
-        dx = dx + jnp.matmul(du, of_part.T, preferred_element_type=wide)
+        dx = dx + jnp.matmul(du, of_part.T, preferred_element_type=of_sums)
         # The gradient of the part's weight takes the memory of that weight.
         dx, after = lax.optimization_barrier((dx, counted))
         grad = lax.dot_general(after, du, ((axes, axes), ((), ())), preferred_element_type=dtype)
@@ -149,7 +149,7 @@ def _gradients(
             grad = grad + lax.dynamic_slice_in_dim(dweight, first, size, axis=1)
         dweight = lax.dynamic_update_slice_in_dim(dweight, grad, first, axis=1)
         if dbias is not None:
-            sums = jnp.sum(du.astype(wide), axis=axes).astype(dbias.dtype)
+            sums = jnp.sum(du.astype(of_sums), axis=axes).astype(dbias.dtype)
             dbias = lax.dynamic_update_slice_in_dim(dbias, sums, first, axis=0)
         return dx, dweight, dbias
 
@@ -158,7 +158,7 @@ def _gradients(
         return add(_logits_of_part(x, of_part, bias, first, size), of_part, first, size, carry)
 
     carry = (
-        jnp.zeros_like(x, wide),
+        jnp.zeros_like(x, of_sums),
         jnp.zeros_like(weight, dtype) if accumulator is None else accumulator,
         None if bias is None else jnp.zeros_like(bias, options.dtype),
     )

@@ -76,6 +76,19 @@ BACKWARD = KernelPass(
 )
 
 
+def logits_of(x: Any, weight: Any, bias: Any) -> Any:
+    """The logits ``x @ weight + bias``, in the dtype of x; `bias` may be ``None``."""
+    if bias is None:
+        return jnp.matmul(x, weight)
+    logits = jnp.matmul(x, weight, preferred_element_type=wide(x.dtype))
+    return (logits + bias.astype(logits.dtype)).astype(x.dtype)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which sums are."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def sums_of_rows(options: Rows, logits: Any, labels: Any, first: Any = 0) -> Sums:
     """The sums of rows, of the classes from `first` on that `logits` are of."""
     position = position_of(labels, options.terms.ignored, first, logits.shape[-1])

@@ -106,6 +106,14 @@ class Rows:
         """Whether `logits` are of a part of the classes."""
         return logits.shape[-1] != self.classes
 
+    def inside(self) -> tuple["Rows", Mode]:
+        """The options of passes over rows inside of another pass, and that one's mode.
+
+        It is split between devices as a whole, but for the interpreter.
+        """
+        outer = "interpret" if self.mode == "interpret" else "auto"
+        return dataclasses.replace(self, alone=True), outer
+
     def loss(self, sums: "Sums", labels: Any) -> tuple[Any, Any]:
         """The losses of rows and lse, of the sums of all classes."""
         return self.terms.loss(*sums.combined(), labels, self.classes)
