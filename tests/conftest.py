@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import tempfile
-import threading
 import zlib
 from collections import defaultdict
 from pathlib import Path
@@ -33,7 +32,6 @@ os.environ.setdefault("NPROC", "8")
 
 import jax
 import pytest
-from jax._src import compiler
 
 from jaxkern.lowering import cache, target
 
@@ -42,21 +40,8 @@ if (programs := cache.programs()) is not None:
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if ON_GPU else 0.1)
 
-_compile, _interpreter = compiler.compile_or_get_cached, threading.Lock()
-
-
-def _compile_one_at_a_time(*args, **kwargs):
-    """Compiles a program; the interpreter's threads, which all want the same one, in turn.
-
-    XLA may crash where one thread compiles while another one writes its program to the cache.
-    """
-    if threading.current_thread() is threading.main_thread():
-        return _compile(*args, **kwargs)
-    with _interpreter:
-        return _compile(*args, **kwargs)
-
-
-compiler.compile_or_get_cached = _compile_one_at_a_time
+_MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+"""A process's mappings of memory, and how many Linux lets it have."""
 
 _LONG = ("test_lm_model", "test_notebooks", "test_nn_blocks")
 """Files whose tests take longest on a GPU."""
@@ -117,6 +102,19 @@ def _spread(items):
         spread += [*([long.pop(0)] if long else []), item]
         spread += [large.pop(0)] if large and n % apart == apart // 2 else []
     return [*spread, *long, *large]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Frees the programs of earlier tests before the process has no room for another.
+
+    The code of a CPU's program takes three mappings, and XLA crashes where Linux gives none.
+    """
+    if not _MAPS.exists() or not _MOST_MAPS.exists():
+        return
+    if _MAPS.read_text().count("\n") > int(_MOST_MAPS.read_text()) // 3:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
