@@ -132,6 +132,7 @@ CASES = [
         expression=lambda *arrays: _linear(*arrays).mean(),
         forward=Cost("m k + k v", "8 m", "2 m k v"),
         backward=Cost("2 m k + 2 k v", "12 m", "4 m k v"),
+        errors=Errors((11264, 256, 32000), None),
     ),
     Case(
         op="cross_entropy",
