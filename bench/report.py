@@ -335,7 +335,8 @@ def _others(reports: Reports) -> Iterator[str]:
         title, meaning = next((t for end, t in TITLES.items() if stem.endswith(end)), (stem, ""))
         yield f"## {title}"
         told = {k: v for k, v in report.items() if _plain(v) and k not in _OF_FILE}
-        if told := "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in told.items()):
+        words = (v if k == "note" else f"{k.replace('_', ' ')} {v}" for k, v in told.items())
+        if told := "; ".join(words):
             meaning = f"{meaning} ({told}.)" if meaning else told
         if meaning:
             yield meaning
