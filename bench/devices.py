@@ -215,8 +215,13 @@ def jobs(
     sizes: Sequence[tuple[int, ...]] = (),
     remat: str = "none",
     check: bool = False,
+    ops: Sequence[str] = (),
 ) -> list[Job]:
-    """Lists the measurements for `count` devices; those of ops unless `sizes` are given."""
+    """Lists the measurements for `count` devices.
+
+    Those of steps and of ops; where they are given, of steps of these `sizes` and of these `ops`
+    alone.
+    """
     usual = (8, 2048) if gpu else (1, 16)
     training = [
         Job(preset, of_step, mesh, remat, check)
@@ -224,15 +229,14 @@ def jobs(
         for of_step in sizes or (usual,)
         for mesh in ("none", *meshes)
     ]
-    if sizes:
-        return training
-    split = SEQUENCES if gpu else SMALL
     scans = [
         Job(op, of_op, mesh)
-        for op, of_op in split.items()
+        for op, of_op in (SEQUENCES if gpu else SMALL).items()
+        if not ops or op in ops
         for mesh in ("none", f"sequence={count}")
     ]
-    return training + scans
+    everything = not sizes and not ops
+    return [*(training if sizes or everything else ()), *(scans if ops or everything else ())]
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -248,6 +252,9 @@ def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     p = program.parser("devices", "devices")
     p.add_argument("--preset", action="append", help="repeat for more (130m; without a GPU micro)")
+    p.add_argument(
+        "--op", action="append", choices=SEQUENCES, help="this one alone; repeat for more"
+    )
     p.add_argument("--mesh", action="append", help="repeat for more (each axis, of all devices)")
     p.add_argument(
         "--size",
@@ -271,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = program.clock(gpu, "wall-clock time of calls that wait in the devices' queues")
     report: dict[str, Any] = program.machine(args.commit) | {"clock": clock}
     rows, failed, out = [], [], args.out
-    for job in jobs(count, presets, meshes, gpu, sizes, args.remat, args.check):
+    for job in jobs(count, presets, meshes, gpu, sizes, args.remat, args.check, args.op or ()):
         for _, row in attempt([job], args.limit, measure):
             if isinstance(row, str):
                 failed.append(f"{job}: {row}")

@@ -52,6 +52,13 @@ def test_steps_of_given_sizes_are_measured_alone():
     ]
 
 
+def test_ops_that_are_named_are_measured_alone():
+    jobs = devices.jobs(2, ["130m"], ["sequence=2"], True, ops=["ssd"])
+    assert [str(job) for job in jobs] == ["ssd, none", "ssd, sequence=2"]
+    both = devices.jobs(2, ["130m"], ["data=2"], True, [(8, 4096)], ops=["ssd"])
+    assert {job.what for job in both} == {"130m", "ssd"}
+
+
 def test_a_run_is_a_section_of_the_report(tmp_path, monkeypatch):
     job = devices.Job("micro", (1, 16), "none")
     row = devices.measure(job)
