@@ -12,7 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.ops.cross_entropy.tiles import segments_of
+from jaxkern.ops.cross_entropy import passes
+from jaxkern.ops.cross_entropy.rows import Rows, Terms
+from jaxkern.ops.cross_entropy.tiles import shares_of
 from tests import check
 from tests.losses import IGNORED, OPTIONS, inputs, oracle, oracle_of_logits, plain, plain_of_logits
 
@@ -102,7 +104,7 @@ def test_linear_cross_entropy_accuracy(call, implementation, dtype, options):
     ],
 )
 def test_cross_entropy_accuracy(dtype, options, implementation, classes):
-    """The kernels' segments begin anywhere, or at units; are shorter than one; take some steps."""
+    """The kernels' shares begin anywhere, or at units; are shorter than one; take some steps."""
     rows = (2, 3) if implementation == "mosaic" else (3, 7)
     *_, labels = inputs(rows, 1, classes)
     logits = (4 * jax.random.normal(jax.random.key(5), (*rows, classes))).astype(dtype)
@@ -115,7 +117,7 @@ def test_cross_entropy_accuracy(dtype, options, implementation, classes):
 
 
 @pytest.mark.parametrize(
-    ("classes", "of_part", "segments"),
+    ("classes", "of_part", "shares"),
     [
         (50304, False, 16),
         (50304, True, 8),
@@ -127,8 +129,22 @@ def test_cross_entropy_accuracy(dtype, options, implementation, classes):
         (300, True, 1),
     ],
 )
-def test_segments_of_a_row_have_whole_units_where_they_can(classes, of_part, segments):
-    assert segments_of(classes, of_part) == segments
+def test_shares_of_a_row_have_whole_units_where_they_can(classes, of_part, shares):
+    assert shares_of(classes, of_part) == shares
+
+
+def test_logits_beyond_what_kernels_count():
+    """They count elements where shares have more than whole units; of a device, those it has."""
+    logits = lambda classes: jax.ShapeDtypeStruct((300_000, classes), jnp.bfloat16)
+    assert passes.unsupported(logits(32_008)) is None
+    assert "4805400000 elements can be accessed 1 at a time" in str(
+        passes.unsupported(logits(16_018))
+    )
+    terms = Terms.checked(-100, 0.0, 0.0, None)
+    for of in (passes.FORWARD, passes.BACKWARD):
+        unfit = functools.partial(of.unfit, Rows(terms, 32_008, "auto"))
+        assert "4801200000 elements" in unfit(logits(16_004))
+        assert unfit(logits(32_008)) is None
 
 
 @pytest.mark.compiled

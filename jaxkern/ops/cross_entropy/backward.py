@@ -1,6 +1,6 @@
 """The backward's kernel: overwrites logits by their gradient, one read and one write.
 
-A segment of a row that is ignored is only written.
+A share of a row that is ignored is only written.
 """
 
 from typing import Any
@@ -13,50 +13,44 @@ from jax.experimental import pallas as pl
 from jaxkern.elementwise.units import load_units, store_units
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place, launch_kernel
 from jaxkern.mosaic.registers import row_type
-from jaxkern.ops.cross_entropy.forward import exponential, positions_in_segments
+from jaxkern.ops.cross_entropy.forward import exponential, positions_in_shares
 from jaxkern.ops.cross_entropy.rows import IGNORED, Rows
 from jaxkern.ops.cross_entropy.tiles import NONE, Tile
 from jaxkern.ops.curves import kernel_functions
 
-(SEGMENT,) = grid_axes("segment")
+(SHARE,) = grid_axes("share")
 
 
 def launch_backward(
-    options: Rows, logits: Any, position: Any, lse: Any, of_softmax: Any, dloss: Any
+    options: Rows,
+    logits: Any,
+    position: Any,
+    lse: Any,
+    of_softmax: Any,
+    dloss: Any,
+    *,
+    sliced: bool = False,
 ) -> tuple[Any]:
-    """du, in the memory of `logits` if nothing else needs them."""
+    """du, in the memory of `logits` if nothing else needs them; that of slices, in its own."""
     if logits.size == 0:
         return (logits,)
-    position = positions_in_segments(options, logits, position)
-    kernel = _kernel(options, logits, position, sliced=False)
+    position = positions_in_shares(options, logits, position)
+    kernel = _kernel(options, logits, position, sliced=sliced)
     numbers = [v.reshape(-1) for v in (position, lse, of_softmax, dloss)]
-
-    body = lambda *refs: kernel(*refs, refs[-1])
-    (du,) = launch_in_place(body, numbers, [logits.reshape(-1)], **_launch(position.size))
+    flat, launch = logits.reshape(-1), _launch(position.size)
+    if sliced:
+        out_type = jax.ShapeDtypeStruct(flat.shape, flat.dtype)
+        du = launch_kernel(kernel, out_type=out_type, **launch)(*numbers, flat)
+    else:
+        (du,) = launch_in_place(lambda *refs: kernel(*refs, refs[-1]), numbers, [flat], **launch)
     return (du.reshape(logits.shape),)
 
 
-def launch_of_slices(
-    options: Rows, logits: Any, position: Any, lse: Any, of_softmax: Any, dloss: Any
-) -> tuple[Any]:
-    """du of logits that begin wherever others end, in memory of its own."""
-    if logits.size == 0:
-        return (logits,)
-    position = positions_in_segments(options, logits, position)
-    kernel = _kernel(options, logits, position, sliced=True)
-    numbers = [v.reshape(-1) for v in (position, lse, of_softmax, dloss)]
-    like = jax.ShapeDtypeStruct((logits.size,), logits.dtype)
-    du = launch_kernel(kernel, out_type=like, **_launch(position.size))(
-        *numbers, logits.reshape(-1)
-    )
-    return (du.reshape(logits.shape),)
-
-
-def _launch(segments: int) -> dict[str, Any]:
+def _launch(shares: int) -> dict[str, Any]:
     """How the kernel is launched."""
     return {
-        "grid": (segments,),
-        "grid_names": (SEGMENT,),
+        "grid": (shares,),
+        "grid_names": (SHARE,),
         "kernel_name": "cross_entropy_bwd",
         "approx_math": True,
     }
@@ -68,11 +62,11 @@ def _kernel(options: Rows, logits: Any, position: Any, *, sliced: bool) -> Any:
     tile = Tile.of(position.size, size, logits.dtype.itemsize, sliced)
 
     def kernel(position: Any, lse: Any, of_softmax: Any, dloss: Any, source: Any, du: Any) -> None:
-        segment = lax.axis_index(SEGMENT)
-        row = lax.div(segment, in_row)
-        label = position[segment]
+        share = lax.axis_index(SHARE)
+        row = lax.div(share, in_row)
+        label = position[share]
         counted = label != IGNORED
-        block = _Block(options, tile, segment.astype(jnp.uint32), source, du)
+        block = _Block(options, tile, share.astype(jnp.uint32), source, du)
 
         @pl.when(counted)
         def _():
@@ -86,10 +80,10 @@ def _kernel(options: Rows, logits: Any, position: Any, *, sliced: bool) -> Any:
 
 
 class _Block:
-    """A segment of the logits, and of their gradient, which may be the same memory."""
+    """A share of the logits, and of their gradient, which may be the same memory."""
 
-    def __init__(self, options: Rows, tile: Tile, segment: Any, logits: Any, du: Any):
-        self.options, self.tile, self.segment = options, tile, segment
+    def __init__(self, options: Rows, tile: Tile, share: Any, logits: Any, du: Any):
+        self.options, self.tile, self.share = options, tile, share
         self.logits, self.du = logits, du
         self.exact = logits.dtype == jnp.float32
 
@@ -106,9 +100,9 @@ class _Block:
                 self._store(of_lanes, self._gradient(logits, here, numbers, tile.layout))
             return carry
 
-        tile.over_units(self.segment, step, jnp.int32(0))
+        tile.over_units(self.share, step, jnp.int32(0))
         if not tile.aligned:
-            index, column, _ = tile.edges(self.segment)
+            index, column, _ = tile.edges(self.share)
             some = jnp.where(index == jnp.uint32(NONE), jnp.uint32(0), index)
             logits = load_units(self.logits, some, 1)
             du = self._gradient(logits, column == label, numbers, row_type(1).layout)
@@ -122,10 +116,10 @@ class _Block:
                 self._store(of_lanes, self.tile.full(0.0))
             return carry
 
-        self.tile.over_units(self.segment, step, jnp.int32(0))
+        self.tile.over_units(self.share, step, jnp.int32(0))
         if not self.tile.aligned:
             zeros = jnp.zeros((LANES,), jnp.float32)
-            self._store_edges(self.tile.edges(self.segment)[0], zeros)
+            self._store_edges(self.tile.edges(self.share)[0], zeros)
 
     def _gradient(self, logits: Any, here: Any, numbers: Any, layout: Any) -> jax.Array:
         lse, of_softmax, dloss = numbers

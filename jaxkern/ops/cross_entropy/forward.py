@@ -1,8 +1,8 @@
 """The forward's kernel: reads logits once for the sums of which the losses are made.
 
 Each lane keeps the largest element, the sum of exponentials relative to it and, with smoothing, the
-sum of what it has read, apart for each element of its unit. They become those of the segment at its
-end. A segment of a row that is ignored is not read.
+sum of what it has read, apart for each element of its unit. They become those of the share at its
+end. A share of a row that is ignored is not read.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ from jaxkern.mosaic.arithmetic import exp_of_minus
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
 from jaxkern.mosaic.registers import row_type
 from jaxkern.ops.cross_entropy.rows import IGNORED, Rows, Sums, position_in
-from jaxkern.ops.cross_entropy.tiles import NONE, Tile, segments_of
+from jaxkern.ops.cross_entropy.tiles import NONE, Tile, shares_of
 from jaxkern.ops.curves import kernel_functions
 
-(SEGMENT,) = grid_axes("segment")
+(SHARE,) = grid_axes("share")
 
 
 def launch_forward(
@@ -32,47 +32,47 @@ def launch_forward(
     if logits.size == 0:
         zeros = jnp.zeros(position.shape, jnp.float32)
         return zeros, zeros, chosen, zeros
-    of_rows, position = position, positions_in_segments(options, logits, position)
+    of_rows, position = position, positions_in_shares(options, logits, position)
     size = logits.shape[-1] // position.shape[-1]
     tile = Tile.of(position.size, size, logits.dtype.itemsize, sliced)
     with_total = options.terms.smoothing > 0
 
     def kernel(logits: Any, position: Any, *outs: Any) -> None:
-        segment = lax.axis_index(SEGMENT)
-        counted = position[segment] != IGNORED
+        share = lax.axis_index(SHARE)
+        counted = position[share] != IGNORED
 
         def store(*values: Any) -> None:
             for out, value in zip(outs, values, strict=True):
-                out[segment] = value
+                out[share] = value
 
         @pl.when(counted)
         def _():
-            store(*_sums(options, tile, logits, segment.astype(jnp.uint32), with_total))
+            store(*_sums(options, tile, logits, share.astype(jnp.uint32), with_total))
 
         @pl.when(jnp.logical_not(counted))
         def _():
             store(*[jnp.float32(0)] * len(outs))
 
-    of_segment = jax.ShapeDtypeStruct((position.size,), jnp.float32)
+    of_share = jax.ShapeDtypeStruct((position.size,), jnp.float32)
     outs = launch_kernel(
         kernel,
-        out_type=(of_segment,) * (2 + with_total),
+        out_type=(of_share,) * (2 + with_total),
         grid=(position.size,),
-        grid_names=(SEGMENT,),
+        grid_names=(SHARE,),
         kernel_name="cross_entropy_fwd",
         approx_math=True,
     )(logits.reshape(-1), position.reshape(-1))
     largest, exponentials, *total = (out.reshape(position.shape) for out in outs)
     total = jnp.sum(total[0], axis=-1) if total else jnp.zeros(of_rows.shape, jnp.float32)
     of_row = jnp.max(largest, axis=-1)
-    of_segments = Sums(largest, exponentials, None, None).beside(of_row[..., None])
-    return of_row, jnp.sum(of_segments.exponentials, axis=-1), chosen, total
+    of_shares = Sums(largest, exponentials, None, None).beside(of_row[..., None])
+    return of_row, jnp.sum(of_shares.exponentials, axis=-1), chosen, total
 
 
-def positions_in_segments(options: Rows, logits: Any, position: Any) -> Any:
-    """(..., segments): where labels are in the segments of rows."""
+def positions_in_shares(options: Rows, logits: Any, position: Any) -> Any:
+    """(..., shares): where labels are in the shares of rows."""
     classes = logits.shape[-1]
-    count = segments_of(classes, options.of_part(logits))
+    count = shares_of(classes, options.of_part(logits))
     size = classes // count
     return position_in(position[..., None], jnp.arange(count, dtype=jnp.int32) * size, size)
 
@@ -89,8 +89,8 @@ def exponential(exact: bool, v: jax.Array) -> jax.Array:
     return exp_of_minus(-v) if exact else jnp.exp(v)
 
 
-def _sums(options: Rows, tile: Tile, ref: Any, segment: Any, with_total: bool) -> list[Any]:
-    """The largest logit of a segment, the sum of exponentials relative to it, and that of all."""
+def _sums(options: Rows, tile: Tile, ref: Any, share: Any, with_total: bool) -> list[Any]:
+    """The largest logit of a share, the sum of exponentials relative to it, and that of all."""
     exact = ref.dtype == jnp.float32
 
     def added(values: list[Any], carry: Any) -> Any:
@@ -118,10 +118,10 @@ def _sums(options: Rows, tile: Tile, ref: Any, segment: Any, with_total: bool) -
 
     zeros = tile.full(0.0)
     begin = (tile.full(-jnp.inf), zeros, zeros)
-    of_lanes = [tile.over_units(segment, step, begin)]
+    of_lanes = [tile.over_units(share, step, begin)]
     if not tile.aligned:
         row = row_type(1).layout
-        index, _, inside = tile.edges(segment)
+        index, _, inside = tile.edges(share)
         some = jnp.where(index == jnp.uint32(NONE), jnp.uint32(0), index)
         value = capped(load_units(ref, some, 1), row)  # (LANES,)
         full = lambda v: plgpu.layout_cast(jnp.full((LANES,), v, jnp.float32), row)

@@ -5,7 +5,6 @@ split between devices, which exchange these.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jaxkern.core.split import Axes, Sequence, is_first, only_if
 from jaxkern.elementwise.units import too_large
 from jaxkern.lowering.bound import standard_promotion
 from jaxkern.mosaic.registers import VECTOR_BYTES
-from jaxkern.ops.cross_entropy.backward import launch_backward, launch_of_slices
+from jaxkern.ops.cross_entropy.backward import launch_backward
 from jaxkern.ops.cross_entropy.forward import launch_forward
 from jaxkern.ops.cross_entropy.rows import (
     Rows,
@@ -27,12 +26,25 @@ from jaxkern.ops.cross_entropy.rows import (
     reference_backward,
     reference_forward,
 )
-from jaxkern.ops.cross_entropy.tiles import SHORTEST, segments_of
+from jaxkern.ops.cross_entropy.tiles import SHORTEST, shares_of
 
 
 def _faster(options: Rows, logits: Any, *rest: Any) -> bool:
     del rest
-    return logits.shape[-1] // segments_of(logits.shape[-1], options.of_part(logits)) >= SHORTEST
+    return logits.shape[-1] // shares_of(logits.shape[-1], options.of_part(logits)) >= SHORTEST
+
+
+def _too_large(options: Rows, logits: Any, *rest: Any) -> str | None:
+    """Why a kernel cannot count the logits that one device has."""
+    del rest
+    return _uncountable(logits, options.of_part(logits))
+
+
+def _uncountable(logits: Any, of_part: bool) -> str | None:
+    size = logits.shape[-1] // shares_of(logits.shape[-1], of_part)
+    vec = VECTOR_BYTES // logits.dtype.itemsize
+    # Where shares have more than whole units, their other elements are counted one by one.
+    return too_large(1 if size % vec else vec, logits.size)
 
 
 def _own(axes: Axes, position: Any, logits: Any) -> Any:
@@ -62,6 +74,7 @@ FORWARD = KernelPass(
     outs=("...",) * 4,
     sequence=Sequence(_forward_of_device, factor="v"),
     kernel_of_slices=functools.partial(launch_forward, sliced=True),
+    unfit=_too_large,
     faster=_faster,
 )
 BACKWARD = KernelPass(
@@ -71,7 +84,8 @@ BACKWARD = KernelPass(
     ins=("... v", "...", "...", "...", "..."),
     outs=("... v",),
     sequence=Sequence(_backward_of_device, factor="v"),
-    kernel_of_slices=launch_of_slices,
+    kernel_of_slices=functools.partial(launch_backward, sliced=True),
+    unfit=_too_large,
     faster=_faster,
 )
 
@@ -120,5 +134,4 @@ def unsupported(logits: Any, of_part: bool = False) -> str | None:
     """Why the kernels cannot take logits of this type, or of a part of the classes."""
     if reason := unfit(logits=logits):
         return reason
-    size = logits.shape[-1] // segments_of(logits.shape[-1], of_part)
-    return too_large(math.gcd(size, VECTOR_BYTES // logits.dtype.itemsize), logits.size)
+    return _uncountable(logits, of_part)

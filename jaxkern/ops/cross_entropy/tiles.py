@@ -1,7 +1,7 @@
-"""How the rows' kernels share out the logits: a block, of one warpgroup, takes a segment of a row.
+"""How the rows' kernels share out the logits: a block, of one warpgroup, takes a share of a row.
 
 A lane loads units, neighbouring elements that begin at multiples of 16 bytes of the whole array, so
-that rows may begin at any element: those of a segment before its first whole unit and after its
+that rows may begin at any element: those of a share before its first whole unit and after its
 last, at most two units' less two, are loaded and stored one by one.
 """
 
@@ -18,12 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import VECTOR_BYTES, row_type
 
-SEGMENTS = 16
-"""Most segments of a row. Of 8 to 16 thousand elements they keep a block for some microseconds, and
+SHARES = 16
+"""Most shares of a row. Of 8 to 16 thousand elements they keep a block for some microseconds, and
 few rows fill a GPU."""
 
 SHORTEST = 1024
-"""Elements of a segment from which on the kernels are taken: of fewer, most lanes would idle."""
+"""Elements of a share from which on the kernels are taken: of fewer, most lanes would idle."""
 
 UNIT = VECTOR_BYTES // 2
 """Elements of a unit, of the narrowest dtype."""
@@ -33,11 +33,11 @@ UNITS = 4
 
 
 PART = 4096
-"""Elements that a segment of a part of the classes has at least."""
+"""Elements that a share of a part of the classes has at least."""
 
 
-def segments_of(classes: Any, of_part: bool) -> int:
-    """Counts the segments, all of one length, of a row of `classes`, which may be symbolic.
+def shares_of(classes: Any, of_part: bool) -> int:
+    """Counts the shares, all of one length, of a row of `classes`, which may be symbolic.
 
     They have whole units where that is possible. `of_part` tells whether the classes are a part of
     all.
@@ -45,8 +45,8 @@ def segments_of(classes: Any, of_part: bool) -> int:
     if not isinstance(classes, int):
         return 1
     enough = lambda count: not of_part or count == 1 or classes // count >= PART
-    counts = [n for n in range(1, SEGMENTS + 1) if classes % n == 0 and enough(n)]
-    count = max(n for n in counts if SEGMENTS % n == 0)
+    counts = [n for n in range(1, SHARES + 1) if classes % n == 0 and enough(n)]
+    count = max(n for n in counts if SHARES % n == 0)
     if classes // count % UNIT:
         count = max((n for n in counts if classes // n % UNIT == 0), default=count)
     return count
@@ -54,10 +54,10 @@ def segments_of(classes: Any, of_part: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The segment of a block.
+    """The share of a block.
 
     Attributes:
-      size: elements of a segment.
+      size: elements of a share.
       vec: elements of a unit.
       access: elements that a lane loads or stores at once.
     """
@@ -68,7 +68,7 @@ class Tile:
 
     @classmethod
     def of(cls, rows: int, size: int, itemsize: int, sliced: bool) -> "Tile":
-        """The tile for `rows` segments; `sliced` is whether the array is aligned as its size is."""
+        """The tile for `rows` shares; `sliced` is whether the array is aligned as its size is."""
         vec = VECTOR_BYTES // itemsize
         if size < 2 * vec and size % vec:
             vec = 1
@@ -76,7 +76,7 @@ class Tile:
 
     @property
     def aligned(self) -> bool:
-        """Whether a segment has whole units alone."""
+        """Whether a share has whole units alone."""
         return self.size % self.vec == 0
 
     @property
@@ -92,24 +92,22 @@ class Tile:
         """(LANES · vec,), int32: the elements of units side by side."""
         return plgpu.broadcasted_iota(jnp.int32, (LANES * self.vec,), 0, layout=self.layout)
 
-    def _before(self, segment: Any) -> tuple[Any, Any]:
-        """The units that end before a segment begins, and the elements that follow these, uint32.
+    def _before(self, share: Any) -> tuple[Any, Any]:
+        """The units that end before a share begins, and the elements that follow these, uint32.
 
-        The product of segment and size may take more than 32 bits.
+        The product of share and size may take more than 32 bits.
         """
         units, over = divmod(self.size, self.vec)
-        begin = segment * jnp.uint32(units)
+        begin = share * jnp.uint32(units)
         if not over:
             return begin, jnp.uint32(0)
-        over = segment * jnp.uint32(over)
+        over = share * jnp.uint32(over)
         return begin + lax.div(over, jnp.uint32(self.vec)), lax.rem(over, jnp.uint32(self.vec))
 
-    def over_units(
-        self, segment: Any, step: Callable[[list["Units"], Any], Any], carry: Any
-    ) -> Any:
-        """``carry = step(units, carry)`` over a segment, the units those of the lanes at a time."""
-        before, odd = self._before(segment)
-        end = self._before(segment + jnp.uint32(1))[0]
+    def over_units(self, share: Any, step: Callable[[list["Units"], Any], Any], carry: Any) -> Any:
+        """``carry = step(units, carry)`` over a share, the units those of the lanes at a time."""
+        before, odd = self._before(share)
+        end = self._before(share + jnp.uint32(1))[0]
         first = before if self.aligned else before + (odd > 0).astype(jnp.uint32)
         column = jnp.int32(0)
         if not self.aligned:
@@ -136,14 +134,14 @@ class Tile:
             carry = step(units(jnp.int32(whole * LANES * UNITS), rest, True), carry)
         return carry
 
-    def edges(self, segment: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def edges(self, share: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The elements outside of whole units, one a lane: their index, column, and whether any.
 
         The index, (LANES,) and uint32, is the greatest number in lanes without an element.
         """
         vec = jnp.uint32(self.vec)
-        before, odd = self._before(segment)
-        end, tail = self._before(segment + jnp.uint32(1))
+        before, odd = self._before(share)
+        end, tail = self._before(share + jnp.uint32(1))
         head = lax.rem(vec - odd, vec)
         lane = plgpu.broadcasted_iota(
             jnp.uint32, (LANES,), 0, layout=plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
@@ -167,8 +165,8 @@ class Units:
     Attributes:
       tile: of the block.
       first: the unit of the first lane, counted from the array's begin, uint32.
-      column: of its first element in the segment, int32.
-      end: the unit after the segment's last, uint32.
+      column: of its first element in the share, int32.
+      end: the unit after the share's last, uint32.
       masked: whether lanes may be past the end.
     """
 
