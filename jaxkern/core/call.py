@@ -44,7 +44,8 @@ class Call:
       results: which of the results are not ``None``.
       rank: how many factors ``...`` stands for.
       in_axes: of the ``vmap``s around the call, from the inside out: 0 or ``None`` for each array.
-      alone: whether it is computed on one device of a mesh, as a part of another pass.
+      alone: whether another pass, which is split between devices, calls it: it is then computed on
+        the arrays of this device, and not split again.
     """
 
     of: "KernelPass"

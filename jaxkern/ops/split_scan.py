@@ -54,10 +54,12 @@ def unless_multiple(length: Any, parts: int, every: int) -> str | None:
 
 
 _UNITS = 768
-"""Rows times 64 channels that are several waves of blocks, the last of which counts little."""
+"""Units, of 64 channels of a row, that sections make: some six waves of blocks on an H200, so that
+a last wave that is not full costs little."""
 
 _WHOLE = 128
-"""Such units that a kernel does not cut along the sequence, by its own choice of tiles."""
+"""Units from which on there are no sections. Fewer than about twice as many, the backward of
+`selective_scan` and `ssd` at some sizes still cut the sequence themselves."""
 
 _MOST, _LEAST = 64, 512
 """The most sections, and the fewest tokens of one: below, exchanging carries takes longer."""
@@ -70,7 +72,7 @@ class Sections:
     A kernel that has too few rows and channels to fill a GPU cuts its sequence in parts of its own,
     and goes through them twice. What the first time tells, the device's own carry would be found
     from again, by a third. So here the sections are rows to the kernels: the carries of all of them
-    give the device's, by which the states come that they begin with, and none is cut again.
+    give the device's, by which the states come that they begin with.
 
     Attributes:
       count: how many.

@@ -51,7 +51,8 @@ def launch_device_carry(options: Options, x, dt, A, B, dt_bias, keep) -> tuple[A
     tile = forward_tile(A.shape[-1])
     call = Call(options, tile, 1, 0, x, dt, A, B, B, None, None, dt_bias, keep, None)
     name, tokens = "selective_scan_fwd_carry", "x dt B keep crossed"
-    return _of_device(call, A, name, fwd_carry_kernel, tokens, {"starts": None})
+    segments = {"starts": None}
+    return _of_device(call, A, name, fwd_carry_kernel, tokens, segments, reverse=False)
 
 
 def launch_device_bwd_carry(options: Options, dt, A, C, z, dt_bias, keep, dout) -> tuple[Any, Any]:
@@ -63,10 +64,12 @@ def launch_device_bwd_carry(options: Options, dt, A, C, z, dt_bias, keep, dout) 
     name, tokens = "selective_scan_bwd_carry", "dt z C keep crossed"
     segments = {"starts": None, "dends": None}
     dout = call.pad_tokens(dout)
-    return _of_device(call, A, name, bwd_carry_kernel, tokens, segments, dout=dout)
+    return _of_device(call, A, name, bwd_carry_kernel, tokens, segments, reverse=True, dout=dout)
 
 
-def _of_device(call: Call, A: Any, name: str, kernel: Any, *rest: Any, **others: Any) -> Any:
+def _of_device(
+    call: Call, A: Any, name: str, kernel: Any, *rest: Any, reverse: bool, **others: Any
+) -> Any:
     """The carry of all that there is, from those of subparts that fill the GPU."""
     grid = forward_grid(call.columns, call.scan.chunks, halves=False)
     call.cut(dataclasses.replace(grid, whole=0))
@@ -75,7 +78,7 @@ def _of_device(call: Call, A: Any, name: str, kernel: Any, *rest: Any, **others:
     total = call.cut_channels(got["total"].reshape(shape), 2)  # (subparts, B, G, P)
     passed = got["passed"].reshape(*shape, got["passed"].shape[-1])
     passed = call.cut_states(passed)  # (subparts, B, G, P, N)
-    if "bwd" in name:
+    if reverse:
         total, passed = total[::-1], passed[::-1]
     resets, rate = call.arrays["keep"] is not None, A.astype(jnp.float32)
 
