@@ -39,6 +39,7 @@ from jaxkern.ops.selective_scan.steps import (
 )
 from jaxkern.ops.selective_scan.sums import SUM_BUFFERS, sum_of_blocks
 from jaxkern.ops.selective_scan.tiles import (
+    CHANNELS,
     backward_grid,
     backward_tile,
     backward_warpgroups,
@@ -116,17 +117,22 @@ def launch_bwd(
         "chunk_states": None,
     }
     if per_unit > 1:
-        size = tile.channels * tile.states * LANES
+        size = CHANNELS * tile.states * LANES
         outs["chunk_states"] = fp32_array(grid.count, per_unit, warpgroups, size)
     name = "selective_scan_bwd"
     g = call.run(name, _bwd_kernel, scan, ins, outs, memory, barriers)
-    dB, dC = sum_of_blocks(call, g["sums"])
-    dA, dD, ddt_bias = (call.sum_over_parts(g[name]) for name in ("dA", "dD", "ddt_bias_sum"))
     dinitial = None
     if g["dstarts"] is not None:
         dinitial = seen.initial(call.cut_states(g["dstarts"]), dfinal)
     elif g["dinitial"] is not None:
         dinitial = call.cut_states(g["dinitial"])
+    return *_gradients(call, g, D, z, dt_bias), dinitial, None, None
+
+
+def _gradients(call: Call, g: dict[str, Any], D: Any, z: Any, dt_bias: Any) -> tuple[Any, ...]:
+    """The gradients of x to dt_bias, of what the kernel gave, its blocks' sums added up."""
+    dB, dC = sum_of_blocks(call, g["sums"])
+    dA, dD, ddt_bias = (call.sum_over_parts(g[name]) for name in ("dA", "dD", "ddt_bias_sum"))
     return (
         call.cut_tokens(g["dx"]),
         call.cut_tokens(g["ddt"]),
@@ -136,9 +142,6 @@ def launch_bwd(
         None if D is None else call.cut_channels(dD, 0),
         None if z is None else call.cut_tokens(g["dz"]),
         None if dt_bias is None else call.cut_channels(ddt_bias, 0),
-        dinitial,
-        None,
-        None,
     )
 
 
@@ -302,9 +305,9 @@ class _Backward:
         if self.scan.per_unit == 1:
             return self.gradients.saved(c * CHUNK)
         ref = self.refs.chunk_states.at[self.at.index, c - first, self.at.warpgroup]
-        flat = self.scan.load_lane(ref, 0, self.tile.channels * self.tile.states)
+        flat = self.scan.load_lane(ref, 0, CHANNELS * self.tile.states)
         states = self.tile.states
-        return [flat[r * states :][:states] for r in range(self.tile.channels)]
+        return [flat[r * states :][:states] for r in range(CHANNELS)]
 
     def save_chunk_states(self, before: TokenRing, first: Any, count: Any, up: Any) -> Any:
         """Writes the state before every chunk of a unit, from the saved one before the unit."""

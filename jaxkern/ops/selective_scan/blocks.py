@@ -26,7 +26,7 @@ from jaxkern.mosaic.launch import LANES, grid_axes, interpreted
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.ring import Ring, close_copies, release_stage, ring_scratch
 from jaxkern.ops.selective_scan.reference import CHUNK, Options
-from jaxkern.ops.selective_scan.tiles import Grid, Tile
+from jaxkern.ops.selective_scan.tiles import CHANNELS, Grid, Tile
 from jaxkern.ops.softplus import softplus
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
@@ -108,7 +108,7 @@ class Scan:
     def load_unswapped(self, ref: Any) -> list[Rows]:
         """The same, for :meth:`swapped` when they are needed: it waits for them."""
         t = self.tile
-        rows = [t.of_channel(r, t.all_states) for r in range(t.channels)]
+        rows = [t.of_channel(r, t.all_states) for r in range(CHANNELS)]
         return [self.load_pairs(ref, 1, *digits, start=start) for start, digits in rows]
 
     def load_pairs(self, ref: Any, copies: int, *digits: Any, start: int) -> Rows:
@@ -165,7 +165,7 @@ class Scan:
 
     def load_per_channel(self, ref: Any, n: int, start: int = 0, volatile: bool = False) -> Any:
         """[R][n] from (width, n)."""
-        rows = [self.tile.of_channel(r, n) for r in range(self.tile.channels)]
+        rows = [self.tile.of_channel(r, n) for r in range(CHANNELS)]
         return [
             self.load(ref, *digits, start=start + at, count=n, volatile=volatile)
             for at, digits in rows
@@ -187,7 +187,7 @@ class Scan:
             inside = below if inside is None else inside & below
             dt = jnp.where(dt > sizes.high, sizes.high, dt)
         if self.length != self.padded:
-            each = self.tile.owners * self.tile.channels
+            each = self.tile.owners * CHANNELS
             valid = token + (self.lane() // self.tile.low % self.tile.lanes) // each < self.length
             inside = valid if inside is None else inside & valid
             dt = jnp.where(valid, dt, 0.0)

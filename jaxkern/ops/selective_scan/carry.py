@@ -41,7 +41,7 @@ from jaxkern.ops.selective_scan.steps import (
     zero_states,
     zeros,
 )
-from jaxkern.ops.selective_scan.tiles import backward_tile, forward_grid, forward_tile
+from jaxkern.ops.selective_scan.tiles import CHANNELS, backward_tile, forward_grid, forward_tile
 
 
 def launch_device_carry(options: Options, x, dt, A, B, dt_bias, keep) -> tuple[Any, Any]:
@@ -186,7 +186,7 @@ def fwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
         share_step_sizes(tokens, smem.shared, dt_bias)
         return advance_chunks(scan, refs, span, ring.chunks, at_chunk, rate, *carry)
 
-    init = zero_states(scan), [zeros() for _ in range(tile.channels)]
+    init = zero_states(scan), [zeros() for _ in range(CHANNELS)]
     length = scan.grid.length if scan.grid.left_out else at.units
     h, total = ring.stream(at.first, length, run_tile, init)
     store_carry(scan, refs, total, h)
@@ -229,6 +229,6 @@ def bwd_carry_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
             dh = add_decayed(total, dh, [[d * c for c in C] for d in dy])
         return dh, total
 
-    init = zero_states(scan), [zeros() for _ in range(tile.channels)]
+    init = zero_states(scan), [zeros() for _ in range(CHANNELS)]
     dh, total = ring.stream(first, count, run_tile, init)
     store_carry(scan, refs, total, dh)

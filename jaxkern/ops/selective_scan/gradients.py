@@ -24,6 +24,7 @@ from jaxkern.ops.selective_scan.steps import (
     states_before,
 )
 from jaxkern.ops.selective_scan.sums import ChannelSums
+from jaxkern.ops.selective_scan.tiles import CHANNELS
 from jaxkern.ops.softplus import softplus_slope
 
 
@@ -149,8 +150,8 @@ class ChunkGradients:
         """dh before a step, and its dB, dC, Σ_n dh · B and Σ_n v · A · log2(e); adds to dA."""
         dy, dt, dtx, decay, B, C, _ = loaded
         dB, dC = _nones(self.tile.states), _nones(self.tile.states)
-        into, ddecay = _nones(self.tile.channels), _nones(self.tile.channels)
-        each = [(r, k) for r in range(self.tile.channels) for k in range(self.tile.states)]
+        into, ddecay = _nones(CHANNELS), _nones(CHANNELS)
+        each = [(r, k) for r in range(CHANNELS) for k in range(self.tile.states)]
         for r, k in each:
             g = dh[r][k] + dy[r] * C[k]
             dB[k] = _plus(dB[k], g * dtx[r])

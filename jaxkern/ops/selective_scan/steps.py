@@ -17,7 +17,7 @@ from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import ROW
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, Span, map_states
 from jaxkern.ops.selective_scan.reference import CHUNK
-from jaxkern.ops.selective_scan.tiles import Tile
+from jaxkern.ops.selective_scan.tiles import CHANNELS, Tile
 from jaxkern.ops.softplus import exp2_by_polynomial
 
 
@@ -26,7 +26,7 @@ def zeros() -> jax.Array:
 
 
 def zero_states(scan: Scan) -> list[Rows]:
-    return [[zeros() for _ in range(scan.tile.states)] for _ in range(scan.tile.channels)]
+    return [[zeros() for _ in range(scan.tile.states)] for _ in range(CHANNELS)]
 
 
 class Keep(NamedTuple):
@@ -260,7 +260,7 @@ def decays(dt: Rows, rate: list[Rows], by_polynomial: int = 0) -> list[Rows]:
 
 def polynomials(tile: Tile) -> int:
     """Of a lane's decays, where there is little else to do: an eighth evens out the two units."""
-    return tile.channels * tile.states // 8
+    return CHANNELS * tile.states // 8
 
 
 def advance(decay: list[Rows], dtx: Rows, B: Rows, h: list[Rows]) -> list[Rows]:

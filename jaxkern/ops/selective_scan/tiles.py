@@ -22,6 +22,9 @@ from jaxkern.ops.selective_scan.reference import CHUNK
 
 WARPS = LANES // 32
 
+CHANNELS = 2
+"""R, channels of a lane: two halve the reads of B and C, and more would leave no registers."""
+
 MAX_STATES = 384
 """32 lanes hold 12 states each; of more, those of a chunk would not fit into registers."""
 
@@ -38,11 +41,10 @@ class Tile:
 
     lanes: int  # S, that share a channel's states
     states: int  # K, of a lane and channel
-    channels: int  # R, of a lane
     summed: bool = False  # over channels, too, for which lanes hold states in other orders
 
     def __post_init__(self) -> None:
-        assert self.channels == 2 <= self.lanes <= 32, self
+        assert CHANNELS <= self.lanes <= 32, self
 
     @property
     def all_states(self) -> int:
@@ -56,17 +58,17 @@ class Tile:
     @property
     def width(self) -> int:
         """Channels of the warpgroup."""
-        return WARPS * self.groups * self.channels
+        return WARPS * self.groups * CHANNELS
 
     @property
     def steps(self) -> int:
         """J, the steps of a round."""
-        return min(CHUNK, self.lanes // self.channels)
+        return min(CHUNK, self.lanes // CHANNELS)
 
     @property
     def owners(self) -> int:
         """Lanes that own the same value; more than one where S > R · CHUNK."""
-        return self.lanes // (self.channels * self.steps)
+        return self.lanes // (CHANNELS * self.steps)
 
     @property
     def low(self) -> int:
@@ -76,7 +78,7 @@ class Tile:
     def of_channels(self, stride: int = 1) -> tuple[tuple[int, int, int], ...]:
         """Where a lane's first channel is, `stride` elements from one channel to the next."""
         rest = self.low * self.lanes, self.groups // self.low, self.low * stride
-        return (1, self.low, stride), rest, (32, WARPS, self.groups * self.channels * stride)
+        return (1, self.low, stride), rest, (32, WARPS, self.groups * CHANNELS * stride)
 
     @property
     def to_next(self) -> int:
@@ -140,8 +142,8 @@ class Tile:
         each = self.low * self.owners
         return (
             *self.of_channels(channel),
-            (each, self.channels, self.to_next * channel),
-            (each * self.channels, self.steps, step),
+            (each, CHANNELS, self.to_next * channel),
+            (each * CHANNELS, self.steps, step),
         )
 
     def row(self, n: int) -> int:
@@ -149,7 +151,7 @@ class Tile:
 
         Steps of a round would else fall on the same banks of shared memory.
         """
-        return self.width * n + max(4, 32 * self.channels // (self.lanes * n))
+        return self.width * n + max(4, 32 * CHANNELS // (self.lanes * n))
 
     @property
     def over_states(self) -> list[int]:
@@ -165,7 +167,7 @@ class Tile:
     @property
     def over_steps(self) -> list[int]:
         """The distances of the lanes that own values of the same channel."""
-        each = self.low * self.owners * self.channels
+        each = self.low * self.owners * CHANNELS
         return _between(each, self.low * self.lanes)
 
     @property
@@ -180,13 +182,13 @@ def _between(first: int, stop: int) -> list[int]:
 
 
 def _tile(states: int, most: tuple[int, int, int], summed: bool) -> Tile:
-    """Two channels a lane; 4, 8 or 16 lanes up to the states that `most` says, 32 beyond."""
+    """4, 8 or 16 lanes a channel up to the states that `most` says, 32 beyond."""
     lanes = next((s for s, n in zip((4, 8, 16), most, strict=True) if states <= n), 32)
-    return Tile(lanes, next(k for k in (1, 2, 4, 8, 12) if k * lanes >= states), 2, summed)
+    return Tile(lanes, next(k for k in (1, 2, 4, 8, 12) if k * lanes >= states), summed)
 
 
 def forward_tile(states: int) -> Tile:
-    """Two channels a lane, which halve the reads of B and C."""
+    """4 lanes a channel up to 16 states, 8 up to 64, 16 up to 128."""
     return _tile(states, (16, 64, 128), summed=False)
 
 
