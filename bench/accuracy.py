@@ -157,11 +157,12 @@ def text(report: dict[str, Any]) -> str:
         f"{told}; {report['clock']}.",
         "Largest error (mean error), in ulps of the array's dtype; values below the array's root "
         "mean square count in ulps of that. *plain JAX* is this library's, *expression* what a "
-        "user would write, in the dtype of the arguments. ▼ marks a mean error of the first "
-        "column over twice that of the expression. A share in percent is that of errors beyond "
-        "1e-5 of the value plus 1e-4, the bound of quack's tests for PyTorch of its in-place "
-        "product: fp32 sums that tensor cores, ours and cuBLAS's, do not add as fp32 would; of "
-        "float32 arrays XLA's products are TF32 by default.",
+        "user would write, in the dtype of the arguments. ▼ marks where the "
+        "first of the columns that is not empty has a mean error over twice that of the "
+        "expression. A share in percent is that of errors beyond 1e-5 of the value plus 1e-4, the "
+        "bound of quack's tests for PyTorch of its in-place product: fp32 sums that tensor cores, "
+        "ours and cuBLAS's, do not add as fp32 would; of float32 arrays XLA's products are TF32 "
+        "by default.",
         table(head, cells),
         *(f"Not computed: {line}" for line in report["refused"]),
         *(f"Failed: {line}" for line in report["failed"]),
