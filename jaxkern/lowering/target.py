@@ -112,7 +112,8 @@ GPUS: dict[str, Gpu] = {
 }
 """GPUs that a program can be lowered for by name, where there is none to ask."""
 
-_DEFAULT = GPUS["h200"]
+DEFAULT = GPUS["h200"]
+"""The GPU that is lowered for where nothing says which."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +195,7 @@ def of_program(axis_context: Any) -> Gpu:
             return gpu
     abstract = getattr(mesh, "abstract_device", None)
     known = (g for g in GPUS.values() if abstract is not None and g.name == abstract.device_kind)
-    return next(known, None) or of_process() or _DEFAULT
+    return next(known, None) or of_process() or DEFAULT
 
 
 def of_process() -> Gpu | None:

@@ -151,7 +151,7 @@ def clusters() -> bool:
 
 
 def _gpu() -> target.Gpu:
-    return target.current() or target.GPUS["h200"]
+    return target.current() or target.DEFAULT
 
 
 _interpreting = contextvars.ContextVar("interpreting", default=False)

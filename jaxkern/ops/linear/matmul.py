@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.launch import away_from_slices, launch_kernel, num_sms, shared_memory
+from jaxkern.mosaic.wgmma import SWIZZLE, swizzled
 from jaxkern.ops.linear.matmul_kernel import (
     BOX_F32,
     CLUSTERS,
     PAIR,
     SLOTS_F32,
-    SWIZZLE,
     WARPGROUP,
     Product,
     kernel,
@@ -119,20 +119,20 @@ def _shared_memory(
     a_tile = (tile.k, tile.m) if product.lhs_transposed else (tile.m, tile.k)
     b_tile = (tile.n, tile.k) if product.rhs_transposed else (tile.k, tile.n)
     scratch: dict[str, Any] = {
-        "a_slots": _slots((tile.stages, *a_tile), dtype, BOX),
-        "b_slots": _slots((products, tile.stages, *b_tile), dtype, BOX),
+        "a_slots": swizzled(tile.stages, *a_tile, dtype=dtype),
+        "b_slots": swizzled(products, tile.stages, *b_tile, dtype=dtype),
         "full": plgpu.Barrier(num_arrivals=1 + products, num_barriers=tile.stages),
     }
     if tiles:
         held_by = (CONSUMERS, boxes, len(tiles), 64, BOX)
-        scratch["in_slots"] = _slots(held_by, tiles[0].dtype, BOX)
+        scratch["in_slots"] = swizzled(*held_by, dtype=tiles[0].dtype)
     if fetched:
         held_by = (CONSUMERS, boxes, fetched, 64, BOX_F32)
-        scratch["held_slots"] = _slots(held_by, jnp.float32, BOX_F32)
+        scratch["held_slots"] = swizzled(*held_by, dtype=jnp.float32)
     if arrivals := len(tiles) + fetched:
         scratch["loaded"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=CONSUMERS * boxes)
     scratch["outs"] = {
-        t: _slots((CONSUMERS, 2, 64, box), jnp.dtype(t), box)
+        t: swizzled(CONSUMERS, 2, 64, box, dtype=jnp.dtype(t))
         for t, box in ((t, SWIZZLE // jnp.dtype(t).itemsize) for t in out_dtypes)
     }
     barrier: Any = plgpu.Barrier
@@ -140,10 +140,3 @@ def _shared_memory(
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=(PAIR,))
     scratch["empty"] = barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages)
     return tile, scratch
-
-
-def _slots(shape: tuple[int, ...], dtype: Any, box: int) -> Any:
-    """Shared memory of slots with rows of `box` elements, which are swizzled together."""
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, box)), swizzle(SWIZZLE)))

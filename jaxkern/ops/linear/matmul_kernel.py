@@ -12,17 +12,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.launch import grid_axes
+from jaxkern.mosaic.wgmma import ACCUMULATOR, SWIZZLE
 from jaxkern.ops.linear.tiles import BOX, CONSUMERS, Tile
 
 CLUSTERS, PAIR, WARPGROUP = grid_axes("clusters", "pair", "warpgroup")
-SWIZZLE = 128
-"""Bytes of a row of shared memory that are swizzled together."""
 BOX_F32 = SWIZZLE // 4
 """Columns of a slot in fp32."""
 SLOTS_F32 = BOX // BOX_F32
 """Slots of a box in fp32."""
 
-_accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+REGISTERS, FETCH_REGISTERS = 232, 40
+"""Registers of a lane that multiplies, and of one that fetches: 2 · 232 + 40 of the 512 that a
+multiprocessor has for a lane of each of a block's three warpgroups together."""
 
 Epilogue = Callable[[list[Any], list[Any], list[Any]], list[Any]]
 
@@ -139,12 +140,12 @@ def kernel(
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
         block.fetch(mine)
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(REGISTERS, action="increase")
         lax.fori_loop(0, mine, lambda i, _: block.compute(i), None)
         plgpu.wait_smem_to_gmem(0)
 
@@ -254,7 +255,7 @@ class _Block:
         # What the epilogue reads arrives during the product. The last epilogue is done with the
         # slots, as its results passed a barrier.
         self.prefetch(row, column)
-        accumulator = _accumulator((self.tile.own, self.tile.n), jnp.float32)
+        accumulator = ACCUMULATOR((self.tile.own, self.tile.n), jnp.float32)
         accumulators = [accumulator] * len(self.terms[0][1])
         products = pl.run_scoped(functools.partial(self.multiply, i), *accumulators)
         self.finish(i, row, column, products)

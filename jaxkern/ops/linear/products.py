@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from jaxkern.core.arguments import check_array, unfit
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mesh import gather, match_sharding, partition_spec, split_factors
-from jaxkern.lowering import target
+from jaxkern.core.mesh import gather, match_sharding, partition_spec, split_factors, varying
+from jaxkern.mosaic.wgmma import without_wgmma
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
 from jaxkern.ops.linear.matmul import matmul
 from jaxkern.ops.linear.matmul_kernel import Product
@@ -314,10 +314,7 @@ def plus_bias(y: Any, bias: Any) -> Any:
 def unfit_for_gpu(options: Any, *types: Any) -> str | None:
     """Why the kernels cannot run on the GPU that a program is lowered for."""
     del options, types
-    gpu = target.current()
-    if gpu is None or gpu.capability == (9, 0):
-        return None
-    return f"its kernels multiply by wgmma, which Hopper alone has, and this is for {gpu}"
+    return without_wgmma()
 
 
 def unsupported(**arrays: Any) -> str | None:
@@ -348,7 +345,6 @@ def row_count(x: Any) -> int:
 
 def varies_more(x: Any, than: Any) -> bool:
     """Whether, inside a ``shard_map``, `x` differs between devices that have the same `than`."""
-    varying = lambda v: frozenset(jax.typeof(v).manual_axis_type.varying)
     return bool(varying(x) - varying(than))
 
 

@@ -20,28 +20,16 @@ from jaxkern.mosaic.instructions import widened
 from jaxkern.mosaic.lanes import sum_lanes
 from jaxkern.mosaic.launch import grid_axes, interpreted
 from jaxkern.mosaic.registers import elements, fragmented, i32, inline_mlir, row_type
-from jaxkern.ops.ssd.tiles import BOX, SLICE, STEP, STEPS, Scan
+from jaxkern.mosaic.wgmma import ACCUMULATOR
+from jaxkern.ops.ssd.tiles import SLICE, STEP, STEPS, Scan
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
-
-LOG2E = math.log2(math.e)
-SWIZZLE = 2 * BOX
-"""Bytes of a row of shared memory that are swizzled together."""
 
 TILE: Any = plgpu.Layout.WGMMA
 """The layout of accumulators, and of what is multiplied from registers."""
 ROWS: Any = plgpu.Layout.WGMMA.reduce(1)
 """The layout of one number for each row of an accumulator."""
 COLUMNS: Any = plgpu.Layout.WGMMA.reduce(0)
-
-_accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-
-
-def tiles_of(*shape: int, dtype: Any) -> Any:
-    """Shared memory of tiles that the tensor cores read."""
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, BOX)), swizzle(SWIZZLE)))
 
 
 def over_rows(v: Any, columns: int) -> Any:
@@ -65,7 +53,7 @@ def with_accumulators(f: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
     """Runs `f` with an accumulator of the tensor cores, zero, of each shape."""
     if interpreted():
         return f(*(_Held(jnp.zeros(shape, jnp.float32)) for shape in shapes))
-    return pl.run_scoped(f, *(_accumulator(shape, jnp.float32) for shape in shapes))
+    return pl.run_scoped(f, *(ACCUMULATOR(shape, jnp.float32) for shape in shapes))
 
 
 def accumulated(f: Callable[..., None], *begin: Any) -> list[Any]:
@@ -74,7 +62,7 @@ def accumulated(f: Callable[..., None], *begin: Any) -> list[Any]:
         held = [_Held(value) for value in begin]
         f(*held)
         return [acc.value for acc in held]
-    return list(pl.run_state(lambda accs: f(*accs))(tuple(map(_accumulator.init, begin))))
+    return list(pl.run_state(lambda accs: f(*accs))(tuple(map(ACCUMULATOR.init, begin))))
 
 
 def loop(count: Any, step: Callable[..., None], *accs: Any) -> None:
@@ -138,22 +126,22 @@ def wide(v: Any) -> Any:
     return widened(v, TILE) if v.dtype == jnp.bfloat16 else v.astype(jnp.float32)
 
 
-def causal(v: Any, *, turned: bool = False, first: int = 0) -> Any:
-    """(64, n), fp32, with −∞ above the diagonal, or if `turned` below it.
+def causal(v: Any, *, transposed: bool = False, first: int = 0) -> Any:
+    """(64, n), fp32, with −∞ above the diagonal, or if `transposed` below it.
 
     A lane compares one number with constants: with the columns' numbers in registers, there would
     not be enough of these.
 
     Args:
       v: in the layout of accumulators.
-      turned: whether rows are the earlier tokens.
+      transposed: whether rows are the earlier tokens.
       first: the number of the first column.
     """
     if interpreted():
         rows, columns = (lax.broadcasted_iota(jnp.int32, v.shape, a) for a in (0, 1))
         columns = columns + first
-        return jnp.where(rows <= columns if turned else columns <= rows, v, -jnp.inf)
-    order = arith.CmpIPredicate.sle if turned else arith.CmpIPredicate.sge
+        return jnp.where(rows <= columns if transposed else columns <= rows, v, -jnp.inf)
+    order = arith.CmpIPredicate.sle if transposed else arith.CmpIPredicate.sge
 
     @inline_mlir(TILE, returns=plgpu.ShapeDtypeStruct(v.shape, v.dtype, layout=TILE))
     def select(v: Any) -> Any:

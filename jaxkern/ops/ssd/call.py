@@ -38,7 +38,7 @@ class Arrays:
         self.padded_channels = -(-self.channels // SLICE) * SLICE
         self.chunks = -(-self.length // CHUNK)
         self.x, self.z = self.tokens(x), self.tokens(z)
-        self.B, self.C = (self._few(_pad(v, 3, self.padded_states)) for v in (B, C))
+        self.B, self.C = (self._pad_length(_pad(v, 3, self.padded_states)) for v in (B, C))
         self.D = None
         if D is not None:
             D = D.astype(jnp.float32)
@@ -48,10 +48,10 @@ class Arrays:
         # (B, H, chunks, 2, CHUNK): sums of log-decays, and dt.
         self.steps = chunk_sums(*(self._by_token(v) for v in (a, dt)))[:, : self.heads]
 
-    def _few(self, v: Any) -> Any:
-        """Tokens that the TMA can count, in whole rows of tiles.
+    def _pad_length(self, v: Any) -> Any:
+        """Pads L to whole rows of tiles, and to a chunk if it is a step or less.
 
-        It drops the index of an axis with one box of a step.
+        Mosaic drops the index of an axis with a single box of a copy, which then is not clipped.
         """
         return _pad(
             v, 1, CHUNK if self.length <= STEP else -(-self.length // TILE_ROWS) * TILE_ROWS
@@ -67,7 +67,7 @@ class Arrays:
         if v is None:
             return None
         v = v.reshape(*v.shape[:2], self.heads, self.channels)
-        return self._few(_pad(v, 3, self.padded_channels))
+        return self._pad_length(_pad(v, 3, self.padded_channels))
 
     def cut_tokens(self, v: Any) -> Any:
         """Undoes `tokens`."""

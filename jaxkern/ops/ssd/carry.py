@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.split import in_order
 from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.wgmma import swizzled
 from jaxkern.ops.ssd.blocks import (
     BLOCK,
     COLUMNS,
@@ -28,7 +29,6 @@ from jaxkern.ops.ssd.blocks import (
     multiply,
     of_step,
     over_columns,
-    tiles_of,
     wide,
 )
 from jaxkern.ops.ssd.call import (
@@ -64,16 +64,16 @@ def launch_carry(
     W, N, dtype = scan.warpgroups, scan.states, tokens.dtype
     stages = _stages(scan)
     scratch = {
-        "tokens": tiles_of(stages * W, STEP, SLICE, dtype=dtype),
+        "tokens": swizzled(stages * W, STEP, SLICE, dtype=dtype),
         "steps": plgpu.SMEM((2 * W, 2, CHUNK), jnp.float32),
-        "weights": tiles_of(2, CHUNK, N, dtype=dtype),
+        "weights": swizzled(2, CHUNK, N, dtype=dtype),
         "tokens_full": plgpu.Barrier(num_arrivals=1, num_barriers=stages * W),
         "steps_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
         "full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         "empty": plgpu.Barrier(num_arrivals=W, num_barriers=2),
     }
     if scan.every:
-        scratch["held"] = tiles_of(W, N // BOX, SLICE, BOX, dtype=dtype)
+        scratch["held"] = swizzled(W, N // BOX, SLICE, BOX, dtype=dtype)
     state = scan.heads, scan.channels, N
     like = lambda count, dtype: jax.ShapeDtypeStruct((scan.batch, count, *state), dtype)
     results = launch_named(
@@ -104,13 +104,13 @@ def part_starts(
     """
     if scan.parts == 1:
         return None if initial is None else initial[:, None]
-    finer, pieces = scan.finer(CARRY_WARPGROUPS[0])
+    finer, subparts = scan.finer(CARRY_WARPGROUPS[0])
     _, ends = launch_carry(finer, reverse, tokens, weights, steps, None)
     decay = _part_decays(finer, steps)[..., None, None]
     state = jnp.zeros_like(ends[:, 0]) if initial is None else initial.astype(jnp.float32)
     starts: dict[int, Any] = {}
     for n in range(finer.parts)[:: -1 if reverse else 1]:
-        starts.setdefault(n // pieces, state)
+        starts.setdefault(n // subparts, state)
         state = decay[:, :, n] * state + ends[:, n]
     return jnp.stack([starts[part] for part in range(scan.parts)], axis=1)
 
@@ -222,7 +222,7 @@ def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
             plgpu.copy_smem_to_gmem(held.at[k], to.at[:, pl.ds(k * BOX, BOX)])
 
     def weighted(n: Any, s: int) -> Any:
-        """(P, 64): the tokens of a chunk's step by their weights, turned; refills their slot."""
+        """(P, 64): tokens of a chunk's step by their weights, transposed; refills their slot."""
         k, steps, part = n * STEPS + s, smem.steps.at[slot_of(n)], pl.ds(s * STEP, STEP)
         plgpu.barrier_wait(smem.tokens_full.at[slot_of_step(k)])
         tokens = smem.tokens.at[slot_of_step(k)].transpose((1, 0))

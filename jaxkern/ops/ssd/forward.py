@@ -1,7 +1,7 @@
 """The forward of the SSD scan: one kernel that goes through the tokens, 64 at once.
 
-With x (j, p), S = C Bᵀ and M of a step as in the op's equations, everything is computed turned, so
-that the state's accumulators (p, n) are operands without leaving the registers:
+With x (j, p), S = C Bᵀ and M of a step as in the op's equations, everything is computed transposed,
+so that the state's accumulators (p, n) are operands without leaving the registers:
 
     Sᵀ = B Cᵀ,  Mᵀ from it in registers, to shared memory
     yᵀ = exp(c) ∘ (h Cᵀ) + xᵀ Mᵀ
@@ -20,11 +20,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.wgmma import swizzled
 from jaxkern.ops.ssd.blocks import (
     BLOCK,
     COLUMNS,
-    LOG2E,
     ROWS,
     TILE,
     WARPGROUP,
@@ -38,7 +39,6 @@ from jaxkern.ops.ssd.blocks import (
     over_columns,
     over_rows,
     read,
-    tiles_of,
     wide,
     with_accumulators,
 )
@@ -147,20 +147,20 @@ def _launch_range(options: Options, x, dt, a, B, C, D, z, initial_state) -> tupl
 
 def _scratch(scan: Scan, dtype: Any, *, gated: bool, saves_y: bool) -> dict[str, Any]:
     W, N = scan.warpgroups, scan.states
-    tokens = {name: tiles_of(2 * W, STEP, SLICE, dtype=dtype) for name in ("x", "z")[: 1 + gated]}
+    tokens = {name: swizzled(2 * W, STEP, SLICE, dtype=dtype) for name in ("x", "z")[: 1 + gated]}
     scratch = tokens | {
         "steps": plgpu.SMEM((2 * W, 2, CHUNK), jnp.float32),
-        "B": tiles_of(scan.stages, STEP, N, dtype=dtype),
-        "C": tiles_of(scan.stages, STEP, N, dtype=dtype),
-        "M": tiles_of(W, STEP, STEP, dtype=dtype),
-        "out": tiles_of(W, STEP, SLICE, dtype=dtype),
-        **({"y": tiles_of(W, STEP, SLICE, dtype=dtype)} if saves_y else {}),
+        "B": swizzled(scan.stages, STEP, N, dtype=dtype),
+        "C": swizzled(scan.stages, STEP, N, dtype=dtype),
+        "M": swizzled(W, STEP, STEP, dtype=dtype),
+        "out": swizzled(W, STEP, SLICE, dtype=dtype),
+        **({"y": swizzled(W, STEP, SLICE, dtype=dtype)} if saves_y else {}),
         "tokens_full": plgpu.Barrier(num_arrivals=2 + gated, num_barriers=2 * W),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=scan.stages),
         "empty": plgpu.Barrier(num_arrivals=W, num_barriers=scan.stages),
     }
     if scan.every:
-        scratch["held"] = tiles_of(W, SLICE, N, dtype=dtype)
+        scratch["held"] = swizzled(W, SLICE, N, dtype=dtype)
     return scratch
 
 
@@ -266,7 +266,7 @@ class _Block:
         plgpu.barrier_wait(smem.tokens_full.at[own])
         c = steps.sums(COLUMNS)
         exponents = over_columns(c, STEP) - over_rows(steps.sums(ROWS), STEP)
-        decay = jnp.exp2(causal(exponents, turned=True)) * over_rows(steps.sizes(ROWS), STEP)
+        decay = jnp.exp2(causal(exponents, transposed=True)) * over_rows(steps.sizes(ROWS), STEP)
         M = read(scores, 1) * decay
         smem.M.at[at.warpgroup][...] = M.astype(smem.x.dtype)
         if self.scan.every:
@@ -296,7 +296,7 @@ class _Block:
             plgpu.copy_smem_to_gmem(held, to)
 
     def store(self, n: Any, y: Any, x: Any) -> None:
-        """Stores the output of step `n` from y without D · x, turned, (P, 64)."""
+        """Stores the output of step `n` from y without D · x, transposed, (P, 64)."""
         at, smem, refs = self.at, self.smem, self.refs
         if refs.D is not None:
             if len(refs.D.shape) == 1:

@@ -28,6 +28,7 @@ from jaxkern.mosaic.instructions import unknown_zero
 from jaxkern.mosaic.lanes import LaneOffsets, store_lanes, sync_warpgroup
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.wgmma import swizzled
 from jaxkern.ops.ssd.blocks import (
     BLOCK,
     COLUMNS,
@@ -43,7 +44,6 @@ from jaxkern.ops.ssd.blocks import (
     over_rows,
     product,
     read,
-    tiles_of,
     warp_sums,
     wide,
     with_accumulators,
@@ -73,16 +73,16 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
     units = scan.batch, scan.heads * scan.slices, scan.chunks
     of_heads = arrays.D is not None and arrays.D.ndim == 1
     scratch = {
-        "x": tiles_of(2, CHUNK, SLICE, dtype=dtype),
-        "dy": tiles_of(2, CHUNK, SLICE, dtype=dtype),
+        "x": swizzled(2, CHUNK, SLICE, dtype=dtype),
+        "dy": swizzled(2, CHUNK, SLICE, dtype=dtype),
         "steps": plgpu.SMEM((2, 2, CHUNK), f32),
-        "h": tiles_of(1, SLICE, N, dtype=dtype),
-        "dh": tiles_of(1, SLICE, N, dtype=dtype),
-        "B": tiles_of(1, CHUNK, N, dtype=dtype),
-        "C": tiles_of(1, CHUNK, N, dtype=dtype),
-        "M": tiles_of(BLOCKS, STEP, STEP, dtype=dtype),
-        "dS": tiles_of(BLOCKS, STEP, STEP, dtype=dtype),
-        "scores": tiles_of(1, STEP, STEP, dtype=dtype),
+        "h": swizzled(1, SLICE, N, dtype=dtype),
+        "dh": swizzled(1, SLICE, N, dtype=dtype),
+        "B": swizzled(1, CHUNK, N, dtype=dtype),
+        "C": swizzled(1, CHUNK, N, dtype=dtype),
+        "M": swizzled(BLOCKS, STEP, STEP, dtype=dtype),
+        "dS": swizzled(BLOCKS, STEP, STEP, dtype=dtype),
+        "scores": swizzled(1, STEP, STEP, dtype=dtype),
         "sums": plgpu.SMEM((STEPS, 2, STEP), f32),
         "weights_full": plgpu.Barrier(num_arrivals=2),
         "full": plgpu.Barrier(num_arrivals=3, num_barriers=2),
@@ -405,12 +405,12 @@ class _Unit:
           dx: an accumulator, with the part of u from `dh`.
         """
         half, refs, later = self.half, self.refs, range(self.half, STEPS)
-        turned = lambda name, i: self.block(name, i, half).transpose((1, 0))
+        transposed = lambda name, i: self.block(name, i, half).transpose((1, 0))
         for i in later:
-            multiply(dx, turned("M", i), _half(self.staged("dy"), i))
+            multiply(dx, transposed("M", i), _half(self.staged("dy"), i))
         multiply(self.dB, weighted, self.only("dh"))
         for i in later:
-            multiply(self.dB, turned("dS", i), _half(self.only("C"), i))
+            multiply(self.dB, transposed("dS", i), _half(self.only("C"), i))
         u, x = read(dx, 1 + len(later)), self.tokens("x")
         ds, dt, skip = jnp.sum(u * x, axis=1), self.numbers(1), None
         grad = u * over_rows(dt, SLICE)

@@ -44,7 +44,7 @@ class Contained(NamedTuple):
         states = None if initial_state is None else _bad(initial_state, (-2, -1))
         dstates = None if dfinal is None else _bad(dfinal, (-2, -1))
         if num_segments is None:
-            first, last = (_along(rank == of, enter) for of in (0, rank[:, -1:]))
+            first, last = (along(rank == of, enter) for of in (0, rank[:, -1:]))
             if states is not None:
                 enter = enter | (first & states[:, None])
             ends = own if dstates is None else own | (last & dstates[:, None])
@@ -127,7 +127,8 @@ def _clean_jvp(primals: Any, tangents: Any) -> Any:
     return _finite(v), dv * jnp.where(bad, jnp.nan, 1).astype(dv.dtype)
 
 
-def _along(mask: jax.Array, like: jax.Array) -> jax.Array:
+def along(mask: jax.Array, like: jax.Array) -> jax.Array:
+    """`mask` with axes of one after its own, as many as `like` has."""
     return mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
@@ -136,8 +137,8 @@ def _so_far(bad: jax.Array, rank: jax.Array) -> jax.Array:
     time = jnp.arange(rank.shape[1], dtype=jnp.int32)[None]
     before = jnp.concatenate([rank[:, :1], rank], axis=1)[:, :-1]
     first = lax.cummax(jnp.where(rank != before, time, 0), axis=1)
-    last = lax.cummax(jnp.where(bad, _along(time, bad), -1), axis=1)
-    return last >= _along(first, bad)
+    last = lax.cummax(jnp.where(bad, along(time, bad), -1), axis=1)
+    return last >= along(first, bad)
 
 
 def _anywhere(bad: jax.Array, rank: jax.Array) -> jax.Array:

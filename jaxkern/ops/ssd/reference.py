@@ -21,7 +21,7 @@ from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather, vary_over, varying
 from jaxkern.core.split import Axes
 from jaxkern.ops.segments import Seen, with_zeros
-from jaxkern.ops.ssd.packed import Aligned, Contained
+from jaxkern.ops.ssd.packed import Aligned, Contained, along
 
 CHUNK = 64
 """Tokens of a chunk. On 2 CPU cores, forward + backward at (B, L, H, P, N, G) = (2, 1024, 8, 64,
@@ -244,7 +244,7 @@ def _decay(a: jax.Array, rank: Any) -> jax.Array:
     decay = jnp.exp(jnp.sum(a, axis=1))
     if rank is None:
         return decay
-    return jnp.where(_along(rank[:, 0] == rank[:, -1], decay), decay, 0)
+    return jnp.where(along(rank[:, 0] == rank[:, -1], decay), decay, 0)
 
 
 def passed_on(carry: Any, state: jax.Array) -> jax.Array:
@@ -389,9 +389,9 @@ def _run_chunk(
     if params.starts is not None:
         number = jnp.where(marks.enter < 0, 0, marks.enter)
         begin = jax.vmap(lambda v, i: v[i])(params.starts, number)
-        h = jnp.where(_along(marks.enter >= 0, h), begin, h)
+        h = jnp.where(along(marks.enter >= 0, h), begin, h)
     elif marks.enter is not None:
-        h = jnp.where(_along(marks.enter >= 0, h), 0, h)
+        h = jnp.where(along(marks.enter >= 0, h), 0, h)
     product = functools.partial(jnp.einsum, precision=call.precision)
     x, dt, a, B, C = (v.astype(call.acc) for v in tokens[:5])
     dt = jnp.moveaxis(dt, 1, -1)  # (B, G, R, Q)
@@ -410,8 +410,8 @@ def _run_chunk(
     kept = from_start[..., -1]
     of_start = product("bign,bgrpn->bigrp", C, h) * jnp.moveaxis(from_start, -1, 1)[..., None]
     if marks.rank is not None:
-        of_start = jnp.where(_along(marks.rank == marks.before[:, None], y), of_start, 0)
-        kept = jnp.where(_along(marks.rank[:, -1] == marks.before, kept), kept, 0)
+        of_start = jnp.where(along(marks.rank == marks.before[:, None], y), of_start, 0)
+        kept = jnp.where(along(marks.rank[:, -1] == marks.before, kept), kept, 0)
     entered = product("bjgrp,bjgn->bgrpn", jnp.moveaxis(to_end, -1, 1)[..., None] * x, B)
     h = kept[..., None, None] * h + entered
     if ends is not None:
@@ -430,10 +430,6 @@ def with_skip(y: jax.Array, x: jax.Array, D: Any) -> jax.Array:
 def gated(y: jax.Array, z: Any) -> jax.Array:
     """The output of y."""
     return y if z is None else y * jax.nn.silu(z.astype(y.dtype))
-
-
-def _along(mask: jax.Array, states: jax.Array) -> jax.Array:
-    return mask.reshape(*mask.shape, *[1] * (states.ndim - mask.ndim))
 
 
 def _decay_sums(a: jax.Array) -> tuple[jax.Array, jax.Array]:

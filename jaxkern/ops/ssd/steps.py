@@ -1,9 +1,9 @@
 """The kernels of the SSD scan's step sizes: sums of log-decays, and the way back from gradients.
 
 Arrays of tokens have their heads side by side, (B, L, H), and the scan takes a head's tokens side
-by side. A block turns a chunk of 128 tokens of 8 heads: a lane has 8 tokens of one head, a piece of
-the chunk. What it adds of other pieces comes through shared memory, in a fixed order. Both kernels
-take the time of their bytes: 16 for a token and head each way.
+by side. A block transposes a chunk of 128 tokens of 8 heads: a lane has a run of 8 tokens of one
+head. What it adds of other runs comes through shared memory, in a fixed order. Both kernels take
+the time of their bytes: 16 for a token and head each way.
 """
 
 import dataclasses
@@ -19,10 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sync_warpgroup
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.named import launch_named
-from jaxkern.ops.ssd.blocks import BLOCK, LOG2E, WARPGROUP
+from jaxkern.ops.ssd.blocks import BLOCK, WARPGROUP
 from jaxkern.ops.ssd.tiles import CHUNK, STEPS
 
 HEADS = 8
@@ -30,8 +31,8 @@ HEADS = 8
 LAST_PARTS, SKIP_PARTS, WARPS = STEPS + 1, STEPS, 4
 """The parts that are added up for a chunk's last sum, one of each half of its tokens and one of its
 states, and those for D, of the halves alone. A part is the sums of a warpgroup's four warps."""
-_PIECES = LANES // HEADS
-_PIECE = CHUNK // _PIECES
+_RUNS = LANES // HEADS
+_RUN = CHUNK // _RUNS
 """Tokens of a lane."""
 
 
@@ -99,9 +100,9 @@ def chunk_sum_grads(
 def _launch(
     name: str, kernel: Any, ins: Any, outs: Any, scratch: dict[str, Any], blocks: int
 ) -> dict[str, Any]:
-    """Launches a kernel that fetches two tiles, and adds up what its pieces share in `totals`."""
+    """Launches a kernel that fetches two tiles, and adds up what its runs share in `totals`."""
     shared = {
-        "totals": plgpu.SMEM((2 * _PIECES, HEADS), jnp.float32),
+        "totals": plgpu.SMEM((2 * _RUNS, HEADS), jnp.float32),
         "full": plgpu.Barrier(num_arrivals=2),
     }
     return launch_named(
@@ -127,7 +128,7 @@ class _At:
 
     @classmethod
     def of(cls, tokens: Any) -> "_At":
-        """The place of this block; `tokens` is (B, L, H)."""
+        """The chunk and heads of this block; `tokens` is (B, L, H)."""
         _, length, heads = tokens.shape
         chunks, columns = -(-length // CHUNK), heads // HEADS
         block = lax.axis_index(BLOCK)
@@ -153,8 +154,8 @@ def _sum_chunk(refs: Any, smem: Any) -> None:
     plgpu.barrier_wait(smem.full)
     sums = [*itertools.accumulate(v * LOG2E for v in _load_tokens(smem.a))]
     before = _of_others(smem.totals, sums[-1], after=False)
-    store_lanes(smem.steps, _piece_of_head(2 * CHUNK), [v + before for v in sums])
-    store_lanes(smem.steps, _piece_of_head(2 * CHUNK, CHUNK), _load_tokens(smem.dt))
+    store_lanes(smem.steps, _run_of_head(2 * CHUNK), [v + before for v in sums])
+    store_lanes(smem.steps, _run_of_head(2 * CHUNK, CHUNK), _load_tokens(smem.dt))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.steps, at.by_head(refs.steps))
     plgpu.wait_smem_to_gmem(0)
@@ -165,7 +166,7 @@ def _sum_chunk_grads(refs: Any, smem: Any) -> None:
     for name in ("sums", "parts"):
         _fetch(at.by_head(getattr(refs, name)), getattr(smem, name), smem.full)
     plgpu.barrier_wait(smem.full)
-    load = lambda k: load_lanes(smem.sums, _piece_of_head(2 * CHUNK, k * CHUNK), _PIECE)
+    load = lambda k: load_lanes(smem.sums, _run_of_head(2 * CHUNK, k * CHUNK), _RUN)
     grads = [*itertools.accumulate(reversed(load(0)))][::-1]
     after = _of_others(smem.totals, grads[0], after=True) + _of_parts(smem.parts, 0, LAST_PARTS)
     for n, (da, ddt) in enumerate(zip(grads, load(1), strict=True)):
@@ -185,38 +186,38 @@ def _added(values: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(operator.add, values)
 
 
-# A lane's place: its head is its number modulo HEADS, its piece the rest.
+# A lane's head is its number modulo HEADS, its run the rest.
 
 
-def _piece_of_head(row: int, start: int = 0) -> LaneOffsets:
-    """A lane's piece where a head's tokens are side by side, heads `row` elements apart."""
-    return LaneOffsets(((1, HEADS, row), (HEADS, _PIECES, _PIECE)), start)
+def _run_of_head(row: int, start: int = 0) -> LaneOffsets:
+    """A lane's run where a head's tokens are side by side, heads `row` elements apart."""
+    return LaneOffsets(((1, HEADS, row), (HEADS, _RUNS, _RUN)), start)
 
 
 def _token(n: int) -> LaneOffsets:
-    """The n-th token of a lane's piece in (CHUNK, HEADS)."""
-    return LaneOffsets(((1, HEADS, 1), (HEADS, _PIECES, _PIECE * HEADS)), n * HEADS)
+    """The n-th token of a lane's run in (CHUNK, HEADS)."""
+    return LaneOffsets(((1, HEADS, 1), (HEADS, _RUNS, _RUN * HEADS)), n * HEADS)
 
 
 def _load_tokens(ref: Any) -> list[Any]:
-    return [load_lanes(ref, _token(n))[0] for n in range(_PIECE)]
+    return [load_lanes(ref, _token(n))[0] for n in range(_RUN)]
 
 
-def _of_piece(n: int) -> LaneOffsets:
-    """The row `n` after that of a lane's piece, in rows of HEADS."""
-    return LaneOffsets(((1, HEADS, 1), (HEADS, _PIECES, HEADS)), n * HEADS)
+def _of_run(n: int) -> LaneOffsets:
+    """The row `n` after that of a lane's run, in rows of HEADS."""
+    return LaneOffsets(((1, HEADS, 1), (HEADS, _RUNS, HEADS)), n * HEADS)
 
 
 def _of_others(totals: Any, own: jax.Array, *, after: bool) -> jax.Array:
-    """The sum of the pieces of a lane's head before its own, or after it, of which each has `own`.
+    """The sum of the runs of a lane's head before its own, or after it, of which each has `own`.
 
-    `totals` is shared memory, (2 · pieces, HEADS): beyond the first or the last piece are zeros.
+    `totals` is shared memory, (2 · runs, HEADS): beyond the first or the last run are zeros.
     """
-    first, sign = (0, 1) if after else (_PIECES, -1)
-    store_lanes(totals, _of_piece(first), [own])
-    store_lanes(totals, _of_piece(_PIECES - first), [jnp.zeros_like(own)])
+    first, sign = (0, 1) if after else (_RUNS, -1)
+    store_lanes(totals, _of_run(first), [own])
+    store_lanes(totals, _of_run(_RUNS - first), [jnp.zeros_like(own)])
     sync_warpgroup()
-    return _added(load_lanes(totals, _of_piece(first + sign * n))[0] for n in range(1, _PIECES))
+    return _added(load_lanes(totals, _of_run(first + sign * n))[0] for n in range(1, _RUNS))
 
 
 def _of_parts(parts: Any, first: int, count: int) -> jax.Array:

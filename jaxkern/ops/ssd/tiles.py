@@ -14,8 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkern.lowering import target
 from jaxkern.mosaic.launch import num_sms
+from jaxkern.mosaic.wgmma import without_wgmma
 
 CHUNK = 128
 """Tokens of a chunk: states are saved at the starts of chunks."""
@@ -118,15 +118,15 @@ class Scan:
         return dataclasses.replace(whole, part_chunks=-(-self.chunks // parts))
 
     def finer(self, warpgroups: int) -> tuple["Scan", int]:
-        """With so many warpgroups, nothing saved, and parts cut into pieces, if that fills the GPU.
+        """With so many warpgroups, nothing saved, and parts cut, if that fills the GPU.
 
-        Also returns the number of pieces.
+        Also returns the number of subparts of a part.
         """
         whole = dataclasses.replace(self, warpgroups=warpgroups, every=0)
-        pieces = max(1, min(num_sms() // whole.grid, self.part_chunks))
-        while self.part_chunks % pieces:
-            pieces -= 1
-        return dataclasses.replace(whole, part_chunks=self.part_chunks // pieces), pieces
+        subparts = max(1, min(num_sms() // whole.grid, self.part_chunks))
+        while self.part_chunks % subparts:
+            subparts -= 1
+        return dataclasses.replace(whole, part_chunks=self.part_chunks // subparts), subparts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,4 @@ def unsupported(x: Any, B: Any, C: Any, z: Any, num_segments: int | None) -> str
 def unfit_for_gpu(options: Any, x, dt, a, B, C, D, z, initial_state, *rest) -> str | None:
     """Why the kernels cannot run on the GPU that a pass is lowered for, or cannot take it."""
     del dt, a, D, initial_state, rest
-    gpu = target.current()
-    if gpu is not None and gpu.capability != (9, 0):
-        return f"its kernels multiply by wgmma, which Hopper alone has, and this is for {gpu}"
-    return unsupported(x, B, C, z, options.num_segments)
+    return without_wgmma() or unsupported(x, B, C, z, options.num_segments)
