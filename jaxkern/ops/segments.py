@@ -253,22 +253,23 @@ class Seen(NamedTuple):
     def final(self, ends: Any, last: Any, initial: Any) -> jax.Array:
         """Final states, (B, S, ...): those at `ends` of segments, that of the row, or `initial`."""
         initial = jnp.zeros((), ends.dtype) if initial is None else initial.astype(ends.dtype)
-        own = jnp.where(_along(self.left, ends), ends, jnp.expand_dims(last, 1))
-        return jnp.where(_along(self.entered, ends), own, initial)
+        own = jnp.where(along(self.left, ends), ends, jnp.expand_dims(last, 1))
+        return jnp.where(along(self.entered, ends), own, initial)
 
     def of_row(self, dfinal: jax.Array) -> jax.Array:
         """The cotangent of a row's final state, (B, ...), from those of its segments."""
         is_last = self.entered & ~self.left
-        return jnp.sum(jnp.where(_along(is_last, dfinal), dfinal, 0), axis=1)
+        return jnp.sum(jnp.where(along(is_last, dfinal), dfinal, 0), axis=1)
 
     def initial(self, dstarts: jax.Array, dfinal: Any) -> jax.Array:
         """The cotangents of initial states: of one whose segment is absent, its final state's."""
         dfinal = jnp.zeros((), dstarts.dtype) if dfinal is None else dfinal.astype(dstarts.dtype)
-        return jnp.where(_along(self.entered, dstarts), dstarts, dfinal)
+        return jnp.where(along(self.entered, dstarts), dstarts, dfinal)
 
 
-def _along(mask: jax.Array, states: jax.Array) -> jax.Array:
-    return mask.reshape(*mask.shape, *[1] * (states.ndim - 2))
+def along(mask: jax.Array, like: jax.Array) -> jax.Array:
+    """`mask` with axes of one behind its own, so that it has as many as `like`."""
+    return mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
 def with_zeros(states: jax.Array, axis: int = 1) -> jax.Array:

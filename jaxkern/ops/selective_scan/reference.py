@@ -19,7 +19,7 @@ from jax import lax
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather, vary_over, varying
 from jaxkern.core.split import Axes
-from jaxkern.ops.segments import Seen, with_zeros
+from jaxkern.ops.segments import Seen, along, with_zeros
 from jaxkern.ops.step_sizes import StepSizes
 
 CHUNK = 8
@@ -410,11 +410,10 @@ def _run_steps(options, before: _States, tokens: _Tokens, masks: _Masks, params:
     """The same; all arrays may lack the axis G."""
     h, ends = before
     acc = h.dtype
-    along = lambda mask, ndim: mask.reshape(*mask.shape, *[1] * (ndim - mask.ndim))
     x, dt, B, C = (v.astype(acc) for v in tokens[:4])
     dt = options.sizes(dt if params.dt_bias is None else dt + params.dt_bias)
     if masks.valid is not None:  # a step of no size keeps the state as it is
-        dt = jnp.where(along(masks.valid, dt.ndim), dt, 0)
+        dt = jnp.where(along(masks.valid, dt), dt, 0)
     dtx = dt * x
     ys = []
     for t in range(x.shape[1]):
@@ -446,4 +445,4 @@ def _cross(options, masks: _Masks, params: _Params, t: int, h, ends) -> tuple[An
             number = jnp.where(reset, crossed // (none + 1), none)
             put = lambda v, i, h: v.at[i].set(h, mode="drop")
             ends = jax.vmap(put)(ends, number, h)
-    return jnp.where(reset.reshape(-1, *[1] * (h.ndim - 1)), begin, h), ends
+    return jnp.where(along(reset, h), begin, h), ends

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import from_before, is_first, is_last, only_if
+from jaxkern.ops.segments import along
 from jaxkern.ops.split_scan import Sections, sequences, unless_whole_steps
 from jaxkern.ops.ssd.carry import launch_device_bwd_carry, launch_device_carry
 from jaxkern.ops.ssd.reference import (
@@ -79,7 +80,7 @@ def _unless(begins: Any, v: jax.Array) -> jax.Array:
     """`v`, (B, …), with zeros where a section begins a segment."""
     if begins is None:
         return v
-    return jnp.where(begins.reshape(-1, *[1] * (v.ndim - 1)), 0, v)
+    return jnp.where(along(begins, v), 0, v)
 
 
 def _cut(axes: Any, sections: Sections, args: Any) -> tuple[Any, Any]:

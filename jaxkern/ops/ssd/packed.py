@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.ops.segments import along
+
 
 class Contained(NamedTuple):
     """Which tokens hold what is not finite, so that no product takes it to another segment.
@@ -125,11 +127,6 @@ def _clean(v: jax.Array, bad: jax.Array) -> jax.Array:
 def _clean_jvp(primals: Any, tangents: Any) -> Any:
     (v, bad), (dv, _) = primals, tangents
     return _finite(v), dv * jnp.where(bad, jnp.nan, 1).astype(dv.dtype)
-
-
-def along(mask: jax.Array, like: jax.Array) -> jax.Array:
-    """`mask` with axes of one after its own, as many as `like` has."""
-    return mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
 def _so_far(bad: jax.Array, rank: jax.Array) -> jax.Array:

@@ -20,8 +20,8 @@ from jax import lax
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather, vary_over, varying
 from jaxkern.core.split import Axes
-from jaxkern.ops.segments import Seen, with_zeros
-from jaxkern.ops.ssd.packed import Aligned, Contained, along
+from jaxkern.ops.segments import Seen, along, with_zeros
+from jaxkern.ops.ssd.packed import Aligned, Contained
 
 CHUNK = 64
 """Tokens of a chunk. On 2 CPU cores, forward + backward at (B, L, H, P, N, G) = (2, 1024, 8, 64,
