@@ -8,6 +8,8 @@ import numpy as np
 from scipy.special import logsumexp
 
 IGNORED = -100
+SMALLEST = 1
+"""Bytes of memory that leave a part the fewest classes that it may have."""
 OPTIONS = {
     "plain": {},
     "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 3.0},
