@@ -23,7 +23,7 @@ from jaxkern.ops.selective_scan.reference import CHUNK
 WARPS = LANES // 32
 
 CHANNELS = 2
-"""R, channels of a lane: two halve the reads of B and C, and more would leave no registers."""
+"""R, channels of a lane, which share its reads of B and C."""
 
 MAX_STATES = 384
 """32 lanes hold 12 states each; of more, those of a chunk would not fit into registers."""
@@ -188,7 +188,7 @@ def _tile(states: int, most: tuple[int, int, int], summed: bool) -> Tile:
 
 
 def forward_tile(states: int) -> Tile:
-    """4 lanes a channel up to 16 states, 8 up to 64, 16 up to 128."""
+    """The forward's, of 4 lanes a channel up to 16 states, 8 up to 64, 16 up to 128, 32 beyond."""
     return _tile(states, (16, 64, 128), summed=False)
 
 
