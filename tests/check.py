@@ -376,17 +376,18 @@ def _channel_mesh(c: _Cell) -> None:
 
 
 def _vmap_explicit_mesh(c: _Cell) -> None:
-    """Per-example gradients with the mapped axis whole and the rows split."""
-    mesh = _mesh(AxisType.Explicit)
+    """Per-example gradients with the rows split, and with the mapped axis split too."""
     in_axes = tuple(0 for _ in c.arrays)
     stacked = c.stacked(in_axes, size=2)
-    specs = [P(None, *spec) for spec in c.op.specs(data=c.op.row)[:-1]]
-    placed = tuple(
-        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(stacked, specs, strict=True)
-    )
     grad = lambda f: jax.vmap(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), c.argnums), in_axes)
     want = c.want("vmap(grad) of all", grad(c.op.reference), *stacked)
-    c.close(jax.jit(grad(c.f))(*placed), want)
+    for names in (("data",), ("data", "example")):
+        mesh = _mesh(AxisType.Explicit, names)
+        mapped = "example" if "example" in names else None
+        specs = [P(mapped, *spec) for spec in c.op.specs(data=c.op.row)[:-1]]
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        placed = tuple(map(jax.device_put, stacked, shardings))
+        c.close(jax.jit(grad(c.f))(*placed), want)
 
 
 def _shard_map(c: _Cell, check_vma: bool) -> None:

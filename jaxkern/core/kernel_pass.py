@@ -199,13 +199,15 @@ def _on_mesh(call: Call, *arrays: Any) -> Arrays:
 def _on_explicit_mesh(call: Call, mesh: Any, arrays: Arrays) -> Arrays:
     axes = call.split_over(mesh, [jax.typeof(a).sharding.spec for a in arrays], arrays)
     in_specs = tuple(partition_spec(factors, axes) for factors in call.ins)
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    others = {name for name, kind in kinds.items() if kind != AxisType.Manual}
     on_devices = jax.shard_map(
         _part(call, tuple(axes.items())),
         mesh=mesh,
         in_specs=in_specs,
         out_specs=tuple(partition_spec(factors, axes) for factors in call.outs),
-        axis_names={name for name, kind in kinds if kind != AxisType.Manual},
+        # Where all axes are named, jax.vmap cannot map over one that the mesh splits.
+        axis_names=others if len(others) < len(kinds) else frozenset(),
     )
     shardings = [NamedSharding(mesh, spec) for spec in in_specs]
     return on_devices(*map(jax.sharding.reshard, arrays, shardings))
