@@ -48,7 +48,7 @@ class Chunks:
 
     Attributes:
       size: rows of a chunk; a device's first one may have fewer.
-      dtype: of the gradients, or that in which devices add.
+      dtype: of the gradients of x and weight, or that in which devices add.
       gradients: whether the pass gives them, beside losses.
       axes: of a mesh, over which the classes are split.
     """
@@ -89,7 +89,8 @@ def rows_of_chunk(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int | 
 def _losses(options: Chunks, x, weight, bias, labels, share) -> tuple[Any, ...]:
     """The losses of rows and, if the options say so, the gradients of x, weight and bias.
 
-    `share`, (), is the cotangent of each loss for which they are.
+    `share`, (), is the cotangent of each loss for which they are. The gradient of bias has the dtype
+    of sums.
     """
     rows, shape = options.rows, x.shape
     x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
@@ -136,7 +137,7 @@ def _losses(options: Chunks, x, weight, bias, labels, share) -> tuple[Any, ...]:
         losses.reshape(shape[:-1]),
         None if dx is None else dx.reshape(shape),
         dweight,
-        None if dbias is None else dbias.astype(options.dtype),
+        dbias,
     )
 
 
@@ -145,8 +146,9 @@ def _in_fp32(options: Chunks) -> Chunks:
 
 
 def _finished(options: Chunks, x, weight, bias, labels, share, losses, *grads) -> tuple[Any, ...]:
+    dx, dweight, dbias = grads
     cast = lambda v: None if v is None else v.astype(options.dtype)
-    return losses, *map(cast, grads)
+    return losses, cast(dx), cast(dweight), dbias
 
 
 def _losses_of_device(run: Any, axes: Axes, options: Chunks, *arrays: Any) -> tuple[Any, ...]:

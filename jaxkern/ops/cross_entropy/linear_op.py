@@ -15,6 +15,7 @@ from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import named
 from jaxkern.core.mesh import TypeOf, match_primal
+from jaxkern.lowering.bound import standard_promotion
 from jaxkern.ops.cross_entropy.chunks import IN_CHUNKS, Chunks, rows_of_chunk
 from jaxkern.ops.cross_entropy.op import Reduction, check_labels, check_reduction, reduced
 from jaxkern.ops.cross_entropy.parts import (
@@ -23,7 +24,12 @@ from jaxkern.ops.cross_entropy.parts import (
     Parts,
     classes_of_part,
 )
-from jaxkern.ops.cross_entropy.passes import gradient_of_logits, losses_of_logits, unsupported
+from jaxkern.ops.cross_entropy.passes import (
+    gradient_of_logits,
+    losses_of_logits,
+    unsupported,
+    wide,
+)
 from jaxkern.ops.cross_entropy.rows import Rows, Terms, losses_of_rows
 from jaxkern.ops.linear import op as linear_op
 from jaxkern.ops.linear import products
@@ -174,6 +180,7 @@ def linear_cross_entropy(
         losses, lse = named("linear_cross_entropy", losses_of_rows(logits, labels, terms))
     elif chunk and implementation != "xla":
         count = terms.count(labels) if reduction == "mean" else jnp.float32(1)
+        count = count.astype(wide(x.dtype))
         of_chunks = Chunks.of(rows, chunk, weight.dtype)
         return _in_chunks_jit(x, weight, bias, labels, count, of_chunks)
     elif part is None or implementation == "xla":
@@ -188,9 +195,11 @@ def _check_memory(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
     if memory is None:
         return None
     try:
+        if isinstance(memory, bool | jax.Array):
+            raise TypeError("neither counts bytes that are known when JAX traces the call")
         nbytes = operator.index(memory)
     except TypeError as e:
-        raise TypeError(f"memory must be a number of bytes or None, got {memory!r}") from e
+        raise TypeError(f"memory must be a Python number of bytes or None, got {memory!r}") from e
     if nbytes < 1:
         raise ValueError(f"memory must be at least 1 byte, or None for no limit; got {nbytes}")
     if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
@@ -283,6 +292,7 @@ def _in_chunks(x, weight, bias, labels, count, options):
     return jnp.sum(losses) / count
 
 
+@standard_promotion()  # JAX traces the rules outside of the public function
 def _in_chunks_fwd(x, weight, bias, labels, count, options):
     options = dataclasses.replace(options, gradients=True)
     losses, *grads = IN_CHUNKS(options, x, weight, bias, labels, 1 / count)
@@ -290,6 +300,7 @@ def _in_chunks_fwd(x, weight, bias, labels, count, options):
     return jnp.sum(losses) / count, (tuple(grads), types)
 
 
+@standard_promotion()
 def _in_chunks_bwd(options, res, cotangent):
     del options
     scaled = lambda grad, like: match_primal((cotangent * grad).astype(like.aval.dtype), like)

@@ -34,7 +34,7 @@ class Parts:
 
     Attributes:
       classes: of a part; the last one may have fewer.
-      dtype: of the gradients of weight and bias, that of the weight or that in which devices add.
+      dtype: of the gradient of weight, that of the weight or that in which devices add.
       save: whether the forward returns the logits of the last part.
     """
 
@@ -130,6 +130,7 @@ def _gradients(
 ) -> tuple[Any, ...]:
     """The gradients of x, of weight, or what it and the accumulator add up to, and of bias.
 
+    Those of x and bias have the dtype of sums.
     `logits` are those of the last part, or ``None``; `before` counts the classes before those of
     `weight`.
     """
@@ -149,7 +150,7 @@ def _gradients(
             grad = grad + lax.dynamic_slice_in_dim(dweight, first, size, axis=1)
         dweight = lax.dynamic_update_slice_in_dim(dweight, grad, first, axis=1)
         if dbias is not None:
-            sums = jnp.sum(du.astype(of_sums), axis=axes).astype(dbias.dtype)
+            sums = jnp.sum(du.astype(of_sums), axis=axes)
             dbias = lax.dynamic_update_slice_in_dim(dbias, sums, first, axis=0)
         return dx, dweight, dbias
 
@@ -160,7 +161,7 @@ def _gradients(
     carry = (
         jnp.zeros_like(x, of_sums),
         jnp.zeros_like(weight, dtype) if accumulator is None else accumulator,
-        None if bias is None else jnp.zeros_like(bias, options.dtype),
+        None if bias is None else jnp.zeros_like(bias, of_sums),
     )
     last = options.last(weight)
     if logits is None:
@@ -179,8 +180,7 @@ def _finished(options: Parts, x, weight, bias, accumulator, *rest) -> tuple[Any,
     *_, dx, dweight, dbias = rest
     if accumulator is not None:
         return dx, accumulator + dweight, dbias
-    cast = lambda v: None if v is None else v.astype(options.dtype)
-    return dx, cast(dweight), cast(dbias)
+    return dx, None if dweight is None else dweight.astype(options.dtype), dbias
 
 
 # Where devices have classes of their own

@@ -213,7 +213,8 @@ def bias_gradient(dy: Any, bias: Any) -> Any:
     """The sum of `dy` over rows, (N,), in the dtype of `bias`; None without one."""
     if bias is None:
         return None
-    return jnp.sum(dy, tuple(range(dy.ndim - 1)), dtype=jnp.float32).astype(bias.dtype)
+    wide = jnp.promote_types(dy.dtype, jnp.float32)
+    return jnp.sum(dy, tuple(range(dy.ndim - 1)), dtype=wide).astype(bias.dtype)
 
 
 # Launch, plain products and checks
