@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkern.lm import checkpoint, data, run, sample, stop, trackers
 from jaxkern.lm.config import RunError, SplitError, TrainConfig, axes_of
@@ -40,6 +41,7 @@ from jaxkern.lm.resume import resume_config, with_stored_axes
 from jaxkern.lm.rows import own_rows, put, rows_of_parts
 from jaxkern.lm.step import TrainState, init_state
 from jaxkern.lm.stop import say
+from jaxkern.precision import DynamicLossScale
 
 
 def train(
@@ -302,16 +304,25 @@ class Trainer:
                 "learning_rate": float(metrics["learning_rate"]),
                 "tokens_per_second": tokens_per_second,
             }
+            lowest = True
             if "skipped" in metrics:
                 record["skipped"] = int(metrics["skipped"])
                 record["loss_scale"] = float(metrics["loss_scale"])
-            elif not math.isfinite(loss) or not math.isfinite(grad_norm):
-                raise RunError(
-                    f"training diverged: at step {step} the loss is {loss} and the gradient norm "
-                    f"{grad_norm}; start a new run with a lower --lr than {self.config.lr}"
+                # Until then a lower scale may mend what overflowed, and the step is left out.
+                lowest = record["loss_scale"] <= DynamicLossScale.min_scale
+            if lowest and not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise self._diverged(
+                    f"at step {step} the loss is {loss} and the gradient norm {grad_norm}"
                 )
             records.append(record)
         return records
+
+    def _diverged(self, how: str) -> RunError:
+        config = self.config
+        wider = ", or with --mixed-precision bf16" if self.policy.compute == jnp.float16 else ""
+        return RunError(
+            f"training diverged: {how}; start a new run with a lower --lr than {config.lr}{wider}"
+        )
 
     def compile(self, *, fresh: bool) -> Programs:
         """Compile what the run executes, and refuse a step that memory cannot hold."""
@@ -351,8 +362,10 @@ class Trainer:
         return self.placement.to_devices(TrainState(params=params, **rest))
 
     def _finish(self, state: TrainState, corpus: Any, log: MetricsLog, speed: float) -> None:
-        config = self.config
-        say(f"\n{validation_told(log.records[-1])} after {config.steps} steps")
+        config, last = self.config, log.records[-1]
+        if last["validation_loss"] is None:  # as JSON has NaN
+            raise self._diverged(f"after {config.steps} steps the validation loss is not a number")
+        say(f"\n{validation_told(last)} after {config.steps} steps")
         say(f"{speed:,.0f} tokens/s (steps alone, without compilation and validation)")
         say(f"{self.out}: config.json, metrics.jsonl, loss.png, checkpoints/{config.steps}")
         prompt = "" if config.data else "def "
