@@ -1,7 +1,8 @@
-"""Mixed precision of whole runs: one that diverges ends with one line."""
+"""Mixed precision of whole runs: what diverges or cannot be had ends with one line."""
 
 import re
 
+import jax
 import pytest
 
 from jaxkern.lm.report import read_metrics
@@ -35,3 +36,21 @@ def test_a_run_that_diverges_says_so(capsys, tmp_path, argv, policy, steps, word
     assert line.startswith("jaxkern: error: training diverged: ")
     assert re.search(words, line), line
     assert all(record["step"] <= 10 for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("field", ["params", "compute", "output"])
+def test_float64_is_refused(capsys, tmp_path, argv, field, x64):
+    """Without x64 JAX would compute in float32 and say nothing."""
+    policy = "params=float32,compute=float32,output=float32".replace(
+        f"{field}=float32", f"{field}=float64"
+    )
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", x64)
+    try:
+        line = command(capsys, *argv, policy, code=1)
+    finally:
+        jax.config.update("jax_enable_x64", before)
+    assert f"--mixed-precision {policy}: float64 is more than the float32 that" in line
+    assert line.endswith("; write float32\n")
+    assert not (tmp_path / "run").exists()

@@ -266,6 +266,12 @@ class TrainConfig:
                 f"--batch-size {config.batch_size} cannot be split into --grad-accum "
                 f"{config.grad_accum} equal parts; choose a multiple of it"
             )
+        # Not asked of a resumed run: one that an earlier version began so goes on in float32.
+        if "float64" in config.mixed_precision:
+            raise RunError(
+                f"--mixed-precision {config.mixed_precision}: float64 is more than the float32 "
+                "that the scans and sums of a run are in; write float32"
+            )
         return dataclasses.replace(config, pack=config._packs())
 
     def _packs(self) -> bool:
