@@ -217,6 +217,8 @@ def test_weights_and_paths_that_look_like_them(tmp_path):
     weighted = parse([f"{a}=0.7", f"{b}=3e-1"])
     assert [(s.path, s.weight) for s in weighted] == [(str(a), 0.7), (str(b), 0.3)]
     assert TrainConfig.from_flags({"data": (f"{a}=1",)}).pack
+    named = b.rename(tmp_path / "b=inf")
+    assert parse([str(named)])[0].weight is None
     assert not TrainConfig.from_flags({"data": (str(a),)}).pack
 
 
@@ -266,6 +268,10 @@ def test_what_cannot_be_named(tmp_path, monkeypatch):
         ([str(tmp_path / "*.csv")], r"\*.csv: no file matches"),
         ([f"{table}=0"], "weight 0 must be a number above 0"),
         ([f"{table}=-1"], "weight -1 must be"),
+        ([f"{table}=inf"], "weight inf must be a number above 0, such as 0.3"),
+        ([f"{table}:content=-Infinity"], "weight -Infinity must be a number above 0"),
+        ([f"{table}:content=NaN", f"{table}=1"], "weight NaN must be a number above 0"),
+        ([f"{table}=1e999"], "weight 1e999 must be a number above 0"),
         ([f"{table}=1", str(table)], "some have a weight and some do not; write =WEIGHT"),
         ([str(table)], r'no column "text" .*, but "n" \(int64\), "content" \(string\); name'),
         ([str(binary)], r'no column "text" .*, but "n" \(int64\), "text" \(binary\); name the'),

@@ -58,9 +58,13 @@ def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
     return sources
 
 
+# Infinity and NaN are read as numbers, too, so that they are refused and no part of a field's name.
+_WEIGHTED = re.compile(r"(?is)(.+)=([-+.\w]*\d[-+.\w]*|[-+]?(?:inf|infinity|nan))")
+
+
 def _parse(text: str, flag: str) -> Source:
     path, weight, field = text, None, "text"
-    if not _is_there(path) and (found := re.fullmatch(r"(.+)=([-+.\w]*\d[-+.\w]*)", path, re.S)):
+    if not _is_there(path) and (found := _WEIGHTED.fullmatch(path)):
         path = found[1]
         try:
             weight = float(found[2])
