@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,27 +171,38 @@ def has_shards(out: Path) -> bool:
 
 
 def _found(config: TrainConfig) -> list[_Documents]:
-    """The documents that a run names, each file once: those of --eval-data are not trained on."""
+    """The documents that a run names, each once.
+
+    A file of --eval-data is not trained on, whatever its field: another may hold the same text.
+    """
     if not config.eval_data:
-        return _of_flag("--data", config.data, VALIDATION_FRACTION, set())
-    seen: set[Path] = set()
-    validation = _of_flag("--eval-data", config.eval_data, 1.0, seen)
-    return [*_of_flag("--data", config.data, 0.0, seen), *validation]
+        return _of_flag("--data", config.data, VALIDATION_FRACTION)
+    validation = _of_flag("--eval-data", config.eval_data, 1.0)
+    groups = itertools.chain.from_iterable(documents.groups for documents in validation)
+    left_out = {piece.file.path.resolve() for piece in itertools.chain.from_iterable(groups)}
+    return [*_of_flag("--data", config.data, 0.0, left_out), *validation]
 
 
-def _of_flag(flag: str, texts: Sequence[str], held_out: float, seen: set[Path]) -> list[_Documents]:
-    """The documents that a flag names, but for the files in `seen`, which those are added to."""
-    found = []
+def _of_flag(
+    flag: str, texts: Sequence[str], held_out: float, left_out: Collection[Path] = ()
+) -> list[_Documents]:
+    """The documents that a flag names, each once, but for those of the files `left_out`."""
+    found: list[_Documents] = []
+    seen: set[tuple[Path, str]] = set()
     for source in parse(texts, flag):
         named, skipped = find_files(source, flag)
         refuse_nothing(named, skipped, source.path, flag)
-        files = [file for file in named if file.path.resolve() not in seen]
+        files = [
+            file
+            for file in named
+            if file.content not in seen and file.path.resolve() not in left_out
+        ]
         if not files:
             raise RunError(
                 f"{flag} {source.text}: all of its files are named before, by --data or "
                 "--eval-data; leave it out"
             )
-        seen |= {file.path.resolve() for file in files}
+        seen |= {file.content for file in files}
         found.append(_Documents(source, held_out, divide(files, flag), skipped))
     return found
 
@@ -240,11 +252,17 @@ def _sample(files: Sequence[File]) -> Iterator[str]:
 
 
 def _name(documents: _Documents, found: Sequence[_Documents]) -> str:
-    """What reports call a source: the end of its path, where no other's of its flag is the same."""
-    short = lambda documents: documents.source.name.rstrip("/").rpartition("/")[2]
-    same = [each for each in found if short(each) == short(documents)]
-    several = sum(each.held_out == documents.held_out for each in same) > 1
-    return documents.source.name if several or "*" in short(documents) else short(documents)
+    """What reports call a source: the end of its path, where no other's of its flag is the same.
+
+    Else its path, and where that is the same, too, its field.
+    """
+    of_flag = [each.source for each in found if each.held_out == documents.held_out]
+    source = documents.source
+    short = lambda source: source.name.rstrip("/").rpartition("/")[2]
+    if [*map(short, of_flag)].count(short(source)) == 1 and "*" not in short(source):
+        return short(source)
+    several = sum(each.name == source.name for each in of_flag) > 1
+    return f"{source.name}:{source.field}" if several else source.name
 
 
 def _remove_others(shared: Path, key: str) -> None:

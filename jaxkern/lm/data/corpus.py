@@ -146,15 +146,15 @@ def validation_batches(
 
 def _find_files(paths: tuple[str, ...]) -> tuple[list[File], Skipped]:
     """The files of text below the named paths in a fixed order, and the others there."""
-    files: dict[Path, File] = {}
+    files: dict[tuple[Path, str], File] = {}
     skipped = Skipped()
     for source in parse(paths):
         found, others = find_files(source, count=True)
         skipped += others
         for file in found:
-            files.setdefault(file.path.resolve(), file)
+            files.setdefault(file.content, file)
     refuse_nothing([*files.values()], skipped, " ".join(paths))
-    return sorted(files.values(), key=lambda f: (f.name, str(f.path))), skipped
+    return sorted(files.values(), key=lambda f: (f.name, str(f.path), f.field)), skipped
 
 
 def _fraction(name: str) -> float:

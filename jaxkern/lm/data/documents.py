@@ -81,6 +81,11 @@ class File:
     def compressed(self) -> bool:
         return self.path.suffix.lower() in _COMPRESSED
 
+    @property
+    def content(self) -> tuple[Path, str]:
+        """What tells its documents from those of others: where they lie, and in which field."""
+        return self.path.resolve(), "" if self.kind == "text" else self.field
+
     def names(self) -> Iterator[str]:
         """The names of its documents, by which the packed bytes are split."""
         if self.kind == "text" and self.texts is None:
