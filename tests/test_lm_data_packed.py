@@ -464,6 +464,26 @@ def test_two_fields_of_a_file_are_two_sources(tmp_path):
         data.build_packed(config, tmp_path / "e")
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_zero_bytes_are_refused_of_bytes_alone(tmp_path, monkeypatch, cores):
+    """They are the token that begins and ends a document."""
+    monkeypatch.setattr(pieces, "_SHARD_BYTES", 4000)
+    monkeypatch.setattr(shards, "_PROCESS_BYTES", 400)
+    monkeypatch.setattr(shards.os, "sched_getaffinity", lambda pid: {*range(cores)})
+    texts = [*TEXTS, "before\0behind"]
+    lines, book = tmp_path / "a.jsonl", tmp_path / "book.txt"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    book.write_text(" " * (1 << 20) + "before\0behind")  # beyond what is read of it at first
+    for path in (lines, book):
+        words = rf"^{path}: has a zero byte behind '.*before', .* --tokenizer bpe:32000, .*leave it"
+        with pytest.raises(RunError, match=words):
+            data.build_packed(config_of(path), tmp_path / "run")
+    corpus = data.build_packed(config_of(lines, tokenizer="bpe:300"), tmp_path / "run")
+    library = corpus.tokenizer.tokenizer
+    held = [text for part in (corpus.train, corpus.validation) for text in texts_of(*part, library)]
+    assert sorted(held) == sorted(texts)
+
+
 @pytest.mark.parametrize("batches", [1, 3, 1000])
 def test_validation_is_a_fixed_part_spread_evenly(root, tmp_path, batches):
     corpus = data.build_packed(config_of(root), tmp_path / "a")

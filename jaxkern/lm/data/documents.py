@@ -26,6 +26,10 @@ from jaxkern.lm.config import RunError
 _JSON_LINES = {".jsonl", ".ndjson", ".json"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 MARKER = b"<|endoftext|>"  # ends a document of a .txt; elsewhere it is text like any other
+ZERO_BYTE = (
+    "which ends a document of bytes (to a tokenizer, as of --tokenizer bpe:32000, it is a "
+    "character like others)"
+)
 _CHUNK = 1 << 20
 _READ = 1 << 17  # bytes of a file that are read at once
 _ROWS = 256  # of Parquet that are read at once

@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxkern.lm import stop
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.documents import File, NotTextError
+from jaxkern.lm.data.documents import ZERO_BYTE, File, NotTextError
 from jaxkern.lm.data.files import write_atomically
 from jaxkern.lm.data.pieces import Piece
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of, load
@@ -195,7 +195,7 @@ def write_shard(shard: Shard, tokenizer: Bytes | Tokenizer, tell: Callable[[int]
         parts = [files.enter_context(_Part(shard.path, part, dtype)) for part in PARTS]
         waiting: list[tuple[_Part, str, bool, bool]] = []
         size = 0
-        for each in _texts(shard, parts, tell):
+        for each in _texts(shard, parts, tell, bytes_alone=isinstance(tokenizer, Bytes)):
             waiting.append(each)
             size += len(each[1])
             if size >= _TEXT:
@@ -271,12 +271,13 @@ def _write(waiting: list[tuple[_Part, str, bool, bool]], tokenizer: Bytes | Toke
 
 
 def _texts(
-    shard: Shard, parts: Sequence[_Part], tell: Callable[[int], object]
+    shard: Shard, parts: Sequence[_Part], tell: Callable[[int], object], *, bytes_alone: bool
 ) -> Iterator[tuple[_Part, str, bool, bool]]:
     """The documents in texts of at most `_TEXT` characters, each with whether it is the first and
     whether it is the last of its document.
 
-    Long documents are cut before a space between two words, where tokenizers cut them, too.
+    Long documents are cut before a space between two words, where tokenizers cut them, too. Of
+    `bytes_alone` the zero byte is what ends a document, and so none may have it.
     """
     train, validation = parts
     part_of = lambda head: validation if _fraction(head) < shard.held_out else train
@@ -284,7 +285,12 @@ def _texts(
         progress = _Progress(piece, tell)
         texts = _piece_texts(piece, part_of, progress.read)
         with _named(piece.file):
-            yield from _left_open(texts) if piece.unfinished else texts
+            for each in _left_open(texts) if piece.unfinished else texts:
+                if bytes_alone and (at := each[1].find("\0")) >= 0:
+                    raise NotTextError(
+                        f"has a zero byte behind {each[1][:at][-20:]!r}, {ZERO_BYTE}"
+                    )
+                yield each
         progress.end()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.documents import File, NotTextError, check_json, open_file, readable
+from jaxkern.lm.data.documents import ZERO_BYTE, File, NotTextError, check_json, open_file, readable
 
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 # The standard library's own tests hold much deliberately odd text.
@@ -221,13 +221,13 @@ def _checked(file: File, flag: str, count: bool) -> File:
         try:
             for (text,) in file.documents():
                 if count and b"\0" in text:
-                    raise NotTextError(f"document {texts + 1} has a zero byte in its text")
+                    raise NotTextError(f"document {texts + 1} has a zero byte, {ZERO_BYTE}")
                 texts += 1
                 if not count:
                     break
         except NotTextError as error:
             if texts:
-                raise RunError(f"{flag} {file.path}: {error}") from None
+                raise RunError(f"{flag} {file.path}: {error}; mend it or leave it out") from None
             raise
         if not texts:
             raise NotTextError("a file without text")
