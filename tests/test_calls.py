@@ -1,12 +1,14 @@
 """What every op says of arguments that are wrong whatever the op, and does with empty ones."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkern
 from jaxkern.cases.case import dtypes
 from tests import check
 from tests.test_modes import BF16, CASES, EACH, F32, KERNELS, gradients
@@ -62,9 +64,7 @@ def test_kernels_need_a_gpu(name):
         run.lower(*kinds)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, case in CASES.items() if case.run is None and "norm_linear" not in n]
-)
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.run is None])
 def test_arguments_are_arrays(name):
     case = CASES[name]
     kinds = case.types(SIZES, MIXED)
@@ -72,3 +72,70 @@ def test_arguments_are_arrays(name):
         wrong = lambda *arrays, i=i: case.call(*arrays[:i], "ones", *arrays[i + 1 :])
         with pytest.raises(TypeError, match=r"^\w+ must be an array, got str"):
             jax.eval_shape(wrong, *kinds)
+
+
+WRONG = {
+    bool: ("no", 1, None, jnp.array(True)),
+    int: (True, 1.5, "2"),
+    float: (True, "1", float("nan"), float("inf"), 1j),
+    str: (3, True, ("x", 3), object()),
+}
+"""Values that an option of each type refuses: options are annotated, and those of str name axes."""
+
+
+def options_of(op):
+    """The options of a public function that are compiled in, with their types."""
+    for name, parameter in inspect.signature(getattr(jaxkern, op)).parameters.items():
+        kinds = [
+            k for k in WRONG if str(parameter.annotation).split(" | ")[0] in (k.__name__, str(k))
+        ]
+        if parameter.kind is parameter.KEYWORD_ONLY and kinds:
+            yield name, kinds[0]
+
+
+@pytest.mark.parametrize("name", [case.name for case in {c.op: c for c in CASES.values()}.values()])
+def test_options_of_another_type_are_refused(name):
+    case = CASES[name]
+    kinds = case.types(SIZES, MIXED)
+    for option, kind in options_of(case.op):
+        for value in WRONG[kind]:
+            wrong = functools.partial(case.call, **{option: value})
+            with pytest.raises((TypeError, ValueError), match=rf"^{option} must .*got "):
+                jax.eval_shape(wrong, *kinds)
+
+
+def test_traced_options_name_their_remedy():
+    x = jnp.ones((2, 8))
+    for option, value in {"norm_before_gate": True, "group_size": 4, "eps": 1e-5}.items():
+        wrong = lambda value, option=option: jaxkern.rms_norm(x, **{option: value})
+        with pytest.raises(
+            TypeError, match=rf"^{option} must be .* compiled in; .*static_argnames"
+        ):
+            jax.jit(wrong)(value)
+
+
+@pytest.mark.parametrize("dtype", ["bogus", None, 3, jnp.ones(3), (None, None)])
+def test_accumulate_dtype_is_a_dtype(dtype):
+    with pytest.raises(TypeError, match=r"^accumulate_dtype must be a dtype, got "):
+        jaxkern.linear(jnp.ones((2, 8)), jnp.ones((8, 8)), accumulate_dtype=dtype)
+
+
+def test_accumulators_are_arrays():
+    x, w = jnp.ones((2, 8)), jnp.ones((8, 4))
+    with pytest.raises(TypeError, match=r"^accumulators\[0\] must be an array, got NoneType"):
+        jaxkern.gated_linear_unit(x, w, w, accumulators=(None, None))
+
+
+@pytest.mark.parametrize("option", ["z_loss", "logit_softcap"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), np.float32("inf"), 1e400])
+def test_options_of_losses_are_finite(option, value):
+    x, labels = jnp.ones((2, 8)), jnp.zeros(2, int)
+    for loss in (
+        functools.partial(jaxkern.cross_entropy, x),
+        functools.partial(jaxkern.linear_cross_entropy, x, jnp.ones((8, 8))),
+    ):
+        with pytest.raises(ValueError, match=rf"^{option} must be .*, got "):
+            loss(labels, **{option: value})
+        if option == "logit_softcap":
+            with pytest.raises(ValueError, match="None is for no cap"):
+                loss(labels, **{option: value})

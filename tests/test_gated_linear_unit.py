@@ -202,7 +202,7 @@ def test_one_accumulator(implementation):
         ({"b_up": jnp.ones(3)}, ValueError, r"b_up must have shape \(6,\)"),
         ({"b_up": jnp.ones(6, int)}, TypeError, "b_up must have a floating dtype"),
         ({"activation": None}, ValueError, "activation must be one of"),
-        ({"limit": 0.0}, ValueError, "limit must be positive"),
+        ({"limit": 0.0}, ValueError, "limit must be above 0"),
         ({"accumulators": jnp.ones((3, 6))}, ValueError, r"two arrays \(3, 6\).*got one array"),
         ({"accumulators": (jnp.ones((3, 6)),)}, ValueError, "of w_gate and of w_up; got 1"),
         (

@@ -220,7 +220,7 @@ def test_norm_errors(op):
         f(x, gate=x, gate_activation=None)
     with pytest.raises(ValueError, match="positive divisor of the last axis of x, 4; got 3"):
         f(x, group_size=3)
-    with pytest.raises(TypeError, match=r"group_size must be a Python integer, got 2\.0"):
+    with pytest.raises(TypeError, match=r"group_size must be an int or None, got 2\.0"):
         f(x, group_size=2.0)
 
 

@@ -1,20 +1,33 @@
 """Checks of a public function's arguments: errors name the argument, the value and the remedy."""
 
+import math
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+_COMPILED = (
+    "as it is compiled in; got {}. Mark it static (jax.jit(..., static_argnames=...)) or close "
+    "over it"
+)
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+    """`x` as an array, whatever its dtype."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as e:  # JAX has a ValueError for None
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}") from e
 
 
 def check_floating(name: str, x: Any) -> jax.Array:
     """`x` as an array of a real floating dtype of at least 16 bits."""
-    try:
-        array = jnp.asarray(x)
-    except TypeError as e:
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}") from e
+    array = as_array(name, x)
     if array.dtype not in _FLOATS:
         raise TypeError(
             f"{name} must have a floating dtype (bfloat16, float16, float32; float64 in plain "
@@ -31,35 +44,102 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> jax.
     return array
 
 
-def check_number(name: str, x: Any, *, minimum: float | None = None) -> float:
-    """`x` as a Python float: it is compiled into the kernel."""
+def check_number(
+    name: str,
+    x: Any,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    finite: bool = True,
+    none: str = "",
+) -> float:
+    """`x` as a Python float: it is compiled into the kernel.
+
+    Args:
+      name: of the argument.
+      x: what was given.
+      minimum: the least number allowed.
+      above: a number that it has to be larger than.
+      maximum: the largest number allowed.
+      finite: whether infinities are refused, too; NaN always is.
+      none: what ``None`` is for, in the message, where the caller takes it: ``"no limit"``.
+    """
     try:
+        if isinstance(x, str | bytes | bool | np.bool_):
+            raise TypeError("float would convert it")
         number = float(x)
     except jax.errors.ConcretizationTypeError as e:
-        raise TypeError(
-            f"{name} must be a Python number, as it is compiled into the kernel; got {x}. Mark it "
-            "static (jax.jit(..., static_argnames=...)) or close over it"
-        ) from e
-    except (TypeError, ValueError) as e:
+        raise TypeError(f"{name} must be a Python number, {_COMPILED.format(x)}") from e
+    except (TypeError, ValueError, OverflowError) as e:
         raise TypeError(f"{name} must be a Python number, got {x!r}") from e
+    rule = None
     if minimum is not None and not number >= minimum:
-        raise ValueError(f"{name} must be at least {minimum:g}, got {x!r}")
+        rule = f"at least {minimum:g}"
+    elif above is not None and not number > above:
+        rule = f"above {above:g}"
+    elif maximum is not None and not number <= maximum:
+        rule = f"at most {maximum:g}"
+    elif math.isnan(number) or (finite and math.isinf(number)):
+        rule = "finite" if finite else "a number"
+    if rule:
+        either, remedy = (" or None", f"; None is for {none}") if none else ("", "")
+        raise ValueError(f"{name} must be {rule}{either}, got {x!r}{remedy}")
     return number
+
+
+def check_integer(name: str, x: Any, *, optional: bool = False) -> int:
+    """`x` as a Python int, which is compiled in; with `optional` the caller takes ``None``, too."""
+    kind = "an int or None" if optional else "an int"
+    if isinstance(x, Tracer):
+        raise TypeError(f"{name} must be {kind}, {_COMPILED.format('a traced array')}")
+    try:
+        if isinstance(x, bool | np.bool_):
+            raise TypeError("operator.index would convert it")
+        return operator.index(x)
+    except TypeError as e:
+        raise TypeError(f"{name} must be {kind}, got {x!r}") from e
+
+
+def check_flag(name: str, x: Any) -> bool:
+    """`x` as a Python bool, which is compiled in."""
+    if isinstance(x, Tracer):
+        raise TypeError(f"{name} must be True or False, {_COMPILED.format('a traced array')}")
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {x!r}")
+    return bool(x)
+
+
+def check_dtype(name: str, x: Any) -> np.dtype:
+    """`x` as a dtype; ``None`` and arrays, which NumPy takes for one, are none."""
+    try:
+        if not isinstance(x, str | type | np.dtype):
+            raise TypeError("neither a dtype, nor the name or the class of one")
+        return jnp.dtype(x)
+    except TypeError as e:
+        raise TypeError(f"{name} must be a dtype, got {x!r}; e.g. jnp.float32") from e
+
+
+def check_axis_names(name: str, axis: Any) -> tuple[str, ...]:
+    """The names in `axis` of axes of the mesh of a ``jax.shard_map``; none for ``None``."""
+    names = (axis,) if isinstance(axis, str) else () if axis is None else axis
+    if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
+        raise TypeError(f"{name} must be a mesh axis's name or a tuple of names, got {axis!r}")
+    for n in names:
+        try:
+            lax.axis_size(n)
+        except NameError:
+            raise ValueError(
+                f"{name} must name an axis of the mesh of a jax.shard_map around the call; "
+                f"{n!r} is none. Under jax.jit alone leave it out: what is split there, the arrays "
+                "tell"
+            ) from None
+    return tuple(names)
 
 
 def check_sequence_axis(axis: Any) -> tuple[str, ...]:
     """The names in `axis` of mesh axes that more than one device shares; none for ``None``."""
-    names = (axis,) if isinstance(axis, str) else tuple(axis or ())
-    for name in names:
-        try:
-            lax.axis_size(name)
-        except NameError:
-            raise ValueError(
-                "sequence_axis must name an axis of the mesh of a jax.shard_map around the call; "
-                f"{name!r} is none. Under jax.jit alone leave it out: there L is split as the "
-                "arrays are"
-            ) from None
-    return tuple(name for name in names if lax.axis_size(name) > 1)
+    return tuple(n for n in check_axis_names("sequence_axis", axis) if lax.axis_size(n) > 1)
 
 
 def unfit(**arrays: Any) -> str | None:

@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast
 
+from jaxkern.core.arguments import check_flag
 from jaxkern.lowering.bound import standard_promotion
 
 Implementation = Literal["mosaic", "xla"]
@@ -16,14 +18,18 @@ _interpreting = False
 def public_op[F: Callable[..., Any]](f: F) -> F:
     """`f` as users call it: under JAX's standard promotion, and with a remedy for forward mode.
 
-    A program that is differentiated in forward mode inside of ``jit`` fails later, in JAX's words.
+    Options whose default is a bool are checked to be one, which `f` is given. A program that is
+    differentiated in forward mode inside of ``jit`` fails later, in JAX's words.
     """
+    parameters = inspect.signature(f).parameters.items()
+    flags = [name for name, parameter in parameters if isinstance(parameter.default, bool)]
 
     @functools.wraps(f)
     def call(*args: Any, **keywords: Any) -> Any:
+        checked = {name: check_flag(name, keywords[name]) for name in flags if name in keywords}
         try:
             with standard_promotion():
-                return f(*args, **keywords)
+                return f(*args, **(keywords | checked))
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise

@@ -1,17 +1,15 @@
 """How many tokens apart a scan saves its states for the backward."""
 
-import operator
 from typing import Any
+
+from jaxkern.core.arguments import check_integer
 
 
 def check_checkpoint_every(every: Any, chunk: int, *, one: bool = False) -> int | None:
     """`every` as an int, a multiple of `chunk` or, if `one` may be, 1; or ``None``."""
     if every is None:
         return None
-    try:
-        tokens = operator.index(every)
-    except TypeError as e:
-        raise TypeError(f"checkpoint_every must be an int or None, got {every!r}") from e
+    tokens = check_integer("checkpoint_every", every, optional=True)
     if (tokens <= 0 or tokens % chunk) and not (one and tokens == 1):
         either = f"1, a multiple of {chunk}" if one else f"a multiple of {chunk}"
         raise ValueError(

@@ -265,20 +265,15 @@ class Unit:
 def check_unit(activation: Any, alpha: Any, limit: Any, up_offset: Any) -> Unit:
     """Returns the unit of an op's arguments."""
     name = named_curve(activation)
-    alpha, up_offset = check_number("alpha", alpha), check_number("up_offset", up_offset)
-    if not 0 < alpha < math.inf:
-        raise ValueError(f"alpha must be positive and finite, got {alpha!r}")
+    alpha = check_number("alpha", alpha, above=0)
+    up_offset = check_number("up_offset", up_offset)
     if alpha != 1 and name != "silu":
         raise ValueError(
             f'alpha is the slope within "silu", g · sigmoid(alpha · g); got alpha={alpha!r} with '
             f"activation={activation!r}"
         )
     if limit is not None:
-        limit = check_number("limit", limit)
-        if not 0 < limit < math.inf:
-            raise ValueError(f"limit must be positive and finite, or None; got {limit!r}")
-    if not math.isfinite(up_offset):
-        raise ValueError(f"up_offset must be finite, got {up_offset!r}")
+        limit = check_number("limit", limit, above=0, none="no limit")
     return Unit(name, alpha, limit, up_offset)
 
 

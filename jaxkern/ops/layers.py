@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.arguments import as_array, check_array, check_floating
 
 
 def check_layer(layer: Any, state: Any, shape: tuple[int, ...], meaning: str) -> Any:
@@ -25,15 +25,14 @@ def check_layer(layer: Any, state: Any, shape: tuple[int, ...], meaning: str) ->
     """
     if layer is None:
         return None, check_array("state", state, shape, meaning)[None]
-    state = check_floating("state", state)
+    number, state = as_array("layer", layer), check_floating("state", state)
+    if number.ndim or not jnp.issubdtype(number.dtype, jnp.integer):
+        raise TypeError(f"layer must be a whole number or an integer scalar, got {layer!r}")
     if state.shape[1:] != shape or not state.shape[0]:
         raise ValueError(
             f"with layer, state must have shape (layers, {', '.join(map(str, shape))}) = (layers, "
             f"{meaning[1:]}; got {state.shape}"
         )
-    number = jnp.asarray(layer)
-    if number.ndim or not jnp.issubdtype(number.dtype, jnp.integer):
-        raise TypeError(f"layer must be a whole number or an integer scalar, got {layer!r}")
     if not isinstance(number, Tracer) and not 0 <= int(number) < state.shape[0]:
         last = state.shape[0] - 1
         raise ValueError(f"layer must be from 0 to {last}, as state has them; got {layer}")

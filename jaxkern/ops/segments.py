@@ -8,12 +8,12 @@ An id that comes back after another has its state in its first segment; later on
 
 import dataclasses
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxkern.core.arguments import as_array, check_integer
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import gather
 from jaxkern.core.split import Axes, Sequence, carried, from_before, is_first, is_last
@@ -23,11 +23,7 @@ def check_segment_ids(
     segment_ids: Any, shape: tuple[int, ...], num_segments: int | None, like: str = "x"
 ) -> jax.Array:
     """`segment_ids` as an array of integers, (B, L); whole where segments have states."""
-    try:
-        segment_ids = jnp.asarray(segment_ids)
-    except TypeError as e:
-        name = type(segment_ids).__name__
-        raise TypeError(f"segment_ids must be an array, got {name}") from e
+    segment_ids = as_array("segment_ids", segment_ids)
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(
             f"segment_ids must have an integer dtype, got {segment_ids.dtype}; "
@@ -44,15 +40,7 @@ def check_num_segments(num_segments: Any, segment_ids: Any, sequence_axis: Axes 
     """`num_segments` as an int of at least 1, or ``None``."""
     if num_segments is None:
         return None
-    try:
-        count = operator.index(num_segments)
-    except jax.errors.TracerIntegerConversionError as e:
-        raise TypeError(
-            "num_segments must be an int or None, as shapes depend on it; got a traced array. Mark "
-            "it static (jax.jit(..., static_argnames=...)) or close over it"
-        ) from e
-    except TypeError as e:
-        raise TypeError(f"num_segments must be an int or None, got {num_segments!r}") from e
+    count = check_integer("num_segments", num_segments, optional=True)
     if not 1 <= count <= _MAX_SEGMENTS:
         raise ValueError(f"num_segments must be from 1 to {_MAX_SEGMENTS}, got {count}")
     if segment_ids is None:

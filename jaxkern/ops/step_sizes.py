@@ -24,19 +24,20 @@ class StepSizes:
     high: float
 
     @classmethod
-    def checked(cls, dt_softplus: Any, dt_limit: Any) -> "StepSizes":
+    def checked(cls, dt_softplus: bool, dt_limit: Any) -> "StepSizes":
         """The options of a public function, or its errors."""
         try:
             low, high = dt_limit
         except (TypeError, ValueError) as e:
             raise TypeError(f"dt_limit must be two numbers, (low, high); got {dt_limit!r}") from e
-        low, high = check_number("dt_limit[0]", low), check_number("dt_limit[1]", high)
+        low = check_number("dt_limit[0]", low, finite=False)
+        high = check_number("dt_limit[1]", high, finite=False)
         if not low <= high:
             raise ValueError(
                 f"dt_limit must be (low, high) with low <= high, got {dt_limit!r}; "
                 "(-inf, inf) stands for no limit"
             )
-        return cls(bool(dt_softplus), low, high)
+        return cls(dt_softplus, low, high)
 
     @property
     def least(self) -> bool:

@@ -39,7 +39,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_floating
+from jaxkern.core.arguments import as_array, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import named
 from jaxkern.core.mesh import match_sharding
@@ -147,10 +147,7 @@ def cross_entropy(
 
 def check_labels(labels: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
     """`labels` as integers of 32 or 64 bits, of the `shape` that `meaning` tells, or its errors."""
-    try:
-        labels = jnp.asarray(labels)
-    except TypeError as e:
-        raise TypeError(f"labels must be an array, got {type(labels).__name__}") from e
+    labels = as_array("labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"labels must be integers, got {labels.dtype}; the loss of probabilities is "

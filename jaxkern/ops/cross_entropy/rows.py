@@ -1,7 +1,6 @@
 """What the loss of a row of logits is made of, and its gradient: options, sums, plain JAX."""
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from jaxkern.core.arguments import check_number
+from jaxkern.core.arguments import check_integer, check_number
 from jaxkern.core.dispatch import Mode
 
 
@@ -33,20 +32,13 @@ class Terms:
     @classmethod
     def checked(cls, ignore_index: Any, smoothing: Any, z_loss: Any, cap: Any) -> "Terms":
         """The options of a public function, or its errors."""
-        try:
-            ignored = operator.index(ignore_index)
-        except TypeError as e:
-            raise TypeError(f"ignore_index must be an int, got {ignore_index!r}") from e
+        ignored = check_integer("ignore_index", ignore_index)
         if not -(2**31) <= ignored < 2**31:
             raise ValueError(f"ignore_index must be an int of 32 bits, got {ignored}")
-        smoothing = check_number("label_smoothing", smoothing, minimum=0)
-        if smoothing > 1:
-            raise ValueError(f"label_smoothing must be at most 1, got {smoothing!r}")
+        smoothing = check_number("label_smoothing", smoothing, minimum=0, maximum=1)
         z = check_number("z_loss", z_loss, minimum=0)
         if cap is not None:
-            cap = check_number("logit_softcap", cap)
-            if not cap > 0:
-                raise ValueError(f"logit_softcap must be above 0 or None, got {cap!r}")
+            cap = check_number("logit_softcap", cap, above=0, none="no cap")
         return cls(ignored, smoothing, z, cap)
 
     def counted(self, labels: jax.Array) -> jax.Array:

@@ -148,7 +148,7 @@ def gated_linear_unit(
     unit = check_unit(activation, alpha, limit, up_offset)
     reason = unsupported(x=x, w_gate=w_gate, w_up=w_up)
     mode = resolve(implementation, reason, op="gated_linear_unit")
-    options = GatedOptions(unit, w_up is None, bool(recompute), False, precision, mode)
+    options = GatedOptions(unit, w_up is None, recompute, False, precision, mode)
     arrays = (x, w_gate, w_up, b_gate, b_up)
     if mode == "xla" and accumulators is None:
         f = functools.partial(products.reference_forward, options)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, public_op
 from jaxkern.core.kernel_pass import named
 from jaxkern.ops.curves import Activation
@@ -55,6 +56,7 @@ def rms_norm_linear(
       >>> jaxkern.rms_norm_linear(x, jnp.ones(64), w).shape
       (2, 8, 128)
     """
+    arrays = _arrays(x=x, weight=weight, bias=bias, w=w, b=b)
 
     def call(x: Any, weight: Any, bias: Any, w: Any, b: Any) -> Any:
         y = rms_norm(
@@ -64,7 +66,7 @@ def rms_norm_linear(
             y, w, b, activation=activation, precision=precision, implementation=implementation
         )
 
-    return named("rms_norm_linear", jax.checkpoint(call)(x, weight, bias, w, b))
+    return named("rms_norm_linear", jax.checkpoint(call)(*arrays))
 
 
 @public_op
@@ -106,6 +108,7 @@ def layer_norm_linear(
       >>> jaxkern.layer_norm_linear(x, jnp.ones(64), jnp.zeros(64), w).shape
       (2, 8, 128)
     """
+    arrays = _arrays(x=x, weight=weight, bias=bias, w=w, b=b)
 
     def call(x: Any, weight: Any, bias: Any, w: Any, b: Any) -> Any:
         y = layer_norm(
@@ -115,4 +118,9 @@ def layer_norm_linear(
             y, w, b, activation=activation, precision=precision, implementation=implementation
         )
 
-    return named("layer_norm_linear", jax.checkpoint(call)(x, weight, bias, w, b))
+    return named("layer_norm_linear", jax.checkpoint(call)(*arrays))
+
+
+def _arrays(**given: Any) -> tuple[Any, ...]:
+    """The arguments as arrays, as ``jax.checkpoint`` takes no others and names none of them."""
+    return tuple(None if a is None else check_floating(name, a) for name, a in given.items())

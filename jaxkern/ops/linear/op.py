@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.arguments import check_array, check_dtype, check_floating
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
@@ -114,7 +114,7 @@ def linear(
         accumulator = check_accumulator(
             "accumulator", accumulator, weight.shape, "the shape of weight"
         )
-    summed = jnp.dtype(accumulate_dtype)
+    summed = check_dtype("accumulate_dtype", accumulate_dtype)
     if summed not in (jnp.float32, x.dtype):
         raise ValueError(
             f"accumulate_dtype must be float32 or the dtype of x, {x.dtype}; got {summed}"

@@ -169,7 +169,7 @@ def linear_scan(
       <https://arxiv.org/abs/2410.01201>`_, 2024.
     """
     a, b = _check(a, b)
-    over, reverse = check_sequence_axis(sequence_axis), bool(reverse)
+    over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, a.shape[:2], count, "a")

@@ -31,12 +31,17 @@ Transformers are SSMs, 2024, arXiv:2405.21060.
 """
 
 import functools
-import operator
 from typing import Any, overload
 
 import jax
 
-from jaxkern.core.arguments import check_array, check_floating, check_number, unfit
+from jaxkern.core.arguments import (
+    check_array,
+    check_floating,
+    check_integer,
+    check_number,
+    unfit,
+)
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
@@ -290,7 +295,7 @@ def _norm(
     activation: Any,
     gate: Any,
     gate_activation: Any,
-    norm_before_gate: Any,
+    norm_before_gate: bool,
     group_size: Any,
     implementation: Any,
 ) -> Any:
@@ -314,7 +319,7 @@ def _norm(
         weight_offset=check_number("weight_offset", weight_offset),
         activation=check_activation(activation),
         gate_activation=named_curve(gate_activation, "gate_activation"),
-        norm_before_gate=bool(norm_before_gate),
+        norm_before_gate=norm_before_gate,
         group_size=group_size,
         x_dtype=str(x.dtype),
         residual_dtype=None if residual is None else str(residual.dtype),
@@ -334,10 +339,7 @@ def _norm(
 
 
 def _check_group_size(group_size: Any, n: int) -> int:
-    try:
-        size = operator.index(group_size)
-    except TypeError as e:
-        raise TypeError(f"group_size must be a Python integer, got {group_size!r}") from e
+    size = check_integer("group_size", group_size, optional=True)
     if size < 1 or n % size:
         raise ValueError(
             f"group_size must be a positive divisor of the last axis of x, {n}; got {size}"

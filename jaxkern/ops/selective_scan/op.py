@@ -233,7 +233,7 @@ def selective_scan(
     every = check_checkpoint_every(checkpoint_every, CHUNK, one=True)
     sizes = StepSizes.checked(dt_softplus, dt_limit)
     mode = resolve(implementation, _unsupported((*args, initial_state)), op="selective_scan")
-    options = Options(sizes, bool(return_final_state), every, mode, count, sequence_axis=over)
+    options = Options(sizes, return_final_state, every, mode, count, sequence_axis=over)
     grouped = (*by_group((*args, initial_state)), keep, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, options)

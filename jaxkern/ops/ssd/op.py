@@ -238,8 +238,8 @@ def ssd(
     if reason is None and implementation == "mosaic":
         reason = unsupported(x, B, args[4], args[6], count)
     mode = resolve(implementation, reason, op="ssd")
-    how: Any = {"isolate_nan": bool(isolate_nan), "sequence_axis": over}
-    options = Options(bool(return_final_state), every, mode, count, **how)
+    how: Any = {"isolate_nan": isolate_nan, "sequence_axis": over}
+    options = Options(return_final_state, every, mode, count, **how)
     grouped = (*by_group((*args, initial_state), 2), rank, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, sizes, options)
