@@ -317,7 +317,10 @@ def test_dropout_errors():
         jaxkern.dropout(x, jnp.zeros(2), KEY)
     with pytest.raises(TypeError, match="rate must be a number, got str"):
         jaxkern.dropout(x, "half", KEY)
-    with pytest.raises(TypeError, match=r"key must be a key of jax\.random, got int"):
+    for rate in (True, 1j):
+        with pytest.raises(TypeError, match="rate must be a real number, got"):
+            jaxkern.dropout(x, rate, KEY)
+    with pytest.raises(TypeError, match=r"key must be a key of jax\.random, got 3; jax\.random"):
         jaxkern.dropout(x, 0.5, 3)
     with pytest.raises(TypeError, match=r"one key of jax.random.*shape \(3,\).*jax.vmap"):
         jaxkern.dropout(x, 0.5, jax.random.split(KEY, 3))

@@ -156,6 +156,8 @@ def test_dropout_is_not_differentiated_by_its_rate():
     for f in (jax.grad(loss), jax.jit(jax.grad(loss))):
         with pytest.raises(NotImplementedError, match=r"no derivative by rate.*stop_gradient"):
             f(0.5)
+    kept = lambda rate: rate * loss(jax.lax.stop_gradient(rate))
+    assert jax.grad(kept)(0.5) == loss(0.5)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu", "linear, gelu", "linear_scan, continued"])

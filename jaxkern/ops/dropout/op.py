@@ -74,7 +74,8 @@ def dropout(
     own key, with ``jax.random.fold_in``.
 
     p is `rate` rounded to a multiple of 2⁻¹⁶, and 1 − p divides, so the expectation is exact. The
-    gradient with respect to `rate` is zero.
+    result has no derivative by `rate`, whose mask moves in steps: pass a rate that depends on what
+    is differentiated as ``jax.lax.stop_gradient(rate)``.
 
     Args:
       x: any shape, bfloat16, float16 or float32.
@@ -94,7 +95,8 @@ def dropout(
     Raises:
       TypeError: `x` is not an array of a floating dtype, `rate` not a number, `key` not one key.
       ValueError: `rate` is not in [0, 1]; `activation` or `implementation` is unknown.
-      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call, or it is
+        differentiated by `rate`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxkern
@@ -177,7 +179,9 @@ def _key_words(key: Any) -> jax.Array:
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         shape, words = key.shape, jax.random.key_data(key) if typed else jnp.asarray(key)
     except (AttributeError, TypeError) as e:
-        raise TypeError(f"key must be a key of jax.random, got {type(key).__name__}") from e
+        raise TypeError(
+            f"key must be a key of jax.random, got {key!r}; jax.random.key(0) makes one of a number"
+        ) from e
     if words.dtype != jnp.uint32 or (typed and shape) or (not typed and len(shape) != 1):
         raise TypeError(
             f"key must be one key of jax.random, or its words, (k,) and uint32; got {words.dtype} "
@@ -199,14 +203,16 @@ def _rate_words(rate: Any) -> jax.Array:
 def _threshold(rate: Any) -> jax.Array:
     """uint32: of 2¹⁶ values of the random bits those below it drop their element."""
     try:
-        array = jnp.asarray(rate, jnp.float32)
+        array = jnp.asarray(rate)
     except (TypeError, ValueError) as e:
         raise TypeError(f"rate must be a number, got {type(rate).__name__}") from e
+    if array.dtype == jnp.bool_ or jnp.iscomplexobj(array):
+        raise TypeError(f"rate must be a real number, got {rate!r}")
     if array.ndim:
         raise TypeError(f"rate must be a number, got an array of shape {array.shape}")
     if not isinstance(rate, Tracer) and not 0 <= float(rate) <= 1:
         raise ValueError(f"rate must be between 0 and 1, got {rate!r}")
-    within = jnp.clip(_without_derivative(array), 0.0, 1.0)
+    within = jnp.clip(_without_derivative(array.astype(jnp.float32)), 0.0, 1.0)
     return jnp.round(within * 65536.0).astype(jnp.uint32)
 
 
