@@ -7,14 +7,19 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxkern.lm.config import RunError
+from jaxkern.lm.config import RunError, TrainConfig
+from jaxkern.lm.data import build as build_module
 from jaxkern.lm.data import (
     build_corpus,
+    build_packed,
     check_length,
     open_corpus,
+    open_packed,
+    shards,
     train_batch,
     validation_batches,
 )
+from jaxkern.lm.data import corpus as corpus_module
 
 
 def write_files(folder, count=40, size=100):
@@ -57,12 +62,65 @@ def test_split_is_the_same_elsewhere_and_moves_no_file_when_one_is_added(tmp_pat
     assert third.info["fingerprint"] != first.info["fingerprint"]
 
 
-@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("count", [4, 5, 7])
 def test_a_small_corpus_has_both_parts(tmp_path, count):
     corpus = build_corpus((str(write_files(tmp_path / "t", count)),), tmp_path / "c")
     assert len(documents(corpus.train)) + len(documents(corpus.validation)) == count
     assert len(documents(corpus.validation)) >= 1
     assert len(documents(corpus.train)) >= 1
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.99])
+def test_no_more_than_a_quarter_is_held_out(tmp_path, share):
+    """Whichever files their names choose: of two, one is chosen."""
+    folder, sizes = tmp_path / "t", (int(share * 10000), int(10000 - share * 10000))
+    folder.mkdir()
+    held, learned = sorted(("a.txt", "b.txt"), key=corpus_module._fraction)
+    texts = [character * size for character, size in zip("hl", sizes, strict=True)]
+    for name, text in zip((held, learned), texts, strict=True):
+        (folder / name).write_text(text)
+    built = [build_corpus((str(folder),), tmp_path / name) for name in ("c", "again")]
+    corpus = built[0]
+    assert corpus.info["fingerprint"] == built[1].info["fingerprint"]
+    whole = f"\0{texts[1]}\0{texts[0]}".encode()
+    assert bytes(corpus.train) + bytes(corpus.validation) == whole
+    by_document = share < 0.25
+    assert corpus.info["split"] == ("by document" if by_document else "by position")
+    assert len(corpus.validation) == (1 + sizes[0] if by_document else len(whole) // 20)
+    assert ("(their end is held out)" in corpus.describe()) != by_document
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.99])
+def test_no_more_than_a_quarter_of_packed_documents_is_held_out(tmp_path, monkeypatch, share):
+    """A run that was begun without the bound goes on with what it has held out."""
+    sizes = int(share * 10000), int(10000 - share * 10000)
+    texts = [f"{i:02} " for i in range(100)]
+    held = next(text for text in texts if shards._fraction(text * (sizes[0] // 3)) < 0.05)
+    learned = next(text for text in texts if shards._fraction(text * (sizes[1] // 3)) >= 0.05)
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        {"text": held * (sizes[0] // 3)},
+        {"text": learned * (sizes[1] // 3)},
+    )
+    config = TrainConfig.from_flags({"preset": "micro", "data": (str(path),), "pack": True})
+    corpus = build_packed(config, tmp_path / "run")
+    by_document = share < 0.25
+    assert corpus.info["split"] == ("by document" if by_document else "by position")
+    (train,), (validation,) = corpus.train, corpus.validation
+    size = train.stream.size + validation.stream.size
+    assert validation.stream.size <= size * (0.25 if by_document else 0.05)
+    again = open_packed(config, tmp_path / "run", json.loads(json.dumps(corpus.info)))
+    assert again.info == corpus.info
+
+    monkeypatch.setattr(build_module, "MOST_HELD_OUT", 1)
+    earlier = build_packed(config, tmp_path / "run")
+    assert earlier.info["split"] == "by document"
+    (source,) = earlier.info["sources"]
+    del source["most_held_out"]
+    monkeypatch.undo()
+    again = open_packed(config, tmp_path / "run", json.loads(json.dumps(earlier.info)))
+    assert again.info == earlier.info
+    assert again.validation[0].stream.size == earlier.validation[0].stream.size > size * share / 2
 
 
 def test_one_file_is_split_by_position(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.lm.data.corpus import VALIDATION_FRACTION
+from jaxkern.lm.data.corpus import MOST_HELD_OUT, VALIDATION_FRACTION
 from jaxkern.lm.data.documents import File
 from jaxkern.lm.data.files import write_atomically
 from jaxkern.lm.data.packed import PackedCorpus, PackedSource, Stream
@@ -89,6 +89,7 @@ def build_packed(config: TrainConfig, out: Path) -> PackedCorpus:
                     "name": _name(documents, found),
                     "weight": documents.source.weight,
                     "held_out": documents.held_out,
+                    "most_held_out": MOST_HELD_OUT,
                     "skipped": documents.skipped.count,
                     "skipped_example": documents.skipped.example,
                     "shards": [first, len(shards)],
@@ -314,8 +315,9 @@ def _opened(folder: Path, info: dict[str, Any], tokenizer: Bytes | Tokenizer) ->
             (validation if source["held_out"] else train).append(both)
             split = "by source"
         else:
-            if not learned.stream.size or not held.stream.size:
-                size = both.stream.size
+            size = both.stream.size
+            most = source.get("most_held_out", 1) * size  # a run of an earlier version has no bound
+            if not learned.stream.size or not 0 < held.stream.size <= most:
                 cut = size - max(2, int(size * VALIDATION_FRACTION))
                 learned, held = both.part(0, cut), both.part(cut, size)
                 split = "by position"

@@ -4,8 +4,11 @@ Every document is preceded by a zero byte, which text does not contain: it separ
 training and starts the prompt in sampling. Documents are split into training and validation by a
 hash of their path below the folder that was named, so that the same corpus is split alike on every
 machine and adding a file moves no other. A document of JSON Lines or Parquet is named by the file
-and its number. Batches are windows at random positions, drawn by a
-counter-based generator from (seed, step) alone: any step's batch can be had without those before.
+and its number. Where the documents cannot be divided so, or more than a quarter of the bytes would
+be held out, as of two files, the end of all is held out.
+
+Batches are windows at random positions, drawn by a counter-based generator from (seed, step) alone:
+any step's batch can be had without those before.
 """
 
 import dataclasses
@@ -24,6 +27,7 @@ from jaxkern.lm.data.sources import Skipped, counted, find_files, parse, refuse_
 from jaxkern.lm.data.tokenizer import SEPARATOR, Bytes
 
 VALIDATION_FRACTION = 0.05
+MOST_HELD_OUT = 0.25  # of the text, by whole documents
 _CHUNK = 1 << 20
 
 
@@ -47,7 +51,7 @@ class Corpus:
             text += f" with {counted(documents, 'document')}"
         text += f": {len(self.train):,} bytes to train on, {len(self.validation):,} held out"
         if info["split"] == "by position":
-            text += f" ({'one file: ' if files == 1 else ''}its end is held out)"
+            text += f" ({'one file: its' if files == 1 else 'their'} end is held out)"
         if skipped.count:
             text += f"; {skipped.describe('skipped')}"
         return text
@@ -67,7 +71,9 @@ def build_corpus(paths: tuple[str, ...], folder: Path) -> Corpus:
     folder.mkdir(parents=True, exist_ok=True)
     held_out = _held_out(files)
     documents = _pack(files, held_out, folder)
-    if held_out is None:
+    sizes = [(folder / name).stat().st_size for name in ("train.bin", "validation.bin")]
+    by_position = held_out is None or sizes[1] > MOST_HELD_OUT * sum(sizes)
+    if by_position:
         _cut_end(folder / "train.bin", folder / "validation.bin")
     info = {
         "paths": [str(Path(path).resolve()) for path in paths] or ["standard library"],
@@ -75,7 +81,7 @@ def build_corpus(paths: tuple[str, ...], folder: Path) -> Corpus:
         "documents": documents,
         "skipped": skipped.count,
         "skipped_example": skipped.example,
-        "split": "by position" if held_out is None else "by document",
+        "split": "by position" if by_position else "by document",
         "fingerprint": _fingerprint(folder),
     }
     write_atomically(folder / "corpus.json", json.dumps(info, indent=2) + "\n")
@@ -192,7 +198,9 @@ def _pack(files: Iterable[File], held_out: float | None, folder: Path) -> int:
 
 
 def _cut_end(train: Path, validation: Path) -> None:
-    """Move the end of the only document to the validation file."""
+    """Hold out the end of all documents, those last that were held out whole."""
+    with open(train, "ab") as out, open(validation, "rb") as file:
+        shutil.copyfileobj(file, out, _CHUNK)
     size = train.stat().st_size
     kept = size - max(1, int(size * VALIDATION_FRACTION))
     with open(train, "r+b") as file, open(validation, "wb") as out:
