@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import resource
 import shutil
@@ -28,9 +29,9 @@ REST = {
 }
 
 
-def save(run, *steps):
+def save(run, *steps, **options):
     for step in steps:
-        checkpoint.save(run, step, params=PARAMS, optimizer=REST, model=MODEL)
+        checkpoint.save(run, step, params=PARAMS, optimizer=REST, model=MODEL, **options)
 
 
 def restore(run, step):
@@ -55,6 +56,26 @@ def test_the_last_three_are_kept(tmp_path):
     save(tmp_path, 5, 10, 15, 100, 20)
     assert checkpoint.steps(tmp_path) == [15, 20, 100]
     restore(tmp_path, 15)
+    save(tmp_path, 110, 120, keep=4)
+    assert checkpoint.steps(tmp_path) == [20, 100, 110, 120]
+    save(tmp_path, 130, keep=1)
+    assert checkpoint.steps(tmp_path) == [130]
+
+
+def test_a_run_keeps_as_many_as_it_is_asked_for(tmp_path, capsys):
+    """And another number when it is resumed, also one of a version that had no such flag."""
+    (tmp_path / "text").write_text("some words " * 500)
+    out = tmp_path / "run"
+    argv = ["train", "--preset", "micro", "--data", tmp_path / "text", "--eval-batches", 1]
+    command(capsys, *argv, "--out", out, "--steps", 6, "--checkpoint-every", 1, "--keep", 5)
+    assert checkpoint.steps(out) == [2, 3, 4, 5, 6]
+    config = json.loads((out / "config.json").read_text())
+    assert config["flags"].pop("keep") == 5
+    (out / "config.json").write_text(json.dumps(config))
+    command(capsys, "train", "--resume", "--out", out, "--steps", 7)
+    assert checkpoint.steps(out) == [5, 6, 7]
+    command(capsys, "train", "--resume", "--out", out, "--steps", 8, "--keep", 2)
+    assert checkpoint.steps(out) == [7, 8]
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_wrong_flags(capsys, argv, words):
 
 
 NUMBERS = ["steps", "batch-size", "seq-len", "grad-accum", "lr", "seed", "log-every", "eval-every"]
-NUMBERS += ["eval-batches", "checkpoint-every"]
+NUMBERS += ["eval-batches", "checkpoint-every", "keep"]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.lm.config import PRESETS, ModelConfig, RunError
+from jaxkern.lm.config import DEFAULTS, PRESETS, ModelConfig, RunError
 from jaxkern.lm.data import write_atomically
 from jaxkern.lm.processes import ALONE, Alone
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:  # orbax takes a second to import, which the first step need n
     import orbax.checkpoint as ocp
 
 FORMAT = "jaxkern-lm-1"
-_KEPT = 3
 _LOCK = ".lock"
 
 
@@ -151,9 +150,10 @@ def save(
     params: Any,
     optimizer: Any,
     model: ModelConfig,
+    keep: int = DEFAULTS["keep"],
     peers: Alone = ALONE,
 ) -> None:
-    """Write the checkpoint of a step, then drop all but the last few.
+    """Write the checkpoint of a step, then remove all but the last ones.
 
     Args:
         run: the run directory.
@@ -161,6 +161,7 @@ def save(
         params: pytree of arrays; read alone for sampling.
         optimizer: pytree of arrays; whatever else a resumed run needs.
         model: the model's shape, to be compared when the checkpoint is read.
+        keep: how many checkpoints stay.
         peers: the processes of the run, each of which writes its parts of the arrays.
     """
     folder = run / "checkpoints"
@@ -187,7 +188,7 @@ def save(
         raise
     os.rename(partial, folder / str(step))
     _sync(folder)
-    for old in steps(run)[:-_KEPT]:
+    for old in steps(run)[:-keep]:
         _remove(folder / str(old))
 
 
@@ -200,16 +201,14 @@ class Saver:
 
     Args:
         run: the run directory.
-        model: the model's shape.
         like: pytree of jax.ShapeDtypeStruct with shardings, as the parameters and the rest are that
             are saved; ``None`` where the devices cannot hold a second state beside a step.
         peers: the processes of the run.
+        **options: the others of :func:`save`.
     """
 
-    def __init__(
-        self, run: Path, model: ModelConfig, *, like: tuple[Any, Any] | None, peers: Alone
-    ):
-        self._run, self._model, self._peers = run, model, peers
+    def __init__(self, run: Path, *, like: tuple[Any, Any] | None, peers: Alone, **options: Any):
+        self._run, self._options = run, {"peers": peers, **options}
         self._waits = like is None and peers.count > 1  # a host has a part of the arrays alone
         if like is not None:
             self._copy = _copy_on_devices(like)
@@ -225,11 +224,10 @@ class Saver:
         """
         self.wait()
         params, optimizer = self._copy((params, optimizer))
-        parts = {"params": params, "optimizer": optimizer}
 
         def write() -> None:
             before()
-            save(self._run, step, **parts, model=self._model, peers=self._peers)
+            save(self._run, step, params=params, optimizer=optimizer, **self._options)
 
         self._writing = self._thread.submit(write)
         if self._waits:

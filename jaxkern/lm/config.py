@@ -64,6 +64,7 @@ LIMITS = {
     "eval_every": _COUNT,
     "eval_batches": _COUNT,
     "checkpoint_every": _COUNT,
+    "keep": _COUNT,
     "seed": Limits(int, 0, _INT32),
     "lr": Limits(float, 1e-30, 1e30),  # a float32, and its product with the schedule's factors
     "length": Limits(int, 1),
@@ -239,6 +240,7 @@ class TrainConfig:
     eval_every: int
     eval_batches: int = 16
     checkpoint_every: int = 100
+    keep: int = 3
     log_to: tuple[str, ...] = ()
 
     @property

@@ -255,7 +255,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--resume",
         "continue the run in --out from its last checkpoint;\nof the other flags, --steps may "
         "grow, and\n--devices, --parallel, --mesh, --implementation,\n--remat, --log-every, "
-        "--log-to, --checkpoint-every and\n--data-cache may change",
+        "--log-to, --checkpoint-every,\n--keep and --data-cache may change",
         "off",
     )
     add("--steps", "optimizer steps")
@@ -276,7 +276,11 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--log-every", "steps between two reports")
     add("--eval-every", "steps between two validations")
     add("--eval-batches", "batches per validation")
-    add("--checkpoint-every", "steps between two checkpoints")
+    add("--checkpoint-every", "steps between two checkpoints; of these --keep stay")
+    add(
+        "--keep",
+        "how many checkpoints stay, the newest; a new one that\nis whole removes the oldest",
+    )
     _add_looking(add)
     parser.set_defaults(command="train")
 

@@ -32,6 +32,7 @@ CHANGEABLE = (
     "log_every",
     "log_to",
     "checkpoint_every",
+    "keep",
     "data_cache",
 )
 
@@ -46,6 +47,7 @@ _LATER = (
     "pack",
     "parallel",
     "mesh",
+    "keep",
 )
 
 

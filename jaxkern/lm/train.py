@@ -343,7 +343,8 @@ class Trainer:
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
         room = self.peers.share(lambda: has_room(programs.step, self.device, size))
         like = like if room else None
-        return checkpoint.Saver(self.out, self.config.model, like=like, peers=self.peers)
+        options = {"model": self.config.model, "keep": self.config.keep}
+        return checkpoint.Saver(self.out, like=like, peers=self.peers, **options)
 
     def begin_with(self, params: Any) -> TrainState:
         """The state before the first step of a run that begins with these parameters."""
