@@ -27,6 +27,10 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey
+
+from jaxkern.core.arguments import check_dtype, check_integer, check_number
+from jaxkern.lowering.bound import standard_promotion
 
 _DTYPES = {
     "float64": "float64",
@@ -49,7 +53,7 @@ def _float_dtype(name: str, value: Any) -> np.dtype:
             )
         value = _DTYPES[value]
     try:
-        dtype = jnp.dtype(value)
+        dtype = check_dtype(name, value)
     except TypeError:
         raise TypeError(
             f"Policy: {name}={value!r} is not a dtype; use for example jnp.float32 or 'float32'"
@@ -245,6 +249,39 @@ def select_tree[Tree](take_first: jax.Array, first: Tree, second: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.where(take_first, a, b), first, second)
 
 
+def _pytree[Scale](cls: type[Scale]) -> type[Scale]:
+    """Registers a loss scale: fields are leaves, but for static ones.
+
+    JAX makes trees of shardings, shapes and the like of it, which the checks of `cls` are not for.
+    """
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    static = [f.name for f in fields if f.metadata.get("static")]
+    names = [f.name for f in fields if f.name not in static]
+
+    def flatten(scale: Scale) -> tuple[Any, Any]:
+        leaves = [(GetAttrKey(name), getattr(scale, name)) for name in names]
+        return leaves, tuple(getattr(scale, name) for name in static)
+
+    def unflatten(constants: Any, leaves: Any) -> Scale:
+        scale = object.__new__(cls)
+        for name, value in zip((*names, *static), (*leaves, *constants), strict=True):
+            object.__setattr__(scale, name, value)
+        return scale
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    return cls
+
+
+def _check_scale(name: str, value: Any) -> float:
+    """Returns `value` if it and its inverse are normal numbers of float32."""
+    return check_number(name, value, above=0, minimum=2.0**-126, maximum=2.0**126)
+
+
+def _is_array(value: Any) -> bool:
+    """Says whether `value` is an array, perhaps traced, or the type of one: no number to check."""
+    return hasattr(value, "dtype") and not isinstance(value, np.generic)
+
+
 class _LossScale:
     """The methods of a loss scale, which multiplies and divides by its `loss_scale`."""
 
@@ -264,7 +301,7 @@ class _LossScale:
         return self
 
 
-@jax.tree_util.register_dataclass
+@_pytree
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(_LossScale):
     """A loss scale of 1 that computes nothing, for bf16 and fp32.
@@ -288,7 +325,7 @@ class NoOpLossScale(_LossScale):
         return tree
 
 
-@jax.tree_util.register_dataclass
+@_pytree
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_LossScale):
     """A loss scale that stays what it is.
@@ -297,7 +334,8 @@ class StaticLossScale(_LossScale):
         loss_scale: () float32, or a positive Python number.
 
     Raises:
-        ValueError: if a Python number is not positive and finite.
+        TypeError: if it is neither an array nor a number.
+        ValueError: if a number, or its inverse, is not positive and finite in float32.
 
     Example:
         >>> float(StaticLossScale(1024.0).scale(jnp.float32(2)))
@@ -307,15 +345,12 @@ class StaticLossScale(_LossScale):
     loss_scale: Any
 
     def __post_init__(self):
-        if isinstance(self.loss_scale, (int, float)):
-            if not 0 < self.loss_scale < float("inf"):
-                raise ValueError(
-                    f"StaticLossScale: loss_scale={self.loss_scale} must be positive and finite"
-                )
-            object.__setattr__(self, "loss_scale", jnp.float32(self.loss_scale))
+        if not _is_array(self.loss_scale):
+            scale = _check_scale("loss_scale", self.loss_scale)
+            object.__setattr__(self, "loss_scale", jnp.float32(scale))
 
 
-@jax.tree_util.register_dataclass
+@_pytree
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_LossScale):
     """A loss scale that halves on overflow and doubles after a quiet period.
@@ -339,7 +374,8 @@ class DynamicLossScale(_LossScale):
         max_scale: upper bound of the scale.
 
     Raises:
-        ValueError: if a Python number is out of range.
+        TypeError: if a value is no number, or `period` or `counter` no whole one.
+        ValueError: if a number is out of range.
 
     Example:
         >>> scale = DynamicLossScale(1024.0, period=100)
@@ -355,27 +391,23 @@ class DynamicLossScale(_LossScale):
     max_scale: float = dataclasses.field(default=2.0**24, metadata={"static": True})
 
     def __post_init__(self):
-        if self.period < 1:
-            raise ValueError(f"DynamicLossScale: period={self.period} must be at least 1")
-        if not self.factor > 1:
-            raise ValueError(f"DynamicLossScale: factor={self.factor} must be greater than 1")
-        if not 0 < self.min_scale <= self.max_scale < float("inf"):
-            raise ValueError(
-                "DynamicLossScale: needs 0 < min_scale <= max_scale < inf, got "
-                f"min_scale={self.min_scale}, max_scale={self.max_scale}"
-            )
-        if isinstance(self.loss_scale, (int, float)):
-            if not self.min_scale <= self.loss_scale <= self.max_scale:
-                raise ValueError(
-                    f"DynamicLossScale: loss_scale={self.loss_scale} must be between "
-                    f"min_scale={self.min_scale} and max_scale={self.max_scale}"
-                )
-            object.__setattr__(self, "loss_scale", jnp.float32(self.loss_scale))
-        if isinstance(self.counter, int):
-            if self.counter < 0:
-                raise ValueError(f"DynamicLossScale: counter={self.counter} must be at least 0")
-            object.__setattr__(self, "counter", jnp.int32(self.counter))
+        put = functools.partial(object.__setattr__, self)
+        put("period", check_integer("period", self.period, minimum=1))
+        put("factor", check_number("factor", self.factor, above=1))
+        put("min_scale", _check_scale("min_scale", self.min_scale))
+        put("max_scale", _check_scale("max_scale", self.max_scale))
+        between = f"min_scale={self.min_scale} and max_scale={self.max_scale}"
+        if self.min_scale > self.max_scale:
+            raise ValueError(f"min_scale must be at most max_scale, got {between}")
+        if not _is_array(self.loss_scale):
+            scale = check_number("loss_scale", self.loss_scale)
+            if not self.min_scale <= scale <= self.max_scale:
+                raise ValueError(f"loss_scale must be between {between}, got {scale}")
+            put("loss_scale", jnp.float32(scale))
+        if not _is_array(self.counter):
+            put("counter", jnp.int32(check_integer("counter", self.counter, minimum=0)))
 
+    @standard_promotion()
     def adjust(self, finite: jax.Array) -> Self:
         grow = self.counter + 1 >= self.period
         grown = jnp.minimum(self.loss_scale * self.factor, self.max_scale)
@@ -392,6 +424,7 @@ class DynamicLossScale(_LossScale):
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
+@standard_promotion()
 def _multiply[Tree](tree: Tree, by: jax.Array) -> Tree:
     def multiply(leaf):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):

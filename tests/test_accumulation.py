@@ -123,3 +123,32 @@ def test_in_shard_map_the_devices_exchange_their_sums_once(check_vma):
 def test_refuses_microbatches_of_no_or_different_number(microbatches, words):
     with pytest.raises(ValueError, match=f"microbatches must be arrays .*{words}"):
         jaxkern.accumulate_gradients(loss_fn, PARAMS, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("params", "got"), [({"w": 1}, "int"), ({"w": "one"}, "str"), ({"w": jnp.arange(3)}, "int32")]
+)
+def test_refuses_parameters_that_are_no_floating_arrays(params, got):
+    loss = lambda params, x: params["w"] * x.sum()
+    with pytest.raises(TypeError, match=rf"^params\['w'\] must be a floating array, got {got}"):
+        jaxkern.accumulate_gradients(loss, params, jnp.ones((2, 3)))
+
+
+def test_takes_python_floats_and_complex_parameters():
+    loss = lambda params, x: params["w"] * jnp.abs(params["c"]) * x.sum()
+    params = {"w": 2.0, "c": jnp.complex64(1j)}
+    value, grads = jaxkern.accumulate_gradients(loss, params, jnp.ones((2, 3)))
+    assert (value, grads["w"], grads["c"].dtype) == (6, 3, jnp.complex64)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"has_aux": "no"}, TypeError, "has_aux must be True or False, got 'no'"),
+        ({"axis_name": 3}, TypeError, "axis_name must be a mesh axis's name or .*, got 3"),
+        ({"axis_name": "x"}, ValueError, "axis_name must name an axis of the mesh .* 'x' is none"),
+    ],
+)
+def test_refuses_options(options, error, words):
+    with pytest.raises(error, match=words):
+        jaxkern.accumulate_gradients(loss_fn, PARAMS, jnp.ones((2, 3)), **options)

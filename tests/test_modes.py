@@ -11,6 +11,7 @@ import pytest
 from jax import export
 
 import jaxkern
+from jaxkern import precision
 from jaxkern.cases import TABLE
 from jaxkern.cases.case import dtypes
 from tests import check
@@ -68,6 +69,61 @@ def test_traced_in_a_strict_mode(mode, name):
         want = jax.tree.map(lambda a: a.dtype, run())
         with MODES[mode]():
             assert jax.tree.map(lambda a: a.dtype, run()) == want
+
+
+def _of_tree(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` of a tree in bfloat16 as parameters and gradients, for both ways of an optimizer."""
+
+    def run(tree: Any) -> Any:
+        state = step().init(tree)
+        scale = precision.StaticLossScale(2.0)
+        updates = step().update(tree, state, tree, loss_scale=scale)
+        return jaxkern.apply(step(), tree, state, tree, loss_scale=scale), updates
+
+    return run
+
+
+def _accumulated(tree: Any) -> Any:
+    loss = lambda params, x: sum(jnp.sum(a) for a in jax.tree.leaves(params)) * jnp.sum(x)
+    return jaxkern.accumulate_gradients(loss, tree, jnp.ones((2, 3), BF16))
+
+
+def _scaled(tree: Any) -> Any:
+    scale = precision.DynamicLossScale(1024)
+    grads, finite = jaxkern.scale_gradients(scale.scale(tree), scale)
+    return scale.unscale(grads), scale.adjust(finite & precision.all_finite(tree))
+
+
+OPTIMIZER = {
+    "adamw": _of_tree(lambda: jaxkern.fused_adamw(0.1, clip_norm=1.0, skip_nonfinite=True)),
+    "adam, masters": _of_tree(lambda: jaxkern.fused_adam(0.1, master_dtype=F32, nesterov=True)),
+    "adam, rounded": _of_tree(
+        lambda: jaxkern.fused_adam(0.1, mu_dtype=BF16, nu_dtype=F32, stochastic_rounding=True)
+    ),
+    "sgd": _of_tree(lambda: jaxkern.fused_sgd(lambda count: 0.1, 0.9, nesterov=True)),
+    "accumulated": _accumulated,
+    "scaled": _scaled,
+}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("name", [*OPTIMIZER, "adamw, 8 bits"])
+def test_optimizers_in_a_strict_mode(mode, name):
+    """A step and its gradients are traced, with the dtypes that they have without the mode."""
+    kinds = {"w": jax.ShapeDtypeStruct((64, 128), BF16), "b": jax.ShapeDtypeStruct((8,), BF16)}
+    of_codes = _of_tree(lambda: jaxkern.fused_adamw(0.1, mu_dtype="int8", nu_dtype="uint8"))
+    f = OPTIMIZER.get(name, of_codes)
+
+    def loss(tree: Any) -> Any:
+        floating = (a for a in jax.tree.leaves(jax.jit(f)(tree)) if a.dtype in (BF16, F32))
+        return sum(jnp.sum(a.astype(F32)) for a in floating)
+
+    run = lambda: jax.eval_shape(
+        lambda tree: (f(tree), name in OPTIMIZER and jax.grad(loss)(tree)), kinds
+    )
+    want = jax.tree.map(lambda a: a.dtype, run())
+    with MODES[mode]():
+        assert jax.tree.map(lambda a: a.dtype, run()) == want
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -406,6 +406,10 @@ def test_donated_buffers_are_used_once():
         ({"b2": -0.1}, ValueError, "b2 must be"),
         ({"eps": -1e-8}, ValueError, "eps must be"),
         ({"clip_norm": -1.0}, ValueError, "clip_norm must be"),
+        ({"eps": np.inf}, ValueError, "eps must be finite, got inf"),
+        ({"weight_decay": np.float32("-inf")}, ValueError, "weight_decay must be finite, got -inf"),
+        ({"mu_dtype": (None, None)}, TypeError, "mu_dtype must be a dtype, got (None, None)"),
+        ({"master_dtype": jnp.ones(3)}, TypeError, "master_dtype must be float32 or None"),
         (
             {"mu_dtype": jnp.uint8},
             ValueError,

@@ -294,3 +294,20 @@ def test_nothing_to_train():
             state = tx.init(tree)
             assert jaxkern.apply(tx, tree, state, tree)[0] == tree
             assert tx.update(tree, state, tree)[0] == tree
+
+
+def test_refuses_what_is_no_step():
+    params = {"w": jnp.ones(2)}
+    tx = jaxkern.fused_sgd(0.1, clip_norm=1.0)
+    state = tx.init(params)
+    with pytest.raises(TypeError, match="tx must be an Optax transformation, got NoneType"):
+        jaxkern.apply(None, params, state, params)  # pyright: ignore[reportArgumentType]
+    for step in (functools.partial(jaxkern.apply, tx), tx.update):
+        with pytest.raises(
+            TypeError, match="grad_norm must be a number or a scalar array, got 'a'"
+        ):
+            step(params, state, params, grad_norm="a")
+        with pytest.raises(ValueError, match=r"grad_norm must be .*, got shape \(2,\)"):
+            step(params, state, params, grad_norm=jnp.ones(2))
+        with pytest.raises(TypeError, match="loss_scale must be one of"):
+            step(params, state, params, loss_scale=2.0)

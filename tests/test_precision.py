@@ -59,8 +59,9 @@ def test_parse_refuses(text, words):
 def test_policy_refuses_other_than_floating_dtypes():
     with pytest.raises(ValueError, match="compute=int32 must be a floating dtype"):
         Policy(compute=jnp.int32)
-    with pytest.raises(TypeError, match=r"output=1\.5 is not a dtype"):
-        Policy(output=1.5)
+    for value in (1.5, None, jnp.ones(2)):
+        with pytest.raises(TypeError, match=r"output=.* is not a dtype"):
+            Policy(output=value)
     with pytest.raises(TypeError, match="text must be a string, got NoneType"):
         Policy.parse(None)  # pyright: ignore[reportArgumentType]
 
@@ -156,9 +157,14 @@ def test_adjust_follows_its_rule():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"period": 0}, "period=0"),
-        ({"factor": 1.0}, "factor=1.0"),
-        ({"min_scale": 0.0}, "min_scale=0.0"),
+        ({"period": 0}, "period must be at least 1, got 0"),
+        ({"factor": 1.0}, r"factor must be above 1, got 1\.0"),
+        ({"factor": float("inf")}, "factor must be finite, got inf"),
+        ({"min_scale": 0.0}, r"min_scale must be above 0, got 0\.0"),
+        ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale must be at most max_scale"),
+        ({"max_scale": 1e39}, r"max_scale must be at most .*, got 1e\+39"),
+        ({"loss_scale": np.float32("nan")}, "loss_scale must be finite, got .*nan"),
+        ({"loss_scale": np.float32(-1)}, "loss_scale must be between min_scale"),
         ({"loss_scale": 2.0, "max_scale": 1.0}, "max_scale=1.0"),
     ],
 )
@@ -208,18 +214,44 @@ def test_loss_scales_agree():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: StaticLossScale(0.0), "loss_scale=0.0 must be positive"),
-        (lambda: StaticLossScale(float("nan")), "loss_scale=nan must be positive"),
-        (lambda: DynamicLossScale(period=0), "period=0 must be at least 1"),
-        (lambda: DynamicLossScale(factor=1.0), "factor=1.0 must be greater than 1"),
-        (lambda: DynamicLossScale(0.5), "loss_scale=0.5 must be between min_scale=1.0"),
-        (lambda: DynamicLossScale(min_scale=0), "min_scale=0, max_scale"),
-        (lambda: DynamicLossScale(counter=-1), "counter=-1 must be at least 0"),
+        (lambda: StaticLossScale(0.0), r"loss_scale must be above 0, got 0\.0"),
+        (lambda: StaticLossScale(float("nan")), "loss_scale must be above 0, got nan"),
+        (lambda: StaticLossScale(np.float32("inf")), "loss_scale must be at most .*inf"),
+        (lambda: StaticLossScale(1e-50), "loss_scale must be at least .*, got 1e-50"),
+        (lambda: DynamicLossScale(0.5), r"loss_scale must be between min_scale=1\.0 .*, got 0\.5"),
+        (lambda: DynamicLossScale(counter=-1), "counter must be at least 0, got -1"),
+        (lambda: DynamicLossScale(counter=np.int32(-1)), "counter must be at least 0, got -1"),
     ],
 )
 def test_loss_scales_refuse(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("value", [True, "1024", None])
+def test_loss_scales_refuse_what_is_no_number(value):
+    for name in ("loss_scale", "counter", "period", "factor", "min_scale", "max_scale"):
+        with pytest.raises(TypeError, match=f"^{name} must be .*, got {value!r}"):
+            DynamicLossScale(**{name: value})
+    with pytest.raises(TypeError, match=f"^loss_scale must be .*, got {value!r}"):
+        StaticLossScale(value)
+    for name in ("counter", "period"):
+        with pytest.raises(TypeError, match=rf"^{name} must be an int, got 1\.5"):
+            DynamicLossScale(**{name: 1.5})
+
+
+def test_loss_scales_take_numbers_of_numpy():
+    scale = DynamicLossScale(np.float64(4), np.int64(1), np.int32(3), np.float32(4), np.int8(1))
+    assert scale == DynamicLossScale(scale.loss_scale, scale.counter, 3, 4.0, 1.0)
+    assert (scale.loss_scale.dtype, scale.counter.dtype) == (jnp.float32, jnp.int32)
+    assert jax.tree.structure(scale) == jax.tree.structure(DynamicLossScale(4, 1, 3, 4.0, 1.0))
+
+
+def test_loss_scales_may_hold_what_is_no_array():
+    """JAX makes trees of shardings, names and booleans of any tree of arrays."""
+    for leaf in ("data", True, None, jax.sharding.PartitionSpec()):
+        made = jax.tree.map(lambda _, leaf=leaf: leaf, DynamicLossScale())
+        assert (made.loss_scale, made.counter, made.period) == (leaf, leaf, 2000)
 
 
 def test_select_tree_chooses_on_the_device():

@@ -74,10 +74,10 @@ def check_number(
     except (TypeError, ValueError, OverflowError) as e:
         raise TypeError(f"{name} must be a Python number, got {x!r}") from e
     rule = None
-    if minimum is not None and not number >= minimum:
-        rule = f"at least {minimum:g}"
-    elif above is not None and not number > above:
+    if above is not None and not number > above:
         rule = f"above {above:g}"
+    elif minimum is not None and not number >= minimum:
+        rule = f"at least {minimum:g}"
     elif maximum is not None and not number <= maximum:
         rule = f"at most {maximum:g}"
     elif math.isnan(number) or (finite and math.isinf(number)):
@@ -88,7 +88,7 @@ def check_number(
     return number
 
 
-def check_integer(name: str, x: Any, *, optional: bool = False) -> int:
+def check_integer(name: str, x: Any, *, minimum: int | None = None, optional: bool = False) -> int:
     """`x` as a Python int, which is compiled in; with `optional` the caller takes ``None``, too."""
     kind = "an int or None" if optional else "an int"
     if isinstance(x, Tracer):
@@ -96,9 +96,12 @@ def check_integer(name: str, x: Any, *, optional: bool = False) -> int:
     try:
         if isinstance(x, bool | np.bool_):
             raise TypeError("operator.index would convert it")
-        return operator.index(x)
+        number = operator.index(x)
     except TypeError as e:
         raise TypeError(f"{name} must be {kind}, got {x!r}") from e
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+    return number
 
 
 def check_flag(name: str, x: Any) -> bool:

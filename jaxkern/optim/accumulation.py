@@ -17,7 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.core.arguments import check_axis_names, check_flag
 from jaxkern.core.mesh import vary_over
+from jaxkern.lowering.bound import standard_promotion
+from jaxkern.optim.arguments import floating_leaves
 from jaxkern.optim.leaves import varying
 
 Tree = Any
@@ -52,7 +55,9 @@ def accumulate_gradients(
       with `has_aux` ((loss, aux), gradients), aux stacked along a new first axis (K, ...).
 
     Raises:
-      ValueError: `microbatches` has no leaf, no microbatch, or leaves of different K.
+      TypeError: a leaf of `params` is no floating array, or an option of another type.
+      ValueError: `microbatches` has no leaf, no microbatch, or leaves of different K, or there is
+        no such `axis_name`.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
@@ -63,16 +68,19 @@ def accumulate_gradients(
       >>> bool(jnp.allclose(grads["w"], jax.grad(loss)(params, batch)["w"]))
       True
     """
+    has_aux = check_flag("has_aux", has_aux)
+    axes = check_axis_names("axis_name", axis_name)
     count = _count(microbatches)
-    if axis_name is not None:
-        axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    leaves, treedef = floating_leaves("params", params, kind=jnp.inexact)
+    params = treedef.unflatten(leaves)
+    if axes:
         # Else every gradient of what the devices share would be a sum over them at once.
-        params = jax.tree.map(lambda p: vary_over(jnp.asarray(p), frozenset(axes)), params)
+        params = jax.tree.map(lambda p: vary_over(p, frozenset(axes)), params)
     values, totals = sums_of_gradients(loss_fn, params, microbatches, has_aux=has_aux)
     losses, aux = values if has_aux else (values, None)
-    total = losses.astype(jnp.promote_types(losses.dtype, jnp.float32)).sum()
-    if axis_name is not None:
-        total, totals = lax.pmean((total, totals), axis_name)
+    total = losses.astype(_wide(losses.dtype)).sum()
+    if axes:
+        total, totals = lax.pmean((total, totals), axes)
     loss = (total / count).astype(losses.dtype)
     grads = jax.tree.map(lambda t, p: (t / count).astype(p.dtype), totals, params)
     return ((loss, aux) if has_aux else loss), grads
@@ -89,7 +97,7 @@ def sums_of_gradients(
     axes = varying(*jax.tree.leaves((params, microbatches)))
 
     def zeros(p: Any) -> jax.Array:
-        total = jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32))
+        total = jnp.zeros_like(p, dtype=_wide(p.dtype))
         return vary_over(total, axes)
 
     def add(totals: Tree, microbatch: Tree) -> tuple[Tree, Any]:
@@ -98,6 +106,12 @@ def sums_of_gradients(
 
     totals, values = lax.scan(add, jax.tree.map(zeros, params), microbatches)
     return values, totals
+
+
+@standard_promotion()
+def _wide(dtype: Any) -> Any:
+    """The dtype of a sum; what the loss itself promotes, JAX does as its user said."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _count(microbatches: Tree) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxkern.core.arguments import check_dtype
 from jaxkern.core.dispatch import Implementation
 from jaxkern.optim.arithmetic import Rule
 
@@ -50,6 +51,7 @@ def check_number(
     high: float = math.inf,
     *,
     schedule: bool = False,
+    finite: bool = True,
 ) -> Any:
     """Returns `value` if it is a number that an optimizer can take.
 
@@ -60,6 +62,7 @@ def check_number(
       low: the least number allowed.
       high: the least number above `low` that is not; NaN never is.
       schedule: whether it may be a function of the count.
+      finite: whether it may not be infinite.
 
     Raises:
       TypeError: it is no number, or of a dtype that is not real.
@@ -72,7 +75,23 @@ def check_number(
             f"{name} must be a number, got {_told(value)}; functions of the count are for "
             "learning_rate and weight_decay, and optax.inject_hyperparams makes them of others"
         )
-    kinds = "a number or a scalar array" + (", or a schedule (a function)" if schedule else "")
+    check_scalar(name, value, ", or a schedule (a function)" if schedule else "")
+    if not isinstance(value, jax.Array):
+        below = f" and below {high}" if high < math.inf else ""
+        if not (low <= value < high or value == high == math.inf):
+            rule = f"at least {low}{below}" if low > -math.inf else "a number"
+            raise ValueError(f"{name} must be {rule}, got {value}")
+        if finite and math.isinf(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    return value
+
+
+def check_scalar(name: str, value: Any, other: str = "") -> None:
+    """Raises a TypeError or a ValueError unless `value` is one real number, or an array of one.
+
+    `other` says what else the argument may be.
+    """
+    kinds = f"a number or a scalar array{other}"
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         real = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -86,19 +105,6 @@ def check_number(
             f"{name} must be {kinds}, got shape {np.shape(value)}; it is one for all parameters, "
             "and optax.multi_transform has several"
         )
-    if not isinstance(value, jax.Array):
-        below = f" and below {high}" if high < math.inf else ""
-        if not (low <= value < high or value == high == math.inf):
-            rule = f"at least {low}{below}" if low > -math.inf else "a number"
-            raise ValueError(f"{name} must be {rule}, got {value}")
-    return value
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """Returns `value` if it is a bool, as a step is compiled for it."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, got {_told(value)}")
-    return bool(value)
 
 
 def check_seed(value: Any) -> Any:
@@ -146,10 +152,7 @@ def check_state_dtype(name: str, dtype: Any, stochastic: bool, code: str) -> Any
     """
     if dtype is None:
         return None
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"{name} must be a dtype, got {dtype!r}; e.g. jnp.bfloat16") from None
+    found = check_dtype(name, dtype)
     if found.name not in ("float32", "bfloat16", "float16", "float64", code):
         raise ValueError(f"{name} must be float32, bfloat16, float16 or {code}, got {found.name}")
     if stochastic and found == jnp.float16:
@@ -165,7 +168,7 @@ def check_master_dtype(dtype: Any) -> bool:
     if dtype is None:
         return False
     try:
-        found = jnp.dtype(dtype)
+        found = check_dtype("master_dtype", dtype)
     except TypeError:
         raise TypeError(
             f"master_dtype must be float32 or None, got {dtype!r}; use jnp.float32"
@@ -200,12 +203,16 @@ def _told(value: Any) -> str:
 # Trees
 
 
-def floating_leaves(name: str, tree: Any, *, values: bool = True) -> tuple[list[Any], Any]:
+def floating_leaves(
+    name: str, tree: Any, *, values: bool = True, kind: Any = jnp.floating
+) -> tuple[list[Any], Any]:
     """Returns the leaves of a tree, all floating arrays, and its structure.
 
     Args:
       name: of the tree, for messages.
-      tree: arrays and Python floats; `values` says whether a ``jax.ShapeDtypeStruct`` will not do.
+      tree: arrays and Python floats.
+      values: whether a ``jax.ShapeDtypeStruct`` will not do.
+      kind: of their dtypes.
     """
     leaves, treedef = jax.tree.flatten(tree)
     for i, leaf in enumerate(leaves):
@@ -213,7 +220,7 @@ def floating_leaves(name: str, tree: Any, *, values: bool = True) -> tuple[list[
             leaves[i] = jnp.asarray(leaf, float)
             continue
         struct = isinstance(leaf, jax.ShapeDtypeStruct)
-        if not is_floating(leaf) or (struct and values):
+        if not is_floating(leaf, kind) or (struct and values):
             dtype = getattr(leaf, "dtype", None)
             what = type(leaf).__name__ if dtype is None or struct else dtype
             raise TypeError(
@@ -232,9 +239,9 @@ def _instead(dtype: Any, struct: bool) -> str:
     return "keep what is not trained out of the tree, or wrap the transformation in optax.masked"
 
 
-def is_floating(leaf: Any) -> bool:
-    """Says whether a leaf is an array of real floating numbers."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+def is_floating(leaf: Any, kind: Any = jnp.floating) -> bool:
+    """Says whether a leaf is an array of real floating numbers, or of another `kind`."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, kind)
 
 
 def leaf_paths(tree: Any) -> list[str]:

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.elementwise.units import load_units, load_words, store_units, too_large
+from jaxkern.lowering.bound import standard_promotion
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, launch_kernel
 from jaxkern.optim.arguments import check_loss_scale, floating_leaves
@@ -54,6 +55,7 @@ MAX_LEAVES = 384
 _WARPS = LANES // 32
 
 
+@standard_promotion()
 def scale_gradients(
     grads: Any, loss_scale: LossScale, *, implementation: Implementation | None = None
 ) -> tuple[Any, jax.Array]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxkern.lowering.bound import standard_promotion
 from jaxkern.optim.arguments import Options, Tree, floating_leaves, is_floating, leaf_paths
 from jaxkern.optim.quantise import BLOCK, Quantised, quantisable
 
@@ -45,6 +46,7 @@ class FusedSgdState(NamedTuple):
     total_notfinite: Any = None
 
 
+@standard_promotion()
 def initial_state(options: Options, params: Tree) -> FusedAdamState | FusedSgdState:
     """Returns the state before the first step.
 

@@ -14,8 +14,10 @@ from jaxkern.optim.arguments import (
     Number,
     Options,
     Tree,
+    check_loss_scale,
     check_mask,
     check_number,
+    check_scalar,
     floating_leaves,
     leaf_paths,
 )
@@ -52,6 +54,9 @@ def prepare(
     Raises:
       TypeError, ValueError: trees, state and options do not belong together.
     """
+    check_loss_scale(loss_scale)
+    if grad_norm is not None:
+        check_scalar("grad_norm", grad_norm)
     decaying = options.weight_decay is not None
     if params is None and (decaying or options.master or options.rule.stochastic):
         raise ValueError(

@@ -27,12 +27,13 @@ from typing import Any
 import jax
 import optax
 
+from jaxkern.core.arguments import check_flag
 from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.lowering.bound import standard_promotion
 from jaxkern.optim.arguments import (
     Number,
     Options,
     Tree,
-    check_flag,
     check_loss_scale,
     check_mask,
     check_master_dtype,
@@ -56,6 +57,7 @@ class FusedUpdate:
 
     options: Options
 
+    @standard_promotion()
     def __call__(
         self,
         updates: Tree,
@@ -132,12 +134,29 @@ def apply(
       >>> params["w"]
       Array([0.5, 0.5], dtype=float32)
     """
-    check_loss_scale(loss_scale)
-    if not isinstance(tx.update, FusedUpdate):
-        return _apply_other(tx, grads, state, params, loss_scale, grad_norm, extra_args)
+    update = getattr(tx, "update", None)
+    if isinstance(update, FusedUpdate):
+        return _apply_fused(update.options, grads, state, params, loss_scale, grad_norm)
+    if not callable(update):
+        raise TypeError(
+            f"tx must be an Optax transformation, got {type(tx).__name__}; jaxkern.fused_adamw, "
+            "for example, makes one"
+        )
+    return _apply_other(tx, grads, state, params, loss_scale, grad_norm, extra_args)
+
+
+@standard_promotion()
+def _apply_fused(
+    options: Options,
+    grads: Tree,
+    state: Any,
+    params: Tree,
+    loss_scale: LossScale | None,
+    grad_norm: jax.Array | None,
+) -> tuple[Tree, Any]:
+    """Does a step of one of this module's transformations, in one pass."""
     if params is None:
         raise ValueError("params must be the parameters, got None")
-    options = tx.update.options
     mode = resolve(options.implementation, None, op=options.name)
     step = prepare(options, mode, grads, state, params, loss_scale, grad_norm)
     if options.implementation == "mosaic":
@@ -163,6 +182,7 @@ def _apply_other(
             "grad_norm must be None for a transformation other than jaxkern's own, which take it "
             "for their clip_norm and skip_nonfinite; leave it out"
         )
+    check_loss_scale(loss_scale)
     if loss_scale is not None:
         grads = loss_scale.unscale(grads)
     tx = optax.with_extra_args_support(tx)
@@ -402,10 +422,14 @@ def _common(
     master_dtype: Any, seed: Any, clip_norm: Any, skip_nonfinite: Any, implementation: Any
 ) -> dict[str, Any]:
     """The options that all optimizers have."""
+    if clip_norm is not None:
+        clip_norm = check_number("clip_norm", clip_norm, 0, finite=False)
     return {
         "master": check_master_dtype(master_dtype),
         "seed": check_seed(seed),
-        "clip_norm": None if clip_norm is None else check_number("clip_norm", clip_norm, 0),
+        "clip_norm": None
+        if clip_norm is None
+        else check_number("clip_norm", clip_norm, 0, finite=False),
         "skip_nonfinite": check_flag("skip_nonfinite", skip_nonfinite),
         "implementation": implementation,
     }
