@@ -309,11 +309,10 @@ def test_mosaic_says_what_a_gpu_lacks():
         lower(norm, x, weight)
 
 
-def test_an_unknown_gpu_is_refused():
-    with (
-        pytest.raises(ValueError, match=r"gpu must be one of t4, a100, .*got 'h300'"),
-        jaxkern.lowering_for("h300"),
-    ):
+@pytest.mark.parametrize("gpu", ["h300", ["h100"], None])
+def test_an_unknown_gpu_is_refused(gpu):
+    words = rf"gpu must be one of t4, a100, .*got {re.escape(repr(gpu))}"
+    with pytest.raises(ValueError, match=words), jaxkern.lowering_for(gpu):
         pass
 
 

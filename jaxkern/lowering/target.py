@@ -162,7 +162,7 @@ def lowering_for(gpu: str | Gpu) -> Iterator[Gpu]:
       ('cuda',)
     """
     if not isinstance(gpu, Gpu):
-        if gpu not in GPUS:
+        if not isinstance(gpu, str) or gpu not in GPUS:
             raise ValueError(
                 f"gpu must be one of {', '.join(GPUS)}, or a jaxkern.Gpu that describes another; "
                 f"got {gpu!r}"
