@@ -158,8 +158,14 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path, harm, words):
 
     for step in (5, last):
         damage_bytes(tmp_path / "checkpoints" / str(step))
-    with pytest.raises(RunError, match=r"no checkpoint of .* is whole; start a new run"):
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(RunError) as caught:
         checkpoint.newest(tmp_path, MODEL)
+    assert str(caught.value) == (
+        f"checkpoint {folder / str(last)} is damaged: its files are not those that were written, "
+        f"and none in {folder} is whole (steps 5, {last}); put one back from a copy, or train "
+        "again with another --out"
+    )
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):

@@ -273,7 +273,7 @@ def test_load_goes_back_from_a_damaged_checkpoint(run):
         jaxkern.lm.load(run, step=10)
     manifest = run / "checkpoints" / "5" / "manifest.json"
     manifest.unlink()
-    with pytest.raises(RunError, match=r"no checkpoint of .*run is whole"):
+    with pytest.raises(RunError, match=r"and none in .*run/checkpoints is whole"):
         jaxkern.lm.load(run)
 
 

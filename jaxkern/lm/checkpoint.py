@@ -46,7 +46,11 @@ _LOCK = ".lock"
 
 
 class DamagedError(RunError):
-    """A checkpoint whose files are not those that were written."""
+    """A checkpoint whose files are not those that were written: `what`, and what is before it."""
+
+    def __init__(self, what: str, before: str):
+        super().__init__(f"{what}; {before}")
+        self.what = what
 
 
 def check_fresh(out: Path) -> None:
@@ -276,11 +280,15 @@ def newest(run: Path, model: ModelConfig) -> tuple[int, list[str]]:
         try:
             check(run, step, model)
         except DamagedError as error:
-            wrong.append(str(error))
+            wrong.append(error)
         else:
-            return step, wrong
+            return step, [*map(str, wrong)]
     if wrong:
-        raise RunError(f"no checkpoint of {run} is whole; start a new run ({wrong[0]})")
+        raise RunError(
+            f"{wrong[0].what}, and none in {run / 'checkpoints'} is whole (steps "
+            f"{', '.join(map(str, steps(run)))}); put one back from a copy, or train again with "
+            "another --out"
+        )
     return 0, []
 
 
@@ -296,7 +304,7 @@ def check(run: Path, step: int, model: ModelConfig) -> None:
     other = f"the one before is of step {before[-1]}" if before else "there is none before it"
 
     def damaged(what: str) -> DamagedError:
-        return DamagedError(f"checkpoint {path} is damaged: {what}; {other}")
+        return DamagedError(f"checkpoint {path} is damaged: {what}", other)
 
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
