@@ -28,7 +28,7 @@ from jaxkern.lm.flags import parser
 from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
 from jaxkern.lm.resume import resume_config
-from jaxkern.lowering import cache
+from jaxkern.lowering import cache, target
 
 
 def fails(capsys, *argv, code=1):
@@ -438,8 +438,8 @@ def test_warm_keeps_the_kernels_of_a_run(own_cache):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpu", "h300"], "--gpu h300 is not known; choose one of t4, a100, "),
-        (["--gpu", "t4"], "--gpu t4 needs no kernels: .* compute capability 7.5"),
+        (["--gpu", "h300"], "--gpu h300 is not known; choose one of a100, a10g, .*, rtx-pro-6000$"),
+        (["--gpu", "t4"], "--gpu t4 has no kernels: .* capability 7.5, .*; choose one of a100, "),
         (["--gpu", "h200", "--tokenizer", "x.json"], "--tokenizer x.json: no such tokenizer"),
         (["--gpu", "h200", "--devices", "3"], "--batch-size 8 cannot be split .* 3 devices"),
     ],
@@ -449,6 +449,15 @@ def test_warm_says_what_it_cannot(own_cache, capsys, monkeypatch, flags, words):
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):  # warm sets them, for JAX to start with
         monkeypatch.setenv(name, os.environ.get(name, ""))
     assert re.search(words, fails(capsys, "warm", *flags))
+
+
+def test_help_of_warm_names_the_gpus_that_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["warm", "--help"])
+    told = capsys.readouterr().out.split("that is trained on: ")[1]
+    taken = [name for name, gpu in target.GPUS.items() if gpu.unsupported is None]
+    assert " ".join(told.split()) == ", ".join(taken)
+    assert {"a10g", "b300"} < {*taken}
 
 
 def test_doctor_tells_of_the_cache_and_empties_it(own_cache, monkeypatch, capsys):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+from jaxkern.lowering.target import GPUS
 from jaxkern.nn import mamba, mamba2
 from jaxkern.nn.common import Block, check_sizes
 
@@ -81,6 +82,8 @@ sequences on a device fewer bytes than a layer's matrices, over `fsdp`.
 
 IMPLEMENTATIONS = ("auto", "mosaic", "xla")
 TRACKERS = ("tensorboard", "wandb")
+WARMED = tuple(name for name, gpu in GPUS.items() if gpu.unsupported is None)
+"""The GPUs that kernels can be lowered for where there is none."""
 
 Remat = Literal["none", "cheap", "scan", "layer"]
 REMATS: tuple[Remat, ...] = get_args(Remat)

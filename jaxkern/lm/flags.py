@@ -20,6 +20,7 @@ from jaxkern.lm.config import (
     PRESETS,
     REMATS,
     TRACKERS,
+    WARMED,
     Limits,
     axes_of,
     mesh_of,
@@ -302,7 +303,7 @@ def _add_warm(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         required=True,
         metavar="NAME",
-        help="that is trained on: a100, h100, h200, b200, l40s, rtx-pro-6000",
+        help=_lines(f"that is trained on: {', '.join(WARMED)}"),
     )
     parser.set_defaults(command="warm")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxkern.lm.config import RunError, TrainConfig
+from jaxkern.lm.config import WARMED, RunError, TrainConfig
 from jaxkern.lm.data import size_of
 from jaxkern.lm.program import Placement, lowered_step
 from jaxkern.lowering import cache, kernel_call
@@ -24,9 +24,9 @@ def warm(flags: dict[str, Any], gpu: str, devices: int) -> None:
         RunError: whatever the user can put right.
     """
     if gpu not in GPUS:
-        raise RunError(f"--gpu {gpu} is not known; choose one of {', '.join(GPUS)}")
+        raise RunError(f"--gpu {gpu} is not known; choose one of {', '.join(WARMED)}")
     if (reason := GPUS[gpu].unsupported) is not None:
-        raise RunError(f"--gpu {gpu} needs no kernels: {reason}")
+        raise RunError(f"--gpu {gpu} has no kernels: {reason}; choose one of {', '.join(WARMED)}")
     folder = cache.folder()
     if folder is None:
         raise RunError("the cache is switched off by JAXKERN_CACHE; unset it to keep kernels")
