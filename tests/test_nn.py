@@ -15,6 +15,7 @@ import jaxkern
 import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
+from jaxkern.nn import mamba, mamba2
 from jaxkern.precision import Policy
 from tests.layers import BF16, FP16, FP32, LIBRARIES, K, jit, moved, normal, pair, same
 
@@ -308,3 +309,26 @@ def test_a_missing_library_is_named(monkeypatch, layers, missing, extra):
     monkeypatch.delitem(sys.modules, f"jaxkern.nn.{layers}")
     with pytest.raises(ImportError, match=rf'pip install "jaxkern\[{extra}\]"'):
         importlib.import_module(f"jaxkern.nn.{layers}")
+
+
+@pytest.mark.parametrize("module", [mamba, mamba2])
+def test_blocks_name_options_that_they_refuse(module):
+    sizes = mamba.Sizes(8) if module is mamba else mamba2.Sizes(8, headdim=4)
+    run = {mamba: mamba.mamba, mamba2: mamba2.mamba2}[module]
+
+    def call(n_layers=1, **options):
+        inits = module.initializers(sizes, n_layers)
+        params = {k: f(jax.random.key(0), shape, jnp.float32) for k, (f, shape) in inits.items()}
+        return run(module.BLOCK.weights_from(params), sizes, jnp.ones((1, 4, 8)), **options)
+
+    for options, error, words in (
+        ({"n_layers": 0}, ValueError, "n_layers must be at least 1, got 0"),
+        ({"n_layers": "2"}, TypeError, "n_layers must be an int, got '2'"),
+        ({"return_cache": "no"}, TypeError, "return_cache must be True or False, got 'no'"),
+        ({"isolate_nan": 1}, TypeError, "isolate_nan must be True or False, got 1"),
+        ({"axis_name": 1}, TypeError, "axis_name must be a mesh axis's name .*, got 1"),
+        ({"axis_name": "x"}, ValueError, "axis_name must name an axis of the mesh .*'x' is none"),
+        ({"dtype": "wide"}, TypeError, "dtype must be a dtype, got 'wide'"),
+    ):
+        with pytest.raises(error, match=words):
+            call(**options)

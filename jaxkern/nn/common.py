@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
+from jaxkern.core.arguments import check_axis_names, check_dtype, check_flag
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.nn.collectives import leave
 
@@ -185,6 +186,18 @@ def check_sizes(sizes: Any) -> None:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
 
 
+def check_options(axis_name: Any, **flags: Any) -> None:
+    """Checks what a block is called with beside arrays: the name of an axis, and booleans by name.
+
+    Raises:
+      TypeError: a value is of another type.
+      ValueError: there is no such axis.
+    """
+    check_axis_names("axis_name", axis_name)
+    for name, flag in flags.items():
+        check_flag(name, flag)
+
+
 _KINDS: dict[Any, tuple[Any, str]] = {
     int: (numbers.Integral, "a whole number"),
     int | None: ((numbers.Integral, type(None)), "a whole number or None"),
@@ -225,7 +238,9 @@ def dt_bias(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def cast(x: jax.Array, weights: Any, dtype: Any) -> jax.Array:
     """The input of a block in the dtype of its products."""
-    return x.astype(jnp.result_type(x, weights.in_proj) if dtype is None else dtype)
+    if dtype is None:
+        return x.astype(jnp.result_type(x, weights.in_proj))
+    return x.astype(check_dtype("dtype", dtype))
 
 
 def projection(implementation: Implementation | None) -> Callable[..., jax.Array]:

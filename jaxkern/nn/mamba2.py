@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
+from jaxkern.core.arguments import check_integer
 from jaxkern.core.dispatch import Implementation
 from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
@@ -158,6 +159,7 @@ def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, Initial]:
       n_layers: how many blocks add to one residual stream; `out_proj` begins smaller by its root,
         so that the stream's variance does not grow with depth.
     """
+    n_layers = check_integer("n_layers", n_layers, minimum=1)
     d, e, h, u, w = sizes.d_model, sizes.d_inner, sizes.heads, sizes.d_convolved, sizes.d_conv
     inits = {
         "in_proj": (common.uniform(d**-0.5), (d, e + u + h)),
@@ -231,9 +233,10 @@ def mamba2(
       `cache` if one is given.
 
     Raises:
-      TypeError: `x` is complex, or `cache` not a cache.
-      ValueError: a shape does not fit, or L cannot be split so.
+      TypeError: `x` is complex, `cache` not a cache, or an option of another type.
+      ValueError: a shape does not fit, L cannot be split so, or there is no such axis.
     """
+    common.check_options(axis_name, return_cache=return_cache, isolate_nan=isolate_nan)
     x = BLOCK.check_call(sizes, x, cache, segment_ids, ("B L D",))
     weights = whole_beside(weights, x)
     project = common.projection(implementation)
