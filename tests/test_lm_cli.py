@@ -441,6 +441,7 @@ def test_warm_keeps_the_kernels_of_a_run(own_cache):
         (["--gpu", "h300"], "--gpu h300 is not known; choose one of a100, a10g, .*, rtx-pro-6000$"),
         (["--gpu", "t4"], "--gpu t4 has no kernels: .* capability 7.5, .*; choose one of a100, "),
         (["--gpu", "h200", "--tokenizer", "x.json"], "--tokenizer x.json: no such tokenizer"),
+        (["--gpu", "h200", "--parallel", "fsdp"], "--parallel fsdp does not say .*; add --devices"),
         (["--gpu", "h200", "--devices", "3"], "--batch-size 8 cannot be split .* 3 devices"),
     ],
 )

@@ -280,6 +280,24 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_losses(capsys, tmp_path, mo
     assert len(losses(out)) == 4
 
 
+def test_parallel_alone_is_over_all_devices(capsys, tmp_path, monkeypatch):
+    """Also on a CPU, where a run without it takes one; where there is one, the run says so."""
+    text = tmp_path / "text.txt"
+    text.write_text("what is split between devices, and what is not; " * 200)
+    argv = ["train", "--preset", "micro", "--data", text, "--eval-batches", 1, "--steps", 2]
+    count = len(jax.devices())
+    flags = lambda name: ["--batch-size", count, "--scan-layers", "--out", tmp_path / name]
+    assert "device   1 × cpu" in run(capsys, *argv, *flags("one"))
+    for axis in ("data", "fsdp"):
+        printed = run(capsys, *argv, *flags(axis), "--parallel", axis)
+        assert f"device   {count} × cpu, fp32\nmesh     {axis}={count}\n" in printed
+    again = ["train", "--resume", "--steps", 3, "--out", tmp_path / "one"]
+    assert f"mesh     fsdp={count}\n" in run(capsys, *again, "--parallel", "fsdp")
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+    printed = run(capsys, *argv, *flags("alone"), "--parallel", "fsdp")
+    assert "1 × cpu, fp32\nmesh     none: one device has what --parallel fsdp would" in printed
+
+
 @pytest.mark.parametrize(
     ("mesh", "devices", "expected"),
     [

@@ -193,6 +193,11 @@ def _export(flags: dict[str, Any]) -> None:
 def _warm(flags: dict[str, Any]) -> None:
     _need_extra("warm")
     gpu, devices = flags.pop("gpu"), flags.pop("devices", None)
+    if devices is None and "parallel" in flags and "mesh" not in flags:
+        raise RunError(
+            f"--parallel {flags['parallel']} does not say how many GPUs share that; add --devices "
+            "with their number"
+        )
     if devices is None:
         devices = math.prod(axes_of(flags["mesh"]).values()) if "mesh" in flags else 1
     # The CPU stands for as many devices as there will be GPUs, so that XLA can split the program.

@@ -265,7 +265,7 @@ class TrainConfig:
         check_axes(flags)
         preset = PRESETS[name]
         by_preset = {field: getattr(preset, field) for field in PRESET_FLAGS}
-        config = cls(**(by_preset | flags))
+        config = cls(**(by_preset | with_devices(flags)))
         if config.batch_size % config.grad_accum:
             raise RunError(
                 f"--batch-size {config.batch_size} cannot be split into --grad-accum "
@@ -347,6 +347,12 @@ def axes_of(mesh: str) -> dict[str, int]:
 def mesh_of(sizes: dict[str, int]) -> str:
     """The text of ``--mesh`` that names axes of these sizes."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def with_devices(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags of a run, in which --parallel alone asks for all devices, also on a CPU."""
+    alone = "parallel" in flags and not flags.get("mesh")
+    return {"devices": "all"} | flags if alone else flags
 
 
 def check_axes(flags: dict[str, Any]) -> None:

@@ -268,7 +268,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add(
         "--devices",
         "how many devices share each batch, or all; those of\nall processes count",
-        "all GPUs, or one CPU; all of several processes",
+        "all GPUs, or one CPU; all with --parallel or of several processes",
         type=_devices,
         metavar="N",
     )

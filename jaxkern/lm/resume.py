@@ -20,6 +20,7 @@ from jaxkern.lm.config import (
     TrainConfig,
     axes_of,
     check_axes,
+    with_devices,
 )
 
 # What a resumed run may do otherwise: its arithmetic is the same, but for the order of sums.
@@ -62,6 +63,7 @@ def resume_config(stored: Any, flags: dict[str, Any]) -> TrainConfig:
         RunError: if `stored` is no configuration, or a flag differs from the run's that must not.
     """
     check_axes(flags)
+    flags = with_devices(flags)
     config = _stored_config(stored)
     if flags.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
         config = dataclasses.replace(config, mesh="", devices="auto")

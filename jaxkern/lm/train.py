@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.lm import checkpoint, data, run, sample, stop, trackers
-from jaxkern.lm.config import RunError, SplitError, TrainConfig, axes_of
+from jaxkern.lm.config import DEFAULTS, RunError, SplitError, TrainConfig, axes_of
 from jaxkern.lm.evaluate import as_tokens, evaluation
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
@@ -181,6 +181,8 @@ class Trainer:
         say(f"device   {len(self.devices)} × {kinds}, {self.config.mixed_precision}")
         if self.placement.split.axes:
             say(f"mesh     {self.placement.split.mesh}")
+        elif self.config.parallel != DEFAULTS["parallel"]:
+            say(f"mesh     none: one device has what --parallel {self.config.parallel} would share")
         with stop.deferred():
             path = self.out / "metrics.jsonl"
             opened = MetricsLog(path, resume_at=done) if self.peers.main else UnwrittenLog()
