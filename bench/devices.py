@@ -38,13 +38,16 @@ _RUNS, _CALLS = 3, 10
 _SECONDS = 2
 """A run is at most so long: with slow calls it has fewer than ten."""
 SEQUENCES = {
-    "ssd": (1, 65536, 24, 64, 128, 1),
-    "selective_scan": (1, 65536, 1536, 16),
-    "linear_scan": (1, 65536, 1024),
-    "causal_conv1d": (1, 65536, 2048, 4),
+    "ssd": (24, 64, 128, 1),
+    "selective_scan": (1536, 16),
+    "linear_scan": (1024,),
+    "causal_conv1d": (2048, 4),
 }
-"""Ops, and the sizes of their axes."""
-SMALL = {"linear_scan": (1, 64, 8)}
+"""Ops, and the sizes of their axes but for batch and length."""
+LENGTHS = 65536, 524288
+"""Of sequences. Of the first ones, results are compared with those of one device: of the others
+the host would take a minute to do it."""
+SMALL = {"linear_scan": (8,)}
 """Ops and sizes for a machine without a GPU."""
 
 
@@ -58,7 +61,8 @@ class Job:
         part of a sequence.
       mesh: as ``--mesh`` has it, or for an op ``sequence=N``; ``none`` for one device.
       remat: as ``--remat`` has it.
-      check: whether the gradients of a split step are compared with those of one device.
+      check: whether the gradients of a split step, or all that a split op gives, are compared with
+        those of one device.
     """
 
     what: str
@@ -70,7 +74,7 @@ class Job:
     contender = "jaxkern"
 
     def __str__(self) -> str:
-        return f"{self.told}, {self.mesh}"
+        return f"{self.told}, {'x'.join(map(str, self.sizes))}, {self.mesh}"
 
     @property
     def told(self) -> str:
@@ -193,7 +197,8 @@ def _scan(job: Job, began: float) -> dict[str, Any]:
         pairs = zip(whole, specs, strict=True)
         parts = [jax.device_put(a, NamedSharding(axes, spec)) for a, spec in pairs]
         run = functools.partial(both, *parts)
-        told["error"] = f"{_error(run(), both(*whole)):.1e}"
+        if job.check:
+            told["error"] = f"{_error(run(), both(*whole)):.1e}"
     jax.block_until_ready(run())
     told["first_step_s"] = round(time.perf_counter() - began, 1)
     return _row(job, sizes["b"] * sizes["l"], count, _best(run), **told)
@@ -222,7 +227,7 @@ def jobs(
     Those of steps and of ops; where they are given, of steps of these `sizes` and of these `ops`
     alone.
     """
-    usual = (8, 2048) if gpu else (1, 16)
+    usual, lengths = ((8, 2048), LENGTHS) if gpu else ((1, 16), (64,))
     training = [
         Job(preset, of_step, mesh, remat, check)
         for preset in presets
@@ -230,9 +235,10 @@ def jobs(
         for mesh in ("none", *meshes)
     ]
     scans = [
-        Job(op, of_op, mesh)
+        Job(op, (1, length, *of_op), mesh, check=length == lengths[0])
         for op, of_op in (SEQUENCES if gpu else SMALL).items()
         if not ops or op in ops
+        for length in lengths
         for mesh in ("none", f"sequence={count}")
     ]
     everything = not sizes and not ops

@@ -31,7 +31,7 @@ def test_a_split_step_has_the_gradients_of_one_device(mesh, error):
 
 
 def test_a_split_sequence_has_the_results_of_one_device():
-    row = devices.measure(devices.Job("linear_scan", (1, 64, 8), "sequence=2"))
+    row = devices.measure(devices.Job("linear_scan", (1, 64, 8), "sequence=2", check=True))
     assert row["devices"] == 2
     assert float(row["error"]) < 1e-5
 
@@ -54,7 +54,12 @@ def test_steps_of_given_sizes_are_measured_alone():
 
 def test_ops_that_are_named_are_measured_alone():
     jobs = devices.jobs(2, ["130m"], ["sequence=2"], True, ops=["ssd"])
-    assert [str(job) for job in jobs] == ["ssd, none", "ssd, sequence=2"]
+    assert [str(job) for job in jobs] == [
+        "ssd, 1x65536x24x64x128x1, none",
+        "ssd, 1x65536x24x64x128x1, sequence=2",
+        "ssd, 1x524288x24x64x128x1, none",
+        "ssd, 1x524288x24x64x128x1, sequence=2",
+    ]
     both = devices.jobs(2, ["130m"], ["data=2"], True, [(8, 4096)], ops=["ssd"])
     assert {job.what for job in both} == {"130m", "ssd"}
 
