@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jaxkern.core.arguments import check_array, unfit
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather, match_sharding, partition_spec, split_factors, varying
+from jaxkern.lowering.bound import standard_promotion
 from jaxkern.mosaic.wgmma import without_wgmma
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
 from jaxkern.ops.linear.matmul import matmul
@@ -209,6 +210,7 @@ def reference_added(options: Options, accumulator: Any, x: Any, dy: Any) -> tupl
     return reference_dweight(options, x, dy)
 
 
+@standard_promotion()  # JAX traces the rules outside of the public function
 def bias_gradient(dy: Any, bias: Any) -> Any:
     """The sum of `dy` over rows, (N,), in the dtype of `bias`; None without one."""
     if bias is None:
