@@ -34,7 +34,7 @@ def launch_backward(
     """du, in the memory of `logits` if nothing else needs them; that of slices, in its own."""
     if logits.size == 0:
         return (logits,)
-    position = positions_in_shares(options, logits, position)
+    position = positions_in_shares(logits, position)
     kernel = _kernel(options, logits, position, sliced=sliced)
     numbers = [v.reshape(-1) for v in (position, lse, of_softmax, dloss)]
     flat, launch = logits.reshape(-1), _launch(position.size)

@@ -89,8 +89,8 @@ def rows_of_chunk(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int | 
 def _losses(options: Chunks, x, weight, bias, labels, share) -> tuple[Any, ...]:
     """The losses of rows and, if the options say so, the gradients of x, weight and bias.
 
-    `share`, (), is the cotangent of each loss for which they are. The gradient of bias has the dtype
-    of sums.
+    `share`, (), is the cotangent of each loss for which they are. The gradient of bias has the
+    dtype of sums.
     """
     rows, shape = options.rows, x.shape
     x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)

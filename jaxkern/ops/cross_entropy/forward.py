@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.elementwise.units import load_units
 from jaxkern.mosaic.arithmetic import exp_of_minus
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
-from jaxkern.mosaic.registers import row_type
+from jaxkern.mosaic.registers import VECTOR_BYTES, row_type
 from jaxkern.ops.cross_entropy.rows import IGNORED, Rows, Sums, position_in
 from jaxkern.ops.cross_entropy.tiles import NONE, Tile, shares_of
 from jaxkern.ops.curves import kernel_functions
@@ -32,7 +32,7 @@ def launch_forward(
     if logits.size == 0:
         zeros = jnp.zeros(position.shape, jnp.float32)
         return zeros, zeros, chosen, zeros
-    of_rows, position = position, positions_in_shares(options, logits, position)
+    of_rows, position = position, positions_in_shares(logits, position)
     size = logits.shape[-1] // position.shape[-1]
     tile = Tile.of(position.size, size, logits.dtype.itemsize, sliced)
     with_total = options.terms.smoothing > 0
@@ -69,10 +69,10 @@ def launch_forward(
     return of_row, jnp.sum(of_shares.exponentials, axis=-1), chosen, total
 
 
-def positions_in_shares(options: Rows, logits: Any, position: Any) -> Any:
+def positions_in_shares(logits: Any, position: Any) -> Any:
     """(..., shares): where labels are in the shares of rows."""
     classes = logits.shape[-1]
-    count = shares_of(classes, options.of_part(logits))
+    count = shares_of(position.size, classes, VECTOR_BYTES // logits.dtype.itemsize)
     size = classes // count
     return position_in(position[..., None], jnp.arange(count, dtype=jnp.int32) * size, size)
 

@@ -169,7 +169,7 @@ def linear_cross_entropy(
     rows = Rows(
         terms,
         weight.shape[1],
-        resolve(implementation, unsupported(logits, part is not None), op="linear_cross_entropy"),
+        resolve(implementation, unsupported(logits), op="linear_cross_entropy"),
     )
     by_product = None if implementation == "mosaic" else implementation
     mode = resolve(by_product, products.unsupported(x=x, weight=weight), op="linear")

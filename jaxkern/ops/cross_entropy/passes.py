@@ -26,25 +26,24 @@ from jaxkern.ops.cross_entropy.rows import (
     reference_backward,
     reference_forward,
 )
-from jaxkern.ops.cross_entropy.tiles import SHORTEST, shares_of
+from jaxkern.ops.cross_entropy.tiles import SHORTEST
 
 
 def _faster(options: Rows, logits: Any, *rest: Any) -> bool:
-    del rest
-    return logits.shape[-1] // shares_of(logits.shape[-1], options.of_part(logits)) >= SHORTEST
+    del options, rest
+    return logits.shape[-1] >= SHORTEST
 
 
 def _too_large(options: Rows, logits: Any, *rest: Any) -> str | None:
     """Why a kernel cannot count the logits that one device has."""
-    del rest
-    return _uncountable(logits, options.of_part(logits))
+    del options, rest
+    return _uncountable(logits)
 
 
-def _uncountable(logits: Any, of_part: bool) -> str | None:
-    size = logits.shape[-1] // shares_of(logits.shape[-1], of_part)
+def _uncountable(logits: Any) -> str | None:
     vec = VECTOR_BYTES // logits.dtype.itemsize
-    # Where shares have more than whole units, their other elements are counted one by one.
-    return too_large(1 if size % vec else vec, logits.size)
+    # Where rows have more than whole units, their other elements are counted one by one.
+    return too_large(1 if logits.shape[-1] % vec else vec, logits.size)
 
 
 def _own(axes: Axes, position: Any, logits: Any) -> Any:
@@ -130,8 +129,6 @@ def gradient_of_logits(
     return BACKWARD(options, logits, position, lse, of_softmax, cotangents[0])[0]
 
 
-def unsupported(logits: Any, of_part: bool = False) -> str | None:
-    """Why the kernels cannot take logits of this type, or of a part of the classes."""
-    if reason := unfit(logits=logits):
-        return reason
-    return _uncountable(logits, of_part)
+def unsupported(logits: Any) -> str | None:
+    """Why the kernels cannot take logits of this type."""
+    return unfit(logits=logits) or _uncountable(logits)

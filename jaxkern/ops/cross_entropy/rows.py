@@ -94,10 +94,6 @@ class Rows:
     mode: Mode
     alone: bool = False
 
-    def of_part(self, logits: Any) -> bool:
-        """Whether `logits` are of a part of the classes."""
-        return logits.shape[-1] != self.classes
-
     def inside(self) -> tuple["Rows", Mode]:
         """The options of passes over rows inside of another pass, and that one's mode.
 
