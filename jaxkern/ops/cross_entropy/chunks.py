@@ -1,8 +1,10 @@
 """A loss and its gradients with the logits in chunks of rows, which are computed once.
 
-Where one number is the cotangent of all losses, as that of their sum or mean is, the gradients for
-the cotangent 1 can be formed in the forward, while a chunk's logits are there: three products, and
-the memory of one chunk. The backward multiplies them by the cotangent. The gradient of the weight
+Where one number is the cotangent of all losses, as that of their sum or mean is, the gradients of
+the sum can be formed in the forward, while a chunk's logits are there: three products, and the
+memory of one chunk. The backward multiplies them by the cotangent: were it a part of the logits'
+gradient, all labels' elements, -1 times it but for small softmaxes, would be rounded alike, and the
+errors add up. The gradient of the weight
 is read and written once a chunk, 4·K·V bytes of bfloat16, which is less time than the fourth
 product of :mod:`~jaxkern.ops.cross_entropy.parts` where a chunk has some 400 rows or more.
 
@@ -86,11 +88,10 @@ def rows_of_chunk(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int | 
     return -(-rows // (count * _ALIGNED)) * _ALIGNED
 
 
-def _losses(options: Chunks, x, weight, bias, labels, share) -> tuple[Any, ...]:
-    """The losses of rows and, if the options say so, the gradients of x, weight and bias.
+def _losses(options: Chunks, x, weight, bias, labels) -> tuple[Any, ...]:
+    """The losses of rows and, if the options say so, the gradients of their sum.
 
-    `share`, (), is the cotangent of each loss for which they are. The gradient of bias has the
-    dtype of sums.
+    Those of x, weight and bias, the last in the dtype of sums.
     """
     rows, shape = options.rows, x.shape
     x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
@@ -109,7 +110,7 @@ def _losses(options: Chunks, x, weight, bias, labels, share) -> tuple[Any, ...]:
             return losses, None, None, None
         # The losses, which read logits, come before the gradient, which takes their memory.
         losses, lse = lax.optimization_barrier((losses, lse))
-        cotangents = jnp.broadcast_to(share.astype(lse.dtype), lse.shape), jnp.zeros_like(lse)
+        cotangents = jnp.ones_like(lse), jnp.zeros_like(lse)
         du = gradient_of_logits(rows, logits, of_labels, lse, cotangents, before)
         counted = rows.terms.without_ignored(of_x, of_labels)
         dbias = None if bias is None else jnp.sum(du.astype(wide(du.dtype)), axis=0)
@@ -145,7 +146,7 @@ def _in_fp32(options: Chunks) -> Chunks:
     return dataclasses.replace(options, dtype="float32")
 
 
-def _finished(options: Chunks, x, weight, bias, labels, share, losses, *grads) -> tuple[Any, ...]:
+def _finished(options: Chunks, x, weight, bias, labels, losses, *grads) -> tuple[Any, ...]:
     dx, dweight, dbias = grads
     cast = lambda v: None if v is None else v.astype(options.dtype)
     return losses, cast(dx), cast(dweight), dbias
@@ -160,7 +161,7 @@ def _losses_of_device(run: Any, axes: Axes, options: Chunks, *arrays: Any) -> tu
 IN_CHUNKS = KernelPass(
     "linear_cross_entropy_chunks",
     reference=_losses,
-    ins=("... k", "k v", "v", "...", ""),
+    ins=("... k", "k v", "v", "..."),
     outs=("...", "... k", "k v", "v"),
     whole="k",
     sequence=Sequence(_losses_of_device, factor="v"),

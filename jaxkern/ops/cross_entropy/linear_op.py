@@ -288,24 +288,26 @@ _in_parts_jit = jax.jit(_in_parts, static_argnums=5)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _in_chunks(x, weight, bias, labels, count, options):
-    losses = IN_CHUNKS(options, x, weight, bias, labels, 1 / count)[0]
+    losses = IN_CHUNKS(options, x, weight, bias, labels)[0]
     return jnp.sum(losses) / count
 
 
 @standard_promotion()  # JAX traces the rules outside of the public function
 def _in_chunks_fwd(x, weight, bias, labels, count, options):
     options = dataclasses.replace(options, gradients=True)
-    losses, *grads = IN_CHUNKS(options, x, weight, bias, labels, 1 / count)
+    losses, *grads = IN_CHUNKS(options, x, weight, bias, labels)
     types = tuple(None if v is None else TypeOf(jax.typeof(v)) for v in (x, weight, bias))
-    return jnp.sum(losses) / count, (tuple(grads), types)
+    return jnp.sum(losses) / count, (tuple(grads), types, count)
 
 
 @standard_promotion()
 def _in_chunks_bwd(options, res, cotangent):
     del options
-    scaled = lambda grad, like: match_primal((cotangent * grad).astype(like.aval.dtype), like)
-    grads = (None if like is None else scaled(grad, like) for grad, like in zip(*res, strict=True))
-    return *grads, None, None
+    grads, types, count = res
+    of_sum = cotangent / count
+    scaled = lambda grad, like: match_primal((of_sum * grad).astype(like.aval.dtype), like)
+    pairs = zip(grads, types, strict=True)
+    return *(None if like is None else scaled(grad, like) for grad, like in pairs), None, None
 
 
 _in_chunks.defvjp(_in_chunks_fwd, _in_chunks_bwd)
