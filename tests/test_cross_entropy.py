@@ -103,8 +103,9 @@ def test_linear_cross_entropy_accuracy(call, implementation, dtype, options):
         ("mosaic", 300),
         ("mosaic", 256),
         ("mosaic", 13),
-        ("mosaic", 4098),
-        ("mosaic", 4104),
+        ("mosaic", 4801),
+        ("mosaic", 16386),
+        ("mosaic", 16392),
     ],
 )
 def test_cross_entropy_accuracy(dtype, options, implementation, classes):
@@ -133,9 +134,9 @@ def test_cross_entropy_accuracy(dtype, options, implementation, classes):
         (16, 50280, 15),
         (16, 50368, 8),
         (16, 50257, 1),
-        (16, 16384, 8),
-        (16, 4802, 2),
-        (1, 300, 1),
+        (16, 16384, 2),
+        (16, 128256, 16),
+        (1, 8192, 1),
     ],
 )
 def test_few_and_long_rows_are_cut_in_shares_of_whole_units_where_they_can(rows, classes, shares):
