@@ -45,6 +45,8 @@ GUIDE = """
 `dropout`, 16384 × 8192 | dropout 16384x8192 | forward backward
 `gelu(approximate=False)`, 16384 × 8192 | gelu 16384x8192-erf | forward backward
 `silu`, 16384 × 8192; by default XLA's, which fuses it | silu 16384x8192 | forward backward
+`cross_entropy`, 8192 × 128256 | cross_entropy 8192x128256-plain | forward backward
+`linear_cross_entropy`, 8192 × 4096 → 128256 | linear_cross_entropy 8192x4096x128256-plain | both
 `linear`, 8192 × 8192 × 8192; by default cuBLAS's | linear 8192x8192x8192 | both
 `gated_linear_unit`, 8192 × 4096 → 14336 | gated_linear_unit 8192x4096x14336 | forward both
 `layer_norm_linear`, 16384 × 4096 → 4096 | layer_norm_linear 16384x4096x4096 | both
