@@ -415,10 +415,9 @@ def test_wrong_calls_of_both(options, error, message):
     [
         ({"weight": jnp.ones((12, 8))}, ValueError, r"goes in as weight\.T"),
         ({"bias": jnp.ones(8)}, ValueError, r"bias must have shape \(12,\)"),
-        ({"memory": 0}, ValueError, "memory must be at least 1 byte, or None"),
-        ({"memory": 0.5}, TypeError, "memory must be a Python number of bytes or None, got 0.5"),
-        ({"memory": True}, TypeError, "memory must be a Python number of bytes or None, got True"),
-        ({"memory": jnp.int32(99)}, TypeError, r"memory must be a Python number of .*, got Array"),
+        ({"memory": 0}, ValueError, "memory must be at least 1, got 0"),
+        ({"memory": 0.5}, TypeError, "memory must be an int or None, got 0.5"),
+        ({"memory": True}, TypeError, "memory must be an int or None, got True"),
         (
             {"accumulator": jnp.ones((8, 12), jnp.bfloat16)},
             TypeError,

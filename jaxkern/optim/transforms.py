@@ -427,9 +427,7 @@ def _common(
     return {
         "master": check_master_dtype(master_dtype),
         "seed": check_seed(seed),
-        "clip_norm": None
-        if clip_norm is None
-        else check_number("clip_norm", clip_norm, 0, finite=False),
+        "clip_norm": clip_norm,
         "skip_nonfinite": check_flag("skip_nonfinite", skip_nonfinite),
         "implementation": implementation,
     }

@@ -5,13 +5,12 @@ The equations, and what each of the three saves, are in :mod:`jaxkern.ops.cross_
 
 import dataclasses
 import functools
-import operator
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.arguments import check_array, check_floating, check_integer
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import named
 from jaxkern.core.mesh import TypeOf, match_primal
@@ -194,14 +193,7 @@ def linear_cross_entropy(
 def _check_memory(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
     if memory is None:
         return None
-    try:
-        if isinstance(memory, bool | jax.Array):
-            raise TypeError("neither counts bytes that are known when JAX traces the call")
-        nbytes = operator.index(memory)
-    except TypeError as e:
-        raise TypeError(f"memory must be a Python number of bytes or None, got {memory!r}") from e
-    if nbytes < 1:
-        raise ValueError(f"memory must be at least 1 byte, or None for no limit; got {nbytes}")
+    nbytes = check_integer("memory", memory, minimum=1, optional=True)
     if not all(isinstance(size, int) for size in (*x.shape, *weight.shape)):
         raise NotImplementedError(
             f"memory needs sizes, and x is {x.shape}, weight {weight.shape}; use memory=None"
