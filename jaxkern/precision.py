@@ -30,7 +30,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from jaxkern.core.arguments import check_dtype, check_integer, check_number
-from jaxkern.lowering.bound import standard_promotion
+from jaxkern.lowering.bound import standard_promotion, wide
 
 _DTYPES = {
     "float64": "float64",
@@ -431,7 +431,7 @@ def _multiply[Tree](tree: Tree, by: jax.Array) -> Tree:
             return leaf
         leaf = jnp.asarray(leaf)
         # In fp32 at least: a scale of 2^16 or more is not finite as fp16.
-        wide = jnp.promote_types(leaf.dtype, jnp.float32)
-        return (leaf.astype(wide) * by.astype(wide)).astype(leaf.dtype)
+        of_product = wide(leaf.dtype)
+        return (leaf.astype(of_product) * by.astype(of_product)).astype(leaf.dtype)
 
     return jax.tree.map(multiply, tree)

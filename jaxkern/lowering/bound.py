@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 
@@ -79,6 +80,12 @@ def standard_promotion() -> Iterator[None]:
     """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@standard_promotion()
+def wide(dtype: Any) -> Any:
+    """The dtype of sums of numbers of `dtype`: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def identity(kernel: Bound, *others: Any) -> str:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import jaxkern
 from jaxkern.core.arguments import check_axis_names, check_dtype, check_flag
 from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.lowering.bound import wide
 from jaxkern.nn.collectives import leave
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
@@ -278,4 +279,4 @@ def conv_filter(weights: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
 
 def decay_rates(weights: Any) -> jax.Array:
     """A of the scan, in float32 at least: exp would lose digits in a narrow dtype."""
-    return -jnp.exp(weights.A_log.astype(jnp.promote_types(weights.A_log.dtype, jnp.float32)))
+    return -jnp.exp(weights.A_log.astype(wide(weights.A_log.dtype)))

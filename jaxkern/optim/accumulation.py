@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxkern.core.arguments import check_axis_names, check_flag
 from jaxkern.core.mesh import vary_over
-from jaxkern.lowering.bound import standard_promotion
+from jaxkern.lowering.bound import wide
 from jaxkern.optim.arguments import floating_leaves
 from jaxkern.optim.leaves import varying
 
@@ -78,7 +78,7 @@ def accumulate_gradients(
         params = jax.tree.map(lambda p: vary_over(p, frozenset(axes)), params)
     values, totals = sums_of_gradients(loss_fn, params, microbatches, has_aux=has_aux)
     losses, aux = values if has_aux else (values, None)
-    total = losses.astype(_wide(losses.dtype)).sum()
+    total = losses.astype(wide(losses.dtype)).sum()
     if axes:
         total, totals = lax.pmean((total, totals), axes)
     loss = (total / count).astype(losses.dtype)
@@ -97,7 +97,7 @@ def sums_of_gradients(
     axes = varying(*jax.tree.leaves((params, microbatches)))
 
     def zeros(p: Any) -> jax.Array:
-        total = jnp.zeros_like(p, dtype=_wide(p.dtype))
+        total = jnp.zeros_like(p, dtype=wide(p.dtype))
         return vary_over(total, axes)
 
     def add(totals: Tree, microbatch: Tree) -> tuple[Tree, Any]:
@@ -106,12 +106,6 @@ def sums_of_gradients(
 
     totals, values = lax.scan(add, jax.tree.map(zeros, params), microbatches)
     return values, totals
-
-
-@standard_promotion()
-def _wide(dtype: Any) -> Any:
-    """The dtype of a sum; what the loss itself promotes, JAX does as its user said."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _count(microbatches: Tree) -> int:

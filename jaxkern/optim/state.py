@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxkern.lowering.bound import standard_promotion
+from jaxkern.lowering.bound import standard_promotion, wide
 from jaxkern.optim.arguments import Options, Tree, floating_leaves, is_floating, leaf_paths
 from jaxkern.optim.quantise import BLOCK, Quantised, quantisable
 
@@ -89,7 +89,7 @@ def _zeros(param: Any, dtype: Any) -> Any:
             scale = jnp.zeros(param.size // BLOCK, jnp.float32)
             return Quantised(jnp.zeros_like(param, dtype=dtype), scale)
         dtype = None
-    return jnp.zeros_like(param, dtype=dtype or jnp.promote_types(param.dtype, jnp.float32))
+    return jnp.zeros_like(param, dtype=dtype or wide(param.dtype))
 
 
 def wrong_dtype(what: str, node: Any) -> str | None:

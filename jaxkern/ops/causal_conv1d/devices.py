@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.split import Sequence, from_before, is_first, is_last, only_if
+from jaxkern.lowering.bound import wide
 from jaxkern.ops.causal_conv1d.reference import add_to_last
 from jaxkern.ops.causal_conv1d.tiles import Options
 
@@ -36,7 +37,7 @@ def _backward(
 ) -> Any:
     before = _inputs_before(axes, x, weight.shape[1], state)
     # In fp32, for so its gradient is rounded once, with dx.
-    before = before.astype(jnp.promote_types(jnp.float32, before.dtype))
+    before = before.astype(wide(before.dtype))
     dx, dweight, dbias, dbefore = run(options, x, weight, bias, before, look_back, dout, None)
     # Without the barrier XLA (of JAX 0.11.2) joins kernel and update, in a cycle of the exchange.
     dx, passed = lax.optimization_barrier((dx, from_before(axes, dbefore, reverse=True)))

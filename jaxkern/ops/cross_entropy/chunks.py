@@ -2,11 +2,13 @@
 
 Where one number is the cotangent of all losses, as that of their sum or mean is, the gradients of
 the sum can be formed in the forward, while a chunk's logits are there: three products, and the
-memory of one chunk. The backward multiplies them by the cotangent: were it a part of the logits'
-gradient, all labels' elements, -1 times it but for small softmaxes, would be rounded alike, and the
-errors add up. The gradient of the weight
-is read and written once a chunk, 4·K·V bytes of bfloat16, which is less time than the fourth
-product of :mod:`~jaxkern.ops.cross_entropy.parts` where a chunk has some 400 rows or more.
+memory of one chunk. The backward multiplies them by the cotangent. It is not multiplied into the
+gradient of the logits: there the elements of labels, nearly -cotangent each where softmaxes are
+small, would all be rounded alike, and such errors add up.
+
+The gradient of the weight is read and written once a chunk, 4·K·V bytes of bfloat16, which is less
+time than the fourth product of :mod:`~jaxkern.ops.cross_entropy.parts` where a chunk has some 400
+rows or more.
 
 Where the vocabulary is split between devices, these exchange the sums of rows of every chunk.
 """
@@ -24,12 +26,12 @@ from jax import lax
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import Axes, Partial, Sequence, is_first, only_if
+from jaxkern.lowering.bound import wide
 from jaxkern.ops.cross_entropy.passes import (
     gradient_of_logits,
     logits_of,
     over_devices,
     sums_of_rows,
-    wide,
 )
 from jaxkern.ops.cross_entropy.rows import Rows
 
@@ -142,8 +144,9 @@ def _losses(options: Chunks, x, weight, bias, labels) -> tuple[Any, ...]:
     )
 
 
-def _in_fp32(options: Chunks) -> Chunks:
-    return dataclasses.replace(options, dtype="float32")
+def _in_wide(options: Chunks) -> Chunks:
+    """The options of a device whose sums go into those of others."""
+    return dataclasses.replace(options, dtype=str(wide(options.dtype)))
 
 
 def _finished(options: Chunks, x, weight, bias, labels, losses, *grads) -> tuple[Any, ...]:
@@ -154,7 +157,7 @@ def _finished(options: Chunks, x, weight, bias, labels, losses, *grads) -> tuple
 
 def _losses_of_device(run: Any, axes: Axes, options: Chunks, *arrays: Any) -> tuple[Any, ...]:
     del run  # devices meet within the pass
-    losses, *grads = _losses(dataclasses.replace(_in_fp32(options), axes=axes), *arrays)
+    losses, *grads = _losses(dataclasses.replace(_in_wide(options), axes=axes), *arrays)
     return only_if(is_first(axes), losses), *grads
 
 
@@ -165,6 +168,6 @@ IN_CHUNKS = KernelPass(
     outs=("...", "... k", "k v", "v"),
     whole="k",
     sequence=Sequence(_losses_of_device, factor="v"),
-    partial=Partial(reference=_losses, options=_in_fp32, finish=_finished),
+    partial=Partial(reference=_losses, options=_in_wide, finish=_finished),
     saved_as="linear_cross_entropy",
 )

@@ -14,7 +14,7 @@ from jaxkern.core.arguments import check_array, check_floating, check_integer
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import named
 from jaxkern.core.mesh import TypeOf, match_primal
-from jaxkern.lowering.bound import standard_promotion
+from jaxkern.lowering.bound import standard_promotion, wide
 from jaxkern.ops.cross_entropy.chunks import IN_CHUNKS, Chunks, rows_of_chunk
 from jaxkern.ops.cross_entropy.op import Reduction, check_labels, check_reduction, reduced
 from jaxkern.ops.cross_entropy.parts import (
@@ -23,12 +23,7 @@ from jaxkern.ops.cross_entropy.parts import (
     Parts,
     classes_of_part,
 )
-from jaxkern.ops.cross_entropy.passes import (
-    gradient_of_logits,
-    losses_of_logits,
-    unsupported,
-    wide,
-)
+from jaxkern.ops.cross_entropy.passes import gradient_of_logits, losses_of_logits, unsupported
 from jaxkern.ops.cross_entropy.rows import Rows, Terms, losses_of_rows
 from jaxkern.ops.linear import op as linear_op
 from jaxkern.ops.linear import products

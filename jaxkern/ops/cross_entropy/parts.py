@@ -18,12 +18,12 @@ from jax import lax
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import Axes, Partial, Sequence, is_first, only_if
+from jaxkern.lowering.bound import wide
 from jaxkern.ops.cross_entropy.passes import (
     gradient_of_logits,
     logits_of,
     over_devices,
     sums_of_rows,
-    wide,
 )
 from jaxkern.ops.cross_entropy.rows import Rows, Sums
 
@@ -176,6 +176,11 @@ def _shares(options: Parts, x, weight, bias, accumulator, *rest) -> tuple[Any, .
     return _gradients(options, x, weight, bias, None, *rest)
 
 
+def _in_wide(options: Parts) -> Parts:
+    """The options of a device whose sums go into those of others."""
+    return dataclasses.replace(options, dtype=str(wide(options.dtype)))
+
+
 def _finished(options: Parts, x, weight, bias, accumulator, *rest) -> tuple[Any, ...]:
     *_, dx, dweight, dbias = rest
     if accumulator is not None:
@@ -189,7 +194,7 @@ def _finished(options: Parts, x, weight, bias, accumulator, *rest) -> tuple[Any,
 def _of_device(options: Parts, axes: Axes, weight: Any) -> tuple[Parts, Any]:
     """A device's options, and how many classes there are before those of its `weight`."""
     classes = options.classes // lax.axis_size(axes)
-    options = dataclasses.replace(options, classes=classes, dtype="float32")
+    options = dataclasses.replace(_in_wide(options), classes=classes)
     return options, lax.axis_index(axes) * weight.shape[1]
 
 
@@ -245,7 +250,7 @@ BACKWARD_IN_PARTS = KernelPass(
     sequence=Sequence(_gradients_of_device, _unfit, factor="v"),
     partial=Partial(
         reference=_shares,
-        options=lambda options: dataclasses.replace(options, dtype="float32"),
+        options=_in_wide,
         finish=_finished,
     ),
 )

@@ -14,7 +14,7 @@ from jaxkern.core.arguments import unfit
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import Axes, Sequence, is_first, only_if
 from jaxkern.elementwise.units import too_large
-from jaxkern.lowering.bound import standard_promotion
+from jaxkern.lowering.bound import standard_promotion, wide
 from jaxkern.mosaic.registers import VECTOR_BYTES
 from jaxkern.ops.cross_entropy.backward import launch_backward
 from jaxkern.ops.cross_entropy.forward import launch_forward
@@ -95,11 +95,6 @@ def logits_of(x: Any, weight: Any, bias: Any) -> Any:
         return jnp.matmul(x, weight)
     logits = jnp.matmul(x, weight, preferred_element_type=wide(x.dtype))
     return (logits + bias.astype(logits.dtype)).astype(x.dtype)
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype in which sums are."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def sums_of_rows(options: Rows, logits: Any, labels: Any, first: Any = 0) -> Sums:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from jaxkern.core.arguments import check_integer, check_number
 from jaxkern.core.dispatch import Mode
+from jaxkern.lowering.bound import wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Terms:
 
     def capped(self, logits: jax.Array, tanh: Callable[[Any], Any] = jnp.tanh) -> jax.Array:
         """The logits at least in float32, capped."""
-        wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return wide if self.cap is None else self.cap * tanh(wide * (1 / self.cap))
+        logits = logits.astype(wide(logits.dtype))
+        return logits if self.cap is None else self.cap * tanh(logits * (1 / self.cap))
 
     def loss(self, lse: Any, chosen: Any, total: Any, labels: Any, count: int) -> Any:
         """The losses of rows, of l[y] and Σ l, and lse, both 0 in rows that are ignored.

@@ -28,13 +28,15 @@ what a block does at its begin and end: on an H200 the forward of 16384 rows of 
 143 µs by whole rows, and 313 by shares of 1024."""
 
 LONGEST = 2**16
-"""Elements that a share has less of: while the last longer ones end, most multiprocessors idle."""
+"""A share has fewer elements: on an H200 both passes over 1024 rows of 65536 take 124 µs by whole
+rows, and 119 by halves."""
 
 LEAST = 8192
 """Elements that a share has where few rows are cut: to join shares takes 3 µs."""
 
 SHORTEST = 2048
-"""Classes from which on the kernels are taken: of fewer, most lanes idle and XLA is as fast."""
+"""Classes from which on the kernels are taken. On an H200 both passes over 16384 rows of 2048 take
+68 µs, XLA's 84; of 1024, 41 and 44, and of fewer rows XLA is faster."""
 
 UNITS = 4
 """Units that a lane loads before it computes: 8 KiB of a block, of which an SM holds 4 or more."""

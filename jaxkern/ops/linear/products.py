@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jaxkern.core.arguments import check_array, unfit
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather, match_sharding, partition_spec, split_factors, varying
-from jaxkern.lowering.bound import standard_promotion
+from jaxkern.lowering.bound import wide
 from jaxkern.mosaic.wgmma import without_wgmma
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
 from jaxkern.ops.linear.matmul import matmul
@@ -97,7 +97,7 @@ def reference_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple
 def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, _: Any) -> Any:
     """Bias and activation of the product, or of its sum over the devices that K is split over."""
     del weight
-    y = plus_bias(sums.astype(jnp.promote_types(sums.dtype, jnp.float32)), bias)
+    y = plus_bias(sums.astype(wide(sums.dtype)), bias)
     out = y if options.activation is None else curve(options.activation, y)
     return out.astype(x.dtype), y.astype(x.dtype) if options.save else None
 
@@ -210,13 +210,11 @@ def reference_added(options: Options, accumulator: Any, x: Any, dy: Any) -> tupl
     return reference_dweight(options, x, dy)
 
 
-@standard_promotion()  # JAX traces the rules outside of the public function
 def bias_gradient(dy: Any, bias: Any) -> Any:
     """The sum of `dy` over rows, (N,), in the dtype of `bias`; None without one."""
     if bias is None:
         return None
-    wide = jnp.promote_types(dy.dtype, jnp.float32)
-    return jnp.sum(dy, tuple(range(dy.ndim - 1)), dtype=wide).astype(bias.dtype)
+    return jnp.sum(dy, tuple(range(dy.ndim - 1)), dtype=wide(dy.dtype)).astype(bias.dtype)
 
 
 # Launch, plain products and checks
@@ -272,13 +270,12 @@ def _fitting(size: int, unit: int) -> int:
 
 def dot(precision: Any, a: Any, b: Any, over_a: int, over_b: int, dtype: Any) -> Any:
     """The contraction, summed in fp32 and rounded to `dtype`; None leaves it in fp32."""
-    wide = jnp.promote_types(a.dtype, jnp.float32)
     return lax.dot_general(
         a,
         b,
         (((over_a,), (over_b,)), ((), ())),
         precision=precision,
-        preferred_element_type=dtype or wide,
+        preferred_element_type=dtype or wide(a.dtype),
         out_sharding=_sharding(a, b, over_a, over_b),
     )
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from jaxkern.core.mesh import vary_over, varying
 from jaxkern.core.split import Axes, Sequence, is_first, only_if
+from jaxkern.lowering.bound import wide
 from jaxkern.ops.curves import PLAIN
 from jaxkern.ops.norm.pointwise import (
     Options,
@@ -154,7 +155,7 @@ def _scale(options: Options, weight: Any) -> Any:
 
 
 def _wide(x: Any) -> Any:
-    return None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return None if x is None else x.astype(wide(x.dtype))
 
 
 # Rows that are split between devices

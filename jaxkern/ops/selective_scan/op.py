@@ -51,6 +51,7 @@ from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import on_all
+from jaxkern.lowering.bound import wide
 from jaxkern.ops import segments
 from jaxkern.ops.checkpoints import check_checkpoint_every
 from jaxkern.ops.selective_scan import devices
@@ -252,7 +253,7 @@ def _check_initial_state(state: Any, x: jax.Array, A: jax.Array, count: int | No
     state = check_floating("initial_state", state)
     meaning = STATE_SHAPE if count is None else "(B, S, D, N) of x, num_segments and A"
     segments.check_states(state, x.shape[0], count, A.shape, meaning)
-    return state.astype(jnp.promote_types(state.dtype, jnp.float32))
+    return state.astype(wide(state.dtype))
 
 
 def _unsupported(args: tuple[Any, ...]) -> str | None:
