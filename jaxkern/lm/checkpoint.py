@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.lm.config import DEFAULTS, PRESETS, ModelConfig, RunError
-from jaxkern.lm.data import write_atomically
+from jaxkern.lm.data.files import sync_folder, write_atomically
 from jaxkern.lm.processes import ALONE, Alone
 
 if TYPE_CHECKING:  # orbax takes a second to import, which the first step need not wait for
@@ -191,7 +191,7 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
         raise
     os.rename(partial, folder / str(step))
-    _sync(folder)
+    sync_folder(folder)
     for old in steps(run)[:-keep]:
         _remove(folder / str(old))
 
@@ -445,11 +445,3 @@ def _remove(folder: Path) -> None:
     removed = folder.with_name(folder.name + ".removed")
     os.rename(folder, removed)
     shutil.rmtree(removed, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

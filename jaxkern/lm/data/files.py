@@ -1,4 +1,4 @@
-"""Small files of a run, written whole."""
+"""Files of a run that are whole after a crash."""
 
 import os
 from pathlib import Path
@@ -12,3 +12,12 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk keep the names in a folder, as they are after a rename."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
