@@ -45,8 +45,8 @@ SEQUENCES = {
 }
 """Ops, and the sizes of their axes but for batch and length."""
 LENGTHS = 65536, 524288
-"""Of sequences. Of the first ones, results are compared with those of one device: of the others
-the host would take a minute to do it."""
+"""Lengths of the ops' sequences. What the first ones give is compared with one device's results;
+for the others that would take the host a minute."""
 SMALL = {"linear_scan": (8,)}
 """Ops and sizes for a machine without a GPU."""
 
