@@ -8,10 +8,10 @@
 The axes multiply. A step is the program of one device inside ``shard_map``, so that what devices
 exchange stands in the model (:mod:`jaxkern.nn.collectives`) and is nothing else:
 
-- over `data` the gradients are added up in fp32; over `sequence`, too, where a scan also hands on
-  its state, forward and backward, and a convolution the last inputs of its filter. The windows of a
-  batch are cut on the host, so that a part has the label of its last token. Everything else
-  computes tokens one by one;
+- over `data` the gradients are added up in fp32, all layers' stacked; over `sequence`, too, where a
+  scan also hands on its state, forward and backward, and a convolution the last inputs of its
+  filter. The windows of a batch are cut on the host, so that a part has the label of its last
+  token. Everything else computes tokens one by one;
 - over `fsdp` each layer gathers its matrices in the dtype of the products, and their gradients are
   added up in fp32 and scattered. What is no matrix is small, and every device has it;
 - of a batch in parts (``--grad-accum``) gradients are added up after the last part alone, and all

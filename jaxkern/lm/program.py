@@ -198,7 +198,7 @@ def lowered_step(
     rows = config.grad_accum, config.batch_size // config.grad_accum
     windows = abstract_batch(config, rows, split, by_parts)
     state = abstract_state(config, placement)
-    structure = model_structure(config, split, gathers=gathers_in_layers(config))
+    structure = model_structure(config, split, gathers=gathers_in_layers(config, split))
     step = make_train_step(config, structure, split)
     if placement.mesh is not None:
         specs = split.specs(state)

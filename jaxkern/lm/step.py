@@ -185,12 +185,15 @@ def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array 
     return counts / jnp.maximum(mean_of_batch(counts.mean()), jnp.finfo(jnp.float32).tiny)
 
 
-def gathers_in_layers(config: TrainConfig) -> bool:
-    """Whether a training step gathers each layer's matrices in the layer, or all of them before.
+def gathers_in_layers(config: TrainConfig, split: Split) -> bool:
+    """Whether a step exchanges each layer's matrices and gradients in the layer, or all together.
 
-    Of a batch in parts all are gathered once, and gradients scattered once.
+    In the layer it does so where `fsdp` splits the matrices, so that none stands whole but for its
+    layer. Of a batch in parts all are gathered before the first, and gradients scattered after the
+    last. Where every device has all matrices, gradients are added up as they are kept, all layers'
+    stacked: by layers XLA would copy them together for the exchange, and apart again.
     """
-    return config.grad_accum == 1
+    return split.fsdp > 1 and config.grad_accum == 1
 
 
 def make_train_step(
@@ -207,7 +210,7 @@ def make_train_step(
     schedule = learning_rate(config)
     mode: Any = config.implementation
     split = Split(config.model) if split is None else split
-    each_layer = gathers_in_layers(config)
+    each_layer = gathers_in_layers(config, split)
     compute = Policy.parse(config.mixed_precision).compute
 
     def train_step(state: TrainState, windows: Any):
