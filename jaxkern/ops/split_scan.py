@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxkern.core.split import Axes, Sequence, carried
+from jaxkern.ops.section_states import SECTION_STATES, Options, state_after
 
 type OfOptions = Callable[[Any], Sequence | None]
 
@@ -107,54 +108,54 @@ class Sections:
         """One section's values, (B, …), of those of all, (B · count, …)."""
         if v is None or self.count == 1:
             return v
-        return self._apart(v)[section]
-
-    def _apart(self, v: jax.Array) -> jax.Array:
-        """(count, B, …) of (B · count, …)."""
-        return jnp.moveaxis(v.reshape(-1, self.count, *v.shape[1:]), 1, 0)
+        return v.reshape(-1, self.count, *v.shape[1:])[:, section]
 
     def states(
         self,
+        run: Callable[..., Any],
         axes: Axes,
-        after: Callable[[Any, Any], Any],
-        product: Callable[[Any, Any], Any],
+        of: "Decays",
         carry: Any,
         first: jax.Array,
         *,
         reverse: bool = False,
     ) -> jax.Array:
-        """The state before each section, (B · count, …), by :func:`jaxkern.core.split.carried`.
+        """The state before each section, (B · count, …), that of the sequence being `first`.
 
         Args:
-          axes, after, first, reverse: as there; `first` is (B, …).
-          product: of the first arrays of the carries of two sections, that of both.
-          carry: a pair of arrays (B · count, …), the second a state.
+          run, axes: as a :class:`Sequence` has them.
+          of: what the first arrays of carries mean.
+          carry: a pair of arrays (B · count, …), the second the state after a section from zeros.
+          first: (B, …), the same on all devices.
+          reverse: whether states go from the end to the start: `first` is the one after it, and
+            so are those that are found.
         """
+        after = lambda carry, state: state_after(of.decay(carry[0]), carry[1], state)
         if self.count == 1:
             return carried(axes, after, carry, first, reverse=reverse)
-        in_time = (lambda v: jnp.flip(v, 0)) if reverse else lambda v: v
-        ordered = jax.tree.map(lambda v: in_time(self._apart(v)), tuple(carry))
-        join = lambda one, then: (product(one[0], then[0]), after(then, one[1]))
-        upto = _joined_upto(join, ordered, self.count)  # (count, B, …) each
-        state = carried(axes, after, tuple(v[-1] for v in upto), first, reverse=reverse)[None]
-        rest = after(tuple(v[:-1] for v in upto), state).astype(state.dtype)
-        states = jnp.moveaxis(in_time(jnp.concatenate([state, rest])), 0, 1)
-        return states.reshape(-1, *states.shape[2:])
+        total, own = carry
+        rows = lambda v: v.reshape(-1, self.count, *v.shape[1:])
+        flat = lambda v: v.reshape(*v.shape[:2], -1)
+        arrays = flat(rows(of.decay(total))), flat(rows(own))
+
+        def between(first: jax.Array) -> Any:
+            row = first.reshape(len(first), -1)
+            return run(Options(reverse), *arrays, row, of=SECTION_STATES)
+
+        _, last = between(jnp.zeros_like(first))
+        device = of.over(rows(total), 1), last.reshape(first.shape)
+        states, _ = between(carried(axes, after, device, first, reverse=reverse))
+        return states.reshape(own.shape)
 
 
-def _joined_upto(join: Callable[[Any, Any], Any], carries: Any, count: int) -> Any:
-    """What each of `count` carries in a row, (count, …), gives with all before it.
+class Decays(NamedTuple):
+    """What the first arrays of carries mean, from which the decays of states follow.
 
-    In rounds over twice as many each (Hillis and Steele, 1986): XLA takes two thirds of the time to
-    compile a training step with them that it takes with ``jax.lax.associative_scan``. A barrier
-    after each round would take another sixth off; but XLA's scheduler then puts off the products
-    that give the weights' gradients, and a step takes 1.6 times the memory.
+    Attributes:
+      decay: gives of such an array, (…, units), the factor of the state before a section, that
+        broadcasts to a state's shape; NaN where a segment begins in it.
+      over: gives of the arrays of sections in a row, and their axis, that of all of them.
     """
-    span = 1
-    while span < count:
-        of = lambda part, carries=carries: jax.tree.map(lambda v: v[part], carries)
-        joined = join(of(slice(-span)), of(slice(span, None)))
-        together = lambda *parts: jnp.concatenate(parts)
-        carries = jax.tree.map(together, of(slice(span)), joined)
-        span *= 2
-    return carries
+
+    decay: Callable[[Any], Any]
+    over: Callable[[Any, int], Any]

@@ -16,6 +16,7 @@ from jaxkern.core.split import in_order
 from jaxkern.ops.linear_scan.blocks import PART, Scan, entered_by_chunk, scan_of
 from jaxkern.ops.linear_scan.reference import reference_bwd_carry, reference_carry
 from jaxkern.ops.linear_scan.tiles import Options
+from jaxkern.ops.section_states import state_after
 
 _FOLD = 8
 """Parts whose carries are loaded together, to wait for memory once."""
@@ -44,14 +45,7 @@ def _of_device(options: Options, a: Any, x: Any, entered: Any, *, transposed: bo
 
 def combined(one: Any, then: Any) -> tuple[Any, Any]:
     """The carry of two parts."""
-    return one[0] * then[0], passed_on(then, one[1])
-
-
-def passed_on(carry: Any, state: Any) -> Any:
-    """The state after a part, of that before it. A product of NaN, of a new segment, keeps none."""
-    product, own = carry
-    none = jnp.isnan(product) | (jnp.isinf(product) & (state == 0))
-    return own + jnp.where(none, 0, jnp.where(none, 0, product) * state)
+    return one[0] * then[0], state_after(then[0], then[1], one[1])
 
 
 def launch_carry(

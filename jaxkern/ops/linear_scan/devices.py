@@ -16,14 +16,10 @@ import jax.numpy as jnp
 
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import is_first, is_last, only_if
-from jaxkern.ops.linear_scan.carry import (
-    launch_device_bwd_carry,
-    launch_device_carry,
-    passed_on,
-)
+from jaxkern.ops.linear_scan.carry import launch_device_bwd_carry, launch_device_carry
 from jaxkern.ops.linear_scan.reference import reference_bwd_carry, reference_carry
 from jaxkern.ops.linear_scan.tiles import Options
-from jaxkern.ops.split_scan import Sections, sequences, unless_multiple
+from jaxkern.ops.split_scan import Decays, Sections, sequences, unless_multiple
 
 CARRY = KernelPass(
     "linear_scan_carry",
@@ -43,6 +39,9 @@ BWD_CARRY = KernelPass(
 )
 
 
+_PRODUCTS = Decays(decay=lambda product: product, over=jnp.prod)
+
+
 def _sections(options: Options, a: Any, b: Any) -> Sections:
     return Sections.of(a.shape[0], a.shape[2], a.shape[1], options.steps(a, b))
 
@@ -54,7 +53,7 @@ def _forward(run: Any, axes: Any, options: Options, a, b, initial_state, entered
     first = jnp.zeros_like(sections.at(carry[1], 0)) if initial_state is None else initial_state
     first = first.astype(jnp.result_type(carry[1], first))
     reverse = options.reverse
-    state = sections.states(axes, passed_on, jnp.multiply, carry, first, reverse=reverse)
+    state = sections.states(run, axes, _PRODUCTS, carry, first, reverse=reverse)
     out, final, *states = run(options, a, b, state, entered)
     last, number = (is_first, 0) if reverse else (is_last, -1)
     final = only_if(last(axes), sections.at(final, number))
@@ -69,7 +68,7 @@ def _backward(
     carry = run(options, a, dout, entered, of=BWD_CARRY)
     last = jnp.zeros_like(sections.at(carry[1], 0)) if dfinal is None else dfinal
     last = last.astype(carry[1].dtype)
-    dfinal = sections.states(axes, passed_on, jnp.multiply, carry, last, reverse=reverse)
+    dfinal = sections.states(run, axes, _PRODUCTS, carry, last, reverse=reverse)
     da, db, dstate = run(options, a, b, initial_state, entered, states, dout, dfinal)
     first, number = (is_first, 0) if reverse else (is_last, -1)
     dstate = only_if(first(axes), sections.at(dstate, number))

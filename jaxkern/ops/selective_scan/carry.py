@@ -17,12 +17,13 @@ from jax import lax
 from jaxkern.core.split import in_order
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
+from jaxkern.ops.section_states import state_after
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array, map_states
 from jaxkern.ops.selective_scan.call import Call, Scratch
 from jaxkern.ops.selective_scan.reference import (
     CHUNK,
     Options,
-    passed_on,
+    decay_of,
     reference_bwd_carry,
     reference_carry,
 )
@@ -83,7 +84,7 @@ def _of_device(
     resets, rate = call.arrays["keep"] is not None, A.astype(jnp.float32)
 
     def combine(one: Any, then: Any) -> Any:
-        return one[0] + then[0], passed_on(rate, resets, then, one[1])
+        return one[0] + then[0], state_after(decay_of(rate, resets, then[0]), then[1], one[1])
 
     return in_order(combine, (total, passed))
 

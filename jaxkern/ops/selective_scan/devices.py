@@ -23,11 +23,11 @@ from jaxkern.ops.selective_scan.carry import launch_device_bwd_carry, launch_dev
 from jaxkern.ops.selective_scan.reference import (
     CHUNK,
     Options,
-    passed_on,
+    decay_of,
     reference_bwd_carry,
     reference_carry,
 )
-from jaxkern.ops.split_scan import Sections, sequences, unless_whole_steps
+from jaxkern.ops.split_scan import Decays, Sections, sequences, unless_whole_steps
 
 CARRY = KernelPass(
     "selective_scan_carry",
@@ -61,18 +61,18 @@ def _cut(sections: Sections, args: Any) -> Any:
 
 
 def _states(
-    axes: Any, sections: Sections, A: Any, keep: Any, carry: Any, first: Any, *, reverse: bool
+    run: Any, axes: Any, sections: Sections, A: Any, keep: Any, carry: Any, first: Any, **to: bool
 ) -> Any:
     state = carry[1]
     first = jnp.zeros_like(sections.at(state, 0)) if first is None else first.astype(state.dtype)
-    after = functools.partial(passed_on, A.astype(state.dtype), keep is not None)
-    return sections.states(axes, after, jnp.add, carry, first, reverse=reverse)
+    decay = functools.partial(decay_of, A.astype(state.dtype), keep is not None)
+    return sections.states(run, axes, Decays(decay, over=jnp.sum), carry, first, **to)
 
 
 def _states_before(run: Any, axes: Any, sections: Sections, options: Options, *args: Any) -> Any:
     x, dt, A, B, _, _, _, dt_bias, initial_state, keep, _ = args
     carry = run(options, x, dt, A, B, dt_bias, keep, of=CARRY)
-    return _states(axes, sections, A, keep, carry, initial_state, reverse=False)
+    return _states(run, axes, sections, A, keep, carry, initial_state)
 
 
 def _forward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
@@ -91,7 +91,7 @@ def _backward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
     given, states, dout = _cut(sections, given), sections.cut(states), sections.cut(dout)
     _, dt, A, _, C, _, z, dt_bias, initial_state, keep, crossed = given
     carry = run(options, dt, A, C, z, dt_bias, keep, dout, of=BWD_CARRY)
-    dfinal = _states(axes, sections, A, keep, carry, dfinal, reverse=True)
+    dfinal = _states(run, axes, sections, A, keep, carry, dfinal, reverse=True)
     before = None
     if states is None:
         before = _states_before(run, axes, sections, options, *given)

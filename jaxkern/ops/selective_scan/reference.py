@@ -269,12 +269,11 @@ def _total(sizes: jax.Array, keep: Any) -> jax.Array:
     return total if keep is None else jnp.where(jnp.all(keep > 0, 1)[:, None, None], total, jnp.inf)
 
 
-def passed_on(A: jax.Array, resets: bool, carry: Any, state: Any) -> jax.Array:
-    """The state after a part of that carry, of the state before it; ∞ of a segment keeps none."""
-    total, own = carry
+def decay_of(A: jax.Array, resets: bool, total: jax.Array) -> jax.Array:
+    """The decay over a part of that Σdt, (…, G, P, N); NaN for ∞, of a part with a new segment."""
+    total = total[..., None]
     none = jnp.isinf(total) & resets
-    kept = jnp.exp(jnp.where(none, 0, total)[..., None] * A) * state
-    return own + jnp.where(none[..., None], 0, kept)
+    return jnp.where(none, jnp.nan, jnp.exp(jnp.where(none, 0, total) * A))
 
 
 def step(options: Options, x, dt, A, B, C, D, z, dt_bias, state) -> tuple[Any, Any]:

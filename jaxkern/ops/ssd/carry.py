@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.core.split import in_order
 from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.wgmma import swizzled
+from jaxkern.ops.section_states import state_after
 from jaxkern.ops.ssd.blocks import (
     BLOCK,
     COLUMNS,
@@ -39,7 +40,7 @@ from jaxkern.ops.ssd.call import (
     state_ranges,
     unless_finite,
 )
-from jaxkern.ops.ssd.reference import Options, passed_on, reference_bwd_carry, reference_carry
+from jaxkern.ops.ssd.reference import Options, of_states, reference_bwd_carry, reference_carry
 from jaxkern.ops.ssd.tiles import BOX, CARRY_WARPGROUPS, CHUNK, SLICE, STEP, STEPS, Scan
 
 
@@ -169,7 +170,7 @@ def _of_device(
     decays = decays.reshape(ends.shape[:4])  # (parts, B, G, R)
     if reverse:
         decays, ends = decays[::-1], ends[::-1]
-    combine = lambda one, then: (one[0] * then[0], passed_on(then, one[1]))
+    combine = lambda one, then: (one[0] * then[0], state_after(of_states(then[0]), then[1], one[1]))
     carry = in_order(combine, (decays, ends))
     if rank is None or not options.isolate_nan:
         return carry

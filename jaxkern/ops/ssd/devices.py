@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import from_before, is_first, is_last, only_if
 from jaxkern.ops.segments import along
-from jaxkern.ops.split_scan import Sections, sequences, unless_whole_steps
+from jaxkern.ops.split_scan import Decays, Sections, sequences, unless_whole_steps
 from jaxkern.ops.ssd.carry import launch_device_bwd_carry, launch_device_carry
 from jaxkern.ops.ssd.reference import (
     SAVED_CHUNK,
     Options,
-    passed_on,
+    of_states,
     reference_bwd_carry,
     reference_carry,
 )
@@ -58,6 +58,9 @@ BWD_CARRY = KernelPass(
     whole="l p n",
     unfit=_unfit_bwd_carry,
 )
+
+
+_DECAYS = Decays(of_states, over=jnp.prod)
 
 
 def _sections(options: Options, x: Any) -> Sections:
@@ -98,7 +101,7 @@ def _states_before(
     decay, state = run(options, x, dt, a, B, rank, of=CARRY)
     first = jnp.zeros_like(sections.at(state, 0)) if first is None else first.astype(state.dtype)
     carry = _unless(begins, decay), state
-    return _unless(begins, sections.states(axes, passed_on, jnp.multiply, carry, first))
+    return _unless(begins, sections.states(run, axes, _DECAYS, carry, first))
 
 
 def _forward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
@@ -121,7 +124,7 @@ def _backward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
     decay, dh = run(options, a, C, _before_gate(z, dout), rank, of=BWD_CARRY)
     carry = _unless(begins, decay), _unless(begins, dh)
     last = jnp.zeros_like(sections.at(dh, 0)) if dfinal is None else dfinal.astype(dh.dtype)
-    dfinal = sections.states(axes, passed_on, jnp.multiply, carry, last, reverse=True)
+    dfinal = sections.states(run, axes, _DECAYS, carry, last, reverse=True)
     if states is None:
         before = _states_before(run, axes, sections, options, begins, *given)
     else:

@@ -247,11 +247,9 @@ def _decay(a: jax.Array, rank: Any) -> jax.Array:
     return jnp.where(along(rank[:, 0] == rank[:, -1], decay), decay, 0)
 
 
-def passed_on(carry: Any, state: jax.Array) -> jax.Array:
-    """The state after a part of that carry, of the state before it; a decay of 0 keeps none."""
-    decay, own = carry
-    decay = decay[..., None, None]
-    return own + jnp.where(decay == 0, 0, decay * state)
+def of_states(decay: jax.Array) -> jax.Array:
+    """The decays of parts, (…, R), as factors of states, NaN for a 0, which keeps nothing."""
+    return jnp.where(decay == 0, jnp.nan, decay)[..., None, None]
 
 
 def step(tokens: Tokens, D: Any, h: jax.Array) -> tuple[Any, Any]:
