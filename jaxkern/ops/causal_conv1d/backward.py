@@ -18,7 +18,7 @@ from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.ring import release_stage
 from jaxkern.ops.causal_conv1d.blocks import BLOCK, UNROLL, WARPGROUP, Filter, prepare
-from jaxkern.ops.causal_conv1d.reference import add_to_last, last_inputs, reference_bwd
+from jaxkern.ops.causal_conv1d.reference import last_inputs, of_last_segment, reference_bwd
 from jaxkern.ops.causal_conv1d.tiles import Options, backward_tiles
 
 
@@ -30,7 +30,10 @@ def launch_bwd(options: Options, x, weight, bias, state, look_back, dout, dfinal
     tile = backward_tiles(batch, length, dim, width, x.dtype.itemsize)
     read = None if width == 1 else state
     arrays = {"x": x, "weight": weight, "bias": bias, "state": read, "look_back": look_back}
-    call, ins = prepare(options, tile, width - 1, **arrays, dout=dout)
+    of_tokens = None
+    if dfinal is not None and 0 < width - 1 <= length:
+        of_tokens = of_last_segment(dfinal, look_back, length)
+    call, ins = prepare(options, tile, width - 1, **arrays, dout=dout, dfinal=of_tokens)
     blocks = -(-batch * call.tiles // (tile.warpgroups * tile.tiles_each))
     totals = width + (bias is not None)
     fp32 = lambda *shape: jax.ShapeDtypeStruct((*shape, call.dim), jnp.float32)
@@ -64,8 +67,6 @@ def launch_bwd(options: Options, x, weight, bias, state, look_back, dout, dfinal
         last = lambda x, state: last_inputs(options, x, width, state, look_back)
         of_last = jax.vjp(last, x, state)[1](dfinal)
         dx, dstate = jax.tree.map(lambda a, b: a + b.astype(a.dtype), (dx, dstate), of_last)
-    else:
-        dx = add_to_last(dx, dfinal, look_back)
     return dx, dweight[:dim], None if dbias is None else dbias[:dim], dstate
 
 
@@ -93,6 +94,8 @@ def _bwd_kernel(call: Filter, tiles_each: int, refs: Any, smem: Any) -> None:
             for k, dx in enumerate(dxs):
                 t = call.length - before + k
                 if t >= 0:
+                    if refs.dfinal is not None:
+                        dx = dx + call.load(refs.dfinal.at[batch, k, channels])
                     refs.dx[batch, t, channels] = dx.astype(refs.dx.dtype)
                 elif refs.state is not None:
                     refs.dstate[batch, before + t, channels] = dx

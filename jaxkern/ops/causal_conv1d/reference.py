@@ -46,16 +46,10 @@ def _seen(look_back: Any, length: int, kept: int) -> Any:
     return (look_back[:, -1:] >= jnp.arange(kept)[::-1])[..., None]
 
 
-def add_to_last(dx: jax.Array, dfinal: Any, look_back: Any) -> jax.Array:
-    """`dx`, and in it the gradient of the last inputs, of which all are tokens."""
-    if dfinal is None or dfinal.shape[1] == 0:
-        return dx
-    length, kept = dx.shape[1], dfinal.shape[1]
-    seen = _seen(look_back, length, kept)
-    dfinal = dfinal if seen is None else jnp.where(seen, dfinal, 0)
-    acc = jnp.promote_types(jnp.float32, dx.dtype)
-    last = dx[:, length - kept :].astype(acc) + dfinal.astype(acc)
-    return dx.at[:, length - kept :].set(last.astype(dx.dtype))
+def of_last_segment(dfinal: jax.Array, look_back: Any, length: int) -> jax.Array:
+    """The gradient of the last inputs, zeros for those before the last token's segment."""
+    seen = _seen(look_back, length, dfinal.shape[1])
+    return dfinal if seen is None else jnp.where(seen, dfinal, jnp.zeros((), dfinal.dtype))
 
 
 def reference_fwd(options, x, weight, bias, state, look_back):
@@ -76,11 +70,14 @@ def reference_fwd(options, x, weight, bias, state, look_back):
 
 def reference_bwd(options, x, weight, bias, state, look_back, dout, dfinal):
     options = dataclasses.replace(options, final=dfinal is not None)
+    acc = _accumulator(*(v for v in (x, weight, dfinal) if v is not None))
 
     def forward(x, weight, bias, state):
         return reference_fwd(options, x, weight, bias, state, look_back)
 
-    return jax.vjp(forward, x, weight, bias, state)[1]((dout, dfinal))
+    results = dout.astype(acc), None if dfinal is None else dfinal.astype(acc)
+    dx, *others = jax.vjp(forward, x.astype(acc), weight, bias, state)[1](results)
+    return dx.astype(x.dtype), *others
 
 
 def filtered(taps: list[jax.Array], weight: jax.Array, bias: Any, activation: Any) -> jax.Array:
