@@ -112,7 +112,7 @@ def _losses(options: Chunks, x, weight, bias, labels) -> tuple[Any, ...]:
             return losses, None, None, None
         # The losses, which read logits, come before the gradient, which takes their memory.
         losses, lse = lax.optimization_barrier((losses, lse))
-        cotangents = jnp.ones_like(lse), jnp.zeros_like(lse)
+        cotangents = jnp.ones_like(losses), jnp.zeros_like(losses)
         du = gradient_of_logits(rows, logits, of_labels, lse, cotangents, before)
         counted = rows.terms.without_ignored(of_x, of_labels)
         dbias = None if bias is None else jnp.sum(du.astype(wide(du.dtype)), axis=0)

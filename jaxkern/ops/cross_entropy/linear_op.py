@@ -199,7 +199,8 @@ def _check_memory(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _linear_rows(x, weight, bias, accumulator, labels, rows, options):
     del accumulator
-    return _linear_forward(x, weight, bias, labels, rows, options)[1:]
+    _, losses, lse = _linear_forward(x, weight, bias, labels, rows, options)
+    return losses, lse.value
 
 
 def _linear_forward(x, weight, bias, labels, rows, options):
@@ -211,7 +212,7 @@ def _linear_forward(x, weight, bias, labels, rows, options):
 
 def _linear_rows_fwd(x, weight, bias, accumulator, labels, rows, options):
     logits, losses, lse = _linear_forward(x, weight, bias, labels, rows, options)
-    return (losses, lse), (x, weight, bias, accumulator, labels, logits, lse)
+    return (losses, lse.value), (x, weight, bias, accumulator, labels, logits, lse)
 
 
 def _linear_rows_bwd(rows, options, res, cotangents):
@@ -247,8 +248,8 @@ def _in_parts(x, weight, bias, accumulator, labels, options):
 
 def _in_parts_fwd(x, weight, bias, accumulator, labels, options):
     options = dataclasses.replace(options, save=True)
-    losses, lse, logits = FORWARD_IN_PARTS(options, x, weight, bias, labels)
-    return (losses, lse), (x, weight, bias, accumulator, labels, lse, logits)
+    losses, *lse, logits = FORWARD_IN_PARTS(options, x, weight, bias, labels)
+    return (losses, lse[0]), (x, weight, bias, accumulator, labels, lse, logits)
 
 
 def _in_parts_bwd(options, res, cotangents):
@@ -257,7 +258,7 @@ def _in_parts_bwd(options, res, cotangents):
     apart = accumulator is not None and products.varies_more(x, accumulator)
     given = None if apart else accumulator
     dx, dweight, dbias = BACKWARD_IN_PARTS(
-        options, x, weight, bias, given, labels, lse, logits, *cotangents
+        options, x, weight, bias, given, labels, *lse, logits, *cotangents
     )
     total = None
     if accumulator is not None:

@@ -180,12 +180,12 @@ def reduced(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _of_rows(logits, labels, rows):
-    return losses_of_logits(rows, logits, labels)
+    return _of_rows_fwd(logits, labels, rows)[0]
 
 
 def _of_rows_fwd(logits, labels, rows):
     losses, lse = losses_of_logits(rows, logits, labels)
-    return (losses, lse), (logits, labels, lse)
+    return (losses, lse.value), (logits, labels, lse)
 
 
 def _of_rows_bwd(rows, res, cotangents):

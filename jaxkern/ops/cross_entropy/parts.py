@@ -25,7 +25,7 @@ from jaxkern.ops.cross_entropy.passes import (
     over_devices,
     sums_of_rows,
 )
-from jaxkern.ops.cross_entropy.rows import Rows, Sums
+from jaxkern.ops.cross_entropy.rows import LogSum, Rows, Sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +95,10 @@ def _logits_of_part(x, weight, bias, first, size) -> jax.Array:
 
 
 def _losses(options: Parts, x, weight, bias, labels) -> tuple[Any, ...]:
-    """Losses, lse and, if the options say so, the logits of the last part."""
+    """Losses, the two of lse and, if the options say so, the logits of the last part."""
     *sums, logits = _sums(options, x, weight, bias, labels, 0)
-    return *options.rows.loss(Sums(*sums), labels), logits
+    losses, lse = options.rows.loss(Sums(*sums), labels)
+    return losses, *lse, logits
 
 
 def _sums(options: Parts, x, weight, bias, labels, before) -> tuple[Any, ...]:
@@ -126,14 +127,15 @@ def _sums(options: Parts, x, weight, bias, labels, before) -> tuple[Any, ...]:
 
 
 def _gradients(
-    options: Parts, x, weight, bias, accumulator, labels, lse, logits, dloss, dlse, before=0
+    options: Parts, x, weight, bias, accumulator, labels, *rest, before=0
 ) -> tuple[Any, ...]:
     """The gradients of x, of weight, or what it and the accumulator add up to, and of bias.
 
     Those of x and bias have the dtype of sums.
-    `logits` are those of the last part, or ``None``; `before` counts the classes before those of
-    `weight`.
+    `rest` is the two of lse, the logits of the last part, or ``None``, and the cotangents of losses
+    and lse. `before` counts the classes before those of `weight`.
     """
+    *lse, logits, dloss, dlse = rest
     rows, of_sums = options.rows, wide(x.dtype)
     counted = rows.terms.without_ignored(x, labels)
     axes = tuple(range(x.ndim - 1))
@@ -141,7 +143,7 @@ def _gradients(
 
     def add(logits: Any, of_part: Any, first: Any, size: int, carry: Any) -> Any:
         dx, dweight, dbias = carry
-        du = gradient_of_logits(rows, logits, labels, lse, (dloss, dlse), before + first)
+        du = gradient_of_logits(rows, logits, labels, LogSum(*lse), (dloss, dlse), before + first)
         dx = dx + jnp.matmul(du, of_part.T, preferred_element_type=of_sums)
         # The gradient of the part's weight takes the memory of that weight.
         dx, after = lax.optimization_barrier((dx, counted))
@@ -169,6 +171,12 @@ def _gradients(
     else:
         carry = add(logits, _weight_of_part(x, weight, *last), *last, carry)
     return options.over_others(weight, step, carry)
+
+
+def _gradients_of_classes(options: Parts, *arrays: Any) -> tuple[Any, ...]:
+    """What :func:`_gradients` gives; the last of `arrays` counts the classes before."""
+    *given, before = arrays
+    return _gradients(options, *given, before=before)
 
 
 def _shares(options: Parts, x, weight, bias, accumulator, *rest) -> tuple[Any, ...]:
@@ -202,7 +210,7 @@ def _losses_of_device(run: Any, axes: Axes, options: Parts, x, weight, bias, lab
     of_device, before = _of_device(options, axes, weight)
     *sums, logits = run(of_device, x, weight, bias, labels, before, of=_SUMS)
     losses, lse = options.rows.loss(over_devices(axes, Sums(*sums)), labels)
-    return only_if(is_first(axes), losses), only_if(is_first(axes), lse), logits
+    return *(only_if(is_first(axes), v) for v in (losses, *lse)), logits
 
 
 def _gradients_of_device(run: Any, axes: Axes, options: Parts, *arrays: Any) -> Any:
@@ -229,22 +237,22 @@ _SUMS = KernelPass(
 )
 _SHARES = KernelPass(
     "linear_cross_entropy_shares",
-    reference=_gradients,
-    ins=("... k", "k v", "v", "k v", "...", "...", "... v", "...", "...", ""),
+    reference=_gradients_of_classes,
+    ins=("... k", "k v", "v", "k v", *("...",) * 3, "... v", "...", "...", ""),
     outs=("... k", "k v", "v"),
 )
 FORWARD_IN_PARTS = KernelPass(
     "linear_cross_entropy_fwd",
     reference=_losses,
     ins=("... k", "k v", "v", "..."),
-    outs=("...", "...", "... v"),
+    outs=("...", "...", "...", "... v"),
     whole="k",
     sequence=Sequence(_losses_of_device, _unfit, factor="v"),
 )
 BACKWARD_IN_PARTS = KernelPass(
     "linear_cross_entropy_bwd",
     reference=_gradients,
-    ins=("... k", "k v", "v", "k v", "...", "...", "... v", "...", "..."),
+    ins=("... k", "k v", "v", "k v", *("...",) * 3, "... v", "...", "..."),
     outs=("... k", "k v", "v"),
     whole="k",
     sequence=Sequence(_gradients_of_device, _unfit, factor="v"),

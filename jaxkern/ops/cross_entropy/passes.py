@@ -19,6 +19,7 @@ from jaxkern.mosaic.registers import VECTOR_BYTES
 from jaxkern.ops.cross_entropy.backward import launch_backward
 from jaxkern.ops.cross_entropy.forward import launch_forward
 from jaxkern.ops.cross_entropy.rows import (
+    LogSum,
     Rows,
     Sums,
     position_in,
@@ -109,19 +110,19 @@ def over_devices(axes: Axes, sums: Sums) -> Sums:
     return Sums(largest, *lax.psum(jnp.stack(sums.beside(largest)[1:]), axes))
 
 
-def losses_of_logits(options: Rows, logits: Any, labels: Any) -> tuple[Any, Any]:
+def losses_of_logits(options: Rows, logits: Any, labels: Any) -> tuple[Any, LogSum]:
     """The losses of rows, and lse."""
     return options.loss(sums_of_rows(options, logits, labels), labels)
 
 
 @standard_promotion()  # in the backward's rule, too
 def gradient_of_logits(
-    options: Rows, logits: Any, labels: Any, lse: Any, cotangents: Any, first: Any = 0
+    options: Rows, logits: Any, labels: Any, lse: LogSum, cotangents: Any, first: Any = 0
 ) -> Any:
     """The gradient of the logits, of classes from `first` on, for cotangents of losses and lse."""
     position = position_of(labels, options.terms.ignored, first, logits.shape[-1])
     of_softmax = options.terms.of_softmax(lse, labels, cotangents, options.classes)
-    return BACKWARD(options, logits, position, lse, of_softmax, cotangents[0])[0]
+    return BACKWARD(options, logits, position, lse.value, of_softmax, cotangents[0])[0]
 
 
 def unsupported(logits: Any) -> str | None:
