@@ -126,8 +126,9 @@ def carried(
       reverse: whether states go from the end to the start.
     """
     flat, unravel = ravel_pytree(carry)
-    carries = jax.vmap(unravel)(lax.all_gather(flat, axes))  # (parts, ...)
     own, count = lax.axis_index(axes), lax.axis_size(axes)
+    others = slice(1, None) if reverse else slice(count - 1)  # nobody has the last part's
+    carries = jax.vmap(unravel)(lax.all_gather(flat, axes)[others])  # (parts - 1, ...)
 
     def step(state: Any, part: Any) -> tuple[Any, None]:
         number, carry = part
@@ -135,8 +136,8 @@ def carried(
         return jnp.where(is_before, after(carry, state), state).astype(state.dtype), None
 
     first = vary_over(first, varying(flat))
-    numbers = jnp.arange(count)
-    unroll = count if count <= _UNROLLED else 1
+    numbers = jnp.arange(count)[others]
+    unroll = max(1, count - 1) if count <= _UNROLLED else 1
     return lax.scan(step, first, (numbers, carries), reverse=reverse, unroll=unroll)[0]
 
 
