@@ -1,6 +1,7 @@
 """The states between the sections of a sequence, by the kernel and in plain JAX."""
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -54,6 +55,20 @@ def test_states_are_those_of_a_loop(run, reverse, shape):
     with contextlib.nullcontext() if check.ON_GPU else interpreter():
         got = jax.jit(lambda *v: run(Options(reverse), *v))(*arrays)
     check.assert_close(got, _in_order(*arrays, reverse), 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("sections", [1, 5])
+def test_state_after_sections_in_a_row(sections, reverse):
+    decay, own, _ = _arrays(sections, 2, 3, 3 * 4)
+    shaped = decay[..., None], own.reshape(sections, 2, 3, 4)
+    after = functools.partial(section_states.state_after_all, reverse=reverse)
+    with contextlib.nullcontext() if check.ON_GPU else interpreter():
+        got = jax.jit(after)(*shaped)
+    first = np.zeros((1, 2 * 3 * 4))
+    row = decay.reshape(1, sections, -1), own.reshape(1, sections, -1), first
+    check.assert_close(got.reshape(1, -1), _in_order(*row, reverse)[1], 1e-6)
 
 
 @pytest.mark.gpu

@@ -139,13 +139,3 @@ def carried(
     numbers = jnp.arange(count)[others]
     unroll = max(1, count - 1) if count <= _UNROLLED else 1
     return lax.scan(step, first, (numbers, carries), reverse=reverse, unroll=unroll)[0]
-
-
-def in_order(combine: Callable[[Any, Any], Any], parts: Any) -> Any:
-    """Combines arrays along their first axis: neighbours first, ``combine(one, next)``."""
-    while (count := jax.tree.leaves(parts)[0].shape[0]) > 1:
-        even = count // 2 * 2
-        take = lambda first, stop, step: jax.tree.map(lambda v: v[first:stop:step], parts)  # noqa: B023
-        pairs, rest = combine(take(0, even, 2), take(1, even, 2)), take(even, None, 1)
-        parts = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), pairs, rest)
-    return jax.tree.map(lambda v: v[0], parts)

@@ -106,6 +106,21 @@ def launch(options: Options, decay: Any, own: Any, first: Any) -> tuple[Any, Any
     return states[..., :size], last[:, :size]
 
 
+def state_after_all(decay: Any, own: Any, *, reverse: bool = False) -> jax.Array:
+    """The state after sections in a row, from zeros, by the kernel.
+
+    Args:
+      decay: of the sections, (S, …), with axes of 1 at the end where states share one.
+      own: (S, …), fp32.
+      reverse: whether the last section comes first.
+    """
+    if len(own) == 1:
+        return own[0]
+    flat = lambda v: v.reshape(1, len(v), -1)
+    first = jnp.zeros_like(own[0]).reshape(1, -1)
+    return launch(Options(reverse), flat(decay), flat(own), first)[1].reshape(own.shape[1:])
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """What a block has of a row's states.

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.core.split import in_order
 from jaxkern.ops.linear_scan.blocks import PART, Scan, entered_by_chunk, scan_of
 from jaxkern.ops.linear_scan.reference import reference_bwd_carry, reference_carry
 from jaxkern.ops.linear_scan.tiles import Options
-from jaxkern.ops.section_states import state_after
+from jaxkern.ops.section_states import state_after_all
 
 _FOLD = 8
 """Parts whose carries are loaded together, to wait for memory once."""
@@ -39,13 +38,8 @@ def _of_device(options: Options, a: Any, x: Any, entered: Any, *, transposed: bo
     entered, name = entered_by_chunk(scan, entered), "bwd" if transposed else "fwd"
     name = f"linear_scan_{name}_carry"
     got = launch_carry(scan, name, a, x, None, entered, transposed=transposed, every_part=True)
-    order = slice(None, None, -1 if transposed else 1)
-    return in_order(combined, (got["product"][order], got["state"][order]))
-
-
-def combined(one: Any, then: Any) -> tuple[Any, Any]:
-    """The carry of two parts."""
-    return one[0] * then[0], state_after(then[0], then[1], one[1])
+    product, state = got["product"], got["state"]
+    return jnp.prod(product, 0), state_after_all(product, state, reverse=transposed)
 
 
 def launch_carry(

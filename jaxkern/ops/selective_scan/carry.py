@@ -14,10 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.core.split import in_order
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
-from jaxkern.ops.section_states import state_after
+from jaxkern.ops.section_states import state_after_all
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array, map_states
 from jaxkern.ops.selective_scan.call import Call, Scratch
 from jaxkern.ops.selective_scan.reference import (
@@ -79,14 +78,8 @@ def _of_device(
     total = call.cut_channels(got["total"].reshape(shape), 2)  # (subparts, B, G, P)
     passed = got["passed"].reshape(*shape, got["passed"].shape[-1])
     passed = call.cut_states(passed)  # (subparts, B, G, P, N)
-    if reverse:
-        total, passed = total[::-1], passed[::-1]
-    resets, rate = call.arrays["keep"] is not None, A.astype(jnp.float32)
-
-    def combine(one: Any, then: Any) -> Any:
-        return one[0] + then[0], state_after(decay_of(rate, resets, then[0]), then[1], one[1])
-
-    return in_order(combine, (total, passed))
+    decay = decay_of(A.astype(jnp.float32), call.arrays["keep"] is not None, total)
+    return jnp.sum(total, 0), state_after_all(decay, passed, reverse=reverse)
 
 
 def launch_carry(

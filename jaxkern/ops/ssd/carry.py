@@ -15,10 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.split import in_order
 from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.wgmma import swizzled
-from jaxkern.ops.section_states import state_after
+from jaxkern.ops.section_states import state_after_all
 from jaxkern.ops.ssd.blocks import (
     BLOCK,
     COLUMNS,
@@ -168,13 +167,11 @@ def _of_device(
     ends = jnp.moveaxis(joined(found), 1, 0)  # (parts, B, G, R, P, N)
     decays = jnp.moveaxis(_part_decays(scan, arrays.steps), 2, 0)
     decays = decays.reshape(ends.shape[:4])  # (parts, B, G, R)
-    if reverse:
-        decays, ends = decays[::-1], ends[::-1]
-    combine = lambda one, then: (one[0] * then[0], state_after(of_states(then[0]), then[1], one[1]))
-    carry = in_order(combine, (decays, ends))
+    state = state_after_all(of_states(decays), ends, reverse=reverse)
+    carry = jnp.prod(decays, 0), state
     if rank is None or not options.isolate_nan:
         return carry
-    return unless_finite([carry[1]], carry, plain, args)
+    return unless_finite([state], carry, plain, args)
 
 
 def _stages(scan: Scan) -> int:
