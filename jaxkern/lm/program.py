@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import Packed, dtype_of
-from jaxkern.lm.model import Options
+from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import BATCH, Split, split_of
 from jaxkern.lm.step import (
     batch_loss,
@@ -169,11 +169,12 @@ def lowered_init(config: TrainConfig, placement: Placement) -> jax.stages.Lowere
     """The program that makes the state before the first step; each device makes its part alone."""
 
     def init() -> Any:
-        state = init_state(config, precision_policy(config))
+        params = initial_params(config.model, config.seed)
         if placement.split.tensor > 1:  # no device is to hold the whole of what is reordered
-            whole = placement.shardings(state, stored=True)
-            state = jax.lax.with_sharding_constraint(state, whole)
-        return placement.split.to_devices(state)
+            whole = placement.shardings(params, stored=True)
+            params = jax.lax.with_sharding_constraint(params, whole)
+        # Reordered parameters first: zeros of an optimizer XLA would reorder while it compiles.
+        return init_state(config, precision_policy(config), placement.split.to_devices(params))
 
     return placement.jit(init, placement.shardings(abstract_state(config, placement))).lower()
 
