@@ -20,7 +20,8 @@ INF, NAN = np.inf, np.nan
 def _in_order(decay: Any, own: Any, first: Any, reverse: bool) -> Any:
     """One section after the other, in float64."""
     decay, own, h = (np.asarray(v, np.float64) for v in (decay, own, first))
-    decay, states = np.repeat(decay, own.shape[2] // decay.shape[2], 2), np.empty_like(own)
+    per_unit = own.shape[2] // max(1, decay.shape[2])
+    decay, states = np.repeat(decay, per_unit, 2), np.empty_like(own)
     for s in range(own.shape[1])[:: -1 if reverse else 1]:
         states[:, s] = h
         kept = ~np.isnan(decay[:, s]) & ~(np.isinf(decay[:, s]) & (h == 0))
@@ -47,7 +48,8 @@ def _arrays(batch: int, sections: int, units: int, size: int) -> tuple[Any, Any,
         pytest.param((1, 4, 3, 240), id="units narrower than a block"),
         pytest.param((2, 2, 132, 132 * 512), id="four states a lane"),
         pytest.param((1, 2, 132 * 1024, 132 * 1024), id="four states and decays a lane"),
-        pytest.param((0, 4, 8, 8), id="empty"),
+        pytest.param((0, 4, 8, 8), id="no rows"),
+        pytest.param((2, 4, 0, 0), id="no states"),
     ],
 )
 def test_states_are_those_of_a_loop(run, reverse, shape):

@@ -135,6 +135,7 @@ def test_parts_in_sections(name, given, count, monkeypatch):
         ((1, 768, 65536, 128), 64),
         ((1, 1536, 8192 + 128, 128), 1),
         ((1, 64, 2**21, 8), 64),
+        ((1, 0, 2**21, 8), 1),
     ],
 )
 def test_sections_fill_a_gpu(sizes, count):

