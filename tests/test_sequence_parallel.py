@@ -101,17 +101,20 @@ def test_plain_jax_of_split_sequences(name):
 def test_gradients_of_a_convolution_in_bf16():
     """Tokens at the end of a part get a gradient from the next one, and are rounded once."""
     x, weight, bias, *_ = OPS["causal_conv1d"].arrays
-    half = x.astype(jnp.bfloat16)
+    half, dout = x.astype(jnp.bfloat16), random(*x.shape, seed=7).astype(jnp.bfloat16)
 
-    def dx(x):
-        out, vjp = jax.vjp(lambda x: jaxkern.causal_conv1d(x, weight, bias, activation="silu"), x)
-        return vjp(jnp.cos(2 * out))[0]
+    @jax.jit
+    def dx(x, dout):
+        call = lambda x: jaxkern.causal_conv1d(x, weight, bias, activation="silu")
+        return jax.vjp(call, x)[1](dout)[0]
 
-    split = jax.device_put(half, NamedSharding(mesh_of(AUTO, (4,), "x"), P(None, "x")))
-    got, want = jax.jit(dx)(split), jax.jit(dx)(half.astype(jnp.float32))
+    split = NamedSharding(mesh_of(AUTO, (4,), "x"), P(None, "x"))
+    got = dx(*jax.device_put((half, dout), split))
     assert got.dtype == jnp.bfloat16
-    check.assert_close(got, jax.jit(dx)(half), 2.0**-8)
-    check.assert_close(got, want, 2.0**-6)
+    ends = np.arange(x.shape[1]).reshape(4, -1)[:3, -3:].reshape(-1)
+    truth = dx(half.astype(jnp.float32), dout.astype(jnp.float32))
+    of_ends = lambda v: np.asarray(v, np.float64)[:, ends]
+    check.at_most_twice("dx", of_ends(got), of_ends(dx(half, dout)), of_ends(truth))
 
 
 @FOUR_DEVICES

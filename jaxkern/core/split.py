@@ -127,7 +127,7 @@ def carried(
     """
     flat, unravel = ravel_pytree(carry)
     own, count = lax.axis_index(axes), lax.axis_size(axes)
-    others = slice(1, None) if reverse else slice(count - 1)  # nobody has the last part's
+    others = slice(1, None) if reverse else slice(count - 1)  # none follows the last part
     carries = jax.vmap(unravel)(lax.all_gather(flat, axes)[others])  # (parts - 1, ...)
 
     def step(state: Any, part: Any) -> tuple[Any, None]:
