@@ -164,16 +164,16 @@ def causal(v: Any, *, transposed: bool = False, first: int = 0) -> Any:
 
 
 class Unit:
-    """The unit and the part of the sequence of this warpgroup.
+    """A unit and the part of the sequence of this block.
 
     Attributes:
-      warpgroup: its number in the block.
+      warpgroup: that of the unit, of those of the block that hold states.
       batch, group, head: indices; `channels` is a slice of the head's.
       part: of the sequence, `count` steps from `first` on.
     """
 
-    def __init__(self, scan: Scan):
-        self.warpgroup, block = lax.axis_index(WARPGROUP), lax.axis_index(BLOCK)
+    def __init__(self, scan: Scan, warpgroup: Any):
+        self.warpgroup, block = warpgroup, lax.axis_index(BLOCK)
         column, rest = lax.rem(block, scan.columns), lax.div(block, scan.columns)
         self.group, rest = lax.rem(rest, scan.groups), lax.div(rest, scan.groups)
         self.batch, self.part = lax.rem(rest, scan.batch), lax.div(rest, scan.batch)

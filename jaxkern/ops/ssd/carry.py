@@ -187,7 +187,7 @@ def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
 
     A chunk's steps are multiplied one after the other, each while the next one is weighted.
     """
-    at, stages = Unit(scan), _stages(scan)
+    at, stages = Unit(scan, lax.axis_index(WARPGROUP)), _stages(scan)
     count, first = lax.div(at.count, STEPS), lax.div(at.first, STEPS)
     copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
     where = lambda n: first + (count - 1 - n if reverse else n)

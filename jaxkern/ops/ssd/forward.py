@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import LOG2E
+from jaxkern.mosaic.instructions import unknown_zero
 from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.wgmma import swizzled
 from jaxkern.ops.ssd.blocks import (
@@ -38,6 +39,7 @@ from jaxkern.ops.ssd.blocks import (
     of_step,
     over_columns,
     over_rows,
+    product,
     read,
     wide,
     with_accumulators,
@@ -63,7 +65,9 @@ from jaxkern.ops.ssd.reference import (
 from jaxkern.ops.ssd.tiles import (
     CHUNK,
     FORWARD_WARPGROUPS,
+    SCORES_REGISTERS,
     SLICE,
+    STATE_REGISTERS,
     STEP,
     STEPS,
     Scan,
@@ -134,7 +138,7 @@ def _launch_range(options: Options, x, dt, a, B, C, D, z, initial_state) -> tupl
         _scratch(scan, x.dtype, gated=z is not None, saves_y=saves_y(options, z)),
         grid=(scan.grid,),
         grid_names=(BLOCK,),
-        num_threads=scan.warpgroups,
+        num_threads=scan.warpgroups + 2,
         thread_name=WARPGROUP,
         kernel_name="ssd_fwd",
         approx_math=True,
@@ -146,18 +150,24 @@ def _launch_range(options: Options, x, dt, a, B, C, D, z, initial_state) -> tupl
 
 
 def _scratch(scan: Scan, dtype: Any, *, gated: bool, saves_y: bool) -> dict[str, Any]:
-    W, N = scan.warpgroups, scan.states
-    tokens = {name: swizzled(2 * W, STEP, SLICE, dtype=dtype) for name in ("x", "z")[: 1 + gated]}
-    scratch = tokens | {
-        "steps": plgpu.SMEM((2 * W, 2, CHUNK), jnp.float32),
-        "B": swizzled(scan.stages, STEP, N, dtype=dtype),
-        "C": swizzled(scan.stages, STEP, N, dtype=dtype),
-        "M": swizzled(W, STEP, STEP, dtype=dtype),
+    W, N, stages = scan.warpgroups, scan.states, scan.stages
+    slots = {"x": 2 * W} | ({"z": W} if gated else {})
+    scratch = {
+        **{name: swizzled(count, STEP, SLICE, dtype=dtype) for name, count in slots.items()},
+        "steps": plgpu.SMEM((stages, W, 2, CHUNK), jnp.float32),
+        "B": swizzled(stages, STEP, N, dtype=dtype),
+        "C": swizzled(stages, STEP, N, dtype=dtype),
+        "M": swizzled(2 * W, STEP, STEP, dtype=dtype),
         "out": swizzled(W, STEP, SLICE, dtype=dtype),
         **({"y": swizzled(W, STEP, SLICE, dtype=dtype)} if saves_y else {}),
-        "tokens_full": plgpu.Barrier(num_arrivals=2 + gated, num_barriers=2 * W),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=scan.stages),
-        "empty": plgpu.Barrier(num_arrivals=W, num_barriers=scan.stages),
+        **{
+            f"{name}_full": plgpu.Barrier(num_arrivals=1, num_barriers=count)
+            for name, count in slots.items()
+        },
+        # Twice as many as stages: those of even steps are not those of odd ones.
+        "full": plgpu.Barrier(num_arrivals=2 + W, num_barriers=2 * stages),
+        "M_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
+        "done": plgpu.Barrier(num_arrivals=W, num_barriers=2),
     }
     if scan.every:
         scratch["held"] = swizzled(W, SLICE, N, dtype=dtype)
@@ -165,23 +175,101 @@ def _scratch(scan: Scan, dtype: Any, *, gated: bool, saves_y: bool) -> dict[str,
 
 
 def _kernel(scan: Scan, refs: Any, smem: Any) -> None:
-    """Goes through the steps of a warpgroup's unit and part."""
-    block = _Block(scan, refs, smem, Unit(scan))
-    block.begin()
-    at = block.at
-    h = lax.fori_loop(0, at.count, block.step, first_state(scan, refs, at))
-    plgpu.wait_smem_to_gmem(0)
-    refs.final.at[at.batch, at.part, at.head, at.channels][...] = h
+    """Goes through the steps of a part of the sequence, for the units of a block."""
+    warpgroup = lax.axis_index(WARPGROUP)
+
+    @pl.when(warpgroup < scan.warpgroups)
+    def _():
+        plgpu.set_max_registers(STATE_REGISTERS, action="increase")
+        _State(scan, refs, smem, Unit(scan, warpgroup)).run()
+
+    for first in range(2):
+
+        @pl.when(warpgroup == scan.warpgroups + first)
+        def _(first: int = first) -> None:
+            plgpu.set_max_registers(SCORES_REGISTERS, action="decrease")
+            _Scores(scan, refs, smem, [Unit(scan, k) for k in range(scan.warpgroups)]).run(first)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
-    """A warpgroup's part of the forward; `n` counts its steps.
+class _Scores:
+    """A warpgroup that fetches B, C and step sizes, and computes M of all units, every other step.
 
     Attributes:
       refs: arrays in global memory.
-      smem: x, z and steps in two stages of each warpgroup; B and C in a ring that all share, and
-        that the first one fills; M, out and held of each warpgroup; the barriers.
+      smem: see :class:`_State`.
+      units: of the block.
+    """
+
+    scan: Scan
+    refs: Any
+    smem: Any
+    units: list[Unit]
+
+    def run(self, first: int) -> None:
+        """All steps from `first` on."""
+        count = self.units[0].count
+
+        @pl.when(first == 0)
+        def _():
+            for n in range(self.scan.stages):
+                pl.when(n < count)(functools.partial(self.fetch, n))
+
+        lax.fori_loop(0, lax.div(count - first + 1, 2), lambda k, _: self.step(2 * k + first), None)
+
+    def fetch(self, n: Any) -> None:
+        """Starts to fetch B, C and step sizes of step `n`."""
+        at, stages = self.units[0], self.scan.stages
+        slot, full = lax.rem(n, stages), self.smem.full.at[lax.rem(n, 2 * stages)]
+        for name in ("B", "C"):
+            plgpu.copy_gmem_to_smem(
+                getattr(self.refs, name).at[at.batch, of_step(at.first + n), at.group],
+                getattr(self.smem, name).at[slot],
+                full,
+                oob_mode=plgpu.OOBFillMode.ZEROS,
+            )
+        for k, unit in enumerate(self.units):
+            steps = self.refs.steps.at[at.batch, unit.head, lax.div(at.first + n, STEPS)]
+            plgpu.copy_gmem_to_smem(steps, self.smem.steps.at[slot, k], full)
+
+    def step(self, n: Any) -> None:
+        """Stores Mᵀ of step `n`."""
+        smem, at, stages = self.smem, self.units[0], self.scan.stages
+        slot, buffer = lax.rem(n, stages), lax.rem(n, 2)
+        ahead = n + stages - 2
+
+        def refill() -> None:
+            """Waits until step `n` − 2 is done, and fetches into its stage."""
+
+            @pl.when(n >= 2)
+            def _():
+                plgpu.barrier_wait(smem.done.at[buffer])
+                pl.when(ahead < at.count)(functools.partial(self.fetch, ahead))
+
+        if stages == 2:
+            refill()
+        plgpu.barrier_wait(smem.full.at[lax.rem(n, 2 * stages)])
+        S = product(smem.B.at[slot], smem.C.at[slot].transpose((1, 0)), (STEP, STEP))  # (j, i)
+        if stages > 2:
+            refill()
+        for k, unit in enumerate(self.units):
+            steps = StepDecays(smem.steps.at[slot, k], unit.first + n)
+            exponents = over_columns(steps.sums(COLUMNS), STEP) - over_rows(steps.sums(ROWS), STEP)
+            decay = jnp.exp2(causal(exponents, transposed=True))
+            M = S * (decay * over_rows(steps.sizes(ROWS), STEP))
+            smem.M.at[2 * k + buffer][...] = M.astype(smem.x.dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem.M_full.at[2 * k + buffer])
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """A warpgroup that holds the state of a unit; `n` counts its steps.
+
+    Attributes:
+      refs: arrays in global memory.
+      smem: x and z in two stages of each unit; B, C and step sizes in a ring that all share; M of
+        each unit for two steps, out and held of each; the barriers.
     """
 
     scan: Scan
@@ -189,131 +277,108 @@ class _Block:
     smem: Any
     at: Unit
 
-    def begin(self) -> None:
-        """Starts the first copies."""
-        for n in range(2):
-            pl.when(n < self.at.count)(functools.partial(self.fetch_tokens, n))
-
-        @pl.when(self.at.warpgroup == 0)
-        def _():
-            for n in range(self.scan.stages):
-                pl.when(n < self.at.count)(functools.partial(self.fetch_weights, n))
+    def run(self) -> None:
+        at, refs = self.at, self.refs
+        for name, n in (("x", 0), ("x", 1), ("z", 0)):
+            pl.when(n < at.count)(functools.partial(self.fetch, name, n))
+        h = lax.fori_loop(0, at.count, self.step, first_state(self.scan, refs, at))
+        plgpu.wait_smem_to_gmem(0)
+        refs.final.at[at.batch, at.part, at.head, at.channels][...] = h
 
     def tokens(self, ref: Any, n: Any) -> Any:
         """(64, 64): the unit's part of x, z or out in step `n`."""
         at = self.at
         return ref.at[at.batch, of_step(at.first + n), at.head, at.channels]
 
-    def fetch_tokens(self, n: Any) -> None:
-        at, smem, refs = self.at, self.smem, self.refs
-        slot = at.warpgroup * 2 + lax.rem(n, 2)
-        steps = refs.steps.at[at.batch, at.head, lax.div(at.first + n, STEPS)]
-        plgpu.copy_gmem_to_smem(steps, smem.steps.at[slot], smem.tokens_full.at[slot])
-        for name in ("x", "z"):
-            if getattr(refs, name) is not None:
-                plgpu.copy_gmem_to_smem(
-                    self.tokens(getattr(refs, name), n),
-                    getattr(smem, name).at[slot],
-                    smem.tokens_full.at[slot],
-                    oob_mode=plgpu.OOBFillMode.ZEROS,
-                )
+    def slot(self, n: Any) -> Any:
+        """That of x and M in step `n`."""
+        return self.at.warpgroup * 2 + lax.rem(n, 2)
 
-    def fetch_weights(self, n: Any) -> None:
-        at, slot = self.at, lax.rem(n, self.scan.stages)
-        for name in ("B", "C"):
-            plgpu.copy_gmem_to_smem(
-                getattr(self.refs, name).at[at.batch, of_step(at.first + n), at.group],
-                getattr(self.smem, name).at[slot],
-                self.smem.full.at[slot],
-                oob_mode=plgpu.OOBFillMode.ZEROS,
-            )
+    def fetch(self, name: str, n: Any) -> None:
+        """Starts to fetch x or z, if there is one, of step `n`."""
+        if (ref := getattr(self.refs, name)) is None:
+            return
+        slot = self.slot(n) if name == "x" else self.at.warpgroup
+        plgpu.copy_gmem_to_smem(
+            self.tokens(ref, n),
+            getattr(self.smem, name).at[slot],
+            getattr(self.smem, f"{name}_full").at[slot],
+            oob_mode=plgpu.OOBFillMode.ZEROS,
+        )
 
     def step(self, n: Any, h: Any) -> Any:
         """The state after step `n`, (P, N), from that before; stores the output."""
-        at, smem, stages = self.at, self.smem, self.scan.stages
-        slot, own = lax.rem(n, stages), at.warpgroup * 2 + lax.rem(n, 2)
-        ahead = n + stages - 1
-        steps, B = StepDecays(smem.steps.at[own], at.first + n), smem.B.at[slot]
-        plgpu.barrier_wait(smem.full.at[slot])
-        within = functools.partial(self.within, n, h, B, smem.C.at[slot], steps)
-        y, x, weighted = with_accumulators(within, (STEP, STEP), (SLICE, STEP))
-
-        @pl.when((at.warpgroup == 0) & (n > 0) & (ahead < at.count))
-        def _():
-            plgpu.barrier_wait(smem.empty.at[lax.rem(ahead, stages)])
-            self.fetch_weights(ahead)
+        at, smem, slot = self.at, self.smem, lax.rem(n, self.scan.stages)
+        steps = StepDecays(smem.steps.at[slot, at.warpgroup], at.first + n)
+        plgpu.barrier_wait(smem.full.at[lax.rem(n, 2 * self.scan.stages)])
+        before = functools.partial(self.before, n, h, smem.C.at[slot], steps)
+        y, x, weighted = with_accumulators(before, (SLICE, STEP))
 
         def finish(y: Any, h: Any) -> None:
-            multiply(y, x, smem.M.at[at.warpgroup])
-            multiply(h, weighted, B)
+            plgpu.barrier_wait(smem.M_full.at[self.slot(n)])
+            multiply(y, x, smem.M.at[self.slot(n)])
+            multiply(h, weighted, smem.B.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and for all warps
-            self.store(n, read(y, 1), x)
+            self.store(n, read(y, 1))
 
         _, h = accumulated(finish, y, h * jnp.exp2(steps.total()))
-        plgpu.barrier_arrive(smem.empty.at[slot])
-        pl.when(n + 2 < at.count)(lambda: self.fetch_tokens(n + 2))
+        plgpu.barrier_arrive(smem.done.at[lax.rem(n, 2)])
         return h
 
-    def within(
-        self, n: Any, h: Any, B: Any, C: Any, steps: Any, scores: Any, y: Any
-    ) -> tuple[Any, Any, Any]:
-        """Stores Mᵀ; returns what y has from the state before, xᵀ and (w ∘ x)ᵀ, (P, 64) each."""
-        at, smem = self.at, self.smem
-        own = at.warpgroup * 2 + lax.rem(n, 2)
+    def before(self, n: Any, h: Any, C: Any, steps: Any, y: Any) -> tuple[Any, Any, Any, Any]:
+        """What y and the state have from the state before; xᵀ and (w ∘ x)ᵀ, (P, 64) each.
+
+        `y` is an accumulator.
+        """
+        at, smem, refs = self.at, self.smem, self.refs
         narrow = h.astype(smem.x.dtype)
-        multiply(scores, B, C.transpose((1, 0)))  # (j, i)
         multiply(y, narrow, C.transpose((1, 0)))  # (p, i)
-        plgpu.barrier_wait(smem.tokens_full.at[own])
-        c = steps.sums(COLUMNS)
-        exponents = over_columns(c, STEP) - over_rows(steps.sums(ROWS), STEP)
-        decay = jnp.exp2(causal(exponents, transposed=True)) * over_rows(steps.sizes(ROWS), STEP)
-        M = read(scores, 1) * decay
-        smem.M.at[at.warpgroup][...] = M.astype(smem.x.dtype)
         if self.scan.every:
             self.save(n, narrow)
-        else:
-            plgpu.commit_smem()
-        weight = jnp.exp2(steps.last() - c) * steps.sizes(COLUMNS)
-        x = plgpu.load(smem.x.at[own].transpose((1, 0)), layout=TILE)  # (p, j)
-        weighted = (wide(x) * over_columns(weight, SLICE)).astype(x.dtype)
-        return read(y) * over_columns(jnp.exp2(c - steps.before()), SLICE), x, weighted
-
-    def save(self, n: Any, h: Any) -> None:
-        """Commits M, and saves the state before step `n` if it is one to be saved."""
-        at, held = self.at, self.smem.held.at[self.at.warpgroup]
-        every = STEPS * self.scan.every
-        saves = lax.rem(at.first + n, every) == 0
-
-        @pl.when(saves)
-        def _():
-            held[...] = h
-
-        plgpu.commit_smem()
-
-        @pl.when(saves)
-        def _():
-            to = self.refs.states.at[at.batch, lax.div(at.first + n, every), at.head, at.channels]
-            plgpu.copy_smem_to_gmem(held, to)
-
-    def store(self, n: Any, y: Any, x: Any) -> None:
-        """Stores the output of step `n` from y without D · x, transposed, (P, 64)."""
-        at, smem, refs = self.at, self.smem, self.refs
+        c = steps.sums(COLUMNS)
+        entered = over_columns(jnp.exp2(c - steps.before()), SLICE)
+        weight = over_columns(jnp.exp2(steps.last() - c) * steps.sizes(COLUMNS), SLICE)
+        plgpu.barrier_wait(smem.x_full.at[self.slot(n)])
+        y = read(y) * entered
+        x = plgpu.load(smem.x.at[self.slot(n)].transpose((1, 0)), layout=TILE)  # (p, j)
+        x32 = wide(x)
+        weighted = (x32 * weight).astype(x.dtype)
         if refs.D is not None:
             if len(refs.D.shape) == 1:
                 D = refs.D[at.head]
             else:
-                D = refs.D.at[at.head, at.channels]
-                D = over_rows(plgpu.load(D, layout=ROWS, optimized=False), STEP)
-            y = y + D * wide(x)
+                D = plgpu.load(refs.D.at[at.head, at.channels], layout=ROWS, optimized=False)
+                D = over_rows(D, STEP)
+            y = y + D * x32
+        plgpu.commit_smem()  # all warps have read x
+        pl.when(n + 2 < at.count)(functools.partial(self.fetch, "x", n + 2))
+        return y, x, weighted
+
+    def save(self, n: Any, h: Any) -> None:
+        """Saves the state before step `n` if it is one to be saved."""
+        at, held = self.at, self.smem.held.at[self.at.warpgroup]
+        every = STEPS * self.scan.every
+
+        @pl.when(lax.rem(at.first + n, every) == 0)
+        def _():
+            held[...] = h
+            plgpu.commit_smem()
+            to = self.refs.states.at[at.batch, lax.div(at.first + n, every), at.head, at.channels]
+            plgpu.copy_smem_to_gmem(held, to)
+
+    def store(self, n: Any, y: Any) -> None:
+        """Stores the output of step `n` from y, transposed, (P, 64)."""
+        at, smem, refs = self.at, self.smem, self.refs
         if refs.z is not None:
-            z = smem.z.at[at.warpgroup * 2 + lax.rem(n, 2)]
-            z = wide(plgpu.load(z.transpose((1, 0)), layout=TILE))
+            plgpu.barrier_wait(smem.z_full.at[at.warpgroup])
+            z = wide(plgpu.load(smem.z.at[at.warpgroup].transpose((1, 0)), layout=TILE))
             if refs.y is not None:
-                smem.y.at[at.warpgroup].transpose((1, 0))[...] = y.astype(x.dtype)
+                smem.y.at[at.warpgroup].transpose((1, 0))[...] = y.astype(smem.y.dtype)
             y = y * z / (1 + jnp.exp2(z * -LOG2E))
-        out = smem.out.at[at.warpgroup]
-        out.transpose((1, 0))[...] = y.astype(x.dtype)
-        plgpu.commit_smem()
+        out = smem.out.at[at.warpgroup + unknown_zero()]
+        out.transpose((1, 0))[...] = y.astype(out.dtype)
+        plgpu.commit_smem()  # and all warps have read z
+        pl.when(n + 1 < at.count)(functools.partial(self.fetch, "z", n + 1))
         plgpu.copy_smem_to_gmem(out, self.tokens(refs.out, n))
         if refs.y is not None:
             plgpu.copy_smem_to_gmem(smem.y.at[at.warpgroup], self.tokens(refs.y, n))

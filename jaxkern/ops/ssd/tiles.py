@@ -37,6 +37,7 @@ LEAST_CHANNELS = 16
 
 STAGES = 3
 """Stages of the forward's ring of B and C."""
+STATE_REGISTERS, SCORES_REGISTERS = 176, 80
 FORWARD_WARPGROUPS = 2
 """A lane of the forward needs 243 registers: of four warpgroups it has 128, and spills them past
 the little L1 cache that so much shared memory leaves: 0.35 ms instead of 0.27 at (8, 4096, 64, 64).
