@@ -180,7 +180,7 @@ class Unit:
         # What is left over of a block does the last unit again, with the same results.
         unit = jnp.minimum(column * scan.warpgroups + self.warpgroup, scan.units - 1)
         self.head, self.channels = locate(scan, self.group, unit)
-        self.first = self.part * scan.part_chunks * STEPS
+        self.first = (scan.first_chunk + self.part * scan.part_chunks) * STEPS
         self.count = (
             jnp.minimum(scan.part_chunks, scan.chunks - self.part * scan.part_chunks) * STEPS
         )

@@ -104,20 +104,22 @@ def part_starts(
     """
     if scan.parts == 1:
         return None if initial is None else initial[:, None]
-    finer, subparts = scan.finer(CARRY_WARPGROUPS[0])
+    finer, subparts = scan.without_last(reverse).finer(CARRY_WARPGROUPS[0])
     _, ends = launch_carry(finer, reverse, tokens, weights, steps, None)
     decay = _part_decays(finer, steps)[..., None, None]
     state = jnp.zeros_like(ends[:, 0]) if initial is None else initial.astype(jnp.float32)
-    starts: dict[int, Any] = {}
+    starts = [state]
     for n in range(finer.parts)[:: -1 if reverse else 1]:
-        starts.setdefault(n // subparts, state)
         state = decay[:, :, n] * state + ends[:, n]
-    return jnp.stack([starts[part] for part in range(scan.parts)], axis=1)
+        if (n if reverse else n + 1) % subparts == 0:
+            starts.append(state)
+    return jnp.stack(starts[::-1] if reverse else starts, axis=1)
 
 
 def _part_decays(scan: Scan, steps: Any) -> Any:
     """The decay over each part, (B, H, parts)."""
-    totals = steps[:, :, :, 0, -1]  # (B, H, chunks)
+    chunks = slice(scan.first_chunk, scan.first_chunk + scan.chunks)
+    totals = steps[:, :, chunks, 0, -1]  # (B, H, chunks)
     missing = scan.parts * scan.part_chunks - scan.chunks
     totals = jnp.pad(totals, ((0, 0), (0, 0), (0, missing)))
     return jnp.exp2(totals.reshape(*totals.shape[:2], scan.parts, -1).sum(-1))

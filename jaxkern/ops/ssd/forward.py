@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import LOG2E
+from jaxkern.mosaic.arithmetic import sigmoid
 from jaxkern.mosaic.instructions import unknown_zero
 from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.wgmma import swizzled
@@ -371,10 +371,12 @@ class _State:
         at, smem, refs = self.at, self.smem, self.refs
         if refs.z is not None:
             plgpu.barrier_wait(smem.z_full.at[at.warpgroup])
-            z = wide(plgpu.load(smem.z.at[at.warpgroup].transpose((1, 0)), layout=TILE))
+            z = plgpu.load(smem.z.at[at.warpgroup].transpose((1, 0)), layout=TILE)
             if refs.y is not None:
-                smem.y.at[at.warpgroup].transpose((1, 0))[...] = y.astype(smem.y.dtype)
-            y = y * z / (1 + jnp.exp2(z * -LOG2E))
+                saved = smem.y.at[at.warpgroup + unknown_zero()]
+                saved.transpose((1, 0))[...] = y.astype(saved.dtype)
+            z = wide(z)
+            y = y * z * sigmoid(z, False, layout=TILE)
         out = smem.out.at[at.warpgroup + unknown_zero()]
         out.transpose((1, 0))[...] = y.astype(out.dtype)
         plgpu.commit_smem()  # and all warps have read z

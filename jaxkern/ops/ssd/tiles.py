@@ -55,7 +55,8 @@ class Scan:
     """The sizes of a call, and how a launch of the forward or the carry is cut.
 
     Attributes:
-      chunks: of the sequence, the last one perhaps not full.
+      chunks: of the sequence, the last one perhaps not full, or those that a launch goes through.
+      first_chunk: of these.
       warpgroups: of a block.
       part_chunks: chunks of a part of the sequence.
       every: of how many chunks the first one's state is saved; 0 saves none.
@@ -68,6 +69,7 @@ class Scan:
     channels: int
     states: int
     chunks: int
+    first_chunk: int = 0
     warpgroups: int = FORWARD_WARPGROUPS
     part_chunks: int = 0
     every: int = 0
@@ -117,6 +119,14 @@ class Scan:
         whole = dataclasses.replace(self, warpgroups=warpgroups[0], part_chunks=self.chunks)
         parts = max(1, min(sms // whole.grid, self.chunks))
         return dataclasses.replace(whole, part_chunks=-(-self.chunks // parts))
+
+    def without_last(self, reverse: bool) -> "Scan":
+        """Without the part that comes last, in reverse the first one, of several."""
+        if reverse:
+            first, chunks = self.part_chunks, self.chunks - self.part_chunks
+        else:
+            first, chunks = 0, (self.parts - 1) * self.part_chunks
+        return dataclasses.replace(self, first_chunk=first, chunks=chunks)
 
     def finer(self, warpgroups: int) -> tuple["Scan", int]:
         """With so many warpgroups, nothing saved, and parts cut, if that fills the GPU.
