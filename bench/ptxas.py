@@ -55,12 +55,14 @@ class Compiler:
         """The program compiled.
 
         Raises:
-          RuntimeError: ptxas did not tell once of each kernel, or a kernel that works in place
-            would not.
+          RuntimeError: ptxas did not tell once of each kernel, or serializes the products of one,
+            or a kernel that works in place would not.
         """
         with standard_output() as printed:
             compiled = lowered.compile()
         told = parsed(printed())
+        if slow := serialized(printed()):
+            raise RuntimeError(f"ptxas serializes the products of {', '.join(slow)}")
         text, modules = without_modules(compiled.as_text())
         if lost := out_of_place(text):
             raise RuntimeError(f"XLA forgets what is in place in {', '.join(lost)}")
@@ -103,6 +105,18 @@ def parsed(text: str) -> list[tuple[str, Kernel]]:
         kernel = Kernel(int(used[1]), sum(map(int, spills.groups())), int(used[2] or 0))
         found.append((entry[1], kernel))
     return found
+
+
+_SERIALIZED = re.compile(r"instructions are serialized .*function '(\w+?)(?:_mosaic_gpu_kernel)?'")
+
+
+def serialized(text: str) -> list[str]:
+    """The kernels in which each instruction of wgmma waits for the one before, by ptxas's words.
+
+    It does that, and spills little or nothing, where registers are too few for accumulators and
+    operands of products that run at once (C7512), or where the code touches an accumulator then.
+    """
+    return sorted({match[1] for match in _SERIALIZED.finditer(text)})
 
 
 _COMPUTATION = re.compile(r"^%([\w.-]+) \(.*?^}", re.DOTALL | re.MULTILINE)

@@ -70,6 +70,16 @@ def test_what_cannot_be_read_is_told(line):
         ptxas.parsed("\n".join(lines))
 
 
+def test_serialized_products_are_told():
+    told = (
+        "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to insufficient register resources for the function "
+        "'ssd_fwd_mosaic_gpu_kernel'\n"
+    )
+    assert ptxas.serialized(PTXAS + told + told) == ["ssd_fwd"]
+    assert ptxas.serialized(PTXAS) == []
+
+
 def test_output_of_other_languages_is_caught(capfd):
     with ptxas.standard_output() as printed:
         ctypes.CDLL(None).puts(b"through C's buffer")

@@ -4,10 +4,13 @@ With x (j, p), S = C Bᵀ and M of a step as in the op's equations, everything i
 so that the state's accumulators (p, n) are operands without leaving the registers:
 
     Sᵀ = B Cᵀ,  Mᵀ from it in registers, to shared memory
-    yᵀ = exp(c) ∘ (h Cᵀ) + xᵀ Mᵀ
+    yᵀ = exp(c) ∘ (h Cᵀ) + D · xᵀ + xᵀ Mᵀ
     h  ← exp(c[Q−1]) · h + (w ∘ x)ᵀ B
 
-Sᵀ and h Cᵀ are in flight together, and the last product runs beside the epilogue.
+A block has two units of a group, and four warpgroups. Two hold the states: they multiply h Cᵀ, and
+then xᵀ Mᵀ and (w ∘ x)ᵀ B, the last of which runs beside the epilogue. The other two fetch, and
+compute Mᵀ of both units, one of them for the even steps and one for the odd, up to two steps ahead:
+so S is multiplied once for both units, and exponentials wait for no state.
 """
 
 import dataclasses
@@ -66,6 +69,7 @@ from jaxkern.ops.ssd.tiles import (
     CHUNK,
     FORWARD_WARPGROUPS,
     SCORES_REGISTERS,
+    SCORES_WARPGROUPS,
     SLICE,
     STATE_REGISTERS,
     STEP,
@@ -138,7 +142,7 @@ def _launch_range(options: Options, x, dt, a, B, C, D, z, initial_state) -> tupl
         _scratch(scan, x.dtype, gated=z is not None, saves_y=saves_y(options, z)),
         grid=(scan.grid,),
         grid_names=(BLOCK,),
-        num_threads=scan.warpgroups + 2,
+        num_threads=scan.warpgroups + SCORES_WARPGROUPS,
         thread_name=WARPGROUP,
         kernel_name="ssd_fwd",
         approx_math=True,
@@ -164,7 +168,7 @@ def _scratch(scan: Scan, dtype: Any, *, gated: bool, saves_y: bool) -> dict[str,
             f"{name}_full": plgpu.Barrier(num_arrivals=1, num_barriers=count)
             for name, count in slots.items()
         },
-        # Twice as many as stages: those of even steps are not those of odd ones.
+        # Of even and of odd steps, each of which one warpgroup alone may wait for.
         "full": plgpu.Barrier(num_arrivals=2 + W, num_barriers=2 * stages),
         "M_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
         "done": plgpu.Barrier(num_arrivals=W, num_barriers=2),
@@ -183,7 +187,7 @@ def _kernel(scan: Scan, refs: Any, smem: Any) -> None:
         plgpu.set_max_registers(STATE_REGISTERS, action="increase")
         _State(scan, refs, smem, Unit(scan, warpgroup)).run()
 
-    for first in range(2):
+    for first in range(SCORES_WARPGROUPS):
 
         @pl.when(warpgroup == scan.warpgroups + first)
         def _(first: int = first) -> None:
@@ -193,7 +197,7 @@ def _kernel(scan: Scan, refs: Any, smem: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-    """A warpgroup that fetches B, C and step sizes, and computes M of all units, every other step.
+    """A warpgroup that computes M of all units in every other step, and fetches what that takes.
 
     Attributes:
       refs: arrays in global memory.
@@ -209,12 +213,9 @@ class _Scores:
     def run(self, first: int) -> None:
         """All steps from `first` on."""
         count = self.units[0].count
-
-        @pl.when(first == 0)
-        def _():
+        if first == 0:
             for n in range(self.scan.stages):
                 pl.when(n < count)(functools.partial(self.fetch, n))
-
         lax.fori_loop(0, lax.div(count - first + 1, 2), lambda k, _: self.step(2 * k + first), None)
 
     def fetch(self, n: Any) -> None:
@@ -232,26 +233,25 @@ class _Scores:
             steps = self.refs.steps.at[at.batch, unit.head, lax.div(at.first + n, STEPS)]
             plgpu.copy_gmem_to_smem(steps, self.smem.steps.at[slot, k], full)
 
+    def refill(self, n: Any) -> None:
+        """Waits until step `n` − 2 is done, which frees its M and its stage; fills the stage."""
+        ahead = n + self.scan.stages - 2
+
+        @pl.when(n >= 2)
+        def _():
+            plgpu.barrier_wait(self.smem.done.at[lax.rem(n, 2)])
+            pl.when(ahead < self.units[0].count)(functools.partial(self.fetch, ahead))
+
     def step(self, n: Any) -> None:
         """Stores Mᵀ of step `n`."""
-        smem, at, stages = self.smem, self.units[0], self.scan.stages
+        smem, stages = self.smem, self.scan.stages
         slot, buffer = lax.rem(n, stages), lax.rem(n, 2)
-        ahead = n + stages - 2
-
-        def refill() -> None:
-            """Waits until step `n` − 2 is done, and fetches into its stage."""
-
-            @pl.when(n >= 2)
-            def _():
-                plgpu.barrier_wait(smem.done.at[buffer])
-                pl.when(ahead < at.count)(functools.partial(self.fetch, ahead))
-
-        if stages == 2:
-            refill()
+        if stages == 2:  # this step is what is to be fetched
+            self.refill(n)
         plgpu.barrier_wait(smem.full.at[lax.rem(n, 2 * stages)])
         S = product(smem.B.at[slot], smem.C.at[slot].transpose((1, 0)), (STEP, STEP))  # (j, i)
         if stages > 2:
-            refill()
+            self.refill(n)
         for k, unit in enumerate(self.units):
             steps = StepDecays(smem.steps.at[slot, k], unit.first + n)
             exponents = over_columns(steps.sums(COLUMNS), STEP) - over_rows(steps.sums(ROWS), STEP)
@@ -325,10 +325,10 @@ class _State:
         plgpu.barrier_arrive(smem.done.at[lax.rem(n, 2)])
         return h
 
-    def before(self, n: Any, h: Any, C: Any, steps: Any, y: Any) -> tuple[Any, Any, Any, Any]:
-        """What y and the state have from the state before; xᵀ and (w ∘ x)ᵀ, (P, 64) each.
+    def before(self, n: Any, h: Any, C: Any, steps: Any, y: Any) -> tuple[Any, Any, Any]:
+        """What y has from the state before and from D · x; xᵀ and (w ∘ x)ᵀ, (P, 64) each.
 
-        `y` is an accumulator.
+        `y` is an accumulator. What needs x comes after its product: then there are registers.
         """
         at, smem, refs = self.at, self.smem, self.refs
         narrow = h.astype(smem.x.dtype)

@@ -37,11 +37,15 @@ LEAST_CHANNELS = 16
 
 STAGES = 3
 """Stages of the forward's ring of B and C."""
-STATE_REGISTERS, SCORES_REGISTERS = 176, 80
 FORWARD_WARPGROUPS = 2
-"""A lane of the forward needs 243 registers: of four warpgroups it has 128, and spills them past
-the little L1 cache that so much shared memory leaves: 0.35 ms instead of 0.27 at (8, 4096, 64, 64).
-A third warpgroup that computes M for both takes as long as they do.
+"""Units of a block of the forward, each with a warpgroup that holds its state."""
+SCORES_WARPGROUPS = 2
+"""Further ones, which take turns at computing M for all units."""
+STATE_REGISTERS, SCORES_REGISTERS = 176, 80
+"""Registers of a lane that holds a state, and of one that computes M. With 8 more for either, the
+other spills or its products are serialized: ptxas then waits for each instruction of a product,
+and says so (C7512). On an H100 the kernel takes 0.252 ms at (8, 4096, 64, 64, 128, 1) and 0.278
+with serialized products; where each of two warpgroups did everything, 0.282 (JAX 0.11.2).
 """
 CARRY_WARPGROUPS = 4, 2
 """With more warpgroups a block of the carry reads B or C for more units."""
@@ -57,7 +61,7 @@ class Scan:
     Attributes:
       chunks: of the sequence, the last one perhaps not full, or those that a launch goes through.
       first_chunk: of these.
-      warpgroups: of a block.
+      warpgroups: of a block that hold states.
       part_chunks: chunks of a part of the sequence.
       every: of how many chunks the first one's state is saved; 0 saves none.
       stages: of the ring of B and C.
