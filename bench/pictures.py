@@ -89,7 +89,7 @@ def times(reports: Reports) -> dict[str, Times]:
     every = (case for case in cases(small=False) if isinstance(case, Case))
     exponentials = {(case.op, case.shape, case.dtype): case.exponentials for case in every}
     found: defaultdict[str, Times] = defaultdict(Times)
-    for line in report.lines(reports):
+    for line in report.lines_of_most(reports):
         if line.op not in along_sequences() or line.direction not in DIRECTIONS:
             continue
         label = line.shape if line.dtype == "bfloat16" else f"{line.shape} {line.dtype}"
@@ -106,7 +106,7 @@ def times(reports: Reports) -> dict[str, Times]:
 def rooflines(reports: Reports) -> dict[str, Roofline]:
     """All rooflines by op."""
     found: defaultdict[str, Roofline] = defaultdict(Roofline)
-    for line in report.lines(reports):
+    for line in report.lines_of_most(reports):
         one = reports[line.files[0] - 1][1]
         copy, most = one.get("copy_gb_s"), one.get("product_tflop_s", 0.0)
         for name, m in line.figures.items():
@@ -128,7 +128,7 @@ def lengths(reports: Reports) -> Any:
         [
             {key: getattr(line, key) for key in keys}
             | {"implementation": who, "percent": m.percent}
-            for line in report.lines(reports)
+            for line in report.lines_of_most(reports)
             for who, m in line.figures.items()
             if m.percent and who != CHOSEN
         ]

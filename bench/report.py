@@ -9,7 +9,7 @@ import csv
 import dataclasses
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,10 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """An op's pass at a shape: figures by implementation, and the files that they are from."""
+    """An op's pass at a shape: figures by implementation, and the files that they are from.
+
+    All are of one kind of GPU, the `device`.
+    """
 
     op: str
     shape: str
@@ -77,6 +80,7 @@ class Line:
     direction: str
     figures: dict[str, Measured]
     files: tuple[int, ...]
+    device: str
 
     @property
     def own(self) -> Measured | None:
@@ -141,20 +145,31 @@ def lines(reports: Reports) -> list[Line]:
         runs = {number: f for number, f in by_file.items() if OURS in f} or lent
         for number, figures in runs.items():
             merged, files = dict(figures), [number]
+            device = reports[number - 1][1]["device"]
             for other, more in lent.items():
+                if reports[other - 1][1]["device"] != device:
+                    continue
                 if new := {who: m for who, m in more.items() if who not in merged}:
                     merged |= new
                     files.append(other)
-            result.append(Line(*key, merged, tuple(files)))
+            result.append(Line(*key, merged, tuple(files), device))
     rank = {shape: i for i, shape in enumerate(dict.fromkeys((x.shape, x.dtype) for x in result))}
     passes = list(dict.fromkeys(["forward", "backward", "both", *(x.direction for x in result)]))
     order = lambda x: (rank[x.shape, x.dtype], x.files[0], passes.index(x.direction))
     return sorted(result, key=order)
 
 
+def lines_of_most(reports: Reports) -> list[Line]:
+    """The lines of the GPU that most of them are of."""
+    every = lines(reports)
+    devices = Counter(line.device for line in every)
+    return [x for x in every if [x.device] == [most for most, _ in devices.most_common(1)]]
+
+
 def the_line(reports: Reports, op: str, shape: str, direction: str) -> Line:
     """The measurement of an op's pass at a shape that has the most competitors, in bf16 if any."""
-    same = [x for x in lines(reports) if (x.op, x.shape, x.direction) == (op, shape, direction)]
+    every = lines_of_most(reports)
+    same = [x for x in every if (x.op, x.shape, x.direction) == (op, shape, direction)]
     return max(same, key=lambda x: (x.dtype == "bfloat16", len(x.figures)))
 
 
@@ -187,7 +202,7 @@ def text(reports: Reports) -> str:
         f"{EVEN:.0%} is even. *File* numbers the [files](#files); after the first come those that "
         "lend others' figures, measured at another time. Errors are in [accuracy.md](accuracy.md), "
         "sequence policies of several kinds in [backbones.md](backbones.md).",
-        *_summary(by_op),
+        *_summary(lines_of_most(reports)),
         *(part for op in sorted(by_op) for part in _section(op, by_op[op])),
         *layers.section(reports),
         *_training(reports),
@@ -198,7 +213,10 @@ def text(reports: Reports) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _summary(by_op: dict[str, list[Line]]) -> Iterator[str]:
+def _summary(every: list[Line]) -> Iterator[str]:
+    by_op: dict[str, list[Line]] = defaultdict(list)
+    for line in every:
+        by_op[line.op].append(line)
     rows = []
     for op in sorted(by_op):
         compared = [line for line in by_op[op] if line.speedup is not None]
@@ -216,7 +234,8 @@ def _summary(by_op: dict[str, list[Line]]) -> Iterator[str]:
     yield (
         "A measurement is a pass of an op at a shape in a dtype: how many are faster than the "
         "fastest other implementation, even with it, slower, or alone, with no other beside them; "
-        "and the speed-ups of those that are not alone."
+        "and the speed-ups of those that are not alone. They are of the GPU with most measurements"
+        f"{f', {every[0].device}' if every else ''}."
     )
     head = ["op", "measurements that are faster", "even", "slower", "alone"]
     head += ["median speed-up over plain JAX", "best speed-up over the fastest other", "worst"]
@@ -254,18 +273,20 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
     lengths = picture.with_stem(f"{op}-lengths")
     if lengths.exists():
         yield f"![{op}: bandwidth over the length of a row](pictures/{lengths.name})"
+    several = len({line.device for line in of_op}) > 1
     present = {name for line in of_op for name in line.figures}
     names = [name for name in NAMES if name in present]
     names += sorted(present - set(names))
     products = any(m.tflop_s for line in of_op for m in line.figures.values())
     rows = []
     for line in of_op:
-        cells = [line.shape, line.dtype, line.direction]
+        cells = [line.shape, line.dtype, line.direction, *([line.device] if several else [])]
         memory = op in OF_MEMORY and line.direction == "both"
         cells += [_figure(line.figures.get(name), products, memory) for name in names]
         mark = " ▼" if line.verdict == "slower" else ""
         rows.append([*cells, _times(line.speedup) + mark, ", ".join(map(str, line.files))])
-    head = ["shape", "dtype", "pass", *(f"{NAMES.get(n, n)}, µs (% of copy)" for n in names)]
+    head = ["shape", "dtype", "pass", *(["GPU"] if several else [])]
+    head += [f"{NAMES.get(n, n)}, µs (% of copy)" for n in names]
     head += ["speed-up over the fastest other", "file"]
     if of_models := models_with(op, {(line.shape, line.dtype) for line in of_op}):
         yield f"Shapes of models: {of_models}."

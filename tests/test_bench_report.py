@@ -103,6 +103,21 @@ def test_figures_of_others_are_lent_and_of_cpus_left_out():
     assert "| 10.0 (1000%) | 20.0 | 2.00× | 2, 1 |" in report.text(reports)
 
 
+def test_figures_of_two_gpus_stay_apart():
+    reports = [
+        ("a", results(timing("mosaic", 10.0), device="NVIDIA H100")),
+        ("b", results(timing("mosaic", 20.0), timing("mosaic", 30.0, shape="8x9"))),
+        ("c", results(timing("xla", 40.0))),
+    ]
+    assert [line.files for line in report.lines(reports)] == [(1,), (2, 3), (2,)]
+    assert [line.files for line in report.lines_of_most(reports)] == [(2, 3), (2,)]
+    assert report.the_line(reports, "rms_norm", "8x64", "forward").files == (2, 3)
+    text = report.text(reports)
+    assert "| 8x64 | bfloat16 | forward | NVIDIA H100 | 10.0 (1000%) |  |  | 1 |" in text
+    assert "| 8x64 | bfloat16 | forward | NVIDIA H200 | 20.0 (500%) | 40.0 (250%) |" in text
+    assert "| 1 | 0 | 0 | 1 | 2.00× |" in text  # the summary is of the H200
+
+
 def test_products_have_their_rate():
     known = timing("mosaic", 50.0, tflop_s=700.4, percent_products=87.6)
     rows = [known, timing("xla", 80.0, tflop_s=437.5)]
