@@ -6,10 +6,11 @@ those of the other generations: the kernels, and the registers, spills and share
 (:mod:`bench.ptxas`); which passes are plain JAX, and why; of training steps also memory of a device
 and how many of each collective there are.
 
-Wrong is a kernel that spills and did not, a pass that is plain JAX and was not, a kernel that is
-missing or new, another number of collectives, and more than 2% more memory. With another version of
-JAX than the committed figures are from, only spills, passes in plain JAX and collectives count, and
-``--write`` notes them beside those figures. Seconds are those of this machine and never wrong.
+Wrong is a kernel that spills and did not, one whose products ptxas serializes, a pass that is plain
+JAX and was not, a kernel that is missing or new, another number of collectives, and more than 2%
+more memory. With another version of JAX than the committed figures are from, only spills, serialized
+products, passes in plain JAX and collectives count, and ``--write`` notes them beside those figures.
+Seconds are those of this machine and never wrong.
 """
 
 import argparse
