@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkern
+from jaxkern.mosaic import launch
+from jaxkern.ops.ssd import carry, tiles
 from tests import check
 from tests.ssd import ALONG, NAMES, check_case, cotangents, inputs_and_state, packed_ids, scan
 
@@ -134,6 +136,37 @@ def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
     assert ("stablehlo.while" in text) == isolate_nan
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("chunks", "part", "sms"), [(7, 4, 4), (5, 2, 1), (6, 4, 8)])
+def test_parts_begin_where_the_sequence_is(chunks, part, sms, reverse, monkeypatch):
+    """Of parts of whole chunks, the last one short, each found from one finer part or several."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    bf16 = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    tokens = bf16(keys[0], (1, chunks * tiles.CHUNK, 2, 64))
+    weights = bf16(keys[1], (1, chunks * tiles.CHUNK, 1, 64))
+    decays = -jax.random.uniform(keys[2], (1, 2, chunks, tiles.CHUNK)).cumsum(-1) / tiles.CHUNK
+    steps = jnp.stack([decays, jnp.ones_like(decays)], axis=3)
+    initial = jax.random.normal(keys[3], (1, 2, 64, 64))
+
+    own = decays if reverse else decays[..., -1:] - decays
+    own = own.reshape(1, 2, chunks * tiles.CHUNK).swapaxes(1, 2)[..., None]
+    own = (jnp.exp2(own) * tokens).reshape(1, chunks, tiles.CHUNK, 2, 64)
+    own = jnp.einsum("bcthp,bctn->cbhpn", own, weights.reshape(1, chunks, tiles.CHUNK, 64))
+    state, want = initial, {}
+    for n in range(chunks)[:: -1 if reverse else 1]:
+        ends = n in (chunks - 1, n // part * part + part - 1)
+        if ends if reverse else n % part == 0:
+            want[n // part] = state
+        state = jnp.exp2(decays[:, :, n, -1])[..., None, None] * state + own[n]
+
+    monkeypatch.setattr(tiles, "num_sms", lambda: sms)
+    sizes = tiles.Scan(1, 2, 1, 64, 64, chunks, warpgroups=2, part_chunks=part)
+    with launch.interpreter():
+        starts = carry.part_starts(sizes, reverse, tokens, weights, steps, initial)
+    want = jnp.stack([want[n] for n in range(sizes.parts)], axis=1)
+    np.testing.assert_allclose(starts, want, atol=2**-8 * float(jnp.abs(want).max()))
 
 
 @pytest.mark.compiled
