@@ -8,9 +8,9 @@ and how many of each collective there are.
 
 Wrong is a kernel that spills and did not, one whose products ptxas serializes, a pass that is plain
 JAX and was not, a kernel that is missing or new, another number of collectives, and more than 2%
-more memory. With another version of JAX than the committed figures are from, only spills, serialized
-products, passes in plain JAX and collectives count, and ``--write`` notes them beside those figures.
-Seconds are those of this machine and never wrong.
+more memory. With another version of JAX than the committed figures are from, only spills, passes in
+plain JAX and collectives count, and serialized products; ``--write`` notes them beside those
+figures. Seconds are those of this machine and never wrong.
 """
 
 import argparse
