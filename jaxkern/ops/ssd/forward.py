@@ -268,8 +268,8 @@ class _State:
 
     Attributes:
       refs: arrays in global memory.
-      smem: x and z in two stages of each unit; B, C and step sizes in a ring that all share; M of
-        each unit for two steps, out and held of each; the barriers.
+      smem: x in two stages of each unit, and z in one; B, C and step sizes in a ring that all
+        share; M of each unit for two steps; out, y and held of each; the barriers.
     """
 
     scan: Scan
@@ -291,7 +291,7 @@ class _State:
         return ref.at[at.batch, of_step(at.first + n), at.head, at.channels]
 
     def slot(self, n: Any) -> Any:
-        """That of x and M in step `n`."""
+        """The stage of x, and of M, in step `n`."""
         return self.at.warpgroup * 2 + lax.rem(n, 2)
 
     def fetch(self, name: str, n: Any) -> None:
@@ -355,7 +355,7 @@ class _State:
         return y, x, weighted
 
     def save(self, n: Any, h: Any) -> None:
-        """Saves the state before step `n` if it is one to be saved."""
+        """Saves `h`, the state before step `n` in 16 bits, if it is one to be saved."""
         at, held = self.at, self.smem.held.at[self.at.warpgroup]
         every = STEPS * self.scan.every
 
