@@ -64,7 +64,8 @@ MASK = {"w": True, "b": False, "none": None}
 
 
 def schedule(count):
-    """Of a count in the widest floats: of int32 JAX makes float32, which FMAs round differently."""
+    """A linear schedule in the widest floats: from an int32 count JAX makes float32, and whether a
+    CPU's FMA rounds it alike differs from program to program."""
     return optax.linear_schedule(0.1, 0.01, 5)(jnp.asarray(count, float))
 
 

@@ -141,7 +141,7 @@ def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("chunks", "part", "sms"), [(7, 4, 4), (5, 2, 1), (6, 4, 8)])
 def test_parts_begin_where_the_sequence_is(chunks, part, sms, reverse, monkeypatch):
-    """Of parts of whole chunks, the last one short, each found from one finer part or several."""
+    """`part_starts` gives the recurrence's states, from one finer part or several, one short."""
     keys = jax.random.split(jax.random.key(0), 4)
     bf16 = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     tokens = bf16(keys[0], (1, chunks * tiles.CHUNK, 2, 64))
@@ -152,7 +152,8 @@ def test_parts_begin_where_the_sequence_is(chunks, part, sms, reverse, monkeypat
 
     own = decays if reverse else decays[..., -1:] - decays
     own = own.reshape(1, 2, chunks * tiles.CHUNK).swapaxes(1, 2)[..., None]
-    own = (jnp.exp2(own) * tokens).reshape(1, chunks, tiles.CHUNK, 2, 64)
+    own = (jnp.exp2(own) * tokens).astype(jnp.bfloat16)  # as the tensor cores take them
+    own = own.astype(jnp.float32).reshape(1, chunks, tiles.CHUNK, 2, 64)
     own = jnp.einsum("bcthp,bctn->cbhpn", own, weights.reshape(1, chunks, tiles.CHUNK, 64))
     state, want = initial, {}
     for n in range(chunks)[:: -1 if reverse else 1]:
@@ -166,7 +167,7 @@ def test_parts_begin_where_the_sequence_is(chunks, part, sms, reverse, monkeypat
     with launch.interpreter():
         starts = carry.part_starts(sizes, reverse, tokens, weights, steps, initial)
     want = jnp.stack([want[n] for n in range(sizes.parts)], axis=1)
-    np.testing.assert_allclose(starts, want, atol=2**-8 * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(starts, want, atol=2**-12 * float(jnp.abs(want).max()))
 
 
 @pytest.mark.compiled

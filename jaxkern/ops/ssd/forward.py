@@ -168,7 +168,8 @@ def _scratch(scan: Scan, dtype: Any, *, gated: bool, saves_y: bool) -> dict[str,
             f"{name}_full": plgpu.Barrier(num_arrivals=1, num_barriers=count)
             for name, count in slots.items()
         },
-        # Of even and of odd steps, each of which one warpgroup alone may wait for.
+        # Even and odd steps have barriers of their own: a warpgroup that computes M waits for its
+        # steps alone, and would miss every other phase of a barrier that they shared.
         "full": plgpu.Barrier(num_arrivals=2 + W, num_barriers=2 * stages),
         "M_full": plgpu.Barrier(num_arrivals=1, num_barriers=2 * W),
         "done": plgpu.Barrier(num_arrivals=W, num_barriers=2),

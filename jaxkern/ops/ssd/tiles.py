@@ -40,12 +40,13 @@ STAGES = 3
 FORWARD_WARPGROUPS = 2
 """Units of a block of the forward, each with a warpgroup that holds its state."""
 SCORES_WARPGROUPS = 2
-"""Further ones, which take turns at computing M for all units."""
+"""Further ones, which take turns at computing M for all units; shared memory has M of as many
+steps."""
 STATE_REGISTERS, SCORES_REGISTERS = 176, 80
 """Registers of a lane that holds a state, and of one that computes M. With 8 more for either, the
-other spills or its products are serialized: ptxas then waits for each instruction of a product,
-and says so (C7512). On an H100 the kernel takes 0.252 ms at (8, 4096, 64, 64, 128, 1) and 0.278
-with serialized products; where each of two warpgroups did everything, 0.282 (JAX 0.11.2).
+other spills. Where there are too few, ptxas may also serialize products, without spills: it then
+waits for each of their instructions, and says so (C7512). On an H100 the kernel takes 0.252 ms at
+(8, 4096, 64, 64, 128, 1); where each of two warpgroups did everything, 0.282 (JAX 0.11.2).
 """
 CARRY_WARPGROUPS = 4, 2
 """With more warpgroups a block of the carry reads B or C for more units."""
