@@ -34,11 +34,15 @@ import jax
 import pytest
 
 from jaxkern.lowering import cache, target
+from tests import interpreter
 
 ON_GPU = jax.default_backend() == "gpu"
 if (programs := cache.programs()) is not None:
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if ON_GPU else 0.1)
+
+if not ON_GPU:
+    interpreter.take_numpy_arrays()
 
 _MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 """A process's mappings of memory, and how many Linux lets it have."""
