@@ -83,23 +83,25 @@ def merged(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 def chosen(held: dict[str, Any]) -> list[str]:
     """The fewest cases that have each kernel in each of its tiles, by the figures `held`.
 
-    And each op in each dtype and with each option, whatever number is in it. Of training steps,
-    which tell of collectives, the smallest preset on each number of GPUs, one of a usual size on 8,
-    and a layer on each mesh.
+    Of the GPU that training steps are compiled for, also each op in each dtype and with each
+    option, whatever number is in it; and of these steps, which tell of collectives, the smallest
+    preset on each number of GPUs and a layer on each mesh of several axes.
     """
     kernels = {n: of for n, of in held["kernels"].items() if n not in held["training"]}
     sizes = {name: sum(map(len, of_name.values())) for name, of_name in kernels.items()}
 
     def shown(name: str) -> set[Any]:
-        op, shape, dtype = name.split()
-        option = re.sub(r"^[\d.x]+[BM]?|\d+", "", shape)
         tiles = {(kernel, k[2] // BRANCH) for kernel, of in kernels[name].items() for k in of}
         plain = {(kernel, "plain") for kernel in held["plain"].get(name, ())}
+        if not held["training"]:
+            return tiles | plain
+        op, shape, dtype = name.split()
+        option = re.sub(r"^[\d.x]+[BM]?|\d+", "", shape)
         return tiles | plain | {(op, dtype), (op, option)}
 
     having = {name: shown(name) for name in kernels}
     left = set[Any]().union(*having.values())
-    told = lambda name: name.startswith("tiny") or name == "130m x 8" or "=" in name
+    told = lambda name: name.startswith("tiny") or "," in name
     found = [name for name in held["training"] if told(name)]
     while left:
         name = min(having, key=lambda name: (-len(having[name] & left), sizes[name], name))
