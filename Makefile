@@ -21,7 +21,7 @@ RUN_AOT := $(VENV_AOT)/bin/python -m
 DEV := lm,test,lint
 # The interpreter is slow: on the oldest JAX it runs rms_norm's kernels under every transformation,
 # and those of the other ops are lowered for CUDA; their cases in plain JAX run on the newest.
-SUBSET_OLDEST := -m 'not newest' -k 'not (mosaic or auto or xla) or kernels or (rms_norm and transformations)'
+SUBSET_OLDEST := -m 'not newest' -k 'not (mosaic or auto or xla or ssd_kernels) or lowered or (rms_norm and transformations)'
 
 .PHONY: help
 help:
@@ -38,6 +38,16 @@ help:
 	@echo
 	@echo 'Each sets up its own environment in $(VENV), with JAX for the GPU that nvidia-smi shows.'
 	@echo 'EXTRA=cuda13, cuda12 or cpu chooses the build of JAX, PYTHON=… the interpreter (3.12 or newer).'
+
+# With -j3 the environments of `make docs aot test` are made side by side.
+.PHONY: environments environment-newest environment-oldest environment-aot
+environments: environment-newest environment-oldest environment-aot
+environment-newest:
+	@.make/setup $(VENV) constraints/newest.txt docs,$(DEV)
+environment-oldest:
+	@EXTRA=cpu .make/setup $(VENV_OLDEST) constraints/oldest.txt test
+environment-aot:
+	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
 
 .PHONY: train
 train:

@@ -85,6 +85,7 @@ EVERY = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.newest
 @DTYPES
 @EACH_OPTION
 @EVERY

@@ -62,6 +62,7 @@ def test_the_last_three_are_kept(tmp_path):
     assert checkpoint.steps(tmp_path) == [130]
 
 
+@pytest.mark.newest
 def test_a_run_keeps_as_many_as_it_is_asked_for(tmp_path, capsys):
     """And another number when it is resumed, also one of a version that had no such flag."""
     (tmp_path / "text").write_text("some words " * 500)

@@ -17,6 +17,7 @@ def argv(tmp_path):
     return [*argv, "--eval-batches", 1, "--mixed-precision"]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("policy", "steps", "words"),
     [

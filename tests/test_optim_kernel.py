@@ -81,6 +81,7 @@ KERNEL_CASES = {
 }
 
 
+@pytest.mark.newest
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", KERNEL_CASES)
 def test_kernel_is_its_twin(case, monkeypatch):

@@ -105,6 +105,7 @@ CASES = every_size(
 )
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("op", "make"), CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_accuracy(op, make, dtype):

@@ -36,6 +36,7 @@ def _arrays(batch: int, sections: int, units: int, size: int) -> tuple[Any, Any,
     return decay, own, jax.random.normal(keys[2], (batch, size))
 
 
+@pytest.mark.newest
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", [section_states.launch, section_states.reference])
 @pytest.mark.parametrize("reverse", [False, True])

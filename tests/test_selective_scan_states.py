@@ -94,6 +94,7 @@ def test_selective_scan_of_any_checkpoint_every(size, implementation):
         check.assert_close(run(arrays, cotangents), want, 2e-6)
 
 
+@pytest.mark.newest
 @pytest.mark.gpu
 def test_selective_scan_in_uneven_parts(monkeypatch):
     """Columns of blocks halved, in parts and whole side by side, and of two warpgroups.
@@ -112,6 +113,7 @@ def test_selective_scan_in_uneven_parts(monkeypatch):
     check_case(inputs_and_state(2, 40, 128, states), "mosaic", checkpoint_every=16)
 
 
+@pytest.mark.newest
 @pytest.mark.gpu
 def test_selective_scan_in_subparts(monkeypatch):
     """Parts whose carries are found in subparts, the last of which is short."""

@@ -95,6 +95,7 @@ def test_parts_by_the_name_of_an_axis(name, given, shape, axes, options):
         assert str(op.arrays[0].shape[1]) not in sizes, line
 
 
+@pytest.mark.newest
 @FOUR_DEVICES
 @pytest.mark.parametrize(
     ("name", "given", "count"),

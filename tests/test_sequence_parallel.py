@@ -173,6 +173,7 @@ def _in_parts(parts: int, by_name: bool, call: Any, *arrays: Any) -> Any:
     return tuple(map(joined, mapped(*map(cut, arrays, axes)), map(along, call.outs)))
 
 
+@pytest.mark.newest
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "given", "parts", "by_name"),
@@ -208,6 +209,7 @@ def test_eight_parts(name, monkeypatch):
     check.assert_close(got, want, TOLERANCE)
 
 
+@pytest.mark.newest
 @pytest.mark.gpu
 @pytest.mark.parametrize(("packed", "p", "n"), [(False, 64, 16), (True, 80, 144)])
 def test_ssd_kernels_carry(packed, p, n):
