@@ -2,7 +2,7 @@
 
 Each access of an interpreted kernel to memory is a call from the CPU's program into Python, which
 JAX hands its own arrays. An index into one, or its value, is then a program of its own, and each
-argument a transfer: three quarters of what interpreting takes.
+argument a transfer: more than half of what interpreting takes.
 """
 
 from typing import Any
