@@ -61,15 +61,13 @@ bench:
 
 # JAX is for the CPU wherever this runs: the GPUs are described, none is used.
 .PHONY: aot
-aot:
-	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
+aot: environment-aot
 	$(RUN_AOT) bench aot --part $(ARGS)
 	$(RUN_AOT) bench collectives --part
 
 # About an hour on 2 cores; ARGS="--write --missing" goes on where an earlier run was ended.
 .PHONY: matrix
-matrix:
-	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
+matrix: environment-aot
 	$(RUN_AOT) bench aot $(ARGS)
 	$(RUN_AOT) bench collectives
 	@EXTRA=cpu .make/setup $(VENV_AOT_OLDEST) constraints/oldest.txt lm,aot
@@ -77,8 +75,7 @@ matrix:
 
 # Steps for up to 1,024 GPUs: by hand, half an hour; ARGS="--missing" goes on.
 .PHONY: scaling
-scaling:
-	@EXTRA=cpu .make/setup $(VENV_AOT) constraints/newest.txt lm,aot
+scaling: environment-aot
 	$(RUN_AOT) bench scaling $(ARGS)
 
 .PHONY: docs
@@ -95,8 +92,7 @@ lint:
 	$(RUN) pyright
 
 .PHONY: test
-test: lint
-	@EXTRA=cpu .make/setup $(VENV_OLDEST) constraints/oldest.txt test
+test: lint environment-oldest
 	JAX_PLATFORMS=cpu $(RUN) pytest -n 2 $(ARGS)
 	JAX_PLATFORMS=cpu $(RUN_OLDEST) pytest -n 2 $(SUBSET_OLDEST) $(ARGS)
 	@if nvidia-smi >/dev/null 2>&1 && tail -n 1 $(VENV)/.jaxkern | grep -q cuda; then \
