@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,7 +39,13 @@ def grid_axes(*labels: str) -> tuple[Any, ...]:
     return tuple(GridAxis(label) for label in labels)
 
 
-def launch_kernel(body: Callable[..., None], *, approx_math: bool = False, **launch: Any) -> Any:
+def launch_kernel(
+    body: Callable[..., None],
+    *,
+    approx_math: bool = False,
+    sums_across_warps: bool = True,
+    **launch: Any,
+) -> Any:
     """``plgpu.kernel`` with what all kernels have in common.
 
     Lane semantics take the layouts as the kernels state them. Mosaic's other semantics infer them,
@@ -48,6 +55,8 @@ def launch_kernel(body: Callable[..., None], *, approx_math: bool = False, **lau
     Args:
       body: the kernel.
       approx_math: whether exponentials, logarithms and divisions are those of the fast units.
+      sums_across_warps: whether a ``jnp.sum`` is of several warps' elements, for which Pallas
+        reserves 2 KiB of shared memory wherever there is one.
       **launch: the other arguments of ``plgpu.kernel``.
     """
 
@@ -62,6 +71,8 @@ def launch_kernel(body: Callable[..., None], *, approx_math: bool = False, **lau
         unsafe_no_auto_barriers=True,
         approx_math=approx_math,
     )
+    if not sums_across_warps:
+        params = dataclasses.replace(params, reduction_scratch_bytes=0)
     return plgpu.kernel(guarded, compiler_params=params, **launch)
 
 

@@ -115,12 +115,11 @@ def _launch_range(
 
 
 def _of_heads(scan: Scan, v: Any) -> Any:
-    """(B, H, …) of (B, H · slices, …), H at least that of a block of the step sizes' kernels."""
+    """(B, H, …) of (B, H · slices, …), H in whole blocks of the step sizes' kernels."""
     if scan.slices > 1:
         v = v[:, : scan.heads * scan.slices]
         v = v.reshape(scan.batch, scan.heads, scan.slices, *v.shape[2:]).sum(2)
-    missing = max(0, HEADS - v.shape[1])
-    return jnp.pad(v, ((0, 0), (0, missing), *[(0, 0)] * (v.ndim - 2)))
+    return jnp.pad(v, ((0, 0), (0, -v.shape[1] % HEADS), *[(0, 0)] * (v.ndim - 2)))
 
 
 def _through_gate(y: Any, z: Any, dout: Any) -> tuple[Any, Any]:

@@ -28,6 +28,8 @@ BOX = 64
 """Elements that are swizzled together: 128 bytes of 16-bit elements."""
 TILE_ROWS = 8
 """Rows of shared memory that make one of its tiles."""
+WARPS = 4
+"""Of a warpgroup, each with 16 of the 64 rows of an accumulator."""
 HELD_STATES = 128
 """States that a launch takes, which goes through more of them in parts of so many: of 256, the
 backward's gradients of B and C alone would take all registers of a lane."""
