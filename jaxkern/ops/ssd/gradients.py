@@ -146,7 +146,7 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
 
 
 def _kernel(chunks: Chunks, refs: Any, smem: Any) -> None:
-    """Two warpgroups compute, each with its half of the tokens; one fetches, and adds up h ∘ dh."""
+    """Two warpgroups compute, each with its half of the tokens; one fetches and sums."""
     scan, warpgroup = chunks.scan, lax.axis_index(WARPGROUP)
     block = lax.axis_index(BLOCK)
     group, rest = lax.rem(block, scan.groups), lax.div(block, scan.groups)
