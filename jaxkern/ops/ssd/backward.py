@@ -27,7 +27,7 @@ from jaxkern.ops.ssd.forward import launch_fwd
 from jaxkern.ops.ssd.gradients import launch_grads
 from jaxkern.ops.ssd.reference import Options, reference_bwd
 from jaxkern.ops.ssd.steps import HEADS, chunk_sum_grads
-from jaxkern.ops.ssd.tiles import CARRY_WARPGROUPS, CHUNK, Chunks, Scan
+from jaxkern.ops.ssd.tiles import CHUNK, SAVING_WARPGROUPS, Chunks, Scan
 
 
 def launch_bwd(
@@ -91,7 +91,7 @@ def _launch_range(
     """The gradients of all but z, of as many states as a launch takes."""
     arrays = Arrays(x, dt, a, B, C, D, None, initial_state)
     dy = arrays.tokens(dy)
-    scan = arrays.scan(CHUNK).cut(*CARRY_WARPGROUPS)
+    scan = arrays.scan(CHUNK).cut(SAVING_WARPGROUPS)
     before = _states(options, arrays, scan, arrays.whole_states(states))
     ends = part_starts(scan, True, dy, arrays.C, arrays.steps, arrays.whole_states(dfinal))
     after, dinitial = launch_carry(scan, True, dy, arrays.C, arrays.steps, ends)
