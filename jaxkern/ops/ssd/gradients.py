@@ -50,22 +50,24 @@ from jaxkern.ops.ssd.blocks import (
     WARPGROUP,
     accumulated,
     causal,
-    lane_sums,
-    load_own,
     locate,
     loop,
     multiply,
     over_columns,
     over_rows,
-    own_shape,
     product,
     read,
-    store_column_sums,
-    store_own,
     wide,
     with_accumulators,
 )
 from jaxkern.ops.ssd.call import Arrays
+from jaxkern.ops.ssd.fragments import (
+    lane_sums,
+    load_own,
+    own_shape,
+    store_column_sums,
+    store_own,
+)
 from jaxkern.ops.ssd.steps import KINDS, LAST, SKIP
 from jaxkern.ops.ssd.tiles import BOX, CHUNK, SLICE, STEP, STEPS, WARPS, Chunks, Scan
 
