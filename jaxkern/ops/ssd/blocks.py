@@ -18,11 +18,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from jaxkern.mosaic.instructions import widened
 from jaxkern.mosaic.launch import grid_axes, interpreted
-from jaxkern.mosaic.registers import (
-    elements,
-    i32,
-    inline_mlir,
-)
+from jaxkern.mosaic.registers import elements, i32, inline_mlir
 from jaxkern.mosaic.wgmma import ACCUMULATOR
 from jaxkern.ops.ssd.tiles import SLICE, STEP, STEPS, Scan
 

@@ -1,7 +1,5 @@
 """The arrays of a call as the kernels take them, and what they do about segments."""
 
-import functools
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +9,7 @@ from jax import lax
 
 from jaxkern.ops import segments
 from jaxkern.ops.ssd.reference import least_log_decay
-from jaxkern.ops.ssd.steps import HEADS, chunk_sums
+from jaxkern.ops.ssd.steps import HEADS, chunk_sums, sum_of
 from jaxkern.ops.ssd.tiles import BOX, CHUNK, HELD_STATES, SLICE, STEP, TILE_ROWS, Scan
 
 
@@ -131,7 +129,7 @@ def of_range(v: Any, n: slice) -> Any:
 
 def added(of_ranges: Iterable[Any]) -> Any:
     """The sum over ranges of states, in fp32."""
-    return functools.reduce(operator.add, (v.astype(jnp.float32) for v in of_ranges))
+    return sum_of(v.astype(jnp.float32) for v in of_ranges)
 
 
 def joined(of_ranges: Iterable[Any]) -> Any:

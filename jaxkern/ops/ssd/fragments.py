@@ -20,14 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jaxkern.mosaic.lanes import LaneOffsets, pointer_of_lane, store_lanes, sum_lanes
 from jaxkern.mosaic.launch import LANES, interpreted
-from jaxkern.mosaic.registers import (
-    REF,
-    VECTOR_BYTES,
-    elements,
-    fragmented,
-    inline_mlir,
-    row_type,
-)
+from jaxkern.mosaic.registers import REF, VECTOR_BYTES, elements, fragmented, inline_mlir, row_type
 from jaxkern.ops.ssd.blocks import ROWS, TILE
 from jaxkern.ops.ssd.tiles import STEP, WARPS
 
@@ -97,7 +90,7 @@ def _sums_of_row_pairs(v: Any) -> list[Any]:
 
 
 def own_shape(columns: int, dtype: Any) -> tuple[int, ...]:
-    """That of shared memory for :func:`store_own` of (64, columns): vectors of each lane."""
+    """The shape of shared memory for :func:`store_own` of (64, columns): vectors of each lane."""
     of_vector = VECTOR_BYTES // jnp.dtype(dtype).itemsize
     return STEP * columns // LANES // of_vector, LANES, of_vector
 
@@ -147,7 +140,10 @@ def load_own(ref: Any) -> Any:
 
 
 def _vectors_of_lane(ref: Any) -> Iterator[tuple[slice, Any]]:
-    """Of each of this lane's vectors in `ref`, of :func:`own_shape`: its elements and address."""
+    """Yields which elements of the lane each of its vectors in `ref` has, and the address of it.
+
+    `ref` is of :func:`own_shape`.
+    """
     kind = ir.MemRefType(ref.type)
     count, lanes, size = kind.shape
     start = pointer_of_lane(ref, LaneOffsets(((1, LANES, size),)))

@@ -26,8 +26,6 @@ H200 (JAX 0.11.2).
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -68,16 +66,16 @@ from jaxkern.ops.ssd.fragments import (
     store_column_sums,
     store_own,
 )
-from jaxkern.ops.ssd.steps import KINDS, LAST, SKIP
+from jaxkern.ops.ssd.steps import KINDS, LAST, SKIP, sum_of
 from jaxkern.ops.ssd.tiles import BOX, CHUNK, SLICE, STEP, STEPS, WARPS, Chunks, Scan
 
 PART = 32
 """Rows i of a part of Mᵀ and dSᵀ, (64, 32): registers would not hold dM and E of more."""
-PARTS = (0, 0), (0, 1), (0, 2), (0, 3), (1, 2), (1, 3)
-"""The parts on and after the diagonal: the half of the tokens j, and which rows i."""
-OF_HALVES = PARTS[:4], PARTS[4:]
+HALF_PARTS = STEP // PART
+PARTS_OF_HALVES = [range(j * HALF_PARTS, STEPS * HALF_PARTS) for j in range(STEPS)]
+"""The numbers of the parts of each half of the tokens j, those on and after the diagonal."""
 OF_LANE = LaneOffsets(((1, LANES, 1),))
-"""A lane's element of (LANES,)."""
+"""The offset of a lane's element of (LANES,)."""
 REGISTERS, FETCH_REGISTERS = 240, 24
 """Registers of a lane that computes, and of one that fetches. What is spilled in a unit goes to the
 L2 cache: 12 bytes of each lane cost a fifth of the time."""
@@ -102,8 +100,8 @@ def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> di
         "dh": swizzled(1, SLICE, N, dtype=dtype),
         "B": swizzled(1, CHUNK, N, dtype=dtype),
         "C": swizzled(1, CHUNK, N, dtype=dtype),
-        "dS": plgpu.SMEM((len(PARTS), *own_shape(PART, f32)), f32),
-        "S": plgpu.SMEM((2, *own_shape(PART, dtype)), dtype),
+        "dS": plgpu.SMEM((sum(map(len, PARTS_OF_HALVES)), *own_shape(PART, f32)), f32),
+        "S": plgpu.SMEM((HALF_PARTS, *own_shape(PART, dtype)), dtype),
         "gains": plgpu.SMEM((STEPS + 2, WARPS, STEP), f32),
         "sums": plgpu.SMEM((STEPS, 2, STEP), f32),
         "lanes": plgpu.SMEM((KINDS, STEPS, LANES), f32),
@@ -213,7 +211,7 @@ def _fetch(at: _At, refs: Any, smem: Any) -> None:
         plgpu.barrier_wait(smem.dh_empty)
         kinds = [LAST] if refs.parts.shape[-2] == 1 else [LAST, SKIP]
         sums = [
-            _added(load_lanes(smem.lanes.at[k, half], OF_LANE)[0] for half in range(STEPS))
+            sum_of(load_lanes(smem.lanes.at[k, half], OF_LANE)[0] for half in range(STEPS))
             for k in kinds
         ]
         sums[LAST] = sums[LAST] + of_states
@@ -240,7 +238,7 @@ def _fetch(at: _At, refs: Any, smem: Any) -> None:
             plgpu.barrier_wait(barrier)
         box = lambda ref, k: wide(plgpu.load(ref.at[0, :, pl.ds(k, BOX)], layout=TILE))
         boxes = range(0, at.scan.states, BOX)
-        of_states = _added(lane_sums(box(smem.h, k) * box(smem.dh, k)) for k in boxes)
+        of_states = sum_of(lane_sums(box(smem.h, k) * box(smem.dh, k)) for k in boxes)
         of_states = of_states * jnp.exp2(smem.steps[slot, 0, CHUNK - 1])
         for barrier in (smem.empty.at[slot], smem.h_empty, smem.dh_empty):
             plgpu.barrier_arrive(barrier)
@@ -251,27 +249,23 @@ def _fetch(at: _At, refs: Any, smem: Any) -> None:
     pl.when(at.count > 0)(lambda: sum_parts(at.count - 1, of_states))
 
 
-def _added(values: Iterable[Any]) -> Any:
-    return functools.reduce(operator.add, values)
-
-
 def _compute(at: _At, half: int, refs: Any, smem: Any) -> None:
     """The gradients of a half of the tokens; stores those of B and C."""
     plgpu.barrier_wait(smem.weights_full)
     B, C, dtype = smem.B.at[0], smem.C.at[0], smem.x.dtype
 
-    def scores(j: int, rows: Any) -> Any:
-        """Sᵀ of the half j and some rows i, in 16 bits."""
+    def scores(rows: Any) -> Any:
+        """Sᵀ of this half's tokens j and some rows i, in 16 bits."""
         columns = C.at[rows].transpose((1, 0))
-        return product(_half(B, j), columns, (STEP, rows.size)).astype(dtype)
+        return product(_half(B, half), columns, (STEP, rows.size)).astype(dtype)
 
-    own = scores(half, pl.ds(half * STEP, STEP))
+    own = scores(pl.ds(half * STEP, STEP))
     if not half:
-        for k in range(2):
-            store_own(smem.S.at[k], scores(0, _rows(2 + k)))
+        for k in range(HALF_PARTS):
+            store_own(smem.S.at[k], scores(_rows(HALF_PARTS + k)))
     zeros = plgpu.layout_cast(jnp.zeros((STEP, PART), jnp.float32), TILE)
-    for part in OF_HALVES[half]:
-        store_own(smem.dS.at[PARTS.index(part)], zeros)
+    for part in PARTS_OF_HALVES[half]:
+        store_own(smem.dS.at[_number(half, part)], zeros)
 
     def run(dB: Any, dC: Any) -> tuple[Any, Any]:
         def step(n: Any, *accs: Any) -> None:
@@ -279,12 +273,14 @@ def _compute(at: _At, half: int, refs: Any, smem: Any) -> None:
 
         loop(at.count, step, dB, dC)
         plgpu.wait_smem_to_gmem(0)
+        # Nobody waits for it, but the interpreter refuses a barrier that some have arrived at.
         last = smem.empty.at[lax.rem(at.count + 1, 2)]
         pl.when(at.count > 0)(lambda: plgpu.barrier_arrive(last))
         narrow = lambda j, i: _half(smem.x.at[i - j], j)  # of x its own half is free
         for i in range(half, STEPS):
-            parts = [smem.dS.at[PARTS.index((half, 2 * i + k))] for k in range(2)]
-            dS = jnp.concatenate([load_own(part) for part in parts], axis=1).astype(dtype)
+            parts = range(i * HALF_PARTS, (i + 1) * HALF_PARTS)
+            parts = [load_own(smem.dS.at[_number(half, part)]) for part in parts]
+            dS = jnp.concatenate(parts, axis=1).astype(dtype)
             multiply(dB, dS, _half(C, i))
             narrow(half, i)[...] = dS
         plgpu.commit_smem()
@@ -315,6 +311,11 @@ def _compute(at: _At, half: int, refs: Any, smem: Any) -> None:
 def _rows(part: int) -> Any:
     """The rows i of a part."""
     return pl.ds(part * PART, PART)
+
+
+def _number(j: int, part: int) -> int:
+    """The number of a part of the half j among those of all."""
+    return sum(map(len, PARTS_OF_HALVES[:j])) + part - PARTS_OF_HALVES[j].start
 
 
 def _half(ref: Any, half: int) -> Any:
@@ -370,8 +371,8 @@ class _Unit:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem.sums.at[self.half, 0][...] = dc  # registers are short until the end
         pl.when(self.n > 0)(lambda: plgpu.barrier_arrive(smem.empty.at[1 - slot]))
-        scores = lambda part: run(functools.partial(self.scores, *part, c, dt), PART)
-        parts = [scores(part) for part in OF_HALVES[self.half]]
+        scores = lambda part: run(functools.partial(self.scores, part, c, dt), PART)
+        parts = [scores(part) for part in PARTS_OF_HALVES[self.half]]
         if not self.half:
             plgpu.barrier_arrive(smem.gained.at[slot])
         plgpu.barrier_arrive(smem.h_empty)
@@ -395,34 +396,33 @@ class _Unit:
         multiply(self.dC, scaled, h)
         return entered * jnp.sum(carried * self.tokens("dy"), axis=1)
 
-    def scores(self, j: int, part: int, c: Any, dt: Any, dM: Any) -> Any:
+    def scores(self, part: int, c: Any, dt: Any, dM: Any) -> Any:
         """A part of Mᵀ, (64, 32) in 16 bits; adds to dS.
 
-        Leaves the sums over the tokens j of dM ∘ M ∘ s in shared memory.
+        Leaves the sums over this half's tokens of dM ∘ M ∘ s in shared memory.
 
         Args:
-          j, part: one of PARTS, j this half.
-          c, dt: for its tokens.
+          part: one of PARTS_OF_HALVES.
+          c, dt: for this half's tokens.
           dM: an accumulator, for a part of dMᵀ.
         """
         x, dy, steps = (self.staged(name) for name in ("x", "dy", "steps"))
-        rows, first = _rows(part), part % 2 * PART
-        multiply(dM, _half(x, j), dy.at[rows].transpose((1, 0)))
-        diagonal = part // 2 == j
-        if diagonal:  # the barrier keeps the compiler from holding it in fp32
-            S = lax.optimization_barrier(self.own)[:, first : first + PART]
+        half, rows, (i, k) = self.half, _rows(part), divmod(part, HALF_PARTS)
+        multiply(dM, _half(x, half), dy.at[rows].transpose((1, 0)))
+        if i == half:  # the barrier keeps the compiler from holding it in fp32
+            S = lax.optimization_barrier(self.own)[:, k * PART : (k + 1) * PART]
         else:
-            S = load_own(self.smem.S.at[self.zero + part % 2])
+            S = load_own(self.smem.S.at[self.zero + k])
         of_rows = plgpu.load(steps.at[0, rows], layout=COLUMNS)
         exponents = over_columns(of_rows, STEP) - over_rows(c, PART)
-        if diagonal:
-            exponents = causal(exponents, transposed=True, first=first)
+        if i == half:
+            exponents = causal(exponents, transposed=True, first=k * PART)
         decay = jnp.exp2(exponents)
         M = (wide(S) * decay).astype(x.dtype)
         grad = read(dM) * over_rows(dt, PART)
-        # Of M as it is rounded for dx, so that what both gain and lose cancels.
-        store_column_sums(self.gains(j, part // 2), first, grad * wide(M))
-        dS = self.smem.dS.at[self.zero + PARTS.index((j, part))]
+        # What c gains is of M as it is rounded for dx, as what it loses is: both cancel.
+        store_column_sums(self.gains(half, i), k * PART, grad * wide(M))
+        dS = self.smem.dS.at[self.zero + _number(half, part)]
         store_own(dS, load_own(dS) + grad * decay)
         return M
 
@@ -455,7 +455,7 @@ class _Unit:
         """
         half, refs, smem = self.half, self.refs, self.smem
         for i in range(half, STEPS):
-            M = jnp.concatenate(parts[2 * (i - half) :][:2], axis=1)
+            M = jnp.concatenate(parts[(i - half) * HALF_PARTS :][:HALF_PARTS], axis=1)
             multiply(dx, M, _half(self.staged("dy"), i))
         x, u = self.tokens("x"), read(dx)
         weighted = (x * over_rows(left * dt, SLICE)).astype(smem.x.dtype)
@@ -477,7 +477,7 @@ class _Unit:
         out, sums = _half(self.staged("x"), half), smem.sums.at[half]
         out[...] = grad.astype(weighted.dtype)
         gained = [self.gains(j, half).at[k] for j in range(half + 1) for k in range(WARPS)]
-        dc = _added(plgpu.load(v, layout=ROWS) for v in [sums.at[0], *gained])
+        dc = sum_of(plgpu.load(v, layout=ROWS) for v in [sums.at[0], *gained])
         sums.at[0][...] = dc - dt * ds
         sums.at[1][...] = ds
         plgpu.commit_smem()

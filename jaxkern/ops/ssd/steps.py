@@ -34,8 +34,13 @@ MOST_HEADS = 16
 """The most heads of a block, 64 bytes of a token."""
 LAST, SKIP = 0, 1
 KINDS = 2
-"""What is added up of a chunk beside its tokens' gradients: that of its last sum, and that of D. Of
-each there are the sums of a warpgroup's four warps."""
+"""Kinds of gradients that a chunk has one number of, that of its last sum and that of D, and how
+many there are. Of each the backward stores the sums of a warpgroup's four warps."""
+
+
+def sum_of(values: Iterable[jax.Array]) -> jax.Array:
+    """The sum of arrays, from the first one on."""
+    return functools.reduce(operator.add, values)
 
 
 def chunk_sums(a: jax.Array, dt: jax.Array) -> jax.Array:
@@ -71,8 +76,8 @@ def chunk_sum_grads(
         sum; or of KINDS, the second of which adds up to that of D.
 
     Returns:
-      da and ddt, (B, L, H) with L in whole chunks; and the gradient of D for
-      each chunk, (B, chunks, H), or ``None``.
+      da and ddt, (B, L, H) with L in whole chunks; and the gradient of D for each chunk,
+      (B, chunks, H), or ``None``.
     """
     batch, heads, chunks = sums.shape[:3]
     # Past the end of L, Mosaic would store what is contiguous of a tile into the next row.
@@ -162,7 +167,7 @@ class _Lanes:
         return plgpu.SMEM((self.heads, 2, CHUNK), jnp.float32)
 
     def offsets(self, head: int, run: int, start: int = 0) -> LaneOffsets:
-        """Those of lanes whose heads are `head` elements apart, and their runs `run`."""
+        """The offsets of lanes whose heads are `head` elements apart, and their runs `run`."""
         return LaneOffsets(((1, self.heads, head), (self.heads, self.runs, run)), start)
 
     def token(self, n: int) -> LaneOffsets:
@@ -186,12 +191,12 @@ class _Lanes:
         store_lanes(totals, row(first), [own])
         store_lanes(totals, row(self.runs - first), [jnp.zeros_like(own)])
         sync_warpgroup()
-        return _added(load_lanes(totals, row(first + sign * n))[0] for n in range(1, self.runs))
+        return sum_of(load_lanes(totals, row(first + sign * n))[0] for n in range(1, self.runs))
 
     def sum_of_parts(self, parts: Any, kind: int) -> jax.Array:
         """The sum of the parts of a kind for a lane's head."""
         offsets = self.offsets(parts.shape[1] * WARPS, 0, kind * WARPS)
-        return _added(load_lanes(parts, offsets, WARPS))
+        return sum_of(load_lanes(parts, offsets, WARPS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +262,3 @@ def _sum_chunk_grads(lanes: _Lanes, refs: Any, smem: Any) -> None:
         to = refs.dD.at[at.batch, at.chunk, at.heads]
         store_lanes(to, lanes.offsets(1, 0), [lanes.sum_of_parts(smem.parts, SKIP)])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _added(values: Iterable[jax.Array]) -> jax.Array:
-    return functools.reduce(operator.add, values)

@@ -29,7 +29,7 @@ BOX = 64
 TILE_ROWS = 8
 """Rows of shared memory that make one of its tiles."""
 WARPS = 4
-"""Of a warpgroup, each with 16 of the 64 rows of an accumulator."""
+"""Warps of a warpgroup, each with 16 of the 64 rows of an accumulator."""
 HELD_STATES = 128
 """States that a launch takes, which goes through more of them in parts of so many: of 256, the
 backward's gradients of B and C alone would take all registers of a lane."""
@@ -53,9 +53,9 @@ waits for each of their instructions, and says so (C7512). On an H100 the kernel
 CARRY_WARPGROUPS = 4, 2
 """With more warpgroups a block of the carry reads B or C for more units."""
 SAVING_WARPGROUPS = 2
-"""Those of a block that saves the states of all chunks, which takes the time of its stores: twice
-the blocks begin and end at different times. At (8, 4096, 64, 64, 128, 1) that takes an H200 0.149
-ms, and with four warpgroups 0.159 (JAX 0.11.2).
+"""Warpgroups of a block of the carry that saves the states of all chunks. It takes the time of its
+stores, and twice as many blocks begin and end at different times. At (8, 4096, 64, 64, 128, 1) that
+takes an H200 0.149 ms, and with four warpgroups 0.159 (JAX 0.11.2).
 """
 FULL = 0.7
 """The share of the multiprocessors from which the sequence is not cut for more blocks. A cut costs
