@@ -10,7 +10,8 @@ import pytest
 
 import jaxkern
 from jaxkern.mosaic import launch
-from jaxkern.ops.ssd import carry, tiles
+from jaxkern.ops.ssd import backward, carry, tiles
+from jaxkern.ops.ssd.reference import Options, by_group
 from tests import check
 from tests.ssd import ALONG, NAMES, check_case, cotangents, inputs_and_state, packed_ids, scan
 
@@ -33,6 +34,7 @@ SIZE = (1, 70, 2, 64, 16)
                 ("one token", (4, 1, 3, 64, 20), 1, {}),
                 ("whole chunks", (2, 512, 6, 64, 128), 2, {"checkpoint_every": 256}),
                 ("more heads than a block", (3, 300, 7, 64, 64), 1, {}),
+                ("more heads than whole blocks", (2, 300, 12, 64, 64), 1, {}),
                 ("wide heads", (1, 1000, 4, 256, 128), 4, {"checkpoint_every": 128}),
                 ("narrow heads", (2, 1000, 4, 16, 128), 2, {"checkpoint_every": 256}),
                 ("many states", (2, 1000, 4, 64, 256), 1, {"segment_ids": packed_ids(2, 1000)}),
@@ -168,6 +170,41 @@ def test_parts_begin_where_the_sequence_is(chunks, part, sms, reverse, monkeypat
         starts = carry.part_starts(sizes, reverse, tokens, weights, steps, initial)
     want = jnp.stack([want[n] for n in range(sizes.parts)], axis=1)
     np.testing.assert_allclose(starts, want, atol=2**-12 * float(jnp.abs(want).max()))
+
+
+def test_gradients_after_the_last_chunk_are_not_stored(monkeypatch):
+    """Where nothing comes after, what is left out of memory counts as zeros."""
+    x, dt, A, B, C, D, *_ = HALF(1, 300, 2, 64, 64)
+    given = by_group((x, dt, A, B, C, D, None, None, None), 2)
+    x, dt, A, B, C, D, *_ = given
+    dt = jax.nn.softplus(dt.astype(jnp.float32))
+    given = x, dt, dt * A, B, C, D, None, None, None, None, None, None, jnp.sin(x)
+    zeros = jnp.zeros((1, 1, 2, 64, 64), jnp.float32)
+    stored = []
+    launch_grads = backward.launch_grads
+
+    def spy(chunks, arrays, dy, h, dh):
+        stored.append(dh.shape[1])
+        return launch_grads(chunks, arrays, dy, h, dh)
+
+    monkeypatch.setattr(backward, "launch_grads", spy)
+    monkeypatch.setattr(tiles, "num_sms", lambda: 1)  # else the sequence is cut
+    options = Options(False, None, "mosaic")
+    with launch.interpreter():
+        got, want = (backward.launch_bwd(options, *given, dfinal) for dfinal in (None, zeros))
+    assert stored == [2, 3]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.compiled
+def test_ssd_kernels_end_in_zeros():
+    """The same bits without a final state, and with one whose gradient is zero."""
+    arrays = HALF(8, 1030, 32, 64, 128)
+    dout, dfinal = cotangents(arrays)
+    run = lambda final: check.program(scan, implementation="mosaic", return_final_state=final)
+    out, grads = run(False)(arrays, dout)
+    (want_out, _), want = run(True)(arrays, (dout, jnp.zeros_like(dfinal)))
+    jax.tree.map(np.testing.assert_array_equal, (out, grads), (want_out, want))
 
 
 @pytest.mark.compiled

@@ -59,7 +59,8 @@ def launch_carry(
       starts: with which each part begins, (B, parts, H, P, N), or ``None`` for zeros.
 
     Returns:
-      The states that are saved, or ``None``, and the last one of each part in fp32.
+      The states that are saved, or ``None``, and the last one of each part in fp32. In reverse the
+      zeros after the last chunk, where `starts` is ``None``, are not among several that are saved.
     """
     W, N, dtype = scan.warpgroups, scan.states, tokens.dtype
     stages = _stages(scan)
@@ -76,11 +77,12 @@ def launch_carry(
         scratch["held"] = swizzled(W, N // BOX, SLICE, BOX, dtype=dtype)
     state = scan.heads, scan.channels, N
     like = lambda count, dtype: jax.ShapeDtypeStruct((scan.batch, count, *state), dtype)
+    saved = max(1, scan.chunks - 1) if reverse and starts is None else scan.chunks
     results = launch_named(
         functools.partial(_kernel, scan, reverse),
         {"tokens": tokens, "weights": weights, "steps": steps, "initial": starts},
         {
-            "states": like(scan.chunks, dtype) if scan.every else None,
+            "states": like(saved, dtype) if scan.every else None,
             "final": like(scan.parts, jnp.float32),
         },
         scratch,
@@ -241,7 +243,10 @@ def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
     def chunk(n: Any, h: Any) -> Any:
         slot = lax.rem(n, 2)
         if refs.states is not None:
-            save(n, h)
+            if (saved := refs.states.shape[1]) == scan.chunks:
+                save(n, h)
+            else:
+                pl.when(where(n) < saved)(functools.partial(save, n, h))
 
         @pl.when((at.warpgroup == 0) & (n > 0) & (n + 1 < count))
         def _():

@@ -39,7 +39,15 @@ the L2 cache: three registers of each lane cost a fifth of the time."""
 
 
 def launch_grads(chunks: Chunks, arrays: Arrays, dy: Any, h: Any, dh: Any) -> dict[str, Any]:
-    """dx; dB and dC of each split of a group; what :func:`chunk_sum_grads` takes, of each unit."""
+    """dx; dB and dC of each split of a group; what :func:`chunk_sum_grads` takes, of each unit.
+
+    Args:
+      chunks: how the launch is cut.
+      arrays: of the call.
+      dy: (B, L, H, P).
+      h: the states before chunks, (B, chunks, H, P, N).
+      dh: the gradients of those after chunks; of the last one they are zeros where it has none.
+    """
     scan, dtype, f32 = chunks.scan, dy.dtype, jnp.float32
     N = scan.states
     like = jax.ShapeDtypeStruct
@@ -164,7 +172,13 @@ def _fetch(at: Block, refs: Any, smem: Any) -> None:
         pl.when(n >= 1)(lambda: plgpu.barrier_wait(smem.h_empty))
         copy(state(refs.h), smem.h.at[0], smem.h_full)
         pl.when(n >= 1)(lambda: sum_parts(n - 1, of_states))  # and waits until dh is free
-        copy(state(refs.dh), smem.dh.at[0], smem.dh_full)
+        fetch_dh = lambda: copy(state(refs.dh), smem.dh.at[0], smem.dh_full)
+        if ends_in_zeros:
+            last = at.chunk == at.scan.chunks - 1
+            pl.when(last)(lambda: plgpu.barrier_arrive(smem.dh_full))
+            pl.when(~last)(fetch_dh)
+        else:
+            fetch_dh()
         for barrier in (full, smem.h_full, smem.dh_full):
             plgpu.barrier_wait(barrier)
         box = lambda ref, k: wide(plgpu.load(ref.at[0, :, pl.ds(k, BOX)], layout=TILE))
@@ -174,6 +188,15 @@ def _fetch(at: Block, refs: Any, smem: Any) -> None:
         for barrier in (smem.empty.at[slot], smem.h_empty, smem.dh_empty):
             plgpu.barrier_arrive(barrier)
         return of_states
+
+    ends_in_zeros = refs.dh.shape[1] < at.scan.chunks
+    if ends_in_zeros:
+
+        @pl.when(at.chunk == at.scan.chunks - 1)
+        def _():
+            zeros = plgpu.layout_cast(jnp.zeros((SLICE, at.scan.states), smem.dh.dtype), TILE)
+            smem.dh.at[0][...] = zeros
+            plgpu.commit_smem()
 
     nothing = plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
     of_states = lax.fori_loop(0, at.count, fetch, nothing)

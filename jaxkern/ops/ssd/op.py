@@ -282,7 +282,9 @@ def _ssd_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes,
 def _ssd_bwd(sizes, options, res, cotangents):
     args, saved = res
     x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed = args
-    (step_size, a), of_steps = jax.vjp(functools.partial(log_decays, sizes), dt, A, dt_bias)
+    # Kept until their gradients are there, step sizes would lie beside all that the kernels need.
+    found_again = jax.checkpoint(functools.partial(log_decays, sizes))
+    (step_size, a), of_steps = jax.vjp(found_again, dt, A, dt_bias)
     given = x, step_size, a, B, C, D, z, initial_state, rank, crossed
     grads = BACKWARD(options, *given, *saved, *cotangents)
     dx, ds, da, dB, dC, dD, dz, dinitial, _, _ = (
