@@ -187,91 +187,135 @@ def _stages(scan: Scan) -> int:
 
 
 def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
-    """Goes through the chunks of a warpgroup's unit and part, in reverse from the last one on.
+    """Each warpgroup goes through the chunks of its unit and part."""
+    _Carry(scan, reverse, refs, smem, Unit(scan, lax.axis_index(WARPGROUP))).run()
 
-    A chunk's steps are multiplied one after the other, each while the next one is weighted.
+
+_copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
+
+
+class _Carry:
+    """A warpgroup that holds the state of a unit; `n` counts its chunks, `k` steps of these.
+
+    A chunk's steps are multiplied one after the other, each while the next one is weighted. The
+    warpgroup has tokens and step sizes of its own, and the first one fetches B or C for all.
+
+    Args:
+      scan: the sizes of the launch.
+      reverse: whether the last chunk is the first to come.
+      refs: arrays in global memory.
+      smem: rings of tokens, step sizes and weights; the barriers; `held`, if states are saved.
+      at: the unit and the part of the sequence.
     """
-    at, stages = Unit(scan, lax.axis_index(WARPGROUP)), _stages(scan)
-    count, first = lax.div(at.count, STEPS), lax.div(at.first, STEPS)
-    copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
-    where = lambda n: first + (count - 1 - n if reverse else n)
-    slot_of = lambda n: at.warpgroup * 2 + lax.rem(n, 2)
-    slot_of_step = lambda k: at.warpgroup * stages + lax.rem(k, stages)
 
-    def fetch_tokens(k: Any) -> None:
-        """Starts to fetch the tokens of the `k`-th step."""
-        slot, step = slot_of_step(k), where(lax.div(k, STEPS)) * STEPS + lax.rem(k, STEPS)
-        tokens = refs.tokens.at[at.batch, of_step(step), at.head, at.channels]
-        copy(tokens, smem.tokens.at[slot], smem.tokens_full.at[slot])
+    def __init__(self, scan: Scan, reverse: bool, refs: Any, smem: Any, at: Unit):
+        self.scan, self.reverse, self.refs, self.smem, self.at = scan, reverse, refs, smem, at
+        self.stages = _stages(scan)
+        self.count, self.first = lax.div(at.count, STEPS), lax.div(at.first, STEPS)
 
-    def fetch_steps(n: Any) -> None:
-        steps = refs.steps.at[at.batch, at.head, where(n)]
-        copy(steps, smem.steps.at[slot_of(n)], smem.steps_full.at[slot_of(n)])
+    def run(self) -> None:
+        at, refs = self.at, self.refs
+        for k in range(self.stages):
+            pl.when(k < at.count)(functools.partial(self.fetch_tokens, k))
+        for n in range(2):
+            pl.when(n < self.count)(functools.partial(self.fetch_steps, n))
+            own = (at.warpgroup == 0) & (n < self.count)
+            pl.when(own)(functools.partial(self.fetch_weights, n))
+        h = lax.fori_loop(0, self.count, self.chunk, first_state(self.scan, refs, at))
+        plgpu.wait_smem_to_gmem(0)
+        refs.final.at[at.batch, at.part, at.head, at.channels][...] = h
 
-    def fetch_weights(n: Any) -> None:
-        slot, tokens = lax.rem(n, 2), pl.ds(where(n) * CHUNK, CHUNK)
-        weights = refs.weights.at[at.batch, tokens, at.group]
-        copy(weights, smem.weights.at[slot], smem.full.at[slot])
+    def number(self, n: Any) -> Any:
+        """The number of the `n`-th chunk in the sequence."""
+        return self.first + (self.count - 1 - n if self.reverse else n)
 
-    def save(n: Any, h: Any) -> None:
-        held = smem.held.at[at.warpgroup]
-        to = refs.states.at[at.batch, where(n), at.head, at.channels]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for k in range(scan.states // BOX):
-            held.at[k][...] = h[:, k * BOX : (k + 1) * BOX].astype(held.dtype)
-        plgpu.commit_smem()
-        for k in range(scan.states // BOX):
-            plgpu.copy_smem_to_gmem(held.at[k], to.at[:, pl.ds(k * BOX, BOX)])
+    def slot(self, n: Any) -> Any:
+        """The stage of the step sizes of chunk `n`."""
+        return self.at.warpgroup * 2 + lax.rem(n, 2)
 
-    def weighted(n: Any, s: int) -> Any:
-        """(P, 64): tokens of a chunk's step by their weights, transposed; refills their slot."""
-        k, steps, part = n * STEPS + s, smem.steps.at[slot_of(n)], pl.ds(s * STEP, STEP)
-        plgpu.barrier_wait(smem.tokens_full.at[slot_of_step(k)])
-        tokens = smem.tokens.at[slot_of_step(k)].transpose((1, 0))
+    def slot_of_step(self, k: Any) -> Any:
+        """The stage of the tokens of step `k`."""
+        return self.at.warpgroup * self.stages + lax.rem(k, self.stages)
+
+    def fetch_tokens(self, k: Any) -> None:
+        """Starts to fetch the tokens of step `k`."""
+        at, smem, slot = self.at, self.smem, self.slot_of_step(k)
+        step = self.number(lax.div(k, STEPS)) * STEPS + lax.rem(k, STEPS)
+        tokens = self.refs.tokens.at[at.batch, of_step(step), at.head, at.channels]
+        _copy(tokens, smem.tokens.at[slot], smem.tokens_full.at[slot])
+
+    def fetch_steps(self, n: Any) -> None:
+        """Starts to fetch the step sizes of chunk `n`."""
+        at, smem = self.at, self.smem
+        steps = self.refs.steps.at[at.batch, at.head, self.number(n)]
+        _copy(steps, smem.steps.at[self.slot(n)], smem.steps_full.at[self.slot(n)])
+
+    def fetch_weights(self, n: Any) -> None:
+        """Starts to fetch B or C of chunk `n`, for all warpgroups."""
+        at, smem, slot = self.at, self.smem, lax.rem(n, 2)
+        tokens = pl.ds(self.number(n) * CHUNK, CHUNK)
+        _copy(
+            self.refs.weights.at[at.batch, tokens, at.group],
+            smem.weights.at[slot],
+            smem.full.at[slot],
+        )
+
+    def chunk(self, n: Any, h: Any) -> Any:
+        """The state after chunk `n`, (P, N), from that before."""
+        at, refs, smem, slot = self.at, self.refs, self.smem, lax.rem(n, 2)
+        if refs.states is not None:
+            if (saved := refs.states.shape[1]) == self.scan.chunks:
+                self.save(n, h)
+            else:
+                pl.when(self.number(n) < saved)(functools.partial(self.save, n, h))
+
+        @pl.when((at.warpgroup == 0) & (n > 0) & (n + 1 < self.count))
+        def _():
+            plgpu.barrier_wait(smem.empty.at[1 - slot])
+            self.fetch_weights(n + 1)
+
+        plgpu.barrier_wait(smem.steps_full.at[self.slot(n)])
+
+        def add(h: Any) -> None:
+            for s in range(STEPS):
+                tokens = self.weighted(n, s)
+                if s == 0:
+                    plgpu.barrier_wait(smem.full.at[slot])
+                multiply(h, tokens, smem.weights.at[slot, pl.ds(s * STEP, STEP)])
+            # All warps have read these step sizes.
+            pl.when(n + 2 < self.count)(lambda: self.fetch_steps(n + 2))
+
+        (h,) = accumulated(add, h * jnp.exp2(smem.steps[self.slot(n), 0, CHUNK - 1]))
+        plgpu.barrier_arrive(smem.empty.at[slot])
+        return h
+
+    def weighted(self, n: Any, s: int) -> Any:
+        """(P, 64): a step's tokens by their weights, transposed; refills their stage."""
+        k, smem = n * STEPS + s, self.smem
+        steps, part = smem.steps.at[self.slot(n)], pl.ds(s * STEP, STEP)
+        plgpu.barrier_wait(smem.tokens_full.at[self.slot_of_step(k)])
+        tokens = smem.tokens.at[self.slot_of_step(k)].transpose((1, 0))
         tokens = wide(plgpu.load(tokens, layout=TILE))
         c = plgpu.load(steps.at[0, part], layout=COLUMNS)
-        if reverse:
+        if self.reverse:
             weight = jnp.exp2(c)
         else:
             sizes = plgpu.load(steps.at[1, part], layout=COLUMNS)
             weight = jnp.exp2(steps[0, CHUNK - 1] - c) * sizes
         tokens = (tokens * over_columns(weight, SLICE)).astype(smem.tokens.dtype)
         plgpu.commit_smem()  # all warps have read the tokens
-        pl.when(k + stages < count * STEPS)(lambda: fetch_tokens(k + stages))
+        stages = self.stages
+        pl.when(k + stages < self.count * STEPS)(lambda: self.fetch_tokens(k + stages))
         return tokens
 
-    def chunk(n: Any, h: Any) -> Any:
-        slot = lax.rem(n, 2)
-        if refs.states is not None:
-            if (saved := refs.states.shape[1]) == scan.chunks:
-                save(n, h)
-            else:
-                pl.when(where(n) < saved)(functools.partial(save, n, h))
-
-        @pl.when((at.warpgroup == 0) & (n > 0) & (n + 1 < count))
-        def _():
-            plgpu.barrier_wait(smem.empty.at[1 - slot])
-            fetch_weights(n + 1)
-
-        plgpu.barrier_wait(smem.steps_full.at[slot_of(n)])
-
-        def add(h: Any) -> None:
-            for s in range(STEPS):
-                tokens = weighted(n, s)
-                if s == 0:
-                    plgpu.barrier_wait(smem.full.at[slot])
-                multiply(h, tokens, smem.weights.at[slot, pl.ds(s * STEP, STEP)])
-            pl.when(n + 2 < count)(lambda: fetch_steps(n + 2))  # all warps have read this slot
-
-        (h,) = accumulated(add, h * jnp.exp2(smem.steps[slot_of(n), 0, CHUNK - 1]))
-        plgpu.barrier_arrive(smem.empty.at[slot])
-        return h
-
-    for k in range(stages):
-        pl.when(k < at.count)(functools.partial(fetch_tokens, k))
-    for n in range(2):
-        pl.when(n < count)(functools.partial(fetch_steps, n))
-        pl.when((at.warpgroup == 0) & (n < count))(functools.partial(fetch_weights, n))
-    h = lax.fori_loop(0, count, chunk, first_state(scan, refs, at))
-    plgpu.wait_smem_to_gmem(0)
-    refs.final.at[at.batch, at.part, at.head, at.channels][...] = h
+    def save(self, n: Any, h: Any) -> None:
+        """Saves `h`, the state before chunk `n`, in 16 bits."""
+        at, held, states = self.at, self.smem.held.at[self.at.warpgroup], self.refs.states
+        to = states.at[at.batch, self.number(n), at.head, at.channels]
+        boxes = [*enumerate(range(0, self.scan.states, BOX))]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for k, start in boxes:
+            held.at[k][...] = h[:, start : start + BOX].astype(held.dtype)
+        plgpu.commit_smem()
+        for k, start in boxes:
+            plgpu.copy_smem_to_gmem(held.at[k], to.at[:, pl.ds(start, BOX)])

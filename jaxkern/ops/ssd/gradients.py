@@ -5,7 +5,9 @@ warpgroups compute, each for half of the tokens (:mod:`jaxkern.ops.ssd.half_grad
 one fetches, and adds up what a unit has one number of: the gradients of a chunk's last sum and D.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -124,7 +126,7 @@ def _kernel(chunks: Chunks, refs: Any, smem: Any) -> None:
     @pl.when(warpgroup == STEPS)
     def _():
         plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-        _fetch(at, refs, smem)
+        _Fetch(at, refs, smem).run()
 
     for half in range(STEPS):
 
@@ -134,51 +136,62 @@ def _kernel(chunks: Chunks, refs: Any, smem: Any) -> None:
             compute(at, half, refs, smem)
 
 
-def _fetch(at: Block, refs: Any, smem: Any) -> None:
-    """Fetches B and C, and all that is read of each unit; sums what a unit has one number of."""
-    copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
-    for name in ("B", "C"):
-        tokens = pl.ds(at.chunk * CHUNK, CHUNK)
-        source = getattr(refs, name).at[at.batch, tokens, at.group]
-        copy(source, getattr(smem, name).at[0], smem.weights_full)
+_copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
 
-    def sum_parts(n: Any, of_states: Any) -> None:
-        """When the `n`-th unit is done, stores the sums of what lanes have.
 
-        `of_states` is of this warpgroup's lanes, of exp(c[Q−1]) · h · dh.
+@dataclasses.dataclass(frozen=True)
+class _Fetch:
+    """The warpgroup that fetches, and sums what a unit has one number of; `n` counts units."""
+
+    at: Block
+    refs: Any
+    smem: Any
+
+    def run(self) -> None:
+        """Fetches B and C, and all that is read of each unit."""
+        at, smem = self.at, self.smem
+        for name in ("B", "C"):
+            tokens = pl.ds(at.chunk * CHUNK, CHUNK)
+            source = getattr(self.refs, name).at[at.batch, tokens, at.group]
+            _copy(source, getattr(smem, name).at[0], smem.weights_full)
+        if self.ends_in_zeros:
+
+            @pl.when(self.is_last())
+            def _():
+                zeros = jnp.zeros((SLICE, at.scan.states), smem.dh.dtype)
+                smem.dh.at[0][...] = plgpu.layout_cast(zeros, TILE)
+                plgpu.commit_smem()
+
+        nothing = plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
+        of_states = lax.fori_loop(0, at.count, self.unit, nothing)
+        pl.when(at.count > 0)(lambda: self.sum_parts(at.count - 1, of_states))
+
+    @property
+    def ends_in_zeros(self) -> bool:
+        """Whether `dh` leaves out the last chunk, after which it is zero."""
+        return self.refs.dh.shape[1] < self.at.scan.chunks
+
+    def is_last(self) -> Any:
+        return self.at.chunk == self.at.scan.chunks - 1
+
+    def unit(self, n: Any, of_states: Any) -> Any:
+        """Fetches a unit, and when the one before is done, stores its sums.
+
+        `of_states` is of this warpgroup's lanes, of exp(c[Q−1]) · h · dh of the unit before;
+        returns that of this one.
         """
-        plgpu.barrier_wait(smem.dh_empty)
-        kinds = [LAST] if refs.parts.shape[-2] == 1 else [LAST, SKIP]
-        sums = [
-            sum_of(load_lanes(smem.lanes.at[k, half], OF_LANE)[0] for half in range(STEPS))
-            for k in kinds
-        ]
-        sums[LAST] = sums[LAST] + of_states
-        (total,) = sum_lanes(sums, (16, 8, 4, 2, 1))
-        sync_warpgroup()  # all warps have read: the next unit's may be stored, once dh is fetched
-        # With two kinds, the upper 16 lanes of each warp have the second.
-        offsets = LaneOffsets(((16, len(kinds), WARPS), (LANES // WARPS, WARPS, 1)))
-        store_lanes(refs.parts.at[at.batch, at.number(n), at.chunk], offsets, [total])
-
-    def fetch(n: Any, of_states: Any) -> Any:
-        slot = lax.rem(n, 2)
+        at, refs, smem, slot = self.at, self.refs, self.smem, lax.rem(n, 2)
         head, channels = at.unit(n)
         pl.when(n >= 2)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
-        full = smem.full.at[slot]
-        copy(at.tokens(refs.x, n), smem.x.at[slot], full)
-        copy(at.tokens(refs.dy, n), smem.dy.at[slot], full)
-        copy(refs.steps.at[at.batch, head, at.chunk], smem.steps.at[slot], full)
         state = lambda ref: ref.at[at.batch, at.chunk, head, channels]
+        full = smem.full.at[slot]
+        _copy(at.tokens(refs.x, n), smem.x.at[slot], full)
+        _copy(at.tokens(refs.dy, n), smem.dy.at[slot], full)
+        _copy(refs.steps.at[at.batch, head, at.chunk], smem.steps.at[slot], full)
         pl.when(n >= 1)(lambda: plgpu.barrier_wait(smem.h_empty))
-        copy(state(refs.h), smem.h.at[0], smem.h_full)
-        pl.when(n >= 1)(lambda: sum_parts(n - 1, of_states))  # and waits until dh is free
-        fetch_dh = lambda: copy(state(refs.dh), smem.dh.at[0], smem.dh_full)
-        if ends_in_zeros:
-            last = at.chunk == at.scan.chunks - 1
-            pl.when(last)(lambda: plgpu.barrier_arrive(smem.dh_full))
-            pl.when(~last)(fetch_dh)
-        else:
-            fetch_dh()
+        _copy(state(refs.h), smem.h.at[0], smem.h_full)
+        pl.when(n >= 1)(lambda: self.sum_parts(n - 1, of_states))  # and waits until dh is free
+        self.fetch_dh(lambda: state(refs.dh))
         for barrier in (full, smem.h_full, smem.dh_full):
             plgpu.barrier_wait(barrier)
         box = lambda ref, k: wide(plgpu.load(ref.at[0, :, pl.ds(k, BOX)], layout=TILE))
@@ -189,15 +202,29 @@ def _fetch(at: Block, refs: Any, smem: Any) -> None:
             plgpu.barrier_arrive(barrier)
         return of_states
 
-    ends_in_zeros = refs.dh.shape[1] < at.scan.chunks
-    if ends_in_zeros:
+    def fetch_dh(self, source: Callable[[], Any]) -> None:
+        """Starts to fetch dh, or says that its zeros are there."""
+        smem = self.smem
+        fetch = lambda: _copy(source(), smem.dh.at[0], smem.dh_full)
+        if self.ends_in_zeros:
+            last = self.is_last()
+            pl.when(last)(lambda: plgpu.barrier_arrive(smem.dh_full))
+            pl.when(~last)(fetch)
+        else:
+            fetch()
 
-        @pl.when(at.chunk == at.scan.chunks - 1)
-        def _():
-            zeros = plgpu.layout_cast(jnp.zeros((SLICE, at.scan.states), smem.dh.dtype), TILE)
-            smem.dh.at[0][...] = zeros
-            plgpu.commit_smem()
-
-    nothing = plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
-    of_states = lax.fori_loop(0, at.count, fetch, nothing)
-    pl.when(at.count > 0)(lambda: sum_parts(at.count - 1, of_states))
+    def sum_parts(self, n: Any, of_states: Any) -> None:
+        """When a unit is done, stores the sums of what lanes have of it."""
+        at, parts, smem = self.at, self.refs.parts, self.smem
+        plgpu.barrier_wait(smem.dh_empty)
+        kinds = [LAST] if parts.shape[-2] == 1 else [LAST, SKIP]
+        sums = [
+            sum_of(load_lanes(smem.lanes.at[k, half], OF_LANE)[0] for half in range(STEPS))
+            for k in kinds
+        ]
+        sums[LAST] = sums[LAST] + of_states
+        (total,) = sum_lanes(sums, (16, 8, 4, 2, 1))
+        sync_warpgroup()  # all warps have read: the next unit's may be stored, once dh is fetched
+        # With two kinds, the upper 16 lanes of each warp have the second.
+        offsets = LaneOffsets(((16, len(kinds), WARPS), (LANES // WARPS, WARPS, 1)))
+        store_lanes(parts.at[at.batch, at.number(n), at.chunk], offsets, [total])
