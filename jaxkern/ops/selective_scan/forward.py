@@ -126,86 +126,119 @@ class _Later:
 
 
 def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
-    at, tile = Block(scan), scan.tile
-    rate, D, dt_bias = scan.constants(refs)
+    _Forward(scan, refs, smem, ring).run()
 
-    def save(token, h):
-        plane = (at.batch, token // scan.every, at.channels)
-        scan.store_states(refs.states.at[plane], h)
 
-    def prepare(steps):
-        """What is computed once per token and channel: for the steps, and for the output."""
+class _Forward:
+    """A block, which takes the states of its channels through its steps.
+
+    Args:
+      scan: the sizes of the launch.
+      refs: arrays in global memory.
+      smem: `shared`, what all lanes of a channel read of a step, and `own`, what a lane stores for
+        itself.
+      ring: of what is read of tokens.
+    """
+
+    def __init__(self, scan: Scan, refs: Any, smem: Any, ring: TokenRing):
+        self.scan, self.refs, self.smem, self.ring = scan, refs, smem, ring
+        self.at = Block(scan)
+        self.rate, self.D, self.dt_bias = scan.constants(refs)
+
+    def run(self) -> None:
+        scan, refs, at = self.scan, self.refs, self.at
+        h = zero_states(scan)
+        if refs.initial is not None:
+            h = once_read(scan.load_states(refs.initial.at[at.batch, at.channels]))
+        if refs.passed is not None:
+            h = fold_before(scan, refs, self.rate, h)
+        h = self.ring.stream(at.first, at.units, self.tile, h)
+        if refs.final is not None:
+
+            @pl.when(at.later == 0)
+            def _():
+                scan.store_states(refs.final.at[at.batch, at.channels], h)
+
+    def tile(self, n: Any, span: Any, h: Any) -> Any:
+        """The states after the `n`-th tile, those before it being `h`."""
+        scan, ring = self.scan, self.ring
+
+        def at_chunk(c: Any) -> Steps:
+            return Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
+
+        def load(c: Any, step: Any) -> Any:
+            chunk = at_chunk(c)
+            dt, dtx = chunk.shared(shared_chunk(self.smem, scan.tile, c), step, 2)
+            weights = chunk.weights("B", step), chunk.weights("C", step)
+            return dtx, decays(dt, self.rate), *weights, chunk.keep(step)
+
+        def run(c: Any, steps: Any, h: Any) -> Any:
+            chunk = at_chunk(c)
+            if scan.every >= CHUNK:
+
+                @pl.when(lax.rem(chunk.token, scan.every) == 0)
+                def _():
+                    self.save(chunk.token, h)
+
+            return self.chunk(c, chunk, steps, h)
+
+        self.prepare(Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps))
+        return over_chunks(span, ring.chunks, load, run, h)
+
+    def prepare(self, steps: Steps) -> None:
+        """Computes what there is one of for a token and channel: for the steps, and the output."""
         for round, x, raw, z in steps.all_owned("x", "dt", "z"):
-            dt, _ = steps.step_size(round, raw + dt_bias)
-            steps.share(smem.shared, round, [dt, dt * x])
-            own = [D * x] if z is None else [D * x, steps.gate(z)[0]]
-            scan.store_lane(smem.own, len(own) * round, own)
+            dt, _ = steps.step_size(round, raw + self.dt_bias)
+            steps.share(self.smem.shared, round, [dt, dt * x])
+            own = [self.D * x] if z is None else [self.D * x, steps.gate(z)[0]]
+            self.scan.store_lane(self.smem.own, len(own) * round, own)
         sync_warp()
 
-    def run_chunk(c, chunk, steps, h):
+    def chunk(self, c: Any, chunk: Steps, steps: Any, h: Any) -> Any:
+        """The states after the `c`-th chunk of a tile; writes its output.
+
+        Args:
+          c: its number in the tile.
+          chunk: its tokens.
+          steps: of each step its number, and what was loaded for it.
+          h: the states before it.
+        """
+        scan, refs = self.scan, self.refs
         each = 1 if refs.z is None else 2
         size = len(chunk.rounds) * each * LANES
-        own_ref = smem.own.at[pl.ds(c * size, size)]
+        own = self.smem.own.at[pl.ds(c * size, size)]
 
-        def finish(round, parts):
+        def finish(round: int, parts: Any) -> Iterator[None]:
             for shuffle in chunk.shuffles_over_states():
                 yield
                 parts = shuffle(parts)
             yield
-            dx, *gate = scan.load_lane(own_ref, each * round, each)
+            dx, *gate = scan.load_lane(own, each * round, each)
             y = parts[0] + dx
             chunk.write(refs.out, round, y * gate[0] if gate else y)
 
         parts, later = [], _Later()
         for step, (dtx, decay, B, C, keep) in steps:
             if 0 < scan.every < CHUNK:
-                save_step(chunk.token + step, h)
+                self.save_step(chunk.token + step, h)
             write_final_states(scan, refs, keep, h)
             h = advance(decay, dtx, B, states_before(scan, refs, keep, h))
             parts += [dot(row, C) for row in h]
             later.advance()
-            if (step + 1) % tile.steps == 0:
-                later.add(finish(step // tile.steps, parts))
+            if (step + 1) % scan.tile.steps == 0:
+                later.add(finish(step // scan.tile.steps, parts))
                 parts = []
         later.finish()
         return h
 
-    def save_step(token, h):
-        @pl.when(token < scan.length)
+    def save(self, token: Any, h: Any) -> None:
+        """Saves the states before a token."""
+        plane = (self.at.batch, token // self.scan.every, self.at.channels)
+        self.scan.store_states(self.refs.states.at[plane], h)
+
+    def save_step(self, token: Any, h: Any) -> None:
+        """The same, of a token that may be past the end."""
+
+        @pl.when(token < self.scan.length)
         def _():
-            save(token, h)
-
-    def run_tile(n, span, h):
-        def at_chunk(c):
-            return Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
-
-        def load(c, step):
-            chunk = at_chunk(c)
-            dt, dtx = chunk.shared(shared_chunk(smem, tile, c), step, 2)
-            weights = chunk.weights("B", step), chunk.weights("C", step)
-            return dtx, decays(dt, rate), *weights, chunk.keep(step)
-
-        def run(c, steps, h):
-            chunk = at_chunk(c)
-            if scan.every >= CHUNK:
-
-                @pl.when(lax.rem(chunk.token, scan.every) == 0)
-                def _():
-                    save(chunk.token, h)
-
-            return run_chunk(c, chunk, steps, h)
-
-        prepare(Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps))
-        return over_chunks(span, ring.chunks, load, run, h)
-
-    h = zero_states(scan)
-    if refs.initial is not None:
-        h = once_read(scan.load_states(refs.initial.at[at.batch, at.channels]))
-    if refs.passed is not None:
-        h = fold_before(scan, refs, rate, h)
-    h = ring.stream(at.first, at.units, run_tile, h)
-    if refs.final is not None:
-
-        @pl.when(at.later == 0)
-        def _():
-            scan.store_states(refs.final.at[at.batch, at.channels], h)
+            self.save(token, h)
