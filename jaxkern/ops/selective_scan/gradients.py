@@ -55,13 +55,13 @@ class ChunkGradients:
         dh, dA, dD, ddt_bias = carry
         own = self.share_chunk(chunk)
         load_up = self.load_up(chunk)
-        before, passed, after = self.run_up(chunk, own, load_up, h)
+        before, weights, after = self.run_up(chunk, own, load_up, h)
         # In time for the next round, and not waited for together with this one's.
         following_h = load_following()
         dh, dA = map_states(lambda v: v, (dh, dA))
         into, ddecay = [], []  # Σ_n dh · B and Σ_n v · A · log2(e), [J · R]
         of_chunk = _nones(2)  # the sums for dD and ddt_bias
-        load = self.load_down(chunk, load_up, passed)
+        load = self.load_down(chunk, load_up, weights)
         for step, loaded in _loaded_ahead(range(CHUNK)[::-1], load):
             reached = states_before(self.scan, self.refs, loaded[-1], before[step])
             dh, *sums = self.step_gradients(dh, dA, reached, after, loaded)
@@ -111,15 +111,15 @@ class ChunkGradients:
     def run_up(
         self, chunk: Steps, own: list[Any], load: Callable[[int], Any], h: list[Rows]
     ) -> tuple[list[Any], list[Any], list[Rows]]:
-        """The states before each step, what each step has read, and the state after the chunk.
+        """The states before each step, B and C of each, and the state after the chunk.
 
         Writes dz on the way, which needs y.
         """
         scan, refs, tile = self.scan, self.refs, self.tile
-        ys, before, passed = [], [], []
+        ys, before, weights = [], [], []
         for step, (dtx, B, C, keep, decay, following) in _loaded_ahead(range(CHUNK), load):
             before.append(h)
-            passed.append((dtx, B, C, keep))
+            weights.append((B, C))
             h = following or advance(decay, dtx, B, states_before(scan, refs, keep, h))
             if refs.z is not None:
                 ys += [dot(row, C) for row in h]
@@ -128,17 +128,18 @@ class ChunkGradients:
                     x, *_, dsilu = own[round]
                     chunk.write(refs.dz, round, dsilu * (chunk.over_states(ys) + self.D * x))
                     ys = []
-        return before, passed, h
+        return before, weights, h
 
-    def load_down(self, chunk: Steps, load_up: Any, passed: list[Any]) -> Callable[[int], Any]:
+    def load_down(self, chunk: Steps, load_up: Any, weights: list[Any]) -> Callable[[int], Any]:
         """``load(step)`` for the way down: dy, dt, dt · x, decays, B, C and keep."""
         keeps_weights = self.tile.states <= 4  # of a chunk, in registers; more would spill
 
         def load(step):
-            # Another read of dt keeps the compiler from keeping the decays of the way up, for
-            # which there are no registers.
+            # Further reads of dt and keep have the compiler not hold the decays of the way up, nor
+            # where segments begin: there are no registers for them.
             dt, dtx = chunk.shared(self.smem.shared, step, 2, volatile=True)
-            _, B, C, keep = passed[step] if keeps_weights else load_up(step)[:4]
+            B, C = weights[step] if keeps_weights else load_up(step)[1:3]
+            keep = chunk.keep(step, volatile=True)
             dy = chunk.shared(self.smem.dy, step, 1)[0]
             return dy, dt, dtx, decays(dt, self.rate), B, C, keep
 

@@ -170,11 +170,12 @@ class Steps:
         start = step * t.all_states * copies
         return self.scan.load_pairs(ref, copies, *t.of_copy(), start=start)
 
-    def keep(self, step: int) -> Keep | None:
+    def keep(self, step: int, volatile: bool = False) -> Keep | None:
         if self.tokens.keep is None:
             return None
         crossed = None if self.tokens.crossed is None else self.tokens.crossed[step]
-        return Keep(self.scan.load1(self.tokens.keep, start=step), crossed)
+        (kept,) = self.scan.load(self.tokens.keep, start=step, volatile=volatile)
+        return Keep(kept, crossed)
 
     def crosses(self) -> jax.Array:
         """Whether a segment begins at one of the steps, a scalar."""
