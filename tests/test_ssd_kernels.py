@@ -173,7 +173,7 @@ def test_parts_begin_where_the_sequence_is(chunks, part, sms, reverse, monkeypat
 
 
 def test_gradients_after_the_last_chunk_are_not_stored(monkeypatch):
-    """Where nothing comes after, what is left out of memory counts as zeros."""
+    """The last chunk's, where nothing comes after, is left out of memory and counts as zeros."""
     x, dt, A, B, C, D, *_ = HALF(1, 200, 1, 64, 16)
     given = by_group((x, dt, A, B, C, D, None, None, None), 2)
     x, dt, A, B, C, D, *_ = given
@@ -198,7 +198,7 @@ def test_gradients_after_the_last_chunk_are_not_stored(monkeypatch):
 
 @pytest.mark.compiled
 def test_ssd_kernels_end_in_zeros():
-    """The same bits without a final state, and with one whose gradient is zero."""
+    """Gradients have the bits without a final state that they have with zeros for its gradient."""
     arrays = HALF(8, 1030, 32, 64, 128)
     dout, dfinal = cotangents(arrays)
     run = lambda final: check.program(scan, implementation="mosaic", return_final_state=final)

@@ -22,6 +22,20 @@ def swizzled(*shape: int, dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzle(SWIZZLE)))
 
 
+def start_fetch(source: Any, to: Any, full: Any, collective_axes: Any = None) -> None:
+    """Starts a copy by the TMA to shared memory; what is past the end of an array is zero there.
+
+    Args:
+      source: a part of an array in global memory.
+      to: shared memory of its shape.
+      full: the barrier at which the copy arrives.
+      collective_axes: of the cluster whose blocks share the copy, or ``None``.
+    """
+    plgpu.copy_gmem_to_smem(
+        source, to, full, collective_axes=collective_axes, oob_mode=plgpu.OOBFillMode.ZEROS
+    )
+
+
 def without_wgmma() -> str | None:
     """Why the kernels cannot run on the GPU that is lowered for, if that is no Hopper."""
     gpu = target.current()

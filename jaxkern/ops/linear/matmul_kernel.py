@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.launch import grid_axes
-from jaxkern.mosaic.wgmma import ACCUMULATOR, SWIZZLE
+from jaxkern.mosaic.wgmma import ACCUMULATOR, SWIZZLE, start_fetch
 from jaxkern.ops.linear.tiles import BOX, CONSUMERS, Tile
 
 CLUSTERS, PAIR, WARPGROUP = grid_axes("clusters", "pair", "warpgroup")
@@ -233,15 +233,14 @@ class _Block:
     ) -> None:
         """Fetches one step's tiles of an a and its b into a slot of the ring."""
         shared, share = self.shared, self.tile.share
-        copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
-        copy(
+        start_fetch(
             a.at(*(a_index[::-1] if self.product.lhs_transposed else a_index)),
             shared.a_slots.at[slot],
             shared.full.at[slot],
             collective_axes=(PAIR,) if share == "lhs" else None,
         )
         for which, b in enumerate(bs):
-            copy(
+            start_fetch(
                 b.at(*(b_index[::-1] if self.product.rhs_transposed else b_index)),
                 shared.b_slots.at[which, slot],
                 shared.full.at[slot],
@@ -264,20 +263,18 @@ class _Block:
         """Fetches what the epilogue reads of a tile, box by box."""
         shared, boxes = self.shared, list(enumerate(self.tile.boxes))
         for (box, (r, c)), (t, ref) in itertools.product(boxes, enumerate(self.tiles)):
-            plgpu.copy_gmem_to_smem(
+            start_fetch(
                 ref.at[pl.ds(row + r, BOX), pl.ds(column + c, BOX)],
                 shared.in_slots.at[self.warpgroup, box, t],
                 self.arrival(box),
-                oob_mode=plgpu.OOBFillMode.ZEROS,
             )
         if shared.held_slots is None:
             return
         for (box, (r, c)), o, b in itertools.product(boxes, range(self.held), range(SLOTS_F32)):
-            plgpu.copy_gmem_to_smem(
+            start_fetch(
                 self.outs[o].at(pl.ds(row + r, BOX), pl.ds(column + c + b * BOX_F32, BOX_F32)),
                 shared.held_slots.at[self.warpgroup, box, o * SLOTS_F32 + b],
                 self.arrival(box),
-                oob_mode=plgpu.OOBFillMode.ZEROS,
             )
 
     def arrival(self, box: int) -> Any:

@@ -73,8 +73,8 @@ class Scan:
         """Chunks from one saved state to the next; 1 where there is one before every chunk."""
         return max(1, self.every // CHUNK)
 
-    def load1(self, ref: Any, *digits: Any, start: int = 0) -> jax.Array:
-        return self.load(ref, *digits, start=start)[0]
+    def load1(self, ref: Any, *digits: Any, start: int = 0, volatile: bool = False) -> jax.Array:
+        return self.load(ref, *digits, start=start, volatile=volatile)[0]
 
     def store(self, ref: Any, values: Sequence[jax.Array], *digits: Any, start: int = 0) -> None:
         store_lanes(ref, LaneOffsets(digits, start), values)

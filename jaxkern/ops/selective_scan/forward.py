@@ -237,7 +237,7 @@ class _Forward:
         self.scan.store_states(self.refs.states.at[plane], h)
 
     def save_step(self, token: Any, h: Any) -> None:
-        """The same, of a token that may be past the end."""
+        """Saves the states before a token, unless that is past the end."""
 
         @pl.when(token < self.scan.length)
         def _():

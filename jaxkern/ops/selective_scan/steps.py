@@ -171,11 +171,14 @@ class Steps:
         return self.scan.load_pairs(ref, copies, *t.of_copy(), start=start)
 
     def keep(self, step: int, volatile: bool = False) -> Keep | None:
+        """Whether the sequence goes on at a step; ``None`` where there are no segments.
+
+        `volatile` has it read again, where it was read before.
+        """
         if self.tokens.keep is None:
             return None
         crossed = None if self.tokens.crossed is None else self.tokens.crossed[step]
-        (kept,) = self.scan.load(self.tokens.keep, start=step, volatile=volatile)
-        return Keep(kept, crossed)
+        return Keep(self.scan.load1(self.tokens.keep, start=step, volatile=volatile), crossed)
 
     def crosses(self) -> jax.Array:
         """Whether a segment begins at one of the steps, a scalar."""

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.named import launch_named
-from jaxkern.mosaic.wgmma import swizzled
+from jaxkern.mosaic.wgmma import start_fetch, swizzled
 from jaxkern.ops.section_states import state_after_all
 from jaxkern.ops.ssd.blocks import (
     BLOCK,
@@ -191,9 +191,6 @@ def _kernel(scan: Scan, reverse: bool, refs: Any, smem: Any) -> None:
     _Carry(scan, reverse, refs, smem, Unit(scan, lax.axis_index(WARPGROUP))).run()
 
 
-_copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
-
-
 class _Carry:
     """A warpgroup that holds the state of a unit; `n` counts its chunks, `k` steps of these.
 
@@ -242,19 +239,19 @@ class _Carry:
         at, smem, slot = self.at, self.smem, self.slot_of_step(k)
         step = self.number(lax.div(k, STEPS)) * STEPS + lax.rem(k, STEPS)
         tokens = self.refs.tokens.at[at.batch, of_step(step), at.head, at.channels]
-        _copy(tokens, smem.tokens.at[slot], smem.tokens_full.at[slot])
+        start_fetch(tokens, smem.tokens.at[slot], smem.tokens_full.at[slot])
 
     def fetch_steps(self, n: Any) -> None:
         """Starts to fetch the step sizes of chunk `n`."""
         at, smem = self.at, self.smem
         steps = self.refs.steps.at[at.batch, at.head, self.number(n)]
-        _copy(steps, smem.steps.at[self.slot(n)], smem.steps_full.at[self.slot(n)])
+        start_fetch(steps, smem.steps.at[self.slot(n)], smem.steps_full.at[self.slot(n)])
 
     def fetch_weights(self, n: Any) -> None:
         """Starts to fetch B or C of chunk `n`, for all warpgroups."""
         at, smem, slot = self.at, self.smem, lax.rem(n, 2)
         tokens = pl.ds(self.number(n) * CHUNK, CHUNK)
-        _copy(
+        start_fetch(
             self.refs.weights.at[at.batch, tokens, at.group],
             smem.weights.at[slot],
             smem.full.at[slot],

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.mosaic.arithmetic import sigmoid
 from jaxkern.mosaic.instructions import unknown_zero
 from jaxkern.mosaic.named import launch_named
-from jaxkern.mosaic.wgmma import swizzled
+from jaxkern.mosaic.wgmma import start_fetch, swizzled
 from jaxkern.ops.ssd.blocks import (
     BLOCK,
     COLUMNS,
@@ -224,15 +224,14 @@ class _Scores:
         at, stages = self.units[0], self.scan.stages
         slot, full = lax.rem(n, stages), self.smem.full.at[lax.rem(n, 2 * stages)]
         for name in ("B", "C"):
-            plgpu.copy_gmem_to_smem(
+            start_fetch(
                 getattr(self.refs, name).at[at.batch, of_step(at.first + n), at.group],
                 getattr(self.smem, name).at[slot],
                 full,
-                oob_mode=plgpu.OOBFillMode.ZEROS,
             )
         for k, unit in enumerate(self.units):
             steps = self.refs.steps.at[at.batch, unit.head, lax.div(at.first + n, STEPS)]
-            plgpu.copy_gmem_to_smem(steps, self.smem.steps.at[slot, k], full)
+            start_fetch(steps, self.smem.steps.at[slot, k], full)
 
     def refill(self, n: Any) -> None:
         """Waits until step `n` − 2 is done, which frees its M and its stage; fills the stage."""
@@ -300,11 +299,10 @@ class _State:
         if (ref := getattr(self.refs, name)) is None:
             return
         slot = self.slot(n) if name == "x" else self.at.warpgroup
-        plgpu.copy_gmem_to_smem(
+        start_fetch(
             self.tokens(ref, n),
             getattr(self.smem, name).at[slot],
             getattr(self.smem, f"{name}_full").at[slot],
-            oob_mode=plgpu.OOBFillMode.ZEROS,
         )
 
     def step(self, n: Any, h: Any) -> Any:

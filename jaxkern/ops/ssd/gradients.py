@@ -7,7 +7,6 @@ one fetches, and adds up what a unit has one number of: the gradients of a chunk
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.registers import ROW
-from jaxkern.mosaic.wgmma import swizzled
+from jaxkern.mosaic.wgmma import start_fetch, swizzled
 from jaxkern.ops.ssd.blocks import BLOCK, TILE, WARPGROUP, wide
 from jaxkern.ops.ssd.call import Arrays
 from jaxkern.ops.ssd.fragments import lane_sums, own_shape
@@ -136,9 +135,6 @@ def _kernel(chunks: Chunks, refs: Any, smem: Any) -> None:
             compute(at, half, refs, smem)
 
 
-_copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Fetch:
     """The warpgroup that fetches, and sums what a unit has one number of; `n` counts units."""
@@ -153,7 +149,7 @@ class _Fetch:
         for name in ("B", "C"):
             tokens = pl.ds(at.chunk * CHUNK, CHUNK)
             source = getattr(self.refs, name).at[at.batch, tokens, at.group]
-            _copy(source, getattr(smem, name).at[0], smem.weights_full)
+            start_fetch(source, getattr(smem, name).at[0], smem.weights_full)
         if self.ends_in_zeros:
 
             @pl.when(self.is_last())
@@ -185,13 +181,13 @@ class _Fetch:
         pl.when(n >= 2)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
         state = lambda ref: ref.at[at.batch, at.chunk, head, channels]
         full = smem.full.at[slot]
-        _copy(at.tokens(refs.x, n), smem.x.at[slot], full)
-        _copy(at.tokens(refs.dy, n), smem.dy.at[slot], full)
-        _copy(refs.steps.at[at.batch, head, at.chunk], smem.steps.at[slot], full)
+        start_fetch(at.tokens(refs.x, n), smem.x.at[slot], full)
+        start_fetch(at.tokens(refs.dy, n), smem.dy.at[slot], full)
+        start_fetch(refs.steps.at[at.batch, head, at.chunk], smem.steps.at[slot], full)
         pl.when(n >= 1)(lambda: plgpu.barrier_wait(smem.h_empty))
-        _copy(state(refs.h), smem.h.at[0], smem.h_full)
+        start_fetch(state(refs.h), smem.h.at[0], smem.h_full)
         pl.when(n >= 1)(lambda: self.sum_parts(n - 1, of_states))  # and waits until dh is free
-        self.fetch_dh(lambda: state(refs.dh))
+        self.fetch_dh(state(refs.dh))
         for barrier in (full, smem.h_full, smem.dh_full):
             plgpu.barrier_wait(barrier)
         box = lambda ref, k: wide(plgpu.load(ref.at[0, :, pl.ds(k, BOX)], layout=TILE))
@@ -202,16 +198,16 @@ class _Fetch:
             plgpu.barrier_arrive(barrier)
         return of_states
 
-    def fetch_dh(self, source: Callable[[], Any]) -> None:
+    def fetch_dh(self, source: Any) -> None:
         """Starts to fetch dh, or says that its zeros are there."""
         smem = self.smem
-        fetch = lambda: _copy(source(), smem.dh.at[0], smem.dh_full)
+        start = lambda: start_fetch(source, smem.dh.at[0], smem.dh_full)
         if self.ends_in_zeros:
             last = self.is_last()
             pl.when(last)(lambda: plgpu.barrier_arrive(smem.dh_full))
-            pl.when(~last)(fetch)
+            pl.when(~last)(start)
         else:
-            fetch()
+            start()
 
     def sum_parts(self, n: Any, of_states: Any) -> None:
         """When a unit is done, stores the sums of what lanes have of it."""

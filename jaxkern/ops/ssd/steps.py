@@ -25,6 +25,7 @@ from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sync_warpgroup
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.wgmma import start_fetch
 from jaxkern.ops.ssd.blocks import BLOCK, WARPGROUP
 from jaxkern.ops.ssd.tiles import CHUNK, WARPS
 
@@ -226,13 +227,10 @@ class _At:
         return ref.at[self.batch, self.heads, self.chunk]
 
 
-_fetch = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=plgpu.OOBFillMode.ZEROS)
-
-
 def _sum_chunk(lanes: _Lanes, refs: Any, smem: Any) -> None:
     at = _At.of(lanes, refs.a)
     for name in ("a", "dt"):
-        _fetch(at.tokens(getattr(refs, name)), getattr(smem, name), smem.full)
+        start_fetch(at.tokens(getattr(refs, name)), getattr(smem, name), smem.full)
     plgpu.barrier_wait(smem.full)
     sums = [*itertools.accumulate(v * LOG2E for v in lanes.load_tokens(smem.a))]
     before = lanes.sum_of_others(smem.totals, sums[-1], after=False)
@@ -246,7 +244,7 @@ def _sum_chunk(lanes: _Lanes, refs: Any, smem: Any) -> None:
 def _sum_chunk_grads(lanes: _Lanes, refs: Any, smem: Any) -> None:
     at = _At.of(lanes, refs.da)
     for name in ("sums", "parts"):
-        _fetch(at.by_head(getattr(refs, name)), getattr(smem, name), smem.full)
+        start_fetch(at.by_head(getattr(refs, name)), getattr(smem, name), smem.full)
     plgpu.barrier_wait(smem.full)
     load = lambda k: load_lanes(smem.sums, lanes.run_of_head(k), lanes.run)
     grads = [*itertools.accumulate(reversed(load(0)))][::-1]
