@@ -83,15 +83,23 @@ def pytest_runtest_call(item):
         raise
 
 
-def pytest_collection_modifyitems(items):
-    """Tests of compiled behaviour are GPU tests, and cannot run elsewhere."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Deselects what cannot run here: a skipped test is one that should have run."""
     for item in items:
         if item.get_closest_marker("compiled"):
             item.add_marker(pytest.mark.gpu)
-            if not ON_GPU:
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    impossible = [item for item in items if not _runs_here(item)]
+    items[:] = [item for item in items if _runs_here(item)]
+    config.hook.pytest_deselected(items=impossible)
     if ON_GPU:
         items[:] = _spread(items)
+
+
+def _runs_here(item):
+    if not ON_GPU and item.get_closest_marker("compiled"):
+        return False
+    return not any(mark.args[0] for mark in item.iter_markers("skipif"))
 
 
 def _spread(items):
