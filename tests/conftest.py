@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import gc
+import json
 import os
 import signal
 import tempfile
@@ -47,8 +48,18 @@ if not ON_GPU:
 _MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 """A process's mappings of memory, and how many Linux lets it have."""
 
+_STARTED = pytest.StashKey[float]()
+"""CPU seconds at the start of a test's phase."""
+
 _LONG = ("test_lm_model", "test_notebooks", "test_nn_blocks")
 """Files whose tests take longest on a GPU."""
+
+
+BUDGET = 5.0
+"""CPU seconds that a test of the default suite may take; one that takes more is ``exhaustive``."""
+
+DURATIONS = Path(__file__).parent.parent / ".test_durations"
+"""CPU seconds of each test, as pytest-split stores them: ``pytest --store-durations -m ""``."""
 
 
 def pytest_addoption(parser):
@@ -83,6 +94,27 @@ def pytest_runtest_call(item):
         raise
 
 
+def _cpu_seconds():
+    """CPU seconds of this process and of the children that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    item.stash[_STARTED] = _cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """The duration of a phase is its CPU seconds, which a busy machine does not lengthen."""
+    report = yield
+    now = _cpu_seconds()
+    report.duration = round(now - item.stash[_STARTED], 2)
+    item.stash[_STARTED] = now
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Deselects what cannot run here: a skipped test is one that should have run."""
@@ -92,8 +124,19 @@ def pytest_collection_modifyitems(config, items):
     impossible = [item for item in items if not _runs_here(item)]
     items[:] = [item for item in items if _runs_here(item)]
     config.hook.pytest_deselected(items=impossible)
+    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    default = {i.nodeid: seconds.get(i.nodeid, 0.0) for i in items if not _exhaustive(i)}
+    if slow := [f"{name} ({s:.1f})" for name, s in default.items() if s > BUDGET]:
+        raise pytest.UsageError(
+            f"tests of over {BUDGET:g} CPU seconds by {DURATIONS.name} that are not marked "
+            "exhaustive:\n" + "\n".join(slow)
+        )
     if ON_GPU:
         items[:] = _spread(items)
+
+
+def _exhaustive(item):
+    return item.get_closest_marker("exhaustive") is not None
 
 
 def _runs_here(item):
@@ -142,6 +185,17 @@ def _two_large_tests_at_a_time(request):
 
 
 def pytest_terminal_summary(terminalreporter):
+    """Prints op × transformation, and the tests that took over twice their budget."""
+    _print_matrix(terminalreporter)
+    passed = terminalreporter.stats.get("passed", [])
+    slow = [r for r in passed if r.duration > 2 * BUDGET and "exhaustive" not in r.keywords]
+    if slow and not ON_GPU:
+        terminalreporter.write_sep("-", f"over {2 * BUDGET:g} CPU seconds: mark them exhaustive")
+        for report in slow:
+            terminalreporter.write_line(f"{report.duration:7.1f}  {report.nodeid}")
+
+
+def _print_matrix(terminalreporter):
     """Prints op × transformation, from the tests that recorded a ``cell``."""
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     marks = {"passed": "✓", "failed": "✗", "skipped": "–"}
