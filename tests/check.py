@@ -64,6 +64,7 @@ class Op:
       once: whether a CPU runs a cell once: its kernels, or where it cannot, what is chosen.
       cells: (transformation, implementation) of each cell, where it is not the whole matrix.
       without: transformations that the op has other tests of.
+      slow: transformations whose interpreted cell the default suite leaves to the exhaustive one.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Op:
     once: bool = False
     cells: Sequence[tuple[str, str | None]] | None = None
     without: Sequence[str] = ()
+    slow: Sequence[str] = ()
 
     @property
     def row(self) -> str:
@@ -364,8 +366,6 @@ def _explicit_mesh(c: _Cell) -> None:
 
 
 def _feature_mesh(c: _Cell) -> None:
-    if not c.op.features:
-        pytest.skip("no axis of this op is gathered")
     for kind in (AxisType.Auto, AxisType.Explicit):
         _on_mesh(c, kind, local=False, data=c.op.features)
 
@@ -529,6 +529,19 @@ ALONE: dict[str, str | None] = {
 }
 """Cells about one implementation, whichever was asked for: it alone has them."""
 
+WHOLE_BY_DEFAULT = frozenset({"rms_norm", "linear", "selective_scan"})
+"""Ops of rows, of products and of sequences, whose whole matrix is in the default suite."""
+
+BY_DEFAULT: dict[str, str | None] = {
+    "value": "mosaic",
+    "grad": None,
+    "vmap(grad)": None,
+    "grad(grad)": None,
+    "auto mesh": None,
+    "kernels lowered": "mosaic",
+}
+"""The cells of every other op that the default suite runs; the exhaustive one has the rest."""
+
 
 def _interpreted(op: Op, transformation: str) -> bool:
     """Whether the cell runs in the interpreter; otherwise, where no GPU is, by the choice."""
@@ -539,27 +552,41 @@ def _interpreted(op: Op, transformation: str) -> bool:
     return transformation not in WITHOUT_INTERPRETER
 
 
-def _run_cell(op: Op, name: str, implementation: str | None) -> None:
+def _runs_on_a_cpu(op: Op, name: str, implementation: str | None) -> bool:
     interpreted = _interpreted(op, name)
-    if implementation == "mosaic" and not ON_GPU and not interpreted:
-        pytest.skip("not for the interpreter: on a GPU it runs compiled")
+    if implementation == "mosaic" and not interpreted:
+        return False
     if implementation == "xla" and name in OF_JAX and op.name != "rms_norm":
-        pytest.skip("plain JAX under JAX's own rules, as rms_norm shows")
+        return False
     chosen = "mosaic" if interpreted else None
-    if op.once and not ON_GPU and name not in (*ALONE, "jvp") and implementation != chosen:
-        pytest.skip("a CPU runs each once")
-    TRANSFORMATIONS[name](_Cell(op, implementation))
+    return not op.once or name in (*ALONE, "jvp") or implementation == chosen
 
 
 def _cells(op: Op) -> list[tuple[str, str | None]]:
     if op.cells is not None:
-        return list(op.cells)
-    left_out = {*op.without, *([] if op.channels else ["rows and channels split"])}
+        cells = list(op.cells)
+    else:
+        left_out = {*op.without, *([] if op.channels else ["rows and channels split"])}
+        left_out |= set() if op.features else {"features split"}
+        cells = [
+            (name, implementation)
+            for name in TRANSFORMATIONS
+            if name not in left_out
+            for implementation in ([ALONE[name]] if name in ALONE else IMPLEMENTATIONS)
+        ]
+    return [cell for cell in cells if ON_GPU or _runs_on_a_cpu(op, *cell)]
+
+
+def _marks(op: Op, name: str, implementation: str | None) -> list[pytest.MarkDecorator]:
+    if op.name in WHOLE_BY_DEFAULT:
+        by_default = not (interpreted(implementation) and name in op.slow)
+    elif op.once:
+        by_default = name in BY_DEFAULT
+    else:
+        by_default = (name, implementation) in BY_DEFAULT.items()
     return [
-        (name, implementation)
-        for name in TRANSFORMATIONS
-        if name not in left_out
-        for implementation in ([ALONE[name]] if name in ALONE else IMPLEMENTATIONS)
+        *([] if implementation == "xla" else [pytest.mark.gpu]),
+        *([] if by_default else [pytest.mark.exhaustive]),
     ]
 
 
@@ -570,7 +597,7 @@ def transformations(*ops: Op) -> Callable[..., None]:
             op,
             *cell,
             id=f"{op.name}-{cell[0]}-{cell[1] or 'auto'}",
-            marks=[pytest.mark.gpu] if cell[1] != "xla" else [],
+            marks=_marks(op, *cell),
         )
         for op in ops
         for cell in _cells(op)
@@ -579,6 +606,6 @@ def transformations(*ops: Op) -> Callable[..., None]:
     @pytest.mark.parametrize(("op", "name", "implementation"), cells)
     def test(op, name, implementation, record_property):
         record_property("cell", (name, f"{op.name} {implementation or 'auto'}"))
-        _run_cell(op, name, implementation)
+        TRANSFORMATIONS[name](_Cell(op, implementation))
 
     return test
