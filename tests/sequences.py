@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxkern
+from tests import check
 
 TOLERANCE = 2e-5
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -138,3 +140,45 @@ GIVEN = {
     "packed": lambda arrays: arrays,
 }
 """Which of an op's arrays a test passes: neither state nor segments, a state, both."""
+
+
+def check_results(
+    got: Any,
+    oracle: Callable[..., Any],
+    arrays: Any,
+    cotangents: Any,
+    rounding: Any,
+    **options: Any,
+) -> None:
+    """Holds results and gradients to a NumPy oracle, with no other program to compile.
+
+    In fp32 an error is at most twice that of the oracle run in fp32. Where `rounding` is given it
+    is also at most one rounding of the result and this, relative.
+
+    Args:
+      got: results and gradients, as the oracle has them.
+      oracle: ``oracle(*arrays, *cotangents, **options)``.
+      arrays: the op's arguments.
+      cotangents: of its results.
+      rounding: relative; it must be given where a result has 16 bits.
+      options: of the oracle.
+    """
+
+    def run(dtype: str) -> list[Any]:
+        given = (np.asarray(v).astype(dtype) for v in (*arrays, *cotangents))
+        return jax.tree.leaves(oracle(*given, **options))
+
+    ours, truths = jax.tree.leaves(got), run("float64")
+    wide = all(v.dtype == jnp.float32 for v in jax.tree.leaves(got[0]))
+    assert wide or rounding is not None
+    others = run("float32") if wide else truths
+    for i, (our, other, truth) in enumerate(zip(ours, others, truths, strict=True)):
+        if wide:
+            check.at_most_twice(f"array {i}", our, other.astype(our.dtype), truth)
+        if rounding is not None:
+            error = check.relative_error(our, truth)
+            assert error <= float(jnp.finfo(our.dtype).eps) / 2 + rounding, (
+                f"array {i}: {error:.1e}"
+            )
+        if our.dtype == jnp.bfloat16:  # rounded once: fp32 errors flip few roundings
+            check.assert_close(our, truth.astype(our.dtype), 3e-4)
