@@ -1,5 +1,6 @@
 """Every op under each of JAX's modes of strictness, for symbolic shapes, and for every dtype."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,25 +51,38 @@ def gradients(f: Callable[..., Any], kinds: Sequence[Any]) -> Callable[..., Any]
     return jax.value_and_grad(loss, argnums=floating)
 
 
-MODES: dict[str, Callable[[], Any]] = {
-    "x64": lambda: jax.enable_x64(True),
-    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
-    "leaks": lambda: jax.check_tracer_leaks(True),
-}
+@contextlib.contextmanager
+def strict():
+    """The modes at once in which JAX refuses what it lets pass elsewhere."""
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
+        yield
 
 
 @EACH
-@pytest.mark.parametrize("mode", list(MODES))
-def test_traced_in_a_strict_mode(mode, name):
-    """Value and gradients are traced, with the dtypes that they have without the mode."""
-    f = CASES[name].call
-    for mixed in MIXED:
-        kinds = types(name, mixed, 2, 5)
-        run = lambda f=f, kinds=kinds: jax.eval_shape(gradients(f, kinds), *kinds)
-        want = jax.tree.map(lambda a: a.dtype, run())
-        with MODES[mode]():
-            assert jax.tree.map(lambda a: a.dtype, run()) == want
+def test_traced_in_strict_modes(name):
+    """Value and gradients have their dtypes; those of the arrays are in rotation."""
+    kinds = types(name, MIXED[list(CASES).index(name) % 2], 2, 5)
+    with strict():
+        value, grads = jax.eval_shape(gradients(CASES[name].call, kinds), *kinds)
+    assert value.dtype == F32
+    assert [g.dtype for g in grads] == [
+        t.dtype for t in kinds if jnp.issubdtype(t.dtype, jnp.floating)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.exhaustive] * (n != "rms_norm")) for n in CASES],
+)
+def test_no_tracer_leaks(name):
+    """Apart from the other modes: after each trace JAX looks through all that is in memory."""
+    kinds = types(name, MIXED[0], 2, 5)
+    with jax.check_tracer_leaks(True):
+        jax.eval_shape(gradients(CASES[name].call, kinds), *kinds)
 
 
 def _of_tree(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,30 +117,42 @@ OPTIMIZER = {
     "sgd": _of_tree(lambda: jaxkern.fused_sgd(lambda count: 0.1, 0.9, nesterov=True)),
     "accumulated": _accumulated,
     "scaled": _scaled,
+    "adamw, 8 bits": _of_tree(lambda: jaxkern.fused_adamw(0.1, mu_dtype="int8", nu_dtype="uint8")),
 }
+DIFFERENTIATED = {*OPTIMIZER} - {"adam, rounded", "adamw, 8 bits"}
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("name", [*OPTIMIZER, "adamw, 8 bits"])
-def test_optimizers_in_a_strict_mode(mode, name):
-    """A step and its gradients are traced, with the dtypes that they have without the mode."""
+@pytest.mark.parametrize("name", OPTIMIZER)
+def test_optimizers_in_strict_modes(name):
+    """A step and its gradients."""
     kinds = {"w": jax.ShapeDtypeStruct((64, 128), BF16), "b": jax.ShapeDtypeStruct((8,), BF16)}
-    of_codes = _of_tree(lambda: jaxkern.fused_adamw(0.1, mu_dtype="int8", nu_dtype="uint8"))
-    f = OPTIMIZER.get(name, of_codes)
+    f = OPTIMIZER[name]
 
     def loss(tree: Any) -> Any:
         floating = (a for a in jax.tree.leaves(jax.jit(f)(tree)) if a.dtype in (BF16, F32))
         return sum(jnp.sum(a.astype(F32)) for a in floating)
 
-    run = lambda: jax.eval_shape(
-        lambda tree: (f(tree), name in OPTIMIZER and jax.grad(loss)(tree)), kinds
-    )
-    want = jax.tree.map(lambda a: a.dtype, run())
-    with MODES[mode]():
-        assert jax.tree.map(lambda a: a.dtype, run()) == want
+    def dtypes_of() -> Any:
+        step = lambda tree: (f(tree), name in DIFFERENTIATED and jax.grad(loss)(tree))
+        return jax.tree.map(lambda a: a.dtype, jax.eval_shape(step, kinds))
+
+    want = dtypes_of()
+    with strict():
+        assert dtypes_of() == want
 
 
-@pytest.mark.parametrize("name", KERNELS)
+def in_turn(turn: int, of: int, names: Sequence[str] = tuple(CASES)) -> Any:
+    """Each case; by default the first of every op whose turn it is, one in `of`."""
+    first = list({CASES[name].op: name for name in reversed(names)}.values())[::-1]
+    by_default = first[turn::of]
+    params = [
+        pytest.param(name, marks=[] if name in by_default else [pytest.mark.exhaustive])
+        for name in names
+    ]
+    return pytest.mark.parametrize("name", params)
+
+
+@in_turn(0, 1, KERNELS)
 def test_kernels_lowered_under_x64(name):
     """For CUDA, where the kernels run."""
     case = CASES[name]
@@ -139,8 +165,7 @@ def test_kernels_lowered_under_x64(name):
         assert check.kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text())
 
 
-@pytest.mark.newest
-@EACH
+@in_turn(0, 3)
 def test_values_under_x64_and_debug_nans(name):
     arrays = draw(name, 2, 5)
     run = gradients(CASES[name].call, arrays)
@@ -150,8 +175,7 @@ def test_values_under_x64_and_debug_nans(name):
     check.assert_close(got, want)
 
 
-@pytest.mark.newest
-@EACH
+@in_turn(1, 3)
 def test_values_without_jit(name):
     arrays = draw(name, 1, 2)
     run = gradients(CASES[name].call, arrays)
@@ -161,8 +185,7 @@ def test_values_without_jit(name):
     check.assert_close(got, want)
 
 
-@pytest.mark.newest
-@EACH
+@in_turn(2, 3)
 def test_symbolic_shapes(name):
     """Batch and length are symbolic: plain JAX, right for the sizes it is called with."""
     case = CASES[name]
@@ -180,9 +203,10 @@ def test_symbolic_shapes(name):
 
 
 @EACH
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int32", "bool", "complex64"])
-def test_dtypes_refused(dtype, name):
-    """In the op's words, with the remedy."""
+def test_dtypes_refused(name):
+    """In the op's words, with the remedy; one of the dtypes for each case, in rotation."""
+    refused = ["float8_e4m3fn", "int32", "bool", "complex64"]
+    dtype = refused[list(CASES).index(name) % len(refused)]
     f = CASES[name].call
     kinds = types(name, dtypes(dtype, matrices=F32, parameters=F32), 2, 5)
     if CASES[name].op == "linear_scan" and dtype == "complex64":  # in plain JAX
@@ -216,7 +240,7 @@ def test_dropout_is_not_differentiated_by_its_rate():
     assert jax.grad(kept)(0.5) == loss(0.5)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "linear, gelu", "linear_scan, continued"])
+@pytest.mark.parametrize("name", ["rms_norm", "linear_scan, continued"])
 def test_hessian_needs_no_other_implementation(name):
     """It is forward mode of a gradient, whose passes are differentiated as plain JAX."""
     f = CASES[name].call
@@ -225,9 +249,7 @@ def test_hessian_needs_no_other_implementation(name):
     check.assert_close(of(), of(implementation="xla"))
 
 
-@pytest.mark.parametrize(
-    "name", ["swiglu", "gelu_and_mul", "linear_scan, continued", "selective_scan"]
-)
+@pytest.mark.parametrize("name", ["gelu_and_mul", "linear_scan, continued"])
 def test_forward_mode_names_its_remedy(name):
     f = CASES[name].call
     first, *rest = draw(name, 1, 2)
