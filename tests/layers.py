@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,24 @@ from jaxkern.nn.common import Block
 
 K = 40  # features
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+def sparsely(names, *axes, of=None):
+    """Parametrizes by a product, of which a part that has every value of every axis is default.
+
+    That is one in `of`, by default in as many as the longest axis has: then all combinations of
+    the other axes are in it once.
+    """
+    axes = [list(axis) for axis in axes]
+    of = of or max(map(len, axes))
+    cases = [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, at, strict=True)),
+            marks=[pytest.mark.exhaustive] if sum(at) % of else [],
+        )
+        for at in itertools.product(*(range(len(axis)) for axis in axes))
+    ]
+    return pytest.mark.parametrize(names, cases, ids=lambda value: getattr(value, "layer", value))
 
 
 def jit(f):
@@ -49,38 +68,47 @@ def same(a, b):
 
 
 # Each library's own module of layers and ours; how one is made from a name and its options, and
-# run: (layer, its initial parameters, (parameters, x) -> result).
+# run: (layer, its initial parameters, (parameters, x) -> result). With `shapes` the parameters are
+# those of jax.eval_shape.
+
+SIZES = {"Linear": (K, 24), "SwiGLU": (K, 24), "Dropout": (0.5,)}
 
 
-def of_nnx(module, name, **options):
-    size = (K, 24) if name == "Linear" else (K,)
-    layer = getattr(module, name)(*size, **options, rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(layer)
-    return nnx.to_pure_dict(params), lambda params, x: nnx.merge(graphdef, params)(x)
+def of_nnx(module, name, shapes=False, **options):
+    make = lambda: getattr(module, name)(*SIZES.get(name, (K,)), **options, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(nnx.eval_shape(make) if shapes else make())
+    return nnx.to_pure_dict(params), lambda params, x, **how: nnx.merge(graphdef, params)(x, **how)
 
 
-def of_linen(module, name, **options):
-    name, size = ("Dense", (24,)) if name == "Linear" else (name, ())
-    layer = getattr(module, name)(*size, **options)
+def of_linen(module, name, shapes=False, **options):
+    size = {"Linear": (24,), "Mamba": (K,), "Mamba2": (K,)}.get(name, SIZES.get(name, ())[-1:])
+    layer = getattr(module, "Dense" if name == "Linear" else name)(*size, **options)
     # A module computes where its parameters are made, too, which "mosaic" does on a GPU alone.
     made = layer.clone(implementation="xla") if "implementation" in options else layer
-    return made.init(jax.random.key(0), jnp.ones((1, K))), layer.apply
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
+    init = functools.partial(jax.eval_shape, made.init) if shapes else made.init
+    run = functools.partial(layer.apply, rngs={"dropout": jax.random.key(0)})
+    return init(keys, jnp.ones((1, K, K))), run
 
 
-def of_equinox(module, name, **options):
+def of_equinox(module, name, shapes=False, **options):
+    options = options.copy()
     options.pop("param_dtype", None)
-    size = (K,)
-    if name == "Linear":
-        size, options["key"] = (K, 24), jax.random.key(0)
-    layer = getattr(module, name)(*size, **options)
-    params, rest = eqx.partition(layer, eqx.is_array)
+    size = ((K,),) if name in ("RMSNorm", "LayerNorm") else SIZES.get(name, (K,))
+    if name not in ("RMSNorm", "LayerNorm", "Dropout"):
+        options["key"] = jax.random.key(0)
+    make = functools.partial(getattr(module, name), *size, **options)
+    layer = eqx.filter_eval_shape(make) if shapes else make()
+    is_param = lambda a: isinstance(a, jax.Array | jax.ShapeDtypeStruct)
+    params_of, rest = eqx.partition(layer, is_param)
 
-    def run(params, x):
+    def run(params, x, **how):
         layer = eqx.combine(jax.tree.unflatten(jax.tree.structure(params_of), params), rest)
+        if module is jk_equinox:
+            return layer(x, **how)
         return jax.vmap(jax.vmap(layer))(x)
 
-    params_of = params
-    return jax.tree.leaves(params), run
+    return jax.tree.leaves(params_of), run
 
 
 LIBRARIES = {
@@ -90,9 +118,14 @@ LIBRARIES = {
 }
 
 
+def ours(library, name, **options):
+    make, _, module = LIBRARIES[library]
+    return make(module, name, **options)
+
+
 def pair(library, name, **options):
-    make, theirs, ours = LIBRARIES[library]
-    return make(theirs, name, **options), make(ours, name, **options)
+    make, theirs, module = LIBRARIES[library]
+    return make(theirs, name, **options), make(module, name, **options)
 
 
 LIBRARY = pytest.mark.parametrize("library", LIBRARIES)
@@ -162,7 +195,7 @@ def _or_zero(bias):
     return 0 if bias is None else bias
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of block: its layer's name, small sizes, and what it computes, token by token."""
 
@@ -184,12 +217,16 @@ class Kind:
 
     def float64(self, weights, sizes, x):
         """The block on one sequence (L, D) in NumPy."""
+        return self.tokens(weights, sizes, x)[0]
+
+    def tokens(self, weights, sizes, x, carry=None):
+        """The block on tokens (L, D) after `carry` in NumPy, and the next carry."""
         weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
-        carry, outs = self.carry(sizes, np), []
+        carry, outs = self.carry(sizes, np) if carry is None else carry, []
         for row in np.asarray(x, np.float64):
             carry, out = self.token(weights, sizes, carry, row, np)
             outs.append(out)
-        return np.stack(outs)
+        return np.stack(outs), carry
 
 
 MAMBA = Kind(

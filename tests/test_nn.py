@@ -1,7 +1,11 @@
-"""Layers: Flax's and Equinox's own parameters, results within rounding, the kernels underneath."""
+"""Layers: Flax's and Equinox's own parameters, results within rounding, the kernels underneath.
+
+What the ops do not compute, the layers leave to the library's own, to the last bit.
+"""
 
 import functools
 import importlib
+import itertools
 import sys
 
 import equinox as eqx
@@ -17,26 +21,47 @@ import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
 from jaxkern.nn import mamba, mamba2
 from jaxkern.precision import Policy
-from tests.layers import BF16, FP16, FP32, LIBRARIES, K, jit, moved, normal, pair, same
+from tests.layers import (
+    BF16,
+    FP16,
+    FP32,
+    LIBRARIES,
+    LIBRARY,
+    K,
+    jit,
+    moved,
+    normal,
+    ours,
+    pair,
+    same,
+    sparsely,
+)
+
+FLAX = ("nnx", "linen")
+NORMS = ("RMSNorm", "LayerNorm")
+LAYERS = (*NORMS, "Linear")
+BLOCKS = ("Mamba", "Mamba2")
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "Linear"])
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_layers_have_the_parameters_and_results_of_the_librarys_own(library, name):
-    options = {"eps" if library == "equinox" else "epsilon": 0.1} if name != "Linear" else {}
-    (theirs, run_theirs), (ours, run_ours) = pair(library, name, **options)
-    same(theirs, ours)
-    x, params = normal(3, 5, K), moved(theirs)
+@pytest.mark.parametrize("case", [*LAYERS, "RMSNorm, bare", "LayerNorm, bare", "LayerNorm, scale"])
+@LIBRARY
+def test_layers_have_the_parameters_and_results_of_the_librarys_own(library, case):
+    """And its gradients; of norms without some of their parameters, too."""
+    name, _, some = case.partition(", ")
+    scale, eps = ("use_weight", "eps") if library == "equinox" else ("use_scale", "epsilon")
+    options = {eps: 0.1} if name in NORMS else {}
+    options |= {scale: some == "scale"} if some else {}
+    if some and (library == "equinox" or name == "LayerNorm"):
+        options["use_bias"] = False
+    (theirs, run_theirs), (params, run) = pair(library, name, **options)
+    same(theirs, params)
 
-    def loss(run, params, x):
-        return jnp.sum(jnp.sin(run(params, x)))
+    def both(f, params, x):
+        loss = lambda params, x: jnp.sum(jnp.sin(f(params, x)))
+        return f(params, x), jax.grad(loss, (0, 1))(params, x)
 
-    def both(run, params, x):
-        return run(params, x), jax.grad(functools.partial(loss, run), (0, 1))(params, x)
-
-    expected, found = (
-        jit(functools.partial(both, run))(params, x) for run in (run_theirs, run_ours)
-    )
+    of_each = jit(lambda *args: [both(f, *args) for f in (run_theirs, run)])
+    expected, found = of_each(moved(theirs), normal(3, 5, K))
     assert jax.tree.structure(expected) == jax.tree.structure(found)
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5)
@@ -51,36 +76,35 @@ def norm_float64(name, params, x):
     return x * params["scale"] + params.get("bias", 0)
 
 
-@pytest.mark.parametrize(
-    ("x_dtype", "options"),
-    [
-        (BF16, {}),
-        (FP16, {"param_dtype": FP16}),
-        (FP32, {"dtype": BF16}),
-    ],
-)
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
-@pytest.mark.parametrize("library", ["nnx", "linen"])
-def test_dtypes_are_those_of_flax(library, name, x_dtype, options):
-    (theirs, run_theirs), (ours, run_ours) = pair(library, name, **options)
-    same(theirs, ours)
-    x, params = normal(64, K, dtype=x_dtype), moved(theirs)
-    expected, found = jit(run_theirs)(params, x), jit(run_ours)(params, x)
+DTYPES = {
+    "bf16": (BF16, {}),
+    "fp16": (FP16, {"param_dtype": FP16}),
+    "both": (FP32, {"dtype": BF16}),
+}
+
+
+@sparsely("library, name, dtypes", FLAX, NORMS, DTYPES)
+def test_dtypes_are_those_of_flax(library, name, dtypes):
+    dtype, options = DTYPES[dtypes]
+    (theirs, run_theirs), (params, run) = pair(library, name, **options)
+    same(theirs, params)
+    x, params = normal(64, K, dtype=dtype), moved(theirs)
+    expected, found = jit(lambda *args: (run_theirs(*args), run(*args)))(params, x)
     assert found.dtype == expected.dtype
     true = norm_float64(name, jax.tree.leaves_with_path(params), x)
     errors = [np.abs(np.asarray(y, np.float64) - true).max() for y in (expected, found)]
     assert errors[1] <= (2 if found.dtype == FP32 else 1.05) * errors[0]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+@LIBRARY
 def test_linear_in_low_precision(library):
     options = {} if library == "equinox" else {"dtype": BF16}
-    (theirs, run_theirs), (_, run_ours) = pair(library, "Linear", **options)
+    (theirs, run_theirs), (_, run) = pair(library, "Linear", **options)
     params = moved(theirs)
     if library == "equinox":
         params = Policy.parse("bf16").cast_to_compute(params)
     x = normal(2, 3, K, dtype=BF16)
-    expected, found = jit(run_theirs)(params, x), jit(run_ours)(params, x)
+    expected, found = jit(lambda *args: (run_theirs(*args), run(*args)))(params, x)
     assert found.dtype == expected.dtype == BF16
     np.testing.assert_allclose(found.astype(FP32), expected.astype(FP32), rtol=2**-7, atol=0.05)
 
@@ -88,134 +112,174 @@ def test_linear_in_low_precision(library):
 def test_a_policy_sets_the_dtypes():
     policy = Policy.parse("params=bfloat16,compute=float16,output=float32")
     options = {"dtype": policy.compute, "param_dtype": policy.params}
-    layer = nnx.eval_shape(lambda: jk_nnx.Mamba(16, **options, rngs=nnx.Rngs(0)))
-    graphdef, params = nnx.split(layer)
+    params, run = ours("nnx", "Mamba", shapes=True, **options)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(BF16)}
-    run = lambda params: nnx.merge(graphdef, params)(jnp.ones((1, 2, 16)))
-    assert jax.eval_shape(run, params).dtype == FP16
-    mlp = jk_equinox.SwiGLU(16, 32, key=jax.random.key(0))
-    assert jax.eval_shape(policy.cast_to_compute(mlp), jnp.ones((2, 16), FP16)).dtype == FP16
+    assert jax.eval_shape(run, params, jnp.ones((1, 2, K))).dtype == FP16
+    mlp = eqx.filter_eval_shape(jk_equinox.SwiGLU, 16, 32, key=jax.random.key(0))
+    run = lambda mlp, x: policy.cast_to_compute(mlp)(x)
+    assert eqx.filter_eval_shape(run, mlp, jnp.ones((2, 16), FP16)).dtype == FP16
 
 
-# Every layer of a library, as (layer, x) -> result, made for an implementation and with dtypes.
+@pytest.mark.parametrize("name", [*LAYERS, "Dropout", "SwiGLU", *BLOCKS])
+@LIBRARY
+def test_layers_hand_on_their_dtypes_and_their_implementation(library, name):
+    """Results have the layer's dtype and gradients the parameters'; "xla" has forward mode."""
+    options = {"headdim": 8} if name == "Mamba2" else {}
+    how = {"key": jax.random.key(0)} if (library, name) == ("equinox", "Dropout") else {}
+    how |= {"rngs": jax.random.key(0)} if (library, name) == ("nnx", "Dropout") else {}
+    options |= {"deterministic": False} if (library, name) == ("linen", "Dropout") else {}
+    dtypes = {} if library == "equinox" or name == "Dropout" else {"dtype": BF16}
+    x = jax.ShapeDtypeStruct((2, 3, K), BF16)
 
-NAMES = ("RMSNorm", "LayerNorm", "Linear", "Dropout", "SwiGLU", "Mamba", "Mamba2")
-SIZES = {"Mamba2": {"headdim": 8}}
-"""The options without which a layer of 8 features is none."""
+    def made(**others):
+        params, run = ours(library, name, shapes=True, **options, **others)
+        if library == "equinox":  # which computes in its parameters' dtypes
+            cast = Policy.parse("bf16").cast_to_compute
+            return params, lambda params, x: run(cast(params), x, **how)
+        return params, lambda params, x: run(params, x, **how)
 
-
-def every_nnx(name, key, implementation=None, **dtypes):
-    size = {"Linear": (8, 4), "Dropout": (0.5,), "SwiGLU": (8, 16)}.get(name, (8,))
-    options = SIZES.get(name, {}) | dtypes | {"implementation": implementation}
-    graphdef, params = nnx.split(getattr(jk_nnx, name)(*size, **options, rngs=nnx.Rngs(0)))
-    keys = {"rngs": key} if name == "Dropout" else {}
-    return params, lambda params, x: nnx.merge(graphdef, params)(x, **keys)
-
-
-def every_linen(name, key, implementation=None, **dtypes):
-    mamba = {"Mamba": (8,), "Mamba2": (8,)}
-    size = (mamba | {"Linear": (4,), "Dropout": (0.5,), "SwiGLU": (16,)}).get(name, ())
-    options = SIZES.get(name, {}) | dtypes
-    options |= {"deterministic": False} if name == "Dropout" else {}
-    made = getattr(jk_linen, "Dense" if name == "Linear" else name)
-    layer = made(*size, **options, implementation=implementation)
-    rngs = {"params": key, "dropout": key}
-    params = jax.eval_shape(layer.init, rngs, jnp.ones((2, 3, 8)))
-    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), params)
-    return params, functools.partial(layer.apply, rngs={"dropout": key})
-
-
-def every_equinox(name, key, implementation=None, dtype=None, param_dtype=FP32):
-    size = {"Linear": (8, 4), "Dropout": (0.5,), "SwiGLU": (8, 16)}.get(name, (8,))
-    options = SIZES.get(name, {}) | ({} if name == "Dropout" else {"dtype": param_dtype})
-    options |= {} if name in ("RMSNorm", "LayerNorm", "Dropout") else {"key": key}
-    layer = getattr(jk_equinox, name)(*size, **options, implementation=implementation)
-    params, rest = eqx.partition(layer, eqx.is_inexact_array)
-    policy = Policy(param_dtype, dtype or FP32, FP32)
-
-    def run(params, x):
-        params, x = policy.cast_to_compute((params, x))
-        return eqx.combine(params, rest)(x, key=key)
-
-    return params, run
-
-
-EVERY = {"nnx": every_nnx, "linen": every_linen, "equinox": every_equinox}
-
-
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"Dropout"}))
-@pytest.mark.parametrize("library", EVERY)
-def test_arithmetic_in_bfloat16_with_parameters_in_float32(library, name):
-    """The parameters and their gradients stay what they are; results have the layer's dtype."""
-    params, run = EVERY[library](name, jax.random.key(0), dtype=BF16, param_dtype=FP32)
-    x = jnp.ones((2, 3, 8), BF16)
-    assert jax.eval_shape(run, params, x).dtype == BF16
-    grads = jax.eval_shape(jax.grad(lambda params: run(params, x).astype(FP32).sum()), params)
-    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} <= {jnp.dtype(FP32)}
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("library", EVERY)
-def test_plain_layers_have_forward_mode_derivatives(library, name):
-    params, run = EVERY[library](name, jax.random.key(0), implementation="xla")
-    x = normal(2, 3, 8)
-    out, tangent = jax.eval_shape(lambda x, t: jax.jvp(lambda x: run(params, x), (x,), (t,)), x, x)
+    params, run = made(implementation="xla", **dtypes)
+    tangent_of = lambda params, x, t: jax.jvp(lambda x: run(params, x), (x,), (t,))
+    out, tangent = jax.eval_shape(tangent_of, params, x, x)
+    assert out.dtype == BF16
     assert (tangent.shape, tangent.dtype) == (out.shape, out.dtype)
+    if name != "Dropout":
+        params, plain = made(**dtypes)
+        loss = lambda params, x: plain(params, x).astype(FP32).sum()
+        grads = jax.eval_shape(jax.grad(loss), params, x)
+        assert jax.tree.structure(grads) == jax.tree.structure(params)
+        assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(FP32)}
+    params, wrong = made(implementation="cuda")
+    with pytest.raises(ValueError, match="implementation must be"):
+        jax.eval_shape(wrong, params, x)
 
 
-@pytest.mark.parametrize("use", ["scale", "nothing"])
-def test_norms_without_some_parameters(use):
-    x = normal(3, K)
-    options = {"use_scale": use == "scale", "use_bias": False}
-    for library in ("nnx", "linen"):
-        (theirs, run_theirs), (ours, run_ours) = pair(library, "LayerNorm", **options)
-        same(theirs, ours)
-        np.testing.assert_allclose(jit(run_ours)(ours, x), jit(run_theirs)(theirs, x), atol=2e-6)
-    options["use_weight"] = options.pop("use_scale")
-    for name in ("RMSNorm", "LayerNorm"):
-        theirs, ours = (getattr(m, name)(K, **options) for m in (eqx.nn, jk_equinox))
-        np.testing.assert_allclose(jit(ours)(x), jit(jax.vmap(theirs))(x), atol=2e-6)
+@pytest.mark.parametrize(
+    ("make", "kernel"),
+    [
+        (lambda: jk_nnx.RMSNorm(256, rngs=nnx.Rngs(0)), "rms_norm"),
+        (lambda: jk_nnx.LayerNorm(256, rngs=nnx.Rngs(0)), "layer_norm"),
+        (lambda: jk_nnx.SwiGLU(256, 512, rngs=nnx.Rngs(0)), "swiglu"),
+        pytest.param(
+            lambda: jk_nnx.Mamba2(256, dtype=BF16, implementation="mosaic", rngs=nnx.Rngs(0)),
+            "ssd",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["RMSNorm", "LayerNorm", "SwiGLU", "Mamba2"],
+)
+def test_layers_run_the_kernels(make, kernel):
+    """Those of Mamba are seen to in the language model's test."""
+    graphdef, params = nnx.split(nnx.eval_shape(make))
+    loss = lambda params, x: nnx.merge(graphdef, params)(x).sum()
+    x = jax.ShapeDtypeStruct((2, 64, 256), FP32)
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(params, x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert f"{kernel}_fwd" in text
+    assert f"{kernel}_bwd" in text
 
 
-@pytest.mark.parametrize("library", ["nnx", "linen"])
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
-def test_what_the_ops_do_not_compute_flax_does(library, name):
-    x, mask = normal(3, 5, K), jnp.arange(K) % 3 > 0
-    (params, run_theirs), (ours, run_ours) = pair(library, name, reduction_axes=(1, -1))
-    same(params, ours)
-    np.testing.assert_array_equal(jit(run_ours)(params, x), jit(run_theirs)(params, x))
-
-    _, _, module = LIBRARIES[library]
-    if library == "nnx":
-        theirs, found = (getattr(m, name)(K, rngs=nnx.Rngs(0)) for m in (nnx, module))
-        mosaic = getattr(module, name)(K, implementation="mosaic", rngs=nnx.Rngs(0))
-    else:
-        made = getattr(linen, name)(), getattr(module, name)()
-        mosaic = getattr(module, name)(implementation="mosaic")
-        theirs, found, mosaic = (functools.partial(m.apply, params) for m in (*made, mosaic))
-    np.testing.assert_array_equal(found(x, mask=mask), theirs(x, mask=mask))
-    with pytest.raises(NotImplementedError, match="the kernels take no mask"):
-        mosaic(x, mask=mask)
+# What is left to the library's own
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "Dropout", "SwiGLU", "Mamba", "Mamba2"])
-def test_layers_hand_on_the_implementation(name):
-    x, key = jnp.ones((1, 2, 8)), jax.random.key(0)
-    options = SIZES.get(name, {}) | {"implementation": "cuda"}
-    size = {"Dropout": (0.5,), "SwiGLU": (8, 8)}.get(name, (8,))
-    off = {"deterministic": False} if name == "Dropout" else {}
-    sizes = () if name in ("RMSNorm", "LayerNorm") else size[:1]
-    in_linen = getattr(jk_linen, name)(*sizes, **options, **off)
-    rngs = {"params": key, "dropout": key}
-    made = {"key": key} if name in ("SwiGLU", "Mamba", "Mamba2") else {}
-    for make in (
-        lambda: getattr(jk_nnx, name)(*size, **options, rngs=nnx.Rngs(0))(x),
-        lambda: in_linen.init(rngs, x),
-        lambda: getattr(jk_equinox, name)(*size, **options, **made)(x, key=key),
-    ):
-        with pytest.raises(ValueError, match="implementation must be"):
-            jax.eval_shape(make)
+def doubled(*args, **options):
+    return 2 * jax.lax.dot_general(*args, **options)
+
+
+def halved(arrays, dtype):
+    inputs, kernel, bias = (None if a is None else jnp.asarray(a, dtype) for a in arrays)
+    return inputs, 0.5 * kernel, bias
+
+
+def to_float32(arrays, *, dtype):
+    del dtype
+    return tuple(None if a is None else jnp.asarray(a, FP32) for a in arrays)
+
+
+X = normal(2, K, K)
+INTEGERS = np.random.default_rng(0).integers(-999, 999, (2, 3, K))
+PROMOTED = {
+    ("nnx", "Linear"): {"promote_dtype": lambda arrays, *, dtype: halved(arrays, dtype)},
+    ("linen", "Linear"): {"promote_dtype": lambda *arrays, dtype: halved(arrays, dtype)},
+    ("nnx", "RMSNorm"): {"promote_dtype": to_float32, "dtype": FP16},
+    ("nnx", "LayerNorm"): {"promote_dtype": to_float32, "dtype": FP16},
+}
+LEFT = {
+    "complex": (LIBRARIES, LAYERS, {}, X + 1j * X[::-1], "complex64"),
+    "complex parameters": (FLAX, LAYERS, {"param_dtype": jnp.complex64}, X, "complex64"),
+    "float64": (LIBRARIES, LAYERS, {}, np.float64(X), "float64"),
+    "integers": (["equinox"], NORMS, {}, INTEGERS, "int32"),  # which it rounds to
+    "fp8": (FLAX, ["Linear"], {"dtype": jnp.float8_e4m3fn}, X, "float8_e4m3fn"),
+    "products": (FLAX, ["Linear"], {"dot_general": doubled}, X, "float32"),
+    "axis 1": (FLAX, NORMS, {"reduction_axes": 1}, X, "float32"),
+    "feature axis": (FLAX, NORMS, {"reduction_axes": -1, "feature_axes": 1}, X, "float32"),
+    "axes 1 and -1": (FLAX, NORMS, {"reduction_axes": (1, -1)}, X, "float32"),
+    "axes of NumPy": (
+        *(FLAX, NORMS),
+        *({"reduction_axes": (1, 2), "feature_axes": np.int64(1)}, X, "float32"),
+    ),
+    "mask": (FLAX, NORMS, {}, X, "float32"),
+    "promotion": (*zip(*PROMOTED, strict=True), None, X, None),
+}
+
+
+def left_cases():
+    """In the default suite each case has every library and every layer once, at least."""
+    for at, (case, (libraries, names, *_)) in enumerate(LEFT.items()):
+        among = PROMOTED if case == "promotion" else itertools.product(libraries, names)
+        for library, name in among:
+            place = at + [*LIBRARIES].index(library) + LAYERS.index(name)
+            small = len(libraries) * len(names) < 4 or case == "promotion"
+            marks = [] if small or place % len(names) == 0 else [pytest.mark.exhaustive]
+            yield pytest.param(case, library, name, marks=marks)
+
+
+@pytest.mark.parametrize(("case", "library", "name"), [*left_cases()])
+def test_what_the_ops_do_not_compute_the_librarys_own_does(case, library, name):
+    """To the last bit; a layer made for kernels alone says what is amiss."""
+    *_, options, x, dtype = LEFT[case]
+    options = PROMOTED[library, name] if case == "promotion" else options
+    dtype = dtype or options.get("dtype", FP32)
+    with jax.enable_x64(case == "float64"):
+        x = jnp.asarray(x)
+        how = {"mask": jnp.arange(K) % 3 > 0} if case == "mask" else {}
+        (theirs, run_theirs), (params, run) = pair(library, name, **options)
+        same(theirs, params)
+        run_both = lambda params, x: (run_theirs(params, x, **how), run(params, x, **how))
+        expected, found = jit(run_both)(theirs, x)
+        same(found, expected)
+        assert found.dtype == dtype
+        for implementation, error, words in (
+            ("mosaic", NotImplementedError, r'\(implementation="mosaic"\) cannot take'),
+            ("cuda", ValueError, 'implementation must be "mosaic", "xla" or None'),
+        ):
+            params, wrong = ours(library, name, **options, implementation=implementation)
+            with pytest.raises(error, match=words):
+                jax.eval_shape(functools.partial(wrong, **how), params, x)
+    if case == "float64":  # which JAX makes float32
+        params, run = ours(library, name)
+        assert jax.eval_shape(run, params, np.float64(X)).dtype == FP32
+
+
+@sparsely("library, name", LIBRARIES, LAYERS)
+def test_integers_become_floats(library, name):
+    if library == "equinox" and name != "Linear":
+        name = "Linear"  # its norms round to them, so that they are its own
+    for options in [{}] if library == "equinox" else [{}, {"dtype": BF16}]:
+        (theirs, run_theirs), (_, run) = pair(library, name, **options)
+        run_both = lambda params, x: (run_theirs(params, x), run(params, x))  # noqa: B023
+        expected, found = jit(run_both)(theirs, jnp.asarray(INTEGERS))
+        assert found.dtype == expected.dtype
+        tolerance = 2e-5 if found.dtype == FP32 else 2**-7
+        scale = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * scale)
+
+
+def test_parameters_of_another_dtype_than_the_layers():
+    """Flax takes the dtypes of what is stored, which `param_dtype` only says of initial values."""
+    theirs, found = linen.Dense(4), jk_linen.Dense(4)
+    params = {"params": {"kernel": normal(K, 4) * 1j, "bias": normal(4)}}
+    same(found.apply(params, X), theirs.apply(params, X))
 
 
 def test_axes_in_any_spelling_are_the_last():
@@ -229,75 +293,166 @@ def test_axes_in_any_spelling_are_the_last():
 
 def test_equinox_norms_of_several_axes_and_batches():
     x = normal(2, 3, 4, 10)
-    for name in ("RMSNorm", "LayerNorm"):
-        theirs, ours = (moved(getattr(m, name)((4, 10))) for m in (eqx.nn, jk_equinox))
-        expected = jit(jax.vmap(jax.vmap(theirs)))(x)
-        found = jit(jax.vmap(jax.vmap(ours)))(x)
+    for name in NORMS:
+        theirs, layer = (moved(getattr(m, name)((4, 10))) for m in (eqx.nn, jk_equinox))
+        each = lambda layer: jax.vmap(jax.vmap(layer))
+        expected, found, (out, state) = jit(
+            lambda theirs, layer, x: (each(theirs)(x), each(layer)(x), layer(x, 7))  # noqa: B023
+        )(theirs, layer, x)
         np.testing.assert_allclose(found, expected, atol=3e-6)
-        out, state = jit(ours)(x, 7)
         np.testing.assert_allclose(out, expected, atol=3e-6)
         assert state == 7
         with pytest.raises(ValueError, match=r"x must have shape \(\.\.\., 4, 10\)"):
-            ours(normal(4, 11))
+            layer(normal(4, 11))
 
 
 def test_saved_equinox_leaves_load(tmp_path):
     theirs = moved(eqx.nn.LayerNorm(K))
     eqx.tree_serialise_leaves(tmp_path / "layer", theirs)
-    ours = eqx.tree_deserialise_leaves(tmp_path / "layer", jk_equinox.LayerNorm(K))
-    same(jax.tree.leaves(theirs), jax.tree.leaves(ours))
+    loaded = eqx.tree_deserialise_leaves(tmp_path / "layer", jk_equinox.LayerNorm(K))
+    same(jax.tree.leaves(theirs), jax.tree.leaves(loaded))
 
 
-def test_equinox_linear_scalars_and_mistakes():
-    key = jax.random.key(0)
-    scalar = jk_equinox.Linear("scalar", 3, key=key)
-    np.testing.assert_array_equal(
-        scalar(jnp.float32(2)), eqx.nn.Linear("scalar", 3, key=key)(jnp.float32(2))
-    )
+def test_equinox_layers_of_no_rows_and_of_scalars():
+    key, x = jax.random.key(0), normal(5)
+    for layer in (jk_equinox.LayerNorm(K), jk_equinox.RMSNorm(K), jk_equinox.Linear(K, K, key=key)):
+        for dtype in (FP32, jnp.complex64):
+            assert jit(layer)(jnp.zeros((0, K), dtype)).shape == (0, K)
+    for name in NORMS:
+        theirs, layer = (getattr(m, name)(()) for m in (eqx.nn, jk_equinox))
+        np.testing.assert_allclose(jit(layer)(x), jit(jax.vmap(theirs))(x), rtol=1e-6)
+    theirs, layer = (m.Linear("scalar", 3, key=key) for m in (eqx.nn, jk_equinox))
+    same(layer(x[0]), theirs(x[0]))
     with pytest.raises(ValueError, match=r"x must have shape \(\.\.\., 4\)"):
         jk_equinox.Linear(4, 3, key=key)(jnp.ones((4, 5)))
 
 
-def test_linear_with_options_of_its_own_is_flaxs():
-    def doubled(*args, **options):
-        return 2 * jax.lax.dot_general(*args, **options)
+def test_scalars_are_refused_as_the_library_refuses_them():
+    for layer in (jk_nnx.RMSNorm(1, rngs=nnx.Rngs(0)), jk_nnx.Linear(1, 2, rngs=nnx.Rngs(0))):
+        with pytest.raises((TypeError, ValueError, IndexError, AssertionError)):
+            layer(jnp.float32(1))
+    for module in (jk_linen.LayerNorm(), jk_linen.Dense(2)):
+        with pytest.raises((TypeError, ValueError, IndexError)):
+            module.init(jax.random.key(0), jnp.float32(1))
 
+
+def test_a_layer_is_called_once():
+    """By what captures intermediates and what tabulates them, whoever computes it."""
     x = normal(3, K)
-    for library in ("nnx", "linen"):
-        (params, run_theirs), (_, run_ours) = pair(library, "Linear", dot_general=doubled)
-        np.testing.assert_array_equal(jit(run_ours)(params, x), jit(run_theirs)(params, x))
+    for module in (
+        jk_linen.LayerNorm(reduction_axes=0),
+        jk_linen.RMSNorm(reduction_axes=0),
+        jk_linen.Dense(K, dot_general_cls=lambda: jax.lax.dot_general),
+        jk_linen.Dropout(0.0, deterministic=False),
+    ):
+        options = {"capture_intermediates": True, "mutable": True}
+        run = jit(functools.partial(module.init_with_output, jax.random.key(0), **options))
+        out, variables = run(x)
+        [only] = variables["intermediates"]["__call__"]
+        same(only, out)
 
 
-# What runs on a GPU
+# Dropout
 
 
-@pytest.mark.parametrize(
-    ("make", "kernel"),
-    [
-        (lambda: jk_nnx.RMSNorm(256, rngs=nnx.Rngs(0)), "rms_norm"),
-        (lambda: jk_nnx.LayerNorm(256, rngs=nnx.Rngs(0)), "layer_norm"),
-        (lambda: jk_nnx.SwiGLU(256, 512, rngs=nnx.Rngs(0)), "swiglu"),
-        (
-            lambda: jk_nnx.Mamba2(256, dtype=BF16, implementation="mosaic", rngs=nnx.Rngs(0)),
-            "ssd",
-        ),
-    ],
-)
-def test_layers_run_the_kernels(make, kernel):
-    """Those of Mamba are seen to in the language model's test."""
-    graphdef, params = nnx.split(make())
-
-    def loss(params, x):
-        return nnx.merge(graphdef, params)(x).sum()
-
-    x = jax.ShapeDtypeStruct((2, 64, 256), FP32)
-    traced = jax.jit(jax.grad(loss, (0, 1))).trace(params, x)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert f"{kernel}_fwd" in text
-    assert f"{kernel}_bwd" in text
+def test_dropout_drops_by_jaxkerns_mask():
+    x, key = jnp.ones((32, 64)), jax.random.key(3)
+    expected = jaxkern.dropout(x, 0.25, key)
+    assert 0.2 < float((expected == 0).mean()) < 0.3
+    same(jk_nnx.Dropout(0.25)(x, rngs=key), expected)
+    same(jk_linen.Dropout(0.25, deterministic=False).apply({}, x, rng=key), expected)
+    same(jk_equinox.Dropout(0.25)(x, key=key), expected)
+    layer = eqx.tree_at(lambda d: d.p, jk_equinox.Dropout(0.25), jnp.float32(0.25))
+    run = eqx.filter_jit(lambda layer: layer(x, key=key))
+    same(run(layer), expected)
+    same(eqx.filter_grad(lambda layer: run(layer).sum())(layer).p, jnp.float32(0))
 
 
-# Missing libraries
+def test_dropout_draws_from_the_librarys_streams():
+    x = jnp.ones((32, 64))
+    layer = jk_nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0))
+    first, second = layer(x), layer(x)
+    assert 0.3 < float((first != second).mean()) < 0.7
+    same(jk_nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0))(x), first)
+    same(jk_nnx.Dropout(0.5)(x, rngs=nnx.Rngs(dropout=0).fork()), first)
+    layer.eval()
+    same(layer(x), x)
+
+    layer, rngs = jk_linen.Dropout(0.5), {"dropout": jax.random.key(0)}
+    drawn = layer.apply({}, x, deterministic=False, rngs=rngs)
+    assert set(np.unique(drawn)) == {0, 2}
+    same(layer.apply({}, x, deterministic=True), x)
+    off = eqx.nn.inference_mode(jk_equinox.Dropout(0.5))
+    same(off(x, key=jax.random.key(0)), x)
+    assert set(np.unique(off(x, key=jax.random.key(0), inference=False))) == {0, 2}
+
+
+def test_dropout_streams_of_another_name():
+    x = jnp.ones((32, 64))
+    rngs = lambda: nnx.Rngs(params=0, mine=1)
+    drawn = jk_nnx.Dropout(0.5, rng_collection="mine", rngs=rngs())(x)
+    same(jk_nnx.Dropout(0.5, rng_collection="mine")(x, rngs=rngs().fork()["mine"]), drawn)
+    module = jk_linen.Dropout(0.5, rng_collection="mine", deterministic=False)
+    assert (module.apply({}, x, rngs={"mine": jax.random.key(0)}) == 0).any()
+    with pytest.raises(Exception, match="mine"):
+        module.apply({}, x, rngs={"dropout": jax.random.key(0)})
+    for layer in (nnx.Dropout(0.5), jk_nnx.Dropout(0.5)):
+        with pytest.raises(TypeError, match="must be a Rngs, RngStream"):
+            layer(x, rngs=lambda: jax.random.key(0))
+
+
+def test_dropout_refuses_and_leaves_what_the_library_does():
+    x, key = jnp.ones((32, 64)), jax.random.key(0)
+    with pytest.raises(ValueError, match="no `rngs` argument was provided"):
+        jk_nnx.Dropout(0.5)(x)
+    with pytest.raises(Exception, match="deterministic"):
+        jk_linen.Dropout(0.5).apply({}, x)
+    with pytest.raises(RuntimeError, match="requires a key"):
+        jk_equinox.Dropout(0.5)(x)
+    for layer in (jk_nnx.Dropout(0.0), jk_equinox.Dropout(0.0)):
+        same(layer(x), x)
+    options = {"broadcast_dims": (0,), "deterministic": False}
+    same(jk_nnx.Dropout(0.5, **options)(x, rngs=key), nnx.Dropout(0.5, **options)(x, rngs=key))
+    drawn = jk_linen.Dropout(0.5, **options).apply({}, x, rng=key)
+    same(drawn, linen.Dropout(0.5, **options).apply({}, x, rng=key))
+    with pytest.raises(NotImplementedError, match="broadcast_dims"):
+        jk_nnx.Dropout(0.5, **options, implementation="mosaic")(x, rngs=key)
+
+
+@LIBRARY
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32])
+def test_dropout_of_other_dtypes(library, dtype):
+    x, key = (3 * normal(32, 8)).astype(dtype), jax.random.key(0)
+
+    def run(module, **options):
+        if library == "equinox":
+            return module.Dropout(0.5, **options)(x, key=key)
+        if library == "nnx":
+            return module.Dropout(0.5, **options)(x, rngs=key)
+        return module.Dropout(0.5, deterministic=False, **options).apply({}, x, rng=key)
+
+    _, theirs, module = LIBRARIES[library]
+    if dtype == jnp.complex64 or library == "equinox":
+        same(run(module), run(theirs))
+    else:  # which flax refuses
+        for each in (theirs, module):
+            with pytest.raises(TypeError, match="select"):
+                run(each)
+    with pytest.raises(NotImplementedError, match=f"computes with {x.dtype}"):
+        run(module, implementation="mosaic")
+
+
+def test_dropout_of_everything_needs_no_key():
+    x = normal(3, K)
+    rngs = nnx.Rngs(dropout=0)
+    layer = jk_nnx.Dropout(1.0, rngs=rngs)
+    same(layer(x), jnp.zeros_like(x))
+    assert int(layer.rngs.count[...]) == 0  # as flax: nothing is drawn
+    same(jk_linen.Dropout(1.0, deterministic=False).apply({}, x), jnp.zeros_like(x))
+    same(jk_equinox.Dropout(1.0)(x, key=jax.random.key(0)), jnp.zeros_like(x))
+
+
+# Wrong calls
 
 
 @pytest.mark.parametrize(
@@ -318,7 +473,7 @@ def test_blocks_name_options_that_they_refuse(module):
 
     def call(n_layers=1, **options):
         inits = module.initializers(sizes, n_layers)
-        params = {k: f(jax.random.key(0), shape, jnp.float32) for k, (f, shape) in inits.items()}
+        params = {k: np.ones(shape, np.float32) for k, (_, shape) in inits.items()}
         return run(module.BLOCK.weights_from(params), sizes, jnp.ones((1, 4, 8)), **options)
 
     for options, error, words in (

@@ -1,9 +1,11 @@
 """The layers SwiGLU and of every kind of block: the same in every library, and the papers'."""
 
 import functools
+import importlib.util
 import inspect
 import re
 import types
+import warnings
 
 import equinox as eqx
 import jax
@@ -15,7 +17,7 @@ from flax import linen, nnx
 import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
-from jaxkern.nn import mamba, remat
+from jaxkern.nn import mamba2, remat
 from jaxkern.precision import Policy
 from tests import check
 from tests.layers import (
@@ -23,6 +25,7 @@ from tests.layers import (
     FP32,
     KIND,
     KINDS,
+    LIBRARIES,
     LIBRARY,
     MAMBA,
     MAMBA2,
@@ -30,15 +33,17 @@ from tests.layers import (
     in_every_library,
     jit,
     normal,
+    sparsely,
 )
+
+TWO_KINDS = KINDS.values()
 
 
 def test_swiglu():
+    shapes = {"gate_proj": (K, 24), "up_proj": (K, 24), "down_proj": (24, K)}
     weights = {
         name: {"kernel": normal(*shape, seed=seed, scale=0.25)}
-        for seed, (name, shape) in enumerate(
-            {"gate_proj": (K, 24), "up_proj": (K, 24), "down_proj": (24, K)}.items()
-        )
+        for seed, (name, shape) in enumerate(shapes.items())
     }
     x = normal(2, 3, K)
     gate, up, down = (np.asarray(weights[name]["kernel"], np.float64) for name in weights)
@@ -59,31 +64,19 @@ def given(weights):
     return {name: leaf for name, leaf in weights._asdict().items() if leaf is not None}
 
 
-def block_float64(kind, sizes, w, x, dout):
-    """The block on x (B, L, D) in float64, and the gradients of x and weights for `dout`."""
-
-    def block(w, x):
-        return jax.lax.scan(functools.partial(kind.token, w, sizes), kind.carry(sizes), x)[1]
-
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        w, x = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), np.float64), (w, x))
-        run = lambda x, w: jax.vmap(block, (None, 0))(w, x)
-        out, vjp = jax.vjp(jax.jit(run), x, w)
-        dx, dw = vjp(jnp.asarray(dout))
-        return np.asarray(out), tuple(map(np.asarray, jax.tree.leaves((dx, dw))))
-
-
-@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
-def blocks(request):
-    """A block of a kind: the kind, sizes, weights, and its layer in each library."""
-    kind, sizes = request.param, request.param.sizes()
+@functools.cache
+def blocks_of(kind, **options):
+    """A block of a kind: its sizes, its weights, and its layer in each library."""
+    options = kind.options | options
+    sizes = kind.sizes(**options)
     weights = {
         name: normal(*shape, seed=seed, scale=0.3)
         for seed, (name, shape) in enumerate(kind.shapes(sizes).items())
     }
-    layers = in_every_library(kind.layer, 12, weights=weights, **kind.options)
+    layers = in_every_library(kind.layer, 12, weights=weights, **options)
     weights = kind.block.weights_from(weights)
-    return types.SimpleNamespace(kind=kind, sizes=sizes, weights=weights, layers=layers)
+    tokens = functools.partial(kind.tokens, weights, sizes)
+    return types.SimpleNamespace(sizes=sizes, weights=weights, layers=layers, tokens=tokens)
 
 
 def step_of(block, library):
@@ -91,74 +84,84 @@ def step_of(block, library):
 
 
 def expected_of(blocks, x):
-    return np.stack([blocks.kind.float64(blocks.weights, blocks.sizes, row) for row in x])
+    return np.stack([blocks.tokens(row)[0] for row in x])
 
 
-@LIBRARY
-def test_block_is_the_papers(blocks, library):
-    x = normal(2, 7, 12)
-    block = blocks.layers[library]
+def cache_of(kind, carries):
+    """What is carried from token to token, a carry for each sequence."""
+    windows, states = (np.stack(arrays).astype(np.float32) for arrays in zip(*carries, strict=True))
+    cache = type(kind.block.init_cache(kind.sizes(), 1, FP32))
+    return cache(windows[:, :, 1:].swapaxes(1, 2), states)
+
+
+BIASES = {"plain": {}, "biases": {"use_bias": True, "use_conv_bias": False}}
+
+
+@sparsely("kind, library, biases", TWO_KINDS, LIBRARIES, BIASES)
+def test_block_is_the_papers(kind, library, biases):
+    """In one; packed, after a cache; and token by token after that."""
+    blocks, x = blocks_of(kind, **BIASES[biases]), normal(2, 9, 12)
+    block, step = blocks.layers[library], step_of(blocks.layers[library], library)
+    ids = jnp.array([[0, 0, 0, 1], [0, 1, 1, 1]])
+
+    @jit
+    def run(x, cache):
+        # Equinox's take a sequence, too.
+        whole = (jax.vmap(block) if library == "equinox" else block)(x)
+        packed, after = block(x[:, 2:6], cache, segment_ids=ids, return_cache=True)
+        one = lambda cache, x: step(x, cache)[::-1]
+        last, rest = jax.lax.scan(one, after, x[:, 6:].swapaxes(0, 1))
+        return whole, jnp.concatenate([packed, rest.swapaxes(0, 1)], 1), after, last
+
+    before = [blocks.tokens(row[:2])[1] for row in x]
+    whole, parts, *caches = run(x, cache_of(kind, before))
+    want, carries = [], []
+    for row, carry, ends in zip(x, before, (5, 3), strict=True):
+        first, _ = blocks.tokens(row[2:ends], carry)
+        second, after = blocks.tokens(row[ends:6])
+        rest, last = blocks.tokens(row[6:], after)
+        want.append(np.concatenate([first, second, rest]))
+        carries.append((after, last))
     expected = expected_of(blocks, x)
-    np.testing.assert_allclose(
-        jit(block)(x), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max()
-    )
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    atol = {"plain": 1e-5, "biases": 3e-5}[biases]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=atol)
+    close(parts, np.stack(want))
+    for cache, of_rows in zip(caches, zip(*carries, strict=True), strict=True):
+        jax.tree.map(close, cache, cache_of(kind, of_rows))
 
 
-@LIBRARY
-def test_block_goes_on_from_its_cache(blocks, library):
-    """In pieces, and token by token, as in one."""
-    block, x = blocks.layers[library], normal(2, 8, 12)
-    step = step_of(block, library)
-    init_cache = functools.partial(blocks.kind.block.init_cache, blocks.sizes, dtype=FP32)
-    expected = expected_of(blocks, x)
-    run = jit(functools.partial(block, return_cache=True))
-    first, cache = run(x[:, :4], init_cache(2))
-    rest, last = run(x[:, 4:], cache)
-    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), expected, rtol=1e-5, atol=1e-5)
+@KIND
+def test_block_goes_on_in_unequal_parts(kind):
+    """Of one token, of none and of several."""
+    blocks, x = blocks_of(kind), normal(2, 6, 12)
+    block = blocks.layers["nnx"]
 
-    one = lambda cache, x: step(x, cache)[::-1]
-    cache, outs = jit(lambda xs: jax.lax.scan(one, init_cache(2), xs))(x.swapaxes(0, 1))
-    np.testing.assert_allclose(outs.swapaxes(0, 1), expected, rtol=1e-5, atol=1e-5)
-    for a, b in zip(cache, last, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    @jit
+    def run(x):
+        outs, cache = [], None
+        for part in jnp.split(x, (1, 1, 4), axis=1):
+            out, cache = block(part, cache, return_cache=True)
+            outs.append(out)
+        return jnp.concatenate(outs, 1)
+
+    np.testing.assert_allclose(run(x), expected_of(blocks, x), rtol=1e-5, atol=1e-5)
 
 
-@LIBRARY
-def test_block_of_packed_sequences(blocks, library):
-    block, x = blocks.layers[library], normal(1, 7, 12)
-    ids = jnp.array([[0, 0, 0, 1, 1, 1, 1]])
-    run = jit(functools.partial(block, return_cache=True))
-    packed, cache = run(x, segment_ids=ids)
-    apart = np.concatenate([expected_of(blocks, part)[0] for part in (x[:, :3], x[:, 3:])])
-    np.testing.assert_allclose(packed[0], apart, rtol=1e-5, atol=1e-5)
-    _, last = run(x[:, 3:], segment_ids=ids[:, 3:])
-    for found, expected in zip(cache, last, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_packed_sequences_do_not_touch_each_other(blocks):
-    block, x = blocks.layers["nnx"], normal(1, 7, 12)
+@pytest.mark.exhaustive
+@KIND
+def test_packed_sequences_do_not_touch_each_other(kind):
+    block, x = blocks_of(kind).layers["nnx"], normal(1, 7, 12)
     ids = jnp.array([[0, 0, 0, 1, 1, 1, 1]])
     dx = jit(jax.grad(lambda x: block(x, segment_ids=ids)[:, 3:].sum()))(x)
     np.testing.assert_array_equal(dx[:, :3], 0)
     assert (jnp.abs(dx[:, 3:]).max(-1) > 0).all()
 
 
-@pytest.mark.parametrize("lengths", [(1, 5, 2), (2, 0, 6)])
-def test_block_goes_on_in_unequal_parts(blocks, lengths):
-    block, x = blocks.layers["nnx"], normal(2, 8, 12)
-    run, outs, cache = jit(functools.partial(block, return_cache=True)), [], None
-    for part in jnp.split(x, np.cumsum(lengths)[:-1], axis=1):
-        out, cache = run(part, cache)
-        outs.append(out)
-    expected = expected_of(blocks, x)
-    np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, rtol=1e-5, atol=1e-5)
-
-
-@LIBRARY
-def test_block_names_what_does_not_fit(blocks, library):
-    block, x, one = blocks.layers[library], jnp.ones((2, 7, 12)), library == "equinox"
-    kind, step = blocks.kind, step_of(block, library)
+@sparsely("kind, library", TWO_KINDS, LIBRARIES)
+def test_block_names_what_does_not_fit(kind, library):
+    block, x, one = blocks_of(kind).layers[library], jnp.ones((2, 7, 12)), library == "equinox"
+    step = step_of(block, library)
     other = MAMBA if kind is MAMBA2 else MAMBA2
     cache, its = (each.block.init_cache(each.sizes(), 2, FP32) for each in (kind, other))
     conv = re.escape(str((1, *cache.conv.shape[1:])))
@@ -166,20 +169,20 @@ def test_block_names_what_does_not_fit(blocks, library):
     sequences = r"\(L, D\) or \(B, L, D\)" if one else r"\(B, L, D\)"
     tokens = r"\(D\) or \(B, D\)" if one else r"\(B, D\)"
     flat = x[0, 0] if one else x[0]
+    ids = jnp.zeros((2, 6), int)
+    with_cache = lambda cache: functools.partial(block, cache=cache)
     for wrong, call, error, message in (
         (flat, block, ValueError, rf"x must have shape {sequences} with D = 12.*One sequence goes"),
         (x[..., 1:], block, ValueError, r"D = 12, the d_model of the block; got \(2, 7, 11\)"),
         (1j * x, block, TypeError, "x must have a real dtype, got complex64"),
         (x, functools.partial(step, cache=cache), ValueError, rf"{tokens} with D = 12.*x\[:, t\]"),
-        (x[:1], functools.partial(block, cache=cache), ValueError, f"cache.conv .*{conv}"),
-        (x, functools.partial(block, cache=cache._replace(scan=x)), ValueError, "cache.scan must"),
-        (x, functools.partial(block, cache=x), TypeError, named),
-        (x, functools.partial(block, cache=its), TypeError, f"got jaxkern.nn.{other.block.name}.C"),
+        (x[:1], with_cache(cache), ValueError, f"cache.conv .*{conv}"),
+        (x, with_cache(cache._replace(scan=x)), ValueError, "cache.scan must"),
+        (x, with_cache(x), TypeError, named),
+        (x, with_cache(its), TypeError, f"got jaxkern.nn.{other.block.name}.C"),
         (x[:, 0], functools.partial(step, cache=None), TypeError, "cache must be .*got NoneType"),
         (
-            x,
-            functools.partial(block, segment_ids=jnp.zeros((2, 6), int)),
-            ValueError,
+            *(x, functools.partial(block, segment_ids=ids), ValueError),
             r"segment_ids must have shape \(2, 7\), that of x without its last axis; got \(2, 6\)",
         ),
     ):
@@ -204,32 +207,14 @@ def test_block_is_one_row_of_a_table(kind):
     assert f"{kind.layer} (" not in rows  # as methods beside __call__ would be
 
 
-def test_block_of_one_sequence_in_equinox(blocks):
-    block, x = blocks.layers["equinox"], normal(2, 7, 12)
-    expected = expected_of(blocks, x)
-    run = jit(jax.vmap(functools.partial(block, return_cache=True)))
-    out, cache = run(x)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
-    assert jax.tree.map(jnp.shape, cache) == jax.tree.map(jnp.shape, block.init_cache(2))
-    single = jax.eval_shape(block.step, x[0, 0], block.init_cache())
-    assert jax.tree.map(jnp.shape, single) == ((12,), jax.tree.map(jnp.shape, block.init_cache()))
-
-
-@LIBRARY
 @KIND
-def test_block_with_biases_of_the_projections_and_none_of_the_convolution(kind, library):
-    options = kind.options | {"use_bias": True, "use_conv_bias": False}
-    sizes, x = kind.sizes(**options), normal(2, 5, 12)
-    shapes = kind.shapes(sizes)
-    assert shapes.keys() == {*kind.block.weights._fields} - {"conv_bias"}
-    weights = {name: normal(*shape, scale=0.3) for name, shape in shapes.items()}
-    block = in_every_library(kind.layer, 12, weights=weights, **options)[library]
-    expected = np.stack([kind.float64(kind.block.weights_from(weights), sizes, row) for row in x])
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=3e-5)
-    close(jit(block)(x), expected)
-    first, cache = block(x[:, :-1], return_cache=True)
-    close(first, expected[:, :-1])
-    close(step_of(block, library)(x[:, -1], cache)[0], expected[:, -1])
+def test_block_of_one_sequence_in_equinox(kind):
+    block, x = blocks_of(kind).layers["equinox"], jnp.ones((2, 7, 12))
+    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+    run = jax.vmap(functools.partial(block, return_cache=True))
+    assert shapes(jax.eval_shape(run, x)) == shapes((x, block.init_cache(2)))
+    single = jax.eval_shape(block.step, x[0, 0], block.init_cache())
+    assert shapes(single) == shapes((x[0, 0], block.init_cache()))
 
 
 @KIND
@@ -237,6 +222,8 @@ def test_layers_have_the_parameters_and_options_of_the_block(kind):
     """Their names, shapes and defaults, and as many as there are by default."""
     inits = kind.block.initializers(kind.block.sizes(32), n_layers=4)
     assert inits.keys() == {*kind.block.weights._fields} - {"in_bias", "out_bias"}
+    biased = kind.sizes(use_bias=True, use_conv_bias=False)
+    assert kind.shapes(biased).keys() == {*kind.block.weights._fields} - {"conv_bias"}
     expected = {name: (shape, jnp.dtype(FP32)) for name, (_, shape) in inits.items()}
     key, x = jax.random.key(0), jnp.ones((1, 1, 32))
     in_nnx, in_linen, in_equinox = (
@@ -255,24 +242,32 @@ def test_layers_have_the_parameters_and_options_of_the_block(kind):
     }
 
 
-def test_mamba_begins_as_in_the_papers_code():
-    inits = mamba.initializers(mamba.Sizes(32), n_layers=4)
-    key = jax.random.key(0)
+@KIND
+def test_blocks_begin_as_in_the_papers_code(kind):
+    options = {"headdim": 1, "d_state": 16} if kind is MAMBA2 else {}
+    inits = kind.block.initializers(kind.block.sizes(32, **options), n_layers=4)
     draw = lambda key: {name: init(key, shape, FP32) for name, (init, shape) in inits.items()}
-    w = mamba.Weights(**jit(draw)(key))
-    dt = jax.nn.softplus(w.dt_bias)
-    assert 1e-3 < float(dt.min()) < 4e-3
-    assert 3e-2 < float(dt.max()) < 0.1
-    np.testing.assert_allclose(jnp.exp(w.A_log[5]), np.arange(1, 17), rtol=1e-5)
+    w = jax.tree.map(np.asarray, kind.block.weights(**jit(draw)(jax.random.key(0))))
+    dt, A = np.log1p(np.exp(w.dt_bias)), np.exp(w.A_log)
+    assert 1e-3 < dt.min() < 4e-3
+    assert 3e-2 < dt.max() < 0.1
     np.testing.assert_array_equal(w.D, 1)
-    for leaf, bound in ((w.in_proj, 32**-0.5), (w.out_proj, 64**-0.5 / 2)):
-        assert 0.97 * bound < float(jnp.abs(leaf).max()) <= bound
-    assert w.x_proj.shape == (64, 2 + 2 * 16)
+    if kind is MAMBA:
+        np.testing.assert_allclose(A[5], np.arange(1, 17), rtol=1e-5)
+        assert w.x_proj.shape == (64, 2 + 2 * 16)
+    else:
+        assert 1 < A.min() < 2
+        assert 15 < A.max() < 16
+        np.testing.assert_array_equal(w.norm_weight, 1)
+    bounds = {"in_proj": 32**-0.5, "conv_weight": 0.5, "out_proj": 64**-0.5 / 2}
+    for name, bound in bounds.items():
+        assert 0.95 * bound < np.abs(getattr(w, name)).max() <= bound
 
 
-@LIBRARY
-def test_block_in_bfloat16(blocks, library):
-    weights, kind = given(blocks.weights), blocks.kind
+@sparsely("kind, library", TWO_KINDS, LIBRARIES)
+def test_block_in_bfloat16(kind, library):
+    blocks = blocks_of(kind)
+    weights = given(blocks.weights)
     if library == "equinox":
         weights = Policy.parse("bf16").cast_to_compute(weights)
     block = in_every_library(kind.layer, 12, weights=weights, dtype=BF16, **kind.options)[library]
@@ -288,28 +283,150 @@ def test_block_in_bfloat16(blocks, library):
 @KIND
 def test_a_loop_can_carry_a_cache(kind, library):
     """It keeps its dtypes, whatever those of parameters and tokens."""
-    options, key = kind.options, jax.random.key(0)
     module = {"nnx": jk_nnx, "linen": jk_linen, "equinox": jk_equinox}[library]
-    make = functools.partial(getattr(module, kind.layer), 12, **options)
-    for dtype in (FP32, BF16):
-        tokens = jnp.ones((2, 12), dtype)
+    make = functools.partial(getattr(module, kind.layer), 12, **kind.options)
+    tokens, key = jnp.ones((2, 12), BF16), jax.random.key(0)
+
+    def run():
         if library == "nnx":
-            block = make(param_dtype=dtype, rngs=nnx.Rngs(0))
+            block = make(param_dtype=BF16, rngs=nnx.Rngs(0))
         elif library == "linen":
-            unbound = make(param_dtype=dtype)
+            unbound = make(param_dtype=BF16)
             block = unbound.bind(unbound.init(key, tokens[:, None]))
         else:
-            block = make(dtype=dtype, key=key)
+            block = make(dtype=BF16, key=key)
         cache = block.init_cache(2)
-        for out, after in (
-            jax.eval_shape(block.step, tokens, cache),
-            jax.eval_shape(functools.partial(block, return_cache=True), tokens[:, None], cache),
-        ):
-            assert out.dtype == dtype
-            assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, cache)
+        return (
+            cache,
+            block.step(tokens, cache),
+            block(tokens[:, None], cache, return_cache=True),
+        )
+
+    cache, *results = jax.eval_shape(run)
+    for out, after in results:
+        assert out.dtype == BF16
+        assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, cache)
 
 
-# Stacks of layers
+# What the Mamba-2 block has of its own
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm_groups": 1, "dt_limit": (0.04, 0.06), "norm_eps": 0.1},
+        {"norm_groups": 8, "ngroups": 1, "headdim": 16},
+        {"headdim": 1, "ngroups": 16},
+        {"D": (4, 4)},
+    ],
+    ids=str,
+)
+def test_mamba2_of_other_sizes(options):
+    """Norms of other groups than the scan's, limits of step sizes, one head, heads of a channel,
+    weights of the input for each channel; and a last token by the step."""
+    options = {"d_state": 3, "d_conv": 3, "headdim": 4, "ngroups": 2} | options
+    D = options.pop("D", None)
+    sizes = mamba2.Sizes(8, **options)
+    weights, x = mamba2_weights(sizes), normal(2, 9, 8, seed=1)
+    weights = weights if D is None else weights._replace(D=normal(*D, seed=2))
+
+    @jax.jit
+    def run(weights, x):
+        out, cache = mamba2.mamba2(weights, sizes, x[:, :-1], return_cache=True)
+        last, _ = mamba2.mamba2_step(weights, sizes, x[:, -1], cache)
+        return jnp.concatenate([out, last[:, None]], 1)
+
+    want = np.stack([MAMBA2.float64(weights, sizes, row) for row in x])
+    check.assert_close(run(weights, x), want, 1e-6)
+
+
+def mamba2_weights(sizes):
+    """Random parameters, with the rates and step sizes of a block at the start of its training."""
+    rng = np.random.default_rng(0)
+    biased = mamba2.initializers(mamba2.Sizes(**vars(sizes) | {"use_bias": True}))
+    values = {name: 0.5 * rng.normal(size=shape) for name, (_, shape) in biased.items()}
+    values |= {"A_log": np.log(rng.uniform(1, 16, sizes.heads)), "dt_bias": values["dt_bias"] - 3}
+    return mamba2.Weights(**{n: jnp.asarray(v, jnp.float32) for n, v in values.items()})
+
+
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
+    reason="transformers and torch are not installed",
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mamba2_is_that_of_transformers(groups):
+    """On random weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        import transformers.models.mamba2.modeling_mamba2 as modeling
+
+        sizes = mamba2.Sizes(16, d_state=8, headdim=4, ngroups=groups)
+        config = modeling.Mamba2Config(
+            hidden_size=sizes.d_model,
+            num_heads=sizes.heads,
+            head_dim=sizes.headdim,
+            state_size=sizes.d_state,
+            conv_kernel=sizes.d_conv,
+            n_groups=groups,
+            chunk_size=8,
+            num_hidden_layers=1,
+            use_bias=True,
+            layer_norm_epsilon=sizes.norm_eps,
+        )
+        theirs = modeling.Mamba2Mixer(config, layer_idx=0).eval()
+    # Before its version 5, its norm was of all channels together, whatever the groups.
+    channels = getattr(theirs.norm, "group_size", sizes.d_inner)
+    weights, x = mamba2_weights(sizes), normal(2, 21, 16, seed=1)
+    sizes = mamba2.Sizes(**vars(sizes) | {"norm_groups": sizes.d_inner // channels})
+    tensor = lambda v: torch.from_numpy(np.array(v))
+    values = {
+        "in_proj.weight": weights.in_proj.T,
+        "in_proj.bias": weights.in_bias,
+        "conv1d.weight": weights.conv_weight[:, None],
+        "conv1d.bias": weights.conv_bias,
+        "dt_bias": weights.dt_bias,
+        "A_log": weights.A_log,
+        "D": weights.D,
+        "norm.weight": weights.norm_weight,
+        "out_proj.weight": weights.out_proj.T,
+        "out_proj.bias": weights.out_bias,
+    }
+    theirs.load_state_dict({name: tensor(v) for name, v in values.items()})
+    with torch.no_grad():
+        want = theirs(tensor(x)).numpy()
+    check.assert_close(jax.jit(mamba2.mamba2, static_argnums=1)(weights, sizes, x), want, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"d_state": 0}, ValueError, "d_state must be at least 1, got 0"),
+        ({"d_conv": 4.0}, TypeError, r"d_conv must be a whole number, got 4\.0"),
+        ({"norm_groups": "1"}, TypeError, "norm_groups must be a whole number or None, got '1'"),
+        ({"use_bias": 1}, TypeError, "use_bias must be True or False, got 1"),
+        ({"norm_eps": 0}, ValueError, "norm_eps must be above 0 and finite, got 0"),
+        ({"headdim": 7}, ValueError, r"headdim must divide E = .* = 24, got 7; 6 divides it"),
+        ({"headdim": 64}, ValueError, "got 64; 24 divides it"),
+        ({"headdim": 4, "ngroups": 4}, ValueError, "ngroups must divide H = .* = 6, got 4; 3 div"),
+        ({"headdim": 4, "norm_groups": 5}, ValueError, "norm_groups must divide E .*24, got 5; 4"),
+        ({"headdim": 4, "dt_limit": (1, 0)}, ValueError, "dt_limit must be .* low <= high, got"),
+        ({"headdim": 4, "dt_limit": 1}, TypeError, "dt_limit must be two numbers"),
+    ],
+)
+def test_mamba2_names_sizes_that_do_not_fit(options, error, message):
+    with pytest.raises(error, match=message):
+        mamba2.Sizes(12, **options)
+
+
+def test_sizes_from_a_file_are_those_given():
+    """JSON has lists for tuples, and other libraries' numbers are whole numbers, too."""
+    sizes = mamba2.Sizes(np.int64(12), headdim=np.int32(4), dt_limit=[0, 1])
+    assert sizes == mamba2.Sizes(12, headdim=4, dt_limit=(0.0, 1.0))
+    assert hash(sizes) == hash(mamba2.Sizes(12, headdim=4, dt_limit=(0.0, 1.0)))
+
+
+# Stacks of layers: the loss and its gradients by the norms' weights and the blocks'
 
 
 def in_nnx(kind, x):
@@ -326,10 +443,8 @@ def in_nnx(kind, x):
     def make(rngs):
         return Block(rngs)
 
-    blocks = make(nnx.Rngs(0))
-
     @nnx.jit
-    def stacked(blocks, x):
+    def stacked(x):
         def loss(blocks, x):
             @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
             def run(block, x):
@@ -337,25 +452,33 @@ def in_nnx(kind, x):
 
             return (run(blocks, x) ** 2).sum()
 
-        return nnx.value_and_grad(loss)(blocks, x)
+        blocks = make(nnx.Rngs(0))
+        return *nnx.value_and_grad(loss)(blocks, x), nnx.state(blocks)
 
-    loss, grads = stacked(blocks, x)
-    graphdef, params = nnx.split(blocks)
-    return loss, grads, params, lambda params, x: nnx.merge(graphdef, params)(x)
+    loss, *trees = stacked(x)
+    trees = map(nnx.to_pure_dict, trees)
+    return loss, *((tree["norm"]["scale"], tree["block"]) for tree in trees)
 
 
 def in_linen(kind, x):
     class Block(linen.Module):
         @linen.compact
         def __call__(self, x, _=None):
-            block = getattr(jk_linen, kind.layer)(8, **kind.options)
-            return x + block(jk_linen.RMSNorm()(x)), None
+            block = getattr(jk_linen, kind.layer)(8, **kind.options, name="block")
+            return x + block(jk_linen.RMSNorm(name="norm")(x)), None
 
     over = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
     stack = linen.scan(linen.remat(Block, policy=remat.SCAN), **over)()
-    params = stack.init(jax.random.key(0), x)
-    loss = lambda params: (stack.apply(params, x)[0] ** 2).sum()
-    return *jit(jax.value_and_grad(loss))(params), params, lambda p, x: Block().apply(p, x)[0]
+
+    @jit
+    def run(x):
+        params = stack.init(jax.random.key(0), x)
+        loss = lambda params: (stack.apply(params, x)[0] ** 2).sum()
+        return *jax.value_and_grad(loss)(params), params
+
+    loss, *trees = run(x)
+    trees = [tree["params"] for tree in trees]
+    return loss, *((tree["norm"]["scale"], tree["block"]) for tree in trees)
 
 
 def in_equinox(kind, x):
@@ -368,45 +491,71 @@ def in_equinox(kind, x):
 
     def make(key):
         block = getattr(jk_equinox, kind.layer)(8, **kind.options, key=key)
-        return Block(jk_equinox.RMSNorm(8), block)
+        return Block(jk_equinox.RMSNorm(8, 1e-6, use_bias=False), block)
 
-    blocks = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 2))
-    params, static = eqx.partition(blocks, eqx.is_array)
-    run = lambda params, x: eqx.combine(params, static)(x)
+    @eqx.filter_jit
+    def run(x):
+        blocks = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 2))
+        params, static = eqx.partition(blocks, eqx.is_array)
 
-    def loss(params):
-        body = jax.checkpoint(lambda x, params: (run(params, x), None))
-        return (jax.lax.scan(body, x, params)[0] ** 2).sum()
+        def loss(params):
+            layer = lambda x, params: (eqx.combine(params, static)(x), None)
+            return (jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).sum()
 
-    return *jit(jax.value_and_grad(loss))(params), params, run
+        return *jax.value_and_grad(loss)(params), params
+
+    loss, *trees = run(x)
+    return loss, *((tree.norm.weight, given(tree.block.weights)) for tree in trees)
 
 
+@functools.cache
+def stack_reference(kind):
+    """Layer by layer, with no layers of a library and nothing rematerialised."""
+    sizes = kind.sizes(8)
+
+    def loss(weights, x):
+        for i in range(2):
+            scale, block = jax.tree.map(lambda leaf, i=i: leaf[i], weights)
+            rows = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+            x = x + kind.block.apply(kind.block.weights_from(block), sizes, rows)
+        return (x**2).sum()
+
+    return jit(jax.value_and_grad(loss))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stacked", [in_nnx, in_linen, in_equinox])
 @KIND
 def test_stacks_are_scanned_and_rematerialised(kind, stacked):
-    """As layer by layer, with `jax.vmap` over the batch."""
-    x = normal(2, 5, 8)
-    loss, grads, params, run = stacked(kind, x)
-
-    def in_turn(params, x):
-        for i in range(2):
-            row = jax.tree.map(lambda leaf, i=i: leaf[i], params)
-            x = jax.vmap(lambda x, row=row: run(row, x[None])[0])(x)
-        return (x**2).sum()
-
-    expected, wanted = jit(jax.value_and_grad(in_turn))(params, x)
+    x = normal(2, 3, 8)
+    loss, grads, weights = stacked(kind, x)
+    expected, wanted = stack_reference(kind)(weights, x)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert jax.tree.structure(grads) == jax.tree.structure(wanted)
     for found, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         assert found.shape[0] == 2
         np.testing.assert_allclose(found, leaf, rtol=1e-4, atol=1e-4 * float(jnp.abs(leaf).max()))
 
 
+def block_float64(kind, sizes, w, x, dout):
+    """The block on x (B, L, D) in float64, and the gradients of x and weights for `dout`."""
+
+    def block(w, x):
+        return jax.lax.scan(functools.partial(kind.token, w, sizes), kind.carry(sizes), x)[1]
+
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        w, x = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), np.float64), (w, x))
+        run = lambda x, w: jax.vmap(block, (None, 0))(w, x)
+        out, vjp = jax.vjp(jax.jit(run), x, w)
+        dx, dw = vjp(jnp.asarray(dout))
+        return np.asarray(out), tuple(map(np.asarray, jax.tree.leaves((dx, dw))))
+
+
 @pytest.mark.gpu
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("kind", "library"),
     [
-        (MAMBA, "nnx"),
+        pytest.param(MAMBA, "nnx", marks=pytest.mark.exhaustive),
         pytest.param(MAMBA, "linen", marks=pytest.mark.compiled),
         pytest.param(MAMBA, "equinox", marks=pytest.mark.compiled),
         pytest.param(MAMBA2, "nnx", marks=pytest.mark.compiled),
