@@ -1,9 +1,30 @@
-"""What the tests of language models share: the model in float64, and a command."""
+"""What the tests of language models share: the model in float64, small models and runs."""
 
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.lm import cli
+from jaxkern.lm import checkpoint, cli
+from jaxkern.lm.config import PRESETS
+from jaxkern.lm.model import initial_params
 from tests.layers import KINDS, rms_float64
+
+MICRO, MICRO2 = (PRESETS[name].model for name in ("micro", "mamba2-micro"))
+
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+"""Compiles without optimisation, which takes less time than it saves in a program run once."""
+
+
+@functools.cache
+def random_params(config, seed=0):
+    """Parameters away from any symmetry, whose texts are not all alike."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: initial_params(config)))
+    rng = np.random.default_rng(seed)
+    normal = [jnp.asarray(rng.normal(size=leaf.shape, scale=0.5), "f4") for leaf in leaves]
+    return jax.tree.unflatten(tree, normal)
 
 
 def logits_float64(config, params, tokens):
@@ -17,6 +38,31 @@ def logits_float64(config, params, tokens):
         x = x + KINDS[block.name].float64(weights, config.sizes, normalised)
     x = rms_float64(x, wide(params["norm"]), config.eps)
     return x @ wide(params["embedding"].T if config.tie_embeddings else params["head"])
+
+
+def greedy_float64(config, params, tokens, length):
+    """A sequence of tokens and its likeliest continuation."""
+    tokens = list(tokens)
+    for _ in range(length):
+        tokens.append(int(logits_float64(config, params, tokens)[-1].argmax()))
+    return tokens
+
+
+def run_of(folder, model, params, *, precision="fp32", **config):
+    """A run as jaxkern train leaves it, whose checkpoint of step 10 has the parameters."""
+    folder.mkdir()
+    content = {
+        "format": checkpoint.FORMAT,
+        "flags": {},
+        "model": model.stored(),
+        "data": {},
+        "precision": precision,
+    }
+    (folder / "config.json").write_text(json.dumps(content | config))
+    for step, factor in ((5, 0.5), (10, 1.0)):
+        at_step = jax.tree.map(lambda leaf, by=factor: leaf * by, params)
+        checkpoint.save(folder, step, params=at_step, optimizer={"a": jnp.ones(2)}, model=model)
+    return folder
 
 
 def command(capsys, *argv, code=0):
