@@ -103,7 +103,7 @@ def test_causal_conv1d_accuracy_at_the_ends(size, activation, implementation):
 def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
     """Over the ends of tiles too: in the backward two warpgroups take three of 16, 16 and 3."""
     tiles = Tiles(rows=4, stages=2, chunks=4)
-    twice = Tiles(rows=8, stages=2, chunks=2, warpgroups=2, tiles_each=2)
+    twice = Tiles(rows=4, stages=2, chunks=4, warpgroups=2, tiles_each=2)
     monkeypatch.setattr(forward, "forward_tiles", lambda *_: tiles)
     monkeypatch.setattr(backward, "backward_tiles", lambda *_: twice)
     check_case(inputs(1, 35, 3, 3), implementation, ids=segments_of(1, 35), final=True)
