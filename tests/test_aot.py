@@ -435,6 +435,7 @@ def test_what_another_jax_differs_in_stands_beside_the_figures(command, monkeypa
     assert held["kernels"][NAMES[0]] == aot.figures(results())["kernels"][NAMES[0]]
 
 
+@pytest.mark.exhaustive
 def test_a_task_that_ends_its_process_ends_no_other(monkeypatch):
     monkeypatch.setattr(aot, "attempt", ends_its_process)
     found = {r.name: r.error for r in aot.run("h200", ["a", "abort", "b", "c"], 2)}

@@ -10,10 +10,10 @@ import pytest
 from bench import backbones
 from jaxkern.precision import Policy
 
-pytestmark = pytest.mark.newest
 SMALL = backbones.Sizes(batch=2, embed=4, hidden=16, state=2, heads=2, actions=3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", backbones.BACKBONES)
 def test_backbone_sees_the_past_and_not_the_future(name):
     """All but the MLP, which sees the present alone."""
@@ -39,6 +39,7 @@ def test_actions_follow_the_average_of_the_observations():
     np.testing.assert_array_equal(actions[:, -1], want)
 
 
+@pytest.mark.exhaustive
 def test_run_and_its_table(tmp_path, monkeypatch):
     monkeypatch.setattr(backbones, "Sizes", lambda **_: SMALL)
     out, document, picture = (tmp_path / name for name in ("a.json", "a.md", "a.svg"))

@@ -44,6 +44,7 @@ def test_picture_has_the_most_rows_of_each_length(tmp_path):
     assert not pictures.draw(report({(8, 64): 10.0}), tmp_path / "b.svg")
 
 
+@pytest.mark.exhaustive
 def test_imports_leave_the_device_alone():
     """Each process says by itself how much of the device's memory it takes, before it takes it."""
     modules = "accuracy, aot, backbones, layers, pictures, precision, report, run, train"
@@ -138,6 +139,7 @@ def embedded(change=lambda x: x, of=lambda loss: loss):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_loss_is_timed_with_its_gradient(monkeypatch):
     """And one that is off by little, or has no gradient, is a wrong result."""
     monkeypatch.setattr(peers, "arranged", lambda *_: embedded())
@@ -225,6 +227,7 @@ def torch(monkeypatch):
     return fake
 
 
+@pytest.mark.exhaustive
 def test_a_loss_of_pytorch_has_gradients_and_memory(torch, monkeypatch):
     """A loss is differentiated by 1, and its gradients are compared as the case's arrays lie."""
     index = cases.cases(small=True).index(SMALL)
@@ -253,6 +256,7 @@ def test_an_op_of_pytorch_is_timed_in_each_pass(torch, monkeypatch):
     ]
 
 
+@pytest.mark.exhaustive
 def test_optimizer_steps_are_timed_beside_optax(tmp_path, monkeypatch):
     out = tmp_path / "r.json"
     args = ["--op", "fused_adamw", "--calls", "1", "--vs", "xla,optax,update,liger"]
@@ -267,6 +271,7 @@ def test_optimizer_steps_are_timed_beside_optax(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.exhaustive
 def test_optax_does_the_same_steps():
     found = {s.shape: s for s in optim.steps(small=False) if s.op == "fused_adamw"}
     for shape in ("100M", "100M-master", "100M-folded", "100M-bf16-all"):

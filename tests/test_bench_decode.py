@@ -8,10 +8,10 @@ import pytest
 
 from bench import decode, report
 
-pytestmark = pytest.mark.newest
 JOB = decode.Job("jaxkern", "micro", 300, batches=(1, 3), prompt=5, tokens=16, repeats=1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("contender", ["jaxkern", "jaxkern-bf16", "transformers"])
 @pytest.mark.parametrize("preset", ["micro", "mamba2-micro"])
 def test_contenders_decode_in_this_process(contender, preset, recwarn):
@@ -53,6 +53,7 @@ def test_a_contender_that_gives_too_few_tokens_is_told(monkeypatch):
         decode.measure(JOB)
 
 
+@pytest.mark.exhaustive
 def test_contenders_have_processes_of_their_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     words = f"--preset micro --batch 2 --vocab 300 --vs mamba_ssm --out {tmp_path / 'a.json'}"

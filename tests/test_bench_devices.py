@@ -6,11 +6,11 @@ import pytest
 from bench import devices, documents, report
 
 pytestmark = [
-    pytest.mark.newest,
     pytest.mark.skipif(len(jax.devices()) < 2, reason="steps and sequences are split between two"),
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", ["none", "fsdp=2", "sequence=2"])
 def test_a_training_step_is_timed(mesh):
     row = devices.measure(devices.Job("micro", (1, 16), mesh))
@@ -20,6 +20,7 @@ def test_a_training_step_is_timed(mesh):
     assert row["first_step_s"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "error"),
     # In bf16 parts of `tensor` are rounded before they are added up, in every layer.

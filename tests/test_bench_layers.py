@@ -10,10 +10,10 @@ import pytest
 from bench import layers, report
 from jaxkern.nn import mamba2
 
-pytestmark = pytest.mark.newest
 JOB = layers.Job("auto", mamba2.Sizes(16, d_state=8, headdim=8), batch=2, length=16)
 
 
+@pytest.mark.exhaustive
 def test_run_and_its_table(tmp_path):
     out = tmp_path / "a-layers.json"
     command = ["--d-model", "16", "--calls", "2", "--out", str(out)]

@@ -9,7 +9,6 @@ import pytest
 from bench import documents, report, train, trainers
 from jaxkern.lm.config import PRESETS
 
-pytestmark = pytest.mark.newest
 JOB = trainers.Job("jaxkern", "micro", length=16, tokens=70, steps=12, warmup=2)
 
 
@@ -43,6 +42,7 @@ def test_operations_of_the_products(preset, shapes):
     assert train.product_operations(PRESETS[preset].model) == 6 * weights
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("contender", "preset", "parameters"),
     [
@@ -61,6 +61,7 @@ def test_contenders_learn_in_this_process(contender, preset, parameters):
     assert (found["batch"], found["parameters"]) == (4, parameters)
 
 
+@pytest.mark.exhaustive
 def test_contenders_have_processes_of_their_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     words = f"--preset micro --length 16 --tokens 64 --vs mamba_ssm --out {tmp_path / 'a.json'}"
@@ -74,6 +75,7 @@ def test_contenders_have_processes_of_their_own(tmp_path, monkeypatch, capsys):
     assert "Not run: mamba_ssm, micro, length 16: not installed." in text
 
 
+@pytest.mark.exhaustive
 def test_a_vocabulary_of_its_own():
     job = dataclasses.replace(JOB, vocab_size=50_280)
     assert str(job) == "jaxkern, micro, vocabulary 50,280, length 16"
@@ -83,6 +85,7 @@ def test_a_vocabulary_of_its_own():
     assert found["first_loss"] == pytest.approx(np.log(300), abs=0.05)
 
 
+@pytest.mark.exhaustive
 def test_documents_are_packed_and_kept_apart():
     job = dataclasses.replace(JOB, document=5)
     assert str(job) == "jaxkern, micro, documents of 5, length 16"
@@ -113,6 +116,7 @@ def test_pytorch_trains_last_and_alone(tmp_path, monkeypatch):
     assert told == [f"{name}, micro, length {n}: no" for n in (16, 32) for name in names]
 
 
+@pytest.mark.exhaustive
 def test_failing_contender_leaves_its_reason():
     jobs = [
         dataclasses.replace(JOB, preset="none"),

@@ -19,7 +19,7 @@ def test_curves_are_compared_by_means():
     assert got["losses"] == losses
 
 
-@pytest.mark.newest
+@pytest.mark.exhaustive
 def test_curves_begin_alike(tmp_path):
     (tmp_path / "a.txt").write_text("the same words again and again, " * 400)
     size = ["--preset", "micro", "--tokenizer", "bpe:300", "--batch-size", "2", "--seq-len", "16"]
@@ -49,7 +49,7 @@ def test_checkpoints_are_beside_none(monkeypatch, tmp_path):
     assert ran == [4, 12]
 
 
-@pytest.mark.newest
+@pytest.mark.exhaustive
 def test_reports_of_a_run_are_timed(tmp_path):
     flags = {"--preset": "micro", "--steps": 4, "--log-every": 2, "--eval-every": 4}
     seen = checkpoints.reports(flags, tmp_path / "run")

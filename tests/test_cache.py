@@ -134,6 +134,7 @@ def store_many(seed):
         assert got in (None, f"kernel {(i + seed) % 20}".encode() * 1000)
 
 
+@pytest.mark.exhaustive
 def test_many_processes_write_the_same_entries(own_cache):
     processes = [
         multiprocessing.get_context("spawn").Process(target=store_many, args=(seed,))

@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from jaxkern.cases import MODELS, TABLE, case
 
-pytestmark = pytest.mark.newest
-
 OPS = {
     name
     for name, f in inspect.getmembers(jaxkern, inspect.isfunction)
@@ -75,7 +73,10 @@ def test_what_is_strict_says_how_a_mesh_splits_it():
     assert c.specs("h", "x", sizes)[1:] == (P(None, "x"), P("x"), P(None, None, "x"))
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.exhaustive] * ("scan" in n or "ssd" in n)) for n in SPLIT],
+)
 def test_split_axes_are_not_gathered(name):
     (c,) = (c for c in TABLE if c.name == name and c.strict)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -102,6 +103,7 @@ def test_split_axes_are_not_gathered(name):
         assert {kind: n for kind, n in found.items() if n} == c.collectives(axis)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "c", [c for c in TABLE if c.expression and c.errors and c.errors.small], ids=lambda c: c.name
 )

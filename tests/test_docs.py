@@ -28,7 +28,18 @@ def script(path):
 pages = script(SITE / "pages.py")
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def slow(names, of):
+    """Parameters of which these are in the exhaustive suite."""
+    name = lambda value: getattr(value, "stem", value)
+    marks = lambda value: [pytest.mark.exhaustive] * (name(value) in names)
+    return [pytest.param(value, id=name(value), marks=marks(value)) for value in of]
+
+
+TRAINED = {"layers", "language_model", "hybrids", "sequences", "optimizers"}
+COMPILED = {"nn.equinox", "nn.flax", "nn.linen", "lm.loader", "ops.selective_scan.op", "ops.ssd.op"}
+
+
+@pytest.mark.parametrize("path", slow(TRAINED, DOCUMENTS))
 def test_examples_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if RUN in "".join(examples(path)):
@@ -41,8 +52,7 @@ def test_examples_run(path, tmp_path, monkeypatch):
         exec(compile(example, f"{path.name}[{number}]", "exec"), {"__name__": "example"})
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("module", modules())
+@pytest.mark.parametrize("module", slow({f"jaxkern.{name}" for name in COMPILED}, modules()))
 def test_examples_of_docstrings_run(module):
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     for test in docstrings(module):

@@ -61,9 +61,20 @@ def text(case, gpu):
         return value_and_gradients(op).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("gpu", BEFORE_HOPPER)
-@pytest.mark.parametrize("case", RINGS)
+@pytest.mark.parametrize(
+    ("case", "gpu"),
+    [
+        pytest.param(
+            case,
+            gpu,
+            marks=[] if by_default else [pytest.mark.exhaustive],
+            id=f"{case.__name__}-{gpu}",
+        )
+        for n, case in enumerate(RINGS)
+        for i, gpu in enumerate(BEFORE_HOPPER)
+        for by_default in [i == n]
+    ],
+)
 def test_lanes_copy_where_there_is_no_tma(case, gpu):
     lowered = text(case, gpu)
     assert "cp.async.commit_group" in lowered
@@ -71,7 +82,7 @@ def test_lanes_copy_where_there_is_no_tma(case, gpu):
     assert "cp.async.commit_group" not in text(case, "h200")
 
 
-@pytest.mark.newest
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["two warpgroups", "one"])
 def test_scan_with_few_checkpoints_fits_99_kib(dtype):
     # The sequence is cut into parts, whose carries are a pass of the backward.

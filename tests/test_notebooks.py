@@ -6,9 +6,10 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-pytestmark = pytest.mark.newest
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+BY_DEFAULT = ("02", "04", "05")
+"""Those that compile little; the exhaustive suite runs the others."""
 
 
 def cells(path, kind):
@@ -19,7 +20,14 @@ def cells(path, kind):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(p, id=p.stem, marks=[pytest.mark.large] if "train" in p.stem else [])
+        pytest.param(
+            p,
+            id=p.stem,
+            marks=[
+                *([pytest.mark.large] if "train" in p.stem else []),
+                *([] if p.stem[:2] in BY_DEFAULT else [pytest.mark.exhaustive]),
+            ],
+        )
         for p in NOTEBOOKS
     ],
 )
