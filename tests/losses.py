@@ -10,21 +10,20 @@ from scipy.special import logsumexp
 IGNORED = -100
 SMALLEST = 1
 """Bytes of memory that leave a part the fewest classes that it may have."""
-OPTIONS = {
-    "plain": {},
+OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 3.0},
+    "plain": {},
 }
 
 
-def inputs(rows, k, classes, dtype="float32", key=None):
+def inputs(rows, k, classes, dtype="float32", seed=0):
     """x, weight, bias and labels, every fifth of which is ignored."""
-    keys = jax.random.split(jax.random.key(0) if key is None else key, 4)
-    x = jax.random.normal(keys[0], (*rows, k))
-    weight = jax.random.normal(keys[1], (k, classes)) / np.sqrt(k)
-    bias = jax.random.normal(keys[2], (classes,))
-    labels = jax.random.randint(keys[3], rows, 0, classes)
-    labels = labels.reshape(-1).at[::5].set(IGNORED).reshape(rows)
-    return *(v.astype(dtype) for v in (x, weight, bias)), labels
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.standard_normal(shape)
+    arrays = draw(*rows, k), draw(k, classes) / np.sqrt(k), draw(classes)
+    labels = rng.integers(0, classes, rows, np.int32)
+    labels.reshape(-1)[::5] = IGNORED
+    return *(jnp.asarray(v.astype(jnp.dtype(dtype))) for v in arrays), jnp.asarray(labels)
 
 
 def oracle_of_logits(

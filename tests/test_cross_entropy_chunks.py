@@ -1,4 +1,4 @@
-"""linear_cross_entropy with its logits in chunks of rows, whose gradients the forward forms."""
+"""linear_cross_entropy in chunks of rows and in parts of classes, and both where a mesh splits."""
 
 import dataclasses
 import functools
@@ -15,15 +15,15 @@ import jaxkern
 from jaxkern.ops.cross_entropy.chunks import IN_CHUNKS, Chunks
 from jaxkern.ops.cross_entropy.rows import Rows, Terms
 from tests import check
-from tests.losses import IGNORED, OPTIONS, inputs, oracle, plain
+from tests.losses import IGNORED, OPTIONS, SMALLEST, inputs, oracle, plain
+from tests.pairs import combinations
 
 ROWS, K, CLASSES = (3, 500), 24, 300
 FIRST, OTHERS = 492, 504
 """Rows of the chunks, three of them, where memory is for 520."""
 
-DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-EACH_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+AUTO, EXPLICIT = KINDS = AxisType.Auto, AxisType.Explicit
+DTYPES = ["bfloat16", "float32"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,10 +37,8 @@ def memory_for(rows, dtype="float32", classes=CLASSES):
     return rows * classes * jnp.dtype(dtype).itemsize
 
 
-def loss(x, weight, bias, *, labels, implementation=None, **options):
-    return jaxkern.linear_cross_entropy(
-        x, weight, labels, bias, implementation=implementation, **options
-    )
+def loss(x, weight, bias, *, labels, **options):
+    return jaxkern.linear_cross_entropy(x, weight, labels, bias, **options)
 
 
 def plain_mean(x, weight, bias, *, labels, **options):
@@ -48,13 +46,20 @@ def plain_mean(x, weight, bias, *, labels, **options):
 
 
 def oracle_of_mean(x, weight, bias, dmean, *, labels, **options):
-    count = (np.asarray(labels) != IGNORED).sum()
+    labels = np.asarray(labels)
+    count = (labels != IGNORED).sum()
     dloss = np.full(labels.shape, dmean / count)
     (losses, _), grads = oracle(x, weight, bias, dloss, 0 * dloss, labels=labels, **options)
     return losses.sum() / count, grads
 
 
-def shapes_of_logits(f, *arrays):
+def truth(arrays, labels, dmean=1.0, **options):
+    """The mean of losses and its gradients in float64."""
+    wide = [np.asarray(v).astype(np.float64) for v in arrays]
+    return oracle_of_mean(*wide, dmean, labels=labels, **options)
+
+
+def rows_of_logits(f, *arrays):
     """How many rows of all classes `f` has at once in its traced program."""
     text = str(jax.make_jaxpr(f)(*arrays))
     return [rows for rows in range(CLASSES, 1536) if f"[{rows},{CLASSES}]" in text]
@@ -64,69 +69,54 @@ def no_worse_than_plain(got, arrays, labels, dmean=1.0, **options):
     """Holds `got`, a loss and its gradients, to twice the error of what a user would write."""
     dout, arrays = jnp.float32(dmean), tuple(arrays)
     by_plain = check.value_and_grads(plain_mean, arrays, dout, labels=labels, **options)
-    wide = [np.asarray(v).astype(np.float64) for v in arrays]
-    want = oracle_of_mean(*wide, dmean, labels=labels, **options)
+    want = truth(arrays, labels, dmean, **options)
     leaves = zip(*map(jax.tree.leaves, (got, by_plain, want)), strict=True)
     for name, each in zip(("loss", "dx", "dweight", "dbias"), leaves, strict=True):
         check.at_most_twice(name, *each)
 
 
-@DTYPES
-@EACH_OPTION
-def test_accuracy(dtype, options):
+@combinations("options dtype", OPTIONS, DTYPES, few=1)
+def test_accuracy(options, dtype):
     *arrays, labels = inputs(ROWS, K, CLASSES, dtype)
-    own = {"memory": memory_for(520, dtype)}
-    check.check_accuracy(
-        functools.partial(loss, labels=labels),
-        functools.partial(plain_mean, labels=labels),
-        functools.partial(oracle_of_mean, labels=labels),
-        arrays,
-        None,
-        own=own,
-        dtypes=["float32"],
-        **options,
-    )
-    run = lambda *a: jax.grad(functools.partial(loss, labels=labels, **own), (0, 1, 2))(*a)
-    assert shapes_of_logits(run, *arrays) == [FIRST, OTHERS]
+    run = functools.partial(loss, memory=memory_for(520, dtype), **options)
+    got = check.value_and_grads(run, tuple(arrays), jnp.float32(1), labels=labels)
+    no_worse_than_plain(got, arrays, labels, **options)
+    assert got[0].dtype == jnp.float32
 
 
+@pytest.mark.exhaustive
 def test_accuracy_of_the_most_chunks():
     """In bf16, whose gradient of the weight is rounded once a chunk."""
     *arrays, labels = inputs((6, 512), 64, CLASSES, "bfloat16")
-    memory = memory_for(512, "bfloat16")
-    run = functools.partial(loss, labels=labels, memory=memory)
-    assert shapes_of_logits(run, *arrays) == [512]
-    no_worse_than_plain(check.value_and_grads(run, arrays, jnp.float32(1)), arrays, labels)
-    *more, labels = inputs((7, 512), 8, CLASSES, "bfloat16")
-    assert not shapes_of_logits(functools.partial(loss, labels=labels, memory=memory), *more)
+    run = functools.partial(loss, memory=memory_for(512, "bfloat16"))
+    got = check.value_and_grads(run, tuple(arrays), jnp.float32(1), labels=labels)
+    no_worse_than_plain(got, arrays, labels)
 
 
-@pytest.mark.parametrize("dmean", [1.0, 1016.0, 0.77])
-def test_accuracy_of_cotangents(dmean):
+def test_accuracy_of_cotangents():
     """A label's logit has nearly the gradient -dmean / 1016, which in bf16 is 0.4% off for 1."""
     x, weight, bias, labels = inputs(ROWS, K, CLASSES, "bfloat16")
     arrays = x / 128, weight, bias / 64  # all softmaxes are nearly alike
-    counted = jnp.cumsum((labels != IGNORED).ravel()).reshape(labels.shape)
-    labels = jnp.where(counted <= 1016, labels, IGNORED)
-    run = functools.partial(loss, labels=labels, memory=memory_for(520, "bfloat16"))
-    _, (dx, *_) = check.value_and_grads(run, arrays, jnp.float32(dmean))
-    _, (by_plain, *_) = check.value_and_grads(plain_mean, arrays, jnp.float32(dmean), labels=labels)
-    wide = [np.asarray(v).astype(np.float64) for v in arrays]
-    _, (want, *_) = oracle_of_mean(*wide, dmean, labels=labels)
-    check.at_most_twice("dx", dx, by_plain, want)
+    counted = np.cumsum(np.ravel(labels != IGNORED)).reshape(labels.shape)
+    labels = jnp.asarray(np.where(counted <= 1016, labels, IGNORED))
+    run = functools.partial(loss, memory=memory_for(520, "bfloat16"))
+    for dmean in (1.0, 1016.0, 0.77):
+        (_, (dx, *_)), (_, (by_plain, *_)) = (
+            check.value_and_grads(f, arrays, jnp.float32(dmean), labels=labels)
+            for f in (run, plain_mean)
+        )
+        check.at_most_twice("dx", dx, by_plain, truth(arrays, labels, dmean)[1][0])
 
 
-@pytest.mark.parametrize("own", ["chunks", "parts"])
-def test_gradient_of_a_float32_bias_is_not_rounded(own):
+@pytest.mark.parametrize("memory", [memory_for(520, "bfloat16"), 1500 * 128 * 2])
+def test_gradient_of_a_float32_bias_is_not_rounded(memory):
     """To the bfloat16 of the weights beside it: it is as accurate as that of all logits at once."""
     x, weight, bias, labels = inputs(ROWS, K, CLASSES, "bfloat16")
     arrays = x, weight, bias.astype(jnp.float32)
-    memory = memory_for(520, "bfloat16") if own == "chunks" else ROWS[0] * ROWS[1] * 128 * 2
     run = functools.partial(loss, labels=labels)
-    grad = jax.grad(functools.partial(run, memory=memory), 2)(*arrays)
-    wide = [np.asarray(v).astype(np.float64) for v in arrays]
-    _, (*_, want) = oracle_of_mean(*wide, 1.0, labels=labels)
-    check.at_most_twice("dbias", grad, jax.grad(run, 2)(*arrays), want)
+    both = lambda *a: [jax.grad(functools.partial(run, memory=m), 2)(*a) for m in (memory, None)]
+    grad, at_once = jax.jit(both)(*arrays)
+    check.at_most_twice("dbias", grad, at_once, truth(arrays, labels)[1][2])
     assert grad.dtype == jnp.float32
     assert np.mean(grad != grad.astype(jnp.bfloat16).astype(jnp.float32)) > 0.9
 
@@ -135,59 +125,56 @@ def test_strict_promotion_in_bfloat16():
     """JAX traces the rules after the call, and they are under the user's promotion, too."""
     *arrays, labels = inputs(ROWS, K, CLASSES, "bfloat16")
     run = functools.partial(loss, labels=labels, memory=memory_for(520, "bfloat16"))
-    want = jax.grad(run, (0, 1, 2))(*arrays)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        got = jax.grad(jax.jit(run), (0, 1, 2))(*arrays)
-        jax.grad(run, (0, 1, 2))(*arrays)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+        lowered = jax.jit(jax.grad(jax.jit(run), (0, 1, 2))).lower(*arrays)
+    assert {v.dtype for v in jax.tree.leaves(lowered.out_info)} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.skipif(check.ON_GPU, reason="float64 is plain JAX, the same on a GPU")
-@pytest.mark.parametrize("split", [None, "rows", "classes"])
-@pytest.mark.parametrize("memory", [None, memory_for(520, "float64"), 1500 * 128 * 8])
+@combinations(
+    "split memory", [None, "rows", "classes"], [memory_for(520, "float64"), 1500 * 128 * 8, None]
+)
 def test_float64_is_exact(memory, split):
     """With all logits, in chunks and in parts no number of fewer bits comes in between.
 
     Neither does it where devices add sums of theirs.
     """
+    *arrays, labels = inputs((4, 375), K, CLASSES)
+    wide = [np.asarray(v).astype(np.float64) for v in arrays]
+    want = truth(wide, labels)
     with jax.enable_x64(True):
-        *arrays, labels = inputs((4, 375), K, CLASSES)
-        wide = [v.astype(jnp.float64) for v in arrays]
-        want = oracle_of_mean(*map(np.asarray, wide), 1.0, labels=labels)
+        wide = [*map(jnp.asarray, wide), labels]
         if split:
-            mesh = jax.make_mesh((2,), (split,), (AxisType.Auto,), devices=jax.devices()[:2])
+            mesh = jax.make_mesh((2,), (split,), (AUTO,), devices=jax.devices()[:2])
             rows, classes = ("rows", None) if split == "rows" else (None, "classes")
             specs = P(rows), P(None, classes), P(classes), P(rows)
-            shardings = [NamedSharding(mesh, spec) for spec in specs]
-            *wide, labels = map(jax.device_put, (*wide, labels), shardings)
-        run = lambda x, weight, bias: loss(x, weight, bias, labels=labels, memory=memory)
+            wide = [
+                jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(wide, specs, strict=True)
+            ]
+        run = lambda x, weight, bias, labels: loss(x, weight, bias, labels=labels, memory=memory)
         got = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*wide)
     for one, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert one.dtype == np.float64
         np.testing.assert_allclose(one, exact, rtol=1e-12, atol=1e-12 * np.abs(exact).max())
 
 
-@DTYPES
-@EACH_OPTION
+@combinations("options dtype", OPTIONS, DTYPES, few=0)
 @pytest.mark.gpu
-def test_kernels(dtype, options):
+def test_kernels(options, dtype):
     """Kernels are as accurate, of chunks so small that the interpreter takes seconds."""
-    x, weight, bias, labels = inputs((2, 10), 8, CLASSES, dtype)
-    terms = Terms.checked(
-        IGNORED,
-        options.get("label_smoothing", 0),
-        options.get("z_loss", 0),
-        options.get("logit_softcap"),
-    )
+    x, weight, bias, labels = inputs((2, 6), 8, CLASSES, dtype)
+    of = options.get
+    smoothing, z = of("label_smoothing", 0), of("z_loss", 0)
+    terms = Terms.checked(IGNORED, smoothing, z, of("logit_softcap"))
     rows = Rows(terms, CLASSES, "mosaic" if check.ON_GPU else "interpret")
-    chunks = dataclasses.replace(Chunks.of(rows, 16, dtype), gradients=True)
+    chunks = dataclasses.replace(Chunks.of(rows, 8, dtype), gradients=True)
     count = terms.count(labels)
     losses, *grads = jax.jit(functools.partial(IN_CHUNKS, chunks))(x, weight, bias, labels)
-    got = losses.sum() / count, tuple(grads)
+    got = losses.sum() / count, grads
     no_worse_than_plain(got, (x, weight, bias), labels, float(count), **options)
 
 
-@DTYPES
+@combinations("dtype", DTYPES, few=1)
 def test_the_kernels_are_those_of_the_logits(dtype):
     """Lowered for a GPU: one call of each for the first chunk, one in the loop of the others."""
     x, weight, bias, labels = inputs(ROWS, K, 16384, dtype)
@@ -208,24 +195,24 @@ def test_compiled_at_a_large_vocabulary():
         for m in memories
     ]
     at_once, got = (run(*arrays) for run in runs)
-    truth = runs[0](*(v.astype(jnp.float32) for v in arrays))
-    leaves = zip(*map(jax.tree.leaves, (got, at_once, truth)), strict=True)
+    exact = runs[0](*(v.astype(jnp.float32) for v in arrays))
+    leaves = zip(*map(jax.tree.leaves, (got, at_once, exact)), strict=True)
     for name, each in zip(("loss", "dx", "dweight", "dbias"), leaves, strict=True):
         check.at_most_twice(name, *each)
     check.assert_same_bits(lambda: runs[1](*arrays))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("cotangent", [1.0, -3.7])
-def test_reductions_and_cotangents(reduction, cotangent):
+@combinations("reduction", ["sum", "mean"], few=1)
+def test_reductions_and_cotangents(reduction):
     *arrays, labels = inputs(ROWS, K, CLASSES)
-    run = lambda memory: jax.jit(
-        jax.value_and_grad(
-            lambda *a: cotangent * loss(*a, labels=labels, memory=memory, reduction=reduction),
-            (0, 1, 2),
-        )
-    )
-    check.assert_close(run(memory_for(520))(*arrays), run(None)(*arrays), 2e-6)
+
+    def run(memory):
+        of = functools.partial(loss, labels=labels, memory=memory, reduction=reduction)
+        return jax.jit(jax.value_and_grad(lambda c, *a: c * of(*a), (1, 2, 3)))
+
+    in_chunks, at_once = run(memory_for(520)), run(None)
+    for cotangent in (1.0, -3.7):
+        check.assert_close(in_chunks(cotangent, *arrays), at_once(cotangent, *arrays), 2e-6)
 
 
 def test_ignored_rows_may_hold_nan_and_unknown_labels_give_it():
@@ -235,8 +222,8 @@ def test_ignored_rows_may_hold_nan_and_unknown_labels_give_it():
             lambda x, labels: loss(x, weight, bias, labels=labels, memory=memory_for(520))
         )
     )
-    dirty = jnp.where((labels == IGNORED)[..., None], jnp.nan, x)
-    clean = jnp.where((labels == IGNORED)[..., None], 0, x)
+    ignored = np.asarray(labels == IGNORED)[..., None]
+    dirty, clean = (np.where(ignored, np.float32(v), x) for v in (np.nan, 0))
     for got, want in zip(run(dirty, labels), run(clean, labels), strict=True):
         np.testing.assert_array_equal(got, want)
     mean, dx = run(x, labels.at[2, 7].set(CLASSES))
@@ -247,109 +234,113 @@ def test_ignored_rows_may_hold_nan_and_unknown_labels_give_it():
     assert not dx.any()
 
 
-def test_transformations():
-    """Derivatives of the gradients, vmap over what is shared or not, checkpoint and scan."""
+def _second(f, *arrays):
+    total = lambda *a: sum(jnp.sum(jnp.sin(g * 100)) for g in jax.grad(f, (0, 1))(*a))
+    return jax.grad(total, (0, 1))(*arrays)
+
+
+def _mapped(axes, f, *arrays):
+    stack = lambda a, axis: a if axis is None else jnp.stack([a, 0.5 * a])
+    return jax.vmap(jax.grad(f, (0, 1)), axes)(*map(stack, arrays, axes))
+
+
+def _scanned(f, x, weight):
+    step = lambda w, _: (w - 0.1 * jax.grad(f, 1)(x, w), f(x, w))
+    return jax.lax.scan(step, weight, length=3)
+
+
+TRANSFORMED = {
+    "grad(grad)": _second,
+    "vmap of x": functools.partial(_mapped, (0, None)),
+    "vmap": functools.partial(_mapped, (0, 0)),
+    "checkpoint": lambda f, *arrays: jax.grad(jax.checkpoint(f), (0, 1))(*arrays),
+    "scan": _scanned,
+}
+
+
+@combinations("transformed", TRANSFORMED, few=2)
+def test_transformations(transformed):
     x, weight, bias, labels = inputs((1, 1100), 4, 20)
     run = functools.partial(loss, bias=bias, labels=labels)
     chunked = functools.partial(run, memory=memory_for(560, classes=20))
     assert str(jax.make_jaxpr(chunked)(x, weight)).count("[552,20]")
-
-    def second(f):
-        total = lambda *a: sum(jnp.sum(jnp.sin(g * 100)) for g in jax.grad(f, (0, 1))(*a))
-        return jax.grad(total, (0, 1))
-
-    def stacked(f, axes):
-        several = [
-            a if axis is None else jnp.stack([a, 0.5 * a])
-            for a, axis in zip((x, weight), axes, strict=True)
-        ]
-        return jax.vmap(jax.grad(f, (0, 1)), axes)(*several)
-
-    def by_scan(f):
-        step = lambda w, _: (w - 0.1 * jax.grad(f, 1)(x, w), f(x, w))
-        return jax.lax.scan(step, weight, length=3)
-
-    for transformed in (
-        lambda f: second(f)(x, weight),
-        lambda f: stacked(f, (0, None)),
-        lambda f: stacked(f, (0, 0)),
-        lambda f: jax.grad(jax.checkpoint(f), (0, 1))(x, weight),
-        by_scan,
-    ):
-        got, want = (jax.jit(functools.partial(transformed, f))() for f in (chunked, run))
-        check.assert_close(got, want, 1e-5)
+    got, want = (jax.jit(functools.partial(transformed, f))(x, weight) for f in (chunked, run))
+    check.assert_close(got, want, 1e-5)
 
 
-@KINDS
-@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (2, 2)])
-@DTYPES
-def test_rows_and_classes_of_devices(shape, kind, dtype):
+def on_mesh(sizes, kind, *arrays):
+    """Arrays on a mesh of so many devices along "data" and "v", each with its axes to split."""
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    mesh = jax.make_mesh(sizes, ("data", "v"), (kind,) * 2, devices=devices)
+    return [jax.device_put(v, NamedSharding(mesh, P(*axes))) for v, *axes in arrays]
+
+
+def without_a_gather(run, *arrays):
+    """What `run` gives, a compiled program in which devices move no logits and no weight."""
+    compiled = jax.jit(run).lower(*arrays).compile()
+    text = compiled.as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text
+    return compiled(*arrays)
+
+
+@combinations(
+    "sizes of", [(2, 2), (1, 4), (4, 1)], [(EXPLICIT, "bfloat16"), (AUTO, "float32")], few=1
+)
+def test_rows_and_classes_of_devices(sizes, of):
     """Each device has chunks of its own rows and classes, 1 to 4; nothing is gathered."""
+    kind, dtype = of
     x, weight, bias, labels = inputs((4, 640), K, CLASSES, dtype)
-    mesh = jax.make_mesh(shape, ("data", "v"), (kind,) * 2, devices=jax.devices()[:4])
-    placed = lambda v, *spec: jax.device_put(v, NamedSharding(mesh, P(*spec)))
-
     options: Any = {"label_smoothing": 0.1, "z_loss": 1e-3}
 
     def both(x, weight, bias, labels):
         run = functools.partial(loss, labels=labels, memory=memory_for(640, dtype), **options)
         return jax.value_and_grad(run, (0, 1, 2))(x, weight, bias)
 
-    run = jax.jit(both)
-    split = placed(x, "data"), placed(weight, None, "v"), placed(bias, "v"), placed(labels, "data")
-    got = run(*split)
+    split = (x, "data"), (weight, None, "v"), (bias, "v"), (labels, "data")
+    got = without_a_gather(both, *on_mesh(sizes, kind, *split))
     no_worse_than_plain(got, (x, weight, bias), labels, **options)
     assert [g.dtype for g in got[1]] == [dtype] * 3
-    assert got[1][1].sharding.shard_shape(weight.shape) == (K, CLASSES // shape[1])
-    text = run.lower(*split).compile().as_text()
-    for collective in ("all-gather", "all-to-all", "collective-permute"):
-        assert collective not in text
+    assert got[1][1].sharding.shard_shape(weight.shape) == (K, CLASSES // sizes[1])
 
 
-@KINDS
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives_on_a_mesh(kind):
     x, weight, _, labels = inputs((2, 560), 4, 20)
-    mesh = jax.make_mesh((2, 2), ("data", "v"), (kind,) * 2, devices=jax.devices()[:4])
-    placed = lambda v, *spec: jax.device_put(v, NamedSharding(mesh, P(*spec)))
     run = functools.partial(loss, bias=None, memory=memory_for(560, classes=20))
-
-    def total(x, weight, labels):
-        dx, dweight = jax.grad(functools.partial(run, labels=labels), (0, 1))(x, weight)
-        return jnp.sum(jnp.sin(100 * dx)) + jnp.sum(jnp.sin(100 * dweight))
-
-    second = jax.jit(jax.grad(total, (0, 1)))
-    got = second(placed(x, "data"), placed(weight, None, "v"), placed(labels, "data"))
-    check.assert_close(got, second(x, weight, labels), 1e-5)
+    second = jax.jit(lambda x, w, labels: _second(functools.partial(run, labels=labels), x, w))
+    split = on_mesh((2, 2), kind, (x, "data"), (weight, None, "v"), (labels, "data"))
+    check.assert_close(second(*split), second(x, weight, labels), 1e-5)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@combinations("check_vma", [True, False], few=1)
 def test_inside_shard_map(check_vma):
     """The gradient of a weight that devices share is a sum over them, whose rows the user split."""
     x, weight, bias, labels = inputs((4, 640), K, CLASSES)
-    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
-    run = lambda memory: jax.jit(
-        jax.grad(
-            lambda x, w: jnp.sum(
-                jax.shard_map(
-                    lambda x, w, y: loss(x, w, bias, labels=y, memory=memory, reduction="sum")[
-                        None
-                    ],
-                    mesh=mesh,
-                    in_specs=(P("data"), P(), P("data")),
-                    out_specs=P("data"),
-                    check_vma=check_vma,
-                )(x, w, labels)
-            ),
-            (0, 1),
+    mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=jax.devices()[:4])
+
+    def run(memory):
+        def of_device(x, w, y):
+            return loss(x, w, bias, labels=y, memory=memory, reduction="sum")[None]
+
+        split = jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(P("data"), P(), P("data")),
+            out_specs=P("data"),
+            check_vma=check_vma,
         )
-    )
-    check.assert_close(run(memory_for(520))(x, weight), run(None)(x, weight), 5e-6)
+        return jax.jit(jax.grad(lambda x, w: jnp.sum(split(x, w, labels)), (0, 1)))(x, weight)
+
+    check.assert_close(run(memory_for(520)), run(None), 5e-6)
 
 
 @pytest.mark.parametrize(
     ("change", "rows"),
     [
         ({}, [FIRST, OTHERS]),
+        ({"dtype": "bfloat16", "memory": memory_for(520, "bfloat16")}, [FIRST, OTHERS]),
         ({"memory": memory_for(512)}, [FIRST, OTHERS]),
         ({"memory": memory_for(760)}, [748, 752]),
         ({"memory": memory_for(1504)}, []),
@@ -368,7 +359,14 @@ def test_what_is_in_chunks(change, rows):
     x, weight, bias, labels = inputs(ROWS, K, CLASSES, change.pop("dtype"))
     weight = weight.astype(change.pop("weight", weight.dtype))
     run = lambda x: jax.tree.leaves(loss(x, weight, bias, labels=labels, **change))[0].sum()
-    assert shapes_of_logits(run, x) == rows
+    assert rows_of_logits(run, x) == rows
+
+
+@pytest.mark.parametrize(("rows", "of_chunk"), [((6, 512), [512]), ((7, 512), [])])
+def test_the_most_chunks(rows, of_chunk):
+    *arrays, labels = inputs(rows, 8, CLASSES, "bfloat16")
+    run = functools.partial(loss, labels=labels, memory=memory_for(512, "bfloat16"))
+    assert rows_of_logits(run, *arrays) == of_chunk
 
 
 def test_memory():
@@ -379,3 +377,69 @@ def test_memory():
     run = lambda x, w, y: loss(x, w, None, labels=y, memory=memory_for(1024, classes=classes))
     analysis: Any = jax.jit(jax.grad(run, (0, 1))).lower(*types, labels).compile().memory_analysis()
     assert analysis.temp_size_in_bytes < 2.1 * 1024 * classes * 4
+
+
+# All logits at once, and in parts of the classes
+
+
+@combinations("memory kind", [None, SMALLEST], KINDS, few=1)
+def test_accumulator_on_a_mesh(kind, memory):
+    """The devices' parts of the weight's gradient are added once to it."""
+    x, weight, bias, labels = inputs((8,), 8, 256)
+    sums = inputs((8,), 256, 1, seed=9)[0]
+
+    def of(x, w, b, a, y):
+        return loss(x, w, b, labels=y, memory=memory, accumulator=a)
+
+    run = jax.jit(jax.grad(of, (0, 2, 3)))
+    split = (x, "data"), (weight,), (bias,), (sums,), (labels, "data")
+    got = run(*on_mesh((4, 1), kind, *split))
+    check.assert_close(got, run(x, weight, bias, sums, labels))
+    assert got[0].sharding.spec[0] == "data"
+
+
+@combinations("kind sizes", KINDS, [(3, 999), (4, 1020)], few=1)
+def test_classes_on_any_devices(kind, sizes):
+    """As long as it divides them: no logits and no weight is gathered."""
+    devices, classes = sizes
+    x, weight, _, labels = inputs((8,), 16, classes)
+    options: Any = {"label_smoothing": 0.1, "z_loss": 1e-3}
+    run = lambda x, w, y: jax.value_and_grad(loss, (0, 1))(x, w, None, labels=y, **options)
+    split = on_mesh((1, devices), kind, (x,), (weight, None, "v"), (labels,))
+    check.assert_close(without_a_gather(run, *split), jax.jit(run)(x, weight, labels))
+
+
+@combinations("accumulated sizes kind", [True, False], [(2, 2), (1, 4)], KINDS[::-1], few=1)
+def test_parts_of_classes_of_devices(sizes, kind, accumulated):
+    """Each device computes a share of every part; neither logits nor weight are gathered."""
+    x, weight, bias, labels = inputs((8,), 16, 1000, seed=3)
+    labels = labels.at[1].set(IGNORED)
+    sums = inputs((16,), 1000, 1, seed=9)[0]
+    for_256_of_them = 8 * 4 * 256
+
+    def both(x, weight, bias, sums, labels):
+        def of(x, weight, bias, sums):
+            options: Any = {"label_smoothing": 0.1, "z_loss": 1e-3, "memory": for_256_of_them}
+            if accumulated:
+                options["accumulator"] = sums
+            mean, lse = loss(x, weight, bias, labels=labels, return_lse=True, **options)
+            return mean + jnp.sum(jnp.sin(lse)), (mean, lse)
+
+        wanted = (0, 3, 2) if accumulated else (0, 1, 2)
+        return jax.value_and_grad(of, wanted, has_aux=True)(x, weight, bias, sums)
+
+    split = (weight, None, "v"), (bias, "v"), (sums, None, "v"), (labels, "data")
+    got = without_a_gather(both, *on_mesh(sizes, kind, (x, "data"), *split))
+    check.assert_close(got, jax.jit(both)(x, weight, bias, sums, labels))
+    assert got[1][1].sharding.spec == P(None, "v")
+
+
+@combinations("of", [(EXPLICIT, 996), (AUTO, 999)], few=1)
+def test_parts_that_devices_cannot_share_are_told_of(of):
+    kind, classes = of
+    x, weight, _, labels = inputs((8,), 16, classes)
+    run = jax.jit(lambda x, w, y: loss(x, w, None, labels=y, memory=SMALLEST))
+    split = on_mesh((1, 3), kind, (x,), (weight, None, "v"), (labels,))
+    with pytest.warns(UserWarning, match=f"128 of {classes} classes at once, which 3 devices"):
+        got = run(*split)
+    check.assert_close(got, run(x, weight, labels))
