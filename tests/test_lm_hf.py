@@ -1,11 +1,13 @@
-"""Checkpoints in the layout of Hugging Face: read, run, written back, sampled from."""
+"""Checkpoints in the layout of Hugging Face: read, run, written, sampled from, begun with."""
 
-import dataclasses
 import functools
 import importlib.util
 import json
 import math
+import os
 import re
+import shutil
+import signal
 import sys
 import warnings
 
@@ -19,56 +21,45 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import jaxkern.lm
-from jaxkern.lm import cli, hf, sample
-from jaxkern.lm.config import ModelConfig, RunError
-from jaxkern.lm.model import Options, decayed
-from jaxkern.lm.step import loss_fn, make_model
+from jaxkern.lm import checkpoint, data, hf, loader, sample
+from jaxkern.lm.config import PRESETS, ModelConfig, RunError, TrainConfig
+from jaxkern.lm.model import Options
+from jaxkern.lm.report import read_metrics
+from jaxkern.lm.run import begun_with
+from jaxkern.lm.step import make_model
 from jaxkern.nn import mamba, mamba2
-from tests.language_models import logits_float64
+from tests.language_models import (
+    command,
+    greedy_float64,
+    jit,
+    logits_float64,
+    random_params,
+    run_of,
+)
 
-SIZE = ModelConfig(mamba.Sizes(24, d_state=5, expand=3, d_conv=3), 2, vocab_size=1100)
-CONFIG = {
-    "model_type": "mamba",
-    "architectures": ["MambaForCausalLM"],
+BOTH = {
     "vocab_size": 1100,
     "hidden_size": 24,
     "num_hidden_layers": 2,
     "state_size": 5,
-    "expand": 3,
     "conv_kernel": 3,
-    "time_step_rank": 2,
     "layer_norm_epsilon": 1e-5,
     "bos_token_id": 0,
     "eos_token_id": 7,
     "initializer_range": 0.1,
 }
+MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
+CONFIG = BOTH | MAMBA | {"expand": 3, "time_step_rank": 2}
+SIZE = ModelConfig(mamba.Sizes(24, d_state=5, expand=3, d_conv=3), 2, vocab_size=1100)
+MAMBA2 = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}
+CONFIG2 = BOTH | MAMBA2 | {"num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 16}
+CONFIG2 |= {"time_step_limit": [0.0, math.inf]}
 SIZE2 = ModelConfig(
     mamba2.Sizes(24, d_state=5, d_conv=3, headdim=8, ngroups=2),
     2,
     vocab_size=1100,
     tie_embeddings=False,
 )
-CONFIG2 = {
-    "model_type": "mamba2",
-    "architectures": ["Mamba2ForCausalLM"],
-    "vocab_size": 1100,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "state_size": 5,
-    "conv_kernel": 3,
-    "num_heads": 6,
-    "head_dim": 8,
-    "n_groups": 2,
-    "layer_norm_epsilon": 1e-5,
-    "time_step_limit": [0.0, math.inf],
-    "chunk_size": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 7,
-    "initializer_range": 0.1,
-}
-# Unoptimised code of the same program is made much sooner.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 # What config.json may say otherwise, and the fields of that model's shape.
 OTHERS = {
@@ -101,81 +92,36 @@ def model_of(kind, which="none"):
     return config, ModelConfig.from_stored(stored)
 
 
-ALL, ALL_SIZE = model_of("mamba", "all")
-
-
-def layer_of(size):
-    """The tensors of a mixer: theirs, the fields of the block's weights, their shapes."""
-    s = size.sizes
-    d, e, n = s.d_model, s.d_inner, s.d_state
-    if size.block.name == "mamba":
-        inputs, convolved = 2 * e, e
-        own = {
-            "x_proj.weight": ("x_proj", (s.rank + 2 * n, e)),
-            "dt_proj.weight": ("dt_proj", (e, s.rank)),
-            "dt_proj.bias": ("dt_bias", (e,)),
-            "A_log": ("A_log", (e, n)),
-            "D": ("D", (e,)),
-        }
-    else:
-        inputs, convolved = 2 * (e + s.ngroups * n) + s.heads, e + 2 * s.ngroups * n
-        own = {
-            "dt_bias": ("dt_bias", (s.heads,)),
-            "A_log": ("A_log", (s.heads,)),
-            "D": ("D", (s.heads,)),
-            "norm.weight": ("norm_weight", (e,)),
-        }
-    tensors = {
-        "in_proj.weight": ("in_proj", (inputs, d)),
-        "conv1d.weight": ("conv_weight", (convolved, 1, s.d_conv)),
-        "conv1d.bias": ("conv_bias", (convolved,)),
-        **own,
-        "out_proj.weight": ("out_proj", (d, e)),
-        "in_proj.bias": ("in_bias", (inputs,)),
-        "out_proj.bias": ("out_bias", (d,)),
-    }
-    if not s.use_conv_bias:
-        del tensors["conv1d.bias"]
-    if not s.use_bias:
-        del tensors["in_proj.bias"], tensors["out_proj.bias"]
-    return tensors
+THEIRS = {
+    "norm": "norm.weight",
+    "in_proj": "mixer.in_proj.weight",
+    "in_bias": "mixer.in_proj.bias",
+    "conv_weight": "mixer.conv1d.weight",
+    "conv_bias": "mixer.conv1d.bias",
+    "x_proj": "mixer.x_proj.weight",
+    "dt_proj": "mixer.dt_proj.weight",
+    "dt_bias": "mixer.dt_bias",
+    "A_log": "mixer.A_log",
+    "D": "mixer.D",
+    "norm_weight": "mixer.norm.weight",
+    "out_proj": "mixer.out_proj.weight",
+    "out_bias": "mixer.out_proj.bias",
+}
 
 
 def weights(size=SIZE):
-    """Random tensors by the names and shapes of the layout, away from any symmetry."""
-    d = size.d_model
-    shapes = {"backbone.embeddings.weight": (size.vocab_size, d), "backbone.norm_f.weight": (d,)}
-    for i in range(size.n_layers):
-        shapes[f"backbone.layers.{i}.norm.weight"] = (d,)
-        for name, (_, shape) in layer_of(size).items():
-            shapes[f"backbone.layers.{i}.mixer.{name}"] = shape
+    """The tensors of `random_params`, as transformers names them and lays them out."""
+    params = jax.tree.map(np.asarray, random_params(size))
+    tensors = {"backbone.embeddings.weight": params["embedding"]}
+    tensors["backbone.norm_f.weight"] = params["norm"]
     if not size.tie_embeddings:
-        shapes["lm_head.weight"] = size.vocab_size, d
-    rng = np.random.default_rng(0)
-    return {
-        name: rng.normal(size=shape, scale=0.5).astype(np.float32) for name, shape in shapes.items()
-    }
-
-
-def params_of(tensors, size):
-    """The model's parameters, from the stored tensors by names."""
-
-    def ours(i, name):
-        tensor = tensors[f"backbone.layers.{i}.mixer.{name}"]
-        return tensor[:, 0] if name == "conv1d.weight" else tensor.T if "proj.w" in name else tensor
-
-    layers = range(size.n_layers)
-    blocks = {
-        field: np.stack([ours(i, name) for i in layers])
-        for name, (field, _) in layer_of(size).items()
-    }
-    blocks["norm"] = np.stack([tensors[f"backbone.layers.{i}.norm.weight"] for i in layers])
-    params = {
-        "embedding": tensors["backbone.embeddings.weight"],
-        "norm": tensors["backbone.norm_f.weight"],
-        "blocks": blocks,
-    }
-    return params if size.tie_embeddings else params | {"head": tensors["lm_head.weight"].T}
+        tensors["lm_head.weight"] = params["head"].T
+    theirs = THEIRS | ({"dt_bias": "mixer.dt_proj.bias"} if "dt_proj" in params["blocks"] else {})
+    for name, stacked in params["blocks"].items():
+        for i, leaf in enumerate(stacked):
+            leaf = leaf[:, None] if name == "conv_weight" else leaf.T if "proj" in name else leaf
+            tensors[f"backbone.layers.{i}.{theirs[name]}"] = leaf
+    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
 def write(folder, tensors=None, config=CONFIG, **more):
@@ -193,58 +139,44 @@ def stored(tmp_path):
     return write(tmp_path / "stored")
 
 
-def forward(config, params, tokens):
-    return jit(lambda p, t: nnx.merge(make_model(config, Options()), p)(t))(params, tokens)
-
-
+same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+EVERY = [(kind, which) for kind, (_, _, others) in KINDS.items() for which in ("none", *others)]
 TOKENS = np.random.default_rng(1).integers(0, SIZE.vocab_size, (2, 9))
 
 
-@pytest.mark.parametrize(
-    ("kind", "which"),
-    [("mamba", which) for which in ("none", "bias", "rank", "untied", "all")]
-    + [("mamba2", which) for which in ("none", "all")],
-)
-def test_logits_are_those_of_float64(tmp_path, kind, which):
+def config_in(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("kind", "which"), [*EVERY, ("mamba", "all"), ("mamba2", "all")])
+def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, which):
     config, size = model_of(kind, which)
     tensors = weights(size)
-    loaded, params = hf.load(write(tmp_path, tensors, config))
+    stored, saved = write(tmp_path / "stored", tensors, config), tmp_path / "saved"
+    (stored / "tokenizer.json").write_text("{}")
+    loaded, params = hf.load(stored)
     assert loaded == size
-    logits = forward(size, params, TOKENS)
-    expected = np.stack([logits_float64(size, params_of(tensors, size), row) for row in TOKENS])
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=3e-6 * np.abs(expected).max())
+    same(params, random_params(size))
+    hf.save(saved, loaded, params, like=stored)
+    same(load_file(saved / "model.safetensors"), tensors)
+    if "intermediate_size" in config:
+        config = config | {"expand": size.sizes.expand}
+    assert config.items() <= config_in(saved).items()
+    assert (saved / "tokenizer.json").read_text() == "{}"
+    hf.save(saved, loaded, jax.tree.map(jnp.asarray, params))
+    assert hf.load(saved)[0] == size
 
 
 @KIND
-def test_a_model_of_other_options_is_trained_saved_and_decoded(tmp_path, kind):
+def test_logits_are_those_of_float64(tmp_path, kind):
     config, size = model_of(kind, "all")
-    tensors = weights(size)
-    loaded, params = hf.load(write(tmp_path / "stored", tensors, config))
-    graphdef = make_model(loaded, Options())
-    grads = jit(jax.grad(functools.partial(loss_fn, graphdef)))(params, TOKENS)
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(grads))
-    decays = decayed(params)
-    assert decays.get("head", True)
-    assert not decays["blocks"]["in_bias"]
-
-    hf.save(tmp_path / "saved", loaded, params, like=tmp_path / "stored")
-    jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "saved")[1], params)
-    said = json.loads((tmp_path / "saved" / "config.json").read_text())
-    for keys, _ in KINDS[kind][2].values():
-        assert keys == {name: said[name] for name in keys}
-    without = dataclasses.replace(loaded, sizes=dataclasses.replace(loaded.sizes, use_bias=False))
-    with pytest.raises(ValueError, match=r"params has shapes.*blocks.in_bias"):
-        hf.save(tmp_path / "saved", without, params)
-
-    (chunk,) = sample.generate_tokens(graphdef, params, [TOKENS[0]], length=3, temperature=0)
-    assert [*TOKENS[0], *chunk[0]] == greedy(tensors, TOKENS[0], 3, size)
+    loaded, params = hf.load(write(tmp_path, weights(size), config))
+    logits = jit(lambda p: nnx.merge(make_model(loaded, Options()), p)(TOKENS))(params)
+    expected = np.stack([logits_float64(size, random_params(size), row) for row in TOKENS])
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=3e-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(
-    ("kind", "which"),
-    [(kind, which) for kind, (_, _, others) in KINDS.items() for which in ("none", *others)],
-)
+@pytest.mark.parametrize(("kind", "which"), EVERY)
 def test_logits_are_those_of_transformers(tmp_path, kind, which):
     reason = "transformers and torch are not installed"
     with warnings.catch_warnings():
@@ -270,7 +202,7 @@ def test_logits_are_those_of_transformers(tmp_path, kind, which):
         expected = logits(theirs)
         config, params = hf.load(tmp_path / "theirs")
         assert config == size
-        ours = forward(config, params, TOKENS)
+        ours = loader.LanguageModel(config, params)(TOKENS)
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=3e-6 * np.abs(expected).max())
 
         hf.save(tmp_path / "ours", config, params, like=tmp_path / "theirs")
@@ -281,37 +213,18 @@ def test_logits_are_those_of_transformers(tmp_path, kind, which):
         np.testing.assert_array_equal(logits(read), expected)
 
 
-@KIND
-def test_save_writes_what_load_read(tmp_path, kind):
-    given, _, _ = KINDS[kind]
-    stored = write(tmp_path / "stored", config=given)
-    (stored / "tokenizer.json").write_text("{}")
-    config, params = hf.load(stored)
-    hf.save(tmp_path / "saved", config, params, like=stored)
-    before, after = (load_file(f / "model.safetensors") for f in (stored, tmp_path / "saved"))
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        np.testing.assert_array_equal(tensor, after[name])
-    written = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert given == {name: written[name] for name in given}
-    assert (tmp_path / "saved" / "tokenizer.json").read_text() == "{}"
-    assert hf.load(tmp_path / "saved")[0] == config
-
-    hf.save(tmp_path / "alone", config, jax.tree.map(jnp.asarray, params))
-    assert hf.load(tmp_path / "alone")[0] == config
-
-
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
         ({"norm_groups": 1}, "norm_groups is 1, and transformers normalises as many groups"),
         ({"norm_eps": 0.5}, "norm_eps is 0.5 and eps 1e-05, and transformers has one epsilon"),
+        ({"use_bias": True}, r"params has shapes.*blocks.in_bias"),
     ],
 )
-def test_models_that_transformers_has_not_are_not_written(tmp_path, sizes, words):
-    size = dataclasses.replace(SIZE2, sizes=dataclasses.replace(SIZE2.sizes, **sizes))
+def test_models_that_do_not_fit_are_not_written(tmp_path, sizes, words):
+    size = ModelConfig.from_stored(SIZE2.stored() | sizes)
     with pytest.raises(ValueError, match=words):
-        hf.save(tmp_path / "saved", size, params_of(weights(SIZE2), SIZE2))
+        hf.save(tmp_path / "saved", size, random_params(SIZE2))
     assert not (tmp_path / "saved").exists()
 
 
@@ -335,75 +248,116 @@ def test_load_takes_shards_older_names_a_stored_head_and_bfloat16(tmp_path):
     weight_map = {name: file for file, part in parts.items() for name in part}
     index = json.dumps({"weight_map": weight_map})
     (folder / "model.safetensors.index.json").write_text(index)
-    jax.tree.map(np.testing.assert_array_equal, hf.load(folder)[1], expected)
+    same(hf.load(folder)[1], expected)
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("given", "config", "words"),
     [
-        ({"model_type": "mamba3"}, "model_type is 'mamba3', and here it is 'mamba' or 'mamba2'"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
-        ({"rms_norm": False}, "rms_norm is False"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
-        ({"use_bias": True}, "the weights have no backbone.layers.0.mixer.in_proj.bias"),
-        ({"use_bias": "no"}, "use_bias is 'no', and must be true or false"),
-        ({"use_conv_bias": False}, "the weights have backbone.layers.0.mixer.conv1d.bias"),
-        ({"tie_word_embeddings": False}, "the weights have no lm_head.weight"),
-        ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon is '1e-5', and must be a number"),
-        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0, and must be a number above 0"),
-        ({"time_step_rank": 9}, "the weights have shapes {'blocks.x_proj': (2, 72, 12), "),
-        ({"time_step_rank": "x"}, "time_step_rank is 'x', and must be \"auto\" or a whole number"),
-        ({"intermediate_size": 9}, "intermediate_size is 9, and here it is a multiple of hidden"),
-        ({"hidden_size": "x"}, "hidden_size is 'x', and must be a whole number, at least 1"),
-        ({"hidden_size": None}, "config.json does not say hidden_size"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be a whole number, at least"),
-        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
-        ({"vocab_size": 1100.0}, "vocab_size is 1100.0"),
-        ({"vocab_size": 1099}, "'embedding': (1100, 24)"),
-        ({"state_size": 6}, "the weights have shapes"),
-        ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2.norm.weight"),
-        ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
+        (
+            CONFIG,
+            {"model_type": "mamba3"},
+            "model_type is 'mamba3', and here it is 'mamba' or 'mamba2'",
+        ),
+        (CONFIG, {"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
+        (CONFIG, {"rms_norm": False}, "rms_norm is False"),
+        (CONFIG, {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        (CONFIG, {"use_bias": True}, "the weights have no backbone.layers.0.mixer.in_proj.bias"),
+        (CONFIG, {"use_bias": "no"}, "use_bias is 'no', and must be true or false"),
+        (CONFIG, {"use_conv_bias": False}, "the weights have backbone.layers.0.mixer.conv1d.bias"),
+        (CONFIG, {"tie_word_embeddings": False}, "the weights have no lm_head.weight"),
+        (
+            CONFIG,
+            {"layer_norm_epsilon": "1e-5"},
+            "layer_norm_epsilon is '1e-5', and must be a number",
+        ),
+        (
+            CONFIG,
+            {"layer_norm_epsilon": 0},
+            "layer_norm_epsilon is 0, and must be a number above 0",
+        ),
+        (CONFIG, {"time_step_rank": 9}, "the weights have shapes {'blocks.x_proj': (2, 72, 12), "),
+        (
+            CONFIG,
+            {"time_step_rank": "x"},
+            "time_step_rank is 'x', and must be \"auto\" or a whole number",
+        ),
+        (
+            CONFIG,
+            {"intermediate_size": 9},
+            "intermediate_size is 9, and here it is a multiple of hidden",
+        ),
+        (
+            CONFIG,
+            {"hidden_size": "x"},
+            "hidden_size is 'x', and must be a whole number, at least 1",
+        ),
+        (CONFIG, {"hidden_size": None}, "config.json does not say hidden_size"),
+        (
+            CONFIG,
+            {"num_hidden_layers": 0},
+            "num_hidden_layers is 0, and must be a whole number, at least",
+        ),
+        (CONFIG, {"num_hidden_layers": True}, "num_hidden_layers is True"),
+        (CONFIG, {"vocab_size": 1100.0}, "vocab_size is 1100.0"),
+        (CONFIG, {"vocab_size": 1099}, "'embedding': (1100, 24)"),
+        (CONFIG, {"state_size": 6}, "the weights have shapes"),
+        (CONFIG, {"num_hidden_layers": 3}, "the weights have no backbone.layers.2.norm.weight"),
+        (CONFIG, {"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
+        (CONFIG2, {"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
+        (
+            CONFIG2,
+            {"num_heads": 5},
+            "num_heads · head_dim is 40, and here it is expand · hidden_size, 48",
+        ),
+        (CONFIG2, {"n_groups": 4}, "config.json: ngroups must divide H = E / headdim = 6, got 4"),
+        (CONFIG2, {"n_groups": 1}, "the weights have shapes {'blocks.in_proj': (2, 24, 122), "),
+        (
+            CONFIG2,
+            {"time_step_limit": [0.1]},
+            "time_step_limit is [0.1], and must be two numbers in order",
+        ),
+        (
+            CONFIG2,
+            {"time_step_limit": [1.0, "inf"]},
+            "time_step_limit is [1.0, 'inf'], and must be two",
+        ),
+        (
+            CONFIG2,
+            {"time_step_limit": [2, 1]},
+            "time_step_limit is [2, 1], and must be two numbers in",
+        ),
+        (CONFIG2, {"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
+        (
+            CONFIG2,
+            CONFIG | {"tie_word_embeddings": False},
+            "the weights have no backbone.layers.0.mixer.x_",
+        ),
     ],
 )
-def test_models_of_another_kind_are_refused(tmp_path, config, words):
+def test_models_of_another_kind_are_refused(tmp_path, given, config, words):
+    tensors = weights(SIZE2 if given is CONFIG2 else SIZE)
     with pytest.raises(RunError, match=re.escape(words)):
-        hf.load(write(tmp_path, **config))
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
-        ({"num_heads": 5}, "num_heads · head_dim is 40, and here it is expand · hidden_size, 48"),
-        ({"n_groups": 4}, "config.json: ngroups must divide H = E / headdim = 6, got 4"),
-        ({"n_groups": 1}, "the weights have shapes {'blocks.in_proj': (2, 24, 122), "),
-        ({"time_step_limit": [0.1]}, "time_step_limit is [0.1], and must be two numbers in order"),
-        ({"time_step_limit": [1.0, "inf"]}, "time_step_limit is [1.0, 'inf'], and must be two"),
-        ({"time_step_limit": [2, 1]}, "time_step_limit is [2, 1], and must be two numbers in"),
-        ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
-        (CONFIG | {"tie_word_embeddings": False}, "the weights have no backbone.layers.0.mixer.x_"),
-    ],
-)
-def test_models_of_mamba2_of_another_kind_are_refused(tmp_path, config, words):
-    with pytest.raises(RunError, match=re.escape(words)):
-        hf.load(write(tmp_path, weights(SIZE2), CONFIG2, **config))
+        hf.load(write(tmp_path, tensors, given, **config))
 
 
 def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match=r"holds no checkpoint \(no config.json\); .*hf download"):
-        hf.load(tmp_path / "empty")
-    with pytest.raises(RunError, match=r"there is no folder .*nowhere; give one that"):
-        hf.load(tmp_path / "nowhere")
-    for load in (hf.load, jaxkern.lm.load):
-        with pytest.raises(RunError, match="hf download a/b --local-dir b and give the folder b"):
-            load("a/b")
-    tensors = weights() | {"backbone.layers.1.mixer.D": np.ones(72, np.int8)}
-    with pytest.raises(RunError, match=r"layers.1.mixer.D is of dtype I8, and here weights are"):
-        hf.load(write(tmp_path / "quantized", tensors))
-    save_file(weights() | {"lm_head.weight": np.ones((1, 1))}, stored / "model.safetensors")
-    with pytest.raises(RunError, match=r"lm_head.weight differs from the embedding"):
-        hf.load(stored)
+    quantized = weights() | {"backbone.layers.1.mixer.D": np.ones(72, np.int8)}
+    write(tmp_path / "quantized", quantized)
+    write(tmp_path / "both heads", weights() | {"lm_head.weight": np.ones((1, 1))})
+    of_hub = "hf download a/b --local-dir b and give the folder b"
+    for folder, words in (
+        (tmp_path / "empty", r"holds no checkpoint \(no config.json\); .*hf download"),
+        (tmp_path / "nowhere", r"there is no folder .*nowhere; give one that"),
+        ("a/b", of_hub),
+        (tmp_path / "quantized", r"layers.1.mixer.D is of dtype I8, and here weights are"),
+        (tmp_path / "both heads", r"lm_head.weight differs from the embedding"),
+    ):
+        with pytest.raises(RunError, match=words):
+            hf.load(folder)
+    with pytest.raises(RunError, match=of_hub):
+        jaxkern.lm.load("a/b")
     (stored / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(RunError, match=r"model.safetensors is damaged"):
         hf.load(stored)
@@ -417,19 +371,17 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     with pytest.raises(RunError, match=r"index.json is no index of weights"):
         hf.load(stored)
     of_mamba_ssm = {"d_model": 24, "n_layer": 2, "ssm_cfg": {}, "vocab_size": 1100}
-    (stored / "config.json").write_text(json.dumps(of_mamba_ssm))
-    with pytest.raises(RunError, match=r"of mamba_ssm; .* ends in -hf, .* convert_mamba_ssm"):
-        hf.load(stored)
-    of_mamba_ssm["ssm_cfg"] = {"layer": "Mamba2"}
-    (stored / "config.json").write_text(json.dumps(of_mamba_ssm))
-    with pytest.raises(RunError, match=r"layout of mamba_ssm; .* convert_mamba2_ssm"):
-        hf.load(stored)
-    (stored / "config.json").write_text('{"format": "jaxkern-lm-1", "flags": {}}')
-    with pytest.raises(RunError, match=r"a run of jaxkern train; load it with jaxkern sample"):
-        hf.load(stored)
-    (stored / "config.json").write_text("[]")
-    with pytest.raises(RunError, match=r"config.json is no configuration"):
-        hf.load(stored)
+    of_mamba2 = of_mamba_ssm | {"ssm_cfg": {"layer": "Mamba2"}}
+    of_a_run = {"format": "jaxkern-lm-1", "flags": {}}
+    for content, words in (
+        (of_mamba_ssm, r"of mamba_ssm; .* ends in -hf, .* convert_mamba_ssm"),
+        (of_mamba2, r"layout of mamba_ssm; .* convert_mamba2_ssm"),
+        (of_a_run, r"a run of jaxkern train; load it with jaxkern sample"),
+        ([], r"config.json is no configuration"),
+    ):
+        (stored / "config.json").write_text(json.dumps(content))
+        with pytest.raises(RunError, match=words):
+            hf.load(stored)
 
 
 def test_what_is_missing_is_named(stored, capsys, monkeypatch):
@@ -437,58 +389,45 @@ def test_what_is_missing_is_named(stored, capsys, monkeypatch):
     missing = ("safetensors", "tokenizers")
     hide = lambda name: None if name in missing else find(name)
     monkeypatch.setattr(importlib.util, "find_spec", hide)
-    assert cli.main(["sample", "--hf", str(stored)]) == 1
     said = 'sample --hf needs safetensors, tokenizers; run: pip install "jaxkern[hf]"'
-    assert said in capsys.readouterr().err
+    assert said in command(capsys, "sample", "--hf", stored, code=1)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.delitem(sys.modules, "jaxkern.lm.hf")
     with pytest.raises(ImportError, match=r'pip install "jaxkern\[hf\]"'):
         importlib.import_module("jaxkern.lm.hf")
 
 
-def greedy(tensors, tokens, length, size=SIZE):
-    """The likeliest continuation, by float64."""
-    tokens, params = list(tokens), params_of(tensors, size)
-    for _ in range(length):
-        tokens.append(int(logits_float64(size, params, tokens)[-1].argmax()))
-    return tokens
-
-
 @KIND
 def test_sample(tmp_path, capsys, kind):
     """With a tokenizer whose tokens are words, the text is the likeliest and ends in time."""
-    config, size, _ = KINDS[kind]
-    stored, tensors = write(tmp_path, config=config), weights(size)
-    names = {f"w{i}": i for i in range(SIZE.vocab_size)}
+    config, size = model_of(kind, "all")
+    tensors = weights(size)
+    stored = write(tmp_path, tensors, config)
+    names = {f"w{i}": i for i in range(size.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(names, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(stored / "tokenizer.json"))
-    argv = ["sample", "--hf", str(stored), "--temperature", "0", "--length", "20"]
-    assert cli.main([*argv, "--prompt", "w5 w9"]) == 0
-    tokens = greedy(tensors, [5, 9], 20, size)
-    assert capsys.readouterr().out == " ".join(f"w{token}" for token in tokens) + "\n"
+    argv = ["sample", "--hf", stored, "--temperature", 0, "--length", 20]
+    words = lambda tokens: " ".join(f"w{token}" for token in tokens) + "\n"
+    tokens = greedy_float64(size, random_params(size), [5, 9], 20)
+    assert command(capsys, *argv, "--prompt", "w5 w9") == words(tokens)
 
-    write(stored, config=config, eos_token_id=[tokens[4], 3])
+    write(stored, tensors, config, eos_token_id=[tokens[4], 3])
     cut = tokens[: 2 + tokens[2:].index(tokens[4])]
-    assert cli.main([*argv, "--prompt", "w5 w9"]) == 0
-    assert capsys.readouterr().out == " ".join(f"w{token}" for token in cut) + "\n"
+    assert command(capsys, *argv, "--prompt", "w5 w9") == words(cut)
 
-    assert cli.main(argv) == 0  # no prompt: the text begins with bos_token_id
-    shown = capsys.readouterr().out.split()
-    assert shown == [f"w{token}" for token in greedy(tensors, [0], len(shown), size)[1:]]
+    shown = command(capsys, *argv).split()  # no prompt: the text begins with bos_token_id
+    begun = greedy_float64(size, random_params(size), [0], len(shown))
+    assert shown == words(begun[1:]).split()
 
 
-def test_sample_of_bytes_needs_no_tokenizer(tmp_path, stored, capsys):
-    assert cli.main(["sample", "--hf", str(stored)]) == 1
-    assert "holds no tokenizer.json" in capsys.readouterr().err
-    size = ModelConfig(mamba.Sizes(16, d_state=4), 1)
-    tensors = weights(size)
-    config = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    config |= {"expand": 2, "conv_kernel": 4, "time_step_rank": "auto"}
-    folder = write(tmp_path / "bytes", tensors, **config)
-    argv = ["sample", "--hf", str(folder), "--prompt", "ab", "--length", "20"]
-    assert cli.main(argv) == 0
-    assert capsys.readouterr().out.startswith("ab")
+def test_a_model_of_bytes_needs_no_tokenizer(tmp_path, stored, capsys):
+    line = command(capsys, "sample", "--hf", stored, code=1)
+    assert "holds no tokenizer.json" in line
+    config = CONFIG | {"vocab_size": 256, "expand": 2, "time_step_rank": "auto"}
+    size = ModelConfig.from_stored(SIZE.stored() | {"vocab_size": 256, "expand": 2})
+    folder = write(tmp_path / "bytes", weights(size), config)
+    assert isinstance(loader.load_hf(folder).codec, sample.Bytes)
 
 
 def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
@@ -528,10 +467,185 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
 def test_shapes_that_no_model_has_are_refused(error, words, stored):
     with pytest.raises(error, match=words):
         ModelConfig.from_stored({"d_model": 8, "n_layers": 1} | stored)
-
-
-def test_sizes_are_those_of_a_block():
     with pytest.raises(
         TypeError, match=r"sizes must be a .*mamba.Sizes or a .*mamba2.Sizes, got 8"
     ):
         ModelConfig(8, 1)  # pyright: ignore[reportArgumentType]
+
+
+def checkpoint_of(folder, size=SIZE):
+    """A checkpoint with a file and a key of its own."""
+    hf.save(folder, size, random_params(size))
+    content = config_in(folder) | {"eos_token_id": 7, "of": "theirs"}
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "special_tokens_map.json").write_text("{}")
+    return folder
+
+
+@KIND
+def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
+    (_, size), theirs = model_of(kind), tmp_path / "theirs"
+    params = random_params(size)
+    out = run_of(tmp_path / "run", size, params)
+    printed = command(capsys, "export", "--run", out, "--hf", theirs)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert printed == f"{theirs}: step 10 of {out}, {count:,} parameters, fp32\n"
+    assert loader.load_hf(theirs).config == size
+    same(loader.load_hf(theirs).params, params)
+
+    command(capsys, "export", "--run", out, "--hf", theirs, "--step", 5, "--dtype", "bf16")
+    half = jax.tree.map(lambda leaf: (leaf / 2).astype(jnp.bfloat16).astype("f4"), params)
+    same(loader.load_hf(theirs).params, half)
+    assert config_in(theirs)["dtype"] == "bfloat16"
+
+    (tmp_path / "file").touch()
+    for argv, words in (
+        (("--hf", out), "that is not of Hugging Face's layout; name another folder"),
+        (("--hf", tmp_path / "file"), "is a file; name a folder"),
+        (("--hf", tmp_path / "new", "--step", 7), "has no checkpoint of step 7; it has 5, 10"),
+    ):
+        assert words in command(capsys, "export", "--run", out, *argv, code=1)
+    assert "holds no run" in command(capsys, "export", "--run", tmp_path, "--hf", "x", code=1)
+    assert checkpoint.read_config(out)
+
+
+def test_export_keeps_what_the_run_began_with(tmp_path, capsys):
+    begun, theirs = checkpoint_of(tmp_path / "begun"), tmp_path / "theirs"
+    out = run_of(tmp_path / "run", SIZE, random_params(SIZE), flags={"init_hf": str(begun)})
+    (begun / "tokenizer.json").write_text("{}")
+    command(capsys, "export", "--run", out, "--hf", theirs)
+    assert not (theirs / "tokenizer.json").exists()  # the run was trained on bytes
+    assert (config_in(theirs)["eos_token_id"], config_in(theirs)["of"]) == (7, "theirs")
+    assert (theirs / "special_tokens_map.json").exists()
+    line = command(capsys, "export", "--run", out, "--hf", begun, code=1)
+    assert "is the checkpoint that the run began with; name another" in line
+
+
+def check_exported_tokenizer(out, theirs):
+    own, tokenizer = (json.loads((at / "tokenizer.json").read_text()) for at in (out, theirs))
+    assert tokenizer == own | {"post_processor": tokenizer["post_processor"]}
+    special = json.loads((theirs / "tokenizer_config.json").read_text())
+    assert special["bos_token"] == special["eos_token"] == "<|endoftext|>"
+    model, exported = loader.load(out), loader.load(theirs)
+    for prompt in ("state", "", "é <|endoftext|>"):
+        assert exported.encode(prompt) == model.encode(prompt)
+    assert exported.codec.ends == model.codec.ends == {0}
+    return model
+
+
+TEXT = "def scan(state): return state\n" * 90
+
+
+def test_export_takes_the_tokenizer_of_the_run_along(tmp_path, capsys):
+    trained = data.tokenizer.train_bpe(iter([TEXT]), 270, show=False)
+    told = {"tokenizer": {"begin": 0, "end": 0, "size": trained.size}}
+    options = {"flags": {"tokenizer": "bpe:270"}, "data": told}
+    out = run_of(tmp_path / "run", SIZE, random_params(SIZE), **options)
+    (out / "tokenizer.json").write_text(trained.stored())
+    command(capsys, "export", "--run", out, "--hf", tmp_path / "theirs")
+    check_exported_tokenizer(out, tmp_path / "theirs")
+
+
+def test_what_is_not_given_is_of_the_preset_most_like_the_checkpoint(tmp_path):
+    for name in ("130m", "370m", "1.4b", "mamba2-130m", "mamba2-780m"):
+        model = PRESETS[name].model
+        config = {"model_type": model.block.name, "hidden_size": model.d_model, "n_groups": 1}
+        if model.block.name == "mamba2":
+            config["num_heads"] = model.sizes.heads
+        config |= {"num_hidden_layers": model.n_layers, "vocab_size": 50280}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        flags = {"init_hf": str(tmp_path), "lr": 0.5}
+        with pytest.raises(RunError, match=r"holds no tokenizer.json, .* its 50280 tokens are"):
+            begun_with(flags)
+        flags = begun_with(flags | {"tokenizer": "bytes"})
+        assert (flags["preset"], flags["lr"]) == (name, 0.5)
+        assert flags["shape"].vocab_size == 50280
+        packed = TrainConfig.from_flags(flags | {"pack": True}).for_tokens(256)
+        assert packed.model == flags["shape"]
+    flags = begun_with({"init_hf": str(tmp_path), "tokenizer": "bpe:60000"})
+    with pytest.raises(RunError, match=r"bpe:60000 has 60000 tokens, more than the 50280 of --ini"):
+        TrainConfig.from_flags(flags).for_tokens(60000)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 255}))
+    with pytest.raises(RunError, match=r"--init-hf .* 255 tokens, and bytes are 256; name a"):
+        begun_with({"init_hf": str(tmp_path)})
+
+
+@pytest.fixture
+def argv(tmp_path):
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    argv = ["train", "--data", text, "--batch-size", 2, "--seq-len", 16, "--eval-batches", 1]
+    return [*argv, "--steps", 4, "--checkpoint-every", 2]
+
+
+@pytest.mark.exhaustive
+def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv, monkeypatch):
+    small = ModelConfig(mamba.Sizes(16, d_state=5), 1, vocab_size=300)
+    begun, out = checkpoint_of(tmp_path / "begun", small), tmp_path / "run"
+    batch = data.train_batch
+
+    def stopped(*args, step, **options):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch(*args, step=step, **options)
+
+    monkeypatch.setattr(data, "train_batch", stopped)
+    flags = ["--init-hf", begun, "--tokenizer", "bytes", "--out", out]
+    assert "step 3 of 4 is saved" in command(capsys, *argv, *flags, code=143)
+    config = config_in(out)
+    assert (config["flags"]["preset"], config["flags"]["lr"]) == ("micro", PRESETS["micro"].lr)
+    assert config["flags"]["init_hf"] == str(begun)
+    assert ModelConfig.from_stored(config["model"]) == small
+
+    (windows,) = data.validation_batches(
+        data.open_corpus(out / "corpus").validation, batch_size=2, seq_len=16, batches=1
+    )
+    logits = jax.nn.log_softmax(loader.load_hf(begun)(windows[:, :-1].astype(np.int32)))
+    loss = -np.take_along_axis(np.asarray(logits), windows[:, 1:, None].astype(int), -1).mean()
+    first = read_metrics(out / "metrics.jsonl")[0]
+    assert first["validation_loss"] == pytest.approx(loss, rel=1e-5)
+
+    shutil.rmtree(begun)  # a run that has a checkpoint needs it no more
+    resume = ["train", "--resume", "--out", out]
+    assert f"model    {begun}, " in command(capsys, *resume)
+    assert checkpoint.steps(out) == [2, 3, 4]
+    assert loader.load(out).config == small
+    assert "the run's" in command(capsys, *resume, "--init-hf", "other", code=1)
+    shutil.rmtree(out / "checkpoints")  # killed before the first
+    assert f"there is no folder {begun}" in command(capsys, *resume, code=1)
+    checkpoint_of(begun, SIZE2)
+    line = command(capsys, *resume, code=1)
+    assert "is not the checkpoint that this run was begun with: block is mamba2, not mamba" in line
+
+
+@pytest.mark.exhaustive
+def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv):
+    """A run with a tokenizer is exported, and another begins with that, and with its tokenizer."""
+    out, theirs, more = (tmp_path / name for name in ("run", "theirs", "more"))
+    argv += ["--preset", "micro"]
+    command(capsys, *argv, "--tokenizer", "bpe:270", "--out", out)
+    command(capsys, "export", "--run", out, "--hf", theirs)
+    model = check_exported_tokenizer(out, theirs)
+    options = ["--prompt", "state", "--prompt", "", "--seed", 3, "--length", 40]
+    texts = [command(capsys, "sample", *at, *options) for at in (("--run", out), ("--hf", theirs))]
+    assert texts[0] == texts[1]
+
+    command(capsys, *argv, "--init-hf", theirs, "--out", more)
+    flags = config_in(more)["flags"]
+    assert (flags["tokenizer"], flags["vocab_size"]) == (str(theirs), model.config.vocab_size)
+    tokenizer = (theirs / "tokenizer.json").read_text()
+    assert json.loads((more / "tokenizer.json").read_text()) == json.loads(tokenizer)
+    assert loader.load(more).encode("state") == model.encode("state")
+    # Both runs have the same tokens: no document has a second one that begins it.
+    assert config_in(more)["data"]["fingerprint"] == config_in(out)["data"]["fingerprint"]
+    began, ended = (read_metrics(folder / "metrics.jsonl") for folder in (more, out))
+    assert began[0]["validation_loss"] == pytest.approx(ended[-1]["validation_loss"], rel=1e-5)
+    again = tmp_path / "again"
+    command(capsys, "export", "--run", more, "--hf", again)
+    assert (again / "tokenizer.json").read_text() == tokenizer
+    argv += ["--out", tmp_path / "x", "--init-hf", theirs]
+    line = command(capsys, *argv, "--vocab-size", 999, code=1)
+    assert f"--vocab-size 999 is not that of --init-hf {theirs}, " in line
+    os.truncate(theirs / "model.safetensors", 999)
+    assert "model.safetensors is damaged" in command(capsys, *argv, code=1)
+    assert not (tmp_path / "x").exists()  # nothing was tokenised
