@@ -1,7 +1,8 @@
-"""jaxkern.fused_adamw, fused_adam, fused_sgd and apply."""
+"""jaxkern.fused_adamw, fused_adam, fused_sgd and apply, beside Optax and inside of it."""
 
 import contextlib
 import functools
+import inspect
 import re
 
 import jax
@@ -9,43 +10,47 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 
 import jaxkern
 from jaxkern.precision import DynamicLossScale, StaticLossScale
+from tests.layers import sparsely
 
 ON_GPU = jax.default_backend() == "gpu"
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+NAMES = ("adam", "adamw", "sgd")
+OPTIONS = {"adam": {}, "adamw": {"weight_decay": 0.1}, "sgd": {"momentum": 0.9}}
 
 
-def params_of(dtype=F32):
-    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, F32).astype(dtype)
-    return {"w": normal(0, 6, 4), "b": [normal(1, 4), normal(2)], "none": None}
+def fused(name):
+    return getattr(jaxkern, f"fused_{name}")
 
 
-def grads_of(params, step=0, dtype=None):
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(9), step), len(leaves))
-    draw = lambda k, p: jax.random.normal(k, p.shape).astype(dtype or p.dtype)
-    return treedef.unflatten([draw(k, p) for k, p in zip(keys, leaves, strict=True)])
+def made(name, **options):
+    return fused(name)(**({"learning_rate": 0.1} | OPTIONS[name] | options))
 
 
-def run(tx, params, steps=3, *, step=None, grads=grads_of):
-    """The parameters and the state after some steps."""
-    step = step or jax.jit(functools.partial(jaxkern.apply, tx))
-    state = tx.init(params)
-    for i in range(steps):
-        params, state = step(grads(params, i), state, params)
-    return params, state
+def tree_of(seed, dtype=F32, steps=()):
+    """Arrays of each shape; with `steps` behind a first axis of those."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal((*steps, *shape)), dtype)
+    return {"w": draw(6, 4), "b": [draw(4), draw()], "none": None}
 
 
-def optax_step(tx):
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+@functools.partial(jax.jit, static_argnums=0)
+def run(step, start, grads):
+    """What ``step(grads, *start)`` makes of `start`, over and over."""
+    return jax.lax.scan(lambda after, g: (step(g, *after), None), start, grads)[0]
 
-    return jax.jit(step)
+
+def stepping(tx, params, grads):
+    """Parameters and state after a step of `tx` for each of the gradients."""
+    step = lambda grads, params, state: jaxkern.apply(tx, grads, state, params)
+    return run(step, (params, tx.init(params)), grads)
+
+
+def two_passes(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def assert_close(got, want, rtol=3e-6, atol=1e-7):
@@ -60,6 +65,8 @@ def assert_same(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+# A step is that of Optax
+
 MASK = {"w": True, "b": False, "none": None}
 
 
@@ -69,73 +76,89 @@ def schedule(count):
     return optax.linear_schedule(0.1, 0.01, 5)(jnp.asarray(count, float))
 
 
+def clipped(limit, tx):
+    return optax.chain(optax.clip_by_global_norm(limit), tx)
+
+
 PAIRS = {
-    "adamw": (
-        jaxkern.fused_adamw(0.05, 0.8, 0.99, 1e-6, weight_decay=0.1, mask=MASK),
-        optax.adamw(0.05, 0.8, 0.99, 1e-6, weight_decay=0.1, mask=MASK),
+    "adamw, mask, clip": (
+        jaxkern.fused_adamw(0.05, 0.8, 0.99, 1e-6, weight_decay=0.1, mask=MASK, clip_norm=0.5),
+        clipped(0.5, optax.adamw(0.05, 0.8, 0.99, 1e-6, weight_decay=0.1, mask=MASK)),
     ),
-    "adamw-schedules": (
+    "adamw, schedules": (
         jaxkern.fused_adamw(schedule, weight_decay=schedule),
         optax.adamw(schedule, weight_decay=schedule),
     ),
-    "adamw-eps-root": (
+    "adamw, eps_root": (
         jaxkern.fused_adamw(0.05, 0.8, 0.99, 1e-6, 0.04, None, 0.1, MASK),
         optax.adamw(0.05, 0.8, 0.99, 1e-6, 0.04, None, 0.1, MASK),
     ),
-    "adamw-nesterov": (
+    "adamw, nesterov": (
         jaxkern.fused_adamw(schedule, nesterov=True),
         optax.adamw(schedule, nesterov=True),
     ),
-    "adam-nesterov-eps-root": (
+    "adam, nesterov, eps_root": (
         jaxkern.fused_adam(0.05, 0.8, 0.99, 1e-6, 0.04, nesterov=True),
         optax.adam(0.05, 0.8, 0.99, 1e-6, 0.04, nesterov=True),
     ),
-    "adam": (jaxkern.fused_adam(schedule, b1=0.0), optax.adam(schedule, b1=0.0)),
-    "sgd": (jaxkern.fused_sgd(0.05), optax.sgd(0.05)),
+    "adam, b1=0": (jaxkern.fused_adam(schedule, b1=0.0), optax.adam(schedule, b1=0.0)),
+    "sgd, loose clip": (jaxkern.fused_sgd(0.05, clip_norm=1e3), clipped(1e3, optax.sgd(0.05))),
     "momentum": (jaxkern.fused_sgd(schedule, 0.9), optax.sgd(schedule, 0.9)),
     "nesterov": (jaxkern.fused_sgd(0.05, 0.9, True), optax.sgd(0.05, 0.9, True)),
-    "clip": (
-        jaxkern.fused_adamw(0.05, clip_norm=0.5),
-        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05)),
-    ),
-    "clip-loose": (
-        jaxkern.fused_sgd(0.05, clip_norm=1e3),
-        optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(0.05)),
-    ),
 }
 
 
+def wrapped(adamw, sgd):
+    """Ways that Optax wraps a transformation."""
+    make = lambda rate=0.05: adamw(rate, weight_decay=0.1)
+    labels = {"w": "a", "b": ["b", "b"], "none": None}
+    inject = lambda f: optax.inject_hyperparams(f)
+    return {
+        "chain": optax.chain(optax.clip(0.5), make(), optax.scale(0.5)),
+        "masked": optax.masked(make(), {"w": True, "b": [False, True], "none": None}),
+        "multi_transform": optax.multi_transform({"a": make(), "b": make(0.01)}, labels),
+        "MultiSteps": optax.MultiSteps(make(), 2),
+        "apply_if_finite": optax.apply_if_finite(make(), 2),
+        "flatten": optax.flatten(make()),
+        "inject_hyperparams": inject(adamw)(schedule, b2=0.99, weight_decay=0.1),
+        "inject_hyperparams, sgd": inject(sgd)(schedule, 0.9),
+    }
+
+
+OURS, THEIRS = wrapped(jaxkern.fused_adamw, jaxkern.fused_sgd), wrapped(optax.adamw, optax.sgd)
+PAIRS |= {name: (OURS[name], THEIRS[name]) for name in OURS}
+
 # In Optax 0.2.6 a schedule of the decay stands still.
-OF_NEWEST = {"adamw-schedules": pytest.mark.newest}
+OLD = tuple(int(part) for part in optax.__version__.split(".")[:3]) < (0, 2, 7)
+MARKS = {"adamw, schedules": pytest.mark.skipif(OLD, reason="of another Optax")}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=OF_NEWEST.get(name, ())) for name in PAIRS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in PAIRS])
 def test_a_step_is_that_of_optax(name):
     """By `apply`, and by `update` as any transformation; in float64 to its rounding."""
     ours, theirs = PAIRS[name]
+    ways = [(theirs, two_passes), (ours, jaxkern.apply), (ours, two_passes)]
     with jax.enable_x64(True):
-        compare_with_optax(ours, theirs, name)
+        params, grads = tree_of(0, float), tree_of(1, float, (7,))
 
+        def all_ways(grads, *pairs):
+            return tuple(f(tx, grads, s, p) for (tx, f), (p, s) in zip(ways, pairs, strict=True))
 
-def compare_with_optax(ours, theirs, name):
-    params = params_of(jnp.float64)
-    want, want_state = run(theirs, params, 7, step=optax_step(theirs))
-    applied, state = run(ours, params, 7)
-    updated, updated_state = run(ours, params, 7, step=optax_step(ours))
-    assert_close(applied, want)
-    assert_close(updated, want)
-    assert_close(updated_state, state)
-    assert state.count == 7
-    for field in {"mu", "nu", "trace"} & set(type(state)._fields):
-        if getattr(state, field) is not None:
-            assert_close(optax.tree.get(state, field), optax.tree.get(want_state, field))
+        start = tuple((params, tx.init(params)) for tx, _ in ways)
+        (want, want_state), *results = run(all_ways, start, grads)
+        for got, state in results:
+            assert_close(got, want)
+            if name in THEIRS:
+                continue
+            assert state.count == 7
+            for field in {"mu", "nu", "trace"} & {*state._fields}:
+                if getattr(state, field) is not None:
+                    assert_close(getattr(state, field), optax.tree.get(want_state, field))
 
 
 def test_trajectory_of_1000_steps_is_that_of_optax():
     """In float64 to its rounding, in float32 no further from it than Optax's."""
-    target = jnp.linspace(-2.0, 2.0, 24).reshape(6, 4)
+    target = np.linspace(-2.0, 2.0, 24).reshape(6, 4)
 
     def losses(tx, step, dtype):
         def body(carry, i):
@@ -149,79 +172,37 @@ def test_trajectory_of_1000_steps_is_that_of_optax():
         steps = jnp.arange(1000, dtype=dtype)
         return np.float64(jax.lax.scan(body, (params, tx.init(params)), steps)[1])
 
-    def plain(tx, grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     options = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.01}
     ours = jaxkern.fused_adamw(optax.cosine_decay_schedule(0.05, 1000), **options)
     theirs = optax.adamw(optax.cosine_decay_schedule(0.05, 1000), **options)
     with jax.enable_x64(True):
-        oracle = losses(theirs, plain, jnp.float64)
-        np.testing.assert_allclose(
-            losses(ours, jaxkern.apply, jnp.float64), oracle, rtol=1e-9, atol=1e-9
-        )
+        oracle = losses(theirs, two_passes, jnp.float64)
+        got = losses(ours, jaxkern.apply, jnp.float64)
+        np.testing.assert_allclose(got, oracle, rtol=1e-9, atol=1e-9)
     error = np.abs(losses(ours, jaxkern.apply, F32) - oracle)
-    optax_error = np.abs(losses(theirs, plain, F32) - oracle)
+    optax_error = np.abs(losses(theirs, two_passes, F32) - oracle)
     assert optax_error.max() > 1e-7
     assert error.max() <= 2 * optax_error.max()
     assert error.mean() <= 2 * optax_error.mean()
 
 
-# As an Optax transformation
-
-
-def wrapped(tx_of):
-    """Ways that Optax wraps a transformation."""
-    labels = {"w": "a", "b": ["b", "b"], "none": None}
-    return {
-        "chain": optax.chain(optax.clip(0.5), tx_of(), optax.scale(0.5)),
-        "masked": optax.masked(tx_of(), {"w": True, "b": [False, True], "none": None}),
-        "multi_transform": optax.multi_transform({"a": tx_of(), "b": tx_of(0.01)}, labels),
-        "MultiSteps": optax.MultiSteps(tx_of(), 2),
-        "apply_if_finite": optax.apply_if_finite(tx_of(), 2),
-        "flatten": optax.flatten(tx_of()),
-    }
-
-
-WRAPPERS = tuple(wrapped(lambda *a: optax.sgd(*a or (0.1,))))
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_optax_wraps_it(name):
-    """The same as with Optax's own; `apply` takes the long way."""
-    make = lambda f: lambda lr=0.05: f(lr, weight_decay=0.1)
-    with jax.enable_x64(True):
-        ours, theirs = (wrapped(make(f))[name] for f in (jaxkern.fused_adamw, optax.adamw))
-        params = params_of(jnp.float64)
-        want = run(theirs, params, 4, step=optax_step(theirs))[0]
-        assert_close(run(ours, params, 4)[0], want)
-
-
-def test_inject_hyperparams():
-    make = lambda f: optax.inject_hyperparams(f)(learning_rate=schedule, b2=0.99, weight_decay=0.1)
-    ours, theirs = make(jaxkern.fused_adamw), make(optax.adamw)
-    want, want_state = run(theirs, params_of(), 4, step=optax_step(theirs))
-    got, state = run(ours, params_of(), 4, step=optax_step(ours))
-    assert_close(got, want)
-    assert state.hyperparams["learning_rate"] == want_state.hyperparams["learning_rate"]
-    state.hyperparams["b2"] = jnp.float32(0.5)
-    ours.update(grads_of(got), state, got)
-
-
-def test_flax_train_state():
-    params = {"w": jnp.ones((3, 2))}
-    states = [
-        TrainState.create(apply_fn=lambda: None, params=params, tx=tx)
-        for tx in (jaxkern.fused_adamw(0.1), optax.adamw(0.1))
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_are_those_of_optax(name):
+    """By position and by name, with the same defaults; those beyond Optax's are by name alone."""
+    ours = inspect.signature(fused(name)).parameters
+    theirs = inspect.signature(getattr(optax, name)).parameters
+    by_position = lambda parameters: [
+        (p.name, p.default) for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
     ]
-    step = jax.jit(lambda s: s.apply_gradients(grads={"w": s.params["w"] ** 2}))
-    for _ in range(3):
-        states = [step(s) for s in states]
-    assert_close(states[0].params, states[1].params)
+    assert by_position(ours) == by_position(theirs)
+    for p in theirs.values():
+        assert (ours[p.name].kind, ours[p.name].default) == (p.kind, p.default)
 
 
-def test_it_is_a_pytree_as_any_transformation():
+# As any transformation
+
+
+def test_it_is_a_pytree():
     """As when it is an argument of a function that Equinox jits."""
     tx = jaxkern.fused_sgd(0.1, implementation="mosaic")
     again = jax.tree.map(lambda leaf: leaf, tx)
@@ -230,60 +211,167 @@ def test_it_is_a_pytree_as_any_transformation():
         jaxkern.apply(again, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
-def test_flax_nnx_optimizer():
-    models = [nnx.Linear(3, 2, rngs=nnx.Rngs(0)) for _ in range(2)]
-    for model, tx in zip(models, (jaxkern.fused_adamw(0.1), optax.adamw(0.1)), strict=True):
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+def test_init_takes_shapes_as_optax_does():
+    tree = {"w": jnp.ones((16, 256), BF16), "b": jnp.ones(3), "none": None}
+    shapes = jax.eval_shape(lambda: tree)
+    types = lambda state: jax.tree.map(lambda a: (a.shape, a.dtype), state)
+    for name in NAMES:
+        assert_same(made(name).init(shapes), made(name).init(tree))
+    tx = made("adamw", master_dtype=F32, mu_dtype="int8", nu_dtype="uint8", skip_nonfinite=True)
+    assert types(jax.eval_shape(tx.init, shapes)) == types(tx.init(tree))
+    with pytest.raises(TypeError, match=r"params\['w'\] must be an array.*jax.eval_shape"):
+        tx.init(shapes)
+    with pytest.raises(TypeError, match=r"grads.* must be a floating array, got ShapeDtypeStruct"):
+        jaxkern.apply(tx, shapes, tx.init(tree), tree)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, {"master_dtype": F32, "skip_nonfinite": True}])
+def test_states_can_be_mapped_over_as_parameters(name, options):
+    """By ``optax.tree.map_params``, which inits with a placeholder."""
+    tx = made(name, **options)
+    params = {"w": jnp.ones((2, 3), BF16 if options else F32), "b": jnp.ones(3)}
+    state = tx.init(params)
+    mapped = optax.tree.map_params(tx, lambda a: a + 1, state)
+    for field in ("trace",) if name == "sgd" else ("mu", "nu"):
+        assert_close(getattr(mapped, field), jax.tree.map(jnp.ones_like, getattr(state, field)))
+    assert mapped.count == 0
+
+
+@sparsely("name, dtype", NAMES, [F16, BF16, F32, jnp.float64])
+def test_types_are_stable(name, dtype):
+    """Updates have the parameters' dtype, and the state its own, as ``lax.cond`` wants it; what
+    else `update` is given is let pass."""
+    with jax.enable_x64(dtype == jnp.float64):
+        tx = made(name)
+        params = jnp.array([-1.0, 10.0, 1.0], dtype)
+
+        @jax.jit
+        def step(params, state):
+            even = params[0] < 0
+            updates, new = jax.lax.cond(
+                even, lambda: tx.update(2 * params, state, params, value=1), lambda: (params, state)
+            )
+            done = jaxkern.apply(tx, params, new, params, value=1.0)
+            return jax.lax.cond(even, lambda: done, lambda: (updates + params, new))
+
+        state = tx.init(params)
         for _ in range(2):
-            grads = nnx.grad(lambda m: (m(jnp.ones(3)) ** 2).sum())(model)
-            optimizer.update(model, grads)
-    assert_close(models[0].kernel[...], models[1].kernel[...], rtol=1e-4)
+            params, state = step(params, state)
+        assert params.dtype == dtype
+        assert step._cache_size() == 1
+
+
+def test_accumulated_steps_wait():
+    """Of ``optax.MultiSteps``: zeros in the parameters' dtype, until one in four."""
+    params = jnp.array([1.0, 2.0], BF16)
+    steps = optax.MultiSteps(made("adamw"), every_k_schedule=4)
+    state, update = steps.init(params), jax.jit(steps.update)
+    for i in range(4):
+        updates, state = update(2 * params, state, params)
+        assert updates.dtype == BF16
+        assert bool((updates == 0).all()) == (i < 3)
 
 
 def test_low_precision_parameters_are_updated_alike_by_both_ways():
     """Bit for bit, under wrappers that want updates of the gradients' dtype too."""
-    for options in ({}, {"master_dtype": F32}, {"stochastic_rounding": True}):
-        tx = jaxkern.fused_adamw(2.0**-8, **options)
-        params = params_of(BF16)
-        grads = grads_of(params)
-        state = tx.init(params)
-        assert {m.dtype for m in jax.tree.leaves(state.mu)} == {jnp.dtype(F32)}
-        updates, state_a = jax.jit(tx.update)(grads, state, params)
-        applied, state_b = jax.jit(functools.partial(jaxkern.apply, tx))(grads, state, params)
+    params, grads = tree_of(0, BF16), tree_of(1, BF16)
+    options = {}, {"master_dtype": F32}, {"stochastic_rounding": True}
+    several = [(tx := jaxkern.fused_adamw(2.0**-8, **o), tx.init(params)) for o in options]
+
+    def both(tx, state, grads, params):
+        finite = optax.apply_if_finite(tx, 1)
+        jax.eval_shape(functools.partial(two_passes, finite), grads, finite.init(params), params)
+        return tx.update(grads, state, params), jaxkern.apply(tx, grads, state, params)
+
+    all_of_them = jax.jit(lambda *args: [both(tx, s, *args) for tx, s in several])
+    for (updates, by_update), (applied, by_apply) in all_of_them(grads, params):
+        assert {m.dtype for m in jax.tree.leaves(by_apply.mu)} == {jnp.dtype(F32)}
         assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(BF16)}
         assert_same(optax.apply_updates(params, updates), applied)
-        assert_close(state_a, state_b)
-        finite = optax.apply_if_finite(tx, 1)
-        run(finite, params, 2, step=optax_step(finite))
+        assert_close(by_update, by_apply)
 
 
-# Folded in
+def test_numbers_may_be_of_any_kind():
+    """Of Python, NumPy and JAX, traced or whole, as parameters too, which Optax also takes; an
+    infinite norm clips nothing."""
+    params = {"w": jnp.ones(3)}
+    step = jax.jit(
+        lambda tx: jaxkern.apply(tx, params, tx.init(params), params)[0], static_argnums=0
+    )
+    want = step(made("adamw"))
+    for kind in (np.float64, np.float32, jnp.float32, lambda n: jnp.asarray(n)[...]):
+        tx = made("adamw", learning_rate=kind(0.1), weight_decay=kind(0.1), b1=kind(0.9))
+        assert_close(step(tx), want)
+    traced = jax.jit(
+        lambda rate, b2: step(made("adamw", learning_rate=rate, b2=b2, eps_root=0 * rate))
+    )
+    assert_close(traced(0.1, 0.999), want)
+    assert_close(step(made("adamw", clip_norm=float("inf"), eps=0)), want)
+    params, grads = {"a": 2.0, "b": np.float32(1.0)}, {"a": 0.5, "b": np.float32(0.25)}
+    ours, theirs = made("sgd"), optax.sgd(0.1, 0.9)
+    got, _ = jaxkern.apply(ours, grads, ours.init(params), params)
+    updates, _ = ours.update(grads, ours.init(params), params)
+    wanted = theirs.update(grads, theirs.init(params), params)[0]
+    assert_close(updates, wanted)
+    assert_close(got, optax.apply_updates(params, wanted))
+
+
+def test_dtypes_of_averages():
+    """Of Optax's names, strings too; by default float32 at least."""
+    for dtype in (BF16, "bfloat16", np.float32, None):
+        wanted = jnp.dtype(dtype or F32)
+        for of in (BF16, F32):
+            params = jnp.zeros(2, of)
+            assert fused("adamw")(0.1, mu_dtype=dtype).init(params).mu.dtype == wanted
+            trace = fused("sgd")(0.1, 0.9, accumulator_dtype=dtype).init(params).trace
+            assert trace.dtype == wanted
+
+
+def test_nothing_to_train():
+    for tree in ({}, (), {"a": None, "b": {}}):
+        for name in NAMES:
+            tx = made(name, clip_norm=1.0, skip_nonfinite=True)
+            state = tx.init(tree)
+            assert jaxkern.apply(tx, tree, state, tree)[0] == tree
+            assert tx.update(tree, state, tree)[0] == tree
+    tx = made("adamw", clip_norm=1.0)
+    params = {"w": jnp.ones((0, 3)), "b": jnp.ones(2)}
+    after, state = jaxkern.apply(tx, params, tx.init(params), params)
+    assert after["w"].shape == state.mu["w"].shape == (0, 3)
+
+
+# What is folded in
 
 
 def test_unscaling_is_folded_in():
-    params = params_of()
-    grads = grads_of(params)
+    params, grads = tree_of(0), tree_of(1)
     scale = StaticLossScale(1024.0)
-    for tx in (jaxkern.fused_adamw(0.1, clip_norm=1.0, skip_nonfinite=True), optax.adamw(0.1)):
-        state = tx.init(params)
-        want = jaxkern.apply(tx, grads, state, params)
-        assert_same(jaxkern.apply(tx, scale.scale(grads), state, params, loss_scale=scale), want)
-    tx = jaxkern.fused_sgd(1.0, clip_norm=1.0)
-    norm = optax.tree.norm(grads)
-    known = jaxkern.apply(tx, grads, tx.init(params), params, grad_norm=norm)
-    assert_same(known, jaxkern.apply(tx, grads, tx.init(params), params))
-    other = jaxkern.apply(tx, grads, tx.init(params), params, grad_norm=2 * norm)
+    several = (jaxkern.fused_adamw(0.1, clip_norm=1.0, skip_nonfinite=True), optax.adamw(0.1))
+    clipping = jaxkern.fused_sgd(1.0, clip_norm=1.0)
+
+    @jax.jit
+    def step(params, grads):
+        norm = optax.tree.norm(grads)
+        apply = lambda tx, g, **known: jaxkern.apply(tx, g, tx.init(params), params, **known)
+        unscaled = [apply(tx, grads) for tx in several]
+        scaled = [apply(tx, scale.scale(grads), loss_scale=scale) for tx in several]
+        norms = [apply(clipping, grads, **({"grad_norm": n * norm} if n else {})) for n in range(3)]
+        return unscaled, scaled, norms
+
+    unscaled, scaled, (alone, known, other) = step(params, grads)
+    assert_same(scaled, unscaled)
+    assert_same(known, alone)
     moved = lambda p: optax.tree.norm(jax.tree.map(lambda a, b: a - b, p, params))
     np.testing.assert_allclose(moved(known[0]), 1.0, rtol=1e-6)
     np.testing.assert_allclose(moved(other[0]), 0.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("make", [jaxkern.fused_adamw, jaxkern.fused_sgd])
-def test_steps_that_are_not_finite_are_skipped_and_counted(make, bad):
+def test_steps_that_are_not_finite_are_skipped_and_counted(make):
     """On the device: under jit with nothing read back; the scale follows the state's flag."""
     tx = make(0.1, skip_nonfinite=True)
-    params = params_of(F16)
+    params = tree_of(0, F16)
     state, scale = tx.init(params), DynamicLossScale(4.0, period=2)
 
     @jax.jit
@@ -291,12 +379,12 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(make, bad):
         params, state = jaxkern.apply(tx, grads, state, params, loss_scale=scale)
         return params, state, scale.adjust(state.last_finite)
 
-    good = grads_of(params)
-    broken = good | {"b": [good["b"][0].at[2].set(bad), good["b"][1]]}
+    good = tree_of(1, F16)
+    broken = lambda bad: good | {"b": [good["b"][0].at[2].set(bad), good["b"][1]]}
     for grads, count, skipped, value in (
         (good, 1, 0, 4.0),
-        (broken, 1, 1, 2.0),
-        (broken, 1, 2, 1.0),
+        (broken(np.nan), 1, 1, 2.0),
+        (broken(np.inf), 1, 2, 1.0),
         (good, 2, 2, 1.0),
     ):
         before, state_before = params, state
@@ -305,76 +393,182 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(make, bad):
         assert state.last_finite == (grads is good)
         assert scale.loss_scale == value
         fixed = {"last_finite": state.last_finite, "total_notfinite": state.total_notfinite}
-        if grads is broken:
+        if grads is good:
+            assert not np.array_equal(params["w"], before["w"])
+        else:
             assert_same(params, before)
             assert_same(state, state_before._replace(**fixed))
-        else:
-            assert not np.array_equal(params["w"], before["w"])
 
 
 def test_without_skipping_nan_stays_where_it_is():
-    tx = jaxkern.fused_adamw(0.1)
-    params = params_of()
-    grads = grads_of(params)
-    grads["w"] = grads["w"].at[1, 2].set(jnp.nan)
-    after, _ = jaxkern.apply(tx, grads, tx.init(params), params)
+    grads = tree_of(1, F32, (1,))
+    grads["w"] = grads["w"].at[0, 1, 2].set(jnp.nan)
+    after, _ = stepping(made("adamw"), tree_of(0), grads)
     assert np.isnan(after["w"]).sum() == np.isnan(after["w"][1, 2]) == 1
-    assert np.isfinite(jax.tree.leaves(after["b"])[0]).all()
+    assert all(np.isfinite(a).all() for a in after["b"])
 
 
 def test_master_copy():
     """bf16 parameters are the rounding of an fp32 run on the same gradients."""
-    grads = lambda params, i: grads_of(params, i, BF16)
-    tx = jaxkern.fused_adamw(1e-3, master_dtype=F32)
-    start = params_of(BF16) | {"own": jnp.ones(3)}
-    params, state = run(tx, start, 20, grads=grads)
-    exact, _ = run(jaxkern.fused_adamw(1e-3), jax.tree.map(F32, start), 20, grads=grads)
+    start = tree_of(0, BF16) | {"own": jnp.ones(3)}
+    grads = tree_of(1, BF16, (20,)) | {"own": tree_of(2, F32, (20, 3))["b"][1]}
+    tx = jaxkern.fused_adamw(1e-3)
+    params, state = stepping(jaxkern.fused_adamw(1e-3, master_dtype=F32), start, grads)
+    exact, _ = stepping(tx, jax.tree.map(F32, start), grads)
     assert state.master["own"] == optax.MaskedNode()
     assert params["w"].dtype == BF16
     assert_close(state.master["w"], exact["w"])
     assert_same(params["w"], state.master["w"].astype(BF16))
     assert_close(params["own"], exact["own"])
-    without = run(jaxkern.fused_adamw(1e-3), start, 20, grads=grads)[0]
+    without, _ = stepping(tx, start, grads)
     assert not np.array_equal(without["w"], params["w"])
+
+
+def test_donated_buffers_are_used_once():
+    """A second step from donated arrays is an error, and the first one's results stay."""
+    tx = made("adamw")
+    step = jax.jit(functools.partial(jaxkern.apply, tx), donate_argnums=(1, 2))
+    params, grads = {"w": jnp.ones((8, 4))}, {"w": jnp.full((8, 4), 2.0)}
+    state = tx.init(params)
+    want = jax.jit(functools.partial(jaxkern.apply, tx))(grads, state, params)
+    got = step(grads, state, params)
+    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+        step(grads, state, params)
+    with pytest.raises((RuntimeError, ValueError), match=r"donate|deleted"):
+        step(got[0], got[1], got[0])
+    assert_same(got, want)
 
 
 # Wrong calls
 
+WRONG = [
+    ("adamw", {"learning_rate": "1e-3"}, TypeError, "'1e-3' (str); pass float('1e-3')"),
+    ("sgd", {"learning_rate": None}, TypeError, "learning_rate must be a number"),
+    ("adam", {"learning_rate": np.nan}, ValueError, "learning_rate must be a number, got nan"),
+    ("adam", {"learning_rate": [1e-3]}, TypeError, "got [0.001] (list)"),
+    ("adamw", {"learning_rate": jnp.ones(2)}, ValueError, "got shape (2,)"),
+    ("adamw", {"b1": 1.0}, ValueError, "b1 must be at least 0 and below 1, got 1.0"),
+    ("adamw", {"b1": lambda count: 0.9}, TypeError, "optax.inject_hyperparams"),
+    ("adamw", {"b1": jnp.complex64(1)}, TypeError, "array of dtype complex64"),
+    ("adamw", {"b2": -0.1}, ValueError, "b2 must be"),
+    ("adamw", {"b2": True}, TypeError, "b2 must be a number or a scalar array, got True"),
+    ("adamw", {"eps": -1e-8}, ValueError, "eps must be"),
+    ("adamw", {"eps": np.inf}, ValueError, "eps must be finite, got inf"),
+    ("adamw", {"eps": "small"}, TypeError, "eps must be"),
+    ("adamw", {"eps_root": -1.0}, ValueError, "eps_root must be at least 0"),
+    ("adamw", {"weight_decay": None}, TypeError, "weight_decay must be"),
+    ("adamw", {"weight_decay": np.float32("-inf")}, ValueError, "must be finite, got -inf"),
+    ("adamw", {"clip_norm": -1.0}, ValueError, "clip_norm must be"),
+    ("adamw", {"clip_norm": "1"}, TypeError, "clip_norm must be"),
+    ("adamw", {"mask": {"w": "no"}}, TypeError, "mask['w'] must be True or False, got 'no'"),
+    ("adamw", {"mask": "biases"}, TypeError, "mask must be True or False"),
+    ("adamw", {"mu_dtype": "wide"}, TypeError, "mu_dtype must be a dtype"),
+    ("adamw", {"mu_dtype": (None, None)}, TypeError, "mu_dtype must be a dtype, got (None, None)"),
+    ("adamw", {"mu_dtype": jnp.uint8}, ValueError, "be float32, bfloat16, float16 or int8"),
+    (
+        *("adamw", {"mu_dtype": F16, "stochastic_rounding": True}, ValueError),
+        "mu_dtype=float16 cannot be rounded stochastically",
+    ),
+    ("adamw", {"nu_dtype": "half way"}, TypeError, "nu_dtype must be a dtype"),
+    ("adamw", {"master_dtype": "wide"}, TypeError, "master_dtype must be float32 or None"),
+    ("adamw", {"master_dtype": jnp.ones(3)}, TypeError, "master_dtype must be float32 or None"),
+    ("adamw", {"master_dtype": BF16}, ValueError, "master_dtype must be float32 or None"),
+    ("adamw", {"seed": 0.5}, TypeError, "seed must be an integer"),
+    ("adamw", {"seed": jax.random.key(0)}, TypeError, "jax.random.bits(key)"),
+    ("adamw", {"nesterov": 0.9}, TypeError, "nesterov must be True or False, got 0.9"),
+    ("adamw", {"skip_nonfinite": "no"}, TypeError, "skip_nonfinite must be True or False"),
+    ("adam", {"stochastic_rounding": 1}, TypeError, "stochastic_rounding must be True or False"),
+    ("adamw", {"implementation": "cuda"}, ValueError, "implementation must be"),
+    ("sgd", {"momentum": True}, TypeError, "momentum must be a number"),
+    ("sgd", {"nesterov": 0.9}, TypeError, "nesterov must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "error", "words"), WRONG)
+def test_refuses_wrong_arguments_when_it_is_made(name, wrong, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        made(name, **wrong)
+
+
+def test_schedules_must_return_numbers():
+    params = {"w": jnp.ones(3)}
+    for value, error, words in (
+        (None, TypeError, "the value of the schedule learning_rate must be a number"),
+        (jnp.ones(3), ValueError, r"the schedule learning_rate .* got shape \(3,\)"),
+    ):
+        tx = made("adamw", learning_rate=lambda count: value)  # noqa: B023
+        with pytest.raises(error, match=words):
+            tx.update(params, tx.init(params), params)
+
+
+def test_masks_that_do_not_fit():
+    params = {"w": jnp.ones(3), "b": [jnp.ones(2), jnp.ones(2)]}
+
+    def step(mask):
+        tx = made("adamw", mask=mask)
+        return jax.jit(jaxkern.apply, static_argnums=0)(tx, params, tx.init(params), params)[0]
+
+    for mask in ({"w": True}, {"w": True, "b": True, "c": True}, [True, False]):
+        with pytest.raises(ValueError, match=r"mask must have the structure of params.*mask\["):
+            step(mask)
+    with pytest.raises(TypeError, match="mask must be True or False"):
+        step(lambda params: None if params is None else 1)
+    whole = step({"w": True, "b": [False, False]})
+    assert_close(step({"w": np.True_, "b": False}), whole)
+    assert_close(step(lambda params: {"w": np.array(True), "b": False}), whole)
+
 
 def test_refuses_wrong_trees():
-    tx = jaxkern.fused_adamw(0.1)
+    tx = made("adamw")
     params = {"w": jnp.ones(2), "b": jnp.ones(3)}
     state = tx.init(params)
-    go = functools.partial(jaxkern.apply, tx)
-    with pytest.raises(ValueError, match="grads must have the structure of params"):
-        go({"w": jnp.ones(2)}, state, params)
-    with pytest.raises(ValueError, match=r"grads\['b'\] must have shape \(3,\)"):
-        go({"w": jnp.ones(2), "b": jnp.ones(2)}, state, params)
-    with pytest.raises(TypeError, match=r"grads\['b'\] must be a floating array, got int32"):
-        go({"w": jnp.ones(2), "b": jnp.ones(3, jnp.int32)}, state, params)
-    with pytest.raises(TypeError, match=r"params\['n'\] must be a floating array, got int"):
-        tx.init({"n": 3})
-    with pytest.raises(TypeError, match=r"params\['n'\] must be a floating array, got complex64"):
-        tx.init({"n": jnp.ones(2, jnp.complex64)})
-    with pytest.raises(TypeError, match="state must be a FusedAdamState"):
-        go(params, optax.adamw(0.1).init(params), params)
+    finite, mastered = (
+        made("adamw", **o) for o in ({"skip_nonfinite": True}, {"master_dtype": F32})
+    )
+    narrow = jax.tree.map(BF16, params)
+    integers = {"w": jnp.ones(2), "b": jnp.ones(3, jnp.int32)}
+    for *call, error, words in (
+        (tx, {"w": jnp.ones(2)}, state, params, ValueError, "must have the structure of params"),
+        (
+            *(tx, {"w": jnp.ones(2), "b": jnp.ones(2)}, state, params, ValueError),
+            "grads['b'] must have shape (3,)",
+        ),
+        (tx, integers, state, params, TypeError, "grads['b'] must be a floating array, got int32"),
+        (
+            *(tx, params, optax.adamw(0.1).init(params), params, TypeError),
+            "state must be a FusedAdamState",
+        ),
+        (tx, params, state, None, ValueError, "params must be the parameters"),
+        (
+            *(tx, params, state._replace(mu={"w": jnp.ones(2)}), params, ValueError),
+            "mu must have the structure",
+        ),
+        (finite, params, state, params, ValueError, "another master_dtype or skip_nonfinite"),
+        (
+            *(mastered, params, mastered.init(params), narrow, ValueError),
+            "parameter is bfloat16 and the state has no master",
+        ),
+        (None, params, state, params, TypeError, "tx must be an Optax transformation, got NoneT"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            jaxkern.apply(*call)
+    for wrong, kind in ((3, "int"), (jnp.ones(2, jnp.complex64), "complex64")):
+        words = rf"params\['n'\] must be a floating array, got {kind}"
+        with pytest.raises(TypeError, match=words):
+            tx.init({"n": wrong})
     with pytest.raises(ValueError, match="update needs params"):
         tx.update(params, state)
-    with pytest.raises(ValueError, match="params must be the parameters"):
-        go(params, state, None)
-    with pytest.raises(ValueError, match="mu must have the structure"):
-        go(params, state._replace(mu={"w": jnp.ones(2)}), params)
-    with pytest.raises(ValueError, match="another master_dtype or skip_nonfinite"):
-        jaxkern.apply(jaxkern.fused_adamw(0.1, skip_nonfinite=True), params, state, params)
-    mastered = jaxkern.fused_adamw(0.1, master_dtype=F32)
-    with pytest.raises(ValueError, match="parameter is bfloat16 and the state has no master"):
-        jaxkern.apply(mastered, params, mastered.init(params), jax.tree.map(BF16, params))
+    with pytest.raises(TypeError, match="split_real_and_imaginary"):
+        tx.init({"c": jnp.ones(2, jnp.complex64)})
+    tx = optax.contrib.split_real_and_imaginary(made("adam"))
+    updates, _ = tx.update(c := jnp.ones(2, jnp.complex64), tx.init(c), c)
+    assert updates.dtype == jnp.complex64
 
 
 def test_refuses_a_state_of_wrong_arrays():
     """As one read from a checkpoint into a tree of something else may be."""
     params = {"w": jnp.ones((16, 256), BF16), "b": jnp.ones(3)}
-    tx = jaxkern.fused_adamw(0.1, mu_dtype="int8", nu_dtype="uint8", master_dtype=F32)
+    tx = made("adamw", mu_dtype="int8", nu_dtype="uint8", master_dtype=F32)
     state = tx.init(params)
     mu, nu, master = state.mu, state.nu, state.master
     assert master["b"] == optax.MaskedNode()
@@ -391,55 +585,44 @@ def test_refuses_a_state_of_wrong_arrays():
             jaxkern.apply(tx, params, state._replace(**wrong), params)
 
 
-def test_donated_buffers_are_used_once():
-    """A second step from donated arrays is an error, and the first one's results stay."""
-    tx = jaxkern.fused_adamw(0.1)
-    step = jax.jit(functools.partial(jaxkern.apply, tx), donate_argnums=(1, 2))
-    params, grads = {"w": jnp.ones((8, 4))}, {"w": jnp.full((8, 4), 2.0)}
+def test_trees_that_differ_are_told_apart_in_few_words():
+    """Whatever the trees hold: no dump of them."""
+    tx = made("adam")
+    params = {f"layer{i}": {"w": jnp.ones(2), "b": jnp.ones(2)} for i in range(40)}
     state = tx.init(params)
-    want = jax.jit(functools.partial(jaxkern.apply, tx))(grads, state, params)
-    got = step(grads, state, params)
-    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
-        step(grads, state, params)
-    with pytest.raises((RuntimeError, ValueError), match=r"donate|deleted"):
-        step(got[0], got[1], got[0])
-    assert_same(got, want)
+    cut = {k: v for k, v in params.items() if k != "layer7"}
+    for grads, words in (
+        (cut, "grads['layer7']['b'] is missing"),
+        (params | {"more": jnp.ones(2)}, "grads['more'] is not in params"),
+        (list(params.values()), "grads['layer0']['b'] is missing"),
+        (None, "grads['layer0']['b'] is missing"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)) as error:
+            jaxkern.apply(tx, grads, state, params)
+        assert len(str(error.value)) < 160
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"b1": 1.0}, ValueError, "b1 must be at least 0 and below 1, got 1.0"),
-        ({"b2": -0.1}, ValueError, "b2 must be"),
-        ({"eps": -1e-8}, ValueError, "eps must be"),
-        ({"clip_norm": -1.0}, ValueError, "clip_norm must be"),
-        ({"eps": np.inf}, ValueError, "eps must be finite, got inf"),
-        ({"weight_decay": np.float32("-inf")}, ValueError, "weight_decay must be finite, got -inf"),
-        ({"mu_dtype": (None, None)}, TypeError, "mu_dtype must be a dtype, got (None, None)"),
-        ({"master_dtype": jnp.ones(3)}, TypeError, "master_dtype must be float32 or None"),
-        (
-            {"mu_dtype": jnp.uint8},
-            ValueError,
-            "mu_dtype must be float32, bfloat16, float16 or int8",
-        ),
-        ({"nu_dtype": "half way"}, TypeError, "nu_dtype must be a dtype"),
-        ({"master_dtype": BF16}, ValueError, "master_dtype must be float32 or None"),
-        ({"implementation": "cuda"}, ValueError, "implementation must be"),
-        (
-            {"mu_dtype": F16, "stochastic_rounding": True},
-            ValueError,
-            "mu_dtype=float16 cannot be rounded stochastically",
-        ),
-    ],
-)
-def test_refuses_wrong_options(options, error, words):
-    with pytest.raises(error, match=re.escape(words)):
-        jaxkern.fused_adamw(0.1, **options)
-
-
-def test_zero_size_leaves_and_empty_trees():
-    tx = jaxkern.fused_adamw(0.1, clip_norm=1.0)
-    params = {"w": jnp.ones((0, 3)), "b": jnp.ones(2)}
-    after, state = jaxkern.apply(tx, params, tx.init(params), params)
-    assert after["w"].shape == state.mu["w"].shape == (0, 3)
-    assert jaxkern.apply(tx, {}, tx.init({}), {})[0] == {}
+def test_refuses_wrong_scales_and_norms():
+    params = {"w": jnp.ones(2)}
+    tx = jaxkern.fused_sgd(0.1, clip_norm=1.0)
+    state = tx.init(params)
+    for step in (functools.partial(jaxkern.apply, tx), tx.update):
+        for wrong, error, words in (
+            (
+                {"grad_norm": "a"},
+                TypeError,
+                "grad_norm must be a number or a scalar array, got 'a'",
+            ),
+            ({"grad_norm": jnp.ones(2)}, ValueError, r"grad_norm must be .*, got shape \(2,\)"),
+            ({"loss_scale": 2.0}, TypeError, r"loss_scale must be one of jaxkern.precision, got 2"),
+        ):
+            with pytest.raises(error, match=words):
+                step(params, state, params, **wrong)
+    with pytest.raises(TypeError, match=r"loss_scale must be one of jaxkern\.precision"):
+        jaxkern.scale_gradients(params, 8.0)
+    other = optax.chain(tx)
+    state = other.init(params)
+    with pytest.raises(TypeError, match=r"loss_scale must be one of jaxkern.precision, got 8"):
+        jaxkern.apply(other, params, state, params, loss_scale=8.0)
+    with pytest.raises(ValueError, match="grad_norm must be None for a transformation other"):
+        jaxkern.apply(other, params, state, params, grad_norm=jnp.float32(1.0))

@@ -1,4 +1,4 @@
-"""The kernel behind jaxkern.apply: beside its twin, its launches, on meshes."""
+"""The kernels behind jaxkern.apply, jaxkern.scale_gradients and the norm of all gradients."""
 
 import contextlib
 import functools
@@ -13,98 +13,98 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core.dispatch import interpret_kernels
-from jaxkern.optim import quantise, update
+from jaxkern.optim import gradients, quantise, update
 from jaxkern.optim.arithmetic import Leaf, Numbers, Rule, Static, is_code, number_names
+from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.optim.update import update_leaves
-from tests.test_optim import BF16, F16, F32, ON_GPU, assert_close, grads_of, params_of
+from jaxkern.precision import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite
+from tests.test_optim import BF16, F16, F32, ON_GPU, assert_close, assert_same, tree_of
+
+KERNELS = contextlib.nullcontext if ON_GPU else interpret_kernels
+SCALE = StaticLossScale(8.0)
+I8, U8 = jnp.int8, jnp.uint8
+EXHAUSTIVE = pytest.mark.exhaustive
+
+NUMBERS = {
+    "finite": 1,
+    "scale": 0.5,
+    "rate": 0.01,
+    "decay": 0.1,
+    "b1": 0.9,
+    "one_minus_b1": 0.1,
+    "b2": 0.99,
+    "one_minus_b2": 0.01,
+    "mu_factor": 10,
+    "nu_factor": 10,
+    "eps": 1e-8,
+    "grad_factor": 0.3,
+    "eps_root": 0.2,
+}
 
 
-def numbers(rule, **changes):
-    values = {
-        "finite": 1,
-        "scale": 0.5,
-        "rate": 0.01,
-        "decay": 0.1,
-        "b1": 0.9,
-        "one_minus_b1": 0.1,
-        "b2": 0.99,
-        "one_minus_b2": 0.01,
-        "mu_factor": 10,
-        "nu_factor": 10,
-        "eps": 1e-8,
-        "grad_factor": 0.3,
-        "eps_root": 0.2,
-    }
-    values |= changes
-    return Numbers(**{name: jnp.float32(values[name]) for name in number_names(rule)})
-
-
-def coded_leaf(shape, dtypes, i=0):
-    """With mu and nu as codes where their dtype is of 8 bits."""
-    leaf = leaf_of(shape, [F32 if d in (jnp.int8, jnp.uint8) else d for d in dtypes], i)
-    for field, dtype in zip(("mu", "nu"), dtypes[2:4], strict=True):
-        if dtype in (jnp.int8, jnp.uint8):
-            scale = quantise.largest(getattr(leaf, field))
-            every, bits = quantise.spread(scale, shape), jnp.full(shape, 2**15, jnp.uint32)
-            codes = quantise.code(dtype, getattr(leaf, field), every, bits).astype(dtype)
-            leaf = leaf._replace(**{field: codes, f"{field}_scale": scale})
-    return leaf
-
-
-def leaf_of(shape, dtypes, i=0):
-    """dtypes of grad, weight, mu, nu, copy."""
-    keys = jax.random.split(jax.random.key(i), 4)
-    arrays = [
-        None if d is None else jax.random.normal(k, shape).astype(d)
-        for k, d in zip(keys, dtypes, strict=False)
-    ]
-    arrays[3] = None if arrays[3] is None else jnp.abs(arrays[3])
-    return Leaf(*arrays, None if dtypes[4] is None else arrays[1].astype(dtypes[4]))
+def leaf_of(shape, dtypes, i):
+    """Arrays of the dtypes of grad, weight, mu, nu and copy; those of 8 bits are codes."""
+    rng = np.random.default_rng(i)
+    arrays, scales = [], []
+    for name, dtype in zip(("grad", "weight", "mu", "nu"), dtypes, strict=False):
+        values = rng.standard_normal(shape).astype(np.float32)
+        values, scale = np.abs(values) if name == "nu" else values, None
+        if dtype in (I8, U8):
+            scale = np.abs(values).reshape(-1, quantise.BLOCK).max(1)
+            parts = values / quantise.spread(scale, shape)
+            values = 127 * parts if dtype == I8 else 255 + 12 * np.log2(parts)
+            values = np.clip(np.round(values), -127, 255)
+        arrays.append(None if dtype is None else jnp.asarray(values, dtype))
+        scales.append(scale)
+    copy = None if dtypes[4] is None else arrays[1].astype(dtypes[4])
+    return Leaf(*arrays, copy, *scales[2:])
 
 
 ADAM, SGD = Rule("adam"), Rule("sgd", nesterov=True)
 AHEAD = Rule("adam", nesterov=True, eps_root=True)
 RANDOM = Rule("adam", stochastic=True)
 FULL = (F32, F32, F32, F32, None)
+SHAPES = [(12,), (0,), (1100,), ()]
 KERNEL_CASES = {
-    "sizes": (ADAM, [((), FULL), ((3, 5), FULL), (0, FULL), (1100, FULL), (12, FULL)], {}),
-    "master": (ADAM, [(40, (BF16, F32, F32, F32, BF16)), (24, (F16, F32, F32, F32, F16))], {}),
-    "skipped": (ADAM, [(40, (BF16, F32, F32, F32, BF16))], {"finite": 0}),
-    "sgd": (SGD, [(40, (BF16, F32, F32, None, None)), (9, (F32, F32, None, None, None))], {}),
-    "random": (RANDOM, [(n, (BF16, F32, BF16, BF16, None)) for n in (12, 4)], {}),
-    "8-bit": (ADAM, [((3, 256), (BF16, F32, jnp.int8, jnp.uint8, BF16))], {}),
-    "8-bit-skipped": (ADAM, [((256,), (F32, F32, F32, jnp.uint8, None))], {"finite": 0}),
-    "nesterov": (Rule("adam", nesterov=True), [((3, 5), FULL)], {}),
-    "eps-root": (Rule("adam", eps_root=True), [(12, (BF16, F32, F32, F32, BF16))], {}),
-    "both-8-bit": (AHEAD, [((256,), (F32, F32, jnp.int8, jnp.uint8, None))], {}),
-    "random-odd": (RANDOM, [((3, 2), (BF16, BF16, BF16, BF16, None))], {}),
+    "sizes": (AHEAD, [(shape, FULL) for shape in SHAPES]),
+    "sgd": (SGD, [((40,), (BF16, F32, F32, None, None)), ((9,), (F32, F32, None, None, None))]),
+    "random": (RANDOM, [((n,), (BF16, F32, BF16, BF16, None)) for n in (12, 4)]),
+    "8-bit": (ADAM, [((3, 256), (BF16, F32, I8, U8, BF16))]),
+    "adam": (ADAM, [((3, 5), FULL), ((12,), FULL)]),
+    "master": (ADAM, [((40,), (BF16, F32, F32, F32, BF16)), ((24,), (F16, F32, F32, F32, F16))]),
+    "nu in 8 bits": (ADAM, [((256,), (F32, F32, F32, U8, None))]),
+    "nesterov": (Rule("adam", nesterov=True), [((3, 5), FULL)]),
+    "eps_root": (Rule("adam", eps_root=True), [((12,), (BF16, F32, F32, F32, BF16))]),
+    "8-bit, ahead": (AHEAD, [((256,), (F32, F32, I8, U8, None))]),
+    "random, odd": (RANDOM, [((3, 2), (BF16, BF16, BF16, BF16, None))]),
 }
+DEFAULT = ("sizes", "sgd", "random", "8-bit")
 
 
-@pytest.mark.newest
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", KERNEL_CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in DEFAULT else EXHAUSTIVE) for case in KERNEL_CASES],
+)
 def test_kernel_is_its_twin(case, monkeypatch):
-    """Several leaves in a launch; rounded at random, the same bits."""
+    """Several leaves in a launch; rounded at random, the same bits; or skipped, unchanged."""
     monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
-    rule, shapes, changes = KERNEL_CASES[case]
-    leaves = [
-        coded_leaf(s if isinstance(s, tuple) else (s,), dtypes, i)
-        for i, (s, dtypes) in enumerate(shapes)
-    ]
+    rule, shapes = KERNEL_CASES[case]
+    leaves = [leaf_of(shape, dtypes, i) for i, (shape, dtypes) in enumerate(shapes)]
     statics = tuple(Static(i + 2, i != 3) for i in range(len(leaves)))
     seed = jnp.array([5, 6, 7], jnp.uint32)
-    plain = update_leaves(rule, "xla", statics, numbers(rule, **changes), seed, leaves)
+    step = lambda mode, **changes: update_leaves(
+        *(rule, mode, statics),
+        Numbers(**{name: jnp.float32((NUMBERS | changes)[name]) for name in number_names(rule)}),
+        *(seed, leaves),
+    )
     mode = "mosaic" if ON_GPU else "interpret"
-    kernel = update_leaves(rule, mode, statics, numbers(rule, **changes), seed, leaves)
-    for got, want, old in zip(kernel, plain, leaves, strict=True):
+    for got, want in zip(step(mode), step("xla"), strict=True):
         assert [a is None for a in got] == [a is None for a in want]
-        for a, b, before in zip(got, want, old, strict=True):
+        for a, b in zip(got, want, strict=True):
             if b is None:
                 continue
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
-            if changes.get("finite") == 0:
-                np.testing.assert_array_equal(a, before)
             if is_code(a):
                 off = np.abs(np.float64(a) - np.float64(b))
                 assert off.max() <= 1
@@ -114,19 +114,23 @@ def test_kernel_is_its_twin(case, monkeypatch):
                 assert np.mean(np.asarray(a) != np.asarray(b)) <= 0.05
             steps = 2.0 ** {F32: -22, BF16: -7, F16: -10}[a.dtype.type]
             np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=steps, atol=1e-7)
+    for got, old in zip(step(mode, finite=0), leaves, strict=True):
+        assert_same(got, old._replace(grad=None))
 
 
 @pytest.mark.gpu
 def test_apply_runs_the_kernel():
-    tx = functools.partial(jaxkern.fused_adamw, 0.1, clip_norm=1.0, master_dtype=F32)
-    params = {"w": params_of(BF16)["w"]}
-    grads = grads_of(params)
-    context = contextlib.nullcontext if ON_GPU else interpret_kernels
-    plain = tx(implementation="xla")
-    want = jaxkern.apply(plain, grads, plain.init(params), params)
-    kernel = tx(implementation="mosaic")
-    with context():
-        got = jaxkern.apply(kernel, grads, kernel.init(params), params)
+    params, grads = ({"w": tree_of(seed, BF16)["w"]} for seed in range(2))
+    results = []
+    for implementation in ("xla", "mosaic"):
+        tx = jaxkern.fused_adamw(
+            0.1, clip_norm=1.0, master_dtype=F32, implementation=implementation
+        )
+        with KERNELS():
+            results.append(
+                jax.jit(jaxkern.apply, static_argnums=0)(tx, grads, tx.init(params), params)
+            )
+    want, got = results
     assert_close(got, want)
 
 
@@ -144,23 +148,21 @@ def calls(text):
 def test_kernel_works_in_place(monkeypatch):
     """Every array that is written is aliased to its operand, in few launches."""
     monkeypatch.setattr(update, "LARGE", 1000)
+    monkeypatch.setattr(update, "MAX_REFS", 16)
     tx = jaxkern.fused_adamw(0.1, clip_norm=1.0, mask=lambda p: jax.tree.map(lambda a: True, p))
-    params = {f"w{i}": jnp.ones((8, 4 + i)) for i in range(40)} | {"large": jnp.ones(1024)}
+    params = {f"w{i}": jnp.ones((8, 4 + i)) for i in range(10)} | {"large": jnp.ones(1024)}
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))  # of a device, which is all
     params = jax.device_put(params, NamedSharding(mesh, P()))
-    text = lowered(
-        functools.partial(jaxkern.apply, tx), params, tx.init(params), params, donate=(1, 2)
-    )
-    operands = 4 * 40
+    step = functools.partial(jaxkern.apply, tx)
+    text = lowered(step, params, tx.init(params), params, donate=(1, 2))
+    operands = 4 * 10
     norm, large = 1, 1
-    assert calls(text) == norm + large + -(-operands // update.MAX_REFS)
-    assert text.count("output_operand_alias<") == 3 * 41
-    assert text.count("tf.aliasing_output") == 3 * 41 + 1  # and the count
+    assert calls(text) == norm + large + -(-operands // 16)
+    assert text.count("output_operand_alias<") == 3 * 11
+    assert text.count("tf.aliasing_output") == 3 * 11 + 1  # and the count
     plain = jaxkern.fused_adamw(0.1, implementation="xla")
-    assert (
-        calls(lowered(functools.partial(jaxkern.apply, plain), params, plain.init(params), params))
-        == 0
-    )
+    step = functools.partial(jaxkern.apply, plain)
+    assert calls(lowered(step, params, plain.init(params), params)) == 0
 
 
 def test_mosaic_refuses_what_it_cannot():
@@ -170,6 +172,9 @@ def test_mosaic_refuses_what_it_cannot():
         wide = {"w": jnp.ones(4, jnp.float64)}
         with pytest.raises(NotImplementedError, match="dtype float64"):
             jaxkern.apply(tx, wide, tx.init(wide), wide)
+        with pytest.raises(NotImplementedError, match="a leaf has dtype float64"):
+            jaxkern.scale_gradients(wide, SCALE, implementation="mosaic")
+        assert_same(jaxkern.scale_gradients(wide, SCALE)[0], SCALE.unscale(wide))
     go = lambda g: jaxkern.apply(tx, {"w": g}, tx.init(params), params)[0]
     with interpret_kernels(), pytest.raises(NotImplementedError, match="has no vmap"):
         jax.vmap(go)(jnp.ones((2, 4)))
@@ -184,44 +189,131 @@ def test_vmap_and_gradients_take_the_twin():
     params = jnp.ones(4)
     go = lambda g: jaxkern.apply(tx, g, tx.init(params), params)[0]
     batch = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
-    assert_close(jax.vmap(go)(batch), jnp.stack([go(g) for g in batch]))
+    assert_close(jax.jit(jax.vmap(go))(batch), jnp.stack([jax.jit(go)(g) for g in batch]))
     slope = jax.grad(lambda g: go(g).sum())
-    plain = jaxkern.fused_adamw(0.1, implementation="xla")
-    want = jax.grad(lambda g: jaxkern.apply(plain, g, plain.init(params), params)[0].sum())
-    assert_close(slope(batch[0]), want(batch[0]))
     assert calls(lowered(jax.vmap(go), batch)) == calls(lowered(slope, batch[0])) == 0
     assert calls(lowered(go, batch[0])) == 1
 
 
+# Passes over the gradients
+
+
+def gradients_of():
+    """Two leaves of a launch, one of two blocks; other dtypes, an odd size, and an empty leaf."""
+    draw = lambda *shape: np.random.default_rng(len(shape)).standard_normal(shape)
+    return {
+        "w": F32(draw(11, 101)),
+        "v": F32(draw()),
+        "h": F16(1e4 * draw(4, 8)),
+        "odd": BF16(draw(3, 5)),
+        "b": [F32(draw(8)), jnp.zeros((0, 3))],
+    }
+
+
+def broken(tree, name, value):
+    leaf = tree[name]
+    return tree | {name: leaf.at[(-1,) * leaf.ndim].set(value)}
+
+
+CHANGES = {"finite": None, "w": np.nan, "v": np.inf, "odd": -np.inf}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("implementation", "change"),
+    [*(("mosaic", change) for change in CHANGES), ("xla", "finite"), ("xla", "w")],
+)
+def test_it_unscales_and_tells_what_is_not_finite(monkeypatch, implementation, change):
+    monkeypatch.setattr(gradients, "may_be_split", lambda leaves: False)
+    grads = gradients_of()
+    grads = grads if change == "finite" else broken(grads, change, CHANGES[change])
+    with KERNELS():
+        got, finite = jaxkern.scale_gradients(grads, SCALE, implementation=implementation)
+    assert_same(got, jax.tree.map(lambda g: g / np.asarray(8, g.dtype), grads))
+    assert (finite.dtype, bool(finite)) == (bool, change == "finite")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F16, pytest.param(BF16, marks=EXHAUSTIVE), F32])
+def test_it_tells_of_results_that_overflow(dtype):
+    """Not of those that are rounded down to the largest number."""
+    grads = [jnp.full(8, jnp.finfo(dtype).max, dtype)]
+    for factor, fits in ((1.0, True), (1 + 2.0**-14, dtype != jnp.float32), (2.0, False)):
+        with KERNELS():
+            scale = StaticLossScale(jnp.float32(1 / factor))
+            got, finite = jaxkern.scale_gradients(grads, scale, implementation="mosaic")
+        assert bool(finite) == bool(all_finite(got)) == fits
+
+
+def test_it_needs_no_scale_and_no_leaves():
+    got, finite = jaxkern.scale_gradients({}, NoOpLossScale())
+    assert (got, bool(finite)) == ({}, True)
+    assert_same(jaxkern.scale_gradients(gradients_of(), NoOpLossScale())[0], gradients_of())
+    with pytest.raises(TypeError, match=r"grads\['n'\] must be a floating array, got int32"):
+        jaxkern.scale_gradients({"n": jnp.ones(2, jnp.int32)}, SCALE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_norm_of_a_tree(monkeypatch, implementation):
+    monkeypatch.setattr(gradients, "may_be_split", lambda leaves: False)
+    leaves = jax.tree.leaves(gradients_of())
+    exact = sum((np.float64(a) ** 2).sum() for a in leaves)
+    mode = implementation if ON_GPU or implementation == "xla" else "interpret"
+    np.testing.assert_allclose(sum_of_squares(mode, leaves), exact, rtol=1e-6)
+    nan = jax.tree.leaves(broken(gradients_of(), "w", np.nan))
+    assert np.isnan(sum_of_squares(mode, nan))
+
+
+def test_a_tree_takes_one_launch(monkeypatch):
+    """Of each dtype, in place; so does the norm."""
+    monkeypatch.setattr(gradients, "may_be_split", lambda leaves: False)
+    grads = {i: jnp.ones((8, 4 + i % 3), BF16 if i % 2 else F32) for i in range(20)}
+    scale = functools.partial(jaxkern.scale_gradients, loss_scale=DynamicLossScale())
+    text = lowered(scale, grads, donate=0)
+    assert (calls(text), text.count("output_operand_alias<")) == (2, 20 + 2)
+    norm = functools.partial(sum_of_squares, "auto")
+    assert calls(lowered(norm, jax.tree.leaves(grads))) == 2
+    assert calls(lowered(jax.vmap(scale), grads)) == 0
+
+
 # Meshes
 
+ON_FOUR = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("kind", ["Auto", "Explicit", "shard_map"])
-def test_on_a_mesh(kind):
+
+def mesh_of(kind):
+    axis_type = AxisType.Explicit if kind == "Explicit" else AxisType.Auto
+    return jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+
+
+def place(mesh, tree, specs):
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    return jax.tree.map(put, tree, specs)
+
+
+@ON_FOUR
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=EXHAUSTIVE), "shard_map"])
+def test_a_step_on_a_mesh(kind):
     """Split parameters stay split, and the step is that of one device.
 
     In shard_map leaves that vary alike share a launch; the others keep their types.
     """
-    axis_type = AxisType.Explicit if kind == "Explicit" else AxisType.Auto
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    mesh = mesh_of(kind)
     specs = {"w": P("data", None), "b": P(None), "c": P("data")}
-    params = {"w": jax.random.normal(jax.random.key(0), (8, 3)), "b": jnp.ones(6)}
-    params["c"] = jnp.ones(8)
+    params = {"w": F32(np.random.default_rng(0).standard_normal((8, 3)))}
+    params |= {"b": jnp.ones(6), "c": jnp.ones(8)}
     tx = jaxkern.fused_adamw(0.1, clip_norm=None if kind == "shard_map" else 0.5)
-    want = jaxkern.apply(tx, params, tx.init(params), params)
-    place = lambda tree: jax.tree.map(
-        lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), tree, specs
-    )
-    step = functools.partial(jaxkern.apply, tx)
-    state = tx.init(params)
-    state = state._replace(mu=place(state.mu), nu=place(state.nu))
+    step, state = functools.partial(jaxkern.apply, tx), tx.init(params)
+    want = jax.jit(step)(params, state, params)
+    put = functools.partial(place, mesh, specs=specs)
+    state = state._replace(mu=put(state.mu), nu=put(state.nu))
     if kind == "shard_map":
         state_specs = type(state)(P(), specs, specs, None, None, None)
         args = (specs, state_specs, specs)
         step = jax.shard_map(step, mesh=mesh, in_specs=args, out_specs=(specs, state_specs))
     program = jax.jit(step)
-    args = (place(params), state, place(params))
+    args = (put(params), state, put(params))
     launch = "CustomSPMDPartitioning" if kind == "Auto" else "mosaic_gpu"
     with jax.set_mesh(mesh):
         got = program(*args)
@@ -234,3 +326,26 @@ def test_on_a_mesh(kind):
     assert len(re.findall(f"custom_call @{launch}", text)) == (
         2 if kind == "shard_map" else norms + len(params)
     )
+
+
+@ON_FOUR
+@pytest.mark.parametrize("kind", [pytest.param("Auto", marks=EXHAUSTIVE), "Explicit"])
+def test_scaling_on_a_mesh(kind):
+    """The flag and the norm are those of all devices' parts, and of a replicated leaf once."""
+    mesh = mesh_of(kind)
+    grads = {"w": jnp.arange(24.0).reshape(8, 3), "b": jnp.arange(5.0)}
+    put = functools.partial(place, mesh, specs={"w": P("data", None), "b": P(None)})
+    both = jax.jit(
+        lambda g: (
+            *jaxkern.scale_gradients(g, SCALE),
+            sum_of_squares("auto", jax.tree.leaves(g)),
+        )
+    )
+    with jax.set_mesh(mesh):
+        got, finite, norm = both(put(grads))
+        assert not both(put(broken(grads, "w", np.inf)))[1]
+        assert "all-gather" not in str(both.lower(put(grads)).compile().as_text())
+    assert_same(got, SCALE.unscale(grads))
+    assert finite
+    np.testing.assert_allclose(norm, sum((a**2).sum() for a in grads.values()), rtol=1e-6)
+    assert got["w"].sharding.spec[0] == "data"
