@@ -19,15 +19,19 @@ RUN := $(VENV)/bin/python -m
 RUN_OLDEST := $(VENV_OLDEST)/bin/python -m
 RUN_AOT := $(VENV_AOT)/bin/python -m
 DEV := lm,test,lint
-# The interpreter is slow: on the oldest JAX it runs rms_norm's kernels under every transformation,
-# and those of the other ops are lowered for CUDA; their cases in plain JAX run on the newest, as do
-# the tests of bench/, which is no part of the package.
-SUBSET_OLDEST := -m 'not newest' -k 'not (mosaic or auto or xla or ssd_kernels or test_bench) or lowered or (rms_norm and transformations)'
+# CI runs one eighth of the exhaustive suite, the next one with each commit on main; pytest-split
+# cuts it by the seconds in .test_durations.
+EIGHTH = $$(( $$(git rev-list --count --first-parent HEAD) % 8 + 1 ))
 
 .PHONY: help
 help:
 	@echo 'make train   train the language model    make train ARGS="--steps 50"'
-	@echo 'make test    lint, types and all tests; on a GPU also the compiled kernels'
+	@echo 'make test    lint, types and the default tests; on a GPU also the compiled kernels'
+	@echo 'make test-all  everything, on both versions of JAX: an hour on 2 cores'
+	@echo 'make eighth  one eighth of the exhaustive tests, chosen by the commit'
+	@echo 'make smoke   a few tests on the oldest supported JAX'
+	@echo 'make durations  measure every test, after tests were added or changed'
+	@echo 'make faults  plant faults in copies, and see that the tests find them'
 	@echo 'make bench   time the kernels            make bench ARGS="--help"'
 	@echo 'make aot     compile ops for three generations of GPUs, none of them there, and compare'
 	@echo 'make matrix  all of that: every shape, seven generations, the newest and the oldest JAX'
@@ -93,12 +97,36 @@ lint:
 	$(RUN) pyright
 
 .PHONY: test
-test: lint environment-oldest
+test: lint
 	JAX_PLATFORMS=cpu $(RUN) pytest -n 2 $(ARGS)
-	JAX_PLATFORMS=cpu $(RUN_OLDEST) pytest -n 2 $(SUBSET_OLDEST) $(ARGS)
 	@if nvidia-smi >/dev/null 2>&1 && tail -n 1 $(VENV)/.jaxkern | grep -q cuda; then \
 		set -x; $(RUN) pytest -m gpu $(ARGS); \
 	else echo 'No GPU here: the kernels ran in the interpreter, not compiled.'; fi
+
+.PHONY: eighth
+eighth: environment-newest
+	JAX_PLATFORMS=cpu $(RUN) pytest -n 2 -m exhaustive --splits 8 --group $(EIGHTH) \
+		--splitting-algorithm least_duration $(ARGS)
+
+.PHONY: smoke
+smoke: environment-oldest
+	JAX_PLATFORMS=cpu $(RUN_OLDEST) pytest -n 2 -m smoke $(ARGS)
+
+# The tests of bench/ are no part of the package and run on the newest JAX alone.
+.PHONY: test-all
+test-all: docs lint environment-oldest aot
+	JAX_PLATFORMS=cpu $(RUN) pytest -n 2 -m '' $(ARGS)
+	JAX_PLATFORMS=cpu $(RUN_OLDEST) pytest -n 2 -m 'not bench' $(ARGS)
+
+# With nothing cached, as where CI runs.
+.PHONY: durations
+durations: environment-newest
+	JAX_PLATFORMS=cpu JAXKERN_CACHE_DIR=$$(mktemp -d) $(RUN) pytest -n 2 -m '' \
+		--store-durations --clean-durations $(ARGS)
+
+.PHONY: faults
+faults: environment-newest
+	JAX_PLATFORMS=cpu $(RUN) tests.faults $(ARGS)
 
 # From nothing: the package as a user installs it, in environments of its own.
 .PHONY: trial

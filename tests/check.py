@@ -586,6 +586,7 @@ def _marks(op: Op, name: str, implementation: str | None) -> list[pytest.MarkDec
         by_default = (name, implementation) in BY_DEFAULT.items()
     return [
         *([] if implementation == "xla" else [pytest.mark.gpu]),
+        *([pytest.mark.smoke] if op.name == "rms_norm" else []),
         *([] if by_default else [pytest.mark.exhaustive]),
     ]
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import fcntl
+import functools
 import gc
+import inspect
 import json
 import os
 import signal
@@ -47,6 +49,9 @@ if not ON_GPU:
 
 _MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 """A process's mappings of memory, and how many Linux lets it have."""
+
+DEFAULT = pytest.StashKey[list[str]]()
+"""The names of the default suite's tests, of the files that were collected."""
 
 _STARTED = pytest.StashKey[float]()
 """CPU seconds at the start of a test's phase."""
@@ -121,22 +126,35 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("compiled"):
             item.add_marker(pytest.mark.gpu)
+        if group := _group(item.module):
+            item.add_marker(group)
     impossible = [item for item in items if not _runs_here(item)]
     items[:] = [item for item in items if _runs_here(item)]
     config.hook.pytest_deselected(items=impossible)
+    config.stash[DEFAULT] = [i.nodeid for i in items if not i.get_closest_marker("exhaustive")]
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    default = {i.nodeid: seconds.get(i.nodeid, 0.0) for i in items if not _exhaustive(i)}
-    if slow := [f"{name} ({s:.1f})" for name, s in default.items() if s > BUDGET]:
-        raise pytest.UsageError(
-            f"tests of over {BUDGET:g} CPU seconds by {DURATIONS.name} that are not marked "
-            "exhaustive:\n" + "\n".join(slow)
-        )
+    if slow := over_budget(config.stash[DEFAULT], seconds):
+        raise pytest.UsageError("mark as exhaustive, or make shorter: " + ", ".join(slow))
     if ON_GPU:
         items[:] = _spread(items)
 
 
-def _exhaustive(item):
-    return item.get_closest_marker("exhaustive") is not None
+def over_budget(names, seconds):
+    """Those of the default tests that take more than :data:`BUDGET`, with what they take."""
+    slow = {name: seconds[name] for name in names if seconds.get(name, 0) > BUDGET}
+    return [f"{name} ({taken:.1f} CPU s of {BUDGET:g})" for name, taken in slow.items()]
+
+
+@functools.cache
+def _group(module):
+    """The mark of the tests of a part that is not the kernels, by what their file imports."""
+    if module.__name__.endswith("test_notebooks"):
+        return "notebooks"
+    values = list(vars(module).values())
+    if any(inspect.ismodule(v) and v.__name__.startswith("bench.") for v in values):
+        return "bench"
+    names = [v.__name__ if inspect.ismodule(v) else getattr(v, "__module__", "") for v in values]
+    return "trainer" if any(f"{name}.".startswith("jaxkern.lm.") for name in names) else None
 
 
 def _runs_here(item):

@@ -62,6 +62,7 @@ def strict():
         yield
 
 
+@pytest.mark.smoke
 @EACH
 def test_traced_in_strict_modes(name):
     """Value and gradients have their dtypes; those of the arrays are in rotation."""
@@ -152,6 +153,7 @@ def in_turn(turn: int, of: int, names: Sequence[str] = tuple(CASES)) -> Any:
     return pytest.mark.parametrize("name", params)
 
 
+@pytest.mark.smoke
 @in_turn(0, 1, KERNELS)
 def test_kernels_lowered_under_x64(name):
     """For CUDA, where the kernels run."""
