@@ -184,26 +184,25 @@ def test_setup_adds_cuda_when_a_gpu_appears(ready):
     assert ready.calls == [".[lm,cuda12] by constraints/newest.txt"]
 
 
-def test_setup_refuses_an_unknown_build(checkout):
-    checkout.python("3.12")
-    status, said = checkout.setup(EXTRA="rocm")
+REFUSED = [
+    ({"name": "python3.12"}, {"EXTRA": "rocm"}, "EXTRA=rocm is not a build of JAX; use cuda12, "),
+    (None, {}, "no Python 3.12 or newer on PATH (none runs); "),
+    ({"version": "3.11", "name": "python3"}, {}, "on PATH ({path} is 3.11); install one"),
+    ({"no_venv": 1}, {}, "{path} has no venv module; install it"),
+    ({"version": "3.10", "name": "mine"}, {"PYTHON": "{path}"}, "{path} is Python 3.10; 3.12 or "),
+    (None, {"PYTHON": "/nothing"}, "PYTHON=/nothing does not run"),
+]
+
+
+@pytest.mark.parametrize(("python", "environment", "said"), REFUSED)
+def test_setup_refuses_in_one_line(checkout, python, environment, said):
+    path = None if python is None else checkout.python(**{"version": "3.12"} | python)
+    given = {name: value.format(path=path) for name, value in environment.items()}
+    status, stderr = checkout.setup(**given)
     assert status == 1
-    assert said == "setup: error: EXTRA=rocm is not a build of JAX; use cuda12, cuda13 or cpu\n"
-
-
-def test_setup_without_python(checkout):
-    status, said = checkout.setup()
-    assert status == 1
-    assert said.startswith("setup: error: no Python 3.12 or newer on PATH (none runs); ")
-    assert said.count("\n") == 1
-
-
-def test_setup_with_only_an_old_python(checkout):
-    path = checkout.python("3.11", name="python3")
-    status, said = checkout.setup()
-    assert status == 1
-    assert f"no Python 3.12 or newer on PATH ({path} is 3.11); install one" in said
-    assert said.count("\n") == 1
+    assert stderr.startswith("setup: error: ")
+    assert said.format(path=path) in stderr
+    assert stderr.count("\n") == 1
 
 
 def test_setup_passes_over_a_shim_that_fails(checkout):
@@ -214,25 +213,6 @@ def test_setup_passes_over_a_shim_that_fails(checkout):
     status, said = checkout.setup(path=[shims])
     assert status == 0
     assert "creating .venv with Python 3.14" in said
-
-
-@pytest.mark.parametrize(
-    ("version", "said"),
-    [("3.10", "is Python 3.10; 3.12 or newer is needed"), (None, "does not run")],
-)
-def test_setup_refuses_the_python_it_is_given(checkout, version, said):
-    path = checkout.python(version, name="mine") if version else checkout.bin / "nothing"
-    status, stderr = checkout.setup(PYTHON=str(path))
-    assert status == 1
-    assert stderr == f"setup: error: PYTHON={path} {said}\n"
-
-
-def test_setup_without_the_venv_module(checkout):
-    path = checkout.python("3.12", no_venv=1)
-    status, said = checkout.setup()
-    assert status == 1
-    assert said.startswith(f"setup: error: {path} has no venv module; install it")
-    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("driver", "least"), [(None, 2), ("550.54.14", 10)])
@@ -267,91 +247,78 @@ def test_setup_tries_again_after_a_failed_installation(ready):
     assert ready.calls == [".[lm] by constraints/newest.txt"]
 
 
-def test_make_passes_arguments_on(ready):
-    assert ready.run("make", "train", "ARGS=--steps 50")[0] == 0
-    assert ready.calls == ["-m jaxkern train --steps 50"]
-    assert ready.run("make", "bench", "ARGS=--help")[0] == 0
-    assert ready.calls == ["-m bench --help"]
+NEWEST, OLDEST = "constraints/newest.txt", "constraints/oldest.txt"
+LINTED = ["-m ruff check .", "-m ruff format --check .", "-m pyright"]
+AHEAD = [f".[lm,aot] by {NEWEST}", "-m bench aot --part", "-m bench collectives --part"]
+TARGETS = {
+    "train": ("--steps 50", ["-m jaxkern train --steps 50"]),
+    "bench": ("--help", ["-m bench --help"]),
+    "docs": ("", [f".[docs,lm] by {NEWEST}", ".site/pages.py"]),
+    "trial": ("--mode x64", ["tests/trial.py --mode x64"]),
+    "faults": ("--jobs 1", [f".[docs,lint,lm,test] by {NEWEST}", "-m tests.faults --jobs 1"]),
+    "aot": ("", ["venv", *AHEAD]),
+    "matrix": (
+        "--write",
+        [
+            *("venv", AHEAD[0], "-m bench aot --write", "-m bench collectives"),
+            *("venv", f".[lm,aot] by {OLDEST}", "-m bench aot --write"),
+        ],
+    ),
+    "test": ("-x", [f".[lint,lm,test] by {NEWEST}", *LINTED, "-m pytest -n 2 -x"]),
+    "smoke": ("", ["venv", f".[test] by {OLDEST}", "-m pytest -n 2 -m smoke"]),
+    "eighth": (
+        "",
+        [f".[docs,lint,lm,test] by {NEWEST}", "-m pytest -n 2 -m exhaustive --splits 8 --group 4"],
+    ),
+    "test-all": (
+        "",
+        [
+            *(f".[docs,lm] by {NEWEST}", ".site/pages.py"),
+            *(f".[docs,lint,lm,test] by {NEWEST}", *LINTED),
+            *("venv", f".[test] by {OLDEST}", "venv", *AHEAD),
+            *("-m pytest -n 2 -m ", "-m pytest -n 2 -m not bench"),
+        ],
+    ),
+}
 
 
-def test_make_aot_has_an_environment_for_the_cpu_wherever_it_runs(checkout):
+@pytest.mark.parametrize("target", TARGETS)
+def test_make_runs_a_target_in_its_environment(ready, target):
+    """The commit is the 11th on main, so that CI runs the fourth eighth."""
+    arguments, calls = TARGETS[target]
+    ready.command("git", "#!/bin/bash\necho 11\n")
+    assert ready.run("make", target, f"ARGS={arguments}")[0] == 0
+    algorithm = " --splitting-algorithm least_duration"
+    assert [call.replace(algorithm, "") for call in ready.calls] == calls
+
+
+def test_make_aot_is_for_the_cpu_wherever_it_runs(checkout):
     checkout.python("3.12")
     checkout.driver("570.86.15")
-    assert checkout.run("make", "aot", "ARGS=--only tiny")[0] == 0
-    assert checkout.calls == [
-        "venv",
-        ".[lm,aot] by constraints/newest.txt",
-        "-m bench aot --part --only tiny",
-        "-m bench collectives --part",
-    ]
-
-
-def test_make_matrix_compiles_with_the_newest_and_the_oldest_jax(checkout):
-    checkout.python("3.12")
-    assert checkout.run("make", "matrix", "ARGS=--write")[0] == 0
-    assert checkout.calls == [
-        "venv",
-        ".[lm,aot] by constraints/newest.txt",
-        "-m bench aot --write",
-        "-m bench collectives",
-        "venv",
-        ".[lm,aot] by constraints/oldest.txt",
-        "-m bench aot --write",
-    ]
-
-
-def test_make_docs(ready):
-    assert ready.run("make", "docs")[0] == 0
-    assert ready.calls == [
-        ".[docs,lm] by constraints/newest.txt",
-        ".site/pages.py",
-    ]
-
-
-def test_make_trial(ready):
-    assert ready.run("make", "trial", "ARGS=--mode x64")[0] == 0
-    assert ready.calls == ["tests/trial.py --mode x64"]
-
-
-def test_make_test_runs_everything_on_both_versions_of_jax(ready):
-    assert ready.run("make", "test")[0] == 0
-    assert ready.calls == [
-        ".[lint,lm,test] by constraints/newest.txt",
-        "-m ruff check .",
-        "-m ruff format --check .",
-        "-m pyright",
-        "venv",
-        ".[test] by constraints/oldest.txt",
-        "-m pytest -n 2",
-        "-m pytest -n 2 -m not newest -k not (mosaic or auto or xla or ssd_kernels or test_bench)"
-        " or lowered or (rms_norm and transformations)",
-    ]
+    assert checkout.run("make", "aot")[0] == 0
+    assert checkout.calls == ["venv", *AHEAD]
 
 
 def test_make_environments_makes_those_that_ci_needs(ready):
     assert ready.run("make", "environments")[0] == 0
     made = [call for call in ready.calls if call.startswith(".[")]
-    assert sorted(made) == [
-        ".[docs,lint,lm,test] by constraints/newest.txt",
-        ".[lm,aot] by constraints/newest.txt",
-        ".[test] by constraints/oldest.txt",
-    ]
+    wanted = ".[docs,lint,lm,test]", ".[lm,aot]"
+    assert sorted(made) == [*(f"{w} by {NEWEST}" for w in wanted), f".[test] by {OLDEST}"]
 
 
 def test_make_test_runs_compiled_kernels_on_a_gpu(ready):
     ready.driver("550.54.14")
     ready.command("df", "#!/bin/bash\necho; echo a 0 0 99999999 0 /\n")
     assert ready.run("make", "test")[0] == 0
-    assert ready.calls[0] == ".[lint,lm,test,cuda12] by constraints/newest.txt"
-    assert ".[test] by constraints/oldest.txt" in ready.calls
+    assert ready.calls[0] == f".[lint,lm,test,cuda12] by {NEWEST}"
     assert ready.calls[-1] == "-m pytest -m gpu"
 
 
 def test_make_alone_explains_itself(checkout):
     assert checkout.run("make") == (0, "")
     done = subprocess.run(["make"], cwd=checkout.root, capture_output=True, text=True, check=True)
-    for target in ("train", "test", "bench", "aot", "matrix", "docs", "trial", "lint"):
-        assert f"make {target}" in done.stdout
+    for target in TARGETS:
+        assert f"make {target} " in done.stdout
 
 
 def test_make_stops_when_the_setup_fails(checkout):
