@@ -1,7 +1,6 @@
 """Decoding one prompt and several, and models loaded to be called and sampled from."""
 
 import dataclasses
-import functools
 import json
 import os
 import subprocess
@@ -12,78 +11,109 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkern.lm
-from jaxkern.lm import checkpoint, cli, data, loader, sample
-from jaxkern.lm.config import PRESETS, RunError
+from jaxkern.lm import data, loader, sample
+from jaxkern.lm.config import RunError
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
 from jaxkern.precision import Policy
+from tests.language_models import (
+    MICRO,
+    command,
+    logits_float64,
+    random_params,
+    run_of,
+)
 
-MICRO = PRESETS["micro"].model
-GRAPHDEF = sample.decoder(MICRO)
+GRAPHDEF, PARAMS = sample.decoder(MICRO), random_params(MICRO)
+MODEL = loader.LanguageModel(MICRO, PARAMS, 10)
+BYTES = range(1, 256)
+# Of three prompts, and of one, with these options: few programs are compiled.
+PROMPTS = [*b"def "], [*b"a"], list(range(1, 41))
+GREEDY, DRAWN = {"temperature": 0, "among": BYTES}, {"seed": 5, "top_p": 0.7, "among": BYTES}
 
 
-@functools.cache
-def trained():
-    """A model away from its initial symmetries, whose texts are not all alike."""
-    leaves, tree = jax.tree.flatten(loader.initial(MICRO).params)
-    rng = np.random.default_rng(0)
-    moved = [leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
-    return loader.LanguageModel(MICRO, jax.tree.unflatten(tree, map(jnp.asarray, moved)), 7)
-
-
-def tokens_after(*prompts, graphdef=GRAPHDEF, params=None, **options):
-    params = trained().params if params is None else params
+def tokens_after(*prompts, graphdef=GRAPHDEF, params=PARAMS, **options):
     chunks = list(sample.generate_tokens(graphdef, params, prompts, **options))
     return np.concatenate(chunks, axis=1)
 
 
-PROMPTS = [*b"def "], [*b"a"], list(range(1, 201)), [*b"of 17 bytes or so"]
+@pytest.fixture
+def parts(monkeypatch):
+    """The longest prompt is read in three parts, all padded."""
+    monkeypatch.setattr(sample, "_PART", 16)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 5}, {"top_k": 0, "top_p": 0.7}])
-def test_prompts_of_unequal_lengths_are_continued_as_each_is_alone(options, monkeypatch):
-    monkeypatch.setattr(sample, "_PART", 64)  # the longest is read in four parts, all padded
-    together = tokens_after(*PROMPTS, length=21, **options)
-    assert together.shape == (4, 21)
-    assert len({tuple(row) for row in together}) == 4
-    monkeypatch.setattr(sample, "_PART", 2048)
-    for i, prompt in enumerate(PROMPTS):
-        alone = tokens_after(prompt, length=21, **options | {"seed": options.get("seed", 0) + i})
+def test_the_likeliest_tokens_are_those_of_float64(parts):
+    """After prompts of unequal lengths, in two chunks."""
+    found = tokens_after(*PROMPTS, length=21, **GREEDY)
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        expected = list(prompt)
+        for token in tokens:
+            logits = logits_float64(MICRO, PARAMS, expected)[-1]
+            assert token == 1 + logits[1:].argmax()
+            expected.append(int(token))
+    assert not list(sample.generate_tokens(GRAPHDEF, PARAMS, PROMPTS, length=0))
+
+
+def test_prompts_of_unequal_lengths_are_continued_as_each_is_alone(parts):
+    together = tokens_after(*PROMPTS, length=21, **DRAWN)
+    assert len({tuple(row) for row in together}) == 3
+    for i in (0, 2):
+        alone = tokens_after(PROMPTS[i], length=21, **DRAWN | {"seed": 5 + i})
         np.testing.assert_array_equal(together[i], alone[0])
-
-
-@pytest.mark.newest
-def test_decoding():
-    model = trained()
-    text = functools.partial(tokens_after, PROMPTS[0])
-    some = {"among": range(1, 256)}
-    greedy = text(length=21, temperature=0, **some)
-    fed = np.concatenate([[PROMPTS[0]], greedy], axis=1)
-    logits = np.array(model(fed[:, :-1]))[:, 3:]
-    logits[:, :, 0] = -np.inf
-    np.testing.assert_array_equal(logits.argmax(-1), greedy)
-    np.testing.assert_array_equal(text(length=21, top_k=1, **some), greedy)
-    np.testing.assert_array_equal(text(length=21, temperature=1e-30, top_p=0.9, **some), greedy)
-
-    some = {"among": [*range(7), *range(8, 999)]}
-    drawn = text(length=40, seed=1, top_k=0, **some)
-    np.testing.assert_array_equal(drawn, text(length=40, seed=1, top_k=0, **some))
-    np.testing.assert_array_equal(drawn[:, :19], text(length=19, seed=1, top_k=0, **some))
-    assert not np.array_equal(drawn, text(length=40, seed=2, top_k=0, **some))
-    assert 7 not in drawn
-    assert not list(sample.generate_tokens(GRAPHDEF, model.params, PROMPTS, length=0))
-
-
-def test_decoding_is_compiled_once():
+    short = tokens_after(PROMPTS[0], length=9, **DRAWN)
+    np.testing.assert_array_equal(short[0], together[0, :9])
+    assert not np.array_equal(short, tokens_after(PROMPTS[0], length=9, **DRAWN | {"seed": 6}))
+    # Neither lengths nor numbers are compiled.
     sizes = sample._prefill._cache_size, sample._decode._cache_size
-    tokens_after(PROMPTS[0], PROMPTS[1], length=3)
     before = [size() for size in sizes]
-    tokens_after(PROMPTS[3][:9], PROMPTS[1], length=9, temperature=0.3, seed=9)
+    tokens_after(PROMPTS[1] * 9, length=3, **DRAWN | {"temperature": 0.3, "seed": 9})
     assert [size() for size in sizes] == before
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [{}, {"top_k": 0}, {"top_k": 0, "top_p": 0.7}])
+def test_prompts_read_at_once_are_continued_as_those_in_parts(options, monkeypatch):
+    prompts = [*PROMPTS, [*b"of 17 bytes or so"]]
+    whole = tokens_after(*prompts, length=21, **options)
+    monkeypatch.setattr(sample, "_PART", 16)
+    np.testing.assert_array_equal(tokens_after(*prompts, length=21, **options), whole)
+    for i, prompt in enumerate(prompts):
+        alone = tokens_after(prompt, length=21, **options, seed=i)
+        np.testing.assert_array_equal(whole[i], alone[0])
+
+
+@pytest.mark.exhaustive
+def test_decoding_depends_neither_on_devices_nor_on_loops():
+    options = {"length": 12, "temperature": 0}
+    want = tokens_after(*PROMPTS[:2], **options)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("batch",), axis_types=(AxisType.Auto,))
+    placed = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
+    looped = make_model(MICRO, Options(scan_layers=True, remat="layer"))
+    got = tokens_after(*PROMPTS[:2], graphdef=looped, params=placed, **options)
+    np.testing.assert_array_equal(got, want)
+    low = make_model(MICRO, Options(Policy.parse("bf16")))
+    assert tokens_after(*PROMPTS[:2], graphdef=low, **options).shape == want.shape
+
+
+@pytest.mark.parametrize(
+    ("options", "static"),
+    [
+        ({}, {"top_k": 40, "greedy": False, "nucleus": False}),
+        ({"top_k": 999, "top_p": 0.9}, {"top_k": 256, "greedy": False, "nucleus": True}),
+        ({"top_k": 1}, {"top_k": 1, "greedy": True, "nucleus": False}),
+        ({"temperature": 0, "top_k": 0}, {"top_k": 0, "greedy": True, "nucleus": False}),
+        ({"temperature": 1e-39}, {"top_k": 40, "greedy": True, "nucleus": False}),
+    ],
+)
+def test_programs_are_those_of_the_options(options, static, monkeypatch):
+    monkeypatch.setattr(sample, "_generate", lambda *arguments: arguments)
+    *_, drawn, found = sample.generate_tokens(GRAPHDEF, PARAMS, [[1]], among=[0, 2, 999], **options)
+    assert found == static
+    assert np.flatnonzero(drawn).tolist() == [0, 2]
 
 
 def test_draws_follow_temperature_top_k_and_top_p():
@@ -107,19 +137,27 @@ def test_draws_follow_temperature_top_k_and_top_p():
     close([4, 3, 0, 0], top_p=0.99, top_k=2)
     close([1, 0, 0, 0], greedy=True)
     close([1, 0, 0, 0], temperature=1e-37)
+    close([1, 0, 0, 0], temperature=1e-30, top_p=0.9)
     tied = sample._draw(0 * logits, keys, 1.0, top_k=2)
     assert set(tied.tolist()) == {0, 1}  # two, though all four are as likely
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 0}, {}, {"top_k": 0}, {"top_k": 300, "top_p": 0.99}]
+    "options",
+    [
+        {"top_k": 300, "top_p": 0.99},
+        *(
+            pytest.param(o, marks=pytest.mark.exhaustive)
+            for o in ({"temperature": 0}, {}, {"top_k": 0})
+        ),
+    ],
 )
 def test_a_token_that_no_text_has_is_not_drawn(options, monkeypatch):
     """Where the vocabulary is larger than the tokenizer's, or this one's tokens have a hole."""
     config = dataclasses.replace(MICRO, vocab_size=320)
-    params = jax.tree.map(lambda leaf: leaf * 1.0, loader.initial(config).params)
-    more = 9 * np.random.default_rng(0).normal(size=(320, MICRO.d_model)).astype(np.float32)
-    params["embedding"] = jnp.where(jnp.arange(320)[:, None] % 9 == 7, more, params["embedding"])
+    likely = jnp.where(jnp.arange(320) % 9 == 7, 9.0, 1.0)[:, None]
+    params = random_params(config)
+    params = params | {"embedding": params["embedding"] * likely}
     known = {f"w{i}": i for i in range(290) if i != 7}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="w0"))
     generate, tokens = sample.generate_tokens, []
@@ -132,21 +170,22 @@ def test_a_token_that_no_text_has_is_not_drawn(options, monkeypatch):
     monkeypatch.setattr(sample, "generate_tokens", noted)
     theirs = sample.Tokens(words, {"vocab_size": 320, "bos_token_id": 0})
     ours = sample.codec_of(data.tokenizer.Tokenizer(words, 0, 999))
-    for codec, there in ((theirs, known.values()), (ours, known.values()), (None, range(1, 256))):
-        model = loader.LanguageModel(config, params, codec=codec or sample.Bytes())
+    for codec, there in ((theirs, known.values()), (ours, known.values()), (sample.Bytes(), BYTES)):
+        model = loader.LanguageModel(config, params, codec=codec)
         tokens.clear()
         model.generate(["", "", ""], length=48, **options)
         assert len(tokens) == 144
         assert set(tokens) <= set(there)
-    everything = list(noted(sample.decoder(config), params, [[0]] * 3, length=48, **options))
-    assert not set(np.concatenate(everything).ravel().tolist()) <= set(known.values())
+    tokens.clear()
+    list(noted(sample.decoder(config), params, [[0]] * 3, length=48, among=range(320), **options))
+    assert not set(tokens) <= set(known.values())
 
 
 def test_logits_that_are_not_numbers_are_told():
-    params = jax.tree.map(lambda leaf: leaf * jnp.nan, trained().params)
-    for temperature in (0, 1):
+    params = jax.tree.map(lambda leaf: leaf * np.nan, PARAMS)
+    for options in (GREEDY, DRAWN):
         with pytest.raises(RunError, match="logits are not numbers"):
-            tokens_after(PROMPTS[1], params=params, temperature=temperature)
+            tokens_after(*PROMPTS, params=params, **options)
 
 
 @pytest.mark.parametrize(
@@ -173,69 +212,35 @@ def test_logits_that_are_not_numbers_are_told():
 def test_wrong_options_are_refused_before_anything_is_computed(error, words, options):
     prompts = options.pop("prompts", [[1]])
     with pytest.raises(error, match=words):
-        sample.generate_tokens(GRAPHDEF, trained().params, prompts, **options)
-
-
-def test_top_k_beyond_the_vocabulary_is_all_of_it():
-    kept = {"length": 5, "seed": 2}
-    np.testing.assert_array_equal(
-        tokens_after(PROMPTS[0], top_k=999, **kept), tokens_after(PROMPTS[0], top_k=256, **kept)
-    )
-
-
-@pytest.mark.newest
-def test_decoding_in_bfloat16_and_between_devices():
-    """What is drawn depends neither on where the parameters lie nor on how the layers run."""
-    options = {"length": 12, "temperature": 0}
-    want = tokens_after(*PROMPTS[:2], **options)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("batch",), axis_types=(AxisType.Auto,))
-    placed = jax.device_put(trained().params, NamedSharding(mesh, PartitionSpec()))
-    looped = make_model(MICRO, Options(scan_layers=True, remat="layer"))
-    got = tokens_after(*PROMPTS[:2], graphdef=looped, params=placed, **options)
-    np.testing.assert_array_equal(got, want)
-    low = make_model(MICRO, Options(Policy.parse("bf16")))
-    assert tokens_after(*PROMPTS[:2], graphdef=low, **options).shape == want.shape
+        sample.generate_tokens(GRAPHDEF, PARAMS, prompts, **options)
 
 
 def test_texts_of_a_loaded_model():
-    model = trained()
-    prompts = ["né€ 🙂", "", "\udcff", "plain"]  # the third is a byte that is no UTF-8
-    texts = model.generate(prompts, length=17, seed=3)
+    prompts = ["né€ 🙂", "\udcff", ""]  # the second is a byte that is no UTF-8
+    options = {"length": 17, "top_p": 0.7}
+    texts = MODEL.generate(prompts, seed=3, **options)
     for i, prompt in enumerate(prompts):
-        assert model.generate(prompt, length=17, seed=3 + i) == texts[i]
-        assert "".join(model.stream(prompt, length=17, seed=3 + i)) == texts[i]
-    (ids,) = tokens_after([0, 0xFF], length=17, seed=5, among=range(1, 256))
-    assert bytes(ids.tolist()).decode(errors="replace") == texts[2]
-    assert model.generate([], length=2) == []
+        assert MODEL.generate(prompt, seed=3 + i, **options) == texts[i]
+    assert "".join(MODEL.stream(prompts[0], seed=3, **options)) == texts[0]
+    (ids,) = tokens_after([0, 0xFF], seed=4, among=BYTES, **options)
+    assert bytes(ids.tolist()).decode(errors="replace") == texts[1]
+    assert MODEL.generate([], length=2) == []
     with pytest.raises(TypeError, match=r"prompts\[1\] must be a text, got 3"):
-        model.generate(["x", 3])
+        MODEL.generate(["x", 3])
     with pytest.raises(TypeError, match="prompts must be a text or several, got 3"):
-        model.generate(3)
-    without = dataclasses.replace(model, codec=None)
+        MODEL.generate(3)
+    without = dataclasses.replace(MODEL, codec=None)
     with pytest.raises(RunError, match=r"no tokenizer.json, which says what its 256 tokens are"):
         without.generate("a")
     assert without.module(Options(remat="scan")).options.remat == "scan"
-    assert "Array" not in repr(model)
+    assert "Array" not in repr(MODEL)
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of two checkpoints, as jaxkern train leaves it."""
-    model, path = trained(), tmp_path / "run"
-    path.mkdir()
-    config = {
-        "format": checkpoint.FORMAT,
-        "flags": {"of": "another version"},
-        "model": MICRO.stored(),
-        "data": {},
-        "precision": str(Policy.parse("bf16")),
-        "versions": {"jaxkern": "0.0.9"},
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    for step, factor in ((5, 0.5), (10, 1.0)):
-        params = jax.tree.map(lambda leaf, by=factor: leaf * by, model.params)
-        checkpoint.save(path, step, params=params, optimizer={"a": jnp.ones(2)}, model=MICRO)
-    return path
+    flags, versions = {"of": "another version"}, {"jaxkern": "0.0.9"}
+    low = str(Policy.parse("bf16"))
+    return run_of(tmp_path / "run", MICRO, PARAMS, precision=low, flags=flags, versions=versions)
 
 
 def rewrite(path, change):
@@ -247,11 +252,11 @@ def rewrite(path, change):
 def test_load(run):
     model = jaxkern.lm.load(os.fspath(run))
     assert (model.config, model.step) == (MICRO, 10)
-    jax.tree.map(np.testing.assert_array_equal, model.params, trained().params)
-    assert model.generate("a", length=8) == trained().generate("a", length=8)
+    jax.tree.map(np.testing.assert_array_equal, model.params, PARAMS)
+    assert model.decode(model.encode("é")) == "é"
     tokens = np.array([[1, 2, 3, 4]])
-    logits = nnx.merge(make_model(MICRO, Options()), model.params)(tokens)
-    np.testing.assert_allclose(model(tokens), logits, rtol=1e-5, atol=1e-5)
+    expected = logits_float64(MICRO, PARAMS, tokens[0])
+    np.testing.assert_allclose(model(tokens)[0], expected, rtol=1e-4, atol=1e-5 * expected.max())
     half = jaxkern.lm.load(run, step=5)
     np.testing.assert_array_equal(2 * half.params["embedding"], model.params["embedding"])
 
@@ -301,23 +306,22 @@ def test_load_says_what_a_folder_is_not(run, tmp_path):
 
 def test_several_prompts_from_the_command_line(run, tmp_path, capsys):
     (tmp_path / "prompts").write_bytes("né\r\n\n\xff\n".encode("latin-1"))
-    argv = ["sample", "--run", str(run), "--length", "5", "--temperature", "0"]
-    file = ["--prompts", str(tmp_path / "prompts")]
-    assert cli.main([*argv, "--prompt", "def ", "--prompt", "a", *file]) == 0
-    prompts = ["def ", "a", "n\udce9", "\udcff"]
-    texts = trained().generate(prompts, length=5, temperature=0)
+    argv = ["sample", "--run", run, "--length", 5, "--temperature", 0]
+    file = ["--prompts", tmp_path / "prompts"]
+    printed = command(capsys, *argv, "--prompt", "def ", *file)
+    prompts = ["def ", "n\udce9", "\udcff"]
+    texts = MODEL.generate(prompts, length=5, temperature=0)
     shown = "".join(
         f"--- {i + 1}\n{prompt}{text}\n"
         for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
     )
-    printed = capsys.readouterr().out
     plain = lambda text: text.encode("utf-8", "replace").decode()
     assert plain(printed) == plain(shown)
     (tmp_path / "prompts").write_text("\n \n")
-    assert cli.main([*argv, *file]) == 1
-    assert "has no line of text" in capsys.readouterr().err
+    assert "has no line of text" in command(capsys, *argv, *file, code=1)
 
 
+@pytest.mark.exhaustive
 def test_importing_it_waits_for_nothing():
     code = "import sys, jaxkern.lm; sys.exit('flax' in sys.modules or not jaxkern.lm.load.__doc__)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
