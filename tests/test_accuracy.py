@@ -31,11 +31,15 @@ def test_small_values_count_in_ulps_of_the_root_mean_square():
     assert accuracy.ulps(got, want)[-1] == pytest.approx(1.0, rel=1e-3)
 
 
+def measured(op, folder, *args):
+    out, document = folder / "a.json", folder / "a.md"
+    args = ["--op", op, "--dtype", "bfloat16", "--out", str(out), "--table", str(document), *args]
+    assert accuracy.main(args) == 0
+    return json.loads(out.read_text())
+
+
 def test_ledger_of_an_op(tmp_path, capsys):
-    out, document = tmp_path / "a.json", tmp_path / "a.md"
-    args = ["--op", "silu", "--dtype", "bfloat16", "--out", str(out), "--table", str(document)]
-    assert accuracy.main([*args, "--interpret"]) == 0
-    report = json.loads(out.read_text())
+    report = measured("silu", tmp_path, "--interpret")
     assert "INTERPRETER" in report["clock"]
     errors = {(r["implementation"], r["array"]): r["max_ulp"] for r in report["rows"]}
     assert len(errors) == 6
@@ -47,22 +51,18 @@ def test_ledger_of_an_op(tmp_path, capsys):
     assert accuracy.main(["--op", "nothing"]) == 2
 
 
+@pytest.mark.exhaustive
 def test_labels_have_no_errors(tmp_path):
-    out, document = tmp_path / "a.json", tmp_path / "a.md"
-    args = ["--op", "cross_entropy", "--dtype", "bfloat16", "--out", str(out)]
-    assert accuracy.main([*args, "--table", str(document)]) == 0
-    rows = json.loads(out.read_text())["rows"]
+    rows = measured("cross_entropy", tmp_path)["rows"]
     assert {row["array"] for row in rows} == {"out", "dlogits"}
     assert all(row["max_ulp"] < 2 for row in rows if row["implementation"] == "xla")
 
 
 def test_worse_than_twice_the_expression_is_marked():
     row = {"op": "silu", "array": "out", "dtype": "float32", "max_ulp": 4.0}
+    expression = row | {"implementation": "expression", "mean_ulp": 0.2}
     for mean, marked in ((0.39, False), (0.41, True)):
-        rows = [
-            {**row, "implementation": "xla", "mean_ulp": mean},
-            {**row, "implementation": "expression", "mean_ulp": 0.2},
-        ]
+        rows = [row | {"implementation": "xla", "mean_ulp": mean}, expression]
         assert ("▼ |" in accuracy.text({**ABOUT, "rows": rows})) == marked
 
 

@@ -1,5 +1,6 @@
-"""Activations: what the elementwise kernels do, and every op that has an activation."""
+"""Activations and gated units: the elementwise kernels, and every op that has an activation."""
 
+import dataclasses
 import functools
 import re
 from collections import Counter
@@ -14,7 +15,7 @@ from jaxlib.mlir.ir import WalkResult
 import jaxkern
 from bench.modules import kernel_modules
 from jaxkern.elementwise import launch as elementwise
-from jaxkern.ops import curves
+from jaxkern.ops import activations, curves
 from tests import check
 
 ELEMENTWISE = {
@@ -30,142 +31,244 @@ ELEMENTWISE = {
     "sigmoid": (jaxkern.sigmoid, jax.nn.sigmoid),
     "tanh": (jaxkern.tanh, jnp.tanh),
 }
-
-
-def pointwise_oracle(name, x, dout):
-    value, slope = check.activated(name, x)
-    return value, (dout * slope,)
+GATED = {
+    "silu": (jaxkern.swiglu, jaxkern.silu_and_mul),
+    "gelu_tanh": (jaxkern.geglu, jaxkern.gelu_and_mul),
+    "gelu_erf": (
+        functools.partial(jaxkern.geglu, approximate=False),
+        functools.partial(jaxkern.gelu_and_mul, approximate=False),
+    ),
+    "relu": (jaxkern.reglu, None),
+    **{
+        name: (functools.partial(jaxkern.glu, activation=name), None)
+        for name in ("sigmoid", "tanh", "quick_gelu", "relu_squared")
+    },
+}
+CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
+GATED["clamped"] = tuple(
+    functools.partial(f, **CLAMPED) for f in (jaxkern.swiglu, jaxkern.silu_and_mul)
+)
 
 
 def normal(shape, dtype, seed=0, scale=2.0):
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
 
 
-@check.BOTH
+def exhaustive(*values):
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def cases(few, more=(), compiled=()):
+    """Cases of the default and the exhaustive suite, both ways, and of kernels on a GPU alone."""
+    param = lambda case, way, *marks: pytest.param(*case, way, marks=marks)
+    found = []
+    for some, *marks in ((few,), (more, pytest.mark.exhaustive)):
+        found += [param(case, "mosaic", pytest.mark.gpu, *marks) for case in some]
+        found += [param(case, "xla", *marks) for case in some]
+    return [*found, *(param(case, "mosaic", pytest.mark.compiled) for case in compiled)]
+
+
+def gated_oracle(name, gate, up, dout):
+    near, shifted, passes = gate, up, (True, True)
+    if name == "clamped":
+        near, shifted = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5) + 1
+        passes = gate <= 1.5, np.abs(up) <= 1.5
+    value, slope = check.activated("quick_gelu" if name == "clamped" else name, near)
+    return value * shifted, (dout * shifted * slope * passes[0], dout * value * passes[1])
+
+
+def oracle(name, x, dout):
+    """Of one array: of a pair of gate and up that is stacked, or of both side by side."""
+    *form, curve = name.split(":")
+    if not form:
+        value, slope = check.activated(curve, x)
+        return value, dout * slope
+    gate, up = x if form == ["pair"] else np.split(x, 2, -1)
+    out, grads = gated_oracle(curve, gate, up, dout)
+    return out, np.stack(grads) if form == ["pair"] else np.concatenate(grads, -1)
+
+
+def plain(name, x):
+    *form, curve = name.split(":")
+    if not form:
+        return ELEMENTWISE[curve][1](x)
+    gate, up = x if form == ["pair"] else jnp.split(x, 2, -1)
+    return clamped_plain(gate, up) if curve == "clamped" else ELEMENTWISE[curve][1](gate) * up
+
+
+def clamped_plain(gate, up):
+    limit = jnp.asarray(1.5, gate.dtype)
+    near = jnp.where(gate > limit, limit, gate)  # whose slope at the limit is 1, as PyTorch's
+    up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
+    return near * jax.nn.sigmoid(1.702 * near) * (up + 1)
+
+
+def ours(name, x, implementation):
+    *form, curve = name.split(":")
+    f = GATED[curve][form == ["halves"]] if form else ELEMENTWISE[curve][0]
+    return f(*(x if form == ["pair"] else [x]), implementation=implementation)
+
+
+def gradients(implementation, calls):
+    """[(value, gradients)] of each of several (function, arguments, cotangent), by one program."""
+    functions, *arrays = zip(*calls, strict=True)
+
+    def run(of_each, cotangents):
+        found = []
+        for f, args, dout in zip(functions, of_each, cotangents, strict=True):
+            out, vjp = jax.vjp(functools.partial(f, implementation=implementation), *args)
+            found.append((out, vjp(dout)))
+        return found
+
+    with check.running(implementation):
+        return jax.jit(run)(*arrays)
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((n, "bfloat16") for n in ELEMENTWISE),
-        *((n, "float32") for n in ("silu", "gelu_tanh", "gelu_erf", "sigmoid", "tanh")),
-        *((n, "float16") for n in ("quick_gelu", "sigmoid", "tanh")),
-    ],
+    ("dtype", "shape", "names", "implementation"),
+    cases(
+        [  # every curve once, and every dtype
+            ("float32", (3, 704), "silu relu_squared gelu_erf tanh"),
+            ("bfloat16", (3, 704), "relu gelu_tanh sigmoid"),
+            ("float16", (3, 704), "quick_gelu"),
+            # Sizes that no access width divides: below one access, and above one block.
+            *(("float32", (2, *shape), "pair:silu") for shape in ((), (257, 3))),
+            ("float32", (2, 3, 704), "pair:clamped"),
+            ("float32", (2, 3, 144), "halves:gelu_erf"),
+            ("float16", (3, 1408), "halves:clamped"),
+            ("bfloat16", (5, 2750), "halves:silu"),  # whose rows no access of two divides
+        ],
+        [
+            ("float32", (2, 7), "pair:silu"),
+            ("float32", (3, 704), "gelu_tanh sigmoid"),
+            ("float16", (3, 704), "sigmoid tanh"),
+            ("bfloat16", (3, 704), "relu_squared silu gelu_erf quick_gelu tanh"),
+            ("float32", (2, 3, 704), "pair:gelu_erf pair:silu"),
+            ("float16", (2, 3, 704), "pair:tanh pair:silu pair:clamped"),
+            ("bfloat16", (2, 3, 704), "pair:silu pair:gelu_tanh pair:relu pair:sigmoid"),
+            ("bfloat16", (2, 3, 704), "pair:quick_gelu pair:clamped"),
+            ("bfloat16", (5, 12), "halves:silu"),  # whose rows an access of two divides
+            ("bfloat16", (3, 1408), "halves:clamped"),
+            ("float32", (3, 1408), "halves:clamped halves:gelu_tanh"),
+        ],
+    ),
 )
-def test_activation_accuracy(name, dtype, implementation):
-    call, plain = ELEMENTWISE[name]
-    oracle = functools.partial(pointwise_oracle, name)
-    check.check_accuracy(call, plain, oracle, (normal((3, 704), dtype),), implementation)
+def test_accuracy(dtype, shape, names, implementation):
+    """Of several by one program, each of an array of its own."""
+    names = names.split()
+    several = lambda f: lambda *xs, **how: tuple(map(functools.partial(f, **how), names, xs))
+
+    def truths(*xs_and_douts):
+        xs, douts = xs_and_douts[: len(names)], xs_and_douts[len(names) :]
+        return zip(*map(oracle, names, xs, douts), strict=True)
+
+    xs = tuple(normal(shape, dtype, seed) for seed in range(len(names)))
+    dtypes = [dtype] * len(names)
+    check.check_accuracy(several(ours), several(plain), truths, xs, implementation, dtypes=dtypes)
 
 
 EXTREMES = {
-    "float16": [1e4, 65504.0, 1e-6, np.inf],
-    "bfloat16": [1e4, 3e38, 1e-40, np.inf],
-    "float32": [1e4, 3e38, 1e-40, 88.0, 104.0, np.inf],
+    "float32": ("silu gelu_tanh gelu_erf quick_gelu", [1e4, 3e38, 1e-40, 88.0, 104.0, np.inf]),
+    "float16": ("silu gelu_tanh gelu_erf", [1e4, 65504.0, 1e-6, np.inf]),
+    "bfloat16": ("silu relu quick_gelu", [1e4, 3e38, 1e-40, np.inf]),
 }
 
 
-@check.BOTH
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *(("silu", dtype) for dtype in EXTREMES),
-        *((n, d) for n in ("gelu_tanh", "gelu_erf") for d in ("float16", "float32")),
-        *(("relu", "bfloat16"), ("quick_gelu", "bfloat16"), ("quick_gelu", "float32")),
-    ],
+    ("dtype", "implementation"), cases([("float32",)], [("float16",), ("bfloat16",)])
 )
-def test_activation_extremes(name, dtype, implementation):
+def test_activation_extremes(dtype, implementation):
     """Where the curve is 0 or x, it and its slope are so, at infinity too; a NaN stays one."""
-    far = np.asarray(EXTREMES[dtype])
-    x = jnp.asarray(np.concatenate([far, -far, [0.0, np.nan]]), dtype)
-    with check.running(implementation):
-        call = ELEMENTWISE[name][0]
-        out, vjp = jax.vjp(functools.partial(call, implementation=implementation), x)
-        (dx,) = vjp(jnp.ones_like(out))
-    x, out, dx = (np.asarray(a, np.float64) for a in (x, out, dx))
-    assert np.isnan(out[-1])
-    assert np.isfinite(dx[:-1]).all()
-    large, small = np.abs(x) > 80, np.abs(x) < 1e-5
-    np.testing.assert_array_equal(out[large & (x > 0)], x[large & (x > 0)])
-    np.testing.assert_array_equal(dx[large & (x > 0)], 1)
-    np.testing.assert_allclose(out[large & (x < 0)], 0, atol=1e-35)
-    np.testing.assert_allclose(dx[large & (x < 0)], 0, atol=1e-35)
-    if name != "relu":
-        # Half of fp16's 17 smallest steps is 8 or 9 of them; denormal numbers of fp32 may be 0.
-        np.testing.assert_allclose(out[small], x[small] / 2, atol=1.2e-38, rtol=0.06)
-        np.testing.assert_allclose(dx[small], 0.5, rtol=1e-6)
+    names, far = EXTREMES[dtype]
+    names, x = names.split(), jnp.asarray([*far, *np.negative(far), 0.0, np.nan], dtype)
+    calls = [(ELEMENTWISE[name][0], (x,), jnp.ones_like(x)) for name in names]
+    for name, (out, (dx,)) in zip(names, gradients(implementation, calls), strict=True):
+        wide, out, dx = (np.asarray(a, np.float64) for a in (x, out, dx))
+        assert np.isnan(out[-1])
+        assert np.isfinite(dx[:-1]).all()
+        far, small = np.abs(wide) > 80, np.abs(wide) < 1e-5
+        right, left = far & (wide > 0), far & (wide < 0)
+        np.testing.assert_array_equal(out[right], wide[right])
+        np.testing.assert_array_equal(dx[right], 1)
+        np.testing.assert_allclose(out[left], 0, atol=1e-35)
+        np.testing.assert_allclose(dx[left], 0, atol=1e-35)
+        if name != "relu":
+            # Half of fp16's 17 smallest steps is 8 or 9 of them; denormal fp32 may be 0.
+            np.testing.assert_allclose(out[small], wide[small] / 2, atol=1.2e-38, rtol=0.06)
+            np.testing.assert_allclose(dx[small], 0.5, rtol=1e-6)
 
 
-@check.BOTH
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("name", ["sigmoid", "tanh"])
-def test_bounded_extremes(name, dtype, implementation):
+@pytest.mark.parametrize(("dtype", "implementation"), cases([("float32",)], [("float16",)]))
+def test_bounded_extremes(dtype, implementation):
     """Far out they are constant, infinities included; near 0 they are as exact as elsewhere."""
     x = jnp.asarray([1e4, np.inf, 1e-4, 1e-7, 0.0], dtype)
     x = jnp.concatenate([x, -x, jnp.asarray([np.nan], dtype)])
-    with check.running(implementation):
-        call = functools.partial(ELEMENTWISE[name][0], implementation=implementation)
-        out, vjp = jax.vjp(call, x)
-        (dx,) = vjp(jnp.ones_like(out))
-    wide = np.asarray(x, np.float64)
-    with np.errstate(over="ignore"):
-        want, slope = check.activated(name, wide)
-    np.testing.assert_allclose(out, want, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-45)
-    np.testing.assert_allclose(dx, slope, rtol=2e-3, atol=1e-7)
+    calls = {name: (ELEMENTWISE[name][0], (x,), jnp.ones_like(x)) for name in ("sigmoid", "tanh")}
+    for name, (out, (dx,)) in zip(calls, gradients(implementation, calls.values()), strict=True):
+        with np.errstate(over="ignore"):
+            want, slope = check.activated(name, np.asarray(x, np.float64))
+        np.testing.assert_allclose(out, want, rtol=2 * float(jnp.finfo(dtype).eps), atol=1e-45)
+        np.testing.assert_allclose(dx, slope, rtol=2e-3, atol=1e-7)
 
 
 @check.BOTH
-@pytest.mark.parametrize("name", ["relu", "relu_squared"])
-def test_relu_lets_nothing_past_its_corner(name, implementation):
+def test_relu_lets_nothing_past_its_corner(implementation):
     """Where the slope is 0 the gradient is, of an infinite cotangent too, as in JAX."""
     x = jnp.asarray([-1.0, 0.0, 2.0, -np.inf, np.inf, np.nan] * 2)
     dout = jnp.asarray([np.inf] * 6 + [np.nan] * 6)
-    ours, plain = ELEMENTWISE[name]
-    with check.running(implementation):
-        (dx,) = jax.vjp(functools.partial(ours, implementation=implementation), x)[1](dout)
-    np.testing.assert_array_equal(dx, jax.vjp(plain, x)[1](dout)[0])
+    gate, up = jnp.asarray([[-1.0, 0.0, 2.0, -1.0, 2.0], [np.inf, np.nan, 3.0, 1.0, np.inf]])
+    edge = jnp.ones(5).at[3].set(np.inf)
+    calls = [
+        *((*ELEMENTWISE[name], (x,), dout) for name in ("relu", "relu_squared")),
+        (jaxkern.reglu, lambda g, u: jax.nn.relu(g) * u, (gate, up), edge),
+    ]
+    found = gradients(implementation, [(f, args, dout) for f, _, args, dout in calls])
+    plain = lambda f: lambda *args, implementation: f(*args)
+    wants = gradients(None, [(plain(f), args, dout) for _, f, args, dout in calls])
+    for (_, got), (_, want) in zip(found, wants, strict=True):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("function", [jaxkern.silu, functools.partial(jaxkern.swiglu, up=1.5)])
-def test_plain_backward_keeps_only_the_arguments(function):
+@pytest.mark.parametrize("gated", [False, True])
+def test_plain_backward_keeps_only_the_arguments(gated):
     """No sigmoid is saved, at any precision."""
     x = normal((4, 32), "bfloat16")
-    if isinstance(function, functools.partial):
-        function = functools.partial(jaxkern.swiglu, up=x)
-    _, vjp = jax.vjp(lambda x: function(x, implementation="xla"), x)
+    f = functools.partial(jaxkern.swiglu, up=x) if gated else jaxkern.silu
+    vjp = jax.eval_shape(lambda x: jax.vjp(lambda x: f(x, implementation="xla"), x)[1], x)
     assert {(a.shape, a.dtype) for a in jax.tree.leaves(vjp)} <= {(x.shape, x.dtype)}
 
 
 def test_activation_errors():
     x = jnp.ones((2, 5))
-    with pytest.raises(ValueError, match=r"up must have the shape of gate, \(2, 5\); got \(5,\)"):
-        jaxkern.swiglu(x, x[0])
-    with pytest.raises(ValueError, match=r"last axis of even size.*got shape \(2, 5\)"):
-        jaxkern.silu_and_mul(x)
+    for f, options, message in (
+        (jaxkern.silu_and_mul, {}, r"last axis of even size.*got shape \(2, 5\)"),
+        (jaxkern.swiglu, {"up": x[0]}, r"up must have the shape of gate, \(2, 5\); got \(5,\)"),
+        (jaxkern.glu, {"up": x, "activation": "mish"}, r'activation .* "relu".*; got \'mish\''),
+        (jaxkern.glu, {"up": x, "activation": None}, r'activation must be .*"tanh"; got None'),
+        (jaxkern.swiglu, {"up": x, "alpha": 0.0}, "alpha must be above 0, got 0"),
+        (jaxkern.swiglu, {"up": x, "limit": -7}, "limit must be above 0 or None, got -7; None is"),
+        (
+            jaxkern.gated_linear_unit,
+            {"w_gate": jnp.ones((5, 4)), "activation": "gelu", "alpha": 1.702},
+            r'alpha is the slope within "silu".*activation=\'gelu\'',
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            f(x, **options)
     with pytest.raises(ValueError, match=r"last axis of even size.*got shape \(\)"):
         jaxkern.gelu_and_mul(1.0)
-    with pytest.raises(ValueError, match=r'activation must be one of "relu".*; got \'mish\''):
-        jaxkern.glu(x, x, activation="mish")
-    with pytest.raises(ValueError, match=r'activation must be one of.*"tanh"; got None'):
-        jaxkern.glu(x, x, activation=None)
-    with pytest.raises(ValueError, match=r"alpha must be above 0, got 0"):
-        jaxkern.swiglu(x, x, alpha=0.0)
-    with pytest.raises(ValueError, match=r"limit must be above 0 or None, got -7; None is"):
-        jaxkern.silu_and_mul(x[:, :4], limit=-7)
-    with pytest.raises(ValueError, match=r"up_offset must be finite, got nan"):
-        jaxkern.swiglu(x, x, up_offset=float("nan"))
     with pytest.raises(TypeError, match=r"limit must be a Python number.*static"):
         jax.jit(lambda limit: jaxkern.swiglu(x, x, limit=limit))(7.0)
-    with pytest.raises(ValueError, match=r'alpha is the slope within "silu".*activation=\'gelu\''):
-        jaxkern.gated_linear_unit(x, jnp.ones((5, 4)), activation="gelu", alpha=1.702)
 
 
+KEY = jax.random.key(0)
 OF_FEW = {
-    "silu": lambda x, i: jaxkern.silu(x, implementation=i),
-    "swiglu": lambda x, i: jaxkern.swiglu(x, x + 1, implementation=i),
-    "silu_and_mul": lambda x, i: jaxkern.silu_and_mul(jnp.stack([x, x, x, x]), implementation=i),
-    "dropout": lambda x, i: jaxkern.dropout(x, 0.5, jax.random.key(0), implementation=i),
-    "dropout_add": lambda x, i: jaxkern.dropout_add(
-        x, x.astype(jnp.float32), 0.5, jax.random.key(0), implementation=i
-    ),
+    "silu": jaxkern.silu,
+    "swiglu": lambda x, **how: jaxkern.swiglu(x, x + 1, **how),
+    "silu_and_mul": lambda x, **how: jaxkern.silu_and_mul(jnp.stack([jnp.tile(x, 2)] * 4), **how),
+    "dropout": lambda x, **how: jaxkern.dropout(x, 0.5, KEY, **how),
+    "dropout_add": lambda x, **how: jaxkern.dropout_add(x, x.astype("float32"), 0.5, KEY, **how),
 }
 
 
@@ -173,14 +276,15 @@ def of_few(name, implementation):
     """Value and gradient, where the elements are so few that an index may be a constant."""
 
     def run(x):
-        x = jnp.tile(x, 2) if name == "silu_and_mul" else x
-        out, vjp = jax.vjp(lambda x: OF_FEW[name](x, implementation), x)
+        out, vjp = jax.vjp(lambda x: OF_FEW[name](x, implementation=implementation), x)
         return out, vjp(jnp.ones_like(out))
 
     return run
 
 
-@pytest.mark.parametrize("name", OF_FEW)
+@pytest.mark.parametrize(
+    "name", ["silu_and_mul", "dropout_add", *map(exhaustive, ("silu", "swiglu", "dropout"))]
+)
 def test_few_elements_lower(name):
     for n in (1, 9):  # of one element, and of one access and an element
         x = jax.ShapeDtypeStruct((n,), jnp.bfloat16)
@@ -233,33 +337,41 @@ def test_unit_divides_the_columns():
     assert [elementwise.unit(array(16, 2 * h), columns=h) for h in (24, 12, 5)] == [8, 4, 1]
 
 
-@pytest.mark.parametrize("name", get_args(curves.Activation))
-def test_every_op_with_an_activation_takes_every_one(name):
+def test_every_op_with_an_activation_takes_every_one():
     """From the one table, and each computes what it says."""
-    x, w = normal((4, 256), "float32"), jnp.eye(256)
-    curve = "gelu_tanh" if name == "gelu" else name
-    value = check.activated(curve, np.asarray(x, np.float64))[0]
-    key = jax.random.key(0)
-    kept = jaxkern.dropout(jnp.ones_like(x), 0.25, key) != 0
+    x, w = normal((4, 128), "float32"), jnp.eye(128)
+    ops = {
+        "glu": lambda x, name: jaxkern.glu(x, x, activation=name),
+        "linear": lambda x, name: jaxkern.linear(x, w, activation=name),
+        "gated": lambda x, name: jaxkern.gated_linear_unit(x, w, w, activation=name),
+        "dropout": lambda x, name: jaxkern.dropout(x, 0.25, KEY, activation=name),
+        "norm": lambda x, name: jaxkern.rms_norm(x, activation=name),
+        "norm, gate": lambda x, name: jaxkern.rms_norm(x, gate=x, gate_activation=name),
+    }
+    pairs = [(op, name) for op in ops for name in get_args(curves.Activation)]
+    normed = lambda x: (jaxkern.rms_norm(x), jaxkern.dropout(jnp.ones_like(x), 0.25, KEY))
     with jax.default_matmul_precision("highest"):
-        for got, want in (
-            (jaxkern.glu(x, x, activation=name), value * x),
-            (jaxkern.linear(x, w, activation=name), value),
-            (jaxkern.gated_linear_unit(x, w, w, activation=name), value * x),
-            (jaxkern.dropout(x, 0.25, key, activation=name), kept * value / 0.75),
-            (jaxkern.rms_norm(x, activation=name), None),
-            (jaxkern.rms_norm(x, gate=x, gate_activation=name), jaxkern.rms_norm(x) * value),
-        ):
-            if want is None:
-                y = np.asarray(jaxkern.rms_norm(x), np.float64)
-                want = check.activated(curve, y)[0]
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        found, of_none = jax.jit(lambda x: ([ops[op](x, name) for op, name in pairs], normed(x)))(x)
+    x, normed, scale = (np.asarray(a, np.float64) for a in (x, *of_none))
+    for (op, name), got in zip(pairs, found, strict=True):
+        value, of_normed = (check.activated(name, v)[0] for v in (x, normed))
+        wants = {"glu": value * x, "gated": value * x, "dropout": value * scale}
+        wants |= {"linear": value, "norm": of_normed, "norm, gate": normed * value}
+        np.testing.assert_allclose(got, wants[op], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gelu_erf", "quick_gelu", "sigmoid", "tanh"])
-def test_activations_lower_for_cuda(name):
-    """In the layouts of rows of both kinds, and of a product's tiles."""
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *(("gelu_erf", 128), ("tanh", 1)),
+        *(exhaustive(name, 128) for name in ("quick_gelu", "sigmoid", "tanh")),
+        *(exhaustive(name, 1) for name in ("gelu_erf", "quick_gelu", "sigmoid")),
+    ],
+)
+def test_activations_lower_for_cuda(name, rows):
+    """In the layouts of long rows, or of short ones and of a product's tiles."""
     options = {"implementation": "mosaic"}
+    n = 2048 if rows == 1 else 128
 
     def loss(x, gate, w):
         out = jaxkern.rms_norm(x, w[0], activation=name, gate=gate, gate_activation=name, **options)
@@ -268,13 +380,194 @@ def test_activations_lower_for_cuda(name):
             out = jaxkern.gated_linear_unit(out, w, w, activation=name, recompute=True, **options)
         return jnp.sum(out.astype(jnp.float32))
 
-    of_norm, of_products = ("rms_norm_fwd", "rms_norm_bwd"), ("linear_activation_fwd", "linear_dx")
-    for rows, n, kernels in (
-        (1, 2048, of_norm),
-        (128, 128, (*of_norm, *of_products, "gated_fwd", "gated_bwd")),
-    ):
-        x, w = jnp.ones((128, n), jnp.bfloat16), jnp.ones((rows, n), jnp.bfloat16)
-        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(x, x, w)
-        calls = check.kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text())
-        for kernel in kernels:
-            assert any(kernel in line for line in calls), kernel
+    kernels = ["rms_norm_fwd", "rms_norm_bwd"]
+    if rows > 1:
+        kernels += ["linear_activation_fwd", "linear_dx", "gated_fwd", "gated_bwd"]
+    x, w = jnp.ones((128, n), jnp.bfloat16), jnp.ones((rows, n), jnp.bfloat16)
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(x, x, w)
+    calls = check.kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+    for kernel in kernels:
+        assert any(kernel in line for line in calls), kernel
+
+
+# Gated units
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_oracle_by_finite_differences(name):
+    gate, up, dout = (np.asarray(normal((50,), "float32", seed), np.float64) for seed in (3, 4, 5))
+    gate[np.abs(gate) < 1e-3] = 1.0  # relu has a corner
+    value, h = lambda g, u: gated_oracle(name, g, u, dout)[0], 1e-5
+    numeric = [value(gate + h, up) - value(gate - h, up), value(gate, up + h) - value(gate, up - h)]
+    for slope, difference in zip(gated_oracle(name, gate, up, dout)[1], numeric, strict=True):
+        np.testing.assert_allclose(slope, dout * difference / (2 * h), rtol=1e-6, atol=1e-8)
+
+
+def test_clamped_is_that_of_gpt_oss():
+    """As GptOssExperts has it, and what the docstrings say of interleaved projections is so."""
+    x, w = np.asarray(normal((4, 8), "float32")), np.asarray(normal((8, 12), "float32", seed=1))
+    gate_up = np.float64(x) @ np.float64(w)
+    assert (np.abs(gate_up) > 7).any()
+    gate, up = np.minimum(gate_up[..., ::2], 7.0), np.clip(gate_up[..., 1::2], -7.0, 7.0)
+    want = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+    options = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+
+    @jax.jit
+    def run(x, w):
+        ours = jnp.concatenate([w[:, 0::2], w[:, 1::2]], axis=1)
+        return (
+            jaxkern.silu_and_mul(x @ ours, **options),
+            jaxkern.swiglu(*jnp.split(x @ ours, 2, -1), **options),
+            jaxkern.gated_linear_unit(x, ours, **options),
+        )
+
+    with jax.default_matmul_precision("highest"):
+        for got in run(x, w):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@check.BOTH
+def test_gated_extremes(implementation):
+    """At the limit the gradient passes, as PyTorch's clamp has it; a NaN stays one."""
+    clamped = (
+        jnp.asarray([1.5, 1.6, -1.6, np.inf, -np.inf, np.nan, 1.0, 1.0, 1.0, 1.0]),
+        jnp.asarray([1.5, 1.0, -1.5, 1.0, 1.0, 1.0, np.inf, -np.inf, np.nan, -1.6]),
+    )
+    half = (
+        jnp.asarray([1e4, -1e4, np.inf, -np.inf, np.nan, 1.0], jnp.float16),
+        jnp.asarray([2.0, 2.0, 2.0, 2.0, 2.0, np.inf], jnp.float16),
+    )
+    (out, (dgate, dup)), of_half = gradients(
+        implementation,
+        [
+            (GATED["clamped"][0], clamped, jnp.ones(10)),
+            (jaxkern.swiglu, half, jnp.ones(6, jnp.float16)),
+        ],
+    )
+    nan = np.isnan(clamped[0]) | np.isnan(clamped[1])
+    np.testing.assert_array_equal(np.isnan(out), nan)
+    assert np.isfinite(dup[~nan]).all()
+    np.testing.assert_array_equal((dgate == 0)[~nan], [0, 1, 0, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal((dup == 0)[~nan], [0, 0, 0, 0, 1, 1, 1, 1])
+    out, (dgate, dup) = of_half
+    np.testing.assert_array_equal(out, [20000, 0, np.inf, 0, np.nan, np.inf])
+    np.testing.assert_array_equal(dgate, [2, 0, 2, 0, np.nan, np.inf])
+    np.testing.assert_array_equal(dup[:5], [1e4, 0, np.inf, 0, np.nan])
+
+
+@check.BOTH
+def test_gated_mixed_dtypes(implementation):
+    gate, up = normal((4, 40), "bfloat16"), normal((4, 40), "float32", seed=1)
+    dout = jnp.ones((4, 40), jnp.bfloat16)
+    [(out, (dgate, dup))] = gradients(implementation, [(jaxkern.swiglu, (gate, up), dout)])
+    assert (out.dtype, dgate.dtype, dup.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    wide = gate.astype(jnp.float32)
+    np.testing.assert_allclose(dup, jax.nn.silu(wide), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(out, (jax.nn.silu(wide) * up).astype(jnp.bfloat16))
+
+
+def test_what_is_chosen():
+    """XLA for what it fuses at little cost; a gated unit has kernels both ways."""
+    x = jnp.ones((64, 256), jnp.bfloat16)
+    lowered = lambda f, *a: jax.jit(f).trace(*a).lower(lowering_platforms=("cuda",)).as_text()
+    for name, (call, _) in ELEMENTWISE.items():
+        by_itself = lowered(jax.grad(lambda x: call(x).sum()), x)  # noqa: B023
+        assert ("mosaic_gpu" in by_itself) is (name == "gelu_erf")
+        grad = jax.grad(lambda x: call(x, implementation="mosaic").sum())  # noqa: B023
+        assert "_bwd" in lowered(grad, x)
+    for pair, halves in (GATED["silu"], GATED["relu"], GATED["gelu_erf"]):
+        for function in filter(None, (lambda x, f=pair: f(x, x), halves)):
+            text = lowered(jax.value_and_grad(lambda x: function(x).sum()), x)  # noqa: B023
+            assert len(check.kernel_calls(text)) == 2
+            assert "stablehlo.concatenate" not in text.replace("custom_partitioning", "")
+
+
+def test_gated_float64():
+    with jax.enable_x64(True):
+        x = jnp.linspace(-700.0, 700.0, 11, dtype=jnp.float64)
+        want = x * check.activated("silu", np.asarray(x))[0]
+        np.testing.assert_allclose(jaxkern.swiglu(x, x), want, 1e-13)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("shape", [(1000, 4096), (1001, 1001)])
+def test_gated_same_bits(shape):
+    gate, up, dout = (normal(shape, "bfloat16", seed) for seed in range(3))
+    run = jax.jit(lambda g, u, d: jax.vjp(jaxkern.swiglu, g, u)[1](d))
+    check.assert_same_bits(lambda: run(gate, up, dout))
+
+
+@pytest.mark.compiled
+@pytest.mark.large
+def test_gated_beyond_int32():
+    """More than 2³¹ elements in one array: the last rows are right."""
+    m, h = (1 << 17) + 3, 8192 + 256
+    x = jax.random.normal(jax.random.key(0), (m, 2 * h), jnp.bfloat16)
+    assert x.size > 2**31
+    out, vjp = jax.jit(lambda x: jax.vjp(jaxkern.silu_and_mul, x))(x)
+    dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, out)
+    for rows in (slice(0, 5), slice(m // 2, m // 2 + 5), slice(m - 5, m)):
+        want, want_vjp = jax.vjp(
+            functools.partial(activations.pointwise_reference, curves.Unit("silu")), x[rows]
+        )
+        check.assert_close(out[rows], want, 2.0**-9)
+        check.assert_close(dx[rows], want_vjp(out[rows])[0], 2.0**-9)
+
+
+@pytest.mark.parametrize(("h", "fits"), [(2**16, True), (2**16 + 1, False)])
+def test_halves_beyond_32_bits_of_units(h, fits):
+    """The rows of the one begin at multiples of 16 bytes; the other's elements are too many."""
+    x = jax.ShapeDtypeStruct((2**16, 2 * h), jnp.bfloat16)
+    lowered = jax.jit(jaxkern.silu_and_mul).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in lowered) is fits
+    if not fits:
+        with pytest.raises(NotImplementedError, match="1 at a time"):
+            jax.eval_shape(functools.partial(jaxkern.silu_and_mul, implementation="mosaic"), x)
+
+
+SWIGLU = check.Op(
+    name="swiglu",
+    call=jaxkern.swiglu,
+    reference=lambda g, u: jax.nn.silu(g) * u,
+    arrays=lambda key: tuple(jax.random.normal(k, (8, 2, 40)) for k in jax.random.split(key)),
+    kernels=("swiglu_fwd", "swiglu_bwd"),
+    axes="mtd mtd -> mtd",
+    features="d",
+    vmaps=[(0, None), (None, 0), (1, 0)],
+    runs_again=False,
+    once=True,
+)
+
+
+def beside(name, cells, **changes):
+    """An op beside swiglu's matrix: what its other shapes or curve could break."""
+    cells = [(cell, implementation) for cell in cells for implementation in ("mosaic", None)]
+    return dataclasses.replace(SWIGLU, name=name, cells=cells, **changes)
+
+
+OF_ONE = {"axes": "mtd -> mtd", "vmaps": [(0,), (1,)]}
+SILU_AND_MUL = beside(
+    "silu_and_mul",
+    ["vmap", "vmap(grad)", "auto mesh", "explicit mesh", "features split", "kernels lowered"],
+    call=jaxkern.silu_and_mul,
+    reference=lambda x: jax.nn.silu(x[..., :40]) * x[..., 40:],
+    arrays=lambda key: (jax.random.normal(key, (8, 2, 80)),),
+    kernels=("silu_and_mul_fwd", "silu_and_mul_bwd"),
+    **OF_ONE,
+)
+GELU = beside(
+    "gelu",
+    ["grad(grad)", "explicit mesh", "kernels lowered"],
+    call=functools.partial(jaxkern.gelu, approximate=False),
+    reference=functools.partial(jax.nn.gelu, approximate=False),
+    arrays=lambda key: (jax.random.normal(key, (8, 2, 40)),),
+    kernels=("gelu_erf_fwd", "gelu_erf_bwd"),
+    **OF_ONE,
+)
+CLAMPED_SWIGLU = beside(
+    "swiglu, clamped",
+    ["value", "grad(grad)", "kernels lowered", "jvp"],
+    call=GATED["clamped"][0],
+    reference=clamped_plain,
+)
+test_gated_transformations = check.transformations(SWIGLU, SILU_AND_MUL, GELU, CLAMPED_SWIGLU)
