@@ -132,7 +132,7 @@ faults: environment-newest
 .PHONY: trial
 trial:
 	@.make/setup $(VENV) constraints/newest.txt lm
-	$(VENV)/bin/python tests/trial.py $(ARGS)
+	$(VENV)/bin/python .make/trial.py $(ARGS)
 
 .PHONY: clean
 clean:

@@ -21,7 +21,7 @@ case "$1 $2" in
 "-m pip")
     echo "${{@: -1}} by ${{@: -3:1}}" >>calls
     if [[ -f pip-fails ]]; then cat pip-fails; exit 1; fi ;;
-"-m "* | .site/* | tests/*) echo "$@" >>calls ;;
+"-m "* | .site/* | .make/*.py) echo "$@" >>calls ;;
 esac
 """
 TOOLS = "awk bash cat cksum cp df dirname grep make mkdir paste rm sort tail tee tr"
@@ -254,7 +254,7 @@ TARGETS = {
     "train": ("--steps 50", ["-m jaxkern train --steps 50"]),
     "bench": ("--help", ["-m bench --help"]),
     "docs": ("", [f".[docs,lm] by {NEWEST}", ".site/pages.py"]),
-    "trial": ("--mode x64", ["tests/trial.py --mode x64"]),
+    "trial": ("--mode x64", [".make/trial.py --mode x64"]),
     "faults": ("--jobs 1", [f".[docs,lint,lm,test] by {NEWEST}", "-m tests.faults --jobs 1"]),
     "aot": ("", ["venv", *AHEAD]),
     "matrix": (

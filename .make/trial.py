@@ -5,7 +5,7 @@ environment of each Python. There, outside of the checkout and with every warnin
 examples of the README, of the guides and of the docstrings, and the commands, under each of JAX's
 modes. Extras for NVIDIA's GPUs are resolved and not installed: they are gigabytes.
 
-    python tests/trial.py --python python3.13 --mode x64
+    python .make/trial.py --python python3.13 --mode x64
 
 It needs a package index, and a few minutes for each Python and mode.
 """
