@@ -1,13 +1,19 @@
-"""jaxkern.precision: policies and loss scaling."""
+"""jaxkern.precision, policies and loss scaling, and jaxkern.accumulate_gradients."""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
 
+import jaxkern
 from jaxkern.precision import (
     DynamicLossScale,
     NoOpLossScale,
@@ -17,18 +23,18 @@ from jaxkern.precision import (
     select_tree,
 )
 
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+POLICY = Policy("float32", "bfloat16", "float16")
+
 
 @pytest.mark.parametrize(
     ("text", "dtypes"),
     [
-        ("fp32", ("float32", "float32", "float32")),
-        ("bf16", ("float32", "bfloat16", "float32")),
-        ("fp16", ("float32", "float16", "float32")),
-        (
-            "params=bfloat16,compute=float16,output=float32",
-            ("bfloat16", "float16", "float32"),
-        ),
-        (" output=fp32 , params=fp32,compute=bf16 ", ("float32", "bfloat16", "float32")),
+        ("fp32", (F32, F32, F32)),
+        ("bf16", (F32, BF16, F32)),
+        ("fp16", (F32, F16, F32)),
+        ("params=bfloat16,compute=float16,output=float32", (BF16, F16, F32)),
+        (" output=fp32 , params=fp32,compute=bf16 ", (F32, BF16, F32)),
     ],
 )
 def test_parse(text, dtypes):
@@ -38,93 +44,146 @@ def test_parse(text, dtypes):
     assert hash(Policy.parse(str(policy))) == hash(policy)
 
 
+PARTS = "params=float32,compute=float32,output=float32"
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("make", "error", "words"),
     [
-        ("fp8", ["'fp8'", "bf16"]),
-        ("params=float32", ["compute, output", "missing"]),
-        ("params=float32,params=float32,compute=float32,output=float32", ["params", "twice"]),
-        ("params=int32,compute=float32,output=float32", ["params", "'int32'", "float32"]),
-        ("weights=float32,compute=float32,output=float32", ["weights=float32"]),
-        ("", ["bf16"]),
+        (lambda: Policy.parse("fp8"), ValueError, "Policy.*'fp8'.*bf16"),
+        (lambda: Policy.parse(""), ValueError, "Policy.*bf16"),
+        (lambda: Policy.parse("params=float32"), ValueError, "Policy.*compute, output.*missing"),
+        (lambda: Policy.parse(f"params=float32,{PARTS}"), ValueError, "Policy.*params.*twice"),
+        (
+            lambda: Policy.parse(PARTS.replace("params=float32", "params=int32")),
+            *(ValueError, "Policy.*params.*'int32'.*float32"),
+        ),
+        (lambda: Policy.parse(f"weights=float32,{PARTS}"), ValueError, "weights=float32"),
+        (lambda: Policy.parse(None), TypeError, "text must be a string, got NoneType"),
+        (lambda: Policy(compute=jnp.int32), ValueError, "compute=int32 must be a floating dtype"),
+        *(
+            (lambda value=value: Policy(output=value), TypeError, r"output=.* is not a dtype")
+            for value in (1.5, None, jnp.ones(2))
+        ),
+        (lambda: POLICY.wrap({}), TypeError, "got dict; of a linen module"),
     ],
 )
-def test_parse_refuses(text, words):
-    with pytest.raises(ValueError, match=r"Policy") as caught:
-        Policy.parse(text)
-    for word in words:
-        assert word in str(caught.value)
-
-
-def test_policy_refuses_other_than_floating_dtypes():
-    with pytest.raises(ValueError, match="compute=int32 must be a floating dtype"):
-        Policy(compute=jnp.int32)
-    for value in (1.5, None, jnp.ones(2)):
-        with pytest.raises(TypeError, match=r"output=.* is not a dtype"):
-            Policy(output=value)
-    with pytest.raises(TypeError, match="text must be a string, got NoneType"):
-        Policy.parse(None)  # pyright: ignore[reportArgumentType]
+def test_policies_refuse(make, error, words):
+    with pytest.raises(error, match=f"(?s){words}"):
+        make()
 
 
 def test_casts_touch_floating_leaves_only():
-    policy = Policy("float32", "bfloat16", "float16")
-    tree = {
-        "w": jnp.ones(3, jnp.float16),
-        "n": jnp.arange(3),
-        "b": np.ones(2, np.float64),
-        "flag": jnp.array(True),
-        "count": 7,
-        "none": None,
-    }
+    tree = {"w": jnp.ones(3, F16), "b": np.ones(2, np.float64)}
+    others = {"n": jnp.arange(3), "flag": jnp.array(True), "count": 7, "none": None}
     for cast, dtype in (
-        (policy.cast_to_params, jnp.float32),
-        (policy.cast_to_compute, jnp.bfloat16),
-        (policy.cast_to_output, jnp.float16),
+        (POLICY.cast_to_params, F32),
+        (POLICY.cast_to_compute, BF16),
+        (POLICY.cast_to_output, F16),
     ):
-        out = cast(tree)
-        assert out["w"].dtype == dtype
-        assert out["b"].dtype == dtype
-        assert out["n"].dtype == tree["n"].dtype
-        assert out["flag"].dtype == bool
-        assert out["count"] == 7
-        assert out["none"] is None
+        out = cast(tree | others)
+        assert out["w"].dtype == out["b"].dtype == dtype
+        assert all(out[name] is others[name] for name in others)
+
+
+def test_wrap_casts_a_function():
+    seen = []
+
+    def f(params, x, *, n):
+        seen.append((params["w"].dtype, x.dtype, n.dtype))
+        return x * params["w"], n
+
+    out, n = POLICY.wrap(f)({"w": jnp.ones(2)}, jnp.ones(2), n=jnp.arange(2))
+    assert seen == [(BF16, BF16, jnp.int32)]
+    assert (out.dtype, n.dtype) == (F16, jnp.int32)
+    assert POLICY.wrap(f).__name__ == "f"
+
+
+def test_wrap_casts_flax_modules():
+    dense = linen.Dense(3, dtype=None)
+    x = jnp.ones((2, 4))
+    init = lambda: dense.init(jax.random.key(0), x)
+    assert jax.eval_shape(lambda: POLICY.wrap(dense.apply)(init(), x)).dtype == F16
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+            self.calls = nnx.BatchStat(jnp.float32(1))
+
+        def __call__(self, x):
+            assert self.dense.kernel.dtype == x.dtype == BF16
+            self.calls[...] = self.calls[...] + 2.0**-12
+            return self.dense(x)
+
+    net = Net()
+    loss = lambda net: POLICY.wrap(net)(x).astype(F32).sum()
+    grads = nnx.grad(loss)(net)
+    assert grads["dense"]["kernel"].dtype == net.dense.kernel.dtype == F32
+    assert loss(net).dtype == F32
+    assert net.calls[...] == 1 + 2.0**-11  # bf16 has no such number
+    assert net.calls.dtype == F32
+
+
+def test_wrap_casts_modules_that_are_pytrees():
+    """As Equinox's are, with functions among the leaves."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        weight: jax.Array
+        activation: Callable
+
+        def __call__(self, x):
+            assert self.weight.dtype == x.dtype == BF16
+            return self.activation(x @ self.weight)
+
+    layer = Layer(jnp.ones((2, 2)), jnp.tanh)
+    run = lambda w: POLICY.wrap(dataclasses.replace(layer, weight=w))(jnp.ones(2)).sum()
+    assert jax.eval_shape(run, layer.weight).dtype == F16
+    grads = jax.eval_shape(jax.grad(lambda w: run(w).astype(F32)), layer.weight)
+    assert grads.dtype == layer.weight.dtype == F32
+
+
+# Loss scales
+
+SCALES = [NoOpLossScale(), StaticLossScale(512.0), DynamicLossScale(512.0, 1, 5, 4.0, 2.0, 1024.0)]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_all_finite(bad):
-    tree = {"a": jnp.ones((2, 3)), "n": jnp.arange(2), "h": jnp.ones(2, jnp.float16)}
-    assert all_finite(tree)
+    tree = {"a": jnp.ones((2, 3)), "n": jnp.arange(2), "h": jnp.ones(2, F16)}
+    check = jax.jit(all_finite)
     assert all_finite({})
+    assert check(tree)
     for name in ("a", "h"):
-        broken = tree | {name: tree[name].at[..., -1].set(bad)}
-        assert not all_finite(broken)
-        assert not jax.jit(all_finite)(broken)
+        assert not check(tree | {name: tree[name].at[..., -1].set(bad)})
+
+
+def test_select_tree_chooses_on_the_device():
+    old = {"w": jnp.zeros(2), "n": jnp.int32(1)}
+    new = {"w": jnp.full(2, jnp.nan), "n": jnp.int32(2)}
+    choose = jax.jit(select_tree)
+    for finite, expected in ((True, new), (False, old)):
+        jax.tree.map(np.testing.assert_array_equal, choose(jnp.array(finite), new, old), expected)
 
 
 def test_scaling_and_unscaling_are_exact():
     scale = DynamicLossScale(2.0**15)
-    grads = {"w": jax.random.normal(jax.random.key(0), (64,)), "n": jnp.arange(3)}
+    grads = {"w": F32(np.random.default_rng(0).standard_normal(64)), "n": jnp.arange(3)}
     back = scale.unscale(scale.scale(grads))
-    np.testing.assert_array_equal(back["w"], grads["w"])
-    np.testing.assert_array_equal(back["n"], grads["n"])
+    jax.tree.map(np.testing.assert_array_equal, back, grads)
     # 2^17 itself is not finite in fp16, its product with a small gradient is.
-    half = DynamicLossScale(2.0**17).scale(jnp.float16(2.0**-10))
-    assert half.dtype == jnp.float16
+    half = DynamicLossScale(2.0**17).scale(F16(2.0**-10))
+    assert half.dtype == F16
     assert half == 128
 
-
-def test_scaling_keeps_gradients_that_fp16_loses():
-    weight = jnp.float16(1.0)
-
     def gradient(scale):
-        def loss(w):
-            # The cotangent passes through fp16, where 1e-8 is 0.
-            return scale.scale((w.astype(jnp.float32) * 1e-8).astype(jnp.float32))
-
-        return scale.unscale(jax.grad(loss)(weight).astype(jnp.float32))
+        # The cotangent passes through fp16, where 1e-8 is 0.
+        loss = lambda w: scale.scale(w.astype(F32) * 1e-8)
+        return scale.unscale(jax.grad(loss)(F16(1)).astype(F32))
 
     assert gradient(DynamicLossScale(1.0)) == 0
-    np.testing.assert_allclose(gradient(DynamicLossScale(2.0**15)), 1e-8, rtol=1e-3)
+    np.testing.assert_allclose(gradient(scale), 1e-8, rtol=1e-3)
 
 
 def test_adjust_follows_its_rule():
@@ -145,53 +204,26 @@ def test_adjust_follows_its_rule():
         scale = scale.adjust(ok)
         return scale, (scale.loss_scale, scale.counter)
 
-    last, (values, counters) = jax.jit(lambda s, f: jax.lax.scan(step, s, f))(
-        scale, jnp.array(finite)
-    )
+    run = jax.jit(lambda s, f: jax.lax.scan(step, s, f))
+    last, (values, counters) = run(scale, jnp.array(finite))
     assert list(zip(values.tolist(), counters.tolist(), strict=True)) == expected
     assert (last.period, last.factor, last.min_scale, last.max_scale) == (3, 2.0, 0.5, 16.0)
-    assert last.loss_scale.dtype == jnp.float32
-    assert last.counter.dtype == jnp.int32
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"period": 0}, "period must be at least 1, got 0"),
-        ({"factor": 1.0}, r"factor must be above 1, got 1\.0"),
-        ({"factor": float("inf")}, "factor must be finite, got inf"),
-        ({"min_scale": 0.0}, r"min_scale must be above 0, got 0\.0"),
-        ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale must be at most max_scale"),
-        ({"max_scale": 1e39}, r"max_scale must be at most .*, got 1e\+39"),
-        ({"loss_scale": np.float32("nan")}, "loss_scale must be finite, got .*nan"),
-        ({"loss_scale": np.float32(-1)}, "loss_scale must be between min_scale"),
-        ({"loss_scale": 2.0, "max_scale": 1.0}, "max_scale=1.0"),
-    ],
-)
-def test_loss_scale_refuses(options, words):
-    with pytest.raises(ValueError, match=words):
-        DynamicLossScale(**options)
-
-
-SCALES = [NoOpLossScale(), StaticLossScale(512.0), DynamicLossScale(512.0, 1, 5, 4.0, 2.0, 1024.0)]
+    assert (last.loss_scale.dtype, last.counter.dtype) == (F32, jnp.int32)
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda s: type(s).__name__)
 def test_loss_scales_keep_every_field(scale, tmp_path):
     """Through jit, scan, shard_map, donation, a checkpoint and back."""
-    import orbax.checkpoint as ocp
 
     def same(other):
         assert jax.tree.structure(other) == jax.tree.structure(scale)
-        assert [(a.dtype, a) for a in jax.tree.leaves(other)] == [
-            (a.dtype, a) for a in jax.tree.leaves(scale)
-        ]
+        typed = lambda tree: [(a.dtype, a) for a in jax.tree.leaves(tree)]
+        assert typed(other) == typed(scale)
 
     same(jax.jit(lambda s: s)(scale))
     same(jax.lax.scan(lambda s, _: (s, None), scale, length=2)[0])
     mesh = jax.make_mesh((1,), ("data",))
-    spec = jax.sharding.PartitionSpec()
-    same(jax.shard_map(lambda s: s, mesh=mesh, in_specs=spec, out_specs=spec)(scale))
+    same(jax.shard_map(lambda s: s, mesh=mesh, in_specs=P(), out_specs=P())(scale))
     tree = {"scale": scale, "step": jnp.int32(3)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "scale", tree)
@@ -212,20 +244,29 @@ def test_loss_scales_agree():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "options", "words"),
     [
-        (lambda: StaticLossScale(0.0), r"loss_scale must be above 0, got 0\.0"),
-        (lambda: StaticLossScale(float("nan")), "loss_scale must be above 0, got nan"),
-        (lambda: StaticLossScale(np.float32("inf")), "loss_scale must be at most .*inf"),
-        (lambda: StaticLossScale(1e-50), "loss_scale must be at least .*, got 1e-50"),
-        (lambda: DynamicLossScale(0.5), r"loss_scale must be between min_scale=1\.0 .*, got 0\.5"),
-        (lambda: DynamicLossScale(counter=-1), "counter must be at least 0, got -1"),
-        (lambda: DynamicLossScale(counter=np.int32(-1)), "counter must be at least 0, got -1"),
+        (DynamicLossScale, {"period": 0}, "period must be at least 1, got 0"),
+        (DynamicLossScale, {"factor": 1.0}, r"factor must be above 1, got 1\.0"),
+        (DynamicLossScale, {"factor": np.inf}, "factor must be finite, got inf"),
+        (DynamicLossScale, {"min_scale": 0.0}, r"min_scale must be above 0, got 0\.0"),
+        (DynamicLossScale, {"min_scale": 4.0, "max_scale": 2.0}, "min_scale must be at most max_s"),
+        (DynamicLossScale, {"max_scale": 1e39}, r"max_scale must be at most .*, got 1e\+39"),
+        (DynamicLossScale, {"loss_scale": np.float32("nan")}, "loss_scale must be finite, .*nan"),
+        (DynamicLossScale, {"loss_scale": np.float32(-1)}, "loss_scale must be between min_scale"),
+        (DynamicLossScale, {"loss_scale": 2.0, "max_scale": 1.0}, "max_scale=1.0"),
+        (DynamicLossScale, {"loss_scale": 0.5}, r"be between min_scale=1\.0 .*, got 0\.5"),
+        (DynamicLossScale, {"counter": -1}, "counter must be at least 0, got -1"),
+        (DynamicLossScale, {"counter": np.int32(-1)}, "counter must be at least 0, got -1"),
+        (StaticLossScale, {"loss_scale": 0.0}, r"loss_scale must be above 0, got 0\.0"),
+        (StaticLossScale, {"loss_scale": float("nan")}, "loss_scale must be above 0, got nan"),
+        (StaticLossScale, {"loss_scale": np.float32("inf")}, "loss_scale must be at most .*inf"),
+        (StaticLossScale, {"loss_scale": 1e-50}, "loss_scale must be at least .*, got 1e-50"),
     ],
 )
-def test_loss_scales_refuse(make, words):
+def test_loss_scales_refuse(make, options, words):
     with pytest.raises(ValueError, match=words):
-        make()
+        make(**options)
 
 
 @pytest.mark.parametrize("value", [True, "1024", None])
@@ -240,90 +281,146 @@ def test_loss_scales_refuse_what_is_no_number(value):
             DynamicLossScale(**{name: 1.5})
 
 
-def test_loss_scales_take_numbers_of_numpy():
+def test_loss_scales_take_numbers_of_numpy_and_what_is_no_array():
+    """JAX makes trees of shardings, names and booleans of any tree of arrays."""
     scale = DynamicLossScale(np.float64(4), np.int64(1), np.int32(3), np.float32(4), np.int8(1))
     assert scale == DynamicLossScale(scale.loss_scale, scale.counter, 3, 4.0, 1.0)
-    assert (scale.loss_scale.dtype, scale.counter.dtype) == (jnp.float32, jnp.int32)
+    assert (scale.loss_scale.dtype, scale.counter.dtype) == (F32, jnp.int32)
     assert jax.tree.structure(scale) == jax.tree.structure(DynamicLossScale(4, 1, 3, 4.0, 1.0))
-
-
-def test_loss_scales_may_hold_what_is_no_array():
-    """JAX makes trees of shardings, names and booleans of any tree of arrays."""
-    for leaf in ("data", True, None, jax.sharding.PartitionSpec()):
+    for leaf in ("data", True, None, P()):
         made = jax.tree.map(lambda _, leaf=leaf: leaf, DynamicLossScale())
         assert (made.loss_scale, made.counter, made.period) == (leaf, leaf, 2000)
 
 
-def test_select_tree_chooses_on_the_device():
-    old, new = (
-        {"w": jnp.zeros(2), "n": jnp.int32(1)},
-        {"w": jnp.full(2, jnp.nan), "n": jnp.int32(2)},
-    )
-    choose = jax.jit(select_tree)
-    for finite, expected in ((True, new), (False, old)):
-        jax.tree.map(np.testing.assert_array_equal, choose(jnp.array(finite), new, old), expected)
+# Accumulated gradients
 
 
-POLICY = Policy("float32", "bfloat16", "float16")
+def draw(seed, *shape):
+    return F32(np.random.default_rng(seed).standard_normal(shape))
 
 
-def test_wrap_casts_a_function():
-    seen = []
-
-    def f(params, x, *, n):
-        seen.append((params["w"].dtype, x.dtype, n.dtype))
-        return x * params["w"], n
-
-    out, n = POLICY.wrap(f)({"w": jnp.ones(2)}, jnp.ones(2), n=jnp.arange(2))
-    assert seen == [(jnp.bfloat16, jnp.bfloat16, jnp.int32)]
-    assert (out.dtype, n.dtype) == (jnp.float16, jnp.int32)
-    assert POLICY.wrap(f).__name__ == "f"
-    with pytest.raises(TypeError, match="got dict; of a linen module"):
-        POLICY.wrap({})  # pyright: ignore[reportArgumentType]
+PARAMS = {"w": draw(0, 5, 3), "b": draw(1, 3)}
+BATCH = {"x": draw(2, 24, 5), "label": jnp.arange(24) % 3}
 
 
-def test_wrap_casts_flax_modules():
-    from flax import linen, nnx
-
-    dense = linen.Dense(3, dtype=None)
-    x = jnp.ones((2, 4))
-    variables = dense.init(jax.random.key(0), x)
-    assert POLICY.wrap(dense.apply)(variables, x).dtype == jnp.float16
-
-    class Net(nnx.Module):
-        def __init__(self):
-            self.dense = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-            self.calls = nnx.BatchStat(jnp.float32(1))
-
-        def __call__(self, x):
-            assert self.dense.kernel.dtype == x.dtype == jnp.bfloat16
-            self.calls[...] = self.calls[...] + 2.0**-12
-            return self.dense(x)
-
-    net = Net()
-    loss = lambda net: POLICY.wrap(net)(x).astype(jnp.float32).sum()
-    grads = nnx.grad(loss)(net)
-    assert grads["dense"]["kernel"].dtype == net.dense.kernel.dtype == jnp.float32
-    assert loss(net).dtype == jnp.float32
-    assert net.calls[...] == 1 + 2.0**-11  # bf16 has no such number
-    assert net.calls.dtype == jnp.float32
+@pytest.fixture(autouse=True)
+def exact_products():
+    """GPUs multiply fp32 as such and not as tf32."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
-def test_wrap_casts_modules_that_are_pytrees():
-    """As Equinox's are, with functions among the leaves."""
+def loss_fn(params, batch):
+    logits = jnp.tanh(batch["x"].astype(params["w"].dtype)) @ params["w"] + params["b"]
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["label"][:, None], 1)
+    return -chosen.mean()
 
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Layer:
-        weight: jax.Array
-        activation: Callable
 
-        def __call__(self, x):
-            assert self.weight.dtype == x.dtype == jnp.bfloat16
-            return self.activation(x @ self.weight)
+def loss_and_labels(params, batch):
+    return loss_fn(params, batch), batch["label"]
 
-    layer = Layer(jnp.ones((2, 2)), jnp.tanh)
-    assert POLICY.wrap(layer)(jnp.ones(2)).dtype == jnp.float16
-    loss = lambda w: POLICY.wrap(dataclasses.replace(layer, weight=w))(jnp.ones(2)).sum()
-    assert jax.grad(lambda w: loss(w).astype(jnp.float32))(layer.weight).dtype == jnp.float32
-    assert layer.weight.dtype == jnp.float32
+
+def parts(k, batch=BATCH):
+    return jax.tree.map(lambda a: a.reshape(k, -1, *a.shape[1:]), batch)
+
+
+def accumulated(params, microbatches, loss=loss_fn, **options):
+    accumulate = functools.partial(jaxkern.accumulate_gradients, loss, **options)
+    return jax.jit(accumulate)(params, microbatches)
+
+
+@functools.cache
+def whole(dtype=np.float32):
+    """The loss of the whole batch and its gradients."""
+    wide = jax.tree.map(lambda a: jnp.asarray(a, dtype), PARAMS)
+    return jax.jit(jax.value_and_grad(loss_fn))(wide, BATCH)
+
+
+def assert_close(got, want, rtol=1e-6):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize("k", [1, 4, 24])
+def test_accumulated_gradients_are_those_of_the_whole_batch(k):
+    """What else the loss returns is stacked, and NaN of one microbatch is not lost."""
+    assert_close(accumulated(PARAMS, parts(k)), whole())
+    if k == 4:
+        options = {"loss": loss_and_labels, "has_aux": True}
+        (value, labels), grads = accumulated(PARAMS, parts(k), **options)
+        np.testing.assert_array_equal(labels, parts(k)["label"])
+        assert_close((value, grads), whole())
+        broken = BATCH | {"x": BATCH["x"].at[7, 0].set(jnp.nan)}
+        (value, _), grads = accumulated(PARAMS, parts(k, broken), **options)
+        assert np.isnan(value)
+        assert np.isnan(grads["b"]).all()
+
+
+def test_sums_are_in_float32():
+    """Of a bfloat16 gradient 1 and a thousand of 1/512, which bfloat16 sums would lose."""
+    slopes = jnp.array([1.0] + [2.0**-9] * 1023)
+    loss = lambda p, slope: (p * slope.astype(p.dtype)).sum()
+    _, grad = accumulated(jnp.ones((), BF16), slopes, loss)
+    assert grad.dtype == BF16
+    assert grad == BF16((1 + 1023 * 2.0**-9) / 1024)
+    accumulate = functools.partial(jaxkern.accumulate_gradients, loss_fn)
+    value, grads = jax.eval_shape(accumulate, jax.tree.map(F16, PARAMS), parts(4))
+    assert value.dtype == grads["w"].dtype == F16
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), PARAMS)
+        assert_close(accumulated(wide, parts(4)), whole(np.float64), 1e-12)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_shard_map_the_devices_exchange_their_sums_once(check_vma):
+    """After the loop: one sum of each gradient and of the loss, in float32."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    axes = ("data", "model")
+    accumulate = functools.partial(jaxkern.accumulate_gradients, loss_fn, axis_name=axes)
+    specs = {"in_specs": (P(), P(None, axes)), "out_specs": P()}
+    step = jax.jit(jax.shard_map(accumulate, mesh=mesh, **specs, check_vma=check_vma))
+    params = jax.tree.map(BF16, PARAMS)
+    got = step(params, parts(2))
+    assert {g.dtype for g in jax.tree.leaves(got)} == {jnp.dtype(BF16)}
+    want = jax.value_and_grad(loss_fn)(jax.tree.map(F32, params), BATCH)
+    assert_close(jax.tree.map(F32, got), want, 2e-2)
+    text = step.lower(params, parts(2)).as_text()
+    reductions = re.findall(r'"stablehlo.all_reduce".*?\}\) : \((tensor<[^>]*>)', text, re.DOTALL)
+    assert sorted(reductions) == ["tensor<3xf32>", "tensor<5x3xf32>", "tensor<f32>"]
+    lines = [line for line in text.splitlines() if "all_reduce" in line or ".while" in line]
+    assert "while" in lines[0]
+    indents = {len(line) - len(line.lstrip()) for line in lines}
+    assert len(indents) == 1, "none is inside the loop"
+
+
+ONES = jnp.ones((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("params", "microbatches", "options", "error", "words"),
+    [
+        (PARAMS, {}, {}, ValueError, "microbatches must be arrays .*of no array"),
+        (PARAMS, {"a": jnp.ones((0, 2))}, {}, ValueError, r"microbatches must be arrays .*\(0,\)"),
+        (PARAMS, {"a": ONES, "b": ONES.T}, {}, ValueError, r"be arrays .*\(2,\), \(3,\)"),
+        (PARAMS, jnp.float32(1), {}, ValueError, r"microbatches must be arrays .*\(\)"),
+        ({"w": 1}, ONES, {}, TypeError, r"^params\['w'\] must be a floating array, got int"),
+        ({"w": "one"}, ONES, {}, TypeError, r"^params\['w'\] must be a floating array, got str"),
+        ({"w": jnp.arange(3)}, ONES, {}, TypeError, "must be a floating array, got int32"),
+        (PARAMS, ONES, {"has_aux": "no"}, TypeError, "has_aux must be True or False, got 'no'"),
+        (PARAMS, ONES, {"axis_name": 3}, TypeError, "must be a mesh axis's name or .*, got 3"),
+        (PARAMS, ONES, {"axis_name": "x"}, ValueError, "must name an axis of .* 'x' is none"),
+    ],
+)
+def test_accumulation_refuses(params, microbatches, options, error, words):
+    with pytest.raises(error, match=words):
+        jaxkern.accumulate_gradients(loss_fn, params, microbatches, **options)
+
+
+def test_accumulation_takes_python_floats_and_complex_parameters():
+    loss = lambda params, x: params["w"] * jnp.abs(params["c"]) * x.sum()
+    params = {"w": 2.0, "c": jnp.complex64(1j)}
+    value, grads = jaxkern.accumulate_gradients(loss, params, ONES)
+    assert (value, grads["w"], grads["c"].dtype) == (6, 3, jnp.complex64)
