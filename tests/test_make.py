@@ -21,7 +21,7 @@ case "$1 $2" in
 "-m pip")
     echo "${{@: -1}} by ${{@: -3:1}}" >>calls
     if [[ -f pip-fails ]]; then cat pip-fails; exit 1; fi ;;
-"-m "* | .site/* | .make/*.py) echo "$@" >>calls ;;
+"-m "* | .site/* | .make/*) echo "$@" >>calls ;;
 esac
 """
 TOOLS = "awk bash cat cksum cp df dirname grep make mkdir paste rm sort tail tee tr"
