@@ -12,6 +12,8 @@ from jaxkern.ops.causal_conv1d import backward, causal_conv1d_reference, forward
 from jaxkern.ops.causal_conv1d.tiles import Tiles
 from tests import check, sequences
 
+KERNELS = "causal_conv1d_fwd", "causal_conv1d_bwd"
+
 
 def oracle(x, weight, bias, state, dout, activation=None, segment_ids=None, dfinal=None):
     """Output and gradients in NumPy, one tap at a time; with `dfinal` the last inputs, too."""
@@ -64,38 +66,26 @@ def convolve(x, weight, bias=None, state=None, **options):
     return jaxkern.causal_conv1d(x, weight, bias, initial_state=state, **options)
 
 
-def check_case(arrays, implementation, *, ids=None, activation="silu", rounding=None, final=False):
+def check_case(arrays, implementation, *, ids=None, activation="silu", rounding=None):
+    """Of the output and the last inputs, and all gradients."""
     x, _, _, state = arrays
     rng = np.random.default_rng(17)
-    draw = lambda like: jnp.asarray(rng.normal(size=like.shape).astype(like.dtype))
-    cotangents = (draw(x), draw(state)) if final else (draw(x),)
+    cotangents = tuple(jnp.asarray(rng.normal(size=v.shape).astype(x.dtype)) for v in (x, state))
     options = {"activation": activation, "segment_ids": ids}
+    how = {"implementation": implementation, "return_final_state": True}
     with check.running(implementation):
-        got = check.value_and_grads(
-            convolve,
-            arrays,
-            cotangents if final else cotangents[0],
-            implementation=implementation,
-            return_final_state=final,
-            **options,
-        )
-    of_two = lambda *args, **options: oracle(*args[:-1], **options, dfinal=args[-1])
-    of = of_two if final else oracle
+        got = check.value_and_grads(convolve, arrays, cotangents, **options, **how)
+    of = lambda *args, **options: oracle(*args[:-1], **options, dfinal=args[-1])
     sequences.check_results(got, of, arrays, cotangents, rounding, **options)
 
 
-@check.BOTH
-def test_causal_conv1d_accuracy(implementation):
-    """The last inputs and their gradient, too."""
-    check_case(inputs(2, 9, 130, 4), implementation, final=True)
-
-
-@check.WHOLE
-@pytest.mark.parametrize(
-    ("size", "activation"),
-    [((1, 1, 3, 4), "silu"), ((2, 2, 5, 8), None), ((1, 5, 3, 1), "silu"), ((3, 17, 130, 2), None)],
+@check.sizes(
+    *[(2, 9, 130, 4), (1, 1, 3, 4), (2, 2, 5, 8), (1, 5, 3, 1), (3, 17, 130, 2)],
+    interpreted=[(2, 9, 130, 4)],
 )
-def test_causal_conv1d_accuracy_at_the_ends(size, activation, implementation):
+def test_causal_conv1d_accuracy(size, implementation):
+    """The last inputs and their gradient, too, of sequences as short as one token."""
+    activation = None if size[-1] in (2, 8) else "silu"
     check_case(inputs(*size), implementation, activation=activation)
 
 
@@ -106,7 +96,7 @@ def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
     twice = Tiles(rows=4, stages=2, chunks=4, warpgroups=2, tiles_each=2)
     monkeypatch.setattr(forward, "forward_tiles", lambda *_: tiles)
     monkeypatch.setattr(backward, "backward_tiles", lambda *_: twice)
-    check_case(inputs(1, 35, 3, 3), implementation, ids=segments_of(1, 35), final=True)
+    check_case(inputs(1, 35, 3, 3), implementation, ids=segments_of(1, 35))
 
 
 @pytest.mark.compiled
@@ -121,23 +111,18 @@ def test_causal_conv1d_accuracy_compiled(length, dim, packed):
 @pytest.mark.compiled
 @pytest.mark.parametrize("width", range(1, 9))
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_causal_conv1d_widths_compiled(width, activation):
-    arrays = inputs(2, 300, 260, width)
-    for ids in (None, segments_of(2, 300)):
-        check_case(arrays, "mosaic", activation=activation, ids=ids)
+@pytest.mark.parametrize("packed", [False, True])
+def test_causal_conv1d_widths_compiled(width, activation, packed):
+    ids = segments_of(2, 300) if packed else None
+    check_case(inputs(2, 300, 260, width), "mosaic", activation=activation, ids=ids)
 
 
 @pytest.mark.compiled
-def test_causal_conv1d_many_short_sequences():
-    """A block of the backward adds up several of them."""
-    check_case(inputs(5003, 5, 130, 4), "mosaic")
-
-
-@pytest.mark.compiled
-def test_causal_conv1d_large_sums():
-    """Where SiLU is flat and where it is steep, its slope is exact to fp32."""
-    x, weight, bias, state = inputs(2, 200, 256, 4)
-    check_case((30 * x, weight, bias, 30 * state), "mosaic")
+@pytest.mark.parametrize(("size", "scale"), [((5003, 5, 130, 4), 1), ((2, 200, 256, 4), 30)])
+def test_causal_conv1d_many_sequences_and_large_sums(size, scale):
+    """A block adds up several sequences; SiLU's slope is exact where it is flat and steep."""
+    x, weight, bias, state = inputs(*size)
+    check_case((scale * x, weight, bias, scale * state), "mosaic")
 
 
 @check.sizes((2, 20, 7, 4), gpu=[(2, 300, 7, 4), (2, 300, 1024, 4)])
@@ -192,11 +177,17 @@ def test_causal_conv1d_bad_input_stays_alone(implementation):
         np.testing.assert_array_equal(bad_dx[others], dx[others])
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(1, "float32"), (3, "float32"), (4, "bfloat16")])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        pytest.param(1, "float32", marks=pytest.mark.exhaustive),
+        (3, "float32"),
+        (4, "bfloat16"),
+    ],
+)
 def test_causal_conv1d_is_its_steps(width, dtype):
-    """Outputs, the last inputs and the gradients of every argument."""
+    """Outputs, the last inputs and, in fp32, the gradients of every argument."""
     arrays = inputs(2, 5, 3, width, dtype)
-    cotangents = arrays[0], arrays[3]
 
     def stepped(x, weight, bias, state):
         outs = []
@@ -205,15 +196,15 @@ def test_causal_conv1d_is_its_steps(width, dtype):
             outs.append(out)
         return jnp.stack(outs, 1), state
 
-    (out, after), grads = check.value_and_grads(stepped, arrays, cotangents)
-    options = {"activation": "silu", "return_final_state": True}
-    (want, final), want_grads = check.value_and_grads(convolve, arrays, cotangents, **options)
+    whole = functools.partial(convolve, activation="silu", return_final_state=True)
+    (out, after), (want, final) = (jax.jit(f)(*arrays) for f in (stepped, whole))
     assert out.dtype == after.dtype == final.dtype == arrays[0].dtype
     check.assert_close(out, want, 1e-6 if dtype == "float32" else 4e-3)
     np.testing.assert_array_equal(after, final)
     np.testing.assert_array_equal(final, arrays[0][:, 5 - (width - 1) :])
     if dtype == "float32":
-        check.assert_close(grads, want_grads, 1e-6)
+        grads = lambda f: check.value_and_grads(f, arrays, (arrays[0], arrays[3]))[1]
+        check.assert_close(grads(stepped), grads(whole), 1e-6)
 
 
 def test_causal_conv1d_float64():
@@ -248,30 +239,21 @@ def test_causal_conv1d_errors():
         jaxkern.causal_conv1d_step(x[:, :3], x, weight)
 
 
-def lowered(run, *arrays):
-    return jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-
-
 @pytest.mark.parametrize(
-    ("size", "dtype"),
+    ("size", "dtype", "names"),
     [
-        ((1, 300, 287, 5), "bfloat16"),
-        pytest.param((2, 300, 2048, 4), "float32", marks=pytest.mark.exhaustive),
+        ((1, 64, 127, 4), "float32", []),  # too few channels
+        pytest.param((1, 300, 287, 5), "bfloat16", KERNELS, marks=pytest.mark.exhaustive),
+        pytest.param((2, 300, 2048, 4), "float32", KERNELS, marks=pytest.mark.exhaustive),
     ],
 )
-def test_causal_conv1d_lowers_for_cuda(size, dtype):
+def test_causal_conv1d_lowers_for_cuda(size, dtype, names):
     """The kernels' layouts are accepted, with no GPU here."""
     f = functools.partial(convolve, activation="silu", segment_ids=segments_of(*size[:2]))
-    loss = lambda *a: f(*a).astype(jnp.float32).sum()
-    text = lowered(jax.value_and_grad(loss, (0, 1, 2, 3)), *inputs(*size, dtype))
-    assert "causal_conv1d_fwd" in text
-    assert "causal_conv1d_bwd" in text
-
-
-def test_kernels_of_few_channels_are_not_chosen():
-    """Of 128 they are, as the transformation ``export`` shows."""
-    text = lowered(jax.grad(lambda *a: convolve(*a).sum()), *inputs(1, 64, 127, 4))
-    assert not check.kernel_calls(text)
+    run = jax.jit(jax.grad(lambda *a: f(*a).astype(jnp.float32).sum(), (0, 1, 2, 3)))
+    text = run.trace(*inputs(*size, dtype)).lower(lowering_platforms=("cuda",)).as_text()
+    assert bool(check.kernel_calls(text)) == bool(names)
+    assert all(name in text for name in names)
 
 
 @pytest.mark.compiled
@@ -314,7 +296,7 @@ CAUSAL_CONV1D = check.Op(
         x, w, b, initial_state=s, activation="silu"
     ),
     arrays=lambda key: inputs(4, 4, 128, 2, seed=3),
-    kernels=("causal_conv1d_fwd", "causal_conv1d_bwd"),
+    kernels=KERNELS,
     axes="bld dw d bwd -> bld",
     features="l",
     channels="d",

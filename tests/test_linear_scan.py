@@ -70,6 +70,9 @@ def check_case(arrays, implementation=None, reverse=False, tiles=None):
         return out, grads[: len(got[1])]
 
     sequences.check_results(got, of_given, given, [dout], rounding=1e-6, reverse=reverse)
+    if b.dtype == jnp.bfloat16:  # fp32's errors change the rounding of few elements
+        out, _ = oracle(*(np.asarray(v, np.float32) for v in (*given, dout)), reverse)
+        check.assert_close(got[0], out.astype(b.dtype), 3e-4)
 
 
 REVERSE = pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
@@ -118,17 +121,12 @@ def test_linear_scan_without_initial_state(implementation):
     check_case((*inputs(1, 5, 3)[:2], None), implementation)
 
 
-TILES = [
-    ((2, 7, 150), Tiles(3, bwd_stages=2, parts=2), True),
-    ((1, 10, 1), Tiles(1, fwd_stages=2, parts=10), False),  # more carries than are loaded at once
-]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(("size", "tiles", "reverse"), TILES)
-def test_linear_scan_tiles(size, tiles, reverse):
-    """However the sequence is cut, with steps left over or none; without an initial state."""
-    check_case((*inputs(*size)[:2], None), reverse=reverse, tiles=tiles)
+@pytest.mark.parametrize("reverse", [exhaustive(False), True])
+def test_linear_scan_tiles(reverse):
+    """However the sequence is cut, with steps left over; without an initial state."""
+    tiles = Tiles(3, bwd_stages=2, parts=2)
+    check_case((*inputs(2, 7, 150)[:2], None), reverse=reverse, tiles=tiles)
 
 
 @pytest.mark.compiled
@@ -160,8 +158,7 @@ def test_linear_scan_reference_in_float64(reverse):
 
 
 def test_linear_scan_complex():
-    """S5's complex rates, from plain JAX: h as NumPy has it, slopes along real and imaginary a."""
-    reverse = True
+    """S5's complex rates, from plain JAX: h, and slopes along real and imaginary a."""
     real, imaginary = inputs(2, 13, 3, seed=1), inputs(2, 13, 3, seed=2)
     a, b, state = (x + 1j * y for x, y in zip(real, imaginary, strict=True))
     a = 0.7 * a
@@ -169,22 +166,15 @@ def test_linear_scan_complex():
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
     def run(a_real, a_imaginary):
-        out = scan(a_real + 1j * a_imaginary, b, state, reverse=reverse)
+        out = scan(a_real + 1j * a_imaginary, b, state, reverse=True)
         return jnp.sum(jnp.real(out * jnp.conj(b))), out
 
     grads, out = run(a.real, a.imag)
     assert out.dtype == jnp.complex64
     wide = [np.asarray(v, np.complex128) for v in (a, b, state)]
-    want, _ = oracle(*wide, wide[1], reverse)
-    assert np.linalg.norm(out - want) <= 1e-6 * np.linalg.norm(want)
-
-    def slope(a, da, h=1e-6):
-        ends = [oracle(a + s * h * da, *wide[1:], wide[1], reverse)[0] for s in (1, -1)]
-        return np.sum(((ends[0] - ends[1]) * np.conj(wide[1])).real) / (2 * h)
-
-    for grad, unit in zip(grads, (1, 1j), strict=True):
-        step = np.asarray(real[1], np.float64)
-        np.testing.assert_allclose(np.sum(grad * step), slope(wide[0], unit * step), rtol=1e-4)
+    want, (da, *_) = oracle(*wide, np.conj(wide[1]), reverse=True)
+    truth = want.real, want.imag, da.real, -da.imag
+    check.assert_close((out.real, out.imag, *grads), truth, 1e-6)
     with pytest.raises(NotImplementedError, match="a is complex64, and the kernels take"):
         scan(a, b, state, implementation="mosaic")
 
@@ -258,29 +248,23 @@ def test_linear_scan_oracle_by_finite_differences():
 # What the recurrence promises
 
 
-CUT = pytest.mark.parametrize("tiles", [None, Tiles(2, parts=3)], ids=["", "parts"])
-"""Plain JAX, and kernels that cut 6 steps into 3 parts."""
-
-
 @pytest.mark.gpu
-@CUT
+@pytest.mark.parametrize("tiles", [None, Tiles(2, fwd_stages=2, parts=9)], ids=["", "parts"])
 def test_linear_scan_of_extremes(tiles):
-    """One program: all cases have one shape."""
-    a, b, state = inputs(2, 6, 3)
+    """By one program; the kernels' parts, of 2 steps, are more than are folded at once."""
+    a, b, state = inputs(2, 18, 3)
     ones, zeros = jnp.ones_like(a), jnp.zeros_like(a)
     run = functools.partial(check.value_and_grads, scan, implementation=None, reverse=False)
     run = functools.partial(run, tiles=tiles)
-    # a = 0 forgets: what comes after a reset is a run of its own.
-    reset = a.at[:, 3].set(0.0)
-    check_case((reset, b, state), tiles=tiles)
-    # Even if growth came before: within the first part the product overflows and is forgotten.
-    grows = reset.at[0, :2, 0].set(jnp.array([1e30, 0.0])), b.at[0, 0, 0].set(1e-30)
-    grows = grows[0].at[0, 2:4, 1].set(jnp.array([1e38, 0.0])), grows[1].at[0, 2, 1].set(0.0)
-    check_case((*grows, state), tiles=tiles)
+    # a = 0 forgets, even if growth came before, in one part: the product overflows.
+    grows, small = a.at[:, 3].set(0.0), b.at[0, 0, 0].set(1e-30).at[0, 2, 1].set(0.0)
+    grows = grows.at[0, :2, 0].set(jnp.array([1e30, 0.0]))
+    grows = grows.at[0, 2:4, 1].set(jnp.array([1e38, 0.0]))
+    check_case((grows, small, state), tiles=tiles)
     # Decays whose product is below fp32's range hand on 0.
     check_case((1e-25 * a, b, state), tiles=tiles)
     # A product that overflows does not touch a state that is 0.
-    last, dout = zeros.at[:, 5].set(3.0), zeros.at[:, 0].set(2.0)
+    last, dout = zeros.at[:, -1].set(3.0), zeros.at[:, 0].set(2.0)
     out, (da, db, dstate) = run((1e25 * ones, last, 0 * state), dout)
     np.testing.assert_array_equal(out, last)
     np.testing.assert_array_equal(da, 0.0)
@@ -288,8 +272,8 @@ def test_linear_scan_of_extremes(tiles):
     np.testing.assert_allclose(dstate, 2e25, rtol=1e-6)
     # 0 · inf is NaN: a reset does not forget an infinite state.
     out, _ = run((ones.at[0, 4, 0].set(0.0), ones.at[0, 1, 0].set(jnp.inf), 0 * state), ones)
-    np.testing.assert_array_equal(out[0, :, 0], [1, np.inf, np.inf, np.inf, np.nan, np.nan])
-    np.testing.assert_array_equal(out[0, :, 1], np.arange(1.0, 7))
+    np.testing.assert_array_equal(out[0, :6, 0], [1, np.inf, np.inf, np.inf, np.nan, np.nan])
+    np.testing.assert_array_equal(out[0, :, 1], np.arange(1.0, 19))
     # A NaN leaves every other channel, row and earlier step alone.
     others = np.ones((2, 3), bool)
     others[1, 2] = False
@@ -414,7 +398,9 @@ def test_rows_of_lanes_hold_what_is_copied(dtype):
         assert (row == width) == (dim % unit == 0)
 
 
-@pytest.mark.parametrize(("dim", "by_lanes"), [(100, True), (129, True), (136, False)])
+@pytest.mark.parametrize(
+    ("dim", "by_lanes"), [(100, True), exhaustive(129, True), exhaustive(136, False)]
+)
 def test_lanes_copy_rows_that_the_tma_cannot(dim, by_lanes):
     a, b, state = inputs(1, 16, dim, "bfloat16")
     run = value_and_gradients(Options(False, "mosaic"))
