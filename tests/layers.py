@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +25,10 @@ BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 
 def sparsely(names, *axes, of=None):
-    """Parametrizes by a product, of which a part that has every value of every axis is default.
-
-    That is one in `of`, by default in as many as the longest axis has: then all combinations of
-    the other axes are in it once.
-    """
+    """Parametrizes by a product, of which one in `of` is default: every value of every axis."""
     axes = [list(axis) for axis in axes]
-    of = of or max(map(len, axes))
+    longest = max(map(len, axes))
+    of = of or min(longest, math.prod(map(len, axes)) // longest)
     cases = [
         pytest.param(
             *(axis[i] for axis, i in zip(axes, at, strict=True)),

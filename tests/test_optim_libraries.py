@@ -26,10 +26,19 @@ OPTIONS = {
     "master": {"master_dtype": F32},
     "8-bit": {"mu_dtype": "int8", "nu_dtype": "uint8"},
 }
+INPUTS = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
-def inputs():
-    return jax.random.normal(jax.random.key(0), (8, 64))
+def options_of(names, default):
+    """Parametrizes by the name of the options, of which some are in the default suite."""
+    marks = {name: () if name in default else EXHAUSTIVE for name in names}
+    cases = [pytest.param(name, marks=mark) for name, mark in marks.items()]
+    return pytest.mark.parametrize("name", cases)
+
+
+def adamw(name):
+    return jaxkern.fused_adamw(1e-2, **OPTIONS[name])
 
 
 class Net(nnx.Module):
@@ -47,7 +56,10 @@ class Net(nnx.Module):
 
 
 def nnx_loss(model):
-    return ((model(inputs()) - 1.0) ** 2).mean()
+    return ((model(INPUTS) - 1.0) ** 2).mean()
+
+
+nnx_grad = nnx.jit(nnx.grad(nnx_loss))
 
 
 @nnx.jit(donate_argnums=(0, 1))
@@ -58,8 +70,8 @@ def nnx_step(model, optimizer):
 
 
 @nnx.jit
-def nnx_update(model, optimizer, grads):
-    optimizer.update(model, grads)
+def nnx_update(model, optimizer, grads, **how):
+    optimizer.update(model, grads, **how)
 
 
 def gradients(params, step):
@@ -67,27 +79,22 @@ def gradients(params, step):
     return jax.tree.map(lambda p: jnp.asarray(draw(p), p.dtype), params)
 
 
-def arrays(tree):
-    return jax.tree.map(lambda a: np.float64(a), jax.tree.leaves(tree))
-
-
 def assert_close(got, want, rtol=1e-6):
-    for a, b in zip(arrays(got), arrays(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-7)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=rtol, atol=1e-7)
 
 
 # nnx
 
 
-@pytest.mark.parametrize("name", ["plain", "folded", "master"])
+@options_of(("plain", "folded", "master"), default=["master"])
 def test_nnx_steps_are_those_of_the_unfused_optimizer(name):
     """In the same places, so that one's checkpoint is the other's."""
     dtype = BF16 if name == "master" else F32
     trained = []
     for make in (Optimizer, nnx.Optimizer):
         model = Net(dtype)
-        optimizer = make(model, jaxkern.fused_adamw(1e-2, **OPTIONS[name]), wrt=nnx.Param)
-        model(inputs())
+        optimizer = make(model, adamw(name), wrt=nnx.Param)
         for i in range(3):
             nnx_update(model, optimizer, gradients(nnx.state(model, nnx.Param), i))
         trained.append((nnx.state(model), nnx.state(optimizer)))
@@ -97,24 +104,36 @@ def test_nnx_steps_are_those_of_the_unfused_optimizer(name):
     if name == "master":  # which updates in bfloat16 do not add up to
         theirs[0].update(jax.tree.map(BF16, nnx.as_pure(ours[1]["opt_state"]["master"])))
     assert_close(ours[0], theirs[0])
-    assert ours[0]["calls"][...] == 1
     assert ours[1]["step"][...] == 3
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@options_of(OPTIONS, default=["8-bit"])
 def test_nnx_state_keeps_its_structure(name):
     """Averages in 8 bits and absent master copies stay what they are."""
     model = Net(BF16)
-    optimizer = Optimizer(model, jaxkern.fused_adamw(1e-2, **OPTIONS[name]), wrt=nnx.Param)
+    optimizer = Optimizer(model, adamw(name), wrt=nnx.Param)
     before = jax.tree.structure(nnx.state(optimizer))
     first, *_, last = [nnx_step(model, optimizer) for _ in range(4)]
     assert jax.tree.structure(nnx.state(optimizer)) == before
     assert last < first
+    assert model.calls[...] == 4
     if name == "8-bit":
         assert optimizer.opt_state.mu["first"]["kernel"].get_value().codes.dtype == jnp.int8
     restored = Optimizer(Net(BF16), optimizer.tx, wrt=nnx.Param)
     nnx.update(restored, nnx.state(optimizer))
     assert_close(nnx.state(restored), nnx.state(optimizer))
+
+
+def kernel_text(step, *arguments, donate):
+    program = jax.jit(step, donate_argnums=donate).trace(*arguments)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    return re.sub(r'module = "[^"]*"', "", text)
+
+
+def assert_in_place(text):
+    """One kernel, which overwrites the weights and the momentum of four leaves."""
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("output_operand_alias<") == 2 * 4
 
 
 def test_nnx_optimizer_works_in_place(monkeypatch):
@@ -132,44 +151,30 @@ def test_nnx_optimizer_works_in_place(monkeypatch):
         nnx_step.__wrapped__(model, optimizer)
         return nnx.state(model), nnx.state(optimizer)
 
-    text = kernel_text(step, nnx.split(model), nnx.split(optimizer), donate=(0, 1))
-    assert text.count("custom_call @mosaic_gpu") == 1
-    assert text.count("output_operand_alias<") == 2 * 4
+    assert_in_place(kernel_text(step, nnx.split(model), nnx.split(optimizer), donate=(0, 1)))
 
 
-def kernel_text(step, *arguments, donate):
-    program = jax.jit(step, donate_argnums=donate).trace(*arguments)
-    text = program.lower(lowering_platforms=("cuda",)).as_text()
-    return re.sub(r'module = "[^"]*"', "", text)
-
-
-def test_nnx_loss_scale():
+def test_nnx_loss_scale_and_norm():
     """Unscaled in the pass; a step of no finite gradients is left out and the scale halved."""
-    model = Net()
+    model, scale = Net(), DynamicLossScale(1024.0)
+    params = nnx.state(model, nnx.Param)
     tx = jaxkern.fused_adamw(1e-2, skip_nonfinite=True)
-    optimizer = Optimizer(model, tx, wrt=nnx.Param)
-    scale = DynamicLossScale(1024.0)
-
-    @nnx.jit
-    def step(model, optimizer, scale, factor):
-        grads = nnx.grad(lambda m: scale.scale(nnx_loss(m)) * factor)(model)
-        optimizer.update(model, grads, loss_scale=scale)
-        return scale.adjust(optimizer.opt_state.last_finite[...])
-
-    scale = step(model, optimizer, scale, 1.0)
-    plain = Net()
+    optimizer, plain = Optimizer(model, tx, wrt=nnx.Param), Net()
     unscaled = Optimizer(plain, tx, wrt=nnx.Param)
-    unscaled.update(plain, nnx.grad(nnx_loss)(plain))
+    grads = nnx_grad(plain)
+    scaled = jax.tree.map(lambda g: 1024 * g, grads)
+    nnx_update(plain, unscaled, grads)
+    nnx_update(model, optimizer, scaled, loss_scale=scale)
     assert_close(nnx.state(model, nnx.Param), nnx.state(plain, nnx.Param), rtol=1e-5)
-    before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
-    after = step(model, optimizer, scale, np.inf)
+    before = jax.tree.map(np.asarray, params)
+    infinite = jax.tree.map(lambda g: np.inf * g, grads)
+    nnx_update(model, optimizer, infinite, loss_scale=scale)
     assert_close(nnx.state(model, nnx.Param), before)
-    assert (scale.loss_scale, after.loss_scale) == (1024.0, 512.0)
+    assert scale.adjust(optimizer.opt_state.last_finite[...]).loss_scale == 512.0
     assert optimizer.opt_state.total_notfinite[...] == 1
     known = Optimizer(plain, jaxkern.fused_sgd(1.0, clip_norm=1.0), wrt=nnx.Param)
     before = nnx.as_pure(nnx.state(plain, nnx.Param))
-    grads = nnx.grad(nnx_loss)(plain)
-    known.update(plain, grads, grad_norm=4 * optax.tree.norm(nnx.as_pure(grads)))
+    nnx_update(plain, known, grads, grad_norm=4 * optax.tree.norm(nnx.as_pure(grads)))
     moved = jax.tree.map(jnp.subtract, nnx.as_pure(nnx.state(plain, nnx.Param)), before)
     np.testing.assert_allclose(optax.tree.norm(moved), 0.25, rtol=1e-5)
 
@@ -181,7 +186,7 @@ def test_nnx_refuses_wrong_calls():
             Optimizer(model, other, wrt=nnx.Param)
     with pytest.raises(TypeError, match="wrt"):
         Optimizer(model, tx)
-    optimizer, grads = Optimizer(model, tx, wrt=nnx.Param), nnx.grad(nnx_loss)(model)
+    optimizer, grads = Optimizer(model, tx, wrt=nnx.Param), nnx_grad(model)
     with pytest.raises(TypeError, match="grads"):
         optimizer.update(grads)
     with pytest.raises(TypeError, match=r"call update\(model, grads\)"):
@@ -200,9 +205,10 @@ def test_nnx_refuses_wrong_calls():
     pure = nnx.as_pure(optimizer.opt_state)
     with pytest.raises(ValueError, match=r"holds nnx\.Variables"):
         jaxkern.apply(tx, grads, pure, params)
-    jaxkern.apply(tx, nnx.as_pure(grads), pure, nnx.as_pure(params))
+    step = functools.partial(jaxkern.apply, tx)
+    jax.eval_shape(step, nnx.as_pure(grads), pure, nnx.as_pure(params))
     coded = nnx.Optimizer(model, jaxkern.fused_adam(1e-2, mu_dtype="int8"), wrt=nnx.Param)
-    coded.update(model, grads)
+    nnx_update(model, coded, grads)
     with pytest.raises(ValueError, match=r"use jaxkern.nn.flax.Optimizer"):
         coded.update(model, grads)
 
@@ -216,23 +222,18 @@ class Mlp(linen.Module):
         return linen.Dense(4)(jnp.tanh(linen.Dense(64)(x)))
 
 
-def linen_step(state, **kwargs):
-    loss = lambda p: ((state.apply_fn({"params": p}, inputs()) - 1.0) ** 2).mean()
-    return state.apply_gradients(grads=jax.grad(loss)(state.params), **kwargs)
-
-
 def linen_state(make, tx, **fields):
-    params = Mlp().init(jax.random.key(1), inputs())["params"]
-    return make.create(apply_fn=Mlp().apply, params=params, tx=tx, **fields)
+    shapes = jax.eval_shape(Mlp().init, jax.random.key(1), INPUTS)["params"]
+    return make.create(apply_fn=Mlp().apply, params=gradients(shapes, 9), tx=tx, **fields)
 
 
-@pytest.mark.parametrize("name", ["plain", "folded", "8-bit"])
+@options_of(("plain", "folded", "8-bit"), default=["8-bit"])
 def test_linen_steps_are_those_of_the_unfused_state(name):
-    tx = jaxkern.fused_adamw(1e-2, **OPTIONS[name])
-    ours, theirs = linen_state(TrainState, tx), linen_state(train_state.TrainState, tx)
+    states = [linen_state(make, adamw(name)) for make in (TrainState, train_state.TrainState)]
     step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     for i in range(3):
-        ours, theirs = (step(s, gradients(s.params, i)) for s in (ours, theirs))
+        states = [step(state, gradients(state.params, i)) for state in states]
+    ours, theirs = states
     assert_close(ours.params, theirs.params)
     assert ours.step == 3
     assert jax.tree.structure(ours.opt_state) == jax.tree.structure(theirs.opt_state)
@@ -240,14 +241,16 @@ def test_linen_steps_are_those_of_the_unfused_state(name):
 
 def test_linen_state_works_in_place(monkeypatch):
     monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
-    tx = jaxkern.fused_sgd(1e-2, 0.9, True)
-    state = linen_state(TrainState, tx).replace(step=jnp.int32(0))
-    text = kernel_text(linen_step, state, donate=0)
-    assert text.count("custom_call @mosaic_gpu") == 1
-    assert text.count("output_operand_alias<") == 2 * 4
-    donated = jax.tree.leaves(state)
+    state = linen_state(TrainState, jaxkern.fused_sgd(1e-2, 0.9, True)).replace(step=jnp.int32(0))
+
+    def step(state):
+        loss = lambda p: ((state.apply_fn({"params": p}, INPUTS) - 1.0) ** 2).mean()
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    text, donated = kernel_text(step, state, donate=0), jax.tree.leaves(state)
+    assert_in_place(text)
     assert text.count("tf.aliasing_output") == len(donated)
-    jax.jit(linen_step, donate_argnums=0)(state)
+    jax.jit(step, donate_argnums=0)(state)
     assert all(a.is_deleted() for a in donated)
 
 
@@ -260,12 +263,15 @@ def test_linen_options_and_fields():
     tx = jaxkern.fused_adamw(1e-2, skip_nonfinite=True)
     state = linen_state(WithScale, tx, scale=DynamicLossScale(8.0))
     grads = jax.tree.map(jnp.ones_like, state.params)
-    scaled = state.apply_gradients(
-        grads=jax.tree.map(lambda g: 8.0 * g, grads),
-        loss_scale=state.scale,
-        scale=state.scale.adjust(jnp.array(False)),
-    )
-    assert_close(scaled.params, state.apply_gradients(grads=grads).params)
+
+    @jax.jit
+    def both(state, grads):
+        scaled = jax.tree.map(lambda g: 8.0 * g, grads)
+        how = {"loss_scale": state.scale, "scale": state.scale.adjust(jnp.array(False))}
+        return state.apply_gradients(grads=scaled, **how), state.apply_gradients(grads=grads)
+
+    scaled, plain = both(state, grads)
+    assert_close(scaled.params, plain.params)
     assert scaled.scale.loss_scale == 4.0
     for other in (optax.adam(1e-2), optax.chain(tx)):
         with pytest.raises(TypeError, match=r"TrainState: tx must be jaxkern.fused_adamw"):
@@ -279,45 +285,37 @@ def test_linen_parameters_that_gradients_overwrite():
     name = "_overwrite_with_gradient"
     params = {"params": {"w": jnp.ones(3)}, name: {"scale": jnp.ones(2)}}
     grads = {"params": {"w": jnp.ones(3)}, name: {"scale": jnp.full(2, 7.0)}}
-    tx = jaxkern.fused_sgd(0.5)
     states = [
-        make.create(apply_fn=None, params=params, tx=tx).apply_gradients(grads=grads)
+        make.create(apply_fn=None, params=params, tx=jaxkern.fused_sgd(0.5))
         for make in (TrainState, train_state.TrainState)
     ]
-    assert_close(states[0], states[1])
-    np.testing.assert_array_equal(states[0].params[name]["scale"], 7.0)
+    ours, theirs = (state.apply_gradients(grads=grads) for state in states)
+    assert_close(ours, theirs)
+    np.testing.assert_array_equal(ours.params[name]["scale"], 7.0)
 
 
 # Equinox
 
 
-def mlp():
-    return eqx.nn.MLP(64, 3, 64, 1, key=jax.random.key(0))
-
-
-def equinox_loss(model):
-    return ((jax.vmap(model)(inputs()) - 1.0) ** 2).mean()
-
-
 def test_equinox_steps_are_those_of_two_passes():
     tx = jaxkern.fused_adamw(1e-2, clip_norm=0.5)
+    make = lambda: eqx.nn.MLP(64, 3, 64, 1, key=jax.random.key(0))
 
     @eqx.filter_jit
-    def two_passes(model, state):
-        grads = eqx.filter_grad(equinox_loss)(model)
+    def two_passes(model, state, grads):
         updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
         return eqx.apply_updates(model, updates), state
 
-    @eqx.filter_jit(donate="all")
-    def one_pass(model, state):
-        return apply_gradients(tx, eqx.filter_grad(equinox_loss)(model), state, model)
-
-    ours, theirs = (
-        (model := mlp(), tx.init(eqx.filter(model, eqx.is_inexact_array))) for _ in range(2)
+    one_pass = eqx.filter_jit(
+        lambda grads, both: apply_gradients(tx, grads, both[1], both[0]), donate="all-except-first"
     )
-    for _ in range(3):
+    ours, theirs = (
+        (model := make(), tx.init(eqx.filter(model, eqx.is_inexact_array))) for _ in range(2)
+    )
+    for i in range(3):
+        grads = gradients(eqx.filter(theirs[0], eqx.is_inexact_array), i)
         donated = jax.tree.leaves(eqx.filter(ours, eqx.is_array))
-        ours, theirs = one_pass(*ours), two_passes(*theirs)
+        ours, theirs = one_pass(grads, ours), two_passes(*theirs, grads)
         assert all(a.is_deleted() for a in donated)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     of = functools.partial(eqx.filter, filter_spec=eqx.is_array)
@@ -326,11 +324,10 @@ def test_equinox_steps_are_those_of_two_passes():
 
 def test_equinox_trains_a_part():
     """Where gradients are ``None`` the model stays as it is."""
-    model, tx = mlp(), jaxkern.fused_sgd(0.1)
+    model, tx = eqx.nn.MLP(4, 3, 4, 1, key=jax.random.key(0)), jaxkern.fused_sgd(0.1)
     frozen = jax.tree.map(lambda _: False, model)
     spec = eqx.tree_at(lambda m: m.layers[-1].bias, frozen, True)
-    trained, rest = eqx.partition(model, spec)
-    grads = jax.grad(lambda t: equinox_loss(eqx.combine(t, rest)))(trained)
+    grads = gradients(eqx.filter(model, spec), 0)
     state = tx.init(eqx.filter(model, spec))
     after, state = apply_gradients(tx, grads, state, model)
     assert eqx.tree_equal(after.layers[0], model.layers[0])
