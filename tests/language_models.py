@@ -6,9 +6,10 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxkern.lm import checkpoint, cli
-from jaxkern.lm.config import PRESETS
+from jaxkern.lm.config import PRESETS, RunError
 from jaxkern.lm.model import initial_params
 from tests.layers import KINDS, rms_float64
 
@@ -71,3 +72,9 @@ def command(capsys, *argv, code=0):
     out, err = capsys.readouterr()
     assert returned == code, err
     return err if code else out
+
+
+def refused(words, call, *args, **options):
+    """Checks that a call ends with a RunError of these words."""
+    with pytest.raises(RunError, match=words):
+        call(*args, **options)

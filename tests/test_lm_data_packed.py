@@ -1,32 +1,36 @@
-"""Tokens on disk, and the windows of packed documents that are drawn from them."""
+"""Tokens on disk, the windows of packed documents drawn from them, and whole runs on tokens."""
 
 import dataclasses
+import functools
 import gzip
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 from pyarrow import parquet
 
-from jaxkern.lm import data
-from jaxkern.lm.config import PRESETS, RunError, TrainConfig
+from jaxkern.lm import cli, data, loader, run
+from jaxkern.lm import train as train_module
+from jaxkern.lm.config import ModelConfig, RunError, TrainConfig
+from jaxkern.lm.data import build as build_module
 from jaxkern.lm.data import packed, pieces, shards, tokenizer
 from jaxkern.lm.data.packed import Order, Packed, Stream, permuted, predicted
-from jaxkern.lm.loader import initial
 from jaxkern.lm.model import Options
+from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import batch_loss, make_model, token_weights
+from jaxkern.nn import mamba
+from tests.language_models import command, jit, random_params, refused
 
 WORDS = ["the", "a", "scan", "state", "of", "gate", "chunk", "step", "reads", "é", "\n", "  "]
-
-
-MICRO = PRESETS["micro"].model
-GRAPHDEF, PARAMS = make_model(MICRO, Options()), initial(MICRO, 3).params
-LOSS = jax.jit(batch_loss, static_argnums=0)
-ALONE = lambda mean: mean  # the mean over one device
 
 
 def text(i):
@@ -37,13 +41,17 @@ def text(i):
 TEXTS = [text(i) for i in range(200)]
 
 
+def write_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
 @pytest.fixture
 def root(tmp_path):
     """200 documents, in lines and in files."""
     folder = tmp_path / "text"
     (folder / "more").mkdir(parents=True)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:150])
-    (folder / "a.jsonl").write_text(lines)
+    write_lines(folder / "a.jsonl", TEXTS[:150])
     for i in range(150, 200):
         (folder / "more" / f"{i}.txt").write_text(TEXTS[i])
     return folder
@@ -64,15 +72,14 @@ def texts_of(source, library):
     tokens, starts = tokens_of(source)
     pieces = np.split(tokens, starts[1:])
     assert all(piece[0] == piece[-1] == 0 for piece in pieces)
-    return [library.decode(piece[1:-1].tolist()) for piece in pieces]
+    decode = bytes if library is None else library.decode
+    found = [decode(piece[1:-1].tolist()) for piece in pieces]
+    return [text.decode() for text in found] if library is None else found
 
 
 @pytest.mark.parametrize("size", [400, 10**6])
 def test_shards_hold_what_tokenising_at_once_gives(root, tmp_path, monkeypatch, size):
-    """By one process, and by two that write some shards each."""
     monkeypatch.setattr(pieces, "_SHARD_BYTES", size)
-    monkeypatch.setattr(shards, "_PROCESS_BYTES", 400)
-    monkeypatch.setattr(shards.os, "sched_getaffinity", lambda pid: {0, 1})
     corpus = data.build_packed(config_of(root, tokenizer="bpe:300"), tmp_path / "run")
     (source,) = corpus.info["sources"]
     assert (source["shards"][1] > 20) == (size == 400)
@@ -93,8 +100,7 @@ def test_shards_hold_what_tokenising_at_once_gives(root, tmp_path, monkeypatch, 
     assert train.predicted == len(tokens) - len(learned)
     # Bytes are tokens, too.
     plain = data.build_packed(config_of(root), tmp_path / "bytes")
-    tokens, starts = tokens_of(plain.train[0])
-    assert [bytes(part[1:-1]).decode() for part in np.split(tokens, starts[1:])] == learned
+    assert texts_of(plain.train[0], None) == learned
     assert plain.tokens_per_byte == pytest.approx(1, abs=0.03)  # by the ends of documents
 
 
@@ -165,47 +171,68 @@ def test_a_large_text_without_words_is_divided(tmp_path, monkeypatch, content):
     assert bytes(np.concatenate(tokens)) == b"\0" + content.encode() + b"\0"
 
 
-def test_the_number_of_processes_changes_no_token(root, tmp_path, monkeypatch):
-    (root / "more" / "large.txt").write_text(" ".join(TEXTS) * 700)
-    fingerprints = set()
-    for cores in (1, 2):
-        monkeypatch.setattr(shards.os, "sched_getaffinity", lambda pid, n=cores: {*range(n)})
-        corpus = data.build_packed(config_of(root), tmp_path / str(cores))
-        assert corpus.info["sources"][0]["shards"][1] > 2
-        fingerprints.add(corpus.info["fingerprint"])
-    assert len(fingerprints) == 1
-
-
-@pytest.mark.parametrize("cores", [1, 2])
-def test_progress_is_told_inside_of_shards(tmp_path, monkeypatch, cores):
+def test_progress_is_told_inside_of_shards(tmp_path, monkeypatch):
     """Progress is told of every kind of file, and of all bytes in the end."""
-    words = " ".join(TEXTS) * 400
     record = (json.dumps({"text": " ".join(TEXTS[:9])}) + "\n").encode()
-    (tmp_path / "a.txt").write_text(words)
+    (tmp_path / "a.txt").write_text(" ".join(TEXTS) * 400)
     (tmp_path / "b.jsonl").write_bytes(record * 8000)
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(record * 8000, 0))
     parquet.write_table(pa.table({"text": TEXTS * 9}), tmp_path / "d.parquet")
     told = []
     monkeypatch.setattr(shards._Bar, "add", lambda self, size: told.append(size))
-    monkeypatch.setattr(shards.os, "sched_getaffinity", lambda pid: {*range(cores)})
-    monkeypatch.setattr(shards, "_TICK", 0.001)
     for path in sorted(tmp_path.glob("*.*")):
         size = path.stat().st_size
-        monkeypatch.setattr(pieces, "_LEAST_BYTES", size // cores + 1)
-        monkeypatch.setattr(shards, "_PROCESS_BYTES", size // 2)
+        monkeypatch.setattr(pieces, "_LEAST_BYTES", size + 1)
+        monkeypatch.setattr(shards, "_PROCESS_BYTES", size + 1)
         told.clear()
         data.build_packed(config_of(path), tmp_path / "run")
-        assert sum(told) == size or path.suffix == ".parquet"
-        if cores == 1:
-            assert len(told) >= 5 or path.suffix == ".parquet"
-            assert max(told) <= 2**20
+        assert max(told) <= 2**20
+        if path.suffix != ".parquet":
+            assert sum(told) == size
+            assert len(told) >= 5
+
+
+@pytest.mark.exhaustive
+def test_two_processes_write_what_one_does(root, tmp_path, monkeypatch):
+    """The tokens, their progress, and what is wrong with a document."""
+    (root / "large.txt").write_text(" ".join(TEXTS) * 50)
+    (root / "c.jsonl.gz").write_bytes(gzip.compress((root / "a.jsonl").read_bytes() * 9, 0))
+    total = sum(path.stat().st_size for path in root.rglob("*.*"))
+    monkeypatch.setattr(pieces, "_SHARD_BYTES", 20000)
+    monkeypatch.setattr(shards, "_PROCESS_BYTES", 400)
+    monkeypatch.setattr(shards, "_TICK", 0.001)
+    told, found = [], []
+    monkeypatch.setattr(shards._Bar, "add", lambda self, size: told.append(size))
+    for cores in (1, 2):
+        monkeypatch.setattr(shards.os, "sched_getaffinity", lambda pid, n=cores: {*range(n)})
+        corpus = data.build_packed(config_of(root, tokenizer="bpe:300"), tmp_path / str(cores))
+        assert corpus.info["sources"][0]["shards"][1] > 10
+        found.append(corpus.info["fingerprint"])
+        assert sum(told) == total
+        told.clear()
+    assert found[0] == found[1]
+    path = write_lines(tmp_path / "a.jsonl", [*TEXTS * 9, "before\0behind"])
+    refused(f"^{path}: has a zero byte behind", data.build_packed, config_of(path), tmp_path / "a")
+
+
+def test_zero_bytes_are_refused_of_bytes_alone(tmp_path, monkeypatch):
+    """They are the token that begins and ends a document."""
+    monkeypatch.setattr(pieces, "_SHARD_BYTES", 4000)
+    texts, book = [*TEXTS, "before\0behind"], tmp_path / "book.txt"
+    lines = write_lines(tmp_path / "a.jsonl", texts)
+    book.write_text(" " * (1 << 20) + "before\0behind")  # beyond what is read of it at first
+    for path in (lines, book):
+        words = rf"^{path}: has a zero byte behind '.*before', .* --tokenizer bpe:32000, .*leave it"
+        refused(words, data.build_packed, config_of(path), tmp_path / "run")
+    corpus = data.build_packed(config_of(lines, tokenizer="bpe:300"), tmp_path / "run")
+    library = corpus.tokenizer.tokenizer
+    held = [text for part in (corpus.train, corpus.validation) for text in texts_of(*part, library)]
+    assert sorted(held) == sorted(texts)
 
 
 def test_shards_are_as_large_as_the_data_asks_for():
-    sizes = []
-    for total in (3 << 20, 48 << 20, 8 << 30, 1 << 40):
-        sizes.append(pieces.shard_bytes(total) >> 20)
-    assert sizes == [4, 4, 32, 64]
+    totals = 3 << 20, 48 << 20, 8 << 30, 1 << 40
+    assert [pieces.shard_bytes(total) >> 20 for total in totals] == [4, 4, 32, 64]
 
 
 def test_texts_between_markers_are_documents(tmp_path):
@@ -215,17 +242,12 @@ def test_texts_between_markers_are_documents(tmp_path):
     want = [text.strip() for text in TEXTS]
     (folder / "a.txt").write_text("\n<|endoftext|>\n".join(want))
     want.append("one<|endoftext|>two")
-    (folder / "b.jsonl").write_text(json.dumps({"text": want[-1]}) + "\n")
+    write_lines(folder / "b.jsonl", want[-1:])
     for spec in ("bytes", "bpe:300"):
         corpus = data.build_packed(config_of(folder, tokenizer=spec), tmp_path / spec)
-        found = []
-        for source in (*corpus.train, *corpus.validation):
-            tokens, starts = tokens_of(source)
-            pieces = [piece[1:-1].tolist() for piece in np.split(tokens, starts[1:])]
-            if spec == "bytes":
-                found += [bytes(piece).decode() for piece in pieces]
-            else:
-                found += [corpus.tokenizer.tokenizer.decode(piece) for piece in pieces]
+        library = None if spec == "bytes" else corpus.tokenizer.tokenizer
+        sources = (*corpus.train, *corpus.validation)
+        found = [text for source in sources for text in texts_of(source, library)]
         assert sorted(found) == sorted(want)
 
 
@@ -269,8 +291,8 @@ def test_a_killed_run_keeps_its_whole_shards(root, tmp_path, monkeypatch):
     # What has changed is told from it.
     (root / "more" / "150.txt").write_text("other")
     assert data.build_packed(config, out).info["fingerprint"] != again.info["fingerprint"]
-    with pytest.raises(RunError, match="are missing or have changed since the run began"):
-        data.open_packed(config, out, again.info)
+    words = "are missing or have changed since the run began"
+    refused(words, data.open_packed, config, out, again.info)
 
 
 def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkeypatch):
@@ -288,8 +310,42 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
     path = next(cache.glob("bpe-300-*.json"))
     of_file = data.build_packed(config_of(root, tokenizer=str(path)), tmp_path / "d")
     assert of_file.info == first.info | {"folder": of_file.info["folder"]}
-    with pytest.raises(RunError, match="--data-cache x keeps the tokens of packed documents"):
-        TrainConfig.from_flags({"data_cache": "x"})
+    words = "--data-cache x keeps the tokens of packed documents"
+    refused(words, TrainConfig.from_flags, {"data_cache": "x"})
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.99])
+def test_no_more_than_a_quarter_is_held_out(tmp_path, monkeypatch, share):
+    """A run that was begun without the bound goes on with what it has held out."""
+    sizes = [int(part * 10000) // 3 for part in (share, 1 - share)]
+    held, learned = (
+        next(
+            text * size
+            for text in (f"{i:02} " for i in range(100))
+            if (shards._fraction(text * size) < 0.05) == is_held
+        )
+        for size, is_held in zip(sizes, (True, False), strict=True)
+    )
+    path = write_lines(tmp_path / "a.jsonl", [held, learned])
+    config, out = config_of(path), tmp_path / "run"
+    corpus = data.build_packed(config, out)
+    by_document = share < 0.25
+    assert corpus.info["split"] == ("by document" if by_document else "by position")
+    (train,), (validation,) = corpus.train, corpus.validation
+    size = train.stream.size + validation.stream.size
+    assert validation.stream.size <= size * (0.25 if by_document else 0.05)
+    reopened = lambda corpus: data.open_packed(config, out, json.loads(json.dumps(corpus.info)))
+    assert reopened(corpus).info == corpus.info
+
+    monkeypatch.setattr(build_module, "MOST_HELD_OUT", 1)
+    earlier = data.build_packed(config, out)
+    assert earlier.info["split"] == "by document"
+    (source,) = earlier.info["sources"]
+    del source["most_held_out"]
+    monkeypatch.undo()
+    again = reopened(earlier)
+    assert again.info == earlier.info
+    assert again.validation[0].stream.size == earlier.validation[0].stream.size > size * share / 2
 
 
 def documents_of(folder, lengths, first=7):
@@ -327,49 +383,36 @@ def test_windows_lose_nothing_and_predict_each_token_once(tmp_path, seq_len):
     assert predicted(part.window(1, 14)) == 0
 
 
-def test_packed_documents_are_as_each_is_alone():
-    """The loss of a window is the mean over the tokens of its documents."""
-    rng = np.random.default_rng(0)
-    lengths = 5, 9, 5, 9
-    tokens = rng.integers(0, 256, sum(lengths))
-    batch = Packed(tokens[None], np.repeat([3, 1, 2, 7], lengths)[None])
-    whole = LOSS(GRAPHDEF, PARAMS, batch, None)
-    alone = [
-        LOSS(GRAPHDEF, PARAMS, document[None], None) * (len(document) - 1)
-        for document in np.split(tokens, np.cumsum(lengths)[:-1])
-    ]
-    np.testing.assert_allclose(whole, sum(alone) / (sum(lengths) - 4), rtol=1e-5)
-
-
 def test_every_token_of_a_batch_counts_alike():
     """Whatever parts and devices it is split in."""
+    shape = ModelConfig(mamba.Sizes(8, d_state=2), 1)
+    loss = functools.partial(batch_loss, make_model(shape, Options()), random_params(shape))
+    alone = lambda mean: mean  # the mean over one device
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 256, (4, 9))
-    segments = np.cumsum(rng.random((4, 9)) < [[0.05], [0.9], [0.3], [1.0]], axis=1)
-    whole = Packed(tokens, segments)
-    want = LOSS(GRAPHDEF, PARAMS, whole, None)
-    parts = Packed(tokens.reshape(2, 2, 9), segments.reshape(2, 2, 9))
-    weights = token_weights(parts, ALONE)
-    each = [
-        LOSS(GRAPHDEF, PARAMS, Packed(*part), weight)
-        for *part, weight in zip(*parts, weights, strict=True)
-    ]
-    np.testing.assert_allclose(np.mean(each), want, rtol=1e-5)
-    assert token_weights(tokens, ALONE) is None
-    padding = Packed(tokens, np.arange(36).reshape(4, 9))
-    assert LOSS(GRAPHDEF, PARAMS, padding, token_weights(padding, ALONE)) == 0
+    whole = Packed(tokens, np.cumsum(rng.random((4, 9)) < [[0.05], [0.9], [0.3], [1.0]], axis=1))
+
+    @jit
+    def of_parts(batch):
+        parts = Packed(*(leaf.reshape(2, 2, 9) for leaf in batch))
+        of_part = lambda part: loss(Packed(*part[:2]), part[2])
+        each = jax.lax.map(of_part, (*parts, token_weights(parts, alone)))
+        return loss(batch, None), each.mean()
+
+    want, got = of_parts(whole)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert of_parts(Packed(tokens, np.arange(36).reshape(4, 9)))[1] == 0  # of padding alone
+    assert token_weights(tokens, alone) is None
+
+    def mean(batch):
+        of_all = lambda value: jax.lax.pmean(value, "batch")
+        return of_all(loss(batch, token_weights(batch, of_all)))
+
     if len(jax.devices()) > 1:
-        mesh = Mesh(np.array(jax.devices()[:2]), ("batch",))
-
-        def mean(batch):
-            of_all = lambda value: jax.lax.pmean(value, "batch")
-            return of_all(batch_loss(GRAPHDEF, PARAMS, batch, token_weights(batch, of_all)))
-
-        spec = PartitionSpec("batch")
-        f = jax.shard_map(
-            mean, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
-        )
-        np.testing.assert_allclose(jax.jit(f)(jax.tree.map(jnp.asarray, whole)), want, rtol=1e-5)
+        mesh, spec = Mesh(np.array(jax.devices()[:2]), ("batch",)), PartitionSpec("batch")
+        specs = {"in_specs": spec, "out_specs": PartitionSpec(), "check_vma": False}
+        of_devices = jit(jax.shard_map(mean, mesh=mesh, **specs))
+        np.testing.assert_allclose(of_devices(whole), want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 64, 1000])
@@ -411,8 +454,7 @@ def test_weights_are_the_shares_of_what_is_drawn(monkeypatch):
 
 
 def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
-    other = tmp_path / "b.jsonl"
-    other.write_text("".join(json.dumps({"text": "b " * 30 + str(i)}) + "\n" for i in range(30)))
+    other = write_lines(tmp_path / "b.jsonl", ["b " * 30 + str(i) for i in range(30)])
     config = config_of(root, data=(f"{root}=3", f"{other}=1"), seq_len=16)
     corpus = data.build_packed(config, tmp_path / "a")
     assert [source.name for source in corpus.train] == ["text", "b.jsonl"]
@@ -432,11 +474,11 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     assert [source.name for source in corpus.validation] == ["b.jsonl", "more"]
     assert corpus.info["split"] == "by source"
     assert sum(source["documents"] for source in corpus.info["sources"]) == 150 + 30 + 50
-    with pytest.raises(RunError, match=r"--eval-data .*nowhere: no such file"):
-        data.build_packed(config_of(root, eval_data=(str(root / "nowhere"),)), tmp_path / "c")
+    config = config_of(root, eval_data=(str(root / "nowhere"),))
+    refused(r"--eval-data .*nowhere: no such file", data.build_packed, config, tmp_path / "c")
     config = config_of(root, data=(str(root), str(root / "a.jsonl")))
-    with pytest.raises(RunError, match=r"--data .*a\.jsonl: all of its files are named before"):
-        data.build_packed(config, tmp_path / "d")
+    words = r"--data .*a\.jsonl: all of its files are named before"
+    refused(words, data.build_packed, config, tmp_path / "d")
 
 
 @pytest.mark.parametrize("batches", [1, 3, 1000])
@@ -459,12 +501,226 @@ def test_validation_is_a_fixed_part_spread_evenly(root, tmp_path, batches):
 def test_too_little_text_and_broken_files_are_named(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("é")
-    with pytest.raises(RunError, match=r"--data a\.txt has 3 tokens; give more text"):
-        data.build_packed(config_of(path, tokenizer="bpe:300"), tmp_path / "run")
+    trained = config_of(path, tokenizer="bpe:300")
+    words = r"--data a\.txt has 3 tokens; give more text"
+    refused(words, data.build_packed, trained, tmp_path / "run")
     path.write_bytes(b"a" * (1 << 20) + b"\xff")
-    with pytest.raises(RunError, match=r"a\.txt: is not UTF-8 text .*mend it or leave it out"):
-        data.build_packed(config_of(path), tmp_path / "run")
-    config = dataclasses.replace(config_of(path, tokenizer="bpe:300"), vocab_size=299)
-    with pytest.raises(RunError, match="--vocab-size 299 is less than the 300 tokens of --token"):
-        config.for_tokens(300)
+    words = r"a\.txt: is not UTF-8 text .*mend it or leave it out"
+    refused(words, data.build_packed, config_of(path), tmp_path / "run")
+    config = dataclasses.replace(trained, vocab_size=299)
+    words = "--vocab-size 299 is less than the 300 tokens of --token"
+    refused(words, config.for_tokens, 300)
     assert config_of(path).for_tokens(50277).model.vocab_size == 50304
+
+
+def test_two_fields_of_a_file_are_two_sources(tmp_path):
+    """A text, which has no fields, is one source whatever field is named."""
+    path, book = tmp_path / "a.jsonl", tmp_path / "book.txt"
+    records = [{"body": text, "title": f"{text} is the title"} for text in TEXTS]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    book.write_text("some words " * 40)
+    named = f"{path}:body", f"{path}:title", str(book)
+    corpus = data.build_packed(config_of(tmp_path, data=named), tmp_path / "a")
+    assert [source.name for source in corpus.train] == [*named[:2], "book.txt"]
+    for source, field in zip(corpus.info["sources"], ("body", "title"), strict=False):
+        assert source["bytes"] == sum(len(record[field].encode()) for record in records)
+    corpus = data.build_corpus(named, tmp_path / "b")
+    assert corpus.info["documents"] == 2 * len(records) + 1
+    for again in (f"{path}:body", f"{book}:body"):
+        config = config_of(tmp_path, data=(*named, again))
+        words = f"{again}: all of its files are named before"
+        refused(words, data.build_packed, config, tmp_path / "c")
+        info = data.build_corpus(config.data, tmp_path / "d").info
+        assert info["fingerprint"] == corpus.info["fingerprint"]
+    # A file to validate with is not trained on by another field.
+    config = config_of(tmp_path, data=(named[0], str(book)), eval_data=(named[1],))
+    words = f"{named[0]}: all of its files are named before"
+    refused(words, data.build_packed, config, tmp_path / "e")
+
+
+@pytest.fixture(scope="module")
+def argv(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    a, b, c, d = (
+        write_lines(folder / f"{name}.jsonl", [text(60 * i + j) for j in range(60)])
+        for i, name in enumerate("abcd")
+    )
+    flags = ["train", "--preset", "micro", "--tokenizer", "bpe:300", "--data", f"{a}=3", f"{b}=1"]
+    flags += ["--eval-data", c, d, "--steps", 8, "--checkpoint-every", 4, "--eval-every", 4]
+    return [str(flag) for flag in [*flags, "--grad-accum", 2, "--eval-batches", 2, "--out"]]
+
+
+@pytest.fixture(scope="module")
+def finished(argv, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    assert cli.main([*argv, str(out)]) == 0
+    return out
+
+
+def losses(folder):
+    records = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records]
+
+
+@pytest.mark.exhaustive
+def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, capsys):
+    first, *_, last = read_metrics(finished / "metrics.jsonl")
+    assert last["validation_loss"] < first["validation_loss"]
+    assert last["validation_perplexity"] == pytest.approx(np.exp(last["validation_loss"]))
+    each = [last[f"validation_loss/{name}"] for name in ("c.jsonl", "d.jsonl")]
+    for name, loss in zip(("c.jsonl", "d.jsonl"), each, strict=True):
+        assert last[f"validation_perplexity/{name}"] == pytest.approx(np.exp(loss))
+    assert min(each) <= last["validation_loss"] <= max(each)
+    stored = json.loads((finished / "config.json").read_text())
+    assert stored["flags"]["vocab_size"] == stored["model"]["vocab_size"] == 320
+    assert stored["data"]["tokenizer"] == {"begin": 0, "end": 0, "size": 300}
+    # A loss of bytes is one of tokens by how many there are of each.
+    ratio = last["validation_bits_per_byte"] * np.log(2) / last["validation_loss"]
+    assert 0.2 < ratio < 0.9
+
+    model = loader.load(finished)
+    ids = model.encode("the scan reads é")
+    assert ids[0] == 0
+    assert len(ids) < len("the scan reads é")
+    assert model.decode(ids) == "the scan reads é"
+    assert (model.codec.ends, model.codec.encode("")) == ({0}, [0])
+    written = model.generate("the scan", length=5, temperature=0)
+    options = ["--length", 5, "--temperature", 0]
+    printed = command(capsys, "sample", "--run", finished, "--prompt", "the scan", *options)
+    assert printed == f"the scan{written}\n"
+    lost = shutil.copytree(finished, tmp_path / "it's lost")
+    (lost / "tokenizer.json").unlink()
+    argv = ["sample", "--run", lost, *options]
+    line = command(capsys, *argv, code=1)
+    assert "it's lost has lost its tokenizer.json, by which its model reads and writes" in line
+    assert command(capsys, "train", "--resume", "--steps", 9, "--out", lost, code=1) == line
+    subprocess.run(line.partition("with: ")[2], shell=True, check=True)  # what it says
+    command(capsys, *argv)
+    shutil.rmtree(lost / "corpus")
+    (lost / "tokenizer.json").unlink()
+    line = command(capsys, *argv, code=1)
+    assert "put it back from a backup, its --data-cache, or a folder that jaxkern export" in line
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(finished, tmp_path, capsys):
+    out, cache = shutil.copytree(finished, tmp_path / "copied"), tmp_path / "cache"
+    shutil.rmtree(out / "checkpoints" / "8")
+    resume = ["train", "--resume", "--out", out]
+    shown = command(capsys, *resume)
+    assert all(told in shown for told in ("continued from step 4", " · perplexity ", "(c.jsonl "))
+    assert losses(out) == losses(finished)
+    shutil.rmtree(next((out / "corpus").glob("*/")))
+    line = command(capsys, *resume, "--steps", 9, code=1)
+    assert "--data-cache, or start a new run" in line
+    shutil.copytree(finished / "corpus", cache)
+    line = command(capsys, *resume, "--tokenizer", "bytes", code=1)
+    assert "--tokenizer bytes differs from the run's bpe:300" in line
+    # It is found there, and has all its steps.
+    assert "already trained for 8 steps" in command(capsys, *resume, "--data-cache", cache)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="one device cannot share a batch")
+def test_two_devices_see_the_batches_of_one(argv, finished, tmp_path):
+    assert cli.main([*argv, str(tmp_path / "two"), "--devices", "2"]) == 0
+    for one, two in zip(losses(finished), losses(tmp_path / "two"), strict=True):
+        assert one.keys() == two.keys()
+        np.testing.assert_allclose([*one.values()], [*two.values()], rtol=1e-4)
+
+
+# Ends itself by a signal when the third shard is to be written, or one in another process.
+DRIVER = """
+import os, signal, sys
+
+name, *argv = sys.argv[1:]
+from jaxkern.lm.data import pieces, shards
+
+write, pieces._SHARD_BYTES = shards.write_shard, 3000
+written = []
+def write_shard(shard, tokenizer, tell):
+    written.append(shard)
+    if len(written) == 3:
+        os.kill(os.getpid(), getattr(signal, name))
+    write(shard, tokenizer, tell)
+shards.write_shard = write_shard
+import runpy
+sys.argv = ["bin/jaxkern", *argv]
+runpy.run_module("jaxkern", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_a_run_that_is_stopped_while_it_tokenises_goes_on(argv, tmp_path, name, monkeypatch):
+    out = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, name, *argv, str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    if name == "SIGINT":
+        assert done.returncode == 128 + signal.SIGINT
+        assert done.stderr.startswith("jaxkern: stopped (SIGINT): training had not begun; ")
+        assert "keeps the tokens that are made" in done.stderr
+    else:
+        assert done.returncode == -signal.SIGKILL
+    assert len([*out.glob("corpus/*/0*.json")]) == 2
+    assert not (out / "config.json").exists()
+    written = []
+    write = data.shards.write_shard
+    monkeypatch.setattr(data.pieces, "_SHARD_BYTES", 3000)
+
+    def write_shard(shard, tokenizer, tell):
+        written.append(shard.path.name)
+        write(shard, tokenizer, tell)
+
+    monkeypatch.setattr(data.shards, "write_shard", write_shard)
+    monkeypatch.setattr(train_module.Trainer, "compile", lambda self, fresh: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main([*argv, str(out)])
+    assert written[0] == "00002"
+    assert data.has_shards(out)
+
+
+def test_what_a_run_on_tokens_cannot_begin_with(argv, tmp_path, capsys, monkeypatch):
+    """Each is told before a tokenizer is trained, and leaves no folder behind."""
+    out = tmp_path / "run"
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(data.tokenizer, "train_bpe", lambda *_, **__: 1 / 0)
+    for flags, words in (
+        (["--tokenizer", "bpe:5"], "--tokenizer bpe:5: the size must be a whole number from 257"),
+        (["--tokenizer", "x.json"], "--tokenizer x.json: no such tokenizer; give bytes, bpe:32000"),
+        (["--eval-data", "nowhere"], "--eval-data nowhere: no such file or folder"),
+        (["--data", "a=1", "b"], "some have a weight and some do not"),
+        (["--tokenizer", "bytes", "--vocab-size", "512"], "512: bytes are 256 tokens; leave it"),
+        (["--vocab-size", "280"], "--vocab-size 280 is less than the 300 tokens"),
+        (["--profile", "7:3"], "--profile 7:3 are steps 7 to 9, and those to come are 1 to 8"),
+        (["--data-cache", str(tmp_path / "file" / "a")], "/file/a cannot be written to (Not a dir"),
+    ):
+        (line,) = command(capsys, *argv, out, *flags, code=1).splitlines()
+        assert words in line
+        assert not out.exists()
+
+
+def test_sequences_that_the_data_does_not_fill_are_refused(argv, tmp_path, capsys):
+    out = ["--out", tmp_path / "run", "--tokenizer", "bytes", "--pack", "--seq-len", 4096]
+    few = write_lines(tmp_path / "few.jsonl", ["the scan", "reads"])
+    line = command(capsys, *argv[:3], *out, "--data", few, code=1)
+    assert "error: the training data has " in line
+    assert "tokens, fewer than the 4,097 that --seq-len 4096 needs; lower --seq-len or" in line
+
+    def corpus_of(*sizes):
+        streams = [types.SimpleNamespace(size=size) for size in sizes]
+        train = [types.SimpleNamespace(name=f"of {s.size}", stream=s) for s in streams]
+        return types.SimpleNamespace(train=train)
+
+    words = r"no source of --data has more than 80 tokens, fewer than"
+    refused(words, run.check_length, corpus_of(20, 80), 80)
+    run.check_length(corpus_of(81), 80)
+    assert not capsys.readouterr().out
+    run.check_length(corpus_of(20, 81, 80), 80)
+    assert "warning: 2 of 3 sources of --data (of 20, of 80) have" in capsys.readouterr().out

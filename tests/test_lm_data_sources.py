@@ -1,4 +1,4 @@
-"""What --data can name: formats, compressions, fields, folders, patterns, weights."""
+"""The text that --data names: formats, folders, weights, tokenizers, and the corpus of bytes."""
 
 import bz2
 import functools
@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import lzma
+import os
 import re
 import shutil
 import sys
@@ -15,11 +16,22 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import build_corpus, build_packed, pieces, tokenizer
+from jaxkern.lm.config import TrainConfig
+from jaxkern.lm.data import (
+    build_corpus,
+    build_packed,
+    check_length,
+    corpus,
+    open_corpus,
+    pieces,
+    tokenizer,
+    train_batch,
+    validation_batches,
+)
 from jaxkern.lm.data import documents as documents_module
 from jaxkern.lm.data.documents import File, NotTextError
 from jaxkern.lm.data.sources import Source, find_files, parse
+from tests.language_models import refused
 
 TEXTS = [f"document {i}: é\n" * (1 + i % 3) for i in range(40)]
 
@@ -37,6 +49,21 @@ def lines(texts, field="text"):
     return "".join(json.dumps({"id": 3, field: text}) + "\n" for text in texts).encode()
 
 
+def write_files(folder, count=40, size=100):
+    for i in range(count):
+        path = folder / f"part{i % 3}" / f"file{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"<{i}>" + "é" * size + f"</{i}>")
+    return folder
+
+
+def corpus_of(folder, *named):
+    """The corpus of bytes, and the documents to train on and those to validate with."""
+    found = build_corpus(tuple(map(str, named)), folder)
+    parts = ({*bytes(part).split(b"\0")} - {b""} for part in (found.train, found.validation))
+    return found, *parts
+
+
 def zstd(content):
     """Compressed in two frames, as parallel compressors write them."""
     half = len(content) // 2
@@ -44,13 +71,8 @@ def zstd(content):
     return b"".join(frames)
 
 
-COMPRESS = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": zstd,
-}
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+COMPRESS |= {".zst": zstd}
 
 
 def write_table(path, texts, column="text", rows=7):
@@ -61,39 +83,34 @@ def write_table(path, texts, column="text", rows=7):
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_compressed_files_are_read_as_plain_ones(tmp_path, suffix):
+    """What is called .json is read by its first line: what is not JSON Lines is passed over."""
     path = tmp_path / f"texts.jsonl{suffix}"
     path.write_bytes(COMPRESS[suffix](lines(TEXTS)))
     assert documents(str(path)) == TEXTS
-    if suffix:  # as C4 and Dolma call them
-        other = shutil.copy(path, tmp_path / f"again.json{suffix}")
-        assert documents(str(other)) == TEXTS
-    text = tmp_path / f"one.txt{suffix}"
-    text.write_bytes(COMPRESS[suffix]("".join(TEXTS).encode()))
-    assert documents(str(text)) == ["".join(TEXTS)]
+    whole = "".join(TEXTS)
+    (tmp_path / f"one.txt{suffix}").write_bytes(COMPRESS[suffix](whole.encode()))
+    assert documents(str(tmp_path / f"one.txt{suffix}")) == [whole]
     # The packed bytes of models without a tokenizer hold them, too.
-    corpus = build_corpus((str(tmp_path),), tmp_path / "corpus")
-    held = bytes(corpus.train) + bytes(corpus.validation)
-    assert {part.decode() for part in held.split(b"\0") if part} == {*TEXTS, "".join(TEXTS)}
+    _, train, validation = corpus_of(tmp_path / "corpus", tmp_path)
+    assert train | validation == {text.encode() for text in (*TEXTS, whole)}
 
-
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_json_is_read_by_its_first_line(tmp_path, suffix):
-    """Named or found, compressed or not: what is not JSON Lines is passed over."""
     info = {"features": {"text": "string"}, "splits": [1, 2]}
     contents = {
-        "lines.json": b"\n" + lines(TEXTS),
+        "lines.json": b"\n" + lines(TEXTS),  # as C4 and Dolma call them
         "info.json": json.dumps(info, indent=2).encode(),
         "list.json": json.dumps([{"text": text} for text in TEXTS]).encode(),
         "long.json": json.dumps({"text": "a" * 2**20}).encode() + b"\n",
         "number.json": b"7\n",
     }
+    folder = tmp_path / "json"
+    folder.mkdir()
     for name, content in contents.items():
-        (tmp_path / f"{name}{suffix}").write_bytes(COMPRESS[suffix](content))
-    assert documents(str(tmp_path)) == [*TEXTS, "a" * 2**20]
-    assert documents(str(tmp_path / f"lines.json{suffix}")) == TEXTS
+        (folder / f"{name}{suffix}").write_bytes(COMPRESS[suffix](content))
+    assert documents(str(folder)) == [*TEXTS, "a" * 2**20]
+    assert documents(str(folder / f"lines.json{suffix}")) == TEXTS
     for name in ("info", "list", "number"):
-        with pytest.raises(RunError, match=r"JSON, whose syntax would be trained on .*jsonl"):
-            documents(str(tmp_path / f"{name}.json{suffix}"))
+        path = str(folder / f"{name}.json{suffix}")
+        refused(r"JSON, whose syntax would be trained on .*jsonl", documents, path)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -107,28 +124,16 @@ def test_a_marker_ends_a_document_of_a_txt(tmp_path, monkeypatch, suffix):
     for size in (*range(1, 40), 1 << 20):
         monkeypatch.setattr(documents_module, "_CHUNK", size)
         assert documents(str(path), count=True) == texts
-    corpus = build_corpus((str(path),), tmp_path / "corpus")
-    assert (corpus.info["files"], corpus.info["documents"]) == (1, 3)
-    held = bytes(corpus.train) + bytes(corpus.validation)
-    assert {part.decode() for part in held.split(b"\0")[1:]} == {*texts}
+    found, train, validation = corpus_of(tmp_path / "corpus", path)
+    assert (found.info["files"], found.info["documents"]) == (1, 3)
+    assert train | validation == {text.encode() for text in texts}
     path.write_bytes(COMPRESS[suffix](b"\n<|endoftext|>\n" * 3))
-    with pytest.raises(RunError, match="a file without text"):
-        documents(str(path), count=True)
+    refused("a file without text", documents, str(path), count=True)
     path.write_bytes(COMPRESS[suffix](b"\n\none\n"))
     assert documents(str(path)) == ["\n\none\n"]
     for name, whole in (("a.py", content), ("a.jsonl", lines([content.decode()]))):
         (tmp_path / name).write_bytes(whole)
         assert documents(str(tmp_path / name)) == [content.decode()]
-
-
-def test_a_marker_inside_a_document_is_no_token(tmp_path):
-    trained = tokenizer.train_bpe(iter([*TEXTS, "<|endoftext|>"] * 9), 300, show=False)
-    texts = ["a <|endoftext|> b", "<|endoftext|>", "", "<<|endoftext|>|endoftext|>"]
-    encoded = trained.encode(texts)
-    assert all(0 not in tokens for tokens in encoded)
-    assert [trained.tokenizer.decode(tokens.tolist()) for tokens in encoded] == texts
-    trained.tokenizer.add_special_tokens(["<|user|>"])
-    assert 300 in trained.encode(["<|user|> asks"])[0]
 
 
 def test_parquet_and_fields_that_are_named(tmp_path):
@@ -139,24 +144,13 @@ def test_parquet_and_fields_that_are_named(tmp_path):
     assert documents(f"{other}:content=2.5") == TEXTS[:3]
     (tmp_path / "c.jsonl").write_bytes(lines(TEXTS[:5], "body"))
     assert documents(f"{tmp_path / 'c.jsonl'}:body") == TEXTS[:5]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pa.large_string(),
-        pa.string_view(),
-        pa.dictionary(pa.int32(), pa.string()),
-        pa.dictionary(pa.int8(), pa.large_string()),
-    ],
-    ids=str,
-)
-def test_every_type_of_text_in_parquet_is_read(tmp_path, kind):
-    path = tmp_path / "a.parquet"
-    column = pa.array([*TEXTS, None, TEXTS[0]]).cast(kind)
-    parquet.write_table(pa.table({"text": column}), path, row_group_size=7)
-    assert parquet.read_schema(path).field("text").type != pa.string()
-    assert documents(str(path), count=True) == [*TEXTS, TEXTS[0]]
+    large, small = pa.large_string(), pa.string()
+    dictionaries = pa.dictionary(pa.int32(), small), pa.dictionary(pa.int8(), large)
+    for kind in (large, pa.string_view(), *dictionaries):
+        column = pa.array([*TEXTS, None, TEXTS[0]]).cast(kind)
+        parquet.write_table(pa.table({"text": column}), table, row_group_size=7)
+        assert parquet.read_schema(table).field("text").type != small
+        assert documents(str(table), count=True) == [*TEXTS, TEXTS[0]]
 
 
 def test_records_without_a_text(tmp_path):
@@ -169,18 +163,18 @@ def test_records_without_a_text(tmp_path):
     assert documents(str(table), count=True) == TEXTS
     path.write_bytes(b'{"text": "a\\ud83d"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
     assert documents(str(path)) == ["a\ufffd", "\ufffd\U0001f600"]
-    for broken, kind in (("[1]", "a list"), ("{}", "an object"), ("true", "a boolean")):
-        path.write_bytes(lines(TEXTS) + f'{{"text": {broken}}}\n'.encode())
-        with pytest.raises(RunError, match=f'{path}: line 41 has {kind} as its "text", not a str'):
-            documents(str(path), count=True)
-    path.write_bytes(lines(TEXTS) + b"null\n")
-    with pytest.raises(RunError, match="line 41 is null, not an object"):
-        documents(str(path), count=True)
+    for broken, words in (
+        ('{"text": [1]}', 'has a list as its "text", not a str'),
+        ('{"text": {}}', 'has an object as its "text", not a str'),
+        ('{"text": true}', 'has a boolean as its "text", not a str'),
+        ("null", "is null, not an object"),
+    ):
+        path.write_bytes(lines(TEXTS) + f"{broken}\n".encode())
+        refused(f"{path}: line 41 {words}", documents, str(path), count=True)
     binary = pa.array([*["a"] * 300, b"\xff"], pa.binary())
     column = pa.Array.from_buffers(pa.string(), 301, binary.buffers())
     parquet.write_table(pa.table({"text": column}), table, row_group_size=100)
-    with pytest.raises(RunError, match="a text in rows 257 to 301 is not UTF-8"):
-        documents(str(table), count=True)
+    refused("a text in rows 257 to 301 is not UTF-8", documents, str(table), count=True)
 
 
 def test_folders_and_patterns(tmp_path):
@@ -237,8 +231,7 @@ def test_weights_and_paths_that_look_like_them(tmp_path):
 def test_files_that_are_not_what_they_are_called(tmp_path, name, content, words):
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(RunError, match=f"--data {path}: .*{words}"):
-        documents(str(path), count=True)
+    refused(f"--data {path}: .*{words}", documents, str(path), count=True)
     # In a folder it is passed over, unless it begins as a file of documents does.
     (tmp_path / "good.txt").write_text("text")
     assert find_files(parse([str(tmp_path)])[0])[1].count == (0 if name == "cut.jsonl.gz" else 1)
@@ -253,8 +246,7 @@ def test_why_files_of_a_folder_are_skipped_is_told(tmp_path):
     config = TrainConfig.from_flags({"data": (str(tmp_path),), "pack": True})
     plain = functools.partial(build_corpus, config.data)
     for build in (plain, functools.partial(build_packed, config)):
-        with pytest.raises(RunError, match=f"3 files without readable text there, .*{reason}"):
-            build(tmp_path.parent / "run")
+        refused(f"3 files without readable text there, .*{reason}", build, tmp_path.parent / "run")
         (tmp_path / "d.txt").write_text("text " * 99)
         told = build(tmp_path.parent / "run").describe()
         assert re.search(f"; 3 files without readable text skipped, such as {reason}", told)
@@ -278,16 +270,13 @@ def test_what_cannot_be_named(tmp_path, monkeypatch):
         ([f"{table}:n"], 'has no column "n" of text'),
         ([f"{table}:gone"], 'has no column "gone"'),
     ):
-        with pytest.raises(RunError, match=f"--data .*{words}"):
-            documents(*named)
-    with pytest.raises(RunError, match="--eval-data nowhere: no such file"):
-        documents("nowhere", flag="--eval-data")
+        refused(f"--data .*{words}", documents, *named)
+    refused("--eval-data nowhere: no such file", documents, "nowhere", flag="--eval-data")
     (tmp_path / "a.zst").write_bytes(zstd(b"text"))
     for module in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, module, None)
     for path in (table, tmp_path / "a.zst"):
-        with pytest.raises(RunError, match=r'needs pyarrow; run: pip install "jaxkern\[data\]"'):
-            documents(str(path))
+        refused(r'needs pyarrow; run: pip install "jaxkern\[data\]"', documents, str(path))
 
 
 @pytest.mark.parametrize("size", [1, 97, 1000, 10**6])
@@ -332,11 +321,10 @@ def test_tokenizers_that_cannot_be_had(tmp_path, monkeypatch):
         ("nowhere", "--tokenizer nowhere: no such tokenizer; give bytes, bpe:32000"),
         (str(tmp_path), "tokenizer.json cannot be read .*give a tokenizer.json of"),
     ):
-        with pytest.raises(RunError, match=words):
-            tokenizer.size_of(spec)
+        refused(words, tokenizer.size_of, spec)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(RunError, match=r'needs tokenizers; run: pip install "jaxkern\[data\]"'):
-        tokenizer.train_bpe(iter([]), 300, show=False)
+    words = r'needs tokenizers; run: pip install "jaxkern\[data\]"'
+    refused(words, tokenizer.train_bpe, iter([]), 300, show=False)
 
 
 def test_what_begins_and_ends_a_text(tmp_path):
@@ -366,3 +354,213 @@ def test_what_begins_and_ends_a_text(tmp_path):
     bare = tokenizer.load(tmp_path / "bare.json")
     assert bare.begin == bare.end == 299
     assert np.array_equal(bare.encode(["é x"])[0] + 1, trained.encode(["é x"])[0])
+
+
+def test_a_marker_inside_a_document_is_no_token():
+    trained = tokenizer.train_bpe(iter([*TEXTS, "<|endoftext|>"] * 9), 300, show=False)
+    texts = ["a <|endoftext|> b", "<|endoftext|>", "", "<<|endoftext|>|endoftext|>"]
+    encoded = trained.encode(texts)
+    assert all(0 not in tokens for tokens in encoded)
+    assert [trained.tokenizer.decode(tokens.tolist()) for tokens in encoded] == texts
+    trained.tokenizer.add_special_tokens(["<|user|>"])
+    assert 300 in trained.encode(["<|user|> asks"])[0]
+
+
+def test_the_split_of_files_is_whole_and_the_same_elsewhere(tmp_path):
+    root = write_files(tmp_path / "here")
+    first, train, validation = corpus_of(tmp_path / "c1", root)
+    assert train | validation == {path.read_bytes() for path in root.rglob("*.txt")}
+    assert train.isdisjoint(validation)
+    assert (first.info["documents"], first.info["split"]) == (40, "by document")
+    assert train
+    assert validation
+    # A file that is named twice is read once.
+    other = tmp_path / "there" / "deeper"
+    shutil.copytree(root, other)
+    second, *_ = corpus_of(tmp_path / "c2", other, next(other.rglob("*.txt")), other)
+    assert first.info["fingerprint"] == second.info["fingerprint"]
+    np.testing.assert_array_equal(first.validation, second.validation)
+    # One more moves no other.
+    (other / "new.txt").write_text("new")
+    third, more_train, more_validation = corpus_of(tmp_path / "c3", other)
+    assert train <= more_train
+    assert validation <= more_validation
+    assert third.info["fingerprint"] != first.info["fingerprint"]
+    for count in (4, 5, 7):
+        few = write_files(tmp_path / f"{count}", count)
+        _, train, validation = corpus_of(tmp_path / "few", few)
+        assert len(train) + len(validation) == count
+        assert min(len(train), len(validation)) >= 1
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.99])
+def test_no_more_than_a_quarter_is_held_out(tmp_path, share):
+    """Whichever files their names choose: of two, one is chosen."""
+    folder, sizes = tmp_path / "t", (int(share * 10000), int(10000 - share * 10000))
+    folder.mkdir()
+    held, learned = sorted(("a.txt", "b.txt"), key=corpus._fraction)
+    texts = [character * size for character, size in zip("hl", sizes, strict=True)]
+    for name, text in zip((held, learned), texts, strict=True):
+        (folder / name).write_text(text)
+    found, again = (corpus_of(tmp_path / name, folder)[0] for name in ("c", "again"))
+    assert found.info["fingerprint"] == again.info["fingerprint"]
+    whole = f"\0{texts[1]}\0{texts[0]}".encode()
+    assert bytes(found.train) + bytes(found.validation) == whole
+    by_document = share < 0.25
+    assert found.info["split"] == ("by document" if by_document else "by position")
+    assert len(found.validation) == (1 + sizes[0] if by_document else len(whole) // 20)
+    assert ("(their end is held out)" in found.describe()) != by_document
+
+
+def test_text_that_names_do_not_divide_is_split_by_position(tmp_path):
+    path, text = tmp_path / "book.txt", bytes(range(32, 127)) * 20
+    path.write_bytes(text)
+    found, *_ = corpus_of(tmp_path / "c", path)
+    assert bytes(found.train) + bytes(found.validation) == b"\0" + text
+    assert len(found.validation) == len(b"\0" + text) // 20
+    assert "one file" in found.describe()
+    # A character that lies across two 1 MiB reads is no damage.
+    path.write_bytes(b"a" * ((1 << 20) - 1) + "é".encode() + b"b")
+    found, *_ = corpus_of(tmp_path / "c", path)
+    assert len(found.train) + len(found.validation) == path.stat().st_size + 1
+    # The places of files of one name are the same, so the end of both is held out.
+    paths = [tmp_path / name / "x.txt" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(str(path) * 50)
+    found, *_ = corpus_of(tmp_path / "c", *paths)
+    assert len(found.train) > len(found.validation) > 0
+    assert found.info["split"] == "by position"
+
+
+def test_folders_skip_what_is_not_text(tmp_path):
+    root = write_files(tmp_path / "t", 5)
+    broken = {"picture.png": b"\x89PNG\xff\xfe", "zeros.bin": b"abc\0def", "empty.txt": b""}
+    broken |= {"cut.txt": "é".encode()[:1], ".git/config": b"hidden"}
+    (root / ".git").mkdir()
+    for name, content in broken.items():
+        (root / name).write_bytes(content)
+    (root / "loop").symlink_to(root)
+    found, train, validation = corpus_of(tmp_path / "c", root)
+    assert (found.info["documents"], found.info["skipped"]) == (5, 4)
+    assert "; 4 files without readable text skipped, such as " in found.describe()
+    assert f"{root}/cut.txt: a binary file" in open_corpus(tmp_path / "c").describe()
+    assert b"hidden" not in train | validation
+
+
+def test_json_lines_are_their_texts(tmp_path):
+    texts = [f"text {i}: é\n" for i in range(200)]
+    path = tmp_path / "shard.jsonl"
+    path.write_bytes(lines(texts) + b'\n{"text": ""}\n')
+    found, train, validation = corpus_of(tmp_path / "c", path)
+    assert train | validation == {text.encode() for text in texts}
+    assert train.isdisjoint(validation)
+    assert 1 <= len(validation) < 30
+    assert bytes(found.train).startswith(b"\0text ")
+    assert "1 file with 200 documents: " in found.describe()
+    # More lines move none of those before.
+    path.write_bytes(lines([*texts, "one more"]))
+    _, more_train, more_validation = corpus_of(tmp_path / "c2", path)
+    assert more_validation >= validation
+    assert more_train >= train
+
+
+def test_json_without_text_is_named_and_beside_text_it_is_skipped(tmp_path):
+    bad = {
+        "no_text.jsonl": (
+            '{"content": "a"}\n',
+            'line 1 has no "text" of a document, but "content"; name the field',
+        ),
+        "number.jsonl": ("\n17\n", 'line 2 is a number, not an object with the field "text"'),
+        "field.jsonl": ('{"text": 17}\n', 'line 1 has a number as its "text", not a string; leave'),
+        "null.jsonl": ('{"text": null}\n', "a file without text"),
+        "cut.jsonl": ('{"text": "a', "line 1 is not JSON"),
+        "zero.ndjson": ('{"text": "\\u0000"}', "document 1 has a zero byte, .* --tokenizer bpe:32"),
+        "empty.jsonl": ('{"text": ""}\n', "a file without text"),
+        "list.json": ('[{"text": "a"}]', "JSON, whose syntax would be trained on"),
+    }
+    root = write_files(tmp_path / "t", 3)
+    for name, (content, words) in bad.items():
+        (root / name).write_text(content)
+        refused(rf"{root / name}.*{words}", corpus_of, tmp_path / "c", root / name)
+    assert corpus_of(tmp_path / "c", root)[0].info["skipped"] == len(bad)
+    # A file that begins as text and breaks off is not left out silently.
+    (root / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b')
+    refused(r"cut\.jsonl: line 2 is not JSON", corpus_of, tmp_path / "c", root)
+
+
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
+    path, folder = tmp_path / "input", tmp_path / "t"
+    refused(f"{path}.*no such file", corpus_of, tmp_path / "c", path)
+    for content, words in (
+        (b"", "an empty file"),
+        (b"\xff\xfe\x00", "binary"),
+        (b"text\0text", "zero bytes"),
+    ):
+        path.write_bytes(content)
+        refused(f"{path}.*{words}", corpus_of, tmp_path / "c", path)
+    folder.mkdir()
+    refused("no text to train on", corpus_of, tmp_path / "c", folder)
+    (folder / "x.bin").write_bytes(b"\xff")
+    words = r"1 file without readable text there, .*/x\.bin: a binary file"
+    refused(words, corpus_of, tmp_path / "c", folder)
+
+    def walk(top, onerror):
+        onerror(PermissionError(13, "Permission denied", str(top / "private")))
+        return iter(())
+
+    monkeypatch.setattr(os, "walk", walk)
+    words = r"private: cannot be read \(Permission denied\)"
+    refused(words, corpus_of, tmp_path / "c", tmp_path)
+
+
+def test_a_corpus_is_opened_again_only_unchanged(tmp_path):
+    found, *_ = corpus_of(tmp_path / "c", write_files(tmp_path / "t"))
+    again = open_corpus(tmp_path / "c")
+    np.testing.assert_array_equal(again.train, found.train)
+    assert again.info == found.info
+    assert isinstance(again.train, np.memmap)
+    size = min(len(found.train), len(found.validation))
+    check_length(found, size - 1)
+    refused("--seq-len", check_length, found, size)
+    path = tmp_path / "c" / "train.bin"
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(bytes(content))
+    refused("has changed", open_corpus, tmp_path / "c")
+    (tmp_path / "c" / "corpus.json").write_text(json.dumps([]))
+    refused("missing or has changed", open_corpus, tmp_path / "c")
+
+
+def test_batches_are_by_seed_and_step_and_cover_the_data_to_its_last_byte():
+    data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
+    batch = functools.partial(train_batch, data, batch_size=4, seq_len=16)
+    first = batch(seed=3, step=8)
+    assert (first.shape, first.dtype) == ((4, 17), np.uint8)
+    np.testing.assert_array_equal(batch(seed=3, step=8), first)
+    np.testing.assert_array_equal(batch(seed=3, step=8, rows=np.array([2, 0])), first[[2, 0]])
+    assert not np.array_equal(first, batch(seed=3, step=9))
+    assert not np.array_equal(first, batch(seed=4, step=8))
+
+    data = np.arange(20, dtype=np.uint8)
+    many = train_batch(data, batch_size=2000, seq_len=7, seed=0, step=0)
+    np.testing.assert_array_equal(many - many[:, :1], np.tile(np.arange(8), (2000, 1)))
+    assert set(many[:, 0]) == set(range(13))
+    whole = train_batch(data, batch_size=3, seq_len=19, seed=0, step=0)
+    np.testing.assert_array_equal(whole, np.tile(data, (3, 1)))
+
+
+def test_validation_batches_are_fixed_windows_over_the_whole_data():
+    data = np.arange(256, dtype=np.uint8)
+
+    def windows(batches):
+        return np.stack(list(validation_batches(data, batch_size=2, seq_len=8, batches=batches)))
+
+    four = windows(4)
+    assert four.shape == (4, 2, 9)
+    starts = four.reshape(-1, 9)[:, 0]
+    assert starts[0] == 0
+    assert four.reshape(-1, 9)[-1, -1] == 255
+    assert (np.diff(starts.astype(int)) >= 8).all()  # no byte is predicted twice
+    np.testing.assert_array_equal(four, windows(4))
+    assert windows(1000).shape == (15, 2, 9)  # no more than the data holds
