@@ -24,6 +24,11 @@ FIRST, OTHERS = 492, 504
 
 AUTO, EXPLICIT = KINDS = AxisType.Auto, AxisType.Explicit
 DTYPES = ["bfloat16", "float32"]
+CASES = {
+    "bfloat16": (ROWS, K, 520, "bfloat16"),
+    "float32": (ROWS, K, 520, "float32"),
+    "six chunks": ((6, 512), 64, 512, "bfloat16"),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,18 +50,13 @@ def plain_mean(x, weight, bias, *, labels, **options):
     return plain(x, weight, bias, labels=labels, **options)[0].sum() / (labels != IGNORED).sum()
 
 
-def oracle_of_mean(x, weight, bias, dmean, *, labels, **options):
-    labels = np.asarray(labels)
-    count = (labels != IGNORED).sum()
-    dloss = np.full(labels.shape, dmean / count)
-    (losses, _), grads = oracle(x, weight, bias, dloss, 0 * dloss, labels=labels, **options)
-    return losses.sum() / count, grads
-
-
 def truth(arrays, labels, dmean=1.0, **options):
     """The mean of losses and its gradients in float64."""
+    counted = np.asarray(labels) != IGNORED
+    dloss = counted * dmean / counted.sum()
     wide = [np.asarray(v).astype(np.float64) for v in arrays]
-    return oracle_of_mean(*wide, dmean, labels=labels, **options)
+    (losses, _), grads = oracle(*wide, dloss, 0 * dloss, labels=labels, **options)
+    return losses.sum() / counted.sum(), grads
 
 
 def rows_of_logits(f, *arrays):
@@ -75,22 +75,15 @@ def no_worse_than_plain(got, arrays, labels, dmean=1.0, **options):
         check.at_most_twice(name, *each)
 
 
-@combinations("options dtype", OPTIONS, DTYPES, few=1)
-def test_accuracy(options, dtype):
-    *arrays, labels = inputs(ROWS, K, CLASSES, dtype)
-    run = functools.partial(loss, memory=memory_for(520, dtype), **options)
+@combinations("options of", OPTIONS, CASES, few=1)
+def test_accuracy(options, of):
+    """In bf16 the gradient of the weight is rounded once a chunk."""
+    rows, k, of_chunk, dtype = of
+    *arrays, labels = inputs(rows, k, CLASSES, dtype)
+    run = functools.partial(loss, memory=memory_for(of_chunk, dtype), **options)
     got = check.value_and_grads(run, tuple(arrays), jnp.float32(1), labels=labels)
     no_worse_than_plain(got, arrays, labels, **options)
     assert got[0].dtype == jnp.float32
-
-
-@pytest.mark.exhaustive
-def test_accuracy_of_the_most_chunks():
-    """In bf16, whose gradient of the weight is rounded once a chunk."""
-    *arrays, labels = inputs((6, 512), 64, CLASSES, "bfloat16")
-    run = functools.partial(loss, memory=memory_for(512, "bfloat16"))
-    got = check.value_and_grads(run, tuple(arrays), jnp.float32(1), labels=labels)
-    no_worse_than_plain(got, arrays, labels)
 
 
 def test_accuracy_of_cotangents():
@@ -186,33 +179,35 @@ def test_the_kernels_are_those_of_the_logits(dtype):
 
 
 @pytest.mark.compiled
-def test_compiled_at_a_large_vocabulary():
-    """Chunks of 50,280 classes in bf16 are as accurate as all logits, and give the same bits."""
+@pytest.mark.parametrize("memory", [memory_for(1024, "bfloat16", 50280), 2**26])
+def test_compiled_at_a_large_vocabulary(memory):
+    """Chunks and parts in bf16 are as accurate as all logits, and all give the same bits again."""
     *arrays, labels = inputs((4096,), 256, 50280, "bfloat16")
-    memories = None, memory_for(1024, "bfloat16", 50280)
     runs = [
         jax.jit(jax.value_and_grad(functools.partial(loss, labels=labels, memory=m), (0, 1, 2)))
-        for m in memories
+        for m in (memory, None)
     ]
-    at_once, got = (run(*arrays) for run in runs)
-    exact = runs[0](*(v.astype(jnp.float32) for v in arrays))
-    leaves = zip(*map(jax.tree.leaves, (got, at_once, exact)), strict=True)
-    for name, each in zip(("loss", "dx", "dweight", "dbias"), leaves, strict=True):
+    results = [
+        run(*arrays) for run in (*runs, lambda *a: runs[1](*(v.astype("float32") for v in a)))
+    ]
+    for name, *each in zip(
+        ("loss", "dx", "dweight", "dbias"), *map(jax.tree.leaves, results), strict=True
+    ):
         check.at_most_twice(name, *each)
-    check.assert_same_bits(lambda: runs[1](*arrays))
+    for run in runs:
+        check.assert_same_bits(lambda run=run: run(*arrays))
 
 
 @combinations("reduction", ["sum", "mean"], few=1)
 def test_reductions_and_cotangents(reduction):
     *arrays, labels = inputs(ROWS, K, CLASSES)
-
-    def run(memory):
-        of = functools.partial(loss, labels=labels, memory=memory, reduction=reduction)
-        return jax.jit(jax.value_and_grad(lambda c, *a: c * of(*a), (1, 2, 3)))
-
-    in_chunks, at_once = run(memory_for(520)), run(None)
+    of = functools.partial(loss, labels=labels, memory=memory_for(520), reduction=reduction)
+    run = jax.jit(jax.value_and_grad(lambda c, *a: c * of(*a), (1, 2, 3)))
+    count = 1 if reduction == "mean" else np.sum(labels != IGNORED)
+    mean, grads = truth(arrays, labels)
     for cotangent in (1.0, -3.7):
-        check.assert_close(in_chunks(cotangent, *arrays), at_once(cotangent, *arrays), 2e-6)
+        want = jax.tree.map(lambda v: cotangent * count * v, (mean, grads))  # noqa: B023
+        check.assert_close(run(cotangent, *arrays), want, 2e-6)
 
 
 def test_ignored_rows_may_hold_nan_and_unknown_labels_give_it():
@@ -258,7 +253,7 @@ TRANSFORMED = {
 }
 
 
-@combinations("transformed", TRANSFORMED, few=2)
+@combinations("transformed", TRANSFORMED, few=1)
 def test_transformations(transformed):
     x, weight, bias, labels = inputs((1, 1100), 4, 20)
     run = functools.partial(loss, bias=bias, labels=labels)
@@ -317,23 +312,19 @@ def test_second_derivatives_on_a_mesh(kind):
 @combinations("check_vma", [True, False], few=1)
 def test_inside_shard_map(check_vma):
     """The gradient of a weight that devices share is a sum over them, whose rows the user split."""
-    x, weight, bias, labels = inputs((4, 640), K, CLASSES)
+    *arrays, labels = inputs((4, 640), K, CLASSES)
     mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=jax.devices()[:4])
-
-    def run(memory):
-        def of_device(x, w, y):
-            return loss(x, w, bias, labels=y, memory=memory, reduction="sum")[None]
-
-        split = jax.shard_map(
-            of_device,
-            mesh=mesh,
-            in_specs=(P("data"), P(), P("data")),
-            out_specs=P("data"),
-            check_vma=check_vma,
-        )
-        return jax.jit(jax.grad(lambda x, w: jnp.sum(split(x, w, labels)), (0, 1)))(x, weight)
-
-    check.assert_close(run(memory_for(520)), run(None), 5e-6)
+    options: Any = {"memory": memory_for(520), "reduction": "sum"}
+    split = jax.shard_map(
+        lambda x, w, b, y: loss(x, w, b, labels=y, **options)[None],
+        mesh=mesh,
+        in_specs=(P("data"), P(), P(), P("data")),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+    got = jax.jit(jax.grad(lambda *a: jnp.sum(split(*a, labels)), (0, 1, 2)))(*arrays)
+    count = np.sum(labels != IGNORED)
+    check.assert_close(got, [count * v for v in truth(arrays, labels)[1]], 5e-6)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +334,8 @@ def test_inside_shard_map(check_vma):
         ({"dtype": "bfloat16", "memory": memory_for(520, "bfloat16")}, [FIRST, OTHERS]),
         ({"memory": memory_for(512)}, [FIRST, OTHERS]),
         ({"memory": memory_for(760)}, [748, 752]),
+        ({"rows": (6, 512), "dtype": "bfloat16", "memory": memory_for(512, "bfloat16")}, [512]),
+        ({"rows": (7, 512), "dtype": "bfloat16", "memory": memory_for(512, "bfloat16")}, []),
         ({"memory": memory_for(1504)}, []),
         ({"memory": memory_for(511)}, []),
         ({"reduction": "none"}, []),
@@ -355,18 +348,11 @@ def test_inside_shard_map(check_vma):
 )
 def test_what_is_in_chunks(change, rows):
     """Where one number is the cotangent of all losses, and six chunks or fewer have 512 rows."""
-    change = {"memory": memory_for(520), "dtype": "float32", **change}
-    x, weight, bias, labels = inputs(ROWS, K, CLASSES, change.pop("dtype"))
+    change = {"memory": memory_for(520), "dtype": "float32", "rows": ROWS, **change}
+    x, weight, bias, labels = inputs(change.pop("rows"), K, CLASSES, change.pop("dtype"))
     weight = weight.astype(change.pop("weight", weight.dtype))
     run = lambda x: jax.tree.leaves(loss(x, weight, bias, labels=labels, **change))[0].sum()
     assert rows_of_logits(run, x) == rows
-
-
-@pytest.mark.parametrize(("rows", "of_chunk"), [((6, 512), [512]), ((7, 512), [])])
-def test_the_most_chunks(rows, of_chunk):
-    *arrays, labels = inputs(rows, 8, CLASSES, "bfloat16")
-    run = functools.partial(loss, labels=labels, memory=memory_for(512, "bfloat16"))
-    assert rows_of_logits(run, *arrays) == of_chunk
 
 
 def test_memory():
@@ -387,15 +373,12 @@ def test_accumulator_on_a_mesh(kind, memory):
     """The devices' parts of the weight's gradient are added once to it."""
     x, weight, bias, labels = inputs((8,), 8, 256)
     sums = inputs((8,), 256, 1, seed=9)[0]
-
-    def of(x, w, b, a, y):
-        return loss(x, w, b, labels=y, memory=memory, accumulator=a)
-
-    run = jax.jit(jax.grad(of, (0, 2, 3)))
+    of = lambda x, w, b, a, y: loss(x, w, b, labels=y, memory=memory, accumulator=a)
     split = (x, "data"), (weight,), (bias,), (sums,), (labels, "data")
-    got = run(*on_mesh((4, 1), kind, *split))
-    check.assert_close(got, run(x, weight, bias, sums, labels))
-    assert got[0].sharding.spec[0] == "data"
+    dx, dbias, total = jax.jit(jax.grad(of, (0, 2, 3)))(*on_mesh((4, 1), kind, *split))
+    _, (want, dweight, of_bias) = truth((x, weight, bias), labels)
+    check.assert_close((dx, dbias, total), (want, of_bias, sums + dweight))
+    assert dx.sharding.spec[0] == "data"
 
 
 @combinations("kind sizes", KINDS, [(3, 999), (4, 1020)], few=1)
@@ -406,7 +389,9 @@ def test_classes_on_any_devices(kind, sizes):
     options: Any = {"label_smoothing": 0.1, "z_loss": 1e-3}
     run = lambda x, w, y: jax.value_and_grad(loss, (0, 1))(x, w, None, labels=y, **options)
     split = on_mesh((1, devices), kind, (x,), (weight, None, "v"), (labels,))
-    check.assert_close(without_a_gather(run, *split), jax.jit(run)(x, weight, labels))
+    (got, (dx, dweight)), no_bias = without_a_gather(run, *split), np.zeros(classes)
+    want, (*grads, _) = truth((x, weight, no_bias), labels, **options)
+    check.assert_close((got, dx, dweight), (want, *grads))
 
 
 @combinations("accumulated sizes kind", [True, False], [(2, 2), (1, 4)], KINDS[::-1], few=1)
@@ -415,23 +400,32 @@ def test_parts_of_classes_of_devices(sizes, kind, accumulated):
     x, weight, bias, labels = inputs((8,), 16, 1000, seed=3)
     labels = labels.at[1].set(IGNORED)
     sums = inputs((16,), 1000, 1, seed=9)[0]
-    for_256_of_them = 8 * 4 * 256
+    options: Any = {"label_smoothing": 0.1, "z_loss": 1e-3}
 
     def both(x, weight, bias, sums, labels):
         def of(x, weight, bias, sums):
-            options: Any = {"label_smoothing": 0.1, "z_loss": 1e-3, "memory": for_256_of_them}
-            if accumulated:
-                options["accumulator"] = sums
-            mean, lse = loss(x, weight, bias, labels=labels, return_lse=True, **options)
+            more = {"accumulator": sums} if accumulated else {}
+            for_256_of_them = options | more | {"memory": 8 * 4 * 256, "return_lse": True}
+            mean, lse = loss(x, weight, bias, labels=labels, **for_256_of_them)
             return mean + jnp.sum(jnp.sin(lse)), (mean, lse)
 
         wanted = (0, 3, 2) if accumulated else (0, 1, 2)
         return jax.value_and_grad(of, wanted, has_aux=True)(x, weight, bias, sums)
 
     split = (weight, None, "v"), (bias, "v"), (sums, None, "v"), (labels, "data")
-    got = without_a_gather(both, *on_mesh(sizes, kind, (x, "data"), *split))
-    check.assert_close(got, jax.jit(both)(x, weight, bias, sums, labels))
-    assert got[1][1].sharding.spec == P(None, "v")
+    (_, results), grads = without_a_gather(both, *on_mesh(sizes, kind, (x, "data"), *split))
+    counted = np.asarray(labels != IGNORED)
+    of = lambda dlse: oracle(
+        *(np.asarray(v, np.float64) for v in (x, weight, bias)),
+        *(counted / counted.sum(), dlse),
+        labels=labels,
+        **options,
+    )
+    (losses, lse), _ = of(0 * counted)
+    _, (dx, dweight, dbias) = of(np.cos(lse))
+    want = losses.sum() / counted.sum(), lse
+    check.assert_close((results, grads), (want, (dx, dweight + accumulated * sums, dbias)))
+    assert grads[1].sharding.spec == P(None, "v")
 
 
 @combinations("of", [(EXPLICIT, 996), (AUTO, 999)], few=1)
@@ -442,4 +436,4 @@ def test_parts_that_devices_cannot_share_are_told_of(of):
     split = on_mesh((1, 3), kind, (x,), (weight, None, "v"), (labels,))
     with pytest.warns(UserWarning, match=f"128 of {classes} classes at once, which 3 devices"):
         got = run(*split)
-    check.assert_close(got, run(x, weight, labels))
+    check.assert_close(got, truth((x, weight, np.zeros(classes)), labels)[0])
