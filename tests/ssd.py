@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxkern
 from tests import check
@@ -13,24 +12,13 @@ ALONG = ("x", "dt", "B", "C", "z")
 INF = float("inf")
 
 
-def oracle(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    z,
-    dt_bias,
-    h,
-    dout,
-    dfinal,
-    *,
-    dt_softplus=True,
-    dt_limit=(0.0, INF),
-    segment_ids=None,
-):
-    """Output, final state and gradients in float64 NumPy, one token at a time, up and back."""
+def oracle(*arrays, dt_softplus=True, dt_limit=(0.0, INF), segment_ids=None):
+    """Output, final state and gradients in NumPy, one token at a time, up and back.
+
+    `arrays` are those of NAMES and the cotangents of both results. With A (H, N), a rate for each
+    state, heads of one channel are those of selective_scan.
+    """
+    x, dt, A, B, C, D, z, dt_bias, h, dout, dfinal = arrays
     batch, length, heads, _ = x.shape
     groups = B.shape[2]
     of_head = lambda v: np.repeat(v, heads // groups, axis=1)[:, :, None]  # (B, H, 1, N)
@@ -43,60 +31,42 @@ def oracle(
     slope = 1 / (1 + np.exp(-raw)) if dt_softplus else np.ones_like(raw)
     slope = slope * (smooth >= dt_limit[0]) * (smooth <= dt_limit[1])
     step = np.minimum(np.maximum(smooth, dt_limit[0]), dt_limit[1])
-    weight = D if D.ndim == 2 else D[:, None]
-    gate = 1 / (1 + np.exp(-z))
+    rates, weight = A.reshape(heads, 1, -1), D.reshape(heads, -1)
+    decays = np.exp(step[..., None, None] * rates)  # (B, L, H, 1, 1 or N)
+    gate, dgate = check.activated("silu", z)
     before = np.empty((length, *h.shape))
     y = np.empty_like(x)
     for t in range(length):
         before[t] = keep[:, t] * h
         enters = (step[:, t, :, None] * x[:, t])[..., None] * of_head(B[:, t])
-        h = np.exp(step[:, t] * A)[..., None, None] * before[t] + enters
+        h = decays[:, t] * before[t] + enters
         y[:, t] = np.sum(of_head(C[:, t]) * h, axis=-1) + weight * x[:, t]
-    final = h
-    out = y * z * gate
-    dy = dout * z * gate
-    dz = dout * y * (gate + z * gate * (1 - gate))
+    final, out = h, y * gate
+    dy, dz = dout * gate, dout * y * dgate
     dx, dstep = dy * weight, np.zeros_like(dt)
-    dA, dB, dC = np.zeros_like(A), np.zeros_like(B), np.zeros_like(C)
+    dA, dB, dC = np.zeros((heads, rates.shape[2])), np.zeros_like(B), np.zeros_like(C)
     dh = dfinal.copy()
     for t in reversed(range(length)):
-        decay = np.exp(step[:, t] * A)[..., None, None]
         entered = (step[:, t, :, None] * x[:, t])[..., None]
-        after = decay * before[t] + entered * of_head(B[:, t])
+        after = decays[:, t] * before[t] + entered * of_head(B[:, t])
         dh += dy[:, t, :, :, None] * of_head(C[:, t])
         dC[:, t] = of_group(dy[:, t, :, :, None] * after)
         dB[:, t] = of_group(dh * entered)
         into = np.sum(dh * of_head(B[:, t]), axis=-1)
-        ddecay = np.sum(dh * before[t] * decay, axis=(-2, -1))
+        ddecay = dh * before[t] * decays[:, t]
         dx[:, t] += into * step[:, t, :, None]
-        dstep[:, t] = np.sum(into * x[:, t], axis=-1) + ddecay * A
-        dA += np.sum(ddecay * step[:, t], axis=0)
-        dh = keep[:, t] * dh * decay
-    ddt = dstep * slope
-    dD = (dy * x).sum((0, 1))
+        dstep[:, t] = np.sum(into * x[:, t], axis=-1) + np.sum(ddecay * rates, axis=(-2, -1))
+        by_rate = np.sum(ddecay * step[:, t, :, None, None], axis=(0, 2))  # (H, N)
+        dA += by_rate if A.ndim == 2 else by_rate.sum(-1, keepdims=True)
+        dh = keep[:, t] * dh * decays[:, t]
+    ddt, dD = dstep * slope, (dy * x).sum((0, 1))
     dD = dD if D.ndim == 2 else dD.sum(-1)
-    return (out, final), (dx, ddt, dA, dB, dC, dD, dz, ddt.sum((0, 1)), dh)
+    return (out, final), (dx, ddt, dA.reshape(A.shape), dB, dC, dD, dz, ddt.sum((0, 1)), dh)
 
 
-def plain(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    z,
-    dt_bias,
-    initial_state,
-    *,
-    dt_softplus=True,
-    dt_limit=(0.0, INF),
-    segment_ids=None,
-):
+def plain(*arrays, dt_softplus=True, dt_limit=(0.0, INF), segment_ids=None):
     """What a user would write: a scan over time, in the dtype of x."""
-    A, B, C, D, dt, dt_bias, h = (
-        v.astype(x.dtype) for v in (A, B, C, D, dt, dt_bias, initial_state)
-    )
+    x, dt, A, B, C, D, z, dt_bias, h = (v.astype(arrays[0].dtype) for v in arrays)
     dt = dt + dt_bias
     dt = jax.nn.softplus(dt) if dt_softplus else dt
     dt = jnp.where(dt < dt_limit[0], dt_limit[0], jnp.where(dt > dt_limit[1], dt_limit[1], dt))
@@ -113,34 +83,29 @@ def plain(
     tokens = tuple(jnp.moveaxis(v, 1, 0) for v in (x, dt, B, C, keep))
     h, y = jax.lax.scan(step, h, tokens)
     D = D if D.ndim == 2 else D[:, None]
-    return (jnp.moveaxis(y, 0, 1) + D * x) * jax.nn.silu(z.astype(x.dtype)), h
+    return (jnp.moveaxis(y, 0, 1) + D * x) * jax.nn.silu(z), h
 
 
 def inputs_and_state(
-    batch,
-    length,
-    heads,
-    size,
-    states,
-    groups=1,
-    dtype="float32",
-    weight_dtype=None,
-    of_channels=False,
-    seed=0,
+    *size, groups=1, dtype="float32", weight_dtype=None, of_channels=False, seed=0
 ):
-    """Like a Mamba-2 block's: step sizes from 0.01 to 1, rates from 1 to 16."""
+    """Like a Mamba-2 block's: step sizes from 0.01 to 1, rates from 1 to 16.
+
+    `size` is (B, L, H, P, N).
+    """
+    batch, length, heads, channels, states = size
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.normal(size=shape)
     arrays = (
-        normal(batch, length, heads, size),
+        normal(batch, length, heads, channels),
         normal(batch, length, heads) - 2,
         -rng.uniform(1.0, 16.0, heads),
         normal(batch, length, groups, states),
         normal(batch, length, groups, states),
-        1 + 0.1 * normal(heads, *([size] if of_channels else [])),
-        normal(batch, length, heads, size),
+        1 + 0.1 * normal(heads, *([channels] if of_channels else [])),
+        normal(batch, length, heads, channels),
         0.5 * normal(heads),
-        normal(batch, heads, size, states),
+        normal(batch, heads, channels, states),
     )
     weights = {"A", "D", "dt_bias", "initial_state"}
     return tuple(
@@ -151,13 +116,8 @@ def inputs_and_state(
 
 def scan(*arrays, implementation, dt_softplus=True, **options):
     """ssd of arrays in the order of NAMES."""
-    return jaxkern.ssd(
-        *arrays[:7],
-        **dict(zip(NAMES[7:], arrays[7:], strict=False)),
-        dt_softplus=dt_softplus,
-        implementation=implementation,
-        **options,
-    )
+    options |= {"dt_softplus": dt_softplus, "implementation": implementation}
+    return jaxkern.ssd(*arrays[:7], **dict(zip(NAMES[7:], arrays[7:], strict=False)), **options)
 
 
 def cotangents(arrays):
@@ -193,10 +153,6 @@ def oracle_of_case(*arrays, **options):
     x, z, dout = arrays[0], arrays[6], arrays[9]
     terms = np.abs(dout * z / (1 + np.exp(-z)) * x).sum((0, 1))
     return results, grads, {7: np.linalg.norm(terms)}
-
-
-EVERY = pytest.mark.parametrize("implementation", [None, "xla"])
-"""The pair of passes in plain JAX, and plain JAX that JAX differentiates."""
 
 
 def packed_ids(batch, length, every=4):

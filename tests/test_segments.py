@@ -4,7 +4,6 @@ What a packed row must give is what the op gives for every segment alone, withou
 outputs, final states and the gradients of everything, initial states too.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -22,9 +21,7 @@ from jaxkern.ops.linear_scan import op as linear_op
 from jaxkern.ops.linear_scan.tiles import Options, Tiles
 from jaxkern.ops.selective_scan import backward, forward
 from jaxkern.ops.selective_scan import tiles as tiles_of
-from tests import check, selective_scan, ssd, test_causal_conv1d, test_linear_scan
-
-pytestmark = pytest.mark.newest
+from tests import check, ssd
 
 BATCH, LENGTH, COUNT = 3, 21, 4
 CHANNELS = 8  # where they are split over devices
@@ -39,18 +36,28 @@ IDS = np.array(
         [*[9] * 5, *[0] * 8, *[2] * 1, *[0] * 7],
     ]
 )
+LONG_IDS = np.stack(
+    [
+        np.repeat([2, 0, -1, 9, 3], [70, 64, 10, 40, 16]),
+        np.repeat([-1, 1, 1, 0, 1], [10, 30, 60, 1, 99]),
+        np.repeat(IDS[2], [10] * 20 + [0]),
+    ]
+)
+"""Of ssd: segments longer than its chunks, with states and without, one after another."""
+
+exhaustive = pytest.mark.exhaustive
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Packable:
     """An op with segments.
 
     Attributes:
       call: the op, of its arrays (the initial states last) and keywords.
-      arrays: for a length, channels and a dtype; the initial states are (B, S, ...).
+      arrays: for a length and channels; the initial states are (B, S, ...).
       oracle: ``oracle(*arrays, dout, dfinal) -> (out, final), gradients`` of one sequence, float64.
       along: whether each array but the states is along time.
-      kernels: whether there are some for segments.
+      ids: (B, L), of segments with states.
     """
 
     call: Callable[..., Any]
@@ -58,32 +65,39 @@ class Packable:
     oracle: Callable[..., Any]
     along: tuple[bool, ...]
     reverse: bool = False
-    kernels: bool = True
+    ids: Any = dataclasses.field(default_factory=lambda: IDS)
+
+
+def of_shapes(*shapes):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=v), jnp.float32) for v in shapes)
 
 
 def linear(a, b, states, **options):
     return jaxkern.linear_scan(a, b, initial_state=states, **options)
 
 
-def linear_arrays(length=LENGTH, dim=5, dtype="float32"):
-    rng = np.random.default_rng(0)
-    a = rng.uniform(-1.0, 1.0, (BATCH, length, dim))
-    b, states = rng.normal(size=a.shape), rng.normal(size=(BATCH, COUNT, dim))
-    return tuple(jnp.asarray(v.astype(jnp.dtype(dtype))) for v in (a, b, states))
+def linear_arrays(length=LENGTH, dim=5):
+    a, b, states = of_shapes(*[(BATCH, length, dim)] * 2, (BATCH, COUNT, dim))
+    return jnp.sin(a), b, states
 
 
-def linear_oracle(a, b, state, dout, dfinal, reverse=False):
-    last = 0 if reverse else -1
-    dout = dout.copy()
-    dout[:, last] += dfinal
-    out, grads = test_linear_scan.oracle(a, b, state, dout, reverse)
-    return (out, out[:, last]), grads
+def linear_oracle(a, b, h, dout, dfinal, reverse=False):
+    order = range(a.shape[1])[:: -1 if reverse else 1]
+    before, out, da, db = (np.empty_like(a) for _ in range(4))
+    for t in order:
+        before[:, t] = h
+        out[:, t] = h = a[:, t] * h + b[:, t]
+    dh = dfinal
+    for t in reversed(order):
+        db[:, t] = dh = dh + dout[:, t]
+        da[:, t] = dh * before[:, t]
+        dh = a[:, t] * dh
+    return (out, h), (da, db, dh)
 
 
-def conv_arrays(length=LENGTH, dim=5, dtype="float32", width=4):
-    rng = np.random.default_rng(0)
-    shapes = (BATCH, length, dim), (dim, width), (dim,), (BATCH, COUNT, width - 1, dim)
-    return tuple(jnp.asarray(rng.normal(size=v).astype(jnp.dtype(dtype))) for v in shapes)
+def conv_arrays(length=LENGTH, dim=5, width=3):
+    return of_shapes((BATCH, length, dim), (dim, width), (dim,), (BATCH, COUNT, width - 1, dim))
 
 
 def conv(x, weight, bias, states, **options):
@@ -93,51 +107,57 @@ def conv(x, weight, bias, states, **options):
 
 
 def conv_oracle(x, weight, bias, state, dout, dfinal):
-    out, (*grads, dstate) = test_causal_conv1d.oracle(x, weight, bias, state, dout, "silu")
-    dinputs = np.concatenate([dstate, grads[0]], axis=1)
-    dinputs[:, x.shape[1] :] += dfinal
-    grads[0], dstate = dinputs[:, state.shape[1] :], dinputs[:, : state.shape[1]]
-    final = np.concatenate([state, x], axis=1)[:, x.shape[1] :]
-    return (out, final), (*grads, dstate)
-
-
-def selective_arrays(length=LENGTH, dim=5, dtype="float32", states=3, batch=BATCH):
-    *arrays, _ = selective_scan.inputs_and_state(batch, length, dim, states, dtype)
-    own = np.random.default_rng(1).normal(size=(batch, COUNT, dim, states))
-    return (*arrays, jnp.asarray(own.astype("float32")))
-
-
-def selective(*arrays, dt_softplus=True, **options):
-    *arrays, dt_bias, states = arrays
-    return jaxkern.selective_scan(
-        *arrays, dt_bias=dt_bias, initial_state=states, dt_softplus=dt_softplus, **options
+    length, taps = x.shape[1], range(weight.shape[1])
+    inputs = np.concatenate([state, x], axis=1)
+    out, slope = check.activated(
+        "silu", bias + sum(weight[:, k] * inputs[:, k : k + length] for k in taps)
     )
+    ds, dinputs = dout * slope, np.zeros_like(inputs)
+    dinputs[:, length:] = dfinal
+    for k in taps:
+        dinputs[:, k : k + length] += weight[:, k] * ds
+    dweight = [np.sum(ds * inputs[:, k : k + length], axis=(0, 1)) for k in taps]
+    dstate, dx = np.split(dinputs, [state.shape[1]], axis=1)
+    return (out, inputs[:, length:]), (dx, np.stack(dweight, 1), ds.sum((0, 1)), dstate)
 
 
-def ssd_arrays(length=LENGTH, dim=8, dtype="float32"):
-    *arrays, _ = ssd.inputs_and_state(BATCH, length, dim, 2, 3, groups=dim // 2, dtype=dtype)
-    own = np.random.default_rng(1).normal(size=(BATCH, COUNT, dim, 2, 3))
-    return (*arrays, jnp.asarray(own.astype("float32")))
+def of_ssd(call):
+    def run(*arrays, **options):
+        *arrays, dt_bias, states = arrays
+        options = {"dt_softplus": True, "dt_bias": dt_bias, "initial_state": states} | options
+        return call(*arrays, **options)
+
+    return run
 
 
-def of_heads(*arrays, **options):
-    *arrays, dt_bias, states = arrays
-    return jaxkern.ssd(*arrays, dt_bias=dt_bias, initial_state=states, dt_softplus=True, **options)
+def ssd_arrays(length=LENGTH, dim=8):
+    *arrays, _ = ssd.inputs_and_state(BATCH, length, dim, 2, 3, groups=dim // 2)
+    return *arrays, *of_shapes((BATCH, COUNT, dim, 2, 3))
 
 
+def selective_arrays(length=LENGTH, dim=5, states=3):
+    x, dt, A, B, C, D, z, dt_bias, _ = ssd.inputs_and_state(BATCH, length, dim, 1, states)
+    A = A[:, None] * jnp.linspace(0.5, 1.5, states)
+    tokens = x[..., 0], dt, A, B[:, :, 0], C[:, :, 0], D, z[..., 0], dt_bias
+    return *tokens, *of_shapes((BATCH, COUNT, dim, states))
+
+
+def selective_oracle(*arrays, **options):
+    """ssd's, of heads of one channel with a rate for each state."""
+    x, dt, A, B, C, D, z, dt_bias, h, dout, dfinal = arrays
+    one, head = (lambda v: v[..., None]), (lambda v: v[:, :, None])
+    given = one(x), dt, A, head(B), head(C), D, one(z), dt_bias, head(h), one(dout), head(dfinal)
+    (out, final), grads = ssd.oracle(*given, **options)
+    dx, ddt, dA, dB, dC, dD, dz, dbias, dh = grads
+    grads = dx[..., 0], ddt, dA, dB[:, :, 0], dC[:, :, 0], dD, dz[..., 0], dbias, dh[:, :, 0]
+    return (out[..., 0], final[:, :, 0]), grads
+
+
+OF_SSD = (True, True, False, True, True, False, True, False)
 OPS = {
-    "ssd": Packable(
-        of_heads,
-        ssd_arrays,
-        ssd.oracle,
-        (True, True, False, True, True, False, True, False),
-        kernels=False,
-    ),
+    "ssd": Packable(of_ssd(jaxkern.ssd), ssd_arrays, ssd.oracle, OF_SSD, ids=LONG_IDS),
     "selective_scan": Packable(
-        selective,
-        selective_arrays,
-        selective_scan.oracle,
-        (True, True, False, True, True, False, True, False),
+        of_ssd(jaxkern.selective_scan), selective_arrays, selective_oracle, OF_SSD
     ),
     "causal_conv1d": Packable(conv, conv_arrays, conv_oracle, (True, False, False)),
     "linear_scan": Packable(linear, linear_arrays, linear_oracle, (True, True)),
@@ -192,62 +212,107 @@ def cotangents(dfinal, out, final):
 
 
 def value_and_grads(f, arrays, dfinal=1.0, **options):
-    """Results of `f`, and the gradients for :func:`cotangents` of them."""
-    like = jax.eval_shape(functools.partial(f, **options), *arrays)
-    given = map(jnp.asarray, cotangents(dfinal, *(v.shape for v in like)))
-    return check.value_and_grads(f, arrays, tuple(given), **options)
+    """Results of `f`, which are like the first and the last array, and their gradients."""
+    given = cotangents(dfinal, arrays[0].shape, arrays[-1].shape)
+    return check.value_and_grads(f, arrays, given, **options)
 
 
-@contextlib.contextmanager
-def running(op, implementation):
-    """:func:`check.running`, where the op has such an implementation."""
-    if implementation == "mosaic" and not op.kernels:
-        pytest.skip("the kernels take no segments")
+def cases(*by_default, only=tuple(OPS), slow=()):
+    """An op and an implementation: all in plain JAX, and those with kernels in the interpreter.
+
+    Args:
+      by_default: those of the default suite, by op and implementation.
+      only: the names of ops.
+      slow: ops that take the interpreter too long.
+    """
+
+    def of(name, implementation):
+        kernels = implementation == "mosaic"
+        marks = [] if (name, implementation) in by_default else [exhaustive]
+        marks += [pytest.mark.gpu] if kernels else []
+        marks += [pytest.mark.compiled] if kernels and name in slow else []
+        return pytest.param(name, implementation, marks=marks)
+
+    return pytest.mark.parametrize(
+        ("name", "implementation"),
+        [
+            of(name, implementation)
+            for name in only
+            for implementation in ("mosaic", None, "xla")
+            if (name, implementation) != ("ssd", "mosaic")  # whose kernels take one state
+        ],
+    )
+
+
+def packed(name, implementation, arrays, **options):
+    options |= {"num_segments": COUNT, "return_final_state": True, "implementation": implementation}
+    ids = jnp.asarray(OPS[name].ids)
     with check.running(implementation):
-        yield
+        return value_and_grads(OPS[name].call, arrays, segment_ids=ids, **options)
 
 
-def packed(name, implementation, arrays):
-    """By one program for all tests of the op with a state for every segment."""
-    options = {"num_segments": COUNT, "return_final_state": True, "implementation": implementation}
-    return value_and_grads(OPS[name].call, arrays, segment_ids=jnp.asarray(IDS), **options)
-
-
-EVERY = pytest.mark.parametrize("name", OPS)
-
-
-@EVERY
-@pytest.mark.parametrize(
-    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), None, "xla"]
+@cases(
+    ("linear_scan", "mosaic"),
+    ("linear_scan reverse", "mosaic"),
+    *((name, None) for name in OPS if name != "selective_scan"),
 )
-def test_segments_are_runs_of_their_own(name, implementation):
-    op = OPS[name]
-    arrays = op.arrays()
-    with running(op, implementation):
-        got = packed(name, implementation, arrays)
-    check.assert_close(got, alone(op, IDS, arrays), 3e-6)
+def test_segments_are_runs_of_their_own(name, implementation, monkeypatch):
+    """And NaN stays in one: others have the outputs, states and gradients, to the bit.
+
+    Where selective_scan is interpreted, its sequence is cut in two: 16 tokens in pieces of 8, from
+    one saved state to the next, of which the backward writes the states in between; and the rest,
+    of which the last are padding.
+    """
+    op, options = OPS[name], {}
+    if name == "selective_scan" and check.interpreted(implementation):
+        cut = lambda columns, units, _: tiles_of.Grid.cut(columns, units, 0, 2)
+        monkeypatch.setattr(forward, "forward_grid", cut)
+        monkeypatch.setattr(backward, "backward_grid", cut)
+        options["checkpoint_every"] = 16
+    arrays = op.arrays(length=op.ids.shape[1])
+    run = functools.partial(packed, name, implementation, **options)
+    want, want_grads = run(arrays)
+    check.assert_close((want, want_grads), alone(op, op.ids, arrays), 3e-6)
+
+    number = 0 if name == "ssd" else 3
+    others, time = op.ids[0] != number, int(np.flatnonzero(op.ids[0] == number)[-2])
+    for i, along in enumerate(op.along):
+        if not along or (i and check.interpreted(implementation)):
+            continue
+        bad = [np.array(v) for v in arrays]
+        bad[i][0, time] = np.nan
+        (out, final), grads = run(tuple(bad))
+        assert np.isnan(out[0, time]).any()
+        assert i or np.isnan(final[0, number]).any()
+        same = [(out, want[0]), *zip(grads[:-1], want_grads[:-1], strict=True)]
+        for got, before in [v for v, a in zip(same, (True, *op.along), strict=True) if a]:
+            np.testing.assert_array_equal(got[0, others], before[0, others])
+            np.testing.assert_array_equal(got[1:], before[1:])
+        for got, before in ((final, want[1]), (grads[-1], want_grads[-1])):
+            np.testing.assert_array_equal(*(np.delete(v[0], number, 0) for v in (got, before)))
+            np.testing.assert_array_equal(got[1:], before[1:])
 
 
-@EVERY
-@check.BOTH
+@cases(
+    *(("linear_scan", "mosaic"), ("linear_scan reverse", "xla"), ("causal_conv1d", "xla")),
+    only=[name for name in OPS if name != "ssd"],  # of which this is one of test_ssd's cases
+    slow=["selective_scan"],
+)
 def test_segments_of_one_state(name, implementation):
     """Without num_segments the initial state is the first segment's, and the final the last's."""
     op = OPS[name]
     options = {"return_final_state": True, "implementation": implementation}
+    *args, states = op.arrays()
     if name == "selective_scan":  # and what no other test of packed sequences has
         options |= {"dt_softplus": False, "checkpoint_every": 1}
-        op = dataclasses.replace(
-            op,
-            oracle=functools.partial(op.oracle, dt_softplus=False),
-            arrays=lambda: selective_scan.below_zero(*selective_arrays()),
-        )
-    *args, states = op.arrays()
+        op = dataclasses.replace(op, oracle=functools.partial(op.oracle, dt_softplus=False))
+        args[1] = jnp.exp(args[1])
     order = (lambda v: v[:, ::-1]) if op.reverse else (lambda v: v)
     rank = np.cumsum(np.diff(order(IDS), axis=1, prepend=order(IDS)[:, :1]) != 0, axis=1)
     ids = order(np.where(rank == 0, 0, np.where(rank == rank[:, -1:], 1, COUNT + rank)))
     states = states.at[:, 1:].set(0.0)
     given = (*args, states[:, 0])
-    with running(op, implementation):
+    with check.running(implementation):
         (out, final), grads = value_and_grads(
             op.call, given, 0.0, segment_ids=jnp.asarray(IDS), **options
         )
@@ -257,36 +322,8 @@ def test_segments_of_one_state(name, implementation):
     check.assert_close(grads, (*want_grads[:-1], want_grads[-1][:, 0]), 3e-6)
 
 
-@EVERY
-@check.BOTH
-def test_nan_stays_in_its_segment(name, implementation):
-    """Outputs, final states and gradients of all other segments have the bits they had.
-
-    In the interpreter, of one array; of the others it is plain JAX that shows it.
-    """
-    op = OPS[name]
-    args = op.arrays()
-    run = functools.partial(packed, name, implementation)
-    row, others = 0, IDS[0] != 3
-    with running(op, implementation):
-        want, want_grads = run(args)
-        for i, along in enumerate(op.along):
-            if not along or (i and implementation == "mosaic" and not check.ON_GPU):
-                continue
-            bad = [v.at[row, 14].set(np.nan) if k == i else v for k, v in enumerate(args)]
-            (out, final), grads = run(tuple(bad))
-            assert np.isnan(out[row, 14]).any()
-            assert i or np.isnan(final[row, 3]).any()
-            same = [(out, want[0]), *zip(grads[:-1], want_grads[:-1], strict=True)]
-            for got, before in [v for v, a in zip(same, (True, *op.along), strict=True) if a]:
-                np.testing.assert_array_equal(got[row, others], before[row, others])
-                np.testing.assert_array_equal(got[1:], before[1:])
-            for got, before in ((final, want[1]), (grads[-1], want_grads[-1])):
-                np.testing.assert_array_equal(got[row, :3], before[row, :3])
-                np.testing.assert_array_equal(got[1:], before[1:])
-
-
 @pytest.mark.gpu
+@exhaustive
 @pytest.mark.parametrize(("cut", "reverse"), [((2, 5), False), ((4, 4), True)])
 def test_linear_scan_segments_across_parts(cut, reverse):
     """However the sequence is cut into chunks and parts, where segments begin or in between."""
@@ -305,42 +342,34 @@ def test_linear_scan_segments_across_parts(cut, reverse):
     check.assert_close(value_and_grads(run, arrays), alone(op, IDS, arrays), 3e-6)
 
 
-@pytest.mark.gpu
-def test_selective_scan_segments_across_parts(monkeypatch):
-    """Grid of 24 tokens in pieces of 8, states saved 16 tokens apart, where segments begin or not.
-
-    The backward writes the states in between, and the last of them are padding.
-    """
-    cut = lambda columns, units, _: tiles_of.Grid.cut(columns, units, 0, 2)
-    monkeypatch.setattr(forward, "forward_grid", cut)
-    monkeypatch.setattr(backward, "backward_grid", cut)
-    ids = np.repeat([[0, 2, 3, -1, 1]], [9, 15, 2, 5, 8], axis=1)
-    op = OPS["selective_scan"]
-    arrays = op.arrays(length=ids.shape[1], batch=1)
-    options = {"return_final_state": True, "checkpoint_every": 16, "implementation": "mosaic"}
-    options |= {"segment_ids": jnp.asarray(ids), "num_segments": COUNT}
-    with check.running("mosaic"):
-        got = value_and_grads(op.call, arrays, **options)
-    check.assert_close(got, alone(op, ids, arrays), 3e-6)
-
-
 @pytest.mark.parametrize(
-    ("name", "cut", "ends"),
+    ("name", "cut", "ends", "implementation"),
     [
-        *(("causal_conv1d", cut, (LENGTH,)) for cut in (0, 2, LENGTH)),
-        *(("causal_conv1d", cut, (10, LENGTH)) for cut in (7, 9, 11)),
-        ("causal_conv1d", 7, (5, LENGTH)),
-        *((name, 9, (LENGTH,)) for name in OPS if name != "causal_conv1d"),
+        pytest.param(name, cut, ends, i, marks=mark)
+        for marks, cases in [
+            (
+                [()],
+                [("causal_conv1d", *case) for case in ((1, (21,)), (9, (10, 21)), (11, (10, 21)))],
+            ),
+            (
+                [exhaustive],
+                [
+                    *(("causal_conv1d", *case) for case in ((0, (21,)), (21, (21,)), (7, (5, 21)))),
+                    *((name, 9, (21,)) for name in OPS if name != "causal_conv1d"),
+                ],
+            ),
+        ]
+        for name, cut, ends in cases
+        for i, mark in [("xla", marks[0]), ("mosaic", pytest.mark.compiled)]
+        if (name, i) != ("ssd", "mosaic")
     ],
 )
-@check.WHOLE
 def test_two_runs_are_one(name, cut, ends, implementation):
     """The second from the state of the first; gradients included, and in the midst of a segment."""
-    op = OPS[name]
+    op, arrays = OPS[name], OPS[name].arrays()
     if implementation == "mosaic" and "linear" in name:
-        cut, ends = 667, (2000,)
-        op = dataclasses.replace(op, arrays=lambda: linear_arrays(2000, 256))
-    *args, states = op.arrays()
+        cut, ends, arrays = 667, (2000,), linear_arrays(2000, 256)
+    *args, states = arrays
     ids = jnp.asarray([np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))] * BATCH)
     call = functools.partial(op.call, return_final_state=True, implementation=implementation)
     whole = functools.partial(call, segment_ids=ids if len(ends) > 1 else None)
@@ -356,7 +385,7 @@ def test_two_runs_are_one(name, cut, ends, implementation):
         return jnp.concatenate(outs[::-1] if op.reverse else outs, axis=1), state
 
     arrays = (*args, states[:, 0])
-    with running(op, implementation):
+    with check.running(implementation):
         check.assert_close(value_and_grads(halves, arrays), value_and_grads(whole, arrays), 1e-6)
 
 
@@ -364,41 +393,39 @@ def test_states_are_handed_from_chunk_to_chunk():
     """Sequences in a row, all cut in two: the final states of one call start the next one."""
     op = OPS["selective_scan"]
     *args, states = op.arrays()
+
     run = functools.partial(op.call, num_segments=COUNT, return_final_state=True)
 
-    def part(states, *at):
-        own = (v[at] if along else v for v, along in zip(args, op.along, strict=True))
-        return run(*own, states, segment_ids=jnp.asarray(IDS)[at])
+    @jax.jit
+    def parts(states):
+        outs = []
+        for span in slice(0, 9), slice(9, None):
+            own = (v[:, span] if along else v for v, along in zip(args, op.along, strict=True))
+            out, states = run(*own, states, segment_ids=jnp.asarray(IDS[:, span]))
+            outs.append(out)
+        return jnp.concatenate(outs, axis=1), states
 
-    rows = slice(None)
-    whole, want = part(states, rows)
-    first, between = part(states, rows, slice(0, 9))
     # What comes back after another id would begin anew in one call, but not in the next.
-    second, final = part(between, rows, slice(9, None))
-    check.assert_close(jnp.concatenate([first, second], 1)[:2], whole[:2], 1e-6)
-    check.assert_close(final[:2], want[:2], 1e-6)
+    out, final = parts(states)
+    (want, finals), _ = alone(op, IDS, (*args, states))
+    check.assert_close(out[:2], want[:2], 1e-6)
+    check.assert_close(final[:2], finals[:2], 1e-6)
 
 
 def test_a_padded_batch_is_packed_and_unpacked():
     """Prompts of unequal lengths: packed in a row, each has the state it has alone."""
-    x, dt, A, B, C, D, z, dt_bias, states = selective_arrays()
-    lengths = np.array([7, 21, 4])
+    op = OPS["selective_scan"]
+    arrays, lengths = op.arrays(), np.array([7, 21, 4])
     ids = np.repeat(np.arange(BATCH), lengths)[None]
     pack = lambda v: v[np.arange(LENGTH) < lengths[:, None]][None]
-    out, final = selective(
-        *(pack(x), pack(dt), A, pack(B), pack(C), D, pack(z), dt_bias, states[None, :, 0]),
-        segment_ids=jnp.asarray(ids),
-        num_segments=BATCH,
-        return_final_state=True,
-    )
-    for row, (length, at) in enumerate(zip(lengths, np.cumsum(lengths) - lengths, strict=True)):
-        one = lambda v: v[row : row + 1, :length]  # noqa: B023
-        want, last = selective(
-            *(one(x), one(dt), A, one(B), one(C), D, one(z), dt_bias, states[row, :1]),
-            return_final_state=True,
-        )
-        check.assert_close(out[:, at : at + length], want, 1e-6)
-        check.assert_close(final[:, row], last, 1e-6)
+    *args, states = arrays
+    packed = (pack(v) if along else v for v, along in zip(args, op.along, strict=True))
+    run = jax.jit(functools.partial(op.call, num_segments=BATCH, return_final_state=True))
+    out, final = run(*packed, states[None, :, 0], segment_ids=jnp.asarray(ids))
+    padding = np.where(np.arange(LENGTH) < lengths[:, None], 0, -1)
+    (want, finals), _ = alone(op, padding, arrays)
+    check.assert_close(out, pack(want), 1e-6)
+    check.assert_close(final[0], finals[:, 0], 1e-6)
 
 
 # Meshes and calls
@@ -410,12 +437,19 @@ AXES = {  # and those over which final states are summed to (B, D)
     "linear_scan": ("bld bld bsd bl -> bld", (1,)),
 }
 
+BOTH_SPLIT = "rows and channels split"
+CELLS = {
+    "ssd": [(BOTH_SPLIT, None), (BOTH_SPLIT, "xla")],
+    "selective_scan": [(BOTH_SPLIT, None)],
+    # GSPMD gathers the convolution's inputs where both are split.
+    "causal_conv1d": [("explicit mesh", None), ("features split", None)],
+    "linear_scan": [("explicit mesh", None), (BOTH_SPLIT, None)],
+}
+
 
 def packed_op(name):
     """The op of arrays and ids, whose one result depends on the output and the final states."""
     axes, summed = AXES[name]
-    # GSPMD gathers the convolution's inputs where both are split.
-    split = "features split" if name == "causal_conv1d" else "rows and channels split"
     four = lambda v: jnp.concatenate([v, v[:1]]) if v.shape[0] == BATCH else v
 
     def call(*arrays, implementation="xla"):
@@ -439,14 +473,14 @@ def packed_op(name):
         features="d",
         channels="hg" if name == "ssd" else "d",
         all_reduces=name != "linear_scan",
-        cells=[("explicit mesh", None), (split, None), (split, "xla")],
+        cells=CELLS[name],
     )
 
 
 test_segments_transformations = check.transformations(*map(packed_op, AXES))
 
 
-@EVERY
+@pytest.mark.parametrize("name", OPS)
 def test_segments_errors(name):
     op = OPS[name]
     *args, states = op.arrays()
@@ -456,8 +490,6 @@ def test_segments_errors(name):
         run(states, num_segments=COUNT)
     with pytest.raises(ValueError, match="num_segments must be from 1 to"):
         run(None, num_segments=0, segment_ids=ids)
-    with pytest.raises(TypeError, match=r"num_segments must be an int or None, got 2\.0"):
-        run(None, num_segments=2.0, segment_ids=ids)
     with pytest.raises(TypeError, match=r"num_segments must be an int.*got a traced array"):
         jax.jit(lambda n: run(None, num_segments=n, segment_ids=ids))(2)
     with pytest.raises(ValueError, match=r"initial_state must have shape.*give num_segments"):
