@@ -21,7 +21,7 @@ from jaxkern.ops.linear_scan import op as linear_op
 from jaxkern.ops.linear_scan.tiles import Options, Tiles
 from jaxkern.ops.selective_scan import backward, forward
 from jaxkern.ops.selective_scan import tiles as tiles_of
-from tests import check, ssd
+from tests import check, ssd, test_causal_conv1d, test_linear_scan
 
 BATCH, LENGTH, COUNT = 3, 21, 4
 CHANNELS = 8  # where they are split over devices
@@ -64,8 +64,8 @@ class Packable:
     arrays: Callable[..., tuple[Any, ...]]
     oracle: Callable[..., Any]
     along: tuple[bool, ...]
+    ids: Any
     reverse: bool = False
-    ids: Any = dataclasses.field(default_factory=lambda: IDS)
 
 
 def of_shapes(*shapes):
@@ -82,18 +82,12 @@ def linear_arrays(length=LENGTH, dim=5):
     return jnp.sin(a), b, states
 
 
-def linear_oracle(a, b, h, dout, dfinal, reverse=False):
-    order = range(a.shape[1])[:: -1 if reverse else 1]
-    before, out, da, db = (np.empty_like(a) for _ in range(4))
-    for t in order:
-        before[:, t] = h
-        out[:, t] = h = a[:, t] * h + b[:, t]
-    dh = dfinal
-    for t in reversed(order):
-        db[:, t] = dh = dh + dout[:, t]
-        da[:, t] = dh * before[:, t]
-        dh = a[:, t] * dh
-    return (out, h), (da, db, dh)
+def linear_oracle(a, b, state, dout, dfinal, reverse=False, **options):
+    last = 0 if reverse else -1
+    dout = dout.copy()
+    dout[:, last] += dfinal
+    out, grads = test_linear_scan.oracle(a, b, state, dout, reverse, **options)
+    return (out, out[:, last]), grads
 
 
 def conv_arrays(length=LENGTH, dim=5, width=3):
@@ -101,24 +95,12 @@ def conv_arrays(length=LENGTH, dim=5, width=3):
 
 
 def conv(x, weight, bias, states, **options):
-    return jaxkern.causal_conv1d(
-        x, weight, bias, activation="silu", initial_state=states, **options
-    )
+    options |= {"activation": "silu", "initial_state": states}
+    return jaxkern.causal_conv1d(x, weight, bias, **options)
 
 
-def conv_oracle(x, weight, bias, state, dout, dfinal):
-    length, taps = x.shape[1], range(weight.shape[1])
-    inputs = np.concatenate([state, x], axis=1)
-    out, slope = check.activated(
-        "silu", bias + sum(weight[:, k] * inputs[:, k : k + length] for k in taps)
-    )
-    ds, dinputs = dout * slope, np.zeros_like(inputs)
-    dinputs[:, length:] = dfinal
-    for k in taps:
-        dinputs[:, k : k + length] += weight[:, k] * ds
-    dweight = [np.sum(ds * inputs[:, k : k + length], axis=(0, 1)) for k in taps]
-    dstate, dx = np.split(dinputs, [state.shape[1]], axis=1)
-    return (out, inputs[:, length:]), (dx, np.stack(dweight, 1), ds.sum((0, 1)), dstate)
+def conv_oracle(*arrays):
+    return test_causal_conv1d.oracle(*arrays[:-1], activation="silu", dfinal=arrays[-1])
 
 
 def of_ssd(call):
@@ -142,33 +124,30 @@ def selective_arrays(length=LENGTH, dim=5, states=3):
     return *tokens, *of_shapes((BATCH, COUNT, dim, states))
 
 
-def selective_oracle(*arrays, **options):
+def selective_oracle(x, dt, A, B, C, D, z, dt_bias, h, dout, dfinal, **options):
     """ssd's, of heads of one channel with a rate for each state."""
-    x, dt, A, B, C, D, z, dt_bias, h, dout, dfinal = arrays
     one, head = (lambda v: v[..., None]), (lambda v: v[:, :, None])
     given = one(x), dt, A, head(B), head(C), D, one(z), dt_bias, head(h), one(dout), head(dfinal)
-    (out, final), grads = ssd.oracle(*given, **options)
-    dx, ddt, dA, dB, dC, dD, dz, dbias, dh = grads
-    grads = dx[..., 0], ddt, dA, dB[:, :, 0], dC[:, :, 0], dD, dz[..., 0], dbias, dh[:, :, 0]
-    return (out[..., 0], final[:, :, 0]), grads
+    (out, final), (dx, ddt, dA, *weights, dD, dz, dbias, dh) = ssd.oracle(*given, **options)
+    dB, dC, dh = (v[:, :, 0] for v in (*weights, dh))
+    return (out[..., 0], final[:, :, 0]), (dx[..., 0], ddt, dA, dB, dC, dD, dz[..., 0], dbias, dh)
 
 
 OF_SSD = (True, True, False, True, True, False, True, False)
 OPS = {
-    "ssd": Packable(of_ssd(jaxkern.ssd), ssd_arrays, ssd.oracle, OF_SSD, ids=LONG_IDS),
+    "ssd": Packable(of_ssd(jaxkern.ssd), ssd_arrays, ssd.oracle, OF_SSD, LONG_IDS),
     "selective_scan": Packable(
-        of_ssd(jaxkern.selective_scan), selective_arrays, selective_oracle, OF_SSD
+        of_ssd(jaxkern.selective_scan), selective_arrays, selective_oracle, OF_SSD, IDS
     ),
-    "causal_conv1d": Packable(conv, conv_arrays, conv_oracle, (True, False, False)),
-    "linear_scan": Packable(linear, linear_arrays, linear_oracle, (True, True)),
-    "linear_scan reverse": Packable(
-        functools.partial(linear, reverse=True),
-        linear_arrays,
-        functools.partial(linear_oracle, reverse=True),
-        (True, True),
-        reverse=True,
-    ),
+    "causal_conv1d": Packable(conv, conv_arrays, conv_oracle, (True, False, False), IDS),
+    "linear_scan": Packable(linear, linear_arrays, linear_oracle, (True, True), IDS),
 }
+OPS["linear_scan reverse"] = dataclasses.replace(
+    OPS["linear_scan"],
+    call=functools.partial(linear, reverse=True),
+    oracle=functools.partial(linear_oracle, reverse=True),
+    reverse=True,
+)
 
 
 def runs(ids, reverse=False):
@@ -185,11 +164,11 @@ def runs(ids, reverse=False):
     return found
 
 
-def alone(op, ids, arrays, dfinal=1.0):
+def alone(op, ids, arrays):
     """Outputs, final states and gradients of every segment by itself, in float64."""
     *args, states = (np.asarray(v, np.float64) for v in arrays)
     out, finals = np.zeros_like(args[0]), states.copy()
-    dout, dfinals = cotangents(dfinal, out.shape, finals.shape)
+    dout, dfinals = cotangents(arrays)
     grads, dstates = [np.zeros_like(v) for v in args], dfinals.copy()  # of states handed through
     for row, number, first, stop, has_state in runs(ids, op.reverse):
         at = slice(row, row + 1), slice(first, stop)
@@ -205,56 +184,29 @@ def alone(op, ids, arrays, dfinal=1.0):
     return (out, finals), (*grads, dstates)
 
 
-def cotangents(dfinal, out, final):
-    """Of an output and of final states, the latter times `dfinal`."""
-    dout, dfinals = (np.random.default_rng(i).normal(size=v) for i, v in enumerate((out, final)))
-    return dout, dfinal * dfinals
+def cotangents(arrays):
+    """Of the results, which are like the first and the last array."""
+    like = arrays[0], arrays[-1]
+    return tuple(np.random.default_rng(i).normal(size=v.shape) for i, v in enumerate(like))
 
 
-def value_and_grads(f, arrays, dfinal=1.0, **options):
-    """Results of `f`, which are like the first and the last array, and their gradients."""
-    given = cotangents(dfinal, arrays[0].shape, arrays[-1].shape)
-    return check.value_and_grads(f, arrays, given, **options)
+def value_and_grads(f, arrays, **options):
+    return check.value_and_grads(f, arrays, cotangents(arrays), **options)
 
 
-def cases(*by_default, only=tuple(OPS), slow=()):
-    """An op and an implementation: all in plain JAX, and those with kernels in the interpreter.
-
-    Args:
-      by_default: those of the default suite, by op and implementation.
-      only: the names of ops.
-      slow: ops that take the interpreter too long.
-    """
-
-    def of(name, implementation):
-        kernels = implementation == "mosaic"
-        marks = [] if (name, implementation) in by_default else [exhaustive]
-        marks += [pytest.mark.gpu] if kernels else []
-        marks += [pytest.mark.compiled] if kernels and name in slow else []
-        return pytest.param(name, implementation, marks=marks)
-
-    return pytest.mark.parametrize(
-        ("name", "implementation"),
-        [
-            of(name, implementation)
-            for name in only
-            for implementation in ("mosaic", None, "xla")
-            if (name, implementation) != ("ssd", "mosaic")  # whose kernels take one state
-        ],
-    )
-
-
-def packed(name, implementation, arrays, **options):
-    options |= {"num_segments": COUNT, "return_final_state": True, "implementation": implementation}
-    ids = jnp.asarray(OPS[name].ids)
-    with check.running(implementation):
-        return value_and_grads(OPS[name].call, arrays, segment_ids=ids, **options)
-
-
-@cases(
-    ("linear_scan", "mosaic"),
-    ("linear_scan reverse", "mosaic"),
-    *((name, None) for name in OPS if name != "selective_scan"),
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        pytest.param(name, i, marks=[*marks, *([pytest.mark.gpu] if i == "mosaic" else [])])
+        for i, by_default in [
+            ("mosaic", ["linear_scan", "linear_scan reverse"]),
+            (None, [name for name in OPS if name != "selective_scan"]),
+            ("xla", []),
+        ]
+        for name in OPS
+        if (name, i) != ("ssd", "mosaic")  # whose kernels take one state
+        for marks in [[] if name in by_default else [exhaustive]]
+    ],
 )
 def test_segments_are_runs_of_their_own(name, implementation, monkeypatch):
     """And NaN stays in one: others have the outputs, states and gradients, to the bit.
@@ -269,8 +221,13 @@ def test_segments_are_runs_of_their_own(name, implementation, monkeypatch):
         monkeypatch.setattr(forward, "forward_grid", cut)
         monkeypatch.setattr(backward, "backward_grid", cut)
         options["checkpoint_every"] = 16
-    arrays = op.arrays(length=op.ids.shape[1])
-    run = functools.partial(packed, name, implementation, **options)
+    arrays, ids = op.arrays(length=op.ids.shape[1]), jnp.asarray(op.ids)
+    options |= {"num_segments": COUNT, "return_final_state": True, "implementation": implementation}
+
+    def run(arrays):
+        with check.running(implementation):
+            return value_and_grads(op.call, arrays, segment_ids=ids, **options)
+
     want, want_grads = run(arrays)
     check.assert_close((want, want_grads), alone(op, op.ids, arrays), 3e-6)
 
@@ -293,33 +250,18 @@ def test_segments_are_runs_of_their_own(name, implementation, monkeypatch):
             np.testing.assert_array_equal(got[1:], before[1:])
 
 
-@cases(
-    *(("linear_scan", "mosaic"), ("linear_scan reverse", "xla"), ("causal_conv1d", "xla")),
-    only=[name for name in OPS if name != "ssd"],  # of which this is one of test_ssd's cases
-    slow=["selective_scan"],
-)
-def test_segments_of_one_state(name, implementation):
+@pytest.mark.parametrize("name", ["linear_scan", "linear_scan reverse"])
+@check.BOTH
+def test_linear_scan_segments_of_one_state(name, implementation):
     """Without num_segments the initial state is the first segment's, and the final the last's."""
     op = OPS[name]
+    a, b, states = op.arrays()
+    arrays = a, b, states[:, 0]
     options = {"return_final_state": True, "implementation": implementation}
-    *args, states = op.arrays()
-    if name == "selective_scan":  # and what no other test of packed sequences has
-        options |= {"dt_softplus": False, "checkpoint_every": 1}
-        op = dataclasses.replace(op, oracle=functools.partial(op.oracle, dt_softplus=False))
-        args[1] = jnp.exp(args[1])
-    order = (lambda v: v[:, ::-1]) if op.reverse else (lambda v: v)
-    rank = np.cumsum(np.diff(order(IDS), axis=1, prepend=order(IDS)[:, :1]) != 0, axis=1)
-    ids = order(np.where(rank == 0, 0, np.where(rank == rank[:, -1:], 1, COUNT + rank)))
-    states = states.at[:, 1:].set(0.0)
-    given = (*args, states[:, 0])
     with check.running(implementation):
-        (out, final), grads = value_and_grads(
-            op.call, given, 0.0, segment_ids=jnp.asarray(IDS), **options
-        )
-    (want, finals), want_grads = alone(op, ids, (*args, states), dfinal=0.0)
-    check.assert_close(out, want, 3e-6)
-    check.assert_close(final, finals[np.arange(BATCH), np.minimum(rank[:, -1], 1)], 3e-6)
-    check.assert_close(grads, (*want_grads[:-1], want_grads[-1][:, 0]), 3e-6)
+        got = value_and_grads(op.call, arrays, segment_ids=jnp.asarray(IDS), **options)
+    want = check.in_float64(op.oracle, *arrays, *cotangents(arrays), segment_ids=IDS)
+    check.assert_close(got, want, 3e-6)
 
 
 @pytest.mark.gpu
@@ -342,28 +284,20 @@ def test_linear_scan_segments_across_parts(cut, reverse):
     check.assert_close(value_and_grads(run, arrays), alone(op, IDS, arrays), 3e-6)
 
 
+def two_runs(name, *cases, mark=()):
+    return [pytest.param(name, cut, ends, marks=mark) for cut, ends in cases]
+
+
 @pytest.mark.parametrize(
-    ("name", "cut", "ends", "implementation"),
+    ("name", "cut", "ends"),
     [
-        pytest.param(name, cut, ends, i, marks=mark)
-        for marks, cases in [
-            (
-                [()],
-                [("causal_conv1d", *case) for case in ((1, (21,)), (9, (10, 21)), (11, (10, 21)))],
-            ),
-            (
-                [exhaustive],
-                [
-                    *(("causal_conv1d", *case) for case in ((0, (21,)), (21, (21,)), (7, (5, 21)))),
-                    *((name, 9, (21,)) for name in OPS if name != "causal_conv1d"),
-                ],
-            ),
-        ]
-        for name, cut, ends in cases
-        for i, mark in [("xla", marks[0]), ("mosaic", pytest.mark.compiled)]
-        if (name, i) != ("ssd", "mosaic")
+        *two_runs("causal_conv1d", (1, (LENGTH,)), (9, (10, LENGTH)), (11, (10, LENGTH))),
+        *two_runs("causal_conv1d", (0, (LENGTH,)), (LENGTH, (LENGTH,)), mark=exhaustive),
+        *two_runs("causal_conv1d", (7, (5, LENGTH)), (7, (10, LENGTH)), mark=exhaustive),
+        *(two_runs(name, (9, (LENGTH,)), mark=exhaustive)[0] for name in OPS if "scan" in name),
     ],
 )
+@check.WHOLE
 def test_two_runs_are_one(name, cut, ends, implementation):
     """The second from the state of the first; gradients included, and in the midst of a segment."""
     op, arrays = OPS[name], OPS[name].arrays()
@@ -410,22 +344,6 @@ def test_states_are_handed_from_chunk_to_chunk():
     (want, finals), _ = alone(op, IDS, (*args, states))
     check.assert_close(out[:2], want[:2], 1e-6)
     check.assert_close(final[:2], finals[:2], 1e-6)
-
-
-def test_a_padded_batch_is_packed_and_unpacked():
-    """Prompts of unequal lengths: packed in a row, each has the state it has alone."""
-    op = OPS["selective_scan"]
-    arrays, lengths = op.arrays(), np.array([7, 21, 4])
-    ids = np.repeat(np.arange(BATCH), lengths)[None]
-    pack = lambda v: v[np.arange(LENGTH) < lengths[:, None]][None]
-    *args, states = arrays
-    packed = (pack(v) if along else v for v, along in zip(args, op.along, strict=True))
-    run = jax.jit(functools.partial(op.call, num_segments=BATCH, return_final_state=True))
-    out, final = run(*packed, states[None, :, 0], segment_ids=jnp.asarray(ids))
-    padding = np.where(np.arange(LENGTH) < lengths[:, None], 0, -1)
-    (want, finals), _ = alone(op, padding, arrays)
-    check.assert_close(out, pack(want), 1e-6)
-    check.assert_close(final[0], finals[:, 0], 1e-6)
 
 
 # Meshes and calls
