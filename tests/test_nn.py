@@ -43,8 +43,10 @@ LAYERS = (*NORMS, "Linear")
 BLOCKS = ("Mamba", "Mamba2")
 
 
-@pytest.mark.parametrize("case", [*LAYERS, "RMSNorm, bare", "LayerNorm, bare", "LayerNorm, scale"])
-@LIBRARY
+CASES = (*LAYERS, "RMSNorm, bare", "LayerNorm, bare", "LayerNorm, scale")
+
+
+@sparsely("library, case", LIBRARIES, CASES, of=2)
 def test_layers_have_the_parameters_and_results_of_the_librarys_own(library, case):
     """And its gradients; of norms without some of their parameters, too."""
     name, _, some = case.partition(", ")
@@ -120,8 +122,7 @@ def test_a_policy_sets_the_dtypes():
     assert eqx.filter_eval_shape(run, mlp, jnp.ones((2, 16), FP16)).dtype == FP16
 
 
-@pytest.mark.parametrize("name", [*LAYERS, "Dropout", "SwiGLU", *BLOCKS])
-@LIBRARY
+@sparsely("library, name", LIBRARIES, ["Linear", "Dropout", "SwiGLU", *NORMS, *BLOCKS], of=2)
 def test_layers_hand_on_their_dtypes_and_their_implementation(library, name):
     """Results have the layer's dtype and gradients the parameters'; "xla" has forward mode."""
     options = {"headdim": 8} if name == "Mamba2" else {}
@@ -204,6 +205,7 @@ PROMOTED = {
     ("nnx", "RMSNorm"): {"promote_dtype": to_float32, "dtype": FP16},
     ("nnx", "LayerNorm"): {"promote_dtype": to_float32, "dtype": FP16},
 }
+OF_NUMPY = {"reduction_axes": (1, 2), "feature_axes": np.int64(1)}
 LEFT = {
     "complex": (LIBRARIES, LAYERS, {}, X + 1j * X[::-1], "complex64"),
     "complex parameters": (FLAX, LAYERS, {"param_dtype": jnp.complex64}, X, "complex64"),
@@ -214,10 +216,7 @@ LEFT = {
     "axis 1": (FLAX, NORMS, {"reduction_axes": 1}, X, "float32"),
     "feature axis": (FLAX, NORMS, {"reduction_axes": -1, "feature_axes": 1}, X, "float32"),
     "axes 1 and -1": (FLAX, NORMS, {"reduction_axes": (1, -1)}, X, "float32"),
-    "axes of NumPy": (
-        *(FLAX, NORMS),
-        *({"reduction_axes": (1, 2), "feature_axes": np.int64(1)}, X, "float32"),
-    ),
+    "axes of NumPy": (FLAX, NORMS, OF_NUMPY, X, "float32"),
     "mask": (FLAX, NORMS, {}, X, "float32"),
     "promotion": (*zip(*PROMOTED, strict=True), None, X, None),
 }

@@ -1,11 +1,9 @@
 """The layers SwiGLU and of every kind of block: the same in every library, and the papers'."""
 
 import functools
-import importlib.util
 import inspect
 import re
 import types
-import warnings
 
 import equinox as eqx
 import jax
@@ -41,10 +39,8 @@ TWO_KINDS = KINDS.values()
 
 def test_swiglu():
     shapes = {"gate_proj": (K, 24), "up_proj": (K, 24), "down_proj": (24, K)}
-    weights = {
-        name: {"kernel": normal(*shape, seed=seed, scale=0.25)}
-        for seed, (name, shape) in enumerate(shapes.items())
-    }
+    draw = lambda seed, shape: {"kernel": normal(*shape, seed=seed, scale=0.25)}
+    weights = {name: draw(seed, shape) for seed, (name, shape) in enumerate(shapes.items())}
     x = normal(2, 3, K)
     gate, up, down = (np.asarray(weights[name]["kernel"], np.float64) for name in weights)
     rows = np.asarray(x, np.float64)
@@ -131,7 +127,7 @@ def test_block_is_the_papers(kind, library, biases):
         jax.tree.map(close, cache, cache_of(kind, of_rows))
 
 
-@KIND
+@pytest.mark.parametrize("kind", [MAMBA, pytest.param(MAMBA2, marks=pytest.mark.exhaustive)])
 def test_block_goes_on_in_unequal_parts(kind):
     """Of one token, of none and of several."""
     blocks, x = blocks_of(kind), normal(2, 6, 12)
@@ -146,16 +142,6 @@ def test_block_goes_on_in_unequal_parts(kind):
         return jnp.concatenate(outs, 1)
 
     np.testing.assert_allclose(run(x), expected_of(blocks, x), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.exhaustive
-@KIND
-def test_packed_sequences_do_not_touch_each_other(kind):
-    block, x = blocks_of(kind).layers["nnx"], normal(1, 7, 12)
-    ids = jnp.array([[0, 0, 0, 1, 1, 1, 1]])
-    dx = jit(jax.grad(lambda x: block(x, segment_ids=ids)[:, 3:].sum()))(x)
-    np.testing.assert_array_equal(dx[:, :3], 0)
-    assert (jnp.abs(dx[:, 3:]).max(-1) > 0).all()
 
 
 @sparsely("kind, library", TWO_KINDS, LIBRARIES)
@@ -246,11 +232,12 @@ def test_layers_have_the_parameters_and_options_of_the_block(kind):
 def test_blocks_begin_as_in_the_papers_code(kind):
     options = {"headdim": 1, "d_state": 16} if kind is MAMBA2 else {}
     inits = kind.block.initializers(kind.block.sizes(32, **options), n_layers=4)
+    inits |= {"dt_bias": (inits["dt_bias"][0], (100_000,))}
     draw = lambda key: {name: init(key, shape, FP32) for name, (init, shape) in inits.items()}
     w = jax.tree.map(np.asarray, kind.block.weights(**jit(draw)(jax.random.key(0))))
-    dt, A = np.log1p(np.exp(w.dt_bias)), np.exp(w.A_log)
-    assert 1e-3 < dt.min() < 4e-3
-    assert 3e-2 < dt.max() < 0.1
+    dt, A = np.log1p(np.exp(np.float64(w.dt_bias))), np.exp(w.A_log)
+    np.testing.assert_allclose((dt.min(), np.median(dt), dt.max()), (1e-3, 1e-2, 1e-1), rtol=0.02)
+    assert 0.0999 < dt.max() <= 0.1001
     np.testing.assert_array_equal(w.D, 1)
     if kind is MAMBA:
         np.testing.assert_allclose(A[5], np.arange(1, 17), rtol=1e-5)
@@ -264,46 +251,30 @@ def test_blocks_begin_as_in_the_papers_code(kind):
         assert 0.95 * bound < np.abs(getattr(w, name)).max() <= bound
 
 
-@sparsely("kind, library", TWO_KINDS, LIBRARIES)
+@sparsely("kind, library", TWO_KINDS, LIBRARIES, of=3)
 def test_block_in_bfloat16(kind, library):
-    blocks = blocks_of(kind)
-    weights = given(blocks.weights)
+    blocks, x = blocks_of(kind), normal(2, 7, 12, dtype=BF16)
+    weights, options = given(blocks.weights), kind.options | {"dtype": BF16}
     if library == "equinox":
         weights = Policy.parse("bf16").cast_to_compute(weights)
-    block = in_every_library(kind.layer, 12, weights=weights, dtype=BF16, **kind.options)[library]
-    x = normal(2, 7, 12, dtype=BF16)
-    out = jit(block)(x)
+    out = jit(in_every_library(kind.layer, 12, weights=weights, **options)[library])(x)
     assert out.dtype == BF16
-    expected = expected_of(blocks, x)
-    error = np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
-    assert 0 < error < 4 * 2**-8
+    want = expected_of(blocks, x)
+    assert 0 < np.abs(np.asarray(out, np.float64) - want).max() / np.abs(want).max() < 4 * 2**-8
 
 
 @LIBRARY
 @KIND
 def test_a_loop_can_carry_a_cache(kind, library):
     """It keeps its dtypes, whatever those of parameters and tokens."""
-    module = {"nnx": jk_nnx, "linen": jk_linen, "equinox": jk_equinox}[library]
-    make = functools.partial(getattr(module, kind.layer), 12, **kind.options)
-    tokens, key = jnp.ones((2, 12), BF16), jax.random.key(0)
-
-    def run():
-        if library == "nnx":
-            block = make(param_dtype=BF16, rngs=nnx.Rngs(0))
-        elif library == "linen":
-            unbound = make(param_dtype=BF16)
-            block = unbound.bind(unbound.init(key, tokens[:, None]))
-        else:
-            block = make(dtype=BF16, key=key)
-        cache = block.init_cache(2)
-        return (
-            cache,
-            block.step(tokens, cache),
-            block(tokens[:, None], cache, return_cache=True),
-        )
-
-    cache, *results = jax.eval_shape(run)
-    for out, after in results:
+    weights = jax.tree.map(BF16, given(blocks_of(kind).weights))
+    block = in_every_library(kind.layer, 12, weights=weights, **kind.options)[library]
+    cache, tokens = kind.block.init_cache(kind.sizes(), 2, FP32), jnp.ones((2, 3, 12), BF16)
+    for x, run in (
+        (tokens, functools.partial(block, return_cache=True)),
+        (tokens[:, 0], step_of(block, library)),
+    ):
+        out, after = jax.eval_shape(lambda x, cache: run(x, cache=cache), x, cache)  # noqa: B023
         assert out.dtype == BF16
         assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, cache)
 
@@ -315,9 +286,9 @@ def test_a_loop_can_carry_a_cache(kind, library):
     "options",
     [
         {"norm_groups": 1, "dt_limit": (0.04, 0.06), "norm_eps": 0.1},
-        {"norm_groups": 8, "ngroups": 1, "headdim": 16},
         {"headdim": 1, "ngroups": 16},
-        {"D": (4, 4)},
+        pytest.param({"norm_groups": 8, "ngroups": 1, "headdim": 16}, marks=pytest.mark.exhaustive),
+        pytest.param({"D": (4, 4)}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -347,55 +318,6 @@ def mamba2_weights(sizes):
     values = {name: 0.5 * rng.normal(size=shape) for name, (_, shape) in biased.items()}
     values |= {"A_log": np.log(rng.uniform(1, 16, sizes.heads)), "dt_bias": values["dt_bias"] - 3}
     return mamba2.Weights(**{n: jnp.asarray(v, jnp.float32) for n, v in values.items()})
-
-
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
-    reason="transformers and torch are not installed",
-)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_mamba2_is_that_of_transformers(groups):
-    """On random weights."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import torch
-        import transformers.models.mamba2.modeling_mamba2 as modeling
-
-        sizes = mamba2.Sizes(16, d_state=8, headdim=4, ngroups=groups)
-        config = modeling.Mamba2Config(
-            hidden_size=sizes.d_model,
-            num_heads=sizes.heads,
-            head_dim=sizes.headdim,
-            state_size=sizes.d_state,
-            conv_kernel=sizes.d_conv,
-            n_groups=groups,
-            chunk_size=8,
-            num_hidden_layers=1,
-            use_bias=True,
-            layer_norm_epsilon=sizes.norm_eps,
-        )
-        theirs = modeling.Mamba2Mixer(config, layer_idx=0).eval()
-    # Before its version 5, its norm was of all channels together, whatever the groups.
-    channels = getattr(theirs.norm, "group_size", sizes.d_inner)
-    weights, x = mamba2_weights(sizes), normal(2, 21, 16, seed=1)
-    sizes = mamba2.Sizes(**vars(sizes) | {"norm_groups": sizes.d_inner // channels})
-    tensor = lambda v: torch.from_numpy(np.array(v))
-    values = {
-        "in_proj.weight": weights.in_proj.T,
-        "in_proj.bias": weights.in_bias,
-        "conv1d.weight": weights.conv_weight[:, None],
-        "conv1d.bias": weights.conv_bias,
-        "dt_bias": weights.dt_bias,
-        "A_log": weights.A_log,
-        "D": weights.D,
-        "norm.weight": weights.norm_weight,
-        "out_proj.weight": weights.out_proj.T,
-        "out_proj.bias": weights.out_bias,
-    }
-    theirs.load_state_dict({name: tensor(v) for name, v in values.items()})
-    with torch.no_grad():
-        want = theirs(tensor(x)).numpy()
-    check.assert_close(jax.jit(mamba2.mamba2, static_argnums=1)(weights, sizes, x), want, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_scaling_and_unscaling_are_exact():
 
 def test_adjust_follows_its_rule():
     """Against a Python loop, over a run of finite and overflowing steps, under jit and scan."""
-    finite = [True, True, True, False, True, True, True, True, True, True] + [False] * 9
+    finite = [*[True] * 3, False, *[True] * 2, False, *[True] * 9, *[False] * 9]
     scale = DynamicLossScale(8.0, period=3, factor=2.0, min_scale=0.5, max_scale=16.0)
     value, counter, expected = 8.0, 0, []
     for ok in finite:
