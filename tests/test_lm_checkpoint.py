@@ -2,10 +2,8 @@
 
 import errno
 import fcntl
-import json
 import os
 import resource
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +50,7 @@ def test_what_was_saved_is_restored(tmp_path):
         np.testing.assert_array_equal(new, old)
 
 
-def test_the_last_three_are_kept(tmp_path):
+def test_the_last_ones_are_kept(tmp_path):
     save(tmp_path, 5, 10, 15, 100, 20)
     assert checkpoint.steps(tmp_path) == [15, 20, 100]
     restore(tmp_path, 15)
@@ -62,88 +60,54 @@ def test_the_last_three_are_kept(tmp_path):
     assert checkpoint.steps(tmp_path) == [130]
 
 
-@pytest.mark.newest
-def test_a_run_keeps_as_many_as_it_is_asked_for(tmp_path, capsys):
-    """And another number when it is resumed, also one of a version that had no such flag."""
-    (tmp_path / "text").write_text("some words " * 500)
-    out = tmp_path / "run"
-    argv = ["train", "--preset", "micro", "--data", tmp_path / "text", "--eval-batches", 1]
-    command(capsys, *argv, "--out", out, "--steps", 6, "--checkpoint-every", 1, "--keep", 5)
-    assert checkpoint.steps(out) == [2, 3, 4, 5, 6]
-    config = json.loads((out / "config.json").read_text())
-    assert config["flags"].pop("keep") == 5
-    (out / "config.json").write_text(json.dumps(config))
-    command(capsys, "train", "--resume", "--out", out, "--steps", 7)
-    assert checkpoint.steps(out) == [5, 6, 7]
-    command(capsys, "train", "--resume", "--out", out, "--steps", 8, "--keep", 2)
-    assert checkpoint.steps(out) == [7, 8]
-
-
-@pytest.fixture
-def small_files():
-    """The system takes files of at most 2,000 bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_what_was_too_large_is_named(tmp_path, capsys, request):
+def test_what_was_too_large_is_named(tmp_path, capsys):
     (tmp_path / "text").write_text("some words " * 500)
     begin = ["train", "--preset", "micro", "--data", tmp_path / "text", "--out", tmp_path / "run"]
-    request.getfixturevalue("small_files")
-    for flags, name in (([], "corpus"), (["--pack", "--data-cache", tmp_path / "c"], "c")):
-        line = command(capsys, *begin, *flags, code=1)
-        assert f"/{name}: File too large; raise the limit of a file's size (ulimit -f)" in line
-    with pytest.raises(OSError, match=r"File too large: .*/checkpoints/5\.partial"):
-        save(tmp_path, 5)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        for flags, name in (([], "corpus"), (["--pack", "--data-cache", tmp_path / "c"], "c")):
+            line = command(capsys, *begin, *flags, code=1)
+            assert f"/{name}: File too large; raise the limit of a file's size (ulimit" in line
+        with pytest.raises(OSError, match=r"File too large: .*/checkpoints/5\.partial"):
+            save(tmp_path, 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not checkpoint.steps(tmp_path)
 
 
+def largest(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
 def damage_bytes(path):
-    largest = max((path / "params").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
-    content = bytearray(largest.read_bytes())
+    content = bytearray(largest(path / "params").read_bytes())
     content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
+    largest(path / "params").write_bytes(content)
 
 
 def cut_a_file(path):
-    file = max((path / "optimizer").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
-    os.truncate(file, file.stat().st_size // 2)
+    os.truncate(file := largest(path / "optimizer"), file.stat().st_size // 2)
 
 
-def remove_a_file(path):
-    next(p for p in (path / "params").rglob("*") if p.is_file()).unlink()
-
-
-def remove_the_manifest(path):
-    (path / "manifest.json").unlink()
-
-
-def write_another_manifest(path):
-    (path / "manifest.json").write_text('["something else"]')
-
-
-def name_it_another_step(path):
-    shutil.copytree(path, path.with_name("11"))
-    shutil.rmtree(path)
-    path.with_name("11").rename(path.with_name("12"))
+CHANGED = "its files are not those that were written"
 
 
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (damage_bytes, "its files are not those that were written"),
-        (cut_a_file, "its files are not those that were written"),
-        (remove_a_file, "its files are not those that were written"),
-        (remove_the_manifest, "it has no manifest.json"),
-        (write_another_manifest, "is no manifest"),
-        (name_it_another_step, "by its manifest.json it is of step 10"),
+        (damage_bytes, CHANGED),
+        (cut_a_file, CHANGED),
+        (lambda path: largest(path / "params").unlink(), CHANGED),
+        (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
+        (lambda path: (path / "manifest.json").write_text('["another"]'), "is no manifest"),
+        (lambda path: path.rename(path.with_name("12")), "by its manifest.json it is of step 10"),
     ],
 )
 def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path, harm, words):
+    folder = tmp_path / "checkpoints"
     save(tmp_path, 5, 10)
-    harm(tmp_path / "checkpoints" / "10")
+    harm(folder / "10")
     last = checkpoint.steps(tmp_path)[-1]
     with pytest.raises(checkpoint.DamagedError, match=words) as caught:
         restore(tmp_path, last)
@@ -153,19 +117,17 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path, harm, words):
     restore(tmp_path, 5)
 
     checkpoint.set_aside(tmp_path, 5)
-    assert set(os.listdir(tmp_path / "checkpoints")) == {"5", f"{last}.damaged"}
+    assert set(os.listdir(folder)) == {"5", f"{last}.damaged"}
     save(tmp_path, last)
     assert checkpoint.newest(tmp_path, MODEL) == (last, [])
 
     for step in (5, last):
-        damage_bytes(tmp_path / "checkpoints" / str(step))
-    folder = tmp_path / "checkpoints"
+        damage_bytes(folder / str(step))
     with pytest.raises(RunError) as caught:
         checkpoint.newest(tmp_path, MODEL)
     assert str(caught.value) == (
-        f"checkpoint {folder / str(last)} is damaged: its files are not those that were written, "
-        f"and none in {folder} is whole (steps 5, {last}); put one back from a copy, or train "
-        "again with another --out"
+        f"checkpoint {folder / str(last)} is damaged: {CHANGED}, and none in {folder} is whole "
+        f"(steps 5, {last}); put one back from a copy, or train again with another --out"
     )
 
 
@@ -187,17 +149,15 @@ def test_another_models_checkpoint_is_refused(tmp_path):
             checkpoint.newest(tmp_path, MODEL)
 
 
-@pytest.mark.parametrize("failing", ["save", "manifest"])
-def test_a_full_disk_leaves_the_finished_ones(tmp_path, monkeypatch, failing):
-    save(tmp_path, 5)
-
+@pytest.mark.parametrize(
+    ("where", "failing"), [(ocp.StandardCheckpointer, "save"), (checkpoint, "write_atomically")]
+)
+def test_a_full_disk_leaves_the_finished_ones(tmp_path, monkeypatch, where, failing):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if failing == "save":
-        monkeypatch.setattr(ocp.StandardCheckpointer, "save", full)
-    else:
-        monkeypatch.setattr(checkpoint, "write_atomically", full)
+    save(tmp_path, 5)
+    monkeypatch.setattr(where, failing, full)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 10)
     assert os.listdir(tmp_path / "checkpoints") == ["5"]
@@ -216,14 +176,12 @@ def test_leftovers_of_a_killed_process_are_no_checkpoints(tmp_path):
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path, monkeypatch):
+    def unsupported(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
     with checkpoint.only_process(tmp_path):  # a lock is of an open file, not of a process
-        second = checkpoint.only_process(tmp_path)
         with pytest.raises(RunError, match="another process is training"):
-            second.__enter__()
-
-        def unsupported(*args):
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
+            checkpoint.only_process(tmp_path).__enter__()
         monkeypatch.setattr(fcntl, "flock", unsupported)  # as some network file systems have it
         with checkpoint.only_process(tmp_path):
             pass
@@ -244,8 +202,7 @@ def test_metrics_are_cut_back_to_the_step_of_the_checkpoint(tmp_path):
     log.close()
     records = read_metrics(path)
     assert [record["step"] for record in records] == list(range(8))
-    assert records[6]["loss"] == 1 / 7
-    assert records[7]["loss"] is None
+    assert (records[6]["loss"], records[7]["loss"]) == (1 / 7, None)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +217,6 @@ def test_metrics_are_cut_back_to_the_step_of_the_checkpoint(tmp_path):
     ],
 )
 def test_metrics_of_something_else_are_refused(tmp_path, line, content):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(content)
+    (tmp_path / "metrics.jsonl").write_bytes(content)
     with pytest.raises(RunError, match=rf"metrics\.jsonl, line {line} is not a record"):
-        read_metrics(path)
+        read_metrics(tmp_path / "metrics.jsonl")

@@ -25,26 +25,13 @@ from jaxkern.lm.processes.cluster import Told, own_devices, told
 from jaxkern.lm.report import read_metrics
 from tests.language_models import command
 
-pytestmark = pytest.mark.newest
-
 PATIENCE = 300  # seconds, of a machine that does much else
-SLURM = {
-    "SLURM_JOB_ID": "70001",
-    "SLURM_STEP_NODELIST": "node[007-009],other3",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
-}
-MPI = {
-    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-}
+SLURM = {"SLURM_JOB_ID": "70001", "SLURM_STEP_NODELIST": "node[007-009],other3"}
+SLURM |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}
+SLURM |= {"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
+MPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+MPI |= {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
+MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4"}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 
@@ -53,6 +40,10 @@ def free_port():
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
+
+
+def member(index, count=2, port=None, flags=None):
+    return several.Several(Told(f"127.0.0.1:{port or free_port()}", count, index, ""), flags or {})
 
 
 # How a process is told
@@ -65,25 +56,25 @@ def environment(monkeypatch):
         if name.startswith(("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "JOB_COMPLETION")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-
-    def are(variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return are
+    return lambda variables: [monkeypatch.setenv(*variable) for variable in variables.items()]
 
 
-def test_a_cluster_tells_a_process_which_one_it_is(environment):
-    environment(SLURM)
+@pytest.mark.parametrize(
+    ("variables", "host", "index", "by", "devices"),
+    [
+        (SLURM, "node007", 2, "by Slurm", None),  # one task on the node has all of its GPUs
+        (SLURM | MPI, "10.96.0.1", 3, "by Open MPI", [2, 3]),  # started inside a job of Slurm
+        (SLURM | MPICH, "node007", 2, "by Slurm", None),  # Slurm may set these variables, too
+    ],
+)
+def test_a_cluster_tells_a_process_which_one_it_is(
+    environment, variables, host, index, by, devices
+):
+    environment(variables)
     found = told(None, None, None)
     assert found is not None
-    assert (found.host, found.count, found.index, found.by) == ("node007", 4, 2, "by Slurm")
-    assert found.local_devices is None  # one task on the node has all of its GPUs
-    environment(MPI)  # started inside a job of Slurm
-    found = told(None, None, None)
-    assert found is not None
-    assert (found.host, found.count, found.index, found.by) == ("10.96.0.1", 4, 3, "by Open MPI")
-    assert found.local_devices == [2, 3]
+    assert (found.host, found.count, found.index, found.by) == (host, 4, index, by)
+    assert found.local_devices == devices
     assert told(None, 1, None) is None
 
 
@@ -103,18 +94,13 @@ def test_a_process_that_nobody_tells_of_others_is_alone(environment, variables):
     assert told(None, None, None) is None
 
 
-def test_hosts_that_a_cluster_does_not_tell_are_asked_for(environment):
-    environment(MPI | {"OMPI_MCA_orte_hnp_uri": "nonsense"})
-    with pytest.raises(RunError, match=r"one of several by Open MPI, .*; name --coordinator HOST"):
-        told(None, None, None)
-
-
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        (POD, r"JOB_COMPLETION_INDEX=1 says that this is a pod .* install it, or"),
-        (MPICH, r"PMI_SIZE=4 and PMI_RANK=1 say that this process is one of 4 by MPICH or Intel"),
-        (MPICH | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "PMI_SIZE=4 and PMI_RANK=1"),
+        (MPI | {"OMPI_MCA_orte_hnp_uri": "nonsense"}, "one of several by Open MPI, .*; "),
+        (POD, r"JOB_COMPLETION_INDEX=1 says that this is a pod .* install it, or "),
+        (MPICH, r"PMI_SIZE=4 and PMI_RANK=1 say that this process is one of 4 by MPICH or Intel.*"),
+        (MPICH | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "PMI_SIZE=4 and PMI_RANK=1.*"),
     ],
 )
 def test_one_of_several_that_cannot_find_the_others_does_not_run_alone(
@@ -122,18 +108,10 @@ def test_one_of_several_that_cannot_find_the_others_does_not_run_alone(
 ):
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     environment(variables)
-    remedy = "name --coordinator HOST:PORT, --processes N and --process I, or --processes 1 for"
-    with pytest.raises(RunError, match=f"{words}.*{remedy}"):
+    with pytest.raises(RunError, match=f"{words}name --coordinator HOST"):
         told(None, None, None)
     assert told(None, 1, None) is None
     assert told("a:1", 4, 1) == Told("a:1", 4, 1, "by --processes")
-
-
-def test_slurm_tells_also_where_it_sets_the_variables_of_mpich(environment):
-    environment(SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4"})
-    found = told(None, None, None)
-    assert found is not None
-    assert (found.count, found.index, found.by) == (4, 2, "by Slurm")
 
 
 def test_an_mpi4py_of_another_mpi_is_refused(environment, monkeypatch):
@@ -154,35 +132,24 @@ def test_processes_of_a_host_share_its_gpus():
         own_devices(3, 0, visible("0,1,2,3"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--coordinator", "a:1"), "--coordinator a:1 needs --processes and --process, too"),
-        (("--processes", 2, "--process", 0), "needs --coordinator, too; give every process"),
-        (
-            ("--coordinator", "a:1", "--processes", 2, "--process", 2),
-            "--process 2 is not one of --processes 2; they are numbered from 0 to 1",
-        ),
-    ],
-)
-def test_flags_that_tell_a_part_are_one_line(capsys, flags, words):
-    line = command(capsys, "train", *flags, code=1)
-    assert words in line
-    assert line.count("\n") == 1
-
-
-@pytest.mark.parametrize("address", ["host", "host:", ":1", "host:x", "host:65536"])
-def test_an_address_without_host_or_port_is_refused(capsys, address):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["train", "--coordinator", address])
-    assert f"must be HOST:PORT, such as node1:62100, got '{address}'" in capsys.readouterr().err
-
-
 # What they say to each other
 
 
 class EndedError(Exception):
     """A process has ended."""
+
+
+def threads_of(calls):
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def ended(threads):
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -191,8 +158,7 @@ def group(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: None)
     monkeypatch.setattr(several, "_GRACE", 0.5)
     preemption = jax.config.jax_enable_preemption_service
-    left = {}
-    changed = threading.Condition()
+    left, running, changed = {}, [], threading.Condition()
 
     def leave(self, code):
         with changed:
@@ -201,52 +167,35 @@ def group(monkeypatch):
         raise EndedError
 
     monkeypatch.setattr(several.Several, "leave", leave)
-    running = []
 
-    def start(count, flags=None):
-        port = free_port()
-        flags = flags or [{}] * count
-        members = [
-            several.Several(Told(f"127.0.0.1:{port}", count, i, ""), f)
-            for i, f in zip(range(count), flags, strict=True)
-        ]
-        errors = {}
+    def start(count, *flags):
+        port, errors = free_port(), {}
+        members = [member(i, count, port, flags[i] if flags else None) for i in range(count)]
 
-        def join(i):
+        def join(each):
             try:
-                members[i].join()
+                each.join()
             except RunError as error:
-                errors[i] = str(error)
+                errors[each.index] = str(error)
 
-        threads = [threading.Thread(target=join, args=(i,), daemon=True) for i in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
+        ended(threads_of([lambda each=each: join(each) for each in members]))
         running.extend(members)
         return members, errors
 
-    def ended(count):
+    def left_by(count):
         with changed:
             assert changed.wait_for(lambda: len(left) >= count, PATIENCE)
         return left
 
-    start.ended = ended
+    start.left_by = left_by
     yield start
-    for member in running:
-        member._ended = True
-        if program := getattr(member, "_relay", None):
+    for each in running:
+        each._ended = True
+        if program := getattr(each, "_relay", None):
             program.stdin.close()
             program.wait(PATIENCE)
             program.stdout.close()
     jax.config.update("jax_enable_preemption_service", preemption)
-
-
-def lose(member):
-    """Close the connections of a process, as when it is killed."""
-    member._ended = True  # it says nothing itself
-    for line in member._lines.values():
-        member._loop.soon(line._writer.close)
 
 
 def test_all_have_what_process_0_finds(group):
@@ -259,57 +208,63 @@ def test_all_have_what_process_0_finds(group):
 def test_all_stop_after_the_last_step_that_one_has_begun(group, monkeypatch):
     """The signal comes to process 1; process 2 is ahead, and process 0 behind."""
     members, _ = group(3)
-    for member in members:
-        member.begin(0)
-    ahead = {0: 2, 1: 3, 2: 7}
-    for member in members:
-        for done in range(1, ahead[member.index]):
-            assert member.stop_after(done) is None
-    stopped = {}
+    ahead, stopped = {0: 2, 1: 3, 2: 7}, {}
+    for each in members:
+        each.begin(0)
+        assert not any(each.stop_after(done) for done in range(1, ahead[each.index]))
 
-    def go_on(member):
-        done = ahead[member.index]
-        while (signum := member.stop_after(done)) is None:
+    def go_on(each):
+        done = ahead[each.index]
+        while (signum := each.stop_after(done)) is None:
             done += 1
-            with member._changed:  # as the devices of one wait for those of the others
-                member._changed.wait_for(lambda: member._held, PATIENCE)
-        stopped[member.index] = done, signum
+            with each._changed:  # as the devices of one wait for those of the others
+                each._changed.wait_for(lambda: each._held, PATIENCE)
+        stopped[each.index] = done, signum
 
     monkeypatch.setattr(stop, "_request", signal.SIGTERM)
-    first = threading.Thread(target=go_on, args=(members[1],), daemon=True)
-    first.start()
+    first = threads_of([lambda: go_on(members[1])])
     with members[2]._changed:
         members[2]._changed.wait_for(lambda: members[2]._held, PATIENCE)
     monkeypatch.setattr(stop, "_request", None)
-    others = [threading.Thread(target=go_on, args=(each,), daemon=True) for each in members[::2]]
-    for thread in others:
-        thread.start()
-    for thread in (first, *others):
-        thread.join(PATIENCE)
+    ended([*first, *threads_of([lambda each=each: go_on(each) for each in members[::2]])])
     assert stopped == dict.fromkeys(range(3), (7, signal.SIGTERM))
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_process_ends_all_others_with_a_line(group, capfd, lost):
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("how", ["is lost", "ended by an error that it"])
+def test_a_process_that_ends_alone_ends_all_others_with_a_line(group, capfd, index, how):
     members, _ = group(3)
-    for member in members:
-        member.standing = lambda: "step 8 is saved"
-    lose(members[lost])
-    assert group.ended(2) == dict.fromkeys({0, 1, 2} - {lost}, 1)
+    for each in members:
+        each.standing = lambda: "step 8 is saved"
+    lost = members[index]
+    if how == "is lost":
+        lost._ended = True  # it says nothing itself, as when it is killed
+        for line in lost._lines.values():
+            lost._loop.soon(line._writer.close)
+    else:
+        lost.fail(RunError("the disk is full"))
+    others = sorted({0, 1, 2} - {index})
+    assert group.left_by(2) == dict.fromkeys(others, 1)
     lines = sorted(capfd.readouterr().err.splitlines())
-    for i, line in zip(sorted({0, 1, 2} - {lost}), lines, strict=True):
-        assert line.startswith(f"jaxkern: process {i}: process {lost} on {socket.gethostname()} is")
-        assert line.endswith("; step 8 is saved")
+    for i, line in zip(others, lines, strict=True):
+        assert line.startswith(f"jaxkern: process {i}: process {index} on {socket.gethostname()} ")
+        assert how in line
+        assert line.endswith("; step 8 is saved") or how != "is lost"
+
+
+def test_a_process_that_is_silent_is_lost(group, capfd, monkeypatch):
+    monkeypatch.setattr(wire, "LIMIT", 1.0)
+    monkeypatch.setattr(wire, "BEAT", 1000.0)
+    group(2)
+    group.left_by(2)
+    assert "is lost (nothing was heard of it for 1 s)" in capfd.readouterr().err
 
 
 def test_lines_of_several_processes_stay_whole(monkeypatch, tmp_path):
     """Where each write is a system call, as under PYTHONUNBUFFERED, a line is one of them."""
 
     class Writes(list):
-        write = list.append
-
-        def flush(self):
-            pass
+        write, flush = list.append, lambda self: None
 
     monkeypatch.setattr(sys, "stderr", writes := Writes())
     stop.tell("process 1: process 0 is lost")
@@ -318,40 +273,16 @@ def test_lines_of_several_processes_stay_whole(monkeypatch, tmp_path):
     assert all(line.startswith("jaxkern: ") and line.endswith("\n") for line in writes)
 
 
-def test_a_process_that_is_silent_is_lost(group, capfd, monkeypatch):
-    monkeypatch.setattr(wire, "LIMIT", 1.0)
-    monkeypatch.setattr(wire, "BEAT", 1000.0)
-    group(2)
-    group.ended(2)
-    assert "is lost (nothing was heard of it for 1 s)" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_the_error_of_one_ends_the_others(group, capfd, failing):
-    members, _ = group(3)
-    members[failing].fail(RunError("the disk is full"))
-    assert group.ended(2) == dict.fromkeys({0, 1, 2} - {failing}, 1)
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        assert f"process {failing} on {socket.gethostname()} ended by an error that it" in line
-
-
 def test_all_end_together(group):
     members, _ = group(3)
-    threads = [threading.Thread(target=each.finish, daemon=True) for each in members]
-    for thread in threads[:2]:
-        thread.start()
-    threads[0].join(0.1)
-    assert threads[0].is_alive()
-    threads[2].start()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
+    first = threads_of([each.finish for each in members[:2]])
+    first[0].join(0.1)
+    assert first[0].is_alive()
+    ended([*first, *threads_of([members[2].finish])])
 
 
 def test_processes_that_were_started_otherwise_are_refused(group):
-    _, errors = group(2, [{"steps": "5"}, {"steps": "6"}])
+    _, errors = group(2, {"steps": "5"}, {"steps": "6"})
     assert len(set(errors.values())) == 1
     assert "--steps of process 1 on" in errors[0]
     assert "is 6 and of process 0 5; start all with the same flags" in errors[1]
@@ -369,26 +300,20 @@ def test_processes_that_were_started_otherwise_are_refused(group):
 )
 def test_who_may_join(changes, words):
     hello = {"process": 1, "processes": 2, "host": "b", "version": jaxkern.__version__, "flags": {}}
-    wrong = several.Several(Told("a:1", 2, 0, ""), {})._wrong(hello | changes)
+    wrong = member(0)._wrong(hello | changes)
     assert (wrong is None) if words is None else re.match(words, wrong or "")
 
 
-def test_a_process_that_does_not_come_is_named(monkeypatch):
+def test_processes_that_cannot_reach_each_other_say_so(monkeypatch):
     monkeypatch.setattr(several, "JOINING", 0.1)
-    member = several.Several(Told(f"127.0.0.1:{free_port()}", 2, 0, ""), {})
     with pytest.raises(RunError, match=r"process 1 did not join within 0.1 s; start all 2 with"):
-        member.join()
-    member = several.Several(Told(f"127.0.0.1:{free_port()}", 2, 1, ""), {})
+        member(0).join()
     with pytest.raises(RunError, match=r"process 0 cannot be reached at 127.0.0.1:\d+ \("):
-        member.join()
-
-
-def test_a_port_that_is_taken_is_one_line():
+        member(1).join()
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        member = several.Several(Told(f"127.0.0.1:{port}", 2, 0, ""), {})
         with pytest.raises(RunError, match=f"listen to port {port}: Address already in use; "):
-            member.join()
+            member(0, port=port).join()
 
 
 def test_a_folder_that_is_not_that_of_process_0_is_refused(tmp_path, monkeypatch):
@@ -397,15 +322,11 @@ def test_a_folder_that_is_not_that_of_process_0_is_refused(tmp_path, monkeypatch
     second.main = False
     with run.held(tmp_path, processes.ALONE):
         second.share = lambda make: (tmp_path / ".lock").read_text()
-        with run.held(tmp_path, second):
-            pass
+        run.held(tmp_path, second).__enter__()
         second.share = lambda make: "another"
         for folder in (tmp_path, tmp_path / "missing"):
-            with (
-                pytest.raises(RunError, match="is not the folder that process 0 has; name one on"),
-                run.held(folder, second),
-            ):
-                pass
+            with pytest.raises(RunError, match="is not the folder that process 0 has; name one on"):
+                run.held(folder, second).__enter__()
 
 
 # Two that train
@@ -416,20 +337,16 @@ class Run:
 
     def __init__(self, folder, *argv):
         port = free_port()
-        flags = os.environ.get("XLA_FLAGS", "")
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=2",
-        }
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         self.outputs = [folder / f"{port}-{i}" for i in range(2)]
         self.processes = []
         for i, output in enumerate(self.outputs):
             which = ["--coordinator", f"127.0.0.1:{port}", "--processes", 2, "--process", i]
-            command = [sys.executable, "-m", "jaxkern", *map(str, [*argv, *which])]
+            line = [sys.executable, "-m", "jaxkern", *map(str, [*argv, *which])]
             with open(output, "w") as file:
-                self.processes.append(
-                    subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-                )
+                options = {"stdout": file, "stderr": file, "env": environment}
+                self.processes.append(subprocess.Popen(line, **options))
 
     def wait(self):
         """The exit codes, and the last line of each."""
@@ -457,18 +374,13 @@ class Run:
             process.wait()
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+@pytest.fixture
+def train(tmp_path):
     lines = (json.dumps({"text": f"{i} times {i} is {i * i}."}) for i in range(1500))
-    path.write_text("\n".join(lines))
-    return path
-
-
-def common(text, out):
-    argv = ["train", "--preset", "micro", "--scan-layers", "--data", text, "--out", out]
-    argv += ["--batch-size", 8, "--grad-accum", 2, "--steps", 6, "--eval-every", 3]
-    return [*argv, "--eval-batches", 1, "--checkpoint-every", 3, "--log-every", 3]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    argv = ["train", "--preset", "micro", "--scan-layers", "--data", tmp_path / "text.jsonl"]
+    argv += ["--batch-size", 8, "--grad-accum", 2, "--steps", 6, "--checkpoint-every", 3]
+    return [*argv, "--eval-every", 3, "--eval-batches", 1, "--log-every", 3]
 
 
 def losses(out):
@@ -476,14 +388,14 @@ def losses(out):
     return [record.get("loss", record.get("validation_loss")) for record in records]
 
 
-def test_two_processes_have_the_losses_of_one(text, tmp_path, capsys):
+@pytest.mark.exhaustive
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="one process has four devices")
+def test_two_processes_have_the_losses_of_one(train, tmp_path, capsys):
     """Packed documents and fsdp; what they leave goes on in one process."""
-    if len(jax.devices()) < 4:
-        pytest.skip("one process has four devices")
     two, one = tmp_path / "two", tmp_path / "one"
-    shared = ["--pack", "--mesh", "data=2,fsdp=2"]
-    started = Run(tmp_path, *common(text, two), *shared)
-    command(capsys, *common(text, one), *shared)
+    train += ["--pack", "--mesh", "data=2,fsdp=2", "--out"]
+    started = Run(tmp_path, *train, two)
+    command(capsys, *train, one)
     codes, _ = started.wait()
     assert codes == [0, 0], started.text(0) + started.text(1)
     assert "4 × cpu" in started.text(0)
@@ -491,18 +403,18 @@ def test_two_processes_have_the_losses_of_one(text, tmp_path, capsys):
     assert "loss" not in started.text(1)
     assert losses(two) == pytest.approx(losses(one), rel=2e-5)
     assert checkpoint.steps(two) == [3, 6]
-    for out in (two, one):
-        command(capsys, "train", "--resume", "--out", out, "--steps", 8)
+    (two / "checkpoints" / "6").rename(two / "6")
+    assert "continued from step 3" in command(capsys, "train", "--resume", "--out", two)
     assert losses(two) == pytest.approx(losses(one), rel=2e-5)
 
 
-def test_a_signal_stops_both_and_a_killed_process_ends_the_other(text, tmp_path):
+@pytest.mark.exhaustive
+def test_a_signal_stops_both_and_a_killed_process_ends_the_other(train, tmp_path):
     """Process 1 is asked to end, the run goes on, and process 0 is killed."""
     out = tmp_path / "run"
     saved = lambda: max(checkpoint.steps(out), default=0)
-    shared = [*common(text, out), "--steps", 100_000, "--eval-every", 50_000]
-    shared += ["--mesh", "fsdp=2,tensor=2"]
-    two = Run(tmp_path, *shared)
+    train += ["--out", out, "--steps", 100_000, "--eval-every", 50_000, "--mesh", "fsdp=2,tensor=2"]
+    two = Run(tmp_path, *train)
     two.until(lambda: saved() >= 3)
     two.processes[1].send_signal(signal.SIGTERM)
     codes, lines = two.wait()
@@ -511,7 +423,7 @@ def test_a_signal_stops_both_and_a_killed_process_ends_the_other(text, tmp_path)
     for i, line in enumerate(lines):
         assert f"process {i}: stopped (SIGTERM): step {stopped} of 100000 is saved in" in line
         assert line.endswith(f"; continue {again}")
-    two = Run(tmp_path, *shared, "--resume")
+    two = Run(tmp_path, *train, "--resume")
     two.until(lambda: saved() > stopped)
     two.processes[0].kill()
     codes, (_, line) = two.wait()

@@ -3,25 +3,17 @@
 import random
 import re
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxkern.lm import cli, hf, loader, sample
 from jaxkern.lm.config import PRESETS
+from tests.language_models import random_params
 
-MODELS = ["micro", "mamba2-micro"]
 
-
-@pytest.fixture(scope="module", params=MODELS)
-def model(request):
-    """A model away from its initial symmetries, whose texts are not all alike."""
-    config = PRESETS[request.param].model
-    leaves, tree = jax.tree.flatten(loader.initial(config).params)
-    rng = np.random.default_rng(0)
-    moved = [leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
-    return loader.LanguageModel(config, jax.tree.unflatten(tree, map(jnp.asarray, moved)), 0)
+@pytest.fixture(scope="module")
+def model():
+    config = PRESETS["micro"].model
+    return loader.LanguageModel(config, random_params(config), 0)
 
 
 def before(text, stops):
@@ -72,8 +64,7 @@ def test_wrong_stops_are_refused(model):
             model.generate("a", stop=stop)
 
 
-def test_the_command_line_stops_and_times(tmp_path, capsys):
-    model = loader.initial(PRESETS["micro"].model)
+def test_the_command_line_stops_and_times(tmp_path, capsys, model):
     hf.save(tmp_path, model.config, model.params)
     argv = ["sample", "--hf", str(tmp_path), "--prompt", "a", "--length", "40"]
     assert cli.main([*argv, "--timing"]) == 0
