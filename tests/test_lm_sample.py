@@ -24,6 +24,7 @@ from tests.language_models import (
     command,
     logits_float64,
     random_params,
+    refused,
     run_of,
 )
 
@@ -230,8 +231,7 @@ def test_texts_of_a_loaded_model():
     with pytest.raises(TypeError, match="prompts must be a text or several, got 3"):
         MODEL.generate(3)
     without = dataclasses.replace(MODEL, codec=None)
-    with pytest.raises(RunError, match=r"no tokenizer.json, which says what its 256 tokens are"):
-        without.generate("a")
+    refused(r"no tokenizer.json, which says what its 256 tokens are", without.generate, "a")
     assert without.module(Options(remat="scan")).options.remat == "scan"
     assert "Array" not in repr(MODEL)
 
@@ -274,34 +274,25 @@ def test_load_goes_back_from_a_damaged_checkpoint(run):
     with pytest.warns(UserWarning, match=r"/10 is damaged: .*; that of step 5 is loaded") as caught:
         assert jaxkern.lm.load(run).step == 5
     assert caught[0].filename == __file__
-    with pytest.raises(RunError, match=r"/10 is damaged"):
-        jaxkern.lm.load(run, step=10)
+    refused(r"/10 is damaged", jaxkern.lm.load, run, step=10)
     manifest = run / "checkpoints" / "5" / "manifest.json"
     manifest.unlink()
-    with pytest.raises(RunError, match=r"and none in .*run/checkpoints is whole"):
-        jaxkern.lm.load(run)
+    refused(r"and none in .*run/checkpoints is whole", jaxkern.lm.load, run)
 
 
 def test_load_says_what_a_folder_is_not(run, tmp_path):
-    with pytest.raises(RunError, match=r"has no checkpoint of step 7; it has 5, 10"):
-        jaxkern.lm.load(run, step=7)
-    with pytest.raises(RunError, match=r"is one checkpoint of a run; give the run's folder, .*run"):
-        jaxkern.lm.load(run / "checkpoints" / "10")
-    with pytest.raises(RunError, match=r"holds no run \(no config.json\)"):
-        jaxkern.lm.load(tmp_path)
-    with pytest.raises(RunError, match=r"there is no folder .*nowhere; give one that"):
-        jaxkern.lm.load(tmp_path / "nowhere")
+    refused(r"has no checkpoint of step 7; it has 5, 10", jaxkern.lm.load, run, step=7)
+    words = r"is one checkpoint of a run; give the run's folder, .*run"
+    refused(words, jaxkern.lm.load, run / "checkpoints" / "10")
+    refused(r"holds no run \(no config.json\)", jaxkern.lm.load, tmp_path)
+    refused(r"there is no folder .*nowhere; give one that", jaxkern.lm.load, tmp_path / "nowhere")
     rewrite(run / "config.json", lambda content: content["model"].update(heads=4))
-    with pytest.raises(RunError, match=r"was written by version 0.0.9 of jaxkern, .*heads"):
-        jaxkern.lm.load(run)
+    refused(r"was written by version 0.0.9 of jaxkern, .*heads", jaxkern.lm.load, run)
     rewrite(run / "config.json", lambda content: content.update(format="jaxkern-lm-2"))
-    with pytest.raises(RunError, match=r"was not written by this version"):
-        jaxkern.lm.load(run)
+    refused(r"was not written by this version", jaxkern.lm.load, run)
     (run / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(RunError, match=r"is no run, so that it has no step 5"):
-        jaxkern.lm.load(run, step=5)
-    with pytest.raises(RunError, match=r"layout of Hugging Face, and no run; .*--hf"):
-        loader.load_run(run)
+    refused(r"is no run, so that it has no step 5", jaxkern.lm.load, run, step=5)
+    refused(r"layout of Hugging Face, and no run; .*--hf", loader.load_run, run)
 
 
 def test_several_prompts_from_the_command_line(run, tmp_path, capsys):
