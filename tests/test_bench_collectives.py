@@ -35,6 +35,10 @@ def test_what_is_split_is_not_gathered():
             assert both.get("all-gather", 0) <= (0 if "conv" in case else 2), name
         elif axis in of_name[case].split.split():
             assert kinds(held) <= {"all-reduce"}, name
+            counts = {kind: count for kind, (count, _) in held.get("both", {}).items()}
+            one_sum = not re.search("cross_entropy|gated_linear_unit|_step", case)
+            if "both" in held and one_sum:
+                assert counts == of_name[case].collectives(axis), name
 
 
 def test_what_devices_add_up_is_small_where_it_can_be():

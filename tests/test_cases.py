@@ -48,11 +48,6 @@ def test_sizes_of_arguments_and_costs():
 
 
 COLLECTIVES = "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"
-SPLIT = (
-    *("layer_norm", "rms_norm", "linear", "silu_and_mul", "causal_conv1d, continued"),
-    *("linear_scan, continued", "selective_scan", "selective_scan, packed and continued"),
-    *("ssd", "ssd, packed and continued"),
-)
 
 
 def test_what_is_strict_says_how_a_mesh_splits_it():
@@ -73,12 +68,10 @@ def test_what_is_strict_says_how_a_mesh_splits_it():
     assert c.specs("h", "x", sizes)[1:] == (P(None, "x"), P("x"), P(None, None, "x"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] * ("scan" in n or "ssd" in n)) for n in SPLIT],
-)
-def test_split_axes_are_not_gathered(name):
-    (c,) = (c for c in TABLE if c.name == name and c.strict)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("c", [c for c in TABLE if c.strict and c.sequence], ids=lambda c: c.name)
+def test_a_split_sequence_exchanges_what_its_case_says(c):
+    """In plain JAX; what kernels exchange over every axis is in `bench collectives`."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     sizes = dict.fromkeys(case.AXES, 8) | {"m": (8, 2), "w": 4, "g": 1}
     sizes["l"] = 512  # a part is a chunk of ssd
@@ -91,16 +84,14 @@ def test_split_axes_are_not_gathered(name):
         return out, vjp(dout)
 
     dout = jax.tree.leaves(jax.eval_shape(c.call, *arrays))[0]
-    for axis in [*c.split.split(), *(["l"] if c.sequence else [])]:
-        *ins, out = (NamedSharding(mesh, spec) for spec in c.specs(axis, "data", sizes))
-        given = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-            for a, s in zip((dout, *arrays), (out, *ins), strict=True)
-        ]
-        text = jax.jit(run).lower(*given).compile().as_text()
-        count = lambda kind: len(re.findall(rf" {kind}(?:-start)?\(", text))  # noqa: B023
-        found = {kind: count(kind) for kind in COLLECTIVES}
-        assert {kind: n for kind, n in found.items() if n} == c.collectives(axis)
+    *ins, out = (NamedSharding(mesh, spec) for spec in c.specs("l", "data", sizes))
+    given = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+        for a, s in zip((dout, *arrays), (out, *ins), strict=True)
+    ]
+    text = jax.jit(run).lower(*given).compile().as_text()
+    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in COLLECTIVES}
+    assert {kind: n for kind, n in found.items() if n} == c.collectives("l")
 
 
 @pytest.mark.exhaustive
