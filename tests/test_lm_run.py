@@ -43,6 +43,18 @@ STEPS, EVERY = 20, 5  # of a run of the stand-in
 REAL_STEPS = 60
 
 
+ONE = dataclasses.replace(PRESETS["micro"].model, n_layers=1)
+ONE2 = dataclasses.replace(PRESETS["mamba2-micro"].model, n_layers=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_of_one_layer():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, model in (("micro", ONE), ("mamba2-micro", ONE2)):
+            patch.setitem(PRESETS, name, dataclasses.replace(PRESETS[name], model=model))
+        yield
+
+
 def run(*argv, code=0):
     """What a command prints, or with a code its line on stderr."""
     out, err = io.StringIO(), io.StringIO()
@@ -323,7 +335,7 @@ def test_resuming_goes_back_from_a_damaged_checkpoint(finished, copied):
     assert f"renamed to .damaged, and the run goes back to step {STEPS - EVERY}" in printed
     assert f"continued from step {STEPS - EVERY}" in printed
     assert losses(copied) == losses(finished)
-    assert checkpoint.newest(copied, PRESETS["micro"].model) == (STEPS, [])
+    assert checkpoint.newest(copied, ONE) == (STEPS, [])
     assert path.with_name(f"{STEPS}.damaged").is_dir()
 
 
@@ -490,6 +502,8 @@ if place == "import":
 else:
     import orbax.checkpoint as ocp
     from jaxkern.lm import program
+    from tests.test_lm_run import ONE, PRESETS, dataclasses
+    PRESETS["micro"] = dataclasses.replace(PRESETS["micro"], model=ONE)
     if place == "compile":
         program.lowered_step = lambda *args: (strike(), time.sleep(1000))
     else:
@@ -539,12 +553,13 @@ def learned(text, tmp_path_factory):
     @functools.cache
     def trained(preset):
         out = tmp_path_factory.mktemp("runs") / "learned"
-        argv = ["train", "--preset", preset, "--scan-layers", "--data", text, "--lr", 0.05]
-        argv += ["--steps", REAL_STEPS, "--checkpoint-every", 10, "--eval-every", 20]
-        argv += ["--eval-batches", 2]
+        argv = ["train", "--preset", preset, "--data", text, "--steps", REAL_STEPS, "--lr", 0.05]
+        argv += ["--checkpoint-every", 20, "--eval-every", 20, "--eval-batches", 2, "--seq-len", 8]
         with pytest.MonkeyPatch.context() as patch:
             compiling_once(patch)
             patch.setattr(sample, "stream", lambda *args, length, **_: print("x" * length))
+            patch.setattr(train_module, "has_room", lambda *args: False)  # nothing to compile
+            patch.setattr(train_module, "plot_losses", lambda *args, **options: None)
             return argv, out, run(*argv, "--out", out)
 
     return trained
@@ -576,8 +591,7 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
         assert kind.items() <= stored["model"].items()
     assert len(stored["data"]["fingerprint"]) == 32
     assert {"jax", "flax", "jaxkern"} <= stored["versions"].keys()
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert checkpoint.steps(out) == [40, 50, 60]
+    assert checkpoint.steps(out) == [20, 40, 60]
 
     assert printed.index("compiling") < printed.index("compiled the step in")
     assert "step 60/60 · loss " in printed
@@ -616,7 +630,7 @@ def test_a_killed_process_goes_on_to_the_same_losses(learned, tmp_path, during, 
     during(12, terminate)
     run(*argv, "--out", out, code=143)
     assert drive("write", "SIGKILL", "train", "--resume", "--out", out) == (-signal.SIGKILL, "")
-    assert checkpoint.steps(out) == [10, 13]
+    assert checkpoint.steps(out) == [13]
     assert (out / "checkpoints" / "20.partial").exists()
     during(None, None)
     assert "continued from step 13" in resume(out)
@@ -644,7 +658,7 @@ def test_double_precision_changes_nothing(learned, tmp_path, during, compiled_on
 
 @pytest.mark.exhaustive
 def test_a_model_in_fp16_that_diverges_says_so(text, tmp_path):
-    argv = ["train", "--preset", "micro", "--scan-layers", "--data", text, "--steps", 40]
+    argv = ["train", "--preset", "micro", "--data", text, "--seq-len", 8, "--steps", 40]
     argv += ["--mixed-precision", "fp16", "--lr", 1e30, "--out", tmp_path / "run"]
     told = r"training diverged: at step 17 the loss is nan .*, or with --mixed-precision bf16"
     assert re.search(told, run(*argv, code=1))

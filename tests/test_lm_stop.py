@@ -1,5 +1,6 @@
 """Where the texts of a model end: before stop texts; and how fast they were decoded."""
 
+import dataclasses
 import random
 import re
 
@@ -12,7 +13,7 @@ from tests.language_models import random_params
 
 @pytest.fixture(scope="module")
 def model():
-    config = PRESETS["micro"].model
+    config = dataclasses.replace(PRESETS["micro"].model, n_layers=1)
     return loader.LanguageModel(config, random_params(config), 0)
 
 
