@@ -101,7 +101,7 @@ def test_accuracy_of_cotangents():
         check.at_most_twice("dx", dx, by_plain, truth(arrays, labels, dmean)[1][0])
 
 
-@pytest.mark.parametrize("memory", [memory_for(520, "bfloat16"), 1500 * 128 * 2])
+@pytest.mark.parametrize("memory", [memory_for(520, "bfloat16"), memory_for(511, "bfloat16")])
 def test_gradient_of_a_float32_bias_is_not_rounded(memory):
     """To the bfloat16 of the weights beside it: it is as accurate as that of all logits at once."""
     x, weight, bias, labels = inputs(ROWS, K, CLASSES, "bfloat16")
@@ -125,7 +125,9 @@ def test_strict_promotion_in_bfloat16():
 
 @pytest.mark.skipif(check.ON_GPU, reason="float64 is plain JAX, the same on a GPU")
 @combinations(
-    "split memory", [None, "rows", "classes"], [memory_for(520, "float64"), 1500 * 128 * 8, None]
+    "split memory",
+    [None, "rows", "classes"],
+    [memory_for(520, "float64"), memory_for(511, "float64"), None],
 )
 def test_float64_is_exact(memory, split):
     """With all logits, in chunks and in parts no number of fewer bits comes in between.
