@@ -13,7 +13,7 @@ from jax import export
 
 import jaxkern
 from jaxkern import precision
-from jaxkern.cases import TABLE
+from jaxkern.cases import TABLE, optim
 from jaxkern.cases.case import dtypes
 from tests import check
 
@@ -259,3 +259,32 @@ def test_forward_mode_names_its_remedy(name):
     with pytest.raises(TypeError, match=r'no forward-mode derivative.*implementation="xla"'):
         run()
     assert all(np.isfinite(a).all() for a in run(implementation="xla"))
+
+
+LAYERS = {c.op: c for c in TABLE if c.layer and c.has_kernels and c not in optim.CASES}
+
+
+@pytest.mark.parametrize("op", LAYERS)
+def test_policies_of_checkpoint_find_results_by_the_name_of_their_op(op):
+    case = LAYERS[op]
+    kinds = case.types(case.sizes(case.layer), dtypes("bfloat16"))
+    for implementation in None, "xla":
+        call = functools.partial(case.call, implementation=implementation)
+        assert f"name[name={op}]" in str(jax.make_jaxpr(call)(*kinds))
+
+
+def test_a_policy_chooses_between_ops():
+    """One op's kernel runs once, the other's again in the backward."""
+
+    def f(x):
+        x = jaxkern.rms_norm(x, implementation="mosaic")
+        return jaxkern.swiglu(x, x, implementation="mosaic") ** 2
+
+    x = jax.ShapeDtypeStruct((8, 128), "float32")
+    for kept, counts in (("rms_norm", (1, 2)), ("swiglu", (2, 1)), ("", (2, 2))):
+        policy = jax.checkpoint_policies.save_only_these_names(kept)
+        grad = jax.jit(jax.grad(lambda x: (jax.checkpoint(f, policy=policy)(x) ** 2).sum()))  # noqa: B023
+        text = grad.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        calls = check.kernel_calls(text)
+        found = tuple(sum(f"{op}_fwd" in c for c in calls) for op in ("rms_norm", "swiglu"))
+        assert found == counts
