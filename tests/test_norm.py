@@ -121,22 +121,14 @@ def oracle_of_values(*arrays, op, names, **options):
     return outs, [grads[name] for name in names], of_terms
 
 
-def check_case(op, arrays, implementation, *, eps=1e-5, **options):
+def check_case(op, arrays, implementation, **options):
     """Outputs and gradients at most twice as far from the truth as plain JAX's."""
-    summed = [jnp.result_type(*(arrays[n] for n in ("x", "residual") if n in arrays))]
-    dtypes = [arrays["x"].dtype, *(summed if "residual" in arrays else [])]
-    check.check_accuracy(
-        of_values,
-        plain_of_values,
-        functools.partial(check.in_float64, oracle_of_values),
-        tuple(arrays.values()),
-        implementation,
-        dtypes=[str(dtype) for dtype in dtypes],
-        op=op,
-        names=tuple(arrays),
-        eps=eps,
-        **options,
-    )
+    summed = jnp.result_type(*(arrays[n] for n in ("x", "residual") if n in arrays))
+    dtypes = [str(arrays["x"].dtype), *([str(summed)] if "residual" in arrays else [])]
+    truth = functools.partial(check.in_float64, oracle_of_values)
+    options = {"op": op, "names": tuple(arrays)} | options
+    args = tuple(arrays.values()), implementation
+    check.check_accuracy(of_values, plain_of_values, truth, *args, dtypes=dtypes, **options)
 
 
 def run_vjp(op, arrays, implementation, **options):
@@ -154,93 +146,94 @@ def run_vjp(op, arrays, implementation, **options):
 
 # Accuracy
 
-DTYPES = ["bfloat16", "float16", "float32"]
-SIZES = [1, 2, 7, 42, 127, 128, 129, 255, 256, 257, 287, 760, 769, 1128, 4096, 5120, 8192]
-LONGEST = [16384, 24001, 24576, 32768, 65536, 131072, 262144, 100000, 200003]
-NUMBERS_OF_ROWS = [
-    *itertools.product((132, 133, 1199, 65537), (256, 1000, 1024)),
-    *itertools.product((1, 300), LONGEST),
-]
-
-
-@pytest.mark.parametrize(
-    ("op", "dtype", "shape", "implementation"),
-    cases(
-        [
-            ("rms_norm", "bfloat16", (2, 3, 42)),  # less than a window
-            ("layer_norm", "float32", (2, 3, 1128)),  # windows that overlap, of two warpgroups
-            ("layer_norm", "bfloat16", (131, 64)),  # tiles of short rows, of which two overlap
-        ],
-        [
-            *(("rms_norm", "float16", (2, 3, n)) for n in (1, 760)),
-            *(("rms_norm", "float32", (2, 3, 255)), ("layer_norm", "bfloat16", (2, 3, 127))),
-            *(("layer_norm", "float32", (2, 3, 256)), ("layer_norm", "float16", (2, 3, 769))),
-            ("layer_norm", "float16", (2, 3, 4096)),
-            *(("rms_norm", "bfloat16", shape) for shape in ((2, 11008), (1, 256))),
-            *(("layer_norm", "bfloat16", shape) for shape in ((2, 16384), (33, 200))),
-        ],
-        [
-            *itertools.product(OPS, DTYPES, [(2, 3, n) for n in SIZES] + [(2, n) for n in LONGEST]),
-            *itertools.product(OPS, DTYPES[:1], NUMBERS_OF_ROWS),
-        ],
-    ),
-)
-def test_norm_accuracy(op, dtype, shape, implementation):
-    # Rows of one element are constant: with a smaller eps plain JAX's 1 / std³ overflows fp16.
-    eps = 1e-3 if shape[-1] == 1 else 1e-5
-    check_case(op, inputs(op, shape, dtype), implementation, eps=eps)
-
-
 VARIANTS = {
+    "alone": ("", {}),
+    "large mean": ("", {}),  # x near 1e4, whose mean square is far from its variance
     "residual": ("residual", {}),
     "silu": ("", {"activation": "silu"}),
     "gelu": ("", {"activation": "gelu"}),
     "relu": ("", {"activation": "relu"}),
     "gate after": ("gate", {}),
     "gate before": ("gate", {"norm_before_gate": False}),
-    "groups": ("", {"group_size": 128}),
+    "groups": ("", {"groups": 6}),
     "bias and offset": ("bias", {"weight_offset": 1.0, "eps": 0.1}),
     "bias, sigmoid of a gate after": ("bias gate", {"gate_activation": "sigmoid"}),
     "tanh, erf of a gate before": (
         "gate bias",
         {"activation": "tanh", "gate_activation": "gelu_erf", "norm_before_gate": False},
     ),
+    "all, gate after": ("residual gate", {"activation": "silu", "groups": 2}),
     "all, bias and offset": (
         "bias residual gate",
-        {"activation": "quick_gelu", "gate_activation": "tanh", "group_size": 384}
+        {"activation": "quick_gelu", "gate_activation": "tanh", "groups": 2}
         | {"weight_offset": 1.0, "eps": 0.1},
     ),
-    "all, gate after": ("residual gate", {"activation": "silu", "group_size": 384}),
     "all, gate before": (
         "residual gate",
-        {"activation": "gelu", "norm_before_gate": False, "group_size": 96},
+        {"activation": "gelu", "norm_before_gate": False, "groups": 8},
     ),
 }
-FEW = {
-    "all, bias and offset": ("layer_norm", "float32"),
-    "all, gate before": ("rms_norm", "float16"),
-}
+OTHERS = [*VARIANTS][2:]
+DTYPES = ["bfloat16", "float16", "float32"]
 EVERY = list(itertools.product(OPS, DTYPES))
+SIZES = [1, 2, 7, 42, 127, 128, 129, 255, 256, 257, 287, 760, 769, 1128, 4096, 5120, 8192]
+LONGEST = [16384, 24001, 24576, 32768, 65536, 131072, 262144, 100000, 200003]
+WIDTHS = [(70, n) for n in (256, 1000, 4096, 8192, 16384, 65536)]
+MANY_ROWS = [
+    *itertools.product((132, 133, 1199, 65537), (256, 1000, 1024)),
+    *itertools.product((1, 300), LONGEST),
+]
+
+
+def alone(op, dtype, *shapes):
+    return [(op, dtype, shape, "alone") for shape in shapes]
 
 
 @pytest.mark.parametrize(
-    ("variant", "op", "dtype", "shape", "implementation"),
+    ("op", "dtype", "shape", "variant", "implementation"),
     cases(
-        [(variant, *of, (5, 768)) for variant, of in FEW.items()],
-        [(v, *EVERY[i % 6], (5, 768)) for i, v in enumerate(VARIANTS) if v not in FEW],
         [
-            *itertools.product(VARIANTS, OPS, DTYPES, [(5, 768)]),
-            *itertools.product(
-                VARIANTS, OPS, DTYPES[:1], [(70, n) for n in (256, 1000, 4096, 8192, 16384, 65536)]
-            ),
+            *alone("rms_norm", "bfloat16", (2, 3, 42)),  # less than a window
+            *alone("layer_norm", "float32", (2, 3, 1128)),  # overlapping windows, two warpgroups
+            *alone("layer_norm", "bfloat16", (131, 64)),  # short rows, whose last tiles overlap
+            ("layer_norm", "float32", (8, 256), "large mean"),
+            ("layer_norm", "float32", (5, 768), "all, bias and offset"),
+            ("rms_norm", "float16", (5, 768), "all, gate before"),
+        ],
+        [
+            *alone("rms_norm", "float16", (2, 3, 1), (2, 3, 760)),
+            *alone("rms_norm", "float32", (2, 3, 255)),
+            *alone("rms_norm", "bfloat16", (2, 11008), (1, 256)),
+            *alone("layer_norm", "float16", (2, 3, 769), (2, 3, 4096)),
+            *alone("layer_norm", "float32", (2, 3, 256)),
+            *alone("layer_norm", "bfloat16", (2, 16384), (33, 200), (2, 3, 127)),
+            ("layer_norm", "float32", (8, 760), "large mean"),
+            ("rms_norm", "bfloat16", (8, 1024), "large mean"),
+            *((*EVERY[i % 6], (5, 768), v) for i, v in enumerate(OTHERS[:-2])),
+        ],
+        [
+            *(case for op, d in EVERY for case in alone(op, d, *((2, 3, n) for n in SIZES))),
+            *(case for op, d in EVERY for case in alone(op, d, *((2, n) for n in LONGEST))),
+            *(case for op in OPS for case in alone(op, "bfloat16", *MANY_ROWS)),
+            *((*of, (5, 768), variant) for of in EVERY for variant in OTHERS),
+            *itertools.product(OPS, DTYPES[:1], WIDTHS, OTHERS),
         ],
     ),
 )
-def test_norm_variants(variant, op, dtype, shape, implementation):
+def test_norm_accuracy(op, dtype, shape, variant, implementation):
     extra, options = VARIANTS[variant]
-    if "group_size" in options and shape != (5, 768):
-        options = options | {"group_size": shape[-1] // 2}
-    check_case(op, inputs(op, shape, dtype, extra), implementation, **options)
+    # Rows of one element are constant: with a smaller eps plain JAX's 1 / std³ overflows fp16.
+    options = of_groups(options, shape[-1], most=8 if shape[-1] == 768 else 2)
+    options = {"eps": 1e-3 if shape[-1] == 1 else 1e-5} | options
+    arrays = inputs(op, shape, dtype, extra, offset=1e4 * (variant == "large mean"))
+    check_case(op, arrays, implementation, **options)
+
+
+def of_groups(options, n, most=8):
+    """The options of a variant, with the size of the groups in place of their number."""
+    options = dict(options)
+    size = {"group_size": n // min(most, options.pop("groups"))} if "groups" in options else {}
+    return options | size
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -248,11 +241,11 @@ def test_norm_variants(variant, op, dtype, shape, implementation):
 def test_oracle_by_finite_differences(op, variant):
     """dx couples the elements of a row; only a random cotangent sees it."""
     extra, options = VARIANTS[variant]
-    options = options | ({"group_size": 64} if "group_size" in options else {})
-    arrays = inputs(op, (2, 128), "float32", extra)
+    options = of_groups(options, 96)
+    arrays = inputs(op, (2, 96), "float32", extra)
     wide = {k: np.asarray(a, np.float64) for k, a in arrays.items()}
     rng = np.random.default_rng(6)
-    cotangents = [rng.standard_normal((2, 128)) for _ in range(1 + ("residual" in arrays))]
+    cotangents = [rng.standard_normal((2, 96)) for _ in range(1 + ("residual" in arrays))]
 
     def loss(arrays):
         outs = oracle(op, arrays, *cotangents, **options)[0]
@@ -263,21 +256,8 @@ def test_oracle_by_finite_differences(op, variant):
     for name, a in wide.items():
         step = rng.standard_normal(a.shape)
         slope = loss(wide | {name: a + h * step}) - loss(wide | {name: a - h * step})
-        np.testing.assert_allclose(
-            np.sum(grads[name] * step), slope / (2 * h), rtol=1e-5, atol=1e-5
-        )
-
-
-@pytest.mark.parametrize(
-    ("op", "dtype", "n", "implementation"),
-    cases(
-        [("layer_norm", "float32", 256)],
-        [("layer_norm", "float32", 760), ("rms_norm", "bfloat16", 1024)],
-    ),
-)
-def test_norm_large_mean(op, dtype, n, implementation):
-    """x near 1e4: its mean square is far from its variance."""
-    check_case(op, inputs(op, (8, n), dtype, offset=1e4), implementation)
+        got = np.sum(grads[name] * step)
+        np.testing.assert_allclose(got, slope / (2 * h), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +274,7 @@ def test_norm_mixed_dtypes(op, dtype, other, implementation):
     """As in JAX: the sum has the dtype of x + residual, every gradient that of its array."""
     arrays = inputs(op, (5, 300), dtype, "bias residual gate", weight_dtype=other)
     arrays["residual"] = arrays["residual"].astype(other)
-    check_case(op, arrays, implementation)
+    check_case(op, arrays, implementation, eps=1e-5)
     outs, grads = run_vjp(op, arrays, implementation, eps=1e-5)
     assert outs[1].dtype == jnp.promote_types(dtype, other)
     total = arrays["x"].astype("float32") + arrays["residual"].astype("float32")
@@ -391,14 +371,16 @@ def test_norm_extreme_rows(op, implementation):
     assert np.isfinite(grads["weight"]).all()
 
 
-def test_norm_float64():
+def test_float64():
     """x64 users get float64 arithmetic, from plain JAX."""
     with jax.enable_x64(True):
-        x = np.random.default_rng(0).standard_normal((3, 200))
-        got = jax.jit(functools.partial(jaxkern.layer_norm, activation="gelu"))(x)
-        assert got.dtype == jnp.float64
-        want = oracle("layer_norm", {"x": x}, x, activation="gelu")[0][0]
-        np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-15)
+        x, far = np.random.default_rng(0).standard_normal((3, 200)), np.linspace(-700, 700, 11)
+        found = jax.jit(
+            lambda: (jaxkern.layer_norm(x, activation="gelu"), jaxkern.swiglu(far, far))
+        )()
+    want = oracle("layer_norm", {"x": x}, x, activation="gelu")[0][0]
+    np.testing.assert_allclose(found[0], want, rtol=1e-13, atol=1e-15)
+    np.testing.assert_allclose(found[1], far * check.activated("silu", far)[0], rtol=1e-13)
 
 
 OF_WRONG = [
@@ -448,7 +430,6 @@ def test_norm_lowers_for_cuda(op, n):
     """The kernels' layouts are accepted, with no GPU here, and so are clusters."""
     for dtype, extra in (("bfloat16", "residual gate"), ("float32", "")):
         arrays = inputs(op, (40, n), dtype, extra) if n < 2**17 else {"x": jnp.ones((40, n), dtype)}
-
         loss = lambda arrays: run(op, arrays, "mosaic")[0].astype(jnp.float32).sum()
         text = jax.jit(jax.grad(loss)).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
         assert f"{op}_fwd" in text
@@ -489,14 +470,12 @@ def test_forward_in_clusters(stages, params_in, waves, sums_ahead):
     """What clusters do, by blocks of two warpgroups, each of which goes through several rows."""
     arrays = inputs("layer_norm", (5, 1024), "float32", "residual gate")
     dtype = "float32"
-    options = Options(
-        "layer_norm", True, 1e-5, 0.0, None, "silu", True, 1024, dtype, dtype, "interpret"
-    )
+    options = "layer_norm", True, 1e-5, 0.0, None, "silu", True, 1024, dtype, dtype, "interpret"
     with interpreter():
         row = long_row(1024, 4, 4, 2, 2)
         assert (row.warpgroups, row.windows_per_warpgroup) == (2, 2)
         tile = tiles.Forward(row, 2, stages, params_in, waves, sums_ahead)
-        got = launch_fwd(options, **arrays, tile=tile)[:2]
+        got = launch_fwd(Options(*options), **arrays, tile=tile)[:2]
     want = jaxkern.layer_norm(**arrays, implementation="xla")
     for a, b in zip(got, want, strict=True):
         check.assert_close(a, b, 1e-6)
@@ -513,17 +492,19 @@ def test_norm_same_bits(op, n):
 
 @pytest.mark.compiled
 @pytest.mark.large
-def test_norm_beyond_int32():
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [("layer_norm", ((1 << 19) + 3, 4352)), ("silu_and_mul", ((1 << 17) + 3, 16896))],
+)
+def test_beyond_int32(op, shape):
     """More than 2³¹ elements: the last rows are right."""
-    m, n = (1 << 19) + 3, 4096 + 256
-    x = jax.random.normal(jax.random.key(0), (m, n), jnp.bfloat16)
-    weight = jnp.ones(n)
-    out, vjp = jax.jit(lambda x: jax.vjp(lambda x: jaxkern.layer_norm(x, weight), x))(x)
-    dout = jnp.cos(x)
+    f, m = getattr(jaxkern, op), shape[0]
+    x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    out, vjp = jax.jit(lambda x: jax.vjp(f, x))(x)
+    dout = jnp.cos(out)
     dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, dout)
-    plain = functools.partial(jaxkern.layer_norm, weight=weight, implementation="xla")
     for rows in (slice(0, 5), slice(m // 2, m // 2 + 5), slice(m - 5, m)):
-        want, want_vjp = jax.vjp(plain, x[rows])
+        want, want_vjp = jax.vjp(functools.partial(f, implementation="xla"), x[rows])
         check.assert_close(out[rows], want, 2.0**-9)
         check.assert_close(dx[rows], want_vjp(dout[rows])[0], 2.0**-9)
 
@@ -532,16 +513,19 @@ def test_norm_beyond_int32():
 
 
 def rms_norm_of(x, weight, bias=None, implementation="xla"):
-    return jaxkern.rms_norm(
-        x, weight, bias, eps=1e-3, weight_offset=0.5, implementation=implementation
-    )
+    options = {"eps": 1e-3, "weight_offset": 0.5, "implementation": implementation}
+    return jaxkern.rms_norm(x, weight, bias, **options)
+
+
+def arrays_of(op, extra=""):
+    return lambda key: tuple(inputs(op, (8, 2, 256), "float32", extra, seed=3).values())
 
 
 RMS_NORM = check.Op(
     name="rms_norm",
     call=rms_norm_of,
     reference=rms_norm_of,
-    arrays=lambda key: tuple(inputs("rms_norm", (8, 2, 256), "float32", seed=3).values()),
+    arrays=arrays_of("rms_norm"),
     kernels=("rms_norm_fwd", "rms_norm_bwd"),
     axes="mtd d -> mtd",
     features="d",
@@ -551,7 +535,7 @@ RMS_NORM = check.Op(
 RMS_NORM_WITH_BIAS = dataclasses.replace(
     RMS_NORM,
     name="rms_norm, bias",
-    arrays=lambda key: tuple(inputs("rms_norm", (8, 2, 256), "float32", "bias", seed=3).values()),
+    arrays=arrays_of("rms_norm", "bias"),
     axes="mtd d d -> mtd",
     vmaps=[(0, None, None), (1, 0, None)],
     cells=[("auto mesh", None), ("kernels lowered", "mosaic"), ("vmap(grad)", "mosaic")],
@@ -561,19 +545,9 @@ test_rms_norm_transformations = check.transformations(RMS_NORM, RMS_NORM_WITH_BI
 
 def layer_norm_of(x, weight, bias, residual, gate, implementation="xla"):
     """Everything at once, as one array."""
-    out, h = jaxkern.layer_norm(
-        x,
-        weight,
-        bias,
-        eps=1e-3,
-        residual=residual,
-        gate=gate,
-        gate_activation="sigmoid",
-        weight_offset=0.5,
-        activation="silu",
-        group_size=128,
-        implementation=implementation,
-    )
+    options = {"eps": 1e-3, "weight_offset": 0.5, "activation": "silu", "group_size": 128}
+    options |= {"gate_activation": "sigmoid", "implementation": implementation}
+    out, h = jaxkern.layer_norm(x, weight, bias, residual=residual, gate=gate, **options)
     return out + h
 
 
@@ -582,9 +556,7 @@ LAYER_NORM = dataclasses.replace(
     name="layer_norm",
     call=layer_norm_of,
     reference=layer_norm_of,
-    arrays=lambda key: tuple(
-        inputs("layer_norm", (8, 2, 256), "float32", "residual gate", seed=3).values()
-    ),
+    arrays=arrays_of("layer_norm", "residual gate"),
     kernels=("layer_norm_fwd", "layer_norm_bwd"),
     axes="mtd d d mtd mtd -> mtd",
     vmaps=[(None, 0, None, None, 0), (1, 0, 0, 1, 1)],
@@ -610,19 +582,16 @@ def test_rows_that_devices_share(op, group_size, gathers, kind):
     names = "residual gate" + (" bias" if op == "rms_norm" else "")
     arrays = inputs(op, (6, width), "float32", names, seed=5)
 
+    @functools.partial(jax.jit, static_argnums=1)
     def run(arrays, implementation):
-        def f(arrays):
-            options = {"group_size": group_size, "implementation": implementation}
-            return getattr(jaxkern, op)(**arrays, norm_before_gate=False, **options)
-
-        out, vjp = jax.vjp(f, arrays)
-        return out, vjp(jax.tree.map(lambda a: jnp.sin(a), out))
+        options = {"group_size": group_size, "implementation": implementation}
+        out, vjp = jax.vjp(lambda a: OPS[op](**a, norm_before_gate=False, **options), arrays)
+        return out, vjp(jax.tree.map(jnp.sin, out))
 
     spec = lambda a: PartitionSpec(*[None] * (a.ndim - 1), "x")
     placed = {n: jax.device_put(a, NamedSharding(mesh, spec(a))) for n, a in arrays.items()}
     kernel_call.warn_once.cache_clear()
-    told = pytest.warns(UserWarning, match="groups of 160") if gathers else nullcontext()
-    with told:
-        split = jax.jit(run, static_argnums=1).lower(placed, None).compile()
+    with pytest.warns(UserWarning, match="groups of 160") if gathers else nullcontext():
+        split = run.lower(placed, None).compile()
     assert (" all-gather(" in (split.as_text() or "")) == gathers
-    check.assert_close(split(placed), jax.jit(run, static_argnums=1)(arrays, "xla"), 2e-5)
+    check.assert_close(split(placed), run(arrays, "xla"), 2e-5)
