@@ -1,38 +1,32 @@
 """What tests of selective_scan share: a float64 oracle, plain JAX, inputs, a check of accuracy."""
 
+import contextlib
+import functools
+import sys
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkern
+from jaxkern.ops.selective_scan import op, reference, steps
+from jaxkern.ops.step_sizes import StepSizes
 from tests import check
 
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 INF = float("inf")
 
 
-def oracle(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    z,
-    dt_bias,
-    h,
-    dout,
-    dfinal,
-    *,
-    dt_softplus=True,
-    dt_limit=(0.0, INF),
-    segment_ids=None,
+def upward(
+    x, dt, A, B, C, D, dt_bias, h, *, dt_softplus=True, dt_limit=(0.0, INF), segment_ids=None
 ):
-    """Output, final state and gradients in float64 NumPy, one step at a time, up and back."""
-    batch, length, dim = x.shape
-    groups = B.shape[2] if B.ndim == 4 else 1
-    of_channel = lambda v: np.repeat(v.reshape(batch, groups, -1), dim // groups, axis=1)
-    of_group = lambda v: v.reshape(batch, groups, dim // groups, -1).sum(2).reshape(B[:, 0].shape)
+    """A run in float64, one step at a time: (sizes, slopes, keep, states, final state, output).
+
+    `states` are those after the step before each, (L, B, D, N), the first the initial one.
+    """
+    batch, length, _ = x.shape
     ids = np.zeros((batch, length)) if segment_ids is None else np.asarray(segment_ids)
     keep = np.ones((batch, length, 1, 1))
     keep[:, 1:, 0, 0] = ids[:, 1:] == ids[:, :-1]
@@ -41,30 +35,41 @@ def oracle(
     slope = 1 / (1 + np.exp(-raw)) if dt_softplus else np.ones_like(raw)
     slope = slope * (smooth >= dt_limit[0]) * (smooth <= dt_limit[1])
     step = np.minimum(np.maximum(smooth, dt_limit[0]), dt_limit[1])
-    gate = 1 / (1 + np.exp(-z))
-    before = np.empty((length, *h.shape))
-    y = np.empty_like(x)
+    before, y = np.empty((length, *h.shape)), np.empty_like(x)
     for t in range(length):
-        before[t] = keep[:, t] * h
-        enters = (step[:, t] * x[:, t])[:, :, None] * of_channel(B[:, t])
-        h = np.exp(step[:, t, :, None] * A) * before[t] + enters
-        y[:, t] = np.sum(of_channel(C[:, t]) * h, axis=-1) + D * x[:, t]
-    final = h
-    out = y * z * gate
-    dy = dout * z * gate
-    dz = dout * y * (gate + z * gate * (1 - gate))
+        before[t] = h
+        enters = (step[:, t] * x[:, t])[:, :, None] * of_channels(B[:, t], x)
+        h = np.exp(step[:, t, :, None] * A) * keep[:, t] * h + enters
+        y[:, t] = np.sum(of_channels(C[:, t], x) * h, axis=-1) + D * x[:, t]
+    return step, slope, keep, before, h, y
+
+
+def of_channels(v, x):
+    """B or C at a step, (B, N) or (B, G, N), of each channel of x."""
+    groups = v.shape[1] if v.ndim == 3 else 1
+    return np.repeat(v.reshape(len(v), groups, -1), x.shape[2] // groups, axis=1)
+
+
+def oracle(x, dt, A, B, C, D, z, dt_bias, h, dout, dfinal, **options):
+    """Output, final state and gradients in float64 NumPy; without a gate z is ``None``."""
+    groups = B.shape[2] if B.ndim == 4 else 1
+    of_group = lambda v: v.reshape(len(x), groups, -1, A.shape[1]).sum(2).reshape(B[:, 0].shape)
+    step, slope, keep, states, final, y = upward(x, dt, A, B, C, D, dt_bias, h, **options)
+    silu, dsilu = (1.0, 0.0) if z is None else check.activated("silu", z)
+    out, dy, dz = y * silu, dout * silu, dout * y * dsilu
     dx, dstep = dy * D, np.zeros_like(x)
     dA, dB, dC = np.zeros_like(A), np.zeros_like(B), np.zeros_like(C)
     dh = dfinal.copy()
-    for t in reversed(range(length)):
+    for t in reversed(range(x.shape[1])):
         decay = np.exp(step[:, t, :, None] * A)
+        before = keep[:, t] * states[t]
         entered = (step[:, t] * x[:, t])[:, :, None]
-        after = decay * before[t] + entered * of_channel(B[:, t])
-        dh += dy[:, t, :, None] * of_channel(C[:, t])
+        after = decay * before + entered * of_channels(B[:, t], x)
+        dh += dy[:, t, :, None] * of_channels(C[:, t], x)
         dC[:, t] = of_group(dy[:, t, :, None] * after)
         dB[:, t] = of_group(dh * entered)
-        into = np.sum(dh * of_channel(B[:, t]), axis=-1)
-        ddecay = dh * before[t] * decay
+        into = np.sum(dh * of_channels(B[:, t], x), axis=-1)
+        ddecay = dh * before * decay
         dx[:, t] += into * step[:, t]
         dstep[:, t] = into * x[:, t] + np.sum(ddecay * A, axis=-1)
         dA += np.einsum("bdn,bd->dn", ddecay, step[:, t])
@@ -75,20 +80,9 @@ def oracle(
 
 
 def plain(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    z,
-    dt_bias,
-    initial_state=None,
-    *,
-    dt_softplus=True,
-    dt_limit=(0.0, INF),
-    segment_ids=None,
-):
+    x, dt, A, B, C, D, z, dt_bias, initial_state=None,
+    *, dt_softplus=True, dt_limit=(0.0, INF), segment_ids=None,
+):  # fmt: skip
     """What a user would write: a scan over time, in the dtype of x."""
     if absent := initial_state is None:
         initial_state = jnp.zeros((x.shape[0], *A.shape))
@@ -187,10 +181,6 @@ def oracle_of_case(*arrays, **options):
     return out, grads[:-1], {6: np.linalg.norm(terms)}
 
 
-ONE_PROGRAM = (2, 9, 66, 5)
-"""A size for tests that differ in their numbers alone: the interpreter compiles for long."""
-
-
 def packed_ids(batch, length):
     """Segments of 1 to 6 tokens, with other ends in each row."""
     ids = np.cumsum(np.random.default_rng(0).integers(0, 4, (batch, length)) == 0, axis=1)
@@ -202,3 +192,97 @@ def below_zero(x, dt, A, B, C, D, z, dt_bias, *initial_state):
     dt = jnp.exp(dt) - 0.1
     assert 0 < jnp.sum(dt < 0) < dt.size
     return x, dt, A, B, C, D, z, 0.01 * dt_bias, *initial_state
+
+
+@contextlib.contextmanager
+def short_chunks(count):
+    """Chunks of `count` steps: the interpreter compiles each step of a chunk, 8 for half a minute.
+
+    What is traced inside must have options or shapes that nothing traced outside has.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("jaxkern.ops.selective_scan.") and hasattr(module, "CHUNK"):
+                patch.setattr(module, "CHUNK", count)
+        patch.setattr(steps.Steps.__init__, "__defaults__", (count,))
+        yield
+
+
+class Kernels(NamedTuple):
+    """The kernels of both passes in the interpreter, each by itself and against float64.
+
+    A chunk has `chunk` steps, and states are saved `every` steps.
+    """
+
+    chunk: int
+    every: int
+    dt_softplus: bool = True
+    dt_limit: tuple[float, float] = (0.0, INF)
+
+    def forward(self, arrays, segment_ids=None):
+        """Output, final state and saved states."""
+        out, final, states = self._run(op.FORWARD, arrays, segment_ids)
+        joined = (out, 2), (final, 1), (states, 2)
+        return [reference.join_channels(v, axis) for v, axis in joined]
+
+    def backward(self, arrays, dout, dfinal, segment_ids=None):
+        """The gradients, from the states that float64 saves."""
+        states = self.saved(self.wide(arrays, segment_ids))
+        x, *_, state = reference.by_group(arrays)
+        given = (
+            states.reshape(*states.shape[:2], *state.shape[1:]).astype(jnp.float32),
+            dout,
+            dfinal,
+        )
+        shapes = given[0].shape, x.shape, state.shape
+        given = (jnp.reshape(v, shape) for v, shape in zip(given, shapes, strict=True))
+        grads = self._run(op.BACKWARD, arrays, segment_ids, *given)
+        return [g if g is None else g.reshape(a.shape) for g, a in zip(grads, arrays, strict=False)]
+
+    def _run(self, kernel_pass, arrays, segment_ids, *more):
+        keep = None
+        if segment_ids is not None:
+            new = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+            keep = 1 - new.astype(jnp.float32)
+        sizes = StepSizes(self.dt_softplus, *self.dt_limit)
+        options = reference.Options(sizes, True, self.every, "interpret", save=True)
+        with short_chunks(self.chunk):
+            run = _jitted(kernel_pass, options, self.chunk)
+            return run(*reference.by_group(arrays), keep, None, *more)
+
+    def wide(self, arrays, segment_ids):
+        """Arguments of the oracle in float64, zeros for what is absent but a gate, and options."""
+        zeros = np.zeros(arrays[0].shape[2])
+        arrays = [zeros if v is None and i != 6 else v for i, v in enumerate(arrays)]
+        options = {"dt_softplus": self.dt_softplus, "dt_limit": self.dt_limit}
+        wide = [v if v is None else np.asarray(v, np.float64) for v in arrays]
+        return wide, options | {"segment_ids": segment_ids}
+
+    def saved(self, wide):
+        (*of, _, dt_bias, state), options = wide
+        before = upward(*of, dt_bias, state, **options)[3]
+        return np.moveaxis(before[:: self.every], 0, 1)
+
+    def check(self, name, arrays, segment_ids=None):
+        """One pass, ``"forward"`` or ``"backward"``, to a rounding of its results."""
+        rng, wide = np.random.default_rng(17), self.wide(arrays, segment_ids)
+        given = [jnp.asarray(rng.normal(size=v.shape), v.dtype) for v in (arrays[0], arrays[8])]
+        results, grads = oracle(*wide[0], *(np.asarray(v, np.float64) for v in given), **wide[1])
+        if name == "forward":
+            got, want = self.forward(arrays, segment_ids), (*results, self.saved(wide))
+        else:
+            got, want = self.backward(arrays, *given, segment_ids), grads
+        for i, (ours, truth) in enumerate(zip(got, want, strict=True)):
+            if ours is not None:
+                error, rounding = check.relative_error(ours, truth), jnp.finfo(ours.dtype).eps / 2
+                assert error <= float(rounding) + 3e-6, f"{name} {i}: {error:.1e}"
+
+
+@functools.cache
+def _jitted(kernel_pass, options, chunk):
+    del chunk  # of which there is a program each
+    return jax.jit(functools.partial(kernel_pass, options))
+
+
+KERNELS, SIZE = Kernels(chunk=2, every=2), (2, 5, 66, 5)
+"""Three chunks, the last with padding, of two blocks of channels: one program for many tests."""
