@@ -69,6 +69,9 @@ OTHERS2 = {
 }
 KINDS = {"mamba": (CONFIG, SIZE, OTHERS), "mamba2": (CONFIG2, SIZE2, OTHERS2)}
 KIND = pytest.mark.parametrize("kind", KINDS)
+ONE_BY_DEFAULT = pytest.mark.parametrize(
+    "kind", ["mamba2", pytest.param("mamba", marks=pytest.mark.exhaustive)]
+)
 
 
 def model_of(kind, which="none"):
@@ -364,7 +367,7 @@ def test_what_is_missing_is_named(stored, capsys, monkeypatch):
         importlib.import_module("jaxkern.lm.hf")
 
 
-@KIND
+@ONE_BY_DEFAULT
 def test_sample(tmp_path, capsys, kind):
     """With a tokenizer whose tokens are words, the text is the likeliest and ends in time."""
     config, size = model_of(kind, "all")
@@ -449,7 +452,7 @@ def checkpoint_of(folder, size=SIZE):
     return folder
 
 
-@KIND
+@ONE_BY_DEFAULT
 def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
     (_, size), theirs = model_of(kind), tmp_path / "theirs"
     params = random_params(size)
