@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import re
 import warnings
 from typing import Any
@@ -123,12 +122,11 @@ OPS = {
     "ssd": _scan(jaxkern.ssd, ssd_oracle.oracle, 128),
     "ssd none saved": _scan(jaxkern.ssd, ssd_oracle.oracle, None),
 }
-GIVEN = {
+GIVEN = {  # of an op's arrays: neither state nor segments, a state, both
     "alone": lambda arrays: (*arrays[:-2], None, None),
     "continued": lambda arrays: (*arrays[:-1], None),
     "packed": lambda arrays: arrays,
 }
-"""Which of an op's arrays a test passes: neither state nor segments, a state, both."""
 
 
 def _cotangents(results: Any) -> Any:
@@ -257,23 +255,33 @@ def test_gradients_of_a_convolution_in_bf16():
     check.at_most_twice("dx", of_ends(got), of_ends(dx(half, dout)), of_ends(truth))
 
 
+UNFIT = {
+    "linear_scan": (40, "tokens must be a multiple of 16"),
+    "causal_conv1d": (8, "a part of its 8 tokens is shorter than the 3"),
+    "selective_scan": (16, "must be a multiple of 8, the tokens"),
+    "ssd": (256, "a part of its 256 tokens must be a multiple of 128"),
+}
+"""Lengths of which a quarter is no part of the sequence, and why."""
+
+
 @FOUR_DEVICES
 @pytest.mark.parametrize(
-    ("name", "length", "message", "kind"),
+    ("name", "kind"),
     [
-        ("linear_scan", 40, "linear_scan_fwd gathers .* 40 tokens must be a multiple of 16", AUTO),
-        ("causal_conv1d", 8, "a part of its 8 tokens is shorter than the 3", EXPLICIT),
-        exhaustive("selective_scan", 16, "over 4 devices of the mesh's x: .* of 8, the", EXPLICIT),
-        exhaustive("ssd", 256, "ssd_fwd gathers what is split .* must be a multiple of 128", AUTO),
+        ("linear_scan", AUTO),
+        ("causal_conv1d", EXPLICIT),
+        exhaustive("selective_scan", EXPLICIT),
+        exhaustive("ssd", AUTO),
     ],
 )
-def test_a_sequence_that_parts_do_not_fit_is_gathered(name, length, message, kind):
-    op = OPS[name]
+def test_a_sequence_that_parts_do_not_fit_is_gathered(name, kind):
+    op, (length, why) = OPS[name], UNFIT[name]
     run = value_and_grads(op, return_final_state=True)
     kernel_call.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         got = run(*_placed(op, _cut(op, length), mesh_of(kind, (4,)), l="x"))
+    message = f"{name}_fwd gathers what is split over 4 devices of the mesh's x: .*{why}"
     assert any(re.search(message, str(warning.message)) for warning in told), told
     check.assert_close(got, wanted(name, "packed", length), TOLERANCE)
 
@@ -283,25 +291,14 @@ def test_a_sequence_that_parts_do_not_fit_is_gathered(name, length, message, kin
 
 def _by_name(op: Op, mesh: Any, axes: Any, check_vma: bool, **options: Any) -> Any:
     """What :func:`value_and_grads` gives, inside ``shard_map``, which adds up devices' shares."""
-    final = options["return_final_state"]
+    specs = tuple(P(*(axes if c == "l" else None for c in letters)) for letters in op.axes.split())
+    along, final = P(None, axes), options["return_final_state"]
 
     def on_devices(*arrays: Any, state: Any, ids: Any, **given: Any) -> Any:
-        present = [a is not None for a in (*arrays, state, ids)]
-        specs = (P(*(axes if c == "l" else None for c in letters)) for letters in op.axes.split())
-
-        def part(*values: Any) -> Any:
-            left = iter(values)
-            *floats, state, ids = (next(left) if is_given else None for is_given in present)
-            return op.call(*floats, state=state, ids=ids, sequence_axis=axes, **given)
-
-        mapped = jax.shard_map(
-            part,
-            mesh=mesh,
-            in_specs=tuple(itertools.compress(specs, present)),
-            out_specs=(P(None, axes), P()) if final else P(None, axes),
-            check_vma=check_vma,
-        )
-        return mapped(*itertools.compress((*arrays, state, ids), present))
+        part = lambda *v: op.call(*v[:-2], state=v[-2], ids=v[-1], sequence_axis=axes, **given)
+        out_specs = (along, P()) if final else along
+        how = {"in_specs": specs, "out_specs": out_specs, "check_vma": check_vma}
+        return jax.shard_map(part, mesh=mesh, **how)(*arrays, state, ids)
 
     return value_and_grads(dataclasses.replace(op, call=on_devices), **options)
 
@@ -343,18 +340,11 @@ def test_parts_by_the_name_of_an_axis(name, given, shape, axes, options):
 
 
 @FOUR_DEVICES
-@pytest.mark.parametrize(
-    ("name", "length", "message"),
-    [
-        ("linear_scan", 40, "linear_scan_fwd: sequence_axis x .* over 4 devices, but a part of it"),
-        ("causal_conv1d", 8, "a part of its 8 tokens is shorter than the 3 .* Pad the sequence"),
-        ("selective_scan", 16, "must be a multiple of 8, the tokens .* jax.lax.all_gather"),
-        ("ssd", 256, "ssd_fwd: .* a part of its 256 tokens must be a multiple of 128"),
-    ],
-)
-def test_parts_that_do_not_fit_are_told(name, length, message):
-    op = OPS[name]
+@pytest.mark.parametrize("name", UNFIT)
+def test_parts_that_do_not_fit_are_told(name):
+    op, (length, why) = OPS[name], UNFIT[name]
     run = _by_name(op, mesh_of(AUTO, (4,)), "x", check_vma=False, return_final_state=True)
+    message = f"{name}_fwd: sequence_axis x .* over 4 devices, but .*{why}.*jax.lax.all_gather"
     with pytest.raises(ValueError, match=message):
         run.lower(*GIVEN["continued"](_cut(op, length)))
 
@@ -392,12 +382,13 @@ def test_an_axis_of_one_device_may_be_named(name, implementation):
 )
 def test_blocks_split_along_their_sequence(block, grads):
     small: Any = {"headdim": 4} if block is mamba2 else {}
-    sizes = block.Sizes(8, d_state=4, **small)
-    length, keys = 256 if block is mamba2 else 16, iter(jax.random.split(jax.random.key(0), 16))
+    sizes, length = block.Sizes(8, d_state=4, **small), 256 if block is mamba2 else 16
+    keys = iter(jax.random.split(jax.random.key(0), 16))
     inits = block.initializers(sizes).items()
     weights = block.BLOCK.weights_from({k: f(next(keys), s, jnp.float32) for k, (f, s) in inits})
-    x, ids, cache = random(2, length, 8), ids_of(2, length), block.init_cache(sizes, 2, jnp.float32)
-    cache = jax.tree.map(lambda v: random(*v.shape), cache)
+    cache = block.init_cache(sizes, 2, jnp.float32)
+    arrays = weights, random(2, length, 8), jax.tree.map(lambda v: random(*v.shape), cache)
+    ids, along = ids_of(2, length), P(None, "x")
 
     def run(weights, x, cache, ids, **options):
         options |= {"segment_ids": ids, "return_cache": True}
@@ -410,7 +401,6 @@ def test_blocks_split_along_their_sequence(block, grads):
         out, vjp = jax.vjp(lambda *floats: f(*floats, ids), *args)
         return out, vjp(_cotangents(out))
 
-    along = P(None, "x")
     split = jax.shard_map(
         functools.partial(run, sequence_axis="x"),
         mesh=mesh_of(AUTO, (2,)),
@@ -418,8 +408,7 @@ def test_blocks_split_along_their_sequence(block, grads):
         out_specs=(along, P()),
         check_vma=False,
     )
-    args = weights, x, cache
-    check.assert_close(results(split, *args), results(run, *args), TOLERANCE)
+    check.assert_close(results(split, *arrays), results(run, *arrays), TOLERANCE)
 
 
 # Devices that are elements of a vmap: one program without a mesh, which may be interpreted
@@ -499,20 +488,13 @@ def test_parts_and_their_sections(
     check.assert_close(got, wanted(name, given), TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count"),
-    [
-        ((1, 1536, 262144, 8), 32),
-        ((1, 1536, 256, 8), 1),
-        ((8, 1536, 65536, 128), 1),
-        ((1, 768, 65536, 128), 64),
-        ((1, 1536, 8192 + 128, 128), 1),
-        ((1, 64, 2**21, 8), 64),
-        ((1, 0, 2**21, 8), 1),
-    ],
-)
-def test_sections_fill_a_gpu(sizes, count):
-    assert split_scan.Sections.of(*sizes).count == count
+def test_sections_fill_a_gpu():
+    of = lambda *sizes: split_scan.Sections.of(*sizes).count
+    assert of(1, 1536, 262144, 8) == 32
+    assert of(1, 1536, 256, 8) == 1
+    assert of(8, 1536, 65536, 128) == 1
+    assert of(1, 768, 65536, 128) == of(1, 64, 2**21, 8) == 64
+    assert of(1, 1536, 8192 + 128, 128) == of(1, 0, 2**21, 8) == 1
 
 
 def _carries(name: str, packed: bool) -> Any:
