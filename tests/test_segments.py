@@ -38,7 +38,7 @@ IDS = np.array(
 )
 LONG_IDS = np.stack(
     [
-        np.repeat([2, 0, -1, 9, 3], [70, 64, 10, 40, 16]),
+        np.repeat([2, 0, -1, 9, 3], [20, 34, 70, 66, 10]),
         np.repeat([-1, 1, 1, 0, 1], [10, 30, 60, 1, 99]),
         np.repeat(IDS[2], [10] * 20 + [0]),
     ]
@@ -113,8 +113,8 @@ def of_ssd(call):
 
 
 def ssd_arrays(length=LENGTH, dim=8):
-    *arrays, _ = ssd.inputs_and_state(BATCH, length, dim, 2, 3, groups=dim // 2)
-    return *arrays, *of_shapes((BATCH, COUNT, dim, 2, 3))
+    x, dt, A, *rest, _ = ssd.inputs_and_state(BATCH, length, dim, 2, 3, groups=dim // 2)
+    return x, dt, A / 32, *rest, *of_shapes((BATCH, COUNT, dim, 2, 3))  # a chunk is remembered
 
 
 def selective_arrays(length=LENGTH, dim=5, states=3):

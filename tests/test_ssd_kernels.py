@@ -1,7 +1,7 @@
 """ssd's kernels: what they compute, what they refuse, and their cells of the matrix."""
 
-import dataclasses
 import functools
+import types
 from typing import Any
 
 import jax
@@ -33,30 +33,17 @@ exhaustive = pytest.mark.exhaustive
 # Each pass by itself: both take the interpreter more than the CPU seconds of a default test.
 
 
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """Arguments of both passes, without a gate: two chunks, and segments that end within them.
-
-    Attributes:
-      args: x, step sizes, log-decays, B, C, D, z, the initial states and numbers of segments.
-      want: of the oracle, (out, final) and the gradients of NAMES.
-      between: the state after the first chunk, (B, H, P, N).
-      dbetween: its gradient.
-    """
-
-    args: tuple[Any, ...]
-    dout: Any
-    want: Any
-    between: Any
-    dbetween: Any
-
-
 @pytest.fixture(scope="module")
 def passes():
-    x, dt, A, B, C, D, _, _, state = HALF(1, 130, 2, 16, 16)
+    """Arguments of both passes, and what the oracle makes of them: of two chunks, without a gate.
+
+    The segments of one of the two rows end within the first chunk. `between` is the state after
+    that, `dbetween` its gradient.
+    """
+    x, dt, A, B, C, D, _, _, state = HALF(2, 130, 2, 16, 16)
     dt, dout = jax.nn.softplus(dt.astype(jnp.float32)), jnp.sin(3 * x)
-    A = A / 8
-    ids = np.repeat([[0, 1, 2]], [50, 40, 40], axis=1)
+    A = A / 64  # so that a state outlasts a chunk
+    ids = np.stack([np.zeros(130, int), np.repeat([0, 1, 2], [50, 40, 40])])
     wide = [np.asarray(v, np.float64) for v in (x, dt, A, B, C, D, dout, state)]
 
     def run(span, state, dfinal):
@@ -67,11 +54,14 @@ def passes():
         return (1e-4 * out, final), grads
 
     zeros, chunk = np.zeros(state.shape), tiles.CHUNK
+    whole = run(slice(None), wide[-1], zeros)
     (_, between), _ = run(slice(0, chunk), wide[-1], zeros)
-    *_, dbetween = run(slice(chunk, None), between, zeros)[1]
+    _, (*_, dbetween) = run(slice(chunk, None), between, zeros)
     x, dt, A, B, C, D, z, _, h = by_group((x, dt, A, B, C, D, None, None, state), 2)
     args = x, dt, dt * A, B, C, D, z, h, jnp.asarray(ids), None
-    return Passes(args, dout[:, :, None], run(slice(None), wide[-1], zeros), between, dbetween)
+    return types.SimpleNamespace(
+        args=args, dout=dout[:, :, None], want=whole, between=between, dbetween=dbetween
+    )
 
 
 OPTIONS = Options(True, tiles.CHUNK, "interpret", isolate_nan=False, save=True)
@@ -118,7 +108,7 @@ def test_ssd_backward_kernel(passes, monkeypatch):
 
     def chunk_sums(*arrays):
         whole = [jnp.pad(v, [(0, 0), (0, -v.shape[1] % tiles.CHUNK), (0, 0)]) for v in arrays]
-        a, dt = (jnp.moveaxis(v.reshape(1, -1, tiles.CHUNK, 8), 3, 1) for v in whole)
+        a, dt = (jnp.moveaxis(v.reshape(2, -1, tiles.CHUNK, 8), 3, 1) for v in whole)
         return jnp.stack([a.cumsum(-1) / np.log(2), dt], axis=3)
 
     def launch_carry(scan, reverse, tokens, weights, steps, starts):
