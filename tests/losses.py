@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from scipy.special import logsumexp
 
 IGNORED = -100
@@ -14,6 +15,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 3.0},
     "plain": {},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_tf32():
+    """GPUs multiply fp32 as such."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def inputs(rows, k, classes, dtype="float32", seed=0):

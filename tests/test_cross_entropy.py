@@ -24,14 +24,8 @@ from tests.losses import (
     plain,
     plain_of_logits,
 )
+from tests.losses import without_tf32 as without_tf32
 from tests.pairs import combinations
-
-
-@pytest.fixture(scope="module", autouse=True)
-def without_tf32():
-    """GPUs multiply fp32 as such."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def of_rows(call, **fixed):
@@ -135,23 +129,21 @@ def test_logits_beyond_what_kernels_count():
 
 def losses(call):
     """A function of arrays and labels that returns the losses of rows alone."""
-
-    def run(*arrays, implementation=None):
-        *arrays, labels = arrays
-        return call(*arrays, labels=labels, implementation=implementation, **OPTIONS["all"])[0]
-
-    return run
+    return lambda *a, **how: call(*a[:-1], labels=a[-1], **how, **OPTIONS["all"])[0]
 
 
-def in_plain_jax(*arrays):
-    *arrays, labels = arrays
-    return plain(*arrays, labels=labels, **OPTIONS["all"])[0]
+def cells(chosen, mosaic):
+    plain, kernels = ["jvp", "explicit mesh", "rows and channels split"], [*mosaic, *OF_KERNELS]
+    by = {None: chosen, "xla": plain, "mosaic": kernels}
+    return [(name, implementation) for implementation, names in by.items() for name in names]
 
 
+OF_KERNELS = "kernels lowered", "mesh axis names"
+SPLIT = "auto mesh", "explicit mesh", "rows and channels split"
 AT_ONCE = check.Op(
     name="linear_cross_entropy",
     call=losses(LINEAR),
-    reference=in_plain_jax,
+    reference=losses(plain),
     arrays=lambda key: inputs((4, 2), 8, 256),
     kernels=("cross_entropy_fwd", "cross_entropy_bwd"),
     axes="mtk kv v mt -> mt",
@@ -159,43 +151,37 @@ AT_ONCE = check.Op(
     channels="v",
     all_reduces=1,
     vmaps=[(0, None, None, 0), (None, 0, 0, None), (1, 0, 0, 1)],
-    cells=[
-        *((name, None) for name in check.TRANSFORMATIONS if name not in (*check.ALONE, "scan")),
-        *((name, "xla") for name in ("jvp", "explicit mesh", "rows and channels split")),
-        *((name, "mosaic") for name in ("grad", "vmap(grad)", "checkpoint")),
-        ("kernels lowered", "mosaic"),
-        ("mesh axis names", "mosaic"),
-    ],
+    cells=cells(
+        [name for name in check.TRANSFORMATIONS if name not in (*check.ALONE, "scan")],
+        ["grad", "vmap(grad)", "checkpoint"],
+    ),
 )
-SPLIT = "auto mesh", "explicit mesh", "vmap(grad) on explicit mesh", "rows and channels split"
 AS_PARTS = dataclasses.replace(
     AT_ONCE,
     name="linear_cross_entropy, in parts",
     call=losses(IN_PARTS),
     features="",
     cells=[
-        (name, None)
-        for name in ("grad", "vmap(grad)", "grad(grad)", "shard_map", "shard_map unchecked", *SPLIT)
+        *((name, None) for name in ("grad", "vmap(grad)", "grad(grad)", "shard_map", *SPLIT)),
+        *((name, None) for name in ("shard_map unchecked", "vmap(grad) on explicit mesh")),
     ],
 )
+
+
 OF_LOGITS = dataclasses.replace(
     AT_ONCE,
     name="cross_entropy",
     call=losses(LOGITS),
-    reference=lambda x, labels: plain_of_logits(x, labels=labels, **OPTIONS["all"])[0],
+    reference=losses(plain_of_logits),
     arrays=lambda key: inputs((4, 2), 256, 256)[::3],
     axes="mtv mt -> mt",
     features="",
     all_reduces=0,
     vmaps=[(0, None), (1, 1)],
-    cells=[
-        *((name, None) for name in ("grad", "vmap(grad)", "grad(grad)", "jvp", "shard_map")),
-        *((name, None) for name in ("auto mesh", "explicit mesh", "rows and channels split")),
-        *((name, "xla") for name in ("jvp", "explicit mesh", "rows and channels split")),
-        *((name, "mosaic") for name in ("grad", "vmap(grad)", "grad(grad)")),
-        ("kernels lowered", "mosaic"),
-        ("mesh axis names", "mosaic"),
-    ],
+    cells=cells(
+        ["grad", "vmap(grad)", "grad(grad)", "jvp", "shard_map", *SPLIT],
+        ["grad", "vmap(grad)", "grad(grad)"],
+    ),
 )
 test_cross_entropy_transformations = check.transformations(AT_ONCE, AS_PARTS, OF_LOGITS)
 
@@ -225,10 +211,8 @@ def test_labels_that_are_no_classes(way):
     """Ignored rows may hold NaN; rows whose label is unknown have the loss NaN."""
     x, weight, bias, labels = inputs((10,), 8, 300)
     run, ignored = compiled(*way), np.arange(10) % 5 == 0
-    dirty, clean = (
-        run(np.where(ignored[:, None], np.float32(v), x), weight, bias, labels, (ONES, ONES))
-        for v in (np.nan, 0)
-    )
+    in_ignored = lambda value: np.where(ignored[:, None], np.float32(value), x)
+    dirty, clean = (run(in_ignored(v), weight, bias, labels, (ONES, ONES)) for v in (np.nan, 0))
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
     assert not np.any(dirty[1][0][ignored])
     unknown = np.array([3, 4, 6])
@@ -319,8 +303,7 @@ def test_memory(memory):
     types = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 16), (16, 4096))]
     labels = jax.ShapeDtypeStruct((64,), jnp.int32)
     run = lambda x, w, y: jaxkern.linear_cross_entropy(x, w, y, memory=memory)
-    compiled = jax.jit(jax.grad(run, (0, 1))).lower(*types, labels).compile()
-    analysis: Any = compiled.memory_analysis()
+    analysis: Any = jax.jit(jax.grad(run, (0, 1))).lower(*types, labels).compile().memory_analysis()
     taken = analysis.temp_size_in_bytes / (2 * 64 * 4096)
     # A CPU multiplies in float32, and sums need some: less than 6 times the logits of a part.
     assert taken < 6 * LOGITS_OF[memory]

@@ -16,6 +16,7 @@ from jaxkern.ops.cross_entropy.chunks import IN_CHUNKS, Chunks
 from jaxkern.ops.cross_entropy.rows import Rows, Terms
 from tests import check
 from tests.losses import IGNORED, OPTIONS, SMALLEST, inputs, oracle, plain
+from tests.losses import without_tf32 as without_tf32
 from tests.pairs import combinations
 
 ROWS, K, CLASSES = (3, 500), 24, 300
@@ -29,13 +30,6 @@ CASES = {
     "float32": (ROWS, K, 520, "float32"),
     "six chunks": ((6, 512), 64, 512, "bfloat16"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def without_tf32():
-    """GPUs multiply fp32 as such."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def memory_for(rows, dtype="float32", classes=CLASSES):

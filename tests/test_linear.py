@@ -20,10 +20,11 @@ from jaxkern.ops.linear import matmul, matmul_kernel, tiles
 from tests import check
 from tests.pairs import combinations
 
+FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 MEASURED = tiles.MEASURED
 DTYPES = ["bfloat16", "float16", "float32"]
 CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
-UNITS = {"clamped": CLAMPED, "silu": {}, "relu": {"activation": "relu"}}
+UNITS = {"clamped": CLAMPED, "silu": {}, "gelu": {"activation": "gelu"}}
 PLAIN = {name: getattr(jax.nn, name) for name in ("relu", "silu", "gelu", "sigmoid", "tanh")}
 PLAIN |= {
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
@@ -46,10 +47,10 @@ def faster_kernels():
 
 
 def inputs(m, k, n, dtype, weight_dtype=None, seed=0):
-    rng = np.random.default_rng(seed)
-    draw = lambda shape, t: jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(t)
-    weight_dtype = weight_dtype or dtype
-    return draw((m, k), dtype), draw((k, n), weight_dtype) / 8, draw((n,), weight_dtype)
+    rng, weight_dtype = np.random.default_rng(seed), weight_dtype or dtype
+    draw = lambda *shape: rng.standard_normal(shape)
+    of_weight = [jnp.asarray(v.astype(jnp.dtype(weight_dtype))) for v in (draw(k, n) / 8, draw(n))]
+    return jnp.asarray(draw(m, k).astype(jnp.dtype(dtype))), *of_weight
 
 
 def oracle(x, w, b, dout, *, activation=None):
@@ -135,13 +136,13 @@ def test_linear_plain(dtype, activation):
     accurate(inputs(6, 40, 24, dtype), "xla", activation=activation)
 
 
-@combinations("recompute options call", [True, False], UNITS, [in_one, apart], few=1)
+@combinations("recompute unit call", [True, False], ["clamped", "silu"], [in_one, apart], few=1)
 @pytest.mark.gpu
-def test_gated_kernels(call, options, recompute):
+def test_gated_kernels(call, unit, recompute):
     """With biases, both weights in one array and apart, of columns that are padded and not."""
     sizes = (24 if recompute else 130, 72, 2 * (65 if call is in_one else 64))
-    arrays = inputs(*sizes, "bfloat16", "float32" if options else None)
-    gated_accurate(call, arrays, "mosaic", recompute, **options)
+    arrays = inputs(*sizes, "bfloat16", "float32" if unit == "clamped" else None)
+    gated_accurate(call, arrays, "mosaic", recompute, **UNITS[unit])
 
 
 @pytest.mark.compiled
@@ -289,6 +290,7 @@ def test_one_accumulator(implementation):
 # Devices
 
 
+@FOUR_DEVICES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_accumulators_shared_by_devices(dtype):
     """Inside a shard_map the devices' gradients are added to what they have in common, once."""
@@ -304,6 +306,7 @@ def test_accumulators_shared_by_devices(dtype):
     check.assert_close(jax.jit(split)(x, w, start), grad(x, w, start), 1e-6)
 
 
+@FOUR_DEVICES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_devices_add(dtype):
     """Parts of sums have `accumulate_dtype` between devices; results keep theirs."""
@@ -328,24 +331,19 @@ def test_what_devices_add(dtype):
         assert summed == [{"float32": "f32", "bfloat16": "bf16"}[dtype]], summed
 
 
-def _with_norm(name, *scales):
-    call = getattr(jaxkern, name)
-    return lambda x, w, b, _, **options: call(x, *scales, w, b, activation="gelu", **options)
+def on_mesh(name, x, w, b, sums, **options):
+    if name == "linear":
+        return jaxkern.linear(x, w, b, activation="gelu", accumulator=sums, **options)
+    if name == "gated":
+        both = None if sums is None else (sums, sums)
+        return jaxkern.gated_linear_unit(x, w, 2 * w, b, 2 * b, accumulators=both, **options)
+    if name == "one weight":
+        return jaxkern.gated_linear_unit(x, w, None, b, accumulators=sums, **options)
+    scales = {"rms_norm": (None,), "layer_norm": (None, None)}[name]
+    joined = getattr(jaxkern, f"{name}_linear")
+    return joined(x, *scales, w, b, activation="gelu", **options)
 
 
-ON_MESH = {
-    "linear": lambda x, w, b, sums, **options: jaxkern.linear(
-        x, w, b, activation="gelu", accumulator=sums, **options
-    ),
-    "gated": lambda x, w, b, sums, **options: jaxkern.gated_linear_unit(
-        x, w, 2 * w, b, 2 * b, accumulators=None if sums is None else (sums, sums), **options
-    ),
-    "one weight": lambda x, w, b, sums, **options: jaxkern.gated_linear_unit(
-        x, w, None, b, accumulators=sums, **options
-    ),
-    "rms norm": _with_norm("rms_norm_linear", None),
-    "layer norm": _with_norm("layer_norm_linear", None, None),
-}
 SPLITS = [
     (("s",), (None, "s"), ("s", None)),
     ((("s", "t"),), ("t", "s"), (("s", "t"), None)),
@@ -354,15 +352,11 @@ SPLITS = [
 ]
 SPLIT = {
     f"{name} {i}": (name, *SPLITS[i])
-    for name in ON_MESH
-    for i in range(1 if "norm" in name else len(SPLITS))
+    for i, names in enumerate([["rms_norm", "layer_norm"], [], [], []])
+    for name in ("linear", "gated", "one weight", *names)
 }
 SPLIT = {name: SPLIT[name] for name in ("linear 2", "gated 1", "one weight 3", *SPLIT)}
-HOW = {
-    "sums": ("float32", None, True),
-    "bfloat16": ("bfloat16", None, False),
-    "xla": ("bfloat16", "xla", False),
-}
+HOW = {"sums": ("float32", None, 1), "bf16": ("bfloat16", None, 0), "xla": ("bfloat16", "xla", 0)}
 
 
 def _placer(*sizes):
@@ -371,11 +365,12 @@ def _placer(*sizes):
     return lambda v, *spec: jax.device_put(v, jax.NamedSharding(mesh, P(*spec)))
 
 
+@FOUR_DEVICES
 @combinations("splits how", SPLIT, HOW, few=3)
 def test_one_axis_of_a_mesh_splits_both_operands(splits, how):
     """Values and gradients, each split as its argument, and results as in every implementation."""
     (name, of_x, of_weight, of_out), (dtype, implementation, accumulated) = splits, how
-    put, call = _placer(2, 2), functools.partial(ON_MESH[name], implementation=implementation)
+    put, call = _placer(2, 2), functools.partial(on_mesh, name, implementation=implementation)
     x, w, b = inputs(16, 8, 32, dtype)
     sums = jnp.ones(w.shape) if accumulated and "norm" not in name else None
 
@@ -395,6 +390,7 @@ def test_one_axis_of_a_mesh_splits_both_operands(splits, how):
         assert split(out) == P(*of_out)
 
 
+@FOUR_DEVICES
 def test_the_weight_is_gathered_and_not_the_rows():
     put = _placer(4)
     x, w, b = inputs(16, 8, 32, "float32")
@@ -406,6 +402,7 @@ def test_the_weight_is_gathered_and_not_the_rows():
     assert gathered == {"f32[8,32]", "f32[32]"}
 
 
+@FOUR_DEVICES
 def test_accumulator_split_otherwise_than_what_is_added():
     put = _placer(4)
     x, w, _ = inputs(16, 8, 32, "float32")
