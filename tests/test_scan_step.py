@@ -1,6 +1,7 @@
 """One token of the scans by the kernel that updates the state in place, and states of layers."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkern
+from jaxkern.ops import scan_step
 from tests import check
 
 SSD, SELECTIVE = jaxkern.ssd_step, jaxkern.selective_scan_step
@@ -26,25 +28,19 @@ def ssd_inputs(batch, heads, size, states, groups=1, dtype="float32", layers=Non
 def selective_inputs(batch, channels, states, groups=None, dtype="float32", layers=None):
     """The arguments of selective_scan_step by their names."""
     tokens, weights = (batch, channels), (batch, *([groups] if groups else []), states)
-    of_states = (channels, states)
-    return _draw((*tokens, states), tokens, tokens, of_states, weights, (channels,), dtype, layers)
+    rates = (channels, states)
+    return _draw((*tokens, states), tokens, tokens, rates, weights, (channels,), dtype, layers)
 
 
 def _draw(state, tokens, steps, rates, weights, skips, dtype, layers):
-    keys = iter(jax.random.split(jax.random.key(0), len(NAMES)))
-    draw = lambda shape, dtype="float32": jax.random.normal(next(keys), shape).astype(dtype)
-    bias = steps[1:]
-    return {
-        "state": draw(state if layers is None else (layers, *state)),
-        "x": draw(tokens, dtype),
-        "dt": draw(steps, dtype),
-        "A": -jnp.exp(draw(rates)),
-        "B": draw(weights, dtype),
-        "C": draw(weights, dtype),
-        "D": draw(skips),
-        "z": draw(tokens, dtype),
-        "dt_bias": draw(bias),
-    }
+    rng = np.random.default_rng(0)
+    draw = lambda shape, dtype="float32": jnp.asarray(
+        rng.normal(size=shape).astype(jnp.dtype(dtype))
+    )
+    state = draw(state if layers is None else (layers, *state))
+    x, dt, B, C, z = (draw(shape, dtype) for shape in (tokens, steps, weights, weights, tokens))
+    A = jnp.asarray(-np.exp(rng.normal(size=rates)), "float32")
+    return dict(zip(NAMES, (state, x, dt, A, B, C, draw(skips), z, draw(steps[1:])), strict=True))
 
 
 def oracle(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, low=0.0, high=np.inf):
@@ -83,60 +79,66 @@ def step(op, arrays, implementation, **options):
         return jax.jit(lambda arrays: run(**arrays))(arrays)
 
 
-def every_size(*sizes):
-    """Parameters of a test; sizes that take the interpreter too long are for a GPU alone."""
-    return [
-        pytest.param(op, make, marks=pytest.mark.compiled if large else pytest.mark.gpu, id=name)
-        for name, op, make, large in sizes
-    ]
+SIZES = {
+    "heads": (SSD, ssd_inputs, (2, 4, 16, 128, 2)),
+    "channels of D": (SSD, functools.partial(ssd_inputs, of_channels=1), (3, 2, 64, 64)),
+    "two accesses": (SSD, ssd_inputs, (1, 2, 8, 256)),
+    "few states": (SSD, ssd_inputs, (2, 6, 32, 16, 3)),
+    "channels": (SELECTIVE, selective_inputs, (2, 256, 16)),
+    "groups": (SELECTIVE, selective_inputs, (3, 128, 16, 2)),
+    "least states": (SELECTIVE, selective_inputs, (2, 128, 8)),
+    "mamba2-130m": (SSD, ssd_inputs, (64, 24, 64, 128)),
+    "most states": (SSD, ssd_inputs, (4, 3, 128, 512)),
+    "130m": (SELECTIVE, selective_inputs, (64, 1536, 16)),
+}
+LARGE = ("mamba2-130m", "most states", "130m")
+"""What takes the interpreter too long."""
+
+COMPILED, EXHAUSTIVE = pytest.mark.compiled, [pytest.mark.exhaustive]
+DTYPES, ABSENT = ("float32", "bfloat16", "float16"), ((), ("D",), ("z", "dt_bias"))
 
 
-CASES = every_size(
-    ("heads", SSD, lambda **k: ssd_inputs(2, 4, 16, 128, 2, **k), False),
-    ("channels of D", SSD, lambda **k: ssd_inputs(3, 2, 64, 64, of_channels=1, **k), False),
-    ("two accesses", SSD, lambda **k: ssd_inputs(1, 2, 8, 256, **k), False),
-    ("few states", SSD, lambda **k: ssd_inputs(2, 6, 32, 16, 3, **k), False),
-    ("channels", SELECTIVE, lambda **k: selective_inputs(2, 256, 16, **k), False),
-    ("groups", SELECTIVE, lambda **k: selective_inputs(3, 128, 16, 2, **k), False),
-    ("least states", SELECTIVE, lambda **k: selective_inputs(2, 128, 8, **k), False),
-    ("mamba2-130m", SSD, lambda **k: ssd_inputs(64, 24, 64, 128, **k), True),
-    ("most states", SSD, lambda **k: ssd_inputs(4, 3, 128, 512, **k), True),
-    ("130m", SELECTIVE, lambda **k: selective_inputs(64, 1536, 16, **k), True),
-)
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize(("op", "make"), CASES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_accuracy(op, make, dtype):
-    """At most twice plain JAX's error, with every option and with none."""
-    arrays = make(dtype=dtype)
-    for absent in (), ("D",), ("z", "dt_bias"):
-        given = {name: None if name in absent else v for name, v in arrays.items()}
-        want = oracle(**of_heads(op, given), low=0.1, high=0.9)
-        got = step(op, given, "mosaic", dt_limit=(0.1, 0.9))
-        plain = step(op, given, "xla", dt_limit=(0.1, 0.9))
-        assert [v.dtype for v in got] == [jnp.dtype(dtype), jnp.float32]
-        for mine, theirs, true in zip(got, plain, want, strict=True):
-            error = lambda v, true=true: check.relative_error(np.asarray(v), true.reshape(v.shape))
-            assert error(mine) <= 2 * max(error(theirs), 2**-23), (absent, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 @pytest.mark.parametrize(
-    ("op", "arrays"),
+    ("size", "dtype", "absent"),
     [
-        (SSD, ssd_inputs(2, 4, 16, 32, layers=3)),
-        (SELECTIVE, selective_inputs(2, 128, 16, layers=3)),
+        pytest.param(
+            *(size, DTYPES[k], ABSENT[(i + k) % 3]),
+            marks=[COMPILED if size in LARGE else pytest.mark.gpu, *EXHAUSTIVE[: k != i % 3]],
+        )
+        for i, size in enumerate(SIZES)
+        for k in range(3)
+    ],
+)
+def test_accuracy(size, dtype, absent, monkeypatch):
+    """At most twice plain JAX's error."""
+    op, make, sizes = SIZES[size]
+    if size == "heads":  # several rows a lane
+        monkeypatch.setattr(scan_step, "num_sms", lambda: 1)
+    given = make(*sizes, dtype=dtype) | dict.fromkeys(absent)
+    want = oracle(**of_heads(op, given), low=0.1, high=0.9)
+    got, plain = (step(op, given, how, dt_limit=(0.1, 0.9)) for how in ("mosaic", "xla"))
+    for results in got, plain:
+        assert [v.dtype for v in results] == [jnp.dtype(dtype), jnp.float32]
+    for mine, theirs, true in zip(got, plain, want, strict=True):
+        error = lambda v, true=true: check.relative_error(np.asarray(v), true.reshape(v.shape))
+        assert error(mine) <= 2 * max(error(theirs), 2**-23)
+
+
+@check.BOTH
+@pytest.mark.parametrize(
+    ("op", "make"),
+    [
+        pytest.param(SSD, lambda: ssd_inputs(2, 4, 16, 32, layers=3), marks=pytest.mark.exhaustive),
+        (SELECTIVE, lambda: selective_inputs(2, 128, 16, layers=3)),
     ],
     ids=["ssd", "selective_scan"],
 )
-def test_a_layer_is_updated_and_no_other(op, arrays, implementation):
+def test_a_layer_is_updated_and_no_other(op, make, implementation):
     """As its state alone would be, in a loop over the layers too."""
+    arrays = make()
     alone = arrays | {"state": arrays["state"][1]}
     want = step(op, alone, implementation)
-    for layer in 1, jnp.array(1), np.int64(1):
+    for layer in (1, np.int64(1)) if check.ON_GPU else (np.int64(1),):
         got, states = step(op, arrays, implementation, layer=layer)
         check.assert_close((got, states[1]), want, 1e-6)
         np.testing.assert_array_equal(states[::2], arrays["state"][::2])
@@ -153,37 +155,55 @@ def test_a_layer_is_updated_and_no_other(op, arrays, implementation):
     check.assert_close((outs[1], states[1]), want, 1e-6)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+@check.BOTH
 def test_a_layer_that_there_is_not(implementation):
     """A traced number counts as the nearest, and writes nowhere else."""
     arrays = ssd_inputs(1, 2, 16, 32, layers=2)
 
+    @jax.jit
     def run(layer):
         with check.running(implementation):
             return SSD(**arrays, layer=layer, implementation=implementation)
 
     for number, nearest in ((-1, 0), (2, 1), (2**31 - 1, 1)):
-        got, want = jax.jit(run)(number), jax.jit(run)(nearest)
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+        jax.tree.map(np.testing.assert_array_equal, run(number), run(nearest))
 
 
 @pytest.mark.gpu
 def test_nan_stays_in_its_head():
     arrays = ssd_inputs(2, 4, 16, 32)
-    out, state = step(SSD, arrays, "mosaic")
+    run = jax.jit(lambda arrays: step(SSD, arrays, "mosaic"))
     bad = arrays | {"x": arrays["x"].at[1, 2].set(jnp.nan)}
-    bad_out, bad_state = step(SSD, bad, "mosaic")
-    for got, want in (bad_out, out), (bad_state, state):
+    for got, want in zip(run(bad), run(arrays), strict=True):
         assert jnp.isnan(got[1, 2]).all()
-        whole = jnp.ones((2, 4), bool).at[1, 2].set(False)
+        whole = np.ones((2, 4), bool)
+        whole[1, 2] = False
         np.testing.assert_array_equal(got[whole], want[whole])
 
 
+of_all = functools.partial(jax.grad, argnums=tuple(range(len(NAMES))))
+mapped = lambda f: lambda *v: jax.vmap(f)(*(jnp.stack([a, 0.5 * a, -a]) for a in v))
+AROUND = {
+    "grad": of_all,
+    "vmap": mapped,
+    "vmap(grad)": lambda f: mapped(of_all(f)),
+    "checkpoint": lambda f: jax.checkpoint(of_all(f)),
+}
+
+
+IN_DEFAULT = ("grad", None), ("vmap(grad)", 2)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("layers", [None, 2])
-def test_transformations(layers):
-    """vmap, gradients and both, of the output and the state, as plain JAX has them."""
+@pytest.mark.parametrize(
+    ("around", "layers"),
+    [
+        pytest.param(*of, marks=[] if of in IN_DEFAULT else pytest.mark.exhaustive)
+        for of in itertools.product(AROUND, (None, 2))
+    ],
+)
+def test_transformations(around, layers):
+    """Gradients, of the output and the state, as plain JAX has them."""
     arrays = ssd_inputs(2, 2, 16, 32, layers=layers)
     layer = None if layers is None else 1
 
@@ -193,18 +213,11 @@ def test_transformations(layers):
             out, state = SSD(*values[:-1], dt_bias=values[-1], **options)
             return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state))
 
-    every = tuple(range(len(NAMES)))
-    values = tuple(arrays.values())
-    for around in (
-        lambda f: jax.grad(f, every),
-        lambda f: lambda *v: jax.vmap(f)(*(jnp.stack([a, 0.5 * a, -a]) for a in v)),
-        lambda f: lambda *v: jax.vmap(jax.grad(f, every))(*(jnp.stack([a, 0.5 * a]) for a in v)),
-        lambda f: jax.checkpoint(jax.grad(f, every)),
-    ):
-        got, want = (
-            jax.jit(around(functools.partial(call, how)))(*values) for how in ("mosaic", "xla")
-        )
-        check.assert_close(got, want, 1e-5)
+    got, want = (
+        jax.jit(AROUND[around](functools.partial(call, how)))(*arrays.values())
+        for how in ("mosaic", "xla")
+    )
+    check.assert_close(got, want, 1e-5)
 
 
 def test_the_state_is_aliased():
@@ -242,12 +255,3 @@ def test_errors():
         SELECTIVE(**selective_inputs(2, 100, 16), implementation="mosaic")
     with pytest.raises(NotImplementedError, match="state is bfloat16, and the kernel updates"):
         kernel(**arrays | {"state": state[0].astype(jnp.bfloat16)})
-
-
-def test_nothing_to_step():
-    """No sequence, and no channel."""
-    for sizes in (0, 4, 16, 32), (2, 0, 16, 32):
-        arrays = ssd_inputs(*sizes)
-        out, state = step(SSD, arrays, "mosaic")
-        assert out.shape == arrays["x"].shape
-        assert state.shape == arrays["state"].shape

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -30,59 +31,71 @@ def _in_order(decay: Any, own: Any, first: Any, reverse: bool) -> Any:
 
 
 def _arrays(batch: int, sections: int, units: int, size: int) -> tuple[Any, Any, Any]:
-    keys = jax.random.split(jax.random.key(0), 3)
-    decay = jax.random.uniform(keys[0], (batch, sections, units))
-    own = jax.random.normal(keys[1], (batch, sections, size))
-    return decay, own, jax.random.normal(keys[2], (batch, size))
+    rng = np.random.default_rng(0)
+    decay = rng.uniform(size=(batch, sections, units))
+    own, first = rng.normal(size=(batch, sections, size)), rng.normal(size=(batch, size))
+    return jnp.float32(decay), jnp.float32(own), jnp.float32(first)
 
 
-@pytest.mark.newest
+def _run(f: Any, *arrays: Any) -> Any:
+    with contextlib.nullcontext() if check.ON_GPU else interpreter():
+        return jax.jit(f)(*arrays)
+
+
+RUNS = {"launch": section_states.launch, "reference": section_states.reference}
+SHAPES = {
+    "a decay a state": (1, 16, 384, 384),
+    "padded": (2, 3, 300, 300),
+    "a decay a unit": (2, 8, 2, 512),
+    "units narrower than a block": (1, 4, 3, 240),
+    "four states a lane": (2, 2, 2, 1024),
+    "four states and decays a lane": (1, 2, 1024, 1024),
+    "no rows": (0, 4, 8, 8),
+    "no states": (2, 4, 0, 0),
+}
+DEFAULT = {
+    *(("launch", name, i % 2 == 0) for i, name in enumerate(SHAPES)),
+    *(("reference", "padded", reverse) for reverse in (False, True)),
+    ("reference", "a decay a unit", True),
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("run", [section_states.launch, section_states.reference])
-@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-    "shape",
+    ("run", "shape", "reverse"),
     [
-        pytest.param((1, 16, 384, 384), id="a decay a state"),
-        pytest.param((2, 3, 300, 300), id="padded"),
-        pytest.param((2, 8, 2, 512), id="a decay a unit"),
-        pytest.param((1, 4, 3, 240), id="units narrower than a block"),
-        pytest.param((2, 2, 132, 132 * 512), id="four states a lane"),
-        pytest.param((1, 2, 132 * 1024, 132 * 1024), id="four states and decays a lane"),
-        pytest.param((0, 4, 8, 8), id="no rows"),
-        pytest.param((2, 4, 0, 0), id="no states"),
+        pytest.param(*of, marks=[] if of in DEFAULT else pytest.mark.exhaustive)
+        for of in itertools.product(RUNS, SHAPES, (False, True))
     ],
 )
-def test_states_are_those_of_a_loop(run, reverse, shape):
-    arrays = _arrays(*shape)
-    with contextlib.nullcontext() if check.ON_GPU else interpreter():
-        got = jax.jit(lambda *v: run(Options(reverse), *v))(*arrays)
+def test_states_are_those_of_a_loop(run, shape, reverse, monkeypatch):
+    if shape.startswith("four"):
+        monkeypatch.setattr(section_states, "num_sms", lambda: 1)  # for which 1024 are enough
+    arrays = _arrays(*SHAPES[shape])
+    got = _run(functools.partial(RUNS[run], Options(reverse)), *arrays)
     check.assert_close(got, _in_order(*arrays, reverse), 1e-6)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("sections", [1, 5])
+@pytest.mark.parametrize(
+    ("sections", "reverse"),
+    [(1, True), (5, False), pytest.param(5, True, marks=pytest.mark.exhaustive)],
+)
 def test_state_after_sections_in_a_row(sections, reverse):
     decay, own, _ = _arrays(sections, 2, 3, 3 * 4)
-    shaped = decay[..., None], own.reshape(sections, 2, 3, 4)
     after = functools.partial(section_states.state_after_all, reverse=reverse)
-    with contextlib.nullcontext() if check.ON_GPU else interpreter():
-        got = jax.jit(after)(*shaped)
-    first = np.zeros((1, 2 * 3 * 4))
-    row = decay.reshape(1, sections, -1), own.reshape(1, sections, -1), first
+    got = _run(after, decay[..., None], own.reshape(sections, 2, 3, 4))
+    row = decay.reshape(1, sections, -1), own.reshape(1, sections, -1), np.zeros((1, 2 * 3 * 4))
     check.assert_close(got.reshape(1, -1), _in_order(*row, reverse)[1], 1e-6)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("run", [section_states.launch, section_states.reference])
+@pytest.mark.parametrize("run", RUNS)
 def test_what_a_section_keeps_nothing_of(run):
     """A new segment keeps nothing even of a NaN; of a zero an infinite decay makes no NaN."""
     decay = jnp.array([[[NAN, NAN, INF, INF, 0.0, 0.0, 0.5, 0.5]]]).repeat(2, 1)
     first = jnp.array([[NAN, INF, 0.0, 1.0, NAN, 1.0, NAN, 0.0]])
-    own = jnp.ones((1, 2, 8))
-    with contextlib.nullcontext() if check.ON_GPU else interpreter():
-        states, last = jax.jit(lambda *v: run(Options(), *v))(decay, own, first)
+    states, last = _run(functools.partial(RUNS[run], Options()), decay, jnp.ones((1, 2, 8)), first)
     after = np.array([[1, 1, 1, INF, NAN, 1, NAN, 1]])
     np.testing.assert_array_equal(states, np.stack([first, after], 1))
     np.testing.assert_array_equal(last, [[1, 1, INF, INF, NAN, 1, NAN, 1.5]])
