@@ -105,6 +105,7 @@ def test_kernel_is_its_twin(case, monkeypatch):
         assert_same(got, old._replace(grad=None))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gpu
 def test_apply_runs_the_kernel():
     params, grads = ({"w": tree_of(seed, BF16)["w"]} for seed in range(2))
