@@ -310,7 +310,7 @@ def _by_name(op: Op, mesh: Any, axes: Any, check_vma: bool, **options: Any) -> A
         ("linear_scan", "alone", (2,), "x", {"implementation": "xla"}),
         ("linear_scan reverse", "packed", (4,), "x", {}),
         ("causal_conv1d", "packed", (2, 2), ("y", "x"), {}),
-        ("selective_scan", "continued", (2,), ("x",), {"check_vma": True}),
+        ("selective_scan", "continued", (2,), ("x",), {"check_vma": True, "grads": False}),
         ("ssd", "packed", (4,), "x", {"grads": False}),
         exhaustive("linear_scan", "packed", (4,), "x", {"check_vma": True}),
         exhaustive(
@@ -319,6 +319,7 @@ def _by_name(op: Op, mesh: Any, axes: Any, check_vma: bool, **options: Any) -> A
         exhaustive("causal_conv1d", "continued", (2,), "x", {"check_vma": True}),
         exhaustive("causal_conv1d", "packed", (4,), "x", {"implementation": "xla"}),
         exhaustive("causal_conv1d of few channels", "packed", (4,), "x", {}),
+        exhaustive("selective_scan", "continued", (2,), ("x",), {"check_vma": True}),
         exhaustive("selective_scan", "packed", (2, 2), ("y", "x"), {}),
         exhaustive("selective_scan", "packed", (4,), "x", {"implementation": "xla"}),
         exhaustive("selective_scan none saved", "packed", (4,), "x", {}),
@@ -451,7 +452,7 @@ KERNELS = functools.partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.
     ("name", "given", "parts", "sections", "by_name", "implementation"),
     [
         ("linear_scan", "packed", 2, 2, False, None),
-        ("linear_scan reverse", "packed", 8, 1, True, None),
+        exhaustive("linear_scan reverse", "packed", 8, 1, True, None),
         ("selective_scan none saved", "continued", 4, 2, False, None),
         exhaustive("ssd none saved", "packed", 8, 2, True, None),
         exhaustive("linear_scan reverse", "continued", 2, 2, False, None),
