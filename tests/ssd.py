@@ -125,6 +125,26 @@ def cotangents(arrays):
     return jnp.sin(3 * arrays[0]), jnp.cos(arrays[-1])
 
 
+def results_by_name(arrays, **how):
+    """``run(name, *at)``: results and gradients by name, where an array has NaN at an index.
+
+    Without a name none has. Those of ``out`` and ``final`` are of the cotangents.
+    """
+    names = (*NAMES, "out", "final")
+    given = dict(zip(names, (*arrays, *cotangents(arrays)), strict=True))
+
+    def run(name=None, *at, **options):
+        values = {n: np.array(v) if n == name else v for n, v in given.items()}
+        if name is not None:
+            values[name][at] = np.nan
+        *values, dout, dfinal = values.values()
+        program = check.program(scan, return_final_state=True, **how)
+        results, grads = program(tuple(values), (dout, dfinal), **options)
+        return dict(zip(names, (*grads, *results), strict=True))
+
+    return run
+
+
 def check_case(arrays, implementation, **options):
     """Kernels may round what their products take to 16 bits, and so may the states that are saved.
 

@@ -355,15 +355,6 @@ AXES = {  # and those over which final states are summed to (B, D)
     "linear_scan": ("bld bld bsd bl -> bld", (1,)),
 }
 
-BOTH_SPLIT = "rows and channels split"
-CELLS = {
-    "ssd": [(BOTH_SPLIT, None), (BOTH_SPLIT, "xla")],
-    "selective_scan": [(BOTH_SPLIT, None)],
-    # GSPMD gathers the convolution's inputs where both are split.
-    "causal_conv1d": [("explicit mesh", None), ("features split", None)],
-    "linear_scan": [("explicit mesh", None), (BOTH_SPLIT, None)],
-}
-
 
 def packed_op(name):
     """The op of arrays and ids, whose one result depends on the output and the final states."""
@@ -390,8 +381,8 @@ def packed_op(name):
         axes=axes,
         features="d",
         channels="hg" if name == "ssd" else "d",
-        all_reduces=name != "linear_scan",
-        cells=CELLS[name],
+        # GSPMD gathers the convolution's inputs where both are split.
+        cells=[(("features" if name == "causal_conv1d" else "rows and channels") + " split", None)],
     )
 
 

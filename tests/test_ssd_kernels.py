@@ -2,7 +2,6 @@
 
 import functools
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,12 @@ from jaxkern.ops.ssd.reference import Options, by_group
 from tests import check
 from tests.ssd import (
     ALONG,
-    NAMES,
     check_case,
     cotangents,
     inputs_and_state,
     oracle,
     packed_ids,
+    results_by_name,
     scan,
 )
 
@@ -128,42 +127,34 @@ def test_ssd_backward_kernels(passes):
     check.assert_close(*check_backward(passes), 2.0**-8)
 
 
+INTERPRETED = {
+    "packed": ((1, 130, 2, 64, 16), 1, {"segment_ids": packed_ids(1, 130, 30)}),
+    "channels and states between": ((1, 70, 2, 80, 144), 2, {"checkpoint_every": None}),
+}
+COMPILED = {
+    "few states": (SIZE, 1, {}),
+    "short segments": (SIZE, 1, {"segment_ids": packed_ids(1, 70)}),
+    "several chunks": ((1, 200, 2, 128, 80), 2, {"checkpoint_every": None}),
+    "one token": ((4, 1, 3, 64, 20), 1, {}),
+    "whole chunks": ((2, 512, 6, 64, 128), 2, {"checkpoint_every": 256}),
+    "more heads than a block": ((3, 300, 7, 64, 64), 1, {}),
+    "more heads than whole blocks": ((2, 300, 12, 64, 64), 1, {}),
+    "wide heads": ((1, 1000, 4, 256, 128), 4, {"checkpoint_every": 128}),
+    "narrow heads": ((2, 1000, 4, 16, 128), 2, {"checkpoint_every": 256}),
+    "many states": ((2, 1000, 4, 64, 256), 1, {"segment_ids": packed_ids(2, 1000)}),
+    "many states in parts": ((1, 5000, 2, 128, 256), 1, {"checkpoint_every": None}),
+    "parts": ((1, 5000, 2, 64, 128), 1, {"dt_limit": (0.05, 0.3)}),
+    "parts of several chunks": ((1, 1000, 64, 64, 64), 1, {"checkpoint_every": None}),
+    "no parts": ((8, 1030, 32, 64, 128), 1, {"checkpoint_every": None}),
+    "packed chunks": ((2, 1000, 4, 64, 128), 2, {"segment_ids": packed_ids(2, 1000)}),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("size", "groups", "options"),
-    [
-        pytest.param(size, groups, options, marks=mark, id=name)
-        for mark, cases in [
-            (
-                exhaustive,
-                [
-                    ("packed", (1, 130, 2, 64, 16), 1, {"segment_ids": packed_ids(1, 130, 30)}),
-                    ("between", (1, 130, 2, 80, 144), 2, {"checkpoint_every": None}),
-                ],
-            ),
-            (
-                pytest.mark.compiled,
-                [
-                    ("few states", SIZE, 1, {}),
-                    ("short segments", SIZE, 1, {"segment_ids": packed_ids(1, 70)}),
-                    ("several chunks", (1, 200, 2, 128, 80), 2, {"checkpoint_every": None}),
-                    ("one token", (4, 1, 3, 64, 20), 1, {}),
-                    ("whole chunks", (2, 512, 6, 64, 128), 2, {"checkpoint_every": 256}),
-                    ("more heads than a block", (3, 300, 7, 64, 64), 1, {}),
-                    ("more heads than whole blocks", (2, 300, 12, 64, 64), 1, {}),
-                    ("wide heads", (1, 1000, 4, 256, 128), 4, {"checkpoint_every": 128}),
-                    ("narrow heads", (2, 1000, 4, 16, 128), 2, {"checkpoint_every": 256}),
-                    ("many states", (2, 1000, 4, 64, 256), 1, {"segment_ids": packed_ids(2, 1000)}),
-                    ("many states in parts", (1, 5000, 2, 128, 256), 1, {"checkpoint_every": None}),
-                    ("parts", (1, 5000, 2, 64, 128), 1, {"dt_limit": (0.05, 0.3)}),
-                    ("chunks in parts", (1, 1000, 64, 64, 64), 1, {"checkpoint_every": None}),
-                    ("no parts", (8, 1030, 32, 64, 128), 1, {"checkpoint_every": None}),
-                    ("packed", (2, 1000, 4, 64, 128), 2, {"segment_ids": packed_ids(2, 1000)}),
-                ],
-            ),
-        ]
-        for name, size, groups, options in cases
-    ],
+    [pytest.param(*case, id=name, marks=exhaustive) for name, case in INTERPRETED.items()]
+    + [pytest.param(*case, id=name, marks=pytest.mark.compiled) for name, case in COMPILED.items()],
 )
 def test_ssd_kernels_accuracy(size, groups, options):
     """With everything: a gate, D of heads or, of several groups, of channels, both states.
@@ -191,38 +182,31 @@ def test_ssd_kernels_keep_nan_where_it_is():
     In the same chunk, and in the states that the segments behind it and before it begin from.
     Finite arguments give the same bits with `isolate_nan` and without.
     """
-    arrays = dict(zip(NAMES, HALF(*SIZE), strict=True))
-    given = dict(zip(("out", "final"), cotangents(tuple(arrays.values())), strict=True))
+    arrays = HALF(*SIZE)
     ids = jnp.repeat(jnp.array([[3, 1, 2]]), jnp.array([20, 20, 30]), axis=1)
-
-    def run(isolate_nan, **other):
-        options: Any = {"implementation": "mosaic", "return_final_state": True}
-        run = check.program(scan, isolate_nan=isolate_nan, **options)
-        values = tuple(other.get(n, v) for n, v in arrays.items())
-        with check.running("mosaic"):
-            (out, final), grads = run(
-                values, (other.get("out", given["out"]), given["final"]), segment_ids=ids
-            )
-        return dict(zip(NAMES, grads, strict=True)) | {"out": out, "final": final}
-
-    want = run(True)
-    jax.tree.map(np.testing.assert_array_equal, run(False), want)
-    poisoned = lambda name, *at: {name: (arrays | given)[name].at[at].set(np.nan)}
-    got = run(False, **poisoned("x", 0, 4, 1))
-    assert np.isnan(got["out"][0, 4, 1]).all()
-    np.testing.assert_array_equal(got["final"][:, 0], want["final"][:, 0])
-    for name in ("out", "x", "dt", "z"):
-        np.testing.assert_array_equal(got[name][:, :, 0], want[name][:, :, 0])
-    for name in ("A", "D", "dt_bias"):
-        np.testing.assert_array_equal(got[name][0], want[name][0])
+    run = functools.partial(results_by_name, arrays, implementation="mosaic")
+    isolated, free = (
+        functools.partial(run(isolate_nan=flag), segment_ids=ids) for flag in (True, False)
+    )
+    same = np.testing.assert_array_equal
     close = functools.partial(check.assert_close, tolerance=2.0**-6)
-    for name in ("x", "dt", "B", "C", "out") if check.ON_GPU else ("x", "out"):
-        got = run(True, **poisoned(name, 0, 25))
-        assert name == "out" or np.isnan(got["out"][0, 25].astype(np.float32)).all()
-        close([got[n] for n in ("final", "initial_state")], [want["final"], want["initial_state"]])
-        for n in ("out", *ALONG):
-            others = [np.delete(v[n][0], slice(20, 40), 0) for v in (got, want)]
-            close(*others)
+    with check.running("mosaic"):
+        want = isolated()
+        jax.tree.map(same, free(), want)
+        got = free("x", 0, 4, 1)
+        assert np.isnan(got["out"][0, 4, 1]).all()
+        same(got["final"][:, 0], want["final"][:, 0])
+        for name in ("out", "x", "dt", "z"):
+            same(got[name][:, :, 0], want[name][:, :, 0])
+        for name in ("A", "D", "dt_bias"):
+            same(got[name][0], want[name][0])
+        for name in ("x", "dt", "B", "C", "out") if check.ON_GPU else ("x", "out"):
+            got = isolated(name, 0, 25)
+            assert name == "out" or np.isnan(got["out"][0, 25].astype(np.float32)).all()
+            for n in ("final", "initial_state"):
+                close(got[n], want[n])
+            for n in ("out", *ALONG):
+                close(*(np.delete(v[n][0], slice(20, 40), 0) for v in (got, want)))
 
 
 @pytest.mark.parametrize("isolate_nan", [True, pytest.param(False, marks=exhaustive)])
@@ -391,7 +375,7 @@ test_ssd_kernels_transformations = check.transformations(
             # Those with gradients show three of them, and by default plain JAX is exported.
             if name not in ("value", "vmap", "vmap(vmap)", "export")
             # The interpreter takes 10 s for a gradient, and other tests show what this is.
-            and (check.ON_GPU or name not in ("grad", "grad(grad)"))
+            and (check.ON_GPU or name not in ("grad", "grad(grad)", "vmap(grad)"))
         ],
     )
 )
