@@ -162,16 +162,15 @@ def test_what_a_command_cannot_begin_with(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_float64_is_refused(capsys, tmp_path, x64):
+@pytest.mark.parametrize("field", ["params", "compute", "output"])
+def test_float64_is_refused(capsys, tmp_path, field, x64):
     """Without x64 JAX would compute in float32 and say nothing."""
-    argv = ["train", "--preset", "micro", "--out", tmp_path / "run", "--mixed-precision"]
+    whole = "params=float32,compute=float32,output=float32"
+    policy = whole.replace(f"{field}=float32", f"{field}=float64")
     with jax.enable_x64(x64):
-        for field in ("params", "compute", "output"):
-            policy = "params=float32,compute=float32,output=float32"
-            policy = policy.replace(f"{field}=float32", f"{field}=float64")
-            line = fails(capsys, *argv, policy)
-            assert f"--mixed-precision {policy}: float64 is more than the float32 that" in line
-            assert line.endswith("; write float32")
+        line = fails(capsys, "train", "--out", tmp_path / "run", "--mixed-precision", policy)
+    assert f"--mixed-precision {policy}: float64 is more than the float32 that" in line
+    assert line.endswith("; write float32")
     assert not (tmp_path / "run").exists()
 
 
@@ -182,6 +181,7 @@ def test_a_step_that_memory_cannot_hold_is_refused(capsys, tmp_path, monkeypatch
             return types.SimpleNamespace(**{f"{k}_size_in_bytes": v for k, v in sizes.items()})
 
     compiled = []
+    assert 2**20 < (memory.available_memory(jax.local_devices()[0]) or 0) < 2**50
 
     def compile_programs(*args, fresh):
         compiled.append(fresh)
@@ -201,12 +201,6 @@ def test_a_step_that_memory_cannot_hold_is_refused(capsys, tmp_path, monkeypatch
         assert "lower --batch-size" in line
         assert compiled == compilations
         assert not (tmp_path / "run").exists()
-
-
-def test_memory_of_this_machine_is_known():
-    available = memory.available_memory(jax.local_devices()[0])
-    assert available is not None
-    assert 2**20 < available < 2**50
 
 
 OF_SYSTEM = lambda number, *path: OSError(number, os.strerror(number), *path)
@@ -304,14 +298,10 @@ def test_progress(capsys, monkeypatch, terminal):
     last = {"step": 20, "loss": 3.0, "tokens_per_second": 1234.5, "validation_bits_per_byte": 2.5}
     progress.update([{"step": 19, "loss": 1.0, "tokens_per_second": 4.0}, last])
     progress.close()
-    shown = "loss 2.000 · 2.885 bits/byte · 1,234 tokens/s · "
-    plain = capsys.readouterr().out
-    if terminal:
-        assert "20/30 · " + shown in stream.getvalue()
-        assert plain == "step 20 · validation 2.500 bits/byte\n"
-    else:
-        assert stream.getvalue() == ""
-        assert plain == f"step 20/30 · {shown}0:00 left · validation 2.500 bits/byte\n"
+    plain, shown = capsys.readouterr().out, "loss 2.000 · 2.885 bits/byte · 1,234 tokens/s · "
+    written = f"step 20/30 · {shown}0:00 left · validation 2.500 bits/byte\n"
+    assert plain == ("step 20 · validation 2.500 bits/byte\n" if terminal else written)
+    assert ("20/30 · " + shown in stream.getvalue()) if terminal else not stream.getvalue()
 
 
 def test_help_and_doctor_need_no_extra():
