@@ -25,7 +25,7 @@ BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 
 def sparsely(names, *axes, of=None):
-    """Parametrizes by a product; one in `of` is default, with every value of every axis."""
+    """Parametrizes by a product; one in `of` is default, by default with every value of an axis."""
     axes = [list(axis) for axis in axes]
     longest = max(map(len, axes))
     of = of or min(longest, math.prod(map(len, axes)) // longest)

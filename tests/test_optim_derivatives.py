@@ -95,7 +95,7 @@ def assert_close(got, want, rtol=2e-5):
         )
 
 
-@sparsely("case, how", SMOOTH, ["apply", "update"], of=6)
+@sparsely("case, how", SMOOTH, ["apply", "update"], of=7)
 def test_a_step_by_all_that_it_depends_on(case, how):
     """Hyperparameters too, whose values the kernel takes as words."""
     got = jax.jit(jax.grad(functools.partial(of_jaxkern, case, how)))(arguments_of(CASES[case][1]))

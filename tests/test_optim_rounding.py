@@ -89,7 +89,7 @@ OF_BF16 = {"mu_dtype": BF16, "nu_dtype": BF16, "stochastic_rounding": True}
     ("dtype", "options"),
     [
         pytest.param(F32, OF_BF16, marks=pytest.mark.exhaustive, id="bf16-state"),
-        pytest.param(BF16, {"master_dtype": F32}, id="master"),
+        pytest.param(BF16, {"master_dtype": F32}, marks=pytest.mark.exhaustive, id="master"),
         pytest.param(
             BF16, {"stochastic_rounding": True}, marks=pytest.mark.exhaustive, id="stochastic"
         ),
