@@ -250,7 +250,8 @@ def test_causal_conv1d_errors():
 def test_causal_conv1d_lowers_for_cuda(size, dtype, names):
     """The kernels' layouts are accepted, with no GPU here."""
     f = functools.partial(convolve, activation="silu", segment_ids=segments_of(*size[:2]))
-    run = jax.jit(jax.grad(lambda *a: f(*a).astype(jnp.float32).sum(), (0, 1, 2, 3)))
+    loss = lambda *a: f(*a).astype(jnp.float32).sum()
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
     text = run.trace(*inputs(*size, dtype)).lower(lowering_platforms=("cuda",)).as_text()
     assert bool(check.kernel_calls(text)) == bool(names)
     assert all(name in text for name in names)
