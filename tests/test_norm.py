@@ -315,7 +315,8 @@ def test_norm_without_parameters(op, n, given, implementation):
     few = {name: array for name, array in trivial.items() if name in ("x", given)}
     (out, _), grads = run_vjp(op, few, implementation)
     (want, _), want_grads = run_vjp(op, trivial, implementation)
-    np.testing.assert_array_equal(out, want)
+    # What is compiled for a bias alone may contract a product and a sum.
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-6 if given else 0)
     for name, grad in grads.items():
         np.testing.assert_allclose(grad, want_grads[name], rtol=1e-6, atol=1e-6)
 

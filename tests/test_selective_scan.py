@@ -125,7 +125,7 @@ HALF, MIXED = [(2, 65, 130, 5, d) for d in ("bfloat16", "float16")], ("bfloat16"
             "long memory", long_memory, exhaustive=[(1, 1000, 8, 2)], compiled=[(2, 130, 128, 16)]
         ),
         *cases("forgetful", forgetful, xla=[ONE_PROGRAM]),
-        *cases("growing", growing, xla=[ONE_PROGRAM]),
+        *cases("growing", growing, xla=[(1, 12, 2, 2)]),
         *cases(
             "everything",
             everything,
