@@ -64,7 +64,7 @@ class Op:
       once: whether a CPU runs a cell once: its kernels, or where it cannot, what is chosen.
       cells: (transformation, implementation) of each cell, where it is not the whole matrix.
       without: transformations that the op has other tests of.
-      slow: transformations whose interpreted cell the default suite leaves to the exhaustive one.
+      slow: cells, as in `cells`, that the default suite leaves to the exhaustive one.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Op:
     once: bool = False
     cells: Sequence[tuple[str, str | None]] | None = None
     without: Sequence[str] = ()
-    slow: Sequence[str] = ()
+    slow: Sequence[tuple[str, str | None]] = ()
 
     @property
     def row(self) -> str:
@@ -579,11 +579,14 @@ def _cells(op: Op) -> list[tuple[str, str | None]]:
 
 def _marks(op: Op, name: str, implementation: str | None) -> list[pytest.MarkDecorator]:
     if op.name in WHOLE_BY_DEFAULT:
-        by_default = not (interpreted(implementation) and name in op.slow)
+        by_default = True
     elif op.once:
         by_default = name in BY_DEFAULT
+    elif "," in op.name:  # with other options than the op's first case
+        by_default = name in ("auto mesh", "kernels lowered")
     else:
         by_default = (name, implementation) in BY_DEFAULT.items()
+    by_default &= (name, implementation) not in op.slow
     return [
         *([] if implementation == "xla" else [pytest.mark.gpu]),
         *([pytest.mark.smoke] if op.name == "rms_norm" else []),

@@ -214,7 +214,11 @@ def test_linear_scan_reference_lowers_by_platform():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", [None, Tiles(2, fwd_stages=2, parts=9)], ids=["", "parts"])
+@pytest.mark.parametrize(
+    "tiles",
+    [None, pytest.param(Tiles(2, fwd_stages=2, parts=9), marks=pytest.mark.exhaustive)],
+    ids=["", "parts"],
+)
 def test_linear_scan_of_extremes(tiles):
     """By one program; the kernels' parts, of 2 steps, are more than are folded at once."""
     a, b, state = inputs(2, 18, 3)

@@ -127,7 +127,7 @@ def check_gradients(shape, params, grads):
 @pytest.mark.parametrize(
     ("shape", "documents", "options"),
     [
-        (ONE, "both", {}),
+        pytest.param(ONE, "both", {}, marks=EXHAUSTIVE),
         (dataclasses.replace(OTHER, n_layers=1), "both", {}),
         (MICRO, "packed", {"remat": "layer", "scan_layers": True}),
         *(pytest.param(s, d, {}, marks=EXHAUSTIVE) for s in (MICRO, OTHER) for d in DOCUMENTS),

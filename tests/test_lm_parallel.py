@@ -105,7 +105,7 @@ def loss_float64(model, params, windows):
     ("preset", "mesh", "length"),
     [
         ("micro-odd", "fsdp=2,tensor=2", 4),
-        ("micro-odd", "sequence=2", 16),
+        ("micro-odd", "sequence=2", 8),
         ("mamba2-one", "tensor=2", 4),
     ],
 )

@@ -570,6 +570,7 @@ KIND = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.exhaustive
 @KIND
 def test_a_run_learns_and_leaves_its_results(learned, text, preset):
     _, out, printed = learned(preset)

@@ -200,7 +200,7 @@ def value_and_grads(f, arrays, **options):
         pytest.param(name, i, marks=[*marks, *([pytest.mark.gpu] if i == "mosaic" else [])])
         for i, by_default in [
             ("mosaic", ["linear_scan", "linear_scan reverse"]),
-            (None, [name for name in OPS if name != "selective_scan"]),
+            (None, [name for name in OPS if name not in ("selective_scan", "ssd")]),
             ("xla", []),
         ]
         for name in OPS

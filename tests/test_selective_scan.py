@@ -189,6 +189,7 @@ def test_selective_scan_reference_in_float64(every, dt_softplus):
             scan(*map(jnp.asarray, arrays), implementation="mosaic")
 
 
+@pytest.mark.exhaustive
 def test_selective_scan_by_finite_differences():
     with jax.enable_x64(True):
         arrays = (jnp.asarray(a, jnp.float64) for a in inputs_and_state(1, 3, 2, 2, groups=2))
@@ -242,6 +243,7 @@ def run(implementation, dout=None, dfinal=None, **changed):
     return dict(pairs)
 
 
+@pytest.mark.exhaustive
 @RUNS
 def test_selective_scan_bad_channel_stays_alone(implementation):
     """A NaN in one channel of one row leaves every other channel, row and earlier step alone."""
@@ -486,6 +488,10 @@ SELECTIVE_SCAN = check.Op(
     arrays=lambda key: inputs_and_state(4, 3, 4, 2, seed=3),
     kernels=("selective_scan_fwd", "selective_scan_bwd"),
     axes="bld bld dn bln bln d bld d bdn -> bld",
+    slow=[
+        *((name, "mosaic") for name in ("grad", "vmap(vmap)", "vmap(grad)", "grad(grad)")),
+        *((name, "xla") for name in ("grad", "grad(grad)", "jvp", "vmap(grad) on explicit mesh")),
+    ],
     features="d",
     all_reduces=1,
     vmaps=[(0,) + (None,) * 8, (None, None, 0, None, 1, 0, None, None, 0)],

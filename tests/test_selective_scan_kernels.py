@@ -57,6 +57,7 @@ def test_forward_of_segments_in_subparts(monkeypatch):
 WHOLE = lambda columns, units: tiles.Grid.cut(columns, units, columns, 1)
 
 
+@pytest.mark.exhaustive
 def test_backward_of_segments(monkeypatch):
     cut_grid(monkeypatch, backward, WHOLE)
     PACKED.check("backward", *packed(5))

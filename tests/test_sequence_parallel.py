@@ -204,7 +204,7 @@ def _placed(op: Op, arrays: Any, mesh: Any, **split: Any) -> tuple[Any, ...]:
         ("linear_scan reverse", "packed", (4,), {"l": "x"}, EXPLICIT, None),
         ("causal_conv1d", "packed", (4,), {"l": "x"}, AUTO, None),
         ("causal_conv1d of few channels", "packed", (4,), {"l": "x"}, EXPLICIT, None),
-        ("selective_scan", "packed", (4,), {"l": "x"}, AUTO, None),
+        exhaustive("selective_scan", "packed", (4,), {"l": "x"}, AUTO, None),
         ("ssd", "packed", (4,), {"l": "x"}, AUTO, None),
         exhaustive("linear_scan", "alone", (2,), {"l": "x"}, EXPLICIT, None),
         exhaustive("linear_scan reverse", "packed", (2, 2), {"l": "x", "b": "y"}, AUTO, None),
@@ -379,7 +379,8 @@ def test_an_axis_of_one_device_may_be_named(name, implementation):
 
 @FOUR_DEVICES
 @pytest.mark.parametrize(
-    ("block", "grads"), [(mamba, False), exhaustive(mamba, True), exhaustive(mamba2, True)]
+    ("block", "grads"),
+    [exhaustive(mamba, False), exhaustive(mamba, True), exhaustive(mamba2, True)],
 )
 def test_blocks_split_along_their_sequence(block, grads):
     small: Any = {"headdim": 4} if block is mamba2 else {}
@@ -451,7 +452,7 @@ KERNELS = functools.partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.
 @pytest.mark.parametrize(
     ("name", "given", "parts", "sections", "by_name", "implementation"),
     [
-        ("linear_scan", "packed", 2, 2, False, None),
+        exhaustive("linear_scan", "packed", 2, 2, False, None),
         exhaustive("linear_scan reverse", "packed", 8, 1, True, None),
         ("selective_scan none saved", "continued", 4, 2, False, None),
         exhaustive("ssd none saved", "packed", 8, 2, True, None),

@@ -208,6 +208,7 @@ def test_ssd_bad_head_stays_alone(implementation):
                 np.testing.assert_array_equal(kept(got[n]), kept(want[n]))
 
 
+@pytest.mark.exhaustive
 @EVERY
 def test_ssd_nan_stays_in_its_segment(implementation):
     """In the same chunk, behind it and before it, in the gradients too, and in a row's first."""
@@ -375,6 +376,7 @@ SSD = check.Op(
     arrays=lambda key: inputs_and_state(4, 3, 4, 2, 3, seed=3),
     kernels=("ssd_fwd", "ssd_bwd"),
     axes="blhp blh h blgn blgn h blhp h bhpn -> blhp",
+    slow=[("grad(grad)", None)],
     features="h",
     channels="h",
     all_reduces=1,
@@ -391,6 +393,7 @@ GROUPS = dataclasses.replace(
     axes="blhp blh h blgn blgn h blhp h bhpn bl -> blhp",
     channels="hg",
     vmaps=[(0,) * 10],
+    slow=[("auto mesh", None)],
     cells=[
         *(("auto mesh", None), ("vmap(grad)", None)),
         *(("rows and channels split", i) for i in (None, "xla")),

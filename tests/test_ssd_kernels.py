@@ -209,7 +209,8 @@ def test_ssd_kernels_keep_nan_where_it_is():
                 close(*(np.delete(v[n][0], slice(20, 40), 0) for v in (got, want)))
 
 
-@pytest.mark.parametrize("isolate_nan", [True, pytest.param(False, marks=exhaustive)])
+@exhaustive
+@pytest.mark.parametrize("isolate_nan", [True, False])
 def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
     """The host waits for the condition of a loop, once a pass."""
     ids = packed_ids(1, 70)
@@ -225,8 +226,8 @@ def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
 @pytest.mark.parametrize(
     ("chunks", "part", "sms", "reverse"),
     [
-        (5, 2, 1, False),
         (6, 4, 8, True),
+        pytest.param(5, 2, 1, False, marks=exhaustive),
         pytest.param(7, 4, 4, False, marks=exhaustive),
         pytest.param(7, 4, 4, True, marks=exhaustive),
     ],
@@ -364,6 +365,7 @@ test_ssd_kernels_transformations = check.transformations(
         arrays=without_gate,
         kernels=("ssd_fwd", "ssd_bwd"),
         axes="blhp blh h blgn blgn h h bhpn -> blhp",
+        slow=[("kernels lowered", "mosaic")],
         features="h",
         channels="h",
         all_reduces=1,
