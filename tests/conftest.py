@@ -140,7 +140,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def over_budget(names, seconds):
-    """Those of the default tests that take more than :data:`BUDGET`, with what they take."""
+    """Lists the default tests that take more than :data:`BUDGET`, with what they take."""
     slow = {name: seconds[name] for name in names if seconds.get(name, 0) > BUDGET}
     return [f"{name} ({taken:.1f} CPU s of {BUDGET:g})" for name, taken in slow.items()]
 

@@ -84,7 +84,7 @@ def found_by(fault: Fault, suite: str) -> str:
             capture_output=True,
             text=True,
         )
-        found = re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", ran.stdout, re.MULTILINE)
+        found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ran.stdout, re.MULTILINE)
         if ran.returncode not in (0, 1) or bool(found) != bool(ran.returncode):
             raise RuntimeError(f"{fault.file}: pytest ended with {ran.returncode}:\n{ran.stdout}")
         return found[0] if found else ""

@@ -36,7 +36,8 @@ def slow(names, of):
 
 
 TRAINED = {"layers", "language_model", "hybrids", "sequences", "optimizers"}
-COMPILED = {"nn.equinox", "nn.flax", "nn.linen", "lm.loader", "ops.selective_scan.op", "ops.ssd.op"}
+COMPILED = {"nn.equinox", "nn.flax", "nn.linen", "lm.loader"}
+COMPILED |= {f"ops.{op}.op" for op in ("causal_conv1d", "selective_scan", "ssd")}
 
 
 @pytest.mark.parametrize("path", slow(TRAINED, DOCUMENTS))

@@ -701,6 +701,7 @@ GATED = dataclasses.replace(
     arrays=small((4, 2, 8), (8, 8), (8, 8)),
     kernels=("gated_fwd", "gated_dx"),
     axes="mtk kn kn -> mtn",
+    slow=[("vmap(grad)", "mosaic")],
     tolerance=2.0**-7,  # the projections, too, are rounded where they are kept
 )
 ONE_WEIGHT = dataclasses.replace(

@@ -8,7 +8,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-BY_DEFAULT = ("02", "04", "05")
+BY_DEFAULT = ("02", "05")
 """Those that compile little; the exhaustive suite runs the others."""
 
 

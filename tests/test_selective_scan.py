@@ -355,12 +355,12 @@ def test_selective_scan_dt_limit(implementation):
         np.testing.assert_array_equal(ddt[..., :-1], ((raw >= low) & (raw <= high))[..., :-1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("implementation", "every", "least", "most"),
     [
-        ("xla", 8, 0, 0.35),
-        pytest.param("xla", 1, 1, INF, marks=EXHAUSTIVE),
-        *(pytest.param(None, every, 0, 0.25, marks=EXHAUSTIVE) for every in (64, None)),
+        *(("xla", 8, 0, 0.35), ("xla", 1, 1, INF)),
+        *((None, every, 0, 0.25) for every in (64, None)),
     ],
 )
 def test_selective_scan_memory(implementation, every, least, most):
