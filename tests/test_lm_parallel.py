@@ -40,6 +40,7 @@ MODELS = {
     "mamba2-odd": ModelConfig(ODD2, 1, tie_embeddings=False),
 }
 OTHERS = {
+    "one": ModelConfig(mamba.Sizes(16, d_state=4), 1),
     "mamba2-one": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8), 1),
     "groups": ModelConfig(GROUPS, 2),
     "long": ModelConfig(mamba.Sizes(16, d_state=4, d_conv=12), 1),
@@ -105,7 +106,7 @@ def loss_float64(model, params, windows):
     ("preset", "mesh", "length"),
     [
         ("micro-odd", "fsdp=2,tensor=2", 4),
-        ("micro-odd", "sequence=2", 8),
+        pytest.param("one", "sequence=2", 16, marks=pytest.mark.exhaustive),
         ("mamba2-one", "tensor=2", 4),
     ],
 )
