@@ -1,4 +1,4 @@
-"""What the tests of language models share: the model in float64, small models and runs."""
+"""Helpers of the language model's tests: the model in float64, small models and runs."""
 
 import functools
 import json

@@ -73,7 +73,7 @@ def gated_oracle(name, gate, up, dout):
 
 
 def oracle(name, x, dout):
-    """Of one array: of a pair of gate and up that is stacked, or of both side by side."""
+    """Takes gate and up from one array: a stacked pair, or both side by side."""
     *form, curve = name.split(":")
     if not form:
         value, slope = check.activated(curve, x)

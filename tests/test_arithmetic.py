@@ -16,7 +16,7 @@ from tests import check
 
 SIZE = 1024
 LAYOUT = plgpu.Layout.WG_STRIDED((SIZE,), vec_size=8)
-# Of both signs, on both sides of where tanh becomes a polynomial, and far out.
+# Values of both signs, on both sides of where tanh becomes a polynomial, and far out.
 BOTH_SIGNS = np.outer([1, -1], [*np.geomspace(1e-30, 30, SIZE // 2 - 3), 0.0, np.inf, np.nan])
 FAR = np.resize([-np.inf, -1e30, -150, -126.6, -0.0, 0, 1, 128, 1e30, np.inf, np.nan], SIZE)
 RANGE = np.linspace(-5, 40, SIZE)

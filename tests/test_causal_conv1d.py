@@ -67,7 +67,7 @@ def convolve(x, weight, bias=None, state=None, **options):
 
 
 def check_case(arrays, implementation, *, ids=None, activation="silu", rounding=None):
-    """Of the output and the last inputs, and all gradients."""
+    """Checks the output, the last inputs and all gradients."""
     x, _, _, state = arrays
     rng = np.random.default_rng(17)
     cotangents = tuple(jnp.asarray(rng.normal(size=v.shape).astype(x.dtype)) for v in (x, state))

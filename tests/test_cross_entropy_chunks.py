@@ -267,7 +267,7 @@ def on_mesh(sizes, kind, *arrays):
 
 
 def without_a_gather(run, *arrays):
-    """What `run` gives, a compiled program in which devices move no logits and no weight."""
+    """Runs a compiled program in which devices move no logits and no weight."""
     compiled = jax.jit(run).lower(*arrays).compile()
     text = compiled.as_text()
     for collective in ("all-gather", "all-to-all", "collective-permute"):
