@@ -98,6 +98,17 @@ def test_package_entry_point_exists():
     assert callable(getattr(importlib.import_module(module), function))
 
 
+def test_nothing_installs_the_other_package():
+    """On PyPI `jaxkern` is a library of Gaussian processes."""
+    assert PROJECT["name"] != "jaxkern"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    files = [ROOT / name for name in listed.stdout.splitlines() if not name.endswith(".json")]
+    other = re.compile(r"\bjaxkern\[|pip install[^\n#]* [j]axkern\b")
+    assert len(files) > 200
+    found = [f.name for f in files if f.exists() and other.search(f.read_text(errors="ignore"))]
+    assert found == []
+
+
 def test_package_extras():
     extras = PROJECT["optional-dependencies"]
     assert extras["cuda12"] == ["jax[cuda12]"]
@@ -136,7 +147,7 @@ def test_lower_bounds_are_tested_ones():
     for extra in ("lm", "hf", "flax", "equinox"):
         requirements += PROJECT["optional-dependencies"][extra]
     for requirement in requirements:
-        if requirement.startswith("jaxkern["):
+        if requirement.startswith(PROJECT["name"]):
             continue
         name, lower = re.match(r"([\w-]+)>=([\d.]+)", requirement).groups()
         tested = constraints("oldest")[name]

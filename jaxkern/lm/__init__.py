@@ -49,7 +49,7 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
       flax.nnx module; ``model.encode(text)`` and ``model.decode(tokens)`` are by its tokenizer.
 
     Raises:
-      ImportError: flax or orbax is missing; ``pip install "jaxkern[lm]"``.
+      ImportError: flax or orbax is missing; ``pip install flax orbax-checkpoint``.
       RunError: the folder holds no run and no checkpoint, one of another version of jaxkern, or
         none that is whole.
 

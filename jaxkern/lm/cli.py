@@ -117,9 +117,9 @@ def _explain(error: BaseException) -> str | None:
 
 def _train(flags: dict[str, Any]) -> None:
     if "init_hf" in flags:
-        _need_extra("train --init-hf", "hf", safetensors="safetensors")
+        _need_packages("train --init-hf", safetensors="safetensors")
     else:
-        _need_extra("train")
+        _need_packages("train")
     where = told(*(flags.pop(name, None) for name in ("coordinator", "processes", "process")))
     with processes.joined(where, flags) as peers:
         _train_as(peers, flags)
@@ -154,9 +154,9 @@ def _sample(flags: dict[str, Any]) -> None:
     run, folder = flags.pop("run"), flags.pop("hf")
     prompts = _prompts(flags.pop("prompt"), flags.pop("prompts"))
     if folder is None:
-        _need_extra("sample")
+        _need_packages("sample")
     else:
-        _need_extra("sample --hf", "hf", safetensors="safetensors", tokenizers="tokenizers")
+        _need_packages("sample --hf", safetensors="safetensors", tokenizers="tokenizers")
     _start_jax()
     from jaxkern.lm import loader, sample
 
@@ -183,7 +183,7 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
 
 
 def _export(flags: dict[str, Any]) -> None:
-    _need_extra("export", "hf", safetensors="safetensors")
+    _need_packages("export", safetensors="safetensors")
     _start_jax()
     from jaxkern.lm.export import export
 
@@ -191,7 +191,7 @@ def _export(flags: dict[str, Any]) -> None:
 
 
 def _warm(flags: dict[str, Any]) -> None:
-    _need_extra("warm")
+    _need_packages("warm")
     gpu, devices = flags.pop("gpu"), flags.pop("devices", None)
     if devices is None and "parallel" in flags and "mesh" not in flags:
         raise RunError(
@@ -235,7 +235,8 @@ def _start_jax() -> None:
         ) from None
 
 
-def _need_extra(command: str, extra: str = "lm", **more: str) -> None:
+def _need_packages(command: str, **more: str) -> None:
+    """Raises RunError with the packages that are missing, by what installs them from anywhere."""
     packages = {
         "flax": "flax",
         "orbax-checkpoint": "orbax",
@@ -246,5 +247,5 @@ def _need_extra(command: str, extra: str = "lm", **more: str) -> None:
     missing = [name for name, module in packages.items() if not importlib.util.find_spec(module)]
     if missing:
         raise RunError(
-            f'jaxkern {command} needs {", ".join(missing)}; run: pip install "jaxkern[{extra}]"'
+            f"jaxkern {command} needs {', '.join(missing)}; run: pip install {' '.join(missing)}"
         )

@@ -65,11 +65,11 @@ def doctor() -> None:
     print(f"tested   {_tested()}")
     if driver and devices[0].platform == "cpu":
         print(
-            'advice   there is a GPU, and JAX does not use it: pip install "jaxkern[cuda12]" '
-            "(or [cuda13] for a driver from 580 on)"
+            'advice   there is a GPU, and JAX does not use it: pip install "jax[cuda12]" '
+            "(or jax[cuda13] for a driver from 580 on)"
         )
-    if not all(_installed(name) for name in _PACKAGES):
-        print('advice   jaxkern train and sample need: pip install "jaxkern[lm]"')
+    if missing := [name for name in _PACKAGES if not _installed(name)]:
+        print(f"advice   jaxkern train and sample need: pip install {' '.join(missing)}")
     print("\nEach op on bfloat16 arrays of a layer of Mamba or Mamba-2 130m, implementation=None:")
     width = max(map(len, CALLS), default=0)
     for name, case in CALLS.items():

@@ -53,7 +53,9 @@ try:
     from safetensors import SafetensorError, safe_open
     from safetensors.numpy import save_file
 except ImportError as error:
-    raise ImportError('jaxkern.lm.hf needs safetensors; run: pip install "jaxkern[hf]"') from error
+    raise ImportError(
+        "jaxkern.lm.hf needs safetensors; run: pip install safetensors tokenizers"
+    ) from error
 
 _TOP = {"embedding": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight"}
 _HEAD = "lm_head.weight"

@@ -22,7 +22,9 @@ try:
     from jaxkern.lm.model import MambaLM, Options, initial_params
     from jaxkern.lm.step import make_model
 except ImportError as error:
-    raise ImportError('jaxkern.lm.load needs flax; run: pip install "jaxkern[lm]"') from error
+    raise ImportError(
+        "jaxkern.lm.load needs flax; run: pip install flax orbax-checkpoint"
+    ) from error
 
 from jaxkern.precision import Policy
 

@@ -32,9 +32,7 @@ try:
 
     from jaxkern.nn.equinox_step import apply_gradients as apply_gradients
 except ImportError as error:
-    raise ImportError(
-        'jaxkern.nn.equinox needs equinox; run: pip install "jaxkern[equinox]"'
-    ) from error
+    raise ImportError("jaxkern.nn.equinox needs equinox; run: pip install equinox") from error
 
 _ABSENT: Any = object()
 

@@ -29,7 +29,7 @@ try:
 
     from jaxkern.nn.flax_optimizer import Optimizer as Optimizer
 except ImportError as error:
-    raise ImportError('jaxkern.nn.flax needs flax; run: pip install "jaxkern[flax]"') from error
+    raise ImportError("jaxkern.nn.flax needs flax; run: pip install flax") from error
 
 
 class _OnOps:

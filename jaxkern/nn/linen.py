@@ -26,7 +26,7 @@ try:
 
     from jaxkern.nn.linen_train_state import TrainState as TrainState
 except ImportError as error:
-    raise ImportError('jaxkern.nn.linen needs flax; run: pip install "jaxkern[flax]"') from error
+    raise ImportError("jaxkern.nn.linen needs flax; run: pip install flax") from error
 
 
 class RMSNorm(nn.RMSNorm):

@@ -136,7 +136,7 @@ def need_package(module: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise RunError(f'{what} needs {package}; run: pip install "jaxkern[data]"') from None
+        raise RunError(f"{what} needs {package}; run: pip install {package}") from None
 
 
 @contextlib.contextmanager
