@@ -33,6 +33,7 @@ ELEMENTWISE = {
     "sigmoid": (jaxkern.sigmoid, jax.nn.sigmoid),
     "tanh": (jaxkern.tanh, jnp.tanh),
 }
+PLAIN = {name: f for name, (_, f) in ELEMENTWISE.items()} | {"gelu": jax.nn.gelu}
 CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
 GATED = {
     "silu": (jaxkern.swiglu, jaxkern.silu_and_mul),
@@ -63,45 +64,50 @@ def cases(few, more=(), compiled=()):
     return [*found, *(param(case, "mosaic", pytest.mark.compiled) for case in compiled)]
 
 
-def gated_oracle(name, gate, up, dout):
-    near, shifted, passes = gate, up, (True, True)
-    if name == "clamped":
-        near, shifted = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5) + 1
-        passes = gate <= 1.5, np.abs(up) <= 1.5
-    value, slope = check.activated("quick_gelu" if name == "clamped" else name, near)
-    return value * shifted, (dout * shifted * slope * passes[0], dout * value * passes[1])
+def gated_plain(gate, up, *, activation="silu", alpha=None, limit=None, up_offset=0.0):
+    """What a user would write of a gated unit."""
+    if limit is not None:
+        limit = jnp.asarray(limit, gate.dtype)
+        gate = jnp.where(gate > limit, limit, gate)  # whose slope at the limit is 1, as PyTorch's
+        up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
+    return PLAIN["quick_gelu" if alpha else activation](gate) * (up + up_offset)
 
 
-def oracle(name, x, dout):
-    """Takes gate and up from one array: a stacked pair, or both side by side."""
-    *form, curve = name.split(":")
-    if not form:
-        value, slope = check.activated(curve, x)
-        return value, dout * slope
-    gate, up = x if form == ["pair"] else np.split(x, 2, -1)
-    out, grads = gated_oracle(curve, gate, up, dout)
-    return out, np.stack(grads) if form == ["pair"] else np.concatenate(grads, -1)
+def exact(plain, results=1):
+    """The oracle of a plain expression: what it gives, and its gradients, in float64."""
+
+    def oracle(*arrays, **options):
+        arrays, cotangents = arrays[:-results], arrays[-results:]
+        with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+            like = jax.eval_shape(functools.partial(plain, **options), *arrays)
+            cotangents = jax.tree.unflatten(jax.tree.structure(like), cotangents)
+            return check.value_and_grads(plain, arrays, cotangents, **options)
+
+    return oracle
 
 
-def plain(name, x):
-    *form, curve = name.split(":")
-    if not form:
-        return ELEMENTWISE[curve][1](x)
-    gate, up = x if form == ["pair"] else jnp.split(x, 2, -1)
-    return clamped_plain(gate, up) if curve == "clamped" else ELEMENTWISE[curve][1](gate) * up
+def curves_of(*xs, names):
+    """Plain curves, each of an array, and units of a stacked pair or of two halves of one."""
+
+    def one(name, x):
+        *form, curve = name.split(":")
+        if not form:
+            return PLAIN[curve](x)
+        options = CLAMPED if curve == "clamped" else {"activation": curve}
+        return gated_plain(*(x if form == ["pair"] else jnp.split(x, 2, -1)), **options)
+
+    return tuple(map(one, names, xs))
 
 
-def clamped_plain(gate, up):
-    limit = jnp.asarray(1.5, gate.dtype)
-    near = jnp.where(gate > limit, limit, gate)  # whose slope at the limit is 1, as PyTorch's
-    up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
-    return near * jax.nn.sigmoid(1.702 * near) * (up + 1)
+def ours(*xs, names, implementation):
+    """The same by jaxkern."""
 
+    def one(name, x):
+        *form, curve = name.split(":")
+        f = GATED[curve][form == ["halves"]] if form else ELEMENTWISE[curve][0]
+        return f(*(x if form == ["pair"] else [x]), implementation=implementation)
 
-def ours(name, x, implementation):
-    *form, curve = name.split(":")
-    f = GATED[curve][form == ["halves"]] if form else ELEMENTWISE[curve][0]
-    return f(*(x if form == ["pair"] else [x]), implementation=implementation)
+    return tuple(map(one, names, xs))
 
 
 def gradients(implementation, calls):
@@ -150,16 +156,12 @@ def gradients(implementation, calls):
 )
 def test_accuracy(dtype, shape, names, implementation):
     """Of several by one program, each of an array of its own."""
-    names = names.split()
-    several = lambda f: lambda *xs, **how: tuple(map(functools.partial(f, **how), names, xs))
-
-    def truths(*xs_and_douts):
-        xs, douts = xs_and_douts[: len(names)], xs_and_douts[len(names) :]
-        return zip(*map(oracle, names, xs, douts), strict=True)
-
+    names = tuple(names.split())
     xs = tuple(normal(shape, dtype, seed) for seed in range(len(names)))
-    dtypes = [dtype] * len(names)
-    check.check_accuracy(several(ours), several(plain), truths, xs, implementation, dtypes=dtypes)
+    options = {"names": names, "dtypes": [dtype] * len(names)}
+    check.check_accuracy(
+        ours, curves_of, exact(curves_of, len(names)), xs, implementation, **options
+    )
 
 
 EXTREMES = {
@@ -389,39 +391,6 @@ def test_activations_lower_for_cuda(name, rows):
 # Gated units
 
 
-@pytest.mark.parametrize("name", GATED)
-def test_gated_oracle_by_finite_differences(name):
-    gate, up, dout = (np.asarray(normal((50,), "float32", seed), np.float64) for seed in (3, 4, 5))
-    gate[np.abs(gate) < 1e-3] = 1.0  # relu has a corner
-    value, h = lambda g, u: gated_oracle(name, g, u, dout)[0], 1e-5
-    numeric = [value(gate + h, up) - value(gate - h, up), value(gate, up + h) - value(gate, up - h)]
-    for slope, difference in zip(gated_oracle(name, gate, up, dout)[1], numeric, strict=True):
-        np.testing.assert_allclose(slope, dout * difference / (2 * h), rtol=1e-6, atol=1e-8)
-
-
-def test_clamped_is_that_of_gpt_oss():
-    """As GptOssExperts has it, and what the docstrings say of interleaved projections is so."""
-    x, w = np.asarray(normal((4, 8), "float32")), np.asarray(normal((8, 12), "float32", seed=1))
-    gate_up = np.float64(x) @ np.float64(w)
-    assert (np.abs(gate_up) > 7).any()
-    gate, up = np.minimum(gate_up[..., ::2], 7.0), np.clip(gate_up[..., 1::2], -7.0, 7.0)
-    want = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
-    options = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
-
-    @jax.jit
-    def run(x, w):
-        ours = jnp.concatenate([w[:, 0::2], w[:, 1::2]], axis=1)
-        return (
-            jaxkern.silu_and_mul(x @ ours, **options),
-            jaxkern.swiglu(*jnp.split(x @ ours, 2, -1), **options),
-            jaxkern.gated_linear_unit(x, ours, **options),
-        )
-
-    with jax.default_matmul_precision("highest"):
-        for got in run(x, w):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
 @check.BOTH
 def test_gated_extremes(implementation):
     """At the limit the gradient passes, as PyTorch's clamp has it; a NaN stays one."""
@@ -535,6 +504,6 @@ CLAMPED_SWIGLU = beside(
     "swiglu, clamped",
     ["value", "grad(grad)", "kernels lowered", "jvp"],
     call=GATED["clamped"][0],
-    reference=clamped_plain,
+    reference=functools.partial(gated_plain, **CLAMPED),
 )
 test_gated_transformations = check.transformations(SWIGLU, SILU_AND_MUL, GELU, CLAMPED_SWIGLU)
