@@ -67,11 +67,18 @@ def run_of(folder, model, params, *, precision="fp32", **config):
 
 
 def command(capsys, *argv, code=0):
-    """What a command prints, or with a code its line on stderr."""
-    returned = cli.main([str(arg) for arg in argv])
+    """What a command prints, or with a code its one line on stderr."""
+    try:
+        returned = cli.main([str(arg) for arg in argv])
+    except SystemExit as stop:  # of a wrong flag
+        returned = stop.code
     out, err = capsys.readouterr()
     assert returned == code, err
-    return err if code else out
+    if not code:
+        return out
+    (line,) = err.splitlines()
+    assert line.startswith("jaxkern: ")
+    return line
 
 
 def refused(words, call, *args, **options):

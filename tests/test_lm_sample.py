@@ -1,8 +1,11 @@
 """Decoding one prompt and several, and models loaded to be called and sampled from."""
 
 import dataclasses
+import functools
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 
@@ -14,19 +17,12 @@ import tokenizers
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkern.lm
-from jaxkern.lm import data, loader, sample
+from jaxkern.lm import cli, data, loader, sample
 from jaxkern.lm.config import RunError
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
 from jaxkern.precision import Policy
-from tests.language_models import (
-    MICRO,
-    command,
-    logits_float64,
-    random_params,
-    refused,
-    run_of,
-)
+from tests.language_models import MICRO, command, logits_float64, random_params, refused, run_of
 
 GRAPHDEF, PARAMS = sample.decoder(MICRO), random_params(MICRO)
 MODEL = loader.LanguageModel(MICRO, PARAMS, 10)
@@ -186,12 +182,18 @@ def test_logits_that_are_not_numbers_are_told():
         (TypeError, r"prompts\[0\] must be .* dtype float64", {"prompts": [[0.5]]}),
         (ValueError, r"prompts\[0\] has token 256, .* 0 to 255", {"prompts": [[1, 256]]}),
         (ValueError, r"prompts\[0\] has token -1", {"prompts": [[-1]]}),
+        (TypeError, r"prompts\[1\] must be a text, got 3", {"texts": ["x", 3]}),
+        (TypeError, "prompts must be a text or several, got 3", {"texts": 3}),
+        (TypeError, "stop must be a sequence of texts, got 'a'", {"texts": "a", "stop": "a"}),
+        (TypeError, r"stop must be a sequence of texts, got \[1\]", {"texts": "a", "stop": [1]}),
+        (ValueError, "stop has an empty text", {"texts": "a", "stop": [""]}),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_computed(error, words, options):
-    prompts = options.pop("prompts", [[1]])
+    tokens = functools.partial(sample.generate_tokens, GRAPHDEF, PARAMS, prompts=[[1]])
+    texts = lambda texts, **options: MODEL.generate(texts, **options)
     with pytest.raises(error, match=words):
-        sample.generate_tokens(GRAPHDEF, PARAMS, prompts, **options)
+        (texts if "texts" in options else tokens)(**options)
 
 
 def test_texts_of_a_loaded_model():
@@ -204,14 +206,49 @@ def test_texts_of_a_loaded_model():
     (ids,) = tokens_after([0, 0xFF], seed=4, among=BYTES, **options)
     assert bytes(ids.tolist()).decode(errors="replace") == texts[1]
     assert MODEL.generate([], length=2) == []
-    with pytest.raises(TypeError, match=r"prompts\[1\] must be a text, got 3"):
-        MODEL.generate(["x", 3])
-    with pytest.raises(TypeError, match="prompts must be a text or several, got 3"):
-        MODEL.generate(3)
     without = dataclasses.replace(MODEL, codec=None)
     refused(r"no tokenizer.json, which says what its 256 tokens are", without.generate, "a")
     assert without.module(Options(remat="scan")).options.remat == "scan"
     assert "Array" not in repr(MODEL)
+
+
+def before(text, stops):
+    """The text up to the first of other texts that is complete in it."""
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return text[: min(ends)[1]] if ends else text
+
+
+@pytest.mark.parametrize("stops", [["ab"], ["aab", "b"], ["abab", "ba"], ["c"], ["aaaa", "aab"]])
+def test_a_text_ends_before_the_first_stop_however_it_comes(stops):
+    generator = random.Random(0)
+    for _ in range(200):
+        text = "".join(generator.choices("ab", k=generator.randint(0, 12)))
+        ending, shown, at, ended = sample._Ending(stops), "", 0, False
+        while not ended and at < len(text):
+            size = generator.randint(1, 4)
+            piece, ended = ending(text[at : at + size], False)
+            shown, at = shown + piece, at + size
+        if not ended:
+            shown += ending("", True)[0]
+        assert shown == before(text, stops)
+        assert ended == (shown != text)
+
+
+def test_texts_of_several_prompts_end_each_by_itself():
+    """The prompts are of unequal lengths; a stop text may lie across two chunks."""
+    prompts, options = ["a", "a longer prompt", "of 17 bytes or so"], {"length": 40}
+    whole = MODEL.generate(prompts, seed=3, **options)
+    assert len(set(whole)) == 3
+    for stops in ([whole[0][14:18]], [whole[1][3:5], whole[2][30:33]], ["not there at all"]):
+        ended = [before(text, stops) for text in whole]
+        assert MODEL.generate(prompts, seed=3, stop=stops, **options) == ended
+        assert "".join(MODEL.stream(prompts[1], seed=4, stop=stops, **options)) == ended[1]
+
+    # Decoding ends when all texts have.
+    options, timing = {"length": 4000, "seed": 3, "stop": [whole[0][1:3]]}, sample.Timing()
+    assert str(timing) == "no token was decoded"
+    assert MODEL.generate("a", timing=timing, **options) == whole[0][:1]
+    assert re.fullmatch(r"the first 16 tokens after .* s, compilation included", str(timing))
 
 
 @pytest.fixture
@@ -286,6 +323,19 @@ def test_several_prompts_from_the_command_line(run, tmp_path, capsys):
     assert plain(printed) == plain(shown)
     (tmp_path / "prompts").write_text("\n \n")
     assert "has no line of text" in command(capsys, *argv, *file, code=1)
+
+
+def test_the_command_line_stops_and_times(run, capsys):
+    argv = ["sample", "--run", str(run), "--prompt", "a", "--length", "40"]
+    assert cli.main([*argv, "--timing"]) == 0
+    printed, told = capsys.readouterr()
+    first = r"jaxkern: the first 16 tokens after \d+\.\d\d s, compilation included; "
+    assert re.fullmatch(first + r"then 24 at [\d,]+ tokens/s\n", told)
+    stops = printed[2:4], printed[20:23]
+    assert cli.main([*argv, "--stop", stops[0], "--stop", stops[1]]) == 0
+    assert capsys.readouterr() == ("a" + before(printed[1:-1], stops) + "\n", "")
+    line = command(capsys, *argv, "--stop", "", code=2)
+    assert "argument --stop: must be a text, got ''" in line
 
 
 @pytest.mark.exhaustive
