@@ -1,6 +1,7 @@
 """The text that --data names: formats, folders, weights, tokenizers, and the corpus of bytes."""
 
 import bz2
+import dataclasses
 import functools
 import gzip
 import itertools
@@ -8,7 +9,6 @@ import json
 import lzma
 import os
 import re
-import shutil
 import sys
 
 import numpy as np
@@ -38,22 +38,25 @@ TEXTS = [f"document {i}: é\n" * (1 + i % 3) for i in range(40)]
 
 def documents(*named, flag="--data", count=False):
     """The texts of all files that arguments of --data name."""
-    found = []
-    for source in parse(named, flag):
-        for file in find_files(source, flag, count=count)[0]:
-            found += [b"".join(parts).decode() for parts in file.documents()]
-    return found
+    files = itertools.chain(*(find_files(s, flag, count=count)[0] for s in parse(named, flag)))
+    return [b"".join(parts).decode() for file in files for parts in file.documents()]
 
 
 def lines(texts, field="text"):
     return "".join(json.dumps({"id": 3, field: text}) + "\n" for text in texts).encode()
 
 
-def write_files(folder, count=40, size=100):
-    for i in range(count):
+def write_lines(folder, texts):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "a.jsonl").write_bytes(lines(texts) + b'\n{"text": ""}\n')
+    return folder
+
+
+def write_files(folder, texts):
+    for i, text in enumerate(texts):
         path = folder / f"part{i % 3}" / f"file{i}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"<{i}>" + "é" * size + f"</{i}>")
+        path.write_text(text)
     return folder
 
 
@@ -66,9 +69,8 @@ def corpus_of(folder, *named):
 
 def zstd(content):
     """Compressed in two frames, as parallel compressors write them."""
-    half = len(content) // 2
-    frames = (pa.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:]))
-    return b"".join(frames)
+    halves = content[: len(content) // 2], content[len(content) // 2 :]
+    return b"".join(pa.compress(half, "zstd", asbytes=True) for half in halves)
 
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -96,16 +98,16 @@ def test_compressed_files_are_read_as_plain_ones(tmp_path, suffix):
 
     info = {"features": {"text": "string"}, "splits": [1, 2]}
     contents = {
-        "lines.json": b"\n" + lines(TEXTS),  # as C4 and Dolma call them
-        "info.json": json.dumps(info, indent=2).encode(),
-        "list.json": json.dumps([{"text": text} for text in TEXTS]).encode(),
-        "long.json": json.dumps({"text": "a" * 2**20}).encode() + b"\n",
-        "number.json": b"7\n",
+        "lines": "\n" + lines(TEXTS).decode(),  # as C4 and Dolma call them
+        "info": json.dumps(info, indent=2),
+        "list": json.dumps([{"text": text} for text in TEXTS]),
+        "long": json.dumps({"text": "a" * 2**20}) + "\n",
+        "number": "7\n",
     }
     folder = tmp_path / "json"
     folder.mkdir()
     for name, content in contents.items():
-        (folder / f"{name}{suffix}").write_bytes(COMPRESS[suffix](content))
+        (folder / f"{name}.json{suffix}").write_bytes(COMPRESS[suffix](content.encode()))
     assert documents(str(folder)) == [*TEXTS, "a" * 2**20]
     assert documents(str(folder / f"lines.json{suffix}")) == TEXTS
     for name in ("info", "list", "number"):
@@ -125,7 +127,7 @@ def test_a_marker_ends_a_document_of_a_txt(tmp_path, monkeypatch, suffix):
         monkeypatch.setattr(documents_module, "_CHUNK", size)
         assert documents(str(path), count=True) == texts
     found, train, validation = corpus_of(tmp_path / "corpus", path)
-    assert (found.info["files"], found.info["documents"]) == (1, 3)
+    assert "1 file with 3 documents: " in found.describe()
     assert train | validation == {text.encode() for text in texts}
     path.write_bytes(COMPRESS[suffix](b"\n<|endoftext|>\n" * 3))
     refused("a file without text", documents, str(path), count=True)
@@ -163,28 +165,30 @@ def test_records_without_a_text(tmp_path):
     assert documents(str(table), count=True) == TEXTS
     path.write_bytes(b'{"text": "a\\ud83d"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
     assert documents(str(path)) == ["a\ufffd", "\ufffd\U0001f600"]
-    for broken, words in (
-        ('{"text": [1]}', 'has a list as its "text", not a str'),
-        ('{"text": {}}', 'has an object as its "text", not a str'),
-        ('{"text": true}', 'has a boolean as its "text", not a str'),
-        ("null", "is null, not an object"),
-    ):
-        path.write_bytes(lines(TEXTS) + f"{broken}\n".encode())
-        refused(f"{path}: line 41 {words}", documents, str(path), count=True)
     binary = pa.array([*["a"] * 300, b"\xff"], pa.binary())
     column = pa.Array.from_buffers(pa.string(), 301, binary.buffers())
     parquet.write_table(pa.table({"text": column}), table, row_group_size=100)
     refused("a text in rows 257 to 301 is not UTF-8", documents, str(table), count=True)
 
 
-def test_folders_and_patterns(tmp_path):
-    for name in ("a/1.txt", "a/2.txt", "b/deep/3.txt", "b/4.md"):
+def test_folders_and_patterns(tmp_path, monkeypatch):
+    """Hidden files are no text, and a folder that cannot be read is named."""
+    names = "a/1.txt", "a/2.txt", "b/4.md", "b/deep/3.txt"
+    for name in (*names, "b/.git/config"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert documents(str(tmp_path / "a")) == ["a/1.txt", "a/2.txt"]
-    assert documents(str(tmp_path / "*" / "*.txt")) == ["a/1.txt", "a/2.txt"]
-    assert documents(str(tmp_path / "**" / "*.txt")) == ["a/1.txt", "a/2.txt", "b/deep/3.txt"]
-    assert documents(str(tmp_path / "[ab]")) == ["a/1.txt", "a/2.txt", "b/4.md", "b/deep/3.txt"]
+    for pattern, found in (
+        ("a", names[:2]),
+        ("*/*.txt", names[:2]),
+        ("**/*.txt", (*names[:2], names[3])),
+        ("[ab]", names),
+    ):
+        assert documents(str(tmp_path / pattern)) == [*found]
+    (tmp_path / "empty").mkdir()
+    refused("no text to train on", corpus_of, tmp_path / "c", tmp_path / "empty")
+    denied = PermissionError(13, "Permission denied", "private")
+    monkeypatch.setattr(os, "walk", lambda top, onerror: onerror(denied))
+    refused(r"private: cannot be read \(Permission denied\)", documents, str(tmp_path))
 
 
 def test_links_to_folders_are_followed_and_never_around(tmp_path):
@@ -219,22 +223,55 @@ def test_weights_and_paths_that_look_like_them(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("cut.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], "cannot be decompressed"),
+        ("empty.txt", b"", "an empty file"),
+        ("binary.bin", b"\xff\xfe\x00", "a binary file"),
+        ("cut.txt", "é".encode()[:1], "a binary file"),
+        ("zeros.txt", b"text\0text", "zero bytes"),
         ("cut.txt.xz", lzma.compress(b"text" * 99)[:-9], "cannot be decompressed"),
         ("no.txt.zst", b"text", "cannot be decompressed .*ZSTD"),
         ("no.txt.bz2", b"text", "cannot be decompressed"),
         ("no.parquet", b"PAR1 text", "is not Parquet"),
         ("no.jsonl.gz", gzip.compress(b'\n{"body": "a"}\n'), 'line 2 has no "text".*PATH:FIELD'),
+        ("17.jsonl", b"\n17\n", 'line 2 is a number, not an object with the field "text"'),
+        ("17.ndjson", b'{"text": 17}\n', 'line 1 has a number as its "text", not a string; leave'),
+        ("null.jsonl", b'{"text": null}\n', "a file without text"),
+        ("blank.jsonl", b'{"text": ""}\n', "a file without text"),
+        ("cut.jsonl", b'{"text": "a', "line 1 is not JSON"),
+        ("zero.ndjson", b'{"text": "\\u0000"}', "document 1 has a zero byte, .* --tokenizer bpe"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_files_that_are_not_what_they_are_called(tmp_path, name, content, words):
-    path = tmp_path / name
+def test_what_is_no_text_is_refused_and_passed_over_in_a_folder(tmp_path, name, content, words):
+    path = tmp_path / "t" / name
+    path.parent.mkdir()
     path.write_bytes(content)
-    refused(f"--data {path}: .*{words}", documents, str(path), count=True)
-    # In a folder it is passed over, unless it begins as a file of documents does.
-    (tmp_path / "good.txt").write_text("text")
-    assert find_files(parse([str(tmp_path)])[0])[1].count == (0 if name == "cut.jsonl.gz" else 1)
+    refused(f"--data {path}: .*{words}", corpus_of, tmp_path / "c", path)
+    path.with_name("good.txt").write_text("text")
+    assert corpus_of(tmp_path / "c", path.parent)[0].info["skipped"] == 1
+    if "zero" not in name:  # from its beginning alone
+        assert find_files(parse([str(path.parent)])[0])[1].count == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("cut.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], "cannot be decompressed"),
+        ("cut.jsonl", lines(TEXTS) + b'{"text": "b', "line 41 is not JSON"),
+        ("list.jsonl", lines([*TEXTS, [1]]), 'line 41 has a list as its "text", not a str'),
+        ("dict.jsonl", lines([*TEXTS, {}]), 'line 41 has an object as its "text", not a str'),
+        ("bool.jsonl", lines([*TEXTS, True]), 'line 41 has a boolean as its "text", not a str'),
+        ("null.jsonl", lines(TEXTS) + b"null\n", "line 41 is null, not an object"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_begins_as_text_and_breaks_off_is_not_passed_over(tmp_path, name, content, words):
+    path = tmp_path / "t" / name
+    path.parent.mkdir()
+    path.write_bytes(content)
+    path.with_name("good.txt").write_text("text")
+    for named in (path, path.parent):
+        refused(f"--data {path}: {words}", corpus_of, tmp_path / "c", named)
+    assert not find_files(parse([str(path.parent)])[0])[1].count
 
 
 def test_why_files_of_a_folder_are_skipped_is_told(tmp_path):
@@ -243,88 +280,72 @@ def test_why_files_of_a_folder_are_skipped_is_told(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(lines(TEXTS, "body"))
     write_table(tmp_path / "c.parquet", TEXTS, "body")
     reason = f'{tmp_path}/b.jsonl: line 1 has no "text" of a document, but .*body.*PATH:FIELD'
-    config = TrainConfig.from_flags({"data": (str(tmp_path),), "pack": True})
-    plain = functools.partial(build_corpus, config.data)
-    for build in (plain, functools.partial(build_packed, config)):
-        refused(f"3 files without readable text there, .*{reason}", build, tmp_path.parent / "run")
+    told = f"; 3 files without readable text skipped, such as {reason}"
+    out, config = tmp_path.parent / "run", TrainConfig.from_flags({"data": (str(tmp_path),)})
+    packed = functools.partial(build_packed, dataclasses.replace(config, pack=True))
+    for build in (functools.partial(build_corpus, config.data), packed):
+        refused(f"3 files without readable text there, .*{reason}", build, out)
         (tmp_path / "d.txt").write_text("text " * 99)
-        told = build(tmp_path.parent / "run").describe()
-        assert re.search(f"; 3 files without readable text skipped, such as {reason}", told)
+        assert re.search(told, build(out).describe())
         (tmp_path / "d.txt").unlink()
+    assert re.search(told, open_corpus(out).describe())
 
 
-def test_what_cannot_be_named(tmp_path, monkeypatch):
+def test_what_cannot_be_named(tmp_path):
     table = write_table(tmp_path / "a.parquet", TEXTS, "content")
     binary = write_table(tmp_path / "b.parquet", [text.encode() for text in TEXTS])
     for named, words in (
-        ([str(tmp_path / "*.csv")], r"\*.csv: no file matches"),
-        ([f"{table}=0"], "weight 0 must be a number above 0"),
-        ([f"{table}=-1"], "weight -1 must be"),
-        ([f"{table}=inf"], "weight inf must be a number above 0, such as 0.3"),
-        ([f"{table}:content=-Infinity"], "weight -Infinity must be a number above 0"),
-        ([f"{table}:content=NaN", f"{table}=1"], "weight NaN must be a number above 0"),
-        ([f"{table}=1e999"], "weight 1e999 must be a number above 0"),
-        ([f"{table}=1", str(table)], "some have a weight and some do not; write =WEIGHT"),
-        ([str(table)], r'no column "text" .*, but "n" \(int64\), "content" \(string\); name'),
-        ([str(binary)], r'no column "text" .*, but "n" \(int64\), "text" \(binary\); name the'),
-        ([f"{table}:n"], 'has no column "n" of text'),
-        ([f"{table}:gone"], 'has no column "gone"'),
+        (tmp_path / "*.csv", r"\*.csv: no file matches"),
+        (table, r'no column "text" .*, but "n" \(int64\), "content" \(string\); name'),
+        (binary, r'no column "text" .*, but "n" \(int64\), "text" \(binary\); name the'),
+        (f"{table}:n", 'has no column "n" of text'),
+        (f"{table}:gone", 'has no column "gone"'),
     ):
-        refused(f"--data .*{words}", documents, *named)
-    refused("--eval-data nowhere: no such file", documents, "nowhere", flag="--eval-data")
-    (tmp_path / "a.zst").write_bytes(zstd(b"text"))
-    for module in ("pyarrow", "pyarrow.parquet"):
+        refused(f"--data .*{words}", documents, str(named))
+    for weight in ("0", "-1", "inf", "-Infinity", "NaN", "1e999"):
+        words = f"--data .*weight {weight} must be a number above 0, such as 0.3"
+        for named in (str(table), f"{table}:content"):
+            refused(words, documents, f"{named}={weight}", f"{table}=1")
+
+
+def test_missing_packages_are_named(tmp_path, monkeypatch):
+    table, packed = write_table(tmp_path / "a.parquet", TEXTS), tmp_path / "a.zst"
+    packed.write_bytes(zstd(b"text"))
+    for module in ("pyarrow", "pyarrow.parquet", "tokenizers"):
         monkeypatch.setitem(sys.modules, module, None)
-    for path in (table, tmp_path / "a.zst"):
-        refused(r"needs pyarrow; run: pip install pyarrow", documents, str(path))
+    for path in (table, packed):
+        refused("needs pyarrow; run: pip install pyarrow", documents, str(path))
+    words = "needs tokenizers; run: pip install tokenizers"
+    refused(words, tokenizer.train_bpe, iter([]), 300, show=False)
 
 
 @pytest.mark.parametrize("size", [1, 97, 1000, 10**6])
 def test_a_large_file_is_divided_and_nothing_is_lost(tmp_path, monkeypatch, size):
     """Each line belongs to the part that it starts in, each group of rows to one part."""
+
+    def read(*files):
+        parts = [*itertools.chain(*pieces.divide(files))]
+        texts = itertools.chain(*(part.file.documents(part.begin, part.end) for part in parts))
+        return len(parts), [b"".join(text).decode() for text in texts]
+
     monkeypatch.setattr(pieces, "_SHARD_BYTES", size)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n" + lines(TEXTS) + b"\n" + lines(["end"]).rstrip())
     write_table(tmp_path / "b.parquet", TEXTS)
     files = find_files(parse([str(tmp_path)])[0])[0]
-    found = [
-        b"".join(parts).decode()
-        for group in pieces.divide(files)
-        for piece in group
-        for parts in piece.file.documents(piece.begin, piece.end)
-    ]
-    assert found == [*TEXTS, "end", *TEXTS]
+    assert read(*files)[1] == [*TEXTS, "end", *TEXTS]
     # The parts of a compressed file share its lines.
-    packed = tmp_path / "c.jsonl.gz"
-    packed.write_bytes(gzip.compress(lines(TEXTS) + b"[]\n"))
-    groups = pieces.divide([File("c", packed)])
-    assert len([*itertools.chain(*groups)]) == min(16, -(-packed.stat().st_size // size))
-    broken = itertools.chain(*(p.file.documents(p.begin, p.end) for g in groups for p in g))
-    with pytest.raises(NotTextError, match=r"line 41 is a list, not an object"):
-        list(broken)
-    packed.write_bytes(gzip.compress(lines(TEXTS)))
-    parts = [*itertools.chain(*pieces.divide([File("c", packed)]))]
-    found = [text for p in parts for (text,) in p.file.documents(p.begin, p.end)]
-    assert sorted(found) == sorted(text.encode() for text in TEXTS)
+    packed = File("c", tmp_path / "c.jsonl.gz")
+    packed.path.write_bytes(gzip.compress(lines(TEXTS)))
+    count, found = read(packed)
+    assert count == min(16, -(-packed.path.stat().st_size // size))
+    assert sorted(found) == sorted(TEXTS)
     # A line that is broken is found by its number, whichever part it is in.
+    packed.path.write_bytes(gzip.compress(lines(TEXTS) + b"[]\n"))
     path.write_bytes(lines(TEXTS) + b'{"text": 7}\n' + lines(TEXTS))
-    parts = [piece for group in pieces.divide(files[:1]) for piece in group]
-    with pytest.raises(NotTextError, match=r'line 41 has a number as its "text"'):
-        [*itertools.chain(*(piece.file.documents(piece.begin, piece.end) for piece in parts))]
-
-
-def test_tokenizers_that_cannot_be_had(tmp_path, monkeypatch):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    for spec, words in (
-        ("bpe:12", "from 257 to 2\\^24"),
-        ("bpe:many", "--tokenizer bpe:many: the size must be a whole number"),
-        ("nowhere", "--tokenizer nowhere: no such tokenizer; give bytes, bpe:32000"),
-        (str(tmp_path), "tokenizer.json cannot be read .*give a tokenizer.json of"),
-    ):
-        refused(words, tokenizer.size_of, spec)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    words = r"needs tokenizers; run: pip install tokenizers"
-    refused(words, tokenizer.train_bpe, iter([]), 300, show=False)
+    for file, words in ((packed, "is a list, not an object"), (files[0], "has a number as its")):
+        with pytest.raises(NotTextError, match=f"line 41 {words}"):
+            read(file)
 
 
 def test_what_begins_and_ends_a_text(tmp_path):
@@ -332,11 +353,11 @@ def test_what_begins_and_ends_a_text(tmp_path):
     trained = tokenizer.train_bpe(iter(TEXTS), 300, show=False)
     assert (trained.size, trained.begin, trained.end) == (300, 0, 0)
     (tmp_path / "tokenizer.json").write_text(trained.stored())
-    assert tokenizer.load(tmp_path).stored() == trained.stored()
-    library = tokenizer.load(tmp_path).tokenizer
-    library.add_special_tokens(["<s>", "<|im_end|>"])
-    library.enable_truncation(5)
-    library.save(str(tmp_path / "tokenizer.json"))
+    found = tokenizer.load(tmp_path)
+    assert found.stored() == trained.stored()
+    found.tokenizer.add_special_tokens(["<s>", "<|im_end|>"])
+    found.tokenizer.enable_truncation(5)
+    found.tokenizer.save(str(tmp_path / "tokenizer.json"))
     named = {"bos_token": None, "eos_token": {"content": "<|im_end|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     chat = tokenizer.load(tmp_path)
@@ -344,11 +365,9 @@ def test_what_begins_and_ends_a_text(tmp_path):
     (long,) = chat.encode(["a b c d e f g h"])
     assert len(long) > 5
     assert chat.tokenizer.decode(long.tolist()) == "a b c d e f g h"
-    content = json.loads(trained.stored())
-    content["added_tokens"] = []
-    content["model"]["vocab"] = {
-        token: i - 1 for token, i in content["model"]["vocab"].items() if i
-    }
+    content = json.loads(trained.stored()) | {"added_tokens": []}
+    vocab = content["model"]["vocab"]
+    content["model"]["vocab"] = {token: i - 1 for token, i in vocab.items() if i}
     (tmp_path / "bare.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").unlink()
     bare = tokenizer.load(tmp_path / "bare.json")
@@ -366,41 +385,37 @@ def test_a_marker_inside_a_document_is_no_token():
     assert 300 in trained.encode(["<|user|> asks"])[0]
 
 
-def test_the_split_of_files_is_whole_and_the_same_elsewhere(tmp_path):
-    root = write_files(tmp_path / "here")
-    first, train, validation = corpus_of(tmp_path / "c1", root)
-    assert train | validation == {path.read_bytes() for path in root.rglob("*.txt")}
+@pytest.mark.parametrize("write", [write_files, write_lines])
+def test_the_split_is_whole_and_the_same_elsewhere(tmp_path, write):
+    texts = [f"<{i:03}>" + "é" * 100 for i in range(200)]
+    first, train, validation = corpus_of(tmp_path / "c1", write(tmp_path / "here", texts))
+    assert train | validation == {text.encode() for text in texts}
     assert train.isdisjoint(validation)
-    assert (first.info["documents"], first.info["split"]) == (40, "by document")
-    assert train
-    assert validation
+    assert (first.info["documents"], first.info["split"]) == (200, "by document")
+    assert 1 <= len(validation) < 30
     # A file that is named twice is read once.
-    other = tmp_path / "there" / "deeper"
-    shutil.copytree(root, other)
-    second, *_ = corpus_of(tmp_path / "c2", other, next(other.rglob("*.txt")), other)
+    other = write(tmp_path / "there" / "deeper", texts)
+    second, *_ = corpus_of(tmp_path / "c2", other, next(other.rglob("*.*")), other)
     assert first.info["fingerprint"] == second.info["fingerprint"]
     np.testing.assert_array_equal(first.validation, second.validation)
     # One more moves no other.
-    (other / "new.txt").write_text("new")
-    third, more_train, more_validation = corpus_of(tmp_path / "c3", other)
+    third, more_train, more_validation = corpus_of(tmp_path / "c3", write(other, [*texts, "new"]))
     assert train <= more_train
     assert validation <= more_validation
     assert third.info["fingerprint"] != first.info["fingerprint"]
     for count in (4, 5, 7):
-        few = write_files(tmp_path / f"{count}", count)
-        _, train, validation = corpus_of(tmp_path / "few", few)
-        assert len(train) + len(validation) == count
-        assert min(len(train), len(validation)) >= 1
+        _, *parts = corpus_of(tmp_path / "few", write(tmp_path / f"{count}", texts[:count]))
+        assert sum(map(len, parts)) == count
+        assert all(parts)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.99])
 def test_no_more_than_a_quarter_is_held_out(tmp_path, share):
     """Whichever files their names choose: of two, one is chosen."""
-    folder, sizes = tmp_path / "t", (int(share * 10000), int(10000 - share * 10000))
+    size, folder = int(share * 10000), tmp_path / "t"
     folder.mkdir()
-    held, learned = sorted(("a.txt", "b.txt"), key=corpus._fraction)
-    texts = [character * size for character, size in zip("hl", sizes, strict=True)]
-    for name, text in zip((held, learned), texts, strict=True):
+    texts = "h" * size, "l" * (10000 - size)
+    for name, text in zip(sorted(("a.txt", "b.txt"), key=corpus._fraction), texts, strict=True):
         (folder / name).write_text(text)
     found, again = (corpus_of(tmp_path / name, folder)[0] for name in ("c", "again"))
     assert found.info["fingerprint"] == again.info["fingerprint"]
@@ -408,7 +423,7 @@ def test_no_more_than_a_quarter_is_held_out(tmp_path, share):
     assert bytes(found.train) + bytes(found.validation) == whole
     by_document = share < 0.25
     assert found.info["split"] == ("by document" if by_document else "by position")
-    assert len(found.validation) == (1 + sizes[0] if by_document else len(whole) // 20)
+    assert len(found.validation) == (1 + size if by_document else len(whole) // 20)
     assert ("(their end is held out)" in found.describe()) != by_document
 
 
@@ -417,7 +432,11 @@ def test_text_that_names_do_not_divide_is_split_by_position(tmp_path):
     path.write_bytes(text)
     found, *_ = corpus_of(tmp_path / "c", path)
     assert bytes(found.train) + bytes(found.validation) == b"\0" + text
-    assert len(found.validation) == len(b"\0" + text) // 20
+    assert isinstance(found.train, np.memmap)
+    size = len(b"\0" + text) // 20
+    assert len(found.validation) == size
+    check_length(found, size - 1)
+    refused(f"validation data has {size} bytes, fewer .*--seq-len", check_length, found, size)
     assert "one file" in found.describe()
     # A character that lies across two 1 MiB reads is no damage.
     path.write_bytes(b"a" * ((1 << 20) - 1) + "é".encode() + b"b")
@@ -431,105 +450,6 @@ def test_text_that_names_do_not_divide_is_split_by_position(tmp_path):
     found, *_ = corpus_of(tmp_path / "c", *paths)
     assert len(found.train) > len(found.validation) > 0
     assert found.info["split"] == "by position"
-
-
-def test_folders_skip_what_is_not_text(tmp_path):
-    root = write_files(tmp_path / "t", 5)
-    broken = {"picture.png": b"\x89PNG\xff\xfe", "zeros.bin": b"abc\0def", "empty.txt": b""}
-    broken |= {"cut.txt": "é".encode()[:1], ".git/config": b"hidden"}
-    (root / ".git").mkdir()
-    for name, content in broken.items():
-        (root / name).write_bytes(content)
-    (root / "loop").symlink_to(root)
-    found, train, validation = corpus_of(tmp_path / "c", root)
-    assert (found.info["documents"], found.info["skipped"]) == (5, 4)
-    assert "; 4 files without readable text skipped, such as " in found.describe()
-    assert f"{root}/cut.txt: a binary file" in open_corpus(tmp_path / "c").describe()
-    assert b"hidden" not in train | validation
-
-
-def test_json_lines_are_their_texts(tmp_path):
-    texts = [f"text {i}: é\n" for i in range(200)]
-    path = tmp_path / "shard.jsonl"
-    path.write_bytes(lines(texts) + b'\n{"text": ""}\n')
-    found, train, validation = corpus_of(tmp_path / "c", path)
-    assert train | validation == {text.encode() for text in texts}
-    assert train.isdisjoint(validation)
-    assert 1 <= len(validation) < 30
-    assert bytes(found.train).startswith(b"\0text ")
-    assert "1 file with 200 documents: " in found.describe()
-    # More lines move none of those before.
-    path.write_bytes(lines([*texts, "one more"]))
-    _, more_train, more_validation = corpus_of(tmp_path / "c2", path)
-    assert more_validation >= validation
-    assert more_train >= train
-
-
-def test_json_without_text_is_named_and_beside_text_it_is_skipped(tmp_path):
-    bad = {
-        "no_text.jsonl": (
-            '{"content": "a"}\n',
-            'line 1 has no "text" of a document, but "content"; name the field',
-        ),
-        "number.jsonl": ("\n17\n", 'line 2 is a number, not an object with the field "text"'),
-        "field.jsonl": ('{"text": 17}\n', 'line 1 has a number as its "text", not a string; leave'),
-        "null.jsonl": ('{"text": null}\n', "a file without text"),
-        "cut.jsonl": ('{"text": "a', "line 1 is not JSON"),
-        "zero.ndjson": ('{"text": "\\u0000"}', "document 1 has a zero byte, .* --tokenizer bpe:32"),
-        "empty.jsonl": ('{"text": ""}\n', "a file without text"),
-        "list.json": ('[{"text": "a"}]', "JSON, whose syntax would be trained on"),
-    }
-    root = write_files(tmp_path / "t", 3)
-    for name, (content, words) in bad.items():
-        (root / name).write_text(content)
-        refused(rf"{root / name}.*{words}", corpus_of, tmp_path / "c", root / name)
-    assert corpus_of(tmp_path / "c", root)[0].info["skipped"] == len(bad)
-    # A file that begins as text and breaks off is not left out silently.
-    (root / "cut.jsonl").write_text('{"text": "a"}\n{"text": "b')
-    refused(r"cut\.jsonl: line 2 is not JSON", corpus_of, tmp_path / "c", root)
-
-
-def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
-    path, folder = tmp_path / "input", tmp_path / "t"
-    refused(f"{path}.*no such file", corpus_of, tmp_path / "c", path)
-    for content, words in (
-        (b"", "an empty file"),
-        (b"\xff\xfe\x00", "binary"),
-        (b"text\0text", "zero bytes"),
-    ):
-        path.write_bytes(content)
-        refused(f"{path}.*{words}", corpus_of, tmp_path / "c", path)
-    folder.mkdir()
-    refused("no text to train on", corpus_of, tmp_path / "c", folder)
-    (folder / "x.bin").write_bytes(b"\xff")
-    words = r"1 file without readable text there, .*/x\.bin: a binary file"
-    refused(words, corpus_of, tmp_path / "c", folder)
-
-    def walk(top, onerror):
-        onerror(PermissionError(13, "Permission denied", str(top / "private")))
-        return iter(())
-
-    monkeypatch.setattr(os, "walk", walk)
-    words = r"private: cannot be read \(Permission denied\)"
-    refused(words, corpus_of, tmp_path / "c", tmp_path)
-
-
-def test_a_corpus_is_opened_again_only_unchanged(tmp_path):
-    found, *_ = corpus_of(tmp_path / "c", write_files(tmp_path / "t"))
-    again = open_corpus(tmp_path / "c")
-    np.testing.assert_array_equal(again.train, found.train)
-    assert again.info == found.info
-    assert isinstance(again.train, np.memmap)
-    size = min(len(found.train), len(found.validation))
-    check_length(found, size - 1)
-    refused("--seq-len", check_length, found, size)
-    path = tmp_path / "c" / "train.bin"
-    content = bytearray(path.read_bytes())
-    content[7] ^= 1
-    path.write_bytes(bytes(content))
-    refused("has changed", open_corpus, tmp_path / "c")
-    (tmp_path / "c" / "corpus.json").write_text(json.dumps([]))
-    refused("missing or has changed", open_corpus, tmp_path / "c")
 
 
 def test_batches_are_by_seed_and_step_and_cover_the_data_to_its_last_byte():
