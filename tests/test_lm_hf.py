@@ -68,7 +68,6 @@ OTHERS2 = {
     "limit": ({"time_step_limit": [0.3, 1.5]}, {"dt_limit": (0.3, 1.5)}),
 }
 KINDS = {"mamba": (CONFIG, SIZE, OTHERS), "mamba2": (CONFIG2, SIZE2, OTHERS2)}
-KIND = pytest.mark.parametrize("kind", KINDS)
 ONE_BY_DEFAULT = pytest.mark.parametrize(
     "kind", ["mamba2", pytest.param("mamba", marks=pytest.mark.exhaustive)]
 )
@@ -108,10 +107,8 @@ def weights(size=SIZE):
 
 def write(folder, tensors=None, config=CONFIG, **more):
     folder.mkdir(exist_ok=True)
-    config = config | more
-    (folder / "config.json").write_text(json.dumps(config))
-    if tensors is None:
-        tensors = weights(SIZE2 if config["model_type"] == "mamba2" else SIZE)
+    (folder / "config.json").write_text(json.dumps(config | more))
+    tensors = weights(SIZE2 if config is CONFIG2 else SIZE) if tensors is None else tensors
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -122,6 +119,7 @@ def stored(tmp_path):
 
 
 same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
 EVERY = [(kind, which) for kind, (_, _, others) in KINDS.items() for which in ("none", *others)]
 TOKENS = np.random.default_rng(1).integers(0, SIZE.vocab_size, (2, 9))
 
@@ -132,6 +130,7 @@ def config_in(folder):
 
 @pytest.mark.parametrize(("kind", "which"), [*EVERY, ("mamba", "all"), ("mamba2", "all")])
 def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, which):
+    """And its logits are those of float64, with all that it may say otherwise."""
     config, size = model_of(kind, which)
     tensors = weights(size)
     stored, saved = write(tmp_path / "stored", tensors, config), tmp_path / "saved"
@@ -147,24 +146,17 @@ def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, whi
     assert (saved / "tokenizer.json").read_text() == "{}"
     hf.save(saved, loaded, jax.tree.map(jnp.asarray, params))
     assert hf.load(saved)[0] == size
-
-
-@KIND
-def test_logits_are_those_of_float64(tmp_path, kind):
-    config, size = model_of(kind, "all")
-    loaded, params = hf.load(write(tmp_path, weights(size), config))
-    logits = jit(lambda p: nnx.merge(make_model(loaded, Options()), p)(TOKENS))(params)
-    expected = np.stack([logits_float64(size, random_params(size), row) for row in TOKENS])
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=3e-6 * np.abs(expected).max())
+    if which == "all":
+        logits = jit(lambda p: nnx.merge(make_model(loaded, Options()), p)(TOKENS))(params)
+        expected = np.stack([logits_float64(size, random_params(size), row) for row in TOKENS])
+        close(logits, expected, atol=3e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("kind", "which"), EVERY)
 def test_logits_are_those_of_transformers(tmp_path, kind, which):
-    reason = "transformers and torch are not installed"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch = pytest.importorskip("torch", reason=reason)
-        transformers = pytest.importorskip("transformers", reason=reason)
+        torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
         torch.manual_seed(0)
         options, size = model_of(kind, which)
         architecture = getattr(transformers, options["architectures"][0])
@@ -185,14 +177,14 @@ def test_logits_are_those_of_transformers(tmp_path, kind, which):
         config, params = hf.load(tmp_path / "theirs")
         assert config == size
         ours = loader.LanguageModel(config, params)(TOKENS)
-        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=3e-6 * np.abs(expected).max())
+        close(ours, expected, atol=3e-6 * np.abs(expected).max())
 
-        hf.save(tmp_path / "ours", config, params, like=tmp_path / "theirs")
-        read = architecture.from_pretrained(tmp_path / "ours")
-        np.testing.assert_array_equal(logits(read), expected)
-        hf.save(tmp_path / "alone", config, params)
-        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
-        np.testing.assert_array_equal(logits(read), expected)
+        for kept, reader in (
+            ({"like": tmp_path / "theirs"}, architecture),
+            ({}, transformers.AutoModelForCausalLM),
+        ):
+            hf.save(tmp_path / "ours", config, params, **kept)
+            same(logits(reader.from_pretrained(tmp_path / "ours")), expected)
 
 
 @pytest.mark.parametrize(
@@ -229,128 +221,81 @@ def test_load_takes_other_spellings_shards_a_stored_head_and_bfloat16(tmp_path):
     same(hf.load(folder)[1], expected)
 
 
+WRONG = [
+    ({"model_type": "mamba3"}, "model_type is 'mamba3', and here it is 'mamba' or 'mamba2'"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
+    ({"rms_norm": False}, "rms_norm is False"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+    ({"use_bias": True}, "the weights have no backbone.layers.0.mixer.in_proj.bias"),
+    ({"use_bias": "no"}, "use_bias is 'no', and must be true or false"),
+    ({"use_conv_bias": False}, "the weights have backbone.layers.0.mixer.conv1d.bias"),
+    ({"tie_word_embeddings": False}, "the weights have no lm_head.weight"),
+    ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon is '1e-5', and must be a number"),
+    ({"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0, and must be a number above 0"),
+    ({"time_step_rank": 9}, "the weights have shapes {'blocks.x_proj': (2, 72, 12), "),
+    ({"time_step_rank": "x"}, "time_step_rank is 'x', and must be \"auto\" or a whole number"),
+    ({"intermediate_size": 9}, "intermediate_size is 9, and here it is a multiple of hidden"),
+    ({"hidden_size": "x"}, "hidden_size is 'x', and must be a whole number, at least 1"),
+    ({"hidden_size": None}, "config.json does not say hidden_size"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be a whole number, at least"),
+    ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+    ({"vocab_size": 1100.0}, "vocab_size is 1100.0"),
+    ({"vocab_size": 1099}, "'embedding': (1100, 24)"),
+    ({"state_size": 6}, "the weights have shapes"),
+    ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2.norm.weight"),
+    ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
+]
+WRONG2 = [
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
+    ({"num_heads": 5}, "num_heads · head_dim is 40, and here it is expand · hidden_size, 48"),
+    ({"n_groups": 4}, "config.json: ngroups must divide H = E / headdim = 6, got 4"),
+    ({"n_groups": 1}, "the weights have shapes {'blocks.in_proj': (2, 24, 122), "),
+    ({"time_step_limit": [0.1]}, "time_step_limit is [0.1], and must be two numbers in order"),
+    ({"time_step_limit": [1.0, "inf"]}, "time_step_limit is [1.0, 'inf'], and must be two"),
+    ({"time_step_limit": [2, 1]}, "time_step_limit is [2, 1], and must be two numbers in"),
+    ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
+    (CONFIG | {"tie_word_embeddings": False}, "the weights have no backbone.layers.0.mixer.x_"),
+]
+
+
 @pytest.mark.parametrize(
-    ("given", "config", "words"),
-    [
-        (
-            CONFIG,
-            {"model_type": "mamba3"},
-            "model_type is 'mamba3', and here it is 'mamba' or 'mamba2'",
-        ),
-        (CONFIG, {"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
-        (CONFIG, {"rms_norm": False}, "rms_norm is False"),
-        (CONFIG, {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
-        (CONFIG, {"use_bias": True}, "the weights have no backbone.layers.0.mixer.in_proj.bias"),
-        (CONFIG, {"use_bias": "no"}, "use_bias is 'no', and must be true or false"),
-        (CONFIG, {"use_conv_bias": False}, "the weights have backbone.layers.0.mixer.conv1d.bias"),
-        (CONFIG, {"tie_word_embeddings": False}, "the weights have no lm_head.weight"),
-        (
-            CONFIG,
-            {"layer_norm_epsilon": "1e-5"},
-            "layer_norm_epsilon is '1e-5', and must be a number",
-        ),
-        (
-            CONFIG,
-            {"layer_norm_epsilon": 0},
-            "layer_norm_epsilon is 0, and must be a number above 0",
-        ),
-        (CONFIG, {"time_step_rank": 9}, "the weights have shapes {'blocks.x_proj': (2, 72, 12), "),
-        (
-            CONFIG,
-            {"time_step_rank": "x"},
-            "time_step_rank is 'x', and must be \"auto\" or a whole number",
-        ),
-        (
-            CONFIG,
-            {"intermediate_size": 9},
-            "intermediate_size is 9, and here it is a multiple of hidden",
-        ),
-        (
-            CONFIG,
-            {"hidden_size": "x"},
-            "hidden_size is 'x', and must be a whole number, at least 1",
-        ),
-        (CONFIG, {"hidden_size": None}, "config.json does not say hidden_size"),
-        (
-            CONFIG,
-            {"num_hidden_layers": 0},
-            "num_hidden_layers is 0, and must be a whole number, at least",
-        ),
-        (CONFIG, {"num_hidden_layers": True}, "num_hidden_layers is True"),
-        (CONFIG, {"vocab_size": 1100.0}, "vocab_size is 1100.0"),
-        (CONFIG, {"vocab_size": 1099}, "'embedding': (1100, 24)"),
-        (CONFIG, {"state_size": 6}, "the weights have shapes"),
-        (CONFIG, {"num_hidden_layers": 3}, "the weights have no backbone.layers.2.norm.weight"),
-        (CONFIG, {"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
-        (CONFIG2, {"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
-        (
-            CONFIG2,
-            {"num_heads": 5},
-            "num_heads · head_dim is 40, and here it is expand · hidden_size, 48",
-        ),
-        (CONFIG2, {"n_groups": 4}, "config.json: ngroups must divide H = E / headdim = 6, got 4"),
-        (CONFIG2, {"n_groups": 1}, "the weights have shapes {'blocks.in_proj': (2, 24, 122), "),
-        (
-            CONFIG2,
-            {"time_step_limit": [0.1]},
-            "time_step_limit is [0.1], and must be two numbers in order",
-        ),
-        (
-            CONFIG2,
-            {"time_step_limit": [1.0, "inf"]},
-            "time_step_limit is [1.0, 'inf'], and must be two",
-        ),
-        (
-            CONFIG2,
-            {"time_step_limit": [2, 1]},
-            "time_step_limit is [2, 1], and must be two numbers in",
-        ),
-        (CONFIG2, {"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
-        (
-            CONFIG2,
-            CONFIG | {"tie_word_embeddings": False},
-            "the weights have no backbone.layers.0.mixer.x_",
-        ),
-    ],
+    ("given", "wrong", "words"),
+    [*((CONFIG, *row) for row in WRONG), *((CONFIG2, *row) for row in WRONG2)],
 )
-def test_models_of_another_kind_are_refused(tmp_path, given, config, words):
-    tensors = weights(SIZE2 if given is CONFIG2 else SIZE)
-    refused(re.escape(words), hf.load, write(tmp_path, tensors, given, **config))
+def test_models_of_another_kind_are_refused(tmp_path, given, wrong, words):
+    refused(re.escape(words), hf.load, write(tmp_path, config=given, **wrong))
 
 
 def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     (tmp_path / "empty").mkdir()
     quantized = weights() | {"backbone.layers.1.mixer.D": np.ones(72, np.int8)}
-    write(tmp_path / "quantized", quantized)
-    write(tmp_path / "both heads", weights() | {"lm_head.weight": np.ones((1, 1))})
+    two_heads = weights() | {"lm_head.weight": np.ones((1, 1))}
     of_hub = "hf download a/b --local-dir b and give the folder b"
     for folder, words in (
         (tmp_path / "empty", r"holds no checkpoint \(no config.json\); .*hf download"),
         (tmp_path / "nowhere", r"there is no folder .*nowhere; give one that"),
         ("a/b", of_hub),
-        (tmp_path / "quantized", r"layers.1.mixer.D is of dtype I8, and here weights are"),
-        (tmp_path / "both heads", r"lm_head.weight differs from the embedding"),
+        (write(tmp_path / "q", quantized), r"layers.1.mixer.D is of dtype I8, and here weights"),
+        (write(tmp_path / "two", two_heads), r"lm_head.weight differs from the embedding"),
     ):
         refused(words, hf.load, folder)
     refused(of_hub, jaxkern.lm.load, "a/b")
-    (stored / "model.safetensors").write_bytes(b"damaged")
-    refused(r"model.safetensors is damaged", hf.load, stored)
-    (stored / "model.safetensors").unlink()
-    refused(r"holds no model.safetensors; download it whole", hf.load, stored)
-    (stored / "pytorch_model.bin").touch()
-    refused(r"pytorch_model.bin is not read; .*save_pretrained", hf.load, stored)
-    (stored / "model.safetensors.index.json").write_text("[]")
-    refused(r"index.json is no index of weights", hf.load, stored)
     of_mamba_ssm = {"d_model": 24, "n_layer": 2, "ssm_cfg": {}, "vocab_size": 1100}
     of_mamba2 = of_mamba_ssm | {"ssm_cfg": {"layer": "Mamba2"}}
     of_a_run = {"format": "jaxkern-lm-1", "flags": {}}
-    for content, words in (
-        (of_mamba_ssm, r"of mamba_ssm; .* ends in -hf, .* convert_mamba_ssm"),
-        (of_mamba2, r"layout of mamba_ssm; .* convert_mamba2_ssm"),
-        (of_a_run, r"a run of jaxkern train; load it with jaxkern sample"),
-        ([], r"config.json is no configuration"),
+    for file, content, words in (  # one change after the other
+        ("model.safetensors", "damaged", r"model.safetensors is damaged"),
+        ("model.safetensors", None, r"holds no model.safetensors; download it whole"),
+        ("pytorch_model.bin", "", r"pytorch_model.bin is not read; .*save_pretrained"),
+        ("model.safetensors.index.json", [], r"index.json is no index of weights"),
+        ("config.json", of_mamba_ssm, r"of mamba_ssm; .* ends in -hf, .* convert_mamba_ssm"),
+        ("config.json", of_mamba2, r"layout of mamba_ssm; .* convert_mamba2_ssm"),
+        ("config.json", of_a_run, r"a run of jaxkern train; load it with jaxkern sample"),
+        ("config.json", [], r"config.json is no configuration"),
     ):
-        (stored / "config.json").write_text(json.dumps(content))
+        (stored / file).unlink(missing_ok=True)
+        if content is not None:
+            (stored / file).write_text(json.dumps(content))
         refused(words, hf.load, stored)
 
 
@@ -437,9 +382,7 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
 def test_shapes_that_no_model_has_are_refused(error, words, stored):
     with pytest.raises(error, match=words):
         ModelConfig.from_stored({"d_model": 8, "n_layers": 1} | stored)
-    with pytest.raises(
-        TypeError, match=r"sizes must be a .*mamba.Sizes or a .*mamba2.Sizes, got 8"
-    ):
+    with pytest.raises(TypeError, match=r"must be a .*mamba.Sizes or a .*mamba2.Sizes, got 8"):
         ModelConfig(8, 1)  # pyright: ignore[reportArgumentType]
 
 
