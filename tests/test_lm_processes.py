@@ -6,6 +6,7 @@ losses, checkpoints and ends hold with JAX, by two real processes of two devices
 
 import json
 import os
+import queue
 import re
 import signal
 import socket
@@ -49,76 +50,52 @@ def member(index, count=2, port=None, flags=None):
 # How a process is told
 
 
-@pytest.fixture
-def environment(monkeypatch):
-    """Sets the variables of a cluster, and no others."""
-    for name in {*os.environ}:
-        if name.startswith(("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "JOB_COMPLETION")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    return lambda variables: [monkeypatch.setenv(*variable) for variable in variables.items()]
+BY_SLURM = ("node007", 4, 2, "by Slurm", None)  # one task on the node has all of its GPUs
+BATCH_SCRIPT = {name: value for name, value in SLURM.items() if "STEP" not in name}
 
 
 @pytest.mark.parametrize(
-    ("variables", "host", "index", "by", "devices"),
+    ("variables", "expected"),
     [
-        (SLURM, "node007", 2, "by Slurm", None),  # one task on the node has all of its GPUs
-        (SLURM | MPI, "10.96.0.1", 3, "by Open MPI", [2, 3]),  # started inside a job of Slurm
-        (SLURM | MPICH, "node007", 2, "by Slurm", None),  # Slurm may set these variables, too
-    ],
-)
-def test_a_cluster_tells_a_process_which_one_it_is(
-    environment, variables, host, index, by, devices
-):
-    environment(variables)
-    found = told(None, None, None)
-    assert found is not None
-    assert (found.host, found.count, found.index, found.by) == (host, 4, index, by)
-    assert found.local_devices == devices
-    assert told(None, 1, None) is None
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {},
-        {name: value for name, value in SLURM.items() if "STEP" not in name},  # a batch script
-        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # a shell in an allocation of 4 tasks
-        MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
-        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
-        {"PMI_RANK": "0", "PMI_SIZE": "1"},
-    ],
-)
-def test_a_process_that_nobody_tells_of_others_is_alone(environment, variables):
-    environment(variables)
-    assert told(None, None, None) is None
-
-
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
+        (SLURM, BY_SLURM),
+        (SLURM | MPI, ("10.96.0.1", 4, 3, "by Open MPI", [2, 3])),  # inside a job of Slurm
+        (SLURM | MPICH, BY_SLURM),  # Slurm may set these variables, too
+        # Nobody tells of others.
+        ({}, None),
+        (BATCH_SCRIPT, None),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell in an allocation of 4 tasks
+        (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        # One of several that cannot find the others does not run alone.
         (MPI | {"OMPI_MCA_orte_hnp_uri": "nonsense"}, "one of several by Open MPI, .*; "),
         (POD, r"JOB_COMPLETION_INDEX=1 says that this is a pod .* install it, or "),
         (MPICH, r"PMI_SIZE=4 and PMI_RANK=1 say that this process is one of 4 by MPICH or Intel.*"),
         (MPICH | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "PMI_SIZE=4 and PMI_RANK=1.*"),
     ],
 )
-def test_one_of_several_that_cannot_find_the_others_does_not_run_alone(
-    environment, monkeypatch, variables, words
-):
+def test_a_process_is_told_of_others_by_a_cluster_or_by_flags(monkeypatch, variables, expected):
+    for name in {*os.environ}:
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "JOB_COMPLETION")):
+            monkeypatch.delenv(name)
+    for name, value in ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"} | variables).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
-    environment(variables)
-    with pytest.raises(RunError, match=f"{words}name --coordinator HOST"):
-        told(None, None, None)
     assert told(None, 1, None) is None
     assert told("a:1", 4, 1) == Told("a:1", 4, 1, "by --processes")
+    if isinstance(expected, str):
+        with pytest.raises(RunError, match=f"{expected}name --coordinator HOST"):
+            told(None, None, None)
+        return
+    found = told(None, None, None)
+    values = found and (found.host, found.count, found.index, found.by, found.local_devices)
+    assert values == expected
 
 
-def test_an_mpi4py_of_another_mpi_is_refused(environment, monkeypatch):
+def test_an_mpi4py_of_another_mpi_is_refused(monkeypatch):
     monkeypatch.setattr(cluster, "_found", lambda method, by: ("a:1", 1, 0))
-    environment(MPI)
     with pytest.raises(RunError, match=r"one of 4 by Open MPI, and ompi finds 1, .*; build it for"):
-        told(None, None, None)
+        told(None, None, None, MPI)
 
 
 def test_processes_of_a_host_share_its_gpus():
@@ -158,12 +135,10 @@ def group(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: None)
     monkeypatch.setattr(several, "_GRACE", 0.5)
     preemption = jax.config.jax_enable_preemption_service
-    left, running, changed = {}, [], threading.Condition()
+    left, running = queue.Queue(), []
 
     def leave(self, code):
-        with changed:
-            left[self.index] = code
-            changed.notify_all()
+        left.put((self.index, code))
         raise EndedError
 
     monkeypatch.setattr(several.Several, "leave", leave)
@@ -182,12 +157,7 @@ def group(monkeypatch):
         running.extend(members)
         return members, errors
 
-    def left_by(count):
-        with changed:
-            assert changed.wait_for(lambda: len(left) >= count, PATIENCE)
-        return left
-
-    start.left_by = left_by
+    start.left_by = lambda count: dict(left.get(timeout=PATIENCE) for _ in range(count))
     yield start
     for each in running:
         each._ended = True
@@ -198,11 +168,15 @@ def group(monkeypatch):
     jax.config.update("jax_enable_preemption_service", preemption)
 
 
-def test_all_have_what_process_0_finds(group):
+def test_all_have_what_process_0_finds_and_end_together(group):
     members, errors = group(3)
     assert not errors
     assert members[0].share(lambda: {"a": [1, 2]}) == {"a": [1, 2]}
     assert [each.share(lambda: 1 / 0) for each in members[1:]] == [{"a": [1, 2]}] * 2
+    first = threads_of([each.finish for each in members[:2]])
+    first[0].join(0.1)
+    assert first[0].is_alive()
+    ended([*first, *threads_of([members[2].finish])])
 
 
 def test_all_stop_after_the_last_step_that_one_has_begun(group, monkeypatch):
@@ -271,14 +245,6 @@ def test_lines_of_several_processes_stay_whole(monkeypatch, tmp_path):
     assert cli.main(["sample", "--run", str(tmp_path)]) == 1
     assert len(writes) == 2
     assert all(line.startswith("jaxkern: ") and line.endswith("\n") for line in writes)
-
-
-def test_all_end_together(group):
-    members, _ = group(3)
-    first = threads_of([each.finish for each in members[:2]])
-    first[0].join(0.1)
-    assert first[0].is_alive()
-    ended([*first, *threads_of([members[2].finish])])
 
 
 def test_processes_that_were_started_otherwise_are_refused(group):
