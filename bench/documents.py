@@ -17,7 +17,18 @@ import jaxkern
 from bench import collectives, generations, scaling
 from bench.precision import summary
 from bench.program import FOLDER
-from bench.report import NAMES, OURS, Measured, Reports, table, the_line, trainings
+from bench.report import (
+    NAMES,
+    OURS,
+    Line,
+    Measured,
+    Reports,
+    is_rival,
+    lines_of_most,
+    table,
+    the_line,
+    trainings,
+)
 
 ROOT = FOLDER.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]
@@ -25,6 +36,9 @@ REFERENCE = ROOT / ".site" / "ops.rst"
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 SCAN = "8x2048x2048x16"
+MODEL = ("130m, vocabulary 50,280", 2048)
+"""The preset and length that README shows of training."""
+
 
 README = f"""
 `rms_norm`, 16384 × 4096 | rms_norm 16384x4096 | forward backward
@@ -186,12 +200,18 @@ def _op_rows(reports: Reports, listed: str) -> Iterator[list[str]]:
         op, shape = measured.split()
         for i, direction in enumerate(passes.split()):
             line = the_line(reports, op, shape, direction)
-            others = {name: m for name, m in line.others.items() if name not in ("xla", "jax")}
             told = [_figure(m, op not in slow) for m in (line.own, line.figures.get("xla"))]
-            if others:
-                name = min(others, key=lambda name: others[name].us)
-                told.append(f"{NAMES.get(name, name)} {_figure(others[name], op not in slow)}")
+            if name := line.rival:
+                of_rival = _figure(line.figures[name], op not in slow)
+                told.append(f"{NAMES.get(name, name)} {of_rival}")
             yield ["" if i else label, direction, *told, *[""] * (3 - len(told))]
+
+
+def _model(preset: str, parameters: int) -> str:
+    """A preset as a reader names it, with the parameters that it has."""
+    name, _, vocabulary = preset.partition(", vocabulary ")
+    kind = "Mamba-2" if name.startswith("mamba2") else "Mamba"
+    return f"{kind}, {parameters / 1e6:,.0f} M parameters, vocabulary {vocabulary or 256}"
 
 
 def _training_rows(reports: Reports, presets: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
@@ -202,11 +222,12 @@ def _training_rows(reports: Reports, presets: Sequence[tuple[str, int]]) -> Iter
 
     for preset, length in presets:
         by = trainings(reports)[preset, length]
-        label = f"language model, {preset}, B {by['jaxkern']['batch']}, L {length}"
-        others = [name for name in ("jla", "jla-loop", "mamba_ssm") if name in by]
+        own = by["jaxkern"]
+        label = f"{_model(preset, own['parameters'])}, B {own['batch']}, L {length}"
+        others = filter(is_rival, by)
         fastest = max(others, key=lambda name: by[name]["tokens_per_second"], default="")
         other = told(by.get(fastest), f"{NAMES.get(fastest)} ")
-        yield [label, "step", told(by["jaxkern"]), told(by.get("xla-loop")), other]
+        yield [label, "step", told(own), told(by.get("xla-loop")), other]
         for how, name in REMAT.items():
             if name in by:
                 yield [f"the same with `--remat {how}`", "step", told(by[name]), "", ""]
@@ -219,7 +240,7 @@ _HEAD = ["", "pass", "jaxkern", "plain JAX", "fastest other library"]
 
 
 def _readme(reports: Reports) -> str:
-    (training, *_) = _training_rows(reports, [("130m", 2048)])
+    (training, *_) = _training_rows(reports, [MODEL])
     return table(_HEAD, [*_op_rows(reports, README), training])
 
 
@@ -231,15 +252,51 @@ def _speed(reports: Reports) -> str:
 
 
 def _headline(reports: Reports) -> str:
-    rates = {
-        name: row["tokens_per_second"] for name, row in trainings(reports)["130m", 2048].items()
-    }
+    by = trainings(reports)[MODEL]
+    own, theirs = by["jaxkern"], by["mamba_ssm"]
+    rate = "tokens_per_second"
+    tokens = MODEL[0].partition("vocabulary ")[2]
     text = (
-        f"A Mamba of 130 million parameters trains at {rates['jaxkern']:,} tokens a second on one "
-        f"H200, {rates['jaxkern'] / rates['mamba_ssm']:.2f} times as fast as with Mamba's own CUDA "
-        "kernels ([bench/report.md](bench/report.md#training-end-to-end))."
+        f"A Mamba of {own['parameters'] / 1e6:.0f} million parameters (vocabulary of {tokens}) "
+        f"trains at {own[rate]:,} tokens a second in {own['peak_gib']:.1f} GiB on one H200, with "
+        f"Mamba's own CUDA kernels at {theirs[rate]:,} in {theirs['peak_gib']:.1f} GiB "
+        "([bench/report.md](bench/report.md#training-end-to-end))."
     )
     return textwrap.fill(text, 100)
+
+
+SLOWER = 0.97
+"""README names ops that are slower than this part of the fastest other implementation."""
+
+
+def _slower(reports: Reports) -> str:
+    """Each op at the bf16 measurement where it is slowest beside others, and decoding."""
+    worst: dict[str, Line] = {}
+    for line in lines_of_most(reports):
+        if line.dtype == "bfloat16" and (line.speedup or 1) < SLOWER:
+            worst[line.op] = min(worst.get(line.op, line), line, key=lambda x: x.speedup or 1)
+    told: dict[str, list[str]] = defaultdict(list)
+    for line in sorted(worst.values(), key=lambda line: line.speedup or 1):
+        by = min(line.others, key=lambda name: line.others[name].us)
+        way = "both ways in one program" if line.direction == "both" else line.direction
+        told[f"{way} beside {NAMES.get(by, by)}"].append(f"`{line.op}` {line.speedup:.2f}×")
+    speeds = {
+        (row["preset"], row["batch"], row["by"]): row["tokens_per_second"]
+        for _, report in reports
+        for row in report["rows"]
+        if "ms_first" in row
+    }
+    ratios = sorted(
+        speeds[*model, "jaxkern"] / rate
+        for (*model, by), rate in speeds.items()
+        if by == "mamba_ssm"
+    )
+    text = (
+        f"Slower, each op at its worst shape: decoding {ratios[0]:.2f}–{ratios[-1]:.2f}× "
+        f"mamba_ssm; {'; '.join(f'{how} {", ".join(ops)}' for how, ops in told.items())} "
+        "([all](bench/report.md#summary))."
+    )
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _checkpoints(reports: Reports) -> str:
@@ -326,6 +383,7 @@ FIGURES: dict[str, Callable[[Reports], str]] = {
     "headline": _headline,
     "ops": _ops,
     "readme": _readme,
+    "slower": _slower,
     "speed": _speed,
     "checkpoints": _checkpoints,
     "states": _states,

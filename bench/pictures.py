@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import curves, program, report, scaling
+from bench import curves, documents, program, report, scaling
 from bench.cases import Case, cases
 from bench.program import FOLDER
 from bench.report import CHOSEN, NAMES, OURS, Reports
@@ -42,10 +42,7 @@ OVERVIEW = (
     ("dropout", "16384x8192", "forward"),
     ("fused_adamw", "1.1B", "step"),
 )
-"""What the README shows of the ops: op, shape and pass."""
-
-BESIDE = ("mamba_ssm", "compile", "optax", "xla")
-"""Whom it shows beside them."""
+"""What the README shows of the ops, beside the fastest other library and plain JAX."""
 
 OF_JAX = (OURS, "xla", "tokamax")
 """Whose memory is known: JAX's compiler tells it."""
@@ -110,7 +107,7 @@ def rooflines(reports: Reports) -> dict[str, Roofline]:
         one = reports[line.files[0] - 1][1]
         copy, most = one.get("copy_gb_s"), one.get("product_tflop_s", 0.0)
         for name, m in line.figures.items():
-            if copy is None or line.direction not in PASSES or not m.percent:
+            if copy is None or name in line.lent or line.direction not in PASSES or not m.percent:
                 continue
             roofline, gb_s = found[line.op], m.percent / 100 * copy
             roofline.copy_gb_s = max(roofline.copy_gb_s, copy)
@@ -344,25 +341,27 @@ def overview(reports: Reports) -> dict[str, dict[str, float]]:
     for op, shape, direction in OVERVIEW:
         line = report.the_line(reports, op, shape, direction)
         assert line.own is not None, line
-        shown = {name: m.us for name, m in line.figures.items() if name in BESIDE}
+        shown = {line.rival or "xla", "xla"} & line.figures.keys()
         label = f"{op}, {direction}\n{shape}"
-        found[label] = {OURS: 1.0} | {name: line.own.us / us for name, us in shown.items()}
-    trained = report.trainings(reports)["130m", 2048]
+        speeds = {name: line.own.us / line.figures[name].us for name in in_order(shown)}
+        found[label] = {OURS: 1.0} | speeds
+    preset, length = documents.MODEL
+    trained = report.trainings(reports)[preset, length]
+    own = trained["jaxkern"]
     rates = {name: row["tokens_per_second"] for name, row in trained.items()}
-    others = {"mamba_ssm": "mamba_ssm", "xla": "xla-loop"}
-    found["Mamba of 130m, training\n8 x 2048 tokens"] = {OURS: 1.0} | {
-        name: rates[row] / rates["jaxkern"] for name, row in others.items()
-    }
+    fastest = max(filter(report.is_rival, rates), key=lambda name: rates[name])
+    label = f"Mamba of {own['parameters'] / 1e6:.0f} million, training\n{own['batch']} x {length}"
+    found[label] = {OURS: 1.0, fastest: rates[fastest] / rates["jaxkern"]}
     return found
 
 
 def draw_overview(held: dict[str, dict[str, float]], out: Path) -> None:
     """Writes the overview as bars."""
     figure, axis = pyplot().subplots(figsize=(6.8, 0.6 + 0.62 * len(held)))
-    for i, name in enumerate((OURS, *BESIDE)):
+    for i, name in enumerate(in_order({name for by in held.values() for name in by})):
         bars = []
         for row, by in enumerate(held.values()):
-            names = [n for n in (OURS, *BESIDE) if n in by]
+            names = in_order({*by})
             if name in names:
                 at = row + (names.index(name) - (len(names) - 1) / 2) * 0.8 / len(names)
                 bars.append((at, by[name], 0.72 / len(names)))

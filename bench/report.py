@@ -1,13 +1,14 @@
 """Every measurement as tables: ``python -m bench report`` writes bench/report.md.
 
 The report is made from bench/results/*.json and nothing else. A line of a table is an op's pass at
-a shape, as one file has it; a file that holds only others' figures lends them to the lines that
-lack them.
+a shape, as one file has it; what other files of the same kind of GPU have of others is lent to it,
+so that no competitor is missing beside a figure of ours.
 """
 
 import csv
 import dataclasses
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,6 +53,12 @@ Reports = Sequence[tuple[str, dict[str, Any]]]
 OF_MEMORY = ("linear_cross_entropy",)
 """Ops that save memory, too: their tables have it beside the time."""
 
+PLAIN = ("xla", "jax")
+"""Plain JAX, which is beside the other libraries."""
+
+STEADY = 0.1
+"""A training step whose times differ by more than this part from their middle is left out."""
+
 EVEN = 0.01
 """Times that differ by less than this part are even."""
 
@@ -71,7 +78,7 @@ class Measured:
 class Line:
     """An op's pass at a shape: figures by implementation, and the files that they are from.
 
-    All are of one kind of GPU, the `device`.
+    All are of one kind of GPU, the `device`; those of `lent` are from another file than the first.
     """
 
     op: str
@@ -81,6 +88,7 @@ class Line:
     figures: dict[str, Measured]
     files: tuple[int, ...]
     device: str
+    lent: frozenset[str] = frozenset()
 
     @property
     def own(self) -> Measured | None:
@@ -90,6 +98,12 @@ class Line:
     @property
     def others(self) -> dict[str, Measured]:
         return {name: m for name, m in self.figures.items() if name not in (OURS, CHOSEN)}
+
+    @property
+    def rival(self) -> str | None:
+        """The fastest other library."""
+        rivals = self.others.keys() - set(PLAIN)
+        return min(rivals, key=lambda name: self.others[name].us, default=None)
 
     @property
     def speedup(self) -> float | None:
@@ -139,24 +153,26 @@ def lines(reports: Reports) -> list[Line]:
             rates = (row.get("percent"), row.get("tflop_s", 0.0), row.get("percent_products"))
             m = Measured(row["us"], *rates, row.get("temp_bytes", 0))
             figures[who] = min(m, figures.get(who, m), key=lambda m: m.us)
+    device = lambda number: reports[number - 1][1]["device"]
     result = []
     for key, by_file in found.items():
-        lent = {number: f for number, f in by_file.items() if OURS not in f}
-        runs = {number: f for number, f in by_file.items() if OURS in f} or lent
-        for number, figures in runs.items():
-            merged, files = dict(figures), [number]
-            device = reports[number - 1][1]["device"]
-            for other, more in lent.items():
-                if reports[other - 1][1]["device"] != device:
-                    continue
-                if new := {who: m for who, m in more.items() if who not in merged}:
-                    merged |= new
-                    files.append(other)
-            result.append(Line(*key, merged, tuple(files), device))
+        for number, own in ((n, f) for n, f in by_file.items() if OURS in f or not _ours(by_file)):
+            lent: dict[str, tuple[float, int]] = {}
+            for other, more in by_file.items():
+                for who in more.keys() - own.keys() - {OURS, CHOSEN}:
+                    if device(other) == device(number):
+                        lent[who] = min((more[who].us, other), lent.get(who, (math.inf, 0)))
+            figures = own | {who: by_file[other][who] for who, (_, other) in lent.items()}
+            files = (number, *sorted({other for _, other in lent.values()}))
+            result.append(Line(*key, figures, files, device(number), frozenset(lent)))
     rank = {shape: i for i, shape in enumerate(dict.fromkeys((x.shape, x.dtype) for x in result))}
     passes = list(dict.fromkeys(["forward", "backward", "both", *(x.direction for x in result)]))
     order = lambda x: (rank[x.shape, x.dtype], x.files[0], passes.index(x.direction))
     return sorted(result, key=order)
+
+
+def _ours(by_file: dict[int, dict[str, Measured]]) -> bool:
+    return any(OURS in figures for figures in by_file.values())
 
 
 def lines_of_most(reports: Reports) -> list[Line]:
@@ -167,18 +183,57 @@ def lines_of_most(reports: Reports) -> list[Line]:
 
 
 def the_line(reports: Reports, op: str, shape: str, direction: str) -> Line:
-    """The measurement of an op's pass at a shape that has the most competitors, in bf16 if any."""
+    """The measurement of an op's pass at a shape, in bf16 if any, beside its fastest competitor.
+
+    Of several it is the one whose file has both, and of these the one with most of the others.
+    """
     every = lines_of_most(reports)
     same = [x for x in every if (x.op, x.shape, x.direction) == (op, shape, direction)]
-    return max(same, key=lambda x: (x.dtype == "bfloat16", len(x.figures)))
+    same = [x for x in same if x.dtype == "bfloat16"] or same
+
+    def order(line: Line) -> tuple[float, bool, int]:
+        rival = line.rival
+        us = line.figures[rival].us if rival else math.inf
+        return -us, rival not in line.lent, len(line.figures)
+
+    return max(same, key=order)
+
+
+def steady(row: dict[str, Any]) -> bool:
+    """Whether a training step's times differ from their middle by at most :data:`STEADY` of it."""
+    return row["ms_high"] - row["ms_low"] <= 2 * STEADY * row["ms"]
 
 
 def trainings(reports: Reports) -> dict[tuple[str, int], dict[str, Any]]:
-    """The rows of training steps by preset and length, and then by contender."""
+    """The steady rows of training steps by preset and length, and then by contender.
+
+    They are of the GPU that most rows are of. Ours is of the file that has the fastest competitor.
+    """
+    every = [
+        (number, one["device"], row)
+        for number, (_, one) in enumerate(reports)
+        for row in one["rows"]
+        if "contender" in row and steady(row)
+    ]
+    most = Counter(device for _, device, _ in every).most_common(1)
+    files: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    for number, device, row in every:
+        if device == most[0][0]:
+            of_model = files.setdefault((row["preset"], row["length"]), {})
+            of_model.setdefault(number, {})[row["contender"]] = row
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in (row for _, one in reports for row in one["rows"] if "contender" in row):
-        found.setdefault((row["preset"], row["length"]), {})[row["contender"]] = row
+    for key, by_file in files.items():
+        rate = lambda rows: max(
+            (r["tokens_per_second"] for who, r in rows.items() if is_rival(who)), default=0
+        )
+        for rows in sorted(by_file.values(), key=lambda rows: ("jaxkern" in rows, rate(rows))):
+            found.setdefault(key, {}).update(rows)
     return found
+
+
+def is_rival(contender: str) -> bool:
+    """Whether another library trains, and not plain JAX."""
+    return contender.partition("-")[0] not in ("jaxkern", "xla")
 
 
 def text(reports: Reports) -> str:
@@ -304,16 +359,23 @@ def _section(op: str, of_op: list[Line]) -> Iterator[str]:
 def _training(reports: Reports) -> Iterator[str]:
     """Training steps of the language model, from files of `bench train`."""
     rows, failed = [], []
-    for number, (name, report) in enumerate(reports, 1):
+    for number, (_, report) in enumerate(reports, 1):
         found = [row for row in report["rows"] if "contender" in row]
-        ours = trainings([(name, report)])
-        for row in found:
-            own = ours[row["preset"], row["length"]].get("jaxkern")
+        ours = {(r["preset"], r["length"]): r for r in found if r["contender"] == "jaxkern"}
+        failed += [
+            f"{row['preset']}, {row['contender']}, length {row['length']}: its times differ "
+            f"by more than {STEADY:.0%}"
+            for row in found
+            if not steady(row)
+        ]
+        for row in filter(steady, found):
+            own = ours.get((row["preset"], row["length"]))
             ratio = own and own["tokens_per_second"] / row["tokens_per_second"]
             half = (row["ms_high"] - row["ms_low"]) / 2
             rows.append(
                 [
                     f"{row['preset']}, {row['batch']} × {row['length']}",
+                    f"{row['parameters'] / 1e6:,.1f}",
                     NAMES.get(row["contender"], row["contender"]),
                     f"{row['tokens_per_second']:,}",
                     _times(ratio if own is not row else None),
@@ -338,10 +400,18 @@ def _training(reports: Reports) -> Iterator[str]:
         "most, *program* what JAX's compiled step needs, *compile* for PyTorch the first step. "
         "Without a GPU no kernel runs."
     )
-    head = ["model, batch", "by", "tokens/s", "jaxkern's speed-up", "ms a step", "TFLOP/s"]
+    head = [
+        "model, batch",
+        "parameters, M",
+        "by",
+        "tokens/s",
+        "jaxkern's speed-up",
+        "ms a step",
+        "TFLOP/s",
+    ]
     head += ["peak, GiB", "program, GiB", "compile, s", "first → last loss", "versions", "file"]
     yield table(head, rows)
-    yield from (f"Not run: {line}." for line in failed)
+    yield from (f"Not run, or left out: {line}." for line in failed)
 
 
 def _others(reports: Reports) -> Iterator[str]:

@@ -1,21 +1,28 @@
 """The documents: examples that run, names that exist, links that hold on the site and off it."""
 
 import ast
+import collections
+import dataclasses
 import doctest
 import importlib.util
 import re
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxkern
+from bench import documents, report
 from jaxkern.cases import TABLE
+from jaxkern.lm.config import PRESETS
+from jaxkern.lm.model import initial_params
 from tests.documents import DOCUMENTS, ROOT, RUN, docstrings, examples, modules
 
 README = ROOT / "README.md"
 EVERY = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 SITE = ROOT / ".site"
+SPEED = (SITE / "guide" / "speed.md").read_text()
 
 
 def script(path):
@@ -65,6 +72,39 @@ def test_examples_of_docstrings_run(module):
 def test_readme_is_short_and_has_an_example():
     assert len(README.read_text().splitlines()) <= 150
     assert examples(README)
+
+
+def test_figures_are_beside_the_fastest_competitor():
+    """Over every file of an H200; ours is of the file that has it, where one has both."""
+    found = collections.defaultdict(list)
+    for _, one in report.load():
+        for row in report.timings(one) if one["device"] == "NVIDIA H200" else ():
+            if row["dtype"] == "bfloat16":
+                key = row["op"], row["shape"], row["direction"]
+                found[key].append((row["us"], row["implementation"], one["commit"]))
+    reports = report.load()
+    for op, shape, direction in [
+        ("selective_scan", "8x2048x2048x16", "backward"),
+        ("selective_scan", "4x4096x5120x16", "forward"),
+        ("dropout", "16384x8192", "forward"),
+        ("rms_norm", "16384x4096", "forward"),
+    ]:
+        line = report.the_line(reports, op, shape, direction)
+        rows = found[op, shape, direction]
+        us, rival, commit = min(r for r in rows if r[1] not in ("mosaic", "auto", "xla", "jax"))
+        assert (line.rival, line.figures[rival].us) == (rival, us)
+        assert (line.own.us, "mosaic", commit) in rows
+        assert f"{report.NAMES[rival]} {us:.3g} µs" in SPEED or us >= 1000
+
+
+def test_parameters_of_the_headline_are_those_of_the_model():
+    preset, vocabulary = re.fullmatch(r"(\w+), vocabulary ([\d,]+)", documents.MODEL[0]).groups()
+    size = int(vocabulary.replace(",", ""))
+    model = dataclasses.replace(PRESETS[preset].model, vocab_size=size)
+    params = jax.eval_shape(lambda: initial_params(model, 0))
+    millions = sum(p.size for p in jax.tree.leaves(params)) / 1e6
+    said = f"A Mamba of {millions:.0f} million parameters (vocabulary of {vocabulary})"
+    assert said in " ".join(README.read_text().split())
 
 
 def test_readme_has_every_op_and_the_reference_every_name():
