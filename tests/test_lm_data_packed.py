@@ -1,11 +1,9 @@
 """Tokens on disk, the windows of packed documents drawn from them, and whole runs on tokens."""
 
-import dataclasses
 import functools
 import gzip
 import itertools
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -35,10 +33,11 @@ WORDS = ["the", "a", "scan", "state", "of", "gate", "chunk", "step", "reads", "�
 
 def text(i):
     rng = np.random.default_rng(i)
-    return " ".join(rng.choice(WORDS, size=rng.integers(1, 40))) + f" {i}"
+    return " ".join(rng.choice(WORDS, size=rng.integers(1, 40))).lstrip("\n") + f" {i}"
 
 
 TEXTS = [text(i) for i in range(200)]
+TOLD = [*TEXTS[:149], "a marker <|endoftext|> of a .jsonl is text", *TEXTS[150:]]
 
 
 def write_lines(path, texts):
@@ -48,12 +47,13 @@ def write_lines(path, texts):
 
 @pytest.fixture
 def root(tmp_path):
-    """200 documents, in lines and in files."""
+    """200 documents: in lines, in files, and between markers of one."""
     folder = tmp_path / "text"
     (folder / "more").mkdir(parents=True)
-    write_lines(folder / "a.jsonl", TEXTS[:150])
-    for i in range(150, 200):
-        (folder / "more" / f"{i}.txt").write_text(TEXTS[i])
+    write_lines(folder / "a.jsonl", TOLD[:150])
+    for i in range(150, 180):
+        (folder / "more" / f"{i}.txt").write_text(TOLD[i])
+    (folder / "more" / "marked.txt").write_text("\n<|endoftext|>\n".join(TOLD[180:]))
     return folder
 
 
@@ -65,6 +65,10 @@ def build(root, out, **flags):
     return data.build_packed(config_of(root, **flags), out)
 
 
+def reopened(corpus, root, out):
+    return data.open_packed(config_of(root), out, json.loads(json.dumps(corpus.info)))
+
+
 def tokens_of(source):
     """All tokens of a source, and where its documents begin."""
     stream = source.stream
@@ -72,13 +76,16 @@ def tokens_of(source):
     return window.tokens, np.flatnonzero(np.diff(window.segment_ids, prepend=-1))
 
 
-def texts_of(source, library):
-    tokens, starts = tokens_of(source)
-    pieces = np.split(tokens, starts[1:])
-    assert all(piece[0] == piece[-1] == 0 for piece in pieces)
-    decode = bytes if library is None else library.decode
-    found = [decode(piece[1:-1].tolist()) for piece in pieces]
-    return [text.decode() for text in found] if library is None else found
+def texts_of(corpus, *sources):
+    """The texts of some sources of a corpus, or of all."""
+    library, texts = getattr(corpus.tokenizer, "tokenizer", None), []
+    for source in sources or (*corpus.train, *corpus.validation):
+        tokens, starts = tokens_of(source)
+        for piece in np.split(tokens, starts[1:]):
+            assert piece[0] == piece[-1] == 0
+            ids = piece[1:-1].tolist()
+            texts.append(library.decode(ids) if library else bytes(ids).decode())
+    return texts
 
 
 @pytest.mark.parametrize("size", [400, 10**6])
@@ -88,23 +95,22 @@ def test_shards_hold_what_tokenising_at_once_gives(root, tmp_path, monkeypatch, 
     (source,) = corpus.info["sources"]
     assert (source["shards"][1] > 20) == (size == 400)
     assert (source["documents"], source["held_out"]) == (200, 0.05)
-    assert source["bytes"] == sum(len(text.encode()) for text in TEXTS)
-    library = corpus.tokenizer.tokenizer
+    assert source["bytes"] == sum(len(text.encode()) for text in TOLD)
     (train,), (validation,) = corpus.train, corpus.validation
-    learned, held = texts_of(train, library), texts_of(validation, library)
-    assert [text for text in TEXTS if text in {*learned}] == learned
-    assert [text for text in TEXTS if text in {*held}] == held
-    assert sorted(learned + held) == sorted(TEXTS)
+    learned, held = texts_of(corpus, train), texts_of(corpus, validation)
+    assert [text for text in TOLD if text in {*learned}] == learned
+    assert [text for text in TOLD if text in {*held}] == held
+    assert sorted(learned + held) == sorted(TOLD)
     assert 1 <= len(held) <= 25
-    at_once = [[0, *library.encode(text).ids, 0] for text in learned]
+    at_once = [[0, *ids, 0] for ids in corpus.tokenizer.encode(learned)]
     tokens, starts = tokens_of(train)
     np.testing.assert_array_equal(tokens, np.concatenate(at_once))
     np.testing.assert_array_equal(np.diff(starts), [len(ids) for ids in at_once[:-1]])
     assert tokens.dtype == np.uint16
     assert train.predicted == len(tokens) - len(learned)
-    # Bytes are tokens, too.
     plain = build(root, tmp_path / "bytes")
-    assert texts_of(plain.train[0], None) == learned
+    assert texts_of(plain, *plain.train) == learned
+    assert texts_of(plain, *plain.validation) == held
     assert plain.tokens_per_byte == pytest.approx(1, abs=0.03)  # by the ends of documents
 
 
@@ -127,37 +133,39 @@ def test_a_large_text_is_divided_and_its_tokens_stay(tmp_path, monkeypatch, name
     (tmp_path / name).write_bytes(content)
     trained = tokenizer.train_bpe(iter(TEXTS), 300, show=False)
     (tmp_path / "tokenizer.json").write_text(trained.stored())
+
+    def built(spec, size):
+        monkeypatch.setattr(pieces, "_SHARD_BYTES", size)
+        corpus = build(tmp_path / name, tmp_path / "run", tokenizer=spec)
+        return corpus, [tokens_of(part) for part in (*corpus.train, *corpus.validation)]
+
     for spec in ("bytes", str(tmp_path)):
-        found = []
+        _, whole = built(spec, 10**6)
         for size in (10**6, 7000, 10000):
-            monkeypatch.setattr(pieces, "_SHARD_BYTES", size)
-            config = config_of(tmp_path / name, tokenizer=spec)
-            corpus = data.build_packed(config, tmp_path / "run")
+            corpus, found = built(spec, size)
             (source,) = corpus.info["sources"]
             assert (source["shards"][1] > 5) == (size < 10**6)
             assert source["documents"] == documents
             assert source["bytes"] == len(content) - (documents - 1) * len(glue)
-            found.append([tokens_of(part) for part in (*corpus.train, *corpus.validation)])
-        for divided in found[1:]:
-            for (tokens, starts), (whole, begins) in zip(divided, found[0], strict=True):
-                np.testing.assert_array_equal(tokens, whole)
-                np.testing.assert_array_equal(starts, begins)
+            jax.tree.map(np.testing.assert_array_equal, found, whole)
     monkeypatch.setattr(shards, "_TEXT", 10**6)  # at once
     if documents == 1:
-        monkeypatch.setattr(pieces, "_SHARD_BYTES", 10**6)
-        at_once = build(tmp_path / name, tmp_path / "run", tokenizer=str(tmp_path))
-        np.testing.assert_array_equal(tokens_of(at_once.train[0])[0], found[0][0][0])
-        assert "1 document: " in at_once.describe()
-        assert "(their end)" in at_once.describe()
+        corpus, found = built(str(tmp_path), 10**6)
+        np.testing.assert_array_equal(found[0][0], whole[0][0])
+        assert "1 document: " in corpus.describe()
+        assert "(their end)" in corpus.describe()
 
 
 @pytest.mark.parametrize("content", ["é" * 4000, "é\n" * 3000, "\n" * 5000, "<|endof\n\n\n" * 700])
 def test_a_large_text_without_words_is_divided(tmp_path, monkeypatch, content):
     """At the ends of lines, or of characters: all bytes are there."""
-    monkeypatch.setattr(pieces, "_HEAD_BYTES", 300)
-    monkeypatch.setattr(pieces, "_WINDOW", 50)
-    monkeypatch.setattr(shards, "_TEXT", 100)
-    monkeypatch.setattr(pieces, "_SHARD_BYTES", 333)
+    for module, name, size in (
+        (pieces, "_HEAD_BYTES", 300),
+        (pieces, "_WINDOW", 50),
+        (pieces, "_SHARD_BYTES", 333),
+        (shards, "_TEXT", 100),
+    ):
+        monkeypatch.setattr(module, name, size)
     path = tmp_path / "a.txt"
     path.write_text(content)
     corpus = build(path, tmp_path / "run")
@@ -209,7 +217,7 @@ def test_two_processes_write_what_one_does(root, tmp_path, monkeypatch):
         told.clear()
     assert found[0] == found[1]
     path = write_lines(tmp_path / "a.jsonl", [*TEXTS * 9, "before\0behind"])
-    refused(f"^{path}: has a zero byte behind", data.build_packed, config_of(path), tmp_path / "a")
+    refused(f"^{path}: has a zero byte behind", build, path, tmp_path / "a")
 
 
 def test_zero_bytes_are_refused_of_bytes_alone(tmp_path, monkeypatch):
@@ -220,11 +228,8 @@ def test_zero_bytes_are_refused_of_bytes_alone(tmp_path, monkeypatch):
     book.write_text(" " * (1 << 20) + "before\0behind")  # beyond what is read of it at first
     for path in (lines, book):
         words = rf"^{path}: has a zero byte behind '.*before', .* --tokenizer bpe:32000, .*leave it"
-        refused(words, data.build_packed, config_of(path), tmp_path / "run")
-    corpus = build(lines, tmp_path / "run", tokenizer="bpe:300")
-    library = corpus.tokenizer.tokenizer
-    held = [text for part in (corpus.train, corpus.validation) for text in texts_of(*part, library)]
-    assert sorted(held) == sorted(texts)
+        refused(words, build, path, tmp_path / "run")
+    assert sorted(texts_of(build(lines, tmp_path / "run", tokenizer="bpe:300"))) == sorted(texts)
 
 
 def test_shards_are_as_large_as_the_data_asks_for():
@@ -232,58 +237,40 @@ def test_shards_are_as_large_as_the_data_asks_for():
     assert [pieces.shard_bytes(total) >> 20 for total in totals] == [4, 4, 32, 64]
 
 
-def test_texts_between_markers_are_documents(tmp_path):
-    """Neither state nor loss goes from a story to the next, whatever the tokenizer."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    want = [text.strip() for text in TEXTS]
-    (folder / "a.txt").write_text("\n<|endoftext|>\n".join(want))
-    want.append("one<|endoftext|>two")
-    write_lines(folder / "b.jsonl", want[-1:])
-    for spec in ("bytes", "bpe:300"):
-        corpus = build(folder, tmp_path / spec, tokenizer=spec)
-        library = None if spec == "bytes" else corpus.tokenizer.tokenizer
-        sources = (*corpus.train, *corpus.validation)
-        found = [text for source in sources for text in texts_of(source, library)]
-        assert sorted(found) == sorted(want)
-
-
-def test_a_killed_run_keeps_its_whole_shards(root, tmp_path, monkeypatch):
+def test_tokenising_that_ctrl_c_stops_keeps_its_whole_shards(root, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pieces, "_SHARD_BYTES", 400)
-    config, out = config_of(root), tmp_path / "run"
-    whole = data.build_packed(config, tmp_path / "undisturbed")
-    write, written = shards.write_shard, []
+    whole = build(root, tmp_path / "undisturbed")
+    out, write, written = tmp_path / "run", shards.write_shard, []
 
-    def killed(shard, tokens, tell):
+    def write_shard(shard, tokens, tell):
         written.append(shard.path.name)
         if len(written) == 9:
             shard.path.with_name("00008.train.tokens").write_bytes(b"begun")
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         write(shard, tokens, tell)
 
-    monkeypatch.setattr(shards, "write_shard", killed)
-    assert not data.has_shards(out)
-    with pytest.raises(KeyboardInterrupt):
-        data.build_packed(config, out)
-    assert data.has_shards(out)
+    monkeypatch.setattr(shards, "write_shard", write_shard)
+    argv = ["train", "--preset", "micro", "--data", root, "--pack", "--out", out]
+    line = command(capsys, *argv, code=128 + signal.SIGINT)
+    assert "jaxkern: stopped (SIGINT): training had not begun; " in line
+    assert "keeps the tokens that are made" in line
+    assert not (out / "config.json").exists()
     (folder,) = (out / "corpus").glob("*/")
     assert len([*folder.glob("*.json")]) == 8
     # One whose files are not as long as they were is written again, too.
     (folder / "00003.train.tokens").write_bytes(b"")
-    again = data.build_packed(config, out)
+    monkeypatch.setattr(train_module.Trainer, "compile", lambda self, fresh: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        command(capsys, *argv)
+    again = build(root, out)
     assert written[9:11] == ["00003", "00008"]
     assert len(written) == 9 + again.info["sources"][0]["shards"][1] - 7
     assert again.info["fingerprint"] == whole.info["fingerprint"]
-    count = len(written)
-    reopened = data.open_packed(config, out, json.loads(json.dumps(again.info)))
-    assert reopened.info == again.info
-    assert data.build_packed(config, out).info == again.info
-    assert len(written) == count
+    assert reopened(again, root, out).info == again.info
     # What has changed is told from it.
     (root / "more" / "150.txt").write_text("other")
-    assert data.build_packed(config, out).info["fingerprint"] != again.info["fingerprint"]
-    words = "are missing or have changed since the run began"
-    refused(words, data.open_packed, config, out, again.info)
+    assert build(root, out).info["fingerprint"] != again.info["fingerprint"]
+    refused("are missing or have changed since the run began", reopened, again, root, out)
 
 
 def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkeypatch):
@@ -296,7 +283,7 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
         again = build(root, tmp_path / "b", **flags)
     assert again.info == first.info
     assert not (tmp_path / "a").exists()
-    build(root, tmp_path / "c", data_cache=str(cache), tokenizer="bpe:301")
+    build(root, tmp_path / "c", **flags | {"tokenizer": "bpe:301"})
     assert len([*cache.glob("*/")]) == 2
     path = next(cache.glob("bpe-300-*.json"))
     of_file = build(root, tmp_path / "d", tokenizer=str(path))
@@ -308,33 +295,27 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.99])
 def test_no_more_than_a_quarter_is_held_out(tmp_path, monkeypatch, share):
     """A run that was begun without the bound goes on with what it has held out."""
-    sizes = [int(part * 10000) // 3 for part in (share, 1 - share)]
-    held, learned = (
-        next(
-            text * size
-            for text in (f"{i:02} " for i in range(100))
-            if (shards._fraction(text * size) < 0.05) == is_held
-        )
-        for size, is_held in zip(sizes, (True, False), strict=True)
-    )
-    path = write_lines(tmp_path / "a.jsonl", [held, learned])
-    config, out = config_of(path), tmp_path / "run"
-    corpus = data.build_packed(config, out)
+
+    def text_that(is_held, size):
+        texts = (f"{i:02} " * (int(size * 10000) // 3) for i in range(100))
+        return next(text for text in texts if (shards._fraction(text) < 0.05) == is_held)
+
+    path, out = tmp_path / "a.jsonl", tmp_path / "run"
+    write_lines(path, [text_that(True, share), text_that(False, 1 - share)])
+    corpus = build(path, out)
     by_document = share < 0.25
     assert corpus.info["split"] == ("by document" if by_document else "by position")
-    (train,), (validation,) = corpus.train, corpus.validation
-    size = train.stream.size + validation.stream.size
-    assert validation.stream.size <= size * (0.25 if by_document else 0.05)
-    reopened = lambda corpus: data.open_packed(config, out, json.loads(json.dumps(corpus.info)))
-    assert reopened(corpus).info == corpus.info
+    learned, held = (part[0].stream.size for part in (corpus.train, corpus.validation))
+    size = learned + held
+    assert held <= size * (0.25 if by_document else 0.05)
+    assert reopened(corpus, path, out).info == corpus.info
 
     monkeypatch.setattr(build_module, "MOST_HELD_OUT", 1)
-    earlier = data.build_packed(config, out)
+    earlier = build(path, out)
     assert earlier.info["split"] == "by document"
-    (source,) = earlier.info["sources"]
-    del source["most_held_out"]
+    del earlier.info["sources"][0]["most_held_out"]
     monkeypatch.undo()
-    again = reopened(earlier)
+    again = reopened(earlier, path, out)
     assert again.info == earlier.info
     assert again.validation[0].stream.size == earlier.validation[0].stream.size > size * share / 2
 
@@ -442,8 +423,7 @@ def test_weights_are_the_shares_of_what_is_drawn(monkeypatch):
 
 def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     other = write_lines(tmp_path / "b.jsonl", ["b " * 30 + str(i) for i in range(30)])
-    config = config_of(root, data=(f"{root}=3", f"{other}=1"), seq_len=16)
-    corpus = data.build_packed(config, tmp_path / "a")
+    corpus = build(root, tmp_path / "a", data=(f"{root}=3", f"{other}=1"), seq_len=16)
     assert [source.name for source in corpus.train] == ["text", "b.jsonl"]
     assert packed.shares(corpus.train) == packed.shares(corpus.validation) == [0.75, 0.25]
     options = {"batch_size": 400, "seq_len": 16, "seed": 0, "step": 0}
@@ -454,16 +434,12 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     ratios = [source.bytes / source.predicted for source in corpus.train]
     assert corpus.tokens_per_byte == pytest.approx(1 / (0.75 * ratios[0] + 0.25 * ratios[1]))
 
-    config = config_of(root, eval_data=(str(other), str(root / "more")))
-    corpus = data.build_packed(config, tmp_path / "b")
+    corpus = build(root, tmp_path / "b", eval_data=(str(other), str(root / "more")))
     assert [source.name for source in corpus.validation] == ["b.jsonl", "more"]
     assert corpus.info["split"] == "by source"
     assert sum(source["documents"] for source in corpus.info["sources"]) == 150 + 30 + 50
-    config = config_of(root, eval_data=(str(root / "nowhere"),))
-    refused(r"--eval-data .*nowhere: no such file", data.build_packed, config, tmp_path / "c")
-    config = config_of(root, data=(str(root), str(root / "a.jsonl")))
-    words = r"--data .*a\.jsonl: all of its files are named before"
-    refused(words, data.build_packed, config, tmp_path / "d")
+    words, again = r"--data .*a\.jsonl: all of its files are named before", root / "a.jsonl"
+    refused(words, build, root, tmp_path / "d", data=(str(root), str(again)))
 
 
 @pytest.mark.parametrize("batches", [1, 3, 1000])
@@ -483,17 +459,11 @@ def test_validation_is_a_fixed_part_spread_evenly(root, tmp_path, batches):
 
 
 def test_too_little_text_and_broken_files_are_named(tmp_path):
-    path = tmp_path / "a.txt"
+    path, out = tmp_path / "a.txt", tmp_path / "run"
     path.write_text("é")
-    trained = config_of(path, tokenizer="bpe:300")
-    words = r"--data a\.txt has 3 tokens; give more text"
-    refused(words, data.build_packed, trained, tmp_path / "run")
+    refused(r"--data a\.txt has 3 tokens; give more text", build, path, out, tokenizer="bpe:300")
     path.write_bytes(b"a" * (1 << 20) + b"\xff")
-    words = r"a\.txt: is not UTF-8 text .*mend it or leave it out"
-    refused(words, data.build_packed, config_of(path), tmp_path / "run")
-    config = dataclasses.replace(trained, vocab_size=299)
-    words = "--vocab-size 299 is less than the 300 tokens of --token"
-    refused(words, config.for_tokens, 300)
+    refused(r"a\.txt: is not UTF-8 text .*mend it or leave it out", build, path, out)
     assert config_of(path).for_tokens(50277).model.vocab_size == 50304
 
 
@@ -511,15 +481,14 @@ def test_two_fields_of_a_file_are_two_sources(tmp_path):
     corpus = data.build_corpus(named, tmp_path / "b")
     assert corpus.info["documents"] == 2 * len(records) + 1
     for again in (f"{path}:body", f"{book}:body"):
-        config = config_of(tmp_path, data=(*named, again))
-        words = f"{again}: all of its files are named before"
-        refused(words, data.build_packed, config, tmp_path / "c")
-        info = data.build_corpus(config.data, tmp_path / "d").info
+        words, several = f"{again}: all of its files are named before", (*named, again)
+        refused(words, build, tmp_path, tmp_path / "c", data=several)
+        info = data.build_corpus(several, tmp_path / "d").info
         assert info["fingerprint"] == corpus.info["fingerprint"]
     # A file to validate with is not trained on by another field.
-    config = config_of(tmp_path, data=(named[0], str(book)), eval_data=(named[1],))
+    flags = {"data": (named[0], str(book)), "eval_data": (named[1],)}
     words = f"{named[0]}: all of its files are named before"
-    refused(words, data.build_packed, config, tmp_path / "e")
+    refused(words, build, tmp_path, tmp_path / "e", **flags)
 
 
 @pytest.fixture(scope="module")
@@ -613,46 +582,27 @@ def test_two_devices_see_the_batches_of_one(argv, finished, tmp_path):
         np.testing.assert_allclose([*one.values()], [*two.values()], rtol=1e-4)
 
 
-def test_ctrl_c_while_tokenising_is_one_line_and_keeps_what_is_done(
-    argv, tmp_path, capsys, monkeypatch
-):
-    out, write, written = tmp_path / "run", shards.write_shard, []
-    monkeypatch.setattr(pieces, "_SHARD_BYTES", 3000)
-
-    def write_shard(shard, tokens, tell):
-        written.append(shard.path.name)
-        if len(written) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        write(shard, tokens, tell)
-
-    monkeypatch.setattr(shards, "write_shard", write_shard)
-    line = command(capsys, *argv, out, code=128 + signal.SIGINT)
-    assert "jaxkern: stopped (SIGINT): training had not begun; " in line
-    assert "keeps the tokens that are made" in line
-    assert len([*out.glob("corpus/*/0*.json")]) == 2
-    assert not (out / "config.json").exists()
-    monkeypatch.setattr(train_module.Trainer, "compile", lambda self, fresh: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        cli.main([*argv, str(out)])
-    assert written[3] == "00002"
-
-
 def test_what_a_run_on_tokens_cannot_begin_with(argv, tmp_path, capsys, monkeypatch):
     """Each is told before a tokenizer is trained, and leaves no folder behind."""
     out = tmp_path / "run"
     (tmp_path / "file").touch()
+    (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(data.tokenizer, "train_bpe", lambda *_, **__: 1 / 0)
+    size = "the size must be a whole number from 257 to 2^24"
     for flags, words in (
-        (["--tokenizer", "bpe:5"], "--tokenizer bpe:5: the size must be a whole number from 257"),
-        (["--tokenizer", "x.json"], "--tokenizer x.json: no such tokenizer; give bytes, bpe:32000"),
-        (["--eval-data", "nowhere"], "--eval-data nowhere: no such file or folder"),
-        (["--data", "a=1", "b"], "some have a weight and some do not"),
-        (["--tokenizer", "bytes", "--vocab-size", "512"], "512: bytes are 256 tokens; leave it"),
-        (["--vocab-size", "280"], "--vocab-size 280 is less than the 300 tokens"),
-        (["--profile", "7:3"], "--profile 7:3 are steps 7 to 9, and those to come are 1 to 8"),
-        (["--data-cache", str(tmp_path / "file" / "a")], "/file/a cannot be written to (Not a dir"),
+        ("--tokenizer bpe:256", f"--tokenizer bpe:256: {size}"),
+        ("--tokenizer bpe:many", f"--tokenizer bpe:many: {size}"),
+        ("--tokenizer x.json", "--tokenizer x.json: no such tokenizer; give bytes, bpe:32000"),
+        (f"--tokenizer {tmp_path}", "tokenizer.json cannot be read ("),
+        (f"--tokenizer {tmp_path}", "; give a tokenizer.json of"),
+        ("--eval-data nowhere", "--eval-data nowhere: no such file or folder"),
+        ("--data a=1 b", "some have a weight and some do not; write =WEIGHT"),
+        ("--tokenizer bytes --vocab-size 512", "512: bytes are 256 tokens; leave it"),
+        ("--vocab-size 299", "--vocab-size 299 is less than the 300 tokens of --token"),
+        ("--profile 7:3", "--profile 7:3 are steps 7 to 9, and those to come are 1 to 8"),
+        (f"--data-cache {tmp_path}/file/a", "/file/a cannot be written to (Not a dir"),
     ):
-        (line,) = command(capsys, *argv, out, *flags, code=1).splitlines()
+        (line,) = command(capsys, *argv, out, *flags.split(), code=1).splitlines()
         assert words in line
         assert not out.exists()
 
@@ -665,9 +615,8 @@ def test_sequences_that_the_data_does_not_fill_are_refused(argv, tmp_path, capsy
     assert "tokens, fewer than the 4,097 that --seq-len 4096 needs; lower --seq-len or" in line
 
     def corpus_of(*sizes):
-        streams = [types.SimpleNamespace(size=size) for size in sizes]
-        train = [types.SimpleNamespace(name=f"of {s.size}", stream=s) for s in streams]
-        return types.SimpleNamespace(train=train)
+        stub = types.SimpleNamespace
+        return stub(train=[stub(name=f"of {n}", stream=stub(size=n)) for n in sizes])
 
     words = r"no source of --data has more than 80 tokens, fewer than"
     refused(words, run.check_length, corpus_of(20, 80), 80)
