@@ -1,8 +1,7 @@
 """Whole runs of the command line, as a user has them: stopped, resumed, looked at, sampled.
 
 Most are of a step that stands in for the model's: it is compiled in no time, and its losses depend
-on every batch, learning rate and array of the state before. The others, of the model, are compiled
-once for all runs of one configuration. Processes of their own run where it matters how these end.
+on every batch, learning rate and array of the state before. Those of the model compile it once.
 """
 
 import contextlib
@@ -18,11 +17,10 @@ import random
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
-import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +39,14 @@ from jaxkern.precision import DynamicLossScale, NoOpLossScale
 
 STEPS, EVERY = 20, 5  # of a run of the stand-in
 REAL_STEPS = 60
-
-
 ONE = dataclasses.replace(PRESETS["micro"].model, n_layers=1)
-ONE2 = dataclasses.replace(PRESETS["mamba2-micro"].model, n_layers=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def models_of_one_layer():
     with pytest.MonkeyPatch.context() as patch:
-        for name, model in (("micro", ONE), ("mamba2-micro", ONE2)):
+        for name in ("micro", "mamba2-micro"):
+            model = dataclasses.replace(PRESETS[name].model, n_layers=1)
             patch.setitem(PRESETS, name, dataclasses.replace(PRESETS[name], model=model))
         yield
 
@@ -61,10 +57,8 @@ def run(*argv, code=0):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         returned = cli.main([str(arg) for arg in argv])
     assert returned == code, err.getvalue()
-    if code == 0:
-        return out.getvalue()
-    assert err.getvalue().count("\n") == 1
-    return err.getvalue()
+    assert code == 0 or err.getvalue().count("\n") == 1
+    return (err if code else out).getvalue()
 
 
 def resume(out, *argv, **options):
@@ -74,16 +68,11 @@ def resume(out, *argv, **options):
 def losses(folder):
     """Everything that a run records, but for its speed."""
     records = read_metrics(folder / "metrics.jsonl")
-    for record in records:
-        record.pop("tokens_per_second", None)
-    return records
+    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records]
 
 
-def interrupt(signum=signal.SIGINT):
-    os.kill(os.getpid(), signum)
-
-
-terminate = functools.partial(interrupt, signal.SIGTERM)
+interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+terminate = functools.partial(signal.raise_signal, signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -315,25 +304,22 @@ def test_parallel_alone_is_over_all_devices(argv, tmp_path, monkeypatch):
 
 def test_a_run_is_not_overwritten_nor_changed(finished):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    again = ["train", "--preset", "micro", "--steps", STEPS, "--out", finished]
-    assert f"--out {finished} already holds a run; add --resume" in run(*again, code=1)
-    assert "--lr 0.5 differs from the run's 0.01 and cannot change" in resume(
-        finished, "--lr", "0.5", code=1
-    )
-    assert f"--steps 3 differs from the run's {STEPS} and can only grow" in resume(
-        finished, "--steps", "3", code=1
-    )
+    for flags, words in (
+        ([], f"--out {finished} already holds a run; add --resume"),
+        (["--resume", "--lr", 0.5], "--lr 0.5 differs from the run's 0.01 and cannot change"),
+        (["--resume", "--steps", 3], f"--steps 3 differs from the run's {STEPS} and can only grow"),
+    ):
+        assert words in run("train", "--preset", "micro", *flags, "--out", finished, code=1)
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
 def test_resuming_goes_back_from_a_damaged_checkpoint(finished, copied):
-    manifest = copied / "checkpoints" / str(STEPS) / "manifest.json"
-    manifest.write_text(manifest.read_text()[:-100])
+    path, before = copied / "checkpoints" / str(STEPS), STEPS - EVERY
+    (path / "manifest.json").write_text((path / "manifest.json").read_text()[:-100])
     printed = resume(copied)
-    path = manifest.parent
     assert f"checkpoint {path} is damaged: its manifest.json is no manifest; " in printed
-    assert f"renamed to .damaged, and the run goes back to step {STEPS - EVERY}" in printed
-    assert f"continued from step {STEPS - EVERY}" in printed
+    assert f"renamed to .damaged, and the run goes back to step {before}" in printed
+    assert f"continued from step {before}" in printed
     assert losses(copied) == losses(finished)
     assert checkpoint.newest(copied, ONE) == (STEPS, [])
     assert path.with_name(f"{STEPS}.damaged").is_dir()
@@ -344,8 +330,7 @@ def edit(name, file="config.json", **values):
 
     def change(run):
         content = json.loads((run / file).read_text())
-        table = content if name is None else content[name]
-        table |= values
+        (content if name is None else content[name]).update(values)
         (run / file).write_text(json.dumps(content))
 
     return change
@@ -355,6 +340,11 @@ def write(name, content):
     return lambda run: (run / name).write_bytes(content)
 
 
+def reverse(name):
+    return lambda run: (run / name).write_bytes((run / name).read_bytes()[::-1])
+
+
+MANIFEST = f"checkpoints/{STEPS}/manifest.json"
 TINY = {"d_model": 128, "n_layers": 4, "d_state": 16}
 
 
@@ -371,11 +361,12 @@ TINY = {"d_model": 128, "n_layers": 4, "d_state": 16}
         (edit("model", width=32), "model is not that of preset micro: "),
         (edit(None, precision="fp8"), "precision is 'fp8', and by flags.mixed_precision it is"),
         (edit("data", fingerprint="0"), "is not the data that this run began with"),
-        (write("corpus/train.bin", b"other text"), "is missing or has changed"),
+        (reverse("corpus/train.bin"), "is missing or has changed"),
+        (write("corpus/corpus.json", b"[]"), "is missing or has changed"),
         (write("metrics.jsonl", b'{"step": 0}\nhello\n'), "metrics.jsonl, line 2 is not a record"),
         (
-            edit("model", f"checkpoints/{STEPS}/manifest.json", **TINY),
-            "is of preset tiny, and the run is of preset micro: d_model is 128, not 16, ",
+            edit("model", MANIFEST, **TINY),
+            "is of preset tiny, and the run is of preset micro: d_",
         ),
     ],
 )
@@ -395,11 +386,7 @@ def test_what_cannot_be_resumed_is_told_before_anything_is_compiled(
         ("bf16", 40, r"at step 2 the loss is inf and the gradient norm inf; .* lower --lr than"),
         # The first step is done, and the scale halves from 2^15 to 1 while the next 15 are not.
         ("fp16", 40, r"at step 17 the loss is inf .*, or with --mixed-precision bf16"),
-        (
-            "fp16",
-            8,
-            r"after 8 steps the validation loss is not a number; .* lower --lr than 1e\+30",
-        ),
+        ("fp16", 8, r"after 8 steps the validation loss is not a number; .* --lr than 1e\+30"),
     ],
 )
 def test_a_run_that_diverges_says_so(argv, tmp_path, stands_in, policy, steps, words):
@@ -413,28 +400,21 @@ def test_a_run_that_diverges_says_so(argv, tmp_path, stands_in, policy, steps, w
 # How it ends: signals, and outputs that are closed
 
 
-@pytest.fixture
-def closed_pipe():
+@pytest.mark.parametrize("interrupted", [False, True], ids=["head", "tee"])
+def test_a_run_whose_output_closes_saves_its_step(argv, tmp_path, during, stands_in, interrupted):
+    """As of ``jaxkern train | head``, and of ``| tee log`` where Ctrl-C ends tee too."""
     reading, writing = os.pipe()
     os.close(reading)
-    with open(writing, "w") as file:
-        yield file
-
-
-@pytest.mark.parametrize("interrupted", [False, True], ids=["head", "tee"])
-def test_a_run_whose_output_closes_saves_its_step(
-    argv, tmp_path, during, closed_pipe, stands_in, interrupted
-):
-    """As of ``jaxkern train | head``, and of ``| tee log`` where Ctrl-C ends tee too."""
 
     def close():
-        sys.stdout = closed_pipe
+        sys.stdout = closed
         if interrupted:
             interrupt()
 
     during(12, close)
     flags = ["--out", tmp_path / "run", "--eval-every", STEPS, "--checkpoint-every", STEPS]
-    line = run(*argv, *flags, code=130 if interrupted else 141)
+    with open(writing, "w") as closed:
+        line = run(*argv, *flags, code=130 if interrupted else 141)
     step, why = (13, "SIGINT") if interrupted else (20, "its output was closed")
     saved = f"step {step} of {STEPS} is saved in {tmp_path / 'run'}; cont"
     assert f"stopped ({why}): {saved}" in line
@@ -465,7 +445,7 @@ def test_signals_that_are_ignored_or_handled_already_stay_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
         with stop.handled():
-            interrupt(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -534,7 +514,6 @@ def test_ctrl_c_before_training_is_one_line_and_leaves_nothing(place, argv, tmp_
 
 @functools.cache
 def compiled(configuration, placement, x64):
-    del x64
     return program.compile_programs(configuration, placement, fresh=True)
 
 
@@ -576,9 +555,8 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
     _, out, printed = learned(preset)
     records = losses(out)
     assert [record["step"] for record in records] == list(range(REAL_STEPS + 1))
-    validation = {
-        r["step"]: r["validation_bits_per_byte"] for r in records if "validation_loss" in r
-    }
+    bits = "validation_bits_per_byte"
+    validation = {r["step"]: r[bits] for r in records if "validation_loss" in r}
     assert list(validation) == [0, 20, 40, 60]
     assert 7.5 < validation[0] < 8.5
     assert validation[REAL_STEPS] < 3.0  # the text is of eleven words
@@ -594,13 +572,12 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
     assert {"jax", "flax", "jaxkern"} <= stored["versions"].keys()
     assert checkpoint.steps(out) == [20, 40, 60]
 
-    assert printed.index("compiling") < printed.index("compiled the step in")
-    assert "step 60/60 · loss " in printed
-    assert "step 60/60 · saving took " in printed
-    assert f"validation {validation[60]:.3f} bits/byte after 60 steps" in printed
-    assert "tokens/s" in printed
-    assert f"jaxkern sample --run {out}" in printed
-    assert f"a sample:\n\n{'x' * 300}\n\n\nmore:" in printed
+    told = [
+        *("compiling", "compiled the step in", "step 60/60 · loss ", "step 60/60 · saving took "),
+        *(f"validation {validation[60]:.3f} bits/byte after 60 steps", "tokens/s"),
+        *(f"a sample:\n\n{'x' * 300}\n\n\nmore:", f"jaxkern sample --run {out}"),
+    ]
+    assert re.search(".*".join(map(re.escape, told)), printed, re.DOTALL), printed
 
 
 @KIND
@@ -657,117 +634,87 @@ def test_double_precision_changes_nothing(learned, tmp_path, during, compiled_on
     assert checkpoint.steps(out) == [6, 8]
 
 
-@pytest.mark.exhaustive
-def test_a_model_in_fp16_that_diverges_says_so(text, tmp_path):
-    argv = ["train", "--preset", "micro", "--data", text, "--seq-len", 8, "--steps", 40]
-    argv += ["--mixed-precision", "fp16", "--lr", 1e30, "--out", tmp_path / "run"]
-    told = r"training diverged: at step 17 the loss is nan .*, or with --mixed-precision bf16"
-    assert re.search(told, run(*argv, code=1))
-
-
 # What it is looked at with: a trace of its steps, TensorBoard, Weights & Biases
 
 
-class Wandb(types.ModuleType):
-    """As much of wandb as is used: a run keeps the steps that it was given, in order alone."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.__spec__ = importlib.util.spec_from_loader("wandb", None)
-        self.began, self.logged, self.finished, self.step, self.Settings = [], [], 0, 0, dict
-
-    def init(self, **options):
-        self.began.append(options)
-        return self
-
-    def log(self, scalars, step):
-        assert step >= self.step
-        self.logged.append((step, scalars))
-        self.step = step + 1
-
-    def finish(self):
-        self.finished += 1
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in for wandb, whose run takes steps in order alone."""
+    found = mock.MagicMock(__spec__=importlib.util.spec_from_loader("wandb", None), step=0)
+    found.init.return_value = found
+    found.log.side_effect = lambda scalars, step: setattr(found, "step", step + 1)
+    monkeypatch.setitem(sys.modules, "wandb", found)
+    return found
 
 
-def assert_same_curves(folder, records):
-    """The event files of a folder, as TensorBoard has them, hold these records."""
-    curves = {}
+def curves(folder):
+    """The values of the event files of a folder by name and step, as TensorBoard has them."""
+    found = {}
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
         while content:
-            (size,) = struct.unpack("<Q", content[:8])
+            size = int.from_bytes(content[:8], "little")
             event, content = Event.FromString(content[12 : 12 + size]), content[16 + size :]
             if event.HasField("session_log"):  # of a run that goes on from this step
-                curves = {
-                    name: {step: value for step, value in curve.items() if step < event.step}
-                    for name, curve in curves.items()
-                }
-            for value in event.summary.value:
-                curves.setdefault(value.tag, {})[event.step] = value.simple_value
-    assert curves.keys() == {name for record in records for name in record} - {"step"}
-    for name, curve in curves.items():
-        kept = {r["step"]: np.float32(r[name]) for r in records if r.get(name) is not None}
-        assert curve == kept
+                found = {key: value for key, value in found.items() if key[1] < event.step}
+            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+    return found
 
 
 def test_a_run_is_shown_beside_its_metrics_and_goes_on_there(
-    argv, tmp_path, during, monkeypatch, stands_in
+    argv, tmp_path, during, stands_in, wandb
 ):
-    wandb, out = Wandb(), tmp_path / "run"
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    out, logged = tmp_path / "run", lambda: [call.kwargs["step"] for call in wandb.log.mock_calls]
     during(7, terminate)
     flags = ["--out", out, "--log-every", 2, "--log-to", "tensorboard", "wandb"]
     run(*argv, *flags, "--profile", "3:2", code=143)
     stored = json.loads((out / "config.json").read_text())
     assert stored["flags"]["log_to"] == ["tensorboard", "wandb"]
-    assert [step for step, _ in wandb.logged] == list(range(9))
+    assert logged() == [*range(9)]
     (trace,) = (out / "profile").rglob("*.trace.json.gz")
     content = json.loads(gzip.decompress(trace.read_bytes()))
-    names = [event.get("name") for event in content["traceEvents"]]
-    assert names.count("train") == 2
+    assert [event.get("name") for event in content["traceEvents"]].count("train") == 2
     assert list(trace.parent.glob("*.xplane.pb"))
 
     os.rename(out / "checkpoints" / "8", out / "checkpoints" / "8.lost")  # as if it were killed
+    line = resume(out, "--profile", "5:2", code=1)
+    assert "--profile 5:2 are steps 5 to 6, and those to come are 6 to 20; name steps" in line
     during(None, None)
     printed = resume(out, "--profile")
     assert "profile  steps 16 to 20: " in printed
     assert "https://ui.perfetto.dev opens " in printed
     records = read_metrics(out / "metrics.jsonl")
-    assert [record["step"] for record in records] == list(range(STEPS + 1))
-    assert_same_curves(out / "tensorboard", records)
-    assert [step for step, _ in wandb.logged] == list(range(STEPS + 1))
-    assert wandb.logged[14][1] == {k: v for k, v in records[14].items() if k != "step"}
-    assert wandb.finished == 2
-    first, second = wandb.began
+    assert [record.pop("step") for record in records] == logged() == [*range(STEPS + 1)]
+    assert wandb.log.mock_calls[14].args == (records[14],)
+    assert wandb.finish.call_count == 2
+    first, second = (call.kwargs for call in wandb.init.mock_calls)
     assert first["id"] == second["id"]
     assert (second["resume"], second["config"]["flags"]["preset"]) == ("allow", "micro")
 
+    expected = {(k, i): np.float32(v) for i, r in enumerate(records) for k, v in r.items()}
+    assert curves(out / "tensorboard") == expected
     (late := tmp_path / "late").mkdir()  # one that is asked for later has all that was before
     for _ in range(2):
-        trackers.TensorBoard(late, {}, records).close()
-    assert_same_curves(late / "tensorboard", records)
+        trackers.TensorBoard(late, {}, read_metrics(out / "metrics.jsonl")).close()
+    assert curves(late / "tensorboard") == expected
 
 
-def test_what_a_tracker_lacks_is_told(argv, tmp_path, monkeypatch):
+def test_what_a_tracker_lacks_is_told(argv, tmp_path, monkeypatch, wandb):
+    wandb.init.side_effect = ZeroDivisionError("division by zero")
+    with pytest.raises(RunError, match=r"--log-to wandb: division by zero; run wandb login, or"):
+        trackers.WeightsAndBiases(tmp_path, {}, [])
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
-    )
+    there = lambda name: None if name == "wandb" else find(name)
+    monkeypatch.setattr(importlib.util, "find_spec", there)
     line = run(*argv, "--out", tmp_path / "run", "--log-to", "wandb", code=1)
     assert line == "jaxkern: error: --log-to wandb needs wandb; run: pip install wandb\n"
     assert not (tmp_path / "run").exists()
     line = run(*argv, "--log-to", "tensorboard", "none", code=1)
     assert "--log-to tensorboard none names none and another; give none alone, or leave" in line
-    wandb = Wandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(wandb, "init", lambda **_: 1 / 0)
-    with pytest.raises(RunError, match=r"--log-to wandb: division by zero; run wandb login, or"):
-        trackers.WeightsAndBiases(tmp_path, {}, [])
 
 
-@pytest.mark.parametrize(
-    ("steps", "done", "end", "traced"),
-    [
+def test_the_steps_that_are_traced(tmp_path):
+    for steps, done, end, traced in (
         (None, 0, 100, (0, 0)),
         ("auto", 0, 100, (11, 15)),
         ("auto", 40, 100, (51, 55)),
@@ -775,15 +722,6 @@ def test_what_a_tracker_lacks_is_told(argv, tmp_path, monkeypatch):
         ("auto", 98, 100, (99, 100)),
         ("50", 40, 100, (50, 54)),
         ("100:1", 0, 100, (100, 100)),
-        ("40:2", 40, 100, "40 to 41"),
-        ("98:4", 40, 100, "98 to 101"),
-    ],
-)
-def test_the_steps_that_are_traced(tmp_path, steps, done, end, traced):
-    if isinstance(traced, tuple):
+    ):
         profile = Profile(tmp_path, steps, done=done, end=end)
         assert (profile.first, profile.last) == traced
-        return
-    told = rf"--profile {steps} are steps {traced}, and those to come are {done + 1} to {end}; "
-    with pytest.raises(RunError, match=told):
-        Profile(tmp_path, steps, done=done, end=end)
