@@ -28,7 +28,7 @@ def selective_scan_step(
     *,
     dt_bias: jax.Array | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    dt_limit: tuple[float, float] = (-math.inf, math.inf),
     layer: int | jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:

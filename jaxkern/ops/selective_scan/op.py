@@ -84,7 +84,7 @@ def selective_scan(
     *,
     dt_bias: jax.Array | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    dt_limit: tuple[float, float] = (-math.inf, math.inf),
     initial_state: jax.Array | None = None,
     return_final_state: Literal[False] = False,
     segment_ids: jax.Array | None = None,
@@ -113,7 +113,7 @@ def selective_scan(
     *,
     dt_bias: jax.Array | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    dt_limit: tuple[float, float] = (-math.inf, math.inf),
     initial_state: jax.Array | None = None,
     return_final_state: bool = False,
     segment_ids: jax.Array | None = None,
@@ -163,7 +163,8 @@ def selective_scan(
       dt_bias: (D,), added to `dt`; ``None`` stands for zeros.
       dt_softplus: whether the step size is the softplus of that sum.
       dt_limit: the least and the largest step size. One outside is set to the limit and has no
-        gradient; so by default, without softplus, a negative step size counts as 0.
+        gradient. By default there is no limit, as in mamba_ssm: without softplus a negative step
+        size stays negative.
       initial_state: (B, D, N), or with `num_segments` (B, S, D, N), the state before the first
         token; ``None`` stands for zeros.
       return_final_state: whether to return the state after the last token, too.
