@@ -1,7 +1,7 @@
 """The fused step where people train: nnx.Optimizer, linen's TrainState, Equinox modules."""
 
 import functools
-import re
+import itertools
 
 import equinox as eqx
 import jax
@@ -18,8 +18,11 @@ from jaxkern.nn.flax import Optimizer
 from jaxkern.nn.linen import TrainState
 from jaxkern.optim import update
 from jaxkern.precision import DynamicLossScale
+from tests import test_optim
+from tests.pairs import combinations
+from tests.test_optim import BF16, F32
+from tests.test_optim_kernel import lowered
 
-BF16, F32 = jnp.bfloat16, jnp.float32
 OPTIONS = {
     "plain": {},
     "folded": {"clip_norm": 0.5, "skip_nonfinite": True},
@@ -29,14 +32,8 @@ OPTIONS = {
 INPUTS = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
 
 
-def options_of(*default, others):
-    """Parametrizes by the name of the options."""
-    marked = [pytest.param(name, marks=pytest.mark.exhaustive) for name in others]
-    return pytest.mark.parametrize("name", [*default, *marked])
-
-
-def adamw(name):
-    return jaxkern.fused_adamw(1e-2, **OPTIONS[name])
+def assert_close(got, want, rtol=1e-6):
+    test_optim.assert_close(jax.tree.leaves(got), jax.tree.leaves(want), rtol)
 
 
 class Net(nnx.Module):
@@ -53,16 +50,25 @@ class Net(nnx.Module):
         return self.second(jnp.tanh(self.first(x)))
 
 
-def nnx_loss(model):
-    return ((model(INPUTS) - 1.0) ** 2).mean()
+class Mlp(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(4)(jnp.tanh(linen.Dense(64)(x)))
 
 
-nnx_grad = nnx.jit(nnx.grad(nnx_loss))
+def gradients(params, step):
+    draw = lambda p: np.random.default_rng([step, p.size]).standard_normal(p.shape)
+    return jax.tree.map(lambda p: jnp.asarray(draw(p), p.dtype), params)
+
+
+def linen_state(make, tx, **fields):
+    shapes = jax.eval_shape(Mlp().init, jax.random.key(1), INPUTS)["params"]
+    return make.create(apply_fn=Mlp().apply, params=gradients(shapes, 9), tx=tx, **fields)
 
 
 @nnx.jit(donate_argnums=(0, 1))
-def nnx_step(model, optimizer):
-    loss, grads = nnx.value_and_grad(nnx_loss)(model)
+def nnx_train(model, optimizer):
+    loss, grads = nnx.value_and_grad(lambda model: ((model(INPUTS) - 1.0) ** 2).mean())(model)
     optimizer.update(model, grads)
     return loss
 
@@ -72,46 +78,112 @@ def nnx_update(model, optimizer, grads, **how):
     optimizer.update(model, grads, **how)
 
 
-def gradients(params, step):
-    draw = lambda p: np.random.default_rng([step, p.size]).standard_normal(p.shape)
-    return jax.tree.map(lambda p: jnp.asarray(draw(p), p.dtype), params)
+# Steps are those of what each library has itself
 
 
-def assert_close(got, want, rtol=1e-6):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=rtol, atol=1e-7)
+def nnx_steps(tx, fused, dtype=F32):
+    model = Net(dtype)
+    optimizer = (Optimizer if fused else nnx.Optimizer)(model, tx, wrt=nnx.Param)
+    for i in range(3):
+        nnx_update(model, optimizer, gradients(nnx.state(model, nnx.Param), i))
+    assert optimizer.step[...] == 3
+    return nnx.state(model), nnx.state(optimizer)
+
+
+def linen_steps(tx, fused):
+    state = linen_state(TrainState if fused else train_state.TrainState, tx)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for i in range(3):
+        state = step(state, gradients(state.params, i))
+    assert state.step == 3
+    return state.params, state.opt_state
+
+
+def equinox_steps(tx, fused):
+    trained = functools.partial(eqx.filter, filter_spec=eqx.is_inexact_array)
+
+    @functools.partial(eqx.filter_jit, donate="all-except-first")
+    def step(grads, model, state):
+        if fused:
+            return apply_gradients(tx, grads, state, model)
+        updates, state = tx.update(grads, state, trained(model))
+        return eqx.apply_updates(model, updates), state
+
+    model = eqx.nn.MLP(64, 3, 64, 1, key=jax.random.key(0))
+    state = tx.init(trained(model))
+    for i in range(3):
+        donated = jax.tree.leaves(eqx.filter((model, state.mu, state.nu), eqx.is_array))
+        model, state = step(gradients(trained(model), i), model, state)
+        assert all(a.is_deleted() for a in donated) or not fused
+    return trained(model), state
+
+
+DEFAULT = [(nnx_steps, "master"), (linen_steps, "8-bit"), (equinox_steps, "folded")]
+MORE = itertools.product((nnx_steps, linen_steps), ("plain", "folded"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "name"),
+    [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)],
+)
+def test_steps_are_those_of_the_unfused_optimizer(steps, name):
+    """In the same places, so that one's checkpoint is the other's."""
+    tx = jaxkern.fused_adamw(1e-2, **OPTIONS[name])
+    dtype = [BF16] if name == "master" else []
+    ours, theirs = (steps(tx, fused, *dtype) for fused in (True, False))
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    if name == "master":  # which updates in bfloat16 do not add up to
+        theirs[0].update(jax.tree.map(BF16, nnx.as_pure(ours[1]["opt_state"]["master"])))
+    close = functools.partial(assert_close, rtol=1e-5 if steps is equinox_steps else 1e-6)
+    close(ours[0], theirs[0])
+    if name != "8-bit":
+        close(ours[1], theirs[1])
+
+
+def nnx_in_place(tx):
+    model = Net()
+
+    def step(*parts):
+        model, optimizer = (nnx.merge(*part) for part in parts)
+        nnx_train.__wrapped__(model, optimizer)
+        return nnx.state(model), nnx.state(optimizer)
+
+    return step, nnx.split(model), nnx.split(Optimizer(model, tx, wrt=nnx.Param))
+
+
+def linen_in_place(tx):
+    def step(state):
+        loss = lambda p: ((state.apply_fn({"params": p}, INPUTS) - 1.0) ** 2).mean()
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    return step, linen_state(TrainState, tx).replace(step=jnp.int32(0))
+
+
+@pytest.mark.parametrize("of_library", [nnx_in_place, linen_in_place])
+def test_steps_are_in_place(of_library, monkeypatch):
+    """All that is donated is used again, and one kernel overwrites weights and momentum."""
+    monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
+    step, *parts = of_library(jaxkern.fused_sgd(1e-2, 0.9, True))
+    donate, donated = range(len(parts)), jax.tree.leaves(parts)
+    text = lowered(step, *parts, donate=donate)
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("output_operand_alias<") == 2 * 4
+    assert text.count("tf.aliasing_output") == len(donated)
+    jax.jit(step, donate_argnums=donate)(*parts)
+    assert all(a.is_deleted() for a in donated)
 
 
 # nnx
 
 
-@options_of("master", others=["plain", "folded"])
-def test_nnx_steps_are_those_of_the_unfused_optimizer(name):
-    """In the same places, so that one's checkpoint is the other's."""
-    dtype = BF16 if name == "master" else F32
-    trained = []
-    for make in (Optimizer, nnx.Optimizer):
-        model = Net(dtype)
-        optimizer = make(model, adamw(name), wrt=nnx.Param)
-        for i in range(3):
-            nnx_update(model, optimizer, gradients(nnx.state(model, nnx.Param), i))
-        trained.append((nnx.state(model), nnx.state(optimizer)))
-    ours, theirs = trained
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    assert_close(ours[1], theirs[1])
-    if name == "master":  # which updates in bfloat16 do not add up to
-        theirs[0].update(jax.tree.map(BF16, nnx.as_pure(ours[1]["opt_state"]["master"])))
-    assert_close(ours[0], theirs[0])
-    assert ours[1]["step"][...] == 3
-
-
-@options_of("8-bit", others=["plain", "folded", "master"])
+@combinations("name", ["8-bit", "plain", "folded", "master"], few=1)
 def test_nnx_state_keeps_its_structure(name):
     """Averages in 8 bits and absent master copies stay what they are."""
     model = Net(BF16)
-    optimizer = Optimizer(model, adamw(name), wrt=nnx.Param)
-    before = jax.tree.structure(nnx.state(optimizer))
-    first, *_, last = [nnx_step(model, optimizer) for _ in range(4)]
+    optimizer = Optimizer(model, jaxkern.fused_adamw(1e-2, **OPTIONS[name]), wrt=nnx.Param)
+    before, donated = jax.tree.structure(nnx.state(optimizer)), jax.tree.leaves(nnx.state(model))
+    first, *_, last = [nnx_train(model, optimizer) for _ in range(4)]
+    assert all(a.is_deleted() for a in donated)
     assert jax.tree.structure(nnx.state(optimizer)) == before
     assert last < first
     assert model.calls[...] == 4
@@ -122,55 +194,18 @@ def test_nnx_state_keeps_its_structure(name):
     assert_close(nnx.state(restored), nnx.state(optimizer))
 
 
-def kernel_text(step, *arguments, donate):
-    program = jax.jit(step, donate_argnums=donate).trace(*arguments)
-    text = program.lower(lowering_platforms=("cuda",)).as_text()
-    return re.sub(r'module = "[^"]*"', "", text)
-
-
-def assert_in_place(text):
-    """One kernel, which overwrites the weights and the momentum of four leaves."""
-    assert text.count("custom_call @mosaic_gpu") == 1
-    assert text.count("output_operand_alias<") == 2 * 4
-
-
-def test_nnx_optimizer_works_in_place(monkeypatch):
-    """All that is donated is used again, by the kernel too."""
-    monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
-    model = Net()
-    optimizer = Optimizer(model, jaxkern.fused_sgd(1e-2, 0.9, True), wrt=nnx.Param)
-    donated = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
-    assert nnx_step.lower(model, optimizer).as_text().count("tf.aliasing_output") == len(donated)
-    nnx_step(model, optimizer)
-    assert all(a.is_deleted() for a in donated)
-
-    def step(split_model, split_optimizer):
-        model, optimizer = nnx.merge(*split_model), nnx.merge(*split_optimizer)
-        nnx_step.__wrapped__(model, optimizer)
-        return nnx.state(model), nnx.state(optimizer)
-
-    assert_in_place(kernel_text(step, nnx.split(model), nnx.split(optimizer), donate=(0, 1)))
-
-
 def test_nnx_loss_scale_and_norm():
-    """Unscaled in the pass; a step of no finite gradients is left out and the scale halved."""
-    model, scale = Net(), DynamicLossScale(1024.0)
-    params = lambda: jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, nnx.Param)))
-    tx = jaxkern.fused_sgd(0.5, skip_nonfinite=True)
-    optimizer, before = Optimizer(model, tx, wrt=nnx.Param), params()
-    grads = gradients(nnx.state(model, nnx.Param), 0)
-    nnx_update(model, optimizer, jax.tree.map(lambda g: 1024 * g, grads), loss_scale=scale)
-    after = params()
-    want = jax.tree.map(lambda p, g: p - 0.5 * np.asarray(g), before, nnx.as_pure(grads))
-    assert_close(after, want, rtol=1e-5)
-    nnx_update(model, optimizer, jax.tree.map(lambda g: np.inf * g, grads), loss_scale=scale)
-    assert_close(params(), after)
-    assert scale.adjust(optimizer.opt_state.last_finite[...]).loss_scale == 512.0
+    """As by `apply`: unscaled in the pass, skipped where not finite, and clipped by the norm."""
+    model, scaled = Net(), {"loss_scale": DynamicLossScale(1024.0)}
+    tx = jaxkern.fused_sgd(0.5, clip_norm=1.0, skip_nonfinite=True)
+    step, optimizer = functools.partial(jaxkern.apply, tx), Optimizer(model, tx, wrt=nnx.Param)
+    for factor, how in ((1024.0, scaled), (np.inf, scaled), (1.0, {"grad_norm": 4.0})):
+        params, state = nnx.state(model, nnx.Param), optimizer.opt_state
+        grads = jax.tree.map(functools.partial(jnp.multiply, factor), gradients(params, 0))
+        want = jax.jit(step)(*map(nnx.as_pure, (grads, state, params)), **how)
+        nnx_update(model, optimizer, grads, **how)
+        assert_close((nnx.state(model, nnx.Param), optimizer.opt_state), want)
     assert optimizer.opt_state.total_notfinite[...] == 1
-    known = Optimizer(model, jaxkern.fused_sgd(1.0, clip_norm=1.0), wrt=nnx.Param)
-    nnx_update(model, known, grads, grad_norm=4 * optax.tree.norm(nnx.as_pure(grads)))
-    moved = jax.tree.map(np.subtract, params(), after)
-    np.testing.assert_allclose(optax.tree.norm(moved), 0.25, rtol=1e-5)
 
 
 def test_nnx_refuses_wrong_calls():
@@ -180,7 +215,8 @@ def test_nnx_refuses_wrong_calls():
             Optimizer(model, other, wrt=nnx.Param)
     with pytest.raises(TypeError, match="wrt"):
         Optimizer(model, tx)
-    optimizer, grads = Optimizer(model, tx, wrt=nnx.Param), nnx_grad(model)
+    optimizer, params = Optimizer(model, tx, wrt=nnx.Param), nnx.state(model, nnx.Param)
+    grads = gradients(params, 0)
     of_first, part = Optimizer(model.first, tx, wrt=nnx.Param), nnx.state({"first": grads["first"]})
     for error, words, update_by, *call in (
         (TypeError, "grads", optimizer, grads),
@@ -191,7 +227,6 @@ def test_nnx_refuses_wrong_calls():
         with pytest.raises(error, match=words):
             update_by.update(*call)
     # What nnx.Optimizer holds is Variables, and with 8 bits no longer what was put in.
-    params = nnx.state(model, nnx.Param)
     with pytest.raises(TypeError, match=r"pass nnx.as_pure\(optimizer.opt_state\)") as error:
         jaxkern.apply(tx, grads, optimizer.opt_state, params)
     assert len(str(error.value)) < 250
@@ -207,44 +242,6 @@ def test_nnx_refuses_wrong_calls():
 
 
 # linen
-
-
-class Mlp(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        return linen.Dense(4)(jnp.tanh(linen.Dense(64)(x)))
-
-
-def linen_state(make, tx, **fields):
-    shapes = jax.eval_shape(Mlp().init, jax.random.key(1), INPUTS)["params"]
-    return make.create(apply_fn=Mlp().apply, params=gradients(shapes, 9), tx=tx, **fields)
-
-
-@options_of("8-bit", others=["plain", "folded"])
-def test_linen_steps_are_those_of_the_unfused_state(name):
-    states = [linen_state(make, adamw(name)) for make in (TrainState, train_state.TrainState)]
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    for i in range(3):
-        states = [step(state, gradients(state.params, i)) for state in states]
-    ours, theirs = states
-    assert_close(ours.params, theirs.params)
-    assert ours.step == 3
-    assert jax.tree.structure(ours.opt_state) == jax.tree.structure(theirs.opt_state)
-
-
-def test_linen_state_works_in_place(monkeypatch):
-    monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
-    state = linen_state(TrainState, jaxkern.fused_sgd(1e-2, 0.9, True)).replace(step=jnp.int32(0))
-
-    def step(state):
-        loss = lambda p: ((state.apply_fn({"params": p}, INPUTS) - 1.0) ** 2).mean()
-        return state.apply_gradients(grads=jax.grad(loss)(state.params))
-
-    text, donated = kernel_text(step, state, donate=0), jax.tree.leaves(state)
-    assert_in_place(text)
-    assert text.count("tf.aliasing_output") == len(donated)
-    jax.jit(step, donate_argnums=0)(state)
-    assert all(a.is_deleted() for a in donated)
 
 
 def test_linen_options_and_fields():
@@ -288,31 +285,6 @@ def test_linen_parameters_that_gradients_overwrite():
 
 
 # Equinox
-
-
-def test_equinox_steps_are_those_of_two_passes():
-    tx = jaxkern.fused_adamw(1e-2, clip_norm=0.5)
-    make = lambda: eqx.nn.MLP(64, 3, 64, 1, key=jax.random.key(0))
-
-    @eqx.filter_jit
-    def two_passes(model, state, grads):
-        updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
-        return eqx.apply_updates(model, updates), state
-
-    one_pass = eqx.filter_jit(
-        lambda grads, both: apply_gradients(tx, grads, both[1], both[0]), donate="all-except-first"
-    )
-    ours, theirs = (
-        (model := make(), tx.init(eqx.filter(model, eqx.is_inexact_array))) for _ in range(2)
-    )
-    for i in range(3):
-        grads = gradients(eqx.filter(theirs[0], eqx.is_inexact_array), i)
-        donated = jax.tree.leaves(eqx.filter(ours, eqx.is_array))
-        ours, theirs = one_pass(grads, ours), two_passes(*theirs, grads)
-        assert all(a.is_deleted() for a in donated)
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    of = functools.partial(eqx.filter, filter_spec=eqx.is_array)
-    assert_close(of(ours), of(theirs), rtol=1e-5)
 
 
 def test_equinox_trains_a_part():
