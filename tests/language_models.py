@@ -41,6 +41,27 @@ def logits_float64(config, params, tokens):
     return x @ wide(params["embedding"].T if config.tie_embeddings else params["head"])
 
 
+def loss_float64(config, params, sequences):
+    """The mean cross-entropy of all tokens of sequences but their first."""
+    losses = []
+    for tokens in sequences:
+        logits = logits_float64(config, params, tokens[:-1])
+        of_next = logits[np.arange(len(logits)), tokens[1:]]
+        losses.append(np.logaddexp.reduce(logits, axis=-1) - of_next)
+    return np.concatenate(losses).mean()
+
+
+def check_gradients(config, params, grads, sequences):
+    """Compares the slope in random directions, in which every array changes as much."""
+    rng, grads = np.random.default_rng(1), jax.tree.map(np.float64, grads)
+    for _ in range(3):
+        moves = jax.tree.map(lambda g: rng.normal(size=g.shape) / np.linalg.norm(g), grads)
+        at = lambda by, v=moves: jax.tree.map(lambda p, v: np.float64(p) + by * v, params, v)
+        up, down = (loss_float64(config, at(by), sequences) for by in (1e-6, -1e-6))
+        expected = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads, moves)))
+        np.testing.assert_allclose((up - down) / 2e-6, expected, rtol=0, atol=2e-5)
+
+
 def greedy_float64(config, params, tokens, length):
     """A sequence of tokens and its likeliest continuation."""
     tokens = list(tokens)
@@ -77,7 +98,7 @@ def command(capsys, *argv, code=0):
     if not code:
         return out
     (line,) = err.splitlines()
-    assert line.startswith("jaxkern: ")
+    assert line.startswith("jaxkern: error: " if code in (1, 2) else "jaxkern: ")
     return line
 
 

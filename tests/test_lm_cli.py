@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -27,20 +28,7 @@ from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
 from jaxkern.lm.resume import resume_config
 from jaxkern.lowering import cache, target
-
-
-def fails(capsys, *argv, code=1):
-    """Run a command that must fail, and return its one line."""
-    try:
-        returned = cli.main([str(arg) for arg in argv])
-    except SystemExit as stop:
-        returned = stop.code
-    captured = capsys.readouterr()
-    assert returned == code, captured
-    (line,) = captured.err.splitlines()
-    assert line.startswith("jaxkern: error: ")
-    return line
-
+from tests.language_models import command
 
 MESH = "must be axes and their sizes such as data=2,fsdp=4, got 'data=2,': '' is not one of"
 
@@ -73,7 +61,7 @@ MESH = "must be axes and their sizes such as data=2,fsdp=4, got 'data=2,': '' is
     ],
 )
 def test_wrong_flags(capsys, argv, words):
-    line = fails(capsys, *argv.split(), code=2)
+    line = command(capsys, *argv.split(), code=2)
     assert words in line
     assert "--help" in line
 
@@ -98,7 +86,7 @@ NOT_WHOLE = ["-1", "1e400", "inf", "nan", "2147483648", "", "9" * 9999]
 )
 def test_values_have_limits(capsys, flag, texts, words):
     for text in texts:
-        line = fails(capsys, "train", f"--{flag}={text}", code=2)
+        line = command(capsys, "train", f"--{flag}={text}", code=2)
         assert f"argument --{flag}: {words}" in line
         assert f"got '{text[:9]}" in line
 
@@ -156,7 +144,7 @@ def test_what_a_command_cannot_begin_with(capsys, tmp_path, monkeypatch):
         ([*warm, "h200", "--parallel", "fsdp"], "--parallel fsdp does not say .*; add --devices"),
         ([*warm, "h200", "--devices", "3"], "--batch-size 8 cannot be split .* 3 devices"),
     ]:
-        line = fails(capsys, *argv)
+        line = command(capsys, *argv, code=1)
         assert words in line or re.search(words, line), line
         assert not out.exists()
 
@@ -168,38 +156,32 @@ def test_float64_is_refused(capsys, tmp_path, field, x64):
     whole = "params=float32,compute=float32,output=float32"
     policy = whole.replace(f"{field}=float32", f"{field}=float64")
     with jax.enable_x64(x64):
-        line = fails(capsys, "train", "--out", tmp_path / "run", "--mixed-precision", policy)
+        line = command(
+            capsys, "train", "--out", tmp_path / "run", "--mixed-precision", policy, code=1
+        )
     assert f"--mixed-precision {policy}: float64 is more than the float32 that" in line
     assert line.endswith("; write float32")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_step_that_memory_cannot_hold_is_refused(capsys, tmp_path, monkeypatch):
-    class Compiled:
-        def memory_analysis(self):
-            sizes = {"temp": 2**40, "argument": 9, "output": 9, "alias": 9}
-            return types.SimpleNamespace(**{f"{k}_size_in_bytes": v for k, v in sizes.items()})
-
-    compiled = []
     assert 2**20 < (memory.available_memory(jax.local_devices()[0]) or 0) < 2**50
-
-    def compile_programs(*args, fresh):
-        compiled.append(fresh)
-        if len(compiled) == 2:
-            raise OverflowError("Python int too large to convert to C long")
-        return Programs(None, Compiled(), None)
-
-    monkeypatch.setattr(train_module, "compile_programs", compile_programs)
-    for available, words, compilations in (
+    sizes = {"temp": 2**40, "argument": 9, "output": 9, "alias": 9}
+    needed = types.SimpleNamespace(**{f"{k}_size_in_bytes": v for k, v in sizes.items()})
+    compiled = types.SimpleNamespace(memory_analysis=lambda: needed)
+    too_large = OverflowError("Python int too large to convert to C long")
+    compilations = mock.Mock(side_effect=[Programs(None, compiled, None), too_large])
+    monkeypatch.setattr(train_module, "compile_programs", compilations)
+    for available, words, fresh in (
         (1000, "a step needs 0.0 GiB", []),
         (2**30, "a step needs 1,024.0 GiB", [True]),
         (2**30, "the arrays of a step are too large (Python int too large to conv", [True] * 2),
     ):
         monkeypatch.setattr(memory, "available_memory", lambda device, size=available: size)
-        line = fails(capsys, "train", "--preset", "micro", "--out", tmp_path / "run")
+        line = command(capsys, "train", "--preset", "micro", "--out", tmp_path / "run", code=1)
         assert words in line
         assert "lower --batch-size" in line
-        assert compiled == compilations
+        assert [call.kwargs["fresh"] for call in compilations.mock_calls] == fresh
         assert not (tmp_path / "run").exists()
 
 
@@ -227,12 +209,9 @@ OF_SYSTEM = lambda number, *path: OSError(number, os.strerror(number), *path)
     ],
 )
 def test_errors_of_the_machine_are_one_line(capsys, monkeypatch, error, words):
-    def broken(flags):
-        raise error
-
-    monkeypatch.setattr(cli, "_train", broken)
+    monkeypatch.setattr(cli, "_train", mock.Mock(side_effect=error))
     if words is not None:
-        assert words in fails(capsys, "train")
+        assert words in command(capsys, "train", code=1)
         return
     with pytest.raises(type(error)):
         cli.main(["train"])
@@ -240,13 +219,10 @@ def test_errors_of_the_machine_are_one_line(capsys, monkeypatch, error, words):
 
 @pytest.mark.parametrize("error", [RuntimeError("Unknown backend cuda"), AssertionError()])
 def test_devices_that_are_not_there_are_one_line(capsys, monkeypatch, tmp_path, error):
-    def none(*args, **options):
-        raise error
-
-    monkeypatch.setattr(jax, "local_devices", none)
+    monkeypatch.setattr(jax, "local_devices", mock.Mock(side_effect=error))
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     for argv in (["train", "--out", tmp_path / "run"], ["sample", "--run", "x"]):
-        line = fails(capsys, *argv)
+        line = command(capsys, *argv, code=1)
         assert "JAX cannot start with JAX_PLATFORMS=cuda: " in line
         assert (str(error) or "there is no such device") in line
     assert not (tmp_path / "run").exists()
@@ -259,21 +235,14 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
     there = lambda name: None if name in ("flax", "orbax") else find(name)
     monkeypatch.setattr(importlib.util, "find_spec", there)
     for argv in (["train"], ["sample", "--run", "x"]):
-        line = fails(capsys, *argv)
+        line = command(capsys, *argv, code=1)
         assert "flax, orbax-checkpoint" in line
         assert "run: pip install" in line
 
 
-def shown(capsys, *argv):
-    with pytest.raises(SystemExit) as stop:
-        cli.main([*argv])
-    assert not stop.value.code
-    return capsys.readouterr().out
-
-
 def test_help_shows_every_flag_with_its_default(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    parts = shown(capsys, "train", "--help").split("\n  --")[1:]
+    parts = command(capsys, "train", "--help").split("\n  --")[1:]
     flags = [*DEFAULTS, "steps", "batch_size", "seq_len", "lr", "eval_every", "out", "resume"]
     flags += ["profile", "coordinator", "processes", "process"]
     told = {part.split()[0].replace("-", "_"): part for part in parts}
@@ -282,11 +251,11 @@ def test_help_shows_every_flag_with_its_default(capsys, monkeypatch):
         assert "(default: " in part, name
     assert "(default: tiny)" in told["preset"]
     assert "tiny 240" in told["steps"]
-    gpus = shown(capsys, "warm", "--help").split("that is trained on: ")[1]
+    gpus = command(capsys, "warm", "--help").split("that is trained on: ")[1]
     taken = [name for name, gpu in target.GPUS.items() if gpu.unsupported is None]
     assert " ".join(gpus.split()) == ", ".join(taken)
     assert {"a10g", "b300"} < {*taken}
-    assert shown(capsys, "--version") == f"jaxkern {jaxkern.__version__}\n"
+    assert command(capsys, "--version") == f"jaxkern {jaxkern.__version__}\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -320,37 +289,32 @@ def test_help_and_doctor_need_no_extra():
     assert "selective_scan " in done.stdout
 
 
-def test_doctor_names_every_op_and_a_reason(capsys):
-    doctor_module.doctor()
+def test_doctor_tells_what_a_report_of_a_bug_needs(capsys, monkeypatch):
+    """With every op, its implementation and the reason."""
+    monkeypatch.setenv("XLA_FLAGS_OF_THIS_TEST", "set")
+    with jax.numpy_rank_promotion("warn"):
+        doctor_module.doctor()
     text = capsys.readouterr().out
     assert f"jax {jax.__version__}" in text
     assert jax.local_devices()[0].device_kind in text
+    told = {line.split()[0]: line for line in text.splitlines() if line}
+    for name, words in (
+        ("jaxkern", r"0\.\d+\.\d+.*, Python 3\."),
+        ("system", re.escape(platform.release())),
+        ("system", r"\d+ CPU cores, \d+ GiB of memory available, \d+ GiB of disk"),
+        ("besides", f"numpy {np.__version__}"),
+        ("environ", "XLA_FLAGS_OF_THIS_TEST=set"),
+        ("config", "jax_numpy_rank_promotion=warn"),
+        ("tested", r"run on GPUs of compute capability 9.0 \(H100, H200\); for 8.0, 8.6, 8.9"),
+    ):
+        assert re.search(words, told[name])
     of_others = {"apply", "accumulate_gradients", "lowering_for", "Gpu"}  # run what they are given
     ops = {name for name in dir(jaxkern) if callable(getattr(jaxkern, name))} - of_others
     assert len(ops) >= 5
-    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in text.splitlines() if line}
     for op in ops:
-        chosen, why = rows[op]
-        assert chosen in ("mosaic", "xla")
-        assert len(why) > 10
+        assert re.match(r"\s*\S+\s+(mosaic|xla)\s+\S.{10,}", told[op])
     if jax.default_backend() == "cpu":
-        assert rows["rms_norm"][0] == "xla"
-        assert "NVIDIA" in rows["rms_norm"][1]
-
-
-def test_doctor_tells_what_a_report_of_a_bug_needs(capsys, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS_OF_THIS_TEST", "set")
-    monkeypatch.setattr(doctor_module, "CALLS", {})
-    with jax.numpy_rank_promotion("warn"):
-        doctor_module.doctor()
-    told = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert re.search(r"0\.\d+\.\d+.*, Python 3\.", told["jaxkern"])
-    assert platform.release() in told["system"]
-    assert re.search(r"\d+ CPU cores, \d+ GiB of memory available, \d+ GiB of disk", told["system"])
-    assert f"numpy {np.__version__}" in told["besides"]
-    assert "XLA_FLAGS_OF_THIS_TEST=set" in told["environ"]
-    assert "jax_numpy_rank_promotion=warn" in told["config"]
-    assert "run on GPUs of compute capability 9.0 (H100, H200); for 8.0, 8.6, 8.9" in told["tested"]
+        assert re.search(" xla .*NVIDIA", told["rms_norm"])
 
 
 def test_what_a_resumed_run_may_change():

@@ -20,7 +20,7 @@ from jaxkern.lm.report import read_metrics
 from jaxkern.lm.resume import resume_config
 from jaxkern.lm.step import loss_fn, make_model
 from jaxkern.nn import mamba, mamba2
-from tests.language_models import command, logits_float64, random_params
+from tests.language_models import check_gradients, command, loss_float64, random_params
 
 pytestmark = pytest.mark.skipif(
     len(jax.devices()) < 4, reason="the model is split between four devices"
@@ -32,7 +32,6 @@ BATCH, LENGTH, STEPS = 8, 12, 3
 # Vocabularies above 1024 are read otherwise; biases and groups are split, too.
 ODD = mamba.Sizes(8, d_state=2, use_bias=True, use_conv_bias=False)
 ODD2 = mamba2.Sizes(16, d_state=4, headdim=4, ngroups=2, use_bias=True)
-GROUPS = mamba2.Sizes(16, d_state=4, headdim=8, ngroups=2)
 MODELS = {
     "micro": ModelConfig(mamba.Sizes(16, d_state=4), 2),
     "micro-odd": ModelConfig(ODD, 1, vocab_size=1100, tie_embeddings=False),
@@ -42,7 +41,7 @@ MODELS = {
 OTHERS = {
     "one": ModelConfig(mamba.Sizes(16, d_state=4), 1),
     "mamba2-one": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8), 1),
-    "groups": ModelConfig(GROUPS, 2),
+    "groups": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8, ngroups=2), 2),
     "long": ModelConfig(mamba.Sizes(16, d_state=4, d_conv=12), 1),
 }
 
@@ -96,12 +95,6 @@ def stored(placement, tree):
     return jax.tree.map(np.asarray, placement.split.to_stored(jax.tree.map(np.asarray, tree)))
 
 
-def loss_float64(model, params, windows):
-    logits = np.stack([logits_float64(model, params, row) for row in windows[:, :-1]])
-    right = np.take_along_axis(logits, windows[:, 1:, None].astype(int), -1)[..., 0]
-    return (np.logaddexp.reduce(logits, axis=-1) - right).mean()
-
-
 @pytest.mark.parametrize(
     ("preset", "mesh", "length"),
     [
@@ -111,11 +104,9 @@ def loss_float64(model, params, windows):
     ],
 )
 def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, mesh, length):
-    """Those of every parameter along a random direction, by differences of losses."""
     # In place of new parameters a step gives the gradients: the optimizer takes long to compile.
-    monkeypatch.setattr(
-        jaxkern, "apply", lambda _, grads, opt_state, *args, **kw: (grads, opt_state)
-    )
+    gradients = lambda _, grads, opt_state, *args, **options: (grads, opt_state)
+    monkeypatch.setattr(jaxkern, "apply", gradients)
     model = (MODELS | OTHERS)[preset]
     configuration = configured(preset=preset, mesh=mesh, seq_len=length, batch_size=2)
     placement = placed(configuration)
@@ -123,20 +114,11 @@ def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, me
     step = program.lowered_step(configuration, placement).compile()
     state = begun(configuration, placement)
     state, metrics = step(state, put(placement, batch[None], placement.second_split))
-    grads = jax.tree.map(np.float64, stored(placement, state.params))
-    squares = sum((grad**2).sum() for grad in jax.tree.leaves(grads))
+    params, grads = random_params(model), stored(placement, state.params)
+    squares = sum((grad.astype(float) ** 2).sum() for grad in jax.tree.leaves(grads))
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=2e-5)
-
-    params, rng = jax.tree.map(np.float64, random_params(model)), np.random.default_rng(1)
-    loss = functools.partial(loss_float64, model, windows=batch)
-    np.testing.assert_allclose(metrics["loss"], loss(params), rtol=2e-5)
-    leaves, tree = jax.tree.flatten(params)
-    for i, (path, grad) in enumerate(jax.tree.leaves_with_path(grads)):
-        along = rng.normal(size=grad.shape)
-        at = lambda t, i=i, v=along: [*leaves[:i], leaves[i] + t * v, *leaves[i + 1 :]]
-        up, down = (loss(jax.tree.unflatten(tree, at(t))) for t in (1e-5, -1e-5))
-        expected, scale = (up - down) / 2e-5, 1e-4 * np.linalg.norm(grad)
-        np.testing.assert_allclose((grad * along).sum(), expected, atol=scale, err_msg=str(path))
+    np.testing.assert_allclose(metrics["loss"], loss_float64(model, params, batch), rtol=2e-5)
+    check_gradients(model, params, grads, batch)
 
 
 @functools.cache
@@ -239,59 +221,49 @@ def test_no_device_holds_the_whole_of_a_split_model():
 
 
 WHOLE = "cannot split the 12 tokens .* into equal parts of whole chunks of 128 .* --seq-len 512, or"
+WIDTH = "cannot split the model's width d_model of 16"
 INNER = "cannot split the model's 32 inner channels into equal parts; choose"
+BATCH_8 = "--batch-size 8 cannot be split over"
 
 
 @pytest.mark.parametrize(
-    ("preset", "flags", "devices", "words"),
+    ("flags", "devices", "words"),
     [
+        ("micro --mesh fsdp=3", 3, f"--mesh fsdp=3 {WIDTH} .* 8 or 16, or an"),
         (
-            "micro",
-            "mesh fsdp=3",
-            3,
-            "cannot split the model's width d_model of 16 .* 8 or 16, or an",
-        ),
-        (
-            "micro",
-            "parallel tensor",
+            "micro --parallel tensor",
             3,
             f"over 3 devices {INNER} --devices 2, 4, 8, 16 or 32, or an",
         ),
-        ("micro", "mesh tensor=3,data=2", 6, f"{INNER} 2, 4, 8, 16 or 32, or another axis"),
-        ("micro", "mesh fsdp=8,tensor=8", 64, f"{INNER} sizes whose product is 2, 4, 8, 16 or 32"),
         (
-            "mamba2-micro",
-            "mesh tensor=8",
-            8,
-            "cannot .* 4 heads .*; choose 2 or 4, or another axis",
+            "micro --mesh tensor=3,data=2",
+            6,
+            f"--mesh tensor=3 {INNER} 2, 4, 8, 16 or 32, or another",
         ),
-        ("groups", "mesh tensor=4", 4, "cannot split the model's 2 groups that share B"),
-        ("mamba2-micro", "parallel sequence", 4, f"over 4 devices {WHOLE} fewer --devices"),
-        ("mamba2-micro", "mesh sequence=4", 4, f"{WHOLE} a smaller axis"),
-        ("long", "mesh sequence=2", 2, "cannot .* shorter than the 11 .* choose --seq-len 32,"),
-        ("micro", "mesh data=4", 2, "is of 4 devices and --devices says 2; leave --devices out"),
-        ("micro", "batch_size 8", 3, "cannot be split over 3 devices; .* 3, or fewer --devices"),
-        ("micro", "batch_size 9", 2, "cannot be split over 2 devices; .* 2, or fewer --devices"),
+        ("micro --mesh fsdp=8,tensor=8", 64, f"{INNER} sizes whose product is 2, 4, 8, 16 or 32"),
+        ("mamba2-micro --mesh tensor=8", 8, "cannot .* 4 heads .*; choose 2 or 4, or another axis"),
+        ("groups --mesh tensor=4", 4, "cannot split the model's 2 groups that share B"),
+        ("mamba2-micro --parallel sequence", 4, f"over 4 devices {WHOLE} fewer --devices"),
+        ("mamba2-micro --mesh sequence=4", 4, f"{WHOLE} a smaller axis"),
+        ("long --mesh sequence=2 --seq-len 16", 2, "cannot .* than the 11 .* choose --seq-len 32,"),
+        ("micro --mesh data=4", 2, "is of 4 devices and --devices says 2; leave --devices out"),
+        ("micro --batch-size 8", 3, f"{BATCH_8} 3 devices; .* 3, or fewer --devices"),
+        ("micro --batch-size 9", 2, "cannot be split over 2 devices; .* 2, or fewer --devices"),
+        ("micro --mesh data=3", 3, f"{BATCH_8} 3 devices; .* 3, or a smaller data in --mesh"),
+        (
+            "micro --mesh fsdp=2,tensor=2 --grad-accum 8",
+            4,
+            f"{BATCH_8} --grad-accum 8 × 2 devices; choose a multiple of 16",
+        ),
     ],
 )
-def test_what_cannot_be_split_is_told_by_the_flags_that_were_given(preset, flags, devices, words):
-    name, value = flags.split()
-    length = {"seq_len": 16} if preset == "long" else {}
-    given = {name: int(value) if value.isdigit() else value} | length
-    named = f"--{name.replace('_', '-')} {value}".replace(",data=2", "")
-    with pytest.raises(RunError, match=f"^{named} {words}"):
-        split_of(configured(preset=preset, **given), devices)
-
-
-def test_a_batch_that_cannot_be_split_is_told_by_the_mesh():
-    told = "^--batch-size 8 cannot be split over 3 devices; .* 3, or a smaller data in --mesh"
-    with pytest.raises(RunError, match=told):
-        split_of(configured(preset="micro", mesh="data=3"), 3)
-    told = (
-        "^--batch-size 8 cannot be split over --grad-accum 8 × 2 devices; choose a multiple of 16"
-    )
-    with pytest.raises(RunError, match=told):
-        split_of(configured(preset="micro", mesh="fsdp=2,tensor=2", grad_accum=8), 4)
+def test_what_cannot_be_split_is_told_by_the_flags_that_were_given(flags, devices, words):
+    preset, *given = flags.split(" --")
+    values = dict(flag.replace("-", "_").split() for flag in given)
+    values = {name: int(value) if value.isdigit() else value for name, value in values.items()}
+    told = words if words.startswith("--") else f"--{given[0]} {words}"
+    with pytest.raises(RunError, match=f"^{told}"):
+        split_of(configured(preset=preset, **values), devices)
 
 
 @pytest.mark.parametrize("mesh", ["data=2", "data=2,fsdp=2"])
