@@ -1,6 +1,5 @@
-"""The bench's report: what is drawn of it, and what becomes of a peer that is not there."""
+"""What the bench measures and refuses: ops beside peers, optimizers' steps, and errors in ulp."""
 
-import dataclasses
 import json
 import multiprocessing
 import subprocess
@@ -10,36 +9,19 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from bench import cases, peers, pictures, precision, processes, run, steps, timing
-from jaxkern.cases import MODELS, optim
+from bench import accuracy, cases, peers, processes, run, steps, timing
+from jaxkern.cases import MODELS, TABLE, optim
 from jaxkern.cases.peers import Arranged
 
-
-def report(percents):
-    """A report of rms_norm over rows of 2^k elements."""
-    row = run.Row("rms_norm", "", "bfloat16", "xla", "forward", *[1] * 5, *[0] * 6, {})
-    rows = [
-        dataclasses.replace(row, shape=f"{m}x{n}", percent=percent)
-        for (m, n), percent in percents.items()
-    ]
-    return {
-        "device": "GPU",
-        "jax": "1",
-        "commit": "c",
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
+SMALL = next(case for case in cases.cases(small=True) if case.op == "linear_cross_entropy")
+LOSS = "8192x4096x128256-plain"
 
 
-def test_picture_has_the_most_rows_of_each_length(tmp_path):
-    sizes = {(8, 64): 10.0, (16, 64): 20.0, (8, 128): 30.0, (8, 256): 40.0}
-    got = report(sizes)
-    line = pictures.points(got["rows"])["rms_norm"]["forward"]["xla"]
-    assert line == [(64, 20.0), (128, 30.0), (256, 40.0)]
-    assert pictures.draw(got, tmp_path / "a.svg")
-    assert "rms_norm, forward" in (tmp_path / "a.svg").read_text()
-    assert not pictures.draw(report({(8, 64): 10.0}), tmp_path / "b.svg")
+def case_of(op, shape):
+    return next(c for c in cases.cases(small=False) if (c.op, c.shape) == (op, shape))
 
 
 @pytest.mark.exhaustive
@@ -52,16 +34,30 @@ def test_imports_leave_the_device_alone():
     assert done.stdout == "False\n"
 
 
-def test_peers_have_an_op_with_its_options():
-    mine = {case.shape: case for case in cases.cases(small=False) if case.op == "selective_scan"}
-    assert peers.has(mine["8x2048x2048x16"], "mamba_ssm")
-    assert not peers.has(mine["8x2048x2048x16/64"], "mamba_ssm")
-    assert not peers.has(mine["8x2048x2048x16"], "liger")
-    scan = next(case for case in cases.cases(small=False) if case.op == "linear_scan")
-    assert [name for name in ("fla", "mamba_ssm") if peers.has(scan, name)] == ["fla"]
-    step = optim.steps(small=False)[0]
-    assert peers.has(step, "optax")
-    assert not peers.has(step, "mamba_ssm")
+@pytest.mark.parametrize(
+    ("op", "shape", "having"),
+    [
+        ("selective_scan", "8x2048x2048x16", "jla mamba_ssm"),
+        ("selective_scan", "8x2048x2048x16/64", ""),
+        ("linear_scan", "8x2048x2048", "fla"),
+        ("linear_cross_entropy", LOSS, "jax jla liger quack compile"),
+        ("linear_cross_entropy", f"{LOSS}-160MiB", "jla liger"),
+        ("fused_adamw", "100M", "torch optax update"),
+        ("fused_adamw", "100M-folded", "optax update"),
+        ("fused_adamw", "100M-8-bit-state", "update"),
+    ],
+)
+def test_peers_have_an_op_with_its_options(op, shape, having):
+    known = ["jax", "torch", "jla", "liger", "fla", "quack", "mamba_ssm", "compile"]
+    known += ["optax", "update"]
+    case = case_of(op, shape)
+    assert [name for name in known if peers.has(case, name)] == having.split()
+
+
+def test_plain_jax_is_not_timed_where_it_saves_no_memory():
+    whole, in_parts = (case_of("linear_cross_entropy", LOSS + end) for end in ("", "-160MiB"))
+    assert [run._is_timed(case, "xla") for case in (whole, in_parts)] == [True, False]
+    assert all(run._is_timed(in_parts, name) for name in ("mosaic", "auto", "nobody"))
 
 
 def test_shapes_of_models_are_cases():
@@ -76,9 +72,18 @@ def test_shapes_of_models_are_cases():
     assert not any(models["rms_norm", "16384x4096", dtype] for dtype in ("float32", "float16"))
 
 
-def test_models_are_for_a_gpu(capsys):
-    assert run.main(["--model", "mamba-130m"]) == 2
-    assert "for a GPU" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "words", "status", "told"),
+    [
+        (run, "--model mamba-130m", 2, "for a GPU"),
+        (run, "--op nothing", 2, "no such case; there are: "),
+        (run, "--op rms_norm --calls 1 --vs nobody", 1, "nobody does not have it"),
+        (accuracy, "--op nothing", 2, "no such op; there are: "),
+    ],
+)
+def test_a_command_says_what_it_cannot_do(command, words, status, told, tmp_path, capsys):
+    assert command.main([*words.split(), "--out", str(tmp_path / "r.json")]) == status
+    assert told in "".join(capsys.readouterr())
 
 
 def test_products_are_beside_their_ceiling(tmp_path, capsys):
@@ -96,57 +101,22 @@ def test_products_are_beside_their_ceiling(tmp_path, capsys):
         assert row["compile_s"] >= 0
 
 
-def test_absent_peer_is_named(tmp_path, capsys):
-    """It is an error to ask for one, and the others are timed."""
-    out = tmp_path / "r.json"
-    args = ["--op", "rms_norm", "--calls", "1", "--vs", "nobody", "--out", str(out)]
-    assert run.main(args) == 1
-    assert "nobody does not have it" in capsys.readouterr().out
-
-
-def losses(row):
-    """The case of the loss whose shape ends in this."""
-    return next(
-        case
-        for case in cases.cases(small=False)
-        if case.op == "linear_cross_entropy" and case.shape == f"8192x4096x128256-{row}"
-    )
-
-
-def test_peers_of_the_loss():
-    """Who saves memory is beside the kernels that do; plain JAX cannot, and is not timed there."""
-    whole, in_parts = losses("plain"), losses("plain-160MiB")
-    names = ["jax", "quack", "liger", "jla", "compile"]
-    assert [name for name in names if peers.has(whole, name)] == names
-    assert [name for name in names if peers.has(in_parts, name)] == ["liger", "jla"]
-    assert [run._is_timed(case, "xla") for case in (whole, in_parts)] == [True, False]
-    assert all(run._is_timed(in_parts, name) for name in ("mosaic", "auto", "nobody"))
-
-
-SMALL = next(case for case in cases.cases(small=True) if case.op == "linear_cross_entropy")
-CEILINGS = timing.Ceilings(1e9, 1e9)
-
-
-def embedded(change=lambda x: x):
-    """The loss of a weight that lies as an embedding does, and of a changed x."""
-    loss = SMALL.of.peers["jax"]()
-    return Arranged(
-        lambda x, w, labels: loss(change(x), w.T, labels),
-        lambda x, w, labels: (x, w.T, labels),
-        back=lambda dx, dw: (dx, dw.T),
-    )
-
-
 @pytest.mark.exhaustive
 def test_a_loss_is_timed_with_its_gradient(monkeypatch):
     """And one that is off by little, or has no gradient, is a wrong result."""
-    monkeypatch.setattr(peers, "arranged", lambda *_: embedded())
-    rows = run.measure_case(SMALL, "jax", CEILINGS, calls=1)
-    assert [row.direction for row in rows] == ["forward", "both"]
+
+    def measured(change):
+        """By a loss of a weight that lies as an embedding does, and of a changed x."""
+        loss = SMALL.of.peers["jax"]()
+        call = lambda x, w, labels: loss(change(x), w.T, labels)
+        take, back = (lambda x, w, labels: (x, w.T, labels)), (lambda dx, dw: (dx, dw.T))
+        monkeypatch.setattr(peers, "arranged", lambda *_: Arranged(call, take, back=back))
+        return run.measure_case(SMALL, "jax", timing.Ceilings(1e9, 1e9), calls=1)
+
+    assert [row.direction for row in measured(lambda x: x)] == ["forward", "both"]
     for change in (jax.lax.stop_gradient, lambda x: 1.1 * x):
-        monkeypatch.setattr(peers, "arranged", lambda *_, by=change: embedded(by))
         with pytest.raises(RuntimeError, match="against plain JAX"):
-            run.measure_case(SMALL, "jax", CEILINGS, calls=1)
+            measured(change)
 
 
 def test_a_mean_is_held_to_a_hundredth_of_other_errors():
@@ -171,28 +141,20 @@ def test_pytorch_is_timed_in_each_pass(tmp_path):
 
 @pytest.mark.exhaustive
 def test_optimizer_steps_are_timed_beside_optax(tmp_path, monkeypatch):
-    out = tmp_path / "r.json"
-    args = ["--op", "fused_adamw", "--calls", "1", "--vs", "xla,optax,update,liger"]
-    args += ["--out", str(out)]
-    monkeypatch.setattr(peers, "installed", lambda: ["optax", "update", "liger"])
-    assert run.main(args) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert [(r["implementation"], r["direction"]) for r in rows] == [
-        ("xla", "step"),
-        ("optax", "step"),
-        ("update", "step"),
-    ]
+    names = ["xla", "optax", "update", "liger"]
+    monkeypatch.setattr(peers, "installed", lambda: names[1:])
+    args = ["--op", "fused_adamw", "--calls", "1", "--vs", ",".join(names)]
+    assert run.main([*args, "--out", str(tmp_path / "r.json")]) == 0
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [(r["implementation"], r["direction"]) for r in rows] == [(n, "step") for n in names[:3]]
 
 
 @pytest.mark.exhaustive
 def test_optax_does_the_same_steps():
-    found = {s.shape: s for s in optim.steps(small=False) if s.op == "fused_adamw"}
     for shape in ("100M", "100M-master", "100M-folded", "100M-bf16-all"):
+        step = case_of("fused_adamw", shape)
         for name in ("optax", "update")[shape == "100M-bf16-all" :]:
-            changes = (steps.changes_of(found[shape], by)() for by in (name, "xla"))
-            steps.check(found[shape], *changes)
-    assert peers.has(found["100M-folded"], "optax")
-    assert not peers.has(found["100M-8-bit-state"], "optax")
+            steps.check(step, *(steps.changes_of(step, by)() for by in (name, "xla")))
 
 
 def test_a_wrong_step_is_not_timed(monkeypatch):
@@ -200,26 +162,11 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
 
     def wrong(step, name):
         init, go = right(step, name)
-        if name == "xla":
-            return init, go
-        return init, lambda g, s, p: go(g, s, [0.9 * a for a in p])
+        return init, (go if name == "xla" else lambda g, s, p: go(g, s, [0.9 * a for a in p]))
 
     monkeypatch.setattr(steps, "program", wrong)
     with pytest.raises(RuntimeError, match="against plain JAX"):
         steps.measure(optim.steps(small=True)[0], "optax", 1, processes.Alone())
-
-
-def test_losses_are_compared_with_fp32_seed_by_seed():
-    losses = {"fp32": (2.0, 3.0), "bf16": (2.1, 3.1), "fp16": (1.9, 3.0)}
-    rows = [
-        {"precision": name, "seed": seed, "validation_loss": loss}
-        for name, of_seed in losses.items()
-        for seed, loss in enumerate(of_seed)
-    ]
-    got = {row["precision"]: row for row in precision.summary(rows)}
-    assert [round(got[name]["to_fp32"], 6) for name in losses] == [0.0, 0.1, -0.05]
-    assert round(got["bf16"]["mean"], 6) == 2.6
-    assert round(got["fp32"]["spread"], 6) == 0.707107
 
 
 def test_who_times_is_alone_and_goes_before_those_who_compile():
@@ -259,3 +206,70 @@ def test_kernels_of_other_threads_are_counted_to_their_calls():
     assert timing.by_call(forward + backward, 2) == ([16.0, 27.0], ["f", "g", "h"])
     with pytest.raises(RuntimeError, match="3 kernels were recorded for 2 calls"):
         timing.by_call([*forward, ("g", 1.0)], 2)
+
+
+# Errors in ulp
+
+
+@pytest.mark.parametrize("dtype", accuracy.DTYPES)
+def test_an_ulp_is_the_distance_of_neighbours(dtype):
+    x = np.array([1.0, -1.5, 1.9], np.float64)
+    got = jnp.asarray(x, dtype)
+    step = float(jnp.finfo(dtype).eps)
+    assert accuracy.ulps(got, np.asarray(got, np.float64) + step).tolist() == [1.0, 1.0, 1.0]
+    assert accuracy.ulps(got, x).max() <= 0.5
+    assert accuracy.ulps(jnp.asarray([1.0, np.nan], dtype), np.ones(2)).tolist() == [0.0, np.inf]
+
+
+def test_small_values_count_in_ulps_of_the_root_mean_square():
+    want = np.array([1.0] * 99 + [1e-6])
+    got = want.astype(np.float32)
+    got[-1] += 2.0**-24  # half an ulp of the root mean square, which is just below 1
+    assert accuracy.ulps(got, want)[-1] == pytest.approx(1.0, rel=1e-3)
+
+
+def errors(op, folder, *args):
+    """The errors of the ledger of an op in bf16."""
+    out = folder / "a.json"
+    args = ["--op", op, "--dtype", "bfloat16", "--out", str(out), *args]
+    assert accuracy.main([*args, "--table", str(folder / "a.md")]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    return {(row["implementation"], row["array"]): row["max_ulp"] for row in rows}
+
+
+def test_ledger_of_an_op(tmp_path, capsys):
+    found = errors("silu", tmp_path, "--interpret")
+    assert len(found) == 6
+    for array in ("out", "dx"):
+        assert found["mosaic", array] <= 0.51  # rounded once
+        assert found["xla", array] <= 0.51
+        assert found["expression", array] > 0.6
+    said = capsys.readouterr().out
+    assert "INTERPRETER" in said
+    assert "| silu | dx | bfloat16 |" in said
+
+
+@pytest.mark.exhaustive
+def test_labels_have_no_errors(tmp_path):
+    found = errors("cross_entropy", tmp_path)
+    assert {array for _, array in found} == {"out", "dlogits"}
+    assert all(ulp < 2 for (who, _), ulp in found.items() if who == "xla")
+
+
+def test_worse_than_twice_the_expression_is_marked():
+    for mean, marked in ((0.39, False), (0.41, True)):
+        row = {"xla": {"mean_ulp": mean}, "expression": {"mean_ulp": 0.2}}
+        assert accuracy._worse(row) == marked
+
+
+def test_who_refused_is_named():
+    rows, refused, failed = accuracy.measure("linear", "float32", ["mosaic", "xla"])
+    assert {row["implementation"] for row in rows} == {"xla"}
+    assert failed == []
+    assert refused[0].startswith("linear float32, jaxkern: ")
+
+
+def test_ledger_has_every_op_and_is_up_to_date():
+    assert {s.case.op for s in accuracy.subjects(small=True)} == {c.op for c in TABLE if c.errors}
+    reports = [json.loads(p.read_text()) for p in accuracy.RESULTS.glob("*-accuracy.json")]
+    assert accuracy.ACCURACY.read_text() in [accuracy.text(r) for r in reports]
