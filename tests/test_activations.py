@@ -73,11 +73,12 @@ def gated_plain(gate, up, *, activation="silu", alpha=None, limit=None, up_offse
     return PLAIN["quick_gelu" if alpha else activation](gate) * (up + up_offset)
 
 
-def exact(plain, results=1):
+def oracle_of(plain, results=1):
     """The oracle of a plain expression: what it gives, and its gradients, in float64."""
 
     def oracle(*arrays, **options):
-        arrays, cotangents = arrays[:-results], arrays[-results:]
+        wide = tuple(np.asarray(a).astype(np.float64) for a in arrays)
+        arrays, cotangents = wide[:-results], wide[-results:]
         with jax.enable_x64(True), jax.default_matmul_precision("highest"):
             like = jax.eval_shape(functools.partial(plain, **options), *arrays)
             cotangents = jax.tree.unflatten(jax.tree.structure(like), cotangents)
@@ -160,7 +161,7 @@ def test_accuracy(dtype, shape, names, implementation):
     xs = tuple(normal(shape, dtype, seed) for seed in range(len(names)))
     options = {"names": names, "dtypes": [dtype] * len(names)}
     check.check_accuracy(
-        ours, curves_of, exact(curves_of, len(names)), xs, implementation, **options
+        ours, curves_of, oracle_of(curves_of, len(names)), xs, implementation, **options
     )
 
 

@@ -19,19 +19,12 @@ from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear import matmul, matmul_kernel, tiles
 from tests import check
 from tests.pairs import combinations
+from tests.test_activations import CLAMPED, PLAIN, gated_plain, oracle_of
 
 FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 MEASURED = tiles.MEASURED
 DTYPES = ["bfloat16", "float16", "float32"]
-CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
 UNITS = {"clamped": CLAMPED, "silu": {}, "gelu": {"activation": "gelu"}}
-PLAIN = {name: getattr(jax.nn, name) for name in ("relu", "silu", "gelu", "sigmoid", "tanh")}
-PLAIN |= {
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-    "gelu_tanh": jax.nn.gelu,
-    "gelu_erf": functools.partial(jax.nn.gelu, approximate=False),
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,37 +46,15 @@ def inputs(m, k, n, dtype, weight_dtype=None, seed=0):
     return jnp.asarray(draw(m, k).astype(jnp.dtype(dtype))), *of_weight
 
 
-def oracle(x, w, b, dout, *, activation=None):
-    """Output and gradients in float64."""
-    out, slope = check.activated(activation, x @ w + b)
-    dy = dout * slope
-    return out, (dy @ w.T, x.T @ dy, dy.sum(0))
-
-
 def plain(x, w, b, *, activation=None):
     """What a user would write, in the dtype of x."""
     y = x @ w.astype(x.dtype) + b.astype(x.dtype)
     return y if activation is None else PLAIN[activation](y)
 
 
-def gated_oracle(x, w, b, dout, *, activation="silu", alpha=None, limit=np.inf, up_offset=0.0):
-    """Output and gradients in float64 of the unit, both weights and biases in one."""
-    xp = jnp if isinstance(x, jax.Array) else np
-    gate, up = xp.split(x @ w + b, 2, -1)
-    shifted = up.clip(-limit, limit) + up_offset
-    value, slope = check.activated("quick_gelu" if alpha else activation, gate.clip(max=limit))
-    dgate, dup = dout * shifted * slope * (gate <= limit), dout * value * (abs(up) <= limit)
-    dy = xp.concatenate([dgate, dup], -1)
-    return value * shifted, (dy @ w.T, x.T @ dy, dy.sum(0))
-
-
-def gated_plain(x, w, b, *, activation="silu", alpha=None, limit=None, up_offset=0.0):
-    gate, up = jnp.split(x @ w.astype(x.dtype) + b.astype(x.dtype), 2, -1)
-    if limit is not None:
-        limit = jnp.asarray(limit, x.dtype)
-        gate = jnp.where(gate > limit, limit, gate)  # whose slope at the limit is 1, as PyTorch's
-        up = jnp.where(jnp.abs(up) > limit, jnp.sign(up) * limit, up)
-    return PLAIN["quick_gelu" if alpha else activation](gate) * (up + up_offset)
+def plain_unit(x, w, b, **options):
+    """The same of a gated unit, both of its weights and biases in one."""
+    return gated_plain(*jnp.split(plain(x, w, b), 2, -1), **options)
 
 
 def in_one(x, w, b, **options):
@@ -94,15 +65,12 @@ def apart(x, w, b, **options):
     return jaxkern.gated_linear_unit(x, *jnp.split(w, 2, -1), *jnp.split(b, 2), **options)
 
 
-def accurate(arrays, implementation, rounding=None, **options):
-    truth = functools.partial(check.in_float64, oracle)
-    more = {"rounding": rounding, **options}
-    check.check_accuracy(jaxkern.linear, plain, truth, arrays, implementation, **more)
+accurate = functools.partial(check.check_accuracy, jaxkern.linear, plain, oracle_of(plain))
 
 
 def gated_accurate(call, arrays, implementation, recompute, **options):
-    truth, own = functools.partial(check.in_float64, gated_oracle), {"recompute": recompute}
-    check.check_accuracy(call, gated_plain, truth, arrays, implementation, own=own, **options)
+    own, truth = {"recompute": recompute}, oracle_of(plain_unit)
+    check.check_accuracy(call, plain_unit, truth, arrays, implementation, own=own, **options)
 
 
 KERNEL_CASES = {
@@ -310,9 +278,7 @@ def test_accumulators_shared_by_devices(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_devices_add(dtype):
     """Parts of sums have `accumulate_dtype` between devices; results keep theirs."""
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    x, w, b = inputs(8, 16, 24, "bfloat16")
-    put = lambda v, *spec: jax.device_put(v, jax.NamedSharding(mesh, P(*spec)))
+    put, (x, w, b) = _placer(2), inputs(8, 16, 24, "bfloat16")
     call = functools.partial(jaxkern.linear, accumulate_dtype=dtype)
 
     def results(x, w, b):
@@ -320,9 +286,9 @@ def test_what_devices_add(dtype):
         return out, vjp(out)
 
     for placed in (
-        (put(x, "data"), put(w), put(b)),
-        (put(x, None, "data"), put(w, "data"), put(b)),
-        (put(x), put(w, None, "data"), put(b, "data")),
+        (put(x, "s"), put(w), put(b)),
+        (put(x, None, "s"), put(w, "s"), put(b)),
+        (put(x), put(w, None, "s"), put(b, "s")),
     ):
         lowered = jax.jit(results).lower(*placed)
         assert {v.dtype for v in jax.tree.leaves(lowered.out_info)} == {jnp.dtype("bfloat16")}
@@ -535,17 +501,16 @@ def test_measured_tiles_lower_for_cuda(monkeypatch):
 # Large numbers, and precisions
 
 
-def extreme(call, truth, arrays, dout):
-    """Whatever fits its dtype in float64 is finite; output and gradients, and the true ones."""
+def check_extreme(call, plain, arrays, dout, limit, **options):
+    """Whatever fits its dtype in float64 is finite, and all is within `limit`, relative in norm."""
     with check.running("mosaic"):
-        got = jax.tree.leaves(check.value_and_grads(call, arrays, dout))
-    wide = (np.asarray(v).astype(np.float64) for v in (*arrays, dout))
-    want = jax.tree.leaves(truth(*wide))
+        got = jax.tree.leaves(check.value_and_grads(call, arrays, dout, **options))
+    want = jax.tree.leaves(oracle_of(plain)(*arrays, dout, **options))
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         fits = np.abs(w) <= 0.999 * float(jnp.finfo(g.dtype).max)
         assert fits.any()
         assert np.isfinite(np.asarray(g, np.float32)[fits]).all(), f"result {i}"
-    return zip(got, want, strict=True)
+        assert check.relative_error(g, w) < limit, f"result {i}"
 
 
 @combinations("implementation", ["xla", "mosaic"], few=1)
@@ -555,10 +520,9 @@ def test_large_gradients(implementation):
     dtype = "bfloat16" if implementation == "mosaic" else "float32"
     arrays = inputs(16, 64, 64, dtype)
     dout = 1e5 * inputs(16, 64, 64, "float32", seed=1)[0]
-    call = functools.partial(jaxkern.linear, activation="gelu", implementation=implementation)
-    truth = functools.partial(oracle, activation="gelu")
-    for got, want in extreme(call, truth, arrays, dout.astype(dtype)):
-        assert check.relative_error(got, want) < (1e-2 if dtype == "bfloat16" else 1e-6)
+    call = functools.partial(jaxkern.linear, implementation=implementation)
+    limit = 1e-2 if dtype == "bfloat16" else 1e-6
+    check_extreme(call, plain, arrays, dout.astype(dtype), limit, activation="gelu")
 
 
 @combinations("implementation", ["xla", "mosaic"], few=1)
@@ -569,8 +533,7 @@ def test_float16_near_overflow(implementation):
     signs = jnp.where(jnp.arange(64) < 32, 1, -1).astype(jnp.float16)
     x, w, dout = x / 8 + 180 * signs, w / 8 + 180 * signs, w / 8 + 180 * signs[:, None]
     call = functools.partial(jaxkern.linear, implementation=implementation)
-    for got, want in extreme(call, oracle, (x, w, b), dout):
-        assert check.relative_error(got, want) < 2e-3
+    check_extreme(call, plain, (x, w, b), dout, 2e-3)
 
 
 @combinations("implementation recompute", ["mosaic", "xla"], [False, True])
@@ -580,11 +543,9 @@ def test_float16_gates_beyond_overflow(implementation, recompute):
     x, w, _ = inputs(16, 64, 64, "float16")
     x, w = 20 + 0 * x, jnp.concatenate([62.5 + 0 * w, w / 1024], -1)
     dout = jnp.where(jnp.arange(64) % 2, 0.001, 0).astype(jnp.float16) + 0 * x
-    options = {"recompute": recompute, "implementation": implementation}
-    arrays = x, w, jnp.zeros(128, jnp.float16)
+    call = functools.partial(apart, recompute=recompute, implementation=implementation)
     limit = 2e-3 if recompute or implementation == "xla" else 0.2  # what is kept ends at 65504
-    for got, want in extreme(functools.partial(apart, **options), gated_oracle, arrays, dout):
-        assert check.relative_error(got, want) < limit
+    check_extreme(call, plain_unit, (x, w, jnp.zeros(128, x.dtype)), dout, limit)
 
 
 PRECISIONS = {"highest": 1e-6, "tensorfloat32": 2e-3}
@@ -603,12 +564,11 @@ def test_transposed_operands(precision):
         call = lambda xt, wt, b: jaxkern.linear(xt.T, wt.T, b, precision=precision)
         out, vjp = jax.vjp(call, xt, wt, b)
         dxt, dwt, db = vjp(dout)
-        return out, dxt.T, dwt.T, db
+        return out, (dxt.T, dwt.T, db)
 
     dout = inputs(24, 72, 1, "float32", seed=1)[0] * 1e5
-    out, grads = oracle(*(np.asarray(v, np.float64) for v in (x, w, b, dout)))
-    for got, want in zip(results(x.T, w.T, b, dout), (out, *grads), strict=True):
-        assert check.relative_error(got, want) < PRECISIONS[precision]
+    want = oracle_of(plain)(x, w, b, dout)
+    check.assert_close(results(x.T, w.T, b, dout), want, PRECISIONS[precision])
 
 
 @pytest.mark.compiled

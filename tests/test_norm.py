@@ -21,7 +21,7 @@ from jaxkern.ops.norm.forward import launch_fwd
 from jaxkern.ops.norm.long_row import long_row
 from jaxkern.ops.norm.pointwise import Options
 from tests import check
-from tests.test_activations import PLAIN, cases, exact, exhaustive
+from tests.test_activations import PLAIN, cases, exhaustive, oracle_of
 
 OPS = {"rms_norm": jaxkern.rms_norm, "layer_norm": jaxkern.layer_norm}
 EACH = pytest.mark.parametrize("op", list(OPS))
@@ -58,9 +58,9 @@ def plain(*arrays, op, names, held=lambda statistic: statistic, **options):
 def oracle(*arrays, names, **options):
     """The truth, and what dx is summed from: in rows of one or two elements it cancels."""
     options["names"], results = names, 1 + ("residual" in names)
-    outs, grads = exact(plain, results)(*arrays, **options)
+    outs, grads = oracle_of(plain, results)(*arrays, **options)
     of_out = *arrays[: len(names) + 1], *(0 * dsum for dsum in arrays[len(names) + 1 :])
-    _, (terms, *_) = exact(plain, results)(*of_out, held=jax.lax.stop_gradient, **options)
+    _, (terms, *_) = oracle_of(plain, results)(*of_out, held=jax.lax.stop_gradient, **options)
     size = np.linalg.norm(terms)
     return outs, grads, {results + names.index(n): size for n in {"x", "residual"} & {*names}}
 
