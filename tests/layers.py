@@ -19,6 +19,7 @@ import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
 from jaxkern.nn import mamba, mamba2
 from jaxkern.nn.common import Block
+from jaxkern.precision import Policy
 
 K = 40  # features
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -39,10 +40,8 @@ def sparsely(names, *axes, of=None):
     return pytest.mark.parametrize(names, cases, ids=lambda value: getattr(value, "layer", value))
 
 
-def jit(f):
-    """Unoptimised code of the same program is made much sooner."""
-    options = {"xla_backend_optimization_level": 0}
-    return jax.jit(lambda *args, **kwargs: f(*args, **kwargs), compiler_options=options)
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+"""Unoptimised code of the same program is made much sooner."""
 
 
 def normal(*shape, seed=0, dtype=FP32, scale=1.0):
@@ -50,108 +49,71 @@ def normal(*shape, seed=0, dtype=FP32, scale=1.0):
     return jnp.asarray(values.astype(dtype))
 
 
-def moved(tree, seed=1):
-    """Parameters away from ones and zeros."""
-    leaves, treedef = jax.tree.flatten(tree)
-    noise = [normal(*leaf.shape, seed=seed + i, dtype=leaf.dtype) for i, leaf in enumerate(leaves)]
-    sums = [jnp.asarray(np.asarray(a) + np.asarray(b)) for a, b in zip(leaves, noise, strict=True)]
-    return jax.tree.unflatten(treedef, sums)
+# How a library's own layer or ours is made from a name and its options, and run: its initial
+# parameters, and (parameters, x) -> result. With `shapes` the parameters are of jax.eval_shape.
+
+SIZES = {"Linear": (24,), "SwiGLU": (24,), "Dropout": (0.5,)}
+"""Arguments after the width of the input, which Dropout has not."""
 
 
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
-
-# Each library's own module of layers and ours; how one is made from a name and its options, and
-# run: (layer, its initial parameters, (parameters, x) -> result). With `shapes` the parameters are
-# those of jax.eval_shape.
-
-SIZES = {"Linear": (K, 24), "SwiGLU": (K, 24), "Dropout": (0.5,)}
-
-
-def of_nnx(module, name, shapes=False, **options):
-    make = lambda: getattr(module, name)(*SIZES.get(name, (K,)), **options, rngs=nnx.Rngs(0))
+def of_nnx(module, name, width, shapes=False, **options):
+    size = (*(() if name == "Dropout" else (width,)), *SIZES.get(name, ()))
+    make = lambda: getattr(module, name)(*size, **options, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(nnx.eval_shape(make) if shapes else make())
-    return nnx.to_pure_dict(params), lambda params, x, **how: nnx.merge(graphdef, params)(x, **how)
+
+    def run(params, *args, method="__call__", **how):
+        return getattr(nnx.merge(graphdef, params), method)(*args, **how)
+
+    return nnx.to_pure_dict(params), run
 
 
-def of_linen(module, name, shapes=False, **options):
-    size = {"Linear": (24,), "Mamba": (K,), "Mamba2": (K,)}.get(name, SIZES.get(name, ())[-1:])
+def of_linen(module, name, width, shapes=False, **options):
+    size = (width,) if name.startswith("Mamba") else SIZES.get(name, ())
     layer = getattr(module, "Dense" if name == "Linear" else name)(*size, **options)
     # A module computes where its parameters are made, too, which "mosaic" does on a GPU alone.
     made = layer.clone(implementation="xla") if "implementation" in options else layer
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
     init = functools.partial(jax.eval_shape, made.init) if shapes else made.init
-    run = functools.partial(layer.apply, rngs={"dropout": jax.random.key(0)})
-    return init(keys, jnp.ones((1, K, K))), run
+    rngs = {"dropout": jax.random.key(0)}
+    params = init(rngs | {"params": jax.random.key(0)}, jnp.ones((1, K, width)))
+    return params, functools.partial(layer.apply, rngs=rngs)
 
 
-def of_equinox(module, name, shapes=False, **options):
-    options = options.copy()
-    options.pop("param_dtype", None)
-    size = ((K,),) if name in ("RMSNorm", "LayerNorm") else SIZES.get(name, (K,))
+def of_equinox(module, name, width, shapes=False, dtype=None, **options):
+    """A layer that computes in its parameters' dtypes, which are cast to `dtype` for that."""
+    size = (*(() if name == "Dropout" else (width,)), *SIZES.get(name, ()))
     if name not in ("RMSNorm", "LayerNorm", "Dropout"):
         options["key"] = jax.random.key(0)
     make = functools.partial(getattr(module, name), *size, **options)
     layer = eqx.filter_eval_shape(make) if shapes else make()
     is_param = lambda a: isinstance(a, jax.Array | jax.ShapeDtypeStruct)
-    params_of, rest = eqx.partition(layer, is_param)
+    like, rest = eqx.partition(layer, is_param)
 
-    def run(params, x, **how):
-        layer = eqx.combine(jax.tree.unflatten(jax.tree.structure(params_of), params), rest)
-        if module is jk_equinox:
-            return layer(x, **how)
-        return jax.vmap(jax.vmap(layer))(x)
+    def run(params, *args, method="__call__", **how):
+        params = params if dtype is None else Policy(compute=dtype).cast_to_compute(params)
+        layer = eqx.combine(jax.tree.unflatten(jax.tree.structure(like), params), rest)
+        call = getattr(layer, method)
+        return (call if module is jk_equinox else jax.vmap(jax.vmap(call)))(*args, **how)
 
-    return jax.tree.leaves(params_of), run
+    return jax.tree.leaves(like), run
 
 
-LIBRARIES = {
+MODULES = {
     "nnx": (of_nnx, nnx, jk_nnx),
     "linen": (of_linen, linen, jk_linen),
     "equinox": (of_equinox, eqx.nn, jk_equinox),
 }
-
-
-def ours(library, name, **options):
-    make, _, module = LIBRARIES[library]
-    return make(module, name, **options)
-
-
-def pair(library, name, **options):
-    make, theirs, module = LIBRARIES[library]
-    return make(theirs, name, **options), make(module, name, **options)
-
-
+LIBRARIES = [*MODULES]
 LIBRARY = pytest.mark.parametrize("library", LIBRARIES)
 
 
-def in_every_library(name, *size, weights, **options):
-    """The layer in each library as a function of x, from one dict of weights by nnx's names."""
-    make = functools.partial(getattr(jk_nnx, name), *size, **options)
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
-    layer = nnx.merge(graphdef, weights)
-    sizes = size[1:] if name == "SwiGLU" else size
-    module = getattr(jk_linen, name)(*sizes, **options)
-    if name == "SwiGLU":
-        make = functools.partial(jk_equinox.SwiGLU, *size)
-        ours = [weights[part]["kernel"].T for part in ("gate_proj", "up_proj", "down_proj")]
-    else:
-        options.pop("dtype", None)
-        kind = getattr(jk_equinox, name)
-        make = functools.partial(kind, *size, **options)
-        ours = [weights[part] for part in kind._block.weights._fields if part in weights]
-    ours = jax.tree.unflatten(
-        jax.tree.structure(eqx.filter_eval_shape(make, key=jax.random.key(0))), ours
-    )
-    return {
-        "nnx": layer,
-        "linen": functools.partial(module.apply, {"params": weights}),
-        "equinox": ours,
-    }
+def ours(library, name, width=K, **options):
+    make, _, module = MODULES[library]
+    return make(module, name, width, **options)
+
+
+def pair(library, name, **options):
+    make, theirs, module = MODULES[library]
+    return make(theirs, name, K, **options), make(module, name, K, **options)
 
 
 def mamba_token(w, sizes, carry, row, xp=jnp):
@@ -204,9 +166,6 @@ class Kind:
 
     def sizes(self, d_model=12, **options):
         return self.block.sizes(d_model, **self.options | options)
-
-    def shapes(self, sizes):
-        return {name: shape for name, (_, shape) in self.block.initializers(sizes).items()}
 
     def carry(self, sizes, xp=jnp):
         """Before the first token of a sequence: the convolution's window and the state."""

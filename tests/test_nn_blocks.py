@@ -3,8 +3,8 @@
 import functools
 import inspect
 import re
-import types
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -16,44 +16,28 @@ import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
 from jaxkern.nn import mamba2, remat
-from jaxkern.precision import Policy
 from tests import check
-from tests.layers import (
-    BF16,
-    FP32,
-    KIND,
-    KINDS,
-    LIBRARIES,
-    LIBRARY,
-    MAMBA,
-    MAMBA2,
-    K,
-    in_every_library,
-    jit,
-    normal,
-    sparsely,
-)
-
-TWO_KINDS = KINDS.values()
+from tests.layers import BF16, FP32, KIND, KINDS, LIBRARIES, MAMBA, MAMBA2, K, jit, normal, ours
+from tests.pairs import combinations
 
 
 def test_swiglu():
     shapes = {"gate_proj": (K, 24), "up_proj": (K, 24), "down_proj": (24, K)}
-    draw = lambda seed, shape: {"kernel": normal(*shape, seed=seed, scale=0.25)}
-    weights = {name: draw(seed, shape) for seed, (name, shape) in enumerate(shapes.items())}
+    kernels = [normal(*s, seed=seed, scale=0.25) for seed, s in enumerate(shapes.values())]
+    weights = {name: {"kernel": kernel} for name, kernel in zip(shapes, kernels, strict=True)}
     x = normal(2, 3, K)
-    gate, up, down = (np.asarray(weights[name]["kernel"], np.float64) for name in weights)
-    rows = np.asarray(x, np.float64)
+    rows, gate, up, down = (np.asarray(a, np.float64) for a in (x, *kernels))
     hidden = (rows @ gate) / (1 + np.exp(-rows @ gate)) * (rows @ up)
-    for layer in in_every_library("SwiGLU", K, 24, weights=weights).values():
-        np.testing.assert_allclose(jit(layer)(x), hidden @ down, rtol=1e-5, atol=1e-4)
+    transposed = [kernel.T for kernel in kernels]
+    for library, params in zip(LIBRARIES, (weights, {"params": weights}, transposed), strict=True):
+        found = jit(ours(library, "SwiGLU", shapes=True)[1])(params, x)
+        np.testing.assert_allclose(found, hidden @ down, rtol=1e-5, atol=1e-4)
 
-    module = jk_linen.SwiGLU(24, use_bias=True)
-    params = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
-    shapes = jax.tree.map(lambda leaf: leaf.shape, params)
-    biased = nnx.eval_shape(lambda: jk_nnx.SwiGLU(K, 24, use_bias=True, rngs=nnx.Rngs(0)))
-    assert shapes == jax.tree.map(lambda leaf: leaf.shape, nnx.to_pure_dict(nnx.state(biased)))
-    assert shapes["down_proj"] == {"bias": (K,), "kernel": (24, K)}
+    biased = functools.partial(ours, name="SwiGLU", shapes=True, use_bias=True)
+    in_nnx, in_linen = biased("nnx")[0], biased("linen")[0]["params"]
+    chex.assert_trees_all_equal_shapes_and_dtypes(in_nnx, in_linen)
+    found = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), in_nnx["down_proj"])
+    assert found == {"bias": ((K,), FP32), "kernel": ((24, K), FP32)}
 
 
 def given(weights):
@@ -61,122 +45,138 @@ def given(weights):
 
 
 @functools.cache
-def blocks_of(kind, **options):
-    """A block of a kind: its sizes, its weights, and its layer in each library."""
+def weights_of(kind, **options):
+    inits = kind.block.initializers(kind.sizes(**options)).items()
+    draw = lambda seed, shape: normal(*shape, seed=seed, scale=0.3)
+    return kind.block.weights_from(
+        {name: draw(seed, shape) for seed, (name, (_, shape)) in enumerate(inits)}
+    )
+
+
+def block_of(kind, library, weights, width=12, **options):
+    """The layer with these weights: (x, ...) -> result, and with `method` its other methods."""
+    named = given(weights)
+    params = {"nnx": named, "linen": {"params": named}, "equinox": [*named.values()]}[library]
+    return functools.partial(ours(library, kind.layer, width, shapes=True, **options)[1], params)
+
+
+def check_block(kind, library, options, **weights):
+    """In one; in parts of one token, of none, after a cache and packed; and token by token."""
     options = kind.options | options
-    sizes = kind.sizes(**options)
-    weights = {
-        name: normal(*shape, seed=seed, scale=0.3)
-        for seed, (name, shape) in enumerate(kind.shapes(sizes).items())
-    }
-    layers = in_every_library(kind.layer, 12, weights=weights, **options)
-    weights = kind.block.weights_from(weights)
+    sizes, weights = kind.sizes(**options), weights_of(kind, **options)._replace(**weights)
+    block = block_of(kind, library, weights, **options)
     tokens = functools.partial(kind.tokens, weights, sizes)
-    return types.SimpleNamespace(sizes=sizes, weights=weights, layers=layers, tokens=tokens)
-
-
-def step_of(block, library):
-    return functools.partial(block, method="step") if library == "linen" else block.step
-
-
-def expected_of(blocks, x):
-    return np.stack([blocks.tokens(row)[0] for row in x])
-
-
-def cache_of(kind, carries):
-    """What is carried from token to token, a carry for each sequence."""
-    windows, states = (np.stack(arrays).astype(np.float32) for arrays in zip(*carries, strict=True))
-    cache = type(kind.block.init_cache(kind.sizes(), 1, FP32))
-    return cache(windows[:, :, 1:].swapaxes(1, 2), states)
-
-
-BIASES = {"plain": {}, "biases": {"use_bias": True, "use_conv_bias": False}}
-
-
-@sparsely("kind, library, biases", TWO_KINDS, LIBRARIES, BIASES, of=4)
-def test_block_is_the_papers(kind, library, biases):
-    """In one; packed, after a cache; and token by token after that."""
-    blocks, x = blocks_of(kind, **BIASES[biases]), normal(2, 9, 12)
-    block, step = blocks.layers[library], step_of(blocks.layers[library], library)
-    ids = jnp.array([[0, 0, 0, 1], [0, 1, 1, 1]])
-
-    @jit
-    def run(x, cache):
-        # Equinox's take a sequence, too.
-        whole = (jax.vmap(block) if library == "equinox" else block)(x)
-        packed, after = block(x[:, 2:6], cache, segment_ids=ids, return_cache=True)
-        one = lambda cache, x: step(x, cache)[::-1]
-        last, rest = jax.lax.scan(one, after, x[:, 6:].swapaxes(0, 1))
-        return whole, jnp.concatenate([packed, rest.swapaxes(0, 1)], 1), after, last
-
-    before = [blocks.tokens(row[:2])[1] for row in x]
-    whole, parts, *caches = run(x, cache_of(kind, before))
-    want, carries = [], []
-    for row, carry, ends in zip(x, before, (5, 3), strict=True):
-        first, _ = blocks.tokens(row[2:ends], carry)
-        second, after = blocks.tokens(row[ends:6])
-        rest, last = blocks.tokens(row[6:], after)
-        want.append(np.concatenate([first, second, rest]))
-        carries.append((after, last))
-    expected = expected_of(blocks, x)
-    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
-    atol = {"plain": 1e-5, "biases": 3e-5}[biases]
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=atol)
-    close(parts, np.stack(want))
-    for cache, of_rows in zip(caches, zip(*carries, strict=True), strict=True):
-        jax.tree.map(close, cache, cache_of(kind, of_rows))
-
-
-@pytest.mark.parametrize("kind", [MAMBA, pytest.param(MAMBA2, marks=pytest.mark.exhaustive)])
-def test_block_goes_on_in_unequal_parts(kind):
-    """Of one token, of none and of several."""
-    blocks, x = blocks_of(kind), normal(2, 6, 12)
-    block = blocks.layers["nnx"]
+    ids, x = jnp.array([[0, 0, 0, 0, 1], [0, 0, 1, 1, 1]]), normal(2, 9, 12)
 
     @jit
     def run(x):
-        outs, cache = [], None
-        for part in jnp.split(x, (1, 1, 4), axis=1):
-            out, cache = block(part, cache, return_cache=True)
-            outs.append(out)
-        return jnp.concatenate(outs, 1)
+        # Equinox's take a sequence, too.
+        whole = (jax.vmap(block) if library == "equinox" else block)(x)
+        one, cache = block(x[:, :1], return_cache=True)
+        none, before = block(x[:, 1:1], cache, return_cache=True)
+        packed, after = block(x[:, 1:6], before, segment_ids=ids, return_cache=True)
+        step = lambda cache, x: block(x, cache, method="step")[::-1]
+        last, rest = jax.lax.scan(step, after, x[:, 6:].swapaxes(0, 1))
+        parts = jnp.concatenate([one, none, packed, rest.swapaxes(0, 1)], 1)
+        return whole, parts, (before, after, last)
 
-    np.testing.assert_allclose(run(x), expected_of(blocks, x), rtol=1e-5, atol=1e-5)
+    whole, parts, caches = run(x)
+    want, carries = [], []
+    for row, ends in zip(x, (5, 3), strict=True):
+        first, before = tokens(row[:1])
+        second, _ = tokens(row[1:ends], before)
+        packed, after = tokens(row[ends:6])
+        rest, last = tokens(row[6:], after)
+        want.append(np.concatenate([first, second, packed, rest]))
+        carries.append((before, after, last))
+    check.assert_close(whole, [np.stack([tokens(row)[0] for row in x])], 1e-6)
+    check.assert_close(parts, [np.stack(want)], 1e-6)
+    for cache, of_rows in zip(caches, zip(*carries, strict=True), strict=True):
+        windows, states = map(np.stack, zip(*of_rows, strict=True))
+        check.assert_close(cache, (windows[:, :, 1:].swapaxes(1, 2), states), 1e-6)
 
 
-@sparsely("kind, library", TWO_KINDS, LIBRARIES)
+OPTIONS = {"plain": {}, "biases": {"use_bias": True, "use_conv_bias": False}}
+
+
+@combinations("kind library options", KINDS, ["nnx", "equinox", "linen"], OPTIONS, few=2)
+def test_block_is_the_papers(kind, library, options):
+    check_block(kind, library, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm_groups": 1, "dt_limit": (0.6, 0.9), "norm_eps": 0.1},
+        pytest.param({"headdim": 1, "ngroups": 24}, marks=pytest.mark.exhaustive),
+        pytest.param({"norm_groups": 8, "ngroups": 1, "headdim": 24}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_mamba2_of_other_sizes(options):
+    """Norms of other groups than the scan's, limits of step sizes, one head, heads of a channel,
+    and weights of the input for each channel."""
+    sizes = MAMBA2.sizes(**options)
+    check_block(MAMBA2, "nnx", options, D=normal(sizes.heads, sizes.headdim, seed=9))
+
+
+@combinations("kind library", KINDS, LIBRARIES)
 def test_block_names_what_does_not_fit(kind, library):
-    block, x, one = blocks_of(kind).layers[library], jnp.ones((2, 7, 12)), library == "equinox"
-    step = step_of(block, library)
+    block = block_of(kind, library, weights_of(kind), **kind.options)
+    x, one = jnp.ones((2, 7, 12)), library == "equinox"
+    step = functools.partial(block, method="step")
     other = MAMBA if kind is MAMBA2 else MAMBA2
     cache, its = (each.block.init_cache(each.sizes(), 2, FP32) for each in (kind, other))
     conv = re.escape(str((1, *cache.conv.shape[1:])))
     named = re.escape(f"cache must be a jaxkern.nn.{kind.block.name}.Cache, ")
     sequences = r"\(L, D\) or \(B, L, D\)" if one else r"\(B, L, D\)"
     tokens = r"\(D\) or \(B, D\)" if one else r"\(B, D\)"
-    flat = x[0, 0] if one else x[0]
-    ids = jnp.zeros((2, 6), int)
-    with_cache = lambda cache: functools.partial(block, cache=cache)
-    for wrong, call, error, message in (
-        (flat, block, ValueError, rf"x must have shape {sequences} with D = 12.*One sequence goes"),
-        (x[..., 1:], block, ValueError, r"D = 12, the d_model of the block; got \(2, 7, 11\)"),
-        (1j * x, block, TypeError, "x must have a real dtype, got complex64"),
-        (x, functools.partial(step, cache=cache), ValueError, rf"{tokens} with D = 12.*x\[:, t\]"),
-        (x[:1], with_cache(cache), ValueError, f"cache.conv .*{conv}"),
-        (x, with_cache(cache._replace(scan=x)), ValueError, "cache.scan must"),
-        (x, with_cache(x), TypeError, named),
-        (x, with_cache(its), TypeError, f"got jaxkern.nn.{other.block.name}.C"),
-        (x[:, 0], functools.partial(step, cache=None), TypeError, "cache must be .*got NoneType"),
+    for call, args, error, message in (
         (
-            *(x, functools.partial(block, segment_ids=ids), ValueError),
-            r"segment_ids must have shape \(2, 7\), that of x without its last axis; got \(2, 6\)",
+            block,
+            (x[0, 0] if one else x[0],),
+            ValueError,
+            f"x must .*{sequences} with D = 12.*One seq",
         ),
+        (block, (x[..., 1:],), ValueError, r"D = 12, the d_model of the block; got \(2, 7, 11\)"),
+        (block, (1j * x,), TypeError, "x must have a real dtype, got complex64"),
+        (step, (x, cache), ValueError, rf"{tokens} with D = 12.*x\[:, t\]"),
+        (block, (x[:1], cache), ValueError, f"cache.conv .*{conv}"),
+        (block, (x, cache._replace(scan=x)), ValueError, "cache.scan must"),
+        (block, (x, x), TypeError, named),
+        (block, (x, its), TypeError, f"got jaxkern.nn.{other.block.name}.C"),
+        (step, (x[:, 0], None), TypeError, "cache must be .*got NoneType"),
     ):
         with pytest.raises(error, match=message):
-            call(wrong)
-    if one:
-        with pytest.raises(ValueError, match=r"segment_ids must have shape \(7,\)"):
-            block(x[0], segment_ids=jnp.zeros((1, 7), int))
+            call(*args)
+    for rows, shape, message in (
+        (x, (2, 6), r"\(2, 7\), that of x without its last axis; got \(2, 6\)"),
+        *([(x[0], (1, 7), r"\(7,\)")] if one else []),
+    ):
+        with pytest.raises(ValueError, match=f"segment_ids must have shape {message}"):
+            block(rows, segment_ids=jnp.zeros(shape, int))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"n_layers": 0}, ValueError, "n_layers must be at least 1, got 0"),
+        ({"n_layers": "2"}, TypeError, "n_layers must be an int, got '2'"),
+        ({"return_cache": "no"}, TypeError, "return_cache must be True or False, got 'no'"),
+        ({"isolate_nan": 1}, TypeError, "isolate_nan must be True or False, got 1"),
+        ({"axis_name": 1}, TypeError, "axis_name must be a mesh axis's name .*, got 1"),
+        ({"axis_name": "x"}, ValueError, "axis_name must name an axis of the mesh .*'x' is none"),
+        ({"dtype": "wide"}, TypeError, "dtype must be a dtype, got 'wide'"),
+    ],
+)
+@KIND
+def test_block_names_options_that_it_refuses(kind, options, error, message):
+    apply = functools.partial(kind.block.apply, weights_of(kind), kind.sizes())
+    call = functools.partial(apply, jnp.ones((1, 4, 12)))
+    if "n_layers" in options:
+        call = functools.partial(kind.block.initializers, kind.sizes())
+    with pytest.raises(error, match=message):
+        call(**options)
 
 
 @KIND
@@ -195,12 +195,13 @@ def test_block_is_one_row_of_a_table(kind):
 
 @KIND
 def test_block_of_one_sequence_in_equinox(kind):
-    block, x = blocks_of(kind).layers["equinox"], jnp.ones((2, 7, 12))
-    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+    block = block_of(kind, "equinox", weights_of(kind), **kind.options)
+    x, caches = jnp.ones((2, 7, 12)), functools.partial(block, method="init_cache")
     run = jax.vmap(functools.partial(block, return_cache=True))
-    assert shapes(jax.eval_shape(run, x)) == shapes((x, block.init_cache(2)))
-    single = jax.eval_shape(block.step, x[0, 0], block.init_cache())
-    assert shapes(single) == shapes((x[0, 0], block.init_cache()))
+    same_shapes = chex.assert_trees_all_equal_shapes
+    same_shapes(jax.eval_shape(run, x), (x, caches(2)))
+    single = jax.eval_shape(functools.partial(block, method="step"), x[0, 0], caches())
+    same_shapes(single, (x[0, 0], caches()))
 
 
 @KIND
@@ -208,8 +209,8 @@ def test_layers_have_the_parameters_and_options_of_the_block(kind):
     """Their names, shapes and defaults, and as many as there are by default."""
     inits = kind.block.initializers(kind.block.sizes(32), n_layers=4)
     assert inits.keys() == {*kind.block.weights._fields} - {"in_bias", "out_bias"}
-    biased = kind.sizes(use_bias=True, use_conv_bias=False)
-    assert kind.shapes(biased).keys() == {*kind.block.weights._fields} - {"conv_bias"}
+    biased = kind.block.initializers(kind.sizes(use_bias=True, use_conv_bias=False))
+    assert biased.keys() == {*kind.block.weights._fields} - {"conv_bias"}
     expected = {name: (shape, jnp.dtype(FP32)) for name, (_, shape) in inits.items()}
     key, x = jax.random.key(0), jnp.ones((1, 1, 32))
     in_nnx, in_linen, in_equinox = (
@@ -251,73 +252,25 @@ def test_blocks_begin_as_in_the_papers_code(kind):
         assert 0.95 * bound < np.abs(getattr(w, name)).max() <= bound
 
 
-@sparsely("kind, library", TWO_KINDS, ("linen", "nnx", "equinox"), of=4)
+@combinations("kind library", KINDS, ["linen", "nnx", "equinox"], few=1)
 def test_block_in_bfloat16(kind, library):
-    blocks, x = blocks_of(kind), normal(2, 7, 12, dtype=BF16)
-    weights, options = given(blocks.weights), kind.options | {"dtype": BF16}
-    if library == "equinox":
-        weights = Policy.parse("bf16").cast_to_compute(weights)
-    out = jit(in_every_library(kind.layer, 12, weights=weights, **options)[library])(x)
+    weights, x = weights_of(kind), normal(2, 7, 12, dtype=BF16)
+    out = jit(block_of(kind, library, weights, **kind.options, dtype=BF16))(x)
     assert out.dtype == BF16
-    want = expected_of(blocks, x)
+    want = np.stack([kind.float64(weights, kind.sizes(), row) for row in x])
     assert 0 < np.abs(np.asarray(out, np.float64) - want).max() / np.abs(want).max() < 4 * 2**-8
 
 
-@LIBRARY
-@KIND
+@combinations("kind library", KINDS, LIBRARIES, few=6)
 def test_a_loop_can_carry_a_cache(kind, library):
     """It keeps its dtypes, whatever those of parameters and tokens."""
-    weights = jax.tree.map(BF16, given(blocks_of(kind).weights))
-    block = in_every_library(kind.layer, 12, weights=weights, **kind.options)[library]
+    block = block_of(kind, library, jax.tree.map(BF16, weights_of(kind)), **kind.options)
     cache, tokens = kind.block.init_cache(kind.sizes(), 2, FP32), jnp.ones((2, 3, 12), BF16)
-    for x, run in (
-        (tokens, functools.partial(block, return_cache=True)),
-        (tokens[:, 0], step_of(block, library)),
-    ):
-        out, after = jax.eval_shape(lambda x, cache: run(x, cache=cache), x, cache)  # noqa: B023
+    for x, how in ((tokens, {"return_cache": True}), (tokens[:, 0], {"method": "step"})):
+        run = functools.partial(block, **how)
+        out, after = jax.eval_shape(run, x, cache)
         assert out.dtype == BF16
-        assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, cache)
-
-
-# What the Mamba-2 block has of its own
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"norm_groups": 1, "dt_limit": (0.04, 0.06), "norm_eps": 0.1},
-        pytest.param({"headdim": 1, "ngroups": 16}, marks=pytest.mark.exhaustive),
-        pytest.param({"norm_groups": 8, "ngroups": 1, "headdim": 16}, marks=pytest.mark.exhaustive),
-        pytest.param({"D": (4, 4)}, marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_mamba2_of_other_sizes(options):
-    """Norms of other groups than the scan's, limits of step sizes, one head, heads of a channel,
-    weights of the input for each channel; and a last token by the step."""
-    options = {"d_state": 3, "d_conv": 3, "headdim": 4, "ngroups": 2} | options
-    D = options.pop("D", None)
-    sizes = mamba2.Sizes(8, **options)
-    weights, x = mamba2_weights(sizes), normal(2, 9, 8, seed=1)
-    weights = weights if D is None else weights._replace(D=normal(*D, seed=2))
-
-    @jax.jit
-    def run(weights, x):
-        out, cache = mamba2.mamba2(weights, sizes, x[:, :-1], return_cache=True)
-        last, _ = mamba2.mamba2_step(weights, sizes, x[:, -1], cache)
-        return jnp.concatenate([out, last[:, None]], 1)
-
-    want = np.stack([MAMBA2.float64(weights, sizes, row) for row in x])
-    check.assert_close(run(weights, x), want, 1e-6)
-
-
-def mamba2_weights(sizes):
-    """Random parameters, with the rates and step sizes of a block at the start of its training."""
-    rng = np.random.default_rng(0)
-    biased = mamba2.initializers(mamba2.Sizes(**vars(sizes) | {"use_bias": True}))
-    values = {name: 0.5 * rng.normal(size=shape) for name, (_, shape) in biased.items()}
-    values |= {"A_log": np.log(rng.uniform(1, 16, sizes.heads)), "dt_bias": values["dt_bias"] - 3}
-    return mamba2.Weights(**{n: jnp.asarray(v, jnp.float32) for n, v in values.items()})
+        chex.assert_trees_all_equal_dtypes(after, cache)
 
 
 @pytest.mark.parametrize(
@@ -494,26 +447,22 @@ def test_block_by_the_kernels_is_the_papers(kind, library):
     sizes = kind.block.sizes(width, **options)
     inits, as_weights = kind.block.initializers(sizes), kind.block.weights_from
     keys = jax.random.split(jax.random.key(0), len(inits))
-    weights = {
-        name: init(key, shape, FP32)
-        for key, (name, (init, shape)) in zip(keys, inits.items(), strict=True)
-    }
+    drawn = zip(keys, inits.items(), strict=True)
     # As the weights have them, which is the order of gradients.
-    weights = given(as_weights(weights))
+    weights = given(as_weights({name: init(key, s, FP32) for key, (name, (init, s)) in drawn}))
     x = normal(batch, length, width, dtype=dtype)
 
     def layer(implementation, weights):
         options_of = options | how | {"implementation": implementation}
-        return in_every_library(kind.layer, width, weights=weights, **options_of)[library]
+        return block_of(kind, library, as_weights(weights), width, **options_of)
 
     def run(x, *arrays, implementation="xla"):
         return layer(implementation, dict(zip(weights, arrays, strict=True)))(x)
 
     def decoded(weights, x):
         block = layer("mosaic", weights)
-        step = step_of(block, library)
         first, cache = block(x[:, :-2], return_cache=True)
-        one = lambda cache, x: step(x, cache)[::-1]
+        one = lambda cache, x: block(x, cache, method="step")[::-1]
         _, rest = jax.lax.scan(one, cache, x[:, -2:].swapaxes(0, 1))
         return jnp.concatenate([first, rest.swapaxes(0, 1)], 1)
 
