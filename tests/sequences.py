@@ -1,5 +1,7 @@
-"""A comparison with NumPy oracles, which tests of ops along sequences share."""
+"""What tests of ops along sequences share: oracles in NumPy, calls of one shape, a comparison."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,34 +9,171 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests import check
+import jaxkern
+from tests import check, selective_scan, ssd
 
 
-def check_results(
-    got: Any,
-    oracle: Callable[..., Any],
-    arrays: Any,
-    cotangents: Any,
-    rounding: Any,
-    **options: Any,
-) -> None:
-    """Holds results and gradients, `got`, to an oracle in NumPy: there is no program to compile.
+def linear_scan(a, b, state, dout, dfinal=0.0, *, reverse=False, segment_ids=None):
+    """Results and gradients of linear_scan, one step at a time, there and back."""
+    order = range(a.shape[1])[:: -1 if reverse else 1]
+    keep = np.ones((*a.shape[:2], 1), a.dtype)
+    if segment_ids is not None:
+        same = np.diff(segment_ids, axis=1) == 0
+        keep[:, (slice(-1) if reverse else slice(1, None)), 0] = same
+    h, before, out = state, np.empty_like(a), np.empty_like(b)
+    for t in order:
+        before[:, t] = keep[:, t] * h
+        h = a[:, t] * before[:, t] + b[:, t]
+        out[:, t] = h
+    da, db, dh = np.empty_like(a), np.empty_like(b), dfinal
+    for t in reversed(order):
+        dh = dh + dout[:, t]
+        da[:, t], db[:, t] = dh * before[:, t], dh
+        dh = keep[:, t] * a[:, t] * dh
+    return (out, h), (da, db, dh)
 
-    In fp32 an error is at most twice that of the oracle run in fp32. With `rounding`, as any result
-    of 16 bits needs, it is also at most one rounding of the result and this, relative.
+
+def causal_conv1d(x, weight, bias, state, dout, dfinal=0.0, *, activation="silu", segment_ids=None):
+    """Results and gradients of causal_conv1d, one tap at a time."""
+    (batch, length, dim), width = x.shape, weight.shape[1]
+    ids = np.zeros((batch, length)) if segment_ids is None else np.asarray(segment_ids)
+    inputs = np.concatenate([state, x], axis=1)
+    segments = np.cumsum(np.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)
+    segments = np.pad(segments, ((0, 0), (width - 1, 0)))[..., None]
+    seen = [segments[:, w : w + length] == segments[:, width - 1 :] for w in range(width)]
+    taps = [np.where(s, inputs[:, w : w + length], 0) for w, s in enumerate(seen)]
+    s = bias + sum(weight[:, w] * tap for w, tap in enumerate(taps))
+    with np.errstate(over="ignore"):
+        out, slope = check.activated(activation, s)
+    ds, dinputs = dout * slope, np.zeros_like(inputs)
+    for w in range(width):
+        dinputs[:, w : w + length] += np.where(seen[w], weight[:, w] * ds, 0)
+    kept = segments[:, length:] == segments[:, -1:]
+    dinputs[:, length:] += np.where(kept, dfinal, 0)
+    total = lambda v: np.moveaxis(v, -1, 0).reshape(dim, -1).sum(1)  # pairwise
+    dweight = np.stack([total(ds * tap) for tap in taps], 1)
+    grads = dinputs[:, width - 1 :], dweight, total(ds), dinputs[:, : width - 1]
+    return (out, np.where(kept, inputs[:, length:], 0)), grads
+
+
+def random(*shape: int, seed: int = 0) -> jax.Array:
+    """Normal values in fp32, the same ones for a shape and seed."""
+    return jnp.asarray(np.random.default_rng((*shape, seed)).normal(size=shape).astype("float32"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Op:
+    """An op that carries a state along time, a function of its arrays, the initial state last.
+
+    Attributes:
+      call: ``call(*arrays, **options)``.
+      oracle: ``oracle(*arrays, dout, dfinal, segment_ids=...) -> (out, final), gradients``.
+      axes: of each array a letter for each: b, l, d for channels or heads, and others.
+      remembering: makes of normal values arrays by which the last token remembers the first.
+      reverse: whether time runs from the end to the start.
     """
 
-    def run(dtype: str) -> list[Any]:
-        given = (np.asarray(v).astype(dtype) for v in (*arrays, *cotangents))
-        return jax.tree.leaves(oracle(*given, **options))
+    call: Callable[..., Any]
+    oracle: Callable[..., Any]
+    axes: str
+    remembering: Callable[..., tuple[Any, ...]] = lambda *arrays: arrays
+    reverse: bool = False
 
-    ours, truths = jax.tree.leaves(got), run("float64")
-    wide = all(v.dtype == jnp.float32 for v in jax.tree.leaves(got[0]))
+    @property
+    def along(self) -> list[bool]:
+        """Whether each array but the state is along time."""
+        return [axes.startswith("bl") for axes in self.axes.split()[:-1]]
+
+    def arrays(self, states: int | None = None, **sizes: int) -> tuple[Any, ...]:
+        """Arrays of these sizes of axes, with this many initial states in a row, or one."""
+        *shapes, (batch, *state) = ([sizes[c] for c in axes] for axes in self.axes.split())
+        shapes.append([batch, *([states] if states else []), *state])
+        return self.remembering(*(random(*v, seed=i) for i, v in enumerate(shapes)))
+
+
+def _linear_scan(a, b, state, **options):
+    return jaxkern.linear_scan(a, b, initial_state=state, **options)
+
+
+def _causal_conv1d(x, weight, bias=None, state=None, **options):
+    options = {"activation": "silu", "initial_state": state} | options
+    return jaxkern.causal_conv1d(x, weight, bias, **options)
+
+
+def _of_steps(op, oracle, axes):
+    """An op whose step sizes are found from dt and here add up to about 1."""
+
+    def call(*arrays, **options):
+        *arrays, bias, state = arrays
+        options = {"dt_softplus": True, "dt_bias": bias, "initial_state": state} | options
+        return op(*arrays, **options)
+
+    def remembering(x, dt, A, B, C, D, z, bias, state):
+        return x, dt, -jnp.exp(A), B, C, D, z, bias - np.log(4 * x.shape[1]), state
+
+    return Op(call, oracle, axes, remembering)
+
+
+def _decays(a, *rest):
+    return 1 - 0.02 * jax.nn.sigmoid(a), *rest
+
+
+OPS = {
+    "linear_scan": Op(_linear_scan, linear_scan, "bld bld bd", _decays),
+    "linear_scan reverse": Op(
+        functools.partial(_linear_scan, reverse=True),
+        functools.partial(linear_scan, reverse=True),
+        "bld bld bd",
+        _decays,
+        reverse=True,
+    ),
+    "causal_conv1d": Op(_causal_conv1d, causal_conv1d, "bld dw d bkd"),
+    "selective_scan": _of_steps(
+        jaxkern.selective_scan, selective_scan.oracle, "bld bld dn bln bln d bld d bdn"
+    ),
+    "ssd": _of_steps(jaxkern.ssd, ssd.oracle, "bldp bld d blgn blgn d bldp d bdpn"),
+}
+
+
+def check_case(
+    call: Callable[..., Any],
+    oracle: Callable[..., Any],
+    arrays: tuple[Any, ...],
+    implementation: str | None,
+    *,
+    absent: int = 0,
+    rounding: float | None = None,
+    own: Any = None,
+    **options: Any,
+) -> Any:
+    """Holds results and gradients to an oracle in NumPy: there is no other program to compile.
+
+    In fp32 an error is at most twice that of the oracle run in fp32. With `rounding`, as any result
+    of 16 bits needs, it is also at most one rounding of the result and this, relative. The last
+    arrays, `absent` of them, are left out, and zeros to the oracle; `own` are options that it has
+    not. Returns the output, and the oracle's of fp32 arrays.
+    """
+    given, rng = len(arrays) - absent, np.random.default_rng(17)
+    cotangents = [np.float32(rng.normal(size=v.shape)) for v in (arrays[0], arrays[-1])]
+    how = {"implementation": implementation, "return_final_state": True, **(own or {}), **options}
+    with check.running(implementation):
+        got = check.value_and_grads(call, arrays[:given], tuple(cotangents), **how)
+    cotangents = [c.astype(v.dtype) for c, v in zip(cotangents, got[0], strict=True)]
+    zeros = [np.zeros_like(v) for v in arrays[given:]]
+
+    def run(dtype: str) -> list[Any]:
+        wide = (np.asarray(v).astype(dtype) for v in (*arrays[:given], *zeros, *cotangents))
+        results, grads = oracle(*wide, **options)
+        return [*results, *grads[:given]]
+
+    wide = all(v.dtype == jnp.float32 for v in got[0])
     assert wide or rounding is not None
-    others = run("float32") if wide else truths
-    for i, (our, other, truth) in enumerate(zip(ours, others, truths, strict=True)):
+    narrow, truths = run("float32"), run("float64")
+    rows = zip(jax.tree.leaves(got), narrow, truths, strict=True)
+    for i, (our, other, truth) in enumerate(rows):
         if wide:
             check.at_most_twice(f"array {i}", our, other.astype(our.dtype), truth)
         if rounding is not None:
             least = float(jnp.finfo(our.dtype).eps) / 2
             assert check.relative_error(our, truth) <= least + rounding, f"array {i}"
+    return got[0][0], narrow[0]

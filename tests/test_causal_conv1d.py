@@ -13,32 +13,8 @@ from jaxkern.ops.causal_conv1d.tiles import Tiles
 from tests import check, sequences
 
 KERNELS = "causal_conv1d_fwd", "causal_conv1d_bwd"
-
-
-def oracle(x, weight, bias, state, dout, activation=None, segment_ids=None, dfinal=None):
-    """Output and gradients in NumPy, one tap at a time; with `dfinal` the last inputs, too."""
-    (batch, length, dim), width = x.shape, weight.shape[1]
-    ids = np.zeros((batch, length)) if segment_ids is None else np.asarray(segment_ids)
-    inputs = np.concatenate([state, x], axis=1)
-    segments = np.cumsum(np.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)
-    segments = np.pad(segments, ((0, 0), (width - 1, 0)))[..., None]
-    seen = [segments[:, w : w + length] == segments[:, width - 1 :] for w in range(width)]
-    taps = [np.where(s, inputs[:, w : w + length], 0) for w, s in enumerate(seen)]
-    s = bias + sum(weight[:, w] * tap for w, tap in enumerate(taps))
-    with np.errstate(over="ignore"):
-        gate = 1 / (1 + np.exp(-s))
-    out = s * gate if activation else s
-    ds = dout * (gate + s * gate * (1 - gate)) if activation else dout
-    dinputs = np.zeros_like(inputs)
-    for w in range(width):
-        dinputs[:, w : w + length] += np.where(seen[w], weight[:, w] * ds, 0)
-    if dfinal is not None:
-        kept = segments[:, length:] == segments[:, -1:]
-        out = out, np.where(kept, inputs[:, length:], 0)
-        dinputs[:, length:] += np.where(kept, dfinal, 0)
-    total = lambda v: np.moveaxis(v, -1, 0).reshape(dim, -1).sum(1)  # pairwise
-    dweight = np.stack([total(ds * tap) for tap in taps], 1)
-    return out, (dinputs[:, width - 1 :], dweight, total(ds), dinputs[:, : width - 1])
+convolve = sequences.OPS["causal_conv1d"].call
+check_case = functools.partial(sequences.check_case, convolve, sequences.causal_conv1d)
 
 
 def inputs(batch, length, dim, width, dtype="float32", weight_dtype=None, seed=0):
@@ -62,23 +38,6 @@ def segments_of(batch, length, seed=0):
     return jnp.asarray(np.stack(ids), jnp.int32)
 
 
-def convolve(x, weight, bias=None, state=None, **options):
-    return jaxkern.causal_conv1d(x, weight, bias, initial_state=state, **options)
-
-
-def check_case(arrays, implementation, *, ids=None, activation="silu", rounding=None):
-    """Checks the output, the last inputs and all gradients."""
-    x, _, _, state = arrays
-    rng = np.random.default_rng(17)
-    cotangents = tuple(jnp.asarray(rng.normal(size=v.shape).astype(x.dtype)) for v in (x, state))
-    options = {"activation": activation, "segment_ids": ids}
-    how = {"implementation": implementation, "return_final_state": True}
-    with check.running(implementation):
-        got = check.value_and_grads(convolve, arrays, cotangents, **options, **how)
-    of = lambda *args, **options: oracle(*args[:-1], **options, dfinal=args[-1])
-    sequences.check_results(got, of, arrays, cotangents, rounding, **options)
-
-
 @check.sizes(
     *[(2, 9, 130, 4), (1, 1, 3, 4), (2, 2, 5, 8), (1, 5, 3, 1), (3, 17, 130, 2)],
     interpreted=[(2, 9, 130, 4)],
@@ -96,25 +55,22 @@ def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
     twice = Tiles(rows=4, stages=2, chunks=4, warpgroups=2, tiles_each=2)
     monkeypatch.setattr(forward, "forward_tiles", lambda *_: tiles)
     monkeypatch.setattr(backward, "backward_tiles", lambda *_: twice)
-    check_case(inputs(1, 35, 3, 3), implementation, ids=segments_of(1, 35))
+    check_case(inputs(1, 35, 3, 3), implementation, segment_ids=segments_of(1, 35))
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("length", [1, 2, 63, 65, 1000])
-@pytest.mark.parametrize("dim", [3, 130, 287, 768, 1024])
+@pytest.mark.parametrize(
+    ("size", "activation"),
+    [
+        *(((3, l, d, 4), "silu") for l in (1, 2, 63, 65, 1000) for d in (3, 130, 287, 768, 1024)),
+        *(((2, 300, 260, w), f) for w in range(1, 9) for f in (None, "silu")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("packed", [False, True])
-def test_causal_conv1d_accuracy_compiled(length, dim, packed):
-    ids = segments_of(3, length) if packed else None
-    check_case(inputs(3, length, dim, 4), "mosaic", ids=ids)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("width", range(1, 9))
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_causal_conv1d_widths_compiled(width, activation, packed):
-    ids = segments_of(2, 300) if packed else None
-    check_case(inputs(2, 300, 260, width), "mosaic", activation=activation, ids=ids)
+def test_causal_conv1d_accuracy_compiled(size, activation, packed):
+    ids = segments_of(*size[:2]) if packed else None
+    check_case(inputs(*size), "mosaic", activation=activation, segment_ids=ids)
 
 
 @pytest.mark.compiled
@@ -135,46 +91,28 @@ def test_causal_conv1d_half_precision(size, implementation, dtypes):
 @check.WHOLE
 def test_causal_conv1d_without_bias_and_state(implementation):
     """Absent ones are zeros, and have no gradient."""
-    x, weight, bias, state = inputs(1, 6, 3, 3)
-    run = lambda *arrays: check.value_and_grads(
-        convolve, arrays, x, activation="silu", implementation=implementation
-    )
-    out, grads = run(x, weight, 0 * bias, 0 * state)
-    check.assert_close(run(x, weight), (out, grads[:2]), 1e-6)
+    check_case(inputs(1, 6, 3, 3), implementation, absent=2)
 
 
 @check.WHOLE
-def test_causal_conv1d_looks_back_only(implementation):
-    """An output does not change with a later input, nor a gradient with an earlier cotangent."""
-    x, weight, bias, _ = inputs(1, 10, 2, 4)
-    run = lambda x, dout: check.value_and_grads(
-        convolve, (x, weight, bias), dout, activation="silu", implementation=implementation
-    )
-    out, (grad, *_) = run(x, jnp.zeros_like(x).at[:, 4].set(1.0))
-    later, _ = run(x.at[:, 6:].set(np.nan), x)
-    np.testing.assert_array_equal(out[:, :6], later[:, :6])
-    assert np.isnan(later[:, 6:]).all()
-    assert np.all(grad[:, 1:5] != 0)
-    np.testing.assert_array_equal(grad[:, :1], 0)
-    np.testing.assert_array_equal(grad[:, 5:], 0)
-
-
-@check.WHOLE
-def test_causal_conv1d_bad_input_stays_alone(implementation):
-    """In its channel, its batch row, its segment, and the W tokens that see it."""
-    x, weight, _, _ = inputs(2, 9, 3, 3)
-    ids = jnp.asarray([[0] * 5 + [1] * 4] * 2)
-    options = {"activation": "silu", "segment_ids": ids, "implementation": implementation}
+@pytest.mark.parametrize("end", [None, 5])
+def test_causal_conv1d_reaches_a_window(implementation, end):
+    """A bad token stays in its channel, row and segment, and the W outputs that see it."""
+    x, weight, *_ = inputs(2, 9, 3, 3)
+    options = {"implementation": implementation}
+    if end is not None:
+        options["segment_ids"] = jnp.asarray([[0] * end + [1] * (9 - end)] * 2)
     run = lambda x, dout: check.value_and_grads(convolve, (x, weight), dout, **options)
+    seeing, seen, window = np.zeros((3, *x.shape), bool)
+    seeing[1, 4 : end or 7, 2] = seen[1, 2 : end or 7, 2] = window[1, 2:5, 2] = True
     out, (dx, _) = run(x, x)
-    for bad in (np.nan, np.inf):
+    for bad, shows in ((np.nan, np.isnan), (np.inf, lambda v: ~np.isfinite(v) | (v == 0))):
         bad_out, (bad_dx, _) = run(x.at[1, 4, 2].set(bad), x)
-        others = np.ones(x.shape, bool)
-        others[1, 4, 2] = False
-        np.testing.assert_array_equal(bad_out[others], out[others])
-        assert not np.isfinite(bad_out[1, 4, 2]) or bad_out[1, 4, 2] == 0
-        others[1, 2:5, 2] = False
-        np.testing.assert_array_equal(bad_dx[others], dx[others])
+        assert shows(bad_out[seeing]).all()
+        np.testing.assert_array_equal(bad_out[~seeing], out[~seeing])
+        np.testing.assert_array_equal(bad_dx[~seen], dx[~seen])
+    _, (dx, _) = run(x, jnp.zeros_like(x).at[1, 4, 2].set(1.0))
+    np.testing.assert_array_equal(dx != 0, window)
 
 
 @pytest.mark.parametrize(
@@ -196,47 +134,42 @@ def test_causal_conv1d_is_its_steps(width, dtype):
             outs.append(out)
         return jnp.stack(outs, 1), state
 
-    whole = functools.partial(convolve, activation="silu", return_final_state=True)
+    whole = functools.partial(convolve, return_final_state=True)
     (out, after), (want, final) = (jax.jit(f)(*arrays) for f in (stepped, whole))
     assert out.dtype == after.dtype == final.dtype == arrays[0].dtype
     check.assert_close(out, want, 1e-6 if dtype == "float32" else 4e-3)
     np.testing.assert_array_equal(after, final)
     np.testing.assert_array_equal(final, arrays[0][:, 5 - (width - 1) :])
     if dtype == "float32":
-        grads = lambda f: check.value_and_grads(f, arrays, (arrays[0], arrays[3]))[1]
+        grads = lambda f: check.value_and_grads(f, arrays, arrays[::3])[1]
         check.assert_close(grads(stepped), grads(whole), 1e-6)
-
-
-def test_causal_conv1d_float64():
-    with jax.enable_x64(True):
-        arrays = [jnp.asarray(np.asarray(a, np.float64)) for a in inputs(2, 9, 3, 4)]
-        options = {"activation": "silu", "segment_ids": segments_of(2, 9)}
-        got = check.value_and_grads(convolve, arrays, arrays[0], **options)
-        assert got[0].dtype == jnp.float64
-        check.assert_close(got, oracle(*map(np.asarray, (*arrays, arrays[0])), **options), 1e-14)
 
 
 def test_causal_conv1d_errors():
     x, weight, bias, state = inputs(2, 6, 3, 4)
-    with pytest.raises(ValueError, match=r"x must have shape \(B, L, D\), got \(6, 3\)"):
-        jaxkern.causal_conv1d(x[0], weight)
-    with pytest.raises(ValueError, match=r"weight must have shape \(D, W\).*3 ch.*got \(4, 3\)"):
-        jaxkern.causal_conv1d(x, weight.T)
-    with pytest.raises(ValueError, match=r"W at least 1; got \(3, 0\)"):
-        jaxkern.causal_conv1d(x, weight[:, :0])
-    with pytest.raises(ValueError, match=r"bias must have shape \(3,\).*got \(2,\)"):
-        jaxkern.causal_conv1d(x, weight, bias[:2])
-    with pytest.raises(ValueError, match="activation must be \"silu\" or None, got 'relu'"):
-        jaxkern.causal_conv1d(x, weight, activation="relu")  # pyright: ignore
-    with pytest.raises(ValueError, match=r"initial_state must have shape \(2, 3, 3\) = .*\(2, 2,"):
-        convolve(x, weight, state=state[:, 1:])
+    step, wide = jaxkern.causal_conv1d_step, jnp.ones((3, 9))
+    wrong = {
+        r"x must have shape \(B, L, D\), got \(6, 3\)": lambda: convolve(x[0], weight),
+        r"weight must have shape \(D, W\).*3 ch.*got \(4, 3\)": lambda: convolve(x, weight.T),
+        r"W at least 1; got \(3, 0\)": lambda: convolve(x, weight[:, :0]),
+        r"bias must have shape \(3,\).*got \(2,\)": lambda: convolve(x, weight, bias[:2]),
+        "activation must be \"silu\" or None, got 'relu'": lambda: convolve(
+            x, weight, activation="relu"
+        ),
+        r"initial_state must have shape \(2, 3, 3\) = .*\(2, 2,": lambda: convolve(
+            x, weight, state=state[:, 1:]
+        ),
+        r"state must have shape \(2, 3, 3\) = \(B, W - 1, D\)": lambda: step(
+            x[:, :2], x[:, 0], weight
+        ),
+        r"x must have shape \(B, D\), got \(2, 6, 3\)": lambda: step(x[:, :3], x, weight),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            call()
     with pytest.raises(NotImplementedError, match=r"filter has 9 taps, and the kernels .* 8"):
-        convolve(x, jnp.ones((3, 9)), implementation="mosaic")
-    assert jax.eval_shape(convolve, x, jnp.ones((3, 9))).shape == x.shape
-    with pytest.raises(ValueError, match=r"state must have shape \(2, 3, 3\) = \(B, W - 1, D\)"):
-        jaxkern.causal_conv1d_step(x[:, :2], x[:, 0], weight)
-    with pytest.raises(ValueError, match=r"x must have shape \(B, D\), got \(2, 6, 3\)"):
-        jaxkern.causal_conv1d_step(x[:, :3], x, weight)
+        convolve(x, wide, implementation="mosaic")
+    assert jax.eval_shape(convolve, x, wide).shape == x.shape
 
 
 @pytest.mark.parametrize(
@@ -249,10 +182,9 @@ def test_causal_conv1d_errors():
 )
 def test_causal_conv1d_lowers_for_cuda(size, dtype, names):
     """The kernels' layouts are accepted, with no GPU here."""
-    f = functools.partial(convolve, activation="silu", segment_ids=segments_of(*size[:2]))
-    loss = lambda *a: f(*a).astype(jnp.float32).sum()
-    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
-    text = run.trace(*inputs(*size, dtype)).lower(lowering_platforms=("cuda",)).as_text()
+    arrays, ids = inputs(*size, dtype), segments_of(*size[:2])
+    traced = check.program(convolve).trace(arrays, arrays[0], segment_ids=ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert bool(check.kernel_calls(text)) == bool(names)
     assert all(name in text for name in names)
 
@@ -260,41 +192,40 @@ def test_causal_conv1d_lowers_for_cuda(size, dtype, names):
 @pytest.mark.compiled
 @pytest.mark.parametrize("dim", [130, 2048])
 def test_causal_conv1d_same_bits(dim):
-    x, weight, bias, state = inputs(3, 2000, dim, 4, "bfloat16")
-    f = functools.partial(convolve, activation="silu", segment_ids=segments_of(3, 2000))
-    run = jax.jit(lambda d, *a: jax.vjp(f, *a)[1](d))
-    check.assert_same_bits(lambda: run(x, x, weight, bias, state))
+    arrays, ids = inputs(3, 2000, dim, 4, "bfloat16"), segments_of(3, 2000)
+    run = check.program(convolve)
+    check.assert_same_bits(lambda: run(arrays, arrays[0], segment_ids=ids))
 
 
 @pytest.mark.compiled
 @pytest.mark.large
 def test_causal_conv1d_beyond_int32():
-    """More than 2³¹ elements: the first and the last batch rows are right."""
+    """More than 2³¹ elements: the first and the last tokens of every row are right."""
     batch, length, dim = 3, (1 << 18) + 5, 4096
     x = jax.random.normal(jax.random.key(0), (batch, length, dim), jnp.bfloat16)
     _, weight, bias, _ = inputs(1, 1, dim, 4)
-    run = jax.jit(lambda x: jax.vjp(lambda x: convolve(x, weight, bias, activation="silu"), x))
+    run = jax.jit(lambda x: jax.vjp(lambda x: convolve(x, weight, bias), x))
     out, vjp = run(x)
     dx = jax.jit(lambda vjp, dout: vjp(dout)[0])(vjp, x)
-    for b in range(batch):
-        for rows in (slice(0, 64), slice(length - 64, length)):
-            start = max(0, rows.start - 3)
-            part = x[b : b + 1, start : rows.stop]
-            f = lambda x: causal_conv1d_reference(x, weight, bias, activation="silu")
-            want, want_vjp = jax.vjp(f, part)
-            skip, whole = rows.start - start, rows.stop == length
-            check.assert_close(out[b : b + 1, rows], want[:, skip:], 2.0**-8)
-            # The gradient of a part misses what comes after it, and its first tokens' history.
-            inner = slice(2 * skip, None if whole else -3)
-            got = dx[b : b + 1, start : rows.stop][:, inner]
-            check.assert_close(got, want_vjp(part)[0][:, inner], 2.0**-8)
+    reference = lambda x: causal_conv1d_reference(x, weight, bias, activation="silu")
+    # The gradient of a part misses what comes after it, and its first tokens' history.
+    for start, stop, skip, inner in (
+        (0, 64, 0, slice(0, -3)),
+        (length - 67, length, 3, slice(6, None)),
+    ):
+        part = x[:, start:stop]
+        want, want_vjp = jax.vjp(reference, part)
+        (want_dx,) = want_vjp(part)
+        for b in range(batch):
+            check.assert_close(out[b, start + skip : stop], want[b, skip:], 2.0**-8)
+            check.assert_close(dx[b, start:stop][inner], want_dx[b, inner], 2.0**-8)
 
 
 CAUSAL_CONV1D = check.Op(
     name="causal_conv1d",
-    call=functools.partial(convolve, activation="silu"),
-    reference=lambda x, w, b, s: causal_conv1d_reference(
-        x, w, b, initial_state=s, activation="silu"
+    call=convolve,
+    reference=lambda *arrays: causal_conv1d_reference(
+        *arrays[:3], initial_state=arrays[3], activation="silu"
     ),
     arrays=lambda key: inputs(4, 4, 128, 2, seed=3),
     kernels=KERNELS,

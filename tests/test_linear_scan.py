@@ -15,26 +15,6 @@ from jaxkern.ops.linear_scan.tiles import Options, Tiles, parts
 from tests import check, sequences
 
 
-def oracle(a, b, initial_state, dout, reverse=False, segment_ids=None):
-    """Output and gradients in NumPy: one step at a time, there and back."""
-    order = range(a.shape[1])[:: -1 if reverse else 1]
-    keep = np.ones((*a.shape[:2], 1), a.dtype)
-    if segment_ids is not None:
-        same = np.diff(segment_ids, axis=1) == 0
-        keep[:, (slice(-1) if reverse else slice(1, None)), 0] = same
-    h, before, out = initial_state, np.empty_like(a), np.empty_like(b)
-    for t in order:
-        before[:, t] = keep[:, t] * h
-        h = a[:, t] * before[:, t] + b[:, t]
-        out[:, t] = h
-    da, db, dh = np.empty_like(a), np.empty_like(b), np.zeros_like(initial_state)
-    for t in reversed(order):
-        dh = dh + dout[:, t]
-        da[:, t], db[:, t] = dh * before[:, t], dh
-        dh = keep[:, t] * a[:, t] * dh
-    return out, (da, db, dh)
-
-
 def inputs(batch, length, dim, dtype="float32", b_dtype=None, seed=0):
     """Decays near 1, as in a trained recurrence, of either sign; no program is compiled."""
     rng = np.random.default_rng(seed)
@@ -47,31 +27,21 @@ def inputs(batch, length, dim, dtype="float32", b_dtype=None, seed=0):
     )
 
 
-def scan(a, b, initial_state=None, *, implementation=None, reverse=False, tiles=None):
+def scan(a, b, state=None, *, tiles=None, return_final_state=False, reverse=False, **options):
     if tiles is None:
-        return jaxkern.linear_scan(
-            a, b, initial_state=initial_state, reverse=reverse, implementation=implementation
-        )
+        options |= {"return_final_state": return_final_state, "reverse": reverse}
+        return jaxkern.linear_scan(a, b, initial_state=state, **options)
     mode: Mode = "mosaic" if check.ON_GPU else "interpret"
-    return op._linear_scan_jit(a, b, initial_state, None, Options(reverse, mode, tiles=tiles))[0]
+    options = Options(reverse, mode, final=return_final_state, tiles=tiles)
+    results = op._linear_scan_jit(a, b, state, None, options)
+    return results if return_final_state else results[0]
 
 
-def check_case(arrays, implementation=None, reverse=False, tiles=None):
-    a, b, state = arrays
-    dout = jnp.asarray(np.random.default_rng(17).normal(size=b.shape).astype(b.dtype))
-    how = {"implementation": implementation, "reverse": reverse, "tiles": tiles}
-    with check.running(implementation):
-        got = check.value_and_grads(scan, (a, b) if state is None else arrays, dout, **how)
-    given = a, b, jnp.zeros((a.shape[0], a.shape[2])) if state is None else state
-
-    def of_given(*args, **options):
-        out, grads = oracle(*args, **options)
-        return out, grads[: len(got[1])]
-
-    sequences.check_results(got, of_given, given, [dout], rounding=1e-6, reverse=reverse)
-    if b.dtype == jnp.bfloat16:  # fp32's errors change the rounding of few elements
-        out, _ = oracle(*(np.asarray(v, np.float32) for v in (*given, dout)), reverse)
-        check.assert_close(got[0], out.astype(b.dtype), 3e-4)
+def check_case(arrays, implementation=None, *, reverse=False, tiles=None, absent=0):
+    how = {"absent": absent, "own": {"tiles": tiles}, "reverse": reverse, "rounding": 1e-6}
+    got, want = sequences.check_case(scan, sequences.linear_scan, arrays, implementation, **how)
+    if got.dtype == jnp.bfloat16:  # fp32's errors change the rounding of few elements
+        check.assert_close(got, want.astype(got.dtype), 3e-4)
 
 
 REVERSE = pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
@@ -88,7 +58,7 @@ exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 )
 @REVERSE
 def test_linear_scan_accuracy(size, implementation, reverse):
-    check_case(inputs(*size), implementation, reverse)
+    check_case(inputs(*size), implementation, reverse=reverse)
 
 
 @check.sizes((2, 21, 5), gpu=[(2, 65, 130), (2, 300, 130), (2, 64, 512)], interpreted=[(1, 3, 2)])
@@ -106,7 +76,7 @@ def test_linear_scan_half_precision(size, implementation, dtype, b_dtype):
 
 @check.WHOLE
 def test_linear_scan_without_initial_state(implementation):
-    check_case((*inputs(1, 5, 3)[:2], None), implementation)
+    check_case(inputs(1, 5, 3), implementation, absent=1)
 
 
 @pytest.mark.gpu
@@ -114,7 +84,7 @@ def test_linear_scan_without_initial_state(implementation):
 def test_linear_scan_tiles(reverse):
     """However the sequence is cut, with steps left over; without an initial state."""
     tiles = Tiles(3, bwd_stages=2, parts=2)
-    check_case((*inputs(2, 7, 150)[:2], None), reverse=reverse, tiles=tiles)
+    check_case(inputs(2, 7, 150), reverse=reverse, tiles=tiles, absent=1)
 
 
 @pytest.mark.compiled
@@ -130,19 +100,10 @@ def test_linear_scan_parts(count, reverse):
 def test_linear_scan_long_memory(size, implementation):
     """States that forget nothing: rounding errors add up over the whole sequence."""
     a, b, state = inputs(*size)
-    check_case((1 - 1e-4 * jnp.abs(a), b, state), implementation)
-
-
-@REVERSE
-def test_linear_scan_reference_in_float64(reverse):
-    """The specification itself, gradients included, far below fp32's rounding."""
-    with jax.enable_x64(True):
-        arrays = tuple(jnp.asarray(np.asarray(v, np.float64)) for v in inputs(2, 13, 3))
-        dout = np.random.default_rng(0).normal(size=arrays[0].shape)
-        got = check.value_and_grads(scan, arrays, jnp.asarray(dout), reverse=reverse)
-        assert got[0].dtype == jnp.float64
-        want = oracle(*(np.asarray(v) for v in arrays), dout, reverse=reverse)
-        check.assert_close(got, want, 1e-14)
+    arrays, dout = (1 - 1e-4 * jnp.abs(a), b, state), jnp.flip(b, 1)
+    got = check.value_and_grads(scan, arrays, dout, implementation=implementation)
+    (want, _), grads = check.in_float64(sequences.linear_scan, *arrays, dout)
+    check.assert_close(got, (want, grads), 1e-6)
 
 
 def test_linear_scan_complex():
@@ -160,7 +121,7 @@ def test_linear_scan_complex():
     grads, out = run(a.real, a.imag)
     assert out.dtype == jnp.complex64
     wide = [np.asarray(v, np.complex128) for v in (a, b, state)]
-    want, (da, *_) = oracle(*wide, np.conj(wide[1]), reverse=True)
+    (want, _), (da, *_) = sequences.linear_scan(*wide, np.conj(wide[1]), reverse=True)
     truth = want.real, want.imag, da.real, -da.imag
     check.assert_close((out.real, out.imag, *grads), truth, 1e-6)
     with pytest.raises(NotImplementedError, match="a is complex64, and the kernels take"):
@@ -168,19 +129,13 @@ def test_linear_scan_complex():
 
 
 def test_linear_scan_passes_in_plain_jax():
-    """The pair that stands in for the kernels where there is no GPU is the reference's gradient."""
-    reverse = True
+    """What stands in for the kernels where there is no GPU, with the states that it saves."""
     arrays = inputs(2, 37, 5)
-    dout = inputs(2, 37, 5, seed=1)[1]
-    out, grads = check.value_and_grads(scan, arrays, dout, implementation="xla", reverse=reverse)
-    options = Options(reverse, "xla", save=True)
-    forward = jax.jit(functools.partial(reference.reference_fwd, options))
-    again, _, states = forward(*arrays, None)
-    check.assert_close(again, out, 1e-7)
+    check_case(arrays, reverse=True)
+    run = jax.jit(functools.partial(reference.reference_fwd, Options(True, "xla", save=True)))
+    out, _, states = run(*arrays, None)
     steps = out[:, ::-1]
     check.assert_close(states, jnp.stack([arrays[2], steps[:, 15], steps[:, 31]], 1), 1e-7)
-    backward = jax.jit(functools.partial(reference.reference_bwd, options))
-    check.assert_close(backward(*arrays[:2], None, None, states, dout, None), grads, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +178,12 @@ def test_linear_scan_of_extremes(tiles):
     """By one program; the kernels' parts, of 2 steps, are more than are folded at once."""
     a, b, state = inputs(2, 18, 3)
     ones, zeros = jnp.ones_like(a), jnp.zeros_like(a)
-    run = functools.partial(check.value_and_grads, scan, implementation=None, reverse=False)
-    run = functools.partial(run, tiles=tiles)
+    how = {"implementation": None, "return_final_state": True, "tiles": tiles, "reverse": False}
+
+    def run(arrays, dout):
+        (out, _), grads = check.value_and_grads(scan, arrays, (dout, 0 * state), **how)
+        return out, grads
+
     # a = 0 forgets, even if growth came before, in one part: the product overflows.
     grows, small = a.at[:, 3].set(0.0), b.at[0, 0, 0].set(1e-30).at[0, 2, 1].set(0.0)
     grows = grows.at[0, :2, 0].set(jnp.array([1e30, 0.0]))
@@ -258,31 +217,16 @@ def test_linear_scan_of_extremes(tiles):
 
 def test_linear_scan_errors():
     a, b, state = inputs(2, 5, 3)
-    run = jaxkern.linear_scan
-    with pytest.raises(ValueError, match=r"a must have shape \(B, L, D\), got \(5, 3\)"):
-        run(a[0], b)
-    with pytest.raises(ValueError, match=r"b must have shape \(2, 5, 3\).*got \(2, 4, 3\)"):
-        run(a, b[:, :4])
-    with pytest.raises(ValueError, match=r"initial_state must have shape \(2, 3\).*got \(3,\)"):
-        run(a, b, initial_state=state[0])
-    with pytest.raises(TypeError, match=r"b must be complex where a is.*float32.*astype\(complex"):
-        run(a.astype(jnp.complex64), b)
-    with pytest.raises(TypeError, match=r"b must be complex where initial_state is"):
-        run(a, b, initial_state=state.astype(jnp.complex64))
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "length", "reverse"),
-    [(("bfloat16", None), 1000, True), exhaustive(("float16", "float32"), 9, False)],
-)
-def test_linear_scan_lowers_for_cuda(dtypes, length, reverse):
-    """The kernels' layouts are accepted, with no GPU here: one part, and several."""
-    arrays = inputs(1, length, 130, *dtypes)
-    grad = jax.grad(lambda *a: scan(*a, reverse=reverse).astype(jnp.float32).sum(), (0, 1, 2))
-    text = jax.jit(grad).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    for name in ("linear_scan_fwd", "linear_scan_bwd"):
-        assert name in text
-        assert (f"{name}_carry" in text) == (length > 9)
+    wide = lambda v: v.astype(jnp.complex64)
+    for error, message, *arrays in [
+        (ValueError, r"a must have shape \(B, L, D\), got \(5, 3\)", a[0], b),
+        (ValueError, r"b must have shape \(2, 5, 3\).*got \(2, 4, 3\)", a, b[:, :4]),
+        (ValueError, r"initial_state must have shape \(2, 3\).*got \(3,\)", a, b, state[0]),
+        (TypeError, r"b must be complex where a is.*float32.*astype\(complex", wide(a), b),
+        (TypeError, "b must be complex where initial_state is", a, b, wide(state)),
+    ]:
+        with pytest.raises(error, match=message):
+            scan(*arrays)
 
 
 def test_linear_scan_parts_fit():
@@ -351,13 +295,24 @@ def test_rows_of_lanes_hold_what_is_copied(dtype):
 
 
 @pytest.mark.parametrize(
-    ("dim", "by_lanes"), [(100, True), exhaustive(129, True), exhaustive(136, False)]
+    ("length", "dim", "dtypes", "reverse", "by_lanes"),
+    [
+        (16, 100, ("bfloat16", None), False, True),
+        (1000, 130, ("bfloat16", None), True, True),
+        exhaustive(16, 129, ("bfloat16", None), False, True),
+        exhaustive(16, 136, ("bfloat16", None), False, False),
+        exhaustive(9, 130, ("float16", "float32"), False, True),
+    ],
 )
-def test_lanes_copy_rows_that_the_tma_cannot(dim, by_lanes):
-    arrays = inputs(1, 16, dim, "bfloat16")
-    run = check.program(packed_scan, options=Options(False, "mosaic"))
+def test_linear_scan_lowers_for_cuda(length, dim, dtypes, reverse, by_lanes):
+    """One part and several; lanes copy rows that the TMA cannot, and nothing is padded for it."""
+    arrays = inputs(1, length, dim, *dtypes)
+    run = check.program(packed_scan, options=Options(reverse, "mosaic"))
     with jaxkern.lowering_for("h200"):
         text = run.trace(arrays, arrays[1]).lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("linear_scan_fwd", "linear_scan_bwd"):
+        assert name in text
+        assert (f"{name}_carry" in text) == (length > 16)
     assert ("cp.async.commit_group" in text) == by_lanes
     assert "stablehlo.pad" not in text
 

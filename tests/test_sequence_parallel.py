@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import re
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,13 @@ from jaxkern.mosaic.launch import interpreter
 from jaxkern.nn import mamba, mamba2
 from jaxkern.ops import linear_scan, selective_scan, split_scan, ssd
 from jaxkern.ops.step_sizes import StepSizes
-from tests import check, test_causal_conv1d, test_linear_scan
-from tests import selective_scan as selective_scan_oracle
-from tests import ssd as ssd_oracle
+from tests import check, sequences
+from tests.sequences import random
 
 TOLERANCE = 2e-5
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
-
-
-def random(*shape: int, seed: int = 0) -> jax.Array:
-    """Normal values in fp32, the same ones for a shape and seed."""
-    return jnp.asarray(np.random.default_rng((*shape, seed)).normal(size=shape).astype("float32"))
 
 
 def ids_of(batch: int, length: int) -> jax.Array:
@@ -43,16 +37,8 @@ def ids_of(batch: int, length: int) -> jax.Array:
     return jnp.asarray(np.stack(ids), jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Op:
-    """An op at small size, with decays by which the last token remembers the first.
-
-    Attributes:
-      call: the op, of all `arrays`, the last two of which are the initial states and segment ids.
-      oracle: ``oracle(*floats, dout, dfinal, ids) -> (out, final), gradients`` in NumPy.
-      arrays: in fp32.
-      axes: of each array, a letter for each: b, l, d for channels or heads, and others.
-    """
+class Op(NamedTuple):
+    """An op at small size: its arrays, the last of segment ids, and a letter for each axis."""
 
     call: Any
     oracle: Any
@@ -60,67 +46,22 @@ class Op:
     axes: str
 
 
-def _linear(reverse: bool) -> Op:
-    b, l, d = 2, 64, 6
-
-    def call(a, b, state, ids, **options):
-        options |= {"initial_state": state, "segment_ids": ids, "reverse": reverse}
-        return jaxkern.linear_scan(a, b, **options)
-
-    def oracle(a, b, state, dout, dfinal, ids):
-        last = 0 if reverse else -1
-        dout[:, last] += dfinal
-        out, grads = test_linear_scan.oracle(a, b, state, dout, reverse, ids)
-        return (out, out[:, last]), grads
-
-    a = 1 - 0.02 * jax.nn.sigmoid(random(b, l, d))
-    arrays = a, random(b, l, d, seed=1), random(b, d), ids_of(b, l)
-    return Op(call, oracle, arrays, "bld bld bd bl")
-
-
-def _conv(d: int) -> Op:
-    b, l, w = 2, 32, 4
-
-    def call(x, weight, bias, state, ids, **options):
-        options |= {"initial_state": state, "segment_ids": ids, "activation": "silu"}
-        return jaxkern.causal_conv1d(x, weight, bias, **options)
-
-    def oracle(*args):
-        *args, dfinal, ids = args
-        return test_causal_conv1d.oracle(*args, "silu", ids, dfinal)
-
-    arrays = random(b, l, d), random(d, w), random(d), random(b, w - 1, d), ids_of(b, l)
-    return Op(call, oracle, arrays, "bld dw d bkd bl")
-
-
-def _scan(op: Any, oracle: Any, every: int | None) -> Op:
-    """`selective_scan` or `ssd`, with a state saved `every` so many tokens."""
-    if op is jaxkern.ssd:
-        tokens, axes = (2, 512, 4, 3), "bldp bld d blgn blgn d bldp d bdpn bl"
-        rates, weights, state, least = (4,), (2, 512, 1, 5), (2, 4, 3, 5), 6
-    else:
-        tokens, axes = (2, 32, 6), "bld bld dn bln bln d bld d bdn bl"
-        rates, weights, state, least = (6, 3), (2, 32, 3), (2, 6, 3), 5
-
-    def call(x, dt, A, B, C, D, z, bias, state, ids, **options):
-        options |= {"initial_state": state, "segment_ids": ids, "checkpoint_every": every}
-        return op(x, dt, A, B, C, D, z, dt_bias=bias, dt_softplus=True, **options)
-
-    (x, z), (B, C) = ([random(*v, seed=i) for i in range(2)] for v in (tokens, weights))
-    dt, D, bias = random(*tokens[:3], seed=1), random(tokens[2]), random(tokens[2]) - least
-    arrays = x, dt, -jnp.exp(random(*rates)), B, C, D, z, bias, random(*state), ids_of(*tokens[:2])
-    return Op(call, lambda *args: oracle(*args[:-1], segment_ids=args[-1]), arrays, axes)
+def _op(name: str, length: int, channels: int, **options: Any) -> Op:
+    op, groups = sequences.OPS[name], {"n": 5, "p": 3, "g": 1} if name == "ssd" else {"n": 3}
+    arrays = op.arrays(b=2, l=length, d=channels, w=4, k=3, **groups)
+    call = functools.partial(op.call, **options)
+    return Op(call, op.oracle, (*arrays, ids_of(2, length)), f"{op.axes} bl")
 
 
 OPS = {
-    "linear_scan": _linear(False),
-    "linear_scan reverse": _linear(True),
-    "causal_conv1d": _conv(128),
-    "causal_conv1d of few channels": _conv(6),
-    "selective_scan": _scan(jaxkern.selective_scan, selective_scan_oracle.oracle, 8),
-    "selective_scan none saved": _scan(jaxkern.selective_scan, selective_scan_oracle.oracle, None),
-    "ssd": _scan(jaxkern.ssd, ssd_oracle.oracle, 128),
-    "ssd none saved": _scan(jaxkern.ssd, ssd_oracle.oracle, None),
+    "linear_scan": _op("linear_scan", 64, 6),
+    "linear_scan reverse": _op("linear_scan reverse", 64, 6),
+    "causal_conv1d": _op("causal_conv1d", 32, 128),
+    "causal_conv1d of few channels": _op("causal_conv1d", 32, 6),
+    "selective_scan": _op("selective_scan", 32, 6, checkpoint_every=8),
+    "selective_scan none saved": _op("selective_scan", 32, 6, checkpoint_every=None),
+    "ssd": _op("ssd", 512, 4, checkpoint_every=128),
+    "ssd none saved": _op("ssd", 512, 4, checkpoint_every=None),
 }
 GIVEN = {  # of an op's arrays: neither state nor segments, a state, both
     "alone": lambda arrays: (*arrays[:-2], None, None),
@@ -138,8 +79,7 @@ def value_and_grads(op: Op, *, grads: bool = True, **options: Any) -> Any:
 
     def run(*arrays: Any) -> Any:
         *floats, ids = arrays
-        of = functools.partial(op.call, ids=ids, **options)
-        call = lambda *floats: of(*floats[:-1], state=floats[-1])
+        call = functools.partial(op.call, segment_ids=ids, **options)
         if not grads:
             return call(*floats)
         out, vjp = jax.vjp(call, *floats)
@@ -156,12 +96,12 @@ def wanted(name: str, given: str, length: int | None = None) -> Any:
     floats = [v.astype("float64") for v in floats]
     if given == "alone":
         floats[-1] *= 0
-    run = lambda *cotangents: op.oracle(*floats, *cotangents, ids if given == "packed" else None)
-    (out, final), _ = run(np.zeros_like(floats[0]), np.zeros_like(floats[-1]))
+    oracle = functools.partial(op.oracle, *floats, segment_ids=ids if given == "packed" else None)
+    (out, final), _ = oracle(0 * floats[0], 0 * floats[-1])
     if given == "alone":
-        (out, _), grads = run(np.cos(2 * out), 0 * final)
+        (out, _), grads = oracle(np.cos(2 * out), 0 * final)
         return out, grads[:-1]
-    return run(np.cos(2 * out), np.cos(2 * final))
+    return oracle(np.cos(2 * out), np.cos(2 * final))
 
 
 def _cut(op: Op, length: int | None) -> Any:
@@ -294,13 +234,13 @@ def _by_name(op: Op, mesh: Any, axes: Any, check_vma: bool, **options: Any) -> A
     specs = tuple(P(*(axes if c == "l" else None for c in letters)) for letters in op.axes.split())
     along, final = P(None, axes), options["return_final_state"]
 
-    def on_devices(*arrays: Any, state: Any, ids: Any, **given: Any) -> Any:
-        part = lambda *v: op.call(*v[:-2], state=v[-2], ids=v[-1], sequence_axis=axes, **given)
+    def on_devices(*arrays: Any, segment_ids: Any, **given: Any) -> Any:
+        part = lambda *v: op.call(*v[:-1], segment_ids=v[-1], sequence_axis=axes, **given)
         out_specs = (along, P()) if final else along
         how = {"in_specs": specs, "out_specs": out_specs, "check_vma": check_vma}
-        return jax.shard_map(part, mesh=mesh, **how)(*arrays, state, ids)
+        return jax.shard_map(part, mesh=mesh, **how)(*arrays, segment_ids)
 
-    return value_and_grads(dataclasses.replace(op, call=on_devices), **options)
+    return value_and_grads(op._replace(call=on_devices), **options)
 
 
 @FOUR_DEVICES
@@ -354,7 +294,7 @@ def test_parts_that_do_not_fit_are_told(name):
 def test_calls_that_cannot_name_an_axis_are_told():
     op = OPS["linear_scan"]
     with pytest.raises(ValueError, match=r"'x' is none.* leave it out"):
-        op.call(*op.arrays, sequence_axis="x")
+        op.call(*op.arrays[:-1], sequence_axis="x")
     options = {"return_final_state": True, "num_segments": 2}
     arrays = *op.arrays[:2], jnp.zeros((2, 2, 6)), op.arrays[3]
     run = _by_name(op, mesh_of(AUTO, (4,)), "x", check_vma=False, **options)
