@@ -51,10 +51,27 @@ def models_of_one_layer():
         yield
 
 
-def run(*argv, code=0):
-    """What a command prints, or with a code its line on stderr."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+terminate = functools.partial(signal.raise_signal, signal.SIGTERM)
+
+
+def run(*argv, code=0, after=None, act=terminate):
+    """What a command prints, or with a code its line on stderr.
+
+    Where a step is named, something is done while the batch after it is made.
+    """
+    batch, out, err = data.train_batch, io.StringIO(), io.StringIO()
+
+    def train_batch(*args, step, **options):
+        if step == after:
+            act()
+        return batch(*args, step=step, **options)
+
+    with (
+        mock.patch.object(data, "train_batch", train_batch),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         returned = cli.main([str(arg) for arg in argv])
     assert returned == code, err.getvalue()
     assert code == 0 or err.getvalue().count("\n") == 1
@@ -71,10 +88,6 @@ def losses(folder):
     return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records]
 
 
-interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
-terminate = functools.partial(signal.raise_signal, signal.SIGTERM)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Sentences from a few words, in three files."""
@@ -85,22 +98,6 @@ def text(tmp_path_factory):
         lines = [" ".join(generator.choices(words, k=9)) + ".\n" for _ in range(200)]
         (folder / f"{i}.txt").write_text("".join(lines))
     return folder
-
-
-@pytest.fixture
-def during(monkeypatch):
-    """A function that has something done while the batch after a step is made."""
-    batch = data.train_batch
-
-    def arrange(after, act):
-        def train_batch(*args, step, **options):
-            if step == after:
-                act()
-            return batch(*args, step=step, **options)
-
-        monkeypatch.setattr(data, "train_batch", train_batch)
-
-    return arrange
 
 
 # Runs of the stand-in
@@ -171,13 +168,10 @@ def copied(finished, tmp_path, stands_in):
     return shutil.copytree(finished, tmp_path / "copied")
 
 
-def test_a_stopped_or_killed_run_goes_on_to_the_same_losses(
-    finished, argv, tmp_path, during, stands_in
-):
+def test_a_stopped_or_killed_run_goes_on_to_the_same_losses(finished, argv, tmp_path, stands_in):
     """Stopped between two checkpoints, killed while it writes one, and stopped while it writes."""
     out = tmp_path / "stopped"
-    during(6, terminate)
-    assert run(*argv, "--out", out, code=143) == (
+    assert run(*argv, "--out", out, code=143, after=6) == (
         f"jaxkern: stopped (SIGTERM): step 7 of {STEPS} is saved in {out}; continue with: "
         f"jaxkern train --resume --out {out}\n"
     )
@@ -213,7 +207,7 @@ def test_a_stopped_or_killed_run_goes_on_to_the_same_losses(
 
 @pytest.mark.parametrize("room", [True, False], ids=["device", "host"])
 def test_steps_go_on_while_a_checkpoint_is_written(
-    finished, argv, tmp_path, during, monkeypatch, stands_in, room
+    finished, argv, tmp_path, monkeypatch, stands_in, room
 ):
     """It is of its own step, however many have followed when it is written."""
     out, write, reached = tmp_path / "run", checkpoint.save, threading.Event()
@@ -224,12 +218,12 @@ def test_steps_go_on_while_a_checkpoint_is_written(
 
     monkeypatch.setattr(checkpoint, "save", save)
     monkeypatch.setattr(train_module, "has_room", lambda *of: room)
-    during(EVERY + 3, lambda: (reached.set(), terminate()))
-    assert f"step {EVERY + 4} of {STEPS} is saved" in run(*argv, "--out", out, code=143)
+    stop_there = lambda: (reached.set(), terminate())
+    line = run(*argv, "--out", out, code=143, after=EVERY + 3, act=stop_there)
+    assert f"step {EVERY + 4} of {STEPS} is saved" in line
     assert checkpoint.steps(out) == [EVERY, EVERY + 4]
     shutil.rmtree(out / "checkpoints" / str(EVERY + 4))
-    during(EVERY + 1, terminate)
-    resume(out, code=143)
+    resume(out, code=143, after=EVERY + 1)
     assert losses(out) == losses(finished)[: EVERY + 3]
 
 
@@ -254,20 +248,17 @@ def test_a_finished_run_goes_on_with_more_steps(finished, copied):
     assert json.loads((copied / "config.json").read_text())["flags"]["steps"] == STEPS + 10
 
 
-def test_a_run_keeps_as_many_checkpoints_as_it_is_asked_for(argv, tmp_path, during, stands_in):
+def test_a_run_keeps_as_many_checkpoints_as_it_is_asked_for(argv, tmp_path, stands_in):
     """And another number when it is resumed, also one of a version that had no such flag."""
     out = tmp_path / "run"
-    during(5, terminate)
-    run(*argv, "--out", out, "--checkpoint-every", 1, "--keep", 5, code=143)
+    run(*argv, "--out", out, "--checkpoint-every", 1, "--keep", 5, code=143, after=5)
     assert checkpoint.steps(out) == [2, 3, 4, 5, 6]
     stored = json.loads((out / "config.json").read_text())
     assert stored["flags"].pop("keep") == 5
     (out / "config.json").write_text(json.dumps(stored))
-    during(6, terminate)
-    resume(out, code=143)
+    resume(out, code=143, after=6)
     assert checkpoint.steps(out) == [5, 6, 7]
-    during(7, terminate)
-    resume(out, "--keep", 2, code=143)
+    resume(out, "--keep", 2, code=143, after=7)
     assert checkpoint.steps(out) == [7, 8]
 
 
@@ -276,25 +267,18 @@ def test_parallel_alone_is_over_all_devices(argv, tmp_path, monkeypatch):
     count, compiled = len(jax.devices()), jax.jit(lambda: 0).lower().compile()
     none = program.Programs(lambda: TrainState({}, *[None] * 3), compiled, None)
     monkeypatch.setattr(train_module, "compile_programs", lambda *args, fresh: none)
-    monkeypatch.setattr(train_module.Trainer, "_loop", lambda *args: 1 / 0)
-
-    def told(*flags):
-        """What a run says of its devices before its first step."""
-        shown = io.StringIO()
-        monkeypatch.setattr(train_module, "say", lambda text: shown.write(f"{text}\n"))
-        with pytest.raises(ZeroDivisionError):
-            run(*flags)
-        return shown.getvalue()
-
+    for name in ("_loop", "_finish"):
+        monkeypatch.setattr(train_module.Trainer, name, lambda *args: (None, None))
+    monkeypatch.setattr(train_module, "plot_losses", lambda *args, **options: None)
     out, start = tmp_path / "one", [*argv, "--batch-size", count, "--out"]
-    assert "device   1 × cpu" in told(*start, out)
+    assert "device   1 × cpu" in run(*start, out)
     shared = f"device   {count} × cpu, fp32\nmesh     fsdp={count}\n"
-    assert shared in told(*start, tmp_path / "all", "--parallel", "fsdp")
-    assert shared in told("train", "--resume", "--out", out, "--parallel", "fsdp")
+    assert shared in run(*start, tmp_path / "all", "--parallel", "fsdp")
+    assert shared in resume(out, "--parallel", "fsdp")
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
-    printed = told(*start, tmp_path / "alone", "--parallel", "fsdp")
+    printed = run(*start, tmp_path / "alone", "--parallel", "fsdp")
     assert "1 × cpu, fp32\nmesh     none: one device has what --parallel fsdp would" in printed
-    edit("flags", mesh="tensor=4", devices="auto")(out)
+    edit(out / "config.json", flags={"mesh": "tensor=4", "devices": "auto"})
     assert resume(out, code=1) == (
         "jaxkern: error: the run's --mesh tensor=4 is more than this machine's 1 (cpu); choose "
         "another for --resume by --mesh, --parallel or --devices\n"
@@ -325,56 +309,46 @@ def test_resuming_goes_back_from_a_damaged_checkpoint(finished, copied):
     assert path.with_name(f"{STEPS}.damaged").is_dir()
 
 
-def edit(name, file="config.json", **values):
-    """A change of a file of JSON that replaces values of a table in it."""
-
-    def change(run):
-        content = json.loads((run / file).read_text())
-        (content if name is None else content[name]).update(values)
-        (run / file).write_text(json.dumps(content))
-
-    return change
+def edit(path, **values):
+    """Replaces values in a file of JSON, or some of a table there."""
+    content = json.loads(path.read_text())
+    for name, value in values.items():
+        content[name] = content[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(content))
 
 
-def write(name, content):
-    return lambda run: (run / name).write_bytes(content)
-
-
-def reverse(name):
-    return lambda run: (run / name).write_bytes((run / name).read_bytes()[::-1])
-
-
-MANIFEST = f"checkpoints/{STEPS}/manifest.json"
+CONFIG, MANIFEST = "config.json", f"checkpoints/{STEPS}/manifest.json"
 TINY = {"d_model": 128, "n_layers": 4, "d_state": 16}
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("file", "change", "words"),
     [
-        (write("config.json", b'{"format": "jaxk'), "config.json is damaged (Unterminated string"),
-        (write("config.json", b"\xff"), "config.json is damaged ("),
-        (write("config.json", b"[]"), "not written by this version of jaxkern"),
-        (edit(None, format="jaxkern-lm-0"), "its format is 'jaxkern-lm-0', not 'jaxkern-lm-1'"),
-        (edit(None, flags=None), 'config.json is damaged: it has no "flags"'),
-        (edit("flags", steps=-3), "flags.steps cannot be -3"),
-        (edit("model", d_model=32), "model is not that of preset micro: d_model is 32, not 16."),
-        (edit("model", width=32), "model is not that of preset micro: "),
-        (edit(None, precision="fp8"), "precision is 'fp8', and by flags.mixed_precision it is"),
-        (edit("data", fingerprint="0"), "is not the data that this run began with"),
-        (reverse("corpus/train.bin"), "is missing or has changed"),
-        (write("corpus/corpus.json", b"[]"), "is missing or has changed"),
-        (write("metrics.jsonl", b'{"step": 0}\nhello\n'), "metrics.jsonl, line 2 is not a record"),
-        (
-            edit("model", MANIFEST, **TINY),
-            "is of preset tiny, and the run is of preset micro: d_",
-        ),
+        (CONFIG, b'{"format": "jaxk', "config.json is damaged (Unterminated string"),
+        (CONFIG, b"\xff", "config.json is damaged ("),
+        (CONFIG, b"[]", "not written by this version of jaxkern"),
+        (CONFIG, {"format": "jaxkern-lm-0"}, "its format is 'jaxkern-lm-0', not 'jaxkern-lm-1'"),
+        (CONFIG, {"flags": None}, 'config.json is damaged: it has no "flags"'),
+        (CONFIG, {"flags": {"steps": -3}}, "flags.steps cannot be -3"),
+        (CONFIG, {"model": {"d_model": 32}}, "is not that of preset micro: d_model is 32, not 16."),
+        (CONFIG, {"model": {"width": 32}}, "model is not that of preset micro: "),
+        (CONFIG, {"precision": "fp8"}, "precision is 'fp8', and by flags.mixed_precision it is"),
+        (CONFIG, {"data": {"fingerprint": "0"}}, "is not the data that this run began with"),
+        (MANIFEST, {"model": TINY}, "is of preset tiny, and the run is of preset micro: d_model"),
+        ("corpus/corpus.json", b"[]", "is missing or has changed"),
+        ("corpus/train.bin", None, "is missing or has changed"),
+        ("metrics.jsonl", b'{"step": 0}\nhello\n', "metrics.jsonl, line 2 is not a record"),
     ],
 )
 def test_what_cannot_be_resumed_is_told_before_anything_is_compiled(
-    copied, monkeypatch, harm, words
+    copied, monkeypatch, file, change, words
 ):
     monkeypatch.delattr(train_module, "compile_programs")
-    harm(copied)
+    path = copied / file
+    if isinstance(change, dict):
+        edit(path, **change)
+    else:  # its own bytes the other way round, where no others are named
+        path.write_bytes(path.read_bytes()[::-1] if change is None else change)
     before = sorted(copied.rglob("*"))
     assert words in resume(copied, "--steps", STEPS + 10, code=1)
     assert sorted(copied.rglob("*")) == before
@@ -401,7 +375,7 @@ def test_a_run_that_diverges_says_so(argv, tmp_path, stands_in, policy, steps, w
 
 
 @pytest.mark.parametrize("interrupted", [False, True], ids=["head", "tee"])
-def test_a_run_whose_output_closes_saves_its_step(argv, tmp_path, during, stands_in, interrupted):
+def test_a_run_whose_output_closes_saves_its_step(argv, tmp_path, stands_in, interrupted):
     """As of ``jaxkern train | head``, and of ``| tee log`` where Ctrl-C ends tee too."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -411,10 +385,9 @@ def test_a_run_whose_output_closes_saves_its_step(argv, tmp_path, during, stands
         if interrupted:
             interrupt()
 
-    during(12, close)
     flags = ["--out", tmp_path / "run", "--eval-every", STEPS, "--checkpoint-every", STEPS]
     with open(writing, "w") as closed:
-        line = run(*argv, *flags, code=130 if interrupted else 141)
+        line = run(*argv, *flags, code=130 if interrupted else 141, after=12, act=close)
     step, why = (13, "SIGINT") if interrupted else (20, "its output was closed")
     saved = f"step {step} of {STEPS} is saved in {tmp_path / 'run'}; cont"
     assert f"stopped ({why}): {saved}" in line
@@ -582,14 +555,12 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
 
 @KIND
 def test_a_run_of_a_model_goes_on_to_the_same_losses_and_is_sampled(
-    learned, preset, tmp_path, during, compiled_once
+    learned, preset, tmp_path, compiled_once
 ):
     argv, whole, _ = learned(preset)
     out = tmp_path / "run"
-    during(12, terminate)
-    assert "step 13 of" in run(*argv, "--out", out, code=143)
-    during(15, terminate)
-    assert "step 16 of" in resume(out, code=143)
+    assert "step 13 of" in run(*argv, "--out", out, code=143, after=12)
+    assert "step 16 of" in resume(out, code=143, after=15)
     assert losses(out) == losses(whole)[:17]
 
     argv = ["sample", "--run", whole, "--prompt", "the ", "--length", 200]
@@ -602,35 +573,31 @@ def test_a_run_of_a_model_goes_on_to_the_same_losses_and_is_sampled(
 
 
 @pytest.mark.exhaustive
-def test_a_killed_process_goes_on_to_the_same_losses(learned, tmp_path, during, compiled_once):
+def test_a_killed_process_goes_on_to_the_same_losses(learned, tmp_path, compiled_once):
     argv, whole, _ = learned("micro")
     out = tmp_path / "run"
-    during(12, terminate)
-    run(*argv, "--out", out, code=143)
+    run(*argv, "--out", out, code=143, after=12)
     assert drive("write", "SIGKILL", "train", "--resume", "--out", out) == (-signal.SIGKILL, "")
     assert checkpoint.steps(out) == [13]
     assert (out / "checkpoints" / "20.partial").exists()
-    during(None, None)
     assert "continued from step 13" in resume(out)
     assert losses(out) == losses(whole)
 
 
 @pytest.mark.exhaustive
-def test_double_precision_changes_nothing(learned, tmp_path, during, compiled_once):
+def test_double_precision_changes_nothing(learned, tmp_path, compiled_once):
     """Under JAX_ENABLE_X64 the run's arrays are those that it has without."""
     argv, whole, _ = learned("micro")
     out = tmp_path / "run"
-    during(5, terminate)
     jax.config.update("jax_enable_x64", True)
     try:
-        assert "step 6 of" in run(*argv, "--out", out, code=143)
+        assert "step 6 of" in run(*argv, "--out", out, code=143, after=5)
         assert len(run("sample", "--run", out, "--length", 16, "--temperature", 0)) > 1
     finally:
         jax.config.update("jax_enable_x64", False)
     for wide, narrow in zip(losses(out), losses(whole)[:7], strict=True):
         assert wide == pytest.approx(narrow, rel=1e-6)
-    during(7, terminate)
-    assert "step 8 of" in resume(out, code=143)  # float32 and int32
+    assert "step 8 of" in resume(out, code=143, after=7)  # float32 and int32
     assert checkpoint.steps(out) == [6, 8]
 
 
@@ -661,13 +628,10 @@ def curves(folder):
     return found
 
 
-def test_a_run_is_shown_beside_its_metrics_and_goes_on_there(
-    argv, tmp_path, during, stands_in, wandb
-):
+def test_a_run_is_shown_beside_its_metrics_and_goes_on_there(argv, tmp_path, stands_in, wandb):
     out, logged = tmp_path / "run", lambda: [call.kwargs["step"] for call in wandb.log.mock_calls]
-    during(7, terminate)
     flags = ["--out", out, "--log-every", 2, "--log-to", "tensorboard", "wandb"]
-    run(*argv, *flags, "--profile", "3:2", code=143)
+    run(*argv, *flags, "--profile", "3:2", code=143, after=7)
     stored = json.loads((out / "config.json").read_text())
     assert stored["flags"]["log_to"] == ["tensorboard", "wandb"]
     assert logged() == [*range(9)]
@@ -679,7 +643,6 @@ def test_a_run_is_shown_beside_its_metrics_and_goes_on_there(
     os.rename(out / "checkpoints" / "8", out / "checkpoints" / "8.lost")  # as if it were killed
     line = resume(out, "--profile", "5:2", code=1)
     assert "--profile 5:2 are steps 5 to 6, and those to come are 6 to 20; name steps" in line
-    during(None, None)
     printed = resume(out, "--profile")
     assert "profile  steps 16 to 20: " in printed
     assert "https://ui.perfetto.dev opens " in printed
