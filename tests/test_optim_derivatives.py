@@ -12,20 +12,26 @@ import jaxkern
 from jaxkern.core.dispatch import interpret_kernels
 from jaxkern.optim.quantise import Quantised, largest, spread, value
 from jaxkern.precision import StaticLossScale
-from tests.layers import sparsely
-from tests.test_optim import BF16, CASES, F32, fused, of_optax, tree_of
+from tests.pairs import combinations
+from tests.test_optim import (
+    BF16,
+    CASES,
+    F32,
+    MASTER,
+    RANDOM,
+    WAYS,
+    fused,
+    of_optax,
+    tree_of,
+    two_passes,
+)
 
 
 def arguments_of(numbers):
     """Whatever a step may be differentiated by."""
-    return {
-        "numbers": numbers,
-        "loss_scale": 4.0,
-        "params": tree_of(0),
-        "grads": jax.tree.map(lambda g: 4 * g, tree_of(1)),
-        "mu": tree_of(2),
-        "nu": jax.tree.map(jnp.square, tree_of(3)),
-    }
+    grads, nu = jax.tree.map(lambda g: 4 * g, tree_of(1)), jax.tree.map(jnp.square, tree_of(3))
+    trees = {"params": tree_of(0), "grads": grads, "mu": tree_of(2), "nu": nu}
+    return {"numbers": numbers, "loss_scale": 4.0} | trees
 
 
 # Schedules are functions, and b1 of 0 has a derivative to one side alone.
@@ -40,29 +46,22 @@ def summed(tree):
 
 def with_averages(state, given):
     """A state of `given` averages, after three steps."""
-    fields = {
-        name: given[of]
-        for name, of in (("mu", "mu"), ("nu", "nu"), ("trace", "mu"))
-        if getattr(state, name, None) is not None
-    }
-    if "count" in state._fields:
-        fields["count"] = jnp.int32(3)
-    return state._replace(**fields)
+    count = {"count": jnp.int32(3)} if "count" in state._fields else {}
+    given = {"mu": given["mu"], "nu": given["nu"], "trace": given["mu"]}
+    held = {name for name in given if getattr(state, name, None) is not None}
+    return state._replace(**{name: given[name] for name in held}, **count)
 
 
-def of_jaxkern(case, how, given, **options):
+def summed_step(params, state):
+    return summed((params, [optax.tree.get(state, name, None) for name in ("mu", "trace", "nu")]))
+
+
+def of_jaxkern(case, step, given, **options):
     name, _, of_case = CASES[case]
     tx = fused(name)(**given["numbers"], **of_case, **options)
-    params, grads = given["params"], given["grads"]
-    state = with_averages(tx.init(params), given)
+    state = with_averages(tx.init(given["params"]), given)
     scale = StaticLossScale(jnp.asarray(given["loss_scale"], F32))
-    if how == "apply":
-        params, state = jaxkern.apply(tx, grads, state, params, loss_scale=scale)
-    else:
-        updates, state = tx.update(grads, state, params, loss_scale=scale)
-        params = optax.apply_updates(params, updates)
-    averages = [getattr(state, n, None) for n in ("mu", "trace", "nu")]
-    return summed((params, averages))
+    return summed_step(*step(tx, given["grads"], state, given["params"], loss_scale=scale))
 
 
 @functools.lru_cache
@@ -71,13 +70,11 @@ def oracle(case):
     name, numbers, options = CASES[case]
 
     def step(given):
-        params = given["params"]
         grads = jax.tree.map(lambda g: g / given["loss_scale"], given["grads"])
-        clip, (inner, *rest) = (tx := of_optax(name, **given["numbers"], **options)).init(params)
+        tx = of_optax(name, **given["numbers"], **options)
+        clip, (inner, *rest) = tx.init(given["params"])
         inner = with_averages(inner, given) if hasattr(inner, "_replace") else inner
-        updates, state = tx.update(grads, (clip, (inner, *rest)), params)
-        averages = [optax.tree.get(state, n, None) for n in ("mu", "trace", "nu")]
-        return summed((optax.apply_updates(params, updates), averages))
+        return summed_step(*two_passes(tx, grads, (clip, (inner, *rest)), given["params"]))
 
     with jax.enable_x64(True):
         given = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), arguments_of(numbers))
@@ -85,37 +82,29 @@ def oracle(case):
 
 
 def assert_close(got, want, rtol=2e-5):
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
-    ):
-        b = np.float64(b)
+    paths = jax.tree_util.tree_leaves_with_path(got)
+    for (path, a), b in zip(paths, jax.tree.leaves(want), strict=True):
         bound = rtol * max(np.abs(b).max(initial=0.0), 0.1)
-        np.testing.assert_allclose(
-            np.float64(a), b, rtol, bound, err_msg=jax.tree_util.keystr(path)
-        )
+        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol, bound, err_msg=str(path))
 
 
-@sparsely("case, how", SMOOTH, ["apply", "update"], of=7)
-def test_a_step_by_all_that_it_depends_on(case, how):
+@combinations("case step", SMOOTH, WAYS, few=1)
+def test_a_step_by_all_that_it_depends_on(case, step):
     """Hyperparameters too, whose values the kernel takes as words."""
-    got = jax.jit(jax.grad(functools.partial(of_jaxkern, case, how)))(arguments_of(CASES[case][1]))
-    want = oracle(case)
+    numbers, want = CASES[case][1], oracle(case)
+    got = jax.jit(jax.grad(functools.partial(of_jaxkern, case, step)))(arguments_of(numbers))
     assert_close(got, want)
-    unused = {"clip_norm"} if case == "momentum, loose clip" else set()
-    for name in CASES[case][1].keys() - unused:
+    for name in numbers.keys() - ({"clip_norm"} if case == "momentum, loose clip" else set()):
         assert abs(want["numbers"][name]) > 1e-3, name
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [*(pytest.param(i, marks=pytest.mark.exhaustive) for i in (None, "xla")), "mosaic"],
-)
+@combinations("implementation", ["mosaic", None, "xla"], few=1)
 def test_in_forward_mode(implementation):
     """Of the kernels plain JAX's."""
     case = "adam, nesterov, eps_root"
     given = arguments_of(CASES[case][1])
     direction = jax.tree.map(jnp.ones_like, given)
-    f = functools.partial(of_jaxkern, case, "apply", implementation=implementation)
+    f = functools.partial(of_jaxkern, case, jaxkern.apply, implementation=implementation)
     with interpret_kernels():
         slope = jax.jit(lambda d: jax.jvp(f, (given,), (d,))[1])(direction)
     want = sum(np.sum(a) for a in jax.tree.leaves(oracle(case)))
@@ -136,24 +125,18 @@ def test_by_a_known_norm_and_a_schedule():
     np.testing.assert_allclose(by_norm, 0.1 * 0.5 / 9 * total, rtol=1e-4)
 
 
-ROUNDINGS = {
-    "nearest": {},
-    "stochastic": {"stochastic_rounding": True},
-    "master": {"master_dtype": F32},
-}
-
-
-@sparsely("options, how", ROUNDINGS, ["update", "apply"], of=2)
-def test_rounding_counts_as_its_expectation(options, how):
+@combinations(
+    "options step",
+    {"nearest": {}, "stochastic": RANDOM, "master": MASTER},
+    [two_passes, jaxkern.apply],
+)
+def test_rounding_counts_as_its_expectation(options, step):
     """Parameters in bfloat16 move with the learning rate as those in fp32: by the gradient."""
-    params = jax.tree.map(lambda a: a.astype(BF16), tree_of(0))
+    params = jax.tree.map(BF16, tree_of(0))
 
     def moved(rate):
-        tx = jaxkern.fused_sgd(rate, 0.9, **ROUNDINGS[options])
-        state = tx.init(params)
-        if how == "apply":
-            return jaxkern.apply(tx, tree_of(1), state, params)[0]
-        return optax.apply_updates(params, tx.update(tree_of(1), state, params)[0])
+        tx = jaxkern.fused_sgd(rate, 0.9, **options)
+        return step(tx, tree_of(1), tx.init(params), params)[0]
 
     slope = jax.jit(jax.jacfwd(moved))(0.1)
     for a, b in zip(jax.tree.leaves(slope), jax.tree.leaves(tree_of(1)), strict=True):
@@ -214,19 +197,16 @@ def test_where_a_root_is_of_zero():
     np.testing.assert_allclose(by_b1, 0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["apply", pytest.param("update", marks=pytest.mark.exhaustive)])
-def test_a_skipped_step_stands_still(how):
+@combinations("step", WAYS, few=1)
+def test_a_skipped_step_stands_still(step):
     """By the parameters the identity, and by all else nothing."""
     params = {"w": jnp.ones(2), "b": jnp.ones(3)}
 
     def moved(params, rate, limit, scale, bad):
         grads = {"w": jnp.array([1.0, bad]), "b": jnp.ones(3)}
         tx = jaxkern.fused_adamw(rate, clip_norm=limit, skip_nonfinite=True)
-        scale, state = StaticLossScale(scale), tx.init(params)
-        if how == "apply":
-            return summed(jaxkern.apply(tx, grads, state, params, loss_scale=scale)[0])
-        updates, _ = tx.update(grads, state, params, loss_scale=scale)
-        return summed(optax.apply_updates(params, updates))
+        scale = StaticLossScale(scale)
+        return summed(step(tx, grads, tx.init(params), params, loss_scale=scale)[0])
 
     slopes = jax.jit(jax.grad(moved, argnums=(0, 1, 2, 3)))
     for bad in (np.inf, np.nan):
@@ -242,21 +222,18 @@ def by_both_modes(f, *arguments):
     return jax.jit(both)(*arguments)
 
 
-@pytest.mark.parametrize(
-    "implementation", ["mosaic", pytest.param("xla", marks=pytest.mark.exhaustive)]
-)
+@combinations("implementation", ["mosaic", "xla"], few=1)
 def test_scaled_gradients_by_gradients_and_scale(implementation):
     def scaled(grads, scale):
         scale = StaticLossScale(scale)
         with interpret_kernels():
             return summed(jaxkern.scale_gradients(grads, scale, implementation=implementation)[0])
 
-    grads, at = tree_of(1), 4.0
-    got, slope = by_both_modes(scaled, grads, jnp.float32(at))
-    by_grads = jax.tree.map(lambda c: c / at, jax.grad(summed)(grads))
-    by_scale = -summed(grads) / at**2
-    assert_close(got, (by_grads, by_scale))
-    want = summed(jax.tree.map(jnp.ones_like, grads)) / at + by_scale
+    grads = tree_of(1)
+    got, slope = by_both_modes(scaled, grads, jnp.float32(4.0))
+    by_scale = -summed(grads) / 4**2
+    assert_close(got, (jax.tree.map(lambda c: c / 4, jax.grad(summed)(grads)), by_scale))
+    want = summed(jax.tree.map(jnp.ones_like, grads)) / 4 + by_scale
     np.testing.assert_allclose(slope, want, rtol=1e-5)
 
 
@@ -272,13 +249,11 @@ def test_accumulated_gradients_by_parameters_and_data():
         return summed(grads) + mean + aux
 
     def parts(params, x):
-        (mean, aux), grads = jaxkern.accumulate_gradients(
-            loss, params, x.reshape(3, 2, 6), has_aux=True
-        )
+        x = x.reshape(3, 2, 6)
+        (mean, aux), grads = jaxkern.accumulate_gradients(loss, params, x, has_aux=True)
         return summed(grads) + mean + aux.sum()
 
-    x = F32(np.random.default_rng(1).standard_normal((6, 6)))
-    arguments = ({"w": tree_of(0)["w"]}, x)
+    arguments = {"w": tree_of(0)["w"]}, F32(np.random.default_rng(1).standard_normal((6, 6)))
     (got, along), (want, wanted) = (by_both_modes(f, *arguments) for f in (parts, whole))
     assert_close(got, want)
     np.testing.assert_allclose(along, wanted, rtol=1e-4)
