@@ -125,11 +125,10 @@ def test_by_a_known_norm_and_a_schedule():
     np.testing.assert_allclose(by_norm, 0.1 * 0.5 / 9 * total, rtol=1e-4)
 
 
-@combinations(
-    "options step",
-    {"nearest": {}, "stochastic": RANDOM, "master": MASTER},
-    [two_passes, jaxkern.apply],
-)
+ROUNDINGS = {"nearest": {}, "stochastic": RANDOM, "master": MASTER}
+
+
+@combinations("options step", ROUNDINGS, [two_passes, jaxkern.apply])
 def test_rounding_counts_as_its_expectation(options, step):
     """Parameters in bfloat16 move with the learning rate as those in fp32: by the gradient."""
     params = jax.tree.map(BF16, tree_of(0))
