@@ -4,10 +4,11 @@ import errno
 import fcntl
 import os
 import resource
+from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -32,28 +33,20 @@ def save(run, *steps, **options):
         checkpoint.save(run, step, params=PARAMS, optimizer=REST, model=MODEL, **options)
 
 
-def restore(run, step):
+def check_restored(run, step):
+    """What is restored is what was saved, leaf by leaf."""
     checkpoint.check(run, step, MODEL)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return [
-        checkpoint.restore(run, step, name, checkpoint.abstract(like, device))
-        for name, like in (("params", PARAMS), ("optimizer", REST))
-    ]
-
-
-def test_what_was_saved_is_restored(tmp_path):
-    save(tmp_path, 5)
-    back = restore(tmp_path, 5)
-    assert jax.tree.structure(back) == jax.tree.structure([PARAMS, REST])
-    for new, old in zip(jax.tree.leaves(back), jax.tree.leaves([PARAMS, REST]), strict=True):
-        assert new.dtype == old.dtype
-        np.testing.assert_array_equal(new, old)
+    for name, saved in (("params", PARAMS), ("optimizer", REST)):
+        back = checkpoint.restore(run, step, name, checkpoint.abstract(saved, device))
+        chex.assert_trees_all_equal(back, saved, strict=True)
+        chex.assert_trees_all_equal_dtypes(back, saved)
 
 
 def test_the_last_ones_are_kept(tmp_path):
     save(tmp_path, 5, 10, 15, 100, 20)
     assert checkpoint.steps(tmp_path) == [15, 20, 100]
-    restore(tmp_path, 15)
+    check_restored(tmp_path, 15)
     save(tmp_path, 110, 120, keep=4)
     assert checkpoint.steps(tmp_path) == [20, 100, 110, 120]
     save(tmp_path, 130, keep=1)
@@ -110,11 +103,11 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path, harm, words):
     harm(folder / "10")
     last = checkpoint.steps(tmp_path)[-1]
     with pytest.raises(checkpoint.DamagedError, match=words) as caught:
-        restore(tmp_path, last)
+        check_restored(tmp_path, last)
     assert f"checkpoints/{last} is damaged: " in str(caught.value)
     assert "the one before is of step 5" in str(caught.value)
     assert checkpoint.newest(tmp_path, MODEL) == (5, [str(caught.value)])
-    restore(tmp_path, 5)
+    check_restored(tmp_path, 5)
 
     checkpoint.set_aside(tmp_path, 5)
     assert set(os.listdir(folder)) == {"5", f"{last}.damaged"}
@@ -123,12 +116,10 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path, harm, words):
 
     for step in (5, last):
         damage_bytes(folder / str(step))
-    with pytest.raises(RunError) as caught:
+    told = rf"^checkpoint {folder}/{last} is damaged: {CHANGED}, and none in {folder} is whole "
+    told += rf"\(steps 5, {last}\); put one back from a copy, or train again with another --out$"
+    with pytest.raises(RunError, match=told):
         checkpoint.newest(tmp_path, MODEL)
-    assert str(caught.value) == (
-        f"checkpoint {folder / str(last)} is damaged: {CHANGED}, and none in {folder} is whole "
-        f"(steps 5, {last}); put one back from a copy, or train again with another --out"
-    )
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
@@ -153,15 +144,13 @@ def test_another_models_checkpoint_is_refused(tmp_path):
     ("where", "failing"), [(ocp.StandardCheckpointer, "save"), (checkpoint, "write_atomically")]
 )
 def test_a_full_disk_leaves_the_finished_ones(tmp_path, monkeypatch, where, failing):
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     save(tmp_path, 5)
-    monkeypatch.setattr(where, failing, full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(where, failing, mock.Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 10)
     assert os.listdir(tmp_path / "checkpoints") == ["5"]
-    restore(tmp_path, 5)
+    check_restored(tmp_path, 5)
 
 
 def test_leftovers_of_a_killed_process_are_no_checkpoints(tmp_path):
@@ -176,33 +165,27 @@ def test_leftovers_of_a_killed_process_are_no_checkpoints(tmp_path):
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path, monkeypatch):
-    def unsupported(*args):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    with checkpoint.only_process(tmp_path):  # a lock is of an open file, not of a process
-        with pytest.raises(RunError, match="another process is training"):
-            checkpoint.only_process(tmp_path).__enter__()
-        monkeypatch.setattr(fcntl, "flock", unsupported)  # as some network file systems have it
-        with checkpoint.only_process(tmp_path):
-            pass
-    monkeypatch.undo()
-    with checkpoint.only_process(tmp_path):
-        pass
+    for _ in range(2):  # what has ended leaves the folder free
+        with checkpoint.only_process(tmp_path):  # a lock is of an open file, not of a process
+            with pytest.raises(RunError, match="another process is training"):
+                checkpoint.only_process(tmp_path).__enter__()
+            unsupported = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+            with monkeypatch.context() as patch:  # as some network file systems have it
+                patch.setattr(fcntl, "flock", mock.Mock(side_effect=unsupported))
+                with checkpoint.only_process(tmp_path):
+                    pass
 
 
 def test_metrics_are_cut_back_to_the_step_of_the_checkpoint(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, resume_at=0)
-    log.write([{"step": step, "loss": 1 / (step + 1)} for step in range(9)])
-    log.close()
-    with path.open("a") as file:
-        file.write('{"step": 9, "lo')  # killed while writing
-    log = MetricsLog(path, resume_at=6)
-    log.write([{"step": 7, "loss": float("nan")}])
-    log.close()
-    records = read_metrics(path)
-    assert [record["step"] for record in records] == list(range(8))
-    assert (records[6]["loss"], records[7]["loss"]) == (1 / 7, None)
+    path, last = tmp_path / "metrics.jsonl", {"step": 7, "loss": float("nan")}
+    for resume_at, records in ((0, [{"step": i, "loss": i} for i in range(9)]), (6, [last])):
+        log = MetricsLog(path, resume_at=resume_at)
+        log.write(records)
+        log.close()
+        with path.open("a") as file:
+            file.write('{"step": 9, "lo')  # killed while writing
+    steps = [{"step": i, "loss": i} for i in range(7)]
+    assert read_metrics(path) == [*steps, {"step": 7, "loss": None}]
 
 
 @pytest.mark.parametrize(

@@ -221,40 +221,34 @@ def test_no_device_holds_the_whole_of_a_split_model():
 
 
 WHOLE = "cannot split the 12 tokens .* into equal parts of whole chunks of 128 .* --seq-len 512, or"
-WIDTH = "cannot split the model's width d_model of 16"
-INNER = "cannot split the model's 32 inner channels into equal parts; choose"
+SHORT = "cannot .* shorter than the 11 .* choose --seq-len 32,"
+WIDTH = "cannot split the model's width d_model of 16 .* 8 or 16, or an"
+INNER, SIZES = (
+    "cannot split the model's 32 inner channels into equal parts; choose",
+    "2, 4, 8, 16 or 32",
+)
+HEADS = "cannot .* 4 heads .*; choose 2 or 4, or another axis"
 BATCH_8 = "--batch-size 8 cannot be split over"
+ACCUMULATED = f"{BATCH_8} --grad-accum 8 × 2 devices; choose a multiple of 16"
 
 
 @pytest.mark.parametrize(
     ("flags", "devices", "words"),
     [
-        ("micro --mesh fsdp=3", 3, f"--mesh fsdp=3 {WIDTH} .* 8 or 16, or an"),
-        (
-            "micro --parallel tensor",
-            3,
-            f"over 3 devices {INNER} --devices 2, 4, 8, 16 or 32, or an",
-        ),
-        (
-            "micro --mesh tensor=3,data=2",
-            6,
-            f"--mesh tensor=3 {INNER} 2, 4, 8, 16 or 32, or another",
-        ),
-        ("micro --mesh fsdp=8,tensor=8", 64, f"{INNER} sizes whose product is 2, 4, 8, 16 or 32"),
-        ("mamba2-micro --mesh tensor=8", 8, "cannot .* 4 heads .*; choose 2 or 4, or another axis"),
+        ("micro --mesh fsdp=3", 3, f"--mesh fsdp=3 {WIDTH}"),
+        ("micro --parallel tensor", 3, f"over 3 devices {INNER} --devices {SIZES}, or an"),
+        ("micro --mesh tensor=3,data=2", 6, f"--mesh tensor=3 {INNER} {SIZES}, or another axis"),
+        ("micro --mesh fsdp=8,tensor=8", 64, f"{INNER} sizes whose product is {SIZES}"),
+        ("mamba2-micro --mesh tensor=8", 8, HEADS),
         ("groups --mesh tensor=4", 4, "cannot split the model's 2 groups that share B"),
         ("mamba2-micro --parallel sequence", 4, f"over 4 devices {WHOLE} fewer --devices"),
         ("mamba2-micro --mesh sequence=4", 4, f"{WHOLE} a smaller axis"),
-        ("long --mesh sequence=2 --seq-len 16", 2, "cannot .* than the 11 .* choose --seq-len 32,"),
+        ("long --mesh sequence=2 --seq-len 16", 2, SHORT),
         ("micro --mesh data=4", 2, "is of 4 devices and --devices says 2; leave --devices out"),
-        ("micro --batch-size 8", 3, f"{BATCH_8} 3 devices; .* 3, or fewer --devices"),
+        ("micro --batch-size 8", 3, "cannot be split over 3 devices; .* 3, or fewer --devices"),
         ("micro --batch-size 9", 2, "cannot be split over 2 devices; .* 2, or fewer --devices"),
         ("micro --mesh data=3", 3, f"{BATCH_8} 3 devices; .* 3, or a smaller data in --mesh"),
-        (
-            "micro --mesh fsdp=2,tensor=2 --grad-accum 8",
-            4,
-            f"{BATCH_8} --grad-accum 8 × 2 devices; choose a multiple of 16",
-        ),
+        ("micro --mesh fsdp=2,tensor=2 --grad-accum 8", 4, ACCUMULATED),
     ],
 )
 def test_what_cannot_be_split_is_told_by_the_flags_that_were_given(flags, devices, words):
@@ -276,27 +270,24 @@ def test_axes_that_differ_from_parallel_are_refused(mesh):
     assert resume_config(begun, parallel | {"mesh": "fsdp=2"}).mesh == "fsdp=2"
 
 
-@pytest.mark.parametrize(
-    ("mesh", "devices", "expected"),
-    [
-        ("data=2,tensor=2", "4", ("data=2,tensor=2", "data")),
-        ("data=2,tensor=2", "1", ("", "data")),
-        ("tensor=4", "2", ("", "tensor")),
-        ("data=1,fsdp=4", "all", ("", "fsdp")),
-        ("data=2,tensor=2", "2", None),
-        ("data=2,tensor=2", "all", None),
-    ],
-)
-def test_devices_alone_do_not_drop_the_mesh_of_a_run(mesh, devices, expected):
-    begun = vars(configured(preset="micro", mesh=mesh))
-    if expected is not None:
-        resumed = resume_config(begun, {"devices": devices})
-        assert (resumed.mesh, resumed.parallel, resumed.devices) == (*expected, devices)
-        return
-    message = f"^--devices {devices} does not say how they share .* --mesh {mesh} of the run splits"
-    with pytest.raises(RunError, match=f"{message} between 4; add --mesh or --parallel$"):
-        resume_config(begun, {"devices": devices})
-    assert resume_config(begun, {"devices": devices, "parallel": "tensor"}).parallel == "tensor"
+def test_devices_alone_do_not_drop_the_mesh_of_a_run():
+    resumed = lambda mesh, **flags: resume_config(
+        vars(configured(preset="micro", mesh=mesh)), flags
+    )
+    for mesh, devices, kept, parallel in (
+        ("data=2,tensor=2", "4", "data=2,tensor=2", "data"),
+        ("data=2,tensor=2", "1", "", "data"),
+        ("tensor=4", "2", "", "tensor"),
+        ("data=1,fsdp=4", "all", "", "fsdp"),
+    ):
+        found = resumed(mesh, devices=devices)
+        assert (found.mesh, found.parallel, found.devices) == (kept, parallel, devices)
+    mesh = "data=2,tensor=2"
+    for devices in ("2", "all"):
+        told = rf"^--devices {devices} does not say how they share .* --mesh {mesh} of the run "
+        with pytest.raises(RunError, match=f"{told}splits between 4; add --mesh or --parallel$"):
+            resumed(mesh, devices=devices)
+        assert resumed(mesh, devices=devices, parallel="tensor").parallel == "tensor"
 
 
 @exhaustive
