@@ -2,14 +2,17 @@
 
 import copy
 import ctypes
+import functools
 import json
+import operator
 import os
 from importlib import metadata
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from bench import aot, generations, gpus, programs, ptxas
+from bench import aot, gpus, programs, ptxas
 from bench.copies import copied_in
 from bench.programs import Result, Training
 from bench.ptxas import Kernel
@@ -30,28 +33,6 @@ ptxas info    : Function properties for rms_norm_bwd_mosaic_gpu_kernel
     24 bytes stack frame, 24 bytes spill stores, 36 bytes spill loads
 ptxas info    : Used 255 registers, used 2 barriers, 24 bytes cumulative stack size, 1025 bytes smem
 ptxas info    : Compile time = 27.950 ms
-"""
-
-HLO = """\
-HloModule jit_train_step, is_scheduled=true
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  ROOT %sum = f32[] add(%x, %y)
-}
-
-%wrapped (p: f32[8]) -> f32[1] {
-  ROOT %reduce-scatter.1 = f32[1]{0} reduce-scatter(%p), to_apply=%add
-}
-
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %all-reduce-start = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), to_apply=%add
-  %all-reduce-done = f32[8]{0} all-reduce-done(%all-reduce-start)
-  %named = f32[8]{0} negate(%p), metadata={op_name="jit(f)/ all-reduce(x)"}
-  %r = (f32[8]{0}, f32[8]{0}, /*index=2*/f32[8]{0}) all-reduce(%p, %p, %p), to_apply=%add
-  %collective-permute.3 = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1}}
-  %gathered = f32[8]{0} fusion(%all-gather.2), kind=kLoop, calls=%fused
-  ROOT %all-to-all = f32[8]{0} all-to-all(%p), dimensions={0}
-}
 """
 
 
@@ -91,20 +72,16 @@ def test_modules_of_kernels_are_taken_from_a_text():
     assert modules == {"a": b'ML\xefR\\"', "b": b"other"}
 
 
-class Lowered:
+def lowered(kernels, said):
     """A program whose compilation prints `said`, and whose kernels have the digests `kernels`."""
+    calls = (f'kernel_hash = "{digest}", module = "{name}"' for digest, name in kernels)
+    text = "\n".join(calls)
 
-    def __init__(self, kernels, said):
-        self.kernels, self.said = kernels, said
-
-    def compiler_ir(self):
-        return None
-
-    def compile(self):
-        os.write(1, self.said.encode())
-        calls = (f'kernel_hash = "{d}", module = "{name}"' for d, name in self.kernels)
-        text = "\n".join(calls)
+    def compile():
+        os.write(1, said.encode())
         return SimpleNamespace(as_text=lambda: text)
+
+    return SimpleNamespace(compile=compile, compiler_ir=lambda: None)
 
 
 @pytest.fixture
@@ -117,82 +94,51 @@ def compiler(monkeypatch):
 def test_kernels_that_are_compiled_once_are_known_in_later_programs(compiler):
     two = [("a", "rms_norm_fwd"), ("b", "rms_norm_bwd"), ("a", "rms_norm_fwd")]
     forward = {"rms_norm_fwd": [Kernel(56, 0, 1000)]}
-    assert compiler(Lowered(two, PTXAS)).kernels == forward | {
+    assert compiler(lowered(two, PTXAS)).kernels == forward | {
         "rms_norm_bwd": [Kernel(255, 60, 2025)]
     }
-    assert compiler(Lowered(two[:1], "")).kernels == forward
+    assert compiler(lowered(two[:1], "")).kernels == forward
     said = PTXAS.replace("rms", "layer").replace("bwd", "fwd")  # two of one name, in order
     pair = [("c", "layer_norm_fwd"), ("d", "layer_norm_fwd")]
     both = [Kernel(56, 0, 1000), Kernel(255, 60, 2025)]
-    assert compiler(Lowered(pair, said)).kernels == {"layer_norm_fwd": both}
-    assert compiler(Lowered(pair[1:], "")).kernels == {"layer_norm_fwd": both[1:]}
+    assert compiler(lowered(pair, said)).kernels == {"layer_norm_fwd": both}
+    assert compiler(lowered(pair[1:], "")).kernels == {"layer_norm_fwd": both[1:]}
 
 
 @pytest.mark.parametrize("said", ["", PTXAS])
 def test_kernels_that_ptxas_does_not_tell_of_are_an_error(compiler, said):
     with pytest.raises(RuntimeError, match=r"new kernels are \['rms_norm_fwd'\]"):
-        compiler(Lowered([("a", "rms_norm_fwd")], said))
-
-
-def test_collectives_are_counted():
-    assert programs.collectives_in(HLO) == {
-        "all-reduce": 2,
-        "all-gather": 0,
-        "reduce-scatter": 1,
-        "all-to-all": 1,
-        "collective-permute": 1,
-    }
-
-
-def test_bytes_are_those_of_whole_arrays():
-    assert programs.exchanged_in(HLO) == {
-        "reduce-scatter": 4,  # of one device, as no groups are told
-        "all-reduce": 32 + 3 * 32,
-        "collective-permute": 32,
-        "all-to-all": 32,
-    }
-    gathered = "  %g = (bf16[2,8]{1,0}, bf16[2,16]{1,0}) all-gather-start(%p), dimensions={1}\n"
-    assert programs.exchanged_in(gathered) == {"all-gather": 64}
-    for groups in "[2,4]<=[8]", "{{0,1,2,3},{4,5,6,7}}":
-        scattered = f"  %s = f32[6]{{0}} reduce-scatter(%p), replica_groups={groups}\n"
-        assert programs.exchanged_in(scattered) == {"reduce-scatter": 96}
+        compiler(lowered([("a", "rms_norm_fwd")], said))
 
 
 COPIES = """\
 HloModule jit_train_step, is_scheduled=true
 
-%sliced (p: f32[8]) -> (f32[2], bf16[4]) {
-  %p = f32[8]{0} parameter(0)
-  %a = f32[2]{0} slice(%p), slice={[0:2]}
-  %cut = f32[2]{0} slice(%p), slice={[2:4]}
-  %b = bf16[4]{0} bitcast(%cut)
-  ROOT %both = (f32[2]{0}, bf16[4]{0}) tuple(%a, %b)
-}
+%fused (p: f32[8]) -> (f32[2], bf16[4]) {{
+  %p = f32[8]{{0}} parameter(0)
+  %a = f32[2]{{0}} slice(%p), slice={{[0:2]}}
+  %b = bf16[4]{{0}} bitcast(%a)
+  ROOT %result = {}
+}}
 
-%added (p: f32[8]) -> f32[2] {
-  %p = f32[8]{0} parameter(0)
-  %cut = f32[2]{0} slice(%p), slice={[0:2]}
-  ROOT %sum = f32[2]{0} add(%cut, %cut)
-}
-
-%kernel (p: f32[8]) -> f32[2] {
-  %p = f32[8]{0} parameter(0)
-  %cut = f32[2]{0} slice(%p), slice={[0:2]}
-  ROOT %run = f32[2]{0} custom-call(%cut), custom_call_target="mosaic_gpu_v2"
-}
-
-ENTRY %main (p: f32[8]) -> f32[16] {
-  %p = f32[8]{0} parameter(0)
-  %split = (f32[2]{0}, bf16[4]{0}) fusion(%p), kind=kLoop, calls=%sliced
-  %computed = f32[2]{0} fusion(%p), kind=kLoop, calls=%added
-  %launched = f32[2]{0} fusion(%p), kind=kCustom, calls=%kernel
-  ROOT %twice = f32[16]{0} concatenate(%p, %p), dimensions={0}
-}
+ENTRY %main (p: f32[8]) -> f32[16] {{
+  %p = f32[8]{{0}} parameter(0)
+  %split = {} fusion(%p), kind=kLoop, calls=%fused
+  ROOT %twice = f32[16]{{0}} concatenate(%p, %p), dimensions={{0}}
+}}
 """
 
 
-def test_copies_are_what_computes_nothing():
-    assert copied_in(COPIES) == 2 * 4 + 4 * 2 + 16 * 4
+@pytest.mark.parametrize(
+    ("result", "operation", "copied"),
+    [
+        ("(f32[2]{0}, bf16[4]{0})", "tuple(%a, %b)", 2 * 4 + 4 * 2),
+        ("f32[2]{0}", "add(%a, %a)", 0),
+        ("f32[2]{0}", 'custom-call(%a), custom_call_target="mosaic_gpu_v2"', 0),
+    ],
+)
+def test_copies_are_what_computes_nothing(result, operation, copied):
+    assert copied_in(COPIES.format(f"{result} {operation}", result)) == copied + 16 * 4
 
 
 def test_a_fusion_is_told_that_forgets_what_is_in_place():
@@ -207,40 +153,9 @@ def test_a_fusion_is_told_that_forgets_what_is_in_place():
     assert ptxas.out_of_place(within.format("dynamic-slice-fusion", of_xla, aliased)) == []
 
 
-def test_a_step_exchanges_what_its_mesh_needs_and_no_more():
-    held = json.loads(aot.path_of(GPUS["h200"]).read_text())["training"]
-    of = lambda mesh: (held[f"130m x {mesh}"]["collectives"], held[f"130m x {mesh}"]["exchanged"])
-    exchanging = lambda kind: {name for name, found in held.items() if kind in found["collectives"]}
-    assert not exchanging("all-to-all")
-    assert exchanging("collective-permute") == {name for name in held if "sequence=" in name}
-    width, inner, rank, states = 768, 1536, 48, 16
-    matrices = 3 * width * inner + inner * (2 * rank + 2 * states)
-    embedding, rest = 256 * width, 2 * width + inner * (4 + states + 3)
-    counts, exchanged = of("data=8")
-    assert (counts, exchanged) == (
-        {"all-reduce": 1},
-        {"all-reduce": 4 * (matrices + embedding + rest + 1)},  # and the loss
-    )
-    for mesh in "fsdp=8", "fsdp=64":
-        counts, exchanged = of(mesh)
-        assert counts == {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
-        assert exchanged["all-gather"] == 2 * matrices + 4 * embedding
-        assert exchanged["reduce-scatter"] == 4 * (matrices + embedding)
-        assert exchanged["all-reduce"] == 4 * (rest + 2)  # the loss, and the gradients' norm
-    for mesh in "sequence=8", "data=2,sequence=4":
-        # The gradients, the scan's carries each way, the filter's last inputs each way.
-        assert of(mesh)[0] == {"all-reduce": 1, "all-gather": 2, "collective-permute": 2}
-    # Two products of a block, each way; embedding and loss; the gradients' norm.
-    assert of("tensor=8")[0] == {"all-reduce": 2 * 2 + 1 + 3 + 1}
-
-
 def test_memory_counts_donated_arguments_once():
-    stats = SimpleNamespace(
-        argument_size_in_bytes=100,
-        output_size_in_bytes=90,
-        alias_size_in_bytes=80,
-        temp_size_in_bytes=7,
-    )
+    sizes = {"argument": 100, "output": 90, "alias": 80, "temp": 7}
+    stats = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
     assert programs.memory_of(stats) == 117
 
 
@@ -255,101 +170,90 @@ def test_gpus_are_described():
         gpus.described(GPUS["h200"], 12)
 
 
-NAMES = "rms_norm 8x8 bfloat16", "tiny x 8"
+OP, STEP = NAMES = "rms_norm 8x8 bfloat16", "tiny x 8"
 PLAIN = {"rms_norm_sum": "it needs 9 bytes"}
+
+
+def result_of_step(memory=1 << 30):
+    kernels = {"rms_norm_fwd": [Kernel(56, 0, 0), Kernel(57, 0, 0)], "old": [Kernel(255, 8, 0)]}
+    collectives = programs.collectives_in("") | {"all-reduce": 2}
+    return Result(STEP, kernels, {}, 1.0, 2.0, memory, collectives)
 
 
 def results():
     """Results of an op and of a training step."""
-    kernels = {"rms_norm_fwd": [Kernel(56, 0, 0), Kernel(57, 0, 0)], "old": [Kernel(255, 8, 0)]}
-    collectives = programs.collectives_in("") | {"all-reduce": 2}
-    return [
-        Result(NAMES[0], kernels, PLAIN),
-        Result(NAMES[1], kernels, {}, 1.0, 2.0, 1 << 30, collectives),
-    ]
+    step = result_of_step()
+    return [Result(OP, step.kernels, PLAIN), step]
 
 
-@pytest.fixture
-def figures():
-    return {"jax": "1", **aot.figures(results())}
-
-
-def changed(figures, *path, to):
+def changed(figures, path, to):
     """A copy of `figures` with another value at `path`; without it if that is ``None``."""
     new = copy.deepcopy(figures)
-    inner = new
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = to
+    *parents, last = path
+    inner = functools.reduce(operator.getitem, parents, new)
     if to is None:
-        del inner[path[-1]]
+        del inner[last]
+    else:
+        inner[last] = to
     return new
 
 
-SPILLED = ("kernels", NAMES[0], "rms_norm_fwd", 1, 1), f"{NAMES[0]}: spills of rms_norm_fwd: was 0"
-REDUCED = (
-    ("training", NAMES[1], "collectives", "all-reduce"),
-    f"{NAMES[1]}: all-reduce: was 2, is 3",
-)
-GATHERED = ("training", NAMES[1], "collectives", "all-gather"), "all-gather: was 0, is 3"
-
-
 @pytest.mark.parametrize(
-    ("path", "to", "told"),
+    ("path", "to", "told", "of_another_jax"),
     [
-        (SPILLED[0], 16, f"{SPILLED[1]} bytes, is 16"),
-        (REDUCED[0], 3, REDUCED[1]),
-        (GATHERED[0], 3, GATHERED[1]),
-        (("kernels", NAMES[0]), None, f"{NAMES[0]}: is missing"),
-        (("kernels", NAMES[0], "old"), None, "kernels old: was 1, is 0"),
-        (("kernels", NAMES[0], "new"), [[8, 0, 0]], "kernels new: was 0, is 1"),
-        (("kernels", NAMES[0], "rms_norm_fwd"), [[56, 0, 0]], "rms_norm_fwd: was 2, is 1"),
-        (("plain", NAMES[0], "old"), "no room", f"{NAMES[0]}: old is plain JAX: no room"),
-        (("training", NAMES[1], "memory"), int(1.03 * 2**30), "was 1.00 GiB, is 1.03 GiB"),
-        (("training", NAMES[1], "copied"), 1 << 29, "bytes copied: was 0.00 GiB, is 0.50 GiB"),
-        (("kernels", NAMES[0], "rms_norm_fwd", 0, 0), 255, ""),  # registers
-        (("kernels", NAMES[0], "rms_norm_fwd", 0, 2), 2048, ""),  # shared memory
-        (("kernels", NAMES[0], "old", 0, 1), 9, ""),  # it did spill
-        (("plain", NAMES[0]), None, ""),
-        (("training", NAMES[1], "memory"), int(1.01 * 2**30), ""),
-        (("training", NAMES[1], "memory"), 1 << 29, ""),
+        (
+            ("kernels", OP, "rms_norm_fwd", 1, 1),
+            16,
+            f"{OP}: spills of rms_norm_fwd: was 0 bytes, is 16",
+            True,
+        ),
+        (
+            ("training", STEP, "collectives", "all-reduce"),
+            3,
+            f"{STEP}: all-reduce: was 2, is 3",
+            True,
+        ),
+        (("training", STEP, "collectives", "all-gather"), 3, "all-gather: was 0, is 3", True),
+        (("plain", OP, "old"), "no room", f"{OP}: old is plain JAX: no room", True),
+        (("kernels", OP), None, f"{OP}: is missing", False),
+        (("kernels", OP, "old"), None, "kernels old: was 1, is 0", False),
+        (("kernels", OP, "new"), [[8, 16, 0]], "kernels new: was 0, is 1", False),
+        (("kernels", OP, "rms_norm_fwd"), [[56, 0, 0]], "rms_norm_fwd: was 2, is 1", False),
+        (("training", STEP, "memory"), int(1.03 * 2**30), "was 1.00 GiB, is 1.03 GiB", False),
+        (("training", STEP, "copied"), 1 << 29, "copied: was 0.00 GiB, is 0.50 GiB", False),
+        (("kernels", OP, "rms_norm_fwd", 0, 0), 255, "", False),  # registers
+        (("kernels", OP, "rms_norm_fwd", 0, 2), 2048, "", False),  # shared memory
+        (("kernels", OP, "old", 0, 1), 9, "", False),  # it did spill
+        (("plain", OP), None, "", False),
+        (("training", STEP, "memory"), int(1.01 * 2**30), "", False),
+        (("training", STEP, "memory"), 1 << 29, "", False),
     ],
 )
-def test_what_got_worse_is_told_and_nothing_else(figures, path, to, told):
-    got = aot.differences(figures, changed(figures, *path, to=to), NAMES)
-    assert len(got) == bool(told)
-    assert told in "".join(got)
+def test_what_got_worse_is_told_and_nothing_else(path, to, told, of_another_jax):
+    figures = {"jax": "1", **aot.figures(results())}
+    now = changed(figures, path, to)
+    for jax, want in ("1", told), ("2", told if of_another_jax else ""):
+        got = aot.differences(figures | {"jax": jax}, now, NAMES)
+        assert len(got) == bool(want)
+        assert want in "".join(got)
 
 
-def test_new_tasks_are_told(figures):
-    was = changed(figures, "kernels", NAMES[0], to=None)
-    assert aot.differences(was, figures, NAMES) == [f"{NAMES[0]}: is new"]
-
-
-def test_another_jax_is_held_to_spills_and_collectives_alone(figures):
-    was = figures | {"jax": "2"}
-    plain = ("plain", NAMES[0], "old"), "no room", "old is plain JAX"
-    for path, to, told in ((SPILLED[0], 16, SPILLED[1]), (REDUCED[0], 3, REDUCED[1]), plain):
-        (got,) = aot.differences(was, changed(figures, *path, to=to), NAMES)
-        assert told in got
-    for path, to in (
-        (("kernels", NAMES[0]), None),
-        (("kernels", NAMES[0], "old"), None),
-        (("kernels", NAMES[0], "new"), [[8, 16, 0]]),
-        (("training", NAMES[1], "memory"), 1 << 31),
-    ):
-        assert aot.differences(was, changed(figures, *path, to=to), NAMES) == []
+def test_new_tasks_are_told():
+    figures = {"jax": "1", **aot.figures(results())}
+    was = changed(figures, ("kernels", OP), None)
+    assert aot.differences(was, figures, NAMES) == [f"{OP}: is new"]
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """`bench.aot` for H200s, with compilers that give :func:`results`, and a folder of its own."""
-    tasks = {NAMES[0]: None, NAMES[1]: Training("tiny", 8)}
+    tasks = {OP: None, STEP: Training("tiny", 8)}
     monkeypatch.setattr(aot, "tasks", lambda: tasks)
     monkeypatch.setattr(aot, "RESULTS", tmp_path)
     monkeypatch.setattr(aot, "GENERATIONS", ("h200",))
     monkeypatch.setattr(metadata, "version", lambda name: "1")
-    told = SimpleNamespace(results=results(), ran=[])
+    held = lambda: json.loads((tmp_path / "aot-sm_90.json").read_text())
+    told = SimpleNamespace(results=results(), ran=[], held=held)
 
     def run(gpu, names, jobs):
         told.ran.append((gpu, list(names)))
@@ -363,57 +267,60 @@ def test_command_writes_and_compares(command, capsys, tmp_path):
     assert aot.main([]) == 1
     assert "aot-sm_90.json is missing" in capsys.readouterr().err
     assert aot.main(["--write"]) == 0
-    text = (tmp_path / "aot-sm_90.json").read_text()
-    assert text == aot.text_of(json.loads(text))
+    assert (tmp_path / "aot-sm_90.json").read_text() == aot.text_of(command.held())
     assert aot.main([]) == 0
     assert aot.main(["--only", "tiny"]) == 0
     command.results.pop(0)
     assert aot.main([]) == 1
     said = capsys.readouterr().err
-    assert f"bench.aot: h200: {NAMES[0]}: is missing\n" in said
+    assert f"bench.aot: h200: {OP}: is missing\n" in said
     assert "make matrix ARGS=--write" in said
-
-
-def test_command_tells_of_what_does_not_compile(command, capsys):
-    assert aot.main(["--write"]) == 0
-    command.results[0] = Result(NAMES[0], error="ValueError: no")
+    command.results.append(Result(OP, error="ValueError: no"))
     for arguments in ([], ["--write"]):
         assert aot.main(arguments) == 1
-        assert capsys.readouterr().err.count(NAMES[0]) == 1
+        assert capsys.readouterr().err.count(OP) == 1
 
 
-def test_command_renews_a_part(command, tmp_path):
+def test_command_renews_a_part(command):
     assert aot.main(["--write"]) == 0
-    collectives = programs.collectives_in("")
-    command.results[1] = Result(NAMES[1], {}, {}, 1.0, 2.0, 1 << 31, collectives)
+    command.results[1] = result_of_step(memory=1 << 31)
     assert aot.main(["--write", "--only", "tiny"]) == 0
-    held = json.loads((tmp_path / "aot-sm_90.json").read_text())
-    assert held["training"][NAMES[1]]["memory"] == 1 << 31
-    assert held["kernels"][NAMES[0]] == aot.figures(results())["kernels"][NAMES[0]]
-    assert held["plain"] == {NAMES[0]: PLAIN}
+    held = command.held()
+    assert held["training"][STEP]["memory"] == 1 << 31
+    assert held["kernels"][OP] == aot.figures(results())["kernels"][OP]
+    assert held["plain"] == {OP: PLAIN}
 
 
 def test_command_goes_on_with_what_is_missing(command):
     assert aot.main(["--write", "--only", "tiny"]) == 0
-    for left in (NAMES[:1], ()):
-        command.ran.clear()
-        assert aot.main(["--write", "--missing"]) == 0
-        assert command.ran == [("h200", list(left))]
-    command.ran.clear()
-    assert aot.main(["--write", "--gpu", "a100"]) == 0
-    assert command.ran == [("a100", [NAMES[0]])], "training steps are the H200's"
+    for words, gpu, names in (
+        ("--missing", "h200", [OP]),
+        ("--missing", "h200", []),
+        ("--gpu a100", "a100", [OP]),  # training steps are the H200's
+    ):
+        assert aot.main(["--write", *words.split()]) == 0
+        assert command.ran[-1] == (gpu, names)
 
 
-def test_what_another_jax_differs_in_stands_beside_the_figures(command, monkeypatch, tmp_path):
+def test_what_another_jax_differs_in_stands_beside_the_figures(command, monkeypatch):
     assert aot.main(["--write"]) == 0
     monkeypatch.setattr(metadata, "version", lambda name: "0.9")
-    command.results[0] = Result(NAMES[0], {"rms_norm_fwd": [Kernel(255, 8, 0)]}, PLAIN)
+    command.results[0] = Result(OP, {"rms_norm_fwd": [Kernel(255, 8, 0)]}, PLAIN)
     assert aot.main(["--write"]) == 0
-    held = json.loads((tmp_path / "aot-sm_90.json").read_text())
-    told = [f"{NAMES[0]}: spills of rms_norm_fwd: was 0 bytes, is 8"]
+    held = command.held()
+    told = [f"{OP}: spills of rms_norm_fwd: was 0 bytes, is 8"]
     assert held["jax"] == "1"
-    assert held["jax 0.9"] == {NAMES[0]: told, NAMES[1]: []}
-    assert held["kernels"][NAMES[0]] == aot.figures(results())["kernels"][NAMES[0]]
+    assert held["jax 0.9"] == {OP: told, STEP: []}
+    assert held["kernels"][OP] == aot.figures(results())["kernels"][OP]
+
+
+def test_command_needs_a_task_and_the_compiler(command, monkeypatch, capsys):
+    assert aot.main(["--only", "nothing"]) == 2
+    assert "no task's name has nothing" in capsys.readouterr().err
+    absent = Mock(side_effect=metadata.PackageNotFoundError("ptxas"))
+    monkeypatch.setattr(metadata, "version", absent)
+    assert aot.main([]) == 2
+    assert "run make aot" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
@@ -450,43 +357,6 @@ def test_the_chosen_part_has_every_kernel_in_every_tile():
         if held["training"]:
             dtypes = lambda names: {(n.split()[0], n.split()[-1]) for n in names}
             assert dtypes(cases) == dtypes(every)
-
-
-def test_the_guide_tells_what_is_plain_and_what_spills(tmp_path):
-    of_case = {"rms_norm_fwd": [[40, 0, 9]], "rms_norm_bwd": [[255, 12, 9]]}
-    figures = {
-        "gpu": "NVIDIA L40S",
-        "jax": "1",
-        "ptxas": "2",
-        "kernels": {"rms_norm 8x8 bfloat16": of_case, "rms_norm 9x9 float32": {}},
-        "plain": {"rms_norm 9x9 float32": {"rms_norm_fwd": "it needs 9 bytes, and NVIDIA L40S .."}},
-        "training": {},
-        "jax 0.9": {"rms_norm 8x8 bfloat16": []},
-    }
-    for name in ("sm_100", "sm_89"):
-        (tmp_path / f"aot-{name}.json").write_text(json.dumps(figures))
-    held = generations.load(tmp_path)
-    assert list(held) == ["sm_89", "sm_100"]
-    rows = {row[0]: row[1:] for row in generations.matrix(held)[1]}
-    assert rows["`rms_norm`"] == ["1 of 2, spills at 1"] * 2
-    assert rows["`linear`"] == ["not compiled"] * 2
-    assert [*generations.plain(held)] == [
-        ["`rms_norm_fwd`", "9x9 float32", "sm_89, sm_100", "it needs 9 bytes"]
-    ]
-    assert [*generations.spills(held)] == [["`rms_norm_bwd`", "12 at 8x8", "12 at 8x8"]]
-    assert "JAX 0.9 compiled 2 programs for sm_89, sm_100" in generations.versions(held)
-
-
-def test_command_needs_a_task_and_the_compiler(command, monkeypatch, capsys):
-    assert aot.main(["--only", "nothing"]) == 2
-    assert "no task's name has nothing" in capsys.readouterr().err
-
-    def version(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", version)
-    assert aot.main([]) == 2
-    assert "run make aot" in capsys.readouterr().err
 
 
 HELD = [gpu for gpu in aot.GENERATIONS if aot.path_of(GPUS[gpu]).exists()]

@@ -1,61 +1,183 @@
-"""What ops exchange, compiled for GPUs that are not there: the rules, and what is wrong."""
+"""What devices exchange, compiled for GPUs that are not there: the rules, and what is wrong."""
 
 import json
 import re
+from collections import Counter
 
 import pytest
 
-from bench import collectives
+from bench import aot, collectives, programs, report, scaling
+from bench.scaling import NETWORK, NVLINK
 from jaxkern.cases import TABLE
+from jaxkern.lowering.target import GPUS
 from tests.test_package import constraints
 
-HELD = json.loads(collectives.PATH.read_text())
+HELD = json.loads(collectives.PATH.read_text())["programs"]
+
+LINES = [
+    # Of one device, as no groups are told.
+    ("ROOT %r.1 = f32[1]{0} reduce-scatter(%p), to_apply=%add", ("reduce-scatter", "", 4)),
+    ("%a = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), to_apply=%add", ("all-reduce", "", 32)),
+    ("%d = f32[8]{0} all-reduce-done(%a)", None),
+    ('%n = f32[8]{0} negate(%p), metadata={op_name="jit(f)/ all-reduce(x)"}', None),
+    (
+        "%r = (f32[8]{0}, f32[8]{0}, /*index=2*/f32[8]{0}) all-reduce(%p, %p, %p), to_apply=%add",
+        ("all-reduce", "", 96),
+    ),
+    ("%c.3 = f32[8]{0} collective-permute(%p), pairs={{0,1}}", ("collective-permute", "", 32)),
+    ("%g = f32[8]{0} fusion(%all-gather.2), kind=kLoop, calls=%fused", None),
+    ("ROOT %all-to-all = f32[8]{0} all-to-all(%p), dimensions={0}", ("all-to-all", "", 32)),
+    (
+        "%g = (bf16[2,8]{1,0}, bf16[2,16]{1,0}) all-gather-start(%p), dimensions={1}",
+        ("all-gather", "", 64),
+    ),
+    *(
+        (
+            f"%s = f32[6]{{0}} reduce-scatter(%p), replica_groups={groups}",
+            ("reduce-scatter", "", 96),
+        )
+        for groups in ("[2,4]<=[8]", "{{0,1,2,3},{4,5,6,7}}")
+    ),
+    (
+        "%r = f32[4]{0} reduce-scatter(%p), replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}",
+        ("reduce-scatter", "fsdp", 64),
+    ),
+    (
+        "%r = f32[] all-reduce(%p), replica_groups=mesh['data'=2,'fsdp'=4] {'data','fsdp'}",
+        ("all-reduce", "data,fsdp", 4),
+    ),
+]
+"""Lines of a program's text, and the exchange of each: its bytes are those of whole arrays."""
+
+
+def test_exchanges_of_a_program_are_read_and_counted():
+    for line, exchange in LINES:
+        assert [*programs.exchanges(f"  {line}\n")] == ([exchange] if exchange else []), line
+    text = "\n".join(f"  {line}" for line, _ in LINES)
+    found = [exchange for _, exchange in LINES if exchange]
+    counts = Counter(kind for kind, *_ in found)
+    assert programs.collectives_in(text) == {kind: counts[kind] for kind in programs.COLLECTIVES}
+    assert programs.exchanged_in(text) == {
+        kind: sum(size for of, _, size in found if of == kind) for kind in counts
+    }
+
+
+# Committed figures
+
+
+@pytest.mark.parametrize(("command", "part"), [(collectives, "programs"), (scaling, "steps")])
+def test_committed_figures_are_of_every_program(command, part):
+    held = json.loads(command.PATH.read_text())
+    assert list(held[part]) == command.names()
+    assert held["jax"] == constraints("newest")["jax"]
 
 
 def kinds(held):
     return {kind for of_pass in held.values() for kind in of_pass}
 
 
-def test_committed_figures_are_of_every_program():
-    assert list(HELD["programs"]) == collectives.names()
-    assert HELD["jax"] == constraints("newest")["jax"]
-    assert set(collectives.part()) < set(collectives.names())
-
-
 def test_what_is_split_is_not_gathered():
     """No array goes from each device to each; a sequence's states and last inputs go on."""
     of_name = {case.name: case for case in TABLE}
-    for name, held in HELD["programs"].items():
+    for name, held in HELD.items():
         case, axis, _ = re.split(" x |=", name)
+        counts = {kind: count for kind, (count, _) in held.get("both", {}).items()}
         assert "all-to-all" not in kinds(held), name
         if axis == "l":
             assert kinds(held) <= {"all-gather", "all-reduce", "collective-permute"}, name
-            both = {kind: count for kind, (count, _) in held["both"].items()}
-            assert both.get("collective-permute", 0) <= (2 if "conv" in case else 1), name
-            assert both.get("all-gather", 0) <= (0 if "conv" in case else 2), name
+            assert "both" in held
+            assert counts.get("collective-permute", 0) <= (2 if "conv" in case else 1), name
+            assert counts.get("all-gather", 0) <= (0 if "conv" in case else 2), name
         elif axis in of_name[case].split.split():
             assert kinds(held) <= {"all-reduce"}, name
-            counts = {kind: count for kind, (count, _) in held.get("both", {}).items()}
             one_sum = not re.search("cross_entropy|gated_linear_unit|_step", case)
             if "both" in held and one_sum:
                 assert counts == of_name[case].collectives(axis), name
 
 
 def test_what_devices_add_up_is_small_where_it_can_be():
-    exchanged = lambda name, direction="both": HELD["programs"][name][direction]
+    exchanged = lambda name, direction="both": HELD[name][direction]
     (rows, length), sizes = collectives.SIZES["m"], collectives.SIZES
-    tokens = rows * length
-    assert exchanged("rms_norm x d=8", "forward") == {"all-reduce": [1, 4 * tokens]}
+    assert exchanged("rms_norm x d=8", "forward") == {"all-reduce": [1, 4 * rows * length]}
     assert exchanged("linear x h=8", "forward") == {}
     assert exchanged("linear x k=8")["all-reduce"][0] == 1
     pair = exchanged("mlp x h=8"), exchanged("mlp x h=8", "forward")
     assert [of["all-reduce"][0] for of in pair] == [2, 1]
+    count, size = exchanged("selective_scan x l=8", "forward")["all-gather"]
+    assert count == 1
     states = 4 * sizes["b"] * sizes["d"] * (2 * sizes["n"] + 1) * 8  # and the steps' sums
-    forward = exchanged("selective_scan x l=8", "forward")["all-gather"]
-    assert forward[0] == 1
-    assert forward[1] <= states
+    assert size <= states
     for name in "fused_adamw x k=8", "dropout x d=8", "dropout x m=8":
-        assert kinds(HELD["programs"][name]) == set()
+        assert kinds(HELD[name]) == set()
+
+
+def test_a_step_exchanges_what_its_mesh_needs_and_no_more():
+    held = json.loads(aot.path_of(GPUS["h200"]).read_text())["training"]
+    exchanging = lambda kind: {name for name, found in held.items() if kind in found["collectives"]}
+    assert not exchanging("all-to-all")
+    assert exchanging("collective-permute") == {name for name in held if "sequence=" in name}
+    # Of sequences the gradients, the scan's carries and the filter's last inputs each way; of
+    # tensor two products of a block each way, embedding and loss, and the gradients' norm.
+    sharded = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+    of_sequences = {"all-reduce": 1, "all-gather": 2, "collective-permute": 2}
+    wanted = {"data=8": {"all-reduce": 1}, "fsdp=8": sharded, "fsdp=64": sharded}
+    wanted |= {"sequence=8": of_sequences, "data=2,sequence=4": of_sequences}
+    wanted |= {"tensor=8": {"all-reduce": 2 * 2 + 1 + 3 + 1}}
+    of_130m = {mesh: held[f"130m x {mesh}"] for mesh in wanted}
+    assert {mesh: found["collectives"] for mesh, found in of_130m.items()} == wanted
+
+    width, inner, rank, states = 768, 1536, 48, 16
+    matrices = 3 * width * inner + inner * (2 * rank + 2 * states)
+    embedding, rest = 256 * width, 2 * width + inner * (4 + states + 3)
+    assert of_130m["data=8"]["exchanged"] == {
+        "all-reduce": 4 * (matrices + embedding + rest + 1)  # and the loss
+    }
+    for mesh in "fsdp=8", "fsdp=64":
+        assert of_130m[mesh]["exchanged"] == {
+            "all-gather": 2 * matrices + 4 * embedding,
+            "reduce-scatter": 4 * (matrices + embedding),
+            "all-reduce": 4 * (rest + 2),  # the loss, and the gradients' norm
+        }
+
+
+def test_steps_for_many_gpus_gather_and_add_up_along_named_axes():
+    for name, step in json.loads(scaling.PATH.read_text())["steps"].items():
+        kinds = {kind for kind, *_ in step["exchanges"]}
+        assert kinds <= {"all-reduce", "all-gather", "reduce-scatter"}, name
+        assert all(axes for _, axes, *_ in step["exchanges"]), name
+
+
+# What is predicted of steps on many GPUs
+
+HOSTS = {"data": 16, "fsdp": 8, "tensor": 2}  # a host has two parts of each four of fsdp
+ALL_64 = 2 * (7 / 8 * 1e9 / NVLINK + 7 / 8 * 1e9 / 8 / NETWORK)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "mesh", "seconds"),
+    [
+        ("all-reduce", "data", {"data": 2}, 1e9 / NVLINK),
+        ("all-gather", "data", {"data": 8}, 7 / 8 * 1e9 / NVLINK),
+        ("reduce-scatter", "tensor", HOSTS, 1 / 2 * 1e9 / NVLINK),
+        ("all-reduce", "data", HOSTS, 2 * 15 / 16 * 1e9 / NETWORK),
+        # Four of a host, and two hosts.
+        ("all-gather", "fsdp", HOSTS, 3 / 4 * 1e9 / NVLINK + 1 / 2 * 1e9 / 4 / NETWORK),
+        ("all-reduce", "data,fsdp,tensor", {"data": 64}, ALL_64),
+    ],
+)
+def test_seconds_of_an_exchange(kind, axes, mesh, seconds):
+    assert scaling.seconds_of(kind, axes, 10**9, mesh) == pytest.approx(seconds)
+
+
+def test_a_step_is_divided_by_tensor_alone_and_is_slower_than_predicted():
+    held = {"exchanges": [["all-reduce", "tensor", 3, 450_000_000]]}
+    assert scaling.exchange_ms("data=4,tensor=2", held) == pytest.approx(1)
+    assert scaling.predicted("data=4,tensor=2", held, 40) == pytest.approx(21)
+    points = scaling.points(report.load())["130m"]
+    assert points["data, measured"][0][1] < points["data"][1][1]
+
+
+# The commands
 
 
 @pytest.mark.parametrize(
@@ -73,24 +195,45 @@ def test_another_number_of_collectives_is_told(was, now, told):
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch):
-    """The command, of two programs, with a compiler that gives `now` and a file of its own."""
-    now = {"a x m=8": {"both": {"all-reduce": [1, 8]}}, "b x m=64": {"both": {}}}
-    monkeypatch.setattr(collectives, "PATH", tmp_path / "aot-collectives.json")
+def compiler(tmp_path, monkeypatch):
+    """What the commands compile, by name, which the test fills, and the names that they ask for."""
+    found, asked = {}, []
+
+    def each(_, tasks, *args, **options):
+        asked.append([name for (name,) in tasks])
+        return [(task, found[task[0]]) for task in tasks]
+
+    for command in collectives, scaling:
+        monkeypatch.setattr(command, "PATH", tmp_path / f"{command.__name__}.json")
+        monkeypatch.setattr(command, "each", each)
+    return found, asked
+
+
+def test_collectives_are_written_and_compared(compiler, monkeypatch, capsys):
+    now, _ = compiler
+    now |= {"a x m=8": {"both": {"all-reduce": [1, 8]}}, "b x m=64": {"both": {}}}
     monkeypatch.setattr(collectives, "names", lambda: [*now])
-    monkeypatch.setattr(collectives, "attempt", now.get)
-    each = lambda f, tasks, *_, **__: [(task, f(*task)) for task in tasks]
-    monkeypatch.setattr(collectives, "each", each)
-    return now
-
-
-def test_command_writes_and_compares(command, capsys):
     assert collectives.main(["--write"]) == 0
-    assert json.loads(collectives.PATH.read_text())["programs"] == command
+    assert json.loads(collectives.PATH.read_text())["programs"] == now
     assert collectives.main([]) == 0
-    command["a x m=8"] = {"both": {"all-reduce": [2, 8]}}
-    command["b x m=64"] = "ValueError: no"
+    now["a x m=8"] = {"both": {"all-reduce": [2, 8]}}
+    now["b x m=64"] = "ValueError: no"
     assert collectives.main(["--part"]) == 1
-    assert "a x m=8, both: all-reduce: was 1, is 2" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "a x m=8, both: all-reduce: was 1, is 2" in told
+    assert "b x m=64" not in told
     assert collectives.main([]) == 1
     assert "b x m=64: ValueError: no" in capsys.readouterr().err
+
+
+def test_scaling_keeps_what_it_compiled(compiler, capsys):
+    now, asked = compiler
+    first, second = scaling.names()[:2]
+    step = {"lower_s": 1.0, "compile_s": 2.0, "memory": 1 << 30, "exchanges": []}
+    now |= {first: step, second: "ValueError: no"}
+    only = ["--only", f"^({first}|{second})$"]
+    assert scaling.main(only) == 1
+    assert f"{second}: ValueError: no" in capsys.readouterr().err
+    assert json.loads(scaling.PATH.read_text())["steps"] == {first: step}
+    scaling.main([*only, "--missing"])
+    assert asked == [[first, second], [second]]
