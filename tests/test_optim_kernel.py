@@ -1,6 +1,5 @@
 """The kernels behind jaxkern.apply, jaxkern.scale_gradients and the norm of all gradients."""
 
-import contextlib
 import functools
 import re
 
@@ -18,12 +17,13 @@ from jaxkern.optim.arithmetic import Leaf, Numbers, Rule, Static, is_code, numbe
 from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.optim.update import update_leaves
 from jaxkern.precision import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite
-from tests.test_optim import BF16, F16, F32, ON_GPU, assert_close, assert_same, tree_of
+from tests.errors import ON_GPU, running
+from tests.pairs import combinations
+from tests.test_optim import BF16, F16, F32, assert_close, assert_same, tree_of
 
-KERNELS = contextlib.nullcontext if ON_GPU else interpret_kernels
 SCALE = StaticLossScale(8.0)
 I8, U8 = jnp.int8, jnp.uint8
-EXHAUSTIVE = pytest.mark.exhaustive
+KERNEL = "custom_call @mosaic_gpu"
 
 VALUES = (1, 0.5, 0.01, 0.1, 0.9, 0.1, 0.99, 0.01, 10, 10, 1e-8, 0.3, 0.2)
 NUMBERS = dict(zip(Numbers._fields, VALUES, strict=True))
@@ -65,18 +65,14 @@ KERNEL_CASES = {
     "8-bit, ahead": (AHEAD, [((256,), (F32, F32, I8, U8, None))]),
     "random, odd": (RANDOM, [((3, 2), (BF16, F32, BF16, BF16, None)), ((), FULL)]),
 }
-DEFAULT = ("sizes", "sgd", "random", "8-bit")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if case in DEFAULT else EXHAUSTIVE) for case in KERNEL_CASES],
-)
+@combinations("case", KERNEL_CASES, few=4)
 def test_kernel_is_its_twin(case, monkeypatch):
     """Several leaves in a launch; rounded at random, the same bits; or skipped, unchanged."""
     monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
-    rule, shapes = KERNEL_CASES[case]
+    rule, shapes = case
     leaves = [leaf_of(shape, dtypes, i) for i, (shape, dtypes) in enumerate(shapes)]
     statics = tuple(Static(i + 2, i != 3) for i in range(len(leaves)))
     seed = jnp.array([5, 6, 7], jnp.uint32)
@@ -112,7 +108,7 @@ def test_apply_runs_the_kernel():
     tx = functools.partial(jaxkern.fused_adamw, 0.1, clip_norm=1.0, master_dtype=F32)
     step = lambda tx: jax.jit(functools.partial(jaxkern.apply, tx))(grads, tx.init(params), params)
     want = step(tx(implementation="xla"))
-    with KERNELS():
+    with running("mosaic"):
         assert_close(step(tx(implementation="mosaic")), want)
 
 
@@ -121,10 +117,6 @@ def lowered(f, *args, donate=()):
     program = jax.jit(f, donate_argnums=donate).trace(*args)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     return re.sub(r'module = "[^"]*"', "", text)
-
-
-def calls(text):
-    return len(re.findall(r"custom_call @mosaic_gpu", text))
 
 
 def test_kernel_works_in_place(monkeypatch):
@@ -137,14 +129,13 @@ def test_kernel_works_in_place(monkeypatch):
     params = jax.device_put(params, NamedSharding(mesh, P()))
     step = functools.partial(jaxkern.apply, tx)
     text = lowered(step, params, tx.init(params), params, donate=(1, 2))
-    operands = 4 * 10
-    norm, large = 1, 1
-    assert calls(text) == norm + large + -(-operands // 16)
+    norm, large, others = 1, 1, -(-4 * 10 // 16)
+    assert text.count(KERNEL) == norm + large + others
     assert text.count("output_operand_alias<") == 3 * 11
     assert text.count("tf.aliasing_output") == 3 * 11 + 1  # and the count
     plain = jaxkern.fused_adamw(0.1, implementation="xla")
     step = functools.partial(jaxkern.apply, plain)
-    assert calls(lowered(step, params, plain.init(params), params)) == 0
+    assert KERNEL not in lowered(step, params, plain.init(params), params)
 
 
 def test_mosaic_refuses_what_it_cannot():
@@ -172,9 +163,9 @@ def test_vmap_and_gradients_take_the_twin():
     go = lambda g: jaxkern.apply(tx, g, tx.init(params), params)[0]
     batch = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
     assert_close(jax.jit(jax.vmap(go))(batch), jnp.stack([jax.jit(go)(g) for g in batch]))
-    slope = jax.grad(lambda g: go(g).sum())
-    assert calls(lowered(jax.vmap(go), batch)) == calls(lowered(slope, batch[0])) == 0
-    assert calls(lowered(go, batch[0])) == 1
+    assert KERNEL not in lowered(jax.vmap(go), batch)
+    assert KERNEL not in lowered(jax.grad(lambda g: go(g).sum()), batch[0])
+    assert lowered(go, batch[0]).count(KERNEL) == 1
 
 
 # Passes over the gradients
@@ -197,31 +188,27 @@ def broken(tree, name, value):
     return tree | {name: leaf.at[(-1,) * leaf.ndim].set(value)}
 
 
-CHANGES = {"finite": None, "w": np.nan, "v": np.inf, "odd": -np.inf}
-
-
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 @pytest.mark.parametrize(
-    ("implementation", "change"),
-    [*(("mosaic", change) for change in CHANGES), ("xla", "finite"), ("xla", "w")],
+    ("name", "value"), [("w", 2.0), ("w", np.nan), ("v", np.inf), ("odd", -np.inf)]
 )
-def test_it_unscales_and_tells_what_is_not_finite(monkeypatch, implementation, change):
+def test_it_unscales_and_tells_what_is_not_finite(monkeypatch, implementation, name, value):
     monkeypatch.setattr(gradients, "may_be_split", lambda leaves: False)
-    grads = gradients_of()
-    grads = grads if change == "finite" else broken(grads, change, CHANGES[change])
-    with KERNELS():
+    grads = broken(gradients_of(), name, value)
+    with running(implementation):
         got, finite = jaxkern.scale_gradients(grads, SCALE, implementation=implementation)
     assert_same(got, jax.tree.map(lambda g: g / np.asarray(8, g.dtype), grads))
-    assert (finite.dtype, bool(finite)) == (bool, change == "finite")
+    assert (finite.dtype, bool(finite)) == (bool, np.isfinite(value))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [F16, *(pytest.param(d, marks=EXHAUSTIVE) for d in (BF16, F32))])
+@combinations("dtype", [F16, BF16, F32], few=1)
 def test_it_tells_of_results_that_overflow(dtype):
     """Not of those that are rounded down to the largest number."""
     grads = [jnp.full(8, jnp.finfo(dtype).max, dtype)]
     for factor, fits in ((1.0, True), (1 + 2.0**-14, dtype != jnp.float32), (2.0, False)):
-        with KERNELS():
+        with running("mosaic"):
             scale = StaticLossScale(jnp.float32(1 / factor))
             got, finite = jaxkern.scale_gradients(grads, scale, implementation="mosaic")
         assert bool(finite) == bool(all_finite(got)) == fits
@@ -254,10 +241,10 @@ def test_a_tree_takes_one_launch(monkeypatch):
     grads = {i: jnp.ones((8, 4 + i % 3), BF16 if i % 2 else F32) for i in range(20)}
     scale = functools.partial(jaxkern.scale_gradients, loss_scale=DynamicLossScale())
     text = lowered(scale, grads, donate=0)
-    assert (calls(text), text.count("output_operand_alias<")) == (2, 20 + 2)
+    assert (text.count(KERNEL), text.count("output_operand_alias<")) == (2, 20 + 2)
     norm = functools.partial(sum_of_squares, "auto")
-    assert calls(lowered(norm, jax.tree.leaves(grads))) == 2
-    assert calls(lowered(jax.vmap(scale), grads)) == 0
+    assert lowered(norm, jax.tree.leaves(grads)).count(KERNEL) == 2
+    assert KERNEL not in lowered(jax.vmap(scale), grads)
 
 
 # Meshes
@@ -265,31 +252,28 @@ def test_a_tree_takes_one_launch(monkeypatch):
 ON_FOUR = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 
 
-def mesh_of(kind):
+def on_mesh(kind, specs):
+    """A mesh of four devices, and a function that splits a tree over them."""
     axis_type = AxisType.Explicit if kind == "Explicit" else AxisType.Auto
-    return jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
-
-
-def place(mesh, tree, specs):
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    return jax.tree.map(put, tree, specs)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+    return mesh, lambda tree: jax.device_put(tree, shardings)
 
 
 @ON_FOUR
-@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=EXHAUSTIVE), "shard_map"])
+@combinations("kind", ["Auto", "shard_map", "Explicit"], few=2)
 def test_a_step_on_a_mesh(kind):
     """Split parameters stay split, and the step is that of one device.
 
     In shard_map leaves that vary alike share a launch; the others keep their types.
     """
-    mesh = mesh_of(kind)
     specs = {"w": P("data", None), "b": P(None), "c": P("data")}
+    mesh, put = on_mesh(kind, specs)
     params = {"w": F32(np.random.default_rng(0).standard_normal((8, 3)))}
     params |= {"b": jnp.ones(6), "c": jnp.ones(8)}
     tx = jaxkern.fused_adamw(0.1, clip_norm=None if kind == "shard_map" else 0.5)
     step, state = functools.partial(jaxkern.apply, tx), tx.init(params)
     want = jax.jit(step)(params, state, params)
-    put = functools.partial(place, mesh, specs=specs)
     state = state._replace(mu=put(state.mu), nu=put(state.nu))
     if kind == "shard_map":
         state_specs = type(state)(P(), specs, specs, None, None, None)
@@ -305,19 +289,16 @@ def test_a_step_on_a_mesh(kind):
     assert_close(got, want)
     assert got[0]["w"].sharding.spec[0] == got[1].mu["w"].sharding.spec[0] == "data"
     assert "all-gather" not in compiled
-    norms = len(params)
-    assert len(re.findall(f"custom_call @{launch}", text)) == (
-        2 if kind == "shard_map" else norms + len(params)
-    )
+    steps_and_norms = 2 if kind == "shard_map" else 2 * len(params)
+    assert text.count(f"custom_call @{launch}") == steps_and_norms
 
 
 @ON_FOUR
-@pytest.mark.parametrize("kind", [pytest.param("Auto", marks=EXHAUSTIVE), "Explicit"])
+@combinations("kind", ["Explicit", "Auto"], few=1)
 def test_scaling_on_a_mesh(kind):
     """The flag and the norm are those of all devices' parts, and of a replicated leaf once."""
-    mesh = mesh_of(kind)
+    mesh, put = on_mesh(kind, {"w": P("data", None), "b": P(None)})
     grads = {"w": jnp.arange(24.0).reshape(8, 3), "b": jnp.arange(5.0)}
-    put = functools.partial(place, mesh, specs={"w": P("data", None), "b": P(None)})
     norm_of = lambda grads: sum_of_squares("auto", jax.tree.leaves(grads))
     both = jax.jit(lambda g: (*jaxkern.scale_gradients(g, SCALE), norm_of(g)))
     with jax.set_mesh(mesh):
