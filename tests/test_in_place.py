@@ -9,40 +9,29 @@ import pytest
 
 import jaxkern
 from jaxkern.precision import StaticLossScale
-
-ROWS = jnp.ones((64, 512), jnp.bfloat16)
-TX = jaxkern.fused_adamw(1e-3, implementation="mosaic")
-
-
-def gradient_of_losses(logits, labels):
-    loss = lambda logits: jaxkern.cross_entropy(logits, labels, implementation="mosaic")
-    return jax.grad(loss)(logits)
-
-
-def decoded(state, x, dt, weights):
-    heads = jnp.ones(x.shape[1])
-    options = {"layer": 1, "implementation": "mosaic"}
-    return jaxkern.ssd_step(state, x, dt, -heads, weights, weights, **options)
-
+from tests.test_optim_kernel import lowered
 
 ones = jnp.ones
+ROWS = ones((64, 512), jnp.bfloat16)
+MOSAIC = {"implementation": "mosaic"}
+TX = jaxkern.fused_adamw(1e-3, **MOSAIC)
 CASES = {
     "fused_adamw": (lambda p, g: jaxkern.apply(TX, g, TX.init(p), p), ones(4096), ones(4096)),
     "scale_gradients": (
-        lambda g: jaxkern.scale_gradients(g, StaticLossScale(2.0), implementation="mosaic"),
+        lambda g: jaxkern.scale_gradients(g, StaticLossScale(2.0), **MOSAIC),
         [ones(4096)],
     ),
-    "cross_entropy": (gradient_of_losses, ROWS, jnp.zeros(64, int)),
+    "cross_entropy": (
+        jax.grad(functools.partial(jaxkern.cross_entropy, **MOSAIC)),
+        *(ROWS, jnp.zeros(64, int)),
+    ),
     "accumulate_weight_grad": (
-        functools.partial(jaxkern.accumulate_weight_grad, implementation="mosaic"),
+        functools.partial(jaxkern.accumulate_weight_grad, **MOSAIC),
         *(ones((512, 512)), ROWS, ROWS),
     ),
     "ssd_step": (
-        decoded,
-        ones((2, 1, 4, 16, 32)),
-        ones((1, 4, 16)),
-        ones((1, 4)),
-        ones((1, 1, 32)),
+        lambda state, x, dt, w: jaxkern.ssd_step(state, x, dt, -ones(4), w, w, layer=1, **MOSAIC),
+        *(ones((2, 1, 4, 16, 32)), ones((1, 4, 16)), ones((1, 4)), ones((1, 1, 32))),
     ),
 }
 
@@ -51,7 +40,7 @@ CASES = {
 def test_barriers_are_around_kernels_that_work_in_place(name):
     """All that one takes has been behind a barrier, and all that it gives goes behind one."""
     f, *args = CASES[name]
-    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(f, *args)
     in_place = [line for line in text.splitlines() if "output_operand_alias<" in line]
     (function,) = [of for of in re.split(r"\n  func\.func ", text) if in_place[0] in of]
     assert len(in_place) == 1
