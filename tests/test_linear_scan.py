@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.core.dispatch import Mode
 from jaxkern.mosaic import ring
 from jaxkern.ops.linear_scan import op, reference
 from jaxkern.ops.linear_scan.tiles import Options, Tiles, parts
@@ -27,19 +26,16 @@ def inputs(batch, length, dim, dtype="float32", b_dtype=None, seed=0):
     )
 
 
-def scan(a, b, state=None, *, tiles=None, return_final_state=False, reverse=False, **options):
-    if tiles is None:
-        options |= {"return_final_state": return_final_state, "reverse": reverse}
+def scan(a, b, state=None, *, tiles=None, **options):
+    """linear_scan, and where `tiles` are given, its kernels with these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "Options", functools.partial(Options, tiles=tiles))
         return jaxkern.linear_scan(a, b, initial_state=state, **options)
-    mode: Mode = "mosaic" if check.ON_GPU else "interpret"
-    options = Options(reverse, mode, final=return_final_state, tiles=tiles)
-    results = op._linear_scan_jit(a, b, state, None, options)
-    return results if return_final_state else results[0]
 
 
-def check_case(arrays, implementation=None, *, reverse=False, tiles=None, absent=0):
-    how = {"absent": absent, "own": {"tiles": tiles}, "reverse": reverse, "rounding": 1e-6}
-    got, want = sequences.check_case(scan, sequences.linear_scan, arrays, implementation, **how)
+def check_case(arrays, implementation=None, *, tiles=None, **options):
+    options |= {"own": {"tiles": tiles}, "rounding": 1e-6}
+    got, want = sequences.check_case(scan, sequences.linear_scan, arrays, implementation, **options)
     if got.dtype == jnp.bfloat16:  # fp32's errors change the rounding of few elements
         check.assert_close(got, want.astype(got.dtype), 3e-4)
 
@@ -84,7 +80,7 @@ def test_linear_scan_without_initial_state(implementation):
 def test_linear_scan_tiles(reverse):
     """However the sequence is cut, with steps left over; without an initial state."""
     tiles = Tiles(3, bwd_stages=2, parts=2)
-    check_case(inputs(2, 7, 150), reverse=reverse, tiles=tiles, absent=1)
+    check_case(inputs(2, 7, 150), "mosaic", reverse=reverse, tiles=tiles, absent=1)
 
 
 @pytest.mark.compiled
@@ -92,8 +88,8 @@ def test_linear_scan_tiles(reverse):
 @REVERSE
 def test_linear_scan_parts(count, reverse):
     tiles = Tiles(32, parts=count)
-    check_case(inputs(2, 1000, 296, "bfloat16"), reverse=reverse, tiles=tiles)
-    check_case(inputs(2, 1024, 512), reverse=reverse, tiles=tiles)
+    for arrays in (inputs(2, 1000, 296, "bfloat16"), inputs(2, 1024, 512)):
+        check_case(arrays, "mosaic", reverse=reverse, tiles=tiles)
 
 
 @check.sizes((1, 1000, 8), gpu=[(2, 1000, 128)])
@@ -170,27 +166,28 @@ def test_linear_scan_reference_lowers_by_platform():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "tiles",
-    [None, pytest.param(Tiles(2, fwd_stages=2, parts=9), marks=pytest.mark.exhaustive)],
+    ("implementation", "tiles"),
+    [(None, None), exhaustive("mosaic", Tiles(2, fwd_stages=2, parts=9))],
     ids=["", "parts"],
 )
-def test_linear_scan_of_extremes(tiles):
+def test_linear_scan_of_extremes(implementation, tiles):
     """By one program; the kernels' parts, of 2 steps, are more than are folded at once."""
     a, b, state = inputs(2, 18, 3)
     ones, zeros = jnp.ones_like(a), jnp.zeros_like(a)
-    how = {"implementation": None, "return_final_state": True, "tiles": tiles, "reverse": False}
+    how = {"implementation": implementation, "return_final_state": True, "tiles": tiles}
 
     def run(arrays, dout):
-        (out, _), grads = check.value_and_grads(scan, arrays, (dout, 0 * state), **how)
+        with check.running(implementation):
+            (out, _), grads = check.value_and_grads(scan, arrays, (dout, 0 * state), **how)
         return out, grads
 
     # a = 0 forgets, even if growth came before, in one part: the product overflows.
     grows, small = a.at[:, 3].set(0.0), b.at[0, 0, 0].set(1e-30).at[0, 2, 1].set(0.0)
     grows = grows.at[0, :2, 0].set(jnp.array([1e30, 0.0]))
     grows = grows.at[0, 2:4, 1].set(jnp.array([1e38, 0.0]))
-    check_case((grows, small, state), tiles=tiles)
+    check_case((grows, small, state), implementation, tiles=tiles)
     # Decays whose product is below fp32's range hand on 0.
-    check_case((1e-25 * a, b, state), tiles=tiles)
+    check_case((1e-25 * a, b, state), implementation, tiles=tiles)
     # A product that overflows does not touch a state that is 0.
     last, dout = zeros.at[:, -1].set(3.0), zeros.at[:, 0].set(2.0)
     out, (da, db, dstate) = run((1e25 * ones, last, 0 * state), dout)
@@ -353,7 +350,7 @@ def test_linear_scan_copied_by_lanes(dim, length, dtypes, segments, reverse):
 LINEAR_SCAN = check.Op(
     name="linear_scan",
     call=scan,
-    reference=lambda *a: jaxkern.ops.linear_scan.linear_scan_reference(*a),
+    reference=reference.linear_scan_reference,
     arrays=lambda key: inputs(4, 3, 4, seed=3),
     kernels=("linear_scan_fwd", "linear_scan_bwd"),
     axes="bld bld bd -> bld",

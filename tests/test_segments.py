@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern.core.dispatch import Mode
-from jaxkern.ops import segments
 from jaxkern.ops.linear_scan import op as linear_op
 from jaxkern.ops.linear_scan.tiles import Options, Tiles
 from jaxkern.ops.selective_scan import backward, forward
 from jaxkern.ops.selective_scan import tiles as tiles_of
-from tests import check
+from tests import check, sequences
 from tests.sequences import OPS
 
 BATCH, LENGTH, COUNT = 3, 21, 4
@@ -54,38 +52,27 @@ def arrays_of(name, **sizes):
     return OPS[name].arrays(COUNT, **of_all | {"n": 3, "p": 2, "w": 3, "k": 2} | sizes)
 
 
-def runs(ids, reverse=False):
-    """(row, id, first, stop, whether it has a state) of every segment, in the order of time."""
-    found = []
-    for row, of_row in enumerate(np.asarray(ids)):
-        ends = np.flatnonzero(np.diff(of_row)) + 1
-        spans = list(zip([0, *ends], [*ends, len(of_row)], strict=True))
-        seen = set()
-        for first, stop in spans[::-1] if reverse else spans:
-            number = int(of_row[first])
-            found.append((row, number, first, stop, number not in seen and 0 <= number < COUNT))
-            seen.add(number)
-    return found
-
-
 def alone(op, ids, arrays):
     """Outputs, final states and gradients of every segment by itself, in float64."""
     *args, states = (np.asarray(v, np.float64) for v in arrays)
-    out, finals = np.zeros_like(args[0]), states.copy()
     dout, dfinals = cotangents(arrays)
+    # Segments without a state have the one beyond the last, of zeros.
+    states, dfinals = (np.concatenate([v, 0 * v[:, :1]], axis=1) for v in (states, dfinals))
+    out, finals = np.zeros_like(args[0]), states.copy()
     grads, dstates = [np.zeros_like(v) for v in args], dfinals.copy()  # of states handed through
-    for row, number, first, stop, has_state in runs(ids, op.reverse):
-        at = slice(row, row + 1), slice(first, stop)
-        part = [v[at] if along else v for v, along in zip(args, op.along, strict=True)]
-        state, dlast = np.zeros_like(states[:1, 0]), np.zeros_like(states[:1, 0])
-        if has_state:
-            state, dlast = states[row, number][None], dfinals[row, number][None]
-        (out[at], final), (*dargs, dstate) = op.oracle(*part, state, dout[at], dlast)
-        for grad, d, along in zip(grads, dargs, op.along, strict=True):
-            grad[at if along else ...] += d
-        if has_state:
-            finals[row, number], dstates[row, number] = final[0], dstate[0]
-    return (out, finals), (*grads, dstates)
+    for row, of_row in enumerate(ids):
+        ends, seen = np.flatnonzero(np.diff(of_row)) + 1, set()
+        spans = list(zip([0, *ends], [*ends, len(of_row)], strict=True))
+        for first, stop in spans[::-1] if op.reverse else spans:
+            at, number = (slice(row, row + 1), slice(first, stop)), of_row[first]
+            own = at[0], number if 0 <= number < COUNT and number not in seen else COUNT
+            seen.add(number)
+            part = [v[at] if along else v for v, along in zip(args, op.along, strict=True)]
+            results, (*dargs, dstates[own]) = op.oracle(*part, states[own], dout[at], dfinals[own])
+            out[at], finals[own] = results
+            for grad, d, along in zip(grads, dargs, op.along, strict=True):
+                grad[at if along else ...] += d
+    return (out, finals[:, :COUNT]), (*grads, dstates[:, :COUNT])
 
 
 def cotangents(arrays):
@@ -99,9 +86,9 @@ def value_and_grads(f, arrays, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation"),
+    ("name", "implementation", "tiles"),
     [
-        pytest.param(name, i, marks=[*marks, *([pytest.mark.gpu] if i == "mosaic" else [])])
+        pytest.param(name, i, None, marks=[*marks, *([pytest.mark.gpu] if i == "mosaic" else [])])
         for i, by_default in [
             ("mosaic", ["linear_scan", "linear_scan reverse"]),
             (None, [name for name in OPS if name not in ("selective_scan", "ssd")]),
@@ -110,27 +97,36 @@ def value_and_grads(f, arrays, **options):
         for name in OPS
         if (name, i) != ("ssd", "mosaic")  # whose kernels take one state
         for marks in [[] if name in by_default else [exhaustive]]
+    ]
+    + [
+        pytest.param(name, "mosaic", tiles, marks=[exhaustive, pytest.mark.gpu])
+        for name, tiles in [
+            ("linear_scan", Tiles(2, parts=5)),
+            ("linear_scan reverse", Tiles(4, parts=4)),
+        ]
     ],
 )
-def test_segments_are_runs_of_their_own(name, implementation, monkeypatch):
+def test_segments_are_runs_of_their_own(name, implementation, tiles, monkeypatch):
     """And NaN stays in one: others have the outputs, states and gradients, to the bit.
 
-    Where selective_scan is interpreted, its sequence is cut in two: 16 tokens in pieces of 8, from
-    one saved state to the next, of which the backward writes the states in between; and the rest,
-    of which the last are padding.
+    Segments begin where `tiles` cut the sequence or in between. Where selective_scan is
+    interpreted, it is cut in two: 16 tokens in pieces of 8, from one saved state to the next, of
+    which the backward writes the states in between; and the rest, of which the last are padding.
     """
-    op, options = OPS[name], {}
+    op, arrays, ids = OPS[name], arrays_of(name), ids_of(name)
+    options = {"num_segments": COUNT, "return_final_state": True, "implementation": implementation}
+    if tiles is not None:
+        monkeypatch.setattr(linear_op, "Options", functools.partial(Options, tiles=tiles))
     if name == "selective_scan" and check.interpreted(implementation):
         cut = lambda columns, units, _: tiles_of.Grid.cut(columns, units, 0, 2)
         monkeypatch.setattr(forward, "forward_grid", cut)
         monkeypatch.setattr(backward, "backward_grid", cut)
         options["checkpoint_every"] = 16
-    arrays, ids = arrays_of(name), ids_of(name)
-    options |= {"num_segments": COUNT, "return_final_state": True, "implementation": implementation}
+    call = functools.partial(op.call, **options)  # programs of its own, of these tiles
 
     def run(arrays):
         with check.running(implementation):
-            return value_and_grads(op.call, arrays, segment_ids=jnp.asarray(ids), **options)
+            return value_and_grads(call, arrays, segment_ids=jnp.asarray(ids))
 
     want, want_grads = run(arrays)
     check.assert_close((want, want_grads), alone(op, ids, arrays), 3e-6)
@@ -158,34 +154,9 @@ def test_segments_are_runs_of_their_own(name, implementation, monkeypatch):
 @check.BOTH
 def test_linear_scan_segments_of_one_state(name, implementation):
     """Without num_segments the initial state is the first segment's, and the final the last's."""
-    op = OPS[name]
-    *args, states = arrays_of(name)
-    arrays = *args, states[:, 0]
-    options = {"return_final_state": True, "implementation": implementation}
-    with check.running(implementation):
-        got = value_and_grads(op.call, arrays, segment_ids=jnp.asarray(IDS), **options)
-    want = check.in_float64(op.oracle, *arrays, *cotangents(arrays), segment_ids=IDS)
-    check.assert_close(got, want, 3e-6)
-
-
-@pytest.mark.gpu
-@exhaustive
-@pytest.mark.parametrize(("cut", "reverse"), [((2, 5), False), ((4, 4), True)])
-def test_linear_scan_segments_across_parts(cut, reverse):
-    """However the sequence is cut into chunks and parts, where segments begin or in between."""
-    name = "linear_scan reverse" if reverse else "linear_scan"
-    mode: Mode = "mosaic" if check.ON_GPU else "interpret"
-    options = Options(reverse, mode, COUNT, Tiles(cut[0], parts=cut[1]))
-    order = (lambda v: jnp.flip(v, 1)) if reverse else (lambda v: v)
-    ids = order(jnp.asarray(IDS))
-    entered = order(segments.entered(ids, COUNT))
-
-    def run(a, b, states):
-        out, _ = linear_op._linear_scan_jit(a, b, states, entered, options)
-        return out, linear_op._final_states(options, COUNT, out, states, ids)
-
-    arrays = arrays_of(name)
-    check.assert_close(value_and_grads(run, arrays), alone(OPS[name], IDS, arrays), 3e-6)
+    op, (*args, states) = OPS[name], arrays_of(name)
+    how = {"rounding": 3e-6, "segment_ids": jnp.asarray(IDS)}
+    sequences.check_case(op.call, op.oracle, (*args, states[:, 0]), implementation, **how)
 
 
 def in_two(op, cut, ids=None, **options):
