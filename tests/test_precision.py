@@ -1,10 +1,11 @@
 """jaxkern.precision, policies and loss scaling, and jaxkern.accumulate_gradients."""
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
 
+import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,8 @@ from jaxkern.precision import (
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 POLICY = Policy("float32", "bfloat16", "float16")
 
+same = functools.partial(chex.assert_trees_all_equal, strict=True)
+
 
 @pytest.mark.parametrize(
     ("text", "dtypes"),
@@ -44,46 +47,13 @@ def test_parse(text, dtypes):
     assert hash(Policy.parse(str(policy))) == hash(policy)
 
 
-PARTS = "params=float32,compute=float32,output=float32"
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: Policy.parse("fp8"), ValueError, "Policy.*'fp8'.*bf16"),
-        (lambda: Policy.parse(""), ValueError, "Policy.*bf16"),
-        (lambda: Policy.parse("params=float32"), ValueError, "Policy.*compute, output.*missing"),
-        (lambda: Policy.parse(f"params=float32,{PARTS}"), ValueError, "Policy.*params.*twice"),
-        (
-            lambda: Policy.parse(PARTS.replace("params=float32", "params=int32")),
-            *(ValueError, "Policy.*params.*'int32'.*float32"),
-        ),
-        (lambda: Policy.parse(f"weights=float32,{PARTS}"), ValueError, "weights=float32"),
-        (lambda: Policy.parse(None), TypeError, "text must be a string, got NoneType"),
-        (lambda: Policy(compute=jnp.int32), ValueError, "compute=int32 must be a floating dtype"),
-        *(
-            (lambda value=value: Policy(output=value), TypeError, r"output=.* is not a dtype")
-            for value in (1.5, None, jnp.ones(2))
-        ),
-        (lambda: POLICY.wrap({}), TypeError, "got dict; of a linen module"),
-    ],
-)
-def test_policies_refuse(make, error, words):
-    with pytest.raises(error, match=f"(?s){words}"):
-        make()
-
-
-def test_casts_touch_floating_leaves_only():
+@pytest.mark.parametrize(("part", "dtype"), [("params", F32), ("compute", BF16), ("output", F16)])
+def test_casts_touch_floating_leaves_only(part, dtype):
     tree = {"w": jnp.ones(3, F16), "b": np.ones(2, np.float64)}
     others = {"n": jnp.arange(3), "flag": jnp.array(True), "count": 7, "none": None}
-    for cast, dtype in (
-        (POLICY.cast_to_params, F32),
-        (POLICY.cast_to_compute, BF16),
-        (POLICY.cast_to_output, F16),
-    ):
-        out = cast(tree | others)
-        assert out["w"].dtype == out["b"].dtype == dtype
-        assert all(out[name] is others[name] for name in others)
+    out = getattr(POLICY, f"cast_to_{part}")(tree | others)
+    assert out["w"].dtype == out["b"].dtype == dtype
+    assert all(out[name] is others[name] for name in others)
 
 
 def test_wrap_casts_a_function():
@@ -100,10 +70,9 @@ def test_wrap_casts_a_function():
 
 
 def test_wrap_casts_flax_modules():
-    dense = linen.Dense(3, dtype=None)
-    x = jnp.ones((2, 4))
-    init = lambda: dense.init(jax.random.key(0), x)
-    assert jax.eval_shape(lambda: POLICY.wrap(dense.apply)(init(), x)).dtype == F16
+    dense, x = linen.Dense(3, dtype=None), jnp.ones((2, 4))
+    run = lambda: POLICY.wrap(dense.apply)(dense.init(jax.random.key(0), x), x)
+    assert jax.eval_shape(run).dtype == F16
 
     class Net(nnx.Module):
         def __init__(self):
@@ -116,8 +85,7 @@ def test_wrap_casts_flax_modules():
             return self.dense(x)
 
     net = Net()
-    loss = lambda net: POLICY.wrap(net)(x).astype(F32).sum()
-    value, grads = nnx.value_and_grad(loss)(net)
+    value, grads = nnx.value_and_grad(lambda net: POLICY.wrap(net)(x).astype(F32).sum())(net)
     assert grads["dense"]["kernel"].dtype == net.dense.kernel.dtype == F32
     assert value.dtype == F32
     assert net.calls[...] == 1 + 2.0**-12  # bf16 has no such number
@@ -127,9 +95,7 @@ def test_wrap_casts_flax_modules():
 def test_wrap_casts_modules_that_are_pytrees():
     """As Equinox's are, with functions among the leaves."""
 
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Layer:
+    class Layer(eqx.Module):
         weight: jax.Array
         activation: Callable
 
@@ -137,11 +103,10 @@ def test_wrap_casts_modules_that_are_pytrees():
             assert self.weight.dtype == x.dtype == BF16
             return self.activation(x @ self.weight)
 
-    layer = Layer(jnp.ones((2, 2)), jnp.tanh)
-    run = lambda w: POLICY.wrap(dataclasses.replace(layer, weight=w))(jnp.ones(2)).sum()
-    assert jax.eval_shape(run, layer.weight).dtype == F16
-    grads = jax.eval_shape(jax.grad(lambda w: run(w).astype(F32)), layer.weight)
-    assert grads.dtype == layer.weight.dtype == F32
+    weight = jnp.ones((2, 2))
+    run = lambda w: POLICY.wrap(Layer(w, jnp.tanh))(jnp.ones(2)).sum()
+    assert jax.eval_shape(run, weight).dtype == F16
+    assert jax.eval_shape(jax.grad(lambda w: run(w).astype(F32)), weight).dtype == F32
 
 
 # Loss scales
@@ -152,26 +117,23 @@ SCALES = [NoOpLossScale(), StaticLossScale(512.0), DynamicLossScale(512.0, 1, 5,
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_all_finite(bad):
     tree = {"a": jnp.ones((2, 3)), "n": jnp.arange(2), "h": jnp.ones(2, F16)}
-    check = jax.jit(all_finite)
     assert all_finite({})
-    assert check(tree)
+    assert jax.jit(all_finite)(tree)
     for name in ("a", "h"):
-        assert not check(tree | {name: tree[name].at[..., -1].set(bad)})
+        assert not jax.jit(all_finite)(tree | {name: tree[name].at[..., -1].set(bad)})
 
 
-def test_select_tree_chooses_on_the_device():
+@pytest.mark.parametrize("finite", [True, False])
+def test_select_tree_chooses_on_the_device(finite):
     old = {"w": jnp.zeros(2), "n": jnp.int32(1)}
     new = {"w": jnp.full(2, jnp.nan), "n": jnp.int32(2)}
-    choose = jax.jit(select_tree)
-    for finite, expected in ((True, new), (False, old)):
-        jax.tree.map(np.testing.assert_array_equal, choose(jnp.array(finite), new, old), expected)
+    same(jax.jit(select_tree)(jnp.array(finite), new, old), new if finite else old)
 
 
 def test_scaling_and_unscaling_are_exact():
     scale = DynamicLossScale(2.0**15)
     grads = {"w": F32(np.random.default_rng(0).standard_normal(64)), "n": jnp.arange(3)}
-    back = scale.unscale(scale.scale(grads))
-    jax.tree.map(np.testing.assert_array_equal, back, grads)
+    same(scale.unscale(scale.scale(grads)), grads)
     # 2^17 itself is not finite in fp16, its product with a small gradient is.
     half = DynamicLossScale(2.0**17).scale(F16(2.0**-10))
     assert half.dtype == F16
@@ -213,22 +175,16 @@ def test_adjust_follows_its_rule():
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda s: type(s).__name__)
 def test_loss_scales_keep_every_field(scale, tmp_path):
-    """Through jit, scan, shard_map, donation, a checkpoint and back."""
-
-    def same(other):
-        assert jax.tree.structure(other) == jax.tree.structure(scale)
-        typed = lambda tree: [(a.dtype, a) for a in jax.tree.leaves(tree)]
-        assert typed(other) == typed(scale)
-
-    same(jax.jit(lambda s: s)(scale))
-    same(jax.lax.scan(lambda s, _: (s, None), scale, length=2)[0])
+    """Through jit, scan, shard_map, a checkpoint and back."""
+    same(jax.jit(lambda s: s)(scale), scale)
+    same(jax.lax.scan(lambda s, _: (s, None), scale, length=2)[0], scale)
     mesh = jax.make_mesh((1,), ("data",))
-    same(jax.shard_map(lambda s: s, mesh=mesh, in_specs=P(), out_specs=P())(scale))
+    same(jax.shard_map(lambda s: s, mesh=mesh, in_specs=P(), out_specs=P())(scale), scale)
     tree = {"scale": scale, "step": jnp.int32(3)}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "scale", tree)
         checkpointer.wait_until_finished()
-        same(checkpointer.restore(tmp_path / "scale", jax.eval_shape(lambda: tree))["scale"])
+        same(checkpointer.restore(tmp_path / "scale", jax.eval_shape(lambda: tree)), tree)
 
 
 def test_loss_scales_agree():
@@ -241,44 +197,6 @@ def test_loss_scales_agree():
         assert scale.loss_scale == factor
     for scale in SCALES[:2]:
         assert scale.adjust(jnp.array(False)) is scale
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "words"),
-    [
-        (DynamicLossScale, {"period": 0}, "period must be at least 1, got 0"),
-        (DynamicLossScale, {"factor": 1.0}, r"factor must be above 1, got 1\.0"),
-        (DynamicLossScale, {"factor": np.inf}, "factor must be finite, got inf"),
-        (DynamicLossScale, {"min_scale": 0.0}, r"min_scale must be above 0, got 0\.0"),
-        (DynamicLossScale, {"min_scale": 4.0, "max_scale": 2.0}, "min_scale must be at most max_s"),
-        (DynamicLossScale, {"max_scale": 1e39}, r"max_scale must be at most .*, got 1e\+39"),
-        (DynamicLossScale, {"loss_scale": np.float32("nan")}, "loss_scale must be finite, .*nan"),
-        (DynamicLossScale, {"loss_scale": np.float32(-1)}, "loss_scale must be between min_scale"),
-        (DynamicLossScale, {"loss_scale": 2.0, "max_scale": 1.0}, "max_scale=1.0"),
-        (DynamicLossScale, {"loss_scale": 0.5}, r"be between min_scale=1\.0 .*, got 0\.5"),
-        (DynamicLossScale, {"counter": -1}, "counter must be at least 0, got -1"),
-        (DynamicLossScale, {"counter": np.int32(-1)}, "counter must be at least 0, got -1"),
-        (StaticLossScale, {"loss_scale": 0.0}, r"loss_scale must be above 0, got 0\.0"),
-        (StaticLossScale, {"loss_scale": float("nan")}, "loss_scale must be above 0, got nan"),
-        (StaticLossScale, {"loss_scale": np.float32("inf")}, "loss_scale must be at most .*inf"),
-        (StaticLossScale, {"loss_scale": 1e-50}, "loss_scale must be at least .*, got 1e-50"),
-    ],
-)
-def test_loss_scales_refuse(make, options, words):
-    with pytest.raises(ValueError, match=words):
-        make(**options)
-
-
-@pytest.mark.parametrize("value", [True, "1024", None])
-def test_loss_scales_refuse_what_is_no_number(value):
-    for name in ("loss_scale", "counter", "period", "factor", "min_scale", "max_scale"):
-        with pytest.raises(TypeError, match=f"^{name} must be .*, got {value!r}"):
-            DynamicLossScale(**{name: value})
-    with pytest.raises(TypeError, match=f"^loss_scale must be .*, got {value!r}"):
-        StaticLossScale(value)
-    for name in ("counter", "period"):
-        with pytest.raises(TypeError, match=rf"^{name} must be an int, got 1\.5"):
-            DynamicLossScale(**{name: 1.5})
 
 
 def test_loss_scales_take_numbers_of_numpy_and_what_is_no_array():
@@ -301,6 +219,7 @@ def draw(seed, *shape):
 
 PARAMS = {"w": draw(0, 5, 3), "b": draw(1, 3)}
 BATCH = {"x": draw(2, 24, 5), "label": jnp.arange(24) % 3}
+ONES = jnp.ones((2, 3))
 
 
 @pytest.fixture(autouse=True)
@@ -316,63 +235,50 @@ def loss_fn(params, batch):
     return -chosen.mean()
 
 
-def loss_and_labels(params, batch):
-    return loss_fn(params, batch), batch["label"]
+accumulate = functools.partial(jaxkern.accumulate_gradients, loss_fn)
+whole = jax.jit(jax.value_and_grad(loss_fn))
 
 
 def parts(k, batch=BATCH):
     return jax.tree.map(lambda a: a.reshape(k, -1, *a.shape[1:]), batch)
 
 
-def accumulated(params, microbatches, loss=loss_fn, **options):
-    accumulate = functools.partial(jaxkern.accumulate_gradients, loss, **options)
-    return jax.jit(accumulate)(params, microbatches)
-
-
-@functools.cache
-def whole(dtype=np.float32):
-    """The loss of the whole batch and its gradients."""
-    wide = jax.tree.map(lambda a: jnp.asarray(a, dtype), PARAMS)
-    return jax.jit(jax.value_and_grad(loss_fn))(wide, BATCH)
-
-
 def assert_close(got, want, rtol=1e-6):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=rtol, atol=rtol / 10)
+    chex.assert_trees_all_close(got, want, rtol=rtol, atol=rtol / 10, strict=True)
 
 
 @pytest.mark.parametrize(
     "k", [4, *(pytest.param(k, marks=pytest.mark.exhaustive) for k in (1, 24))]
 )
 def test_accumulated_gradients_are_those_of_the_whole_batch(k):
-    """What else the loss returns is stacked, and NaN of one microbatch is not lost."""
-    assert_close(accumulated(PARAMS, parts(k)), whole())
-    if k == 4:
-        options = {"loss": loss_and_labels, "has_aux": True}
-        (value, labels), grads = accumulated(PARAMS, parts(k), **options)
-        np.testing.assert_array_equal(labels, parts(k)["label"])
-        assert_close((value, grads), whole())
-        broken = BATCH | {"x": BATCH["x"].at[7, 0].set(jnp.nan)}
-        (value, _), grads = accumulated(PARAMS, parts(k, broken), **options)
-        assert np.isnan(value)
-        assert np.isnan(grads["b"]).all()
+    assert_close(jax.jit(accumulate)(PARAMS, parts(k)), whole(PARAMS, BATCH))
+
+
+def test_what_else_the_loss_returns_is_stacked():
+    """And NaN of one microbatch is not lost."""
+    loss = lambda params, batch: (loss_fn(params, batch), batch["label"])
+    run = jax.jit(functools.partial(jaxkern.accumulate_gradients, loss, PARAMS, has_aux=True))
+    (value, labels), grads = run(parts(4))
+    np.testing.assert_array_equal(labels, parts(4)["label"])
+    assert_close((value, grads), whole(PARAMS, BATCH))
+    (value, _), grads = run(parts(4, BATCH | {"x": BATCH["x"].at[7, 0].set(jnp.nan)}))
+    assert np.isnan(value)
+    assert np.isnan(grads["b"]).all()
 
 
 def test_sums_are_in_float32():
     """Of a bfloat16 gradient 1 and a thousand of 1/512, which bfloat16 sums would lose."""
     slopes = jnp.array([1.0] + [2.0**-9] * 1023)
     loss = lambda p, slope: (p * slope.astype(p.dtype)).sum()
-    _, grad = accumulated(jnp.ones((), BF16), slopes, loss)
+    one = jnp.ones((), BF16)
+    _, grad = jax.jit(functools.partial(jaxkern.accumulate_gradients, loss))(one, slopes)
     assert grad.dtype == BF16
     assert grad == BF16((1 + 1023 * 2.0**-9) / 1024)
-    accumulate = functools.partial(jaxkern.accumulate_gradients, loss_fn)
     value, grads = jax.eval_shape(accumulate, jax.tree.map(F16, PARAMS), parts(4))
     assert value.dtype == grads["w"].dtype == F16
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), PARAMS)
-        assert_close(accumulated(wide, parts(4)), whole(np.float64), 1e-12)
+        assert_close(jax.jit(accumulate)(wide, parts(4)), whole(wide, BATCH), 1e-12)
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
@@ -381,44 +287,19 @@ def test_in_shard_map_the_devices_exchange_their_sums_once(check_vma):
     """After the loop: one sum of each gradient and of the loss, in float32."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     axes = ("data", "model")
-    accumulate = functools.partial(jaxkern.accumulate_gradients, loss_fn, axis_name=axes)
-    specs = {"in_specs": (P(), P(None, axes)), "out_specs": P()}
-    step = jax.jit(jax.shard_map(accumulate, mesh=mesh, **specs, check_vma=check_vma))
+    specs = {"in_specs": (P(), P(None, axes)), "out_specs": P(), "check_vma": check_vma}
+    split = functools.partial(accumulate, axis_name=axes)
+    step = jax.jit(jax.shard_map(split, mesh=mesh, **specs))
     params = jax.tree.map(BF16, PARAMS)
     got = step(params, parts(2))
     assert {g.dtype for g in jax.tree.leaves(got)} == {jnp.dtype(BF16)}
-    want = jax.value_and_grad(loss_fn)(jax.tree.map(F32, params), BATCH)
-    assert_close(jax.tree.map(F32, got), want, 2e-2)
+    assert_close(jax.tree.map(F32, got), whole(jax.tree.map(F32, params), BATCH), 2e-2)
     text = step.lower(params, parts(2)).as_text()
     reductions = re.findall(r'"stablehlo.all_reduce".*?\}\) : \((tensor<[^>]*>)', text, re.DOTALL)
     assert sorted(reductions) == ["tensor<3xf32>", "tensor<5x3xf32>", "tensor<f32>"]
     lines = [line for line in text.splitlines() if "all_reduce" in line or ".while" in line]
     assert "while" in lines[0]
-    indents = {len(line) - len(line.lstrip()) for line in lines}
-    assert len(indents) == 1, "none is inside the loop"
-
-
-ONES = jnp.ones((2, 3))
-
-
-@pytest.mark.parametrize(
-    ("params", "microbatches", "options", "error", "words"),
-    [
-        (PARAMS, {}, {}, ValueError, "microbatches must be arrays .*of no array"),
-        (PARAMS, {"a": jnp.ones((0, 2))}, {}, ValueError, r"microbatches must be arrays .*\(0,\)"),
-        (PARAMS, {"a": ONES, "b": ONES.T}, {}, ValueError, r"be arrays .*\(2,\), \(3,\)"),
-        (PARAMS, jnp.float32(1), {}, ValueError, r"microbatches must be arrays .*\(\)"),
-        ({"w": 1}, ONES, {}, TypeError, r"^params\['w'\] must be a floating array, got int"),
-        ({"w": "one"}, ONES, {}, TypeError, r"^params\['w'\] must be a floating array, got str"),
-        ({"w": jnp.arange(3)}, ONES, {}, TypeError, "must be a floating array, got int32"),
-        (PARAMS, ONES, {"has_aux": "no"}, TypeError, "has_aux must be True or False, got 'no'"),
-        (PARAMS, ONES, {"axis_name": 3}, TypeError, "must be a mesh axis's name or .*, got 3"),
-        (PARAMS, ONES, {"axis_name": "x"}, ValueError, "must name an axis of .* 'x' is none"),
-    ],
-)
-def test_accumulation_refuses(params, microbatches, options, error, words):
-    with pytest.raises(error, match=words):
-        jaxkern.accumulate_gradients(loss_fn, params, microbatches, **options)
+    assert len({len(line) - len(line.lstrip()) for line in lines}) == 1, "none is inside the loop"
 
 
 def test_accumulation_takes_python_floats_and_complex_parameters():
@@ -426,3 +307,74 @@ def test_accumulation_takes_python_floats_and_complex_parameters():
     params = {"w": 2.0, "c": jnp.complex64(1j)}
     value, grads = jaxkern.accumulate_gradients(loss, params, ONES)
     assert (value, grads["w"], grads["c"].dtype) == (6, 3, jnp.complex64)
+
+
+# Wrong calls
+
+REST = "compute=float32,output=float32"
+NUMBERS = ("loss_scale", "counter", "period", "factor", "min_scale", "max_scale")
+refused = functools.partial(accumulate, params=PARAMS, microbatches=ONES)
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "words"),
+    [
+        (Policy.parse, {"text": "fp8"}, "Policy.*'fp8'.*bf16"),
+        (Policy.parse, {"text": ""}, "Policy.*bf16"),
+        (Policy.parse, {"text": "params=float32"}, "Policy.*compute, output.*missing"),
+        (Policy.parse, {"text": f"params=float32,params=float32,{REST}"}, "Policy.*params.*twice"),
+        (Policy.parse, {"text": f"weights=float32,params=float32,{REST}"}, "weights=float32"),
+        (Policy.parse, {"text": f"params=int32,{REST}"}, "Policy.*params.*'int32'.*float32"),
+        (Policy, {"compute": jnp.int32}, "compute=int32 must be a floating dtype"),
+        (DynamicLossScale, {"period": 0}, "period must be at least 1, got 0"),
+        (DynamicLossScale, {"factor": 1.0}, r"factor must be above 1, got 1\.0"),
+        (DynamicLossScale, {"factor": np.inf}, "factor must be finite, got inf"),
+        (DynamicLossScale, {"min_scale": 0.0}, r"min_scale must be above 0, got 0\.0"),
+        (DynamicLossScale, {"min_scale": 4.0, "max_scale": 2.0}, "min_scale must be at most max_s"),
+        (DynamicLossScale, {"max_scale": 1e39}, r"max_scale must be at most .*, got 1e\+39"),
+        (DynamicLossScale, {"loss_scale": np.float32("nan")}, "loss_scale must be finite, .*nan"),
+        (DynamicLossScale, {"loss_scale": np.float32(-1)}, "loss_scale must be between min_scale"),
+        (DynamicLossScale, {"loss_scale": 2.0, "max_scale": 1.0}, "max_scale=1.0"),
+        (DynamicLossScale, {"loss_scale": 0.5}, r"be between min_scale=1\.0 .*, got 0\.5"),
+        (DynamicLossScale, {"counter": -1}, "counter must be at least 0, got -1"),
+        (DynamicLossScale, {"counter": np.int32(-1)}, "counter must be at least 0, got -1"),
+        (StaticLossScale, {"loss_scale": 0.0}, r"loss_scale must be above 0, got 0\.0"),
+        (StaticLossScale, {"loss_scale": float("nan")}, "loss_scale must be above 0, got nan"),
+        (StaticLossScale, {"loss_scale": np.float32("inf")}, "loss_scale must be at most .*inf"),
+        (StaticLossScale, {"loss_scale": 1e-50}, "loss_scale must be at least .*, got 1e-50"),
+        (refused, {"microbatches": {}}, "microbatches must be arrays .*of no array"),
+        (refused, {"microbatches": jnp.ones((0, 2))}, r"microbatches must be arrays .*\(0,\)"),
+        (refused, {"microbatches": (ONES, ONES.T)}, r"be arrays .*\(2,\), \(3,\)"),
+        (refused, {"microbatches": jnp.float32(1)}, r"microbatches must be arrays .*\(\)"),
+        (refused, {"axis_name": "x"}, "must name an axis of .* 'x' is none"),
+    ],
+)
+def test_wrong_values_are_refused(call, options, words):
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        call(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "words"),
+    [
+        (Policy.parse, {"text": None}, "text must be a string, got NoneType"),
+        *((Policy, {"output": value}, "output=.* is not a dtype") for value in (1.5, None, ONES)),
+        (POLICY.wrap, {"f": {}}, "got dict; of a linen module"),
+        *(
+            (scale, {name: value}, f"^{name} must be .*, got {value!r}")
+            for scale, names in ((DynamicLossScale, NUMBERS), (StaticLossScale, NUMBERS[:1]))
+            for name in names
+            for value in (True, "1024", None)
+        ),
+        (DynamicLossScale, {"counter": 1.5}, r"^counter must be an int, got 1\.5"),
+        (DynamicLossScale, {"period": 1.5}, r"^period must be an int, got 1\.5"),
+        (refused, {"params": {"w": 1}}, r"^params\['w'\] must be a floating array, got int"),
+        (refused, {"params": {"w": "one"}}, r"^params\['w'\] must be a floating array, got str"),
+        (refused, {"params": {"w": jnp.arange(3)}}, "must be a floating array, got int32"),
+        (refused, {"has_aux": "no"}, "has_aux must be True or False, got 'no'"),
+        (refused, {"axis_name": 3}, "must be a mesh axis's name or .*, got 3"),
+    ],
+)
+def test_wrong_types_are_refused(call, options, words):
+    with pytest.raises(TypeError, match=f"(?s){words}"):
+        call(**options)
