@@ -62,11 +62,12 @@ def check_gradients(config, params, grads, sequences):
         np.testing.assert_allclose((up - down) / 2e-6, expected, rtol=0, atol=2e-5)
 
 
-def greedy_float64(config, params, tokens, length):
-    """A sequence of tokens and its likeliest continuation."""
+def greedy_float64(config, params, tokens, length, first=0):
+    """A sequence of tokens and its likeliest continuation by the tokens from `first` on."""
     tokens = list(tokens)
     for _ in range(length):
-        tokens.append(int(logits_float64(config, params, tokens)[-1].argmax()))
+        logits = logits_float64(config, params, tokens)[-1]
+        tokens.append(first + int(logits[first:].argmax()))
     return tokens
 
 

@@ -67,6 +67,7 @@ def test_wrong_flags(capsys, argv, words):
 
 
 NUMBERS = "batch-size seq-len grad-accum log-every eval-every eval-batches checkpoint-every keep"
+NO_PORT = ["host", "host:", ":1", "host:x", "host:65536"]
 NOT_WHOLE = ["-1", "1e400", "inf", "nan", "2147483648", "", "9" * 9999]
 
 
@@ -77,11 +78,7 @@ NOT_WHOLE = ["-1", "1e400", "inf", "nan", "2147483648", "", "9" * 9999]
         *((name, NOT_WHOLE, "must be a ") for name in [*NUMBERS.split(), "seed"]),
         ("lr", ["0", *NOT_WHOLE[:4], "", "9" * 9999], "must be a number from 1e-30 to 1e+30, got"),
         ("profile", ["0:5", "5:0", "x", ":3"], "must be STEP:COUNT, such as 100:5, got"),
-        (
-            "coordinator",
-            ["host", "host:", ":1", "host:x", "host:65536"],
-            "must be HOST:PORT, such as node1:62100, got",
-        ),
+        ("coordinator", NO_PORT, "must be HOST:PORT, such as node1:62100, got"),
     ],
 )
 def test_values_have_limits(capsys, flag, texts, words):
@@ -185,6 +182,7 @@ def test_a_step_that_memory_cannot_hold_is_refused(capsys, tmp_path, monkeypatch
         assert not (tmp_path / "run").exists()
 
 
+NO_KERNEL = 'no kernel. Use implementation="xla", or None to have it chosen.'
 OF_SYSTEM = lambda number, *path: OSError(number, os.strerror(number), *path)
 
 
@@ -200,20 +198,15 @@ OF_SYSTEM = lambda number, *path: OSError(number, os.strerror(number), *path)
         (MemoryError(), "out of memory; lower --batch-size"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out of memory"),
         (NotImplementedError("no kernel\nhere"), "no kernel here"),
-        (
-            NotImplementedError('no kernel. Use implementation="xla", or None to have it chosen.'),
-            "no kernel. Use --implementation auto, or xla.",
-        ),
+        (NotImplementedError(NO_KERNEL), "no kernel. Use --implementation auto, or xla."),
         (RunError("two\nlines"), "two lines"),
-        (ZeroDivisionError(), None),  # a bug keeps its stack trace
     ],
 )
 def test_errors_of_the_machine_are_one_line(capsys, monkeypatch, error, words):
     monkeypatch.setattr(cli, "_train", mock.Mock(side_effect=error))
-    if words is not None:
-        assert words in command(capsys, "train", code=1)
-        return
-    with pytest.raises(type(error)):
+    assert words in command(capsys, "train", code=1)
+    monkeypatch.setattr(cli, "_train", lambda flags: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # a bug keeps its stack trace
         cli.main(["train"])
 
 
@@ -338,24 +331,17 @@ def test_what_a_resumed_run_may_change():
         assert resume_config(stored | {"remat": earlier}, {}).remat == remat
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        *({"preset": "gone"}, {"steps": 1.5}, {"steps": True}, {"steps": -3}, {"lr": "high"}),
-        *({"lr": float("nan")}, {"remat": 1}, {"data": "text"}, {"devices": "-1"}, {"devices": 2}),
-        *({"implementation": None}, {"mixed_precision": 16}, {"mesh": "rows=2"}),
-        *({"parallel": "rows"}, {"log_to": "wandb"}, {"pack": 1}),
-    ],
-)
-def test_a_stored_configuration_that_cannot_be_is_refused(flags):
+def test_a_stored_configuration_that_cannot_be_is_refused():
     stored = vars(TrainConfig.from_flags({"preset": "micro"}))
-    ((name, value),) = flags.items()
-    with pytest.raises(RunError, match=re.escape(f"flags.{name} cannot be {value!r}")):
-        resume_config(stored | flags, {})
+    wrong = [("preset", "gone"), ("steps", 1.5), ("steps", True), ("steps", -3), ("lr", "high")]
+    wrong += [("lr", float("nan")), ("remat", 1), ("data", "text"), ("devices", "-1")]
+    wrong += [("devices", 2), ("implementation", None), ("mixed_precision", 16), ("pack", 1)]
+    wrong += [("mesh", "rows=2"), ("parallel", "rows"), ("log_to", "wandb")]
     for broken, words in (
         ({}, "flags.batch_size is missing"),
         ([], '"flags" is []'),
         (stored | {"unknown": 1}, "flags.unknown is no flag of this version"),
+        *((stored | {name: v}, f"flags.{name} cannot be {v!r}") for name, v in wrong),
     ):
         with pytest.raises(RunError, match=re.escape(words)):
             resume_config(broken, {})

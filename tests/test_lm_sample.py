@@ -22,7 +22,15 @@ from jaxkern.lm.config import RunError
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
 from jaxkern.precision import Policy
-from tests.language_models import MICRO, command, logits_float64, random_params, refused, run_of
+from tests.language_models import (
+    MICRO,
+    command,
+    greedy_float64,
+    logits_float64,
+    random_params,
+    refused,
+    run_of,
+)
 
 GRAPHDEF, PARAMS = sample.decoder(MICRO), random_params(MICRO)
 MODEL = loader.LanguageModel(MICRO, PARAMS, 10)
@@ -47,11 +55,7 @@ def test_the_likeliest_tokens_are_those_of_float64(parts):
     """After prompts of unequal lengths, in two chunks."""
     found = tokens_after(*PROMPTS, length=21, **GREEDY)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
-        expected = list(prompt)
-        for token in tokens:
-            logits = logits_float64(MICRO, PARAMS, expected)[-1]
-            assert token == 1 + logits[1:].argmax()
-            expected.append(int(token))
+        assert [*prompt, *tokens] == greedy_float64(MICRO, PARAMS, prompt, 21, first=1)
     assert not list(sample.generate_tokens(GRAPHDEF, PARAMS, PROMPTS, length=0))
 
 
