@@ -8,37 +8,94 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import logsumexp
 
 import jaxkern
 from jaxkern.ops.cross_entropy import passes
 from jaxkern.ops.cross_entropy.rows import Rows, Terms
 from jaxkern.ops.cross_entropy.tiles import shares_of
 from tests import check
-from tests.losses import (
-    IGNORED,
-    OPTIONS,
-    SMALLEST,
-    inputs,
-    oracle,
-    oracle_of_logits,
-    plain,
-    plain_of_logits,
-)
-from tests.losses import without_tf32 as without_tf32
 from tests.pairs import combinations
 
+IGNORED = -100
+SMALLEST = 1
+"""Bytes of memory that leave a part the fewest classes that it may have."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 3.0},
+    "plain": {},
+}
 
-def of_rows(call, **fixed):
-    """`call` of arrays and labels, giving losses and lse of rows."""
-    return functools.partial(call, reduction="none", return_lse=True, **fixed)
+
+@pytest.fixture(scope="module", autouse=True)
+def without_tf32():
+    """GPUs multiply fp32 as such."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
-def _linear(x, weight, bias, **options):
-    return jaxkern.linear_cross_entropy(x, weight, bias=bias, **options)
+def inputs(rows, k, classes, dtype="float32", seed=0):
+    """x, weight, bias and labels, every fifth of which is ignored."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.standard_normal(shape)
+    arrays = draw(*rows, k), draw(k, classes) / np.sqrt(k), draw(classes)
+    labels = rng.integers(0, classes, rows, np.int32)
+    labels.reshape(-1)[::5] = IGNORED
+    return *(jnp.asarray(v.astype(jnp.dtype(dtype))) for v in arrays), jnp.asarray(labels)
 
 
-LOGITS, LINEAR = of_rows(jaxkern.cross_entropy), of_rows(_linear)
-IN_PARTS = of_rows(_linear, memory=SMALLEST)
+def oracle_of_logits(
+    logits, dloss, dlse, *, labels, label_smoothing=0.0, z_loss=0.0, logit_softcap=None
+):
+    """Losses and lse of rows, and the gradient of the logits, in float64."""
+    labels, count = np.asarray(labels), logits.shape[-1]
+    slope: Any = 1.0
+    if logit_softcap is not None:
+        slope = 1 / np.cosh(logits / logit_softcap) ** 2
+        logits = logit_softcap * np.tanh(logits / logit_softcap)
+    lse = logsumexp(logits, axis=-1)
+    target = np.full(logits.shape, label_smoothing / count)
+    kept = labels != IGNORED
+    onto = np.where(kept, labels, 0)[..., None]
+    np.put_along_axis(target, onto, label_smoothing / count + 1 - label_smoothing, -1)
+    losses = lse - (target * logits).sum(-1) + z_loss * lse**2
+    softmax = np.exp(logits - lse[..., None])
+    dlogits = (dloss * (1 + 2 * z_loss * lse) + dlse)[..., None] * softmax
+    dlogits = (dlogits - dloss[..., None] * target) * slope * kept[..., None]
+    return (losses * kept, lse * kept), dlogits
+
+
+def oracle(x, weight, bias, dloss, dlse, **options):
+    results, du = oracle_of_logits(x @ weight + bias, dloss, dlse, **options)
+    rows = tuple(range(x.ndim - 1))
+    return results, (du @ weight.T, np.tensordot(x, du, [rows, rows]), du.sum(rows))
+
+
+def plain_of_logits(logits, *, labels, label_smoothing=0.0, z_loss=0.0, logit_softcap=None):
+    """What a user would write, from logits in their dtype on."""
+    logits = logits.astype(jnp.float32)
+    if logit_softcap is not None:
+        logits = logit_softcap * jnp.tanh(logits / logit_softcap)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    count = logits.shape[-1]
+    target = (1 - label_smoothing) * jax.nn.one_hot(labels, count) + label_smoothing / count
+    losses = lse - (target * logits).sum(-1) + z_loss * lse**2
+    return jnp.where(labels == IGNORED, 0, losses), jnp.where(labels == IGNORED, 0, lse)
+
+
+def plain(x, weight, bias, **options):
+    return plain_of_logits(x @ weight.astype(x.dtype) + bias.astype(x.dtype), **options)
+
+
+def linear(x, weight, bias, *, labels, **options):
+    return jaxkern.linear_cross_entropy(x, weight, labels, bias, **options)
+
+
+# Of arrays and labels, giving losses and lse of rows.
+LOGITS, LINEAR = (
+    functools.partial(call, reduction="none", return_lse=True)
+    for call in (jaxkern.cross_entropy, linear)
+)
+IN_PARTS = functools.partial(LINEAR, memory=SMALLEST)
 WAYS = {
     "at once": (LINEAR, None),
     "plain JAX": (LINEAR, "xla"),
@@ -50,47 +107,39 @@ EACH_WAY = combinations("way", WAYS, few=4)
 DTYPES = ["bfloat16", "float16", "float32"]
 
 
-def accurate(call, plain, oracle, arrays, labels, implementation, options):
-    check.check_accuracy(
-        functools.partial(call, labels=labels),
-        functools.partial(plain, labels=labels),
-        functools.partial(oracle, labels=labels),
-        arrays,
-        implementation,
-        dtypes=["float32", "float32"],
-        **options,
-    )
+FLOATS = ["float32", "float32"]
 
 
 @combinations("way dtype options", WAYS, DTYPES, OPTIONS, few=4)
 def test_linear_cross_entropy_accuracy(way, dtype, options):
     call, implementation = way
     *arrays, labels = inputs((3, 7), 24, 300, dtype)
-    accurate(call, plain, oracle, arrays, labels, implementation, options)
+    options = options | {"labels": labels, "dtypes": FLOATS}
+    check.check_accuracy(call, plain, oracle, tuple(arrays), implementation, **options)
 
 
-def accurate_of_logits(dtype, options, implementation, classes):
+def accurate_of_logits(classes, implementation, dtype, options):
     rows = (2, 2) if implementation == "mosaic" else (3, 7)
     *_, labels = inputs(rows, 1, classes)
     logits = 4 * np.random.default_rng(5).standard_normal((*rows, classes))
 
-    def truth(logits, dloss, dlse, **options):
-        results, dlogits = oracle_of_logits(logits, dloss, dlse, **options)
+    def truth(*arrays, **options):
+        results, dlogits = oracle_of_logits(*arrays, **options)
         return results, (dlogits,)
 
     arrays = (jnp.asarray(logits.astype(jnp.dtype(dtype))),)
-    accurate(LOGITS, plain_of_logits, truth, arrays, labels, implementation, options)
+    options = options | {"labels": labels, "dtypes": FLOATS}
+    check.check_accuracy(LOGITS, plain_of_logits, truth, arrays, implementation, **options)
 
 
-@combinations("implementation dtype options", ["xla", None], DTYPES[::-1], OPTIONS)
-def test_cross_entropy_accuracy(dtype, options, implementation):
-    accurate_of_logits(dtype, options, implementation, 300)
+OF_LOGITS = {"xla": (300, "xla"), "auto": (300, None)}
+# Shares of the kernels begin anywhere, or at units; are shorter than one; take some steps.
+OF_LOGITS |= {f"kernels {n}": (n, "mosaic") for n in (16386, 13, 4801, 16392)}
 
 
-@combinations("classes dtype options", [16386, 13, 4801, 16392], DTYPES, OPTIONS, few=3)
-def test_cross_entropy_accuracy_of_kernels(dtype, options, classes):
-    """Their shares begin anywhere, or at units; are shorter than one; take some steps."""
-    accurate_of_logits(dtype, options, "mosaic", classes)
+@combinations("of dtype options", OF_LOGITS, DTYPES, OPTIONS, few=5)
+def test_cross_entropy_accuracy(of, dtype, options):
+    accurate_of_logits(*of, dtype, options)
 
 
 @pytest.mark.compiled
@@ -98,7 +147,7 @@ def test_cross_entropy_accuracy_of_kernels(dtype, options, classes):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("classes", [50257, 50280, 50304, 128256])
 def test_cross_entropy_accuracy_compiled(dtype, options, classes):
-    accurate_of_logits(dtype, options, "mosaic", classes)
+    accurate_of_logits(classes, "mosaic", dtype, options)
 
 
 SHARES = {
@@ -109,9 +158,9 @@ SHARES = {
 }
 
 
-def test_few_and_long_rows_are_cut_in_shares_of_whole_units_where_they_can():
-    of_rows = lambda rows: {classes: shares_of(rows, classes, 8) for classes in SHARES[rows]}
-    assert {rows: of_rows(rows) for rows in SHARES} == SHARES
+@pytest.mark.parametrize("rows", SHARES)
+def test_few_and_long_rows_are_cut_in_shares_of_whole_units_where_they_can(rows):
+    assert {classes: shares_of(rows, classes, 8) for classes in SHARES[rows]} == SHARES[rows]
 
 
 def test_logits_beyond_what_kernels_count():
@@ -168,7 +217,7 @@ AS_PARTS = dataclasses.replace(
 )
 
 
-OF_LOGITS = dataclasses.replace(
+LOGITS_ALONE = dataclasses.replace(
     AT_ONCE,
     name="cross_entropy",
     call=losses(LOGITS),
@@ -183,24 +232,14 @@ OF_LOGITS = dataclasses.replace(
         ["grad", "vmap(grad)", "grad(grad)"],
     ),
 )
-test_cross_entropy_transformations = check.transformations(AT_ONCE, AS_PARTS, OF_LOGITS)
+test_cross_entropy_transformations = check.transformations(AT_ONCE, AS_PARTS, LOGITS_ALONE)
 
 
-@functools.cache
-def compiled(call, implementation):
-    """Losses and lse of 10 rows of 300 logits, and for their cotangents the gradients."""
-
-    @jax.jit
-    def run(x, weight, bias, labels, cotangents):
-        of_arrays = functools.partial(call, labels=labels, implementation=implementation)
-        results, vjp = jax.vjp(of_arrays, x, weight, bias)
-        return results, vjp(cotangents)
-
-    def in_context(*args):
-        with check.running(implementation):
-            return run(*args)
-
-    return in_context
+def run(way, arrays, labels, cotangents):
+    call, implementation = way
+    options = {"labels": labels, "implementation": implementation}
+    with check.running(implementation):
+        return check.value_and_grads(call, arrays, cotangents, **options)
 
 
 ONES, ZEROS = np.ones(10, np.float32), np.zeros(10, np.float32)
@@ -210,14 +249,16 @@ ONES, ZEROS = np.ones(10, np.float32), np.zeros(10, np.float32)
 def test_labels_that_are_no_classes(way):
     """Ignored rows may hold NaN; rows whose label is unknown have the loss NaN."""
     x, weight, bias, labels = inputs((10,), 8, 300)
-    run, ignored = compiled(*way), np.arange(10) % 5 == 0
+    ignored = np.arange(10) % 5 == 0
     in_ignored = lambda value: np.where(ignored[:, None], np.float32(value), x)
-    dirty, clean = (run(in_ignored(v), weight, bias, labels, (ONES, ONES)) for v in (np.nan, 0))
+    dirty, clean = (
+        run(way, (in_ignored(v), weight, bias), labels, (ONES, ONES)) for v in (np.nan, 0)
+    )
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
     assert not np.any(dirty[1][0][ignored])
     unknown = np.array([3, 4, 6])
     labels = labels.at[unknown].set(np.array([300, -1, 2**31 - 1], np.int32))
-    (losses, lse), (dx, *_) = run(x, weight, bias, labels, (ONES, ZEROS))
+    (losses, lse), (dx, *_) = run(way, (x, weight, bias), labels, (ONES, ZEROS))
     for rows in (losses, dx.sum(-1)):
         np.testing.assert_array_equal(np.isnan(rows).nonzero()[0], unknown)
     assert np.isfinite(lse).all()
@@ -228,9 +269,9 @@ def test_large_and_infinite_logits(way):
     """Classes that a user has masked by −∞, among them all of a part, and logits of 1e4."""
     bias = np.zeros(300, np.float32)
     bias[:140], bias[7], bias[299] = -np.inf, 1e4, 9e3
-    labels = np.array([7, 299, 200, *(IGNORED,) * 7], np.int32)
+    labels = jnp.asarray([7, 299, 200, *(IGNORED,) * 7], jnp.int32)
     arrays = np.zeros((10, 8), np.float32), np.ones((8, 300), np.float32), bias
-    (losses, lse), (*_, dbias) = compiled(*way)(*arrays, labels, (ONES, ZEROS))
+    (losses, lse), (*_, dbias) = run(way, arrays, labels, (ONES, ZEROS))
     np.testing.assert_allclose(losses[:3], [0, 1e3, 1e4])
     np.testing.assert_allclose(lse[:3], 1e4)
     np.testing.assert_allclose(dbias[np.array([0, 7, 200, 299])], [0, 2, -1, -1])

@@ -11,13 +11,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxkern
 from jaxkern.ops.cross_entropy.chunks import IN_CHUNKS, Chunks
 from jaxkern.ops.cross_entropy.rows import Rows, Terms
 from tests import check
-from tests.losses import IGNORED, OPTIONS, SMALLEST, inputs, oracle, plain
-from tests.losses import without_tf32 as without_tf32
 from tests.pairs import combinations
+from tests.test_cross_entropy import IGNORED, OPTIONS, SMALLEST, inputs, oracle, plain
+from tests.test_cross_entropy import linear as loss
+from tests.test_cross_entropy import without_tf32 as without_tf32
 
 ROWS, K, CLASSES = (3, 500), 24, 300
 FIRST, OTHERS = 492, 504
@@ -34,10 +34,6 @@ CASES = {
 
 def memory_for(rows, dtype="float32", classes=CLASSES):
     return rows * classes * jnp.dtype(dtype).itemsize
-
-
-def loss(x, weight, bias, *, labels, **options):
-    return jaxkern.linear_cross_entropy(x, weight, labels, bias, **options)
 
 
 def plain_mean(x, weight, bias, *, labels, **options):
@@ -364,19 +360,6 @@ def test_memory():
 # All logits at once, and in parts of the classes
 
 
-@combinations("memory kind", [None, SMALLEST], KINDS, few=1)
-def test_accumulator_on_a_mesh(kind, memory):
-    """The devices' parts of the weight's gradient are added once to it."""
-    x, weight, bias, labels = inputs((8,), 8, 256)
-    sums = inputs((8,), 256, 1, seed=9)[0]
-    of = lambda x, w, b, a, y: loss(x, w, b, labels=y, memory=memory, accumulator=a)
-    split = (x, "data"), (weight,), (bias,), (sums,), (labels, "data")
-    dx, dbias, total = jax.jit(jax.grad(of, (0, 2, 3)))(*on_mesh((4, 1), kind, *split))
-    _, (want, dweight, of_bias) = truth((x, weight, bias), labels)
-    check.assert_close((dx, dbias, total), (want, of_bias, sums + dweight))
-    assert dx.sharding.spec[0] == "data"
-
-
 @combinations("kind sizes", KINDS, [(3, 999), (4, 1020)], few=1)
 def test_classes_on_any_devices(kind, sizes):
     """As long as it divides them: no logits and no weight is gathered."""
@@ -390,9 +373,20 @@ def test_classes_on_any_devices(kind, sizes):
     check.assert_close((got, dx, dweight), (want, *grads))
 
 
-@combinations("accumulated sizes kind", [True, False], [(2, 2), (1, 4)], KINDS[::-1], few=1)
-def test_parts_of_classes_of_devices(sizes, kind, accumulated):
-    """Each device computes a share of every part; neither logits nor weight are gathered."""
+PARTS = 8 * 4 * 256
+"""Bytes of the logits of 256 of the classes, which leave each device a share of every part."""
+
+
+@combinations(
+    "of sizes kind",
+    [(True, PARTS), (True, None), (False, PARTS)],
+    [(2, 2), (4, 1), (1, 4)],
+    KINDS[::-1],
+    few=2,
+)
+def test_accumulators_and_parts_of_devices(of, sizes, kind):
+    """The parts of a weight's gradient are added once to it; nothing of all classes is gathered."""
+    accumulated, memory = of
     x, weight, bias, labels = inputs((8,), 16, 1000, seed=3)
     labels = labels.at[1].set(IGNORED)
     sums = inputs((16,), 1000, 1, seed=9)[0]
@@ -400,9 +394,9 @@ def test_parts_of_classes_of_devices(sizes, kind, accumulated):
 
     def both(x, weight, bias, sums, labels):
         def of(x, weight, bias, sums):
-            more = {"accumulator": sums} if accumulated else {}
-            for_256_of_them = options | more | {"memory": 8 * 4 * 256, "return_lse": True}
-            mean, lse = loss(x, weight, bias, labels=labels, **for_256_of_them)
+            more: Any = {"accumulator": sums} if accumulated else {}
+            more |= {"memory": memory, "return_lse": True}
+            mean, lse = loss(x, weight, bias, labels=labels, **options, **more)
             return mean + jnp.sum(jnp.sin(lse)), (mean, lse)
 
         wanted = (0, 3, 2) if accumulated else (0, 1, 2)
@@ -421,7 +415,8 @@ def test_parts_of_classes_of_devices(sizes, kind, accumulated):
     _, (dx, dweight, dbias) = of(np.cos(lse))
     want = losses.sum() / counted.sum(), lse
     check.assert_close((results, grads), (want, (dx, dweight + accumulated * sums, dbias)))
-    assert grads[1].sharding.spec == P(None, "v")
+    shapes = [g.sharding.shard_shape(g.shape) for g in grads[:2]]
+    assert shapes == [(8 // sizes[0], 16), (16, 1000 // sizes[1])]
 
 
 @combinations("of", [(EXPLICIT, 996), (AUTO, 999)], few=1)
