@@ -17,7 +17,7 @@ module as it does any pytree: ``policy.cast_to_compute(layer)(x)``.
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,17 @@ try:
     from jaxkern.nn.equinox_step import apply_gradients as apply_gradients
 except ImportError as error:
     raise ImportError("jaxkern.nn.equinox needs equinox; run: pip install equinox") from error
+
+__all__ = [
+    "Dropout",
+    "LayerNorm",
+    "Linear",
+    "Mamba",
+    "Mamba2",
+    "RMSNorm",
+    "SwiGLU",
+    "apply_gradients",
+]
 
 _ABSENT: Any = object()
 
@@ -206,22 +217,35 @@ class _BlockLayer(eqx.Module):
     implementation: Implementation | None = eqx.field(static=True)
     _block: ClassVar[Block]
 
-    def __init__(
+    def _build(
         self,
-        d_model: int,
-        *,
-        n_layers: int = 1,
-        dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
+        sizes: Any,
+        n_layers: int,
+        dtype: Any,
+        implementation: Implementation | None,
         key: jax.Array,
-        **sizes: Any,
-    ):
-        self.sizes = self._block.sizes(d_model, **sizes)
+    ) -> None:
+        self.sizes = sizes
         inits = self._block.initializers(self.sizes, n_layers)
         keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
         weights = {name: init(keys[name], shape, dtype) for name, (init, shape) in inits.items()}
         self.weights = self._block.weights_from(weights)
         self.implementation = implementation
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: Any = None,
+        *,
+        return_cache: Literal[False] = False,
+        **options: Any,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
+    ) -> tuple[jax.Array, Any]: ...
 
     def __call__(
         self,
@@ -274,8 +298,8 @@ class Mamba(_BlockLayer):
     Its leaves are those of :class:`jaxkern.nn.mamba.Weights`.
 
     Args:
-      d_model, n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
-      **sizes: likewise.
+      d_model, n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba`, and so are the
+        others of :class:`jaxkern.nn.mamba.Sizes`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
@@ -291,6 +315,37 @@ class Mamba(_BlockLayer):
 
     _block = mamba.BLOCK
 
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: int | None = None,
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
+        n_layers: int = 1,
+        dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        key: jax.Array,
+    ):
+        self._build(
+            mamba.Sizes(
+                d_model,
+                d_state=d_state,
+                d_conv=d_conv,
+                expand=expand,
+                dt_rank=dt_rank,
+                use_bias=use_bias,
+                use_conv_bias=use_conv_bias,
+            ),
+            n_layers,
+            dtype,
+            implementation,
+            key,
+        )
+
 
 class Mamba2(_BlockLayer):
     """The Mamba-2 block, for whole sequences and token by token.
@@ -298,8 +353,8 @@ class Mamba2(_BlockLayer):
     Its leaves are those of :class:`jaxkern.nn.mamba2.Weights`.
 
     Args:
-      d_model, n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
-      **sizes: likewise.
+      d_model, n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`, and so are the
+        others of :class:`jaxkern.nn.mamba2.Sizes`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
@@ -315,6 +370,45 @@ class Mamba2(_BlockLayer):
     """
 
     _block = mamba2.BLOCK
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 128,
+        d_conv: int = 4,
+        expand: int = 2,
+        headdim: int = 64,
+        ngroups: int = 1,
+        norm_groups: int | None = None,
+        norm_eps: float = 1e-5,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
+        n_layers: int = 1,
+        dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        key: jax.Array,
+    ):
+        self._build(
+            mamba2.Sizes(
+                d_model,
+                d_state=d_state,
+                d_conv=d_conv,
+                expand=expand,
+                headdim=headdim,
+                ngroups=ngroups,
+                norm_groups=norm_groups,
+                norm_eps=norm_eps,
+                dt_limit=dt_limit,
+                use_bias=use_bias,
+                use_conv_bias=use_conv_bias,
+            ),
+            n_layers,
+            dtype,
+            implementation,
+            key,
+        )
 
 
 def _normalised(

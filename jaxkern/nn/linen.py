@@ -10,7 +10,7 @@ float16 and float32, other axes, masks, named axes, dropout masks that are broad
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ try:
     from jaxkern.nn.linen_train_state import TrainState as TrainState
 except ImportError as error:
     raise ImportError("jaxkern.nn.linen needs flax; run: pip install flax") from error
+
+__all__ = ["Dense", "Dropout", "LayerNorm", "Mamba", "Mamba2", "RMSNorm", "SwiGLU", "TrainState"]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -199,6 +201,21 @@ class _BlockLayer(nn.Module):
             for name, (init, shape) in inits.items()
         }
         self.weights = self._block.weights_from(params)
+
+    @overload
+    def __call__(
+        self: Any,
+        x: jax.Array,
+        cache: Any = None,
+        *,
+        return_cache: Literal[False] = False,
+        **options: Any,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self: Any, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
+    ) -> tuple[jax.Array, Any]: ...
 
     def __call__(self: Any, x: jax.Array, cache: Any = None, **options: Any) -> Any:
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.

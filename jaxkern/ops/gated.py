@@ -28,6 +28,7 @@ offset OpenAI, gpt-oss-120b and gpt-oss-20b Model Card, 2025, arXiv:2508.10925.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, public_op
@@ -38,7 +39,7 @@ from jaxkern.ops.curves import Activation, Unit, check_unit, gelu_curve
 @public_op
 def glu(
     gate: jax.Array,
-    up: jax.Array,
+    up: jax.Array | None = None,
     *,
     activation: Activation = "sigmoid",
     implementation: Implementation | None = None,
@@ -47,11 +48,12 @@ def glu(
 
     .. math:: y = f(g) \, u
 
-    ``jax.nn.glu`` and PyTorch's take one array with the gate in its second half:
-    ``jax.nn.glu(x)`` is ``glu(gate, up)`` of ``up, gate = jnp.split(x, 2, axis=-1)``.
+    With one array it is ``jax.nn.glu``, whose gate is the second half of the last axis:
+    ``up, gate = jnp.split(x, 2, axis=-1)``, two copies. :func:`jaxkern.silu_and_mul`, whose gate is
+    the first half, reads both from where they lie.
 
     Args:
-      gate: any shape, bfloat16, float16 or float32.
+      gate: any shape, bfloat16, float16 or float32; without `up`, (..., 2H).
       up: the shape of `gate`, any of those dtypes.
       activation: f: ``"sigmoid"``, ``"tanh"``, ``"relu"``, ``"relu_squared"``, ``"silu"``,
         ``"gelu"`` (by tanh, as ``jax.nn.gelu``; also ``"gelu_tanh"``), ``"gelu_erf"`` or
@@ -59,11 +61,12 @@ def glu(
       implementation: as for :func:`jaxkern.swiglu`.
 
     Returns:
-      The shape and dtype of `gate`.
+      The shape and dtype of `gate`; without `up`, (..., H).
 
     Raises:
       TypeError: an argument is not an array of a floating dtype.
-      ValueError: the shapes differ, or `activation` or `implementation` is unknown.
+      ValueError: the shapes differ, the last axis has no halves, or `activation` or
+        `implementation` is unknown.
       NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
@@ -75,6 +78,8 @@ def glu(
       Dauphin et al., `Language Modeling with Gated Convolutional Networks
       <https://arxiv.org/abs/1612.08083>`_, 2016.
     """
+    if up is None:
+        up, gate = jnp.split(_halves(gate, "gate without up")["gate_up"], 2, axis=-1)
     return run("glu", check_unit(activation, 1.0, None, 0.0), _pair(gate, up), implementation)
 
 
@@ -283,11 +288,11 @@ def _pair(gate: Any, up: Any) -> dict[str, jax.Array]:
     return {"gate": gate, "up": up}
 
 
-def _halves(gate_up: Any) -> dict[str, jax.Array]:
-    gate_up = check_floating("gate_up", gate_up)
+def _halves(gate_up: Any, name: str = "gate_up") -> dict[str, jax.Array]:
+    gate_up = check_floating(name, gate_up)
     if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
         raise ValueError(
-            "gate_up must have a last axis of even size, gate and up side by side; got shape "
+            f"{name} must have a last axis of even size, whose halves lie side by side; got shape "
             f"{gate_up.shape}"
         )
     return {"gate_up": gate_up}

@@ -145,7 +145,6 @@ def linear_cross_entropy(
             f"weight must have shape (K, V), K = {x.shape[-1]} the last axis of x and V at least "
             f"1; got {weight.shape}. A weight stored as (V, K) goes in as weight.T"
         )
-    labels = check_labels(labels, x.shape[:-1], "(...) of x")
     if bias is not None:
         bias = check_array("bias", bias, weight.shape[1:], "(V,), V the last axis of weight")
     if accumulator is not None:
@@ -153,6 +152,7 @@ def linear_cross_entropy(
             "accumulator", accumulator, weight.shape, "the shape of weight"
         )
     terms = Terms.checked(ignore_index, label_smoothing, z_loss, logit_softcap)
+    labels = check_labels(labels, x.shape[:-1], "(...) of x", terms)
     check_reduction(reduction)
     nbytes = _check_memory(memory, x, weight)
     chunk = None

@@ -134,8 +134,8 @@ def cross_entropy(
     logits = check_floating("logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have shape (..., V), V at least 1; got {logits.shape}")
-    labels = check_labels(labels, logits.shape[:-1], "(...) of logits")
     terms = Terms.checked(ignore_index, label_smoothing, z_loss, logit_softcap)
+    labels = check_labels(labels, logits.shape[:-1], "(...) of logits", terms)
     check_reduction(reduction)
     mode = resolve(implementation, unsupported(logits), op="cross_entropy")
     if implementation == "xla":
@@ -145,8 +145,8 @@ def cross_entropy(
     return reduced(reduction, return_lse, losses, lse, labels, terms)
 
 
-def check_labels(labels: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
-    """`labels` as integers of 32 or 64 bits, of the `shape` that `meaning` tells, or its errors."""
+def check_labels(labels: Any, shape: tuple[int, ...], meaning: str, terms: Terms) -> jax.Array:
+    """`labels` as signed integers of 32 or 64 bits, of the `shape` that `meaning` puts in words."""
     labels = as_array("labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
@@ -156,7 +156,12 @@ def check_labels(labels: Any, shape: tuple[int, ...], meaning: str) -> jax.Array
     if labels.shape != shape:
         raise ValueError(f"labels must have shape {shape} = {meaning}; got {labels.shape}")
     # They are compared with classes, of which a narrow dtype could not count all.
-    return labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+    signed = jnp.dtype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
+    if not jnp.issubdtype(labels.dtype, jnp.unsignedinteger) or labels.dtype.itemsize < 4:
+        return labels.astype(signed)
+    beyond = -1 if terms.ignored != -1 else -2  # no class, and not the label of ignored rows
+    most = jnp.array(jnp.iinfo(signed).max, labels.dtype)
+    return jnp.where(labels > most, jnp.array(beyond, signed), labels.astype(signed))
 
 
 def check_reduction(reduction: Any) -> None:

@@ -305,6 +305,11 @@ def _norm(
     n = x.shape[-1]
     if weight is not None:
         weight = check_array("weight", weight, (n,), "(N,), N the last axis of x")
+    if isinstance(bias, float):
+        raise TypeError(
+            f"bias must be an array of shape {(n,)} = (N,), N the last axis of x, got the number "
+            f"{bias}; eps is given by name, eps={bias}"
+        )
     if bias is not None:
         bias = check_array("bias", bias, (n,), "(N,), N the last axis of x")
     if residual is not None:

@@ -14,16 +14,21 @@ STATE_SHAPE = "(B, H, P, N) of x and B"
 
 
 def check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
-    """The arguments as arrays; `lead` names the dimensions before the heads."""
-    x, B = check_floating("x", x), check_floating("B", B)
+    """The arguments as arrays; `lead` names the dimensions before the heads.
+
+    B and C of one group may be without its axis.
+    """
+    x, B, C = check_floating("x", x), check_floating("B", B), check_floating("C", C)
     tokens = ", ".join(lead)
+    if B.ndim == C.ndim == len(lead) + 1:
+        B, C = B[..., None, :], C[..., None, :]
     if x.ndim != len(lead) + 2:
         raise ValueError(f"x must have shape ({tokens}, H, P), got {x.shape}")
     heads = x.shape[-2]
     if B.ndim != x.ndim or B.shape[:-2] != x.shape[:-2] or B.shape[-1] == 0:
         raise ValueError(
-            f"B must have shape ({tokens}, G, N), with {x.shape[:-2]} of x and N at least 1; "
-            f"got {B.shape}. For one group, give B[..., None, :]"
+            f"B must have shape ({tokens}, G, N), or ({tokens}, N) for one group, with "
+            f"{x.shape[:-2]} of x and N at least 1; got {B.shape}"
         )
     if B.shape[-2] == 0 or heads % B.shape[-2]:
         raise ValueError(

@@ -43,8 +43,8 @@ def ssd_step(
       x: (B, H, P), any floating dtype, as are all arguments below.
       dt: (B, H).
       A: (H,).
-      B: (B, G, N); head h is in group h // (H / G).
-      C: (B, G, N).
+      B: (B, G, N), where head h is in group h // (H / G); or (B, N), one group.
+      C: the shape of `B`.
       D: (H,) or (H, P), or ``None``.
       z: (B, H, P) or ``None``.
       dt_bias: (H,) or ``None``.

@@ -164,8 +164,9 @@ def ssd(
       dt: (B, L, H), the step sizes before `dt_bias` and softplus; any of those dtypes, as are all
         floating arguments below.
       A: (H,), the rates of decay, negative in Mamba-2.
-      B: (B, L, G, N), how x enters the states; head h is in group h // (H / G).
-      C: (B, L, G, N), how the states are read.
+      B: (B, L, G, N), how x enters the states, where head h is in group h // (H / G); or (B, L, N),
+        one group.
+      C: the shape of `B`, how the states are read.
       D: (H,) or (H, P), the weight of `x` in the output; ``None`` stands for zeros.
       z: (B, L, H, P), the gate; ``None`` for no gate.
       dt_bias: (H,), added to `dt`; ``None`` stands for zeros.
