@@ -269,8 +269,7 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
     path = next(cache.glob("bpe-300-*.json"))
     of_file = build(root, tmp_path / "d", tokenizer=str(path))
     assert of_file.info == first.info | {"folder": of_file.info["folder"]}
-    words = "--data-cache x keeps the tokens of packed documents"
-    refused(words, TrainConfig.from_flags, {"data_cache": "x"})
+    refused("--data-cache x keeps the tokens", TrainConfig.from_flags, {"data_cache": "x"})
 
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.99])
@@ -301,31 +300,22 @@ def test_no_more_than_a_quarter_is_held_out(tmp_path, monkeypatch, share):
     assert again.validation[0].stream.size == earlier.validation[0].stream.size > size * share / 2
 
 
-def documents_of(folder, lengths, first=7):
-    """Documents of some lengths in two shards, whose tokens count from 0."""
-    starts = np.cumsum([0, *lengths])
-    bounds = (0, first), (first, int(starts[-1]))
-    for name, (begin, end) in zip("ab", bounds, strict=True):
-        np.arange(begin, end, dtype=np.uint16).tofile(folder / f"{name}.tokens")
-        inside = starts[:-1][(starts[:-1] >= begin) & (starts[:-1] < end)]
-        (inside - begin).astype(np.int64).tofile(folder / f"{name}.starts")
-    return Stream([folder / "a", folder / "b"], [e - b for b, e in bounds], np.uint16)
-
-
 @pytest.mark.parametrize("seq_len", [1, 3, 4, 10, 40])
 def test_windows_lose_nothing_and_predict_each_token_once(tmp_path, seq_len):
     """All but the first of each document, also where shards and windows end."""
-    lengths = 3, 4, 2, 9, 6
-    stream = documents_of(tmp_path, lengths)
-    seen = []
+    firsts, size, seen = np.cumsum([0, 3, 4, 2, 9]), 24, []  # tokens count from 0, in two shards
+    for name, begin, end in (("a", 0, 7), ("b", 7, size)):
+        np.arange(begin, end, dtype=np.uint16).tofile(tmp_path / f"{name}.tokens")
+        inside = firsts[(firsts >= begin) & (firsts < end)] - begin
+        inside.astype(np.int64).tofile(tmp_path / f"{name}.starts")
+    stream = Stream([tmp_path / "a", tmp_path / "b"], [7, size - 7], np.uint16)
     for i in range(stream.windows(seq_len)):
         tokens, segments = stream.window(i, seq_len)
         assert tokens.shape == segments.shape == (seq_len + 1,)
         same = segments[1:] == segments[:-1]
         np.testing.assert_array_equal(tokens[1:][same], tokens[:-1][same] + 1)
         seen += tokens[1:][same].tolist()
-    firsts = np.cumsum([0, *lengths[:-1]])
-    assert seen == [i for i in range(sum(lengths)) if i not in firsts]
+    assert seen == [i for i in range(size) if i not in firsts]
     beyond = stream.window(stream.windows(seq_len), seq_len)
     assert predicted(beyond) == 0
     # A part of it is as if there were no more.
@@ -362,9 +352,8 @@ def test_every_token_of_a_batch_counts_alike():
         mean = lambda value: jax.lax.pmean(value, "batch")
         f = lambda batch: mean(loss(batch, token_weights(batch, mean)))
         specs = {"in_specs": spec, "out_specs": PartitionSpec(), "check_vma": False}
-        np.testing.assert_allclose(
-            jit(jax.shard_map(f, mesh=mesh, **specs))(whole), want, rtol=1e-5
-        )
+        got = jit(jax.shard_map(f, mesh=mesh, **specs))(whole)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("windows", [[1], [2], [3], [64], [1000], [5, 0, 12]])
@@ -417,8 +406,6 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     assert [source.name for source in corpus.validation] == ["b.jsonl", "more"]
     assert corpus.info["split"] == "by source"
     assert sum(source["documents"] for source in corpus.info["sources"]) == 150 + 30 + 50
-    words, again = r"--data .*a\.jsonl: all of its files are named before", root / "a.jsonl"
-    refused(words, build, root, tmp_path / "d", data=(str(root), str(again)))
 
 
 @pytest.mark.parametrize("batches", [1, 3, 1000])
@@ -460,7 +447,7 @@ def test_two_fields_of_a_file_are_two_sources(tmp_path):
     corpus = data.build_corpus(named, tmp_path / "b")
     assert corpus.info["documents"] == 2 * len(records) + 1
     for again in (f"{path}:body", f"{book}:body"):
-        words, several = f"{again}: all of its files are named before", (*named, again)
+        words, several = f"--data {again}: all of its files are named before", (*named, again)
         refused(words, build, tmp_path, tmp_path / "c", data=several)
         info = data.build_corpus(several, tmp_path / "d").info
         assert info["fingerprint"] == corpus.info["fingerprint"]
@@ -567,22 +554,21 @@ def test_what_a_run_on_tokens_cannot_begin_with(argv, tmp_path, capsys, monkeypa
     (tmp_path / "file").touch()
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(data.tokenizer, "train_bpe", lambda *_, **__: 1 / 0)
-    size = "the size must be a whole number from 257 to 2^24"
+    size = "the size must be a whole number from 257 to 2\\^24"
     for flags, words in (
         ("--tokenizer bpe:256", f"--tokenizer bpe:256: {size}"),
         ("--tokenizer bpe:many", f"--tokenizer bpe:many: {size}"),
         ("--tokenizer x.json", "--tokenizer x.json: no such tokenizer; give bytes, bpe:32000"),
-        (f"--tokenizer {tmp_path}", "tokenizer.json cannot be read ("),
-        (f"--tokenizer {tmp_path}", "; give a tokenizer.json of"),
+        (f"--tokenizer {tmp_path}", r"tokenizer\.json cannot be read .*give a tokenizer\.json of"),
         ("--eval-data nowhere", "--eval-data nowhere: no such file or folder"),
         ("--data a=1 b", "some have a weight and some do not; write =WEIGHT"),
         ("--tokenizer bytes --vocab-size 512", "512: bytes are 256 tokens; leave it"),
         ("--vocab-size 299", "--vocab-size 299 is less than the 300 tokens of --token"),
         ("--profile 7:3", "--profile 7:3 are steps 7 to 9, and those to come are 1 to 8"),
-        (f"--data-cache {tmp_path}/file/a", "/file/a cannot be written to (Not a dir"),
+        (f"--data-cache {tmp_path}/file/a", "/file/a cannot be written to .Not a dir"),
     ):
         (line,) = command(capsys, *argv, out, *flags.split(), code=1).splitlines()
-        assert words in line
+        assert re.search(words, line), line
         assert not out.exists()
 
 

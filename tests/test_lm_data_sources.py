@@ -16,18 +16,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from jaxkern.lm import data
 from jaxkern.lm.config import TrainConfig
-from jaxkern.lm.data import (
-    build_corpus,
-    build_packed,
-    check_length,
-    corpus,
-    open_corpus,
-    pieces,
-    tokenizer,
-    train_batch,
-    validation_batches,
-)
+from jaxkern.lm.data import corpus, pieces, tokenizer
 from jaxkern.lm.data import documents as documents_module
 from jaxkern.lm.data.documents import File, NotTextError
 from jaxkern.lm.data.sources import Source, find_files, parse
@@ -36,9 +27,16 @@ from tests.language_models import refused
 TEXTS = [f"document {i}: é\n" * (1 + i % 3) for i in range(40)]
 
 
-def documents(*named, flag="--data", count=False):
-    """The texts of all files that arguments of --data name."""
-    files = itertools.chain(*(find_files(s, flag, count=count)[0] for s in parse(named, flag)))
+def found_by(named, flag="--data", count=False):
+    """The files that an argument of --data names, and how many it passes over."""
+    (source,) = parse([str(named)], flag)
+    files, skipped = find_files(source, flag, count=count)
+    return files, skipped.count
+
+
+def documents(named, **options):
+    """The texts of all files that an argument of --data names."""
+    files, _ = found_by(named, **options)
     return [b"".join(parts).decode() for file in files for parts in file.documents()]
 
 
@@ -62,7 +60,7 @@ def write_files(folder, texts):
 
 def corpus_of(folder, *named):
     """The corpus of bytes, and the documents to train on and those to validate with."""
-    found = build_corpus(tuple(map(str, named)), folder)
+    found = data.build_corpus(tuple(map(str, named)), folder)
     parts = ({*bytes(part).split(b"\0")} - {b""} for part in (found.train, found.validation))
     return found, *parts
 
@@ -88,10 +86,10 @@ def test_compressed_files_are_read_as_plain_ones(tmp_path, suffix):
     """What is called .json is read by its first line: what is not JSON Lines is passed over."""
     path = tmp_path / f"texts.jsonl{suffix}"
     path.write_bytes(COMPRESS[suffix](lines(TEXTS)))
-    assert documents(str(path)) == TEXTS
+    assert documents(path) == TEXTS
     whole = "".join(TEXTS)
     (tmp_path / f"one.txt{suffix}").write_bytes(COMPRESS[suffix](whole.encode()))
-    assert documents(str(tmp_path / f"one.txt{suffix}")) == [whole]
+    assert documents(tmp_path / f"one.txt{suffix}") == [whole]
     # The packed bytes of models without a tokenizer hold them, too.
     _, train, validation = corpus_of(tmp_path / "corpus", tmp_path)
     assert train | validation == {text.encode() for text in (*TEXTS, whole)}
@@ -108,10 +106,10 @@ def test_compressed_files_are_read_as_plain_ones(tmp_path, suffix):
     folder.mkdir()
     for name, content in contents.items():
         (folder / f"{name}.json{suffix}").write_bytes(COMPRESS[suffix](content.encode()))
-    assert documents(str(folder)) == [*TEXTS, "a" * 2**20]
-    assert documents(str(folder / f"lines.json{suffix}")) == TEXTS
+    assert documents(folder) == [*TEXTS, "a" * 2**20]
+    assert documents(folder / f"lines.json{suffix}") == TEXTS
     for name in ("info", "list", "number"):
-        path = str(folder / f"{name}.json{suffix}")
+        path = folder / f"{name}.json{suffix}"
         refused(r"JSON, whose syntax would be trained on .*jsonl", documents, path)
 
 
@@ -125,50 +123,46 @@ def test_a_marker_ends_a_document_of_a_txt(tmp_path, monkeypatch, suffix):
     path.write_bytes(COMPRESS[suffix](content))
     for size in (*range(1, 40), 1 << 20):
         monkeypatch.setattr(documents_module, "_CHUNK", size)
-        assert documents(str(path), count=True) == texts
+        assert documents(path, count=True) == texts
     found, train, validation = corpus_of(tmp_path / "corpus", path)
     assert "1 file with 3 documents: " in found.describe()
     assert train | validation == {text.encode() for text in texts}
     path.write_bytes(COMPRESS[suffix](b"\n<|endoftext|>\n" * 3))
-    refused("a file without text", documents, str(path), count=True)
+    refused("a file without text", documents, path, count=True)
     path.write_bytes(COMPRESS[suffix](b"\n\none\n"))
-    assert documents(str(path)) == ["\n\none\n"]
+    assert documents(path) == ["\n\none\n"]
     for name, whole in (("a.py", content), ("a.jsonl", lines([content.decode()]))):
         (tmp_path / name).write_bytes(whole)
-        assert documents(str(tmp_path / name)) == [content.decode()]
+        assert documents(tmp_path / name) == [content.decode()]
 
 
 def test_parquet_and_fields_that_are_named(tmp_path):
-    table = write_table(tmp_path / "a.parquet", [*TEXTS, None, ""])
-    assert documents(str(table)) == TEXTS
-    other = write_table(tmp_path / "b.parquet", TEXTS[:3], "content")
-    assert documents(f"{other}:content") == TEXTS[:3]
-    assert documents(f"{other}:content=2.5") == TEXTS[:3]
-    (tmp_path / "c.jsonl").write_bytes(lines(TEXTS[:5], "body"))
-    assert documents(f"{tmp_path / 'c.jsonl'}:body") == TEXTS[:5]
+    """Null and an empty text are no document in either format."""
+    texts = [None, *TEXTS[:3], None, "", *TEXTS[3:]]
+    table = write_table(tmp_path / "a.parquet", texts)
+    other = write_table(tmp_path / "b.parquet", texts, "content")
+    (tmp_path / "a.jsonl").write_bytes(lines(texts))
+    (tmp_path / "b.jsonl").write_bytes(lines(texts, "body"))
+    for named in ("a.parquet", "a.jsonl", "b.parquet:content", "b.jsonl:body"):
+        assert documents(tmp_path / named) == documents(tmp_path / named, count=True) == TEXTS
+    assert documents(f"{other}:content=2.5") == TEXTS
     large, small = pa.large_string(), pa.string()
     dictionaries = pa.dictionary(pa.int32(), small), pa.dictionary(pa.int8(), large)
     for kind in (large, pa.string_view(), *dictionaries):
         column = pa.array([*TEXTS, None, TEXTS[0]]).cast(kind)
         parquet.write_table(pa.table({"text": column}), table, row_group_size=7)
         assert parquet.read_schema(table).field("text").type != small
-        assert documents(str(table), count=True) == [*TEXTS, TEXTS[0]]
+        assert documents(table, count=True) == [*TEXTS, TEXTS[0]]
 
 
-def test_records_without_a_text(tmp_path):
-    """Null is no document in either format, and half a character does not lose one."""
-    texts = [*TEXTS[:3], None, "", *TEXTS[3:]]
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(lines([None, *texts]))
-    assert documents(str(path), count=True) == TEXTS
-    table = write_table(tmp_path / "a.parquet", [None, *texts])
-    assert documents(str(table), count=True) == TEXTS
+def test_half_a_character_does_not_lose_a_text(tmp_path):
+    path, table = tmp_path / "a.jsonl", tmp_path / "a.parquet"
     path.write_bytes(b'{"text": "a\\ud83d"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
-    assert documents(str(path)) == ["a\ufffd", "\ufffd\U0001f600"]
+    assert documents(path) == ["a\ufffd", "\ufffd\U0001f600"]
     binary = pa.array([*["a"] * 300, b"\xff"], pa.binary())
     column = pa.Array.from_buffers(pa.string(), 301, binary.buffers())
     parquet.write_table(pa.table({"text": column}), table, row_group_size=100)
-    refused("a text in rows 257 to 301 is not UTF-8", documents, str(table), count=True)
+    refused("a text in rows 257 to 301 is not UTF-8", documents, table, count=True)
 
 
 def test_folders_and_patterns(tmp_path, monkeypatch):
@@ -183,12 +177,12 @@ def test_folders_and_patterns(tmp_path, monkeypatch):
         ("**/*.txt", (*names[:2], names[3])),
         ("[ab]", names),
     ):
-        assert documents(str(tmp_path / pattern)) == [*found]
+        assert documents(tmp_path / pattern) == [*found]
     (tmp_path / "empty").mkdir()
     refused("no text to train on", corpus_of, tmp_path / "c", tmp_path / "empty")
     denied = PermissionError(13, "Permission denied", "private")
     monkeypatch.setattr(os, "walk", lambda top, onerror: onerror(denied))
-    refused(r"private: cannot be read \(Permission denied\)", documents, str(tmp_path))
+    refused(r"private: cannot be read \(Permission denied\)", documents, tmp_path)
 
 
 def test_links_to_folders_are_followed_and_never_around(tmp_path):
@@ -202,9 +196,9 @@ def test_links_to_folders_are_followed_and_never_around(tmp_path):
     (away / "back").symlink_to(root)
     (away / "deep" / "again").symlink_to(away / "deep")
     (root / "nowhere").symlink_to(tmp_path / "nowhere")
-    files, skipped = find_files(parse([str(root)])[0])
+    files, skipped = found_by(root)
     assert [file.name for file in files] == ["away/deep/2.txt", "own/1.txt"]
-    assert not skipped.count
+    assert not skipped
 
 
 def test_weights_and_paths_that_look_like_them(tmp_path):
@@ -242,36 +236,33 @@ def test_weights_and_paths_that_look_like_them(tmp_path):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_no_text_is_refused_and_passed_over_in_a_folder(tmp_path, name, content, words):
-    path = tmp_path / "t" / name
-    path.parent.mkdir()
+    path = tmp_path / name
     path.write_bytes(content)
-    refused(f"--data {path}: .*{words}", corpus_of, tmp_path / "c", path)
-    path.with_name("good.txt").write_text("text")
-    assert corpus_of(tmp_path / "c", path.parent)[0].info["skipped"] == 1
+    refused(f"--data {path}: .*{words}", documents, path, count=True)
+    (tmp_path / "good.txt").write_text("text")
+    assert documents(tmp_path, count=True) == ["text"]
     if "zero" not in name:  # from its beginning alone
-        assert find_files(parse([str(path.parent)])[0])[1].count == 1
+        assert documents(tmp_path) == ["text"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("cut.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], "cannot be decompressed"),
-        ("cut.jsonl", lines(TEXTS) + b'{"text": "b', "line 41 is not JSON"),
-        ("list.jsonl", lines([*TEXTS, [1]]), 'line 41 has a list as its "text", not a str'),
-        ("dict.jsonl", lines([*TEXTS, {}]), 'line 41 has an object as its "text", not a str'),
-        ("bool.jsonl", lines([*TEXTS, True]), 'line 41 has a boolean as its "text", not a str'),
-        ("null.jsonl", lines(TEXTS) + b"null\n", "line 41 is null, not an object"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_begins_as_text_and_breaks_off_is_not_passed_over(tmp_path, name, content, words):
-    path = tmp_path / "t" / name
-    path.parent.mkdir()
-    path.write_bytes(content)
-    path.with_name("good.txt").write_text("text")
-    for named in (path, path.parent):
-        refused(f"--data {path}: {words}", corpus_of, tmp_path / "c", named)
-    assert not find_files(parse([str(path.parent)])[0])[1].count
+def test_records_that_break_off_are_not_passed_over(tmp_path):
+    (tmp_path / "good.txt").write_text("text")
+    path = tmp_path / "a.jsonl"
+    for broken, words in (
+        ('{"text": "b', "line 41 is not JSON"),
+        ('{"text": [1]}', 'line 41 has a list as its "text", not a str'),
+        ('{"text": {}}', 'line 41 has an object as its "text", not a str'),
+        ('{"text": true}', 'line 41 has a boolean as its "text", not a str'),
+        ("null", "line 41 is null, not an object"),
+    ):
+        path.write_bytes(lines(TEXTS) + f"{broken}\n".encode())
+        for named in (path, tmp_path):
+            refused(f"--data {path}: {words}", documents, named, count=True)
+    path = path.rename(tmp_path / "a.jsonl.gz")
+    path.write_bytes(gzip.compress(lines(TEXTS))[:-9])
+    for named in (path, tmp_path):
+        refused(f"--data {path}: cannot be decompressed", documents, named, count=True)
+    assert len(found_by(tmp_path)[0]) == 2
 
 
 def test_why_files_of_a_folder_are_skipped_is_told(tmp_path):
@@ -282,13 +273,13 @@ def test_why_files_of_a_folder_are_skipped_is_told(tmp_path):
     reason = f'{tmp_path}/b.jsonl: line 1 has no "text" of a document, but .*body.*PATH:FIELD'
     told = f"; 3 files without readable text skipped, such as {reason}"
     out, config = tmp_path.parent / "run", TrainConfig.from_flags({"data": (str(tmp_path),)})
-    packed = functools.partial(build_packed, dataclasses.replace(config, pack=True))
-    for build in (functools.partial(build_corpus, config.data), packed):
+    packed = functools.partial(data.build_packed, dataclasses.replace(config, pack=True))
+    for build in (functools.partial(data.build_corpus, config.data), packed):
         refused(f"3 files without readable text there, .*{reason}", build, out)
         (tmp_path / "d.txt").write_text("text " * 99)
         assert re.search(told, build(out).describe())
         (tmp_path / "d.txt").unlink()
-    assert re.search(told, open_corpus(out).describe())
+    assert re.search(told, data.open_corpus(out).describe())
 
 
 def test_what_cannot_be_named(tmp_path):
@@ -301,11 +292,11 @@ def test_what_cannot_be_named(tmp_path):
         (f"{table}:n", 'has no column "n" of text'),
         (f"{table}:gone", 'has no column "gone"'),
     ):
-        refused(f"--data .*{words}", documents, str(named))
+        refused(f"--data .*{words}", documents, named)
     for weight in ("0", "-1", "inf", "-Infinity", "NaN", "1e999"):
         words = f"--data .*weight {weight} must be a number above 0, such as 0.3"
         for named in (str(table), f"{table}:content"):
-            refused(words, documents, f"{named}={weight}", f"{table}=1")
+            refused(words, documents, f"{named}={weight}")
 
 
 def test_missing_packages_are_named(tmp_path, monkeypatch):
@@ -314,7 +305,7 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
     for module in ("pyarrow", "pyarrow.parquet", "tokenizers"):
         monkeypatch.setitem(sys.modules, module, None)
     for path in (table, packed):
-        refused("needs pyarrow; run: pip install pyarrow", documents, str(path))
+        refused("needs pyarrow; run: pip install pyarrow", documents, path)
     words = "needs tokenizers; run: pip install tokenizers"
     refused(words, tokenizer.train_bpe, iter([]), 300, show=False)
 
@@ -332,7 +323,7 @@ def test_a_large_file_is_divided_and_nothing_is_lost(tmp_path, monkeypatch, size
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n" + lines(TEXTS) + b"\n" + lines(["end"]).rstrip())
     write_table(tmp_path / "b.parquet", TEXTS)
-    files = find_files(parse([str(tmp_path)])[0])[0]
+    files, _ = found_by(tmp_path)
     assert read(*files)[1] == [*TEXTS, "end", *TEXTS]
     # The parts of a compressed file share its lines.
     packed = File("c", tmp_path / "c.jsonl.gz")
@@ -435,8 +426,8 @@ def test_text_that_names_do_not_divide_is_split_by_position(tmp_path):
     assert isinstance(found.train, np.memmap)
     size = len(b"\0" + text) // 20
     assert len(found.validation) == size
-    check_length(found, size - 1)
-    refused(f"validation data has {size} bytes, fewer .*--seq-len", check_length, found, size)
+    data.check_length(found, size - 1)
+    refused(f"validation data has {size} bytes, fewer .*--seq-len", data.check_length, found, size)
     assert "one file" in found.describe()
     # A character that lies across two 1 MiB reads is no damage.
     path.write_bytes(b"a" * ((1 << 20) - 1) + "é".encode() + b"b")
@@ -453,29 +444,26 @@ def test_text_that_names_do_not_divide_is_split_by_position(tmp_path):
 
 
 def test_batches_are_by_seed_and_step_and_cover_the_data_to_its_last_byte():
-    data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
-    batch = functools.partial(train_batch, data, batch_size=4, seq_len=16)
+    text = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
+    batch = functools.partial(data.train_batch, text, batch_size=4, seq_len=16)
     first = batch(seed=3, step=8)
     assert (first.shape, first.dtype) == ((4, 17), np.uint8)
     np.testing.assert_array_equal(batch(seed=3, step=8), first)
     np.testing.assert_array_equal(batch(seed=3, step=8, rows=np.array([2, 0])), first[[2, 0]])
     assert not np.array_equal(first, batch(seed=3, step=9))
     assert not np.array_equal(first, batch(seed=4, step=8))
-
-    data = np.arange(20, dtype=np.uint8)
-    many = train_batch(data, batch_size=2000, seq_len=7, seed=0, step=0)
-    np.testing.assert_array_equal(many - many[:, :1], np.tile(np.arange(8), (2000, 1)))
-    assert set(many[:, 0]) == set(range(13))
-    whole = train_batch(data, batch_size=3, seq_len=19, seed=0, step=0)
-    np.testing.assert_array_equal(whole, np.tile(data, (3, 1)))
+    text = np.arange(20, dtype=np.uint8)
+    for seq_len in (7, 19):
+        many = data.train_batch(text, batch_size=2000, seq_len=seq_len, seed=0, step=0)
+        windows = [range(start, start + seq_len + 1) for start in range(20 - seq_len)]
+        np.testing.assert_array_equal(np.unique(many, axis=0), windows)
 
 
 def test_validation_batches_are_fixed_windows_over_the_whole_data():
-    data = np.arange(256, dtype=np.uint8)
-
-    def windows(batches):
-        return np.stack(list(validation_batches(data, batch_size=2, seq_len=8, batches=batches)))
-
+    batches = functools.partial(
+        data.validation_batches, np.arange(256, dtype=np.uint8), batch_size=2, seq_len=8
+    )
+    windows = lambda count: np.stack([*batches(batches=count)])
     four = windows(4)
     assert four.shape == (4, 2, 9)
     starts = four.reshape(-1, 9)[:, 0]
