@@ -18,12 +18,11 @@ from jaxkern.elementwise import philox as generator
 from jaxkern.mosaic.launch import interpreter
 from jaxkern.ops.dropout import forward, op, reference
 from tests import check
-from tests.test_activations import ELEMENTWISE, cases, exhaustive, gradients, normal
+from tests.pairs import combinations
+from tests.test_activations import PLAIN, cases, exhaustive, gradients, normal, oracle_of
 
 KEY = jax.random.key(5)
-MOSAIC_FIRST = pytest.mark.parametrize(
-    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), exhaustive("xla")]
-)
+MOSAIC_FIRST = combinations("implementation", ["mosaic", "xla"], few=1)
 
 
 def philox(counter, key):
@@ -37,15 +36,18 @@ def philox(counter, key):
     return [a, b, c, d]
 
 
+def halves(group, words):
+    """The eight random numbers of 16 bits of a group of elements, by four words of a key."""
+    drawn = philox((group % 2**32, group >> 32, *words[2:]), words[:2])
+    return [half for w in drawn for half in (w & 0xFFFF, w >> 16)]
+
+
 def keep(key, rate, shape):
     """The mask by its definition."""
     words = [int(w) for w in np.asarray(jax.random.key_data(key))]
     words += [0] * (4 - len(words))
     size, threshold = int(np.prod(shape)), round(float(np.float32(rate)) * 65536)
-    bits = []
-    for group in range(-(-size // 8)):
-        drawn = philox((group % 2**32, group >> 32, *words[2:]), words[:2])
-        bits += [half for w in drawn for half in (w & 0xFFFF, w >> 16)]
+    bits = [half for group in range(-(-size // 8)) for half in halves(group, words)]
     p = threshold / 65536
     return (np.asarray(bits[:size]) >= threshold).reshape(shape), 1 / (1 - p) if p < 1 else 0.0
 
@@ -88,6 +90,15 @@ def test_mask_is_as_defined(shape, key, implementation):
     np.testing.assert_array_equal(dx, out)
 
 
+MASKS = {shape: keep(KEY, 0.25, shape)[0] for shape in ((3, 304), (8, 2, 40))}
+
+
+def plain_dropout(x, activation=None):
+    """What a user would write, with our mask."""
+    value = PLAIN[activation](x) if activation else x
+    return jnp.where(MASKS[x.shape], value / jnp.asarray(0.75, x.dtype), jnp.zeros((), x.dtype))
+
+
 @pytest.mark.parametrize(
     ("activation", "dtype", "implementation"),
     cases(
@@ -97,56 +108,39 @@ def test_mask_is_as_defined(shape, key, implementation):
     ),
 )
 def test_dropout_accuracy(activation, dtype, implementation):
-    x = normal((3, 304), dtype)
-    mask, scale = keep(KEY, 0.25, x.shape)
-
-    def plain(x):
-        value = ELEMENTWISE[activation][1](x) if activation else x
-        return jnp.where(mask, value / jnp.asarray(0.75, dtype), jnp.zeros((), dtype))
-
-    def oracle(x, dout):
-        value, slope = check.activated(activation, x)
-        return mask * scale * value, (mask * scale * dout * slope,)
-
-    call = functools.partial(jaxkern.dropout, rate=0.25, key=KEY, activation=activation)
-    check.check_accuracy(call, plain, oracle, (x,), implementation)
+    call, plain = functools.partial(jaxkern.dropout, rate=0.25, key=KEY), plain_dropout
+    x, options = normal((3, 304), dtype), {"activation": activation}
+    check.check_accuracy(call, plain, oracle_of(plain), (x,), implementation, **options)
 
 
 @MOSAIC_FIRST
+@pytest.mark.gpu
 def test_dropout_add_accuracy(implementation):
-    x, residual = normal((3, 304), "bfloat16"), normal((3, 304), "float32", seed=1)
-    mask, scale = keep(KEY, 0.25, x.shape)
+    arrays = normal((3, 304), "float32", seed=1), normal((3, 304), "bfloat16")
     call = lambda r, x, **how: jaxkern.dropout_add(x, r, 0.25, KEY, **how)
-    plain = lambda r, x: r + jnp.where(mask, x / jnp.bfloat16(0.75), 0)
-    oracle = lambda r, x, d: (r + mask * scale * x, (d, mask * scale * d))
-    check.check_accuracy(call, plain, oracle, (residual, x), implementation)
+    plain = lambda r, x: r + plain_dropout(x)
+    check.check_accuracy(call, plain, oracle_of(plain), arrays, implementation)
 
 
 @MOSAIC_FIRST
+@pytest.mark.gpu
 def test_rates(implementation):
-    """Of 0 and 1 too, mapped over too; a bad value that is dropped is a zero."""
+    """Of 0 and 1 too, mapped over too; a bad value that is dropped is a zero, activated too."""
     x = jnp.asarray([1.0, -2.5, np.inf, np.nan, 1e-37, 1e38] * 60)
     f = lambda rate: functools.partial(jaxkern.dropout, rate=rate, key=KEY)
     run = lambda x, rate, **how: jax.vmap(lambda rate: f(rate)(x, **how))(rate)
     rates = jnp.asarray([0.3, 1.5])
+    bad = jnp.ones(x.size).at[::2].set(np.nan)
     calls = [(f(rate), (x,), x) for rate in (0, jnp.float32(1), 0.3)]
     calls += [(functools.partial(run, rate=rates), (x,), jnp.stack([x, x]))]
-    *found, (mapped, _) = gradients(implementation, calls)
+    calls += [(functools.partial(f(0.3), activation="silu"), (bad,), x)]
+    *found, (mapped, _), (of_bad, _) = gradients(implementation, calls)
     wants = x, np.zeros(x.size), dropped(x, 0.3)
     for want, (out, (dx,)) in zip(wants, found, strict=True):
         np.testing.assert_array_equal(out, want)
         np.testing.assert_array_equal(dx, want)
     np.testing.assert_array_equal(mapped, [wants[2], wants[1]])
-
-
-@pytest.mark.exhaustive
-@check.BOTH
-def test_dropout_drops_bad_values(implementation):
-    """Before an activation."""
-    x = jnp.ones(400).at[::2].set(np.nan)
-    with check.running(implementation):
-        out = jaxkern.dropout(x, 0.5, KEY, activation="silu", implementation=implementation)
-    np.testing.assert_allclose(out, dropped(jax.nn.silu(x), 0.5), rtol=1e-6)
+    np.testing.assert_allclose(of_bad, dropped(jax.nn.silu(bad)), rtol=1e-6)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -209,9 +203,8 @@ def test_positions_beyond_32_bits():
     bits = jax.jit(functools.partial(reference.random_bits, (2**20, 2**17)))(key, positions)
     groups = [(row * 2**17 + c) // 8 for c in (0, 8)]
     assert groups[0] > 2**32
-    words = np.asarray(jax.random.key_data(KEY))
-    drawn = [philox((g % 2**32, g >> 32, 0, 0), [int(w) for w in words]) for g in groups]
-    want = [half for four in drawn for w in four for half in (w & 0xFFFF, w >> 16)]
+    words = [int(w) for w in np.asarray(jax.random.key_data(KEY))] + [0, 0]
+    want = [half for group in groups for half in halves(group, words)]
     np.testing.assert_array_equal(bits[0], want)
 
 
@@ -279,11 +272,10 @@ def test_dropout_beyond_int32():
         np.testing.assert_array_equal(out[first : first + 5].astype(jnp.int32), want)
 
 
-MASK = keep(KEY, 0.25, (8, 2, 40))[0]
 DROPOUT = check.Op(
     name="dropout",
     call=lambda x, **how: jaxkern.dropout(x, 0.25, KEY, activation="silu", **how),
-    reference=lambda x: jnp.where(MASK, jax.nn.silu(x) / 0.75, 0),
+    reference=functools.partial(plain_dropout, activation="silu"),
     arrays=lambda key: (jax.random.normal(key, (8, 2, 40)),),
     kernels=("dropout_fwd", "dropout_bwd"),
     axes="mtd -> mtd",
