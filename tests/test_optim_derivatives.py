@@ -13,18 +13,7 @@ from jaxkern.core.dispatch import interpret_kernels
 from jaxkern.optim.quantise import Quantised, largest, spread, value
 from jaxkern.precision import StaticLossScale
 from tests.pairs import combinations
-from tests.test_optim import (
-    BF16,
-    CASES,
-    F32,
-    MASTER,
-    RANDOM,
-    WAYS,
-    fused,
-    of_optax,
-    tree_of,
-    two_passes,
-)
+from tests.test_optim import BF16, CASES, F32, WAYS, averages, fused, of_optax, tree_of, two_passes
 
 
 def arguments_of(numbers):
@@ -47,9 +36,8 @@ def summed(tree):
 def with_averages(state, given):
     """A state of `given` averages, after three steps."""
     count = {"count": jnp.int32(3)} if "count" in state._fields else {}
-    given = {"mu": given["mu"], "nu": given["nu"], "trace": given["mu"]}
-    held = {name for name in given if getattr(state, name, None) is not None}
-    return state._replace(**{name: given[name] for name in held}, **count)
+    given = given | {"trace": given["mu"]}
+    return state._replace(**{name: given[name] for name in averages(state)}, **count)
 
 
 def summed_step(params, state):
@@ -125,6 +113,7 @@ def test_by_a_known_norm_and_a_schedule():
     np.testing.assert_allclose(by_norm, 0.1 * 0.5 / 9 * total, rtol=1e-4)
 
 
+RANDOM, MASTER = {"stochastic_rounding": True}, {"master_dtype": F32}
 ROUNDINGS = {"nearest": {}, "stochastic": RANDOM, "master": MASTER}
 
 

@@ -51,9 +51,8 @@ ADAM, SGD = Rule("adam"), Rule("sgd", nesterov=True)
 AHEAD = Rule("adam", nesterov=True, eps_root=True)
 RANDOM = Rule("adam", stochastic=True)
 FULL = (F32, F32, F32, F32, None)
-SHAPES = [(12,), (0,), (1100,), (8,)]
 KERNEL_CASES = {
-    "sizes": (AHEAD, [(shape, FULL) for shape in SHAPES]),
+    "sizes": (AHEAD, [((n,), FULL) for n in (12, 0, 1100, 8)]),
     "sgd": (SGD, [((40,), (BF16, F32, F32, None, None)), ((9,), (F32, F32, None, None, None))]),
     "random": (RANDOM, [((n,), (BF16, BF16, BF16, BF16, None)) for n in (12, 4)]),
     "8-bit": (ADAM, [((3, 256), (BF16, F32, I8, U8, BF16))]),
