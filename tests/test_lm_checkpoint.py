@@ -188,18 +188,16 @@ def test_metrics_are_cut_back_to_the_step_of_the_checkpoint(tmp_path):
     assert read_metrics(path) == [*steps, {"step": 7, "loss": None}]
 
 
-@pytest.mark.parametrize(
-    ("line", "content"),
-    [
+def test_metrics_of_something_else_are_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for line, content in (
         (1, b"hello\n"),
         (1, b"\xff\n"),
         (1, b"[1]\n"),
         (1, b'{"step": "1"}\n'),
         (2, b'{"step": 1}\n{"step": 2, "loss": "low"}\n'),
         (3, b'{"step": 1}\n{"step": 2}\n{"step": 2}\n'),
-    ],
-)
-def test_metrics_of_something_else_are_refused(tmp_path, line, content):
-    (tmp_path / "metrics.jsonl").write_bytes(content)
-    with pytest.raises(RunError, match=rf"metrics\.jsonl, line {line} is not a record"):
-        read_metrics(tmp_path / "metrics.jsonl")
+    ):
+        path.write_bytes(content)
+        with pytest.raises(RunError, match=rf"metrics\.jsonl, line {line} is not a record"):
+            read_metrics(path)

@@ -88,28 +88,23 @@ def test_decoding_depends_neither_on_devices_nor_on_loops():
     assert tokens_after(*PROMPTS[:2], graphdef=low, **options).shape == want.shape
 
 
-@pytest.mark.parametrize(
-    ("options", "static"),
-    [
-        ({}, {"top_k": 40, "greedy": False, "nucleus": False}),
-        ({"top_k": 999, "top_p": 0.9}, {"top_k": 256, "greedy": False, "nucleus": True}),
-        ({"top_k": 1}, {"top_k": 1, "greedy": True, "nucleus": False}),
-        ({"temperature": 0, "top_k": 0}, {"top_k": 0, "greedy": True, "nucleus": False}),
-        ({"temperature": 1e-39}, {"top_k": 40, "greedy": True, "nucleus": False}),
-    ],
-)
-def test_programs_are_those_of_the_options(options, static, monkeypatch):
-    monkeypatch.setattr(sample, "_generate", lambda *arguments: arguments)
-    *_, drawn, found = sample.generate_tokens(GRAPHDEF, PARAMS, [[1]], among=[0, 2, 999], **options)
-    assert found == static
-    assert np.flatnonzero(drawn).tolist() == [0, 2]
+def test_programs_are_those_of_the_options(monkeypatch):
+    monkeypatch.setattr(sample, "_generate", lambda *arguments: arguments[-2:])
+    for options, top_k, greedy, nucleus in (
+        ({}, 40, False, False),
+        ({"top_k": 999, "top_p": 0.9}, 256, False, True),
+        ({"top_k": 1}, 1, True, False),
+        ({"temperature": 0, "top_k": 0}, 0, True, False),
+        ({"temperature": 1e-39}, 40, True, False),
+    ):
+        found = sample.generate_tokens(GRAPHDEF, PARAMS, [[1]], among=[0, 2, 999], **options)
+        assert np.flatnonzero(found[0]).tolist() == [0, 2]
+        assert found[1] == {"top_k": top_k, "greedy": greedy, "nucleus": nucleus}
 
 
 def test_draws_follow_temperature_top_k_and_top_p():
     logits = jnp.tile(jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]])), (4000, 1))
-    keys = jax.random.split(jax.random.key(0), 4000)
-
-    after_first = jnp.arange(4) > 0
+    keys, after_first = jax.random.split(jax.random.key(0), 4000), jnp.arange(4) > 0
 
     def close(expected, temperature=1.0, top_p=1.0, **options):
         draws = sample._draw(logits, keys, temperature, top_p, nucleus=top_p < 1, **options)
