@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,21 +21,6 @@ from jaxkern.precision import Policy
 
 K = 40  # features
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
-
-
-def sparsely(names, *axes, of=None):
-    """Parametrizes by a product; one in `of` is default, by default with every value of an axis."""
-    axes = [list(axis) for axis in axes]
-    longest = max(map(len, axes))
-    of = of or min(longest, math.prod(map(len, axes)) // longest)
-    cases = [
-        pytest.param(
-            *(axis[i] for axis, i in zip(axes, at, strict=True)),
-            marks=[pytest.mark.exhaustive] if sum(at) % of else [],
-        )
-        for at in itertools.product(*(range(len(axis)) for axis in axes))
-    ]
-    return pytest.mark.parametrize(names, cases, ids=lambda value: getattr(value, "layer", value))
 
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -109,11 +92,6 @@ LIBRARY = pytest.mark.parametrize("library", LIBRARIES)
 def ours(library, name, width=K, **options):
     make, _, module = MODULES[library]
     return make(module, name, width, **options)
-
-
-def pair(library, name, **options):
-    make, theirs, module = MODULES[library]
-    return make(theirs, name, K, **options), make(module, name, K, **options)
 
 
 def mamba_token(w, sizes, carry, row, xp=jnp):

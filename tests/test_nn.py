@@ -21,7 +21,7 @@ import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
 from tests import layers
-from tests.layers import BF16, FP16, FP32, LIBRARIES, LIBRARY, K, jit, normal, ours, pair
+from tests.layers import BF16, FP16, FP32, LIBRARIES, LIBRARY, K, jit, normal, ours
 from tests.pairs import combinations
 
 FLAX = ("nnx", "linen")
@@ -39,6 +39,16 @@ def moved(tree, seed=1):
     return jax.tree.unflatten(treedef, map(jnp.add, leaves, noise))
 
 
+def of_both(library, name, x, *, how=None, transform=lambda run: run, **options):
+    """Parameters that the library's own layer and ours share, and the results of each with them."""
+    make, *modules = layers.MODULES[library]
+    (theirs, run_theirs), (params, run) = (make(m, name, K, **options) for m in modules)
+    same(theirs, params)
+    params, how = moved(theirs), how or {}
+    runs = [transform(functools.partial(f, **how)) for f in (run_theirs, run)]
+    return params, *jit(lambda *args: [f(*args) for f in runs])(params, x)
+
+
 CASES = (*LAYERS, "RMSNorm, bare", "LayerNorm, bare", "LayerNorm, scale")
 
 
@@ -51,15 +61,13 @@ def test_layers_have_the_parameters_and_results_of_the_librarys_own(library, cas
     options |= {scale: some == "scale"} if some else {}
     if some and (library == "equinox" or name == "LayerNorm"):
         options["use_bias"] = False
-    (theirs, run_theirs), (params, run) = pair(library, name, **options)
-    same(theirs, params)
 
-    def both(f, params, x):
+    def with_gradients(f):
         loss = lambda params, x: jnp.sum(jnp.sin(f(params, x)))
-        return f(params, x), jax.grad(loss, (0, 1))(params, x)
+        return lambda params, x: (f(params, x), jax.grad(loss, (0, 1))(params, x))
 
-    of_each = jit(lambda *args: [both(f, *args) for f in (run_theirs, run)])
-    expected, found = of_each(moved(theirs), normal(3, 5, K))
+    how = {"transform": with_gradients}
+    _, expected, found = of_both(library, name, normal(3, 5, K), **how, **options)
     chex.assert_trees_all_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -77,12 +85,9 @@ DTYPES = {
 @combinations("library dtypes", FLAX, DTYPES)
 def test_dtypes_of_norms_are_those_of_flax(library, dtypes):
     dtype, options = dtypes
+    x = normal(64, K, dtype=dtype)
     for name in NORMS:
-        (theirs, run_theirs), (params, run) = pair(library, name, **options)
-        same(theirs, params)
-        x, params = normal(64, K, dtype=dtype), moved(theirs)
-        run_both = lambda *args: (run_theirs(*args), run(*args))  # noqa: B023
-        expected, found = jit(run_both)(params, x)
+        params, expected, found = of_both(library, name, x, **options)
         assert found.dtype == expected.dtype
         leaves = jax.tree.leaves_with_path(jax.tree.map(np.float64, params))
         weights, rows = {path[-1].key: leaf for path, leaf in leaves}, np.asarray(x, np.float64)
@@ -92,10 +97,6 @@ def test_dtypes_of_norms_are_those_of_flax(library, dtypes):
         assert errors[1] <= (2 if found.dtype == FP32 else 1.05) * errors[0]
 
 
-LINEAR_AND_NORMS = {
-    f"{name} of {library}": (library, name)
-    for library, name in (*itertools.product(FLAX, LAYERS), ("equinox", "Linear"))
-}  # Equinox's norms round to integers
 INPUTS = {
     "bf16": (normal(2, 3, K, dtype=BF16), {"dtype": BF16}),
     "integers": (INTEGERS, {}),
@@ -103,12 +104,13 @@ INPUTS = {
 }
 
 
-@combinations("layer inputs", LINEAR_AND_NORMS, INPUTS)
+LINEAR_AND_NORMS = [f"{library} {name}" for library in FLAX for name in LAYERS]
+
+
+@combinations("layer inputs", [*LINEAR_AND_NORMS, "equinox Linear"], INPUTS)
 def test_inputs_of_other_dtypes(layer, inputs):
     x, options = inputs
-    (theirs, run_theirs), (_, run) = pair(*layer, **options)
-    run_both = lambda *args: (run_theirs(*args), run(*args))
-    expected, found = jit(run_both)(moved(theirs), x)
+    _, expected, found = of_both(*layer.split(), x, **options)
     assert found.dtype == expected.dtype == options.get("dtype", FP32)
     rtol = 2e-5 if found.dtype == FP32 else 2**-7
     atol = rtol / 4 * float(jnp.abs(expected).max())
@@ -219,10 +221,7 @@ def test_what_the_ops_do_not_compute_the_librarys_own_does(case, library, name):
     with jax.enable_x64(case == "float64"):
         x = jnp.asarray(x)
         how = {"mask": jnp.arange(K) % 3 > 0} if case == "mask" else {}
-        (theirs, run_theirs), (params, run) = pair(library, name, **options)
-        same(theirs, params)
-        run_both = lambda params, x: (run_theirs(params, x, **how), run(params, x, **how))
-        expected, found = jit(run_both)(theirs, x)
+        _, expected, found = of_both(library, name, x, how=how, **options)
         same(found, expected)
         assert found.dtype == dtype
         for implementation, error, words in (
@@ -286,23 +285,19 @@ def test_scalars_are_refused_as_the_library_refuses_them():
             module.init(jax.random.key(0), jnp.float32(1))
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
+def test_a_layer_is_called_once():
+    """By what captures intermediates and what tabulates them, whoever computes it."""
+    for module in (
         jk_linen.LayerNorm(reduction_axes=0),
         jk_linen.RMSNorm(reduction_axes=0),
         jk_linen.Dense(K, dot_general_cls=lambda: jax.lax.dot_general),
         jk_linen.Dropout(0.0, deterministic=False),
-    ],
-    ids=lambda module: type(module).__name__,
-)
-def test_a_layer_is_called_once(module):
-    """By what captures intermediates and what tabulates them, whoever computes it."""
-    options = {"capture_intermediates": True, "mutable": True}
-    run = jit(functools.partial(module.init_with_output, jax.random.key(0), **options))
-    out, variables = run(normal(3, K))
-    [only] = variables["intermediates"]["__call__"]
-    same(only, out)
+    ):
+        options = {"capture_intermediates": True, "mutable": True}
+        run = jit(functools.partial(module.init_with_output, jax.random.key(0), **options))
+        out, variables = run(X[0])
+        [only] = variables["intermediates"]["__call__"]
+        same(only, out)
 
 
 # Dropout

@@ -53,11 +53,16 @@ def weights_of(kind, **options):
     )
 
 
+def by_library(weights):
+    """The parameters of a layer with these weights, in each library."""
+    named = given(weights)
+    return {"nnx": named, "linen": {"params": named}, "equinox": [*named.values()]}
+
+
 def block_of(kind, library, weights, width=12, **options):
     """The layer with these weights: (x, ...) -> result, and with `method` its other methods."""
-    named = given(weights)
-    params = {"nnx": named, "linen": {"params": named}, "equinox": [*named.values()]}[library]
-    return functools.partial(ours(library, kind.layer, width, shapes=True, **options)[1], params)
+    _, run = ours(library, kind.layer, width, shapes=True, **options)
+    return functools.partial(run, by_library(weights)[library])
 
 
 def check_block(kind, library, options, **weights):
@@ -130,14 +135,12 @@ def test_block_names_what_does_not_fit(kind, library):
     conv = re.escape(str((1, *cache.conv.shape[1:])))
     named = re.escape(f"cache must be a jaxkern.nn.{kind.block.name}.Cache, ")
     sequences = r"\(L, D\) or \(B, L, D\)" if one else r"\(B, L, D\)"
+    of_x = f"x must have shape {sequences} with D = 12.*One sequence goes"
     tokens = r"\(D\) or \(B, D\)" if one else r"\(B, D\)"
+    packed = lambda x, shape: block(x, segment_ids=jnp.zeros(shape, int))
+    ids = "segment_ids must have shape "
     for call, args, error, message in (
-        (
-            block,
-            (x[0, 0] if one else x[0],),
-            ValueError,
-            f"x must .*{sequences} with D = 12.*One seq",
-        ),
+        (block, (x[0, 0] if one else x[0],), ValueError, of_x),
         (block, (x[..., 1:],), ValueError, r"D = 12, the d_model of the block; got \(2, 7, 11\)"),
         (block, (1j * x,), TypeError, "x must have a real dtype, got complex64"),
         (step, (x, cache), ValueError, rf"{tokens} with D = 12.*x\[:, t\]"),
@@ -146,15 +149,16 @@ def test_block_names_what_does_not_fit(kind, library):
         (block, (x, x), TypeError, named),
         (block, (x, its), TypeError, f"got jaxkern.nn.{other.block.name}.C"),
         (step, (x[:, 0], None), TypeError, "cache must be .*got NoneType"),
+        (
+            packed,
+            (x, (2, 6)),
+            ValueError,
+            rf"{ids}\(2, 7\), that of x without its last axis; got \(2, 6\)",
+        ),
+        *([(packed, (x[0], (1, 7)), ValueError, rf"{ids}\(7,\)")] if one else []),
     ):
         with pytest.raises(error, match=message):
             call(*args)
-    for rows, shape, message in (
-        (x, (2, 6), r"\(2, 7\), that of x without its last axis; got \(2, 6\)"),
-        *([(x[0], (1, 7), r"\(7,\)")] if one else []),
-    ):
-        with pytest.raises(ValueError, match=f"segment_ids must have shape {message}"):
-            block(rows, segment_ids=jnp.zeros(shape, int))
 
 
 @pytest.mark.parametrize(
@@ -211,22 +215,14 @@ def test_layers_have_the_parameters_and_options_of_the_block(kind):
     assert inits.keys() == {*kind.block.weights._fields} - {"in_bias", "out_bias"}
     biased = kind.block.initializers(kind.sizes(use_bias=True, use_conv_bias=False))
     assert biased.keys() == {*kind.block.weights._fields} - {"conv_bias"}
-    expected = {name: (shape, jnp.dtype(FP32)) for name, (_, shape) in inits.items()}
-    key, x = jax.random.key(0), jnp.ones((1, 1, 32))
-    in_nnx, in_linen, in_equinox = (
-        getattr(module, kind.layer) for module in (jk_nnx, jk_linen, jk_equinox)
+    expected = {name: jax.ShapeDtypeStruct(shape, FP32) for name, (_, shape) in inits.items()}
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        by_library(kind.block.weights_from(expected)),
+        {name: ours(name, kind.layer, 32, shapes=True, n_layers=4)[0] for name in LIBRARIES},
     )
-    layer = nnx.eval_shape(lambda: in_nnx(32, n_layers=4, rngs=nnx.Rngs(0)))
-    for made in (
-        nnx.to_pure_dict(nnx.state(layer)),
-        jax.eval_shape(in_linen(32, n_layers=4).init, key, x)["params"],
-        given(eqx.filter_eval_shape(in_equinox, 32, n_layers=4, key=key).weights),
-    ):
-        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == expected
-    sizes, attributes = (inspect.signature(f).parameters for f in (kind.block.sizes, in_linen))
-    assert {name: attributes[name].default for name in sizes} == {
-        name: option.default for name, option in sizes.items()
-    }
+    attributes = inspect.signature(getattr(jk_linen, kind.layer)).parameters
+    for name, option in inspect.signature(kind.block.sizes).parameters.items():
+        assert attributes[name].default == option.default
 
 
 @KIND
@@ -301,7 +297,7 @@ def test_sizes_from_a_file_are_those_given():
     assert hash(sizes) == hash(mamba2.Sizes(12, headdim=4, dt_limit=(0.0, 1.0)))
 
 
-# Stacks of layers: the loss and its gradients by the norms' weights and the blocks'
+# Stacks of two layers: the loss, its gradients by the norms' weights and the blocks', and these
 
 
 def in_nnx(kind, x):
@@ -313,26 +309,17 @@ def in_nnx(kind, x):
         def __call__(self, x):
             return x + self.block(self.norm(x))
 
-    @nnx.split_rngs(splits=2)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs):
-        return Block(rngs)
+    make = nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: Block(rngs)))
+    layer = nnx.remat(Block.__call__, policy=remat.CHEAP)
+    stack = nnx.scan(layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
 
     @nnx.jit
-    def stacked(x):
-        def loss(blocks, x):
-            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-            def run(block, x):
-                return nnx.remat(Block.__call__, policy=remat.CHEAP)(block, x)
-
-            return (run(blocks, x) ** 2).sum()
-
-        blocks = make(nnx.Rngs(0))
+    def run(x):
+        blocks, loss = make(nnx.Rngs(0)), lambda blocks, x: (stack(blocks, x) ** 2).sum()
         return *nnx.value_and_grad(loss)(blocks, x), nnx.state(blocks)
 
-    loss, *trees = stacked(x)
-    trees = map(nnx.to_pure_dict, trees)
-    return loss, *((tree["norm"]["scale"], tree["block"]) for tree in trees)
+    loss, *trees = run(x)
+    return loss, *map(nnx.to_pure_dict, trees)
 
 
 def in_linen(kind, x):
@@ -347,13 +334,11 @@ def in_linen(kind, x):
 
     @jit
     def run(x):
-        params = stack.init(jax.random.key(0), x)
-        loss = lambda params: (stack.apply(params, x)[0] ** 2).sum()
+        params = stack.init(jax.random.key(0), x)["params"]
+        loss = lambda params: (stack.apply({"params": params}, x)[0] ** 2).sum()
         return *jax.value_and_grad(loss)(params), params
 
-    loss, *trees = run(x)
-    trees = [tree["params"] for tree in trees]
-    return loss, *((tree["norm"]["scale"], tree["block"]) for tree in trees)
+    return run(x)
 
 
 def in_equinox(kind, x):
@@ -364,14 +349,14 @@ def in_equinox(kind, x):
         def __call__(self, x):
             return x + self.block(self.norm(x))
 
+    @eqx.filter_vmap
     def make(key):
         block = getattr(jk_equinox, kind.layer)(8, **kind.options, key=key)
         return Block(jk_equinox.RMSNorm(8, 1e-6, use_bias=False), block)
 
     @eqx.filter_jit
     def run(x):
-        blocks = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 2))
-        params, static = eqx.partition(blocks, eqx.is_array)
+        params, static = eqx.partition(make(jax.random.split(jax.random.key(0), 2)), eqx.is_array)
 
         def loss(params):
             layer = lambda x, params: (eqx.combine(params, static)(x), None)
@@ -380,22 +365,8 @@ def in_equinox(kind, x):
         return *jax.value_and_grad(loss)(params), params
 
     loss, *trees = run(x)
-    return loss, *((tree.norm.weight, given(tree.block.weights)) for tree in trees)
-
-
-@functools.cache
-def stack_reference(kind):
-    """Layer by layer, with no layers of a library and nothing rematerialised."""
-    sizes = kind.sizes(8)
-
-    def loss(weights, x):
-        for i in range(2):
-            scale, block = jax.tree.map(lambda leaf, i=i: leaf[i], weights)
-            rows = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
-            x = x + kind.block.apply(kind.block.weights_from(block), sizes, rows)
-        return (x**2).sum()
-
-    return jit(jax.value_and_grad(loss))
+    named = lambda tree: {"norm": {"scale": tree.norm.weight}, "block": given(tree.block.weights)}
+    return loss, *map(named, trees)
 
 
 @pytest.mark.exhaustive
@@ -403,13 +374,22 @@ def stack_reference(kind):
 @KIND
 def test_stacks_are_scanned_and_rematerialised(kind, stacked):
     x = normal(2, 3, 8)
-    loss, grads, weights = stacked(kind, x)
-    expected, wanted = stack_reference(kind)(weights, x)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    assert jax.tree.structure(grads) == jax.tree.structure(wanted)
-    for found, leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
-        assert found.shape[0] == 2
-        np.testing.assert_allclose(found, leaf, rtol=1e-4, atol=1e-4 * float(jnp.abs(leaf).max()))
+
+    def loss_of(weights):
+        """Layer by layer, with no layers of a library and nothing rematerialised."""
+        out = x
+        for i in range(2):
+            layer = jax.tree.map(lambda leaf, i=i: leaf[i], weights)
+            rows = out / jnp.sqrt((out * out).mean(-1, keepdims=True) + 1e-6)
+            block = kind.block.weights_from(layer["block"])
+            out += kind.block.apply(block, kind.sizes(8), rows * layer["norm"]["scale"])
+        return (out**2).sum()
+
+    *found, weights = stacked(kind, x)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(weights)} == {2}
+    expected = jit(jax.value_and_grad(loss_of))(weights)
+    chex.assert_trees_all_equal_structs(tuple(found), expected)
+    check.assert_close(found, expected, 1e-5)
 
 
 def block_float64(kind, sizes, w, x, dout):
