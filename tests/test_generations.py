@@ -11,6 +11,7 @@ import pytest
 import jaxkern
 from jaxkern.lowering import kernel_call, target
 from jaxkern.lowering.target import GPUS
+from tests.pairs import combinations
 
 BEFORE_HOPPER = ("a100", "a10g", "l40s")
 
@@ -55,43 +56,32 @@ def value_and_gradients(op):
     return jax.jit(run)
 
 
+def lowered(gpu, f, *args):
+    with jaxkern.lowering_for(gpu):
+        return f.trace(*args).lower(lowering_platforms=("cuda",))
+
+
 def text(case, gpu):
     op, args = case(256, 4096)
-    with jaxkern.lowering_for(gpu):
-        return value_and_gradients(op).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return lowered(gpu, value_and_gradients(op), *args).as_text()
 
 
-@pytest.mark.parametrize(
-    ("case", "gpu"),
-    [
-        pytest.param(
-            case,
-            gpu,
-            marks=[] if by_default else [pytest.mark.exhaustive],
-            id=f"{case.__name__}-{gpu}",
-        )
-        for n, case in enumerate(RINGS)
-        for i, gpu in enumerate(BEFORE_HOPPER)
-        for by_default in [i == n]
-    ],
-)
+@combinations("case gpu", RINGS, BEFORE_HOPPER, few=3)
 def test_lanes_copy_where_there_is_no_tma(case, gpu):
-    lowered = text(case, gpu)
-    assert "cp.async.commit_group" in lowered
-    assert "cp.async.bulk" not in lowered
+    told = text(case, gpu)
+    assert "cp.async.commit_group" in told
+    assert "cp.async.bulk" not in told
     assert "cp.async.commit_group" not in text(case, "h200")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["two warpgroups", "one"])
 def test_scan_with_few_checkpoints_fits_99_kib(dtype):
-    # The sequence is cut into parts, whose carries are a pass of the backward.
+    """The sequence is cut into parts, whose carries are a pass of the backward."""
     tokens, states = (1, 2048, 256), (1, 2048, 16)
     x, dt, A, B, C, D, z = arrays(tokens, tokens, (256, 16), states, states, (256,), tokens)
     op = value_and_gradients(functools.partial(jaxkern.selective_scan, checkpoint_every=128))
-    args = [a.astype(dtype) for a in (x, dt, A, B, C, D, z)]
-    with jaxkern.lowering_for("l40s"):
-        op.trace(*args).lower(lowering_platforms=("cuda",))
+    lowered("l40s", op, *(a.astype(dtype) for a in (x, dt, A, B, C, D, z)))
 
 
 @pytest.mark.compiled

@@ -16,21 +16,13 @@ def cells(path, kind):
     return [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == kind]
 
 
+def marks(path):
+    large = [pytest.mark.large] * ("train" in path.stem)
+    return large + [pytest.mark.exhaustive] * (path.stem[:2] not in BY_DEFAULT)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(
-            p,
-            id=p.stem,
-            marks=[
-                *([pytest.mark.large] if "train" in p.stem else []),
-                *([] if p.stem[:2] in BY_DEFAULT else [pytest.mark.exhaustive]),
-            ],
-        )
-        for p in NOTEBOOKS
-    ],
-)
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=marks(p)) for p in NOTEBOOKS])
 def test_notebook_runs(path, capsys):
     matplotlib.use("Agg")
     from matplotlib import pyplot
