@@ -53,25 +53,26 @@ def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    ("size", "activation"),
+    ("size", "activation", "scale"),
     [
-        *(((3, l, d, 4), "silu") for l in (1, 2, 63, 65, 1000) for d in (3, 130, 287, 768, 1024)),
-        *(((2, 300, 260, w), f) for w in range(1, 9) for f in (None, "silu")),
+        *(
+            ((3, l, d, 4), "silu", 1)
+            for l in (1, 2, 63, 65, 1000)
+            for d in (3, 130, 287, 768, 1024)
+        ),
+        *(((2, 300, 260, w), f, 1) for w in range(1, 9) for f in (None, "silu")),
+        ((5003, 5, 130, 4), "silu", 1),
+        ((2, 200, 256, 4), "silu", 30),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_causal_conv1d_accuracy_compiled(size, activation, packed):
-    ids = segments_of(*size[:2]) if packed else None
-    check_case(inputs(*size), "mosaic", activation=activation, segment_ids=ids)
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize(("size", "scale"), [((5003, 5, 130, 4), 1), ((2, 200, 256, 4), 30)])
-def test_causal_conv1d_many_sequences_and_large_sums(size, scale):
+def test_causal_conv1d_accuracy_compiled(size, activation, scale, packed):
     """A block adds up several sequences; SiLU's slope is exact where it is flat and steep."""
     x, weight, bias, state = inputs(*size)
-    check_case((scale * x, weight, bias, scale * state), "mosaic")
+    ids = segments_of(*size[:2]) if packed else None
+    arrays = scale * x, weight, bias, scale * state
+    check_case(arrays, "mosaic", activation=activation, segment_ids=ids)
 
 
 @check.sizes((2, 20, 7, 4), gpu=[(2, 300, 7, 4), (2, 300, 1024, 4)])

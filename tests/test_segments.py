@@ -175,29 +175,25 @@ def in_two(op, cut, ids=None, **options):
     return run
 
 
-def two_runs(name, *cases, mark=()):
-    return [pytest.param(name, cut, ends, marks=mark) for cut, ends in cases]
-
-
 @pytest.mark.parametrize(
-    ("name", "cut", "ends"),
+    ("name", "cut", "end"),
     [
-        *two_runs("causal_conv1d", (1, (LENGTH,)), (9, (10, LENGTH)), (11, (10, LENGTH))),
-        *two_runs("causal_conv1d", (0, (LENGTH,)), (LENGTH, (LENGTH,)), mark=exhaustive),
-        *two_runs("causal_conv1d", (7, (5, LENGTH)), (7, (10, LENGTH)), mark=exhaustive),
-        *(two_runs(name, (9, (LENGTH,)), mark=exhaustive)[0] for name in OPS if "scan" in name),
+        *(("causal_conv1d", *of) for of in ((1, None), (9, 10), (11, 10))),
+        *(
+            pytest.param("causal_conv1d", *of, marks=exhaustive)
+            for of in ((0, None), (LENGTH, None), (7, 5), (7, 10))
+        ),
+        *(pytest.param(name, 9, None, marks=exhaustive) for name in OPS if "scan" in name),
     ],
 )
 @check.WHOLE
-def test_two_runs_are_one(name, cut, ends, implementation):
-    """The second from the state of the first; gradients included, and in the midst of a segment."""
+def test_two_runs_are_one(name, cut, end, implementation):
+    """The second from the state of the first, gradients included; a segment may end at `end`."""
     sizes = {}
     if implementation == "mosaic" and "linear" in name:
-        cut, ends, sizes = 667, (2000,), {"l": 2000, "d": 256}
+        cut, sizes = 667, {"l": 2000, "d": 256}
     op, (*args, states) = OPS[name], arrays_of(name, **sizes)
-    ids = None
-    if len(ends) > 1:
-        ids = jnp.asarray([np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))] * BATCH)
+    ids = None if end is None else jnp.asarray([[0] * end + [1] * (LENGTH - end)] * BATCH)
     arrays, options = (*args, states[:, 0]), {"implementation": implementation}
     with check.running(implementation):
         halves = value_and_grads(in_two(op, cut, ids, **options), arrays)

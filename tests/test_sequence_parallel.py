@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import warnings
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxkern
 from jaxkern.core import kernel_pass
 from jaxkern.lowering import kernel_call
 from jaxkern.mosaic.launch import interpreter
@@ -70,20 +70,16 @@ GIVEN = {  # of an op's arrays: neither state nor segments, a state, both
 }
 
 
-def _cotangents(results: Any) -> Any:
-    return jax.tree.map(lambda v: jnp.cos(2 * v), results)
-
-
-def value_and_grads(op: Op, *, grads: bool = True, **options: Any) -> Any:
+def value_and_grads(call: Any, *, grads: bool = True, **options: Any) -> Any:
     """Results and the gradients of all arrays, by cotangents that differ everywhere."""
 
     def run(*arrays: Any) -> Any:
         *floats, ids = arrays
-        call = functools.partial(op.call, segment_ids=ids, **options)
+        f = functools.partial(call, segment_ids=ids, **options)
         if not grads:
-            return call(*floats)
-        out, vjp = jax.vjp(call, *floats)
-        return out, vjp(_cotangents(out))
+            return f(*floats)
+        out, vjp = jax.vjp(f, *floats)
+        return out, vjp(jax.tree.map(lambda v: jnp.cos(2 * v), out))
 
     return jax.jit(run)
 
@@ -110,11 +106,10 @@ def _cut(op: Op, length: int | None) -> Any:
     return tuple(map(cut, op.arrays, op.axes.split()))
 
 
-def mesh_of(kind: AxisType, shape: tuple[int, ...], names: str = "xy") -> Any:
-    """A mesh of the first devices, each letter of `names` an axis."""
-    count = int(np.prod(shape))
-    kinds = (kind,) * len(shape)
-    return jax.make_mesh(shape, tuple(names[: len(shape)]), kinds, devices=jax.devices()[:count])
+def mesh_of(kind: AxisType, *shape: int) -> Any:
+    """A mesh of the first devices, with axes x and y."""
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, ("x", "y")[: len(shape)], (kind,) * len(shape), devices=devices)
 
 
 def assert_nothing_whole(compiled: Any, op: Op) -> None:
@@ -165,8 +160,8 @@ def _placed(op: Op, arrays: Any, mesh: Any, **split: Any) -> tuple[Any, ...]:
 def test_split_sequences_are_as_whole_ones(name, given, shape, split, kind, implementation):
     """Output, final state and gradients, with nothing as long as the sequence gathered."""
     op, options = OPS[name], {"implementation": implementation}
-    placed = _placed(op, GIVEN[given](op.arrays), mesh_of(kind, shape), **split)
-    run = value_and_grads(op, return_final_state=given != "alone", **options)
+    placed = _placed(op, GIVEN[given](op.arrays), mesh_of(kind, *shape), **split)
+    run = value_and_grads(op.call, return_final_state=given != "alone", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled = run.lower(*placed).compile()
@@ -179,15 +174,10 @@ def test_split_sequences_are_as_whole_ones(name, given, shape, split, kind, impl
 @FOUR_DEVICES
 def test_gradients_of_a_convolution_in_bf16():
     """Tokens at the end of a part get a gradient from the next one, and are rounded once."""
-    x, weight, bias, *_ = OPS["causal_conv1d"].arrays
+    call, (x, *weights) = OPS["causal_conv1d"].call, OPS["causal_conv1d"].arrays[:3]
     half, dout = x.astype(jnp.bfloat16), random(*x.shape, seed=7).astype(jnp.bfloat16)
-
-    @jax.jit
-    def dx(x, dout):
-        call = lambda x: jaxkern.causal_conv1d(x, weight, bias, activation="silu")
-        return jax.vjp(call, x)[1](dout)[0]
-
-    got = dx(*jax.device_put((half, dout), NamedSharding(mesh_of(AUTO, (4,)), P(None, "x"))))
+    dx = lambda x, dout: check.value_and_grads(call, (x, *weights), dout)[1][0]
+    got = dx(*jax.device_put((half, dout), NamedSharding(mesh_of(AUTO, 4), P(None, "x"))))
     assert got.dtype == jnp.bfloat16
     ends = np.arange(x.shape[1]).reshape(4, -1)[:3, -3:].reshape(-1)
     truth = dx(half.astype(jnp.float32), dout.astype(jnp.float32))
@@ -216,11 +206,11 @@ UNFIT = {
 )
 def test_a_sequence_that_parts_do_not_fit_is_gathered(name, kind):
     op, (length, why) = OPS[name], UNFIT[name]
-    run = value_and_grads(op, return_final_state=True)
+    run = value_and_grads(op.call, return_final_state=True)
     kernel_call.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        got = run(*_placed(op, _cut(op, length), mesh_of(kind, (4,)), l="x"))
+        got = run(*_placed(op, _cut(op, length), mesh_of(kind, 4), l="x"))
     message = f"{name}_fwd gathers what is split over 4 devices of the mesh's x: .*{why}"
     assert any(re.search(message, str(warning.message)) for warning in told), told
     check.assert_close(got, wanted(name, "packed", length), TOLERANCE)
@@ -240,31 +230,32 @@ def _by_name(op: Op, mesh: Any, axes: Any, check_vma: bool, **options: Any) -> A
         how = {"in_specs": specs, "out_specs": out_specs, "check_vma": check_vma}
         return jax.shard_map(part, mesh=mesh, **how)(*arrays, segment_ids)
 
-    return value_and_grads(op._replace(call=on_devices), **options)
+    return value_and_grads(on_devices, **options)
+
+
+XLA, CHECKED = {"implementation": "xla"}, {"check_vma": True}
 
 
 @FOUR_DEVICES
 @pytest.mark.parametrize(
     ("name", "given", "shape", "axes", "options"),
     [
-        ("linear_scan", "alone", (2,), "x", {"implementation": "xla"}),
+        ("linear_scan", "alone", (2,), "x", XLA),
         ("linear_scan reverse", "packed", (4,), "x", {}),
         ("causal_conv1d", "packed", (2, 2), ("y", "x"), {}),
-        ("selective_scan", "continued", (2,), ("x",), {"check_vma": True, "grads": False}),
+        ("selective_scan", "continued", (2,), ("x",), CHECKED | {"grads": False}),
         ("ssd", "packed", (4,), "x", {"grads": False}),
-        exhaustive("linear_scan", "packed", (4,), "x", {"check_vma": True}),
-        exhaustive(
-            "linear_scan reverse", "continued", (2, 2), ("x", "y"), {"implementation": "xla"}
-        ),
-        exhaustive("causal_conv1d", "continued", (2,), "x", {"check_vma": True}),
-        exhaustive("causal_conv1d", "packed", (4,), "x", {"implementation": "xla"}),
+        exhaustive("linear_scan", "packed", (4,), "x", CHECKED),
+        exhaustive("linear_scan reverse", "continued", (2, 2), ("x", "y"), XLA),
+        exhaustive("causal_conv1d", "continued", (2,), "x", CHECKED),
+        exhaustive("causal_conv1d", "packed", (4,), "x", XLA),
         exhaustive("causal_conv1d of few channels", "packed", (4,), "x", {}),
-        exhaustive("selective_scan", "continued", (2,), ("x",), {"check_vma": True}),
+        exhaustive("selective_scan", "continued", (2,), ("x",), CHECKED),
         exhaustive("selective_scan", "packed", (2, 2), ("y", "x"), {}),
-        exhaustive("selective_scan", "packed", (4,), "x", {"implementation": "xla"}),
+        exhaustive("selective_scan", "packed", (4,), "x", XLA),
         exhaustive("selective_scan none saved", "packed", (4,), "x", {}),
         exhaustive("ssd", "packed", (4,), "x", {}),
-        exhaustive("ssd", "packed", (4,), "x", {"check_vma": True, "implementation": "xla"}),
+        exhaustive("ssd", "packed", (4,), "x", CHECKED | XLA),
         exhaustive("ssd none saved", "alone", (2,), "x", {}),
     ],
 )
@@ -273,7 +264,7 @@ def test_parts_by_the_name_of_an_axis(name, given, shape, axes, options):
     op = OPS[name]
     arrays = GIVEN[given](op.arrays)
     options = {"check_vma": False, "return_final_state": given != "alone"} | options
-    compiled = _by_name(op, mesh_of(AUTO, shape), axes, **options).lower(*arrays).compile()
+    compiled = _by_name(op, mesh_of(AUTO, *shape), axes, **options).lower(*arrays).compile()
     want = wanted(name, given)
     want = want if options.get("grads", True) else want[0]
     check.assert_close(compiled(*arrays), want, TOLERANCE)
@@ -284,7 +275,7 @@ def test_parts_by_the_name_of_an_axis(name, given, shape, axes, options):
 @pytest.mark.parametrize("name", UNFIT)
 def test_parts_that_do_not_fit_are_told(name):
     op, (length, why) = OPS[name], UNFIT[name]
-    run = _by_name(op, mesh_of(AUTO, (4,)), "x", check_vma=False, return_final_state=True)
+    run = _by_name(op, mesh_of(AUTO, 4), "x", check_vma=False, return_final_state=True)
     message = f"{name}_fwd: sequence_axis x .* over 4 devices, but .*{why}.*jax.lax.all_gather"
     with pytest.raises(ValueError, match=message):
         run.lower(*GIVEN["continued"](_cut(op, length)))
@@ -297,10 +288,10 @@ def test_calls_that_cannot_name_an_axis_are_told():
         op.call(*op.arrays[:-1], sequence_axis="x")
     options = {"return_final_state": True, "num_segments": 2}
     arrays = *op.arrays[:2], jnp.zeros((2, 2, 6)), op.arrays[3]
-    run = _by_name(op, mesh_of(AUTO, (4,)), "x", check_vma=False, **options)
+    run = _by_name(op, mesh_of(AUTO, 4), "x", check_vma=False, **options)
     with pytest.raises(ValueError, match=r"num_segments=2 needs .* over x; leave"):
         run.lower(*arrays)
-    alone = _by_name(op, mesh_of(AUTO, (1,)), "x", check_vma=False, **options)
+    alone = _by_name(op, mesh_of(AUTO, 1), "x", check_vma=False, **options)
     assert jax.eval_shape(alone, *arrays)[0][1].shape == (2, 2, 6)
 
 
@@ -311,18 +302,16 @@ def test_calls_that_cannot_name_an_axis_are_told():
 def test_an_axis_of_one_device_may_be_named(name, implementation):
     """The final state is typed as the same on all of it."""
     op, options = OPS[name], {"return_final_state": True, "implementation": implementation}
-    run = _by_name(op, mesh_of(AUTO, (1,)), "x", check_vma=True, **options)
+    run = _by_name(op, mesh_of(AUTO, 1), "x", check_vma=True, **options)
     (out, final), grads = jax.eval_shape(run, *op.arrays)
     assert (out.shape, final.shape) == (op.arrays[0].shape, op.arrays[-2].shape)
     assert [v.shape for v in grads] == [v.shape for v in op.arrays[:-1]]
 
 
 @FOUR_DEVICES
-@pytest.mark.parametrize(
-    ("block", "grads"),
-    [exhaustive(mamba, False), exhaustive(mamba, True), exhaustive(mamba2, True)],
-)
-def test_blocks_split_along_their_sequence(block, grads):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("block", [mamba, mamba2])
+def test_blocks_split_along_their_sequence(block):
     small: Any = {"headdim": 4} if block is mamba2 else {}
     sizes, length = block.Sizes(8, d_state=4, **small), 256 if block is mamba2 else 16
     keys = iter(jax.random.split(jax.random.key(0), 16))
@@ -330,27 +319,19 @@ def test_blocks_split_along_their_sequence(block, grads):
     weights = block.BLOCK.weights_from({k: f(next(keys), s, jnp.float32) for k, (f, s) in inits})
     cache = block.init_cache(sizes, 2, jnp.float32)
     arrays = weights, random(2, length, 8), jax.tree.map(lambda v: random(*v.shape), cache)
-    ids, along = ids_of(2, length), P(None, "x")
 
-    def run(weights, x, cache, ids, **options):
-        options |= {"segment_ids": ids, "return_cache": True}
+    def run(weights, x, cache, segment_ids, **options):
+        options |= {"segment_ids": segment_ids, "return_cache": True}
         return block.BLOCK.apply(weights, sizes, x, cache, **options)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def results(f, *args):
-        if not grads:
-            return f(*args, ids)
-        out, vjp = jax.vjp(lambda *floats: f(*floats, ids), *args)
-        return out, vjp(_cotangents(out))
+    def split(*arrays, segment_ids):
+        in_specs, out_specs = (P(), P(None, "x"), P(), P(None, "x")), (P(None, "x"), P())
+        how = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+        of_part = functools.partial(run, sequence_axis="x")
+        return jax.shard_map(of_part, mesh=mesh_of(AUTO, 2), **how)(*arrays, segment_ids)
 
-    split = jax.shard_map(
-        functools.partial(run, sequence_axis="x"),
-        mesh=mesh_of(AUTO, (2,)),
-        in_specs=(P(), along, P(), along),
-        out_specs=(along, P()),
-        check_vma=False,
-    )
-    check.assert_close(results(split, *arrays), results(run, *arrays), TOLERANCE)
+    got, want = (value_and_grads(f)(*arrays, ids_of(2, length)) for f in (split, run))
+    check.assert_close(got, want, TOLERANCE)
 
 
 # Devices that are elements of a vmap: one program without a mesh, which may be interpreted
@@ -423,7 +404,7 @@ def test_parts_and_their_sections(
     monkeypatch.setattr(kernel_pass, "_on_mesh", functools.partial(_in_parts, parts, by_name))
     jax.clear_caches()  # of what is traced without all this
     with check.running(implementation):
-        run = value_and_grads(op, implementation=implementation, return_final_state=True)
+        run = value_and_grads(op.call, implementation=implementation, return_final_state=True)
         got = run(*GIVEN[given](op.arrays))
     jax.clear_caches()
     assert found == (set() if "conv" in name else {sections})
