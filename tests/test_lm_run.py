@@ -43,8 +43,14 @@ ONE = dataclasses.replace(PRESETS["micro"].model, n_layers=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def models_of_one_layer():
+def small_models():
+    """Models of one layer, of which each program is compiled once."""
+    compiled = functools.cache(
+        lambda config, placement, x64: program.compile_programs(config, placement, fresh=True)
+    )
+    once = lambda *args, fresh: compiled(*args, jax.config.jax_enable_x64)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "compile_programs", once)
         for name in ("micro", "mamba2-micro"):
             model = dataclasses.replace(PRESETS[name].model, n_layers=1)
             patch.setitem(PRESETS, name, dataclasses.replace(PRESETS[name], model=model))
@@ -485,19 +491,6 @@ def test_ctrl_c_before_training_is_one_line_and_leaves_nothing(place, argv, tmp_
 # Runs of the model
 
 
-@functools.cache
-def compiled(configuration, placement, x64):
-    return program.compile_programs(configuration, placement, fresh=True)
-
-
-def compiling_once(patch):
-    how = lambda *args, fresh: compiled(*args, jax.config.jax_enable_x64)
-    patch.setattr(train_module, "compile_programs", how)
-
-
-compiled_once = pytest.fixture(lambda monkeypatch: compiling_once(monkeypatch))
-
-
 @pytest.fixture(scope="module")
 def learned(text, tmp_path_factory):
     """A function that gives an undisturbed run of a model: its flags, folder and output."""
@@ -508,7 +501,6 @@ def learned(text, tmp_path_factory):
         argv = ["train", "--preset", preset, "--data", text, "--steps", REAL_STEPS, "--lr", 0.05]
         argv += ["--checkpoint-every", 20, "--eval-every", 20, "--eval-batches", 2, "--seq-len", 8]
         with pytest.MonkeyPatch.context() as patch:
-            compiling_once(patch)
             patch.setattr(sample, "stream", lambda *args, length, **_: print("x" * length))
             patch.setattr(train_module, "has_room", lambda *args: False)  # nothing to compile
             patch.setattr(train_module, "plot_losses", lambda *args, **options: None)
@@ -554,9 +546,7 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
 
 
 @KIND
-def test_a_run_of_a_model_goes_on_to_the_same_losses_and_is_sampled(
-    learned, preset, tmp_path, compiled_once
-):
+def test_a_run_of_a_model_goes_on_to_the_same_losses_and_is_sampled(learned, preset, tmp_path):
     argv, whole, _ = learned(preset)
     out = tmp_path / "run"
     assert "step 13 of" in run(*argv, "--out", out, code=143, after=12)
@@ -573,7 +563,7 @@ def test_a_run_of_a_model_goes_on_to_the_same_losses_and_is_sampled(
 
 
 @pytest.mark.exhaustive
-def test_a_killed_process_goes_on_to_the_same_losses(learned, tmp_path, compiled_once):
+def test_a_killed_process_goes_on_to_the_same_losses(learned, tmp_path):
     argv, whole, _ = learned("micro")
     out = tmp_path / "run"
     run(*argv, "--out", out, code=143, after=12)
@@ -585,7 +575,7 @@ def test_a_killed_process_goes_on_to_the_same_losses(learned, tmp_path, compiled
 
 
 @pytest.mark.exhaustive
-def test_double_precision_changes_nothing(learned, tmp_path, compiled_once):
+def test_double_precision_changes_nothing(learned, tmp_path):
     """Under JAX_ENABLE_X64 the run's arrays are those that it has without."""
     argv, whole, _ = learned("micro")
     out = tmp_path / "run"
