@@ -53,10 +53,8 @@ def oracle_of_logits(
         slope = 1 / np.cosh(logits / logit_softcap) ** 2
         logits = logit_softcap * np.tanh(logits / logit_softcap)
     lse = logsumexp(logits, axis=-1)
-    target = np.full(logits.shape, label_smoothing / count)
-    kept = labels != IGNORED
-    onto = np.where(kept, labels, 0)[..., None]
-    np.put_along_axis(target, onto, label_smoothing / count + 1 - label_smoothing, -1)
+    kept, onto = labels != IGNORED, labels[..., None] == np.arange(count)
+    target = (1 - label_smoothing) * onto + label_smoothing / count
     losses = lse - (target * logits).sum(-1) + z_loss * lse**2
     softmax = np.exp(logits - lse[..., None])
     dlogits = (dloss * (1 + 2 * z_loss * lse) + dlse)[..., None] * softmax

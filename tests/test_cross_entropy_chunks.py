@@ -49,12 +49,6 @@ def truth(arrays, labels, dmean=1.0, **options):
     return losses.sum() / counted.sum(), grads
 
 
-def rows_of_logits(f, *arrays):
-    """How many rows of all classes `f` has at once in its traced program."""
-    text = str(jax.make_jaxpr(f)(*arrays))
-    return [rows for rows in range(CLASSES, 1536) if f"[{rows},{CLASSES}]" in text]
-
-
 def no_worse_than_plain(got, arrays, labels, dmean=1.0, **options):
     """Holds `got`, a loss and its gradients, to twice the error of what a user would write."""
     dout, arrays = jnp.float32(dmean), tuple(arrays)
@@ -115,11 +109,11 @@ def test_strict_promotion_in_bfloat16():
 
 @pytest.mark.skipif(check.ON_GPU, reason="float64 is plain JAX, the same on a GPU")
 @combinations(
-    "split memory",
-    [None, "rows", "classes"],
+    "sizes memory",
+    [None, (2, 1), (1, 2)],
     [memory_for(520, "float64"), memory_for(511, "float64"), None],
 )
-def test_float64_is_exact(memory, split):
+def test_float64_is_exact(memory, sizes):
     """With all logits, in chunks and in parts no number of fewer bits comes in between.
 
     Neither does it where devices add sums of theirs.
@@ -128,14 +122,8 @@ def test_float64_is_exact(memory, split):
     wide = [np.asarray(v).astype(np.float64) for v in arrays]
     want = truth(wide, labels)
     with jax.enable_x64(True):
-        wide = [*map(jnp.asarray, wide), labels]
-        if split:
-            mesh = jax.make_mesh((2,), (split,), (AUTO,), devices=jax.devices()[:2])
-            rows, classes = ("rows", None) if split == "rows" else (None, "classes")
-            specs = P(rows), P(None, classes), P(classes), P(rows)
-            wide = [
-                jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(wide, specs, strict=True)
-            ]
+        wide = dict(zip(("x", "weight", "bias"), wide, strict=True)) | {"labels": labels}
+        wide = on_mesh(sizes, AUTO, **wide) if sizes else wide.values()
         run = lambda x, weight, bias, labels: loss(x, weight, bias, labels=labels, memory=memory)
         got = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*wide)
     for one, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -255,11 +243,15 @@ def test_transformations(transformed):
     check.assert_close(got, want, 1e-5)
 
 
-def on_mesh(sizes, kind, *arrays):
-    """Arrays on a mesh of so many devices along "data" and "v", each with its axes to split."""
+SPLIT = {"x": P("data"), "labels": P("data"), "bias": P("v")}
+SPLIT |= {"weight": P(None, "v"), "sums": P(None, "v")}
+
+
+def on_mesh(sizes, kind, **arrays):
+    """Arrays on a mesh of so many devices along "data" and "v", each split as it can be."""
     devices = jax.devices()[: sizes[0] * sizes[1]]
     mesh = jax.make_mesh(sizes, ("data", "v"), (kind,) * 2, devices=devices)
-    return [jax.device_put(v, NamedSharding(mesh, P(*axes))) for v, *axes in arrays]
+    return [jax.device_put(v, NamedSharding(mesh, SPLIT[name])) for name, v in arrays.items()]
 
 
 def without_a_gather(run, *arrays):
@@ -284,8 +276,8 @@ def test_rows_and_classes_of_devices(sizes, of):
         run = functools.partial(loss, labels=labels, memory=memory_for(640, dtype), **options)
         return jax.value_and_grad(run, (0, 1, 2))(x, weight, bias)
 
-    split = (x, "data"), (weight, None, "v"), (bias, "v"), (labels, "data")
-    got = without_a_gather(both, *on_mesh(sizes, kind, *split))
+    split = on_mesh(sizes, kind, x=x, weight=weight, bias=bias, labels=labels)
+    got = without_a_gather(both, *split)
     no_worse_than_plain(got, (x, weight, bias), labels, **options)
     assert [g.dtype for g in got[1]] == [dtype] * 3
     assert got[1][1].sharding.shard_shape(weight.shape) == (K, CLASSES // sizes[1])
@@ -297,7 +289,7 @@ def test_second_derivatives_on_a_mesh(kind):
     x, weight, _, labels = inputs((2, 560), 4, 20)
     run = functools.partial(loss, bias=None, memory=memory_for(560, classes=20))
     second = jax.jit(lambda x, w, labels: _second(functools.partial(run, labels=labels), x, w))
-    split = on_mesh((2, 2), kind, (x, "data"), (weight, None, "v"), (labels, "data"))
+    split = on_mesh((2, 2), kind, x=x, weight=weight, labels=labels)
     check.assert_close(second(*split), second(x, weight, labels), 1e-5)
 
 
@@ -344,7 +336,8 @@ def test_what_is_in_chunks(change, rows):
     x, weight, bias, labels = inputs(change.pop("rows"), K, CLASSES, change.pop("dtype"))
     weight = weight.astype(change.pop("weight", weight.dtype))
     run = lambda x: jax.tree.leaves(loss(x, weight, bias, labels=labels, **change))[0].sum()
-    assert rows_of_logits(run, x) == rows
+    text = str(jax.make_jaxpr(run)(x))
+    assert [n for n in range(CLASSES, 1536) if f"[{n},{CLASSES}]" in text] == rows
 
 
 def test_memory():
@@ -367,7 +360,7 @@ def test_classes_on_any_devices(kind, sizes):
     x, weight, _, labels = inputs((8,), 16, classes)
     options: Any = {"label_smoothing": 0.1, "z_loss": 1e-3}
     run = lambda x, w, y: jax.value_and_grad(loss, (0, 1))(x, w, None, labels=y, **options)
-    split = on_mesh((1, devices), kind, (x,), (weight, None, "v"), (labels,))
+    split = on_mesh((1, devices), kind, x=x, weight=weight, labels=labels)
     (got, (dx, dweight)), no_bias = without_a_gather(run, *split), np.zeros(classes)
     want, (*grads, _) = truth((x, weight, no_bias), labels, **options)
     check.assert_close((got, dx, dweight), (want, *grads))
@@ -402,8 +395,8 @@ def test_accumulators_and_parts_of_devices(of, sizes, kind):
         wanted = (0, 3, 2) if accumulated else (0, 1, 2)
         return jax.value_and_grad(of, wanted, has_aux=True)(x, weight, bias, sums)
 
-    split = (weight, None, "v"), (bias, "v"), (sums, None, "v"), (labels, "data")
-    (_, results), grads = without_a_gather(both, *on_mesh(sizes, kind, (x, "data"), *split))
+    split = on_mesh(sizes, kind, x=x, weight=weight, bias=bias, sums=sums, labels=labels)
+    (_, results), grads = without_a_gather(both, *split)
     counted = np.asarray(labels != IGNORED)
     of = lambda dlse: oracle(
         *(np.asarray(v, np.float64) for v in (x, weight, bias)),
@@ -424,7 +417,7 @@ def test_parts_that_devices_cannot_share_are_told_of(of):
     kind, classes = of
     x, weight, _, labels = inputs((8,), 16, classes)
     run = jax.jit(lambda x, w, y: loss(x, w, None, labels=y, memory=SMALLEST))
-    split = on_mesh((1, 3), kind, (x,), (weight, None, "v"), (labels,))
+    split = on_mesh((1, 3), kind, x=x, weight=weight, labels=labels)
     with pytest.warns(UserWarning, match=f"128 of {classes} classes at once, which 3 devices"):
         got = run(*split)
     check.assert_close(got, truth((x, weight, np.zeros(classes)), labels)[0])

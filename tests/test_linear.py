@@ -305,18 +305,13 @@ def on_mesh(name, x, w, b, sums, **options):
     return joined(x, *scales, w, b, activation="gelu", **options)
 
 
-SPLITS = [
-    (("s",), (None, "s"), ("s", None)),
-    ((("s", "t"),), ("t", "s"), (("s", "t"), None)),
-    (("s", "t"), (None, ("s", "t")), ("s", "t")),
-    ((None, "s"), (None, ("s", "t")), (None, ("s", "t"))),
-]
-SPLIT = {
-    f"{name} {i}": (name, *SPLITS[i])
-    for i, names in enumerate([["rms_norm", "layer_norm"], [], [], []])
-    for name in ("linear", "gated", "one weight", *names)
+OPS = ["linear", "gated", "one weight", "rms_norm", "layer_norm"]
+SPLITS = {  # of x, of the weight and of what comes out
+    "rows and columns": (("s", "t"), (None, ("s", "t")), ("s", "t")),
+    "rows by both": ((("s", "t"),), ("t", "s"), (("s", "t"), None)),
+    "columns": ((None, "s"), (None, ("s", "t")), (None, ("s", "t"))),
+    "rows": (("s",), (None, "s"), ("s", None)),
 }
-SPLIT = {name: SPLIT[name] for name in ("linear 2", "gated 1", "one weight 3", *SPLIT)}
 HOW = {"sums": ("float32", None, 1), "bf16": ("bfloat16", None, 0), "xla": ("bfloat16", "xla", 0)}
 
 
@@ -327,10 +322,10 @@ def _placer(*sizes):
 
 
 @FOUR_DEVICES
-@combinations("splits how", SPLIT, HOW, few=3)
-def test_one_axis_of_a_mesh_splits_both_operands(splits, how):
+@combinations("name splits how", OPS, SPLITS, HOW, few=3)
+def test_one_axis_of_a_mesh_splits_both_operands(name, splits, how):
     """Values and gradients, each split as its argument, and results as in every implementation."""
-    (name, of_x, of_weight, of_out), (dtype, implementation, accumulated) = splits, how
+    (of_x, of_weight, of_out), (dtype, implementation, accumulated) = splits, how
     put, call = _placer(2, 2), functools.partial(on_mesh, name, implementation=implementation)
     x, w, b = inputs(16, 8, 32, dtype)
     sums = jnp.ones(w.shape) if accumulated and "norm" not in name else None

@@ -210,7 +210,6 @@ def test_norm_mixed_dtypes(op, dtype, other, implementation):
     arrays["residual"] = arrays["residual"].astype(other)
     check_case(op, arrays, implementation, eps=1e-5)
     outs, grads = run_vjp(op, arrays, implementation, eps=1e-5)
-    assert outs[1].dtype == jnp.promote_types(dtype, other)
     total = arrays["x"].astype("float32") + arrays["residual"].astype("float32")
     np.testing.assert_array_equal(outs[1], total.astype(outs[1].dtype))
     for name, grad in grads.items():
@@ -268,8 +267,7 @@ def test_norm_extreme_rows(op, implementation):
     eps = 1e-5 if op == "layer_norm" else 1e-6
     np.testing.assert_allclose(out[2], tiny / math.sqrt(eps), rtol=1e-5, atol=1e-24)
     assert abs(float(jnp.mean(out[4] ** 2)) - 1) < 1e-4
-    assert np.isfinite(grads["x"]).all()
-    assert np.isfinite(grads["weight"]).all()
+    assert all(np.isfinite(grad).all() for grad in grads.values())
 
 
 def test_float64():
