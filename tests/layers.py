@@ -21,7 +21,7 @@ from jaxkern.precision import Policy
 
 K = 40  # features
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
-
+NORMS = ("RMSNorm", "LayerNorm")
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 """Unoptimised code of the same program is made much sooner."""
@@ -35,13 +35,13 @@ def normal(*shape, seed=0, dtype=FP32, scale=1.0):
 # How a library's own layer or ours is made from a name and its options, and run: its initial
 # parameters, and (parameters, x) -> result. With `shapes` the parameters are of jax.eval_shape.
 
-SIZES = {"Linear": (24,), "SwiGLU": (24,), "Dropout": (0.5,)}
-"""Arguments after the width of the input, which Dropout has not."""
+
+def size_of(name, width):
+    return {"Linear": (width, 24), "SwiGLU": (width, 24), "Dropout": (0.5,)}.get(name, (width,))
 
 
 def of_nnx(module, name, width, shapes=False, **options):
-    size = (*(() if name == "Dropout" else (width,)), *SIZES.get(name, ()))
-    make = lambda: getattr(module, name)(*size, **options, rngs=nnx.Rngs(0))
+    make = lambda: getattr(module, name)(*size_of(name, width), **options, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(nnx.eval_shape(make) if shapes else make())
 
     def run(params, *args, method="__call__", **how):
@@ -51,7 +51,7 @@ def of_nnx(module, name, width, shapes=False, **options):
 
 
 def of_linen(module, name, width, shapes=False, **options):
-    size = (width,) if name.startswith("Mamba") else SIZES.get(name, ())
+    size = () if name in NORMS else size_of(name, width)[-1:]
     layer = getattr(module, "Dense" if name == "Linear" else name)(*size, **options)
     # A module computes where its parameters are made, too, which "mosaic" does on a GPU alone.
     made = layer.clone(implementation="xla") if "implementation" in options else layer
@@ -63,13 +63,11 @@ def of_linen(module, name, width, shapes=False, **options):
 
 def of_equinox(module, name, width, shapes=False, dtype=None, **options):
     """A layer that computes in its parameters' dtypes, which are cast to `dtype` for that."""
-    size = (*(() if name == "Dropout" else (width,)), *SIZES.get(name, ()))
-    if name not in ("RMSNorm", "LayerNorm", "Dropout"):
+    if name not in (*NORMS, "Dropout"):
         options["key"] = jax.random.key(0)
-    make = functools.partial(getattr(module, name), *size, **options)
+    make = functools.partial(getattr(module, name), *size_of(name, width), **options)
     layer = eqx.filter_eval_shape(make) if shapes else make()
-    is_param = lambda a: isinstance(a, jax.Array | jax.ShapeDtypeStruct)
-    like, rest = eqx.partition(layer, is_param)
+    like, rest = eqx.partition(layer, lambda a: isinstance(a, jax.Array | jax.ShapeDtypeStruct))
 
     def run(params, *args, method="__call__", **how):
         params = params if dtype is None else Policy(compute=dtype).cast_to_compute(params)
@@ -86,7 +84,6 @@ MODULES = {
     "equinox": (of_equinox, eqx.nn, jk_equinox),
 }
 LIBRARIES = [*MODULES]
-LIBRARY = pytest.mark.parametrize("library", LIBRARIES)
 
 
 def ours(library, name, width=K, **options):
