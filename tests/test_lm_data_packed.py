@@ -366,7 +366,8 @@ def test_every_window_is_seen_once_in_an_epoch(windows):
         epochs = [drawn[i : i + size] for i in range(0, 3 * size, size)]
         assert all(sorted(epoch) == every for epoch in epochs)
         orders |= {*map(tuple, epochs)}
-        assert order(np.arange(size, 2 * size)) == epochs[1]  # as a resumed run asks for it
+        later = slice(size // 2, 2 * size)  # as a resumed run asks for it
+        assert order(np.arange(3 * size)[later]) == drawn[later]
     assert len(orders) >= min(size, 9) - 1
 
 
