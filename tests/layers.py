@@ -1,4 +1,4 @@
-"""What the tests of layers share: each library's own and ours, made and run in the same way."""
+"""Layers for tests: each library's own and ours, made and run in the same way."""
 
 import dataclasses
 import functools

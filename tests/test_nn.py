@@ -32,14 +32,14 @@ same = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 def moved(tree, seed=1):
-    """Parameters away from ones and zeros."""
+    """Adds noise to parameters, so that none are ones or zeros."""
     leaves, treedef = jax.tree.flatten(tree)
     noise = [normal(*leaf.shape, seed=seed + i, dtype=leaf.dtype) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(treedef, map(jnp.add, leaves, noise))
 
 
 def of_both(library, name, x, *, how=None, transform=lambda run: run, **options):
-    """Parameters that the library's own layer and ours share, and the results of each with them."""
+    """Runs the library's own layer and ours with the same parameters, which it returns first."""
     make, *modules = layers.MODULES[library]
     (theirs, run_theirs), (params, run) = (make(m, name, K, **options) for m in modules)
     same(theirs, params)
@@ -53,7 +53,7 @@ CASES = (*LAYERS, "RMSNorm, bare", "LayerNorm, bare", "LayerNorm, scale")
 
 @combinations("library case", LIBRARIES, CASES)
 def test_layers_have_the_parameters_and_results_of_the_librarys_own(library, case):
-    """And its gradients; of norms without some of their parameters, too."""
+    """Compares gradients, too, and norms without some of their parameters."""
     name, _, some = case.partition(", ")
     scale, eps = ("use_weight", "eps") if library == "equinox" else ("use_scale", "epsilon")
     options = {eps: 0.1} if name in NORMS else {}
@@ -153,7 +153,7 @@ def test_layers_hand_on_their_dtypes_and_their_implementation(library, name):
     [("RMSNorm", "rms_norm"), ("LayerNorm", "layer_norm"), ("SwiGLU", "swiglu")],
 )
 def test_layers_run_the_kernels(name, kernel):
-    """Those of the blocks are seen to in the language model's test."""
+    """The language model's test sees to the blocks' kernels."""
     params, run = ours("nnx", name, 256, shapes=True)
     gradients = jax.jit(jax.grad(lambda params, x: run(params, x).sum(), (0, 1)))
     traced = gradients.trace(params, jax.ShapeDtypeStruct((2, 64, 256), FP32))
@@ -195,7 +195,7 @@ LEFT = {
 
 
 def left_cases():
-    """In the default suite one or two of each case, in turn those of every library and layer."""
+    """Leaves one or two of each case in the default suite, in turn of every library and layer."""
     for at, (case, (libraries, names, *_)) in enumerate(LEFT.items()):
         among = [*itertools.product(libraries, names)]
         for i, (library, name) in enumerate(among):
@@ -205,7 +205,7 @@ def left_cases():
 
 @pytest.mark.parametrize(("case", "library", "name"), [*left_cases()])
 def test_what_the_ops_do_not_compute_the_librarys_own_does(case, library, name):
-    """To the last bit; a layer made for kernels alone says what is amiss."""
+    """Compares to the last bit; a layer made for kernels alone says what is amiss."""
     *_, options, x, dtype = LEFT[case]
     with jax.enable_x64(case == "float64"):
         x = jnp.asarray(x)
@@ -275,7 +275,7 @@ def test_scalars_are_refused_as_the_library_refuses_them():
 
 
 def test_a_layer_is_called_once():
-    """By what captures intermediates and what tabulates them, whoever computes it."""
+    """Flax's tables and captured intermediates have one call, whoever computes it."""
     for module in (
         jk_linen.LayerNorm(reduction_axes=0),
         jk_linen.RMSNorm(reduction_axes=0),
@@ -293,7 +293,7 @@ def test_a_layer_is_called_once():
 
 
 def dropout(library, x=ONES, rate=0.5, module=None, **options):
-    """Ours, or that of a library's module, by one key."""
+    """Applies our Dropout, or that of another module, always with the same key."""
     module = module or layers.MODULES[library][2]
     if library == "linen":
         return module.Dropout(rate, deterministic=False, **options).apply({}, x, rng=KEY)

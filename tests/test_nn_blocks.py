@@ -66,7 +66,7 @@ def block_of(kind, library, weights, width=12, **options):
 
 
 def check_block(kind, library, options, **weights):
-    """In one; in parts of one token, of none, after a cache and packed; and token by token."""
+    """Checks a sequence in one; in parts of one token, of none, and packed; and token by token."""
     options = kind.options | options
     sizes, weights = kind.sizes(**options), weights_of(kind, **options)._replace(**weights)
     block = block_of(kind, library, weights, **options)
@@ -119,8 +119,7 @@ def test_block_is_the_papers(kind, library, options):
     ids=str,
 )
 def test_mamba2_of_other_sizes(options):
-    """Norms of other groups than the scan's, limits of step sizes, one head, heads of a channel,
-    and weights of the input for each channel."""
+    """Varies groups of norms, limits of step sizes and heads, with a D for each channel."""
     sizes = MAMBA2.sizes(**options)
     check_block(MAMBA2, "nnx", options, D=normal(sizes.heads, sizes.headdim, seed=9))
 
@@ -210,7 +209,7 @@ def test_block_of_one_sequence_in_equinox(kind):
 
 @KIND
 def test_layers_have_the_parameters_and_options_of_the_block(kind):
-    """Their names, shapes and defaults, and as many as there are by default."""
+    """Compares names, shapes and defaults, and how many there are by default."""
     inits = kind.block.initializers(kind.block.sizes(32), n_layers=4)
     assert inits.keys() == {*kind.block.weights._fields} - {"in_bias", "out_bias"}
     biased = kind.block.initializers(kind.sizes(use_bias=True, use_conv_bias=False))
@@ -259,7 +258,7 @@ def test_block_in_bfloat16(kind, library):
 
 @combinations("kind library", KINDS, LIBRARIES, few=6)
 def test_a_loop_can_carry_a_cache(kind, library):
-    """It keeps its dtypes, whatever those of parameters and tokens."""
+    """The cache keeps its dtypes, whatever those of parameters and tokens."""
     block = block_of(kind, library, jax.tree.map(BF16, weights_of(kind)), **kind.options)
     cache, tokens = kind.block.init_cache(kind.sizes(), 2, FP32), jnp.ones((2, 3, 12), BF16)
     for x, how in ((tokens, {"return_cache": True}), (tokens[:, 0], {"method": "step"})):
@@ -376,7 +375,7 @@ def test_stacks_are_scanned_and_rematerialised(kind, stacked):
     x = normal(2, 3, 8)
 
     def loss_of(weights):
-        """Layer by layer, with no layers of a library and nothing rematerialised."""
+        """Computes layer by layer, with no layers of a library and nothing rematerialised."""
         out = x
         for i in range(2):
             layer = jax.tree.map(lambda leaf, i=i: leaf[i], weights)

@@ -93,7 +93,7 @@ def test_wrap_casts_flax_modules():
 
 
 def test_wrap_casts_modules_that_are_pytrees():
-    """As Equinox's are, with functions among the leaves."""
+    """Equinox's modules are, and have functions among their leaves."""
 
     class Layer(eqx.Module):
         weight: jax.Array
@@ -149,7 +149,7 @@ def test_scaling_and_unscaling_are_exact():
 
 
 def test_adjust_follows_its_rule():
-    """Against a Python loop, over a run of finite and overflowing steps, under jit and scan."""
+    """Compares with a Python loop over finite and overflowing steps, under jit and scan."""
     finite = [*[True] * 3, False, *[True] * 2, False, *[True] * 9, *[False] * 9]
     scale = DynamicLossScale(8.0, period=3, factor=2.0, min_scale=0.5, max_scale=16.0)
     value, counter, expected = 8.0, 0, []
@@ -175,7 +175,7 @@ def test_adjust_follows_its_rule():
 
 @pytest.mark.parametrize("scale", SCALES, ids=lambda s: type(s).__name__)
 def test_loss_scales_keep_every_field(scale, tmp_path):
-    """Through jit, scan, shard_map, a checkpoint and back."""
+    """Sends them through jit, scan, shard_map, a checkpoint and back."""
     same(jax.jit(lambda s: s)(scale), scale)
     same(jax.lax.scan(lambda s, _: (s, None), scale, length=2)[0], scale)
     mesh = jax.make_mesh((1,), ("data",))
@@ -255,7 +255,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(k):
 
 
 def test_what_else_the_loss_returns_is_stacked():
-    """And NaN of one microbatch is not lost."""
+    """NaN of one microbatch is not lost, either."""
     loss = lambda params, batch: (loss_fn(params, batch), batch["label"])
     run = jax.jit(functools.partial(jaxkern.accumulate_gradients, loss, PARAMS, has_aux=True))
     (value, labels), grads = run(parts(4))
@@ -267,7 +267,7 @@ def test_what_else_the_loss_returns_is_stacked():
 
 
 def test_sums_are_in_float32():
-    """Of a bfloat16 gradient 1 and a thousand of 1/512, which bfloat16 sums would lose."""
+    """Adds a bfloat16 gradient 1 and a thousand of 1/512, which bfloat16 sums would lose."""
     slopes = jnp.array([1.0] + [2.0**-9] * 1023)
     loss = lambda p, slope: (p * slope.astype(p.dtype)).sum()
     one = jnp.ones((), BF16)
@@ -284,7 +284,7 @@ def test_sums_are_in_float32():
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_in_shard_map_the_devices_exchange_their_sums_once(check_vma):
-    """After the loop: one sum of each gradient and of the loss, in float32."""
+    """Counts one sum of each gradient and of the loss, in float32, after the loop."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     axes = ("data", "model")
     specs = {"in_specs": (P(), P(None, axes)), "out_specs": P(), "check_vma": check_vma}
