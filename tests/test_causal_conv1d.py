@@ -13,6 +13,7 @@ from jaxkern.ops.causal_conv1d.tiles import Tiles
 from tests import check, sequences
 
 KERNELS = "causal_conv1d_fwd", "causal_conv1d_bwd"
+exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 OP = sequences.OPS["causal_conv1d"]
 convolve, check_case = OP.call, functools.partial(sequences.check_case, OP.call, OP.oracle)
 
@@ -32,23 +33,27 @@ def segments_of(batch, length):
 
 
 @check.sizes(
-    *[(2, 9, 130, 4), (1, 1, 3, 4), (2, 2, 5, 8), (1, 5, 3, 1), (3, 17, 130, 2)],
+    *[(2, 9, 130, 4), (1, 0, 3, 4), (1, 1, 3, 4), (2, 2, 5, 8), (1, 5, 3, 1), (3, 17, 130, 2)],
     interpreted=[(2, 9, 130, 4)],
 )
 def test_causal_conv1d_accuracy(size, implementation):
-    """The last inputs and their gradient, too, of sequences as short as one token."""
+    """The last inputs and their gradient, too, of sequences as short as none and one token."""
     activation = None if size[-1] in (2, 8) else "silu"
     check_case(inputs(*size), implementation, activation=activation)
 
 
 @check.BOTH
 def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
-    """Over the ends of tiles too: in the backward two warpgroups take three of 16, 16 and 3."""
+    """Over the ends of tiles too: in the backward two warpgroups take three of 16, 16 and 3.
+
+    The first and the last segment have one token: few see the state, and fewer inputs are kept.
+    """
     tiles = Tiles(rows=4, stages=2, chunks=4)
     twice = Tiles(rows=4, stages=2, chunks=4, warpgroups=2, tiles_each=2)
     monkeypatch.setattr(forward, "forward_tiles", lambda *_: tiles)
     monkeypatch.setattr(backward, "backward_tiles", lambda *_: twice)
-    check_case(inputs(1, 35, 3, 3), implementation, segment_ids=segments_of(1, 35))
+    ids = segments_of(1, 35).at[:, jnp.array([0, -1])].set(9)
+    check_case(inputs(1, 35, 3, 3), implementation, segment_ids=ids)
 
 
 @pytest.mark.compiled
@@ -110,12 +115,7 @@ def test_causal_conv1d_reaches_a_window(implementation, end):
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype"),
-    [
-        pytest.param(1, "float32", marks=pytest.mark.exhaustive),
-        (3, "float32"),
-        (4, "bfloat16"),
-    ],
+    ("width", "dtype"), [(3, "float32"), (4, "bfloat16"), exhaustive(1, "float32")]
 )
 def test_causal_conv1d_is_its_steps(width, dtype):
     """Outputs, the last inputs and, in fp32, the gradients of every argument."""
@@ -170,8 +170,8 @@ def test_causal_conv1d_errors():
     ("size", "dtype", "names"),
     [
         ((1, 64, 127, 4), "float32", []),  # too few channels
-        pytest.param((1, 300, 287, 5), "bfloat16", KERNELS, marks=pytest.mark.exhaustive),
-        pytest.param((2, 300, 2048, 4), "float32", KERNELS, marks=pytest.mark.exhaustive),
+        exhaustive((1, 300, 287, 5), "bfloat16", KERNELS),
+        exhaustive((2, 300, 2048, 4), "float32", KERNELS),
     ],
 )
 def test_causal_conv1d_lowers_for_cuda(size, dtype, names):

@@ -70,11 +70,6 @@ def test_linear_scan_half_precision(size, implementation, dtype, b_dtype):
     check_case(inputs(*size, dtype, b_dtype), implementation)
 
 
-@check.WHOLE
-def test_linear_scan_without_initial_state(implementation):
-    check_case(inputs(1, 5, 3), implementation, absent=1)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("reverse", [exhaustive(False), True])
 def test_linear_scan_tiles(reverse):

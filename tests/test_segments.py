@@ -91,7 +91,7 @@ def value_and_grads(f, arrays, **options):
         pytest.param(name, i, None, marks=[*marks, *([pytest.mark.gpu] if i == "mosaic" else [])])
         for i, by_default in [
             ("mosaic", ["linear_scan", "linear_scan reverse"]),
-            (None, [name for name in OPS if name not in ("selective_scan", "ssd")]),
+            (None, [name for name in OPS if name != "ssd"]),
             ("xla", []),
         ]
         for name in OPS
@@ -157,58 +157,6 @@ def test_linear_scan_segments_of_one_state(name, implementation):
     op, (*args, states) = OPS[name], arrays_of(name)
     how = {"rounding": 3e-6, "segment_ids": jnp.asarray(IDS)}
     sequences.check_case(op.call, op.oracle, (*args, states[:, 0]), implementation, **how)
-
-
-def in_two(op, cut, ids=None, **options):
-    """The op in two runs, the second from the states of the first."""
-
-    def run(*arrays):
-        *args, state = arrays
-        outs, spans = [], [slice(0, cut), slice(cut, None)]
-        for span in spans[::-1] if op.reverse else spans:
-            own = (v[:, span] if along else v for v, along in zip(args, op.along, strict=True))
-            of = None if ids is None else ids[:, span]
-            out, state = op.call(*own, state, segment_ids=of, return_final_state=True, **options)
-            outs.append(out)
-        return jnp.concatenate(outs[::-1] if op.reverse else outs, axis=1), state
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("name", "cut", "end"),
-    [
-        *(("causal_conv1d", *of) for of in ((1, None), (9, 10), (11, 10))),
-        *(
-            pytest.param("causal_conv1d", *of, marks=exhaustive)
-            for of in ((0, None), (LENGTH, None), (7, 5), (7, 10))
-        ),
-        *(pytest.param(name, 9, None, marks=exhaustive) for name in OPS if "scan" in name),
-    ],
-)
-@check.WHOLE
-def test_two_runs_are_one(name, cut, end, implementation):
-    """The second from the state of the first, gradients included; a segment may end at `end`."""
-    sizes = {}
-    if implementation == "mosaic" and "linear" in name:
-        cut, sizes = 667, {"l": 2000, "d": 256}
-    op, (*args, states) = OPS[name], arrays_of(name, **sizes)
-    ids = None if end is None else jnp.asarray([[0] * end + [1] * (LENGTH - end)] * BATCH)
-    arrays, options = (*args, states[:, 0]), {"implementation": implementation}
-    with check.running(implementation):
-        halves = value_and_grads(in_two(op, cut, ids, **options), arrays)
-        options |= {"segment_ids": ids, "return_final_state": True}
-        check.assert_close(halves, value_and_grads(op.call, arrays, **options), 1e-6)
-
-
-def test_states_are_handed_from_chunk_to_chunk():
-    """Sequences in a row, all cut in two: the final states of one call start the next one."""
-    op, arrays = OPS["selective_scan"], arrays_of("selective_scan")
-    got = jax.jit(in_two(op, 9, jnp.asarray(IDS), num_segments=COUNT))(*arrays)
-    want, _ = alone(op, IDS, arrays)
-    # What comes back after another id would begin anew in one call, but not in the next.
-    for ours, truth in zip(got, want, strict=True):
-        check.assert_close(ours[:2], truth[:2], 1e-6)
 
 
 @pytest.mark.parametrize(

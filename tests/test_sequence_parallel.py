@@ -186,26 +186,20 @@ def test_gradients_of_a_convolution_in_bf16():
 
 
 UNFIT = {
-    "linear_scan": (40, "tokens must be a multiple of 16"),
-    "causal_conv1d": (8, "a part of its 8 tokens is shorter than the 3"),
-    "selective_scan": (16, "must be a multiple of 8, the tokens"),
-    "ssd": (256, "a part of its 256 tokens must be a multiple of 128"),
+    "linear_scan": (40, "tokens must be a multiple of 16", AUTO),
+    "causal_conv1d": (8, "a part of its 8 tokens is shorter than the 3", EXPLICIT),
+    "selective_scan": (16, "must be a multiple of 8, the tokens", EXPLICIT),
+    "ssd": (256, "a part of its 256 tokens must be a multiple of 128", AUTO),
 }
-"""Lengths of which a quarter is no part of the sequence, and why."""
+"""Lengths of which a quarter is no part of the sequence, why, and a kind of mesh to gather on."""
 
 
 @FOUR_DEVICES
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("linear_scan", AUTO),
-        ("causal_conv1d", EXPLICIT),
-        exhaustive("selective_scan", EXPLICIT),
-        exhaustive("ssd", AUTO),
-    ],
+    "name", ["linear_scan", "causal_conv1d", exhaustive("selective_scan"), exhaustive("ssd")]
 )
-def test_a_sequence_that_parts_do_not_fit_is_gathered(name, kind):
-    op, (length, why) = OPS[name], UNFIT[name]
+def test_a_sequence_that_parts_do_not_fit_is_gathered(name):
+    op, (length, why, kind) = OPS[name], UNFIT[name]
     run = value_and_grads(op.call, return_final_state=True)
     kernel_call.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as told:
@@ -274,7 +268,7 @@ def test_parts_by_the_name_of_an_axis(name, given, shape, axes, options):
 @FOUR_DEVICES
 @pytest.mark.parametrize("name", UNFIT)
 def test_parts_that_do_not_fit_are_told(name):
-    op, (length, why) = OPS[name], UNFIT[name]
+    op, (length, why, _) = OPS[name], UNFIT[name]
     run = _by_name(op, mesh_of(AUTO, 4), "x", check_vma=False, return_final_state=True)
     message = f"{name}_fwd: sequence_axis x .* over 4 devices, but .*{why}.*jax.lax.all_gather"
     with pytest.raises(ValueError, match=message):
