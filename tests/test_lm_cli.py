@@ -217,14 +217,18 @@ def test_devices_that_are_not_there_are_one_line(capsys, monkeypatch, tmp_path, 
     assert "devices  JAX cannot start: " in capsys.readouterr().out
 
 
-def test_a_missing_extra_is_named(capsys, monkeypatch):
+def test_missing_packages_are_named(capsys, monkeypatch):
     find = importlib.util.find_spec
-    there = lambda name: None if name in ("flax", "orbax") else find(name)
-    monkeypatch.setattr(importlib.util, "find_spec", there)
-    for argv in (["train"], ["sample", "--run", "x"]):
-        line = command(capsys, *argv, code=1)
-        assert "flax, orbax-checkpoint" in line
-        assert "run: pip install" in line
+    trainer = "flax, orbax-checkpoint; run: pip install flax orbax-checkpoint"
+    of_hf = "sample --hf needs safetensors, tokenizers; run: pip install safetensors tokenizers"
+    for argv, missing, words in (
+        ("train", ("flax", "orbax"), f"train needs {trainer}"),
+        ("sample --run x", ("flax", "orbax"), f"sample needs {trainer}"),
+        ("sample --hf x", ("safetensors", "tokenizers"), of_hf),
+    ):
+        hide = lambda name, missing=missing: None if name in missing else find(name)
+        monkeypatch.setattr(importlib.util, "find_spec", hide)
+        assert words in command(capsys, *argv.split(), code=1)
 
 
 def test_help_shows_every_flag_with_its_default(capsys, monkeypatch):
