@@ -39,7 +39,8 @@ LONG_IDS = np.stack(
 )
 """Of ssd: segments longer than its chunks, with states and without, one after another."""
 
-exhaustive = pytest.mark.exhaustive
+exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+kernels = functools.partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.mark.gpu])
 
 
 def ids_of(name):
@@ -88,22 +89,14 @@ def value_and_grads(f, arrays, **options):
 @pytest.mark.parametrize(
     ("name", "implementation", "tiles"),
     [
-        pytest.param(name, i, None, marks=[*marks, *([pytest.mark.gpu] if i == "mosaic" else [])])
-        for i, by_default in [
-            ("mosaic", ["linear_scan", "linear_scan reverse"]),
-            (None, [name for name in OPS if name != "ssd"]),
-            ("xla", []),
-        ]
-        for name in OPS
-        if (name, i) != ("ssd", "mosaic")  # whose kernels take one state
-        for marks in [[] if name in by_default else [exhaustive]]
-    ]
-    + [
-        pytest.param(name, "mosaic", tiles, marks=[exhaustive, pytest.mark.gpu])
-        for name, tiles in [
-            ("linear_scan", Tiles(2, parts=5)),
-            ("linear_scan reverse", Tiles(4, parts=4)),
-        ]
+        *(pytest.param(n, "mosaic", None, marks=pytest.mark.gpu) for n in OPS if "linear" in n),
+        kernels("causal_conv1d", "mosaic", None),
+        kernels("selective_scan", "mosaic", None),  # those of ssd take one state
+        kernels("linear_scan", "mosaic", Tiles(2, parts=5)),
+        kernels("linear_scan reverse", "mosaic", Tiles(4, parts=4)),
+        *((name, None, None) for name in OPS if name != "ssd"),
+        exhaustive("ssd", None, None),
+        *(exhaustive(name, "xla", None) for name in OPS),
     ],
 )
 def test_segments_are_runs_of_their_own(name, implementation, tiles, monkeypatch):
