@@ -425,7 +425,7 @@ def test_refuses_wrong_arguments_when_it_is_made(name, wrong, error, words):
 
 ones, MASTER = jnp.ones, {"master_dtype": F32}
 CODED = MASTER | {"mu_dtype": "int8", "nu_dtype": "uint8"}
-PARAMS = {"w": ones((16, 256), BF16), "b": ones(3)}
+PARAMS, INTEGERS = {"w": ones((16, 256), BF16), "b": ones(3)}, ones(3, int)
 MANY = {f"layer{i}": {"w": ones(2), "b": ones(2)} for i in range(40)}
 CUT = {name: layer for name, layer in MANY.items() if name != "layer7"}
 TX, OTHER = made("adamw"), optax.chain(made("sgd"))
@@ -442,7 +442,12 @@ def coded(**leaves):
 WRONG_STEPS = [  # options, arguments instead of right ones, error, words
     ({}, {"grads": {"w": ones(2)}}, ValueError, "grads must have the structure of params"),
     ({}, {"grads": PARAMS | {"b": ones(2)}}, ValueError, "grads['b'] must have shape (3,)"),
-    ({}, {"grads": PARAMS | {"b": ones(3, int)}}, TypeError, "grads['b'] must be a floating array"),
+    (
+        {},
+        {"grads": PARAMS | {"b": INTEGERS}},
+        TypeError,
+        "['b'] must be a floating array, got int32",
+    ),
     ({}, {"grads": jax.eval_shape(lambda: PARAMS)}, TypeError, "array, got ShapeDtypeStruct"),
     ({}, {"params": MANY, "grads": CUT}, ValueError, "grads['layer7']['b'] is missing"),
     ({}, {"params": CUT, "grads": MANY}, ValueError, "grads['layer7']['b'] is not in params"),
@@ -452,7 +457,7 @@ WRONG_STEPS = [  # options, arguments instead of right ones, error, words
     ({}, {"state": STATE._replace(mu={})}, ValueError, "mu must have the structure of params"),
     ({"skip_nonfinite": True}, {"state": STATE}, ValueError, "master_dtype or skip_nonfinite"),
     (MASTER, {"state": WIDE}, ValueError, "parameter is bfloat16 and the state has no master"),
-    (CODED, coded(nu={"b": ones(3, int)}), TypeError, "nu['b'] must be a floating array, got"),
+    (CODED, coded(nu={"b": INTEGERS}), TypeError, "nu['b'] must be a floating array, got int32"),
     (CODED, coded(nu=CODES.mu), TypeError, "must be uint8 codes with a float32 scale for each 256"),
     (CODED, coded(mu={"w": CODES.mu["w"]._replace(scale=ones(15))}), TypeError, "(16,); got int8"),
     (CODED, coded(mu={"w": CODES.mu["w"].codes}), TypeError, "floating array, got int8"),
@@ -492,6 +497,7 @@ WRONG_CALLS = [
     (lambda: BY_OTHER(loss_scale=8.0), TypeError, "loss_scale must be one of jaxkern.precision"),
     (lambda: BY_OTHER(grad_norm=1.0), ValueError, "grad_norm must be None for a transformation"),
     (lambda: jaxkern.scale_gradients(PARAMS, 8.0), TypeError, "one of jaxkern.precision"),
+    (lambda: jaxkern.scale_gradients([INTEGERS], None), TypeError, "grads[0] must be a floating"),
 ]
 
 
