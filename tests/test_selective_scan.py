@@ -1,15 +1,12 @@
-"""selective_scan: accuracy, what the recurrence promises of its states, errors, transformations."""
+"""selective_scan: accuracy, what the recurrence promises of its states, transformations."""
 
 import contextlib
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.test_util import check_grads
 
 import jaxkern
 from jaxkern.ops.selective_scan import op, reference
@@ -17,18 +14,23 @@ from jaxkern.ops.selective_scan.tiles import MAX_STATES
 from jaxkern.ops.step_sizes import StepSizes
 from tests import check
 from tests.selective_scan import (
-    INF,
     KERNELS,
-    NAMES,
     SIZE,
-    below_zero,
     check_case,
     inputs,
     inputs_and_state,
-    oracle,
-    packed_ids,
     scan,
     short_chunks,
+)
+from tests.ssd import (
+    INF,
+    NAMES,
+    below_zero,
+    both_results,
+    check_others,
+    packed_ids,
+    with_groups,
+    with_rates,
 )
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -66,22 +68,10 @@ def two_half_precisions(*size):
     return tuple(a if name in ("x", "B", "z") else b for name, a, b in named)
 
 
-def long_memory(*size):
-    """States that forget nothing: rounding errors add up over the whole sequence."""
-    x, dt, A, *others = inputs(*size)
-    return x, dt, 1e-3 * A, *others
-
-
 def forgetful(*size):
     """dt · A → −∞: a decay of exactly 0, with no NaN in any gradient."""
     x, dt, A, *others = inputs(*size)
     return x, dt.at[0, 4].set(80.0), A.at[:, 0].set(-1e6).at[0, 1].set(-1e30), *others
-
-
-def growing(*size):
-    """A rate above 0 is legal: the state grows, and so do the gradients."""
-    x, dt, A, *others = inputs(*size)
-    return x, dt, -0.5 * A, *others
 
 
 def everything(batch, length, dim, states, groups):
@@ -122,10 +112,13 @@ HALF, MIXED = [(2, 65, 130, 5, d) for d in ("bfloat16", "float16")], ("bfloat16"
             dt_softplus=False,
         ),
         *cases(
-            "long memory", long_memory, exhaustive=[(1, 1000, 8, 2)], compiled=[(2, 130, 128, 16)]
+            "long memory",
+            lambda *size: with_rates(1e-3, inputs(*size)),
+            exhaustive=[(1, 1000, 8, 2)],
+            compiled=[(2, 130, 128, 16)],
         ),
         *cases("forgetful", forgetful, xla=[ONE_PROGRAM]),
-        *cases("growing", growing, xla=[(1, 12, 2, 2)]),
+        *cases("growing", lambda *size: with_rates(-0.5, inputs(*size)), xla=[(1, 12, 2, 2)]),
         *cases(
             "everything",
             everything,
@@ -158,45 +151,6 @@ HALF, MIXED = [(2, 65, 130, 5, d) for d in ("bfloat16", "float16")], ("bfloat16"
 def test_selective_scan_accuracy(make, implementation, options):
     arrays, of_arrays = made if isinstance((made := make())[-1], dict) else (made, {})
     check_case(arrays, implementation, **options, **of_arrays)
-
-
-@pytest.mark.parametrize(
-    ("every", "dt_softplus"),
-    [
-        (8, False),
-        *(pytest.param(every, True, marks=EXHAUSTIVE) for every in (1, 16, None)),
-    ],
-)
-def test_selective_scan_reference_in_float64(every, dt_softplus):
-    """The specification itself, gradients included, far below fp32's rounding."""
-    options = {
-        "dt_softplus": dt_softplus,
-        "dt_limit": (0.05, 0.6) if dt_softplus else (-2.5, 0.1),
-        "segment_ids": packed_ids(2, 21),
-    }
-    with jax.enable_x64(True):
-        arrays = inputs_and_state(2, 21, 6, 4, groups=2)
-        arrays = tuple(np.asarray(a, np.float64) for a in arrays)
-        rng = np.random.default_rng(0)
-        cotangents = rng.normal(size=arrays[0].shape), rng.normal(size=arrays[-1].shape)
-        call = functools.partial(
-            scan, implementation=None, return_final_state=True, checkpoint_every=every, **options
-        )
-        got = check.value_and_grads(call, arrays, tuple(map(jnp.asarray, cotangents)))
-        assert got[0][0].dtype == got[0][1].dtype == jnp.float64
-        check.assert_close(got, oracle(*arrays, *cotangents, **options), 1e-14)
-        with pytest.raises(NotImplementedError, match="x is float64"):
-            scan(*map(jnp.asarray, arrays), implementation="mosaic")
-
-
-@pytest.mark.exhaustive
-def test_selective_scan_by_finite_differences():
-    with jax.enable_x64(True):
-        arrays = (jnp.asarray(a, jnp.float64) for a in inputs_and_state(1, 3, 2, 2, groups=2))
-        options = {"segment_ids": jnp.array([[0, 0, 1]]), "dt_limit": (0.06, 0.3)}
-        call = functools.partial(scan, implementation="xla", return_final_state=True, **options)
-        tolerances = {"eps": 1e-6, "atol": 1e-7, "rtol": 1e-7}
-        check_grads(jax.jit(call), tuple(arrays), order=1, modes=["fwd", "rev"], **tolerances)
 
 
 def test_selective_scan_saved_states():
@@ -238,28 +192,18 @@ def run(implementation, dout=None, dfinal=None, **changed):
     else:
         both = check.program(scan, implementation=implementation, return_final_state=True)
         results, grads = both(arrays, (dout, dfinal))
-    names = [f"d{name}" for name in NAMES]
-    pairs = *zip(("out", "final"), results, strict=False), *zip(names, grads, strict=False)
-    return dict(pairs)
+    found = *zip(("out", "final"), results, strict=False), *zip(NAMES, grads, strict=False)
+    return dict(found)
 
 
 @pytest.mark.exhaustive
 @RUNS
 def test_selective_scan_bad_channel_stays_alone(implementation):
     """A NaN in one channel of one row leaves every other channel, row and earlier step alone."""
-    others = np.ones((2, 66), bool)
-    others[1, 2] = False
-    rest = {  # of sums over channels the other row's, of sums over rows the other channels'
-        **dict.fromkeys(("out", "dx", "ddt", "dz"), lambda v: v.swapaxes(1, 2)[others]),
-        **dict.fromkeys(("final", "dinitial_state"), lambda v: v[others]),
-        **dict.fromkeys(("dB", "dC"), lambda v: v[0]),
-        **dict.fromkeys(("dA", "dD", "ddt_bias"), lambda v: np.delete(v, 2, 0)),
-    }
     want = run(implementation)
     for name in ("x", "dt", "z"):
         got = run(implementation, **{name: lambda v: v.at[1, 3, 2].set(np.nan)})
-        for n, v in got.items():
-            np.testing.assert_array_equal(rest[n](v), rest[n](want[n]))
+        check_others(got, want)
         if "out" in got:
             np.testing.assert_array_equal(got["out"][1, :3, 2], want["out"][1, :3, 2])
             assert np.isnan(got["out"][1, 3, 2])
@@ -278,9 +222,9 @@ def test_selective_scan_softplus(implementation):
     if "final" in got:
         error = np.abs(got["final"][0, : raw.size, 0] / np.logaddexp(wide, 0) - 1)
         assert np.all(error <= 5e-7 + 2e-8 * np.abs(wide)), error
-    if "ddt" in got:
+    if "dt" in got:
         slope = 1 / (1 + np.exp(-wide))
-        np.testing.assert_allclose(got["ddt"][0, 0, : raw.size], slope, rtol=2e-6)
+        np.testing.assert_allclose(got["dt"][0, 0, : raw.size], slope, rtol=2e-6)
 
 
 @RUNS
@@ -289,129 +233,11 @@ def test_selective_scan_keeps_a_state(implementation):
     *_, state = inputs_and_state(*SIZE)
     dt = lambda v: jnp.full_like(v, -200.0)
     got = run(implementation, jnp.zeros(SIZE[:3]), state, dt=dt, dt_bias=jnp.zeros_like)
-    for name in {"final", "dinitial_state"} & got.keys():
+    for name in {"final", "initial_state"} & got.keys():
         np.testing.assert_array_equal(got[name], state)
 
 
-def test_selective_scan_is_its_steps():
-    """selective_scan_step, token by token, gives the same outputs, final state and gradients."""
-    arrays = inputs_and_state(2, 9, 6, 3, groups=2)
-    options = {"dt_softplus": True, "dt_limit": (0.05, 0.6)}
-
-    def stepped(x, dt, A, B, C, D, z, dt_bias, state):
-        def step(state, token):
-            x, dt, b, c, z = token
-            return jaxkern.selective_scan_step(
-                state, x, dt, A, b, c, D, z, dt_bias=dt_bias, **options
-            )[::-1]
-
-        tokens = tuple(jnp.moveaxis(v, 1, 0) for v in (x, dt, B, C, z))
-        state, outs = jax.lax.scan(step, state.astype(jnp.float32), tokens)
-        return jnp.moveaxis(outs, 0, 1), state
-
-    call = functools.partial(scan, implementation="xla", return_final_state=True, **options)
-    cotangents = jnp.sin(arrays[0]), jnp.cos(arrays[-1])
-    want = check.value_and_grads(stepped, arrays, cotangents)
-    check.assert_close(check.value_and_grads(call, arrays, cotangents), want, 1e-6)
-
-
-def test_selective_scan_step_keeps_its_state_in_float32():
-    """Ten thousand additions of 1e-3, each lost if the state were bf16."""
-    one = jnp.ones((1, 1), jnp.bfloat16)
-    step = lambda state, _: jaxkern.selective_scan_step(
-        state, 1e-3 * one, one, jnp.zeros((1, 1)), one, one
-    )[::-1]
-    state, _ = jax.lax.scan(step, jnp.zeros((1, 1, 1)), length=10_000)
-    np.testing.assert_allclose(state, 1e4 * float(1e-3 * one[0, 0]), rtol=1e-3)
-
-
-@check.BOTH
-def test_selective_scan_of_no_step(implementation):
-    """The final state is the initial one, and so are their gradients."""
-    arrays = inputs_and_state(2, 0, 3, 2, "bfloat16")
-    call = functools.partial(scan, implementation=implementation, return_final_state=True)
-    with check.running(implementation):
-        (out, final), vjp = jax.vjp(call, *arrays)
-        grads = vjp((out, final))
-    np.testing.assert_array_equal(final, arrays[-1])
-    np.testing.assert_array_equal(grads[-1], arrays[-1])
-
-
-@check.WHOLE
-def test_selective_scan_dt_limit(implementation):
-    """A step outside the limits is the limit, with no gradient; one at a limit has its own."""
-    raw = jnp.array([-3.0, 0.0, 0.125, 0.25, 1.0, 2.0, 5.0, np.nan])[None, None]
-    A, one = jnp.zeros((raw.size, 1)), jnp.ones((1, 1, 1))
-
-    def run(dt, **limits):
-        return jaxkern.selective_scan(
-            jnp.ones_like(dt), dt, A, one, one, implementation=implementation, **limits
-        )
-
-    limits = {"dt_limit": (0.125, 2.0)}, {}, {"dt_limit": (-INF, 1)}
-    for given, low, high in zip(limits, (0.125, 0.0, -INF), (2.0, INF, 1.0), strict=True):
-        out, (ddt,) = check.value_and_grads(run, (raw,), jnp.ones_like(raw), **given)
-        np.testing.assert_array_equal(out, np.clip(raw, low, high))  # NaN where raw is
-        np.testing.assert_array_equal(ddt[..., :-1], ((raw >= low) & (raw <= high))[..., :-1])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("implementation", "every", "least", "most"),
-    [
-        *(("xla", 8, 0, 0.35), ("xla", 1, 1, INF)),
-        *((None, every, 0, 0.25) for every in (64, None)),
-    ],
-)
-def test_selective_scan_memory(implementation, every, least, most):
-    """Value and gradient take far less than one (B, L, D, N) array, unless asked for."""
-    size = batch, length, dim, states = 1, 512, 64, 64
-    call = functools.partial(scan, implementation=implementation, checkpoint_every=every)
-    loss = lambda *a: jnp.sum(call(*a) ** 2)
-    arrays = jax.eval_shape(lambda: inputs(*size))
-    compiled = jax.jit(jax.grad(loss, range(8))).lower(*arrays).compile()
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    assert least < temporary / (batch * length * dim * states * 4) < most
-
-
 # Calls
-
-
-def test_selective_scan_errors():
-    names = ("x", "dt", "A", "B", "C")
-    good = {n: v for n, v in zip(NAMES, inputs(2, 5, 3, 4), strict=False) if n in names}
-    x, dt, A, B, C = good.values()
-    run = lambda **changed: jaxkern.selective_scan(**good | changed)
-    step = lambda state, *arrays: jaxkern.selective_scan_step(jnp.zeros(state), *arrays)
-    token, two = (x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0]), jnp.ones((2, 5, 2, 4))
-    few = lambda: run(initial_state=jnp.ones((1, 3, 4)))
-    for words, call in (
-        (r"x must have shape \(B, L, D\), got \(5, 3\)", lambda: run(x=x[0])),
-        (r"dt must have shape \(2, 5, 3\) = \(B, L, D\) of x", lambda: run(dt=dt[:, :4])),
-        (r"A must have shape \(D, N\), D the 3 chan.*\(4, 3\)", lambda: run(A=A.T)),
-        (r"B must have shape \(2, 5, 4\).*got \(2, 4, 5\)", lambda: run(B=B.swapaxes(1, 2))),
-        (r"C must have shape", lambda: run(C=C[:1])),
-        (r"C must have shape \(2, 5, 4\).*got \(2, 5, 1, 4\)", lambda: run(C=C[:, :, None])),
-        (r"B must have a number of groups that divides the 3.*got 2", lambda: run(B=two, C=two)),
-        (r"D must have shape \(3,\) = \(D,\) of x; got \(4,\)", lambda: run(D=jnp.ones(4))),
-        (r"z must have shape", lambda: run(z=x[..., :1])),
-        (r"dt_bias must have shape", lambda: run(dt_bias=jnp.ones(1))),
-        (r"initial_state must have shape \(2, 3, 4\) = \(B, D, N\)", few),
-        (r"^state must have shape \(2, 3, 4\) = \(B, D, N\)", lambda: step((2, 4, 3), *token)),
-        (r"x must have shape \(B, D\), got \(2, 5, 3\)", lambda: step((2, 3, 4), *good.values())),
-        (r"low <= high, got \(1, 0\); \(-inf, inf\) stands for no", lambda: run(dt_limit=(1, 0))),
-        (r"dt_limit\[0\] must be a number, got nan", lambda: run(dt_limit=(np.nan, 1))),
-        *(
-            (f"1, a multiple of 8 or None, got {k}; try", lambda k=k: run(checkpoint_every=k))
-            for k in (0, -8, 2, 20)
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
-    with pytest.raises(TypeError, match=r"dt_limit must be two numbers, \(low, high\); got 1"):
-        run(dt_limit=1)
-    with pytest.raises(TypeError, match=r"dt_limit\[1\] must be a Python number, as it is comp"):
-        jax.jit(lambda high: run(dt_limit=(0, high)))(1.0)
 
 
 def test_selective_scan_of_too_many_states():
@@ -443,13 +269,6 @@ def test_selective_scan_lowers_for_cuda(dtype, states):
 
 
 @pytest.mark.compiled
-def test_selective_scan_same_bits():
-    arrays = inputs(4, 1000, 640, 16, "bfloat16", "float32")
-    run = check.program(scan, implementation="mosaic")
-    check.assert_same_bits(lambda: run(arrays, arrays[0]))
-
-
-@pytest.mark.compiled
 @pytest.mark.large
 def test_selective_scan_beyond_int32():
     """More than 2³¹ elements: the last rows are right."""
@@ -469,16 +288,8 @@ def test_selective_scan_beyond_int32():
 
 
 def scan_of_both_results(*arrays, implementation="xla"):
-    """One array that depends on the output and on the final state."""
-    *arrays, last = arrays  # ids, where there are any
-    packed = jnp.issubdtype(last.dtype, jnp.integer)
-    options = {"segment_ids": last} if packed else {}
-    arrays = arrays if packed else (*arrays, last)
     every = op.CHUNK if implementation == "mosaic" else 1
-    options |= {"implementation": implementation, "checkpoint_every": every}
-    options["return_final_state"] = True
-    out, final = scan(*arrays, **options)
-    return out + jnp.sum(final, axis=-1)[:, None]
+    return both_results(scan, *arrays, implementation=implementation, checkpoint_every=every)
 
 
 SELECTIVE_SCAN = check.Op(
@@ -496,17 +307,10 @@ SELECTIVE_SCAN = check.Op(
     all_reduces=1,
     vmaps=[(0,) + (None,) * 8, (None, None, 0, None, 1, 0, None, None, 0)],
 )
-GROUPS = dataclasses.replace(
+GROUPS = with_groups(
     SELECTIVE_SCAN,
-    name="selective_scan, groups",
-    arrays=lambda key: (*inputs_and_state(4, 5, 8, 2, groups=4), packed_ids(4, 5)),
-    axes="bld bld dn blgn blgn d bld d bdn bl -> bld",
-    channels="dg",
-    vmaps=[(0,) * 10],
-    cells=[
-        *(("auto mesh", None), ("vmap(grad)", None)),
-        *(("rows and channels split", i) for i in (None, "xla")),
-    ],
+    lambda: inputs_and_state(4, 5, 8, 2, groups=4),
+    "bld bld dn blgn blgn d bld d bdn bl -> bld",
 )
 INTERPRETED = {"value", "grad", "vmap", "vmap(vmap)", "vmap(grad)", "grad(grad)"}
 
@@ -521,14 +325,3 @@ def _interpreted_in_short_chunks(request):
 
 
 test_selective_scan_transformations = check.transformations(SELECTIVE_SCAN, GROUPS)
-
-
-def test_selective_scan_groups_of_parts_on_mesh():
-    """Fewer groups than devices: gathered on a mesh with Explicit axes."""
-    arrays = inputs(1, 5, 8, 2, groups=2)
-    mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
-    specs = SELECTIVE_SCAN.specs(data="d")
-    place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    placed = [place(a, spec) for a, spec in zip(arrays, specs[:8], strict=True)]
-    run = jax.jit(functools.partial(scan, implementation=None))
-    check.assert_close(run(*placed), run(*arrays))

@@ -5,15 +5,8 @@ import pytest
 
 from jaxkern.ops.selective_scan import backward, forward, tiles
 from tests import check
-from tests.selective_scan import (
-    KERNELS,
-    NAMES,
-    SIZE,
-    Kernels,
-    check_case,
-    inputs_and_state,
-    packed_ids,
-)
+from tests.selective_scan import KERNELS, SIZE, Kernels, check_case, inputs_and_state
+from tests.ssd import NAMES, packed_ids
 
 PASSES = pytest.mark.parametrize("name", ["forward", "backward"])
 

@@ -1,0 +1,292 @@
+"""Tests of what ssd and selective_scan have in common: one body, of the one and of the other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.test_util import check_grads
+
+import jaxkern
+from tests import check, selective_scan, ssd
+from tests.ssd import INF, NAMES, cotangents, packed_ids
+from tests.test_selective_scan import SELECTIVE_SCAN
+from tests.test_ssd import SSD
+
+exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+EACH = pytest.mark.parametrize("of", [ssd, selective_scan], ids=["ssd", "selective_scan"])
+
+
+def name_of(value):
+    """The id of an op among a test's parameters."""
+    return value.__name__.removeprefix("tests.") if hasattr(value, "__name__") else None
+
+
+cases = functools.partial(pytest.mark.parametrize, ids=name_of)
+
+
+def runs(mark):
+    """Both ops in plain JAX, and the kernels of one where `mark` says."""
+    plain = (ssd, None), exhaustive(ssd, "xla"), (selective_scan, "xla")
+    kernels = pytest.param(selective_scan, "mosaic", marks=mark)
+    return cases(("of", "implementation"), [*plain, kernels])
+
+
+@cases(
+    ("of", "size", "every", "limits", "implementation"),
+    [
+        (ssd, (300, 4, 3, 5), 128, (0.05, 0.6), None),
+        (ssd, (300, 4, 3, 5), 256, (-0.02, 0.1), "xla"),
+        exhaustive(ssd, (300, 4, 3, 5), 256, (-0.02, 0.1), None),
+        exhaustive(ssd, (300, 4, 3, 5), None, (0.05, 0.6), None),
+        exhaustive(ssd, (300, 4, 3, 5), 128, (0.05, 0.6), "xla"),
+        (selective_scan, (21, 6, 4), 8, (-2.5, 0.1), None),
+        *(
+            exhaustive(selective_scan, (21, 6, 4), every, (0.05, 0.6), None)
+            for every in (1, 16, None)
+        ),
+    ],
+)
+def test_reference_in_float64(of, size, every, limits, implementation):
+    """The specification itself, gradients included, far below fp32's rounding.
+
+    Where a lower limit is below 0 there is no softplus, and D of ssd is of channels.
+    """
+    softplus = limits[0] > 0
+    ids = packed_ids(2, size[0], every=60 if of is ssd else 4)
+    options = {"dt_softplus": softplus, "dt_limit": limits, "segment_ids": ids}
+    channels = {"of_channels": not softplus} if of is ssd else {}
+    with jax.enable_x64(True):
+        x, dt, A, *rest = of.inputs_and_state(2, *size, groups=2, dtype="float64", **channels)
+        arrays = x, dt, A / 32 if of is ssd else A, *rest  # so that a state outlasts a chunk
+        call = functools.partial(
+            of.scan, return_final_state=True, checkpoint_every=every, **options
+        )
+        given = cotangents(arrays)
+        got = check.value_and_grads(call, arrays, given, implementation=implementation)
+        assert got[0][0].dtype == got[0][1].dtype == jnp.float64
+        want = check.in_float64(of.oracle, *arrays, *given, **options)
+        check.assert_close(got, want, 1e-13 if of is ssd else 1e-14)
+        with pytest.raises(NotImplementedError, match="x is float64"):
+            of.scan(*arrays, implementation="mosaic")
+
+
+@pytest.mark.exhaustive
+@EACH
+def test_by_finite_differences(of):
+    """In forward mode, too."""
+    with jax.enable_x64(True):
+        size = (1, 6, 2, 2, 2) if of is ssd else (1, 6, 2, 2)
+        arrays = of.inputs_and_state(*size, groups=2, dtype="float64")
+        ids = jnp.array([[0, 0, 0, 1, 1, 1]])
+        options = {"return_final_state": True, "segment_ids": ids, "dt_limit": (0.06, 0.3)}
+        run = jax.jit(functools.partial(of.scan, implementation="xla", **options))
+        check_grads(run, arrays, order=1, modes=["fwd", "rev"], eps=1e-6, atol=1e-7, rtol=1e-7)
+
+
+@cases(("of", "size"), [(ssd, (2, 70, 4, 3, 5)), (selective_scan, (2, 9, 6, 3))])
+def test_step_by_step(of, size):
+    """The step, token by token, gives the oracle's outputs, final state and gradients."""
+    arrays = of.inputs_and_state(*size, groups=2)
+    options = {"dt_softplus": True, "dt_limit": (0.05, 0.6)}
+
+    def stepped(x, dt, A, B, C, D, z, dt_bias, state):
+        def step(state, token):
+            x, dt, b, c, z = token
+            return of.STEP(state, x, dt, A, b, c, D, z, dt_bias=dt_bias, **options)[::-1]
+
+        tokens = tuple(jnp.moveaxis(v, 1, 0) for v in (x, dt, B, C, z))
+        state, outs = jax.lax.scan(step, state.astype(jnp.float32), tokens)
+        return jnp.moveaxis(outs, 0, 1), state
+
+    given = cotangents(arrays)
+    want = check.in_float64(of.oracle, *arrays, *given, **options)
+    check.assert_close(check.program(stepped)(arrays, given), want, 2e-6)
+    half = tuple(v.astype(jnp.bfloat16) for v in arrays)
+    outs, state = jax.jit(stepped)(*half)
+    assert (outs.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
+    want, _ = check.in_float64(of.oracle, *half, *given, **options)
+    check.assert_close((outs, state), want, 4e-3)
+
+
+@EACH
+def test_step_keeps_its_state_in_float32(of):
+    """Ten thousand additions of 1e-3, each lost if the state were bf16."""
+    size = [1] * (5 if of is ssd else 4)
+    x, dt, A, B, *_, state = map(jnp.ones_like, of.inputs_and_state(*size, dtype="bfloat16"))
+    x, dt, weight = 1e-3 * x[:, 0], dt[:, 0], B[:, 0]
+    step = lambda state, _: of.STEP(state, x, dt, 0 * A, weight, weight)[::-1]
+    state, _ = jax.lax.scan(step, 0 * state.astype(jnp.float32), length=10_000)
+    np.testing.assert_allclose(state, 1e4 * float(x.max()), rtol=1e-3)
+
+
+@runs(pytest.mark.gpu)
+def test_without_tokens(of, implementation):
+    """The final state is the initial one, and so are their gradients."""
+    arrays = of.inputs_and_state(2, 0, *((2, 3, 2) if of is ssd else (3, 2)), dtype="bfloat16")
+    given = cotangents(arrays)
+    with check.running(implementation):
+        run = check.program(of.scan, implementation=implementation, return_final_state=True)
+        (_, final), grads = run(arrays, given)
+    np.testing.assert_array_equal(final, arrays[-1].astype(jnp.float32))
+    np.testing.assert_array_equal(grads[-1], given[1])
+
+
+@runs(pytest.mark.compiled)
+@pytest.mark.parametrize("limits", [(0.125, 2.0), None, (-INF, 1)])
+def test_dt_limit(of, implementation, limits):
+    """A step outside the limits is the limit, with no gradient; one at a limit has its own."""
+    raw = jnp.array([-3.0, 0.0, 0.125, 0.25, 1.0, 2.0, 5.0, np.nan])[None, None]
+    x, A = (raw[..., None], raw[0, 0]) if of is ssd else (raw, raw[0, 0, :, None])
+    x, A, weight = jnp.ones_like(x), jnp.zeros_like(A), jnp.ones((1, 1, 1, 1))
+    options = {"dt_softplus": False} | ({"dt_limit": limits} if limits else {})
+
+    def run(dt):
+        given = x, dt, A, weight, weight, None, None
+        return of.scan(*given, implementation=implementation, **options).reshape(raw.shape)
+
+    out, (ddt,) = check.program(run)((raw,), jnp.ones_like(raw))
+    low, high = limits or ((0.0, INF) if of is ssd else (-INF, INF))
+    np.testing.assert_array_equal(out, np.clip(raw, low, high))  # NaN where raw is
+    np.testing.assert_array_equal(ddt[..., :-1], ((raw >= low) & (raw <= high))[..., :-1])
+
+
+@cases(
+    ("of", "size", "implementation", "every", "least", "most"),
+    [
+        (ssd, (1, 2048, 4, 32, 64), None, 128, 0, 0.2),
+        exhaustive(ssd, (1, 2048, 4, 32, 64), None, None, 0, 0.2),
+        exhaustive(ssd, (1, 2048, 4, 32, 64), "xla", 128, 0, 0.2),
+        exhaustive(ssd, (1, 2048, 4, 32, 64), "xla", None, 0, 0.2),
+        exhaustive(selective_scan, (1, 512, 64, 64), "xla", 8, 0, 0.35),
+        exhaustive(selective_scan, (1, 512, 64, 64), "xla", 1, 1, INF),
+        exhaustive(selective_scan, (1, 512, 64, 64), None, 64, 0, 0.25),
+        exhaustive(selective_scan, (1, 512, 64, 64), None, None, 0, 0.25),
+    ],
+)
+def test_memory(of, size, implementation, every, least, most):
+    """Value and gradient take far less than the states of all tokens, unless asked for."""
+    call = functools.partial(of.scan, implementation=implementation, checkpoint_every=every)
+    loss = lambda *a: jnp.sum(call(*a) ** 2)
+    arrays = jax.eval_shape(functools.partial(of.inputs_and_state, *size))
+    compiled = jax.jit(jax.grad(loss, range(len(NAMES)))).lower(*arrays).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert least < temporary / (4 * np.prod(size)) < most
+
+
+# Calls
+
+
+def wrong_calls_of_ssd():
+    arrays = dict(zip(NAMES, ssd.inputs_and_state(2, 5, 4, 3, 6, groups=2), strict=True))
+    x, dt, A, B, C, _, z, bias, state = arrays.values()
+    three = jnp.ones((2, 5, 3, 6))
+    run = lambda **changed: jaxkern.ssd(**arrays | changed)
+    token = dt[:, 0], A, B[:, 0], C[:, 0]
+    return run, [
+        (r"x must have shape \(B, L, H, P\), got \(5, 4, 3\)", {"x": x[0]}),
+        (r"dt must have shape \(2, 5, 4\) = \(B, L, H\) of x", {"dt": dt[:, :4]}),
+        (r"A must have shape \(4,\) = \(H,\) of x; got \(4, 1\)", {"A": A[:, None]}),
+        (
+            r"B must have shape \(B, L, G, N\), or \(B, L, N\) for one.*\(2, 5, 6\)",
+            {"B": B[:, :, 0]},
+        ),
+        (r"B must have a number of groups that divides the 4.*3", {"B": three, "C": three}),
+        (r"C must have shape \(2, 5, 2, 6\).*as B", {"C": C[:1]}),
+        (r"D must have shape \(4,\) = \(H,\) of x, or \(H, P\)", {"D": jnp.ones(3)}),
+        (r"D must have shape \(4, 3\) = \(H, P\) of x; got", {"D": jnp.ones((4, 4))}),
+        (r"z must have shape", {"z": z[..., :1]}),
+        (r"dt_bias must have shape", {"dt_bias": bias[:1]}),
+        (r"initial_state must have shape \(2, 4, 3, 6\) = \(B, H,", {"initial_state": state[:1]}),
+        (
+            r"segment_ids must have shape \(2, 5\) = \(B, L\) of x",
+            {"segment_ids": jnp.zeros(5, int)},
+        ),
+        *(
+            (f"a multiple of 128 or None, got {k}; try 128", {"checkpoint_every": k})
+            for k in (0, -128, 64, 200)
+        ),
+        (r"state must have shape \(2, 4, 3, 6\) = \(B, H, P, N\)", (state[:, :3], x[:, 0], *token)),
+        (r"x must have shape \(B, H, P\), got \(2, 5, 4, 3\)", (state, x, dt, A, B, C)),
+    ]
+
+
+def wrong_calls_of_selective_scan():
+    x, dt, A, B, C, *_ = selective_scan.inputs(2, 5, 3, 4)
+    arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    run = lambda **changed: jaxkern.selective_scan(**arrays | changed)
+    two, state = jnp.ones((2, 5, 2, 4)), jnp.zeros((2, 3, 4))
+    token = x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0]
+    return run, [
+        (r"x must have shape \(B, L, D\), got \(5, 3\)", {"x": x[0]}),
+        (r"dt must have shape \(2, 5, 3\) = \(B, L, D\) of x", {"dt": dt[:, :4]}),
+        (r"A must have shape \(D, N\), D the 3 chan.*\(4, 3\)", {"A": A.T}),
+        (r"B must have shape \(2, 5, 4\).*got \(2, 4, 5\)", {"B": B.swapaxes(1, 2)}),
+        (r"C must have shape", {"C": C[:1]}),
+        (r"C must have shape \(2, 5, 4\).*got \(2, 5, 1, 4\)", {"C": C[:, :, None]}),
+        (r"B must have a number of groups that divides the 3.*got 2", {"B": two, "C": two}),
+        (r"D must have shape \(3,\) = \(D,\) of x; got \(4,\)", {"D": jnp.ones(4)}),
+        (r"z must have shape", {"z": x[..., :1]}),
+        (r"dt_bias must have shape", {"dt_bias": jnp.ones(1)}),
+        (r"initial_state must have shape \(2, 3, 4\) = \(B, D, N\)", {"initial_state": state[:1]}),
+        *(
+            (f"1, a multiple of 8 or None, got {k}; try", {"checkpoint_every": k})
+            for k in (0, -8, 2, 20)
+        ),
+        (r"^state must have shape \(2, 3, 4\) = \(B, D, N\)", (state.swapaxes(1, 2), *token)),
+        (r"x must have shape \(B, D\), got \(2, 5, 3\)", (state, x, dt, A, B, C)),
+    ]
+
+
+@cases(
+    ("of", "wrong_calls"),
+    [(ssd, wrong_calls_of_ssd), (selective_scan, wrong_calls_of_selective_scan)],
+)
+def test_errors(of, wrong_calls):
+    """Of a call by changed arguments, and of a step by its arguments."""
+    run, rows = wrong_calls()
+    of_limits = [
+        (r"low <= high, got \(1, 0\); \(-inf, inf\) stands for no", {"dt_limit": (1, 0)}),
+        (r"dt_limit\[0\] must be a number, got nan", {"dt_limit": (np.nan, 1)}),
+    ]
+    for words, given in (*rows, *of_limits):
+        with pytest.raises(ValueError, match=words):
+            run(**given) if isinstance(given, dict) else of.STEP(*given)
+    for words, call in (
+        (r"dt_limit must be two numbers, \(low, high\); got 1", lambda: run(dt_limit=1)),
+        (r"must be an int or None, got 'all'", lambda: run(checkpoint_every="all")),
+        (
+            r"dt_limit\[1\] must be a Python number, as it is comp",
+            lambda: jax.jit(lambda high: run(dt_limit=(0, high)))(1.0),
+        ),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+# On devices
+
+
+@cases(
+    ("of", "op", "size", "along"),
+    [(ssd, SSD, (1, 5, 8, 2, 3), "h"), (selective_scan, SELECTIVE_SCAN, (1, 5, 8, 2), "d")],
+)
+def test_groups_of_parts_on_mesh(of, op, size, along):
+    """Fewer groups than devices: gathered on a mesh with Explicit axes."""
+    arrays = of.inputs_and_state(*size, groups=2)
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    # Specs of B and C without groups are short of an axis, which is not split.
+    place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    placed = [place(a, spec) for a, spec in zip(arrays, op.specs(data=along)[:-1], strict=True)]
+    run = jax.jit(functools.partial(of.scan, implementation=None))
+    check.assert_close(run(*placed), run(*arrays))
+
+
+@pytest.mark.compiled
+@cases(("of", "size"), [(ssd, (4, 1000, 8, 64, 128)), (selective_scan, (4, 1000, 640, 16))])
+def test_same_bits(of, size):
+    arrays = of.inputs_and_state(*size, dtype="bfloat16", weight_dtype="float32")
+    run = check.program(of.scan, implementation="mosaic", return_final_state=True)
+    check.assert_same_bits(lambda: run(arrays, cotangents(arrays)))
