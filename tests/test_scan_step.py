@@ -1,76 +1,28 @@
 """One token of the scans by the kernel that updates the state in place, and states of layers."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxkern
 from jaxkern.ops import scan_step
-from tests import check
+from tests import check, selective_scan, ssd
+from tests.pairs import combinations
 
-SSD, SELECTIVE = jaxkern.ssd_step, jaxkern.selective_scan_step
-NAMES = ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")
-
-
-def ssd_inputs(batch, heads, size, states, groups=1, dtype="float32", layers=None, of_channels=0):
-    """The arguments of ssd_step by their names; D (H,), or (H, P) `of_channels`."""
-    tokens, of_heads = (batch, heads, size), (heads, size) if of_channels else (heads,)
-    weights = (batch, groups, states)
-    return _draw(
-        (*tokens, states), tokens, (batch, heads), (heads,), weights, of_heads, dtype, layers
-    )
+SSD = ssd.STEP
 
 
-def selective_inputs(batch, channels, states, groups=None, dtype="float32", layers=None):
-    """The arguments of selective_scan_step by their names."""
-    tokens, weights = (batch, channels), (batch, *([groups] if groups else []), states)
-    rates = (channels, states)
-    return _draw((*tokens, states), tokens, tokens, rates, weights, (channels,), dtype, layers)
-
-
-def _draw(state, tokens, steps, rates, weights, skips, dtype, layers):
-    rng = np.random.default_rng(0)
-    draw = lambda shape, dtype="float32": jnp.asarray(
-        rng.normal(size=shape).astype(jnp.dtype(dtype))
-    )
-    state = draw(state if layers is None else (layers, *state))
-    x, dt, B, C, z = (draw(shape, dtype) for shape in (tokens, steps, weights, weights, tokens))
-    A = jnp.asarray(-np.exp(rng.normal(size=rates)), "float32")
-    return dict(zip(NAMES, (state, x, dt, A, B, C, draw(skips), z, draw(steps[1:])), strict=True))
-
-
-def oracle(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, low=0.0, high=np.inf):
-    """A step in float64, x (b, h, p): dt (b, h, 1 or p), A (h, 1 or p, 1 or n), B, C (b, h, n)."""
-    dt = np.logaddexp(0, dt if dt_bias is None else dt + dt_bias)
-    dt = np.clip(dt, low, high)
-    entering = (dt * x)[..., None] * B[:, :, None]
-    state = np.exp(dt[..., None] * A) * state + entering
-    out = np.sum(state * C[:, :, None], -1) + (0 if D is None else D * x)
-    return out if z is None else out * z / (1 + np.exp(-z)), state
-
-
-def of_heads(op, arrays):
-    """The arrays of a call in float64 with axes for heads and channels, as `oracle` has them."""
-    v = {name: np.asarray(a, np.float64) for name, a in arrays.items() if a is not None}
-    if op is SELECTIVE:  # channels are heads of size 1
-        for name in {"state", "x", "z"} & v.keys():
-            v[name] = v[name][:, :, None]
-        for name in {"D", "dt_bias", "A"} & v.keys():
-            v[name] = v[name][:, None]
-        v["dt"] = v["dt"][..., None]
-        if v["B"].ndim == 2:
-            v["B"], v["C"] = v["B"][:, None], v["C"][:, None]
-    else:
-        v["A"], v["dt"] = v["A"][:, None, None], v["dt"][..., None]
-        for name in {"D", "dt_bias"} & v.keys():
-            v[name] = v[name] if v[name].ndim == 2 else v[name][:, None]
-    per = v["x"].shape[1] // v["B"].shape[1]
-    v["B"], v["C"] = np.repeat(v["B"], per, 1), np.repeat(v["C"], per, 1)
-    return v
+def inputs(of, batch, *sizes, layers=None, dtype="float32", **options):
+    """The arguments of a step by their names: those of a scan at its only token."""
+    options |= {"dtype": dtype, "weight_dtype": "float32"}
+    arrays = dict(zip(ssd.NAMES, of.inputs_and_state(batch, 1, *sizes, **options), strict=True))
+    state = arrays.pop("initial_state")
+    if layers is not None:
+        state = jnp.stack([state / (1 + i) for i in range(layers)])
+    tokens = {name: arrays[name][:, 0] for name in ssd.ALONG}
+    return arrays | tokens | {"state": state}
 
 
 def step(op, arrays, implementation, **options):
@@ -80,16 +32,16 @@ def step(op, arrays, implementation, **options):
 
 
 SIZES = {
-    "heads": (SSD, ssd_inputs, (2, 4, 16, 128, 2)),
-    "channels of D": (SSD, functools.partial(ssd_inputs, of_channels=1), (3, 2, 64, 64)),
-    "two accesses": (SSD, ssd_inputs, (1, 2, 8, 256)),
-    "few states": (SSD, ssd_inputs, (2, 6, 32, 16, 3)),
-    "channels": (SELECTIVE, selective_inputs, (2, 256, 16)),
-    "groups": (SELECTIVE, selective_inputs, (3, 128, 16, 2)),
-    "least states": (SELECTIVE, selective_inputs, (2, 128, 8)),
-    "mamba2-130m": (SSD, ssd_inputs, (64, 24, 64, 128)),
-    "most states": (SSD, ssd_inputs, (4, 3, 128, 512)),
-    "130m": (SELECTIVE, selective_inputs, (64, 1536, 16)),
+    "heads": (ssd, (2, 4, 16, 128), {"groups": 2}),
+    "channels of D": (ssd, (3, 2, 64, 64), {"of_channels": True}),
+    "two accesses": (ssd, (1, 2, 8, 256), {}),
+    "few states": (ssd, (2, 6, 32, 16), {"groups": 3}),
+    "channels": (selective_scan, (2, 256, 16), {}),
+    "groups": (selective_scan, (3, 128, 16), {"groups": 2}),
+    "least states": (selective_scan, (2, 128, 8), {}),
+    "mamba2-130m": (ssd, (64, 24, 64, 128), {}),
+    "most states": (ssd, (4, 3, 128, 512), {}),
+    "130m": (selective_scan, (64, 1536, 16), {}),
 }
 LARGE = ("mamba2-130m", "most states", "130m")
 """What takes the interpreter too long."""
@@ -111,12 +63,15 @@ DTYPES, ABSENT = ("float32", "bfloat16", "float16"), ((), ("D",), ("z", "dt_bias
 )
 def test_accuracy(size, dtype, absent, monkeypatch):
     """At most twice plain JAX's error."""
-    op, make, sizes = SIZES[size]
+    of, sizes, options = SIZES[size]
     if size == "heads":  # several rows a lane
         monkeypatch.setattr(scan_step, "num_sms", lambda: 1)
-    given = make(*sizes, dtype=dtype) | dict.fromkeys(absent)
-    want = oracle(**of_heads(op, given), low=0.1, high=0.9)
-    got, plain = (step(op, given, how, dt_limit=(0.1, 0.9)) for how in ("mosaic", "xla"))
+    given = inputs(of, *sizes, dtype=dtype, **options) | dict.fromkeys(absent)
+    token = {name: None if given[name] is None else given[name][:, None] for name in ssd.ALONG}
+    scanned = [(given | token).get(name, given["state"]) for name in ssd.NAMES]
+    wide = jax.tree.map(lambda v: np.asarray(v, np.float64), scanned)
+    want, _ = of.oracle(*wide, wide[0], None, dt_limit=(0.1, 0.9))
+    got, plain = (step(of.STEP, given, how, dt_limit=(0.1, 0.9)) for how in ("mosaic", "xla"))
     for results in got, plain:
         assert [v.dtype for v in results] == [jnp.dtype(dtype), jnp.float32]
     for mine, theirs, true in zip(got, plain, want, strict=True):
@@ -126,16 +81,15 @@ def test_accuracy(size, dtype, absent, monkeypatch):
 
 @check.BOTH
 @pytest.mark.parametrize(
-    ("op", "make"),
+    ("of", "size"),
     [
-        pytest.param(SSD, lambda: ssd_inputs(2, 4, 16, 32, layers=3), marks=pytest.mark.exhaustive),
-        (SELECTIVE, lambda: selective_inputs(2, 128, 16, layers=3)),
+        pytest.param(ssd, (2, 4, 16, 32), marks=pytest.mark.exhaustive, id="ssd"),
+        pytest.param(selective_scan, (2, 128, 16), id="selective_scan"),
     ],
-    ids=["ssd", "selective_scan"],
 )
-def test_a_layer_is_updated_and_no_other(op, make, implementation):
+def test_a_layer_is_updated_and_no_other(of, size, implementation):
     """As its state alone would be, in a loop over the layers too."""
-    arrays = make()
+    op, arrays = of.STEP, inputs(of, *size, layers=3)
     alone = arrays | {"state": arrays["state"][1]}
     want = step(op, alone, implementation)
     for layer in (1, np.int64(1)) if check.ON_GPU else (np.int64(1),):
@@ -158,7 +112,7 @@ def test_a_layer_is_updated_and_no_other(op, make, implementation):
 @check.BOTH
 def test_a_layer_that_there_is_not(implementation):
     """A traced number counts as the nearest, and writes nowhere else."""
-    arrays = ssd_inputs(1, 2, 16, 32, layers=2)
+    arrays = inputs(ssd, 1, 2, 16, 32, layers=2)
 
     @jax.jit
     def run(layer):
@@ -171,58 +125,46 @@ def test_a_layer_that_there_is_not(implementation):
 
 @pytest.mark.gpu
 def test_nan_stays_in_its_head():
-    arrays = ssd_inputs(2, 4, 16, 32)
+    arrays = inputs(ssd, 2, 4, 16, 32)
     run = jax.jit(lambda arrays: step(SSD, arrays, "mosaic"))
     bad = arrays | {"x": arrays["x"].at[1, 2].set(jnp.nan)}
     for got, want in zip(run(bad), run(arrays), strict=True):
         assert jnp.isnan(got[1, 2]).all()
-        whole = np.ones((2, 4), bool)
-        whole[1, 2] = False
-        np.testing.assert_array_equal(got[whole], want[whole])
+        ssd.check_others({"final": got}, {"final": want})
 
 
-of_all = functools.partial(jax.grad, argnums=tuple(range(len(NAMES))))
+of_all = functools.partial(jax.grad, argnums=tuple(range(len(ssd.NAMES))))
 mapped = lambda f: lambda *v: jax.vmap(f)(*(jnp.stack([a, 0.5 * a, -a]) for a in v))
 AROUND = {
     "grad": of_all,
-    "vmap": mapped,
     "vmap(grad)": lambda f: mapped(of_all(f)),
+    "vmap": mapped,
     "checkpoint": lambda f: jax.checkpoint(of_all(f)),
 }
 
 
-IN_DEFAULT = ("grad", None), ("vmap(grad)", 2)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("around", "layers"),
-    [
-        pytest.param(*of, marks=[] if of in IN_DEFAULT else pytest.mark.exhaustive)
-        for of in itertools.product(AROUND, (None, 2))
-    ],
-)
+@combinations("around layers", AROUND, [None, 2], few=2)
 def test_transformations(around, layers):
     """Gradients, of the output and the state, as plain JAX has them."""
-    arrays = ssd_inputs(2, 2, 16, 32, layers=layers)
+    arrays = inputs(ssd, 2, 2, 16, 32, layers=layers)
     layer = None if layers is None else 1
 
     def call(implementation, *values):
         with check.running(implementation):
             options = {"dt_softplus": True, "layer": layer, "implementation": implementation}
-            out, state = SSD(*values[:-1], dt_bias=values[-1], **options)
+            out, state = SSD(**dict(zip(arrays, values, strict=True)), **options)
             return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state))
 
     got, want = (
-        jax.jit(AROUND[around](functools.partial(call, how)))(*arrays.values())
-        for how in ("mosaic", "xla")
+        jax.jit(around(functools.partial(call, how)))(*arrays.values()) for how in ("mosaic", "xla")
     )
     check.assert_close(got, want, 1e-5)
 
 
 def test_the_state_is_aliased():
     """Where the program is for a GPU the kernel writes the state to where it was."""
-    arrays = ssd_inputs(2, 4, 64, 128, layers=3)
+    arrays = inputs(ssd, 2, 4, 64, 128, layers=3)
     run = lambda arrays: SSD(**arrays, layer=1, implementation="mosaic")
     text = jax.jit(run).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = [line for line in text.splitlines() if "@mosaic_gpu" in line]
@@ -230,28 +172,36 @@ def test_the_state_is_aliased():
 
 
 def test_errors():
-    arrays = ssd_inputs(2, 4, 16, 32, layers=3)
-    run = functools.partial(SSD, **{k: v for k, v in arrays.items() if k != "state"})
-    state = arrays["state"]
-    with pytest.raises(ValueError, match=r"state must have shape \(2, 4, 16, 32\) = \(B, H, P, N"):
-        run(state)
-    with pytest.raises(ValueError, match=r"with layer, state must have shape \(layers, 2, 4, 16, "):
-        run(state[0], layer=0)
-    with pytest.raises(ValueError, match=r"layer must be from 0 to 2, as state has them; got 3"):
-        run(state, layer=3)
-    with pytest.raises(TypeError, match=r"layer must be a whole number or an integer.*got 1\.0"):
-        run(state, layer=1.0)
-    with pytest.raises(TypeError, match=r"layer must be a whole number or an integer"):
-        run(state, layer=jnp.arange(2))
-    kernel = functools.partial(SSD, implementation="mosaic")
-    for sizes, reason in (
-        ((2, 4, 16, 24), "it has 24 states, and the kernel takes a power of two from 8 to 512"),
-        ((2, 4, 16, 4), "it has 4 states"),
-        ((2, 4, 24, 16), "a head has 24 channels, and the kernel takes multiples of 32"),
+    arrays = inputs(ssd, 2, 4, 16, 32, layers=3)
+    state, unfit = arrays["state"], {"implementation": "mosaic"}
+    for error, words, changed in (
+        (ValueError, r"state must have shape \(2, 4, 16, 32\) = \(B, H, P, N", {}),
+        (
+            ValueError,
+            r"with layer, state must have shape \(layers, 2, 4, 16, ",
+            {"state": state[0], "layer": 0},
+        ),
+        (ValueError, r"layer must be from 0 to 2, as state has them; got 3", {"layer": 3}),
+        (TypeError, r"layer must be a whole number or an integer.*got 1\.0", {"layer": 1.0}),
+        (TypeError, r"layer must be a whole number or an integer", {"layer": jnp.arange(2)}),
+        *(
+            (NotImplementedError, reason, inputs(ssd, *size) | unfit)
+            for reason, size in (
+                (
+                    "it has 24 states, and the kernel takes a power of two from 8 to 512",
+                    (2, 4, 16, 24),
+                ),
+                ("it has 4 states", (2, 4, 16, 4)),
+                ("a head has 24 channels, and the kernel takes multiples of 32", (2, 4, 24, 16)),
+            )
+        ),
+        (
+            NotImplementedError,
+            "state is bfloat16, and the kernel updates",
+            unfit | {"state": state[0].astype(jnp.bfloat16)},
+        ),
     ):
-        with pytest.raises(NotImplementedError, match=reason):
-            kernel(**ssd_inputs(*sizes))
+        with pytest.raises(error, match=words):
+            SSD(**arrays | changed)
     with pytest.raises(NotImplementedError, match="a group has 100 channels"):
-        SELECTIVE(**selective_inputs(2, 100, 16), implementation="mosaic")
-    with pytest.raises(NotImplementedError, match="state is bfloat16, and the kernel updates"):
-        kernel(**arrays | {"state": state[0].astype(jnp.bfloat16)})
+        selective_scan.STEP(**inputs(selective_scan, 2, 100, 16), **unfit)
