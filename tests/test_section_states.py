@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jaxkern.mosaic.launch import interpreter
 from jaxkern.ops import section_states
 from jaxkern.ops.section_states import Options
 from tests import check
+from tests.pairs import combinations
 
 INF, NAN = np.inf, np.nan
 
@@ -42,7 +42,7 @@ def _run(f: Any, *arrays: Any) -> Any:
         return jax.jit(f)(*arrays)
 
 
-RUNS = {"launch": section_states.launch, "reference": section_states.reference}
+RUNS = section_states.launch, section_states.reference
 SHAPES = {
     "a decay a state": (1, 16, 384, 384),
     "padded": (2, 3, 300, 300),
@@ -53,27 +53,18 @@ SHAPES = {
     "no rows": (0, 4, 8, 8),
     "no states": (2, 4, 0, 0),
 }
-DEFAULT = {
-    *(("launch", name, i % 2 == 0) for i, name in enumerate(SHAPES)),
-    *(("reference", "padded", reverse) for reverse in (False, True)),
-    ("reference", "a decay a unit", True),
-}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("run", "shape", "reverse"),
-    [
-        pytest.param(*of, marks=[] if of in DEFAULT else pytest.mark.exhaustive)
-        for of in itertools.product(RUNS, SHAPES, (False, True))
-    ],
-)
-def test_states_are_those_of_a_loop(run, shape, reverse, monkeypatch):
-    if shape.startswith("four"):
+@combinations("shape reverse", SHAPES, [True, False])
+def test_states_are_those_of_a_loop(shape, reverse, monkeypatch):
+    if shape[-1] == 1024:
         monkeypatch.setattr(section_states, "num_sms", lambda: 1)  # for which 1024 are enough
-    arrays = _arrays(*SHAPES[shape])
-    got = _run(functools.partial(RUNS[run], Options(reverse)), *arrays)
-    check.assert_close(got, _in_order(*arrays, reverse), 1e-6)
+    arrays = _arrays(*shape)
+    want = _in_order(*arrays, reverse)
+    for run in RUNS:
+        got = _run(functools.partial(run, Options(reverse)), *arrays)
+        check.assert_close(got, want, 1e-6)
 
 
 @pytest.mark.gpu
@@ -95,7 +86,7 @@ def test_what_a_section_keeps_nothing_of(run):
     """A new segment keeps nothing even of a NaN; of a zero an infinite decay makes no NaN."""
     decay = jnp.array([[[NAN, NAN, INF, INF, 0.0, 0.0, 0.5, 0.5]]]).repeat(2, 1)
     first = jnp.array([[NAN, INF, 0.0, 1.0, NAN, 1.0, NAN, 0.0]])
-    states, last = _run(functools.partial(RUNS[run], Options()), decay, jnp.ones((1, 2, 8)), first)
+    states, last = _run(functools.partial(run, Options()), decay, jnp.ones((1, 2, 8)), first)
     after = np.array([[1, 1, 1, INF, NAN, 1, NAN, 1]])
     np.testing.assert_array_equal(states, np.stack([first, after], 1))
     np.testing.assert_array_equal(last, [[1, 1, INF, INF, NAN, 1, NAN, 1.5]])
