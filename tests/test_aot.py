@@ -92,17 +92,17 @@ def compiler(monkeypatch):
 
 
 def test_kernels_that_are_compiled_once_are_known_in_later_programs(compiler):
+    small, large = Kernel(56, 0, 1000), Kernel(255, 60, 2025)
     two = [("a", "rms_norm_fwd"), ("b", "rms_norm_bwd"), ("a", "rms_norm_fwd")]
-    forward = {"rms_norm_fwd": [Kernel(56, 0, 1000)]}
-    assert compiler(lowered(two, PTXAS)).kernels == forward | {
-        "rms_norm_bwd": [Kernel(255, 60, 2025)]
-    }
-    assert compiler(lowered(two[:1], "")).kernels == forward
-    said = PTXAS.replace("rms", "layer").replace("bwd", "fwd")  # two of one name, in order
-    pair = [("c", "layer_norm_fwd"), ("d", "layer_norm_fwd")]
-    both = [Kernel(56, 0, 1000), Kernel(255, 60, 2025)]
-    assert compiler(lowered(pair, said)).kernels == {"layer_norm_fwd": both}
-    assert compiler(lowered(pair[1:], "")).kernels == {"layer_norm_fwd": both[1:]}
+    pair = [("c", "layer_norm_fwd"), ("d", "layer_norm_fwd")]  # of one name, in order
+    of_pair = PTXAS.replace("rms", "layer").replace("bwd", "fwd")
+    for kernels, said, found in (
+        (two, PTXAS, {"rms_norm_fwd": [small], "rms_norm_bwd": [large]}),
+        (two[:1], "", {"rms_norm_fwd": [small]}),
+        (pair, of_pair, {"layer_norm_fwd": [small, large]}),
+        (pair[1:], "", {"layer_norm_fwd": [large]}),
+    ):
+        assert compiler(lowered(kernels, said)).kernels == found
 
 
 @pytest.mark.parametrize("said", ["", PTXAS])
@@ -142,15 +142,15 @@ def test_copies_are_what_computes_nothing(result, operation, copied):
 
 
 def test_a_fusion_is_told_that_forgets_what_is_in_place():
-    kernel = '%run = (f32[2]{0}) custom-call(%p), custom_call_target="mosaic_gpu_v2"'
-    within = "%{} (p: f32[2]) -> f32[2] {{\n  %p = f32[2]{{0}} parameter(0)\n  {}{}\n}}\n\n"
     aliased = ", output_to_operand_aliasing={{0}: (0, {})}"
-    told = lambda name, rest: ptxas.out_of_place(within.format(name, kernel, rest))
-    assert told("dynamic-slice-fusion.3", aliased) == ["dynamic-slice-fusion.3"]
-    assert told("dynamic-slice-fusion", "") == []
-    assert told("region_0.6", aliased) == []
-    of_xla = kernel.replace("mosaic_gpu_v2", "__cublas$gemm")
-    assert ptxas.out_of_place(within.format("dynamic-slice-fusion", of_xla, aliased)) == []
+    for name, target, rest, lost in (
+        ("dynamic-slice-fusion.3", "mosaic_gpu_v2", aliased, ["dynamic-slice-fusion.3"]),
+        ("dynamic-slice-fusion", "mosaic_gpu_v2", "", []),
+        ("region_0.6", "mosaic_gpu_v2", aliased, []),
+        ("dynamic-slice-fusion", "__cublas$gemm", aliased, []),
+    ):
+        call = f'%run = (f32[2]{{0}}) custom-call(%p), custom_call_target="{target}"{rest}'
+        assert ptxas.out_of_place(f"%{name} (p: f32[2]) -> f32[2] {{\n  {call}\n}}\n") == lost
 
 
 def test_memory_counts_donated_arguments_once():
@@ -172,9 +172,10 @@ def test_gpus_are_described():
 
 OP, STEP = NAMES = "rms_norm 8x8 bfloat16", "tiny x 8"
 PLAIN = {"rms_norm_sum": "it needs 9 bytes"}
+GIB = 1 << 30
 
 
-def result_of_step(memory=1 << 30):
+def result_of_step(memory=GIB):
     kernels = {"rms_norm_fwd": [Kernel(56, 0, 0), Kernel(57, 0, 0)], "old": [Kernel(255, 8, 0)]}
     collectives = programs.collectives_in("") | {"all-reduce": 2}
     return Result(STEP, kernels, {}, 1.0, 2.0, memory, collectives)
@@ -186,61 +187,47 @@ def results():
     return [Result(OP, step.kernels, PLAIN), step]
 
 
-def changed(figures, path, to):
-    """A copy of `figures` with another value at `path`; without it if that is ``None``."""
-    new = copy.deepcopy(figures)
-    *parents, last = path
-    inner = functools.reduce(operator.getitem, parents, new)
+@pytest.mark.parametrize(
+    ("path", "to", "told", "of_another_jax"),
+    [
+        ("kernels rms_norm_fwd 1 1", 16, "spills of rms_norm_fwd: was 0 bytes, is 16", True),
+        ("training collectives all-reduce", 3, "all-reduce: was 2, is 3", True),
+        ("training collectives all-gather", 3, "all-gather: was 0, is 3", True),
+        ("plain old", "no room", "old is plain JAX: no room", True),
+        ("kernels", None, "is missing", False),
+        ("kernels old", None, "kernels old: was 1, is 0", False),
+        ("kernels new", [[8, 16, 0]], "kernels new: was 0, is 1", False),
+        ("kernels rms_norm_fwd", [[56, 0, 0]], "kernels rms_norm_fwd: was 2, is 1", False),
+        ("training memory", 1.03 * GIB, "memory of a device: was 1.00 GiB, is 1.03 GiB", False),
+        ("training copied", GIB / 2, "bytes copied: was 0.00 GiB, is 0.50 GiB", False),
+        ("kernels rms_norm_fwd 0 0", 255, "", False),  # registers
+        ("kernels rms_norm_fwd 0 2", 2048, "", False),  # shared memory
+        ("kernels old 0 1", 9, "", False),  # it did spill
+        ("plain", None, "", False),
+        ("training memory", 1.01 * GIB, "", False),
+        ("training memory", GIB / 2, "", False),
+    ],
+)
+def test_what_got_worse_is_told_and_nothing_else(path, to, told, of_another_jax):
+    """Of the op's kernels and of the step's training; a value of ``None`` is taken out."""
+    was = {"jax": "1", **aot.figures(results())}
+    now = copy.deepcopy(was)
+    part, *keys = path.split()
+    name = STEP if part == "training" else OP
+    *parents, last = part, name, *(int(key) if key.isdigit() else key for key in keys)
+    inner = functools.reduce(operator.getitem, parents, now)
     if to is None:
         del inner[last]
     else:
         inner[last] = to
-    return new
-
-
-@pytest.mark.parametrize(
-    ("path", "to", "told", "of_another_jax"),
-    [
-        (
-            ("kernels", OP, "rms_norm_fwd", 1, 1),
-            16,
-            f"{OP}: spills of rms_norm_fwd: was 0 bytes, is 16",
-            True,
-        ),
-        (
-            ("training", STEP, "collectives", "all-reduce"),
-            3,
-            f"{STEP}: all-reduce: was 2, is 3",
-            True,
-        ),
-        (("training", STEP, "collectives", "all-gather"), 3, "all-gather: was 0, is 3", True),
-        (("plain", OP, "old"), "no room", f"{OP}: old is plain JAX: no room", True),
-        (("kernels", OP), None, f"{OP}: is missing", False),
-        (("kernels", OP, "old"), None, "kernels old: was 1, is 0", False),
-        (("kernels", OP, "new"), [[8, 16, 0]], "kernels new: was 0, is 1", False),
-        (("kernels", OP, "rms_norm_fwd"), [[56, 0, 0]], "rms_norm_fwd: was 2, is 1", False),
-        (("training", STEP, "memory"), int(1.03 * 2**30), "was 1.00 GiB, is 1.03 GiB", False),
-        (("training", STEP, "copied"), 1 << 29, "copied: was 0.00 GiB, is 0.50 GiB", False),
-        (("kernels", OP, "rms_norm_fwd", 0, 0), 255, "", False),  # registers
-        (("kernels", OP, "rms_norm_fwd", 0, 2), 2048, "", False),  # shared memory
-        (("kernels", OP, "old", 0, 1), 9, "", False),  # it did spill
-        (("plain", OP), None, "", False),
-        (("training", STEP, "memory"), int(1.01 * 2**30), "", False),
-        (("training", STEP, "memory"), 1 << 29, "", False),
-    ],
-)
-def test_what_got_worse_is_told_and_nothing_else(path, to, told, of_another_jax):
-    figures = {"jax": "1", **aot.figures(results())}
-    now = changed(figures, path, to)
     for jax, want in ("1", told), ("2", told if of_another_jax else ""):
-        got = aot.differences(figures | {"jax": jax}, now, NAMES)
-        assert len(got) == bool(want)
-        assert want in "".join(got)
+        got = aot.differences(was | {"jax": jax}, now, NAMES)
+        assert got == ([f"{name}: {want}"] if want else [])
 
 
 def test_new_tasks_are_told():
     figures = {"jax": "1", **aot.figures(results())}
-    was = changed(figures, ("kernels", OP), None)
+    was = figures | {"kernels": {STEP: figures["kernels"][STEP]}}
     assert aot.differences(was, figures, NAMES) == [f"{OP}: is new"]
 
 
@@ -283,10 +270,10 @@ def test_command_writes_and_compares(command, capsys, tmp_path):
 
 def test_command_renews_a_part(command):
     assert aot.main(["--write"]) == 0
-    command.results[1] = result_of_step(memory=1 << 31)
+    command.results[1] = result_of_step(memory=2 * GIB)
     assert aot.main(["--write", "--only", "tiny"]) == 0
     held = command.held()
-    assert held["training"][STEP]["memory"] == 1 << 31
+    assert held["training"][STEP]["memory"] == 2 * GIB
     assert held["kernels"][OP] == aot.figures(results())["kernels"][OP]
     assert held["plain"] == {OP: PLAIN}
 
@@ -326,9 +313,8 @@ def test_command_needs_a_task_and_the_compiler(command, monkeypatch, capsys):
 @pytest.mark.exhaustive
 def test_a_task_that_ends_its_process_ends_no_other(monkeypatch):
     monkeypatch.setattr(aot, "attempt", ends_its_process)
-    found = {r.name: r.error for r in aot.run("h200", ["a", "abort"], 1)}
-    assert found.keys() == {"a", "abort"}
-    assert [name for name, error in found.items() if error] == ["abort"]
+    found = {result.name: bool(result.error) for result in aot.run("h200", ["a", "abort"], 1)}
+    assert found == {"a": False, "abort": True}
 
 
 def ends_its_process(gpu, name):
@@ -344,14 +330,12 @@ def test_the_chosen_part_has_every_kernel_in_every_tile():
         cases = [name for name in part if name not in held["training"]]
         assert 20 < len(cases) < 100
 
-        def tiles(names, held=held):
-            return {
-                (kernel, k[2] // aot.BRANCH)
-                for name in names
-                for kernel, of_name in held["kernels"][name].items()
-                for k in of_name
-            }
-
+        tiles = lambda names: {
+            (kernel, k[2] // aot.BRANCH)
+            for name in names
+            for kernel, of_name in held["kernels"][name].items()  # noqa: B023
+            for k in of_name
+        }
         every = set(held["kernels"]) - set(held["training"])
         assert tiles(cases) == tiles(every)
         if held["training"]:
