@@ -442,12 +442,7 @@ def coded(**leaves):
 WRONG_STEPS = [  # options, arguments instead of right ones, error, words
     ({}, {"grads": {"w": ones(2)}}, ValueError, "grads must have the structure of params"),
     ({}, {"grads": PARAMS | {"b": ones(2)}}, ValueError, "grads['b'] must have shape (3,)"),
-    (
-        {},
-        {"grads": PARAMS | {"b": INTEGERS}},
-        TypeError,
-        "['b'] must be a floating array, got int32",
-    ),
+    ({}, {"grads": PARAMS | {"b": INTEGERS}}, TypeError, "grads['b'] must be a floating array"),
     ({}, {"grads": jax.eval_shape(lambda: PARAMS)}, TypeError, "array, got ShapeDtypeStruct"),
     ({}, {"params": MANY, "grads": CUT}, ValueError, "grads['layer7']['b'] is missing"),
     ({}, {"params": CUT, "grads": MANY}, ValueError, "grads['layer7']['b'] is not in params"),
