@@ -180,18 +180,17 @@ def test_a_step_is_divided_by_tensor_alone_and_is_slower_than_predicted():
 # The commands
 
 
-@pytest.mark.parametrize(
-    ("was", "now", "told"),
-    [
-        ({"all-reduce": [1, 8]}, {"all-reduce": [1, 9]}, []),
-        ({"all-reduce": [1, 8]}, {"all-reduce": [2, 8]}, ["a, both: all-reduce: was 1, is 2"]),
-        ({}, {"all-gather": [1, 8]}, ["a, both: all-gather: was 0, is 1"]),
-        ({"all-gather": [1, 8]}, {}, ["a, both: all-gather: was 1, is 0"]),
-    ],
-)
-def test_another_number_of_collectives_is_told(was, now, told):
-    assert [*collectives.differences({"a": {"both": was}}, {"a": {"both": now}})] == told
-    assert [*collectives.differences({}, {"a": {"both": now}})] == ["a: is new"]
+def test_another_number_of_collectives_is_told():
+    one = {"all-reduce": [1, 8]}
+    for was, now, told in (
+        (one, {"all-reduce": [1, 9]}, []),
+        (one, {"all-reduce": [2, 8]}, ["a, both: all-reduce: was 1, is 2"]),
+        ({}, one, ["a, both: all-reduce: was 0, is 1"]),
+        (one, {}, ["a, both: all-reduce: was 1, is 0"]),
+    ):
+        found = collectives.differences({"a": {"both": was}}, {"a": {"both": now}})
+        assert [*found] == told
+    assert [*collectives.differences({}, {"a": {"both": one}})] == ["a: is new"]
 
 
 @pytest.fixture
