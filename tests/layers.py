@@ -23,9 +23,6 @@ K = 40  # features
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
 NORMS = ("RMSNorm", "LayerNorm")
 
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-"""Unoptimised code of the same program is made much sooner."""
-
 
 def normal(*shape, seed=0, dtype=FP32, scale=1.0):
     values = scale * (np.random.default_rng(seed).normal(size=shape) + 0.3)

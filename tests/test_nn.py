@@ -21,7 +21,7 @@ import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
 from tests import layers
-from tests.layers import BF16, FP16, FP32, LIBRARIES, NORMS, K, jit, normal, ours
+from tests.layers import BF16, FP16, FP32, LIBRARIES, NORMS, K, normal, ours
 from tests.pairs import combinations
 
 FLAX = ("nnx", "linen")
@@ -45,7 +45,7 @@ def of_both(library, name, x, *, how=None, transform=lambda run: run, **options)
     same(theirs, params)
     params, how = moved(theirs), how or {}
     runs = [transform(functools.partial(f, **how)) for f in (run_theirs, run)]
-    return params, *jit(lambda *args: [f(*args) for f in runs])(params, x)
+    return params, *jax.jit(lambda *args: [f(*args) for f in runs])(params, x)
 
 
 CASES = (*LAYERS, "RMSNorm, bare", "LayerNorm, bare", "LayerNorm, scale")
@@ -243,7 +243,7 @@ def test_equinox_norms_of_several_axes_and_batches(name):
     theirs, layer = (moved(getattr(m, name)((4, 10))) for m in (eqx.nn, jk_equinox))
     each = lambda layer: jax.vmap(jax.vmap(layer))
     run = lambda theirs, layer, x: (each(theirs)(x), each(layer)(x), layer(x, 7))
-    expected, found, (out, state) = jit(run)(theirs, layer, normal(2, 3, 4, 10))
+    expected, found, (out, state) = jax.jit(run)(theirs, layer, normal(2, 3, 4, 10))
     np.testing.assert_allclose(found, expected, atol=3e-6)
     np.testing.assert_allclose(out, expected, atol=3e-6)
     assert state == 7
@@ -258,7 +258,8 @@ def test_equinox_layers_of_no_rows_and_of_scalars():
             assert jax.eval_shape(layer, jnp.zeros((0, K), dtype)).shape == (0, K)
     for name in NORMS:
         theirs, layer = (getattr(m, name)(()) for m in (eqx.nn, jk_equinox))
-        np.testing.assert_allclose(eqx.filter_jit(layer)(x), jit(jax.vmap(theirs))(x), rtol=1e-6)
+        found, expected = eqx.filter_jit(layer)(x), jax.jit(jax.vmap(theirs))(x)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
     theirs, layer = (m.Linear("scalar", 3, key=key) for m in (eqx.nn, jk_equinox))
     same(layer(x[0]), theirs(x[0]))
     with pytest.raises(ValueError, match=r"x must have shape \(\.\.\., 4\)"):
@@ -283,7 +284,7 @@ def test_a_layer_is_called_once():
         jk_linen.Dropout(0.0, deterministic=False),
     ):
         options = {"capture_intermediates": True, "mutable": True}
-        run = jit(functools.partial(module.init_with_output, jax.random.key(0), **options))
+        run = jax.jit(functools.partial(module.init_with_output, jax.random.key(0), **options))
         out, variables = run(X[0])
         [only] = variables["intermediates"]["__call__"]
         same(only, out)

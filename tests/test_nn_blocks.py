@@ -17,7 +17,7 @@ import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
 from jaxkern.nn import mamba2, remat
 from tests import check
-from tests.layers import BF16, FP32, KIND, KINDS, LIBRARIES, MAMBA, MAMBA2, K, jit, normal, ours
+from tests.layers import BF16, FP32, KIND, KINDS, LIBRARIES, MAMBA, MAMBA2, K, normal, ours
 from tests.pairs import combinations
 
 
@@ -30,7 +30,7 @@ def test_swiglu():
     hidden = (rows @ gate) / (1 + np.exp(-rows @ gate)) * (rows @ up)
     transposed = [kernel.T for kernel in kernels]
     for library, params in zip(LIBRARIES, (weights, {"params": weights}, transposed), strict=True):
-        found = jit(ours(library, "SwiGLU", shapes=True)[1])(params, x)
+        found = jax.jit(ours(library, "SwiGLU", shapes=True)[1])(params, x)
         np.testing.assert_allclose(found, hidden @ down, rtol=1e-5, atol=1e-4)
 
     biased = functools.partial(ours, name="SwiGLU", shapes=True, use_bias=True)
@@ -73,7 +73,7 @@ def check_block(kind, library, options, **weights):
     tokens = functools.partial(kind.tokens, weights, sizes)
     ids, x = jnp.array([[0, 0, 0, 0, 1], [0, 0, 1, 1, 1]]), normal(2, 9, 12)
 
-    @jit
+    @jax.jit
     def run(x):
         # Equinox's take a sequence, too.
         whole = (jax.vmap(block) if library == "equinox" else block)(x)
@@ -201,10 +201,9 @@ def test_block_of_one_sequence_in_equinox(kind):
     block = block_of(kind, "equinox", weights_of(kind), **kind.options)
     x, caches = jnp.ones((2, 7, 12)), functools.partial(block, method="init_cache")
     run = jax.vmap(functools.partial(block, return_cache=True))
-    same_shapes = chex.assert_trees_all_equal_shapes
-    same_shapes(jax.eval_shape(run, x), (x, caches(2)))
+    chex.assert_trees_all_equal_shapes(jax.eval_shape(run, x), (x, caches(2)))
     single = jax.eval_shape(functools.partial(block, method="step"), x[0, 0], caches())
-    same_shapes(single, (x[0, 0], caches()))
+    chex.assert_trees_all_equal_shapes(single, (x[0, 0], caches()))
 
 
 @KIND
@@ -230,7 +229,7 @@ def test_blocks_begin_as_in_the_papers_code(kind):
     inits = kind.block.initializers(kind.block.sizes(32, **options), n_layers=4)
     inits |= {"dt_bias": (inits["dt_bias"][0], (100_000,))}
     draw = lambda key: {name: init(key, shape, FP32) for name, (init, shape) in inits.items()}
-    w = jax.tree.map(np.asarray, kind.block.weights(**jit(draw)(jax.random.key(0))))
+    w = jax.tree.map(np.asarray, kind.block.weights(**jax.jit(draw)(jax.random.key(0))))
     dt, A = np.log1p(np.exp(np.float64(w.dt_bias))), np.exp(w.A_log)
     np.testing.assert_allclose((dt.min(), np.median(dt), dt.max()), (1e-3, 1e-2, 1e-1), rtol=0.02)
     assert 0.0999 < dt.max() <= 0.1001
@@ -250,7 +249,7 @@ def test_blocks_begin_as_in_the_papers_code(kind):
 @combinations("kind library", KINDS, ["linen", "nnx", "equinox"], few=1)
 def test_block_in_bfloat16(kind, library):
     weights, x = weights_of(kind), normal(2, 7, 12, dtype=BF16)
-    out = jit(block_of(kind, library, weights, **kind.options, dtype=BF16))(x)
+    out = jax.jit(block_of(kind, library, weights, **kind.options, dtype=BF16))(x)
     assert out.dtype == BF16
     want = np.stack([kind.float64(weights, kind.sizes(), row) for row in x])
     assert 0 < np.abs(np.asarray(out, np.float64) - want).max() / np.abs(want).max() < 4 * 2**-8
@@ -331,7 +330,7 @@ def in_linen(kind, x):
     over = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
     stack = linen.scan(linen.remat(Block, policy=remat.SCAN), **over)()
 
-    @jit
+    @jax.jit
     def run(x):
         params = stack.init(jax.random.key(0), x)["params"]
         loss = lambda params: (stack.apply({"params": params}, x)[0] ** 2).sum()
@@ -386,7 +385,7 @@ def test_stacks_are_scanned_and_rematerialised(kind, stacked):
 
     *found, weights = stacked(kind, x)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(weights)} == {2}
-    expected = jit(jax.value_and_grad(loss_of))(weights)
+    expected = jax.jit(jax.value_and_grad(loss_of))(weights)
     chex.assert_trees_all_equal_structs(tuple(found), expected)
     check.assert_close(found, expected, 1e-5)
 
