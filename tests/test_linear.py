@@ -703,10 +703,8 @@ def test_norm_and_linear_are_both(op):
     x, w, b = inputs(6, 32, 24, "float32")
     norm = functools.partial(getattr(jaxkern, op), weight_offset=0.5)
     joined = functools.partial(getattr(jaxkern, f"{op}_linear"), weight_offset=0.5)
-    of_each = (
-        lambda x, w, b, *scales: jaxkern.linear(norm(x, *scales), w, b, activation="gelu"),
-        lambda x, w, b, *scales: joined(x, *scales, w, b, activation="gelu"),
-    )
-    arrays = x, w, b, 1 + w[:, 0], w[:, 1]
-    want, got = (check.value_and_grads(f, arrays, jnp.sin(x @ w)) for f in of_each)
+    both = lambda x, w, b, *scales, **o: jaxkern.linear(norm(x, *scales), w, b, **o)
+    fused = lambda x, w, b, weight, bias, **o: joined(x, weight=weight, bias=bias, w=w, b=b, **o)
+    arrays, dout = (x, w, b, 1 + w[:, 0], w[:, 1]), jnp.sin(x @ w)
+    want, got = (check.value_and_grads(f, arrays, dout, activation="gelu") for f in (both, fused))
     check.assert_close(got, want, 1e-6)
