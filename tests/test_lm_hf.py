@@ -179,12 +179,12 @@ def test_logits_are_those_of_transformers(tmp_path, kind, which):
         ours = loader.LanguageModel(config, params)(TOKENS)
         close(ours, expected, atol=3e-6 * np.abs(expected).max())
 
-        for kept, reader in (
-            ({"like": tmp_path / "theirs"}, architecture),
-            ({}, transformers.AutoModelForCausalLM),
+        for name, like, reader in (
+            ("ours", tmp_path / "theirs", architecture),
+            ("alone", None, transformers.AutoModelForCausalLM),
         ):
-            hf.save(tmp_path / "ours", config, params, **kept)
-            same(logits(reader.from_pretrained(tmp_path / "ours")), expected)
+            hf.save(tmp_path / name, config, params, like=like)
+            same(logits(reader.from_pretrained(tmp_path / name)), expected)
 
 
 def test_models_that_do_not_fit_are_not_written(tmp_path):
