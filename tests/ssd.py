@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkern
 from tests import check
@@ -222,6 +223,24 @@ def check_case(arrays, implementation, **options):
     saved = 2.0**-9 if arrays[0].dtype == jnp.bfloat16 and implementation is None else 0.0
     rounding = None if implementation == "mosaic" else saved
     check_scan(scan, plain, oracle, arrays, implementation, rounding, **options)
+
+
+def check_reference(scan, oracle, make, limits, tolerance, implementation=None, **options):
+    """Holds the specification itself, gradients included, to far below fp32's rounding.
+
+    ``make(dtype=...)`` gives its arrays; where the lower limit is below 0 there is no softplus.
+    """
+    of_steps = {"dt_limit": limits, "dt_softplus": limits[0] > 0}
+    with jax.enable_x64(True):
+        arrays = make(dtype="float64")
+        given = cotangents(arrays)
+        options |= of_steps | {"implementation": implementation, "return_final_state": True}
+        got = check.value_and_grads(scan, arrays, given, **options)
+        assert got[0][0].dtype == got[0][1].dtype == jnp.float64
+        of_steps["segment_ids"] = options["segment_ids"]
+        check.assert_close(got, check.in_float64(oracle, *arrays, *given, **of_steps), tolerance)
+        with pytest.raises(NotImplementedError, match="x is float64"):
+            scan(*arrays, implementation="mosaic")
 
 
 def packed_ids(batch, length, every=4):

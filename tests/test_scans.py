@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 import jaxkern
 from tests import check, selective_scan, ssd
-from tests.ssd import INF, NAMES, cotangents, packed_ids
+from tests.ssd import INF, NAMES, cotangents
 from tests.test_selective_scan import SELECTIVE_SCAN
 from tests.test_ssd import SSD
 
@@ -32,45 +32,6 @@ def runs(mark):
     plain = (ssd, None), exhaustive(ssd, "xla"), (selective_scan, "xla")
     kernels = pytest.param(selective_scan, "mosaic", marks=mark)
     return cases(("of", "implementation"), [*plain, kernels])
-
-
-@cases(
-    ("of", "size", "every", "limits", "implementation"),
-    [
-        (ssd, (300, 4, 3, 5), 128, (0.05, 0.6), None),
-        (ssd, (300, 4, 3, 5), 256, (-0.02, 0.1), "xla"),
-        exhaustive(ssd, (300, 4, 3, 5), 256, (-0.02, 0.1), None),
-        exhaustive(ssd, (300, 4, 3, 5), None, (0.05, 0.6), None),
-        exhaustive(ssd, (300, 4, 3, 5), 128, (0.05, 0.6), "xla"),
-        (selective_scan, (21, 6, 4), 8, (-2.5, 0.1), None),
-        *(
-            exhaustive(selective_scan, (21, 6, 4), every, (0.05, 0.6), None)
-            for every in (1, 16, None)
-        ),
-    ],
-)
-def test_reference_in_float64(of, size, every, limits, implementation):
-    """The specification itself, gradients included, far below fp32's rounding.
-
-    Where a lower limit is below 0 there is no softplus, and D of ssd is of channels.
-    """
-    softplus = limits[0] > 0
-    ids = packed_ids(2, size[0], every=60 if of is ssd else 4)
-    options = {"dt_softplus": softplus, "dt_limit": limits, "segment_ids": ids}
-    channels = {"of_channels": not softplus} if of is ssd else {}
-    with jax.enable_x64(True):
-        x, dt, A, *rest = of.inputs_and_state(2, *size, groups=2, dtype="float64", **channels)
-        arrays = x, dt, A / 32 if of is ssd else A, *rest  # so that a state outlasts a chunk
-        call = functools.partial(
-            of.scan, return_final_state=True, checkpoint_every=every, **options
-        )
-        given = cotangents(arrays)
-        got = check.value_and_grads(call, arrays, given, implementation=implementation)
-        assert got[0][0].dtype == got[0][1].dtype == jnp.float64
-        want = check.in_float64(of.oracle, *arrays, *given, **options)
-        check.assert_close(got, want, 1e-13 if of is ssd else 1e-14)
-        with pytest.raises(NotImplementedError, match="x is float64"):
-            of.scan(*arrays, implementation="mosaic")
 
 
 @pytest.mark.exhaustive

@@ -19,6 +19,7 @@ from tests.selective_scan import (
     check_case,
     inputs,
     inputs_and_state,
+    oracle,
     scan,
     short_chunks,
 )
@@ -28,6 +29,7 @@ from tests.ssd import (
     below_zero,
     both_results,
     check_others,
+    check_reference,
     packed_ids,
     with_groups,
     with_rates,
@@ -151,6 +153,19 @@ HALF, MIXED = [(2, 65, 130, 5, d) for d in ("bfloat16", "float16")], ("bfloat16"
 def test_selective_scan_accuracy(make, implementation, options):
     arrays, of_arrays = made if isinstance((made := make())[-1], dict) else (made, {})
     check_case(arrays, implementation, **options, **of_arrays)
+
+
+@pytest.mark.parametrize(
+    ("every", "limits"),
+    [
+        (8, (-2.5, 0.1)),
+        *(pytest.param(every, (0.05, 0.6), marks=EXHAUSTIVE) for every in (1, 16, None)),
+    ],
+)
+def test_selective_scan_reference_in_float64(every, limits):
+    make = functools.partial(inputs_and_state, 2, 21, 6, 4, groups=2)
+    options = {"segment_ids": packed_ids(2, 21), "checkpoint_every": every}
+    check_reference(scan, oracle, make, limits, 1e-14, **options)
 
 
 def test_selective_scan_saved_states():

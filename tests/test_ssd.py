@@ -17,6 +17,7 @@ from tests.ssd import (
     both_results,
     check_case,
     check_others,
+    check_reference,
     inputs_and_state,
     oracle,
     packed_ids,
@@ -80,6 +81,24 @@ BY_JAX = ("groups", "long memory", "forgets all at once", "chunks", "everything"
 def test_ssd_accuracy(name, implementation):
     arrays, options = CASES[name]
     check_case(arrays(), implementation, **options)
+
+
+@pytest.mark.parametrize(
+    ("every", "limits", "implementation"),
+    [
+        (128, (0.05, 0.6), None),
+        (256, (-0.02, 0.1), "xla"),
+        pytest.param(256, (-0.02, 0.1), None, marks=exhaustive),
+        pytest.param(None, (0.05, 0.6), None, marks=exhaustive),
+        pytest.param(128, (0.05, 0.6), "xla", marks=exhaustive),
+    ],
+)
+def test_ssd_reference_in_float64(every, limits, implementation):
+    """With rates at which a state outlasts a chunk."""
+    make = sized(2, 300, 4, 3, 5, groups=2, of_channels=limits[0] < 0)
+    slow = lambda dtype: with_rates(1 / 32, make(dtype=dtype))
+    options = {"segment_ids": packed_ids(2, 300, every=60), "checkpoint_every": every}
+    check_reference(scan, oracle, slow, limits, 1e-13, implementation, **options)
 
 
 @pytest.mark.parametrize(("every", "count"), [(128, 2), (256, 1), (None, None)])
