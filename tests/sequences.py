@@ -142,6 +142,7 @@ def check_case(
     implementation: str | None,
     *,
     absent: int = 0,
+    final: bool = True,
     rounding: float | None = None,
     own: Any = None,
     **options: Any,
@@ -150,23 +151,25 @@ def check_case(
 
     In fp32 an error is at most twice that of the oracle run in fp32. With `rounding`, as any result
     of 16 bits needs, it is also at most one rounding of the result and this, relative. The last
-    arrays, `absent` of them, are left out, and zeros to the oracle; `own` are options that it has
-    not. Returns the output, and the oracle's of fp32 arrays.
+    arrays, `absent` of them, are left out, and zeros to the oracle; without `final` so is the final
+    state; `own` are options that it has not. Returns the output, and the oracle's of fp32 arrays.
     """
     given, rng = len(arrays) - absent, np.random.default_rng(17)
-    cotangents = [np.float32(rng.normal(size=v.shape)) for v in (arrays[0], arrays[-1])]
-    how = {"implementation": implementation, "return_final_state": True, **(own or {}), **options}
+    like = (arrays[0], arrays[-1]) if final else arrays[0]
+    drawn = jax.tree.map(lambda v: np.float32(rng.normal(size=v.shape)), like)
+    how = {"implementation": implementation, "return_final_state": final, **(own or {}), **options}
     with check.running(implementation):
-        got = check.value_and_grads(call, arrays[:given], tuple(cotangents), **how)
-    cotangents = [c.astype(v.dtype) for c, v in zip(cotangents, got[0], strict=True)]
+        got = check.value_and_grads(call, arrays[:given], drawn, **how)
+    found = jax.tree.leaves(got[0])
+    cotangents = [c.astype(v.dtype) for c, v in zip(jax.tree.leaves(drawn), found, strict=True)]
     zeros = [np.zeros_like(v) for v in arrays[given:]]
 
     def run(dtype: str) -> list[Any]:
         wide = (np.asarray(v).astype(dtype) for v in (*arrays[:given], *zeros, *cotangents))
         results, grads = oracle(*wide, **options)
-        return [*results, *grads[:given]]
+        return [*results[: len(found)], *grads[:given]]
 
-    wide = all(v.dtype == jnp.float32 for v in got[0])
+    wide = all(v.dtype == jnp.float32 for v in found)
     assert wide or rounding is not None
     narrow, truths = run("float32"), run("float64")
     rows = zip(jax.tree.leaves(got), narrow, truths, strict=True)
@@ -176,4 +179,4 @@ def check_case(
         if rounding is not None:
             least = float(jnp.finfo(our.dtype).eps) / 2
             assert check.relative_error(our, truth) <= least + rounding, f"array {i}"
-    return got[0][0], narrow[0]
+    return found[0], narrow[0]

@@ -67,7 +67,8 @@ def test_linear_scan_accuracy(size, implementation, reverse):
 )
 def test_linear_scan_half_precision(size, implementation, dtype, b_dtype):
     """States are fp32, and rounded once."""
-    check_case(inputs(*size, dtype, b_dtype), implementation)
+    final = b_dtype != "float16"  # plain JAX adds its cotangent to the output's in 16 bits
+    check_case(inputs(*size, dtype, b_dtype), implementation, final=final)
 
 
 @pytest.mark.gpu
@@ -91,10 +92,7 @@ def test_linear_scan_parts(count, reverse):
 def test_linear_scan_long_memory(size, implementation):
     """States that forget nothing: rounding errors add up over the whole sequence."""
     a, b, state = inputs(*size)
-    arrays, dout = (1 - 1e-4 * jnp.abs(a), b, state), jnp.flip(b, 1)
-    got = check.value_and_grads(scan, arrays, dout, implementation=implementation)
-    (want, _), grads = check.in_float64(sequences.linear_scan, *arrays, dout)
-    check.assert_close(got, (want, grads), 1e-6)
+    check_case((1 - 1e-4 * jnp.abs(a), b, state), implementation, final=False)
 
 
 def test_linear_scan_complex():
