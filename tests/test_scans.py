@@ -102,12 +102,9 @@ def test_dt_limit(of, implementation, limits):
     raw = jnp.array([-3.0, 0.0, 0.125, 0.25, 1.0, 2.0, 5.0, np.nan])[None, None]
     x, A = (raw[..., None], raw[0, 0]) if of is ssd else (raw, raw[0, 0, :, None])
     x, A, weight = jnp.ones_like(x), jnp.zeros_like(A), jnp.ones((1, 1, 1, 1))
-    options = {"dt_softplus": False} | ({"dt_limit": limits} if limits else {})
-
-    def run(dt):
-        given = x, dt, A, weight, weight, None, None
-        return of.scan(*given, implementation=implementation, **options).reshape(raw.shape)
-
+    op = jaxkern.ssd if of is ssd else jaxkern.selective_scan
+    options = {"implementation": implementation} | ({"dt_limit": limits} if limits else {})
+    run = lambda dt: op(x, dt, A, weight, weight, **options).reshape(raw.shape)
     out, (ddt,) = check.program(run)((raw,), jnp.ones_like(raw))
     low, high = limits or ((0.0, INF) if of is ssd else (-INF, INF))
     np.testing.assert_array_equal(out, np.clip(raw, low, high))  # NaN where raw is
