@@ -389,7 +389,7 @@ def _training(reports: Reports) -> Iterator[str]:
                 ]
             )
         failed += report["failed"] if found else []
-    if not rows:
+    if not rows and not failed:
         return
     yield "## Training, end to end"
     yield (

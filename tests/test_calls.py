@@ -10,6 +10,7 @@ import pytest
 
 import jaxkern
 from jaxkern.cases.case import dtypes
+from jaxkern.core import dispatch
 from tests import check
 from tests.test_modes import BF16, CASES, F32, KERNELS, gradients, in_turn
 
@@ -56,6 +57,19 @@ def test_empty_axes(name):
 @pytest.mark.parametrize("name", [n for n in KERNELS if CASES[n].op not in OF_PRODUCTS])
 def test_empty_axes_of_kernels(name):
     _check_empty(CASES[name], "mosaic")
+
+
+@pytest.mark.parametrize("name", {case.op: name for name, case in CASES.items()}.values())
+def test_a_second_call_traces_nothing(name, monkeypatch):
+    """Outside of jit an op is one program, as fast as its arithmetic."""
+
+    def trace():
+        raise AssertionError("an op was traced again")
+
+    arrays = CASES[name].arrays(jax.random.key(0), SIZES, MIXED)
+    CASES[name].call(*arrays)
+    monkeypatch.setattr(dispatch, "standard_promotion", trace)
+    CASES[name].call(*arrays)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -4,7 +4,11 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast
+from enum import Enum
+from typing import Any, Literal, cast, get_args
+
+import jax
+import numpy as np
 
 from jaxkern.core.arguments import check_flag
 from jaxkern.lowering.bound import standard_promotion
@@ -16,20 +20,41 @@ _interpreting = False
 
 
 def public_op[F: Callable[..., Any]](f: F) -> F:
-    """`f` as users call it: under JAX's standard promotion, and with a remedy for forward mode.
+    """`f` as users call it: compiled, in standard promotion, with a remedy for forward mode.
 
-    Options whose default is a bool are checked to be one, which `f` is given. A program that is
-    differentiated in forward mode inside of ``jit`` fails later, in JAX's words.
+    Outside of ``jax.jit`` a call is a program that is compiled once for its options and the types
+    of its arrays; inside, `f` is traced once for these. Options whose default is a bool are checked
+    to be one, which `f` is given. A program that is differentiated in forward mode inside of
+    ``jit`` fails later, in JAX's words.
     """
-    parameters = inspect.signature(f).parameters.items()
-    flags = [name for name, parameter in parameters if isinstance(parameter.default, bool)]
+    parameters = inspect.signature(f).parameters
+    flags = [name for name, parameter in parameters.items() if isinstance(parameter.default, bool)]
+    names = tuple(parameters)
+    kinds = {name: {p.annotation, *get_args(p.annotation)} for name, p in parameters.items()}
+    takes_arrays = {name for name, of in kinds.items() if of & {jax.Array, Any}}
+
+    def checked(**given: Any) -> Any:
+        given |= {name: check_flag(name, given[name]) for name in flags if name in given}
+        with standard_promotion():
+            return f(**given)
+
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
+    def compiled(static: tuple[Any, ...], arrays: dict[str, Any]) -> Any:
+        _, options = static
+        return checked(**{name: value for name, _, value in options}, **arrays)
 
     @functools.wraps(f)
     def call(*args: Any, **keywords: Any) -> Any:
-        checked = {name: check_flag(name, keywords[name]) for name in flags if name in keywords}
+        given = dict(zip(names, args, strict=False)) | keywords
+        if len(given) != len(args) + len(keywords) or not parameters.keys() >= keywords.keys():
+            return f(*args, **keywords)  # Python's own error
+        is_array = {n: n in takes_arrays and _has_arrays(value) for n, value in given.items()}
+        arrays = {name: value for name, value in given.items() if is_array[name]}
+        options = [(n, type(value), value) for n, value in given.items() if not is_array[n]]
         try:
-            with standard_promotion():
-                return f(*args, **(keywords | checked))
+            if not all(_is_constant(value) for _, _, value in options):  # a list, an nnx.Param, …
+                return checked(**given)
+            return compiled((_interpreting, tuple(options)), arrays)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -39,6 +64,23 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
             ) from error
 
     return cast(F, call)
+
+
+def _has_arrays(value: Any) -> bool:
+    """Whether `value` is an array, or a tuple of some, that a program takes as its argument."""
+    if isinstance(value, tuple):
+        return any(map(_has_arrays, value))
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+_CONSTANTS = bool | int | float | complex | str | bytes | None | type | np.generic | np.dtype | Enum
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether `value` never changes, so that a program may hold it."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANTS)
 
 
 def resolve(
