@@ -39,8 +39,7 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
             return f(**given)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
-    def compiled(static: tuple[Any, ...], arrays: dict[str, Any]) -> Any:
-        _, options = static
+    def compiled(options: tuple[tuple[str, type, Any], ...], arrays: dict[str, Any]) -> Any:
         return checked(**{name: value for name, _, value in options}, **arrays)
 
     @functools.wraps(f)
@@ -50,11 +49,12 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
             return f(*args, **keywords)  # Python's own error
         is_array = {n: n in takes_arrays and _has_arrays(value) for n, value in given.items()}
         arrays = {name: value for name, value in given.items() if is_array[name]}
-        options = [(n, type(value), value) for n, value in given.items() if not is_array[n]]
+        options = tuple((n, type(v), v) for n, v in given.items() if not is_array[n])
+        constant = all(_is_constant(value) for _, _, value in options)  # not an nnx.Param, a list
         try:
-            if not all(_is_constant(value) for _, _, value in options):  # a list, an nnx.Param, …
+            if _interpreting or not constant:
                 return checked(**given)
-            return compiled((_interpreting, tuple(options)), arrays)
+            return compiled(options, arrays)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
