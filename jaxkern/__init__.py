@@ -11,6 +11,9 @@ contracted, N columns; of a loss V classes; of a norm N elements of a row; of a 
 outputs.
 """
 
+import importlib
+import typing
+
 import jaxkern._command as _command  # noqa: F401, before what takes seconds
 from jaxkern import precision
 from jaxkern.lowering.target import Gpu, lowering_for
@@ -33,6 +36,19 @@ from jaxkern.ops.ssd import ssd, ssd_step
 from jaxkern.optim.accumulation import accumulate_gradients
 from jaxkern.optim.gradients import scale_gradients
 from jaxkern.optim.transforms import apply, fused_adam, fused_adamw, fused_sgd
+
+if typing.TYPE_CHECKING:
+    from jaxkern import lm as lm
+    from jaxkern import nn as nn
+    from jaxkern import optim as optim
+else:
+
+    def __getattr__(name: str) -> object:
+        """The subpackages that ``import jaxkern`` leaves out, imported where one is named."""
+        if name in ("lm", "nn"):
+            return importlib.import_module(f"jaxkern.{name}")
+        raise AttributeError(f"module 'jaxkern' has no attribute '{name}'")
+
 
 __version__ = "0.1.0"
 

@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def test_star_brings_the_public_names_and_nothing_else():
         for alias in statement.names
     }
     assert set(jaxkern.__all__) == imported
+
+
+def test_subpackages_are_there_after_importing_the_package():
+    """And nothing of them is imported before one is named."""
+    program = """
+import sys, jaxkern
+assert not {"flax", "jaxkern.lm", "jaxkern.nn"} & sys.modules.keys()
+assert callable(jaxkern.lm.load) and callable(jaxkern.precision.Policy)
+assert jaxkern.nn.__doc__ and jaxkern.optim.__doc__ and not hasattr(jaxkern, "lmm")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_citation_is_of_this_version():
