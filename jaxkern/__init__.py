@@ -16,6 +16,7 @@ import typing
 
 import jaxkern._command as _command  # noqa: F401, before what takes seconds
 from jaxkern import precision
+from jaxkern.core.dispatch import default_implementation
 from jaxkern.lowering.target import Gpu, lowering_for
 from jaxkern.ops.activations import gelu, quick_gelu, relu, relu_squared, sigmoid, silu, tanh
 from jaxkern.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
@@ -97,8 +98,9 @@ __all__ = [  # noqa: RUF022, in the families of the documents
     "apply",
     "scale_gradients",
     "accumulate_gradients",
-    # Dtypes, and the GPU that a program is for
+    # Dtypes, the implementation, and the GPU that a program is for
     "precision",
+    "default_implementation",
     "lowering_for",
     "Gpu",
 ]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Literal, cast, get_args
@@ -60,7 +61,7 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
                 raise
             raise TypeError(
                 f"{f.__name__} has no forward-mode derivative (jvp, jacfwd) where it may run "
-                'kernels; use implementation="xla", which has'
+                'kernels; use implementation="xla", which has, or jaxkern.default_implementation'
             ) from error
 
     return cast(F, call)
@@ -107,7 +108,7 @@ def resolve(
       ValueError: `implementation` is no implementation.
       NotImplementedError: the kernels were asked for and cannot take this call.
     """
-    match implementation:
+    match _default.value if implementation is None else implementation:
         case "xla":
             return "xla"
         case "mosaic":
@@ -123,6 +124,37 @@ def resolve(
             raise ValueError(
                 f'implementation must be "mosaic", "xla" or None, got {implementation!r}'
             )
+
+
+_default = jax.make_user_context(os.environ.get("JAXKERN_IMPLEMENTATION"))
+
+
+@contextlib.contextmanager
+def default_implementation(implementation: Implementation | None) -> Iterator[None]:
+    """Sets what ``implementation=None`` means in the calls inside, of layers and optimizers too.
+
+    Functions that ``jax.jit`` has compiled before are compiled again where it differs. For a whole
+    process the environment says it: ``JAXKERN_IMPLEMENTATION=xla``.
+
+    Args:
+      implementation: ``"xla"`` for plain JAX, which has forward-mode derivatives and runs
+        anywhere; ``"mosaic"`` for the kernels, or an error from a call that they cannot take;
+        ``None`` for the fastest.
+
+    Raises:
+      ValueError: `implementation` is unknown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxkern
+      >>> with jaxkern.default_implementation("xla"):
+      ...     out, slope = jax.jvp(jaxkern.swiglu, 2 * (jnp.ones(3),), 2 * (jnp.ones(3),))
+      >>> print(slope.round(3))
+      [1.659 1.659 1.659]
+    """
+    if implementation not in ("mosaic", "xla", None):
+        raise ValueError(f'implementation must be "mosaic", "xla" or None, got {implementation!r}')
+    with _default(implementation):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,21 +1,20 @@
 """Writes a run's model as a checkpoint in the layout of Hugging Face: ``jaxkern export``."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.lm import checkpoint, data, hf, loader
+from jaxkern.lm import checkpoint, data, hf, loader, untrusted
 from jaxkern.lm.config import RunError
+from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data import write_atomically
 from jaxkern.lm.model import count_params
 from jaxkern.lm.stop import say
 
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-_TOKENIZER = "tokenizer.json"
 
 
 def export(
@@ -50,32 +49,61 @@ def export(
             hf.save(folder, model.config, params, like=like)
     except ValueError as error:
         raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
-    if (spec := stored["flags"].get("tokenizer", "bytes")) != "bytes":
-        _write_tokenizer(folder, run, data.open_tokenizer(spec, run, stored["data"]))
-    else:  # that of the checkpoint it began with does not make its bytes
-        (folder / _TOKENIZER).unlink(missing_ok=True)
+    spec = stored["flags"].get("tokenizer", "bytes")
+    tokenizer = data.open_tokenizer(spec, run, stored["data"])
+    _write_tokenizer(folder, tokenizer, like, spec)
     say(f"{folder}: step {model.step} of {run}, {count_params(model.params):,} parameters, {dtype}")
     return model
 
 
-def _write_tokenizer(folder: Path, run: Path, tokenizer: Any) -> None:
-    """Write the tokenizer of a run, and which of its tokens begin and end a text."""
-    ends = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end, "pad_token": tokenizer.end}
-    _update(folder / hf.CONFIG, {f"{name}_id": token for name, token in ends.items()})
-    texts = {name: tokenizer.tokenizer.id_to_token(token) for name, token in ends.items()}
-    shutil.copy(run / _TOKENIZER, folder)
-    _update(
-        folder / _TOKENIZER, {"post_processor": _beginning(texts["bos_token"], tokenizer.begin)}
-    )
-    _update(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "add_bos_token": True,
-            "add_eos_token": False,
-        }
-        | texts,
-    )
+def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str) -> None:
+    """Write the tokenizer of a run, and in every file which of its tokens begin and end a text.
+
+    What a folder says of its tokenizer holds where that is the run's; of another's tokens nothing
+    stays.
+    """
+    of_bytes = isinstance(tokenizer, tokenizers.Bytes)
+    kind = None if of_bytes else tokenizers.kind_of(spec)
+    given = Path(kind) if isinstance(kind, str) else None
+    source = next((each for each in (like, given) if _is_of(each, tokenizer)), None)
+    said: dict[str, Any] = {}
+    if source is not None:
+        said = tokenizers.settings(source if source.is_dir() else source.parent)
+    begun = like is not None and source is like
+    if not begun:
+        for name in (hf.GENERATION, *tokenizers.FILES):
+            (folder / name).unlink(missing_ok=True)
+    ids = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
+    ids["pad_token_id"] = tokenizer.end if of_bytes else tokenizer.pad(said)
+    for name in (hf.CONFIG, hf.GENERATION):
+        content = untrusted.read_json(folder, name, "configuration")
+        if content is not None and not begun:
+            content = {key: v for key, v in content.items() if not key.endswith("_token_id")}
+        if content is not None:
+            ends = content.get("eos_token_id")
+            more = isinstance(ends, list) and tokenizer.end in ends  # of a chat, say
+            _write(folder / name, content | ids | ({"eos_token_id": ends} if more else {}))
+    if of_bytes:
+        return
+    texts = {key.removesuffix("_id"): tokenizer.tokenizer.id_to_token(ids[key]) for key in ids}
+    content = json.loads(tokenizer.stored())
+    content["post_processor"] = _beginning(texts["bos_token"], tokenizer.begin)
+    _write(folder / tokenizers.FILE, content)
+    for name in ("special_tokens_map.json", "added_tokens.json"):  # `said` has what they say
+        (folder / name).unlink(missing_ok=True)
+    said.pop("added_tokens_decoder", None)  # they are in tokenizer.json
+    said |= {name: tokenizers.text_of(said, name) for name in tokenizers.NAMED if said.get(name)}
+    of_class = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": False}
+    of_class |= {"add_bos_token": True, "add_eos_token": False}
+    _write(folder / "tokenizer_config.json", said | of_class | texts)
+
+
+def _is_of(folder: Path | None, tokenizer: Any) -> bool:
+    """Whether a folder, or the file in it, holds this tokenizer."""
+    try:
+        return folder is not None and tokenizers.load(folder).stored() == tokenizer.stored()
+    except RunError:
+        return False
 
 
 def _beginning(text: str, token: int) -> dict[str, Any]:
@@ -93,9 +121,8 @@ def _beginning(text: str, token: int) -> dict[str, Any]:
     }
 
 
-def _update(path: Path, values: dict[str, Any]) -> None:
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    text = json.dumps(content | values, indent=2, sort_keys=True, ensure_ascii=False)
+def _write(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
     write_atomically(path, text + "\n")
 
 

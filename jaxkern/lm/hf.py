@@ -43,8 +43,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkern.lm import untrusted
 from jaxkern.lm.config import ModelConfig, RunError
-from jaxkern.lm.data import write_atomically
+from jaxkern.lm.data import tokenizer, write_atomically
 from jaxkern.lm.hf_layouts import CONFIG, LAYOUTS, Layout, Values, layout_of
 from jaxkern.lm.loader import how_to_get
 from jaxkern.lm.model import initial_params
@@ -64,6 +65,7 @@ _HEAD = "lm_head.weight"
 _FIXED = {"hidden_act": ("silu", "swish"), "rms_norm": (True,)}
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 
 
 def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
@@ -92,6 +94,8 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     folder = Path(folder)
     config = model_config(read_config(folder))
     tensors = _Tensors(folder)
+    if config.tie_embeddings and _TOP["embedding"] not in tensors and _HEAD in tensors:
+        tensors.rename(_HEAD, _TOP["embedding"])  # one array, stored under its other name
     top = {ours: tensors.take(theirs) for ours, theirs in _TOP.items()}
     if not config.tie_embeddings:
         top["head"] = tensors.take(_HEAD).T
@@ -103,7 +107,10 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     blocks = {}
     for ours, (theirs, here, _) in layout_of(config).layer(config).items():
         names = (f"backbone.layers.{i}.{theirs}" for i in range(config.n_layers))
-        blocks[ours] = np.stack([here(tensors.take(name)) for name in names])
+        try:
+            blocks[ours] = np.stack([here(tensors.take(name)) for name in names])
+        except ValueError as error:
+            raise RunError(f"{folder}: the layers' {theirs} are of wrong shapes: {error}") from None
     params = {**top, "blocks": blocks}
     tensors.check_all_taken()
     if difference := _difference(params, config):
@@ -124,11 +131,13 @@ def save(
         tokenizer, are taken over.
 
     Raises:
-      ValueError: the parameters are not those of a model of this shape, or transformers has no
-        model of this shape.
+      ValueError: the parameters are not those of a model of this shape, transformers has no model
+        of this shape, or `like` is `folder`.
     """
     folder, layout = Path(folder), layout_of(config)
     of_block = layout.write(config)
+    if like is not None and folder.exists() and folder.samefile(like):
+        raise ValueError(f"like is {like}, the folder that is written; give another folder")
     if difference := _difference(params, config):
         raise ValueError(f"params has shapes {difference}, for {config}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,12 +155,14 @@ def save(
         metadata={"format": "pt"},
     )
     os.replace(partial, folder / _WEIGHTS)
-    (folder / _INDEX).unlink(missing_ok=True)
+    for name in (_INDEX, GENERATION, *tokenizer.FILES):
+        (folder / name).unlink(missing_ok=True)
     written = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     if like is not None:
         written = read_config(Path(like))
         for path in Path(like).iterdir():
-            if path.suffix in (".json", ".txt") and path.name not in (CONFIG, _INDEX):
+            known = path.suffix in (".json", ".txt", ".jinja") and path.name not in (CONFIG, _INDEX)
+            if known and not path.is_dir() and untrusted.file_in(Path(like), path.name):
                 shutil.copy(path, folder)
     written |= of_block | {
         "num_hidden_layers": config.n_layers,
@@ -169,21 +180,15 @@ def save(
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads config.json of a checkpoint."""
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text())
-        if not isinstance(config, dict):
-            raise ValueError
-    except FileNotFoundError:
-        if not folder.exists():
-            raise RunError(f"there is no folder {folder}; {how_to_get(folder)}") from None
+    config = untrusted.read_json(folder, CONFIG, "configuration of a model")
+    if config is None and not folder.exists():
+        raise RunError(f"there is no folder {folder}; {how_to_get(folder)}")
+    if config is None:
         raise RunError(
             f"{folder} holds no checkpoint (no {CONFIG}); give a folder of {CONFIG} and "
             f"{_WEIGHTS}, such as hf download state-spaces/mamba-130m-hf --local-dir mamba-130m-hf "
             "writes"
-        ) from None
-    except (ValueError, NotADirectoryError):
-        raise RunError(f"{path} is no configuration of a model") from None
+        )
     return config
 
 
@@ -228,6 +233,10 @@ def _layout(config: dict[str, Any]) -> Layout:
     for name, known in _FIXED.items():
         if config.get(name, known[0]) not in known:
             raise RunError(f"{CONFIG}: {name} is {config[name]!r}, and here it is {known[0]!r}")
+    if (weights := config.get("transformers_weights") or _WEIGHTS) != _WEIGHTS:
+        raise RunError(
+            f"{CONFIG}: transformers_weights is {weights!r}, and here it is {_WEIGHTS!r}"
+        )
     if config.get("quantization_config") is not None:
         raise RunError(
             f"{CONFIG}: quantization_config is {config['quantization_config']!r}, and weights "
@@ -238,15 +247,13 @@ def _layout(config: dict[str, Any]) -> Layout:
 
 def load_tokenizer(folder: Path) -> Any:
     """The ``tokenizers.Tokenizer`` of a checkpoint; ``None`` where it holds no tokenizer.json."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
+    path = untrusted.file_in(folder, tokenizer.FILE)
+    if path is None:
         return None
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers has no exception of its own
-        raise RunError(f"{path} cannot be read: {error}") from None
+    said = tokenizer.settings(folder)
+    opened = tokenizer.open_file(path, said)
+    opened.encode_special_tokens = said.get("split_special_tokens") is True
+    return opened
 
 
 def _in_safetensors(folder: Path) -> str:
@@ -261,33 +268,48 @@ def _in_safetensors(folder: Path) -> str:
 
 
 class _Tensors:
-    """The arrays of a checkpoint, read one at a time."""
+    """The arrays of a checkpoint, read one at a time; their names are those of a whole model."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        paths = [folder / _WEIGHTS]
-        if (folder / _INDEX).exists():
-            try:
-                index = json.loads((folder / _INDEX).read_text())
-                paths = [folder / name for name in sorted(set(index["weight_map"].values()))]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise RunError(f"{folder / _INDEX} is no index of weights") from None
         self._files: dict[str, Any] = {}
-        for path in paths:
-            if not path.exists():
-                raise RunError(f"{folder} holds no {path.name}; {_in_safetensors(folder)}")
+        for name in self._names():
+            path = untrusted.file_in(folder, name)
+            if path is None:
+                raise RunError(f"{folder} holds no {_shown(name)}; {_in_safetensors(folder)}")
             try:
                 file = safe_open(path, framework="numpy")
-            except SafetensorError as error:
+                _check_header(path)
+            except (OSError, SafetensorError) as error:
                 raise RunError(f"{path} is damaged: {error}") from None
             for stored in file.keys():  # noqa: SIM118
-                # The embedding has had another name.
-                name = stored.replace("backbone.embedding.", "backbone.embeddings.")
-                self._files[name] = file, stored
+                # The embedding has had another name, and a model without its head no prefix.
+                whole = stored.replace("embedding.", "embeddings.")
+                if whole != _HEAD and not whole.startswith("backbone."):
+                    whole = f"backbone.{whole}"
+                if whole in self._files:
+                    raise RunError(f"{folder}: the weights have {_shown(stored)} twice")
+                self._files[whole] = file, stored
         self._left = set(self._files)
+
+    def _names(self) -> list[str]:
+        """The files: one, and only without it those of an index."""
+        if untrusted.file_in(self._folder, _WEIGHTS) is not None:
+            return [_WEIGHTS]
+        index = untrusted.read_json(self._folder, _INDEX, "index of weights")
+        if index is None:
+            return [_WEIGHTS]
+        files = index.get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+            raise RunError(f"{self._folder / _INDEX} is no index of weights")
+        return sorted({*files.values()})
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def rename(self, old: str, new: str) -> None:
+        self._files[new] = self._files.pop(old)
+        self._left = set(self._files)
 
     def take(self, name: str) -> np.ndarray:
         if name not in self._files:
@@ -304,9 +326,20 @@ class _Tensors:
 
     def check_all_taken(self) -> None:
         if self._left:
-            raise RunError(
-                f"{self._folder}: the weights have {min(self._left)}, and the model here has not"
-            )
+            stored = _shown(self._files[min(self._left)][1])
+            raise RunError(f"{self._folder}: the weights have {stored}, and the model here has not")
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a file of safetensors that has a tensor twice: its reader takes the last."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        untrusted.parse(file.read(size).decode(), path, "file of safetensors")
+
+
+def _shown(name: str) -> str:
+    """A name of a stranger, on one line."""
+    return name if name.isprintable() else repr(name)
 
 
 def _difference(params: dict[str, Any], config: ModelConfig) -> str:

@@ -16,6 +16,7 @@ from jaxkern.nn import mamba, mamba2
 from jaxkern.nn.common import Block
 
 CONFIG = "config.json"
+_LARGEST = 2**24  # of sizes: no product of them is beyond an array's
 
 
 class Tensor(NamedTuple):
@@ -33,7 +34,7 @@ def _matrix(name: str) -> Tensor:
 
 def _filter(name: str) -> Tensor:
     """A filter (channels, 1, W) of one group a channel."""
-    return Tensor(name, lambda theirs: theirs[:, 0], lambda ours: ours[:, None])
+    return Tensor(name, lambda theirs: np.squeeze(theirs, 1), lambda ours: ours[:, None])
 
 
 class Values:
@@ -52,6 +53,8 @@ class Values:
             raise RunError(f"{CONFIG} does not say {name}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._wrong(name, value, f"{rule}, at least 1")
+        if value > _LARGEST:
+            raise self._wrong(name, value, f"{rule}, at most {_LARGEST}")
         return value
 
     def size_or_auto(self, name: str) -> int | None:
@@ -76,7 +79,7 @@ class Values:
         """Two numbers in order; transformers spells infinity as a table since its version 5."""
         value = self._config.get(name, [0.0, math.inf])
         known = {"Infinity": math.inf, "-Infinity": -math.inf}
-        spelled = lambda v: known.get(v.get("__float__", "")) if isinstance(v, dict) else v
+        spelled = lambda v: known.get(str(v.get("__float__"))) if isinstance(v, dict) else v
         match [spelled(each) for each in value] if isinstance(value, list) else []:
             case [int() | float() as low, int() | float() as high] if low <= high:
                 return low, high
@@ -205,10 +208,13 @@ def _read_mamba2(values: Values) -> mamba2.Sizes:
             f"{CONFIG}: num_heads · head_dim is {heads * headdim}, and here it is expand · "
             f"hidden_size, {inner}"
         )
+    groups = values.size("n_groups", 8)
+    if heads % groups:
+        raise RunError(f"{CONFIG}: n_groups is {groups}, and here it divides num_heads, {heads}")
     return mamba2.Sizes(
         **sizes,
         headdim=headdim,
-        ngroups=values.size("n_groups", 8),
+        ngroups=groups,
         norm_eps=values.positive("layer_norm_epsilon", 1e-5),
         dt_limit=values.limits("time_step_limit"),
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,8 +11,9 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkern.lm import checkpoint, data
+from jaxkern.lm import checkpoint, data, untrusted
 from jaxkern.lm.config import ModelConfig, RunError
+from jaxkern.lm.data import tokenizer as tokenizers
 
 try:
     from flax import nnx
@@ -248,7 +248,9 @@ def load_hf(folder: Path | str) -> LanguageModel:
     tokenizer = hf.load_tokenizer(Path(folder))
     codec: Any = sample.Bytes() if config.vocab_size == 256 else None
     if tokenizer is not None:
-        codec = sample.Tokens(tokenizer, hf.read_config(Path(folder)))
+        begin, ends = tokenizers.generation(Path(folder))
+        named = {"bos_token_id": begin, "eos_token_id": ends, "vocab_size": config.vocab_size}
+        codec = sample.Tokens(tokenizer, named)
     return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)
 
 
@@ -271,12 +273,9 @@ def _check_is_run(run: Path) -> None:
 
 
 def is_hf(folder: Path) -> bool:
-    """Whether a folder holds a config.json of Hugging Face's layout."""
-    try:
-        content = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and "format" not in content and "model_type" in content
+    """Whether a folder holds a config.json of Hugging Face's layout; RunError if it is damaged."""
+    content = untrusted.read_json(folder, "config.json", "configuration of a model") or {}
+    return "format" not in content and "model_type" in content
 
 
 def how_to_get(folder: Path) -> str:

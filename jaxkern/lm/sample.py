@@ -165,7 +165,8 @@ class Tokens:
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
-        config: config.json, which names the tokens that begin and end a text.
+        config: "vocab_size" of the model, and "bos_token_id" and "eos_token_id", the tokens that
+            begin and end a text.
         begins: whether every text begins with the first of these, and with nothing that the
             tokenizer would add; else it is as the tokenizer has it.
     """

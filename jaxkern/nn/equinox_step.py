@@ -18,6 +18,7 @@ def apply_gradients[Model](
     *,
     loss_scale: LossScale | None = None,
     grad_norm: jax.Array | None = None,
+    **extra_args: Any,
 ) -> tuple[Model, Any]:
     """Do a step of `tx` on a module, in one pass and in place, by :func:`jaxkern.apply`.
 
@@ -25,14 +26,15 @@ def apply_gradients[Model](
     this order, or XLA copies them first.
 
     Args:
-      tx: :func:`jaxkern.fused_adamw`, :func:`jaxkern.fused_adam` or :func:`jaxkern.fused_sgd`; any
-        other transformation takes two passes.
+      tx: :func:`jaxkern.fused_adamw`, :func:`jaxkern.fused_adam` or :func:`jaxkern.fused_sgd`, or
+        what :func:`jaxkern.apply` takes otherwise, an ``optax.chain`` around one of them.
       grads: from ``eqx.filter_grad``; ``None`` for what is not trained.
       state: of `tx`, from ``tx.init(eqx.filter(model, eqx.is_inexact_array))``, or another filter
         that leaves what has gradients.
       model: an Equinox module, or any tree.
       loss_scale: by which the gradients are to be divided.
       grad_norm: the global norm of `grads` as they are, if it is known.
+      **extra_args: for the parts of a chain, and other transformations.
 
     Returns:
       The new model and the new state.
@@ -62,5 +64,6 @@ def apply_gradients[Model](
             f"are a {type(grads).__name__} and the model a {type(model).__name__}. Take them from "
             "eqx.filter_grad"
         ) from error
-    params, state = apply(tx, grads, state, params, loss_scale=loss_scale, grad_norm=grad_norm)
+    known = {"loss_scale": loss_scale, "grad_norm": grad_norm}
+    params, state = apply(tx, grads, state, params, **known, **extra_args)
     return eqx.combine(params, rest), state

@@ -6,7 +6,7 @@ import jax
 import optax
 from flax import nnx
 
-from jaxkern.optim.transforms import apply, check_fused
+from jaxkern.optim.transforms import apply, check_transformation
 from jaxkern.precision import LossScale
 
 
@@ -19,11 +19,12 @@ class Optimizer[Model](nnx.Optimizer[Model]):
 
     Args:
       model: an ``nnx.Module``.
-      tx: :func:`jaxkern.fused_adamw`, :func:`jaxkern.fused_adam` or :func:`jaxkern.fused_sgd`.
+      tx: :func:`jaxkern.fused_adamw`, :func:`jaxkern.fused_adam` or :func:`jaxkern.fused_sgd`, or
+        what :func:`jaxkern.apply` takes otherwise, an ``optax.chain`` around one of them.
       **options: those of ``nnx.Optimizer``, `wrt` among them.
 
     Raises:
-      TypeError: `tx` is another transformation, or one that wraps those.
+      TypeError: `tx` is no transformation.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
@@ -42,8 +43,7 @@ class Optimizer[Model](nnx.Optimizer[Model]):
     """
 
     def __init__(self, model: Model, tx: optax.GradientTransformation, **options: Any):
-        check_fused(tx, "jaxkern.nn.flax.Optimizer", "nnx.Optimizer")
-        super().__init__(model, tx, **options)
+        super().__init__(model, check_transformation(tx), **options)
 
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -63,7 +63,7 @@ class Optimizer[Model](nnx.Optimizer[Model]):
           loss_scale: by which the gradients are to be divided. The next one is
             ``loss_scale.adjust(optimizer.opt_state.last_finite[...])``, with `skip_nonfinite`.
           grad_norm: the global norm of `grads` as they are, if it is known.
-          **extra_args: passed over, as Optax's optimizers do.
+          **extra_args: for the parts of a chain, and other transformations.
 
         Returns:
           Nothing, where ``nnx.Optimizer`` returns updates: there are none in memory.
@@ -72,7 +72,6 @@ class Optimizer[Model](nnx.Optimizer[Model]):
           TypeError: `model` and `grads` are exchanged.
           ValueError: `grads` are not those of the parameters.
         """
-        del extra_args
         if isinstance(model, nnx.State) and not isinstance(grads, nnx.State):
             raise TypeError(
                 f"update takes the model and then the gradients, got {type(model).__name__} and "
@@ -86,6 +85,7 @@ class Optimizer[Model](nnx.Optimizer[Model]):
             pure(model),
             loss_scale=loss_scale,
             grad_norm=grad_norm,
+            **nnx.as_pure(extra_args),
         )
         # An average in 8 bits is a Variable of two arrays, an absent master copy one of none.
         as_variables = lambda variable, value: (

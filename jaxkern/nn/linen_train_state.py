@@ -7,7 +7,7 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from jaxkern.optim.transforms import apply, check_fused
+from jaxkern.optim.transforms import apply, check_transformation
 from jaxkern.precision import LossScale
 
 
@@ -44,13 +44,14 @@ class TrainState(train_state.TrainState):
         Args:
           apply_fn: the model's ``apply``.
           params: a tree of parameters.
-          tx: :func:`jaxkern.fused_adamw`, :func:`jaxkern.fused_adam` or :func:`jaxkern.fused_sgd`.
+          tx: :func:`jaxkern.fused_adamw`, :func:`jaxkern.fused_adam` or :func:`jaxkern.fused_sgd`,
+            or what :func:`jaxkern.apply` takes otherwise, an ``optax.chain`` around one of them.
           **kwargs: fields of a subclass.
 
         Raises:
-          TypeError: `tx` is another transformation, or one that wraps those.
+          TypeError: `tx` is no transformation.
         """
-        check_fused(tx, "jaxkern.nn.linen.TrainState", "flax.training.train_state.TrainState")
+        tx = check_transformation(tx)
         return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
 
     def apply_gradients(

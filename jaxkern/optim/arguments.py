@@ -38,6 +38,7 @@ class Options:
     eps_root: Number | None = None
     weight_decay: Number | None = None
     mask: Any = None
+    rate_factor: Number | None = None  # of the learning rate, by what stands behind in a chain
 
     @property
     def has_mu(self) -> bool:
@@ -125,8 +126,18 @@ def check_seed(value: Any) -> Any:
 
 def check_mask(mask: Any) -> Any:
     """Returns `mask` if it is a function or a tree of booleans."""
-    if mask is None or callable(mask):
-        return mask
+    if not is_function(mask):
+        check_mask_tree(mask)
+    return mask
+
+
+def is_function(mask: Any) -> bool:
+    """Says whether a mask is a function, and no tree that can be called, as a module is."""
+    return callable(mask) and all(map(callable, jax.tree.leaves(mask)))
+
+
+def check_mask_tree(mask: Any) -> None:
+    """Raises a TypeError unless the leaves of a mask are booleans."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
         boolean = isinstance(leaf, (bool, np.bool_)) or (
             getattr(leaf, "dtype", None) == jnp.bool_
@@ -138,7 +149,6 @@ def check_mask(mask: Any) -> Any:
                 f"mask{jax.tree_util.keystr(path)} must be True or False, got {_told(leaf)}; a "
                 "step is compiled for what decays"
             )
-    return mask
 
 
 def check_state_dtype(name: str, dtype: Any, stochastic: bool, code: str) -> Any:
@@ -236,12 +246,14 @@ def _instead(dtype: Any, struct: bool) -> str:
         return "this needs values, and jax.eval_shape gives shapes alone"
     if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
         return "keep real and imaginary parts apart, as optax.contrib.split_real_and_imaginary does"
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        return "16 bits are the fewest: keep it in bfloat16, and cast it where it is used"
     return "keep what is not trained out of the tree, or wrap the transformation in optax.masked"
 
 
 def is_floating(leaf: Any, kind: Any = jnp.floating) -> bool:
-    """Says whether a leaf is an array of real floating numbers, or of another `kind`."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, kind)
+    """Says whether a leaf is an array of real numbers of 16 bits or more, or of another `kind`."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, kind) and leaf.dtype.itemsize > 1
 
 
 def leaf_paths(tree: Any) -> list[str]:

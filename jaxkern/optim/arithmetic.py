@@ -181,7 +181,8 @@ def changed(
 ) -> tuple[Leaf, jax.Array]:
     """Returns the leaf after a step, and what the step adds to the parameter, in fp32.
 
-    A leaf without a weight is left without one.
+    A leaf without a weight is left without one. What is added to a parameter that is rounded in a
+    way of its own, as a copy or stochastically, leads to what it is rounded to.
     """
     some = [a for a in leaf if a is not None and not is_code(a)]
     f32 = functools.reduce(jnp.promote_types, (a.dtype for a in some), jnp.float32)
@@ -206,6 +207,8 @@ def changed(
         if old is None:
             return None
         new = jnp.where(kept, new, old)
+        if rule.stochastic and like.dtype == jnp.bfloat16:
+            new = new.astype(jnp.float32)  # whose bits are rounded
         return rounded(rule, like.dtype, new, bits, round_with_slope).astype(like.dtype)
 
     def average(old: Any, new: Any, like: Any, scale: Any, bits: Any) -> tuple[Any, Any]:
@@ -227,7 +230,7 @@ def changed(
     # Barriers, as XLA may leave out the rounding of what it widens again.
     if leaf.copy is not None:
         delta = lax.optimization_barrier(after.copy).astype(f32) - leaf.copy.astype(f32)
-    elif leaf.weight is not None and leaf.weight.dtype != f32:
+    elif of_weight:
         delta = lax.optimization_barrier(after.weight).astype(f32) - p
     else:
         delta = jnp.where(kept, delta, 0.0)

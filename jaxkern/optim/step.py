@@ -15,10 +15,11 @@ from jaxkern.optim.arguments import (
     Options,
     Tree,
     check_loss_scale,
-    check_mask,
+    check_mask_tree,
     check_number,
     check_scalar,
     floating_leaves,
+    is_function,
     leaf_paths,
 )
 from jaxkern.optim.arithmetic import Leaf, Numbers, Static
@@ -65,7 +66,7 @@ def prepare(
         )
     _check_state(options, state)
     leaves, treedef = _leaves(options, grads, state, params)
-    decays = _decays(options, params, treedef) if decaying else [False] * len(leaves)
+    decays = _decays(options, params) if decaying else [False] * len(leaves)
     statics = tuple(Static(i, d) for i, d in enumerate(decays))
     f32 = jnp.float32
     if any(a.dtype == jnp.float64 for leaf in leaves for a in leaf if a is not None):
@@ -255,7 +256,7 @@ def _numbers(options: Options, count: Any, scale: Any, finite: Any, f32: Any) ->
             return number
         return check_number(f"the value of the schedule {name}", number(count))
 
-    rule = options.rule
+    rule, factor = options.rule, options.rate_factor
     b1 = 0.0 if options.b1 is None else options.b1
     steps = jnp.asarray(optax.safe_increment(count), f32)
     ahead = rule.kind == "adam" and rule.nesterov
@@ -263,7 +264,7 @@ def _numbers(options: Options, count: Any, scale: Any, finite: Any, f32: Any) ->
     numbers = Numbers(
         finite=finite,
         scale=scale,
-        rate=value("learning_rate"),
+        rate=value("learning_rate") if factor is None else value("learning_rate") * factor,
         decay=0.0 if options.weight_decay is None else value("weight_decay"),
         b1=b1,
         one_minus_b1=1 - b1,
@@ -295,17 +296,32 @@ def _seed_words(seed: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(seed).astype(jnp.uint32), jnp.uint32(0)
 
 
-def _decays(options: Options, params: Tree, treedef: Any) -> list[bool]:
-    if options.mask is None:
-        return [True] * treedef.num_leaves
-    mask = options.mask(params) if callable(options.mask) else options.mask
-    check_mask(mask)
-    try:
-        spread = jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), mask, params)
-    except (ValueError, TypeError):
-        where = _difference("mask", mask, "params", params, None)
+def _decays(options: Options, params: Tree) -> list[bool]:
+    """Says of each leaf whether it decays: as a mask says of its path, or of the start of that.
+
+    Containers may differ in type, a mask of dicts for parameters in a FrozenDict.
+    """
+    mask: Any = True if options.mask is None else options.mask
+    mask = mask(params) if is_function(mask) else mask
+    check_mask_tree(mask)
+    told = {_words(path): bool(m) for path, m in jax.tree_util.tree_leaves_with_path(mask)}
+    empty = lambda node: not jax.tree.leaves(node)
+    decays, used, wrong = [], set(), None
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=empty):
+        words = _words(path)
+        starts = [words[:n] for n in range(len(words) + 1) if words[:n] in told]
+        used |= set(starts)
+        if not empty(node):
+            decays.append(bool(starts) and told[starts[0]])
+            wrong = wrong or (None if starts else f"mask{''.join(words)} is missing")
+    extra = (f"mask{''.join(words)} is not in params" for words in told if words not in used)
+    if wrong := wrong or next(extra, None):
         raise ValueError(
             f"{options.name}: mask must have the structure of params, or one boolean for a "
-            f"subtree; {where}"
-        ) from None
-    return jax.tree.leaves(spread)
+            f"subtree; {wrong}"
+        )
+    return decays
+
+
+def _words(path: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,)) for key in path)

@@ -17,7 +17,8 @@ does to every element:
 The norm is the one thing that is not known before all gradients have been read: with `clip_norm` or
 `skip_nonfinite` they are read twice.
 
-A transformation's own `update` does the same in plain JAX, for `optax.chain` and its like.
+A transformation's own `update` gives Optax's updates, in plain JAX. Of an `optax.chain` around it
+`apply` makes one pass where it can (`jaxkern.optim.chain`).
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxkern.core.arguments import check_flag
@@ -43,6 +45,7 @@ from jaxkern.optim.arguments import (
     none_if_zero,
 )
 from jaxkern.optim.arithmetic import Rule, changed
+from jaxkern.optim.chain import joined, one_pass, parts_of, stepped, taken
 from jaxkern.optim.state import FusedAdamState as FusedAdamState
 from jaxkern.optim.state import FusedSgdState as FusedSgdState
 from jaxkern.optim.state import initial_state
@@ -77,7 +80,7 @@ class FusedUpdate:
             new, delta = changed(rule, static.decays, step.numbers, step.seed, static.number, leaf)
             param = next(a for a in (leaf.copy, leaf.weight, leaf.grad) if a is not None)
             after.append(new)
-            deltas.append(delta.astype(param.dtype))
+            deltas.append(delta.astype(jnp.promote_types(leaf.grad.dtype, param.dtype)))
         return step.treedef.unflatten(deltas), step.new_state(after)
 
 
@@ -99,19 +102,22 @@ def apply(
     `state`, keep theirs, where others are copied.
 
     Args:
-      tx: any Optax transformation. Those of this module themselves take one pass; any other, also
-        one that wraps them, takes ``tx.update`` and ``optax.apply_updates``. Their numbers may be
-        traced: make the transformation inside of ``jax.jit`` from what changes, such as a learning
-        rate, instead of wrapping it in ``optax.inject_hyperparams``.
+      tx: any Optax transformation. Those of this module take one pass, and so they do in an
+        ``optax.chain``: parts in front change the gradients before it, or are parts of it
+        (``clip_by_global_norm``, and ``add_decayed_weights`` before SGD without momentum); behind
+        there may be ``scale``, ``scale_by_schedule`` and ``scale_by_learning_rate``. Any other
+        takes ``tx.update`` and ``optax.apply_updates``, with a warning if it wraps one of this
+        module. Numbers may be traced: make the transformation inside of ``jax.jit`` from what
+        changes, such as a learning rate, instead of wrapping it in ``optax.inject_hyperparams``.
       grads: the gradients, of the structure and shapes of `params`.
       state: of `tx`.
       params: the parameters.
       loss_scale: by which the gradients are to be divided; the next one is
         ``loss_scale.adjust(state.last_finite)``, with `skip_nonfinite` or
-        ``optax.apply_if_finite``.
+        ``optax.apply_if_finite``; of a chain's state ``optax.tree.get(state, "last_finite")``.
       grad_norm: the global norm of `grads` as they are, if it is known. Inside ``jax.shard_map``
         over split parameters it has to be given, for `clip_norm` and `skip_nonfinite`.
-      **extra_args: for the update of another transformation.
+      **extra_args: for the parts of a chain, and other transformations.
 
     Returns:
       The new parameters and the new state.
@@ -121,7 +127,7 @@ def apply(
 
     Raises:
       ValueError: the trees differ in structure or shapes, or `grad_norm` is given to another
-        transformation than those of this module.
+        transformation than those of this module, or to parts in front that the pass does not do.
       TypeError: a leaf is not floating, `state` of another kind, or `loss_scale` no loss scale.
       NotImplementedError: the transformation has ``implementation="mosaic"``, which cannot take
         this call, or it is differentiated by an average in 8 bits.
@@ -134,15 +140,21 @@ def apply(
       >>> params["w"]
       Array([0.5, 0.5], dtype=float32)
     """
-    update = getattr(tx, "update", None)
-    if isinstance(update, FusedUpdate):
-        return _apply_fused(update.options, grads, state, params, loss_scale, grad_norm)
-    if not callable(update):
-        raise TypeError(
-            f"tx must be an Optax transformation, got {type(tx).__name__}; jaxkern.fused_adamw, "
-            "for example, makes one"
-        )
-    return _apply_other(tx, grads, state, params, loss_scale, grad_norm, extra_args)
+    parts = parts_of(check_transformation(tx).update, state)
+    if (found := one_pass(parts)) is None:
+        return _apply_other(tx, grads, state, params, loss_scale, grad_norm, extra_args)
+    at, options = found
+    before, options = taken(options, parts[:at], params)
+    if before:
+        grads = _unscaled(grads, loss_scale, grad_norm)
+        loss_scale = None
+    states = []
+    for part in before:
+        grads, after = part.update(grads, part.state, params, **extra_args)
+        states.append(after)
+    params, after = _apply_fused(options, grads, parts[at].state, params, loss_scale, grad_norm)
+    states += [after if part is parts[at] else stepped(part) for part in parts[len(before) :]]
+    return params, joined(tx.update, iter(states))
 
 
 @standard_promotion()
@@ -177,36 +189,31 @@ def _apply_other(
     extra_args: dict[str, Any],
 ) -> tuple[Tree, Any]:
     """Does a step of a transformation that has no pass of its own."""
+    grads = _unscaled(grads, loss_scale, grad_norm)
+    tx = optax.with_extra_args_support(tx)
+    updates, state = tx.update(grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+
+def _unscaled(grads: Tree, loss_scale: LossScale | None, grad_norm: jax.Array | None) -> Tree:
+    """The gradients for a transformation that knows neither their scale nor their norm."""
     if grad_norm is not None:
         raise ValueError(
             "grad_norm must be None for a transformation other than jaxkern's own, which take it "
             "for their clip_norm and skip_nonfinite; leave it out"
         )
     check_loss_scale(loss_scale)
-    if loss_scale is not None:
-        grads = loss_scale.unscale(grads)
-    tx = optax.with_extra_args_support(tx)
-    updates, state = tx.update(grads, state, params, **extra_args)
-    return optax.apply_updates(params, updates), state
+    return grads if loss_scale is None else loss_scale.unscale(grads)
 
 
-def check_fused(tx: Any, user: str, instead: str) -> None:
-    """Refuses a transformation that does not take one pass, for a class that is made for it.
-
-    Args:
-      tx: what was given.
-      user: the name of the class.
-      instead: the name of the one that takes it.
-
-    Raises:
-      TypeError: `tx` is not one of this module.
-    """
-    if not isinstance(getattr(tx, "update", None), FusedUpdate):
+def check_transformation(tx: Any) -> Any:
+    """Returns `tx` if it is a transformation."""
+    if not callable(getattr(tx, "update", None)):
         raise TypeError(
-            f"{user}: tx must be jaxkern.fused_adamw, fused_adam or fused_sgd itself, got another "
-            f"transformation ({type(tx).__name__}) or one that wraps it, which takes no single "
-            f"pass; use their options (clip_norm, mask, ...), or {instead}"
+            f"tx must be an Optax transformation, got {type(tx).__name__}; jaxkern.fused_adamw, "
+            "for example, makes one"
         )
+    return tx
 
 
 def fused_adamw(
@@ -271,9 +278,11 @@ def fused_adamw(
         capability 8.0 or newer, plain JAX elsewhere. Derivatives are those of plain JAX.
 
     Returns:
-      A transformation with a :class:`jaxkern.optim.transforms.FusedAdamState`. Its updates have the
-      dtype of the parameters, and its ``update`` takes `loss_scale` and `grad_norm`, as
-      :func:`jaxkern.apply` does. Its ``init`` takes trees of ``jax.ShapeDtypeStruct``, too.
+      A transformation with a :class:`jaxkern.optim.transforms.FusedAdamState`. Its ``update`` gives
+      Optax's updates, of the dtype that gradients and parameters have together, and takes
+      `loss_scale` and `grad_norm` as :func:`jaxkern.apply` does. With `master_dtype` or
+      `stochastic_rounding`, which Optax has not, they lead to what parameters are rounded to. Its
+      ``init`` takes trees of ``jax.ShapeDtypeStruct``, too.
 
     Raises:
       ValueError: a number is out of range, or a dtype not one of those above.

@@ -6,7 +6,6 @@ the zero byte; of a tokenizer they are what its files name, or what the common o
 
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,15 +14,36 @@ from typing import Any
 
 import numpy as np
 
+from jaxkern.lm import untrusted
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data.documents import MARKER, need_package
 
 SEPARATOR = 0  # begins and ends a text of bytes
 FILE = "tokenizer.json"
+FILES = (
+    FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
+FILES += ("vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja")
 _SPECIAL = MARKER.decode()
 _CUT = re.compile(r"(?<=<)(?=\|endoftext\|>)")  # inside it, where no token reaches across
 _BEGINS = ("<s>", "<bos>", "<|begin_of_text|>", _SPECIAL, "[BOS]", "[CLS]")
 _ENDS = ("</s>", "<eos>", "<|end_of_text|>", _SPECIAL, "[EOS]", "[SEP]")
+_PADS = ("<pad>", "<|padding|>", "<|pad|>", "[PAD]")
+NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_WHAT = "configuration of a tokenizer"
 
 
 class Bytes:
@@ -53,6 +73,11 @@ class Tokenizer:
     tokenizer: Any
     begin: int
     end: int
+
+    def pad(self, said: dict[str, Any]) -> int:
+        """The token that fills up texts: what its `settings` name, or is called so, or the end."""
+        token = _first(self.tokenizer, [text_of(said, "pad_token"), *_PADS])
+        return self.end if token is None else token
 
     @property
     def size(self) -> int:
@@ -120,28 +145,25 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
         RunError: it is not there, or cannot be read.
     """
     path = Path(path)
-    file = path / FILE if path.is_dir() else path
-    if not file.is_file():
+    file = untrusted.file_in(path, FILE) if path.is_dir() else path
+    if file is None or not file.is_file():
         raise RunError(
             f"--tokenizer {path}: no such tokenizer; give bytes, bpe:32000 or another size, or a "
             "tokenizer.json of Hugging Face or its folder"
         )
-    library = need_package("tokenizers", f"--tokenizer {path}")
+    need_package("tokenizers", f"--tokenizer {path}")
+    said = settings(file.parent) if stored is None else {}
     try:
-        tokenizer = library.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers has no exception of its own
-        raise RunError(
-            f"--tokenizer {path}: {file} cannot be read ({error}); give a tokenizer.json of "
-            "Hugging Face"
-        ) from None
-    # What it was saved with for a model of fixed lengths: documents have any.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        tokenizer = open_file(file, said)
+    except RunError as error:
+        words = f"--tokenizer {path}: {error}; give a tokenizer.json of Hugging Face"
+        raise RunError(words) from None
     if stored is not None:
         return Tokenizer(tokenizer, stored["begin"], stored["end"])
-    named = _named_tokens(file.parent)
-    begin = _first(tokenizer, [named.get("bos_token"), *_BEGINS])
-    end = _first(tokenizer, [named.get("eos_token"), *_ENDS])
+    bos, eos = generation(path) if path.is_dir() else (None, [])
+    of_model = lambda ids: [tokenizer.id_to_token(token) for token in ids if token is not None]
+    begin = _first(tokenizer, [text_of(said, "bos_token"), *of_model([bos]), *_BEGINS])
+    end = _first(tokenizer, [text_of(said, "eos_token"), *of_model(eos), *_ENDS])
     if begin is None and end is None:
         tokenizer.add_special_tokens([_SPECIAL])
         end = tokenizer.token_to_id(_SPECIAL)
@@ -151,18 +173,112 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
     return Tokenizer(tokenizer, begin, end)
 
 
-def _named_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that the files beside a tokenizer.json name."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        try:
-            content = json.loads((folder / name).read_text())
-        except (OSError, ValueError):
-            continue
-        if isinstance(content, dict):
-            tokens = {key: content.get(key) for key in ("bos_token", "eos_token")}
-            texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
-            return {key: text for key, text in texts.items() if isinstance(text, str)}
-    return {}
+def open_file(file: Path, said: dict[str, Any]) -> Any:
+    """The ``tokenizers.Tokenizer`` of a tokenizer.json, with the tokens that its `settings` add.
+
+    What it was saved with for a model of fixed lengths is left out: texts have any.
+    """
+    library = need_package("tokenizers", str(file))
+    text = untrusted.read_text(file, untrusted.LARGE)
+    untrusted.parse(text, file, "tokenizer")
+    try:
+        tokenizer = library.Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers has no exception of its own
+        raise RunError(f"{file} cannot be read ({error})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    listed, special = (
+        [library.AddedToken(**properties) for properties in each]
+        for each in _added(said, file.parent)
+    )
+    tokenizer.add_tokens(listed)
+    there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_tokens([token for token in special if token.content not in there])
+    return tokenizer
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """What stands beside a tokenizer.json, merged as transformers does it.
+
+    Two files are of the time before tokenizer_config.json listed the added tokens: where it does,
+    they say nothing, and else they overrule it.
+
+    Raises:
+        RunError: a file that is there cannot be read.
+    """
+    said = untrusted.read_json(folder, "tokenizer_config.json", _WHAT) or {}
+    if "added_tokens_decoder" not in said:
+        older = untrusted.read_json(folder, "special_tokens_map.json", _WHAT) or {}
+        extra, more = (each.get("extra_special_tokens") for each in (said, older))
+        if isinstance(extra, list) and isinstance(more, list):
+            older["extra_special_tokens"] = extra + more
+        said |= older
+        added = untrusted.read_json(folder, "added_tokens.json", _WHAT) or {}
+        special = {token["content"] for token in _added(said, folder)[1]}
+        said["added_tokens_decoder"] = {
+            number: {"content": text, "special": text in special} for text, number in added.items()
+        }
+    return said
+
+
+def _added(said: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The tokens that settings list under a number, and the special ones that they name.
+
+    Both are in the order in which transformers adds them, which numbers those that are new.
+    """
+
+    def properties(token: Any) -> dict[str, Any]:
+        known = token if isinstance(token, dict) else {"content": token}
+        if not isinstance(known.get("content"), str):
+            raise ValueError(f"{token!r} is no token")
+        kept = {name: known[name] for name in _PROPERTIES if name in known}
+        if not all(isinstance(value, bool) for value in kept.values()):
+            raise ValueError(f"{token!r} has a property that is neither true nor false")
+        return kept | {"content": known["content"]}
+
+    try:
+        listed = said.get("added_tokens_decoder") or {}
+        named = {name: said.get(name) for name in NAMED}
+        named |= {
+            name: v for name, v in said.items() if name.endswith("_token") and isinstance(v, str)
+        }
+        extra = said.get("extra_special_tokens") or said.get("additional_special_tokens") or []
+        extra = extra.values() if isinstance(extra, dict) else extra
+        special = [token for token in (*named.values(), *extra) if token is not None]
+        return (
+            [properties(listed[number]) for number in sorted(listed, key=int)],
+            [properties(token) | {"special": True} for token in special],
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{folder}: the files beside {FILE} name tokens that are none ({error})"
+        ) from None
+
+
+def text_of(said: dict[str, Any], name: str) -> str | None:
+    """The text of a special token by `settings`; ``None`` if they name none."""
+    token = said.get(name)
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def generation(folder: Path) -> tuple[int | None, list[int]]:
+    """The token that transformers begins a text with that has none, and those that end a text.
+
+    Raises:
+        RunError: generation_config.json, or without it config.json, cannot be read, or names what
+            no token can be.
+    """
+    name = "generation_config.json"
+    said = untrusted.read_json(folder, name, "configuration of a generation")
+    if said is None:
+        name = "config.json"
+        said = untrusted.read_json(folder, name, "configuration of a model") or {}
+    begin, ends = said.get("bos_token_id"), said.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    for key, tokens in (("bos_token_id", [] if begin is None else [begin]), ("eos_token_id", ends)):
+        if not all(type(token) is int and token >= 0 for token in tokens):
+            raise RunError(f"{folder / name}: {key} is {said[key]!r}, and is a token's number")
+    return begin, ends
 
 
 def _first(tokenizer: Any, names: Sequence[str | None]) -> int | None:

@@ -3,6 +3,8 @@
 Both are of plain JAX alone, whose products take all tokens of a chunk, of whatever segment.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ class Contained(NamedTuple):
     """
 
     outs: Any = None  # (B, L, G, R): whether the output of a token is NaN
+    skips: Any = None  # (G, R, P): whether the gradient of D is
     dtokens: Any = None  # (B, L, G, R): whether the gradients of a token are
     finals: Any = None  # (B, G, R) or (B, S, G, R): whether a final state is
     initials: Any = None  # the same of the gradient of an initial state
@@ -40,9 +43,10 @@ class Contained(NamedTuple):
             return cls()
         enter = _bad(tokens.x, -1) | _bad(tokens.B, -1)[..., None] | _bad(tokens.dt)
         enter = enter | jnp.isnan(tokens.a) | (tokens.a == jnp.inf)  # (B, L, G, R)
-        own = _bad(tokens.C, -1)[..., None]
+        own, skips = _bad(tokens.C, -1)[..., None], _bad(tokens.x, (0, 1))
         for v in (tokens.z, dout):
             own = own if v is None else own | _bad(v, -1)
+            skips = skips if v is None else skips | _bad(v, (0, 1))
         states = None if initial_state is None else _bad(initial_state, (-2, -1))
         dstates = None if dfinal is None else _bad(dfinal, (-2, -1))
         if num_segments is None:
@@ -52,7 +56,7 @@ class Contained(NamedTuple):
             ends = own if dstates is None else own | (last & dstates[:, None])
             whole = _anywhere(enter | ends, rank)
             finals, initials = jnp.any(enter & last, axis=1), jnp.any(whole & first, axis=1)
-            return cls(_so_far(enter, rank) | own, whole, finals, initials)
+            return cls(_so_far(enter, rank) | own, skips, whole, finals, initials)
         of_state = _numbers(crossed, num_segments)[..., None] == jnp.arange(num_segments)
         of_state = of_state[..., None, None]  # (B, L, S, 1, 1)
         any_of = lambda bad: jnp.any(bad[:, :, None] & of_state, axis=1)  # (B, S, G, R)
@@ -66,19 +70,27 @@ class Contained(NamedTuple):
             finals = finals | states
         if dstates is not None:
             initials = initials | dstates
-        return cls(_so_far(enter, rank) | own, whole, finals, initials)
+        return cls(_so_far(enter, rank) | own, skips, whole, finals, initials)
 
-    def clean(self, tokens: Any, initial_state: Any) -> tuple[Any, Any]:
-        """The arguments with zeros for what is not finite, and NaN for its gradients."""
+    def clean(self, tokens: Any, D: Any, initial_state: Any) -> tuple[Any, Any, Any]:
+        """The arguments with zeros for what is not finite, and NaN for its gradients.
+
+        `D` stays as it is: what it gives no sum takes to another token.
+        """
         if self.outs is None:
-            return tokens, initial_state
+            return tokens, D, initial_state
         bad = self.dtokens
         of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
         masks = of_heads, bad, bad, of_group, of_group, of_heads
         cleaned = [v if v is None else _clean(v, m) for v, m in zip(tokens, masks, strict=True)]
         if initial_state is not None:
             initial_state = _clean(initial_state, self.initials[..., None, None])
-        return type(tokens)(*cleaned), initial_state
+        if D is not None:
+            D = _with_gradient(lambda D: D, D, self._of_weight(D))
+        return type(tokens)(*cleaned), D, initial_state
+
+    def _of_weight(self, D: jax.Array) -> jax.Array:
+        return self.skips if D.ndim == 3 else jnp.any(self.skips, axis=-1)
 
     def clean_cotangents(self, *cotangents: Any) -> Any:
         if self.outs is None:
@@ -86,16 +98,16 @@ class Contained(NamedTuple):
         return tuple(v if v is None else _finite(v) for v in cotangents)
 
     def out(self, out: jax.Array) -> jax.Array:
-        return out if self.outs is None else jnp.where(self.outs[..., None], jnp.nan, out)
+        return out if self.outs is None else _nan_where(out, self.outs[..., None])
 
     def final(self, final: jax.Array) -> jax.Array:
         if self.outs is None:
             return final
-        return jnp.where(self.finals[..., None, None], jnp.nan, final)
+        return _nan_where(final, self.finals[..., None, None])
 
-    def gradients(self, dtokens: Any, dinitial: Any) -> tuple[Any, Any]:
+    def gradients(self, dtokens: Any, dD: Any, dinitial: Any) -> tuple[Any, Any, Any]:
         if self.outs is None:
-            return dtokens, dinitial
+            return dtokens, dD, dinitial
         bad = self.dtokens
         of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
         masks = of_heads, bad, bad, of_group, of_group, of_heads
@@ -105,7 +117,9 @@ class Contained(NamedTuple):
         ]
         if dinitial is not None:
             dinitial = jnp.where(self.initials[..., None, None], jnp.nan, dinitial)
-        return dtokens, dinitial
+        if dD is not None:
+            dD = jnp.where(self._of_weight(dD), jnp.nan, dD)
+        return dtokens, dD, dinitial
 
 
 def _bad(v: jax.Array, axis: Any = ()) -> jax.Array:
@@ -117,16 +131,32 @@ def _finite(v: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(v), v, jnp.zeros((), v.dtype))
 
 
-@jax.custom_jvp
-def _clean(v: jax.Array, bad: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_gradient(value: Callable[[jax.Array], jax.Array], v: jax.Array, bad: jax.Array) -> Any:
+    """`value(v)`, whose gradient is that of `v`, and NaN where `bad`."""
     del bad
-    return _finite(v)
+    return value(v)
 
 
-@_clean.defjvp
-def _clean_jvp(primals: Any, tangents: Any) -> Any:
+@_with_gradient.defjvp
+def _with_gradient_jvp(value: Any, primals: Any, tangents: Any) -> Any:
     (v, bad), (dv, _) = primals, tangents
-    return _finite(v), dv * jnp.where(bad, jnp.nan, 1).astype(dv.dtype)
+    return value(v), dv * jnp.where(bad, jnp.nan, 1).astype(dv.dtype)
+
+
+_clean = functools.partial(_with_gradient, _finite)
+
+
+@jax.custom_jvp
+def _nan_where(v: jax.Array, bad: jax.Array) -> jax.Array:
+    """NaN where `bad`, but a gradient as of `v`: D's holds what the other weights' does not."""
+    return jnp.where(bad, jnp.nan, v)
+
+
+@_nan_where.defjvp
+def _nan_where_jvp(primals: Any, tangents: Any) -> Any:
+    (v, bad), (dv, _) = primals, tangents
+    return _nan_where(v, bad), dv
 
 
 def _so_far(bad: jax.Array, rank: jax.Array) -> jax.Array:

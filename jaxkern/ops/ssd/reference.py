@@ -153,7 +153,7 @@ def reference_fwd(
     """
     tokens = Tokens(x, dt, a, B, C, z)
     contained = Contained.of(options.num_segments, tokens, initial_state, rank, crossed)
-    tokens, initial_state = contained.clean(tokens, initial_state)
+    tokens, D, initial_state = contained.clean(tokens, D, initial_state)
     call = _Call(options, tokens, D, initial_state, rank, crossed)
     save = options.save and options.checkpoint_every is not None
 
@@ -188,7 +188,7 @@ def reference_bwd(
     contained = Contained.of(
         options.num_segments, tokens, initial_state, rank, crossed, dout, dfinal
     )
-    tokens, initial_state = contained.clean(tokens, initial_state)
+    tokens, D, initial_state = contained.clean(tokens, D, initial_state)
     dout, dfinal = contained.clean_cotangents(dout, dfinal)
     acc = _accumulator(tokens, D, initial_state)
     tokens = tokens._replace(B=tokens.B.astype(acc), C=tokens.C.astype(acc))
@@ -217,7 +217,7 @@ def reference_bwd(
     dinitial = None if given is None else dh
     if given is not None and seen is not None:
         dinitial = seen.initial(dparams.starts[:, :-1], dfinal)
-    dtokens, dinitial = contained.gradients(dtokens, dinitial)
+    dtokens, dD, dinitial = contained.gradients(dtokens, dD, dinitial)
     dx, ddt, da, dB, dC, dz = dtokens
     return dx, ddt, da, dB, dC, dD, dz, dinitial, None, None
 
@@ -241,10 +241,10 @@ def reference_bwd_carry(options: Options, a, C, dy, rank) -> tuple[jax.Array, ja
 
 
 def _decay(a: jax.Array, rank: Any) -> jax.Array:
-    decay = jnp.exp(jnp.sum(a, axis=1))
-    if rank is None:
-        return decay
-    return jnp.where(along(rank[:, 0] == rank[:, -1], decay), decay, 0)
+    total = jnp.sum(a, axis=1)
+    if rank is not None:  # masked before the exponential, which may overflow over several segments
+        total = jnp.where(along(rank[:, 0] == rank[:, -1], total), total, -jnp.inf)
+    return jnp.exp(total)
 
 
 def of_states(decay: jax.Array) -> jax.Array:
@@ -399,19 +399,22 @@ def _run_chunk(
     if marks.rank is not None:
         same = same & (marks.rank[:, :, None] == marks.rank[:, None])  # (B, Q, Q)
         same = same[:, None, None]
-    # Masked before the exponential: what is above the diagonal would be that of positive numbers.
+    # Masked before the exponentials: what is above the diagonal, or of another segment, may be that
+    # of large numbers, whose gradient would be 0 · ∞.
     decays = jnp.exp(jnp.where(same, between, -jnp.inf))
     scores = product("bign,bjgn->bgij", C, B)
     weights = decays * scores[:, :, None] * dt[..., None, :]
     y = product("bgrij,bjgrp->bigrp", weights, x)
-    from_start, to_end = jnp.exp(cum), decays[..., -1, :] * dt  # (B, G, R, Q)
-    kept = from_start[..., -1]
-    of_start = product("bign,bgrpn->bigrp", C, h) * jnp.moveaxis(from_start, -1, 1)[..., None]
+    of_start = product("bign,bgrpn->bigrp", C, h)
     if marks.rank is not None:
-        of_start = jnp.where(along(marks.rank == marks.before[:, None], y), of_start, 0)
-        kept = jnp.where(along(marks.rank[:, -1] == marks.before, kept), kept, 0)
+        first = marks.rank == marks.before[:, None]  # (B, Q): of the segment that h belongs to
+        cum = jnp.where(first[:, None, None], cum, -jnp.inf)
+        of_start = jnp.where(along(first, of_start), of_start, 0)
+        h = jnp.where(along(first[:, -1], h), h, 0)
+    from_start, to_end = jnp.exp(cum), decays[..., -1, :] * dt  # (B, G, R, Q)
+    of_start = of_start * jnp.moveaxis(from_start, -1, 1)[..., None]
     entered = product("bjgrp,bjgn->bgrpn", jnp.moveaxis(to_end, -1, 1)[..., None] * x, B)
-    h = kept[..., None, None] * h + entered
+    h = from_start[..., -1, None, None] * h + entered
     if ends is not None:
         number = jnp.where(marks.leave < 0, ends.shape[1], marks.leave)
         ends = jax.vmap(lambda v, i, h: v.at[i].set(h, mode="drop"))(ends, number, h)
