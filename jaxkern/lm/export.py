@@ -63,18 +63,14 @@ def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str)
     stays.
     """
     of_bytes = isinstance(tokenizer, tokenizers.Bytes)
-    kind = None if of_bytes else tokenizers.kind_of(spec)
-    given = Path(kind) if isinstance(kind, str) else None
-    source = next((each for each in (like, given) if _is_of(each, tokenizer)), None)
-    said: dict[str, Any] = {}
-    if source is not None:
-        said = tokenizers.settings(source if source.is_dir() else source.parent)
-    begun = like is not None and source is like
+    given = None if of_bytes else tokenizers.kind_of(spec)
+    begun = _same(like, tokenizer)
+    source = begun or _same(given, tokenizer) or tokenizer
     if not begun:
         for name in (hf.GENERATION, *tokenizers.FILES):
             (folder / name).unlink(missing_ok=True)
     ids = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
-    ids["pad_token_id"] = tokenizer.end if of_bytes else tokenizer.pad(said)
+    ids["pad_token_id"] = source.pad
     for name in (hf.CONFIG, hf.GENERATION):
         content = untrusted.read_json(folder, name, "configuration")
         if content is not None and not begun:
@@ -91,19 +87,22 @@ def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str)
     _write(folder / tokenizers.FILE, content)
     for name in ("special_tokens_map.json", "added_tokens.json"):  # `said` has what they say
         (folder / name).unlink(missing_ok=True)
-    said.pop("added_tokens_decoder", None)  # they are in tokenizer.json
+    said = {name: v for name, v in source.said.items() if name != "added_tokens_decoder"}
     said |= {name: tokenizers.text_of(said, name) for name in tokenizers.NAMED if said.get(name)}
     of_class = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": False}
     of_class |= {"add_bos_token": True, "add_eos_token": False}
     _write(folder / "tokenizer_config.json", said | of_class | texts)
 
 
-def _is_of(folder: Path | None, tokenizer: Any) -> bool:
-    """Whether a folder, or the file in it, holds this tokenizer."""
+def _same(path: Any, tokenizer: Any) -> Any:
+    """The tokenizer of a file or folder if it is this one, else ``None``."""
+    if not isinstance(path, (str, Path)):
+        return None
     try:
-        return folder is not None and tokenizers.load(folder).stored() == tokenizer.stored()
+        found = tokenizers.load(path)
     except RunError:
-        return False
+        return None
+    return found if found.stored() == tokenizer.stored() else None
 
 
 def _beginning(text: str, token: int) -> dict[str, Any]:

@@ -250,8 +250,7 @@ def load_tokenizer(folder: Path) -> Any:
     path = untrusted.file_in(folder, tokenizer.FILE)
     if path is None:
         return None
-    said = tokenizer.settings(folder)
-    opened = tokenizer.open_file(path, said)
+    opened, said = tokenizer.open_file(path)
     opened.encode_special_tokens = said.get("split_special_tokens") is True
     return opened
 

@@ -50,7 +50,7 @@ class Bytes:
     """UTF-8 itself: 256 tokens, of which the zero byte begins and ends a text."""
 
     size = 256
-    begin = end = SEPARATOR
+    begin = end = pad = SEPARATOR
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of texts, without those that begin and end them."""
@@ -68,15 +68,18 @@ class Tokenizer:
     Attributes:
       tokenizer: a ``tokenizers.Tokenizer``.
       begin, end: the tokens that begin and end a text.
+      said: what the files beside its tokenizer.json say, as `settings` merges them.
     """
 
     tokenizer: Any
     begin: int
     end: int
+    said: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
-    def pad(self, said: dict[str, Any]) -> int:
-        """The token that fills up texts: what its `settings` name, or is called so, or the end."""
-        token = _first(self.tokenizer, [text_of(said, "pad_token"), *_PADS])
+    @property
+    def pad(self) -> int:
+        """The token that fills up texts: the one that is named so, else the one that ends them."""
+        token = _first(self.tokenizer, [text_of(self.said, "pad_token"), *_PADS])
         return self.end if token is None else token
 
     @property
@@ -152,9 +155,8 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
             "tokenizer.json of Hugging Face or its folder"
         )
     need_package("tokenizers", f"--tokenizer {path}")
-    said = settings(file.parent) if stored is None else {}
     try:
-        tokenizer = open_file(file, said)
+        tokenizer, said = open_file(file, {} if stored is not None else None)
     except RunError as error:
         words = f"--tokenizer {path}: {error}; give a tokenizer.json of Hugging Face"
         raise RunError(words) from None
@@ -170,14 +172,25 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
     begin, end = (end if begin is None else begin), (begin if end is None else end)
     assert begin is not None
     assert end is not None
-    return Tokenizer(tokenizer, begin, end)
+    return Tokenizer(tokenizer, begin, end, said)
 
 
-def open_file(file: Path, said: dict[str, Any]) -> Any:
-    """The ``tokenizers.Tokenizer`` of a tokenizer.json, with the tokens that its `settings` add.
+def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    """The ``tokenizers.Tokenizer`` of a tokenizer.json, with the tokens that its settings add.
 
     What it was saved with for a model of fixed lengths is left out: texts have any.
+
+    Args:
+        file: the tokenizer.json.
+        said: its settings; by default those of the files beside it.
+
+    Returns:
+        The tokenizer, and its settings.
+
+    Raises:
+        RunError: a file cannot be read.
     """
+    said = settings(file.parent) if said is None else said
     library = need_package("tokenizers", str(file))
     text = untrusted.read_text(file, untrusted.LARGE)
     untrusted.parse(text, file, "tokenizer")
@@ -185,6 +198,8 @@ def open_file(file: Path, said: dict[str, Any]) -> Any:
         tokenizer = library.Tokenizer.from_str(text)
     except Exception as error:  # tokenizers has no exception of its own
         raise RunError(f"{file} cannot be read ({error})") from None
+    if tokenizer.padding:
+        said = {"pad_token": tokenizer.padding["pad_token"]} | said
     tokenizer.no_truncation()
     tokenizer.no_padding()
     listed, special = (
@@ -194,7 +209,7 @@ def open_file(file: Path, said: dict[str, Any]) -> Any:
     tokenizer.add_tokens(listed)
     there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for token in special if token.content not in there])
-    return tokenizer
+    return tokenizer, said
 
 
 def settings(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""Files that a stranger may have written: read within bounds, or refused in one line.
+
+The files of a checkpoint or of a tokenizer come from anywhere. They lie in their folder, links
+followed, and are read no further than a bound; JSON has no key with two values, no deeper nest than
+any library writes, and no half of a character.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxkern.lm.config import RunError
+
+LARGE = 2**29
+"""Bytes that a tokenizer's vocabulary may have."""
+
+_SMALL = 2**24  # of settings and of an index
+_DEPTH, _DIGITS = 64, 20
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond the first 65,536, or alone
+
+
+def file_in(folder: Path, name: str) -> Path | None:
+    """The path of a file of a folder; ``None`` if it has none of this name.
+
+    Raises:
+      RunError: it lies elsewhere, or is no file.
+    """
+    try:
+        root, path = folder.resolve(), folder / name
+        roots = [root]
+        if root.parent.name == "snapshots":  # a cache of Hugging Face's hub links to its blobs
+            roots.append(root.parents[1] / "blobs")
+        if not any(path.resolve().is_relative_to(each) for each in roots):
+            raise RunError(
+                f"{folder}: {name!r} lies outside of the folder; put the file itself into it"
+            )
+        if path.is_file():
+            return path
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # of names and links that no system has
+        raise RunError(f"{folder}: {name!r} cannot be read ({error})") from None
+    if there:
+        raise RunError(f"{folder}: {name!r} is no file")
+    return None
+
+
+def read_text(path: Path, limit: int = _SMALL) -> str:
+    """The text of a file, UTF-8 with or without a mark of byte order.
+
+    Raises:
+      RunError: it cannot be read, is something else, or has more bytes than `limit`.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > limit:
+        raise RunError(f"{path} has more than {limit:,} bytes, and no such file needs them")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RunError(
+            f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from None
+
+
+def read_json(folder: Path, name: str, what: str) -> dict[str, Any] | None:
+    """The JSON object in a file of a folder; ``None`` if it has none of this name.
+
+    Raises:
+      RunError: the file cannot be read, or is no `what`.
+    """
+    path = file_in(folder, name)
+    return None if path is None else parse(read_text(path), path, what)
+
+
+def parse(text: str, path: Path, what: str) -> dict[str, Any]:
+    """The JSON object that a text of `path` is; raises RunError if it is no `what`."""
+    try:
+        content = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
+        _check_depth(content)
+        if _HALF.search(text):
+            json.dumps(content, ensure_ascii=False).encode()
+    except RecursionError:
+        raise RunError(f"{path} is no {what}: it is nested too deep") from None
+    except ValueError as error:
+        raise RunError(f"{path} is no {what}: {error}") from None
+    return content
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        for key, value in pairs:
+            if content[key] != value:
+                raise ValueError(f"it has {key!r} twice, with two values")
+    return content
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(_DEPTH):
+        values = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for each in values for value in each if isinstance(value, (dict, list))]
+        if not level:
+            return
+    raise RecursionError
