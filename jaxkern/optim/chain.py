@@ -1,0 +1,239 @@
+"""Chains of Optax around a fused transformation: what its pass does itself, and what it cannot.
+
+    optax.chain(*before, fused, *after)
+
+`before` makes other gradients of the gradients. The pass does what it can itself, a clip by the
+global norm and the weight decay of SGD without momentum; the rest runs first, as in the chain.
+`after` may scale the updates, which the pass does by its learning rate. Anything else behind it has
+to have the updates in memory, as has what wraps a transformation and is no chain.
+
+Optax holds the parts of a chain and their numbers in closures. A function is known by its code
+object, which all closures of one definition share: what is not Optax's own is not known.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import pathlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxkern.lowering.bound import standard_promotion
+from jaxkern.optim.arguments import Number, Options, check_mask_tree, check_number, is_function
+from jaxkern.optim.state import FusedAdamState, FusedSgdState
+
+_NOTHING = optax.GradientTransformation(*optax.identity())  # which takes no extra arguments
+_CODES = {
+    kind: getattr(tx.update, "__code__", None)
+    for kind, tx in {
+        "wrapped": optax.with_extra_args_support(_NOTHING),
+        "chain": optax.chain(_NOTHING),
+        "named_chain": optax.named_chain(("nothing", _NOTHING)),
+        "masked": optax.masked(_NOTHING, True),
+        "clip": optax.clip_by_global_norm(1.0),
+        "decay": optax.add_decayed_weights(1.0),
+        "scale": optax.scale(1.0),
+        "schedule": optax.scale_by_schedule(lambda count: 1.0),
+    }.items()
+}
+
+
+def _held(update: Any, kind: str) -> dict[str, Any] | None:
+    """What the closure of an ``update`` holds if it is Optax's of that kind, by names of there."""
+    code = getattr(update, "__code__", None)
+    if code is None or code is not _CODES[kind]:
+        return None
+    cells = (cell.cell_contents for cell in update.__closure__ or ())
+    return dict(zip(code.co_freevars, cells, strict=True))
+
+
+def _own(update: Any) -> Any:
+    """The ``update`` that was given to a chain, without what lets it take extra arguments."""
+    wrapped = _held(update, "wrapped")
+    return _own(wrapped["tx"].update) if wrapped and "tx" in wrapped else update
+
+
+class Part(NamedTuple):
+    """The ``update`` of a transformation, and its state."""
+
+    update: Any
+    state: Any
+
+    def held(self, kind: str) -> dict[str, Any] | None:
+        """What it was made with if it is Optax's of that kind."""
+        return _held(_own(self.update), kind)
+
+    @property
+    def options(self) -> Options | None:
+        """The options of a fused transformation."""
+        options = getattr(_own(self.update), "options", None)
+        return options if isinstance(options, Options) else None
+
+    @property
+    def inner(self) -> "Part | None":
+        """Of a masked transformation the one that is masked."""
+        masked = self.held("masked")
+        if not masked or not {"inner", "mask"} <= masked.keys():
+            return None
+        return Part(masked["inner"].update, self.state.inner_state)
+
+
+def _links(update: Any) -> dict[Any, Any]:
+    """The ``update`` of each part of a chain, by the key of its state; none of what is no chain."""
+    if chain := _held(_own(update), "chain"):
+        return dict(enumerate(chain.get("update_fns", ())))
+    named = _held(_own(update), "named_chain") or {}
+    return {name: tx.update for name, tx in named.get("transforms", ())}
+
+
+def parts_of(update: Any, state: Any) -> list[Part]:
+    """The parts of a chain, and of chains in it, in their order; of anything else itself."""
+    links = _links(update)
+    try:
+        states = [state[key] for key in links]
+    except (TypeError, KeyError, IndexError):
+        states = []
+    if not states or len(states) != len(state):
+        return [Part(update, state)]
+    pairs = zip(links.values(), states, strict=True)
+    return [part for link, of_link in pairs for part in parts_of(link, of_link)]
+
+
+def joined(update: Any, states: Iterator[Any]) -> Any:
+    """The state of a chain whose parts have `states`, of the types that the chain itself gives."""
+    links = _links(update)
+    if not links:
+        return next(states)
+    of_links = [joined(link, states) for link in links.values()]
+    if _held(_own(update), "chain"):
+        return tuple(of_links)
+    return collections.OrderedDict(zip(links, of_links, strict=True))
+
+
+# What the pass does itself
+
+
+@standard_promotion()
+def one_pass(parts: Sequence[Part]) -> tuple[int, Options] | None:
+    """Returns which part is the pass, and its options with the parts behind it.
+
+    None where the step takes two passes, with a warning if there is something fused in it.
+    """
+    at = max((i for i, part in enumerate(parts) if part.options), default=None)
+    options = None if at is None else parts[at].options
+    if at is None or options is None:
+        odd = next(filter(_is_around_fused, parts), None)
+    else:
+        factors = [_factor(part) for part in parts[at + 1 :]]
+        pairs = zip(parts[at + 1 :], factors, strict=True)
+        odd = next((part for part, factor in pairs if factor is None), None)
+        if odd is None:
+            factor = math.prod(factors) if factors else None
+            return at, dataclasses.replace(options, rate_factor=factor)
+    if odd is not None:
+        _warn_of_two_passes(odd)
+    return None
+
+
+def _is_around_fused(part: Part) -> bool:
+    fused = lambda a: isinstance(a, (FusedAdamState, FusedSgdState))
+    return any(map(fused, jax.tree.leaves(part.state, is_leaf=fused)))
+
+
+def _factor(part: Part) -> Any:
+    """The factor of the learning rate that a part behind the pass is, or ``None``."""
+    schedule = (part.held("schedule") or {}).get("step_size_fn")
+    factor = schedule(part.state.count) if schedule else None
+    factor = (part.held("scale") or {}).get("step_size", factor)
+    return None if _number(factor) is None else jnp.asarray(factor, float)
+
+
+@standard_promotion()
+def taken(options: Options, before: Sequence[Part], params: Any) -> tuple[Sequence[Part], Options]:
+    """Returns the parts in front that have to run by themselves, and options with the others.
+
+    The pass clips and then adds the decay, so they are taken from the last part on.
+    """
+    while before and (more := _with_part(options, before[-1], params)):
+        before, options = before[:-1], more
+    return before, options
+
+
+def _with_part(options: Options, part: Part, params: Any) -> Options | None:
+    """The options with a part in front of the pass, if the pass can do it."""
+    if clip := part.held("clip"):
+        limit = _number(clip.get("max_norm"), 0, finite=False)
+        if limit is None or (not isinstance(limit, jax.Array) and limit == 0):
+            return None
+        both = limit if options.clip_norm is None else jnp.minimum(limit, options.clip_norm)
+        return dataclasses.replace(options, clip_norm=both)
+    # A norm would be of gradients and decay, and Optax's is not of a master copy.
+    plain = options.b1 is None and not (options.master or options.skip_nonfinite)
+    unused = options.clip_norm is None and options.weight_decay is None
+    decay = (part.inner or part).held("decay")
+    if not (decay and plain and unused):
+        return None
+    number = decay.get("weight_decay")
+    if callable(number):
+        number = number((part.inner or part).state.count)
+    mask: Any = (part.held("masked") or {"mask": None})["mask"]
+    mask = mask(params) if is_function(mask) else mask
+    try:
+        check_mask_tree(mask)
+    except TypeError:
+        return None
+    if _number(number) is None:
+        return None
+    return dataclasses.replace(options, weight_decay=number, mask=mask)
+
+
+def _number(value: Any, low: float = -math.inf, *, finite: bool = True) -> Number | None:
+    """Returns `value` if it is a number that an option can be."""
+    try:
+        return None if callable(value) else check_number("value", value, low, finite=finite)
+    except (TypeError, ValueError):
+        return None
+
+
+def stepped(part: Part) -> Any:
+    """The state of a part that the pass has done: what it makes of a step of no leaves."""
+    if part.inner:
+        return part.state._replace(inner_state=stepped(part.inner))
+    return part.update({}, part.state, {})[1]
+
+
+# What it does not
+
+_LEAVE = "write it in front of the fused one in the chain, if it can stand there, or leave it out"
+_INSTEAD = {
+    "add_decayed_weights": "write weight_decay=... in jaxkern.fused_adamw",
+    "apply_if_finite": "write skip_nonfinite=True in the fused transformation",
+    "MultiSteps": "write loss, grads = jaxkern.accumulate_gradients(loss_fn, params, microbatches)",
+    "inject_hyperparams": "write tx = jaxkern.fused_adamw(rate) in the jitted step, rate traced",
+    "masked": "write jaxkern.apply(fused, ...) of the part of the tree that is trained",
+    "partition": "write jaxkern.apply(fused, ...) once for each part of the tree",
+    "flatten": "write jaxkern.apply(fused, ...), which takes many leaves in one launch",
+}
+
+
+def _warn_of_two_passes(part: Part) -> None:
+    """Says once that a step takes two passes because of a part around or behind the pass."""
+    masked = part.inner is not None and part.inner.held("decay")
+    update = _own(part.inner.update if part.inner and masked else part.update)
+    name = getattr(update, "__qualname__", type(update).__qualname__).split(".")[0]
+    _warn(
+        f"jaxkern.apply takes two passes: {name} around or behind the fused transformation has to "
+        f"have its updates in memory. Instead {_INSTEAD.get(name, _LEAVE)}"
+    )
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    package = str(pathlib.Path(__file__).parents[1])
+    warnings.warn(message, skip_file_prefixes=(package,))
