@@ -3,7 +3,8 @@
 The source distribution and the wheel are built; the wheel is installed with its extras into a bare
 environment of each Python. There, outside of the checkout and with every warning an error, run the
 examples of the README, of the guides and of the docstrings, and the commands, under each of JAX's
-modes. Extras for NVIDIA's GPUs are resolved and not installed: they are gigabytes.
+modes, and the notebooks in its default one. Extras for NVIDIA's GPUs are resolved and not
+installed: they are gigabytes.
 
     python .make/trial.py --python python3.13 --mode x64
 
@@ -16,6 +17,7 @@ import contextlib
 import doctest
 import hashlib
 import io
+import json
 import os
 import runpy
 import shutil
@@ -183,8 +185,22 @@ def steps(documents: dict, folder: Path) -> Iterator[tuple[str, Callable[[], obj
         for number, text in enumerate(documents["examples"](path)):
             code = compile(text, f"{path.name}[{number}]", "exec")
             yield code.co_filename, lambda code=code: exec(code, {"__name__": "example"})
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if default_mode() else ():
+        yield path.name, lambda path=path: shell(sys.executable, "-P", script(path, folder))
     for module in documents["modules"]():
         yield module, lambda module=module: examples_of(documents["docstrings"](module))
+
+
+def default_mode() -> bool:
+    return not any(os.environ.get(name) for mode in MODES.values() for name in mode)
+
+
+def script(notebook: Path, folder: Path) -> str:
+    """The code of a notebook as a program, which begins a process of its own as a kernel does."""
+    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    out = folder / f"{notebook.stem}.py"
+    out.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
+    return str(out)
 
 
 def shell(*command: str) -> None:
@@ -196,7 +212,7 @@ def shell(*command: str) -> None:
 def examples_of(tests: Iterator[doctest.DocTest]) -> None:
     """Run docstrings' examples. What they print is the default mode's, and compared in it alone."""
     for test in tests:
-        if any(os.environ.get(name) for mode in MODES.values() for name in mode):
+        if not default_mode():
             source = "\n".join(e.source for e in test.examples if doctest.SKIP not in e.options)
             exec(compile(source, test.name, "exec"), dict(test.globs))
         elif doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed:
