@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.ops.ssd import reference
@@ -164,6 +166,48 @@ def test_ssd_nan_stays_in_its_segment(implementation):
     same(got["final"], want["final"])
     for n in ("out", *ALONG):
         same(got[n][:, 20:], want[n][:, 20:])
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("name", ["C", "x"])
+def test_ssd_gradient_of_the_skip(name, implementation):
+    """D's is Σ x · dout, whatever C is: a NaN in x of one head reaches that of this head alone."""
+    x, dt, A, B, C, D, *_ = inputs_and_state(1, 16, 2, 3, 2)
+    given = {"x": x, "C": C}
+    given[name] = given[name].at[(0, 5) + (0,) * (given[name].ndim - 2)].set(np.nan)
+    dout = jnp.asarray(np.random.default_rng(0).normal(size=x.shape).astype("float32"))
+    ids = jnp.arange(16)[None] // 4
+    options = {"segment_ids": ids, "implementation": implementation}
+    run = lambda D: jaxkern.ssd(given["x"], dt, A, B, given["C"], D, **options)
+    got = jax.jit(lambda D: jax.vjp(run, D)[1](dout)[0])(D)
+    want = np.sum(np.asarray(given["x"] * dout, float), (0, 1, 3) if D.ndim == 1 else (0, 1))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "order"),
+    [("xla", 1), *(pytest.param(i, 2, marks=exhaustive) for i in (None, "xla"))],
+)
+def test_ssd_of_growing_states_in_short_segments(implementation, order):
+    """The decay over a device's part is e^128, and that over a segment of four tokens e^4."""
+    length = 256
+    ones, ids = jnp.ones((1, length, 1, 1)), jnp.arange(length)[None] // 4
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    split = NamedSharding(mesh, P(None, "data"))
+
+    def gradient(put, dt):
+        x, segment_ids = put(ones), put(ids)
+        run = functools.partial(jaxkern.ssd, x, A=jnp.ones(1), B=x, C=x, D=jnp.ones(1))
+        run = functools.partial(run, segment_ids=segment_ids, implementation=implementation)
+        f = lambda dt: jnp.sum(run(dt=dt))
+        if order == 2:
+            f = lambda dt, f=f: jnp.sum(jax.grad(f)(dt) ** 2)
+        return jax.jit(jax.grad(f))(put(dt))
+
+    whole = gradient(lambda v: v, ones[..., 0])
+    assert np.isfinite(whole).all()
+    parts = gradient(functools.partial(jax.device_put, device=split), ones[..., 0])
+    check.assert_close(parts, whole)
 
 
 @EVERY
