@@ -23,9 +23,8 @@ from jaxkern.ops.segments import Seen, along, with_zeros
 from jaxkern.ops.step_sizes import StepSizes
 
 CHUNK = 8
-"""Steps from one saved state to the next. In plain JAX on a CPU, forward and backward of large
-scans were slower with 4 or 16 steps, with single steps, and with an associative scan. In the
-kernels, 16 would leave a multiprocessor no room for the states of a second block's chunk."""
+"""Steps from one saved state to the next. In the kernels, 16 would leave a multiprocessor no room
+for the states of a second block's chunk."""
 
 DEFAULT_CHECKPOINT_EVERY = CHUNK
 """Steps from one saved state to the next where the caller does not say: the fastest."""
@@ -312,6 +311,8 @@ def _states_last(h: Any) -> Any:
 
 def _start(options, h, tokens, masks, params) -> jax.Array:
     """`h`, distributed over devices as the states after it will be."""
+    if jax.typeof(tokens.x).sharding.mesh.empty:
+        return h
     first, masks = jax.tree.map(lambda v: v[:, :1], (tokens, masks))
     (after, _), _ = _run_chunk(options, _States(h, None), first, masks, params)
     return jnp.where(True, h, lax.stop_gradient(after))
@@ -338,7 +339,9 @@ class _Sizes:
         every = checkpoint_every or RECOMPUTED_EVERY
         if isinstance(length, int):  # else it is symbolic
             every = min(every, length)
-        chunk = min(CHUNK, every)
+        # A chunk is unrolled where a GPU would wait for the launches of single steps. Single steps
+        # are as fast on a CPU, and compile in a third of the time.
+        chunk = min(CHUNK if jax.default_backend() == "gpu" else 1, every)
         return cls(length, chunk, -(-every // chunk))
 
     @property
