@@ -1,7 +1,7 @@
 """Checkpoints in the layout of Hugging Face: read, run, written, sampled from, begun with."""
 
 import functools
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -27,6 +27,7 @@ from jaxkern.lm.report import read_metrics
 from jaxkern.lm.run import begun_with
 from jaxkern.lm.step import make_model
 from jaxkern.nn import mamba, mamba2
+from tests import test_lm_hf_folders as folders
 from tests.language_models import (
     command,
     greedy_float64,
@@ -243,7 +244,7 @@ WRONG = [
 ]
 WRONG2 = [
     ({"num_heads": 5}, "num_heads · head_dim is 40, and here it is expand · hidden_size, 48"),
-    ({"n_groups": 4}, "config.json: ngroups must divide H = E / headdim = 6, got 4"),
+    ({"n_groups": 4}, "config.json: n_groups is 4, and here it divides num_heads, 6"),
     ({"n_groups": 1}, "the weights have shapes {'blocks.in_proj': (2, 24, 122), "),
     ({"time_step_limit": [0.1]}, "time_step_limit is [0.1], and must be two numbers in order"),
     ({"time_step_limit": [1.0, "inf"]}, "time_step_limit is [1.0, 'inf'], and must be two"),
@@ -334,7 +335,7 @@ def test_a_model_of_bytes_needs_no_tokenizer(tmp_path, stored, capsys):
 
 def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
     class Bytes:
-        def encode(self, text):
+        def encode(self, text, add_special_tokens):
             return type("Encoding", (), {"ids": list(text.encode())})
 
         def decode(self, ids):
@@ -377,7 +378,6 @@ def checkpoint_of(folder, size=SIZE):
     hf.save(folder, size, random_params(size))
     content = config_in(folder) | {"eos_token_id": 7, "of": "theirs"}
     (folder / "config.json").write_text(json.dumps(content))
-    (folder / "special_tokens_map.json").write_text("{}")
     return folder
 
 
@@ -408,14 +408,43 @@ def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
     assert checkpoint.read_config(out)
 
 
-def test_export_keeps_what_the_run_began_with(tmp_path, capsys):
-    begun, theirs = checkpoint_of(tmp_path / "begun"), tmp_path / "theirs"
-    out = run_of(tmp_path / "run", SIZE, random_params(SIZE), flags={"init_hf": str(begun)})
-    (begun / "tokenizer.json").write_text("{}")
-    command(capsys, "export", "--run", out, "--hf", theirs)
-    assert not (theirs / "tokenizer.json").exists()  # the run was trained on bytes
-    assert (config_in(theirs)["eos_token_id"], config_in(theirs)["of"]) == (7, "theirs")
-    assert (theirs / "special_tokens_map.json").exists()
+def test_every_file_of_an_export_is_of_the_tokenizer_of_the_run(tmp_path, capsys):
+    """That of the checkpoint which the run began with, another one, or bytes."""
+    begun, other, theirs = (tmp_path / name for name in ("begun", "other", "theirs"))
+    checkpoint_of(begun)
+    folders.write(begun, folders.of_words() | folders.generation(eos_token_id=[1, 3]))
+    names = {"pad_token": "<pad>", "extra_special_tokens": ["<b>"]}
+    folders.write(begun, folders.said(folders.older(**folders.BOTH), **names))
+    other.mkdir()
+    folders.write(other, folders.of_words(["a", "b", "?", "<pad>", "<z>"], ["<z>"]))
+    folders.write(other, folders.said(bos_token="<z>", eos_token="<z>", chat_template="a"))
+    out, readers = run_of(tmp_path / "run", SIZE, random_params(SIZE)), [folders.of_jaxkern]
+    if importlib.util.find_spec("transformers"):
+        readers.append(folders.of_transformers)
+    for spec, expected, kept in (
+        (begun, "0 1 4 | 0 5 2 6 1 8 | 0 1 3", {"extra_special_tokens"}),
+        (other, "4 4 3 | 4 2 2 2 | 4 4", {"chat_template"}),
+        ("bytes", "0 0 0", set()),
+    ):
+        told = {"flags": {"init_hf": str(begun), "tokenizer": str(spec)}}
+        if spec != "bytes":
+            read = data.tokenizer.load(spec)
+            (out / "tokenizer.json").write_text(read.stored())
+            told["data"] = {"tokenizer": {"begin": read.begin, "end": read.end}}
+        (out / "config.json").write_text(json.dumps(config_in(out) | told))
+        command(capsys, "export", "--run", out, "--hf", theirs)
+        files = {path.name for path in theirs.iterdir()}
+        config = config_in(theirs)
+        assert config["of"] == "theirs"
+        if spec == "bytes":
+            assert files == {"config.json", "model.safetensors"}
+            assert "{bos_token_id} {eos_token_id} {pad_token_id}".format(**config) == expected
+            continue
+        assert {reader(theirs) for reader in readers} == {expected}
+        assert config["pad_token_id"] == int(expected.split()[2])
+        names = {"extra_special_tokens", "chat_template"}
+        assert names & data.tokenizer.settings(theirs).keys() == kept
+        assert ("generation_config.json" in files) == (spec == begun)
     line = command(capsys, "export", "--run", out, "--hf", begun, code=1)
     assert "is the checkpoint that the run began with; name another" in line
 
