@@ -237,6 +237,7 @@ def test_activation_errors():
     for f, options, message in (
         (jaxkern.silu_and_mul, {}, r"last axis of even size.*got shape \(2, 5\)"),
         (jaxkern.swiglu, {"up": x[0]}, r"up must have the shape of gate, \(2, 5\); got \(5,\)"),
+        (jaxkern.glu, {}, r"gate without up must have a last axis of even size.*\(2, 5\)"),
         (jaxkern.glu, {"up": x, "activation": "mish"}, r'activation .* "relu".*; got \'mish\''),
         (jaxkern.glu, {"up": x, "activation": None}, r'activation must be .*"tanh"; got None'),
         (jaxkern.swiglu, {"up": x, "alpha": 0.0}, "alpha must be above 0, got 0"),
@@ -251,6 +252,7 @@ def test_activation_errors():
             f(x, **options)
     with pytest.raises(ValueError, match=r"last axis of even size.*got shape \(\)"):
         jaxkern.gelu_and_mul(1.0)
+    np.testing.assert_allclose(jaxkern.glu(x.T), jax.nn.glu(x.T), rtol=1e-6)
     with pytest.raises(TypeError, match=r"limit must be a Python number.*static"):
         jax.jit(lambda limit: jaxkern.swiglu(x, x, limit=limit))(7.0)
 

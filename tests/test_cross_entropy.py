@@ -285,12 +285,17 @@ def test_labels_of_other_dtypes():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", ["int64", "uint64"])
-def test_labels_of_64_bits_are_not_cut(dtype):
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("ignored", [-100, -1])
+def test_labels_at_the_ends_of_their_dtype_are_no_class(dtype, ignored):
+    """They wrap around neither to a class nor to the label of ignored rows."""
     with jax.enable_x64(True):
-        labels = jnp.array([1, 2**32 + 1], dtype)
-        losses = jaxkern.cross_entropy(jnp.zeros((2, 8)), labels, reduction="none")
-    assert np.isnan(losses).tolist() == [False, True]
+        info = jnp.iinfo(dtype)
+        around = [2**32 + 1] * (info.bits == 64) + [info.max + 1 + ignored] * (info.min == 0)
+        labels = jnp.array([1, info.min or info.max, info.max, *around], dtype)
+        logits = jnp.zeros((len(labels), 8))
+        losses = jaxkern.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
+    assert np.isnan(losses).tolist() == [False] + [True] * (len(labels) - 1)
 
 
 @pytest.mark.parametrize("memory", [None, SMALLEST])

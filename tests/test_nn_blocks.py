@@ -288,6 +288,16 @@ def test_mamba2_names_sizes_that_do_not_fit(options, error, message):
         mamba2.Sizes(12, **options)
 
 
+@pytest.mark.parametrize("library", [jk_nnx, jk_equinox], ids=["nnx", "equinox"])
+@pytest.mark.parametrize("kind", ["Mamba", "Mamba2"])
+def test_layers_name_arguments_that_are_unknown_or_missing(library, kind):
+    layer = getattr(library, kind)
+    with pytest.raises(TypeError, match=rf"{kind}.__init__\(\) .*unexpected.*'d_sate'"):
+        layer(8, d_sate=4)
+    with pytest.raises(TypeError, match=rf"{kind}.__init__\(\) missing.*'(rngs|key)'"):
+        layer(8)
+
+
 def test_sizes_from_a_file_are_those_given():
     """JSON has lists for tuples, and other libraries' numbers are whole numbers, too."""
     sizes = mamba2.Sizes(np.int64(12), headdim=np.int32(4), dt_limit=[0, 1])

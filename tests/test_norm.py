@@ -286,6 +286,7 @@ OF_WRONG = [
     (r"bias must have shape \(4,\).*got \(2,\)", {"bias": jnp.ones(2)}),
     (r"residual must have shape \(2, 4\).*got \(4,\)", {"residual": jnp.ones(4)}),
     (r"gate must have shape \(2, 4\).*got \(4,\)", {"gate": jnp.ones(4)}),
+    (r"bias must be an array.*eps is given by name, eps=1e-05", {"bias": 1e-5}),
     ("x must have at least one axis", {"x": 1.0}),
     ("eps must be at least 0, got -1e-06", {"eps": -1e-6}),
     (r'^activation .* one of "relu".* or None; got \'mish\'', {"activation": "mish"}),
@@ -298,7 +299,7 @@ OF_WRONG = [
 @EACH
 def test_norm_errors(op):
     for message, wrong in OF_WRONG:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             OPS[op](**{"x": jnp.ones((2, 4))} | wrong)
 
 

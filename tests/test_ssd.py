@@ -210,6 +210,14 @@ def test_ssd_of_growing_states_in_short_segments(implementation, order):
     check.assert_close(parts, whole)
 
 
+def test_ssd_of_one_group_without_its_axis():
+    x, dt, A, B, C, *_, state = inputs_and_state(1, 5, 2, 3, 4)
+    of = lambda B, C: jaxkern.ssd(x, dt, A, B, C)
+    np.testing.assert_array_equal(of(B[:, :, 0], C[:, :, 0]), of(B, C))
+    of = lambda B, C: jaxkern.ssd_step(state, x[:, 0], dt[:, 0], A, B, C)[0]
+    np.testing.assert_array_equal(of(B[:, 0, 0], C[:, 0, 0]), of(B[:, 0], C[:, 0]))
+
+
 @EVERY
 def test_ssd_optional_arguments(implementation):
     """Results and gradients of a call that lacks some."""
