@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -116,6 +117,20 @@ def lowered(f, *args, donate=()):
     program = jax.jit(f, donate_argnums=donate).trace(*args)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     return re.sub(r'module = "[^"]*"', "", text)
+
+
+def test_a_chain_is_one_pass():
+    """Its clip, its scales, SGD's decay: outside of the kernels nothing touches the elements."""
+    mask, clip = {"w": True, "b": False}, optax.clip_by_global_norm(1.0)
+    chains = (
+        optax.chain(clip, jaxkern.fused_adamw(0.1), optax.scale_by_schedule(jnp.cos)),
+        optax.chain(clip, optax.add_decayed_weights(0.1, mask), jaxkern.fused_sgd(0.1)),
+    )
+    params = {"w": jnp.ones(4096), "b": jnp.ones(4096)}
+    for tx in chains:
+        text = lowered(functools.partial(jaxkern.apply, tx), params, tx.init(params), params)
+        touching = set(re.findall(r"stablehlo\.(\w+)\b.*tensor<4096xf32>", text))
+        assert touching == {"custom_call", "optimization_barrier"}
 
 
 def test_kernel_works_in_place(monkeypatch):

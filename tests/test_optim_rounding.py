@@ -1,6 +1,7 @@
 """What the optimizers keep in 16 and in 8 bits: random rounding, codes, and training with them."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 import jaxkern
 from jaxkern.optim import quantise, rounding
 from tests.pairs import combinations
-from tests.test_optim import BF16, F32, MASTER, RANDOM, assert_close, assert_same, two_passes
+from tests.test_optim import BF16, F16, F32, MASTER, RANDOM, assert_close, assert_same, two_passes
 
 
 def test_rounding_is_unbiased():
@@ -44,6 +45,31 @@ def test_random_bits_are_uniform_and_independent():
             assert abs((a * b).mean()) < 5 / 12 / np.sqrt(n)
     few = rounding.Draws(*(bits[:7] for bits in draws[0]))
     assert_same(rounding.leaf_draws((7,), 0, seed, 0), few)
+
+
+def test_every_dtype_takes_every_option():
+    """What is kept has the dtype that was asked for, and is what it is in float64 but rounded."""
+    floats, codes = (F16, BF16, F32, jnp.float64), ("int8", "uint8")
+    types = functools.partial(jax.tree.map, lambda a: (a.shape, a.dtype))
+    made = lambda **options: jaxkern.fused_adamw(0.1, **options)
+    cases = itertools.product(floats, (None, F32), (False, True), (None, *floats, codes))
+    with jax.enable_x64(True):
+        for dtype, master, stochastic, kept in cases:
+            if stochastic and kept is F16:
+                continue  # refused by name
+            mu, nu = kept if kept is codes else (kept, kept)
+            known = {"master_dtype": master, "stochastic_rounding": stochastic}
+            tx = made(mu_dtype=mu, nu_dtype=nu, **known)
+            params = jax.ShapeDtypeStruct((quantise.SMALLEST,), dtype)
+            state = jax.eval_shape(tx.init, params)
+            after = jax.eval_shape(functools.partial(jaxkern.apply, tx), params, state, params)
+            assert types(after) == types((params, state))
+        grads = jnp.linspace(-1.0, 1.0, 100)
+        step = jax.jit(lambda tx: jaxkern.apply(tx, grads, tx.init(grads), grads), static_argnums=0)
+        (got, state), (want, exact) = step(made(**OF_BF16)), step(made())
+        assert_same(got, want)
+        for kept, average in ((state.mu, exact.mu), (state.nu, exact.nu)):
+            np.testing.assert_allclose(np.float64(kept), average, rtol=2**-7)
 
 
 def nu_after_500_steps(tx, grads, nu):

@@ -84,42 +84,37 @@ class Part(NamedTuple):
         return Part(masked["inner"].update, self.state.inner_state)
 
 
-def _links(update: Any) -> dict[Any, Any]:
-    """The ``update`` of each part of a chain, by the key of its state; none of what is no chain."""
-    if chain := _held(_own(update), "chain"):
-        return dict(enumerate(chain.get("update_fns", ())))
-    named = _held(_own(update), "named_chain") or {}
-    return {name: tx.update for name, tx in named.get("transforms", ())}
+def _links(update: Any, state: Any) -> dict[Any, Part]:
+    """The parts of a chain by the keys of its state; none of what is no chain, or not its state."""
+    named = (_held(_own(update), "named_chain") or {}).get("transforms", ())
+    links = (_held(_own(update), "chain") or {}).get("update_fns", ())
+    links = dict(enumerate(links)) or {name: tx.update for name, tx in named}
+    try:
+        fits = len(state) == len(links)
+        return {key: Part(link, state[key]) for key, link in links.items()} if fits else {}
+    except (TypeError, KeyError):
+        return {}
 
 
 def parts_of(update: Any, state: Any) -> list[Part]:
     """The parts of a chain, and of chains in it, in their order; of anything else itself."""
-    links = _links(update)
-    try:
-        states = [state[key] for key in links]
-    except (TypeError, KeyError, IndexError):
-        states = []
-    if not states or len(states) != len(state):
-        return [Part(update, state)]
-    pairs = zip(links.values(), states, strict=True)
-    return [part for link, of_link in pairs for part in parts_of(link, of_link)]
+    links = _links(update, state).values()
+    return [p for link in links for p in parts_of(*link)] or [Part(update, state)]
 
 
-def joined(update: Any, states: Iterator[Any]) -> Any:
-    """The state of a chain whose parts have `states`, of the types that the chain itself gives."""
-    links = _links(update)
+def joined(update: Any, state: Any, after: Iterator[Any]) -> Any:
+    """The state of a chain after a step, of those of :func:`parts_of`: of the chain's own types."""
+    links = _links(update, state)
     if not links:
-        return next(states)
-    of_links = [joined(link, states) for link in links.values()]
-    if _held(_own(update), "chain"):
-        return tuple(of_links)
-    return collections.OrderedDict(zip(links, of_links, strict=True))
+        return next(after)
+    states = [joined(*link, after) for link in links.values()]
+    named = _held(_own(update), "named_chain")
+    return collections.OrderedDict(zip(links, states, strict=True)) if named else tuple(states)
 
 
 # What the pass does itself
 
 
-@standard_promotion()
 def one_pass(parts: Sequence[Part]) -> tuple[int, Options] | None:
     """Returns which part is the pass, and its options with the parts behind it.
 
@@ -146,6 +141,7 @@ def _is_around_fused(part: Part) -> bool:
     return any(map(fused, jax.tree.leaves(part.state, is_leaf=fused)))
 
 
+@standard_promotion()
 def _factor(part: Part) -> Any:
     """The factor of the learning rate that a part behind the pass is, or ``None``."""
     schedule = (part.held("schedule") or {}).get("step_size_fn")

@@ -154,7 +154,7 @@ def apply(
         states.append(after)
     params, after = _apply_fused(options, grads, parts[at].state, params, loss_scale, grad_norm)
     states += [after if part is parts[at] else stepped(part) for part in parts[len(before) :]]
-    return params, joined(tx.update, iter(states))
+    return params, joined(tx.update, state, iter(states))
 
 
 @standard_promotion()
@@ -199,8 +199,8 @@ def _unscaled(grads: Tree, loss_scale: LossScale | None, grad_norm: jax.Array | 
     """The gradients for a transformation that knows neither their scale nor their norm."""
     if grad_norm is not None:
         raise ValueError(
-            "grad_norm must be None for a transformation other than jaxkern's own, which take it "
-            "for their clip_norm and skip_nonfinite; leave it out"
+            "grad_norm must be None for a transformation other than jaxkern's own, also for one in "
+            "front of those in a chain that is no clip_by_global_norm; leave it out"
         )
     check_loss_scale(loss_scale)
     return grads if loss_scale is None else loss_scale.unscale(grads)
