@@ -179,7 +179,7 @@ def with_a_tensor_twice(content):
         ("config.json", "ä".encode("latin-1"), r"is not UTF-8 \(unexpected end of data at byte 0"),
         ("config.json", " " * (2**24 + 1), "config.json has more than 16,777,216 bytes"),
         ("generation_config.json", '{"eos_token_id": [{}]}', r"eos_token_id is \[{}\], and is"),
-        ("tokenizer_config.json", "{", "is no configuration of a tokenizer"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "name tokens that are none"),
         ("tokenizer_config.json", '{"bos_token": 3}', r"name tokens that are none \(3 is no"),
         ("tokenizer.json", '{"a": 1, "a": 2}', "tokenizer.json is no tokenizer: it has 'a' twice"),
     ],
