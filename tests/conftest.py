@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import functools
 import gc
+import importlib.util
 import inspect
 import json
 import os
@@ -81,6 +82,7 @@ def pytest_configure(config):
         without = lambda gpu: gpu and dataclasses.replace(gpu, tma=False)
         target.describe = lambda device: without(describe(device))
     config.addinivalue_line("markers", "compiled: asks a GPU what the interpreter cannot tell")
+    config.addinivalue_line("markers", "needs(*packages): cannot run where one is missing")
     config.addinivalue_line("markers", "large: needs a good part of a GPU's memory")
     # A job in the background may ignore Ctrl-C; so would the commands that tests start and stop.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -159,6 +161,9 @@ def _group(module):
 
 def _runs_here(item):
     if not ON_GPU and item.get_closest_marker("compiled"):
+        return False
+    needed = (name for mark in item.iter_markers("needs") for name in mark.args)
+    if not all(map(importlib.util.find_spec, needed)):
         return False
     return not any(mark.args[0] for mark in item.iter_markers("skipif"))
 

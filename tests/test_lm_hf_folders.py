@@ -91,7 +91,8 @@ def shown(*parts):
 
 
 def of_transformers(folder):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     read, options = transformers.AutoTokenizer.from_pretrained(folder), {}
     if not (folder / "generation_config.json").exists():
         options = {"config_file_name": "config.json", "_from_model_config": True}
@@ -112,7 +113,9 @@ def of_jaxkern(folder):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-@pytest.mark.parametrize("read", [of_jaxkern, of_transformers])
+@pytest.mark.parametrize(
+    "read", [of_jaxkern, pytest.param(of_transformers, marks=pytest.mark.needs("transformers"))]
+)
 def test_what_a_folder_says(tmp_path, monkeypatch, read, name):
     """Whatever the locale, and with a mark of byte order, which transformers refuses."""
     files, expected = FOLDERS[name]
