@@ -20,7 +20,6 @@ COMMANDS = {
     "train": "time training steps of the language model",
     "decode": "time decoding with the language model",
     "devices": "time training steps and sequences that several GPUs share",
-    "backbones": "train five sequence policies, and time them",
     "accuracy": "measure errors against float64",
     "precision": "train the language model in fp32, bf16 and fp16, and compare the losses",
     "curves": "train by kernels in bf16 and by plain JAX in fp32, and compare the losses",
@@ -30,8 +29,7 @@ COMMANDS = {
     "collectives": "compile ops split between GPUs that are not there: what devices exchange",
     "scaling": "compile training steps for up to 1,024 GPUs that are not there, and predict",
     "modules": "compare the kernels before and after a change of the source",
-    "report": "write bench/report.md, and the figures of README and of the guides",
-    "pictures": "draw bench/pictures",
+    "report": "renew bench/report.md, pictures, and the figures of README and of the guides",
 }
 """The commands, each a module of this package with a ``main(argv)``, and what they do."""
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import checkpoints, curves, decode, devices, layers, report, train, trainers
+from bench import checkpoints, curves, decode, devices, layers, train, trainers
 from jaxkern.lm.config import PRESETS
 from jaxkern.nn import mamba2
 
@@ -51,17 +51,13 @@ def memory_for_all(monkeypatch):
     ],
     ids=["train", "decode", "layers"],
 )
-def test_contenders_have_processes_of_their_own(
-    command, words, rows, absent, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(report, "STEADY", np.inf)  # times differ where a machine is busy
+def test_contenders_have_processes_of_their_own(command, words, rows, absent, tmp_path):
     out = tmp_path / "a.json"
     assert command.main([*words.split(), "--out", str(out)]) == 1
     told = json.loads(out.read_text())
     assert "ON A CPU" in told["clock"]
     assert told["failed"] == [f"{absent}: not installed"]
     assert [row | want for row, want in zip(told["rows"], rows, strict=True)] == told["rows"]
-    assert f": {absent}: not installed." in report.text([(out.name, told)])
 
 
 @pytest.mark.parametrize(
