@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.write:
         every = {name: (was | now)[name] for name in names() if name in was | now}
         versions = {"jax": metadata.version("jax"), "commit": program.tree()}
-        PATH.write_text(program.with_lines(versions, "programs", every))
+        PATH.write_text(program.with_lines({**versions, "programs": every}))
         print(f"wrote {PATH}")
     else:
         faults += differences(was, now)

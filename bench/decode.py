@@ -20,7 +20,6 @@ sequences stay in the GPU's cache from one token to the next, as they do where a
 """
 
 import dataclasses
-import importlib
 import itertools
 import statistics
 import time
@@ -34,7 +33,7 @@ import numpy as np
 import jaxkern
 from bench import program, timing
 from bench.train import attempt, found_peers
-from bench.trainers import versions
+from bench.trainers import mamba_ssm_model, versions
 from jaxkern.cases import TABLE
 from jaxkern.cases.case import dtypes
 from jaxkern.lm import sample
@@ -115,23 +114,7 @@ def of_mamba_ssm(job: Job) -> Decoder:
     """The model of mamba_ssm."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
-    m, sizes = job.model, job.model.sizes
-    mixer: dict[str, Any] = {"layer": {"mamba": "Mamba1", "mamba2": "Mamba2"}[m.block.name]}
-    mixer |= {"d_state": sizes.d_state, "d_conv": sizes.d_conv, "expand": sizes.expand}
-    if isinstance(sizes, mamba2.Sizes):
-        mixer |= {"headdim": sizes.headdim, "ngroups": sizes.ngroups}
-    config = models.MambaConfig(
-        d_model=m.d_model,
-        n_layer=m.n_layers,
-        vocab_size=m.vocab_size,
-        ssm_cfg=mixer,
-        rms_norm=True,
-        residual_in_fp32=True,
-        fused_add_norm=True,
-    )
-    torch.manual_seed(0)
-    model = models.MambaLMHeadModel(config, device="cuda", dtype=torch.bfloat16).eval()
+    model = mamba_ssm_model(job.model, torch.bfloat16).eval()
 
     def decode(prompts: np.ndarray, length: int) -> np.ndarray:
         ids = torch.from_numpy(prompts).cuda().long()

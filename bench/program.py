@@ -33,6 +33,9 @@ COMMANDS = {
 }
 """The commands, each a module of this package with a ``main(argv)``, and what they do."""
 
+RUNS = ("precision", "curves", "first_step", "checkpoints")
+"""The commands that are functions of :mod:`bench.runs`."""
+
 
 def parser(command: str, result: str = "") -> argparse.ArgumentParser:
     """The parser of a command; of one that writes a `result`, with the options of that file."""
@@ -95,11 +98,16 @@ def write(report: dict[str, Any], out: Path | None, result: str) -> Path:
     return out
 
 
-def with_lines(first: dict[str, Any], key: str, entries: dict[str, Any]) -> str:
-    """JSON of `first` and of the entries behind `key`, with a line for each entry."""
-    head = "".join(f" {json.dumps(k)}: {json.dumps(v)},\n" for k, v in first.items())
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(e)}" for name, e in entries.items())
-    return f"{{\n{head} {json.dumps(key)}: {{\n{lines}\n }}\n}}\n"
+def with_lines(report: dict[str, Any]) -> str:
+    """JSON of `report`, with a line for each entry of its dictionaries."""
+    lines = []
+    for key, value in report.items():
+        text = json.dumps(value)
+        if isinstance(value, dict) and value:
+            entries = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            text = f"{{\n{entries}\n }}"
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def clock(gpu: bool, told: str) -> str:

@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
             steps = held["steps"] | {name: told}
             held = {**versions, "steps": {n: steps[n] for n in names() if n in steps}}
             # At once: it takes long, and may go on later.
-            PATH.write_text(program.with_lines(versions, "steps", held["steps"]))
+            PATH.write_text(program.with_lines(held))
             seconds = told["lower_s"] + told["compile_s"]
             print(f"{name}: {seconds:.0f} s, {told['memory'] / 2**30:.1f} GiB", flush=True)
     print(f"wrote {PATH}")

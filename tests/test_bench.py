@@ -27,7 +27,7 @@ def case_of(op, shape):
 @pytest.mark.exhaustive
 def test_imports_leave_the_device_alone():
     """Each process says by itself how much of the device's memory it takes, before it takes it."""
-    modules = "accuracy, aot, layers, precision, report, run, train"
+    modules = "accuracy, aot, layers, report, run, runs, train"
     asked = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     command = [sys.executable, "-c", f"from bench import {modules}; {asked}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

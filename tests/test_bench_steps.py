@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import checkpoints, curves, decode, devices, layers, train, trainers
+from bench import decode, devices, layers, runs, train, trainers
 from jaxkern.lm.config import PRESETS
 from jaxkern.nn import mamba2
 
@@ -63,13 +63,13 @@ def test_contenders_have_processes_of_their_own(command, words, rows, absent, tm
 @pytest.mark.parametrize(
     ("command", "words", "told"),
     [
-        (decode, "--tokens 20", "--tokens must be a multiple of 16, got 20"),
-        (checkpoints, "--every 100 --log-every 100", "--every must be twice --log-every"),
+        (decode.main, "--tokens 20", "--tokens must be a multiple of 16, got 20"),
+        (runs.checkpoints, "--every 100 --log-every 100", "--every must be twice --log-every"),
     ],
 )
 def test_steps_that_cannot_be_timed_are_refused(command, words, told, capsys):
     with pytest.raises(SystemExit):
-        command.main(words.split())
+        command(words.split())
     assert told in capsys.readouterr().err
 
 
@@ -166,7 +166,7 @@ def test_pytorch_trains_last_and_alone(tmp_path, monkeypatch):
 
 def test_curves_are_compared_by_means():
     losses, beside = [3.0] * 20 + [2.0] * 20 + [1.5] * 5, [3.0] * 20 + [2.5] * 20 + [1.0] * 5
-    got = curves.row("a", losses, beside)
+    got = runs.curve("a", losses, beside)
     want = {"first": 3.0, "last": 1.5, "difference": 0.5, "largest": 0.5, "losses": losses}
     assert {name: got[name] for name in want} == want
 
@@ -176,7 +176,7 @@ def test_curves_begin_alike(tmp_path):
     (tmp_path / "a.txt").write_text("the same words again and again, " * 400)
     size = ["--preset", "micro", "--tokenizer", "bpe:300", "--batch-size", "2", "--seq-len", "16"]
     size += ["--steps", "3", "--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "c.json")]
-    assert curves.main(size) == 0
+    assert runs.curves(size) == 0
     report = json.loads((tmp_path / "c.json").read_text())
     ours, plain = report["rows"]
     assert len(ours["losses"]) == len(plain["losses"]) == 3
@@ -193,9 +193,9 @@ def test_checkpoints_are_beside_none(monkeypatch, tmp_path):
         ms = 0.012 if flags["--checkpoint-every"] == 4 else 0.010
         return {step: step * ms for step in range(2, flags["--steps"] + 1, 2)}
 
-    monkeypatch.setattr(checkpoints, "reports", reports)
+    monkeypatch.setattr(runs, "reports", reports)
     size = ["--every", "4", "--log-every", "2", "--count", "2", "--repeats", "1"]
-    assert checkpoints.main([*size, "--out", str(tmp_path / "c.json")]) == 0
+    assert runs.checkpoints([*size, "--out", str(tmp_path / "c.json")]) == 0
     assert json.loads((tmp_path / "c.json").read_text())["percent"] == 20.0
     assert ran == [4, 12]
 
@@ -203,7 +203,7 @@ def test_checkpoints_are_beside_none(monkeypatch, tmp_path):
 @pytest.mark.exhaustive
 def test_reports_of_a_run_are_timed(tmp_path):
     flags = {"--preset": "micro", "--steps": 4, "--log-every": 2, "--eval-every": 4}
-    seen = checkpoints.reports(flags, tmp_path / "run")
+    seen = runs.reports(flags, tmp_path / "run")
     assert list(seen) == [2, 4]
     assert seen[2] < seen[4]
 
