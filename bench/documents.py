@@ -15,7 +15,7 @@ from typing import Any
 
 import jaxkern
 from bench import compiled
-from bench.figures import NAMES, OURS, Line, Results, Row, duration, is_rival, table
+from bench.figures import OURS, Line, Results, Row, duration, is_rival, name_of, table
 from bench.program import FOLDER
 from jaxkern.cases import TABLE
 
@@ -191,7 +191,7 @@ def _op_rows(results: Results, text: str) -> Iterator[list[str]]:
         for i, direction in enumerate(passes):
             line = results.line(op, shape, direction)
             assert line is not None, f"{op} {shape} {direction} was not timed"
-            rival = f"{NAMES[line.rival]} " if line.rival else ""
+            rival = f"{name_of(line.rival)} " if line.rival else ""
             told = [cell(op, row) for row in (line.own, line.figures.get("xla"))]
             rival += cell(op, line.figures.get(line.rival or ""))
             yield ["" if i else label, direction, *told, rival]
@@ -220,7 +220,7 @@ def training_rows(
         label = f"{model_name(at[0], own['parameters'])}, B {own['batch']}, L {at[1]}"
         others = filter(is_rival, by)
         fastest = max(others, key=lambda name: by[name]["tokens_per_second"], default="")
-        other = told(by.get(fastest), f"{NAMES.get(fastest)} ")
+        other = told(by.get(fastest), f"{name_of(fastest)} ")
         yield [label, "step", told(own), told(by.get("xla-loop")), other]
         for how, name in REMAT.items():
             if remat and name in by:
@@ -269,7 +269,7 @@ def _slower(results: Results) -> str:
     told: dict[str, list[str]] = defaultdict(list)
     for line in sorted(worst.values(), key=lambda line: line.speedup or 1):
         way = "both ways in one program" if line.direction == "both" else line.direction
-        by = NAMES[line.fastest or ""]
+        by = name_of(line.fastest or "")
         told[f"{way} beside {by}"].append(f"`{line.op}` {line.speedup:.2f}×")
     rate = "tokens_per_second"
     of_both = [by for by in results.decodings.values() if {"jaxkern", "mamba_ssm"} <= by.keys()]
@@ -344,7 +344,7 @@ def _layers(results: Results) -> str:
         told = f"{duration(row['both_us'])}, {row['kept_mib']:,.0f} MiB"
         found[sizes][row["implementation"]] = told
     by = {"auto": "jaxkern", "jaxkern-cheap": "`remat.CHEAP`", "jaxkern-scan": "`remat.SCAN`"}
-    by |= {name: NAMES[name] for name in ("jla", "mamba_ssm")}
+    by |= {name: name_of(name) for name in ("jla", "mamba_ssm")}
     rows = [[sizes, *(told.get(name, "") for name in by)] for sizes, told in found.items()]
     return table(["`d_model`, batch × tokens", *by.values()], rows)
 

@@ -263,6 +263,11 @@ def is_rival(contender: str) -> bool:
     return contender.partition("-")[0] not in ("jaxkern", "xla")
 
 
+def name_of(implementation: str) -> str:
+    """An implementation or contender as a reader knows it."""
+    return NAMES.get(implementation, implementation)
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """The implementations in the order of :data:`NAMES`, and then by name."""
     place = {name: i for i, name in enumerate(NAMES)}

@@ -12,12 +12,12 @@ from typing import Any
 from bench.compiled import Rates
 from bench.documents import MODEL
 from bench.figures import (
-    NAMES,
     OURS,
     Line,
     Results,
     in_order,
     is_rival,
+    name_of,
     plain_shape,
     timings,
 )
@@ -76,7 +76,7 @@ def marks(axis: Any, order: Sequence[str], at: Mapping[str, Sequence[tuple[float
     for i, name in enumerate(order):
         xs, ys = zip(*at.get(name, ()), strict=True) if at.get(name) else ((), ())
         style = {"color": f"C{i}", "marker": MARKERS[i % len(MARKERS)]}
-        axis.scatter(xs, ys, s=26, alpha=0.8, label=NAMES.get(name, name), **style)
+        axis.scatter(xs, ys, s=26, alpha=0.8, label=name_of(name), **style)
 
 
 def rows_of(axis: Any, labels: Sequence[str]) -> None:
@@ -111,8 +111,11 @@ def family(rows: Mapping[str, Passes], out: Path) -> None:
                     at[name].append((other["us"] / own["us"], row))
         axis.axvline(1, color="black", lw=1)
         marks(axis, order, at)
-        axis.set(xscale="log", title=direction, xlabel="their time / jaxkern's")
-        plain(axis.xaxis)
+        axis.set(title=direction, xlabel="their time / jaxkern's")
+        ratios = [x for points in at.values() for x, _ in points]
+        if max(ratios) > 5 * min(ratios):
+            axis.set_xscale("log")
+            plain(axis.xaxis)
     rows_of(axes[0, 0], list(rows))
     for axis in axes[0, 1:]:
         axis.grid(alpha=0.3)
@@ -179,7 +182,7 @@ def overview(results: Results, out: Path) -> None:
     held = speeds(results)
     figure, axis = pyplot().subplots(figsize=(7.5, 0.6 + 0.62 * len(held)))
     for i, name in enumerate(in_order({name for by in held.values() for name in by})):
-        label = NAMES[name]
+        label = name_of(name)
         for row, by in enumerate(held.values()):
             if name in (names := in_order(by)):
                 at = row + (names.index(name) - (len(names) - 1) / 2) * 0.8 / len(names)
