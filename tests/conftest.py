@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import functools
 import gc
+import importlib.util
 import inspect
 import json
 import os
@@ -81,6 +82,7 @@ def pytest_configure(config):
         without = lambda gpu: gpu and dataclasses.replace(gpu, tma=False)
         target.describe = lambda device: without(describe(device))
     config.addinivalue_line("markers", "compiled: asks a GPU what the interpreter cannot tell")
+    config.addinivalue_line("markers", "needs(*packages): cannot run where one is missing")
     config.addinivalue_line("markers", "large: needs a good part of a GPU's memory")
     # A job in the background may ignore Ctrl-C; so would the commands that tests start and stop.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -160,6 +162,9 @@ def _group(module):
 def _runs_here(item):
     if not ON_GPU and item.get_closest_marker("compiled"):
         return False
+    needed = (name for mark in item.iter_markers("needs") for name in mark.args)
+    if not all(map(importlib.util.find_spec, needed)):
+        return False
     return not any(mark.args[0] for mark in item.iter_markers("skipif"))
 
 
@@ -169,7 +174,7 @@ def _spread(items):
     long = [i for i in items if i.path.stem in _LONG and i not in large]
     taken = {id(i) for i in (*large, *long)}
     short = [i for i in items if id(i) not in taken]
-    apart = len(short) // (len(large) + 1)
+    apart = max(1, len(short) // (len(large) + 1))
     spread = []
     for n, item in enumerate(short):
         spread += [*([long.pop(0)] if long else []), item]
@@ -191,11 +196,12 @@ def pytest_runtest_teardown():
 
 
 @pytest.fixture(autouse=True)
-def _two_large_tests_at_a_time(request):
+def _one_or_two_large_tests_at_a_time(request):
     if not (ON_GPU and request.node.get_closest_marker("large")):
         yield
         return
-    slot = zlib.crc32(request.node.nodeid.encode()) % 2
+    memory = jax.local_devices()[0].memory_stats()["bytes_limit"]
+    slot = zlib.crc32(request.node.nodeid.encode()) % (2 if memory > 9 * 10**10 else 1)
     with (Path(tempfile.gettempdir()) / f"jaxkern-{os.getuid()}-{slot}").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

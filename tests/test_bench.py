@@ -126,9 +126,9 @@ def test_a_mean_is_held_to_a_hundredth_of_other_errors():
 
 @pytest.mark.compiled
 @pytest.mark.large
+@pytest.mark.needs("torch")
 def test_pytorch_is_timed_in_each_pass(tmp_path):
     """In processes that hold nothing of JAX's; a loss has no backward of its own."""
-    pytest.importorskip("torch")
     out = tmp_path / "r.json"
     words = "--op rms_norm --shape 16384x256 --op linear_cross_entropy "
     words += f"--shape 16384x768x50304-plain --vs compile --calls 1 --out {out}"

@@ -248,13 +248,14 @@ def test_sizes_and_ops_that_are_named_are_measured_alone():
     ("contender", "preset"),
     [
         *(("jaxkern", "micro"), ("jaxkern-bf16", "mamba2-micro")),
-        *(("transformers", "micro"), ("transformers", "mamba2-micro")),
+        *(
+            pytest.param("transformers", preset, marks=pytest.mark.needs("transformers"))
+            for preset in ("micro", "mamba2-micro")
+        ),
     ],
 )
 def test_contenders_decode_in_this_process(contender, preset, recwarn):
     del recwarn  # of the other library's
-    if contender == "transformers":
-        pytest.importorskip("transformers")
     rows = decode.measure(dataclasses.replace(DECODED, contender=contender, preset=preset))
     told = [(row["preset"], row["batch"], row["by"]) for row in rows]
     assert told == [(preset, 1, contender), (preset, 3, contender)]

@@ -59,9 +59,12 @@ def test_empty_axes_of_kernels(name):
     _check_empty(CASES[name], "mosaic")
 
 
-@pytest.mark.parametrize("name", {case.op: name for name, case in CASES.items()}.values())
+ONE_PROGRAM = {case.op: name for name, case in CASES.items() if name != "dropout"}
+
+
+@pytest.mark.parametrize("name", ONE_PROGRAM.values())
 def test_a_second_call_traces_nothing(name, monkeypatch):
-    """Outside of jit an op is one program, as fast as its arithmetic."""
+    """Outside of jit an op is one program; dropout's case has an array for its rate, to check."""
 
     def trace():
         raise AssertionError("an op was traced again")

@@ -153,11 +153,12 @@ def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, whi
         close(logits, expected, atol=3e-6 * np.abs(expected).max())
 
 
+@pytest.mark.needs("torch", "transformers")
 @pytest.mark.parametrize(("kind", "which"), EVERY)
 def test_logits_are_those_of_transformers(tmp_path, kind, which):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+        torch, transformers = map(importlib.import_module, ("torch", "transformers"))
         torch.manual_seed(0)
         options, size = model_of(kind, which)
         architecture = getattr(transformers, options["architectures"][0])
@@ -238,6 +239,8 @@ WRONG = [
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be a whole number, at least"),
     ({"num_hidden_layers": True}, "num_hidden_layers is True"),
     ({"vocab_size": 1100.0}, "vocab_size is 1100.0"),
+    ({"vocab_size": 2**25}, "vocab_size is 33554432, and must be a whole number, at most 16777216"),
+    ({"transformers_weights": "a"}, "transformers_weights is 'a', and here it is 'model.safe"),
     ({"vocab_size": 1099}, "'embedding': (1100, 24)"),
     ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2.norm.weight"),
     ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
@@ -246,6 +249,7 @@ WRONG2 = [
     ({"num_heads": 5}, "num_heads · head_dim is 40, and here it is expand · hidden_size, 48"),
     ({"n_groups": 4}, "config.json: n_groups is 4, and here it divides num_heads, 6"),
     ({"n_groups": 1}, "the weights have shapes {'blocks.in_proj': (2, 24, 122), "),
+    ({"time_step_limit": [0.1, True]}, "time_step_limit is [0.1, True], and must be two numbers"),
     ({"time_step_limit": [0.1]}, "time_step_limit is [0.1], and must be two numbers in order"),
     ({"time_step_limit": [1.0, "inf"]}, "time_step_limit is [1.0, 'inf'], and must be two"),
     ({"time_step_limit": [2, 1]}, "time_step_limit is [2, 1], and must be two numbers in"),
@@ -265,12 +269,16 @@ def test_models_of_another_kind_are_refused(tmp_path, given, wrong, words):
 def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     (tmp_path / "empty").mkdir()
     quantized = weights() | {"backbone.layers.1.mixer.D": np.ones(72, np.int8)}
+    grouped = weights() | {"backbone.layers.1.mixer.conv1d.weight": np.ones((72, 2, 3), "f4")}
+    twice = weights() | {"norm_f.weight": np.ones(24, "f4")}
     of_hub = "hf download a/b --local-dir b and give the folder b"
     for folder, words in (
         (tmp_path / "empty", r"holds no checkpoint \(no config.json\); .*hf download"),
         (tmp_path / "nowhere", r"there is no folder .*nowhere; give one that"),
         ("a/b", of_hub),
         (write(tmp_path / "q", quantized), r"layers.1.mixer.D is of dtype I8, and here weights"),
+        (write(tmp_path / "g", grouped), r"the layers' mixer.conv1d.weight are of wrong shapes"),
+        (write(tmp_path / "t", twice), r"the weights have norm_f.weight twice"),
     ):
         refused(words, hf.load, folder)
     refused(of_hub, jaxkern.lm.load, "a/b")

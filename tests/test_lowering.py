@@ -191,20 +191,21 @@ def test_another_process_finds_the_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "value"),
+    "change",
     [
-        (jaxkern, "__version__", "0.0"),
-        (jax, "__version__", "0.0"),
-        (bound, "_source", lambda file: "another"),
+        lambda patch: patch.setattr(jaxkern, "__version__", "0.0"),
+        lambda patch: patch.setattr(jax, "__version__", "0.0"),
+        lambda patch: patch.setattr(bound, "_source", lambda file: "another"),
+        lambda patch: patch.setenv("MOSAIC_GPU_SOME_FLAG", "1"),
     ],
-    ids=["jaxkern", "jax", "source"],
+    ids=["jaxkern", "jax", "source", "flag"],
 )
-def test_what_other_code_lowered_is_not_found(monkeypatch, where, name, value):
+def test_other_code_lowers_anew(monkeypatch, change):
     x, weight = jnp.ones((8, 256), jnp.bfloat16), jnp.ones(256)
     norm = functools.partial(jaxkern.rms_norm, implementation="mosaic")
     lower(norm, x, weight)
     another_process(monkeypatch)
-    monkeypatch.setattr(where, name, value)
+    change(monkeypatch)
     lower(norm, x, weight)
     assert kernel_call.lowerings == {"rms_norm_fwd": 1}
 
@@ -219,16 +220,6 @@ def test_the_source_of_every_room_is_part_of_the_key(monkeypatch, tmp_path, room
     file = next((package / room).rglob("[a-z]*.py"))
     file.write_text(file.read_text() + "# changed")
     assert source(None) != before
-
-
-def test_flags_of_mosaic_are_part_of_the_key(monkeypatch):
-    x, weight = jnp.ones((8, 256), jnp.bfloat16), jnp.ones(256)
-    norm = functools.partial(jaxkern.rms_norm, implementation="mosaic")
-    lower(norm, x, weight)
-    another_process(monkeypatch)
-    monkeypatch.setenv("MOSAIC_GPU_SOME_FLAG", "1")
-    lower(norm, x, weight)
-    assert kernel_call.lowerings == {"rms_norm_fwd": 1}
 
 
 # The user's configuration of JAX

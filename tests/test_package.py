@@ -1,7 +1,6 @@
 """The package's promises: its metadata, its names, and what it is tested with."""
 
 import ast
-import importlib
 import os
 import re
 import subprocess
@@ -105,11 +104,6 @@ def test_classifiers_name_the_supported_versions_of_python():
     assert PROJECT["requires-python"] == f">=3.{minors[0]}"
 
 
-def test_package_entry_point_exists():
-    module, function = PROJECT["scripts"]["jaxkern"].split(":")
-    assert callable(getattr(importlib.import_module(module), function))
-
-
 def test_nothing_installs_the_other_package():
     """On PyPI `jaxkern` is a library of Gaussian processes."""
     assert PROJECT["name"] != "jaxkern"
@@ -119,16 +113,6 @@ def test_nothing_installs_the_other_package():
     assert len(files) > 200
     found = [f.name for f in files if f.exists() and other.search(f.read_text(errors="ignore"))]
     assert found == []
-
-
-def test_package_extras():
-    extras = PROJECT["optional-dependencies"]
-    assert extras["cuda12"] == ["jax[cuda12]"]
-    assert extras["cuda13"] == ["jax[cuda13]"]
-    named = ("aot", "lm", "hf", "flax", "equinox", "docs", "notebooks", "test", "lint")
-    for name in named:
-        assert extras[name]
-    assert "triton" not in extras  # no code uses it
 
 
 def test_constraints_hold_the_ends_of_the_supported_range():

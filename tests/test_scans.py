@@ -248,3 +248,46 @@ def test_same_bits(of, size):
     arrays = of.inputs_and_state(*size, dtype="bfloat16", weight_dtype="float32")
     run = check.program(of.scan, implementation="mosaic", return_final_state=True)
     check.assert_same_bits(lambda: run(arrays, cotangents(arrays)))
+
+
+@pytest.mark.exhaustive
+@EACH
+def test_plain_paths_agree_on_whatever_they_are_given(of):
+    """The passes and JAX's own derivative, whole and split, by rates of both signs, with a NaN."""
+    length, every = (256, 128) if of is ssd else (32, 8)
+    size = (1, length, 2, 3, 2) if of is ssd else (1, length, 3, 2)
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    along = NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+
+    def put(arrays):
+        return [jax.device_put(v, along) if v.shape[1:2] == (length,) else v for v in arrays]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, arrays, ids, given):
+        options = {"return_final_state": True, "checkpoint_every": every, "dt_softplus": True}
+        options |= {"segment_ids": ids, "implementation": implementation}
+        results, vjp = jax.vjp(lambda *arrays: of.scan(*arrays, **options), *arrays)
+        return results, vjp(given)
+
+    for draw in range(24):
+        rng = np.random.default_rng(draw)
+        arrays = of.inputs_and_state(*size, seed=draw)
+        often, sign = [(0.05, 1), (0.5, 1), (0.5, -1), (0.1, -0.1)][draw // 2 % 4]
+        arrays = ssd.with_rates(sign, arrays)
+        ids = jnp.asarray(np.cumsum(rng.random((1, length)) < often, axis=1))
+        given = cotangents(arrays)
+        if draw % 2:
+            name = NAMES[rng.integers(len(NAMES))]
+            bad = [np.array(v) for v in arrays]
+            v = bad[NAMES.index(name)]
+            v[tuple(rng.integers(n) for n in v.shape)] = np.nan
+            arrays = [jnp.asarray(v) for v in bad]
+        want = run(None, arrays, ids, given)
+        split = put(arrays), put([ids])[0], tuple(put(given))
+        for got in (run("xla", arrays, ids, given), run("xla", *split), run(None, *split)):
+            for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+                finite = np.isfinite(one) & np.isfinite(other)
+                check.assert_close(np.where(finite, one, 0), np.where(finite, other, 0), 1e-4)
+                # NaN may fill more of its own segment, on the one path, than on the other.
+                assert draw % 2 or finite.all()
+                assert other.ndim > 2 or (finite == np.isfinite(other)).all()

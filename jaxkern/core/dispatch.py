@@ -32,7 +32,7 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
     flags = [name for name, parameter in parameters.items() if isinstance(parameter.default, bool)]
     names = tuple(parameters)
     kinds = {name: {p.annotation, *get_args(p.annotation)} for name, p in parameters.items()}
-    takes_arrays = {name for name, of in kinds.items() if of & {jax.Array, Any}}
+    takes_arrays = {name for name, of in kinds.items() if jax.Array in of and int not in of}
 
     def checked(**given: Any) -> Any:
         given |= {name: check_flag(name, given[name]) for name in flags if name in given}
@@ -48,10 +48,11 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
         given = dict(zip(names, args, strict=False)) | keywords
         if len(given) != len(args) + len(keywords) or not parameters.keys() >= keywords.keys():
             return f(*args, **keywords)  # Python's own error
-        is_array = {n: n in takes_arrays and _has_arrays(value) for n, value in given.items()}
+        is_array = {n: n in takes_arrays and isinstance(v, _ARRAYS) for n, v in given.items()}
         arrays = {name: value for name, value in given.items() if is_array[name]}
         options = tuple((n, type(v), v) for n, v in given.items() if not is_array[n])
-        constant = all(_is_constant(value) for _, _, value in options)  # not an nnx.Param, a list
+        # An nnx.Param may change, and the value of a number is checked, also that of an array.
+        constant = all(_is_constant(value) for _, _, value in options)
         try:
             if _interpreting or not constant:
                 return checked(**given)
@@ -67,13 +68,7 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
     return cast(F, call)
 
 
-def _has_arrays(value: Any) -> bool:
-    """Whether `value` is an array, or a tuple of some, that a program takes as its argument."""
-    if isinstance(value, tuple):
-        return any(map(_has_arrays, value))
-    return isinstance(value, jax.Array | np.ndarray)
-
-
+_ARRAYS = jax.Array | np.ndarray
 _CONSTANTS = bool | int | float | complex | str | bytes | None | type | np.generic | np.dtype | Enum
 
 

@@ -98,7 +98,7 @@ def only_process(out: Path) -> Iterator[str]:
 def is_held(out: Path, token: str) -> bool:
     """Whether this is the folder that the process which was given `token` holds."""
     try:
-        return (out / _LOCK).read_text() == token
+        return (out / _LOCK).read_text(encoding="utf-8") == token
     except OSError:
         return False
 
@@ -131,7 +131,7 @@ def read_config(run: Path) -> dict[str, Any]:
         raise RunError(
             f"{run} holds no run (no config.json); give the --out folder of a jaxkern train"
         ) from None
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(
             f"{path} is damaged ({error}); restore it, or start a new run with another --out"
         ) from None
@@ -312,7 +312,7 @@ def check(run: Path, step: int, model: ModelConfig) -> None:
         stored, files = manifest["model"], manifest["files"]
     except FileNotFoundError:
         raise damaged("it has no manifest.json") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise damaged("its manifest.json is no manifest") from None
     try:
         stored = ModelConfig.from_stored(stored) if written == FORMAT else None

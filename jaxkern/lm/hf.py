@@ -32,6 +32,13 @@ normalises each of the ``n_groups`` groups of channels by itself, as mamba_ssm a
 transformers do; earlier ones normalised all channels together. What config.json says of initial
 values (``initializer_range``, ``time_step_min`` and the like) and of how transformers runs the
 model does not matter here; the residual stream is always float32.
+
+As in transformers a ``model.safetensors`` comes before an index of several files, names may lack
+``backbone.``, and a tied embedding may be stored as ``lm_head.weight`` alone. What begins and ends
+a text that is generated stands in generation_config.json, or without it in config.json; the special
+tokens of a tokenizer.json in tokenizer_config.json and, where that lists no added tokens, in
+special_tokens_map.json and added_tokens.json. Files lie in the folder itself, links followed, or in
+the blobs of a cache of the hub; what is there and cannot be read is an error.
 """
 
 import json

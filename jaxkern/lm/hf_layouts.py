@@ -82,7 +82,8 @@ class Values:
         spelled = lambda v: known.get(str(v.get("__float__"))) if isinstance(v, dict) else v
         match [spelled(each) for each in value] if isinstance(value, list) else []:
             case [int() | float() as low, int() | float() as high] if low <= high:
-                return low, high
+                if bool not in (type(low), type(high)):
+                    return low, high
         raise self._wrong(name, value, "two numbers in order, such as [0.0, Infinity]")
 
     @staticmethod

@@ -189,10 +189,8 @@ class Tokens:
         if isinstance(prompt, str):
             prompt = prompt.encode("utf-8", "surrogateescape")
         text = prompt.decode("utf-8", "replace")
-        try:
+        with tokenizers.told("tokenizer.json has no tokens for a prompt"):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._begins).ids
-        except Exception as error:  # tokenizers has no exception of its own
-            raise RunError(f"tokenizer.json has no tokens for {text[:40]!r} ({error})") from None
         if self._begins:
             return [self._first, *ids]
         if not ids and self._first is None:

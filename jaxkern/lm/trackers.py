@@ -99,7 +99,7 @@ class WeightsAndBiases:
             write_atomically(path, uuid.uuid4().hex[:12])
         try:
             self._run = wandb.init(
-                id=path.read_text(),
+                id=path.read_text(encoding="utf-8"),
                 resume="allow",
                 name=out.name,
                 dir=out,

@@ -337,8 +337,9 @@ class Mamba2(_BlockLayer):
     Its parameters are those of :class:`jaxkern.nn.mamba2.Weights`.
 
     Args:
-      d_model, d_state, d_conv, expand, headdim, ngroups, norm_groups, norm_eps, dt_limit, use_bias,
-        use_conv_bias: as :class:`jaxkern.nn.mamba2.Sizes` has them.
+      d_model, d_state, d_conv, expand, headdim, ngroups: as :class:`jaxkern.nn.mamba2.Sizes` has
+        them.
+      norm_groups, norm_eps, dt_limit, use_bias, use_conv_bias: likewise.
       n_layers: blocks that add to one residual stream; the output projection begins smaller by its
         root.
       dtype: of the products; by default what input and parameters promote to.

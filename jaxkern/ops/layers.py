@@ -33,7 +33,7 @@ def check_layer(layer: Any, state: Any, shape: tuple[int, ...], meaning: str) ->
             f"with layer, state must have shape (layers, {', '.join(map(str, shape))}) = (layers, "
             f"{meaning[1:]}; got {state.shape}"
         )
-    if not isinstance(number, Tracer) and not 0 <= int(number) < state.shape[0]:
+    if not isinstance(layer, Tracer) and not 0 <= int(layer) < state.shape[0]:
         last = state.shape[0] - 1
         raise ValueError(f"layer must be from 0 to {last}, as state has them; got {layer}")
     return number.astype(jnp.int32).reshape(1), state

@@ -95,7 +95,7 @@ def open_corpus(folder: Path) -> Corpus:
         RunError: if a file is missing or its content has changed.
     """
     try:
-        info = json.loads((folder / "corpus.json").read_text())
+        info = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
         intact = _fingerprint(folder) == info["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         intact = False

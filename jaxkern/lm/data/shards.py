@@ -69,7 +69,7 @@ class Shard:
 def read_shard(path: Path) -> dict[str, Any] | None:
     """What a shard holds by its .json; ``None`` if that, or the size of another file, is wrong."""
     try:
-        content = json.loads(path.with_name(path.name + ".json").read_text())
+        content = json.loads(path.with_name(path.name + ".json").read_text(encoding="utf-8"))
         for part in PARTS:
             held, width = content[part], content["width"]
             sizes = {"tokens": held["tokens"] * width, "starts": held["documents"] * 8}

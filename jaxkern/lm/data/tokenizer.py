@@ -4,6 +4,7 @@ Every document is a token that begins it, those of its text, and one that ends i
 the zero byte; of a tokenizer they are what its files name, or what the common ones are called.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -95,7 +96,8 @@ class Tokenizer:
         """
         parts = [_CUT.split(text) for text in texts]
         flat = [*itertools.chain.from_iterable(parts)]
-        encoded = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        with told("the tokenizer has no tokens for a text"):
+            encoded = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
         return [
             np.concatenate([np.array(next(encoded).ids, np.uint32) for _ in each]) for each in parts
         ]
@@ -194,10 +196,9 @@ def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict
     library = need_package("tokenizers", str(file))
     text = untrusted.read_text(file, untrusted.LARGE)
     untrusted.parse(text, file, "tokenizer")
-    try:
+    with told(f"{file} cannot be read"):
         tokenizer = library.Tokenizer.from_str(text)
-    except Exception as error:  # tokenizers has no exception of its own
-        raise RunError(f"{file} cannot be read ({error})") from None
+        tokenizer.encode("")
     if tokenizer.padding:
         said = {"pad_token": tokenizer.padding["pad_token"]} | said
     tokenizer.no_truncation()
@@ -210,6 +211,17 @@ def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict
     there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for token in special if token.content not in there])
     return tokenizer, said
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """Inside, a RunError tells what `tokenizers` cannot do: it has no exception of its own."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise RunError(f"{what} ({' '.join(str(error).split())})") from None
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -261,7 +273,10 @@ def _added(said: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]], li
         extra = extra.values() if isinstance(extra, dict) else extra
         special = [token for token in (*named.values(), *extra) if token is not None]
         return (
-            [properties(listed[number]) for number in sorted(listed, key=int)],
+            [
+                properties(token)
+                for _, token in sorted(listed.items(), key=lambda each: int(each[0]))
+            ],
             [properties(token) | {"special": True} for token in special],
         )
     except (AttributeError, TypeError, ValueError) as error:
@@ -291,7 +306,7 @@ def generation(folder: Path) -> tuple[int | None, list[int]]:
     begin, ends = said.get("bos_token_id"), said.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     for key, tokens in (("bos_token_id", [] if begin is None else [begin]), ("eos_token_id", ends)):
-        if not all(type(token) is int and token >= 0 for token in tokens):
+        if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise RunError(f"{folder / name}: {key} is {said[key]!r}, and is a token's number")
     return begin, ends
 
