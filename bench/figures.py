@@ -42,6 +42,9 @@ NAMES = {
 }
 """Implementations and contenders, in the order of tables and pictures."""
 
+OWN = (OURS, CHOSEN, "update")
+"""Ours, which are no competitors of one another."""
+
 PLAIN = ("xla", "jax")
 """Plain JAX, which is beside the other libraries."""
 
@@ -78,7 +81,7 @@ class Line:
 
     @property
     def others(self) -> dict[str, Row]:
-        return {name: row for name, row in self.figures.items() if name not in (OURS, CHOSEN)}
+        return {name: row for name, row in self.figures.items() if name not in OWN}
 
     @property
     def fastest(self) -> str | None:

@@ -24,7 +24,7 @@ from bench.figures import (
     write_csv,
 )
 from bench.program import FOLDER
-from jaxkern.cases import TABLE, case
+from jaxkern.cases import TABLE, case, optim
 
 REPORT, BACKBONES = FOLDER / "report.md", FOLDER / "backbones.md"
 CSV = FOLDER / "report.csv"
@@ -83,7 +83,8 @@ def _family(name: str, rows: dict[str, dict[str, Line]]) -> Iterator[str]:
     axes: dict[str, list[str]] = defaultdict(list)
     for op in dict.fromkeys(line.op for of in rows.values() for line in of.values()):
         timed = next(of for of in TABLE if of.op == op)
-        axes[" × ".join(case.AXES[axis] for axis in timed.axes.split())].append(f"`{op}`")
+        words = " × ".join(case.AXES[axis] for axis in timed.axes.split())
+        axes["parameters" if timed in optim.CASES else words].append(f"`{op}`")
     if told := "; ".join(f"{', '.join(of)}: {sizes}" for sizes, of in axes.items() if sizes):
         yield f"Shapes of {told}."
     passes = [d for d in PASSES if any(d in of for of in rows.values())]

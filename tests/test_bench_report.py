@@ -107,6 +107,11 @@ def test_figures_of_two_gpus_stay_apart():
     assert loaded.line("rms_norm", "8x64", "both") is None
 
 
+def test_our_own_are_no_competitors():
+    (line,) = results(({}, timing("mosaic", 3.0), timing("update", 1.0), timing("fla", 2.0))).lines
+    assert (line.fastest, line.rival) == ("fla", "fla")
+
+
 def test_csv_keeps_every_figure(tmp_path):
     rows = [timing("mosaic", 1.5, kernels={"k": 2}), timing("xla", 2.5, tflop_s=3.0)]
     figures.write_csv(rows, tmp_path / "a.csv")
