@@ -35,6 +35,7 @@ FOLDERS = (
     (".site", "**/*.rst"),
     (".site", "**/*.md"),
     ("bench", "*.md"),
+    ("bench", "*.csv"),
     ("bench", "pictures/*.svg"),
     ("bench", "results/*.json"),
     ("notebooks", "*.ipynb"),

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import program
+from bench.figures import NAMES, OURS, table
 from bench.processes import each
 from bench.program import FOLDER
 from bench.program import RESULTS as RESULTS
-from bench.report import NAMES, OURS, table
 from jaxkern.cases import TABLE
 from jaxkern.cases.case import Arrays, Case, dtypes, result_and_gradients, truth
 from jaxkern.core.dispatch import interpret_kernels

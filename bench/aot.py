@@ -156,19 +156,6 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def text_of(report: dict[str, Any]) -> str:
-    """The committed file: JSON, with a line for each task."""
-    lines = []
-    for key, value in report.items():
-        if isinstance(value, dict) and value:
-            entries = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
-            value = f"{{\n{entries}\n }}"
-        else:
-            value = json.dumps(value)
-        lines.append(f" {json.dumps(key)}: {value}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
 # The command
 
 
@@ -185,28 +172,6 @@ def line_of(result: Result) -> str:
         words += [_gib(result.memory), f"{_gib(result.copied)} copied"]
         words += [f"{n} {kind}" for kind, n in result.collectives.items() if n]
     return ", ".join(words)
-
-
-def table(results: Iterable[Result]) -> str:
-    """What there is to know of each op's kernels, and of each training step."""
-    results = list(results)
-    of_op: dict[str, list[Kernel]] = {}
-    for result in results:
-        for name, kernels in result.kernels.items():
-            of_op.setdefault(name, []).extend(kernels)
-    lines = [f"{'kernel':28}{'times':>9}{'registers':>11}{'spill':>7}{'shared memory':>15}"]
-    for name, kernels in sorted(of_op.items()):
-        registers, spills, shared = map(max, zip(*kernels, strict=True))
-        lines.append(f"{name:28}{len(kernels):9}{registers:11}{spills:7}{shared:15}")
-    trained = [result for result in results if result.memory]
-    if trained:
-        heads = "".join(f"{kind:>20}" for kind in COLLECTIVES)
-        lines += ["", f"{'training':12}{'lower s':>9}{'compile s':>11}{'a device':>12}{heads}"]
-    for result in trained:
-        counts = "".join(f"{result.collectives[kind]:20}" for kind in COLLECTIVES)
-        seconds = f"{result.lower_s:9.1f}{result.compile_s:11.1f}"
-        lines.append(f"{result.name:12}{seconds}{_gib(result.memory):>12}{counts}")
-    return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -281,22 +246,19 @@ def _on_generation(
             "and collectives are held against them"
         )
     now: dict[str, Any] = {"gpu": GPUS[gpu].name, **versions, **figures(())}
-    results: list[Result] = []
     faults: list[str] = []
     for result in run(gpu, [name for name in names if name in tasks()], args.jobs):
         if result.error:
             faults.append(f"{result.name}: {result.error}")
             continue
-        results.append(result)
         for part, of_result in figures([result]).items():
             now[part] |= of_result
         if args.write and other:
             told = differences(was, now, [result.name])
             was[beside] = dict(sorted({**was.get(beside, {}), result.name: told}.items()))
-            path.write_text(text_of(was))
+            path.write_text(program.with_lines(was))
         elif args.write:  # at once: it takes long, and may go on later
-            path.write_text(text_of(merged(was, now)))
-    print(f"\n{table(results)}\n")
+            path.write_text(program.with_lines(merged(was, now)))
     if args.write:
         print(f"wrote {path}")
     else:

@@ -129,38 +129,3 @@ def floating(grads: Sequence[Any]) -> list[Any]:
 def bytes_of(arrays: Any) -> int:
     """The size of all arrays of a tree."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(arrays))
-
-
-_LEAVES = "the number of parameters, and in how many arrays they are if not in one"
-_TREES = {
-    "fused_adamw": f"{_LEAVES}. *Folded*: with unscaling, clipping and the check for finite "
-    "gradients; *master*: bf16 parameters and an fp32 copy",
-    "scale_gradients": _LEAVES,
-}
-_WORDS = {
-    "gated_linear_unit": "; with *recompute* both products are computed again in the backward",
-    "mlp": ", of a block of several ops: `layer_norm_linear`, `gated_linear_unit`, `linear` and "
-    "the residual",
-    "linear_cross_entropy": "; *plain* is the mean of the losses, *160MiB* and *336MiB* with as "
-    "much memory for logits, in parts of the classes and in chunks of the rows, beside those of "
-    "others' functions that save memory",
-    "selective_scan": "; behind a slash `checkpoint_every`, where it is not 8",
-}
-"""What there is to say of a shape besides the names of its axes."""
-
-
-def shape_of(op: str) -> str:
-    """What the numbers of an op's shapes are, and a word behind them."""
-    if op in _TREES:
-        return _TREES[op]
-    timed = [of for of in TABLE if of.op == op and of.shapes]
-    words = "; a word behind it is what else the op does" if any(of.variant for of in timed) else ""
-    axes = " × ".join(case.AXES[axis] for axis in timed[0].axes.split())
-    return axes + _WORDS.get(op, words)
-
-
-def models_with(op: str, timed: set[tuple[str, str]]) -> str:
-    """The shapes of `op` that models have, with their names, of those that were `timed`."""
-    of_models = (one for one in cases(small=False) if isinstance(one, Case) and one.models)
-    named = (one for one in of_models if one.op == op and (one.shape, one.dtype) in timed)
-    return "; ".join(f"`{one.shape}` {', '.join(one.models)}" for one in named)

@@ -177,12 +177,12 @@ def main(argv: list[str] | None = None) -> int:
                 line = "failed"
             else:
                 now[name] = told
-                line = "; ".join(_told(told))
+                line = "; ".join(exchanged(told))
             print(f"[{count:3}/{len(tasks)}] {name:44} {line}", flush=True)
     if args.write:
         every = {name: (was | now)[name] for name in names() if name in was | now}
         versions = {"jax": metadata.version("jax"), "commit": program.tree()}
-        PATH.write_text(program.with_lines(versions, "programs", every))
+        PATH.write_text(program.with_lines({**versions, "programs": every}))
         print(f"wrote {PATH}")
     else:
         faults += differences(was, now)
@@ -203,64 +203,13 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-# The guide's table
-
-SPLIT = {
-    "m": "rows",
-    "b": "batch",
-    "d": "channels; features of a norm",
-    "heads": "heads",
-    "h": "outputs (N), or channels",
-    "k": "inputs (K)",
-    "parameters": "parameters, with their state",
-    "v": "vocabulary",
-    "l": "sequence",
-}
-"""Names of axes in the table, in its order."""
-
-
-def page() -> str:
-    """The table of the guide to many GPUs."""
-    from bench.report import table
-
-    held = json.loads(PATH.read_text())
-    programs: dict[str, Held] = held["programs"]
-    grouped: dict[tuple[str, str, str], list[str]] = {}
-    for name, of_passes in programs.items():
-        of_case, axis, count = re.split(" x |=", name)
-        told = _told(of_passes)
-        if count == "64" and told == _told(programs[f"{of_case} x {axis}=8"]):
-            continue
-        op, _, variant = of_case.partition(", ")
-        words = [variant] if variant else []
-        words += ["on 64"] if count == "64" else []
-        label = f"`{op}`" + (f" ({', '.join(words)})" if words else "")
-        axis = "parameters" if _is_optimizer(op) else axis
-        of_group = grouped.setdefault((axis, *told), [])
-        if label not in of_group:  # parameters are split either way
-            of_group.append(label)
-    order = sorted(grouped, key=lambda key: [*SPLIT].index(key[0]))
-    rows = [[SPLIT[key[0]], ", ".join(grouped[key]), *key[1:]] for key in order]
-    count = sum(name.endswith("=64") for name in programs)
-    return (
-        table(["split", "ops", "forward", "forward and backward"], rows)
-        + f"\n\nCompiled by JAX {held['jax']} for 8 H200s, and {count} of them for 64."
-    )
-
-
-def _is_optimizer(op: str) -> bool:
-    from jaxkern.cases import optim  # with JAX, which the rest has no need of
-
-    return op in {case.op for case in optim.CASES}
-
-
-def _told(of_passes: Held) -> tuple[str, str]:
+def exchanged(of_passes: Held) -> tuple[str, str]:
     """The collectives of the forward, and of both passes."""
 
     def cell(direction: str) -> str:
-        exchanged = of_passes.get(direction)
-        if exchanged is None:
+        found = of_passes.get(direction)
+        if found is None:
             return "not differentiated"
-        return ", ".join(f"{count} {kind}" for kind, (count, _) in exchanged.items()) or "nothing"
+        return ", ".join(f"{count} {kind}" for kind, (count, _) in found.items()) or "nothing"
 
     return cell("forward"), cell("both")

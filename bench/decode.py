@@ -20,7 +20,6 @@ sequences stay in the GPU's cache from one token to the next, as they do where a
 """
 
 import dataclasses
-import importlib
 import itertools
 import statistics
 import time
@@ -34,7 +33,7 @@ import numpy as np
 import jaxkern
 from bench import program, timing
 from bench.train import attempt, found_peers
-from bench.trainers import versions
+from bench.trainers import mamba_ssm_model, versions
 from jaxkern.cases import TABLE
 from jaxkern.cases.case import dtypes
 from jaxkern.lm import sample
@@ -115,23 +114,7 @@ def of_mamba_ssm(job: Job) -> Decoder:
     """The model of mamba_ssm."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
-    m, sizes = job.model, job.model.sizes
-    mixer: dict[str, Any] = {"layer": {"mamba": "Mamba1", "mamba2": "Mamba2"}[m.block.name]}
-    mixer |= {"d_state": sizes.d_state, "d_conv": sizes.d_conv, "expand": sizes.expand}
-    if isinstance(sizes, mamba2.Sizes):
-        mixer |= {"headdim": sizes.headdim, "ngroups": sizes.ngroups}
-    config = models.MambaConfig(
-        d_model=m.d_model,
-        n_layer=m.n_layers,
-        vocab_size=m.vocab_size,
-        ssm_cfg=mixer,
-        rms_norm=True,
-        residual_in_fp32=True,
-        fused_add_norm=True,
-    )
-    torch.manual_seed(0)
-    model = models.MambaLMHeadModel(config, device="cuda", dtype=torch.bfloat16).eval()
+    model = mamba_ssm_model(job.model, torch.bfloat16).eval()
 
     def decode(prompts: np.ndarray, length: int) -> np.ndarray:
         ids = torch.from_numpy(prompts).cuda().long()
@@ -322,69 +305,3 @@ def main(argv: Sequence[str] | None = None) -> int:
                 out = program.write(report, args.out, "decode")
     print(f"wrote {out}")
     return 1 if report["failed"] else 0
-
-
-def section(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    """The part of the report on decoding, if there are files of it."""
-    from bench.report import table  # which imports this
-
-    rows, failed, about = [], [], ""
-    for number, (_, report) in enumerate(reports, 1):
-        found = [row for row in report["rows"] if "ms_first" in row]
-        if not found:
-            continue
-        failed += [f"Not run: {line}." for line in report["failed"]]
-        about = (
-            f"prompts of {report['prompt']} tokens, {report['tokens']} more after the first, a "
-            f"vocabulary of {report['vocab']:,}"
-        )
-        speeds = {(r["preset"], r["batch"], r["by"]): r["tokens_per_second"] for r in found}
-        for row in found:
-            own = speeds.get((row["preset"], row["batch"], "jaxkern"))
-            ratio = own and own / row["tokens_per_second"]
-            half = (row["ms_high"] - row["ms_low"]) / 2
-            rows.append(
-                [
-                    f"{row['preset']}, {row['batch']}",
-                    row["by"],
-                    f"{row['tokens_per_second']:,}",
-                    f"{ratio:.2f}×" if ratio and row["by"] != "jaxkern" else "",
-                    f"{row['ms_step']:.2f} ± {half:.2f}",
-                    f"{row['ms_first']:.1f}",
-                    "" if row["peak_gib"] is None else row["peak_gib"],
-                    row["versions"],
-                    number,
-                ]
-            )
-    if not rows:
-        return []
-    meaning = (
-        f"By `python -m bench decode`: {about}; *tokens/s* are those of all rows together, *first "
-        "token* the time from the prompts to it. jaxkern is what `jaxkern sample` runs, in fp32, "
-        "and jaxkern-bf16 the same in bf16, as the others are; mamba_ssm decodes by CUDA graphs."
-    )
-    head = ["model, batch", "by", "tokens/s", "jaxkern's speed-up", "ms a token"]
-    head += ["first token, ms", "peak, GiB", "versions", "file"]
-    return ["## Decoding", meaning, table(head, rows), *failed, *_scans(reports)]
-
-
-def _scans(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    """The scan of a decoded token alone, if a file has it."""
-    from bench.report import table
-
-    found: dict[tuple[Any, ...], dict[str, str]] = {}
-    for number, (_, report) in enumerate(reports, 1):
-        for row in report.get("scans", ()):
-            key = row["preset"], f"`{row['op']}`", row["batch"], number
-            told = f"{row['us_layer']:.1f} µs, {row['gb_s']:,} GB/s"
-            found.setdefault(key, {})[row["by"]] = told
-    if not found:
-        return []
-    ways = "kernel", "plain JAX"
-    rows = [[*what, *(by.get(way, "") for way in ways), n] for (*what, n), by in found.items()]
-    meaning = (
-        "The op of a decoded token that updates the scan's state, for a layer, by `python -m bench "
-        "decode --scan`: device time, and the state's bytes, read and written, over it. The states "
-        "of few sequences stay in the cache from token to token."
-    )
-    return [meaning, table(["model", "op", "batch", *ways, "file"], rows)]

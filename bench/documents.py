@@ -1,4 +1,4 @@
-"""Generates the figures of README and of the guides, README's table of the ops, and the reference.
+"""Figures of README and of the guides, README's table of the ops, and the reference.
 
 A generated part of a document begins with ``<!-- figures: NAME -->``, where :data:`FIGURES` has the
 function of that name, and ends with ``<!-- end -->``. Figures are from bench/results, the ops from
@@ -9,26 +9,15 @@ import inspect
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jaxkern
-from bench import collectives, generations, scaling
-from bench.precision import summary
+from bench import compiled
+from bench.figures import OURS, Line, Results, Row, duration, is_rival, name_of, table
 from bench.program import FOLDER
-from bench.report import (
-    NAMES,
-    OURS,
-    Line,
-    Measured,
-    Reports,
-    is_rival,
-    lines_of_most,
-    table,
-    the_line,
-    trainings,
-)
+from jaxkern.cases import TABLE
 
 ROOT = FOLDER.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]
@@ -137,9 +126,9 @@ def _rows(listed: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")] for line in listed.split("\n") if line]
 
 
-def renewed(text: str, reports: Reports) -> str:
-    """The document `text` with the figures of `reports`."""
-    return _MARKED.sub(lambda m: m[1] + FIGURES[m[2]](reports) + "\n" + m[4], text)
+def renewed(text: str, results: Results) -> str:
+    """The document `text` with the figures of `results`."""
+    return _MARKED.sub(lambda m: m[1] + FIGURES[m[2]](results) + "\n" + m[4], text)
 
 
 def families() -> dict[str, list[str]]:
@@ -168,7 +157,7 @@ def reference() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _ops(_: Reports) -> str:
+def _ops(_: Results) -> str:
     names = families()
     rows = [
         [f"**{family}**", ", ".join(f"`{name}`" for name in names[family]), *told]
@@ -177,83 +166,85 @@ def _ops(_: Reports) -> str:
     return table(["", "ops", "what they compute", "on a GPU"], rows)
 
 
-def _time(us: float) -> str:
-    """Three digits of it."""
-    value, unit = (us, "µs") if us < 999.5 else (us / 1000, "ms")
-    return f"{value:#.3g}".rstrip(".") + f" {unit}"
+SLOW_EXPONENTIALS = {of.op for of in TABLE if of.forward and of.forward.exponentials}
+"""Ops whose limit is their exponentials, and not a copy's bandwidth."""
 
 
-def _figure(m: Measured | None, limited: bool) -> str:
-    """A time, and what it is of the limit: of products their rate, else of a copy's bandwidth."""
-    if m is None:
+def cell(op: str, row: Row | None) -> str:
+    """A time, and its part of the limit: of products their rate, else of a copy's bandwidth."""
+    if row is None:
         return ""
-    if m.tflop_s:
-        return f"{_time(m.us)}, {m.tflop_s:.0f} TFLOP/s"
-    return _time(m.us) + (f", {m.percent:.0f}%" if limited and m.percent else "")
+    if row.get("tflop_s"):
+        return f"{duration(row['us'])}, {row['tflop_s']:.0f} TFLOP/s"
+    limited = op not in SLOW_EXPONENTIALS and row.get("percent")
+    return duration(row["us"]) + (f", {row['percent']:.0f}%" if limited else "")
 
 
-def _op_rows(reports: Reports, listed: str) -> Iterator[list[str]]:
-    from jaxkern.cases import TABLE  # with JAX, which the rest has no need of
-
-    slow = {case.op for case in TABLE if case.forward and case.forward.exponentials}
-    for label, measured, passes in _rows(listed):
-        op, shape = measured.split()
-        for i, direction in enumerate(passes.split()):
-            line = the_line(reports, op, shape, direction)
-            told = [_figure(m, op not in slow) for m in (line.own, line.figures.get("xla"))]
-            if name := line.rival:
-                of_rival = _figure(line.figures[name], op not in slow)
-                told.append(f"{NAMES.get(name, name)} {of_rival}")
-            yield ["" if i else label, direction, *told, *[""] * (3 - len(told))]
+def listed(text: str) -> list[tuple[str, str, str, list[str]]]:
+    """Label, op, shape and passes of each row of :data:`README` or :data:`GUIDE`."""
+    found = ((name, of.split(), passes.split()) for name, of, passes in _rows(text))
+    return [(name, op, shape, passes) for name, (op, shape), passes in found]
 
 
-def _model(preset: str, parameters: int) -> str:
+def _op_rows(results: Results, text: str) -> Iterator[list[str]]:
+    for label, op, shape, passes in listed(text):
+        for i, direction in enumerate(passes):
+            line = results.line(op, shape, direction)
+            assert line is not None, f"{op} {shape} {direction} was not timed"
+            rival = f"{name_of(line.rival)} " if line.rival else ""
+            told = [cell(op, row) for row in (line.own, line.figures.get("xla"))]
+            rival += cell(op, line.figures.get(line.rival or ""))
+            yield ["" if i else label, direction, *told, rival]
+
+
+def model_name(preset: str, parameters: int) -> str:
     """A preset as a reader names it, with the parameters that it has."""
     name, _, vocabulary = preset.partition(", vocabulary ")
     kind = "Mamba-2" if name.startswith("mamba2") else "Mamba"
     return f"{kind}, {parameters / 1e6:,.0f} M parameters, vocabulary {vocabulary or 256}"
 
 
-def _training_rows(reports: Reports, presets: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
-    def told(row: dict[str, Any] | None, name: str = "") -> str:
+def training_rows(
+    results: Results, presets: Iterable[tuple[str, int]], remat: bool = True
+) -> Iterator[list[str]]:
+    """Training steps of `presets` and lengths, with ours by `remat` below."""
+
+    def told(row: Row | None, name: str = "") -> str:
         if row is None:
             return ""
         return f"{name}{row['tokens_per_second']:,} tokens/s, {row['peak_gib']:.1f} GiB"
 
-    for preset, length in presets:
-        by = trainings(reports)[preset, length]
+    for at in presets:
+        by = results.trainings[at]
         own = by["jaxkern"]
-        label = f"{_model(preset, own['parameters'])}, B {own['batch']}, L {length}"
+        label = f"{model_name(at[0], own['parameters'])}, B {own['batch']}, L {at[1]}"
         others = filter(is_rival, by)
         fastest = max(others, key=lambda name: by[name]["tokens_per_second"], default="")
-        other = told(by.get(fastest), f"{NAMES.get(fastest)} ")
+        other = told(by.get(fastest), f"{name_of(fastest)} ")
         yield [label, "step", told(own), told(by.get("xla-loop")), other]
         for how, name in REMAT.items():
-            if name in by:
+            if remat and name in by:
                 yield [f"the same with `--remat {how}`", "step", told(by[name]), "", ""]
 
 
 REMAT = {"cheap": "jaxkern-cheap", "scan": "jaxkern-scan", "layer": "jaxkern-remat"}
 """The contenders that compute something again, by their choice of `--remat`."""
 
-_HEAD = ["", "pass", "jaxkern", "plain JAX", "fastest other library"]
+HEAD = ["", "pass", "jaxkern", "plain JAX", "fastest other library"]
 
 
-def _readme(reports: Reports) -> str:
-    (training, *_) = _training_rows(reports, [MODEL])
-    return table(_HEAD, [*_op_rows(reports, README), training])
+def _readme(results: Results) -> str:
+    (training, *_) = training_rows(results, [MODEL])
+    return table(HEAD, [*_op_rows(results, README), training])
 
 
-def _speed(reports: Reports) -> str:
-    trained = trainings(reports)
-    size = lambda at: ("mamba2" in at[0], trained[at]["jaxkern"]["parameters"], at[1])
-    rows = _training_rows(reports, sorted(trained, key=size))
-    return table(_HEAD, [*_op_rows(reports, README + GUIDE), *rows])
+def _speed(results: Results) -> str:
+    trained = training_rows(results, results.trainings)
+    return table(HEAD, [*_op_rows(results, README + GUIDE), *trained])
 
 
-def _headline(reports: Reports) -> str:
-    by = trainings(reports)[MODEL]
-    own, theirs = by["jaxkern"], by["mamba_ssm"]
+def _headline(results: Results) -> str:
+    own, theirs = (results.trainings[MODEL][name] for name in ("jaxkern", "mamba_ssm"))
     rate = "tokens_per_second"
     tokens = MODEL[0].partition("vocabulary ")[2]
     text = (
@@ -269,109 +260,97 @@ SLOWER = 0.97
 """README names ops that are slower than this part of the fastest other implementation."""
 
 
-def _slower(reports: Reports) -> str:
+def _slower(results: Results) -> str:
     """Each op at the bf16 measurement where it is slowest beside others, and decoding."""
     worst: dict[str, Line] = {}
-    for line in lines_of_most(reports):
+    for line in results.best.values():
         if line.dtype == "bfloat16" and (line.speedup or 1) < SLOWER:
             worst[line.op] = min(worst.get(line.op, line), line, key=lambda x: x.speedup or 1)
     told: dict[str, list[str]] = defaultdict(list)
     for line in sorted(worst.values(), key=lambda line: line.speedup or 1):
-        by = min(line.others, key=lambda name: line.others[name].us)
         way = "both ways in one program" if line.direction == "both" else line.direction
-        told[f"{way} beside {NAMES.get(by, by)}"].append(f"`{line.op}` {line.speedup:.2f}×")
-    speeds = {
-        (row["preset"], row["batch"], row["by"]): row["tokens_per_second"]
-        for _, report in reports
-        for row in report["rows"]
-        if "ms_first" in row
-    }
-    ratios = sorted(
-        speeds[*model, "jaxkern"] / rate
-        for (*model, by), rate in speeds.items()
-        if by == "mamba_ssm"
-    )
+        by = name_of(line.fastest or "")
+        told[f"{way} beside {by}"].append(f"`{line.op}` {line.speedup:.2f}×")
+    rate = "tokens_per_second"
+    of_both = [by for by in results.decodings.values() if {"jaxkern", "mamba_ssm"} <= by.keys()]
+    ratios = sorted(by["jaxkern"][rate] / by["mamba_ssm"][rate] for by in of_both)
     text = (
         f"Slower, each op at its worst shape: decoding {ratios[0]:.2f}–{ratios[-1]:.2f}× "
         f"mamba_ssm; {'; '.join(f'{how} {", ".join(ops)}' for how, ops in told.items())} "
-        "([all](bench/report.md#summary))."
+        "([all](bench/report.md#where-we-are-slower))."
     )
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
-def _checkpoints(reports: Reports) -> str:
-    ours = lambda word: _ours(reports, "selective_scan", SCAN + word, "both")
-    rows = [[*saved, _time(ours(word).us)] for *saved, word in _rows(CHECKPOINTS)]
+def _ours(results: Results, op: str, shape: str, direction: str) -> Row:
+    line = results.line(op, shape, direction)
+    assert line is not None, f"{op} {shape} {direction} was not timed"
+    return line.figures[OURS]
+
+
+def _checkpoints(results: Results) -> str:
+    ours = lambda word: _ours(results, "selective_scan", SCAN + word, "both")
+    rows = [[*saved, duration(ours(word)["us"])] for *saved, word in _rows(CHECKPOINTS)]
     return table(["`checkpoint_every`", "saved", "bytes", "at N = 16", "time"], rows)
 
 
-def _states(reports: Reports) -> str:
-    ours = lambda shape: _ours(reports, "fused_adamw", shape, "step")
-    rows = [[*told, _figure(ours(shape), limited=True)] for *told, shape in _rows(STATES)]
+def _states(results: Results) -> str:
+    ours = lambda shape: cell("fused_adamw", _ours(results, "fused_adamw", shape, "step"))
+    rows = [[*told, ours(shape)] for *told, shape in _rows(STATES)]
     rows.append(["with `clip_norm` or `skip_nonfinite`", "the gradients once more", ""])
     head = ["", "bytes per parameter, read and written"]
     return table([*head, "100 million on an H200, percent of a copy's bandwidth"], rows)
 
 
-def _ours(reports: Reports, op: str, shape: str, direction: str) -> Measured:
-    return the_line(reports, op, shape, direction).figures[OURS]
-
-
-def _precisions(reports: Reports) -> str:
-    report = next(one for name, one in reports if name.endswith("-precision.json"))
+def _precisions(results: Results) -> str:
+    (one,) = results.of("precision")
     rows = [
         [
             row["precision"],
             f"{row['mean']:.3f} ± {row['spread']:.3f}",
             f"{row['to_fp32']:+.3f}".replace("-", "−") if row["precision"] != "fp32" else "",
         ]
-        for row in summary(report["rows"])
+        for row in one["summary"]
     ]
-    size = f"{report['steps']} steps of {report['batch_size']} × {report['seq_len']} bytes"
+    size = f"{one['steps']} steps of {one['batch_size']} × {one['seq_len']} bytes"
     told = "validation loss, nats", "difference from fp32, same seed"
-    return table([f"`{report['preset']}`, {size}", *told], rows)
+    return table([f"`{one['preset']}`, {size}", *told], rows)
 
 
-def _copies(reports: Reports) -> str:
-    """What copies by lanes and 99 KiB of shared memory cost, in percent of the time."""
-    report = next(one for name, one in reports if name.endswith("-copies.json"))
-    times: dict[str, dict[Any, dict[str, Any]]] = defaultdict(dict)
-    for row in report["rows"]:
+def _copies(results: Results) -> str:
+    """The cost of copies by lanes and of 99 KiB of shared memory, in percent of the time."""
+    (one,) = results.of("copies")
+    times: dict[str, dict[Any, Row]] = defaultdict(dict)
+    for row in one["rows"]:
         case = f"`{row['op']}`, {row['shape'].replace('x', ' × ')}"
         times[case][row["copies"], row["shared_memory"] > 2**17] = row
-    rows = []
+    passes, rows = ("forward_us", "both_us"), []
     for case, found in times.items():
         base = found["tma", True]
-        told = [f"{_time(base[key])}" for key in ("forward_us", "both_us")]
+        told = [duration(base[key]) for key in passes]
         for other in ("lanes", True), ("tma", False), ("lanes", False):
-            more = [found[other][key] / base[key] - 1 for key in ("forward_us", "both_us")]
+            more = [found[other][key] / base[key] - 1 for key in passes]
             told.append(", ".join(f"{round(100 * m):+d}%".replace("-", "−") for m in more))
         rows.append([case, *told])
     others = "lanes copy", "99 KiB", "lanes copy, 99 KiB"
     return table(["", "forward", "forward and backward", *others], rows)
 
 
-def _layers(reports: Reports) -> str:
-    """Forward and backward of the Mamba-2 layer, and what it keeps in between."""
-    report = next(one for name, one in reports if name.endswith("-layers.json"))
+def _layers(results: Results) -> str:
+    """Forward and backward of the Mamba-2 layer, and the memory kept in between."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    for row in report["rows"]:
+    for row in results.of("layers")[0]["rows"]:
         sizes = f"{row['d_model']:,}, {row['batch']} × {row['length']:,}"
-        told = f"{_time(row['both_us'])}, {row['kept_mib']:,.0f} MiB"
+        told = f"{duration(row['both_us'])}, {row['kept_mib']:,.0f} MiB"
         found[sizes][row["implementation"]] = told
-    by = {
-        "auto": "jaxkern",
-        "jaxkern-cheap": "`remat.CHEAP`",
-        "jaxkern-scan": "`remat.SCAN`",
-        "jla": NAMES["jla"],
-        "mamba_ssm": "mamba_ssm",
-    }
+    by = {"auto": "jaxkern", "jaxkern-cheap": "`remat.CHEAP`", "jaxkern-scan": "`remat.SCAN`"}
+    by |= {name: name_of(name) for name in ("jla", "mamba_ssm")}
     rows = [[sizes, *(told.get(name, "") for name in by)] for sizes, told in found.items()]
     return table(["`d_model`, batch × tokens", *by.values()], rows)
 
 
-def _devices(reports: Reports) -> str:
-    rows = [row for name, r in reports if name.endswith("-devices.json") for row in r["rows"]]
+def _devices(results: Results) -> str:
+    rows = [row for one in results.of("devices") for row in one["rows"]]
     head = ["what", "sizes", "mesh", "GPUs", "ms", "tokens/s", "efficiency", "peak, GiB"]
     keys = ["what", "sizes", "mesh", "devices", "ms", "tokens_per_second"]
     keys += ["efficiency", "peak_gib"]
@@ -379,7 +358,7 @@ def _devices(reports: Reports) -> str:
     return table(head, [[shown(row[key]) for key in keys] for row in rows])
 
 
-FIGURES: dict[str, Callable[[Reports], str]] = {
+FIGURES: dict[str, Callable[[Results], str]] = {
     "headline": _headline,
     "ops": _ops,
     "readme": _readme,
@@ -390,19 +369,19 @@ FIGURES: dict[str, Callable[[Reports], str]] = {
     "precisions": _precisions,
     "copies": _copies,
     "layers": _layers,
-    "generations": lambda _: generations.page(),
     "devices": _devices,
-    "meshes": lambda _: generations.meshes(),
-    "collectives": lambda _: collectives.page(),
-    "scaling": lambda reports: scaling.page(reports),
+    "generations": lambda _: compiled.generations(),
+    "meshes": lambda _: compiled.meshes(),
+    "collectives": lambda _: compiled.collectives(),
+    "scaling": compiled.scaling_table,
 }
-"""What can stand between markers."""
+"""The tables and sentences that can stand between markers."""
 
 
-def write(reports: Reports, documents: Sequence[Path] = DOCUMENTS) -> list[Path]:
-    """Renews the documents and the reference, and returns what it wrote."""
-    REFERENCE.write_text(reference())
-    having = [path for path in documents if _MARKED.search(path.read_text())]
-    for path in having:
-        path.write_text(renewed(path.read_text(), reports))
-    return [*having, REFERENCE]
+def written(results: Results) -> dict[Path, str]:
+    """The text of every generated document but the report."""
+    texts = {path: path.read_text() for path in DOCUMENTS}
+    having = {path: text for path, text in texts.items() if _MARKED.search(text)}
+    return {path: renewed(text, results) for path, text in having.items()} | {
+        REFERENCE: reference()
+    }

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 
 from bench import program, timing
 from bench.cases import bytes_of
+from bench.figures import CHOSEN
 from bench.processes import device, each
-from bench.report import CHOSEN, NAMES, Reports, table
 from jaxkern.nn import mamba2, remat
 
 POLICIES = {"jaxkern-cheap": remat.CHEAP, "jaxkern-scan": remat.SCAN}
@@ -293,36 +293,6 @@ def _attempt(job: Job, calls: int) -> dict[str, Any] | str:
         jax.clear_caches()
 
 
-def section(reports: Reports) -> Iterator[str]:
-    """The part of bench/report.md, from files of this command."""
-    rows, failed = [], []
-    for number, (_, report) in enumerate(reports, 1):
-        found = [row for row in report["rows"] if "layer" in row]
-        place = lambda row: (row["layer"], row["d_model"], row["batch"], row["length"])
-        own = {place(row): row for row in found if row["implementation"] == CHOSEN}
-        for row in found:
-            ours = own.get(place(row), row)
-            cells = [f"{row['layer']}, d_model {row['d_model']}, {row['batch']} × {row['length']}"]
-            cells += [NAMES.get(row["implementation"], row["implementation"])]
-            for key in ("forward_us", "both_us"):
-                speed_up = "" if ours is row else f"{row[key] / ours[key]:.2f}×"
-                cells += [f"{row[key]:,.0f}", speed_up]
-            rows.append([*cells, f"{row['kept_mib']:,.0f}", row["kernels"], number])
-        failed += report["failed"] if found else []
-    if not rows:
-        return
-    yield "## Layers"
-    yield (
-        "Device time of one call in microseconds, by `python -m bench layers`: matrices and "
-        "activations in bf16, other weights in fp32. *Both* is the output and the gradients of "
-        "input and weights. *Kept* is what the layer keeps for its backward beside its input, "
-        "weights and output. *Kernels* are those that both passes launch."
-    )
-    head = ["layer, batch", "by", "forward, µs", "jaxkern's speed-up", "both, µs"]
-    yield table([*head, "jaxkern's speed-up", "kept, MiB", "kernels", "file"], rows)
-    yield from (f"Not run: {line}." for line in failed)
-
-
 def _small(width: int) -> mamba2.Sizes:
     """Sizes for a run without a GPU."""
     return mamba2.Sizes(width, d_state=16, headdim=16)
@@ -357,6 +327,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         report["rows"] = [row for row in found.values() if isinstance(row, dict)]
         report["failed"] = [f"{job}: {row}" for job, row in found.items() if isinstance(row, str)]
         out = program.write(report, args.out, "layers")  # a run that is stopped keeps its rows
-    print("\n\n".join(section([(str(out), report)])))
     print(f"wrote {out}")
     return 1 if report["failed"] else 0

@@ -20,7 +20,6 @@ COMMANDS = {
     "train": "time training steps of the language model",
     "decode": "time decoding with the language model",
     "devices": "time training steps and sequences that several GPUs share",
-    "backbones": "train five sequence policies, and time them",
     "accuracy": "measure errors against float64",
     "precision": "train the language model in fp32, bf16 and fp16, and compare the losses",
     "curves": "train by kernels in bf16 and by plain JAX in fp32, and compare the losses",
@@ -30,10 +29,12 @@ COMMANDS = {
     "collectives": "compile ops split between GPUs that are not there: what devices exchange",
     "scaling": "compile training steps for up to 1,024 GPUs that are not there, and predict",
     "modules": "compare the kernels before and after a change of the source",
-    "report": "write bench/report.md, and the figures of README and of the guides",
-    "pictures": "draw bench/pictures",
+    "report": "renew bench/report.md, pictures, and the figures of README and of the guides",
 }
 """The commands, each a module of this package with a ``main(argv)``, and what they do."""
+
+RUNS = ("precision", "curves", "first_step", "checkpoints")
+"""The commands that are functions of :mod:`bench.runs`."""
 
 
 def parser(command: str, result: str = "") -> argparse.ArgumentParser:
@@ -97,11 +98,16 @@ def write(report: dict[str, Any], out: Path | None, result: str) -> Path:
     return out
 
 
-def with_lines(first: dict[str, Any], key: str, entries: dict[str, Any]) -> str:
-    """JSON of `first` and of the entries behind `key`, with a line for each entry."""
-    head = "".join(f" {json.dumps(k)}: {json.dumps(v)},\n" for k, v in first.items())
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(e)}" for name, e in entries.items())
-    return f"{{\n{head} {json.dumps(key)}: {{\n{lines}\n }}\n}}\n"
+def with_lines(report: dict[str, Any]) -> str:
+    """JSON of `report`, with a line for each entry of its dictionaries."""
+    lines = []
+    for key, value in report.items():
+        text = json.dumps(value)
+        if isinstance(value, dict) and value:
+            entries = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            text = f"{{\n{entries}\n }}"
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def clock(gpu: bool, told: str) -> str:

@@ -1,7 +1,6 @@
 """Runs the cases, forward and backward, for each implementation, and writes table and JSON."""
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -15,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench import peers, pictures, program, steps, timing
+from bench import peers, program, steps, timing
 from bench.cases import Case, bytes_of, cases, floating
+from bench.figures import write_csv
 from bench.processes import device, each
-from bench.report import write_csv
 from jaxkern.cases import MODELS
 from jaxkern.cases.optim import Step
 from jaxkern.cases.peers import Arranged
@@ -327,9 +326,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.csv:
         write_csv(report["rows"], args.csv)
         print(f"wrote {args.csv}")
-    with contextlib.suppress(ImportError):  # matplotlib is not needed to time
-        if pictures.draw(report, out.with_suffix(".svg")):
-            print(f"wrote {out.with_suffix('.svg')}")
     return 1 if failed else 0
 
 

@@ -16,7 +16,6 @@ import math
 import re
 import sys
 import time
-from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -50,9 +49,6 @@ NETWORK = 50e9
 
 NVIDIA DGX H200 data sheet: for each GPU a network card of 400 Gb/s.
 """
-
-Reports = Sequence[tuple[str, dict[str, Any]]]
-"""Result files by name, as :func:`bench.report.load` gives them."""
 
 Held = dict[str, Any]
 """A step's committed figures: ``exchanges`` are kind, axes, how many, and bytes of all arrays."""
@@ -110,95 +106,14 @@ def devices_of(mesh: str) -> int:
     return math.prod(int(count) for count in re.findall(r"=(\d+)", mesh))
 
 
-def names() -> list[str]:
-    """All steps, the smaller meshes first."""
-    return [f"{preset} x {mesh}" for mesh in MESHES for preset in PRESETS]
-
-
-# The guide's table and picture
-
-
-def one_gpu(reports: Reports) -> dict[str, float]:
-    """Milliseconds of a step on one GPU by preset, where it was measured with such sequences."""
-    from bench.report import trainings
-
-    of_length = {
-        preset: by for (preset, length), by in trainings(reports).items() if length == 2048
-    }
-    found = {preset: by["jaxkern"]["ms"] for preset, by in of_length.items()}
-    return found | {what: ms for (what, mesh), ms in measured(reports).items() if mesh == "none"}
-
-
-def measured(reports: Reports) -> dict[tuple[str, str], float]:
-    """Milliseconds of the steps of ``python -m bench devices``, by preset and mesh.
-
-    Those with as many sequences, as long, as the predicted ones have.
-    """
-    rows = (row for name, r in reports if name.endswith("-devices.json") for row in r["rows"])
-    same = " × ".join(map(str, SIZES))
-    return {(row["what"], row["mesh"]): row["ms"] for row in rows if row["sizes"] == same}
-
-
-def page(reports: Reports) -> str:
-    """The table of the guide to many GPUs: meshes of 8 and more, and those that were measured."""
-    from bench.report import table
-
-    held, one, real = json.loads(PATH.read_text()), one_gpu(reports), measured(reports)
-    rows = []
-    for name in names():
-        preset, _, mesh = name.partition(" x ")
-        step, ms = held["steps"][name], real.get((preset, mesh))
-        if ms is None and devices_of(mesh) < PER_HOST:
-            continue
-        kinds = ("all-reduce", "all-gather", "reduce-scatter")
-        sizes = [sum(size for k, _, _, size in step["exchanges"] if k == kind) for kind in kinds]
-        told = [f"{size / 1e9:.2f}" if size > 1e8 else "" for size in sizes]
-        seconds = f"{step['lower_s'] + step['compile_s']:.0f}"
-        predicted_ms = predicted(mesh, step, one[preset]) if preset in one else None
-        times = [f"{exchange_ms(mesh, step):.1f}"]
-        times += ["" if t is None else f"{t:.1f}" for t in (predicted_ms, ms)]
-        rate = f"{_rate(mesh, predicted_ms):,.0f}" if predicted_ms else ""
-        memory = f"{step['memory'] / 2**30:.1f}"
-        count = f"{devices_of(mesh):,}"
-        rows.append([f"`{preset}`", f"`{mesh}`", count, seconds, memory, *told, *times, rate])
-    head = ["", "`--mesh`", "GPUs", "compile, s", "GiB", "all-reduce, GB", "all-gather, GB"]
-    head += ["reduce-scatter, GB", "exchange, ms", "predicted, ms", "measured, ms"]
-    return table([*head, "tokens/s and GPU, predicted"], rows) + f"\n\nBy JAX {held['jax']}."
-
-
-def _rate(mesh: str, ms: float) -> float:
+def rate(mesh: str, ms: float) -> float:
     """Tokens a second and GPU of a step."""
     return math.prod(SIZES) / _of_tensor(mesh) / (ms / 1e3)
 
 
-LINES = {
-    "data": ("data=2", "data=4", "data=8", "data=64", "data=1024"),
-    "fsdp": ("fsdp=2", "fsdp=4", "fsdp=8", "fsdp=64", "data=128,fsdp=8"),
-    "tensor": ("tensor=2", "tensor=8", "data=8,tensor=8", "data=128,tensor=8"),
-}
-"""The meshes of each line of the picture."""
-
-Line = list[tuple[int, float]]
-"""GPUs, and tokens a second and GPU."""
-
-
-def points(reports: Reports) -> dict[str, dict[str, Line]]:
-    """By preset the predicted and the measured rates of what is split."""
-    steps, one, real = json.loads(PATH.read_text())["steps"], one_gpu(reports), measured(reports)
-    found: dict[str, dict[str, Line]] = {}
-    for preset in (preset for preset in PRESETS if preset in one):
-        lines = found.setdefault(preset, {})
-        for how, meshes in LINES.items():
-            line = lines.setdefault(how, [(1, _rate("", one[preset]))])
-            for mesh in meshes:
-                ms = predicted(mesh, steps[f"{preset} x {mesh}"], one[preset])
-                line.append((devices_of(mesh), _rate(mesh, ms)))
-            told = [
-                (devices_of(m), _rate(m, real[preset, m])) for m in meshes if (preset, m) in real
-            ]
-            if told:
-                lines[f"{how}, measured"] = told
-    return found
+def names() -> list[str]:
+    """All steps, the smaller meshes first."""
+    return [f"{preset} x {mesh}" for mesh in MESHES for preset in PRESETS]
 
 
 # The command
@@ -252,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
             steps = held["steps"] | {name: told}
             held = {**versions, "steps": {n: steps[n] for n in names() if n in steps}}
             # At once: it takes long, and may go on later.
-            PATH.write_text(program.with_lines(versions, "steps", held["steps"]))
+            PATH.write_text(program.with_lines(held))
             seconds = told["lower_s"] + told["compile_s"]
             print(f"{name}: {seconds:.0f} s, {told['memory'] / 2**30:.1f} GiB", flush=True)
     print(f"wrote {PATH}")

@@ -238,16 +238,17 @@ def of_jax(job: Job, wait: Callable[[], None]) -> Trainer:
     return Trainer(batch, parameters, advance, jax.block_until_ready, float, told)
 
 
-def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
-    """The model of mamba_ssm, which compiles its kernels in its first step."""
+def mamba_ssm_model(m: ModelConfig, dtype: Any) -> Any:
+    """The model of mamba_ssm for PyTorch."""
     import torch  # pyright: ignore[reportMissingImports]
 
     models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
-    wait()
     torch.manual_seed(0)
-    m, sizes = job.model, job.model.sizes
+    sizes = m.sizes
     mixer: dict[str, Any] = {"layer": {"mamba": "Mamba1", "mamba2": "Mamba2"}[m.block.name]}
     mixer |= {"d_state": sizes.d_state, "d_conv": sizes.d_conv, "expand": sizes.expand}
+    if isinstance(sizes, mamba2.Sizes):
+        mixer |= {"headdim": sizes.headdim, "ngroups": sizes.ngroups}
     config = models.MambaConfig(
         d_model=m.d_model,
         n_layer=m.n_layers,
@@ -257,7 +258,15 @@ def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
         residual_in_fp32=True,
         fused_add_norm=True,
     )
-    model = models.MambaLMHeadModel(config, device="cuda")
+    return models.MambaLMHeadModel(config, device="cuda", dtype=dtype)
+
+
+def of_torch(job: Job, wait: Callable[[], None]) -> Trainer:
+    """The model of mamba_ssm, which compiles its kernels in its first step."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    wait()
+    model = mamba_ssm_model(job.model, torch.float32)
     matrices = lambda name, p: p.ndim > 1 and not name.endswith("A_log")
     groups = [
         {

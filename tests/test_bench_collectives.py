@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from bench import aot, collectives, programs, report, scaling
+from bench import aot, collectives, compiled, programs, scaling
+from bench.figures import Results
 from bench.scaling import NETWORK, NVLINK
 from jaxkern.cases import TABLE
 from jaxkern.lowering.target import GPUS
@@ -14,47 +15,31 @@ from tests.test_package import constraints
 
 HELD = json.loads(collectives.PATH.read_text())["programs"]
 
-LINES = [
-    # Of one device, as no groups are told.
-    ("ROOT %r.1 = f32[1]{0} reduce-scatter(%p), to_apply=%add", ("reduce-scatter", "", 4)),
-    ("%a = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), to_apply=%add", ("all-reduce", "", 32)),
-    ("%d = f32[8]{0} all-reduce-done(%a)", None),
-    ('%n = f32[8]{0} negate(%p), metadata={op_name="jit(f)/ all-reduce(x)"}', None),
-    (
-        "%r = (f32[8]{0}, f32[8]{0}, /*index=2*/f32[8]{0}) all-reduce(%p, %p, %p), to_apply=%add",
-        ("all-reduce", "", 96),
-    ),
-    ("%c.3 = f32[8]{0} collective-permute(%p), pairs={{0,1}}", ("collective-permute", "", 32)),
-    ("%g = f32[8]{0} fusion(%all-gather.2), kind=kLoop, calls=%fused", None),
-    ("ROOT %all-to-all = f32[8]{0} all-to-all(%p), dimensions={0}", ("all-to-all", "", 32)),
-    (
-        "%g = (bf16[2,8]{1,0}, bf16[2,16]{1,0}) all-gather-start(%p), dimensions={1}",
-        ("all-gather", "", 64),
-    ),
-    *(
-        (
-            f"%s = f32[6]{{0}} reduce-scatter(%p), replica_groups={groups}",
-            ("reduce-scatter", "", 96),
-        )
-        for groups in ("[2,4]<=[8]", "{{0,1,2,3},{4,5,6,7}}")
-    ),
-    (
-        "%r = f32[4]{0} reduce-scatter(%p), replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}",
-        ("reduce-scatter", "fsdp", 64),
-    ),
-    (
-        "%r = f32[] all-reduce(%p), replica_groups=mesh['data'=2,'fsdp'=4] {'data','fsdp'}",
-        ("all-reduce", "data,fsdp", 4),
-    ),
-]
-"""Lines of a program's text, and the exchange of each: its bytes are those of whole arrays."""
+LINES = """
+ROOT %r.1 = f32[1]{0} reduce-scatter(%p), to_apply=%add | reduce-scatter |  | 4
+%a = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), to_apply=%add | all-reduce |  | 32
+%d = f32[8]{0} all-reduce-done(%a)
+%n = f32[8]{0} negate(%p), metadata={op_name="jit(f)/ all-reduce(x)"}
+%r = (f32[8]{0}, f32[8]{0}, /*index=2*/f32[8]{0}) all-reduce(%p, %p, %p) | all-reduce |  | 96
+%c.3 = f32[8]{0} collective-permute(%p), pairs={{0,1}} | collective-permute |  | 32
+%g = f32[8]{0} fusion(%all-gather.2), kind=kLoop, calls=%fused
+ROOT %all-to-all = f32[8]{0} all-to-all(%p), dimensions={0} | all-to-all |  | 32
+%g = (bf16[2,8]{1,0}, bf16[2,16]{1,0}) all-gather-start(%p), dimensions={1} | all-gather |  | 64
+%s = f32[6]{0} reduce-scatter(%p), replica_groups=[2,4]<=[8] | reduce-scatter |  | 96
+%s = f32[6]{0} reduce-scatter(%p), replica_groups={{0,1,2,3},{4,5,6,7}} | reduce-scatter |  | 96
+%r = f32[4]{0} reduce-scatter(%p), replica_groups=mesh['a'=2,'b'=4] {'b'} | reduce-scatter | b | 64
+%r = f32[] all-reduce(%p), replica_groups=mesh['a'=2,'b'=4] {'a','b'} | all-reduce | a,b | 4
+"""
+"""Lines of a program's text, and the exchange of each: kind, axes, and bytes of whole arrays."""
 
 
 def test_exchanges_of_a_program_are_read_and_counted():
-    for line, exchange in LINES:
-        assert [*programs.exchanges(f"  {line}\n")] == ([exchange] if exchange else []), line
-    text = "\n".join(f"  {line}" for line, _ in LINES)
-    found = [exchange for _, exchange in LINES if exchange]
+    lines = [line.split(" | ") for line in LINES.strip().splitlines()]
+    wanted = [[(rest[0], rest[1], int(rest[2]))] if rest else [] for _, *rest in lines]
+    for (line, *_), want in zip(lines, wanted, strict=True):
+        assert [*programs.exchanges(f"  {line}\n")] == want, line
+    text = "\n".join(f"  {line}" for line, *_ in lines)
+    found = [exchange for want in wanted for exchange in want]
     counts = Counter(kind for kind, *_ in found)
     assert programs.collectives_in(text) == {kind: counts[kind] for kind in programs.COLLECTIVES}
     assert programs.exchanged_in(text) == {
@@ -173,8 +158,9 @@ def test_a_step_is_divided_by_tensor_alone_and_is_slower_than_predicted():
     held = {"exchanges": [["all-reduce", "tensor", 3, 450_000_000]]}
     assert scaling.exchange_ms("data=4,tensor=2", held) == pytest.approx(1)
     assert scaling.predicted("data=4,tensor=2", held, 40) == pytest.approx(21)
-    points = scaling.points(report.load())["130m"]
-    assert points["data, measured"][0][1] < points["data"][1][1]
+    predicted, measured = compiled.rates(Results.load())["130m"]["data"]
+    assert measured[0] == predicted[0]  # on one GPU
+    assert measured[1][1] < predicted[1][1]
 
 
 # The commands

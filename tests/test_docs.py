@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import jaxkern
-from bench import documents, report
+from bench import documents, figures
 from jaxkern.cases import TABLE
 from jaxkern.lm.config import PRESETS
 from jaxkern.lm.model import initial_params
@@ -77,24 +77,24 @@ def test_readme_is_short_and_has_an_example():
 def test_figures_are_beside_the_fastest_competitor():
     """Over every file of an H200; ours is of the file that has it, where one has both."""
     found = collections.defaultdict(list)
-    for _, one in report.load():
-        for row in report.timings(one) if one["device"] == "NVIDIA H200" else ():
+    results = figures.Results.load()
+    for _, one in results.files:
+        for row in figures.timings(one) if one["device"] == "NVIDIA H200" else ():
             if row["dtype"] == "bfloat16":
                 key = row["op"], row["shape"], row["direction"]
                 found[key].append((row["us"], row["implementation"], one["commit"]))
-    reports = report.load()
     for op, shape, direction in [
         ("selective_scan", "8x2048x2048x16", "backward"),
         ("selective_scan", "4x4096x5120x16", "forward"),
         ("dropout", "16384x8192", "forward"),
         ("rms_norm", "16384x4096", "forward"),
     ]:
-        line = report.the_line(reports, op, shape, direction)
+        line = results.line(op, shape, direction)
         rows = found[op, shape, direction]
         us, rival, commit = min(r for r in rows if r[1] not in ("mosaic", "auto", "xla", "jax"))
-        assert (line.rival, line.figures[rival].us) == (rival, us)
-        assert (line.own.us, "mosaic", commit) in rows
-        assert f"{report.NAMES[rival]} {us:.3g} µs" in SPEED or us >= 1000
+        assert (line.rival, line.figures[rival]["us"]) == (rival, us)
+        assert (line.own["us"], "mosaic", commit) in rows
+        assert f"{figures.NAMES[rival]} {us:.3g} µs" in SPEED or us >= 1000
 
 
 def test_parameters_of_the_headline_are_those_of_the_model():
