@@ -154,7 +154,7 @@ def joined(arguments: dict[str, Any] | None, flags: dict[str, Any]) -> Iterator[
         return
     current = several = Several(arguments)
     try:
-        several.check(flags)
+        several.check(flags | {"processes": arguments.get("num_processes")})
         if not several.main:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         yield several
