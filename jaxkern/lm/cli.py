@@ -20,7 +20,6 @@ from typing import Any
 from jaxkern.lm import processes, stop
 from jaxkern.lm.config import DEFAULTS, RunError, axes_of
 from jaxkern.lm.flags import parser
-from jaxkern.lm.processes.cluster import told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(command, args)
     except Exception:  # a bug, whose stack trace is to be seen before JAX waits for others
-        if not processes.name():
+        if not processes.current.name:
             raise
         traceback.print_exc()
         code = 1
-    return processes.leave(code)
+    return processes.current.leave(code)
 
 
 def _run(command: Callable[[dict[str, Any]], None], args: dict[str, Any]) -> int:
@@ -86,7 +85,7 @@ def _fail(message: str, code: int = 1) -> int:
     with contextlib.suppress(OSError):
         if code > 128 and sys.stdout.isatty() and sys.stderr.isatty():
             print(file=sys.stderr)
-    stop.tell(processes.name() + " ".join(message.split()))
+    stop.tell(processes.current.name + " ".join(message.split()))
     return code
 
 
@@ -120,8 +119,9 @@ def _train(flags: dict[str, Any]) -> None:
         _need_packages("train --init-hf", safetensors="safetensors")
     else:
         _need_packages("train")
-    where = told(*(flags.pop(name, None) for name in ("coordinator", "processes", "process")))
-    with processes.joined(where, flags) as peers:
+    names = "coordinator", "processes", "process"
+    found = processes.find(*(flags.pop(name, None) for name in names))
+    with processes.joined(found, flags) as peers:
         _train_as(peers, flags)
 
 

@@ -65,8 +65,6 @@ def train(
         RunError: whatever the user can put right.
         Stopped: a signal came; its message names the folder and the step that is saved.
     """
-    if peers.count > 1:
-        peers.standing = lambda: run.where_it_stands(out, peers)
     try:
         if resume:
             stored = peers.share(lambda: checkpoint.read_config(out))
@@ -229,7 +227,6 @@ class Trainer:
         saver = self._saver(programs)
         sizes = {"steps": config.steps, "tokens_per_byte": per_byte}
         progress = Progress(start=done, shown=self.peers.main, **sizes)
-        self.peers.begin(done)
         with (
             contextlib.closing(progress),
             contextlib.closing(saver),
