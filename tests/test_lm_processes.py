@@ -49,6 +49,7 @@ OF = lambda devices, **more: {"num_processes": 4, "local_device_ids": devices} |
         (MPICH | {"PMI_SIZE": "1"}, None),
         (MPICH, "PMI_SIZE=4 says that this process is one of several by MPICH or Intel.*; name --"),
         (MPICH | SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, "PMI_SIZE=4 says"),
+        (PAIRS | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, "3 GPUs are not shared evenly by the 2"),
     ],
 )
 def test_a_process_is_told_of_others_by_a_cluster_or_by_flags(monkeypatch, variables, expected):
@@ -63,6 +64,13 @@ def test_a_process_is_told_of_others_by_a_cluster_or_by_flags(monkeypatch, varia
     refused = pytest.raises(RunError, match=expected) if isinstance(expected, str) else None
     with refused or contextlib.nullcontext():
         assert processes.find(None, None, None) == expected
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(RunError, match=f"cannot listen to port {port} .*another in --coord"):
+            processes.Several({"coordinator_address": f"localhost:{port}", "process_id": 0})
 
 
 def test_a_line_on_stderr_stays_whole(monkeypatch, tmp_path):

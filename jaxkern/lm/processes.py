@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -66,6 +67,8 @@ class Several(Alone):
         from jax.experimental import multihost_utils
 
         count = arguments.get("num_processes", "all")
+        if arguments.get("process_id") == 0:
+            _check_port(arguments["coordinator_address"])
         stop.say(f"hosts    waiting at most 5 minutes for {count} processes …")
         # JAX holds Python's lock while it waits, so no handler runs, and then handles SIGTERM.
         before = signal.getsignal(signal.SIGINT)
@@ -145,6 +148,18 @@ class Several(Alone):
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
+def _check_port(address: str) -> None:
+    """Refuse a port that process 0 cannot listen to, of which JAX would crash."""
+    port = address.rpartition(":")[2]
+    try:
+        socket.create_server(("", int(port))).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise RunError(
+            f"process 0 cannot listen to port {port} ({error}); name another in --coordinator "
+            "HOST:PORT"
+        ) from None
+
+
 @contextlib.contextmanager
 def joined(arguments: dict[str, Any] | None, flags: dict[str, Any]) -> Iterator[Alone]:
     """Inside, the processes of a run work together, all by these flags; each is what it yields."""
@@ -215,5 +230,11 @@ def _launched() -> dict[str, Any] | None:
     gpus = glob.glob("/dev/nvidia[0-9]*") if visible is None else visible.split(",")
     # By itself JAX takes one for each process. An empty list stands for all that it sees.
     shared = on_host > 1 and "SLURM_GPUS_PER_TASK" not in os.environ
-    each = len([gpu for gpu in gpus if gpu]) // on_host if shared else 0
+    found = len([gpu for gpu in gpus if gpu])
+    if shared and found > on_host and found % on_host:
+        raise RunError(
+            f"{found} GPUs are not shared evenly by the {on_host} processes of this host; start as "
+            "many as divide them"
+        )
+    each = found // on_host if shared else 0
     return arguments | {"local_device_ids": [*range(local * each, (local + 1) * each)]}
