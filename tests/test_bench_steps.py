@@ -249,7 +249,7 @@ def test_sizes_and_ops_that_are_named_are_measured_alone():
     [
         *(("jaxkern", "micro"), ("jaxkern-bf16", "mamba2-micro")),
         *(
-            pytest.param("transformers", preset, marks=pytest.mark.needs("transformers"))
+            pytest.param("transformers", preset, marks=pytest.mark.needs("torch", "transformers"))
             for preset in ("micro", "mamba2-micro")
         ),
     ],
