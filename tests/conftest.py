@@ -135,7 +135,8 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=impossible)
     config.stash[DEFAULT] = [i.nodeid for i in items if not i.get_closest_marker("exhaustive")]
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    if slow := over_budget(config.stash[DEFAULT], seconds):
+    slow = over_budget(config.stash[DEFAULT], seconds)
+    if slow and not hasattr(config, "workerinput"):  # a process of pytest-xdist could not say it
         raise pytest.UsageError("mark as exhaustive, or make shorter: " + ", ".join(slow))
     if ON_GPU:
         items[:] = _spread(items)

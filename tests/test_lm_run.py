@@ -545,6 +545,7 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
     assert re.search(".*".join(map(re.escape, told)), printed, re.DOTALL), printed
 
 
+@pytest.mark.exhaustive
 @KIND
 def test_a_run_of_a_model_goes_on_to_the_same_losses_and_is_sampled(learned, preset, tmp_path):
     argv, whole, _ = learned(preset)

@@ -12,6 +12,7 @@ def test_the_default_suite_fits_its_minutes(request):
     seconds = json.loads(conftest.DURATIONS.read_text())
     default = request.config.stash[conftest.DEFAULT]
     assert sum(seconds.get(name, 0) for name in default) < 2 * 60 * (MINUTES - 1)
+    assert conftest.over_budget(default, seconds) == []
 
 
 def test_a_default_test_over_its_budget_is_named():
