@@ -22,7 +22,7 @@ Held = dict[str, Any]
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 COMPOSED = ("mlp", "layer_norm_linear", "rms_norm_linear")
-"""What is timed as one and made of several ops, each of which has rows of its own."""
+"""Cases of several ops, each of which has rows of its own."""
 
 
 def load(folder: Path = RESULTS) -> dict[str, Held]:
@@ -119,7 +119,7 @@ def _range(of_kernel: dict[int, list[str]]) -> str:
 
 
 def versions(held_of: dict[str, Held]) -> str:
-    """What compiled, and what other versions of JAX differ in."""
+    """Lists the programs that compiled, and the differences of other versions of JAX."""
     newest = next(iter(held_of.values()))
     sentences = [f"JAX {newest['jax']} and ptxas {newest['ptxas']} compiled them."]
     for key in sorted({key for held in held_of.values() for key in held}):

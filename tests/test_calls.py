@@ -82,6 +82,17 @@ def test_unknown_implementations_are_refused(name):
         jax.eval_shape(functools.partial(CASES[name].call, implementation="triton"), *kinds)
 
 
+def test_an_unknown_default_implementation_is_named():
+    """As JAXKERN_IMPLEMENTATION may have it, which nothing checks before."""
+    with pytest.raises(ValueError, match=r"None, got 'triton'"), dispatch._default("triton"):
+        jaxkern.rms_norm(jnp.ones((2, 8)))
+    with (
+        pytest.raises(ValueError, match=r"None, got 'triton'"),
+        jaxkern.default_implementation("triton"),
+    ):
+        pass
+
+
 @pytest.mark.skipif(check.ON_GPU, reason="of where there is none")
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_need_a_gpu(name):

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jaxkern
-from jaxkern.optim import chain
+from jaxkern.lowering import kernel_call
 from jaxkern.precision import DynamicLossScale, StaticLossScale
 from tests.pairs import combinations
 
@@ -167,7 +167,7 @@ def test_a_step_is_that_of_optax(name):
     chain takes one pass where that can do all behind it; else it is told once what does not.
     """
     ours, theirs = PAIRS[name]
-    chain._warn.cache_clear()
+    kernel_call.warn_once.cache_clear()
     two = name in THEIRS and not name.startswith("chain")
     words = rf"takes two passes: {name.split(',')[0]} .*Instead write "
     told = pytest.warns(UserWarning, match=words) if two else contextlib.nullcontext()

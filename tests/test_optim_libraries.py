@@ -15,10 +15,11 @@ from flax.core import FrozenDict
 from flax.training import train_state
 
 import jaxkern
+from jaxkern.lowering import kernel_call
 from jaxkern.nn.equinox import apply_gradients
 from jaxkern.nn.flax import Optimizer
 from jaxkern.nn.linen import TrainState
-from jaxkern.optim import chain, update
+from jaxkern.optim import update
 from jaxkern.precision import DynamicLossScale
 from tests import test_optim
 from tests.pairs import combinations
@@ -144,7 +145,7 @@ MORE = itertools.product((nnx_steps, linen_steps), ("plain", "folded"))
 def test_steps_are_those_of_the_unfused_optimizer(steps, name):
     """In the same places, so that one's checkpoint is the other's; in two passes with a warning."""
     tx, dtype = adamw(name), [BF16] if name == "master" else []
-    chain._warn.cache_clear()
+    kernel_call.warn_once.cache_clear()
     told = pytest.warns(UserWarning, match="two passes: clip ")
     with told if name == "two passes" else contextlib.nullcontext():
         ours = steps(tx, True, *dtype)

@@ -103,7 +103,7 @@ def resolve(
       ValueError: `implementation` is no implementation.
       NotImplementedError: the kernels were asked for and cannot take this call.
     """
-    match _default.value if implementation is None else implementation:
+    match check_implementation(_default.value if implementation is None else implementation):
         case "xla":
             return "xla"
         case "mosaic":
@@ -113,12 +113,14 @@ def resolve(
                     'Use implementation="xla", or None to have it chosen.'
                 )
             return "interpret" if _interpreting else "mosaic"
-        case None:
-            return "xla" if unsupported or slower else "auto"
-        case _:
-            raise ValueError(
-                f'implementation must be "mosaic", "xla" or None, got {implementation!r}'
-            )
+    return "xla" if unsupported or slower else "auto"
+
+
+def check_implementation(implementation: str | None) -> str | None:
+    """Returns `implementation` if there is such a one."""
+    if implementation not in ("mosaic", "xla", None):
+        raise ValueError(f'implementation must be "mosaic", "xla" or None, got {implementation!r}')
+    return implementation
 
 
 _default = jax.make_user_context(os.environ.get("JAXKERN_IMPLEMENTATION"))
@@ -146,9 +148,7 @@ def default_implementation(implementation: Implementation | None) -> Iterator[No
       >>> print(slope.round(3))
       [1.659 1.659 1.659]
     """
-    if implementation not in ("mosaic", "xla", None):
-        raise ValueError(f'implementation must be "mosaic", "xla" or None, got {implementation!r}')
-    with _default(implementation):
+    with _default(check_implementation(implementation)):
         yield
 
 

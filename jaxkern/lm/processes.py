@@ -40,7 +40,7 @@ class Alone:
     index, count, main, name = 0, 1, True, ""
 
     def share(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives in process 0, in values that JSON has."""
+        """Returns the result of `make` in process 0, in values that JSON has."""
         return make()
 
     def stop_after(self, done: int) -> int | None:

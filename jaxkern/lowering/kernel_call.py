@@ -15,6 +15,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -123,9 +124,13 @@ def _lower_for_cuda(
     return _lowered_plainly(ctx, _jitted(reference), outs, args)
 
 
+_PACKAGE = str(Path(__file__).parents[1])
+
+
 @functools.cache
 def warn_once(message: str) -> None:
-    warnings.warn(f"jaxkern: {message}", stacklevel=2)
+    """Warns at the line outside of the package that led here."""
+    warnings.warn(f"jaxkern: {message}", skip_file_prefixes=(_PACKAGE,))
 
 
 def _lower_elsewhere(ctx: Any, *args: Any, reference, required, outs, **_: Any):

@@ -13,10 +13,7 @@ object, which all closures of one definition share: what is not Optax's own is n
 
 import collections
 import dataclasses
-import functools
 import math
-import pathlib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxkern.lowering.bound import standard_promotion
+from jaxkern.lowering.kernel_call import warn_once
 from jaxkern.optim.arguments import Number, Options, check_mask_tree, check_number, is_function
 from jaxkern.optim.state import FusedAdamState, FusedSgdState
 
@@ -45,7 +43,7 @@ _CODES = {
 
 
 def _held(update: Any, kind: str) -> dict[str, Any] | None:
-    """What the closure of an ``update`` holds if it is Optax's of that kind, by names of there."""
+    """Returns the closure of an ``update``, by Optax's names, if it is Optax's of that kind."""
     code = getattr(update, "__code__", None)
     if code is None or code is not _CODES[kind]:
         return None
@@ -66,7 +64,7 @@ class Part(NamedTuple):
     state: Any
 
     def held(self, kind: str) -> dict[str, Any] | None:
-        """What it was made with if it is Optax's of that kind."""
+        """Returns the arguments that it was made with, if it is Optax's of that kind."""
         return _held(_own(self.update), kind)
 
     @property
@@ -77,7 +75,7 @@ class Part(NamedTuple):
 
     @property
     def inner(self) -> "Part | None":
-        """Of a masked transformation the one that is masked."""
+        """The transformation that a mask is around, if this is a masked one."""
         masked = self.held("masked")
         if not masked or not {"inner", "mask"} <= masked.keys():
             return None
@@ -112,7 +110,7 @@ def joined(update: Any, state: Any, after: Iterator[Any]) -> Any:
     return collections.OrderedDict(zip(links, states, strict=True)) if named else tuple(states)
 
 
-# What the pass does itself
+# Parts that the pass takes over
 
 
 def one_pass(parts: Sequence[Part]) -> tuple[int, Options] | None:
@@ -204,7 +202,7 @@ def stepped(part: Part) -> Any:
     return part.update({}, part.state, {})[1]
 
 
-# What it does not
+# Parts that take two passes
 
 _LEAVE = "write it in front of the fused one in the chain, if it can stand there, or leave it out"
 _INSTEAD = {
@@ -223,13 +221,7 @@ def _warn_of_two_passes(part: Part) -> None:
     masked = part.inner is not None and part.inner.held("decay")
     update = _own(part.inner.update if part.inner and masked else part.update)
     name = getattr(update, "__qualname__", type(update).__qualname__).split(".")[0]
-    _warn(
+    warn_once(
         f"jaxkern.apply takes two passes: {name} around or behind the fused transformation has to "
         f"have its updates in memory. Instead {_INSTEAD.get(name, _LEAVE)}"
     )
-
-
-@functools.cache
-def _warn(message: str) -> None:
-    package = str(pathlib.Path(__file__).parents[1])
-    warnings.warn(message, skip_file_prefixes=(package,))

@@ -225,7 +225,7 @@ def told(what: str) -> Iterator[None]:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """What stands beside a tokenizer.json, merged as transformers does it.
+    """The files beside a tokenizer.json, merged as transformers does it.
 
     Two files are of the time before tokenizer_config.json listed the added tokens: where it does,
     they say nothing, and else they overrule it.

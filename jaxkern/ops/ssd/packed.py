@@ -86,7 +86,7 @@ class Contained(NamedTuple):
         if initial_state is not None:
             initial_state = _clean(initial_state, self.initials[..., None, None])
         if D is not None:
-            D = _with_gradient(lambda D: D, D, self._of_weight(D))
+            D = _with_gradient(jnp.asarray, D, self._of_weight(D))
         return type(tokens)(*cleaned), D, initial_state
 
     def _of_weight(self, D: jax.Array) -> jax.Array:
