@@ -6,8 +6,9 @@ the dimensions of every array: ``"... n", "n" -> "... n", "..."``. Each name is 
 ``...`` stands for any number of them. From that line follows what JAX has to be told, in the order
 in which a call goes through the functions below:
 
-1. ``_differentiable``, a ``custom_jvp``. An op's ``custom_vjp`` gives its first derivative; the
-   second differentiates the passes themselves, and is the derivative of ``reference``.
+1. ``_differentiable``, a ``custom_jvp``. An op's rules (:mod:`jaxkern.core.derivatives`) give
+   its first derivative; the second, and forward mode, differentiate the passes themselves, which
+   is to differentiate ``reference``.
 2. ``_batchable``, a ``custom_vmap``: under ``vmap`` the batched arrays have one more factor, in
    front.
 3. ``_on_mesh``, ``shard_map`` where the mesh has Explicit axes and ``custom_partitioning`` (a
