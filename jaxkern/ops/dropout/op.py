@@ -45,8 +45,7 @@ from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
 from jaxkern.elementwise.launch import unsupported
 from jaxkern.ops.curves import Activation, check_activation, recomputing
-from jaxkern.ops.dropout.backward import launch_backward
-from jaxkern.ops.dropout.forward import launch_forward
+from jaxkern.ops.dropout.kernel import launch_backward, launch_forward
 from jaxkern.ops.dropout.reference import (
     Options,
     positions_of,

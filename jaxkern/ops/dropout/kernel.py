@@ -1,4 +1,4 @@
-"""Dropout's forward kernel, and the mask as the kernels of both passes draw it.
+"""Dropout's kernels; the backward draws the forward's mask again.
 
 A lane draws the bits of the group that its unit of elements lies in; units never cross groups. On a
 mesh a device has a part of an array, of which each lane finds its unit's index in the whole.
@@ -24,6 +24,7 @@ from jaxkern.ops.dropout.reference import (
     add,
     flat_index,
     random_words,
+    reference_backward,
     reference_forward,
     shift_right,
 )
@@ -133,3 +134,23 @@ def _bits_of_unit(words: list[Any], units: Any, vec: int) -> list[Any]:
         words = [jnp.where(upper, y, x) for x, y in zip(a, b, strict=True)]
         half //= 2
     return halves(words)
+
+
+def launch_backward(
+    options: Options, x: Any, dout: Any, *seeds: Any, sliced: bool = False
+) -> tuple[Any, ...]:
+    if dout.size == 0:
+        return reference_backward(options, x, dout, *seeds)
+    of = kernel_functions(exact=options.dtype == jnp.float32)
+    ins = [dout] if x is None else [dout, x]
+    dx = jax.ShapeDtypeStruct(dout.shape, options.dtype)
+    part = part_of(options.shape, *ins, dx)
+
+    def body(lanes: Lanes, dout: jax.Array, *x: jax.Array) -> tuple[jax.Array]:
+        dout, scale = drop(lanes, part, dout)
+        if options.curve:
+            dout = CURVES[options.curve](x[0], of)[1](dout)
+        return (dout * scale,)
+
+    words = part.seeds(*seeds)
+    return launch(f"{options.op}_bwd", body, ins, [dx], seeds=words, vec=part.vec, sliced=sliced)
