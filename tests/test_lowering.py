@@ -19,8 +19,8 @@ import jaxkern
 from jaxkern.lowering import bound, cache, kernel_call, target
 from jaxkern.lowering.bound import Bound, describe
 from jaxkern.lowering.target import GPUS
-from jaxkern.ops.norm.forward import launch_fwd
-from jaxkern.ops.norm.pointwise import Options
+from jaxkern.ops.norm.kernel import launch_fwd
+from jaxkern.ops.norm.reference import NormOptions
 from tests.check import kernel_calls
 
 pytestmark = pytest.mark.smoke
@@ -249,7 +249,7 @@ def test_kernels_are_lowered_the_same_however_jax_is_configured(configured):
 
 
 def norm_kernel():
-    options = Options(
+    options = NormOptions(
         op="rms_norm",
         centered=False,
         eps=1e-6,

@@ -17,9 +17,9 @@ import jaxkern
 from jaxkern.lowering import kernel_call
 from jaxkern.mosaic.launch import LANES, interpreter
 from jaxkern.ops.norm import tiles
-from jaxkern.ops.norm.forward import launch_fwd
-from jaxkern.ops.norm.long_row import long_row
-from jaxkern.ops.norm.pointwise import Options
+from jaxkern.ops.norm.kernel import launch_fwd
+from jaxkern.ops.norm.reference import NormOptions
+from jaxkern.ops.norm.rows import long_row
 from tests import check
 from tests.test_activations import PLAIN, cases, exhaustive, oracle_of
 
@@ -371,7 +371,7 @@ def test_forward_in_clusters(stages, params_in, waves, sums_ahead):
         row = long_row(1024, 4, 4, 2, 2)
         assert (row.warpgroups, row.windows_per_warpgroup) == (2, 2)
         tile = tiles.Forward(row, 2, stages, params_in, waves, sums_ahead)
-        got = launch_fwd(Options(*options), **arrays, tile=tile)[:2]
+        got = launch_fwd(NormOptions(*options), **arrays, tile=tile)[:2]
     want = jaxkern.layer_norm(**arrays, implementation="xla")
     for a, b in zip(got, want, strict=True):
         check.assert_close(a, b, 1e-6)

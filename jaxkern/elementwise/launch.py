@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arguments import unfit
-from jaxkern.elementwise.units import load_units, load_words, store_units, too_large
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
+from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 
 _BLOCK = grid_axes("block")[0]
 

@@ -26,10 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.elementwise.units import load_units, load_words, store_units, too_large
 from jaxkern.lowering.bound import standard_promotion
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, launch_kernel
+from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 from jaxkern.optim.arguments import check_loss_scale, floating_leaves
 from jaxkern.optim.leaves import (
     BLOCK,

@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from jaxkern.elementwise.units import ChosenRef
 from jaxkern.mosaic.instructions import one_instruction
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import element, fragmented, laid_out, row_type
+from jaxkern.mosaic.units import ChosenRef
 
 
 def fast_exp2(x: jax.Array) -> jax.Array:

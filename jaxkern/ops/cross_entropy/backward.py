@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkern.elementwise.units import load_units, store_units
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place, launch_kernel
 from jaxkern.mosaic.registers import row_type
+from jaxkern.mosaic.units import load_units, store_units
 from jaxkern.ops.cross_entropy.forward import exponential, positions_in_shares
 from jaxkern.ops.cross_entropy.rows import IGNORED, Rows
 from jaxkern.ops.cross_entropy.tiles import NONE, Tile

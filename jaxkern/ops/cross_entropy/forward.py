@@ -13,10 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.elementwise.units import load_units
 from jaxkern.mosaic.arithmetic import exp_of_minus
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
 from jaxkern.mosaic.registers import VECTOR_BYTES, row_type
+from jaxkern.mosaic.units import load_units
 from jaxkern.ops.cross_entropy.rows import IGNORED, Rows, Sums, position_in
 from jaxkern.ops.cross_entropy.tiles import NONE, Tile, shares_of
 from jaxkern.ops.curves import kernel_functions

@@ -13,9 +13,9 @@ from jax import lax
 from jaxkern.core.arguments import unfit
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import Axes, Sequence, is_first, only_if
-from jaxkern.elementwise.units import too_large
 from jaxkern.lowering.bound import standard_promotion, wide
 from jaxkern.mosaic.registers import VECTOR_BYTES
+from jaxkern.mosaic.units import too_large
 from jaxkern.ops.cross_entropy.backward import launch_backward
 from jaxkern.ops.cross_entropy.forward import launch_forward
 from jaxkern.ops.cross_entropy.rows import (

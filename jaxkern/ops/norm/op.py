@@ -47,12 +47,11 @@ from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.curves import Activation, check_activation, named_curve
-from jaxkern.ops.norm.backward import launch_bwd
-from jaxkern.ops.norm.forward import launch_fwd
-from jaxkern.ops.norm.pointwise import Options
+from jaxkern.ops.norm.kernel import launch_bwd, launch_fwd
 from jaxkern.ops.norm.reference import (
     BACKWARD_PARTS,
     FORWARD_PARTS,
+    NormOptions,
     reference_bwd,
     reference_fwd,
 )
@@ -317,7 +316,7 @@ def _norm(
     if gate is not None:
         gate = check_array("gate", gate, x.shape, "the shape of x")
     group_size = n if group_size is None else _check_group_size(group_size, n)
-    options = Options(
+    options = NormOptions(
         op=op,
         centered=op == "layer_norm",
         eps=check_number("eps", eps, minimum=0.0),
@@ -360,7 +359,7 @@ def _slower(n: int) -> str | None:
 
 
 @Differentiable
-def _pair(x: Any, residual: Any, weight: Any, bias: Any, gate: Any, options: Options) -> Any:
+def _pair(x: Any, residual: Any, weight: Any, bias: Any, gate: Any, options: NormOptions) -> Any:
     return _pair_fwd(x, residual, weight, bias, gate, options)[0]
 
 

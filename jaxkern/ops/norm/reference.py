@@ -11,25 +11,116 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
+from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import vary_over, varying
 from jaxkern.core.split import Axes, Sequence, is_first, only_if
 from jaxkern.lowering.bound import wide
-from jaxkern.ops.curves import PLAIN
-from jaxkern.ops.norm.pointwise import (
-    Options,
-    gated_input,
-    gated_input_backward,
-    output,
-    output_backward,
-    times,
-)
+from jaxkern.ops.curves import CURVES, PLAIN, Functions, curve_value
+
+# Arithmetic of an element outside of its row's sums, for kernels and plain JAX
+
+
+@dataclasses.dataclass(frozen=True)
+class NormOptions:
+    """The static options of both passes.
+
+    Attributes:
+      op: the public function, for the kernels' names.
+      centered: whether the mean is subtracted: ``layer_norm``.
+      eps: added to the variance or the mean square.
+      weight_offset: added to the weight.
+      activation: after the affine part, a name in :data:`jaxkern.ops.curves.CURVES`, or None.
+      gate_activation: of the gate, such a name.
+      norm_before_gate: whether the gate multiplies the result or the input.
+      group_size: elements that are normalised together.
+      x_dtype: of `x` and its gradient.
+      residual_dtype: of `residual` and its gradient; None without one.
+      mode: from :func:`jaxkern.core.dispatch.resolve`.
+    """
+
+    op: str
+    centered: bool
+    eps: float
+    weight_offset: float
+    activation: str | None
+    gate_activation: str
+    norm_before_gate: bool
+    group_size: int
+    x_dtype: str
+    residual_dtype: str | None
+    mode: Mode
+
+    @property
+    def separate_dresidual(self) -> bool:
+        return self.residual_dtype not in (None, self.x_dtype)
+
+
+def gated_input(options: NormOptions, h: Any, gate: Any, of: Functions) -> Any:
+    """v, which is normalised."""
+    if gate is None or options.norm_before_gate:
+        return h
+    return h * curve_value(options.gate_activation, gate, of)
+
+
+def gated_input_backward(options: NormOptions, h: Any, gate: Any, dv: Any, of: Functions) -> Any:
+    """(dh, dgate) from dv; dgate is None where the gate comes after."""
+    if gate is None or options.norm_before_gate:
+        return dv, None
+    value, times_slope = CURVES[options.gate_activation](gate, of)
+    return dv * value, times_slope(dv * h)
+
+
+def output(options: NormOptions, xhat: Any, scale: Any, bias: Any, gate: Any, of: Functions) -> Any:
+    """The result from x̂."""
+    out = affine(xhat, scale, bias)
+    if options.activation is not None:
+        out = curve_value(options.activation, out, of)
+    if gate is None or not options.norm_before_gate:
+        return out
+    return out * curve_value(options.gate_activation, gate, of)
+
+
+def output_backward(
+    options: NormOptions,
+    xhat: Any,
+    scale: Any,
+    bias: Any,
+    gate: Any,
+    dout: Any,
+    of: Functions,
+) -> Any:
+    """(dy, dgate) from dout, y the affine part; dgate is None where the gate comes before."""
+    if options.activation is None and (gate is None or not options.norm_before_gate):
+        return dout, None
+    out: Any = affine(xhat, scale, bias)
+    dgate = None
+    times_slope = lambda d: d
+    if options.activation is not None:
+        out, times_slope = CURVES[options.activation](out, of)
+    if gate is not None and options.norm_before_gate:
+        value, gate_times_slope = CURVES[options.gate_activation](gate, of)
+        dgate = gate_times_slope(dout * out)
+        dout = dout * value
+    return times_slope(dout), dgate
+
+
+def affine(xhat: Any, scale: Any, bias: Any) -> Any:
+    y = xhat if scale is None else xhat * scale
+    return y if bias is None else y + bias
+
+
+def times(x: Any, scale: Any) -> Any:
+    return x if scale is None else x * scale
+
+
+# The passes in plain JAX
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """How the statistics of rows are found of which this device has every element."""
 
-    def grouped(self, options: Options, x: Any) -> Any:
+    def grouped(self, options: NormOptions, x: Any) -> Any:
         """(..., N) as (..., G, group size)."""
         groups = x.shape[-1] // options.group_size if options.group_size else 1
         sharding = jax.typeof(x).sharding
@@ -37,12 +128,12 @@ class Rows:
             x = reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], None)))
         return x.reshape(*x.shape[:-1], groups, options.group_size)
 
-    def mean(self, options: Options, v: Any) -> Any:
+    def mean(self, options: NormOptions, v: Any) -> Any:
         """The mean of each group, (..., G), of what :meth:`grouped` gives."""
         del options
         return jnp.mean(v, axis=-1)
 
-    def own(self, options: Options, statistic: Any, v: Any) -> Any:
+    def own(self, options: NormOptions, statistic: Any, v: Any) -> Any:
         """The part of a statistic (..., G) that belongs to the groups in `v`."""
         del options, v
         return statistic
@@ -60,12 +151,12 @@ class Parts(Rows):
 
     axes: Axes
 
-    def grouped(self, options: Options, x: Any) -> Any:
+    def grouped(self, options: NormOptions, x: Any) -> Any:
         """A device's part (..., N / parts) as (..., groups here, elements of each here)."""
         size = min(x.shape[-1], options.group_size)
         return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
-    def mean(self, options: Options, v: Any) -> Any:
+    def mean(self, options: NormOptions, v: Any) -> Any:
         own = jnp.sum(v, axis=-1) / options.group_size  # (..., groups here)
         groups = own.shape[-1] * v.shape[-1] * lax.axis_size(self.axes) // options.group_size
         if own.shape[-1] == groups:
@@ -75,18 +166,18 @@ class Parts(Rows):
         start = self._first_group(options, v)
         return lax.psum(lax.dynamic_update_slice_in_dim(every, own, start, -1), self.axes)
 
-    def own(self, options: Options, statistic: Any, v: Any) -> Any:
+    def own(self, options: NormOptions, statistic: Any, v: Any) -> Any:
         count = v.shape[-2]
         if statistic.shape[-1] == count:
             return statistic
         return lax.dynamic_slice_in_dim(statistic, self._first_group(options, v), count, -1)
 
-    def _first_group(self, options: Options, v: Any) -> Any:
+    def _first_group(self, options: NormOptions, v: Any) -> Any:
         return lax.axis_index(self.axes) * (v.shape[-2] * v.shape[-1]) // options.group_size
 
 
 def reference_fwd(
-    options: Options,
+    options: NormOptions,
     x: Any,
     residual: Any,
     weight: Any,
@@ -111,7 +202,7 @@ def reference_fwd(
 
 
 def reference_bwd(
-    options: Options,
+    options: NormOptions,
     h: Any,
     weight: Any,
     bias: Any,
@@ -150,7 +241,7 @@ def reference_bwd(
     )
 
 
-def _scale(options: Options, weight: Any) -> Any:
+def _scale(options: NormOptions, weight: Any) -> Any:
     return None if weight is None else _wide(weight) + options.weight_offset
 
 
@@ -161,21 +252,21 @@ def _wide(x: Any) -> Any:
 # Rows that are split between devices
 
 
-def _unfit(options: Options, parts: int, x: Any, *_: Any) -> str | None:
+def _unfit(options: NormOptions, parts: int, x: Any, *_: Any) -> str | None:
     size, group = x.shape[-1] // parts, options.group_size
     if size % group == 0 or group % size == 0:
         return None
     return f"{size} elements a device are neither groups of {group} nor an equal part of one"
 
 
-def _forward_part(run: Any, axes: Axes, options: Options, *arrays: Any) -> Any:
+def _forward_part(run: Any, axes: Axes, options: NormOptions, *arrays: Any) -> Any:
     del run
     out, h, mean, rstd = reference_fwd(options, *arrays, rows=Parts(axes))
     first = is_first(axes)  # every device has all statistics, and they are added up
     return out, h, only_if(first, mean), only_if(first, rstd)
 
 
-def _backward_part(run: Any, axes: Axes, options: Options, *arrays: Any) -> Any:
+def _backward_part(run: Any, axes: Axes, options: NormOptions, *arrays: Any) -> Any:
     del run
     return reference_bwd(options, *arrays, rows=Parts(axes))
 

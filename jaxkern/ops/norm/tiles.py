@@ -9,9 +9,8 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxkern.mosaic.launch import LANES, num_sms, shared_memory
-from jaxkern.ops.norm.long_row import LongRow, long_row
-from jaxkern.ops.norm.pointwise import Options
-from jaxkern.ops.norm.short_rows import ShortRows, short_rows
+from jaxkern.ops.norm.reference import NormOptions
+from jaxkern.ops.norm.rows import LongRow, ShortRows, long_row, short_rows
 
 TMA_BOX = 256
 """Most elements along one dimension of a TMA copy."""
@@ -115,7 +114,7 @@ class Sizes:
 
     @classmethod
     def of(
-        cls, options: Options, inputs: dict[str, Any], streams: list[str], params: list[str]
+        cls, options: NormOptions, inputs: dict[str, Any], streams: list[str], params: list[str]
     ) -> "Sizes":
         """Those of a pass's `inputs` by name, None where absent; `streams` and `params` of them."""
         sizes = {k: v.dtype.itemsize for k, v in inputs.items() if v is not None}

@@ -1,4 +1,4 @@
-"""What the norms' kernels do with the registers of a lane, in MLIR."""
+"""Sums within a lane, and other arithmetic on a lane's registers, in MLIR."""
 
 import functools
 from collections.abc import Sequence
