@@ -90,12 +90,13 @@ def linear_cross_entropy(
     fp32. By default the logits are kept for the backward in the dtype of `x`, and their gradient
     takes their memory: three products. With `memory` they take no more than that at once:
 
-    - in up to six chunks of 512 rows or more, if so few are enough: the gradients are formed in the
-      forward, three products again. That of `weight` is added up in its dtype: in bfloat16 its
-      error grows with the number of chunks, to less than twice that of one product;
-    - or else in parts of the vocabulary, all but one of which are computed again in the backward:
-      nearly four products. So are losses of rows, `return_lse`, an `accumulator`, float16, and a
-      `weight` of another dtype than `x`.
+    - in up to six chunks of 512 rows or more, if these are enough: the forward computes the
+      gradients, three products again. The gradient of `weight` is added up in its dtype: in
+      bfloat16 its error grows with the number of chunks, to less than twice the error of one
+      product;
+    - or else in parts of the vocabulary, all but one of which the backward computes again: nearly
+      four products. Losses of rows, `return_lse`, an `accumulator`, float16, and a `weight` of
+      another dtype than `x` always take this way.
 
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
@@ -115,13 +116,12 @@ def linear_cross_entropy(
       logit_softcap: likewise.
       reduction: likewise.
       return_lse: likewise.
-      memory: bytes that logits may take, at least those of 128 classes; ``None`` for all that they
-        need. In parts, a part's weight and the gradient of `x` in float32 take memory beside them.
-        With ``implementation="xla"`` logits always take all.
+      memory: bytes that logits may take, at least the logits of 128 classes; ``None`` for no limit.
+        In parts, a part's weight and the gradient of `x` in float32 take memory besides. With
+        ``implementation="xla"`` there is no limit.
       accumulator: (K, V), float32, the gradient of `weight` so far, or ``None``: as for
         :func:`linear`, its gradient is what `weight`'s adds up to.
-      implementation: as for :func:`cross_entropy`; the products are those of :func:`linear`,
-        which chooses theirs.
+      implementation: as for :func:`cross_entropy`; :func:`linear` chooses for the products.
 
     Returns:
       The loss, float32, () or with ``reduction="none"`` (...); with `return_lse` a pair of it and
@@ -177,7 +177,7 @@ def linear_cross_entropy(
     options = LossOptions(terms, weight.shape[1], mode)
     of_product = None if implementation == "mosaic" else implementation
     mode = resolve(of_product, products.unsupported(x=x, weight=weight), op="linear")
-    product = products.Options(None, False, None, "float32", mode)
+    product = products.LinearOptions(None, False, None, "float32", mode)
     match chunk, part:
         case int(), _:
             count = terms.count(labels) if reduction == "mean" else jnp.float32(1)
