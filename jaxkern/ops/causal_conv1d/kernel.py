@@ -2,7 +2,7 @@
 
 A warpgroup owns some channels, `vec` neighbouring ones per lane, and walks along a tile of the
 sequence with the last W − 1 inputs in registers; a ring in shared memory is filled ahead of it. No
-lane reads what another writes, so the only barriers are those of the ring.
+lane reads what another writes, so only the ring has barriers.
 """
 
 import dataclasses

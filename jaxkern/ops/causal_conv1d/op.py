@@ -129,7 +129,7 @@ def causal_conv1d(
     Returns:
       (B, L, D), the dtype of `x`. With `return_final_state`, also the last W - 1 inputs,
       (B, W - 1, D), the dtype of `x`, with zeros for those before the last token's segment; with
-      `num_segments` (B, S, W - 1, D), those of every segment after its own initial state.
+      `num_segments` (B, S, W - 1, D), the last inputs of every segment after its initial state.
 
     Raises:
       TypeError: an argument is not an array of a real floating dtype, or `segment_ids` not one of
@@ -318,7 +318,7 @@ def _looks_back(options: segments.LookBack, ids: jax.Array) -> tuple[jax.Array]:
 
 
 # A sequence split between devices. A device hands its last W − 1 inputs to the next one, where they
-# are the initial state; in the backward it gets their gradient back, as that of a final state. That
+# are the initial state; in the backward it gets their gradient back, as for a final state. That
 # gradient depends on a part's first W − 1 tokens alone, so a device computes it before the rest.
 
 

@@ -42,10 +42,10 @@ _LEAST_ROWS = 512
 """Rows of a chunk; of fewer, dweight's traffic costs more than a fourth product."""
 
 _ALIGNED_ROWS = 8
-"""A chunk has a multiple of so many rows, or products copy their arguments."""
+"""Rows of a chunk are a multiple of it, or products copy their arguments."""
 
 _ALIGNED_CLASSES = 128
-"""A part has a multiple of so many classes, which products are fast at."""
+"""Classes of a part are a multiple of it, for fast products."""
 
 
 def _logits(x: Any, weight: Any, bias: Any) -> Any:
@@ -63,7 +63,7 @@ def _over_devices(axes: Axes, sums: Sums) -> Sums:
 
 
 def _wider(options: Any) -> Any:
-    """Options of a device whose gradients are added to those of others."""
+    """Options of a device whose gradients are added to other devices' ones."""
     return dataclasses.replace(options, dtype=str(wide(options.dtype)))
 
 
@@ -315,7 +315,7 @@ def _part_losses(options: PartOptions, x, weight, bias, labels) -> tuple[Any, ..
 def _part_sums(options: PartOptions, x, weight, bias, labels, before) -> tuple[Any, ...]:
     """The four :class:`Sums` and, on request, the logits of the last part.
 
-    `before` is the number of classes before those of `weight`.
+    `before` is the number of classes before the first of `weight`.
     """
 
     def part(first: Any, size: int) -> tuple[jax.Array, Sums]:
@@ -342,7 +342,7 @@ def _part_gradients(
     """dx and dbias in the dtype of sums, and dweight or its sum with the accumulator.
 
     `rest` has the two numbers of lse, the logits of the last part or ``None``, and the cotangents
-    of losses and lse. `before` is the number of classes before those of `weight`.
+    of losses and lse. `before` is the number of classes before the first of `weight`.
     """
     *lse, logits, dloss, dlse = rest
     of_logits, of_sums = options.of_logits, wide(x.dtype)
@@ -406,7 +406,7 @@ def _shares_of_classes(options: PartOptions, *arrays: Any) -> tuple[Any, ...]:
 
 
 def _of_device(options: PartOptions, axes: Axes, weight: Any) -> tuple[PartOptions, Any]:
-    """Options of a device, and the number of classes before those of its `weight`."""
+    """Options of a device, and the number of classes before the first of its `weight`."""
     classes = options.classes // lax.axis_size(axes)
     options = dataclasses.replace(_wider(options), classes=classes)
     return options, lax.axis_index(axes) * weight.shape[1]
