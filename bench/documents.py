@@ -381,7 +381,6 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "generations": lambda _: compiled.generations(),
     "meshes": lambda _: compiled.meshes(),
     "collectives": lambda _: compiled.collectives(),
-    "scaling": compiled.scaling_table,
 }
 """The tables and sentences that can stand between markers."""
 
