@@ -197,7 +197,7 @@ def test_another_process_finds_the_kernels(monkeypatch):
         lambda patch: patch.setattr(bound, "_source", lambda file: "another"),
         lambda patch: patch.setenv("MOSAIC_GPU_SOME_FLAG", "1"),
     ],
-    ids=["jaxkern", "jax", "source", "flag"],
+    ids=["jax", "source", "flag"],
 )
 def test_other_code_lowers_anew(monkeypatch, change):
     x, weight = jnp.ones((8, 256), jnp.bfloat16), jnp.ones(256)
