@@ -315,11 +315,7 @@ def _partial(options: GatedOptions) -> Partial | None:
     """Sum over devices where K is split, which needs the results that ``save`` adds."""
     if not options.save:
         return None
-    return Partial(
-        kernel=kernel_projections,
-        reference=reference_projections,
-        finish=finish_forward,
-    )
+    return Partial(finish_forward, kernel_projections, reference_projections)
 
 
 def _arguments(options: GatedOptions) -> tuple[str, ...]:
@@ -435,12 +431,8 @@ def _biases(options: GatedOptions, b_gate: Any, b_up: Any) -> tuple[Any, list[An
     return added, [b.astype(jnp.float32) for b in both if b is not None]
 
 
-def faster_forward(options: GatedOptions, x: Any, w_gate: Any, *rest: Any) -> bool:
+def faster_projections(name: str, options: GatedOptions, x: Any, w_gate: Any, *rest: Any) -> bool:
     del rest
-    return _faster_projections("gated_fwd", options, x, w_gate)
-
-
-def _faster_projections(name: str, options: GatedOptions, x: Any, w_gate: Any) -> bool:
     k, columns = w_gate.shape
     return faster(name, row_count(x), columns // (1 + options.one_weight), k)
 
@@ -481,11 +473,6 @@ def reference_slopes(
     slopes = options.unit.slopes(gate, up, dout.astype(gate.dtype), PLAIN)
     dgate, dup = (v.astype(dout.dtype) for v in slopes)
     return (jnp.concatenate([dgate, dup], axis=-1), None) if options.one_weight else (dgate, dup)
-
-
-def faster_slopes(options: GatedOptions, x: Any, w_gate: Any, *rest: Any) -> bool:
-    del rest
-    return _faster_projections("gated_bwd", options, x, w_gate)
 
 
 def kernel_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> Any:
@@ -577,7 +564,7 @@ FORWARD = KernelPass(
     "gated_fwd",
     kernel=kernel_forward,
     reference=reference_forward,
-    faster=faster_forward,
+    faster=functools.partial(faster_projections, "gated_fwd"),
     unfit=unfit_for_gpu,
     ins=_arguments,
     outs=lambda options: ("... n", f"... {_columns(options)[0]}", "... n"),
@@ -589,7 +576,7 @@ SLOPES = KernelPass(
     "gated_bwd",
     kernel=kernel_slopes,
     reference=reference_slopes,
-    faster=faster_slopes,
+    faster=functools.partial(faster_projections, "gated_bwd"),
     unfit=unfit_for_gpu,
     ins=lambda options: (*_arguments(options), "... n"),
     outs=lambda options: (f"... {_columns(options)[0]}", "... n"),

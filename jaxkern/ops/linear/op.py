@@ -365,22 +365,7 @@ def layer_norm_linear(
 ) -> jax.Array:
     r"""Layer norm and a linear layer: ``linear(layer_norm(x, weight, bias), w, b)``.
 
-    The normalised x is not kept for the backward: 2·M·K bytes less in 16 bits.
-
-    Args:
-      x: (..., K), bfloat16, float16 or float32.
-      weight, bias: (K,), of the norm, or ``None``.
-      w: (K, N), of the linear layer.
-      b: (N,) or ``None``.
-      eps, weight_offset: as for :func:`jaxkern.layer_norm`.
-      activation, precision: as for :func:`jaxkern.linear`.
-      implementation: of both, as for each.
-
-    Returns:
-      (..., N), the dtype of `x`.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as both.
+    Arguments, result and errors are as for :func:`rms_norm_linear`; `bias` may be ``None``.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
