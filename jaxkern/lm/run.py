@@ -102,28 +102,6 @@ def check_tokens(config: TrainConfig) -> None:
             ) from None
 
 
-def check_length(corpus: data.PackedCorpus, seq_len: int) -> None:
-    """Refuse packed documents that fill no sequence, and warn of a source that does not.
-
-    What is missing is padding, which costs as much as tokens do.
-    """
-    short = [source for source in corpus.train if source.stream.size <= seq_len]
-    if not short:
-        return
-    needed, remedy = f"the {seq_len + 1:,} that --seq-len {seq_len} needs", "lower --seq-len or"
-    if len(short) == len(corpus.train):
-        most = max(source.stream.size for source in short)
-        what = "the training data has" if len(short) == 1 else "no source of --data has more than"
-        raise RunError(
-            f"{what} {most:,} tokens, fewer than {needed}; {remedy} give more text to --data"
-        )
-    names = ", ".join(source.name for source in short[:3]) + ", …" * (len(short) > 3)
-    say(
-        f"warning: {len(short)} of {len(corpus.train)} sources of --data ({names}) have fewer "
-        f"tokens than {needed}, and padding takes the rest; {remedy} name a folder of several files"
-    )
-
-
 _SEEING = 20.0  # seconds in which a shared file system shows what another host has written
 
 
@@ -153,16 +131,11 @@ def held(out: Path, peers: Alone) -> Iterator[None]:
 def read(out: Path, config: TrainConfig, peers: Alone) -> Any:
     """The data of a new run, which process 0 makes and the others open."""
     if peers.main:
-        corpus: Any
         with checkpoint.written(Path(config.data_cache or out / "corpus")):
-            if config.pack:
-                corpus = data.build_packed(config, out)
-            else:
-                corpus = data.build_corpus(config.data, out / "corpus")
+            corpus = data.build(config, out)
         peers.share(lambda: corpus.info)
         return corpus
-    info = peers.share(dict)
-    return data.open_shards(config, out, info) if config.pack else data.open_corpus(out / "corpus")
+    return data.reopen(config, out, peers.share(dict))
 
 
 def resumed(
@@ -181,14 +154,9 @@ def resumed(
         )
     if peers.main:
         checkpoint.clean(out)
-    corpus: Any
-    if config.pack:
+    if config.tokenizer != "bytes":
         check_has_tokenizer(out, config.tokenizer)
-        corpus = data.open_packed(config, out, stored["data"])
-    else:
-        corpus = data.open_corpus(out / "corpus")
-    if corpus.info["fingerprint"] != stored["data"].get("fingerprint"):
-        raise RunError(f"{out / 'corpus'} is not the data that this run began with")
+    corpus = data.reopen(config, out, stored["data"])
     return corpus, peers.share(lambda: _last_whole(out, config))
 
 
@@ -229,7 +197,7 @@ def _check_model(out: Path, stored: dict[str, Any], config: TrainConfig) -> None
 def where_it_stands(out: Path, peers: Alone) -> str:
     """How a run that was stopped outside its steps is continued."""
     if not (out / "config.json").exists():
-        if data.has_shards(out):
+        if data.has_tokens(out):
             return (
                 f"training had not begun; {out / 'corpus'} keeps the tokens that are made, and the "
                 "same command with that --out goes on"
@@ -259,7 +227,7 @@ def nothing_left_if_refused(out: Path, *, fresh: bool, created: bool) -> Iterato
         yield
     except BaseException:
         if fresh:
-            if not data.has_shards(out):
+            if not data.has_tokens(out):
                 shutil.rmtree(out / "corpus", ignore_errors=True)
             (out / ".lock").unlink(missing_ok=True)
         if fresh and created:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxkern.lm import checkpoint, data, run, sample, stop, trackers
 from jaxkern.lm.config import DEFAULTS, RunError, SplitError, TrainConfig, axes_of
-from jaxkern.lm.evaluate import as_tokens, evaluation
+from jaxkern.lm.evaluate import evaluation
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
 from jaxkern.lm.processes import ALONE, Alone
@@ -38,7 +38,6 @@ from jaxkern.lm.report import (
     validation_told,
 )
 from jaxkern.lm.resume import resume_config, with_stored_axes
-from jaxkern.lm.rows import own_rows, put, rows_of_parts
 from jaxkern.lm.step import TrainState, init_state
 from jaxkern.lm.stop import say
 from jaxkern.precision import DynamicLossScale
@@ -112,11 +111,7 @@ def _begin(
         weights = run.weights(config) if config.init_hf else None
         say("data     reading …")
         corpus = run.read(out, config, peers)
-        if config.pack:
-            config = trainer.take(config.for_tokens(corpus.tokenizer.size))
-            run.check_length(corpus, config.seq_len)
-        else:
-            data.check_length(corpus, config.seq_len)
+        config = trainer.take(config.for_tokens(corpus.tokenizer.size))
     else:
         corpus, done = run.resumed(out, config, trainer.policy, stored, peers)
     say(f"data     {corpus.describe()}")
@@ -217,6 +212,8 @@ class Trainer:
         """
         config = self.config
         evaluate = evaluation(config, corpus, self.placement, programs)
+        batches = corpus.batches(config)
+        batches.set_state({"next_index": done})
         per_byte = corpus.tokens_per_byte
         if not done:
             first = {"step": 0} | evaluate(state.params)
@@ -234,7 +231,7 @@ class Trainer:
         ):
             while done < config.steps:
                 with profile.step(done + 1, state, speed):
-                    state, metrics = programs.step(state, self._windows(corpus, done))
+                    state, metrics = programs.step(state, self._windows(next(batches)))
                 done += 1
                 profile.after(done, state, speed, progress)
                 pending.append((done, metrics))
@@ -270,23 +267,12 @@ class Trainer:
                 speed.start()
         return state, speed.steady()
 
-    def _windows(self, corpus: Any, step: int) -> Any:
-        """The batch of a step, in its parts."""
-        config, split, sharding = self.config, self.placement.split, self.placement.second_split
-        options = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
-        per_part = config.batch_size // config.grad_accum
-        whole = config.grad_accum, per_part, config.seq_len + split.sequence
-        own = own_rows(sharding, whole)
-        rows = rows_of_parts(own, whole)
-        if config.pack:
-            batch = corpus.batch(step=step, rows=rows, **options)
-        else:
-            batch = data.train_batch(corpus.train, step=step, rows=rows, **options)
+    def _windows(self, batch: data.Packed) -> Any:
+        """A batch in its parts, on the devices."""
+        config, split = self.config, self.placement.split
         shape = config.grad_accum, -1, config.seq_len + 1
-        parts = jax.tree.map(
-            lambda leaf: split.windows(leaf.reshape(shape)), as_tokens(batch, config)
-        )
-        return put(parts, sharding, own, whole)
+        parts = jax.tree.map(lambda leaf: split.windows(leaf.reshape(shape)), batch)
+        return data.put(parts, self.placement.second_split)
 
     def _fetch(self, pending, speed: "Speed", tokens_per_byte: float) -> list[dict[str, Any]]:
         """Wait for the pending steps and turn their metrics into records."""
@@ -348,7 +334,7 @@ class Trainer:
     def begin_with(self, params: Any) -> TrainState:
         """The state before the first step of a run that begins with these parameters."""
         placement = self.placement
-        given = jax.tree.map(put, params, placement.shardings(params, stored=True))
+        given = jax.tree.map(data.put, params, placement.shardings(params, stored=True))
         like = abstract_state(self.config, placement, stored=True)
         state = placement.shardings(like, stored=True)
         init = placement.jit(lambda params: init_state(self.config, self.policy, params), state)
