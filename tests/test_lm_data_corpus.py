@@ -134,7 +134,7 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
                 again = build(root, tmp_path / "run", **named)
                 break
             except Killed:
-                assert data.has_tokens(tmp_path / "run") or kills == 0 or not saved
+                assert not data.has_tokens(tmp_path / "run")  # those of bytes cost nothing
     assert kills > 1
     assert again.info == whole.info
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")

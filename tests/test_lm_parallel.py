@@ -72,7 +72,7 @@ def windows(vocab_size, length=LENGTH):
 def with_segments(batch, configuration):
     """A batch of documents that end elsewhere in every row, if the run packs them."""
     if not configuration.pack:
-        return batch
+        return data.Packed(batch)
     ends = 1 + np.arange(len(batch)) * (configuration.seq_len // len(batch))
     ids = (np.arange(batch.shape[-1]) >= ends[:, None]).astype(np.int32)
     return data.Packed(batch, ids)
@@ -113,7 +113,7 @@ def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, me
     batch = windows(model.vocab_size, length)[0, :2]
     step = program.lowered_step(configuration, placement).compile()
     state = begun(configuration, placement)
-    state, metrics = step(state, put(placement, batch[None], placement.second_split))
+    state, metrics = step(state, put(placement, data.Packed(batch[None]), placement.second_split))
     params, grads = random_params(model), stored(placement, state.params)
     squares = sum((grad.astype(float) ** 2).sum() for grad in jax.tree.leaves(grads))
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=2e-5)

@@ -28,7 +28,7 @@ from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data.files import write_atomically
 from jaxkern.lm.data.sources import File, Found, counted, describe_skipped, find
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
-from jaxkern.lm.data.write import PARTS, WRITTEN, named, tokenise
+from jaxkern.lm.data.write import PARTS, named, tokenise
 from jaxkern.lm.stop import say
 
 VALIDATION_FRACTION = 0.05
@@ -290,8 +290,8 @@ def open_tokenizer(spec: str, out: Path, info: dict[str, Any]) -> Bytes | Tokeni
 
 
 def has_tokens(out: Path) -> bool:
-    """Whether a run's own folder holds tokens, which cost time to make."""
-    return any(out.glob(f"corpus/*/{WRITTEN}"))
+    """Whether a run's own folder holds tokens that cost time to make, as bytes do not."""
+    return any(out.glob(f"corpus/*/{tokenizers.FILE}"))
 
 
 def _folder(config: TrainConfig, out: Path) -> Path:

@@ -29,7 +29,7 @@ from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
 from jaxkern.lm.stop import say
 
 PARTS = ("train", "validation")
-WRITTEN = "written.json"
+_WRITTEN = "written.json"
 _MOST_HELD_OUT = 0.25  # of the tokens, by whole documents
 _AT_ONCE = 1 << 22  # characters that are tokenised at once
 _HEAD = 1 << 16  # characters by which a document is held out or not
@@ -50,7 +50,7 @@ def tokenise(
     """
     from tqdm import tqdm
 
-    path = folder / WRITTEN
+    path = folder / _WRITTEN
     with _held(folder):
         written = json.loads(path.read_text()) if path.exists() else []
         left = [i for i in range(len(found)) if i >= len(written) or not written[i]["split"]]
