@@ -195,26 +195,17 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
         policy = Policy.parse(stored["precision"])
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
-            f"{run / 'config.json'} was written by {_version(stored)} of jaxkern, and this one "
+            f"{run / 'run.json'} was written by {_version(stored)} of jaxkern, and this one "
             f"cannot read it ({error}); install that one, or train again"
         ) from None
-    steps = checkpoint.steps(run)
-    if not steps:
-        raise RunError(f"{run} has no checkpoint yet; train it for longer")
-    damaged = []
-    if step is None:
-        step, damaged = checkpoint.newest(run, config)
-    elif step in steps:
-        checkpoint.check(run, step, config)
-    else:
-        raise RunError(
-            f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
-        )
-    notes = [f"{what}; that of step {step} is loaded" for what in damaged]
+    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    found = checkpoint.restore(run, {"params": checkpoint.abstract(like, device)}, step)
+    notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
     spec = stored["flags"].get("tokenizer", "bytes")
     check_has_tokenizer(run, spec)
     codec = sample.codec_of(data.open_tokenizer(spec, run, stored["data"]))
-    return LanguageModel(config, _params(run, step, config, policy), step, codec), notes
+    return LanguageModel(config, found.state["params"], found.step, codec), notes
 
 
 def check_has_tokenizer(run: Path, spec: str) -> None:
@@ -254,16 +245,9 @@ def load_hf(folder: Path | str) -> LanguageModel:
     return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)
 
 
-def _params(run: Path, step: int, config: ModelConfig, policy: Policy) -> Any:
-    """The parameters of a checkpoint, on the default device."""
-    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return checkpoint.restore(run, step, "params", checkpoint.abstract(like, device))
-
-
 def _check_is_run(run: Path) -> None:
     """Refuse a folder that is no run, and say which one may be meant."""
-    if run.parent.name == "checkpoints" and (run / "manifest.json").exists():
+    if run.parent.name == "checkpoints" and (run / "state").exists():
         raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
     if is_hf(run):
         raise RunError(
