@@ -218,8 +218,8 @@ def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALO
 
     Args:
         run: the run's folder.
-        like: pytree of jax.ShapeDtypeStruct with shardings: the state, or a part of it, such as
-            ``{"params": …}``.
+        like: pytree of jax.ShapeDtypeStruct with shardings: the state, or a dict of some of its
+            fields, such as ``{"params": …}``.
         step: which checkpoint; by default the newest.
         peers: the processes that read it at the same time, each its parts.
 
@@ -233,7 +233,7 @@ def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALO
     if not there:
         raise RunError(f"{run} has no checkpoint yet; train it for longer")
     damaged: list[str] = []
-    with contextlib.closing(_manager(run, peers, read_only=True)) as manager:
+    with contextlib.closing(_manager(run, peers)) as manager:
         for at in [step] if step is not None else reversed(there):
             try:
                 state, data = _read(manager, at, like)
@@ -255,7 +255,8 @@ def _read(manager: "ocp.CheckpointManager", step: int, like: Any) -> tuple[Any, 
     import orbax.checkpoint as ocp
 
     given = ocp.checkpoint_utils.construct_restore_args(like)
-    state = ocp.args.PyTreeRestore(like, restore_args=given, partial_restore=True)
+    part = isinstance(like, dict)
+    state = ocp.args.PyTreeRestore(like, restore_args=given, partial_restore=part)
     found = manager.restore(step, args=ocp.args.Composite(state=state, data=ocp.args.JsonRestore()))
     for path, leaf in jax.tree.leaves_with_path(found.state):
         if isinstance(leaf, jax.ShapeDtypeStruct):  # left as it was asked for
