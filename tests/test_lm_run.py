@@ -338,14 +338,14 @@ CONFIG, RECORD = "config.yaml", "run.json"
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        (RECORD, b'{"format": "jaxk', "damaged (Unterminated string"),
-        (RECORD, b"[]", "not written by this version of jaxkern"),
+        (RECORD, b'{"format": "jaxk', "damaged (JSONDecodeError: Unterminated string"),
+        (RECORD, b"[]", "damaged (TypeError"),
         (RECORD, {"format": "jaxkern-lm-1"}, "its format is 'jaxkern-lm-1', not 'jaxkern-lm-2'"),
-        (RECORD, {"data": None}, 'is damaged: its record has no "data"'),
+        (RECORD, {"data": None}, "is damaged (a table is missing)"),
         (RECORD, {"model": {"d_model": 32}}, "its model is not that of the run: d_model is 32, "),
         (RECORD, {"precision": "fp8"}, "precision is 'fp8', and by mixed_precision of config.yaml"),
         (RECORD, {"data": {"folder": "0"}}, "are missing or have changed since the run began"),
-        (CONFIG, b"\xff", "config.yaml is damaged ("),
+        (CONFIG, b"\xff", "config.yaml is damaged (UnicodeDecodeError"),
         (CONFIG, {"step": 3}, "config.yaml cannot be read ("),
         ("metrics.jsonl", b'{"step": 0}\nhello\n', "metrics.jsonl, line 2 is not a record"),
     ],

@@ -205,7 +205,7 @@ def held(out: Path, peers: Alone) -> Iterator[None]:
             yield
         return
     token, began = peers.share(lambda: ""), time.monotonic()
-    while not checkpoint.is_held(out, token):
+    while checkpoint.text_of(out / checkpoint.LOCK) != token:
         if time.monotonic() - began > _SEEING:
             raise RunError(
                 f"--out {out} is not the folder that process 0 has; name one on a file system "
