@@ -57,49 +57,45 @@ class Stream:
       name: what reports call the source.
       tokens: of all documents, mapped.
       starts: where each begins.
-      weight: the share of the source, not yet divided by the sum of all; ``None`` for its size.
-      tokens_per_byte: tokens that are predicted, for each byte of text.
+      share: of all sources, by weight or by size.
+      tokens_per_byte: turns its loss of tokens into one of bytes.
     """
 
     name: str
     tokens: np.ndarray
     starts: np.ndarray
-    weight: float | None
-    tokens_per_byte: float
-
-    def windows(self, seq_len: int) -> int:
-        """How many windows hold all tokens."""
-        return -(-(len(self.tokens) - 1) // seq_len)
-
-    def window(self, index: int, seq_len: int, *, packed: bool, dtype: Any) -> Packed:
-        """Window `index` (L + 1), of which there may be none: it is padding alone."""
-        size, begin = seq_len + 1, index * seq_len
-        if not packed:
-            begin = min(begin, len(self.tokens) - size)
-            return Packed(self.tokens[begin : begin + size].astype(dtype))
-        tokens, first = np.zeros(size, dtype), np.zeros(size, np.int32)  # of a segment
-        content = self.tokens[begin : begin + size]
-        tokens[: len(content)] = content
-        starts = self.starts[slice(*np.searchsorted(self.starts, (begin, begin + len(content))))]
-        first[starts - begin] = 1
-        first[len(content) :] = 1
-        return Packed(tokens, np.cumsum(first, dtype=np.int32))
-
-
-class Validation(NamedTuple):
-    """The fixed batches of what is held out of a source.
-
-    Attributes:
-      name: of the source.
-      share: of all sources.
-      tokens_per_byte: turns its loss of tokens into one of bytes.
-      batches: (B/K, L + 1) each.
-    """
-
-    name: str
     share: float
     tokens_per_byte: float
-    batches: list[Packed]
+
+
+class Windows:
+    """The windows (L + 1) of a stream, as grain reads them; those beyond the last are padding."""
+
+    def __init__(self, stream: Stream, config: TrainConfig):
+        self._stream, self._seq_len, self._packed = stream, config.seq_len, config.pack
+        self._dtype = dtype_of(config.model.vocab_size)
+
+    def __len__(self) -> int:
+        return -(-(len(self._stream.tokens) - 1) // self._seq_len)
+
+    def __getitem__(self, index: Any) -> Packed:
+        tokens, starts = self._stream.tokens, self._stream.starts
+        size, begin = self._seq_len + 1, int(index) * self._seq_len
+        if not self._packed:
+            begin = min(begin, len(tokens) - size)
+            return Packed(tokens[begin : begin + size].astype(self._dtype))
+        content = tokens[begin : begin + size]
+        window, first = np.zeros(size, self._dtype), np.zeros(size, np.int32)  # of a segment
+        window[: len(content)] = content
+        inside = slice(*np.searchsorted(starts, (begin, begin + len(content))))
+        first[starts[inside] - begin] = 1
+        first[len(content) :] = 1
+        return Packed(window, np.cumsum(first, dtype=np.int32))
+
+
+def _stacked(rows: Sequence[Packed]) -> Packed:
+    tokens, segments = zip(*rows, strict=True)
+    return Packed(np.stack(tokens), None if segments[0] is None else np.stack(segments))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +131,7 @@ class Corpus:
     @property
     def tokens_per_byte(self) -> float:
         """What turns a loss of its tokens into one of bytes."""
-        of_each = zip(_shares(self.train), self.train, strict=True)
-        return 1 / sum(share / stream.tokens_per_byte for share, stream in of_each)
+        return tokens_per_byte(self.train)
 
     def batches(self, config: TrainConfig) -> Any:
         """Draw the batches of a run, without end.
@@ -146,68 +141,44 @@ class Corpus:
         """
         import grain  # takes a second
 
-        sets = [
-            grain.MapDataset.source(_Windows(stream, config, dtype_of(config.model.vocab_size)))
-            for stream in self.train
-        ]
-        if self.train[0].weight is None:
+        sets = [grain.MapDataset.source(Windows(stream, config)) for stream in self.train]
+        if self.info["sources"][0]["weight"] is None:  # all windows are one pool
             drawn = grain.MapDataset.concatenate(sets).shuffle(config.seed).repeat()
         else:
-            # grain cuts weights to hundredths of the least one; these it leaves as they are.
-            least = min(stream.weight or 0 for stream in self.train)
-            weights = [round(100 * (stream.weight or 0) / least) for stream in self.train]
-            seeds = (
-                int(np.random.SeedSequence((config.seed, i)).generate_state(1)[0])
-                for i in range(len(sets))
-            )
+            seeds = np.random.SeedSequence(config.seed).generate_state(len(sets)).tolist()
             each = [one.shuffle(seed).repeat() for one, seed in zip(sets, seeds, strict=True)]
+            # grain cuts weights to hundredths of the least one: rounded, these stay what they are.
+            least = min(stream.share for stream in self.train)
+            weights = [round(100 * stream.share / least) for stream in self.train]
             drawn = grain.MapDataset.mix(each, weights)
         batches = drawn.batch(config.batch_size, batch_fn=_stacked)
         return iter(batches.to_iter_dataset(grain.ReadOptions(_THREADS, _AHEAD)))
 
-    def validation(self, config: TrainConfig) -> list[Validation]:
-        """Up to --eval-batches fixed batches, spread evenly over each source."""
+    def validation(self, config: TrainConfig) -> list[tuple[Stream, list[Packed]]]:
+        """Each source with up to its part of --eval-batches fixed batches, spread evenly over it.
+
+        They have as many rows (B/K, L + 1) as a part of a batch to train on.
+        """
         rows = config.batch_size // config.grad_accum
         most = max(1, config.eval_batches * config.grad_accum // len(self.held_out))
-        dtype, found = dtype_of(config.model.vocab_size), []
-        for stream, share in zip(self.held_out, _shares(self.held_out), strict=True):
-            windows, there = _Windows(stream, config, dtype), stream.windows(config.seq_len)
-            count = rows * max(1, min(most, there // rows))
-            chosen = np.linspace(0, there - 1, count).astype(int)
-            if config.pack and count > there:  # the others predict nothing
+        found = []
+        for stream in self.held_out:
+            windows = Windows(stream, config)
+            count = rows * max(1, min(most, len(windows) // rows))
+            chosen = np.linspace(0, len(windows) - 1, count).astype(int)
+            if config.pack and count > len(windows):  # those beyond predict nothing
                 chosen = np.arange(count)
-            drawn = [windows[int(i)] for i in chosen]
-            batches = [_stacked(drawn[i : i + rows]) for i in range(0, count, rows)]
-            found.append(Validation(stream.name, share, stream.tokens_per_byte, batches))
+            drawn = [windows[i] for i in chosen]
+            found.append((stream, [_stacked(drawn[i : i + rows]) for i in range(0, count, rows)]))
         return found
 
 
 _THREADS, _AHEAD = 2, 8  # batches that are made beforehand, while a disk is waited for
 
 
-class _Windows:
-    """The windows of a stream, as grain reads them."""
-
-    def __init__(self, stream: Stream, config: TrainConfig, dtype: Any):
-        self._stream, self._seq_len = stream, config.seq_len
-        self._options = {"packed": config.pack, "dtype": dtype}
-
-    def __len__(self) -> int:
-        return self._stream.windows(self._seq_len)
-
-    def __getitem__(self, index: Any) -> Packed:
-        return self._stream.window(int(index), self._seq_len, **self._options)
-
-
-def _stacked(rows: Sequence[Packed]) -> Packed:
-    tokens, segments = zip(*rows, strict=True)
-    return Packed(np.stack(tokens), None if segments[0] is None else np.stack(segments))
-
-
-def _shares(streams: Sequence[Stream]) -> list[float]:
-    """The share of each source among what is drawn from all: by weight, or by size."""
-    sizes = [len(s.tokens) if s.weight is None else s.weight for s in streams]
-    return [size / sum(sizes) for size in sizes]
+def tokens_per_byte(streams: Sequence[Stream]) -> float:
+    """What turns a loss of tokens into one of bytes, of sources that are drawn by their shares."""
+    return 1 / sum(stream.share / stream.tokens_per_byte for stream in streams)
 
 
 def predicted(batch: Packed) -> int:
@@ -387,20 +358,22 @@ def _opened(
         arrays = [_mapped(f"{folder}/{i}.{part}", source[part], dtype) for part in PARTS]
         counts = [source[part] for part in PARTS]
         if (size := sum(count["tokens"] for count in counts)) < 4:
-            raise RunError(
-                f"--data or --eval-data {source['name']} has {size} tokens; give more text"
-            )
+            raise RunError(f"the source {source['name']} has {size} tokens; give more text")
         if source["split"] == "by position":
             (tokens, starts), cut = arrays[0], size - max(2, int(size * VALIDATION_FRACTION))
             k = int(np.searchsorted(starts, cut))
             arrays = [(tokens[:cut], starts[:k]), (tokens[cut:], starts[k:] - cut)]
             counts = [counts[0]] * 2
-        for (tokens, starts), count, streams in zip(arrays, counts, of_parts, strict=True):
-            if len(tokens):
+        for mapped, count, streams in zip(arrays, counts, of_parts, strict=True):
+            if len(mapped[0]):
                 of_text = count["tokens"] - (count["documents"] if config.pack else 0)
-                ratio = of_text / count["bytes"]
-                streams.append(Stream(source["name"], tokens, starts, source["weight"], ratio))
-    return Corpus(*of_parts, tokenizer, info)
+                share = source["weight"] or len(mapped[0])
+                streams.append(Stream(source["name"], *mapped, share, of_text / count["bytes"]))
+    train, held_out = (
+        [dataclasses.replace(s, share=s.share / sum(t.share for t in part)) for s in part]
+        for part in of_parts
+    )
+    return Corpus(train, held_out, tokenizer, info)
 
 
 def _mapped(path: str, counts: dict[str, int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -100,20 +100,22 @@ def _write_source(
         for part in PARTS:
             writer = _Writer(f"{path}.{part}", written[part], dtype)
             writers[part] = opened.enter_context(contextlib.closing(writer))
-        waiting, size, saved = [], 0, time.monotonic()
+        size, saved = 0, time.monotonic()
+        waiting: list[tuple[str, str, bool, bool]] = []
 
         def flush(file: int, part: int) -> None:
             texts = [text for _, text, _, _ in waiting]
-            for (to, text, *ends), tokens in zip(waiting, tokenizer.encode(texts), strict=True):
-                edges = (tokenizer.begin if ends[0] else None, tokenizer.end if ends[1] else None)
-                writers[to].append(tokens, text, *edges)
+            for each, tokens in zip(waiting, tokenizer.encode(texts), strict=True):
+                to, text, first, last = each
+                begin, end = tokenizer.begin if first else None, tokenizer.end if last else None
+                writers[to].append(tokens, text, begin, end)
             waiting.clear()
             written["file"], written["part"] = file, part
 
         bytes_alone = isinstance(tokenizer, Bytes)
-        for file, part, *each in _texts(found, written["file"], written["part"], bar, bytes_alone):
-            waiting.append(each)
-            size += len(each[1])
+        for file, part, to, text, first, last in _texts(found, written, bar, bytes_alone):
+            waiting.append((to, text, first, last))
+            size += len(text)
             if size >= _AT_ONCE:
                 flush(file, part)
                 size = 0
@@ -128,13 +130,14 @@ def _write_source(
 
 
 def _texts(
-    found: Found, first_file: int, first_part: int, bar: Any, bytes_alone: bool
+    found: Found, written: dict[str, Any], bar: Any, bytes_alone: bool
 ) -> Iterator[tuple[int, int, str, str, bool, bool]]:
-    """Yields the documents of a source in parts, from one part of a file on.
+    """Yields the documents of a source in parts, but for those that are written.
 
     Each part comes as its file, how many parts of that are done with it, where its document
     belongs, its text, and whether it begins and whether it ends the document.
     """
+    first_file, first_part = written["file"], written["part"]
     for i, file in enumerate(found.files):
         before, belongs = bar.n, ""
         if i >= first_file:
