@@ -218,8 +218,6 @@ def build(config: TrainConfig, out: Path) -> Corpus:
         for other in set(shared.glob("[0-9a-f]" * 16)) - {folder}:  # of a run that never began
             shutil.rmtree(other)
     folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(tokenizer, Tokenizer):
-        write_atomically(folder / tokenizers.FILE, tokenizer.stored())
     sources = []
     for each, counts in zip(found, tokenise(folder, found, tokenizer), strict=True):
         told = {"name": _name(each, found), "weight": each.source.weight}
@@ -393,22 +391,20 @@ def _check_length(config: TrainConfig, corpus: Corpus) -> None:
 
     What is missing is padding, which costs as much as tokens do.
     """
-    L = config.seq_len
-    needed, remedy = f"the {L + 1:,} that --seq-len {L} needs", "lower --seq-len or"
-    short = [stream for stream in corpus.train if len(stream.tokens) <= L]
-    if len(short) == len(corpus.train):
-        most = max(len(stream.tokens) for stream in short)
-        what = "the training data has" if len(short) == 1 else "no source of --data has more than"
-        raise RunError(
-            f"{what} {most:,} tokens, fewer than {needed}; {remedy} give more text to --data"
-        )
-    if not config.pack and (held := len(corpus.held_out[0].tokens)) <= L:
-        raise RunError(
-            f"the validation data has {held:,} tokens, fewer than {needed}; {remedy} give more "
-            "text to --data"
-        )
+    length, remedy = config.seq_len, "lower --seq-len or"
+    needed = f"the {length + 1:,} that --seq-len {length} needs"
+    parts = {"training": corpus.train} | ({} if config.pack else {"validation": corpus.held_out})
+    for part, streams in parts.items():
+        if (most := max(len(stream.tokens) for stream in streams)) <= length:
+            what = (
+                f"the {part} data has" if len(streams) == 1 else "no source of --data has more than"
+            )
+            raise RunError(
+                f"{what} {most:,} tokens, fewer than {needed}; {remedy} give more text to --data"
+            )
+    short = [stream.name for stream in corpus.train if len(stream.tokens) <= length]
     if short:
-        names = ", ".join(stream.name for stream in short[:3]) + ", …" * (len(short) > 3)
+        names = ", ".join(short[:3]) + ", …" * (len(short) > 3)
         say(
             f"warning: {len(short)} of {len(corpus.train)} sources of --data ({names}) have fewer "
             f"tokens than {needed}, and padding takes the rest; {remedy} name a folder of several "

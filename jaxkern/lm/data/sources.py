@@ -13,6 +13,7 @@ import dataclasses
 import glob
 import gzip
 import importlib
+import io
 import itertools
 import json
 import math
@@ -282,19 +283,19 @@ def _check(file: File) -> None:
     if not file.path.is_file():
         raise NotTextError("not a regular file")
     with _readable():
-        if file.kind == "text":
-            with _open(file.path) as (stream, _):
-                chunk = stream.read(_CHUNK)
-            if not chunk:
-                raise NotTextError("an empty file")
-            if b"\0" in chunk:
-                raise NotTextError("a binary file (it has zero bytes)")
-            _decode(codecs.getincrementaldecoder("utf-8")(), chunk, final=len(chunk) < _CHUNK)
-            return
         if file.suffix == ".json":
             _check_json(file)
-        if next(file.parts(), None) is None:
-            raise NotTextError("a file without text")
+        if file.kind != "text":
+            if next(file.parts(), None) is None:
+                raise NotTextError("a file without text")
+            return
+        with _open(file.path) as (stream, _):
+            chunk = stream.read(_CHUNK)
+        if not chunk:
+            raise NotTextError("an empty file")
+        if b"\0" in chunk:
+            raise NotTextError("a binary file (it has zero bytes)")
+        _decode(codecs.getincrementaldecoder("utf-8")(), chunk, final=len(chunk) < _CHUNK)
 
 
 def need_package(module: str, what: str) -> Any:
@@ -327,8 +328,6 @@ def _open(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
         if path.suffix.lower() == ".gz":
             stream = gzip.GzipFile(fileobj=raw)
         elif path.suffix.lower() == ".zst":
-            import io
-
             pa = need_package("pyarrow", f"{path} is compressed by zstd, and reading it")
             stream = io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), _CHUNK)
         yield stream, raw.tell
@@ -375,24 +374,17 @@ def _parts_of_text(file: File, tell: _Tell) -> Iterator[tuple[str, bool]]:
 
 
 def _check_json(file: File) -> None:
-    """Tell a file called .json that is JSON Lines from one value that spans lines.
-
-    Raises:
-      NotTextError: its first line that is not blank is no object.
-    """
+    """Refuse a .json whose first line that is not blank is no object: it is not JSON Lines."""
     with _open(file.path) as (stream, _):
-        line = b""
-        while not line.strip() and (line := stream.readline(_CHUNK)):
-            pass
+        line = next(filter(bytes.strip, iter(lambda: stream.readline(_CHUNK), b"")), b"")
         # The first character tells of a list, which may be one line as long as the file.
-        whole = line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
-        if whole and len(line) == _CHUNK:
+        if len(line) == _CHUNK and line.lstrip().startswith(b"{"):
             line += stream.readline()
     try:
-        whole = whole and isinstance(json.loads(line), dict)
+        is_record = isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
-        whole = False
-    if not whole:
+        is_record = False
+    if not is_record:
         raise NotTextError(
             "JSON, whose syntax would be trained on (its first line is not an object, as it is in "
             'JSON Lines; write a .jsonl file with the "text" of a document in each line, or rename '

@@ -21,27 +21,14 @@ from jaxkern.lm.data.sources import MARKER, need_package
 
 SEPARATOR = 0  # begins and ends a text of bytes
 FILE = "tokenizer.json"
-FILES = (
-    FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-)
-FILES += ("vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja")
+FILES = tuple(f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map"))
+FILES += ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt")
+FILES += ("chat_template.json", "chat_template.jinja")
 _CUT = re.compile(r"(?<=<)(?=\|endoftext\|>)")  # inside it, where no token reaches across
 _BEGINS = ("<s>", "<bos>", "<|begin_of_text|>", MARKER, "[BOS]", "[CLS]")
 _ENDS = ("</s>", "<eos>", "<|end_of_text|>", MARKER, "[EOS]", "[SEP]")
 _PADS = ("<pad>", "<|padding|>", "<|pad|>", "[PAD]")
-NAMED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _WHAT = "configuration of a tokenizer"
 

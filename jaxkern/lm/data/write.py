@@ -25,7 +25,7 @@ import numpy as np
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data.files import write_atomically
 from jaxkern.lm.data.sources import File, Found, NotTextError
-from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
+from jaxkern.lm.data.tokenizer import FILE, Bytes, Tokenizer, dtype_of
 from jaxkern.lm.stop import say
 
 PARTS = ("train", "validation")
@@ -52,6 +52,8 @@ def tokenise(
 
     path = folder / _WRITTEN
     with _held(folder):
+        if isinstance(tokenizer, Tokenizer):
+            write_atomically(folder / FILE, tokenizer.stored())
         written = json.loads(path.read_text()) if path.exists() else []
         left = [i for i in range(len(found)) if i >= len(written) or not written[i]["split"]]
         total = sum(file.path.stat().st_size for i in left for file in found[i].files)
