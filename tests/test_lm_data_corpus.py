@@ -158,9 +158,11 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
     other = build(root, tmp_path / "d")
     assert other.info["folder"] != build(root / "more", tmp_path / "d").info["folder"]
     assert len([*(tmp_path / "d" / "corpus").glob("*/")]) == 1  # no run began with the others
-    words = "are missing or have changed since the run began; name the folder that holds them"
+    words = "are missing or have changed since the run began; name the "
     refused(words, data.reopen, config_of(root), tmp_path / "d", other.info)
     next(cache.glob(f"{info['folder']}/0.train.tokens")).write_bytes(b"cut")
+    refused(words, data.reopen, config_of(root, **flags), tmp_path / "b", info)
+    shutil.rmtree(cache)
     refused(words, data.reopen, config_of(root, **flags), tmp_path / "b", info)
 
 

@@ -28,7 +28,7 @@ from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data.files import write_atomically
 from jaxkern.lm.data.sources import File, Found, counted, describe_skipped, find
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
-from jaxkern.lm.data.write import PARTS, named, tokenise
+from jaxkern.lm.data.write import PARTS, WRITTEN, named, tokenise
 from jaxkern.lm.stop import say
 
 VALIDATION_FRACTION = 0.05
@@ -242,19 +242,18 @@ def reopen(config: TrainConfig, out: Path, info: dict[str, Any]) -> Corpus:
     """
     folder = _folder(config, out) / str(info.get("folder"))
     try:
-        bytes_alone, path = config.tokenizer == "bytes", folder / tokenizers.FILE
-        tokenizer = Bytes() if bytes_alone else tokenizers.load(path, info["tokenizer"])
-        return _opened(config, folder, info, tokenizer)
+        (folder / WRITTEN).stat()  # first: of a tokenizer that is missing other words are said
+        return _opened(config, folder, info, open_tokenizer(config.tokenizer, folder, info))
     except (KeyError, TypeError, ValueError, OSError):
         raise RunError(
             f"the tokens in {folder} are missing or have changed since the run began; name the "
-            "folder that holds them with --data-cache, one on a file system that all hosts share, "
-            "or start a new run with another --out"
+            "folder that holds them, of several hosts one that all of them share, with "
+            "--data-cache, or start a new run with another --out"
         ) from None
 
 
 def open_tokenizer(spec: str, out: Path, info: dict[str, Any]) -> Bytes | Tokenizer:
-    """The tokenizer that a run keeps in its folder; `info` is that of its corpus."""
+    """The tokenizer that a run, or its tokens, have in their folder; `info` is the corpus's."""
     return Bytes() if spec == "bytes" else tokenizers.load(out / tokenizers.FILE, info["tokenizer"])
 
 

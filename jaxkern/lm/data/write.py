@@ -29,7 +29,7 @@ from jaxkern.lm.data.tokenizer import FILE, Bytes, Tokenizer, dtype_of
 from jaxkern.lm.stop import say
 
 PARTS = ("train", "validation")
-_WRITTEN = "written.json"
+WRITTEN = "written.json"
 _MOST_HELD_OUT = 0.25  # of the tokens, by whole documents
 _AT_ONCE = 1 << 22  # characters that are tokenised at once
 _HEAD = 1 << 16  # characters by which a document is held out or not
@@ -50,7 +50,7 @@ def tokenise(
     """
     from tqdm import tqdm
 
-    path = folder / _WRITTEN
+    path = folder / WRITTEN
     with _held(folder):
         if isinstance(tokenizer, Tokenizer):
             write_atomically(folder / FILE, tokenizer.stored())
