@@ -100,8 +100,9 @@ def _write_source(
     with contextlib.ExitStack() as opened:
         writers = {}
         for part in PARTS:
-            writer = _Writer(f"{path}.{part}", written[part], dtype)
-            writers[part] = opened.enter_context(contextlib.closing(writer))
+            tokens = opened.enter_context(open(f"{path}.{part}.tokens", "ab"))
+            starts = opened.enter_context(open(f"{path}.{part}.starts", "ab"))
+            writers[part] = _Writer(tokens, starts, written[part], dtype)
         size, saved = 0, time.monotonic()
         waiting: list[tuple[str, str, bool, bool]] = []
 
@@ -181,15 +182,13 @@ class _Writer:
     """The files of a source's documents to train on, or of those held out.
 
     Args:
-      path: of its files, without .tokens and .starts.
+      tokens, starts: the files.
       counts: what they hold; what is behind it there a process has left that was killed.
       dtype: of the tokens.
     """
 
-    def __init__(self, path: str, counts: dict[str, int], dtype: Any):
-        self._counts, self._dtype = counts, dtype
-        self._tokens = open(f"{path}.tokens", "ab")  # noqa: SIM115
-        self._starts = open(f"{path}.starts", "ab")  # noqa: SIM115
+    def __init__(self, tokens: Any, starts: Any, counts: dict[str, int], dtype: Any):
+        self._tokens, self._starts, self._counts, self._dtype = tokens, starts, counts, dtype
         self._tokens.truncate(counts["tokens"] * np.dtype(dtype).itemsize)
         self._starts.truncate(counts["documents"] * 8)
 
@@ -208,10 +207,6 @@ class _Writer:
         for file in (self._tokens, self._starts):
             file.flush()
             os.fsync(file.fileno())
-
-    def close(self) -> None:
-        self._tokens.close()
-        self._starts.close()
 
 
 def _split(path: Path, held_out: float, written: dict[str, Any]) -> str:
