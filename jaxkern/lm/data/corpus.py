@@ -26,7 +26,7 @@ import numpy as np
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data.files import write_atomically
-from jaxkern.lm.data.sources import File, Found, counted, describe_skipped, find
+from jaxkern.lm.data.sources import File, Source, counted, describe_skipped, find
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
 from jaxkern.lm.data.write import PARTS, WRITTEN, named, tokenise
 from jaxkern.lm.stop import say
@@ -220,7 +220,7 @@ def build(config: TrainConfig, out: Path) -> Corpus:
     folder.mkdir(parents=True, exist_ok=True)
     sources = []
     for each, counts in zip(found, tokenise(folder, found, tokenizer), strict=True):
-        told = {"name": _name(each, found), "weight": each.source.weight}
+        told = {"name": _name(each, found), "weight": each.weight}
         sources.append(told | {"skipped": each.skipped, "example": each.example} | counts)
     stored = {"begin": tokenizer.begin, "end": tokenizer.end, "size": tokenizer.size}
     info = {"folder": key, "tokenizer": stored, "sources": sources}
@@ -266,7 +266,7 @@ def _folder(config: TrainConfig, out: Path) -> Path:
     return out / "corpus" if config.data_cache is None else Path(config.data_cache)
 
 
-def _found(config: TrainConfig) -> list[Found]:
+def _found(config: TrainConfig) -> list[Source]:
     """The documents that a run names, each once.
 
     A file of --eval-data is not trained on, whatever its field: another may hold the same text.
@@ -279,11 +279,10 @@ def _found(config: TrainConfig) -> list[Found]:
     found = find(config.data, "--data", held_out=VALIDATION_FRACTION)
     if config.pack or len(found) == 1:
         return found
-    files = [file for each in found for file in each.files]
+    files = tuple(file for each in found for file in each.files)
     example = next((each.example for each in found if each.example), "")
     skipped = sum(each.skipped for each in found)
-    whole = dataclasses.replace(found[0], files=files, skipped=skipped, example=example)
-    return [whole]
+    return [dataclasses.replace(found[0], files=files, skipped=skipped, example=example)]
 
 
 def _digest(content: Any) -> str:
@@ -296,20 +295,20 @@ def _identity(files: Sequence[File]) -> list[Any]:
     return [[str(f.path.resolve()), f.field, s.st_size, s.st_mtime_ns] for f, s in stats]
 
 
-def _name(found: Found, others: Sequence[Found]) -> str:
+def _name(source: Source, others: Sequence[Source]) -> str:
     """What reports call a source: the end of its path, where no other's of its flag is the same.
 
     Else its path, and where that is the same, too, its field.
     """
-    of_flag = [each.source for each in others if each.held_out == found.held_out]
-    source, short = found.source, lambda source: source.name.rstrip("/").rpartition("/")[2]
+    of_flag = [each for each in others if each.held_out == source.held_out]
+    short = lambda source: source.name.rstrip("/").rpartition("/")[2]
     if [*map(short, of_flag)].count(short(source)) == 1 and "*" not in short(source):
         return short(source)
     several = sum(each.name == source.name for each in of_flag) > 1
     return f"{source.name}:{source.field}" if several else source.name
 
 
-def _tokenizer(spec: str, found: Sequence[Found], shared: Path) -> Bytes | Tokenizer:
+def _tokenizer(spec: str, found: Sequence[Source], shared: Path) -> Bytes | Tokenizer:
     """The tokenizer that is asked for; a BPE is trained on --data unless it was already."""
     kind = tokenizers.kind_of(spec)
     if kind is None:

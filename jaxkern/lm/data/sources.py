@@ -55,36 +55,25 @@ class Source:
       path: a file, a folder, or a pattern of them; "" for Python's standard library.
       field: the field of JSON Lines, or the column of Parquet, that holds the documents.
       weight: the share of training windows that are drawn from it; ``None`` if none is given.
+      files: of documents, in a fixed order, once they are found.
+      skipped: how many files of its folders hold no documents.
+      example: one of those, and why it was skipped.
+      held_out: the share of its documents that are validated with.
     """
 
     text: str
     path: str
     field: str = "text"
     weight: float | None = None
+    files: tuple["File", ...] = ()
+    skipped: int = 0
+    example: str = ""
+    held_out: float = 0
 
     @property
     def name(self) -> str:
         """What reports call it."""
         return self.path or "standard library"
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The files that an argument names.
-
-    Attributes:
-      source: the argument.
-      files: of documents, in a fixed order.
-      skipped: how many files of its folders hold no documents.
-      example: one of those, and why it was skipped.
-      held_out: the share of its documents that are validated with.
-    """
-
-    source: Source
-    files: list["File"]
-    skipped: int
-    example: str
-    held_out: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,16 +168,16 @@ def _matches(pattern: str) -> list[str]:
 
 def find(
     texts: Sequence[str], flag: str, *, held_out: float, left_out: Collection[Path] = ()
-) -> list[Found]:
+) -> list[Source]:
     """Find the files that a flag names, each once, but for those `left_out`.
 
     Raises:
       RunError: a path is missing or names no text, or only files that are named before.
     """
-    found: list[Found] = []
+    found: list[Source] = []
     seen: set[tuple[Path, str]] = set()
     for source in parse(texts, flag):
-        named = _find(source, flag, held_out)
+        named = _with_files(source, flag)
         new = [f for f in named.files if f.content not in seen and f.path.resolve() not in left_out]
         if not new:
             raise RunError(
@@ -196,12 +185,12 @@ def find(
                 "--eval-data; leave it out"
             )
         seen |= {file.content for file in new}
-        found.append(dataclasses.replace(named, files=new))
+        found.append(dataclasses.replace(named, files=tuple(new), held_out=held_out))
     return found
 
 
-def _find(source: Source, flag: str, held_out: float) -> Found:
-    """Find the files of one source, told from what is no text by their beginnings."""
+def _with_files(source: Source, flag: str) -> Source:
+    """Find the files of a source, told from what is no text by their beginnings."""
     files: dict[Path, tuple[str, File]] = {}
     skipped: list[tuple[bool, str]] = []
     for root in _roots(source, flag):
@@ -224,7 +213,8 @@ def _find(source: Source, flag: str, held_out: float) -> Found:
         where = source.path or sysconfig.get_paths()["stdlib"]
         raise RunError(f"no text to train on in {where}{there}; give text files to {flag}")
     ordered = sorted(files.values(), key=lambda each: (each[0], str(each[1].path)))
-    return Found(source, [file for _, file in ordered], len(skipped), example, held_out)
+    of_source = tuple(file for _, file in ordered)
+    return dataclasses.replace(source, files=of_source, skipped=len(skipped), example=example)
 
 
 def describe_skipped(count: int, example: str, verb: str) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data.files import write_atomically
-from jaxkern.lm.data.sources import File, Found, NotTextError
+from jaxkern.lm.data.sources import File, NotTextError, Source
 from jaxkern.lm.data.tokenizer import FILE, Bytes, Tokenizer, dtype_of
 from jaxkern.lm.stop import say
 
@@ -37,7 +37,7 @@ _SAVE = 5.0  # seconds of work that a kill may cost
 
 
 def tokenise(
-    folder: Path, found: Sequence[Found], tokenizer: Bytes | Tokenizer
+    folder: Path, found: Sequence[Source], tokenizer: Bytes | Tokenizer
 ) -> list[dict[str, Any]]:
     """Write the tokens of all sources; a second process waits until the first has.
 
@@ -89,7 +89,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 def _write_source(
     path: Path,
-    found: Found,
+    source: Source,
     tokenizer: Bytes | Tokenizer,
     written: dict[str, Any],
     save: Any,
@@ -116,7 +116,7 @@ def _write_source(
             written["file"], written["part"] = file, part
 
         bytes_alone = isinstance(tokenizer, Bytes)
-        for file, part, to, text, first, last in _texts(found, written, bar, bytes_alone):
+        for file, part, to, text, first, last in _texts(source, written, bar, bytes_alone):
             waiting.append((to, text, first, last))
             size += len(text)
             if size >= _AT_ONCE:
@@ -127,13 +127,13 @@ def _write_source(
                         writer.sync()
                     save()
                     saved = time.monotonic()
-        flush(len(found.files), 0)
+        flush(len(source.files), 0)
         for writer in writers.values():
             writer.sync()
 
 
 def _texts(
-    found: Found, written: dict[str, Any], bar: Any, bytes_alone: bool
+    source: Source, written: dict[str, Any], bar: Any, bytes_alone: bool
 ) -> Iterator[tuple[int, int, str, str, bool, bool]]:
     """Yields the documents of a source in parts, but for those that are written.
 
@@ -141,7 +141,7 @@ def _texts(
     belongs, its text, and whether it begins and whether it ends the document.
     """
     first_file, first_part = written["file"], written["part"]
-    for i, file in enumerate(found.files):
+    for i, file in enumerate(source.files):
         before, belongs = bar.n, ""
         if i >= first_file:
             tell = lambda at, before=before: bar.update(before + at - bar.n)
@@ -154,7 +154,7 @@ def _texts(
                             "like others)"
                         )
                     first = not belongs
-                    belongs = belongs or PARTS[_fraction(text[:_HEAD]) < found.held_out]
+                    belongs = belongs or PARTS[_fraction(text[:_HEAD]) < source.held_out]
                     if i > first_file or j > first_part:
                         yield i, j, belongs, text, first, last
                     belongs = "" if last else belongs
