@@ -9,7 +9,7 @@ from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.ops.layers import check_layer, put_layer, take_layer
 from jaxkern.ops.scan_step import Options, launch, launch_of_slices, unsupported
-from jaxkern.ops.ssd.arguments import STATE_SHAPE, check, log_decays
+from jaxkern.ops.ssd.op import STATE_SHAPE, check, log_decays
 from jaxkern.ops.ssd.reference import Tokens, by_group, join_heads, step
 from jaxkern.ops.step_sizes import StepSizes
 
@@ -54,8 +54,8 @@ def ssd_step(
         over layers that carries `state` the kernel then updates it where it lies, without a copy.
         Of a traced number that there is not, the nearest.
       implementation: ``"mosaic"`` for the Pallas GPU kernel (N a power of two from 8 to 512), whose
-        gradients are those of plain JAX; ``"xla"`` for plain JAX (the only one that supports
-        forward-mode differentiation); ``None`` for the kernel where it can take the call.
+        gradients are those of plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where it
+        can take the call.
 
     Returns:
       The output, (B, H, P), the dtype of `x`; and :math:`h_t`, the shape of `state`, float32.
