@@ -30,6 +30,10 @@ DEVICE = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 LIKE = checkpoint.abstract(jax.tree.map(jnp.asarray, STATE), DEVICE)
 
 
+# Callbacks of tensorstore that come when orbax has seen the first error.
+NOISY = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 def save(run, *steps, keep=3, like=None, state=STATE):
     with contextlib.closing(checkpoint.Saver(run, keep=keep, like=like)) as saver:
         for step in steps:
@@ -70,7 +74,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tensorstore
+@NOISY
 @pytest.mark.parametrize(
     "harm",
     [
@@ -100,6 +104,7 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path, harm):
         checkpoint.restore(tmp_path, LIKE)
 
 
+@NOISY
 def test_another_models_checkpoint_is_refused(tmp_path):
     save(tmp_path, 5)
     narrow = checkpoint.abstract({"w": jnp.ones(5)}, DEVICE)
@@ -110,7 +115,7 @@ def test_another_models_checkpoint_is_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of orbax
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@NOISY
 def test_what_was_too_large_is_named(tmp_path, capsys):
     (tmp_path / "text").write_text("some words " * 500)
     begin = ["train", "--preset", "micro", "--data", tmp_path / "text", "--out", tmp_path / "run"]
