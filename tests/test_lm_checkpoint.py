@@ -15,11 +15,10 @@ import pytest
 from jaxkern.lm import checkpoint
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.report import MetricsLog, read_metrics
-from jaxkern.nn import mamba
 from jaxkern.precision import DynamicLossScale
 from tests.language_models import command
 
-MODEL = ModelConfig(mamba.Sizes(8), 1)
+MODEL = ModelConfig(8, 1)
 PARAMS = {"w": jnp.arange(1000.0) / 7, "b": {"half": jnp.ones((3, 5), jnp.bfloat16)}}
 REST = {
     "opt_state": ({"mu": jnp.full((7,), 1e-30)}, None),

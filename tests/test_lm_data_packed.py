@@ -25,7 +25,6 @@ from jaxkern.lm.data.packed import Order, Packed, Stream, predicted
 from jaxkern.lm.model import Options
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import batch_loss, make_model, token_weights
-from jaxkern.nn import mamba
 from tests.language_models import command, jit, random_params, refused
 
 WORDS = ["the", "a", "scan", "state", "of", "gate", "chunk", "step", "reads", "é", "\n", "  "]
@@ -328,7 +327,7 @@ def test_windows_lose_nothing_and_predict_each_token_once(tmp_path, seq_len):
 
 def test_every_token_of_a_batch_counts_alike():
     """Whatever parts and devices it is split in."""
-    shape = ModelConfig(mamba.Sizes(8, d_state=2), 1)
+    shape = ModelConfig(8, 1, d_state=2)
     loss = functools.partial(batch_loss, make_model(shape, Options()), random_params(shape))
     alone = lambda mean: mean  # the mean over one device
     rng = np.random.default_rng(1)

@@ -27,7 +27,7 @@ from jaxkern.lm.step import (
     make_optimizer,
     make_train_step,
 )
-from jaxkern.nn import mamba, mamba2
+from jaxkern.nn import mamba
 from jaxkern.precision import Policy
 from tests import check
 from tests.language_models import (
@@ -42,8 +42,13 @@ from tests.language_models import (
 
 # Of the second, tokens are too many to be read by a product, and all biases are there.
 OTHER = ModelConfig(
-    mamba2.Sizes(16, d_state=4, headdim=8, ngroups=2, use_bias=True),
+    16,
     2,
+    "mamba2",
+    d_state=4,
+    head_dim=8,
+    n_groups=2,
+    use_bias=True,
     vocab_size=1030,
     tie_embeddings=False,
 )
@@ -277,7 +282,7 @@ def test_presets_have_the_papers_sizes(name, size):
 
 
 def test_initialisation_is_the_papers():
-    shape = ModelConfig(mamba.Sizes(64), 3)
+    shape = ModelConfig(64, 3)
     params = jit(lambda: init_state(config_of(shape), FP32))().params
     blocks = params["blocks"]
     dt = np.logaddexp(0, blocks["dt_bias"])
@@ -294,8 +299,7 @@ def test_initialisation_is_the_papers():
 
 @pytest.mark.parametrize("shape", [MICRO, MICRO2], ids=["mamba", "mamba2"])
 def test_weight_decay_is_on_matrices_only(shape):
-    sizes = dataclasses.replace(shape.sizes, use_bias=True)
-    shape = dataclasses.replace(shape, tie_embeddings=False, sizes=sizes)
+    shape = dataclasses.replace(shape, tie_embeddings=False, use_bias=True)
     params = jax.eval_shape(lambda: initial_params(shape))
     names = set(params["blocks"]) | set(params) - {"blocks"}
     kept = {"norm", "conv_bias", "dt_bias", "A_log", "D", "in_bias", "out_bias"}
@@ -389,7 +393,7 @@ def test_low_precision_learns_as_fp32_does(shape, precisions):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_training_by_the_kernels_is_as_near_to_fp32_as_in_plain_jax(precision):
     """Losses of thirty steps on the same windows."""
-    shape = dataclasses.replace(MICRO, sizes=mamba.Sizes(128))
+    shape = dataclasses.replace(MICRO, d_model=128, d_state=None)
     batch = windows(8, 128)[None]
 
     def losses(precision, implementation):
@@ -509,7 +513,7 @@ def test_gradient_of_the_embedding_is_written_without_a_sort():
 
 @pytest.mark.parametrize("size", [300, 1030])  # a product, and rows that are read
 def test_tokens_of_any_integer_dtype_are_the_same(size):
-    shape = ModelConfig(mamba.Sizes(8, d_state=2), 1, vocab_size=size)
+    shape = ModelConfig(8, 1, d_state=2, vocab_size=size)
     graphdef, params = make_model(shape, Options()), random_params(shape)
     tokens = np.array([[1, 44, 100, 127]])
     every = [tokens.astype(dtype) for dtype in ("int8", "uint8", "uint16", "int32")]

@@ -19,7 +19,6 @@ from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.resume import resume_config
 from jaxkern.lm.step import loss_fn, make_model
-from jaxkern.nn import mamba, mamba2
 from tests.language_models import check_gradients, command, loss_float64, random_params
 
 pytestmark = pytest.mark.skipif(
@@ -30,19 +29,19 @@ exhaustive = pytest.mark.exhaustive
 BATCH, LENGTH, STEPS = 8, 12, 3
 
 # Vocabularies above 1024 are read otherwise; biases and groups are split, too.
-ODD = mamba.Sizes(8, d_state=2, use_bias=True, use_conv_bias=False)
-ODD2 = mamba2.Sizes(16, d_state=4, headdim=4, ngroups=2, use_bias=True)
+ODD = ModelConfig(8, 1, d_state=2, use_bias=True, use_conv_bias=False)
+ODD2 = ModelConfig(16, 1, "mamba2", d_state=4, head_dim=4, n_groups=2, use_bias=True)
 MODELS = {
-    "micro": ModelConfig(mamba.Sizes(16, d_state=4), 2),
-    "micro-odd": ModelConfig(ODD, 1, vocab_size=1100, tie_embeddings=False),
-    "mamba2-micro": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8), 2),
-    "mamba2-odd": ModelConfig(ODD2, 1, tie_embeddings=False),
+    "micro": ModelConfig(16, 2, d_state=4),
+    "micro-odd": dataclasses.replace(ODD, vocab_size=1100, tie_embeddings=False),
+    "mamba2-micro": ModelConfig(16, 2, "mamba2", d_state=4, head_dim=8),
+    "mamba2-odd": dataclasses.replace(ODD2, tie_embeddings=False),
 }
 OTHERS = {
-    "one": ModelConfig(mamba.Sizes(16, d_state=4), 1),
-    "mamba2-one": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8), 1),
-    "groups": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8, ngroups=2), 2),
-    "long": ModelConfig(mamba.Sizes(16, d_state=4, d_conv=12), 1),
+    "one": ModelConfig(16, 1, d_state=4),
+    "mamba2-one": ModelConfig(16, 1, "mamba2", d_state=4, head_dim=8),
+    "groups": ModelConfig(16, 2, "mamba2", d_state=4, head_dim=8, n_groups=2),
+    "long": ModelConfig(16, 1, d_state=4, d_conv=12),
 }
 
 

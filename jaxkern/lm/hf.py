@@ -208,8 +208,9 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
     layout, values = _layout(config), Values(config)
     try:
         return ModelConfig(
-            layout.read(values),
-            values.size("num_hidden_layers"),
+            **layout.read(values),
+            n_layers=values.size("num_hidden_layers"),
+            layers=layout.block.name,
             vocab_size=values.size("vocab_size"),
             tie_embeddings=values.flag("tie_word_embeddings", layout.tied),
             eps=values.positive("layer_norm_epsilon", 1e-5),

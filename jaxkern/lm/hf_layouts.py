@@ -140,7 +140,7 @@ def _read(values: Values, *, d_state: int) -> dict[str, Any]:
     return {
         "d_model": values.size("hidden_size"),
         "expand": values.size("expand", 2),
-        "d_state": values.size("state_size", d_state),
+        "d_state": None if d_state == (size := values.size("state_size", d_state)) else size,
         "d_conv": values.size("conv_kernel", 4),
         "use_bias": values.flag("use_bias", False),
         "use_conv_bias": values.flag("use_conv_bias", True),
@@ -161,7 +161,7 @@ def _write(sizes: mamba.Sizes | mamba2.Sizes) -> dict[str, Any]:
 # Mamba
 
 
-def _read_mamba(values: Values) -> mamba.Sizes:
+def _read_mamba(values: Values) -> dict[str, Any]:
     sizes = _read(values, d_state=16)
     width = sizes["d_model"]
     inner = values.size("intermediate_size", width * sizes["expand"])
@@ -172,7 +172,7 @@ def _read_mamba(values: Values) -> mamba.Sizes:
         )
     sizes["expand"] = inner // width
     rank = values.size_or_auto("time_step_rank")
-    return mamba.Sizes(**sizes, dt_rank=None if rank == math.ceil(width / 16) else rank)
+    return sizes | {"dt_rank": None if rank == math.ceil(width / 16) else rank}
 
 
 def _write_mamba(config: ModelConfig) -> dict[str, Any]:
@@ -200,7 +200,7 @@ MAMBA = Layout(
 # Mamba-2
 
 
-def _read_mamba2(values: Values) -> mamba2.Sizes:
+def _read_mamba2(values: Values) -> dict[str, Any]:
     sizes = _read(values, d_state=128)
     heads, headdim = values.size("num_heads", 128), values.size("head_dim", 64)
     inner = sizes["expand"] * sizes["d_model"]
@@ -212,13 +212,11 @@ def _read_mamba2(values: Values) -> mamba2.Sizes:
     groups = values.size("n_groups", 8)
     if heads % groups:
         raise RunError(f"{CONFIG}: n_groups is {groups}, and here it divides num_heads, {heads}")
-    return mamba2.Sizes(
-        **sizes,
-        headdim=headdim,
-        ngroups=groups,
-        norm_eps=values.positive("layer_norm_epsilon", 1e-5),
-        dt_limit=values.limits("time_step_limit"),
-    )
+    return sizes | {
+        "head_dim": headdim,
+        "n_groups": groups,
+        "dt_limit": values.limits("time_step_limit"),
+    }
 
 
 def _write_mamba2(config: ModelConfig) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Options:
 POLICIES = {"cheap": policies.CHEAP, "scan": policies.SCAN}
 """What a block keeps for the backward."""
 
-LAYERS = {"mamba": Mamba, "mamba2": Mamba2}
+_MODULES = {"mamba": Mamba, "mamba2": Mamba2}
 """The layer of each kind of block."""
 
 _TOGETHER = 4
@@ -103,7 +103,7 @@ class MambaLM(nnx.Module):
         @nnx.split_rngs(splits=config.n_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(rngs):
-            return LAYERS[config.block.name](
+            return _MODULES[config.block.name](
                 **dataclasses.asdict(config.sizes),
                 n_layers=config.n_layers,
                 dtype=options.policy.compute,
