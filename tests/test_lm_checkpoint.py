@@ -124,8 +124,8 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(tmp_path, harm, words):
 def test_another_models_checkpoint_is_refused(tmp_path):
     """Nothing is damaged, so that nothing is gone back from."""
     save(tmp_path, 5)
-    words = "is of another model, and the run is of preset {}: {}d_model is 8, not 16, d_state "
-    for name, kind in (("micro", ""), ("mamba2-micro", "block is mamba, not mamba2, ")):
+    words = "the run is of preset {}: d_model is 8, not 16, n_layers is 1, not 2, {}d_state "
+    for name, kind in (("micro", ""), ("mamba2-micro", "layers is mamba, not mamba2, ")):
         model = PRESETS[name].model
         for read in (checkpoint.check, lambda run, step, model: checkpoint.newest(run, model)):
             with pytest.raises(RunError, match=words.format(name, kind)) as caught:

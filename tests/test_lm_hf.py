@@ -369,7 +369,7 @@ ATTENTION = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
     [
         (ValueError, "n_layers must be at least 1, got 0", {"n_layers": 0}),
         (TypeError, "d_model must be a whole number, got 'x'", {"d_model": "x"}),
-        (TypeError, "d_state must be a whole number, got True", {"d_state": True}),
+        (TypeError, "d_state must be a whole number or None, got True", {"d_state": True}),
         (TypeError, "tie_embeddings must be True or False, got 1", {"tie_embeddings": 1}),
         (ValueError, "eps must be above 0 and finite, got 0", {"eps": 0.0}),
         (ValueError, "dt_rank must be at least 1, got 0", {"dt_rank": 0}),

@@ -19,7 +19,7 @@ from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.resume import resume_config
 from jaxkern.lm.step import loss_fn, make_model
-from tests.language_models import check_gradients, command, loss_float64, random_params
+from tests.language_models import HYBRID, check_gradients, command, loss_float64, random_params
 
 pytestmark = pytest.mark.skipif(
     len(jax.devices()) < 4, reason="the model is split between four devices"
@@ -42,6 +42,7 @@ OTHERS = {
     "mamba2-one": ModelConfig(16, 1, "mamba2", d_state=4, head_dim=8),
     "groups": ModelConfig(16, 2, "mamba2", d_state=4, head_dim=8, n_groups=2),
     "long": ModelConfig(16, 1, d_state=4, d_conv=12),
+    "hybrid": dataclasses.replace(HYBRID, n_layers=4),
 }
 
 
@@ -100,6 +101,7 @@ def stored(placement, tree):
         ("micro-odd", "fsdp=2,tensor=2", 4),
         pytest.param("one", "sequence=2", 16, marks=pytest.mark.exhaustive),
         ("mamba2-one", "tensor=2", 4),
+        ("hybrid", "data=2,fsdp=2", 4),
     ],
 )
 def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, mesh, length):
@@ -107,9 +109,9 @@ def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, me
     gradients = lambda _, grads, opt_state, *args, **options: (grads, opt_state)
     monkeypatch.setattr(jaxkern, "apply", gradients)
     model = (MODELS | OTHERS)[preset]
-    configuration = configured(preset=preset, mesh=mesh, seq_len=length, batch_size=2)
+    configuration = configured(preset=preset, mesh=mesh, seq_len=length, batch_size=4)
     placement = placed(configuration)
-    batch = windows(model.vocab_size, length)[0, :2]
+    batch = windows(model.vocab_size, length)[0, :4]
     step = program.lowered_step(configuration, placement).compile()
     state = begun(configuration, placement)
     state, metrics = step(state, put(placement, batch[None], placement.second_split))

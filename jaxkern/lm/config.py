@@ -216,6 +216,13 @@ class ModelConfig:
             )
         return tuple(pattern) * (self.n_layers // len(pattern))
 
+    @functools.cached_property
+    def pattern(self) -> tuple[str, ...]:
+        """The shortest run of kinds of which `kinds` are repeats."""
+        kinds = self.kinds
+        sizes = (size for size in range(1, len(kinds) + 1) if len(kinds) % size == 0)
+        return next(kinds[:size] for size in sizes if kinds[:size] * (len(kinds) // size) == kinds)
+
     def count(self, kind: str) -> int:
         """How many layers are of a kind."""
         return self.kinds.count(kind)
@@ -223,7 +230,7 @@ class ModelConfig:
     @property
     def hybrid(self) -> bool:
         """Whether there are layers of more than one kind."""
-        return len({*self.kinds}) > 1
+        return len(self.pattern) > 1
 
     @property
     def block(self) -> Block:
