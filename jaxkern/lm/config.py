@@ -216,12 +216,10 @@ class ModelConfig:
             )
         return tuple(pattern) * (self.n_layers // len(pattern))
 
-    @functools.cached_property
+    @property
     def pattern(self) -> tuple[str, ...]:
         """The shortest run of kinds of which `kinds` are repeats."""
-        kinds = self.kinds
-        sizes = (size for size in range(1, len(kinds) + 1) if len(kinds) % size == 0)
-        return next(kinds[:size] for size in sizes if kinds[:size] * (len(kinds) // size) == kinds)
+        return shortest_repeat(self.kinds)
 
     def count(self, kind: str) -> int:
         """How many layers are of a kind."""
@@ -273,6 +271,11 @@ class ModelConfig:
             self.attention_head_dim or self.d_model // queries
         )
 
+    @property
+    def mlp_width(self) -> int:
+        """The inner channels of an MLP."""
+        return self.d_mlp or 4 * self.d_model
+
     def stored(self) -> dict[str, Any]:
         """The shape as a run's files hold it, in values that JSON has."""
         return {name: _in_json(value) for name, value in dataclasses.asdict(self).items()}
@@ -285,6 +288,12 @@ class ModelConfig:
           TypeError, ValueError: it is no shape of a model.
         """
         return ModelConfig(**{name: _from_json(value) for name, value in dict(**stored).items()})
+
+
+def shortest_repeat(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The shortest tuple of which another one is repeats."""
+    sizes = (size for size in range(1, len(kinds) + 1) if len(kinds) % size == 0)
+    return next(kinds[:size] for size in sizes if kinds[:size] * (len(kinds) // size) == kinds)
 
 
 _INFINITE = {"inf": math.inf, "-inf": -math.inf}

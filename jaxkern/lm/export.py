@@ -11,6 +11,7 @@ from jaxkern.lm import checkpoint, data, hf, loader, untrusted
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data import write_atomically
+from jaxkern.lm.hf_layouts import is_hf
 from jaxkern.lm.model import count_params
 from jaxkern.lm.stop import say
 
@@ -131,7 +132,7 @@ def _check_target(folder: Path, like: Path | None) -> None:
         raise RunError(f"--hf {folder} is a file; name a folder")
     if like is not None and folder.exists() and folder.samefile(like):
         raise RunError(f"--hf {folder} is the checkpoint that the run began with; name another")
-    if (folder / hf.CONFIG).exists() and not loader.is_hf(folder):
+    if (folder / hf.CONFIG).exists() and not is_hf(folder):
         raise RunError(
             f"--hf {folder} holds a {hf.CONFIG} that is not of Hugging Face's layout; name another "
             "folder"

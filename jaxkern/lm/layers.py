@@ -202,7 +202,7 @@ class MLP(_Layer):
     """Two products with relu² in between."""
 
     def __init__(self, config: ModelConfig, **options: Any):
-        d, inner = config.d_model, config.d_mlp or 4 * config.d_model
+        d, inner = config.d_model, config.mlp_width
         super().__init__(config, {"up_proj": (d, inner), "down_proj": (inner, d)}, **options)
 
     def __call__(self, x: jax.Array, cache: Any = (), **options: Any) -> Any:
@@ -225,7 +225,7 @@ class SwiGLU(MLP):
     """Two products, of which one is a gate of the other, and a third."""
 
     def __init__(self, config: ModelConfig, **options: Any):
-        d, inner = config.d_model, config.d_mlp or 4 * config.d_model
+        d, inner = config.d_model, config.mlp_width
         shapes = {"gate_proj": (d, inner), "up_proj": (d, inner), "down_proj": (inner, d)}
         _Layer.__init__(self, config, shapes, **options)
 

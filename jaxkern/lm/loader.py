@@ -11,9 +11,10 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkern.lm import checkpoint, data, untrusted
+from jaxkern.lm import checkpoint, data
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import tokenizer as tokenizers
+from jaxkern.lm.hf_layouts import how_to_get, is_hf
 
 try:
     from flax import nnx
@@ -270,23 +271,6 @@ def _check_is_run(run: Path) -> None:
             f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
             "jaxkern sample --hf, or jaxkern.lm.load"
         )
-
-
-def is_hf(folder: Path) -> bool:
-    """Whether a folder holds a config.json of Hugging Face's layout; RunError if it is damaged."""
-    content = untrusted.read_json(folder, "config.json", "configuration of a model") or {}
-    return "format" not in content and "model_type" in content
-
-
-def how_to_get(folder: Path) -> str:
-    """What to do about a folder that does not exist: it may be a name on Hugging Face's hub."""
-    name = folder.as_posix()
-    if len(folder.parts) == 2 and not folder.is_absolute() and folder.parts[0] not in ("..", "."):
-        return (
-            f"if it is a model of Hugging Face's hub, download it, for example by: hf download "
-            f"{name} --local-dir {folder.name} and give the folder {folder.name}"
-        )
-    return "give one that jaxkern train, transformers or hf download has written"
 
 
 def _version(stored: dict[str, Any]) -> str:
