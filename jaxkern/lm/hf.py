@@ -182,11 +182,15 @@ def save(
                 tensor = layout.tensor(config, i, name)
                 tensors[tensor.name] = tensor.back(leaf)
     partial = folder / f"{_WEIGHTS}.partial"
+    partial.unlink(missing_ok=True)
+    partial.touch()
+    usual = partial.stat().st_mode  # by the umask; what safetensors writes is its owner's alone
     save_file(
         {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()},
         partial,
         metadata={"format": "pt"},
     )
+    partial.chmod(usual)
     os.replace(partial, folder / _WEIGHTS)
     for name in (_INDEX, GENERATION, *tokenizer.FILES):
         (folder / name).unlink(missing_ok=True)
@@ -196,7 +200,7 @@ def save(
         for path in Path(like).iterdir():
             known = path.suffix in (".json", ".txt", ".jinja") and path.name not in (CONFIG, _INDEX)
             if known and not path.is_dir() and untrusted.file_in(Path(like), path.name):
-                shutil.copy(path, folder)
+                shutil.copyfile(path, folder / path.name)
     written |= {"num_hidden_layers": config.n_layers} | of_layout
     written |= {
         "vocab_size": config.vocab_size,

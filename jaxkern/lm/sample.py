@@ -27,6 +27,11 @@ from jaxkern.lm.step import make_model
 
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
+_LEAST = 256  # tokens that attention has room for; more are powers of two, each compiled anew
+
+Prompt = str | bytes | Sequence[int]
+Piece = str | list[int]
+"""Text after a text, tokens after tokens."""
 
 
 def decoder(model: ModelConfig) -> nnx.GraphDef:
@@ -38,53 +43,77 @@ def stream(
     graphdef: nnx.GraphDef, params: Any, prompt: str, *, codec: Any = None, **options: Any
 ) -> None:
     """Write the prompt and what follows it to stdout as it is decoded."""
-    sys.stdout.write(prompt)
+    show(prompt)
     for (piece,) in continuations(graphdef, params, codec or Bytes(), [prompt], **options):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        show(piece)
+
+
+def show(text: Any) -> None:
+    """Write a text to stdout; on a terminal without what would control it."""
+    sys.stdout.write(text.translate(_ESCAPED) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+_CONTROLS = {*range(32), *range(127, 160)} - {*b"\n\t"}
+# Bytes that are no UTF-8 are written as they came, and those from 128 to 159 are controls, too.
+_ESCAPED = {code: f"\\x{code:02x}" for code in _CONTROLS}
+_ESCAPED |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 
 
 def continuations(
     graphdef: nnx.GraphDef,
     params: Any,
-    codec: "Bytes | Tokens",
-    prompts: Sequence[str | bytes],
+    codec: "Bytes | Tokens | None",
+    prompts: Sequence[Prompt],
     *,
     stop: Sequence[str] = (),
     timing: "Timing | None" = None,
     **options: Any,
-) -> Iterator[list[str]]:
-    """The texts after prompts, as they are decoded: the next piece of each.
+) -> Iterator[list[Any]]:
+    """What follows prompts, as it is decoded: the next piece of each.
 
     Args:
         graphdef: from `decoder`.
         params: the model's parameters.
-        codec: how text becomes tokens.
-        prompts: texts, which may be empty.
-        stop: texts; a continuation ends before the first that it has whole.
+        codec: how text becomes tokens; ``None`` if all prompts are tokens, and any may be drawn.
+        prompts: texts, which may be empty, and sequences of tokens.
+        stop: texts; a continuation of a text ends before the first that it has whole.
         timing: is told of the tokens that are decoded.
         **options: of `generate_tokens`.
     """
-    stops = _check_stop(stop)
-    ids = [codec.encode(prompt) for prompt in prompts]
-    decode = [codec.decoder(tokens) for tokens in ids]
-    ending = [_Ending(stops) for _ in ids]
-    going = [True] * len(ids)
-    for chunk in generate_tokens(graphdef, params, ids, among=codec.drawn, **options):
+    rows = [_row(codec, prompt, _check_stop(stop)) for prompt in prompts]
+    going = [True] * len(rows)
+    drawn, ends = (None, frozenset()) if codec is None else (codec.drawn, codec.ends)
+    for chunk in generate_tokens(
+        graphdef, params, [ids for ids, _ in rows], among=drawn, **options
+    ):
         if timing is not None:
             timing.add(sum(going) * chunk.shape[1])
-        pieces = [""] * len(ids)
-        for row in filter(going.__getitem__, range(len(ids))):
-            tokens = chunk[row].tolist()
-            end = next((i for i, token in enumerate(tokens) if token in codec.ends), None)
-            text = decode[row](tokens[:end], end is not None)
-            pieces[row], stopped = ending[row](text, end is not None)
-            going[row] = end is None and not stopped
+        pieces: list[Any] = []
+        for row, (_, read) in enumerate(rows):
+            tokens = chunk[row].tolist() if going[row] else []
+            end = next((i for i, token in enumerate(tokens) if token in ends), None)
+            piece, stopped = read(tokens[:end], end is not None)
+            going[row] &= end is None and not stopped
+            pieces.append(piece)
         yield pieces
         if not any(going):
             return
-    last = lambda row: ending[row](decode[row]([], True), True)[0]
-    yield [last(row) if going[row] else "" for row in range(len(ids))]
+    yield [read([], going[row])[0] for row, (_, read) in enumerate(rows)]
+
+
+def _row(codec: Any, prompt: Prompt, stops: Sequence[str]) -> tuple[Any, Callable[..., Any]]:
+    """The tokens of a prompt, and a function (next tokens, whether they are the last) -> a piece.
+
+    That also tells whether the continuation has ended.
+    """
+    if not isinstance(prompt, (str, bytes)):
+        if stops:
+            raise TypeError(f"stop ends texts, and a prompt is of tokens: {prompt!r}")
+        return prompt, lambda tokens, _: (tokens, False)
+    ids = codec.encode(prompt)
+    decode, ending = codec.decoder(ids), _Ending(stops)
+    return ids, lambda tokens, final: ending(decode(tokens, final), final)
 
 
 def _check_stop(stop: Sequence[str]) -> Sequence[str]:
@@ -101,18 +130,22 @@ class _Ending:
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
         self._held = ""  # the end of the text so far, with which one of them may begin
+        self._ended = False
 
     def __call__(self, text: str, final: bool) -> tuple[str, bool]:
         """Takes what comes next; returns what is sure of the text, and whether it has ended."""
+        if self._ended:
+            return "", True
         text = self._held + text
         found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops]
         if found := [each for each in found if each[1] >= 0]:
+            self._ended = True
             return text[: min(found)[1]], True
         starts = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
         held = 0 if final else max(map(len, filter(text.endswith, starts)), default=0)
         sure = len(text) - held
-        self._held = text[sure:]
-        return text[:sure], False
+        self._held, self._ended = text[sure:], final
+        return text[:sure], final
 
 
 class Timing:
@@ -210,18 +243,28 @@ class Tokens:
 
     def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
         """A function (next tokens, whether they are the last) -> the text that they complete."""
-        ids = list(prompt)
-        shown = self._tokenizer.decode(ids)
+        from tokenizers.decoders import DecodeStream
+
+        # A prompt that ends within a character would be written again with its rest.
+        known = None if self.decode(prompt).endswith("\ufffd") else list(prompt)
+        stream, held = DecodeStream(known, skip_special_tokens=True), []
 
         def decode(tokens: Sequence[int], final: bool) -> str:
-            nonlocal shown
-            ids.extend(tokens)
-            text = self._tokenizer.decode(ids)
-            # A character of several tokens is not to be shown in part.
-            if text.endswith("\ufffd") and not final:
-                return ""
-            new, shown = text[len(shown) :], text
-            return new
+            nonlocal stream
+            text = ""
+            for token in tokens:
+                held.append(token)
+                try:
+                    piece = stream.step(self._tokenizer, token)
+                except Exception:  # bytes that are no UTF-8 can change the text before them
+                    stream, piece = DecodeStream(skip_special_tokens=True), self.decode(held)
+                if piece is not None:
+                    text += piece
+                    held.clear()
+            if final and held:
+                text += self.decode(held)
+                held.clear()
+            return text
 
         return decode
 
@@ -287,7 +330,7 @@ def _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, st
     keys = jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(
         jnp.arange(seed, seed + len(ids), dtype=jnp.uint32)
     )
-    logits, state = _read(graphdef, params, ids)
+    logits, state = _read(graphdef, params, ids, length)
 
     def decode(start: int) -> jax.Array:
         nonlocal logits, state
@@ -353,8 +396,8 @@ def _check_options(length, temperature, top_k, top_p, seed) -> tuple[int, float,
     return length, float(temperature), top_k, float(top_p), whole("seed", seed, 0, 2**31)
 
 
-def _read(graphdef, params, ids: list[np.ndarray]) -> tuple[jax.Array, Any]:
-    """Read prompts; logits (B, V) after the last token of each, and the state.
+def _read(graphdef, params, ids: list[np.ndarray], more: int) -> tuple[jax.Array, Any]:
+    """Read prompts; logits (B, V) after the last token of each, and the state, for `more` tokens.
 
     Padded to few lengths, as each is compiled.
     """
@@ -362,6 +405,9 @@ def _read(graphdef, params, ids: list[np.ndarray]) -> tuple[jax.Array, Any]:
     length = max(16, 1 << (longest - 1).bit_length())
     if longest > _PART:
         length = -(-longest // _PART) * _PART
+    room = None
+    if "attention" in nnx.merge(graphdef, params).config.kinds:
+        room = max(_LEAST, 1 << (longest + more + _CHUNK - 1).bit_length())
     tokens, mask = np.zeros((len(ids), length), np.int32), np.zeros((len(ids), length), bool)
     for row, prompt in enumerate(ids):
         tokens[row, length - len(prompt) :] = prompt
@@ -370,14 +416,16 @@ def _read(graphdef, params, ids: list[np.ndarray]) -> tuple[jax.Array, Any]:
     state: Any = None
     for start in range(0, length, _PART):
         part = np.s_[:, start : start + _PART]
-        logits, state = _prefill(graphdef, params, tokens[part], mask[part], state)
+        logits, state = _prefill(graphdef, params, tokens[part], mask[part], state, room)
     return logits, state
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _prefill(graphdef, params, tokens, mask, state):
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _prefill(graphdef, params, tokens, mask, state, room):
+    model = nnx.merge(graphdef, params)
     with _exactly():
-        return nnx.merge(graphdef, params).prefill(tokens, state, mask=mask)
+        state = model.init_state(len(tokens), room) if state is None else state
+        return model.prefill(tokens, state, mask=mask)
 
 
 @functools.partial(
