@@ -221,7 +221,7 @@ def test_load_takes_other_spellings_shards_a_stored_head_and_bfloat16(tmp_path):
 
 
 WRONG = [
-    ({"model_type": "mamba3"}, "model_type is 'mamba3', and here it is 'mamba' or 'mamba2'"),
+    ({"model_type": "mamba3"}, "model_type is 'mamba3', and here it is 'mamba', 'mamba2',"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
     ({"rms_norm": False}, "rms_norm is False"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
@@ -231,7 +231,7 @@ WRONG = [
     ({"tie_word_embeddings": False}, "the weights have no lm_head.weight"),
     ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon is '1e-5', and must be a number"),
     ({"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0, and must be a number above 0"),
-    ({"time_step_rank": 9}, "the weights have shapes {'blocks.x_proj': (2, 72, 12), "),
+    ({"time_step_rank": 9}, "the weights have shapes {'blocks.dt_proj': (2, 2, 72)"),
     ({"time_step_rank": "x"}, "time_step_rank is 'x', and must be \"auto\" or a whole number"),
     ({"intermediate_size": 9}, "intermediate_size is 9, and here it is a multiple of hidden"),
     ({"hidden_size": "x"}, "hidden_size is 'x', and must be a whole number, at least 1"),
@@ -242,19 +242,19 @@ WRONG = [
     ({"vocab_size": 2**25}, "vocab_size is 33554432, and must be a whole number, at most 16777216"),
     ({"transformers_weights": "a"}, "transformers_weights is 'a', and here it is 'model.safe"),
     ({"vocab_size": 1099}, "'embedding': (1100, 24)"),
-    ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2.norm.weight"),
+    ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2.mixer.A_log"),
     ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
 ]
 WRONG2 = [
     ({"num_heads": 5}, "num_heads · head_dim is 40, and here it is expand · hidden_size, 48"),
-    ({"n_groups": 4}, "config.json: n_groups is 4, and here it divides num_heads, 6"),
-    ({"n_groups": 1}, "the weights have shapes {'blocks.in_proj': (2, 24, 122), "),
+    ({"n_groups": 4}, "config.json: n_groups must divide the heads, expand · d_model / head_dim = 6"),
+    ({"n_groups": 1}, "the weights have shapes {'blocks.conv_bias': (2, 68), "),
     ({"time_step_limit": [0.1, True]}, "time_step_limit is [0.1, True], and must be two numbers"),
     ({"time_step_limit": [0.1]}, "time_step_limit is [0.1], and must be two numbers in order"),
     ({"time_step_limit": [1.0, "inf"]}, "time_step_limit is [1.0, 'inf'], and must be two"),
     ({"time_step_limit": [2, 1]}, "time_step_limit is [2, 1], and must be two numbers in"),
     ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
-    (CONFIG | {"tie_word_embeddings": False}, "the weights have no backbone.layers.0.mixer.x_"),
+    (CONFIG | {"tie_word_embeddings": False}, "the weights have no backbone.layers.0.mixer."),
 ]
 
 

@@ -3,43 +3,18 @@
     theirs, layer by layer                     ours, the layers of a kind stacked
     backbone.embeddings.weight  (V, D)         embedding            (V, D)
     backbone.norm_f.weight      (D,)           norm                 (D,)
-    lm_head.weight              (V, D)         head                 (D, V)          untied
+    lm_head.weight              (V, D)         head                 (D, V)          if untied
     backbone.layers.I.
       norm.weight               (D,)           blocks.norm          (layers, D)
       mixer.in_proj.weight      (K, D)         blocks.in_proj       (layers, D, K)
-      mixer.conv1d.weight       (U, 1, W)      blocks.conv_weight   (layers, U, W)
-      mixer.conv1d.bias         (U,)           blocks.conv_bias     (layers, U)     use_conv_bias
-      mixer.A_log, mixer.D                     blocks.A_log, blocks.D
-      mixer.out_proj.weight     (D, E)         blocks.out_proj      (layers, E, D)
-      mixer.in_proj.bias        (K,)           blocks.in_bias       (layers, K)     use_bias
-      mixer.out_proj.bias       (D,)           blocks.out_bias      (layers, D)     use_bias
+      …
 
-    Mamba, K = 2 E, U = E
-      mixer.x_proj.weight       (R + 2 N, E)   blocks.x_proj        (layers, E, R + 2 N)
-      mixer.dt_proj.weight      (E, R)         blocks.dt_proj       (layers, R, E)
-      mixer.dt_proj.bias        (E,)           blocks.dt_bias       (layers, E)
-
-    Mamba-2, K = 2 E + 2 G N + H, U = E + 2 G N
-      mixer.dt_bias             (H,)           blocks.dt_bias       (layers, H)
-      mixer.norm.weight         (E,)           blocks.norm_weight   (layers, E)
-
-    Nemotron-H: blocks.mamba2 has the above, blocks.attention and blocks.mlp
-      mixer.q_proj.weight       (K, D)         q_proj               (layers, D, K)  k, v, o likewise
-      mixer.up_proj.weight      (F, D)         up_proj              (layers, D, F)  down likewise
-
-    Bamba: a layer has a block in `mamba.` or attention in `self_attn.`, and an MLP
-      input_layernorm.weight    (D,)           norm of either       (layers, D)
-      pre_ff_layernorm.weight   (D,)           swiglu.norm          (layers, D)
-      feed_forward.up_proj.weight (F, D)       swiglu.up_proj       (layers, D, F)  gate, down too
-
-Biases and an output layer of its own are there where config.json says ``use_bias``,
-``use_conv_bias`` and ``tie_word_embeddings: false``; a tied output layer is the embedding,
-transposed. ``model_type`` names the class (:mod:`jaxkern.lm.hf_layouts`): ``mamba``, ``mamba2``,
-``nemotron_h`` or ``bamba``, as in what ``save_pretrained`` of transformers writes. The norm inside
-a Mamba-2 block normalises each of the ``n_groups`` groups of channels by itself, as mamba_ssm and
-the newest transformers do; earlier ones normalised all channels together. What config.json says of
-initial values (``initializer_range``, ``time_step_max`` and the like) and of how transformers runs
-the model does not matter here; the residual stream is always float32.
+The tensors of each kind of layer, and the names that Bamba has, stand in
+:mod:`jaxkern.lm.hf_layouts`; of a hybrid, `blocks` has a table for each kind. What config.json says
+of initial values (``initializer_range`` and the like) and of how transformers runs the model does
+not matter here; the residual stream is always float32. The norm inside a Mamba-2 block normalises
+each of the ``n_groups`` groups of channels by itself, as mamba_ssm and the newest transformers do;
+earlier ones normalised all channels together.
 
 As in transformers a ``model.safetensors`` comes before an index of several files, names may lack
 ``backbone.``, and a tied embedding may be stored as ``lm_head.weight`` alone. What begins and ends
@@ -163,7 +138,7 @@ def save(
         of this shape, or `like` is `folder`.
     """
     folder, layout = Path(folder), layout_of(config)
-    of_layout = layout.write(config)
+    of_layout = layout.content(config)
     if like is not None and folder.exists() and folder.samefile(like):
         raise ValueError(f"like is {like}, the folder that is written; give another folder")
     if difference := _difference(params, _shapes(config)):
@@ -171,10 +146,10 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     embedding, norm = layout.outer
     tensors = {embedding: np.asarray(params["embedding"]), norm: np.asarray(params["norm"])}
-    tied = config.tie_embeddings and layout.tied is not None
-    if not tied:
-        head = params.get("head")
-        tensors[_HEAD] = tensors[embedding] if head is None else np.transpose(head)
+    if not config.tie_embeddings:
+        tensors[_HEAD] = np.transpose(params["head"])
+    elif layout.copied_head:
+        tensors[_HEAD] = tensors[embedding]
     for kind, stack in _stacks(config, params).items():
         layers = [i for i, each in enumerate(config.kinds) if each == kind]
         for name, stacked in stack.items():
@@ -201,15 +176,7 @@ def save(
             known = path.suffix in (".json", ".txt", ".jinja") and path.name not in (CONFIG, _INDEX)
             if known and not path.is_dir() and untrusted.file_in(Path(like), path.name):
                 shutil.copyfile(path, folder / path.name)
-    written |= {"num_hidden_layers": config.n_layers} | of_layout
-    written |= {
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": tied,
-        layout.eps: config.eps,
-        "model_type": layout.model_type,
-        "architectures": [layout.architecture],
-        "dtype": str(tensors[embedding].dtype),
-    }
+    written |= of_layout | {"dtype": str(tensors[embedding].dtype)}
     written.pop("torch_dtype", None)
     write_atomically(folder / CONFIG, json.dumps(written, indent=2, sort_keys=True) + "\n")
 
@@ -234,14 +201,8 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
     Raises:
       RunError: it is not one that the model here can be.
     """
-    layout, values = _layout(config), Values(config)
     try:
-        return ModelConfig(
-            **layout.read(values),
-            vocab_size=values.size("vocab_size"),
-            tie_embeddings=values.flag("tie_word_embeddings", layout.tied or False),
-            eps=values.positive(layout.eps, 1e-5),
-        )
+        return _layout(config).shape(Values(config))
     except ValueError as error:  # of values that do not fit one another
         raise RunError(f"{CONFIG}: {error}") from None
 

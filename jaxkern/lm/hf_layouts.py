@@ -1,11 +1,15 @@
 """How transformers stores each kind of language model: the keys of config.json, the tensors' names.
 
-What all have in common stands in :mod:`jaxkern.lm.hf`, and so do the tables of both. Mamba and
-Mamba-2 have one block a layer. A layer of Nemotron-H is a Mamba-2 block, attention without
-rotations, or an MLP with relu². One of Bamba is a Mamba-2 block or attention, of which half of each
-head is rotated, and an MLP with a gate: here these are two layers.
+    model_type   a layer of theirs is                         here
+    mamba        a Mamba block                                mamba
+    mamba2       a Mamba-2 block                              mamba2
+    nemotron_h   such a block, attention, or an MLP (relu²)   mamba2, attention or mlp
+    bamba        such a block or attention, and a gated MLP   mamba2 or attention, and swiglu
+
+Attention in Nemotron-H has no positions; in Bamba part of each head is rotated by them.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -39,9 +43,6 @@ def how_to_get(folder: Path) -> str:
     return "give one that jaxkern train, transformers or hf download has written"
 
 
-# Tensors
-
-
 class Tensor(NamedTuple):
     """A tensor of a layer, and how theirs becomes ours and ours theirs."""
 
@@ -50,27 +51,17 @@ class Tensor(NamedTuple):
     back: Callable[[np.ndarray], np.ndarray] = np.asarray
 
 
-def _matrix(name: str) -> Tensor:
-    """A matrix that multiplies from the left."""
-    return Tensor(f"{name}.weight", np.transpose, np.transpose)
-
-
-def _filter(name: str) -> Tensor:
-    """A filter (channels, 1, W) of one group a channel."""
-    return Tensor(name, lambda theirs: np.squeeze(theirs, 1), lambda ours: ours[:, None])
-
-
 def _matrices(*names: str) -> dict[str, Tensor]:
-    return {name: _matrix(name) for name in names}
+    """Matrices that multiply from the left."""
+    return {name: Tensor(f"{name}.weight", np.transpose, np.transpose) for name in names}
 
 
-_BLOCK = _matrices("in_proj", "out_proj") | {
-    "in_bias": Tensor("in_proj.bias"),
-    "conv_weight": _filter("conv1d.weight"),
+_BLOCK = {name: Tensor(name) for name in ("A_log", "D")} | _matrices("in_proj", "out_proj")
+_BLOCK |= {"in_bias": Tensor("in_proj.bias"), "out_bias": Tensor("out_proj.bias")}
+_BLOCK |= {
+    # A filter (channels, 1, W) has one group a channel.
+    "conv_weight": Tensor("conv1d.weight", lambda w: np.squeeze(w, 1), lambda w: w[:, None]),
     "conv_bias": Tensor("conv1d.bias"),
-    "A_log": Tensor("A_log"),
-    "D": Tensor("D"),
-    "out_bias": Tensor("out_proj.bias"),
 }
 _TENSORS = {
     "mamba": _BLOCK | _matrices("x_proj", "dt_proj") | {"dt_bias": Tensor("dt_proj.bias")},
@@ -82,21 +73,14 @@ _TENSORS = {
 """The tensors of a layer of each kind, by the names of its parameters."""
 
 
-# config.json
-
-
+@dataclasses.dataclass(frozen=True)
 class Values:
-    """The values of config.json, each checked when it is read.
+    """The values of config.json, each checked when it is read; RunError names a wrong one."""
 
-    Raises:
-      RunError: a value is missing or of another type; it names the key and the value.
-    """
-
-    def __init__(self, config: Mapping[str, Any]):
-        self._config = config
+    content: Mapping[str, Any]
 
     def size(self, name: str, default: int | None = None, rule: str = "a whole number") -> int:
-        value = self._config.get(name, default)
+        value = self.content.get(name, default)
         if value is None:
             raise RunError(f"{CONFIG} does not say {name}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -106,51 +90,26 @@ class Values:
         return value
 
     def size_or_auto(self, name: str) -> int | None:
-        if self._config.get(name, "auto") == "auto":
+        if self.content.get(name, "auto") == "auto":
             return None
         return self.size(name, rule='"auto" or a whole number')
 
-    def given(self, name: str) -> Any:
-        return self._config.get(name)
-
-    def text(self, name: str, default: str) -> str:
-        value = self._config.get(name, default)
-        if not isinstance(value, str):
-            raise self._wrong(name, value, "a text")
-        return value
-
-    def list_of(self, kind: type, name: str) -> list[Any] | None:
-        """A list of texts or whole numbers; ``None`` if there is none."""
-        value = self._config.get(name)
-        if value is not None and not (
-            isinstance(value, list) and all(type(each) is kind for each in value)
-        ):
-            told = {str: "texts", int: "whole numbers"}[kind]
-            raise self._wrong(name, value, f"a list of {told}")
-        return value
-
-    def table(self, name: str) -> "Values":
-        value = self._config.get(name) or {}
-        if not isinstance(value, dict):
-            raise self._wrong(name, value, "a table")
-        return Values(value)
-
     def flag(self, name: str, default: bool) -> bool:
-        value = self._config.get(name, default)
+        value = self.content.get(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
         return value
 
     def positive(self, name: str, default: float) -> float:
-        value = self._config.get(name, default)
+        value = self.content.get(name, default)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:
             raise self._wrong(name, value, f"a number above 0, such as {default:g}")
         return value
 
-    def limits(self, name: str) -> tuple[float, float]:
+    def limits(self, name: str, default: tuple[float, float]) -> tuple[float, float]:
         """Two numbers in order; transformers spells infinity as a table since its version 5."""
-        value = self._config.get(name, [0.0, math.inf])
+        value = self.content.get(name, [*default])
         known = {"Infinity": math.inf, "-Infinity": -math.inf}
         spelled = lambda v: known.get(str(v.get("__float__"))) if isinstance(v, dict) else v
         match [spelled(each) for each in value] if isinstance(value, list) else []:
@@ -159,9 +118,24 @@ class Values:
                     return low, high
         raise self._wrong(name, value, "two numbers in order, such as [0.0, Infinity]")
 
+    def list_of(self, kind: type, name: str) -> list[Any]:
+        value = self.content.get(name) or []
+        if not isinstance(value, list) or not all(type(each) is kind for each in value):
+            raise self._wrong(name, value, f"a list of {'texts' if kind is str else 'numbers'}")
+        return value
+
     @staticmethod
     def _wrong(name: str, value: Any, rule: str) -> RunError:
         return RunError(f"{CONFIG}: {name} is {value!r}, and must be {rule}")
+
+
+class Key(NamedTuple):
+    """A key of config.json: the field of :class:`ModelConfig`, its check and default."""
+
+    name: str
+    field: str
+    check: Callable[..., Any]  # of Values
+    default: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,26 +146,26 @@ class Layout:
       model_type: what config.json calls it.
       architecture: the class of transformers.
       kinds: what a layer can be, and how its tensors' names and that of its norm begin.
-      read: the values of config.json -> the fields of :class:`ModelConfig` of this class alone.
-      write: a model's shape -> the keys of config.json for these.
-      tied: whether the output layer is the embedding if config.json does not say; ``None`` if it
-        cannot be, and is a copy of it where a model's is.
-      outer: the names of the embedding and the last norm; what is before the first dot begins all.
-      eps: the key of the norms' epsilon.
-      halves: how many layers here are one of theirs.
+      keys: the keys of config.json that are a field of the model's shape.
+      heads: the keys of Mamba-2's heads and of their channels; ``None`` for Mamba.
+      read, write: the other fields, from what the keys say, and the other keys.
       fixed: what config.json may say otherwise, and the models here cannot be.
+      copied_head: whether the output layer is stored where it is the embedding, too.
+      outer: the names of the embedding and of the last norm.
+      halves: how many layers here are one of theirs.
     """
 
     model_type: str
     architecture: str
     kinds: Mapping[str, tuple[str, str]]
-    read: Callable[[Values], dict[str, Any]]
+    keys: tuple[Key, ...]
+    heads: tuple[str, str] | None
+    read: Callable[[Values, dict[str, Any]], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
-    tied: bool | None
+    fixed: Mapping[str, tuple[Any, ...]]
+    copied_head: bool = False
     outer: tuple[str, str] = ("backbone.embeddings.weight", "backbone.norm_f.weight")
-    eps: str = "layer_norm_epsilon"
     halves: int = 1
-    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -199,53 +173,78 @@ class Layout:
 
     def tensor(self, config: ModelConfig, layer: int, name: str) -> Tensor:
         """The tensor that a parameter of a layer is stored as."""
-        kind = config.kinds[layer]
-        inside, norm = self.kinds[kind]
-        found = Tensor(norm) if name == "norm" else _TENSORS[kind][name]
+        inside, norm = self.kinds[config.kinds[layer]]
+        found = Tensor(norm) if name == "norm" else _TENSORS[config.kinds[layer]][name]
         inside = "" if name == "norm" else f"{inside}."
-        return found._replace(
-            name=f"{self.prefix}layers.{layer // self.halves}.{inside}{found.name}"
-        )
+        at = f"{self.prefix}layers.{layer // self.halves}.{inside}{found.name}"
+        return found._replace(name=at)
 
     def holds(self, config: ModelConfig) -> bool:
         """Whether a model of this shape can be stored so."""
-        if self.halves == 2:
-            pairs = zip(config.kinds[::2], config.kinds[1::2], strict=True)
-            return config.n_layers % 2 == 0 and all(
-                first in ("mamba2", "attention") and second == "swiglu" for first, second in pairs
+        kinds, rotates = config.kinds, self.halves == 2
+        if "attention" in kinds and rotates != bool(config.rotary_dim):
+            return False
+        gated = [kind == "swiglu" for kind in kinds] == [False, True] * (len(kinds) // 2)
+        return {*kinds} <= self.kinds.keys() and (gated or not rotates)
+
+    def shape(self, values: Values) -> ModelConfig:
+        """The shape of the model that config.json describes, with no field that a default is."""
+        fields = {key.field: key.check(values, key.name, key.default) for key in self.keys}
+        if self.heads:
+            heads, inner = self.heads, fields["expand"] * fields["d_model"]
+            count = values.size(heads[0], 128)
+            head_dim = values.size_or_auto(heads[1]) or inner // count
+            if count * head_dim != inner:
+                raise RunError(
+                    f"{CONFIG}: {' · '.join(heads)} is {count * head_dim}, and here it is expand · "
+                    f"hidden_size, {inner}"
+                )
+            fields["head_dim"] = head_dim
+        config = ModelConfig(**fields | self.read(values, fields))
+        for name in ("d_state", "dt_rank", "n_heads", "n_kv_heads", "attention_head_dim", "d_mlp"):
+            with contextlib.suppress(ValueError):  # of a default that does not fit the others
+                less = dataclasses.replace(config, **{name: None})
+                config = less if _whole(less) == _whole(config) else config
+        return config
+
+    def content(self, config: ModelConfig) -> dict[str, Any]:
+        """The keys of config.json for a model of this shape.
+
+        Raises:
+          ValueError: transformers has no such model.
+        """
+        whole, heads = _whole(config), self.heads
+        if heads and config.norm_groups not in (None, config.n_groups):
+            raise ValueError(
+                f"norm_groups is {config.norm_groups}, and transformers normalises as many groups "
+                f"of channels as share B and C; it must be None or n_groups, {config.n_groups}"
             )
-        rotated = "attention" in config.kinds and config.rotary_dim
-        return {*config.kinds} <= self.kinds.keys() and not rotated
+        if heads and config.norm_eps not in (None, config.eps):
+            raise ValueError(
+                f"norm_eps is {config.norm_eps:g} and eps {config.eps:g}, and transformers has one "
+                "epsilon for all norms; they must be equal"
+            )
+        found = {key.name: whole[key.field] for key in self.keys}
+        if heads:
+            found |= dict(zip(heads, (whole["heads"], config.head_dim), strict=True))
+        known = {name: values[0] for name, values in self.fixed.items()}
+        if self.copied_head:
+            known["tie_word_embeddings"] = False
+        told = {"model_type": self.model_type, "architectures": [self.architecture]}
+        return known | told | found | self.write(config)
 
 
-def _write_eps(config: ModelConfig) -> None:
-    """Refuses norms in Mamba-2 blocks that transformers has not."""
-    if config.norm_groups not in (None, config.n_groups):
-        raise ValueError(
-            f"norm_groups is {config.norm_groups}, and transformers normalises as many groups of "
-            f"channels as share B and C; it must be None or n_groups, {config.n_groups}"
-        )
-    if config.norm_eps not in (None, config.eps):
-        raise ValueError(
-            f"norm_eps is {config.norm_eps:g} and eps {config.eps:g}, and transformers has one "
-            "epsilon for all norms; they must be equal"
-        )
+def _whole(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a model's shape with what a default is, and the heads of Mamba-2."""
+    (queries, keys), width = config.heads
+    named: dict[str, Any] = {"n_heads": queries, "n_kv_heads": keys, "attention_head_dim": width}
+    for name, inside in (("dt_rank", "rank"), ("heads", "heads"), ("d_state", "d_state")):
+        named[name] = getattr(config.sizes, inside, None)
+    limits = {"dt_limit": list(config.dt_limit), "d_mlp": config.mlp_width}
+    return {name: getattr(config, name) for name in _FIELDS} | named | limits
 
 
-def _multiple(name: str, inner: int, width: int) -> int:
-    """The multiple of the model's width that its blocks have inside."""
-    if inner % width:
-        raise RunError(
-            f"{CONFIG}: {name} is {inner}, and here it is a multiple of hidden_size, {width}"
-        )
-    return inner // width
-
-
-def _groups(values: Values, name: str, default: int, heads_name: str, heads: int) -> int:
-    groups = values.size(name, default)
-    if heads % groups:
-        raise RunError(f"{CONFIG}: {name} is {groups}, and here it divides {heads_name}, {heads}")
-    return groups
+_FIELDS = [field.name for field in dataclasses.fields(ModelConfig)]
 
 
 def _layers(kinds: tuple[str, ...]) -> dict[str, Any]:
@@ -255,250 +254,147 @@ def _layers(kinds: tuple[str, ...]) -> dict[str, Any]:
     return {"layers": told, "n_layers": len(kinds)}
 
 
-# Mamba and Mamba-2: a layer is a block
-
-
-def _read(values: Values, kind: str, d_state: int) -> dict[str, Any]:
-    states = values.size("state_size", d_state)
-    return {
-        "layers": kind,
-        "n_layers": values.size("num_hidden_layers"),
-        "d_model": values.size("hidden_size"),
-        "expand": values.size("expand", 2),
-        "d_state": None if states == d_state else states,
-        "d_conv": values.size("conv_kernel", 4),
-        "use_bias": values.flag("use_bias", False),
-        "use_conv_bias": values.flag("use_conv_bias", True),
-    }
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "hidden_size": config.d_model,
-        "expand": config.expand,
-        "state_size": config.sizes.d_state,
-        "conv_kernel": config.d_conv,
-        "use_bias": config.use_bias,
-        "use_conv_bias": config.use_conv_bias,
-        "hidden_act": "silu",
-    }
-
-
-def _read_mamba(values: Values) -> dict[str, Any]:
-    read = _read(values, "mamba", 16)
-    width = read["d_model"]
-    inner = values.size("intermediate_size", width * read["expand"])
-    rank = values.size_or_auto("time_step_rank")
-    return read | {
-        "expand": _multiple("intermediate_size", inner, width),
-        "dt_rank": None if rank == math.ceil(width / 16) else rank,
-    }
-
-
-def _write_mamba(config: ModelConfig) -> dict[str, Any]:
-    sizes: Any = config.sizes
-    return _write(config) | {"intermediate_size": sizes.d_inner, "time_step_rank": sizes.rank}
-
-
-def _read_mamba2(values: Values) -> dict[str, Any]:
-    read = _read(values, "mamba2", 128)
-    heads, head_dim = values.size("num_heads", 128), values.size("head_dim", 64)
-    inner = read["expand"] * read["d_model"]
-    if heads * head_dim != inner:
-        raise RunError(
-            f"{CONFIG}: num_heads · head_dim is {heads * head_dim}, and here it is expand · "
-            f"hidden_size, {inner}"
-        )
-    return read | {
-        "head_dim": head_dim,
-        "n_groups": _groups(values, "n_groups", 8, "num_heads", heads),
-        "dt_limit": values.limits("time_step_limit"),
-    }
-
-
-def _write_mamba2(config: ModelConfig) -> dict[str, Any]:
-    _write_eps(config)
-    sizes: Any = config.sizes
-    return _write(config) | {
-        "num_heads": sizes.heads,
-        "head_dim": config.head_dim,
-        "n_groups": config.n_groups,
-        "time_step_limit": list(config.dt_limit),
-    }
+def _keys(d_state: int, tied: bool | None = None) -> tuple[Key, ...]:
+    """The keys that Mamba, Mamba-2 and Nemotron-H have in common."""
+    common = [
+        Key("hidden_size", "d_model", Values.size, None),
+        Key("vocab_size", "vocab_size", Values.size, None),
+        Key("expand", "expand", Values.size, 2),
+        Key("state_size", "d_state", Values.size, d_state),
+        Key("conv_kernel", "d_conv", Values.size, 4),
+        Key("use_bias", "use_bias", Values.flag, False),
+        Key("use_conv_bias", "use_conv_bias", Values.flag, True),
+        Key("layer_norm_epsilon", "eps", Values.positive, 1e-5),
+    ]
+    if tied is not None:
+        common.append(Key("tie_word_embeddings", "tie_embeddings", Values.flag, tied))
+        common.append(Key("num_hidden_layers", "n_layers", Values.size, None))
+    return tuple(common)
 
 
 _SILU = ("silu", "swish")
+_GROUPS = Key("n_groups", "n_groups", Values.size, 8)
+_LIMIT = Key("time_step_limit", "dt_limit", Values.limits, (0.0, math.inf))
+_ATTENTION = (
+    Key("num_attention_heads", "n_heads", Values.size, 32),
+    Key("num_key_value_heads", "n_kv_heads", Values.size, 8),
+)
+
+
+def _read_mamba(values: Values, fields: dict[str, Any]) -> dict[str, Any]:
+    width = fields["d_model"]
+    inner = values.size("intermediate_size", width * fields["expand"])
+    if inner % width:
+        raise RunError(
+            f"{CONFIG}: intermediate_size is {inner}, and here it is a multiple of hidden_size, "
+            f"{width}"
+        )
+    return {"expand": inner // width, "dt_rank": values.size_or_auto("time_step_rank")}
+
+
 MAMBA = Layout(
     *("mamba", "MambaForCausalLM", {"mamba": ("mixer", "norm.weight")}),
-    *(_read_mamba, _write_mamba, True),
+    keys=_keys(16, tied=True),
+    heads=None,
+    read=_read_mamba,
+    write=lambda config: {
+        "intermediate_size": config.expand * config.d_model,
+        "time_step_rank": _whole(config)["dt_rank"],
+    },
     fixed={"hidden_act": _SILU, "rms_norm": (True,)},
 )
 MAMBA2 = Layout(
     *("mamba2", "Mamba2ForCausalLM", {"mamba2": ("mixer", "norm.weight")}),
-    *(_read_mamba2, _write_mamba2, False),
+    keys=(*_keys(128, tied=False), _GROUPS, _LIMIT),
+    heads=("num_heads", "head_dim"),
+    read=lambda values, fields: {"layers": "mamba2"},
+    write=lambda config: {},
     fixed=MAMBA.fixed,
 )
 
-
-# Nemotron-H: a layer is a Mamba-2 block, attention or an MLP
-
 _NEMOTRON = {"M": "mamba2", "*": "attention", "-": "mlp"}
 _NAMES = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
-_NAMES |= {"mlp": "-", "moe": "E"}  # of lists, those before transformers 5, too
+_NAMES |= {"mlp": "-"}
 
 
-def _read_nemotron_h(values: Values) -> dict[str, Any]:
+def _read_nemotron_h(values: Values, fields: dict[str, Any]) -> dict[str, Any]:
+    """Of a list of names, or before transformers 5 of a text of a letter each."""
     listed = values.list_of(str, "layers_block_type")
-    pattern = (
-        values.text("hybrid_override_pattern", "")
-        if listed is None
-        else "".join(_NAMES.get(name, "?") for name in listed)
-    )
-    if not pattern or not {*pattern} <= _NEMOTRON.keys():
-        name = "hybrid_override_pattern" if listed is None else "layers_block_type"
+    letters = [_NAMES.get(name, "?") for name in listed]
+    letters = letters or [*str(values.content.get("hybrid_override_pattern") or "?")]
+    if not {*letters} <= _NEMOTRON.keys():
         raise RunError(
-            f"{CONFIG}: {name} is {pattern if listed is None else listed!r}, and here layers are "
+            f"{CONFIG}: the layers are {listed or ''.join(letters)!r}, and here they are "
             "linear_attention (M), full_attention (*) and mlp (-)"
         )
-    width, states = values.size("hidden_size"), values.size("ssm_state_size", 128)
-    heads, head_dim = values.size("mamba_num_heads", 128), values.size("mamba_head_dim", 64)
-    return {
-        "d_model": width,
-        **_layers(tuple(_NEMOTRON[letter] for letter in pattern)),
-        "d_state": None if states == 128 else states,
-        "d_conv": values.size("conv_kernel", 4),
-        "expand": _multiple("mamba_num_heads · mamba_head_dim", heads * head_dim, width),
-        "head_dim": head_dim,
-        "n_groups": _groups(values, "n_groups", 8, "mamba_num_heads", heads),
-        "dt_limit": (values.positive("time_step_min", 1e-3), math.inf),
-        "use_bias": values.flag("use_bias", False),
-        "use_conv_bias": values.flag("use_conv_bias", True),
-        "n_heads": (attention := values.size("num_attention_heads", 32)),
-        "n_kv_heads": values.size("num_key_value_heads", min(8, attention)),
-        "attention_head_dim": values.size("head_dim", 128),
-        "d_mlp": values.size("intermediate_size", 21504),
-    }
+    low = values.positive("time_step_min", 1e-3)  # transformers leaves time_step_limit out
+    layers = _layers(tuple(_NEMOTRON[letter] for letter in letters))
+    return {"dt_limit": (low, math.inf), "tie_embeddings": False, **layers}
 
 
 def _write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
-    _write_eps(config)
-    if not config.dt_limit[0] > 0 or config.dt_limit[1] != math.inf:
+    low, high = config.dt_limit
+    if not low or high != math.inf:
         raise ValueError(
             f"dt_limit is {config.dt_limit}, and Nemotron-H's is a number above 0 and infinity, "
             "such as (1e-3, inf)"
         )
-    names = {"mamba2": "linear_attention", "attention": "full_attention", "mlp": "mlp"}
     letters = {kind: letter for letter, kind in _NEMOTRON.items()}
-    (queries, keys), width = config.heads
-    sizes: Any = config.sizes
+    names = {letter: name for name, letter in reversed(_NAMES.items())}
+    pattern = "".join(letters[kind] for kind in config.kinds)
     return {
-        "hidden_size": config.d_model,
-        "layers_block_type": [names[kind] for kind in config.kinds],
-        "hybrid_override_pattern": "".join(letters[kind] for kind in config.kinds),
+        "layers_block_type": [names[letter] for letter in pattern],
+        "hybrid_override_pattern": pattern,
         "num_hidden_layers": config.n_layers,
-        "ssm_state_size": sizes.d_state,
-        "conv_kernel": config.d_conv,
-        "expand": config.expand,
-        "mamba_num_heads": sizes.heads,
-        "mamba_head_dim": config.head_dim,
-        "n_groups": config.n_groups,
-        "time_step_min": config.dt_limit[0],
-        "use_bias": config.use_bias,
+        "time_step_min": low,
         "mamba_proj_bias": config.use_bias,
-        "use_conv_bias": config.use_conv_bias,
-        "num_attention_heads": queries,
-        "num_key_value_heads": keys,
-        "head_dim": width,
-        "intermediate_size": config.mlp_width,
-        "mlp_hidden_act": "relu2",
-        "mamba_hidden_act": "silu",
     }
 
 
 NEMOTRON_H = Layout(
     *("nemotron_h", "NemotronHForCausalLM"),
     dict.fromkeys(_NEMOTRON.values(), ("mixer", "norm.weight")),
-    *(_read_nemotron_h, _write_nemotron_h, None),
-    fixed={
-        "mlp_hidden_act": ("relu2",),
-        "mamba_hidden_act": _SILU,
-        "mlp_bias": (False,),
-        "attention_bias": (False,),
-        "sliding_window": (None,),
-        "tie_word_embeddings": (False,),
-    },
+    keys=(
+        *(k._replace(name="ssm_state_size") if k.field == "d_state" else k for k in _keys(128)),
+        *(_GROUPS, *_ATTENTION, Key("head_dim", "attention_head_dim", Values.size, 128)),
+        Key("intermediate_size", "d_mlp", Values.size, 21504),
+    ),
+    heads=("mamba_num_heads", "mamba_head_dim"),
+    read=_read_nemotron_h,
+    write=_write_nemotron_h,
+    fixed={"mlp_hidden_act": ("relu2",), "mamba_hidden_act": _SILU, "sliding_window": (None,)}
+    | dict.fromkeys(("mlp_bias", "attention_bias", "tie_word_embeddings"), (False,)),
+    copied_head=True,
 )
 
 
-# Bamba: a layer is a Mamba-2 block or attention, and an MLP
-
-
-def _read_bamba(values: Values) -> dict[str, Any]:
-    width, n_layers = values.size("hidden_size"), values.size("num_hidden_layers")
-    attention = values.list_of(int, "attn_layer_indices") or []
-    first = ["attention" if i in attention else "mamba2" for i in range(n_layers)]
-    expand, heads = values.size("mamba_expand", 2), values.size("mamba_n_heads", 128)
-    head_dim = values.size_or_auto("mamba_d_head") or expand * width // heads
-    if heads * head_dim != expand * width:
-        raise RunError(
-            f"{CONFIG}: mamba_n_heads · mamba_d_head is {heads * head_dim}, and here it is "
-            f"mamba_expand · hidden_size, {expand * width}"
-        )
-    queries = values.size("num_attention_heads", 32)
-    of_head = values.size("head_dim", max(1, width // queries))
-    rope = values.table("rope_parameters")
-    if rope.text("rope_type", "default") != "default" or values.given("rope_scaling"):
-        raise RunError(f"{CONFIG}: rope_parameters are of another kind than here, 'default'")
+def _read_bamba(values: Values, fields: dict[str, Any]) -> dict[str, Any]:
+    rope = values.content.get("rope_parameters") or {}
+    plain = isinstance(rope, dict) and rope.get("rope_type", "default") == "default"
+    if not plain or values.content.get("rope_scaling"):
+        raise RunError(f"{CONFIG}: rope_parameters is {rope!r}, and here rope_type is 'default'")
+    theta = values.positive("rope_theta", 1e4)
+    share = Values(rope).positive("partial_rotary_factor", 0.5)
+    width = values.size("head_dim", max(1, fields["d_model"] // fields["n_heads"]))
+    attention = values.list_of(int, "attn_layer_indices")
+    first = ("attention" if i in attention else "mamba2" for i in range(fields["n_layers"]))
     return {
-        "d_model": width,
+        "attention_head_dim": width,
+        "rotary_dim": int(width * share),
+        "rope_theta": Values(rope).positive("rope_theta", theta),
         **_layers(tuple(kind for each in first for kind in (each, "swiglu"))),
-        "d_state": None if (states := values.size("mamba_d_state", 256)) == 128 else states,
-        "d_conv": values.size("mamba_d_conv", 4),
-        "expand": expand,
-        "head_dim": head_dim,
-        "n_groups": _groups(values, "mamba_n_groups", 1, "mamba_n_heads", heads),
-        "dt_limit": values.limits("time_step_limit"),
-        "use_bias": values.flag("mamba_proj_bias", False),
-        "use_conv_bias": values.flag("mamba_conv_bias", True),
-        "n_heads": queries,
-        "n_kv_heads": values.size("num_key_value_heads", min(8, queries)),
-        "attention_head_dim": of_head,
-        "rotary_dim": int(of_head * rope.positive("partial_rotary_factor", 0.5)),
-        "rope_theta": rope.positive("rope_theta", values.positive("rope_theta", 1e4)),
-        "d_mlp": values.size("intermediate_size", 14336),
     }
 
 
 def _write_bamba(config: ModelConfig) -> dict[str, Any]:
-    _write_eps(config)
-    (queries, keys), width = config.heads
-    if "attention" in config.kinds and not config.rotary_dim:
-        raise ValueError(
-            f"rotary_dim is 0, and Bamba's attention rotates; it must be such as {width // 2}"
-        )
-    sizes: Any = config.sizes
+    width = config.heads[1]
     rope = {"rope_type": "default", "rope_theta": float(config.rope_theta)}
+    rope["partial_rotary_factor"] = config.rotary_dim / width if config.rotary_dim else 0.5
     return {
-        "hidden_size": config.d_model,
-        "intermediate_size": config.mlp_width,
         "num_hidden_layers": config.n_layers // 2,
-        "attn_layer_indices": [
-            i // 2 for i, kind in enumerate(config.kinds) if kind == "attention"
-        ],
-        "num_attention_heads": queries,
-        "num_key_value_heads": keys,
+        "attn_layer_indices": [i for i, k in enumerate(config.kinds[::2]) if k == "attention"],
         "head_dim": width,
-        "rope_parameters": rope | {"partial_rotary_factor": (config.rotary_dim or width) / width},
-        "mamba_d_state": sizes.d_state,
-        "mamba_d_conv": config.d_conv,
-        "mamba_expand": config.expand,
-        "mamba_n_heads": sizes.heads,
-        "mamba_d_head": config.head_dim,
-        "mamba_n_groups": config.n_groups,
-        "mamba_proj_bias": config.use_bias,
-        "mamba_conv_bias": config.use_conv_bias,
-        "time_step_limit": list(config.dt_limit),
-        "hidden_act": "silu",
+        "rope_parameters": rope,
     }
 
 
@@ -509,11 +405,26 @@ BAMBA = Layout(
         "attention": ("self_attn", "input_layernorm.weight"),
         "swiglu": ("feed_forward", "pre_ff_layernorm.weight"),
     },
-    *(_read_bamba, _write_bamba, False),
-    outer=("model.embed_tokens.weight", "model.final_layernorm.weight"),
-    eps="rms_norm_eps",
-    halves=2,
+    keys=(
+        Key("hidden_size", "d_model", Values.size, None),
+        Key("num_hidden_layers", "n_layers", Values.size, None),
+        Key("vocab_size", "vocab_size", Values.size, None),
+        Key("mamba_expand", "expand", Values.size, 2),
+        Key("mamba_d_state", "d_state", Values.size, 256),
+        Key("mamba_d_conv", "d_conv", Values.size, 4),
+        Key("mamba_n_groups", "n_groups", Values.size, 1),
+        Key("mamba_proj_bias", "use_bias", Values.flag, False),
+        Key("mamba_conv_bias", "use_conv_bias", Values.flag, True),
+        Key("rms_norm_eps", "eps", Values.positive, 1e-5),
+        Key("tie_word_embeddings", "tie_embeddings", Values.flag, False),
+        *(_LIMIT, *_ATTENTION, Key("intermediate_size", "d_mlp", Values.size, 14336)),
+    ),
+    heads=("mamba_n_heads", "mamba_d_head"),
+    read=_read_bamba,
+    write=_write_bamba,
     fixed={"hidden_act": _SILU, "mlp_bias": (False,), "attention_bias": (False,)},
+    outer=("model.embed_tokens.weight", "model.final_layernorm.weight"),
+    halves=2,
 )
 
 LAYOUTS = {layout.model_type: layout for layout in (MAMBA, MAMBA2, NEMOTRON_H, BAMBA)}
@@ -521,12 +432,12 @@ LAYOUTS = {layout.model_type: layout for layout in (MAMBA, MAMBA2, NEMOTRON_H, B
 
 
 def layout_of(config: ModelConfig) -> Layout:
-    """The first of the layouts that holds models of this shape."""
+    """The first of the layouts that holds models of this shape; ValueError if none does."""
     for layout in LAYOUTS.values():
         if layout.holds(config):
             return layout
     raise ValueError(
         f"layers are {config.layers!r} and rotary_dim {config.rotary_dim}, and transformers has "
-        "mamba; mamba2; mamba2, attention without rotations and mlp (Nemotron-H); and mamba2 or "
-        "attention, each before a swiglu (Bamba)"
+        "mamba; mamba2; mamba2, mlp and attention without rotations (Nemotron-H); and mamba2 or "
+        "rotated attention, each before a swiglu (Bamba)"
     )
