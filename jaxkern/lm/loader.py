@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -218,53 +217,50 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
       RunError: with what is wrong and what to do.
     """
     run = Path(run)
-    _check_is_run(run)
+    if run.parent.name == "checkpoints" and run.name.isdigit():
+        raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
+    if is_hf(run):
+        raise RunError(
+            f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
+            "jaxkern sample --hf, or jaxkern.lm.load"
+        )
     stored = checkpoint.read_config(run)
     try:
         config = ModelConfig.from_stored(stored["model"])
         policy = Policy.parse(stored["precision"])
     except (KeyError, TypeError, ValueError) as error:
+        version = (stored.get("versions") or {}).get("jaxkern", "another version")
         raise RunError(
-            f"{run / 'config.json'} was written by {_version(stored)} of jaxkern, and this one "
-            f"cannot read it ({error}); install that one, or train again"
+            f"{run / 'config.json'} was written by jaxkern {version}, and this one cannot read it "
+            f"({error}); install that one, or train again"
         ) from None
-    steps = checkpoint.steps(run)
+    damaged, steps = [], checkpoint.steps(run)
     if not steps:
         raise RunError(f"{run} has no checkpoint yet; train it for longer")
-    damaged = []
     if step is None:
         step, damaged = checkpoint.newest(run, config)
     elif step in steps:
         checkpoint.check(run, step, config)
     else:
-        raise RunError(
-            f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
-        )
+        known = ", ".join(map(str, steps))
+        raise RunError(f"{run} has no checkpoint of step {step}; it has {known}")
     notes = [f"{what}; that of step {step} is loaded" for what in damaged]
     spec = stored["flags"].get("tokenizer", "bytes")
     check_has_tokenizer(run, spec)
     codec = sample.codec_of(data.open_tokenizer(spec, run, stored["data"]))
-    return LanguageModel(config, _params(run, step, config, policy), step, codec), notes
+    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    params = checkpoint.restore(run, step, "params", checkpoint.abstract(like, device))
+    return LanguageModel(config, params, step, codec), notes
 
 
 def check_has_tokenizer(run: Path, spec: str) -> None:
-    """Refuse a run that has lost the tokenizer it keeps, and say where another copy is.
-
-    Args:
-      run: the run's folder.
-      spec: what its --tokenizer was.
-    """
-    if spec == "bytes" or (run / "tokenizer.json").is_file():
-        return
-    copy = next(iter(sorted(run.glob("corpus/*/tokenizer.json"))), None)
-    if copy is None:
-        where = "from a backup, its --data-cache, or a folder that jaxkern export wrote"
-    else:
-        where = f"with: cp {shlex.quote(str(copy))} {shlex.quote(str(run))}"
-    raise RunError(
-        f"{run} has lost its tokenizer.json, by which its model reads and writes text; put it back "
-        f"{where}"
-    )
+    """Refuse a run that has lost the tokenizer it keeps; `spec` is what its --tokenizer was."""
+    if spec != "bytes" and not (run / "tokenizer.json").is_file():
+        raise RunError(
+            f"{run} has lost its tokenizer.json, by which its model reads and writes text; put it "
+            "back from its corpus folder, a backup, or a folder that jaxkern export wrote"
+        )
 
 
 def load_hf(folder: Path | str) -> LanguageModel:
@@ -279,30 +275,5 @@ def load_hf(folder: Path | str) -> LanguageModel:
     codec: Any = sample.Bytes() if config.vocab_size == 256 else None
     if tokenizer is not None:
         begin, ends = tokenizers.generation(Path(folder))
-        named = {"bos_token_id": begin, "eos_token_id": ends, "vocab_size": config.vocab_size}
-        codec = sample.Tokens(tokenizer, named)
+        codec = sample.Tokens(tokenizer, config.vocab_size, first=begin, ends=ends)
     return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)
-
-
-def _params(run: Path, step: int, config: ModelConfig, policy: Policy) -> Any:
-    """The parameters of a checkpoint, on the default device."""
-    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return checkpoint.restore(run, step, "params", checkpoint.abstract(like, device))
-
-
-def _check_is_run(run: Path) -> None:
-    """Refuse a folder that is no run, and say which one may be meant."""
-    if run.parent.name == "checkpoints" and (run / "manifest.json").exists():
-        raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
-    if is_hf(run):
-        raise RunError(
-            f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
-            "jaxkern sample --hf, or jaxkern.lm.load"
-        )
-
-
-def _version(stored: dict[str, Any]) -> str:
-    versions = stored.get("versions")
-    known = versions.get("jaxkern") if isinstance(versions, dict) else None
-    return "another version" if known is None else f"version {known}"

@@ -29,10 +29,6 @@ _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
 _LEAST = 256  # tokens that attention has room for; more are powers of two, each compiled anew
 
-Prompt = str | bytes | Sequence[int]
-Piece = str | list[int]
-"""Text after a text, tokens after tokens."""
-
 
 def decoder(model: ModelConfig) -> nnx.GraphDef:
     """The model as decoding runs it: in fp32, which costs nothing for a few rows at a time."""
@@ -48,29 +44,28 @@ def stream(
         show(piece)
 
 
-def show(text: Any) -> None:
-    """Write a text to stdout; on a terminal without what would control it."""
-    sys.stdout.write(text.translate(_ESCAPED) if sys.stdout.isatty() else text)
+def show(text: str) -> None:
+    """Write a text to stdout; on a terminal with escapes for what would control it."""
+    sys.stdout.write(text.translate(_ESCAPES) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
-_CONTROLS = {*range(32), *range(127, 160)} - {*b"\n\t"}
-# Bytes that are no UTF-8 are written as they came, and those from 128 to 159 are controls, too.
-_ESCAPED = {code: f"\\x{code:02x}" for code in _CONTROLS}
-_ESCAPED |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
+# Bytes that are no UTF-8 are written as they came, and some of them control terminals, too.
+_ESCAPES = {code: f"\\x{code:02x}" for code in {*range(32), *range(127, 160)} - {*b"\n\t"}}
+_ESCAPES |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 
 
 def continuations(
     graphdef: nnx.GraphDef,
     params: Any,
     codec: "Bytes | Tokens | None",
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Any],
     *,
     stop: Sequence[str] = (),
     timing: "Timing | None" = None,
     **options: Any,
 ) -> Iterator[list[Any]]:
-    """What follows prompts, as it is decoded: the next piece of each.
+    """What follows prompts, as it is decoded: the next piece of each, a text or a list of tokens.
 
     Args:
         graphdef: from `decoder`.
@@ -81,47 +76,41 @@ def continuations(
         timing: is told of the tokens that are decoded.
         **options: of `generate_tokens`.
     """
-    rows = [_row(codec, prompt, _check_stop(stop)) for prompt in prompts]
-    going = [True] * len(rows)
-    drawn, ends = (None, frozenset()) if codec is None else (codec.drawn, codec.ends)
-    for chunk in generate_tokens(
-        graphdef, params, [ids for ids, _ in rows], among=drawn, **options
-    ):
-        if timing is not None:
-            timing.add(sum(going) * chunk.shape[1])
-        pieces: list[Any] = []
-        for row, (_, read) in enumerate(rows):
-            tokens = chunk[row].tolist() if going[row] else []
-            end = next((i for i, token in enumerate(tokens) if token in ends), None)
-            piece, stopped = read(tokens[:end], end is not None)
-            going[row] &= end is None and not stopped
-            pieces.append(piece)
-        yield pieces
-        if not any(going):
-            return
-    yield [read([], going[row])[0] for row, (_, read) in enumerate(rows)]
-
-
-def _row(codec: Any, prompt: Prompt, stops: Sequence[str]) -> tuple[Any, Callable[..., Any]]:
-    """The tokens of a prompt, and a function (next tokens, whether they are the last) -> a piece.
-
-    That also tells whether the continuation has ended.
-    """
-    if not isinstance(prompt, (str, bytes)):
-        if stops:
-            raise TypeError(f"stop ends texts, and a prompt is of tokens: {prompt!r}")
-        return prompt, lambda tokens, _: (tokens, False)
-    ids = codec.encode(prompt)
-    decode, ending = codec.decoder(ids), _Ending(stops)
-    return ids, lambda tokens, final: ending(decode(tokens, final), final)
-
-
-def _check_stop(stop: Sequence[str]) -> Sequence[str]:
     if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
         raise TypeError(f"stop must be a sequence of texts, got {stop!r}")
     if not all(stop):
         raise ValueError("stop has an empty text, before which nothing can be written")
-    return stop
+    ids, readers = zip(*(_reader(codec, prompt, stop) for prompt in prompts), strict=True)
+    drawn, ends = (None, frozenset()) if codec is None else (codec.drawn, codec.ends)
+    going = [True] * len(ids)
+    for chunk in generate_tokens(graphdef, params, ids, among=drawn, **options):
+        if timing is not None:
+            timing.add(sum(going) * chunk.shape[1])
+        pieces: list[Any] = []
+        for row, read in enumerate(readers):
+            tokens = chunk[row].tolist() if going[row] else []
+            end = next((i for i, token in enumerate(tokens) if token in ends), None)
+            piece, ended = read(tokens[:end], end is not None)
+            going[row] &= not ended
+            pieces.append(piece)
+        yield pieces
+        if not any(going):
+            return
+    yield [read([], True)[0] for read in readers]
+
+
+def _reader(codec: Any, prompt: Any, stops: Sequence[str]) -> tuple[Any, Callable[..., Any]]:
+    """The tokens of a prompt, and a function (next tokens, whether they are the last) -> a piece.
+
+    That also tells whether the continuation has ended.
+    """
+    if isinstance(prompt, (str, bytes)):
+        ids = codec.encode(prompt)
+        decode, ending = codec.decoder(ids), _Ending(stops)
+        return ids, lambda tokens, final: ending(decode(tokens, final), final)
+    if stops:
+        raise TypeError(f"stop ends texts, and a prompt is of tokens: {prompt!r}")
+    return prompt, lambda tokens, final: (tokens, final)
 
 
 class _Ending:
@@ -198,19 +187,25 @@ class Tokens:
 
     Args:
         tokenizer: a ``tokenizers.Tokenizer``.
-        config: "vocab_size" of the model, and "bos_token_id" and "eos_token_id", the tokens that
-            begin and end a text.
-        begins: whether every text begins with the first of these, and with nothing that the
-            tokenizer would add; else it is as the tokenizer has it.
+        size: the tokens of the model.
+        first: the token that begins a text; ``None`` for none.
+        ends: those that end one.
+        begins: whether every text begins with `first`, and with nothing that the tokenizer would
+            add; else it is as the tokenizer has it.
     """
 
-    def __init__(self, tokenizer: Any, config: dict[str, Any], *, begins: bool = False):
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        size: int,
+        *,
+        first: int | None = None,
+        ends: Sequence[int] = (),
+        begins: bool = False,
+    ):
+        self._tokenizer, self._size, self._first = tokenizer, size, first
         self._begins = begins
-        self._first: Any = config.get("bos_token_id")
-        self._size = config["vocab_size"]
-        ends = config.get("eos_token_id")
-        self.ends = frozenset(ends if isinstance(ends, list) else [ends])
+        self.ends = frozenset(ends)
 
     @property
     def drawn(self) -> Collection[int]:
@@ -224,12 +219,10 @@ class Tokens:
         text = prompt.decode("utf-8", "replace")
         with tokenizers.told("tokenizer.json has no tokens for a prompt"):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._begins).ids
-        if self._begins:
-            return [self._first, *ids]
-        if not ids and self._first is None:
-            raise RunError("this model's text begins with no token of its own; give a --prompt")
+        if self._first is not None and (self._begins or not ids):
+            ids = [self._first, *ids]
         if not ids:
-            ids = [self._first]
+            raise RunError("this model's text begins with no token of its own; give a --prompt")
         if max(ids) >= self._size:
             raise RunError(
                 f"tokenizer.json has token {max(ids)}, and the model has {self._size}; give the "
@@ -261,10 +254,7 @@ class Tokens:
                 if piece is not None:
                     text += piece
                     held.clear()
-            if final and held:
-                text += self.decode(held)
-                held.clear()
-            return text
+            return text + (self.decode(held) if final and held else "")
 
         return decode
 
@@ -273,12 +263,8 @@ def codec_of(tokenizer: Any) -> "Bytes | Tokens":
     """The text of a model that was trained with a tokenizer of `jaxkern.lm.data.tokenizer`."""
     if isinstance(tokenizer, tokenizers.Bytes):
         return Bytes()
-    config = {
-        "bos_token_id": tokenizer.begin,
-        "eos_token_id": tokenizer.end,
-        "vocab_size": tokenizer.size,
-    }
-    return Tokens(tokenizer.tokenizer, config, begins=True)
+    named = {"first": tokenizer.begin, "ends": [tokenizer.end], "begins": True}
+    return Tokens(tokenizer.tokenizer, tokenizer.size, **named)
 
 
 def generate_tokens(
@@ -318,12 +304,50 @@ def generate_tokens(
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
-    options = _check_options(length, temperature, top_k, top_p, seed)
-    length, temperature, top_k, top_p, seed = options
-    greedy = temperature < np.finfo(np.float32).tiny or top_k == 1
-    static = {"top_k": min(top_k, size), "greedy": greedy, "nucleus": top_p < 1}
+    length, top_k = _whole("length", length, 0), _whole("top_k", top_k, 0)
+    seed = _whole("seed", seed, 0, 2**31)
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}; 1 draws from all")
+    greedy = float(temperature) < np.finfo(np.float32).tiny or top_k == 1
+    static = {"top_k": min(top_k, size), "greedy": greedy, "nucleus": bool(top_p < 1)}
     drawn = None if among is None else np.isin(np.arange(size), list(among))
     return _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, static)
+
+
+def _whole(name: str, value: Any, least: int, below: int | None = None) -> int:
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
+    if value < least or (below is not None and value >= below):
+        rule = f"at least {least}" if below is None else f"from {least} to {below - 1}"
+        raise ValueError(f"{name} must be {rule}, got {value}")
+    return value
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
+    if not len(prompts):
+        raise ValueError("prompts must have at least one prompt, got none")
+    if np.ndim(prompts[0]) == 0 or isinstance(prompts, (str, bytes)):
+        raise TypeError("prompts must be a sequence of prompts; give a single one as [prompt]")
+    ids = [np.asarray(prompt) for prompt in prompts]
+    for i, prompt in enumerate(ids):
+        if not prompt.size:
+            raise ValueError(f"prompts[{i}] must have at least one token, got none")
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise TypeError(
+                f"prompts[{i}] must be a sequence of integers, got shape {prompt.shape} and dtype "
+                f"{prompt.dtype}"
+            )
+        if prompt.min() < 0 or prompt.max() >= size:
+            wrong = prompt[(prompt < 0) | (prompt >= size)][0]
+            raise ValueError(f"prompts[{i}] has token {wrong}, and the model has 0 to {size - 1}")
+    return ids
 
 
 def _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, static):
@@ -354,50 +378,8 @@ def _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, st
         yield chunk
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
-    if not len(prompts):
-        raise ValueError("prompts must have at least one prompt, got none")
-    if np.ndim(prompts[0]) == 0 or isinstance(prompts, (str, bytes)):
-        raise TypeError("prompts must be a sequence of prompts; give a single one as [prompt]")
-    ids = [np.asarray(prompt) for prompt in prompts]
-    for i, prompt in enumerate(ids):
-        if not prompt.size:
-            raise ValueError(f"prompts[{i}] must have at least one token, got none")
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise TypeError(
-                f"prompts[{i}] must be a sequence of integers, got shape {prompt.shape} and dtype "
-                f"{prompt.dtype}"
-            )
-        if prompt.min() < 0 or prompt.max() >= size:
-            wrong = prompt[(prompt < 0) | (prompt >= size)][0]
-            raise ValueError(f"prompts[{i}] has token {wrong}, and the model has 0 to {size - 1}")
-    return ids
-
-
-def _check_options(length, temperature, top_k, top_p, seed) -> tuple[int, float, int, float, int]:
-    def whole(name, value, least, below=None):
-        try:
-            value = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-        if value < least or (below is not None and value >= below):
-            rule = f"at least {least}" if below is None else f"from {least} to {below - 1}"
-            raise ValueError(f"{name} must be {rule}, got {value}")
-        return value
-
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}; 1 draws from all")
-    length, top_k = whole("length", length, 0), whole("top_k", top_k, 0)
-    return length, float(temperature), top_k, float(top_p), whole("seed", seed, 0, 2**31)
-
-
 def _read(graphdef, params, ids: list[np.ndarray], more: int) -> tuple[jax.Array, Any]:
-    """Read prompts; logits (B, V) after the last token of each, and the state, for `more` tokens.
+    """Read prompts; logits (B, V) after the last token of each, and a state for `more` tokens.
 
     Padded to few lengths, as each is compiled.
     """
@@ -405,13 +387,12 @@ def _read(graphdef, params, ids: list[np.ndarray], more: int) -> tuple[jax.Array
     length = max(16, 1 << (longest - 1).bit_length())
     if longest > _PART:
         length = -(-longest // _PART) * _PART
-    room = None
-    if "attention" in nnx.merge(graphdef, params).config.kinds:
-        room = max(_LEAST, 1 << (longest + more + _CHUNK - 1).bit_length())
     tokens, mask = np.zeros((len(ids), length), np.int32), np.zeros((len(ids), length), bool)
     for row, prompt in enumerate(ids):
         tokens[row, length - len(prompt) :] = prompt
         mask[row, length - len(prompt) :] = True
+    attends = "attention" in nnx.merge(graphdef, params).config.kinds
+    room = max(_LEAST, 1 << (longest + more + _CHUNK - 1).bit_length()) if attends else None
     logits: Any = None
     state: Any = None
     for start in range(0, length, _PART):
