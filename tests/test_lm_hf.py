@@ -39,70 +39,121 @@ from tests.language_models import (
     run_of,
 )
 
-BOTH = {"vocab_size": 1100, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 5}
-BOTH |= {"conv_kernel": 3, "layer_norm_epsilon": 1e-5, "initializer_range": 0.1}
-BOTH |= {"bos_token_id": 0, "eos_token_id": 7}
-MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
-CONFIG = BOTH | MAMBA | {"expand": 3, "time_step_rank": 2}
+BOTH = {"vocab_size": 1100, "hidden_size": 24, "bos_token_id": 0, "eos_token_id": 7}
+OF_MAMBA = {"num_hidden_layers": 2, "state_size": 5, "conv_kernel": 3, "layer_norm_epsilon": 1e-5}
+OF_MAMBA |= BOTH | {"initializer_range": 0.1}
+CONFIG = OF_MAMBA | {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
+CONFIG |= {"expand": 3, "time_step_rank": 2}
 SIZE = ModelConfig(24, 2, d_state=5, expand=3, d_conv=3, vocab_size=1100)
-MAMBA2 = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "chunk_size": 16}
-CONFIG2 = BOTH | MAMBA2 | {"num_heads": 6, "head_dim": 8, "n_groups": 2}
+CONFIG2 = OF_MAMBA | {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}
+CONFIG2 |= {"num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 16}
 CONFIG2 |= {"time_step_limit": [0.0, math.inf]}
 SIZE2 = ModelConfig(24, 2, "mamba2", d_state=5, d_conv=3, head_dim=8, n_groups=2)
 SIZE2 = dataclasses.replace(SIZE2, vocab_size=1100, tie_embeddings=False)
+NEMOTRON = BOTH | {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]}
+NEMOTRON |= {"ssm_state_size": 5, "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2}
+NEMOTRON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "chunk_size": 16}
+NEMOTRON |= {"intermediate_size": 20, "conv_kernel": 3, "initializer_range": 0.1}
+LAYERS, ATTENTION = "mamba2, attention, mlp, mamba2", {"n_heads": 4, "n_kv_heads": 2, "d_mlp": 20}
+WITH = dataclasses.replace(SIZE2, n_layers=4, layers=LAYERS, dt_limit=(1e-3, math.inf))
+WITH = dataclasses.replace(WITH, attention_head_dim=10, **ATTENTION)
+BAMBA = BOTH | {"model_type": "bamba", "architectures": ["BambaForCausalLM"]}
+BAMBA |= {"num_hidden_layers": 3, "attn_layer_indices": [1], "intermediate_size": 20}
+BAMBA |= {"mamba_d_state": 5, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2}
+BAMBA |= {"num_attention_heads": 6, "num_key_value_heads": 2, "mamba_chunk_size": 16}
+BAMBA |= {"mamba_d_conv": 3, "initializer_range": 0.1}
+LAYERS = "mamba2, swiglu, attention, swiglu, mamba2, swiglu"
+GATED = dataclasses.replace(SIZE2, n_layers=6, layers=LAYERS, **ATTENTION | {"n_heads": 6})
+GATED = dataclasses.replace(GATED, rotary_dim=2)
 
 # What config.json may say otherwise, and the fields of that model's shape.
+ROPE = {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 1.0}
+BIAS, NO_BIAS = ({"use_bias": True},) * 2, ({"use_conv_bias": False},) * 2
+EPSILON = {"layer_norm_epsilon": 0.3}, {"eps": 0.3}
+TIED = {"tie_word_embeddings": True}, {"tie_embeddings": True}
 OTHERS = {
-    "epsilon": ({"layer_norm_epsilon": 0.3}, {"eps": 0.3}),
-    "bias": ({"use_bias": True}, {"use_bias": True}),
-    "no conv bias": ({"use_conv_bias": False}, {"use_conv_bias": False}),
-    "rank": ({"time_step_rank": 1}, {"dt_rank": 1}),
-    "untied": ({"tie_word_embeddings": False}, {"tie_embeddings": False}),
-    "inner": ({"intermediate_size": 48}, {"expand": 2}),
+    "mamba": {
+        "rank": ({"time_step_rank": 1}, {"dt_rank": 1}),
+        "untied": ({"tie_word_embeddings": False}, {"tie_embeddings": False}),
+        "inner": ({"intermediate_size": 48}, {"expand": 2}),
+        "epsilon": EPSILON,
+        "bias": BIAS,
+        "no conv bias": NO_BIAS,
+    },
+    "mamba2": {
+        "one group": ({"n_groups": 1}, {"n_groups": 1}),
+        "limit": ({"time_step_limit": [0.3, 1.5]}, {"dt_limit": [0.3, 1.5]}),
+        "epsilon": EPSILON,
+        "bias": BIAS,
+        "no conv bias": NO_BIAS,
+        "tied": TIED,
+    },
+    "nemotron_h": {
+        "limit": ({"time_step_min": 0.3}, {"dt_limit": [0.3, "inf"]}),
+        "epsilon": EPSILON,
+        "bias": BIAS,
+        "no conv bias": NO_BIAS,
+    },
+    "bamba": {
+        "epsilon": ({"rms_norm_eps": 0.3}, {"eps": 0.3}),
+        "bias": ({"mamba_proj_bias": True}, {"use_bias": True}),
+        "rotary": ({"rope_parameters": ROPE}, {"rope_theta": 30.0, "rotary_dim": 4}),
+        "tied": TIED,
+    },
 }
-OTHERS2 = {
-    "epsilon": ({"layer_norm_epsilon": 0.3}, {"eps": 0.3}),
-    "bias": OTHERS["bias"],
-    "no conv bias": OTHERS["no conv bias"],
-    "tied": ({"tie_word_embeddings": True}, {"tie_embeddings": True}),
-    "one group": ({"n_groups": 1}, {"n_groups": 1}),
-    "limit": ({"time_step_limit": [0.3, 1.5]}, {"dt_limit": (0.3, 1.5)}),
-}
-KINDS = {"mamba": (CONFIG, SIZE, OTHERS), "mamba2": (CONFIG2, SIZE2, OTHERS2)}
+KINDS = {"mamba": (CONFIG, SIZE), "mamba2": (CONFIG2, SIZE2)}
+KINDS |= {"nemotron_h": (NEMOTRON, WITH), "bamba": (BAMBA, GATED)}
 ONE_BY_DEFAULT = pytest.mark.parametrize(
-    "kind", ["mamba2", pytest.param("mamba", marks=pytest.mark.exhaustive)]
+    "kind",
+    [
+        *("mamba2", "bamba"),
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("mamba", "nemotron_h")),
+    ],
 )
 
 
 def model_of(kind, which="none"):
     """config.json of a model, and its shape; of "all" with all that it may say otherwise."""
-    config, size, others = KINDS[kind]
-    names = list(others) if which == "all" else [which] if which in others else []
+    config, size = KINDS[kind]
     stored = size.stored()
-    for name in names:
-        config, stored = config | others[name][0], stored | others[name][1]
+    for name, (theirs, ours) in OTHERS[kind].items():
+        if which in ("all", name):
+            config, stored = config | theirs, stored | ours
     return config, ModelConfig.from_stored(stored)
 
 
 THEIRS = {"norm": "norm.weight", "norm_weight": "mixer.norm.weight", "dt_bias": "mixer.dt_bias"}
 THEIRS |= {name: f"mixer.{name}" for name in ("A_log", "D")}
-THEIRS |= {f"{name}_proj": f"mixer.{name}_proj.weight" for name in ("in", "x", "dt", "out")}
 THEIRS |= {f"{name}_bias": f"mixer.{name}_proj.bias" for name in ("in", "out")}
 THEIRS |= {f"conv_{name}": f"mixer.conv1d.{name}" for name in ("weight", "bias")}
+MIXERS = {"mamba2": "mamba", "attention": "self_attn", "swiglu": "feed_forward"}
 
 
 def weights(size=SIZE):
     """The tensors of `random_params`, as transformers names them and lays them out."""
     params = jax.tree.map(np.asarray, random_params(size))
-    tensors = {"backbone.embeddings.weight": params["embedding"]}
-    tensors["backbone.norm_f.weight"] = params["norm"]
+    gated = "swiglu" in size.kinds
+    prefix, embedding, norm = "backbone", "embeddings", "norm_f"
+    if gated:
+        prefix, embedding, norm = "model", "embed_tokens", "final_layernorm"
+    tensors = {f"{prefix}.{embedding}.weight": params["embedding"]}
+    tensors[f"{prefix}.{norm}.weight"] = params["norm"]
     if not size.tie_embeddings:
         tensors["lm_head.weight"] = params["head"].T
-    theirs = THEIRS | ({"dt_bias": "mixer.dt_proj.bias"} if "dt_proj" in params["blocks"] else {})
-    for name, stacked in params["blocks"].items():
-        for i, leaf in enumerate(stacked):
+    for i, kind in enumerate(size.kinds):
+        of_kind = params["blocks"][kind] if size.hybrid else params["blocks"]
+        for name, stacked in of_kind.items():
+            leaf = stacked[size.kinds[:i].count(kind)]
             leaf = leaf[:, None] if name == "conv_weight" else leaf.T if "proj" in name else leaf
-            tensors[f"backbone.layers.{i}.{theirs[name]}"] = leaf
+            theirs = THEIRS.get(name, f"mixer.{name}.weight")
+            if name == "dt_bias" and kind == "mamba":
+                theirs = "mixer.dt_proj.bias"
+            if gated and name == "norm":
+                theirs = ("pre_ff" if kind == "swiglu" else "input") + "_layernorm.weight"
+            at = f"{prefix}.layers.{i // 2 if gated else i}"
+            theirs = theirs.replace("mixer", MIXERS[kind]) if gated else theirs
+            tensors[f"{at}.{theirs}"] = leaf
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
@@ -121,7 +172,7 @@ def stored(tmp_path):
 
 same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
-EVERY = [(kind, which) for kind, (_, _, others) in KINDS.items() for which in ("none", *others)]
+EVERY = [(kind, which) for kind in KINDS for which in ("none", *OTHERS[kind])]
 TOKENS = np.random.default_rng(1).integers(0, SIZE.vocab_size, (2, 9))
 
 
@@ -129,7 +180,7 @@ def config_in(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize(("kind", "which"), [*EVERY, ("mamba", "all"), ("mamba2", "all")])
+@pytest.mark.parametrize(("kind", "which"), [*EVERY, *((kind, "all") for kind in KINDS)])
 def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, which):
     """And its logits are those of float64, with all that it may say otherwise."""
     config, size = model_of(kind, which)
@@ -141,8 +192,8 @@ def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, whi
     same(params, random_params(size))
     hf.save(saved, loaded, params, like=stored)
     same(load_file(saved / "model.safetensors"), tensors)
-    if "intermediate_size" in config:
-        config = config | {"expand": size.sizes.expand}
+    if kind == "mamba":
+        config = config | {"expand": size.expand}
     assert config.items() <= config_in(saved).items()
     assert (saved / "tokenizer.json").read_text() == "{}"
     hf.save(saved, loaded, jax.tree.map(jnp.asarray, params))
@@ -163,11 +214,8 @@ def test_logits_are_those_of_transformers(tmp_path, kind, which):
         options, size = model_of(kind, which)
         architecture = getattr(transformers, options["architectures"][0])
         theirs = architecture(architecture.config_class(**options)).eval()
-        norm = getattr(theirs.backbone.layers[0].mixer, "norm", None)
-        if options.get("n_groups", 1) > 1 and not hasattr(norm, "group_size"):
-            pytest.skip("this version of transformers normalises all groups together")
         for name, leaf in theirs.named_parameters():
-            if name.endswith(("proj.bias", "mixer.norm.weight", "mixer.D")):
+            if name.endswith(("proj.bias", "norm.weight", "mixer.D", "mamba.D")):
                 torch.nn.init.normal_(leaf, std=0.3)
         theirs.save_pretrained(tmp_path / "theirs")
 
@@ -191,6 +239,9 @@ def test_logits_are_those_of_transformers(tmp_path, kind, which):
 
 def test_models_that_do_not_fit_are_not_written(tmp_path):
     for sizes, words in (
+        ({"layers": "mamba2, swiglu, mlp", "n_layers": 3}, "transformers has mamba; mamba2; "),
+        ({"layers": "mamba2, attention", "rotary_dim": 2}, "transformers has mamba; mamba2; "),
+        ({"layers": "mamba2, mlp"}, r"dt_limit is \(0.0, inf\), and Nemotron-H's is a number"),
         ({"norm_groups": 1}, "norm_groups is 1, and transformers normalises as many groups"),
         ({"norm_eps": 0.5}, "norm_eps is 0.5 and eps 1e-05, and transformers has one epsilon"),
         ({"use_bias": True}, r"params has shapes.*blocks.in_bias"),
@@ -245,6 +296,18 @@ WRONG = [
     ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2.mixer.A_log"),
     ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
 ]
+WRONG3 = [
+    (NEMOTRON, {"layers_block_type": ["moe"]}, "the layers are ['moe'], and here they are linear"),
+    (NEMOTRON, {"layers_block_type": "M*"}, "layers_block_type is 'M*', and must be a list of te"),
+    (NEMOTRON | {"layers_block_type": None}, {"hybrid_override_pattern": "ME"}, "layers are 'ME'"),
+    (NEMOTRON, {"mlp_bias": True}, "mlp_bias is True, and here it is False"),
+    (NEMOTRON, {"mamba_num_heads": 8}, "mamba_num_heads · mamba_head_dim is 64, and here it is"),
+    (NEMOTRON, {"num_key_value_heads": 3}, "n_kv_heads must divide n_heads = 4, got 3"),
+    (BAMBA, {"attention_bias": True}, "attention_bias is True, and here it is False"),
+    (BAMBA, {"rope_parameters": {"rope_type": "yarn"}}, "and here rope_type is 'default'"),
+    (BAMBA, {"rope_scaling": {"factor": 2.0}}, "and here rope_type is 'default'"),
+    (BAMBA, {"attn_layer_indices": []}, "the weights have no model.layers.1.mamba."),
+]
 WRONG2 = [
     ({"num_heads": 5}, "num_heads · head_dim is 40, and here it is expand · hidden_size, 48"),
     (
@@ -263,10 +326,11 @@ WRONG2 = [
 
 @pytest.mark.parametrize(
     ("given", "wrong", "words"),
-    [*((CONFIG, *row) for row in WRONG), *((CONFIG2, *row) for row in WRONG2)],
+    [*((CONFIG, *row) for row in WRONG), *((CONFIG2, *row) for row in WRONG2), *WRONG3],
 )
 def test_models_of_another_kind_are_refused(tmp_path, given, wrong, words):
-    refused(re.escape(words), hf.load, write(tmp_path, config=given, **wrong))
+    tensors = weights(KINDS[given["model_type"]][1])
+    refused(re.escape(words), hf.load, write(tmp_path, tensors, given, **wrong))
 
 
 def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
@@ -361,7 +425,7 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
 
 
 MAMBA2_OF_8 = {"layers": "mamba2", "head_dim": 8}
-ATTENTION = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
+HEADS = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -379,9 +443,9 @@ ATTENTION = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
         (ValueError, "are 3 layers, and n_layers 1 .* choose 3", {"layers": "mamba, mlp*2"}),
         (ValueError, "head_dim must divide .* got 64", {"layers": "mamba2"}),
         (ValueError, "n_groups must divide .* 2, got 3", MAMBA2_OF_8 | {"n_groups": 3}),
-        (ValueError, "n_heads must divide d_model = 8, got 3", ATTENTION | {"n_heads": 3}),
-        (ValueError, "n_kv_heads must divide n_heads = 2", ATTENTION | {"n_kv_heads": 4}),
-        (ValueError, "rotary_dim must be even and at most the 4", ATTENTION | {"rotary_dim": 6}),
+        (ValueError, "n_heads must divide d_model = 8, got 3", HEADS | {"n_heads": 3}),
+        (ValueError, "n_kv_heads must divide n_heads = 2", HEADS | {"n_kv_heads": 4}),
+        (ValueError, "rotary_dim must be even and at most the 4", HEADS | {"rotary_dim": 6}),
         (ValueError, "dropout must be below 1, got 1.0", {"dropout": 1.0}),
         (TypeError, "unexpected keyword argument 'headdim'", {"headdim": 4}),
     ],

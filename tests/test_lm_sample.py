@@ -293,7 +293,7 @@ def test_tokens_go_on_with_tokens():
 @pytest.mark.parametrize("shape", [HYBRID, pytest.param(ROTARY, marks=pytest.mark.exhaustive)])
 def test_attention_has_room_for_all_tokens_and_tells_what_is_beyond(parts, monkeypatch, shape):
     monkeypatch.setattr(sample, "_LEAST", 16)
-    shape = dataclasses.replace(shape, n_layers=len(shape.pattern))
+    shape = dataclasses.replace(shape, layers=f"{shape.kinds[0]}, attention", n_layers=2)
     model = loader.LanguageModel(shape, random_params(shape), codec=None)
     found = model.generate(PROMPTS, length=21, temperature=0)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
