@@ -69,20 +69,27 @@ def windows(batch=4, length=24, seed=0):
 
 @KIND
 def test_logits_are_those_of_float64(shape):
+    """Of two documents in a row, of which neither sees the other."""
     tokens, params = windows()[:, :-1].astype(np.int32), random_params(shape)
-    forward = jit(lambda tokens: nnx.merge(make_model(shape, Options()), params)(tokens))
+    segments = jnp.broadcast_to(np.repeat([3, 1], 12), tokens.shape)
+    model = lambda tokens: nnx.merge(make_model(shape, Options()), params)(
+        tokens, segment_ids=segments
+    )
+    forward = jit(model)
     out = forward(tokens)
     assert out.dtype == jnp.float32
-    expected = np.stack([logits_float64(shape, params, row) for row in tokens])
+    alone = [[logits_float64(shape, params, half) for half in np.split(row, 2)] for row in tokens]
+    expected = np.reshape(alone, out.shape)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
-    # No token sees those after it, and one outside the vocabulary stays in its sequence.
+    # No token sees those after it, and one outside the vocabulary stays in its document.
     tokens[0, 10], tokens[1:3, 20] = 255 - tokens[0, 10], (-1, shape.vocab_size)
     changed = np.asarray(forward(tokens))
     np.testing.assert_array_equal(changed[0, :10], out[0, :10])
-    assert (changed[0, 10:] != out[0, 10:]).any(-1).all()
-    if shape is MICRO:  # ssd and attention multiply by 0 what is not seen
-        np.testing.assert_array_equal(changed[1:3, :20], out[1:3, :20])
+    assert (changed[0, 10:12] != out[0, 10:12]).any(-1).all()
+    np.testing.assert_array_equal(changed[0, 12:], out[0, 12:])
+    same = 20 if shape is MICRO else 12  # ssd and attention multiply by 0 what is not seen
+    np.testing.assert_array_equal(changed[1:3, :same], out[1:3, :same])
     assert np.isnan(changed[1:3, 20:]).all()
     np.testing.assert_array_equal(changed[3], out[3])
 

@@ -14,6 +14,7 @@ values of every token, up to as many as the cache is made for.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -111,12 +112,9 @@ class Attention(_Layer):
         if not isolate_nan or segment_ids is None:
             return self._out(_attend(q, k, v, seen))
         # The weight of what is not seen is 0, and 0 times NaN is NaN.
-        wrong = [~jnp.isfinite(leaf).all((-2, -1)) for leaf in (q, k, v)]
-        q, k, v = (
-            jnp.where(at[..., None, None], 0, leaf)
-            for at, leaf in zip(wrong, (q, k, v), strict=True)
-        )
-        told = wrong[0] | (seen & (wrong[1] | wrong[2])[:, None]).any(-1)
+        wrong = ~jnp.isfinite(jnp.concatenate([q, k, v], axis=2)).all((2, 3))  # (B, L)
+        q, k, v = (jnp.where(wrong[..., None, None], 0, leaf) for leaf in (q, k, v))
+        told = (seen & wrong[:, None]).any(-1)
         return self._out(jnp.where(told[..., None, None], jnp.nan, _attend(q, k, v, seen)))
 
     def step(self, x: jax.Array, cache: KeyValues, *, layer: Any) -> tuple[jax.Array, KeyValues]:
@@ -199,11 +197,14 @@ def _rotated(x: jax.Array, positions: jax.Array, size: int, theta: float) -> jax
 
 
 class MLP(_Layer):
-    """Two products with relu² in between."""
+    """Two products with relu² in between, or where there is a `gate` a third and SiLU."""
 
-    def __init__(self, config: ModelConfig, **options: Any):
+    def __init__(self, config: ModelConfig, *, gate: bool = False, **options: Any):
         d, inner = config.d_model, config.mlp_width
-        super().__init__(config, {"up_proj": (d, inner), "down_proj": (inner, d)}, **options)
+        shapes = {"gate_proj": (d, inner)} if gate else {}
+        shapes |= {"up_proj": (d, inner), "down_proj": (inner, d)}
+        super().__init__(config, shapes, **options)
+        self.gate = gate
 
     def __call__(self, x: jax.Array, cache: Any = (), **options: Any) -> Any:
         """x (..., D) -> the same shape; with `return_cache` also the cache, which holds nothing."""
@@ -217,27 +218,15 @@ class MLP(_Layer):
         return ()
 
     def _inner(self, x: jax.Array) -> jax.Array:
+        how: Any = {"implementation": self.implementation}
         up = checkpoint_name(self._times(x, "up_proj"), "mlp_up")
-        return jaxkern.relu_squared(up, implementation=self.implementation)
-
-
-class SwiGLU(MLP):
-    """Two products, of which one is a gate of the other, and a third."""
-
-    def __init__(self, config: ModelConfig, **options: Any):
-        d, inner = config.d_model, config.mlp_width
-        shapes = {"gate_proj": (d, inner), "up_proj": (d, inner), "down_proj": (inner, d)}
-        _Layer.__init__(self, config, shapes, **options)
-
-    def _inner(self, x: jax.Array) -> jax.Array:
-        gate, up = (
-            checkpoint_name(self._times(x, name), "mlp_up") for name in ("gate_proj", "up_proj")
-        )
-        return jaxkern.swiglu(gate, up, implementation=self.implementation)
+        if not self.gate:
+            return jaxkern.relu_squared(up, **how)
+        return jaxkern.swiglu(checkpoint_name(self._times(x, "gate_proj"), "mlp_up"), up, **how)
 
 
 _BLOCKS: dict[str, Any] = {"mamba": Mamba, "mamba2": Mamba2}
-OTHERS: dict[str, Any] = {"attention": Attention, "mlp": MLP, "swiglu": SwiGLU}
+OTHERS = {"attention": Attention, "mlp": MLP, "swiglu": functools.partial(MLP, gate=True)}
 
 
 def make(kind: str, config: ModelConfig, **options: Any) -> Any:

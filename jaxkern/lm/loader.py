@@ -275,5 +275,5 @@ def load_hf(folder: Path | str) -> LanguageModel:
     codec: Any = sample.Bytes() if config.vocab_size == 256 else None
     if tokenizer is not None:
         begin, ends = tokenizers.generation(Path(folder))
-        codec = sample.Tokens(tokenizer, config.vocab_size, first=begin, ends=ends)
+        codec = sample.Tokens(tokenizer, config.vocab_size, first=begin, ends=frozenset(ends))
     return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)

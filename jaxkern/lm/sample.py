@@ -6,6 +6,7 @@ the token's position, so that it goes on as it would alone.
 """
 
 import codecs
+import dataclasses
 import functools
 import math
 import operator
@@ -67,14 +68,9 @@ def continuations(
 ) -> Iterator[list[Any]]:
     """What follows prompts, as it is decoded: the next piece of each, a text or a list of tokens.
 
-    Args:
-        graphdef: from `decoder`.
-        params: the model's parameters.
-        codec: how text becomes tokens; ``None`` if all prompts are tokens, and any may be drawn.
-        prompts: texts, which may be empty, and sequences of tokens.
-        stop: texts; a continuation of a text ends before the first that it has whole.
-        timing: is told of the tokens that are decoded.
-        **options: of `generate_tokens`.
+    The prompts are texts, which may be empty, and sequences of tokens; where all are tokens there
+    need not be a `codec`, and any token may be drawn. The other options are those of
+    :meth:`jaxkern.lm.loader.LanguageModel.generate`.
     """
     if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
         raise TypeError(f"stop must be a sequence of texts, got {stop!r}")
@@ -182,57 +178,45 @@ class Bytes:
         return lambda tokens, final: decode(bytes(tokens), final)
 
 
+@dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The text of a model with a tokenizer.
+    """The text of a model of `size` tokens with a ``tokenizers.Tokenizer``.
 
-    Args:
-        tokenizer: a ``tokenizers.Tokenizer``.
-        size: the tokens of the model.
-        first: the token that begins a text; ``None`` for none.
-        ends: those that end one.
-        begins: whether every text begins with `first`, and with nothing that the tokenizer would
-            add; else it is as the tokenizer has it.
+    A text begins with the token `first`, and with nothing that the tokenizer would add, if it
+    `begins` so, else as the tokenizer has it; the tokens `ends` end it.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        size: int,
-        *,
-        first: int | None = None,
-        ends: Sequence[int] = (),
-        begins: bool = False,
-    ):
-        self._tokenizer, self._size, self._first = tokenizer, size, first
-        self._begins = begins
-        self.ends = frozenset(ends)
+    tokenizer: Any
+    size: int
+    first: int | None = None
+    ends: Collection[int] = ()
+    begins: bool = False
 
     @property
     def drawn(self) -> Collection[int]:
         """All tokens that it has: a vocabulary that is rounded up has others besides."""
-        return self._tokenizer.get_vocab(with_added_tokens=True).values()
+        return self.tokenizer.get_vocab(with_added_tokens=True).values()
 
     def encode(self, prompt: str | bytes) -> list[int]:
         """The tokens of a prompt, of one that is empty the first of any text."""
-        if isinstance(prompt, str):
-            prompt = prompt.encode("utf-8", "surrogateescape")
-        text = prompt.decode("utf-8", "replace")
+        given = prompt.encode("utf-8", "surrogateescape") if isinstance(prompt, str) else prompt
+        text = given.decode("utf-8", "replace")
         with tokenizers.told("tokenizer.json has no tokens for a prompt"):
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._begins).ids
-        if self._first is not None and (self._begins or not ids):
-            ids = [self._first, *ids]
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not self.begins).ids
+        if self.first is not None and (self.begins or not ids):
+            ids = [self.first, *ids]
         if not ids:
             raise RunError("this model's text begins with no token of its own; give a --prompt")
-        if max(ids) >= self._size:
+        if max(ids) >= self.size:
             raise RunError(
-                f"tokenizer.json has token {max(ids)}, and the model has {self._size}; give the "
+                f"tokenizer.json has token {max(ids)}, and the model has {self.size}; give the "
                 "tokenizer that the model was trained with"
             )
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without those that begin and end it."""
-        return self._tokenizer.decode(list(tokens))
+        return self.tokenizer.decode(list(tokens))
 
     def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
         """A function (next tokens, whether they are the last) -> the text that they complete."""
@@ -248,7 +232,7 @@ class Tokens:
             for token in tokens:
                 held.append(token)
                 try:
-                    piece = stream.step(self._tokenizer, token)
+                    piece = stream.step(self.tokenizer, token)
                 except Exception:  # bytes that are no UTF-8 can change the text before them
                     stream, piece = DecodeStream(skip_special_tokens=True), self.decode(held)
                 if piece is not None:
@@ -263,7 +247,7 @@ def codec_of(tokenizer: Any) -> "Bytes | Tokens":
     """The text of a model that was trained with a tokenizer of `jaxkern.lm.data.tokenizer`."""
     if isinstance(tokenizer, tokenizers.Bytes):
         return Bytes()
-    named = {"first": tokenizer.begin, "ends": [tokenizer.end], "begins": True}
+    named = {"first": tokenizer.begin, "ends": frozenset([tokenizer.end]), "begins": True}
     return Tokens(tokenizer.tokenizer, tokenizer.size, **named)
 
 
@@ -279,28 +263,11 @@ def generate_tokens(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[np.ndarray]:
-    """Decode `length` tokens after each of several prompts, B, of any lengths.
+    """Decode `length` tokens after each of several prompts, B, in pieces (B, n), int32.
 
-    Args:
-        graphdef: from `decoder`.
-        params: the model's parameters.
-        prompts: sequences of tokens, each with at least one.
-        among: the tokens that are drawn, of which the model may lack some; by default all.
-        length: how many tokens to decode.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens; 0 for all.
-        top_p: draw from the likeliest tokens that together have this probability, at least from
-            one.
-        seed: of the draws: prompt i is continued as it is alone with ``seed + i``.
-
-    Yields:
-        The tokens after the prompts, in pieces (B, n), int32.
-
-    Raises:
-        TypeError: an option or a prompt is not of numbers.
-        ValueError: an option has a value that it cannot have, or a prompt has no token, or one
-            outside the vocabulary.
-        RunError: the model's logits are not numbers.
+    The prompts are sequences of at least one token, of any lengths. Tokens are drawn `among` those
+    given, of which the model may lack some, by default all. The other options, and the errors, are
+    those of :meth:`jaxkern.lm.loader.LanguageModel.generate`.
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
