@@ -40,7 +40,7 @@ HYBRID = ModelConfig(
     attention_head_dim=6,
 )
 ROTARY = ModelConfig(
-    *(16, 6, "mamba, attention, swiglu"),
+    *(16, 3, "mamba, attention, swiglu"),
     d_state=4,
     n_heads=2,
     n_kv_heads=1,

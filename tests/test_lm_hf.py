@@ -615,7 +615,7 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv):
     assert f"there is no folder {begun}" in command(capsys, *resume, code=1)
     checkpoint_of(begun, SIZE2)
     line = command(capsys, *resume, code=1)
-    assert "is not the checkpoint that this run was begun with: layers is mamba2, not mamba" in line
+    assert "is not the checkpoint that this run was begun with: d_model is 24, not 16" in line
 
 
 @pytest.mark.exhaustive

@@ -125,7 +125,7 @@ DOCUMENTS = {
         (dataclasses.replace(OTHER, n_layers=1), "both", {}),
         (MICRO, "packed", {"remat": "layer", "scan_layers": True}),
         (HYBRID, "both", {"remat": "cheap", "scan_layers": True}),
-        (dataclasses.replace(ROTARY, n_layers=3), "packed", {"remat": "layer"}),
+        (ROTARY, "packed", {"remat": "layer"}),
         *(pytest.param(s, d, {}, marks=EXHAUSTIVE) for s in SHAPES.values() for d in DOCUMENTS),
         pytest.param(OTHER, "packed", {"remat": "cheap", "scan_layers": True}, marks=EXHAUSTIVE),
     ],

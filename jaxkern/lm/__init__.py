@@ -48,7 +48,7 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
     Returns:
       The model's shape, ``config``; its parameters, ``params``; and what calls it and samples from
       it: ``model(tokens)`` gives logits, ``model.generate(prompts)`` what follows texts or tokens,
-      ``model.module()`` the flax.nnx module; ``model.encode(text)`` and ``model.decode(tokens)`` are
+      ``model.module()`` the flax.nnx module; ``model.encode(text)``, ``model.decode(tokens)`` are
       by its tokenizer.
 
     Raises:

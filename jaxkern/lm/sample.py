@@ -9,7 +9,7 @@ import codecs
 import dataclasses
 import functools
 import math
-import operator
+import numbers
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -271,30 +271,27 @@ def generate_tokens(
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
-    length, top_k = _whole("length", length, 0), _whole("top_k", top_k, 0)
-    seed = _whole("seed", seed, 0, 2**31)
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}; 1 draws from all")
+    given = {"length": length, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    for name, value in (given | {"seed": seed}).items():
+        kind, told, fits, rule = _RULES[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name} must be {told}, got {value!r}")
+        if not fits(value):
+            raise ValueError(f"{name} must be {rule}, got {value}")
     greedy = float(temperature) < np.finfo(np.float32).tiny or top_k == 1
-    static = {"top_k": min(top_k, size), "greedy": greedy, "nucleus": bool(top_p < 1)}
+    static = {"top_k": int(min(top_k, size)), "greedy": greedy, "nucleus": bool(top_p < 1)}
     drawn = None if among is None else np.isin(np.arange(size), list(among))
     return _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, static)
 
 
-def _whole(name: str, value: Any, least: int, below: int | None = None) -> int:
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-    if value < least or (below is not None and value >= below):
-        rule = f"at least {least}" if below is None else f"from {least} to {below - 1}"
-        raise ValueError(f"{name} must be {rule}, got {value}")
-    return value
+_WHOLE, _NUMBER = (numbers.Integral, "a whole number"), (numbers.Real, "a number")
+_RULES: dict[str, Any] = {
+    "length": (*_WHOLE, lambda v: v >= 0, "at least 0"),
+    "temperature": (*_NUMBER, lambda v: 0 <= v < math.inf, "at least 0 and finite"),
+    "top_k": (*_WHOLE, lambda v: v >= 0, "at least 0"),
+    "top_p": (*_NUMBER, lambda v: 0 < v <= 1, "above 0 and at most 1, which draws from all"),
+    "seed": (*_WHOLE, lambda v: 0 <= v < 2**31, f"from 0 to {2**31 - 1}"),
+}
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
