@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern import precision
@@ -251,18 +253,31 @@ def test_hessian_needs_no_other_implementation(name):
 
 
 @pytest.mark.parametrize("name", ["gelu_and_mul", "linear_scan, continued"])
-def test_forward_mode_names_its_remedy(name):
+def test_forward_mode_mixes_with_other_transformations(name):
+    """``jacfwd`` maps tangents alone; reverse over forward differentiates the residuals, too."""
     f = CASES[name].call
-    first, *rest = draw(name, 1, 2)
-    run = lambda **how: jax.jvp(lambda x: f(x, *rest, **how), (first,), (first,))
-    with pytest.raises(TypeError, match=r'no forward-mode derivative.*implementation="xla"'):
-        run()
-    want = run(implementation="xla")
-    run = jax.jit(run) if name == "gelu_and_mul" else run
+    first, *rest = draw(name, 2, 2)
+    plain, by_rules = ({"implementation": name} for name in ("xla", None))
+    along = lambda x, how: jax.jvp(lambda x: f(x, *rest, **how), (x,), (jnp.sin(x),))[1]
+    check.assert_close(
+        jax.jacfwd(lambda x: f(x, *rest, **by_rules))(first),
+        jax.jacrev(lambda x: f(x, *rest, **plain))(first),
+    )
+    reverse = lambda how: jax.grad(lambda x: jnp.sum(along(x, how) ** 2))(first)
+    check.assert_close(reverse(by_rules), reverse(plain), 4e-6)
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(first, NamedSharding(mesh, P("i")))
+        check.assert_close(jax.jit(lambda x: along(x, by_rules))(split), along(first, plain))
+
+
+def test_default_implementation_is_in_the_key_of_compiled_programs():
+    run = jax.jit(lambda x: jaxkern.rms_norm(x))
+    text = lambda: run.trace(jnp.ones((8, 128))).lower(lowering_platforms=("cuda",)).as_text()
+    assert "rms_norm_fwd" in text()
     with jaxkern.default_implementation("xla"):
-        check.assert_close(run(), want)
-    with pytest.raises(TypeError, match="forward-mode"):  # what was compiled inside stays there
-        run()
+        assert "rms_norm_fwd" not in text()
+    assert "rms_norm_fwd" in text()
 
 
 LAYERS = {c.op: c for c in TABLE if c.layer and c.has_kernels and c not in optim.CASES}

@@ -21,12 +21,11 @@ _interpreting = False
 
 
 def public_op[F: Callable[..., Any]](f: F) -> F:
-    """`f` as users call it: compiled, in standard promotion, with a remedy for forward mode.
+    """Makes `f` what users call: compiled, in standard promotion.
 
     Outside of ``jax.jit`` a call is a program that is compiled once for its options and the types
     of its arrays; inside, `f` is traced once for these. Options whose default is a bool are checked
-    to be one, which `f` is given. A program that is differentiated in forward mode inside of
-    ``jit`` fails later, in JAX's words.
+    to be one, which `f` is given.
     """
     parameters = inspect.signature(f).parameters
     flags = [name for name, parameter in parameters.items() if isinstance(parameter.default, bool)]
@@ -53,17 +52,9 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
         options = tuple((n, type(v), v) for n, v in given.items() if not is_array[n])
         # An nnx.Param may change, and the value of a number is checked, also that of an array.
         constant = all(_is_constant(value) for _, _, value in options)
-        try:
-            if _interpreting or not constant:
-                return checked(**given)
-            return compiled(options, arrays)
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            raise TypeError(
-                f"{f.__name__} has no forward-mode derivative (jvp, jacfwd) where it may run "
-                'kernels; use implementation="xla", which has, or jaxkern.default_implementation'
-            ) from error
+        if _interpreting or not constant:
+            return checked(**given)
+        return compiled(options, arrays)
 
     return cast(F, call)
 
@@ -134,19 +125,18 @@ def default_implementation(implementation: Implementation | None) -> Iterator[No
     process the environment says it: ``JAXKERN_IMPLEMENTATION=xla``.
 
     Args:
-      implementation: ``"xla"`` for plain JAX, which has forward-mode derivatives and runs
-        anywhere; ``"mosaic"`` for the kernels, or an error from a call that they cannot take;
-        ``None`` for the fastest.
+      implementation: ``"xla"`` for plain JAX, which runs anywhere; ``"mosaic"`` for the kernels, or
+        an error from a call that they cannot take; ``None`` for the fastest.
 
     Raises:
       ValueError: `implementation` is unknown.
 
     Example:
-      >>> import jax, jax.numpy as jnp, jaxkern
+      >>> import jax.numpy as jnp, jaxkern
       >>> with jaxkern.default_implementation("xla"):
-      ...     out, slope = jax.jvp(jaxkern.swiglu, 2 * (jnp.ones(3),), 2 * (jnp.ones(3),))
-      >>> print(slope.round(3))
-      [1.659 1.659 1.659]
+      ...     out = jaxkern.swiglu(jnp.ones(3), jnp.ones(3))
+      >>> print(out.round(3))
+      [0.731 0.731 0.731]
     """
     with _default(check_implementation(implementation)):
         yield

@@ -140,8 +140,7 @@ class Linear(eqx.nn.Linear):
       out_features: N, the last axis of the result, or ``"scalar"``.
       use_bias: whether there is a bias.
       dtype: of the parameters; by default Equinox's.
-      implementation: ``"mosaic"``, ``"xla"`` (the one with forward-mode derivatives) or ``None``
-        for the fastest.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
       key: from which the initial values are drawn.
     """
 

@@ -118,8 +118,7 @@ class Linear(_OnOps, nnx.Linear):
     Args:
       in_features: K, the last axis of the input.
       out_features: N, the last axis of the result.
-      implementation: ``"mosaic"``, ``"xla"`` (the one with forward-mode derivatives) or ``None``
-        for the fastest.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
       **options: those of ``nnx.Linear``, `rngs` among them. With a `dot_general`,
         `preferred_element_type` or `promote_dtype`, flax computes the result.
     """

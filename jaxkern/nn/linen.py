@@ -107,8 +107,8 @@ class Dense(nn.Dense):
     With a `dot_general`, `dot_general_cls` or `promote_dtype`, flax computes the result.
 
     Attributes:
-      implementation: ``"mosaic"``, ``"xla"`` (the one with forward-mode derivatives) or ``None``
-        for the fastest; the others are those of ``nn.Dense``.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are those of
+        ``nn.Dense``.
     """
 
     implementation: Implementation | None = None

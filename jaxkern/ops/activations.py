@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
@@ -278,7 +279,7 @@ class Options:
         return self.function.curve if isinstance(self.function, Alone) else self.op
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@Differentiable
 def _pointwise(ins: tuple[jax.Array, ...], options: Options) -> jax.Array:
     return _pointwise_fwd(ins, options)[0]
 

@@ -111,9 +111,9 @@ def swiglu(
       alpha: the slope within the sigmoid, positive.
       limit: positive, or ``None`` for no limit.
       up_offset: o, added to `up`, after the limit.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
+        the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX
+        elsewhere.
 
     Returns:
       The shape and dtype of `gate`.

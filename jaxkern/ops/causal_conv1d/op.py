@@ -26,13 +26,13 @@ Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Sp
 arXiv:2312.00752.
 """
 
-import functools
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
@@ -122,9 +122,9 @@ def causal_conv1d(
       return_final_state: whether to return the initial state for the tokens that follow, too.
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
         arrays are then a device's part of L, and the final state is the same on all devices.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
+        the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX
+        elsewhere.
 
     Returns:
       (B, L, D), the dtype of `x`. With `return_final_state`, also the last W - 1 inputs,
@@ -294,7 +294,7 @@ def _faster(options: Options, x: Any, *rest: Any) -> bool:
     return x.shape[-1] >= LANES
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@Differentiable
 def _causal_conv1d(x, weight, bias, state, look_back, options: Options) -> Any:
     return _causal_conv1d_fwd(x, weight, bias, state, look_back, options)[0]
 

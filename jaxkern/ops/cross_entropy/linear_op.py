@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, check_integer
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import named
 from jaxkern.core.mesh import TypeOf, match_primal
@@ -196,7 +197,7 @@ def _check_memory(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
     return nbytes
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(Differentiable, options=2)
 def _linear_rows(x, weight, bias, accumulator, labels, rows, options):
     del accumulator
     _, losses, lse = _linear_forward(x, weight, bias, labels, rows, options)
@@ -240,7 +241,7 @@ _linear_rows.defvjp(_linear_rows_fwd, _linear_rows_bwd)
 _linear_rows_jit = jax.jit(_linear_rows, static_argnums=(5, 6))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@Differentiable
 def _in_parts(x, weight, bias, accumulator, labels, options):
     del accumulator
     return FORWARD_IN_PARTS(options, x, weight, bias, labels)[:2]
@@ -274,7 +275,7 @@ _in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
 _in_parts_jit = jax.jit(_in_parts, static_argnums=5)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@Differentiable
 def _in_chunks(x, weight, bias, labels, count, options):
     losses = IN_CHUNKS(options, x, weight, bias, labels)[0]
     return jnp.sum(losses) / count

@@ -33,13 +33,13 @@ arXiv:2408.00118 (the cap); Wijmans et al., Cut Your Losses in Large-Vocabulary 
 (chunks of rows, and gradients formed in the forward).
 """
 
-import functools
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import as_array, check_floating
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import named
 from jaxkern.core.mesh import match_sharding
@@ -110,8 +110,8 @@ def cross_entropy(
       reduction: ``"mean"`` over the rows that are not ignored, 0 if there are none; ``"sum"``; or
         ``"none"`` for the losses of the rows.
       return_lse: whether to return lse, too; its gradient counts.
-      implementation: ``"mosaic"`` for GPU kernels; ``"xla"`` for plain JAX, the only one that
-        supports forward-mode differentiation; ``None`` for the faster one.
+      implementation: ``"mosaic"`` for GPU kernels; ``"xla"`` for plain JAX; ``None`` for the faster
+        one.
 
     Returns:
       The loss, float32, () or with ``reduction="none"`` (...); with `return_lse` a pair of it and
@@ -183,7 +183,7 @@ def reduced(
     return (loss, lse) if return_lse else loss
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@Differentiable
 def _of_rows(logits, labels, rows):
     return _of_rows_fwd(logits, labels, rows)[0]
 

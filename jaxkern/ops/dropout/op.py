@@ -39,6 +39,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
@@ -85,9 +86,9 @@ def dropout(
       activation: f, computed in the same pass: ``"relu"``, ``"relu_squared"``, ``"silu"``,
         ``"gelu"`` (by tanh; also ``"gelu_tanh"``), ``"gelu_erf"``, ``"quick_gelu"``,
         ``"sigmoid"``, ``"tanh"`` or ``None``.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
+        the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX
+        elsewhere.
 
     Returns:
       The shape and dtype of `x`.
@@ -241,7 +242,7 @@ class _Types:
     residual: Any
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@Differentiable
 def _dropout(x: Any, residual: Any, seeds: Any, options: Options) -> jax.Array:
     return _dropout_fwd(x, residual, seeds, options)[0]
 

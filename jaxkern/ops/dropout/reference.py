@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkern.core.dispatch import Mode
+from jaxkern.core.mesh import vary_over, varying
 from jaxkern.elementwise.philox import halves, philox, wide_product
 from jaxkern.ops.curves import CURVES, PLAIN, curve, wide
 
@@ -88,7 +90,7 @@ def random_bits(shape: tuple[int, ...], key: Any, positions: Sequence[Any]) -> j
         shape, [jnp.expand_dims(p, [e for e in axes if e != d]) for d, p in enumerate(along)]
     )
     group = shift_right(index, GROUP.bit_length() - 1)
-    bits = halves(random_words(group, [*key, *[jnp.uint32(0)] * (4 - key.size)]))
+    bits = halves(_plain_words(group, [*key, *[jnp.uint32(0)] * (4 - key.size)]))
     if grouped:
         return jnp.stack(bits, axis=-1).reshape(part)
     which = index[0] & (GROUP - 1)
@@ -101,6 +103,16 @@ def flat_index(shape: tuple[int, ...], positions: Sequence[Any]) -> Pair:
     for position, size in zip(positions, shape, strict=True):
         index = add(times(index, size), (position, jnp.uint32(0)))
     return index
+
+
+def _plain_words(group: Pair, key: Sequence[Any]) -> Any:
+    """The words of groups; XLA would compute them again for each element but for the barrier."""
+    if jax.default_backend() == "gpu":  # where each round of a loop would go through memory
+        return lax.optimization_barrier(random_words(group, key))
+    axes = frozenset[str]().union(*map(varying, (*group, *key)))
+    word = lambda w: vary_over(jnp.broadcast_to(w, group[0].shape), axes)
+    counter = map(word, (*group, *key[2:]))
+    return lax.optimization_barrier(philox((*counter,), [*map(word, key[:2])], rolled=True))
 
 
 def random_words(group: Pair, key: Sequence[Any], product: Any = None) -> list[Any]:

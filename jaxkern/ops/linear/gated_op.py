@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal
@@ -110,9 +111,9 @@ def gated_linear_unit(
       accumulators: float32, the gradients of the weights so far, as for :func:`jaxkern.linear`:
         two arrays (K, N), or without `w_up` one array (K, 2N); or ``None``.
       precision: of products of float32, as for ``jax.lax.dot_general``.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the kernels on a GPU of
-        compute capability 9.0 (Hopper), at sizes where they are measured faster than cuBLAS.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
+        the kernels on a GPU of compute capability 9.0 (Hopper), at sizes where they are measured
+        faster than cuBLAS.
 
     Returns:
       (..., N), the dtype of `x`.
@@ -202,7 +203,7 @@ def _check_accumulators(accumulators: Any, w_gate: jax.Array, w_up: Any) -> Any:
 # Forward and backward
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@Differentiable
 def _gated(x, w_gate, w_up, b_gate, b_up, accumulators, options: GatedOptions) -> Any:
     del accumulators
     return FORWARD(options, x, w_gate, w_up, b_gate, b_up)[0]

@@ -22,13 +22,13 @@ elements, and an accumulator 2·K·N in fp32.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_dtype, check_floating
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
@@ -80,9 +80,9 @@ def linear(
         until they are rounded to the result. With ``implementation="xla"`` the compiler decides.
       precision: of products of float32, as for ``jax.lax.dot_general``: ``"highest"`` for true
         fp32, ``"TF32_TF32_F32"`` for tf32.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the kernels on a GPU of
-        compute capability 9.0 (Hopper), at sizes where they are measured faster than cuBLAS.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
+        the kernels on a GPU of compute capability 9.0 (Hopper), at sizes where they are measured
+        faster than cuBLAS.
 
     Returns:
       (..., N), the dtype of `x`.
@@ -184,7 +184,7 @@ def accumulate_weight_grad(
     return named("accumulate_weight_grad", match_sharding(total, accumulator))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@Differentiable
 def _linear(x: Any, weight: Any, bias: Any, accumulator: Any, options: Options) -> Any:
     del accumulator
     return products.match_product(FORWARD(options, x, weight, bias)[0], x, weight)

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
@@ -129,9 +130,9 @@ def linear_scan(
       reverse: whether time runs from the end to the start.
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
         arrays are then a device's part of L, and the final state is the same on all devices.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
+        the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX
+        elsewhere.
 
     Returns:
       (B, L, D), the dtype of `b`: all states but the initial one. With `return_final_state` a pair
@@ -244,7 +245,7 @@ def _final_states(options: Options, count: int, out, initial_state, ids) -> jax.
     return segments.last_tokens(out, last, initial_state)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@Differentiable
 def _linear_scan(a, b, initial_state, entered, options):
     out, final, _ = FORWARD(options, a, b, initial_state, entered)
     return match_sharding(out, b), final

@@ -1,7 +1,6 @@
 """The linear scan in plain JAX: the specification and the ``"xla"`` implementation."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -12,8 +11,9 @@ from jaxkern.ops.linear_scan.tiles import Options
 from jaxkern.ops.segments import with_zeros
 
 CHUNK = 8
-"""Steps from one saved state to the next: with it forward and backward were fastest on a CPU, where
-an associative scan was slower and took more temporary arrays."""
+"""Steps from one saved state to the next where JAX derives the backward, which runs them again: with
+8 both were fastest on a CPU, where an associative scan was slower and took more memory. The passes
+have a loop of single steps instead, which compiles in half the time."""
 
 
 def linear_scan_reference(
@@ -101,11 +101,12 @@ def last_state(options: Options, out: jax.Array, initial_state: Any) -> jax.Arra
 
 
 def reference_fwd(options: Options, a, b, initial_state, entered):
-    steps = options.steps(a, b)
-    size = math.gcd(CHUNK, steps)
-    out, states = chunked(size, options.reverse, a, b, initial_state, entered, dtype=b.dtype)
+    given = () if initial_state is None else (initial_state,)
+    acc = jnp.result_type(jnp.float32, a, b, *given)
+    h, before = chunked(1, options.reverse, a, b, initial_state, entered, dtype=acc)
+    out = h.astype(b.dtype)
     final = last_state(options, out, initial_state)
-    return out, final, states[:, :: steps // size] if options.save else None
+    return out, final, before[:, :: options.steps(a, b)] if options.save else None
 
 
 def reference_bwd(options: Options, a, b, initial_state, entered, states, dout, dfinal):
@@ -121,12 +122,12 @@ def reference_bwd(options: Options, a, b, initial_state, entered, states, dout, 
     if dfinal is not None:
         dout = dout.at[:, -1].add(dfinal)
     start = states[:, 0] if initial_state is None else initial_state
-    h, _ = chunked(CHUNK, False, a, b, start, entered, dtype=acc)
+    h, _ = chunked(1, False, a, b, start, entered, dtype=acc)
     before = jnp.concatenate([states[:, :1], h[:, :-1]], axis=1)
     if entered is not None:
         before = jnp.where(*_starts(entered, initial_state, acc), before)
     after, following = _following(a, entered)
-    dh, _ = chunked(CHUNK, True, after, dout, None, following, dtype=acc)
+    dh, _ = chunked(1, True, after, dout, None, following, dtype=acc)
     da, db = (dh * before).astype(a.dtype), dh.astype(b.dtype)
     if count is None or entered is None:
         dstate = a[:, 0].astype(acc) * dh[:, 0]
@@ -142,7 +143,7 @@ def reference_bwd(options: Options, a, b, initial_state, entered, states, dout, 
 def reference_carry(options: Options, a, b, entered) -> tuple[jax.Array, jax.Array]:
     """The product of a part's a, NaN where a segment begins in it, and its last state, (B, D)."""
     acc = jnp.result_type(jnp.float32, a, b)
-    out, _ = chunked(CHUNK, options.reverse, a, b, None, entered, dtype=acc)
+    out, _ = chunked(1, options.reverse, a, b, None, entered, dtype=acc)
     return _product(a, entered, acc), out[:, 0 if options.reverse else -1]
 
 
@@ -154,7 +155,7 @@ def reference_bwd_carry(options: Options, a, dout, entered) -> tuple[jax.Array, 
         a, dout = jnp.flip(a, 1), jnp.flip(dout, 1)
         entered = None if entered is None else jnp.flip(entered, 1)
     after, following = _following(a, entered)
-    dh, _ = chunked(CHUNK, True, after, dout.astype(acc), None, following, dtype=acc)
+    dh, _ = chunked(1, True, after, dout.astype(acc), None, following, dtype=acc)
     passed = a[:, 0].astype(acc) * dh[:, 0]
     return product, passed if entered is None else jnp.where(entered[:, :1] < 0, passed, 0)
 

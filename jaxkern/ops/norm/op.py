@@ -30,7 +30,6 @@ and Hinton, Layer Normalization, 2016, arXiv:1607.06450; for the gate and the gr
 Transformers are SSMs, 2024, arXiv:2405.21060.
 """
 
-import functools
 from typing import Any, overload
 
 import jax
@@ -42,6 +41,7 @@ from jaxkern.core.arguments import (
     check_number,
     unfit,
 )
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
@@ -130,9 +130,9 @@ def rms_norm(
         Mamba-2.
       norm_before_gate: whether the gate multiplies the result or, if false, the input.
       group_size: elements that are normalised together, a divisor of N; ``None`` for all N.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
+        the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX
+        elsewhere.
 
     Returns:
       (..., N), the dtype of `x`. With `residual`, also the sum x + residual.
@@ -244,9 +244,9 @@ def layer_norm(
         Mamba-2.
       norm_before_gate: whether the gate multiplies the result or, if false, the input.
       group_size: elements that are normalised together, a divisor of N; ``None`` for all N.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX (the only one
-        that supports forward-mode differentiation), ``None`` for the fastest: the kernels on an
-        NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
+        the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX
+        elsewhere.
 
     Returns:
       (..., N), the dtype of `x`. With `residual`, also the sum x + residual.
@@ -359,7 +359,7 @@ def _slower(n: int) -> str | None:
     return None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@Differentiable
 def _pair(x: Any, residual: Any, weight: Any, bias: Any, gate: Any, options: Options) -> Any:
     return _pair_fwd(x, residual, weight, bias, gate, options)[0]
 

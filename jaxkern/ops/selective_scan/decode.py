@@ -55,8 +55,8 @@ def selective_scan_step(
         over layers that carries `state` the kernel then updates it where it lies, without a copy.
         Of a traced number that there is not, the nearest.
       implementation: ``"mosaic"`` for the Pallas GPU kernel (N a power of two from 8 to 512), whose
-        gradients are those of plain JAX; ``"xla"`` for plain JAX (the only one that supports
-        forward-mode differentiation); ``None`` for the kernel where it can take the call.
+        gradients are those of plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where it
+        can take the call.
 
     Returns:
       The output, (B, D), the dtype of `x`; and :math:`h_t`, the shape of `state`, float32.

@@ -39,7 +39,6 @@ arXiv:2312.00752.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal, overload
 
@@ -47,6 +46,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
@@ -178,9 +178,9 @@ def selective_scan(
         more than 8 the backward runs the steps in between once more, and needs less memory.
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
         arrays are then a device's part of L, and the final state is the same on all devices.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels (N up to 384), ``"xla"`` for plain JAX
-        (the only one that supports forward-mode differentiation), ``None`` for the fastest: the
-        kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX elsewhere.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels (N up to 384), ``"xla"`` for plain
+        JAX, ``None`` for the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or
+        newer, plain JAX elsewhere.
 
     Returns:
       (B, L, D), the dtype of `x`; with `return_final_state` a pair of it and the final state,
@@ -270,7 +270,7 @@ def _unsupported(args: tuple[Any, ...]) -> str | None:
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(11,))
+@Differentiable
 def _selective_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, options):
     args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
     out, final, _ = FORWARD(options, *args)

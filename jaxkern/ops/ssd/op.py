@@ -56,6 +56,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
@@ -190,8 +191,8 @@ def ssd(
         arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, which run on Hopper GPUs and take
         `x`, `B`, `C` and `z` in bfloat16, P of 16 or more, N up to 256 and no `num_segments`;
-        ``"xla"`` for plain JAX, the only one that supports forward-mode differentiation; ``None``
-        for the kernels where they take the call, else for plain JAX with a backward of its own.
+        ``"xla"`` for plain JAX; ``None`` for the kernels where they take the call, else for plain
+        JAX with a backward of its own.
 
     Returns:
       (B, L, H, P), the dtype of `x`; with `return_final_state` a pair of it and the final state,
@@ -265,7 +266,7 @@ def _check_initial_state(state: Any, x: jax.Array, B: jax.Array, count: int | No
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(11, 12))
+@functools.partial(Differentiable, options=2)
 def _ssd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
     dt, a = log_decays(sizes, dt, A, dt_bias)
     out, final, *_ = FORWARD(options, x, dt, a, B, C, D, z, initial_state, rank, crossed)
