@@ -1,5 +1,6 @@
 """Helpers of the language model's tests: the model in float64, small models and runs."""
 
+import contextlib
 import functools
 import json
 
@@ -124,15 +125,16 @@ def run_of(folder, model, params, *, precision="fp32", **config):
     folder.mkdir()
     content = {
         "format": checkpoint.FORMAT,
-        "flags": {},
         "model": model.stored(),
         "data": {},
         "precision": precision,
     }
-    (folder / "config.json").write_text(json.dumps(content | config))
-    for step, factor in ((5, 0.5), (10, 1.0)):
-        at_step = jax.tree.map(lambda leaf, by=factor: leaf * by, params)
-        checkpoint.save(folder, step, params=at_step, optimizer={"a": jnp.ones(2)}, model=model)
+    (folder / "config.yaml").write_text(json.dumps(config.pop("flags", {})))
+    (folder / "run.json").write_text(json.dumps(content | config))
+    with contextlib.closing(checkpoint.Saver(folder, keep=2)) as saver:
+        for step, factor in ((5, 0.5), (10, 1.0)):
+            at_step = jax.tree.map(lambda leaf, by=factor: leaf * by, params)
+            saver.start(step, {"params": at_step, "opt_state": jnp.ones(2)}, {})
     return folder
 
 

@@ -481,7 +481,7 @@ def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
 
     (tmp_path / "file").touch()
     for argv, words in (
-        (("--hf", out), "that is not of Hugging Face's layout; name another folder"),
+        (("--hf", out), "holds a run; name another folder"),
         (("--hf", tmp_path / "file"), "is a file; name a folder"),
         (("--hf", tmp_path / "new", "--step", 7), "has no checkpoint of step 7; it has 5, 10"),
     ):
@@ -513,7 +513,9 @@ def test_every_file_of_an_export_is_of_the_tokenizer_of_the_run(tmp_path, capsys
             read = data.tokenizer.load(spec)
             (out / "tokenizer.json").write_text(read.stored())
             told["data"] = {"tokenizer": {"begin": read.begin, "end": read.end}}
-        (out / "config.json").write_text(json.dumps(config_in(out) | told))
+        (out / "config.yaml").write_text(json.dumps(told["flags"]))
+        record = json.loads((out / "run.json").read_text()) | {"data": told.get("data", {})}
+        (out / "run.json").write_text(json.dumps(record))
         command(capsys, "export", "--run", out, "--hf", theirs)
         files = {path.name for path in theirs.iterdir()}
         config = config_in(theirs)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxkern.lm.resume import resume_config
 
 import jaxkern
 from jaxkern.lm import config, data, program, sample
@@ -17,7 +18,6 @@ from jaxkern.lm.config import ModelConfig, Preset, RunError, TrainConfig
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
-from jaxkern.lm.resume import resume_config
 from jaxkern.lm.step import loss_fn, make_model
 from tests.language_models import HYBRID, check_gradients, command, loss_float64, random_params
 
@@ -72,7 +72,7 @@ def windows(vocab_size, length=LENGTH):
 def with_segments(batch, configuration):
     """A batch of documents that end elsewhere in every row, if the run packs them."""
     if not configuration.pack:
-        return batch
+        return data.Packed(batch)
     ends = 1 + np.arange(len(batch)) * (configuration.seq_len // len(batch))
     ids = (np.arange(batch.shape[-1]) >= ends[:, None]).astype(np.int32)
     return data.Packed(batch, ids)
@@ -114,7 +114,7 @@ def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, me
     batch = windows(model.vocab_size, length)[0, :4]
     step = program.lowered_step(configuration, placement).compile()
     state = begun(configuration, placement)
-    state, metrics = step(state, put(placement, batch[None], placement.second_split))
+    state, metrics = step(state, put(placement, data.Packed(batch[None]), placement.second_split))
     params, grads = random_params(model), stored(placement, state.params)
     squares = sum((grad.astype(float) ** 2).sum() for grad in jax.tree.leaves(grads))
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=2e-5)

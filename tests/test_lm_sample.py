@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 
@@ -320,26 +321,25 @@ def test_a_terminal_gets_no_control_bytes(run, monkeypatch, capsys):
 
 
 def test_load_goes_back_from_a_damaged_checkpoint(run):
-    manifest = run / "checkpoints" / "10" / "manifest.json"
-    rewrite(manifest, lambda content: content["files"].update({"params/more": "0"}))
-    with pytest.warns(UserWarning, match=r"/10 is damaged: .*; that of step 5 is loaded") as caught:
+    shutil.rmtree(run / "checkpoints" / "10" / "state")
+    words = r"/10 cannot be read \(.*; that of step 5 is loaded"
+    with pytest.warns(UserWarning, match=words) as caught:
         assert jaxkern.lm.load(run).step == 5
     assert caught[0].filename == __file__
-    refused(r"/10 is damaged", jaxkern.lm.load, run, step=10)
-    manifest = run / "checkpoints" / "5" / "manifest.json"
-    manifest.unlink()
-    refused(r"and none in .*run/checkpoints is whole", jaxkern.lm.load, run)
+    refused(r"/10 cannot be read", jaxkern.lm.load, run, step=10)
+    shutil.rmtree(run / "checkpoints" / "5" / "state")
+    refused(r"/10 cannot be read .*, nor any other of 5, 10", jaxkern.lm.load, run)
 
 
 def test_load_says_what_a_folder_is_not(run, tmp_path):
     refused(r"has no checkpoint of step 7; it has 5, 10", jaxkern.lm.load, run, step=7)
     words = r"is one checkpoint of a run; give the run's folder, .*run"
     refused(words, jaxkern.lm.load, run / "checkpoints" / "10")
-    refused(r"holds no run \(no config.json\)", jaxkern.lm.load, tmp_path)
+    refused(r"holds no run \(no run.json\)", jaxkern.lm.load, tmp_path)
     refused(r"there is no folder .*nowhere; give one that", jaxkern.lm.load, tmp_path / "nowhere")
-    rewrite(run / "config.json", lambda content: content["model"].update(heads=4))
+    rewrite(run / "run.json", lambda content: content["model"].update(heads=4))
     refused(r"was written by jaxkern 0.0.9, .*heads", jaxkern.lm.load, run)
-    rewrite(run / "config.json", lambda content: content.update(format="jaxkern-lm-2"))
+    rewrite(run / "run.json", lambda content: content.update(format="jaxkern-lm-1"))
     refused(r"was not written by this version", jaxkern.lm.load, run)
     (run / "config.json").write_text('{"model_type": "mamba"}')
     refused(r"is no run, so that it has no step 5", jaxkern.lm.load, run, step=5)

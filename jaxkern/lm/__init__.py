@@ -3,7 +3,6 @@
 cli         subcommands, one-line errors
 flags       the commands' flags and their help
 config      presets, the configuration of a run
-resume      the configuration of a resumed run
 data        files of text -> bytes or tokens on disk -> batches
 model       the language model (flax.nnx) on jaxkern's ops
 layers      attention and MLPs of hybrid models
@@ -15,13 +14,12 @@ export      writes a run in that layout
 hf_layouts  how transformers stores each kind of model
 untrusted   reads files that a stranger may have written
 report      progress, metrics.jsonl, loss.png
-trackers    TensorBoard and Weights & Biases
+trackers    TensorBoard, Weights & Biases, a trace of some steps
 memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
 run         a run's folder before and around its steps: begun, resumed, continued
-profiling   a trace of some steps
 program     the compiled programs of a run, and where their arrays lie
-train       the training loop
+train       the training loop: `Trainer`
 sample      decoding, of several prompts at once
 loader      a trained model in Python: `load`
 warm        lowers the kernels of a run beforehand
@@ -30,10 +28,20 @@ doctor      what would run on this machine, and why
 
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxkern.lm.loader import LanguageModel
+    from jaxkern.lm.train import Trainer as Trainer
+
+
+def __getattr__(name: str) -> Any:
+    """`Trainer`, whose packages are imported where it is asked for."""
+    if name != "Trainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from jaxkern.lm.train import Trainer
+
+    return Trainer
 
 
 def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "LanguageModel":

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxkern.lowering.target import GPUS
@@ -410,6 +412,26 @@ class TrainConfig:
                 "that the scans and sums of a run are in; write float32"
             )
         return dataclasses.replace(config, pack=config._packs())
+
+    def save(self, path: Path) -> None:
+        """Write the configuration as a file that `load` reads."""
+        import yaml
+
+        flags = json.loads(json.dumps(dataclasses.asdict(self)))
+        del flags["shape"]
+        path.write_text(yaml.safe_dump(flags, sort_keys=False), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "TrainConfig":
+        """Read a configuration."""
+        import yaml
+
+        try:
+            flags = yaml.safe_load(path.read_text(encoding="utf-8"))
+            tuples = {name: tuple(flags[name]) for name in ("data", "eval_data", "log_to")}
+            return cls(**flags | tuples)
+        except (OSError, TypeError, ValueError, KeyError, yaml.YAMLError) as error:
+            raise RunError(f"{path} cannot be read ({error}); put it back") from None
 
     def _packs(self) -> bool:
         """Whether documents are packed: where it is asked for, or what is asked for needs it."""

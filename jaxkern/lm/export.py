@@ -132,6 +132,8 @@ def _check_target(folder: Path, like: Path | None) -> None:
         raise RunError(f"--hf {folder} is a file; name a folder")
     if like is not None and folder.exists() and folder.samefile(like):
         raise RunError(f"--hf {folder} is the checkpoint that the run began with; name another")
+    if checkpoint.is_run(folder):
+        raise RunError(f"--hf {folder} holds a run; name another folder")
     if (folder / hf.CONFIG).exists() and not is_hf(folder):
         raise RunError(
             f"--hf {folder} holds a {hf.CONFIG} that is not of Hugging Face's layout; name another "

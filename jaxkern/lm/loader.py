@@ -231,27 +231,17 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
     except (KeyError, TypeError, ValueError) as error:
         version = (stored.get("versions") or {}).get("jaxkern", "another version")
         raise RunError(
-            f"{run / 'config.json'} was written by jaxkern {version}, and this one cannot read it "
-            f"({error}); install that one, or train again"
+            f"{run} was written by jaxkern {version}, and this one cannot read it ({error}); "
+            "install that one, or train again"
         ) from None
-    damaged, steps = [], checkpoint.steps(run)
-    if not steps:
-        raise RunError(f"{run} has no checkpoint yet; train it for longer")
-    if step is None:
-        step, damaged = checkpoint.newest(run, config)
-    elif step in steps:
-        checkpoint.check(run, step, config)
-    else:
-        known = ", ".join(map(str, steps))
-        raise RunError(f"{run} has no checkpoint of step {step}; it has {known}")
-    notes = [f"{what}; that of step {step} is loaded" for what in damaged]
+    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    found = checkpoint.restore(run, {"params": checkpoint.abstract(like, device)}, step)
+    notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
     spec = stored["flags"].get("tokenizer", "bytes")
     check_has_tokenizer(run, spec)
     codec = sample.codec_of(data.open_tokenizer(spec, run, stored["data"]))
-    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params = checkpoint.restore(run, step, "params", checkpoint.abstract(like, device))
-    return LanguageModel(config, params, step, codec), notes
+    return LanguageModel(config, found.state["params"], found.step, codec), notes
 
 
 def check_has_tokenizer(run: Path, spec: str) -> None:

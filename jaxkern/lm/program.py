@@ -184,7 +184,7 @@ def abstract_batch(config: TrainConfig, rows: tuple[int, ...], split: Split, sha
     dtype, shape = dtype_of(config.model.vocab_size), (*rows, config.seq_len + split.sequence)
     tokens = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     if not config.pack:
-        return tokens
+        return Packed(tokens)
     return Packed(tokens, jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding))
 
 
@@ -235,7 +235,7 @@ class Programs(NamedTuple):
       step: (state, windows (K, B/K, L + 1)) -> (state, metrics).
       loss: (parameters, windows (B/K, L + 1)) -> the mean cross-entropy.
 
-    Windows of packed documents are a `Packed`, which has their segments, too. Where sequences are
+    Windows are a `Packed`, which has the segments of packed documents, too. Where sequences are
     split, windows are those that :meth:`Split.windows` gives.
     """
 

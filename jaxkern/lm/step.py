@@ -182,7 +182,7 @@ def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array 
       batch: of this device.
       mean_of_batch: the mean over the devices between which its tokens are split.
     """
-    if not isinstance(batch, Packed):
+    if not isinstance(batch, Packed) or batch.segment_ids is None:
         return None
     segments = batch.segment_ids
     same = segments[..., 1:] == segments[..., :-1]

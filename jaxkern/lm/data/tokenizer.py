@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxkern.lm import untrusted
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.documents import MARKER, need_package
+from jaxkern.lm.data.sources import MARKER, need_package
 
 SEPARATOR = 0  # begins and ends a text of bytes
 FILE = "tokenizer.json"
@@ -29,10 +29,9 @@ FILES = (
     "vocab.json",
 )
 FILES += ("vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja")
-_SPECIAL = MARKER.decode()
 _CUT = re.compile(r"(?<=<)(?=\|endoftext\|>)")  # inside it, where no token reaches across
-_BEGINS = ("<s>", "<bos>", "<|begin_of_text|>", _SPECIAL, "[BOS]", "[CLS]")
-_ENDS = ("</s>", "<eos>", "<|end_of_text|>", _SPECIAL, "[EOS]", "[SEP]")
+_BEGINS = ("<s>", "<bos>", "<|begin_of_text|>", MARKER, "[BOS]", "[CLS]")
+_ENDS = ("</s>", "<eos>", "<|end_of_text|>", MARKER, "[EOS]", "[SEP]")
 _PADS = ("<pad>", "<|padding|>", "<|pad|>", "[PAD]")
 NAMED = (
     "bos_token",
@@ -169,8 +168,8 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
     begin = _first(tokenizer, [text_of(said, "bos_token"), *of_model([bos]), *_BEGINS])
     end = _first(tokenizer, [text_of(said, "eos_token"), *of_model(eos), *_ENDS])
     if begin is None and end is None:
-        tokenizer.add_special_tokens([_SPECIAL])
-        end = tokenizer.token_to_id(_SPECIAL)
+        tokenizer.add_special_tokens([MARKER])
+        end = tokenizer.token_to_id(MARKER)
     begin, end = (end if begin is None else begin), (begin if end is None else end)
     assert begin is not None
     assert end is not None
@@ -331,7 +330,7 @@ def train_bpe(texts: Iterator[str], size: int, *, show: bool) -> Tokenizer:
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[_SPECIAL],
+        special_tokens=[MARKER],
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=show,
     )
@@ -341,5 +340,5 @@ def train_bpe(texts: Iterator[str], size: int, *, show: bool) -> Tokenizer:
         pool.submit(tokenizer.train_from_iterator, texts, trainer).result()
     finally:
         pool.shutdown(wait=False)
-    token = tokenizer.token_to_id(_SPECIAL)
+    token = tokenizer.token_to_id(MARKER)
     return Tokenizer(tokenizer, token, token)
