@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxkern.lm import cli, data, loader
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.data import Packed, predicted, sources, tokenizer, write
-from jaxkern.lm.data.corpus import Stream
+from jaxkern.lm.data.corpus import Stream, Windows
 from jaxkern.lm.model import Options
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import batch_loss, make_model, token_weights
@@ -114,7 +114,7 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
     monkeypatch.setattr(write, "_SAVE", 0.0 if saved else 1e9)
     named = {"data": (str(root / "a.jsonl"), str(root / "more"), str(root / "b.txt"))}
     whole = build(root, tmp_path / "undisturbed", **named)
-    encode, left = data.tokenizer.Bytes.encode, itertools.count()
+    encode, left = tokenizer.Bytes.encode, itertools.count()
 
     class Killed(BaseException):
         pass
@@ -126,9 +126,9 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
 
     for kills in itertools.count():
         with monkeypatch.context() as patch:
-            patch.setattr(data.tokenizer.Bytes, "encode", killed)
+            patch.setattr(tokenizer.Bytes, "encode", killed)
             if kills == (6 if saved else 2):
-                patch.setattr(data.tokenizer.Bytes, "encode", encode)
+                patch.setattr(tokenizer.Bytes, "encode", encode)
             try:
                 again = build(root, tmp_path / "run", **named)
                 break
@@ -157,9 +157,11 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
     other = build(root, tmp_path / "d")
     assert other.info["folder"] != build(root / "more", tmp_path / "d").info["folder"]
     assert len([*(tmp_path / "d" / "corpus").glob("*/")]) == 1  # no run began with the others
-    words = "are missing or have changed since the run began; name the folder that holds them"
+    words = "are missing or have changed since the run began; name the "
     refused(words, data.reopen, config_of(root), tmp_path / "d", other.info)
     next(cache.glob(f"{info['folder']}/0.train.tokens")).write_bytes(b"cut")
+    refused(words, data.reopen, config_of(root, **flags), tmp_path / "b", info)
+    shutil.rmtree(cache)
     refused(words, data.reopen, config_of(root, **flags), tmp_path / "b", info)
 
 
@@ -186,27 +188,27 @@ def test_no_more_than_a_quarter_is_held_out(tmp_path, share):
 
 
 FIRSTS = np.cumsum([0, 3, 4, 2, 9])
-COUNTED = Stream("counted", np.arange(24, dtype=np.uint16), FIRSTS, None, 1.0)
+COUNTED = Stream("counted", np.arange(24, dtype=np.uint16), FIRSTS, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 4, 10, 22, 40])
 def test_windows_lose_nothing_and_predict_each_token_once(seq_len):
     """All but the first of each document; without segments, all but the first of all."""
-    seen, options = [], {"packed": True, "dtype": np.uint32}
-    for i in range(COUNTED.windows(seq_len)):
-        tokens, segments = COUNTED.window(i, seq_len, **options)
+    config, seen = functools.partial(config_of, "", seq_len=seq_len, vocab_size=2**17), []
+    windows = Windows(COUNTED, config(tokenizer="bpe:300"))
+    for tokens, segments in (windows[i] for i in range(len(windows))):
         assert tokens.shape == segments.shape == (seq_len + 1,)
         assert (tokens.dtype, segments.dtype) == (np.uint32, np.int32)
         same = segments[1:] == segments[:-1]
         np.testing.assert_array_equal(tokens[1:][same], tokens[:-1][same] + 1)
         seen += tokens[1:][same].tolist()
     assert seen == [i for i in range(24) if i not in FIRSTS]
-    assert predicted(COUNTED.window(COUNTED.windows(seq_len), seq_len, **options)) == 0
+    assert predicted(windows[len(windows)]) == 0
     if seq_len < 24:
-        options["packed"] = False
-        windows = [COUNTED.window(i, seq_len, **options) for i in range(COUNTED.windows(seq_len))]
-        assert {len(tokens) for tokens, _ in windows} == {seq_len + 1}
-        assert {*np.concatenate([tokens[1:] for tokens, _ in windows]).tolist()} == {*range(1, 24)}
+        windows = Windows(COUNTED, config(pack=False, vocab_size=None))
+        found = [windows[i].tokens for i in range(len(windows))]
+        assert {len(tokens) for tokens in found} == {seq_len + 1}
+        assert {*np.concatenate([tokens[1:] for tokens in found]).tolist()} == {*range(1, 24)}
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -215,11 +217,8 @@ def test_every_window_is_seen_once_in_an_epoch(root, tmp_path, pack):
     named = (str(root / "a.jsonl"), str(root / "more"))
     corpus = build(root, tmp_path / "run", pack=pack, data=named)
     config = functools.partial(config_of, root, pack=pack, seq_len=16, batch_size=4)
-    there = sorted(
-        stream.window(i, 16, packed=pack, dtype=np.uint8).tokens.tobytes()
-        for stream in corpus.train
-        for i in range(stream.windows(16))
-    )
+    of_each = [Windows(stream, config()) for stream in corpus.train]
+    there = sorted(windows[i].tokens.tobytes() for windows in of_each for i in range(len(windows)))
     steps = 3 * len(there) // 4 + 1
     drawn, batches = [], corpus.batches(config())
     for step in range(steps):
@@ -249,8 +248,9 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     batches = corpus.batches(config_of(root, **flags))
     of_other = [(row == ord("b")).sum() > 5 for _ in range(5) for row in next(batches).tokens]
     assert np.mean(of_other) == pytest.approx(0.15, abs=0.005)
-    windows = corpus.train[1].windows(16)
-    assert sum(of_other) > windows  # it has epochs of its own
+    assert sum(of_other) > len(
+        Windows(corpus.train[1], config_of(root, **flags))
+    )  # it has epochs of its own
     ratios = [stream.tokens_per_byte for stream in corpus.train]
     assert corpus.tokens_per_byte == pytest.approx(1 / (0.85 / ratios[0] + 0.15 / ratios[1]))
 
@@ -259,8 +259,9 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     assert [stream.name for stream in corpus.held_out] == ["b.jsonl", "more"]
     assert "(of --eval-data)" in corpus.describe()
     assert sorted(texts_of(corpus, *corpus.train)) == sorted(TOLD[:150])
-    (b, more) = corpus.validation(config_of(root, **flags, eval_batches=2))
+    ((b, batches), (more, _)) = corpus.validation(config_of(root, **flags, eval_batches=2))
     assert (b.name, more.name, b.share + more.share) == ("b.jsonl", "more", 1)
+    assert len(batches) == 1
     # A file to validate with is not trained on by another field.
     other.write_text('{"text": "a", "body": "b"}\n')
     flags = {"data": (f"{other}:body", str(root)), "eval_data": (str(other),)}
@@ -272,23 +273,22 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
 def test_validation_is_a_fixed_part_spread_evenly(root, tmp_path, batches, pack):
     corpus = build(root, tmp_path / "a", pack=pack)
     (stream,) = corpus.held_out
-    there = stream.windows(16)
     config = functools.partial(config_of, root, pack=pack, seq_len=16)
-    (found,) = corpus.validation(config(eval_batches=batches, batch_size=8, grad_accum=2))
-    assert len(found.batches) == max(1, min(2 * batches, there // 4))
-    rows = np.concatenate([batch.tokens for batch in found.batches])
+    there = len(Windows(stream, config()))
+    ((_, found),) = corpus.validation(config(eval_batches=batches, batch_size=8, grad_accum=2))
+    assert len(found) == max(1, min(2 * batches, there // 4))
+    rows = np.concatenate([batch.tokens for batch in found])
     assert len({row.tobytes() for row in rows}) == len(rows)
     np.testing.assert_array_equal(rows[0], stream.tokens[:17])
     if pack:  # where there are fewer windows than a batch has rows, the others predict nothing
-        (few,) = corpus.validation(config(batch_size=there + 3))
-        assert len(few.batches) == 1
-        assert predicted(few.batches[0]) == len(stream.tokens) - len(stream.starts)
+        ((_, (few,)),) = corpus.validation(config(batch_size=there + 3))
+        assert predicted(few) == len(stream.tokens) - len(stream.starts)
 
 
 def test_too_little_text_and_broken_files_are_named(tmp_path, capsys):
     path, out = tmp_path / "a.txt", tmp_path / "run"
     path.write_text("é")
-    refused(r"-data a\.txt has 3 tokens; give more text", build, path, out, tokenizer="bpe:300")
+    refused(r"source a\.txt has 3 tokens; give more text", build, path, out, tokenizer="bpe:300")
     path.write_bytes(b"a" * (1 << 20) + b"\xff")
     refused(r"a\.txt: a binary file .*mend it or leave it out", build, path, out)
     path.write_text(" " * (1 << 20) + "before\0behind")  # beyond what is read of it at first
@@ -457,7 +457,7 @@ def test_what_a_run_on_tokens_cannot_begin_with(argv, tmp_path, capsys, monkeypa
     out = tmp_path / "run"
     (tmp_path / "file").touch()
     (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(data.tokenizer, "train_bpe", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(tokenizer, "train_bpe", lambda *_, **__: 1 / 0)
     size = "the size must be a whole number from 257 to 2\\^24"
     for flags, words in (
         ("--tokenizer bpe:256", f"--tokenizer bpe:256: {size}"),

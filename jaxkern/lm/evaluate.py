@@ -23,10 +23,10 @@ def evaluation(
     """
     windows = lambda batch: jax.tree.map(placement.split.windows, batch)
     to_devices = lambda batch: data.put(windows(batch), placement.first_split)
-    sources, counts, placed = corpus.validation(config), [], []
-    for source in sources:
-        counts.append([data.predicted(batch) for batch in source.batches])
-        placed.append([to_devices(batch) for batch in source.batches])
+    held_out = corpus.validation(config)
+    sources = [source for source, _ in held_out]
+    counts = [[data.predicted(batch) for batch in batches] for _, batches in held_out]
+    placed = [[to_devices(batch) for batch in batches] for _, batches in held_out]
 
     def evaluate(params: Any) -> dict[str, float]:
         found = [[programs.loss(params, batch) for batch in batches] for batches in placed]
@@ -35,8 +35,8 @@ def evaluation(
             for each, count in zip(jax.device_get(found), counts, strict=True)
         ]
         mean = sum(source.share * loss for source, loss in zip(sources, losses, strict=True))
-        per_byte = 1 / sum(source.share / source.tokens_per_byte for source in sources)
-        record = {"validation_loss": mean, "validation_bits_per_byte": mean * BITS * per_byte}
+        bits = mean * BITS * data.tokens_per_byte(sources)
+        record = {"validation_loss": mean, "validation_bits_per_byte": bits}
         if config.pack:
             record[PERPLEXITY] = _perplexity(mean)
         if len(sources) > 1:

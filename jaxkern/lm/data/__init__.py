@@ -2,7 +2,8 @@
 
 sources    what --data names: files of documents, found and read
 tokenizer  bytes, a tokenizer.json, a BPE of the data
-corpus     documents tokenised once, and batches of windows drawn from them by grain
+write      documents tokenised once, into a folder
+corpus     a run's tokens, and the batches that grain draws from them
 files      small files of a run, written whole
 """
 
@@ -14,6 +15,7 @@ from jaxkern.lm.data.corpus import open_tokenizer as open_tokenizer
 from jaxkern.lm.data.corpus import predicted as predicted
 from jaxkern.lm.data.corpus import put as put
 from jaxkern.lm.data.corpus import reopen as reopen
+from jaxkern.lm.data.corpus import tokens_per_byte as tokens_per_byte
 from jaxkern.lm.data.files import write_atomically as write_atomically
 from jaxkern.lm.data.tokenizer import SEPARATOR as SEPARATOR
 from jaxkern.lm.data.tokenizer import dtype_of as dtype_of

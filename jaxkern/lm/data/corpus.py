@@ -26,9 +26,9 @@ import numpy as np
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data.files import write_atomically
-from jaxkern.lm.data.sources import File, Found, counted, describe_skipped, find
+from jaxkern.lm.data.sources import File, Source, counted, describe_skipped, find
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
-from jaxkern.lm.data.write import PARTS, named, tokenise
+from jaxkern.lm.data.write import PARTS, WRITTEN, named, tokenise
 from jaxkern.lm.stop import say
 
 VALIDATION_FRACTION = 0.05
@@ -57,49 +57,45 @@ class Stream:
       name: what reports call the source.
       tokens: of all documents, mapped.
       starts: where each begins.
-      weight: the share of the source, not yet divided by the sum of all; ``None`` for its size.
-      tokens_per_byte: tokens that are predicted, for each byte of text.
+      share: of all sources, by weight or by size.
+      tokens_per_byte: turns its loss of tokens into one of bytes.
     """
 
     name: str
     tokens: np.ndarray
     starts: np.ndarray
-    weight: float | None
-    tokens_per_byte: float
-
-    def windows(self, seq_len: int) -> int:
-        """How many windows hold all tokens."""
-        return -(-(len(self.tokens) - 1) // seq_len)
-
-    def window(self, index: int, seq_len: int, *, packed: bool, dtype: Any) -> Packed:
-        """Window `index` (L + 1), of which there may be none: it is padding alone."""
-        size, begin = seq_len + 1, index * seq_len
-        if not packed:
-            begin = min(begin, len(self.tokens) - size)
-            return Packed(self.tokens[begin : begin + size].astype(dtype))
-        tokens, first = np.zeros(size, dtype), np.zeros(size, np.int32)  # of a segment
-        content = self.tokens[begin : begin + size]
-        tokens[: len(content)] = content
-        starts = self.starts[slice(*np.searchsorted(self.starts, (begin, begin + len(content))))]
-        first[starts - begin] = 1
-        first[len(content) :] = 1
-        return Packed(tokens, np.cumsum(first, dtype=np.int32))
-
-
-class Validation(NamedTuple):
-    """The fixed batches of what is held out of a source.
-
-    Attributes:
-      name: of the source.
-      share: of all sources.
-      tokens_per_byte: turns its loss of tokens into one of bytes.
-      batches: (B/K, L + 1) each.
-    """
-
-    name: str
     share: float
     tokens_per_byte: float
-    batches: list[Packed]
+
+
+class Windows:
+    """The windows (L + 1) of a stream, as grain reads them; those beyond the last are padding."""
+
+    def __init__(self, stream: Stream, config: TrainConfig):
+        self._stream, self._seq_len, self._packed = stream, config.seq_len, config.pack
+        self._dtype = dtype_of(config.model.vocab_size)
+
+    def __len__(self) -> int:
+        return -(-(len(self._stream.tokens) - 1) // self._seq_len)
+
+    def __getitem__(self, index: Any) -> Packed:
+        tokens, starts = self._stream.tokens, self._stream.starts
+        size, begin = self._seq_len + 1, int(index) * self._seq_len
+        if not self._packed:
+            begin = min(begin, len(tokens) - size)
+            return Packed(tokens[begin : begin + size].astype(self._dtype))
+        content = tokens[begin : begin + size]
+        window, first = np.zeros(size, self._dtype), np.zeros(size, np.int32)  # of a segment
+        window[: len(content)] = content
+        inside = slice(*np.searchsorted(starts, (begin, begin + len(content))))
+        first[starts[inside] - begin] = 1
+        first[len(content) :] = 1
+        return Packed(window, np.cumsum(first, dtype=np.int32))
+
+
+def _stacked(rows: Sequence[Packed]) -> Packed:
+    tokens, segments = zip(*rows, strict=True)
+    return Packed(np.stack(tokens), None if segments[0] is None else np.stack(segments))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +131,7 @@ class Corpus:
     @property
     def tokens_per_byte(self) -> float:
         """What turns a loss of its tokens into one of bytes."""
-        of_each = zip(_shares(self.train), self.train, strict=True)
-        return 1 / sum(share / stream.tokens_per_byte for share, stream in of_each)
+        return tokens_per_byte(self.train)
 
     def batches(self, config: TrainConfig) -> Any:
         """Draw the batches of a run, without end.
@@ -146,68 +141,44 @@ class Corpus:
         """
         import grain  # takes a second
 
-        sets = [
-            grain.MapDataset.source(_Windows(stream, config, dtype_of(config.model.vocab_size)))
-            for stream in self.train
-        ]
-        if self.train[0].weight is None:
+        sets = [grain.MapDataset.source(Windows(stream, config)) for stream in self.train]
+        if self.info["sources"][0]["weight"] is None:  # all windows are one pool
             drawn = grain.MapDataset.concatenate(sets).shuffle(config.seed).repeat()
         else:
-            # grain cuts weights to hundredths of the least one; these it leaves as they are.
-            least = min(stream.weight or 0 for stream in self.train)
-            weights = [round(100 * (stream.weight or 0) / least) for stream in self.train]
-            seeds = (
-                int(np.random.SeedSequence((config.seed, i)).generate_state(1)[0])
-                for i in range(len(sets))
-            )
+            seeds = np.random.SeedSequence(config.seed).generate_state(len(sets)).tolist()
             each = [one.shuffle(seed).repeat() for one, seed in zip(sets, seeds, strict=True)]
+            # grain cuts weights to hundredths of the least one: rounded, these stay what they are.
+            least = min(stream.share for stream in self.train)
+            weights = [round(100 * stream.share / least) for stream in self.train]
             drawn = grain.MapDataset.mix(each, weights)
         batches = drawn.batch(config.batch_size, batch_fn=_stacked)
         return iter(batches.to_iter_dataset(grain.ReadOptions(_THREADS, _AHEAD)))
 
-    def validation(self, config: TrainConfig) -> list[Validation]:
-        """Up to --eval-batches fixed batches, spread evenly over each source."""
+    def validation(self, config: TrainConfig) -> list[tuple[Stream, list[Packed]]]:
+        """Each source with up to its part of --eval-batches fixed batches, spread evenly over it.
+
+        They have as many rows (B/K, L + 1) as a part of a batch to train on.
+        """
         rows = config.batch_size // config.grad_accum
         most = max(1, config.eval_batches * config.grad_accum // len(self.held_out))
-        dtype, found = dtype_of(config.model.vocab_size), []
-        for stream, share in zip(self.held_out, _shares(self.held_out), strict=True):
-            windows, there = _Windows(stream, config, dtype), stream.windows(config.seq_len)
-            count = rows * max(1, min(most, there // rows))
-            chosen = np.linspace(0, there - 1, count).astype(int)
-            if config.pack and count > there:  # the others predict nothing
+        found = []
+        for stream in self.held_out:
+            windows = Windows(stream, config)
+            count = rows * max(1, min(most, len(windows) // rows))
+            chosen = np.linspace(0, len(windows) - 1, count).astype(int)
+            if config.pack and count > len(windows):  # those beyond predict nothing
                 chosen = np.arange(count)
-            drawn = [windows[int(i)] for i in chosen]
-            batches = [_stacked(drawn[i : i + rows]) for i in range(0, count, rows)]
-            found.append(Validation(stream.name, share, stream.tokens_per_byte, batches))
+            drawn = [windows[i] for i in chosen]
+            found.append((stream, [_stacked(drawn[i : i + rows]) for i in range(0, count, rows)]))
         return found
 
 
 _THREADS, _AHEAD = 2, 8  # batches that are made beforehand, while a disk is waited for
 
 
-class _Windows:
-    """The windows of a stream, as grain reads them."""
-
-    def __init__(self, stream: Stream, config: TrainConfig, dtype: Any):
-        self._stream, self._seq_len = stream, config.seq_len
-        self._options = {"packed": config.pack, "dtype": dtype}
-
-    def __len__(self) -> int:
-        return self._stream.windows(self._seq_len)
-
-    def __getitem__(self, index: Any) -> Packed:
-        return self._stream.window(int(index), self._seq_len, **self._options)
-
-
-def _stacked(rows: Sequence[Packed]) -> Packed:
-    tokens, segments = zip(*rows, strict=True)
-    return Packed(np.stack(tokens), None if segments[0] is None else np.stack(segments))
-
-
-def _shares(streams: Sequence[Stream]) -> list[float]:
-    """The share of each source among what is drawn from all: by weight, or by size."""
-    sizes = [len(s.tokens) if s.weight is None else s.weight for s in streams]
-    return [size / sum(sizes) for size in sizes]
+def tokens_per_byte(streams: Sequence[Stream]) -> float:
+    """What turns a loss of tokens into one of bytes, of sources that are drawn by their shares."""
+    return 1 / sum(stream.share / stream.tokens_per_byte for stream in streams)
 
 
 def predicted(batch: Packed) -> int:
@@ -247,11 +218,9 @@ def build(config: TrainConfig, out: Path) -> Corpus:
         for other in set(shared.glob("[0-9a-f]" * 16)) - {folder}:  # of a run that never began
             shutil.rmtree(other)
     folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(tokenizer, Tokenizer):
-        write_atomically(folder / tokenizers.FILE, tokenizer.stored())
     sources = []
     for each, counts in zip(found, tokenise(folder, found, tokenizer), strict=True):
-        told = {"name": _name(each, found), "weight": each.source.weight}
+        told = {"name": _name(each, found), "weight": each.weight}
         sources.append(told | {"skipped": each.skipped, "example": each.example} | counts)
     stored = {"begin": tokenizer.begin, "end": tokenizer.end, "size": tokenizer.size}
     info = {"folder": key, "tokenizer": stored, "sources": sources}
@@ -273,19 +242,18 @@ def reopen(config: TrainConfig, out: Path, info: dict[str, Any]) -> Corpus:
     """
     folder = _folder(config, out) / str(info.get("folder"))
     try:
-        bytes_alone, path = config.tokenizer == "bytes", folder / tokenizers.FILE
-        tokenizer = Bytes() if bytes_alone else tokenizers.load(path, info["tokenizer"])
-        return _opened(config, folder, info, tokenizer)
+        (folder / WRITTEN).stat()  # first: of a tokenizer that is missing other words are said
+        return _opened(config, folder, info, open_tokenizer(config.tokenizer, folder, info))
     except (KeyError, TypeError, ValueError, OSError):
         raise RunError(
             f"the tokens in {folder} are missing or have changed since the run began; name the "
-            "folder that holds them with --data-cache, one on a file system that all hosts share, "
-            "or start a new run with another --out"
+            "folder that holds them, of several hosts one that all of them share, with "
+            "--data-cache, or start a new run with another --out"
         ) from None
 
 
 def open_tokenizer(spec: str, out: Path, info: dict[str, Any]) -> Bytes | Tokenizer:
-    """The tokenizer that a run keeps in its folder; `info` is that of its corpus."""
+    """The tokenizer that a run, or its tokens, have in their folder; `info` is the corpus's."""
     return Bytes() if spec == "bytes" else tokenizers.load(out / tokenizers.FILE, info["tokenizer"])
 
 
@@ -298,7 +266,7 @@ def _folder(config: TrainConfig, out: Path) -> Path:
     return out / "corpus" if config.data_cache is None else Path(config.data_cache)
 
 
-def _found(config: TrainConfig) -> list[Found]:
+def _found(config: TrainConfig) -> list[Source]:
     """The documents that a run names, each once.
 
     A file of --eval-data is not trained on, whatever its field: another may hold the same text.
@@ -311,11 +279,10 @@ def _found(config: TrainConfig) -> list[Found]:
     found = find(config.data, "--data", held_out=VALIDATION_FRACTION)
     if config.pack or len(found) == 1:
         return found
-    files = [file for each in found for file in each.files]
+    files = tuple(file for each in found for file in each.files)
     example = next((each.example for each in found if each.example), "")
     skipped = sum(each.skipped for each in found)
-    whole = dataclasses.replace(found[0], files=files, skipped=skipped, example=example)
-    return [whole]
+    return [dataclasses.replace(found[0], files=files, skipped=skipped, example=example)]
 
 
 def _digest(content: Any) -> str:
@@ -328,20 +295,20 @@ def _identity(files: Sequence[File]) -> list[Any]:
     return [[str(f.path.resolve()), f.field, s.st_size, s.st_mtime_ns] for f, s in stats]
 
 
-def _name(found: Found, others: Sequence[Found]) -> str:
+def _name(source: Source, others: Sequence[Source]) -> str:
     """What reports call a source: the end of its path, where no other's of its flag is the same.
 
     Else its path, and where that is the same, too, its field.
     """
-    of_flag = [each.source for each in others if each.held_out == found.held_out]
-    source, short = found.source, lambda source: source.name.rstrip("/").rpartition("/")[2]
+    of_flag = [each for each in others if each.held_out == source.held_out]
+    short = lambda source: source.name.rstrip("/").rpartition("/")[2]
     if [*map(short, of_flag)].count(short(source)) == 1 and "*" not in short(source):
         return short(source)
     several = sum(each.name == source.name for each in of_flag) > 1
     return f"{source.name}:{source.field}" if several else source.name
 
 
-def _tokenizer(spec: str, found: Sequence[Found], shared: Path) -> Bytes | Tokenizer:
+def _tokenizer(spec: str, found: Sequence[Source], shared: Path) -> Bytes | Tokenizer:
     """The tokenizer that is asked for; a BPE is trained on --data unless it was already."""
     kind = tokenizers.kind_of(spec)
     if kind is None:
@@ -387,20 +354,22 @@ def _opened(
         arrays = [_mapped(f"{folder}/{i}.{part}", source[part], dtype) for part in PARTS]
         counts = [source[part] for part in PARTS]
         if (size := sum(count["tokens"] for count in counts)) < 4:
-            raise RunError(
-                f"--data or --eval-data {source['name']} has {size} tokens; give more text"
-            )
+            raise RunError(f"the source {source['name']} has {size} tokens; give more text")
         if source["split"] == "by position":
             (tokens, starts), cut = arrays[0], size - max(2, int(size * VALIDATION_FRACTION))
             k = int(np.searchsorted(starts, cut))
             arrays = [(tokens[:cut], starts[:k]), (tokens[cut:], starts[k:] - cut)]
             counts = [counts[0]] * 2
-        for (tokens, starts), count, streams in zip(arrays, counts, of_parts, strict=True):
-            if len(tokens):
+        for mapped, count, streams in zip(arrays, counts, of_parts, strict=True):
+            if len(mapped[0]):
                 of_text = count["tokens"] - (count["documents"] if config.pack else 0)
-                ratio = of_text / count["bytes"]
-                streams.append(Stream(source["name"], tokens, starts, source["weight"], ratio))
-    return Corpus(*of_parts, tokenizer, info)
+                share = source["weight"] or len(mapped[0])
+                streams.append(Stream(source["name"], *mapped, share, of_text / count["bytes"]))
+    train, held_out = (
+        [dataclasses.replace(s, share=s.share / sum(t.share for t in part)) for s in part]
+        for part in of_parts
+    )
+    return Corpus(train, held_out, tokenizer, info)
 
 
 def _mapped(path: str, counts: dict[str, int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -420,22 +389,20 @@ def _check_length(config: TrainConfig, corpus: Corpus) -> None:
 
     What is missing is padding, which costs as much as tokens do.
     """
-    L = config.seq_len
-    needed, remedy = f"the {L + 1:,} that --seq-len {L} needs", "lower --seq-len or"
-    short = [stream for stream in corpus.train if len(stream.tokens) <= L]
-    if len(short) == len(corpus.train):
-        most = max(len(stream.tokens) for stream in short)
-        what = "the training data has" if len(short) == 1 else "no source of --data has more than"
-        raise RunError(
-            f"{what} {most:,} tokens, fewer than {needed}; {remedy} give more text to --data"
-        )
-    if not config.pack and (held := len(corpus.held_out[0].tokens)) <= L:
-        raise RunError(
-            f"the validation data has {held:,} tokens, fewer than {needed}; {remedy} give more "
-            "text to --data"
-        )
+    length, remedy = config.seq_len, "lower --seq-len or"
+    needed = f"the {length + 1:,} that --seq-len {length} needs"
+    parts = {"training": corpus.train} | ({} if config.pack else {"validation": corpus.held_out})
+    for part, streams in parts.items():
+        if (most := max(len(stream.tokens) for stream in streams)) <= length:
+            what = (
+                f"the {part} data has" if len(streams) == 1 else "no source of --data has more than"
+            )
+            raise RunError(
+                f"{what} {most:,} tokens, fewer than {needed}; {remedy} give more text to --data"
+            )
+    short = [stream.name for stream in corpus.train if len(stream.tokens) <= length]
     if short:
-        names = ", ".join(stream.name for stream in short[:3]) + ", …" * (len(short) > 3)
+        names = ", ".join(short[:3]) + ", …" * (len(short) > 3)
         say(
             f"warning: {len(short)} of {len(corpus.train)} sources of --data ({names}) have fewer "
             f"tokens than {needed}, and padding takes the rest; {remedy} name a folder of several "

@@ -13,6 +13,7 @@ import dataclasses
 import glob
 import gzip
 import importlib
+import io
 import itertools
 import json
 import math
@@ -54,36 +55,25 @@ class Source:
       path: a file, a folder, or a pattern of them; "" for Python's standard library.
       field: the field of JSON Lines, or the column of Parquet, that holds the documents.
       weight: the share of training windows that are drawn from it; ``None`` if none is given.
+      files: of documents, in a fixed order, once they are found.
+      skipped: how many files of its folders hold no documents.
+      example: one of those, and why it was skipped.
+      held_out: the share of its documents that are validated with.
     """
 
     text: str
     path: str
     field: str = "text"
     weight: float | None = None
+    files: tuple["File", ...] = ()
+    skipped: int = 0
+    example: str = ""
+    held_out: float = 0
 
     @property
     def name(self) -> str:
         """What reports call it."""
         return self.path or "standard library"
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The files that an argument names.
-
-    Attributes:
-      source: the argument.
-      files: of documents, in a fixed order.
-      skipped: how many files of its folders hold no documents.
-      example: one of those, and why it was skipped.
-      held_out: the share of its documents that are validated with.
-    """
-
-    source: Source
-    files: list["File"]
-    skipped: int
-    example: str
-    held_out: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,16 +168,16 @@ def _matches(pattern: str) -> list[str]:
 
 def find(
     texts: Sequence[str], flag: str, *, held_out: float, left_out: Collection[Path] = ()
-) -> list[Found]:
+) -> list[Source]:
     """Find the files that a flag names, each once, but for those `left_out`.
 
     Raises:
       RunError: a path is missing or names no text, or only files that are named before.
     """
-    found: list[Found] = []
+    found: list[Source] = []
     seen: set[tuple[Path, str]] = set()
     for source in parse(texts, flag):
-        named = _find(source, flag, held_out)
+        named = _with_files(source, flag)
         new = [f for f in named.files if f.content not in seen and f.path.resolve() not in left_out]
         if not new:
             raise RunError(
@@ -195,12 +185,12 @@ def find(
                 "--eval-data; leave it out"
             )
         seen |= {file.content for file in new}
-        found.append(dataclasses.replace(named, files=new))
+        found.append(dataclasses.replace(named, files=tuple(new), held_out=held_out))
     return found
 
 
-def _find(source: Source, flag: str, held_out: float) -> Found:
-    """Find the files of one source, told from what is no text by their beginnings."""
+def _with_files(source: Source, flag: str) -> Source:
+    """Find the files of a source, told from what is no text by their beginnings."""
     files: dict[Path, tuple[str, File]] = {}
     skipped: list[tuple[bool, str]] = []
     for root in _roots(source, flag):
@@ -223,7 +213,8 @@ def _find(source: Source, flag: str, held_out: float) -> Found:
         where = source.path or sysconfig.get_paths()["stdlib"]
         raise RunError(f"no text to train on in {where}{there}; give text files to {flag}")
     ordered = sorted(files.values(), key=lambda each: (each[0], str(each[1].path)))
-    return Found(source, [file for _, file in ordered], len(skipped), example, held_out)
+    of_source = tuple(file for _, file in ordered)
+    return dataclasses.replace(source, files=of_source, skipped=len(skipped), example=example)
 
 
 def describe_skipped(count: int, example: str, verb: str) -> str:
@@ -282,19 +273,19 @@ def _check(file: File) -> None:
     if not file.path.is_file():
         raise NotTextError("not a regular file")
     with _readable():
-        if file.kind == "text":
-            with _open(file.path) as (stream, _):
-                chunk = stream.read(_CHUNK)
-            if not chunk:
-                raise NotTextError("an empty file")
-            if b"\0" in chunk:
-                raise NotTextError("a binary file (it has zero bytes)")
-            _decode(codecs.getincrementaldecoder("utf-8")(), chunk, final=len(chunk) < _CHUNK)
-            return
         if file.suffix == ".json":
             _check_json(file)
-        if next(file.parts(), None) is None:
-            raise NotTextError("a file without text")
+        if file.kind != "text":
+            if next(file.parts(), None) is None:
+                raise NotTextError("a file without text")
+            return
+        with _open(file.path) as (stream, _):
+            chunk = stream.read(_CHUNK)
+        if not chunk:
+            raise NotTextError("an empty file")
+        if b"\0" in chunk:
+            raise NotTextError("a binary file (it has zero bytes)")
+        _decode(codecs.getincrementaldecoder("utf-8")(), chunk, final=len(chunk) < _CHUNK)
 
 
 def need_package(module: str, what: str) -> Any:
@@ -327,8 +318,6 @@ def _open(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
         if path.suffix.lower() == ".gz":
             stream = gzip.GzipFile(fileobj=raw)
         elif path.suffix.lower() == ".zst":
-            import io
-
             pa = need_package("pyarrow", f"{path} is compressed by zstd, and reading it")
             stream = io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), _CHUNK)
         yield stream, raw.tell
@@ -375,24 +364,17 @@ def _parts_of_text(file: File, tell: _Tell) -> Iterator[tuple[str, bool]]:
 
 
 def _check_json(file: File) -> None:
-    """Tell a file called .json that is JSON Lines from one value that spans lines.
-
-    Raises:
-      NotTextError: its first line that is not blank is no object.
-    """
+    """Refuse a .json whose first line that is not blank is no object: it is not JSON Lines."""
     with _open(file.path) as (stream, _):
-        line = b""
-        while not line.strip() and (line := stream.readline(_CHUNK)):
-            pass
+        line = next(filter(bytes.strip, iter(lambda: stream.readline(_CHUNK), b"")), b"")
         # The first character tells of a list, which may be one line as long as the file.
-        whole = line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
-        if whole and len(line) == _CHUNK:
+        if len(line) == _CHUNK and line.lstrip().startswith(b"{"):
             line += stream.readline()
     try:
-        whole = whole and isinstance(json.loads(line), dict)
+        is_record = isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
-        whole = False
-    if not whole:
+        is_record = False
+    if not is_record:
         raise NotTextError(
             "JSON, whose syntax would be trained on (its first line is not an object, as it is in "
             'JSON Lines; write a .jsonl file with the "text" of a document in each line, or rename '

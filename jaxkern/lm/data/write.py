@@ -24,12 +24,12 @@ import numpy as np
 
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data.files import write_atomically
-from jaxkern.lm.data.sources import File, Found, NotTextError
-from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
+from jaxkern.lm.data.sources import File, NotTextError, Source
+from jaxkern.lm.data.tokenizer import FILE, Bytes, Tokenizer, dtype_of
 from jaxkern.lm.stop import say
 
 PARTS = ("train", "validation")
-_WRITTEN = "written.json"
+WRITTEN = "written.json"
 _MOST_HELD_OUT = 0.25  # of the tokens, by whole documents
 _AT_ONCE = 1 << 22  # characters that are tokenised at once
 _HEAD = 1 << 16  # characters by which a document is held out or not
@@ -37,7 +37,7 @@ _SAVE = 5.0  # seconds of work that a kill may cost
 
 
 def tokenise(
-    folder: Path, found: Sequence[Found], tokenizer: Bytes | Tokenizer
+    folder: Path, found: Sequence[Source], tokenizer: Bytes | Tokenizer
 ) -> list[dict[str, Any]]:
     """Write the tokens of all sources; a second process waits until the first has.
 
@@ -50,8 +50,10 @@ def tokenise(
     """
     from tqdm import tqdm
 
-    path = folder / _WRITTEN
+    path = folder / WRITTEN
     with _held(folder):
+        if isinstance(tokenizer, Tokenizer):
+            write_atomically(folder / FILE, tokenizer.stored())
         written = json.loads(path.read_text()) if path.exists() else []
         left = [i for i in range(len(found)) if i >= len(written) or not written[i]["split"]]
         total = sum(file.path.stat().st_size for i in left for file in found[i].files)
@@ -87,7 +89,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 def _write_source(
     path: Path,
-    found: Found,
+    source: Source,
     tokenizer: Bytes | Tokenizer,
     written: dict[str, Any],
     save: Any,
@@ -98,22 +100,25 @@ def _write_source(
     with contextlib.ExitStack() as opened:
         writers = {}
         for part in PARTS:
-            writer = _Writer(f"{path}.{part}", written[part], dtype)
-            writers[part] = opened.enter_context(contextlib.closing(writer))
-        waiting, size, saved = [], 0, time.monotonic()
+            tokens = opened.enter_context(open(f"{path}.{part}.tokens", "ab"))
+            starts = opened.enter_context(open(f"{path}.{part}.starts", "ab"))
+            writers[part] = _Writer(tokens, starts, written[part], dtype)
+        size, saved = 0, time.monotonic()
+        waiting: list[tuple[str, str, bool, bool]] = []
 
         def flush(file: int, part: int) -> None:
             texts = [text for _, text, _, _ in waiting]
-            for (to, text, *ends), tokens in zip(waiting, tokenizer.encode(texts), strict=True):
-                edges = (tokenizer.begin if ends[0] else None, tokenizer.end if ends[1] else None)
-                writers[to].append(tokens, text, *edges)
+            for each, tokens in zip(waiting, tokenizer.encode(texts), strict=True):
+                to, text, first, last = each
+                begin, end = tokenizer.begin if first else None, tokenizer.end if last else None
+                writers[to].append(tokens, text, begin, end)
             waiting.clear()
             written["file"], written["part"] = file, part
 
         bytes_alone = isinstance(tokenizer, Bytes)
-        for file, part, *each in _texts(found, written["file"], written["part"], bar, bytes_alone):
-            waiting.append(each)
-            size += len(each[1])
+        for file, part, to, text, first, last in _texts(source, written, bar, bytes_alone):
+            waiting.append((to, text, first, last))
+            size += len(text)
             if size >= _AT_ONCE:
                 flush(file, part)
                 size = 0
@@ -122,20 +127,21 @@ def _write_source(
                         writer.sync()
                     save()
                     saved = time.monotonic()
-        flush(len(found.files), 0)
+        flush(len(source.files), 0)
         for writer in writers.values():
             writer.sync()
 
 
 def _texts(
-    found: Found, first_file: int, first_part: int, bar: Any, bytes_alone: bool
+    source: Source, written: dict[str, Any], bar: Any, bytes_alone: bool
 ) -> Iterator[tuple[int, int, str, str, bool, bool]]:
-    """Yields the documents of a source in parts, from one part of a file on.
+    """Yields the documents of a source in parts, but for those that are written.
 
     Each part comes as its file, how many parts of that are done with it, where its document
     belongs, its text, and whether it begins and whether it ends the document.
     """
-    for i, file in enumerate(found.files):
+    first_file, first_part = written["file"], written["part"]
+    for i, file in enumerate(source.files):
         before, belongs = bar.n, ""
         if i >= first_file:
             tell = lambda at, before=before: bar.update(before + at - bar.n)
@@ -148,7 +154,7 @@ def _texts(
                             "like others)"
                         )
                     first = not belongs
-                    belongs = belongs or PARTS[_fraction(text[:_HEAD]) < found.held_out]
+                    belongs = belongs or PARTS[_fraction(text[:_HEAD]) < source.held_out]
                     if i > first_file or j > first_part:
                         yield i, j, belongs, text, first, last
                     belongs = "" if last else belongs
@@ -176,15 +182,13 @@ class _Writer:
     """The files of a source's documents to train on, or of those held out.
 
     Args:
-      path: of its files, without .tokens and .starts.
+      tokens, starts: the files.
       counts: what they hold; what is behind it there a process has left that was killed.
       dtype: of the tokens.
     """
 
-    def __init__(self, path: str, counts: dict[str, int], dtype: Any):
-        self._counts, self._dtype = counts, dtype
-        self._tokens = open(f"{path}.tokens", "ab")  # noqa: SIM115
-        self._starts = open(f"{path}.starts", "ab")  # noqa: SIM115
+    def __init__(self, tokens: Any, starts: Any, counts: dict[str, int], dtype: Any):
+        self._tokens, self._starts, self._counts, self._dtype = tokens, starts, counts, dtype
         self._tokens.truncate(counts["tokens"] * np.dtype(dtype).itemsize)
         self._starts.truncate(counts["documents"] * 8)
 
@@ -203,10 +207,6 @@ class _Writer:
         for file in (self._tokens, self._starts):
             file.flush()
             os.fsync(file.fileno())
-
-    def close(self) -> None:
-        self._tokens.close()
-        self._starts.close()
 
 
 def _split(path: Path, held_out: float, written: dict[str, Any]) -> str:
