@@ -17,6 +17,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from jaxkern.lm.resume import resume_config
 
 import jaxkern
 from jaxkern.lm import cli, memory
@@ -26,7 +27,6 @@ from jaxkern.lm.config import DEFAULTS, PRESETS, RunError, TrainConfig
 from jaxkern.lm.flags import parser
 from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
-from jaxkern.lm.resume import resume_config
 from jaxkern.lowering import cache, target
 from tests.language_models import command
 

@@ -20,7 +20,6 @@ from jaxkern.lm.data.corpus import Stream, Windows
 from jaxkern.lm.model import Options
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import batch_loss, make_model, token_weights
-from jaxkern.nn import mamba
 from tests.language_models import command, jit, random_params, refused
 
 WORDS = ["the", "a", "scan", "state", "of", "gate", "chunk", "step", "reads", "é", "\n", "  "]
@@ -349,7 +348,7 @@ def test_two_fields_of_a_file_are_two_sources(tmp_path):
 
 def test_every_token_of_a_batch_counts_alike():
     """Whatever parts and devices it is split in."""
-    shape = ModelConfig(mamba.Sizes(8, d_state=2), 1)
+    shape = ModelConfig(8, 1, d_state=2)
     loss = functools.partial(batch_loss, make_model(shape, Options()), random_params(shape))
     alone = lambda mean: mean  # the mean over one device
     rng = np.random.default_rng(1)

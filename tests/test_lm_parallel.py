@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxkern.lm.resume import resume_config
 
 import jaxkern
 from jaxkern.lm import config, data, program, sample
@@ -17,10 +18,8 @@ from jaxkern.lm.config import ModelConfig, Preset, RunError, TrainConfig
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
-from jaxkern.lm.resume import resume_config
 from jaxkern.lm.step import loss_fn, make_model
-from jaxkern.nn import mamba, mamba2
-from tests.language_models import check_gradients, command, loss_float64, random_params
+from tests.language_models import HYBRID, check_gradients, command, loss_float64, random_params
 
 pytestmark = pytest.mark.skipif(
     len(jax.devices()) < 4, reason="the model is split between four devices"
@@ -30,19 +29,20 @@ exhaustive = pytest.mark.exhaustive
 BATCH, LENGTH, STEPS = 8, 12, 3
 
 # Vocabularies above 1024 are read otherwise; biases and groups are split, too.
-ODD = mamba.Sizes(8, d_state=2, use_bias=True, use_conv_bias=False)
-ODD2 = mamba2.Sizes(16, d_state=4, headdim=4, ngroups=2, use_bias=True)
+ODD = ModelConfig(8, 1, d_state=2, use_bias=True, use_conv_bias=False)
+ODD2 = ModelConfig(16, 1, "mamba2", d_state=4, head_dim=4, n_groups=2, use_bias=True)
 MODELS = {
-    "micro": ModelConfig(mamba.Sizes(16, d_state=4), 2),
-    "micro-odd": ModelConfig(ODD, 1, vocab_size=1100, tie_embeddings=False),
-    "mamba2-micro": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8), 2),
-    "mamba2-odd": ModelConfig(ODD2, 1, tie_embeddings=False),
+    "micro": ModelConfig(16, 2, d_state=4),
+    "micro-odd": dataclasses.replace(ODD, vocab_size=1100, tie_embeddings=False),
+    "mamba2-micro": ModelConfig(16, 2, "mamba2", d_state=4, head_dim=8),
+    "mamba2-odd": dataclasses.replace(ODD2, tie_embeddings=False),
 }
 OTHERS = {
-    "one": ModelConfig(mamba.Sizes(16, d_state=4), 1),
-    "mamba2-one": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8), 1),
-    "groups": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8, ngroups=2), 2),
-    "long": ModelConfig(mamba.Sizes(16, d_state=4, d_conv=12), 1),
+    "one": ModelConfig(16, 1, d_state=4),
+    "mamba2-one": ModelConfig(16, 1, "mamba2", d_state=4, head_dim=8),
+    "groups": ModelConfig(16, 2, "mamba2", d_state=4, head_dim=8, n_groups=2),
+    "long": ModelConfig(16, 1, d_state=4, d_conv=12),
+    "hybrid": dataclasses.replace(HYBRID, n_layers=4),
 }
 
 
@@ -101,6 +101,7 @@ def stored(placement, tree):
         ("micro-odd", "fsdp=2,tensor=2", 4),
         pytest.param("one", "sequence=2", 16, marks=pytest.mark.exhaustive),
         ("mamba2-one", "tensor=2", 4),
+        ("hybrid", "data=2,fsdp=2", 4),
     ],
 )
 def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, mesh, length):
@@ -108,9 +109,9 @@ def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, me
     gradients = lambda _, grads, opt_state, *args, **options: (grads, opt_state)
     monkeypatch.setattr(jaxkern, "apply", gradients)
     model = (MODELS | OTHERS)[preset]
-    configuration = configured(preset=preset, mesh=mesh, seq_len=length, batch_size=2)
+    configuration = configured(preset=preset, mesh=mesh, seq_len=length, batch_size=4)
     placement = placed(configuration)
-    batch = windows(model.vocab_size, length)[0, :2]
+    batch = windows(model.vocab_size, length)[0, :4]
     step = program.lowered_step(configuration, placement).compile()
     state = begun(configuration, placement)
     state, metrics = step(state, put(placement, data.Packed(batch[None]), placement.second_split))

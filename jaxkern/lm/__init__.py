@@ -1,16 +1,18 @@
-"""The main job: language models of Mamba and Mamba-2 blocks, from the command line.
+"""The main job: language models of Mamba blocks and attention, from the command line.
 
 cli         subcommands, one-line errors
 flags       the commands' flags and their help
 config      presets, the configuration of a run
 data        files of text -> bytes or tokens on disk -> batches
 model       the language model (flax.nnx) on jaxkern's ops
+layers      attention and MLPs of hybrid models
 step        one optimizer step and one evaluation, as pure functions
 evaluate    validation, of every source
 checkpoint  what a run directory holds; save, restore
 hf          checkpoints in the layout of Hugging Face
 export      writes a run in that layout
-hf_layouts  how transformers stores each kind of block
+hf_layouts  how transformers stores each kind of model
+untrusted   reads files that a stranger may have written
 report      progress, metrics.jsonl, loss.png
 trackers    TensorBoard, Weights & Biases, a trace of some steps
 memory      whether a step fits, before it runs
@@ -53,8 +55,9 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
 
     Returns:
       The model's shape, ``config``; its parameters, ``params``; and what calls it and samples from
-      it: ``model(tokens)`` gives logits, ``model.generate(prompts)`` texts, ``model.module()`` the
-      flax.nnx module; ``model.encode(text)`` and ``model.decode(tokens)`` are by its tokenizer.
+      it: ``model(tokens)`` gives logits, ``model.generate(prompts)`` what follows texts or tokens,
+      ``model.module()`` the flax.nnx module; ``model.encode(text)``, ``model.decode(tokens)`` are
+      by its tokenizer.
 
     Raises:
       ImportError: flax or orbax is missing; ``pip install flax orbax-checkpoint``.

@@ -20,7 +20,7 @@ from jaxkern.lm.classes import linear_cross_entropy
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.data import Packed
 from jaxkern.lm.model import MambaLM, Options, decayed, initial_params
-from jaxkern.lm.parallel import Split
+from jaxkern.lm.parallel import TOKENS, Split
 from jaxkern.nn.collectives import whole_beside
 from jaxkern.nn.common import implementation_of_products
 from jaxkern.optim.accumulation import sums_of_gradients
@@ -102,6 +102,7 @@ def loss_fn(
     *,
     segment_ids: jax.Array | None = None,
     mask: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """Mean cross-entropy in nats of tokens 1…L of each window (B, L + 1), given those before.
 
@@ -113,6 +114,7 @@ def loss_fn(
         None sees another, and the first token of each is not predicted.
       mask: (B, L + 1), booleans or integers, false or 0 for padding: neither it nor the first token
         after it is predicted.
+      dropout_key: of the model's dropout, which is left out without one.
 
     Returns:
       (), float32, over the tokens that are predicted: 0 if there are none, NaN if one of them is
@@ -126,6 +128,7 @@ def loss_fn(
         segment_ids=before(segment_ids),
         mask=before(mask),
         isolate_nan=False,  # one NaN makes the mean NaN, wherever it is
+        dropout_key=dropout_key,
     )
     return linear_cross_entropy(
         hidden,
@@ -160,10 +163,12 @@ def _labels(targets: jax.Array, segment_ids: Any, mask: Any) -> jax.Array:
     return labels
 
 
-def batch_loss(graphdef: nnx.GraphDef, params: Params, batch: Any, weight: Any) -> jax.Array:
+def batch_loss(
+    graphdef: nnx.GraphDef, params: Params, batch: Any, weight: Any, dropout_key: Any = None
+) -> jax.Array:
     """`loss_fn` of windows (B, L + 1), or of a `Packed`, times its weight if it has one."""
     windows, segment_ids = batch if isinstance(batch, Packed) else (batch, None)
-    loss = loss_fn(graphdef, params, windows, segment_ids=segment_ids)
+    loss = loss_fn(graphdef, params, windows, segment_ids=segment_ids, dropout_key=dropout_key)
     return loss if weight is None else loss * weight
 
 
@@ -183,6 +188,16 @@ def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array 
     same = segments[..., 1:] == segments[..., :-1]
     counts = jnp.sum(same, axis=(-2, -1), dtype=jnp.float32)
     return counts / jnp.maximum(mean_of_batch(counts.mean()), jnp.finfo(jnp.float32).tiny)
+
+
+def _dropout_keys(config: TrainConfig, split: Split, state: TrainState) -> jax.Array | None:
+    """A key for each part of a step's batch, its own on every device that has other tokens."""
+    if not config.model.dropout:
+        return None
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    for axis in filter(split.axis, TOKENS):
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+    return jax.random.split(key, config.grad_accum)
 
 
 def gathers_in_layers(config: TrainConfig, split: Split) -> bool:
@@ -220,7 +235,11 @@ def make_train_step(
             loss = batch_loss(graphdef, params, *part)
             return scale.scale(loss), loss
 
-        params, parts = state.params, (windows, token_weights(windows, split.mean_of_batch))
+        weights, keys = (
+            token_weights(windows, split.mean_of_batch),
+            _dropout_keys(config, split, state),
+        )
+        params, parts = state.params, (windows, weights, keys)
         if not each_layer:
             params = split.gathered(params, compute)
         (_, losses), sums = sums_of_gradients(scaled_loss, params, parts, has_aux=True)
