@@ -164,7 +164,7 @@ class Trainer:
         """
         changes, out = dict(changes or {}), Path(out)
         stored = processes.current.share(lambda: checkpoint.read_config(out))
-        config = run.resumed_config(out, stored, changes)
+        config = run.changed(checkpoint.config_of(out, stored), changes)
         with run.with_stored_axes(changes):
             trainer = cls(config, out, profile=profile)
         trainer._stored = stored
