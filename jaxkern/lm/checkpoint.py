@@ -113,7 +113,8 @@ def write_config(run: Path, config: TrainConfig, precision: Any, data: dict[str,
     versions |= {"python": platform.python_version(), "jaxkern": jaxkern.__version__}
     record = {"format": FORMAT, "model": config.model.stored(), "precision": str(precision)}
     record |= {"data": data, "versions": versions}
-    config.save(run / _CONFIG)
+    config.save(run / f"{_CONFIG}.tmp")
+    os.replace(run / f"{_CONFIG}.tmp", run / _CONFIG)  # whole, whenever the process is killed
     write_atomically(run / _RECORD, json.dumps(record, indent=2) + "\n")
 
 

@@ -70,7 +70,7 @@ def weights(config: TrainConfig) -> Any:
     """The parameters of the checkpoint that a run begins with.
 
     Raises:
-      RunError: it cannot be read, or is not the one that config.json describes.
+      RunError: it cannot be read, or is not the one that the run was begun with.
     """
     from jaxkern.lm import hf
 
