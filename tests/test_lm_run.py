@@ -494,7 +494,8 @@ else:
         program.lowered_step = lambda *args: (strike(), time.sleep(1000))
     else:
         from tests.test_lm_run import writing
-        writing(lambda step: strike()).__enter__()
+        struck = writing(lambda step: strike())
+        struck.__enter__()
 runpy.run_module("jaxkern", run_name="__main__", alter_sys=True)
 """
 
@@ -585,7 +586,8 @@ def test_a_run_of_a_model_goes_on_to_the_same_losses_and_is_sampled(learned, pre
     argv = ["sample", "--run", whole, "--prompt", "the ", "--length", 200]
     first = run(*argv, "--seed", 3)
     assert first.startswith("the ")
-    assert " of " in first
+    words = {"a", "scan", "state", "of", "gate.", "and", "chunk", "step", "reads", "keeps", "gate"}
+    assert len(words & {*first.split()}) >= 2
     assert len(first.encode()) == len("the ") + 200 + len("\n")
     assert run(*argv, "--seed", 3) == first
     assert run(*argv, "--temperature", 0) != first

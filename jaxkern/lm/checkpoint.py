@@ -113,7 +113,8 @@ def write_config(run: Path, config: TrainConfig, precision: Any, data: dict[str,
     versions |= {"python": platform.python_version(), "jaxkern": jaxkern.__version__}
     record = {"format": FORMAT, "model": config.model.stored(), "precision": str(precision)}
     record |= {"data": data, "versions": versions}
-    config.save(run / _CONFIG)
+    config.save(run / f"{_CONFIG}.tmp")
+    os.replace(run / f"{_CONFIG}.tmp", run / _CONFIG)  # whole, whenever the process is killed
     write_atomically(run / _RECORD, json.dumps(record, indent=2) + "\n")
 
 
@@ -245,10 +246,10 @@ def _read(manager: "ocp.CheckpointManager", step: int, like: Any) -> tuple[Any, 
     part = isinstance(like, dict)
     state = ocp.args.PyTreeRestore(like, restore_args=given, partial_restore=part)
     found = manager.restore(step, args=ocp.args.Composite(state=state, data=ocp.args.JsonRestore()))
-    for path, leaf in jax.tree.leaves_with_path(found.state):
+    for path, leaf in jax.tree.leaves_with_path(found["state"]):
         if isinstance(leaf, jax.ShapeDtypeStruct):  # left as it was asked for
             raise ValueError(f"it has no {jax.tree_util.keystr(path, simple=True, separator='/')}")
-    return found.state, found.data
+    return found["state"], found["data"]
 
 
 def set_aside(run: Path, newest: int) -> None:
@@ -326,8 +327,9 @@ def _manager(
     several = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes=who, barrier_sync_key_prefix="jaxkern"
     )
+    first: Any = lambda path: not beside
     arrays = ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=several, is_prioritized_key_fn=lambda path: not beside
+        multiprocessing_options=several, is_prioritized_key_fn=first
     )
     data = ocp.JsonCheckpointHandler(multiprocessing_options=several)
     options |= {"create": False, "multiprocessing_options": several}
