@@ -183,10 +183,10 @@ class ModelConfig:
             if isinstance(value, (bool, str, type(None), tuple, list)):
                 continue
             zero = name in ("rotary_dim", "dropout")
-            if isinstance(value, numbers.Integral) and value < 1 - zero:
-                raise ValueError(f"{name} must be at least {1 - zero}, got {value!r}")
-            if not (value > 0 or (zero and value == 0)) or value == math.inf:
-                raise ValueError(f"{name} must be above 0 and finite, got {value!r}")
+            if not 0 <= value < math.inf or (value == 0 and not zero):
+                whole = field.type in (int, int | None)
+                rule = f"at least {1 - zero}" if whole else "above 0 and finite"
+                raise ValueError(f"{name} must be {rule}, got {value!r}")
         if self.dropout >= 1:
             raise ValueError(f"dropout must be below 1, got {self.dropout!r}")
         object.__setattr__(self, "dt_limit", tuple(self.dt_limit))  # of a list, from a file
