@@ -4,14 +4,17 @@ import dataclasses
 import functools
 import json
 import math
+import numbers
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxkern.lowering.target import GPUS
-from jaxkern.nn import mamba, mamba2
-from jaxkern.nn.common import Block, check_sizes
+
+if TYPE_CHECKING:
+    from jaxkern.nn import mamba, mamba2
+    from jaxkern.nn.common import Block
 
 
 class RunError(Exception):
@@ -94,7 +97,7 @@ DEFAULT_REMAT: Remat = "none"
 """What the backward computes again, from nothing to whole layers."""
 
 
-BLOCKS: dict[str, Block] = {block.name: block for block in (mamba.BLOCK, mamba2.BLOCK)}
+BLOCKS = ("mamba", "mamba2")
 """The state space blocks; every model has layers of one of them."""
 
 LAYERS = (*BLOCKS, "attention", "mlp", "swiglu")
@@ -171,13 +174,39 @@ class ModelConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
-        object.__setattr__(self, "dt_limit", tuple(self.dt_limit))  # of a list, from a file
-        check_sizes(self, zero=("rotary_dim", "dropout"))
+        for field in dataclasses.fields(self):
+            name = field.name
+            value: Any = getattr(self, name)
+            told, right = _TYPES.get(field.type, (None, object))
+            if not isinstance(value, right) or (isinstance(value, bool) and field.type is not bool):
+                raise TypeError(f"{name} must be {told}, got {value!r}")
+            if isinstance(value, (bool, str, type(None), tuple, list)):
+                continue
+            zero = name in ("rotary_dim", "dropout")
+            if not 0 <= value < math.inf or (value == 0 and not zero):
+                whole = field.type in (int, int | None)
+                rule = f"at least {1 - zero}" if whole else "above 0 and finite"
+                raise ValueError(f"{name} must be {rule}, got {value!r}")
         if self.dropout >= 1:
             raise ValueError(f"dropout must be below 1, got {self.dropout!r}")
-        _ = self.kinds, self.sizes  # refuse what does not fit
+        object.__setattr__(self, "dt_limit", tuple(self.dt_limit))  # of a list, from a file
+        if len(self.dt_limit) != 2 or not self.dt_limit[0] <= self.dt_limit[1]:
+            raise ValueError(f"dt_limit must be two numbers in order, got {self.dt_limit!r}")
+        if "mamba2" in self.kinds:
+            self._check_mamba2()
         if "attention" in self.kinds:
             self._check_attention()
+
+    def _check_mamba2(self) -> None:
+        inner = self.expand * self.d_model
+        for name, told, whole in (
+            ("head_dim", "the inner channels, expand · d_model", inner),
+            ("n_groups", "the heads, expand · d_model / head_dim", inner // self.head_dim),
+            ("norm_groups", "the inner channels, expand · d_model", inner),
+        ):
+            value = getattr(self, name)
+            if value is not None and whole % value:
+                raise ValueError(f"{name} must divide {told} = {whole}, got {value}")
 
     def _check_attention(self) -> None:
         (queries, keys), width = self.heads
@@ -233,28 +262,21 @@ class ModelConfig:
         return len(self.pattern) > 1
 
     @property
-    def block(self) -> Block:
+    def block(self) -> "Block":
         """The block of its state space layers."""
-        return next(block for name, block in BLOCKS.items() if name in self.kinds)
+        from jaxkern.nn import mamba, mamba2  # which import JAX, and --help does not wait for it
+
+        return mamba.BLOCK if "mamba" in self.kinds else mamba2.BLOCK
 
     @functools.cached_property
-    def sizes(self) -> mamba.Sizes | mamba2.Sizes:
+    def sizes(self) -> "mamba.Sizes | mamba2.Sizes":
         """The dimensions of that block."""
+        from jaxkern.nn import mamba, mamba2
+
         names = "d_state", "d_conv", "expand", "use_bias", "use_conv_bias"
         shared = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.block is mamba.BLOCK:
+        if "mamba" in self.kinds:
             return mamba.Sizes(self.d_model, **shared, dt_rank=self.dt_rank)
-        inner = self.expand * self.d_model
-        if inner % self.head_dim:
-            raise ValueError(
-                f"head_dim must divide the inner channels, expand · d_model = {inner}, got "
-                f"{self.head_dim}"
-            )
-        if inner // self.head_dim % self.n_groups:
-            raise ValueError(
-                f"n_groups must divide the heads, expand · d_model / head_dim = "
-                f"{inner // self.head_dim}, got {self.n_groups}"
-            )
         return mamba2.Sizes(
             self.d_model,
             **shared,
@@ -290,6 +312,17 @@ class ModelConfig:
           TypeError, ValueError: it is no shape of a model.
         """
         return ModelConfig(**{name: _from_json(value) for name, value in dict(**stored).items()})
+
+
+_TYPES: dict[Any, tuple[str, Any]] = {
+    str: ("a text", str),
+    bool: ("True or False", bool),
+    int: ("a whole number", numbers.Integral),
+    float: ("a number", numbers.Real),
+    int | None: ("a whole number or None", (numbers.Integral, type(None))),
+    float | None: ("a number or None", (numbers.Real, type(None))),
+}
+"""The types of the fields of a model's shape: how an error says it, and what values are."""
 
 
 def shortest_repeat(kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -91,17 +91,11 @@ class Attention(_Layer):
     ) -> Any:
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
 
-        Args:
-          x: the input.
-          cache: what came before; with one, `segment_ids` 0 is padding and others are not.
-          return_cache: whether there is one.
-          segment_ids: (B, L), integers: a document ends where they change.
-          isolate_nan: whether a NaN surely stays in its document.
+        A document ends where `segment_ids` (B, L), integers, change. With a cache 0 is padding.
         """
         if return_cache:
-            real = None if segment_ids is None else segment_ids != 0
             assert cache is not None
-            return self._with_cache(x, cache, real)
+            return self._with_cache(x, cache, None if segment_ids is None else segment_ids != 0)
         positions = jnp.arange(x.shape[1])
         seen = (positions <= positions[:, None])[None]  # (1, L, L), of a query's row
         if segment_ids is not None:

@@ -219,8 +219,7 @@ class MambaLM(nnx.Module):
 
         Args:
           tokens: (B, L), any integer dtype, L at least 1.
-          state: what earlier tokens left, :meth:`init_state` for none. A model with attention is
-            given one, which is made for so many tokens.
+          state: what earlier tokens left; by default that of :meth:`init_state`.
           mask: (B, L), booleans or integers, false or 0 for padding, wherever it stands: a row has
             the logits and the state that it has without it. A row with padding begins anew,
             whatever `state` it had; one of padding alone is left with the state before the first
@@ -231,8 +230,7 @@ class MambaLM(nnx.Module):
           state there.
 
         Raises:
-          TypeError: an argument is not an array of integers, or `mask` also of booleans.
-          ValueError: a shape does not fit.
+          TypeError, ValueError: as a call does; ValueError without the state that attention needs.
         """
         if mask is not None:
             tokens, mask = _padded_left(tokens, mask)
@@ -266,23 +264,20 @@ class MambaLM(nnx.Module):
     def init_state(self, batch_size: int, length: int | None = None) -> Any:
         """The state before the first token, of each kind that of all layers stacked.
 
-        Args:
-          batch_size: B.
-          length: how many tokens a row will have at most, those of its prompt among them; only
-            attention needs it.
+        Where there is attention, `length` is how many tokens a row will have at most, those of its
+        prompt among them.
         """
-        needs_length = "attention" in self.config.kinds
-        if needs_length and length is None:
+        if "attention" in self.config.kinds and length is None:
             raise ValueError(
                 "length must say how many tokens the state is for: attention keeps each of them"
             )
-        state = {}
-        for kind, stack in self.stacks.items():
+
+        def stacked(kind: str, stack: Any) -> Any:
             options = (length,) if kind in layers.OTHERS else ()
-            count = self.config.count(kind)
-            tile = lambda a, count=count: jnp.tile(a, (count, *[1] * a.ndim))
-            state[kind] = jax.tree.map(tile, stack.init_cache(batch_size, *options))
-        return state
+            tile = lambda a: jnp.tile(a, (self.config.count(kind), *[1] * a.ndim))
+            return jax.tree.map(tile, stack.init_cache(batch_size, *options))
+
+        return {kind: stacked(kind, stack) for kind, stack in self.stacks.items()}
 
     def _run(
         self,
@@ -294,19 +289,11 @@ class MambaLM(nnx.Module):
         remat: Remat = "none",
         dropout_key: jax.Array | None = None,
     ) -> tuple[Any, Any]:
-        """Runs the layers on tokens (...).
+        """Runs the layers on tokens (...): the stream, what the last layer adds to it, the state.
 
-        Args:
-          mix: runs a layer: takes its block, its input, the state of all layers of its kind and its
-            number among them, and gives the block's output and the state.
-          tokens: (...).
-          state: of all layers.
-          unroll: how many layers the body of a loop has; ``True`` for all, and no loop.
-          remat: what the backward computes again.
-          dropout_key: ``None`` for no dropout.
-
-        Returns:
-          The stream and what the last layer adds to it, and the next state.
+        `mix` runs a layer: it takes its block, its input, the state of all layers of its kind and
+        its number among them, and gives the block's output and the state. `unroll` is how many
+        layers the body of a loop has, ``True`` for all, and no loop.
         """
         pattern = self.config.pattern
         repeats = self.config.n_layers // len(pattern)

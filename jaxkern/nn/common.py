@@ -7,7 +7,7 @@ layer on functions of arrays, which are the same for every library.
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -164,12 +164,8 @@ class Block(NamedTuple):
 # What the kinds of block share
 
 
-def check_sizes(sizes: Any, zero: Collection[str] = ()) -> None:
+def check_sizes(sizes: Any) -> None:
     """Checks the numbers and booleans of a block's dimensions, by the types of their fields.
-
-    Args:
-      sizes: a dataclass.
-      zero: the fields that may be 0.
 
     Raises:
       TypeError: a value is of another type.
@@ -183,7 +179,7 @@ def check_sizes(sizes: Any, zero: Collection[str] = ()) -> None:
         right, wanted = _KINDS[kind]
         if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
             raise TypeError(f"{name} must be {wanted}, got {value!r}")
-        if kind is bool or value is None or (value == 0 and name in zero):
+        if kind is bool or value is None:
             continue
         if kind is float and not 0 < value < math.inf:
             raise ValueError(f"{name} must be above 0 and finite, got {value!r}")
