@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxkern.lm import program
 from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
 from jaxkern.lm.model import (
     Options,
@@ -25,6 +26,7 @@ from jaxkern.lm.step import (
     make_model,
     make_optimizer,
     make_train_step,
+    schedule_of,
 )
 from jaxkern.precision import Policy
 from tests import check
@@ -315,15 +317,16 @@ def test_weight_decay_is_on_matrices_only():
         for path, decays in jax.tree.leaves_with_path(found):
             assert decays == (path[-1].key not in kept), path
 
-    optimizer, ones = make_optimizer(config_of(MICRO)), {"norm": np.ones(3), "head": np.ones(3)}
+    config, ones = config_of(MICRO), {"norm": np.ones(3), "head": np.ones(3)}
     zeros = jax.tree.map(np.zeros_like, ones)
+    optimizer = make_optimizer(config, schedule_of(config))
     update = jit(lambda p, g: optimizer.update(g, optimizer.init(p), p)[0])(ones, zeros)
     assert {name: np.any(leaf) for name, leaf in update.items()} == {"norm": False, "head": True}
 
 
 def test_learning_rate_warms_up_and_decays():
     config = config_of(MICRO, steps=200, lr=1e-2)
-    rates = np.array(jit(jax.vmap(learning_rate(config)))(np.arange(201)))
+    rates = np.array(jit(jax.vmap(learning_rate(schedule_of(config))))(np.arange(201)))
     assert config.warmup == 20
     np.testing.assert_allclose(rates[:20], 1e-2 * np.arange(1, 21) / 20, rtol=1e-5)
     assert (np.diff(rates[20:]) <= 0).all()
@@ -331,11 +334,16 @@ def test_learning_rate_warms_up_and_decays():
     np.testing.assert_allclose(rates[200], 1e-3, rtol=1e-4)
 
 
+def step_of(config, model):
+    step = make_train_step(config, model)
+    return lambda state, windows: step(state, windows, schedule_of(config))
+
+
 @functools.cache
 def train_step(precision, shape=ONE):
     """The compiled step, and the state before the first."""
     config, policy = config_of(shape), Policy.parse(precision)
-    step = jit(make_train_step(config, make_model(shape, Options(policy))))
+    step = jit(step_of(config, make_model(shape, Options(policy))))
     return step, jit(lambda: init_state(config, policy))()
 
 
@@ -407,7 +415,7 @@ def test_training_by_the_kernels_is_as_near_to_fp32_as_in_plain_jax(precision):
         config = config_of(shape, implementation=implementation or "auto")
         model = make_model(shape, Options(policy, implementation))
         state = jax.jit(lambda: init_state(config, policy))()
-        step = jax.jit(make_train_step(config, model), donate_argnums=0)
+        step = jax.jit(step_of(config, model), donate_argnums=0)
         assert ("selective_scan_bwd" in step.lower(state, batch).as_text()) == (not implementation)
         return learn(step, state, batch)
 
@@ -433,7 +441,7 @@ def test_training_on_a_gpu_runs_the_kernels(name, remat, again):
     """Two layers of the 130m preset, a step in bf16 lowered for CUDA: kernels both ways."""
     shape, policy = dataclasses.replace(PRESETS[name].model, n_layers=2), Policy.parse("bf16")
     config = TrainConfig.from_flags({"preset": name, "shape": shape})
-    step = make_train_step(config, make_model(shape, Options(policy, remat=remat)))
+    step = step_of(config, make_model(shape, Options(policy, remat=remat)))
     state = jax.eval_shape(lambda: init_state(config, policy))
     batch = jax.ShapeDtypeStruct((1, config.batch_size, config.seq_len + 1), np.uint8)
     text = jax.jit(step).trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
@@ -532,3 +540,13 @@ def test_tokens_of_any_integer_dtype_are_the_same(size):
     for grads, x in found:
         np.testing.assert_array_equal(x, params["embedding"][tokens])
         np.testing.assert_array_equal(grads["embedding"], found[-1][0]["embedding"])
+
+
+def test_a_sweep_compiles_once():
+    """Of another length, rate, warm-up or seed, the programs are the same to the letter."""
+    one = config_of(MICRO, steps=100, lr=1e-3, seed=0)
+    other = config_of(MICRO, steps=250, lr=3e-4, seed=7)
+    assert (one.warmup, schedule_of(one)) != (other.warmup, schedule_of(other))
+    placement = program.Placement.of(one, jax.devices()[:1])
+    for lowered in program.lowered_step, program.lowered_init:
+        assert lowered(one, placement).as_text() == lowered(other, placement).as_text()

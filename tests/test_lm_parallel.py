@@ -18,7 +18,7 @@ from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.run import changed
-from jaxkern.lm.step import loss_fn, make_model
+from jaxkern.lm.step import loss_fn, make_model, schedule_of
 from tests.language_models import HYBRID, check_gradients, command, loss_float64, random_params
 
 pytestmark = pytest.mark.skipif(
@@ -114,7 +114,8 @@ def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, me
     batch = windows(model.vocab_size, length)[0, :4]
     step = program.lowered_step(configuration, placement).compile()
     state = begun(configuration, placement)
-    state, metrics = step(state, put(placement, data.Packed(batch[None]), placement.second_split))
+    parts = put(placement, data.Packed(batch[None]), placement.second_split)
+    state, metrics = step(state, parts, schedule_of(configuration))
     params, grads = random_params(model), stored(placement, state.params)
     squares = sum((grad.astype(float) ** 2).sum() for grad in jax.tree.leaves(grads))
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=2e-5)
@@ -133,7 +134,8 @@ def trained(preset, **flags):
     for batch in batches:
         in_parts = lambda leaf: leaf.reshape(configuration.grad_accum, -1, leaf.shape[-1])
         parts = jax.tree.map(in_parts, with_segments(batch, configuration))
-        state, metrics = step(state, put(placement, parts, placement.second_split))
+        parts = put(placement, parts, placement.second_split)
+        state, metrics = step(state, parts, schedule_of(configuration))
         numbers.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         if first is None:
             first = stored(placement, state.opt_state.mu)

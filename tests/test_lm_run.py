@@ -140,7 +140,7 @@ def text(tmp_path_factory):
 @functools.cache
 def stand_in(configuration, placement):
     """Programs that are compiled in no time, in place of those of a model."""
-    state, schedule = program.abstract_state(configuration, placement), learning_rate(configuration)
+    state = program.abstract_state(configuration, placement)
     scales = program.precision_policy(configuration).compute == jnp.float16
     scale = DynamicLossScale() if scales else NoOpLossScale()
     zeros = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
@@ -149,8 +149,9 @@ def stand_in(configuration, placement):
         squares = [jnp.mean(leaf**2) for leaf in jax.tree.leaves(params)]
         return jnp.mean(windows.tokens / 256) + sum(squares)
 
-    def step(state, windows):
-        rate, floats = schedule(state.opt_state.count), lambda leaf: leaf.dtype == jnp.float32
+    def step(state, windows, schedule):
+        rate = learning_rate(schedule)(state.opt_state.count)
+        floats = lambda leaf: leaf.dtype == jnp.float32
         value = loss([*filter(floats, jax.tree.leaves(state[:2]))], windows)
         finite = jnp.isfinite(value)
 
@@ -164,7 +165,7 @@ def stand_in(configuration, placement):
         next_scale = state.loss_scale.adjust(finite)
         return TrainState(params, opt_state, next_scale, state.step + 1), metrics
 
-    init = lambda: jax.tree.map(zeros, state)._replace(loss_scale=scale)
+    init = lambda seed: jax.tree.map(zeros, state)._replace(loss_scale=scale)
     return program.Programs(init, jax.jit(step, donate_argnums=0), jax.jit(loss))
 
 

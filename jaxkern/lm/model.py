@@ -490,9 +490,9 @@ def nan_if_unknown(values: jax.Array, tokens: jax.Array, size: int) -> jax.Array
     return jnp.where((tokens >= 0) & (tokens <= size - 1), values, jnp.nan)
 
 
-def initial_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
+def initial_params(config: ModelConfig, seed: Any = 0) -> dict[str, Any]:
     """The parameters before any training, a nested dict of fp32 arrays."""
-    return nnx.to_pure_dict(nnx.state(MambaLM(config, rngs=nnx.Rngs(seed))))
+    return nnx.to_pure_dict(nnx.state(MambaLM(config, rngs=nnx.Rngs(jax.random.key(seed)))))
 
 
 def count_params(params) -> int:

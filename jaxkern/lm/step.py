@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -55,10 +56,25 @@ def make_model(model: ModelConfig, options: Options) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: MambaLM(model, options, rngs=nnx.Rngs(0))))[0]
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+class Schedule(NamedTuple):
+    """The numbers of a run that its compiled programs take, so that others need no new ones."""
+
+    lr: Any  # () float32, the peak of the learning rate
+    warmup: Any  # () int32, steps
+    steps: Any  # () int32
+    seed: Any  # () int32
+
+
+def schedule_of(config: TrainConfig) -> Schedule:
+    """Returns the numbers of `config`."""
+    whole = map(np.int32, (config.warmup, config.steps, config.seed))
+    return Schedule(np.float32(config.lr), *whole)
+
+
+def make_optimizer(config: TrainConfig, schedule: Schedule) -> optax.GradientTransformation:
     implementation: Any = None if config.implementation == "auto" else config.implementation
     return jaxkern.fused_adamw(
-        learning_rate(config),
+        learning_rate(schedule),
         b1=0.9,
         b2=0.95,
         weight_decay=0.1,
@@ -69,16 +85,17 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
-def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """The schedule; a positive rate from the first step on."""
+def learning_rate(schedule: Schedule) -> optax.Schedule:
+    """Makes the rate of a step's count; it is positive from the first step on."""
+    lr, warmup, steps, _ = schedule
 
-    def schedule(count):
-        warm = jnp.minimum(1.0, (count + 1) / config.warmup)
-        progress = (count - config.warmup) / max(1, config.steps - config.warmup)
+    def rate(count):
+        warm = jnp.minimum(1.0, (count + 1) / warmup)
+        progress = (count - warmup) / jnp.maximum(1, steps - warmup)
         cosine = (1 + jnp.cos(math.pi * jnp.clip(progress, 0.0, 1.0))) / 2
-        return config.lr * warm * (0.1 + 0.9 * cosine)
+        return lr * warm * (0.1 + 0.9 * cosine)
 
-    return schedule
+    return rate
 
 
 def init_state(config: TrainConfig, policy: Policy, params: Params = None) -> TrainState:
@@ -86,7 +103,7 @@ def init_state(config: TrainConfig, policy: Policy, params: Params = None) -> Tr
     if params is None:
         params = initial_params(config.model, config.seed)
     params = policy.cast_to_params(params)
-    opt_state: Any = make_optimizer(config).init(params)
+    opt_state: Any = make_optimizer(config, schedule_of(config)).init(params)
     return TrainState(
         params=params,
         opt_state=opt_state,
@@ -190,11 +207,13 @@ def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array 
     return counts / jnp.maximum(mean_of_batch(counts.mean()), jnp.finfo(jnp.float32).tiny)
 
 
-def _dropout_keys(config: TrainConfig, split: Split, state: TrainState) -> jax.Array | None:
+def _dropout_keys(
+    config: TrainConfig, split: Split, seed: Any, step: jax.Array
+) -> jax.Array | None:
     """A key for each part of a step's batch, its own on every device that has other tokens."""
     if not config.model.dropout:
         return None
-    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    key = jax.random.fold_in(jax.random.key(seed), step)
     for axis in filter(split.axis, TOKENS):
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     return jax.random.split(key, config.grad_accum)
@@ -213,22 +232,20 @@ def gathers_in_layers(config: TrainConfig, split: Split) -> bool:
 
 def make_train_step(
     config: TrainConfig, graphdef: nnx.GraphDef, split: Split | None = None
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    """The function (state, windows (K, B/K, L + 1)) -> (state, metrics), K = grad_accum.
+) -> Callable[[TrainState, Any, Schedule], tuple[TrainState, dict[str, jax.Array]]]:
+    """Makes (state, windows (K, B/K, L + 1), schedule) -> (state, metrics), K = grad_accum.
 
     Windows of packed documents come as a `Packed`; every token of theirs counts alike.
     With a `split` it is the program of one device inside ``shard_map``: state and windows are its
     parts of them (:meth:`Split.windows`), losses and gradients are means over the whole batch.
     `graphdef` is then of a model that gathers matrices itself if :func:`gathers_in_layers` says so.
     """
-    optimizer = make_optimizer(config)
-    schedule = learning_rate(config)
     mode: Any = config.implementation
     split = Split(config.model) if split is None else split
     each_layer = gathers_in_layers(config, split)
     compute = Policy.parse(config.mixed_precision).compute
 
-    def train_step(state: TrainState, windows: Any):
+    def train_step(state: TrainState, windows: Any, schedule: Schedule):
         scale = state.loss_scale
 
         def scaled_loss(params, part):
@@ -237,7 +254,7 @@ def make_train_step(
 
         weights, keys = (
             token_weights(windows, split.mean_of_batch),
-            _dropout_keys(config, split, state),
+            _dropout_keys(config, split, schedule.seed, state.step),
         )
         params, parts = state.params, (windows, weights, keys)
         if not each_layer:
@@ -248,7 +265,7 @@ def make_train_step(
         grads = jax.tree.map(lambda s, p: (s / count).astype(p.dtype), sums, state.params)
         grad_norm = jnp.sqrt(split.sum_of_squares(mode, grads))
         params, opt_state = jaxkern.apply(
-            optimizer,
+            make_optimizer(config, schedule),
             grads,
             state.opt_state,
             state.params,
@@ -260,7 +277,7 @@ def make_train_step(
         metrics = {
             "loss": split.mean_of_batch(losses.mean()),
             "grad_norm": scale.unscale(grad_norm),
-            "learning_rate": schedule(state.opt_state.count),
+            "learning_rate": learning_rate(schedule)(state.opt_state.count),
         }
         if isinstance(scale, DynamicLossScale):
             skipped = opt_state.total_notfinite

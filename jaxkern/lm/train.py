@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkern.lm import checkpoint, data, processes, run, sample, stop, trackers
 from jaxkern.lm.config import DEFAULTS, RunError, SplitError, TrainConfig, axes_of
@@ -35,7 +36,7 @@ from jaxkern.lm.report import (
     read_metrics,
     validation_told,
 )
-from jaxkern.lm.step import TrainState, init_state
+from jaxkern.lm.step import TrainState, init_state, schedule_of
 from jaxkern.lm.stop import say
 from jaxkern.precision import DynamicLossScale
 
@@ -233,7 +234,11 @@ class Trainer:
         programs = self._compile(fresh=not done and weights is None)
         if state is None:
             with stop.deferred():
-                state = programs.init() if weights is None else self._begin_with(weights)
+                state = (
+                    programs.init(np.int32(self.config.seed))
+                    if weights is None
+                    else self._begin_with(weights)
+                )
         if self.peers.main:
             if stored is None and self.config.tokenizer != "bytes":
                 data.write_atomically(self.out / "tokenizer.json", corpus.tokenizer.stored())
@@ -337,6 +342,7 @@ class Trainer:
             log.write([first])
             say(f"untrained: {validation_told(first)}")
         speed = Speed(config.batch_size * config.seq_len)
+        schedule = schedule_of(config)
         pending: list[tuple[int, dict[str, jax.Array]]] = []
         sizes = {"steps": config.steps, "tokens_per_byte": per_byte}
         with (
@@ -346,7 +352,7 @@ class Trainer:
         ):
             while done < config.steps:
                 with profile.step(done + 1, state, speed):
-                    state, metrics = programs.step(state, self._windows(next(batches)))
+                    state, metrics = programs.step(state, self._windows(next(batches)), schedule)
                 done += 1
                 profile.after(done, state, speed, progress)
                 pending.append((done, metrics))
