@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shutil
+import signal
 import subprocess
 
 import jax
@@ -137,6 +138,20 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
     assert kills > 1
     assert again.info == whole.info
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
+
+
+def test_ctrl_c_while_tokenising_is_one_line_and_keeps_what_is_done(
+    root, tmp_path, capsys, monkeypatch
+):
+    encode, out = tokenizer.Tokenizer.encode, tmp_path / "run"
+    interrupted = lambda self, texts: (signal.raise_signal(signal.SIGINT), encode(self, texts))[1]
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode", interrupted)
+    argv = ["train", "--preset", "micro", "--data", root, "--tokenizer", "bpe:300", "--out", out]
+    line = command(capsys, *argv, code=128 + signal.SIGINT)
+    assert "jaxkern: stopped (SIGINT): training had not begun; " in line
+    assert "keeps the tokens that are made" in line
+    assert data.has_tokens(out)
+    assert not (out / "config.json").exists()
 
 
 def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkeypatch):

@@ -154,7 +154,7 @@ def test_folders_and_patterns(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     refused("no text to train on", documents, tmp_path / "empty")
     denied = PermissionError(13, "Permission denied", "private")
-    monkeypatch.setattr(os, "walk", lambda top, onerror: onerror(denied))
+    monkeypatch.setattr(os, "walk", lambda top, onerror, followlinks: onerror(denied))
     refused(r"private: cannot be read \(Permission denied\)", documents, tmp_path)
 
 

@@ -17,7 +17,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,14 +270,14 @@ def _found(config: TrainConfig) -> list[Source]:
     """The documents that a run names, each once.
 
     A file of --eval-data is not trained on, whatever its field: another may hold the same text.
-    Without segments there are no sources: all documents are one.
+    Without segments all documents are one source, but where weights tell several apart.
     """
     if config.eval_data:
         validation = find(config.eval_data, "--eval-data", held_out=1)
         left_out = {file.path.resolve() for each in validation for file in each.files}
         return find(config.data, "--data", held_out=0, left_out=left_out) + validation
     found = find(config.data, "--data", held_out=VALIDATION_FRACTION)
-    if config.pack or len(found) == 1:
+    if config.pack or found[0].weight is not None:
         return found
     files = tuple(file for each in found for file in each.files)
     example = next((each.example for each in found if each.example), "")
@@ -387,24 +387,24 @@ def _mapped(path: str, counts: dict[str, int], dtype: Any) -> tuple[np.ndarray, 
 def _check_length(config: TrainConfig, corpus: Corpus) -> None:
     """Refuse documents that fill no sequence, and warn of a source that does not.
 
-    What is missing is padding, which costs as much as tokens do.
+    What is missing is padding, which costs as much as tokens do; without segments there is none.
     """
     length, remedy = config.seq_len, "lower --seq-len or"
     needed = f"the {length + 1:,} that --seq-len {length} needs"
-    parts = {"training": corpus.train} | ({} if config.pack else {"validation": corpus.held_out})
-    for part, streams in parts.items():
-        if (most := max(len(stream.tokens) for stream in streams)) <= length:
-            what = (
-                f"the {part} data has" if len(streams) == 1 else "no source of --data has more than"
-            )
+    sizes = {stream.name: len(stream.tokens) for stream in corpus.train}
+    parts: dict[str, Collection[int]] = {"training": sizes.values()}
+    if not config.pack:
+        parts["validation"] = [len(stream.tokens) for stream in corpus.held_out]
+    for part, of_part in parts.items():
+        if (size := max(of_part) if config.pack else min(of_part)) <= length:
+            several = "no source of --data has more than" if config.pack else "one source has"
+            what = several if len(of_part) > 1 else f"the {part} data has"
             raise RunError(
-                f"{what} {most:,} tokens, fewer than {needed}; {remedy} give more text to --data"
+                f"{what} {size:,} tokens, fewer than {needed}; {remedy} give more text to --data"
             )
-    short = [stream.name for stream in corpus.train if len(stream.tokens) <= length]
-    if short:
+    if short := [name for name, size in sizes.items() if size <= length]:
         names = ", ".join(short[:3]) + ", …" * (len(short) > 3)
         say(
-            f"warning: {len(short)} of {len(corpus.train)} sources of --data ({names}) have fewer "
-            f"tokens than {needed}, and padding takes the rest; {remedy} name a folder of several "
-            "files"
+            f"warning: {len(short)} of {len(sizes)} sources of --data ({names}) have fewer tokens "
+            f"than {needed}, and padding takes the rest; {remedy} name a folder of several files"
         )

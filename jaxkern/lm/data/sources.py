@@ -7,7 +7,6 @@ documents come in parts, which end between two words, where tokenizers cut, too.
 """
 
 import codecs
-import collections
 import contextlib
 import dataclasses
 import glob
@@ -247,21 +246,18 @@ def _walk(root: Path, flag: str, *, only_python: bool) -> Iterator[Path]:
             raise RunError(f"{flag} {error.filename}: cannot be read ({error.strerror})")
 
     avoided = _SKIPPED_FOLDERS | (_SKIPPED_IN_STDLIB if only_python else set())
-    waiting, seen = collections.deque([root]), set()
-    # Links last, so that a file below the root has the name that it has without them.
-    while waiting:
-        for folder, folders, files in os.walk(waiting.popleft(), onerror=unreadable):
-            real = os.path.realpath(folder)
-            if real in seen:
-                folders.clear()
-                continue
-            seen.add(real)
-            folders[:] = sorted(f for f in folders if f not in avoided and not f.startswith("."))
-            links = [path for path in (Path(folder, f) for f in folders) if path.is_symlink()]
-            waiting += [link for link in links if not Path(real).is_relative_to(link.resolve())]
-            for path in (Path(folder, f) for f in sorted(files) if not f.startswith(".")):
-                if path.is_file() and (path.suffix == ".py" or not only_python):
-                    yield path
+    seen = {*map(str, root.resolve().parents)}  # no link leads around
+    for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if name not in avoided and name[0] != "."]
+        # Links last, so that what lies in the folder has the name that it has without them.
+        folders.sort(key=lambda name, folder=folder: (Path(folder, name).is_symlink(), name))
+        for path in (Path(folder, name) for name in sorted(files) if name[0] != "."):
+            if path.is_file() and (path.suffix == ".py" or not only_python):
+                yield path
 
 
 def _check(file: File) -> None:
