@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxkern.lm import cli, data, loader
+from jaxkern.lm import checkpoint, cli, data, loader
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.data import Packed, predicted, sources, tokenizer, write
 from jaxkern.lm.data.corpus import Stream, Windows
@@ -151,7 +151,7 @@ def test_ctrl_c_while_tokenising_is_one_line_and_keeps_what_is_done(
     assert "jaxkern: stopped (SIGINT): training had not begun; " in line
     assert "keeps the tokens that are made" in line
     assert data.has_tokens(out)
-    assert not (out / "config.json").exists()
+    assert not checkpoint.is_run(out)
 
 
 def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkeypatch):
@@ -409,7 +409,7 @@ def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, caps
     for name, loss in zip(("c.jsonl", "d.jsonl"), each, strict=True):
         assert last[f"validation_perplexity/{name}"] == pytest.approx(np.exp(loss))
     assert min(each) <= last["validation_loss"] <= max(each)
-    stored = json.loads((finished / "config.json").read_text())
+    stored = checkpoint.read_config(finished)
     assert stored["flags"]["vocab_size"] == stored["model"]["vocab_size"] == 320
     assert stored["data"]["tokenizer"] == {"begin": 0, "end": 0, "size": 300}
     # A loss of bytes is one of tokens by how many there are of each.

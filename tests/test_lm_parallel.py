@@ -18,6 +18,7 @@ from jaxkern.lm.config import ModelConfig, Preset, RunError, TrainConfig
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
+from jaxkern.lm.run import changed
 from jaxkern.lm.step import loss_fn, make_model
 from tests.language_models import HYBRID, check_gradients, command, loss_float64, random_params
 
@@ -263,18 +264,16 @@ def test_what_cannot_be_split_is_told_by_the_flags_that_were_given(flags, device
 
 @pytest.mark.parametrize("mesh", ["data=2", "data=2,fsdp=2"])
 def test_axes_that_differ_from_parallel_are_refused(mesh):
-    parallel, begun = {"parallel": "fsdp", "mesh": mesh}, vars(configured(preset="micro"))
+    parallel, begun = {"parallel": "fsdp", "mesh": mesh}, configured(preset="micro")
     told = f"--parallel fsdp and --mesh {mesh} name different axes; leave --parallel out"
-    for begin in (TrainConfig.from_flags, functools.partial(resume_config, begun)):
+    for begin in (TrainConfig.from_flags, functools.partial(changed, begun)):
         with pytest.raises(RunError, match=told):
             begin(parallel)
-    assert resume_config(begun, parallel | {"mesh": "fsdp=2"}).mesh == "fsdp=2"
+    assert changed(begun, parallel | {"mesh": "fsdp=2"}).mesh == "fsdp=2"
 
 
 def test_devices_alone_do_not_drop_the_mesh_of_a_run():
-    resumed = lambda mesh, **flags: resume_config(
-        vars(configured(preset="micro", mesh=mesh)), flags
-    )
+    resumed = lambda mesh, **flags: changed(configured(preset="micro", mesh=mesh), flags)
     for mesh, devices, kept, parallel in (
         ("data=2,tensor=2", "4", "data=2,tensor=2", "data"),
         ("data=2,tensor=2", "1", "", "data"),

@@ -338,14 +338,14 @@ CONFIG, RECORD = "config.yaml", "run.json"
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        (RECORD, b'{"format": "jaxk', "damaged (Unterminated string"),
-        (RECORD, b"[]", "not written by this version of jaxkern"),
+        (RECORD, b'{"format": "jaxk', "damaged (JSONDecodeError: Unterminated string"),
+        (RECORD, b"[]", "damaged (TypeError"),
         (RECORD, {"format": "jaxkern-lm-1"}, "its format is 'jaxkern-lm-1', not 'jaxkern-lm-2'"),
-        (RECORD, {"data": None}, 'is damaged: its record has no "data"'),
+        (RECORD, {"data": None}, "is damaged (a table is missing)"),
         (RECORD, {"model": {"d_model": 32}}, "its model is not that of the run: d_model is 32, "),
         (RECORD, {"precision": "fp8"}, "precision is 'fp8', and by mixed_precision of config.yaml"),
         (RECORD, {"data": {"folder": "0"}}, "are missing or have changed since the run began"),
-        (CONFIG, b"\xff", "config.yaml is damaged ("),
+        (CONFIG, b"\xff", "config.yaml is damaged (UnicodeDecodeError"),
         (CONFIG, {"step": 3}, "config.yaml cannot be read ("),
         ("metrics.jsonl", b'{"step": 0}\nhello\n', "metrics.jsonl, line 2 is not a record"),
     ],
@@ -494,7 +494,8 @@ else:
         program.lowered_step = lambda *args: (strike(), time.sleep(1000))
     else:
         from tests.test_lm_run import writing
-        writing(lambda step: strike()).__enter__()
+        struck = writing(lambda step: strike())
+        struck.__enter__()
 runpy.run_module("jaxkern", run_name="__main__", alter_sys=True)
 """
 
@@ -585,7 +586,8 @@ def test_a_run_of_a_model_goes_on_to_the_same_losses_and_is_sampled(learned, pre
     argv = ["sample", "--run", whole, "--prompt", "the ", "--length", 200]
     first = run(*argv, "--seed", 3)
     assert first.startswith("the ")
-    assert " of " in first
+    words = {"a", "scan", "state", "of", "gate.", "and", "chunk", "step", "reads", "keeps", "gate"}
+    assert len(words & {*first.split()}) >= 2
     assert len(first.encode()) == len("the ") + 200 + len("\n")
     assert run(*argv, "--seed", 3) == first
     assert run(*argv, "--temperature", 0) != first

@@ -20,7 +20,7 @@ import os
 import platform
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # orbax takes a second to import, which the first step need n
     import orbax.checkpoint as ocp
 
 FORMAT = "jaxkern-lm-2"  # raised where older folders cannot be read
-_LOCK, _RECORD, _CONFIG, _CHECKPOINTS = ".lock", "run.json", "config.yaml", "checkpoints"
-BEFORE = (_LOCK, _CONFIG, "tokenizer.json")
+LOCK, _RECORD, _CONFIG, _CHECKPOINTS = ".lock", "run.json", "config.yaml", "checkpoints"
+BEFORE = (LOCK, _CONFIG, "tokenizer.json")
 """What may lie, beside tokens, in a folder where a run has not begun."""
 
 
@@ -63,14 +63,14 @@ def check_fresh(out: Path) -> None:
 def only_process(out: Path) -> Iterator[str]:
     """Hold the run's folder; a second process that trains in it is refused.
 
-    Inside, a file there has the text that is yielded, by which others tell that they see it. The
+    Inside, `.lock` there has the text that is yielded, by which others tell that they see it. The
     lock belongs to the process, so a killed one leaves none behind. A file system without locks
     cannot tell of a second process.
     """
     import fcntl
 
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / _LOCK, "w") as file:
+    with open(out / LOCK, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -80,18 +80,8 @@ def only_process(out: Path) -> Iterator[str]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                 raise
-        token = uuid.uuid4().hex
-        file.write(token)
-        file.flush()
+        print(token := uuid.uuid4().hex, end="", file=file, flush=True)
         yield token
-
-
-def is_held(out: Path, token: str) -> bool:
-    """Whether this is the folder that the process which was given `token` holds."""
-    try:
-        return (out / _LOCK).read_text(encoding="utf-8") == token
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager
@@ -123,7 +113,8 @@ def write_config(run: Path, config: TrainConfig, precision: Any, data: dict[str,
     versions |= {"python": platform.python_version(), "jaxkern": jaxkern.__version__}
     record = {"format": FORMAT, "model": config.model.stored(), "precision": str(precision)}
     record |= {"data": data, "versions": versions}
-    config.save(run / _CONFIG)
+    config.save(run / f"{_CONFIG}.tmp")
+    os.replace(run / f"{_CONFIG}.tmp", run / _CONFIG)  # whole, whenever the process is killed
     write_atomically(run / _RECORD, json.dumps(record, indent=2) + "\n")
 
 
@@ -135,35 +126,31 @@ def read_config(run: Path) -> dict[str, Any]:
     """
     import yaml
 
-    path = run / _RECORD
+    if not is_run(run):
+        older = '"jaxkern-lm-1"' in text_of(run / "config.json")
+        what = (
+            "is a run of an earlier version of jaxkern" if older else f"holds no run (no {_RECORD})"
+        )
+        remedy = "train again with another --out" if older else "give the --out of a jaxkern train"
+        raise RunError(f"{run} {what}; {remedy}")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        flags = yaml.safe_load((run / _CONFIG).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        if '"jaxkern-lm-' in _text(run / "config.json"):
-            raise RunError(
-                f"{run} is a run of an earlier version of jaxkern, which this one cannot read; use "
-                "that version, or start a new run with another --out"
-            ) from None
-        missing = _CONFIG if path.exists() else _RECORD
-        raise RunError(
-            f"{run} holds no run (no {missing}); give the --out folder of a jaxkern train"
-        ) from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise RunError(
-            f"{run}: {_RECORD} or {_CONFIG} is damaged ({error}); restore it, or start a new run "
-            "with another --out"
-        ) from None
-    found = record.get("format") if isinstance(record, dict) else None
+        record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
+        record["flags"] = yaml.safe_load((run / _CONFIG).read_text(encoding="utf-8"))
+        found, tables = record["format"], [record[name] for name in ("flags", "model", "data")]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
+        found, tables, reason = FORMAT, [None], f"{type(error).__name__}: {error}"
+    else:
+        reason = "a table is missing"
     if found != FORMAT:
         raise RunError(
-            f"{path} was not written by this version of jaxkern: its format is {found!r}, not "
-            f"{FORMAT!r}; start a new run with another --out"
+            f"{run} was not written by this version of jaxkern: its format is {found!r}, not "
+            f"{FORMAT!r}; train again with another --out"
         )
-    record = record | {"flags": flags}
-    for name in ("flags", "model", "data"):
-        if not isinstance(record.get(name), dict):
-            raise RunError(f'{run} is damaged: its record has no "{name}"; start a new run')
+    if not all(isinstance(table, dict) for table in tables):
+        raise RunError(
+            f"{run}: {_RECORD} or {_CONFIG} is damaged ({reason}); restore it, or train again with "
+            "another --out"
+        )
     return record
 
 
@@ -184,7 +171,8 @@ def config_of(run: Path, stored: dict[str, Any]) -> TrainConfig:
     return config
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a small file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -258,10 +246,10 @@ def _read(manager: "ocp.CheckpointManager", step: int, like: Any) -> tuple[Any, 
     part = isinstance(like, dict)
     state = ocp.args.PyTreeRestore(like, restore_args=given, partial_restore=part)
     found = manager.restore(step, args=ocp.args.Composite(state=state, data=ocp.args.JsonRestore()))
-    for path, leaf in jax.tree.leaves_with_path(found.state):
+    for path, leaf in jax.tree.leaves_with_path(found["state"]):
         if isinstance(leaf, jax.ShapeDtypeStruct):  # left as it was asked for
             raise ValueError(f"it has no {jax.tree_util.keystr(path, simple=True, separator='/')}")
-    return found.state, found.data
+    return found["state"], found["data"]
 
 
 def set_aside(run: Path, newest: int) -> None:
@@ -335,23 +323,20 @@ def _manager(
     """
     import orbax.checkpoint as ocp
 
+    who = {peers.index} if peers.count == 1 else set(range(peers.count))
     several = ocp.options.MultiprocessingOptions(
-        primary_host=0,
-        active_processes={peers.index} if peers.count == 1 else set(range(peers.count)),
-        barrier_sync_key_prefix="jaxkern",
+        primary_host=0, active_processes=who, barrier_sync_key_prefix="jaxkern"
     )
+    first: Any = lambda path: not beside
     arrays = ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=several, is_prioritized_key_fn=lambda path: not beside
+        multiprocessing_options=several, is_prioritized_key_fn=first
     )
+    data = ocp.JsonCheckpointHandler(multiprocessing_options=several)
+    options |= {"create": False, "multiprocessing_options": several}
     return ocp.CheckpointManager(
         (run / _CHECKPOINTS).resolve(),
-        item_handlers={
-            "state": arrays,
-            "data": ocp.JsonCheckpointHandler(multiprocessing_options=several),
-        },
-        options=ocp.CheckpointManagerOptions(
-            create=False, multiprocessing_options=several, **options
-        ),
+        item_handlers={"state": arrays, "data": data},
+        options=ocp.CheckpointManagerOptions(**options),
     )
 
 
@@ -371,5 +356,5 @@ def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 def differences(stored: dict[str, Any], own: dict[str, Any]) -> str:
     """Says which values of a stored model differ from this one's."""
-    names: Sequence[str] = [name for name in own if stored.get(name) != own[name]]
+    names = [name for name in own if stored.get(name) != own[name]]
     return ", ".join(f"{name} is {stored.get(name)}, not {own[name]}" for name in names)

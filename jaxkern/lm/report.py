@@ -40,7 +40,9 @@ class MetricsLog:
     def write(self, records: Sequence[dict[str, Any]]) -> None:
         if self._file is None:
             return
-        records = [_without_infinities(record) for record in records]
+        # JSON has neither NaN nor infinity, and the loss of a step that fp16 skipped may be one.
+        told = lambda value: value if math.isfinite(value) else None
+        records = [{key: told(value) for key, value in record.items()} for record in records]
         self.records += records
         self._file.write("".join(map(_line, records)))
         self._file.flush()
@@ -86,23 +88,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_record(record: Any) -> bool:
-    return (
-        isinstance(record, dict)
-        and type(record.get("step")) is int
-        and all(value is None or type(value) in (int, float) for value in record.values())
-    )
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return False
+    return all(value is None or type(value) in (int, float) for value in record.values())
 
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
-
-
-def _without_infinities(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has neither NaN nor infinity, and the loss of a step that fp16 skipped may be one."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
 
 
 class Speed:

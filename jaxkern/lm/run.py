@@ -70,7 +70,7 @@ def weights(config: TrainConfig) -> Any:
     """The parameters of the checkpoint that a run begins with.
 
     Raises:
-      RunError: it cannot be read, or is not the one that config.json describes.
+      RunError: it cannot be read, or is not the one that the run was begun with.
     """
     from jaxkern.lm import hf
 
@@ -103,20 +103,18 @@ def _check_tokens(config: TrainConfig) -> None:
             ) from None
 
 
-def resumed_config(out: Path, stored: dict[str, Any], changes: dict[str, Any]) -> TrainConfig:
+def changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     """The configuration of a resumed run.
 
     Args:
-        out: its folder.
-        stored: its record.
+        config: that of its folder.
         changes: flags that are given with --resume, by their names in the configuration.
 
     Raises:
-        RunError: its config.yaml cannot be read, or a flag differs that must not.
+        RunError: a flag differs that must not.
     """
     check_axes(changes)
     changes = with_devices(changes)
-    config = checkpoint.config_of(out, stored)
     if changes.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
         config = dataclasses.replace(config, mesh="", devices="auto")
     elif "devices" in changes and config.mesh:
@@ -205,7 +203,7 @@ def held(out: Path, peers: Alone) -> Iterator[None]:
             yield
         return
     token, began = peers.share(lambda: ""), time.monotonic()
-    while not checkpoint.is_held(out, token):
+    while checkpoint.text_of(out / checkpoint.LOCK) != token:
         if time.monotonic() - began > _SEEING:
             raise RunError(
                 f"--out {out} is not the folder that process 0 has; name one on a file system "

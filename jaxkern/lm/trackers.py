@@ -12,7 +12,7 @@ import shlex
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -21,14 +21,6 @@ from jaxkern.lm.data import write_atomically
 from jaxkern.lm.report import Progress, Speed
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-
-
-class Tracker(Protocol):
-    """Takes records of metrics, each with its step."""
-
-    def write(self, records: Sequence[dict[str, Any]]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def check(names: Sequence[str]) -> None:
@@ -43,14 +35,10 @@ def check(names: Sequence[str]) -> None:
 
 def opened(
     names: Sequence[str], out: Path, stored: dict[str, Any], records: Sequence[dict[str, Any]]
-) -> list[Tracker]:
-    """The trackers of a run, which have its records so far.
+) -> list[Any]:
+    """The trackers of a run in `out`, which have its records so far; `stored` is shown with them.
 
-    Args:
-      names: of the trackers.
-      out: the run's folder, where each keeps what it has.
-      stored: the run's record, to be shown.
-      records: of the steps that the run has.
+    Each takes further records by `write`, and ends by `close`.
     """
     makers = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     return [makers[name](out, stored, records) for name in names]
@@ -70,14 +58,11 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         del stored
-        folder = out / "tensorboard"
-        begun = folder.exists()
+        folder, begun = str(out / "tensorboard"), (out / "tensorboard").exists()
         first = records[-1]["step"] + 1 if begun and records else 0
         # A file is named by the second, and two of the same name would be one.
-        suffix = f".{first:010}"
-        self._writer = SummaryWriter(str(folder), purge_step=first, filename_suffix=suffix)
-        if not begun:
-            self.write(records)
+        self._writer = SummaryWriter(folder, purge_step=first, filename_suffix=f".{first:010}")
+        self.write([] if begun else records)
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
         for record in records:

@@ -61,14 +61,14 @@ class Trained(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """What the steps start from."""
+    """What the steps start from; a run that has them all has no programs."""
 
-    programs: Programs
-    state: TrainState
+    state: Any
     done: int
     corpus: data.Corpus
     batches: Any
-    profile: trackers.Profile
+    programs: Programs | None = None
+    profile: Any = None
 
 
 def train(flags: dict[str, Any], out: Path, *, resume: bool, profile: str | None = None) -> None:
@@ -139,9 +139,9 @@ class Trainer:
         profile: str | None = None,
     ):
         self.peers = processes.current
-        if out is None:
-            out = self.peers.share(lambda: f"runs/{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}")
-        self.out, self._stored, self._profile = Path(out), None, profile
+        begun = self.peers.share(lambda: time.strftime("%Y%m%d-%H%M%S"))
+        self.out, self._profile = Path(out or f"runs/{config.preset}-{begun}"), profile
+        self._stored: dict[str, Any] | None = None
         self._set(config)
 
     @classmethod
@@ -162,11 +162,11 @@ class Trainer:
         Raises:
           RunError: it is no run, or a change is none that a run may have.
         """
-        changes, out = dict(changes or {}), Path(out)
-        stored = processes.current.share(lambda: checkpoint.read_config(out))
-        config = run.resumed_config(out, stored, changes)
+        folder, changes = Path(out), dict(changes or {})
+        stored = processes.current.share(lambda: checkpoint.read_config(folder))
+        config = run.changed(checkpoint.config_of(folder, stored), changes)
         with run.with_stored_axes(changes):
-            trainer = cls(config, out, profile=profile)
+            trainer = cls(config, folder, profile=profile)
         trainer._stored = stored
         return trainer
 
@@ -226,7 +226,7 @@ class Trainer:
         say(f"run      {self.out}" + (f", continued from step {done}" if done else ""))
         if done >= self.config.steps:
             say(f"already trained for {done} steps; give a greater --steps to go on")
-            return _Begun(None, state, done, corpus, batches, None)  # pyright: ignore
+            return _Begun(state, done, corpus, batches)
         profile = profile or self._traced(done)
         if stored is not None and self.config.init_hf and not done:
             weights = run.weights(self.config)
@@ -238,7 +238,7 @@ class Trainer:
             if stored is None and self.config.tokenizer != "bytes":
                 data.write_atomically(self.out / "tokenizer.json", corpus.tokenizer.stored())
             checkpoint.write_config(self.out, self.config, self.policy, corpus.info)
-        return _Begun(programs, state, done, corpus, batches, profile)
+        return _Begun(state, done, corpus, batches, programs, profile)
 
     def _traced(self, done: int) -> trackers.Profile:
         folder = self.out / (f"profile-{self.peers.index}" if self.peers.index else "profile")
@@ -292,7 +292,7 @@ class Trainer:
         """Train from the step at hand to the last, and leave the results in the run's folder."""
         config, main, done = self.config, self.peers.main, begun.done
         path = self.out / "metrics.jsonl"
-        if done >= config.steps:
+        if begun.programs is None:
             records = read_metrics(path)
             if main and not (self.out / "loss.png").exists():  # killed just before drawing it
                 self._plot(records)
@@ -304,7 +304,7 @@ class Trainer:
                 if main:
                     stored, seen = checkpoint.read_config(self.out), log.records
                     log.follow(trackers.opened(config.log_to, self.out, stored, seen))
-                state, speed = self._loop(begun, log)
+                state, speed = self._loop(begun, begun.programs, log)
             self.peers.trained()
             if main:
                 self._plot(log.records)
@@ -324,13 +324,13 @@ class Trainer:
         elif self.config.parallel != DEFAULTS["parallel"]:
             say(f"mesh     none: one device has what --parallel {self.config.parallel} would share")
 
-    def _loop(self, begun: _Begun, log: MetricsLog) -> tuple[TrainState, float]:
+    def _loop(self, begun: _Begun, programs: Programs, log: MetricsLog) -> tuple[TrainState, float]:
         """Returns the final state and the tokens per second of the steps alone.
 
         A request to stop ends it after a step, which is saved.
         """
         config, per_byte = self.config, begun.corpus.tokens_per_byte
-        programs, state, done, corpus, batches, profile = begun
+        state, done, corpus, batches, _, profile = begun
         evaluate = evaluation(config, corpus, self.placement, programs)
         if not done:
             first = {"step": 0} | evaluate(state.params)
