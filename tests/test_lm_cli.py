@@ -16,7 +16,6 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from jaxkern.lm.resume import resume_config
 
 import jaxkern
 from jaxkern.lm import cli, memory

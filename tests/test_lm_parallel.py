@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxkern.lm.resume import resume_config
 
 import jaxkern
 from jaxkern.lm import config, data, program, sample
