@@ -188,7 +188,7 @@ class Layout:
         return {*kinds} <= self.kinds.keys() and (gated or not rotates)
 
     def shape(self, values: Values) -> ModelConfig:
-        """The shape of the model that config.json describes, with no field that a default is."""
+        """The shape of the model that config.json describes, ``None`` where a default is meant."""
         fields = {key.field: key.check(values, key.name, key.default) for key in self.keys}
         if self.heads:
             heads, inner = self.heads, fields["expand"] * fields["d_model"]
@@ -235,7 +235,7 @@ class Layout:
 
 
 def _whole(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a model's shape with what a default is, and the heads of Mamba-2."""
+    """The fields of a model's shape, defaults filled in, and the heads of Mamba-2."""
     (queries, keys), width = config.heads
     named: dict[str, Any] = {"n_heads": queries, "n_kv_heads": keys, "attention_head_dim": width}
     for name, inside in (("dt_rank", "rank"), ("heads", "heads"), ("d_state", "d_state")):
