@@ -391,16 +391,15 @@ def test_a_trainer_in_a_thread_of_python(finished, argv, tmp_path, stands_in):
     config = TrainConfig.from_flags(flags | {"eval_every": 10, "eval_batches": 1})
     found, before = [], signal.getsignal(signal.SIGINT)
 
-    def work():
-        trained = jaxkern.lm.Trainer(config, tmp_path / "run").fit()
-        found.append(signal.getsignal(signal.SIGINT))
-        found.append(trained)
+    def train():
+        with mock.patch.object(train_module.Trainer, "show", None):  # the command's alone
+            found.append(jaxkern.lm.Trainer(config, tmp_path / "run").fit())
 
-    for trainer in (threading.Thread(target=work),):
-        trainer.start()
-        trainer.join()
-    handler, trained = found
-    assert handler is before
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    (trained,) = found
+    assert signal.getsignal(signal.SIGINT) is before
     assert (trained.step, trained.out, len(trained.records)) == (8, tmp_path / "run", 9)
     assert int(trained.state.step) == 8
     assert (tmp_path / "run" / "loss.png").exists()
