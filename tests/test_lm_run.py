@@ -343,8 +343,12 @@ CONFIG, RECORD = "config.yaml", "run.json"
         (RECORD, b"[]", "damaged (TypeError"),
         (RECORD, {"format": "jaxkern-lm-1"}, "its format is 'jaxkern-lm-1', not 'jaxkern-lm-2'"),
         (RECORD, {"data": None}, "is damaged (a table is missing)"),
-        (RECORD, {"model": {"d_model": 32}}, "its model is not that of the run: d_model is 32, "),
-        (RECORD, {"precision": "fp8"}, "precision is 'fp8', and by mixed_precision of config.yaml"),
+        (
+            RECORD,
+            {"model": {"d_model": 32}},
+            "its model is not that of the run, where d_model is 32, ",
+        ),
+        (RECORD, {"precision": "fp8"}, "where mixed_precision is fp8, not params=float32"),
         (RECORD, {"data": {"folder": "0"}}, "are missing or have changed since the run began"),
         (CONFIG, b"\xff", "config.yaml is damaged (UnicodeDecodeError"),
         (CONFIG, {"step": 3}, "config.yaml cannot be read ("),
@@ -388,16 +392,15 @@ def test_a_trainer_in_a_thread_of_python(finished, argv, tmp_path, stands_in):
     config = TrainConfig.from_flags(flags | {"eval_every": 10, "eval_batches": 1})
     found, before = [], signal.getsignal(signal.SIGINT)
 
-    def work():
-        trained = jaxkern.lm.Trainer(config, tmp_path / "run").fit()
-        found.append(signal.getsignal(signal.SIGINT))
-        found.append(trained)
+    def train():
+        with mock.patch.object(train_module.Trainer, "show", None):  # the command's alone
+            found.append(jaxkern.lm.Trainer(config, tmp_path / "run").fit())
 
-    for trainer in (threading.Thread(target=work),):
-        trainer.start()
-        trainer.join()
-    handler, trained = found
-    assert handler is before
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    (trained,) = found
+    assert signal.getsignal(signal.SIGINT) is before
     assert (trained.step, trained.out, len(trained.records)) == (8, tmp_path / "run", 9)
     assert int(trained.state.step) == 8
     assert (tmp_path / "run" / "loss.png").exists()

@@ -32,6 +32,7 @@ import jaxkern
 from jaxkern.lm.config import ModelConfig, RunError, TrainConfig
 from jaxkern.lm.data import write_atomically
 from jaxkern.lm.processes import ALONE, Alone
+from jaxkern.precision import Policy
 
 if TYPE_CHECKING:  # orbax takes a second to import, which the first step need not wait for
     import orbax.checkpoint as ocp
@@ -99,19 +100,12 @@ def written(path: Path) -> Iterator[None]:
         raise OSError(errno.EFBIG, large, str(path)) from error
 
 
-def write_config(run: Path, config: TrainConfig, precision: Any, data: dict[str, Any]) -> None:
-    """Write config.yaml and run.json, which make the folder a run.
-
-    Args:
-        run: the folder.
-        config: of the run.
-        precision: its dtypes.
-        data: what its corpus keeps, as JSON has it.
-    """
+def write_config(run: Path, config: TrainConfig, data: dict[str, Any]) -> None:
+    """Write config.yaml and run.json, which make the folder a run; `data` is its corpus's info."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     versions = {name: metadata.version(name) for name in packages}
     versions |= {"python": platform.python_version(), "jaxkern": jaxkern.__version__}
-    record = {"format": FORMAT, "model": config.model.stored(), "precision": str(precision)}
+    record = {"format": FORMAT, "model": config.model.stored(), "precision": _dtypes(config)}
     record |= {"data": data, "versions": versions}
     config.save(run / f"{_CONFIG}.tmp")
     os.replace(run / f"{_CONFIG}.tmp", run / _CONFIG)  # whole, whenever the process is killed
@@ -163,12 +157,22 @@ def config_of(run: Path, stored: dict[str, Any]) -> TrainConfig:
     config = TrainConfig.load(run / _CONFIG)
     if config.init_hf:
         config = dataclasses.replace(config, shape=ModelConfig.from_stored(stored["model"]))
-    if differing := differences(stored["model"], config.model.stored()):
+    own = config.model.stored() | {"mixed_precision": _dtypes(config)}
+    found = stored["model"] | {"mixed_precision": stored.get("precision")}
+    if differing := differences(found, own):
         raise RunError(
-            f"{run / _CONFIG}: its model is not that of the run: {differing}; put it back, or "
-            "start a new run"
+            f"{run / _CONFIG}: its model is not that of the run, where {differing}; put it back, "
+            "or start a new run"
         )
     return config
+
+
+def _dtypes(config: TrainConfig) -> str:
+    """The dtypes of a run, or what names none."""
+    try:
+        return str(Policy.parse(config.mixed_precision))
+    except ValueError:
+        return config.mixed_precision
 
 
 def text_of(path: Path) -> str:

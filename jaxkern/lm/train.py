@@ -217,7 +217,6 @@ class Trainer:
             corpus = run.corpus_of(self.out, self.config, self.peers)
             self._set(self.config.for_tokens(corpus.tokenizer.size))
         else:
-            self._check_precision(stored)
             corpus = data.reopen(self.config, self.out, stored["data"])
         say(f"data     {corpus.describe()}")
         batches, state = corpus.batches(self.config), None
@@ -242,19 +241,12 @@ class Trainer:
         if self.peers.main:
             if stored is None and self.config.tokenizer != "bytes":
                 data.write_atomically(self.out / "tokenizer.json", corpus.tokenizer.stored())
-            checkpoint.write_config(self.out, self.config, self.policy, corpus.info)
+            checkpoint.write_config(self.out, self.config, corpus.info)
         return _Begun(state, done, corpus, batches, programs, profile)
 
     def _traced(self, done: int) -> trackers.Profile:
         folder = self.out / (f"profile-{self.peers.index}" if self.peers.index else "profile")
         return trackers.Profile(folder, self._profile, done=done, end=self.config.steps)
-
-    def _check_precision(self, stored: dict[str, Any]) -> None:
-        if (precision := stored.get("precision")) != str(self.policy):
-            raise RunError(
-                f"{self.out / 'run.json'}: precision is {precision!r}, and by mixed_precision of "
-                f"config.yaml it is {str(self.policy)!r}; put it back, or start a new run"
-            )
 
     def _restore(self, batches: Any) -> tuple[TrainState, int]:
         """The state of the newest checkpoint that can be read, to which the batches are set."""
