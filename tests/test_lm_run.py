@@ -279,7 +279,7 @@ def test_a_run_keeps_as_many_checkpoints_as_it_is_asked_for(argv, tmp_path, stan
 def test_parallel_alone_is_over_all_devices(argv, tmp_path, monkeypatch):
     """Also on a CPU, where a run without it takes one; where there is one, the run says so."""
     count, compiled = len(jax.devices()), jax.jit(lambda: 0).lower().compile()
-    none = program.Programs(lambda: TrainState({}, *[None] * 3), compiled, None)
+    none = program.Programs(lambda seed: TrainState({}, *[None] * 3), compiled, None)
     monkeypatch.setattr(train_module, "compile_programs", lambda *args, fresh: none)
     trained = train_module.Trained(tmp_path, 0, None, [], 0.0, None)
     describe = lambda self, begun: self._describe(begun.state) or trained

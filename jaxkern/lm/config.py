@@ -477,11 +477,6 @@ class TrainConfig:
                 f"--vocab-size {self.vocab_size}: bytes are 256 tokens; leave it out, or add "
                 "--tokenizer"
             )
-        if self.data_cache is not None and not packs:
-            raise RunError(
-                f"--data-cache {self.data_cache} keeps the tokens of packed documents; add "
-                "--tokenizer or --pack, or leave it out"
-            )
         return packs
 
     def for_tokens(self, size: int) -> "TrainConfig":
