@@ -1,6 +1,6 @@
 """What a run's folder holds, and saving and restoring it.
 
-    config.yaml      the configuration, which --config reads back
+    config.yaml      the configuration
     run.json         what else the run began with; written last: its presence makes a folder a run
     corpus/          the tokens
     tokenizer.json   what made them, where they are not bytes
