@@ -35,7 +35,6 @@ help:
 	@echo 'make bench   time the kernels            make bench ARGS="--help"'
 	@echo 'make aot     compile ops for three generations of GPUs, none of them there, and compare'
 	@echo 'make matrix  all of that: every shape, seven generations, the newest and the oldest JAX'
-	@echo 'make scaling compile training steps for up to 1,024 GPUs, and predict their time'
 	@echo 'make docs    the documentation as pages, in build/site, and whether their links hold'
 	@echo 'make trial   install the package from nothing, and run every example under each mode of JAX'
 	@echo 'make lint    formatting, lint and types'
@@ -79,10 +78,6 @@ matrix: environment-aot
 	$(VENV_AOT_OLDEST)/bin/python -m bench aot $(ARGS)
 
 # Steps for up to 1,024 GPUs: by hand, half an hour; ARGS="--missing" goes on.
-.PHONY: scaling
-scaling: environment-aot
-	$(RUN_AOT) bench scaling $(ARGS)
-
 .PHONY: docs
 docs:
 	@.make/setup $(VENV) constraints/newest.txt docs

@@ -123,10 +123,10 @@ def compiled(name: str) -> Held:
     for direction, (f, arguments) in passes.items():
         text = jax.jit(f).lower(*arguments).compile().as_text()
         told: dict[str, list[int]] = {}
-        for exchange in exchanges(without_modules(text or "")[0]):
-            of_kind = told.setdefault(exchange.kind, [0, 0])
+        for kind, size in exchanges(without_modules(text or "")[0]):
+            of_kind = told.setdefault(kind, [0, 0])
             of_kind[0] += 1
-            of_kind[1] += exchange.size
+            of_kind[1] += size
         found[direction] = dict(sorted(told.items()))
     jax.clear_caches()
     return found

@@ -1,6 +1,6 @@
 """The guides' tables of what was compiled for GPUs that were not there, from bench/results/aot-*.
 
-The figures are those of ``python -m bench aot``, ``collectives`` and ``scaling``.
+The figures are those of ``python -m bench aot`` and ``collectives``.
 """
 
 import json
@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import collectives as of_ops
-from bench import scaling
-from bench.figures import Results, table
-from bench.gpus import PER_HOST
+from bench.figures import table
 from bench.program import RESULTS
 from jaxkern.cases import optim
 
@@ -208,75 +206,3 @@ def collectives() -> str:
         table(["split", "ops", "forward", "forward and backward"], rows)
         + f"\n\nCompiled by JAX {held['jax']} for 8 H200s, and {count} of them for 64."
     )
-
-
-def one_gpu(results: Results) -> dict[str, float]:
-    """Milliseconds of a step on one GPU by preset, where it was measured with such sequences."""
-    trained = results.trainings.items()
-    found = {preset: by["jaxkern"]["ms"] for (preset, length), by in trained if length == 2048}
-    return found | {what: ms for (what, mesh), ms in measured(results).items() if mesh == "none"}
-
-
-def measured(results: Results) -> dict[tuple[str, str], float]:
-    """Milliseconds of the steps of ``python -m bench devices``, by preset and mesh.
-
-    Their sequences are as many and as long as the predicted ones.
-    """
-    rows = (row for one in results.of("devices") for row in one["rows"])
-    same = " × ".join(map(str, scaling.SIZES))
-    return {(row["what"], row["mesh"]): row["ms"] for row in rows if row["sizes"] == same}
-
-
-def scaling_table(results: Results) -> str:
-    """Meshes of 8 GPUs and more, and the measured ones, in the guide to many GPUs."""
-    held, rows = json.loads(scaling.PATH.read_text()), []
-    one, real = one_gpu(results), measured(results)
-    for name in scaling.names():
-        preset, _, mesh = name.partition(" x ")
-        step, ms = held["steps"][name], real.get((preset, mesh))
-        if ms is None and scaling.devices_of(mesh) < PER_HOST:
-            continue
-        kinds = ("all-reduce", "all-gather", "reduce-scatter")
-        sizes = [sum(size for k, _, _, size in step["exchanges"] if k == kind) for kind in kinds]
-        told = [f"{size / 1e9:.2f}" if size > 1e8 else "" for size in sizes]
-        seconds = f"{step['lower_s'] + step['compile_s']:.0f}"
-        predicted_ms = scaling.predicted(mesh, step, one[preset]) if preset in one else None
-        times = [f"{scaling.exchange_ms(mesh, step):.1f}"]
-        times += ["" if t is None else f"{t:.1f}" for t in (predicted_ms, ms)]
-        rate = f"{scaling.rate(mesh, predicted_ms):,.0f}" if predicted_ms else ""
-        memory = f"{step['memory'] / 2**30:.1f}"
-        count = f"{scaling.devices_of(mesh):,}"
-        rows.append([f"`{preset}`", f"`{mesh}`", count, seconds, memory, *told, *times, rate])
-    head = ["", "`--mesh`", "GPUs", "compile, s", "GiB", "all-reduce, GB", "all-gather, GB"]
-    head += ["reduce-scatter, GB", "exchange, ms", "predicted, ms", "measured, ms"]
-    return table([*head, "tokens/s and GPU, predicted"], rows) + f"\n\nBy JAX {held['jax']}."
-
-
-LINES = {
-    "data": ("data=2", "data=4", "data=8", "data=64", "data=1024"),
-    "fsdp": ("fsdp=2", "fsdp=4", "fsdp=8", "fsdp=64", "data=128,fsdp=8"),
-    "tensor": ("tensor=2", "tensor=8", "data=8,tensor=8", "data=128,tensor=8"),
-}
-"""The meshes of each line of the picture of training on many GPUs."""
-
-Rates = list[tuple[int, float]]
-"""GPUs, and tokens a second and GPU."""
-
-
-def rates(results: Results) -> dict[str, dict[str, tuple[Rates, Rates]]]:
-    """By preset and way to split, the predicted and the measured rates."""
-    steps, found = json.loads(scaling.PATH.read_text())["steps"], {}
-    one, real = one_gpu(results), measured(results)
-    for preset in (preset for preset in scaling.PRESETS if preset in one):
-        for how, meshes in LINES.items():
-            alone = 1, scaling.rate("", one[preset])
-            predicted: Rates = [alone]
-            told: Rates = [alone]
-            for mesh in meshes:
-                count = scaling.devices_of(mesh)
-                ms = scaling.predicted(mesh, steps[f"{preset} x {mesh}"], one[preset])
-                predicted.append((count, scaling.rate(mesh, ms)))
-                if (preset, mesh) in real:
-                    told.append((count, scaling.rate(mesh, real[preset, mesh])))
-            found.setdefault(preset, {})[how] = predicted, told
-    return found

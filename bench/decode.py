@@ -130,15 +130,8 @@ def of_transformers(job: Job) -> Decoder:
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
-    m, layout = job.model, layout_of(job.model)
-    config = transformers.AutoConfig.for_model(
-        layout.model_type,
-        **layout.write(m),
-        num_hidden_layers=m.n_layers,
-        vocab_size=m.vocab_size,
-        tie_word_embeddings=m.tie_embeddings,
-        layer_norm_epsilon=m.eps,
-    )
+    content = layout_of(job.model).content(job.model)
+    config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers.AutoModelForCausalLM.from_config(config).to(device, torch.bfloat16).eval()

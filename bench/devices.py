@@ -32,6 +32,7 @@ from bench.train import attempt
 from jaxkern.cases import TABLE, case
 from jaxkern.lm.config import AXES, PRESETS, REMATS, TrainConfig, axes_of
 from jaxkern.lm.program import Placement, compile_programs
+from jaxkern.lm.step import schedule_of
 
 _GIB = 2**30
 _RUNS, _CALLS = 3, 10
@@ -164,8 +165,8 @@ def _first_step(config: TrainConfig, devices: Sequence[Any], tokens: np.ndarray)
     placement = Placement.of(config, devices)
     programs = compile_programs(config, placement, fresh=True)
     windows = jax.device_put(placement.split.windows(tokens), placement.second_split)
-    step = lambda state: programs.step(state, windows)
-    return step, jax.block_until_ready(step(programs.init())[0])
+    step = lambda state: programs.step(state, windows, schedule_of(config))
+    return step, jax.block_until_ready(step(programs.init(np.int32(config.seed)))[0])
 
 
 def _gradients(config: TrainConfig, devices: Sequence[Any], state: Any) -> np.ndarray:

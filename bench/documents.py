@@ -356,8 +356,8 @@ def _layers(results: Results) -> str:
     return table(["`d_model`, batch × tokens", *by.values()], rows)
 
 
-def _devices(results: Results) -> str:
-    rows = [row for one in results.of("devices") for row in one["rows"]]
+def _devices(results: Results, files: str = "devices") -> str:
+    rows = [row for one in results.of(files) for row in one["rows"]]
     head = ["what", "sizes", "mesh", "GPUs", "ms", "tokens/s", "efficiency", "peak, GiB"]
     keys = ["what", "sizes", "mesh", "devices", "ms", "tokens_per_second"]
     keys += ["efficiency", "peak_gib"]
@@ -377,10 +377,10 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "copies": _copies,
     "layers": _layers,
     "devices": _devices,
+    "four": lambda results: _devices(results, "devices-4"),
     "generations": lambda _: compiled.generations(),
     "meshes": lambda _: compiled.meshes(),
     "collectives": lambda _: compiled.collectives(),
-    "scaling": compiled.scaling_table,
 }
 """The tables and sentences that can stand between markers."""
 

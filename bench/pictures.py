@@ -1,6 +1,6 @@
-"""Draws bench/pictures: the overview, a picture for each family, memory, and many GPUs.
+"""Draws bench/pictures: the overview, a picture for each family, and memory.
 
-No axis with bars is logarithmic, no line joins measurements, and predictions are dashed lines.
+No axis with bars is logarithmic, no line joins measurements.
 """
 
 import re
@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.compiled import Rates
 from bench.documents import MODEL
 from bench.figures import (
     OURS,
@@ -193,23 +192,4 @@ def overview(results: Results, out: Path) -> None:
     axis.grid(visible=False)
     axis.set(xlim=(0, 1.12), xlabel="speed, jaxkern's being 1; one H200")
     legend(axis)
-    save(figure, out)
-
-
-def scaling(held: Mapping[str, Mapping[str, tuple[Rates, Rates]]], out: Path) -> None:
-    """Writes rates of training steps on several GPUs: predictions dashed, measurements as marks."""
-    figure, axes = pyplot().subplots(1, len(held), figsize=(8.5, 2.9), squeeze=False)
-    for axis, (preset, by) in zip(axes[0], held.items(), strict=True):
-        for i, (how, (predicted, measured)) in enumerate(by.items()):
-            label = f"{how}, predicted"
-            axis.plot(*zip(*predicted, strict=True), "--", lw=1, color=f"C{i}", label=label)
-            if measured:
-                style = {"marker": MARKERS[i], "s": 40, "color": f"C{i}"}
-                axis.scatter(*zip(*measured, strict=True), label=f"{how}, measured", **style)
-        axis.set(xscale="log", title=preset, xlabel="H200s", ylim=(0, None))
-        axis.grid(alpha=0.3)
-        plain(axis.xaxis)
-    axes[0, 0].set_ylabel("tokens a second and GPU")
-    fullest = max(axes[0], key=lambda axis: len(axis.get_legend_handles_labels()[1]))
-    legend(axes[0, -1], *fullest.get_legend_handles_labels())
     save(figure, out)

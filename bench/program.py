@@ -27,7 +27,6 @@ COMMANDS = {
     "checkpoints": "time training steps with and without checkpoints",
     "aot": "compile ops and training steps for GPUs that are not there, beside committed figures",
     "collectives": "compile ops split between GPUs that are not there: what devices exchange",
-    "scaling": "compile training steps for up to 1,024 GPUs that are not there, and predict",
     "modules": "compare the kernels before and after a change of the source",
     "report": "renew bench/report.md, pictures, and the figures of README and of the guides",
 }

@@ -16,7 +16,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import jax
@@ -236,22 +236,8 @@ def collectives_in(text: str) -> dict[str, int]:
     return {name: found[name] for name in COLLECTIVES}
 
 
-class Exchange(NamedTuple):
-    """A collective of a program's text.
-
-    Attributes:
-      kind: one of :data:`COLLECTIVES`.
-      axes: the mesh axes between whose devices it is, with commas; ``""`` if the text has numbers.
-      size: bytes of its arrays: of those that a device has after a gather or before a scatter.
-    """
-
-    kind: str
-    axes: str
-    size: int
-
-
-def exchanges(text: str) -> Iterator[Exchange]:
-    """The collectives of a program's text, in its order."""
+def exchanges(text: str) -> Iterator[tuple[str, int]]:
+    """Gives kind and bytes of a program's collectives, after a gather or before a scatter."""
     for match in _COLLECTIVE.finditer(text):
         kind, rest = match["kind"], match["rest"]
         sizes = sizes_in(match["types"])
@@ -260,15 +246,14 @@ def exchanges(text: str) -> Iterator[Exchange]:
             size = max(sum(sizes[:half]), sum(sizes[half:]))
         else:
             size = sum(sizes) * (_group_size(rest) if kind == "reduce-scatter" else 1)
-        axes = re.search(r"replica_groups=mesh\[[^]]*\] ?\{([^}]*)\}", rest)
-        yield Exchange(kind, axes[1].replace("'", "") if axes else "", size)
+        yield kind, size
 
 
 def exchanged_in(text: str) -> dict[str, int]:
     """Bytes of the arrays of each kind of collective in a program's text, where it has some."""
     found: collections.Counter[str] = collections.Counter()
-    for exchange in exchanges(text):
-        found[exchange.kind] += exchange.size
+    for kind, size in exchanges(text):
+        found[kind] += size
     return dict(found)
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from bench import compiled, documents, pictures, program
+from bench import documents, pictures, program
 from bench.cases import Case, cases
 from bench.documents import GUIDE, HEAD, README, cell, families, listed, training_rows
 from bench.figures import (
@@ -253,7 +253,6 @@ def draw(results: Results) -> None:
         pictures.family(rows, folder / _picture(name).rpartition("/")[2])
     pictures.memory(results, folder / "memory.svg")
     pictures.overview(results, folder / "overview.svg")
-    pictures.scaling(compiled.rates(results), folder / "scaling.svg")
 
 
 def written(results: Results) -> dict[Path, str]:

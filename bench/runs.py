@@ -277,6 +277,7 @@ def _measure_first(preset: str, devices: int, batch_size: int) -> dict[str, Any]
 
     from jaxkern.lm.config import TrainConfig
     from jaxkern.lm.program import Placement, compile_programs, keep_programs
+    from jaxkern.lm.step import schedule_of
     from jaxkern.lowering import kernel_call
 
     flags = {"preset": preset, "batch_size": batch_size * devices, "mixed_precision": "bf16"}
@@ -288,8 +289,9 @@ def _measure_first(preset: str, devices: int, batch_size: int) -> dict[str, Any]
     compiled = time.time()
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 255, (1, config.batch_size, config.seq_len + 1), dtype=np.uint8)
-    state = programs.init()
-    _, metrics = programs.step(state, jax.device_put(tokens, placement.second_split))
+    state = programs.init(np.int32(config.seed))
+    windows = jax.device_put(tokens, placement.second_split)
+    _, metrics = programs.step(state, windows, schedule_of(config))
     loss = float(metrics["loss"])
     return {
         "preset": preset,

@@ -1,5 +1,6 @@
 """Helpers of the language model's tests: the model in float64, small models and runs."""
 
+import contextlib
 import functools
 import json
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkern.lm import checkpoint, cli
-from jaxkern.lm.config import PRESETS, RunError
+from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.model import initial_params
 from tests.layers import KINDS, rms_float64
 
@@ -28,17 +29,65 @@ def random_params(config, seed=0):
     return jax.tree.unflatten(tree, normal)
 
 
+HYBRID = ModelConfig(
+    *(16, 8, "mamba2*2, attention, mlp"),
+    d_state=4,
+    head_dim=8,
+    d_mlp=24,
+    vocab_size=1030,
+    tie_embeddings=False,
+    n_heads=4,
+    n_kv_heads=2,
+    attention_head_dim=6,
+)
+ROTARY = ModelConfig(
+    *(16, 3, "mamba, attention, swiglu"),
+    d_state=4,
+    n_heads=2,
+    n_kv_heads=1,
+    rotary_dim=4,
+    rope_theta=30.0,
+)
+
+
 def logits_float64(config, params, tokens):
     """The model on one sequence of tokens (L,) in NumPy: (L, vocab_size)."""
-    block, wide = config.block, lambda leaf: np.asarray(leaf, np.float64)
+    wide = lambda leaf: np.asarray(leaf, np.float64)
     x = wide(params["embedding"])[np.asarray(tokens)]  # (L, d_model)
-    for i in range(config.n_layers):
-        layer = {name: wide(value[i]) for name, value in params["blocks"].items()}
+    for i, kind in enumerate(config.kinds):
+        stack = params["blocks"][kind] if config.hybrid else params["blocks"]
+        at = config.kinds[:i].count(kind)
+        layer = {name: wide(value[at]) for name, value in stack.items()}
         normalised = rms_float64(x, layer.pop("norm"), config.eps)
-        weights = block.weights_from(layer)
-        x = x + KINDS[block.name].float64(weights, config.sizes, normalised)
+        x = x + layer_float64(config, kind, layer, normalised)
     x = rms_float64(x, wide(params["norm"]), config.eps)
     return x @ wide(params["embedding"].T if config.tie_embeddings else params["head"])
+
+
+def layer_float64(config, kind, layer, x):
+    """A layer of a kind on one sequence (L, d_model), without its norm."""
+    if kind in KINDS:
+        return KINDS[kind].float64(config.block.weights_from(layer), config.sizes, x)
+    up = x @ layer["up_proj"] if kind != "attention" else None
+    if kind == "mlp":
+        return np.maximum(up, 0) ** 2 @ layer["down_proj"]
+    if kind == "swiglu":
+        gate = x @ layer["gate_proj"]
+        return (gate / (1 + np.exp(-gate)) * up) @ layer["down_proj"]
+    (queries, keys), width = config.heads
+    q, k, v = ((x @ layer[f"{name}_proj"]).reshape(len(x), -1, width) for name in "qkv")
+    for heads in (q, k):  # (L, heads, P), as complex numbers that turn with their position
+        half = config.rotary_dim // 2
+        angle = np.arange(len(x))[:, None] / config.rope_theta ** (np.arange(half) / max(half, 1))
+        turned = heads[..., :half] + 1j * heads[..., half : 2 * half]
+        turned *= np.exp(1j * angle)[:, None]
+        heads[..., :half], heads[..., half : 2 * half] = turned.real, turned.imag
+    out = np.empty_like(q)
+    for h in range(queries):
+        of = h // (queries // keys)
+        scores = np.exp(q[:, h] @ k[:, of].T / np.sqrt(width)) * np.tri(len(x))
+        out[:, h] = scores / scores.sum(-1, keepdims=True) @ v[:, of]
+    return out.reshape(len(x), -1) @ layer["o_proj"]
 
 
 def loss_float64(config, params, sequences):
@@ -76,15 +125,16 @@ def run_of(folder, model, params, *, precision="fp32", **config):
     folder.mkdir()
     content = {
         "format": checkpoint.FORMAT,
-        "flags": {},
         "model": model.stored(),
         "data": {},
         "precision": precision,
     }
-    (folder / "config.json").write_text(json.dumps(content | config))
-    for step, factor in ((5, 0.5), (10, 1.0)):
-        at_step = jax.tree.map(lambda leaf, by=factor: leaf * by, params)
-        checkpoint.save(folder, step, params=at_step, optimizer={"a": jnp.ones(2)}, model=model)
+    (folder / "config.yaml").write_text(json.dumps(config.pop("flags", {})))
+    (folder / "run.json").write_text(json.dumps(content | config))
+    with contextlib.closing(checkpoint.Saver(folder, keep=2)) as saver:
+        for step, factor in ((5, 0.5), (10, 1.0)):
+            at_step = jax.tree.map(lambda leaf, by=factor: leaf * by, params)
+            saver.start(step, {"params": at_step, "opt_state": jnp.ones(2)}, {})
     return folder
 
 

@@ -4,11 +4,7 @@ import json
 import re
 from collections import Counter
 
-import pytest
-
-from bench import aot, collectives, compiled, programs, scaling
-from bench.figures import Results
-from bench.scaling import NETWORK, NVLINK
+from bench import aot, collectives, programs
 from jaxkern.cases import TABLE
 from jaxkern.lowering.target import GPUS
 from tests.test_package import constraints
@@ -16,44 +12,43 @@ from tests.test_package import constraints
 HELD = json.loads(collectives.PATH.read_text())["programs"]
 
 LINES = """
-ROOT %r.1 = f32[1]{0} reduce-scatter(%p), to_apply=%add | reduce-scatter |  | 4
-%a = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), to_apply=%add | all-reduce |  | 32
+ROOT %r.1 = f32[1]{0} reduce-scatter(%p), to_apply=%add | reduce-scatter | 4
+%a = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), to_apply=%add | all-reduce | 32
 %d = f32[8]{0} all-reduce-done(%a)
 %n = f32[8]{0} negate(%p), metadata={op_name="jit(f)/ all-reduce(x)"}
-%r = (f32[8]{0}, f32[8]{0}, /*index=2*/f32[8]{0}) all-reduce(%p, %p, %p) | all-reduce |  | 96
-%c.3 = f32[8]{0} collective-permute(%p), pairs={{0,1}} | collective-permute |  | 32
+%r = (f32[8]{0}, f32[8]{0}, /*index=2*/f32[8]{0}) all-reduce(%p, %p, %p) | all-reduce | 96
+%c.3 = f32[8]{0} collective-permute(%p), pairs={{0,1}} | collective-permute | 32
 %g = f32[8]{0} fusion(%all-gather.2), kind=kLoop, calls=%fused
-ROOT %all-to-all = f32[8]{0} all-to-all(%p), dimensions={0} | all-to-all |  | 32
-%g = (bf16[2,8]{1,0}, bf16[2,16]{1,0}) all-gather-start(%p), dimensions={1} | all-gather |  | 64
-%s = f32[6]{0} reduce-scatter(%p), replica_groups=[2,4]<=[8] | reduce-scatter |  | 96
-%s = f32[6]{0} reduce-scatter(%p), replica_groups={{0,1,2,3},{4,5,6,7}} | reduce-scatter |  | 96
-%r = f32[4]{0} reduce-scatter(%p), replica_groups=mesh['a'=2,'b'=4] {'b'} | reduce-scatter | b | 64
-%r = f32[] all-reduce(%p), replica_groups=mesh['a'=2,'b'=4] {'a','b'} | all-reduce | a,b | 4
+ROOT %all-to-all = f32[8]{0} all-to-all(%p), dimensions={0} | all-to-all | 32
+%g = (bf16[2,8]{1,0}, bf16[2,16]{1,0}) all-gather-start(%p), dimensions={1} | all-gather | 64
+%s = f32[6]{0} reduce-scatter(%p), replica_groups=[2,4]<=[8] | reduce-scatter | 96
+%s = f32[6]{0} reduce-scatter(%p), replica_groups={{0,1,2,3},{4,5,6,7}} | reduce-scatter | 96
+%r = f32[4]{0} reduce-scatter(%p), replica_groups=mesh['a'=2,'b'=4] {'b'} | reduce-scatter | 64
+%r = f32[] all-reduce(%p), replica_groups=mesh['a'=2,'b'=4] {'a','b'} | all-reduce | 4
 """
-"""Lines of a program's text, and the exchange of each: kind, axes, and bytes of whole arrays."""
+"""Lines of a program's text, and the exchange of each: kind, and bytes of whole arrays."""
 
 
 def test_exchanges_of_a_program_are_read_and_counted():
     lines = [line.split(" | ") for line in LINES.strip().splitlines()]
-    wanted = [[(rest[0], rest[1], int(rest[2]))] if rest else [] for _, *rest in lines]
+    wanted = [[(rest[0], int(rest[1]))] if rest else [] for _, *rest in lines]
     for (line, *_), want in zip(lines, wanted, strict=True):
         assert [*programs.exchanges(f"  {line}\n")] == want, line
     text = "\n".join(f"  {line}" for line, *_ in lines)
     found = [exchange for want in wanted for exchange in want]
-    counts = Counter(kind for kind, *_ in found)
+    counts = Counter(kind for kind, _ in found)
     assert programs.collectives_in(text) == {kind: counts[kind] for kind in programs.COLLECTIVES}
     assert programs.exchanged_in(text) == {
-        kind: sum(size for of, _, size in found if of == kind) for kind in counts
+        kind: sum(size for of, size in found if of == kind) for kind in counts
     }
 
 
 # Committed figures
 
 
-@pytest.mark.parametrize(("command", "part"), [(collectives, "programs"), (scaling, "steps")])
-def test_committed_figures_are_of_every_program(command, part):
-    held = json.loads(command.PATH.read_text())
-    assert list(held[part]) == command.names()
+def test_committed_figures_are_of_every_program():
+    held = json.loads(collectives.PATH.read_text())
+    assert list(held["programs"]) == collectives.names()
     assert held["jax"] == constraints("newest")["jax"]
 
 
@@ -125,44 +120,6 @@ def test_a_step_exchanges_what_its_mesh_needs_and_no_more():
         }
 
 
-def test_steps_for_many_gpus_gather_and_add_up_along_named_axes():
-    for name, step in json.loads(scaling.PATH.read_text())["steps"].items():
-        kinds = {kind for kind, *_ in step["exchanges"]}
-        assert kinds <= {"all-reduce", "all-gather", "reduce-scatter"}, name
-        assert all(axes for _, axes, *_ in step["exchanges"]), name
-
-
-# What is predicted of steps on many GPUs
-
-HOSTS = {"data": 16, "fsdp": 8, "tensor": 2}  # a host has two parts of each four of fsdp
-ALL_64 = 2 * (7 / 8 * 1e9 / NVLINK + 7 / 8 * 1e9 / 8 / NETWORK)
-
-
-@pytest.mark.parametrize(
-    ("kind", "axes", "mesh", "seconds"),
-    [
-        ("all-reduce", "data", {"data": 2}, 1e9 / NVLINK),
-        ("all-gather", "data", {"data": 8}, 7 / 8 * 1e9 / NVLINK),
-        ("reduce-scatter", "tensor", HOSTS, 1 / 2 * 1e9 / NVLINK),
-        ("all-reduce", "data", HOSTS, 2 * 15 / 16 * 1e9 / NETWORK),
-        # Four of a host, and two hosts.
-        ("all-gather", "fsdp", HOSTS, 3 / 4 * 1e9 / NVLINK + 1 / 2 * 1e9 / 4 / NETWORK),
-        ("all-reduce", "data,fsdp,tensor", {"data": 64}, ALL_64),
-    ],
-)
-def test_seconds_of_an_exchange(kind, axes, mesh, seconds):
-    assert scaling.seconds_of(kind, axes, 10**9, mesh) == pytest.approx(seconds)
-
-
-def test_a_step_is_divided_by_tensor_alone_and_is_slower_than_predicted():
-    held = {"exchanges": [["all-reduce", "tensor", 3, 450_000_000]]}
-    assert scaling.exchange_ms("data=4,tensor=2", held) == pytest.approx(1)
-    assert scaling.predicted("data=4,tensor=2", held, 40) == pytest.approx(21)
-    predicted, measured = compiled.rates(Results.load())["130m"]["data"]
-    assert measured[0] == predicted[0]  # on one GPU
-    assert measured[1][1] < predicted[1][1]
-
-
 # The commands
 
 
@@ -179,24 +136,11 @@ def test_another_number_of_collectives_is_told():
     assert [*collectives.differences({}, {"a": {"both": one}})] == ["a: is new"]
 
 
-@pytest.fixture
-def compiler(tmp_path, monkeypatch):
-    """What the commands compile, by name, which the test fills, and the names that they ask for."""
-    found, asked = {}, []
-
-    def each(_, tasks, *args, **options):
-        asked.append([name for (name,) in tasks])
-        return [(task, found[task[0]]) for task in tasks]
-
-    for command in collectives, scaling:
-        monkeypatch.setattr(command, "PATH", tmp_path / f"{command.__name__}.json")
-        monkeypatch.setattr(command, "each", each)
-    return found, asked
-
-
-def test_collectives_are_written_and_compared(compiler, monkeypatch, capsys):
-    now, _ = compiler
-    now |= {"a x m=8": {"both": {"all-reduce": [1, 8]}}, "b x m=64": {"both": {}}}
+def test_collectives_are_written_and_compared(tmp_path, monkeypatch, capsys):
+    now = {"a x m=8": {"both": {"all-reduce": [1, 8]}}, "b x m=64": {"both": {}}}
+    compiled = lambda _, tasks, *args, **options: [(task, now[task[0]]) for task in tasks]
+    monkeypatch.setattr(collectives, "PATH", tmp_path / "collectives.json")
+    monkeypatch.setattr(collectives, "each", compiled)
     monkeypatch.setattr(collectives, "names", lambda: [*now])
     assert collectives.main(["--write"]) == 0
     assert json.loads(collectives.PATH.read_text())["programs"] == now
@@ -209,16 +153,3 @@ def test_collectives_are_written_and_compared(compiler, monkeypatch, capsys):
     assert "b x m=64" not in told
     assert collectives.main([]) == 1
     assert "b x m=64: ValueError: no" in capsys.readouterr().err
-
-
-def test_scaling_keeps_what_it_compiled(compiler, capsys):
-    now, asked = compiler
-    first, second = scaling.names()[:2]
-    step = {"lower_s": 1.0, "compile_s": 2.0, "memory": 1 << 30, "exchanges": []}
-    now |= {first: step, second: "ValueError: no"}
-    only = ["--only", f"^({first}|{second})$"]
-    assert scaling.main(only) == 1
-    assert f"{second}: ValueError: no" in capsys.readouterr().err
-    assert json.loads(scaling.PATH.read_text())["steps"] == {first: step}
-    scaling.main([*only, "--missing"])
-    assert asked == [[first, second], [second]]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.ops.causal_conv1d import backward, causal_conv1d_reference, forward
-from jaxkern.ops.causal_conv1d.tiles import Tiles
+from jaxkern.ops.causal_conv1d import causal_conv1d_reference, kernel
+from jaxkern.ops.causal_conv1d.tiles import ConvTile
 from tests import check, sequences
 
 KERNELS = "causal_conv1d_fwd", "causal_conv1d_bwd"
@@ -48,10 +48,10 @@ def test_causal_conv1d_packed_accuracy(implementation, monkeypatch):
 
     The first and the last segment have one token: few see the state, and fewer inputs are kept.
     """
-    tiles = Tiles(rows=4, stages=2, chunks=4)
-    twice = Tiles(rows=4, stages=2, chunks=4, warpgroups=2, tiles_each=2)
-    monkeypatch.setattr(forward, "forward_tiles", lambda *_: tiles)
-    monkeypatch.setattr(backward, "backward_tiles", lambda *_: twice)
+    tiles = ConvTile(rows=4, stages=2, chunks=4)
+    twice = ConvTile(rows=4, stages=2, chunks=4, warpgroups=2, tiles_each=2)
+    monkeypatch.setattr(kernel, "forward_tile", lambda *_: tiles)
+    monkeypatch.setattr(kernel, "backward_tile", lambda *_: twice)
     ids = segments_of(1, 35).at[:, jnp.array([0, -1])].set(9)
     check_case(inputs(1, 35, 3, 3), implementation, segment_ids=ids)
 

@@ -11,9 +11,9 @@ import pytest
 from scipy.special import logsumexp
 
 import jaxkern
-from jaxkern.ops.cross_entropy import passes
-from jaxkern.ops.cross_entropy.rows import Rows, Terms
-from jaxkern.ops.cross_entropy.tiles import shares_of
+from jaxkern.ops.cross_entropy import op
+from jaxkern.ops.cross_entropy.kernel import shares_of
+from jaxkern.ops.cross_entropy.reference import LossOptions, Terms
 from tests import check
 from tests.pairs import combinations
 
@@ -164,12 +164,12 @@ def test_few_and_long_rows_are_cut_in_shares_of_whole_units_where_they_can(rows)
 def test_logits_beyond_what_kernels_count():
     """They count elements where rows have more than whole units; of a device, those it has."""
     logits = lambda classes: jax.ShapeDtypeStruct((300_000, classes), jnp.bfloat16)
-    assert passes.unsupported(logits(32_008)) is None
-    odd = str(passes.unsupported(logits(16_004)))
+    assert op.unsupported(logits(32_008)) is None
+    odd = str(op.unsupported(logits(16_004)))
     assert "4801200000 elements can be accessed 1 at a time" in odd
     terms = Terms.checked(-100, 0.0, 0.0, None)
-    for of in (passes.FORWARD, passes.BACKWARD):
-        unfit = functools.partial(of.unfit, Rows(terms, 32_008, "auto"))
+    for of in (op.FORWARD, op.BACKWARD):
+        unfit = functools.partial(of.unfit, LossOptions(terms, 32_008, "auto"))
         assert "4801200000 elements" in unfit(logits(16_004))
         assert unfit(logits(32_008)) is None
 

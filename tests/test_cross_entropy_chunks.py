@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern.ops.cross_entropy.chunks import IN_CHUNKS, Chunks
-from jaxkern.ops.cross_entropy.rows import Rows, Terms
+from jaxkern.ops.cross_entropy.memory import IN_CHUNKS, ChunkOptions
+from jaxkern.ops.cross_entropy.reference import LossOptions, Terms
 from tests import check
 from tests.pairs import combinations
 from tests.test_cross_entropy import IGNORED, OPTIONS, SMALLEST, inputs, oracle, plain
@@ -139,8 +139,8 @@ def test_kernels(options, dtype):
     of = options.get
     smoothing, z = of("label_smoothing", 0), of("z_loss", 0)
     terms = Terms.checked(IGNORED, smoothing, z, of("logit_softcap"))
-    rows = Rows(terms, CLASSES, "mosaic" if check.ON_GPU else "interpret")
-    chunks = dataclasses.replace(Chunks.of(rows, 8, dtype), gradients=True)
+    rows = LossOptions(terms, CLASSES, "mosaic" if check.ON_GPU else "interpret")
+    chunks = dataclasses.replace(ChunkOptions.of(rows, 8, dtype), gradients=True)
     count = terms.count(labels)
     losses, *grads = jax.jit(functools.partial(IN_CHUNKS, chunks))(x, weight, bias, labels)
     got = losses.sum() / count, grads

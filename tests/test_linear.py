@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from jaxkern.mosaic.launch import interpreter
 from jaxkern.ops.curves import Activation
-from jaxkern.ops.linear import matmul, matmul_kernel, tiles
+from jaxkern.ops.linear import kernel, tiles
 from tests import check
 from tests.pairs import combinations
 from tests.test_activations import CLAMPED, PLAIN, gated_plain, oracle_of
@@ -33,7 +33,7 @@ def faster_kernels():
 
     And where a test does not say otherwise, GPUs multiply fp32 as such and not as tf32.
     """
-    small = tiles.Measured(8, 8, 8, tiles.Tile(128, 64, 64, 2, None), faster=True)
+    small = tiles.Measured(8, 8, 8, tiles.ProductTile(128, 64, 64, 2, None), faster=True)
     with jax.default_matmul_precision("highest"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "MEASURED", dict.fromkeys(MEASURED, (small,)))
         yield
@@ -376,12 +376,12 @@ def test_epilogue_of_several_boxes():
     """Each box of a tile meets its part of what the epilogue reads, in each of several tiles."""
     draw = lambda n, seed: inputs(256, n, 1, "bfloat16", seed=seed)[0]
     a, b, c = draw(128, 0), draw(128, 1), draw(256, 2)
-    product = matmul_kernel.Product(
+    product = kernel.Product(
         False, True, ("float32", "bfloat16"), lambda p, r, t: [p[0] + t[0], p[0] * t[0]], "test"
     )
     with interpreter():
-        tile = tiles.Tile(128, 128, 64, 2, None)
-        got = jax.jit(lambda *v: matmul.matmul(product, tile, *v))([a], [b], (), [c])
+        tile = tiles.ProductTile(128, 128, 64, 2, None)
+        got = jax.jit(lambda *v: kernel.matmul(product, tile, *v))([a], [b], (), [c])
     a, b, c = (np.asarray(v, np.float64) for v in (a, b, c))
     assert check.relative_error(got[0], a @ b.T + c) < 1e-6
     assert check.relative_error(got[1], (a @ b.T) * c) < 2.0**-8
@@ -389,14 +389,14 @@ def test_epilogue_of_several_boxes():
 
 def test_tiles_of_the_result_are_each_taken_once():
     for rows, columns, width in ((1, 1, 8), (5, 7, 3), (16, 16, 8), (3, 20, 8)):
-        banded = lambda i: matmul_kernel.banded(i, rows, columns, width)  # noqa: B023
+        banded = lambda i: kernel.banded(i, rows, columns, width)  # noqa: B023
         seen = {tuple(int(v) for v in banded(i)) for i in range(rows * columns)}
         assert seen == {(r, c) for r in range(rows) for c in range(columns)}
 
 
 def test_choice_follows_the_table(monkeypatch):
     """None near nothing measured or near what is not faster; else the nearest row's tile."""
-    slow, fast = tiles.Tile(128, 128), tiles.Tile(128, 256)
+    slow, fast = tiles.ProductTile(128, 128), tiles.ProductTile(128, 256)
     rows = (
         tiles.Measured(4096, 4096, 4096, tile=slow),
         tiles.Measured(16384, 4096, 4096, tile=fast, faster=True),

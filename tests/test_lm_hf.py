@@ -1,5 +1,6 @@
 """Checkpoints in the layout of Hugging Face: read, run, written, sampled from, begun with."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import jaxkern.lm
 from jaxkern.lm import checkpoint, data, hf, loader, sample
@@ -26,7 +27,6 @@ from jaxkern.lm.model import Options
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.run import begun_with
 from jaxkern.lm.step import make_model
-from jaxkern.nn import mamba, mamba2
 from tests import test_lm_hf_folders as folders
 from tests.language_models import (
     command,
@@ -39,70 +39,121 @@ from tests.language_models import (
     run_of,
 )
 
-BOTH = {"vocab_size": 1100, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 5}
-BOTH |= {"conv_kernel": 3, "layer_norm_epsilon": 1e-5, "initializer_range": 0.1}
-BOTH |= {"bos_token_id": 0, "eos_token_id": 7}
-MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
-CONFIG = BOTH | MAMBA | {"expand": 3, "time_step_rank": 2}
-SIZE = ModelConfig(mamba.Sizes(24, d_state=5, expand=3, d_conv=3), 2, vocab_size=1100)
-MAMBA2 = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "chunk_size": 16}
-CONFIG2 = BOTH | MAMBA2 | {"num_heads": 6, "head_dim": 8, "n_groups": 2}
+BOTH = {"vocab_size": 1100, "hidden_size": 24, "bos_token_id": 0, "eos_token_id": 7}
+OF_MAMBA = {"num_hidden_layers": 2, "state_size": 5, "conv_kernel": 3, "layer_norm_epsilon": 1e-5}
+OF_MAMBA |= BOTH | {"initializer_range": 0.1}
+CONFIG = OF_MAMBA | {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
+CONFIG |= {"expand": 3, "time_step_rank": 2}
+SIZE = ModelConfig(24, 2, d_state=5, expand=3, d_conv=3, vocab_size=1100)
+CONFIG2 = OF_MAMBA | {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}
+CONFIG2 |= {"num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 16}
 CONFIG2 |= {"time_step_limit": [0.0, math.inf]}
-SIZES2 = mamba2.Sizes(24, d_state=5, d_conv=3, headdim=8, ngroups=2)
-SIZE2 = ModelConfig(SIZES2, 2, vocab_size=1100, tie_embeddings=False)
+SIZE2 = ModelConfig(24, 2, "mamba2", d_state=5, d_conv=3, head_dim=8, n_groups=2)
+SIZE2 = dataclasses.replace(SIZE2, vocab_size=1100, tie_embeddings=False)
+NEMOTRON = BOTH | {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]}
+NEMOTRON |= {"ssm_state_size": 5, "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2}
+NEMOTRON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "chunk_size": 16}
+NEMOTRON |= {"intermediate_size": 20, "conv_kernel": 3, "initializer_range": 0.1}
+LAYERS, ATTENTION = "mamba2, attention, mlp, mamba2", {"n_heads": 4, "n_kv_heads": 2, "d_mlp": 20}
+WITH = dataclasses.replace(SIZE2, n_layers=4, layers=LAYERS, dt_limit=(1e-3, math.inf))
+WITH = dataclasses.replace(WITH, attention_head_dim=10, **ATTENTION)
+BAMBA = BOTH | {"model_type": "bamba", "architectures": ["BambaForCausalLM"]}
+BAMBA |= {"num_hidden_layers": 3, "attn_layer_indices": [1], "intermediate_size": 20}
+BAMBA |= {"mamba_d_state": 5, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2}
+BAMBA |= {"num_attention_heads": 6, "num_key_value_heads": 2, "mamba_chunk_size": 16}
+BAMBA |= {"mamba_d_conv": 3, "initializer_range": 0.1}
+LAYERS = "mamba2, swiglu, attention, swiglu, mamba2, swiglu"
+GATED = dataclasses.replace(SIZE2, n_layers=6, layers=LAYERS, **ATTENTION | {"n_heads": 6})
+GATED = dataclasses.replace(GATED, rotary_dim=2)
 
 # What config.json may say otherwise, and the fields of that model's shape.
+ROPE = {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 1.0}
+BIAS, NO_BIAS = ({"use_bias": True},) * 2, ({"use_conv_bias": False},) * 2
+EPSILON = {"layer_norm_epsilon": 0.3}, {"eps": 0.3}
+TIED = {"tie_word_embeddings": True}, {"tie_embeddings": True}
 OTHERS = {
-    "epsilon": ({"layer_norm_epsilon": 0.3}, {"eps": 0.3}),
-    "bias": ({"use_bias": True}, {"use_bias": True}),
-    "no conv bias": ({"use_conv_bias": False}, {"use_conv_bias": False}),
-    "rank": ({"time_step_rank": 1}, {"dt_rank": 1}),
-    "untied": ({"tie_word_embeddings": False}, {"tie_embeddings": False}),
-    "inner": ({"intermediate_size": 48}, {"expand": 2}),
+    "mamba": {
+        "rank": ({"time_step_rank": 1}, {"dt_rank": 1}),
+        "untied": ({"tie_word_embeddings": False}, {"tie_embeddings": False}),
+        "inner": ({"intermediate_size": 48}, {"expand": 2}),
+        "epsilon": EPSILON,
+        "bias": BIAS,
+        "no conv bias": NO_BIAS,
+    },
+    "mamba2": {
+        "one group": ({"n_groups": 1}, {"n_groups": 1}),
+        "limit": ({"time_step_limit": [0.3, 1.5]}, {"dt_limit": [0.3, 1.5]}),
+        "epsilon": EPSILON,
+        "bias": BIAS,
+        "no conv bias": NO_BIAS,
+        "tied": TIED,
+    },
+    "nemotron_h": {
+        "limit": ({"time_step_min": 0.3}, {"dt_limit": [0.3, "inf"]}),
+        "epsilon": EPSILON,
+        "bias": BIAS,
+        "no conv bias": NO_BIAS,
+    },
+    "bamba": {
+        "epsilon": ({"rms_norm_eps": 0.3}, {"eps": 0.3}),
+        "bias": ({"mamba_proj_bias": True}, {"use_bias": True}),
+        "rotary": ({"rope_parameters": ROPE}, {"rope_theta": 30.0, "rotary_dim": 4}),
+        "tied": TIED,
+    },
 }
-OTHERS2 = {
-    "epsilon": ({"layer_norm_epsilon": 0.3}, {"eps": 0.3, "norm_eps": 0.3}),
-    "bias": OTHERS["bias"],
-    "no conv bias": OTHERS["no conv bias"],
-    "tied": ({"tie_word_embeddings": True}, {"tie_embeddings": True}),
-    "one group": ({"n_groups": 1}, {"ngroups": 1}),
-    "limit": ({"time_step_limit": [0.3, 1.5]}, {"dt_limit": (0.3, 1.5)}),
-}
-KINDS = {"mamba": (CONFIG, SIZE, OTHERS), "mamba2": (CONFIG2, SIZE2, OTHERS2)}
+KINDS = {"mamba": (CONFIG, SIZE), "mamba2": (CONFIG2, SIZE2)}
+KINDS |= {"nemotron_h": (NEMOTRON, WITH), "bamba": (BAMBA, GATED)}
 ONE_BY_DEFAULT = pytest.mark.parametrize(
-    "kind", ["mamba2", pytest.param("mamba", marks=pytest.mark.exhaustive)]
+    "kind",
+    [
+        *("mamba2", "bamba"),
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("mamba", "nemotron_h")),
+    ],
 )
 
 
 def model_of(kind, which="none"):
     """config.json of a model, and its shape; of "all" with all that it may say otherwise."""
-    config, size, others = KINDS[kind]
-    names = list(others) if which == "all" else [which] if which in others else []
+    config, size = KINDS[kind]
     stored = size.stored()
-    for name in names:
-        config, stored = config | others[name][0], stored | others[name][1]
+    for name, (theirs, ours) in OTHERS[kind].items():
+        if which in ("all", name):
+            config, stored = config | theirs, stored | ours
     return config, ModelConfig.from_stored(stored)
 
 
 THEIRS = {"norm": "norm.weight", "norm_weight": "mixer.norm.weight", "dt_bias": "mixer.dt_bias"}
 THEIRS |= {name: f"mixer.{name}" for name in ("A_log", "D")}
-THEIRS |= {f"{name}_proj": f"mixer.{name}_proj.weight" for name in ("in", "x", "dt", "out")}
 THEIRS |= {f"{name}_bias": f"mixer.{name}_proj.bias" for name in ("in", "out")}
 THEIRS |= {f"conv_{name}": f"mixer.conv1d.{name}" for name in ("weight", "bias")}
+MIXERS = {"mamba2": "mamba", "attention": "self_attn", "swiglu": "feed_forward"}
 
 
 def weights(size=SIZE):
     """The tensors of `random_params`, as transformers names them and lays them out."""
     params = jax.tree.map(np.asarray, random_params(size))
-    tensors = {"backbone.embeddings.weight": params["embedding"]}
-    tensors["backbone.norm_f.weight"] = params["norm"]
+    gated = "swiglu" in size.kinds
+    prefix, embedding, norm = "backbone", "embeddings", "norm_f"
+    if gated:
+        prefix, embedding, norm = "model", "embed_tokens", "final_layernorm"
+    tensors = {f"{prefix}.{embedding}.weight": params["embedding"]}
+    tensors[f"{prefix}.{norm}.weight"] = params["norm"]
     if not size.tie_embeddings:
         tensors["lm_head.weight"] = params["head"].T
-    theirs = THEIRS | ({"dt_bias": "mixer.dt_proj.bias"} if "dt_proj" in params["blocks"] else {})
-    for name, stacked in params["blocks"].items():
-        for i, leaf in enumerate(stacked):
+    for i, kind in enumerate(size.kinds):
+        of_kind = params["blocks"][kind] if size.hybrid else params["blocks"]
+        for name, stacked in of_kind.items():
+            leaf = stacked[size.kinds[:i].count(kind)]
             leaf = leaf[:, None] if name == "conv_weight" else leaf.T if "proj" in name else leaf
-            tensors[f"backbone.layers.{i}.{theirs[name]}"] = leaf
+            theirs = THEIRS.get(name, f"mixer.{name}.weight")
+            if name == "dt_bias" and kind == "mamba":
+                theirs = "mixer.dt_proj.bias"
+            if gated and name == "norm":
+                theirs = ("pre_ff" if kind == "swiglu" else "input") + "_layernorm.weight"
+            at = f"{prefix}.layers.{i // 2 if gated else i}"
+            theirs = theirs.replace("mixer", MIXERS[kind]) if gated else theirs
+            tensors[f"{at}.{theirs}"] = leaf
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
@@ -121,7 +172,7 @@ def stored(tmp_path):
 
 same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
-EVERY = [(kind, which) for kind, (_, _, others) in KINDS.items() for which in ("none", *others)]
+EVERY = [(kind, which) for kind in KINDS for which in ("none", *OTHERS[kind])]
 TOKENS = np.random.default_rng(1).integers(0, SIZE.vocab_size, (2, 9))
 
 
@@ -129,7 +180,7 @@ def config_in(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize(("kind", "which"), [*EVERY, ("mamba", "all"), ("mamba2", "all")])
+@pytest.mark.parametrize(("kind", "which"), [*EVERY, *((kind, "all") for kind in KINDS)])
 def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, which):
     """And its logits are those of float64, with all that it may say otherwise."""
     config, size = model_of(kind, which)
@@ -141,8 +192,8 @@ def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, whi
     same(params, random_params(size))
     hf.save(saved, loaded, params, like=stored)
     same(load_file(saved / "model.safetensors"), tensors)
-    if "intermediate_size" in config:
-        config = config | {"expand": size.sizes.expand}
+    if kind == "mamba":
+        config = config | {"expand": size.expand}
     assert config.items() <= config_in(saved).items()
     assert (saved / "tokenizer.json").read_text() == "{}"
     hf.save(saved, loaded, jax.tree.map(jnp.asarray, params))
@@ -163,11 +214,8 @@ def test_logits_are_those_of_transformers(tmp_path, kind, which):
         options, size = model_of(kind, which)
         architecture = getattr(transformers, options["architectures"][0])
         theirs = architecture(architecture.config_class(**options)).eval()
-        norm = getattr(theirs.backbone.layers[0].mixer, "norm", None)
-        if options.get("n_groups", 1) > 1 and not hasattr(norm, "group_size"):
-            pytest.skip("this version of transformers normalises all groups together")
         for name, leaf in theirs.named_parameters():
-            if name.endswith(("proj.bias", "mixer.norm.weight", "mixer.D")):
+            if name.endswith(("proj.bias", "norm.weight", "mixer.D", "mamba.D")):
                 torch.nn.init.normal_(leaf, std=0.3)
         theirs.save_pretrained(tmp_path / "theirs")
 
@@ -191,6 +239,9 @@ def test_logits_are_those_of_transformers(tmp_path, kind, which):
 
 def test_models_that_do_not_fit_are_not_written(tmp_path):
     for sizes, words in (
+        ({"layers": "mamba2, swiglu, mlp", "n_layers": 3}, "transformers has mamba; mamba2; "),
+        ({"layers": "mamba2, attention", "rotary_dim": 2}, "transformers has mamba; mamba2; "),
+        ({"layers": "mamba2, mlp"}, r"dt_limit is \(0.0, inf\), and Nemotron-H's is a number"),
         ({"norm_groups": 1}, "norm_groups is 1, and transformers normalises as many groups"),
         ({"norm_eps": 0.5}, "norm_eps is 0.5 and eps 1e-05, and transformers has one epsilon"),
         ({"use_bias": True}, r"params has shapes.*blocks.in_bias"),
@@ -221,7 +272,7 @@ def test_load_takes_other_spellings_shards_a_stored_head_and_bfloat16(tmp_path):
 
 
 WRONG = [
-    ({"model_type": "mamba3"}, "model_type is 'mamba3', and here it is 'mamba' or 'mamba2'"),
+    ({"model_type": "mamba3"}, "model_type is 'mamba3', and here it is 'mamba', 'mamba2',"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
     ({"rms_norm": False}, "rms_norm is False"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
@@ -231,7 +282,7 @@ WRONG = [
     ({"tie_word_embeddings": False}, "the weights have no lm_head.weight"),
     ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon is '1e-5', and must be a number"),
     ({"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0, and must be a number above 0"),
-    ({"time_step_rank": 9}, "the weights have shapes {'blocks.x_proj': (2, 72, 12), "),
+    ({"time_step_rank": 9}, "the weights have shapes {'blocks.dt_proj': (2, 2, 72)"),
     ({"time_step_rank": "x"}, "time_step_rank is 'x', and must be \"auto\" or a whole number"),
     ({"intermediate_size": 9}, "intermediate_size is 9, and here it is a multiple of hidden"),
     ({"hidden_size": "x"}, "hidden_size is 'x', and must be a whole number, at least 1"),
@@ -242,28 +293,44 @@ WRONG = [
     ({"vocab_size": 2**25}, "vocab_size is 33554432, and must be a whole number, at most 16777216"),
     ({"transformers_weights": "a"}, "transformers_weights is 'a', and here it is 'model.safe"),
     ({"vocab_size": 1099}, "'embedding': (1100, 24)"),
-    ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2.norm.weight"),
+    ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2.mixer.A_log"),
     ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
+]
+WRONG3 = [
+    (NEMOTRON, {"layers_block_type": ["moe"]}, "the layers are ['moe'], and here they are linear"),
+    (NEMOTRON, {"layers_block_type": "M*"}, "layers_block_type is 'M*', and must be a list of te"),
+    (NEMOTRON | {"layers_block_type": None}, {"hybrid_override_pattern": "ME"}, "layers are 'ME'"),
+    (NEMOTRON, {"mlp_bias": True}, "mlp_bias is True, and here it is False"),
+    (NEMOTRON, {"mamba_num_heads": 8}, "mamba_num_heads · mamba_head_dim is 64, and here it is"),
+    (NEMOTRON, {"num_key_value_heads": 3}, "n_kv_heads must divide n_heads = 4, got 3"),
+    (BAMBA, {"attention_bias": True}, "attention_bias is True, and here it is False"),
+    (BAMBA, {"rope_parameters": {"rope_type": "yarn"}}, "and here rope_type is 'default'"),
+    (BAMBA, {"rope_scaling": {"factor": 2.0}}, "and here rope_type is 'default'"),
+    (BAMBA, {"attn_layer_indices": []}, "the weights have no model.layers.1.mamba."),
 ]
 WRONG2 = [
     ({"num_heads": 5}, "num_heads · head_dim is 40, and here it is expand · hidden_size, 48"),
-    ({"n_groups": 4}, "config.json: n_groups is 4, and here it divides num_heads, 6"),
-    ({"n_groups": 1}, "the weights have shapes {'blocks.in_proj': (2, 24, 122), "),
+    (
+        {"n_groups": 4},
+        "config.json: n_groups must divide the heads, expand · d_model / head_",
+    ),
+    ({"n_groups": 1}, "the weights have shapes {'blocks.conv_bias': (2, 68), "),
     ({"time_step_limit": [0.1, True]}, "time_step_limit is [0.1, True], and must be two numbers"),
     ({"time_step_limit": [0.1]}, "time_step_limit is [0.1], and must be two numbers in order"),
     ({"time_step_limit": [1.0, "inf"]}, "time_step_limit is [1.0, 'inf'], and must be two"),
     ({"time_step_limit": [2, 1]}, "time_step_limit is [2, 1], and must be two numbers in"),
     ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
-    (CONFIG | {"tie_word_embeddings": False}, "the weights have no backbone.layers.0.mixer.x_"),
+    (CONFIG | {"tie_word_embeddings": False}, "the weights have no backbone.layers.0.mixer."),
 ]
 
 
 @pytest.mark.parametrize(
     ("given", "wrong", "words"),
-    [*((CONFIG, *row) for row in WRONG), *((CONFIG2, *row) for row in WRONG2)],
+    [*((CONFIG, *row) for row in WRONG), *((CONFIG2, *row) for row in WRONG2), *WRONG3],
 )
 def test_models_of_another_kind_are_refused(tmp_path, given, wrong, words):
-    refused(re.escape(words), hf.load, write(tmp_path, config=given, **wrong))
+    tensors = weights(KINDS[given["model_type"]][1])
+    refused(re.escape(words), hf.load, write(tmp_path, tensors, given, **wrong))
 
 
 def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
@@ -342,22 +409,23 @@ def test_a_model_of_bytes_needs_no_tokenizer(tmp_path, stored, capsys):
 
 
 def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
-    class Bytes:
-        def encode(self, text, add_special_tokens):
-            return type("Encoding", (), {"ids": list(text.encode())})
-
-        def decode(self, ids):
-            return bytes(ids).decode(errors="replace")
-
-        def get_vocab(self, with_added_tokens):
-            return {}
-
+    tokens = models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True)
+    fallback = Tokenizer(tokens)
+    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     rest = "né€ 🙂".encode()
-    pieces = [np.array([[token]]) for token in rest]
-    monkeypatch.setattr(sample, "generate_tokens", lambda *args, **options: iter(pieces))
-    for codec in (sample.Tokens(Bytes(), {"vocab_size": 256}), sample.Bytes()):
-        written = [text for (text,) in sample.continuations(None, None, codec, ["a"])]
-        assert list(filter(None, written)) == ["n", "é", "€", " ", "🙂"]
+    for codec in (sample.Tokens(fallback, 256), sample.Bytes()):
+        for end, last in ((b"", []), (b"\xe2\xff", ["��"])):
+            pieces = [np.array([[token]]) for token in rest + end]
+            monkeypatch.setattr(sample, "generate_tokens", lambda *_, p=pieces, **__: iter(p))
+            written = [text for (text,) in sample.continuations(None, None, codec, ["a"])]
+            shown = "".join(written).removeprefix("né€ 🙂")
+            assert shown == "".join(last)
+            if not end:
+                assert list(filter(None, written)) == ["n", "é", "€", " ", "🙂"]
+
+
+MAMBA2_OF_8 = {"layers": "mamba2", "head_dim": 8}
+HEADS = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -365,20 +433,30 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
     [
         (ValueError, "n_layers must be at least 1, got 0", {"n_layers": 0}),
         (TypeError, "d_model must be a whole number, got 'x'", {"d_model": "x"}),
-        (TypeError, "d_state must be a whole number, got True", {"d_state": True}),
+        (TypeError, "d_state must be a whole number or None, got True", {"d_state": True}),
         (TypeError, "tie_embeddings must be True or False, got 1", {"tie_embeddings": 1}),
         (ValueError, "eps must be above 0 and finite, got 0", {"eps": 0.0}),
         (ValueError, "dt_rank must be at least 1, got 0", {"dt_rank": 0}),
-        (ValueError, "block must be mamba or mamba2, got 'mamba3'", {"block": "mamba3"}),
-        (ValueError, "headdim must divide .* got 64", {"block": "mamba2"}),
+        (ValueError, "layers must be names of mamba, .* got 'mamba3'", {"layers": "mamba3"}),
+        (ValueError, r"got 'mamba\*0'", {"layers": "mamba*0"}),
+        (ValueError, "must have one of mamba and mamba2, and not both", {"layers": "mlp"}),
+        (ValueError, "are 3 layers, and n_layers 1 .* choose 3", {"layers": "mamba, mlp*2"}),
+        (ValueError, "head_dim must divide .* got 64", {"layers": "mamba2"}),
+        (ValueError, "n_groups must divide .* 2, got 3", MAMBA2_OF_8 | {"n_groups": 3}),
+        (ValueError, "n_heads must divide d_model = 8, got 3", HEADS | {"n_heads": 3}),
+        (ValueError, "n_kv_heads must divide n_heads = 2", HEADS | {"n_kv_heads": 4}),
+        (ValueError, "rotary_dim must be even and at most the 4", HEADS | {"rotary_dim": 6}),
+        (ValueError, "norm_groups must divide .* 16, got 3", MAMBA2_OF_8 | {"norm_groups": 3}),
+        (ValueError, "dt_limit must be two numbers in order", {"dt_limit": [2, 1]}),
+        (TypeError, "layers must be a text, got", {"layers": ["mamba"]}),
+        (ValueError, "eps must be above 0 and finite, got nan", {"eps": math.nan}),
+        (ValueError, "dropout must be below 1, got 1.0", {"dropout": 1.0}),
         (TypeError, "unexpected keyword argument 'headdim'", {"headdim": 4}),
     ],
 )
 def test_shapes_that_no_model_has_are_refused(error, words, stored):
     with pytest.raises(error, match=words):
         ModelConfig.from_stored({"d_model": 8, "n_layers": 1} | stored)
-    with pytest.raises(TypeError, match=r"must be a .*mamba.Sizes or a .*mamba2.Sizes, got 8"):
-        ModelConfig(8, 1)  # pyright: ignore[reportArgumentType]
 
 
 def checkpoint_of(folder, size=SIZE):
@@ -407,7 +485,7 @@ def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
 
     (tmp_path / "file").touch()
     for argv, words in (
-        (("--hf", out), "that is not of Hugging Face's layout; name another folder"),
+        (("--hf", out), "holds a run; name another folder"),
         (("--hf", tmp_path / "file"), "is a file; name a folder"),
         (("--hf", tmp_path / "new", "--step", 7), "has no checkpoint of step 7; it has 5, 10"),
     ):
@@ -439,7 +517,9 @@ def test_every_file_of_an_export_is_of_the_tokenizer_of_the_run(tmp_path, capsys
             read = data.tokenizer.load(spec)
             (out / "tokenizer.json").write_text(read.stored())
             told["data"] = {"tokenizer": {"begin": read.begin, "end": read.end}}
-        (out / "config.json").write_text(json.dumps(config_in(out) | told))
+        (out / "config.yaml").write_text(json.dumps(told["flags"]))
+        record = json.loads((out / "run.json").read_text()) | {"data": told.get("data", {})}
+        (out / "run.json").write_text(json.dumps(record))
         command(capsys, "export", "--run", out, "--hf", theirs)
         files = {path.name for path in theirs.iterdir()}
         config = config_in(theirs)
@@ -515,19 +595,19 @@ def argv(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv):
-    small = ModelConfig(mamba.Sizes(16, d_state=5), 1, vocab_size=300)
+    small = ModelConfig(16, 1, d_state=5, vocab_size=300)
     begun, out = checkpoint_of(tmp_path / "begun", small), tmp_path / "run"
     flags = ["--init-hf", begun, "--tokenizer", "bytes", "--out", out]
     command(capsys, *argv, *flags, "--steps", 2)
-    config = config_in(out)
+    config = checkpoint.read_config(out)
     assert (config["flags"]["preset"], config["flags"]["lr"]) == ("micro", PRESETS["micro"].lr)
     assert config["flags"]["init_hf"] == str(begun)
     assert ModelConfig.from_stored(config["model"]) == small
 
-    (windows,) = data.validation_batches(
-        data.open_corpus(out / "corpus").validation, batch_size=2, seq_len=16, batches=1
-    )
-    loss = loss_float64(small, random_params(small), windows)
+    trained = checkpoint.config_of(out, config)
+    (source,) = data.reopen(trained, out, config["data"]).validation(trained)
+    (batch,) = source.batches
+    loss = loss_float64(small, random_params(small), batch.tokens)
     first = read_metrics(out / "metrics.jsonl")[0]
     assert first["validation_loss"] == pytest.approx(loss, rel=1e-5)
 
@@ -541,7 +621,7 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv):
     assert f"there is no folder {begun}" in command(capsys, *resume, code=1)
     checkpoint_of(begun, SIZE2)
     line = command(capsys, *resume, code=1)
-    assert "is not the checkpoint that this run was begun with: block is mamba2, not mamba" in line
+    assert "is not the checkpoint that this run was begun with: d_model is 24, not 16" in line
 
 
 @pytest.mark.exhaustive
@@ -557,13 +637,14 @@ def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv):
     assert texts[0] == texts[1]
 
     command(capsys, *argv, "--init-hf", theirs, "--out", more)
-    flags = config_in(more)["flags"]
+    flags = checkpoint.read_config(more)["flags"]
     assert (flags["tokenizer"], flags["vocab_size"]) == (str(theirs), model.config.vocab_size)
     tokenizer = (theirs / "tokenizer.json").read_text()
     assert json.loads((more / "tokenizer.json").read_text()) == json.loads(tokenizer)
     assert loader.load(more).encode("state") == model.encode("state")
     # Both runs have the same tokens: no document has a second one that begins it.
-    assert config_in(more)["data"]["fingerprint"] == config_in(out)["data"]["fingerprint"]
+    kept = [checkpoint.read_config(folder)["data"] | {"folder": ""} for folder in (more, out)]
+    assert kept[0] == kept[1]
     began, ended = (read_metrics(folder / "metrics.jsonl") for folder in (more, out))
     assert began[0]["validation_loss"] == pytest.approx(ended[-1]["validation_loss"], rel=1e-5)
     again = tmp_path / "again"

@@ -14,10 +14,9 @@ import jaxkern.lm
 from jaxkern.lm import hf
 from jaxkern.lm.config import ModelConfig
 from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.nn import mamba
 from tests.language_models import random_params, refused
 
-SIZE = ModelConfig(mamba.Sizes(4, d_state=2), 2, vocab_size=12)
+SIZE = ModelConfig(4, 2, d_state=2, vocab_size=12)
 WORDS = ["<s>", "</s>", "<b>", "<e>", "<pad>", "a", "b", "c", "?"]
 TEXT = "a<b>b </s> <x>c"
 

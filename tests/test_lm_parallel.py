@@ -17,10 +17,9 @@ from jaxkern.lm.config import ModelConfig, Preset, RunError, TrainConfig
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
-from jaxkern.lm.resume import resume_config
-from jaxkern.lm.step import loss_fn, make_model
-from jaxkern.nn import mamba, mamba2
-from tests.language_models import check_gradients, command, loss_float64, random_params
+from jaxkern.lm.run import changed
+from jaxkern.lm.step import loss_fn, make_model, schedule_of
+from tests.language_models import HYBRID, check_gradients, command, loss_float64, random_params
 
 pytestmark = pytest.mark.skipif(
     len(jax.devices()) < 4, reason="the model is split between four devices"
@@ -30,19 +29,20 @@ exhaustive = pytest.mark.exhaustive
 BATCH, LENGTH, STEPS = 8, 12, 3
 
 # Vocabularies above 1024 are read otherwise; biases and groups are split, too.
-ODD = mamba.Sizes(8, d_state=2, use_bias=True, use_conv_bias=False)
-ODD2 = mamba2.Sizes(16, d_state=4, headdim=4, ngroups=2, use_bias=True)
+ODD = ModelConfig(8, 1, d_state=2, use_bias=True, use_conv_bias=False)
+ODD2 = ModelConfig(16, 1, "mamba2", d_state=4, head_dim=4, n_groups=2, use_bias=True)
 MODELS = {
-    "micro": ModelConfig(mamba.Sizes(16, d_state=4), 2),
-    "micro-odd": ModelConfig(ODD, 1, vocab_size=1100, tie_embeddings=False),
-    "mamba2-micro": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8), 2),
-    "mamba2-odd": ModelConfig(ODD2, 1, tie_embeddings=False),
+    "micro": ModelConfig(16, 2, d_state=4),
+    "micro-odd": dataclasses.replace(ODD, vocab_size=1100, tie_embeddings=False),
+    "mamba2-micro": ModelConfig(16, 2, "mamba2", d_state=4, head_dim=8),
+    "mamba2-odd": dataclasses.replace(ODD2, tie_embeddings=False),
 }
 OTHERS = {
-    "one": ModelConfig(mamba.Sizes(16, d_state=4), 1),
-    "mamba2-one": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8), 1),
-    "groups": ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8, ngroups=2), 2),
-    "long": ModelConfig(mamba.Sizes(16, d_state=4, d_conv=12), 1),
+    "one": ModelConfig(16, 1, d_state=4),
+    "mamba2-one": ModelConfig(16, 1, "mamba2", d_state=4, head_dim=8),
+    "groups": ModelConfig(16, 2, "mamba2", d_state=4, head_dim=8, n_groups=2),
+    "long": ModelConfig(16, 1, d_state=4, d_conv=12),
+    "hybrid": dataclasses.replace(HYBRID, n_layers=4),
 }
 
 
@@ -72,7 +72,7 @@ def windows(vocab_size, length=LENGTH):
 def with_segments(batch, configuration):
     """A batch of documents that end elsewhere in every row, if the run packs them."""
     if not configuration.pack:
-        return batch
+        return data.Packed(batch)
     ends = 1 + np.arange(len(batch)) * (configuration.seq_len // len(batch))
     ids = (np.arange(batch.shape[-1]) >= ends[:, None]).astype(np.int32)
     return data.Packed(batch, ids)
@@ -101,6 +101,7 @@ def stored(placement, tree):
         ("micro-odd", "fsdp=2,tensor=2", 4),
         pytest.param("one", "sequence=2", 16, marks=pytest.mark.exhaustive),
         ("mamba2-one", "tensor=2", 4),
+        ("hybrid", "data=2,fsdp=2", 4),
     ],
 )
 def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, mesh, length):
@@ -108,12 +109,13 @@ def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, me
     gradients = lambda _, grads, opt_state, *args, **options: (grads, opt_state)
     monkeypatch.setattr(jaxkern, "apply", gradients)
     model = (MODELS | OTHERS)[preset]
-    configuration = configured(preset=preset, mesh=mesh, seq_len=length, batch_size=2)
+    configuration = configured(preset=preset, mesh=mesh, seq_len=length, batch_size=4)
     placement = placed(configuration)
-    batch = windows(model.vocab_size, length)[0, :2]
+    batch = windows(model.vocab_size, length)[0, :4]
     step = program.lowered_step(configuration, placement).compile()
     state = begun(configuration, placement)
-    state, metrics = step(state, put(placement, batch[None], placement.second_split))
+    parts = put(placement, data.Packed(batch[None]), placement.second_split)
+    state, metrics = step(state, parts, schedule_of(configuration))
     params, grads = random_params(model), stored(placement, state.params)
     squares = sum((grad.astype(float) ** 2).sum() for grad in jax.tree.leaves(grads))
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=2e-5)
@@ -132,7 +134,8 @@ def trained(preset, **flags):
     for batch in batches:
         in_parts = lambda leaf: leaf.reshape(configuration.grad_accum, -1, leaf.shape[-1])
         parts = jax.tree.map(in_parts, with_segments(batch, configuration))
-        state, metrics = step(state, put(placement, parts, placement.second_split))
+        parts = put(placement, parts, placement.second_split)
+        state, metrics = step(state, parts, schedule_of(configuration))
         numbers.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         if first is None:
             first = stored(placement, state.opt_state.mu)
@@ -262,18 +265,16 @@ def test_what_cannot_be_split_is_told_by_the_flags_that_were_given(flags, device
 
 @pytest.mark.parametrize("mesh", ["data=2", "data=2,fsdp=2"])
 def test_axes_that_differ_from_parallel_are_refused(mesh):
-    parallel, begun = {"parallel": "fsdp", "mesh": mesh}, vars(configured(preset="micro"))
+    parallel, begun = {"parallel": "fsdp", "mesh": mesh}, configured(preset="micro")
     told = f"--parallel fsdp and --mesh {mesh} name different axes; leave --parallel out"
-    for begin in (TrainConfig.from_flags, functools.partial(resume_config, begun)):
+    for begin in (TrainConfig.from_flags, functools.partial(changed, begun)):
         with pytest.raises(RunError, match=told):
             begin(parallel)
-    assert resume_config(begun, parallel | {"mesh": "fsdp=2"}).mesh == "fsdp=2"
+    assert changed(begun, parallel | {"mesh": "fsdp=2"}).mesh == "fsdp=2"
 
 
 def test_devices_alone_do_not_drop_the_mesh_of_a_run():
-    resumed = lambda mesh, **flags: resume_config(
-        vars(configured(preset="micro", mesh=mesh)), flags
-    )
+    resumed = lambda mesh, **flags: changed(configured(preset="micro", mesh=mesh), flags)
     for mesh, devices, kept, parallel in (
         ("data=2,tensor=2", "4", "data=2,tensor=2", "data"),
         ("data=2,tensor=2", "1", "", "data"),

@@ -27,12 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import yaml
 from tensorboardX.proto.event_pb2 import Event
 
+import jaxkern.lm
 from jaxkern.lm import checkpoint, cli, data, program, sample, stop, trackers
 from jaxkern.lm import train as train_module
-from jaxkern.lm.config import PRESETS, RunError
-from jaxkern.lm.profiling import Profile
+from jaxkern.lm.config import PRESETS, RunError, TrainConfig
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import TrainState, learning_rate
 from jaxkern.precision import DynamicLossScale, NoOpLossScale
@@ -66,15 +67,20 @@ def run(*argv, code=0, after=None, act=terminate):
 
     Where a step is named, something is done while the batch after it is made.
     """
-    batch, out, err = data.train_batch, io.StringIO(), io.StringIO()
+    batches, out, err = data.Corpus.batches, io.StringIO(), io.StringIO()
 
-    def train_batch(*args, step, **options):
-        if step == after:
-            act()
-        return batch(*args, step=step, **options)
+    class Batches:
+        def __init__(self, corpus, config):
+            self.drawn = batches(corpus, config)
+            self.get_state, self.set_state = self.drawn.get_state, self.drawn.set_state
+
+        def __next__(self):
+            if self.drawn.get_state()["next_index"] == after:
+                act()
+            return next(self.drawn)
 
     with (
-        mock.patch.object(data, "train_batch", train_batch),
+        mock.patch.object(data.Corpus, "batches", lambda *args: Batches(*args)),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
@@ -86,6 +92,28 @@ def run(*argv, code=0, after=None, act=terminate):
 
 def resume(out, *argv, **options):
     return run("train", "--resume", "--out", out, *argv, **options)
+
+
+PARTIAL = ".orbax-checkpoint-tmp"  # behind the name of a checkpoint that is being written
+
+
+@contextlib.contextmanager
+def writing(act):
+    """Inside, something is done when the arrays of a step are written, before it has its name."""
+    begin = ocp.PyTreeCheckpointHandler.async_save
+
+    class Act:
+        def __init__(self, folder):
+            self.step = int(re.search(r"/(\d+)[^/]*/[^/]*$", str(folder))[1])
+
+        def result(self, timeout=None):
+            act(self.step)
+
+    async def async_save(self, directory, *args, **options):
+        return [*(await begin(self, directory, *args, **options) or []), Act(directory)]
+
+    with mock.patch.object(ocp.PyTreeCheckpointHandler, "async_save", async_save):
+        yield
 
 
 def losses(folder):
@@ -112,17 +140,18 @@ def text(tmp_path_factory):
 @functools.cache
 def stand_in(configuration, placement):
     """Programs that are compiled in no time, in place of those of a model."""
-    state, schedule = program.abstract_state(configuration, placement), learning_rate(configuration)
+    state = program.abstract_state(configuration, placement)
     scales = program.precision_policy(configuration).compute == jnp.float16
     scale = DynamicLossScale() if scales else NoOpLossScale()
     zeros = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
 
     def loss(params, windows):
         squares = [jnp.mean(leaf**2) for leaf in jax.tree.leaves(params)]
-        return jnp.mean(windows / 256) + sum(squares)
+        return jnp.mean(windows.tokens / 256) + sum(squares)
 
-    def step(state, windows):
-        rate, floats = schedule(state.opt_state.count), lambda leaf: leaf.dtype == jnp.float32
+    def step(state, windows, schedule):
+        rate = learning_rate(schedule)(state.opt_state.count)
+        floats = lambda leaf: leaf.dtype == jnp.float32
         value = loss([*filter(floats, jax.tree.leaves(state[:2]))], windows)
         finite = jnp.isfinite(value)
 
@@ -136,7 +165,7 @@ def stand_in(configuration, placement):
         next_scale = state.loss_scale.adjust(finite)
         return TrainState(params, opt_state, next_scale, state.step + 1), metrics
 
-    init = lambda: jax.tree.map(zeros, state)._replace(loss_scale=scale)
+    init = lambda seed: jax.tree.map(zeros, state)._replace(loss_scale=scale)
     return program.Programs(init, jax.jit(step, donate_argnums=0), jax.jit(loss))
 
 
@@ -183,19 +212,11 @@ def test_a_stopped_or_killed_run_goes_on_to_the_same_losses(finished, argv, tmp_
     )
     assert checkpoint.steps(out) == [EVERY, 7]
     assert losses(out) == losses(finished)[:8]
-    shutil.copytree(out / "checkpoints" / "7" / "params", out / "checkpoints/10.partial/params")
+    shutil.copytree(out / "checkpoints/7/state", out / f"checkpoints/10{PARTIAL}/state")
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(losses(finished)[8]) + '\n{"step": 9, "lo')
 
-    write = ocp.StandardCheckpointer.save
-    with pytest.MonkeyPatch.context() as patch:
-
-        def save(self, *args):
-            write(self, *args)
-            patch.undo()
-            interrupt()
-
-        patch.setattr(ocp.StandardCheckpointer, "save", save)
+    with writing(lambda step: step == 10 and interrupt()):
         line = resume(out, code=130)
     # Steps go on while step 10 is written: how many depends on the machine.
     told = rf"stopped \(SIGINT\): (?:step (\d+) of {STEPS} is|training is finished, and step 20 is)"
@@ -205,7 +226,7 @@ def test_a_stopped_or_killed_run_goes_on_to_the_same_losses(finished, argv, tmp_
     printed = resume(out)
     assert at == STEPS or f"continued from step {at}" in printed
     assert losses(out) == losses(finished)
-    assert not [*(out / "checkpoints").glob("*.partial")]
+    assert not [*(out / "checkpoints").glob(f"*{PARTIAL}")]
     (out / "loss.png").unlink(missing_ok=True)  # as if killed between the last checkpoint and it
     assert f"already trained for {STEPS} steps" in resume(out)
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -216,16 +237,11 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     finished, argv, tmp_path, monkeypatch, stands_in, room
 ):
     """It is of its own step, however many have followed when it is written."""
-    out, write, reached = tmp_path / "run", checkpoint.save, threading.Event()
-
-    def save(run, step, **state):
-        assert step != EVERY or reached.wait(300)
-        write(run, step, **state)
-
-    monkeypatch.setattr(checkpoint, "save", save)
+    out, reached = tmp_path / "run", threading.Event()
     monkeypatch.setattr(train_module, "has_room", lambda *of: room)
     stop_there = lambda: (reached.set(), terminate())
-    line = run(*argv, "--out", out, code=143, after=EVERY + 3, act=stop_there)
+    with writing(lambda step: step != EVERY or reached.wait(300)):
+        line = run(*argv, "--out", out, code=143, after=EVERY + 3, act=stop_there)
     assert f"step {EVERY + 4} of {STEPS} is saved" in line
     assert checkpoint.steps(out) == [EVERY, EVERY + 4]
     shutil.rmtree(out / "checkpoints" / str(EVERY + 4))
@@ -233,16 +249,13 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     assert losses(out) == losses(finished)[: EVERY + 3]
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(argv, tmp_path, monkeypatch, stands_in):
-    write = checkpoint.save
-
-    def save(run, step, **state):
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(argv, tmp_path, stands_in):
+    def fill(step):
         if step == 2 * EVERY:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(run, step, **state)
 
-    monkeypatch.setattr(checkpoint, "save", save)
-    assert "the disk is full; free some space" in run(*argv, "--out", tmp_path / "run", code=1)
+    with writing(fill):
+        assert "the disk is full; free some space" in run(*argv, "--out", tmp_path / "run", code=1)
     assert checkpoint.steps(tmp_path / "run") == [EVERY]
 
 
@@ -251,31 +264,26 @@ def test_a_finished_run_goes_on_with_more_steps(finished, copied):
     after = losses(copied)
     assert after[: STEPS + 1] == losses(finished)
     assert [record["step"] for record in after[STEPS + 1 :]] == list(range(STEPS + 1, STEPS + 11))
-    assert json.loads((copied / "config.json").read_text())["flags"]["steps"] == STEPS + 10
+    assert checkpoint.read_config(copied)["flags"]["steps"] == STEPS + 10
 
 
 def test_a_run_keeps_as_many_checkpoints_as_it_is_asked_for(argv, tmp_path, stands_in):
-    """And another number when it is resumed, also one of a version that had no such flag."""
+    """And another number when it is resumed."""
     out = tmp_path / "run"
     run(*argv, "--out", out, "--checkpoint-every", 1, "--keep", 5, code=143, after=5)
     assert checkpoint.steps(out) == [2, 3, 4, 5, 6]
-    stored = json.loads((out / "config.json").read_text())
-    assert stored["flags"].pop("keep") == 5
-    (out / "config.json").write_text(json.dumps(stored))
-    resume(out, code=143, after=6)
-    assert checkpoint.steps(out) == [5, 6, 7]
-    resume(out, "--keep", 2, code=143, after=7)
-    assert checkpoint.steps(out) == [7, 8]
+    resume(out, "--keep", 2, code=143, after=6)
+    assert checkpoint.steps(out) == [6, 7]
 
 
 def test_parallel_alone_is_over_all_devices(argv, tmp_path, monkeypatch):
     """Also on a CPU, where a run without it takes one; where there is one, the run says so."""
     count, compiled = len(jax.devices()), jax.jit(lambda: 0).lower().compile()
-    none = program.Programs(lambda: TrainState({}, *[None] * 3), compiled, None)
+    none = program.Programs(lambda seed: TrainState({}, *[None] * 3), compiled, None)
     monkeypatch.setattr(train_module, "compile_programs", lambda *args, fresh: none)
-    for name in ("_loop", "_finish"):
-        monkeypatch.setattr(train_module.Trainer, name, lambda *args: (None, None))
-    monkeypatch.setattr(train_module, "plot_losses", lambda *args, **options: None)
+    trained = train_module.Trained(tmp_path, 0, None, [], 0.0, None)
+    describe = lambda self, begun: self._describe(begun.state) or trained
+    monkeypatch.setattr(train_module.Trainer, "_train", describe)
     out, start = tmp_path / "one", [*argv, "--batch-size", count, "--out"]
     assert "device   1 × cpu" in run(*start, out)
     shared = f"device   {count} × cpu, fp32\nmesh     fsdp={count}\n"
@@ -284,7 +292,7 @@ def test_parallel_alone_is_over_all_devices(argv, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
     printed = run(*start, tmp_path / "alone", "--parallel", "fsdp")
     assert "1 × cpu, fp32\nmesh     none: one device has what --parallel fsdp would" in printed
-    edit(out / "config.json", flags={"mesh": "tensor=4", "devices": "auto"})
+    edit(out / "config.yaml", mesh="tensor=4", devices="auto")
     assert resume(out, code=1) == (
         "jaxkern: error: the run's --mesh tensor=4 is more than this machine's 1 (cpu); choose "
         "another for --resume by --mesh, --parallel or --devices\n"
@@ -305,44 +313,45 @@ def test_a_run_is_not_overwritten_nor_changed(finished):
 
 def test_resuming_goes_back_from_a_damaged_checkpoint(finished, copied):
     path, before = copied / "checkpoints" / str(STEPS), STEPS - EVERY
-    (path / "manifest.json").write_text((path / "manifest.json").read_text()[:-100])
+    largest = max((p for p in (path / "state").rglob("*") if p.is_file()), key=os.path.getsize)
+    os.truncate(largest, largest.stat().st_size // 2)
     printed = resume(copied)
-    assert f"checkpoint {path} is damaged: its manifest.json is no manifest; " in printed
-    assert f"renamed to .damaged, and the run goes back to step {before}" in printed
+    assert re.search(
+        rf"warning: checkpoint {path} cannot be read \(.*\); it is renamed to", printed
+    )
     assert f"continued from step {before}" in printed
     assert losses(copied) == losses(finished)
-    assert checkpoint.newest(copied, ONE) == (STEPS, [])
+    assert checkpoint.steps(copied)[-1] == STEPS
     assert path.with_name(f"{STEPS}.damaged").is_dir()
 
 
 def edit(path, **values):
-    """Replaces values in a file of JSON, or some of a table there."""
-    content = json.loads(path.read_text())
+    """Replaces values in a file of JSON or YAML, or some of a table there."""
+    content = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text())
     for name, value in values.items():
         content[name] = content[name] | value if isinstance(value, dict) else value
     path.write_text(json.dumps(content))
 
 
-CONFIG, MANIFEST = "config.json", f"checkpoints/{STEPS}/manifest.json"
-TINY = {"d_model": 128, "n_layers": 4, "d_state": 16}
+CONFIG, RECORD = "config.yaml", "run.json"
 
 
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        (CONFIG, b'{"format": "jaxk', "config.json is damaged (Unterminated string"),
-        (CONFIG, b"\xff", "config.json is damaged ("),
-        (CONFIG, b"[]", "not written by this version of jaxkern"),
-        (CONFIG, {"format": "jaxkern-lm-0"}, "its format is 'jaxkern-lm-0', not 'jaxkern-lm-1'"),
-        (CONFIG, {"flags": None}, 'config.json is damaged: it has no "flags"'),
-        (CONFIG, {"flags": {"steps": -3}}, "flags.steps cannot be -3"),
-        (CONFIG, {"model": {"d_model": 32}}, "is not that of preset micro: d_model is 32, not 16."),
-        (CONFIG, {"model": {"width": 32}}, "model is not that of preset micro: "),
-        (CONFIG, {"precision": "fp8"}, "precision is 'fp8', and by flags.mixed_precision it is"),
-        (CONFIG, {"data": {"fingerprint": "0"}}, "is not the data that this run began with"),
-        (MANIFEST, {"model": TINY}, "is of preset tiny, and the run is of preset micro: d_model"),
-        ("corpus/corpus.json", b"[]", "is missing or has changed"),
-        ("corpus/train.bin", None, "is missing or has changed"),
+        (RECORD, b'{"format": "jaxk', "damaged (JSONDecodeError: Unterminated string"),
+        (RECORD, b"[]", "damaged (TypeError"),
+        (RECORD, {"format": "jaxkern-lm-1"}, "its format is 'jaxkern-lm-1', not 'jaxkern-lm-2'"),
+        (RECORD, {"data": None}, "is damaged (a table is missing)"),
+        (
+            RECORD,
+            {"model": {"d_model": 32}},
+            "its model is not that of the run, where d_model is 32, ",
+        ),
+        (RECORD, {"precision": "fp8"}, "where mixed_precision is fp8, not params=float32"),
+        (RECORD, {"data": {"folder": "0"}}, "are missing or have changed since the run began"),
+        (CONFIG, b"\xff", "config.yaml is damaged (UnicodeDecodeError"),
+        (CONFIG, {"step": 3}, "config.yaml cannot be read ("),
         ("metrics.jsonl", b'{"step": 0}\nhello\n', "metrics.jsonl, line 2 is not a record"),
     ],
 )
@@ -353,8 +362,8 @@ def test_what_cannot_be_resumed_is_told_before_anything_is_compiled(
     path = copied / file
     if isinstance(change, dict):
         edit(path, **change)
-    else:  # its own bytes the other way round, where no others are named
-        path.write_bytes(path.read_bytes()[::-1] if change is None else change)
+    else:
+        path.write_bytes(change)
     before = sorted(copied.rglob("*"))
     assert words in resume(copied, "--steps", STEPS + 10, code=1)
     assert sorted(copied.rglob("*")) == before
@@ -375,6 +384,29 @@ def test_a_run_that_diverges_says_so(argv, tmp_path, stands_in, policy, steps, w
     assert line.startswith("jaxkern: error: training diverged: ")
     assert re.search(words, line), line
     assert all(record["step"] <= 10 for record in losses(tmp_path / "run"))
+
+
+def test_a_trainer_in_a_thread_of_python(finished, argv, tmp_path, stands_in):
+    """It takes a configuration, handles no signals, and gives what the command leaves."""
+    flags = {"preset": "micro", "data": (str(argv[4]),), "checkpoint_every": EVERY, "steps": 8}
+    config = TrainConfig.from_flags(flags | {"eval_every": 10, "eval_batches": 1})
+    found, before = [], signal.getsignal(signal.SIGINT)
+
+    def train():
+        with mock.patch.object(train_module.Trainer, "show", None):  # the command's alone
+            found.append(jaxkern.lm.Trainer(config, tmp_path / "run").fit())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    (trained,) = found
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (trained.step, trained.out, len(trained.records)) == (8, tmp_path / "run", 9)
+    assert int(trained.state.step) == 8
+    assert (tmp_path / "run" / "loss.png").exists()
+    again = jaxkern.lm.Trainer.resume(tmp_path / "run").fit()
+    assert (again.step, again.tokens_per_second) == (8, 0.0)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again.state, trained.state))
 
 
 # How it ends: signals, and outputs that are closed
@@ -459,15 +491,15 @@ if place == "import":
                 strike()
     sys.meta_path.insert(0, Finder())
 else:
-    import orbax.checkpoint as ocp
     from jaxkern.lm import program
     from tests.test_lm_run import ONE, PRESETS, dataclasses
     PRESETS["micro"] = dataclasses.replace(PRESETS["micro"], model=ONE)
     if place == "compile":
         program.lowered_step = lambda *args: (strike(), time.sleep(1000))
     else:
-        write = ocp.StandardCheckpointer.save
-        ocp.StandardCheckpointer.save = lambda *args: (write(*args), strike())
+        from tests.test_lm_run import writing
+        struck = writing(lambda step: strike())
+        struck.__enter__()
 runpy.run_module("jaxkern", run_name="__main__", alter_sys=True)
 """
 
@@ -525,15 +557,16 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
     assert list(validation) == [0, 20, 40, 60]
     assert 7.5 < validation[0] < 8.5
     assert validation[REAL_STEPS] < 3.0  # the text is of eleven words
-    assert records[-1]["bits_per_byte"] == pytest.approx(records[-1]["loss"] / np.log(2))
+    in_bits = records[-1]["loss"] / np.log(2)  # of what begins and ends documents, too
+    assert records[-1]["bits_per_byte"] == pytest.approx(in_bits, rel=1e-3)
 
-    stored = json.loads((out / "config.json").read_text())
+    stored = checkpoint.read_config(out)
     assert (stored["flags"]["preset"], stored["flags"]["data"]) == (preset, [str(text)])
     assert stored["model"]["d_model"] == 16
     if preset == "mamba2-micro":
         kind = {"block": "mamba2", "headdim": 8, "dt_limit": [0.0, "inf"]}
         assert kind.items() <= stored["model"].items()
-    assert len(stored["data"]["fingerprint"]) == 32
+    assert len(stored["data"]["folder"]) == 16
     assert {"jax", "flax", "jaxkern"} <= stored["versions"].keys()
     assert checkpoint.steps(out) == [20, 40, 60]
 
@@ -557,7 +590,8 @@ def test_a_run_of_a_model_goes_on_to_the_same_losses_and_is_sampled(learned, pre
     argv = ["sample", "--run", whole, "--prompt", "the ", "--length", 200]
     first = run(*argv, "--seed", 3)
     assert first.startswith("the ")
-    assert " of " in first
+    words = {"a", "scan", "state", "of", "gate.", "and", "chunk", "step", "reads", "keeps", "gate"}
+    assert len(words & {*first.split()}) >= 2
     assert len(first.encode()) == len("the ") + 200 + len("\n")
     assert run(*argv, "--seed", 3) == first
     assert run(*argv, "--temperature", 0) != first
@@ -570,7 +604,7 @@ def test_a_killed_process_goes_on_to_the_same_losses(learned, tmp_path):
     run(*argv, "--out", out, code=143, after=12)
     assert drive("write", "SIGKILL", "train", "--resume", "--out", out) == (-signal.SIGKILL, "")
     assert checkpoint.steps(out) == [13]
-    assert (out / "checkpoints" / "20.partial").exists()
+    assert (out / "checkpoints" / f"20{PARTIAL}").exists()
     assert "continued from step 13" in resume(out)
     assert losses(out) == losses(whole)
 
@@ -623,7 +657,7 @@ def test_a_run_is_shown_beside_its_metrics_and_goes_on_there(argv, tmp_path, sta
     out, logged = tmp_path / "run", lambda: [call.kwargs["step"] for call in wandb.log.mock_calls]
     flags = ["--out", out, "--log-every", 2, "--log-to", "tensorboard", "wandb"]
     run(*argv, *flags, "--profile", "3:2", code=143, after=7)
-    stored = json.loads((out / "config.json").read_text())
+    stored = checkpoint.read_config(out)
     assert stored["flags"]["log_to"] == ["tensorboard", "wandb"]
     assert logged() == [*range(9)]
     (trace,) = (out / "profile").rglob("*.trace.json.gz")
@@ -677,5 +711,5 @@ def test_the_steps_that_are_traced(tmp_path):
         ("50", 40, 100, (50, 54)),
         ("100:1", 0, 100, (100, 100)),
     ):
-        profile = Profile(tmp_path, steps, done=done, end=end)
+        profile = trackers.Profile(tmp_path, steps, done=done, end=end)
         assert (profile.first, profile.last) == traced

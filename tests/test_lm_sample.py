@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 
@@ -23,9 +24,12 @@ from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
 from jaxkern.precision import Policy
 from tests.language_models import (
+    HYBRID,
     MICRO,
+    ROTARY,
     command,
     greedy_float64,
+    jit,
     logits_float64,
     random_params,
     refused,
@@ -142,7 +146,7 @@ def test_a_token_that_no_text_has_is_not_drawn(monkeypatch):
             yield chunk
 
     monkeypatch.setattr(sample, "generate_tokens", noted)
-    theirs = sample.Tokens(words, {"vocab_size": 320, "bos_token_id": 0})
+    theirs = sample.Tokens(words, 320, first=0)
     ours = sample.codec_of(data.tokenizer.Tokenizer(words, 0, 999))
     for codec, there in ((theirs, known.values()), (ours, known.values()), (sample.Bytes(), BYTES)):
         model = loader.LanguageModel(config, params, codec=codec)
@@ -170,8 +174,8 @@ def test_logits_that_are_not_numbers_are_told():
         (TypeError, "temperature must be a number, got '1'", {"temperature": "1"}),
         (ValueError, "top_k must be at least 0, got -1", {"top_k": -1}),
         (TypeError, "top_k must be a whole number, got 1.5", {"top_k": 1.5}),
-        (ValueError, "top_p must be above 0 and at most 1, got 0", {"top_p": 0}),
-        (ValueError, "top_p must be above 0 and at most 1, got 2", {"top_p": 2}),
+        (ValueError, "top_p must be above 0 and at most 1, .* got 0", {"top_p": 0}),
+        (ValueError, "top_p must be above 0 and at most 1, .* got 2", {"top_p": 2}),
         (ValueError, "length must be at least 0, got -3", {"length": -3}),
         (ValueError, "seed must be from 0 to 2147483647, got -1", {"seed": -1}),
         (ValueError, "prompts must have at least one prompt", {"prompts": []}),
@@ -181,8 +185,10 @@ def test_logits_that_are_not_numbers_are_told():
         (TypeError, r"prompts\[0\] must be .* dtype float64", {"prompts": [[0.5]]}),
         (ValueError, r"prompts\[0\] has token 256, .* 0 to 255", {"prompts": [[1, 256]]}),
         (ValueError, r"prompts\[0\] has token -1", {"prompts": [[-1]]}),
-        (TypeError, r"prompts\[1\] must be a text, got 3", {"texts": ["x", 3]}),
-        (TypeError, "prompts must be a text or several, got 3", {"texts": 3}),
+        (TypeError, r"prompts\[1\] must be a text or token ids, got 3", {"texts": ["x", 3]}),
+        (TypeError, "prompts must be a text or token ids, or several, got 3", {"texts": 3}),
+        (TypeError, "unexpected keyword argument 'lenght'", {"texts": "a", "lenght": 3}),
+        (TypeError, "stop ends texts, and a prompt is of tokens", {"texts": [[1]], "stop": ["a"]}),
         (TypeError, "stop must be a sequence of texts, got 'a'", {"texts": "a", "stop": "a"}),
         (TypeError, r"stop must be a sequence of texts, got \[1\]", {"texts": "a", "stop": [1]}),
         (ValueError, "stop has an empty text", {"texts": "a", "stop": [""]}),
@@ -274,35 +280,66 @@ def test_load(run):
     half = jaxkern.lm.load(run, step=5)
     np.testing.assert_array_equal(2 * half.params["embedding"], model.params["embedding"])
 
-    # Before these fields were there, models were of one kind.
-    kept = ("d_model", "n_layers", "d_state", "expand", "d_conv", "vocab_size")
-    old = lambda content: content.update(model={k: content["model"][k] for k in kept})
-    rewrite(run / "config.json", old)
-    rewrite(run / "checkpoints" / "10" / "manifest.json", old)
-    assert jaxkern.lm.load(run).config == MICRO
+
+def test_tokens_go_on_with_tokens():
+    """Where nothing says what they are, too."""
+    model = dataclasses.replace(MODEL, codec=None)
+    found = model.generate(PROMPTS, length=21, temperature=0)
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        assert [*prompt, *tokens] == greedy_float64(MICRO, PARAMS, prompt, 21)
+    alone = model.stream(jnp.array(PROMPTS[1]), length=21, temperature=0)
+    assert [token for piece in alone for token in piece] == found[1]
+
+
+@pytest.mark.parametrize("shape", [HYBRID, pytest.param(ROTARY, marks=pytest.mark.exhaustive)])
+def test_attention_has_room_for_all_tokens_and_tells_what_is_beyond(parts, monkeypatch, shape):
+    monkeypatch.setattr(sample, "_LEAST", 16)
+    shape = dataclasses.replace(shape, layers=f"{shape.kinds[0]}, attention", n_layers=2)
+    model = loader.LanguageModel(shape, random_params(shape), codec=None)
+    found = model.generate(PROMPTS, length=21, temperature=0)
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        assert [*prompt, *tokens] == greedy_float64(shape, model.params, prompt, 21)
+    with pytest.raises(ValueError, match="length must say how many tokens"):
+        model.module().init_state(1)
+    step = jit(lambda params, state: model.module().step(jnp.array([5]), state))
+    state = model.module().init_state(1, 2)
+    for known in (True, True, False):
+        logits, state = step(model.params, state)
+        assert np.isfinite(logits).all() == known
+
+
+def test_a_terminal_gets_no_control_bytes(run, monkeypatch, capsys):
+    text = "\x1b[2J\ta\nb\r\x07\x7f\x9b é"
+    sample.show(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    sample.show(text + "\udc9b")
+    assert capsys.readouterr().out == r"\x1b[2J" + "\ta\nb" + r"\x0d\x07\x7f\x9b é\x9b"
+    monkeypatch.setattr(sample, "continuations", lambda *_, **__: iter([["\x1b"]]))
+    loader.write(MODEL, ["\x1b"])
+    assert capsys.readouterr().out == r"\x1b\x1b" + "\n"
 
 
 def test_load_goes_back_from_a_damaged_checkpoint(run):
-    manifest = run / "checkpoints" / "10" / "manifest.json"
-    rewrite(manifest, lambda content: content["files"].update({"params/more": "0"}))
-    with pytest.warns(UserWarning, match=r"/10 is damaged: .*; that of step 5 is loaded") as caught:
+    shutil.rmtree(run / "checkpoints" / "10" / "state")
+    words = r"/10 cannot be read \(.*; that of step 5 is loaded"
+    with pytest.warns(UserWarning, match=words) as caught:
         assert jaxkern.lm.load(run).step == 5
     assert caught[0].filename == __file__
-    refused(r"/10 is damaged", jaxkern.lm.load, run, step=10)
-    manifest = run / "checkpoints" / "5" / "manifest.json"
-    manifest.unlink()
-    refused(r"and none in .*run/checkpoints is whole", jaxkern.lm.load, run)
+    refused(r"/10 cannot be read", jaxkern.lm.load, run, step=10)
+    shutil.rmtree(run / "checkpoints" / "5" / "state")
+    refused(r"/10 cannot be read .*, nor any other of 5, 10", jaxkern.lm.load, run)
 
 
 def test_load_says_what_a_folder_is_not(run, tmp_path):
     refused(r"has no checkpoint of step 7; it has 5, 10", jaxkern.lm.load, run, step=7)
     words = r"is one checkpoint of a run; give the run's folder, .*run"
     refused(words, jaxkern.lm.load, run / "checkpoints" / "10")
-    refused(r"holds no run \(no config.json\)", jaxkern.lm.load, tmp_path)
+    refused(r"holds no run \(no run.json\)", jaxkern.lm.load, tmp_path)
     refused(r"there is no folder .*nowhere; give one that", jaxkern.lm.load, tmp_path / "nowhere")
-    rewrite(run / "config.json", lambda content: content["model"].update(heads=4))
-    refused(r"was written by version 0.0.9 of jaxkern, .*heads", jaxkern.lm.load, run)
-    rewrite(run / "config.json", lambda content: content.update(format="jaxkern-lm-2"))
+    rewrite(run / "run.json", lambda content: content["model"].update(heads=4))
+    refused(r"was written by jaxkern 0.0.9, .*heads", jaxkern.lm.load, run)
+    rewrite(run / "run.json", lambda content: content.update(format="jaxkern-lm-1"))
     refused(r"was not written by this version", jaxkern.lm.load, run)
     (run / "config.json").write_text('{"model_type": "mamba"}')
     refused(r"is no run, so that it has no step 5", jaxkern.lm.load, run, step=5)

@@ -421,7 +421,7 @@ def _carries(name: str, packed: bool) -> Any:
         half = lambda *shape: random(*shape).astype(jnp.bfloat16)
         x, weights, dt = half(b, l, g, r, p), half(b, l, g, n), jnp.abs(random(b, l, g, r))
         dt, rank = 0.01 + 0.01 * dt, ids_of(b, l) if packed else None
-        options = ssd.reference.Options(True, 128, "interpret")
+        options = ssd.reference.SsdOptions(True, 128, "interpret")
         return options, (x, dt, -dt, weights, rank), (-dt, weights, x, rank)
     b, l, d, n = 1, 14, 3, 2
     keep = jnp.ones((b, l)).at[0, 9].set(0.0)

@@ -111,7 +111,7 @@ def test_ssd_saved_states(every, count, dtype):
     tokens, steps, weights = shape(2, 200, 1, 5, 3), shape(2, 200, 1, 5), shape(2, 200, 1, 4)
 
     def run(save, gate=None):
-        options = reference.Options(False, every, "auto", save=save)
+        options = reference.SsdOptions(False, every, "auto", save=save)
         args = lambda *a: reference.reference_fwd(options, *a, None, gate, None, None, None)
         return jax.eval_shape(args, tokens, steps, steps, weights, weights)
 

@@ -10,8 +10,8 @@ import pytest
 
 import jaxkern
 from jaxkern.mosaic import launch
-from jaxkern.ops.ssd import backward, call, carry, forward, tiles
-from jaxkern.ops.ssd.reference import Options, by_group
+from jaxkern.ops.ssd import backward, forward, inputs, tiles
+from jaxkern.ops.ssd.reference import SsdOptions, by_group
 from tests import check
 from tests.ssd import (
     ALONG,
@@ -61,7 +61,7 @@ def passes():
     )
 
 
-OPTIONS = Options(True, tiles.CHUNK, "interpret", isolate_nan=False, save=True)
+OPTIONS = SsdOptions(True, tiles.CHUNK, "interpret", isolate_nan=False, save=True)
 
 
 def interpreted(f, *args):
@@ -114,7 +114,7 @@ def test_ssd_backward_kernel(passes, monkeypatch):
         after = jnp.pad(passes.dbetween, [(0, 0)] * 2 + widths)[:, None]
         return after.astype(tokens.dtype), after
 
-    monkeypatch.setattr(call, "chunk_sums", chunk_sums)
+    monkeypatch.setattr(inputs, "chunk_sums", chunk_sums)
     monkeypatch.setattr(backward, "launch_carry", launch_carry)
     check_backward(passes)
 
@@ -239,9 +239,9 @@ def test_parts_begin_where_the_sequence_is(chunks, part, sms, reverse, monkeypat
         state = jnp.exp2(decays[:, :, n, -1])[..., None, None] * state + own[n]
 
     monkeypatch.setattr(tiles, "num_sms", lambda: sms)
-    sizes = tiles.Scan(1, 2, 1, 64, 64, chunks, warpgroups=2, part_chunks=part)
+    sizes = tiles.SsdTile(1, 2, 1, 64, 64, chunks, warpgroups=2, part_chunks=part)
     with launch.interpreter():
-        starts = carry.part_starts(sizes, reverse, tokens, weights, steps, initial)
+        starts = forward.part_starts(sizes, reverse, tokens, weights, steps, initial)
     want = jnp.stack([want[n] for n in range(sizes.parts)], axis=1)
     np.testing.assert_allclose(starts, want, atol=2**-12 * float(jnp.abs(want).max()))
 

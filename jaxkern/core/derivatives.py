@@ -140,17 +140,16 @@ def _jvp(primals: Arrays, tangents: Arrays, *, residuals: int, **params: Any) ->
     """In the tangents it is linear; in the residuals it is differentiated as plain JAX."""
     params["residuals"] = residuals
     if all(isinstance(t, ad.Zero) for t in tangents[:residuals]):
-        moved = map(ad.instantiate_zeros, tangents[residuals:])
-        return linear_p.bind(*primals, **params), linear_p.bind(
-            *primals[:residuals], *moved, **params
-        )
+        along = (*primals[:residuals], *map(ad.instantiate_zeros, tangents[residuals:]))
+        return linear_p.bind(*primals, **params), linear_p.bind(*along, **params)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def of_moving(*arrays: Any) -> Arrays:
-        given = dict(zip(moving, arrays, strict=True))
-        return _forward(*(given.get(i, p) for i, p in enumerate(primals)), **params)
+        moved = dict(zip(moving, arrays, strict=True))
+        return _forward(*(moved.get(i, p) for i, p in enumerate(primals)), **params)
 
-    return jax.jvp(of_moving, *([of[i] for i in moving] for of in (primals, tangents)))
+    given = [primals[i] for i in moving]
+    return jax.jvp(of_moving, given, [tangents[i] for i in moving])
 
 
 ad.primitive_jvps[linear_p] = _jvp

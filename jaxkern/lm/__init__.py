@@ -1,25 +1,25 @@
-"""The main job: language models of Mamba and Mamba-2 blocks, from the command line.
+"""The main job: language models of Mamba blocks and attention, from the command line.
 
 cli         subcommands, one-line errors
 flags       the commands' flags and their help
 config      presets, the configuration of a run
-resume      the configuration of a resumed run
 data        files of text -> bytes or tokens on disk -> batches
 model       the language model (flax.nnx) on jaxkern's ops
+layers      attention and MLPs of hybrid models
 step        one optimizer step and one evaluation, as pure functions
 evaluate    validation, of every source
 checkpoint  what a run directory holds; save, restore
 hf          checkpoints in the layout of Hugging Face
 export      writes a run in that layout
-hf_layouts  how transformers stores each kind of block
+hf_layouts  how transformers stores each kind of model
+untrusted   reads files that a stranger may have written
 report      progress, metrics.jsonl, loss.png
-trackers    TensorBoard and Weights & Biases
+trackers    TensorBoard, Weights & Biases, a trace of some steps
 memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
 run         a run's folder before and around its steps: begun, resumed, continued
-profiling   a trace of some steps
 program     the compiled programs of a run, and where their arrays lie
-train       the training loop
+train       the training loop: `Trainer`
 sample      decoding, of several prompts at once
 loader      a trained model in Python: `load`
 warm        lowers the kernels of a run beforehand
@@ -28,10 +28,20 @@ doctor      what would run on this machine, and why
 
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxkern.lm.loader import LanguageModel
+    from jaxkern.lm.train import Trainer as Trainer
+
+
+def __getattr__(name: str) -> Any:
+    """`Trainer`, whose packages are imported where it is asked for."""
+    if name != "Trainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from jaxkern.lm.train import Trainer
+
+    return Trainer
 
 
 def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "LanguageModel":
@@ -45,8 +55,9 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
 
     Returns:
       The model's shape, ``config``; its parameters, ``params``; and what calls it and samples from
-      it: ``model(tokens)`` gives logits, ``model.generate(prompts)`` texts, ``model.module()`` the
-      flax.nnx module; ``model.encode(text)`` and ``model.decode(tokens)`` are by its tokenizer.
+      it: ``model(tokens)`` gives logits, ``model.generate(prompts)`` what follows texts or tokens,
+      ``model.module()`` the flax.nnx module; ``model.encode(text)``, ``model.decode(tokens)`` are
+      by its tokenizer.
 
     Raises:
       ImportError: flax or orbax is missing; ``pip install flax orbax-checkpoint``.

@@ -1,85 +1,77 @@
-"""What a run directory holds, and saving and restoring it.
+"""What a run's folder holds, and saving and restoring it.
 
-    config.json      the configuration, written first: its presence makes the directory a run
-    corpus/          the packed text, or its tokens
-    tokenizer.json   what made the tokens, where they are not bytes
+    config.yaml      the configuration
+    run.json         what else the run began with; written last: its presence makes a folder a run
+    corpus/          the tokens
+    tokenizer.json   what made them, where they are not bytes
     metrics.jsonl    one line per step
-    checkpoints/N/   the state after N steps: params/ and optimizer/ by orbax, manifest.json
+    checkpoints/N/   orbax's, after N steps: `state`, the arrays; `data`, the state of the iterator
     loss.png
 
-A checkpoint is written, while steps go on, under another name and renamed when it is whole and on
-disk, so one that has its name is whole, whenever the process was killed. Its manifest lists the
-SHA-256 of every file, so that damage done later is told from a good file before anything is read
-into the model. Nothing is pickled: orbax stores arrays and JSON.
+orbax writes a checkpoint under another name and renames it when it is whole and on disk, so one
+that has its name is whole, whenever the process was killed.
 """
 
 import contextlib
+import dataclasses
 import errno
-import gc
-import hashlib
 import json
-import logging
 import os
+import platform
 import shutil
-import sys
-import threading
 import uuid
-import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxkern.lm.config import DEFAULTS, PRESETS, ModelConfig, RunError
-from jaxkern.lm.data.files import sync_folder, write_atomically
+import jaxkern
+from jaxkern.lm.config import ModelConfig, RunError, TrainConfig
+from jaxkern.lm.data import write_atomically
 from jaxkern.lm.processes import ALONE, Alone
+from jaxkern.precision import Policy
 
 if TYPE_CHECKING:  # orbax takes a second to import, which the first step need not wait for
     import orbax.checkpoint as ocp
 
-FORMAT = "jaxkern-lm-1"
-_LOCK = ".lock"
+FORMAT = "jaxkern-lm-2"  # raised where older folders cannot be read
+LOCK, _RECORD, _CONFIG, _CHECKPOINTS = ".lock", "run.json", "config.yaml", "checkpoints"
+BEFORE = (LOCK, _CONFIG, "tokenizer.json")
+"""What may lie, beside tokens, in a folder where a run has not begun."""
 
 
-class DamagedError(RunError):
-    """A checkpoint whose files are not those that were written: `what`, and what is before it."""
-
-    def __init__(self, what: str, before: str):
-        super().__init__(f"{what}; {before}")
-        self.what = what
+def is_run(out: Path) -> bool:
+    """Whether a run has begun in a folder."""
+    return (out / _RECORD).exists()
 
 
 def check_fresh(out: Path) -> None:
-    """Refuse a directory that already holds a run or anything else, or is no directory."""
+    """Refuse a folder that already holds a run or anything else, or is no folder."""
     if out.exists() and not out.is_dir():
         raise RunError(f"--out {out} is a file; name a new folder")
-    if (out / "config.json").exists():
+    if is_run(out):
         raise RunError(
             f"--out {out} already holds a run; add --resume to continue it, or name a new folder"
         )
-    # A run that was stopped before it began leaves these.
-    left = {"corpus", "tokenizer.json", _LOCK}
-    if out.exists() and {path.name for path in out.iterdir()} - left:
+    if out.exists() and {path.name for path in out.iterdir()} - {"corpus", *BEFORE}:
         raise RunError(f"--out {out} is not empty; name a new folder")
 
 
 @contextlib.contextmanager
 def only_process(out: Path) -> Iterator[str]:
-    """Hold the run directory; a second process that trains in it is refused.
+    """Hold the run's folder; a second process that trains in it is refused.
 
-    Inside, a file there has the text that is yielded, by which others tell that they see it.
-
-    The lock belongs to the process, so a killed one leaves none behind. A file system without locks
+    Inside, `.lock` there has the text that is yielded, by which others tell that they see it. The
+    lock belongs to the process, so a killed one leaves none behind. A file system without locks
     cannot tell of a second process.
     """
     import fcntl
 
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / _LOCK, "w") as file:
+    with open(out / LOCK, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -89,18 +81,8 @@ def only_process(out: Path) -> Iterator[str]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                 raise
-        token = uuid.uuid4().hex
-        file.write(token)
-        file.flush()
+        print(token := uuid.uuid4().hex, end="", file=file, flush=True)
         yield token
-
-
-def is_held(out: Path, token: str) -> bool:
-    """Whether this is the folder that the process which was given `token` holds."""
-    try:
-        return (out / _LOCK).read_text(encoding="utf-8") == token
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager
@@ -118,274 +100,255 @@ def written(path: Path) -> Iterator[None]:
         raise OSError(errno.EFBIG, large, str(path)) from error
 
 
+def write_config(run: Path, config: TrainConfig, data: dict[str, Any]) -> None:
+    """Write config.yaml and run.json, which make the folder a run; `data` is its corpus's info."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    versions = {name: metadata.version(name) for name in packages}
+    versions |= {"python": platform.python_version(), "jaxkern": jaxkern.__version__}
+    record = {"format": FORMAT, "model": config.model.stored(), "precision": _dtypes(config)}
+    record |= {"data": data, "versions": versions}
+    config.save(run / f"{_CONFIG}.tmp")
+    os.replace(run / f"{_CONFIG}.tmp", run / _CONFIG)  # whole, whenever the process is killed
+    write_atomically(run / _RECORD, json.dumps(record, indent=2) + "\n")
+
+
 def read_config(run: Path) -> dict[str, Any]:
-    """Reads config.json of a run directory.
+    """The record of a run: what run.json holds, and its configuration as `flags`.
 
     Raises:
-        RunError: if it is missing, damaged or of another version.
+        RunError: it is missing, damaged or of another version.
     """
-    path = run / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise RunError(
-            f"{run} holds no run (no config.json); give the --out folder of a jaxkern train"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(
-            f"{path} is damaged ({error}); restore it, or start a new run with another --out"
-        ) from None
-    written = config.get("format") if isinstance(config, dict) else None
-    if written != FORMAT:
-        raise RunError(
-            f"{path} was not written by this version of jaxkern: its format is {written!r}, "
-            f"not {FORMAT!r}; start a new run with another --out"
+    import yaml
+
+    if not is_run(run):
+        older = '"jaxkern-lm-1"' in text_of(run / "config.json")
+        what = (
+            "is a run of an earlier version of jaxkern" if older else f"holds no run (no {_RECORD})"
         )
-    for name in ("flags", "model", "data"):
-        if not isinstance(config.get(name), dict):
-            raise RunError(f'{path} is damaged: it has no "{name}"; start a new run')
+        remedy = "train again with another --out" if older else "give the --out of a jaxkern train"
+        raise RunError(f"{run} {what}; {remedy}")
+    try:
+        record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
+        record["flags"] = yaml.safe_load((run / _CONFIG).read_text(encoding="utf-8"))
+        found, tables = record["format"], [record[name] for name in ("flags", "model", "data")]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
+        found, tables, reason = FORMAT, [None], f"{type(error).__name__}: {error}"
+    else:
+        reason = "a table is missing"
+    if found != FORMAT:
+        raise RunError(
+            f"{run} was not written by this version of jaxkern: its format is {found!r}, not "
+            f"{FORMAT!r}; train again with another --out"
+        )
+    if not all(isinstance(table, dict) for table in tables):
+        raise RunError(
+            f"{run}: {_RECORD} or {_CONFIG} is damaged ({reason}); restore it, or train again with "
+            "another --out"
+        )
+    return record
+
+
+def config_of(run: Path, stored: dict[str, Any]) -> TrainConfig:
+    """The configuration of a run; `stored` is its record.
+
+    Raises:
+        RunError: it cannot be read, or its model is not that of the checkpoints.
+    """
+    config = TrainConfig.load(run / _CONFIG)
+    if config.init_hf:
+        config = dataclasses.replace(config, shape=ModelConfig.from_stored(stored["model"]))
+    own = config.model.stored() | {"mixed_precision": _dtypes(config)}
+    found = stored["model"] | {"mixed_precision": stored.get("precision")}
+    if differing := differences(found, own):
+        raise RunError(
+            f"{run / _CONFIG}: its model is not that of the run, where {differing}; put it back, "
+            "or start a new run"
+        )
     return config
 
 
-def save(
-    run: Path,
-    step: int,
-    *,
-    params: Any,
-    optimizer: Any,
-    model: ModelConfig,
-    keep: int = DEFAULTS["keep"],
-    peers: Alone = ALONE,
-) -> None:
-    """Write the checkpoint of a step, then remove all but the last ones.
+def _dtypes(config: TrainConfig) -> str:
+    """The dtypes of a run, or what names none."""
+    try:
+        return str(Policy.parse(config.mixed_precision))
+    except ValueError:
+        return config.mixed_precision
+
+
+def text_of(path: Path) -> str:
+    """The text of a small file; "" if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def steps(run: Path) -> list[int]:
+    """The steps of the finished checkpoints of a run, ascending."""
+    names = (path.name for path in (run / _CHECKPOINTS).glob("*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+class Restored(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+        step: how many steps it is after.
+        state: the arrays that were asked for, in their tree.
+        data: the state of the iterator over the batches.
+        damaged: of each newer checkpoint that cannot be read, a sentence.
+    """
+
+    step: int
+    state: Any
+    data: Any
+    damaged: list[str]
+
+
+def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALONE) -> Restored:
+    """Read the newest checkpoint of a run that can be read, or that of a step.
 
     Args:
-        run: the run directory.
-        step: steps done.
-        params: pytree of arrays; read alone for sampling.
-        optimizer: pytree of arrays; whatever else a resumed run needs.
-        model: the model's shape, to be compared when the checkpoint is read.
-        keep: how many checkpoints stay.
-        peers: the processes of the run, each of which writes its parts of the arrays.
-    """
-    folder = run / "checkpoints"
-    partial = folder / f"{step}.partial"
-    if peers.main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    try:
-        with written(partial), _told_by_exceptions(), _checkpointer(peers) as checkpointer:
-            checkpointer.save(partial.resolve() / "params", params)
-            checkpointer.save(partial.resolve() / "optimizer", optimizer)
-        if not peers.main:  # process 0 goes on when all have written
-            return
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "model": model.stored(),
-            "files": _digests(partial),
-        }
-        write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    except BaseException:
-        if peers.main:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    os.rename(partial, folder / str(step))
-    sync_folder(folder)
-    for old in steps(run)[:-keep]:
-        _remove(folder / str(old))
-
-
-class Saver:
-    """Writes the checkpoints of a run while its steps go on, one at a time.
-
-    The arrays are copied on their devices, so that the next step may overwrite them, and a thread
-    writes the copies. Where there is no room for these, the host takes them, and the caller waits
-    until it has; of several processes it waits until all is written.
-
-    Args:
-        run: the run directory.
-        like: pytree of jax.ShapeDtypeStruct with shardings, as the parameters and the rest are that
-            are saved; ``None`` where the devices cannot hold a second state beside a step.
-        peers: the processes of the run.
-        **options: the others of :func:`save`.
-    """
-
-    def __init__(self, run: Path, *, like: tuple[Any, Any] | None, peers: Alone, **options: Any):
-        self._run, self._options = run, {"peers": peers, **options}
-        self._waits = like is None and peers.count > 1  # a host has a part of the arrays alone
-        if like is not None:
-            self._copy = _copy_on_devices(like)
-        else:
-            self._copy = (lambda tree: tree) if self._waits else _copy_to_host
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
-
-    def start(self, step: int, params: Any, optimizer: Any, *, before: Callable[[], None]) -> None:
-        """Begin the checkpoint of a step, when the one before is whole.
-
-        The thread runs `before` first: what it waits for, such as a disk, no step waits for.
-        """
-        self.wait()
-        params, optimizer = self._copy((params, optimizer))
-
-        def write() -> None:
-            before()
-            save(self._run, step, params=params, optimizer=optimizer, **self._options)
-
-        self._writing = self._thread.submit(write)
-        if self._waits:
-            self.wait()
-
-    def check(self) -> None:
-        """Raise what went wrong with the checkpoint that was begun; wait for nothing."""
-        if self._writing is not None and self._writing.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until the checkpoint that was begun is whole and on disk; raise what went wrong."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-    def close(self) -> None:
-        """Wait as `wait` does, and end the thread."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
-
-
-def _copy_on_devices(like: Any) -> Callable[[Any], Any]:
-    """A program that copies arrays like these where they are."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-    copy = lambda tree: jax.tree.map(jnp.copy, tree)
-    return jax.jit(copy, out_shardings=shardings).lower(like).compile()
-
-
-def _copy_to_host(tree: Any) -> Any:
-    return jax.tree.map(np.array, jax.device_get(tree))
-
-
-def newest(run: Path, model: ModelConfig) -> tuple[int, list[str]]:
-    """The step of the last checkpoint that is whole, and what is wrong with those after it.
-
-    The step is 0 where there is no checkpoint.
+        run: the run's folder.
+        like: pytree of jax.ShapeDtypeStruct with shardings: the state, or a dict of some of its
+            fields, such as ``{"params": …}``.
+        step: which checkpoint; by default the newest.
+        peers: the processes that read it at the same time, each its parts.
 
     Raises:
-        RunError: if the run has checkpoints and none is whole, or if one is of another model.
+        RunError: there is none, or none that can be read.
     """
-    wrong = []
-    for step in reversed(steps(run)):
-        try:
-            check(run, step, model)
-        except DamagedError as error:
-            wrong.append(error)
-        else:
-            return step, [*map(str, wrong)]
-    if wrong:
-        raise RunError(
-            f"{wrong[0].what}, and none in {run / 'checkpoints'} is whole (steps "
-            f"{', '.join(map(str, steps(run)))}); put one back from a copy, or train again with "
-            "another --out"
-        )
-    return 0, []
+    there = steps(run)
+    if step is not None and step not in there:
+        known = ", ".join(map(str, there)) or "none"
+        raise RunError(f"{run} has no checkpoint of step {step}; it has {known}")
+    if not there:
+        raise RunError(f"{run} has no checkpoint yet; train it for longer")
+    damaged: list[str] = []
+    with contextlib.closing(_manager(run, peers)) as manager:
+        for at in [step] if step is not None else reversed(there):
+            try:
+                state, data = _read(manager, at, like)
+                return Restored(at, state, data, damaged)
+            except Exception as error:  # whatever orbax, JSON and the system say of such files
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                path = run / _CHECKPOINTS / str(at)
+                damaged.append(f"checkpoint {path} cannot be read ({reason})")
+    rest = f", nor any other of {', '.join(map(str, there))}" if len(damaged) > 1 else ""
+    raise RunError(f"{damaged[0]}{rest}; put it back from a copy, or train again")
 
 
-def check(run: Path, step: int, model: ModelConfig) -> None:
-    """Refuse a checkpoint that is damaged, of another version, or of another model.
+def _read(manager: "ocp.CheckpointManager", step: int, like: Any) -> tuple[Any, Any]:
+    """The arrays and the iterator's state of a checkpoint.
 
     Raises:
-        DamagedError: its files are not those that were written.
-        RunError: it is of another version or of another model.
+        Exception: of any kind, where it cannot be read.
     """
-    path = run / "checkpoints" / str(step)
-    before = [other for other in steps(run) if other < step]
-    other = f"the one before is of step {before[-1]}" if before else "there is none before it"
+    import orbax.checkpoint as ocp
 
-    def damaged(what: str) -> DamagedError:
-        return DamagedError(f"checkpoint {path} is damaged: {what}", other)
-
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        written, at = manifest["format"], manifest["step"]
-        stored, files = manifest["model"], manifest["files"]
-    except FileNotFoundError:
-        raise damaged("it has no manifest.json") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise damaged("its manifest.json is no manifest") from None
-    try:
-        stored = ModelConfig.from_stored(stored) if written == FORMAT else None
-    except (TypeError, ValueError):
-        stored = None
-    if stored is None:
-        raise RunError(
-            f"checkpoint {path} was not written by this version of jaxkern, or its manifest.json "
-            f"was edited; move that folder away, and then {other}"
-        )
-    if stored != model:
-        raise RunError(
-            f"checkpoint {path} is of {_preset(stored)}, and the run is of {_preset(model)}: "
-            f"{differences(stored, model)}; move that folder away, and then {other}"
-        )
-    if at != step:
-        raise damaged(f"by its manifest.json it is of step {at}")
-    if _digests(path) != files:
-        raise damaged("its files are not those that were written")
+    given = ocp.checkpoint_utils.construct_restore_args(like)
+    part = isinstance(like, dict)
+    state = ocp.args.PyTreeRestore(like, restore_args=given, partial_restore=part)
+    found = manager.restore(step, args=ocp.args.Composite(state=state, data=ocp.args.JsonRestore()))
+    for path, leaf in jax.tree.leaves_with_path(found["state"]):
+        if isinstance(leaf, jax.ShapeDtypeStruct):  # left as it was asked for
+            raise ValueError(f"it has no {jax.tree_util.keystr(path, simple=True, separator='/')}")
+    return found["state"], found["data"]
 
 
 def set_aside(run: Path, newest: int) -> None:
-    """Rename the damaged checkpoints after step `newest`, so that their steps can be saved."""
+    """Rename the checkpoints after step `newest`, which cannot be read."""
     for step in steps(run):
         if step > newest:
-            path = run / "checkpoints" / str(step)
+            path = run / _CHECKPOINTS / str(step)
             aside = path.with_name(f"{step}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(path, aside)
 
 
-def differences(stored: ModelConfig, model: ModelConfig) -> str:
-    """Says which fields of a stored model differ from `model`."""
-    found, own = stored.stored(), model.stored()
-    return ", ".join(
-        f"{name} is {found[name]}, not {value}"
-        for name, value in own.items()
-        if name in found and found[name] != value
+class Saver:
+    """Writes the checkpoints of a run while its steps go on.
+
+    Where devices have room for a copy of the arrays beside a step, the step after overwrites them
+    at once and orbax reads the copy; else it waits until orbax has brought them to the host.
+
+    Args:
+        run: the run's folder.
+        keep: how many checkpoints stay, the newest.
+        like: pytree of jax.ShapeDtypeStruct with shardings, as the state that is saved; ``None``
+            where there is no room for a copy.
+        peers: the processes of the run, each of which writes its parts of the arrays.
+    """
+
+    def __init__(self, run: Path, *, keep: int, like: Any = None, peers: Alone = ALONE):
+        self._copy = (lambda state: state) if like is None else _copy_on_devices(like)
+        self._folder = run / _CHECKPOINTS
+        if peers.main:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        peers.share(lambda: None)  # all see it
+        options = {"max_to_keep": keep, "cleanup_tmp_directories": True}
+        self._manager = _manager(run, peers, beside=like is not None, **options)
+
+    def start(self, step: int, state: Any, data: dict[str, Any]) -> None:
+        """Begin the checkpoint of a step, when the one before is whole."""
+        import orbax.checkpoint as ocp
+
+        with written(self._folder / str(step)):
+            arrays = ocp.args.PyTreeSave(self._copy(state))
+            args = ocp.args.Composite(state=arrays, data=ocp.args.JsonSave(data))
+            self._manager.save(step, args=args, force=True)
+
+    def check(self) -> None:
+        """Raise what went wrong with the checkpoint that was begun; wait for nothing."""
+        with written(self._folder):
+            self._manager.check_for_errors()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that was begun is whole and on disk; raise what went wrong."""
+        with written(self._folder):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and end orbax's threads."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+
+def _manager(
+    run: Path, peers: Alone, *, beside: bool = False, **options: Any
+) -> "ocp.CheckpointManager":
+    """orbax's manager of a run's checkpoints.
+
+    Its processes are named, so that they wait for each other over JAX's coordination service: by
+    default their devices do, to whom steps give collectives at the same time. What is `beside` the
+    state of the steps it brings to the host while these go on.
+    """
+    import orbax.checkpoint as ocp
+
+    who = {peers.index} if peers.count == 1 else set(range(peers.count))
+    several = ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes=who, barrier_sync_key_prefix="jaxkern"
+    )
+    first: Any = lambda path: not beside
+    arrays = ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=several, is_prioritized_key_fn=first
+    )
+    data = ocp.JsonCheckpointHandler(multiprocessing_options=several)
+    options |= {"create": False, "multiprocessing_options": several}
+    return ocp.CheckpointManager(
+        (run / _CHECKPOINTS).resolve(),
+        item_handlers={"state": arrays, "data": data},
+        options=ocp.CheckpointManagerOptions(**options),
     )
 
 
-def _preset(model: ModelConfig) -> str:
-    names = (name for name, preset in PRESETS.items() if preset.model == model)
-    return next((f"preset {name}" for name in names), "another model")
-
-
-def restore(run: Path, step: int, name: str, like: Any, *, peers: Alone = ALONE) -> Any:
-    """Read a part of a checkpoint that `check` has passed.
-
-    Args:
-        run: the run directory.
-        step: which checkpoint.
-        name: "params" or "optimizer".
-        like: pytree of jax.ShapeDtypeStruct with shardings, as `abstract` makes it.
-        peers: the processes that read it at the same time, each its parts.
-    """
-    path = (run / "checkpoints" / str(step) / name).resolve()
-    with warnings.catch_warnings(), _told_by_exceptions(), _checkpointer(peers) as checkpointer:
-        warnings.simplefilter("ignore")
-        return checkpointer.restore(path, like)
-
-
-def steps(run: Path) -> list[int]:
-    """The steps of the finished checkpoints of a run, ascending."""
-    names = (path.name for path in (run / "checkpoints").glob("*") if path.is_dir())
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
-
-
-def clean(run: Path) -> None:
-    """Remove what a killed process left half-written or half-removed."""
-    for suffix in ("partial", "removed"):
-        for path in (run / "checkpoints").glob(f"*.{suffix}"):
-            shutil.rmtree(path, ignore_errors=True)
+def _copy_on_devices(like: Any) -> Any:
+    """A program that copies arrays like these where they are."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+    copy = lambda tree: jax.tree.map(jnp.copy, tree)
+    return jax.jit(copy, out_shardings=shardings).lower(like).compile()
 
 
 def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
@@ -395,53 +358,7 @@ def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     )
 
 
-def _checkpointer(peers: Alone) -> "ocp.StandardCheckpointer":
-    """A checkpointer that has written everything when its block ends.
-
-    Its processes are named, so that they wait for each other over JAX's coordination service: by
-    default their devices do, to whom steps give collectives at the same time.
-    """
-    import orbax.checkpoint as ocp
-
-    processes = {peers.index} if peers.count == 1 else set(range(peers.count))
-    options = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
-    return ocp.StandardCheckpointer(multiprocessing_options=options)
-
-
-@contextlib.contextmanager
-def _told_by_exceptions() -> Iterator[None]:
-    """Inside, an error of orbax reaches the caller as an exception alone.
-
-    Its threads would also print it, with its stack trace, through the log and through the hooks of
-    threads and of collected coroutines.
-    """
-    hooks = threading.excepthook, sys.unraisablehook
-    log = logging.getLogger("absl")
-    disabled = log.disabled
-    try:
-        threading.excepthook = sys.unraisablehook = lambda _: None
-        log.disabled = True
-        yield
-    except Exception:
-        gc.collect()  # the coroutines left behind complain when they are collected
-        raise
-    finally:
-        threading.excepthook, sys.unraisablehook = hooks
-        log.disabled = disabled
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    digests = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.parent / path.name != folder / "manifest.json":
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            digests[path.relative_to(folder).as_posix()] = digest
-    return digests
-
-
-def _remove(folder: Path) -> None:
-    # Renamed first: a half-removed checkpoint must not keep a finished one's name.
-    removed = folder.with_name(folder.name + ".removed")
-    os.rename(folder, removed)
-    shutil.rmtree(removed, ignore_errors=True)
+def differences(stored: dict[str, Any], own: dict[str, Any]) -> str:
+    """Says which values of a stored model differ from this one's."""
+    names = [name for name in own if stored.get(name) != own[name]]
+    return ", ".join(f"{name} is {stored.get(name)}, not {own[name]}" for name in names)

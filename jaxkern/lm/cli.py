@@ -147,7 +147,7 @@ def _train_as(peers: processes.Alone, flags: dict[str, Any]) -> None:
     _start_jax()
     from jaxkern.lm.train import train
 
-    train(flags, out, resume=resume, profile=flags.pop("profile", None), peers=peers)
+    train(flags, out, resume=resume, profile=flags.pop("profile", None))
 
 
 def _sample(flags: dict[str, Any]) -> None:

@@ -1,14 +1,20 @@
 """Presets and the configuration of a run. Imports no optional package: --help needs none."""
 
 import dataclasses
+import functools
+import json
 import math
+import numbers
 import re
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxkern.lowering.target import GPUS
-from jaxkern.nn import mamba, mamba2
-from jaxkern.nn.common import Block, check_sizes
+
+if TYPE_CHECKING:
+    from jaxkern.nn import mamba, mamba2
+    from jaxkern.nn.common import Block
 
 
 class RunError(Exception):
@@ -91,77 +97,238 @@ DEFAULT_REMAT: Remat = "none"
 """What the backward computes again, from nothing to whole layers."""
 
 
-BLOCKS: dict[str, Block] = {block.name: block for block in (mamba.BLOCK, mamba2.BLOCK)}
-"""The kinds of block that a model may be of."""
+BLOCKS = ("mamba", "mamba2")
+"""The state space blocks; every model has layers of one of them."""
+
+LAYERS = (*BLOCKS, "attention", "mlp", "swiglu")
+"""The kinds of layer: a block, attention, an MLP with relu² or with a gate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the language model: that of its blocks, and what it has besides.
+    """Shape of the language model.
 
     Attributes:
-      sizes: of each block; the class says of which kind the blocks are.
-      n_layers: how many blocks.
+      d_model: width of the residual stream.
+      n_layers: how many layers.
+      layers: their kinds in order, such as ``"mamba2"`` or ``"mamba2*7, attention"``: names of
+        :data:`LAYERS`, each with how often it stands there. Shorter than `n_layers` it repeats, and
+        then divides it. All blocks of a model are Mamba's or Mamba-2's.
+      d_state: states a channel of a block; ``None`` for 16 of Mamba and 128 of Mamba-2.
+      d_conv: taps of a block's convolution.
+      expand: inner channels of a block, in `d_model`.
+      head_dim: channels a head of Mamba-2.
+      n_groups: groups of heads of Mamba-2 that share B and C.
+      norm_groups: groups of channels that Mamba-2 normalises together; ``None`` for `n_groups`.
+      norm_eps: of the norm in Mamba-2; ``None`` for `eps`.
+      dt_rank: width of the projection to Mamba's step sizes; ``None`` for `d_model` / 16.
+      dt_limit: least and largest step size of Mamba-2.
+      use_bias: whether the projections of a block have biases.
+      use_conv_bias: whether its convolution has one.
+      n_heads: query heads of attention; ``None`` for as many as `d_model` has 64 channels.
+      n_kv_heads: heads of keys and values, a divisor of `n_heads`; ``None`` for `n_heads`.
+      attention_head_dim: channels a head of attention; ``None`` for `d_model` / `n_heads`.
+      rotary_dim: channels of such a head that positions rotate, the first ones; 0 for none.
+      rope_theta: the base of the rotations' wavelengths.
+      d_mlp: width of an MLP; ``None`` for 4 · `d_model`.
       vocab_size: tokens that there are.
       tie_embeddings: whether the output layer is the embedding, transposed.
-      eps: of the norms before the blocks and of the last one.
+      eps: of the norms before the layers and of the last one.
+      dropout: rate of zeros in what a layer adds to the stream, in training.
 
     Raises:
       TypeError: a value is of another type.
-      ValueError: a number is less than 1, or `eps` not above 0.
+      ValueError: a number is out of range, does not divide what it must, or `layers` does not fit.
 
     Example:
       >>> from jaxkern.lm.config import ModelConfig
-      >>> from jaxkern.nn import mamba2
-      >>> ModelConfig(mamba2.Sizes(768), 24).block.name
-      'mamba2'
+      >>> config = ModelConfig(768, 24, layers="mamba2*7, attention", n_kv_heads=4)
+      >>> config.kinds[-2:], config.count("attention"), config.sizes.heads
+      (('mamba2', 'attention'), 3, 24)
     """
 
-    sizes: mamba.Sizes | mamba2.Sizes
+    d_model: int
     n_layers: int
+    layers: str = "mamba"
     _: dataclasses.KW_ONLY
+    d_state: int | None = None
+    d_conv: int = 4
+    expand: int = 2
+    head_dim: int = 64
+    n_groups: int = 1
+    norm_groups: int | None = None
+    norm_eps: float | None = None
+    dt_rank: int | None = None
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    attention_head_dim: int | None = None
+    rotary_dim: int = 0
+    rope_theta: float = 1e4
+    d_mlp: int | None = None
     vocab_size: int = 256
     tie_embeddings: bool = True
     eps: float = 1e-5
+    dropout: float = 0.0
 
     def __post_init__(self):
-        if not any(block.sizes is type(self.sizes) for block in BLOCKS.values()):
-            kinds = " or ".join(f"a jaxkern.nn.{name}.Sizes" for name in BLOCKS)
-            raise TypeError(f"sizes must be {kinds}, got {self.sizes!r}")
-        check_sizes(self)
+        for field in dataclasses.fields(self):
+            name = field.name
+            value: Any = getattr(self, name)
+            told, right = _TYPES.get(field.type, (None, object))
+            if not isinstance(value, right) or (isinstance(value, bool) and field.type is not bool):
+                raise TypeError(f"{name} must be {told}, got {value!r}")
+            if isinstance(value, (bool, str, type(None), tuple, list)):
+                continue
+            zero = name in ("rotary_dim", "dropout")
+            if not 0 <= value < math.inf or (value == 0 and not zero):
+                whole = field.type in (int, int | None)
+                rule = f"at least {1 - zero}" if whole else "above 0 and finite"
+                raise ValueError(f"{name} must be {rule}, got {value!r}")
+        if self.dropout >= 1:
+            raise ValueError(f"dropout must be below 1, got {self.dropout!r}")
+        object.__setattr__(self, "dt_limit", tuple(self.dt_limit))  # of a list, from a file
+        if len(self.dt_limit) != 2 or not self.dt_limit[0] <= self.dt_limit[1]:
+            raise ValueError(f"dt_limit must be two numbers in order, got {self.dt_limit!r}")
+        if "mamba2" in self.kinds:
+            self._check_mamba2()
+        if "attention" in self.kinds:
+            self._check_attention()
+
+    def _check_mamba2(self) -> None:
+        inner = self.expand * self.d_model
+        for name, told, whole in (
+            ("head_dim", "the inner channels, expand · d_model", inner),
+            ("n_groups", "the heads, expand · d_model / head_dim", inner // self.head_dim),
+            ("norm_groups", "the inner channels, expand · d_model", inner),
+        ):
+            value = getattr(self, name)
+            if value is not None and whole % value:
+                raise ValueError(f"{name} must divide {told} = {whole}, got {value}")
+
+    def _check_attention(self) -> None:
+        (queries, keys), width = self.heads
+        if self.attention_head_dim is None and self.d_model % queries:
+            raise ValueError(
+                f"n_heads must divide d_model = {self.d_model}, got {queries}; or give "
+                "attention_head_dim"
+            )
+        if queries % keys:
+            raise ValueError(f"n_kv_heads must divide n_heads = {queries}, got {keys}")
+        if self.rotary_dim > width or self.rotary_dim % 2:
+            raise ValueError(
+                f"rotary_dim must be even and at most the {width} channels of a head of attention, "
+                f"got {self.rotary_dim}"
+            )
+
+    @functools.cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, of :data:`LAYERS`."""
+        pattern: list[str] = []
+        for entry in self.layers.split(","):
+            name, times, count = (part.strip() for part in entry.partition("*"))
+            if name not in LAYERS or (times and not re.fullmatch("[1-9][0-9]{0,4}", count)):
+                raise ValueError(
+                    f"layers must be names of {', '.join(LAYERS)}, each with a count or none, such "
+                    f"as 'mamba2*7, attention'; got {self.layers!r}"
+                )
+            pattern += [name] * int(count or 1)
+        if self.n_layers % len(pattern):
+            multiple = -(-self.n_layers // len(pattern)) * len(pattern)
+            raise ValueError(
+                f"layers {self.layers!r} are {len(pattern)} layers, and n_layers {self.n_layers} "
+                f"is no multiple of them; choose {multiple}"
+            )
+        if len({*pattern} & {*BLOCKS}) != 1:
+            raise ValueError(
+                f"layers must have one of {' and '.join(BLOCKS)}, and not both; got {self.layers!r}"
+            )
+        return tuple(pattern) * (self.n_layers // len(pattern))
 
     @property
-    def block(self) -> Block:
-        """The kind of its blocks."""
-        return next(block for block in BLOCKS.values() if block.sizes is type(self.sizes))
+    def pattern(self) -> tuple[str, ...]:
+        """The shortest run of kinds of which `kinds` are repeats."""
+        return shortest_repeat(self.kinds)
+
+    def count(self, kind: str) -> int:
+        """How many layers are of a kind."""
+        return self.kinds.count(kind)
 
     @property
-    def d_model(self) -> int:
-        """The width of the residual stream."""
-        return self.sizes.d_model
+    def hybrid(self) -> bool:
+        """Whether there are layers of more than one kind."""
+        return len(self.pattern) > 1
+
+    @property
+    def block(self) -> "Block":
+        """The block of its state space layers."""
+        from jaxkern.nn import mamba, mamba2  # which import JAX, and --help does not wait for it
+
+        return mamba.BLOCK if "mamba" in self.kinds else mamba2.BLOCK
+
+    @functools.cached_property
+    def sizes(self) -> "mamba.Sizes | mamba2.Sizes":
+        """The dimensions of that block."""
+        from jaxkern.nn import mamba, mamba2
+
+        names = "d_state", "d_conv", "expand", "use_bias", "use_conv_bias"
+        shared = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if "mamba" in self.kinds:
+            return mamba.Sizes(self.d_model, **shared, dt_rank=self.dt_rank)
+        return mamba2.Sizes(
+            self.d_model,
+            **shared,
+            headdim=self.head_dim,
+            ngroups=self.n_groups,
+            norm_groups=self.norm_groups,
+            norm_eps=self.norm_eps or self.eps,
+            dt_limit=self.dt_limit,
+        )
+
+    @property
+    def heads(self) -> tuple[tuple[int, int], int]:
+        """Heads of attention, of queries and of keys and values; and the channels of one."""
+        queries = self.n_heads or max(1, self.d_model // 64)
+        return (queries, self.n_kv_heads or queries), (
+            self.attention_head_dim or self.d_model // queries
+        )
+
+    @property
+    def mlp_width(self) -> int:
+        """The inner channels of an MLP."""
+        return self.d_mlp or 4 * self.d_model
 
     def stored(self) -> dict[str, Any]:
-        """The shape as a run's files hold it, in one table and in values that JSON has."""
-        values = dataclasses.asdict(self)
-        values = {"block": self.block.name} | values.pop("sizes") | values
-        return {name: _in_json(value) for name, value in values.items()}
+        """The shape as a run's files hold it, in values that JSON has."""
+        return {name: _in_json(value) for name, value in dataclasses.asdict(self).items()}
 
     @staticmethod
     def from_stored(stored: dict[str, Any]) -> "ModelConfig":
-        """The shape that a file of a run holds, of this version or an earlier one.
+        """The shape that a file of a run holds.
 
         Raises:
           TypeError, ValueError: it is no shape of a model.
         """
-        values = {name: _from_json(value) for name, value in dict(**stored).items()}
-        if "time_step_rank" in values:
-            values["dt_rank"] = values.pop("time_step_rank")
-        name = values.pop("block", mamba.BLOCK.name)
-        if name not in BLOCKS:
-            raise ValueError(f"block must be {' or '.join(BLOCKS)}, got {name!r}")
-        sizes: Any = BLOCKS[name].sizes
-        of_block = {field.name for field in dataclasses.fields(sizes)} & values.keys()
-        return ModelConfig(sizes(**{name: values.pop(name) for name in of_block}), **values)
+        return ModelConfig(**{name: _from_json(value) for name, value in dict(**stored).items()})
+
+
+_TYPES: dict[Any, tuple[str, Any]] = {
+    str: ("a text", str),
+    bool: ("True or False", bool),
+    int: ("a whole number", numbers.Integral),
+    float: ("a number", numbers.Real),
+    int | None: ("a whole number or None", (numbers.Integral, type(None))),
+    float | None: ("a number or None", (numbers.Real, type(None))),
+}
+"""The types of the fields of a model's shape: how an error says it, and what values are."""
+
+
+def shortest_repeat(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The shortest tuple of which another one is repeats."""
+    sizes = (size for size in range(1, len(kinds) + 1) if len(kinds) % size == 0)
+    return next(kinds[:size] for size in sizes if kinds[:size] * (len(kinds) // size) == kinds)
 
 
 _INFINITE = {"inf": math.inf, "-inf": -math.inf}
@@ -193,18 +360,18 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(ModelConfig(mamba.Sizes(128), 4), 240, 8, 256, 5e-3, 40),
-    "130m": Preset(ModelConfig(mamba.Sizes(768), 24), 10_000, 8, 2048, 6e-4, 500),
-    "370m": Preset(ModelConfig(mamba.Sizes(1024), 48), 10_000, 8, 2048, 3e-4, 500),
-    "1.4b": Preset(ModelConfig(mamba.Sizes(2048), 48), 10_000, 8, 2048, 2e-4, 500),
-    "mamba2-130m": Preset(ModelConfig(mamba2.Sizes(768), 24), 10_000, 8, 2048, 6e-4, 500),
-    "mamba2-370m": Preset(ModelConfig(mamba2.Sizes(1024), 48), 10_000, 8, 2048, 3e-4, 500),
-    "mamba2-780m": Preset(ModelConfig(mamba2.Sizes(1536), 48), 10_000, 8, 2048, 2.5e-4, 500),
-    "mamba2-1.3b": Preset(ModelConfig(mamba2.Sizes(2048), 48), 10_000, 8, 2048, 2e-4, 500),
+    "tiny": Preset(ModelConfig(128, 4), 240, 8, 256, 5e-3, 40),
+    "130m": Preset(ModelConfig(768, 24), 10_000, 8, 2048, 6e-4, 500),
+    "370m": Preset(ModelConfig(1024, 48), 10_000, 8, 2048, 3e-4, 500),
+    "1.4b": Preset(ModelConfig(2048, 48), 10_000, 8, 2048, 2e-4, 500),
+    "mamba2-130m": Preset(ModelConfig(768, 24, "mamba2"), 10_000, 8, 2048, 6e-4, 500),
+    "mamba2-370m": Preset(ModelConfig(1024, 48, "mamba2"), 10_000, 8, 2048, 3e-4, 500),
+    "mamba2-780m": Preset(ModelConfig(1536, 48, "mamba2"), 10_000, 8, 2048, 2.5e-4, 500),
+    "mamba2-1.3b": Preset(ModelConfig(2048, 48, "mamba2"), 10_000, 8, 2048, 2e-4, 500),
     # Compile and step in no time: for trying the machinery out, and for the tests.
-    "micro": Preset(ModelConfig(mamba.Sizes(16, d_state=4), 2), 20, 4, 32, 1e-2, 10),
+    "micro": Preset(ModelConfig(16, 2, d_state=4), 20, 4, 32, 1e-2, 10),
     "mamba2-micro": Preset(
-        ModelConfig(mamba2.Sizes(16, d_state=4, headdim=8), 2), 20, 4, 32, 1e-2, 10
+        ModelConfig(16, 2, "mamba2", d_state=4, head_dim=8), 20, 4, 32, 1e-2, 10
     ),
 }
 
@@ -279,6 +446,26 @@ class TrainConfig:
             )
         return dataclasses.replace(config, pack=config._packs())
 
+    def save(self, path: Path) -> None:
+        """Write the configuration as a file that `load` reads."""
+        import yaml
+
+        flags = json.loads(json.dumps(dataclasses.asdict(self)))
+        del flags["shape"]
+        path.write_text(yaml.safe_dump(flags, sort_keys=False), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "TrainConfig":
+        """Read a configuration."""
+        import yaml
+
+        try:
+            flags = yaml.safe_load(path.read_text(encoding="utf-8"))
+            tuples = {name: tuple(flags[name]) for name in ("data", "eval_data", "log_to")}
+            return cls(**flags | tuples)
+        except (OSError, TypeError, ValueError, KeyError, yaml.YAMLError) as error:
+            raise RunError(f"{path} cannot be read ({error}); put it back") from None
+
     def _packs(self) -> bool:
         """Whether documents are packed: where it is asked for, or what is asked for needs it."""
         from jaxkern.lm.data.sources import parse
@@ -289,11 +476,6 @@ class TrainConfig:
             raise RunError(
                 f"--vocab-size {self.vocab_size}: bytes are 256 tokens; leave it out, or add "
                 "--tokenizer"
-            )
-        if self.data_cache is not None and not packs:
-            raise RunError(
-                f"--data-cache {self.data_cache} keeps the tokens of packed documents; add "
-                "--tokenizer or --pack, or leave it out"
             )
         return packs
 

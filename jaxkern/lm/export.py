@@ -11,6 +11,7 @@ from jaxkern.lm import checkpoint, data, hf, loader, untrusted
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data import write_atomically
+from jaxkern.lm.hf_layouts import is_hf
 from jaxkern.lm.model import count_params
 from jaxkern.lm.stop import say
 
@@ -81,10 +82,16 @@ def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str)
             _write(folder / name, content | ids | ({"eos_token_id": ends} if more else {}))
     if of_bytes:
         return
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
     texts = {key.removesuffix("_id"): tokenizer.tokenizer.id_to_token(ids[key]) for key in ids}
-    content = json.loads(tokenizer.stored())
-    content["post_processor"] = _beginning(texts["bos_token"], tokenizer.begin)
-    _write(folder / tokenizers.FILE, content)
+    # A run adds the token that begins a text itself, and leaves out what would add it.
+    first = texts["bos_token"]
+    begun = {"single": [first, "$A"], "pair": [first, "$A", first, "$B"]}
+    written = Tokenizer.from_str(tokenizer.stored())
+    written.post_processor = TemplateProcessing(**begun, special_tokens=[(first, tokenizer.begin)])
+    _write(folder / tokenizers.FILE, json.loads(written.to_str()))
     for name in ("special_tokens_map.json", "added_tokens.json"):  # `said` has what they say
         (folder / name).unlink(missing_ok=True)
     said = {name: v for name, v in source.said.items() if name != "added_tokens_decoder"}
@@ -105,21 +112,6 @@ def _same(path: Any, tokenizer: Any) -> Any:
     return found if found.stored() == tokenizer.stored() else None
 
 
-def _beginning(text: str, token: int) -> dict[str, Any]:
-    """The post-processor of a tokenizer.json that puts a token before a text.
-
-    A run adds the token itself, to documents and to prompts, and leaves this processor out.
-    """
-    special = {"SpecialToken": {"id": text, "type_id": 0}}
-    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    return {
-        "type": "TemplateProcessing",
-        "single": [special, first],
-        "pair": [special, first, special, second],
-        "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]}},
-    }
-
-
 def _write(path: Path, content: dict[str, Any]) -> None:
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
     write_atomically(path, text + "\n")
@@ -131,7 +123,9 @@ def _check_target(folder: Path, like: Path | None) -> None:
         raise RunError(f"--hf {folder} is a file; name a folder")
     if like is not None and folder.exists() and folder.samefile(like):
         raise RunError(f"--hf {folder} is the checkpoint that the run began with; name another")
-    if (folder / hf.CONFIG).exists() and not loader.is_hf(folder):
+    if checkpoint.is_run(folder):
+        raise RunError(f"--hf {folder} holds a run; name another folder")
+    if (folder / hf.CONFIG).exists() and not is_hf(folder):
         raise RunError(
             f"--hf {folder} holds a {hf.CONFIG} that is not of Hugging Face's layout; name another "
             "folder"

@@ -170,7 +170,7 @@ def _add_data(add: Callable[..., None]) -> None:
     """Add the flags that say what a run learns from."""
     add(
         "--data",
-        "files of text, JSON Lines or Parquet, also .gz, .bz2,\n.xz or .zst; folders and "
+        "files of text, JSON Lines or Parquet, also .gz or .zst;\nfolders and "
         "patterns of them. PATH:FIELD\nnames the field or column of the documents (text), and\n"
         "=WEIGHT behind it the share of what is drawn",
         "Python's standard library",

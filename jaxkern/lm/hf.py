@@ -1,37 +1,20 @@
 """Checkpoints in the layout of Hugging Face: a folder of config.json and safetensors::
 
-    theirs, layer by layer                     ours, all layers stacked
+    theirs, layer by layer                     ours, the layers of a kind stacked
     backbone.embeddings.weight  (V, D)         embedding            (V, D)
     backbone.norm_f.weight      (D,)           norm                 (D,)
-    lm_head.weight              (V, D)         head                 (D, V)          untied
+    lm_head.weight              (V, D)         head                 (D, V)          if untied
     backbone.layers.I.
       norm.weight               (D,)           blocks.norm          (layers, D)
       mixer.in_proj.weight      (K, D)         blocks.in_proj       (layers, D, K)
-      mixer.conv1d.weight       (U, 1, W)      blocks.conv_weight   (layers, U, W)
-      mixer.conv1d.bias         (U,)           blocks.conv_bias     (layers, U)     use_conv_bias
-      mixer.A_log, mixer.D                     blocks.A_log, blocks.D
-      mixer.out_proj.weight     (D, E)         blocks.out_proj      (layers, E, D)
-      mixer.in_proj.bias        (K,)           blocks.in_bias       (layers, K)     use_bias
-      mixer.out_proj.bias       (D,)           blocks.out_bias      (layers, D)     use_bias
+      …
 
-    Mamba, K = 2 E, U = E
-      mixer.x_proj.weight       (R + 2 N, E)   blocks.x_proj        (layers, E, R + 2 N)
-      mixer.dt_proj.weight      (E, R)         blocks.dt_proj       (layers, R, E)
-      mixer.dt_proj.bias        (E,)           blocks.dt_bias       (layers, E)
-
-    Mamba-2, K = 2 E + 2 G N + H, U = E + 2 G N
-      mixer.dt_bias             (H,)           blocks.dt_bias       (layers, H)
-      mixer.norm.weight         (E,)           blocks.norm_weight   (layers, E)
-
-Biases and an output layer of its own are there where config.json says ``use_bias``,
-``use_conv_bias`` and ``tie_word_embeddings: false``; a tied output layer is the embedding,
-transposed. ``model_type`` names the kind of block. It is ``mamba`` in the checkpoints
-``state-spaces/mamba-*-hf`` and in what ``transformers.MambaForCausalLM.save_pretrained`` writes,
-and ``mamba2`` in those of ``transformers.Mamba2ForCausalLM``. The norm inside a Mamba-2 block
-normalises each of the ``n_groups`` groups of channels by itself, as mamba_ssm and the newest
-transformers do; earlier ones normalised all channels together. What config.json says of initial
-values (``initializer_range``, ``time_step_min`` and the like) and of how transformers runs the
-model does not matter here; the residual stream is always float32.
+The tensors of each kind of layer, and the names that Bamba has, stand in
+:mod:`jaxkern.lm.hf_layouts`; of a hybrid, `blocks` has a table for each kind. What config.json says
+of initial values (``initializer_range`` and the like) and of how transformers runs the model does
+not matter here; the residual stream is always float32. The norm inside a Mamba-2 block normalises
+each of the ``n_groups`` groups of channels by itself, as mamba_ssm and the newest transformers do;
+earlier ones normalised all channels together.
 
 As in transformers a ``model.safetensors`` comes before an index of several files, names may lack
 ``backbone.``, and a tied embedding may be stored as ``lm_head.weight`` alone. What begins and ends
@@ -53,8 +36,7 @@ import numpy as np
 from jaxkern.lm import untrusted
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import tokenizer, write_atomically
-from jaxkern.lm.hf_layouts import CONFIG, LAYOUTS, Layout, Values, layout_of
-from jaxkern.lm.loader import how_to_get
+from jaxkern.lm.hf_layouts import CONFIG, LAYOUTS, Layout, Values, how_to_get, layout_of
 from jaxkern.lm.model import initial_params
 
 try:
@@ -65,11 +47,7 @@ except ImportError as error:
         "jaxkern.lm.hf needs safetensors; run: pip install safetensors tokenizers"
     ) from error
 
-_TOP = {"embedding": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight"}
 _HEAD = "lm_head.weight"
-
-# What config.json may say otherwise, and the models here cannot be.
-_FIXED = {"hidden_act": ("silu", "swish"), "rms_norm": (True,)}
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -99,30 +77,48 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
       >>> logits = model(tokens)  # doctest: +SKIP
     """
     folder = Path(folder)
-    config = model_config(read_config(folder))
-    tensors = _Tensors(folder)
-    if config.tie_embeddings and _TOP["embedding"] not in tensors and _HEAD in tensors:
-        tensors.rename(_HEAD, _TOP["embedding"])  # one array, stored under its other name
-    top = {ours: tensors.take(theirs) for ours, theirs in _TOP.items()}
+    content = read_config(folder)
+    config, layout = model_config(content), _layout(content)
+    embedding, norm = layout.outer
+    tensors = _Tensors(folder, layout)
+    if config.tie_embeddings and embedding not in tensors and _HEAD in tensors:
+        tensors.rename(_HEAD, embedding)  # one array, stored under its other name
+    params: dict[str, Any] = {"embedding": tensors.take(embedding), "norm": tensors.take(norm)}
     if not config.tie_embeddings:
-        top["head"] = tensors.take(_HEAD).T
-    elif _HEAD in tensors and not np.array_equal(tensors.take(_HEAD), top["embedding"]):
+        params["head"] = tensors.take(_HEAD).T
+    elif _HEAD in tensors and not np.array_equal(tensors.take(_HEAD), params["embedding"]):
         raise RunError(
             f"{folder}: {_HEAD} differs from the embedding, and by {CONFIG} they are one; where "
             f'the model has both, {CONFIG} says "tie_word_embeddings": false'
         )
-    blocks = {}
-    for ours, (theirs, here, _) in layout_of(config).layer(config).items():
-        names = (f"backbone.layers.{i}.{theirs}" for i in range(config.n_layers))
-        try:
-            blocks[ours] = np.stack([here(tensors.take(name)) for name in names])
-        except ValueError as error:
-            raise RunError(f"{folder}: the layers' {theirs} are of wrong shapes: {error}") from None
-    params = {**top, "blocks": blocks}
+    expected = _shapes(config)
+    stacks: dict[str, Any] = {}
+    for kind, names in _stacks(config, expected).items():
+        layers = [i for i, each in enumerate(config.kinds) if each == kind]
+        stacks[kind] = {}
+        for name in names:
+            stored = [layout.tensor(config, i, name) for i in layers]
+            try:
+                stacks[kind][name] = np.stack([t.here(tensors.take(t.name)) for t in stored])
+            except ValueError as error:
+                theirs = stored[0].name.split(".", 3)[-1]
+                raise RunError(
+                    f"{folder}: the layers' {theirs} are of wrong shapes: {error}"
+                ) from None
+    params["blocks"] = stacks if config.hybrid else stacks[config.kinds[0]]
     tensors.check_all_taken()
-    if difference := _difference(params, config):
+    if difference := _difference(params, expected):
         raise RunError(f"{folder}: the weights have shapes {difference}")
     return config, params
+
+
+def _shapes(config: ModelConfig) -> dict[str, Any]:
+    return jax.eval_shape(lambda: initial_params(config))
+
+
+def _stacks(config: ModelConfig, params: Any) -> dict[str, dict[str, Any]]:
+    """The stacked parameters of the layers of each kind."""
+    return params["blocks"] if config.hybrid else {config.kinds[0]: params["blocks"]}
 
 
 def save(
@@ -142,25 +138,34 @@ def save(
         of this shape, or `like` is `folder`.
     """
     folder, layout = Path(folder), layout_of(config)
-    of_block = layout.write(config)
+    of_layout = layout.content(config)
     if like is not None and folder.exists() and folder.samefile(like):
         raise ValueError(f"like is {like}, the folder that is written; give another folder")
-    if difference := _difference(params, config):
+    if difference := _difference(params, _shapes(config)):
         raise ValueError(f"params has shapes {difference}, for {config}")
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {theirs: params[ours] for ours, theirs in _TOP.items()}
+    embedding, norm = layout.outer
+    tensors = {embedding: np.asarray(params["embedding"]), norm: np.asarray(params["norm"])}
     if not config.tie_embeddings:
         tensors[_HEAD] = np.transpose(params["head"])
-    for ours, (theirs, _, back) in layout.layer(config).items():
-        stacked = np.asarray(params["blocks"][ours])
-        for i in range(config.n_layers):
-            tensors[f"backbone.layers.{i}.{theirs}"] = back(stacked[i])
+    elif layout.copied_head:
+        tensors[_HEAD] = tensors[embedding]
+    for kind, stack in _stacks(config, params).items():
+        layers = [i for i, each in enumerate(config.kinds) if each == kind]
+        for name, stacked in stack.items():
+            for i, leaf in zip(layers, np.asarray(stacked), strict=True):
+                tensor = layout.tensor(config, i, name)
+                tensors[tensor.name] = tensor.back(leaf)
     partial = folder / f"{_WEIGHTS}.partial"
+    partial.unlink(missing_ok=True)
+    partial.touch()
+    usual = partial.stat().st_mode  # by the umask; what safetensors writes is its owner's alone
     save_file(
         {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()},
         partial,
         metadata={"format": "pt"},
     )
+    partial.chmod(usual)
     os.replace(partial, folder / _WEIGHTS)
     for name in (_INDEX, GENERATION, *tokenizer.FILES):
         (folder / name).unlink(missing_ok=True)
@@ -170,17 +175,8 @@ def save(
         for path in Path(like).iterdir():
             known = path.suffix in (".json", ".txt", ".jinja") and path.name not in (CONFIG, _INDEX)
             if known and not path.is_dir() and untrusted.file_in(Path(like), path.name):
-                shutil.copy(path, folder)
-    written |= of_block | {
-        "num_hidden_layers": config.n_layers,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "layer_norm_epsilon": config.eps,
-        "model_type": layout.model_type,
-        "architectures": [layout.architecture],
-        "hidden_act": "silu",
-        "dtype": str(tensors[_TOP["embedding"]].dtype),
-    }
+                shutil.copyfile(path, folder / path.name)
+    written |= of_layout | {"dtype": str(tensors[embedding].dtype)}
     written.pop("torch_dtype", None)
     write_atomically(folder / CONFIG, json.dumps(written, indent=2, sort_keys=True) + "\n")
 
@@ -205,15 +201,8 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
     Raises:
       RunError: it is not one that the model here can be.
     """
-    layout, values = _layout(config), Values(config)
     try:
-        return ModelConfig(
-            layout.read(values),
-            values.size("num_hidden_layers"),
-            vocab_size=values.size("vocab_size"),
-            tie_embeddings=values.flag("tie_word_embeddings", layout.tied),
-            eps=values.positive("layer_norm_epsilon", 1e-5),
-        )
+        return _layout(config).shape(Values(config))
     except ValueError as error:  # of values that do not fit one another
         raise RunError(f"{CONFIG}: {error}") from None
 
@@ -235,9 +224,10 @@ def _layout(config: dict[str, Any]) -> Layout:
         )
     kind = config.get("model_type", "mamba")
     if not isinstance(kind, str) or kind not in LAYOUTS:
-        known = " or ".join(map(repr, LAYOUTS))
+        *others, last = map(repr, LAYOUTS)
+        known = f"{', '.join(others)} or {last}"
         raise RunError(f"{CONFIG}: model_type is {kind!r}, and here it is {known}")
-    for name, known in _FIXED.items():
+    for name, known in LAYOUTS[kind].fixed.items():
         if config.get(name, known[0]) not in known:
             raise RunError(f"{CONFIG}: {name} is {config[name]!r}, and here it is {known[0]!r}")
     if (weights := config.get("transformers_weights") or _WEIGHTS) != _WEIGHTS:
@@ -276,7 +266,7 @@ def _in_safetensors(folder: Path) -> str:
 class _Tensors:
     """The arrays of a checkpoint, read one at a time; their names are those of a whole model."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, layout: Layout):
         self._folder = folder
         self._files: dict[str, Any] = {}
         for name in self._names():
@@ -291,8 +281,9 @@ class _Tensors:
             for stored in file.keys():  # noqa: SIM118
                 # The embedding has had another name, and a model without its head no prefix.
                 whole = stored.replace("embedding.", "embeddings.")
-                if whole != _HEAD and not whole.startswith("backbone."):
-                    whole = f"backbone.{whole}"
+                if whole != _HEAD:
+                    bare = whole.removeprefix("backbone.").removeprefix("model.")
+                    whole = layout.prefix + bare
                 if whole in self._files:
                     raise RunError(f"{folder}: the weights have {_shown(stored)} twice")
                 self._files[whole] = file, stored
@@ -348,17 +339,16 @@ def _shown(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
-def _difference(params: dict[str, Any], config: ModelConfig) -> str:
+def _difference(params: Any, expected: Any) -> str:
     """Says which parameters have other shapes than those of a model; "" if none."""
 
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        blocks = {f"blocks.{name}": leaf for name, leaf in tree.get("blocks", {}).items()}
-        named = {name: leaf for name, leaf in tree.items() if name != "blocks"} | blocks
-        return {name: np.shape(leaf) for name, leaf in named.items()}
+        leaves = jax.tree.leaves_with_path(tree)
+        return {".".join(key.key for key in path): np.shape(leaf) for path, leaf in leaves}
 
-    found, expected = shapes(params), shapes(jax.eval_shape(lambda: initial_params(config)))
-    names = [name for name in found | expected if found.get(name) != expected.get(name)]
+    found, wanted = shapes(params), shapes(expected)
+    names = [name for name in found | wanted if found.get(name) != wanted.get(name)]
     if not names:
         return ""
     told = lambda of: {name: of[name] for name in names if name in of}
-    return f"{told(found)}, and by the model's configuration they are {told(expected)}"
+    return f"{told(found)}, and by the model's configuration they are {told(wanted)}"

@@ -2,18 +2,19 @@
 
 import dataclasses
 import functools
-import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxkern.lm import checkpoint, data, untrusted
+from jaxkern.lm import checkpoint, data
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import tokenizer as tokenizers
+from jaxkern.lm.hf_layouts import how_to_get, is_hf
 
 try:
     from flax import nnx
@@ -70,42 +71,56 @@ class LanguageModel:
         """
         return _logits(make_model(self.config, Options()), self.params, tokens, **options)
 
-    @overload
-    def generate(self, prompts: str, **options: Any) -> str: ...
-
-    @overload
-    def generate(self, prompts: Sequence[str], **options: Any) -> list[str]: ...
-
-    def generate(self, prompts: str | Sequence[str], **options: Any) -> Any:
-        """Continue texts.
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        *,
+        length: int = 400,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        timing: sample.Timing | None = None,
+    ) -> Any:
+        """Continue texts, or tokens.
 
         Args:
-          prompts: a text, or several of any lengths; each is continued as it is alone.
-          **options: `length` (tokens, 400), `temperature` (0.8; 0 takes the likeliest), `top_k`
-            (40; 0 for all), `top_p` (1), `seed` (0; text i draws by ``seed + i``), `stop` (texts; a
-            continuation ends before the first that it has whole).
+          prompts: a text or a sequence of tokens, or several of any lengths; each is continued as
+            it is alone. A text begins with the token that begins one, tokens are taken as given.
+          length: tokens of a continuation at most.
+          temperature: divides the logits; 0 takes the likeliest token.
+          top_k: draw from the k likeliest tokens; 0 for all.
+          top_p: draw from the likeliest tokens that together have this probability.
+          seed: of the draws; prompt i draws by ``seed + i``.
+          stop: texts; the continuation of a text ends before the first that it has whole.
+          timing: is told of the tokens that are decoded.
 
         Returns:
-          What follows the text, or a list of what follows each.
+          What follows the prompt, or a list of what follows each: after a text a text, after tokens
+          a list of tokens.
 
         Raises:
-          TypeError, ValueError: a prompt is no text, or an option has a value that it cannot have.
+          TypeError, ValueError: a prompt is neither, or an option has a value that it cannot have.
           RunError: the checkpoint does not say what its tokens are, or has logits that are not
             numbers.
         """
-        if not isinstance(prompts, (str, bytes, Iterable)):
-            raise TypeError(f"prompts must be a text or several, got {prompts!r}")
-        several = [prompts] if isinstance(prompts, (str, bytes)) else list(prompts)
+        several, alone = _several(prompts)
         if not several:
             return []
-        texts = [""] * len(several)
+        found: list[Any] = ["" if isinstance(prompt, (str, bytes)) else [] for prompt in several]
+        options = {"length": length, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        options |= {"seed": seed, "stop": stop, "timing": timing}
         for pieces in self._continuations(several, **options):
-            texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
-        return texts[0] if isinstance(prompts, (str, bytes)) else texts
+            found = [before + piece for before, piece in zip(found, pieces, strict=True)]
+        return found[0] if alone else found
 
-    def stream(self, prompt: str, **options: Any) -> Iterator[str]:
-        """What :meth:`generate` returns for one text, in pieces, as it is decoded."""
-        return (piece for (piece,) in self._continuations([prompt], **options))
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Any]:
+        """What :meth:`generate` returns for one prompt, in pieces, as it is decoded."""
+        several, alone = _several(prompt)
+        if not alone:
+            raise TypeError(f"prompt must be one text or one sequence of tokens, got {prompt!r}")
+        return (piece for (piece,) in self._continuations(several, **options))
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with the one that begins it."""
@@ -115,11 +130,10 @@ class LanguageModel:
         """The text of tokens, (L,) integers, without those that begin and end it."""
         return self.known_codec().decode([int(token) for token in tokens])
 
-    def _continuations(self, prompts: Sequence[str], **options: Any) -> Iterator[list[str]]:
-        for i, prompt in enumerate(prompts):
-            if not isinstance(prompt, (str, bytes)):
-                raise TypeError(f"prompts[{i}] must be a text, got {prompt!r}")
-        graphdef, codec = sample.decoder(self.config), self.known_codec()
+    def _continuations(self, prompts: list[Any], **options: Any) -> Iterator[list[Any]]:
+        texts = any(isinstance(prompt, (str, bytes)) for prompt in prompts)
+        codec = self.known_codec() if texts else self.codec
+        graphdef = sample.decoder(self.config)
         return sample.continuations(graphdef, self.params, codec, prompts, **options)
 
     def known_codec(self) -> Any:
@@ -137,6 +151,21 @@ def _logits(graphdef, params, tokens, **options):
     return nnx.merge(graphdef, params)(tokens, **options)
 
 
+def _several(prompts: Any) -> tuple[list[Any], bool]:
+    """Prompts, each a text or an array of tokens, and whether one was given by itself."""
+    if isinstance(prompts, (str, bytes)):
+        return [prompts], True
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a text or token ids, or several, got {prompts!r}")
+    several, of_text = list(prompts), (str, bytes)
+    if several and all(np.ndim(each) == 0 and not isinstance(each, of_text) for each in several):
+        return [np.asarray(prompts)], True
+    for i, prompt in enumerate(several):
+        if not isinstance(prompt, of_text) and np.ndim(prompt) != 1:
+            raise TypeError(f"prompts[{i}] must be a text or token ids, got {prompt!r}")
+    return several, False
+
+
 def write(model: LanguageModel, prompts: Sequence[str], **options: Any) -> None:
     """Write texts to stdout; with one prompt as its text is decoded.
 
@@ -151,7 +180,7 @@ def write(model: LanguageModel, prompts: Sequence[str], **options: Any) -> None:
         print(flush=True)
         return
     for row, text in enumerate(model.generate(prompts, **options)):
-        print(f"--- {row + 1}\n{prompts[row]}{text}", flush=True)
+        sample.show(f"--- {row + 1}\n{prompts[row]}{text}\n")
 
 
 def initial(config: ModelConfig, seed: int = 0) -> LanguageModel:
@@ -188,53 +217,40 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
       RunError: with what is wrong and what to do.
     """
     run = Path(run)
-    _check_is_run(run)
+    if run.parent.name == "checkpoints" and run.name.isdigit():
+        raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
+    if is_hf(run):
+        raise RunError(
+            f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
+            "jaxkern sample --hf, or jaxkern.lm.load"
+        )
     stored = checkpoint.read_config(run)
     try:
         config = ModelConfig.from_stored(stored["model"])
         policy = Policy.parse(stored["precision"])
     except (KeyError, TypeError, ValueError) as error:
+        version = (stored.get("versions") or {}).get("jaxkern", "another version")
         raise RunError(
-            f"{run / 'config.json'} was written by {_version(stored)} of jaxkern, and this one "
-            f"cannot read it ({error}); install that one, or train again"
+            f"{run} was written by jaxkern {version}, and this one cannot read it ({error}); "
+            "install that one, or train again"
         ) from None
-    steps = checkpoint.steps(run)
-    if not steps:
-        raise RunError(f"{run} has no checkpoint yet; train it for longer")
-    damaged = []
-    if step is None:
-        step, damaged = checkpoint.newest(run, config)
-    elif step in steps:
-        checkpoint.check(run, step, config)
-    else:
-        raise RunError(
-            f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
-        )
-    notes = [f"{what}; that of step {step} is loaded" for what in damaged]
+    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    found = checkpoint.restore(run, {"params": checkpoint.abstract(like, device)}, step)
+    notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
     spec = stored["flags"].get("tokenizer", "bytes")
     check_has_tokenizer(run, spec)
     codec = sample.codec_of(data.open_tokenizer(spec, run, stored["data"]))
-    return LanguageModel(config, _params(run, step, config, policy), step, codec), notes
+    return LanguageModel(config, found.state["params"], found.step, codec), notes
 
 
 def check_has_tokenizer(run: Path, spec: str) -> None:
-    """Refuse a run that has lost the tokenizer it keeps, and say where another copy is.
-
-    Args:
-      run: the run's folder.
-      spec: what its --tokenizer was.
-    """
-    if spec == "bytes" or (run / "tokenizer.json").is_file():
-        return
-    copy = next(iter(sorted(run.glob("corpus/*/tokenizer.json"))), None)
-    if copy is None:
-        where = "from a backup, its --data-cache, or a folder that jaxkern export wrote"
-    else:
-        where = f"with: cp {shlex.quote(str(copy))} {shlex.quote(str(run))}"
-    raise RunError(
-        f"{run} has lost its tokenizer.json, by which its model reads and writes text; put it back "
-        f"{where}"
-    )
+    """Refuse a run that has lost the tokenizer it keeps; `spec` is what its --tokenizer was."""
+    if spec != "bytes" and not (run / "tokenizer.json").is_file():
+        raise RunError(
+            f"{run} has lost its tokenizer.json, by which its model reads and writes text; put it "
+            "back from its corpus folder, a backup, or a folder that jaxkern export wrote"
+        )
 
 
 def load_hf(folder: Path | str) -> LanguageModel:
@@ -249,47 +265,5 @@ def load_hf(folder: Path | str) -> LanguageModel:
     codec: Any = sample.Bytes() if config.vocab_size == 256 else None
     if tokenizer is not None:
         begin, ends = tokenizers.generation(Path(folder))
-        named = {"bos_token_id": begin, "eos_token_id": ends, "vocab_size": config.vocab_size}
-        codec = sample.Tokens(tokenizer, named)
+        codec = sample.Tokens(tokenizer, config.vocab_size, first=begin, ends=frozenset(ends))
     return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)
-
-
-def _params(run: Path, step: int, config: ModelConfig, policy: Policy) -> Any:
-    """The parameters of a checkpoint, on the default device."""
-    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return checkpoint.restore(run, step, "params", checkpoint.abstract(like, device))
-
-
-def _check_is_run(run: Path) -> None:
-    """Refuse a folder that is no run, and say which one may be meant."""
-    if run.parent.name == "checkpoints" and (run / "manifest.json").exists():
-        raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
-    if is_hf(run):
-        raise RunError(
-            f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
-            "jaxkern sample --hf, or jaxkern.lm.load"
-        )
-
-
-def is_hf(folder: Path) -> bool:
-    """Whether a folder holds a config.json of Hugging Face's layout; RunError if it is damaged."""
-    content = untrusted.read_json(folder, "config.json", "configuration of a model") or {}
-    return "format" not in content and "model_type" in content
-
-
-def how_to_get(folder: Path) -> str:
-    """What to do about a folder that does not exist: it may be a name on Hugging Face's hub."""
-    name = folder.as_posix()
-    if len(folder.parts) == 2 and not folder.is_absolute() and folder.parts[0] not in ("..", "."):
-        return (
-            f"if it is a model of Hugging Face's hub, download it, for example by: hf download "
-            f"{name} --local-dir {folder.name} and give the folder {folder.name}"
-        )
-    return "give one that jaxkern train, transformers or hf download has written"
-
-
-def _version(stored: dict[str, Any]) -> str:
-    versions = stored.get("versions")
-    known = versions.get("jaxkern") if isinstance(versions, dict) else None
-    return "another version" if known is None else f"version {known}"

@@ -1,19 +1,19 @@
-"""Language models of one kind of block, in flax.nnx on jaxkern's ops::
+"""Language models of Mamba, Mamba-2 and hybrids with attention, in flax.nnx on jaxkern's ops::
 
     x = embedding[tokens]                                     (B, L, d_model)
     for each layer:
-        x = x + block(rms_norm(x))
+        x = x + layer(rms_norm(x))
     logits = rms_norm(x) · embeddingᵀ                         (B, L, vocab_size)
 
-The blocks are Mamba's (:mod:`jaxkern.nn.mamba`, arXiv 2312.00752) or Mamba-2's
-(:mod:`jaxkern.nn.mamba2`, arXiv 2405.21060), as the config's sizes are. The output layer may be a
-matrix of its own, `head`.
-The layers' parameters are stacked along a leading axis. The layers follow one another in the
-program, or run in a loop, whose time to compile does not grow with depth: there, what a layer saves
-for the backward is copied to and from arrays that hold it for all. The residual stream `x` is kept
-in fp32, as in the papers' own code, and what a layer adds to it is added by the next one's norm;
-matrix products run in the policy's compute dtype; A, D and dt_bias enter the scan in the
-parameters' dtype.
+The layers are blocks of Mamba (:mod:`jaxkern.nn.mamba`, arXiv 2312.00752) or of Mamba-2
+(:mod:`jaxkern.nn.mamba2`, arXiv 2405.21060) and, in a pattern that the config's `layers` says,
+attention and MLPs (:mod:`jaxkern.lm.layers`). The output layer may be a matrix of its own, `head`.
+The parameters of all layers of a kind are stacked along a leading axis. The layers follow one
+another in the program, or run in a loop over the repeats of their pattern, whose time to compile
+does not grow with depth: there, what a layer saves for the backward is copied to and from arrays
+that hold it for all. The residual stream `x` is kept in fp32, as in the papers' own code, and what
+a layer adds to it is added by the next one's norm; matrix products run in the policy's compute
+dtype; A, D and dt_bias enter the scan in the parameters' dtype.
 """
 
 import dataclasses
@@ -26,16 +26,17 @@ from flax import nnx
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
+from jaxkern.lm import layers
 from jaxkern.lm.classes import rows_of_parts
 from jaxkern.lm.config import DEFAULT_REMAT, REMATS, ModelConfig, Remat
 from jaxkern.lm.parallel import Split
 from jaxkern.nn import remat as policies
 from jaxkern.nn.collectives import whole_beside
-from jaxkern.nn.flax import Mamba, Mamba2
 from jaxkern.precision import Policy
 
 DECAYED = frozenset(
-    {"embedding", "in_proj", "conv_weight", "x_proj", "dt_proj", "out_proj", "head"}
+    {"embedding", "head", "in_proj", "conv_weight", "x_proj", "dt_proj", "out_proj"}
+    | {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 )  # weight decay leaves norms, biases, A_log and D alone
 
 
@@ -73,11 +74,13 @@ class Options:
             raise ValueError(f"remat must be one of {', '.join(REMATS)}; got {self.remat!r}")
 
 
-POLICIES = {"cheap": policies.CHEAP, "scan": policies.SCAN}
-"""What a block keeps for the backward."""
-
-LAYERS = {"mamba": Mamba, "mamba2": Mamba2}
-"""The layer of each kind of block."""
+_both = jax.checkpoint_policies.save_from_both_policies
+_kept = jax.checkpoint_policies.save_only_these_names
+POLICIES = {
+    "cheap": _both(policies.CHEAP, _kept(*layers.KEPT, "attention")),
+    "scan": _both(policies.SCAN, _kept(*layers.KEPT)),
+}
+"""What a layer keeps for the backward."""
 
 _TOGETHER = 4
 """Layers of a decoded token in the body of the loop, of which XLA fuses neighbours' small kernels.
@@ -86,7 +89,7 @@ With 1, 2 and 4 a token of mamba2-130m in bf16 takes an H200 0.850, 0.802 and 0.
 
 
 class MambaLM(nnx.Module):
-    """The whole model, of Mamba or of Mamba-2 blocks; `blocks` holds all layers, stacked."""
+    """The whole model; `blocks` holds all layers, stacked, of a hybrid by their kinds."""
 
     def __init__(self, config: ModelConfig, options: Options = Options(), *, rngs: nnx.Rngs):
         self.config = config
@@ -99,20 +102,29 @@ class MambaLM(nnx.Module):
             self.head = nnx.Param(
                 jax.random.uniform(rngs.params(), shape[::-1], jnp.float32, -bound, bound)
             )
+        stacks = {kind: self._stacked(kind, rngs) for kind in dict.fromkeys(config.kinds)}
+        self.blocks: Any = nnx.Dict(stacks) if config.hybrid else stacks.popitem()[1]
 
-        @nnx.split_rngs(splits=config.n_layers)
+    def _stacked(self, kind: str, rngs: nnx.Rngs) -> Any:
+        """All layers of a kind, and the norms before them."""
+        config, options = self.config, self.options
+        count = config.count(kind)
+
+        @nnx.split_rngs(splits=count)
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(rngs):
-            return LAYERS[config.block.name](
-                **dataclasses.asdict(config.sizes),
-                n_layers=config.n_layers,
-                dtype=options.policy.compute,
-                implementation=options.implementation,
-                rngs=rngs,
-            )
+            dtype = options.policy.compute
+            how: Any = {"dtype": dtype, "implementation": options.implementation}
+            return layers.make(kind, config, rngs=rngs, **how)
 
-        self.blocks: Any = stacked(rngs)
-        self.blocks.norm = nnx.Param(jnp.ones((config.n_layers, config.d_model), jnp.float32))
+        of_kind: Any = stacked(rngs)
+        of_kind.norm = nnx.Param(jnp.ones((count, config.d_model), jnp.float32))
+        return of_kind
+
+    @property
+    def stacks(self) -> dict[str, Any]:
+        """The layers of each kind."""
+        return dict(self.blocks) if self.config.hybrid else {self.config.kinds[0]: self.blocks}
 
     def __call__(
         self,
@@ -148,6 +160,7 @@ class MambaLM(nnx.Module):
         segment_ids: jax.Array | None = None,
         mask: jax.Array | None = None,
         isolate_nan: bool = True,
+        dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Compute what the output layer multiplies: the last norm of what the layers give.
 
@@ -155,6 +168,7 @@ class MambaLM(nnx.Module):
 
         Args:
           isolate_nan: whether a NaN surely stays in its document, see :func:`jaxkern.ssd`.
+          dropout_key: of the config's `dropout`; ``None`` for none. Each device has its own.
 
         Returns:
           (B, L, d_model), the policy's compute dtype; times :attr:`output_layer` the logits.
@@ -168,7 +182,7 @@ class MambaLM(nnx.Module):
         }
         mix = lambda block, x, *_: (block(x, **options), None)
         how: Any = {"unroll": 1 if self.options.scan_layers else True, "remat": self.options.remat}
-        return self._last_norm(*self._run(mix, tokens, **how)[0])
+        return self._last_norm(*self._run(mix, tokens, dropout_key=dropout_key, **how)[0])
 
     @property
     def axis_name(self) -> str | None:
@@ -205,7 +219,7 @@ class MambaLM(nnx.Module):
 
         Args:
           tokens: (B, L), any integer dtype, L at least 1.
-          state: what earlier tokens left, :meth:`init_state` for none.
+          state: what earlier tokens left; by default that of :meth:`init_state`.
           mask: (B, L), booleans or integers, false or 0 for padding, wherever it stands: a row has
             the logits and the state that it has without it. A row with padding begins anew,
             whatever `state` it had; one of padding alone is left with the state before the first
@@ -216,8 +230,7 @@ class MambaLM(nnx.Module):
           state there.
 
         Raises:
-          TypeError: an argument is not an array of integers, or `mask` also of booleans.
-          ValueError: a shape does not fit.
+          TypeError, ValueError: as a call does; ValueError without the state that attention needs.
         """
         if mask is not None:
             tokens, mask = _padded_left(tokens, mask)
@@ -240,15 +253,31 @@ class MambaLM(nnx.Module):
         return self._logits(self._last_norm(*(leaf[:, -1] for leaf in stream))), after
 
     def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """One token per row: tokens (B,) -> logits (B, vocab_size), next state."""
+        """One token per row: tokens (B,) -> logits (B, vocab_size), next state.
+
+        They are NaN beyond the tokens that the state of a model with attention is made for.
+        """
         mix = lambda block, x, state, number: block.step(x, state, layer=number)
         stream, state = self._run(mix, tokens, state, unroll=_TOGETHER)
         return self._logits(self._last_norm(*stream)), state
 
-    def init_state(self, batch_size: int) -> Any:
-        """The state before the first token, that of all layers stacked."""
-        cache = self.blocks.init_cache(batch_size)
-        return jax.tree.map(lambda a: jnp.tile(a, (self.config.n_layers, *[1] * a.ndim)), cache)
+    def init_state(self, batch_size: int, length: int | None = None) -> Any:
+        """The state before the first token, of each kind that of all layers stacked.
+
+        Where there is attention, `length` is how many tokens a row will have at most, those of its
+        prompt among them.
+        """
+        if "attention" in self.config.kinds and length is None:
+            raise ValueError(
+                "length must say how many tokens the state is for: attention keeps each of them"
+            )
+
+        def stacked(kind: str, stack: Any) -> Any:
+            options = (length,) if kind in layers.OTHERS else ()
+            tile = lambda a: jnp.tile(a, (self.config.count(kind), *[1] * a.ndim))
+            return jax.tree.map(tile, stack.init_cache(batch_size, *options))
+
+        return {kind: stacked(kind, stack) for kind, stack in self.stacks.items()}
 
     def _run(
         self,
@@ -258,46 +287,69 @@ class MambaLM(nnx.Module):
         *,
         unroll: int | bool = 1,
         remat: Remat = "none",
+        dropout_key: jax.Array | None = None,
     ) -> tuple[Any, Any]:
-        """Runs the layers on tokens (...).
+        """Runs the layers on tokens (...): the stream, what the last layer adds to it, the state.
 
-        Args:
-          mix: runs a layer: takes its block, its input, the state of all layers and its number, and
-            gives the block's output and the state.
-          tokens: (...).
-          state: of all layers.
-          unroll: how many layers the body of a loop has; ``True`` for all, and no loop.
-          remat: what the backward computes again.
-
-        Returns:
-          The stream and what the last layer adds to it, and the next state.
+        `mix` runs a layer: it takes its block, its input, the state of all layers of its kind and
+        its number among them, and gives the block's output and the state. `unroll` is how many
+        layers the body of a loop has, ``True`` for all, and no loop.
         """
-        graphdef, params = nnx.split(self.blocks)
-
-        def mixed(params, x, state, number):
-            block = nnx.merge(graphdef, self._gathered(params, without="norm"))
-            return mix(block, x, state, number)
-
-        def layer(carried, given):
-            ((x, out), state), (params, number) = carried, given
-            norm = self._gathered({"norm": params["norm"][...]})["norm"]
-            normalised, x = self._add_and_normalise(x, out, norm)
-            out, state = mixed(params, normalised, state, number)
-            return ((x, out), state), None
-
-        # In a loop nothing can be shared across the barrier that prevent_cse would add.
+        pattern = self.config.pattern
+        repeats = self.config.n_layers // len(pattern)
+        split = {kind: nnx.split(stack) for kind, stack in self.stacks.items()}
         loop = unroll is not True
+
+        def layer(kind: str, stream: Any, state: Any, params: Any, numbers: Any) -> Any:
+            def mixed(params, x, state, number):
+                block = nnx.merge(split[kind][0], self._gathered(params, without="norm"))
+                return mix(block, x, state, number)
+
+            apply: Any = mixed
+            if remat in POLICIES:
+                # The weights' copies in the compute dtype are made again, too. Where the scan is,
+                # XLA takes all layers' out of the stacked arrays too early for that: they are
+                # shared.
+                alone = (remat == "cheap", True, True, True)
+                options: Any = {"prevent_cse": not loop and alone, "policy": POLICIES[remat]}
+                apply = jax.checkpoint(mixed, **options)
+            norm = self._gathered({"norm": params["norm"][...]})["norm"]
+            normalised, x = self._add_and_normalise(stream[0], stream[1], norm)
+            out, state = apply(params, normalised, state, numbers[0])
+            if dropout_key is not None and self.config.dropout:
+                key = jax.random.fold_in(dropout_key, numbers[1])
+                how: Any = {"implementation": self.options.implementation}
+                out = jaxkern.dropout(out, self.config.dropout, key, **how)
+            return (x, out), state
+
+        run: Any = layer
         if remat == "layer":
-            layer = jax.checkpoint(layer, prevent_cse=not loop)
-        elif remat != "none":
-            # The weights' copies in the compute dtype are made again, too. Where the scan is, XLA
-            # takes all layers' out of the stacked arrays too early for that: they are shared.
-            alone = (remat == "cheap", True, True, True)
-            mixed = jax.checkpoint(mixed, prevent_cse=not loop and alone, policy=POLICIES[remat])
+            # In a loop nothing can be shared across the barrier that prevent_cse would add.
+            run = jax.checkpoint(layer, prevent_cse=not loop, static_argnums=0)
+
+        def layers_of_pattern(carried, given):
+            (stream, state), (params, repeat) = carried, given
+            for i, kind in enumerate(pattern):
+                count, before = pattern.count(kind), pattern[:i].count(kind)
+                own = params[kind]
+                if count > 1:
+                    own = jax.tree.map(lambda leaf, at=before: leaf[at], own)
+                numbers = repeat * count + before, repeat * len(pattern) + i
+                stream, after = run(kind, stream, state and state[kind], own, numbers)
+                state = state and state | {kind: after}
+            return (stream, state), None
+
         # The state is carried, and so updated in place: what a scan stacks is a new array.
         carried = self._embed(tokens), state
-        given = params, jnp.arange(self.config.n_layers)
-        return jax.lax.scan(layer, carried, given, unroll=unroll)[0]
+        given = {kind: params for kind, (_, params) in split.items()}
+        for kind in given:
+            if (count := pattern.count(kind)) > 1:
+                apart = lambda leaf, count=count: leaf.reshape(repeats, count, *leaf.shape[1:])
+                given[kind] = jax.tree.map(apart, given[kind])
+        unroll = unroll if unroll is True else max(1, unroll // len(pattern))
+        return jax.lax.scan(
+            layers_of_pattern, carried, (given, jnp.arange(repeats)), unroll=unroll
+        )[0]
 
     def _embed(self, tokens):
         """The stream, and nothing to add to it yet."""
@@ -438,9 +490,9 @@ def nan_if_unknown(values: jax.Array, tokens: jax.Array, size: int) -> jax.Array
     return jnp.where((tokens >= 0) & (tokens <= size - 1), values, jnp.nan)
 
 
-def initial_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
+def initial_params(config: ModelConfig, seed: Any = 0) -> dict[str, Any]:
     """The parameters before any training, a nested dict of fp32 arrays."""
-    return nnx.to_pure_dict(nnx.state(MambaLM(config, rngs=nnx.Rngs(seed))))
+    return nnx.to_pure_dict(nnx.state(MambaLM(config, rngs=nnx.Rngs(jax.random.key(seed)))))
 
 
 def count_params(params) -> int:

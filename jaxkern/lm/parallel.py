@@ -285,6 +285,8 @@ _DIMENSIONS: dict[str, tuple[int | None, int | None]] = {
     "D": (0, None),
     "norm_weight": (0, None),
     "out_proj": (0, 1),  # (E, D)
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), (None, 0)),  # (D, …)
+    **dict.fromkeys(("o_proj", "down_proj"), (None, 1)),  # (…, D)
 }
 """The dimensions of a parameter that `tensor` and `fsdp` split, without that of the layers.
 
@@ -349,6 +351,12 @@ def _check_model(config: TrainConfig, split: Split) -> None:
             f"choose {numbers}, or {other}" if fitting else f"choose {other}",
         )
 
+    if model.hybrid and (axis := split.axis("tensor") or split.axis("sequence")):
+        raise SplitError(
+            f"{_named(config, split, axis)} splits Mamba blocks alone, and this model has layers "
+            f"{model.layers!r}",
+            "choose data or fsdp",
+        )
     check(("fsdp",), model.d_model, f"width d_model of {model.d_model}")
     check(("fsdp", "tensor"), sizes.d_inner, f"{sizes.d_inner} inner channels")
     check(("tensor",), model.vocab_size, f"vocabulary of {model.vocab_size} tokens")

@@ -49,7 +49,7 @@ class Alone:
         return stop.requested()
 
     def trained(self) -> None:
-        """Says that all steps are done, so that every process comes to its end by itself."""
+        """Says that all steps are done: every process comes to its end by itself."""
 
     def leave(self, code: int) -> int:
         """The exit code of the command, which one of several processes ends here."""

@@ -24,6 +24,7 @@ from jaxkern.lm.step import (
     init_state,
     make_model,
     make_train_step,
+    schedule_of,
     token_weights,
 )
 from jaxkern.lowering import cache
@@ -166,17 +167,18 @@ def abstract_state(config: TrainConfig, placement: Placement, *, stored: bool = 
 
 
 def lowered_init(config: TrainConfig, placement: Placement) -> jax.stages.Lowered:
-    """The program that makes the state before the first step; each device makes its part alone."""
+    """Lowers seed -> the state before the first step, of which each device makes its part alone."""
 
-    def init() -> Any:
-        params = initial_params(config.model, config.seed)
+    def init(seed: Any) -> Any:
+        params = initial_params(config.model, seed)
         if placement.split.tensor > 1:  # no device is to hold the whole of what is reordered
             whole = placement.shardings(params, stored=True)
             params = jax.lax.with_sharding_constraint(params, whole)
         # Reordered parameters first: zeros of an optimizer XLA would reorder while it compiles.
         return init_state(config, precision_policy(config), placement.split.to_devices(params))
 
-    return placement.jit(init, placement.shardings(abstract_state(config, placement))).lower()
+    shardings = placement.shardings(abstract_state(config, placement))
+    return placement.jit(init, shardings).lower(np.int32(0))
 
 
 def abstract_batch(config: TrainConfig, rows: tuple[int, ...], split: Split, sharding: Any) -> Any:
@@ -184,14 +186,14 @@ def abstract_batch(config: TrainConfig, rows: tuple[int, ...], split: Split, sha
     dtype, shape = dtype_of(config.model.vocab_size), (*rows, config.seq_len + split.sequence)
     tokens = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     if not config.pack:
-        return tokens
+        return Packed(tokens)
     return Packed(tokens, jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding))
 
 
 def lowered_step(
     config: TrainConfig, placement: Placement, platform: str | None = None
 ) -> jax.stages.Lowered:
-    """The training step, (state, windows) -> (state, metrics), lowered and not yet compiled.
+    """Lowers the training step, (state, windows, schedule) -> (state, metrics).
 
     `platform` is that of the placement's devices unless it is given.
     """
@@ -203,9 +205,13 @@ def lowered_step(
     step = make_train_step(config, structure, split)
     if placement.mesh is not None:
         specs = split.specs(state)
-        step = placement.on_each(step, (specs, by_parts.spec), (specs, PartitionSpec()))
+        step = placement.on_each(
+            step, (specs, by_parts.spec, PartitionSpec()), (specs, PartitionSpec())
+        )
     shardings = placement.shardings(state), placement.sharding()
-    traced = placement.jit(step, shardings, donate_argnums=0).trace(state, windows)
+    traced = placement.jit(step, shardings, donate_argnums=0).trace(
+        state, windows, schedule_of(config)
+    )
     return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
 
@@ -231,11 +237,11 @@ class Programs(NamedTuple):
     """What a run executes, compiled.
 
     Attributes:
-      init: () -> the state before the first step; ``None`` for a run that has one.
-      step: (state, windows (K, B/K, L + 1)) -> (state, metrics).
+      init: seed -> the state before the first step; ``None`` for a run that has one.
+      step: (state, windows (K, B/K, L + 1), schedule) -> (state, metrics).
       loss: (parameters, windows (B/K, L + 1)) -> the mean cross-entropy.
 
-    Windows of packed documents are a `Packed`, which has their segments, too. Where sequences are
+    Windows are a `Packed`, which has the segments of packed documents, too. Where sequences are
     split, windows are those that :meth:`Split.windows` gives.
     """
 

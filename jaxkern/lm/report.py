@@ -13,29 +13,36 @@ from typing import Any
 from jaxkern.lm import stop
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data import write_atomically
-from jaxkern.lm.trackers import Tracker
 
 BITS = 1 / math.log(2)  # nats to bits
 PERPLEXITY = "validation_perplexity"
 
 
 class MetricsLog:
-    """metrics.jsonl: one line per step, in order, no step twice."""
+    """metrics.jsonl: one line per step, in order, no step twice.
 
-    def __init__(self, path: Path, *, resume_at: int):
+    Of several processes one alone writes it; without a path nothing is written.
+    """
+
+    def __init__(self, path: Path | None, *, resume_at: int):
         """Open for appending, cut back to the records of steps 0…resume_at."""
-        self.records = read_metrics(path)
+        self.records = read_metrics(path) if path is not None else []
         self.records = [record for record in self.records if record["step"] <= resume_at]
-        write_atomically(path, "".join(map(_line, self.records)))
-        self._file = path.open("a", encoding="utf-8")
-        self._followers: Sequence[Tracker] = ()
+        self._file, self._followers = None, []
+        if path is not None:
+            write_atomically(path, "".join(map(_line, self.records)))
+            self._file = path.open("a", encoding="utf-8")
 
-    def follow(self, trackers: "Sequence[Tracker]") -> None:
+    def follow(self, trackers: Sequence[Any]) -> None:
         """Have these take all further records, too."""
         self._followers = trackers
 
-    def write(self, records: list[dict[str, Any]]) -> None:
-        records = [_without_infinities(record) for record in records]
+    def write(self, records: Sequence[dict[str, Any]]) -> None:
+        if self._file is None:
+            return
+        # JSON has neither NaN nor infinity, and the loss of a step that fp16 skipped may be one.
+        told = lambda value: value if math.isfinite(value) else None
+        records = [{key: told(value) for key, value in record.items()} for record in records]
         self.records += records
         self._file.write("".join(map(_line, records)))
         self._file.flush()
@@ -44,28 +51,14 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Write all to disk: no checkpoint may be there before the records of its steps."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         for tracker in self._followers:
             tracker.close()
-
-
-class UnwrittenLog(MetricsLog):
-    """That of a process whose records another one writes."""
-
-    def __init__(self) -> None:
-        self.records = []
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        """Do nothing."""
-
-    def sync(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -95,23 +88,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_record(record: Any) -> bool:
-    return (
-        isinstance(record, dict)
-        and type(record.get("step")) is int
-        and all(value is None or type(value) in (int, float) for value in record.values())
-    )
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return False
+    return all(value is None or type(value) in (int, float) for value in record.values())
 
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
-
-
-def _without_infinities(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has neither NaN nor infinity, and the loss of a step that fp16 skipped may be one."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
 
 
 class Speed:
@@ -159,61 +142,47 @@ def validation_told(record: dict[str, Any]) -> str:
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a plain line now and then.
+    """A bar of tqdm on a terminal and in a notebook; elsewhere a plain line now and then.
 
     What is not `shown` has no bar.
     """
 
     def __init__(self, *, start: int, steps: int, tokens_per_byte: float = 1.0, shown: bool = True):
-        self._steps = steps
-        self._bits = BITS * tokens_per_byte
-        self._start = start
+        self._start, self._steps, self._bits = start, steps, BITS * tokens_per_byte
         self._began = time.perf_counter()
-        self._bar = None
-        self._text = ""
-        if shown and sys.stderr.isatty():
-            from tqdm import tqdm
+        self._bar, self._text = None, ""
+        if shown and (sys.stderr.isatty() or "ipykernel" in sys.modules):
+            from tqdm.auto import tqdm
 
-            self._bar = tqdm(
-                initial=start,
-                total=steps,
-                unit="step",
-                dynamic_ncols=True,
-                bar_format="{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} · {desc}{remaining} left",
-            )
+            form = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} · {desc}{remaining} left"
+            options = {"unit": "step", "dynamic_ncols": True, "bar_format": form}
+            self._bar = tqdm(initial=start, total=steps, **options)
 
-    def update(self, records: list[dict[str, Any]]) -> None:
+    def update(self, records: Sequence[dict[str, Any]]) -> None:
         """Show the state after the last of the records, with the mean loss of them all."""
-        step = records[-1]["step"]
+        step, speed = records[-1]["step"], records[-1]["tokens_per_second"]
         losses = [r["loss"] for r in records if math.isfinite(r["loss"])] or [math.nan]
         loss = sum(losses) / len(losses)
-        text = (
-            f"loss {loss:.3f} · {loss * self._bits:.3f} bits/byte · "
-            f"{records[-1]['tokens_per_second']:,.0f} tokens/s"
-        )
+        text = f"loss {loss:.3f} · {loss * self._bits:.3f} bits/byte · {speed:,.0f} tokens/s"
         held_out = ""
         if records[-1].get("validation_bits_per_byte") is not None:
             held_out = validation_told(records[-1])
         self._text = text
-        if self._bar is not None:
-            with stop.output_may_close():
-                self._bar.set_description_str(text + " · ", refresh=False)
-                self._bar.update(step - self._bar.n)
-                if held_out:
-                    self._bar.write(f"step {step} · {held_out}")
-        else:
-            done = step - self._start
-            left = (time.perf_counter() - self._began) / done * (self._steps - step)
+        if self._bar is None:
+            left = (time.perf_counter() - self._began) / (step - self._start) * (self._steps - step)
             line = f"{self._at(step)} · {text} · {_duration(left)} left"
             stop.say(f"{line} · {held_out}" if held_out else line)
+            return
+        with stop.output_may_close():
+            self._bar.set_description_str(text + " · ", refresh=False)
+            self._bar.update(step - self._bar.n)
+            if held_out:
+                self._bar.write(f"step {step} · {held_out}")
 
     def tell(self, text: str) -> None:
         """Print lines that stay."""
-        if self._bar is None:
-            stop.say(text)
-            return
         with stop.output_may_close():
-            self._bar.write(text)
+            (stop.say if self._bar is None else self._bar.write)(text)
 
     @contextlib.contextmanager
     def during(self, step: int, what: str) -> Iterator[None]:
@@ -226,7 +195,7 @@ class Progress:
         if self._bar is not None:
             self._bar.set_description_str(self._text + " · ", refresh=False)
         else:
-            stop.say(f"{self._at(step)} · {what} took {time.perf_counter() - began:.1f} s")
+            stop.say(f"{self._at(step)} · {what} took {time.perf_counter() - began:.2f} s")
 
     def _at(self, step: int) -> str:
         return f"step {step:{len(str(self._steps))}}/{self._steps}"
@@ -243,45 +212,32 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def plot_losses(records: list[dict[str, Any]], path: Path, *, title: str) -> None:
+def plot_losses(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
     """Draw training and validation bits per byte against the step."""
     from matplotlib.figure import Figure  # without pyplot, whose backend is the user's
     from matplotlib.ticker import MaxNLocator
 
-    train = [(r["step"], r["bits_per_byte"]) for r in records if r.get("bits_per_byte")]
-    name = "validation_bits_per_byte"
-    validation = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    def points(name: str) -> list[tuple[int, float]]:
+        return [(r["step"], r[name]) for r in records if r.get(name) is not None]
+
+    train, validation = points("bits_per_byte"), points("validation_bits_per_byte")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
+    blue, red = "#1f5a94", "#d1495b"
     if train:
         smooth = len(train) >= 2 * _SMOOTHED
-        color, width = ("#9bb8d3", 0.8) if smooth else ("#1f5a94", 1.8)
+        color, width = ("#9bb8d3", 0.8) if smooth else (blue, 1.8)
         axes.plot(*zip(*train, strict=True), color=color, linewidth=width, label="training")
         if smooth:
-            axes.plot(*_smooth(train), color="#1f5a94", linewidth=1.8, label="training, smoothed")
+            axes.plot(*_smooth(train), color=blue, linewidth=1.8, label="training, smoothed")
     if validation:
-        axes.plot(
-            *zip(*validation, strict=True),
-            color="#d1495b",
-            marker="o",
-            markersize=4,
-            linewidth=1.8,
-            label="validation",
-            clip_on=False,
-        )
+        of_line = {"color": red, "marker": "o", "markersize": 4, "linewidth": 1.8}
+        curve = zip(*validation, strict=True)
+        axes.plot(*curve, label="validation", clip_on=False, **of_line)
         last = validation[-1][1]
-        # Right of the axes, where no curve passes.
-        axes.annotate(
-            f"{last:.3f}",
-            (1, last),
-            xycoords=("axes fraction", "data"),
-            xytext=(8, 0),
-            textcoords="offset points",
-            ha="left",
-            va="center",
-            color="#d1495b",
-            annotation_clip=False,
-        )
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        align = {"xytext": (8, 0), "va": "center", "color": red, "annotation_clip": False}
+        axes.annotate(f"{last:.3f}", (1, last), **place, **align)  # where no curve passes
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
     axes.set_title(title, loc="left")
@@ -290,8 +246,7 @@ def plot_losses(records: list[dict[str, Any]], path: Path, *, title: str) -> Non
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if train or validation:
-        # Beside the title, where no curve passes either.
+    if train or validation:  # beside the title, where no curve passes either
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
         axes.legend(frameon=False, ncols=3, **place)
     temporary = path.with_suffix(".tmp.png")
@@ -305,9 +260,6 @@ _SMOOTHED = 50
 def _smooth(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
     """A running mean over a fiftieth of the run."""
     window = len(points) // _SMOOTHED
-    steps, values = [], []
-    for end in range(window, len(points) + 1):
-        part = points[end - window : end]
-        steps.append(part[-1][0])
-        values.append(sum(value for _, value in part) / window)
-    return steps, values
+    ends = range(window, len(points) + 1)
+    values = [sum(value for _, value in points[end - window : end]) / window for end in ends]
+    return [points[end - 1][0] for end in ends], values

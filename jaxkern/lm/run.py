@@ -2,26 +2,27 @@
 
 import contextlib
 import dataclasses
-import json
 import math
-import platform
+import operator
 import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from importlib import metadata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jaxkern
 from jaxkern.lm import checkpoint, data
-from jaxkern.lm.config import PRESETS, ModelConfig, RunError, TrainConfig
-from jaxkern.lm.loader import check_has_tokenizer
+from jaxkern.lm.config import (
+    PRESETS,
+    RunError,
+    SplitError,
+    TrainConfig,
+    axes_of,
+    check_axes,
+    with_devices,
+)
 from jaxkern.lm.processes import Alone
-from jaxkern.lm.report import read_metrics
-from jaxkern.lm.stop import say
-from jaxkern.precision import Policy
 
 
 def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
@@ -69,20 +70,20 @@ def weights(config: TrainConfig) -> Any:
     """The parameters of the checkpoint that a run begins with.
 
     Raises:
-      RunError: it cannot be read, or is not the one that config.json describes.
+      RunError: it cannot be read, or is not the one that the run was begun with.
     """
     from jaxkern.lm import hf
 
     shape, params = hf.load(config.init_hf)
-    if shape != config.model:
+    if differing := checkpoint.differences(shape.stored(), config.model.stored()):
         raise RunError(
             f"--init-hf {config.init_hf} is not the checkpoint that this run was begun with: "
-            f"{checkpoint.differences(shape, config.model)}; put it back, or start a new run"
+            f"{differing}; put it back, or start a new run"
         )
     return params
 
 
-def check_tokens(config: TrainConfig) -> None:
+def _check_tokens(config: TrainConfig) -> None:
     """Refuse what documents could not be tokenised for or written to, before any is read.
 
     Raises:
@@ -102,26 +103,88 @@ def check_tokens(config: TrainConfig) -> None:
             ) from None
 
 
-def check_length(corpus: data.PackedCorpus, seq_len: int) -> None:
-    """Refuse packed documents that fill no sequence, and warn of a source that does not.
+def changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
+    """The configuration of a resumed run.
 
-    What is missing is padding, which costs as much as tokens do.
+    Args:
+        config: that of its folder.
+        changes: flags that are given with --resume, by their names in the configuration.
+
+    Raises:
+        RunError: a flag differs that must not.
     """
-    short = [source for source in corpus.train if source.stream.size <= seq_len]
-    if not short:
-        return
-    needed, remedy = f"the {seq_len + 1:,} that --seq-len {seq_len} needs", "lower --seq-len or"
-    if len(short) == len(corpus.train):
-        most = max(source.stream.size for source in short)
-        what = "the training data has" if len(short) == 1 else "no source of --data has more than"
+    check_axes(changes)
+    changes = with_devices(changes)
+    if changes.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
+        config = dataclasses.replace(config, mesh="", devices="auto")
+    elif "devices" in changes and config.mesh:
+        config = _on_devices(config, changes["devices"])
+    for name, value in changes.items():
+        if value == (old := operator.attrgetter(name)(config)):
+            continue
+        if name not in CHANGEABLE and not (name == "steps" and value > old):
+            rule = "can only grow" if name == "steps" else "cannot change"
+            raise RunError(
+                f"--{name.replace('_', '-')} {_show(value)} differs from the run's {_show(old)} "
+                f"and {rule} on --resume; leave it out, or start a new run with another --out"
+            )
+        config = dataclasses.replace(config, **{name: value})
+    return config
+
+
+# What a resumed run may do otherwise: its arithmetic is the same, but for the order of sums.
+CHANGEABLE = (
+    *("devices", "parallel", "mesh", "implementation", "remat"),
+    *("log_every", "log_to", "checkpoint_every", "keep", "data_cache"),
+)
+
+
+def _on_devices(config: TrainConfig, devices: str) -> TrainConfig:
+    """The configuration of a run that has a mesh, on what --devices alone asks for.
+
+    A mesh of one axis has its other size. Of several it cannot be told which one changes, and a
+    model may be too large to be split otherwise.
+
+    Raises:
+      RunError: the mesh has several axes, and another number of devices.
+    """
+    axes = axes_of(config.mesh)
+    shared = [axis for axis, size in axes.items() if size > 1]
+    if devices == str(math.prod(axes.values())):
+        return config
+    if len(shared) > 1 and devices != "1":
         raise RunError(
-            f"{what} {most:,} tokens, fewer than {needed}; {remedy} give more text to --data"
+            f"--devices {devices} does not say how they share the model, which --mesh "
+            f"{config.mesh} of the run splits between {math.prod(axes.values())}; add --mesh or "
+            "--parallel"
         )
-    names = ", ".join(source.name for source in short[:3]) + ", …" * (len(short) > 3)
-    say(
-        f"warning: {len(short)} of {len(corpus.train)} sources of --data ({names}) have fewer "
-        f"tokens than {needed}, and padding takes the rest; {remedy} name a folder of several files"
-    )
+    parallel = shared[0] if len(shared) == 1 else config.parallel
+    return dataclasses.replace(config, mesh="", parallel=parallel)
+
+
+@contextlib.contextmanager
+def with_stored_axes(changes: dict[str, Any]) -> Iterator[None]:
+    """Inside, an error about devices says that the run names them where no flag does.
+
+    Raises:
+      RunError: that one.
+    """
+    try:
+        yield
+    except SplitError as error:
+        if changes.keys() & {"devices", "parallel", "mesh"}:
+            raise
+        raise RunError(
+            f"the run's {error.what}; choose another for --resume by --mesh, --parallel or "
+            "--devices"
+        ) from None
+
+
+def _show(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# The folder
 
 
 _SEEING = 20.0  # seconds in which a shared file system shows what another host has written
@@ -140,7 +203,7 @@ def held(out: Path, peers: Alone) -> Iterator[None]:
             yield
         return
     token, began = peers.share(lambda: ""), time.monotonic()
-    while not checkpoint.is_held(out, token):
+    while checkpoint.text_of(out / checkpoint.LOCK) != token:
         if time.monotonic() - began > _SEEING:
             raise RunError(
                 f"--out {out} is not the folder that process 0 has; name one on a file system "
@@ -150,86 +213,30 @@ def held(out: Path, peers: Alone) -> Iterator[None]:
     yield
 
 
-def read(out: Path, config: TrainConfig, peers: Alone) -> Any:
-    """The data of a new run, which process 0 makes and the others open."""
-    if peers.main:
-        corpus: Any
-        with checkpoint.written(Path(config.data_cache or out / "corpus")):
-            if config.pack:
-                corpus = data.build_packed(config, out)
-            else:
-                corpus = data.build_corpus(config.data, out / "corpus")
-        peers.share(lambda: corpus.info)
-        return corpus
-    info = peers.share(dict)
-    return data.open_shards(config, out, info) if config.pack else data.open_corpus(out / "corpus")
+@contextlib.contextmanager
+def nothing_left_if_refused(out: Path, *, fresh: bool, created: bool) -> Iterator[None]:
+    """Leave a folder where a new run could not begin as it was, to be named again.
 
-
-def resumed(
-    out: Path, config: TrainConfig, policy: Policy, stored: dict[str, Any], peers: Alone
-) -> tuple[Any, int]:
-    """The data of a run and the step of its last whole checkpoint.
-
-    Raises:
-      RunError: the folder does not hold what config.json, `stored`, says.
+    But for tokens, which the run that names it again need not make again.
     """
-    _check_model(out, stored["model"], config)
-    if stored.get("precision") != str(policy):
-        raise RunError(
-            f"{out / 'config.json'}: precision is {stored.get('precision')!r}, and by "
-            f"flags.mixed_precision it is {str(policy)!r}; put it back, or start a new run"
-        )
-    if peers.main:
-        checkpoint.clean(out)
-    corpus: Any
-    if config.pack:
-        check_has_tokenizer(out, config.tokenizer)
-        corpus = data.open_packed(config, out, stored["data"])
-    else:
-        corpus = data.open_corpus(out / "corpus")
-    if corpus.info["fingerprint"] != stored["data"].get("fingerprint"):
-        raise RunError(f"{out / 'corpus'} is not the data that this run began with")
-    return corpus, peers.share(lambda: _last_whole(out, config))
-
-
-def _last_whole(out: Path, config: TrainConfig) -> int:
-    """The step of the last whole checkpoint; those after it are set aside."""
-    read_metrics(out / "metrics.jsonl")
-    done, damaged = checkpoint.newest(out, config.model)
-    for line in damaged:
-        say(f"{line}; it is renamed to .damaged, and the run goes back to step {done}")
-    checkpoint.set_aside(out, done)
-    return done
-
-
-def stored_shape(out: Path, stored: dict[str, Any]) -> ModelConfig:
-    """The shape of the model by config.json, `stored`."""
     try:
-        return ModelConfig.from_stored(stored["model"])
-    except (TypeError, ValueError) as error:
-        raise RunError(
-            f"{out / 'config.json'}: model cannot be read ({error}); put it back, or start a new "
-            "run"
-        ) from None
-
-
-def _check_model(out: Path, stored: dict[str, Any], config: TrainConfig) -> None:
-    """Refuse a config.json whose model was edited, which would change nothing."""
-    try:
-        differing = checkpoint.differences(ModelConfig.from_stored(stored), config.model)
-    except (TypeError, ValueError) as error:
-        differing = str(error)
-    if differing:
-        raise RunError(
-            f"{out / 'config.json'}: model is not that of preset {config.preset}: {differing}. A "
-            "run's model is its preset's and cannot be edited; put it back, or start a new run"
-        )
+        yield
+    except BaseException:
+        if fresh and not checkpoint.is_run(out):
+            if not data.has_tokens(out):
+                shutil.rmtree(out / "corpus", ignore_errors=True)
+            for name in checkpoint.BEFORE:
+                (out / name).unlink(missing_ok=True)
+            if created:
+                with contextlib.suppress(OSError):
+                    out.rmdir()
+        raise
 
 
 def where_it_stands(out: Path, peers: Alone) -> str:
     """How a run that was stopped outside its steps is continued."""
-    if not (out / "config.json").exists():
-        if data.has_shards(out):
+    if not checkpoint.is_run(out):
+        if data.has_tokens(out):
             return (
                 f"training had not begun; {out / 'corpus'} keeps the tokens that are made, and the "
                 "same command with that --out goes on"
@@ -249,49 +256,12 @@ def how_to_continue(out: Path, peers: Alone) -> str:
     return f"continue with the same command for every process, and {flags}"
 
 
-@contextlib.contextmanager
-def nothing_left_if_refused(out: Path, *, fresh: bool, created: bool) -> Iterator[None]:
-    """Leave a folder where a new run could not begin as it was, to be named again.
-
-    But for tokens, which the run that names it again need not make again.
-    """
-    try:
-        yield
-    except BaseException:
-        if fresh:
-            if not data.has_shards(out):
-                shutil.rmtree(out / "corpus", ignore_errors=True)
-            (out / ".lock").unlink(missing_ok=True)
-        if fresh and created:
-            with contextlib.suppress(OSError):
-                out.rmdir()
-        raise
-
-
-def flags_of(config: TrainConfig) -> dict[str, Any]:
-    """A configuration as config.json holds it."""
-    flags = dataclasses.asdict(config)
-    del flags["shape"]
-    return json.loads(json.dumps(flags))
-
-
-def write_config(
-    out: Path, config: TrainConfig, policy: Policy, devices: Sequence[Any], corpus: Any
-) -> None:
-    """Write config.json, which makes the folder a run."""
-    content = {
-        "format": checkpoint.FORMAT,
-        "flags": flags_of(config),
-        "model": config.model.stored(),
-        "precision": str(policy),
-        "data": corpus.info,
-        "devices": [device.device_kind for device in devices],
-        "versions": {"python": platform.python_version(), "jaxkern": jaxkern.__version__}
-        | {
-            name: metadata.version(name)
-            for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-        },
-    }
-    if config.tokenizer != "bytes":
-        data.write_atomically(out / "tokenizer.json", corpus.tokenizer.stored())
-    data.write_atomically(out / "config.json", json.dumps(content, indent=2) + "\n")
+def corpus_of(out: Path, config: TrainConfig, peers: Alone) -> Any:
+    """The data of a new run, which process 0 makes and the others open."""
+    if not peers.main:
+        return data.reopen(config, out, peers.share(dict))
+    _check_tokens(config)
+    with checkpoint.written(Path(config.data_cache or out / "corpus")):
+        corpus = data.build(config, out)
+    peers.share(lambda: corpus.info)
+    return corpus

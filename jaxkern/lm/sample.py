@@ -6,9 +6,10 @@ the token's position, so that it goes on as it would alone.
 """
 
 import codecs
+import dataclasses
 import functools
 import math
-import operator
+import numbers
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,6 +28,7 @@ from jaxkern.lm.step import make_model
 
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
+_LEAST = 256  # tokens that attention has room for; more are powers of two, each compiled anew
 
 
 def decoder(model: ModelConfig) -> nnx.GraphDef:
@@ -38,61 +40,73 @@ def stream(
     graphdef: nnx.GraphDef, params: Any, prompt: str, *, codec: Any = None, **options: Any
 ) -> None:
     """Write the prompt and what follows it to stdout as it is decoded."""
-    sys.stdout.write(prompt)
+    show(prompt)
     for (piece,) in continuations(graphdef, params, codec or Bytes(), [prompt], **options):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        show(piece)
+
+
+def show(text: str) -> None:
+    """Write a text to stdout; on a terminal with escapes for what would control it."""
+    sys.stdout.write(text.translate(_ESCAPES) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+# Bytes that are no UTF-8 are written as they came, and some of them control terminals, too.
+_ESCAPES = {code: f"\\x{code:02x}" for code in {*range(32), *range(127, 160)} - {*b"\n\t"}}
+_ESCAPES |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 
 
 def continuations(
     graphdef: nnx.GraphDef,
     params: Any,
-    codec: "Bytes | Tokens",
-    prompts: Sequence[str | bytes],
+    codec: "Bytes | Tokens | None",
+    prompts: Sequence[Any],
     *,
     stop: Sequence[str] = (),
     timing: "Timing | None" = None,
     **options: Any,
-) -> Iterator[list[str]]:
-    """The texts after prompts, as they are decoded: the next piece of each.
+) -> Iterator[list[Any]]:
+    """What follows prompts, as it is decoded: the next piece of each, a text or a list of tokens.
 
-    Args:
-        graphdef: from `decoder`.
-        params: the model's parameters.
-        codec: how text becomes tokens.
-        prompts: texts, which may be empty.
-        stop: texts; a continuation ends before the first that it has whole.
-        timing: is told of the tokens that are decoded.
-        **options: of `generate_tokens`.
+    The prompts are texts, which may be empty, and sequences of tokens; where all are tokens there
+    need not be a `codec`, and any token may be drawn. The other options are those of
+    :meth:`jaxkern.lm.loader.LanguageModel.generate`.
     """
-    stops = _check_stop(stop)
-    ids = [codec.encode(prompt) for prompt in prompts]
-    decode = [codec.decoder(tokens) for tokens in ids]
-    ending = [_Ending(stops) for _ in ids]
-    going = [True] * len(ids)
-    for chunk in generate_tokens(graphdef, params, ids, among=codec.drawn, **options):
-        if timing is not None:
-            timing.add(sum(going) * chunk.shape[1])
-        pieces = [""] * len(ids)
-        for row in filter(going.__getitem__, range(len(ids))):
-            tokens = chunk[row].tolist()
-            end = next((i for i, token in enumerate(tokens) if token in codec.ends), None)
-            text = decode[row](tokens[:end], end is not None)
-            pieces[row], stopped = ending[row](text, end is not None)
-            going[row] = end is None and not stopped
-        yield pieces
-        if not any(going):
-            return
-    last = lambda row: ending[row](decode[row]([], True), True)[0]
-    yield [last(row) if going[row] else "" for row in range(len(ids))]
-
-
-def _check_stop(stop: Sequence[str]) -> Sequence[str]:
     if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
         raise TypeError(f"stop must be a sequence of texts, got {stop!r}")
     if not all(stop):
         raise ValueError("stop has an empty text, before which nothing can be written")
-    return stop
+    ids, readers = zip(*(_reader(codec, prompt, stop) for prompt in prompts), strict=True)
+    drawn, ends = (None, frozenset()) if codec is None else (codec.drawn, codec.ends)
+    going = [True] * len(ids)
+    for chunk in generate_tokens(graphdef, params, ids, among=drawn, **options):
+        if timing is not None:
+            timing.add(sum(going) * chunk.shape[1])
+        pieces: list[Any] = []
+        for row, read in enumerate(readers):
+            tokens = chunk[row].tolist() if going[row] else []
+            end = next((i for i, token in enumerate(tokens) if token in ends), None)
+            piece, ended = read(tokens[:end], end is not None)
+            going[row] &= not ended
+            pieces.append(piece)
+        yield pieces
+        if not any(going):
+            return
+    yield [read([], True)[0] for read in readers]
+
+
+def _reader(codec: Any, prompt: Any, stops: Sequence[str]) -> tuple[Any, Callable[..., Any]]:
+    """The tokens of a prompt, and a function (next tokens, whether they are the last) -> a piece.
+
+    That also tells whether the continuation has ended.
+    """
+    if isinstance(prompt, (str, bytes)):
+        ids = codec.encode(prompt)
+        decode, ending = codec.decoder(ids), _Ending(stops)
+        return ids, lambda tokens, final: ending(decode(tokens, final), final)
+    if stops:
+        raise TypeError(f"stop ends texts, and a prompt is of tokens: {prompt!r}")
+    return prompt, lambda tokens, final: (tokens, final)
 
 
 class _Ending:
@@ -101,18 +115,22 @@ class _Ending:
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
         self._held = ""  # the end of the text so far, with which one of them may begin
+        self._ended = False
 
     def __call__(self, text: str, final: bool) -> tuple[str, bool]:
         """Takes what comes next; returns what is sure of the text, and whether it has ended."""
+        if self._ended:
+            return "", True
         text = self._held + text
         found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops]
         if found := [each for each in found if each[1] >= 0]:
+            self._ended = True
             return text[: min(found)[1]], True
         starts = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
         held = 0 if final else max(map(len, filter(text.endswith, starts)), default=0)
         sure = len(text) - held
-        self._held = text[sure:]
-        return text[:sure], False
+        self._held, self._ended = text[sure:], final
+        return text[:sure], final
 
 
 class Timing:
@@ -160,68 +178,67 @@ class Bytes:
         return lambda tokens, final: decode(bytes(tokens), final)
 
 
+@dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The text of a model with a tokenizer.
+    """The text of a model of `size` tokens with a ``tokenizers.Tokenizer``.
 
-    Args:
-        tokenizer: a ``tokenizers.Tokenizer``.
-        config: "vocab_size" of the model, and "bos_token_id" and "eos_token_id", the tokens that
-            begin and end a text.
-        begins: whether every text begins with the first of these, and with nothing that the
-            tokenizer would add; else it is as the tokenizer has it.
+    A text begins with the token `first`, and with nothing that the tokenizer would add, if it
+    `begins` so, else as the tokenizer has it; the tokens `ends` end it.
     """
 
-    def __init__(self, tokenizer: Any, config: dict[str, Any], *, begins: bool = False):
-        self._tokenizer = tokenizer
-        self._begins = begins
-        self._first: Any = config.get("bos_token_id")
-        self._size = config["vocab_size"]
-        ends = config.get("eos_token_id")
-        self.ends = frozenset(ends if isinstance(ends, list) else [ends])
+    tokenizer: Any
+    size: int
+    first: int | None = None
+    ends: Collection[int] = ()
+    begins: bool = False
 
     @property
     def drawn(self) -> Collection[int]:
         """All tokens that it has: a vocabulary that is rounded up has others besides."""
-        return self._tokenizer.get_vocab(with_added_tokens=True).values()
+        return self.tokenizer.get_vocab(with_added_tokens=True).values()
 
     def encode(self, prompt: str | bytes) -> list[int]:
         """The tokens of a prompt, of one that is empty the first of any text."""
-        if isinstance(prompt, str):
-            prompt = prompt.encode("utf-8", "surrogateescape")
-        text = prompt.decode("utf-8", "replace")
+        given = prompt.encode("utf-8", "surrogateescape") if isinstance(prompt, str) else prompt
+        text = given.decode("utf-8", "replace")
         with tokenizers.told("tokenizer.json has no tokens for a prompt"):
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._begins).ids
-        if self._begins:
-            return [self._first, *ids]
-        if not ids and self._first is None:
-            raise RunError("this model's text begins with no token of its own; give a --prompt")
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not self.begins).ids
+        if self.first is not None and (self.begins or not ids):
+            ids = [self.first, *ids]
         if not ids:
-            ids = [self._first]
-        if max(ids) >= self._size:
+            raise RunError("this model's text begins with no token of its own; give a --prompt")
+        if max(ids) >= self.size:
             raise RunError(
-                f"tokenizer.json has token {max(ids)}, and the model has {self._size}; give the "
+                f"tokenizer.json has token {max(ids)}, and the model has {self.size}; give the "
                 "tokenizer that the model was trained with"
             )
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without those that begin and end it."""
-        return self._tokenizer.decode(list(tokens))
+        return self.tokenizer.decode(list(tokens))
 
     def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
         """A function (next tokens, whether they are the last) -> the text that they complete."""
-        ids = list(prompt)
-        shown = self._tokenizer.decode(ids)
+        from tokenizers.decoders import DecodeStream
+
+        # A prompt that ends within a character would be written again with its rest.
+        known = None if self.decode(prompt).endswith("\ufffd") else list(prompt)
+        stream, held = DecodeStream(known, skip_special_tokens=True), []
 
         def decode(tokens: Sequence[int], final: bool) -> str:
-            nonlocal shown
-            ids.extend(tokens)
-            text = self._tokenizer.decode(ids)
-            # A character of several tokens is not to be shown in part.
-            if text.endswith("\ufffd") and not final:
-                return ""
-            new, shown = text[len(shown) :], text
-            return new
+            nonlocal stream
+            text = ""
+            for token in tokens:
+                held.append(token)
+                try:
+                    piece = stream.step(self.tokenizer, token)
+                except Exception:  # bytes that are no UTF-8 can change the text before them
+                    stream, piece = DecodeStream(skip_special_tokens=True), self.decode(held)
+                if piece is not None:
+                    text += piece
+                    held.clear()
+            return text + (self.decode(held) if final and held else "")
 
         return decode
 
@@ -230,12 +247,8 @@ def codec_of(tokenizer: Any) -> "Bytes | Tokens":
     """The text of a model that was trained with a tokenizer of `jaxkern.lm.data.tokenizer`."""
     if isinstance(tokenizer, tokenizers.Bytes):
         return Bytes()
-    config = {
-        "bos_token_id": tokenizer.begin,
-        "eos_token_id": tokenizer.end,
-        "vocab_size": tokenizer.size,
-    }
-    return Tokens(tokenizer.tokenizer, config, begins=True)
+    named = {"first": tokenizer.begin, "ends": frozenset([tokenizer.end]), "begins": True}
+    return Tokens(tokenizer.tokenizer, tokenizer.size, **named)
 
 
 def generate_tokens(
@@ -250,44 +263,62 @@ def generate_tokens(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[np.ndarray]:
-    """Decode `length` tokens after each of several prompts, B, of any lengths.
+    """Decode `length` tokens after each of several prompts, B, in pieces (B, n), int32.
 
-    Args:
-        graphdef: from `decoder`.
-        params: the model's parameters.
-        prompts: sequences of tokens, each with at least one.
-        among: the tokens that are drawn, of which the model may lack some; by default all.
-        length: how many tokens to decode.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens; 0 for all.
-        top_p: draw from the likeliest tokens that together have this probability, at least from
-            one.
-        seed: of the draws: prompt i is continued as it is alone with ``seed + i``.
-
-    Yields:
-        The tokens after the prompts, in pieces (B, n), int32.
-
-    Raises:
-        TypeError: an option or a prompt is not of numbers.
-        ValueError: an option has a value that it cannot have, or a prompt has no token, or one
-            outside the vocabulary.
-        RunError: the model's logits are not numbers.
+    The prompts are sequences of at least one token, of any lengths. Tokens are drawn `among` those
+    given, of which the model may lack some, by default all. The other options, and the errors, are
+    those of :meth:`jaxkern.lm.loader.LanguageModel.generate`.
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
-    options = _check_options(length, temperature, top_k, top_p, seed)
-    length, temperature, top_k, top_p, seed = options
-    greedy = temperature < np.finfo(np.float32).tiny or top_k == 1
-    static = {"top_k": min(top_k, size), "greedy": greedy, "nucleus": top_p < 1}
+    given = {"length": length, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    for name, value in (given | {"seed": seed}).items():
+        kind, told, fits, rule = _RULES[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name} must be {told}, got {value!r}")
+        if not fits(value):
+            raise ValueError(f"{name} must be {rule}, got {value}")
+    greedy = float(temperature) < np.finfo(np.float32).tiny or top_k == 1
+    static = {"top_k": int(min(top_k, size)), "greedy": greedy, "nucleus": bool(top_p < 1)}
     drawn = None if among is None else np.isin(np.arange(size), list(among))
     return _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, static)
+
+
+_WHOLE, _NUMBER = (numbers.Integral, "a whole number"), (numbers.Real, "a number")
+_RULES: dict[str, Any] = {
+    "length": (*_WHOLE, lambda v: v >= 0, "at least 0"),
+    "temperature": (*_NUMBER, lambda v: 0 <= v < math.inf, "at least 0 and finite"),
+    "top_k": (*_WHOLE, lambda v: v >= 0, "at least 0"),
+    "top_p": (*_NUMBER, lambda v: 0 < v <= 1, "above 0 and at most 1, which draws from all"),
+    "seed": (*_WHOLE, lambda v: 0 <= v < 2**31, f"from 0 to {2**31 - 1}"),
+}
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
+    if not len(prompts):
+        raise ValueError("prompts must have at least one prompt, got none")
+    if np.ndim(prompts[0]) == 0 or isinstance(prompts, (str, bytes)):
+        raise TypeError("prompts must be a sequence of prompts; give a single one as [prompt]")
+    ids = [np.asarray(prompt) for prompt in prompts]
+    for i, prompt in enumerate(ids):
+        if not prompt.size:
+            raise ValueError(f"prompts[{i}] must have at least one token, got none")
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise TypeError(
+                f"prompts[{i}] must be a sequence of integers, got shape {prompt.shape} and dtype "
+                f"{prompt.dtype}"
+            )
+        if prompt.min() < 0 or prompt.max() >= size:
+            wrong = prompt[(prompt < 0) | (prompt >= size)][0]
+            raise ValueError(f"prompts[{i}] has token {wrong}, and the model has 0 to {size - 1}")
+    return ids
 
 
 def _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, static):
     keys = jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(
         jnp.arange(seed, seed + len(ids), dtype=jnp.uint32)
     )
-    logits, state = _read(graphdef, params, ids)
+    logits, state = _read(graphdef, params, ids, length)
 
     def decode(start: int) -> jax.Array:
         nonlocal logits, state
@@ -311,50 +342,8 @@ def _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, st
         yield chunk
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
-    if not len(prompts):
-        raise ValueError("prompts must have at least one prompt, got none")
-    if np.ndim(prompts[0]) == 0 or isinstance(prompts, (str, bytes)):
-        raise TypeError("prompts must be a sequence of prompts; give a single one as [prompt]")
-    ids = [np.asarray(prompt) for prompt in prompts]
-    for i, prompt in enumerate(ids):
-        if not prompt.size:
-            raise ValueError(f"prompts[{i}] must have at least one token, got none")
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise TypeError(
-                f"prompts[{i}] must be a sequence of integers, got shape {prompt.shape} and dtype "
-                f"{prompt.dtype}"
-            )
-        if prompt.min() < 0 or prompt.max() >= size:
-            wrong = prompt[(prompt < 0) | (prompt >= size)][0]
-            raise ValueError(f"prompts[{i}] has token {wrong}, and the model has 0 to {size - 1}")
-    return ids
-
-
-def _check_options(length, temperature, top_k, top_p, seed) -> tuple[int, float, int, float, int]:
-    def whole(name, value, least, below=None):
-        try:
-            value = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-        if value < least or (below is not None and value >= below):
-            rule = f"at least {least}" if below is None else f"from {least} to {below - 1}"
-            raise ValueError(f"{name} must be {rule}, got {value}")
-        return value
-
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}; 1 draws from all")
-    length, top_k = whole("length", length, 0), whole("top_k", top_k, 0)
-    return length, float(temperature), top_k, float(top_p), whole("seed", seed, 0, 2**31)
-
-
-def _read(graphdef, params, ids: list[np.ndarray]) -> tuple[jax.Array, Any]:
-    """Read prompts; logits (B, V) after the last token of each, and the state.
+def _read(graphdef, params, ids: list[np.ndarray], more: int) -> tuple[jax.Array, Any]:
+    """Read prompts; logits (B, V) after the last token of each, and a state for `more` tokens.
 
     Padded to few lengths, as each is compiled.
     """
@@ -366,18 +355,22 @@ def _read(graphdef, params, ids: list[np.ndarray]) -> tuple[jax.Array, Any]:
     for row, prompt in enumerate(ids):
         tokens[row, length - len(prompt) :] = prompt
         mask[row, length - len(prompt) :] = True
+    attends = "attention" in nnx.merge(graphdef, params).config.kinds
+    room = max(_LEAST, 1 << (longest + more + _CHUNK - 1).bit_length()) if attends else None
     logits: Any = None
     state: Any = None
     for start in range(0, length, _PART):
         part = np.s_[:, start : start + _PART]
-        logits, state = _prefill(graphdef, params, tokens[part], mask[part], state)
+        logits, state = _prefill(graphdef, params, tokens[part], mask[part], state, room)
     return logits, state
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _prefill(graphdef, params, tokens, mask, state):
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _prefill(graphdef, params, tokens, mask, state, room):
+    model = nnx.merge(graphdef, params)
     with _exactly():
-        return nnx.merge(graphdef, params).prefill(tokens, state, mask=mask)
+        state = model.init_state(len(tokens), room) if state is None else state
+        return model.prefill(tokens, state, mask=mask)
 
 
 @functools.partial(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -20,7 +21,7 @@ from jaxkern.lm.classes import linear_cross_entropy
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.data import Packed
 from jaxkern.lm.model import MambaLM, Options, decayed, initial_params
-from jaxkern.lm.parallel import Split
+from jaxkern.lm.parallel import TOKENS, Split
 from jaxkern.nn.collectives import whole_beside
 from jaxkern.nn.common import implementation_of_products
 from jaxkern.optim.accumulation import sums_of_gradients
@@ -55,10 +56,25 @@ def make_model(model: ModelConfig, options: Options) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: MambaLM(model, options, rngs=nnx.Rngs(0))))[0]
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+class Schedule(NamedTuple):
+    """The numbers of a run that its compiled programs take, so that others need no new ones."""
+
+    lr: Any  # () float32, the peak of the learning rate
+    warmup: Any  # () int32, steps
+    steps: Any  # () int32
+    seed: Any  # () int32
+
+
+def schedule_of(config: TrainConfig) -> Schedule:
+    """Returns the numbers of `config`."""
+    whole = map(np.int32, (config.warmup, config.steps, config.seed))
+    return Schedule(np.float32(config.lr), *whole)
+
+
+def make_optimizer(config: TrainConfig, schedule: Schedule) -> optax.GradientTransformation:
     implementation: Any = None if config.implementation == "auto" else config.implementation
     return jaxkern.fused_adamw(
-        learning_rate(config),
+        learning_rate(schedule),
         b1=0.9,
         b2=0.95,
         weight_decay=0.1,
@@ -69,16 +85,17 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
-def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """The schedule; a positive rate from the first step on."""
+def learning_rate(schedule: Schedule) -> optax.Schedule:
+    """Makes the rate of a step's count; it is positive from the first step on."""
+    lr, warmup, steps, _ = schedule
 
-    def schedule(count):
-        warm = jnp.minimum(1.0, (count + 1) / config.warmup)
-        progress = (count - config.warmup) / max(1, config.steps - config.warmup)
+    def rate(count):
+        warm = jnp.minimum(1.0, (count + 1) / warmup)
+        progress = (count - warmup) / jnp.maximum(1, steps - warmup)
         cosine = (1 + jnp.cos(math.pi * jnp.clip(progress, 0.0, 1.0))) / 2
-        return config.lr * warm * (0.1 + 0.9 * cosine)
+        return lr * warm * (0.1 + 0.9 * cosine)
 
-    return schedule
+    return rate
 
 
 def init_state(config: TrainConfig, policy: Policy, params: Params = None) -> TrainState:
@@ -86,7 +103,7 @@ def init_state(config: TrainConfig, policy: Policy, params: Params = None) -> Tr
     if params is None:
         params = initial_params(config.model, config.seed)
     params = policy.cast_to_params(params)
-    opt_state: Any = make_optimizer(config).init(params)
+    opt_state: Any = make_optimizer(config, schedule_of(config)).init(params)
     return TrainState(
         params=params,
         opt_state=opt_state,
@@ -102,6 +119,7 @@ def loss_fn(
     *,
     segment_ids: jax.Array | None = None,
     mask: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """Mean cross-entropy in nats of tokens 1…L of each window (B, L + 1), given those before.
 
@@ -113,6 +131,7 @@ def loss_fn(
         None sees another, and the first token of each is not predicted.
       mask: (B, L + 1), booleans or integers, false or 0 for padding: neither it nor the first token
         after it is predicted.
+      dropout_key: of the model's dropout, which is left out without one.
 
     Returns:
       (), float32, over the tokens that are predicted: 0 if there are none, NaN if one of them is
@@ -126,6 +145,7 @@ def loss_fn(
         segment_ids=before(segment_ids),
         mask=before(mask),
         isolate_nan=False,  # one NaN makes the mean NaN, wherever it is
+        dropout_key=dropout_key,
     )
     return linear_cross_entropy(
         hidden,
@@ -160,10 +180,12 @@ def _labels(targets: jax.Array, segment_ids: Any, mask: Any) -> jax.Array:
     return labels
 
 
-def batch_loss(graphdef: nnx.GraphDef, params: Params, batch: Any, weight: Any) -> jax.Array:
+def batch_loss(
+    graphdef: nnx.GraphDef, params: Params, batch: Any, weight: Any, dropout_key: Any = None
+) -> jax.Array:
     """`loss_fn` of windows (B, L + 1), or of a `Packed`, times its weight if it has one."""
     windows, segment_ids = batch if isinstance(batch, Packed) else (batch, None)
-    loss = loss_fn(graphdef, params, windows, segment_ids=segment_ids)
+    loss = loss_fn(graphdef, params, windows, segment_ids=segment_ids, dropout_key=dropout_key)
     return loss if weight is None else loss * weight
 
 
@@ -177,12 +199,24 @@ def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array 
       batch: of this device.
       mean_of_batch: the mean over the devices between which its tokens are split.
     """
-    if not isinstance(batch, Packed):
+    if not isinstance(batch, Packed) or batch.segment_ids is None:
         return None
     segments = batch.segment_ids
     same = segments[..., 1:] == segments[..., :-1]
     counts = jnp.sum(same, axis=(-2, -1), dtype=jnp.float32)
     return counts / jnp.maximum(mean_of_batch(counts.mean()), jnp.finfo(jnp.float32).tiny)
+
+
+def _dropout_keys(
+    config: TrainConfig, split: Split, seed: Any, step: jax.Array
+) -> jax.Array | None:
+    """A key for each part of a step's batch, its own on every device that has other tokens."""
+    if not config.model.dropout:
+        return None
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    for axis in filter(split.axis, TOKENS):
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+    return jax.random.split(key, config.grad_accum)
 
 
 def gathers_in_layers(config: TrainConfig, split: Split) -> bool:
@@ -198,29 +232,31 @@ def gathers_in_layers(config: TrainConfig, split: Split) -> bool:
 
 def make_train_step(
     config: TrainConfig, graphdef: nnx.GraphDef, split: Split | None = None
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    """The function (state, windows (K, B/K, L + 1)) -> (state, metrics), K = grad_accum.
+) -> Callable[[TrainState, Any, Schedule], tuple[TrainState, dict[str, jax.Array]]]:
+    """Makes (state, windows (K, B/K, L + 1), schedule) -> (state, metrics), K = grad_accum.
 
     Windows of packed documents come as a `Packed`; every token of theirs counts alike.
     With a `split` it is the program of one device inside ``shard_map``: state and windows are its
     parts of them (:meth:`Split.windows`), losses and gradients are means over the whole batch.
     `graphdef` is then of a model that gathers matrices itself if :func:`gathers_in_layers` says so.
     """
-    optimizer = make_optimizer(config)
-    schedule = learning_rate(config)
     mode: Any = config.implementation
     split = Split(config.model) if split is None else split
     each_layer = gathers_in_layers(config, split)
     compute = Policy.parse(config.mixed_precision).compute
 
-    def train_step(state: TrainState, windows: Any):
+    def train_step(state: TrainState, windows: Any, schedule: Schedule):
         scale = state.loss_scale
 
         def scaled_loss(params, part):
             loss = batch_loss(graphdef, params, *part)
             return scale.scale(loss), loss
 
-        params, parts = state.params, (windows, token_weights(windows, split.mean_of_batch))
+        weights, keys = (
+            token_weights(windows, split.mean_of_batch),
+            _dropout_keys(config, split, schedule.seed, state.step),
+        )
+        params, parts = state.params, (windows, weights, keys)
         if not each_layer:
             params = split.gathered(params, compute)
         (_, losses), sums = sums_of_gradients(scaled_loss, params, parts, has_aux=True)
@@ -229,7 +265,7 @@ def make_train_step(
         grads = jax.tree.map(lambda s, p: (s / count).astype(p.dtype), sums, state.params)
         grad_norm = jnp.sqrt(split.sum_of_squares(mode, grads))
         params, opt_state = jaxkern.apply(
-            optimizer,
+            make_optimizer(config, schedule),
             grads,
             state.opt_state,
             state.params,
@@ -241,7 +277,7 @@ def make_train_step(
         metrics = {
             "loss": split.mean_of_batch(losses.mean()),
             "grad_norm": scale.unscale(grad_norm),
-            "learning_rate": schedule(state.opt_state.count),
+            "learning_rate": learning_rate(schedule)(state.opt_state.count),
         }
         if isinstance(scale, DynamicLossScale):
             skipped = opt_state.total_notfinite

@@ -16,7 +16,7 @@ from typing import Any
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
-_signalled = False
+_handling = _signalled = False
 _request: int | None = None
 _deferring = 0
 
@@ -49,21 +49,24 @@ class Stopped(KeyboardInterrupt):
 def handled() -> Iterator[None]:
     """Inside, signals that would end the process silently or with a stack trace raise `Stopped`.
 
-    A signal that is ignored, as nohup has it, or that has a handler of its own is left alone.
+    A signal that is ignored, as nohup has it, or that has a handler of its own is left alone; and
+    so are all in another thread than the main one, and inside another such block.
     """
-    global _signalled, _request
+    global _handling, _signalled, _request
+    if _handling or threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for signum in _SIGNALS:
-            if signal.getsignal(signum) in _DEFAULTS:
-                before[signum] = signal.signal(signum, _handle)
+    for signum in _SIGNALS:
+        if signal.getsignal(signum) in _DEFAULTS:
+            before[signum] = signal.signal(signum, _handle)
+    _handling = True
     try:
         yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-        if before:
-            _signalled, _request = False, None
+        _handling, _signalled, _request = False, False, None
 
 
 @contextlib.contextmanager
@@ -91,9 +94,9 @@ def say(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Write a line to stderr at once and by one write, so that it stays whole beside others'.
+    """Write a line to stderr by one write, so that it stays whole beside other processes'.
 
-    The processes of a run may share a terminal. Where nobody reads stderr, the line is dropped.
+    Where nobody reads stderr, the line is dropped.
     """
     with contextlib.suppress(OSError):
         sys.stderr.write(f"jaxkern: {text}\n")

@@ -1,24 +1,24 @@
-"""The training loop: a run from its flags to its last checkpoint."""
+"""The training loop: a run from its configuration to its last checkpoint."""
 
 import contextlib
-import dataclasses
-import functools
 import math
 import shlex
 import time
+from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxkern.lm import checkpoint, data, run, sample, stop, trackers
+from jaxkern.lm import checkpoint, data, processes, run, sample, stop, trackers
 from jaxkern.lm.config import DEFAULTS, RunError, SplitError, TrainConfig, axes_of
-from jaxkern.lm.evaluate import as_tokens, evaluation
+from jaxkern.lm.evaluate import evaluation
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
 from jaxkern.lm.processes import ALONE, Alone
-from jaxkern.lm.profiling import Profile
 from jaxkern.lm.program import (
     Placement,
     Programs,
@@ -32,147 +32,286 @@ from jaxkern.lm.report import (
     MetricsLog,
     Progress,
     Speed,
-    UnwrittenLog,
     plot_losses,
     read_metrics,
     validation_told,
 )
-from jaxkern.lm.resume import resume_config, with_stored_axes
-from jaxkern.lm.rows import own_rows, put, rows_of_parts
-from jaxkern.lm.step import TrainState, init_state
+from jaxkern.lm.step import TrainState, init_state, schedule_of
 from jaxkern.lm.stop import say
 from jaxkern.precision import DynamicLossScale
 
 
-def train(
-    flags: dict[str, Any],
-    out: Path,
-    *,
-    resume: bool,
-    profile: str | None = None,
-    peers: Alone = ALONE,
-) -> None:
-    """Train a model, or continue a run.
+class Trained(NamedTuple):
+    """What a run has come to.
+
+    Attributes:
+      out: its folder, which :func:`jaxkern.lm.load` takes.
+      step: how many steps it has.
+      state: parameters and the rest, on the devices.
+      records: what metrics.jsonl has of each step; of several processes, in the first alone.
+      tokens_per_second: of the steps alone; 0 if there were none to do.
+      tokenizer: of its tokens.
+    """
+
+    out: Path
+    step: int
+    state: TrainState
+    records: Sequence[dict[str, Any]]
+    tokens_per_second: float
+    tokenizer: Any
+
+
+class _Begun(NamedTuple):
+    """What the steps start from; a run that has them all has no programs."""
+
+    state: Any
+    done: int
+    corpus: data.Corpus
+    batches: Any
+    programs: Programs | None = None
+    profile: Any = None
+
+
+def train(flags: dict[str, Any], out: Path, *, resume: bool, profile: str | None = None) -> None:
+    """Run ``jaxkern train``: train, and show what was learned.
 
     Args:
-        flags: the command line's flags that were given, by their names in TrainConfig.
-        out: the run directory.
+        flags: the command line's that were given, by their names in TrainConfig.
+        out: the run's folder.
         resume: continue the run in `out` from its last checkpoint.
         profile: the steps to trace, as STEP:COUNT or STEP; "auto" for some soon after the first.
-        peers: the processes of the run, as this one sees them; without them it is alone.
 
     Raises:
         RunError: whatever the user can put right.
         Stopped: a signal came; its message names the folder and the step that is saved.
     """
-    try:
-        if resume:
-            stored = peers.share(lambda: checkpoint.read_config(out))
-            config = resume_config(stored["flags"], flags)
-            if config.init_hf:
-                config = dataclasses.replace(config, shape=run.stored_shape(out, stored))
-        else:
-            stored = None
-            given = run.begun_with(flags) if flags.get("init_hf") else flags
-            config = TrainConfig.from_flags(given)
-            peers.share(lambda: checkpoint.check_fresh(out))
-        if peers.main:
-            trackers.check(config.log_to)
-        keep_programs()
-        with with_stored_axes(flags) if resume else contextlib.nullcontext():
-            trainer = Trainer(config, out, peers)
-        created = not out.exists()
-        with run.held(out, peers):
-            fresh = not resume and peers.main
-            with run.nothing_left_if_refused(out, fresh=fresh, created=created):
-                begun = _begin(trainer, stored, profile)
-            if begun is not None:
-                trainer.run(*begun)
-        peers.trained()
-    except stop.Stopped as stopped:
-        stopped.message = stopped.message or run.where_it_stands(out, peers)
-        raise
-
-
-def _begin(
-    trainer: "Trainer", stored: dict[str, Any] | None, profile: str | None
-) -> tuple[Programs, TrainState, int, Any, Profile] | None:
-    """What the steps start from: all that may be refused, what costs little before the rest.
-
-    ``None`` for a run that has all its steps.
-    """
-    config, out, peers, done = trainer.config, trainer.out, trainer.peers, 0
-    folder = out / (f"profile-{peers.index}" if peers.index else "profile")
-    profiled = functools.partial(Profile, folder, profile, end=config.steps)
-    traced = weights = None
-    if stored is None:
-        traced = profiled(done=0)
-        if peers.main:
-            run.check_tokens(config)
-        weights = run.weights(config) if config.init_hf else None
-        say("data     reading …")
-        corpus = run.read(out, config, peers)
-        if config.pack:
-            config = trainer.take(config.for_tokens(corpus.tokenizer.size))
-            run.check_length(corpus, config.seq_len)
-        else:
-            data.check_length(corpus, config.seq_len)
+    if resume:
+        trainer = Trainer.resume(out, flags, profile=profile)
     else:
-        corpus, done = run.resumed(out, config, trainer.policy, stored, peers)
-    say(f"data     {corpus.describe()}")
-    say(f"run      {out}" + (f", continued from step {done}" if done else ""))
-    if done >= config.steps:
-        say(f"already trained for {done} steps; give a greater --steps to go on")
-        if peers.main and not (out / "loss.png").exists():  # killed just before drawing it
-            _plot(config, read_metrics(out / "metrics.jsonl"), out)
-        return None
-    traced = traced or profiled(done=done)
-    if stored is not None and config.init_hf and not done:
-        weights = run.weights(config)
-    programs = trainer.compile(fresh=not done and weights is None)
-    with stop.deferred():
-        if done:
-            state = trainer.restore(done)
-        else:
-            state = programs.init() if weights is None else trainer.begin_with(weights)
-    if peers.main and (stored is None or stored["flags"] != run.flags_of(config)):
-        run.write_config(out, config, trainer.policy, trainer.devices, corpus)
-    return programs, state, done, corpus, traced
+        given = run.begun_with(flags) if flags.get("init_hf") else flags
+        trainer = Trainer(TrainConfig.from_flags(given), out, profile=profile)
+    trained = trainer.fit()
+    if not (trainer.peers.main and trained.tokens_per_second):
+        return
+    try:
+        trainer.show(trained)
+    except stop.Stopped as stopped:
+        folder = shlex.quote(str(out))
+        stopped.message = (
+            f"training is finished, and step {trained.step} is saved in {out}; sample with: "
+            f"jaxkern sample --run {folder}"
+        )
+        raise
 
 
 _AHEAD = 32  # steps, at most, that the host is ahead of the device
 
 
 class Trainer:
-    """A run's model, devices and compiled programs.
+    """Trains a language model, as ``jaxkern train`` does.
+
+    Args:
+      config: of the run.
+      out: its folder, which is new; by default below ``runs``.
+      profile: the steps to trace, as STEP:COUNT or STEP; "auto" for some soon after the first.
+
+    Raises:
+      RunError: whatever the user can put right.
 
     Attributes:
+      config, out: as given.
       peers: the processes of the run.
       devices: of all of them.
-      device: the first of this one.
+
+    Example:
+      >>> import jaxkern.lm
+      >>> from jaxkern.lm.config import TrainConfig
+      >>> config = TrainConfig.from_flags({"preset": "micro", "steps": 100})
+      >>> trained = jaxkern.lm.Trainer(config, "runs/first").fit()  # doctest: +SKIP
+      >>> [record["loss"] for record in trained.records[1:]]  # doctest: +SKIP
+      >>> jaxkern.lm.load(trained.out).generate("def ")  # doctest: +SKIP
     """
 
-    def __init__(self, config: TrainConfig, out: Path, peers: Alone):
-        self.out, self.peers = out, peers
-        self.policy = precision_policy(config)
-        self.devices = _devices(config, peers)
-        self.device = self.devices[0] if peers.count == 1 else jax.local_devices()[0]
-        self.take(config)
-
-    def take(self, config: TrainConfig) -> TrainConfig:
-        """Train by `config`; returns it."""
-        self.config, self.placement = config, Placement.of(config, self.devices)
-        return config
-
-    def run(
+    def __init__(
         self,
-        programs: Programs,
-        state: TrainState,
-        done: int,
-        corpus: Any,
-        profile: Profile,
-    ) -> None:
-        """Train from step `done` to the last, and leave the results in the run directory."""
+        config: TrainConfig,
+        out: "str | PathLike[str] | None" = None,
+        *,
+        profile: str | None = None,
+    ):
+        self.peers = processes.current
+        begun = self.peers.share(lambda: time.strftime("%Y%m%d-%H%M%S"))
+        self.out, self._profile = Path(out or f"runs/{config.preset}-{begun}"), profile
+        self._stored: dict[str, Any] | None = None
+        self._set(config)
+
+    @classmethod
+    def resume(
+        cls,
+        out: "str | PathLike[str]",
+        changes: Mapping[str, Any] | None = None,
+        *,
+        profile: str | None = None,
+    ) -> "Trainer":
+        """The trainer of the run in `out`, which goes on from its last checkpoint.
+
+        Args:
+          out: its folder.
+          changes: what is to be otherwise, by name, such as ``{"steps": 2000}``.
+          profile: the steps to trace.
+
+        Raises:
+          RunError: it is no run, or a change is none that a run may have.
+        """
+        folder, changes = Path(out), dict(changes or {})
+        stored = processes.current.share(lambda: checkpoint.read_config(folder))
+        config = run.changed(checkpoint.config_of(folder, stored), changes)
+        with run.with_stored_axes(changes):
+            trainer = cls(config, folder, profile=profile)
+        trainer._stored = stored
+        return trainer
+
+    def _set(self, config: TrainConfig) -> None:
+        self.config, self.policy = config, precision_policy(config)
+        self.devices = _devices(config, self.peers)
+        self.device = self.devices[0] if self.peers.count == 1 else jax.local_devices()[0]
+        self.placement = Placement.of(config, self.devices)
+
+    def fit(self) -> Trained:
+        """Train to the last step.
+
+        Ctrl-C and SIGTERM end it after the step at hand, which is saved. In a thread that is not
+        the main one no signal is handled.
+
+        Raises:
+          RunError: whatever the user can put right.
+          Stopped: a signal came; a KeyboardInterrupt whose message says how to continue.
+        """
+        peers, fresh = self.peers, self._stored is None
+        with stop.handled():
+            try:
+                if fresh:
+                    peers.share(lambda: checkpoint.check_fresh(self.out))
+                if peers.main:
+                    trackers.check(self.config.log_to)
+                keep_programs()
+                created = not self.out.exists()
+                with run.held(self.out, peers):
+                    left = fresh and peers.main
+                    with run.nothing_left_if_refused(self.out, fresh=left, created=created):
+                        begun = self._begin()
+                    trained = self._train(begun)
+                peers.trained()
+                return trained
+            except stop.Stopped as stopped:
+                stopped.message = stopped.message or run.where_it_stands(self.out, peers)
+                raise
+
+    def _begin(self) -> _Begun:
+        """All that may be refused, what costs little before the rest."""
+        stored, done, weights, profile = self._stored, 0, None, None
+        if stored is None:
+            profile = self._traced(0)
+            weights = run.weights(self.config) if self.config.init_hf else None
+            say("data     reading …")
+            corpus = run.corpus_of(self.out, self.config, self.peers)
+            self._set(self.config.for_tokens(corpus.tokenizer.size))
+        else:
+            corpus = data.reopen(self.config, self.out, stored["data"])
+        say(f"data     {corpus.describe()}")
+        batches, state = corpus.batches(self.config), None
+        if stored is not None and checkpoint.steps(self.out):
+            with stop.deferred():
+                state, done = self._restore(batches)
+        say(f"run      {self.out}" + (f", continued from step {done}" if done else ""))
+        if done >= self.config.steps:
+            say(f"already trained for {done} steps; give a greater --steps to go on")
+            return _Begun(state, done, corpus, batches)
+        profile = profile or self._traced(done)
+        if stored is not None and self.config.init_hf and not done:
+            weights = run.weights(self.config)
+        programs = self._compile(fresh=not done and weights is None)
+        if state is None:
+            with stop.deferred():
+                state = (
+                    programs.init(np.int32(self.config.seed))
+                    if weights is None
+                    else self._begin_with(weights)
+                )
+        if self.peers.main:
+            if stored is None and self.config.tokenizer != "bytes":
+                data.write_atomically(self.out / "tokenizer.json", corpus.tokenizer.stored())
+            checkpoint.write_config(self.out, self.config, corpus.info)
+        return _Begun(state, done, corpus, batches, programs, profile)
+
+    def _traced(self, done: int) -> trackers.Profile:
+        folder = self.out / (f"profile-{self.peers.index}" if self.peers.index else "profile")
+        return trackers.Profile(folder, self._profile, done=done, end=self.config.steps)
+
+    def _restore(self, batches: Any) -> tuple[TrainState, int]:
+        """The state of the newest checkpoint that can be read, to which the batches are set."""
+        read_metrics(self.out / "metrics.jsonl")  # a damaged one is told of before all else
+        like = abstract_state(self.config, self.placement, stored=True)
+        found = checkpoint.restore(self.out, like, peers=self.peers)
+        step = self.peers.share(lambda: found.step)
+        if step != found.step:
+            raise RunError(f"{found.damaged[0]}, and process 0 goes on from it; start all again")
+        for what in found.damaged:
+            say(f"warning: {what}; it is renamed to .damaged, and the run goes back to step {step}")
+        if self.peers.main:
+            checkpoint.set_aside(self.out, step)
+        batches.set_state(found.data)
+        return self.placement.to_devices(found.state), step
+
+    def _begin_with(self, params: Any) -> TrainState:
+        """The state before the first step of a run that begins with these parameters."""
+        placement = self.placement
+        given = jax.tree.map(data.put, params, placement.shardings(params, stored=True))
+        like = abstract_state(self.config, placement, stored=True)
+        state = placement.shardings(like, stored=True)
+        init = placement.jit(lambda params: init_state(self.config, self.policy, params), state)
+        return placement.to_devices(init(given))
+
+    def _compile(self, *, fresh: bool) -> Programs:
+        """Compile what the run executes, and refuse a step that memory cannot hold."""
+        check_least_memory(self.config, self.placement.split, self.device)
+        say("compiling …")
+        began = time.perf_counter()
+        try:
+            programs = compile_programs(self.config, self.placement, fresh=fresh)
+        except OverflowError as error:  # a size beyond what JAX or the kernels count with
+            raise RunError(f"the arrays of a step are too large ({error}); {REMEDY}") from None
+        check_memory(programs.step, self.device)
+        say(f"compiled the step in {time.perf_counter() - began:.1f} s")
+        return programs
+
+    def _train(self, begun: _Begun) -> Trained:
+        """Train from the step at hand to the last, and leave the results in the run's folder."""
+        config, main, done = self.config, self.peers.main, begun.done
+        path = self.out / "metrics.jsonl"
+        if begun.programs is None:
+            records = read_metrics(path)
+            if main and not (self.out / "loss.png").exists():  # killed just before drawing it
+                self._plot(records)
+            return Trained(self.out, done, begun.state, records, 0.0, begun.corpus.tokenizer)
+        self._describe(begun.state)
+        with stop.deferred():
+            opened = MetricsLog(path if main else None, resume_at=done)
+            with contextlib.closing(opened) as log:
+                if main:
+                    stored, seen = checkpoint.read_config(self.out), log.records
+                    log.follow(trackers.opened(config.log_to, self.out, stored, seen))
+                state, speed = self._loop(begun, begun.programs, log)
+            self.peers.trained()
+            if main:
+                self._plot(log.records)
+                if log.records[-1]["validation_loss"] is None:  # as JSON has NaN
+                    raise self._diverged(
+                        f"after {config.steps} steps the validation loss is not a number"
+                    )
+        return Trained(self.out, config.steps, state, log.records, speed, begun.corpus.tokenizer)
+
+    def _describe(self, state: TrainState) -> None:
         kinds = ", ".join(sorted({device.device_kind for device in self.devices}))
         name = self.config.init_hf or self.config.preset
         say(f"model    {name}, {count_params(state.params):,} parameters")
@@ -181,60 +320,31 @@ class Trainer:
             say(f"mesh     {self.placement.split.mesh}")
         elif self.config.parallel != DEFAULTS["parallel"]:
             say(f"mesh     none: one device has what --parallel {self.config.parallel} would share")
-        with stop.deferred():
-            path = self.out / "metrics.jsonl"
-            opened = MetricsLog(path, resume_at=done) if self.peers.main else UnwrittenLog()
-            with contextlib.closing(opened) as log:
-                if self.peers.main:
-                    stored = checkpoint.read_config(self.out)
-                    log.follow(trackers.opened(self.config, self.out, stored, log.records))
-                state, speed = self._loop(programs, state, done, corpus, log, profile)
-            self.peers.trained()
-            if not self.peers.main:
-                return
-            _plot(self.config, log.records, self.out)
-        try:
-            self._finish(state, corpus, log, speed)
-        except stop.Stopped as stopped:
-            stopped.message = (
-                f"training is finished, and step {self.config.steps} is saved in {self.out}; "
-                f"sample with: jaxkern sample --run {shlex.quote(str(self.out))}"
-            )
-            raise
 
-    def _loop(
-        self,
-        programs: Programs,
-        state: TrainState,
-        done: int,
-        corpus: Any,
-        log: MetricsLog,
-        profile: Profile,
-    ) -> tuple[TrainState, float]:
+    def _loop(self, begun: _Begun, programs: Programs, log: MetricsLog) -> tuple[TrainState, float]:
         """Returns the final state and the tokens per second of the steps alone.
 
         A request to stop ends it after a step, which is saved.
         """
-        config = self.config
+        config, per_byte = self.config, begun.corpus.tokens_per_byte
+        state, done, corpus, batches, _, profile = begun
         evaluate = evaluation(config, corpus, self.placement, programs)
-        per_byte = corpus.tokens_per_byte
         if not done:
             first = {"step": 0} | evaluate(state.params)
             log.write([first])
             say(f"untrained: {validation_told(first)}")
         speed = Speed(config.batch_size * config.seq_len)
+        schedule = schedule_of(config)
         pending: list[tuple[int, dict[str, jax.Array]]] = []
-        saver = self._saver(programs)
         sizes = {"steps": config.steps, "tokens_per_byte": per_byte}
-        progress = Progress(start=done, shown=self.peers.main, **sizes)
         with (
-            contextlib.closing(progress),
-            contextlib.closing(saver),
+            contextlib.closing(self._saver(programs)) as saver,
+            contextlib.closing(Progress(start=done, shown=self.peers.main, **sizes)) as progress,
             contextlib.closing(profile),
         ):
             while done < config.steps:
                 with profile.step(done + 1, state, speed):
-                    state, metrics = programs.step(state, self._windows(corpus, done))
+                    state, metrics = programs.step(state, self._windows(next(batches)), schedule)
                 done += 1
                 profile.after(done, state, speed, progress)
                 pending.append((done, metrics))
@@ -246,8 +356,7 @@ class Trainer:
                 asked = signum is not None
                 if not (evaluating or saving or asked or done % config.log_every == 0):
                     continue  # the host runs ahead of the device
-                records = self._fetch(pending, speed, per_byte)
-                pending = []
+                records, pending = self._fetch(pending, speed, per_byte), []
                 if evaluating:
                     records[-1] |= evaluate(state.params)
                 log.write(records)
@@ -258,35 +367,32 @@ class Trainer:
                 if saving or signum is not None:
                     waits = signum is not None or done == config.steps
                     with progress.during(done, "saving" if waits else "the pause to save"):
-                        stored = _parts(self.placement.to_stored(state))
-                        saver.start(done, *stored, before=log.sync)
+                        log.sync()
+                        stored = self.placement.to_stored(state)
+                        saver.start(done, stored, batches.get_state())
                         if waits:
                             saver.wait()
                     if signum is not None:
                         saved = f"step {done} of {config.steps} is saved in {self.out}"
-                        raise stop.Stopped(
-                            signum, f"{saved}; {run.how_to_continue(self.out, self.peers)}"
-                        )
+                        how = run.how_to_continue(self.out, self.peers)
+                        raise stop.Stopped(signum, f"{saved}; {how}")
                 speed.start()
         return state, speed.steady()
 
-    def _windows(self, corpus: Any, step: int) -> Any:
-        """The batch of a step, in its parts."""
-        config, split, sharding = self.config, self.placement.split, self.placement.second_split
-        options = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
-        per_part = config.batch_size // config.grad_accum
-        whole = config.grad_accum, per_part, config.seq_len + split.sequence
-        own = own_rows(sharding, whole)
-        rows = rows_of_parts(own, whole)
-        if config.pack:
-            batch = corpus.batch(step=step, rows=rows, **options)
-        else:
-            batch = data.train_batch(corpus.train, step=step, rows=rows, **options)
+    def _saver(self, programs: Programs) -> checkpoint.Saver:
+        """What writes the checkpoints, beside the steps."""
+        like = abstract_state(self.config, self.placement, stored=True)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+        room = self.peers.share(lambda: has_room(programs.step, self.device, size))
+        options = {"keep": self.config.keep, "peers": self.peers}
+        return checkpoint.Saver(self.out, like=like if room else None, **options)
+
+    def _windows(self, batch: data.Packed) -> Any:
+        """A batch in its parts, on the devices."""
+        config, split = self.config, self.placement.split
         shape = config.grad_accum, -1, config.seq_len + 1
-        parts = jax.tree.map(
-            lambda leaf: split.windows(leaf.reshape(shape)), as_tokens(batch, config)
-        )
-        return put(parts, sharding, own, whole)
+        parts = jax.tree.map(lambda leaf: split.windows(leaf.reshape(shape)), batch)
+        return data.put(parts, self.placement.second_split)
 
     def _fetch(self, pending, speed: "Speed", tokens_per_byte: float) -> list[dict[str, Any]]:
         """Wait for the pending steps and turn their metrics into records."""
@@ -317,85 +423,41 @@ class Trainer:
         return records
 
     def _diverged(self, how: str) -> RunError:
-        config = self.config
         wider = ", or with --mixed-precision bf16" if self.policy.compute == jnp.float16 else ""
         return RunError(
-            f"training diverged: {how}; start a new run with a lower --lr than {config.lr}{wider}"
+            f"training diverged: {how}; start a new run with a lower --lr than {self.config.lr}"
+            f"{wider}"
         )
 
-    def compile(self, *, fresh: bool) -> Programs:
-        """Compile what the run executes, and refuse a step that memory cannot hold."""
-        check_least_memory(self.config, self.placement.split, self.device)
-        say("compiling …")
-        began = time.perf_counter()
-        try:
-            programs = compile_programs(self.config, self.placement, fresh=fresh)
-        except OverflowError as error:  # a size beyond what JAX or the kernels count with
-            raise RunError(f"the arrays of a step are too large ({error}); {REMEDY}") from None
-        check_memory(programs.step, self.device)
-        say(f"compiled the step in {time.perf_counter() - began:.1f} s")
-        return programs
+    def _plot(self, records: Sequence[dict[str, Any]]) -> None:
+        name = self.config.init_hf or f"Preset {self.config.preset}"
+        tokens = self.config.tokenizer
+        what = "bytes" if tokens == "bytes" else f"tokens of {tokens}"
+        plot_losses(records, self.out / "loss.png", title=f"{name} on {what}")
 
-    def _saver(self, programs: Programs) -> checkpoint.Saver:
-        """What writes the checkpoints, beside the steps."""
-        like = _parts(abstract_state(self.config, self.placement, stored=True))
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-        room = self.peers.share(lambda: has_room(programs.step, self.device, size))
-        like = like if room else None
-        options = {"model": self.config.model, "keep": self.config.keep}
-        return checkpoint.Saver(self.out, like=like, peers=self.peers, **options)
-
-    def begin_with(self, params: Any) -> TrainState:
-        """The state before the first step of a run that begins with these parameters."""
-        placement = self.placement
-        given = jax.tree.map(put, params, placement.shardings(params, stored=True))
-        like = abstract_state(self.config, placement, stored=True)
-        state = placement.shardings(like, stored=True)
-        init = placement.jit(lambda params: init_state(self.config, self.policy, params), state)
-        return placement.to_devices(init(given))
-
-    def restore(self, step: int) -> TrainState:
-        """The state of a checkpoint that `checkpoint.newest` has passed."""
-        params, rest = _parts(abstract_state(self.config, self.placement, stored=True))
-        params = checkpoint.restore(self.out, step, "params", params, peers=self.peers)
-        rest = checkpoint.restore(self.out, step, "optimizer", rest, peers=self.peers)
-        return self.placement.to_devices(TrainState(params=params, **rest))
-
-    def _finish(self, state: TrainState, corpus: Any, log: MetricsLog, speed: float) -> None:
-        config, last = self.config, log.records[-1]
-        if last["validation_loss"] is None:  # as JSON has NaN
-            raise self._diverged(f"after {config.steps} steps the validation loss is not a number")
-        say(f"\n{validation_told(last)} after {config.steps} steps")
-        say(f"{speed:,.0f} tokens/s (steps alone, without compilation and validation)")
-        say(f"{self.out}: config.json, metrics.jsonl, loss.png, checkpoints/{config.steps}")
+    def show(self, trained: Trained) -> None:
+        """Print how good the model is, and a sample of what it writes."""
+        config, out = self.config, self.out
+        say(f"\n{validation_told(trained.records[-1])} after {config.steps} steps")
+        speed = f"{trained.tokens_per_second:,.0f} tokens/s"
+        say(f"{speed} (steps alone, without compilation and validation)")
+        say(f"{out}: config.yaml, metrics.jsonl, loss.png, checkpoints/{config.steps}")
         prompt = "" if config.data else "def "
         say("a sample:\n")
-        graphdef = sample.decoder(config.model)
-        params = self._on_one_device(state)
-        codec = sample.codec_of(corpus.tokenizer)
+        graphdef, codec = sample.decoder(config.model), sample.codec_of(trained.tokenizer)
+        params = self._on_one_device(trained.state)
         sample.stream(graphdef, params, prompt, codec=codec, length=300, seed=config.seed)
-        folder = shlex.quote(str(self.out))
+        folder = shlex.quote(str(out))
         say(f"\n\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
 
     def _on_one_device(self, state: TrainState) -> Any:
         """The parameters after the last step, for process 0 to sample with."""
         if self.peers.count == 1:
             return jax.device_put(self.placement.to_stored(state.params), self.device)
-        params, _ = _parts(abstract_state(self.config, self.placement, stored=True))
+        params = abstract_state(self.config, self.placement, stored=True).params
         like = checkpoint.abstract(params, jax.sharding.SingleDeviceSharding(self.device))
-        return checkpoint.restore(self.out, self.config.steps, "params", like, peers=ALONE)
-
-
-def _parts(state: TrainState) -> tuple[Any, dict[str, Any]]:
-    """The parameters, and whatever else a resumed run needs."""
-    rest = state._asdict()
-    return rest.pop("params"), rest
-
-
-def _plot(config: TrainConfig, records: list[dict[str, Any]], out: Path) -> None:
-    name = config.init_hf or f"Preset {config.preset}"
-    what = "bytes" if config.tokenizer == "bytes" else f"tokens of {config.tokenizer}"
-    plot_losses(records, out / "loss.png", title=f"{name} on {what}")
+        found = checkpoint.restore(self.out, {"params": like}, self.config.steps, peers=ALONE)
+        return found.state["params"]
 
 
 def _devices(config: TrainConfig, peers: Alone) -> list[Any]:

@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 
-import jaxkern
-
 Arrays = tuple[Any, ...]
 
 
@@ -89,11 +87,9 @@ def wide(dtype: Any) -> Any:
 
 
 def identity(kernel: Bound, *others: Any) -> str:
-    """Writes down all that a kernel depends on: itself, `others`, versions, source and flags."""
+    """Writes down all that a kernel depends on: itself, `others`, JAX's version, source, flags."""
     flags = {k: v for k, v in sorted(os.environ.items()) if k.startswith("MOSAIC_GPU_")}
-    versions = (
-        f"jaxkern {jaxkern.__version__} jax {jax.__version__} jaxlib {jaxlib.version.__version__}"
-    )
+    versions = f"jax {jax.__version__} jaxlib {jaxlib.version.__version__}"
     function: Any = kernel.function
     source = _source(inspect.getsourcefile(getattr(function, "func", function)))
     return f"{describe((kernel, *others))} {versions} source {source} flags {flags}"
@@ -132,15 +128,15 @@ def _named(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
+_PACKAGE = Path(__file__).parents[1]
 _ROOMS = ("core", "elementwise", "lowering", "mosaic", "ops", "optim")
 
 
 @functools.cache
 def _source(file: str | None) -> str:
     """Digests the package's source that kernels are made of, and `file`."""
-    package = Path(jaxkern.__file__).parent
-    files = [f for room in _ROOMS for f in sorted((package / room).rglob("*.py"))]
-    if file is not None and not Path(file).is_relative_to(package):
+    files = [f for room in _ROOMS for f in sorted((_PACKAGE / room).rglob("*.py"))]
+    if file is not None and not Path(file).is_relative_to(_PACKAGE):
         files.append(Path(file))
     digest = hashlib.sha256()
     for path in files:

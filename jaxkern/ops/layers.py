@@ -1,4 +1,4 @@
-"""States of several layers in one array, of which a step of a scan or a convolution updates one."""
+"""States of several layers in one array; a step of a scan or a convolution updates one layer's."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ from jaxkern.core.arguments import as_array, check_array, check_floating
 
 
 def check_layer(layer: Any, state: Any, shape: tuple[int, ...], meaning: str) -> Any:
-    """Returns `layer` as (1,), int32, and the state with an axis of layers, of a public step.
+    """Returns `layer` as (1,), int32, and the state with an axis of layers.
 
     Args:
-      layer: a whole number or an integer scalar; ``None`` where `state` is of one layer.
+      layer: a whole number or an integer scalar; ``None`` where `state` has no axis of layers.
       state: the state.
-      shape: of a layer's state.
-      meaning: of that shape, in words.
+      shape: shape of a layer's state.
+      meaning: that shape in words.
 
     Raises:
       TypeError: `layer` is no integer, or `state` no floating array.
-      ValueError: a shape does not fit, or `layer` is a number that there is not.
+      ValueError: a shape does not fit, or `layer` is out of range.
     """
     if layer is None:
         return None, check_array("state", state, shape, meaning)[None]
@@ -40,14 +40,14 @@ def check_layer(layer: Any, state: Any, shape: tuple[int, ...], meaning: str) ->
 
 
 def take_layer(state: Any, layer: Any) -> Any:
-    """The state of `layer`, as :func:`check_layer` gives both; the nearest if there is none."""
+    """State of `layer`, both from :func:`check_layer`; an index out of range is clipped."""
     if layer is None:
         return state[0]
     return lax.dynamic_index_in_dim(state, clipped(layer[0], state.shape[0]), keepdims=False)
 
 
 def put_layer(state: Any, layer: Any, new: Any) -> Any:
-    """`state` with `new` as that of `layer`."""
+    """`state` with `new` for `layer`."""
     if layer is None:
         return new[None]
     wide = state.astype(new.dtype)
@@ -55,5 +55,5 @@ def put_layer(state: Any, layer: Any, new: Any) -> Any:
 
 
 def clipped(layer: jax.Array, count: int) -> jax.Array:
-    """`layer`, or the nearest that there is of `count`."""
+    """`layer`, limited to the range of `count` layers."""
     return jnp.minimum(jnp.maximum(layer, 0), count - 1)

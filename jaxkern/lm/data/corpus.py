@@ -1,227 +1,410 @@
-"""The bytes of documents in two packed files, memory-mapped, and random windows of them.
+"""The tokens of documents on disk, and the batches of windows that grain draws from them.
 
-Every document is preceded by a zero byte, which text does not contain: it separates documents in
-training and starts the prompt in sampling. Documents are split into training and validation by a
-hash of their path below the folder that was named, so that the same corpus is split alike on every
-machine and adding a file moves no other. A document of JSON Lines or Parquet is named by the file
-and its number. Where the documents cannot be divided so, or more than a quarter of the bytes would
-be held out, as of two files, the end of all is held out.
+Documents are tokenised once, into a folder below --data-cache or the run's own whose name is a
+digest of the files and the tokenizer.
 
-Batches are windows at random positions, drawn by a counter-based generator from (seed, step) alone:
-any step's batch can be had without those before.
+Window j of a source has its tokens j·L to j·L + L: the last token of a window is the first of the
+next, so that each is predicted once in an epoch. In packed windows a segment ends where a document
+does, and what is missing of the last one is padding of one segment a token, of which none is
+predicted. Without segments the last window begins early enough to be full.
+
+Batch n is a function of the tokens, the seed and n: grain shuffles the windows of each epoch anew,
+and the state of its iterator is the number of the next batch.
 """
 
 import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkern.lm.config import RunError
-from jaxkern.lm.data.documents import File
+from jaxkern.lm.config import RunError, TrainConfig
+from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data.files import write_atomically
-from jaxkern.lm.data.sources import Skipped, counted, find_files, parse, refuse_nothing
-from jaxkern.lm.data.tokenizer import SEPARATOR, Bytes
+from jaxkern.lm.data.sources import File, Source, counted, describe_skipped, find
+from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
+from jaxkern.lm.data.write import PARTS, WRITTEN, named, tokenise
+from jaxkern.lm.stop import say
 
 VALIDATION_FRACTION = 0.05
-MOST_HELD_OUT = 0.25  # of the text, by whole documents
-_CHUNK = 1 << 20
+_FORMAT = 3  # of what a key names: raised where the same files give other tokens
+_SAMPLE = 1 << 27  # characters that a BPE is trained on
+
+
+class Packed(NamedTuple):
+    """A batch of windows.
+
+    Attributes:
+      tokens: (..., L + 1).
+      segment_ids: (..., L + 1), int32; a document ends where the number changes. ``None`` where
+        documents are not packed.
+    """
+
+    tokens: Any
+    segment_ids: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The documents of a source, one after another: those to train on, or those held out.
+
+    Attributes:
+      name: what reports call the source.
+      tokens: of all documents, mapped.
+      starts: where each begins.
+      share: of all sources, by weight or by size.
+      tokens_per_byte: turns its loss of tokens into one of bytes.
+    """
+
+    name: str
+    tokens: np.ndarray
+    starts: np.ndarray
+    share: float
+    tokens_per_byte: float
+
+
+class Windows:
+    """The windows (L + 1) of a stream, as grain reads them; those beyond the last are padding."""
+
+    def __init__(self, stream: Stream, config: TrainConfig):
+        self._stream, self._seq_len, self._packed = stream, config.seq_len, config.pack
+        self._dtype = dtype_of(config.model.vocab_size)
+
+    def __len__(self) -> int:
+        return -(-(len(self._stream.tokens) - 1) // self._seq_len)
+
+    def __getitem__(self, index: Any) -> Packed:
+        tokens, starts = self._stream.tokens, self._stream.starts
+        size, begin = self._seq_len + 1, int(index) * self._seq_len
+        if not self._packed:
+            begin = min(begin, len(tokens) - size)
+            return Packed(tokens[begin : begin + size].astype(self._dtype))
+        content = tokens[begin : begin + size]
+        window, first = np.zeros(size, self._dtype), np.zeros(size, np.int32)  # of a segment
+        window[: len(content)] = content
+        inside = slice(*np.searchsorted(starts, (begin, begin + len(content))))
+        first[starts[inside] - begin] = 1
+        first[len(content) :] = 1
+        return Packed(window, np.cumsum(first, dtype=np.int32))
+
+
+def _stacked(rows: Sequence[Packed]) -> Packed:
+    tokens, segments = zip(*rows, strict=True)
+    return Packed(np.stack(tokens), None if segments[0] is None else np.stack(segments))
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The packed corpus: uint8 arrays, memory-mapped, and what is known about them."""
+    """Tokenised documents, in sources.
 
-    train: np.ndarray
-    validation: np.ndarray
-    info: dict
-    tokenizer = Bytes()
-    tokens_per_byte = 1.0
+    Attributes:
+      train, held_out: what is learned from and validated with.
+      tokenizer: that made their tokens.
+      info: what the run's record keeps of them, as JSON has it.
+    """
+
+    train: list[Stream]
+    held_out: list[Stream]
+    tokenizer: Bytes | Tokenizer
+    info: dict[str, Any]
 
     def describe(self) -> str:
-        info = self.info
-        documents = info["documents"]
-        skipped = Skipped(info["skipped"], info.get("skipped_example", ""))
-        files = info.get("files", documents)
-        text = counted(files, "file")
-        if documents != files:
-            text += f" with {counted(documents, 'document')}"
-        text += f": {len(self.train):,} bytes to train on, {len(self.validation):,} held out"
-        if info["split"] == "by position":
-            text += f" ({'one file: its' if files == 1 else 'their'} end is held out)"
-        if skipped.count:
-            text += f"; {skipped.describe('skipped')}"
-        return text
+        """Say in a line what it holds."""
+        sources = self.info["sources"]
+        documents = sum(source[part]["documents"] for source in sources for part in PARTS)
+        sizes = (sum(len(s.tokens) for s in part) for part in (self.train, self.held_out))
+        text = "{:,} tokens to train on, {:,} held out".format(*sizes)
+        text = f"{counted(documents, 'document')}: {text}"
+        splits = {source["split"] for source in sources}
+        text += " (their end)" if "by position" in splits else ""
+        text += " (of --eval-data)" if "by source" in splits else ""
+        text += f"; {1 / self.tokens_per_byte:.2f} bytes per token"
+        skipped = sum(source["skipped"] for source in sources)
+        examples = [source["example"] for source in sources if source["example"]]
+        return text + (f"; {describe_skipped(skipped, examples[0], 'skipped')}" if skipped else "")
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """What turns a loss of its tokens into one of bytes."""
+        return tokens_per_byte(self.train)
+
+    def batches(self, config: TrainConfig) -> Any:
+        """Draw the batches of a run, without end.
+
+        Returns:
+          A grain iterator of `Packed` (B, L + 1), whose state is the number of the next batch.
+        """
+        import grain  # takes a second
+
+        sets = [grain.MapDataset.source(Windows(stream, config)) for stream in self.train]
+        if self.info["sources"][0]["weight"] is None:  # all windows are one pool
+            drawn = grain.MapDataset.concatenate(sets).shuffle(config.seed).repeat()
+        else:
+            seeds = np.random.SeedSequence(config.seed).generate_state(len(sets)).tolist()
+            each = [one.shuffle(seed).repeat() for one, seed in zip(sets, seeds, strict=True)]
+            # grain cuts weights to hundredths of the least one: rounded, these stay what they are.
+            least = min(stream.share for stream in self.train)
+            weights = [round(100 * stream.share / least) for stream in self.train]
+            drawn = grain.MapDataset.mix(each, weights)
+        batches = drawn.batch(config.batch_size, batch_fn=_stacked)
+        return iter(batches.to_iter_dataset(grain.ReadOptions(_THREADS, _AHEAD)))
+
+    def validation(self, config: TrainConfig) -> list[tuple[Stream, list[Packed]]]:
+        """Each source with up to its part of --eval-batches fixed batches, spread evenly over it.
+
+        They have as many rows (B/K, L + 1) as a part of a batch to train on.
+        """
+        rows = config.batch_size // config.grad_accum
+        most = max(1, config.eval_batches * config.grad_accum // len(self.held_out))
+        found = []
+        for stream in self.held_out:
+            windows = Windows(stream, config)
+            count = rows * max(1, min(most, len(windows) // rows))
+            chosen = np.linspace(0, len(windows) - 1, count).astype(int)
+            if config.pack and count > len(windows):  # those beyond predict nothing
+                chosen = np.arange(count)
+            drawn = [windows[i] for i in chosen]
+            found.append((stream, [_stacked(drawn[i : i + rows]) for i in range(0, count, rows)]))
+        return found
 
 
-def build_corpus(paths: tuple[str, ...], folder: Path) -> Corpus:
-    """Read text files, split them, and pack them into `folder`.
+_THREADS, _AHEAD = 2, 8  # batches that are made beforehand, while a disk is waited for
+
+
+def tokens_per_byte(streams: Sequence[Stream]) -> float:
+    """What turns a loss of tokens into one of bytes, of sources that are drawn by their shares."""
+    return 1 / sum(stream.share / stream.tokens_per_byte for stream in streams)
+
+
+def predicted(batch: Packed) -> int:
+    """How many tokens of a batch are predicted: all but the first of each segment."""
+    tokens, segments = batch
+    if segments is None:
+        return tokens[..., 1:].size
+    return int(np.count_nonzero(segments[..., 1:] == segments[..., :-1]))
+
+
+def put(tree: Any, sharding: Any) -> Any:
+    """Bring arrays to the devices; every process has the whole arrays, and gives its own rows."""
+    import jax
+
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    of_process = lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
+    return jax.tree.map(of_process, tree)
+
+
+# Tokens on disk
+
+
+def build(config: TrainConfig, out: Path) -> Corpus:
+    """Tokenise the documents of a run, but for what is there already.
+
+    Raises:
+      RunError: a path is missing, a file cannot be read, or there is too little text.
+    """
+    found = _found(config)
+    shared = _folder(config, out)
+    tokenizer = _tokenizer(config.tokenizer, found, shared)
+    identities = [[each.held_out, _identity(each.files)] for each in found]
+    key = _digest([tokenizer.stored(), tokenizer.begin, tokenizer.end, identities])
+    folder = shared / key
+    if config.data_cache is None:
+        for other in set(shared.glob("[0-9a-f]" * 16)) - {folder}:  # of a run that never began
+            shutil.rmtree(other)
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = []
+    for each, counts in zip(found, tokenise(folder, found, tokenizer), strict=True):
+        told = {"name": _name(each, found), "weight": each.weight}
+        sources.append(told | {"skipped": each.skipped, "example": each.example} | counts)
+    stored = {"begin": tokenizer.begin, "end": tokenizer.end, "size": tokenizer.size}
+    info = {"folder": key, "tokenizer": stored, "sources": sources}
+    corpus = _opened(config, folder, info, tokenizer)
+    _check_length(config, corpus)
+    return corpus
+
+
+def reopen(config: TrainConfig, out: Path, info: dict[str, Any]) -> Corpus:
+    """Open the tokens of a run that is resumed, or that another process has made.
 
     Args:
-        paths: files or folders; empty for the sources of Python's standard library.
-        folder: where train.bin, validation.bin and corpus.json are written.
+      config: of the run.
+      out: its folder.
+      info: of the corpus that the run began with.
 
     Raises:
-        RunError: if a path is missing, a named file is not text, or there is nothing to read.
+      RunError: they are not there.
     """
-    files, skipped = _find_files(paths)
-    folder.mkdir(parents=True, exist_ok=True)
-    held_out = _held_out(files)
-    documents = _pack(files, held_out, folder)
-    sizes = [(folder / name).stat().st_size for name in ("train.bin", "validation.bin")]
-    by_position = held_out is None or sizes[1] > MOST_HELD_OUT * sum(sizes)
-    if by_position:
-        _cut_end(folder / "train.bin", folder / "validation.bin")
-    info = {
-        "paths": [str(Path(path).resolve()) for path in paths] or ["standard library"],
-        "files": len(files),
-        "documents": documents,
-        "skipped": skipped.count,
-        "skipped_example": skipped.example,
-        "split": "by position" if by_position else "by document",
-        "fingerprint": _fingerprint(folder),
-    }
-    write_atomically(folder / "corpus.json", json.dumps(info, indent=2) + "\n")
-    return _map(folder, info)
-
-
-def open_corpus(folder: Path) -> Corpus:
-    """Open a packed corpus again, checking that its bytes are those that were written.
-
-    Raises:
-        RunError: if a file is missing or its content has changed.
-    """
+    folder = _folder(config, out) / str(info.get("folder"))
     try:
-        info = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-        intact = _fingerprint(folder) == info["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
-        intact = False
-    if not intact:
+        (folder / WRITTEN).stat()  # first: of a tokenizer that is missing other words are said
+        return _opened(config, folder, info, open_tokenizer(config.tokenizer, folder, info))
+    except (KeyError, TypeError, ValueError, OSError):
         raise RunError(
-            f"the packed data in {folder} is missing or has changed since the run began; "
-            "start a new run with another --out"
-        )
-    return _map(folder, info)
+            f"the tokens in {folder} are missing or have changed since the run began; name the "
+            "folder that holds them, of several hosts one that all of them share, with "
+            "--data-cache, or start a new run with another --out"
+        ) from None
 
 
-def check_length(corpus: Corpus, seq_len: int) -> None:
-    """Refuse a corpus that has not one window of seq_len + 1 bytes in each part."""
-    for name in ("train", "validation"):
-        size = len(getattr(corpus, name))
-        if size < seq_len + 1:
-            word = {"train": "training"}.get(name, name)
+def open_tokenizer(spec: str, out: Path, info: dict[str, Any]) -> Bytes | Tokenizer:
+    """The tokenizer that a run, or its tokens, have in their folder; `info` is the corpus's."""
+    return Bytes() if spec == "bytes" else tokenizers.load(out / tokenizers.FILE, info["tokenizer"])
+
+
+def has_tokens(out: Path) -> bool:
+    """Whether a run's own folder holds tokens that cost time to make, as bytes do not."""
+    return any(out.glob(f"corpus/*/{tokenizers.FILE}"))
+
+
+def _folder(config: TrainConfig, out: Path) -> Path:
+    return out / "corpus" if config.data_cache is None else Path(config.data_cache)
+
+
+def _found(config: TrainConfig) -> list[Source]:
+    """The documents that a run names, each once.
+
+    A file of --eval-data is not trained on, whatever its field: another may hold the same text.
+    Without segments all documents are one source, but where weights tell several apart.
+    """
+    if config.eval_data:
+        validation = find(config.eval_data, "--eval-data", held_out=1)
+        left_out = {file.path.resolve() for each in validation for file in each.files}
+        return find(config.data, "--data", held_out=0, left_out=left_out) + validation
+    found = find(config.data, "--data", held_out=VALIDATION_FRACTION)
+    if config.pack or found[0].weight is not None:
+        return found
+    files = tuple(file for each in found for file in each.files)
+    example = next((each.example for each in found if each.example), "")
+    skipped = sum(each.skipped for each in found)
+    return [dataclasses.replace(found[0], files=files, skipped=skipped, example=example)]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps([_FORMAT, content]).encode()).hexdigest()[:16]
+
+
+def _identity(files: Sequence[File]) -> list[Any]:
+    """What tells files from others, as far as can be told without reading them."""
+    stats = [(file, file.path.stat()) for file in files]
+    return [[str(f.path.resolve()), f.field, s.st_size, s.st_mtime_ns] for f, s in stats]
+
+
+def _name(source: Source, others: Sequence[Source]) -> str:
+    """What reports call a source: the end of its path, where no other's of its flag is the same.
+
+    Else its path, and where that is the same, too, its field.
+    """
+    of_flag = [each for each in others if each.held_out == source.held_out]
+    short = lambda source: source.name.rstrip("/").rpartition("/")[2]
+    if [*map(short, of_flag)].count(short(source)) == 1 and "*" not in short(source):
+        return short(source)
+    several = sum(each.name == source.name for each in of_flag) > 1
+    return f"{source.name}:{source.field}" if several else source.name
+
+
+def _tokenizer(spec: str, found: Sequence[Source], shared: Path) -> Bytes | Tokenizer:
+    """The tokenizer that is asked for; a BPE is trained on --data unless it was already."""
+    kind = tokenizers.kind_of(spec)
+    if kind is None:
+        return Bytes()
+    if isinstance(kind, str):
+        return tokenizers.load(kind)
+    files = [file for each in found if each.held_out < 1 for file in each.files]
+    path = shared / f"bpe-{kind}-{_digest(_identity(files))}.json"
+    if not path.exists():
+        say(f"training a byte-level BPE of {kind:,} tokens …")
+        trained = tokenizers.train_bpe(_sample(files), kind, show=sys.stderr.isatty())
+        shared.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, trained.stored())
+    return tokenizers.load(path)
+
+
+def _sample(files: Sequence[File]) -> Iterator[str]:
+    """The beginnings of all files, of `_SAMPLE` characters where the data has as many."""
+    left = _SAMPLE
+    for i, file in enumerate(sorted(files, key=lambda file: file.path.stat().st_size)):
+        share = left // (len(files) - i)  # what small files leave is for the larger ones
+        with named(file):
+            for text, _ in file.parts():
+                yield text[:share]
+                size = min(len(text), share)
+                left, share = left - size, share - size
+                if not share:
+                    break
+
+
+def _opened(
+    config: TrainConfig, folder: Path, info: dict[str, Any], tokenizer: Bytes | Tokenizer
+) -> Corpus:
+    """The corpus of tokens that are there.
+
+    Raises:
+      OSError, ValueError: they are not, or not all.
+      RunError: a source has too few tokens.
+    """
+    dtype = dtype_of(tokenizer.size)
+    of_parts: tuple[list[Stream], list[Stream]] = [], []
+    for i, source in enumerate(info["sources"]):
+        arrays = [_mapped(f"{folder}/{i}.{part}", source[part], dtype) for part in PARTS]
+        counts = [source[part] for part in PARTS]
+        if (size := sum(count["tokens"] for count in counts)) < 4:
+            raise RunError(f"the source {source['name']} has {size} tokens; give more text")
+        if source["split"] == "by position":
+            (tokens, starts), cut = arrays[0], size - max(2, int(size * VALIDATION_FRACTION))
+            k = int(np.searchsorted(starts, cut))
+            arrays = [(tokens[:cut], starts[:k]), (tokens[cut:], starts[k:] - cut)]
+            counts = [counts[0]] * 2
+        for mapped, count, streams in zip(arrays, counts, of_parts, strict=True):
+            if len(mapped[0]):
+                of_text = count["tokens"] - (count["documents"] if config.pack else 0)
+                share = source["weight"] or len(mapped[0])
+                streams.append(Stream(source["name"], *mapped, share, of_text / count["bytes"]))
+    train, held_out = (
+        [dataclasses.replace(s, share=s.share / sum(t.share for t in part)) for s in part]
+        for part in of_parts
+    )
+    return Corpus(train, held_out, tokenizer, info)
+
+
+def _mapped(path: str, counts: dict[str, int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a part of a source, and where its documents begin."""
+
+    def mapped(kind: str, size: int, dtype: Any) -> np.ndarray:
+        # An empty file cannot be mapped.
+        return np.memmap(f"{path}.{kind}", dtype, "r", shape=size) if size else np.zeros(0, dtype)
+
+    return mapped("tokens", counts["tokens"], dtype), mapped(
+        "starts", counts["documents"], np.int64
+    )
+
+
+def _check_length(config: TrainConfig, corpus: Corpus) -> None:
+    """Refuse documents that fill no sequence, and warn of a source that does not.
+
+    What is missing is padding, which costs as much as tokens do; without segments there is none.
+    """
+    length, remedy = config.seq_len, "lower --seq-len or"
+    needed = f"the {length + 1:,} that --seq-len {length} needs"
+    sizes = {stream.name: len(stream.tokens) for stream in corpus.train}
+    parts: dict[str, Collection[int]] = {"training": sizes.values()}
+    if not config.pack:
+        parts["validation"] = [len(stream.tokens) for stream in corpus.held_out]
+    for part, of_part in parts.items():
+        if (size := max(of_part) if config.pack else min(of_part)) <= length:
+            several = "no source of --data has more than" if config.pack else "one source has"
+            what = several if len(of_part) > 1 else f"the {part} data has"
             raise RunError(
-                f"the {word} data has {size} bytes, fewer than the {seq_len + 1} that "
-                f"--seq-len {seq_len} needs; lower --seq-len or give more text to --data"
+                f"{what} {size:,} tokens, fewer than {needed}; {remedy} give more text to --data"
             )
-
-
-def train_batch(
-    data: np.ndarray,
-    *,
-    batch_size: int,
-    seq_len: int,
-    seed: int,
-    step: int,
-    rows: np.ndarray | None = None,
-):
-    """The windows of one step: a pure function of the data, the seed and the step.
-
-    Returns:
-        (batch_size, seq_len + 1) uint8: inputs are [:, :-1], targets [:, 1:]. With `rows`, numbers
-        of rows, only these.
-    """
-    generator = np.random.Generator(np.random.Philox(key=[seed, step]))
-    starts = generator.integers(0, len(data) - seq_len, size=batch_size)
-    starts = starts if rows is None else starts[rows]
-    return np.stack([data[start : start + seq_len + 1] for start in starts])
-
-
-def validation_batches(
-    data: np.ndarray, *, batch_size: int, seq_len: int, batches: int
-) -> Iterator[np.ndarray]:
-    """Up to `batches` fixed batches of windows, spread evenly over the data."""
-    count = batch_size * max(1, min(batches, (len(data) - 1) // (seq_len * batch_size)))
-    starts = np.linspace(0, len(data) - seq_len - 1, count).astype(np.int64)
-    for rows in starts.reshape(-1, batch_size):
-        yield np.stack([data[start : start + seq_len + 1] for start in rows])
-
-
-def _find_files(paths: tuple[str, ...]) -> tuple[list[File], Skipped]:
-    """The files of text below the named paths in a fixed order, and the others there."""
-    files: dict[tuple[Path, str], File] = {}
-    skipped = Skipped()
-    for source in parse(paths):
-        found, others = find_files(source, count=True)
-        skipped += others
-        for file in found:
-            files.setdefault(file.content, file)
-    refuse_nothing([*files.values()], skipped, " ".join(paths))
-    return sorted(files.values(), key=lambda f: (f.name, str(f.path), f.field)), skipped
-
-
-def _fraction(name: str) -> float:
-    """Hashes a document's name to a number from 0 to 1, which decides whether it is held out."""
-    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
-
-
-def _held_out(files: list[File]) -> float | None:
-    """The number below which a document is for validation: at least one is, and not all are.
-
-    ``None`` if no such number divides them: there is one document, or all have one name.
-    """
-    fractions = np.fromiter(
-        (_fraction(name) for file in files for name in file.names()), np.float64
-    )
-    least, largest = fractions.min(), fractions.max()
-    if least == largest:
-        return None
-    return float(min(max(VALIDATION_FRACTION, np.nextafter(least, 1)), largest))
-
-
-def _pack(files: Iterable[File], held_out: float | None, folder: Path) -> int:
-    """Write train.bin and validation.bin; how many documents they hold."""
-    count = 0
-    with open(folder / "train.bin", "wb") as train, open(folder / "validation.bin", "wb") as other:
-        for file in files:
-            for name, content in zip(file.names(), file.documents(), strict=True):
-                held = held_out is not None and _fraction(name) < held_out
-                out = other if held else train
-                out.write(bytes([SEPARATOR]))
-                out.writelines(content)
-                count += 1
-    return count
-
-
-def _cut_end(train: Path, validation: Path) -> None:
-    """Hold out the end of all documents, those last that were held out whole."""
-    with open(train, "ab") as out, open(validation, "rb") as file:
-        shutil.copyfileobj(file, out, _CHUNK)
-    size = train.stat().st_size
-    kept = size - max(1, int(size * VALIDATION_FRACTION))
-    with open(train, "r+b") as file, open(validation, "wb") as out:
-        file.seek(kept)
-        shutil.copyfileobj(file, out, _CHUNK)
-        file.truncate(kept)
-
-
-def _fingerprint(folder: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name in ("train.bin", "validation.bin"):
-        digest.update((folder / name).stat().st_size.to_bytes(8, "big"))
-        with open(folder / name, "rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _map(folder: Path, info: dict) -> Corpus:
-    train, validation = (
-        np.memmap(folder / name, dtype=np.uint8, mode="r")
-        for name in ("train.bin", "validation.bin")
-    )
-    return Corpus(train, validation, info)
+    if short := [name for name, size in sizes.items() if size <= length]:
+        names = ", ".join(short[:3]) + ", …" * (len(short) > 3)
+        say(
+            f"warning: {len(short)} of {len(sizes)} sources of --data ({names}) have fewer tokens "
+            f"than {needed}, and padding takes the rest; {remedy} name a folder of several files"
+        )

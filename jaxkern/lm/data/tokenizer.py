@@ -17,32 +17,18 @@ import numpy as np
 
 from jaxkern.lm import untrusted
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.documents import MARKER, need_package
+from jaxkern.lm.data.sources import MARKER, need_package
 
 SEPARATOR = 0  # begins and ends a text of bytes
 FILE = "tokenizer.json"
-FILES = (
-    FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-)
-FILES += ("vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja")
-_SPECIAL = MARKER.decode()
+FILES = tuple(f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map"))
+FILES += ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt")
+FILES += ("chat_template.json", "chat_template.jinja")
 _CUT = re.compile(r"(?<=<)(?=\|endoftext\|>)")  # inside it, where no token reaches across
-_BEGINS = ("<s>", "<bos>", "<|begin_of_text|>", _SPECIAL, "[BOS]", "[CLS]")
-_ENDS = ("</s>", "<eos>", "<|end_of_text|>", _SPECIAL, "[EOS]", "[SEP]")
+_BEGINS = ("<s>", "<bos>", "<|begin_of_text|>", MARKER, "[BOS]", "[CLS]")
+_ENDS = ("</s>", "<eos>", "<|end_of_text|>", MARKER, "[EOS]", "[SEP]")
 _PADS = ("<pad>", "<|padding|>", "<|pad|>", "[PAD]")
-NAMED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _WHAT = "configuration of a tokenizer"
 
@@ -169,8 +155,8 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
     begin = _first(tokenizer, [text_of(said, "bos_token"), *of_model([bos]), *_BEGINS])
     end = _first(tokenizer, [text_of(said, "eos_token"), *of_model(eos), *_ENDS])
     if begin is None and end is None:
-        tokenizer.add_special_tokens([_SPECIAL])
-        end = tokenizer.token_to_id(_SPECIAL)
+        tokenizer.add_special_tokens([MARKER])
+        end = tokenizer.token_to_id(MARKER)
     begin, end = (end if begin is None else begin), (begin if end is None else end)
     assert begin is not None
     assert end is not None
@@ -203,10 +189,7 @@ def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict
         said = {"pad_token": tokenizer.padding["pad_token"]} | said
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    listed, special = (
-        [library.AddedToken(**properties) for properties in each]
-        for each in _added(said, file.parent)
-    )
+    listed, special = _added(said, file.parent)
     tokenizer.add_tokens(listed)
     there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for token in special if token.content not in there])
@@ -241,44 +224,36 @@ def settings(folder: Path) -> dict[str, Any]:
             older["extra_special_tokens"] = extra + more
         said |= older
         added = untrusted.read_json(folder, "added_tokens.json", _WHAT) or {}
-        special = {token["content"] for token in _added(said, folder)[1]}
+        special = {token.content for token in _added(said, folder)[1]}
         said["added_tokens_decoder"] = {
             number: {"content": text, "special": text in special} for text, number in added.items()
         }
     return said
 
 
-def _added(said: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The tokens that settings list under a number, and the special ones that they name.
+def _added(said: dict[str, Any], folder: Path) -> tuple[list[Any], list[Any]]:
+    """The ``AddedToken`` that settings list under a number, and the special ones that they name.
 
     Both are in the order in which transformers adds them, which numbers those that are new.
     """
+    library = need_package("tokenizers", str(folder))
 
-    def properties(token: Any) -> dict[str, Any]:
+    def added(token: Any, **properties: bool) -> Any:
         known = token if isinstance(token, dict) else {"content": token}
         if not isinstance(known.get("content"), str):
             raise ValueError(f"{token!r} is no token")
         kept = {name: known[name] for name in _PROPERTIES if name in known}
-        if not all(isinstance(value, bool) for value in kept.values()):
-            raise ValueError(f"{token!r} has a property that is neither true nor false")
-        return kept | {"content": known["content"]}
+        return library.AddedToken(known["content"], **kept | properties)
 
     try:
-        listed = said.get("added_tokens_decoder") or {}
+        listed = (said.get("added_tokens_decoder") or {}).items()
         named = {name: said.get(name) for name in NAMED}
-        named |= {
-            name: v for name, v in said.items() if name.endswith("_token") and isinstance(v, str)
-        }
+        named |= {k: v for k, v in said.items() if k.endswith("_token") and isinstance(v, str)}
         extra = said.get("extra_special_tokens") or said.get("additional_special_tokens") or []
         extra = extra.values() if isinstance(extra, dict) else extra
         special = [token for token in (*named.values(), *extra) if token is not None]
-        return (
-            [
-                properties(token)
-                for _, token in sorted(listed.items(), key=lambda each: int(each[0]))
-            ],
-            [properties(token) | {"special": True} for token in special],
-        )
+        in_order = sorted(listed, key=lambda each: int(each[0]))
+        return [added(token) for _, token in in_order], [added(t, special=True) for t in special]
     except (AttributeError, TypeError, ValueError) as error:
         raise RunError(
             f"{folder}: the files beside {FILE} name tokens that are none ({error})"
@@ -331,7 +306,7 @@ def train_bpe(texts: Iterator[str], size: int, *, show: bool) -> Tokenizer:
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[_SPECIAL],
+        special_tokens=[MARKER],
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=show,
     )
@@ -341,5 +316,5 @@ def train_bpe(texts: Iterator[str], size: int, *, show: bool) -> Tokenizer:
         pool.submit(tokenizer.train_from_iterator, texts, trainer).result()
     finally:
         pool.shutdown(wait=False)
-    token = tokenizer.token_to_id(_SPECIAL)
+    token = tokenizer.token_to_id(MARKER)
     return Tokenizer(tokenizer, token, token)

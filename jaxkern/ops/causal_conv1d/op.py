@@ -13,7 +13,7 @@ Backward, for the cotangent dout, with f the activation:
 
 In packed sequences, the terms whose x lies in another segment than t are left out of all sums.
 
-Saved for the backward: the arguments; s is recomputed.
+Saved for the backward: the arguments. s is recomputed.
 
 Bytes per element of x, in units of its size: 2 forward (read x, write out), 3 backward (read x and
 dout, write dx). A tile of the sequence also reads the W − 1 tokens before it and, in the backward,
@@ -36,20 +36,20 @@ from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import on_all
+from jaxkern.core.split import Sequence, from_before, is_first, is_last, on_all, only_if
+from jaxkern.lowering.bound import wide
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
-from jaxkern.ops.causal_conv1d import devices
-from jaxkern.ops.causal_conv1d.backward import launch_bwd
-from jaxkern.ops.causal_conv1d.forward import launch_fwd
+from jaxkern.ops.causal_conv1d.kernel import launch_bwd, launch_fwd
 from jaxkern.ops.causal_conv1d.reference import (
     filtered,
+    final_states,
+    from_states,
     looks_back,
     reference_bwd,
     reference_fwd,
 )
-from jaxkern.ops.causal_conv1d.states import final_states, from_states
-from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation, Options
+from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation, ConvOptions
 from jaxkern.ops.layers import check_layer, put_layer, take_layer
 
 
@@ -102,9 +102,9 @@ def causal_conv1d(
     The forward moves 2 bytes per byte of `x`, the backward 3: both wait for memory.
 
     On a mesh, batch, channels and L may be split between devices; with `num_segments` a split L is
-    gathered. Of L each device hands its last W - 1 inputs to the next one. The same inside
-    ``jax.shard_map``, where `sequence_axis` says over which axis L is split; gradients of what has
-    no L are then a device's share of a sum, as JAX has them there.
+    gathered. Each device hands its last W - 1 inputs to the next one. Inside ``jax.shard_map`` the
+    same happens along `sequence_axis`; gradients of arguments without L are then a device's share
+    of a sum, as is usual there.
 
     Args:
       x: (B, L, D), bfloat16, float16 or float32.
@@ -129,7 +129,7 @@ def causal_conv1d(
     Returns:
       (B, L, D), the dtype of `x`. With `return_final_state`, also the last W - 1 inputs,
       (B, W - 1, D), the dtype of `x`, with zeros for those before the last token's segment; with
-      `num_segments` (B, S, W - 1, D), those of every segment after its own initial state.
+      `num_segments` (B, S, W - 1, D), the last inputs of every segment after its initial state.
 
     Raises:
       TypeError: an argument is not an array of a real floating dtype, or `segment_ids` not one of
@@ -168,12 +168,10 @@ def causal_conv1d(
     initial_state = _check_initial_state(initial_state, batch, count, width, dim)
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, (batch, length), count)
-    options = Options(
+    options = ConvOptions(
         activation=activation,
         mode=resolve(
-            implementation,
-            _unsupported(x, weight, bias, initial_state),
-            op="causal_conv1d",
+            implementation, _unsupported(x, weight, bias, initial_state), op="causal_conv1d"
         ),
         final=return_final_state and count is None,
         sequence_axis=over,
@@ -213,14 +211,14 @@ def causal_conv1d_step(
 
     Args:
       state: (B, W - 1, D), any floating dtype, the inputs before this one, oldest first: zeros to
-        begin with, or what ``causal_conv1d(..., return_final_state=True)`` returns. With `layer` it
-        is that of several layers, (layers, B, W - 1, D).
+        begin with, or what ``causal_conv1d(..., return_final_state=True)`` returns. With `layer`
+        it holds several layers, (layers, B, W - 1, D).
       x: (B, D), any floating dtype.
       weight: (D, W), any floating dtype.
       bias: (D,), any floating dtype; ``None`` stands for zeros.
       activation: ``"silu"`` or ``None``.
-      layer: which of the layers of `state` the token is for; the others stay as they are. Of a
-        traced number that there is not, the nearest.
+      layer: index of the layer of `state` to update; the others stay as they are. A traced index
+        out of range is clipped.
 
     Returns:
       The output, (B, D), the dtype of `x`; and the next state, the shape and dtype of `state`.
@@ -253,7 +251,7 @@ def causal_conv1d_step(
 
 
 def _check(lead: tuple[str, ...], x, weight, bias, activation) -> tuple[Any, Any, Any]:
-    """The arguments as arrays; `lead` names the dimensions of x before the channels."""
+    """Checks the arguments and makes them arrays; `lead` names the dimensions of x before D."""
     x, weight = check_floating("x", x), check_floating("weight", weight)
     if x.ndim != len(lead) + 1:
         raise ValueError(f"x must have shape ({', '.join(lead)}, D), got {x.shape}")
@@ -274,13 +272,13 @@ def _check_initial_state(state: Any, batch: int, count: int | None, width: int, 
     if state is None:
         return None
     state = check_floating("initial_state", state)
-    meaning = f"{'(B, ' if count is None else '(B, S, '}W - 1, D) of x and weight"
+    meaning = f"{'(B' if count is None else '(B, S'}, W - 1, D) of x and weight"
     segments.check_states(state, batch, count, (width - 1, dim), meaning)
     return state
 
 
 def _unsupported(x: Any, weight: Any, bias: Any, state: Any) -> str | None:
-    """Why the kernels, forward and backward, cannot take this call."""
+    """Reason why the kernels, forward and backward, cannot take this call."""
     if reason := unfit(x=x, weight=weight, bias=bias, initial_state=state):
         return reason
     if weight.shape[1] > MAX_WIDTH:
@@ -288,14 +286,14 @@ def _unsupported(x: Any, weight: Any, bias: Any, state: Any) -> str | None:
     return None
 
 
-def _faster(options: Options, x: Any, *rest: Any) -> bool:
-    """Whether a kernel is faster than XLA for the channels of `x`: it pads them to 128."""
+def _faster(options: ConvOptions, x: Any, *rest: Any) -> bool:
+    """Whether a kernel beats XLA, which depends on the channels: it pads them to 128."""
     del options, rest
     return x.shape[-1] >= LANES
 
 
 @Differentiable
-def _causal_conv1d(x, weight, bias, state, look_back, options: Options) -> Any:
+def _causal_conv1d(x, weight, bias, state, look_back, options: ConvOptions) -> Any:
     return _causal_conv1d_fwd(x, weight, bias, state, look_back, options)[0]
 
 
@@ -319,6 +317,50 @@ def _looks_back(options: segments.LookBack, ids: jax.Array) -> tuple[jax.Array]:
     return (looks_back(ids, options.tokens + 1),)
 
 
+# A sequence split between devices. A device hands its last W − 1 inputs to the next one, where they
+# are the initial state; in the backward it gets their gradient back, as for a final state. That
+# gradient depends on a part's first W − 1 tokens alone, so a device computes it before the rest.
+
+
+def _inputs_before(axes: Any, x: jax.Array, width: int, state: Any) -> jax.Array:
+    """The W − 1 inputs before this device's first, (B, W − 1, D)."""
+    before = from_before(axes, x[:, x.shape[1] - (width - 1) :])
+    if state is None:
+        return before
+    dtype = jnp.result_type(x, state)
+    return jnp.where(is_first(axes), state.astype(dtype), before.astype(dtype))
+
+
+def _forward_of_part(
+    run: Any, axes: Any, options: ConvOptions, x, weight, bias, state, look_back
+) -> Any:
+    before = _inputs_before(axes, x, weight.shape[1], state)
+    out, final = run(options, x, weight, bias, before, look_back)
+    return out, only_if(is_last(axes), final)
+
+
+def _backward_of_part(
+    run: Any, axes: Any, options: ConvOptions, x, weight, bias, state, look_back, dout, dfinal
+) -> Any:
+    before = _inputs_before(axes, x, weight.shape[1], state)
+    before = before.astype(wide(before.dtype))  # so that its gradient is rounded once, with dx
+    first = lambda v: None if v is None else v[:, : weight.shape[1] - 1]
+    *_, dbefore = run(options, first(x), weight, bias, before, first(look_back), first(dout), None)
+    passed = from_before(axes, dbefore, reverse=True)
+    if dfinal is not None:
+        passed = jnp.where(is_last(axes), dfinal.astype(passed.dtype), passed)
+    dx, dweight, dbias, dbefore = run(options, x, weight, bias, before, look_back, dout, passed)
+    dstate = None if state is None else only_if(is_first(axes), dbefore).astype(state.dtype)
+    return dx, dweight, dbias, dstate
+
+
+def _too_short(options: ConvOptions, parts: int, x: Any, weight: Any, *_: Any) -> str | None:
+    length, before = x.shape[1], weight.shape[1] - 1
+    if length >= parts * before:
+        return None
+    return f"a part of its {length} tokens is shorter than the {before} that a filter looks back"
+
+
 FORWARD = KernelPass(
     "causal_conv1d_fwd",
     kernel=launch_fwd,
@@ -327,7 +369,7 @@ FORWARD = KernelPass(
     ins=("b l d", "d w", "d", "b k d", "b l"),
     outs=("b l d", "b k d"),
     whole="w k",
-    sequence=devices.FORWARD,
+    sequence=Sequence(_forward_of_part, _too_short),
 )
 BACKWARD = KernelPass(
     "causal_conv1d_bwd",
@@ -337,7 +379,7 @@ BACKWARD = KernelPass(
     ins=("b l d", "d w", "d", "b k d", "b l", "b l d", "b k d"),
     outs=("b l d", "d w", "d", "b k d"),
     whole="w k",
-    sequence=devices.BACKWARD,
+    sequence=Sequence(_backward_of_part, _too_short),
 )
 LOOKS_BACK = KernelPass(
     "causal_conv1d_looks_back",

@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.ops.causal_conv1d.tiles import Activation, Options
+from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.ops.causal_conv1d.tiles import Activation, ConvOptions
+from jaxkern.ops.segments import Spans
 
 
 def causal_conv1d_reference(
@@ -20,12 +22,12 @@ def causal_conv1d_reference(
 ) -> jax.Array:
     """:func:`causal_conv1d` in plain JAX, with every step in fp32 and one rounding at the end."""
     look_back = None if segment_ids is None else looks_back(segment_ids, weight.shape[1])
-    options = Options(activation, "xla")
+    options = ConvOptions(activation, "xla")
     return reference_fwd(options, x, weight, bias, initial_state, look_back)[0]
 
 
-def last_inputs(options: Options, x: jax.Array, width: int, state: Any, look_back: Any) -> Any:
-    """The last W − 1 inputs, (B, W − 1, D); zeros for those before the last token's segment."""
+def last_inputs(options: ConvOptions, x: jax.Array, width: int, state: Any, look_back: Any) -> Any:
+    """Last W − 1 inputs, (B, W − 1, D), zeros before the start of the last token's segment."""
     if not options.final:
         return None
     length, kept = x.shape[1], width - 1
@@ -40,14 +42,14 @@ def last_inputs(options: Options, x: jax.Array, width: int, state: Any, look_bac
 
 
 def _seen(look_back: Any, length: int, kept: int) -> Any:
-    """(B, W − 1, 1): which of the last inputs are of the last token's segment; ``None`` for all."""
+    """Mask (B, W − 1, 1) of the last inputs in the last token's segment; ``None`` for all."""
     if look_back is None or length == 0:
         return None
     return (look_back[:, -1:] >= jnp.arange(kept)[::-1])[..., None]
 
 
-def of_last_segment(dfinal: jax.Array, look_back: Any, length: int) -> jax.Array:
-    """The gradient of the last inputs, zeros for those before the last token's segment."""
+def in_last_segment(dfinal: jax.Array, look_back: Any, length: int) -> jax.Array:
+    """`dfinal` with zeros for inputs before the start of the last token's segment."""
     seen = _seen(look_back, length, dfinal.shape[1])
     return dfinal if seen is None else jnp.where(seen, dfinal, jnp.zeros((), dfinal.dtype))
 
@@ -81,7 +83,7 @@ def reference_bwd(options, x, weight, bias, state, look_back, dout, dfinal):
 
 
 def filtered(taps: list[jax.Array], weight: jax.Array, bias: Any, activation: Any) -> jax.Array:
-    """f(bias + Σ_w weight[:, w] · taps[w]), in fp32, or float64 where an argument is."""
+    """f(bias + Σ_w weight[:, w] · taps[w]) in fp32, or in float64 where an argument is."""
     acc = _accumulator(weight, *taps)
     total = jnp.zeros((), acc) if bias is None else bias.astype(acc)
     for weights, tap in zip(weight.astype(acc).T, taps, strict=True):
@@ -94,9 +96,9 @@ def _accumulator(*arrays: Any) -> Any:
 
 
 def looks_back(segment_ids: jax.Array, width: int) -> jax.Array:
-    """How many inputs before each token its filter may see, at most W − 1: (B, L), fp32.
+    """Number of inputs before each token that its filter may use, at most W − 1: (B, L), fp32.
 
-    The tokens of the first segment may see all of the initial state.
+    Tokens of the first segment may use all of the initial state.
     """
     length, unbroken = segment_ids.shape[1], True
     same = segment_ids[:, 1:] == segment_ids[:, :-1]
@@ -106,3 +108,68 @@ def looks_back(segment_ids: jax.Array, width: int) -> jax.Array:
         unbroken = unbroken & same[:, width - 1 - j : width - 1 - j + length]
         count = count + unbroken
     return count
+
+
+# States of packed segments. In the kernels every segment begins after zeros. Only the first W − 1
+# outputs of a segment depend on its state, so these are computed again here.
+
+
+def from_states(
+    options: ConvOptions, out: jax.Array, x: Any, weight: Any, bias: Any, state: Any, spans: Spans
+) -> jax.Array:
+    """`out` (B, L, D) with each segment begun after its own state, (B, S, W − 1, D)."""
+    if x.size == 0 or state.size == 0:
+        return out
+    return FROM_STATES(options.activation, out, x, weight, bias, state, *spans)[0]
+
+
+def _from_states(activation, out, x, weight, bias, state, first, stop):
+    length, width = x.shape[1], weight.shape[1]
+    batch = jnp.arange(x.shape[0])[:, None, None]
+    at = first[..., None] + jnp.arange(width - 1)  # (B, S, W − 1), tokens that see the state
+    own = at < stop[..., None]
+    acc = jnp.result_type(jnp.float32, x, weight, state)
+    tokens = x[batch, jnp.minimum(at, length - 1)].astype(acc)
+    inputs = jnp.concatenate([state.astype(acc), jnp.where(own[..., None], tokens, 0)], axis=2)
+    taps = [inputs[:, :, w : w + width - 1] for w in range(width)]
+    seen = filtered(taps, weight, bias, activation).astype(out.dtype)
+    return (out.at[batch, jnp.where(own, at, length)].set(seen, mode="drop"),)
+
+
+FROM_STATES = KernelPass(
+    "causal_conv1d_states",
+    reference=_from_states,
+    ins=("b l d", "b l d", "d w", "d", "b s k d", "b s", "b s"),
+    outs=("b l d",),
+    whole="l w k s",
+)
+
+
+def final_states(x: jax.Array, width: int, state: Any, spans: Spans) -> jax.Array:
+    """Last W − 1 inputs of each segment and, before them, its state: (B, S, W − 1, D)."""
+    return FINAL_STATES(width, x, state, *spans)[0]
+
+
+def _final_states(width, x, state, first, stop):
+    (batch, length, dim), kept = x.shape, width - 1
+    if state is None:
+        state = jnp.zeros((*first.shape, kept, dim), x.dtype)
+    state = state.astype(x.dtype)
+    if length == 0 or kept == 0:
+        return (state,)
+    back = jnp.arange(kept) - kept
+    at = stop[..., None] + back  # (B, S, W − 1)
+    tokens = x[jnp.arange(batch)[:, None, None], jnp.maximum(at, 0)]
+    # A segment of n tokens has shifted the first n inputs out of its state.
+    shifted = jnp.minimum(jnp.arange(kept) + (stop - first)[..., None], kept - 1)
+    before = jnp.take_along_axis(state, shifted[..., None], axis=2)
+    return (jnp.where((at >= first[..., None])[..., None], tokens, before),)
+
+
+FINAL_STATES = KernelPass(
+    "causal_conv1d_final_states",
+    reference=_final_states,
+    ins=("b l d", "b s k d", "b s", "b s"),
+    outs=("b s k d",),
+    whole="l k s",
+)

@@ -1,6 +1,7 @@
-"""The cross-entropy of a linear layer's results: all logits at once, in chunks of rows, in parts.
+"""The cross-entropy of a linear layer's results; equations in :mod:`jaxkern.ops.cross_entropy.op`.
 
-The equations, and what each of the three saves, are in :mod:`jaxkern.ops.cross_entropy.op`.
+Three rules compute it. :func:`_all_logits` here saves the logits. Those of
+:mod:`jaxkern.ops.cross_entropy.memory` hold fewer: chunks of rows or parts of the vocabulary.
 """
 
 import dataclasses
@@ -14,18 +15,26 @@ from jaxkern.core.arguments import check_array, check_floating, check_integer
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import named
-from jaxkern.core.mesh import TypeOf, match_primal
-from jaxkern.lowering.bound import standard_promotion, wide
-from jaxkern.ops.cross_entropy.chunks import IN_CHUNKS, Chunks, rows_of_chunk
-from jaxkern.ops.cross_entropy.op import Reduction, check_labels, check_reduction, reduced
-from jaxkern.ops.cross_entropy.parts import (
-    BACKWARD_IN_PARTS,
-    FORWARD_IN_PARTS,
-    Parts,
+from jaxkern.core.mesh import match_primal
+from jaxkern.lowering.bound import wide
+from jaxkern.ops.cross_entropy.memory import (
+    ChunkOptions,
+    PartOptions,
     classes_of_part,
+    in_chunks,
+    in_parts,
+    rows_of_chunk,
 )
-from jaxkern.ops.cross_entropy.passes import gradient_of_logits, losses_of_logits, unsupported
-from jaxkern.ops.cross_entropy.rows import Rows, Terms, losses_of_rows
+from jaxkern.ops.cross_entropy.op import (
+    Reduction,
+    check_labels,
+    check_reduction,
+    gradient_of_logits,
+    reduced,
+    sums_of_rows,
+    unsupported,
+)
+from jaxkern.ops.cross_entropy.reference import LossOptions, Terms, losses_of_rows
 from jaxkern.ops.linear import op as linear_op
 from jaxkern.ops.linear import products
 from jaxkern.ops.linear.products import check_accumulator
@@ -81,12 +90,13 @@ def linear_cross_entropy(
     fp32. By default the logits are kept for the backward in the dtype of `x`, and their gradient
     takes their memory: three products. With `memory` they take no more than that at once:
 
-    - in up to six chunks of 512 rows or more, if so few are enough: the gradients are formed in the
-      forward, three products again. That of `weight` is added up in its dtype: in bfloat16 its
-      error grows with the number of chunks, to less than twice that of one product;
-    - or else in parts of the vocabulary, all but one of which are computed again in the backward:
-      nearly four products. So are losses of rows, `return_lse`, an `accumulator`, float16, and a
-      `weight` of another dtype than `x`.
+    - in up to six chunks of 512 rows or more, if these are enough: the forward computes the
+      gradients, three products again. The gradient of `weight` is added up in its dtype: in
+      bfloat16 its error grows with the number of chunks, to less than twice the error of one
+      product;
+    - or else in parts of the vocabulary, all but one of which the backward computes again: nearly
+      four products. Losses of rows, `return_lse`, an `accumulator`, float16, and a `weight` of
+      another dtype than `x` always take this way.
 
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
@@ -106,13 +116,12 @@ def linear_cross_entropy(
       logit_softcap: likewise.
       reduction: likewise.
       return_lse: likewise.
-      memory: bytes that logits may take, at least those of 128 classes; ``None`` for all that they
-        need. In parts, a part's weight and the gradient of `x` in float32 take memory beside them.
-        With ``implementation="xla"`` logits always take all.
+      memory: bytes that logits may take, at least the logits of 128 classes; ``None`` for no limit.
+        In parts, a part's weight and the gradient of `x` in float32 take memory besides. With
+        ``implementation="xla"`` there is no limit.
       accumulator: (K, V), float32, the gradient of `weight` so far, or ``None``: as for
         :func:`linear`, its gradient is what `weight`'s adds up to.
-      implementation: as for :func:`cross_entropy`; the products are those of :func:`linear`,
-        which chooses theirs.
+      implementation: as for :func:`cross_entropy`; :func:`linear` chooses for the products.
 
     Returns:
       The loss, float32, () or with ``reduction="none"`` (...); with `return_lse` a pair of it and
@@ -156,33 +165,33 @@ def linear_cross_entropy(
     labels = check_labels(labels, x.shape[:-1], "(...) of x", terms)
     check_reduction(reduction)
     nbytes = _check_memory(memory, x, weight)
-    chunk = None
+    if implementation == "xla":
+        nbytes = None
+    chunk = part = None
     if reduction != "none" and not return_lse and accumulator is None:
         chunk = rows_of_chunk(nbytes, x, weight)
-    part = None if chunk else classes_of_part(nbytes, x, weight)
+    if chunk is None:
+        part = classes_of_part(nbytes, x, weight)
     logits = jax.ShapeDtypeStruct((*x.shape[:-1], part or weight.shape[1]), x.dtype)
-    rows = Rows(
-        terms,
-        weight.shape[1],
-        resolve(implementation, unsupported(logits), op="linear_cross_entropy"),
-    )
-    by_product = None if implementation == "mosaic" else implementation
-    mode = resolve(by_product, products.unsupported(x=x, weight=weight), op="linear")
-    of_product = products.Options(None, False, None, "float32", mode)
-    if implementation == "xla" and accumulator is None:
-        x = terms.without_ignored(x, labels)
-        logits = products.reference_forward(of_product, x, weight, bias)[0]
-        losses, lse = named("linear_cross_entropy", losses_of_rows(logits, labels, terms))
-    elif chunk and implementation != "xla":
-        count = terms.count(labels) if reduction == "mean" else jnp.float32(1)
-        count = count.astype(wide(x.dtype))
-        of_chunks = Chunks.of(rows, chunk, weight.dtype)
-        return _in_chunks_jit(x, weight, bias, labels, count, of_chunks)
-    elif part is None or implementation == "xla":
-        losses, lse = _linear_rows_jit(x, weight, bias, accumulator, labels, rows, of_product)
-    else:
-        parts = Parts.of(rows, part)
-        losses, lse = _in_parts_jit(x, weight, bias, accumulator, labels, parts)
+    mode = resolve(implementation, unsupported(logits), op="linear_cross_entropy")
+    options = LossOptions(terms, weight.shape[1], mode)
+    of_product = None if implementation == "mosaic" else implementation
+    mode = resolve(of_product, products.unsupported(x=x, weight=weight), op="linear")
+    product = products.LinearOptions(None, False, None, "float32", mode)
+    match chunk, part:
+        case int(), _:
+            count = terms.count(labels) if reduction == "mean" else jnp.float32(1)
+            chunks = ChunkOptions.of(options, chunk, weight.dtype)
+            return in_chunks(x, weight, bias, labels, count.astype(wide(x.dtype)), chunks)
+        case _, int():
+            parts = PartOptions.of(options, part)
+            losses, lse = in_parts(x, weight, bias, accumulator, labels, parts)
+        case _ if implementation == "xla" and accumulator is None:
+            x = terms.without_ignored(x, labels)
+            logits = products.reference_forward(product, x, weight, bias)[0]
+            losses, lse = named("linear_cross_entropy", losses_of_rows(logits, labels, terms))
+        case _:
+            losses, lse = _all_logits_jit(x, weight, bias, accumulator, labels, options, product)
     return reduced(reduction, return_lse, losses, lse, labels, terms)
 
 
@@ -198,36 +207,29 @@ def _check_memory(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
 
 
 @functools.partial(Differentiable, options=2)
-def _linear_rows(x, weight, bias, accumulator, labels, rows, options):
-    del accumulator
-    _, losses, lse = _linear_forward(x, weight, bias, labels, rows, options)
-    return losses, lse.value
+def _all_logits(x, weight, bias, accumulator, labels, options, product):
+    return _all_logits_fwd(x, weight, bias, accumulator, labels, options, product)[0]
 
 
-def _linear_forward(x, weight, bias, labels, rows, options):
-    """The logits, losses and lse."""
-    logits = named("linear_cross_entropy", linear_op.FORWARD(options, x, weight, bias)[0])
-    losses = losses_of_logits(rows, logits, labels)
-    return logits, *named("linear_cross_entropy", losses)
-
-
-def _linear_rows_fwd(x, weight, bias, accumulator, labels, rows, options):
-    logits, losses, lse = _linear_forward(x, weight, bias, labels, rows, options)
+def _all_logits_fwd(x, weight, bias, accumulator, labels, options, product):
+    logits = named("linear_cross_entropy", linear_op.FORWARD(product, x, weight, bias)[0])
+    losses = options.loss(sums_of_rows(options, logits, labels), labels)
+    losses, lse = named("linear_cross_entropy", losses)
     return (losses, lse.value), (x, weight, bias, accumulator, labels, logits, lse)
 
 
-def _linear_rows_bwd(rows, options, res, cotangents):
+def _all_logits_bwd(options, product, res, cotangents):
     x, weight, bias, accumulator, labels, logits, lse = res
-    du = gradient_of_logits(rows, logits, labels, lse, cotangents)
-    of_type = lambda v: dataclasses.replace(options, dtype=str(v.dtype))
-    [dx] = linear_op.DX(of_type(du), du, weight)
-    x = rows.terms.without_ignored(x, labels)
+    du = gradient_of_logits(options, logits, labels, lse, cotangents)
+    of_dtype = lambda v: dataclasses.replace(product, dtype=str(v.dtype))
+    [dx] = linear_op.DX(of_dtype(du), du, weight)
+    x = options.terms.without_ignored(x, labels)
     dweight = total = None
     if accumulator is None:
-        [dweight] = linear_op.DWEIGHT(of_type(weight), x, du)
+        [dweight] = linear_op.DWEIGHT(of_dtype(weight), x, du)
     else:
         passes = linear_op.DWEIGHT, linear_op.ACCUMULATE
-        [total] = linear_op.accumulated(*passes, options, (accumulator,), x, du)
+        [total] = linear_op.accumulated(*passes, product, (accumulator,), x, du)
     return (
         match_primal(dx, x),
         match_primal(dweight, weight),
@@ -237,67 +239,5 @@ def _linear_rows_bwd(rows, options, res, cotangents):
     )
 
 
-_linear_rows.defvjp(_linear_rows_fwd, _linear_rows_bwd)
-_linear_rows_jit = jax.jit(_linear_rows, static_argnums=(5, 6))
-
-
-@Differentiable
-def _in_parts(x, weight, bias, accumulator, labels, options):
-    del accumulator
-    return FORWARD_IN_PARTS(options, x, weight, bias, labels)[:2]
-
-
-def _in_parts_fwd(x, weight, bias, accumulator, labels, options):
-    options = dataclasses.replace(options, save=True)
-    losses, *lse, logits = FORWARD_IN_PARTS(options, x, weight, bias, labels)
-    return (losses, lse[0]), (x, weight, bias, accumulator, labels, lse, logits)
-
-
-def _in_parts_bwd(options, res, cotangents):
-    x, weight, bias, accumulator, labels, lse, logits = res
-    options = dataclasses.replace(options, dtype=str(weight.dtype))
-    apart = accumulator is not None and products.varies_more(x, accumulator)
-    given = None if apart else accumulator
-    dx, dweight, dbias = BACKWARD_IN_PARTS(
-        options, x, weight, bias, given, labels, *lse, logits, *cotangents
-    )
-    total = None
-    if accumulator is not None:
-        total, dweight = dweight, None
-        if apart:
-            total = accumulator + match_primal(total, accumulator)
-    grads = (dx, x), (dweight, weight), (dbias, bias), (total, accumulator)
-    cast = lambda grad, like: match_primal(grad, like).astype(like.dtype)
-    return *(None if grad is None else cast(grad, like) for grad, like in grads), None
-
-
-_in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
-_in_parts_jit = jax.jit(_in_parts, static_argnums=5)
-
-
-@Differentiable
-def _in_chunks(x, weight, bias, labels, count, options):
-    losses = IN_CHUNKS(options, x, weight, bias, labels)[0]
-    return jnp.sum(losses) / count
-
-
-@standard_promotion()  # JAX traces the rules outside of the public function
-def _in_chunks_fwd(x, weight, bias, labels, count, options):
-    options = dataclasses.replace(options, gradients=True)
-    losses, *grads = IN_CHUNKS(options, x, weight, bias, labels)
-    types = tuple(None if v is None else TypeOf(jax.typeof(v)) for v in (x, weight, bias))
-    return jnp.sum(losses) / count, (tuple(grads), types, count)
-
-
-@standard_promotion()
-def _in_chunks_bwd(options, res, cotangent):
-    del options
-    grads, types, count = res
-    of_sum = cotangent / count
-    scaled = lambda grad, like: match_primal((of_sum * grad).astype(like.aval.dtype), like)
-    pairs = zip(grads, types, strict=True)
-    return *(None if like is None else scaled(grad, like) for grad, like in pairs), None, None
-
-
-_in_chunks.defvjp(_in_chunks_fwd, _in_chunks_bwd)
-_in_chunks_jit = jax.jit(_in_chunks, static_argnums=5)
+_all_logits.defvjp(_all_logits_fwd, _all_logits_bwd)
+_all_logits_jit = jax.jit(_all_logits, static_argnums=(5, 6))

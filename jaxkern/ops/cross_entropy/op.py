@@ -14,17 +14,10 @@ with ε = label_smoothing and ζ = z_loss. Backward, for the cotangents g of the
 
 A row whose label is `ignore_index` has the loss 0 and the gradient 0, whatever it holds.
 
-Saved for the backward: the logits in the dtype of x, and lse. Of M rows that is M·V elements: the
-forward's kernel reads them once, the backward's reads them and writes du into their memory, where
-nothing else needs them; 3 products of 2·M·D·V operations. Where the logits may not take so much
-memory, there are two ways:
-
-- Chunks of rows, where g is one number, as of a mean or a sum: the gradients for g = 1 are formed
-  in the forward, chunk by chunk, and saved in place of the logits. 3 products, the memory of a
-  chunk's logits, and dw read and written once a chunk, rounded to its dtype each time.
-- Parts of the vocabulary, of any size: lse is found part by part, lse and the logits of one part
-  are saved, and the backward computes those of the others again. Up to 4 products, and the memory
-  of a part's logits and weight, beside dx in fp32.
+Saved for the backward: the logits in the dtype of x, and lse. With M rows these are M·V elements:
+the forward kernel reads them once, the backward kernel reads them and writes du into their memory
+if nothing else needs them; 3 products of 2·M·D·V operations. With a limit on the logits' memory,
+:mod:`jaxkern.ops.cross_entropy.memory` computes them in chunks of rows or parts of the vocabulary.
 
 Sources: Szegedy et al., Rethinking the Inception Architecture, 2015, arXiv:1512.00567 (label
 smoothing); Chowdhery et al., PaLM, 2022, arXiv:2204.02311 (z-loss); Gemma Team, Gemma 2, 2024,
@@ -33,18 +26,34 @@ arXiv:2408.00118 (the cap); Wijmans et al., Cut Your Losses in Large-Vocabulary 
 (chunks of rows, and gradients formed in the forward).
 """
 
+import functools
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxkern.core.arguments import as_array, check_floating
+from jaxkern.core.arguments import as_array, check_floating, unfit
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
-from jaxkern.core.kernel_pass import named
+from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_sharding
-from jaxkern.ops.cross_entropy.passes import gradient_of_logits, losses_of_logits, unsupported
-from jaxkern.ops.cross_entropy.rows import Rows, Terms, losses_of_rows
+from jaxkern.core.split import Axes, Sequence, is_first, only_if
+from jaxkern.lowering.bound import standard_promotion
+from jaxkern.mosaic.registers import VECTOR_BYTES
+from jaxkern.mosaic.units import too_large
+from jaxkern.ops.cross_entropy.kernel import SHORTEST, launch_backward, launch_forward
+from jaxkern.ops.cross_entropy.reference import (
+    LogSum,
+    LossOptions,
+    Sums,
+    Terms,
+    losses_of_rows,
+    position_in,
+    position_of,
+    reference_backward,
+    reference_forward,
+)
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -97,8 +106,8 @@ def cross_entropy(
     A row whose label is `ignore_index` has no loss and no gradient, and may hold NaN. A label that
     is neither that nor one of the V classes makes the loss NaN.
 
-    On a mesh, rows and classes may be split between devices, and no logits are gathered but those
-    of classes that the number of devices does not divide.
+    On a mesh, rows and classes may be split between devices; logits are gathered only where the
+    number of devices does not divide the classes.
 
     Args:
       logits: (..., V), bfloat16, float16 or float32.
@@ -141,12 +150,12 @@ def cross_entropy(
     if implementation == "xla":
         losses, lse = named("cross_entropy", losses_of_rows(logits, labels, terms))
     else:
-        losses, lse = _rows_jit(logits, labels, Rows(terms, logits.shape[-1], mode))
+        losses, lse = _rows_jit(logits, labels, LossOptions(terms, logits.shape[-1], mode))
     return reduced(reduction, return_lse, losses, lse, labels, terms)
 
 
 def check_labels(labels: Any, shape: tuple[int, ...], meaning: str, terms: Terms) -> jax.Array:
-    """`labels` as signed integers of 32 or 64 bits, of the `shape` that `meaning` puts in words."""
+    """Checks labels of `shape`, described by `meaning`, and makes them int32 or int64."""
     labels = as_array("labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
@@ -155,7 +164,7 @@ def check_labels(labels: Any, shape: tuple[int, ...], meaning: str, terms: Terms
         )
     if labels.shape != shape:
         raise ValueError(f"labels must have shape {shape} = {meaning}; got {labels.shape}")
-    # They are compared with classes, of which a narrow dtype could not count all.
+    # A narrow dtype could not count all classes.
     signed = jnp.dtype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
     if not jnp.issubdtype(labels.dtype, jnp.unsignedinteger) or labels.dtype.itemsize < 4:
         return labels.astype(signed)
@@ -165,7 +174,6 @@ def check_labels(labels: Any, shape: tuple[int, ...], meaning: str, terms: Terms
 
 
 def check_reduction(reduction: Any) -> None:
-    """Raises a ValueError if there is no such reduction."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", got {reduction!r}')
 
@@ -173,31 +181,111 @@ def check_reduction(reduction: Any) -> None:
 def reduced(
     reduction: Reduction, return_lse: bool, losses: Any, lse: Any, labels: Any, terms: Terms
 ) -> Any:
-    """What a public function returns, of the losses and lse of rows."""
-    if reduction == "none":
-        loss = losses
-    else:
-        loss = jnp.sum(losses)
-        if reduction == "mean":
-            loss = loss / terms.count(labels)
+    """Reduces the losses of rows, and adds lse if that is to be returned."""
+    loss = losses if reduction == "none" else jnp.sum(losses)
+    if reduction == "mean":
+        loss = loss / terms.count(labels)
     return (loss, lse) if return_lse else loss
 
 
 @Differentiable
-def _of_rows(logits, labels, rows):
-    return _of_rows_fwd(logits, labels, rows)[0]
+def _of_rows(logits, labels, options):
+    return _of_rows_fwd(logits, labels, options)[0]
 
 
-def _of_rows_fwd(logits, labels, rows):
-    losses, lse = losses_of_logits(rows, logits, labels)
+def _of_rows_fwd(logits, labels, options):
+    losses, lse = options.loss(sums_of_rows(options, logits, labels), labels)
     return (losses, lse.value), (logits, labels, lse)
 
 
-def _of_rows_bwd(rows, res, cotangents):
+def _of_rows_bwd(options, res, cotangents):
     logits, labels, lse = res
-    du = gradient_of_logits(rows, logits, labels, lse, cotangents)
+    du = gradient_of_logits(options, logits, labels, lse, cotangents)
     return match_sharding(du, logits), None
 
 
 _of_rows.defvjp(_of_rows_fwd, _of_rows_bwd)
 _rows_jit = jax.jit(_of_rows, static_argnums=2)
+
+
+# Passes over logits. Classes may be split between devices, or into parts: apart from a few numbers
+# of each row, which devices exchange, a pass needs no other classes than its own.
+
+
+def sums_of_rows(options: LossOptions, logits: Any, labels: Any, first: Any = 0) -> Sums:
+    """Sums of rows over the classes of `logits`, which begin at class `first`."""
+    position = position_of(labels, options.terms.ignored, first, logits.shape[-1])
+    return Sums(*FORWARD(options, logits, position))
+
+
+@standard_promotion()  # in the backward's rule, too
+def gradient_of_logits(
+    options: LossOptions, logits: Any, labels: Any, lse: LogSum, cotangents: Any, first: Any = 0
+) -> Any:
+    """Gradient of `logits`, which begin at class `first`, for cotangents of losses and lse."""
+    position = position_of(labels, options.terms.ignored, first, logits.shape[-1])
+    of_softmax = options.terms.of_softmax(lse, labels, cotangents, options.classes)
+    return BACKWARD(options, logits, position, lse.value, of_softmax, cotangents[0])[0]
+
+
+def unsupported(logits: Any) -> str | None:
+    """Reason why the kernels cannot take logits of this type."""
+    return unfit(logits=logits) or _too_large(None, logits)
+
+
+def _too_large(options: Any, logits: Any, *rest: Any) -> str | None:
+    """Reason why a kernel cannot count one device's logits."""
+    del options, rest
+    vec = VECTOR_BYTES // logits.dtype.itemsize
+    # Elements outside of whole units are counted one by one.
+    return too_large(1 if logits.shape[-1] % vec else vec, logits.size)
+
+
+def _faster(options: LossOptions, logits: Any, *rest: Any) -> bool:
+    del options, rest
+    return logits.shape[-1] >= SHORTEST
+
+
+def _own(axes: Axes, position: Any, logits: Any) -> Any:
+    """Index of the labels within the classes of this device."""
+    classes = logits.shape[-1]
+    return position_in(position, lax.axis_index(axes) * classes, classes)
+
+
+def _forward_of_device(
+    run: Any, axes: Axes, options: LossOptions, logits: Any, position: Any
+) -> Any:
+    sums = Sums(*run(options, logits, _own(axes, position, logits)))
+    largest = lax.stop_gradient(lax.pmax(lax.stop_gradient(sums.largest), axes))
+    largest, *rest = sums.relative_to(largest)
+    return only_if(is_first(axes), largest), *rest
+
+
+def _backward_of_device(
+    run: Any, axes: Axes, options: LossOptions, logits: Any, position: Any, *numbers: Any
+) -> Any:
+    return run(options, logits, _own(axes, position, logits), *numbers)
+
+
+FORWARD = KernelPass(
+    "cross_entropy_fwd",
+    reference=reference_forward,
+    kernel=launch_forward,
+    ins=("... v", "..."),
+    outs=("...",) * 4,
+    sequence=Sequence(_forward_of_device, factor="v"),
+    kernel_of_slices=functools.partial(launch_forward, sliced=True),
+    unfit=_too_large,
+    faster=_faster,
+)
+BACKWARD = KernelPass(
+    "cross_entropy_bwd",
+    reference=reference_backward,
+    kernel=launch_backward,
+    ins=("... v", "...", "...", "...", "..."),
+    outs=("... v",),
+    sequence=Sequence(_backward_of_device, factor="v"),
+    kernel_of_slices=functools.partial(launch_backward, sliced=True),
+    unfit=_too_large,
+    faster=_faster,
+)

@@ -1,4 +1,4 @@
-"""The products of linear layers: each by kernel, in plain JAX, and which is faster."""
+"""The products of a linear layer: each by kernel, in plain JAX, and which is faster."""
 
 import dataclasses
 import functools
@@ -18,28 +18,27 @@ from jaxkern.core.mesh import gather, match_sharding, partition_spec, split_fact
 from jaxkern.lowering.bound import wide
 from jaxkern.mosaic.wgmma import without_wgmma
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
-from jaxkern.ops.linear.matmul import matmul
-from jaxkern.ops.linear.matmul_kernel import Product
+from jaxkern.ops.linear.kernel import Product, matmul
 from jaxkern.ops.linear.tiles import faster, tile_for
 
 _ROWS, _COLUMNS = 8, 64
-"""What the TMA takes multiples of: of an array's first size, and of its last."""
+"""Units of an array's first and last size that TMA can copy."""
 
 _OF_CUBLAS = (None, "relu")
-"""Activations that XLA leaves to cuBLAS; others it computes itself, from fp32 sums in memory."""
+"""Activations that cuBLAS applies; XLA computes others itself, from fp32 sums in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What the passes of a linear layer are compiled for.
+class LinearOptions:
+    """Static arguments of the passes of a linear layer.
 
     Attributes:
-      activation: after the bias, a name in :data:`jaxkern.ops.curves.CURVES`, or None.
-      save: whether the forward also returns what the activation is applied to.
-      precision: of products of float32, as for ``jax.lax.dot_general``.
-      accumulate_dtype: of the parts of a product that devices add.
-      mode: from :func:`jaxkern.core.dispatch.resolve`.
-      dtype: of a gradient that is computed.
+      activation: name in :data:`jaxkern.ops.curves.CURVES`, or None.
+      save: whether the forward also returns y, the input of the activation.
+      precision: precision of fp32 products, as for ``jax.lax.dot_general``.
+      accumulate_dtype: dtype of the partial products that devices add.
+      mode: mode from :func:`jaxkern.core.dispatch.resolve`.
+      dtype: dtype of a computed gradient.
     """
 
     activation: str | None
@@ -49,20 +48,20 @@ class Options:
     mode: Mode
     dtype: str = "float32"
 
-    def of_part(self) -> "Options":
-        """The options of the products that devices add."""
+    def of_part(self) -> "LinearOptions":
+        """Options of the products that devices add."""
         return dataclasses.replace(self, dtype=self.accumulate_dtype)
 
 
 def in_epilogue() -> Functions:
-    """The functions that curves call, in the layout of a product's tiles."""
+    """Functions of the curves, in the layout of a product's tiles."""
     return kernel_functions(False, plgpu.Layout.WGMMA)
 
 
 # x · w, bias and activation
 
 
-def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+def kernel_forward(options: LinearOptions, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
     activation = options.activation
 
     def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
@@ -71,22 +70,17 @@ def kernel_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[An
         out = curve_value(activation, y, in_epilogue()) if activation else y
         return [out, *([y] if options.save else [])]
 
-    outs = launch(
-        Product(
-            False, False, (str(x.dtype),) * (1 + options.save), epilogue, _forward_name(options)
-        ),
-        options.mode,
-        [flat(x)],
-        [weight.astype(x.dtype)],
-        [] if bias is None else [bias.astype(jnp.float32)],
-    )
+    dtypes = (str(x.dtype),) * (1 + options.save)
+    product = Product(False, False, dtypes, epilogue, _forward_name(options))
+    rows = [] if bias is None else [bias.astype(jnp.float32)]
+    outs = launch(product, options.mode, [flat(x)], [weight.astype(x.dtype)], rows)
     if outs is None:
         return reference_forward(options, x, weight, bias)
     out, *saved = (v.reshape(*x.shape[:-1], weight.shape[1]) for v in outs)
     return out, saved[0] if saved else None
 
 
-def reference_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+def reference_forward(options: LinearOptions, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
     if bias is None and options.activation is None:
         out = _product(options.precision, x, weight.astype(x.dtype), x.dtype)
         return out, out if options.save else None
@@ -94,8 +88,10 @@ def reference_forward(options: Options, x: Any, weight: Any, bias: Any) -> tuple
     return finish_forward(options, x, weight, bias, y, None)
 
 
-def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, _: Any) -> Any:
-    """Bias and activation of the product, or of its sum over the devices that K is split over."""
+def finish_forward(
+    options: LinearOptions, x: Any, weight: Any, bias: Any, sums: Any, _: Any
+) -> Any:
+    """Applies bias and activation to the product, or to its sum over devices where K is split."""
     del weight
     y = plus_bias(sums.astype(wide(sums.dtype)), bias)
     out = y if options.activation is None else curve(options.activation, y)
@@ -104,7 +100,7 @@ def finish_forward(options: Options, x: Any, weight: Any, bias: Any, sums: Any, 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def wide_product(precision: Any, x: Any, weight: Any) -> Any:
-    """x · w in fp32, the gradients of which are products in the dtype of x and w."""
+    """x · w in fp32; its gradients are products in the dtype of x and w."""
     return _product(precision, x, weight, None)
 
 
@@ -120,7 +116,7 @@ def _product(precision: Any, x: Any, weight: Any, dtype: Any) -> Any:
     return dot(precision, x, weight, x.ndim - 1, 0, dtype)
 
 
-def kernel_product(options: Options, x: Any, weight: Any, bias: Any) -> Any:
+def kernel_product(options: LinearOptions, x: Any, weight: Any, bias: Any) -> Any:
     """x · w alone, twice where the forward pass has two results."""
     product = Product(False, False, (options.dtype,), unchanged, "linear_fwd")
     outs = launch(product, options.mode, [flat(x)], [weight.astype(x.dtype)])
@@ -130,25 +126,25 @@ def kernel_product(options: Options, x: Any, weight: Any, bias: Any) -> Any:
     return out, out if options.save else None
 
 
-def reference_product(options: Options, x: Any, weight: Any, bias: Any) -> Any:
+def reference_product(options: LinearOptions, x: Any, weight: Any, bias: Any) -> Any:
     del bias
     out = _product(options.precision, x, weight.astype(x.dtype), jnp.dtype(options.dtype))
     return out, out if options.save else None
 
 
-def faster_forward(options: Options, x: Any, weight: Any, bias: Any) -> bool:
+def faster_forward(options: LinearOptions, x: Any, weight: Any, bias: Any) -> bool:
     del bias
     return faster(_forward_name(options), row_count(x), weight.shape[1], weight.shape[0])
 
 
-def _forward_name(options: Options) -> str:
+def _forward_name(options: LinearOptions) -> str:
     return "linear_fwd" if options.activation in _OF_CUBLAS else "linear_activation_fwd"
 
 
 # dy · wᵀ
 
 
-def kernel_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
+def kernel_dx(options: LinearOptions, dy: Any, weight: Any) -> tuple[Any]:
     product = Product(False, True, (options.dtype,), unchanged, "linear_dx")
     outs = launch(product, options.mode, [flat(dy)], [weight.astype(dy.dtype)])
     if outs is None:
@@ -156,12 +152,12 @@ def kernel_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
     return (outs[0].reshape(*dy.shape[:-1], weight.shape[0]),)
 
 
-def reference_dx(options: Options, dy: Any, weight: Any) -> tuple[Any]:
+def reference_dx(options: LinearOptions, dy: Any, weight: Any) -> tuple[Any]:
     weight = weight.astype(dy.dtype)
     return (dot(options.precision, dy, weight, dy.ndim - 1, 1, jnp.dtype(options.dtype)),)
 
 
-def faster_dx(options: Options, dy: Any, weight: Any) -> bool:
+def faster_dx(options: LinearOptions, dy: Any, weight: Any) -> bool:
     del options
     return faster("linear_dx", row_count(dy), weight.shape[0], weight.shape[1])
 
@@ -169,49 +165,49 @@ def faster_dx(options: Options, dy: Any, weight: Any) -> bool:
 # xᵀ · dy, alone and added to an accumulator
 
 
-def kernel_dweight(options: Options, x: Any, dy: Any) -> tuple[Any]:
+def kernel_dweight(options: LinearOptions, x: Any, dy: Any) -> tuple[Any]:
     product = Product(True, False, (options.dtype,), unchanged, "linear_dweight")
     outs = launch(product, options.mode, [flat(x)], [flat(dy)])
     return reference_dweight(options, x, dy) if outs is None else (outs[0],)
 
 
-def reference_dweight(options: Options, x: Any, dy: Any) -> tuple[Any]:
+def reference_dweight(options: LinearOptions, x: Any, dy: Any) -> tuple[Any]:
     return (dot(options.precision, flat(x), flat(dy), 0, 0, jnp.dtype(options.dtype)),)
 
 
-def faster_dweight(options: Options, x: Any, dy: Any) -> bool:
+def faster_dweight(options: LinearOptions, x: Any, dy: Any) -> bool:
     del options
     return faster("linear_dweight", x.shape[-1], dy.shape[-1], row_count(x))
 
 
-def kernel_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
+def kernel_accumulate(options: LinearOptions, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
     product = Product(True, False, ("float32",), unchanged, "linear_accumulate")
     sums = launch(product, options.mode, [flat(x)], [flat(dy)], accumulators=[accumulator])
     return reference_accumulate(options, accumulator, x, dy) if sums is None else (sums[0],)
 
 
-def reference_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
+def reference_accumulate(options: LinearOptions, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
     return (accumulator + match_sharding(reference_dweight(options, x, dy)[0], accumulator),)
 
 
-def faster_accumulate(options: Options, accumulator: Any, x: Any, dy: Any) -> bool:
+def faster_accumulate(options: LinearOptions, accumulator: Any, x: Any, dy: Any) -> bool:
     del options
     return faster("linear_accumulate", accumulator.shape[0], accumulator.shape[1], row_count(x))
 
 
-def kernel_added(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    """xᵀ · dy alone, which devices add before it goes into the accumulator."""
+def kernel_added(options: LinearOptions, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
+    """xᵀ · dy alone; devices add it before the accumulator."""
     del accumulator
     return kernel_dweight(options, x, dy)
 
 
-def reference_added(options: Options, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
+def reference_added(options: LinearOptions, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
     del accumulator
     return reference_dweight(options, x, dy)
 
 
 def bias_gradient(dy: Any, bias: Any) -> Any:
-    """The sum of `dy` over rows, (N,), in the dtype of `bias`; None without one."""
+    """Sums `dy` over rows, (N,), in the dtype of `bias`; None without one."""
     if bias is None:
         return None
     return jnp.sum(dy, tuple(range(dy.ndim - 1)), dtype=wide(dy.dtype)).astype(bias.dtype)
@@ -229,7 +225,7 @@ def launch(
     tiles: Sequence[jax.Array] = (),
     accumulators: Sequence[jax.Array] = (),
 ) -> list[jax.Array] | None:
-    """:func:`matmul` of any sizes; None where plain JAX is to compute the product."""
+    """Launches :func:`matmul` for any sizes, padded; None where plain JAX computes the product."""
     k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
     n = rhs[0].shape[0 if product.rhs_transposed else -1]
     tile = tile_for(product.name, mode, m, n, k)
@@ -262,14 +258,14 @@ def launch(
 
 
 def _fitting(size: int, unit: int) -> int:
-    """The smallest size from `size` on that :func:`matmul` takes: the array is padded to it."""
+    """Rounds up `size` to one that :func:`matmul` takes."""
     if size < _ROWS if unit == _ROWS else size <= 32 and size % 8 == 0:
         return size
     return -(-size // unit) * unit
 
 
 def dot(precision: Any, a: Any, b: Any, over_a: int, over_b: int, dtype: Any) -> Any:
-    """The contraction, summed in fp32 and rounded to `dtype`; None leaves it in fp32."""
+    """Contracts a and b with sums in fp32, rounded to `dtype`, or not rounded for None."""
     return lax.dot_general(
         a,
         b,
@@ -281,9 +277,9 @@ def dot(precision: Any, a: Any, b: Any, over_a: int, over_b: int, dtype: Any) ->
 
 
 def _sharding(a: Any, b: Any, over_a: int, over_b: int) -> Any:
-    """The sharding of a contraction on an Explicit mesh, for which JAX may ask.
+    """Sharding of a contraction on an Explicit mesh, for which JAX may ask.
 
-    Where both operands are split over the same axis of the mesh, `b`, the weight, is gathered.
+    If both operands are split over the same axis of the mesh, `b`, the weight, is gathered.
     """
     mesh = jax.typeof(a).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
@@ -297,13 +293,13 @@ def _sharding(a: Any, b: Any, over_a: int, over_b: int) -> Any:
 
 
 def match_product(out: Any, x: Any, weight: Any) -> Any:
-    """Splits `out` over an Explicit mesh as x · w is, where a pass split K instead."""
+    """Reshards `out` on an Explicit mesh as x · w is, where a pass split K instead."""
     sharding = _sharding(x, weight, x.ndim - 1, 0)
     return out if out is None or sharding is None else jax.sharding.reshard(out, sharding)
 
 
 def plus_bias(y: Any, bias: Any) -> Any:
-    """`y` and, if there is one, `bias`, which is gathered where the columns of `y` were."""
+    """Adds `bias`, if any, to `y`; it is gathered where the columns of `y` were."""
     if bias is None:
         return y
     of_y, of_bias = (jax.typeof(v).sharding.spec[-1] for v in (y, bias))
@@ -312,13 +308,13 @@ def plus_bias(y: Any, bias: Any) -> Any:
 
 
 def unfit_for_gpu(options: Any, *types: Any) -> str | None:
-    """Why the kernels cannot run on the GPU that a program is lowered for."""
+    """Reason why the kernels cannot run on the GPU that a program is lowered for."""
     del options, types
     return without_wgmma()
 
 
 def unsupported(**arrays: Any) -> str | None:
-    """Why the kernels cannot take this call; products have the dtype of the first array."""
+    """Reason why the kernels cannot take this call; products have the first array's dtype."""
     name, first = next(iter(arrays.items()))
     if first.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{name} is {first.dtype}, and the kernels multiply bfloat16 and float16"
@@ -326,7 +322,7 @@ def unsupported(**arrays: Any) -> str | None:
 
 
 def check_accumulator(name: str, a: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
-    """`a` as the sum of weight gradients of `shape`, as for :func:`check_array`."""
+    """Checks an accumulator of weight gradients; arguments as for :func:`check_array`."""
     a = check_array(name, a, shape, meaning)
     if a.dtype != jnp.float32:
         raise TypeError(f"{name} must be float32, got {a.dtype}; convert it first")
@@ -334,7 +330,7 @@ def check_accumulator(name: str, a: Any, shape: tuple[int, ...], meaning: str) -
 
 
 def flat(x: Any) -> Any:
-    """`x` as (M, K), M all axes but the last."""
+    """Reshapes `x` to (M, K)."""
     return x.reshape(row_count(x), x.shape[-1])
 
 
@@ -349,6 +345,6 @@ def varies_more(x: Any, than: Any) -> bool:
 
 
 def unchanged(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
-    """The epilogue that changes nothing."""
+    """Epilogue that returns the products."""
     del rows, tiles
     return products

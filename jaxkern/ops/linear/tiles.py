@@ -1,8 +1,8 @@
-"""Tiles of the products, and which products the kernels compute by default.
+"""Tiles of the products, and the products that the kernels compute by default.
 
-``implementation="mosaic"`` always takes the kernel, in the tile that was the fastest of those tried
-at the nearest size; sizes are near where each is within a factor of two. ``None`` takes it only
-where the nearest size is marked :attr:`Measured.faster`, and leaves every other product to cuBLAS.
+``implementation="mosaic"`` always takes the kernel, with the fastest tile measured at the nearest
+size; sizes are near if each is within a factor of two. ``None`` takes it only where the nearest
+size is marked :attr:`Measured.faster`, and leaves every other product to cuBLAS.
 """
 
 import dataclasses
@@ -13,22 +13,22 @@ from jaxkern.core.dispatch import Mode
 from jaxkern.mosaic.launch import num_sms
 
 CONSUMERS = 2
-"""Warpgroups of a block that multiply."""
+"""Multiplying warpgroups of a block."""
 
 BOX = 64
-"""Rows and columns of the parts in which a tile is finished and stored."""
+"""Rows and columns of a box: a tile is finished and stored box by box."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """Tiles of the product.
+class ProductTile:
+    """Tile of a product.
 
     Attributes:
-      m, n: of the result, for a block.
-      k: of the contraction, for a step.
-      stages: most stages of the ring; fewer where shared memory has no room for them.
-      share: the operand that both blocks of a pair read: ``"lhs"`` where their tiles are neighbours
-        in a row, ``"rhs"`` in a column; None for blocks alone.
+      m, n: rows and columns of the result per block.
+      k: depth of a step of the contraction.
+      stages: most stages of the ring; fewer if shared memory has no room.
+      share: operand that both blocks of a pair read: ``"lhs"`` where their tiles are neighbours in
+        a row, ``"rhs"`` in a column; None for single blocks.
       width: columns of tiles in a band; blocks compute one band after the other.
       prefetch: whether accumulators are fetched during the product, for short contractions, where
         product and memory take as long; otherwise the L2 cache adds to them.
@@ -49,7 +49,7 @@ class Tile:
 
     @property
     def own(self) -> int:
-        """Rows of the result for a warpgroup."""
+        """Rows of the result per warpgroup."""
         return self.m // CONSUMERS
 
     @property
@@ -59,39 +59,39 @@ class Tile:
 
     @property
     def pair(self) -> tuple[int, int]:
-        """Blocks of a cluster, along the rows and the columns of the result."""
+        """Blocks of a cluster along the rows and the columns of the result."""
         return (1 + (self.share == "rhs"), 1 + (self.share == "lhs"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A product (m, k) · (k, n) of 16-bit floats that was timed on one H200.
+    """Measurement of a product (m, k) · (k, n) of 16-bit floats on one H200.
 
     Attributes:
-      m, n, k: its sizes.
-      tile: the fastest one of those tried.
-      faster: whether the kernel took less time than cuBLAS with XLA's fusion around it, by more
-        than the 7% by which runs of one program differ.
+      m, n, k: sizes.
+      tile: the fastest tile tried.
+      faster: whether the kernel beat cuBLAS with XLA's fusion around it by more than the 7% by
+        which runs of one program differ.
     """
 
     m: int
     n: int
     k: int
-    tile: Tile
+    tile: ProductTile
     faster: bool = False
 
     def distance(self, m: int, n: int, k: int) -> float:
-        """The largest factor between sizes, as a power of two."""
+        """Binary logarithm of the largest factor between sizes."""
         return max(abs(math.log2(a / b)) for a, b in ((m, self.m), (n, self.n), (k, self.k)))
 
 
-_BANDS = Tile(128, 256, 64, 4, "rhs", 8)
-_BROAD_BANDS = Tile(128, 256, 64, 4, "rhs", 16)
-_ALONE = Tile(128, 256, 64, 4, None, 8)
-_LEFT_SHARED = Tile(128, 256, 64, 4, "lhs", 8)
-_THREE_STAGES = Tile(128, 256, 64, 3, "rhs", 8)
-_TWO_PRODUCTS = Tile(128, 128, 64, 4, "rhs", 8)
-_TWO_PRODUCTS_ALONE = Tile(128, 128, 64, 4, None, 8)
+_BANDS = ProductTile(128, 256, 64, 4, "rhs", 8)
+_BROAD_BANDS = ProductTile(128, 256, 64, 4, "rhs", 16)
+_ALONE = ProductTile(128, 256, 64, 4, None, 8)
+_LEFT_SHARED = ProductTile(128, 256, 64, 4, "lhs", 8)
+_THREE_STAGES = ProductTile(128, 256, 64, 3, "rhs", 8)
+_TWO_PRODUCTS = ProductTile(128, 128, 64, 4, "rhs", 8)
+_TWO_PRODUCTS_ALONE = ProductTile(128, 128, 64, 4, None, 8)
 
 _WITHOUT_ACTIVATION = (
     Measured(16384, 11008, 4096, _BANDS),
@@ -119,17 +119,17 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
         Measured(4096, 11008, 16384, _BANDS),
         Measured(4096, 14336, 16384, _BANDS),
         Measured(4096, 4096, 16384, _THREE_STAGES),
-        Measured(4096, 4096, 8192, Tile(256, 128, 64, 4, "lhs", 8)),
+        Measured(4096, 4096, 8192, ProductTile(256, 128, 64, 4, "lhs", 8)),
         Measured(8192, 8192, 8192, _ALONE),
     ),
     # Alone 512 is 1.09 times as fast; within a scan over micro-batches it is not.
     "linear_accumulate": (
-        Measured(4096, 4096, 512, Tile(128, 128, 64, 4, "rhs", 8, prefetch=True)),
-        Measured(4096, 4096, 1024, Tile(128, 128, 64, 4, "lhs", 16, prefetch=True)),
+        Measured(4096, 4096, 512, ProductTile(128, 128, 64, 4, "rhs", 8, prefetch=True)),
+        Measured(4096, 4096, 1024, ProductTile(128, 128, 64, 4, "lhs", 16, prefetch=True)),
         Measured(4096, 4096, 2048, _BROAD_BANDS),
         Measured(4096, 4096, 8192, _BROAD_BANDS),
     ),
-    "gated_fwd": (),  # the fastest tile is that of sizes that were not measured
+    "gated_fwd": (),  # the fastest tile is the default one
     "gated_bwd": (),
     "gated_dx": (
         Measured(16384, 4096, 11008, _ALONE),
@@ -142,7 +142,7 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
     "gated_accumulate": (
         Measured(4096, 11008, 512, _TWO_PRODUCTS),
         # 1.09 and 1.12 times as fast.
-        Measured(4096, 11008, 1024, Tile(128, 128, 64, 4, "rhs", 16), faster=True),
+        Measured(4096, 11008, 1024, ProductTile(128, 128, 64, 4, "rhs", 16), faster=True),
         Measured(4096, 11008, 2048, _TWO_PRODUCTS, faster=True),
     ),
 }
@@ -150,16 +150,16 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
 
 
 def faster(name: str, m: int, n: int, k: int) -> bool:
-    """Whether the kernel `name` is what ``implementation=None`` takes for a product."""
+    """Whether ``implementation=None`` takes the kernel `name` for a product."""
     return tile_for(name, "auto", m, n, k) is not None
 
 
-def tile_for(name: str, mode: Mode, m: int, n: int, k: int) -> Tile | None:
-    """Tiles of the kernel `name` for a product of these sizes; None where plain JAX computes it."""
+def tile_for(name: str, mode: Mode, m: int, n: int, k: int) -> ProductTile | None:
+    """Tile of the kernel `name` for a product of these sizes; None for plain JAX."""
     if not m * n * k:
         return None
     if mode == "interpret":  # the interpreter does not know the TMA's reductions
-        return Tile(128, 64, 64, 2, None, prefetch=True)
+        return ProductTile(128, 64, 64, 2, None, prefetch=True)
     near = [row for row in MEASURED[name] if row.distance(m, n, k) <= 1]
     if not near:
         return None if mode == "auto" else _unmeasured(name, m, n)
@@ -167,10 +167,10 @@ def tile_for(name: str, mode: Mode, m: int, n: int, k: int) -> Tile | None:
     return None if mode == "auto" and not nearest.faster else nearest.tile
 
 
-def _unmeasured(name: str, m: int, n: int) -> Tile:
-    """The largest tile of which there are enough for all multiprocessors."""
+def _unmeasured(name: str, m: int, n: int) -> ProductTile:
+    """Largest tile that leaves work for all multiprocessors."""
     two_products = name in ("gated_fwd", "gated_bwd", "gated_dweights", "gated_accumulate")
     wide = 128 if two_products else 256
     if two_products or -(-m // 128) * -(-n // wide) >= num_sms():
-        return Tile(128, wide, 64, 4, "rhs" if m > 128 else None)
-    return Tile(128, 128, 64, 4, None)
+        return ProductTile(128, wide, 64, 4, "rhs" if m > 128 else None)
+    return ProductTile(128, 128, 64, 4, None)

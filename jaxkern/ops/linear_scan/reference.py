@@ -11,8 +11,8 @@ from jaxkern.ops.linear_scan.tiles import Options
 from jaxkern.ops.segments import with_zeros
 
 CHUNK = 8
-"""Steps from one saved state to the next where JAX derives the backward, which runs them again: with
-8 both were fastest on a CPU, where an associative scan was slower and took more memory. The passes
+"""Steps from one saved state to the next where JAX derives the backward, which runs them again.
+With 8 both were fastest on a CPU; an associative scan was slower and took more memory. The passes
 have a loop of single steps instead, which compiles in half the time."""
 
 

@@ -9,7 +9,7 @@ from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.ops.layers import check_layer, put_layer, take_layer
 from jaxkern.ops.scan_step import Options, launch, launch_of_slices, unsupported
-from jaxkern.ops.ssd.arguments import STATE_SHAPE, check, log_decays
+from jaxkern.ops.ssd.op import STATE_SHAPE, check, log_decays
 from jaxkern.ops.ssd.reference import Tokens, by_group, join_heads, step
 from jaxkern.ops.step_sizes import StepSizes
 

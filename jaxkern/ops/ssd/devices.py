@@ -21,10 +21,10 @@ from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import from_before, is_first, is_last, only_if
 from jaxkern.ops.segments import along
 from jaxkern.ops.split_scan import Decays, Sections, sequences, unless_whole_steps
-from jaxkern.ops.ssd.carry import launch_device_bwd_carry, launch_device_carry
+from jaxkern.ops.ssd.forward import launch_device_bwd_carry, launch_device_carry
 from jaxkern.ops.ssd.reference import (
     SAVED_CHUNK,
-    Options,
+    SsdOptions,
     of_states,
     reference_bwd_carry,
     reference_carry,
@@ -32,11 +32,11 @@ from jaxkern.ops.ssd.reference import (
 from jaxkern.ops.ssd.tiles import unfit_for_gpu
 
 
-def _unfit_carry(options: Options, x, dt, a, B, rank) -> str | None:
+def _unfit_carry(options: SsdOptions, x, dt, a, B, rank) -> str | None:
     return unfit_for_gpu(options, x, dt, a, B, B, None, None, None, rank)
 
 
-def _unfit_bwd_carry(options: Options, a, C, dy, rank) -> str | None:
+def _unfit_bwd_carry(options: SsdOptions, a, C, dy, rank) -> str | None:
     return unfit_for_gpu(options, dy, a, a, C, C, None, None, None, rank)
 
 
@@ -63,7 +63,7 @@ BWD_CARRY = KernelPass(
 _DECAYS = Decays(of_states, over=jnp.prod)
 
 
-def _sections(options: Options, x: Any) -> Sections:
+def _sections(options: SsdOptions, x: Any) -> Sections:
     batch, length, groups, heads, channels = x.shape
     step = options.checkpoint_every or SAVED_CHUNK
     return Sections.of(batch, groups * heads * channels, length, step)
@@ -95,7 +95,7 @@ def _cut(axes: Any, sections: Sections, args: Any) -> tuple[Any, Any]:
 
 
 def _states_before(
-    run: Any, axes: Any, sections: Sections, options: Options, begins: Any, *args: Any
+    run: Any, axes: Any, sections: Sections, options: SsdOptions, begins: Any, *args: Any
 ) -> jax.Array:
     x, dt, a, B, _, _, _, first, rank, _ = args
     decay, state = run(options, x, dt, a, B, rank, of=CARRY)
@@ -104,7 +104,7 @@ def _states_before(
     return _unless(begins, sections.states(run, axes, _DECAYS, carry, first))
 
 
-def _forward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
+def _forward(run: Any, axes: Any, options: SsdOptions, *args: Any) -> Any:
     sections = _sections(options, args[0])
     given, begins = _cut(axes, sections, args)
     *floats, _, rank, crossed = given
@@ -114,7 +114,7 @@ def _forward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
     return sections.join(out), final, *map(sections.join, saved)
 
 
-def _backward(run: Any, axes: Any, options: Options, *args: Any) -> Any:
+def _backward(run: Any, axes: Any, options: SsdOptions, *args: Any) -> Any:
     *given, states, y, dout, dfinal = args
     sections = _sections(options, args[0])
     given, begins = _cut(axes, sections, given)

@@ -55,24 +55,25 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
+from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import on_all
+from jaxkern.lowering.bound import standard_promotion
 from jaxkern.ops import segments
 from jaxkern.ops.checkpoints import check_checkpoint_every
 from jaxkern.ops.ssd import devices
-from jaxkern.ops.ssd.arguments import STATE_SHAPE, check, log_decays
 from jaxkern.ops.ssd.backward import launch_bwd
 from jaxkern.ops.ssd.forward import launch_fwd
 from jaxkern.ops.ssd.reference import (
     DEFAULT_CHECKPOINT_EVERY,
     SAVED_CHUNK,
-    Options,
+    SsdOptions,
     by_group,
     join_heads,
+    least_log_decay,
     reference_bwd,
     reference_fwd,
     ssd_reference,
@@ -241,7 +242,7 @@ def ssd(
         reason = unsupported(x, B, args[4], args[6], count)
     mode = resolve(implementation, reason, op="ssd")
     how: Any = {"isolate_nan": isolate_nan, "sequence_axis": over}
-    options = Options(return_final_state, every, mode, count, **how)
+    options = SsdOptions(return_final_state, every, mode, count, **how)
     grouped = (*by_group((*args, initial_state), 2), rank, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, sizes, options)
@@ -301,12 +302,12 @@ _ssd.defvjp(_ssd_fwd, _ssd_bwd)
 _jitted = jax.jit(_ssd, static_argnums=(11, 12))
 
 
-def _ends(options: Options) -> str:
+def _ends(options: SsdOptions) -> str:
     """The factors of initial and final states."""
     return "b g r p n" if options.num_segments is None else "b s g r p n"
 
 
-def _arguments(options: Options) -> tuple[str, ...]:
+def _arguments(options: SsdOptions) -> tuple[str, ...]:
     tokens, steps, weights = "b l g r p", "b l g r", "b l g n"
     args = tokens, steps, steps, weights, weights, "g r ...", tokens
     return *args, _ends(options), "b l", "b l"
@@ -345,3 +346,56 @@ PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot
     whole="l p n s .0",
     sequence=devices.forward,
 )
+
+
+STATE_SHAPE = "(B, H, P, N) of x and B"
+
+
+def check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
+    """The arguments as arrays; `lead` names the dimensions before the heads.
+
+    B and C of one group may be without its axis.
+    """
+    x, B, C = check_floating("x", x), check_floating("B", B), check_floating("C", C)
+    tokens = ", ".join(lead)
+    if B.ndim == C.ndim == len(lead) + 1:
+        B, C = B[..., None, :], C[..., None, :]
+    if x.ndim != len(lead) + 2:
+        raise ValueError(f"x must have shape ({tokens}, H, P), got {x.shape}")
+    heads = x.shape[-2]
+    if B.ndim != x.ndim or B.shape[:-2] != x.shape[:-2] or B.shape[-1] == 0:
+        raise ValueError(
+            f"B must have shape ({tokens}, G, N), or ({tokens}, N) for one group, with "
+            f"{x.shape[:-2]} of x and N at least 1; got {B.shape}"
+        )
+    if B.shape[-2] == 0 or heads % B.shape[-2]:
+        raise ValueError(
+            f"B must have a number of groups that divides the {heads} heads of x; "
+            f"got {B.shape[-2]}, in shape {B.shape}"
+        )
+
+    def optional(name, value, shape, meaning):
+        return None if value is None else check_array(name, value, shape, meaning)
+
+    dt = check_array("dt", dt, x.shape[:-1], f"({tokens}, H) of x")
+    A = check_array("A", A, (heads,), "(H,) of x")
+    C = check_array("C", C, B.shape, f"({tokens}, G, N), as B")
+    if D is not None:
+        D = check_floating("D", D)
+        either = (
+            (x.shape[-2:], "(H, P) of x") if D.ndim == 2 else ((heads,), "(H,) of x, or (H, P)")
+        )
+        D = check_array("D", D, *either)
+    z = optional("z", z, x.shape, f"({tokens}, H, P) of x")
+    return x, dt, A, B, C, D, z, optional("dt_bias", dt_bias, (heads,), "(H,) of x")
+
+
+@standard_promotion()  # in the backward's rule too
+def log_decays(sizes: StepSizes, dt: Any, A: Any, dt_bias: Any) -> tuple[jax.Array, jax.Array]:
+    """Step sizes and logarithms of decays, (…, G, R), at least float32."""
+    acc = jnp.result_type(jnp.float32, *(v for v in (dt, A, dt_bias) if v is not None))
+    lead = (None,) * (dt.ndim - 2)
+    dt = dt.astype(acc)
+    dt = sizes(dt if dt_bias is None else dt + dt_bias.astype(acc)[lead])
+    a, least = dt * A.astype(acc)[lead], least_log_decay(acc)
+    return dt, jnp.where(a < least, least, a)

@@ -1,4 +1,4 @@
-"""How heads, channels and tokens of the SSD scan are spread over warpgroups and blocks.
+"""Tiles of the SSD scan: heads, channels and tokens over warpgroups and blocks.
 
 A *unit* is SLICE channels of a head; all products are linear in them. A warpgroup of the forward
 and of the carry holds the state of a unit, (SLICE, N) in fp32, in the accumulators of its tensor
@@ -13,9 +13,12 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.launch import num_sms
-from jaxkern.mosaic.wgmma import without_wgmma
+from jaxkern.mosaic.launch import grid_axes, num_sms
+from jaxkern.mosaic.wgmma import TILE, without_wgmma
 
 CHUNK = 128
 """Tokens of a chunk: states are saved at the starts of chunks."""
@@ -28,8 +31,6 @@ BOX = 64
 """Elements that are swizzled together: 128 bytes of 16-bit elements."""
 TILE_ROWS = 8
 """Rows of shared memory that make one of its tiles."""
-WARPS = 4
-"""Warps of a warpgroup, each with 16 of the 64 rows of an accumulator."""
 HELD_STATES = 128
 """States that a launch takes, which goes through more of them in parts of so many: of 256, the
 backward's gradients of B and C alone would take all registers of a lane."""
@@ -63,7 +64,7 @@ a pass that reads x once more, a third of the forward's time."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Scan:
+class SsdTile:
     """The sizes of a call, and how a launch of the forward or the carry is cut.
 
     Attributes:
@@ -114,11 +115,11 @@ class Scan:
         """States that are saved of a unit."""
         return -(-self.chunks // self.every)
 
-    def with_gate(self) -> "Scan":
+    def with_gate(self) -> "SsdTile":
         """With the stages that shared memory has left where z is staged, too."""
         return dataclasses.replace(self, stages=2) if self.every else self
 
-    def cut(self, *warpgroups: int) -> "Scan":
+    def cut(self, *warpgroups: int) -> "SsdTile":
         """Cut so that it fills the GPU, with the first of these numbers of warpgroups that does.
 
         Where none does without cutting the sequence, the first is taken.
@@ -132,7 +133,7 @@ class Scan:
         parts = max(1, min(sms // whole.grid, self.chunks))
         return dataclasses.replace(whole, part_chunks=-(-self.chunks // parts))
 
-    def without_last(self, reverse: bool) -> "Scan":
+    def without_last(self, reverse: bool) -> "SsdTile":
         """Without the part that comes last, in reverse the first one, of several."""
         if reverse:
             first, chunks = self.part_chunks, self.chunks - self.part_chunks
@@ -140,7 +141,7 @@ class Scan:
             first, chunks = 0, (self.parts - 1) * self.part_chunks
         return dataclasses.replace(self, first_chunk=first, chunks=chunks)
 
-    def finer(self, warpgroups: int) -> tuple["Scan", int]:
+    def finer(self, warpgroups: int) -> tuple["SsdTile", int]:
         """With so many warpgroups, nothing saved, and parts cut, if that fills the GPU.
 
         Also returns the number of subparts of a part.
@@ -153,14 +154,14 @@ class Scan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunks:
+class SsdBackwardTile:
     """How a launch of the backward is cut: a group's units may be split over blocks."""
 
-    scan: Scan
+    scan: SsdTile
     splits: int
 
     @classmethod
-    def of(cls, scan: Scan) -> "Chunks":
+    def of(cls, scan: SsdTile) -> "SsdBackwardTile":
         """With as many splits as fill the GPU; each gives parts of dB and dC in fp32."""
         blocks = scan.batch * scan.groups * scan.chunks
         return cls(scan, max(1, min(num_sms() // blocks, scan.units)))
@@ -192,3 +193,84 @@ def unfit_for_gpu(options: Any, x, dt, a, B, C, D, z, initial_state, *rest) -> s
     """Why the kernels cannot run on the GPU that a pass is lowered for, or cannot take it."""
     del dt, a, D, initial_state, rest
     return without_wgmma() or unsupported(x, B, C, z, options.num_segments)
+
+
+BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
+
+
+class Unit:
+    """A unit and the part of the sequence of this block.
+
+    Attributes:
+      warpgroup: that of the unit, of those of the block that hold states.
+      batch, group, head: indices; `channels` is a slice of the head's.
+      part: of the sequence, `count` steps from `first` on.
+    """
+
+    def __init__(self, scan: SsdTile, warpgroup: Any):
+        self.warpgroup, block = warpgroup, lax.axis_index(BLOCK)
+        column, rest = lax.rem(block, scan.columns), lax.div(block, scan.columns)
+        self.group, rest = lax.rem(rest, scan.groups), lax.div(rest, scan.groups)
+        self.batch, self.part = lax.rem(rest, scan.batch), lax.div(rest, scan.batch)
+        # What is left over of a block does the last unit again, with the same results.
+        unit = jnp.minimum(column * scan.warpgroups + self.warpgroup, scan.units - 1)
+        self.head, self.channels = locate(scan, self.group, unit)
+        self.first = (scan.first_chunk + self.part * scan.part_chunks) * STEPS
+        self.count = (
+            jnp.minimum(scan.part_chunks, scan.chunks - self.part * scan.part_chunks) * STEPS
+        )
+
+
+def locate(scan: SsdTile, group: Any, unit: Any) -> tuple[Any, Any]:
+    """Head and channels of a group's unit."""
+    head = group * (scan.heads // scan.groups) + lax.div(unit, scan.slices)
+    return head, pl.ds(lax.rem(unit, scan.slices) * SLICE, SLICE)
+
+
+def first_state(scan: SsdTile, refs: Any, at: Unit) -> Any:
+    """(P, N): what the part begins with."""
+    if refs.initial is None:
+        return plgpu.layout_cast(jnp.zeros((SLICE, scan.states), jnp.float32), TILE)
+    initial = refs.initial.at[at.batch, at.part, at.head, at.channels]
+    return plgpu.load(initial, layout=TILE, optimized=False).astype(jnp.float32)
+
+
+def of_step(n: Any) -> Any:
+    """The tokens of a step."""
+    return pl.ds(n * STEP, STEP)
+
+
+class StepDecays:
+    """Sums of log-decays and step sizes of the `n`-th step's tokens.
+
+    Args:
+      ref: those of its chunk, (2, CHUNK) in shared memory.
+      n: the number of the step, in the sequence.
+    """
+
+    def __init__(self, ref: Any, n: Any):
+        self._ref = ref
+        self._first = lax.rem(n, STEPS) * STEP
+
+    def _load(self, k: int, layout: Any) -> Any:
+        return plgpu.load(self._ref.at[k, pl.ds(self._first, STEP)], layout=layout)
+
+    def sums(self, layout: Any) -> Any:
+        """(64,): of each token, from the chunk's first token on."""
+        return self._load(0, layout)
+
+    def sizes(self, layout: Any) -> Any:
+        """(64,): step sizes."""
+        return self._load(1, layout)
+
+    def before(self) -> Any:
+        """The sum before the step."""
+        return jnp.where(self._first > 0, self._ref[0, STEP - 1], 0.0)
+
+    def last(self) -> Any:
+        """The sum at the step's last token."""
+        return self._ref[0, self._first + STEP - 1]
+
+    def total(self) -> Any:
+        """The sum over the step."""
+        return self.last() - self.before()

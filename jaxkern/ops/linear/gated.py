@@ -37,23 +37,63 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal
 from jaxkern.core.split import Partial
-from jaxkern.ops.curves import Activation, check_unit
+from jaxkern.ops.curves import PLAIN, Activation, Unit, check_unit
 from jaxkern.ops.gated import gated_backward
-from jaxkern.ops.linear import gated_products as products
 from jaxkern.ops.linear import op
-from jaxkern.ops.linear.gated_products import GatedOptions
+from jaxkern.ops.linear.kernel import Product
 from jaxkern.ops.linear.products import (
-    Options,
+    LinearOptions,
     bias_gradient,
     check_accumulator,
+    dot,
+    flat,
+    in_epilogue,
+    launch,
     match_product,
+    plus_bias,
+    row_count,
+    unchanged,
     unfit_for_gpu,
     unsupported,
+    wide_product,
 )
+from jaxkern.ops.linear.tiles import faster
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedOptions:
+    """Static arguments of the passes of a gated linear unit.
+
+    Attributes:
+      unit: the function of gate and up.
+      one_weight: whether one array holds both weights; up and dup are then None, as gate and dgate
+        hold both halves.
+      recompute: whether the backward computes both projections again.
+      save: whether the forward also returns both projections.
+      precision: precision of fp32 products, as for ``jax.lax.dot_general``.
+      mode: mode from :func:`jaxkern.core.dispatch.resolve`.
+      dtypes: dtypes of the computed gradients, one or two.
+    """
+
+    unit: Unit
+    one_weight: bool
+    recompute: bool
+    save: bool
+    precision: Any
+    mode: Mode
+    dtypes: tuple[str, ...] = ("float32", "float32")
+
+    def giving(self, *like: Any) -> "GatedOptions":
+        """Options of gradients with the dtypes of these arrays."""
+        return dataclasses.replace(self, dtypes=tuple(str(a.dtype) for a in like))
+
+    def of_part(self) -> "GatedOptions":
+        """Options of the products that devices add, in fp32."""
+        return dataclasses.replace(self, dtypes=("float32",) * len(self.dtypes))
 
 
 @public_op
@@ -152,14 +192,14 @@ def gated_linear_unit(
     options = GatedOptions(unit, w_up is None, recompute, False, precision, mode)
     arrays = (x, w_gate, w_up, b_gate, b_up)
     if mode == "xla" and accumulators is None:
-        f = functools.partial(products.reference_forward, options)
+        f = functools.partial(reference_forward, options)
         out = (jax.checkpoint(f) if recompute else f)(*arrays)
         return named("gated_linear_unit", out[0])
     return _gated_jit(*arrays, accumulators, options)
 
 
 def _check_rest(w_gate: jax.Array, w_up: Any, b_gate: Any, b_up: Any) -> tuple[Any, Any, Any]:
-    """`w_up` and the biases, which fit `w_gate`."""
+    """Checks `w_up` and the biases against `w_gate`."""
     columns = w_gate.shape[1:]
     if w_up is not None:
         w_up = check_array("w_up", w_up, w_gate.shape, "(K, N), the shape of w_gate")
@@ -182,7 +222,7 @@ def _check_rest(w_gate: jax.Array, w_up: Any, b_gate: Any, b_up: Any) -> tuple[A
 
 
 def _check_accumulators(accumulators: Any, w_gate: jax.Array, w_up: Any) -> Any:
-    """A tuple of the accumulators, one for each weight."""
+    """Checks the accumulators, and returns a tuple of one for each weight."""
     if accumulators is None:
         return None
     shape = w_gate.shape
@@ -243,9 +283,9 @@ _gated_jit = jax.jit(_gated, static_argnums=6)
 def _of_one_weight(
     options: GatedOptions, arrays: Any, accumulators: Any, d: Any, _: Any
 ) -> tuple[Any, Any, Any]:
-    """dx, the weights' gradients or the accumulators with them, by a linear layer's products."""
+    """dx and dw, or the accumulators' sums, by the products of a linear layer."""
     x, w, *_ = arrays
-    of_linear = Options(None, False, options.precision, "float32", options.mode)
+    of_linear = LinearOptions(None, False, options.precision, "float32", options.mode)
     [dx] = op.DX(dataclasses.replace(of_linear, dtype=str(x.dtype)), d, w)
     if accumulators is None:
         [dw] = op.DWEIGHT(dataclasses.replace(of_linear, dtype=str(w.dtype)), x, d)
@@ -267,35 +307,264 @@ def _of_two_weights(
 
 
 def _columns(options: GatedOptions) -> tuple[str, str]:
-    """The factors of a weight's columns, and which of them stay whole: halves belong together."""
+    """Factors of a weight's columns, and those that stay whole: halves belong together."""
     return ("y", "y n") if options.one_weight else ("n", "")
 
 
 def _partial(options: GatedOptions) -> Partial | None:
-    """The sum over devices that K is split over: it needs the results that ``save`` adds.
-
-    Without them K is gathered.
-    """
+    """Sum over devices where K is split, which needs the results that ``save`` adds."""
     if not options.save:
         return None
-    return Partial(
-        kernel=products.kernel_projections,
-        reference=products.reference_projections,
-        finish=products.finish_forward,
-    )
+    return Partial(finish_forward, kernel_projections, reference_projections)
 
 
 def _arguments(options: GatedOptions) -> tuple[str, ...]:
-    """The factors of x, weights and biases."""
+    """Factors of x, weights and biases."""
     columns = _columns(options)[0]
     return "... k", f"k {columns}", "k n", columns, "n"
 
 
+WIDE = ("float32", "float32")
+
+
+# Forward products
+
+
+def kernel_forward(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
+) -> Any:
+    biases, rows_of_biases = _biases(options, b_gate, b_up)
+
+    def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+        del tiles
+        gate, up = biases(products, rows)
+        out = options.unit.value(gate, up, in_epilogue())
+        return [out, *(_kept(v, x.dtype) for v in (gate, up) if options.save)]
+
+    dtypes = (str(x.dtype),) * (1 + 2 * options.save)
+    pair = options.one_weight and options.save
+    outs = launch(
+        Product(False, False, dtypes, epilogue, "gated_fwd", pair),
+        options.mode,
+        [flat(x)],
+        _weights(options, x.dtype, w_gate, w_up),
+        rows_of_biases,
+    )
+    if outs is None:
+        return reference_forward(options, x, w_gate, w_up, b_gate, b_up)
+    out, *saved = (v.reshape(*x.shape[:-1], -1) for v in outs)
+    return (out, *saved, None, None)[:3]
+
+
+def reference_forward(options: GatedOptions, *arrays: Any) -> Any:
+    return finish_forward(options, *arrays, *reference_projections(options, *arrays))
+
+
+def finish_forward(options: GatedOptions, *arrays_and_sums: Any) -> Any:
+    """Applies biases and unit to the products, or to their sums over devices where K is split."""
+    x, _, _, b_gate, b_up, _, gate, up = arrays_and_sums
+    gate, up = plus_bias(gate, b_gate), plus_bias(up, b_up)
+    kept = [gate, up]
+    if options.one_weight:
+        gate, up = jnp.split(gate, 2, axis=-1)
+    out = options.unit.value(gate, up, PLAIN).astype(x.dtype)
+    if not options.save:
+        return out, None, None
+    return out, *(None if v is None else _kept(v, x.dtype).astype(x.dtype) for v in kept)
+
+
+def _kept(v: Any, dtype: Any) -> Any:
+    """Clips `v` to the range of float16: an infinity times a cotangent of 0 would be NaN."""
+    if dtype != jnp.float16:
+        return v
+    most = float(jnp.finfo(dtype).max)
+    return jnp.minimum(jnp.maximum(v, -most), most)
+
+
+def kernel_projections(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
+) -> Any:
+    """Both projections in fp32 without bias, after a first result of the shape of out."""
+    outs = launch(
+        Product(False, False, WIDE, unchanged, "gated_fwd", options.one_weight),
+        options.mode,
+        [flat(x)],
+        _weights(options, x.dtype, w_gate, w_up),
+    )
+    if outs is None:
+        return reference_projections(options, x, w_gate, w_up, b_gate, b_up)
+    return _projected(*(v.reshape(*x.shape[:-1], -1) for v in outs))
+
+
+def reference_projections(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
+) -> Any:
+    del b_gate, b_up
+    product = functools.partial(wide_product, options.precision)
+    weights = [w for w in (w_gate, w_up) if w is not None]
+    return _projected(*(product(x, w.astype(x.dtype)) for w in weights))
+
+
+def _projected(gate: Any, up: Any = None) -> Any:
+    return gate if up is not None else gate[..., : gate.shape[-1] // 2], gate, up
+
+
+def _weights(options: GatedOptions, dtype: Any, w_gate: Any, w_up: Any) -> list[Any]:
+    """Weights as a kernel takes them: one array of both as (K, 2, N)."""
+    if options.one_weight:
+        k, columns = w_gate.shape
+        return [w_gate.astype(dtype).reshape(k, 2, columns // 2)]
+    return [w_gate.astype(dtype), w_up.astype(dtype)]
+
+
+def _biases(options: GatedOptions, b_gate: Any, b_up: Any) -> tuple[Any, list[Any]]:
+    """Function that adds the biases in an epilogue, and the rows that it reads."""
+    both = [b_gate, b_up]
+    if options.one_weight and b_gate is not None:
+        both = jnp.split(b_gate, 2)
+    here = [b is not None for b in both]
+
+    def added(products: list[Any], rows: list[Any]) -> list[Any]:
+        rest = iter(rows)
+        return [p + next(rest) if b else p for p, b in zip(products, here, strict=True)]
+
+    return added, [b.astype(jnp.float32) for b in both if b is not None]
+
+
+def faster_projections(name: str, options: GatedOptions, x: Any, w_gate: Any, *rest: Any) -> bool:
+    del rest
+    k, columns = w_gate.shape
+    return faster(name, row_count(x), columns // (1 + options.one_weight), k)
+
+
+# Backward products
+
+
+def kernel_slopes(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any, dout: Any
+) -> Any:
+    """dg and du, from projections that are computed again."""
+    biases, rows_of_biases = _biases(options, b_gate, b_up)
+
+    def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
+        gate, up = biases(products, rows)
+        return list(options.unit.slopes(gate, up, tiles[0], in_epilogue()))
+
+    outs = launch(
+        Product(False, False, (str(x.dtype),) * 2, epilogue, "gated_bwd", options.one_weight),
+        options.mode,
+        [flat(x)],
+        _weights(options, x.dtype, w_gate, w_up),
+        rows_of_biases,
+        tiles=[flat(dout)],
+    )
+    if outs is None:
+        return reference_slopes(options, x, w_gate, w_up, b_gate, b_up, dout)
+    return (*(v.reshape(*dout.shape[:-1], -1) for v in outs), None)[:2]
+
+
+def reference_slopes(
+    options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any, dout: Any
+) -> Any:
+    _, gate, up = reference_projections(options, x, w_gate, w_up, b_gate, b_up)
+    gate, up = plus_bias(gate, b_gate), plus_bias(up, b_up)
+    if options.one_weight:
+        gate, up = jnp.split(gate, 2, axis=-1)
+    slopes = options.unit.slopes(gate, up, dout.astype(gate.dtype), PLAIN)
+    dgate, dup = (v.astype(dout.dtype) for v in slopes)
+    return (jnp.concatenate([dgate, dup], axis=-1), None) if options.one_weight else (dgate, dup)
+
+
+def kernel_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> Any:
+    outs = launch(
+        Product(False, True, options.dtypes, unchanged, "gated_dx"),
+        options.mode,
+        [flat(dgate), flat(dup)],
+        [w_gate.astype(dgate.dtype), w_up.astype(dgate.dtype)],
+    )
+    if outs is None:
+        return reference_dx(options, dgate, dup, w_gate, w_up)
+    return (outs[0].reshape(*dgate.shape[:-1], w_gate.shape[0]),)
+
+
+def reference_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> Any:
+    last = dgate.ndim - 1
+    parts = [
+        dot(options.precision, d, w.astype(d.dtype), last, 1, None)
+        for d, w in ((dgate, w_gate), (dup, w_up))
+    ]
+    return ((parts[0] + parts[1]).astype(options.dtypes[0]),)
+
+
+def faster_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> bool:
+    del options, dup, w_up
+    return faster("gated_dx", row_count(dgate), w_gate.shape[0], w_gate.shape[1])
+
+
+def kernel_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> Any:
+    product = Product(True, False, options.dtypes, unchanged, "gated_dweights")
+    outs = launch(product, options.mode, [flat(x)], [flat(dgate), flat(dup)])
+    return reference_dweights(options, x, dgate, dup) if outs is None else tuple(outs)
+
+
+def reference_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> Any:
+    return tuple(
+        dot(options.precision, flat(x), flat(d), 0, 0, jnp.dtype(t))
+        for d, t in zip((dgate, dup), options.dtypes, strict=True)
+    )
+
+
+def faster_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> bool:
+    del options, dup
+    return faster("gated_dweights", x.shape[-1], dgate.shape[-1], row_count(x))
+
+
+def kernel_accumulate(
+    options: GatedOptions, of_gate: Any, of_up: Any, x: Any, dgate: Any, dup: Any
+) -> Any:
+    sums = launch(
+        Product(True, False, WIDE, unchanged, "gated_accumulate"),
+        options.mode,
+        [flat(x)],
+        [flat(dgate), flat(dup)],
+        accumulators=[of_gate, of_up],
+    )
+    if sums is None:
+        return reference_accumulate(options, of_gate, of_up, x, dgate, dup)
+    return tuple(sums)
+
+
+def reference_accumulate(
+    options: GatedOptions, of_gate: Any, of_up: Any, x: Any, dgate: Any, dup: Any
+) -> Any:
+    dw_gate, dw_up = reference_dweights(options, x, dgate, dup)
+    return of_gate + dw_gate, of_up + dw_up
+
+
+def faster_accumulate(options: GatedOptions, of_gate: Any, of_up: Any, x: Any, *rest: Any) -> bool:
+    del options, of_up, rest
+    return faster("gated_accumulate", of_gate.shape[0], of_gate.shape[1], row_count(x))
+
+
+def kernel_added(options: GatedOptions, of_gate: Any, of_up: Any, *arrays: Any) -> Any:
+    """xᵀ · dg and xᵀ · du alone; devices add them before the accumulators."""
+    del of_gate, of_up
+    return kernel_dweights(options, *arrays)
+
+
+def reference_added(options: GatedOptions, of_gate: Any, of_up: Any, *arrays: Any) -> Any:
+    del of_gate, of_up
+    return reference_dweights(options, *arrays)
+
+
+# Passes
+
+
 FORWARD = KernelPass(
     "gated_fwd",
-    kernel=products.kernel_forward,
-    reference=products.reference_forward,
-    faster=products.faster_forward,
+    kernel=kernel_forward,
+    reference=reference_forward,
+    faster=functools.partial(faster_projections, "gated_fwd"),
     unfit=unfit_for_gpu,
     ins=_arguments,
     outs=lambda options: ("... n", f"... {_columns(options)[0]}", "... n"),
@@ -305,9 +574,9 @@ FORWARD = KernelPass(
 )
 SLOPES = KernelPass(
     "gated_bwd",
-    kernel=products.kernel_slopes,
-    reference=products.reference_slopes,
-    faster=products.faster_slopes,
+    kernel=kernel_slopes,
+    reference=reference_slopes,
+    faster=functools.partial(faster_projections, "gated_bwd"),
     unfit=unfit_for_gpu,
     ins=lambda options: (*_arguments(options), "... n"),
     outs=lambda options: (f"... {_columns(options)[0]}", "... n"),
@@ -315,9 +584,9 @@ SLOPES = KernelPass(
 )
 DX = KernelPass(
     "gated_dx",
-    kernel=products.kernel_dx,
-    reference=products.reference_dx,
-    faster=products.faster_dx,
+    kernel=kernel_dx,
+    reference=reference_dx,
+    faster=faster_dx,
     unfit=unfit_for_gpu,
     ins=("... n", "... n", "k n", "k n"),
     outs=("... k",),
@@ -328,9 +597,9 @@ DX = KernelPass(
 )
 DWEIGHTS = KernelPass(
     "gated_dweights",
-    kernel=products.kernel_dweights,
-    reference=products.reference_dweights,
-    faster=products.faster_dweights,
+    kernel=kernel_dweights,
+    reference=reference_dweights,
+    faster=faster_dweights,
     unfit=unfit_for_gpu,
     ins=("... k", "... n", "... n"),
     outs=("k n", "k n"),
@@ -343,15 +612,15 @@ DWEIGHTS = KernelPass(
 )
 ACCUMULATE = KernelPass(
     "gated_accumulate",
-    kernel=products.kernel_accumulate,
-    reference=products.reference_accumulate,
-    faster=products.faster_accumulate,
+    kernel=kernel_accumulate,
+    reference=reference_accumulate,
+    faster=faster_accumulate,
     unfit=unfit_for_gpu,
     ins=("k n", "k n", "... k", "... n", "... n"),
     outs=("k n", "k n"),
     partial=Partial(
-        kernel=products.kernel_added,
-        reference=products.reference_added,
+        kernel=kernel_added,
+        reference=reference_added,
         finish=lambda options, of_gate, of_up, x, dgate, dup, *sums: (
             of_gate + sums[0],
             of_up + sums[1],

@@ -1,4 +1,11 @@
-"""The body of the matrix product's kernel: a warpgroup that fetches, and two that multiply."""
+"""The matrix product on Hopper's tensor cores, with an epilogue.
+
+One warpgroup of a block fetches tiles of both operands by TMA into a ring in shared memory; two
+others multiply them from there with ``wgmma``, 64 or 128 rows of the result each, and store the
+result while the next tile's operands arrive. There is one block per multiprocessor, which computes
+one tile of the result after the other, in an order that keeps operands in the L2 cache; pairs of
+blocks share the operand that both read.
+"""
 
 import dataclasses
 import functools
@@ -6,14 +13,21 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.launch import grid_axes
-from jaxkern.mosaic.wgmma import ACCUMULATOR, SWIZZLE, start_fetch
-from jaxkern.ops.linear.tiles import BOX, CONSUMERS, Tile
+from jaxkern.mosaic.launch import (
+    away_from_slices,
+    grid_axes,
+    launch_kernel,
+    num_sms,
+    shared_memory,
+)
+from jaxkern.mosaic.wgmma import ACCUMULATOR, SWIZZLE, start_fetch, swizzled
+from jaxkern.ops.linear.tiles import BOX, CONSUMERS, ProductTile
 
 CLUSTERS, PAIR, WARPGROUP = grid_axes("clusters", "pair", "warpgroup")
 BOX_F32 = SWIZZLE // 4
@@ -22,8 +36,15 @@ SLOTS_F32 = BOX // BOX_F32
 """Slots of a box in fp32."""
 
 REGISTERS, FETCH_REGISTERS = 232, 40
-"""Registers of a lane that multiplies, and of one that fetches: 2 · 232 + 40 of the 512 that a
-multiprocessor has for a lane of each of a block's three warpgroups together."""
+"""Registers of a multiplying lane and of a fetching one: a multiprocessor has 512 for one lane of
+each of the block's three warpgroups, and 2 · 232 + 40 fit."""
+
+_BYTES = 2
+"""Bytes of an operand's element."""
+_SLOT = 64 * SWIZZLE
+"""Bytes of a slot of the epilogue."""
+_BARRIERS = 1024
+"""Bytes of shared memory that are left for barriers."""
 
 Epilogue = Callable[[list[Any], list[Any], list[Any]], list[Any]]
 
@@ -38,10 +59,10 @@ class Product:
     Attributes:
       lhs_transposed: whether the a are stored as (K, M).
       rhs_transposed: whether the b are stored as (N, K).
-      out_dtypes: of the results.
+      out_dtypes: dtypes of the results.
       epilogue: ``epilogue(products, rows, tiles)`` gives boxes (64, 64) of the results in fp32 from
         boxes of the products, of arrays (N,) that are the same in every row, and of arrays (M, N).
-      name: of the kernel.
+      name: name of the kernel.
       pair: whether the last two results are the halves of one array, (M, 2, N).
     """
 
@@ -56,8 +77,112 @@ class Product:
         assert not self.pair or self.out_dtypes[-1] == self.out_dtypes[-2], self
 
 
+def matmul(
+    product: Product,
+    tile: ProductTile,
+    lhs: Sequence[jax.Array],
+    rhs: Sequence[jax.Array],
+    rows: Sequence[jax.Array] = (),
+    tiles: Sequence[jax.Array] = (),
+    accumulators: Sequence[jax.Array] = (),
+) -> list[jax.Array]:
+    """Computes results (M, N) of operands (M, K) and (K, N) or (K, 2, N), 16-bit floats.
+
+    TMA takes an array if its first size is below 8 or a multiple of 8, and its last one 8, 16, 24,
+    32 or a multiple of 64.
+
+    Args:
+      product: the product and its epilogue.
+      tile: its tile.
+      lhs, rhs: operands, as they are stored.
+      rows: (N,) each, or padded to a multiple of 64, for the epilogue.
+      tiles: (M, N) each, 16-bit floats, for the epilogue.
+      accumulators: (M, N) float32 each. The first results are added to them, in their memory if
+        nothing else needs it.
+    """
+    k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
+    n = rhs[0].shape[0 if product.rhs_transposed else -1]
+    summed, second = len(lhs) > 1, len(matrices(rhs))
+    assert not summed or len(lhs) == second
+    products = 1 if summed else second
+    pair_m, pair_n = tile.pair
+    pair = pair_m * pair_n
+    if accumulators:
+        kept = lhs, rhs, rows, tiles, accumulators
+        lhs, rhs, rows, tiles, accumulators = map(away_from_slices, kept)
+    held = [jax.new_ref(a) for a in accumulators]
+    shapes: list[tuple[int, ...]] = [(m, n) for _ in product.out_dtypes[len(held) :]]
+    if product.pair:
+        assert not held, "accumulators of results that are one array"
+        shapes[-2:] = [(m, 2, n)]
+    outs = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(t))
+        for shape, t in zip(shapes, product.out_dtypes[len(held) :], strict=False)
+    ]
+    tile, scratch = _shared_memory(product, tile, products, lhs[0].dtype, tiles, len(held))
+    count = -(-m // (tile.m * pair_m)) * -(-n // (tile.n * pair_n))
+    counts = tuple(len(v) for v in (lhs, rhs, rows, tiles, held))
+    results = launch_kernel(
+        functools.partial(_kernel, product, tile, (m, n, k), counts),
+        out_type=tuple(outs),
+        scratch_types=scratch,
+        grid=(min(num_sms() // pair, count),),
+        grid_names=(CLUSTERS,),
+        num_threads=CONSUMERS + 1,
+        thread_name=WARPGROUP,
+        kernel_name=product.name,
+        approx_math=True,  # results have 16 bits
+        **({"cluster": (pair,), "cluster_names": (PAIR,)} if pair > 1 else {}),
+    )(*lhs, *rhs, *rows, *tiles, *held)
+    results = [*(jax.freeze(r) for r in held), *results]
+    return away_from_slices(results) if held else results
+
+
+def _shared_memory(
+    product: Product,
+    tile: ProductTile,
+    products: int,
+    dtype: Any,
+    tiles: Sequence[jax.Array],
+    accumulators: int,
+) -> tuple[ProductTile, dict[str, Any]]:
+    """Limits the tile's stages to those that fit shared memory, and lists a block's allocations."""
+    out_dtypes = tuple(dict.fromkeys(product.out_dtypes))
+    boxes = len(tile.boxes)
+    fetched = accumulators * SLOTS_F32 if tile.prefetch else 0
+    epilogue = (len(tiles) + fetched) * boxes + 2 * len(out_dtypes)  # slots of a warpgroup
+    fitting = (shared_memory() - _BARRIERS - CONSUMERS * epilogue * _SLOT) // (
+        _BYTES * tile.k * (tile.m + products * tile.n)
+    )
+    tile = dataclasses.replace(tile, stages=min(tile.stages, fitting))
+    a_tile = (tile.k, tile.m) if product.lhs_transposed else (tile.m, tile.k)
+    b_tile = (tile.n, tile.k) if product.rhs_transposed else (tile.k, tile.n)
+    scratch: dict[str, Any] = {
+        "a_slots": swizzled(tile.stages, *a_tile, dtype=dtype),
+        "b_slots": swizzled(products, tile.stages, *b_tile, dtype=dtype),
+        "full": plgpu.Barrier(num_arrivals=1 + products, num_barriers=tile.stages),
+    }
+    if tiles:
+        held_by = (CONSUMERS, boxes, len(tiles), 64, BOX)
+        scratch["in_slots"] = swizzled(*held_by, dtype=tiles[0].dtype)
+    if fetched:
+        held_by = (CONSUMERS, boxes, fetched, 64, BOX_F32)
+        scratch["held_slots"] = swizzled(*held_by, dtype=jnp.float32)
+    if arrivals := len(tiles) + fetched:
+        scratch["loaded"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=CONSUMERS * boxes)
+    scratch["outs"] = {
+        t: swizzled(CONSUMERS, 2, 64, box, dtype=jnp.dtype(t))
+        for t, box in ((t, SWIZZLE // jnp.dtype(t).itemsize) for t in out_dtypes)
+    }
+    barrier: Any = plgpu.Barrier
+    if tile.share is not None:
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=(PAIR,))
+    scratch["empty"] = barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages)
+    return tile, scratch
+
+
 class Matrix(NamedTuple):
-    """An operand or a result: an array, or one half of an array that holds two."""
+    """Operand or result: an array, or one half of an array that holds two."""
 
     ref: Any
     half: int | None
@@ -69,22 +194,22 @@ class Matrix(NamedTuple):
 
 
 def matrices(refs: Sequence[Any]) -> list[Matrix]:
-    """The matrices in arrays, of which one with three axes holds two."""
+    """Matrices in arrays; an array with three axes holds two."""
     halves = lambda ref: (0, 1) if len(ref.shape) == 3 else (None,)
     return [Matrix(ref, half) for ref in refs for half in halves(ref)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """The shared memory of a block.
+    """Shared memory of a block.
 
     Attributes:
       a_slots, b_slots: rings of operands' tiles, (stages, ...) and (products, stages, ...).
-      full, empty: barriers, one a stage: its tiles have arrived, and have been multiplied.
-      outs: two slots for each warpgroup through which results are stored, by dtype.
-      in_slots: boxes of what the epilogue reads.
+      full, empty: barriers per stage: its tiles have arrived, and have been multiplied.
+      outs: two slots per warpgroup and dtype, through which results are stored.
+      in_slots: boxes of the epilogue's tiles.
       held_slots: boxes of the accumulators, where they are fetched.
-      loaded: barriers, one a box: what its epilogue reads has arrived.
+      loaded: barriers per box: its epilogue's inputs have arrived.
     """
 
     a_slots: Any
@@ -97,18 +222,18 @@ class Shared:
     loaded: Any = None
 
 
-def kernel(
+def _kernel(
     product: Product,
-    tile: Tile,
+    tile: ProductTile,
     sizes: tuple[int, int, int],
     counts: tuple[int, ...],
     *refs: Any,
     **scratch: Any,
 ) -> None:
-    """Computes `product`, (m, n, k) being `sizes`.
+    """Computes `product` for sizes (m, n, k).
 
-    `refs` are operands, rows and tiles of the epilogue and accumulators, `counts` of each, and the
-    other results; `scratch` is as in :class:`Shared`.
+    `refs` are a, b, rows, tiles and accumulators, `counts` of each, and then the other results;
+    `scratch` is as in :class:`Shared`.
     """
     ends = list(itertools.accumulate(counts[:-1]))
     lhs, rhs, rows, tiles, outs = (
@@ -120,7 +245,7 @@ def kernel(
     warpgroup, clusters = lax.axis_index(WARPGROUP), lax.axis_size(CLUSTERS)
     first = lax.axis_index(CLUSTERS)
     mine = lax.div(grid[0] * grid[1] - first + clusters - 1, clusters)
-    block = _Block(
+    block = _ProductBlock(
         product=product,
         tile=tile,
         lhs=matrices(lhs),
@@ -151,18 +276,18 @@ def kernel(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
-    """A block's part of a product: every `clusters`-th tile of the result from `first` on.
+class _ProductBlock:
+    """A block's share of a product: every `clusters`-th tile of the result from `first` on.
 
     Attributes:
-      lhs, rhs, rows, tiles, outs: the arrays, of which the first `held` results are accumulators.
+      lhs, rhs, rows, tiles, outs: arrays; the first `held` results are accumulators.
       depth: steps of the contraction.
       grid: rows and columns of tiles, or of pairs of tiles where blocks are paired.
       in_pair: the block's index in its pair.
     """
 
     product: Product
-    tile: Tile
+    tile: ProductTile
     lhs: list[Matrix]
     rhs: list[Matrix]
     rows: Sequence[Any]
@@ -179,14 +304,14 @@ class _Block:
 
     @property
     def terms(self) -> list[tuple[Matrix, Sequence[Matrix]]]:
-        """Operands that are multiplied one after the other: an a, and all b of it."""
+        """Operands that are multiplied one after the other: an a with all its b."""
         if len(self.lhs) == 1:
             return [(self.lhs[0], self.rhs)]
         return [(a, (b,)) for a, b in zip(self.lhs, self.rhs, strict=True)]
 
     @property
     def steps(self) -> int:
-        """Stages of the ring for a tile of the result."""
+        """Stages of the ring per tile of the result."""
         return self.depth * len(self.terms)
 
     def corner(self, i: Any) -> tuple[Any, Any]:
@@ -251,8 +376,8 @@ class _Block:
         """Computes the warpgroup's rows of the block's `i`-th tile of the result."""
         row, column = self.corner(i)
         row = row + self.warpgroup * self.tile.own
-        # What the epilogue reads arrives during the product. The last epilogue is done with the
-        # slots, as its results passed a barrier.
+        # The epilogue's inputs arrive during the product. The last epilogue is done with the slots,
+        # as its results passed a barrier.
         self.prefetch(row, column)
         accumulator = ACCUMULATOR((self.tile.own, self.tile.n), jnp.float32)
         accumulators = [accumulator] * len(self.terms[0][1])
@@ -260,7 +385,7 @@ class _Block:
         self.finish(i, row, column, products)
 
     def prefetch(self, row: Any, column: Any) -> None:
-        """Fetches what the epilogue reads of a tile, box by box."""
+        """Fetches the epilogue's inputs for a tile, box by box."""
         shared, boxes = self.shared, list(enumerate(self.tile.boxes))
         for (box, (r, c)), (t, ref) in itertools.product(boxes, enumerate(self.tiles)):
             start_fetch(
@@ -278,11 +403,11 @@ class _Block:
             )
 
     def arrival(self, box: int) -> Any:
-        """The barrier at which what the epilogue reads of a box arrives."""
+        """Barrier at which the epilogue's inputs for a box arrive."""
         return self.shared.loaded.at[self.warpgroup * len(self.tile.boxes) + box]
 
     def multiply(self, i: Any, *accumulators: Any) -> list[Any]:
-        """The products of the warpgroup's rows of the `i`-th tile, (own, n) each."""
+        """Multiplies the warpgroup's rows of the `i`-th tile: (own, n) for each b."""
         shared, tile = self.shared, self.tile
 
         def step(j: Any, _: Any) -> None:
@@ -329,7 +454,7 @@ class _Block:
                 self.store(o, result, box, (row, column), stored)
 
     def stores(self, dtype: str) -> int:
-        """The number of stores of a tile through the slots of `dtype`."""
+        """Number of stores per tile through the slots of `dtype`."""
         boxes = len(self.tile.boxes) * BOX // self.shared.outs[dtype].shape[-1]
         return boxes * sum(str(out.ref.dtype) == dtype for out in self.outs)
 
@@ -344,7 +469,7 @@ class _Block:
         for b in range(0, BOX, wide):
             slot = shared.outs[dtype].at[self.warpgroup, lax.rem(stored[dtype], 2)]
             stored[dtype] = stored[dtype] + 1
-            # Of a narrow result most is not stored: a slot's store may be the last one.
+            # A narrow result skips most stores, so that a slot's store may be the last one.
             plgpu.wait_smem_to_gmem(1 if n > wide else 0, wait_read_only=True)
             value = result[:, b : b + wide].astype(out.ref.dtype)  # (64, wide)
             adds = o < self.held
@@ -367,7 +492,7 @@ class _Block:
 
 
 def columns(ref: Any, first: Any) -> Any:
-    """(64, 64): 64 elements of a row from `first` on, the same in each row."""
+    """Broadcasts 64 elements of a row, from `first` on, to (64, 64)."""
     layout = plgpu.Layout.WGMMA.reduce(0)
     row = plgpu.load(ref.at[pl.ds(first, BOX)], layout=layout, optimized=False)  # (64,)
     return plgpu.layout_cast(

@@ -1,4 +1,4 @@
-"""What the loss of a row of logits is made of, and its gradient: options, sums, plain JAX."""
+"""The cross-entropy of rows of logits in plain JAX, and the options and sums of its passes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,14 +16,7 @@ from jaxkern.lowering.bound import wide
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What the loss of a row is made of.
-
-    Attributes:
-      ignored: the label of rows without a loss.
-      smoothing: ε.
-      z: ζ.
-      cap: of the logits, or ``None``.
-    """
+    """Terms of the loss: the label of rows without one, ε, ζ and the logits' cap or ``None``."""
 
     ignored: int
     smoothing: float
@@ -32,7 +25,7 @@ class Terms:
 
     @classmethod
     def checked(cls, ignore_index: Any, smoothing: Any, z_loss: Any, cap: Any) -> "Terms":
-        """The options of a public function, or its errors."""
+        """Checks the options of a public function."""
         ignored = check_integer("ignore_index", ignore_index)
         if not -(2**31) <= ignored < 2**31:
             raise ValueError(f"ignore_index must be an int of 32 bits, got {ignored}")
@@ -43,28 +36,25 @@ class Terms:
         return cls(ignored, smoothing, z, cap)
 
     def counted(self, labels: jax.Array) -> jax.Array:
-        """Whether a row has a loss."""
+        """Mask of the rows that have a loss."""
         return labels != self.ignored
 
     def count(self, labels: jax.Array) -> jax.Array:
-        """What the sum of losses is divided by for their mean: how many there are, at least 1."""
+        """Number of rows with a loss, at least 1, by which a mean divides."""
         counted = jnp.sum(self.counted(labels), dtype=jnp.int32)
         return jnp.maximum(counted, 1).astype(jnp.float32)
 
     def without_ignored(self, rows: jax.Array, labels: jax.Array) -> jax.Array:
-        """(..., n) with zeros for rows that are ignored: a gradient of 0 times NaN is NaN."""
+        """`rows`, (..., n), with zeros where ignored: a gradient of 0 times NaN would be NaN."""
         return jnp.where(self.counted(labels)[..., None], rows, 0)
 
     def capped(self, logits: jax.Array, tanh: Callable[[Any], Any] = jnp.tanh) -> jax.Array:
-        """The logits at least in float32, capped."""
+        """Caps the logits, in float32 or wider."""
         logits = logits.astype(wide(logits.dtype))
         return logits if self.cap is None else self.cap * tanh(logits * (1 / self.cap))
 
     def loss(self, lse: Any, chosen: Any, total: Any, labels: Any, count: int) -> Any:
-        """The losses of rows, of l[y] and Σ l, and lse, both 0 in rows that are ignored.
-
-        A label that is none of the `count` classes has the loss NaN.
-        """
+        """Losses and lse of rows from lse, l[y] and Σ l: 0 if ignored, NaN for unknown labels."""
         loss = lse - (1 - self.smoothing) * chosen + self.z * lse * lse
         if self.smoothing:
             loss = loss - self.smoothing / count * total
@@ -73,21 +63,21 @@ class Terms:
         return jnp.where(counted, loss, 0), jnp.where(counted, lse, 0)
 
     def of_softmax(self, lse: "LogSum", labels: Any, cotangents: Any, count: int) -> Any:
-        """What exp(l − lse.value) is multiplied by in a row's gradient; NaN of an unknown label."""
+        """Factor of exp(l − lse.value) in a row's gradient; NaN for an unknown label."""
         dloss, dlse = cotangents
         factor = (dloss * (1 + 2 * self.z * lse.value) + dlse) * jnp.exp(-lse.rest)
         return jnp.where(_known(labels, count) | ~self.counted(labels), factor, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """The static arguments of the passes over logits.
+class LossOptions:
+    """Static arguments of the passes over logits.
 
     Attributes:
-      terms: of the loss.
-      classes: of all of a row, of which the logits may be those of a part.
-      mode: from :func:`jaxkern.core.dispatch.resolve`.
-      alone: whether the passes are parts of another one, which is split between devices.
+      terms: terms of the loss.
+      classes: V, where the logits may be a part of the vocabulary.
+      mode: mode from :func:`jaxkern.core.dispatch.resolve`.
+      alone: whether the pass runs inside another pass, which is split between devices.
     """
 
     terms: Terms
@@ -95,16 +85,13 @@ class Rows:
     mode: Mode
     alone: bool = False
 
-    def inside(self) -> tuple["Rows", Mode]:
-        """The options of passes over rows inside of another pass, and that one's mode.
-
-        It is split between devices as a whole, but for the interpreter.
-        """
+    def inside(self) -> tuple["LossOptions", Mode]:
+        """Options of a pass over logits inside another pass, and the mode of that other pass."""
         outer = "interpret" if self.mode == "interpret" else "auto"
         return dataclasses.replace(self, alone=True), outer
 
     def loss(self, sums: "Sums", labels: Any) -> tuple[Any, "LogSum"]:
-        """The losses of rows and lse, of the sums of all classes."""
+        """Losses of rows, and lse, from the sums over all classes."""
         lse = sums.lse()
         losses, value = self.terms.loss(lse.value, sums.chosen, sums.total, labels, self.classes)
         return losses, lse._replace(value=value)
@@ -113,8 +100,8 @@ class Rows:
 class LogSum(NamedTuple):
     """lse = log Σ exp(l) of rows, (...) each, as `value` + `rest`.
 
-    Rounded to fp32 alone, a value near 19, of 50,280 classes, makes the softmax of a whole row
-    wrong by up to 10⁻⁶.
+    Without the rest, which fp32 rounds off, an lse near 19, of 50,280 classes, makes the softmax of
+    a row wrong by up to 10⁻⁶.
     """
 
     value: Any
@@ -122,12 +109,12 @@ class LogSum(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the losses of rows are made of, (...) each: of some classes of each row.
+    """Sums over some classes of each row, (...) each.
 
     Attributes:
-      largest: logit.
-      exponentials: Σ exp(l − the largest), or of l itself where the largest is not finite.
-      chosen: the label's logit, 0 where the classes do not have it.
+      largest: max l.
+      exponentials: Σ exp(l − largest), or Σ exp(l) where the largest is not finite.
+      chosen: the label's logit, 0 if the label is another class.
       total: Σ l.
     """
 
@@ -137,25 +124,25 @@ class Sums(NamedTuple):
     total: Any
 
     def joined(self, other: "Sums") -> "Sums":
-        """The sums of the classes of both."""
+        """Sums over the classes of both."""
         largest = jnp.maximum(self.largest, other.largest)
-        pairs = zip(self.beside(largest), other.beside(largest), strict=True)
+        pairs = zip(self.relative_to(largest), other.relative_to(largest), strict=True)
         _, *sums = (one + two for one, two in pairs)
         return Sums(largest, *sums)
 
-    def beside(self, largest: Any) -> "Sums":
-        """These sums with exponentials relative to the largest logit of more classes."""
+    def relative_to(self, largest: Any) -> "Sums":
+        """Sums with exponentials relative to the largest logit of more classes."""
         shrink = jnp.exp(finite(self.largest) - finite(largest))
-        # The classes may be all −∞, and then exp(0 − largest) be infinite.
+        # If all logits are −∞, exp(0 − largest) may be infinite.
         shrink = jnp.where(self.largest == -jnp.inf, 0, shrink)
         return self._replace(largest=largest, exponentials=self.exponentials * shrink)
 
     def lse(self) -> LogSum:
-        """lse of rows, of which these are the sums of all classes."""
-        one, other = finite(self.largest), jnp.log(self.exponentials)
-        value = one + other
-        of_other = value - one
-        rest = (one - (value - of_other)) + (other - of_other)
+        """lse of rows, from their sums over all classes."""
+        a, b = finite(self.largest), jnp.log(self.exponentials)
+        value = a + b
+        rounded_b = value - a
+        rest = (a - (value - rounded_b)) + (b - rounded_b)
         return LogSum(value, jnp.where(jnp.isfinite(value), rest, 0))
 
 
@@ -164,32 +151,25 @@ def finite(v: jax.Array) -> jax.Array:
 
 
 ABSENT, IGNORED = -1, -2
-"""Positions: the label is none of the classes; the row is ignored."""
+"""Label indices: the label is another class; the row is ignored."""
 
 
 def position_of(labels: Any, ignored: int, first: Any, size: Any) -> jax.Array:
-    """(...), int32: where labels are in `size` classes from `first` on."""
-    position = labels - first
-    # Of a label near the least integer the difference may overflow.
+    """Index of the labels, (...) int32, within `size` classes from `first` on."""
+    position = labels - first  # may overflow for a label near the least integer
     inside = (labels >= 0) & (position >= 0) & (position < size)
     position = jnp.where(inside, position, ABSENT)
     return jnp.where(labels == ignored, IGNORED, position).astype(jnp.int32)
 
 
 def position_in(position: jax.Array, first: Any, size: Any) -> jax.Array:
-    """Where labels are in `size` of the classes from `first` on, of where they are in all."""
+    """Index of the labels within `size` classes from `first` on, from their index in all."""
     inside = (position >= first) & (position - first < size)
     return jnp.where(inside, position - first, jnp.minimum(position, ABSENT))
 
 
-def reference_forward(options: Rows, logits: Any, position: Any) -> tuple[Any, ...]:
-    """The four of :class:`Sums`, in plain JAX.
-
-    Args:
-      options: of the pass.
-      logits: (..., V).
-      position: (...), of :func:`position_of`.
-    """
+def reference_forward(options: LossOptions, logits: Any, position: Any) -> tuple[Any, ...]:
+    """The four :class:`Sums` of logits (..., V); `position`, (...), from :func:`position_of`."""
     counted = (position != IGNORED)[..., None]
     capped = options.terms.capped(jnp.where(counted, logits, 0))
     largest = lax.stop_gradient(jnp.max(capped, axis=-1))  # (...)
@@ -202,17 +182,12 @@ def reference_forward(options: Rows, logits: Any, position: Any) -> tuple[Any, .
 
 
 def reference_backward(
-    options: Rows, logits: Any, position: Any, lse: Any, of_softmax: Any, dloss: Any
+    options: LossOptions, logits: Any, position: Any, lse: Any, of_softmax: Any, dloss: Any
 ) -> tuple[Any]:
-    """The gradient of the logits, in their dtype, in plain JAX.
+    """Gradient of logits (..., V), in their dtype, in plain JAX.
 
-    Args:
-      options: of the pass.
-      logits: (..., V).
-      position: (...), of :func:`position_of`.
-      lse: (...), of rows.
-      of_softmax: (...), of :meth:`Terms.of_softmax`.
-      dloss: (...), the cotangents of the losses.
+    The other arrays are (...): `position` from :func:`position_of`, lse, `of_softmax` from
+    :meth:`Terms.of_softmax`, and the cotangents of the losses.
     """
     terms, over = options.terms, lambda v: v[..., None]
     capped = terms.capped(logits)
@@ -229,7 +204,7 @@ def _known(labels: jax.Array, count: int) -> jax.Array:
 
 
 def _here(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """(..., V): whether a class is that of the label."""
+    """Mask (..., V) of the label's class."""
     sharding = jax.typeof(logits).sharding
     explicit = AxisType.Explicit in sharding.mesh.axis_types
     columns = lax.broadcasted_iota(
@@ -241,7 +216,7 @@ def _here(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def losses_of_rows(
     logits: jax.Array, labels: jax.Array, terms: Terms
 ) -> tuple[jax.Array, jax.Array]:
-    """Losses and lse of rows, in plain JAX."""
+    """Losses and lse of rows, in plain JAX: the ``"xla"`` implementation."""
     capped = terms.capped(terms.without_ignored(logits, labels))  # (..., V)
     chosen = jnp.sum(jnp.where(_here(logits, labels), capped, 0), axis=-1)
     lse = jax.nn.logsumexp(capped, axis=-1)

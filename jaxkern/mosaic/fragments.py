@@ -1,4 +1,4 @@
-"""What a lane has of an accumulator: sums of it, and shared memory for it alone.
+"""Per-lane fragments of an accumulator: their sums, and shared memory that only their lane reads.
 
 Of (64, n) in the layout of accumulators a warp has 16 rows, and a lane two rows, 8 apart, of two
 columns in every 8.
@@ -21,15 +21,14 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxkern.mosaic.lanes import LaneOffsets, pointer_of_lane, store_lanes, sum_lanes
 from jaxkern.mosaic.launch import LANES, interpreted
 from jaxkern.mosaic.registers import REF, VECTOR_BYTES, elements, fragmented, inline_mlir, row_type
-from jaxkern.ops.ssd.blocks import ROWS, TILE
-from jaxkern.ops.ssd.tiles import STEP, WARPS
+from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, ROWS, TILE, WARPS
 
 _CONTRACT = arith.FastMathFlags.contract
 _add = functools.partial(arith.addf, fastmath=_CONTRACT)
 
 
 def lane_sums(v: Any, weights: Any = None) -> Any:
-    """(LANES,): the sums of what each lane has of (64, n), in the layout of accumulators.
+    """Sums each lane's elements of (64, n), in the layout of accumulators: (LANES,).
 
     `weights` are for rows, in their layout.
     """
@@ -92,7 +91,7 @@ def _sums_of_row_pairs(v: Any) -> list[Any]:
 def own_shape(columns: int, dtype: Any) -> tuple[int, ...]:
     """The shape of shared memory for :func:`store_own` of (64, columns): vectors of each lane."""
     of_vector = VECTOR_BYTES // jnp.dtype(dtype).itemsize
-    return STEP * columns // LANES // of_vector, LANES, of_vector
+    return ACCUMULATOR_ROWS * columns // LANES // of_vector, LANES, of_vector
 
 
 def store_own(ref: Any, v: Any) -> None:
@@ -116,7 +115,7 @@ def store_own(ref: Any, v: Any) -> None:
 
 def load_own(ref: Any) -> Any:
     """Loads what :func:`store_own` stored."""
-    shape = STEP, math.prod(ref.shape) // STEP
+    shape = ACCUMULATOR_ROWS, math.prod(ref.shape) // ACCUMULATOR_ROWS
     if interpreted():
         return ref[...].reshape(shape)
 

@@ -1,0 +1,491 @@
+"""Tokens on disk, the windows that grain draws from them, and whole runs on tokens."""
+
+import functools
+import itertools
+import json
+import re
+import shutil
+import signal
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxkern.lm import checkpoint, cli, data, loader
+from jaxkern.lm.config import ModelConfig, TrainConfig
+from jaxkern.lm.data import Packed, predicted, sources, tokenizer, write
+from jaxkern.lm.data.corpus import Stream, Windows
+from jaxkern.lm.model import Options
+from jaxkern.lm.report import read_metrics
+from jaxkern.lm.step import batch_loss, make_model, token_weights
+from tests.language_models import command, jit, random_params, refused
+
+WORDS = ["the", "a", "scan", "state", "of", "gate", "chunk", "step", "reads", "é", "\n", "  "]
+
+
+def text(i):
+    rng = np.random.default_rng(i)
+    return " ".join(rng.choice(WORDS, size=rng.integers(1, 40))).lstrip("\n") + f" {i}"
+
+
+TEXTS = [text(i) for i in range(200)]
+TOLD = [*TEXTS[:149], "a marker <|endoftext|> of a .jsonl is text", *TEXTS[150:]]
+
+
+def write_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def root(tmp_path):
+    """200 documents: in lines, in files, and between markers of one."""
+    folder = tmp_path / "text"
+    (folder / "more").mkdir(parents=True)
+    write_lines(folder / "a.jsonl", TOLD[:150])
+    for i in range(150, 180):
+        (folder / "more" / f"{i}.txt").write_text(TOLD[i])
+    (folder / "more" / "marked.txt").write_text("\n<|endoftext|>\n".join(TOLD[180:]))
+    return folder
+
+
+def config_of(root, **flags):
+    return TrainConfig.from_flags({"preset": "micro", "data": (str(root),), "pack": True} | flags)
+
+
+def build(root, out, **flags):
+    return data.build(config_of(root, **flags), out)
+
+
+def texts_of(corpus, *streams):
+    """The texts of some sources of a corpus, or of all."""
+    library, texts = getattr(corpus.tokenizer, "tokenizer", None), []
+    for stream in streams or (*corpus.train, *corpus.held_out):
+        for piece in np.split(stream.tokens, stream.starts[1:]):
+            assert piece[0] == piece[-1] == 0
+            ids = piece[1:-1].tolist()
+            texts.append(library.decode(ids) if library else bytes(ids).decode())
+    return texts
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob("*.*") if path.stem[0] in "01"}
+
+
+def test_the_tokens_are_those_of_tokenising_at_once(root, tmp_path, monkeypatch):
+    """In any number of documents at once, and of long documents in parts."""
+    corpus = build(root, tmp_path / "run", tokenizer="bpe:300")
+    (source,) = corpus.info["sources"]
+    counts = [source["train"], source["validation"]]
+    assert sum(count["documents"] for count in counts) == 200
+    assert sum(count["bytes"] for count in counts) == sum(len(text.encode()) for text in TOLD)
+    (train,), (held_out,) = corpus.train, corpus.held_out
+    learned, held = texts_of(corpus, train), texts_of(corpus, held_out)
+    assert [text for text in TOLD if text in {*learned}] == learned
+    assert [text for text in TOLD if text in {*held}] == held
+    assert sorted(learned + held) == sorted(TOLD)
+    assert 1 <= len(held) <= 25
+    at_once = [[0, *ids, 0] for ids in corpus.tokenizer.encode(learned)]
+    np.testing.assert_array_equal(train.tokens, np.concatenate(at_once))
+    assert (train.tokens.dtype, corpus.info["tokenizer"]["size"]) == (np.uint16, 300)
+    plain = build(root, tmp_path / "bytes")
+    assert texts_of(plain, *plain.train) == learned
+    assert plain.tokens_per_byte == pytest.approx(1, abs=0.03)  # by the ends of documents
+
+    books = [" ".join(text.strip() for text in TEXTS[i::3] * 20) for i in range(3)]
+    path = write_lines(tmp_path / "books.jsonl", books)
+    whole = build(path, tmp_path / "whole", tokenizer=str(next(tmp_path.glob("run/*/bpe*"))))
+    monkeypatch.setattr(sources, "_PART", 6400)
+    monkeypatch.setattr(write, "_AT_ONCE", 9000)
+    parts = build(path, tmp_path / "parts", tokenizer=str(next(tmp_path.glob("run/*/bpe*"))))
+    assert parts.info == whole.info
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "in time"])
+def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
+    root, tmp_path, monkeypatch, saved
+):
+    """Wherever it is killed: what is behind the last save is written again."""
+    (root / "b.txt").write_text(" ".join(TEXTS))
+    monkeypatch.setattr(sources, "_PART", 640)
+    monkeypatch.setattr(write, "_AT_ONCE", 900)
+    monkeypatch.setattr(write, "_SAVE", 0.0 if saved else 1e9)
+    named = {"data": (str(root / "a.jsonl"), str(root / "more"), str(root / "b.txt"))}
+    whole = build(root, tmp_path / "undisturbed", **named)
+    encode, left = tokenizer.Bytes.encode, itertools.count()
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self, texts):
+        if next(left) % 4 == 3:
+            raise Killed
+        return encode(self, texts)
+
+    for kills in itertools.count():
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer.Bytes, "encode", killed)
+            if kills == (6 if saved else 2):
+                patch.setattr(tokenizer.Bytes, "encode", encode)
+            try:
+                again = build(root, tmp_path / "run", **named)
+                break
+            except Killed:
+                assert not data.has_tokens(tmp_path / "run")  # those of bytes cost nothing
+    assert kills > 1
+    assert again.info == whole.info
+    assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
+
+
+def test_ctrl_c_while_tokenising_is_one_line_and_keeps_what_is_done(
+    root, tmp_path, capsys, monkeypatch
+):
+    encode, out = tokenizer.Tokenizer.encode, tmp_path / "run"
+    interrupted = lambda self, texts: (signal.raise_signal(signal.SIGINT), encode(self, texts))[1]
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode", interrupted)
+    argv = ["train", "--preset", "micro", "--data", root, "--tokenizer", "bpe:300", "--out", out]
+    line = command(capsys, *argv, code=128 + signal.SIGINT)
+    assert "jaxkern: stopped (SIGINT): training had not begun; " in line
+    assert "keeps the tokens that are made" in line
+    assert data.has_tokens(out)
+    assert not checkpoint.is_run(out)
+
+
+def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    flags = {"data_cache": str(cache), "tokenizer": "bpe:300"}
+    first = build(root, tmp_path / "a", **flags)
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "_write_source", None)
+        patch.setattr(tokenizer, "train_bpe", None)
+        assert build(root, tmp_path / "b", **flags).info == first.info
+        info = json.loads(json.dumps(first.info))
+        again = data.reopen(config_of(root, **flags), tmp_path / "b", info)
+    assert texts_of(again) == texts_of(first)
+    assert not (tmp_path / "a").exists()
+    build(root, tmp_path / "c", **flags | {"tokenizer": "bpe:301"})
+    assert len([*cache.glob("*/")]) == 2
+    (root / "more" / "150.txt").write_text("other")
+    other = build(root, tmp_path / "d")
+    assert other.info["folder"] != build(root / "more", tmp_path / "d").info["folder"]
+    assert len([*(tmp_path / "d" / "corpus").glob("*/")]) == 1  # no run began with the others
+    words = "are missing or have changed since the run began; name the "
+    refused(words, data.reopen, config_of(root), tmp_path / "d", other.info)
+    next(cache.glob(f"{info['folder']}/0.train.tokens")).write_bytes(b"cut")
+    refused(words, data.reopen, config_of(root, **flags), tmp_path / "b", info)
+    shutil.rmtree(cache)
+    refused(words, data.reopen, config_of(root, **flags), tmp_path / "b", info)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.99])
+def test_no_more_than_a_quarter_is_held_out(tmp_path, share):
+    def text_that(is_held, size):
+        texts = (f"{i:02} " * (int(size * 10000) // 3) for i in range(100))
+        return next(text for text in texts if (write._fraction(text) < 0.05) == is_held)
+
+    path, out = tmp_path / "a.jsonl", tmp_path / "run"
+    write_lines(path, [text_that(True, share), text_that(False, 1 - share)])
+    corpus = build(path, out)
+    by_document = share < 0.25
+    (source,), (train,), (held,) = corpus.info["sources"], corpus.train, corpus.held_out
+    assert source["split"] == ("by document" if by_document else "by position")
+    assert ("(their end)" in corpus.describe()) != by_document
+    size = len(train.tokens) + len(held.tokens)
+    assert size == 2 * 2 + sum(
+        len(json.loads(line)["text"]) for line in path.read_text().splitlines()
+    )
+    assert len(held.tokens) <= size * (0.25 if by_document else 0.05)
+    assert len(train.starts) + len(held.starts) == 2
+    assert build(path, out).info == corpus.info
+
+
+FIRSTS = np.cumsum([0, 3, 4, 2, 9])
+COUNTED = Stream("counted", np.arange(24, dtype=np.uint16), FIRSTS, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("seq_len", [1, 3, 4, 10, 22, 40])
+def test_windows_lose_nothing_and_predict_each_token_once(seq_len):
+    """All but the first of each document; without segments, all but the first of all."""
+    config, seen = functools.partial(config_of, "", seq_len=seq_len, vocab_size=2**17), []
+    windows = Windows(COUNTED, config(tokenizer="bpe:300"))
+    for tokens, segments in (windows[i] for i in range(len(windows))):
+        assert tokens.shape == segments.shape == (seq_len + 1,)
+        assert (tokens.dtype, segments.dtype) == (np.uint32, np.int32)
+        same = segments[1:] == segments[:-1]
+        np.testing.assert_array_equal(tokens[1:][same], tokens[:-1][same] + 1)
+        seen += tokens[1:][same].tolist()
+    assert seen == [i for i in range(24) if i not in FIRSTS]
+    assert predicted(windows[len(windows)]) == 0
+    if seq_len < 24:
+        windows = Windows(COUNTED, config(pack=False, vocab_size=None))
+        found = [windows[i].tokens for i in range(len(windows))]
+        assert {len(tokens) for tokens in found} == {seq_len + 1}
+        assert {*np.concatenate([tokens[1:] for tokens in found]).tolist()} == {*range(1, 24)}
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_window_is_seen_once_in_an_epoch(root, tmp_path, pack):
+    """In an order by the seed, which goes on from a state as if it had not been stopped."""
+    named = (str(root / "a.jsonl"), str(root / "more"))
+    corpus = build(root, tmp_path / "run", pack=pack, data=named)
+    config = functools.partial(config_of, root, pack=pack, seq_len=16, batch_size=4)
+    of_each = [Windows(stream, config()) for stream in corpus.train]
+    there = sorted(windows[i].tokens.tobytes() for windows in of_each for i in range(len(windows)))
+    steps = 3 * len(there) // 4 + 1
+    drawn, batches = [], corpus.batches(config())
+    for step in range(steps):
+        if step == steps // 2:
+            state = json.loads(json.dumps(batches.get_state()))
+        drawn.append(next(batches))
+    assert len(corpus.train) == 1 + pack
+    assert (drawn[0].tokens.shape, drawn[0].tokens.dtype) == ((4, 17), np.uint8)
+    rows = [row.tobytes() for batch in drawn for row in batch.tokens]
+    epochs = [rows[i * len(there) : (i + 1) * len(there)] for i in range(3)]
+    assert all(sorted(epoch) == there for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs} | {tuple(there)}) == 4
+
+    again = corpus.batches(config())
+    again.set_state(state)
+    for batch in drawn[steps // 2 :]:
+        jax.tree.map(np.testing.assert_array_equal, next(again), batch)
+    other = next(corpus.batches(config(seed=1)))
+    assert not np.array_equal(other.tokens, drawn[0].tokens)
+
+
+def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
+    other = write_lines(tmp_path / "b.jsonl", ["b " * 30 + str(i) for i in range(30)])
+    flags = {"data": (f"{root}=0.85", f"{other}=0.15"), "seq_len": 16, "batch_size": 200}
+    corpus = build(root, tmp_path / "a", **flags)
+    assert [stream.name for stream in corpus.train] == ["text", "b.jsonl"]
+    batches = corpus.batches(config_of(root, **flags))
+    of_other = [(row == ord("b")).sum() > 5 for _ in range(5) for row in next(batches).tokens]
+    assert np.mean(of_other) == pytest.approx(0.15, abs=0.005)
+    assert sum(of_other) > len(
+        Windows(corpus.train[1], config_of(root, **flags))
+    )  # it has epochs of its own
+    ratios = [stream.tokens_per_byte for stream in corpus.train]
+    assert corpus.tokens_per_byte == pytest.approx(1 / (0.85 / ratios[0] + 0.15 / ratios[1]))
+
+    flags = {"eval_data": (str(other), str(root / "more"))}
+    corpus = build(root, tmp_path / "b", **flags)
+    assert [stream.name for stream in corpus.held_out] == ["b.jsonl", "more"]
+    assert "(of --eval-data)" in corpus.describe()
+    assert sorted(texts_of(corpus, *corpus.train)) == sorted(TOLD[:150])
+    ((b, batches), (more, _)) = corpus.validation(config_of(root, **flags, eval_batches=2))
+    assert (b.name, more.name, b.share + more.share) == ("b.jsonl", "more", 1)
+    assert len(batches) == 1
+    # A file to validate with is not trained on by another field.
+    other.write_text('{"text": "a", "body": "b"}\n')
+    flags = {"data": (f"{other}:body", str(root)), "eval_data": (str(other),)}
+    refused("b.jsonl:body: all of its files are named before", build, root, tmp_path / "c", **flags)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("batches", [1, 3, 1000])
+def test_validation_is_a_fixed_part_spread_evenly(root, tmp_path, batches, pack):
+    corpus = build(root, tmp_path / "a", pack=pack)
+    (stream,) = corpus.held_out
+    config = functools.partial(config_of, root, pack=pack, seq_len=16)
+    there = len(Windows(stream, config()))
+    ((_, found),) = corpus.validation(config(eval_batches=batches, batch_size=8, grad_accum=2))
+    assert len(found) == max(1, min(2 * batches, there // 4))
+    rows = np.concatenate([batch.tokens for batch in found])
+    assert len({row.tobytes() for row in rows}) == len(rows)
+    np.testing.assert_array_equal(rows[0], stream.tokens[:17])
+    if pack:  # where there are fewer windows than a batch has rows, the others predict nothing
+        ((_, (few,)),) = corpus.validation(config(batch_size=there + 3))
+        assert predicted(few) == len(stream.tokens) - len(stream.starts)
+
+
+def test_too_little_text_and_broken_files_are_named(tmp_path, capsys):
+    path, out = tmp_path / "a.txt", tmp_path / "run"
+    path.write_text("é")
+    refused(r"source a\.txt has 3 tokens; give more text", build, path, out, tokenizer="bpe:300")
+    path.write_bytes(b"a" * (1 << 20) + b"\xff")
+    refused(r"a\.txt: a binary file .*mend it or leave it out", build, path, out)
+    path.write_text(" " * (1 << 20) + "before\0behind")  # beyond what is read of it at first
+    words = rf"^{path}: has a zero byte behind '.*before', .* --tokenizer bpe:32000, .*leave it"
+    refused(words, build, path, out)
+    write_lines(lines := tmp_path / "a.jsonl", [*TEXTS, "before\0behind"])
+    refused("zero byte behind 'before'", build, lines, out)
+    assert "before\0behind" in texts_of(build(lines, out, tokenizer="bpe:300"))
+    lines.write_text(write_lines(lines, TEXTS).read_text() + '{"text": 3}\n')
+    refused(f"^{lines}: line 201 has a number as its .*mend it", build, lines, out)
+
+    few, more = write_lines(tmp_path / "few.jsonl", ["the scan", "reads"]), tmp_path / "more.txt"
+    more.write_text("some words " * 40)
+    words = "training data has 1. tokens, fewer than the 4,097 that --seq-len 4096 needs; lower --s"
+    refused(words, build, few, out, seq_len=4096)
+    build(few, out, data=(str(few), str(more)), seq_len=100)
+    assert "warning: 1 of 2 sources of --data (few.jsonl) have fewer" in capsys.readouterr().out
+    refused("validation data has 22 tokens, fewer than", build, more, out, seq_len=50, pack=False)
+    assert config_of(path).for_tokens(50277).model.vocab_size == 50304
+
+
+def test_two_fields_of_a_file_are_two_sources(tmp_path):
+    path = tmp_path / "text" / "a.jsonl"
+    path.parent.mkdir()
+    records = [{"body": text, "title": f"{text} is the title"} for text in TEXTS]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (path.parent / "empty").touch()
+    named = f"{path}:body", f"{path}:title"
+    corpus = build(tmp_path, tmp_path / "a", data=named)
+    assert [stream.name for stream in corpus.train] == [*named]
+    for source, field in zip(corpus.info["sources"], ("body", "title"), strict=True):
+        size = source["train"]["bytes"] + source["validation"]["bytes"]
+        assert size == sum(len(record[field].encode()) for record in records)
+    # Why files of a folder are skipped is told: a wrong field before what is no text at all.
+    (path.parent / "b.txt").write_text("some words " * 99)
+    reason = f'{path}: line 1 has no "text" of a document, but .*body.*PATH:FIELD'
+    for pack in (True, False):
+        corpus = build(path.parent, tmp_path / "run", pack=pack)
+        told = f"; 2 files without readable text skipped, such as {reason}"
+        assert re.search(told, corpus.describe())
+
+
+def test_every_token_of_a_batch_counts_alike():
+    """Whatever parts and devices it is split in."""
+    shape = ModelConfig(8, 1, d_state=2)
+    loss = functools.partial(batch_loss, make_model(shape, Options()), random_params(shape))
+    alone = lambda mean: mean  # the mean over one device
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 256, (4, 9))
+    whole = Packed(tokens, np.cumsum(rng.random((4, 9)) < [[0.05], [0.9], [0.3], [1.0]], axis=1))
+
+    @jit
+    def of_parts(batch):
+        parts = Packed(*(leaf.reshape(2, 2, 9) for leaf in batch))
+        of_part = lambda part: loss(Packed(*part[:2]), part[2])
+        each = jax.lax.map(of_part, (*parts, token_weights(parts, alone)))
+        return loss(batch, None), each.mean()
+
+    want, got = of_parts(whole)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert of_parts(Packed(tokens, np.arange(36).reshape(4, 9)))[1] == 0  # of padding alone
+    assert token_weights(Packed(tokens), alone) is None
+
+    if len(jax.devices()) > 1:
+        mesh, spec = Mesh(np.array(jax.devices()[:2]), ("batch",)), PartitionSpec("batch")
+        mean = lambda value: jax.lax.pmean(value, "batch")
+        f = lambda batch: mean(loss(batch, token_weights(batch, mean)))
+        specs = {"in_specs": spec, "out_specs": PartitionSpec(), "check_vma": False}
+        got = jit(jax.shard_map(f, mesh=mesh, **specs))(whole)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def argv(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    a, b, c, d = (
+        write_lines(folder / f"{name}.jsonl", [text(60 * i + j) for j in range(60)])
+        for i, name in enumerate("abcd")
+    )
+    flags = ["train", "--preset", "micro", "--tokenizer", "bpe:300", "--data", f"{a}=3", f"{b}=1"]
+    flags += ["--eval-data", c, d, "--steps", 8, "--checkpoint-every", 4, "--eval-every", 4]
+    return [str(flag) for flag in [*flags, "--grad-accum", 2, "--eval-batches", 2, "--out"]]
+
+
+@pytest.fixture(scope="module")
+def finished(argv, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    assert cli.main([*argv, str(out)]) == 0
+    return out
+
+
+def losses(folder):
+    records = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records]
+
+
+@pytest.mark.exhaustive
+def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, capsys):
+    first, *_, last = read_metrics(finished / "metrics.jsonl")
+    assert last["validation_loss"] < first["validation_loss"]
+    assert last["validation_perplexity"] == pytest.approx(np.exp(last["validation_loss"]))
+    each = [last[f"validation_loss/{name}"] for name in ("c.jsonl", "d.jsonl")]
+    for name, loss in zip(("c.jsonl", "d.jsonl"), each, strict=True):
+        assert last[f"validation_perplexity/{name}"] == pytest.approx(np.exp(loss))
+    assert min(each) <= last["validation_loss"] <= max(each)
+    stored = checkpoint.read_config(finished)
+    assert stored["flags"]["vocab_size"] == stored["model"]["vocab_size"] == 320
+    assert stored["data"]["tokenizer"] == {"begin": 0, "end": 0, "size": 300}
+    # A loss of bytes is one of tokens by how many there are of each.
+    ratio = last["validation_bits_per_byte"] * np.log(2) / last["validation_loss"]
+    assert 0.2 < ratio < 0.9
+
+    model = loader.load(finished)
+    ids = model.encode("the scan reads é")
+    assert ids[0] == 0
+    assert len(ids) < len("the scan reads é")
+    assert model.decode(ids) == "the scan reads é"
+    assert (model.codec.ends, model.codec.encode("")) == ({0}, [0])
+    written = model.generate("the scan", length=5, temperature=0)
+    options = ["--length", 5, "--temperature", 0]
+    printed = command(capsys, "sample", "--run", finished, "--prompt", "the scan", *options)
+    assert printed == f"the scan{written}\n"
+    lost = shutil.copytree(finished, tmp_path / "it's lost")
+    (lost / "tokenizer.json").unlink()
+    argv = ["sample", "--run", lost, *options]
+    line = command(capsys, *argv, code=1)
+    assert "it's lost has lost its tokenizer.json, by which its model reads and writes" in line
+    assert command(capsys, "train", "--resume", "--steps", 9, "--out", lost, code=1) == line
+    subprocess.run(line.partition("with: ")[2], shell=True, check=True)  # what it says
+    command(capsys, *argv)
+    shutil.rmtree(lost / "corpus")
+    (lost / "tokenizer.json").unlink()
+    line = command(capsys, *argv, code=1)
+    assert "put it back from a backup, its --data-cache, or a folder that jaxkern export" in line
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(finished, tmp_path, capsys):
+    out, cache = shutil.copytree(finished, tmp_path / "copied"), tmp_path / "cache"
+    shutil.rmtree(out / "checkpoints" / "8")
+    resume = ["train", "--resume", "--out", out]
+    shown = command(capsys, *resume)
+    assert all(told in shown for told in ("continued from step 4", " · perplexity ", "(c.jsonl "))
+    assert losses(out) == losses(finished)
+    shutil.rmtree(next((out / "corpus").glob("*/")))
+    line = command(capsys, *resume, "--steps", 9, code=1)
+    assert "--data-cache, or start a new run" in line
+    shutil.copytree(finished / "corpus", cache)
+    line = command(capsys, *resume, "--tokenizer", "bytes", code=1)
+    assert "--tokenizer bytes differs from the run's bpe:300" in line
+    # It is found there, and has all its steps.
+    assert "already trained for 8 steps" in command(capsys, *resume, "--data-cache", cache)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="one device cannot share a batch")
+def test_two_devices_see_the_batches_of_one(argv, finished, tmp_path):
+    assert cli.main([*argv, str(tmp_path / "two"), "--devices", "2"]) == 0
+    for one, two in zip(losses(finished), losses(tmp_path / "two"), strict=True):
+        assert one.keys() == two.keys()
+        np.testing.assert_allclose([*one.values()], [*two.values()], rtol=1e-4)
+
+
+def test_what_a_run_on_tokens_cannot_begin_with(argv, tmp_path, capsys, monkeypatch):
+    """Each is told before a tokenizer is trained, and leaves no folder behind."""
+    out = tmp_path / "run"
+    (tmp_path / "file").touch()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(tokenizer, "train_bpe", lambda *_, **__: 1 / 0)
+    size = "the size must be a whole number from 257 to 2\\^24"
+    for flags, words in (
+        ("--tokenizer bpe:256", f"--tokenizer bpe:256: {size}"),
+        ("--tokenizer bpe:many", f"--tokenizer bpe:many: {size}"),
+        ("--tokenizer x.json", "--tokenizer x.json: no such tokenizer; give bytes, bpe:32000"),
+        (f"--tokenizer {tmp_path}", r"tokenizer\.json cannot be read .*give a tokenizer\.json of"),
+        ("--eval-data nowhere", "--eval-data nowhere: no such file or folder"),
+        ("--data a=1 b", "some have a weight and some do not; write =WEIGHT"),
+        ("--tokenizer bytes --vocab-size 512", "512: bytes are 256 tokens; leave it"),
+        ("--vocab-size 299", "--vocab-size 299 is less than the 300 tokens of --token"),
+        ("--profile 7:3", "--profile 7:3 are steps 7 to 9, and those to come are 1 to 8"),
+        (f"--data-cache {tmp_path}/file/a", "/file/a cannot be written to .Not a dir"),
+    ):
+        (line,) = command(capsys, *argv, out, *flags.split(), code=1).splitlines()
+        assert re.search(words, line), line
+        assert not out.exists()
