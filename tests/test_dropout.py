@@ -183,7 +183,7 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
     """What a device of a mesh launches for its block of the array, here the last one."""
     x = normal(shape, "float32")
     want = dropped(x)
-    options = reference.Options("dropout", None, "mosaic", shape)
+    options = reference.DropoutOptions("dropout", None, "mosaic", shape)
     here = options if check.ON_GPU else dataclasses.replace(options, mode="interpret")
     seeds = op._key_words(KEY), op._rate_words(0.3)
     sizes = [n // p for n, p in zip(shape, parts, strict=True)]

@@ -336,7 +336,7 @@ def test_norm_lowers_for_cuda(op, n):
 def test_norm_sums_of_bounded_size(m):
     """The parts of dw and db do not grow with the rows."""
     for n in (64, 256, 1000, 1024, 4096, 16384, 262144):
-        tile = tiles.backward(tiles.Sizes(m, 1, n, 2, (2, 2), (4,), plain=True), 1)
+        tile = tiles.backward(tiles.NormSizes(m, 1, n, 2, (2, 2), (4,), plain=True), 1)
         assert tile.clusters <= 8 * 132
         assert tile.clusters * n <= max(132 * 4096 * 2, 132 * n)
 
@@ -370,7 +370,7 @@ def test_forward_in_clusters(stages, params_in, waves, sums_ahead):
     with interpreter():
         row = long_row(1024, 4, 4, 2, 2)
         assert (row.warpgroups, row.windows_per_warpgroup) == (2, 2)
-        tile = tiles.Forward(row, 2, stages, params_in, waves, sums_ahead)
+        tile = tiles.NormForwardTile(row, 2, stages, params_in, waves, sums_ahead)
         got = launch_fwd(NormOptions(*options), **arrays, tile=tile)[:2]
     want = jaxkern.layer_norm(**arrays, implementation="xla")
     for a, b in zip(got, want, strict=True):

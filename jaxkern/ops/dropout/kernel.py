@@ -19,7 +19,7 @@ from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.ops.curves import CURVES, NOT_THROUGH_ZERO, kernel_functions
 from jaxkern.ops.dropout.reference import (
     GROUP,
-    Options,
+    DropoutOptions,
     Pair,
     add,
     flat_index,
@@ -31,7 +31,7 @@ from jaxkern.ops.dropout.reference import (
 
 
 def launch_forward(
-    options: Options, x: Any, residual: Any, *seeds: Any, sliced: bool = False
+    options: DropoutOptions, x: Any, residual: Any, *seeds: Any, sliced: bool = False
 ) -> tuple[Any, ...]:
     if x.size == 0:
         return reference_forward(options, x, residual, *seeds)
@@ -137,7 +137,7 @@ def _bits_of_unit(words: list[Any], units: Any, vec: int) -> list[Any]:
 
 
 def launch_backward(
-    options: Options, x: Any, dout: Any, *seeds: Any, sliced: bool = False
+    options: DropoutOptions, x: Any, dout: Any, *seeds: Any, sliced: bool = False
 ) -> tuple[Any, ...]:
     if dout.size == 0:
         return reference_backward(options, x, dout, *seeds)

@@ -47,7 +47,7 @@ from jaxkern.elementwise.launch import unsupported
 from jaxkern.ops.curves import Activation, check_activation, recomputing
 from jaxkern.ops.dropout.kernel import launch_backward, launch_forward
 from jaxkern.ops.dropout.reference import (
-    Options,
+    DropoutOptions,
     positions_of,
     reference_backward,
     reference_forward,
@@ -111,7 +111,7 @@ def dropout(
     x = check_floating("x", x)
     curve_name = check_activation(activation)
     mode = resolve(implementation, unsupported(x=x), op="dropout")
-    return _dropped(x, None, rate, key, Options("dropout", curve_name, mode))
+    return _dropped(x, None, rate, key, DropoutOptions("dropout", curve_name, mode))
 
 
 @public_op
@@ -153,10 +153,10 @@ def dropout_add(
     x = check_floating("x", x)
     residual = check_array("residual", residual, x.shape, "that of x")
     mode = resolve(implementation, unsupported(x=x, residual=residual), op="dropout_add")
-    return _dropped(x, residual, rate, key, Options("dropout_add", None, mode))
+    return _dropped(x, residual, rate, key, DropoutOptions("dropout_add", None, mode))
 
 
-def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: Options) -> jax.Array:
+def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: DropoutOptions) -> jax.Array:
     if x.ndim == 0:
         row = None if residual is None else residual.reshape(1)
         return _dropped(x.reshape(1), row, rate, key, options).reshape(())
@@ -168,7 +168,7 @@ def _dropped(x: Any, residual: Any, rate: Any, key: Any, options: Options) -> ja
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _plain_dropout(options: Options, *args: Any) -> jax.Array:
+def _plain_dropout(options: DropoutOptions, *args: Any) -> jax.Array:
     plain = lambda *args: reference_forward(options, *args, *positions_of(options.shape))[0]
     return recomputing(plain)(*args)
 
@@ -242,7 +242,7 @@ class _Types:
 
 
 @Differentiable
-def _dropout(x: Any, residual: Any, seeds: Any, options: Options) -> jax.Array:
+def _dropout(x: Any, residual: Any, seeds: Any, options: DropoutOptions) -> jax.Array:
     return _dropout_fwd(x, residual, seeds, options)[0]
 
 
@@ -264,7 +264,7 @@ _dropout.defvjp(_dropout_fwd, _dropout_bwd)
 _dropout_jit = jax.jit(_dropout, static_argnums=3)
 
 
-def _factors_in(options: Options) -> tuple[str, ...]:
+def _factors_in(options: DropoutOptions) -> tuple[str, ...]:
     """Two arrays, the words of key and rate, and an index for each axis."""
     return "...", "...", "y", "z", *(f".{i}" for i in range(len(options.shape)))
 

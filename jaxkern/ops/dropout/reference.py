@@ -22,7 +22,7 @@ Pair = tuple[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class DropoutOptions:
     """What the passes are compiled for.
 
     Attributes:
@@ -41,7 +41,7 @@ class Options:
 
 
 def reference_forward(
-    options: Options, x: Any, residual: Any, key: Any, rate: Any, *positions: Any
+    options: DropoutOptions, x: Any, residual: Any, key: Any, rate: Any, *positions: Any
 ) -> tuple[Any]:
     f32 = wide(*(a for a in (x, residual) if a is not None))
     v = x.astype(f32)
@@ -52,7 +52,7 @@ def reference_forward(
 
 
 def reference_backward(
-    options: Options, x: Any, dout: Any, key: Any, rate: Any, *positions: Any
+    options: DropoutOptions, x: Any, dout: Any, key: Any, rate: Any, *positions: Any
 ) -> tuple[Any]:
     f32 = wide(dout if x is None else x, dout)
     dropped = _drop(options, key, rate, positions, dout.astype(f32))
@@ -62,7 +62,7 @@ def reference_backward(
     return (dropped.astype(options.dtype),)
 
 
-def _drop(options: Options, key: Any, rate: Any, positions: Any, v: jax.Array) -> jax.Array:
+def _drop(options: DropoutOptions, key: Any, rate: Any, positions: Any, v: jax.Array) -> jax.Array:
     """m · v / (1 − p)."""
     kept = random_bits(options.shape, key, positions) >= rate[0]
     return jnp.where(kept, v * scale_of(rate[0], v.dtype), 0.0)

@@ -34,18 +34,18 @@ from jaxkern.ops.norm.reference import (
     times,
 )
 from jaxkern.ops.norm.rows import LongRow, ShortRows
-from jaxkern.ops.norm.tiles import TMA_BOX, Backward, Forward
+from jaxkern.ops.norm.tiles import TMA_BOX, NormBackwardTile, NormForwardTile
 
 # A block, its stream of tiles and its parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What the kernels' code works with.
+    """The arrays, registers and position of one block of a kernel.
 
     Attributes:
       options: of the pass.
-      tile: of the pass, :class:`Forward` or :class:`Backward`.
+      tile: of the pass, :class:`NormForwardTile` or :class:`NormBackwardTile`.
       regs: what loads, stores and sums the tile's windows: of short rows or of a long row.
       m: rows.
       cluster: index of this block's cluster among those that go through the group's rows; a block
@@ -169,7 +169,7 @@ class TileStream:
 
 
 def ring_scratch(
-    tile: Forward | Backward, inputs: dict[str, Any], names: list[str]
+    tile: NormForwardTile | NormBackwardTile, inputs: dict[str, Any], names: list[str]
 ) -> dict[str, Any]:
     """The rings' shared memory; reshapes the inputs that go through them into boxes of the TMA."""
     if not tile.stages:
@@ -226,7 +226,7 @@ class Params:
 
 
 def param_scratch(
-    tile: Forward | Backward, inputs: dict[str, Any], names: list[str]
+    tile: NormForwardTile | NormBackwardTile, inputs: dict[str, Any], names: list[str]
 ) -> dict[str, Any]:
     """Shared memory in which each warpgroup keeps its windows of the parameters `names`."""
     rows = tile.rows
@@ -245,7 +245,7 @@ def launch(
     kernel: Callable[[Block], None],
     name: str,
     options: NormOptions,
-    tile: Forward | Backward,
+    tile: NormForwardTile | NormBackwardTile,
     inputs: dict[str, Any],
     outs: dict[str, Any],
     *,
@@ -271,7 +271,7 @@ def launch(
     m = inputs[streams[0]].size // width
     arrays = {k: by_groups(options, tile, k, v) for k, v in inputs.items() if v is not None}
     made = {k: v for k, v in outs.items() if v is not None}
-    scratch = rows.scratch(row_sums, param_sums=isinstance(tile, Backward))
+    scratch = rows.scratch(row_sums, param_sums=isinstance(tile, NormBackwardTile))
     scratch |= param_scratch(tile, arrays, params)
     scratch |= ring_scratch(tile, arrays, streams)
     absent = dict.fromkeys([*inputs, *outs])
@@ -308,7 +308,9 @@ def launch(
     return dict.fromkeys(outs) | dict(zip(made, results, strict=True))
 
 
-def by_groups(options: NormOptions, tile: Forward | Backward, name: str, a: Any) -> Any:
+def by_groups(
+    options: NormOptions, tile: NormForwardTile | NormBackwardTile, name: str, a: Any
+) -> Any:
     """An input's rows as (M, G, N / G), a parameter as (G, N / G), a statistic as (M, G).
 
     Where a window of a long row is longer than a group, the group is padded.
@@ -329,7 +331,9 @@ def without_groups(options: NormOptions, a: Any, shape: tuple[int, ...]) -> Any:
     return None if a is None else a[..., : options.group_size].reshape(shape)
 
 
-def grouped_type(options: NormOptions, tile: Forward | Backward, x: Any) -> jax.ShapeDtypeStruct:
+def grouped_type(
+    options: NormOptions, tile: NormForwardTile | NormBackwardTile, x: Any
+) -> jax.ShapeDtypeStruct:
     """(M, G, N / G), the type of `x` as the kernel has it."""
     return jax.eval_shape(lambda x: by_groups(options, tile, "x", x), x)
 
@@ -347,12 +351,12 @@ def launch_fwd(
     weight: Any,
     bias: Any,
     gate: Any,
-    tile: tiles.Forward | None = None,
+    tile: tiles.NormForwardTile | None = None,
 ):
     if x.size == 0:
         return reference_fwd(options, x, residual, weight, bias, gate)
     inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias, "gate": gate}
-    tile = tile or tiles.forward(tiles.Sizes.of(options, inputs, _FORWARD_STREAMS, _PARAMS))
+    tile = tile or tiles.forward(tiles.NormSizes.of(options, inputs, _FORWARD_STREAMS, _PARAMS))
     full = grouped_type(options, tile, x)
     stat = jax.ShapeDtypeStruct(full.shape[:2], jnp.float32)
     outs: dict[str, Any] = {"out": full, "h": None, "mean": None, "rstd": stat}
@@ -381,7 +385,7 @@ def launch_fwd(
 
 
 class _ForwardWindow(NamedTuple):
-    """What the forward holds of a window: (rows, size) of short rows, (size,) of a long one.
+    """A window in the forward's registers: (rows, size) of short rows, (size,) of a long one.
 
     Attributes:
       v: what is normalised, fp32.
@@ -528,7 +532,7 @@ def launch_bwd(
     sloped = options.activation or (gate is not None and options.norm_before_gate)
     params = ["weight", "bias"] if sloped else ["weight"]
     tile = tiles.backward(
-        tiles.Sizes.of(options, inputs, _BACKWARD_STREAMS, params), len(gradients)
+        tiles.NormSizes.of(options, inputs, _BACKWARD_STREAMS, params), len(gradients)
     )
     full = grouped_type(options, tile, h)
     of_cluster = jax.ShapeDtypeStruct((tile.clusters, *full.shape[1:]), jnp.float32)

@@ -1,6 +1,6 @@
 """The norms in plain JAX: the specification, the ``"xla"`` implementation and the kernels' twin.
 
-Also what devices compute that have a part of each row: they add up the rows' sums (`Parts`).
+With `NormParts`, devices that each have a part of every row add up the sums of the rows.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ def times(x: Any, scale: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class NormRows:
     """How the statistics of rows are found of which this device has every element."""
 
     def grouped(self, options: NormOptions, x: Any) -> Any:
@@ -140,7 +140,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts(Rows):
+class NormParts(NormRows):
     """Rows that are split between devices: each has as many neighbouring elements of every row.
 
     A part has several whole groups, or several parts have one.
@@ -183,7 +183,7 @@ def reference_fwd(
     weight: Any,
     bias: Any,
     gate: Any,
-    rows: Rows = Rows(),
+    rows: NormRows = NormRows(),
 ):
     """(out, h, mean, rstd): h is x + residual, None without one; mean is None uncentred."""
     h = x
@@ -211,7 +211,7 @@ def reference_bwd(
     rstd: Any,
     dout: Any,
     dh: Any,
-    rows: Rows = Rows(),
+    rows: NormRows = NormRows(),
 ):
     """(dx, dresidual, dweight, dbias, dgate); dresidual is None where it is dx."""
     shape, wide_gate, dout = h.shape, _wide(gate), _wide(dout)
@@ -261,14 +261,14 @@ def _unfit(options: NormOptions, parts: int, x: Any, *_: Any) -> str | None:
 
 def _forward_part(run: Any, axes: Axes, options: NormOptions, *arrays: Any) -> Any:
     del run
-    out, h, mean, rstd = reference_fwd(options, *arrays, rows=Parts(axes))
+    out, h, mean, rstd = reference_fwd(options, *arrays, rows=NormParts(axes))
     first = is_first(axes)  # every device has all statistics, and they are added up
     return out, h, only_if(first, mean), only_if(first, rstd)
 
 
 def _backward_part(run: Any, axes: Axes, options: NormOptions, *arrays: Any) -> Any:
     del run
-    return reference_bwd(options, *arrays, rows=Parts(axes))
+    return reference_bwd(options, *arrays, rows=NormParts(axes))
 
 
 FORWARD_PARTS = Sequence(_forward_part, _unfit, factor="n")

@@ -25,7 +25,7 @@ ParamsIn = Literal["registers", "shared", "global"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
+class NormForwardTile:
     """Tiles of the forward.
 
     Attributes:
@@ -59,7 +59,7 @@ class Forward:
 
 
 @dataclasses.dataclass(frozen=True)
-class Backward:
+class NormBackwardTile:
     """Tiles of the backward.
 
     Attributes:
@@ -93,7 +93,7 @@ class Backward:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class NormSizes:
     """What the tiles depend on.
 
     Attributes:
@@ -115,7 +115,7 @@ class Sizes:
     @classmethod
     def of(
         cls, options: NormOptions, inputs: dict[str, Any], streams: list[str], params: list[str]
-    ) -> "Sizes":
+    ) -> "NormSizes":
         """Those of a pass's `inputs` by name, None where absent; `streams` and `params` of them."""
         sizes = {k: v.dtype.itemsize for k, v in inputs.items() if v is not None}
         shape = inputs[streams[0]].shape
@@ -146,7 +146,7 @@ class Sizes:
 # Forward
 
 
-def forward(s: Sizes) -> Forward:
+def forward(s: NormSizes) -> NormForwardTile:
     per_lane = 32 // len(s.streams)  # registers hold the windows of every stream
     rows = short_rows(s.n, per_lane * LANES, s.itemsize) if s.n <= _SHORT else None
     if rows and s.m >= rows.rows:
@@ -168,7 +168,7 @@ def forward(s: Sizes) -> Forward:
     elif not s.plain:
         waves = None if alone else _in_waves(s, rows, 2, 0.8)
     elif one and s.n < 4096:
-        return Forward(rows)  # 2048: 95
+        return NormForwardTile(rows)  # 2048: 95
     elif 4096 < s.n <= 6144:
         # 5120: 96, 93 by 40 elements a lane; 81, 79 by two warpgroups.
         waves = _rows_per_block(s, s.long_row(2 * per_lane, 32, 4), 2 if one else 3)
@@ -177,10 +177,10 @@ def forward(s: Sizes) -> Forward:
         # in equal shares for all blocks; 8192: 96 with one parameter.
         waves = _rows_per_block(s, rows, 2)
     # 8192: 96 with two parameters.
-    return waves or Forward(_rereading(s, per_lane), params_in="global")
+    return waves or NormForwardTile(_rereading(s, per_lane), params_in="global")
 
 
-def _forward_short(s: Sizes, rows: ShortRows) -> Forward:
+def _forward_short(s: NormSizes, rows: ShortRows) -> NormForwardTile:
     one, alone = len(s.params) < 2, not s.plain and len(s.streams) == 1
     # 1024: 89, 86 through the ring, in waves; 87, 84 in equal shares.
     if not alone and (waves := _in_waves(s, rows, 4, 0.8)):
@@ -191,10 +191,10 @@ def _forward_short(s: Sizes, rows: ShortRows) -> Forward:
         if blocks:
             return blocks
     # 256: 82, 73 by a block for 16 rows, all in one wave; 12 less where a second one is needed.
-    return Forward(rows, params_in="registers" if one else "global")
+    return NormForwardTile(rows, params_in="registers" if one else "global")
 
 
-def _forward_longest(s: Sizes, per_lane: int) -> Forward:
+def _forward_longest(s: NormSizes, per_lane: int) -> NormForwardTile:
     """Rows that a block of four warpgroups does not hold by `per_lane` elements a lane."""
     one, several = len(s.params) < 2, len(s.streams) > 1
     wide = _rereading(s, 2 * per_lane)
@@ -203,28 +203,28 @@ def _forward_longest(s: Sizes, per_lane: int) -> Forward:
         # to 90, and with two parameters 95, 74, 76.
         blocks = _rows_per_block(s, s.long_row(2 * per_lane, 32, 4), 2) if s.n < 32768 else None
         # 32768: 89 by a block a row; clusters give 72, and with two parameters 89.
-        return blocks or Forward(wide, params_in="global")
+        return blocks or NormForwardTile(wide, params_in="global")
     return _forward_clusters(s, s.long_row(per_lane, 32, 4), several)
 
 
-def _forward_clusters(s: Sizes, rows: LongRow, several: bool = False) -> Forward:
+def _forward_clusters(s: NormSizes, rows: LongRow, several: bool = False) -> NormForwardTile:
     """The forward of few rows, or of rows of several blocks each; `several` arrays are read."""
     if rows.blocks == 1:
-        return Forward(rows)
+        return NormForwardTile(rows)
     clusters = max(1, min(s.m, resident_clusters(1, rows) // s.groups))
     stages = ring_stages(rows, s.row_bytes, 1) if s.boxed else 0
     if not stages:
-        return Forward(rows, clusters, params_in="global")
+        return NormForwardTile(rows, clusters, params_in="global")
     # 131072: 82 with two parameters by sums ahead, 76 otherwise; 89 with one, without.
     # 262144: 87, 79 by sums ahead; 84, 62 otherwise.
     large = rows.blocks >= (16 if len(s.params) < 2 else 8)
     if rows.disjoint and stages > 2 and (several or large):
-        return Forward(rows, clusters, stages if several else 3, sums_ahead=True)
+        return NormForwardTile(rows, clusters, stages if several else 3, sums_ahead=True)
     # 65536: 90, 87 by two rows on their way; 87 with one parameter by more.
-    return Forward(rows, clusters, 2)
+    return NormForwardTile(rows, clusters, 2)
 
 
-def _rereading(s: Sizes, per_lane: int) -> LongRow:
+def _rereading(s: NormSizes, per_lane: int) -> LongRow:
     """For weight and bias that are read again from global memory.
 
     Lanes of 8 bf16 would read half of every sector of an fp32 weight at a time.
@@ -232,13 +232,15 @@ def _rereading(s: Sizes, per_lane: int) -> LongRow:
     return s.long_row(per_lane, 8, 4, widest=4)
 
 
-def _rows_per_block(s: Sizes, rows: LongRow, each: int) -> Forward | None:
+def _rows_per_block(s: NormSizes, rows: LongRow, each: int) -> NormForwardTile | None:
     """`each` rows a block, two of them on their way at a time."""
     fits = s.boxed and ring_stages(rows, s.row_bytes, 2)
-    return Forward(rows, -(-s.m // each), 2) if fits else None
+    return NormForwardTile(rows, -(-s.m // each), 2) if fits else None
 
 
-def _in_waves(s: Sizes, rows: ShortRows | LongRow, per_sm: int, first: float) -> Forward | None:
+def _in_waves(
+    s: NormSizes, rows: ShortRows | LongRow, per_sm: int, first: float
+) -> NormForwardTile | None:
     """`per_sm` blocks a multiprocessor at a time; the part `first` of all tiles in one wave.
 
     Multiprocessors get unequal shares of the bandwidth, so equal shares of the rows take unequal
@@ -252,13 +254,13 @@ def _in_waves(s: Sizes, rows: ShortRows | LongRow, per_sm: int, first: float) ->
     waves = [max(1, round(first * each))]
     while sum(waves) < each:
         waves.append((each - sum(waves) + 1) // 2)
-    return Forward(rows, clusters, stages, waves=tuple(waves))
+    return NormForwardTile(rows, clusters, stages, waves=tuple(waves))
 
 
 # Backward
 
 
-def backward(s: Sizes, sums: int) -> Backward:
+def backward(s: NormSizes, sums: int) -> NormBackwardTile:
     """The tiles of the backward; `sums` parameters have a gradient, and decide like parameters."""
     if s.n <= _SHORT:
         rows = short_rows(s.n, 4096 * 4 // max(4, s.row_bytes), s.itemsize)
@@ -267,7 +269,7 @@ def backward(s: Sizes, sums: int) -> Backward:
             # than they gain.
             stages = ring_stages(rows, s.row_bytes, 2) if s.boxed else 0
             clusters = max(1, min(rows.tiles(s.m), resident_clusters(2, rows) // s.groups))
-            return Backward(rows, clusters, stages, True, "registers")
+            return NormBackwardTile(rows, clusters, stages, True, "registers")
     if s.n <= 4096 and s.plain:
         if sums < 2:
             # 2048: 89 by four blocks a multiprocessor; 4096: 95 by two. Throttled, 6 more.
@@ -292,7 +294,7 @@ def backward(s: Sizes, sums: int) -> Backward:
     return _backward_longest(s, sums)
 
 
-def _backward_longest(s: Sizes, sums: int) -> Backward:
+def _backward_longest(s: NormSizes, sums: int) -> NormBackwardTile:
     simple = s.plain and sums < 2
     if not s.boxed:
         return _backward(s, 32, 8, 4, "global", simple)
@@ -319,7 +321,7 @@ def _backward_longest(s: Sizes, sums: int) -> Backward:
 
 
 def _backward(
-    s: Sizes,
+    s: NormSizes,
     per_lane: int,
     window: int,
     spread: int,
@@ -329,7 +331,7 @@ def _backward(
     per_sm: int = 1,
     most: int = _STAGES,
     throttled: bool = False,
-) -> Backward:
+) -> NormBackwardTile:
     """Long rows, with as many stages as fit, of at most `most`."""
     rows = s.long_row(per_lane, window, spread)
     clusters = max(1, min(s.m, resident_clusters(per_sm, rows) // s.groups))
@@ -341,7 +343,7 @@ def _backward(
     stages = min(most, ring_stages(rows, s.row_bytes, per_sm, kept, most)) if s.boxed else 0
     if not s.boxed and params_in == "shared":
         params_in = "global"
-    return Backward(rows, clusters, stages, keep, params_in, throttled)
+    return NormBackwardTile(rows, clusters, stages, keep, params_in, throttled)
 
 
 # What fits
