@@ -16,7 +16,7 @@ import jaxkern
 from bench.modules import kernel_modules
 from jaxkern.elementwise import philox as generator
 from jaxkern.mosaic.launch import interpreter
-from jaxkern.ops.dropout import forward, op, reference
+from jaxkern.ops.dropout import kernel, op, reference
 from tests import check
 from tests.pairs import combinations
 from tests.test_activations import PLAIN, cases, exhaustive, gradients, normal, oracle_of
@@ -190,9 +190,9 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
     where = tuple(slice(n - size, n) for n, size in zip(shape, sizes, strict=True))
     args = x[where], None, *seeds, *(jnp.arange(s.start, s.stop, dtype="uint32") for s in where)
     with contextlib.nullcontext() if check.ON_GPU else interpreter():
-        (got,) = jax.jit(functools.partial(forward.launch_forward, here))(*args)
+        (got,) = jax.jit(functools.partial(kernel.launch_forward, here))(*args)
     np.testing.assert_array_equal(got, want[where])
-    assert len(kernel_modules(functools.partial(forward.launch_forward, options), *args)) == 1
+    assert len(kernel_modules(functools.partial(kernel.launch_forward, options), *args)) == 1
 
 
 def test_positions_beyond_32_bits():
