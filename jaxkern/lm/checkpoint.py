@@ -270,7 +270,8 @@ class Saver:
     """Writes the checkpoints of a run while its steps go on.
 
     Where devices have room for a copy of the arrays beside a step, the step after overwrites them
-    at once and orbax reads the copy; else it waits until orbax has brought them to the host.
+    at once and orbax reads the copy, which takes the host some tenths of a second: `write` does it
+    when the devices have steps to compute. Else the step after waits until orbax has the arrays.
 
     Args:
         run: the run's folder.
@@ -287,15 +288,27 @@ class Saver:
             self._folder.mkdir(parents=True, exist_ok=True)
         peers.share(lambda: None)  # all see it
         options = {"max_to_keep": keep, "cleanup_tmp_directories": True}
-        self._manager = _manager(run, peers, beside=like is not None, **options)
+        self._beside = like is not None
+        self._manager = _manager(run, peers, beside=self._beside, **options)
+        self._begun: tuple[int, Any, dict[str, Any]] | None = None
 
     def start(self, step: int, state: Any, data: dict[str, Any]) -> None:
         """Begin the checkpoint of a step, when the one before is whole."""
+        self.write()
+        self._begun = step, self._copy(state), data
+        if not self._beside:
+            self.write()
+
+    def write(self) -> None:
+        """Hand what was begun to orbax, which goes on by itself."""
         import orbax.checkpoint as ocp
 
+        if self._begun is None:
+            return
+        (step, state, data), self._begun = self._begun, None
         with written(self._folder / str(step)):
-            arrays = ocp.args.PyTreeSave(self._copy(state))
-            args = ocp.args.Composite(state=arrays, data=ocp.args.JsonSave(data))
+            arrays, data_of = ocp.args.PyTreeSave(state), ocp.args.JsonSave(data)
+            args = ocp.args.Composite(state=arrays, data=data_of)
             self._manager.save(step, args=args, force=True)
 
     def check(self) -> None:
@@ -305,6 +318,7 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the checkpoint that was begun is whole and on disk; raise what went wrong."""
+        self.write()
         with written(self._folder):
             self._manager.wait_until_finished()
 

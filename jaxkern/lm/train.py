@@ -350,12 +350,15 @@ class Trainer:
                 pending.append((done, metrics))
                 if len(pending) > _AHEAD:  # so that a signal need not wait for many steps
                     jax.block_until_ready(pending[-_AHEAD][1])
+                if len(pending) == _AHEAD // 2:  # enough for the devices to compute meanwhile
+                    saver.write()
                 evaluating = done == config.steps or done % config.eval_every == 0
                 saving = done == config.steps or done % config.checkpoint_every == 0
                 signum = self.peers.stop_after(done)
                 asked = signum is not None
                 if not (evaluating or saving or asked or done % config.log_every == 0):
                     continue  # the host runs ahead of the device
+                saver.write()
                 records, pending = self._fetch(pending, speed, per_byte), []
                 if evaluating:
                     records[-1] |= evaluate(state.params)
