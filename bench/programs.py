@@ -171,7 +171,7 @@ def compiled(gpu: Gpu, task: Task) -> Result:
 
 def lowered_training(training: Training, gpu: Gpu) -> Any:
     """The training step of :data:`PER_DEVICE` sequences for each part of the batch, lowered."""
-    from jaxkern.lm.config import PRESETS, TrainConfig, axes_of
+    from jaxkern.lm.config import TrainConfig, axes_of
     from jaxkern.lm.program import Placement, lowered_step
 
     axes = axes_of(training.mesh) if training.mesh else {}
@@ -182,13 +182,10 @@ def lowered_training(training: Training, gpu: Gpu) -> Any:
         "batch_size": PER_DEVICE * training.devices // (axes.get("tensor", 1) * parts),
         "mesh": training.mesh,
     }
-    preset = PRESETS[training.preset]
     if training.layers:
-        shorter = dataclasses.replace(preset.model, n_layers=training.layers)
-        preset = dataclasses.replace(preset, model=shorter)
-    with mock.patch.dict(PRESETS, {training.preset: preset}):
-        config = TrainConfig.from_flags(flags)
-        return lowered_step(config, Placement.of(config, gpus.described(gpu, training.devices)))
+        flags["model.n_layers"] = training.layers
+    config = TrainConfig.from_flags(flags)
+    return lowered_step(config, Placement.of(config, gpus.described(gpu, training.devices)))
 
 
 def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:

@@ -11,44 +11,33 @@ contracted, N columns; of a loss V classes; of a norm N elements of a row; of a 
 outputs.
 """
 
+# ruff: noqa: F403, F405
+
 import importlib
 import typing
 
 import jaxkern._command as _command  # noqa: F401, before what takes seconds
-from jaxkern import precision
-from jaxkern.core.dispatch import default_implementation
-from jaxkern.lowering.target import Gpu, lowering_for
-from jaxkern.ops.activations import gelu, quick_gelu, relu, relu_squared, sigmoid, silu, tanh
-from jaxkern.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
-from jaxkern.ops.cross_entropy import cross_entropy, linear_cross_entropy
-from jaxkern.ops.dropout import dropout, dropout_add
-from jaxkern.ops.gated import geglu, gelu_and_mul, glu, reglu, silu_and_mul, swiglu
-from jaxkern.ops.linear import (
-    accumulate_weight_grad,
-    gated_linear_unit,
-    layer_norm_linear,
-    linear,
-    rms_norm_linear,
-)
-from jaxkern.ops.linear_scan import linear_scan
-from jaxkern.ops.norm import layer_norm, rms_norm
-from jaxkern.ops.selective_scan import selective_scan, selective_scan_step
-from jaxkern.ops.ssd import ssd, ssd_step
-from jaxkern.optim.accumulation import accumulate_gradients
-from jaxkern.optim.gradients import scale_gradients
-from jaxkern.optim.transforms import apply, fused_adam, fused_adamw, fused_sgd
 
 if typing.TYPE_CHECKING:
     from jaxkern import lm as lm
     from jaxkern import nn as nn
     from jaxkern import optim as optim
+    from jaxkern._public import *
 else:
 
     def __getattr__(name: str) -> object:
-        """The subpackages that ``import jaxkern`` leaves out, imported where one is named."""
+        """What is named for the first time: `jaxkern --help` does not wait for JAX."""
         if name in ("lm", "nn"):
             return importlib.import_module(f"jaxkern.{name}")
+        if not name.startswith("__"):
+            public = importlib.import_module("jaxkern._public")
+            globals().update({each: getattr(public, each) for each in __all__})
+            if name in globals():
+                return globals()[name]
         raise AttributeError(f"module 'jaxkern' has no attribute '{name}'")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
 
 
 __version__ = "0.1.0"

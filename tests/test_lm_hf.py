@@ -574,9 +574,9 @@ def test_what_is_not_given_is_of_the_preset_most_like_the_checkpoint(tmp_path):
         refused(r"holds no tokenizer.json, .* its 50280 tokens are", begun_with, flags)
         flags = begun_with(flags | {"tokenizer": "bytes"})
         assert (flags["preset"], flags["lr"]) == (name, 0.5)
-        assert flags["shape"].vocab_size == 50280
+        assert flags["model"].vocab_size == 50280
         packed = TrainConfig.from_flags(flags | {"pack": True}).for_tokens(256)
-        assert packed.model == flags["shape"]
+        assert packed.model == flags["model"]
     flags = begun_with({"init_hf": str(tmp_path), "tokenizer": "bpe:60000"})
     words = r"bpe:60000 has 60000 tokens, more than the 50280 of --init-hf"
     refused(words, TrainConfig.from_flags(flags).for_tokens, 60000)
@@ -600,7 +600,8 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv):
     flags = ["--init-hf", begun, "--tokenizer", "bytes", "--out", out]
     command(capsys, *argv, *flags, "--steps", 2)
     config = checkpoint.read_config(out)
-    assert (config["flags"]["preset"], config["flags"]["lr"]) == ("micro", PRESETS["micro"].lr)
+    rate = config["flags"]["optimizer"]["lr"]
+    assert (config["flags"]["preset"], rate) == ("micro", PRESETS["micro"].optimizer.lr)
     assert config["flags"]["init_hf"] == str(begun)
     assert ModelConfig.from_stored(config["model"]) == small
 

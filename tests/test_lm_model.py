@@ -62,7 +62,7 @@ FP32 = Policy()
 
 
 def config_of(shape, **flags):
-    return TrainConfig.from_flags({"preset": "micro", "shape": shape} | flags)
+    return TrainConfig.from_flags({"preset": "micro", "model": shape} | flags)
 
 
 def windows(batch=4, length=24, seed=0):
@@ -332,6 +332,10 @@ def test_learning_rate_warms_up_and_decays():
     assert (np.diff(rates[20:]) <= 0).all()
     np.testing.assert_allclose(rates[110], 5.5e-3, rtol=1e-5)
     np.testing.assert_allclose(rates[200], 1e-3, rtol=1e-4)
+    flat = config_of(MICRO, steps=200, lr=1e-2, optimizer={"warmup": 0, "decay": 50, "final": 0.0})
+    for kind, rest in ("wsd", np.linspace(1, 0, 51)[1:]), ("constant", np.ones(50)):
+        rates = np.array(jax.vmap(learning_rate(schedule_of(flat), kind))(np.arange(201)))
+        np.testing.assert_allclose(rates, 1e-2 * np.concatenate([np.ones(151), rest]), atol=1e-8)
 
 
 def step_of(config, model):
@@ -440,7 +444,7 @@ def test_training_by_the_kernels_is_as_near_to_fp32_as_in_plain_jax(precision):
 def test_training_on_a_gpu_runs_the_kernels(name, remat, again):
     """Two layers of the 130m preset, a step in bf16 lowered for CUDA: kernels both ways."""
     shape, policy = dataclasses.replace(PRESETS[name].model, n_layers=2), Policy.parse("bf16")
-    config = TrainConfig.from_flags({"preset": name, "shape": shape})
+    config = TrainConfig.from_flags({"preset": name, "model": shape})
     step = step_of(config, make_model(shape, Options(policy, remat=remat)))
     state = jax.eval_shape(lambda: init_state(config, policy))
     batch = jax.ShapeDtypeStruct((1, config.batch_size, config.seq_len + 1), np.uint8)
@@ -545,8 +549,9 @@ def test_tokens_of_any_integer_dtype_are_the_same(size):
 def test_a_sweep_compiles_once():
     """Of another length, rate, warm-up or seed, the programs are the same to the letter."""
     one = config_of(MICRO, steps=100, lr=1e-3, seed=0)
-    other = config_of(MICRO, steps=250, lr=3e-4, seed=7)
-    assert (one.warmup, schedule_of(one)) != (other.warmup, schedule_of(other))
+    others = {"warmup": 7, "weight_decay": 0.2, "final": 0.0, "decay": 9}
+    other = config_of(MICRO, steps=250, lr=3e-4, seed=7, optimizer=others)
+    assert all(a != b for a, b in zip(schedule_of(one), schedule_of(other), strict=True))
     placement = program.Placement.of(one, jax.devices()[:1])
     for lowered in program.lowered_step, program.lowered_init:
         assert lowered(one, placement).as_text() == lowered(other, placement).as_text()

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jaxkern
 from jaxkern.lm import config, data, program, sample
 from jaxkern.lm import train as train_module
-from jaxkern.lm.config import ModelConfig, Preset, RunError, TrainConfig
+from jaxkern.lm.config import ModelConfig, RunError, TrainConfig
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
@@ -49,7 +49,10 @@ OTHERS = {
 @pytest.fixture(autouse=True)
 def models(monkeypatch):
     for name, model in (MODELS | OTHERS).items():
-        monkeypatch.setitem(config.PRESETS, name, Preset(model, 50, BATCH, LENGTH, 1e-2, 10))
+        of_test = {"steps": 50, "batch_size": BATCH, "seq_len": LENGTH, "eval_every": 10}
+        flags = {"preset": "micro", "model": model, "lr": 1e-2, "devices": "auto"} | of_test
+        preset = dataclasses.replace(TrainConfig.from_flags(flags), preset=name)
+        monkeypatch.setitem(config.PRESETS, name, preset)
 
 
 def configured(**flags):

@@ -13,7 +13,6 @@ that has its name is whole, whenever the process was killed.
 """
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -29,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
-from jaxkern.lm.config import ModelConfig, RunError, TrainConfig
+from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import write_atomically
 from jaxkern.lm.processes import ALONE, Alone
 from jaxkern.precision import Policy
@@ -155,8 +154,6 @@ def config_of(run: Path, stored: dict[str, Any]) -> TrainConfig:
         RunError: it cannot be read, or its model is not that of the checkpoints.
     """
     config = TrainConfig.load(run / _CONFIG)
-    if config.init_hf:
-        config = dataclasses.replace(config, shape=ModelConfig.from_stored(stored["model"]))
     own = config.model.stored() | {"mixed_precision": _dtypes(config)}
     found = stored["model"] | {"mixed_precision": stored.get("precision")}
     if differing := differences(found, own):

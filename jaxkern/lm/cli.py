@@ -1,25 +1,269 @@
 """The command line: jaxkern train, sample, export, warm, doctor.
 
 Whatever a user can put right ends as one line on stderr and exit code 1 (2 for a wrong flag), never
-as a stack trace. jax and flax are imported only by the command that needs them.
+as a stack trace. A flag is a field of a dataclass, its help what the docstring says of it. jax and
+flax are imported only by the command that needs them.
 """
 
 import contextlib
+import dataclasses
 import errno
 import importlib.util
 import io
+import itertools
 import math
+import operator
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from jaxkern.lm import processes, stop
-from jaxkern.lm.config import DEFAULTS, RunError, axes_of
-from jaxkern.lm.flags import parser
+import tyro
+from tyro.conf import UseAppendAction, subcommand
+
+from jaxkern.lm import stop
+from jaxkern.lm.config import ALIASES, FlagError, RunError, TrainConfig, axes_of, check_values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train(TrainConfig):
+    """Train a language model of Mamba blocks and attention.
+
+    Without flags: a tiny one, of bytes, on the sources of Python's standard library, in some
+    minutes on a CPU. Flags override the file of --config, and that the preset.
+
+    Attributes:
+      config: a file of YAML with these names and values, such as the config.yaml of a run.
+      out: new folder for the run; by default runs/PRESET-DATE-TIME.
+      resume: continue the run in --out from its last checkpoint; of the other flags, --steps may
+        grow, and --devices, --parallel, --mesh, --implementation, --remat, --log-every, --log-to
+        (none ends it), --checkpoint-every, --keep and --data-cache may change.
+      profile: steps to trace, for TensorBoard and Perfetto, into the run's folder, as STEP:COUNT;
+        alone it takes 5, soon after the first.
+      coordinator: host and port that process 0 listens to, the same for every process of the run;
+        by default this and the next two are what Slurm, Open MPI or Kubernetes says.
+      processes: how many there are; 1 asks nobody.
+      process: which one this is, from 0.
+    """
+
+    config: Path | None = None
+    out: Path | None = None
+    resume: bool = False
+    profile: str | None = None
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.profile and not re.fullmatch(r"auto|[1-9]\d{0,8}(:[1-9]\d{0,8})?", self.profile):
+            raise FlagError("profile", f"must be STEP:COUNT, such as 100:5, got {self.profile!r}")
+        host, _, port = (self.coordinator or "host:1").rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            rule = "must be HOST:PORT, such as node1:62100"
+            raise FlagError("coordinator", f"{rule}, got {self.coordinator!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Warm(TrainConfig):
+    """Lower the kernels that jaxkern train needs with the same flags.
+
+    For a GPU that need not be here; they are kept in the cache: in a container's image, or on a
+    login node.
+
+    Attributes:
+      config: a file of YAML with these names and values, such as the config.yaml of a run.
+      gpu: that is trained on: a100, a10g, l40s, h100, h200, b200, b300 or rtx-pro-6000.
+    """
+
+    config: Path | None = None
+    gpu: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Write text with a trained model.
+
+    Attributes:
+      run: the --out folder of jaxkern train.
+      hf: instead, a checkpoint in the layout of Hugging Face: config.json, model.safetensors and
+        tokenizer.json.
+      prompt: what the text begins with; given several times, several texts.
+      prompts: a file of prompts, one in each line.
+      length: tokens to write.
+      temperature: lower is less random, 0 is not at all.
+      top_k: draw from the K likeliest of them, 0 from all.
+      top_p: draw from the likeliest that together have this probability.
+      seed: of the draws of the first text; the next has the next.
+      stop: end a text before this one; may be given several times.
+      timing: say on stderr how many tokens a second were decoded.
+    """
+
+    run: Path | None = None
+    hf: Path | None = None
+    prompt: UseAppendAction[tuple[str, ...]] = ()
+    prompts: Path | None = None
+    length: int = 400
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 1.0
+    seed: int = 0
+    stop: UseAppendAction[tuple[str, ...]] = ()
+    timing: bool = False
+
+    def __post_init__(self):
+        check_values(self)
+        if (self.run is None) == (self.hf is None):
+            raise FlagError("run", "or --hf must be given, and not both")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a run's model in the layout of Hugging Face.
+
+    transformers and jaxkern sample --hf read it: config.json, model.safetensors, and the tokenizer
+    if the run has one.
+
+    Attributes:
+      run: the --out folder of jaxkern train.
+      hf: the folder that is written.
+      step: which checkpoint of the run; by default the newest.
+      dtype: of the weights; they were trained in fp32.
+    """
+
+    run: Path
+    hf: Path
+    step: int | None = None
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+    def __post_init__(self):
+        check_values(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Show what this machine has, what would run on it and why, and the cache.
+
+    Attributes:
+      empty_cache: remove the kernels and programs that are kept on disk, and do nothing else.
+    """
+
+    empty_cache: bool = False
+
+
+_COMMANDS: dict[str, Any] = {
+    "train": Train,
+    "sample": Sample,
+    "export": Export,
+    "warm": Warm,
+    "doctor": Doctor,
+}
+_ALONE = {"--remat": "layer", "--profile": "auto"}
+"""What flags mean that are given without a value."""
+
+
+def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The command that arguments name, and its flags; of a configuration those that are given.
+
+    Raises:
+      SystemExit: on --help, --version and wrong flags, of which a line on stderr tells.
+    """
+    if [*argv] == ["--version"]:
+        import jaxkern
+
+        print(f"jaxkern {jaxkern.__version__}")
+        raise SystemExit(0)
+    name = next(iter(argv), "")
+    told = io.StringIO()
+    try:
+        args = _spelled(argv)
+        with contextlib.redirect_stderr(told):
+            kinds = [_subcommand(name, kind, args) for name, kind in _COMMANDS.items()]
+            parsed: Any = tyro.cli(
+                tyro.conf.OmitSubcommandPrefixes[_union(kinds)],
+                args=args,
+                prog="jaxkern",
+                description="Train and sample language models of Mamba blocks and attention.",
+            )
+        flags = _given(parsed, args)
+        if isinstance(parsed, Warm) and "gpu" not in flags:
+            raise FlagError("gpu", "must be given")
+    except FlagError as error:
+        line = str(error)
+    except SystemExit as exit:
+        if not exit.code:
+            raise
+        # tyro draws a box: what is wrong, a rule, and what may help.
+        rows = (row.strip("│ ") for row in told.getvalue().splitlines()[1:])
+        line = " ".join(itertools.takewhile(lambda row: row[:1] not in "─╰", rows))
+    else:
+        return name, flags
+    command = f"jaxkern {name}" if name in _COMMANDS else "jaxkern"
+    print(f"jaxkern: error: {line} (see {command} --help)", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _spelled(argv: Sequence[str]) -> list[str]:
+    """The arguments with every flag by its whole name, and with a value.
+
+    Raises:
+      FlagError: a flag has an empty one, as of a variable that is not set.
+    """
+    args: list[str] = []
+    for arg, after in itertools.zip_longest(argv, argv[1:], fillvalue="--"):
+        flag, equals, value = arg.partition("=")
+        if flag.startswith("--") and flag[2:] in ALIASES:
+            arg = f"--{ALIASES[flag[2:]]}{equals}{value}"
+        empty = (equals and not value) or after == ""
+        if flag.startswith("--") and empty and flag != "--prompt":
+            raise FlagError(flag[2:], "must have a value, got ''")
+        args.append(arg)
+        if arg in _ALONE and after.startswith("--"):
+            args.append(_ALONE[arg])
+    return args
+
+
+def _union(kinds: list[Any]) -> Any:
+    union = kinds[0]
+    for kind in kinds[1:]:
+        union |= kind
+    return union
+
+
+@dataclasses.dataclass(frozen=True)
+class _Base:
+    preset: str | None = None
+    config: Path | None = None
+
+
+def _subcommand(name: str, kind: Any, args: list[str]) -> Any:
+    """A command as tyro takes it; a configuration has the defaults of its preset and file."""
+    if issubclass(kind, TrainConfig):
+        base = _Base()
+        if args[:1] == [name]:
+            base, _ = tyro.cli(_Base, args=args[1:], return_unknown_args=True, add_help=False)
+        flags = {} if base.preset is None else {"preset": base.preset}
+        config = TrainConfig.from_flags(flags, base.config)
+        names = [field.name for field in dataclasses.fields(TrainConfig)]
+        default = kind(**{name: getattr(config, name) for name in names})
+        return Annotated[kind, subcommand(name, default=default)]
+    return Annotated[kind, subcommand(name)]
+
+
+def _given(parsed: Any, args: list[str]) -> dict[str, Any]:
+    """The flags of a command; of a configuration only those among its arguments."""
+    if not isinstance(parsed, TrainConfig):
+        return dict(vars(parsed))
+    names = [arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
+    flags = {}
+    for name in names:
+        name = re.sub(r"(^|\.)no_", r"\1", name)  # of --no-pack
+        flags[name] = operator.attrgetter(name)(parsed)
+    return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: on --help, --version and wrong flags.
     """
-    args = vars(parser().parse_args(argv))
+    name, flags = parse(sys.argv[1:] if argv is None else argv)
     # Text of any language is sampled, and not every terminal can show it.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -46,9 +290,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "warm": _warm,
         "doctor": _doctor,
     }
-    command = commands[args.pop("command")]
+    from jaxkern.lm import processes
+
     try:
-        code = _run(command, args)
+        code = _run(commands[name], flags)
     except Exception:  # a bug, whose stack trace is to be seen before JAX waits for others
         if not processes.current.name:
             raise
@@ -85,7 +330,10 @@ def _fail(message: str, code: int = 1) -> int:
     with contextlib.suppress(OSError):
         if code > 128 and sys.stdout.isatty() and sys.stderr.isatty():
             print(file=sys.stderr)
-    stop.tell(processes.current.name + " ".join(message.split()))
+    # Where several processes share a terminal, each has a name.
+    processes = sys.modules.get("jaxkern.lm.processes")
+    name = processes.current.name if processes else ""
+    stop.tell(name + " ".join(message.split()))
     return code
 
 
@@ -115,6 +363,8 @@ def _explain(error: BaseException) -> str | None:
 
 
 def _train(flags: dict[str, Any]) -> None:
+    from jaxkern.lm import processes
+
     if "init_hf" in flags:
         _need_packages("train --init-hf", safetensors="safetensors")
     else:
@@ -125,29 +375,23 @@ def _train(flags: dict[str, Any]) -> None:
         _train_as(peers, flags)
 
 
-def _train_as(peers: processes.Alone, flags: dict[str, Any]) -> None:
+def _train_as(peers: Any, flags: dict[str, Any]) -> None:
     """Train as one of the processes of a run."""
-    resume = flags.pop("resume", False)
-    out = flags.pop("out", None)
+    resume, profile = flags.pop("resume", False), flags.pop("profile", None)
+    out, file = flags.pop("out", None), flags.pop("config", None)
+    if resume and (out is None or file is not None):
+        raise RunError(
+            "--resume needs --out, the folder of the run to continue"
+            + ("" if file is None else ", and has its config.yaml; leave --config out")
+        )
     if out is None:
-        if resume:
-            raise RunError("--resume needs --out, the folder of the run to continue")
-        name = flags.get("preset") or Path(flags.get("init_hf", DEFAULTS["preset"])).resolve().name
+        named = flags.get("preset") or flags.get("init_hf") or (file and file.stem)
         begun = peers.share(lambda: time.strftime("%Y%m%d-%H%M%S"))
-        out = Path("runs", f"{name}-{begun}")
-    for name in flags.keys() & {"data", "eval_data"}:
-        flags[name] = tuple(flags[name])
-    if "log_to" in flags:
-        if "none" in flags["log_to"] and set(flags["log_to"]) != {"none"}:
-            raise RunError(
-                f"--log-to {' '.join(flags['log_to'])} names none and another; give none alone, or "
-                "leave it out"
-            )
-        flags["log_to"] = tuple(name for name in flags["log_to"] if name != "none")
+        out = Path("runs", f"{Path(named or TrainConfig.preset).resolve().name}-{begun}")
     _start_jax()
     from jaxkern.lm.train import train
 
-    train(flags, out, resume=resume, profile=flags.pop("profile", None))
+    train(flags, out, file=file, resume=resume, profile=profile)
 
 
 def _sample(flags: dict[str, Any]) -> None:
@@ -172,8 +416,8 @@ def _sample(flags: dict[str, Any]) -> None:
         stop.tell(str(timing))
 
 
-def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
-    prompts = given or []
+def _prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
+    prompts = [*given]
     if file is not None:
         lines = file.read_bytes().decode("utf-8", "surrogateescape").split("\n")
         prompts = prompts + [line.removesuffix("\r") for line in lines if line.strip()]
@@ -192,14 +436,17 @@ def _export(flags: dict[str, Any]) -> None:
 
 def _warm(flags: dict[str, Any]) -> None:
     _need_packages("warm")
-    gpu, devices = flags.pop("gpu"), flags.pop("devices", None)
-    if devices is None and "parallel" in flags and "mesh" not in flags:
-        raise RunError(
-            f"--parallel {flags['parallel']} does not say how many GPUs share that; add --devices "
-            "with their number"
-        )
-    if devices is None:
-        devices = math.prod(axes_of(flags["mesh"]).values()) if "mesh" in flags else 1
+    gpu, file = flags.pop("gpu"), flags.pop("config", None)
+    config = TrainConfig.from_flags(flags, file)
+    if config.devices in ("auto", "all"):
+        if config.parallel != TrainConfig.parallel and not config.mesh:
+            raise RunError(
+                f"--parallel {config.parallel} does not say how many GPUs share that; add "
+                "--devices with their number"
+            )
+        devices = math.prod(axes_of(config.mesh).values()) if config.mesh else 1
+    else:
+        devices = int(config.devices)
     # The CPU stands for as many devices as there will be GPUs, so that XLA can split the program.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
@@ -207,7 +454,7 @@ def _warm(flags: dict[str, Any]) -> None:
     )
     from jaxkern.lm.warm import warm
 
-    warm(flags, gpu, devices)
+    warm(config, gpu, devices)
 
 
 def _doctor(flags: dict[str, Any]) -> None:

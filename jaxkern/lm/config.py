@@ -1,16 +1,22 @@
-"""Presets and the configuration of a run. Imports no optional package: --help needs none."""
+"""The configuration of a run: what the command line, a YAML file and Python say in one.
+
+A run's is its preset's, changed by a file, changed by flags; a preset is such a file, too. Imports
+neither JAX nor an optional package but PyYAML: --help waits for none.
+"""
 
 import dataclasses
+import difflib
 import functools
-import json
+import glob
 import math
 import numbers
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from jaxkern.lowering.target import GPUS
+import yaml
 
 if TYPE_CHECKING:
     from jaxkern.nn import mamba, mamba2
@@ -19,6 +25,14 @@ if TYPE_CHECKING:
 
 class RunError(Exception):
     """Something the user can put right; shown as one line, without a stack trace."""
+
+
+class FlagError(RunError):
+    """A setting of a name, which `what` says is wrong or unknown."""
+
+    def __init__(self, name: str, what: str):
+        super().__init__(f"--{name.replace('_', '-')} {what}")
+        self.name, self.what = name, what
 
 
 class SplitError(RunError):
@@ -40,12 +54,10 @@ class Limits:
 
     def check(self, value: Any) -> Any:
         """Return `value`; raise ValueError if it is of another kind or not within the limits."""
-        whole = type(value) is int
-        if not (whole or (type(value) is float and self.kind is float)):
+        kind = numbers.Integral if self.kind is int else numbers.Real
+        if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):
             raise ValueError(value)
         if not self.low <= value <= self.high and not (self.zero and value == 0):
-            raise ValueError(value)
-        if not whole and not math.isfinite(value):
             raise ValueError(value)
         return value
 
@@ -59,43 +71,45 @@ class Limits:
 
 
 _INT32 = 2**31 - 1  # counters of steps, sizes of axes
-_COUNT = Limits(int, 1, _INT32)
+_COUNT, _WHOLE = Limits(int, 1, _INT32), Limits(int, 0, _INT32)
+_BELOW_1 = Limits(float, 0, 0.99999)
 
 LIMITS = {
-    "steps": _COUNT,
-    "batch_size": _COUNT,
-    "seq_len": _COUNT,
-    "vocab_size": Limits(int, 256, _INT32),
-    "grad_accum": _COUNT,
-    "log_every": _COUNT,
-    "eval_every": _COUNT,
-    "eval_batches": _COUNT,
-    "checkpoint_every": _COUNT,
-    "keep": _COUNT,
-    "seed": Limits(int, 0, _INT32),
+    **dict.fromkeys(("steps", "batch_size", "seq_len", "vocab_size", "keep"), _COUNT),
+    **dict.fromkeys(("log_every", "eval_every", "eval_batches", "checkpoint_every"), _COUNT),
+    **dict.fromkeys(("grad_accum", "decay"), _COUNT),
+    **dict.fromkeys(("seed", "warmup"), _WHOLE),
     "lr": Limits(float, 1e-30, 1e30),  # a float32, and its product with the schedule's factors
+    "final": Limits(float, 0, 1),
+    "b1": _BELOW_1,
+    "b2": _BELOW_1,
+    "eps": Limits(float, 1e-30, 1e30),
+    "weight_decay": Limits(float, 0, 1e30),
+    "clip_norm": Limits(float, 1e-30, 1e30),
     "length": Limits(int, 1),
     "temperature": Limits(float, 1e-4, 1e4, zero=True),
     "top_k": Limits(int, 0),
     "top_p": Limits(float, 1e-6, 1),
+    "processes": Limits(int, 1),
+    "process": Limits(int, 0),
+    "step": Limits(int, 1),
 }
-AXES = ("data", "sequence", "fsdp", "tensor")
+
+Axis = Literal["data", "sequence", "fsdp", "tensor"]
+AXES: tuple[Axis, ...] = get_args(Axis)
 """The axes of a mesh; those whose devices exchange most come last, as these are neighbours.
 
 Over `sequence` these are states of the scans, which do not grow with the length: for a few
 sequences on a device fewer bytes than a layer's matrices, over `fsdp`.
 """
 
-IMPLEMENTATIONS = ("auto", "mosaic", "xla")
-TRACKERS = ("tensorboard", "wandb")
-WARMED = tuple(name for name, gpu in GPUS.items() if gpu.unsupported is None)
-"""The GPUs that kernels can be lowered for where there is none."""
+Tracker = Literal["tensorboard", "wandb"]
+TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 
 Remat = Literal["none", "cheap", "scan", "layer"]
 REMATS: tuple[Remat, ...] = get_args(Remat)
 DEFAULT_REMAT: Remat = "none"
 """What the backward computes again, from nothing to whole layers."""
-
 
 BLOCKS = ("mamba", "mamba2")
 """The state space blocks; every model has layers of one of them."""
@@ -347,63 +361,117 @@ def _from_json(value: Any) -> Any:
     return _INFINITE.get(value, value) if isinstance(value, str) else value
 
 
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """A model shape and the training defaults that suit it."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and the rate by which it learns.
 
-    model: ModelConfig
-    steps: int
-    batch_size: int
-    seq_len: int
+    Attributes:
+      lr: peak learning rate; --lr for short.
+      schedule: what follows a linear warm-up: a cosine to the last step; wsd, lr until a straight
+        line at the end; or constant.
+      warmup: steps of the warm-up; by default a tenth of the run, at most 500.
+      decay: steps of that line of wsd; by default a tenth of the run.
+      final: at the last step, in lr.
+      b1: how much of the gradients' mean stays from step to step.
+      b2: the same of their squares.
+      eps: added to the root of the squares' mean.
+      weight_decay: of matrices, times the learning rate; nothing else decays.
+      clip_norm: global norm that longer gradients are shortened to; None for no limit.
+
+    Raises:
+      FlagError: a value is out of range.
+    """
+
     lr: float
-    eval_every: int
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: int | None = None
+    decay: int | None = None
+    final: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
 
-
-PRESETS = {
-    "tiny": Preset(ModelConfig(128, 4), 240, 8, 256, 5e-3, 40),
-    "130m": Preset(ModelConfig(768, 24), 10_000, 8, 2048, 6e-4, 500),
-    "370m": Preset(ModelConfig(1024, 48), 10_000, 8, 2048, 3e-4, 500),
-    "1.4b": Preset(ModelConfig(2048, 48), 10_000, 8, 2048, 2e-4, 500),
-    "mamba2-130m": Preset(ModelConfig(768, 24, "mamba2"), 10_000, 8, 2048, 6e-4, 500),
-    "mamba2-370m": Preset(ModelConfig(1024, 48, "mamba2"), 10_000, 8, 2048, 3e-4, 500),
-    "mamba2-780m": Preset(ModelConfig(1536, 48, "mamba2"), 10_000, 8, 2048, 2.5e-4, 500),
-    "mamba2-1.3b": Preset(ModelConfig(2048, 48, "mamba2"), 10_000, 8, 2048, 2e-4, 500),
-    # Compile and step in no time: for trying the machinery out, and for the tests.
-    "micro": Preset(ModelConfig(16, 2, d_state=4), 20, 4, 32, 1e-2, 10),
-    "mamba2-micro": Preset(
-        ModelConfig(16, 2, "mamba2", d_state=4, head_dim=8), 20, 4, 32, 1e-2, 10
-    ),
-}
+    def __post_init__(self):
+        check_values(self, "optimizer.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that determines a training run; what has no default here has its preset's.
+    """Everything that determines a training run.
 
-    `shape` is that of the checkpoint `init_hf`, where the run begins with one; config.json has it
-    as the run's model, and not among its flags.
+    Attributes:
+      preset: kind and size of the model, and what suits it, by a file of jaxkern/lm/presets: micro,
+        tiny, 130m, 370m, 1.4b, mamba2-micro, mamba2-130m, mamba2-370m, mamba2-780m or mamba2-1.3b.
+      model: shape of the language model.
+      optimizer: AdamW and its rate.
+      init_hf: begin with a checkpoint in the layout of Hugging Face, in this folder; the model has
+        its shape, and what is not given the default of the preset most like it.
+      data: files of text, JSON Lines or Parquet, also .gz or .zst; folders and patterns of them.
+        PATH:FIELD names the field or column of the documents (text), and =WEIGHT behind it the
+        share of what is drawn. By default Python's standard library.
+      eval_data: files to validate with, as for --data, a part of which is held out by default.
+      data_cache: folder for the tokens, which runs may share; by default that of the run.
+      tokenizer: bytes; a tokenizer.json of Hugging Face or its folder; or bpe:32000, which trains a
+        byte-level BPE of that many tokens on --data.
+      vocab_size: tokens of the model; by default those of the tokenizer, rounded up to 64.
+      pack: keep documents apart that share a sequence, and see each once in an epoch; else
+        sequences begin anywhere. On for tokens, weights and --eval-data, off for bytes.
+      steps: optimizer steps.
+      batch_size: sequences per step.
+      seq_len: tokens per sequence.
+      grad_accum: parts that a batch is computed in, one after another.
+      mixed_precision: fp32, bf16, fp16 (with loss scaling), or for example
+        params=float32,compute=bfloat16,output=float32.
+      remat: what the backward computes again to save memory: none; cheap, the convolution and step
+        sizes of each block; scan, these and its scan; or, which --remat alone means, the layer.
+      scan_layers: run the layers in a loop: a smaller program, slower steps.
+      implementation: of the ops: auto (the fastest), mosaic (GPU kernels), xla.
+      devices: how many share each batch, those of all processes, or all; auto is all GPUs or one
+        CPU, all with --parallel or of several processes.
+      parallel: what devices share: data, the batch; sequence, each sequence; fsdp, the batch and
+        the matrices; tensor, the channels of each block.
+      mesh: several of these, and how many devices each takes, for example data=2,fsdp=4; by
+        default all for --parallel.
+      seed: of the parameters, the order of the data and dropout.
+      log_every: steps between two reports.
+      eval_every: steps between two validations.
+      eval_batches: batches per validation.
+      checkpoint_every: steps between two checkpoints; of these --keep stay.
+      keep: how many checkpoints stay, the newest; a new one that is whole removes the oldest.
+      log_to: beside metrics.jsonl: tensorboard, wandb or both.
+
+    Raises:
+      FlagError: a value is out of range or of another type.
+
+    Example:
+      >>> from jaxkern.lm.config import PRESETS, TrainConfig
+      >>> config = TrainConfig.from_flags({"preset": "tiny", "model.d_model": 256, "lr": 1e-3})
+      >>> config.model.d_model, config.optimizer.lr, config.steps
+      (256, 0.001, 240)
     """
 
     preset: str = "tiny"
+    model: ModelConfig
+    optimizer: OptimizerConfig
     init_hf: str = ""
-    shape: ModelConfig | None = None
     data: tuple[str, ...] = ()
     eval_data: tuple[str, ...] = ()
     data_cache: str | None = None
     tokenizer: str = "bytes"
-    vocab_size: int | None = None  # follows the tokenizer
+    vocab_size: int | None = None
     pack: bool = False
     steps: int
     batch_size: int
     seq_len: int
-    lr: float
     grad_accum: int = 1
     mixed_precision: str = "fp32"
     remat: Remat = DEFAULT_REMAT
     scan_layers: bool = False
-    implementation: str = "auto"
+    implementation: Literal["auto", "mosaic", "xla"] = "auto"
     devices: str = "auto"
-    parallel: str = "data"
+    parallel: Axis = "data"
     mesh: str = ""
     seed: int = 0
     log_every: int = 10
@@ -411,81 +479,99 @@ class TrainConfig:
     eval_batches: int = 16
     checkpoint_every: int = 100
     keep: int = 3
-    log_to: tuple[str, ...] = ()
+    log_to: tuple[Literal["tensorboard", "wandb", "none"], ...] = ()
 
-    @property
-    def model(self) -> ModelConfig:
-        model = self.shape or PRESETS[self.preset].model
-        return dataclasses.replace(model, vocab_size=self.vocab_size or model.vocab_size)
+    def __post_init__(self):
+        check_values(self)
+        become = functools.partial(object.__setattr__, self)
+        if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", self.devices):
+            raise FlagError("devices", f"must be a number, all or auto, got {self.devices!r}")
+        try:
+            become("mesh", mesh_of(axes_of(self.mesh)) if self.mesh else "")
+        except ValueError as error:
+            rule = "must be axes and their sizes such as data=2,fsdp=4"
+            raise FlagError("mesh", f"{rule}, got {self.mesh!r}: {error}") from None
+        if "none" in self.log_to and {*self.log_to} != {"none"}:
+            told = " ".join(self.log_to)
+            raise FlagError("log_to", f"{told} names none and another; give none alone")
+        become("log_to", tuple(name for name in self.log_to if name != "none"))
+        # None stands for what the tokenizer has, until that is known: see `for_tokens`.
+        if self.vocab_size is None and self.model.vocab_size != _BYTES:
+            become("vocab_size", self.model.vocab_size)
+        if self.vocab_size not in (None, self.model.vocab_size):
+            become("model", dataclasses.replace(self.model, vocab_size=self.vocab_size))
+        weighted = any(split_weight(text)[1] is not None for text in self.data)
+        asked = self.tokenizer != "bytes" or self.eval_data or weighted
+        become("pack", self.pack or bool(asked))
 
     @property
     def warmup(self) -> int:
-        """Steps of linear warm-up: a tenth of the run, at most 500."""
-        return max(1, min(500, self.steps // 10))
+        """Steps of linear warm-up, of which the last has the peak rate."""
+        given = self.optimizer.warmup
+        return max(1, min(500, self.steps // 10) if given is None else given)
+
+    @property
+    def decay(self) -> int:
+        """Steps of the line at the end of the schedule wsd."""
+        return self.optimizer.decay or max(1, self.steps // 10)
 
     @classmethod
-    def from_flags(cls, flags: dict[str, Any]) -> "TrainConfig":
-        """Fill flags that were not given with the preset's and the general defaults."""
-        name = flags.get("preset", cls.preset)
-        if name not in PRESETS:
-            raise RunError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
-        check_axes(flags)
-        preset = PRESETS[name]
-        by_preset = {field: getattr(preset, field) for field in PRESET_FLAGS}
-        config = cls(**(by_preset | with_devices(flags)))
-        if config.batch_size % config.grad_accum:
+    def from_flags(cls, flags: Mapping[str, Any], file: Path | None = None) -> "TrainConfig":
+        """Build a configuration from what differs from a preset's.
+
+        Args:
+          flags: values by name; of model and optimizer ``"model.d_model"``, or a table or all of
+            it as ``"model"``.
+          file: of YAML, with the same names; flags override it.
+
+        Raises:
+          RunError: a name or a value is wrong; the message says of which, and what is right.
+        """
+        given = settings(flags, file)
+        return _built(given, _preset_of(given))._checked()
+
+    def _checked(self) -> "TrainConfig":
+        """The configuration, unless its values do not go together."""
+        if self.batch_size % self.grad_accum:
             raise RunError(
-                f"--batch-size {config.batch_size} cannot be split into --grad-accum "
-                f"{config.grad_accum} equal parts; choose a multiple of it"
+                f"--batch-size {self.batch_size} cannot be split into --grad-accum "
+                f"{self.grad_accum} equal parts; choose a multiple of it"
             )
-        # Not asked of a resumed run: one that an earlier version began so goes on in float32.
-        if "float64" in config.mixed_precision:
+        if "float64" in self.mixed_precision:
             raise RunError(
-                f"--mixed-precision {config.mixed_precision}: float64 is more than the float32 "
+                f"--mixed-precision {self.mixed_precision}: float64 is more than the float32 "
                 "that the scans and sums of a run are in; write float32"
             )
-        return dataclasses.replace(config, pack=config._packs())
-
-    def save(self, path: Path) -> None:
-        """Write the configuration as a file that `load` reads."""
-        import yaml
-
-        flags = json.loads(json.dumps(dataclasses.asdict(self)))
-        del flags["shape"]
-        path.write_text(yaml.safe_dump(flags, sort_keys=False), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> "TrainConfig":
-        """Read a configuration."""
-        import yaml
-
-        try:
-            flags = yaml.safe_load(path.read_text(encoding="utf-8"))
-            tuples = {name: tuple(flags[name]) for name in ("data", "eval_data", "log_to")}
-            return cls(**flags | tuples)
-        except (OSError, TypeError, ValueError, KeyError, yaml.YAMLError) as error:
-            raise RunError(f"{path} cannot be read ({error}); put it back") from None
-
-    def _packs(self) -> bool:
-        """Whether documents are packed: where it is asked for, or what is asked for needs it."""
-        from jaxkern.lm.data.sources import parse
-
-        packs = self.pack or self.tokenizer != "bytes" or bool(self.eval_data)
-        packs = packs or any(source.weight is not None for source in parse(self.data))
-        if self.tokenizer == "bytes" and self.vocab_size not in (None, 256):
+        if self.tokenizer == "bytes" and self.vocab_size not in (None, _BYTES) and not self.init_hf:
             raise RunError(
                 f"--vocab-size {self.vocab_size}: bytes are 256 tokens; leave it out, or add "
                 "--tokenizer"
             )
-        return packs
+        return self
+
+    def save(self, path: Path) -> None:
+        """Write the configuration as a file that `load` reads, and ``jaxkern train --config``."""
+        flags = dataclasses.asdict(self)
+        del flags["model"]["vocab_size"]  # which the run's is
+        path.write_text(yaml.safe_dump(_plain(flags), sort_keys=False), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: "str | os.PathLike[str]") -> "TrainConfig":
+        """Read a configuration, of a run or one's own; what it leaves out is the preset's.
+
+        Raises:
+          RunError: it is no such file, or a name or a value in it is wrong.
+        """
+        return cls.from_flags({}, Path(path))
 
     def for_tokens(self, size: int) -> "TrainConfig":
         """The configuration for a tokenizer of that many tokens, whose model has them all.
 
         Without --vocab-size it has the next multiple of 64: products of matrices are fastest so.
         """
-        given = self.vocab_size or self.shape
-        vocab_size = self.model.vocab_size if given else -(-size // 64) * 64
+        vocab_size = self.vocab_size or -(-size // 64) * 64
+        if self.init_hf:
+            vocab_size = self.model.vocab_size
         if vocab_size < size and self.init_hf:
             raise RunError(
                 f"--tokenizer {self.tokenizer} has {size} tokens, more than the {vocab_size} of "
@@ -499,12 +585,194 @@ class TrainConfig:
         return dataclasses.replace(self, vocab_size=vocab_size)
 
 
-PRESET_FLAGS = ("steps", "batch_size", "seq_len", "lr", "eval_every")
-DEFAULTS: dict[str, Any] = {
-    field.name: field.default
-    for field in dataclasses.fields(TrainConfig)
-    if field.name not in (*PRESET_FLAGS, "shape")
-}
+_BYTES = 256  # tokens
+ALIASES = {"lr": "optimizer.lr"}
+"""Short names of flags."""
+
+_TABLES: dict[str, Any] = {"model": ModelConfig, "optimizer": OptimizerConfig}
+
+
+def check_values(config: Any, prefix: str = "") -> None:
+    """Refuse a value of a dataclass that is of another type than its field, or beyond LIMITS.
+
+    Raises:
+      FlagError: it names the field as a flag, with `prefix`.
+    """
+    for field in dataclasses.fields(config):
+        name, value = field.name, getattr(config, field.name)
+        kinds, choices = get_args(field.type), ()
+        if value is None and type(None) in kinds:
+            continue
+        several = get_origin(field.type) is tuple
+        if several:
+            kinds = get_args(kinds[0])
+        if get_origin(field.type) is Literal or (several and kinds):
+            choices = kinds
+        each = value if several and isinstance(value, tuple) else (value,)
+        rule = None
+        if name in LIMITS:
+            try:
+                LIMITS[name].check(value)
+            except ValueError:
+                rule = str(LIMITS[name])
+        elif choices:
+            rule = None if {*map(str, each)} <= {*choices} else f"one of {', '.join(choices)}"
+        elif several or str in (field.type, *kinds):
+            right = isinstance(value, tuple) == several and all(isinstance(v, str) for v in each)
+            empty = "" in each and (several or name == "data_cache")
+            told = "a list of texts, none empty" if several else "a text"
+            rule = told if empty or not right else None
+        elif field.type is bool and not isinstance(value, bool):
+            rule = "true or false"
+        elif name in _TABLES and not isinstance(value, _TABLES[name]):
+            rule = "a table"
+        if rule:
+            raise FlagError(prefix + name, f"must be {rule}, got {value!r:.80}")
+
+
+def _tables(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags by name, those of model and optimizer in tables of their own.
+
+    Raises:
+      FlagError: a name is none of a configuration.
+    """
+    found: dict[str, Any] = {}
+    for given, value in flags.items():
+        table, _, name = ALIASES.get(given, given).rpartition(".")
+        if not table and name in _TABLES and isinstance(value, Mapping):
+            inner = {f"{name}.{each}": one for each, one in value.items()}
+            found[name] = found.get(name, {}) | _tables(inner).get(name, {})
+            continue
+        known = _TABLES.get(table, TrainConfig if not table else None)
+        names = [field.name for field in dataclasses.fields(known)] if known else []
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, 1)
+            remedy = f"did you mean {near[0]}?" if near else "jaxkern train --help names all"
+            raise FlagError(str(given), f"is no setting of a run; {remedy}")
+        if not table:
+            found[name] = value
+        elif isinstance(found.setdefault(table, {}), dict):
+            found[table][name] = value
+        else:
+            found[table] = dataclasses.replace(found[table], **{name: value})
+    return found
+
+
+def settings(flags: Mapping[str, Any], file: Path | None = None) -> dict[str, Any]:
+    """What flags say, and a file where they do not; for :meth:`TrainConfig.from_flags`.
+
+    Raises:
+      RunError: a name is wrong, or a value of the file.
+    """
+    given, written = _tables(flags), _read(file) if file else {}
+    if written.get("mesh") and written.get("parallel") == TrainConfig.parallel:
+        del written["parallel"]  # of a run's file, which has all
+    check_axes(given)
+    check_axes(written)
+    if given.keys() & {"parallel", "mesh"}:
+        written = {k: v for k, v in written.items() if k not in ("parallel", "mesh", "devices")}
+    for name, value in written.items():
+        own = given.get(name, value)
+        given[name] = value | own if isinstance(own, dict) else own
+    return with_devices(given)
+
+
+def _built(given: dict[str, Any], base: "TrainConfig | None") -> "TrainConfig":
+    """The configuration of these values, and for all others those of `base`.
+
+    Raises:
+      FlagError: a value is wrong.
+    """
+    values = dict(given)
+    try:
+        for name, kind in _TABLES.items():
+            table = values.get(name, {} if base is None else None)
+            if isinstance(table, dict):
+                of_base: Any = getattr(base, name, None)
+                values[name] = dataclasses.replace(of_base, **table) if base else kind(**table)
+        if isinstance(given.get("model"), dict) and "vocab_size" in given["model"]:
+            values.setdefault("vocab_size", given["model"]["vocab_size"])
+        return dataclasses.replace(base, **values) if base else TrainConfig(**values)
+    except (TypeError, ValueError) as error:  # of the model's shape
+        name, _, what = str(error).partition(" ")
+        raise FlagError(f"model.{name}", what) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The values of a file of YAML.
+
+    Raises:
+      RunError: it cannot be read, or a name in it is none of a configuration.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise RunError(f"{path} cannot be read ({reason}); it must be a file of YAML") from None
+    if not isinstance(values, dict):
+        raise RunError(f"{path} must be a table of names and values, got {values!r:.40}")
+    try:
+        found = _typed(_tables(values))
+        _built(found, _preset_of(found))
+    except FlagError as error:
+        raise RunError(f"{path}: {error.name} {error.what}") from None
+    return found
+
+
+def _preset_of(values: dict[str, Any]) -> TrainConfig:
+    """The preset that values name.
+
+    Raises:
+      FlagError: there is none of that name.
+    """
+    name = values.get("preset", TrainConfig.preset)
+    if name not in PRESETS:
+        raise FlagError("preset", f"must be one of {', '.join(PRESETS)}, got {name!r}")
+    return PRESETS[name]
+
+
+def _typed(values: dict[str, Any], kind: Any = None) -> dict[str, Any]:
+    """The values of a file as Python has them: tuples for lists, numbers for texts as 1e-3."""
+    types = {field.name: field.type for field in dataclasses.fields(kind or TrainConfig)}
+    found = dict(values)
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found[name] = _typed(value, _TABLES[name])
+        elif isinstance(value, list):
+            found[name] = tuple(value)
+        elif isinstance(value, str) and types[name] in (float, float | None):
+            try:
+                found[name] = float(value)  # YAML has it as a text: it wants 1.0e-3
+            except ValueError:
+                continue
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML has it, which knows no tuples."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    return value
+
+
+def split_weight(text: str) -> tuple[str, str | None]:
+    """Part an argument of --data at the = before its weight, if there is one.
+
+    Infinity and NaN are taken for numbers, too, so that they are refused as weights and no part of
+    a field's name.
+    """
+    pattern = r"(?is)(.+)=([-+.\w]*\d[-+.\w]*|[-+]?(?:inf|infinity|nan))"
+    found = None if is_there(text) else re.fullmatch(pattern, text)
+    return (found[1], found[2]) if found else (text, None)
+
+
+def is_there(path: str) -> bool:
+    """Whether a path, or a pattern of some, names files or folders."""
+    return os.path.exists(path) or (glob.has_magic(path) and bool(glob.glob(path, recursive=True)))
 
 
 def axes_of(mesh: str) -> dict[str, int]:
@@ -537,7 +805,7 @@ def with_devices(flags: dict[str, Any]) -> dict[str, Any]:
     return {"devices": "all"} | flags if alone else flags
 
 
-def check_axes(flags: dict[str, Any]) -> None:
+def check_axes(flags: Mapping[str, Any]) -> None:
     """Refuse flags of which --parallel names one axis and --mesh others."""
     parallel, mesh = flags.get("parallel"), flags.get("mesh")
     if parallel and mesh and axes_of(mesh).keys() != {parallel}:
@@ -545,3 +813,16 @@ def check_axes(flags: dict[str, Any]) -> None:
             f"--parallel {parallel} and --mesh {mesh} name different axes; leave --parallel out, "
             f"or --mesh for all devices by {parallel}"
         )
+
+
+def _presets() -> dict[str, TrainConfig]:
+    """The presets by name, small models first."""
+    found = {}
+    for path in (Path(__file__).parent / "presets").glob("*.yaml"):
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found[path.stem] = _built(_tables({"preset": path.stem} | values), None)
+    size = lambda config: (config.model.layers, config.model.d_model, config.model.n_layers)
+    return dict(sorted(found.items(), key=lambda item: size(item[1])))
+
+
+PRESETS = _presets()

@@ -26,7 +26,7 @@ from jaxkern.lm.processes import Alone
 
 
 def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a run that begins with a checkpoint of Hugging Face, and its model's shape.
+    """The settings of a run that begins with a checkpoint of Hugging Face, and its model's shape.
 
     What is not given has the default of the preset whose model is most like the checkpoint's.
 
@@ -45,11 +45,11 @@ def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
             "train on bytes all the same"
         )
     given = {"tokenizer": tokenizer} | flags
-    if given["tokenizer"] != "bytes":
-        given.setdefault("vocab_size", shape.vocab_size)
-    if given.get("vocab_size", shape.vocab_size) != shape.vocab_size:
+    own = flags.get("model", {})
+    vocab_size = given.get("vocab_size", own.get("vocab_size", shape.vocab_size))
+    if vocab_size != shape.vocab_size:
         raise RunError(
-            f"--vocab-size {given['vocab_size']} is not that of --init-hf {folder}, "
+            f"--vocab-size {vocab_size} is not that of --init-hf {folder}, "
             f"{shape.vocab_size}; leave it out"
         )
     if given["tokenizer"] == "bytes" and shape.vocab_size < 256:
@@ -63,7 +63,12 @@ def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
         width = abs(math.log(model.d_model / shape.d_model))
         return model.block is not shape.block, width, abs(model.n_layers - shape.n_layers)
 
-    return {"preset": min(PRESETS, key=unlike)} | given | {"shape": shape}
+    if other := own.keys() - {"dropout", "vocab_size"}:
+        raise RunError(
+            f"--model.{min(other)} is what the checkpoint of --init-hf {folder} has; leave it out"
+        )
+    shape = dataclasses.replace(shape, dropout=own.get("dropout", 0.0))
+    return {"preset": min(PRESETS, key=unlike)} | given | {"model": shape}
 
 
 def weights(config: TrainConfig) -> Any:
@@ -75,6 +80,7 @@ def weights(config: TrainConfig) -> Any:
     from jaxkern.lm import hf
 
     shape, params = hf.load(config.init_hf)
+    shape = dataclasses.replace(shape, dropout=config.model.dropout)
     if differing := checkpoint.differences(shape.stored(), config.model.stored()):
         raise RunError(
             f"--init-hf {config.init_hf} is not the checkpoint that this run was begun with: "

@@ -1,9 +1,9 @@
 """One optimizer step and one evaluation, as pure functions of arrays.
 
 loss    mean cross-entropy of the next token, in nats
-grads   of the loss, clipped to global norm 1
-AdamW   b1 0.9, b2 0.95, weight decay 0.1 on matrices only
-lr      linear warm-up, then a cosine from lr down to lr / 10 at the last step
+grads   of the loss, clipped by their global norm
+AdamW   of a run's OptimizerConfig, weight decay on matrices only
+lr      linear warm-up, then a cosine, a constant with a line at the end, or a constant
 """
 
 import math
@@ -60,40 +60,51 @@ class Schedule(NamedTuple):
     """The numbers of a run that its compiled programs take, so that others need no new ones."""
 
     lr: Any  # () float32, the peak of the learning rate
+    final: Any  # () float32, the rate of the last step, in lr
+    weight_decay: Any  # () float32
     warmup: Any  # () int32, steps
+    decay: Any  # () int32, steps at the end
     steps: Any  # () int32
     seed: Any  # () int32
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
     """Returns the numbers of `config`."""
-    whole = map(np.int32, (config.warmup, config.steps, config.seed))
-    return Schedule(np.float32(config.lr), *whole)
+    of = config.optimizer
+    whole = map(np.int32, (config.warmup, config.decay, config.steps, config.seed))
+    return Schedule(*map(np.float32, (of.lr, of.final, of.weight_decay)), *whole)
 
 
 def make_optimizer(config: TrainConfig, schedule: Schedule) -> optax.GradientTransformation:
     implementation: Any = None if config.implementation == "auto" else config.implementation
     return jaxkern.fused_adamw(
-        learning_rate(schedule),
-        b1=0.9,
-        b2=0.95,
-        weight_decay=0.1,
+        learning_rate(schedule, config.optimizer.schedule),
+        b1=config.optimizer.b1,
+        b2=config.optimizer.b2,
+        eps=config.optimizer.eps,
+        weight_decay=schedule.weight_decay,
         mask=decayed,
-        clip_norm=1.0,
+        clip_norm=config.optimizer.clip_norm,
         skip_nonfinite=True,
         implementation=implementation,
     )
 
 
-def learning_rate(schedule: Schedule) -> optax.Schedule:
+def learning_rate(schedule: Schedule, kind: str = "cosine") -> optax.Schedule:
     """Makes the rate of a step's count; it is positive from the first step on."""
-    lr, warmup, steps, _ = schedule
+    lr, final, _, warmup, decay, steps, _ = schedule
 
     def rate(count):
         warm = jnp.minimum(1.0, (count + 1) / warmup)
-        progress = (count - warmup) / jnp.maximum(1, steps - warmup)
-        cosine = (1 + jnp.cos(math.pi * jnp.clip(progress, 0.0, 1.0))) / 2
-        return lr * warm * (0.1 + 0.9 * cosine)
+        match kind:
+            case "constant":
+                return lr * warm
+            case "wsd":
+                left = jnp.clip((steps - count) / decay, 0.0, 1.0)
+            case _:
+                progress = (count - warmup) / jnp.maximum(1, steps - warmup)
+                left = (1 + jnp.cos(math.pi * jnp.clip(progress, 0.0, 1.0))) / 2
+        return lr * warm * (final + (1 - final) * left)
 
     return rate
 
@@ -277,7 +288,9 @@ def make_train_step(
         metrics = {
             "loss": split.mean_of_batch(losses.mean()),
             "grad_norm": scale.unscale(grad_norm),
-            "learning_rate": learning_rate(schedule)(state.opt_state.count),
+            "learning_rate": learning_rate(schedule, config.optimizer.schedule)(
+                state.opt_state.count
+            ),
         }
         if isinstance(scale, DynamicLossScale):
             skipped = opt_state.total_notfinite

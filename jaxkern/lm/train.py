@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.lm import checkpoint, data, processes, run, sample, stop, trackers
-from jaxkern.lm.config import DEFAULTS, RunError, SplitError, TrainConfig, axes_of
+from jaxkern.lm.config import RunError, SplitError, TrainConfig, axes_of, settings
 from jaxkern.lm.evaluate import evaluation
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
@@ -72,12 +72,20 @@ class _Begun(NamedTuple):
     profile: Any = None
 
 
-def train(flags: dict[str, Any], out: Path, *, resume: bool, profile: str | None = None) -> None:
+def train(
+    flags: dict[str, Any],
+    out: Path,
+    *,
+    file: Path | None = None,
+    resume: bool = False,
+    profile: str | None = None,
+) -> None:
     """Run ``jaxkern train``: train, and show what was learned.
 
     Args:
         flags: the command line's that were given, by their names in TrainConfig.
         out: the run's folder.
+        file: with settings that flags override.
         resume: continue the run in `out` from its last checkpoint.
         profile: the steps to trace, as STEP:COUNT or STEP; "auto" for some soon after the first.
 
@@ -88,7 +96,8 @@ def train(flags: dict[str, Any], out: Path, *, resume: bool, profile: str | None
     if resume:
         trainer = Trainer.resume(out, flags, profile=profile)
     else:
-        given = run.begun_with(flags) if flags.get("init_hf") else flags
+        given = settings(flags, file)
+        given = run.begun_with(given) if given.get("init_hf") else given
         trainer = Trainer(TrainConfig.from_flags(given), out, profile=profile)
     trained = trainer.fit()
     if not (trainer.peers.main and trained.tokens_per_second):
@@ -319,7 +328,7 @@ class Trainer:
         say(f"device   {len(self.devices)} × {kinds}, {self.config.mixed_precision}")
         if self.placement.split.axes:
             say(f"mesh     {self.placement.split.mesh}")
-        elif self.config.parallel != DEFAULTS["parallel"]:
+        elif self.config.parallel != TrainConfig.parallel:
             say(f"mesh     none: one device has what --parallel {self.config.parallel} would share")
 
     def _loop(self, begun: _Begun, programs: Programs, log: MetricsLog) -> tuple[TrainState, float]:
@@ -428,10 +437,8 @@ class Trainer:
 
     def _diverged(self, how: str) -> RunError:
         wider = ", or with --mixed-precision bf16" if self.policy.compute == jnp.float16 else ""
-        return RunError(
-            f"training diverged: {how}; start a new run with a lower --lr than {self.config.lr}"
-            f"{wider}"
-        )
+        lower = f"start a new run with a lower --lr than {self.config.optimizer.lr}{wider}"
+        return RunError(f"training diverged: {how}; {lower}")
 
     def _plot(self, records: Sequence[dict[str, Any]]) -> None:
         name = self.config.init_hf or f"Preset {self.config.preset}"

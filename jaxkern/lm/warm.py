@@ -1,36 +1,35 @@
 """Lowers a training run's kernels beforehand, on a machine that need not have a GPU."""
 
 import time
-from typing import Any
 
 import jax
 
-from jaxkern.lm.config import WARMED, RunError, TrainConfig
+from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import size_of
 from jaxkern.lm.program import Placement, lowered_step
 from jaxkern.lowering import cache, kernel_call
 from jaxkern.lowering.target import GPUS, lowering_for
 
 
-def warm(flags: dict[str, Any], gpu: str, devices: int) -> None:
+def warm(config: TrainConfig, gpu: str, devices: int) -> None:
     """Keep the kernels of a training step in the cache.
 
     Args:
-        flags: those of ``jaxkern train``, by their names in TrainConfig.
+        config: of a run.
         gpu: a name in ``jaxkern.lowering.target.GPUS``.
         devices: how many GPUs share each batch.
 
     Raises:
         RunError: whatever the user can put right.
     """
+    there = ", ".join(name for name, each in GPUS.items() if each.unsupported is None)
     if gpu not in GPUS:
-        raise RunError(f"--gpu {gpu} is not known; choose one of {', '.join(WARMED)}")
+        raise RunError(f"--gpu {gpu} is not known; choose one of {there}")
     if (reason := GPUS[gpu].unsupported) is not None:
-        raise RunError(f"--gpu {gpu} has no kernels: {reason}; choose one of {', '.join(WARMED)}")
+        raise RunError(f"--gpu {gpu} has no kernels: {reason}; choose one of {there}")
     folder = cache.folder()
     if folder is None:
         raise RunError("the cache is switched off by JAXKERN_CACHE; unset it to keep kernels")
-    config = TrainConfig.from_flags(flags)
     config = config.for_tokens(size_of(config.tokenizer))
     placement = Placement.of(config, jax.devices()[:devices])
     shared = f", split over {devices}" if devices > 1 else ""

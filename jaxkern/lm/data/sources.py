@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxkern.lm.config import RunError
+from jaxkern.lm.config import RunError, is_there, split_weight
 
 MARKER = "<|endoftext|>"  # ends a document of a .txt; elsewhere it is text like any other
 _JSON_LINES = {".jsonl", ".ndjson", ".json"}
@@ -136,29 +136,20 @@ def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
     return sources
 
 
-# Infinity and NaN are read as numbers, too, so that they are refused and no part of a field's name.
-_WEIGHTED = re.compile(r"(?is)(.+)=([-+.\w]*\d[-+.\w]*|[-+]?(?:inf|infinity|nan))")
-
-
 def _parse(text: str, flag: str) -> Source:
-    path, weight, field = text, None, "text"
-    if not _is_there(path) and (found := _WEIGHTED.fullmatch(path)):
-        path = found[1]
+    (path, given), weight, field = split_weight(text), None, "text"
+    if given is not None:
         try:
-            weight = float(found[2])
+            weight = float(given)
         except ValueError:
             weight = math.nan
         if not 0 < weight < math.inf:
             raise RunError(
-                f"{flag} {text}: the weight {found[2]} must be a number above 0, such as 0.3"
+                f"{flag} {text}: the weight {given} must be a number above 0, such as 0.3"
             )
-    if not _is_there(path) and (found := re.fullmatch(r"(.+):([^/:]+)", path, re.S)):
+    if not is_there(path) and (found := re.fullmatch(r"(.+):([^/:]+)", path, re.S)):
         path, field = found[1], found[2]
     return Source(text, path, field, weight)
-
-
-def _is_there(path: str) -> bool:
-    return os.path.exists(path) or bool(_matches(path))
 
 
 def _matches(pattern: str) -> list[str]:
