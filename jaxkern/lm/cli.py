@@ -192,19 +192,25 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
         flags = _given(parsed, args)
         if isinstance(parsed, Warm) and "gpu" not in flags:
             raise FlagError("gpu", "must be given")
-    except FlagError as error:
+    except RunError as error:
         line = str(error)
     except SystemExit as exit:
         if not exit.code:
             raise
-        # tyro draws a box: what is wrong, a rule, and what may help.
+        # tyro draws a box: a title, what is wrong, a rule, and what may help.
         rows = (row.strip("│ ") for row in told.getvalue().splitlines()[1:])
-        line = " ".join(itertools.takewhile(lambda row: row[:1] not in "─╰", rows))
+        rows = itertools.dropwhile(_is_rule, rows)
+        line = " ".join(itertools.takewhile(lambda row: not _is_rule(row), rows))
+        line = re.sub(r"^Error parsing \S*model: ", "--model.", line)
     else:
         return name, flags
     command = f"jaxkern {name}" if name in _COMMANDS else "jaxkern"
     print(f"jaxkern: error: {line} (see {command} --help)", file=sys.stderr)
     raise SystemExit(2)
+
+
+def _is_rule(row: str) -> bool:
+    return not row.strip("-─╰╯")
 
 
 def _spelled(argv: Sequence[str]) -> list[str]:

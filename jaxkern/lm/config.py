@@ -54,7 +54,7 @@ class Limits:
 
     def check(self, value: Any) -> Any:
         """Return `value`; raise ValueError if it is of another kind or not within the limits."""
-        kind = numbers.Integral if self.kind is int else numbers.Real
+        kind: Any = numbers.Integral if self.kind is int else numbers.Real
         if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):
             raise ValueError(value)
         if not self.low <= value <= self.high and not (self.zero and value == 0):
@@ -616,7 +616,9 @@ def check_values(config: Any, prefix: str = "") -> None:
             except ValueError:
                 rule = str(LIMITS[name])
         elif choices:
-            rule = None if {*map(str, each)} <= {*choices} else f"one of {', '.join(choices)}"
+            right = isinstance(value, tuple) == several and {*map(str, each)} <= {*choices}
+            told = f"{'a list of' if several else 'one of'} {', '.join(choices)}"
+            rule = None if right else told
         elif several or str in (field.type, *kinds):
             right = isinstance(value, tuple) == several and all(isinstance(v, str) for v in each)
             empty = "" in each and (several or name == "data_cache")

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxkern.lm import checkpoint, data
 from jaxkern.lm.config import (
+    ALIASES,
     PRESETS,
     RunError,
     SplitError,
@@ -120,7 +121,7 @@ def changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
         RunError: a flag differs that must not.
     """
     check_axes(changes)
-    changes = with_devices(changes)
+    changes = with_devices({ALIASES.get(name, name): value for name, value in changes.items()})
     if changes.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
         config = dataclasses.replace(config, mesh="", devices="auto")
     elif "devices" in changes and config.mesh:
