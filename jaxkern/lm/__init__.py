@@ -1,8 +1,7 @@
 """The main job: language models of Mamba blocks and attention, from the command line.
 
-cli         subcommands, one-line errors
-flags       the commands' flags and their help
-config      presets, the configuration of a run
+cli         subcommands by tyro, one-line errors
+config      the configuration of a run, by flags, files of YAML and presets
 data        files of text -> bytes or tokens on disk -> batches
 model       the language model (flax.nnx) on jaxkern's ops
 layers      attention and MLPs of hybrid models
