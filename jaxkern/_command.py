@@ -1,7 +1,7 @@
 """Tells in one line that Ctrl-C ended the command line before its first own statement.
 
-JAX takes seconds to import, and the package is imported before ``jaxkern.__main__`` is. In a
-process that is not the command line this does nothing.
+The package is imported before ``jaxkern.__main__`` is. In a process that is not the command line
+this does nothing.
 """
 
 import sys

@@ -108,7 +108,10 @@ FLAGS = {
     "train --init-hf x --out y": {"init_hf": "x", "out": pathlib.Path("y")},
     "train --steps 3 --lr 1e-3": {"steps": 3, "optimizer.lr": 1e-3},
     "train --batch-size 4 --seq-len=64 --grad-accum 2 --seed 5": {
-        "batch_size": 4, "seq_len": 64, "grad_accum": 2, "seed": 5
+        "batch_size": 4,
+        "seq_len": 64,
+        "grad_accum": 2,
+        "seed": 5,
     },
     "train --mixed_precision bf16": {"mixed_precision": "bf16"},
     "train --remat --scan-layers": {"remat": "layer", "scan_layers": True},
@@ -117,7 +120,9 @@ FLAGS = {
     "train --mesh fsdp=02,data=1": None,
     "train --mesh data=2,fsdp=4": {"mesh": "data=2,fsdp=4"},
     "train --log-every 1 --eval-every 2 --eval-batches 3": {
-        "log_every": 1, "eval_every": 2, "eval_batches": 3
+        "log_every": 1,
+        "eval_every": 2,
+        "eval_batches": 3,
     },
     "train --checkpoint-every 4 --keep 5": {"checkpoint_every": 4, "keep": 5},
     "train --log-to tensorboard wandb": {"log_to": ("tensorboard", "wandb")},
@@ -125,19 +130,22 @@ FLAGS = {
     "train --profile --keep 1": {"profile": "auto", "keep": 1},
     "train --profile 9:2": {"profile": "9:2"},
     "train --coordinator h:1 --processes 2 --process 0": {
-        "coordinator": "h:1", "processes": 2, "process": 0
+        "coordinator": "h:1",
+        "processes": 2,
+        "process": 0,
     },
     "train --model.d-model 32 --model.layers mamba2*3,attention --model.n_layers 4": {
-        "model.d_model": 32, "model.layers": "mamba2*3,attention", "model.n_layers": 4
+        "model.d_model": 32,
+        "model.layers": "mamba2*3,attention",
+        "model.n_layers": 4,
     },
     "train --model.no-tie-embeddings": {"model.tie_embeddings": False},
     "train --optimizer.weight-decay 0.2 --optimizer.schedule wsd": {
-        "optimizer.weight_decay": 0.2, "optimizer.schedule": "wsd"
+        "optimizer.weight_decay": 0.2,
+        "optimizer.schedule": "wsd",
     },
     "train --optimizer.clip-norm None": {"optimizer.clip_norm": None},
-    "warm --gpu h200 --preset 130m --devices 4": {
-        "gpu": "h200", "preset": "130m", "devices": "4"
-    },
+    "warm --gpu h200 --preset 130m --devices 4": {"gpu": "h200", "preset": "130m", "devices": "4"},
     "doctor": {"empty_cache": False},
     "doctor --empty-cache": {"empty_cache": True},
 }
@@ -152,10 +160,16 @@ FLAGS |= {
     | {"run": pathlib.Path("x"), "length": 5, "temperature": 0.0, "top_k": 0, "top_p": 0.5}
     | {"seed": 3},
     "export --run x --hf y": {
-        "run": pathlib.Path("x"), "hf": pathlib.Path("y"), "step": None, "dtype": "fp32"
+        "run": pathlib.Path("x"),
+        "hf": pathlib.Path("y"),
+        "step": None,
+        "dtype": "fp32",
     },
     "export --run x --hf y --step 3 --dtype bf16": {
-        "run": pathlib.Path("x"), "hf": pathlib.Path("y"), "step": 3, "dtype": "bf16"
+        "run": pathlib.Path("x"),
+        "hf": pathlib.Path("y"),
+        "step": 3,
+        "dtype": "bf16",
     },
 }
 

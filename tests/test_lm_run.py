@@ -304,7 +304,10 @@ def test_a_run_is_not_overwritten_nor_changed(finished):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     for flags, words in (
         ([], f"--out {finished} already holds a run; add --resume"),
-        (["--resume", "--lr", 0.5], "--lr 0.5 differs from the run's 0.01 and cannot change"),
+        (
+            ["--resume", "--lr", 0.5],
+            "--optimizer.lr 0.5 differs from the run's 0.01 and cannot change",
+        ),
         (["--resume", "--steps", 3], f"--steps 3 differs from the run's {STEPS} and can only grow"),
     ):
         assert words in run("train", "--preset", "micro", *flags, "--out", finished, code=1)
@@ -351,7 +354,7 @@ CONFIG, RECORD = "config.yaml", "run.json"
         (RECORD, {"precision": "fp8"}, "where mixed_precision is fp8, not params=float32"),
         (RECORD, {"data": {"folder": "0"}}, "are missing or have changed since the run began"),
         (CONFIG, b"\xff", "config.yaml is damaged (UnicodeDecodeError"),
-        (CONFIG, {"step": 3}, "config.yaml cannot be read ("),
+        (CONFIG, {"step": 3}, "config.yaml: step is no setting of a run; did you mean steps?"),
         ("metrics.jsonl", b'{"step": 0}\nhello\n', "metrics.jsonl, line 2 is not a record"),
     ],
 )
@@ -484,10 +487,10 @@ import os, runpy, signal, sys, time
 place, name, *argv = sys.argv[1:]
 sys.argv = ["bin/jaxkern", *argv]
 strike = lambda *args: os.kill(os.getpid(), getattr(signal, name))
-if place == "import":
+if place in ("tyro", "jax.numpy"):
     class Finder:
         def find_spec(self, module, path=None, target=None):
-            if module == "jax.numpy":
+            if module == place:
                 strike()
     sys.meta_path.insert(0, Finder())
 else:
@@ -511,11 +514,13 @@ def drive(place, name, *argv):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("place", ["import", pytest.param("compile", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "place", ["tyro", "jax.numpy", pytest.param("compile", marks=pytest.mark.exhaustive)]
+)
 def test_ctrl_c_before_training_is_one_line_and_leaves_nothing(place, argv, tmp_path):
     out = tmp_path / "run"
     code, err = drive(place, "SIGINT", *argv, "--out", out)
-    assert code == (-signal.SIGINT if place == "import" else 130)  # a shell has 130 for both
+    assert code == (-signal.SIGINT if place == "tyro" else 130)  # a shell has 130 for both
     assert re.fullmatch(r"jaxkern: stopped \(SIGINT\).*\n", err)
     assert not out.exists()
 
@@ -697,8 +702,6 @@ def test_what_a_tracker_lacks_is_told(argv, tmp_path, monkeypatch, wandb):
     line = run(*argv, "--out", tmp_path / "run", "--log-to", "wandb", code=1)
     assert line == "jaxkern: error: --log-to wandb needs wandb; run: pip install wandb\n"
     assert not (tmp_path / "run").exists()
-    line = run(*argv, "--log-to", "tensorboard", "none", code=1)
-    assert "--log-to tensorboard none names none and another; give none alone, or leave" in line
 
 
 def test_the_steps_that_are_traced(tmp_path):

@@ -4,6 +4,7 @@ A run's is its preset's, changed by a file, changed by flags; a preset is such a
 neither JAX nor an optional package but PyYAML: --help waits for none.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -204,7 +205,8 @@ class ModelConfig:
         if self.dropout >= 1:
             raise ValueError(f"dropout must be below 1, got {self.dropout!r}")
         object.__setattr__(self, "dt_limit", tuple(self.dt_limit))  # of a list, from a file
-        if len(self.dt_limit) != 2 or not self.dt_limit[0] <= self.dt_limit[1]:
+        numbers_only = all(isinstance(each, numbers.Real) for each in self.dt_limit)
+        if len(self.dt_limit) != 2 or not numbers_only or self.dt_limit[0] > self.dt_limit[1]:
             raise ValueError(f"dt_limit must be two numbers in order, got {self.dt_limit!r}")
         if "mamba2" in self.kinds:
             self._check_mamba2()
@@ -493,7 +495,9 @@ class TrainConfig:
             raise FlagError("mesh", f"{rule}, got {self.mesh!r}: {error}") from None
         if "none" in self.log_to and {*self.log_to} != {"none"}:
             told = " ".join(self.log_to)
-            raise FlagError("log_to", f"{told} names none and another; give none alone")
+            raise FlagError(
+                "log_to", f"{told} names none and another; give none alone, or leave it out"
+            )
         become("log_to", tuple(name for name in self.log_to if name != "none"))
         # None stands for what the tokenizer has, until that is known: see `for_tokens`.
         if self.vocab_size is None and self.model.vocab_size != _BYTES:
@@ -667,10 +671,9 @@ def settings(flags: Mapping[str, Any], file: Path | None = None) -> dict[str, An
       RunError: a name is wrong, or a value of the file.
     """
     given, written = _tables(flags), _read(file) if file else {}
-    if written.get("mesh") and written.get("parallel") == TrainConfig.parallel:
-        del written["parallel"]  # of a run's file, which has all
     check_axes(given)
-    check_axes(written)
+    if "devices" not in written:  # else the file of a run, whose mesh counts
+        check_axes(written)
     if given.keys() & {"parallel", "mesh"}:
         written = {k: v for k, v in written.items() if k not in ("parallel", "mesh", "devices")}
     for name, value in written.items():
@@ -741,13 +744,18 @@ def _typed(values: dict[str, Any], kind: Any = None) -> dict[str, Any]:
         if isinstance(value, dict):
             found[name] = _typed(value, _TABLES[name])
         elif isinstance(value, list):
-            found[name] = tuple(value)
-        elif isinstance(value, str) and types[name] in (float, float | None):
-            try:
-                found[name] = float(value)  # YAML has it as a text: it wants 1.0e-3
-            except ValueError:
-                continue
+            of_numbers = types[name] == tuple[float, float]
+            found[name] = tuple(map(_number, value) if of_numbers else value)
+        elif types[name] in (float, float | None):
+            found[name] = _number(value)
     return found
+
+
+def _number(value: Any) -> Any:
+    """The number that a text is, if it is one: YAML wants 1.0e-3 and has 1e-3 as a text."""
+    with contextlib.suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 def _plain(value: Any) -> Any:
