@@ -219,7 +219,7 @@ def test_flags_override_a_file_and_that_its_preset(tmp_path):
         ("optimizer: {lr: high}", "optimizer.lr must be a number from 1e-30 to 1e+30, got 'high'"),
         ("optimizer: {clip_norm: 0}", "optimizer.clip_norm must be"),
         ("preset: huge", "preset must be one of micro, tiny, 130m"),
-        ("data: text", "data must be a list of texts, none empty, got 'text'"),
+        ("data: text", "data must be a list of texts, got 'text'"),
         ("log_to: wandb", "log_to must be"),
         ("devices: 2", "devices must be a text, got 2"),
         ("pack: 1", "pack must be true or false, got 1"),

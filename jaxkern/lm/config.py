@@ -532,9 +532,9 @@ class TrainConfig:
           RunError: a name or a value is wrong; the message says of which, and what is right.
         """
         given = settings(flags, file)
-        return _built(given, _preset_of(given))._checked()
+        return _built(given, _preset_of(given))._checked(flags)
 
-    def _checked(self) -> "TrainConfig":
+    def _checked(self, flags: Mapping[str, Any]) -> "TrainConfig":
         """The configuration, unless its values do not go together."""
         if self.batch_size % self.grad_accum:
             raise RunError(
@@ -546,7 +546,8 @@ class TrainConfig:
                 f"--mixed-precision {self.mixed_precision}: float64 is more than the float32 "
                 "that the scans and sums of a run are in; write float32"
             )
-        if self.tokenizer == "bytes" and self.vocab_size not in (None, _BYTES) and not self.init_hf:
+        asked = flags.get("vocab_size", flags.get("model.vocab_size"))
+        if self.tokenizer == "bytes" and asked not in (None, _BYTES):
             raise RunError(
                 f"--vocab-size {self.vocab_size}: bytes are 256 tokens; leave it out, or add "
                 "--tokenizer"
@@ -625,9 +626,8 @@ def check_values(config: Any, prefix: str = "") -> None:
             rule = None if right else told
         elif several or str in (field.type, *kinds):
             right = isinstance(value, tuple) == several and all(isinstance(v, str) for v in each)
-            empty = "" in each and (several or name == "data_cache")
-            told = "a list of texts, none empty" if several else "a text"
-            rule = told if empty or not right else None
+            told = "a list of texts" if several else "a text"
+            rule = None if right else told
         elif field.type is bool and not isinstance(value, bool):
             rule = "true or false"
         elif name in _TABLES and not isinstance(value, _TABLES[name]):

@@ -46,6 +46,8 @@ def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
             "train on bytes all the same"
         )
     given = {"tokenizer": tokenizer} | flags
+    if given.get("mesh"):
+        given.pop("parallel", None)  # of a run's file, whose mesh counts
     own = flags.get("model", {})
     vocab_size = given.get("vocab_size", own.get("vocab_size", shape.vocab_size))
     if vocab_size != shape.vocab_size:

@@ -97,8 +97,9 @@ def train(
         trainer = Trainer.resume(out, flags, profile=profile)
     else:
         given = settings(flags, file)
-        given = run.begun_with(given) if given.get("init_hf") else given
-        trainer = Trainer(TrainConfig.from_flags(given), out, profile=profile)
+        if given.get("init_hf"):
+            flags, file = run.begun_with(given), None
+        trainer = Trainer(TrainConfig.from_flags(flags, file), out, profile=profile)
     trained = trainer.fit()
     if not (trainer.peers.main and trained.tokens_per_second):
         return
