@@ -264,7 +264,7 @@ def without_a_gather(run, *arrays):
 
 
 @combinations(
-    "sizes of", [(2, 2), (1, 4), (4, 1)], [(EXPLICIT, "bfloat16"), (AUTO, "float32")], few=1
+    "sizes of", [(2, 2), (1, 4), (4, 1)], [(AUTO, "bfloat16"), (EXPLICIT, "float32")], few=1
 )
 def test_rows_and_classes_of_devices(sizes, of):
     """Each device has chunks of its own rows and classes, 1 to 4; nothing is gathered."""

@@ -195,8 +195,9 @@ def _chunks_of_device(run: Any, axes: Axes, options: ChunkOptions, *arrays: Any)
     return only_if(is_first(axes), losses), *grads
 
 
-def _finish_chunks(options: ChunkOptions, x, weight, bias, labels, losses, *grads) -> Any:
-    return losses, *(None if v is None else v.astype(options.dtype) for v in grads)
+def _finish_chunks(options: ChunkOptions, x, weight, bias, labels, losses, dx, dweight, db) -> Any:
+    rounded = (None if v is None else v.astype(options.dtype) for v in (dx, dweight))
+    return losses, *rounded, db
 
 
 IN_CHUNKS = KernelPass(
