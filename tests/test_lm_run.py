@@ -569,7 +569,7 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
     assert (stored["flags"]["preset"], stored["flags"]["data"]) == (preset, [str(text)])
     assert stored["model"]["d_model"] == 16
     if preset == "mamba2-micro":
-        kind = {"block": "mamba2", "headdim": 8, "dt_limit": [0.0, "inf"]}
+        kind = {"layers": "mamba2", "head_dim": 8, "dt_limit": [0.0, "inf"]}
         assert kind.items() <= stored["model"].items()
     assert len(stored["data"]["folder"]) == 16
     assert {"jax", "flax", "jaxkern"} <= stored["versions"].keys()

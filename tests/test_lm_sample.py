@@ -371,7 +371,7 @@ def test_the_command_line_stops_and_times(run, capsys):
     assert cli.main([*argv, "--stop", stops[0], "--stop", stops[1]]) == 0
     assert capsys.readouterr() == ("a" + before(printed[1:-1], stops) + "\n", "")
     line = command(capsys, *argv, "--stop", "", code=2)
-    assert "argument --stop: must be a text, got ''" in line
+    assert "--stop must have a value, got ''" in line
 
 
 @pytest.mark.exhaustive
