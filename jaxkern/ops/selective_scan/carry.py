@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
-from jaxkern.ops.section_states import state_after_all
+from jaxkern.ops.sections import state_after_all
 from jaxkern.ops.selective_scan.blocks import Block, Rows, Scan, TokenRing, fp32_array, map_states
 from jaxkern.ops.selective_scan.call import Call, Scratch
 from jaxkern.ops.selective_scan.reference import (

@@ -8,7 +8,7 @@ A pass that finds carries takes N exponentials for an element of x and reads 4 o
 the forward N and the backward 2·N: at L = 262,144 a device and D = 1536, 6.4 · 10⁹ exponentials for
 each N. A kernel that cuts its part takes N more, in either direction, to find carries that this has
 found: 7·N in all, and 5·N where the part is cut into sections instead
-(:class:`jaxkern.ops.split_scan.Sections`), which is what one device alone takes. To scan from zeros
+(:class:`jaxkern.ops.sections.Sections`), which is what one device alone takes. To scan from zeros
 and correct the output, by exp(A · Σs) and C, is N exponentials, too, and 6 bytes more.
 """
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import is_first, is_last, only_if
+from jaxkern.ops.sections import Decays, Sections, sequences, unless_whole_steps
 from jaxkern.ops.selective_scan.carry import launch_device_bwd_carry, launch_device_carry
 from jaxkern.ops.selective_scan.reference import (
     CHUNK,
@@ -27,7 +28,6 @@ from jaxkern.ops.selective_scan.reference import (
     reference_bwd_carry,
     reference_carry,
 )
-from jaxkern.ops.split_scan import Decays, Sections, sequences, unless_whole_steps
 
 CARRY = KernelPass(
     "selective_scan_carry",
