@@ -21,7 +21,7 @@ from jaxkern.mosaic.launch import interpreter
 from jaxkern.nn import mamba, mamba2
 from jaxkern.ops import linear_scan, selective_scan, ssd
 from jaxkern.ops import sections as sections_of
-from jaxkern.ops.step_sizes import StepSizes
+from jaxkern.ops.scan_options import StepSizes
 from tests import check, sequences
 from tests.sequences import random
 
@@ -393,7 +393,7 @@ def test_parts_and_their_sections(
     cut = lambda of, *args: (found.add(of(*args).count), of(*args))[1]
     monkeypatch.setattr(sections_of, "_LEAST", length // sections)
     monkeypatch.setattr(sections_of.Sections, "of", functools.partial(cut, sections_of.Sections.of))
-    monkeypatch.setattr(selective_scan.devices, "CHUNK", 2)
+    monkeypatch.setattr(selective_scan.op, "CHUNK", 2)
     monkeypatch.setattr(ssd.devices, "SAVED_CHUNK", 32)
     monkeypatch.setattr(jax.lax, "ppermute", _permuted)
     monkeypatch.setattr(kernel_pass, "_on_mesh", functools.partial(_in_parts, parts, by_name))
@@ -428,7 +428,7 @@ def _carries(name: str, packed: bool) -> Any:
     keep = jnp.ones((b, l)).at[0, 9].set(0.0)
     if name == "selective_scan":
         sizes = StepSizes(True, 0.0, float("inf"))
-        options = selective_scan.reference.Options(sizes, True, 8, "interpret")
+        options = selective_scan.reference.SelectiveScanOptions(sizes, True, 8, "interpret")
         x, dt, z = (random(b, l, 1, d, seed=i) for i in range(3))
         A, weights, bias = -jnp.exp(random(1, d, n)), random(b, l, 1, n), random(1, d)
         return options, (x, dt, A, weights, bias, keep), (dt, A, weights, z, bias, keep, x)
@@ -452,10 +452,9 @@ def _carries(name: str, packed: bool) -> Any:
 )
 def test_kernels_find_what_a_device_hands_on(name, packed):
     """In both directions; ssd's products take 16 bits."""
-    devices = {"selective_scan": selective_scan.devices, "ssd": ssd.devices}
-    devices = {"linear_scan": linear_scan.op, **devices}[name]
+    ops = {"linear_scan": linear_scan.op, "selective_scan": selective_scan.op, "ssd": ssd.devices}
     options, *arrays = _carries(name, packed)
-    passes = devices.CARRY, devices.BWD_CARRY
+    passes = ops[name].CARRY, ops[name].BWD_CARRY
     run = lambda f, args: jax.jit(functools.partial(f, options))(*args)
     with contextlib.nullcontext() if check.ON_GPU else interpreter():
         got = [run(p.kernel, args) for p, args in zip(passes, arrays, strict=True)]
