@@ -431,8 +431,10 @@ def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, caps
     argv = ["sample", "--run", lost, *options]
     line = command(capsys, *argv, code=1)
     assert "it's lost has lost its tokenizer.json, by which its model reads and writes" in line
-    assert command(capsys, "train", "--resume", "--steps", 9, "--out", lost, code=1) == line
     subprocess.run(line.partition("with: ")[2], shell=True, check=True)  # what it says
+    command(capsys, *argv)
+    (lost / "tokenizer.json").unlink()
+    command(capsys, "train", "--resume", "--steps", 9, "--out", lost)  # and so does this
     command(capsys, *argv)
     shutil.rmtree(lost / "corpus")
     (lost / "tokenizer.json").unlink()

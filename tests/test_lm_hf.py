@@ -605,8 +605,7 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv):
     assert ModelConfig.from_stored(config["model"]) == small
 
     trained = checkpoint.config_of(out, config)
-    (source,) = data.reopen(trained, out, config["data"]).validation(trained)
-    (batch,) = source.batches
+    ((_, (batch,)),) = data.reopen(trained, out, config["data"]).validation(trained)
     loss = loss_float64(small, random_params(small), batch.tokens)
     first = read_metrics(out / "metrics.jsonl")[0]
     assert first["validation_loss"] == pytest.approx(loss, rel=1e-5)

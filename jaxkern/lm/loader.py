@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -239,18 +240,23 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
     found = checkpoint.restore(run, {"params": checkpoint.abstract(like, device)}, step)
     notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
     spec = stored["flags"].get("tokenizer", "bytes")
-    check_has_tokenizer(run, spec)
+    check_has_tokenizer(run, spec, stored["data"])
     codec = sample.codec_of(data.open_tokenizer(spec, run, stored["data"]))
     return LanguageModel(config, found.state["params"], found.step, codec), notes
 
 
-def check_has_tokenizer(run: Path, spec: str) -> None:
-    """Refuse a run that has lost the tokenizer it keeps; `spec` is what its --tokenizer was."""
-    if spec != "bytes" and not (run / "tokenizer.json").is_file():
-        raise RunError(
-            f"{run} has lost its tokenizer.json, by which its model reads and writes text; put it "
-            "back from its corpus folder, a backup, or a folder that jaxkern export wrote"
-        )
+def check_has_tokenizer(run: Path, spec: str, info: dict[str, Any]) -> None:
+    """Refuse a run that has lost its tokenizer; `info` is of its tokens, which have a copy."""
+    if spec == "bytes" or (run / "tokenizer.json").is_file():
+        return
+    copy = run / "corpus" / str(info.get("folder")) / "tokenizer.json"
+    whence = "from a backup, its --data-cache, or a folder that jaxkern export wrote"
+    if copy.is_file():
+        whence = f"with: cp {shlex.quote(str(copy))} {shlex.quote(str(run))}"
+    raise RunError(
+        f"{run} has lost its tokenizer.json, by which its model reads and writes text; put it back "
+        + whence
+    )
 
 
 def load_hf(folder: Path | str) -> LanguageModel:

@@ -239,7 +239,8 @@ class Trainer:
                     else self._begin_with(weights)
                 )
         if self.peers.main:
-            if stored is None and self.config.tokenizer != "bytes":
+            lost = not (self.out / "tokenizer.json").is_file()
+            if self.config.tokenizer != "bytes" and lost:
                 data.write_atomically(self.out / "tokenizer.json", corpus.tokenizer.stored())
             checkpoint.write_config(self.out, self.config, corpus.info)
         return _Begun(state, done, corpus, batches, programs, profile)
