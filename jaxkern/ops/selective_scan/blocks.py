@@ -1,4 +1,4 @@
-"""What both directions share: the arrays of a call, a block's share of them, steps, and carries.
+"""Parts that both directions share: arrays of a call, blocks, rings, steps, and carries.
 
 The arrays along time come through rings of two stages: the TMA fills one while the block works on
 the other. Pallas would put a barrier around every store. The kernels have their own instead:
