@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.ops.selective_scan import op, reference, steps
-from jaxkern.ops.step_sizes import StepSizes
+from jaxkern.ops.scan_options import StepSizes
+from jaxkern.ops.selective_scan import blocks, op, reference
 from tests import check, ssd
 from tests.ssd import ALONG, INF, NAMES
 
@@ -73,7 +73,7 @@ def short_chunks(count):
         for name, module in list(sys.modules.items()):
             if name.startswith("jaxkern.ops.selective_scan.") and hasattr(module, "CHUNK"):
                 patch.setattr(module, "CHUNK", count)
-        patch.setattr(steps.Steps.__init__, "__defaults__", (count,))
+        patch.setattr(blocks.Steps.__init__, "__defaults__", (count,))
         yield
 
 
@@ -112,7 +112,7 @@ class Kernels(NamedTuple):
             new = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
             keep = 1 - new.astype(jnp.float32)
         sizes = StepSizes(self.dt_softplus, *self.dt_limit)
-        options = reference.Options(sizes, True, self.every, "interpret", save=True)
+        options = reference.SelectiveScanOptions(sizes, True, self.every, "interpret", save=True)
         with short_chunks(self.chunk):
             run = _jitted(kernel_pass, options, self.chunk)
             return run(*reference.by_group(arrays), keep, None, *more)

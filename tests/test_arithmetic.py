@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.mosaic.arithmetic import exp2_by_polynomial, softplus
 from jaxkern.mosaic.launch import interpreter, launch_kernel
 from jaxkern.ops.curves import kernel_functions
-from jaxkern.ops.softplus import exp2_by_polynomial, softplus
 from tests import check
 
 SIZE = 1024

@@ -10,7 +10,7 @@ import pytest
 import jaxkern
 from jaxkern.mosaic import ring
 from jaxkern.ops.linear_scan import op, reference
-from jaxkern.ops.linear_scan.tiles import Options, Tiles, parts
+from jaxkern.ops.linear_scan.tiles import LinearScanOptions, LinearScanTiles, parts
 from tests import check, sequences
 
 
@@ -29,7 +29,7 @@ def inputs(batch, length, dim, dtype="float32", b_dtype=None, seed=0):
 def scan(a, b, state=None, *, tiles=None, **options):
     """linear_scan, and where `tiles` are given, its kernels with these."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "Options", functools.partial(Options, tiles=tiles))
+        patch.setattr(op, "LinearScanOptions", functools.partial(LinearScanOptions, tiles=tiles))
         return jaxkern.linear_scan(a, b, initial_state=state, **options)
 
 
@@ -75,7 +75,7 @@ def test_linear_scan_half_precision(size, implementation, dtype, b_dtype):
 @pytest.mark.parametrize("reverse", [exhaustive(False), True])
 def test_linear_scan_tiles(reverse):
     """However the sequence is cut, with steps left over; without an initial state."""
-    tiles = Tiles(3, bwd_stages=2, parts=2)
+    tiles = LinearScanTiles(3, bwd_stages=2, parts=2)
     check_case(inputs(2, 7, 150), "mosaic", reverse=reverse, tiles=tiles, absent=1)
 
 
@@ -83,7 +83,7 @@ def test_linear_scan_tiles(reverse):
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 31])
 @REVERSE
 def test_linear_scan_parts(count, reverse):
-    tiles = Tiles(32, parts=count)
+    tiles = LinearScanTiles(32, parts=count)
     for arrays in (inputs(2, 1000, 296, "bfloat16"), inputs(2, 1024, 512)):
         check_case(arrays, "mosaic", reverse=reverse, tiles=tiles)
 
@@ -121,7 +121,9 @@ def test_linear_scan_passes_in_plain_jax():
     """What stands in for the kernels where there is no GPU, with the states that it saves."""
     arrays = inputs(2, 37, 5)
     check_case(arrays, reverse=True)
-    run = jax.jit(functools.partial(reference.reference_fwd, Options(True, "xla", save=True)))
+    run = jax.jit(
+        functools.partial(reference.reference_fwd, LinearScanOptions(True, "xla", save=True))
+    )
     out, _, states = run(*arrays, None)
     steps = out[:, ::-1]
     check.assert_close(states, jnp.stack([arrays[2], steps[:, 15], steps[:, 31]], 1), 1e-7)
@@ -160,7 +162,7 @@ def test_linear_scan_reference_lowers_by_platform():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("implementation", "tiles"),
-    [(None, None), exhaustive("mosaic", Tiles(2, fwd_stages=2, parts=9))],
+    [(None, None), exhaustive("mosaic", LinearScanTiles(2, fwd_stages=2, parts=9))],
     ids=["", "parts"],
 )
 def test_linear_scan_of_extremes(implementation, tiles):
@@ -297,7 +299,7 @@ def test_rows_of_lanes_hold_what_is_copied(dtype):
 def test_linear_scan_lowers_for_cuda(length, dim, dtypes, reverse, by_lanes):
     """One part and several; lanes copy rows that the TMA cannot, and nothing is padded for it."""
     arrays = inputs(1, length, dim, *dtypes)
-    run = check.program(packed_scan, options=Options(reverse, "mosaic"))
+    run = check.program(packed_scan, options=LinearScanOptions(reverse, "mosaic"))
     with jaxkern.lowering_for("h200"):
         text = run.trace(arrays, arrays[1]).lower(lowering_platforms=("cuda",)).as_text()
     for name in ("linear_scan_fwd", "linear_scan_bwd"):
@@ -331,7 +333,7 @@ def test_linear_scan_copied_by_lanes(dim, length, dtypes, segments, reverse):
     if segments is not None:  # begin at step 2 with the state 1, and at step 40 with zeros
         state = jnp.stack([state, 2 * state, 3 * state], axis=1)
         entered = jnp.full((2, length), -1, jnp.int32).at[:, 2].set(1).at[:, 40:41].set(segments)
-    options = Options(reverse, "mosaic", segments, Tiles(8, parts=3))
+    options = LinearScanOptions(reverse, "mosaic", segments, LinearScanTiles(8, parts=3))
     run = functools.partial(check.program(packed_scan, options=options), entered=entered)
     more = -(-max(dim, 128) // 8) * 8 - dim
     wide = [jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, more)]) for v in (a, b, state, dout)]

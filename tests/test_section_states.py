@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxkern.mosaic.launch import interpreter
-from jaxkern.ops import section_states
-from jaxkern.ops.section_states import Options
+from jaxkern.ops import sections
+from jaxkern.ops.sections import SectionOptions
 from tests import check
 from tests.pairs import combinations
 
@@ -42,7 +42,7 @@ def _run(f: Any, *arrays: Any) -> Any:
         return jax.jit(f)(*arrays)
 
 
-RUNS = section_states.launch, section_states.reference
+RUNS = sections.launch_states, sections.reference_states
 SHAPES = {
     "a decay a state": (1, 16, 384, 384),
     "padded": (2, 3, 300, 300),
@@ -59,24 +59,24 @@ SHAPES = {
 @combinations("shape reverse", SHAPES, [True, False])
 def test_states_are_those_of_a_loop(shape, reverse, monkeypatch):
     if shape[-1] == 1024:
-        monkeypatch.setattr(section_states, "num_sms", lambda: 1)  # for which 1024 are enough
+        monkeypatch.setattr(sections, "num_sms", lambda: 1)  # for which 1024 are enough
     arrays = _arrays(*shape)
     want = _in_order(*arrays, reverse)
     for run in RUNS:
-        got = _run(functools.partial(run, Options(reverse)), *arrays)
+        got = _run(functools.partial(run, SectionOptions(reverse)), *arrays)
         check.assert_close(got, want, 1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("sections", "reverse"),
+    ("count", "reverse"),
     [(1, True), (5, False), pytest.param(5, True, marks=pytest.mark.exhaustive)],
 )
-def test_state_after_sections_in_a_row(sections, reverse):
-    decay, own, _ = _arrays(sections, 2, 3, 3 * 4)
-    after = functools.partial(section_states.state_after_all, reverse=reverse)
-    got = _run(after, decay[..., None], own.reshape(sections, 2, 3, 4))
-    row = decay.reshape(1, sections, -1), own.reshape(1, sections, -1), np.zeros((1, 2 * 3 * 4))
+def test_state_after_sections_in_a_row(count, reverse):
+    decay, own, _ = _arrays(count, 2, 3, 3 * 4)
+    after = functools.partial(sections.state_after_all, reverse=reverse)
+    got = _run(after, decay[..., None], own.reshape(count, 2, 3, 4))
+    row = decay.reshape(1, count, -1), own.reshape(1, count, -1), np.zeros((1, 2 * 3 * 4))
     check.assert_close(got.reshape(1, -1), _in_order(*row, reverse)[1], 1e-6)
 
 
@@ -86,7 +86,7 @@ def test_what_a_section_keeps_nothing_of(run):
     """A new segment keeps nothing even of a NaN; of a zero an infinite decay makes no NaN."""
     decay = jnp.array([[[NAN, NAN, INF, INF, 0.0, 0.0, 0.5, 0.5]]]).repeat(2, 1)
     first = jnp.array([[NAN, INF, 0.0, 1.0, NAN, 1.0, NAN, 0.0]])
-    states, last = _run(functools.partial(run, Options()), decay, jnp.ones((1, 2, 8)), first)
+    states, last = _run(functools.partial(run, SectionOptions()), decay, jnp.ones((1, 2, 8)), first)
     after = np.array([[1, 1, 1, INF, NAN, 1, NAN, 1]])
     np.testing.assert_array_equal(states, np.stack([first, after], 1))
     np.testing.assert_array_equal(last, [[1, 1, INF, INF, NAN, 1, NAN, 1.5]])
@@ -95,7 +95,7 @@ def test_what_a_section_keeps_nothing_of(run):
 def test_gradients_pass_states_of_zero():
     decay, own, first = _arrays(1, 4, 6, 6)
     decay = decay.at[0, 1, 0].set(NAN)
-    last = lambda first: section_states.reference(Options(), decay, own, first)[1].sum()
+    last = lambda first: sections.reference_states(SectionOptions(), decay, own, first)[1].sum()
     got = jax.grad(last)(jnp.zeros_like(first))
     want = jnp.where(jnp.isnan(decay), 0, decay).prod(1)
     check.assert_close(got, want, 1e-6)
@@ -103,6 +103,6 @@ def test_gradients_pass_states_of_zero():
 
 def test_what_the_kernel_takes():
     decay, own, first = _arrays(1, 4, 6, 6)
-    assert section_states.unsupported(Options(), decay, own, first) is None
+    assert sections.unsupported_states(SectionOptions(), decay, own, first) is None
     half = own.astype(jnp.bfloat16)
-    assert "bfloat16" in str(section_states.unsupported(Options(), decay, half, first))
+    assert "bfloat16" in str(sections.unsupported_states(SectionOptions(), decay, half, first))

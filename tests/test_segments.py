@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkern.ops.linear_scan import op as linear_op
-from jaxkern.ops.linear_scan.tiles import Options, Tiles
+from jaxkern.ops.linear_scan.tiles import LinearScanOptions, LinearScanTiles
 from jaxkern.ops.selective_scan import backward, forward
 from jaxkern.ops.selective_scan import tiles as tiles_of
 from tests import check, sequences
@@ -92,8 +92,8 @@ def value_and_grads(f, arrays, **options):
         *(pytest.param(n, "mosaic", None, marks=pytest.mark.gpu) for n in OPS if "linear" in n),
         kernels("causal_conv1d", "mosaic", None),
         kernels("selective_scan", "mosaic", None),  # those of ssd take one state
-        kernels("linear_scan", "mosaic", Tiles(2, parts=5)),
-        kernels("linear_scan reverse", "mosaic", Tiles(4, parts=4)),
+        kernels("linear_scan", "mosaic", LinearScanTiles(2, parts=5)),
+        kernels("linear_scan reverse", "mosaic", LinearScanTiles(4, parts=4)),
         *((name, None, None) for name in OPS if name != "ssd"),
         exhaustive("ssd", None, None),
         *(exhaustive(name, "xla", None) for name in OPS),
@@ -109,9 +109,11 @@ def test_segments_are_runs_of_their_own(name, implementation, tiles, monkeypatch
     op, arrays, ids = OPS[name], arrays_of(name), ids_of(name)
     options = {"num_segments": COUNT, "return_final_state": True, "implementation": implementation}
     if tiles is not None:
-        monkeypatch.setattr(linear_op, "Options", functools.partial(Options, tiles=tiles))
+        monkeypatch.setattr(
+            linear_op, "LinearScanOptions", functools.partial(LinearScanOptions, tiles=tiles)
+        )
     if name == "selective_scan" and check.interpreted(implementation):
-        cut = lambda columns, units, _: tiles_of.Grid.cut(columns, units, 0, 2)
+        cut = lambda columns, units, _: tiles_of.ScanGrid.cut(columns, units, 0, 2)
         monkeypatch.setattr(forward, "forward_grid", cut)
         monkeypatch.setattr(backward, "backward_grid", cut)
         options["checkpoint_every"] = 16

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxkern
+from jaxkern.ops.scan_options import StepSizes
 from jaxkern.ops.selective_scan import op, reference
 from jaxkern.ops.selective_scan.tiles import MAX_STATES
-from jaxkern.ops.step_sizes import StepSizes
 from tests import check
 from tests.selective_scan import (
     KERNELS,
@@ -174,7 +174,9 @@ def test_selective_scan_saved_states():
     args = (x[:, :, None], dt[:, :, None], A[None], B[:, :, None], C[:, :, None], *[None] * 6)
     for every, count in ((1, 21), (8, 3), (64, 1), (None, None)):
         for save in True, False:
-            options = reference.Options(StepSizes(True, 0.0, INF), False, every, "auto", save=save)
+            options = reference.SelectiveScanOptions(
+                StepSizes(True, 0.0, INF), False, every, "auto", save=save
+            )
             run = functools.partial(reference.reference_fwd, options)
             out, final, states = jax.eval_shape(run, *args)
             assert out.shape == (2, 21, 1, 5)

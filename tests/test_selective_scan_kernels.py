@@ -8,6 +8,7 @@ from tests import check
 from tests.selective_scan import KERNELS, SIZE, Kernels, check_case, inputs_and_state
 from tests.ssd import NAMES, packed_ids
 
+CUT = tiles.ScanGrid.cut
 PASSES = pytest.mark.parametrize("name", ["forward", "backward"])
 
 
@@ -43,11 +44,11 @@ def cut_grid(monkeypatch, module, cut):
 
 def test_forward_of_segments_in_subparts(monkeypatch):
     """Two parts of two chunks, each a subpart."""
-    cut_grid(monkeypatch, forward, lambda columns, units: tiles.Grid.cut(columns, units, 0, 2, 2))
+    cut_grid(monkeypatch, forward, lambda columns, units: CUT(columns, units, 0, 2, 2))
     PACKED.check("forward", *packed(7))
 
 
-WHOLE = lambda columns, units: tiles.Grid.cut(columns, units, columns, 1)
+WHOLE = lambda columns, units: CUT(columns, units, columns, 1)
 
 
 @pytest.mark.exhaustive
@@ -64,7 +65,7 @@ def test_backward_between_saved_states(monkeypatch):
 
 def test_backward_in_parts(monkeypatch):
     """Three parts of a chunk each."""
-    cut_grid(monkeypatch, backward, lambda columns, units: tiles.Grid.cut(columns, units, 0, units))
+    cut_grid(monkeypatch, backward, lambda columns, units: CUT(columns, units, 0, units))
     Kernels(chunk=2, every=2).check("backward", without_optional(inputs_and_state(1, 5, 2, 2)))
 
 
@@ -77,7 +78,7 @@ def test_uneven_parts(monkeypatch):
     """
     monkeypatch.setattr(tiles, "num_sms", lambda: 3)
     monkeypatch.setattr(backward, "backward_warpgroups", lambda *_: 2)
-    cut = lambda columns, units: tiles.Grid.cut(columns, units, 1, 2)
+    cut = lambda columns, units: CUT(columns, units, 1, 2)
     cut_grid(monkeypatch, backward, cut)
     halved, split = tiles.forward_grid(columns=4, chunks=5, halves=True), cut(2, 3)
     assert (halved.whole, halved.halved, halved.count) == (4, 1, 5)
@@ -90,7 +91,7 @@ def test_uneven_parts(monkeypatch):
 @pytest.mark.gpu
 def test_subparts(monkeypatch):
     """Parts whose carries are found in subparts, the last of which is short."""
-    cut = lambda columns, units: tiles.Grid.cut(columns, units, 0, 2, 3)
+    cut = lambda columns, units: CUT(columns, units, 0, 2, 3)
     cut_grid(monkeypatch, forward, cut)
     cut_grid(monkeypatch, backward, cut)
     grid = cut(1, 11)

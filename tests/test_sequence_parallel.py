@@ -19,8 +19,9 @@ from jaxkern.core import kernel_pass
 from jaxkern.lowering import kernel_call
 from jaxkern.mosaic.launch import interpreter
 from jaxkern.nn import mamba, mamba2
-from jaxkern.ops import linear_scan, selective_scan, split_scan, ssd
-from jaxkern.ops.step_sizes import StepSizes
+from jaxkern.ops import linear_scan, selective_scan, ssd
+from jaxkern.ops import sections as sections_of
+from jaxkern.ops.scan_options import StepSizes
 from tests import check, sequences
 from tests.sequences import random
 
@@ -390,9 +391,9 @@ def test_parts_and_their_sections(
     op, found = OPS[name], set()
     length = op.arrays[0].shape[1] // parts
     cut = lambda of, *args: (found.add(of(*args).count), of(*args))[1]
-    monkeypatch.setattr(split_scan, "_LEAST", length // sections)
-    monkeypatch.setattr(split_scan.Sections, "of", functools.partial(cut, split_scan.Sections.of))
-    monkeypatch.setattr(selective_scan.devices, "CHUNK", 2)
+    monkeypatch.setattr(sections_of, "_LEAST", length // sections)
+    monkeypatch.setattr(sections_of.Sections, "of", functools.partial(cut, sections_of.Sections.of))
+    monkeypatch.setattr(selective_scan.op, "CHUNK", 2)
     monkeypatch.setattr(ssd.devices, "SAVED_CHUNK", 32)
     monkeypatch.setattr(jax.lax, "ppermute", _permuted)
     monkeypatch.setattr(kernel_pass, "_on_mesh", functools.partial(_in_parts, parts, by_name))
@@ -406,7 +407,7 @@ def test_parts_and_their_sections(
 
 
 def test_sections_fill_a_gpu():
-    of = lambda *sizes: split_scan.Sections.of(*sizes).count
+    of = lambda *sizes: sections_of.Sections.of(*sizes).count
     assert of(1, 1536, 262144, 8) == 32
     assert of(1, 1536, 256, 8) == 1
     assert of(8, 1536, 65536, 128) == 1
@@ -427,12 +428,12 @@ def _carries(name: str, packed: bool) -> Any:
     keep = jnp.ones((b, l)).at[0, 9].set(0.0)
     if name == "selective_scan":
         sizes = StepSizes(True, 0.0, float("inf"))
-        options = selective_scan.reference.Options(sizes, True, 8, "interpret")
+        options = selective_scan.reference.SelectiveScanOptions(sizes, True, 8, "interpret")
         x, dt, z = (random(b, l, 1, d, seed=i) for i in range(3))
         A, weights, bias = -jnp.exp(random(1, d, n)), random(b, l, 1, n), random(1, d)
         return options, (x, dt, A, weights, bias, keep), (dt, A, weights, z, bias, keep, x)
-    tiles = linear_scan.tiles.Tiles(4, parts=3)
-    options = linear_scan.tiles.Options(not packed, "interpret", tiles=tiles)
+    tiles = linear_scan.tiles.LinearScanTiles(4, parts=3)
+    options = linear_scan.tiles.LinearScanOptions(not packed, "interpret", tiles=tiles)
     entered = jnp.where(keep > 0, -1, 0) if packed else None
     arrays = random(b, l, d), random(b, l, d, seed=1), entered
     return options, arrays, arrays
@@ -451,9 +452,9 @@ def _carries(name: str, packed: bool) -> Any:
 )
 def test_kernels_find_what_a_device_hands_on(name, packed):
     """In both directions; ssd's products take 16 bits."""
-    devices = {"linear_scan": linear_scan, "selective_scan": selective_scan, "ssd": ssd}[name]
+    ops = {"linear_scan": linear_scan.op, "selective_scan": selective_scan.op, "ssd": ssd.devices}
     options, *arrays = _carries(name, packed)
-    passes = devices.devices.CARRY, devices.devices.BWD_CARRY
+    passes = ops[name].CARRY, ops[name].BWD_CARRY
     run = lambda f, args: jax.jit(functools.partial(f, options))(*args)
     with contextlib.nullcontext() if check.ON_GPU else interpreter():
         got = [run(p.kernel, args) for p, args in zip(passes, arrays, strict=True)]

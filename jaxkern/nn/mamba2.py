@@ -31,8 +31,8 @@ from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.collectives import add_parts, enter, whole_beside
 from jaxkern.nn.common import Block, Initial
+from jaxkern.ops.scan_options import StepSizes
 from jaxkern.ops.ssd.reference import DEFAULT_CHECKPOINT_EVERY
-from jaxkern.ops.step_sizes import StepSizes
 
 
 class Weights(NamedTuple):

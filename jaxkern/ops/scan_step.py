@@ -16,6 +16,7 @@ lane loads all its states, computes, and stores them, so that a block needs no s
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +27,11 @@ from jax.experimental import pallas as pl
 
 from jaxkern.core.arguments import unfit
 from jaxkern.core.dispatch import Mode
-from jaxkern.mosaic.arithmetic import sigmoid
+from jaxkern.mosaic.arithmetic import sigmoid, softplus
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place, launch_kernel, num_sms
 from jaxkern.ops.layers import clipped, put_layer, take_layer
-from jaxkern.ops.softplus import softplus
-from jaxkern.ops.step_sizes import StepSizes
+from jaxkern.ops.scan_options import StepSizes
 
 BLOCK = grid_axes("block")[0]
 
@@ -39,18 +39,18 @@ _VECTOR = 4
 """States of an access, 16 bytes."""
 
 _MOST_ROWS = 4
-"""Rows of a lane: so many accesses of a lane at a time keep an H100's memory busy."""
+"""The most rows of a lane: its accesses, all at a time, keep an H100's memory busy."""
 
 _MAX_STATES = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What a step is compiled for.
+class ScanStepOptions:
+    """The static arguments of a step.
 
     Attributes:
-      sizes: of dt.
-      mode: what runs.
+      sizes: makes step sizes from dt.
+      mode: the implementation that runs.
     """
 
     sizes: StepSizes
@@ -58,13 +58,13 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class StepTile:
     """The rows of a block, and the lanes that share a row.
 
     Attributes:
-      lanes: of a row.
-      states: of a row, N.
-      rows: of a lane.
+      lanes: lanes of a row.
+      states: states of a row, N.
+      rows: rows of a lane.
     """
 
     lanes: int
@@ -72,14 +72,14 @@ class Tile:
     rows: int
 
     @classmethod
-    def of(cls, states: int, together: int, count: int) -> "Tile":
-        """The tile for rows of so many states.
+    def of(cls, states: int, together: int, count: int) -> "StepTile":
+        """Chooses the most rows of a lane whose blocks still fill the GPU four times.
 
         Args:
-          states: of a row, a power of two.
-          together: the rows that a block must have a whole part of: those that share a step size,
-            or all of a sequence and group.
-          count: all rows, of which as many blocks are made as fill the GPU four times.
+          states: states of a row, a power of two.
+          together: rows that share a step size, or all of a sequence and group, into which a
+            block must fit.
+          count: all rows.
         """
         lanes = min(32, states // _VECTOR)
         fits = [
@@ -92,7 +92,7 @@ class Tile:
 
     @property
     def side_by_side(self) -> int:
-        """Rows that the warpgroup's lanes have at a time."""
+        """Rows of the warpgroup at a time, one a lane."""
         return LANES // self.lanes
 
     @property
@@ -102,30 +102,30 @@ class Tile:
 
     @property
     def accesses(self) -> range:
-        """The first states of a row's accesses, of all its lanes."""
+        """First state of each access of a row's lanes."""
         return range(0, self.states, _VECTOR * self.lanes)
 
     def of_states(self, row: int, first: int) -> LaneOffsets:
-        """Where a lane's states of its `row` are, in the access that begins at state `first`."""
+        """Offsets of a lane's states of its `row`, in the access that begins at state `first`."""
         apart = (self.lanes, self.side_by_side, self.states)
         start = row * self.side_by_side * self.states + first
         return LaneOffsets(((1, self.lanes, _VECTOR), apart), start)
 
     def of_weights(self, first: int) -> LaneOffsets:
-        """Where the same states of B and C are, which all rows share."""
+        """Offsets of the same states of B and C, which all rows share."""
         return LaneOffsets(((1, self.lanes, _VECTOR),), first)
 
     def of_row(self, row: int) -> LaneOffsets:
-        """Where the value of a lane's `row` is, of one value for each."""
+        """Offset of the value of a lane's `row`, one for each row."""
         return LaneOffsets(((self.lanes, self.side_by_side, 1),), row * self.side_by_side)
 
     @property
     def distances(self) -> list[int]:
-        """The distances of the lanes of a row."""
+        """Distances of the lanes of a row."""
         return [d for d in (16, 8, 4, 2, 1) if d < self.lanes]
 
     def summed_row(self) -> LaneOffsets:
-        """Where the row is whose sum a lane is left with."""
+        """Offset of the row whose sum this lane holds."""
         halvings, apart = self.rows.bit_length() - 1, self.side_by_side
         digits = [
             (distance, 2, apart * (self.rows >> (i + 1)))
@@ -155,18 +155,18 @@ def unsupported(state: Any, A: Any, x: Any, dt: Any, **others: Any) -> str | Non
 
 
 def _together(x: tuple[int, ...], dt: tuple[int, ...]) -> tuple[int, int]:
-    """The rows of a sequence and group, and those that a block has a whole part of."""
+    """Rows of a sequence and group, and rows into which a block must fit."""
     rows, step_sizes = math.prod(x[2:]), math.prod(dt[2:])
     return rows, rows // step_sizes if step_sizes < rows else rows
 
 
-def launch(options: Options, state: Any, layer: Any, *arrays: Any) -> tuple[Any, ...]:
+def launch(options: ScanStepOptions, state: Any, layer: Any, *arrays: Any) -> tuple[Any, ...]:
     """The output and the state, by a kernel that works in place: x becomes the output.
 
     Args:
-      options: of the step.
+      options: the static arguments.
       state: (layers, B, G, …, N), fp32.
-      layer: (1,), int32, which of them is meant; ``None`` where there is one.
+      layer: number of the layer, (1,), int32; ``None`` where there is one.
       *arrays: x (B, G, …), dt (B, G, …), A (G, …) or (G, …, N), B and C (B, G, N), D (G, …),
         z (B, G, …) and dt_bias (G, …), the last three or ``None``.
     """
@@ -178,15 +178,17 @@ def launch(options: Options, state: Any, layer: Any, *arrays: Any) -> tuple[Any,
 
     def kernel(*references: Any) -> None:
         *given, own, own_x = references
-        step.run(_Refs(**dict(zip(names, given, strict=True)), x=own_x, state=own), own, own_x)
+        step.run(_refs(names, given, x=own_x, state=own), own, own_x)
 
     written = [state.reshape(state.shape[0], *step.of_state), step.arrays["x"]]
     after, out = launch_in_place(kernel, fixed, written, **step.launch)
     return out.reshape(x.shape), after.reshape(state.shape)
 
 
-def launch_of_slices(options: Options, state: Any, layer: Any, *arrays: Any) -> tuple[Any, ...]:
-    """As :func:`launch`, for what ``vmap`` gives: the state is read from one array, and copied."""
+def launch_of_slices(
+    options: ScanStepOptions, state: Any, layer: Any, *arrays: Any
+) -> tuple[Any, ...]:
+    """Does as :func:`launch` under ``vmap``: the state is read from one array, and copied."""
     x = arrays[0]
     if x.size == 0:
         return x, state
@@ -196,7 +198,7 @@ def launch_of_slices(options: Options, state: Any, layer: Any, *arrays: Any) -> 
 
     def kernel(*references: Any) -> None:
         *given, state, after, out = references
-        step.run(_Refs(**dict(zip(names, given, strict=True)), state=state), after, out)
+        step.run(_refs(names, given, state=state), after, out)
 
     before = own.reshape(1, *step.of_state)
     outs = jax.ShapeDtypeStruct(before.shape, before.dtype), step.arrays["x"]
@@ -206,37 +208,21 @@ def launch_of_slices(options: Options, state: Any, layer: Any, *arrays: Any) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Refs:
-    """What the kernel reads, ``None`` for absent arrays; with names as :class:`_Step` has them."""
-
-    state: Any
-    x: Any
-    dt: Any
-    A: Any
-    B: Any
-    C: Any
-    D: Any = None
-    z: Any = None
-    dt_bias: Any = None
-    layer: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
 class _Step:
     """One token of a scan, with flat arrays.
 
     Attributes:
-      sizes: of dt.
-      tile: of a block.
+      sizes: makes step sizes from dt.
+      tile: tile of a block.
       groups: G.
-      rows: of a sequence and group, M.
-      arrays: by their names, ``None`` for absent ones. Those of tokens are (B · G, …), the others
-        (G, …): x and z (M), dt and dt_bias a divisor of M, A that or M · N, B and C (N), D a
+      rows: rows of a sequence and group, M.
+      arrays: arrays by their names, ``None`` for absent ones. Those of tokens are (B · G, …), the
+        others (G, …): x and z (M), dt and dt_bias a divisor of M, A that or M · N, B and C (N), D a
         divisor of M.
     """
 
     sizes: StepSizes
-    tile: Tile
+    tile: StepTile
     groups: int
     rows: int
     arrays: dict[str, Any]
@@ -249,7 +235,9 @@ class _Step:
         arrays = {name: _flat(v, batch * groups) for name, v in tokens.items()}
         params = {"A": A, "D": D, "dt_bias": dt_bias}
         arrays |= {name: _flat(v, groups) for name, v in params.items()}
-        return cls(sizes, Tile.of(states, together, batch * groups * rows), groups, rows, arrays)
+        return cls(
+            sizes, StepTile.of(states, together, batch * groups * rows), groups, rows, arrays
+        )
 
     @property
     def of_state(self) -> tuple[int, int]:
@@ -263,18 +251,18 @@ class _Step:
 
     @property
     def launch(self) -> dict[str, Any]:
-        """How the kernel is launched."""
+        """Arguments of the launch."""
         blocks = len(self.arrays["x"]) * self.parts
         return {"grid": (blocks,), "grid_names": (BLOCK,), "kernel_name": "scan_step"}
 
     def given(self, layer: Any, names: str) -> tuple[list[str], list[Any]]:
-        """The names of those arrays that are there, `layer` besides, and they."""
+        """Names of the arrays that are there, `layer` included, and the arrays."""
         named = {"layer": layer} | {name: self.arrays[name] for name in names.split()}
         there = {name: v for name, v in named.items() if v is not None}
         return list(there), list(there.values())
 
-    def run(self, refs: _Refs, after: Any, out: Any) -> None:
-        """The kernel, which writes the state to `after` and the output to `out`."""
+    def run(self, refs: Any, after: Any, out: Any) -> None:
+        """Runs the kernel, which writes the state to `after` and the output to `out`."""
         tile, block = self.tile, lax.axis_index(BLOCK)
         column = lax.div(block, self.parts)
         group, first_row = lax.rem(column, self.groups), lax.rem(block, self.parts) * tile.all_rows
@@ -323,23 +311,29 @@ class _Step:
         return limits(softplus(dt, exact=True) if self.sizes.softplus else dt)
 
 
+def _refs(names: list[str], refs: list[Any], **others: Any) -> Any:
+    """The references by their names, ``None`` for absent arrays."""
+    absent = dict.fromkeys(("D", "z", "dt_bias", "layer"))
+    return types.SimpleNamespace(**absent | dict(zip(names, refs, strict=True)) | others)
+
+
 def _flat(v: Any, count: int) -> Any:
     return None if v is None else v.reshape(count, -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """An array's values of a block's rows, of which neighbours may share one.
+    """An array's values for a block's rows; neighbours may share one.
 
     Attributes:
-      tile: of the block.
+      tile: the block's tile.
       ref: (…, a divisor of `count`), or ``None``.
-      index: of the first axis.
-      first: the block's first row.
-      count: of all rows.
+      index: index on the first axis.
+      first: first row of the block.
+      count: number of all rows.
     """
 
-    tile: Tile
+    tile: StepTile
     ref: Any
     index: Any
     first: Any
@@ -347,21 +341,21 @@ class _Rows:
 
     @property
     def shared(self) -> int:
-        """Rows that have one value: 1, or a whole number of those of a block."""
+        """Rows that share a value: 1, or a multiple of a block's."""
         return self.count // self.ref.shape[1]
 
     def each(self, value: Callable[[int], Any]) -> list[Any]:
-        """`value` of each row of a lane, computed once where all share it."""
+        """Computes `value` for each row of a lane, once if all share it."""
         if self.shared > 1:
             return [value(0)] * self.tile.rows
         return [*map(value, range(self.tile.rows))]
 
     def of(self, row: int) -> Any:
-        """The value of a lane's `row`; ``None`` of an absent array."""
+        """Loads the value of a lane's `row`; ``None`` from an absent array."""
         return self._load(self.tile.of_row(row))
 
     def summed(self) -> Any:
-        """The value of the row whose sum a lane is left with."""
+        """Loads the value of the row whose sum this lane holds."""
         return self._load(self.tile.summed_row())
 
     def _load(self, offsets: LaneOffsets) -> Any:

@@ -216,7 +216,7 @@ def _at(positions: jax.Array, time: jax.Array) -> jax.Array:
 
 
 def crossings(ids: jax.Array, num_segments: int) -> jax.Array:
-    """What happens before a token, (B, L), int32: −1 if its segment is that of the token before.
+    """Encodes a change of segments before a token, (B, L), int32: −1 for none.
 
     Else ``left * (S + 1) + entered``: the numbers of the segment that ends and of that which
     begins, S for one without a state, and for none before the first token.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.ops.linear_scan.tiles import Options
+from jaxkern.ops.linear_scan.tiles import LinearScanOptions
 from jaxkern.ops.segments import with_zeros
 
 CHUNK = 8
@@ -53,7 +53,7 @@ def linear_scan_reference(
 
 
 def _starts(entered: Any, initial_state: Any, acc: Any) -> tuple[Any, Any]:
-    """Where segments begin, (B, L, 1), and from which states: (B, L, D), or 0."""
+    """Mask of the steps that begin a segment, (B, L, 1), and their states: (B, L, D), or 0."""
     begins = entered[..., None] >= 0
     if initial_state is None or initial_state.ndim == 2:
         return begins, jnp.zeros((), acc)
@@ -81,7 +81,7 @@ def associative(reverse: bool, a: Any, b: Any, initial_state: Any, entered: Any 
     a = jnp.where(begins, 0, a)
 
     def combine_packed(one, two):
-        """What is before a segment's begin is not even multiplied by 0: it may be NaN."""
+        """Drops states before a segment's begin without a product by 0: they may be NaN."""
         (begun, a, b), (begins, later_a, later_b) = one, two
         a, b, by = (jnp.where(begins, 0, v) for v in (a, b, later_a))
         return begun | begins, by * a, by * b + later_b
@@ -90,7 +90,7 @@ def associative(reverse: bool, a: Any, b: Any, initial_state: Any, entered: Any 
     return scanned[2].astype(dtype)
 
 
-def last_state(options: Options, out: jax.Array, initial_state: Any) -> jax.Array | None:
+def last_state(options: LinearScanOptions, out: jax.Array, initial_state: Any) -> jax.Array | None:
     """The state of the last step, (B, D), or the initial one where there are no steps."""
     if not options.final:
         return None
@@ -100,7 +100,7 @@ def last_state(options: Options, out: jax.Array, initial_state: Any) -> jax.Arra
     return out[:, 0 if options.reverse else -1]
 
 
-def reference_fwd(options: Options, a, b, initial_state, entered):
+def reference_fwd(options: LinearScanOptions, a, b, initial_state, entered):
     given = () if initial_state is None else (initial_state,)
     acc = jnp.result_type(jnp.float32, a, b, *given)
     h, before = chunked(1, options.reverse, a, b, initial_state, entered, dtype=acc)
@@ -109,7 +109,7 @@ def reference_fwd(options: Options, a, b, initial_state, entered):
     return out, final, before[:, :: options.steps(a, b)] if options.save else None
 
 
-def reference_bwd(options: Options, a, b, initial_state, entered, states, dout, dfinal):
+def reference_bwd(options: LinearScanOptions, a, b, initial_state, entered, states, dout, dfinal):
     count, (batch, _, dim), acc = options.num_segments, a.shape, states.dtype
     if a.size == 0:
         lead = (batch,) if count is None else (batch, count)
@@ -140,14 +140,16 @@ def reference_bwd(options: Options, a, b, initial_state, entered, states, dout, 
     return da, db, dstate
 
 
-def reference_carry(options: Options, a, b, entered) -> tuple[jax.Array, jax.Array]:
+def reference_carry(options: LinearScanOptions, a, b, entered) -> tuple[jax.Array, jax.Array]:
     """The product of a part's a, NaN where a segment begins in it, and its last state, (B, D)."""
     acc = jnp.result_type(jnp.float32, a, b)
     out, _ = chunked(1, options.reverse, a, b, None, entered, dtype=acc)
     return _product(a, entered, acc), out[:, 0 if options.reverse else -1]
 
 
-def reference_bwd_carry(options: Options, a, dout, entered) -> tuple[jax.Array, jax.Array]:
+def reference_bwd_carry(
+    options: LinearScanOptions, a, dout, entered
+) -> tuple[jax.Array, jax.Array]:
     """The product of a part's decays, and the gradient of the state before the part."""
     acc = jnp.result_type(jnp.float32, a, dout)
     product = _product(a, entered, acc)

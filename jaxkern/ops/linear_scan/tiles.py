@@ -1,4 +1,4 @@
-"""How a sequence is spread over the GPU: the steps of a chunk, and the parts of a sequence."""
+"""The static arguments of a linear scan, the steps of a chunk, and the parts of a sequence."""
 
 import dataclasses
 from typing import Any
@@ -9,14 +9,13 @@ from jaxkern.mosaic.launch import LANES, num_sms
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class LinearScanTiles:
     """How a sequence is spread over the GPU.
 
     Attributes:
-      steps: of time that are copied to shared memory at once, and from one saved state to the next.
-      fwd_stages: of `steps` steps on their way through shared memory, per block of the forward.
-      bwd_stages: the same for the backward.
-      parts: that the sequence is cut into; ``None`` for what the cost model finds.
+      steps: of a chunk, which is copied at once, and from one saved state to the next.
+      fwd_stages, bwd_stages: stages of the ring in the forward and the backward, a chunk each.
+      parts: parts of the sequence; ``None`` for as many as the cost model finds.
     """
 
     steps: int
@@ -29,33 +28,33 @@ class Tiles:
         assert min(self.fwd_stages, self.bwd_stages) >= 2, self
 
 
-def tiles(a: Any, b: Any) -> Tiles:
+def tiles(a: Any, b: Any) -> LinearScanTiles:
     """64 bytes per channel and array in each stage.
 
     On an H200 at (8, 2048, 2048) in bf16, 3 stages of 32 steps took 48.6 µs forward, 4 stages 50.4
     and 4 of 16 steps 54.3; backward, 3 stages of 16, 32 and 64 steps took 107, 97 and 95.
     """
-    return Tiles(steps=64 // max(a.dtype.itemsize, b.dtype.itemsize))
+    return LinearScanTiles(steps=64 // max(a.dtype.itemsize, b.dtype.itemsize))
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class LinearScanOptions:
     """The static arguments of a call.
 
     Attributes:
       reverse: whether time runs down.
-      mode: what runs.
-      num_segments: that have a state of their own; ``None`` where a row has one.
-      tiles: for tests; ``None`` for those that are chosen.
-      final: whether the forward gives the state after the last step, if a row has one.
+      mode: the implementation that runs.
+      num_segments: segments with states of their own; ``None`` where a row has one state.
+      tiles: given by tests; ``None`` for the heuristic's.
+      final: whether the forward returns a row's last state.
       save: whether the forward saves states for the backward.
-      sequence_axis: over which a caller's ``shard_map`` splits L.
+      sequence_axis: mesh axes over which a caller's ``shard_map`` splits L.
     """
 
     reverse: bool
     mode: Mode
     num_segments: int | None = None
-    tiles: Tiles | None = None
+    tiles: LinearScanTiles | None = None
     final: bool = False
     save: bool = False
     sequence_axis: Axes = ()
@@ -68,7 +67,7 @@ class Options:
 def parts(
     columns: int, chunks: int, steps: int, arrays: int, nbytes: int, width: int = LANES
 ) -> int:
-    """How many parts of a sequence are the fastest, by a model of the time.
+    """Chooses the number of parts of a sequence by a model of the time.
 
     A pass waits for memory, at 4.2 TB/s, or for the chain of steps in a block, 13 ns each forward
     and 43 backward; where these are about equal, for a part of both. More than one part costs a
@@ -93,11 +92,11 @@ def parts(
     ================  =====  =======  ========
 
     Args:
-      columns: blocks of channels, in all batch rows.
-      chunks: whole tiles of the sequence.
-      steps: of a chunk.
-      arrays: that the pass reads and writes with one part: 3 forward, 5 backward.
-      nbytes: of one such array.
+      columns: blocks of channels in all batch rows.
+      chunks: whole chunks of the sequence.
+      steps: steps of a chunk.
+      arrays: arrays that the pass reads and writes: 3 forward, 5 backward.
+      nbytes: bytes of one such array.
       width: channels of a block.
     """
 

@@ -1,8 +1,8 @@
-"""The forward kernel.
+"""The forward kernel, and the kernel of a part's carry.
 
 A tile of up to 32 steps is prepared at once: step sizes, their products with x, gates. Then the
-states advance step by step; what a step reads is loaded, and its decays are computed, while the
-step before it is worked on, and the sums over states are shuffled while later steps are.
+states advance step by step; a step's values are loaded, and its decays computed, while the step
+before it is worked on, and the sums over states are shuffled during later steps.
 """
 
 import dataclasses
@@ -18,44 +18,61 @@ from jaxkern.mosaic.instructions import once_read
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.segments import Seen
-from jaxkern.ops.selective_scan.blocks import BLOCK, Block, Scan, TokenRing
-from jaxkern.ops.selective_scan.call import Call, Scratch
-from jaxkern.ops.selective_scan.carry import fold_before, fwd_carry_kernel, launch_carry
-from jaxkern.ops.selective_scan.reference import CHUNK, Options, reference_fwd
-from jaxkern.ops.selective_scan.steps import (
+from jaxkern.ops.selective_scan.blocks import (
+    BLOCK,
+    ScanBlock,
+    ScanCall,
+    ScanPlan,
+    Scratch,
     Steps,
+    TokenRing,
     advance,
+    advance_chunks,
     decays,
+    device_carry,
     dot,
+    fold,
+    launch_carry,
+    load_own,
+    no_carry,
     over_chunks,
+    share_step_sizes,
     shared_chunk,
     shared_size,
     states_before,
+    store_carry,
+    store_own,
     write_final_states,
-    zero_states,
+)
+from jaxkern.ops.selective_scan.reference import (
+    CHUNK,
+    SelectiveScanOptions,
+    reference_carry,
+    reference_fwd,
 )
 from jaxkern.ops.selective_scan.tiles import forward_grid, forward_tile, half
 
+_CARRY, _CARRY_TOKENS = "selective_scan_fwd_carry", "x dt B keep crossed"
 
-def launch_fwd(
-    options: Options, x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
-) -> tuple[Any, Any, Any]:
+
+def launch_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, Any]:
     """Output, final state and, to save, the states before every k-th step."""
+    x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed = args
     if x.size == 0:
-        args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
         return reference_fwd(options, *args)
     every = options.checkpoint_every if options.save else None
     tile = forward_tile(A.shape[-1])
-    call = Call(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
+    call = ScanCall(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
     grid = forward_grid(call.columns, call.scan.chunks, half(tile) is not None)
     scan = call.cut(grid)
 
     def of_chunks(chunks: int) -> Scratch:
         steps = chunks * CHUNK
+        # Values of a step that all lanes of a channel read, and those a lane keeps for itself.
         own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
         return Scratch([call.ring("", chunks, "x dt z B C keep crossed")], own)
 
-    _, memory = call.scratch(min(grid.length, grid.units), of_chunks)
+    memory = call.scratch(min(grid.length, grid.units), of_chunks)
     count, initial, starts = options.num_segments, None, None
     if count is not None:
         starts = call.of_segments(initial_state)
@@ -63,48 +80,129 @@ def launch_fwd(
         initial = call.pad_states(initial_state.astype(jnp.float32))
     ins = call.pick("x dt z B C A D dt_bias keep crossed") | {"initial": initial, "starts": starts}
     if grid.rest:
-        name, tokens = "selective_scan_fwd_carry", "x dt B keep crossed"
-        ins |= launch_carry(call, name, fwd_carry_kernel, tokens, {"starts": starts})
+        ins |= launch_carry(call, _CARRY, _carry_kernel, _CARRY_TOKENS, {"starts": starts})
     else:
         ins |= {"passed": None, "total": None}
     outs = {
         "out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype),
         "final": call.states_like(call.batch) if options.final else None,
-        "ends": None,
+        "ends": None if not options.final or not count else call.states_like(call.batch, count),
         "states": call.states_like(call.batch, -(-call.length // every)) if every else None,
     }
-    if options.final and count is not None:
-        outs["ends"] = call.states_like(call.batch, count)
     kernel = _halved_fwd_kernel if grid.halved else _fwd_kernel
     got = call.run("selective_scan_fwd", kernel, scan, ins, outs, memory)
     final = call.cut_states(got["final"]) if options.final else None
     if final is not None and count is not None:
         final = Seen.of(crossed, count).final(call.cut_states(got["ends"]), final, initial_state)
-    return (
-        call.cut_tokens(got["out"]),
-        final,
-        call.cut_states(got["states"]) if every else None,
-    )
+    return call.cut_tokens(got["out"]), final, call.cut_states(got["states"]) if every else None
 
 
-def _halved(scan: Scan) -> Scan:
-    """For the halved columns."""
+def _halved_fwd_kernel(scan: ScanPlan, refs: Any, smem: Any, ring: TokenRing) -> None:
+    """Runs the last columns in halves, of twice as many lanes a channel."""
     tile = half(scan.tile)
     assert tile is not None
-    return dataclasses.replace(
+    halves = dataclasses.replace(
         scan,
         tile=tile,
         blocks=2 * scan.blocks,
         blocks_per_group=2 * scan.blocks_per_group,
         grid=scan.grid.of_halves(),
     )
-
-
-def _halved_fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
-    halves = _halved(scan)
     is_half = lax.axis_index(BLOCK) >= scan.grid.whole - scan.grid.halved
     pl.when(~is_half)(lambda: _fwd_kernel(scan, refs, smem, ring))
     pl.when(is_half)(lambda: _fwd_kernel(halves, refs, smem, ring.of_blocks(halves)))
+
+
+def _fwd_kernel(scan: ScanPlan, refs: Any, smem: Any, ring: TokenRing) -> None:
+    at, tile = ScanBlock(scan), scan.tile
+    rate, D, dt_bias = scan.constants(refs)
+
+    def save(token: Any, h: Any) -> None:
+        """Saves the states before a token."""
+        scan.store_states(refs.states.at[at.batch, token // scan.every, at.channels], h)
+
+    def prepare(steps: Steps) -> None:
+        """Computes the values of a token and channel, for the steps and for the output."""
+        for round, x, raw, z in steps.all_owned("x", "dt", "z"):
+            dt, _ = steps.step_size(round, raw + dt_bias)
+            steps.share(smem.shared, round, [dt, dt * x])
+            own = [D * x] if z is None else [D * x, steps.gate(z)[0]]
+            store_own(smem.own, len(own) * round, own)
+        sync_warp()
+
+    def run_tile(n, span, h):
+        at_chunk = lambda c: Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
+
+        def load(c, step):
+            chunk = at_chunk(c)
+            dt, dtx = chunk.shared(shared_chunk(smem, tile, c), step, 2)
+            weights = chunk.weights("B", step), chunk.weights("C", step)
+            return dtx, decays(dt, rate), *weights, chunk.keep(step)
+
+        def run(c, steps, h):
+            chunk = at_chunk(c)
+            if scan.every >= CHUNK:
+
+                @pl.when(lax.rem(chunk.token, scan.every) == 0)
+                def _():
+                    save(chunk.token, h)
+
+            return _run_chunk(scan, refs, smem, save, c, chunk, steps, h)
+
+        prepare(Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps))
+        return over_chunks(span, ring.chunks, load, run, h)
+
+    h = scan.zero_states()
+    if refs.initial is not None:
+        h = once_read(scan.load_states(refs.initial.at[at.batch, at.channels]))
+    if refs.passed is not None:  # the parts before this one
+        h = fold(scan, refs, rate, ScanBlock(scan).part * scan.grid.subparts, lambda i: i, h)
+    h = ring.stream(at.first, at.units, run_tile, h)
+    if refs.final is not None:
+
+        @pl.when(at.later == 0)
+        def _():
+            scan.store_states(refs.final.at[at.batch, at.channels], h)
+
+
+def _run_chunk(
+    scan: ScanPlan, refs: Any, smem: Any, save: Any, c: Any, chunk: Steps, steps: Any, h: Any
+) -> Any:
+    """The states after the `c`-th chunk of a tile; writes its output.
+
+    `steps` gives of each step its number, and the values loaded for it.
+    """
+    each = 1 if refs.z is None else 2
+    size = len(chunk.rounds) * each * LANES
+    own = smem.own.at[pl.ds(c * size, size)]
+
+    def finish(round: int, parts: Any) -> Iterator[None]:
+        for shuffle in chunk.shuffles_over_states():
+            yield
+            parts = shuffle(parts)
+        yield
+        dx, *gate = load_own(own, each * round, each)
+        y = parts[0] + dx
+        chunk.write(refs.out, round, y * gate[0] if gate else y)
+
+    parts, later = [], _Later()
+    for step, (dtx, decay, B, C, keep) in steps:
+        if 0 < scan.every < CHUNK:
+            token = chunk.token + step
+
+            @pl.when(token < scan.length)
+            def _(token=token, h=h):
+                save(token, h)
+
+        write_final_states(scan, refs, keep, h)
+        h = advance(decay, dtx, B, states_before(scan, refs, keep, h))
+        parts += [dot(row, C) for row in h]
+        later.advance()
+        if (step + 1) % scan.tile.steps == 0:
+            later.add(finish(step // scan.tile.steps, parts))
+            parts = []
+    later.finish()
+    return h
 
 
 class _Later:
@@ -125,120 +223,33 @@ class _Later:
             self.advance()
 
 
-def _fwd_kernel(scan: Scan, refs: Any, smem: Any, ring: TokenRing) -> None:
-    _Forward(scan, refs, smem, ring).run()
+# The carry of a part
 
 
-class _Forward:
-    """A block, which takes the states of its channels through its steps.
+def launch_device_carry(options: SelectiveScanOptions, x, dt, A, B, dt_bias, keep) -> Any:
+    """Σdt on this device, (B, G, P), ∞ where a segment begins, and its last state from zeros."""
+    if x.size == 0:
+        return reference_carry(options, x, dt, A, B, dt_bias, keep)
+    tile = forward_tile(A.shape[-1])
+    call = ScanCall(options, tile, 1, 0, x, dt, A, B, B, None, None, dt_bias, keep, None)
+    segments = {"starts": None}
+    return device_carry(call, A, _CARRY, _carry_kernel, _CARRY_TOKENS, segments, reverse=False)
 
-    Args:
-      scan: the sizes of the launch.
-      refs: arrays in global memory.
-      smem: `shared`, what all lanes of a channel read of a step, and `own`, what a lane stores for
-        itself.
-      ring: of what is read of tokens.
-    """
 
-    def __init__(self, scan: Scan, refs: Any, smem: Any, ring: TokenRing):
-        self.scan, self.refs, self.smem, self.ring = scan, refs, smem, ring
-        self.at = Block(scan)
-        self.rate, self.D, self.dt_bias = scan.constants(refs)
+def _carry_kernel(scan: ScanPlan, refs: Any, smem: Any, ring: TokenRing) -> None:
+    """The last state of a subpart, from zeros."""
+    at, tile = ScanBlock(scan), scan.tile
+    rate, _, dt_bias = scan.constants(refs)
 
-    def run(self) -> None:
-        scan, refs, at = self.scan, self.refs, self.at
-        h = zero_states(scan)
-        if refs.initial is not None:
-            h = once_read(scan.load_states(refs.initial.at[at.batch, at.channels]))
-        if refs.passed is not None:
-            h = fold_before(scan, refs, self.rate, h)
-        h = self.ring.stream(at.first, at.units, self.tile, h)
-        if refs.final is not None:
+    def run_tile(n, span, carry):
+        def at_chunk(c):
+            steps = Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
+            return steps, shared_chunk(smem, tile, c)
 
-            @pl.when(at.later == 0)
-            def _():
-                scan.store_states(refs.final.at[at.batch, at.channels], h)
+        tokens = Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps)
+        share_step_sizes(tokens, smem.shared, dt_bias)
+        return advance_chunks(scan, refs, span, ring.chunks, at_chunk, rate, *carry)
 
-    def tile(self, n: Any, span: Any, h: Any) -> Any:
-        """The states after the `n`-th tile, those before it being `h`."""
-        scan, ring = self.scan, self.ring
-
-        def at_chunk(c: Any) -> Steps:
-            return Steps(scan, ring.chunk(n, c), (span.start + c) * CHUNK)
-
-        def load(c: Any, step: Any) -> Any:
-            chunk = at_chunk(c)
-            dt, dtx = chunk.shared(shared_chunk(self.smem, scan.tile, c), step, 2)
-            weights = chunk.weights("B", step), chunk.weights("C", step)
-            return dtx, decays(dt, self.rate), *weights, chunk.keep(step)
-
-        def run(c: Any, steps: Any, h: Any) -> Any:
-            chunk = at_chunk(c)
-            if scan.every >= CHUNK:
-
-                @pl.when(lax.rem(chunk.token, scan.every) == 0)
-                def _():
-                    self.save(chunk.token, h)
-
-            return self.chunk(c, chunk, steps, h)
-
-        self.prepare(Steps(scan, ring.tile(n), span.start * CHUNK, ring.steps))
-        return over_chunks(span, ring.chunks, load, run, h)
-
-    def prepare(self, steps: Steps) -> None:
-        """Computes what there is one of for a token and channel: for the steps, and the output."""
-        for round, x, raw, z in steps.all_owned("x", "dt", "z"):
-            dt, _ = steps.step_size(round, raw + self.dt_bias)
-            steps.share(self.smem.shared, round, [dt, dt * x])
-            own = [self.D * x] if z is None else [self.D * x, steps.gate(z)[0]]
-            self.scan.store_lane(self.smem.own, len(own) * round, own)
-        sync_warp()
-
-    def chunk(self, c: Any, chunk: Steps, steps: Any, h: Any) -> Any:
-        """The states after the `c`-th chunk of a tile; writes its output.
-
-        Args:
-          c: its number in the tile.
-          chunk: its tokens.
-          steps: of each step its number, and what was loaded for it.
-          h: the states before it.
-        """
-        scan, refs = self.scan, self.refs
-        each = 1 if refs.z is None else 2
-        size = len(chunk.rounds) * each * LANES
-        own = self.smem.own.at[pl.ds(c * size, size)]
-
-        def finish(round: int, parts: Any) -> Iterator[None]:
-            for shuffle in chunk.shuffles_over_states():
-                yield
-                parts = shuffle(parts)
-            yield
-            dx, *gate = scan.load_lane(own, each * round, each)
-            y = parts[0] + dx
-            chunk.write(refs.out, round, y * gate[0] if gate else y)
-
-        parts, later = [], _Later()
-        for step, (dtx, decay, B, C, keep) in steps:
-            if 0 < scan.every < CHUNK:
-                self.save_step(chunk.token + step, h)
-            write_final_states(scan, refs, keep, h)
-            h = advance(decay, dtx, B, states_before(scan, refs, keep, h))
-            parts += [dot(row, C) for row in h]
-            later.advance()
-            if (step + 1) % scan.tile.steps == 0:
-                later.add(finish(step // scan.tile.steps, parts))
-                parts = []
-        later.finish()
-        return h
-
-    def save(self, token: Any, h: Any) -> None:
-        """Saves the states before a token."""
-        plane = (self.at.batch, token // self.scan.every, self.at.channels)
-        self.scan.store_states(self.refs.states.at[plane], h)
-
-    def save_step(self, token: Any, h: Any) -> None:
-        """Saves the states before a token, unless that is past the end."""
-
-        @pl.when(token < self.scan.length)
-        def _():
-            self.save(token, h)
+    length = scan.grid.length if scan.grid.left_out else at.units
+    h, total = ring.stream(at.first, length, run_tile, no_carry(scan))
+    store_carry(scan, refs, total, h)

@@ -34,42 +34,56 @@ and 205 instructions for a step of 16 channels, so that the instructions are the
 Where batch rows and channels are too few to fill the GPU, or do not fill it evenly, sequences are
 cut into parts, at N exponentials more, an eighth of which are polynomials.
 
+Where a sequence is split between devices, each finds the sum of its step sizes and its last state
+from zeros; one all-gather brings those of all devices, from which each finds the state that its
+part begins with. The backward does the same from the end to the start. A pass that finds carries
+takes N exponentials for an element of x and reads 4 of its bytes in bf16, the forward N and the
+backward 2·N: at L = 262,144 a device and D = 1536, 6.4 · 10⁹ exponentials for each N. A kernel that
+cuts its part takes N more, in either direction, to find the same carries again: 7·N in all, and
+5·N, as on one device, where the part is cut into :class:`jaxkern.ops.sections.Sections` instead. To
+scan from zeros and correct the output, by exp(A · Σs) and C, takes N exponentials and 6 bytes more.
+
 Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
 arXiv:2312.00752.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
+from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import on_all
+from jaxkern.core.split import is_first, is_last, on_all, only_if
 from jaxkern.lowering.bound import wide
 from jaxkern.ops import segments
-from jaxkern.ops.checkpoints import check_checkpoint_every
-from jaxkern.ops.selective_scan import devices
-from jaxkern.ops.selective_scan.arguments import STATE_SHAPE, check
-from jaxkern.ops.selective_scan.backward import launch_bwd
-from jaxkern.ops.selective_scan.forward import launch_fwd
+from jaxkern.ops.layers import check_layer, put_layer, take_layer
+from jaxkern.ops.scan_options import StepSizes, check_checkpoint_every
+from jaxkern.ops.scan_step import ScanStepOptions, launch, launch_of_slices, unsupported
+from jaxkern.ops.sections import Decays, Sections, sequences, unless_whole_steps
+from jaxkern.ops.selective_scan.backward import launch_bwd, launch_device_bwd_carry
+from jaxkern.ops.selective_scan.forward import launch_device_carry, launch_fwd
 from jaxkern.ops.selective_scan.reference import (
     CHUNK,
     DEFAULT_CHECKPOINT_EVERY,
-    Options,
+    SelectiveScanOptions,
     by_group,
+    decay_of,
     join_channels,
     reference_bwd,
+    reference_bwd_carry,
+    reference_carry,
     reference_fwd,
+    reference_step,
     selective_scan_reference,
 )
 from jaxkern.ops.selective_scan.tiles import MAX_STATES
-from jaxkern.ops.step_sizes import StepSizes
 
 
 @overload
@@ -222,7 +236,7 @@ def selective_scan(
       Gu and Dao, `Mamba: Linear-Time Sequence Modeling with Selective State Spaces
       <https://arxiv.org/abs/2312.00752>`_, 2023.
     """
-    args = check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
+    args = _check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
     x, A = args[0], args[2]
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
@@ -235,7 +249,9 @@ def selective_scan(
     every = check_checkpoint_every(checkpoint_every, CHUNK, one=True)
     sizes = StepSizes.checked(dt_softplus, dt_limit)
     mode = resolve(implementation, _unsupported((*args, initial_state)), op="selective_scan")
-    options = Options(sizes, return_final_state, every, mode, count, sequence_axis=over)
+    options = SelectiveScanOptions(
+        sizes, return_final_state, every, mode, count, sequence_axis=over
+    )
     grouped = (*by_group((*args, initial_state)), keep, crossed)
     if mode != "xla":
         out, final = _jitted(*grouped, options)
@@ -248,11 +264,48 @@ def selective_scan(
     )
 
 
+_STATE_SHAPE = "(B, D, N) of x and A"
+
+
+def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
+    """The arguments as arrays; `lead` names the dimensions before the last of those with tokens."""
+    x, A, B = check_floating("x", x), check_floating("A", A), check_floating("B", B)
+    tokens = ", ".join(lead)
+    if x.ndim != len(lead) + 1:
+        raise ValueError(f"x must have shape ({tokens}, D), got {x.shape}")
+    channels = x.shape[-1:]
+    if A.ndim != 2 or A.shape[:1] != channels or A.shape[1] == 0:
+        raise ValueError(
+            f"A must have shape (D, N), D the {channels[0]} channels of x and N at least 1; "
+            f"got {A.shape}"
+        )
+    states, meaning = (*x.shape[:-1], A.shape[1]), f"({tokens}, N) of x and A"
+    if B.ndim == x.ndim + 1:
+        groups = B.shape[-2]
+        if groups == 0 or channels[0] % groups:
+            raise ValueError(
+                f"B must have a number of groups that divides the {channels[0]} channels of x; "
+                f"got {groups}, in shape {B.shape}"
+            )
+        states = (*x.shape[:-1], groups, A.shape[1])
+        meaning = f"({tokens}, G, N) of x, B and A"
+
+    def optional(name, value, shape, meaning):
+        return None if value is None else check_array(name, value, shape, meaning)
+
+    dt = check_array("dt", dt, x.shape, f"({tokens}, D) of x")
+    B = check_array("B", B, states, meaning)
+    C = check_array("C", C, states, f"{meaning}, as B")
+    D = optional("D", D, channels, "(D,) of x")
+    z = optional("z", z, x.shape, f"({tokens}, D) of x")
+    return x, dt, A, B, C, D, z, optional("dt_bias", dt_bias, channels, "(D,) of x")
+
+
 def _check_initial_state(state: Any, x: jax.Array, A: jax.Array, count: int | None) -> Any:
     if state is None:
         return None
     state = check_floating("initial_state", state)
-    meaning = STATE_SHAPE if count is None else "(B, S, D, N) of x, num_segments and A"
+    meaning = _STATE_SHAPE if count is None else "(B, S, D, N) of x, num_segments and A"
     segments.check_states(state, x.shape[0], count, A.shape, meaning)
     return state.astype(wide(state.dtype))
 
@@ -298,16 +351,103 @@ _jitted = jax.jit(_selective_scan, static_argnums=11)
 _STATES = "b l g p n"
 
 
-def _ends(options: Options) -> str:
+def _ends(options: SelectiveScanOptions) -> str:
     """The factors of initial and final states."""
     return "b g p n" if options.num_segments is None else "b s g p n"
 
 
-def _arguments(options: Options) -> tuple[str, ...]:
+def _arguments(options: SelectiveScanOptions) -> tuple[str, ...]:
     tokens, weights = "b l g p", "b l g n"
     args = tokens, tokens, "g p n", weights, weights, "g p", tokens, "g p"
     return *args, _ends(options), "b l", "b l"
 
+
+# A sequence split between devices
+
+CARRY = KernelPass(
+    "selective_scan_carry",
+    kernel=launch_device_carry,
+    reference=reference_carry,
+    ins=("b l g p", "b l g p", "g p n", "b l g n", "g p", "b l"),
+    outs=("b g p", "b g p n"),
+    whole="l n",
+)
+BWD_CARRY = KernelPass(
+    "selective_scan_bwd_carry",
+    kernel=launch_device_bwd_carry,
+    reference=reference_bwd_carry,
+    ins=("b l g p", "g p n", "b l g n", "b l g p", "g p", "b l", "b l g p"),
+    outs=("b g p", "b g p n"),
+    whole="l n",
+)
+
+
+def _sections(options: SelectiveScanOptions, x: Any) -> Sections:
+    batch, length, groups, channels = x.shape
+    step = options.checkpoint_every or CHUNK
+    return Sections.of(batch, groups * channels, length, step)
+
+
+def _cut(sections: Sections, args: Any) -> Any:
+    """The arguments of the forward, those along the sequence in sections."""
+    x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed = args
+    x, dt, B, C, z, keep = map(sections.cut, (x, dt, B, C, z, keep))
+    return x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
+
+
+def _section_states(
+    run: Any, axes: Any, sections: Sections, A: Any, keep: Any, carry: Any, first: Any, **to: bool
+) -> Any:
+    state = carry[1]
+    first = jnp.zeros_like(sections.at(state, 0)) if first is None else first.astype(state.dtype)
+    decay = functools.partial(decay_of, A.astype(state.dtype), keep is not None)
+    return sections.states(run, axes, Decays(decay, over=jnp.sum), carry, first, **to)
+
+
+def _states_before(
+    run: Any, axes: Any, sections: Sections, options: SelectiveScanOptions, *args: Any
+) -> Any:
+    x, dt, A, B, _, _, _, dt_bias, initial_state, keep, _ = args
+    carry = run(options, x, dt, A, B, dt_bias, keep, of=CARRY)
+    return _section_states(run, axes, sections, A, keep, carry, initial_state)
+
+
+def _split_forward(run: Any, axes: Any, options: SelectiveScanOptions, *args: Any) -> Any:
+    sections = _sections(options, args[0])
+    args = _cut(sections, args)
+    *floats, _, keep, crossed = args
+    before = _states_before(run, axes, sections, options, *args)
+    out, final, *states = run(options, *floats, before, keep, crossed)
+    final = only_if(is_last(axes), sections.at(final, -1))
+    return sections.join(out), final, *map(sections.join, states)
+
+
+def _split_backward(run: Any, axes: Any, options: SelectiveScanOptions, *args: Any) -> Any:
+    *given, states, dout, dfinal = args
+    sections = _sections(options, args[0])
+    given, states, dout = _cut(sections, given), sections.cut(states), sections.cut(dout)
+    _, dt, A, _, C, _, z, dt_bias, initial_state, keep, crossed = given
+    carry = run(options, dt, A, C, z, dt_bias, keep, dout, of=BWD_CARRY)
+    dfinal = _section_states(run, axes, sections, A, keep, carry, dfinal, reverse=True)
+    before = None
+    if states is None:
+        before = _states_before(run, axes, sections, options, *given)
+    elif initial_state is not None:
+        before = states[:, 0]
+    *grads, dinitial, _, _ = run(options, *given[:8], before, keep, crossed, states, dout, dfinal)
+    dx, ddt, dA, dB, dC, dD, dz, ddt_bias = grads
+    dx, ddt, dB, dC, dz = map(sections.join, (dx, ddt, dB, dC, dz))
+    if initial_state is not None:
+        dinitial = only_if(is_first(axes), sections.at(dinitial, 0))
+    else:
+        dinitial = None
+    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial, None, None
+
+
+_SPLIT_FORWARD, _SPLIT_BACKWARD = sequences(_split_forward, _split_backward, unless_whole_steps)
+
+
+# The passes
 
 FORWARD = KernelPass(
     "selective_scan_fwd",
@@ -316,7 +456,7 @@ FORWARD = KernelPass(
     ins=_arguments,
     outs=lambda options: ("b l g p", _ends(options), _STATES),
     whole="l n s",
-    sequence=devices.forward,
+    sequence=_SPLIT_FORWARD,
 )
 BACKWARD = KernelPass(
     "selective_scan_bwd",
@@ -325,7 +465,7 @@ BACKWARD = KernelPass(
     ins=lambda options: (*_arguments(options), _STATES, "b l g p", _ends(options)),
     outs=_arguments,
     whole="l n s",
-    sequence=devices.backward,
+    sequence=_SPLIT_BACKWARD,
 )
 PLAIN = KernelPass(  # whose loops and gathers a mesh with Explicit axes cannot split
     "selective_scan",
@@ -333,5 +473,105 @@ PLAIN = KernelPass(  # whose loops and gathers a mesh with Explicit axes cannot 
     ins=_arguments,
     outs=lambda options: ("b l g p", _ends(options)),
     whole="l n s",
-    sequence=devices.forward,
+    sequence=_SPLIT_FORWARD,
+)
+
+
+# One token, to decode
+
+
+@public_op
+def selective_scan_step(
+    state: jax.Array,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    z: jax.Array | None = None,
+    *,
+    dt_bias: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (-math.inf, math.inf),
+    layer: int | jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Run :func:`selective_scan` for one token, to decode step by step.
+
+    .. math::
+        h_t = \exp(\Delta_t A) \, h_{t-1} + \Delta_t x_t B_t, \qquad
+        \text{out}_t = (C_t \cdot h_t + D \, x_t) \cdot \operatorname{silu}(z_t)
+
+    Args:
+      state: (B, D, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it is that of
+        several layers, (layers, B, D, N).
+      x: (B, D), any floating dtype, as are all arguments below.
+      dt: (B, D).
+      A: (D, N).
+      B: (B, N), or (B, G, N) where channel d is in group d // (D / G).
+      C: the shape of `B`.
+      D: (D,) or ``None``.
+      z: (B, D) or ``None``.
+      dt_bias: (D,) or ``None``.
+      dt_softplus: whether the step size is ``softplus(dt + dt_bias)``.
+      dt_limit: the least and the largest step size; one outside is set to the limit.
+      layer: which of the layers of `state` the token is for; the others stay as they are. In a loop
+        over layers that carries `state` the kernel then updates it where it lies, without a copy.
+        Of a traced number that there is not, the nearest.
+      implementation: ``"mosaic"`` for the Pallas GPU kernel (N a power of two from 8 to 512), whose
+        gradients are those of plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where it
+        can take the call.
+
+    Returns:
+      The output, (B, D), the dtype of `x`; and :math:`h_t`, the shape of `state`, float32.
+
+    Raises:
+      TypeError: an argument is not an array of a real floating dtype, `dt_limit` not two Python
+        numbers, or `layer` no integer.
+      ValueError: shapes do not fit, `dt_limit` is no range, or there is no such `layer`.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> state, one = jnp.zeros((1, 1, 1)), jnp.ones((1, 1))
+      >>> for _ in range(2):  # A = 0: the state adds up what enters
+      ...     out, state = jaxkern.selective_scan_step(state, one, one, 0 * one, one, one)
+      >>> out
+      Array([[2.]], dtype=float32)
+
+    References:
+      Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.
+    """
+    args = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
+    of_layer = args[0].shape[0], *args[2].shape
+    number, state = check_layer(layer, state, of_layer, _STATE_SHAPE)
+    *grouped, state = by_group((*args, state))
+    x, dt, A, B, C, D, z, dt_bias = grouped
+    reason = unsupported(state, A, x, dt, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    mode = resolve(implementation, reason, op="selective_scan_step")
+    options = ScanStepOptions(StepSizes.checked(dt_softplus, dt_limit), mode)
+    out, state = STEP(options, state, number, *grouped)
+    state = join_channels(state, 2)
+    return join_channels(out, 1), state[0] if layer is None else state
+
+
+def _step_reference(options, state, layer, x, dt, A, B, C, D, z, dt_bias) -> tuple[Any, Any]:
+    of_scan = SelectiveScanOptions(options.sizes, True, None, options.mode)
+    args = x, dt, A, B, C, D, z, dt_bias, take_layer(state, layer)
+    out, after = reference_step(of_scan, *args)
+    return out, put_layer(state, layer, after)
+
+
+STEP = KernelPass(
+    "selective_scan_step",
+    kernel=launch,
+    kernel_of_slices=launch_of_slices,
+    reference=_step_reference,
+    ins=(
+        *("s b g p n", "i", "b g p", "b g p", "g p n"),
+        *("b g n", "b g n", "g p", "b g p", "g p"),
+    ),
+    outs=("b g p", "s b g p n"),
+    whole="s i n",
 )

@@ -19,25 +19,24 @@ from jax import lax
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather, vary_over, varying
 from jaxkern.core.split import Axes
+from jaxkern.ops.scan_options import StepSizes
 from jaxkern.ops.segments import Seen, along, with_zeros
-from jaxkern.ops.step_sizes import StepSizes
 
 CHUNK = 8
-"""Steps from one saved state to the next. In the kernels, 16 would leave a multiprocessor no room
-for the states of a second block's chunk."""
+"""Steps of a chunk. In the kernels, 16 would leave a multiprocessor no room for the states of a
+second block's chunk."""
 
 DEFAULT_CHECKPOINT_EVERY = CHUNK
-"""Steps from one saved state to the next where the caller does not say: the fastest."""
+"""Steps from one saved state to the next, by default: the fastest."""
 
 RECOMPUTED_EVERY = 64
-"""The same for the states that a backward computes first where none were saved."""
-
+"""Steps between the states that a backward computes first where none were saved."""
 
 _checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SelectiveScanOptions:
     """The static arguments of a call."""
 
     sizes: StepSizes
@@ -87,10 +86,10 @@ class _Tokens(NamedTuple):
 
 
 class _Masks(NamedTuple):
-    """What is no number: whether the state is zeroed before a token, and which are no padding.
+    """Integer and boolean masks: resets of the state before a token, and tokens, not padding.
 
-    Where segments have states, `crossed` is one more than in :func:`jaxkern.ops.segments.crossings`
-    (so 0 in padding).
+    For segments with states `crossed` is one more than :func:`jaxkern.ops.segments.crossings` (so 0
+    in padding).
     """
 
     reset: Any
@@ -110,14 +109,14 @@ class _Params(NamedTuple):
     starts: Any
 
 
-class _States(NamedTuple):
-    """What is handed from token to token: the state, and the final ones of segments that ended."""
+class _Carry(NamedTuple):
+    """The carry of the recurrence: the state, and final states of segments that ended."""
 
     h: Any
     ends: Any
 
 
-def selective_scan_reference(options: Options, *args: Any) -> tuple[Any, Any]:
+def selective_scan_reference(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any]:
     """:func:`selective_scan` in plain JAX: out (B, L, G, P), and the final state if wanted.
 
     Differentiable in both modes and to any order. The backward keeps the states that the options
@@ -129,7 +128,7 @@ def selective_scan_reference(options: Options, *args: Any) -> tuple[Any, Any]:
     return run(*args)[:2]
 
 
-def reference_fwd(options: Options, *args: Any) -> tuple[Any, Any, Any]:
+def reference_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, Any]:
     """Output, final state (B, G, P, N) and, to save, states (B, c, G, P, N); or ``None``.
 
     With `num_segments` the final states are (B, S, G, P, N), as the initial ones.
@@ -142,7 +141,7 @@ def reference_fwd(options: Options, *args: Any) -> tuple[Any, Any, Any]:
     if length == 0:
         out, states = jnp.zeros_like(tokens.x), jnp.zeros((h.shape[0], 0, *h.shape[1:]), h.dtype)
     else:
-        sizes = _Sizes.of(length, options.checkpoint_every)
+        sizes = _Blocks.of(length, options.checkpoint_every)
 
         @_checkpoint
         def body(before, block):
@@ -152,7 +151,7 @@ def reference_fwd(options: Options, *args: Any) -> tuple[Any, Any, Any]:
 
         h = _start(options, h, tokens, masks, params)
         masks = masks._replace(valid=sizes.valid())
-        before = _States(h, _no_ends(options, h))
+        before = _Carry(h, _no_ends(options, h))
         (h, ends), (out, states) = lax.scan(body, before, sizes.to_blocks((tokens, masks)))
         out = sizes.from_blocks(out)
         states = jnp.moveaxis(states, 0, 1) if save else None
@@ -163,35 +162,19 @@ def reference_fwd(options: Options, *args: Any) -> tuple[Any, Any, Any]:
     return out, final, _states_last(states) if save else None
 
 
-def reference_bwd(
-    options: Options,
-    x,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    z,
-    dt_bias,
-    initial_state,
-    keep,
-    crossed,
-    states,
-    dout,
-    dfinal,
-) -> tuple[Any, ...]:
-    """The gradients; those that sum over channels, batch rows or time are left in fp32."""
-    args = x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
+def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
+    """The gradients; sums over channels, batch rows or time are left in fp32."""
+    *given, states, dout, dfinal = args
+    x, dt, A, B, C, *others = given
+    *_, initial_state, _, crossed = given
     count = options.num_segments
     seen = None if count is None else Seen.of(crossed, count)
     if states is None:
         every = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY, save=True)
-        *_, states = reference_fwd(every, *args)
+        *_, states = reference_fwd(every, *given)
     acc = states.dtype
-    tokens, masks, params, h = _split(
-        options,
-        *(x, dt, A, B.astype(acc), C.astype(acc), D, z, dt_bias, initial_state, keep, crossed),
-    )
+    cast = B.astype(acc), C.astype(acc)
+    tokens, masks, params, h = _split(options, x, dt, A, *cast, *others)
     dlast = dfinal if dfinal is None or seen is None else seen.of_row(dfinal)
     dh = jnp.zeros_like(h) if dlast is None else _states_last(dlast)
     dends = None if dfinal is None or seen is None else _states_last(dfinal)
@@ -199,7 +182,7 @@ def reference_bwd(
     if length == 0:
         dtokens, dparams = jax.tree.map(jnp.zeros_like, (tokens, params))
     else:
-        sizes = _Sizes.of(length, options.checkpoint_every)
+        sizes = _Blocks.of(length, options.checkpoint_every)
 
         @_checkpoint
         def body(carry, block):
@@ -209,7 +192,7 @@ def reference_bwd(
             def run(before, tokens, params):
                 return _run_block(options, sizes, before, tokens, masks, params)
 
-            before = _States(before, _no_ends(options, before))
+            before = _Carry(before, _no_ends(options, before))
             _, vjp = jax.vjp(run, before, tokens, params)
             dstates, dtokens, more = vjp((dstates, dout))
             return (dstates, jax.tree.map(jnp.add, dparams, more)), dtokens
@@ -219,7 +202,7 @@ def reference_bwd(
         states = _states_last(jnp.moveaxis(states, 1, 0))
         dparams = jax.tree.map(jnp.zeros_like, params)
         dh = jnp.where(True, dh, states[0])
-        init = _States(dh, dends), dparams
+        init = _Carry(dh, dends), dparams
         ((dh, _), dparams), dtokens = lax.scan(
             body, init, (tokens, masks, states, dout), reverse=True
         )
@@ -232,14 +215,16 @@ def reference_bwd(
     return dx, ddt, _states_last(dA), dB, dC, dD, dz, ddt_bias, dinitial, None, None
 
 
-def reference_carry(options: Options, x, dt, A, B, dt_bias, keep) -> tuple[Any, Any]:
+def reference_carry(options: SelectiveScanOptions, x, dt, A, B, dt_bias, keep) -> tuple[Any, Any]:
     """Σdt of a part, (B, G, P), ∞ where a segment begins, and its last state, (B, G, P, N)."""
     last = dataclasses.replace(options, final=True, save=False)
     _, state, _ = reference_fwd(last, x, dt, A, B, B, None, None, dt_bias, None, keep, None)
     return _total(_step_sizes(options, dt, dt_bias, state.dtype), keep), state
 
 
-def reference_bwd_carry(options: Options, dt, A, C, z, dt_bias, keep, dout) -> tuple[Any, Any]:
+def reference_bwd_carry(
+    options: SelectiveScanOptions, dt, A, C, z, dt_bias, keep, dout
+) -> tuple[Any, Any]:
     """The sum of a part's steps, and the gradient of the state before it, from zero after it."""
     acc = jnp.result_type(jnp.float32, dt, A, dout)
     sizes, dy = _step_sizes(options, dt, dt_bias, acc), dout.astype(acc)
@@ -258,7 +243,7 @@ def reference_bwd_carry(options: Options, dt, A, C, z, dt_bias, keep, dout) -> t
     return _total(sizes, keep), dh
 
 
-def _step_sizes(options: Options, dt: Any, dt_bias: Any, acc: Any) -> jax.Array:
+def _step_sizes(options: SelectiveScanOptions, dt: Any, dt_bias: Any, acc: Any) -> jax.Array:
     dt = dt.astype(acc)
     return options.sizes(dt if dt_bias is None else dt + dt_bias.astype(acc))
 
@@ -269,17 +254,19 @@ def _total(sizes: jax.Array, keep: Any) -> jax.Array:
 
 
 def decay_of(A: jax.Array, resets: bool, total: jax.Array) -> jax.Array:
-    """The decay over a part of that Σdt, (…, G, P, N); NaN for ∞, of a part with a new segment."""
+    """Decay over a part of `total` Σdt, (…, G, P, N); NaN for ∞, of a part with a new segment."""
     total = total[..., None]
     none = jnp.isinf(total) & resets
     return jnp.where(none, jnp.nan, jnp.exp(jnp.where(none, 0, total) * A))
 
 
-def step(options: Options, x, dt, A, B, C, D, z, dt_bias, state) -> tuple[Any, Any]:
+def reference_step(
+    options: SelectiveScanOptions, x, dt, A, B, C, D, z, dt_bias, state
+) -> tuple[Any, Any]:
     """One token, x (B, G, P): its output and the next state, (B, G, P, N)."""
     tokens, masks, params, h = _split(options, x, dt, A, B, C, D, z, dt_bias, state, None, None)
     tokens = jax.tree.map(lambda v: v[:, None], tokens)
-    (h, _), out = _run_chunk(options, _States(h, None), tokens, masks, params)
+    (h, _), out = _run_chunk(options, _Carry(h, None), tokens, masks, params)
     return out[:, 0], _states_last(h)
 
 
@@ -314,11 +301,11 @@ def _start(options, h, tokens, masks, params) -> jax.Array:
     if jax.typeof(tokens.x).sharding.mesh.empty:
         return h
     first, masks = jax.tree.map(lambda v: v[:, :1], (tokens, masks))
-    (after, _), _ = _run_chunk(options, _States(h, None), first, masks, params)
+    (after, _), _ = _run_chunk(options, _Carry(h, None), first, masks, params)
     return jnp.where(True, h, lax.stop_gradient(after))
 
 
-def _no_ends(options: Options, h: jax.Array) -> Any:
+def _no_ends(options: SelectiveScanOptions, h: jax.Array) -> Any:
     """Final states of no segment yet, (B, S, G, N, P)."""
     if not options.final or options.num_segments is None:
         return None
@@ -327,7 +314,7 @@ def _no_ends(options: Options, h: jax.Array) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
+class _Blocks:
     """A sequence cut into blocks, from one saved state to the next, of chunks of steps."""
 
     length: int
@@ -335,7 +322,7 @@ class _Sizes:
     block: int  # chunks
 
     @classmethod
-    def of(cls, length: int, checkpoint_every: int | None) -> "_Sizes":
+    def of(cls, length: int, checkpoint_every: int | None) -> "_Blocks":
         every = checkpoint_every or RECOMPUTED_EVERY
         if isinstance(length, int):  # else it is symbolic
             every = min(every, length)
@@ -382,7 +369,7 @@ class _Sizes:
         return jnp.ones((1, self.length), bool) if self.padding else None
 
 
-def _run_block(options, sizes, before, tokens, masks, params) -> tuple[_States, jax.Array]:
+def _run_block(options, sizes, before, tokens, masks, params) -> tuple[_Carry, jax.Array]:
     """The chunks of a block; only the states before them are kept for the backward."""
     if sizes.block == 1:
         return _run_chunk(options, before, tokens, masks, params)
@@ -395,7 +382,7 @@ def _run_block(options, sizes, before, tokens, masks, params) -> tuple[_States, 
     return lax.scan(body, before, (tokens, masks))
 
 
-def _run_chunk(options, before: _States, tokens: _Tokens, masks: _Masks, params: _Params):
+def _run_chunk(options, before: _Carry, tokens: _Tokens, masks: _Masks, params: _Params):
     """k steps from the state, (B, G, N, P), to that after them and out, (B, k, G, P)."""
     if before.h.shape[1] > 1:
         return _run_steps(options, before, tokens, masks, params)
@@ -408,8 +395,8 @@ def _run_chunk(options, before: _States, tokens: _Tokens, masks: _Masks, params:
     return jax.tree.map(lambda v: jnp.expand_dims(v, -3), after), jnp.expand_dims(out, -2)
 
 
-def _run_steps(options, before: _States, tokens: _Tokens, masks: _Masks, params: _Params):
-    """The same; all arrays may lack the axis G."""
+def _run_steps(options, before: _Carry, tokens: _Tokens, masks: _Masks, params: _Params):
+    """Runs the steps of a chunk; all arrays may lack the axis G."""
     h, ends = before
     acc = h.dtype
     x, dt, B, C = (v.astype(acc) for v in tokens[:4])
@@ -430,7 +417,7 @@ def _run_steps(options, before: _States, tokens: _Tokens, masks: _Masks, params:
         y = y + params.D * x
     if tokens.z is not None:
         y = y * jax.nn.silu(tokens.z.astype(acc))
-    return _States(h, ends), y.astype(tokens.x.dtype)
+    return _Carry(h, ends), y.astype(tokens.x.dtype)
 
 
 def _cross(options, masks: _Masks, params: _Params, t: int, h, ends) -> tuple[Any, Any]:

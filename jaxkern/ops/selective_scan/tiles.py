@@ -1,15 +1,15 @@
-"""How states, channels and time are spread over the lanes, warpgroups and blocks of a GPU.
+"""The share of each lane, warpgroup and block in states, channels and time.
 
-A warpgroup works on some channels of one batch row. A :class:`Tile` says how its lanes share the
-states: S lanes hold the N states of R channels, K states each, in registers, and each of them
-holds the same states of those channels. So the lanes of a channel read B and C with few accesses,
-sums over states (y) take S lanes and sums over channels (dB, dC) the other lanes of the warp, and
-what is computed once per token and channel (step size, gate, output, their derivatives) is dealt
-out to the S lanes: each owns one of the R · J values of a round of J = S / R steps, and what the
-others need of it passes through shared memory.
+A warpgroup works on some channels of one batch row. Its lanes share the states by a
+:class:`ScanTile`: S lanes hold the N states of R channels in registers, K states of each channel,
+the same for all R. So the lanes of a channel read B and C with few accesses, sums over states (y)
+take S lanes and sums over channels (dB, dC) the other lanes of the warp. A value that there is one
+of for a token and channel (step size, gate, output, their derivatives) is computed by one of the S
+lanes: each owns one of the R · J values of a round of J = S / R steps, and passes to the others
+through shared memory the values that they need.
 
-A block of the :class:`Grid` has a column, channels of a batch row, for the whole sequence, or for a
-part of it where columns are too few to fill the GPU, or do not fill it evenly.
+A block of the :class:`ScanGrid` has a column, channels of a batch row, for the whole sequence, or
+for a part of it where columns are too few to fill the GPU, or do not fill it evenly.
 """
 
 import dataclasses
@@ -23,23 +23,23 @@ from jaxkern.ops.selective_scan.reference import CHUNK
 WARPS = LANES // 32
 
 CHANNELS = 2
-"""R, channels of a lane, which share its reads of B and C."""
+"""R: channels of a lane, which share its reads of B and C."""
 
 MAX_STATES = 384
-"""32 lanes hold 12 states each; of more, those of a chunk would not fit into registers."""
+"""32 lanes hold 12 states each; with more, the states of a chunk would not fit into registers."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """How a warpgroup's lanes share channels and states.
+class ScanTile:
+    """The share of a warpgroup's lanes in channels and states.
 
-    From the lowest digit, a lane's number is the last bit of that of its channels, its number among
-    the S lanes of a channel, the rest of the number of its channels among the warp's, and its warp.
+    From the lowest digit, a lane's number consists of the last bit of its group of channels, its
+    number among the S lanes of a channel, the rest of the group's number in the warp, and the warp.
     So neighbours read the same B and C, and shared memory serves an access of 8 bytes in one pass
     and not in two.
     """
 
-    lanes: int  # S, that share a channel's states
+    lanes: int  # S, which share a channel's states
     states: int  # K, of a lane and channel
     summed: bool = False  # over channels, too, for which lanes hold states in other orders
 
@@ -67,22 +67,22 @@ class Tile:
 
     @property
     def owners(self) -> int:
-        """Lanes that own the same value; more than one where S > R · CHUNK."""
+        """Lanes that own the same value; more than one if S > R · CHUNK."""
         return self.lanes // (CHANNELS * self.steps)
 
     @property
     def low(self) -> int:
-        """The lowest digit's size."""
+        """Size of the lowest digit."""
         return min(2, self.groups)
 
     def of_channels(self, stride: int = 1) -> tuple[tuple[int, int, int], ...]:
-        """Where a lane's first channel is, `stride` elements from one channel to the next."""
+        """Digits of a lane's first channel, `stride` elements from one channel to the next."""
         rest = self.low * self.lanes, self.groups // self.low, self.low * stride
         return (1, self.low, stride), rest, (32, WARPS, self.groups * CHANNELS * stride)
 
     @property
     def to_next(self) -> int:
-        """From one of a lane's channels to the next.
+        """Distance between a lane's channels.
 
         They are apart, and so are pairs of states: the compiler would read neighbours with one
         access of 16 bytes, for which shared memory always takes four passes.
@@ -91,19 +91,19 @@ class Tile:
 
     @property
     def pair(self) -> int:
-        """Of a lane's states, those next to each other."""
+        """Contiguous states per lane."""
         return min(2, self.states)
 
     def of_states(self) -> tuple[int, int, int]:
-        """Where a lane's first pair of states is; the others follow at a distance of pair · S."""
+        """Digit of a lane's first pair of states; the others follow at a distance of pair · S."""
         return self.low, self.lanes, self.pair
 
     @property
     def state_swaps(self) -> list[tuple[int, int]]:
-        """(distance between lanes, distance between the states that the upper ones have swapped).
+        """Pairs: a distance between lanes, and one between states that the upper lanes swap.
 
-        Before the lanes at that distance add up their sums over channels, each hands over those of
-        half its states: as they are swapped, the later half in every lane.
+        Before the lanes at that distance add up their sums over channels, each hands over the sums
+        of half its states: as they are swapped, the later half in every lane.
         """
         if not self.summed or self.states & (self.states - 1):
             return []
@@ -120,12 +120,12 @@ class Tile:
         return r * to_next, (*self.of_channels(stride), swap)
 
     def of_copy(self) -> list[tuple[int, int, int]]:
-        """Where the copy of B or C is whose order is the lane's, see `copies`."""
+        """Digits of the copy of B or C in the lane's order, see `copies`."""
         size = self.lanes * self.pair
         return [(lane, 2, size << i) for i, (lane, _) in enumerate(self.state_swaps)]
 
     def copies(self, v: jax.Array) -> jax.Array:
-        """(…, S · K) with its states in the order of each lane: (…, copies · S · K).
+        """Copies (…, S · K), its states in the order of each lane: (…, copies · S · K).
 
         The first pairs of every copy come first, so that all lanes together read neighbours.
         """
@@ -138,7 +138,7 @@ class Tile:
         return v.reshape(shape).swapaxes(-3, -2).reshape(v.shape)
 
     def owned(self, step: int, channel: int = 1) -> tuple[tuple[int, int, int], ...]:
-        """Where the value that a lane owns is, by the strides of steps and channels."""
+        """Digits of the value that a lane owns, by the strides of steps and channels."""
         each = self.low * self.owners
         return (
             *self.of_channels(channel),
@@ -149,30 +149,30 @@ class Tile:
     def row(self, n: int) -> int:
         """Elements from step to step of fp32 values, n a channel, written by their owners.
 
-        Steps of a round would else fall on the same banks of shared memory.
+        Without a gap the steps of a round would fall on the same banks of shared memory.
         """
         return self.width * n + max(4, 32 * CHANNELS // (self.lanes * n))
 
     @property
     def over_states(self) -> list[int]:
-        """The distances of the lanes of one channel: each is left with the value it owns."""
+        """Distances of the lanes of one channel: each is left with the sum it owns."""
         swapped, states = self.low * self.owners, _between(self.low, self.low * self.lanes)
         return [swapped, *(d for d in states if d != swapped)]
 
     @property
     def over_channels(self) -> list[int]:
-        """The distances of a warp's lanes with the same states."""
+        """Distances of a warp's lanes with the same states."""
         return _between(self.low * self.lanes, 32) + _between(1, self.low)
 
     @property
     def over_steps(self) -> list[int]:
-        """The distances of the lanes that own values of the same channel."""
+        """Distances of the lanes that own values of the same channel."""
         each = self.low * self.owners * CHANNELS
         return _between(each, self.low * self.lanes)
 
     @property
     def sums(self) -> int:
-        """Sums over channels, of dB and dC, that a lane is left with."""
+        """Sums of dB and dC over channels that a lane is left with."""
         return max(1, 2 * self.states // self.groups)
 
 
@@ -181,38 +181,38 @@ def _between(first: int, stop: int) -> list[int]:
     return [d for d in (16, 8, 4, 2, 1) if first <= d < stop]
 
 
-def _tile(states: int, most: tuple[int, int, int], summed: bool) -> Tile:
-    """4, 8 or 16 lanes a channel up to the states that `most` says, 32 beyond."""
+def _tile(states: int, most: tuple[int, int, int], summed: bool) -> ScanTile:
+    """4, 8 or 16 lanes a channel up to the states in `most`, 32 beyond."""
     lanes = next((s for s, n in zip((4, 8, 16), most, strict=True) if states <= n), 32)
-    return Tile(lanes, next(k for k in (1, 2, 4, 8, 12) if k * lanes >= states), summed)
+    return ScanTile(lanes, next(k for k in (1, 2, 4, 8, 12) if k * lanes >= states), summed)
 
 
-def forward_tile(states: int) -> Tile:
-    """The forward's, of 4 lanes a channel up to 16 states, 8 up to 64, 16 up to 128, 32 beyond."""
+def forward_tile(states: int) -> ScanTile:
+    """Picks 4 lanes a channel up to 16 states, 8 up to 64, 16 up to 128, 32 beyond."""
     return _tile(states, (16, 64, 128), summed=False)
 
 
-def half(tile: Tile) -> Tile | None:
-    """Of half the channels, in twice the lanes with half the states each; None if that cannot be.
+def half(tile: ScanTile) -> ScanTile | None:
+    """Half the channels, in twice the lanes with half the states each; None if that cannot be.
 
-    Its blocks fill what is left of the multiprocessors: (4, 4096, 5120, 16) takes 0.58 ms, in whole
-    columns 0.68.
+    Its blocks fill the multiprocessors that whole columns leave: (4, 4096, 5120, 16) takes 0.58 ms,
+    in whole columns 0.68.
     """
     if tile.lanes == 32 or tile.states == 1:
         return None
     return dataclasses.replace(tile, lanes=2 * tile.lanes, states=tile.states // 2)
 
 
-def backward_tile(states: int) -> Tile:
-    """8 states a lane, if that will do: of each, those of a chunk and 3 values are in registers."""
+def backward_tile(states: int) -> ScanTile:
+    """Picks at most 8 states a lane up to 64: registers hold each before every step of a chunk."""
     return _tile(states, (16, 32, 64), summed=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class ScanGrid:
     """The blocks of a kernel: `columns` of channels and batch rows, each `units` of time long.
 
-    A unit is a chunk or, in the backward, what lies between two saved states. The first `whole`
+    A unit is a chunk or, in the backward, the steps between two saved states. The first `whole`
     columns have one block each, the others one for each of their parts.
     """
 
@@ -222,12 +222,12 @@ class Grid:
     length: int  # of a part, in units; the last one may be shorter
     subparts: int = 1  # of a part, each with a block of its own in the pass that finds the carries
     halved: int = 0  # whole columns, the last, with two blocks of half the channels each
-    skipped: int = 0  # blocks that are not there, the first
-    left_out: int = 0  # parts of a column that have no blocks, the last
+    skipped: int = 0  # first blocks, which are not there
+    left_out: int = 0  # last parts of a column, which have no blocks
 
     @classmethod
-    def cut(cls, columns: int, units: int, whole: int, parts: int, subparts: int = 1) -> "Grid":
-        """All but the first `whole` columns in `parts`, or less where that does as well."""
+    def cut(cls, columns: int, units: int, whole: int, parts: int, subparts: int = 1) -> "ScanGrid":
+        """Cuts all but the first `whole` columns into `parts`, or fewer if that does as well."""
         if parts == 1:
             return cls(columns, units, columns, units)
         return cls(columns, units, whole, subparts * -(-units // (parts * subparts)), subparts)
@@ -248,17 +248,17 @@ class Grid:
         others = self.rest * (self.parts - self.left_out)
         return self.whole + self.halved + others - self.skipped
 
-    def of_carries(self, every_part: bool = False) -> "Grid":
-        """The blocks that find carries: the subparts of all parts but one, or of `every_part`."""
+    def of_carries(self, every_part: bool = False) -> "ScanGrid":
+        """Blocks that find carries: the subparts of all parts but one, or of `every_part`."""
         length, left_out = self.length // self.subparts, 0 if every_part else self.subparts
-        return Grid(
+        return ScanGrid(
             self.columns, self.units, self.whole, length, skipped=self.whole, left_out=left_out
         )
 
-    def of_halves(self) -> "Grid":
-        """The blocks of the halved columns, in columns of half the channels."""
+    def of_halves(self) -> "ScanGrid":
+        """Blocks of the halved columns, in columns of half the channels."""
         columns = 2 * self.columns
-        return Grid(columns, self.units, columns, self.units, skipped=self.whole - self.halved)
+        return ScanGrid(columns, self.units, columns, self.units, skipped=self.whole - self.halved)
 
     def sum(self, blocks: jax.Array) -> jax.Array:
         """Sums the blocks' values, (count, ...), over parts: (columns, ...)."""
@@ -267,8 +267,8 @@ class Grid:
         others = blocks[self.whole :].reshape(self.parts, self.rest, *blocks.shape[1:]).sum(0)
         return jnp.concatenate([blocks[: self.whole], others])
 
-    def with_subparts(self) -> "Grid":
-        """Cuts parts into subparts where these fill the multiprocessors more evenly."""
+    def with_subparts(self) -> "ScanGrid":
+        """Cuts parts into subparts if these fill the multiprocessors more evenly."""
 
         def time(subparts: int) -> float:
             blocks = subparts * self.rest * (self.parts - 1)
@@ -278,28 +278,28 @@ class Grid:
         best = min(fits, key=time, default=1)
         if best == 1 or time(best) > 0.9 * time(1):
             return self
-        return Grid.cut(self.columns, self.units, self.whole, self.parts, best)
+        return ScanGrid.cut(self.columns, self.units, self.whole, self.parts, best)
 
 
-def forward_grid(columns: int, chunks: int, halves: bool) -> Grid:
-    """How the forward cuts a sequence of `chunks`, if columns can be halved or not.
+def forward_grid(columns: int, chunks: int, halves: bool) -> ScanGrid:
+    """Cuts a sequence of `chunks` for the forward, where columns can be halved or not.
 
-    Parts cost a second pass of exponentials, so it does only where blocks are few, up to two for a
-    multiprocessor: more would not be faster. Where columns fill the multiprocessors and some are
-    left over, halves of these fill them once more.
+    Parts cost a second pass of exponentials, so there are parts only where blocks are few, up to
+    two a multiprocessor: more would not be faster. Where columns fill the multiprocessors and some
+    are left over, halves of these fill them once more.
     """
     if 4 * columns < 3 * num_sms():
         parts = max(1, min(2 * num_sms() // columns, chunks // 2))
-        return Grid.cut(columns, chunks, 0, parts).with_subparts()
+        return ScanGrid.cut(columns, chunks, 0, parts).with_subparts()
     left = columns % num_sms()
-    whole = Grid.cut(columns, chunks, columns, 1)
+    whole = ScanGrid.cut(columns, chunks, columns, 1)
     if halves and num_sms() <= columns and 2 * left <= num_sms():
         return dataclasses.replace(whole, halved=left)
     return whole
 
 
-def backward_warpgroups(tile: Tile, channels: int, every: int) -> int:
-    """Two, where that can be and memory counts: they halve the partial sums of dB and dC.
+def backward_warpgroups(tile: ScanTile, channels: int, every: int) -> int:
+    """Picks two where possible and memory counts: they halve the partial sums of dB and dC.
 
     At (8, 2048, 2048, 16) with a state saved every 8 steps, two take 5% longer on an H200.
     """
@@ -307,25 +307,25 @@ def backward_warpgroups(tile: Tile, channels: int, every: int) -> int:
     return 2 if even and tile.sums <= 4 and every >= 64 else 1
 
 
-def backward_grid(columns: int, units: int, warpgroups: int) -> Grid:
-    """How the backward cuts a sequence, of which two warpgroups are resident on a multiprocessor.
+def backward_grid(columns: int, units: int, warpgroups: int) -> ScanGrid:
+    """Cuts a sequence for the backward, two of whose warpgroups share a multiprocessor.
 
-    The time is that of the waves of blocks, each as long as its part, and of the pass that finds
-    the parts' carries, a third of theirs. So columns that fill the GPU evenly stay whole.
+    The time is that of the waves of blocks, each as long as its part, and a third of it for the
+    pass that finds the parts' carries. So columns that fill the GPU evenly stay whole.
     """
     resident = 2 // warpgroups * num_sms()
 
-    def time(grid: Grid) -> float:
+    def time(grid: ScanGrid) -> float:
         waves = -(-grid.whole // resident)
         waves += -(-grid.rest * grid.parts // resident) * grid.length / grid.units
         carried = grid.rest * (grid.parts - 1) / grid.parts
         return waves + carried / resident / 3
 
     if columns % resident == 0:
-        return Grid.cut(columns, units, columns, 1)
+        return ScanGrid.cut(columns, units, columns, 1)
     counts = range(1, max(2, min(64, units // 2 + 1)))
     whole = columns - columns % resident
-    tried = [Grid.cut(columns, units, w, count) for w in (whole, 0) for count in counts]
+    tried = [ScanGrid.cut(columns, units, w, count) for w in (whole, 0) for count in counts]
     # A part also takes memory: a few per cent of the time for fewer, where that counts.
     most = min(map(time, tried)) * (1.04 if warpgroups > 1 else 1.0)
     fewest = min((grid for grid in tried if time(grid) <= most), key=lambda grid: grid.count)

@@ -8,10 +8,10 @@ import jax
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.ops.layers import check_layer, put_layer, take_layer
-from jaxkern.ops.scan_step import Options, launch, launch_of_slices, unsupported
+from jaxkern.ops.scan_options import StepSizes
+from jaxkern.ops.scan_step import ScanStepOptions, launch, launch_of_slices, unsupported
 from jaxkern.ops.ssd.op import STATE_SHAPE, check, log_decays
 from jaxkern.ops.ssd.reference import Tokens, by_group, join_heads, step
-from jaxkern.ops.step_sizes import StepSizes
 
 
 @public_op
@@ -80,7 +80,7 @@ def ssd_step(
     *grouped, state = by_group((*args, state), 1)
     reason = _unsupported(state, *grouped)
     mode = resolve(implementation, reason, op="ssd_step")
-    options = Options(StepSizes.checked(dt_softplus, dt_limit), mode)
+    options = ScanStepOptions(StepSizes.checked(dt_softplus, dt_limit), mode)
     out, state = STEP(options, state, number, *grouped)
     state = join_heads(state, 2)
     return join_heads(out, 1), state[0] if layer is None else state

@@ -8,7 +8,7 @@ A pass that finds carries takes 2·P·N operations for a token and head, at P = 
 of 64 tokens two fifths of the forward's products and a sixth of the backward's, and reads x and B:
 at L = 262,144 a device and 24 heads, 10¹¹ operations and 0.9 GB in bf16. A kernel that cuts its
 part does the same once more in either direction, so that the part is cut into sections instead
-(:class:`jaxkern.ops.split_scan.Sections`). To scan from zeros and correct the output, by C · hᵀ, is
+(:class:`jaxkern.ops.sections.Sections`). To scan from zeros and correct the output, by C · hᵀ, is
 2·P·N operations, too, and reads and writes the output once more.
 """
 
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.split import from_before, is_first, is_last, only_if
+from jaxkern.ops.sections import Decays, Sections, sequences, unless_whole_steps
 from jaxkern.ops.segments import along
-from jaxkern.ops.split_scan import Decays, Sections, sequences, unless_whole_steps
 from jaxkern.ops.ssd.forward import launch_device_bwd_carry, launch_device_carry
 from jaxkern.ops.ssd.reference import (
     SAVED_CHUNK,

@@ -49,7 +49,7 @@ from jaxkern.mosaic.wgmma import (
     wide,
     with_accumulators,
 )
-from jaxkern.ops.section_states import state_after_all
+from jaxkern.ops.sections import state_after_all
 from jaxkern.ops.ssd.inputs import (
     KernelInputs,
     added,

@@ -63,7 +63,7 @@ from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import on_all
 from jaxkern.lowering.bound import standard_promotion
 from jaxkern.ops import segments
-from jaxkern.ops.checkpoints import check_checkpoint_every
+from jaxkern.ops.scan_options import StepSizes, check_checkpoint_every
 from jaxkern.ops.ssd import devices
 from jaxkern.ops.ssd.backward import launch_bwd
 from jaxkern.ops.ssd.forward import launch_fwd
@@ -79,7 +79,6 @@ from jaxkern.ops.ssd.reference import (
     ssd_reference,
 )
 from jaxkern.ops.ssd.tiles import unfit_for_gpu, unsupported
-from jaxkern.ops.step_sizes import StepSizes
 
 
 @overload

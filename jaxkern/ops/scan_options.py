@@ -1,4 +1,4 @@
-"""The step sizes of a discretised recurrence: a bias, softplus and limits."""
+"""Options of the selective scans: how step sizes are made, and how far apart states are saved."""
 
 import dataclasses
 import math
@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_number
+from jaxkern.core.arguments import check_integer, check_number
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSizes:
-    """What makes step sizes of the numbers that a layer computes.
+    """Makes step sizes from the numbers that a layer computes.
 
     Attributes:
-      softplus: whether they are the softplus of those numbers.
+      softplus: whether to take the softplus of those numbers.
       low, high: the least and the largest step size.
     """
 
@@ -25,7 +25,7 @@ class StepSizes:
 
     @classmethod
     def checked(cls, dt_softplus: bool, dt_limit: Any) -> "StepSizes":
-        """The options of a public function, or its errors."""
+        """Checks the options of a public function."""
         try:
             low, high = dt_limit
         except (TypeError, ValueError) as e:
@@ -59,3 +59,17 @@ class StepSizes:
         if self.most:
             dt = jnp.where(dt > self.high, self.high, dt)
         return dt
+
+
+def check_checkpoint_every(every: Any, chunk: int, *, one: bool = False) -> int | None:
+    """`every` as an int, a multiple of `chunk` or, if `one` is allowed, 1; or ``None``."""
+    if every is None:
+        return None
+    tokens = check_integer("checkpoint_every", every, optional=True)
+    if (tokens <= 0 or tokens % chunk) and not (one and tokens == 1):
+        either = f"1, a multiple of {chunk}" if one else f"a multiple of {chunk}"
+        raise ValueError(
+            f"checkpoint_every must be {either} or None, got {tokens}; "
+            f"try {max(chunk, tokens // chunk * chunk)}"
+        )
+    return tokens
