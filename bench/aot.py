@@ -30,7 +30,7 @@ from bench.processes import each
 from bench.program import RESULTS
 from bench.programs import COLLECTIVES, Result, Training, attempt, tasks
 from bench.ptxas import Kernel
-from jaxkern.lowering.target import GPUS, Gpu
+from jaxkern.core.target import GPUS, Gpu
 
 GENERATIONS = ("a100", "a10g", "l40s", "h200", "b200", "b300", "rtx-pro-6000")
 """A GPU of each generation; the H200's programs are also the training steps."""

@@ -102,7 +102,7 @@ def compiled(name: str) -> Held:
     from bench.programs import exchanges
     from bench.ptxas import without_modules
     from jaxkern.cases import case, optim
-    from jaxkern.lowering.target import GPUS
+    from jaxkern.core.target import GPUS
 
     of_case, axis, count = re.fullmatch(r"(.*) x (\w+)=(\d+)", name).groups()  # pyright: ignore
     of = next(of for of in _cases() if of.name == of_case)

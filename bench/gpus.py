@@ -1,6 +1,6 @@
 """NVIDIA GPUs that are not there, described to XLA so that programs can be compiled for them.
 
-    devices = gpus.described(jaxkern.lowering.target.GPUS["h200"], count=8)
+    devices = gpus.described(jaxkern.core.target.GPUS["h200"], count=8)
     x = jax.ShapeDtypeStruct((8192, 4096), "bfloat16", sharding=SingleDeviceSharding(devices[0]))
     compiled = jax.jit(f).lower(x).compile()    # as_text(), memory_analysis(); it cannot be run
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from jaxkern.lowering.target import Gpu
+from jaxkern.core.target import Gpu
 
 PER_HOST = 8
 """GPUs of one host; more than these are several hosts of as many."""

@@ -18,7 +18,7 @@ from bench import program, steps
 from bench.cases import Case, cases
 from bench.processes import each
 from jaxkern.cases.optim import Step
-from jaxkern.lowering import kernel_call, target
+from jaxkern.core import kernel_call, target
 
 
 def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:

@@ -27,9 +27,8 @@ from bench.copies import copied_in, sizes_in
 from bench.modules import passes
 from bench.ptxas import Compiler, Kernels
 from jaxkern.cases.optim import Step
-from jaxkern.core import kernel_pass
-from jaxkern.lowering import kernel_call
-from jaxkern.lowering.target import GPUS, Gpu
+from jaxkern.core import kernel_call, kernel_pass
+from jaxkern.core.target import GPUS, Gpu
 
 DEVICES = (1, 8, 64)
 PER_DEVICE = 8

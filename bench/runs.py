@@ -275,10 +275,10 @@ def _measure_first(preset: str, devices: int, batch_size: int) -> dict[str, Any]
     import jax
     import numpy as np
 
+    from jaxkern.core import kernel_call
     from jaxkern.lm.config import TrainConfig
     from jaxkern.lm.program import Placement, compile_programs, keep_programs
     from jaxkern.lm.step import schedule_of
-    from jaxkern.lowering import kernel_call
 
     flags = {"preset": preset, "batch_size": batch_size * devices, "mixed_precision": "bf16"}
     config = TrainConfig.from_flags(flags)

@@ -30,7 +30,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 from jaxkern.core.arguments import check_dtype, check_integer, check_number
-from jaxkern.lowering.bound import standard_promotion, wide
+from jaxkern.core.bound import standard_promotion, wide
 
 _DTYPES = {
     "float64": "float64",

@@ -37,7 +37,7 @@ os.environ.setdefault("NPROC", "8")
 import jax
 import pytest
 
-from jaxkern.lowering import cache, target
+from jaxkern.core import cache, target
 from tests import interpreter
 
 ON_GPU = jax.default_backend() == "gpu"

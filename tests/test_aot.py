@@ -16,7 +16,7 @@ from bench import aot, gpus, program, programs, ptxas
 from bench.copies import copied_in
 from bench.programs import Result, Training
 from bench.ptxas import Kernel
-from jaxkern.lowering.target import GPUS
+from jaxkern.core.target import GPUS
 from tests.test_package import constraints
 
 PTXAS = """\

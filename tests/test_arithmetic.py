@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.core.target import interpreter
 from jaxkern.mosaic.arithmetic import exp2_by_polynomial, softplus
-from jaxkern.mosaic.launch import interpreter, launch_kernel
+from jaxkern.mosaic.launch import launch_kernel
 from jaxkern.ops.curves import kernel_functions
 from tests import check
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from bench import aot, collectives, programs
 from jaxkern.cases import TABLE
-from jaxkern.lowering.target import GPUS
+from jaxkern.core.target import GPUS
 from tests.test_package import constraints
 
 HELD = json.loads(collectives.PATH.read_text())["programs"]

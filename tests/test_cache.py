@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from jaxkern.lowering import cache
+from jaxkern.core import cache
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from bench.modules import kernel_modules
+from jaxkern.core.target import interpreter
 from jaxkern.elementwise import philox as generator
-from jaxkern.mosaic.launch import interpreter
 from jaxkern.ops.dropout import kernel, op, reference
 from tests import check
 from tests.pairs import combinations

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.lowering import kernel_call, target
-from jaxkern.lowering.target import GPUS
+from jaxkern.core import kernel_call, target
+from jaxkern.core.target import GPUS
 from tests.pairs import combinations
 
 BEFORE_HOPPER = ("a100", "a10g", "l40s")

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.mosaic.launch import interpreter
+from jaxkern.core.target import interpreter
 from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear import kernel, tiles
 from tests import check

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import jaxkern
+from jaxkern.core import cache, target
 from jaxkern.lm import cli, memory
 from jaxkern.lm import doctor as doctor_module
 from jaxkern.lm import train as train_module
@@ -26,7 +27,6 @@ from jaxkern.lm.config import PRESETS, ModelConfig, RunError, TrainConfig
 from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
 from jaxkern.lm.run import changed
-from jaxkern.lowering import cache, target
 from tests.language_models import command
 
 MESH = "--mesh must be axes and their sizes such as data=2,fsdp=4, got 'data=2,': '' is not one of"

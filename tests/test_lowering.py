@@ -16,9 +16,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.lowering import bound, cache, kernel_call, target
-from jaxkern.lowering.bound import Bound, describe
-from jaxkern.lowering.target import GPUS
+from jaxkern.core import bound, cache, kernel_call, target
+from jaxkern.core.bound import Bound, describe
+from jaxkern.core.target import GPUS
 from jaxkern.ops.norm.kernel import launch_fwd
 from jaxkern.ops.norm.reference import NormOptions
 from tests.check import kernel_calls
@@ -209,7 +209,7 @@ def test_other_code_lowers_anew(monkeypatch, change):
     assert kernel_call.lowerings == {"rms_norm_fwd": 1}
 
 
-@pytest.mark.parametrize("room", ["core", "elementwise", "lowering", "mosaic", "ops", "optim"])
+@pytest.mark.parametrize("room", ["core", "elementwise", "mosaic", "ops", "optim"])
 def test_the_source_of_every_room_is_part_of_the_key(monkeypatch, tmp_path, room):
     package = shutil.copytree(Path(jaxkern.__file__).parent, tmp_path / "jaxkern")
     monkeypatch.setattr(bound, "_PACKAGE", package)

@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkern
-from jaxkern.lowering import kernel_call
-from jaxkern.mosaic.launch import LANES, interpreter
+from jaxkern.core import kernel_call
+from jaxkern.core.target import interpreter
+from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.kernel import launch_fwd
 from jaxkern.ops.norm.reference import NormOptions

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jaxkern
-from jaxkern.lowering import kernel_call
+from jaxkern.core import kernel_call
 from jaxkern.precision import DynamicLossScale, StaticLossScale
 from tests.pairs import combinations
 

@@ -15,7 +15,7 @@ from flax.core import FrozenDict
 from flax.training import train_state
 
 import jaxkern
-from jaxkern.lowering import kernel_call
+from jaxkern.core import kernel_call
 from jaxkern.nn.equinox import apply_gradients
 from jaxkern.nn.flax import Optimizer
 from jaxkern.nn.linen import TrainState

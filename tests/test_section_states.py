@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkern.mosaic.launch import interpreter
+from jaxkern.core.target import interpreter
 from jaxkern.ops import sections
 from jaxkern.ops.sections import SectionOptions
 from tests import check

@@ -15,9 +15,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern.core import kernel_pass
-from jaxkern.lowering import kernel_call
-from jaxkern.mosaic.launch import interpreter
+from jaxkern.core import kernel_call, kernel_pass
+from jaxkern.core.target import interpreter
 from jaxkern.nn import mamba, mamba2
 from jaxkern.ops import linear_scan, selective_scan, ssd
 from jaxkern.ops import sections as sections_of

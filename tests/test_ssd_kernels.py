@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.mosaic import launch
+from jaxkern.core import target
 from jaxkern.ops.ssd import backward, forward, inputs, tiles
 from jaxkern.ops.ssd.reference import SsdOptions, by_group
 from tests import check
@@ -66,7 +66,7 @@ OPTIONS = SsdOptions(True, tiles.CHUNK, "interpret", isolate_nan=False, save=Tru
 
 def interpreted(f, *args):
     """``f(*args)``, in one part: else the sequence is cut to fill the GPU."""
-    with launch.interpreter(), pytest.MonkeyPatch.context() as patch:
+    with target.interpreter(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "num_sms", lambda: 1)
         return jax.jit(f)(*args)
 
@@ -240,7 +240,7 @@ def test_parts_begin_where_the_sequence_is(chunks, part, sms, reverse, monkeypat
 
     monkeypatch.setattr(tiles, "num_sms", lambda: sms)
     sizes = tiles.SsdTile(1, 2, 1, 64, 64, chunks, warpgroups=2, part_chunks=part)
-    with launch.interpreter():
+    with target.interpreter():
         starts = forward.part_starts(sizes, reverse, tokens, weights, steps, initial)
     want = jnp.stack([want[n] for n in range(sizes.parts)], axis=1)
     np.testing.assert_allclose(starts, want, atol=2**-12 * float(jnp.abs(want).max()))

@@ -1,0 +1,1 @@
+"""From a public function to the kernel that runs: checks, derivatives, passes, targets, caches."""

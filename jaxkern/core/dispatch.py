@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxkern.core.arguments import check_flag
-from jaxkern.lowering.bound import standard_promotion
+from jaxkern.core.bound import standard_promotion
 
 Implementation = Literal["mosaic", "xla"]
 Mode = Literal["auto", "mosaic", "interpret", "xla"]

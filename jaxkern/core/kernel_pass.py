@@ -19,7 +19,7 @@ in which a call goes through the functions below:
    carried, ``sequence`` says what the devices hand to each other. Inside a user's ``shard_map`` the
    options name the axes, ``sequence_axis``, and sums over these are left to the caller.
 5. ``_on_device``, one operation that becomes kernel or reference when the program is lowered
-   (:mod:`jaxkern.lowering.kernel_call`).
+   (:mod:`jaxkern.core.kernel_call`).
 
 The results of a forward pass have a name, the op's, by which the policies of ``jax.checkpoint``
 keep them or drop them: what the backward needs beside the arguments, and the output itself.
@@ -39,7 +39,9 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
+from jaxkern.core.bound import Arrays, Bound, identity
 from jaxkern.core.dispatch import Mode
+from jaxkern.core.kernel_call import kernel_call, result_types, warn_once
 from jaxkern.core.mesh import (
     MeshAxes,
     partition_spec,
@@ -50,9 +52,7 @@ from jaxkern.core.mesh import (
 )
 from jaxkern.core.split import Partial
 from jaxkern.core.split import Sequence as SplitSequence
-from jaxkern.lowering.bound import Arrays, Bound, identity
-from jaxkern.lowering.kernel_call import kernel_call, result_types, warn_once
-from jaxkern.mosaic.launch import interpreter
+from jaxkern.core.target import interpreter
 
 type OfOptions[T] = T | Callable[[Any], T]
 """A value, or a function of a pass's options that gives it."""
@@ -86,7 +86,7 @@ class KernelPass:
       faster: tells of the types of one device's arrays whether the kernel is measured to be faster
         for them; where it is not, ``implementation=None`` takes the reference. By default it is.
       unfit: tells of the types of one device's arrays why the kernel cannot run on the GPU that the
-        program is lowered for, :func:`jaxkern.lowering.target.current`; ``None`` where it can.
+        program is lowered for, :func:`jaxkern.core.target.current`; ``None`` where it can.
       batched: whether the kernel can run under ``vmap``; if not, the reference does.
       saved_as: the results' name for the policies of ``jax.checkpoint``; by default ``"rms_norm"``
         of a pass ``"rms_norm_fwd"``, and none of other passes.

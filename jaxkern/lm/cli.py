@@ -465,7 +465,7 @@ def _warm(flags: dict[str, Any]) -> None:
 
 def _doctor(flags: dict[str, Any]) -> None:
     if flags["empty_cache"]:
-        from jaxkern.lowering import cache
+        from jaxkern.core import cache
 
         print(f"removed {cache.empty()} files from {cache.folder() or 'no cache: it is off'}")
         return

@@ -17,8 +17,8 @@ import jax
 import jaxkern
 from jaxkern.cases import TABLE
 from jaxkern.cases.case import Case, dtypes
+from jaxkern.core import cache, target
 from jaxkern.lm.memory import available_memory
-from jaxkern.lowering import cache, target
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
 _OTHER_PACKAGES = ("numpy", "ml_dtypes", "equinox", "pyarrow", "safetensors", "tokenizers", "torch")

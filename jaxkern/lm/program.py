@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxkern.core import cache
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import Packed, dtype_of
 from jaxkern.lm.model import Options, initial_params
@@ -27,7 +28,6 @@ from jaxkern.lm.step import (
     schedule_of,
     token_weights,
 )
-from jaxkern.lowering import cache
 from jaxkern.precision import Policy
 
 

@@ -4,11 +4,11 @@ import time
 
 import jax
 
+from jaxkern.core import cache, kernel_call
+from jaxkern.core.target import GPUS, lowering_for
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import size_of
 from jaxkern.lm.program import Placement, lowered_step
-from jaxkern.lowering import cache, kernel_call
-from jaxkern.lowering.target import GPUS, lowering_for
 
 
 def warm(config: TrainConfig, gpu: str, devices: int) -> None:
@@ -16,7 +16,7 @@ def warm(config: TrainConfig, gpu: str, devices: int) -> None:
 
     Args:
         config: of a run.
-        gpu: a name in ``jaxkern.lowering.target.GPUS``.
+        gpu: a name in ``jaxkern.core.target.GPUS``.
         devices: how many GPUs share each batch.
 
     Raises:

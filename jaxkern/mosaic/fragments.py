@@ -18,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from jaxkern.core.target import interpreted
 from jaxkern.mosaic.lanes import LaneOffsets, pointer_of_lane, store_lanes, sum_lanes
-from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import REF, VECTOR_BYTES, elements, fragmented, inline_mlir, row_type
 from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, ROWS, TILE, WARPS
 

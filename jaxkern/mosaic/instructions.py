@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.core.target import interpreted
+from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import (
     ROW,
     elements,

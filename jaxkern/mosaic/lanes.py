@@ -11,7 +11,8 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.core.target import interpreted
+from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import (
     REF,
     ROW,

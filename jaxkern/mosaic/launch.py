@@ -1,9 +1,7 @@
 """What every kernel is launched with: grid axes, compiler parameters, the interpreter."""
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, scf
 
-from jaxkern.lowering import target
+from jaxkern.core import target
 
 LANES = 128
 """Threads of a warpgroup. Kernels that sum across lanes run one warpgroup per block: Mosaic keeps
@@ -163,26 +161,3 @@ def clusters() -> bool:
 
 def _gpu() -> target.Gpu:
     return target.current() or target.DEFAULT
-
-
-_interpreting = contextvars.ContextVar("interpreting", default=False)
-
-
-@contextlib.contextmanager
-def interpreter() -> Iterator[None]:
-    """Inside, kernels that are launched run in Pallas's interpreter, and know it."""
-    token = _interpreting.set(True)
-    try:
-        with plgpu.force_gpu_interpret_mode():
-            yield
-    finally:
-        _interpreting.reset(token)
-
-
-def interpreted() -> bool:
-    """Whether the kernel that is being traced will run in Pallas's interpreter.
-
-    Instructions and barriers that the interpreter does not know stand beside the same in JAX's
-    terms, and this decides between them.
-    """
-    return _interpreting.get()

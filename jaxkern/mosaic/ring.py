@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 
-from jaxkern.lowering import target
+from jaxkern.core import target
 from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import REF, VECTOR_BYTES, i32, inline_mlir, ptx

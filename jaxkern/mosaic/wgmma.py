@@ -16,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from jaxkern.lowering import target
+from jaxkern.core import target
+from jaxkern.core.target import interpreted
 from jaxkern.mosaic.instructions import widened
-from jaxkern.mosaic.launch import interpreted
 from jaxkern.mosaic.registers import elements, i32, inline_mlir
 
 WARPS = 4

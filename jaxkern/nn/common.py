@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.core.arguments import check_axis_names, check_dtype, check_flag
+from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Implementation, resolve
-from jaxkern.lowering.bound import wide
 from jaxkern.nn.collectives import leave
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))

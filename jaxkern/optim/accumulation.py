@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.arguments import check_axis_names, check_flag
+from jaxkern.core.bound import wide
 from jaxkern.core.mesh import vary_over
-from jaxkern.lowering.bound import wide
 from jaxkern.optim.arguments import floating_leaves
 from jaxkern.optim.leaves import varying
 

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxkern.lowering.bound import standard_promotion
-from jaxkern.lowering.kernel_call import warn_once
+from jaxkern.core.bound import standard_promotion
+from jaxkern.core.kernel_call import warn_once
 from jaxkern.optim.arguments import Number, Options, check_mask_tree, check_number, is_function
 from jaxkern.optim.state import FusedAdamState, FusedSgdState
 

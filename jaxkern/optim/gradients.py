@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.core.bound import standard_promotion
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.lowering.bound import standard_promotion
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, launch_kernel
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large

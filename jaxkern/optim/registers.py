@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
+from jaxkern.core.target import interpreted
 from jaxkern.mosaic.instructions import one_instruction
-from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import element, fragmented, laid_out, row_type
 from jaxkern.mosaic.units import ChosenRef
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxkern.lowering.bound import standard_promotion, wide
+from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.optim.arguments import Options, Tree, floating_leaves, is_floating, leaf_paths
 from jaxkern.optim.quantise import BLOCK, Quantised, quantisable
 

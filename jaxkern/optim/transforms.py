@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxkern.core.arguments import check_flag
+from jaxkern.core.bound import standard_promotion
 from jaxkern.core.dispatch import Implementation, resolve
-from jaxkern.lowering.bound import standard_promotion
 from jaxkern.optim.arguments import (
     Number,
     Options,

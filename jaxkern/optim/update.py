@@ -27,9 +27,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.core.target import interpreted
 from jaxkern.mosaic.instructions import fast_reciprocal, multiply_wide
 from jaxkern.mosaic.lanes import join_lanes
-from jaxkern.mosaic.launch import LANES, interpreted
+from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 from jaxkern.optim import quantise
 from jaxkern.optim.arithmetic import (

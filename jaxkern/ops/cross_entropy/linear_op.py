@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, check_integer
+from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import named
 from jaxkern.core.mesh import match_primal
-from jaxkern.lowering.bound import wide
 from jaxkern.ops.cross_entropy.memory import (
     ChunkOptions,
     PartOptions,

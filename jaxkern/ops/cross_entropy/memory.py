@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import TypeOf, match_primal
 from jaxkern.core.split import Axes, Partial, Sequence, is_first, only_if
-from jaxkern.lowering.bound import standard_promotion, wide
 from jaxkern.ops.cross_entropy.op import gradient_of_logits, sums_of_rows
 from jaxkern.ops.cross_entropy.reference import LogSum, LossOptions, Sums
 from jaxkern.ops.linear.products import varies_more

@@ -34,12 +34,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.arguments import as_array, check_floating, unfit
+from jaxkern.core.bound import standard_promotion
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_sharding
 from jaxkern.core.split import Axes, Sequence, is_first, only_if
-from jaxkern.lowering.bound import standard_promotion
 from jaxkern.mosaic.registers import VECTOR_BYTES
 from jaxkern.mosaic.units import too_large
 from jaxkern.ops.cross_entropy.kernel import SHORTEST, launch_backward, launch_forward

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxkern.core.arguments import check_integer, check_number
+from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Mode
-from jaxkern.lowering.bound import wide
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 
 from jaxkern.core.arguments import check_array, unfit
+from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather, match_sharding, partition_spec, split_factors, varying
-from jaxkern.lowering.bound import wide
 from jaxkern.mosaic.wgmma import without_wgmma
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
 from jaxkern.ops.linear.kernel import Product, matmul

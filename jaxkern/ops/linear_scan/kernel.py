@@ -24,8 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.core.target import interpreted
 from jaxkern.mosaic.lanes import load_short_row, store_short_row
-from jaxkern.mosaic.launch import LANES, grid_axes, interpreted
+from jaxkern.mosaic.launch import LANES, grid_axes
 from jaxkern.mosaic.named import launch_named
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.ring import (
@@ -567,11 +568,11 @@ def _fold(
             s = index(jnp.minimum(i, count - 1))
             loaded.append([scan.load(ref.at[s, batch, channels]) for ref in carries])
         for i, (product, passed) in zip(order, loaded, strict=True):
-            counts = scan.zeros() + jnp.where(i < count, 1.0, 0.0) > 0
+            counts = scan.zeros() + jnp.where(i < count, 1.0, 0.0)
             held = scan.multiply(product, state)
             if scan.packed:  # 0 where a segment began in between, whatever the state is
                 held = jnp.where(product != product, scan.zeros(), held)
-            state = jnp.where(counts, passed + held, state)
+            state = jnp.where(counts > 0, passed + held, state)
         return state
 
     return lax.fori_loop(0, (count + _FOLD - 1) // _FOLD, group, state)

@@ -16,10 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.core.target import interpreted
 from jaxkern.mosaic.instructions import once_read, unknown_zero, widened
 from jaxkern.mosaic.lane_sums import computed_here, store
 from jaxkern.mosaic.lanes import sync_block, sync_warpgroup
-from jaxkern.mosaic.launch import LANES, grid_axes, interpreted, launch_kernel, num_sms
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel, num_sms
 from jaxkern.mosaic.ring import close_copies, copy_barriers, start_copy, wait_for_copy
 from jaxkern.ops.curves import WITHOUT_EXPONENTIALS, Functions, kernel_functions
 from jaxkern.ops.norm import tiles

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
+from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import vary_over, varying
 from jaxkern.core.split import Axes, Sequence, is_first, only_if
-from jaxkern.lowering.bound import wide
 from jaxkern.ops.curves import CURVES, PLAIN, Functions, curve_value
 
 # Arithmetic of an element outside of its row's sums, for kernels and plain JAX

@@ -17,7 +17,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.lowering.target import UnfitError
+from jaxkern.core.target import UnfitError, interpreted
 from jaxkern.mosaic.cluster import (
     expect_arrivals,
     send_in_cluster,
@@ -33,7 +33,7 @@ from jaxkern.mosaic.lanes import (
     sync_block,
     sync_warpgroup,
 )
-from jaxkern.mosaic.launch import LANES, clusters, grid_axes, interpreted
+from jaxkern.mosaic.launch import LANES, clusters, grid_axes
 from jaxkern.mosaic.registers import VECTOR_BYTES
 
 # Windows of a long row

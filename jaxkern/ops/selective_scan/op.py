@@ -56,12 +56,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import is_first, is_last, on_all, only_if
-from jaxkern.lowering.bound import wide
 from jaxkern.ops import segments
 from jaxkern.ops.layers import check_layer, put_layer, take_layer
 from jaxkern.ops.scan_options import StepSizes, check_checkpoint_every

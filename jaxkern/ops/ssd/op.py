@@ -56,12 +56,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.bound import standard_promotion
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import on_all
-from jaxkern.lowering.bound import standard_promotion
 from jaxkern.ops import segments
 from jaxkern.ops.scan_options import StepSizes, check_checkpoint_every
 from jaxkern.ops.ssd import devices

@@ -1,4 +1,4 @@
-"""The GPU that a program is lowered for, which is not always one of this process.
+"""The target of a program: the GPU that it is lowered for, or Pallas's interpreter.
 
 Kernels are fitted to a GPU when a program is lowered: their tiles, their grid, whether they run at
 all. :func:`of_program` finds out which GPU that is, :func:`current` tells the launchers.
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 
@@ -241,3 +242,26 @@ def fitting_to(gpu: Gpu) -> Iterator[None]:
 
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
+
+
+_interpreting = contextvars.ContextVar("interpreting", default=False)
+
+
+@contextlib.contextmanager
+def interpreter() -> Iterator[None]:
+    """Inside, kernels that are launched run in Pallas's interpreter, and know it."""
+    token = _interpreting.set(True)
+    try:
+        with plgpu.force_gpu_interpret_mode():
+            yield
+    finally:
+        _interpreting.reset(token)
+
+
+def interpreted() -> bool:
+    """Whether the kernel that is being traced will run in Pallas's interpreter.
+
+    Instructions and barriers that the interpreter does not know stand beside the same in JAX's
+    terms, and this decides between them.
+    """
+    return _interpreting.get()

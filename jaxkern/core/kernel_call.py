@@ -5,7 +5,7 @@ it becomes is decided when the program is lowered, for the platform and the GPU 
 
 * for CUDA the kernel's launcher is traced and lowered alone, once a process and machine, to a
   module (``jax.export``) that the program calls; every layer, jit, device and mesh that needs the
-  same kernel shares it, and it is kept on disk (:mod:`jaxkern.lowering.cache`);
+  same kernel shares it, and it is kept on disk (:mod:`jaxkern.core.cache`);
 * elsewhere, and on a GPU that the kernels do not run on, the reference is lowered.
 """
 
@@ -26,9 +26,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 from jax.typing import DTypeLike
 
-from jaxkern.lowering import cache, target
-from jaxkern.lowering.bound import Arrays, Bound, identity, standard_promotion
-from jaxkern.lowering.target import Gpu, UnfitError
+from jaxkern.core import cache, target
+from jaxkern.core.bound import Arrays, Bound, identity, standard_promotion
+from jaxkern.core.target import Gpu, UnfitError
 
 Types = tuple[tuple[tuple[int, ...], DTypeLike], ...]
 """Shape and dtype of each of several arrays."""
@@ -49,7 +49,7 @@ def kernel_call(
       kernel: launches it.
       reference: the same in plain JAX.
       unfit: tells of the types of `arrays` why the kernel cannot run on the GPU that it is lowered
-        for, :func:`jaxkern.lowering.target.current`.
+        for, :func:`jaxkern.core.target.current`.
       required: whether lowering fails where the kernel does not run.
       arrays: of one device.
     """
