@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import program
+from bench.cases import TABLE
+from bench.cases.case import Arrays, Case, dtypes, result_and_gradients, truth
 from bench.figures import NAMES, OURS, table
 from bench.processes import each
 from bench.program import FOLDER
 from bench.program import RESULTS as RESULTS
-from jaxkern.cases import TABLE
-from jaxkern.cases.case import Arrays, Case, dtypes, result_and_gradients, truth
 from jaxkern.core.dispatch import interpret_kernels
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -85,7 +85,7 @@ def part() -> list[str]:
 
 def _cases() -> Iterator[Any]:
     """The cases with one call of each op, a block of several ops, and the optimizers."""
-    from jaxkern.cases import TABLE, optim
+    from bench.cases import TABLE, optim
 
     for case in TABLE:
         strict = case.strict and case.name != PACKED
@@ -99,9 +99,9 @@ def compiled(name: str) -> Held:
     import numpy as np
     from jax.sharding import AxisType, Mesh, NamedSharding
 
+    from bench.cases import case, optim
     from bench.programs import exchanges
     from bench.ptxas import without_modules
-    from jaxkern.cases import case, optim
     from jaxkern.core.target import GPUS
 
     of_case, axis, count = re.fullmatch(r"(.*) x (\w+)=(\d+)", name).groups()  # pyright: ignore

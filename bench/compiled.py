@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import collectives as of_ops
+from bench.cases import optim
 from bench.figures import table
 from bench.program import RESULTS
-from jaxkern.cases import optim
 
 Held = dict[str, Any]
 """A file of :mod:`bench.aot`."""

@@ -32,10 +32,10 @@ import numpy as np
 
 import jaxkern
 from bench import program, timing
+from bench.cases import TABLE
+from bench.cases.case import dtypes
 from bench.train import attempt, found_peers
 from bench.trainers import mamba_ssm_model, versions
-from jaxkern.cases import TABLE
-from jaxkern.cases.case import dtypes
 from jaxkern.lm import sample
 from jaxkern.lm.config import PRESETS, ModelConfig
 from jaxkern.lm.hf_layouts import layout_of

@@ -28,8 +28,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bench import program, timing
+from bench.cases import TABLE, case
 from bench.train import attempt
-from jaxkern.cases import TABLE, case
 from jaxkern.lm.config import AXES, PRESETS, REMATS, TrainConfig, axes_of
 from jaxkern.lm.program import Placement, compile_programs
 from jaxkern.lm.step import schedule_of

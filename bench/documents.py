@@ -15,9 +15,9 @@ from typing import Any
 
 import jaxkern
 from bench import compiled
+from bench.cases import TABLE
 from bench.figures import OURS, Line, Results, Row, duration, is_rival, name_of, table
 from bench.program import FOLDER
-from jaxkern.cases import TABLE
 
 ROOT = FOLDER.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]

@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 
 from bench import program, timing
-from bench.cases import bytes_of
 from bench.figures import CHOSEN
+from bench.measured import bytes_of
 from bench.processes import device, each
 from jaxkern.nn import mamba2, remat
 

@@ -15,9 +15,9 @@ from unittest import mock
 import jax
 
 from bench import program, steps
-from bench.cases import Case, cases
+from bench.cases.optim import Step
+from bench.measured import Case, cases
 from bench.processes import each
-from jaxkern.cases.optim import Step
 from jaxkern.core import kernel_call, target
 
 

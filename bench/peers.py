@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from bench import timing
-from bench.cases import Case, bytes_of
+from bench.cases.optim import Step
+from bench.cases.peers import Arranged
+from bench.measured import Case, bytes_of
 from bench.processes import Alone, Shared
-from jaxkern.cases.optim import Step
-from jaxkern.cases.peers import Arranged
 
 _MODULES = {
     "jax": "jax",

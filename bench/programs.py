@@ -1,6 +1,6 @@
 """The programs that ``python -m bench aot`` compiles, and what compiling one of them tells.
 
-Each op at each of its shapes in `bench.cases`, forward and backward, and on an H200 the training
+Each op at each of its shapes in `bench.measured`, forward and backward, and on an H200 the training
 step of each preset of the language model, in bf16 and with 8 sequences a device, for 1, 8 and 64
 GPUs; and that of one layer on meshes of them (`MESHES`), of which the guide tells what is
 exchanged. Kernels that an earlier program of the same process had are lowered again, which tells
@@ -22,11 +22,11 @@ from unittest import mock
 import jax
 
 from bench import gpus, steps
-from bench.cases import Case, cases
+from bench.cases.optim import Step
 from bench.copies import copied_in, sizes_in
+from bench.measured import Case, cases
 from bench.modules import passes
 from bench.ptxas import Compiler, Kernels
-from jaxkern.cases.optim import Step
 from jaxkern.core import kernel_call, kernel_pass
 from jaxkern.core.target import GPUS, Gpu
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bench import documents, pictures, program
-from bench.cases import Case, cases
+from bench.cases import TABLE, case, optim
 from bench.documents import GUIDE, HEAD, README, cell, families, listed, training_rows
 from bench.figures import (
     EVEN,
@@ -23,8 +23,8 @@ from bench.figures import (
     table,
     write_csv,
 )
+from bench.measured import Case, cases
 from bench.program import FOLDER
-from jaxkern.cases import TABLE, case, optim
 
 REPORT, BACKBONES = FOLDER / "report.md", FOLDER / "backbones.md"
 CSV = FOLDER / "report.csv"

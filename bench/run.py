@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from bench import peers, program, steps, timing
-from bench.cases import Case, bytes_of, cases, floating
+from bench.cases import MODELS
+from bench.cases.optim import Step
+from bench.cases.peers import Arranged
 from bench.figures import write_csv
+from bench.measured import Case, bytes_of, cases, floating
 from bench.processes import device, each
-from jaxkern.cases import MODELS
-from jaxkern.cases.optim import Step
-from jaxkern.cases.peers import Arranged
 
 IMPLEMENTATIONS = ("mosaic", "xla", "auto")
 """Of jaxkern; ``"auto"`` is what ``None`` picks."""

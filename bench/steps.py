@@ -12,8 +12,8 @@ import optax
 
 import jaxkern
 from bench import timing
+from bench.cases.optim import Step, normal_of_shape
 from bench.processes import Alone, Shared
-from jaxkern.cases.optim import Step, normal_of_shape
 from jaxkern.precision import StaticLossScale
 
 _RATE, _DECAY = 1e-3, 0.1

@@ -154,7 +154,8 @@ def _group(module):
     if module.__name__.endswith("test_notebooks"):
         return "notebooks"
     values = list(vars(module).values())
-    if any(inspect.ismodule(v) and v.__name__.startswith("bench.") for v in values):
+    modules = [v.__name__ for v in values if inspect.ismodule(v)]
+    if any(name.startswith("bench.") and not name.startswith("bench.cases") for name in modules):
         return "bench"
     names = [v.__name__ if inspect.ismodule(v) else getattr(v, "__module__", "") for v in values]
     return "trainer" if any(f"{name}.".startswith("jaxkern.lm.") for name in names) else None

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import accuracy, cases, peers, processes, run, steps, timing
-from jaxkern.cases import MODELS, TABLE, optim
-from jaxkern.cases.peers import Arranged
+from bench import accuracy, measured, peers, processes, run, steps, timing
+from bench.cases import MODELS, TABLE, optim
+from bench.cases.peers import Arranged
 
-SMALL = next(case for case in cases.cases(small=True) if case.op == "linear_cross_entropy")
+SMALL = next(case for case in measured.cases(small=True) if case.op == "linear_cross_entropy")
 LOSS = "8192x4096x128256-plain"
 
 
 def case_of(op, shape):
-    return next(c for c in cases.cases(small=False) if (c.op, c.shape) == (op, shape))
+    return next(c for c in measured.cases(small=False) if (c.op, c.shape) == (op, shape))
 
 
 @pytest.mark.exhaustive
@@ -62,7 +62,7 @@ def test_plain_jax_is_not_timed_where_it_saves_no_memory():
 
 def test_shapes_of_models_are_cases():
     """Once each, with the names of all that have them."""
-    every = cases.cases(small=False)
+    every = measured.cases(small=False)
     places = [(case.op, case.shape, case.dtype) for case in every]
     assert len(set(places)) == len(places)
     models = {place: getattr(case, "models", ()) for place, case in zip(places, every, strict=True)}

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from bench import aot, collectives, programs
-from jaxkern.cases import TABLE
+from bench.cases import TABLE
 from jaxkern.core.target import GPUS
 from tests.test_package import constraints
 

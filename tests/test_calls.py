@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.cases.case import dtypes
+from bench.cases.case import dtypes
 from jaxkern.core import dispatch
 from tests import check
 from tests.test_modes import BF16, CASES, F32, KERNELS, gradients, in_turn

@@ -14,7 +14,7 @@ import pytest
 
 import jaxkern
 from bench import documents, figures
-from jaxkern.cases import TABLE
+from bench.cases import TABLE
 from jaxkern.lm.config import PRESETS
 from jaxkern.lm.model import initial_params
 from tests.documents import DOCUMENTS, ROOT, RUN, docstrings, examples, modules

@@ -13,9 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
+from bench.cases import TABLE
+from bench.cases.case import dtypes
 from jaxkern import precision
-from jaxkern.cases import TABLE, optim
-from jaxkern.cases.case import dtypes
 from tests import check
 
 pytestmark = pytest.mark.skipif(check.ON_GPU, reason="of what JAX traces, the same on a GPU")
@@ -280,16 +280,12 @@ def test_default_implementation_is_in_the_key_of_compiled_programs():
     assert "rms_norm_fwd" in text()
 
 
-LAYERS = {c.op: c for c in TABLE if c.layer and c.has_kernels and c not in optim.CASES}
-
-
-@pytest.mark.parametrize("op", LAYERS)
-def test_policies_of_checkpoint_find_results_by_the_name_of_their_op(op):
-    case = LAYERS[op]
-    kinds = case.types(case.sizes(case.layer), dtypes("bfloat16"))
+@pytest.mark.parametrize("name", KERNELS)
+def test_policies_of_checkpoint_find_results_by_the_name_of_their_op(name):
+    kinds = types(name, MIXED[1], 2, 5)
     for implementation in None, "xla":
-        call = functools.partial(case.call, implementation=implementation)
-        assert f"name[name={op}]" in str(jax.make_jaxpr(call)(*kinds))
+        call = functools.partial(CASES[name].call, implementation=implementation)
+        assert f"name[name={CASES[name].op}]" in str(jax.make_jaxpr(call)(*kinds))
 
 
 def test_a_policy_chooses_between_ops():

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,9 @@ from typing import Any
 import jax
 
 import jaxkern
-from jaxkern.cases import TABLE
-from jaxkern.cases.case import Case, dtypes
 from jaxkern.core import cache, target
 from jaxkern.lm.memory import available_memory
+from jaxkern.precision import NoOpLossScale
 
 _PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
 _OTHER_PACKAGES = ("numpy", "ml_dtypes", "equinox", "pyarrow", "safetensors", "tokenizers", "torch")
@@ -34,7 +34,70 @@ _CONFIG = {
 }
 """Settings that change what ops compute or refuse, as JAX has them by default."""
 
-CALLS = {case.op: case for case in TABLE if case.layer}
+
+def _step(optimizer: str) -> Callable[..., Any]:
+    def step(params: Any, **options: Any) -> Any:
+        tx = getattr(jaxkern, optimizer)(1e-3, **options)
+        return jaxkern.apply(tx, params, tx.init(params), params)
+
+    return step
+
+
+_X, _INNER, _W = "8 2048 768", "8 2048 1536", "768 3072"
+_ONE, _GATED = (_INNER,), (_INNER, _INNER)
+_ACTIVATIONS = "relu", "relu_squared", "silu", "gelu", "quick_gelu", "sigmoid", "tanh"
+
+CALLS: dict[str, tuple[str, ...]] = {
+    "rms_norm": (_X, "768"),
+    "layer_norm": (_X, "768", "768"),
+    "linear": (_X, _W),
+    "gated_linear_unit": (_X, _W, _W),
+    "rms_norm_linear": (_X, "768", _W),
+    "layer_norm_linear": (_X, "768", "768", _W),
+    "accumulate_weight_grad": (f"{_W} float32", _X, "8 2048 3072"),
+    "cross_entropy": ("8 2048 50280", "8 2048 int32"),
+    "linear_cross_entropy": (_X, "768 50280", "8 2048 int32"),
+    **dict.fromkeys(_ACTIVATIONS, _ONE),
+    **dict.fromkeys(("swiglu", "geglu", "reglu", "glu"), _GATED),
+    **dict.fromkeys(("silu_and_mul", "gelu_and_mul"), ("8 2048 3072",)),
+    "dropout": (_X,),
+    "dropout_add": (_X, _X),
+    "causal_conv1d": (_INNER, "1536 4", "1536"),
+    "causal_conv1d_step": ("8 3 1536", "8 1536", "1536 4"),
+    "linear_scan": _GATED,
+    "selective_scan": (*_GATED, "1536 16 float32", "8 2048 16", "8 2048 16"),
+    "selective_scan_step": (
+        "8 1536 16 float32",
+        "8 1536",
+        "8 1536",
+        "1536 16 float32",
+        "8 16",
+        "8 16",
+    ),
+    "ssd": ("8 2048 24 64", "8 2048 24", "24 float32", "8 2048 1 128", "8 2048 1 128"),
+    "ssd_step": (
+        "8 24 64 128 float32",
+        "8 24 64",
+        "8 24",
+        "24 float32",
+        "8 1 128",
+        "8 1 128",
+    ),
+    **dict.fromkeys(("fused_adamw", "fused_adam", "fused_sgd", "scale_gradients"), (_W,)),
+}
+"""The arrays of each op in a layer of Mamba or Mamba-2 130m: sizes, and dtype if not bfloat16."""
+
+_RUNS: dict[str, Callable[..., Any]] = {
+    **{name: _step(name) for name in ("fused_adamw", "fused_adam", "fused_sgd")},
+    "scale_gradients": lambda grads, **options: jaxkern.scale_gradients(
+        grads, NoOpLossScale(), **options
+    ),
+    "dropout": lambda x, **options: jaxkern.dropout(x, 0.1, jax.random.key(0), **options),
+    "dropout_add": lambda x, residual, **options: jaxkern.dropout_add(
+        x, residual, 0.1, jax.random.key(0), **options
+    ),
+}
+"""How an op is called that takes more than arrays."""
 
 
 def doctor() -> None:
@@ -72,8 +135,8 @@ def doctor() -> None:
         print(f"advice   jaxkern train and sample need: pip install {' '.join(missing)}")
     print("\nEach op on bfloat16 arrays of a layer of Mamba or Mamba-2 130m, implementation=None:")
     width = max(map(len, CALLS), default=0)
-    for name, case in CALLS.items():
-        chosen, why = _choice(case)
+    for name in CALLS:
+        chosen, why = _choice(name)
         print(f"  {name:{width}}  {chosen:6}  {why}")
 
 
@@ -110,19 +173,26 @@ def _memory() -> str:
     return f"{memory}, {free / 2**30:.0f} GiB of disk here"
 
 
-def _choice(case: Case) -> tuple[str, str]:
-    """Says what the op of `case` runs on the default device, and why not another implementation."""
-    if not case.has_kernels:
+def _choice(name: str) -> tuple[str, str]:
+    """Returns what an op runs on the default device, and why not another implementation."""
+    run = _RUNS.get(name) or getattr(jaxkern, name)
+    if name.endswith("_step"):
         return "xla", "it has no kernel: XLA fuses it"
-    assert case.layer is not None
-    types = case.types(case.sizes(case.layer), dtypes("bfloat16"))
-    if "mosaic_gpu" in jax.jit(lambda *args: case.call(*args)).lower(*types).as_text():
+    types = [_type(text) for text in CALLS[name]]
+    if "mosaic_gpu" in jax.jit(lambda *args: run(*args)).lower(*types).as_text():
         return "mosaic", 'kernels; "xla" is there too, and slower'
     try:
-        jax.jit(lambda *args: case.call(*args, implementation="mosaic")).lower(*types)
+        jax.jit(lambda *args: run(*args, implementation="mosaic")).lower(*types)
     except NotImplementedError as error:
         return "xla", f"not mosaic: {_line(error).partition(' Use implementation=')[0]}"
     return "xla", "mosaic would run too; by the measurements XLA is the better choice here"
+
+
+def _type(text: str) -> jax.ShapeDtypeStruct:
+    """The array that "8 2048 int32" describes."""
+    sizes = [word for word in text.split() if word.isdigit()]
+    dtype = text.split()[-1] if len(sizes) < len(text.split()) else "bfloat16"
+    return jax.ShapeDtypeStruct(tuple(map(int, sizes)), dtype)
 
 
 def _describe(device: Any) -> str:

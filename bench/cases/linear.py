@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
-from jaxkern.cases import peers
-from jaxkern.cases.activations import clamped
-from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, matrix, near_one, times
-from jaxkern.cases.norm import layer_normalised, rms_normalised
+from bench.cases import peers
+from bench.cases.activations import clamped
+from bench.cases.case import Argument, Case, Cost, Errors, Shape, matrix, near_one, times
+from bench.cases.norm import layer_normalised, rms_normalised
 
 X = Argument("x", "m k")
 WEIGHT = Argument("weight", "k h", matrix, "matrix")
@@ -22,7 +22,6 @@ W, W_GATE, W_UP = (Argument(name, "k h", matrix, "matrix") for name in ("w", "w_
 
 _ERRORS = Errors((512, 1024, 1024), (16, 128, 256))
 _SMALL = Shape((256, 256, 256), "float32")
-_LAYER = ((8, 2048), 768, 3072)
 _PRODUCT: dict[str, Any] = {"axes": "m k h", "result": "m h", "split": "m h"}
 _ONE: dict[str, Any] = {
     **_PRODUCT,
@@ -118,7 +117,6 @@ CASES = [
             Shape((8192, 4096, 4096), "float16"),
         ],
         errors=_ERRORS,
-        layer=_LAYER,
         strict=True,
         **_ONE,
     ),
@@ -136,7 +134,6 @@ CASES = [
         ],
         small=_SMALL,
         errors=_ERRORS,
-        layer=_LAYER,
         strict=True,
         **_TWO,
     ),
@@ -149,7 +146,6 @@ CASES = [
         arguments=(X, OF_NORM[0], W),
         expression=lambda x, weight, w: rms_normalised(x, weight) @ w,
         errors=_ERRORS,
-        layer=_LAYER,
         strict=True,
     ),
     Case(
@@ -160,7 +156,6 @@ CASES = [
         shapes=[Shape((16384, 4096, 4096))],
         small=_SMALL,
         errors=_ERRORS,
-        layer=_LAYER,
         strict=True,
         **_ONE,
     ),
@@ -179,7 +174,6 @@ CASES = [
         arguments=_ACCUMULATED,
         expression=lambda total, x, dout: total + (x.T @ dout).astype(total.dtype),
         errors=Errors((512, 128, 256), (16, 128, 256)),
-        layer=_LAYER,
         strict=True,
     ),
     Case(

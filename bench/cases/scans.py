@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
-from jaxkern.cases import peers
-from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, constant, normal, times
+from bench.cases import peers
+from bench.cases.case import Argument, Case, Cost, Errors, Shape, constant, normal, times
 
 _SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
 """Batch, length and channels."""
@@ -86,7 +86,6 @@ CONVOLUTIONS = [
         ],
         small=Shape((2, 256, 256, 4), "float32"),
         errors=Errors((4, 512, 1024, 4), (2, 32, 128, 4)),
-        layer=(8, 2048, 1536, 4),
     ),
     Case(
         **_CONVOLUTION | {"sequence": {"collective-permute": 4}},
@@ -112,7 +111,6 @@ CONVOLUTIONS = [
             Argument("x", "b d"),
             Argument("weight", "d w", times(0.5), "parameter"),
         ),
-        layer=(8, 1536, 4),
         strict=True,
     ),
 ]
@@ -162,7 +160,6 @@ LINEAR_SCANS = [
         ],
         small=Shape((2, 256, 256), "float32"),
         errors=Errors((4, 512, 1024), (2, 32, 128)),
-        layer=(8, 2048, 1536),
     ),
     Case(
         **_LINEAR | _PACKED,
@@ -254,7 +251,6 @@ SELECTIVE_SCANS = [
         options={"dt_softplus": True},
         expression=_selective,
         errors=Errors((2, 512, 256, 16), (2, 16, 128, 16)),
-        layer=(8, 2048, 1536, 16),
         strict=True,
     ),
     Case(
@@ -279,7 +275,6 @@ SELECTIVE_SCANS = [
             *(Argument("B", "b n"), Argument("C", "b n")),
         ),
         options={"dt_softplus": True},
-        layer=(8, 1536, 16),
         strict=True,
     ),
     Case(
@@ -364,7 +359,6 @@ SSDS = [
         ],
         small=Shape((2, 256, 4, 16, 32, 1), "float32"),
         errors=Errors((2, 1024, 8, 64, 128, 2), (2, 64, 4, 8, 16, 2)),
-        layer=(8, 2048, 24, 64, 128, 1),
         strict=True,
     ),
     Case(
@@ -408,7 +402,6 @@ SSDS = [
             *(Argument("B", "b g n"), Argument("C", "b g n")),
         ),
         options={"dt_softplus": True},
-        layer=(8, 24, 64, 128, 1),
         strict=True,
     ),
     Case(

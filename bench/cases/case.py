@@ -194,7 +194,6 @@ class Case:
       shapes: at which it is timed.
       small: the same for a machine without a GPU.
       errors: where its errors are measured.
-      layer: sizes of the axes in a layer of Mamba 130m, or of a model that has such a layer.
       kernels: whether the op has kernels for any sizes, if it can be asked for them.
       strict: whether the tests of JAX's strict modes, symbolic shapes and dtypes run it.
     """
@@ -218,7 +217,6 @@ class Case:
     shapes: Sequence[Shape] = ()
     small: Shape | None = None
     errors: Errors | None = None
-    layer: tuple[Any, ...] | None = None
     kernels: bool = True
     strict: bool = False
 

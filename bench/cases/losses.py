@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.cases import peers
-from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, matrix, times
+from bench.cases import peers
+from bench.cases.case import Argument, Case, Cost, Errors, Shape, matrix, times
 
 
 def _labels(classes: int) -> Argument:
@@ -92,7 +92,6 @@ CASES = [
         forward=Cost("m v", "8 m"),
         backward=Cost("2 m v", "12 m"),
         errors=Errors((512, 32000), (16, 512)),
-        layer=((8, 2048), 50280),
         strict=True,
     ),
     Case(
@@ -106,7 +105,6 @@ CASES = [
         forward=Cost("m k + k v", "8 m", "2 m k v"),
         backward=Cost("2 m k + 2 k v", "12 m", "4 m k v"),
         errors=Errors((512, 1024, 32000), (16, 128, 512)),
-        layer=((8, 2048), 768, 50280),
         strict=True,
     ),
     Case(

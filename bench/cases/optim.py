@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 import jaxkern
-from jaxkern.cases.case import Argument, Case
+from bench.cases.case import Argument, Case
 from jaxkern.precision import NoOpLossScale
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -33,7 +33,7 @@ _RUNS = {name: _step(name) for name in ("fused_adamw", "fused_adam", "fused_sgd"
 _RUNS["scale_gradients"] = _scale
 
 CASES = [
-    Case(op=op, axes="k h", arguments=(Argument("params", "k h"),), run=run, layer=(768, 3072))
+    Case(op=op, axes="k h", arguments=(Argument("params", "k h"),), run=run)
     for op, run in _RUNS.items()
 ]
 """The calls of one array of parameters or gradients; `jaxkern.apply` does an optimizer's step."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from jaxkern.cases import MODELS, TABLE, case
-from jaxkern.cases.case import Shape
-from jaxkern.cases.optim import Step, steps
+from bench.cases import MODELS, TABLE, case
+from bench.cases.case import Shape
+from bench.cases.optim import Step, steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Case:
     Attributes:
       of: the case of the table.
       at: shape, dtype and options.
-      models: names of models that have this shape, of :data:`jaxkern.cases.MODELS`.
+      models: names of models that have this shape, of :data:`bench.cases.MODELS`.
     """
 
     of: case.Case

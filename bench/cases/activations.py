@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.cases import peers
-from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape
+from bench.cases import peers
+from bench.cases.case import Argument, Case, Cost, Errors, Shape
 
 X = Argument("x", "m d")
 GATE, UP = Argument("gate", "m h"), Argument("up", "m h")
@@ -56,7 +56,6 @@ def _pointwise(op: str, f: Any, variant: str = "", timed: bool = True, **options
         peers=peers.activation(f"{op}, {variant}" if variant else op) if timed else {},
         shapes=[Shape((16384, 8192))] if timed else (),
         errors=Errors((512, 4096), (16, 256)),
-        layer=((8, 2048), 1536),
         strict=not variant,
     )
 
@@ -68,7 +67,6 @@ _GATED: dict[str, Any] = {
     "forward": Cost("3 m h"),
     "backward": Cost("5 m h"),
 }
-_LAYER = ((8, 2048), 1536)
 
 
 def _gated(op: str, f: Any, shapes: Any, **rest: Any) -> Case:
@@ -80,7 +78,6 @@ def _gated(op: str, f: Any, shapes: Any, **rest: Any) -> Case:
         peers={} if op == "glu" else peers.activation(op),
         shapes=[Shape((16384, 4096)), *shapes],
         errors=Errors((512, 4096), (16, 256)),
-        layer=_LAYER,
         strict=True,
         **_GATED | {"split": "m h"},
         **rest,
@@ -101,7 +98,6 @@ def _halved(op: str, f: Any, shapes: Any) -> Case:
         peers=peers.activation(op),
         shapes=[Shape((16384, 4096)), *shapes],
         errors=Errors((512, 2048), (16, 128)),
-        layer=_LAYER,
         strict=True,
         **_GATED,
     )

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkern
-from jaxkern.cases import peers
-from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, constant
+from bench.cases import peers
+from bench.cases.case import Argument, Case, Cost, Errors, Shape, constant
 
 EXACT_RATE = 0.125
 """At which errors are measured: a multiple of 2⁻¹⁶, so that exactly what is kept is scaled by."""
@@ -62,7 +62,6 @@ _TWO: dict[str, Any] = {
     "drawn": True,
 }
 _ERRORS = Errors((512, 4096), (16, 256))
-_LAYER = ((8, 2048), 768)
 
 CASES = [
     Case(
@@ -98,7 +97,6 @@ CASES = [
         split="m d",
         arguments=(X, Argument("rate", "", constant(0.25), "float32")),
         run=_of_rate,
-        layer=_LAYER,
         strict=True,
     ),
     Case(
@@ -108,7 +106,6 @@ CASES = [
         backward=Cost("2 m d"),
         peers=peers.dropout("dropout_add"),
         shapes=[Shape((16384, 8192))],
-        layer=_LAYER,
         strict=True,
     ),
     Case(

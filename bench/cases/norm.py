@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.cases import peers
-from jaxkern.cases.case import Argument, Case, Cost, Errors, Shape, near_one, times
+from bench.cases import peers
+from bench.cases.case import Argument, Case, Cost, Errors, Shape, near_one, times
 
 X = Argument("x", "m d")
 WEIGHT = Argument("weight", "d", near_one, "parameter")
@@ -57,7 +57,6 @@ def _cases(op: str, arguments: tuple[Argument, ...], expression: Any) -> list[Ca
             shapes=_SHAPES,
             small=Shape((256, 4096), "float32") if op == "rms_norm" else None,
             errors=_ERRORS,
-            layer=((8, 2048), 768),
             strict=True,
         ),
         Case(
