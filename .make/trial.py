@@ -182,9 +182,10 @@ def steps(documents: dict, folder: Path) -> Iterator[tuple[str, Callable[[], obj
     ):
         yield f"jaxkern {' '.join(command)}", lambda command=command: shell("jaxkern", *command)
     for path in documents["DOCUMENTS"]:
+        names = {"__name__": "example"}  # a page is read from its top
         for number, text in enumerate(documents["examples"](path)):
             code = compile(text, f"{path.name}[{number}]", "exec")
-            yield code.co_filename, lambda code=code: exec(code, {"__name__": "example"})
+            yield code.co_filename, lambda code=code, names=names: exec(code, names)
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if default_mode() else ():
         yield path.name, lambda path=path: shell(sys.executable, "-P", script(path, folder))
     for module in documents["modules"]():
