@@ -37,6 +37,7 @@ help:
 	@echo 'make matrix  all of that: every shape, seven generations, the newest and the oldest JAX'
 	@echo 'make docs    the documentation as pages, in build/site, and whether their links hold'
 	@echo 'make trial   install the package from nothing, and run every example under each mode of JAX'
+	@echo 'make widths  whether the pages of make docs fit windows, in a browser'
 	@echo 'make lint    formatting, lint and types'
 	@echo 'make clean   remove environments and caches; runs/ stays'
 	@echo
@@ -83,6 +84,13 @@ docs:
 	@.make/setup $(VENV) constraints/newest.txt docs
 	JAX_PLATFORMS=cpu $(VENV)/bin/python .site/pages.py $(ARGS)
 	@echo 'Open build/site/index.html'
+
+# In a browser, which is some hundred megabytes.
+.PHONY: widths
+widths: docs
+	python3 -m venv build/browser
+	build/browser/bin/pip install --quiet PySide6
+	build/browser/bin/python .site/widths.py
 
 .PHONY: lint
 lint:

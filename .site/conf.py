@@ -1,9 +1,13 @@
 """How Sphinx makes the site of what pages.py lays out."""
 
+import inspect
+import types
+
 from docutils import nodes
 from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.util import logging
+from sphinx.util.inspect import stringify_signature
 
 import jaxkern
 
@@ -25,7 +29,9 @@ html_copy_source = False
 html_math_renderer = "mathml"
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the shapes and dtypes in Args say more
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 90  # longer ones have a line for each argument
 napoleon_use_rtype = False
 napoleon_use_ivar = True  # a class's own attributes are among its members
 nb_execution_mode = "off"  # as they were committed; tests/test_notebooks.py runs them
@@ -57,5 +63,39 @@ def _block(self, node):
     raise nodes.SkipNode
 
 
+def _signature(app, what, name, obj, options, signature, returns):
+    """Describe a layer by its ``__init__`` and what that hands on to the class it stands in for."""
+    if what != "class" or "*args" not in (signature or ""):
+        return signature, returns
+    found = {}
+    for base in obj.__mro__:
+        own = inspect.signature(base.__init__).parameters
+        found |= {name: p for name, p in own.items() if name not in found}
+        if not any(p.kind is p.VAR_POSITIONAL for p in own.values()):
+            break
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    shown = [p for name, p in found.items() if name != "self" and p.kind not in kinds]
+    shown.sort(key=lambda p: (p.kind, p.name == "implementation"))
+    shown = [p.replace(annotation=p.empty, default=_Named.of(p.default)) for p in shown]
+    return stringify_signature(inspect.Signature(shown)), None
+
+
+class _Named(str):
+    """A function or class as a default, which reads as its name."""
+
+    __repr__ = str.__str__
+
+    @classmethod
+    def of(cls, default):
+        if isinstance(default, types.MappingProxyType):
+            return {}
+        return (
+            cls(default.__name__)
+            if callable(default) and default is not inspect.Parameter.empty
+            else default
+        )
+
+
 def setup(app):
+    app.connect("autodoc-process-signature", _signature)
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))

@@ -21,7 +21,7 @@ from bench.program import FOLDER
 
 ROOT = FOLDER.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]
-REFERENCE = ROOT / ".site" / "ops.rst"
+REFERENCE = ROOT / ".site" / "reference"
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 SCAN = "8x2048x2048x16"
@@ -143,18 +143,20 @@ def families() -> dict[str, list[str]]:
     return found
 
 
-def reference() -> str:
-    """The page that has every public name, but for ``precision``, which has a page of its own."""
-    parts = ["Ops\n===", ".. automodule:: jaxkern"]
+def reference() -> dict[Path, str]:
+    """The pages of all public names, one a family; ``precision`` has a page of its own."""
+    pages = {}
     for family, names in families().items():
-        parts.append(f"{family}\n{'-' * len(family)}")
+        parts = [f"{family}\n{'=' * len(family)}", ".. currentmodule:: jaxkern"]
         for name in names:
             if inspect.isclass(getattr(jaxkern, name)):
                 parts.append(f".. autoclass:: {name}\n   :members:")
             elif name != "precision":
                 parts.append(f".. autofunction:: {name}")
         parts += [f".. autoclass:: {name}" for name in CLASSES.get(family, ())]
-    return "\n\n".join(parts) + "\n"
+        page = family.replace(",", "").split()[0].lower()
+        pages[REFERENCE / f"{page}.rst"] = "\n\n".join(parts) + "\n"
+    return pages
 
 
 def _ops(_: Results) -> str:
@@ -389,6 +391,4 @@ def written(results: Results) -> dict[Path, str]:
     """The text of every generated document but the report."""
     texts = {path: path.read_text() for path in DOCUMENTS}
     having = {path: text for path, text in texts.items() if _MARKED.search(text)}
-    return {path: renewed(text, results) for path, text in having.items()} | {
-        REFERENCE: reference()
-    }
+    return {path: renewed(text, results) for path, text in having.items()} | reference()
