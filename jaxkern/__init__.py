@@ -16,8 +16,6 @@ outputs.
 import importlib
 import typing
 
-import jaxkern._command as _command  # noqa: F401, before what takes seconds
-
 if typing.TYPE_CHECKING:
     from jaxkern import lm as lm
     from jaxkern import nn as nn

@@ -4,8 +4,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxkern.lm import cli
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, and returns its exit code unless a signal ended it.
@@ -13,7 +11,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     After a signal the process ends here: threads that compile cannot be interrupted, and the
     interpreter would wait for them.
     """
-    code = cli.main(argv)
+    try:
+        from jaxkern.lm import cli
+
+        code = cli.main(argv)
+    except KeyboardInterrupt:  # before a command has begun
+        print("jaxkern: stopped (SIGINT)", file=sys.stderr, flush=True)
+        code = 130
     if code > 128:
         os._exit(code)
     return code
