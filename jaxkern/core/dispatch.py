@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args, overload
 
 import jax
 import numpy as np
@@ -57,6 +57,45 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
         return compiled(options, arrays)
 
     return cast(F, call)
+
+
+type _Pair = tuple[jax.Array, jax.Array]
+
+
+class _FinalStateOp[**P](Protocol):
+    @overload
+    def __call__(self, *args: Any, return_final_state: Literal[True], **options: Any) -> _Pair: ...
+    @overload
+    def __call__(self, *args: P.args, **options: P.kwargs) -> jax.Array: ...
+
+
+class _LseOp[**P](Protocol):
+    @overload
+    def __call__(self, *args: Any, return_lse: Literal[True], **options: Any) -> _Pair: ...
+    @overload
+    def __call__(self, *args: P.args, **options: P.kwargs) -> jax.Array: ...
+
+
+class _ResidualOp[**P](Protocol):
+    @overload
+    def __call__(self, *args: Any, residual: jax.Array, **options: Any) -> _Pair: ...
+    @overload
+    def __call__(self, *args: P.args, **options: P.kwargs) -> jax.Array: ...
+
+
+def final_state_op[**P](f: Callable[P, Any]) -> _FinalStateOp[P]:
+    """A `public_op` that returns a pair with ``return_final_state=True``, else one array."""
+    return cast(Any, public_op(f))
+
+
+def lse_op[**P](f: Callable[P, Any]) -> _LseOp[P]:
+    """A `public_op` that returns a pair with ``return_lse=True``, else one array."""
+    return cast(Any, public_op(f))
+
+
+def residual_op[**P](f: Callable[P, Any]) -> _ResidualOp[P]:
+    """A `public_op` that returns a pair with `residual`, else one array."""
+    return cast(Any, public_op(f))
 
 
 _ARRAYS = jax.Array | np.ndarray

@@ -26,7 +26,7 @@ Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Sp
 arXiv:2312.00752.
 """
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import Sequence, from_before, is_first, is_last, on_all, only_if
@@ -53,29 +53,7 @@ from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation, ConvOptions
 from jaxkern.ops.layers import check_layer, put_layer, take_layer
 
 
-@overload
-def causal_conv1d(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    activation: Activation | None = None,
-    initial_state: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    return_final_state: Literal[False] = False,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def causal_conv1d(
-    *args: Any, return_final_state: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@final_state_op
 def causal_conv1d(
     x: jax.Array,
     weight: jax.Array,
@@ -88,7 +66,7 @@ def causal_conv1d(
     return_final_state: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Convolve every channel with its own short filter, looking back in time only.
 
     .. math:: \text{out}_t = f\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \, x_{t-(W-1)+w}\Bigr)

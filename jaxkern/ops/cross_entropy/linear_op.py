@@ -6,7 +6,7 @@ Three rules compute it. :func:`_all_logits` here saves the logits. Those of
 
 import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, check_integer
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, lse_op, resolve
 from jaxkern.core.kernel_pass import named
 from jaxkern.core.mesh import match_primal
 from jaxkern.ops.cross_entropy.memory import (
@@ -40,32 +40,7 @@ from jaxkern.ops.linear import products
 from jaxkern.ops.linear.products import check_accumulator
 
 
-@overload
-def linear_cross_entropy(
-    x: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    reduction: Reduction = "mean",
-    return_lse: Literal[False] = False,
-    memory: int | None = None,
-    accumulator: jax.Array | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def linear_cross_entropy(
-    *args: Any, return_lse: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@lse_op
 def linear_cross_entropy(
     x: jax.Array,
     weight: jax.Array,
@@ -81,7 +56,7 @@ def linear_cross_entropy(
     memory: int | None = None,
     accumulator: jax.Array | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""The cross-entropy of a language model's last layer: of ``x @ weight + bias`` and labels.
 
     .. math:: \text{loss} = \operatorname{cross\_entropy}(x w + b, \; y)

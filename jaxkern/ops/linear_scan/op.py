@@ -38,7 +38,7 @@ Simplified State Space Layers for Sequence Modeling, 2022, arXiv:2208.04933.
 
 import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ import numpy as np
 
 from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, final_state_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import is_first, is_last, on_all, only_if
@@ -64,28 +64,7 @@ from jaxkern.ops.linear_scan.tiles import LinearScanOptions
 from jaxkern.ops.sections import Decays, Sections, sequences, unless_multiple
 
 
-@overload
-def linear_scan(
-    a: jax.Array,
-    b: jax.Array,
-    *,
-    initial_state: jax.Array | None = None,
-    return_final_state: Literal[False] = False,
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    reverse: bool = False,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def linear_scan(
-    *args: Any, return_final_state: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@final_state_op
 def linear_scan(
     a: jax.Array,
     b: jax.Array,
@@ -97,7 +76,7 @@ def linear_scan(
     reverse: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Run a diagonal linear recurrence along time.
 
     .. math:: h_t = a_t \, h_{t-1} + b_t

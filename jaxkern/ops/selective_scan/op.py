@@ -50,7 +50,7 @@ arXiv:2312.00752.
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import is_first, is_last, on_all, only_if
@@ -86,36 +86,7 @@ from jaxkern.ops.selective_scan.reference import (
 from jaxkern.ops.selective_scan.tiles import MAX_STATES
 
 
-@overload
-def selective_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
-    z: jax.Array | None = None,
-    *,
-    dt_bias: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (-math.inf, math.inf),
-    initial_state: jax.Array | None = None,
-    return_final_state: Literal[False] = False,
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def selective_scan(
-    *args: Any, return_final_state: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@final_state_op
 def selective_scan(
     x: jax.Array,
     dt: jax.Array,
@@ -135,7 +106,7 @@ def selective_scan(
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Run Mamba's selective state space recurrence along time.
 
     .. math::

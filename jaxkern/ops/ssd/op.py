@@ -50,7 +50,7 @@ Structured State Space Duality, 2024, arXiv:2405.21060.
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
 from jaxkern.core.bound import standard_promotion
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, final_state_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import on_all
@@ -81,37 +81,7 @@ from jaxkern.ops.ssd.reference import (
 from jaxkern.ops.ssd.tiles import unfit_for_gpu, unsupported
 
 
-@overload
-def ssd(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
-    z: jax.Array | None = None,
-    *,
-    dt_bias: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    initial_state: jax.Array | None = None,
-    return_final_state: Literal[False] = False,
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    isolate_nan: bool = True,
-    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def ssd(
-    *args: Any, return_final_state: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@final_state_op
 def ssd(
     x: jax.Array,
     dt: jax.Array,
@@ -132,7 +102,7 @@ def ssd(
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Run Mamba-2's recurrence (state space duality, SSD) along time, in products of chunks.
 
     .. math::
