@@ -1,4 +1,4 @@
-"""What the layers of the three libraries share.
+"""Shared code of the layers for the three libraries.
 
 A layer that the library has, too, leaves to it the calls that the ops cannot compute; a block is a
 layer on functions of arrays, which are the same for every library.
@@ -261,7 +261,7 @@ def project_out(
 
 
 def apart(x: jax.Array, count: int) -> list[jax.Array]:
-    """`x` so many times, which XLA does not know to be the same.
+    """`count` copies of `x`, which XLA does not know to be the same.
 
     Of products that have an operand in common it would make one, and copy its parts.
     """

@@ -9,10 +9,10 @@ r"""The Mamba-2 block: functions of arrays, for the layers and the language mode
 
 with E = H · P inner channels in H heads, G groups of heads that share B and C, N states. Products,
 convolution and norm run in the compute dtype; A, D and dt_bias enter the scan in their own. The
-columns of `in_proj` are those of the paper's own code: z, x, B, C, dt. That convolves x, B and C as
+columns of `in_proj` are as in the paper's own code: z, x, B, C, dt. That convolves x, B and C as
 one array; of two convolutions x need not be copied out for the scan, nor its gradient back.
 
-Source: Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060; the initial values are those of
+Source: Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060; the initial values are as in
 the paper's own code.
 """
 
@@ -119,7 +119,7 @@ class Sizes:
 
     @property
     def d_convolved(self) -> int:
-        """E + 2 G N, the channels of the convolution: those of x, B and C."""
+        """E + 2 G N, the channels of the convolution: x, B and C."""
         return self.d_inner + 2 * self.d_bc
 
 
@@ -184,7 +184,7 @@ def _a_log(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
-    """The cache before the first token; `dtype` is that of the products."""
+    """The cache before the first token; `dtype` is the dtype of the products."""
     return Cache(
         jnp.zeros((batch_size, sizes.d_conv - 1, sizes.d_convolved), dtype),
         jnp.zeros((batch_size, sizes.heads, sizes.headdim, sizes.d_state), jnp.float32),
@@ -220,9 +220,9 @@ def mamba2(
         :func:`jaxkern.ssd`.
       axis_name: inside ``jax.shard_map(check_vma=False)``, the mesh axis over which the heads are
         split: `weights` are a device's part of them, of `in_proj` its columns of z, x and dt and
-        those of B and C that its heads need, and `x` and the result are the same on every device.
-        A block then adds up over the axis, forward and backward, what `out_proj` gives; and the
-        mean squares of the norm, where a group of channels is on several devices.
+        the columns of B and C that its heads need, and `x` and the result are the same on every
+        device. A block then adds up over the axis, forward and backward, what `out_proj` gives;
+        and the mean squares of the norm, where a group of channels is on several devices.
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: `x`
         and `segment_ids` are a device's part of L, `weights` and `cache` the same on every device,
         as is the cache that is returned. See :func:`jaxkern.ssd`.
@@ -292,7 +292,7 @@ def mamba2_step(
 ) -> tuple[jax.Array, Cache]:
     """A Mamba-2 block for one token, x (B, D): its output (B, D) and the next cache.
 
-    Args and errors are those of :func:`mamba2`, and `layer` of :func:`jaxkern.ssd_step`: which of
+    Args and errors are as for :func:`mamba2`, and `layer` for :func:`jaxkern.ssd_step`: which of
     the layers of `cache` is this block's, where its arrays have an axis of layers in front.
     Convolution and scan run as their steps do by default.
     """
