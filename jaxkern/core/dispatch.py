@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, and the words for why another one does not."""
+"""Choice of an op's implementation, and the messages where one cannot run."""
 
 import contextlib
 import functools
@@ -50,7 +50,7 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
         is_array = {n: n in takes_arrays and isinstance(v, _ARRAYS) for n, v in given.items()}
         arrays = {name: value for name, value in given.items() if is_array[name]}
         options = tuple((n, type(v), v) for n, v in given.items() if not is_array[n])
-        # An nnx.Param may change, and the value of a number is checked, also that of an array.
+        # An nnx.Param may change, and the value of a number is checked, of an array too.
         constant = all(_is_constant(value) for _, _, value in options)
         if _interpreting or not constant:
             return checked(**given)
@@ -116,7 +116,7 @@ def resolve(
     op: str,
     slower: str | None = None,
 ) -> Mode:
-    """What an op runs for the `implementation` its user asked for.
+    """Chooses what an op runs for the `implementation` its user asked for.
 
     Args:
       implementation: the user's word; ``None`` means the fastest.

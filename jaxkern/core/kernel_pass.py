@@ -3,8 +3,8 @@
 A :class:`KernelPass` is a constant of its op's module. ``FORWARD(options, *arrays)`` runs its
 kernel where the program is lowered for an NVIDIA GPU and its reference elsewhere. One line names
 the dimensions of every array: ``"... n", "n" -> "... n", "..."``. Each name is a *factor*, and
-``...`` stands for any number of them. From that line follows what JAX has to be told, in the order
-in which a call goes through the functions below:
+``...`` stands for any number of them. From that line follows what JAX needs, in the order in
+which a call goes through the functions below:
 
 1. ``_differentiable``, a ``custom_jvp``. An op's rules (:mod:`jaxkern.core.derivatives`) give
    its first derivative; the second, and forward mode, differentiate the passes themselves, which
@@ -83,9 +83,9 @@ class KernelPass:
         itself on its part (a product without what is added to it).
       kernel_of_slices: `kernel` for what ``vmap`` gives it, slices of arrays, which begin wherever
         the one before ends; by default `kernel`.
-      faster: tells of the types of one device's arrays whether the kernel is measured to be faster
+      faster: says by the types of one device's arrays whether the kernel is measured to be faster
         for them; where it is not, ``implementation=None`` takes the reference. By default it is.
-      unfit: tells of the types of one device's arrays why the kernel cannot run on the GPU that the
+      unfit: says by the types of one device's arrays why the kernel cannot run on the GPU that the
         program is lowered for, :func:`jaxkern.core.target.current`; ``None`` where it can.
       batched: whether the kernel can run under ``vmap``; if not, the reference does.
       saved_as: the results' name for the policies of ``jax.checkpoint``; by default ``"rms_norm"``
@@ -141,7 +141,7 @@ class KernelPass:
 
 
 def of_options(value: Any, options: Any) -> Any:
-    """What `value` is for a pass's options, of which it may be a function."""
+    """Evaluates `value` for a pass's options, of which it may be a function."""
     return value(options) if callable(value) else value
 
 
@@ -181,7 +181,7 @@ class Call:
     alone: bool = False
 
     def full(self, types: Arrays, f: Callable[..., Arrays], args: Arrays) -> Arrays:
-        """All results of `f`, which takes and gives those that are not ``None``."""
+        """Results of `f`, ``None`` where absent; `f` takes and gives only what is present."""
         outs = iter(f(*(a for a in args if a is not None)))
         return tuple(None if t is None else next(outs) for t in types)
 
@@ -237,7 +237,7 @@ class Call:
     def split_over(self, mesh: Any, specs: Sequence[Any], arrays: Sequence[Any]) -> MeshAxes:
         """Chooses the axes of a mesh over which each factor is split, by the arrays' `specs`.
 
-        A sequence that cannot be in so many parts is gathered, with a warning.
+        A sequence that cannot be split so is gathered, with a warning.
         """
         sizes, shapes = dict(mesh.shape), [a.shape for a in arrays]
         axes = split_factors(sizes, self.ins, self.whole, specs, shapes)
@@ -255,7 +255,7 @@ class Call:
         return split_factors(sizes, self.ins, self.whole | {sequence.factor}, specs, shapes)
 
     def _unfit(self, sequence: SplitSequence, parts: int, arrays: Sequence[Any]) -> str | None:
-        """Tells why the whole `arrays` cannot be in so many parts; ``None`` where they can."""
+        """Reason why the whole `arrays` cannot be split into `parts`; ``None`` where they can."""
         unfit = self.bound(lambda options, *types: sequence.unfit(options, parts, *types))
         return unfit.of_types(*arrays)
 
@@ -391,9 +391,9 @@ def _on_auto_mesh(call: Call, precision: str | None) -> Callable[..., Arrays]:
     """Has the compiler split a pass between devices.
 
     In the program's text there is a pointer where the kernel will be once the arrays are split.
-    Whoever keeps compiled programs must tell two passes apart without it, as JAX does under
+    Whoever keeps compiled programs must distinguish two passes without it, as JAX does under
     ``jax_remove_custom_partitioning_ptr_from_cache_key``: so the name of the function around it
-    tells all that the pass depends on.
+    depends on all that the pass depends on.
     """
     ins, outs = call.ins, call.outs
 
@@ -420,7 +420,7 @@ def _on_auto_mesh(call: Call, precision: str | None) -> Callable[..., Arrays]:
 
     summed = call.partial and call.summed_by(call.partial)
     summed = summed and (summed.kernel, summed.reference)
-    told = identity(
+    identified = identity(
         call.reference,
         call.of.kernel and call.kernel,
         summed,
@@ -430,7 +430,7 @@ def _on_auto_mesh(call: Call, precision: str | None) -> Callable[..., Arrays]:
         whole,
         precision,
     )
-    pass_on_mesh.__name__ = f"{call.name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    pass_on_mesh.__name__ = f"{call.name}_{hashlib.sha256(identified.encode()).hexdigest()[:12]}"
     return jax.jit(pass_on_mesh)
 
 

@@ -1,7 +1,7 @@
 """The target of a program: the GPU that it is lowered for, or Pallas's interpreter.
 
 Kernels are fitted to a GPU when a program is lowered: their tiles, their grid, whether they run at
-all. :func:`of_program` finds out which GPU that is, :func:`current` tells the launchers.
+all. :func:`of_program` finds that GPU, and launchers read it by :func:`current`.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 _BLOCK = grid_axes("block")[0]
 
 _BYTES = 16
-"""A lane loads so many bytes at a time: at least of all inputs, and at most of one array."""
+"""Bytes that a lane loads at a time: at least of all inputs, and at most of one array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ def launch(
 
 
 def unit(*arrays: Any, columns: int = 0) -> int:
-    """Counts the elements of a unit of `arrays`: as many as make 16 bytes and divide `columns`.
+    """Counts the elements of a unit of `arrays`, which make 16 bytes and divide `columns`.
 
     The arguments are as for :func:`launch`.
     """

@@ -44,7 +44,7 @@ def one_instruction(
 ) -> jax.Array:
     """Applies a PTX instruction to each element of `x`, fp32; `plain` in the interpreter.
 
-    `layout` is that of `x`, by default that of (LANES · n,) with n neighbours a lane.
+    `layout` is the layout of `x`, by default (LANES · n,) with n neighbours per lane.
     """
     if interpreted():
         return plain(x)

@@ -189,7 +189,7 @@ def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> Any:
 
 
 _INTEGERS = 2.0**23
-"""From here on the lowest bits of an fp32's mantissa are the bits of an integer."""
+"""2²³: above it, the lowest bits of an fp32's mantissa are the bits of an integer."""
 
 
 def _from_memory(value: Any, dtype: Any) -> Any:

@@ -247,7 +247,7 @@ def run(op: str, function: Alone | Unit, arrays: dict[str, Any], implementation:
     ins = tuple(arrays.values())
     joined = isinstance(function, Unit) and len(ins) == 1
     reason = unsupported(columns=ins[0].shape[-1] // 2 if joined else 0, **arrays)
-    # XLA computes the error function in so many operations that it loses even where it fuses.
+    # XLA's error function takes more operations than the kernels', and loses even where fused.
     fused = isinstance(function, Alone) and function.curve != "gelu_erf"
     slower = "XLA fuses it, which saves more than the kernels do" if fused else None
     mode = resolve(implementation, reason, op=op, slower=slower)
@@ -259,7 +259,7 @@ def run(op: str, function: Alone | Unit, arrays: dict[str, Any], implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the passes are compiled for.
+    """Static arguments of the passes.
 
     Attributes:
       op: the name of the public function.

@@ -299,7 +299,7 @@ _TANH = (
         ),
     ),
 )
-"""Up to which |v|, tanh(v) / v as a polynomial of v² of relative error 6e-7 or 5e-9."""
+"""Ranges of |v|, and tanh(v) / v there by polynomials of v², to relative errors 6e-7 and 5e-9."""
 
 
 def _kernel_tanh(v: jax.Array, exact: bool, layout: Any = None) -> jax.Array:

@@ -14,7 +14,7 @@ after the limit.
 
 Saved for the backward: g and u alone; f(g) is recomputed. One kernel computes dg and du; where g
 and u are the halves of one array, it writes them into the halves of one, and nothing is
-concatenated. Rule and passes are those of :mod:`jaxkern.ops.activations`.
+concatenated. Rule and passes are defined in :mod:`jaxkern.ops.activations`.
 
 Bytes per element of out, in units of its size: 3 forward (read g and u, write out), 5 backward
 (read g, u and dout, write dg and du). With about 10 operations forward and 20 backward, both passes

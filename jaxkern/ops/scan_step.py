@@ -216,7 +216,7 @@ class _Step:
       tile: tile of a block.
       groups: G.
       rows: rows of a sequence and group, M.
-      arrays: arrays by their names, ``None`` for absent ones. Those of tokens are (B · G, …), the
+      arrays: arrays by their names, ``None`` for absent ones. Per-token arrays are (B · G, …), the
         others (G, …): x and z (M), dt and dt_bias a divisor of M, A that or M · N, B and C (N), D a
         divisor of M.
     """

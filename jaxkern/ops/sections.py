@@ -48,7 +48,7 @@ def sequences(
 
     Args:
       forward, backward: a device's work on its part, as in :class:`Sequence`.
-      unfit: gives the reason why a pass that saves or reads states cannot have so many parts.
+      unfit: gives the reason why a pass that saves or reads states cannot be split into `parts`.
     """
     plain, saving, reading = Sequence(forward), Sequence(forward, unfit), Sequence(backward, unfit)
 

@@ -1,9 +1,9 @@
 """Segments of packed sequences, as the ops that carry a state along time see them.
 
-Of a row's segment ids only the changes count: a segment begins where the id is not that of the
-token before, and runs from its own initial state. ``num_segments=S`` numbers these states: an id
-from 0 to S − 1 is the number of its segment's state, and any other id (of padding, say) has none.
-An id that comes back after another has its state in its first segment; later ones have none.
+Of a row's segment ids only the changes count: a segment begins where the id differs from the
+previous token's, and runs from its own initial state. ``num_segments=S`` numbers these states:
+an id from 0 to S − 1 is the number of its segment's state, and any other id (of padding, say) has
+none. An id that comes back after another has its state in its first segment; later ones have none.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ def check_states(
 
 
 def begins(ids: jax.Array) -> jax.Array:
-    """(B, L): whether a token's id is not that of the token before; never for the first."""
+    """(B, L): whether a token's id differs from the previous token's; never for the first."""
     before = jnp.concatenate([ids[:, :1], ids], axis=1)[:, :-1]
     return ids != before
 
@@ -122,7 +122,7 @@ def _too_short(options: LookBack, parts: int, ids: Any) -> str | None:
 
 
 LOOKING_BACK = Sequence(_looking_back, _too_short)
-"""How a pass with a :class:`LookBack` is split."""
+"""Split rule of a pass with a :class:`LookBack`."""
 
 
 def _new(options: LookBack, ids: jax.Array) -> tuple[jax.Array]:
@@ -192,7 +192,7 @@ def spans(ids: jax.Array, num_segments: int) -> Spans:
 
 
 def entered(ids: jax.Array, num_segments: int) -> jax.Array:
-    """Which state a token begins from, (B, L), int32: −1 for that after the token before it.
+    """Index of the state a token begins from, (B, L), int32: −1 for the previous token's state.
 
     Where a segment begins, the number of its initial state, or S if it has none and begins from
     zeros.
@@ -202,7 +202,7 @@ def entered(ids: jax.Array, num_segments: int) -> jax.Array:
 
 
 def left(ids: jax.Array, num_segments: int) -> jax.Array:
-    """Which segment ends before a token, (B, L), int32: S for one that has no state, or none."""
+    """Index of the segment that ends before a token, (B, L), int32: S for none, or no state."""
     time = jnp.arange(ids.shape[1], dtype=jnp.int32)
     return _at(spans(ids, num_segments).stop, time)
 
@@ -226,7 +226,7 @@ def crossings(ids: jax.Array, num_segments: int) -> jax.Array:
 
 
 class Seen(NamedTuple):
-    """Which segments a row has, and which of them end before it does: (B, S)."""
+    """Masks of the segments in a row, and of the segments that end before the row: (B, S)."""
 
     entered: jax.Array
     left: jax.Array
@@ -239,13 +239,13 @@ class Seen(NamedTuple):
         return cls(has(new), has(ended))
 
     def final(self, ends: Any, last: Any, initial: Any) -> jax.Array:
-        """Final states, (B, S, ...): those at `ends` of segments, that of the row, or `initial`."""
+        """Final states, (B, S, ...): from segment `ends`, from the row's `last`, or `initial`."""
         initial = jnp.zeros((), ends.dtype) if initial is None else initial.astype(ends.dtype)
         own = jnp.where(along(self.left, ends), ends, jnp.expand_dims(last, 1))
         return jnp.where(along(self.entered, ends), own, initial)
 
     def of_row(self, dfinal: jax.Array) -> jax.Array:
-        """The cotangent of a row's final state, (B, ...), from those of its segments."""
+        """The cotangent of a row's final state, (B, ...), from its segments' cotangents."""
         is_last = self.entered & ~self.left
         return jnp.sum(jnp.where(along(is_last, dfinal), dfinal, 0), axis=1)
 

@@ -1,7 +1,7 @@
 """The cross-entropy of a linear layer's results; equations in :mod:`jaxkern.ops.cross_entropy.op`.
 
-Three rules compute it. :func:`_all_logits` here saves the logits. Those of
-:mod:`jaxkern.ops.cross_entropy.memory` hold fewer: chunks of rows or parts of the vocabulary.
+Three rules compute it. :func:`_all_logits` here saves the logits. The other two,
+in :mod:`jaxkern.ops.cross_entropy.memory`, hold chunks of rows or parts of the vocabulary.
 """
 
 import dataclasses

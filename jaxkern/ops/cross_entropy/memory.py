@@ -36,7 +36,7 @@ from jaxkern.ops.cross_entropy.reference import LogSum, LossOptions, Sums
 from jaxkern.ops.linear.products import varies_more
 
 _MOST_CHUNKS = 6
-"""Their 16-bit dweight is rounded once a chunk: 6 give 1.9 times the error of one product."""
+"""Most chunks: a 16-bit dweight is rounded once a chunk, 6 give 1.9 times one product's error."""
 
 _LEAST_ROWS = 512
 """Rows of a chunk; of fewer, dweight's traffic costs more than a fourth product."""

@@ -127,7 +127,7 @@ def dropout_add(
 
     .. math:: y_i = r_i + \frac{m_i x_i}{1 - p}
 
-    The mask is that of :func:`jaxkern.dropout`. The sum is computed in fp32 and rounded once.
+    The mask is the same as :func:`jaxkern.dropout`'s. The sum is computed in fp32 and rounded once.
 
     Args:
       x: any shape, bfloat16, float16 or float32.
@@ -151,7 +151,7 @@ def dropout_add(
       [3.0, 5.0]
     """
     x = check_floating("x", x)
-    residual = check_array("residual", residual, x.shape, "that of x")
+    residual = check_array("residual", residual, x.shape, "the shape of x")
     mode = resolve(implementation, unsupported(x=x, residual=residual), op="dropout_add")
     return _dropped(x, residual, rate, key, DropoutOptions("dropout_add", None, mode))
 

@@ -23,7 +23,7 @@ Pair = tuple[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class DropoutOptions:
-    """What the passes are compiled for.
+    """Static arguments of the passes.
 
     Attributes:
       op: the name of the public function.
@@ -75,7 +75,7 @@ def scale_of(threshold: jax.Array, dtype: Any) -> jax.Array:
 
 
 def positions_of(shape: tuple[int, ...]) -> list[jax.Array]:
-    """The indices along each axis: split as the axis is, they tell a device what part it has."""
+    """The indices along each axis, split between devices as the axis is."""
     return [jnp.arange(n, dtype=jnp.uint32) for n in shape]
 
 

@@ -24,7 +24,7 @@ With accumulators a_g, a_u of the weights' gradients, a_g + dw_g and a_u + dw_u 
 of these, in the memory of the accumulators.
 
 One weight w = [w_g, w_u], (K, 2N), is read without a copy of its halves. Then g and u are one array
-[g, u], and the backward's products are those of a linear layer: dx = [dg, du] · wᵀ,
+[g, u], and the backward has the products of a linear layer: dx = [dg, du] · wᵀ,
 dw = xᵀ · [dg, du].
 """
 
@@ -384,7 +384,7 @@ def _kept(v: Any, dtype: Any) -> Any:
 def kernel_projections(
     options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
 ) -> Any:
-    """Both projections in fp32 without bias, after a first result of the shape of out."""
+    """Computes both projections in fp32 without bias, as :func:`_projected` returns them."""
     outs = launch(
         Product(False, False, WIDE, unchanged, "gated_fwd", options.one_weight),
         options.mode,

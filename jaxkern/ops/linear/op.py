@@ -77,7 +77,7 @@ def linear(
         ``"tanh"`` or ``None``.
       accumulator: (K, N), float32, the gradient of `weight` so far, or ``None``.
       accumulate_dtype: in which the devices' parts of a sum are rounded and added: of a split K in
-        the forward, of split rows in the weight's gradient, of a split N in that of `x`. float32,
+        the forward, of split rows in the weight's gradient, of a split N in dx. float32,
         or the dtype of `x` for half the bytes between devices. On one device all sums are in fp32
         until they are rounded to the result. With ``implementation="xla"`` the compiler decides.
       precision: of products of float32, as for ``jax.lax.dot_general``: ``"highest"`` for true

@@ -146,7 +146,7 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
         Measured(4096, 11008, 2048, _TWO_PRODUCTS, faster=True),
     ),
 }
-"""By kernel name."""
+"""Measurements by kernel name."""
 
 
 def faster(name: str, m: int, n: int, k: int) -> bool:

@@ -23,8 +23,8 @@ backward, both passes wait for memory alone. Where batch rows and channels are t
 GPU, the sequence is cut into parts, at 2 more in either pass.
 
 Where a sequence is split between devices, each finds the product of its a and its last state from
-zero; one all-gather brings those of all devices, from which each finds the state that its part
-begins with. The backward does the same from the end to the start. A pass that finds carries reads 2
+zero; one all-gather collects them from all devices, and each computes the state before its
+part. The backward does the same from the end to the start. A pass that finds carries reads 2
 arrays: at L = 262,144 a device and D = 1024 in bf16 an array is 0.54 GB. A kernel that cuts its
 part reads 2 more in either direction, 16 in all; :class:`jaxkern.ops.sections.Sections` leave 12,
 as on one device. To scan from zeros and correct the output, by the product of a, takes 3.
@@ -110,7 +110,7 @@ def linear_scan(
         the first step; ``None`` stands for zeros.
       return_final_state: whether to return the state after the last step, too.
       segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
-        before a step whose id is not that of the step before. `initial_state` is for the first.
+        before a step whose id differs from the previous step's. `initial_state` is for the first.
       num_segments: S, for segments that each have an initial and a final state: of the segment with
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins from zeros, and so does one whose id comes back after another.

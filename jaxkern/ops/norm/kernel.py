@@ -108,7 +108,7 @@ class TileStream:
             self.steps = jnp.clip(self.steps, 0, longest)
 
     def index(self, k: Any) -> Any:
-        """Which tile of the group is the block's `k`-th."""
+        """Index in the group of the block's `k`-th tile."""
         return self.first + k * self.stride
 
     def row(self, k: Any) -> Any:
@@ -124,7 +124,7 @@ class TileStream:
             pl.loop(0, self.tile.stages)(self._fetch)
 
     def wait(self, k: Any) -> None:
-        """Until the `k`-th tile is in its stage."""
+        """Waits until the `k`-th tile is in its stage."""
         if self.tile.stages:
             wait_for_copy(self._barrier(self._stage(k)), self.tile.stages - 1)
 
@@ -302,7 +302,7 @@ def launch(
         grid=(tile.num_clusters(m) * groups,),
         grid_names=(_CLUSTER,),
         kernel_name=name,
-        # Exponentials, where there are, are those of the fast units.
+        # Exponentials, if any, use the fast units.
         approx_math=any(curve not in (None, *WITHOUT_EXPONENTIALS) for curve in used),
         **rows.launch,
     )(*arrays.values())
@@ -475,7 +475,7 @@ class _Forward:
         self.regs.send_statistics(k, [w.v for w in held], self.options.centered)
 
     def _finish(self, k: Any, held: list[_ForwardWindow]) -> None:
-        """From the windows of a tile in registers to its output."""
+        """Computes the output of a tile from its windows in registers."""
         found = self.regs.statistics(k, [w.v for w in held], self.options.centered)
         mean, rstd = self._store_statistics(k, *found)
         self.stream.refill(k)
@@ -568,9 +568,9 @@ def launch_bwd(
 
 
 class _BackwardWindow(NamedTuple):
-    """What the backward computes of a window, in fp32, None where absent.
+    """Values that the backward computes for a window, in fp32, None where absent.
 
-    (rows, size) of short rows, (size,) of a long one; the names are those of the equations in
+    (rows, size) of short rows, (size,) of a long one; the names are from the equations in
     :mod:`jaxkern.ops.norm.op`, d = v − mean.
     """
 
@@ -744,8 +744,8 @@ def sum_over_clusters(
 ) -> list[jax.Array]:
     """Each of `partials`, (P, G, N) fp32, summed over its first axis in a fixed order: (G, N).
 
-    A block takes 32 to 128 columns. Each of its warpgroups sums every so many tiles of rows, in
-    registers, and the first adds up what all have put into shared memory.
+    A block takes 32 to 128 columns. Each of its warpgroups sums an interleaved share of
+    the tiles of rows in registers, and the first adds up the sums through shared memory.
     """
     if not partials:
         return []

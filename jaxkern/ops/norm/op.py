@@ -83,9 +83,10 @@ def rms_norm(
 
     Squares, their mean and the products are computed in fp32, whatever the dtypes; the result is
     rounded once, to the dtype of `x`. For the backward, the arguments and one fp32 number per row
-    are kept. A row with a NaN or an infinity does not touch the others' results or gradients (but
-    for those of `weight` and `bias`, which sum over rows). Squares overflow beyond 1e19, which bf16
-    and float32 hold: such a row becomes 0, or `bias`. The bits are the same on every run.
+    are kept. A row with a NaN or an infinity does not touch the others' results or gradients,
+    except the gradients of `weight` and `bias`, which sum over rows. Squares overflow beyond 1e19,
+    which bf16 and float32 hold: such a row becomes 0, or `bias`. The bits are the same on every
+    run.
 
     On a mesh, the rows may be split between devices in any way. So may the last axis: devices then
     add up the sums of each row, in plain JAX. For ``"mosaic"`` it is gathered.

@@ -118,7 +118,7 @@ def times(x: Any, scale: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NormRows:
-    """How the statistics of rows are found of which this device has every element."""
+    """Statistics of rows that lie whole on this device."""
 
     def grouped(self, options: NormOptions, x: Any) -> Any:
         """(..., N) as (..., G, group size)."""
@@ -141,9 +141,9 @@ class NormRows:
 
 @dataclasses.dataclass(frozen=True)
 class NormParts(NormRows):
-    """Rows that are split between devices: each has as many neighbouring elements of every row.
+    """Statistics of rows of which each device has an equal, contiguous part.
 
-    A part has several whole groups, or several parts have one.
+    A part has several whole groups, or several parts share one.
 
     Attributes:
       axes: of the mesh, between whose devices rows are split.

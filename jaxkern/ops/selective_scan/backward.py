@@ -575,7 +575,7 @@ class ChannelSums:
     def finish_tile(self, end: Any, chunks: Any, n: Any, flushing: Any) -> None:
         """Adds up the sums of the n-th tile, of `chunks` up to `end`.
 
-        With several warpgroups, those of the `flushing` chunks of the tile before instead.
+        With several warpgroups, the sums of the `flushing` chunks of the previous tile instead.
         """
         if self.steps < CHUNK:
             return

@@ -8,8 +8,8 @@ Forward, for a batch row b and a channel d, n running over the N states and h[�
     y[t]   = Σ_n C[t,n] · h[t,n] + D · x[t]
     out[t] = y[t] · silu(z[t])
 
-where k[t] = 0 if the segment id of token t is not that of the token before, else 1. With groups, B
-and C are those of the group that d is in.
+where k[t] = 0 if the segment id of token t differs from the previous token's, else 1. With groups,
+B and C belong to the group of channel d.
 
 Backward, for the cotangents dout and dfinal, time running down from dh[L] = dfinal (a[L] = 1):
 
@@ -35,8 +35,8 @@ Where batch rows and channels are too few to fill the GPU, or do not fill it eve
 cut into parts, at N exponentials more, an eighth of which are polynomials.
 
 Where a sequence is split between devices, each finds the sum of its step sizes and its last state
-from zeros; one all-gather brings those of all devices, from which each finds the state that its
-part begins with. The backward does the same from the end to the start. A pass that finds carries
+from zeros; one all-gather collects them from all devices, and each computes the state before its
+part. The backward does the same from the end to the start. A pass that finds carries
 takes N exponentials for an element of x and reads 4 of its bytes in bf16, the forward N and the
 backward 2·N: at L = 262,144 a device and D = 1536, 6.4 · 10⁹ exponentials for each N. A kernel that
 cuts its part takes N more, in either direction, to find the same carries again: 7·N in all, and
@@ -154,7 +154,7 @@ def selective_scan(
         token; ``None`` stands for zeros.
       return_final_state: whether to return the state after the last token, too.
       segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
-        before a token whose id is not that of the token before. `initial_state` is for the first.
+        before a token whose id differs from the previous token's. `initial_state` is for the first.
       num_segments: S, for segments that each have an initial and a final state: of the segment with
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins from zeros, and so does one whose id comes back after another.
@@ -475,7 +475,7 @@ def selective_scan_step(
         \text{out}_t = (C_t \cdot h_t + D \, x_t) \cdot \operatorname{silu}(z_t)
 
     Args:
-      state: (B, D, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it is that of
+      state: (B, D, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it holds
         several layers, (layers, B, D, N).
       x: (B, D), any floating dtype, as are all arguments below.
       dt: (B, D).
@@ -491,8 +491,8 @@ def selective_scan_step(
         over layers that carries `state` the kernel then updates it where it lies, without a copy.
         Of a traced number that there is not, the nearest.
       implementation: ``"mosaic"`` for the Pallas GPU kernel (N a power of two from 8 to 512), whose
-        gradients are those of plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where it
-        can take the call.
+        gradients are computed in plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where
+        it can take the call.
 
     Returns:
       The output, (B, D), the dtype of `x`; and :math:`h_t`, the shape of `state`, float32.

@@ -421,7 +421,7 @@ def _run_steps(options, before: _Carry, tokens: _Tokens, masks: _Masks, params: 
 
 
 def _cross(options, masks: _Masks, params: _Params, t: int, h, ends) -> tuple[Any, Any]:
-    """The state that token t begins from, and final states with that of a segment before it."""
+    """The state that token t begins from, and final states, updated if a segment ends before it."""
     reset, begin = masks.reset[:, t], 0
     if options.num_segments is not None:
         none = options.num_segments

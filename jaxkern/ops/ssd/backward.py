@@ -107,7 +107,7 @@ OF_LANE = LaneOffsets(((1, LANES, 1),))
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Where a block is: `count` units of a group from `first` on, a split of them."""
+    """Coordinates of a block: `count` units of a group from `first` on."""
 
     scan: SsdTile
     batch: Any
@@ -132,7 +132,7 @@ class Block:
 
 
 def compute(at: Block, half: int, refs: Any, smem: Any) -> None:
-    """The gradients of a half of the tokens; stores those of B and C."""
+    """Computes the gradients of a half of the tokens, and stores dB and dC."""
     plgpu.barrier_wait(smem.weights_full)
     B, C, dtype = smem.B.at[0], smem.C.at[0], smem.x.dtype
 
@@ -196,7 +196,7 @@ def _rows(part: int) -> Any:
 
 
 def _number(j: int, part: int) -> int:
-    """The number of a part of the half j among those of all."""
+    """Index of a part of the half j among the parts of both halves."""
     return sum(map(len, PARTS_OF_HALVES[:j])) + part - PARTS_OF_HALVES[j].start
 
 
@@ -226,7 +226,7 @@ class _Unit:
     dC: Any
 
     def only(self, name: str) -> Any:
-        """What shared memory holds one of."""
+        """Array of shared memory that has one stage."""
         return getattr(self.smem, name).at[self.zero]
 
     def staged(self, name: str) -> Any:
@@ -238,7 +238,7 @@ class _Unit:
         return wide(plgpu.load(_half(self.staged(name), self.half), layout=TILE))
 
     def numbers(self, k: int) -> Any:
-        """Of this half's tokens c (k = 0) or dt (k = 1), for rows."""
+        """Row vector of this half's c (k = 0) or dt (k = 1)."""
         tokens = pl.ds(self.half * STEP, STEP)
         return plgpu.load(self.staged("steps").at[k, tokens], layout=ROWS)
 
@@ -510,7 +510,7 @@ class _Fetch:
         """Fetches a unit, and when the one before is done, stores its sums.
 
         `of_states` is of this warpgroup's lanes, of exp(c[Q−1]) · h · dh of the unit before;
-        returns that of this one.
+        returns the sum for this unit.
         """
         at, refs, smem, slot = self.at, self.refs, self.smem, lax.rem(n, 2)
         head, channels = at.unit(n)
@@ -546,7 +546,7 @@ class _Fetch:
             start()
 
     def sum_parts(self, n: Any, of_states: Any) -> None:
-        """When a unit is done, stores the sums of what lanes have of it."""
+        """Stores the sums over lanes once a unit is done."""
         at, parts, smem = self.at, self.refs.parts, self.smem
         plgpu.barrier_wait(smem.dh_empty)
         kinds = [LAST] if parts.shape[-2] == 1 else [LAST, SKIP]
@@ -565,7 +565,7 @@ class _Fetch:
 def launch_bwd(
     options: SsdOptions, x, dt, a, B, C, D, z, initial_state, rank, crossed, states, y, dout, dfinal
 ) -> tuple[Any, ...]:
-    """The gradients of the arguments before `states`; but for those of x and z in fp32."""
+    """The gradients of the arguments before `states`, in fp32 except dx and dz."""
     args = x, dt, a, B, C, D, z, initial_state
     rest = states, y, dout, dfinal
     if x.size == 0:
@@ -620,7 +620,7 @@ def _launch(
 def _launch_range(
     options: SsdOptions, x, dt, a, B, C, D, initial_state, states, dy, dfinal
 ) -> tuple[Any, ...]:
-    """The gradients of all but z, of as many states as a launch takes."""
+    """The gradients of all arguments except z, for the states of one launch."""
     arrays = KernelInputs(x, dt, a, B, C, D, None, initial_state)
     dy = arrays.tokens(dy)
     scan = arrays.scan(CHUNK).cut(SAVING_WARPGROUPS)

@@ -38,7 +38,7 @@ def ssd_step(
         \text{out}_t = (h_t C_t + D \, x_t) \cdot \operatorname{silu}(z_t)
 
     Args:
-      state: (B, H, P, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it is that of
+      state: (B, H, P, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it holds
         several layers, (layers, B, H, P, N).
       x: (B, H, P), any floating dtype, as are all arguments below.
       dt: (B, H).
@@ -54,8 +54,8 @@ def ssd_step(
         over layers that carries `state` the kernel then updates it where it lies, without a copy.
         Of a traced number that there is not, the nearest.
       implementation: ``"mosaic"`` for the Pallas GPU kernel (N a power of two from 8 to 512), whose
-        gradients are those of plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where it
-        can take the call.
+        gradients are computed in plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where
+        it can take the call.
 
     Returns:
       The output, (B, H, P), the dtype of `x`; and :math:`h_t`, the shape of `state`, float32.

@@ -149,8 +149,8 @@ def part_starts(
 ) -> Any:
     """The states with which parts begin, (B, parts, H, P, N), or ``None`` for zeros.
 
-    The arguments are those of :func:`launch_carry`, `initial` (B, H, P, N) that of the first part,
-    in reverse of the last one.
+    The arguments are as for :func:`launch_carry`; `initial` (B, H, P, N) belongs to the first part,
+    in reverse to the last one.
     """
     if scan.parts == 1:
         return None if initial is None else initial[:, None]
@@ -204,7 +204,7 @@ def _of_device(
     rank: Any,
     plain: Any,
 ) -> tuple[Any, Any]:
-    """The carry of all that there is, from those of parts that fill the GPU."""
+    """The carry of the whole sequence, from the carries of parts that fill the GPU."""
     args = tokens, dt, a, weights, None, None, rank
     if tokens.size == 0:
         return plain(*args)
@@ -404,7 +404,7 @@ def _launch(options: SsdOptions, x, dt, a, B, C, D, z, initial_state) -> tuple[A
 
 
 def _launch_range(options: SsdOptions, x, dt, a, B, C, D, z, initial_state) -> tuple[Any, Any]:
-    """The same, of as many states as a launch takes."""
+    """Launches the forward for the states of one launch."""
     every = options.checkpoint_every if options.save else None
     arrays = KernelInputs(x, dt, a, B, C, D, z, initial_state)
     scan = arrays.scan(every).cut(FORWARD_WARPGROUPS)
@@ -500,7 +500,7 @@ class _Scores:
     units: list[Unit]
 
     def run(self, first: int) -> None:
-        """All steps from `first` on."""
+        """Runs all steps from `first` on."""
         count = self.units[0].count
         if first == 0:
             for n in range(self.scan.stages):
@@ -613,7 +613,7 @@ class _State:
         return h
 
     def before(self, n: Any, h: Any, C: Any, steps: Any, y: Any) -> tuple[Any, Any, Any]:
-        """What y has from the state before and from D · x; xᵀ and (w ∘ x)ᵀ, (P, 64) each.
+        """y from the previous state and from D · x; xᵀ and (w ∘ x)ᵀ, (P, 64) each.
 
         `y` is an accumulator. What needs x comes after its product: then there are registers.
         """

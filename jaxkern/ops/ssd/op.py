@@ -8,8 +8,8 @@ Forward, for a batch row and a head with P channels and N states each, h[−1] =
     y[t]   = h[t] · C[t] + D · x[t]                             (P,)
     out[t] = y[t] · silu(z[t])
 
-where k[t] = 0 if the segment id of token t is not that of the token before, else 1. B and C are
-those of the head's group.
+where k[t] = 0 if the segment id of token t differs from the previous token's, else 1. B and C
+belong to the head's group.
 
 In a chunk of Q tokens, c[i] = a[0] + … + a[i] in fp32, and h the state before it:
 
@@ -20,9 +20,9 @@ In a chunk of Q tokens, c[i] = a[0] + … + a[i] in fp32, and h the state before
     h      ← exp(c[Q−1]) · h + (w ∘ x)ᵀ B                       (P, N)
 
 With segments M, exp(c) and w are zero between tokens, and states, of different segments. Exponents
-are masked before the exponential, which so is never that of a positive number if A ≤ 0.
+are masked before the exponential, whose argument is therefore never positive if A ≤ 0.
 
-Backward, for the cotangents dout and dh, that of the state after a chunk, dy = dout ∘ silu(z):
+Backward, for the cotangents dout and, of the state after a chunk, dh, with dy = dout ∘ silu(z):
 
     dM = dy xᵀ   masked                     dS = Σ_heads dM ∘ exp(c[i] − c[j]) · s[j]
     dC = dS B + Σ_heads exp(c) ∘ (dy h)     dB = dSᵀ C + Σ_heads (w ∘ x) dh
@@ -148,7 +148,7 @@ def ssd(
         first token; ``None`` stands for zeros.
       return_final_state: whether to return the state after the last token, too.
       segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
-        before a token whose id is not that of the token before. `initial_state` is for the first.
+        before a token whose id differs from the previous token's. `initial_state` is for the first.
       num_segments: S, for segments that each have an initial and a final state: of the segment with
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins from zeros, and so does one whose id comes back after another.

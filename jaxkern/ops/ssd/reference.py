@@ -28,7 +28,7 @@ from jaxkern.ops.segments import Seen, along, with_zeros
 
 
 class Contained(NamedTuple):
-    """Which tokens hold what is not finite, so that no product takes it to another segment.
+    """Masks of tokens with values that are not finite, which products keep in their segment.
 
     A product with a mask of zeros is NaN where the other operand is. So the products take zeros
     instead, and the results that depend on such a token become NaN. Without segments, where NaN may
@@ -146,7 +146,7 @@ def _finite(v: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_gradient(value: Callable[[jax.Array], jax.Array], v: jax.Array, bad: jax.Array) -> Any:
-    """`value(v)`, whose gradient is that of `v`, and NaN where `bad`."""
+    """`value(v)` with the gradient of `v`, and NaN where `bad`."""
     del bad
     return value(v)
 
@@ -202,7 +202,7 @@ class Aligned(NamedTuple):
       source: the token at each position, (B, L'), L for none.
       rank: the number of the segment there, (B, L'); −1 where there is no token.
       enter, leave: whose state a chunk begins from, and whose it ends with, (B, chunks): −1 for
-        that of the chunk before it, and for none.
+        the previous chunk's, and for none.
     """
 
     position: Any
@@ -290,7 +290,7 @@ def saves_y(options: SsdOptions, z: Any) -> bool:
 
 
 def least_log_decay(dtype: Any) -> float:
-    """What every lesser logarithm counts as, so that sums of them are finite: its decay is 0."""
+    """Lower bound of logarithms, so that sums of them are finite: its decay is 0."""
     return float(jnp.finfo(dtype).minexp)
 
 
@@ -318,7 +318,7 @@ def split_heads(v: Any, axis: int, groups: int) -> Any:
 
 
 def join_heads(v: Any, axis: int) -> Any:
-    """Undoes :func:`split_heads`, `axis` that of G."""
+    """Undoes :func:`split_heads` along `axis`, the axis of G."""
     if v is None or v.shape[axis] == 1:
         return None if v is None else jnp.squeeze(v, axis)
     return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
@@ -336,11 +336,11 @@ class Tokens(NamedTuple):
 
 
 class _Marks(NamedTuple):
-    """Of packed sequences: the number of each token's segment, and what is at a chunk's ends.
+    """Segment number of each token of packed sequences, and segments at a chunk's ends.
 
     `before` is the number of the segment that a chunk's first state belongs to. Where segments have
     states, `enter` says whose state a chunk begins from, and `leave` whose it ends with; −1 for
-    that of the chunk before, and for none.
+    the previous chunk's, and for none.
     """
 
     rank: Any  # (B, L)
@@ -357,7 +357,7 @@ class _Params(NamedTuple):
 
 
 class _States(NamedTuple):
-    """What is handed from chunk to chunk: the state, and the final ones of segments that ended."""
+    """Carry from chunk to chunk: the state, and the final states of segments that ended."""
 
     h: Any
     ends: Any
