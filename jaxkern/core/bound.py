@@ -81,9 +81,9 @@ def standard_promotion() -> Iterator[None]:
 
 
 @standard_promotion()
-def wide(dtype: Any) -> Any:
-    """The dtype of sums of numbers of `dtype`: at least float32."""
-    return jnp.promote_types(dtype, jnp.float32)
+def wide(*dtypes: Any) -> Any:
+    """The dtype of sums of numbers of `dtypes`: at least float32."""
+    return functools.reduce(jnp.promote_types, dtypes, jnp.float32)
 
 
 def identity(kernel: Bound, *others: Any) -> str:

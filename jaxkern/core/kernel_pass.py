@@ -50,8 +50,7 @@ from jaxkern.core.mesh import (
     vary_over,
     varying,
 )
-from jaxkern.core.split import Partial
-from jaxkern.core.split import Sequence as SplitSequence
+from jaxkern.core.split import Partial, SplitSequence
 from jaxkern.core.target import interpreter
 
 type OfOptions[T] = T | Callable[[Any], T]
@@ -116,7 +115,7 @@ class KernelPass:
             saved_as = call.name.removesuffix("_fwd")
         return named(saved_as, full) if saved_as else full
 
-    def bind(self, options: Any, args: Arrays, mode: Mode) -> "tuple[Call, Arrays]":
+    def bind(self, options: Any, args: Arrays, mode: Mode) -> "tuple[PassCall, Arrays]":
         """Makes the function of those arrays that are given; also returns its results' types."""
         name = self.name.format(op=getattr(options, "op", ""))
         ins = of_options(self.ins, options)
@@ -126,7 +125,7 @@ class KernelPass:
         ranks = (a.ndim - len(ins[i].split()) + 1 for i, a in given.items() if "..." in ins[i])
         reference = Bound(self.reference, options, len(args), tuple(given))
         types = result_types(reference, *given.values())
-        call = Call(
+        call = PassCall(
             of=self,
             name=name,
             options=options,
@@ -149,7 +148,7 @@ type Factors = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class PassCall:
     """A pass with its options, as a function of those arrays that are present.
 
     Equal ones are one function to JAX, which so traces and lowers a pass once for all layers of a
@@ -282,7 +281,7 @@ class Call:
     def partial(self) -> Partial | None:
         return of_options(self.of.partial, self.options)
 
-    def summed_by(self, partial: Partial) -> "Call":
+    def summed_by(self, partial: Partial) -> "PassCall":
         """Makes a call of the first step of `partial`."""
         of = self.of
         of = dataclasses.replace(
@@ -314,7 +313,7 @@ def named(op: str, outs: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _differentiable(call: Call) -> Callable[..., Arrays]:
+def _differentiable(call: PassCall) -> Callable[..., Arrays]:
     f = jax.custom_jvp(_batchable(call))
 
     @f.defjvp
@@ -328,7 +327,7 @@ def _differentiable(call: Call) -> Callable[..., Arrays]:
 # 2. vmap
 
 
-def _batchable(call: Call) -> Callable[..., Arrays]:
+def _batchable(call: PassCall) -> Callable[..., Arrays]:
     f = custom_vmap(lambda *arrays: _on_mesh(call, *arrays))
 
     @f.def_vmap
@@ -350,7 +349,7 @@ def _batchable(call: Call) -> Callable[..., Arrays]:
 # 3. Meshes
 
 
-def _on_mesh(call: Call, *arrays: Any) -> Arrays:
+def _on_mesh(call: PassCall, *arrays: Any) -> Arrays:
     if call.alone:
         return _on_device(call, *arrays)
     if call.sequence_axis:
@@ -369,7 +368,7 @@ def _on_mesh(call: Call, *arrays: Any) -> Arrays:
     return _on_auto_mesh(call, jax.config.jax_default_matmul_precision)(*arrays)
 
 
-def _on_explicit_mesh(call: Call, mesh: Any, arrays: Arrays) -> Arrays:
+def _on_explicit_mesh(call: PassCall, mesh: Any, arrays: Arrays) -> Arrays:
     axes = call.split_over(mesh, [jax.typeof(a).sharding.spec for a in arrays], arrays)
     in_specs = tuple(partition_spec(factors, axes) for factors in call.ins)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -387,7 +386,7 @@ def _on_explicit_mesh(call: Call, mesh: Any, arrays: Arrays) -> Arrays:
 
 
 @functools.lru_cache(maxsize=4096)
-def _on_auto_mesh(call: Call, precision: str | None) -> Callable[..., Arrays]:
+def _on_auto_mesh(call: PassCall, precision: str | None) -> Callable[..., Arrays]:
     """Has the compiler split a pass between devices.
 
     In the program's text there is a pointer where the kernel will be once the arrays are split.
@@ -438,7 +437,7 @@ def _on_auto_mesh(call: Call, precision: str | None) -> Callable[..., Arrays]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _part(call: Call, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable[..., Arrays]:
+def _part(call: PassCall, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable[..., Arrays]:
     """Makes the function of one device, of a pass that is split over mesh axes.
 
     It is the same function each time, so that JAX traces it once and not for every call that the
@@ -466,7 +465,7 @@ def _part(call: Call, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable
     return part
 
 
-def _alone(outer: Call, options: Any, *args: Any, of: KernelPass | None = None) -> Arrays:
+def _alone(outer: PassCall, options: Any, *args: Any, of: KernelPass | None = None) -> Arrays:
     """Computes the pass of `outer`, or another one, on what this device has."""
     call, types = (of or outer.of).bind(options, args, outer.mode)
     call = dataclasses.replace(call, alone=True)
@@ -477,7 +476,7 @@ def _alone(outer: Call, options: Any, *args: Any, of: KernelPass | None = None) 
 # 5. Kernel or reference
 
 
-def _on_device(call: Call, *arrays: Any) -> Arrays:
+def _on_device(call: PassCall, *arrays: Any) -> Arrays:
     """Computes the pass on the arrays of one device."""
     # All inputs vary alike, or a derivative taken inside the reference would already sum over the
     # devices; all outputs do, as a kernel's vary over nothing by their type.

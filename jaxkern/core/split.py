@@ -1,8 +1,8 @@
 """Passes whose devices need each other: sums over devices, and sequences that are split.
 
 What a pass carries along a sequence goes from one device's part to the next one's by JAX's
-collectives, in the ``part`` of its :class:`Sequence`. The devices' order along `axes` is the order
-of the parts.
+collectives, in the ``part`` of its :class:`SplitSequence`. The devices' order along `axes` is the
+order of the parts.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Partial:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sequence:
+class SplitSequence:
     """Computation of a pass where a factor, along which it carries something, is split.
 
     Attributes:

@@ -141,7 +141,7 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> Any:
     return with_accumulators(run, shape)
 
 
-def wide(v: Any) -> Any:
+def to_fp32(v: Any) -> Any:
     """Widens `v`, in the layout of accumulators, to fp32."""
     return widened(v, TILE) if v.dtype == jnp.bfloat16 else v.astype(jnp.float32)
 

@@ -95,8 +95,8 @@ def _gather_fwd(weight, axis, dimension, dtype):
 
 def _gather_bwd(axis, dimension, dtype, like, dout):
     del dtype
-    wide = dout.astype(like.dtype)
-    return (lax.psum_scatter(wide, axis, scatter_dimension=dimension, tiled=True),)
+    unrounded = dout.astype(like.dtype)
+    return (lax.psum_scatter(unrounded, axis, scatter_dimension=dimension, tiled=True),)
 
 
 gather.defvjp(_gather_fwd, _gather_bwd)

@@ -378,10 +378,10 @@ def _norm_over_devices(
     y: jax.Array, z: jax.Array, weight: jax.Array, sizes: Sizes, axis_name: str | None
 ) -> jax.Array:
     """rms_norm of y · silu(z) over the channels of all devices, of which each has a part."""
-    wide = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
-    squares = add_parts(jnp.sum(wide * wide, -1, keepdims=True), axis_name)  # (…, 1)
+    gated = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+    squares = add_parts(jnp.sum(gated * gated, -1, keepdims=True), axis_name)  # (…, 1)
     rstd = jax.lax.rsqrt(squares / sizes.d_inner + sizes.norm_eps)
-    return (wide * rstd * weight.astype(jnp.float32)).astype(y.dtype)
+    return (gated * rstd * weight.astype(jnp.float32)).astype(y.dtype)
 
 
 BLOCK = Block(

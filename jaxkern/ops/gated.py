@@ -32,8 +32,8 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, public_op
-from jaxkern.ops.activations import BACKWARD, Options, run
-from jaxkern.ops.curves import Activation, Unit, check_unit, gelu_curve
+from jaxkern.ops.activations import BACKWARD, ActivationOptions, run
+from jaxkern.ops.curves import Activation, GatedUnit, check_unit, gelu_curve
 
 
 @public_op
@@ -171,7 +171,7 @@ def geglu(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return run("geglu", Unit(gelu_curve(approximate)), _pair(gate, up), implementation)
+    return run("geglu", GatedUnit(gelu_curve(approximate)), _pair(gate, up), implementation)
 
 
 @public_op
@@ -199,7 +199,7 @@ def reglu(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return run("reglu", Unit("relu"), _pair(gate, up), implementation)
+    return run("reglu", GatedUnit("relu"), _pair(gate, up), implementation)
 
 
 @public_op
@@ -278,7 +278,7 @@ def gelu_and_mul(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return run("gelu_and_mul", Unit(gelu_curve(approximate)), _halves(gate_up), implementation)
+    return run("gelu_and_mul", GatedUnit(gelu_curve(approximate)), _halves(gate_up), implementation)
 
 
 def _pair(gate: Any, up: Any) -> dict[str, jax.Array]:
@@ -299,7 +299,9 @@ def _halves(gate_up: Any, name: str = "gate_up") -> dict[str, jax.Array]:
 
 
 def gated_backward(
-    unit: Unit, mode: Mode, ins: tuple[jax.Array, ...], dout: jax.Array
+    unit: GatedUnit, mode: Mode, ins: tuple[jax.Array, ...], dout: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The gradients of gate and up, or of one array of both, for other ops' rules."""
-    return BACKWARD(Options(f"gated_{unit.curve}", unit, mode, joined=len(ins) == 1), *ins, dout)
+    return BACKWARD(
+        ActivationOptions(f"gated_{unit.curve}", unit, mode, joined=len(ins) == 1), *ins, dout
+    )

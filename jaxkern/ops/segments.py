@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import as_array, check_integer
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import gather
-from jaxkern.core.split import Axes, Sequence, carried, from_before, is_first, is_last
+from jaxkern.core.split import Axes, SplitSequence, carried, from_before, is_first, is_last
 
 
 def check_segment_ids(
@@ -121,7 +121,7 @@ def _too_short(options: LookBack, parts: int, ids: Any) -> str | None:
     return f"a part of its {ids.shape[1]} tokens is shorter than {options.tokens}"
 
 
-LOOKING_BACK = Sequence(_looking_back, _too_short)
+LOOKING_BACK = SplitSequence(_looking_back, _too_short)
 """Split rule of a pass with a :class:`LookBack`."""
 
 
@@ -159,7 +159,7 @@ _NUMBERS = KernelPass(
     reference=_numbers,
     ins=("b l",),
     outs=("b l",),
-    sequence=Sequence(_numbers_of_part),
+    sequence=SplitSequence(_numbers_of_part),
 )
 
 

@@ -37,7 +37,7 @@ from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import Sequence, from_before, is_first, is_last, on_all, only_if
+from jaxkern.core.split import SplitSequence, from_before, is_first, is_last, on_all, only_if
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
 from jaxkern.ops.causal_conv1d.kernel import launch_bwd, launch_fwd
@@ -347,7 +347,7 @@ FORWARD = KernelPass(
     ins=("b l d", "d w", "d", "b k d", "b l"),
     outs=("b l d", "b k d"),
     whole="w k",
-    sequence=Sequence(_forward_of_part, _too_short),
+    sequence=SplitSequence(_forward_of_part, _too_short),
 )
 BACKWARD = KernelPass(
     "causal_conv1d_bwd",
@@ -357,7 +357,7 @@ BACKWARD = KernelPass(
     ins=("b l d", "d w", "d", "b k d", "b l", "b l d", "b k d"),
     outs=("b l d", "d w", "d", "b k d"),
     whole="w k",
-    sequence=Sequence(_backward_of_part, _too_short),
+    sequence=SplitSequence(_backward_of_part, _too_short),
 )
 LOOKS_BACK = KernelPass(
     "causal_conv1d_looks_back",

@@ -39,7 +39,7 @@ from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, lse_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_sharding
-from jaxkern.core.split import Axes, Sequence, is_first, only_if
+from jaxkern.core.split import Axes, SplitSequence, is_first, only_if
 from jaxkern.mosaic.registers import VECTOR_BYTES
 from jaxkern.mosaic.units import too_large
 from jaxkern.ops.cross_entropy.kernel import SHORTEST, launch_backward, launch_forward
@@ -252,7 +252,7 @@ FORWARD = KernelPass(
     kernel=launch_forward,
     ins=("... v", "..."),
     outs=("...",) * 4,
-    sequence=Sequence(_forward_of_device, factor="v"),
+    sequence=SplitSequence(_forward_of_device, factor="v"),
     kernel_of_slices=functools.partial(launch_forward, sliced=True),
     unfit=_too_large,
     faster=_faster,
@@ -263,7 +263,7 @@ BACKWARD = KernelPass(
     kernel=launch_backward,
     ins=("... v", "...", "...", "...", "..."),
     outs=("... v",),
-    sequence=Sequence(_backward_of_device, factor="v"),
+    sequence=SplitSequence(_backward_of_device, factor="v"),
     kernel_of_slices=functools.partial(launch_backward, sliced=True),
     unfit=_too_large,
     faster=_faster,

@@ -233,7 +233,7 @@ def _refuse_derivative(primals: Any, tangents: Any) -> Any:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Types:
+class _DropoutTypes:
     """The types of arguments that are not saved for the backward."""
 
     dtype: Any
@@ -248,7 +248,9 @@ def _dropout(x: Any, residual: Any, seeds: Any, options: DropoutOptions) -> jax.
 
 def _dropout_fwd(x, residual, seeds, options):
     (out,) = FORWARD(options, x, residual, *seeds, *positions_of(options.shape))
-    types = _Types(x.dtype, *(None if a is None else TypeOf(jax.typeof(a)) for a in (x, residual)))
+    types = _DropoutTypes(
+        x.dtype, *(None if a is None else TypeOf(jax.typeof(a)) for a in (x, residual))
+    )
     return match_sharding(out, x), (x if options.curve else None, types, seeds)
 
 

@@ -1,7 +1,7 @@
 r"""Gated linear units: two projections, one gating the other, as in the first half of a gated MLP.
 
 Forward, with x (M, K), weights w_g, w_u (K, N), biases b_g, b_u and a gated unit of gate and up
-(:class:`jaxkern.ops.curves.Unit`), without further options f(g) · u:
+(:class:`jaxkern.ops.curves.GatedUnit`), without further options f(g) · u:
 
     g = x · w_g + b_g          u = x · w_u + b_u          out = unit(g, u)
 
@@ -41,7 +41,7 @@ from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal
 from jaxkern.core.split import Partial
-from jaxkern.ops.curves import PLAIN, Activation, Unit, check_unit
+from jaxkern.ops.curves import PLAIN, Activation, GatedUnit, check_unit
 from jaxkern.ops.gated import gated_backward
 from jaxkern.ops.linear import op
 from jaxkern.ops.linear.kernel import Product
@@ -79,7 +79,7 @@ class GatedOptions:
       dtypes: dtypes of the computed gradients, one or two.
     """
 
-    unit: Unit
+    unit: GatedUnit
     one_weight: bool
     recompute: bool
     save: bool

@@ -240,19 +240,19 @@ def launch(
         return jnp.pad(v, [(0, size - s) for s, size in zip(v.shape, sizes, strict=True)])
 
     k_first = product.lhs_transposed and not product.rhs_transposed
-    deep = _fitting(k, _ROWS if k_first else _COLUMNS)
-    high = _fitting(m, _COLUMNS if product.lhs_transposed else _ROWS)
-    wide = _fitting(n, _COLUMNS)
-    a_shape = (deep, high) if product.lhs_transposed else (high, deep)
-    b_shape = (wide, deep) if product.rhs_transposed else (deep, wide)
+    k_fit = _fitting(k, _ROWS if k_first else _COLUMNS)
+    m_fit = _fitting(m, _COLUMNS if product.lhs_transposed else _ROWS)
+    n_fit = _fitting(n, _COLUMNS)
+    a_shape = (k_fit, m_fit) if product.lhs_transposed else (m_fit, k_fit)
+    b_shape = (n_fit, k_fit) if product.rhs_transposed else (k_fit, n_fit)
     outs = matmul(
         product,
         tile,
         [padded(a, *a_shape) for a in lhs],
         [padded(b, *b_shape) for b in rhs],
         [padded(r, -(-n // _COLUMNS) * _COLUMNS) for r in rows],
-        [padded(t, high, wide) for t in tiles],
-        [padded(a, high, wide) for a in accumulators],
+        [padded(t, m_fit, n_fit) for t in tiles],
+        [padded(a, m_fit, n_fit) for a in accumulators],
     )
     return [out if out.shape[:: out.ndim - 1] == (m, n) else out[:m, ..., :n] for out in outs]
 

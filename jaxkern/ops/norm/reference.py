@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import vary_over, varying
-from jaxkern.core.split import Axes, Sequence, is_first, only_if
+from jaxkern.core.split import Axes, SplitSequence, is_first, only_if
 from jaxkern.ops.curves import CURVES, PLAIN, Functions, curve_value
 
 # Arithmetic of an element outside of its row's sums, for kernels and plain JAX
@@ -271,5 +271,5 @@ def _backward_part(run: Any, axes: Axes, options: NormOptions, *arrays: Any) -> 
     return reference_bwd(options, *arrays, rows=NormParts(axes))
 
 
-FORWARD_PARTS = Sequence(_forward_part, _unfit, factor="n")
-BACKWARD_PARTS = Sequence(_backward_part, _unfit, factor="n")
+FORWARD_PARTS = SplitSequence(_forward_part, _unfit, factor="n")
+BACKWARD_PARTS = SplitSequence(_backward_part, _unfit, factor="n")

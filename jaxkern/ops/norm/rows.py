@@ -40,7 +40,7 @@ from jaxkern.mosaic.registers import VECTOR_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class RowWindows:
     """A row of `n` elements as `count` windows of `size`, each spread over a warpgroup's lanes.
 
     The last window ends at the row's end, so where `n` is no multiple of `size` it overlaps the one
@@ -73,7 +73,7 @@ class Windows:
 
 
 @functools.cache
-def windows(n: int, itemsize: int, warpgroups: int, max_size: int, max_vec: int) -> Windows:
+def windows(n: int, itemsize: int, warpgroups: int, max_size: int, max_vec: int) -> RowWindows:
     """The windows of a row of `n` >= 128 that cost `warpgroups` warpgroups least.
 
     They differ in size: the largest, a half, a third or a quarter of `max_size`. Warpgroups that
@@ -87,7 +87,7 @@ def windows(n: int, itemsize: int, warpgroups: int, max_size: int, max_vec: int)
       max_vec: most neighbouring elements that a lane loads at a time.
     """
 
-    def cost(w: Windows) -> float:
+    def cost(w: RowWindows) -> float:
         elements = -(-w.count // warpgroups) * warpgroups * w.size
         return elements * _cost_of_element(w.vec, itemsize)
 
@@ -95,7 +95,7 @@ def windows(n: int, itemsize: int, warpgroups: int, max_size: int, max_vec: int)
     return min((_windows(n, size, max(itemsize, 16 // max_vec)) for size in sizes), key=cost)
 
 
-def _windows(n: int, max_size: int, itemsize: int) -> Windows:
+def _windows(n: int, max_size: int, itemsize: int) -> RowWindows:
     """The windows of at most `max_size` elements that cover the row the cheapest.
 
     A load of `vec` elements needs every row to start at a multiple of `vec`, so an odd `n` is read
@@ -110,7 +110,7 @@ def _windows(n: int, max_size: int, itemsize: int) -> Windows:
             size = -(-n // (count * unit)) * unit
             covers = (count - 1) * size < n <= count * size
             if n % vec == 0 and size <= min(n, max_size) and covers:
-                choices.append(Windows(n, size, vec, count))
+                choices.append(RowWindows(n, size, vec, count))
         vec //= 2
     cost = lambda w: (w.size * w.count * _cost_of_element(w.vec, itemsize), w.count)
     return min(choices, key=cost)
@@ -247,7 +247,7 @@ class LongRow:
       n: elements of the row without padding.
     """
 
-    windows: Windows
+    windows: RowWindows
     n: int
     warpgroups: int
     blocks: int

@@ -197,13 +197,13 @@ def _forward_short(s: NormSizes, rows: ShortRows) -> NormForwardTile:
 def _forward_longest(s: NormSizes, per_lane: int) -> NormForwardTile:
     """Rows that a block of four warpgroups does not hold by `per_lane` elements a lane."""
     one, several = len(s.params) < 2, len(s.streams) > 1
-    wide = _rereading(s, 2 * per_lane)
-    if one and s.plain and not several and wide.blocks == 1:
+    rereading = _rereading(s, 2 * per_lane)
+    if one and s.plain and not several and rereading.blocks == 1:
         # 20480, 24576, 28672: 94, 94, 86 by two rows a block, 64 elements a lane; clusters give 82
         # to 90, and with two parameters 95, 74, 76.
         blocks = _rows_per_block(s, s.long_row(2 * per_lane, 32, 4), 2) if s.n < 32768 else None
         # 32768: 89 by a block a row; clusters give 72, and with two parameters 89.
-        return blocks or NormForwardTile(wide, params_in="global")
+        return blocks or NormForwardTile(rereading, params_in="global")
     return _forward_clusters(s, s.long_row(per_lane, 32, 4), several)
 
 

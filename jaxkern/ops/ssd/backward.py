@@ -60,7 +60,7 @@ from jaxkern.mosaic.wgmma import (
     read,
     start_fetch,
     swizzled,
-    wide,
+    to_fp32,
     with_accumulators,
 )
 from jaxkern.ops.ssd.forward import launch_carry, launch_fwd, part_starts
@@ -106,7 +106,7 @@ OF_LANE = LaneOffsets(((1, LANES, 1),))
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class SsdBlock:
     """Coordinates of a block: `count` units of a group from `first` on."""
 
     scan: SsdTile
@@ -131,7 +131,7 @@ class Block:
         return ref.at[self.batch, pl.ds(self.chunk * CHUNK + first, count), head, channels]
 
 
-def compute(at: Block, half: int, refs: Any, smem: Any) -> None:
+def compute(at: SsdBlock, half: int, refs: Any, smem: Any) -> None:
     """Computes the gradients of a half of the tokens, and stores dB and dC."""
     plgpu.barrier_wait(smem.weights_full)
     B, C, dtype = smem.B.at[0], smem.C.at[0], smem.x.dtype
@@ -151,7 +151,7 @@ def compute(at: Block, half: int, refs: Any, smem: Any) -> None:
 
     def run(dB: Any, dC: Any) -> tuple[Any, Any]:
         def step(n: Any, *accs: Any) -> None:
-            _Unit(at, half, n, refs, smem, unknown_zero(), own, *accs).run()
+            _HalfUnit(at, half, n, refs, smem, unknown_zero(), own, *accs).run()
 
         loop(at.count, step, dB, dC)
         plgpu.wait_smem_to_gmem(0)
@@ -205,7 +205,7 @@ def _half(ref: Any, half: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unit:
+class _HalfUnit:
     """A half of the tokens of the `n`-th unit.
 
     Attributes:
@@ -215,7 +215,7 @@ class _Unit:
       dB, dC: accumulators.
     """
 
-    at: Block
+    at: SsdBlock
     half: int
     n: Any
     refs: Any
@@ -235,7 +235,7 @@ class _Unit:
 
     def tokens(self, name: str) -> Any:
         """This half of x or dy, (64, P), fp32."""
-        return wide(plgpu.load(_half(self.staged(name), self.half), layout=TILE))
+        return to_fp32(plgpu.load(_half(self.staged(name), self.half), layout=TILE))
 
     def numbers(self, k: int) -> Any:
         """Row vector of this half's c (k = 0) or dt (k = 1)."""
@@ -300,10 +300,10 @@ class _Unit:
         if i == half:
             exponents = causal(exponents, transposed=True, first=k * PART)
         decay = jnp.exp2(exponents)
-        M = (wide(S) * decay).astype(x.dtype)
+        M = (to_fp32(S) * decay).astype(x.dtype)
         grad = read(dM) * over_rows(dt, PART)
         # What c gains is of M as it is rounded for dx, as what it loses is: both cancel.
-        store_column_sums(self.gains(half, i), k * PART, grad * wide(M))
+        store_column_sums(self.gains(half, i), k * PART, grad * to_fp32(M))
         dS = self.smem.dS.at[self.zero + _number(half, part)]
         store_own(dS, load_own(dS) + grad * decay)
         return M
@@ -456,7 +456,7 @@ def _kernel(chunks: SsdBackwardTile, refs: Any, smem: Any) -> None:
     chunk, batch = lax.rem(rest, scan.chunks), lax.div(rest, scan.chunks)
     first = split * chunks.split_units
     count = jnp.minimum(chunks.split_units, scan.units - first)
-    at = Block(scan, batch, chunk, group, split, first, count)
+    at = SsdBlock(scan, batch, chunk, group, split, first, count)
 
     @pl.when(warpgroup == STEPS)
     def _():
@@ -475,7 +475,7 @@ def _kernel(chunks: SsdBackwardTile, refs: Any, smem: Any) -> None:
 class _Fetch:
     """The warpgroup that fetches, and sums what a unit has one number of; `n` counts units."""
 
-    at: Block
+    at: SsdBlock
     refs: Any
     smem: Any
 
@@ -526,7 +526,7 @@ class _Fetch:
         self.fetch_dh(state(refs.dh))
         for barrier in (full, smem.h_full, smem.dh_full):
             plgpu.barrier_wait(barrier)
-        box = lambda ref, k: wide(plgpu.load(ref.at[0, :, pl.ds(k, BOX)], layout=TILE))
+        box = lambda ref, k: to_fp32(plgpu.load(ref.at[0, :, pl.ds(k, BOX)], layout=TILE))
         boxes = range(0, at.scan.states, BOX)
         of_states = sum_of(lane_sums(box(smem.h, k) * box(smem.dh, k)) for k in boxes)
         of_states = of_states * jnp.exp2(smem.steps[slot, 0, CHUNK - 1])

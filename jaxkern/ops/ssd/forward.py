@@ -46,7 +46,7 @@ from jaxkern.mosaic.wgmma import (
     read,
     start_fetch,
     swizzled,
-    wide,
+    to_fp32,
     with_accumulators,
 )
 from jaxkern.ops.sections import state_after_all
@@ -84,8 +84,8 @@ from jaxkern.ops.ssd.tiles import (
     STEPS,
     WARPGROUP,
     SsdTile,
+    SsdUnit,
     StepDecays,
-    Unit,
     first_state,
     of_step,
 )
@@ -236,10 +236,10 @@ def _stages(scan: SsdTile) -> int:
 
 def _carry_kernel(scan: SsdTile, reverse: bool, refs: Any, smem: Any) -> None:
     """Each warpgroup goes through the chunks of its unit and part."""
-    _Carry(scan, reverse, refs, smem, Unit(scan, lax.axis_index(WARPGROUP))).run()
+    _CarryKernel(scan, reverse, refs, smem, SsdUnit(scan, lax.axis_index(WARPGROUP))).run()
 
 
-class _Carry:
+class _CarryKernel:
     """A warpgroup that holds the state of a unit; `n` counts its chunks, `k` steps of these.
 
     A chunk's steps are multiplied one after the other, each while the next one is weighted. The
@@ -253,7 +253,7 @@ class _Carry:
       at: the unit and the part of the sequence.
     """
 
-    def __init__(self, scan: SsdTile, reverse: bool, refs: Any, smem: Any, at: Unit):
+    def __init__(self, scan: SsdTile, reverse: bool, refs: Any, smem: Any, at: SsdUnit):
         self.scan, self.reverse, self.refs, self.smem, self.at = scan, reverse, refs, smem, at
         self.stages = _stages(scan)
         self.count, self.first = lax.div(at.count, STEPS), lax.div(at.first, STEPS)
@@ -340,7 +340,7 @@ class _Carry:
         steps, part = smem.steps.at[self.slot(n)], pl.ds(s * STEP, STEP)
         plgpu.barrier_wait(smem.tokens_full.at[self.slot_of_step(k)])
         tokens = smem.tokens.at[self.slot_of_step(k)].transpose((1, 0))
-        tokens = wide(plgpu.load(tokens, layout=TILE))
+        tokens = to_fp32(plgpu.load(tokens, layout=TILE))
         c = plgpu.load(steps.at[0, part], layout=COLUMNS)
         if self.reverse:
             weight = jnp.exp2(c)
@@ -474,14 +474,14 @@ def _kernel(scan: SsdTile, refs: Any, smem: Any) -> None:
     @pl.when(warpgroup < scan.warpgroups)
     def _():
         plgpu.set_max_registers(STATE_REGISTERS, action="increase")
-        _State(scan, refs, smem, Unit(scan, warpgroup)).run()
+        _State(scan, refs, smem, SsdUnit(scan, warpgroup)).run()
 
     for first in range(SCORES_WARPGROUPS):
 
         @pl.when(warpgroup == scan.warpgroups + first)
         def _(first: int = first) -> None:
             plgpu.set_max_registers(SCORES_REGISTERS, action="decrease")
-            _Scores(scan, refs, smem, [Unit(scan, k) for k in range(scan.warpgroups)]).run(first)
+            _Scores(scan, refs, smem, [SsdUnit(scan, k) for k in range(scan.warpgroups)]).run(first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -497,7 +497,7 @@ class _Scores:
     scan: SsdTile
     refs: Any
     smem: Any
-    units: list[Unit]
+    units: list[SsdUnit]
 
     def run(self, first: int) -> None:
         """Runs all steps from `first` on."""
@@ -563,7 +563,7 @@ class _State:
     scan: SsdTile
     refs: Any
     smem: Any
-    at: Unit
+    at: SsdUnit
 
     def run(self) -> None:
         at, refs = self.at, self.refs
@@ -628,7 +628,7 @@ class _State:
         plgpu.barrier_wait(smem.x_full.at[self.slot(n)])
         y = read(y) * entered
         x = plgpu.load(smem.x.at[self.slot(n)].transpose((1, 0)), layout=TILE)  # (p, j)
-        x32 = wide(x)
+        x32 = to_fp32(x)
         weighted = (x32 * weight).astype(x.dtype)
         if refs.D is not None:
             if len(refs.D.shape) == 1:
@@ -662,7 +662,7 @@ class _State:
             if refs.y is not None:
                 saved = smem.y.at[at.warpgroup + unknown_zero()]
                 saved.transpose((1, 0))[...] = y.astype(saved.dtype)
-            z = wide(z)
+            z = to_fp32(z)
             y = y * z * sigmoid(z, False, layout=TILE)
         out = smem.out.at[at.warpgroup + unknown_zero()]
         out.transpose((1, 0))[...] = y.astype(out.dtype)

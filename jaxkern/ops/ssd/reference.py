@@ -349,7 +349,7 @@ class _Marks(NamedTuple):
     leave: Any
 
 
-class _Params(NamedTuple):
+class _SsdParams(NamedTuple):
     """D, (G, R, 1 or P), and the initial states of segments, (B, S, G, R, P, N)."""
 
     D: Any
@@ -385,7 +385,7 @@ def reference_fwd(
     tokens = Tokens(x, dt, a, B, C, z)
     contained = Contained.of(options.num_segments, tokens, initial_state, rank, crossed)
     tokens, D, initial_state = contained.clean(tokens, D, initial_state)
-    call = _Call(options, tokens, D, initial_state, rank, crossed)
+    call = _SsdCall(options, tokens, D, initial_state, rank, crossed)
     save = options.save and options.checkpoint_every is not None
 
     @_checkpoint
@@ -423,7 +423,7 @@ def reference_bwd(
     dout, dfinal = contained.clean_cotangents(dout, dfinal)
     acc = _accumulator(tokens, D, initial_state)
     tokens = tokens._replace(B=tokens.B.astype(acc), C=tokens.C.astype(acc))
-    call = _Call(options, tokens, D, initial_state, rank, crossed)
+    call = _SsdCall(options, tokens, D, initial_state, rank, crossed)
     seen = None if options.num_segments is None else Seen.of(crossed, options.num_segments)
 
     @_checkpoint
@@ -504,7 +504,7 @@ def _accumulator(tokens: Tokens, D: Any, initial_state: Any) -> Any:
     return jnp.result_type(jnp.float32, *floats)
 
 
-class _Call:
+class _SsdCall:
     """The arrays of a call, cut into blocks of chunks of tokens.
 
     Attributes:
@@ -522,8 +522,8 @@ class _Call:
         self.chunk = min(CHUNK, every)
         self.chunks = -(-every // self.chunk)  # of a block
         # In 16 bits nothing is lost by the products that tensor cores are fast at.
-        wide = any(v.dtype.itemsize > 2 for v in (tokens.x, tokens.B, tokens.C))
-        self.precision = "highest" if wide else None
+        any_fp32 = any(v.dtype.itemsize > 2 for v in (tokens.x, tokens.B, tokens.C))
+        self.precision = "highest" if any_fp32 else None
         states = jnp.zeros((batch, groups, heads, size, tokens.B.shape[-1]), self.acc)
         self.h = vary_over(states, varying(tokens.x))
         count = options.num_segments
@@ -534,7 +534,7 @@ class _Call:
         elif initial_state is not None:
             starts = with_zeros(initial_state.astype(self.acc))
         D = None if D is None else of_heads(D).astype(self.acc)
-        self.params = _Params(D, starts)
+        self.params = _SsdParams(D, starts)
         self.blocks = self.to_blocks(tokens), self._marks(rank)
 
     @property
@@ -599,7 +599,7 @@ class _Call:
         return _States(self.h, self.no_ends())
 
 
-def _run_block(call: _Call, before: _States, block: Any, params: _Params) -> Any:
+def _run_block(call: _SsdCall, before: _States, block: Any, params: _SsdParams) -> Any:
     """The chunks of a block; only the states before them are kept for the backward."""
 
     @_checkpoint
@@ -611,7 +611,7 @@ def _run_block(call: _Call, before: _States, block: Any, params: _Params) -> Any
 
 
 def _run_chunk(
-    call: _Call, before: _States, tokens: Tokens, marks: _Marks, params: _Params
+    call: _SsdCall, before: _States, tokens: Tokens, marks: _Marks, params: _SsdParams
 ) -> tuple[_States, tuple[jax.Array, Any]]:
     """Q tokens from the state, (B, G, R, P, N), to that after them; out and y, (B, Q, G, R, P)."""
     h, ends = before

@@ -198,7 +198,7 @@ def unfit_for_gpu(options: Any, x, dt, a, B, C, D, z, initial_state, *rest) -> s
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
 
 
-class Unit:
+class SsdUnit:
     """A unit and the part of the sequence of this block.
 
     Attributes:
@@ -227,7 +227,7 @@ def locate(scan: SsdTile, group: Any, unit: Any) -> tuple[Any, Any]:
     return head, pl.ds(lax.rem(unit, scan.slices) * SLICE, SLICE)
 
 
-def first_state(scan: SsdTile, refs: Any, at: Unit) -> Any:
+def first_state(scan: SsdTile, refs: Any, at: SsdUnit) -> Any:
     """(P, N): what the part begins with."""
     if refs.initial is None:
         return plgpu.layout_cast(jnp.zeros((SLICE, scan.states), jnp.float32), TILE)
