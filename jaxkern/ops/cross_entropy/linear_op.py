@@ -4,7 +4,6 @@ Three rules compute it. :func:`_all_logits` here saves the logits. The other two
 in :mod:`jaxkern.ops.cross_entropy.memory`, hold chunks of rows or parts of the vocabulary.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,7 +15,6 @@ from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, lse_op, resolve
 from jaxkern.core.kernel_pass import named
-from jaxkern.core.mesh import match_primal
 from jaxkern.ops.cross_entropy.memory import (
     ChunkOptions,
     PartOptions,
@@ -196,22 +194,11 @@ def _all_logits_fwd(x, weight, bias, accumulator, labels, options, product):
 def _all_logits_bwd(options, product, res, cotangents):
     x, weight, bias, accumulator, labels, logits, lse = res
     du = gradient_of_logits(options, logits, labels, lse, cotangents)
-    of_dtype = lambda v: dataclasses.replace(product, dtype=str(v.dtype))
-    [dx] = linear_op.DX(of_dtype(du), du, weight)
     x = options.terms.without_ignored(x, labels)
-    dweight = total = None
-    if accumulator is None:
-        [dweight] = linear_op.DWEIGHT(of_dtype(weight), x, du)
-    else:
-        passes = linear_op.DWEIGHT, linear_op.ACCUMULATE
-        [total] = linear_op.accumulated(*passes, product, (accumulator,), x, du)
-    return (
-        match_primal(dx, x),
-        match_primal(dweight, weight),
-        match_primal(products.bias_gradient(du, bias), bias),
-        match_primal(total, accumulator),
-        None,
-    )
+    accumulators = None if accumulator is None else (accumulator,)
+    grads = linear_op.gradients(product, x, (du,), (weight,), (bias,), accumulators)
+    dx, [dweight], [dbias], totals = grads
+    return dx, dweight, dbias, None if totals is None else totals[0], None
 
 
 _all_logits.defvjp(_all_logits_fwd, _all_logits_bwd)
