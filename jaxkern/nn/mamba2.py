@@ -152,13 +152,7 @@ def _check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
 
 
 def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, Initial]:
-    """The initial values of each of :class:`Weights`, and its shape.
-
-    Args:
-      sizes: the block's dimensions.
-      n_layers: how many blocks add to one residual stream; `out_proj` begins smaller by its root,
-        so that the stream's variance does not grow with depth.
-    """
+    """Initial values and shapes of :class:`Weights`; `n_layers` as in :mod:`jaxkern.nn.mamba`."""
     n_layers = check_integer("n_layers", n_layers, minimum=1)
     d, e, h, u, w = sizes.d_model, sizes.d_inner, sizes.heads, sizes.d_convolved, sizes.d_conv
     inits = {
@@ -207,15 +201,9 @@ def mamba2(
 ) -> Any:
     """A Mamba-2 block over whole sequences.
 
+    Arguments, results and errors are as for :func:`jaxkern.nn.mamba.mamba`, but for
+
     Args:
-      weights: the parameters.
-      sizes: the block's dimensions.
-      x: (B, L, D).
-      cache: what earlier tokens left; ``None`` for none.
-      return_cache: whether to return the cache for the tokens that follow, too.
-      dtype: of the products; by default what `x` and `in_proj` promote to.
-      segment_ids: (B, L), integers, for packed sequences: where the number changes, convolution and
-        state begin anew. `cache` is of the segment of the first token.
       isolate_nan: whether a NaN surely stays in its segment, for which the host waits on a GPU: see
         :func:`jaxkern.ssd`.
       axis_name: inside ``jax.shard_map(check_vma=False)``, the mesh axis over which the heads are
@@ -223,18 +211,6 @@ def mamba2(
         the columns of B and C that its heads need, and `x` and the result are the same on every
         device. A block then adds up over the axis, forward and backward, what `out_proj` gives;
         and the mean squares of the norm, where a group of channels is on several devices.
-      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: `x`
-        and `segment_ids` are a device's part of L, `weights` and `cache` the same on every device,
-        as is the cache that is returned. See :func:`jaxkern.ssd`.
-      implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-
-    Returns:
-      (B, L, D), in `dtype`; with `return_cache` a pair of it and the cache, in the dtypes of
-      `cache` if one is given.
-
-    Raises:
-      TypeError: `x` is complex, `cache` not a cache, or an option of another type.
-      ValueError: a shape does not fit, L cannot be split so, or there is no such axis.
     """
     common.check_options(axis_name, return_cache=return_cache, isolate_nan=isolate_nan)
     x = BLOCK.check_call(sizes, x, cache, segment_ids, ("B L D",))

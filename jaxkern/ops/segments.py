@@ -8,12 +8,13 @@ none. An id that comes back after another has its state in its first segment; la
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import as_array, check_integer
+from jaxkern.core.arguments import as_array, check_floating, check_integer
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import gather
 from jaxkern.core.split import Axes, SplitSequence, carried, from_before, is_first, is_last
@@ -62,13 +63,23 @@ _MAX_SEGMENTS = 1 << 15
 
 
 def check_states(
-    states: jax.Array, batch: int, num_segments: int | None, state: tuple[int, ...], meaning: str
-) -> None:
-    """Checks the shape of initial states: one of shape `state` for a row, or for each segment.
+    states: Any,
+    batch: int,
+    num_segments: int | None,
+    state: tuple[int, ...],
+    meaning: str,
+    check: Callable[[str, Any], jax.Array] = check_floating,
+) -> Any:
+    """Checks initial states, if any: one of shape `state` for a row, or for each segment.
 
-    `meaning` puts the shape in words: ``"(B, D) of a"``.
+    `meaning` puts the shape of a row's in words, ``"(B, D) of a"``, and `check` checks the dtype.
     """
+    if states is None:
+        return None
+    states = check("initial_state", states)
     lead = (batch,) if num_segments is None else (batch, num_segments)
+    if num_segments is not None:
+        meaning = meaning.replace("(B,", "(B, S,", 1)
     shape, remedy = (*lead, *state), ""
     if states.ndim == len(shape) + 1:
         remedy = ". For a state of every segment, give num_segments and segment_ids"
@@ -78,6 +89,7 @@ def check_states(
         raise ValueError(
             f"initial_state must have shape {shape} = {meaning}; got {states.shape}{remedy}"
         )
+    return states
 
 
 def begins(ids: jax.Array) -> jax.Array:

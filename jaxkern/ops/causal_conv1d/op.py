@@ -143,7 +143,9 @@ def causal_conv1d(
     (batch, length, dim), width = x.shape, weight.shape[1]
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
-    initial_state = _check_initial_state(initial_state, batch, count, width, dim)
+    initial_state = segments.check_states(
+        initial_state, batch, count, (width - 1, dim), "(B, W - 1, D) of x and weight"
+    )
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, (batch, length), count)
     options = ConvOptions(
@@ -244,15 +246,6 @@ def _check(lead: tuple[str, ...], x, weight, bias, activation) -> tuple[Any, Any
     if activation not in (None, "silu"):
         raise ValueError(f'activation must be "silu" or None, got {activation!r}')
     return x, weight, bias
-
-
-def _check_initial_state(state: Any, batch: int, count: int | None, width: int, dim: int) -> Any:
-    if state is None:
-        return None
-    state = check_floating("initial_state", state)
-    meaning = f"{'(B' if count is None else '(B, S'}, W - 1, D) of x and weight"
-    segments.check_states(state, batch, count, (width - 1, dim), meaning)
-    return state
 
 
 def _unsupported(x: Any, weight: Any, bias: Any, state: Any) -> str | None:

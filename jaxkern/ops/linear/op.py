@@ -221,8 +221,8 @@ def gradients(
     """The backward of x · w for one weight, or for two with as many `dys`.
 
     Returns:
-      dx, the tuples dweights (of ``None`` with accumulators) and dbiases, and the sums accumulator +
-      xᵀ · dy, or ``None``.
+      dx, tuples dweights (of ``None`` with accumulators) and dbiases, and the accumulators'
+      sums or ``None``.
     """
     passes = BACKWARD[len(dys)]
     [dx] = passes.dx(options.giving(dys[0].dtype), *dys, *weights)

@@ -108,15 +108,9 @@ def linear_scan(
       b: (B, L, D), any of those dtypes.
       initial_state: (B, D), or with `num_segments` (B, S, D), any of those dtypes, the state before
         the first step; ``None`` stands for zeros.
-      return_final_state: whether to return the state after the last step, too.
-      segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
-        before a step whose id differs from the previous step's. `initial_state` is for the first.
-      num_segments: S, for segments that each have an initial and a final state: of the segment with
-        id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
-        begins from zeros, and so does one whose id comes back after another.
+      return_final_state, segment_ids, num_segments, sequence_axis: as for
+        :func:`jaxkern.selective_scan`.
       reverse: whether time runs from the end to the start.
-      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
-        arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
         the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX
         elsewhere.
@@ -161,7 +155,11 @@ def linear_scan(
     count = segments.check_num_segments(num_segments, segment_ids, over)
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, a.shape[:2], count, "a")
-    initial_state = _check_initial_state(initial_state, a, b, count)
+    initial_state = segments.check_states(
+        initial_state, a.shape[0], count, a.shape[2:], "(B, D) of a", _check_inexact
+    )
+    if initial_state is not None:
+        _check_complex("initial_state", initial_state, b)
     reason = unfit(a=a, b=b, initial_state=initial_state)
     mode = resolve(implementation, reason, op="linear_scan")
     final = return_final_state and count is None
@@ -195,16 +193,6 @@ def _check(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
         raise ValueError(f"b must have shape {a.shape} = (B, L, D) of a; got {b.shape}")
     _check_complex("a", a, b)
     return a, b
-
-
-def _check_initial_state(state: Any, a: jax.Array, b: jax.Array, count: int | None) -> Any:
-    if state is None:
-        return None
-    state = _check_inexact("initial_state", state)
-    meaning = "(B, D) of a" if count is None else "(B, S, D) of a and num_segments"
-    segments.check_states(state, a.shape[0], count, a.shape[2:], meaning)
-    _check_complex("initial_state", state, b)
-    return state
 
 
 def _check_inexact(name: str, x: Any) -> jax.Array:

@@ -133,21 +133,9 @@ def rms_norm(
       Zhang and Sennrich, `Root Mean Square Layer Normalization
       <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    return _norm(
-        "rms_norm",
-        x,
-        weight,
-        bias,
-        eps=eps,
-        weight_offset=weight_offset,
-        residual=residual,
-        activation=activation,
-        gate=gate,
-        gate_activation=gate_activation,
-        norm_before_gate=norm_before_gate,
-        group_size=group_size,
-        implementation=implementation,
-    )
+    arrays = x, weight, bias, residual, gate
+    settings = eps, weight_offset, activation, gate_activation, norm_before_gate, group_size
+    return _norm("rms_norm", arrays, settings, implementation)
 
 
 @residual_op
@@ -201,39 +189,14 @@ def layer_norm(
     References:
       Ba, Kiros and Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
     """
-    return _norm(
-        "layer_norm",
-        x,
-        weight,
-        bias,
-        eps=eps,
-        weight_offset=weight_offset,
-        residual=residual,
-        activation=activation,
-        gate=gate,
-        gate_activation=gate_activation,
-        norm_before_gate=norm_before_gate,
-        group_size=group_size,
-        implementation=implementation,
-    )
+    arrays = x, weight, bias, residual, gate
+    settings = eps, weight_offset, activation, gate_activation, norm_before_gate, group_size
+    return _norm("layer_norm", arrays, settings, implementation)
 
 
-def _norm(
-    op: str,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    *,
-    eps: Any,
-    weight_offset: Any,
-    residual: Any,
-    activation: Any,
-    gate: Any,
-    gate_activation: Any,
-    norm_before_gate: bool,
-    group_size: Any,
-    implementation: Any,
-) -> Any:
+def _norm(op: str, arrays: Any, settings: Any, implementation: Any) -> Any:
+    x, weight, bias, residual, gate = arrays
+    eps, weight_offset, activation, gate_activation, norm_before_gate, group_size = settings
     x = check_floating("x", x)
     if x.ndim == 0:
         raise ValueError("x must have at least one axis to normalise, got a scalar")

@@ -211,7 +211,9 @@ def selective_scan(
     x, A = args[0], args[2]
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
-    initial_state = _check_initial_state(initial_state, x, A, count)
+    initial_state = segments.check_states(initial_state, x.shape[0], count, A.shape, _STATE_SHAPE)
+    if initial_state is not None:
+        initial_state = initial_state.astype(wide(initial_state.dtype))
     keep = crossed = None
     if segment_ids is not None:
         ids = segments.check_segment_ids(segment_ids, x.shape[:2], count)
@@ -270,15 +272,6 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
     D = optional("D", D, channels, "(D,) of x")
     z = optional("z", z, x.shape, f"({tokens}, D) of x")
     return x, dt, A, B, C, D, z, optional("dt_bias", dt_bias, channels, "(D,) of x")
-
-
-def _check_initial_state(state: Any, x: jax.Array, A: jax.Array, count: int | None) -> Any:
-    if state is None:
-        return None
-    state = check_floating("initial_state", state)
-    meaning = _STATE_SHAPE if count is None else "(B, S, D, N) of x, num_segments and A"
-    segments.check_states(state, x.shape[0], count, A.shape, meaning)
-    return state.astype(wide(state.dtype))
 
 
 def _unsupported(args: tuple[Any, ...]) -> str | None:
