@@ -83,12 +83,8 @@ def linear_cross_entropy(
         is no copy in a compiled program.
       labels: (...), integers from 0 to V - 1, or `ignore_index`.
       bias: (V,), any of those dtypes, or ``None``.
-      ignore_index: as for :func:`cross_entropy`, and so are the next five.
-      label_smoothing: likewise.
-      z_loss: likewise.
-      logit_softcap: likewise.
-      reduction: likewise.
-      return_lse: likewise.
+      ignore_index, label_smoothing, z_loss, logit_softcap, reduction, return_lse: as for
+        :func:`cross_entropy`.
       memory: bytes that logits may take, at least the logits of 128 classes; ``None`` for no limit.
         In parts, a part's weight and the gradient of `x` in float32 take memory besides. With
         ``implementation="xla"`` there is no limit.

@@ -22,7 +22,6 @@ elements, and an accumulator 2·K·N in fp32.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -354,13 +353,10 @@ def rms_norm_linear(
       >>> jaxkern.rms_norm_linear(x, jnp.ones(64), w).shape
       (2, 8, 128)
     """
-    norm = functools.partial(
-        rms_norm, eps=eps, weight_offset=weight_offset, implementation=implementation
-    )
-    product = functools.partial(
-        linear, activation=activation, precision=precision, implementation=implementation
-    )
-    out = _normed(norm, product, x=x, weight=weight, bias=bias, w=w, b=b)
+    of_norm = {"eps": eps, "weight_offset": weight_offset}
+    of_linear = {"activation": activation, "precision": precision}
+    arrays = {"x": x, "weight": weight, "bias": bias, "w": w, "b": b}
+    out = _normed(rms_norm, of_norm, of_linear, implementation, arrays)
     return named("rms_norm_linear", out)
 
 
@@ -388,21 +384,21 @@ def layer_norm_linear(
       >>> jaxkern.layer_norm_linear(x, jnp.ones(64), jnp.zeros(64), w).shape
       (2, 8, 128)
     """
-    norm = functools.partial(
-        layer_norm, eps=eps, weight_offset=weight_offset, implementation=implementation
-    )
-    product = functools.partial(
-        linear, activation=activation, precision=precision, implementation=implementation
-    )
-    out = _normed(norm, product, x=x, weight=weight, bias=bias, w=w, b=b)
+    of_norm = {"eps": eps, "weight_offset": weight_offset}
+    of_linear = {"activation": activation, "precision": precision}
+    arrays = {"x": x, "weight": weight, "bias": bias, "w": w, "b": b}
+    out = _normed(layer_norm, of_norm, of_linear, implementation, arrays)
     return named("layer_norm_linear", out)
 
 
-def _normed(norm: Any, product: Any, **arrays: Any) -> jax.Array:
+def _normed(
+    norm: Any, of_norm: Any, of_linear: Any, implementation: Any, arrays: dict[str, Any]
+) -> jax.Array:
     """A product after a norm, the result of which the backward computes again."""
 
     def call(x: Any, weight: Any, bias: Any, w: Any, b: Any) -> Any:
-        return product(norm(x, weight, bias), w, b)
+        normed = norm(x, weight, bias, **of_norm, implementation=implementation)
+        return linear(normed, w, b, **of_linear, implementation=implementation)
 
     # ``jax.checkpoint`` takes nothing but arrays, and its errors do not name them.
     checked = (None if a is None else check_floating(name, a) for name, a in arrays.items())

@@ -480,9 +480,9 @@ def selective_scan_step(
       dt_bias: (D,) or ``None``.
       dt_softplus: whether the step size is ``softplus(dt + dt_bias)``.
       dt_limit: the least and the largest step size; one outside is set to the limit.
-      layer: which of the layers of `state` the token is for; the others stay as they are. In a loop
-        over layers that carries `state` the kernel then updates it where it lies, without a copy.
-        Of a traced number that there is not, the nearest.
+      layer: index of the layer of `state` to update; the others stay as they are. In a loop over
+        layers that carries `state` the kernel then updates it in place, without a copy. A traced
+        index out of range is clipped.
       implementation: ``"mosaic"`` for the Pallas GPU kernel (N a power of two from 8 to 512), whose
         gradients are computed in plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where
         it can take the call.
