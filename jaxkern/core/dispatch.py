@@ -183,7 +183,7 @@ def default_implementation(implementation: Implementation | None) -> Iterator[No
 
 @contextlib.contextmanager
 def interpret_kernels() -> Iterator[None]:
-    """Inside, ``implementation="mosaic"`` runs kernels in Pallas's interpreter, on any device.
+    """Runs kernels of ``implementation="mosaic"`` in Pallas's interpreter, on any device.
 
     For tests where there is no GPU: it shows a kernel's logic, not its races, layouts or speed.
     """

@@ -75,7 +75,7 @@ def only_if(condition: Any, value: Any) -> Any:
 
 
 def on_all(axes: str | Axes | None, last: Any) -> Any:
-    """Gives every device what the one with the last part has and the others have zeros for.
+    """Broadcasts the last part's value, for which other devices have zeros, to all devices.
 
     An axis of one device counts, too, where the type of `last` says that it varies over it.
     """
@@ -113,10 +113,10 @@ def carried(
     *,
     reverse: bool = False,
 ) -> jax.Array:
-    """The state before this device's part, from that before the sequence.
+    """The state before this device's part, from the state before the sequence.
 
-    In reverse it is the state after the part, from that after the sequence. One all-gather brings
-    the carries of all parts.
+    In reverse it is the state after the part, from the state after the sequence. One all-gather
+    brings the carries of all parts.
 
     Args:
       axes: over which the sequence is split.

@@ -36,7 +36,7 @@ def left_to_parent(layer: Any, reason: str | None) -> bool:
 
 
 def dtype_reason(*dtypes: Any) -> str | None:
-    """Why the ops cannot compute in all of `dtypes`, those that are ``None`` left out."""
+    """Why the ops cannot compute in all of `dtypes`, except those that are ``None``."""
     for dtype in [jax.dtypes.canonicalize_dtype(d) for d in dtypes if d is not None]:
         if dtype not in _DTYPES:
             return f"it computes with {dtype}, the kernels with bfloat16, float16 and float32"
@@ -188,7 +188,7 @@ def check_sizes(sizes: Any) -> None:
 
 
 def check_options(axis_name: Any, **flags: Any) -> None:
-    """Checks what a block is called with beside arrays: the name of an axis, and booleans by name.
+    """Checks a block's options: the name of an axis, and booleans by name.
 
     Raises:
       TypeError: a value is of another type.

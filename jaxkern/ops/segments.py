@@ -262,7 +262,7 @@ class Seen(NamedTuple):
         return jnp.sum(jnp.where(along(is_last, dfinal), dfinal, 0), axis=1)
 
     def initial(self, dstarts: jax.Array, dfinal: Any) -> jax.Array:
-        """The cotangents of initial states: of one whose segment is absent, its final state's."""
+        """The cotangents of initial states; an absent segment's is its final state's."""
         dfinal = jnp.zeros((), dstarts.dtype) if dfinal is None else dfinal.astype(dstarts.dtype)
         return jnp.where(along(self.entered, dstarts), dstarts, dfinal)
 
@@ -298,5 +298,5 @@ _LAST_TOKENS = KernelPass(
 
 
 def last_tokens(v: jax.Array, last: jax.Array, absent: Any) -> jax.Array:
-    """(B, S, D): of `v` (B, L, D) the tokens `last` (B, S); where that is −1, `absent` or zeros."""
+    """(B, S, D): tokens `last` (B, S) of `v` (B, L, D); where −1, `absent` or zeros."""
     return _LAST_TOKENS(None, v, last, absent)[0]

@@ -597,14 +597,14 @@ class Keep(NamedTuple):
 
 
 def states_before(scan: ScanPlan, refs: Any, keep: Keep | None, h: Any) -> Any:
-    """The states that a step begins from, those after the step before it being `h`."""
+    """The states that a step begins from, given the previous step's states `h`."""
     if keep is None or refs.starts is None:
         return _where_kept(keep, h)
     return _of_segment(scan, refs.starts, keep, _entered(scan, keep), h)
 
 
 def gradients_before(scan: ScanPlan, refs: Any, keep: Keep | None, dh: Any) -> Any:
-    """The gradients of the states after the step before, from those a step begins from."""
+    """The gradients of the previous step's states, from those of a step's initial states."""
     if keep is None:
         return dh
     _store_of_segment(scan, refs.dstarts, keep, _entered(scan, keep), dh)

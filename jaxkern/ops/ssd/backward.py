@@ -309,7 +309,7 @@ class _HalfUnit:
         return M
 
     def gains(self, j: int, i: int) -> Any:
-        """(WARPS, 64), in shared memory: what the rows of a half gain from each warp's tokens j.
+        """(WARPS, 64), in shared memory: each warp's share, of its tokens j, in the rows of a half.
 
         What the later half gains from the earlier one the first warpgroup stores, and the second
         one reads: there are two, as the first may be a unit ahead.
@@ -324,7 +324,7 @@ class _HalfUnit:
         return dx
 
     def keep(self, kind: int, of_lanes: Any) -> None:
-        """Leaves a part of what is added up for the unit to the warpgroup that fetches."""
+        """Hands partial sums of the unit to the fetching warpgroup."""
         store_lanes(self.smem.lanes.at[kind, self.half], OF_LANE, [of_lanes])
 
     def finish(self, parts: list[Any], left: Any, dt: Any, dx: Any) -> None:
@@ -473,7 +473,7 @@ def _kernel(chunks: SsdBackwardTile, refs: Any, smem: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Fetch:
-    """The warpgroup that fetches, and sums what a unit has one number of; `n` counts units."""
+    """The warpgroup that fetches, and computes a unit's scalar sums; `n` counts units."""
 
     at: SsdBlock
     refs: Any
@@ -535,7 +535,7 @@ class _Fetch:
         return of_states
 
     def fetch_dh(self, source: Any) -> None:
-        """Starts to fetch dh, or says that its zeros are there."""
+        """Starts to fetch dh, or signals that it is zero."""
         smem = self.smem
         start = lambda: start_fetch(source, smem.dh.at[0], smem.dh_full)
         if self.ends_in_zeros:

@@ -306,7 +306,7 @@ class _CarryKernel:
         )
 
     def chunk(self, n: Any, h: Any) -> Any:
-        """The state after chunk `n`, (P, N), from that before."""
+        """The state after chunk `n`, (P, N), from the state before."""
         at, refs, smem, slot = self.at, self.refs, self.smem, lax.rem(n, 2)
         if refs.states is not None:
             if (saved := refs.states.shape[1]) == self.scan.chunks:
@@ -486,7 +486,7 @@ def _kernel(scan: SsdTile, refs: Any, smem: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-    """A warpgroup that computes M of all units in every other step, and fetches what that takes.
+    """A warpgroup that computes M of all units in alternate steps, and fetches its inputs.
 
     Attributes:
       refs: arrays in global memory.
@@ -594,7 +594,7 @@ class _State:
         )
 
     def step(self, n: Any, h: Any) -> Any:
-        """The state after step `n`, (P, N), from that before; stores the output."""
+        """The state after step `n`, (P, N), from the state before; stores the output."""
         at, smem, slot = self.at, self.smem, lax.rem(n, self.scan.stages)
         steps = StepDecays(smem.steps.at[slot, at.warpgroup], at.first + n)
         plgpu.barrier_wait(smem.full.at[lax.rem(n, 2 * self.scan.stages)])
