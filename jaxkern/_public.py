@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""What `import jaxkern` names, with JAX; `__init__` imports it where one of them is used."""
+"""The public names of `jaxkern`, with JAX; `__init__` imports it when one of them is used."""
 
 import jaxkern.precision as precision
 from jaxkern.core.dispatch import default_implementation

@@ -209,7 +209,7 @@ class Policy:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Tell on the device whether every floating leaf is free of NaN and infinity.
+    """Check on the device whether every floating leaf is free of NaN and infinity.
 
     Args:
         tree: any pytree of arrays.

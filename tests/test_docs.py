@@ -71,6 +71,24 @@ def test_examples_of_docstrings_run(module):
     assert runner.failures == 0
 
 
+PLAIN = tuple(ROOT / "jaxkern" / part for part in ("core", "elementwise", "mosaic", "nn", "ops"))
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    """Checks modules, classes, functions and the strings that describe constants."""
+    begins = re.compile(r"(What|Where|Those|Of|So|As many)\b")
+    strings = [
+        (path.relative_to(ROOT), statement.lineno, statement.value.value)
+        for folder in PLAIN
+        for path in sorted(folder.rglob("*.py"))
+        for statement in ast.walk(ast.parse(path.read_text()))
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    ]
+    assert strings
+    wrong = [(path, line, text) for path, line, text in strings if begins.match(str(text))]
+    assert [f"{path}:{line}: {text.splitlines()[0]}" for path, line, text in wrong] == []
+
+
 def test_readme_is_short_and_has_an_example():
     assert len(README.read_text().splitlines()) <= 130
     assert examples(README)

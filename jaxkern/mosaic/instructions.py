@@ -44,7 +44,7 @@ def one_instruction(
 ) -> jax.Array:
     """Applies a PTX instruction to each element of `x`, fp32; `plain` in the interpreter.
 
-    `layout` is that of `x`, by default that of (LANES · n,) with n neighbours a lane.
+    `layout` is the layout of `x`, by default (LANES · n,) with n neighbours per lane.
     """
     if interpreted():
         return plain(x)
@@ -65,10 +65,10 @@ def multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
 
     @inline_mlir(ROW, returns=(row, row))
     def multiply(a: Any) -> Any:
-        word, wide = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        factor = arith.extui(wide, lane_value(a))
-        product = arith.muli(factor, arith.constant(wide, b))
-        upper = arith.trunci(word, arith.shrui(product, arith.constant(wide, 32)))
+        word, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        factor = arith.extui(i64, lane_value(a))
+        product = arith.muli(factor, arith.constant(i64, b))
+        upper = arith.trunci(word, arith.shrui(product, arith.constant(i64, 32)))
         lower = arith.trunci(word, product)
         return fragmented(upper, signed=False), fragmented(lower, signed=False)
 

@@ -123,7 +123,7 @@ def computed_here(values: jax.Array, layout: Any) -> jax.Array:
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Stores an array of any layout, however few bytes a lane has: JAX 0.12 must be told."""
+    """Stores an array of any layout, however few bytes a lane has (JAX 0.12: `optimized`)."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:

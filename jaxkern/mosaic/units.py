@@ -177,19 +177,19 @@ def _argument(ref: Any) -> tuple[Any, Any]:
 def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> Any:
     """The pointer to each lane's unit."""
     i64 = ir.IntegerType.get_signless(64)
-    wide = lambda row: arith.extui(i64, lane_value(row))
+    extended = lambda row: arith.extui(i64, lane_value(row))
     if len(where) == 1:
         pointer = mgpu_utils.memref_ptr(where[0])
     else:
-        low, high = map(wide, where)
+        low, high = map(extended, where)
         address = arith.ori(low, arith.shli(high, arith.constant(i64, 32)))
         pointer = llvm.inttoptr(llvm.PointerType.get(_GLOBAL_MEMORY), address)
-    offset = arith.muli(wide(units), arith.constant(i64, vec))
+    offset = arith.muli(extended(units), arith.constant(i64, vec))
     return mgpu_utils.getelementptr(pointer, [offset], mgpu_utils.dtype_to_ir_type(dtype))
 
 
 _INTEGERS = 2.0**23
-"""From here on the lowest bits of an fp32's mantissa are the bits of an integer."""
+"""2²³: above it, the lowest bits of an fp32's mantissa are the bits of an integer."""
 
 
 def _from_memory(value: Any, dtype: Any) -> Any:

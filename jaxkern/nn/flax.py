@@ -12,7 +12,6 @@ NotImplementedError with the reason.
 :class:`jaxkern.precision.Policy`: ``dtype=policy.compute, param_dtype=policy.params``.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, overload
 
@@ -49,7 +48,7 @@ class RMSNorm(_OnOps, nnx.RMSNorm):
     Args:
       num_features: N, the last axis of the input.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      **options: those of ``nnx.RMSNorm``, `rngs` among them. With a mask, other axes than the last,
+      **options: as for ``nnx.RMSNorm``, `rngs` among them. With a mask, other axes than the last,
         an `axis_name` or a `promote_dtype`, flax computes the result.
 
     Example:
@@ -72,7 +71,7 @@ class LayerNorm(_OnOps, nnx.LayerNorm):
     Args:
       num_features: N, the last axis of the input.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      **options: those of ``nnx.LayerNorm``, `rngs` among them; the variance is always summed from
+      **options: as for ``nnx.LayerNorm``, `rngs` among them; the variance is always summed from
         the differences to the mean, whatever `use_fast_variance` says. With a mask, other axes than
         the last, an `axis_name` or a `promote_dtype`, flax computes the result.
     """
@@ -92,7 +91,7 @@ class Dropout(_OnOps, nnx.Dropout):
     Args:
       rate: probability of a zero.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      **options: those of ``nnx.Dropout``.
+      **options: as for ``nnx.Dropout``.
     """
 
     def __call__(
@@ -119,7 +118,7 @@ class Linear(_OnOps, nnx.Linear):
       in_features: K, the last axis of the input.
       out_features: N, the last axis of the result.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      **options: those of ``nnx.Linear``, `rngs` among them. With a `dot_general`,
+      **options: as for ``nnx.Linear``, `rngs` among them. With a `dot_general`,
         `preferred_element_type` or `promote_dtype`, flax computes the result.
     """
 
@@ -157,7 +156,7 @@ class SwiGLU(nnx.Module):
       use_bias: whether the projections have biases.
       dtype: of the computation, as in ``nnx.Linear``.
       param_dtype: of the parameters.
-      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is that of the projections, too.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` also of the projections.
       rngs: where the initial values are drawn from.
       **options: others of ``nnx.Linear``.
 
@@ -203,16 +202,18 @@ class _BlockLayer(nnx.Module):
 
     _block: ClassVar[common.Block]
 
-    def _build(
+    def __init__(
         self,
-        sizes: Any,
-        n_layers: int,
-        dtype: Any,
-        param_dtype: Any,
-        implementation: Implementation | None,
+        d_model: int,
+        *,
+        n_layers: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
-    ) -> None:
-        self.sizes = sizes
+        **sizes: Any,
+    ):
+        self.sizes = self._block.sizes(d_model, **sizes)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.implementation: Implementation | None = implementation
@@ -221,25 +222,18 @@ class _BlockLayer(nnx.Module):
 
     @overload
     def __call__(
-        self,
-        x: jax.Array,
-        cache: Any = None,
-        *,
-        return_cache: Literal[False] = False,
-        **options: Any,
-    ) -> jax.Array: ...
+        self, *args: Any, return_cache: Literal[True], **options: Any
+    ) -> tuple[jax.Array, Any]: ...
 
     @overload
-    def __call__(
-        self, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
-    ) -> tuple[jax.Array, Any]: ...
+    def __call__(self, *args: Any, **options: Any) -> jax.Array: ...
 
     def __call__(self, x: jax.Array, cache: Any = None, **options: Any) -> Any:
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
 
         The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
         (B, L), integers, change, and a NaN surely stays in its sequence with `isolate_nan`; and
-        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. They are those of
+        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. See
         :func:`jaxkern.nn.mamba.mamba` and :func:`jaxkern.nn.mamba2.mamba2`.
         """
         return self._block.apply(self._weights(), self.sizes, x, cache, **self._how(), **options)
@@ -268,17 +262,18 @@ class _BlockLayer(nnx.Module):
 class Mamba(_BlockLayer):
     """The Mamba block, for whole sequences and token by token.
 
-    Its parameters are those of :class:`jaxkern.nn.mamba.Weights`.
+    Its parameters are the fields of :class:`jaxkern.nn.mamba.Weights`.
 
     Args:
-      d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias: as
-        :class:`jaxkern.nn.mamba.Sizes` has them.
+      d_model: D, the width of input and output.
       n_layers: blocks that add to one residual stream; the output projection begins smaller by its
         root.
       dtype: of the products; by default what input and parameters promote to.
       param_dtype: of the parameters.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
       rngs: where the initial values are drawn from.
+      **sizes: d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias, as
+        :class:`jaxkern.nn.mamba.Sizes` has them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -296,49 +291,14 @@ class Mamba(_BlockLayer):
 
     _block = mamba.BLOCK
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_state: int = 16,
-        d_conv: int = 4,
-        expand: int = 2,
-        dt_rank: int | None = None,
-        use_bias: bool = False,
-        use_conv_bias: bool = True,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self._build(
-            mamba.Sizes(
-                d_model,
-                d_state=d_state,
-                d_conv=d_conv,
-                expand=expand,
-                dt_rank=dt_rank,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            param_dtype,
-            implementation,
-            rngs,
-        )
-
 
 class Mamba2(_BlockLayer):
     """The Mamba-2 block, for whole sequences and token by token.
 
-    Its parameters are those of :class:`jaxkern.nn.mamba2.Weights`.
+    Its parameters are the fields of :class:`jaxkern.nn.mamba2.Weights`.
 
     Args:
-      d_model, d_state, d_conv, expand, headdim, ngroups: as :class:`jaxkern.nn.mamba2.Sizes` has
-        them.
-      norm_groups, norm_eps, dt_limit, use_bias, use_conv_bias: likewise.
+      d_model: D, the width of input and output.
       n_layers: blocks that add to one residual stream; the output projection begins smaller by its
         root.
       dtype: of the products; by default what input and parameters promote to.
@@ -346,6 +306,8 @@ class Mamba2(_BlockLayer):
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest;
         :func:`jaxkern.ssd` says what its kernels take.
       rngs: where the initial values are drawn from.
+      **sizes: d_state, d_conv, expand, headdim, ngroups, norm_groups, norm_eps, dt_limit, use_bias,
+        use_conv_bias, as :class:`jaxkern.nn.mamba2.Sizes` has them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -363,47 +325,6 @@ class Mamba2(_BlockLayer):
     """
 
     _block = mamba2.BLOCK
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_state: int = 128,
-        d_conv: int = 4,
-        expand: int = 2,
-        headdim: int = 64,
-        ngroups: int = 1,
-        norm_groups: int | None = None,
-        norm_eps: float = 1e-5,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
-        use_bias: bool = False,
-        use_conv_bias: bool = True,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self._build(
-            mamba2.Sizes(
-                d_model,
-                d_state=d_state,
-                d_conv=d_conv,
-                expand=expand,
-                headdim=headdim,
-                ngroups=ngroups,
-                norm_groups=norm_groups,
-                norm_eps=norm_eps,
-                dt_limit=dt_limit,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            param_dtype,
-            implementation,
-            rngs,
-        )
 
 
 def _normalised(

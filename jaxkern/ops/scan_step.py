@@ -216,7 +216,7 @@ class _Step:
       tile: tile of a block.
       groups: G.
       rows: rows of a sequence and group, M.
-      arrays: arrays by their names, ``None`` for absent ones. Those of tokens are (B · G, …), the
+      arrays: arrays by their names, ``None`` for absent ones. Per-token arrays are (B · G, …), the
         others (G, …): x and z (M), dt and dt_bias a divisor of M, A that or M · N, B and C (N), D a
         divisor of M.
     """
@@ -267,7 +267,7 @@ class _Step:
         column = lax.div(block, self.parts)
         group, first_row = lax.rem(column, self.groups), lax.rem(block, self.parts) * tile.all_rows
         layer = 0 if refs.layer is None else clipped(refs.layer[0], refs.state.shape[0])
-        of_rows = lambda ref, index: _Rows(tile, ref, index, first_row, self.rows)
+        of_rows = lambda ref, index: _StepRows(tile, ref, index, first_row, self.rows)
         lanes = [*range(tile.rows)]
         x = of_rows(refs.x, column)
         x_summed = x.summed()  # before x may be overwritten
@@ -322,7 +322,7 @@ def _flat(v: Any, count: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
+class _StepRows:
     """An array's values for a block's rows; neighbours may share one.
 
     Attributes:
