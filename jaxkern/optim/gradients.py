@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.core.bound import standard_promotion
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.mosaic.lane_sums import largest_of_warp, sum_of_warp
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, launch_kernel
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
@@ -43,7 +44,6 @@ from jaxkern.optim.leaves import (
     reshaped,
     varying,
 )
-from jaxkern.optim.registers import largest_of_warp, sum_of_warp
 from jaxkern.precision import LossScale
 
 _BYTES = 128

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from jaxkern.core import mesh
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place
-from jaxkern.optim.registers import with_chosen
+from jaxkern.mosaic.units import with_chosen
 
 BLOCK = grid_axes("block")[0]
 

@@ -28,7 +28,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.instructions import fast_reciprocal, multiply_wide
+from jaxkern.mosaic.instructions import (
+    fast_exp2,
+    fast_log2,
+    fast_reciprocal,
+    fast_sqrt,
+    multiply_wide,
+)
+from jaxkern.mosaic.lane_sums import largest_of_warp
 from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
@@ -59,7 +66,6 @@ from jaxkern.optim.leaves import (
     reshaped,
     varying,
 )
-from jaxkern.optim.registers import fast_exp2, fast_log2, fast_sqrt, largest_of_warp
 from jaxkern.optim.rounding import GROUP, Draws, group_draws
 
 ELEMENTS = 8
