@@ -19,7 +19,7 @@ from jaxkern.core import kernel_call
 from jaxkern.nn.equinox import apply_gradients
 from jaxkern.nn.flax import Optimizer
 from jaxkern.nn.linen import TrainState
-from jaxkern.optim import update
+from jaxkern.optim import kernel
 from jaxkern.precision import DynamicLossScale
 from tests import test_optim
 from tests.pairs import combinations
@@ -181,7 +181,7 @@ def linen_in_place(tx):
 @pytest.mark.parametrize("of_library", [nnx_in_place, linen_in_place])
 def test_steps_are_in_place(of_library, monkeypatch):
     """All that is donated is used again, and one kernel overwrites weights and momentum."""
-    monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
+    monkeypatch.setattr(kernel, "may_be_split", lambda leaves: False)
     step, *parts = of_library(jaxkern.fused_sgd(1e-2, 0.9, True))
     donate, donated = range(len(parts)), jax.tree.leaves(parts)
     text = lowered(step, *parts, donate=donate)

@@ -11,23 +11,27 @@ lane loads `ELEMENTS` elements of every array, in accesses of up to 16 bytes, co
 lanes past a leaf's end store nothing, nor does any in a step that is skipped. Leaves of equal
 dtypes share a launch, whose blocks find their leaf in a tree of branches; large leaves, and all
 leaves of a program that the compiler may split over devices, have their own.
+
+The last section, launches over leaves, serves the passes over gradients, too.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType
 
+from jaxkern.core import mesh
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.target import interpreted
+from jaxkern.mosaic.arithmetic import nearest
 from jaxkern.mosaic.instructions import (
     fast_exp2,
     fast_log2,
@@ -37,36 +41,26 @@ from jaxkern.mosaic.instructions import (
 )
 from jaxkern.mosaic.lane_sums import largest_of_warp
 from jaxkern.mosaic.lanes import join_lanes
-from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
-from jaxkern.optim import quantise
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place
+from jaxkern.mosaic.registers import ROW
+from jaxkern.mosaic.units import load_units, load_words, store_units, too_large, with_chosen
 from jaxkern.optim.arithmetic import (
+    CODE_BLOCK,
+    GROUP,
     Leaf,
-    Numbers,
-    Rule,
-    Static,
+    StepNumbers,
+    UpdateRule,
+    before_rounding,
     changed,
     corrected,
+    decoded,
+    draws_needed,
+    group_draws,
     is_code,
     number_names,
-    plain_ratio,
-    rounded,
+    round_to_bfloat16,
     step,
-    streams,
 )
-from jaxkern.optim.leaves import (
-    DTYPES,
-    MAX_REFS,
-    Blocks,
-    flattened,
-    grouped,
-    launch_blocks,
-    leaf_factors,
-    may_be_split,
-    reshaped,
-    varying,
-)
-from jaxkern.optim.rounding import GROUP, Draws, group_draws
 
 ELEMENTS = 8
 """A lane loads so many elements of each array before it computes, in one unit or several."""
@@ -74,13 +68,19 @@ ELEMENTS = 8
 LARGE = 2**24
 """A leaf of so many elements has a launch of its own: it takes 100 µs, of which 2 are its ends."""
 
+MAX_REFS = 128
+"""A launch takes at most so many arrays: from 256 on the choice among them takes registers."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes that the kernels take, of all arrays but codes of 8 bits."""
+
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def update_leaves(
-    rule: Rule,
+    rule: UpdateRule,
     mode: Mode,
-    statics: tuple[Static, ...],
-    numbers: Numbers,
+    decays: tuple[bool, ...],
+    numbers: StepNumbers,
     seed: jax.Array,
     leaves: Sequence[Leaf],
 ) -> list[Leaf]:
@@ -89,17 +89,17 @@ def update_leaves(
     Args:
       rule: the optimizer.
       mode: what runs, from :func:`jaxkern.core.dispatch.resolve`.
-      statics: of each leaf.
+      decays: whether each leaf does.
       numbers: of the step.
       seed: (3,), uint32, the seed's two words and the step, for the stochastic rounding.
       leaves: floating arrays.
     """
     done: list[Any] = [None] * len(leaves)
-    by_kernel = []
-    for i, (leaf, static) in enumerate(zip(leaves, statics, strict=True)):
+    by_kernel: list[int] = []
+    for i, leaf in enumerate(leaves):
         by_xla = mode == "xla" or (mode == "auto" and leaf_unsupported(rule, leaf) is not None)
         if by_xla or leaf.weight.size == 0:
-            done[i], _ = changed(rule, static.decays, numbers, seed, static.number, leaf)
+            done[i], _ = changed(rule, decays[i], numbers, seed, i, leaf)
         else:
             by_kernel.append(i)
     if not by_kernel:
@@ -107,18 +107,22 @@ def update_leaves(
     values = jnp.stack([getattr(numbers, name) for name in number_names(rule)]).astype(jnp.float32)
     header = jnp.concatenate([lax.bitcast_convert_type(values, jnp.uint32), seed])
     alone = may_be_split([leaf.weight for leaf in leaves])
-    for group in _groups(rule, leaves, by_kernel, statics, alone):
-        first = statics[group[0]]
-        offsets = tuple(statics[i].number - first.number for i in group)
-        number = jnp.array([first.number], jnp.uint32)
+    kinds: dict[int, Hashable] = {}
+    for i in by_kernel:
+        dtypes = tuple(None if a is None else a.dtype for a in leaves[i])
+        alike = dtypes, _vector(rule, leaves[i]), decays[i], varying(*leaves[i])
+        kinds[i] = i if alone or leaves[i].weight.size >= LARGE else alike
+    for group in grouped(kinds, lambda i: MAX_REFS // sum(a is not None for a in leaves[i])):
+        offsets = tuple(i - group[0] for i in group)
+        number = jnp.array([group[0]], jnp.uint32)
         members = [leaves[i] for i in group]
-        results = _run(rule, mode, offsets, first.decays, header, values, number, members)
+        results = _run(rule, mode, offsets, decays[group[0]], header, values, number, members)
         for i, leaf in zip(group, results, strict=True):
             done[i] = leaf
     return done
 
 
-def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
+def leaf_unsupported(rule: UpdateRule, leaf: Leaf) -> str | None:
     """Says why the kernel cannot take a leaf."""
     for a in leaf:
         if a is not None and not is_code(a) and a.dtype.name not in DTYPES:
@@ -129,40 +133,25 @@ def leaf_unsupported(rule: Rule, leaf: Leaf) -> str | None:
     return reason and f"its {reason}"
 
 
-def _vector(rule: Rule, leaf: Leaf) -> int:
+def _vector(rule: UpdateRule, leaf: Leaf) -> int:
     """Counts the elements of a unit: as many as make 16 bytes of the widest array, if they divide.
 
     With 8-bit codes 8, so that a warp has a block, and where random bits are drawn as many as one
     call of the generator serves.
     """
     if leaf.has_codes:
-        return quantise.BLOCK // 32
-    if any(streams(rule, leaf)):
+        return CODE_BLOCK // 32
+    if any(draws_needed(rule, leaf)):
         return math.gcd(GROUP, leaf.weight.size)
     widest = max(a.dtype.itemsize for a in leaf if a is not None)
     return math.gcd(16 // widest, leaf.weight.size)
 
 
-def _groups(
-    rule: Rule, leaves: Sequence[Leaf], which: Sequence[int], statics: Sequence[Static], alone: bool
-) -> list[list[int]]:
-    """Assigns leaves, by their index, to launches."""
-    kinds: dict[int, Any] = {}
-    for i in which:
-        leaf = leaves[i]
-        dtypes = tuple(None if a is None else a.dtype for a in leaf)
-        alike = (dtypes, _vector(rule, leaf), statics[i].decays, varying(*leaf))
-        kinds[i] = (i,) if alone or leaf.weight.size >= LARGE else alike
-    groups: list[list[int]] = []
-    for members in grouped(kinds):
-        arrays = sum(a is not None for a in leaves[members[0]])
-        groups += map(list, itertools.batched(members, MAX_REFS // arrays))
-    return groups
-
-
 @dataclasses.dataclass(frozen=True)
-class _Options:
-    rule: Rule
+class UpdateOptions:
+    """What the pass over the leaves of a launch is compiled for."""
+
+    rule: UpdateRule
     mode: Mode
     offsets: tuple[int, ...]  # of the leaves, from the number that a launch is given
     decays: bool
@@ -187,7 +176,7 @@ def _run(rule, mode, offsets, decays, header, values, number, leaves) -> list[Le
     that have no derivatives; the twin, which is what is differentiated, from `values`.
     """
     flat = flattened(leaves)
-    options = _Options(rule, mode, offsets, decays, tuple(leaf.weight.ndim for leaf in flat))
+    options = UpdateOptions(rule, mode, offsets, decays, tuple(leaf.weight.ndim for leaf in flat))
     outs = UPDATE(options, header, values, number, *itertools.chain(*flat))
     done = [Leaf(None, *arrays) for arrays in itertools.batched(outs, len(Leaf._fields) - 1)]
     return reshaped(done, [leaf._replace(grad=None) for leaf in leaves])
@@ -197,14 +186,11 @@ def _leaves(arrays: Sequence[Any]) -> list[Leaf]:
     return [Leaf(*part) for part in itertools.batched(arrays, len(Leaf._fields))]
 
 
-# Reference
-
-
 def _reference(options, header, values, number, *arrays) -> tuple[Any, ...]:
     """Returns the leaves' arrays after the step, without gradients, in plain JAX."""
     rule = options.rule
     names = number_names(rule)
-    numbers, seed = Numbers(**dict(zip(names, values, strict=True))), header[len(names) :]
+    numbers, seed = StepNumbers(**dict(zip(names, values, strict=True))), header[len(names) :]
     done = [
         changed(rule, options.decays, numbers, seed, number[0] + jnp.uint32(offset), leaf)[0]
         for leaf, offset in zip(_leaves(arrays), options.offsets, strict=True)
@@ -212,12 +198,14 @@ def _reference(options, header, values, number, *arrays) -> tuple[Any, ...]:
     return tuple(a for leaf in done for a in leaf[1:])
 
 
-# Kernel
+# The kernel
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    rule: Rule
+class UpdatePlan:
+    """What the kernel's blocks are compiled for."""
+
+    rule: UpdateRule
     leaf: Leaf  # any of the launch's, for the dtypes of all
     decays: bool
     vec: int  # elements of a unit
@@ -227,13 +215,17 @@ class _Plan:
         """The units of a lane: twice as many elements where averages are 8-bit codes."""
         return min(4, (2 if self.leaf.has_codes else 1) * ELEMENTS // self.vec)
 
+    def spread(self, of_lanes: jax.Array) -> jax.Array:
+        """Gives each lane's number to all elements of its unit: (LANES,) -> (LANES · vec,)."""
+        return join_lanes([of_lanes] * self.vec)
+
 
 def _launch(options, header, values, number, *arrays) -> tuple[Any, ...]:
     """Returns the leaves' arrays after the step, without gradients."""
     del values
     rule, leaves = options.rule, _leaves(arrays)
     vec = _vector(rule, leaves[0])
-    plan = _Plan(rule, leaves[0], options.decays, vec)
+    plan = UpdatePlan(rule, leaves[0], options.decays, vec)
     blocks = Blocks([leaf.weight.size // vec for leaf in leaves], plan.per_lane)
     grads = [leaf.grad.reshape(-1) for leaf in leaves]
     written = [a.reshape(-1) for leaf in leaves for a in leaf[1:] if a is not None]
@@ -241,18 +233,19 @@ def _launch(options, header, values, number, *arrays) -> tuple[Any, ...]:
 
     def kernel(header: Any, number: Any, *refs: Any) -> None:
         rows = zip(refs[: len(grads)], itertools.batched(refs[len(grads) :], width), strict=True)
-        body = functools.partial(_block, plan, header, number)
+        body = functools.partial(_block, plan, blocks, header, number)
         blocks.run(body, [(g, *row) for g, row in rows], options.offsets)
 
     fixed = [header, number, *grads]
-    done = iter(launch_blocks(f"fused_{rule.kind}", kernel, blocks.number, fixed, written))
+    done = iter(launch_in_place(kernel, fixed, written, **blocks.launch(f"fused_{rule.kind}")))
     return tuple(
         None if a is None else next(done).reshape(a.shape) for leaf in leaves for a in leaf[1:]
     )
 
 
 def _block(
-    plan: _Plan,
+    plan: UpdatePlan,
+    blocks: "Blocks",
     header: Any,
     number: Any,
     block: jax.Array,
@@ -263,21 +256,17 @@ def _block(
     names = number_names(plan.rule)
     words = load_words(header, len(names) + 3)  # (LANES,) each
     of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[: len(names)]]
-    spread = [_spread(plan, value) for value in of_lanes]  # (LANES · vec,) each
-    numbers = Numbers(**dict(zip(names, spread, strict=True)))
+    numbers = StepNumbers(**dict(zip(names, map(plan.spread, of_lanes), strict=True)))
     seed = words[len(names) :]
     (first_leaf,) = load_words(number, 1)
     start, units, offset = leaf_numbers
     present = iter(refs)
     leaf = Leaf(*(None if a is None else next(present) for a in plan.leaf))
-    layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
+    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=ROW)
     # A step that is skipped stores nothing.
     below = jnp.where(of_lanes[0] > 0, units, jnp.uint32(0))
-    first = (block.astype(jnp.uint32) - start) * jnp.uint32(LANES * plan.per_lane) + lane
     loaded = []
-    for k in range(plan.per_lane):
-        unit = first + jnp.uint32(k * LANES)
+    for unit in blocks.units_of_lanes(block, start, lane):
         inside = jnp.minimum(unit, units - jnp.uint32(1))
         values = [None if r is None else load_units(r, inside, plan.vec) for r in leaf[:4]]
         scales = [None if r is None else load_units(r, inside >> 5, 1) for r in leaf[5:]]
@@ -288,10 +277,10 @@ def _block(
 
 
 def _update_unit(
-    plan: _Plan,
+    plan: UpdatePlan,
     leaf: Leaf,
-    numbers: Numbers,
-    draw: Callable[[int], Draws],
+    numbers: StepNumbers,
+    draw: Callable[[int], Sequence[jax.Array]],
     unit: jax.Array,
     below: jax.Array,
     values: Sequence[Any],
@@ -310,45 +299,40 @@ def _update_unit(
       scales: of mu and nu where they are codes, (LANES,) each.
     """
     g, p, *averages = values
-    of_state, of_weight = streams(plan.rule, plan.leaf)
-    draws = draw(0) if of_state else Draws(None, None)
-    of = quantise.PLAIN if interpreted() else _FAST
+    of_state, of_weight = draws_needed(plan.rule, plan.leaf)
+    draws = draw(0) if of_state else (None, None)
     mu, nu = (
-        a if scale is None else quantise.value(like.dtype, a, _spread(plan, scale), of)
+        a if scale is None else decoded(like.dtype, a, plan.spread(scale), fast_exp2)
         for a, scale, like in zip(averages, scales, plan.leaf[2:4], strict=True)
     )
-    ratio = plain_ratio if interpreted() else _fast_ratio
-    delta, mu, nu = step(plan.rule, numbers, plan.decays, g, p, mu, nu, ratio)
+    delta, mu, nu = step(plan.rule, numbers, plan.decays, g, p, mu, nu, _fast_ratio)
     weight = p + delta
-    bits = draw(1).first if of_weight else None
+
+    def rounded(dtype: Any, x: jax.Array, bits: Any) -> jax.Array:
+        return round_to_bfloat16(x, bits) if plan.rule.stochastic and dtype == jnp.bfloat16 else x
+
+    bits = draw(1)[0] if of_weight else None
     store = functools.partial(store_units, below=below)
-    store(leaf.weight, unit, rounded(plan.rule, leaf.weight.dtype, weight, bits), plan.vec)
+    store(leaf.weight, unit, rounded(leaf.weight.dtype, weight, bits), plan.vec)
     if leaf.copy is not None:
         store(leaf.copy, unit, weight, plan.vec)
     for ref, scale_ref, new, bits in zip(leaf[2:4], leaf[5:], (mu, nu), draws, strict=True):
         if new is None:
             continue
         if scale_ref is None or bits is None:
-            out = rounded(plan.rule, ref.dtype, new, bits)
+            out = rounded(ref.dtype, new, bits)
         else:
             largest = largest_of_warp(new)  # (LANES,), of the warp's block of codes
-            every = _spread(plan, largest)
-            out = quantise.before_rounding(ref.dtype, new, every, bits, of)
+            of_all = plan.spread(largest)
+            out = before_rounding(ref.dtype, new, of_all, bits, fast_log2, nearest)
             store_units(scale_ref, unit >> 5, largest, 1, below=below >> 5)
         store(ref, unit, out, plan.vec)
 
 
-def _nearest(x: jax.Array) -> jax.Array:
-    shift = 1.5 * 2**23
-    return (x + shift) - shift
-
-
 _SMALLEST_NORMAL = 2.0**-126
 
-_FAST = quantise.Functions(fast_exp2, fast_log2, _nearest)
 
-
-def _fast_ratio(n: Numbers, g: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.Array:
+def _fast_ratio(n: StepNumbers, g: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.Array:
     """Adam's step by instructions that take denormals for 0: nu is kept normal, as eps may be 0."""
     if n.eps_root is not None:
         nu = nu * n.nu_factor + n.eps_root
@@ -358,13 +342,10 @@ def _fast_ratio(n: Numbers, g: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.A
     return m * fast_reciprocal(scaled + n.eps)
 
 
-def _spread(plan: _Plan, of_lanes: jax.Array) -> jax.Array:
-    """Gives each lane's number to all elements of its unit: (LANES,) -> (LANES · vec,)."""
-    return join_lanes([of_lanes] * plan.vec)
-
-
-def _draws(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int) -> Draws:
-    """The random bits of the elements of the lanes' units, (LANES · vec,) each."""
+def _draws(
+    plan: UpdatePlan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int
+) -> list[jax.Array]:
+    """Two draws for the elements of the lanes' units, (LANES · vec,) each."""
     per_group = GROUP // plan.vec
     group = unit >> jnp.uint32(per_group.bit_length() - 1)
     which = unit & jnp.uint32(per_group - 1)
@@ -376,7 +357,7 @@ def _draws(plan: _Plan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int
             mine = [jnp.where(which == k, b, a) for a, b in zip(mine, others, strict=True)]
         return join_lanes(mine)
 
-    return Draws(*map(of_unit, group_draws(group, leaf, seed, stream, multiply_wide)))
+    return [of_unit(draws) for draws in group_draws(group, leaf, seed, stream, multiply_wide)]
 
 
 UPDATE = KernelPass(
@@ -388,3 +369,106 @@ UPDATE = KernelPass(
     whole="h v n",
     batched=False,
 )
+
+
+# Launches over leaves
+
+
+BLOCK = grid_axes("block")[0]
+
+
+def may_be_split(arrays: Sequence[jax.Array]) -> bool:
+    """Says whether the compiler, or an Explicit mesh, may split the arrays over devices.
+
+    Without a mesh in their types any array may be, where there are several devices: those that
+    only ``in_shardings`` splits have the types of arrays on one device.
+    """
+    meshes = {jax.typeof(a).sharding.mesh for a in arrays}
+    meshes = [m for m in meshes if m.axis_types]
+    if any(AxisType.Manual in m.axis_types for m in meshes):
+        return False
+    return max((m.size for m in meshes), default=jax.device_count()) > 1
+
+
+def varying(*arrays: Any) -> frozenset[str]:
+    """Returns the manual mesh axes over which any of `arrays`, or ``None``, varies.
+
+    Leaves of one launch vary alike: each result of it varies over all axes of its operands.
+    """
+    return frozenset[str]().union(*(mesh.varying(a) for a in arrays if a is not None))
+
+
+def grouped(kinds: Mapping[int, Hashable], most: Callable[[int], int]) -> list[tuple[int, ...]]:
+    """Groups leaves, by their index, whose kinds are equal, `most` of such a leaf in a launch."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, kind in kinds.items():
+        groups.setdefault(kind, []).append(i)
+    return [part for of in groups.values() for part in itertools.batched(of, most(of[0]))]
+
+
+def flattened(leaves: Sequence[Any]) -> Any:
+    """Makes vectors of several leaves, each an array or a tuple of arrays, for one pass.
+
+    A leaf on its own keeps its axes, between which devices may split it, but for a scalar.
+    """
+    if len(leaves) == 1 and jax.tree.leaves(leaves)[0].shape:
+        return leaves
+    return jax.tree.map(lambda a: a.reshape(-1), leaves)
+
+
+def reshaped(arrays: Any, like: Any) -> Any:
+    """Gives arrays the shapes of `like` back, which they had before :func:`flattened`."""
+    return jax.tree.map(lambda a, b: a.reshape(b.shape), arrays, like)
+
+
+def leaf_factors(ranks: Sequence[int]) -> list[str]:
+    """Names the dimensions of each leaf for a KernelPass: no two leaves share a factor."""
+    return [" ".join(f"l{i}d{d}" for d in range(rank)) for i, rank in enumerate(ranks)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks of a launch, each a warpgroup that works on one leaf.
+
+    Attributes:
+      units: how many units each leaf has.
+      per_lane: how many units a lane takes.
+    """
+
+    units: Sequence[int]
+    per_lane: int
+
+    @property
+    def starts(self) -> list[int]:
+        """The first block of each leaf, and last the number of blocks."""
+        each = (-(-n // (LANES * self.per_lane)) for n in self.units)
+        return list(itertools.accumulate(each, initial=0))
+
+    def launch(self, name: str) -> dict[str, Any]:
+        """The arguments of :func:`launch_kernel` for a kernel of so many blocks."""
+        grid = {"grid": tuple(self.starts[-1:]), "grid_names": (BLOCK,)}
+        return {"kernel_name": name, "approx_math": True, **grid}
+
+    def run(
+        self, body: Callable[..., None], rows: Sequence[Sequence[Any]], *numbers: Sequence[int]
+    ) -> None:
+        """Runs ``body(block, refs, (start, units, *numbers))`` for the leaf that a block works on.
+
+        Args:
+          body: takes the block's index, the leaf's references as :func:`load_units` takes them,
+            and numbers as (LANES,), uint32: the leaf's first block, its units and `numbers`.
+          rows: references of each leaf.
+          *numbers: of each leaf.
+        """
+        block = lax.axis_index(BLOCK)
+        starts = self.starts[:-1]
+        of_leaves = list(zip(starts, self.units, *numbers, strict=True))
+        with_chosen(lambda *leaf: body(block, *leaf), block, rows, starts, of_leaves)
+
+    def units_of_lanes(
+        self, block: jax.Array, start: jax.Array, lane: jax.Array
+    ) -> Iterator[jax.Array]:
+        """The units that each lane takes, (LANES,) each, of the leaf from block `start` on."""
+        first = (block.astype(jnp.uint32) - start) * jnp.uint32(LANES * self.per_lane) + lane
+        for k in range(self.per_lane):
+            yield first + jnp.uint32(k * LANES)
