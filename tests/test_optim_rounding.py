@@ -60,7 +60,7 @@ def test_every_dtype_takes_every_option():
             mu, nu = kept if kept is codes else (kept, kept)
             known = {"master_dtype": master, "stochastic_rounding": stochastic}
             tx = made(mu_dtype=mu, nu_dtype=nu, **known)
-            params = jax.ShapeDtypeStruct((arithmetic._SMALLEST_IN_CODES,), dtype)
+            params = jax.ShapeDtypeStruct((arithmetic.SMALLEST_IN_CODES,), dtype)
             state = jax.eval_shape(tx.init, params)
             after = jax.eval_shape(functools.partial(jaxkern.apply, tx), params, state, params)
             assert types(after) == types((params, state))
@@ -122,7 +122,7 @@ TRAINED = {
 def test_low_precision_trains_like_fp32(kept):
     """The loss curve stays with fp32's, where plain bf16's does not."""
     dtype, options = kept
-    size = arithmetic._SMALLEST_IN_CODES if options is CODED else 32
+    size = arithmetic.SMALLEST_IN_CODES if options is CODED else 32
     exact, got, plain = curve(F32, size), curve(dtype, size, **options), curve(BF16)
     assert np.abs(got[:10] - exact[:10]).max() < 0.1
     assert np.abs(plain - curve(F32)).max() > 1

@@ -145,7 +145,7 @@ def floating_leaves(
             leaves.append(leaf if struct else jnp.asarray(leaf))
             continue
         if struct:
-            remedy = "this needs values, and jax.eval_shape gives shapes alone"
+            remedy = "it needs values; call it under jax.eval_shape for shapes alone"
         elif is_a(jnp.complexfloating):
             remedy = "keep its parts apart, as optax.contrib.split_real_and_imaginary does"
         elif is_a(jnp.floating):

@@ -122,20 +122,6 @@ class Leaf(NamedTuple):
 # The step of some elements, in the kernel and outside
 
 
-def corrected(n: StepNumbers, g: Any, mu: Any) -> Any:
-    """The average of the gradients without its bias to 0; with Nesterov's, one step ahead."""
-    m = mu * n.mu_factor
-    return m if n.grad_factor is None else m + g * n.grad_factor
-
-
-def plain_ratio(n: StepNumbers, g: Any, mu: Any, nu: Any) -> Any:
-    """Adam's step before the learning rate: the average over the root of that of the squares."""
-    m = corrected(n, g, mu)
-    if n.eps_root is not None:
-        return m / (jnp.sqrt(nu * n.nu_factor + n.eps_root) + n.eps)
-    return m / (jnp.sqrt(nu) * n.nu_factor + n.eps)
-
-
 def step(
     rule: UpdateRule,
     n: StepNumbers,
@@ -144,14 +130,22 @@ def step(
     p: Any,
     mu: Any,
     nu: Any,
-    ratio: Callable[[StepNumbers, Any, Any, Any], Any] = plain_ratio,
+    sqrt: Callable[..., Any] = jnp.sqrt,
+    divide: Callable[..., Any] = jnp.divide,
 ):
-    """Returns the change of p and the new mu and nu; p may be ``None`` where nothing decays."""
+    """Returns the change of p and the new mu and nu; p may be ``None`` where nothing decays.
+
+    `sqrt` and `divide` are the functions to use.
+    """
     g = g * n.scale
     if rule.kind == "adam":
         mu = n.b1 * mu + n.one_minus_b1 * g
         nu = n.b2 * nu + n.one_minus_b2 * (g * g)
-        change = ratio(n, g, mu, nu)
+        root = sqrt(nu if n.eps_root is None else nu * n.nu_factor + n.eps_root)
+        m = mu * n.mu_factor
+        m = m if n.grad_factor is None else m + g * n.grad_factor
+        root = root * n.nu_factor if n.eps_root is None else root
+        change = divide(m, root + n.eps)
     else:
         change = g
         if mu is not None:
@@ -171,12 +165,7 @@ GROUP = 8
 
 
 def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """Rounds x to one of the two bfloat16 around it, and returns that in float32.
-
-    Args:
-      x: float32.
-      bits: the shape of x, uint32, below 2^16.
-    """
+    """Rounds x, float32, to a bfloat16 beside it, in float32, by `bits`, uint32 below 2^16."""
     word = lax.bitcast_convert_type(x, jnp.uint32) + bits
     rounded = lax.bitcast_convert_type(word & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(x == x, rounded, x)
@@ -211,17 +200,10 @@ def group_draws(
     stream: int,
     product: Product = wide_product,
 ) -> tuple[list[Any], list[Any]]:
-    """Draws two uniform uint32 below 2^16 for each of a group of elements, independent ones.
+    """Draws two uniform uint32 below 2^16 for each of a group of `GROUP` elements.
 
-    Args:
-      group: uint32, which group of `GROUP` elements.
-      leaf: uint32, the leaf's number.
-      seed: the two words of the key and the step, each uint32.
-      stream: which of the independent streams.
-      product: (a, b) -> the upper and the lower half of a · b.
-
-    Returns:
-      The first and the second draw, an array for each element.
+    `group` and the number of the `leaf` are uint32, and so are the two words of the key and the
+    step that `seed` is. Returns the first draws and the second ones, an array for each element.
     """
     zero = group & jnp.uint32(0)
     key, step = seed[:2], seed[2]
@@ -243,7 +225,9 @@ def leaf_draws(shape: tuple[int, ...], leaf: Any, seed: Sequence[Any], stream: i
 CODE_BLOCK = 256
 """Elements that share a scale: a warp's, 8 to a lane."""
 
-_SMALLEST_IN_CODES = 4096  # elements of a leaf: smaller ones take little memory
+SMALLEST_IN_CODES = 4096
+"""Elements of a leaf that is kept in 8 bits: smaller ones take little memory."""
+
 _PER_OCTAVE = 12
 _ABOVE = (0.49278013254, 0.99986099001, 0.028879469519, 0.000556039346)
 """The coefficients of a polynomial that is 0 at −1/2, 1 at 1/2, and off by at most 9e-8 between."""
@@ -259,12 +243,6 @@ class Quantised(NamedTuple):
 
     codes: Any
     scale: Any
-
-
-def quantisable(shape: tuple[int, ...]) -> bool:
-    """Says whether an array of `shape` is kept in 8 bits: if it is large and of whole blocks."""
-    size = math.prod(shape)
-    return size >= _SMALLEST_IN_CODES and size % CODE_BLOCK == 0
 
 
 def is_code(a: Any) -> bool:
@@ -291,13 +269,8 @@ def before_rounding(
 ) -> jax.Array:
     """The number whose nearest whole number is the code of x, in float32: its random part added.
 
-    Args:
-      dtype: int8 or uint8.
-      x: float32, of at most the magnitude of scale, for uint8 not negative.
-      scale: of each element.
-      bits: uint32 below 2^16.
-      log2: the function to use.
-      nearest: the whole number, of magnitudes below 2^22.
+    `x` is of at most the magnitude of its `scale`, and for uint8 not negative; `bits` are uint32
+    below 2^16; `log2` and `nearest`, of magnitudes below 2^22, are the functions to use.
     """
     # 1 + bits / 2^23, by its mantissa; (bits + 1/2) / 2^16 is uniform.
     above_one = lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32)

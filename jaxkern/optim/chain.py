@@ -26,7 +26,6 @@ from jaxkern.core.kernel_call import warn_once
 from jaxkern.optim.step import (
     FusedAdamState,
     FusedSgdState,
-    Number,
     OptimizerOptions,
     check_number,
     mask_of,
@@ -82,8 +81,8 @@ class ChainPart(NamedTuple):
     @property
     def inner(self) -> "ChainPart | None":
         """The transformation that a mask is around, if this is a masked one."""
-        masked = self.held("masked")
-        return ChainPart(masked["inner"].update, self.state.inner_state) if masked else None
+        inner = self.held("masked").get("inner")
+        return inner and ChainPart(inner.update, self.state.inner_state)
 
 
 def _links(update: Any, state: Any) -> dict[Any, ChainPart]:
@@ -129,7 +128,10 @@ def one_pass(parts: Sequence[ChainPart]) -> tuple[int, OptimizerOptions] | None:
     if odd is None and at == len(parts):
         odd = next(filter(_is_around_fused, parts), None)
     elif odd is None and (options := parts[at].options):
-        return at, dataclasses.replace(options, rate_factor=math.prod(factors) if factors else None)
+        rate: Any = options.learning_rate
+        factor: Any = math.prod(factors)
+        scaled = lambda count: (rate(count) if callable(rate) else rate) * factor
+        return at, dataclasses.replace(options, learning_rate=scaled) if factors else options
     if odd is not None:
         _warn_of_two_passes(odd)
     return None
@@ -143,10 +145,10 @@ def _is_around_fused(part: ChainPart) -> bool:
 @standard_promotion()
 def _factor(part: ChainPart) -> Any:
     """The factor of the learning rate that a part behind the pass is, or ``None``."""
-    schedule = part.held("schedule").get("step_size_fn")
-    factor = schedule(part.state.count) if schedule else None
-    factor = part.held("scale").get("step_size", factor)
-    return None if _number(factor) is None else jnp.asarray(factor, float)
+    factor: Any = part.held("scale").get("step_size")
+    if schedule := part.held("schedule").get("step_size_fn"):
+        factor = schedule(part.state.count)
+    return jnp.asarray(factor, float) if _is_number(factor) else None
 
 
 @standard_promotion()
@@ -165,8 +167,8 @@ def taken(
 def _with_part(options: OptimizerOptions, part: ChainPart, params: Any) -> OptimizerOptions | None:
     """The options with a part in front of the pass, if the pass can do it."""
     if clip := part.held("clip"):
-        limit = _number(clip.get("max_norm"), 0, finite=False)
-        if limit is None or (not isinstance(limit, jax.Array) and limit == 0):
+        limit: Any = clip.get("max_norm")
+        if not _is_number(limit, 0):
             return None
         both = limit if options.clip_norm is None else jnp.minimum(limit, options.clip_norm)
         return dataclasses.replace(options, clip_norm=both)
@@ -183,17 +185,16 @@ def _with_part(options: OptimizerOptions, part: ChainPart, params: Any) -> Optim
         mask = mask_of(part.held("masked").get("mask"), params)
     except TypeError:
         return None
-    if _number(number) is None:
-        return None
-    return dataclasses.replace(options, weight_decay=number, mask=mask)
+    taken = _is_number(number)
+    return dataclasses.replace(options, weight_decay=number, mask=mask) if taken else None
 
 
-def _number(value: Any, low: float = -math.inf, *, finite: bool = True) -> Number | None:
-    """Returns `value` if it is a number that an option can be."""
+def _is_number(value: Any, low: float = -math.inf) -> bool:
+    """Says whether an option can be `value`."""
     try:
-        return None if callable(value) else check_number("value", value, low, finite=finite)
+        return check_number("value", value, low, finite=False) is not None
     except (TypeError, ValueError):
-        return None
+        return False
 
 
 def stepped(part: ChainPart) -> Any:

@@ -11,15 +11,9 @@ A block is one warpgroup. Each lane loads `_BYTES` of a leaf at a time. `scale` 
 a warp that has found a result that is not finite writes so into the launch's one flag, which
 otherwise stays 0. `norm` writes a sum for each warp, that XLA adds up; the order is fixed.
 
-Gradients of a batch in parts have the activations of one part alone in memory. For microbatches
-x₁ … x_K and a loss L that is a mean over its batch,
-
-    loss  = 1/K Σ L(p, x_k)
-    grads = 1/K Σ ∂L(p, x_k)/∂p
-
-which are those of the whole batch where the parts are equally large. The sums are kept in fp32 and
-rounded once, to the dtype that ``jax.grad`` gives. On D devices that have K microbatches each the
-means are over all K · D, and the devices exchange their sums once, at the end.
+Gradients of a batch in parts have the activations of one part alone in memory. Their sums are kept
+in fp32 and rounded once, to the dtype that ``jax.grad`` gives. Devices that have microbatches each
+exchange their sums once, at the end.
 """
 
 import dataclasses
@@ -33,18 +27,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.arguments import check_axis_names, check_flag, floating_leaves
+from jaxkern.core.arguments import check_axis_names, check_flag, floating_leaves, unfit
 from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import vary_over
 from jaxkern.mosaic.lane_sums import largest_of_warp, sum_of_warp
-from jaxkern.mosaic.lanes import join_lanes
 from jaxkern.mosaic.launch import LANES, launch_in_place, launch_kernel
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 from jaxkern.optim.kernel import (
-    DTYPES,
     Blocks,
     flattened,
     grouped,
@@ -124,10 +116,7 @@ def sum_of_squares(mode: Mode, leaves: Sequence[jax.Array], f32: Any = jnp.float
 
 def _unsupported(a: jax.Array) -> str | None:
     """Says why the kernels cannot take a leaf."""
-    if a.dtype.name not in DTYPES:
-        return f"a leaf has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
-    reason = too_large(_vector(a), a.size)
-    return reason and f"a leaf's {reason}"
+    return unfit(**{"a leaf": a}) or too_large(_vector(a), a.size)
 
 
 def _vector(a: Any) -> int:
@@ -192,19 +181,19 @@ def _launch_scale(
     options: GradientOptions, factor: jax.Array, *leaves: jax.Array
 ) -> tuple[jax.Array, ...]:
     del options
-    blocks, vec = _blocks(leaves)
+    blocks = _blocks(leaves)
 
     def kernel(header: Any, *refs: Any) -> None:
         *leaves, flag = refs
 
         def scale(block: jax.Array, refs: Any, leaf: Any) -> None:
             (ref,), (start, units) = refs, leaf
-            _, of_lane, values = _loaded(blocks, vec, block, ref, start, units)
+            _, of_lane, values = _loaded(blocks, block, ref, start, units)
             (word,) = load_words(header, 1)
-            factor = join_lanes([lax.bitcast_convert_type(word, jnp.float32)] * vec)
+            factor = blocks.spread(lax.bitcast_convert_type(word, jnp.float32))
             scaled = [v * factor for v in values]  # (LANES · vec,) each
             for unit, value in zip(of_lane, scaled, strict=True):
-                store_units(ref, unit, value, vec, below=units)
+                store_units(ref, unit, value, blocks.vec, below=units)
             largest = largest_of_warp(functools.reduce(jnp.maximum, map(jnp.abs, scaled)))
             bad = jnp.where(largest < _overflow(ref.dtype), jnp.uint32(0), jnp.uint32(1))
             first_of_all, one = jnp.zeros((LANES,), jnp.uint32), jnp.ones((LANES,), jnp.float32)
@@ -220,7 +209,7 @@ def _launch_scale(
 
 def _launch_squares(options: GradientOptions, *leaves: jax.Array) -> tuple[jax.Array]:
     del options
-    blocks, vec = _blocks(leaves)
+    blocks = _blocks(leaves)
     warps = LANES // 32
 
     def kernel(*refs: Any) -> None:
@@ -228,8 +217,8 @@ def _launch_squares(options: GradientOptions, *leaves: jax.Array) -> tuple[jax.A
 
         def square(block: jax.Array, refs: Any, leaf: Any) -> None:
             (ref,), (start, units) = refs, leaf
-            lane, of_lane, values = _loaded(blocks, vec, block, ref, start, units)
-            inside = [join_lanes([jnp.where(u < units, 1.0, 0.0)] * vec) > 0 for u in of_lane]
+            lane, of_lane, values = _loaded(blocks, block, ref, start, units)
+            inside = [blocks.spread(jnp.where(u < units, 1.0, 0.0)) > 0 for u in of_lane]
             squares = [jnp.where(i, v * v, 0.0) for i, v in zip(inside, values, strict=True)]
             total = sum_of_warp(functools.reduce(jnp.add, squares))  # (LANES,)
             warp = block.astype(jnp.uint32) * jnp.uint32(warps) + (lane >> 5)
@@ -242,15 +231,15 @@ def _launch_squares(options: GradientOptions, *leaves: jax.Array) -> tuple[jax.A
     return (sums(*(a.reshape(-1) for a in leaves)).sum(),)
 
 
-def _blocks(leaves: Sequence[jax.Array]) -> tuple[Blocks, int]:
-    """The blocks of a launch over leaves of one dtype, and the elements of a unit."""
+def _blocks(leaves: Sequence[jax.Array]) -> Blocks:
+    """The blocks of a launch over leaves of one dtype."""
     vec = _vector(leaves[0])
     per_lane = min(8, _BYTES // (vec * leaves[0].dtype.itemsize))
-    return Blocks([a.size // vec for a in leaves], per_lane), vec
+    return Blocks([a.size for a in leaves], vec, per_lane)
 
 
 def _loaded(
-    blocks: Blocks, vec: int, block: jax.Array, ref: Any, start: jax.Array, units: jax.Array
+    blocks: Blocks, block: jax.Array, ref: Any, start: jax.Array, units: jax.Array
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
     """Loads a block's part of a leaf: lane, the lanes' units, their elements (LANES · vec,).
 
@@ -259,7 +248,7 @@ def _loaded(
     lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=ROW)
     of_lane = list(blocks.units_of_lanes(block, start, lane))
     last = units - jnp.uint32(1)
-    return lane, of_lane, [load_units(ref, jnp.minimum(u, last), vec) for u in of_lane]
+    return lane, of_lane, [load_units(ref, jnp.minimum(u, last), blocks.vec) for u in of_lane]
 
 
 def _overflow(dtype: Any) -> float:
@@ -367,7 +356,6 @@ def sums_of_gradients(
     """
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
     axes = varying(*jax.tree.leaves((params, microbatches)))
-
     zeros = lambda p: vary_over(jnp.zeros_like(p, dtype=wide(p.dtype)), axes)
 
     def add(totals: Tree, microbatch: Tree) -> tuple[Tree, Any]:

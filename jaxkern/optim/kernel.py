@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 
 from jaxkern.core import mesh
+from jaxkern.core.arguments import unfit
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.mosaic.arithmetic import nearest
@@ -52,7 +53,6 @@ from jaxkern.optim.arithmetic import (
     UpdateRule,
     before_rounding,
     changed,
-    corrected,
     decoded,
     draws_needed,
     group_draws,
@@ -71,9 +71,6 @@ LARGE = 2**24
 MAX_REFS = 128
 """A launch takes at most so many arrays: from 256 on the choice among them takes registers."""
 
-DTYPES = ("float32", "bfloat16", "float16")
-"""The dtypes that the kernels take, of all arrays but codes of 8 bits."""
-
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def update_leaves(
@@ -86,13 +83,7 @@ def update_leaves(
 ) -> list[Leaf]:
     """Does a step, and returns the new leaves, their gradients ``None``.
 
-    Args:
-      rule: the optimizer.
-      mode: what runs, from :func:`jaxkern.core.dispatch.resolve`.
-      decays: whether each leaf does.
-      numbers: of the step.
-      seed: (3,), uint32, the seed's two words and the step, for the stochastic rounding.
-      leaves: floating arrays.
+    `decays` says whether each leaf does; `seed` (3,), uint32, is the seed's two words and the step.
     """
     done: list[Any] = [None] * len(leaves)
     by_kernel: list[int] = []
@@ -124,13 +115,12 @@ def update_leaves(
 
 def leaf_unsupported(rule: UpdateRule, leaf: Leaf) -> str | None:
     """Says why the kernel cannot take a leaf."""
-    for a in leaf:
-        if a is not None and not is_code(a) and a.dtype.name not in DTYPES:
-            return f"it has dtype {a.dtype}, and the kernel takes {', '.join(DTYPES)}"
+    arrays = leaf._asdict().items()
+    if reason := unfit(**{name: a for name, a in arrays if a is not None and not is_code(a)}):
+        return reason
     if leaf.has_codes and may_be_split([leaf.weight]):
         return "blocks of 8-bit codes may be split over devices; use jax.shard_map"
-    reason = too_large(_vector(rule, leaf), leaf.weight.size)
-    return reason and f"its {reason}"
+    return too_large(_vector(rule, leaf), leaf.weight.size)
 
 
 def _vector(rule: UpdateRule, leaf: Leaf) -> int:
@@ -201,39 +191,21 @@ def _reference(options, header, values, number, *arrays) -> tuple[Any, ...]:
 # The kernel
 
 
-@dataclasses.dataclass(frozen=True)
-class UpdatePlan:
-    """What the kernel's blocks are compiled for."""
-
-    rule: UpdateRule
-    leaf: Leaf  # any of the launch's, for the dtypes of all
-    decays: bool
-    vec: int  # elements of a unit
-
-    @property
-    def per_lane(self) -> int:
-        """The units of a lane: twice as many elements where averages are 8-bit codes."""
-        return min(4, (2 if self.leaf.has_codes else 1) * ELEMENTS // self.vec)
-
-    def spread(self, of_lanes: jax.Array) -> jax.Array:
-        """Gives each lane's number to all elements of its unit: (LANES,) -> (LANES · vec,)."""
-        return join_lanes([of_lanes] * self.vec)
-
-
 def _launch(options, header, values, number, *arrays) -> tuple[Any, ...]:
     """Returns the leaves' arrays after the step, without gradients."""
     del values
     rule, leaves = options.rule, _leaves(arrays)
     vec = _vector(rule, leaves[0])
-    plan = UpdatePlan(rule, leaves[0], options.decays, vec)
-    blocks = Blocks([leaf.weight.size // vec for leaf in leaves], plan.per_lane)
+    # Twice as many elements where averages are 8-bit codes.
+    per_lane = min(4, (2 if leaves[0].has_codes else 1) * ELEMENTS // vec)
+    blocks = Blocks([leaf.weight.size for leaf in leaves], vec, per_lane)
     grads = [leaf.grad.reshape(-1) for leaf in leaves]
     written = [a.reshape(-1) for leaf in leaves for a in leaf[1:] if a is not None]
     width = len(written) // len(leaves)
 
     def kernel(header: Any, number: Any, *refs: Any) -> None:
         rows = zip(refs[: len(grads)], itertools.batched(refs[len(grads) :], width), strict=True)
-        body = functools.partial(_block, plan, blocks, header, number)
+        body = functools.partial(_update_block, options, leaves[0], blocks, header, number)
         blocks.run(body, [(g, *row) for g, row in rows], options.offsets)
 
     fixed = [header, number, *grads]
@@ -243,115 +215,85 @@ def _launch(options, header, values, number, *arrays) -> tuple[Any, ...]:
     )
 
 
-def _block(
-    plan: UpdatePlan,
+def _update_block(
+    options: UpdateOptions,
+    like: Leaf,
     blocks: "Blocks",
     header: Any,
     number: Any,
     block: jax.Array,
     refs: Sequence[Any],
-    leaf_numbers: Sequence[jax.Array],
+    of_leaf: Sequence[jax.Array],
 ) -> None:
-    """Does the step on the units of a leaf that are a block's."""
-    names = number_names(plan.rule)
+    """Does the step on a block's units of a leaf, which has the arrays that `like` has."""
+    rule, vec = options.rule, blocks.vec
+    names = number_names(rule)
     words = load_words(header, len(names) + 3)  # (LANES,) each
     of_lanes = [lax.bitcast_convert_type(word, jnp.float32) for word in words[: len(names)]]
-    numbers = StepNumbers(**dict(zip(names, map(plan.spread, of_lanes), strict=True)))
+    numbers = StepNumbers(**dict(zip(names, map(blocks.spread, of_lanes), strict=True)))
     seed = words[len(names) :]
     (first_leaf,) = load_words(number, 1)
-    start, units, offset = leaf_numbers
+    start, units, offset = of_leaf
     present = iter(refs)
-    leaf = Leaf(*(None if a is None else next(present) for a in plan.leaf))
+    leaf = Leaf(*(None if a is None else next(present) for a in like))
+    random_state, random_weight = draws_needed(rule, leaf)
     lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=ROW)
     # A step that is skipped stores nothing.
     below = jnp.where(of_lanes[0] > 0, units, jnp.uint32(0))
+    store = functools.partial(store_units, below=below)
+
+    def rounded(dtype: Any, x: jax.Array, bits: Any) -> jax.Array:
+        return round_to_bfloat16(x, bits) if rule.stochastic and dtype == jnp.bfloat16 else x
+
     loaded = []
     for unit in blocks.units_of_lanes(block, start, lane):
         inside = jnp.minimum(unit, units - jnp.uint32(1))
-        values = [None if r is None else load_units(r, inside, plan.vec) for r in leaf[:4]]
+        values = [None if r is None else load_units(r, inside, vec) for r in leaf[:4]]
         scales = [None if r is None else load_units(r, inside >> 5, 1) for r in leaf[5:]]
         loaded.append((unit, values, scales))
-    for unit, values, scales in loaded:
-        draw = functools.partial(_draws, plan, unit, first_leaf + offset, seed)
-        _update_unit(plan, leaf, numbers, draw, unit, below, values, scales)
+    for unit, (g, p, *averages), scales in loaded:
+        draws = functools.partial(_draws, vec, unit, first_leaf + offset, seed)
+        of_state = draws(0) if random_state else (None, None)
+        mu, nu = (
+            a if scale is None else decoded(ref.dtype, a, blocks.spread(scale), fast_exp2)
+            for a, scale, ref in zip(averages, scales, leaf[2:4], strict=True)
+        )
+        delta, mu, nu = step(rule, numbers, options.decays, g, p, mu, nu, _sqrt, _divide)
+        weight = p + delta
+        bits = draws(1)[0] if random_weight else None
+        store(leaf.weight, unit, rounded(leaf.weight.dtype, weight, bits), vec)
+        if leaf.copy is not None:
+            store(leaf.copy, unit, weight, vec)
+        for ref, scale_ref, new, bits in zip(leaf[2:4], leaf[5:], (mu, nu), of_state, strict=True):
+            if new is None:
+                continue
+            if scale_ref is None or bits is None:
+                out = rounded(ref.dtype, new, bits)
+            else:
+                largest = largest_of_warp(new)  # (LANES,), of the warp's block of codes
+                scale = blocks.spread(largest)
+                out = before_rounding(ref.dtype, new, scale, bits, fast_log2, nearest)
+                store_units(scale_ref, unit >> 5, largest, 1, below=below >> 5)
+            store(ref, unit, out, vec)
 
 
-def _update_unit(
-    plan: UpdatePlan,
-    leaf: Leaf,
-    numbers: StepNumbers,
-    draw: Callable[[int], Sequence[jax.Array]],
-    unit: jax.Array,
-    below: jax.Array,
-    values: Sequence[Any],
-    scales: Sequence[Any],
-) -> None:
-    """Does the step on a unit of each lane, and stores the results.
-
-    Args:
-      plan: what the kernel is compiled for.
-      leaf: references to the leaf's arrays.
-      numbers: of the step, (LANES · vec,) each.
-      draw: gives the random bits of a stream.
-      unit: (LANES,), uint32, which unit of the leaf each lane has.
-      below: (LANES,), uint32; a lane stores a unit that is below it.
-      values: of grad, weight, mu and nu, (LANES · vec,) each.
-      scales: of mu and nu where they are codes, (LANES,) each.
-    """
-    g, p, *averages = values
-    of_state, of_weight = draws_needed(plan.rule, plan.leaf)
-    draws = draw(0) if of_state else (None, None)
-    mu, nu = (
-        a if scale is None else decoded(like.dtype, a, plan.spread(scale), fast_exp2)
-        for a, scale, like in zip(averages, scales, plan.leaf[2:4], strict=True)
-    )
-    delta, mu, nu = step(plan.rule, numbers, plan.decays, g, p, mu, nu, _fast_ratio)
-    weight = p + delta
-
-    def rounded(dtype: Any, x: jax.Array, bits: Any) -> jax.Array:
-        return round_to_bfloat16(x, bits) if plan.rule.stochastic and dtype == jnp.bfloat16 else x
-
-    bits = draw(1)[0] if of_weight else None
-    store = functools.partial(store_units, below=below)
-    store(leaf.weight, unit, rounded(leaf.weight.dtype, weight, bits), plan.vec)
-    if leaf.copy is not None:
-        store(leaf.copy, unit, weight, plan.vec)
-    for ref, scale_ref, new, bits in zip(leaf[2:4], leaf[5:], (mu, nu), draws, strict=True):
-        if new is None:
-            continue
-        if scale_ref is None or bits is None:
-            out = rounded(ref.dtype, new, bits)
-        else:
-            largest = largest_of_warp(new)  # (LANES,), of the warp's block of codes
-            of_all = plan.spread(largest)
-            out = before_rounding(ref.dtype, new, of_all, bits, fast_log2, nearest)
-            store_units(scale_ref, unit >> 5, largest, 1, below=below >> 5)
-        store(ref, unit, out, plan.vec)
+def _sqrt(nu: jax.Array) -> jax.Array:
+    """√nu by an instruction that takes denormals for 0: nu is kept normal, as eps may be 0."""
+    return fast_sqrt(jnp.maximum(nu, 2.0**-126))
 
 
-_SMALLEST_NORMAL = 2.0**-126
+def _divide(m: jax.Array, root: jax.Array) -> jax.Array:
+    return m * fast_reciprocal(root)
 
 
-def _fast_ratio(n: StepNumbers, g: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.Array:
-    """Adam's step by instructions that take denormals for 0: nu is kept normal, as eps may be 0."""
-    if n.eps_root is not None:
-        nu = nu * n.nu_factor + n.eps_root
-    root = fast_sqrt(jnp.maximum(nu, _SMALLEST_NORMAL))
-    m = corrected(n, g, mu)
-    scaled = root if n.eps_root is not None else root * n.nu_factor
-    return m * fast_reciprocal(scaled + n.eps)
-
-
-def _draws(
-    plan: UpdatePlan, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int
-) -> list[jax.Array]:
+def _draws(vec: int, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int) -> list[jax.Array]:
     """Two draws for the elements of the lanes' units, (LANES · vec,) each."""
-    per_group = GROUP // plan.vec
+    per_group = GROUP // vec
     group = unit >> jnp.uint32(per_group.bit_length() - 1)
     which = unit & jnp.uint32(per_group - 1)
 
     def of_unit(draws: list[jax.Array]) -> jax.Array:
-        units = list(itertools.batched(draws, plan.vec))
+        units = list(itertools.batched(draws, vec))
         mine = list(units[0])
         for k, others in enumerate(units[1:], 1):
             mine = [jnp.where(which == k, b, a) for a, b in zip(mine, others, strict=True)]
@@ -431,18 +373,20 @@ class Blocks:
     """The blocks of a launch, each a warpgroup that works on one leaf.
 
     Attributes:
-      units: how many units each leaf has.
+      sizes: the elements of each leaf.
+      vec: those of a unit, by which they divide.
       per_lane: how many units a lane takes.
     """
 
-    units: Sequence[int]
+    sizes: Sequence[int]
+    vec: int
     per_lane: int
 
     @property
     def starts(self) -> list[int]:
         """The first block of each leaf, and last the number of blocks."""
-        each = (-(-n // (LANES * self.per_lane)) for n in self.units)
-        return list(itertools.accumulate(each, initial=0))
+        of_block = LANES * self.per_lane * self.vec
+        return list(itertools.accumulate((-(-n // of_block) for n in self.sizes), initial=0))
 
     def launch(self, name: str) -> dict[str, Any]:
         """The arguments of :func:`launch_kernel` for a kernel of so many blocks."""
@@ -454,15 +398,13 @@ class Blocks:
     ) -> None:
         """Runs ``body(block, refs, (start, units, *numbers))`` for the leaf that a block works on.
 
-        Args:
-          body: takes the block's index, the leaf's references as :func:`load_units` takes them,
-            and numbers as (LANES,), uint32: the leaf's first block, its units and `numbers`.
-          rows: references of each leaf.
-          *numbers: of each leaf.
+        It takes the block's index, the leaf's of `rows`, references, as :func:`load_units` takes
+        them, and as (LANES,), uint32, the leaf's first block, its units and its of `numbers`.
         """
         block = lax.axis_index(BLOCK)
         starts = self.starts[:-1]
-        of_leaves = list(zip(starts, self.units, *numbers, strict=True))
+        units = [size // self.vec for size in self.sizes]
+        of_leaves = list(zip(starts, units, *numbers, strict=True))
         with_chosen(lambda *leaf: body(block, *leaf), block, rows, starts, of_leaves)
 
     def units_of_lanes(
@@ -472,3 +414,7 @@ class Blocks:
         first = (block.astype(jnp.uint32) - start) * jnp.uint32(LANES * self.per_lane) + lane
         for k in range(self.per_lane):
             yield first + jnp.uint32(k * LANES)
+
+    def spread(self, of_lanes: jax.Array) -> jax.Array:
+        """Gives each lane's number to all elements of its unit: (LANES,) -> (LANES · vec,)."""
+        return join_lanes([of_lanes] * self.vec)

@@ -16,11 +16,11 @@ from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.dispatch import Implementation, Mode
 from jaxkern.optim.arithmetic import (
     CODE_BLOCK,
+    SMALLEST_IN_CODES,
     Leaf,
     Quantised,
     StepNumbers,
     UpdateRule,
-    quantisable,
 )
 from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.precision import LossScale, check_loss_scale
@@ -50,7 +50,6 @@ class OptimizerOptions:
     eps_root: Number | None = None
     weight_decay: Number | None = None
     mask: Any = None
-    rate_factor: Number | None = None  # of the learning rate, by what stands behind in a chain
 
     @property
     def has_mu(self) -> bool:
@@ -98,16 +97,10 @@ def initial_state(options: OptimizerOptions, params: Tree) -> FusedAdamState | F
 
     `params` is a tree of floating arrays, or without master copies of ``jax.ShapeDtypeStruct``.
     """
-    leaves, treedef = floating_leaves("params", params, values=False)
+    leaves, treedef = floating_leaves("params", params, values=options.master)
     zeros = lambda dtype: treedef.unflatten([_zeros(p, dtype) for p in leaves])
     masters = None
     if options.master:
-        for p, path in zip(leaves, _paths(params), strict=True):
-            if isinstance(p, jax.ShapeDtypeStruct) and _has_master(p):
-                raise TypeError(
-                    f"params{path} must be an array, as its master copy begins with its values; "
-                    "got a ShapeDtypeStruct. Use jax.eval_shape(tx.init, params) for shapes alone"
-                )
         copy = lambda p: p.astype(jnp.float32) if _has_master(p) else optax.MaskedNode()
         masters = treedef.unflatten(map(copy, leaves))
     common = {
@@ -128,7 +121,7 @@ def _has_master(param: Any) -> bool:
 
 def _zeros(param: Any, dtype: Any) -> Any:
     if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
-        if quantisable(param.shape):
+        if param.size >= SMALLEST_IN_CODES and param.size % CODE_BLOCK == 0:
             scale = jnp.zeros(param.size // CODE_BLOCK, jnp.float32)
             return Quantised(jnp.zeros_like(param, dtype=dtype), scale)
         dtype = None
@@ -156,14 +149,11 @@ class PreparedStep:
             pairs = [(getattr(leaf, field), getattr(leaf, f"{field}_scale")) for leaf in after]
             return unflatten([a if s is None else Quantised(a, s) for a, s in pairs])
 
-        changes: dict[str, Any] = {"count": optax.safe_increment(state.count)}
+        counted = lambda done, count: jnp.where(done, optax.safe_increment(count), count)
+        changes: dict[str, Any] = {"count": counted(self.finite, state.count)}
         if options.skip_nonfinite:
-            skipped, before = optax.safe_increment(state.total_notfinite), state.total_notfinite
-            changes = {
-                "count": jnp.where(self.finite, changes["count"], state.count),
-                "last_finite": self.finite,
-                "total_notfinite": jnp.where(self.finite, before, skipped),
-            }
+            changes["last_finite"] = self.finite
+            changes["total_notfinite"] = counted(~self.finite, state.total_notfinite)
         if options.master:
             copies = [optax.MaskedNode() if leaf.copy is None else leaf.weight for leaf in after]
             changes["master"] = unflatten(copies)
@@ -190,7 +180,7 @@ def prepare(
     """
     check_loss_scale(loss_scale)
     if grad_norm is not None:
-        _check_scalar("grad_norm", grad_norm)
+        check_number("grad_norm", grad_norm, finite=False)
     decaying = options.weight_decay is not None
     if params is None and (decaying or options.master or options.rule.stochastic):
         raise ValueError(
@@ -225,10 +215,7 @@ def _check_state(options: OptimizerOptions, state: Any) -> None:
             f"init; got {type(state).__name__}"
         )
     if type(state.count).__module__.startswith("flax.nnx"):
-        raise TypeError(
-            f"{options.name}: state must hold arrays, got the nnx.Variables of an nnx.Optimizer; "
-            "update by jaxkern.nn.flax.Optimizer, or pass nnx.as_pure(optimizer.opt_state)"
-        )
+        raise TypeError(f"{options.name}: state must hold arrays, got nnx.Variables; {_OF_NNX}")
     if options.master != (state.master is not None) or options.skip_nonfinite != (
         state.last_finite is not None
     ):
@@ -294,22 +281,21 @@ def _paths(tree: Tree, is_leaf: Any = None) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in found]
 
 
+_OF_NNX = "use jaxkern.nn.flax.Optimizer, or make arrays by nnx.as_pure"
+
+
 def _difference(what: str, tree: Tree, name: str, like: Tree, is_leaf: Any) -> str:
     """Says where two trees differ first, in few words whatever they hold."""
     got, want = _paths(tree, is_leaf), _paths(like)
-    missing = next((path for path in want if path not in got), None)
-    extra = next((path for path in got if path not in want), None)
-    if missing is None and extra is None:
-        kinds = f"{type(tree).__name__} of {what} and {type(like).__name__} of {name}"
-        return f"the containers are of other types, as {kinds}"
-    if f"{missing}['codes']" in got:
-        kept = f"nnx.Optimizer took the 8-bit average {what}{missing} apart"
-        return f"{kept}; use jaxkern.nn.flax.Optimizer"
-    if (missing or extra or "").removesuffix(".value") in (
-        path.removesuffix(".value") for path in (got if missing else want)
-    ):
-        return f"{what} or {name} holds nnx.Variables, of which nnx.as_pure makes arrays"
-    return f"{what}{missing} is missing" if missing else f"{what}{extra} is not in {name}"
+    missing = next((path for path in want if path not in got), "")
+    extra = next((path for path in got if path not in want), "")
+    arrays = {path.removesuffix(".value") for path in (got if missing else want)}
+    if f"{missing}['codes']" in got or (missing or extra).removesuffix(".value") in arrays:
+        return f"nnx.Optimizer or nnx.State made nnx.Variables of arrays; {_OF_NNX}"
+    if missing or extra:
+        return f"{what}{missing} is missing" if missing else f"{what}{extra} is not in {name}"
+    kinds = f"{type(tree).__name__} of {what} and {type(like).__name__} of {name}"
+    return f"the containers are of other types, as {kinds}"
 
 
 def _wrong_dtype(what: str, node: Any) -> str | None:
@@ -370,14 +356,7 @@ def _decays(options: OptimizerOptions, params: Tree) -> list[bool]:
 # Its numbers
 
 
-def _gradient_scale(
-    options: OptimizerOptions,
-    mode: Mode,
-    grads: Sequence[jax.Array],
-    loss_scale: Any,
-    norm: Any,
-    f32: Any,
-) -> tuple[Any, Any]:
+def _gradient_scale(options, mode, grads, loss_scale, norm, f32) -> tuple[Any, Any]:
     """The factor of the gradients, and whether their norm is finite."""
     scale = jnp.ones((), f32)
     if loss_scale is not None:
@@ -400,16 +379,14 @@ def _gradient_scale(
     return scale, finite
 
 
-def _numbers(
-    options: OptimizerOptions, count: Any, scale: Any, finite: Any, f32: Any
-) -> StepNumbers:
+def _numbers(options, count, scale, finite, f32) -> StepNumbers:
     def value(name: str) -> Any:
         number = getattr(options, name)
         if not callable(number):
             return number
         return check_number(f"the value of the schedule {name}", number(count))
 
-    rule, factor = options.rule, options.rate_factor
+    rule = options.rule
     b1 = 0.0 if options.b1 is None else options.b1
     steps = jnp.asarray(optax.safe_increment(count), f32)
     ahead = rule.kind == "adam" and rule.nesterov
@@ -417,7 +394,7 @@ def _numbers(
     numbers = StepNumbers(
         finite=finite,
         scale=scale,
-        rate=value("learning_rate") if factor is None else value("learning_rate") * factor,
+        rate=value("learning_rate"),
         decay=0.0 if options.weight_decay is None else value("weight_decay"),
         b1=b1,
         one_minus_b1=1 - b1,
@@ -455,20 +432,13 @@ def check_number(
     schedule: bool = False,
     finite: bool = True,
 ) -> Any:
-    """Returns `value` if it is a number that an optimizer can take.
+    """Returns `value` if it is a number from `low` to below `high`, or with `schedule` a function.
 
-    Args:
-      name: of the argument.
-      value: what was given. Of arrays of JAX only shape and dtype are looked at: they may be
-        traced, and are not waited for.
-      low: the least number allowed.
-      high: the least number above `low` that is not; NaN never is.
-      schedule: whether it may be a function of the count.
-      finite: whether it may not be infinite.
+    Of arrays of JAX only shape and dtype are looked at: they may be traced, and are not waited for.
 
     Raises:
       TypeError: it is no number, or of a dtype that is not real.
-      ValueError: it is out of range, or has axes.
+      ValueError: it is out of range, or has axes; without `finite` and `low` it may be any.
     """
     if callable(value):
         if schedule:
@@ -477,20 +447,7 @@ def check_number(
             f"{name} must be a number, got {told(value)}; functions of the count are for "
             "learning_rate and weight_decay, and optax.inject_hyperparams makes them of others"
         )
-    _check_scalar(name, value, ", or a schedule (a function)" if schedule else "")
-    if not isinstance(value, jax.Array):
-        below = f" and below {high}" if high < math.inf else ""
-        if not (low <= value < high or value == high == math.inf):
-            rule = f"at least {low}{below}" if low > -math.inf else "a number"
-            raise ValueError(f"{name} must be {rule}, got {value}")
-        if finite and math.isinf(value):
-            raise ValueError(f"{name} must be finite, got {value}")
-    return value
-
-
-def _check_scalar(name: str, value: Any, other: str = "") -> None:
-    """Raises an error unless `value` is one real number, an array of one, or what `other` says."""
-    kinds = f"a number or a scalar array{other}"
+    kinds = f"a number or a scalar array{', or a schedule (a function)' if schedule else ''}"
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         real = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -504,6 +461,14 @@ def _check_scalar(name: str, value: Any, other: str = "") -> None:
             f"{name} must be {kinds}, got shape {np.shape(value)}; it is one for all parameters, "
             "and optax.multi_transform has several"
         )
+    if not isinstance(value, jax.Array) and (finite or low > -math.inf):
+        below = f" and below {high}" if high < math.inf else ""
+        if not (low <= value < high or value == high == math.inf):
+            rule = f"at least {low}{below}" if low > -math.inf else "a number"
+            raise ValueError(f"{name} must be {rule}, got {value}")
+        if finite and math.isinf(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    return value
 
 
 def told(value: Any) -> str:
@@ -527,12 +492,7 @@ def mask_of(mask: Any, params: Tree | None = None) -> Any:
             return mask
         mask = mask(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
-        boolean = isinstance(leaf, (bool, np.bool_)) or (
-            getattr(leaf, "dtype", None) == jnp.bool_
-            and np.shape(leaf) == ()
-            and not isinstance(leaf, Tracer)
-        )
-        if not boolean:
+        if isinstance(leaf, Tracer) or np.ndim(leaf) or np.asarray(leaf).dtype != bool:
             raise TypeError(
                 f"mask{jax.tree_util.keystr(path)} must be True or False, got {told(leaf)}; a "
                 "step is compiled for what decays"
