@@ -40,11 +40,9 @@ takes its neighbour's half, which is independent of its own.
 so that nu's codes are 6% apart from a down to a / 2^21, and smaller values have the last code. A
 value is rounded to one of the two codes around it at random, too.
 
-Sources: Kingma and Ba, Adam, ICLR 2015; Dozat, Incorporating Nesterov Momentum into Adam, ICLR
-workshop 2016; Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019; Gupta et
-al., Deep Learning with Limited Numerical Precision, ICML 2015; Salmon et al., Parallel Random
-Numbers: As Easy as 1, 2, 3, SC 2011; Dettmers, Lewis, Shleifer and Zettlemoyer, 8-bit Optimizers
-via Block-wise Quantization, ICLR 2022 (blocks and their scale; their codes are other ones).
+Sources, beside those of the optimizers: Gupta et al., Deep Learning with Limited Numerical
+Precision, ICML 2015; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011; Dettmers
+et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (blocks; their codes are others).
 """
 
 import dataclasses
