@@ -56,7 +56,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.elementwise.philox import Product, halves, philox, wide_product
+from jaxkern.elementwise.philox import halves, philox, wide_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,17 +120,7 @@ class Leaf(NamedTuple):
 # The step of some elements, in the kernel and outside
 
 
-def step(
-    rule: UpdateRule,
-    n: StepNumbers,
-    decays: bool,
-    g: Any,
-    p: Any,
-    mu: Any,
-    nu: Any,
-    sqrt: Callable[..., Any] = jnp.sqrt,
-    divide: Callable[..., Any] = jnp.divide,
-):
+def step(rule, n, decays, g, p, mu, nu, sqrt=jnp.sqrt, divide=jnp.divide):
     """Returns the change of p and the new mu and nu; p may be ``None`` where nothing decays.
 
     `sqrt` and `divide` are the functions to use.
@@ -191,13 +181,7 @@ def draws_needed(rule: UpdateRule, leaf: Leaf) -> tuple[bool, bool]:
     return rounded(leaf.mu) or rounded(leaf.nu), rounded(leaf.weight)
 
 
-def group_draws(
-    group: jax.Array,
-    leaf: Any,
-    seed: Sequence[Any],
-    stream: int,
-    product: Product = wide_product,
-) -> tuple[list[Any], list[Any]]:
+def group_draws(group, leaf, seed, stream, product=wide_product) -> tuple[list[Any], list[Any]]:
     """Draws two uniform uint32 below 2^16 for each of a group of `GROUP` elements.
 
     `group` and the number of the `leaf` are uint32, and so are the two words of the key and the

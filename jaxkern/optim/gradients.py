@@ -162,9 +162,7 @@ class GradientOptions:
     sums: Any = None  # the dtype of sums of squares in plain JAX
 
 
-def _scale_plain(
-    options: GradientOptions, factor: jax.Array, *leaves: jax.Array
-) -> tuple[jax.Array, ...]:
+def _scale_plain(options, factor, *leaves) -> tuple[jax.Array, ...]:
     """Returns the scaled leaves, and a number that is 0 if they are finite."""
     del options
     scaled = [(a.astype(factor.dtype) * factor[0]).astype(a.dtype) for a in leaves]
@@ -177,9 +175,7 @@ def _squares_plain(options: GradientOptions, *leaves: jax.Array) -> tuple[jax.Ar
     return (sum(squares[1:], squares[0]),)
 
 
-def _launch_scale(
-    options: GradientOptions, factor: jax.Array, *leaves: jax.Array
-) -> tuple[jax.Array, ...]:
+def _launch_scale(options, factor, *leaves) -> tuple[jax.Array, ...]:
     del options
     blocks = _blocks(leaves)
 
@@ -238,9 +234,7 @@ def _blocks(leaves: Sequence[jax.Array]) -> Blocks:
     return Blocks([a.size for a in leaves], vec, per_lane)
 
 
-def _loaded(
-    blocks: Blocks, block: jax.Array, ref: Any, start: jax.Array, units: jax.Array
-) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+def _loaded(blocks, block, ref, start, units) -> tuple[jax.Array, list[Any], list[Any]]:
     """Loads a block's part of a leaf: lane, the lanes' units, their elements (LANES · vec,).
 
     Units past the leaf's end repeat the last.

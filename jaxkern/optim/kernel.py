@@ -215,16 +215,7 @@ def _launch(options, header, values, number, *arrays) -> tuple[Any, ...]:
     )
 
 
-def _update_block(
-    options: UpdateOptions,
-    like: Leaf,
-    blocks: "Blocks",
-    header: Any,
-    number: Any,
-    block: jax.Array,
-    refs: Sequence[Any],
-    of_leaf: Sequence[jax.Array],
-) -> None:
+def _update_block(options, like, blocks, header, number, block, refs, of_leaf) -> None:
     """Does the step on a block's units of a leaf, which has the arrays that `like` has."""
     rule, vec = options.rule, blocks.vec
     names = number_names(rule)
@@ -314,7 +305,6 @@ UPDATE = KernelPass(
 
 
 # Launches over leaves
-
 
 BLOCK = grid_axes("block")[0]
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jaxkern.core.arguments import floating_leaves
 from jaxkern.core.bound import standard_promotion, wide
-from jaxkern.core.dispatch import Implementation, Mode
+from jaxkern.core.dispatch import Implementation
 from jaxkern.optim.arithmetic import (
     CODE_BLOCK,
     SMALLEST_IN_CODES,
@@ -23,7 +23,7 @@ from jaxkern.optim.arithmetic import (
     UpdateRule,
 )
 from jaxkern.optim.gradients import sum_of_squares
-from jaxkern.precision import LossScale, check_loss_scale
+from jaxkern.precision import check_loss_scale
 
 Tree = Any
 Number = Any
@@ -37,7 +37,7 @@ class OptimizerOptions:
     name: str
     rule: UpdateRule
     learning_rate: Number
-    b1: Number
+    b1: Number  # or SGD's momentum, None without mu
     mu_dtype: Any
     master: bool
     seed: Any
@@ -50,10 +50,6 @@ class OptimizerOptions:
     eps_root: Number | None = None
     weight_decay: Number | None = None
     mask: Any = None
-
-    @property
-    def has_mu(self) -> bool:
-        return self.b1 is not None
 
 
 class FusedAdamState(NamedTuple):
@@ -108,7 +104,7 @@ def initial_state(options: OptimizerOptions, params: Tree) -> FusedAdamState | F
         "last_finite": jnp.array(True) if options.skip_nonfinite else None,
         "total_notfinite": jnp.int32(0) if options.skip_nonfinite else None,
     }
-    mu = zeros(options.mu_dtype) if options.has_mu else None
+    mu = zeros(options.mu_dtype) if options.b1 is not None else None
     if options.rule.kind == "sgd":
         return FusedSgdState(jnp.int32(0), mu, **common)
     return FusedAdamState(jnp.int32(0), mu, zeros(options.nu_dtype), **common)
@@ -157,22 +153,14 @@ class PreparedStep:
         if options.master:
             copies = [optax.MaskedNode() if leaf.copy is None else leaf.weight for leaf in after]
             changes["master"] = unflatten(copies)
-        if options.has_mu:
+        if options.b1 is not None:
             changes["trace" if options.rule.kind == "sgd" else "mu"] = column("mu")
         if options.rule.kind == "adam":
             changes["nu"] = column("nu")
         return state._replace(**changes)
 
 
-def prepare(
-    options: OptimizerOptions,
-    mode: Mode,
-    grads: Tree,
-    state: Any,
-    params: Tree | None,
-    loss_scale: LossScale | None,
-    grad_norm: jax.Array | None,
-) -> PreparedStep:
+def prepare(options, mode, grads, state, params, loss_scale, grad_norm) -> PreparedStep:
     """Checks the trees of a step, and returns its leaves and numbers.
 
     Raises:
@@ -224,9 +212,7 @@ def _check_state(options: OptimizerOptions, state: Any) -> None:
         )
 
 
-def _leaves(
-    options: OptimizerOptions, grads: Tree, state: Any, params: Tree | None
-) -> tuple[list[Leaf], Any]:
+def _leaves(options, grads, state, params) -> tuple[list[Leaf], Any]:
     name, like = ("grads", grads) if params is None else ("params", params)
     of_like, treedef = floating_leaves(name, like)
 
@@ -254,7 +240,7 @@ def _leaves(
     of_grads = aligned("grads", grads)
     of_params = nothing if params is None else of_like
     sums = state.trace if isinstance(state, FusedSgdState) else state.mu
-    mu = aligned("mu", sums) if options.has_mu else nothing
+    mu = aligned("mu", sums) if options.b1 is not None else nothing
     nu = aligned("nu", state.nu) if isinstance(state, FusedAdamState) else nothing
     masters = aligned("master", state.master) if options.master else nothing
     leaves = []
@@ -423,15 +409,7 @@ def _one_minus_power(b: Number, steps: jax.Array) -> jax.Array:
 # Checks
 
 
-def check_number(
-    name: str,
-    value: Any,
-    low: float = -math.inf,
-    high: float = math.inf,
-    *,
-    schedule: bool = False,
-    finite: bool = True,
-) -> Any:
+def check_number(name, value, low=-math.inf, high=math.inf, *, schedule=False, finite=True) -> Any:
     """Returns `value` if it is a number from `low` to below `high`, or with `schedule` a function.
 
     Of arrays of JAX only shape and dtype are looked at: they may be traced, and are not waited for.

@@ -58,18 +58,8 @@ class FusedUpdate:
     options: OptimizerOptions
 
     @standard_promotion()
-    def __call__(
-        self,
-        updates: Tree,
-        state: Any,
-        params: Tree | None = None,
-        *,
-        loss_scale: LossScale | None = None,
-        grad_norm: jax.Array | None = None,
-        **extra_args: Any,
-    ) -> tuple[Tree, Any]:
+    def __call__(self, updates, state, params=None, *, loss_scale=None, grad_norm=None, **_):
         """Returns what is to be added to the parameters, and the new state, in plain JAX."""
-        del extra_args
         step = prepare(self.options, "xla", updates, state, params, loss_scale, grad_norm)
         after, deltas = [], []
         for i, (leaf, decays) in enumerate(zip(step.leaves, step.decays, strict=True)):
@@ -282,16 +272,15 @@ def fused_adamw(
     """
     stochastic = check_flag("stochastic_rounding", stochastic_rounding)
     eps_root = _none_if_zero(check_number("eps_root", eps_root, 0))
-    decay = check_number("weight_decay", weight_decay, schedule=True)
     return _transformation(
         "fused_adamw",
         UpdateRule("adam", check_flag("nesterov", nesterov), eps_root is not None, stochastic),
-        learning_rate=learning_rate,
+        learning_rate=check_number("learning_rate", learning_rate, schedule=True),
         b1=check_number("b1", b1, 0, 1),
         b2=check_number("b2", b2, 0, 1),
         eps=check_number("eps", eps, 0),
         eps_root=eps_root,
-        weight_decay=_none_if_zero(decay),
+        weight_decay=_none_if_zero(check_number("weight_decay", weight_decay, schedule=True)),
         mask=mask_of(mask),
         mu_dtype=_check_average("mu_dtype", mu_dtype, stochastic, "int8"),
         nu_dtype=_check_average("nu_dtype", nu_dtype, stochastic, "uint8"),
@@ -382,7 +371,7 @@ def fused_sgd(
     return _transformation(
         "fused_sgd",
         UpdateRule("sgd", check_flag("nesterov", nesterov), stochastic=stochastic),
-        learning_rate=learning_rate,
+        learning_rate=check_number("learning_rate", learning_rate, schedule=True),
         b1=None if momentum is None else check_number("momentum", momentum, 0, 1),
         mu_dtype=_check_average("accumulator_dtype", accumulator_dtype, stochastic, "int8"),
         master_dtype=master_dtype,
@@ -394,16 +383,7 @@ def fused_sgd(
 
 
 def _transformation(
-    name: str,
-    rule: UpdateRule,
-    *,
-    learning_rate: Any,
-    master_dtype: Any,
-    seed: Any,
-    clip_norm: Any,
-    skip_nonfinite: Any,
-    implementation: Any,
-    **of_optimizer: Any,
+    name, rule, *, master_dtype, seed, clip_norm, skip_nonfinite, implementation, **of_optimizer
 ) -> optax.GradientTransformationExtraArgs:
     """Checks the arguments that all optimizers have, and makes one of them."""
     if master_dtype is not None and check_dtype("master_dtype", master_dtype) != jnp.float32:
@@ -422,7 +402,6 @@ def _transformation(
     options = OptimizerOptions(
         name=name,
         rule=rule,
-        learning_rate=check_number("learning_rate", learning_rate, schedule=True),
         master=master_dtype is not None,
         seed=seed,
         clip_norm=clip_norm,
