@@ -98,7 +98,7 @@ CLASSES = {
     "Optimizers": (
         "jaxkern.optim.transforms.FusedAdamState",
         "jaxkern.optim.transforms.FusedSgdState",
-        "jaxkern.optim.quantise.Quantised",
+        "jaxkern.optim.transforms.Quantised",
     )
 }
 """What the reference describes behind a family, and is no public name."""

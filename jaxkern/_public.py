@@ -20,6 +20,5 @@ from jaxkern.ops.linear_scan import linear_scan
 from jaxkern.ops.norm import layer_norm, rms_norm
 from jaxkern.ops.selective_scan import selective_scan, selective_scan_step
 from jaxkern.ops.ssd import ssd, ssd_step
-from jaxkern.optim.accumulation import accumulate_gradients
-from jaxkern.optim.gradients import scale_gradients
+from jaxkern.optim.gradients import accumulate_gradients, scale_gradients
 from jaxkern.optim.transforms import apply, fused_adam, fused_adamw, fused_sgd

@@ -24,7 +24,7 @@ from jaxkern.lm.model import MambaLM, Options, decayed, initial_params
 from jaxkern.lm.parallel import TOKENS, Split
 from jaxkern.nn.collectives import whole_beside
 from jaxkern.nn.common import implementation_of_products
-from jaxkern.optim.accumulation import sums_of_gradients
+from jaxkern.optim.gradients import sums_of_gradients
 from jaxkern.optim.transforms import FusedAdamState
 from jaxkern.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
 

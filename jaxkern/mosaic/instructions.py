@@ -39,6 +39,21 @@ def fast_reciprocal(x: jax.Array, *, layout: Any = None) -> jax.Array:
     return one_instruction("rcp.approx.ftz.f32", lambda x: 1 / x, x, layout)
 
 
+def fast_exp2(x: jax.Array) -> jax.Array:
+    """2^x of (LANES · n,), fp32, in one instruction an element; 0 where it is denormal."""
+    return one_instruction("ex2.approx.ftz.f32", jnp.exp2, x)
+
+
+def fast_log2(x: jax.Array) -> jax.Array:
+    """log2(x) of (LANES · n,), fp32, in one instruction an element; −inf of a denormal."""
+    return one_instruction("lg2.approx.ftz.f32", jnp.log2, x)
+
+
+def fast_sqrt(x: jax.Array) -> jax.Array:
+    """√x of (LANES · n,), fp32, in one instruction an element; 0 where x is denormal."""
+    return one_instruction("sqrt.approx.ftz.f32", jnp.sqrt, x)
+
+
 def one_instruction(
     name: str, plain: Callable[[Any], Any], x: jax.Array, layout: Any = None
 ) -> jax.Array:
