@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -527,6 +528,41 @@ def test_gradient_of_the_embedding_is_written_without_a_sort():
         if e.primitive.name == "scatter" and e.invars[0].aval.shape == (2000, 4)
     ]
     assert into_table == [True]
+
+
+MAMBA2_OF_8 = {"layers": "mamba2", "head_dim": 8}
+HEADS = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "stored"),
+    [
+        (ValueError, "n_layers must be at least 1, got 0", {"n_layers": 0}),
+        (TypeError, "d_model must be a whole number, got 'x'", {"d_model": "x"}),
+        (TypeError, "d_state must be a whole number or None, got True", {"d_state": True}),
+        (TypeError, "tie_embeddings must be True or False, got 1", {"tie_embeddings": 1}),
+        (ValueError, "eps must be above 0 and finite, got 0", {"eps": 0.0}),
+        (ValueError, "dt_rank must be at least 1, got 0", {"dt_rank": 0}),
+        (ValueError, "layers must be names of mamba, .* got 'mamba3'", {"layers": "mamba3"}),
+        (ValueError, r"got 'mamba\*0'", {"layers": "mamba*0"}),
+        (ValueError, "must have one of mamba and mamba2, and not both", {"layers": "mlp"}),
+        (ValueError, "are 3 layers, and n_layers 1 .* choose 3", {"layers": "mamba, mlp*2"}),
+        (ValueError, "head_dim must divide .* got 64", {"layers": "mamba2"}),
+        (ValueError, "n_groups must divide .* 2, got 3", MAMBA2_OF_8 | {"n_groups": 3}),
+        (ValueError, "n_heads must divide d_model = 8, got 3", HEADS | {"n_heads": 3}),
+        (ValueError, "n_kv_heads must divide n_heads = 2", HEADS | {"n_kv_heads": 4}),
+        (ValueError, "rotary_dim must be even and at most the 4", HEADS | {"rotary_dim": 6}),
+        (ValueError, "norm_groups must divide .* 16, got 3", MAMBA2_OF_8 | {"norm_groups": 3}),
+        (ValueError, "dt_limit must be two numbers in order", {"dt_limit": [2, 1]}),
+        (TypeError, "layers must be a text, got", {"layers": ["mamba"]}),
+        (ValueError, "eps must be above 0 and finite, got nan", {"eps": math.nan}),
+        (ValueError, "dropout must be below 1, got 1.0", {"dropout": 1.0}),
+        (TypeError, "unexpected keyword argument 'headdim'", {"headdim": 4}),
+    ],
+)
+def test_shapes_that_no_model_has_are_refused(error, words, stored):
+    with pytest.raises(error, match=words):
+        ModelConfig.from_stored({"d_model": 8, "n_layers": 1} | stored)
 
 
 @pytest.mark.parametrize("size", [300, 1030])  # a product, and rows that are read
