@@ -41,92 +41,72 @@ from tests.language_models import (
 
 EXHAUSTIVE = pytest.mark.exhaustive
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-BOTH = {"vocab_size": 1100, "hidden_size": 24, "bos_token_id": 0, "eos_token_id": 7}
-BOTH |= {"initializer_range": 0.1}
-OF_MAMBA = {"num_hidden_layers": 2, "state_size": 5, "conv_kernel": 3, "layer_norm_epsilon": 1e-5}
-OF_ATTENTION = {"num_key_value_heads": 2, "intermediate_size": 20}
 FIELDS = {"vocab_size": 1100, "d_state": 5, "d_conv": 3}
 FIELDS2 = FIELDS | {"head_dim": 8, "n_groups": 2, "tie_embeddings": False}
 WITH = FIELDS2 | {"n_kv_heads": 2, "d_mlp": 20}
+LAYERS = "mamba2, attention, mlp, mamba2"
+GATED = "mamba2, swiglu, attention, swiglu, mamba2, swiglu"
 SIZE = ModelConfig(24, 2, expand=3, dt_rank=2, **FIELDS)
-SIZE2 = ModelConfig(24, 2, "mamba2", **FIELDS2)
-NEMOTRON, BAMBA = (
-    "mamba2, attention, mlp, mamba2",
-    "mamba2, swiglu, attention, swiglu, mamba2, swiglu",
-)
 
-# Of each model_type: transformers' class, config.json, and the shape that it says.
+# Of each model_type the shape of a model, and what transformers says of it; then, where each key
+# has another value, what differs.
+LIMIT = (1e-3, math.inf)
 MODELS = {
-    "mamba": ("Mamba", OF_MAMBA | {"expand": 3, "time_step_rank": 2}, SIZE),
-    "mamba2": (
-        "Mamba2",
-        OF_MAMBA
-        | {"num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 16}
-        | {"time_step_limit": [0.0, math.inf]},
-        SIZE2,
+    "mamba": SIZE,
+    "mamba2": ModelConfig(24, 2, "mamba2", **FIELDS2),
+    "nemotron_h": ModelConfig(
+        *(24, 4, LAYERS), n_heads=4, attention_head_dim=10, dt_limit=LIMIT, **WITH
     ),
-    "nemotron_h": (
-        "NemotronH",
-        OF_ATTENTION
-        | {"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]}
-        | {"ssm_state_size": 5, "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2}
-        | {"num_attention_heads": 4, "head_dim": 10, "chunk_size": 16, "conv_kernel": 3},
-        ModelConfig(
-            *(24, 4, NEMOTRON), n_heads=4, attention_head_dim=10, dt_limit=(1e-3, math.inf), **WITH
-        ),
-    ),
-    "bamba": (
-        "Bamba",
-        OF_ATTENTION
-        | {"num_hidden_layers": 3, "attn_layer_indices": [1], "num_attention_heads": 6}
-        | {"mamba_d_state": 5, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2}
-        | {"mamba_chunk_size": 16, "mamba_d_conv": 3},
-        ModelConfig(*(24, 6, BAMBA), n_heads=6, attention_head_dim=4, rotary_dim=2, **WITH),
-    ),
+    "bamba": ModelConfig(*(24, 6, GATED), n_heads=6, attention_head_dim=4, rotary_dim=2, **WITH),
 }
-BIAS, NO_BIAS = ({"use_bias": True},) * 2, ({"use_conv_bias": False},) * 2
-EPSILON = {"layer_norm_epsilon": 0.3}, {"eps": 0.3}
-TIED = {"tie_word_embeddings": True}, {"tie_embeddings": True}
-BLOCK = {"epsilon": EPSILON, "bias": BIAS, "no conv bias": NO_BIAS}
+BOTH = {"vocab_size": 1100, "hidden_size": 24, "bos_token_id": 0, "eos_token_id": 7}
+BOTH |= {"initializer_range": 0.1}
+BLOCK = {"num_hidden_layers": 2, "state_size": 5, "conv_kernel": 3, "layer_norm_epsilon": 1e-5}
+CONFIGS = {
+    "mamba": BLOCK | {"expand": 3, "time_step_rank": 2},
+    "mamba2": BLOCK | {"num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 16},
+}
+CONFIGS["mamba2"] |= {"time_step_limit": [0.0, math.inf]}
+CONFIGS["nemotron_h"] = {"ssm_state_size": 5, "mamba_num_heads": 6, "mamba_head_dim": 8}
+CONFIGS["nemotron_h"] |= {"n_groups": 2, "chunk_size": 16, "conv_kernel": 3, "head_dim": 10}
+CONFIGS["nemotron_h"] |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIGS["nemotron_h"] |= {"intermediate_size": 20, "layers_block_type": ["linear_attention"]}
+CONFIGS["nemotron_h"]["layers_block_type"] += ["full_attention", "mlp", "linear_attention"]
+CONFIGS["bamba"] = {"mamba_d_state": 5, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_d_conv": 3}
+CONFIGS["bamba"] |= {"mamba_n_groups": 2, "mamba_chunk_size": 16, "num_attention_heads": 6}
+CONFIGS["bamba"] |= {"num_key_value_heads": 2, "intermediate_size": 20, "num_hidden_layers": 3}
+CONFIGS["bamba"] |= {"attn_layer_indices": [1]}
+BIASED = {"use_bias": True, "use_conv_bias": False}
 ROPE = {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 1.0}
-
-# What config.json may say otherwise, and the fields of that model's shape.
-OTHERS = {
-    "mamba": BLOCK
-    | {
-        "rank": ({"time_step_rank": 1}, {"dt_rank": 1}),
-        "untied": ({"tie_word_embeddings": False}, {"tie_embeddings": False}),
-        "inner": ({"intermediate_size": 48}, {"expand": 2}),
-    },
-    "mamba2": BLOCK
-    | {
-        "one group": ({"n_groups": 1}, {"n_groups": 1}),
-        "limit": ({"time_step_limit": [0.3, 1.5]}, {"dt_limit": [0.3, 1.5]}),
-        "tied": TIED,
-    },
-    "nemotron_h": BLOCK | {"limit": ({"time_step_min": 0.3}, {"dt_limit": [0.3, "inf"]})},
-    "bamba": {
-        "epsilon": ({"rms_norm_eps": 0.3}, {"eps": 0.3}),
-        "bias": ({"mamba_proj_bias": True}, {"use_bias": True}),
-        "rotary": ({"rope_parameters": ROPE}, {"rope_theta": 30.0, "rotary_dim": 4}),
-        "tied": TIED,
-    },
+OTHERWISE = {
+    "mamba": {"time_step_rank": 1, "tie_word_embeddings": False, "intermediate_size": 48},
+    "mamba2": {"n_groups": 1, "time_step_limit": [0.3, 1.5], "tie_word_embeddings": True},
+    "nemotron_h": {"time_step_min": 0.3},
+    "bamba": {"rope_parameters": ROPE, "rms_norm_eps": 0.3, "tie_word_embeddings": True}
+    | {"mamba_proj_bias": True, "mamba_conv_bias": False},
 }
-EVERY = [(kind, which) for kind in MODELS for which in ("none", *OTHERS[kind])]
+OTHER = {
+    "mamba": {"dt_rank": 1, "tie_embeddings": False, "expand": 2},
+    "mamba2": {"n_groups": 1, "dt_limit": [0.3, 1.5], "tie_embeddings": True},
+    "nemotron_h": {"dt_limit": [0.3, "inf"]},
+    "bamba": {"rope_theta": 30.0, "rotary_dim": 4, "tie_embeddings": True},
+}
+CLASSES = {"mamba": "Mamba", "mamba2": "Mamba2", "nemotron_h": "NemotronH", "bamba": "Bamba"}
+EVERY = [(kind, otherwise) for kind in MODELS for otherwise in (False, True)]
 ONE_BY_DEFAULT = pytest.mark.parametrize(
     "kind",
     ["bamba", *(pytest.param(k, marks=EXHAUSTIVE) for k in ("mamba", "mamba2", "nemotron_h"))],
 )
 
 
-def model_of(kind, which="none"):
-    """config.json of a model, and its shape; of "all" with all that it may say otherwise."""
-    name, config, size = MODELS[kind]
-    config = BOTH | config | {"model_type": kind, "architectures": [f"{name}ForCausalLM"]}
-    stored = size.stored()
-    for name, (theirs, ours) in OTHERS[kind].items():
-        if which in ("all", name):
-            config, stored = config | theirs, stored | ours
+def model_of(kind, otherwise=False):
+    """config.json of a model, and its shape."""
+    config, stored = BOTH | CONFIGS[kind] | {"model_type": kind}, MODELS[kind].stored()
+    config["architectures"] = [f"{CLASSES[kind]}ForCausalLM"]
+    if otherwise:
+        block = {} if kind == "bamba" else BIASED | {"layer_norm_epsilon": 0.3}
+        config, stored = config | block | OTHERWISE[kind], stored | OTHER[kind] | BIASED
+        stored["eps"] = 0.3
     return config, ModelConfig.from_stored(stored)
 
 
@@ -164,9 +144,9 @@ def weights(size=SIZE):
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
-def folder_of(folder, kind="mamba", which="none", tensors=None, **more):
+def folder_of(folder, kind="mamba", otherwise=False, tensors=None, **more):
     """A checkpoint as transformers writes it."""
-    config, size = model_of(kind, which)
+    config, size = model_of(kind, otherwise)
     folder.mkdir(exist_ok=True)
     write(folder, {"config": config | more})
     save_file(weights(size) if tensors is None else tensors, folder / WEIGHTS)
@@ -189,11 +169,11 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
 TOKENS = np.random.default_rng(1).integers(0, SIZE.vocab_size, (2, 9))
 
 
-@pytest.mark.parametrize(("kind", "which"), [*EVERY, *((kind, "all") for kind in MODELS)])
-def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, which):
-    """And its logits are those of float64, with all that it may say otherwise."""
-    config, size = model_of(kind, which)
-    stored, saved = folder_of(tmp_path / "stored", kind, which), tmp_path / "saved"
+@pytest.mark.parametrize(("kind", "otherwise"), EVERY)
+def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, otherwise):
+    """And its logits are those of float64."""
+    config, size = model_of(kind, otherwise)
+    stored, saved = folder_of(tmp_path / "stored", kind, otherwise), tmp_path / "saved"
     (stored / "tokenizer.json").write_text("{}")
     loaded, params = hf.load(stored)
     assert loaded == size
@@ -206,20 +186,20 @@ def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, whi
     assert len({(saved / name).stat().st_mode for name in (WEIGHTS, "config.json")}) == 1
     hf.save(saved, loaded, jax.tree.map(jnp.asarray, params))
     assert hf.load(saved)[0] == size
-    if which == "all":
+    if otherwise:
         logits = jit(lambda p: nnx.merge(make_model(loaded, Options()), p)(TOKENS))(params)
         expected = np.stack([logits_float64(size, random_params(size), row) for row in TOKENS])
         close(logits, expected, atol=3e-6 * np.abs(expected).max())
 
 
 @pytest.mark.needs("torch", "transformers")
-@pytest.mark.parametrize(("kind", "which"), EVERY)
-def test_logits_are_those_of_transformers(tmp_path, kind, which):
+@pytest.mark.parametrize(("kind", "otherwise"), EVERY)
+def test_logits_are_those_of_transformers(tmp_path, kind, otherwise):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch, transformers = map(importlib.import_module, ("torch", "transformers"))
         torch.manual_seed(0)
-        options, size = model_of(kind, which)
+        options, size = model_of(kind, otherwise)
         architecture = getattr(transformers, options["architectures"][0])
         theirs = architecture(architecture.config_class(**options)).eval()
         for name, leaf in theirs.named_parameters():
@@ -250,14 +230,14 @@ def test_models_that_do_not_fit_are_not_written(tmp_path):
         ({"layers": "mamba2, swiglu, mlp", "n_layers": 3}, "transformers has mamba; mamba2; "),
         ({"layers": "mamba2, attention", "rotary_dim": 2}, "transformers has mamba; mamba2; "),
         ({"layers": "mamba2, mlp"}, r"dt_limit is \(0.0, inf\), and Nemotron-H's is a number"),
-        ({"norm_groups": 1}, "norm_groups is 1, and transformers normalises as many groups"),
-        ({"norm_eps": 0.5}, "norm_eps is 0.5 and eps 1e-05, and transformers has one epsilon"),
+        ({"norm_groups": 1}, "norm_groups is 1 and n_groups 2, and transformers has one number"),
+        ({"norm_eps": 0.5}, "norm_eps is 0.5 and eps 1e-05, and transformers has one number"),
         ({"use_bias": True}, r"params does not fit .*: blocks.in_bias"),
         ({"n_layers": 3}, r"params does not fit .*: blocks.A_log"),
     ):
-        size = ModelConfig.from_stored(SIZE2.stored() | sizes)
+        size = ModelConfig.from_stored(MODELS["mamba2"].stored() | sizes)
         with pytest.raises(ValueError, match=words):
-            hf.save(tmp_path / "saved", size, random_params(SIZE2))
+            hf.save(tmp_path / "saved", size, random_params(MODELS["mamba2"]))
         assert not (tmp_path / "saved").exists()
 
 
@@ -335,7 +315,7 @@ def stored(tmp_path):
 
 def test_weights_under_other_names_in_parts_and_in_bfloat16(stored):
     limit = {"time_step_limit": [0, {"__float__": "Infinity"}]}
-    assert hf.model_config(model_of("mamba2")[0] | limit) == SIZE2
+    assert hf.model_config(model_of("mamba2")[0] | limit) == MODELS["mamba2"]
     index = lambda **files: (stored / INDEX).write_text(json.dumps({"weight_map": files}))
     wide, embedding = weights(), "backbone.embeddings.weight"
     for ours, theirs in (
@@ -555,8 +535,8 @@ def test_what_a_folder_says_of_texts(tmp_path, monkeypatch, read):
 @ONE_BY_DEFAULT
 def test_a_checkpoint_is_sampled_from(tmp_path, capsys, kind):
     """With a tokenizer whose tokens are words, the text is the likeliest and ends in time."""
-    _, size = model_of(kind, "all")
-    stored = folder_of(tmp_path, kind, "all")
+    _, size = model_of(kind, True)
+    stored = folder_of(tmp_path, kind, True)
     assert "holds no tokenizer.json" in command(capsys, "sample", "--hf", stored, code=1)
     write(stored, of_words([f"w{i}" for i in range(size.vocab_size)] + ["?"], ()))
     argv = ["sample", "--hf", stored, "--temperature", 0, "--length", 20]
@@ -564,7 +544,7 @@ def test_a_checkpoint_is_sampled_from(tmp_path, capsys, kind):
     tokens = greedy_float64(size, random_params(size), [5, 9], 20)
     assert command(capsys, *argv, "--prompt", "w5 w9") == words(tokens)
 
-    folder_of(stored, kind, "all", eos_token_id=[tokens[4], 3])
+    folder_of(stored, kind, True, eos_token_id=[tokens[4], 3])
     cut = tokens[: 2 + tokens[2:].index(tokens[4])]
     assert command(capsys, *argv, "--prompt", "w5 w9") == words(cut)
 
@@ -649,7 +629,7 @@ def test_every_file_of_an_export_is_of_the_tokenizer_of_the_run(tmp_path, capsys
         assert {reader(theirs) for reader in READERS} == {expected}
         assert config["pad_token_id"] == int(expected.split()[2])
     line = command(capsys, "export", "--run", out, "--hf", begun, code=1)
-    assert "is the checkpoint that the run began with; name another" in line
+    assert "the folder that is written; give another folder" in line
 
 
 def check_exported_tokenizer(out, theirs):

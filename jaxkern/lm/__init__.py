@@ -5,6 +5,7 @@ config      the configuration of a run, by flags, files of YAML and presets
 data        files of text -> bytes or tokens on disk -> batches
 model       the language model (flax.nnx) on jaxkern's ops
 layers      attention and MLPs of hybrid models
+vocabulary  embedding and loss, also split between devices
 step        one optimizer step and one evaluation, as pure functions
 evaluate    validation, of every source
 checkpoint  what a run directory holds; save, restore

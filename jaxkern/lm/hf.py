@@ -38,7 +38,7 @@ from jaxkern.lm import checkpoint, data, sample, untrusted
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data import write_atomically
-from jaxkern.lm.hf_layouts import CONFIG, HEAD, LAYOUTS, Layout, how_to_get, is_hf, layout_of
+from jaxkern.lm.hf_layouts import CONFIG, HEAD, LAYOUTS, Layout, how_to_get, layout_of
 from jaxkern.lm.model import count_params, initial_params
 from jaxkern.lm.stop import say
 
@@ -318,16 +318,18 @@ def export(
     stored = checkpoint.read_config(run)
     begun = stored["flags"].get("init_hf")
     like = Path(begun) if begun and (Path(begun) / CONFIG).exists() else None
-    _check_target(folder, like)
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"--hf {folder} is a file; name a folder")
+    if checkpoint.is_run(folder):
+        raise RunError(f"--hf {folder} holds a run; name another folder")
     params = jax.tree.map(lambda leaf: leaf.astype(_WRITTEN[dtype]), model.params)
     try:
-        with checkpoint.written(folder / "model.safetensors"):
+        with checkpoint.written(folder / _WEIGHTS):
             save(folder, model.config, params, like=like)
     except ValueError as error:
         raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
     spec = stored["flags"].get("tokenizer", "bytes")
-    tokenizer = data.open_tokenizer(spec, run, stored["data"])
-    _write_tokenizer(folder, tokenizer, like, spec)
+    _write_tokenizer(folder, data.open_tokenizer(spec, run, stored["data"]), like, spec)
     say(f"{folder}: step {model.step} of {run}, {count_params(model.params):,} parameters, {dtype}")
     return model
 
@@ -338,24 +340,22 @@ def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str)
     What a folder says of its tokenizer holds where that is the run's; of another's tokens nothing
     stays.
     """
-    of_bytes = isinstance(tokenizer, tokenizers.Bytes)
-    given = None if of_bytes else tokenizers.kind_of(spec)
     begun = _same(like, tokenizer)
-    source = begun or _same(given, tokenizer) or tokenizer
+    source = begun or _same(tokenizers.kind_of(spec), tokenizer) or tokenizer
     if not begun:
         for name in (_GENERATION, *tokenizers.FILES):
             (folder / name).unlink(missing_ok=True)
-    ids = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
-    ids["pad_token_id"] = source.pad
+    begin, end = tokenizer.begin, tokenizer.end
+    ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": source.pad}
     for name in (CONFIG, _GENERATION):
         content = untrusted.read_json(folder, name, "configuration")
-        if content is not None and not begun:
-            content = {key: v for key, v in content.items() if not key.endswith("_token_id")}
-        if content is not None:
-            ends = content.get("eos_token_id")
-            more = isinstance(ends, list) and tokenizer.end in ends  # of a chat, say
-            _write(folder / name, content | ids | ({"eos_token_id": ends} if more else {}))
-    if of_bytes:
+        if content is None:
+            continue
+        kept = {key: v for key, v in content.items() if begun or not key.endswith("_token_id")}
+        ends = kept.get("eos_token_id")
+        more = isinstance(ends, list) and end in ends  # of a chat, say
+        _write(folder / name, kept | ids | ({"eos_token_id": ends} if more else {}))
+    if isinstance(tokenizer, tokenizers.Bytes):
         return
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -363,9 +363,9 @@ def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str)
     texts = {key.removesuffix("_id"): tokenizer.tokenizer.id_to_token(ids[key]) for key in ids}
     # A run adds the token that begins a text itself, and leaves out what would add it.
     first = texts["bos_token"]
-    begun = {"single": [first, "$A"], "pair": [first, "$A", first, "$B"]}
+    added = {"single": [first, "$A"], "pair": [first, "$A", first, "$B"]}
     written = Tokenizer.from_str(tokenizer.stored())
-    written.post_processor = TemplateProcessing(**begun, special_tokens=[(first, tokenizer.begin)])
+    written.post_processor = TemplateProcessing(**added, special_tokens=[(first, begin)])
     _write(folder / tokenizers.FILE, json.loads(written.to_str()))
     for name in ("special_tokens_map.json", "added_tokens.json"):  # `said` has what they say
         (folder / name).unlink(missing_ok=True)
@@ -385,18 +385,3 @@ def _same(path: Any, tokenizer: Any) -> Any:
     except RunError:
         return None
     return found if found.stored() == tokenizer.stored() else None
-
-
-def _check_target(folder: Path, like: Path | None) -> None:
-    """Refuse a folder where something else would be lost."""
-    if folder.exists() and not folder.is_dir():
-        raise RunError(f"--hf {folder} is a file; name a folder")
-    if like is not None and folder.exists() and folder.samefile(like):
-        raise RunError(f"--hf {folder} is the checkpoint that the run began with; name another")
-    if checkpoint.is_run(folder):
-        raise RunError(f"--hf {folder} holds a run; name another folder")
-    if (folder / CONFIG).exists() and not is_hf(folder):
-        raise RunError(
-            f"--hf {folder} holds a {CONFIG} that is not of Hugging Face's layout; name another "
-            "folder"
-        )

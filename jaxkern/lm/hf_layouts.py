@@ -173,16 +173,13 @@ class Layout:
         Raises:
           ValueError: transformers has no such model.
         """
-        if "mamba2" in config.kinds and config.norm_groups not in (None, config.n_groups):
-            raise ValueError(
-                f"norm_groups is {config.norm_groups}, and transformers normalises as many groups "
-                f"of channels as share B and C; it must be None or n_groups, {config.n_groups}"
-            )
-        if "mamba2" in config.kinds and config.norm_eps not in (None, config.eps):
-            raise ValueError(
-                f"norm_eps is {config.norm_eps:g} and eps {config.eps:g}, and transformers has one "
-                "epsilon for all norms; they must be equal"
-            )
+        for name, other in (("norm_groups", "n_groups"), ("norm_eps", "eps")):
+            own, same = getattr(config, name), getattr(config, other)
+            if "mamba2" in config.kinds and own not in (None, same):
+                raise ValueError(
+                    f"{name} is {own} and {other} {same}, and transformers has one number for "
+                    f"both; {name} must be None or {same}"
+                )
         (queries, keys), width = config.heads
         fields = dataclasses.asdict(config) | {"dt_limit": [*config.dt_limit]}
         fields |= {"n_heads": queries, "n_kv_heads": keys, "attention_head_dim": width}

@@ -402,17 +402,9 @@ def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
 
 
 def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list[str]]:
-    """Load a run's newest checkpoint that is whole, or that of a step.
+    """Load a run's newest checkpoint that is whole, or that of a step; RunError if it cannot.
 
-    Args:
-      run: the run's folder.
-      step: which checkpoint; by default the newest.
-
-    Returns:
-      The model, and what to tell of damaged checkpoints that are newer.
-
-    Raises:
-      RunError: with what is wrong and what to do.
+    Returns the model, and what to tell of damaged checkpoints that are newer.
     """
     run = Path(run)
     if run.parent.name == "checkpoints" and run.name.isdigit():
@@ -513,17 +505,13 @@ _RULES: dict[str, Any] = {
 def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
     if not len(prompts):
         raise ValueError("prompts must have at least one prompt, got none")
-    if np.ndim(prompts[0]) == 0:
-        raise TypeError("prompts must be a sequence of prompts; give a single one as [prompt]")
     ids = [np.asarray(prompt) for prompt in prompts]
     for i, prompt in enumerate(ids):
         if not prompt.size:
             raise ValueError(f"prompts[{i}] must have at least one token, got none")
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise TypeError(
-                f"prompts[{i}] must be a sequence of integers, got shape {prompt.shape} and dtype "
-                f"{prompt.dtype}"
-            )
+            given = f"shape {prompt.shape} and dtype {prompt.dtype}"
+            raise TypeError(f"prompts[{i}] must be a sequence of integers, got {given}")
         if prompt.min() < 0 or prompt.max() >= size:
             wrong = prompt[(prompt < 0) | (prompt >= size)][0]
             raise ValueError(f"prompts[{i}] has token {wrong}, and the model has 0 to {size - 1}")
