@@ -171,7 +171,7 @@ TOKENS = np.random.default_rng(1).integers(0, SIZE.vocab_size, (2, 9))
 
 @pytest.mark.parametrize(("kind", "otherwise"), EVERY)
 def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, otherwise):
-    """And its logits are those of float64."""
+    """And the model gives the logits of float64."""
     config, size = model_of(kind, otherwise)
     stored, saved = folder_of(tmp_path / "stored", kind, otherwise), tmp_path / "saved"
     (stored / "tokenizer.json").write_text("{}")

@@ -247,6 +247,11 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
             assert "".join(written) == f"né€ 🙂{last}"
             if not end:
                 assert list(filter(None, written)) == ["n", "é", "€", " ", "🙂"]
+    # A text that has ended within a character is not written again while another goes on.
+    chunks = np.array([[0xE2, 0], [97, 98]]), np.array([[1, 1], [99, 100]])
+    monkeypatch.setattr(sample, "generate_tokens", lambda *_, **__: iter(chunks))
+    model = dataclasses.replace(MODEL, codec=sample.Tokens(read, 256, ends=[0]))
+    assert model.generate(["a", "a"]) == ["�", "abcd"]
 
 
 def before(text, stops):

@@ -126,8 +126,8 @@ def save(
         tokenizer, are taken over.
 
     Raises:
-      ValueError: the parameters are not those of a model of this shape, transformers has no model
-        of this shape, or `like` is `folder`.
+      ValueError: the parameters do not fit a model of this shape, transformers has no such model,
+        or `like` is `folder`.
     """
     folder, layout = Path(folder), layout_of(config)
     content = layout.content(config)
@@ -236,7 +236,7 @@ def load_tokenizer(folder: Path) -> Any:
 def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
     """The tensors of a checkpoint by their names in a whole model: of each a file and its name.
 
-    The files are one, and only without it those of an index.
+    An index counts only without the one file of all weights.
     """
     names: Any = [_WEIGHTS]
     if untrusted.file_in(folder, _WEIGHTS) is None:
@@ -278,7 +278,7 @@ def _read(folder: Path, file: Any, name: str) -> np.ndarray:
 
 
 def _in_safetensors(folder: Path) -> str:
-    """What to do about a folder without weights that can be read."""
+    """A remedy for a folder without weights that can be read."""
     others = sorted(path.name for path in folder.glob("*.bin"))
     if not others:
         return "download it whole, or give another folder"

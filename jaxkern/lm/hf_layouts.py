@@ -34,7 +34,7 @@ def is_hf(folder: Path) -> bool:
 
 
 def how_to_get(folder: Path) -> str:
-    """What to do about a folder that does not exist: it may be a name on Hugging Face's hub."""
+    """A remedy for a folder that does not exist: it may be a name on Hugging Face's hub."""
     name = folder.as_posix()
     if len(folder.parts) == 2 and not folder.is_absolute() and folder.parts[0] not in ("..", "."):
         return (
@@ -92,7 +92,7 @@ class Layout:
     Attributes:
       model_type: what config.json calls it.
       architecture: the class of transformers.
-      kinds: what a layer can be, and how its tensors' names and that of its norm begin.
+      kinds: what a layer can be, how its tensors' names begin, and the name of its norm.
       keys: the keys of config.json: of each a field of the model's shape, and the default. The
         fields "heads" of Mamba-2 and "inner", the channels of Mamba, follow from others.
       fixed: what config.json may say otherwise, and the models here cannot be.
@@ -198,11 +198,8 @@ _TENSORS |= {"in_bias": "in_proj.bias", "out_bias": "out_proj.bias", "norm_weigh
 """A layer's tensors of other names than its parameters."""
 
 _SILU = ("silu", "swish")
-_SIZES = {
-    "hidden_size": ("d_model", None),
-    "num_hidden_layers": ("n_layers", None),
-    "vocab_size": ("vocab_size", None),
-}
+_SIZES = {"hidden_size": ("d_model", None), "num_hidden_layers": ("n_layers", None)}
+_SIZES |= {"vocab_size": ("vocab_size", None)}
 _BLOCK = {
     "expand": ("expand", 2),
     "conv_kernel": ("d_conv", 4),
@@ -227,7 +224,7 @@ def _layers(kinds: list[str]) -> dict[str, Any]:
 
 
 def _read_nemotron_h(content: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Of a list of names, or before transformers 5 of a text of a letter each."""
+    """Reads a list of names, or as before transformers 5 a text with a letter for each."""
     listed = value_of(content, "layers_block_type", [str])
     listed = listed or str(content.get("hybrid_override_pattern"))
     if not {*listed} <= _NEMOTRON.keys():
@@ -287,12 +284,10 @@ def _write_bamba(config: ModelConfig) -> dict[str, Any]:
 
 _ALL = (
     Layout(
-        "mamba",
-        "MambaForCausalLM",
-        {"mamba": ("mixer", "norm.weight")},
-        keys=_SIZES
-        | _BLOCK
-        | {
+        *("mamba", "MambaForCausalLM", {"mamba": ("mixer", "norm.weight")}),
+        keys={
+            **_SIZES,
+            **_BLOCK,
             "state_size": ("d_state", 16),
             "intermediate_size": ("inner", "auto"),
             "time_step_rank": ("dt_rank", "auto"),
@@ -301,13 +296,11 @@ _ALL = (
         fixed={"hidden_act": _SILU, "rms_norm": (True,)},
     ),
     Layout(
-        "mamba2",
-        "Mamba2ForCausalLM",
-        {"mamba2": ("mixer", "norm.weight")},
-        keys=_SIZES
-        | _BLOCK
-        | _LIMIT
-        | {
+        *("mamba2", "Mamba2ForCausalLM", {"mamba2": ("mixer", "norm.weight")}),
+        keys={
+            **_SIZES,
+            **_BLOCK,
+            **_LIMIT,
             "state_size": ("d_state", 128),
             "n_groups": ("n_groups", 8),
             "num_heads": ("heads", 128),
@@ -318,13 +311,11 @@ _ALL = (
         read=lambda *_: {"layers": "mamba2"},
     ),
     Layout(
-        "nemotron_h",
-        "NemotronHForCausalLM",
-        dict.fromkeys(_NAMES, ("mixer", "norm.weight")),
-        keys={name: key for name, key in _SIZES.items() if name != "num_hidden_layers"}
-        | _BLOCK
-        | _ATTENTION
-        | {
+        *("nemotron_h", "NemotronHForCausalLM", dict.fromkeys(_NAMES, ("mixer", "norm.weight"))),
+        keys={
+            **{name: key for name, key in _SIZES.items() if name != "num_hidden_layers"},
+            **_BLOCK,
+            **_ATTENTION,
             "ssm_state_size": ("d_state", 128),
             "n_groups": ("n_groups", 8),
             "mamba_num_heads": ("heads", 128),
@@ -338,17 +329,16 @@ _ALL = (
         write=_write_nemotron_h,
     ),
     Layout(
-        "bamba",
-        "BambaForCausalLM",
+        *("bamba", "BambaForCausalLM"),
         {
             "mamba2": ("mamba", "input_layernorm.weight"),
             "attention": ("self_attn", "input_layernorm.weight"),
             "swiglu": ("feed_forward", "pre_ff_layernorm.weight"),
         },
-        keys=_SIZES
-        | _LIMIT
-        | _ATTENTION
-        | {
+        keys={
+            **_SIZES,
+            **_LIMIT,
+            **_ATTENTION,
             "mamba_expand": ("expand", 2),
             "mamba_d_state": ("d_state", 256),
             "mamba_d_conv": ("d_conv", 4),

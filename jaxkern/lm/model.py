@@ -56,7 +56,7 @@ class Options:
         of each block what :mod:`jaxkern.nn.remat` says; or each ``"layer"`` from its input.
       scan_layers: whether the layers run in a loop.
       split: how the model is split between devices, inside ``shard_map``; ``None`` for one device.
-      gathers: whether its matrices are those of one device of ``split.fsdp``, to be gathered.
+      gathers: whether it has one device's parts of matrices, by ``split.fsdp``, to be gathered.
 
     Raises:
       ValueError: `remat` is none of these.
@@ -80,7 +80,7 @@ POLICIES = {
     "cheap": _both(policies.CHEAP, _kept(*layers.KEPT, "attention")),
     "scan": _both(policies.SCAN, _kept(*layers.KEPT)),
 }
-"""What a layer keeps for the backward."""
+"""The results that a layer keeps for the backward."""
 
 _TOGETHER = 4
 """Layers of a decoded token in the body of the loop, of which XLA fuses neighbours' small kernels.
@@ -136,8 +136,8 @@ class MambaLM(nnx.Module):
           segment_ids: (B, L), integers, for packed documents: one ends where the number changes,
             and its tokens have the logits that they have without the others.
           mask: (B, L), booleans or integers, false or 0 for padding, on the left or the right: the
-            other tokens have the logits that they have without it, and those of padding mean
-            nothing. Padding between tokens parts them as the end of a document does.
+            other tokens have the logits that they have without it, and padding's mean nothing.
+            Padding between tokens parts them as the end of a document does.
 
         Returns:
           (B, L, vocab_size), the policy's output dtype.
@@ -159,7 +159,7 @@ class MambaLM(nnx.Module):
     ) -> jax.Array:
         """Compute what the output layer multiplies: the last norm of what the layers give.
 
-        Other args and errors are those of a call.
+        Other args and errors are as for a call.
 
         Args:
           isolate_nan: whether a NaN surely stays in its document, see :func:`jaxkern.ssd`.
@@ -208,7 +208,7 @@ class MambaLM(nnx.Module):
 
         Args:
           tokens: (B, L), any integer dtype, L at least 1.
-          state: what earlier tokens left; by default that of :meth:`init_state`.
+          state: what earlier tokens left; by default :meth:`init_state`.
           mask: (B, L), booleans or integers, false or 0 for padding, wherever it stands: a row has
             the logits and the state that it has without it. A row with padding begins anew,
             whatever `state` it had; one of padding alone is left with the state before the first
@@ -250,10 +250,10 @@ class MambaLM(nnx.Module):
         return self._logits(self._last_norm(*stream)), state
 
     def init_state(self, batch_size: int, length: int | None = None) -> Any:
-        """The state before the first token, of each kind that of all layers stacked.
+        """The state before the first token, of each kind all layers' stacked.
 
-        Where there is attention, `length` is how many tokens a row will have at most, those of its
-        prompt among them.
+        Where there is attention, `length` is how many tokens a row will have at most, its prompt's
+        among them.
         """
         if "attention" in self.config.kinds and length is None:
             raise ValueError(
@@ -354,7 +354,7 @@ class MambaLM(nnx.Module):
         return policy.cast_to_output(hidden @ policy.cast_to_compute(weight))
 
     def _add_and_normalise(self, x, out, norm) -> tuple[jax.Array, jax.Array]:
-        """Returns the normalised sum in the dtype of `out`, and the sum in that of the stream."""
+        """Returns the normalised sum in the dtype of `out`, and the sum in the stream's."""
         options: Any = {"eps": self.config.eps, "implementation": self.options.implementation}
         return jaxkern.rms_norm(out, whole_beside(norm[...], x), residual=x, **options)
 

@@ -126,7 +126,10 @@ class Tokens:
                 if piece is not None:
                     text += piece
                     held.clear()
-            return text + (self.decode(held) if final and held else "")
+            if final and held:
+                text += self.decode(held)
+                held.clear()
+            return text
 
         return decode
 
@@ -223,7 +226,7 @@ class LanguageModel:
         return found[0] if alone else found
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Any]:
-        """What :meth:`generate` returns for one prompt, in pieces, as it is decoded."""
+        """Continue one prompt as :meth:`generate` does, in pieces, as they are decoded."""
         several, alone = _several(prompt)
         if not alone:
             raise TypeError(f"prompt must be one text or one sequence of tokens, got {prompt!r}")
@@ -236,7 +239,7 @@ class LanguageModel:
 
         Args:
           prompts: what the texts begin with.
-          **options: those of :meth:`generate`.
+          **options: as for :meth:`generate`.
         """
         if len(prompts) == 1:
             _show(prompts[0])
@@ -360,14 +363,14 @@ _ESCAPES |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 
 
 class Timing:
-    """How fast tokens are decoded, those of all texts together."""
+    """How fast the tokens of all texts together are decoded."""
 
     def __init__(self):
         self._start = time.perf_counter()
         self._added: list[tuple[float, int]] = []
 
     def add(self, tokens: int) -> None:
-        """Notes that so many more are there."""
+        """Notes that this number more are there."""
         self._added.append((time.perf_counter(), tokens))
 
     def __str__(self) -> str:
@@ -402,7 +405,7 @@ def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
 
 
 def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list[str]]:
-    """Load a run's newest checkpoint that is whole, or that of a step; RunError if it cannot.
+    """Load a run's newest whole checkpoint, or the one of a step; RunError if it cannot.
 
     Returns the model, and what to tell of damaged checkpoints that are newer.
     """
@@ -473,8 +476,8 @@ def generate_tokens(
     """Decode `length` tokens after each of several prompts, B, in pieces (B, n), int32.
 
     The prompts are sequences of at least one token, of any lengths. Tokens are drawn `among` those
-    given, of which the model may lack some, by default all. The other options, and the errors, are
-    those of :meth:`LanguageModel.generate`.
+    given, of which the model may lack some, by default all. The other options and the errors are as
+    for :meth:`LanguageModel.generate`.
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
