@@ -1,4 +1,4 @@
-"""Validation: the loss on a fixed part of what is held out, and the loss of every source."""
+"""Validation: the loss on a fixed part of what is held out, and that of every source."""
 
 import math
 from collections.abc import Callable
@@ -18,8 +18,8 @@ def evaluation(
 ) -> Callable[[Any], dict[str, float]]:
     """A function of the parameters: what a record of metrics.jsonl says of the validation data.
 
-    The loss is the mean over all tokens; of several sources the mean by their shares, beside the
-    loss and perplexity of each, whose names follow a slash.
+    The loss is that of all tokens; of several sources the mean by their shares, beside the loss and
+    perplexity of each, whose names follow a slash.
     """
     windows = lambda batch: jax.tree.map(placement.split.windows, batch)
     to_devices = lambda batch: data.put(windows(batch), placement.first_split)
