@@ -44,7 +44,7 @@ def slow(names, of):
 
 TRAINED = {"layers", "language_model", "hybrids", "sequences", "optimizers"}
 TRAINED |= {"start", "your_model", "mixed_precision", "remat"}
-COMPILED = {"nn.equinox", "nn.flax", "nn.linen", "lm.loader"}
+COMPILED = {"nn.equinox", "nn.flax", "nn.linen", "lm.sample"}
 COMPILED |= {f"ops.{op}.op" for op in ("causal_conv1d", "selective_scan", "ssd")}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxkern.lm import checkpoint, cli, data, loader
+from jaxkern.lm import checkpoint, cli, data, sample
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.data import Packed, predicted, sources, tokenizer, write
 from jaxkern.lm.data.corpus import Stream, Windows
@@ -416,7 +416,7 @@ def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, caps
     ratio = last["validation_bits_per_byte"] * np.log(2) / last["validation_loss"]
     assert 0.2 < ratio < 0.9
 
-    model = loader.load(finished)
+    model = sample.load(finished)
     ids = model.encode("the scan reads é")
     assert ids[0] == 0
     assert len(ids) < len("the scan reads é")

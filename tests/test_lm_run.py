@@ -176,7 +176,7 @@ def standing_in(patch):
     patch.setattr(train_module, "compile_programs", programs)
     patch.setattr(train_module, "check_memory", lambda *args: None)
     patch.setattr(train_module, "has_room", lambda *args: True)
-    patch.setattr(sample, "stream", lambda *args, **options: None)
+    patch.setattr(sample.LanguageModel, "write", lambda *args, **options: None)
 
 
 stands_in = pytest.fixture(lambda monkeypatch: standing_in(monkeypatch))
@@ -436,7 +436,7 @@ def test_a_run_whose_output_closes_saves_its_step(argv, tmp_path, stands_in, int
 
 
 def test_ctrl_c_while_sampling_is_one_line(copied, monkeypatch):
-    monkeypatch.setattr(sample, "stream", lambda *args, **options: interrupt())
+    monkeypatch.setattr(sample.LanguageModel, "write", lambda *args, **options: interrupt())
     assert run("sample", "--run", copied, code=130) == "jaxkern: stopped (SIGINT)\n"
     shutil.rmtree(copied / "checkpoints" / str(STEPS))
     line = resume(copied, code=130)
@@ -538,7 +538,8 @@ def learned(text, tmp_path_factory):
         argv = ["train", "--preset", preset, "--data", text, "--steps", REAL_STEPS, "--lr", 0.05]
         argv += ["--checkpoint-every", 20, "--eval-every", 20, "--eval-batches", 2, "--seq-len", 8]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sample, "stream", lambda *args, length, **_: print("x" * length))
+            written = lambda *args, length, **_: print("x" * length)
+            patch.setattr(sample.LanguageModel, "write", written)
             patch.setattr(train_module, "has_room", lambda *args: False)  # nothing to compile
             patch.setattr(train_module, "plot_losses", lambda *args, **options: None)
             return argv, out, run(*argv, "--out", out)
@@ -578,7 +579,7 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
     told = [
         *("compiling", "compiled the step in", "step 60/60 · loss ", "step 60/60 · saving took "),
         *(f"validation {validation[60]:.3f} bits/byte after 60 steps", "tokens/s"),
-        *(f"a sample:\n\n{'x' * 300}\n\n\nmore:", f"jaxkern sample --run {out}"),
+        *(f"a sample:\n\n{'x' * 300}\n\nmore:", f"jaxkern sample --run {out}"),
     ]
     assert re.search(".*".join(map(re.escape, told)), printed, re.DOTALL), printed
 

@@ -408,16 +408,16 @@ def _sample(flags: dict[str, Any]) -> None:
     else:
         _need_packages("sample --hf", safetensors="safetensors", tokenizers="tokenizers")
     _start_jax()
-    from jaxkern.lm import loader, sample
+    from jaxkern.lm import sample
 
     if folder is None:
-        model, notes = loader.load_run(run)
+        model, notes = sample.load_run(run)
         for note in notes:
             stop.tell(f"warning: {note}")
     else:
-        model = loader.load_hf(folder)
+        model = sample.load_hf(folder)
     timing = sample.Timing() if flags.pop("timing") else None
-    loader.write(model, prompts, timing=timing, **flags)
+    model.write(prompts, timing=timing, **flags)
     if timing is not None:
         stop.tell(str(timing))
 
@@ -435,7 +435,7 @@ def _prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
 def _export(flags: dict[str, Any]) -> None:
     _need_packages("export", safetensors="safetensors")
     _start_jax()
-    from jaxkern.lm.export import export
+    from jaxkern.lm.hf import export
 
     export(flags.pop("run"), flags.pop("hf"), **flags)
 

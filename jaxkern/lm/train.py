@@ -456,11 +456,11 @@ class Trainer:
         say(f"{out}: config.yaml, metrics.jsonl, loss.png, checkpoints/{config.steps}")
         prompt = "" if config.data else "def "
         say("a sample:\n")
-        graphdef, codec = sample.decoder(config.model), sample.codec_of(trained.tokenizer)
-        params = self._on_one_device(trained.state)
-        sample.stream(graphdef, params, prompt, codec=codec, length=300, seed=config.seed)
+        params, codec = self._on_one_device(trained.state), sample.codec_of(trained.tokenizer)
+        model = sample.LanguageModel(config.model, params, config.steps, codec)
+        model.write([prompt], length=300, seed=config.seed)
         folder = shlex.quote(str(out))
-        say(f"\n\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
+        say(f"\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
 
     def _on_one_device(self, state: TrainState) -> Any:
         """The parameters after the last step, for process 0 to sample with."""
