@@ -133,18 +133,6 @@ def test_what_was_too_large_is_named(tmp_path, capsys):
     gc.collect()  # files and futures left behind complain here
 
 
-def test_runs_that_cannot_be_read_are_told_apart(tmp_path):
-    for content, words in (
-        (None, "holds no run (no run.json); give the --out of"),
-        ('{"format": "jaxkern-lm-1"}', "is a run of an earlier version of jaxkern"),
-    ):
-        if content is not None:
-            (tmp_path / "config.json").write_text(content)
-        with pytest.raises(RunError) as caught:
-            checkpoint.read_config(tmp_path)
-        assert words in str(caught.value)
-
-
 def test_two_processes_cannot_train_in_one_folder(tmp_path, monkeypatch):
     for _ in range(2):  # what has ended leaves the folder free
         with checkpoint.only_process(tmp_path):  # a lock is of an open file, not of a process

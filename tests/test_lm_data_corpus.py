@@ -280,7 +280,7 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     # A file to validate with is not trained on by another field.
     other.write_text('{"text": "a", "body": "b"}\n')
     flags = {"data": (f"{other}:body", str(root)), "eval_data": (str(other),)}
-    refused("b.jsonl:body: all of its files are named before", build, root, tmp_path / "c", **flags)
+    refused("b.jsonl: all of its files are named before", build, root, tmp_path / "c", **flags)
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -300,7 +300,7 @@ def test_validation_is_a_fixed_part_spread_evenly(root, tmp_path, batches, pack)
         assert predicted(few) == len(stream.tokens) - len(stream.starts)
 
 
-def test_too_little_text_and_broken_files_are_named(tmp_path, capsys):
+def test_too_little_text_and_broken_files_are_named(tmp_path):
     path, out = tmp_path / "a.txt", tmp_path / "run"
     path.write_text("é")
     refused(r"source a\.txt has 3 tokens; give more text", build, path, out, tokenizer="bpe:300")
@@ -313,15 +313,17 @@ def test_too_little_text_and_broken_files_are_named(tmp_path, capsys):
     refused("zero byte behind 'before'", build, lines, out)
     assert "before\0behind" in texts_of(build(lines, out, tokenizer="bpe:300"))
     lines.write_text(write_lines(lines, TEXTS).read_text() + '{"text": 3}\n')
-    refused(f"^{lines}: line 201 has a number as its .*mend it", build, lines, out)
+    refused(f"^{lines}: line 201 has 3 as its .*mend it", build, lines, out)
 
     few, more = write_lines(tmp_path / "few.jsonl", ["the scan", "reads"]), tmp_path / "more.txt"
     more.write_text("some words " * 40)
-    words = "training data has 1. tokens, fewer than the 4,097 that --seq-len 4096 needs; lower --s"
+    words = (
+        "training data, or a .* 1. tokens, fewer than the 4,097 that --seq-len 4096 needs; lower"
+    )
     refused(words, build, few, out, seq_len=4096)
     build(few, out, data=(str(few), str(more)), seq_len=100)
-    assert "warning: 1 of 2 sources of --data (few.jsonl) have fewer" in capsys.readouterr().out
-    refused("validation data has 22 tokens, fewer than", build, more, out, seq_len=50, pack=False)
+    words = "validation data, or a source of it, has 22 tokens, fewer than"
+    refused(words, build, more, out, seq_len=50, pack=False)
     assert config_of(path).for_tokens(50277).model.vocab_size == 50304
 
 

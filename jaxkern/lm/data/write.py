@@ -18,12 +18,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.files import write_atomically
 from jaxkern.lm.data.sources import File, NotTextError, Source
 from jaxkern.lm.data.tokenizer import FILE, Bytes, Tokenizer, dtype_of
 from jaxkern.lm.stop import say
@@ -34,6 +33,16 @@ _MOST_HELD_OUT = 0.25  # of the tokens, by whole documents
 _AT_ONCE = 1 << 22  # characters that are tokenised at once
 _HEAD = 1 << 16  # characters by which a document is held out or not
 _SAVE = 5.0  # seconds of work that a kill may cost
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that after a crash it is the old one or the new one, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def tokenise(
@@ -54,18 +63,18 @@ def tokenise(
     with _held(folder):
         if isinstance(tokenizer, Tokenizer):
             write_atomically(folder / FILE, tokenizer.stored())
-        written = json.loads(path.read_text()) if path.exists() else []
-        left = [i for i in range(len(found)) if i >= len(written) or not written[i]["split"]]
+        none = lambda: {part: {"tokens": 0, "documents": 0, "bytes": 0} for part in PARTS}
+        written = [{"split": "", "done": [0, 0]} | none() for _ in found]
+        if path.exists():
+            written = json.loads(path.read_text())
+        left = [i for i, of in enumerate(written) if not of["split"]]
         total = sum(file.path.stat().st_size for i in left for file in found[i].files)
+        save = lambda: write_atomically(path, json.dumps(written) + "\n")
         form = "tokenise {percentage:3.0f}% {bar} {n_fmt}B/{total_fmt}B · {remaining} left"
         every = 0.5 if sys.stderr.isatty() else 30
         options = {"unit_scale": True, "leave": False, "delay": 1, "mininterval": every}
         with tqdm(total=total, bar_format=form, dynamic_ncols=True, **options) as bar:
             for i in left:
-                if i == len(written):
-                    none = {part: {"tokens": 0, "documents": 0, "bytes": 0} for part in PARTS}
-                    written.append({"split": "", "file": 0, "part": 0} | none)
-                save = lambda: write_atomically(path, json.dumps(written) + "\n")
                 _write_source(folder / str(i), found[i], tokenizer, written[i], save, bar)
                 written[i]["split"] = _split(folder / str(i), found[i].held_out, written[i])
                 save()
@@ -87,6 +96,17 @@ def _held(folder: Path) -> Iterator[None]:
         yield
 
 
+class _Text(NamedTuple):
+    """A part of a document: the file's number and its own there, the text, what it is of."""
+
+    file: int
+    number: int
+    text: str
+    part: str
+    first: bool
+    last: bool
+
+
 def _write_source(
     path: Path,
     source: Source,
@@ -95,69 +115,70 @@ def _write_source(
     save: Any,
     bar: Any,
 ) -> None:
-    """Append to the files of a source what is not `written` yet, and tell it there."""
-    dtype = dtype_of(tokenizer.size)
+    """Append to the files of a source what is not `written` yet, and say so there."""
+    dtype = np.dtype(dtype_of(tokenizer.size))
     with contextlib.ExitStack() as opened:
-        writers = {}
-        for part in PARTS:
-            tokens = opened.enter_context(open(f"{path}.{part}.tokens", "ab"))
-            starts = opened.enter_context(open(f"{path}.{part}.starts", "ab"))
-            writers[part] = _Writer(tokens, starts, written[part], dtype)
-        size, saved = 0, time.monotonic()
-        waiting: list[tuple[str, str, bool, bool]] = []
+        tokens, starts = (
+            {part: opened.enter_context(open(f"{path}.{part}.{kind}", "ab")) for part in PARTS}
+            for kind in ("tokens", "starts")
+        )
+        for part in PARTS:  # cut back to what is written, before a process was killed
+            tokens[part].truncate(written[part]["tokens"] * dtype.itemsize)
+            starts[part].truncate(written[part]["documents"] * 8)
 
-        def flush(file: int, part: int) -> None:
-            texts = [text for _, text, _, _ in waiting]
-            for each, tokens in zip(waiting, tokenizer.encode(texts), strict=True):
-                to, text, first, last = each
-                begin, end = tokenizer.begin if first else None, tokenizer.end if last else None
-                writers[to].append(tokens, text, begin, end)
-            waiting.clear()
-            written["file"], written["part"] = file, part
+        def sync() -> None:
+            for file in (*tokens.values(), *starts.values()):
+                file.flush()
+                os.fsync(file.fileno())
 
-        bytes_alone = isinstance(tokenizer, Bytes)
-        for file, part, to, text, first, last in _texts(source, written, bar, bytes_alone):
-            waiting.append((to, text, first, last))
-            size += len(text)
-            if size >= _AT_ONCE:
-                flush(file, part)
-                size = 0
-                if time.monotonic() - saved > _SAVE:
-                    for writer in writers.values():
-                        writer.sync()
-                    save()
-                    saved = time.monotonic()
-        flush(len(source.files), 0)
-        for writer in writers.values():
-            writer.sync()
+        saved = time.monotonic()
+        texts = _texts(source, written["done"], bar, of_bytes=isinstance(tokenizer, Bytes))
+        while batch := [*_of_size(texts)]:
+            for each, ids in zip(batch, tokenizer.encode([t.text for t in batch]), strict=True):
+                counts = written[each.part]
+                if each.first:
+                    starts[each.part].write(np.int64(counts["tokens"]).tobytes())
+                    counts["documents"] += 1
+                edges = [tokenizer.begin] * each.first, [tokenizer.end] * each.last
+                whole = np.concatenate([edges[0], ids, edges[1]]).astype(dtype)
+                tokens[each.part].write(whole.tobytes())
+                counts["tokens"] += len(whole)
+                counts["bytes"] += len(each.text.encode())
+            written["done"] = [*batch[-1][:2]]
+            if time.monotonic() - saved > _SAVE:
+                sync()
+                save()
+                saved = time.monotonic()
+        written["done"] = [len(source.files), 0]
+        sync()
 
 
-def _texts(
-    source: Source, written: dict[str, Any], bar: Any, bytes_alone: bool
-) -> Iterator[tuple[int, int, str, str, bool, bool]]:
-    """Yields the documents of a source in parts, but for those that are written.
+def _of_size(texts: Iterator[_Text]) -> Iterator[_Text]:
+    """The next texts, of `_AT_ONCE` characters."""
+    size = 0
+    while size < _AT_ONCE and (text := next(texts, None)):
+        size += len(text.text)
+        yield text
 
-    Each part comes as its file, how many parts of that are done with it, where its document
-    belongs, its text, and whether it begins and whether it ends the document.
-    """
-    first_file, first_part = written["file"], written["part"]
+
+def _texts(source: Source, done: list[int], bar: Any, *, of_bytes: bool) -> Iterator[_Text]:
+    """Yields the documents of a source in parts, but for those up to the file and part `done`."""
     for i, file in enumerate(source.files):
-        before, belongs = bar.n, ""
-        if i >= first_file:
-            tell = lambda at, before=before: bar.update(before + at - bar.n)
+        before, of = bar.n, ""
+        if i >= done[0]:
             with named(file):
-                for j, (text, last) in enumerate(file.parts(tell), 1):
-                    if bytes_alone and (at := text.find("\0")) >= 0:
+                for number, (text, last, read) in enumerate(file.parts(), 1):
+                    if of_bytes and "\0" in text:
                         raise NotTextError(
-                            f"has a zero byte behind {text[:at][-20:]!r}, which ends a document of "
-                            "bytes (to a tokenizer, as of --tokenizer bpe:32000, it is a character "
-                            "like others)"
+                            f"has a zero byte behind {text.partition('\0')[0][-20:]!r}, which ends "
+                            "a document of bytes (to a tokenizer, as of --tokenizer bpe:32000, it "
+                            "is a character like others)"
                         )
-                    first = not belongs
-                    belongs = belongs or PARTS[_fraction(text[:_HEAD]) < source.held_out]
-                    if i > first_file or j > first_part:
-                        yield i, j, belongs, text, first, last
-                    belongs = "" if last else belongs
+                    first, of = not of, of or PARTS[_fraction(text[:_HEAD]) < source.held_out]
+                    if [i, number] > done:
+                        yield _Text(i, number, text, of, first, last)
+                    of = "" if last else of
+                    bar.update(before + read - bar.n)
         bar.update(before + file.path.stat().st_size - bar.n)
 
 
@@ -176,37 +197,6 @@ def _fraction(text: str) -> float:
     """Hashes a text to a number from 0 to 1, which decides whether its document is held out."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
-
-
-class _Writer:
-    """The files of a source's documents to train on, or of those held out.
-
-    Args:
-      tokens, starts: the files.
-      counts: what they hold; what is behind it there a process has left that was killed.
-      dtype: of the tokens.
-    """
-
-    def __init__(self, tokens: Any, starts: Any, counts: dict[str, int], dtype: Any):
-        self._tokens, self._starts, self._counts, self._dtype = tokens, starts, counts, dtype
-        self._tokens.truncate(counts["tokens"] * np.dtype(dtype).itemsize)
-        self._starts.truncate(counts["documents"] * 8)
-
-    def append(self, tokens: np.ndarray, text: str, begin: int | None, end: int | None) -> None:
-        """Append a part of a document, between what begins and what ends it, if it does."""
-        if begin is not None:
-            self._starts.write(np.int64(self._counts["tokens"]).tobytes())
-            self._counts["documents"] += 1
-        before, behind = ([] if edge is None else [edge] for edge in (begin, end))
-        content = np.concatenate([before, tokens, behind]).astype(self._dtype)
-        self._tokens.write(content.tobytes())
-        self._counts["tokens"] += len(content)
-        self._counts["bytes"] += len(text.encode())
-
-    def sync(self) -> None:
-        for file in (self._tokens, self._starts):
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _split(path: Path, held_out: float, written: dict[str, Any]) -> str:
