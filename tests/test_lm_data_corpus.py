@@ -192,7 +192,6 @@ def test_no_more_than_a_quarter_is_held_out(tmp_path, share):
     by_document = share < 0.25
     (source,), (train,), (held,) = corpus.info["sources"], corpus.train, corpus.held_out
     assert source["split"] == ("by document" if by_document else "by position")
-    assert ("(their end)" in corpus.describe()) != by_document
     size = len(train.tokens) + len(held.tokens)
     assert size == 2 * 2 + sum(
         len(json.loads(line)["text"]) for line in path.read_text().splitlines()
@@ -272,7 +271,6 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     flags = {"eval_data": (str(other), str(root / "more"))}
     corpus = build(root, tmp_path / "b", **flags)
     assert [stream.name for stream in corpus.held_out] == ["b.jsonl", "more"]
-    assert "(of --eval-data)" in corpus.describe()
     assert sorted(texts_of(corpus, *corpus.train)) == sorted(TOLD[:150])
     ((b, batches), (more, _)) = corpus.validation(config_of(root, **flags, eval_batches=2))
     assert (b.name, more.name, b.share + more.share) == ("b.jsonl", "more", 1)

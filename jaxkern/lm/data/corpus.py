@@ -15,6 +15,7 @@ and the state of its iterator is the number of the next batch.
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -93,10 +94,6 @@ class Windows:
         return Packed(window, np.cumsum(first, dtype=np.int32))
 
 
-def _stacked(rows: Sequence[Packed]) -> Packed:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
-
-
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Tokenised documents, in sources.
@@ -116,13 +113,9 @@ class Corpus:
         """Say in a line what it holds."""
         sources = self.info["sources"]
         documents = sum(source[part]["documents"] for source in sources for part in PARTS)
-        sizes = (sum(len(s.tokens) for s in part) for part in (self.train, self.held_out))
-        text = "{:,} tokens to train on, {:,} held out".format(*sizes)
-        splits = {source["split"] for source in sources}
-        text += " (their end)" if "by position" in splits else ""
-        text += " (of --eval-data)" if "by source" in splits else ""
-        text = f"{counted(documents, 'document')}: {text}; "
-        text += f"{1 / self.tokens_per_byte:.2f} bytes per token"
+        train, held_out = (sum(len(s.tokens) for s in part) for part in (self.train, self.held_out))
+        text = f"{counted(documents, 'document')}: {train:,} tokens to train on, {held_out:,} held "
+        text += f"out; {1 / self.tokens_per_byte:.2f} bytes per token"
         skipped = sum(source["skipped"] for source in sources)
         example = next((source["example"] for source in sources if source["example"]), "")
         return text + (f"; {describe_skipped(skipped, example, 'skipped')}" if skipped else "")
@@ -151,7 +144,8 @@ class Corpus:
             weights = [round(100 * stream.share / least) for stream in self.train]
             drawn = grain.MapDataset.mix(each, weights)
         batches = drawn.batch(config.batch_size)
-        return iter(batches.to_iter_dataset(grain.ReadOptions(_THREADS, _AHEAD)))
+        # Two threads make eight batches beforehand, while a disk is waited for.
+        return iter(batches.to_iter_dataset(grain.ReadOptions(2, 8)))
 
     def validation(self, config: TrainConfig) -> list[tuple[Stream, list[Packed]]]:
         """Each source with up to its part of --eval-batches fixed batches, spread evenly over it.
@@ -167,12 +161,10 @@ class Corpus:
             chosen = np.linspace(0, len(windows) - 1, count).astype(int)
             if config.pack and count > len(windows):  # those beyond predict nothing
                 chosen = np.arange(count)
-            drawn = [windows[i] for i in chosen]
-            found.append((stream, [_stacked(drawn[i : i + rows]) for i in range(0, count, rows)]))
+            of_batch = ([windows[i] for i in part] for part in chosen.reshape(-1, rows))
+            stack = lambda *leaves: np.stack(leaves)
+            found.append((stream, [jax.tree.map(stack, *each) for each in of_batch]))
         return found
-
-
-_THREADS, _AHEAD = 2, 8  # batches that are made beforehand, while a disk is waited for
 
 
 def tokens_per_byte(streams: Sequence[Stream]) -> float:
@@ -293,17 +285,12 @@ def _identity(files: Sequence[File]) -> list[Any]:
 
 
 def _name(source: Source, others: Sequence[Source]) -> str:
-    """What reports call a source: the end of its path, where no other's of its flag is the same.
-
-    Else its path, and where that is the same, too, its field.
-    """
-    of_flag = [each for each in others if each.held_out == source.held_out]
-    path = lambda source: source.path.rstrip("/") or "standard library"
-    short = lambda source: path(source).rpartition("/")[2]
-    for name in (short, path):
-        if [*map(name, of_flag)].count(name(source)) == 1 and "*" not in short(source):
-            return name(source)
-    return f"{path(source)}:{source.field}"
+    """What reports call a source: the end of its path, or where others have the same all of it."""
+    end = lambda source: os.path.basename(source.path.rstrip("/")) or "standard library"
+    same = [each for each in others if (end(each), each.held_out) == (end(source), source.held_out)]
+    if len(same) == 1 and "*" not in end(source):
+        return end(source)
+    return source.path + f":{source.field}" * (source.field != "text")
 
 
 def _tokenizer(spec: str, found: Sequence[Source], shared: Path) -> Bytes | Tokenizer:

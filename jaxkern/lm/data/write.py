@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -96,17 +96,6 @@ def _held(folder: Path) -> Iterator[None]:
         yield
 
 
-class _Text(NamedTuple):
-    """A part of a document: the file's number and its own there, the text, what it is of."""
-
-    file: int
-    number: int
-    text: str
-    part: str
-    first: bool
-    last: bool
-
-
 def _write_source(
     path: Path,
     source: Source,
@@ -118,33 +107,36 @@ def _write_source(
     """Append to the files of a source what is not `written` yet, and say so there."""
     dtype = np.dtype(dtype_of(tokenizer.size))
     with contextlib.ExitStack() as opened:
-        tokens, starts = (
-            {part: opened.enter_context(open(f"{path}.{part}.{kind}", "ab")) for part in PARTS}
-            for kind in ("tokens", "starts")
-        )
-        for part in PARTS:  # cut back to what is written, before a process was killed
-            tokens[part].truncate(written[part]["tokens"] * dtype.itemsize)
-            starts[part].truncate(written[part]["documents"] * 8)
+        files = {}
+        for part, counts in ((part, written[part]) for part in PARTS):
+            for kind, size in (
+                ("tokens", counts["tokens"] * dtype.itemsize),
+                ("starts", counts["documents"] * 8),
+            ):
+                file = opened.enter_context(open(f"{path}.{part}.{kind}", "ab"))
+                file.truncate(size)  # what is behind that a process has left that was killed
+                files[part, kind] = file
 
         def sync() -> None:
-            for file in (*tokens.values(), *starts.values()):
+            for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
 
         saved = time.monotonic()
         texts = _texts(source, written["done"], bar, of_bytes=isinstance(tokenizer, Bytes))
         while batch := [*_of_size(texts)]:
-            for each, ids in zip(batch, tokenizer.encode([t.text for t in batch]), strict=True):
-                counts = written[each.part]
-                if each.first:
-                    starts[each.part].write(np.int64(counts["tokens"]).tobytes())
+            encoded = tokenizer.encode([text for text, *_ in batch])
+            for (text, part, first, last, _), ids in zip(batch, encoded, strict=True):
+                counts = written[part]
+                if first:
+                    files[part, "starts"].write(np.int64(counts["tokens"]).tobytes())
                     counts["documents"] += 1
-                edges = [tokenizer.begin] * each.first, [tokenizer.end] * each.last
+                edges = [tokenizer.begin] * first, [tokenizer.end] * last
                 whole = np.concatenate([edges[0], ids, edges[1]]).astype(dtype)
-                tokens[each.part].write(whole.tobytes())
+                files[part, "tokens"].write(whole.tobytes())
                 counts["tokens"] += len(whole)
-                counts["bytes"] += len(each.text.encode())
-            written["done"] = [*batch[-1][:2]]
+                counts["bytes"] += len(text.encode())
+            written["done"] = batch[-1][-1]
             if time.monotonic() - saved > _SAVE:
                 sync()
                 save()
@@ -153,32 +145,37 @@ def _write_source(
         sync()
 
 
-def _of_size(texts: Iterator[_Text]) -> Iterator[_Text]:
+def _of_size(texts: Iterator[tuple]) -> Iterator[tuple]:
     """The next texts, of `_AT_ONCE` characters."""
     size = 0
     while size < _AT_ONCE and (text := next(texts, None)):
-        size += len(text.text)
+        size += len(text[0])
         yield text
 
 
-def _texts(source: Source, done: list[int], bar: Any, *, of_bytes: bool) -> Iterator[_Text]:
-    """Yields the documents of a source in parts, but for those up to the file and part `done`."""
+def _texts(
+    source: Source, done: list[int], bar: Any, *, of_bytes: bool
+) -> Iterator[tuple[str, str, bool, bool, list[int]]]:
+    """Yields the documents of a source in parts, but for those up to the file and part `done`.
+
+    Each part comes as its text, where its document belongs, whether it begins and whether it ends
+    that, and the numbers of its file and of itself there.
+    """
     for i, file in enumerate(source.files):
         before, of = bar.n, ""
-        if i >= done[0]:
-            with named(file):
-                for number, (text, last, read) in enumerate(file.parts(), 1):
-                    if of_bytes and "\0" in text:
-                        raise NotTextError(
-                            f"has a zero byte behind {text.partition('\0')[0][-20:]!r}, which ends "
-                            "a document of bytes (to a tokenizer, as of --tokenizer bpe:32000, it "
-                            "is a character like others)"
-                        )
-                    first, of = not of, of or PARTS[_fraction(text[:_HEAD]) < source.held_out]
-                    if [i, number] > done:
-                        yield _Text(i, number, text, of, first, last)
-                    of = "" if last else of
-                    bar.update(before + read - bar.n)
+        with named(file):
+            for number, (text, last, read) in enumerate(file.parts() if i >= done[0] else (), 1):
+                if of_bytes and "\0" in text:
+                    raise NotTextError(
+                        f"has a zero byte behind {text.partition('\0')[0][-20:]!r}, which ends a "
+                        "document of bytes (to a tokenizer, as of --tokenizer bpe:32000, it is a "
+                        "character like others)"
+                    )
+                first, of = not of, of or PARTS[_fraction(text[:_HEAD]) < source.held_out]
+                if [i, number] > done:
+                    yield text, of, first, last, [i, number]
+                of = "" if last else of
+                bar.update(before + read - bar.n)
         bar.update(before + file.path.stat().st_size - bar.n)
 
 
