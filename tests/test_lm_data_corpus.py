@@ -257,7 +257,7 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     # A file to validate with is not trained on by another field.
     other.write_text('{"text": "a", "body": "b"}\n')
     flags = {"data": (f"{other}:body", str(root)), "eval_data": (str(other),)}
-    refused("b.jsonl: all of its files are named before", build, root, tmp_path / "c", **flags)
+    refused("b.jsonl: all of its files are of --eval-data", build, root, tmp_path / "c", **flags)
 
 
 @pytest.mark.parametrize("pack", [True, False])

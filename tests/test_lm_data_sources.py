@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import pathlib
 import sys
 
 import numpy as np
@@ -188,10 +189,13 @@ def test_what_cannot_be_named(tmp_path, monkeypatch):
         refused(f"--data .*{words}", documents, named)
     (tmp_path / "c.jsonl").write_bytes(lines(TEXTS))
     (tmp_path / "d.txt").write_text("text")
-    both = f"{tmp_path}/[cd]*"
     for named in (tmp_path / "c.jsonl", f"{tmp_path}/d.txt:body"):
         path = str(named).removesuffix(":body")
-        refused(f"--data {path}: all of its files are named before", documents, both, named)
+        words, left_out = (
+            f"--data {path}: all of its files are of --eval-data",
+            {pathlib.Path(path)},
+        )
+        refused(words, find, [str(named)], "--data", held_out=0, left_out=left_out)
 
     (packed := tmp_path / "a.zst").write_bytes(zstd(b"text"))
     for module in ("pyarrow", "pyarrow.parquet", "tokenizers"):

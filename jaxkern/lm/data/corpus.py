@@ -333,10 +333,20 @@ def _opened(
       OSError, ValueError: they are not, or not all.
       RunError: a source has too few tokens.
     """
-    dtype = dtype_of(tokenizer.size)
+
+    def mapped(name: str, size: int, dtype: Any) -> np.ndarray:
+        # An empty file cannot be mapped.
+        return np.memmap(folder / name, dtype, "r", shape=size) if size else np.zeros(0, dtype)
+
     of_parts: tuple[list[Stream], list[Stream]] = [], []
     for i, source in enumerate(info["sources"]):
-        parts = [_mapped(f"{folder}/{i}.{part}", source[part], dtype) for part in PARTS]
+        parts = [
+            (
+                mapped(f"{i}.{part}.tokens", source[part]["tokens"], dtype_of(tokenizer.size)),
+                mapped(f"{i}.{part}.starts", source[part]["documents"], np.int64),
+            )
+            for part in PARTS
+        ]
         if (size := sum(len(tokens) for tokens, _ in parts)) < 4:
             raise RunError(f"the source {source['name']} has {size} tokens; give more text")
         counts = [source[part] for part in PARTS]
@@ -356,15 +366,6 @@ def _opened(
         for part in of_parts
     )
     return Corpus(train, held_out, tokenizer, info)
-
-
-def _mapped(path: str, counts: dict[str, int], dtype: Any) -> list[np.ndarray]:
-    """The tokens of a part of a source, and where its documents begin."""
-    kinds = ("tokens", counts["tokens"], dtype), ("starts", counts["documents"], np.int64)
-    return [  # an empty file cannot be mapped
-        np.memmap(f"{path}.{kind}", dtype, "r", shape=size) if size else np.zeros(0, dtype)
-        for kind, size, dtype in kinds
-    ]
 
 
 def _check_length(config: TrainConfig, corpus: Corpus) -> None:

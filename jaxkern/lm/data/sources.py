@@ -6,14 +6,12 @@ unless another is named. Text and JSON Lines may be compressed. No file needs to
 documents come in parts, which end between two words, where tokenizers cut, too.
 """
 
-import codecs
 import contextlib
 import dataclasses
 import glob
 import gzip
 import importlib
 import io
-import itertools
 import json
 import math
 import os
@@ -31,7 +29,7 @@ _COMPRESSED = {".gz", ".zst"}
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 # The standard library's own tests hold much deliberately odd text.
 _SKIPPED_IN_STDLIB = {"test", "tests", "idle_test"}
-_CHUNK = 1 << 20  # bytes of a file that are read at once
+_CHUNK = 1 << 20  # characters of a file that are read at once
 _PART = 1 << 18  # characters of a part of a document, which has less than twice as many
 _ROWS = 256  # of Parquet that are read at once
 _BEHIND = "that holds the documents behind the path, as in PATH:FIELD"
@@ -90,11 +88,6 @@ class File:
             return _json_texts
         return _table_texts if self.suffix == ".parquet" else None
 
-    @property
-    def content(self) -> tuple[Path, str]:
-        """What tells its documents from those of others: where they lie, and in which field."""
-        return self.path.resolve(), self.field if self.pieces else ""
-
     def parts(self) -> Iterator[Part]:
         """Yields the documents in parts.
 
@@ -117,6 +110,10 @@ class File:
                     if text or begun:
                         yield Part(text, True, read)
                     text, begun = "", False
+        except UnicodeDecodeError:
+            raise NotTextError(
+                "a binary file (it is not UTF-8 text; iconv -t UTF-8 rewrites other encodings)"
+            ) from None
         except (EOFError, zlib.error, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise NotTextError(f"cannot be read ({error.strerror})") from None
@@ -159,35 +156,30 @@ def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
 def find(
     texts: Sequence[str], flag: str, *, held_out: float, left_out: Collection[Path] = ()
 ) -> list[Source]:
-    """Find the files that a flag names, each once, but for those `left_out`.
+    """Find the files that a flag names, but for those `left_out`.
 
     Raises:
-      RunError: a path is missing or names no text, or only files that are named before.
+      RunError: a path is missing or names no text, or only files that are left out.
     """
-    found: list[Source] = []
-    seen: set[tuple[Path, str]] = set()
+    found = []
     for source in parse(texts, flag):
         files, skipped = _files(source, flag)
-        new = [f for f in files if f.content not in seen and f.path.resolve() not in left_out]
-        if not new:
+        kept = tuple(file for file in files if file.path.resolve() not in left_out)
+        if not kept:
             raise RunError(
-                f"{flag} {source.path}: all of its files are named before, by --data or "
-                "--eval-data; leave it out"
+                f"{flag} {source.path}: all of its files are of --eval-data; leave it out"
             )
-        seen |= {file.content for file in new}
-        own = {"files": tuple(new), "skipped": tuple(skipped), "held_out": held_out}
+        own = {"files": kept, "skipped": tuple(skipped), "held_out": held_out}
         found.append(dataclasses.replace(source, **own))
     return found
 
 
 def _files(source: Source, flag: str) -> tuple[list[File], list[str]]:
     """The files of a source, and why others in its folders are none, by their beginnings."""
-    stdlib = sysconfig.get_paths()["stdlib"]
-    roots = [source.path or stdlib]
-    if not os.path.exists(roots[0]):
-        roots = sorted(glob.glob(source.path, recursive=True))
-        if not roots:
-            raise RunError(f"{flag} {source.path}: no such file or folder, or no file matches")
+    where = source.path or sysconfig.get_paths()["stdlib"]
+    roots = [where] if os.path.exists(where) else sorted(glob.glob(where, recursive=True))
+    if not roots:
+        raise RunError(f"{flag} {where}: no such file or folder, or no file matches")
     files: dict[Path, File] = {}
     skipped: list[str] = []
     for root in map(Path, roots):
@@ -204,9 +196,8 @@ def _files(source: Source, flag: str) -> tuple[list[File], list[str]]:
                 # Of files that should have held records the reason is to be known first.
                 skipped.insert(0 if file.pieces else len(skipped), f"{path}: {error}")
     if not files:
-        there = skipped and f" ({describe_skipped(len(skipped), skipped[0], 'there')})"
-        where = source.path or stdlib
-        raise RunError(f"no text to train on in {where}{there or ''}; give text files to {flag}")
+        there = f" ({describe_skipped(len(skipped), skipped[0], 'there')})" if skipped else ""
+        raise RunError(f"no text to train on in {where}{there}; give text files to {flag}")
     return [*files.values()], skipped
 
 
@@ -266,41 +257,29 @@ def need_package(module: str, what: str) -> Any:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
-    """Open a file of bytes, decompressed, beside how many bytes of it are read."""
+def _open(path: Path) -> Iterator[tuple[io.TextIOWrapper, Callable[[], int]]]:
+    """Open a file of text, decompressed, beside how many bytes of it are read."""
     with open(path, "rb") as raw:
         stream: Any = raw
         if path.suffix.lower() == ".gz":
             stream = gzip.GzipFile(fileobj=raw)
         elif path.suffix.lower() == ".zst":
             pa = need_package("pyarrow", f"{path} is compressed by zstd, and reading it")
-            stream = io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), _CHUNK)
-        yield stream, raw.tell
-
-
-def _decode(decoder: codecs.IncrementalDecoder, chunk: bytes, *, final: bool) -> str:
-    try:
-        return decoder.decode(chunk, final)
-    except UnicodeDecodeError:
-        raise NotTextError(
-            "a binary file (it is not UTF-8 text; iconv -t UTF-8 rewrites other encodings)"
-        ) from None
+            stream = io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), 1 << 20)
+        yield io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n"), raw.tell
 
 
 def _texts(file: File) -> Iterator[Part]:
     """Yields a file of text in pieces, which end where its documents do."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
     held = len(MARKER) - 1 if file.suffix == ".txt" else 0  # of a marker that a chunk cuts
     text = ""
     with _open(file.path) as (stream, position):
-        for chunk in itertools.chain(iter(lambda: stream.read(_CHUNK), b""), [b""]):
-            text += _decode(decoder, chunk, final=not chunk)
-            *ended, text = text.split(MARKER) if held else [text]
+        while chunk := stream.read(_CHUNK):
+            *ended, text = (text + chunk).split(MARKER) if held else [chunk]
             yield from (Part(each, True, position()) for each in ended)
-            if chunk:
-                cut = max(0, len(text) - held)
-                yield Part(text[:cut], False, position())
-                text = text[cut:]
+            cut = max(0, len(text) - held)
+            yield Part(text[:cut], False, position())
+            text = text[cut:]
         yield Part(text, True, position())
 
 
@@ -319,7 +298,7 @@ def _json_texts(file: File) -> Iterator[Part]:
                     raise NotTextError(f"line {number} {error}") from None
 
 
-def _json_text(line: bytes, field: str) -> str:
+def _json_text(line: str, field: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
