@@ -224,7 +224,6 @@ def test_every_window_is_seen_once_in_an_epoch(root, tmp_path, pack):
     epochs = [rows[i * len(there) : (i + 1) * len(there)] for i in range(3)]
     assert all(sorted(epoch) == there for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs} | {tuple(there)}) == 4
-
     again = corpus.batches(config())
     again.set_state(state)
     for batch in drawn[steps // 2 :]:
@@ -232,18 +231,28 @@ def test_every_window_is_seen_once_in_an_epoch(root, tmp_path, pack):
     other = next(corpus.batches(config(seed=1)))
     assert not np.array_equal(other.tokens, drawn[0].tokens)
 
+    (stream, *_), there = corpus.held_out, len(Windows(corpus.held_out[0], config()))
+    for count in (1, 3, 1000):  # validation is a fixed part of each source, spread evenly
+        options = {"eval_batches": count * (1 + pack), "batch_size": 8, "grad_accum": 2}
+        ((_, found), *_) = corpus.validation(config(**options))
+        assert len(found) == max(1, min(2 * count, there // 4))
+        rows = np.concatenate([batch.tokens for batch in found])
+        assert len({row.tobytes() for row in rows}) == len(rows)
+        np.testing.assert_array_equal(rows[0], stream.tokens[:17])
+    if pack:  # where there are fewer windows than a batch has rows, the others predict nothing
+        ((_, (few,)), *_) = corpus.validation(config(batch_size=there + 3))
+        assert predicted(few) == len(stream.tokens) - len(stream.starts)
+
 
 def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     other = write_lines(tmp_path / "b.jsonl", ["b " * 30 + str(i) for i in range(30)])
     flags = {"data": (f"{root}=0.85", f"{other}=0.15"), "seq_len": 16, "batch_size": 200}
-    corpus = build(root, tmp_path / "a", **flags)
+    corpus, config = build(root, tmp_path / "a", **flags), config_of(root, **flags)
     assert [stream.name for stream in corpus.train] == ["text", "b.jsonl"]
-    batches = corpus.batches(config_of(root, **flags))
+    batches = corpus.batches(config)
     of_other = [(row == ord("b")).sum() > 5 for _ in range(5) for row in next(batches).tokens]
     assert np.mean(of_other) == pytest.approx(0.15, abs=0.005)
-    assert sum(of_other) > len(
-        Windows(corpus.train[1], config_of(root, **flags))
-    )  # it has epochs of its own
+    assert sum(of_other) > len(Windows(corpus.train[1], config))  # it has epochs of its own
     ratios = [stream.tokens_per_byte for stream in corpus.train]
     assert corpus.tokens_per_byte == pytest.approx(1 / (0.85 / ratios[0] + 0.15 / ratios[1]))
 
@@ -254,27 +263,16 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     ((b, batches), (more, _)) = corpus.validation(config_of(root, **flags, eval_batches=2))
     assert (b.name, more.name, b.share + more.share) == ("b.jsonl", "more", 1)
     assert len(batches) == 1
-    # A file to validate with is not trained on by another field.
-    other.write_text('{"text": "a", "body": "b"}\n')
-    flags = {"data": (f"{other}:body", str(root)), "eval_data": (str(other),)}
+    # A file to validate with is not trained on by another field; two fields are two sources.
+    records = [{"text": text, "title": f"{text} is the title"} for text in TEXTS]
+    other.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = {"data": (f"{other}:title", str(root)), "eval_data": (str(other),)}
     refused("b.jsonl: all of its files are of --eval-data", build, root, tmp_path / "c", **flags)
-
-
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("batches", [1, 3, 1000])
-def test_validation_is_a_fixed_part_spread_evenly(root, tmp_path, batches, pack):
-    corpus = build(root, tmp_path / "a", pack=pack)
-    (stream,) = corpus.held_out
-    config = functools.partial(config_of, root, pack=pack, seq_len=16)
-    there = len(Windows(stream, config()))
-    ((_, found),) = corpus.validation(config(eval_batches=batches, batch_size=8, grad_accum=2))
-    assert len(found) == max(1, min(2 * batches, there // 4))
-    rows = np.concatenate([batch.tokens for batch in found])
-    assert len({row.tobytes() for row in rows}) == len(rows)
-    np.testing.assert_array_equal(rows[0], stream.tokens[:17])
-    if pack:  # where there are fewer windows than a batch has rows, the others predict nothing
-        ((_, (few,)),) = corpus.validation(config(batch_size=there + 3))
-        assert predicted(few) == len(stream.tokens) - len(stream.starts)
+    corpus = build(root, tmp_path / "d", data=(str(other), f"{other}:title"))
+    assert [stream.name for stream in corpus.train] == [str(other), f"{other}:title"]
+    for source, field in zip(corpus.info["sources"], ("text", "title"), strict=True):
+        size = source["train"]["bytes"] + source["validation"]["bytes"]
+        assert size == sum(len(record[field].encode()) for record in records)
 
 
 def test_too_little_text_and_broken_files_are_named(tmp_path):
@@ -294,35 +292,20 @@ def test_too_little_text_and_broken_files_are_named(tmp_path):
 
     few, more = write_lines(tmp_path / "few.jsonl", ["the scan", "reads"]), tmp_path / "more.txt"
     more.write_text("some words " * 40)
-    words = (
-        "training data, or a .* 1. tokens, fewer than the 4,097 that --seq-len 4096 needs; lower"
-    )
+    words = "training data, .* 1. tokens, fewer than the 4,097 that --seq-len 4096 needs; lower"
     refused(words, build, few, out, seq_len=4096)
     build(few, out, data=(str(few), str(more)), seq_len=100)
     words = "validation data, or a source of it, has 22 tokens, fewer than"
     refused(words, build, more, out, seq_len=50, pack=False)
     assert config_of(path).for_tokens(50277).model.vocab_size == 50304
-
-
-def test_two_fields_of_a_file_are_two_sources(tmp_path):
-    path = tmp_path / "text" / "a.jsonl"
-    path.parent.mkdir()
-    records = [{"body": text, "title": f"{text} is the title"} for text in TEXTS]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (path.parent / "empty").touch()
-    named = f"{path}:body", f"{path}:title"
-    corpus = build(tmp_path, tmp_path / "a", data=named)
-    assert [stream.name for stream in corpus.train] == [*named]
-    for source, field in zip(corpus.info["sources"], ("body", "title"), strict=True):
-        size = source["train"]["bytes"] + source["validation"]["bytes"]
-        assert size == sum(len(record[field].encode()) for record in records)
     # Why files of a folder are skipped is told: a wrong field before what is no text at all.
-    (path.parent / "b.txt").write_text("some words " * 99)
-    reason = f'{path}: line 1 has no "text" of a document, but .*body.*PATH:FIELD'
+    (folder := tmp_path / "folder").mkdir()
+    more.rename(folder / "more.txt")
+    (folder / "a.txt").touch()
+    (folder / "b.jsonl").write_text('{"body": "a"}\n')
     for pack in (True, False):
-        corpus = build(path.parent, tmp_path / "run", pack=pack)
-        told = f"; 2 files without readable text skipped, such as {reason}"
-        assert re.search(told, corpus.describe())
+        told = "; 2 files without readable text skipped, such as .*b.jsonl: line 1 has no .*body"
+        assert re.search(told, build(folder, out, pack=pack, seq_len=16).describe())
 
 
 def test_every_token_of_a_batch_counts_alike():
