@@ -146,19 +146,15 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path, monkeypatch):
 
 
 def test_metrics_are_cut_back_to_the_step_of_the_checkpoint(tmp_path):
+    """And those of something else are refused."""
     path, last = tmp_path / "metrics.jsonl", {"step": 7, "loss": float("nan")}
     for resume_at, records in ((0, [{"step": i, "loss": i} for i in range(9)]), (6, [last])):
-        log = MetricsLog(path, resume_at=resume_at)
-        log.write(records)
-        log.close()
+        with contextlib.closing(MetricsLog(path, resume_at=resume_at)) as log:
+            log.write(records)
         with path.open("a") as file:
             file.write('{"step": 9, "lo')  # killed while writing
     steps = [{"step": i, "loss": i} for i in range(7)]
     assert read_metrics(path) == [*steps, {"step": 7, "loss": None}]
-
-
-def test_metrics_of_something_else_are_refused(tmp_path):
-    path = tmp_path / "metrics.jsonl"
     for line, content in (
         (1, b"hello\n"),
         (1, b"\xff\n"),

@@ -214,15 +214,11 @@ def test_what_begins_and_ends_a_text(tmp_path):
     found = tokenizer.load(tmp_path)
     assert found.stored() == trained.stored()
     found.tokenizer.add_special_tokens(["<s>", "<|im_end|>"])
-    found.tokenizer.enable_truncation(5)
     found.tokenizer.save(str(tmp_path / "tokenizer.json"))
     named = {"bos_token": None, "eos_token": {"content": "<|im_end|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     chat = tokenizer.load(tmp_path)
     assert (chat.size, chat.begin, chat.end) == (302, 300, 301)
-    (long,) = chat.encode(["a b c d e f g h"])
-    assert len(long) > 5
-    assert chat.tokenizer.decode(long.tolist()) == "a b c d e f g h"
     content = json.loads(trained.stored()) | {"added_tokens": []}
     vocab = content["model"]["vocab"]
     content["model"]["vocab"] = {token: i - 1 for token, i in vocab.items() if i}
