@@ -337,11 +337,15 @@ def _manager(
     )
     data = ocp.JsonCheckpointHandler(multiprocessing_options=several)
     options |= {"create": False, "multiprocessing_options": several}
-    return ocp.CheckpointManager(
+    manager = ocp.CheckpointManager(
         (run / _CHECKPOINTS).resolve(),
         item_handlers={"state": arrays, "data": data},
         options=ocp.CheckpointManagerOptions(**options),
     )
+    # Processes stop after the latest step that one of them asks JAX about. orbax would ask about
+    # those it saves, which are over, and the run would never come to the step that is agreed on.
+    manager.reached_preemption = lambda step: False
+    return manager
 
 
 def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
