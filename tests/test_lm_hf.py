@@ -25,8 +25,8 @@ from jaxkern.lm import checkpoint, data, hf, loader, sample
 from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
 from jaxkern.lm.model import Options
 from jaxkern.lm.report import read_metrics
-from jaxkern.lm.run import begun_with
 from jaxkern.lm.step import make_model
+from jaxkern.lm.train import begun_with
 from tests import test_lm_hf_folders as folders
 from tests.language_models import (
     command,

@@ -292,10 +292,10 @@ def test_parallel_alone_is_over_all_devices(argv, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
     printed = run(*start, tmp_path / "alone", "--parallel", "fsdp")
     assert "1 × cpu, fp32\nmesh     none: one device has what --parallel fsdp would" in printed
-    edit(out / "config.yaml", mesh="tensor=4", devices="auto")
+    edit(out / "config.yaml", parallel=None, mesh="tensor=4")
     assert resume(out, code=1) == (
-        "jaxkern: error: the run's --mesh tensor=4 is more than this machine's 1 (cpu); choose "
-        "another for --resume by --mesh, --parallel or --devices\n"
+        "jaxkern: error: --mesh tensor=4 is more than this machine's 1 (cpu); choose at most that "
+        "by --devices, --parallel or --mesh\n"
     )
     assert "error: --mesh fsdp=2 is more than" in resume(out, "--mesh", "fsdp=2", code=1)
 
@@ -451,7 +451,7 @@ def test_an_error_of_an_interrupted_import_is_the_interruption(monkeypatch):
         except KeyboardInterrupt:
             raise ImportError("an extension could not be initialised") from None
 
-    monkeypatch.setattr(cli, "_train", broken)
+    monkeypatch.setitem(cli._COMMANDS, "train", (cli.Train, broken))
     assert run("train", code=143) == "jaxkern: stopped (SIGTERM)\n"
 
 

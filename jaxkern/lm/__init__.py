@@ -16,12 +16,10 @@ report      progress, metrics.jsonl, loss.png
 trackers    TensorBoard, Weights & Biases, a trace of some steps
 memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
-run         a run's folder before and around its steps: begun, resumed, continued
-program     the compiled programs of a run, and where their arrays lie
-train       the training loop: `Trainer`
+train       a training run, begun or resumed: `Trainer`
+program     the compiled programs of a run, and where their arrays lie; `warm`
 sample      decoding, of several prompts at once
 loader      a trained model in Python: `load`
-warm        lowers the kernels of a run beforehand
 doctor      what would run on this machine, and why
 """
 
