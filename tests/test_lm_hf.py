@@ -450,7 +450,7 @@ HEADS = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
         (ValueError, "dt_limit must be two numbers in order", {"dt_limit": [2, 1]}),
         (TypeError, "layers must be a text, got", {"layers": ["mamba"]}),
         (ValueError, "eps must be above 0 and finite, got nan", {"eps": math.nan}),
-        (ValueError, "dropout must be below 1, got 1.0", {"dropout": 1.0}),
+        (ValueError, "dropout must be .* below 1, got 1.0", {"dropout": 1.0}),
         (TypeError, "unexpected keyword argument 'headdim'", {"headdim": 4}),
     ],
 )

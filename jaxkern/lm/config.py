@@ -442,9 +442,9 @@ class TrainConfig:
     tokenizer: str = "bytes"
     vocab_size: Count | None = None
     pack: bool = False
-    steps: Count
-    batch_size: Count
-    seq_len: Count
+    steps: Count = 10_000
+    batch_size: Count = 8
+    seq_len: Count = 2048
     grad_accum: Count = 1
     mixed_precision: str = "fp32"
     remat: Remat = DEFAULT_REMAT
@@ -455,7 +455,7 @@ class TrainConfig:
     mesh: Annotated[str, _MESH] = ""
     seed: Whole = 0
     log_every: Count = 10
-    eval_every: Count
+    eval_every: Count = 500
     eval_batches: Count = 16
     checkpoint_every: Count = 100
     keep: Count = 3
