@@ -118,7 +118,7 @@ FLAGS = {
     "warm --gpu h200 --preset 130m --devices 4": {"gpu": "h200", "preset": "130m", "devices": "4"},
     "doctor": {"empty_cache": False},
     "doctor --empty-cache": {"empty_cache": True},
-    "sample --run x": SAMPLED | {"run": Path("x")},
+    "sample --run x --prompt a--b=c": SAMPLED | {"run": Path("x"), "prompt": ("a--b=c",)},
     "sample --hf x --prompt a --prompt=--b --stop c --stop d --timing --prompts f": SAMPLED
     | {"hf": Path("x"), "prompt": ("a", "--b"), "stop": ("c", "d"), "timing": True}
     | {"prompts": Path("f")},
@@ -146,7 +146,8 @@ def test_flags_override_a_file_and_that_its_preset(tmp_path):
     assert (config.steps, config.batch_size, config.log_to) == (60, 4, ("wandb",))
     assert (config.parallel, config.optimizer.lr, config.optimizer.b2) == ("fsdp", 1e-3, 0.95)
     assert config.model == ModelConfig(16, 2, "mamba2", d_state=8, head_dim=4)
-    meshed = TrainConfig.from_flags({"mesh": "data=2,tensor=2"}, file)
+    _, flags = cli.parse(["train", "--config", str(file), "--mesh", "data=2,tensor=2"])
+    meshed = TrainConfig.from_flags(flags, flags.pop("config"))
     assert (meshed.mesh, meshed.parallel, meshed.devices) == ("data=2,tensor=2", None, "auto")
     grown = TrainConfig.from_flags({"tokenizer": "bpe:300"}, file).for_tokens(300)
     assert (grown.vocab_size, grown.model.vocab_size, grown.pack) == (320, 320, True)

@@ -228,7 +228,9 @@ def _spelled(argv: Sequence[str]) -> list[str]:
         flag, equals, value = arg.partition("=")
         if flag.startswith("--") and flag != "--prompt" and ((equals and not value) or after == ""):
             raise FlagError(flag[2:], "must have a value, got ''")
-        args.append(f"--{ALIASES.get(flag[2:], flag[2:])}{equals}{value}" if "--" in flag else arg)
+        if flag.startswith("--"):
+            arg = f"--{ALIASES.get(flag[2:], flag[2:])}{equals}{value}"
+        args.append(arg)
         if arg in _ALONE and after.startswith("--"):
             args.append(_ALONE[arg])
     return args
@@ -249,7 +251,8 @@ def _subcommand(name: str, kind: Any, args: list[str]) -> Any:
         base, _ = tyro.cli(_Base, args=args[1:], return_unknown_args=True, add_help=False)
     flags = {} if base.preset is None else {"preset": base.preset}
     config = TrainConfig.from_flags(flags, base.config)
-    return Annotated[kind, subcommand(name, default=kind(**vars(config)))]
+    values = vars(config) | {"parallel": None, "mesh": ""}  # a flag of one stands for both
+    return Annotated[kind, subcommand(name, default=kind(**values))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

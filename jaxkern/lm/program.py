@@ -131,14 +131,12 @@ def precision_policy(config: TrainConfig) -> Policy:
         raise RunError(f"--mixed-precision {config.mixed_precision}: {error}") from None
 
 
-def model_structure(
-    config: TrainConfig, split: Split | None = None, *, gathers: bool = True
-) -> Any:
+def model_structure(config: TrainConfig, split: Split, *, gathers: bool = True) -> Any:
     """The model of a run, to be merged with parameters.
 
     Args:
       config: of the run.
-      split: how it is split between devices; ``None`` for one.
+      split: how it is split between devices.
       gathers: whether the model gathers the matrices that ``split.fsdp`` splits.
     """
     implementation: Any = None if config.implementation == "auto" else config.implementation
@@ -252,9 +250,7 @@ def compile_programs(config: TrainConfig, placement: Placement, *, fresh: bool) 
     # Under JAX_CHECK_TRACER_LEAKS threads share a list of traces, which holds for one of them.
     pool = ThreadPoolExecutor(1 if jax.config.jax_check_tracer_leaks else None)
     try:
-        return Programs(
-            *(future.result() for future in [pool.submit(f) for f in (init, step, loss)])
-        )
+        return Programs(*pool.map(lambda compiled: compiled(), (init, step, loss)))
     finally:  # a signal does not wait for what compiles
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -282,11 +278,10 @@ def warm(config: TrainConfig, gpu: str, devices: int) -> None:
     Raises:
         RunError: whatever the user can put right.
     """
-    there = ", ".join(name for name, each in GPUS.items() if each.unsupported is None)
-    if gpu not in GPUS:
-        raise RunError(f"--gpu {gpu} is not known; choose one of {there}")
-    if (reason := GPUS[gpu].unsupported) is not None:
-        raise RunError(f"--gpu {gpu} has no kernels: {reason}; choose one of {there}")
+    there = [name for name, each in GPUS.items() if each.unsupported is None]
+    if gpu not in there:
+        what = f"has no kernels: {GPUS[gpu].unsupported}" if gpu in GPUS else "is not known"
+        raise RunError(f"--gpu {gpu} {what}; choose one of {', '.join(there)}")
     if (folder := cache.folder()) is None:
         raise RunError("the cache is switched off by JAXKERN_CACHE; unset it to keep kernels")
     config = config.for_tokens(size_of(config.tokenizer))
