@@ -84,37 +84,26 @@ def test_a_wrong_flag_is_told_in_one_line(capsys):
         assert re.search(r" \(see jaxkern( \w+)? --help\)$", line), line
 
 
-EXPORTED = {"run": Path("x"), "hf": Path("y"), "step": None, "dtype": "fp32"}
+TRAINED = """
+--data a b --eval-data c --vocab-size 512 --pack --init-hf x --out y --steps 3 --lr 1e-3
+--seq-len=64 --mixed_precision bf16 --remat cheap --scan-layers --devices 2 --resume
+--log-to tensorboard wandb --profile 9:2 --coordinator h:1 --processes 2 --process 0
+--model.layers mamba2*3,attention --model.n_layers 4 --model.no-tie-embeddings
+--optimizer.weight-decay 0.2 --optimizer.clip-norm None
+"""
+TRAIN = {"data": ("a", "b"), "eval_data": ("c",), "vocab_size": 512, "pack": True, "init_hf": "x"}
+TRAIN |= {"out": Path("y"), "steps": 3, "optimizer.lr": 1e-3, "seq_len": 64, "remat": "cheap"}
+TRAIN |= {"mixed_precision": "bf16", "scan_layers": True, "devices": "2", "resume": True}
+TRAIN |= {"log_to": ("tensorboard", "wandb"), "profile": "9:2", "coordinator": "h:1"}
+TRAIN |= {"processes": 2, "process": 0, "model.layers": "mamba2*3,attention", "model.n_layers": 4}
+TRAIN |= {"model.tie_embeddings": False, "optimizer.weight_decay": 0.2, "optimizer.clip_norm": None}
 SAMPLED = {"length": 400, "temperature": 0.8, "top_k": 40, "top_p": 1.0, "seed": 0, "stop": ()}
 SAMPLED |= {"run": None, "hf": None, "prompt": (), "prompts": None, "timing": False}
+EXPORTED = {"run": Path("x"), "hf": Path("y"), "step": None, "dtype": "fp32"}
 FLAGS = {
-    "train --data a b --eval-data c": {"data": ("a", "b"), "eval_data": ("c",)},
-    "train --vocab-size 512 --pack": {"vocab_size": 512, "pack": True},
-    "train --init-hf x --out y": {"init_hf": "x", "out": Path("y")},
-    "train --steps 3 --lr 1e-3 --seq-len=64": {"steps": 3, "optimizer.lr": 1e-3, "seq_len": 64},
-    "train --mixed_precision bf16": {"mixed_precision": "bf16"},
-    "train --remat --scan-layers": {"remat": "layer", "scan_layers": True},
-    "train --remat cheap --implementation xla": {"remat": "cheap", "implementation": "xla"},
-    "train --devices 2 --parallel fsdp": {"devices": "2", "parallel": "fsdp"},
+    f"train {TRAINED}": TRAIN,
+    "train --remat --profile --log-to none": {"remat": "layer", "profile": "auto", "log_to": ()},
     "train --mesh data=2,fsdp=4": {"mesh": "data=2,fsdp=4"},
-    "train --log-to tensorboard wandb": {"log_to": ("tensorboard", "wandb")},
-    "train --log-to none --resume": {"log_to": (), "resume": True},
-    "train --profile --keep 1": {"profile": "auto", "keep": 1},
-    "train --profile 9:2": {"profile": "9:2"},
-    "train --coordinator h:1 --processes 2 --process 0": {
-        "coordinator": "h:1",
-        "processes": 2,
-        "process": 0,
-    },
-    "train --model.layers mamba2*3,attention --model.n_layers 4": {
-        "model.layers": "mamba2*3,attention",
-        "model.n_layers": 4,
-    },
-    "train --model.no-tie-embeddings": {"model.tie_embeddings": False},
-    "train --optimizer.weight-decay 0.2 --optimizer.clip-norm None": {
-        "optimizer.weight_decay": 0.2,
-        "optimizer.clip_norm": None,
-    },
     "warm --gpu h200 --preset 130m --devices 4": {"gpu": "h200", "preset": "130m", "devices": "4"},
     "doctor": {"empty_cache": False},
     "doctor --empty-cache": {"empty_cache": True},

@@ -46,12 +46,9 @@ ONE = dataclasses.replace(PRESETS["micro"].model, n_layers=1)
 @pytest.fixture(scope="module", autouse=True)
 def small_models():
     """Models of one layer, of which each program is compiled once."""
-    compiled = functools.cache(
-        lambda config, placement, x64: program.compile_programs(config, placement, fresh=True)
-    )
-    once = lambda *args, fresh: compiled(*args, jax.config.jax_enable_x64)
+    compiled = functools.cache(lambda *of: program.compile_programs(*of, fresh=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "compile_programs", once)
+        patch.setattr(train_module, "compile_programs", lambda *of, fresh: compiled(*of))
         for name in ("micro", "mamba2-micro"):
             model = dataclasses.replace(PRESETS[name].model, n_layers=1)
             patch.setitem(PRESETS, name, dataclasses.replace(PRESETS[name], model=model))
@@ -516,33 +513,23 @@ def test_ctrl_c_before_training_is_one_line_and_leaves_nothing(place, argv, tmp_
 # Runs of the model
 
 
-@pytest.fixture(scope="module")
-def learned(text, tmp_path_factory):
-    """A function that gives an undisturbed run of a model: its flags, folder and output."""
-
-    @functools.cache
-    def trained(preset):
-        out = tmp_path_factory.mktemp("runs") / "learned"
-        argv = ["train", "--preset", preset, "--data", text, "--steps", REAL_STEPS, "--lr", 0.05]
-        argv += ["--checkpoint-every", 20, "--eval-every", 20, "--eval-batches", 2, "--seq-len", 8]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sample, "stream", lambda *args, length, **_: print("x" * length))
-            patch.setattr(train_module, "has_room", lambda *args: False)  # nothing to compile
-            patch.setattr(train_module, "plot_losses", lambda *args, **options: None)
-            return argv, out, run(*argv, "--out", out)
-
-    return trained
-
-
-KIND = pytest.mark.parametrize(
-    "preset", ["micro", pytest.param("mamba2-micro", marks=pytest.mark.exhaustive)]
-)
+@pytest.fixture(scope="module", params=["micro", "mamba2-micro"])
+def learned(request, text, tmp_path_factory):
+    """An undisturbed run of a model: its flags, folder and output."""
+    out = tmp_path_factory.mktemp("runs") / "learned"
+    argv = ["train", "--preset", request.param, "--data", text, "--steps", REAL_STEPS]
+    argv += ["--lr", 0.05, "--seq-len", 8]
+    argv += ["--checkpoint-every", 20, "--eval-every", 20, "--eval-batches", 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "stream", lambda *args, length, **_: print("x" * length))
+        patch.setattr(train_module, "has_room", lambda *args: False)  # nothing to compile
+        patch.setattr(train_module, "plot_losses", lambda *args, **options: None)
+        return argv, out, run(*argv, "--out", out)
 
 
 @pytest.mark.exhaustive
-@KIND
-def test_a_run_learns_and_leaves_its_results(learned, text, preset):
-    _, out, printed = learned(preset)
+def test_a_run_learns_and_leaves_its_results(learned, text):
+    argv, out, printed = learned
     records = losses(out)
     assert [record["step"] for record in records] == list(range(REAL_STEPS + 1))
     bits = "validation_bits_per_byte"
@@ -554,9 +541,9 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
     assert records[-1]["bits_per_byte"] == pytest.approx(in_bits, rel=1e-3)
 
     stored = checkpoint.read_config(out)
-    assert (stored["flags"]["preset"], stored["flags"]["data"]) == (preset, [str(text)])
+    assert (stored["flags"]["preset"], stored["flags"]["data"]) == (argv[2], [str(text)])
     assert stored["model"]["d_model"] == 16
-    if preset == "mamba2-micro":
+    if argv[2] == "mamba2-micro":
         kind = {"layers": "mamba2", "head_dim": 8, "dt_limit": [0.0, "inf"]}
         assert kind.items() <= stored["model"].items()
     assert len(stored["data"]["folder"]) == 16
@@ -572,9 +559,8 @@ def test_a_run_learns_and_leaves_its_results(learned, text, preset):
 
 
 @pytest.mark.exhaustive
-@KIND
-def test_a_killed_run_of_a_model_goes_on_to_the_same_losses(learned, preset, tmp_path):
-    argv, whole, _ = learned(preset)
+def test_a_killed_run_of_a_model_goes_on_to_the_same_losses(learned, tmp_path):
+    argv, whole, _ = learned
     out = tmp_path / "run"
     assert "step 13 of" in run(*argv, "--out", out, code=143, after=12)
     assert "step 16 of" in resume(out, code=143, after=15)
@@ -586,9 +572,8 @@ def test_a_killed_run_of_a_model_goes_on_to_the_same_losses(learned, preset, tmp
 
 
 @pytest.mark.exhaustive
-@KIND
-def test_a_run_of_a_model_is_sampled(learned, preset):
-    argv = ["sample", "--run", learned(preset)[1], "--prompt", "the ", "--length", 200]
+def test_a_run_of_a_model_is_sampled(learned):
+    argv = ["sample", "--run", learned[1], "--prompt", "the ", "--length", 200]
     first = run(*argv, "--seed", 3)
     assert first.startswith("the ")
     words = {"a", "scan", "state", "of", "gate.", "and", "chunk", "step", "reads", "keeps", "gate"}
