@@ -288,7 +288,7 @@ def test_devices_that_are_not_there_are_one_line(capsys, monkeypatch, tmp_path, 
 def test_missing_packages_are_named(capsys, monkeypatch):
     find = importlib.util.find_spec
     trainer = "flax, orbax-checkpoint; run: pip install flax orbax-checkpoint"
-    of_hf = "sample --hf needs safetensors, tokenizers; run: pip install safetensors tokenizers"
+    of_hf = "sample needs safetensors, tokenizers; run: pip install safetensors tokenizers"
     for argv, missing, words in (
         ("train", ("flax", "orbax"), f"train needs {trainer}"),
         ("sample --run x", ("flax", "orbax"), f"sample needs {trainer}"),

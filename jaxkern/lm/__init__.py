@@ -6,7 +6,6 @@ data        files of text -> bytes or tokens on disk -> batches
 model       the language model (flax.nnx) on jaxkern's ops
 layers      attention and MLPs of hybrid models
 step        one optimizer step and one evaluation, as pure functions
-evaluate    validation, of every source
 checkpoint  what a run directory holds; save, restore
 hf          checkpoints in the layout of Hugging Face
 export      writes a run in that layout

@@ -344,7 +344,7 @@ def _explain(error: BaseException) -> str | None:
 def _train(flags: dict[str, Any]) -> None:
     from jaxkern.lm import processes
 
-    _need_packages(*(["train --init-hf", "safetensors"] if "init_hf" in flags else ["train"]))
+    _need_packages("train", *(["safetensors"] if "init_hf" in flags else []))
     names = "coordinator", "processes", "process"
     found = processes.find(*(flags.pop(name, None) for name in names))
     with processes.joined(found, flags):
@@ -362,7 +362,7 @@ def _sample(flags: dict[str, Any]) -> None:
         prompts += [line.removesuffix("\r") for line in lines if line.strip()]
         if not prompts:
             raise RunError(f"--prompts {file} has no line of text; write one prompt in each")
-    _need_packages(*(["sample --hf", "safetensors", "tokenizers"] if folder else ["sample"]))
+    _need_packages("sample", *(["safetensors", "tokenizers"] if folder else []))
     _start_jax()
     from jaxkern.lm import loader, sample
 

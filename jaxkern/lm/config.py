@@ -51,7 +51,7 @@ Size = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
 Positive = Annotated[float, Rule("above 0 and finite", lambda value: 0 < value < math.inf)]
 Below1 = Annotated[float, Rule("at least 0 and below 1", lambda value: 0 <= value < 1)]
 # A float32, and its product with the schedule's factors.
-Rate = Annotated[float, Rule("from 1e-30 to 1e+30", lambda value: 1e-30 <= value <= 1e30)]
+Float32 = Annotated[float, Rule("from 1e-30 to 1e+30", lambda value: 1e-30 <= value <= 1e30)]
 
 _WORDS = {str: "a text", bool: "True or False", int: "a whole number", float: "a number"}
 _NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}
@@ -350,16 +350,16 @@ class OptimizerConfig:
       FlagError: a value is out of range.
     """
 
-    lr: Rate
+    lr: Float32
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup: Whole | None = None
     decay: Count | None = None
     final: Annotated[float, Rule("from 0 to 1", lambda value: 0 <= value <= 1)] = 0.1
     b1: Below1 = 0.9
     b2: Below1 = 0.95
-    eps: Rate = 1e-8
+    eps: Float32 = 1e-8
     weight_decay: Annotated[float, Rule("from 0 to 1e+30", lambda v: 0 <= v <= 1e30)] = 0.1
-    clip_norm: Rate | None = 1.0
+    clip_norm: Float32 | None = 1.0
 
     def __post_init__(self):
         check_fields(self, "optimizer.")
@@ -572,11 +572,7 @@ ALIASES = {"lr": "optimizer.lr", "model.vocab_size": "vocab_size"}
 
 
 def settings(flags: Mapping[str, Any], file: Path | None = None) -> dict[str, Any]:
-    """What flags say, and a file where they do not, by names such as ``"model.d_model"``.
-
-    Raises:
-      RunError: a name is wrong, or a value of the file.
-    """
+    """What flags say, and a file where they do not, by names such as ``"model.d_model"``."""
     given, written = _named(flags), _read(file) if file else {}
     if given.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
         written = {k: v for k, v in written.items() if k not in ("parallel", "mesh", "devices")}
@@ -584,11 +580,7 @@ def settings(flags: Mapping[str, Any], file: Path | None = None) -> dict[str, An
 
 
 def _named(values: Mapping[str, Any], table: str = "") -> dict[str, Any]:
-    """Settings by their whole names; values may be tables, or whole ones of model or optimizer.
-
-    Raises:
-      FlagError: a name is none of a configuration.
-    """
+    """Settings by their whole names; a value may be a table, or all of model or optimizer."""
     found: dict[str, Any] = {}
     for given, value in values.items():
         name = ALIASES.get(f"{table}{given}", f"{table}{given}")
@@ -618,11 +610,7 @@ def _flat(config: Any, table: str = "") -> dict[str, Any]:
 
 
 def _built(values: dict[str, Any]) -> TrainConfig:
-    """The configuration of settings by their whole names.
-
-    Raises:
-      RunError: a value is wrong.
-    """
+    """The configuration of settings by their whole names."""
     tables: dict[str, dict[str, Any]] = {"": {}} | {table: {} for table in _TABLES}
     for name, value in values.items():
         table, _, field = name.rpartition(".")
@@ -636,11 +624,7 @@ def _built(values: dict[str, Any]) -> TrainConfig:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The settings of a file of YAML.
-
-    Raises:
-      RunError: it cannot be read, or a name or a value in it is wrong.
-    """
+    """The settings of a file of YAML, all of which are right."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -657,11 +641,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _of_preset(values: dict[str, Any]) -> dict[str, Any]:
-    """All settings of the preset that values name.
-
-    Raises:
-      FlagError: there is none of that name.
-    """
+    """All settings of the preset that values name."""
     name = values.get("preset", TrainConfig.preset)
     if name not in PRESETS:
         raise FlagError("preset", f"must be one of {', '.join(PRESETS)}, got {name!r}")

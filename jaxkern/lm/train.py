@@ -8,7 +8,7 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.lm import checkpoint, data, processes, sample, stop, trackers
+from jaxkern.lm import checkpoint, data, loader, processes, stop, trackers
 from jaxkern.lm.config import PRESETS, RunError, TrainConfig, axes_of, settings
-from jaxkern.lm.evaluate import evaluation
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
-from jaxkern.lm.processes import ALONE, Alone
+from jaxkern.lm.processes import Alone
 from jaxkern.lm.program import (
     Placement,
     Programs,
@@ -33,6 +32,7 @@ from jaxkern.lm.program import (
 )
 from jaxkern.lm.report import (
     BITS,
+    PERPLEXITY,
     MetricsLog,
     Progress,
     Speed,
@@ -368,7 +368,7 @@ class Trainer:
         """
         config, per_byte = self.config, begun.corpus.tokens_per_byte
         state, done, corpus, batches, _, profile = begun
-        evaluate = evaluation(config, corpus, self.placement, programs)
+        evaluate = self._evaluation(corpus, programs)
         if not done:
             first = {"step": 0} | evaluate(state.params)
             log.write([first])
@@ -419,6 +419,41 @@ class Trainer:
                         raise stop.Stopped(signum, f"{saved}; {self._how_to_continue()}")
                 speed.start()
         return state, speed.steady()
+
+    def _evaluation(
+        self, corpus: data.Corpus, programs: Programs
+    ) -> Callable[[Any], dict[str, float]]:
+        """A function of the parameters: what a record says of a fixed part of what is held out.
+
+        The loss is that of all tokens; of several sources the mean by their shares, beside the loss
+        and perplexity of each, whose names follow a slash.
+        """
+        split, sharding = self.placement.split, self.placement.first_split
+        placed = lambda batch: data.put(jax.tree.map(split.windows, batch), sharding)
+        held_out = corpus.validation(self.config)
+        sources = [source for source, _ in held_out]
+        counts = [[data.predicted(batch) for batch in batches] for _, batches in held_out]
+        on_devices = [[placed(batch) for batch in batches] for _, batches in held_out]
+        perplexity = lambda loss: math.exp(min(loss, 700.0))  # of what is larger there is no number
+
+        def evaluate(params: Any) -> dict[str, float]:
+            found = [[programs.loss(params, batch) for batch in batches] for batches in on_devices]
+            losses = [
+                float(np.average(np.array(each, np.float64), weights=count))
+                for each, count in zip(jax.device_get(found), counts, strict=True)
+            ]
+            mean = sum(source.share * loss for source, loss in zip(sources, losses, strict=True))
+            bits = mean * BITS * data.tokens_per_byte(sources)
+            record = {"validation_loss": mean, "validation_bits_per_byte": bits}
+            if self.config.pack:
+                record[PERPLEXITY] = perplexity(mean)
+            if len(sources) > 1:
+                for source, loss in zip(sources, losses, strict=True):
+                    record[f"validation_loss/{source.name}"] = loss
+                    record[f"{PERPLEXITY}/{source.name}"] = perplexity(loss)
+            return record
+
+        return evaluate
 
     def _saver(self, programs: Programs) -> checkpoint.Saver:
         """What writes the checkpoints, beside the steps."""
@@ -475,20 +510,10 @@ class Trainer:
         say(f"{out}: config.yaml, metrics.jsonl, loss.png, checkpoints/{config.steps}")
         prompt = "" if config.data else "def "
         say("a sample:\n")
-        graphdef, codec = sample.decoder(config.model), sample.codec_of(trained.tokenizer)
-        params = self._on_one_device(trained.state)
-        sample.stream(graphdef, params, prompt, codec=codec, length=300, seed=config.seed)
+        model, _ = loader.load_run(out, step=trained.step)  # of several processes, on one device
+        loader.write(model, [prompt], length=300, seed=config.seed)
         folder = shlex.quote(str(out))
-        say(f"\n\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
-
-    def _on_one_device(self, state: TrainState) -> Any:
-        """The parameters after the last step, for process 0 to sample with."""
-        if self.peers.count == 1:
-            return jax.device_put(self.placement.to_stored(state.params), self.device)
-        params = abstract_state(self.config, self.placement, stored=True).params
-        like = checkpoint.abstract(params, jax.sharding.SingleDeviceSharding(self.device))
-        found = checkpoint.restore(self.out, {"params": like}, self.config.steps, peers=ALONE)
-        return found.state["params"]
+        say(f"\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
 
     def _where_it_stands(self) -> str:
         """How a run that was stopped outside its steps is continued."""
