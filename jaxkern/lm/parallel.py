@@ -26,6 +26,7 @@ checkpoints have them in the model's own.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -226,9 +227,8 @@ class Split:
         columns = []
         for device in range(self.tensor):
             for start, (size, split) in zip(starts, parts, strict=True):
-                count = size // self.tensor if split else size
-                first = start + (device * count if split else 0)
-                columns.append(np.arange(first, first + count))
+                part = np.arange(start, start + size)
+                columns.append(np.split(part, self.tensor)[device] if split else part)
         return np.concatenate(columns)
 
     def to_devices(self, tree: Any) -> Any:
@@ -252,14 +252,11 @@ class Split:
         """Indices of those of a device's columns of a parameter that every device has."""
         if name not in self._reordered:
             return []
-        found, start = [], 0
-        for size, split in self.parts(name):
-            count = size // self.tensor if split else size
-            if not split:
-                whole = (slice(None),) * self._reordered[name]
-                found.append((*whole, slice(start, start + count)))
-            start += count
-        return found
+        parts, before = self.parts(name), (slice(None),) * self._reordered[name]
+        counts = [size // self.tensor if split else size for size, split in parts]
+        ends = itertools.accumulate(counts)
+        spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        return [(*before, s) for s, (_, split) in zip(spans, parts, strict=True) if not split]
 
 
 _DIMENSIONS: dict[str, tuple[int | None, int | None]] = {

@@ -239,9 +239,9 @@ class Trainer:
         if done >= self.config.steps:
             say(f"already trained for {done} steps; give a greater --steps to go on")
             return _Begun(state, done, corpus, batches)
-        profile = profile or self._traced(done)
-        if stored is not None and self.config.init_hf and not done:
-            params = weights(self.config)
+        if stored is not None:
+            profile = self._traced(done)
+            params = weights(self.config) if self.config.init_hf and not done else None
         programs = self._compile(fresh=not done and params is None)
         if state is None:
             with stop.deferred():
