@@ -167,7 +167,7 @@ class Doctor:
 
 
 _ALONE = {"--remat": "layer", "--profile": "auto"}
-"""What flags mean that are given without a value."""
+"""Values of flags that are given without one."""
 
 
 def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:

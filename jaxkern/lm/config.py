@@ -124,7 +124,7 @@ sequences on a device fewer bytes than a layer's matrices, over `fsdp`.
 Remat = Literal["none", "cheap", "scan", "layer"]
 REMATS: tuple[Remat, ...] = get_args(Remat)
 DEFAULT_REMAT: Remat = "none"
-"""What the backward computes again, from nothing to whole layers."""
+"""Levels of recomputation in the backward, from nothing to whole layers."""
 
 BLOCKS = ("mamba", "mamba2")
 """The state space blocks; every model has layers of one of them."""
@@ -572,7 +572,7 @@ ALIASES = {"lr": "optimizer.lr", "model.vocab_size": "vocab_size"}
 
 
 def settings(flags: Mapping[str, Any], file: Path | None = None) -> dict[str, Any]:
-    """What flags say, and a file where they do not, by names such as ``"model.d_model"``."""
+    """Settings of flags, else of a file, by names such as ``"model.d_model"``."""
     given, written = _named(flags), _read(file) if file else {}
     if given.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
         written = {k: v for k, v in written.items() if k not in ("parallel", "mesh", "devices")}

@@ -35,7 +35,7 @@ from jaxkern.precision import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the arrays of a run lie.
+    """Placement of the arrays of a run.
 
     Attributes:
       devices: all of them.
@@ -226,7 +226,7 @@ def lowered_loss(config: TrainConfig, placement: Placement) -> jax.stages.Lowere
 
 
 class Programs(NamedTuple):
-    """What a run executes, compiled.
+    """Compiled programs of a run.
 
     Attributes:
       init: seed -> the state before the first step; ``None`` for a run that has one.

@@ -46,7 +46,7 @@ from jaxkern.precision import DynamicLossScale
 
 
 class Trained(NamedTuple):
-    """What a run has come to.
+    """Result of a run.
 
     Attributes:
       out: its folder, which :func:`jaxkern.lm.load` takes.
@@ -66,7 +66,7 @@ class Trained(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """What the steps start from; a run that has them all has no programs."""
+    """State that the steps start from; a run that has them all has no programs."""
 
     state: Any
     done: int
@@ -456,7 +456,7 @@ class Trainer:
         return evaluate
 
     def _saver(self, programs: Programs) -> checkpoint.Saver:
-        """What writes the checkpoints, beside the steps."""
+        """The writer of the checkpoints, beside the steps."""
         like = abstract_state(self.config, self.placement, stored=True)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
         room = self.peers.share(lambda: has_room(programs.step, self.device, size))
