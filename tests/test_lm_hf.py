@@ -26,8 +26,8 @@ from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.model import Options
 from jaxkern.lm.report import read_metrics
-from jaxkern.lm.run import begun_with
 from jaxkern.lm.step import make_model
+from jaxkern.lm.train import begun_with
 from tests.language_models import (
     command,
     greedy_float64,

@@ -13,7 +13,8 @@ from unittest import mock
 import jax
 import pytest
 
-from jaxkern.lm import checkpoint, cli, processes, run
+from jaxkern.lm import checkpoint, cli, processes
+from jaxkern.lm import train as train_module
 from jaxkern.lm.config import RunError
 from jaxkern.lm.report import read_metrics
 from tests.language_models import command
@@ -73,16 +74,16 @@ def test_a_line_on_stderr_stays_whole(monkeypatch, tmp_path):
 
 
 def test_a_folder_that_is_not_that_of_process_0_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "_SEEING", 0.0)
+    monkeypatch.setattr(train_module, "_SEEING", 0.0)
     second = processes.Alone()
     second.main = False
-    with run.held(tmp_path, processes.ALONE):
+    with train_module.held(tmp_path, processes.ALONE):
         second.share = lambda make: (tmp_path / ".lock").read_text()
-        run.held(tmp_path, second).__enter__()
+        train_module.held(tmp_path, second).__enter__()
         second.share = lambda make: "another"
         for folder in (tmp_path, tmp_path / "missing"):
             with pytest.raises(RunError, match="is not the folder that process 0 has; name one on"):
-                run.held(folder, second).__enter__()
+                train_module.held(folder, second).__enter__()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ model       the language model (flax.nnx) on jaxkern's ops
 layers      attention and MLPs of hybrid models
 vocabulary  embedding and loss, also split between devices
 step        one optimizer step and one evaluation, as pure functions
-evaluate    validation, of every source
 checkpoint  what a run directory holds; save, restore
 hf          checkpoints in the layout of Hugging Face, and runs exported to it
 hf_layouts  how transformers stores each kind of model
@@ -16,11 +15,9 @@ report      progress, metrics.jsonl, loss.png
 trackers    TensorBoard, Weights & Biases, a trace of some steps
 memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
-run         a run's folder before and around its steps: begun, resumed, continued
-program     the compiled programs of a run, and where their arrays lie
-train       the training loop: `Trainer`
+train       a training run, begun or resumed: `Trainer`
+program     the compiled programs of a run, and where their arrays lie; `warm`
 sample      a trained model in Python: loaded, called, sampled from
-warm        lowers the kernels of a run beforehand
 doctor      what would run on this machine, and why
 """
 

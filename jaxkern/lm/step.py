@@ -204,7 +204,7 @@ def batch_loss(
 
 
 def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array | None:
-    """What parts (..., B, L + 1) of a batch count for, so that all of its tokens count alike.
+    """Weights of parts (..., B, L + 1) of a batch, by which all of its tokens count alike.
 
     The mean of the parts' losses by these weights (...) is then the mean over all tokens that are
     predicted, of every device. ``None`` without segments: each part has as many tokens.
