@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.lm import checkpoint, data, processes, stop, trackers
+from jaxkern.lm import checkpoint, data, processes, sample, stop, trackers
 from jaxkern.lm.config import PRESETS, RunError, TrainConfig, axes_of, settings
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
