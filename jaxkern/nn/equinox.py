@@ -10,8 +10,7 @@ What the ops do not compute falls to Equinox's own computation, example by examp
 than bfloat16, float16 and float32 (complex numbers, integers, float64, fp8) and linear layers of
 scalars. Only ``implementation="mosaic"`` raises there, a NotImplementedError with the reason.
 
-Parameters have the dtype given to the constructor, and results the dtype of the input, as in
-Equinox.
+Parameters have the dtype given to the constructor, and results that of the input, as in Equinox.
 For parameters in float32 and arithmetic in bfloat16, :class:`jaxkern.precision.Policy` casts a
 module as it does any pytree: ``policy.cast_to_compute(layer)(x)``.
 """
@@ -73,7 +72,7 @@ class RMSNorm(eqx.nn.RMSNorm):
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
-        """x (..., *shape) -> the same shape; a `state` is handed through."""
+        """x, any axes and those of `shape` -> the same shape; a `state` is handed through."""
         return _normalised(self, jaxkern.rms_norm, super().__call__, x, state)
 
 
@@ -94,7 +93,7 @@ class LayerNorm(eqx.nn.LayerNorm):
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
-        """x (..., *shape) -> the same shape; a `state` is handed through."""
+        """x, any axes and those of `shape` -> the same shape; a `state` is handed through."""
         return _normalised(self, jaxkern.layer_norm, super().__call__, x, state)
 
 
@@ -177,7 +176,7 @@ class SwiGLU(eqx.Module):
       hidden_features: H, between the projections.
       use_bias: whether the projections have biases.
       dtype: of the parameters; by default Equinox's.
-      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` also of the projections.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is also of the projections.
       key: from which the initial values are drawn.
     """
 
@@ -217,17 +216,15 @@ class _BlockLayer(eqx.Module):
     implementation: Implementation | None = eqx.field(static=True)
     _block: ClassVar[Block]
 
-    def __init__(
+    def _build(
         self,
-        d_model: int,
-        *,
-        n_layers: int = 1,
-        dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
+        sizes: Any,
+        n_layers: int,
+        dtype: Any,
+        implementation: Implementation | None,
         key: jax.Array,
-        **sizes: Any,
-    ):
-        self.sizes = self._block.sizes(d_model, **sizes)
+    ) -> None:
+        self.sizes = sizes
         inits = self._block.initializers(self.sizes, n_layers)
         keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
         weights = {name: init(keys[name], shape, dtype) for name, (init, shape) in inits.items()}
@@ -236,11 +233,18 @@ class _BlockLayer(eqx.Module):
 
     @overload
     def __call__(
-        self, *args: Any, return_cache: Literal[True], **options: Any
-    ) -> tuple[jax.Array, Any]: ...
+        self,
+        x: jax.Array,
+        cache: Any = None,
+        *,
+        return_cache: Literal[False] = False,
+        **options: Any,
+    ) -> jax.Array: ...
 
     @overload
-    def __call__(self, *args: Any, **options: Any) -> jax.Array: ...
+    def __call__(
+        self, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
+    ) -> tuple[jax.Array, Any]: ...
 
     def __call__(
         self,
@@ -253,8 +257,8 @@ class _BlockLayer(eqx.Module):
     ) -> Any:
         """x (L, D) or (B, L, D) -> the same shape; with `return_cache`, also the cache.
 
-        Packed sequences end where `segment_ids` (L,) or (B, L), integers, change. Other options
-        are as for :func:`jaxkern.nn.mamba.mamba` and :func:`jaxkern.nn.mamba2.mamba2`.
+        Packed sequences end where `segment_ids` (L,) or (B, L), integers, change. Other options are
+        those of :func:`jaxkern.nn.mamba.mamba` and :func:`jaxkern.nn.mamba2.mamba2`.
         """
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
         x = self._block.check_call(self.sizes, x, cache, segment_ids, ("L D", "B L D"))
@@ -281,7 +285,7 @@ class _BlockLayer(eqx.Module):
         return out, cache
 
     def init_cache(self, batch_size: int | None = None) -> Any:
-        """The cache before the first token; without `batch_size` for a single sequence."""
+        """The cache before the first token; without `batch_size` that of a single sequence."""
         sequences = 1 if batch_size is None else batch_size
         cache = self._block.init_cache(self.sizes, sequences, jnp.float32)
         return jax.tree.map(lambda a: a[0], cache) if batch_size is None else cache
@@ -290,10 +294,11 @@ class _BlockLayer(eqx.Module):
 class Mamba(_BlockLayer):
     """The Mamba block, for whole sequences and token by token.
 
-    Its leaves are the fields of :class:`jaxkern.nn.mamba.Weights`.
+    Its leaves are those of :class:`jaxkern.nn.mamba.Weights`.
 
     Args:
-      d_model, n_layers, implementation, **sizes: as for :class:`jaxkern.nn.flax.Mamba`.
+      d_model, n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba`, and so are the
+        others of :class:`jaxkern.nn.mamba.Sizes`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
@@ -309,17 +314,46 @@ class Mamba(_BlockLayer):
 
     _block = mamba.BLOCK
 
-    def __init__(self, d_model: int, *, key: jax.Array, **options: Any):
-        super().__init__(d_model, key=key, **options)
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: int | None = None,
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
+        n_layers: int = 1,
+        dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        key: jax.Array,
+    ):
+        self._build(
+            mamba.Sizes(
+                d_model,
+                d_state=d_state,
+                d_conv=d_conv,
+                expand=expand,
+                dt_rank=dt_rank,
+                use_bias=use_bias,
+                use_conv_bias=use_conv_bias,
+            ),
+            n_layers,
+            dtype,
+            implementation,
+            key,
+        )
 
 
 class Mamba2(_BlockLayer):
     """The Mamba-2 block, for whole sequences and token by token.
 
-    Its leaves are the fields of :class:`jaxkern.nn.mamba2.Weights`.
+    Its leaves are those of :class:`jaxkern.nn.mamba2.Weights`.
 
     Args:
-      d_model, n_layers, implementation, **sizes: as for :class:`jaxkern.nn.flax.Mamba2`.
+      d_model, n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`, and so are the
+        others of :class:`jaxkern.nn.mamba2.Sizes`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
@@ -336,8 +370,44 @@ class Mamba2(_BlockLayer):
 
     _block = mamba2.BLOCK
 
-    def __init__(self, d_model: int, *, key: jax.Array, **options: Any):
-        super().__init__(d_model, key=key, **options)
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 128,
+        d_conv: int = 4,
+        expand: int = 2,
+        headdim: int = 64,
+        ngroups: int = 1,
+        norm_groups: int | None = None,
+        norm_eps: float = 1e-5,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
+        n_layers: int = 1,
+        dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        key: jax.Array,
+    ):
+        self._build(
+            mamba2.Sizes(
+                d_model,
+                d_state=d_state,
+                d_conv=d_conv,
+                expand=expand,
+                headdim=headdim,
+                ngroups=ngroups,
+                norm_groups=norm_groups,
+                norm_eps=norm_eps,
+                dt_limit=dt_limit,
+                use_bias=use_bias,
+                use_conv_bias=use_conv_bias,
+            ),
+            n_layers,
+            dtype,
+            implementation,
+            key,
+        )
 
 
 def _normalised(

@@ -12,6 +12,7 @@ NotImplementedError with the reason.
 :class:`jaxkern.precision.Policy`: ``dtype=policy.compute, param_dtype=policy.params``.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, overload
 
@@ -156,7 +157,7 @@ class SwiGLU(nnx.Module):
       use_bias: whether the projections have biases.
       dtype: of the computation, as in ``nnx.Linear``.
       param_dtype: of the parameters.
-      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` also of the projections.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is also of the projections.
       rngs: where the initial values are drawn from.
       **options: others of ``nnx.Linear``.
 
@@ -202,18 +203,16 @@ class _BlockLayer(nnx.Module):
 
     _block: ClassVar[common.Block]
 
-    def __init__(
+    def _build(
         self,
-        d_model: int,
-        *,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
+        sizes: Any,
+        n_layers: int,
+        dtype: Any,
+        param_dtype: Any,
+        implementation: Implementation | None,
         rngs: nnx.Rngs,
-        **sizes: Any,
-    ):
-        self.sizes = self._block.sizes(d_model, **sizes)
+    ) -> None:
+        self.sizes = sizes
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.implementation: Implementation | None = implementation
@@ -222,11 +221,18 @@ class _BlockLayer(nnx.Module):
 
     @overload
     def __call__(
-        self, *args: Any, return_cache: Literal[True], **options: Any
-    ) -> tuple[jax.Array, Any]: ...
+        self,
+        x: jax.Array,
+        cache: Any = None,
+        *,
+        return_cache: Literal[False] = False,
+        **options: Any,
+    ) -> jax.Array: ...
 
     @overload
-    def __call__(self, *args: Any, **options: Any) -> jax.Array: ...
+    def __call__(
+        self, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
+    ) -> tuple[jax.Array, Any]: ...
 
     def __call__(self, x: jax.Array, cache: Any = None, **options: Any) -> Any:
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
@@ -265,15 +271,14 @@ class Mamba(_BlockLayer):
     Its parameters are the fields of :class:`jaxkern.nn.mamba.Weights`.
 
     Args:
-      d_model: D, the width of input and output.
+      d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias: as
+        :class:`jaxkern.nn.mamba.Sizes` has them.
       n_layers: blocks that add to one residual stream; the output projection begins smaller by its
         root.
       dtype: of the products; by default what input and parameters promote to.
       param_dtype: of the parameters.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
       rngs: where the initial values are drawn from.
-      **sizes: d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias, as
-        :class:`jaxkern.nn.mamba.Sizes` has them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -291,6 +296,39 @@ class Mamba(_BlockLayer):
 
     _block = mamba.BLOCK
 
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: int | None = None,
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
+        n_layers: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self._build(
+            mamba.Sizes(
+                d_model,
+                d_state=d_state,
+                d_conv=d_conv,
+                expand=expand,
+                dt_rank=dt_rank,
+                use_bias=use_bias,
+                use_conv_bias=use_conv_bias,
+            ),
+            n_layers,
+            dtype,
+            param_dtype,
+            implementation,
+            rngs,
+        )
+
 
 class Mamba2(_BlockLayer):
     """The Mamba-2 block, for whole sequences and token by token.
@@ -298,7 +336,9 @@ class Mamba2(_BlockLayer):
     Its parameters are the fields of :class:`jaxkern.nn.mamba2.Weights`.
 
     Args:
-      d_model: D, the width of input and output.
+      d_model, d_state, d_conv, expand, headdim, ngroups: as :class:`jaxkern.nn.mamba2.Sizes` has
+        them.
+      norm_groups, norm_eps, dt_limit, use_bias, use_conv_bias: likewise.
       n_layers: blocks that add to one residual stream; the output projection begins smaller by its
         root.
       dtype: of the products; by default what input and parameters promote to.
@@ -306,8 +346,6 @@ class Mamba2(_BlockLayer):
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest;
         :func:`jaxkern.ssd` says what its kernels take.
       rngs: where the initial values are drawn from.
-      **sizes: d_state, d_conv, expand, headdim, ngroups, norm_groups, norm_eps, dt_limit, use_bias,
-        use_conv_bias, as :class:`jaxkern.nn.mamba2.Sizes` has them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -325,6 +363,47 @@ class Mamba2(_BlockLayer):
     """
 
     _block = mamba2.BLOCK
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 128,
+        d_conv: int = 4,
+        expand: int = 2,
+        headdim: int = 64,
+        ngroups: int = 1,
+        norm_groups: int | None = None,
+        norm_eps: float = 1e-5,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
+        n_layers: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self._build(
+            mamba2.Sizes(
+                d_model,
+                d_state=d_state,
+                d_conv=d_conv,
+                expand=expand,
+                headdim=headdim,
+                ngroups=ngroups,
+                norm_groups=norm_groups,
+                norm_eps=norm_eps,
+                dt_limit=dt_limit,
+                use_bias=use_bias,
+                use_conv_bias=use_conv_bias,
+            ),
+            n_layers,
+            dtype,
+            param_dtype,
+            implementation,
+            rngs,
+        )
 
 
 def _normalised(
