@@ -382,6 +382,15 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path, monkeypatch)
         importlib.import_module("jaxkern.lm.hf")
 
 
+def with_a_tensor_twice(content):
+    size = int.from_bytes(content[:8], "little")
+    header, name = content[8 : 8 + size].decode(), "backbone.norm_f.weight"
+    entry = json.dumps(json.loads(header)[name] | {"dtype": "I32"})
+    header = f'{{"{name}":{entry},{header[1:]}'
+    header += " " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header.encode() + content[8 + size :]
+
+
 of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": file}})
 
 
@@ -395,15 +404,13 @@ of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": fil
         (INDEX, of_index(""), "'' is no file"),
         (INDEX, of_index("a\0"), r"'a\\x00' cannot be read"),
         (INDEX, '{"a":' * 99_999, "is no index of weights: it is nested too deep"),
+        (WEIGHTS, with_a_tensor_twice, "has 'backbone.norm_f.weight' twice, with two values"),
         (WEIGHTS, None, "'model.safetensors' is no file"),
         ("config.json", None, "'config.json' is no file"),
         ("config.json", "[" * 99_999, "is no configuration of a model: it is nested too deep"),
         ("config.json", '{"a":' * 70 + "1" + "}" * 70, "it is nested too deep"),
-        (
-            "config.json",
-            '{"model_type": "mamba", "hidden_size": ' + "9" * 999 + "}",
-            "hidden_size is inf, and must be a whole number",
-        ),
+        ("config.json", '{"vocab_size": 12, "vocab_size": 13}', "it has 'vocab_size' twice"),
+        ("config.json", '{"a": ' + "9" * 999 + "}", "it has a number of 999 digits"),
         ("config.json", '{"a": "\\ud800"}', "surrogates not allowed"),
         ("config.json", "ä".encode("latin-1"), r"is not UTF-8 \(unexpected end of data at byte 0"),
         ("config.json", " " * (2**24 + 1), "config.json has more than 16,777,216 bytes"),
@@ -411,6 +418,7 @@ of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": fil
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "name tokens that are none"),
         ("tokenizer_config.json", '{"bos_token": 3}', r"name tokens that are none \(3 is no"),
         ("tokenizer.json", '{"a": "\\ud800"}', "tokenizer.json is no tokenizer: .*surrogates"),
+        ("tokenizer.json", '{"a": 1, "a": 2}', "tokenizer.json is no tokenizer: it has 'a' twice"),
     ],
 )
 def test_what_a_stranger_wrote_is_refused_in_a_line(stored, name, content, words):
@@ -418,6 +426,7 @@ def test_what_a_stranger_wrote_is_refused_in_a_line(stored, name, content, words
     os.link(stored / WEIGHTS, stored.parent / "secret")
     (stored / "link").symlink_to("../secret")
     (stored / "part").mkdir()
+    content = content((stored / WEIGHTS).read_bytes()) if callable(content) else content
     for each in {name, WEIGHTS} if name == INDEX else {name}:
         (stored / each).unlink(missing_ok=True)
     if content is None:

@@ -1,8 +1,8 @@
 """Files that a stranger may have written: read within bounds, or refused in one line.
 
 The files of a checkpoint or of a tokenizer come from anywhere. They lie in their folder, links
-followed, and are read no further than a bound; JSON has no deeper nest than any library writes, and
-no half of a character.
+followed, and are read no further than a bound; JSON has no key with two values, no deeper nest than
+any library writes, and no half of a character.
 """
 
 import json
@@ -78,13 +78,11 @@ def read_json(folder: Path, name: str, what: str) -> dict[str, Any] | None:
 
 def parse(text: str, path: Path, what: str) -> dict[str, Any]:
     """The JSON object that a text of `path` is; raises RunError if it is no `what`."""
-    # A number of many digits becomes one that is not whole, and so no size of anything.
-    whole = lambda digits: int(digits) if len(digits) <= _DIGITS else float(digits)
     try:
-        content = json.loads(text, parse_int=whole)
+        content = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
-        _check_depth(content, _DEPTH)
+        _check_depth(content)
         if _HALF.search(text):
             json.dumps(content, ensure_ascii=False).encode()
     except RecursionError:
@@ -94,9 +92,26 @@ def parse(text: str, path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-def _check_depth(value: Any, left: int) -> None:
-    if isinstance(value, (dict, list)):
-        if not left:
-            raise RecursionError
-        for each in value.values() if isinstance(value, dict) else value:
-            _check_depth(each, left - 1)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        for key, value in pairs:
+            if content[key] != value:
+                raise ValueError(f"it has {key!r} twice, with two values")
+    return content
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"it has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(_DEPTH):
+        values = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for each in values for value in each if isinstance(value, (dict, list))]
+        if not level:
+            return
+    raise RecursionError
