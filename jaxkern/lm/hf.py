@@ -252,6 +252,7 @@ def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
             raise RunError(f"{folder} holds no {_shown(name)}; {_in_safetensors(folder)}")
         try:
             file = safe_open(path, framework="numpy")
+            _check_header(path)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{path} is damaged: {error}") from None
         for stored in file.keys():  # noqa: SIM118
@@ -286,6 +287,13 @@ def _in_safetensors(folder: Path) -> str:
         f"{others[0]} is not read; write safetensors with transformers: "
         "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
     )
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a file of safetensors that has a tensor twice: its reader takes the last."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        untrusted.parse(file.read(size).decode(), path, "file of safetensors")
 
 
 def _shown(name: str) -> str:
