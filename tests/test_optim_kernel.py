@@ -20,7 +20,7 @@ from jaxkern.optim.kernel import update_leaves
 from jaxkern.precision import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite
 from tests.errors import ON_GPU, running
 from tests.pairs import combinations
-from tests.test_optim import BF16, F16, F32, assert_close, assert_same
+from tests.test_optim import BF16, F16, F32, assert_close, assert_same, tree_of
 
 SCALE = StaticLossScale(8.0)
 I8, U8 = jnp.int8, jnp.uint8
@@ -303,3 +303,14 @@ def test_scaling_on_a_mesh(kind):
     assert finite
     np.testing.assert_allclose(norm, sum((a**2).sum() for a in grads.values()), rtol=1e-6)
     assert got["w"].sharding.spec[0] == "data"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.gpu
+def test_apply_runs_the_kernel():
+    params, grads = ({"w": tree_of(seed, BF16)["w"]} for seed in range(2))
+    tx = functools.partial(jaxkern.fused_adamw, 0.1, clip_norm=1.0, master_dtype=F32)
+    step = lambda tx: jax.jit(functools.partial(jaxkern.apply, tx))(grads, tx.init(params), params)
+    want = step(tx(implementation="xla"))
+    with running("mosaic"):
+        assert_close(step(tx(implementation="mosaic")), want)

@@ -19,9 +19,11 @@ from jaxkern.core import kernel_call
 from jaxkern.nn.equinox import apply_gradients
 from jaxkern.nn.flax import Optimizer
 from jaxkern.nn.linen import TrainState
+from jaxkern.optim import kernel
 from jaxkern.precision import DynamicLossScale
 from tests import test_optim
 from tests.test_optim import BF16, F32
+from tests.test_optim_kernel import lowered
 
 OPTIONS = {
     "plain": {},
@@ -156,6 +158,39 @@ def test_steps_are_those_of_the_unfused_optimizer(steps, name):
     close(ours[0], theirs[0])
     if name != "8-bit":
         close(ours[1], theirs[1])
+
+
+def nnx_in_place(tx):
+    model = Net()
+
+    def step(*parts):
+        model, optimizer = (nnx.merge(*part) for part in parts)
+        nnx_train.__wrapped__(model, optimizer)
+        return nnx.state(model), nnx.state(optimizer)
+
+    return step, nnx.split(model), nnx.split(Optimizer(model, tx, wrt=nnx.Param))
+
+
+def linen_in_place(tx):
+    def step(state):
+        loss = lambda p: ((state.apply_fn({"params": p}, INPUTS) - 1.0) ** 2).mean()
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    return step, linen_state(TrainState, tx).replace(step=jnp.int32(0))
+
+
+@pytest.mark.parametrize("of_library", [nnx_in_place, linen_in_place])
+def test_steps_are_in_place(of_library, monkeypatch):
+    """All that is donated is used again, and one kernel overwrites weights and momentum."""
+    monkeypatch.setattr(kernel, "may_be_split", lambda leaves: False)
+    step, *parts = of_library(jaxkern.fused_sgd(1e-2, 0.9, True))
+    donate, donated = range(len(parts)), jax.tree.leaves(parts)
+    text = lowered(step, *parts, donate=donate)
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("output_operand_alias<") == 2 * 4
+    assert text.count("tf.aliasing_output") == len(donated)
+    jax.jit(step, donate_argnums=donate)(*parts)
+    assert all(a.is_deleted() for a in donated)
 
 
 # nnx

@@ -10,7 +10,8 @@ import pytest
 
 import jaxkern
 from jaxkern.optim import arithmetic
-from tests.test_optim import BF16, F16, F32, assert_close, assert_same, two_passes
+from tests.pairs import combinations
+from tests.test_optim import BF16, F16, F32, MASTER, RANDOM, assert_close, assert_same, two_passes
 
 
 def test_rounding_is_unbiased():
@@ -92,6 +93,45 @@ def test_what_moves_slowly_in_bfloat16_moves_only_if_rounded_stochastically():
 
 CODED = {"mu_dtype": "int8", "nu_dtype": "uint8"}
 OF_BF16 = {"mu_dtype": BF16, "nu_dtype": BF16, "stochastic_rounding": True}
+
+
+@functools.cache
+def curve(dtype, size=32, **options):
+    """The logarithm of the loss of a noisy regression, averaged over 100 steps."""
+    key = jax.random.key(0)
+    true = jax.random.normal(key, (size,))
+    tx = jaxkern.fused_adamw(3e-3, b2=0.99, weight_decay=0.0, **options)
+
+    def body(carry, i):
+        params, state = carry
+        x = jax.random.normal(jax.random.fold_in(key, i), (max(512 // size, 1), size))
+        loss = lambda w: jnp.mean((x @ (w.astype(F32) - true)) ** 2)
+        value, grad = jax.value_and_grad(loss)(params)
+        return jaxkern.apply(tx, grad, state, params), value
+
+    params = jnp.full(size, 4.0, dtype)
+    steps = jnp.arange(1500)
+    losses = jax.jit(lambda p: jax.lax.scan(body, (p, tx.init(p)), steps)[1])(params)
+    return np.log(np.convolve(losses, np.ones(100) / 100, "valid")[::100])
+
+
+TRAINED = {
+    "all-bf16": (BF16, OF_BF16),
+    "bf16-state": (F32, OF_BF16),
+    "master": (BF16, MASTER),
+    "stochastic": (BF16, RANDOM),
+    "8-bit": (F32, CODED),
+}
+
+
+@combinations("kept", TRAINED, few=1)
+def test_low_precision_trains_like_fp32(kept):
+    """The loss curve stays with fp32's, where plain bf16's does not."""
+    dtype, options = kept
+    size = arithmetic.SMALLEST_IN_CODES if options is CODED else 32
+    exact, got, plain = curve(F32, size), curve(dtype, size, **options), curve(BF16)
+    assert np.abs(got[:10] - exact[:10]).max() < 0.1
+    assert np.abs(plain - curve(F32)).max() > 1
 
 
 # Codes of 8 bits

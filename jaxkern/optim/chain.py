@@ -168,8 +168,8 @@ def _with_part(options: OptimizerOptions, part: ChainPart, params: Any) -> Optim
     """The options with a part in front of the pass, if the pass can do it."""
     if clip := part.held("clip"):
         limit: Any = clip.get("max_norm")
-        if not _is_number(limit, 0):
-            return None
+        if not _is_number(limit, 0) or (not isinstance(limit, jax.Array) and limit == 0):
+            return None  # of gradients of zero, Optax makes 0 / 0
         both = limit if options.clip_norm is None else jnp.minimum(limit, options.clip_norm)
         return dataclasses.replace(options, clip_norm=both)
     # A norm would be of gradients and decay, and Optax's is not of a master copy.
