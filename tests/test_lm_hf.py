@@ -586,7 +586,10 @@ def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
     assert config_in(theirs)["dtype"] == "bfloat16"
 
     (tmp_path / "file").touch()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "config.json").write_text("{}")
     for argv, words in (
+        (("--hf", tmp_path / "site"), "holds a config.json that is not of Hugging Face's layout"),
         (("--hf", out), "holds a run; name another folder"),
         (("--hf", tmp_path / "file"), "is a file; name a folder"),
         (("--hf", tmp_path / "new", "--step", 7), "has no checkpoint of step 7; it has 5, 10"),

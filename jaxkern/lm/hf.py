@@ -38,7 +38,7 @@ from jaxkern.lm import checkpoint, data, sample, untrusted
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data import write_atomically
-from jaxkern.lm.hf_layouts import CONFIG, HEAD, LAYOUTS, Layout, how_to_get, layout_of
+from jaxkern.lm.hf_layouts import CONFIG, HEAD, LAYOUTS, Layout, how_to_get, is_hf, layout_of
 from jaxkern.lm.model import count_params, initial_params
 from jaxkern.lm.stop import say
 
@@ -330,6 +330,11 @@ def export(
         raise RunError(f"--hf {folder} is a file; name a folder")
     if checkpoint.is_run(folder):
         raise RunError(f"--hf {folder} holds a run; name another folder")
+    if (folder / CONFIG).exists() and not is_hf(folder):
+        raise RunError(
+            f"--hf {folder} holds a {CONFIG} that is not of Hugging Face's layout; name another "
+            "folder"
+        )
     params = jax.tree.map(lambda leaf: leaf.astype(_WRITTEN[dtype]), model.params)
     try:
         with checkpoint.written(folder / _WEIGHTS):
