@@ -129,7 +129,8 @@ def compiled(gpu: str, name: str) -> Row:
     """What compiling a task for a GPU tells: its :data:`PARTS`, and a ``line`` in words."""
     task, start = tasks()[name], time.perf_counter()
     kernel_call.refused.clear()
-    lowered = (_lowered_training if isinstance(task, Training) else _lowered_op)(task, GPUS[gpu])
+    of_step = isinstance(task, Training)
+    lowered = _lowered_training(task, GPUS[gpu]) if of_step else _lowered_op(task, GPUS[gpu])
     told: Row = {"kernels": {}, "plain": dict(kernel_call.refused), "training": {}}
     middle = time.perf_counter()
     words = [f"lowered in {middle - start:.1f} s"]
@@ -143,7 +144,7 @@ def compiled(gpu: str, name: str) -> Row:
             f"{max((k.registers for k in every), default=0)} registers",
             f"{sum(k.spills for k in every)} bytes spilled",
         ]
-        if isinstance(task, Training):
+        if of_step:
             told["training"] = training = _training(result.memory_analysis(), text)
             words += [_gib(training["memory"]), f"{_gib(training['copied'])} copied"]
             words += [f"{n} {kind}" for kind, n in training["collectives"].items()]

@@ -158,11 +158,11 @@ def main(argv: list[str] | None = None) -> int:
     tasks = [(name,) for name in chosen]
     with for_gpus():
         for count, ((name,), told) in enumerate(each(compiled, tasks, args.jobs, apart=True), 1):
+            line = "failed"
             if isinstance(told, Failed):
                 faults.append(f"{name}: {told}")
             else:
-                now[name] = told
-            line = "; ".join(exchanged(told)) if name in now else "failed"
+                now[name], line = told, "; ".join(exchanged(told))
             print(f"[{count:3}/{len(tasks)}] {name:44} {line}", flush=True)
     if args.write:
         every = {name: (was | now)[name] for name in names() if name in was | now}

@@ -242,7 +242,7 @@ def of_jax(job: Job) -> Trainer:
         return loss
 
     def told() -> Row:
-        m = compiled.memory_analysis()
+        m: Any = compiled.memory_analysis()
         needed = m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
         return {
             "peak_gib": peak_gib(device),
