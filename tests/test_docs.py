@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import jaxkern
-from bench import documents, figures
+from bench import figures
 from bench.cases import TABLE
 from jaxkern.lm.config import PRESETS
 from jaxkern.lm.model import initial_params
@@ -118,7 +118,7 @@ def test_figures_are_beside_the_fastest_competitor():
 
 
 def test_parameters_of_the_headline_are_those_of_the_model():
-    preset, vocabulary = re.fullmatch(r"(\w+), vocabulary ([\d,]+)", documents.MODEL[0]).groups()
+    preset, vocabulary = re.fullmatch(r"(\w+), vocabulary ([\d,]+)", figures.MODEL[0]).groups()
     size = int(vocabulary.replace(",", ""))
     model = dataclasses.replace(PRESETS[preset].model, vocab_size=size)
     params = jax.eval_shape(lambda: initial_params(model, 0))

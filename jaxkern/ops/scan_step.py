@@ -7,7 +7,7 @@ A row is a channel: of Mamba one with a step size and N rates of its own, of Mam
 a head, which share a step size and one rate. A token reads and writes 8 bytes of every state, and
 little else: for 64 sequences of a layer of mamba2-130m, 50 MB of states, an H200 takes 29.5 µs, at
 79% of its copy's rate, and an H100 35.9, at 94%, where XLA, which writes the new states to a
-temporary and copies them, takes 55.6 and 76.6 (JAX 0.11.2; `python -m bench decode --scan`).
+temporary and copies them, takes 55.6 and 76.6 (JAX 0.11.2; bench/results).
 
 A block is a warpgroup, which has some rows of one sequence and group. A row's states lie in up to
 32 neighbouring lanes, four in each access; the products with C are summed over them by shuffles. A
